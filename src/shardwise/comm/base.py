@@ -1,0 +1,156 @@
+"""The one door to communication between ranks.
+
+Everything that moves between ranks goes through a :class:`Comm`. Buffers are flat, contiguous, one-dimensional tensors,
+cut into ``size`` equal slices where a collective gathers or scatters; slice ``r`` belongs to rank ``r``.
+
+Sums run in rank order, element by element: ``((x0 + x1) + x2) + ...``, then one true division by ``divisor``. The result
+is therefore the same number on every rank and for every way of cutting the buffer (on NCCL the library chooses the order).
+
+All ranks of a Comm must issue the same collectives in the same order. Each is stamped with a sequence number and the
+name of the unit that it serves, so that ranks that disagree are told apart instead of exchanging foreign data.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from abc import ABC, abstractmethod
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+
+@dataclass(slots=True)
+class CollectiveEvent:
+    """One collective as it was issued by this rank.
+
+    Attributes:
+        kind: ``all_gather``, ``reduce_scatter``, ``all_reduce``, ``broadcast``, ``gather``, ``scatter`` or ``barrier``.
+        axis: Mesh axis, for example ``dp_shard``.
+        unit: Name of the unit (or purpose) that the collective serves.
+        dtype: Short dtype name of what travels.
+        sent_bytes: Bytes that this rank handed to the transport, counted where they were sent. Complete once the
+            collective's handle has been waited for.
+    """
+
+    kind: str
+    axis: str
+    unit: str
+    dtype: str
+    sent_bytes: int = 0
+
+
+class Handle(ABC):
+    """A collective under way."""
+
+    @abstractmethod
+    def wait(self) -> None:
+        """Finish: afterwards (on CUDA: for work enqueued afterwards on the current stream) the result may be read.
+
+        Waiting twice is allowed and free.
+        """
+
+    def advance(self) -> None:
+        """Start whatever next phase of the collective can be started now. May block for the phase under way."""
+
+
+class Done(Handle):
+    """The handle of something that is finished already."""
+
+    def wait(self) -> None:
+        """Return at once."""
+
+
+class Comm(ABC):
+    """Collectives over the ranks of one mesh axis.
+
+    Attributes:
+        axis: Name of the mesh axis.
+        rank: This rank's coordinate on the axis.
+        size: Number of ranks on the axis.
+        device: Device of the buffers that it moves.
+    """
+
+    axis: str
+    rank: int
+    size: int
+    device: torch.device
+
+    def __init__(self) -> None:
+        self._listeners: list[list[CollectiveEvent]] = []
+
+    @abstractmethod
+    def all_gather(self, buffer: Tensor, *, unit: str) -> Handle:
+        """Fill every slice of ``buffer`` with its owner's content, in place.
+
+        Collective:
+            Sends ``(size-1)/size * buffer bytes`` per rank: this rank's slice to each of the others.
+        """
+
+    @abstractmethod
+    def reduce_scatter(self, buffer: Tensor, out: Tensor, *, unit: str, divisor: int = 1) -> Handle:
+        """Sum ``buffer`` over the ranks, divide by ``divisor``, and put this rank's slice of the result into ``out``.
+
+        ``out`` has ``buffer.numel() / size`` elements and may be this rank's own slice of ``buffer``. The other slices
+        of ``buffer`` must not be written before the handle has been waited for.
+
+        Collective:
+            Sends ``(size-1)/size * buffer bytes`` per rank.
+        """
+
+    @abstractmethod
+    def all_reduce(self, buffer: Tensor, *, unit: str, divisor: int = 1) -> Handle:
+        """Sum ``buffer`` over the ranks in place and divide by ``divisor``. Any number of elements.
+
+        Collective:
+            Sends ``2 (size-1)/size * buffer bytes`` per rank where ``size`` divides the number of elements; slices
+            differ by one element otherwise.
+        """
+
+    @abstractmethod
+    def broadcast(self, buffer: Tensor, *, root: int, unit: str) -> Handle:
+        """Copy ``root``'s ``buffer`` into every rank's.
+
+        Collective:
+            The root sends ``(size-1) * buffer bytes``, the others nothing.
+        """
+
+    @abstractmethod
+    def gather(self, shard: Tensor, out: Tensor | None, *, root: int, unit: str) -> Handle:
+        """Collect every rank's ``shard`` into ``out`` (``size`` slices in rank order) on ``root``; ``None`` elsewhere.
+
+        Collective:
+            Every rank but the root sends its shard.
+        """
+
+    @abstractmethod
+    def scatter(self, buffer: Tensor | None, out: Tensor, *, root: int, unit: str) -> Handle:
+        """Send slice ``r`` of ``root``'s ``buffer`` to rank ``r``'s ``out``. ``buffer`` is ``None`` on other ranks.
+
+        Collective:
+            The root sends ``(size-1)/size * buffer bytes``, the others nothing.
+        """
+
+    def barrier(self) -> None:
+        """Return when every rank has arrived. A one-element all-reduce."""
+        self.all_reduce(torch.zeros(1, dtype=torch.int64, device=self.device), unit="barrier").wait()
+
+    def close(self) -> None:
+        """Release threads and connections. The Comm must not be used afterwards."""
+
+    @contextlib.contextmanager
+    def record(self) -> Iterator[list[CollectiveEvent]]:
+        """Collect an event for every collective that is issued inside the context, in order."""
+        events: list[CollectiveEvent] = []
+        self._listeners.append(events)
+        try:
+            yield events
+        finally:
+            self._listeners = [held for held in self._listeners if held is not events]
+
+    def _event(self, kind: str, unit: str, buffer: Tensor) -> CollectiveEvent:
+        event = CollectiveEvent(kind, self.axis, unit, str(buffer.dtype).removeprefix("torch."))
+        for events in self._listeners:
+            events.append(event)
+        return event

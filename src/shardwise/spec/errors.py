@@ -1,0 +1,86 @@
+"""The exceptions that shardwise raises.
+
+::
+
+    ShardwiseError
+    ├── ConfigError          (ValueError)    a configuration file, key or value
+    ├── PlanError            (ValueError)    a plan that cannot be carried out
+    │   └── MemoryBudgetError                a plan that does not fit
+    ├── MeshError            (ValueError)    axes and world size do not match
+    ├── PlacementError       (ValueError)    an unknown strategy or an illegal move between placements
+    ├── StateError           (RuntimeError)  a model, unit or optimizer in a state where the call makes no sense
+    ├── CommError            (RuntimeError)  communication between ranks
+    │   ├── RankDisagreement                 ranks issued different collectives
+    │   └── CommTimeout      (TimeoutError)  a peer did not answer in time
+    └── CheckpointError      (RuntimeError)  a checkpoint that is missing, damaged or does not fit
+
+A message names the subject, what was expected, what was found, where, and on a second, indented line what to do next.
+"""
+
+from __future__ import annotations
+
+
+class ShardwiseError(Exception):
+    """Base of every exception that shardwise raises on purpose.
+
+    Attributes:
+        exit_code: What a command-line run leaves with when this error ends it (the table in ``docs/exit-codes.md``).
+    """
+
+    exit_code = 1
+
+
+class ConfigError(ShardwiseError, ValueError):
+    """A configuration file, key or value is wrong."""
+
+    exit_code = 78
+
+
+class PlanError(ShardwiseError, ValueError):
+    """A plan cannot be carried out for this model or on this world."""
+
+    exit_code = 78
+
+
+class MemoryBudgetError(PlanError):
+    """A plan needs more memory than the device has."""
+
+
+class MeshError(ShardwiseError, ValueError):
+    """Mesh axes and world size do not match."""
+
+    exit_code = 78
+
+
+class PlacementError(ShardwiseError, ValueError):
+    """An unknown strategy, or a move between placements that the table does not allow."""
+
+    exit_code = 78
+
+
+class StateError(ShardwiseError, RuntimeError):
+    """A model, unit or optimizer is in a state in which the call makes no sense."""
+
+
+class CommError(ShardwiseError, RuntimeError):
+    """Communication between ranks failed, for example because a peer is gone."""
+
+    exit_code = 81
+
+
+class RankDisagreement(CommError):
+    """Ranks issued different collectives at the same place of the sequence."""
+
+    exit_code = 83
+
+
+class CommTimeout(CommError, TimeoutError):
+    """A peer did not take part in a collective within the time limit."""
+
+    exit_code = 82
+
+
+class CheckpointError(ShardwiseError, RuntimeError):
+    """A checkpoint (or data file) is missing, damaged, or does not fit the model."""
+
+    exit_code = 65
