@@ -1,0 +1,98 @@
+"""The plan: fields of this version only, refusals that say what is missing, policies from mappings."""
+
+from __future__ import annotations
+
+import dataclasses
+
+import pytest
+
+from shardwise.spec.errors import MeshError, PlacementError, PlanError
+from shardwise.spec.plan import ParallelPlan, plan_fields
+from shardwise.spec.wrap import WrapByClass, WrapByName, WrapBySize
+
+
+def test_the_fields_are_those_that_this_version_honours() -> None:
+    assert plan_fields() == (
+        "strategy",
+        "dp_replicate",
+        "dp_shard",
+        "cp",
+        "tp",
+        "pp",
+        "ep",
+        "auto_wrap_policy",
+        "reshard_after_forward",
+        "accumulation",
+        "sync",
+    )
+
+
+def test_defaults_take_the_whole_world() -> None:
+    assert ParallelPlan().mesh(4).dp_shard == 4
+    assert ParallelPlan(strategy="ddp").mesh(3).dp_shard == 3
+
+
+def test_a_plan_is_frozen() -> None:
+    with pytest.raises(dataclasses.FrozenInstanceError):
+        ParallelPlan().strategy = "ddp"  # type: ignore[misc]
+
+
+@pytest.mark.parametrize("name", ["zero3", "FSDP", "Full_Shard", "ddp", "NO_SHARD", "zero1", "zero2", "SHARD_GRAD_OP"])
+def test_presets_and_aliases_are_taken_in_any_case(name: str) -> None:
+    assert ParallelPlan(strategy=name).placements == ParallelPlan(strategy=name.lower()).placements
+
+
+def test_an_unknown_strategy_is_refused() -> None:
+    with pytest.raises(PlacementError, match="zero3"):
+        ParallelPlan(strategy="zero33")
+
+
+@pytest.mark.parametrize("name", ["hsdp", "HYBRID_SHARD", "hybrid_shard_grad_op"])
+def test_hybrid_presets_belong_to_a_later_version(name: str) -> None:
+    with pytest.raises(PlanError, match="does not have hybrid sharding yet"):
+        ParallelPlan(strategy=name)
+
+
+@pytest.mark.parametrize("axis", ["dp_replicate", "cp", "tp", "pp", "ep"])
+def test_degrees_of_later_versions_are_refused_not_ignored(axis: str) -> None:
+    with pytest.raises(PlanError, match=f"{axis}=2: this version does not have"):
+        ParallelPlan(**{axis: 2})
+    with pytest.raises(PlanError, match="expected a positive integer"):
+        ParallelPlan(**{axis: 0})
+
+
+@pytest.mark.parametrize("size", [0, -2, 1.0, True])
+def test_dp_shard_is_positive_or_minus_one(size: object) -> None:
+    with pytest.raises(PlanError, match="dp_shard="):
+        ParallelPlan(dp_shard=size)  # type: ignore[arg-type]
+
+
+def test_a_degree_that_does_not_make_the_world_shows_the_arithmetic() -> None:
+    with pytest.raises(MeshError, match="dp_shard=3 makes 3 ranks, but the world has 2"):
+        ParallelPlan(dp_shard=3).mesh(2)
+
+
+def test_wrap_policies_come_as_objects_or_mappings() -> None:
+    assert ParallelPlan(auto_wrap_policy="none").auto_wrap_policy == "none"
+    by_class = ParallelPlan(auto_wrap_policy={"by_class": ["Block"]}).auto_wrap_policy
+    assert by_class == WrapByClass(names=("Block",))
+    assert ParallelPlan(auto_wrap_policy={"by_size": 1000}).auto_wrap_policy == WrapBySize(min_num_params=1000)
+    by_name = ParallelPlan(auto_wrap_policy={"by_name": "layers.*"}).auto_wrap_policy
+    assert by_name == WrapByName(patterns=("layers.*",))
+    assert ParallelPlan(auto_wrap_policy=by_class).auto_wrap_policy is by_class
+
+
+@pytest.mark.parametrize(
+    "policy", ["blocks", {}, {"by_size": 0}, {"by_size": True}, {"by_name": []}, {"by_class": [1]}, {"by_depth": 1}, 7]
+)
+def test_other_policies_are_refused_with_the_legal_forms(policy: object) -> None:
+    with pytest.raises(PlanError, match="by_class: \\[names\\]"):
+        ParallelPlan(auto_wrap_policy=policy)  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize(
+    ("field", "value"), [("reshard_after_forward", 2), ("accumulation", "defer_replicate"), ("sync", "yes")]
+)
+def test_values_of_later_versions_and_strangers_are_refused(field: str, value: object) -> None:
+    with pytest.raises(PlanError, match=field):
+        ParallelPlan(**{field: value})  # type: ignore[arg-type]
