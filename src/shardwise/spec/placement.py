@@ -1,0 +1,177 @@
+"""Where parameters, gradients and optimizer state live: the table that replaces "modes" and "stages".
+
+A data-parallel strategy is one row. The engine reads the row's placements and never asks for the strategy's name.
+
+Notation: ``R`` replicated (every rank holds all of it), ``S`` sharded (every rank holds one slice), ``P`` partial (every
+rank holds all of it, and the true value is the sum over the ranks).
+"""
+
+from __future__ import annotations
+
+import difflib
+from dataclasses import dataclass
+from enum import StrEnum
+
+from shardwise.spec.errors import PlacementError
+
+
+class Placement(StrEnum):
+    """Where a flat buffer lives on the ``dp_shard`` axis."""
+
+    REPLICATE = "replicate"
+    SHARD = "shard"
+    PARTIAL = "partial"
+
+
+#: What turns one placement into another: the collective, or ``None`` where a rank just keeps its slice.
+MOVES: dict[tuple[Placement, Placement], str | None] = {
+    (Placement.SHARD, Placement.REPLICATE): "all_gather",
+    (Placement.PARTIAL, Placement.SHARD): "reduce_scatter",
+    (Placement.PARTIAL, Placement.REPLICATE): "all_reduce",
+    (Placement.REPLICATE, Placement.SHARD): None,
+}
+
+
+def move(source: Placement, target: Placement) -> str | None:
+    """The collective that turns ``source`` into ``target``; ``None`` where nothing has to be sent.
+
+    Raises:
+        PlacementError: There is no such move (nothing becomes partial, for example).
+    """
+    if source == target:
+        return None
+    if (source, target) not in MOVES:
+        legal = ", ".join(f"{a} -> {b}" for a, b in MOVES)
+        raise PlacementError(f"no move from {source} to {target}.\n  The legal moves are: {legal}.")
+    return MOVES[source, target]
+
+
+@dataclass(frozen=True, slots=True)
+class Placements:
+    """One row of the table.
+
+    Attributes:
+        parameter: ``R`` or ``S``, between steps.
+        gradient: What backward leaves behind: ``R`` (all-reduced), ``P`` (a full local sum until the step boundary, then
+            reduced into slices), or ``S`` (reduced into slices unit by unit, in pooled buffers).
+        optimizer: ``R`` or ``S``. The optimizer sees whole parameters, or this rank's slices.
+        keeps_gathered: With sharded parameters: a unit stays gathered from its forward to its backward.
+        is_hybrid: The row holds inside the ``dp_shard`` axis; everything is replicated over ``dp_replicate``.
+    """
+
+    parameter: Placement = Placement.SHARD
+    gradient: Placement = Placement.SHARD
+    optimizer: Placement = Placement.SHARD
+    keeps_gathered: bool = False
+    is_hybrid: bool = False
+
+    def __post_init__(self) -> None:
+        for field in ("parameter", "gradient", "optimizer"):
+            value = getattr(self, field)
+            try:
+                object.__setattr__(self, field, Placement(str(value).lower()))
+            except ValueError:
+                choices = ", ".join(Placement)
+                raise PlacementError(
+                    f"Placements({field}={value!r}) is no placement.\n  Use one of: {choices}."
+                ) from None
+        row = (self.parameter, self.gradient, self.optimizer)
+        if row not in _LEGAL_ROWS:
+            legal = "; ".join(", ".join(legal_row) for legal_row in _LEGAL_ROWS)
+            raise PlacementError(
+                f"parameter={row[0]}, gradient={row[1]}, optimizer={row[2]} cannot be combined: the optimizer needs its"
+                " gradient where its state is, and a sharded parameter is updated where its slice is.\n"
+                f"  Legal (parameter, gradient, optimizer): {legal}."
+            )
+        if self.keeps_gathered and self.parameter is not Placement.SHARD:
+            raise PlacementError(
+                "keeps_gathered=True needs parameter='shard': a replicated parameter is always there.\n"
+                "  Leave keeps_gathered out."
+            )
+
+    @property
+    def shards_parameters(self) -> bool:
+        """A rank holds only its slice of the parameters between steps."""
+        return self.parameter is Placement.SHARD
+
+    @property
+    def shards_optimizer(self) -> bool:
+        """The optimizer sees slices."""
+        return self.optimizer is Placement.SHARD
+
+    @property
+    def pools_gradients(self) -> bool:
+        """Full gradients exist only in pooled buffers, from a unit's backward until its reduction."""
+        return self.gradient is Placement.SHARD
+
+    @property
+    def gradient_move(self) -> str:
+        """The collective that completes the gradient of a unit."""
+        source = Placement.PARTIAL
+        target = Placement.SHARD if self.shards_optimizer else Placement.REPLICATE
+        kind = move(source, target)
+        assert kind is not None
+        return kind
+
+
+_R, _S, _P = Placement.REPLICATE, Placement.SHARD, Placement.PARTIAL
+_LEGAL_ROWS = ((_R, _R, _R), (_R, _P, _S), (_R, _S, _S), (_S, _S, _S))
+
+#: The presets, by canonical name.
+PRESETS: dict[str, Placements] = {
+    "ddp": Placements(_R, _R, _R),
+    "zero1": Placements(_R, _P, _S),
+    "zero2": Placements(_R, _S, _S),
+    "shard_grad_op": Placements(_S, _S, _S, keeps_gathered=True),
+    "zero3": Placements(_S, _S, _S),
+    "hsdp": Placements(_S, _S, _S, is_hybrid=True),
+    "hybrid_shard_grad_op": Placements(_S, _S, _S, keeps_gathered=True, is_hybrid=True),
+}
+
+#: Other spellings (FSDP1, DeepSpeed, Lightning), by lower-case name.
+ALIASES: dict[str, str] = {
+    "no_shard": "ddp",
+    "zero_1": "zero1",
+    "zero-1": "zero1",
+    "zero_2": "zero2",
+    "zero-2": "zero2",
+    "zero_3": "zero3",
+    "zero-3": "zero3",
+    "fsdp": "zero3",
+    "full_shard": "zero3",
+    "hybrid_shard": "hsdp",
+    "_hybrid_shard_zero2": "hybrid_shard_grad_op",
+    "hybrid_shard_zero2": "hybrid_shard_grad_op",
+}
+
+
+def canonical_name(strategy: str) -> str:
+    """The preset's own name for any accepted spelling, in any case.
+
+    Raises:
+        PlacementError: Unknown name; the message suggests the nearest one.
+    """
+    name = strategy.strip().lower()
+    name = ALIASES.get(name, name)
+    if name not in PRESETS:
+        known = [*PRESETS, *ALIASES]
+        near = difflib.get_close_matches(name, known, n=1)
+        hint = f"Did you mean {near[0]!r}? " if near else ""
+        raise PlacementError(f"unknown strategy {strategy!r}.\n  {hint}Known: {', '.join(PRESETS)}.")
+    return name
+
+
+def resolve_strategy(strategy: str | Placements) -> Placements:
+    """The row of a preset name, an alias or a row itself.
+
+    Raises:
+        PlacementError: Unknown name.
+    """
+    if isinstance(strategy, Placements):
+        return strategy
+    if not isinstance(strategy, str):
+        raise PlacementError(
+            f"strategy must be a preset name or sw.Placements(...), got {type(strategy).__name__}.\n"
+            f"  Known presets: {', '.join(PRESETS)}."
+        )
+    return PRESETS[canonical_name(strategy)]
