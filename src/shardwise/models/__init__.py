@@ -1,0 +1,65 @@
+"""Our own models: a GPT and its named sizes.
+
+Importing this package does not import torch; :func:`gpt` does, when it is called.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+from shardwise.models.shape import DEFAULT_EXPERTS_PER_TOKEN, PRESETS, GPTConfig, gpt_config
+
+if TYPE_CHECKING:
+    import torch
+
+    from shardwise.models.transformer import GPT, Block
+
+__all__ = ["GPT", "PRESETS", "Block", "GPTConfig", "gpt", "gpt_config"]
+
+
+def gpt(
+    preset: str | GPTConfig,
+    *,
+    device: torch.device | str | None = None,
+    num_experts: int = 0,
+    experts_per_token: int = DEFAULT_EXPERTS_PER_TOKEN,
+    **overrides: Any,
+) -> GPT:
+    """Build our GPT.
+
+    ``model(tokens)`` gives logits ``(batch, seq, vocab)``; ``model(tokens, targets)`` the mean cross entropy, a scalar.
+
+    Args:
+        preset: A name in ``PRESETS``, or a configuration to start from.
+        device: Where to construct it. ``"meta"`` allocates nothing; ``None`` is torch's default device.
+        num_experts: With more than 0, every feed-forward is a mixture of this many experts.
+        experts_per_token: How many experts each token is sent to.
+        **overrides: Fields of :class:`GPTConfig`, in place of the preset's.
+
+    Returns:
+        The model, initialised as GPT-2 is, from torch's global generator (``torch.manual_seed``).
+
+    Raises:
+        ConfigError: The preset or a field is unknown, or values are wrong; every problem is listed.
+
+    Example:
+        >>> model = gpt("gpt-tiny", num_layers=2)
+        >>> sum(p.numel() for p in model.parameters()) == model.config.num_parameters
+        True
+    """
+    from shardwise.models.transformer import GPT
+
+    if num_experts:
+        overrides["num_experts"] = num_experts
+    if experts_per_token != DEFAULT_EXPERTS_PER_TOKEN or num_experts:
+        overrides["experts_per_token"] = experts_per_token
+    return GPT(gpt_config(preset, **overrides), device=device)
+
+
+def __getattr__(name: str) -> Any:
+    """Find ``GPT`` and ``Block`` when they are asked for: their module imports torch."""
+    if name in {"GPT", "Block"}:
+        import shardwise.models.transformer as module
+
+        return getattr(module, name)
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

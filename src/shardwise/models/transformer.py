@@ -1,0 +1,224 @@
+"""A GPT: pre-norm blocks, learned positions, fused query-key-value projection, GELU. One plain ``nn.Module``.
+
+Nothing here knows about sharding.
+
+Shape suffixes: ``B`` batch, ``T`` sequence, ``C`` hidden, ``H`` heads, ``D`` head width, ``F`` feed-forward width,
+``E`` experts, ``K`` experts per token, ``V`` vocabulary.
+
+Every module that owns parameters initialises them in its ``reset_parameters`` and reads no values to do so: a model
+built on ``meta`` and materialised later (``module.to_empty``, then ``reset_parameters`` of every module in the order of
+``modules()``) holds, under the same seed, what direct construction gives. ``to_empty`` breaks ties, as it does for any
+module; ``parallelize`` keeps them.
+"""
+
+from __future__ import annotations
+
+import math
+from typing import TYPE_CHECKING
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+from torch.utils.checkpoint import checkpoint
+
+from shardwise.spec.errors import ConfigError
+
+if TYPE_CHECKING:
+    from shardwise.models.shape import GPTConfig
+
+INIT_STD = 0.02
+
+
+class Linear(nn.Linear):
+    """A linear layer with GPT-2's initialisation: weights normal(0, ``std``), biases zero."""
+
+    def __init__(
+        self, in_features: int, out_features: int, *, bias: bool, std: float, device: torch.device | str | None
+    ) -> None:
+        self.std = std  # first, because nn.Linear's constructor calls reset_parameters
+        super().__init__(in_features, out_features, bias=bias, device=device)
+
+    def reset_parameters(self) -> None:
+        """Draw new values."""
+        nn.init.normal_(self.weight, std=self.std)
+        if self.bias is not None:
+            nn.init.zeros_(self.bias)
+
+
+class TiedHead(nn.Linear):
+    """The output projection whose weight is the token embedding's parameter, which initialises it."""
+
+    def __init__(self, embedding: nn.Embedding) -> None:
+        super().__init__(embedding.embedding_dim, embedding.num_embeddings, bias=False, device="meta")
+        self.weight = embedding.weight
+
+    def reset_parameters(self) -> None:
+        """Nothing: the embedding has drawn the values."""
+
+
+class Embedding(nn.Embedding):
+    """An embedding with GPT-2's initialisation: normal(0, 0.02)."""
+
+    def reset_parameters(self) -> None:
+        """Draw new values."""
+        nn.init.normal_(self.weight, std=INIT_STD)
+
+
+class Attention(nn.Module):
+    """Causal self-attention over ``num_heads`` heads."""
+
+    def __init__(self, config: GPTConfig, *, device: torch.device | str | None) -> None:
+        super().__init__()
+        hidden = config.hidden
+        self.num_heads = config.num_heads
+        self.dropout = config.dropout
+        self.qkv = Linear(hidden, 3 * hidden, bias=config.bias, std=INIT_STD, device=device)
+        self.out = Linear(hidden, hidden, bias=config.bias, std=_residual_std(config), device=device)
+
+    def forward(self, x_BTC: Tensor) -> Tensor:
+        """Mix over earlier positions: (B, T, C) to (B, T, C)."""
+        B, T, C = x_BTC.shape
+        q_BTC, k_BTC, v_BTC = self.qkv(x_BTC).chunk(3, dim=-1)
+        q_BHTD, k_BHTD, v_BHTD = (
+            t_BTC.view(B, T, self.num_heads, C // self.num_heads).transpose(1, 2) for t_BTC in (q_BTC, k_BTC, v_BTC)
+        )
+        y_BHTD = F.scaled_dot_product_attention(
+            q_BHTD, k_BHTD, v_BHTD, is_causal=True, dropout_p=self.dropout if self.training else 0.0
+        )
+        return self.out(y_BHTD.transpose(1, 2).reshape(B, T, C))
+
+
+class FeedForward(nn.Module):
+    """Widen, GELU (tanh form, as GPT-2), narrow."""
+
+    def __init__(self, config: GPTConfig, *, device: torch.device | str | None) -> None:
+        super().__init__()
+        self.up = Linear(config.hidden, config.ffn_hidden, bias=config.bias, std=INIT_STD, device=device)
+        self.down = Linear(config.ffn_hidden, config.hidden, bias=config.bias, std=_residual_std(config), device=device)
+
+    def forward(self, x_BTC: Tensor) -> Tensor:
+        """Transform each position by itself: (B, T, C) to (B, T, C)."""
+        y_BTF = F.gelu(self.up(x_BTC), approximate="tanh")
+        return self.down(y_BTF)
+
+
+class MixtureOfExperts(nn.Module):
+    """Several feed-forwards; each token's output is the weighted sum of the ``experts_per_token`` that it chose.
+
+    The weights are the softmax over the chosen experts' scores (Mixtral, arXiv 2401.04088, section 2.1). This is the
+    dense form: every expert sees every token and has weight zero where it was not chosen. It costs
+    ``num_experts / experts_per_token`` times the arithmetic of sending tokens, and in return no shape depends on
+    data (so it runs on ``meta`` and compiles), and an expert that no token chose gets gradients of zero, not none.
+    """
+
+    def __init__(self, config: GPTConfig, *, device: torch.device | str | None) -> None:
+        super().__init__()
+        self.experts_per_token = config.experts_per_token
+        self.router = Linear(config.hidden, config.num_experts, bias=False, std=INIT_STD, device=device)
+        self.experts = nn.ModuleList(FeedForward(config, device=device) for _ in range(config.num_experts))
+
+    def forward(self, x_BTC: Tensor) -> Tensor:
+        """Transform each position by itself: (B, T, C) to (B, T, C)."""
+        scores_BTE = self.router(x_BTC)
+        top_BTK, chosen_BTK = scores_BTE.topk(self.experts_per_token, dim=-1)
+        weight_BTE = torch.zeros_like(scores_BTE).scatter(-1, chosen_BTK, top_BTK.softmax(dim=-1))
+        y_BTC = torch.zeros_like(x_BTC)
+        for expert, weight_BT in zip(self.experts, weight_BTE.unbind(dim=-1), strict=True):
+            y_BTC = y_BTC + weight_BT.unsqueeze(-1) * expert(x_BTC)
+        return y_BTC
+
+
+class Block(nn.Module):
+    """One pre-norm transformer block: attention, then feed-forward, each added to the residual stream."""
+
+    def __init__(self, config: GPTConfig, *, device: torch.device | str | None) -> None:
+        super().__init__()
+        feed_forward = MixtureOfExperts if config.num_experts else FeedForward
+        self.attention_norm = nn.LayerNorm(config.hidden, bias=config.bias, device=device)
+        self.attention = Attention(config, device=device)
+        self.mlp_norm = nn.LayerNorm(config.hidden, bias=config.bias, device=device)
+        self.mlp = feed_forward(config, device=device)
+        self.dropout = nn.Dropout(config.dropout)
+
+    def forward(self, x_BTC: Tensor) -> Tensor:
+        """(B, T, C) to (B, T, C)."""
+        x_BTC = x_BTC + self.dropout(self.attention(self.attention_norm(x_BTC)))
+        return x_BTC + self.dropout(self.mlp(self.mlp_norm(x_BTC)))
+
+
+class GPT(nn.Module):
+    """Token ids to logits, or to the mean cross entropy where targets are given.
+
+    Attributes:
+        config: Its shape.
+    """
+
+    def __init__(self, config: GPTConfig, *, device: torch.device | str | None = None) -> None:
+        super().__init__()
+        self.config = config
+        self.token_embedding = Embedding(config.vocab_size, config.hidden, device=device)
+        self.position_embedding = Embedding(config.seq_len, config.hidden, device=device)
+        self.dropout = nn.Dropout(config.dropout)
+        self.blocks = nn.ModuleList(Block(config, device=device) for _ in range(config.num_layers))
+        self.final_norm = nn.LayerNorm(config.hidden, bias=config.bias, device=device)
+        self.lm_head = (
+            TiedHead(self.token_embedding)
+            if config.tied
+            else Linear(config.hidden, config.vocab_size, bias=False, std=INIT_STD, device=device)
+        )
+
+    def forward(self, tokens: Tensor, targets: Tensor | None = None) -> Tensor:
+        """Predict the next token at every position.
+
+        Args:
+            tokens: Ids (B, T), int64 or int32, ``T`` at most ``config.seq_len``. Ids are not compared with the
+                vocabulary here, which would wait for the device.
+            targets: Ids (B, T) that should follow; -100 leaves a position out.
+
+        Returns:
+            Logits (B, T, V); with targets the mean cross entropy over all positions, in fp32 or wider, 0-dim.
+
+        Raises:
+            ConfigError: The ids have a wrong dtype or shape, or the sequence is longer than the model's positions.
+        """
+        self._check(tokens, targets)
+        positions_T = torch.arange(tokens.shape[1], device=tokens.device)
+        x_BTC = self.dropout(self.token_embedding(tokens) + self.position_embedding(positions_T))
+        for block in self.blocks:
+            if self.config.activation_checkpointing and torch.is_grad_enabled():
+                # Without dropout nothing random runs in a block, and saving the generators' state would be for nothing.
+                x_BTC = checkpoint(block, x_BTC, use_reentrant=False, preserve_rng_state=self.config.dropout > 0)
+            else:
+                x_BTC = block(x_BTC)
+        logits_BTV = self.lm_head(self.final_norm(x_BTC))
+        if targets is None:
+            return logits_BTV
+        if logits_BTV.dtype in {torch.float16, torch.bfloat16}:
+            logits_BTV = logits_BTV.float()
+        return F.cross_entropy(logits_BTV.flatten(0, 1), targets.flatten().long())
+
+    def _check(self, tokens: Tensor, targets: Tensor | None) -> None:
+        for name, ids in (("tokens", tokens), ("targets", targets)):
+            if ids is None:
+                continue
+            if ids.dtype not in {torch.int64, torch.int32}:
+                raise ConfigError(f"{name} have dtype {ids.dtype}, expected token ids.\n  Use {name}.long().")
+            if ids.dim() != 2:
+                raise ConfigError(
+                    f"{name} have shape {tuple(ids.shape)}, expected (batch, seq).\n  Add the missing dimension."
+                )
+        if targets is not None and targets.shape != tokens.shape:
+            raise ConfigError(
+                f"targets have shape {tuple(targets.shape)}, tokens {tuple(tokens.shape)}.\n"
+                "  Give one target for every token."
+            )
+        if tokens.shape[1] > self.config.seq_len:
+            raise ConfigError(
+                f"a sequence of {tokens.shape[1]} tokens is longer than the model's {self.config.seq_len} positions.\n"
+                "  Shorten the sequence, or build the model with a larger seq_len."
+            )
+
+
+def _residual_std(config: GPTConfig) -> float:
+    """Spread of the projections that add to the residual stream: 2 per block, so that its variance stays put."""
+    return INIT_STD / math.sqrt(2 * config.num_layers)
