@@ -12,7 +12,8 @@
     ├── CommError            (RuntimeError)  communication between ranks
     │   ├── RankDisagreement                 ranks issued different collectives
     │   └── CommTimeout      (TimeoutError)  a peer did not answer in time
-    └── CheckpointError      (RuntimeError)  a checkpoint that is missing, damaged or does not fit
+    ├── CheckpointError      (RuntimeError)  a checkpoint that is missing, damaged or does not fit
+    └── StorageError         (OSError)       a disk or folder that cannot be written: full, read-only, gone
 
 A message names the subject, what was expected, what was found, where, and on a second, indented line what to do next.
 """
@@ -84,3 +85,9 @@ class CheckpointError(ShardwiseError, RuntimeError):
     """A checkpoint (or data file) is missing, damaged, or does not fit the model."""
 
     exit_code = 65
+
+
+class StorageError(ShardwiseError, OSError):
+    """A disk or folder cannot be used: no space, no permission, gone."""
+
+    exit_code = 74
