@@ -1,0 +1,50 @@
+"""Imported once by the fork server of :mod:`shardwise.testing.ranks`, so that a rank starts with everything loaded.
+
+Only imports: a fork must not inherit threads, open groups or a used autograd engine. A module that fails to import is
+left out here; the test that needs it then fails in its own process, where the traceback is seen.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import importlib
+import os
+import pkgutil
+
+#: What tests use besides shardwise. ``torch._dynamo`` is what the first optimizer step would otherwise import (1 s).
+_THIRD_PARTY = (
+    "torch",
+    "torch.distributed",
+    "torch._dynamo",
+    "torch.distributed.fsdp",
+    "torch.nn.parallel",
+    "torch.utils.checkpoint",
+    "numpy",
+    "safetensors.torch",
+    "pytest",
+    "hypothesis",
+)
+
+
+def _modules() -> list[str]:
+    import shardwise
+
+    found = [info.name for info in pkgutil.walk_packages(shardwise.__path__, "shardwise.", onerror=lambda _name: None)]
+    return [name for name in found if not name.startswith("shardwise.testing.") and not name.endswith("__main__")]
+
+
+def _preload() -> None:
+    for name in _THIRD_PARTY:
+        with contextlib.suppress(Exception):
+            importlib.import_module(name)
+    with contextlib.suppress(Exception):
+        import torch
+
+        torch.set_num_threads(1)
+    for name in _modules():
+        with contextlib.suppress(Exception):
+            importlib.import_module(name)
+
+
+if os.environ.get("SHARDWISE_TESTING_PRELOAD") == "1":
+    _preload()

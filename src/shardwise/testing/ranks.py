@@ -1,0 +1,407 @@
+"""Run a function on N real processes and see what happened on each.
+
+::
+
+    def body(scale):  # module level: it is found by name in every process
+        x = torch.ones(3) * scale
+        torch.distributed.all_reduce(x)
+        return x
+
+
+    assert run_on_ranks(body, 2, 10.0)[0].tolist() == [20.0, 20.0, 20.0]
+
+The processes are forked from a server that has imported torch and shardwise already, so a call costs a fork and a
+rendezvous instead of an import of torch. Ranks meet through a file in a private directory; Gloo listens on loopback.
+
+Life of a rank, as its directory shows it (all files are written to a temporary name and renamed):
+
+==================  ================================================================================
+``out-R``           file descriptors 1 and 2 of rank R
+``outcome-R``       pickled :class:`_Outcome`: the result, or the traceback and when it was raised
+``stacks-R``        Python stacks of every thread, written by faulthandler on SIGUSR1 (even inside a C call)
+``progress-R``      last collective, written by a thread on request, where ``shardwise.comm.progress`` exists
+==================  ================================================================================
+"""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import datetime as dt
+import faulthandler
+import importlib
+import os
+import pickle
+import shutil
+import signal
+import sys
+import tempfile
+import threading
+import time
+import traceback
+from multiprocessing import connection, get_context
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+    from multiprocessing.context import ForkServerProcess
+
+#: How long the other ranks may take to notice that one has failed.
+_GRACE_S = 3.0
+#: Time for a stuck rank to write its stacks.
+_DUMP_S = 0.5
+#: What a rank sees when a peer is gone: a consequence, not a cause.
+_SECONDARY = (
+    "Connection closed by peer",
+    "Connection reset by peer",
+    "Broken pipe",
+    "peer is gone",
+    "Socket closed",
+    "failed to connect",
+)
+_OUTPUT_TAIL = 4000
+
+
+class RankFailure(AssertionError):  # noqa: N818 - named for what happened; it is a test's failure, not the library's error
+    """At least one rank failed. The message shows the rank that failed first, then the others.
+
+    Attributes:
+        rank: The rank that is the root cause.
+        causes: One line for every rank that failed, by rank.
+        tracebacks: The traceback of every rank that raised, by rank.
+        timed_out: Whether the time limit ended the run.
+    """
+
+    def __init__(
+        self, message: str, *, rank: int, causes: dict[int, str], tracebacks: dict[int, str], timed_out: bool
+    ) -> None:
+        super().__init__(message)
+        self.rank = rank
+        self.causes = causes
+        self.tracebacks = tracebacks
+        self.timed_out = timed_out
+
+
+@dataclasses.dataclass
+class _Job:
+    """What a rank gets to know."""
+
+    rank: int
+    world_size: int
+    directory: str
+    call: bytes
+    path: list[str]
+    timeout_s: float
+    process_group: bool
+
+
+@dataclasses.dataclass
+class _Outcome:
+    """What a rank leaves behind."""
+
+    result: bytes | None = None
+    cause: str | None = None
+    trace: str = ""
+    raised_at: float = 0.0
+
+    @property
+    def is_secondary(self) -> bool:
+        return self.cause is not None and any(text in self.cause for text in _SECONDARY)
+
+
+def run_on_ranks(
+    fn: Callable[..., Any], world_size: int, *args: Any, timeout_s: float = 60.0, process_group: bool = True
+) -> list[Any]:
+    """Run ``fn(*args)`` on ``world_size`` processes that form torch.distributed's default group (Gloo).
+
+    Args:
+        fn: A module-level function. It can read its rank from ``torch.distributed.get_rank()`` or ``os.environ``
+            (RANK, WORLD_SIZE, LOCAL_RANK, LOCAL_WORLD_SIZE are set).
+        world_size: Number of processes.
+        *args: Arguments, the same on every rank; pickled.
+        timeout_s: Wall-clock limit for the whole call.
+        process_group: Initialize the default group before ``fn`` and destroy it afterwards.
+
+    Returns:
+        What ``fn`` returned on each rank, in rank order. Results travel pickled, so tensors are copies.
+
+    Raises:
+        RankFailure: A rank raised, died, or did not come back in time. No process is left behind in any case.
+    """
+    call = pickle.dumps((fn, args))
+    directory = Path(tempfile.mkdtemp(prefix="shardwise-ranks-"))
+    name = getattr(fn, "__qualname__", str(fn))
+    run = _Run(name, world_size, directory, timeout_s)
+    try:
+        run.start(call, process_group=process_group)
+        run.wait()
+        run.show_output()
+        return run.results()
+    finally:
+        run.kill()
+        shutil.rmtree(directory, ignore_errors=True)
+
+
+class _Run:
+    """The parent's side of one call."""
+
+    def __init__(self, name: str, world_size: int, directory: Path, timeout_s: float) -> None:
+        self.name = name
+        self.world_size = world_size
+        self.directory = directory
+        self.timeout_s = timeout_s
+        self.processes: list[ForkServerProcess] = []
+        self.requests: list[connection.Connection] = []
+        self.stuck: list[int] = []
+        self.timed_out = False
+
+    def start(self, call: bytes, *, process_group: bool) -> None:
+        deadline_s = self.timeout_s
+        context = _fork_server()
+        for rank in range(self.world_size):
+            mine, theirs = context.Pipe(duplex=False)
+            job = _Job(rank, self.world_size, str(self.directory), call, sys.path, deadline_s, process_group)
+            process = context.Process(target=_rank_main, args=(job, mine), name=f"rank-{rank}", daemon=True)
+            process.start()
+            mine.close()
+            self.processes.append(process)
+            self.requests.append(theirs)
+
+    def wait(self) -> None:
+        """Wait for all ranks; give up at the time limit, or some seconds after a rank has failed."""
+        deadline = time.monotonic() + self.timeout_s
+        pending = dict(enumerate(self.processes))
+        failed = False
+        while pending:
+            left = deadline - time.monotonic()
+            if left <= 0:
+                break
+            connection.wait([process.sentinel for process in pending.values()], timeout=left)
+            for rank, process in list(pending.items()):
+                if process.exitcode is None:
+                    continue
+                del pending[rank]
+                outcome = self.outcome(rank)
+                if not failed and (outcome is None or outcome.result is None):
+                    failed = True
+                    deadline = min(deadline, time.monotonic() + _GRACE_S)
+        self.stuck = sorted(pending)
+        self.timed_out = bool(pending) and not failed
+        if pending:
+            self._ask_stuck_ranks()
+
+    def _ask_stuck_ranks(self) -> None:
+        for rank in self.stuck:
+            with contextlib.suppress(OSError):
+                self.requests[rank].send("progress")
+            pid = self.processes[rank].pid
+            if pid is not None and (self.directory / f"stacks-{rank}").exists():  # else no handler yet: it would die
+                with contextlib.suppress(ProcessLookupError):
+                    os.kill(pid, signal.SIGUSR1)
+        time.sleep(_DUMP_S)
+
+    def kill(self) -> None:
+        """Leave nothing: each rank leads its own process group, so what it started goes with it."""
+        for process in self.processes:
+            if process.pid is not None:
+                with contextlib.suppress(ProcessLookupError, PermissionError):
+                    os.killpg(process.pid, signal.SIGKILL)
+            if process.exitcode is None:
+                process.kill()
+        for process in self.processes:
+            process.join()
+            process.close()
+        for request in self.requests:
+            request.close()
+        self.processes, self.requests = [], []
+
+    def outcome(self, rank: int) -> _Outcome | None:
+        try:
+            return pickle.loads((self.directory / f"outcome-{rank}").read_bytes())
+        except FileNotFoundError:
+            return None
+
+    def show_output(self) -> None:
+        """Repeat what the ranks printed on this process's own stdout, where pytest captures it."""
+        for rank in range(self.world_size):
+            text = self._text(f"out-{rank}")
+            if text.strip():
+                sys.stdout.write(f"--- output of rank {rank} of {self.world_size} ({self.name})\n{text.rstrip()}\n")
+
+    def results(self) -> list[Any]:
+        outcomes = [self.outcome(rank) for rank in range(self.world_size)]
+        results = [outcome.result for outcome in outcomes if outcome is not None and outcome.result is not None]
+        if len(results) == self.world_size and not self.stuck:
+            return [pickle.loads(result) for result in results]
+        raise self._failure(outcomes)
+
+    def _failure(self, outcomes: list[_Outcome | None]) -> RankFailure:
+        causes: dict[int, str] = {}
+        order: dict[int, tuple[int, float]] = {}  # the cause comes first: died, raised, lost a peer, did not come back
+        for rank, outcome in enumerate(outcomes):
+            if rank in self.stuck:
+                causes[rank], order[rank] = "did not come back", (3, 0.0)
+            elif outcome is None:
+                causes[rank], order[rank] = _exit_text(self.processes[rank].exitcode), (0, 0.0)
+            elif outcome.cause is not None:
+                causes[rank], order[rank] = outcome.cause, (2 if outcome.is_secondary else 1, outcome.raised_at)
+        root = min(causes, key=lambda rank: (order[rank], rank))
+        victims = [rank for rank in causes if rank != root and order[rank][0] == 2]
+        returned = [rank for rank in range(self.world_size) if rank not in causes]
+
+        head = f"{self.name} on {self.world_size} ranks: "
+        head += f"no end after {self.timeout_s:g} s." if self.timed_out else f"rank {root} failed first: {causes[root]}"
+        parts = [head, self._details(root, outcomes[root])]
+        parts += [
+            f"rank {rank}: {cause}\n{self._details(rank, outcomes[rank])}"
+            for rank, cause in causes.items()
+            if rank != root and rank not in victims
+        ]
+        if victims:
+            parts.append(f"ranks {victims} then lost the connection to a peer.")
+        if returned:
+            parts.append(f"ranks {returned} returned.")
+        traces = {rank: outcome.trace for rank, outcome in enumerate(outcomes) if outcome is not None and outcome.trace}
+        return RankFailure("\n".join(parts), rank=root, causes=causes, tracebacks=traces, timed_out=self.timed_out)
+
+    def _details(self, rank: int, outcome: _Outcome | None) -> str:
+        if outcome is not None and outcome.trace:
+            text = outcome.trace
+        else:
+            progress = self._text(f"progress-{rank}").strip()
+            text = f"last collective: {progress or 'unknown'}\n" if rank in self.stuck else ""
+            text += _without_harness(self._text(f"stacks-{rank}"))
+        output = self._text(f"out-{rank}").rstrip()
+        if output:
+            text = f"{text.rstrip()}\noutput:\n{output[-_OUTPUT_TAIL:]}"
+        return "\n".join(f"  [rank {rank}] {line}" for line in text.rstrip().splitlines())
+
+    def _text(self, name: str) -> str:
+        try:
+            return (self.directory / name).read_text(errors="replace")
+        except FileNotFoundError:
+            return ""
+
+
+def _without_harness(stacks: str) -> str:
+    """Faulthandler's stacks without the frames below the test's function, the same in every rank."""
+    lines = [line for line in stacks.splitlines() if __file__ not in line and "/multiprocessing/" not in line]
+    return "\n".join(line for line in lines if line != '  File "<string>", line 1 in <module>')
+
+
+def _exit_text(code: int | None) -> str:
+    if code is not None and code < 0:
+        return f"killed by {signal.Signals(-code).name}"
+    return f"left with exit code {code} before it returned"
+
+
+def _fork_server() -> Any:
+    """The fork server's context. The server is started once per process, by the first call."""
+    context = get_context("forkserver")
+    context.set_forkserver_preload(["shardwise.testing.preload"])
+    kept = dict(os.environ)
+    os.environ.update(_ENVIRONMENT)  # thread pools read these when they are loaded, which is in the server
+    try:
+        from multiprocessing import forkserver
+
+        forkserver.ensure_running()
+    finally:
+        os.environ.clear()
+        os.environ.update(kept)
+    return context
+
+
+_ENVIRONMENT = {
+    "OMP_NUM_THREADS": "1",
+    "MKL_NUM_THREADS": "1",
+    "OPENBLAS_NUM_THREADS": "1",
+    "GLOO_SOCKET_IFNAME": "lo",
+    "SHARDWISE_TESTING_PRELOAD": "1",
+}
+
+
+def _rank_main(job: _Job, requests: connection.Connection) -> None:
+    """The whole life of a rank."""
+    os.setsid()
+    directory = Path(job.directory)
+    out = os.open(directory / f"out-{job.rank}", os.O_WRONLY | os.O_CREAT | os.O_APPEND)
+    os.dup2(out, 1)
+    os.dup2(out, 2)
+    sys.stdout = os.fdopen(1, "w", buffering=1, closefd=False)
+    sys.stderr = os.fdopen(2, "w", buffering=1, closefd=False)
+    os.environ.update(_ENVIRONMENT)
+    os.environ.update(
+        RANK=str(job.rank),
+        WORLD_SIZE=str(job.world_size),
+        LOCAL_RANK=str(job.rank),
+        LOCAL_WORLD_SIZE=str(job.world_size),
+    )
+    del os.environ["SHARDWISE_TESTING_PRELOAD"]
+    sys.path[:] = job.path
+    stacks = (directory / f"stacks-{job.rank}").open("w")
+    faulthandler.enable(stacks)
+    faulthandler.register(signal.SIGUSR1, stacks, all_threads=True)
+    threading.Thread(target=_answer, args=(requests, directory, job.rank), daemon=True).start()
+
+    outcome = _Outcome()
+    try:
+        outcome.result = pickle.dumps(_call(job))
+    except BaseException as error:  # noqa: BLE001 - SystemExit and KeyboardInterrupt are failures of this rank too
+        outcome.raised_at = time.time()
+        outcome.cause = "".join(traceback.format_exception_only(error)).strip()
+        outcome.trace = "".join(_without_own_frames(error))
+    part = directory / f"part-{job.rank}"
+    part.write_bytes(pickle.dumps(outcome))
+    part.rename(directory / f"outcome-{job.rank}")
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os._exit(0 if outcome.result is not None else 1)  # no teardown of torch: it takes longer than most tests
+
+
+def _call(job: _Job) -> Any:
+    import torch
+    from torch import distributed
+
+    torch.set_num_threads(1)
+    fn, args = pickle.loads(job.call)
+    if not job.process_group:
+        return fn(*args)
+    distributed.init_process_group(
+        "gloo",
+        store=distributed.FileStore(str(Path(job.directory) / "rendezvous"), job.world_size),
+        rank=job.rank,
+        world_size=job.world_size,
+        timeout=dt.timedelta(seconds=job.timeout_s + 30),  # the harness gives up first, and says more
+    )
+    try:
+        return fn(*args)
+    finally:
+        if distributed.is_initialized() and sys.exc_info()[0] is None:
+            distributed.destroy_process_group()
+
+
+def _answer(requests: connection.Connection, directory: Path, rank: int) -> None:
+    """Write the last collective to a file when the parent asks; leave when the parent is gone.
+
+    Runs in a thread, so that a main thread that waits for a peer is no obstacle.
+    """
+    try:
+        requests.recv()
+    except (EOFError, OSError):
+        os.killpg(0, signal.SIGKILL)
+    try:
+        text = importlib.import_module("shardwise.comm.progress").last()
+    except (ImportError, AttributeError):
+        return
+    part = directory / f"progress-part-{rank}"
+    part.write_text(str(text))
+    part.rename(directory / f"progress-{rank}")
+
+
+def _without_own_frames(error: BaseException) -> list[str]:
+    """The traceback from the first frame outside this module."""
+    trace = error.__traceback__
+    while trace is not None and trace.tb_frame.f_code.co_filename == __file__ and trace.tb_next is not None:
+        trace = trace.tb_next
+    return traceback.format_exception(type(error), error, trace)

@@ -1,0 +1,32 @@
+"""Settings that hold for every test."""
+
+from __future__ import annotations
+
+import os
+
+import pytest
+
+# Before anything imports torch: thread pools read these once, when they are loaded.
+for _name in ("OMP_NUM_THREADS", "MKL_NUM_THREADS", "OPENBLAS_NUM_THREADS"):
+    os.environ[_name] = "1"
+
+
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    for item in items:
+        if item.path.is_relative_to(config.rootpath / "tests" / "gpu"):
+            item.add_marker(pytest.mark.gpu)
+    gpu_items = [item for item in items if item.get_closest_marker("gpu")]
+    if not gpu_items:
+        return
+    reason = _why_no_gpu()
+    if reason is not None:
+        for item in gpu_items:
+            item.add_marker(pytest.mark.skip(reason=reason))
+
+
+def _why_no_gpu() -> str | None:
+    import torch  # only where a GPU test was collected: importing it takes longer than many tests
+
+    if torch.cuda.is_available():
+        return None
+    return "no CUDA device here" if torch.version.cuda else "this torch is built without CUDA"
