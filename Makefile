@@ -1,0 +1,51 @@
+# Every target makes .venv by itself when it is missing or older than pyproject.toml or constraints.txt.
+# Needed beforehand: make and Python 3.11 or newer (`make PYTHON=/path/to/python3` chooses one).
+
+PYTHON ?= python3
+BIN := .venv/bin
+STAMP := .venv/.installed
+WORKERS ?= 2
+
+.DEFAULT_GOAL := help
+.DELETE_ON_ERROR:
+.PHONY: help venv demo test test-all check bench clean
+
+test test-all check: export OMP_NUM_THREADS = 1
+
+help: ## show this list
+	@grep -E '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/^([a-z-]+):.*## (.*)$$/  make \1\t\2/' | expand -t 18
+
+$(STAMP): pyproject.toml constraints.txt
+	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' || \
+	    { echo "shardwise needs Python 3.11 or newer. Say which: make PYTHON=/path/to/python3"; exit 1; }
+	@test -x $(BIN)/python || { echo "making .venv"; $(PYTHON) -m venv .venv; }
+	@echo "installing into .venv"
+	@$(BIN)/python -m pip install -qq --disable-pip-version-check -c constraints.txt -e '.[dev]'
+	@touch $@
+
+venv: $(STAMP) ## make or refresh .venv
+
+demo: $(STAMP) ## train a small GPT with ZeRO-3 on every local device (CPU: two processes)
+	@$(BIN)/shardwise train
+
+test: $(STAMP) ## everything that needs no GPU
+	@$(BIN)/python -m pytest -m 'not gpu' -n $(WORKERS) --dist worksteal
+
+test-all: $(STAMP) ## everything; GPU tests are skipped with the reason where there is none
+	@$(BIN)/python -m pytest -n $(WORKERS) --dist worksteal
+
+check: $(STAMP) ## format, lint, types, floors and unit tests, in seconds
+	@$(BIN)/ruff format --check --quiet .
+	@$(BIN)/ruff check --quiet .
+	@$(BIN)/pyrefly check --summary=none
+	@$(BIN)/lint-imports --no-cache > .venv/lint-imports.log 2>&1 || { cat .venv/lint-imports.log; exit 1; }
+	@$(BIN)/python -m pytest -q tests/unit tests/contract -m 'not gpu and not slow'
+
+bench: $(STAMP) ## compare with torch's own engines, case by case
+	@for case in host compute wide; do \
+	    $(BIN)/shardwise compare --case $$case --nproc 2 --json bench/results/$$(date +%F)-$$case.json || exit 1; \
+	done
+
+clean: ## remove .venv, caches and build results (runs/ stays)
+	@rm -rf .venv build dist .pytest_cache .ruff_cache .hypothesis .import_linter_cache src/*.egg-info
+	@find src tests bench -name __pycache__ -type d -prune -exec rm -rf {} +

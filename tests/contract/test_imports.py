@@ -1,0 +1,57 @@
+"""The floors hold, and what is for planning loads no torch."""
+
+from __future__ import annotations
+
+import pkgutil
+import subprocess
+import sys
+import tomllib
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[2]
+#: Floors that must not load torch. Those that do not exist yet are taken in as they come.
+TORCH_FREE = [
+    name for name in ("spec", "cost", "sim", "planner") if (ROOT / "src" / "shardwise" / name / "__init__.py").exists()
+]
+
+
+def _modules():
+    names = ["shardwise"]
+    for floor in TORCH_FREE:
+        path = str(ROOT / "src" / "shardwise" / floor)
+        names.append(f"shardwise.{floor}")
+        names += [info.name for info in pkgutil.walk_packages([path], f"shardwise.{floor}.")]
+    return names
+
+
+def test_the_package_and_its_planning_floors_import_no_torch():
+    # One process for all of them, root first: as soon as one module loads torch it is named.
+    code = (
+        "import importlib, sys\n"
+        "for name in sys.argv[1:]:\n"
+        "    importlib.import_module(name)\n"
+        "    if 'torch' in sys.modules:\n"
+        "        sys.exit(f'{name} imports torch')\n"
+    )
+    done = subprocess.run(
+        [sys.executable, "-c", code, *_modules()], capture_output=True, text=True, check=False, timeout=60
+    )
+    assert done.returncode == 0, done.stderr
+
+
+def test_every_planning_floor_is_in_the_contract_that_forbids_torch():
+    contracts = tomllib.loads((ROOT / "pyproject.toml").read_text())["tool"]["importlinter"]["contracts"]
+    (sources,) = [
+        contract["source_modules"] for contract in contracts if contract.get("forbidden_modules") == ["torch"]
+    ]
+    assert sorted(sources) == sorted(f"shardwise.{floor}" for floor in TORCH_FREE)
+
+
+def test_floors():
+    lint = Path(sys.executable).with_name("lint-imports")
+    if not lint.exists():
+        pytest.fail(f"{lint} is missing: pip install -c constraints.txt -e '.[dev]'")
+    done = subprocess.run([lint, "--no-cache"], cwd=ROOT, capture_output=True, text=True, check=False, timeout=120)
+    assert done.returncode == 0, done.stdout + done.stderr
