@@ -141,9 +141,7 @@ class Mesh:
     def groups(self, axis: str) -> tuple[tuple[int, ...], ...]:
         """All groups of ``axis``: a partition of the world, ordered by their first rank."""
         self.size(axis)
-        return tuple(
-            self.group(axis, rank) for rank in range(self.world_size) if self.coordinate(rank)[axis] == 0
-        )
+        return tuple(self.group(axis, rank) for rank in range(self.world_size) if self.coordinate(rank)[axis] == 0)
 
     def data_parallel_rank(self, rank: int) -> int:
         """Index of ``rank`` among the ranks that read different samples, ``dp_replicate`` outermost."""

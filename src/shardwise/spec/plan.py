@@ -78,7 +78,9 @@ class ParallelPlan:
                     f"  Set {axis}=1; data parallelism (dp_shard) takes the whole world."
                 )
         if isinstance(self.dp_shard, bool) or not isinstance(self.dp_shard, int):
-            raise PlanError(f"dp_shard={self.dp_shard!r}: expected an integer.\n  Use -1 for what is left of the world.")
+            raise PlanError(
+                f"dp_shard={self.dp_shard!r}: expected an integer.\n  Use -1 for what is left of the world."
+            )
         if self.dp_shard != -1 and self.dp_shard < 1:
             raise PlanError(
                 f"dp_shard={self.dp_shard}: expected a positive integer or -1.\n  Use -1 for what is left of the world."
@@ -155,8 +157,8 @@ def _wrap_policy(value: object) -> Any:
     if key == "by_size":
         if isinstance(content, bool) or not isinstance(content, int) or content < 1:
             raise PlanError(f"auto_wrap_policy by_size={content!r}: expected a positive number of elements.\n{usage}")
-        return WrapBySize(min_num_params=content)
+        return WrapBySize(content)
     names = [content] if isinstance(content, str) else content
     if not isinstance(names, list | tuple) or not names or not all(isinstance(name, str) and name for name in names):
         raise PlanError(f"auto_wrap_policy {key}={content!r}: expected a list of names.\n{usage}")
-    return WrapByClass(names=tuple(names)) if key == "by_class" else WrapByName(patterns=tuple(names))
+    return WrapByClass(tuple(names)) if key == "by_class" else WrapByName(tuple(names))

@@ -1,0 +1,1 @@
+"""Configuration, data and the training loop behind ``shardwise train``. Importing it does not import torch."""

@@ -73,13 +73,14 @@ def test_one_axis_alone_is_named_in_the_singular() -> None:
     with pytest.raises(MeshError) as caught:
         Mesh.build(2, dp_shard=3)
     assert (
-        str(caught.value)
-        == "axis dp_shard=3 makes 3 ranks, but the world has 2.\n  Set dp_shard=2, or launch 3 ranks."
+        str(caught.value) == "axis dp_shard=3 makes 3 ranks, but the world has 2.\n  Set dp_shard=2, or launch 3 ranks."
     )
 
 
 def test_others_that_do_not_divide_the_world_leave_no_dp_shard() -> None:
-    with pytest.raises(MeshError, match="axes pp=2 \\* tp=2 make groups of 4 ranks, which do not divide the world of 6"):
+    with pytest.raises(
+        MeshError, match="axes pp=2 \\* tp=2 make groups of 4 ranks, which do not divide the world of 6"
+    ):
         Mesh.build(6, pp=2, tp=2)
 
 

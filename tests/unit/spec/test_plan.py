@@ -75,10 +75,10 @@ def test_a_degree_that_does_not_make_the_world_shows_the_arithmetic() -> None:
 def test_wrap_policies_come_as_objects_or_mappings() -> None:
     assert ParallelPlan(auto_wrap_policy="none").auto_wrap_policy == "none"
     by_class = ParallelPlan(auto_wrap_policy={"by_class": ["Block"]}).auto_wrap_policy
-    assert by_class == WrapByClass(names=("Block",))
-    assert ParallelPlan(auto_wrap_policy={"by_size": 1000}).auto_wrap_policy == WrapBySize(min_num_params=1000)
+    assert by_class == WrapByClass(("Block",))
+    assert ParallelPlan(auto_wrap_policy={"by_size": 1000}).auto_wrap_policy == WrapBySize(1000)
     by_name = ParallelPlan(auto_wrap_policy={"by_name": "layers.*"}).auto_wrap_policy
-    assert by_name == WrapByName(patterns=("layers.*",))
+    assert by_name == WrapByName(("layers.*",))
     assert ParallelPlan(auto_wrap_policy=by_class).auto_wrap_policy is by_class
 
 

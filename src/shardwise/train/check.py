@@ -1,0 +1,316 @@
+"""From a configuration that was read to a run that can start: everything decidable without torch is decided here.
+
+The launcher calls :func:`resolve` before it starts a process, and every rank calls it again, so that a run under
+``torchrun`` is refused in the same words, by all ranks alike, before the first collective.
+"""
+
+from __future__ import annotations
+
+import json
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from shardwise.models.shape import PRESETS, GPTConfig, gpt_config
+from shardwise.spec.errors import ConfigError, ShardwiseError
+from shardwise.spec.mesh import Mesh
+from shardwise.spec.plan import ParallelPlan
+from shardwise.train.config import Config, Draft, OptimizerSection, ScheduleSection, TrainSection, near
+from shardwise.train.data import Source, check_size, find_source
+from shardwise.train.schedule import Schedule
+
+_DEFAULT_PRESET = "gpt-tiny"
+_DEFAULT_MICRO = 8
+
+
+@dataclass(frozen=True, slots=True)
+class Batch:
+    """Samples per forward, forwards per step, ranks that read, and their product."""
+
+    micro: int
+    accumulation: int
+    data_parallel_size: int
+
+    @property
+    def total(self) -> int:
+        """Samples per step over all ranks."""
+        return self.micro * self.accumulation * self.data_parallel_size
+
+    def __str__(self) -> str:
+        """All three numbers, as they are printed at the start."""
+        return (
+            f"global batch {self.total} = micro batch {self.micro} x accumulation {self.accumulation} "
+            f"x {self.data_parallel_size} rank{'s' if self.data_parallel_size != 1 else ''}"
+        )
+
+
+@dataclass(frozen=True, slots=True)
+class Resolved:
+    """A configuration with nothing left open.
+
+    Attributes:
+        config: Every value filled in: batch sizes, sequence length, what the optimizer and schedule default to.
+        plan: The parallel plan.
+        mesh: Of this world.
+        batch: Batch sizes.
+        model: The shape of a built-in model, ``None`` for a Hugging Face folder.
+        vocab_size: Of the model.
+        source: The data's files.
+        schedule: The learning rate.
+    """
+
+    config: Config
+    plan: ParallelPlan
+    mesh: Mesh
+    batch: Batch
+    model: GPTConfig | None
+    vocab_size: int
+    source: Source
+    schedule: Schedule
+
+
+def resolve(draft: Draft, world_size: int) -> Resolved:
+    """Check ``draft`` for a world of ``world_size`` ranks and fill in what it leaves open.
+
+    Raises:
+        ConfigError: Something in the configuration is wrong; every mistake is listed with its line.
+        DataError: The configuration is right but the data is not.
+    """
+    problems, sections = draft.problems, draft.sections
+    plan, mesh = _plan(draft, world_size)
+    model, vocab_size, positions = _model(draft)
+    optimizer = _optimizer(draft, sections.get("optimizer"))
+    schedule = _schedule(draft, sections.get("schedule"), sections.get("train"))
+    batch = _batch(draft, sections.get("train"), mesh)
+    seq_len = _seq_len(draft, positions)
+    problems.raise_if_any()
+    if plan is None or mesh is None or batch is None or schedule is None or optimizer is None:
+        raise AssertionError("a check failed without a message")
+
+    config = draft.config()
+    source = find_source(config.data.source, max_bytes=config.data.max_bytes)
+    vocab = source.vocab_size or vocab_size
+    if vocab > vocab_size:
+        problems.add(
+            draft.where("data", "source"),
+            f"its tokens have a vocabulary of {vocab:,}, the model's has {vocab_size:,}; set model.vocab_size={vocab}",
+        )
+        problems.raise_if_any()
+    check_size(source, seq_len=seq_len, held_out=config.data.held_out, needed=batch.total)
+    config = config.model_copy(
+        update={
+            "model": config.model.model_copy(
+                update={"preset": config.model.preset or (None if config.model.hf else _DEFAULT_PRESET)}
+            ),
+            "data": config.data.model_copy(update={"seq_len": seq_len}),
+            "optimizer": optimizer,
+            "schedule": _filled(config.schedule, schedule),
+            "train": config.train.model_copy(
+                update={
+                    "micro_batch_size": batch.micro,
+                    "global_batch_size": batch.total,
+                    "gradient_accumulation_steps": batch.accumulation,
+                }
+            ),
+        }
+    )
+    return Resolved(config, plan, mesh, batch, model, vocab_size, source, schedule)
+
+
+def _plan(draft: Draft, world_size: int) -> tuple[ParallelPlan | None, Mesh | None]:
+    section = draft.sections.get("parallel")
+    if section is None:
+        return None, None
+    values = {name: getattr(section, name) for name in type(section).model_fields}
+    is_good = True
+    for name in draft.given("parallel") & set(values):
+        try:
+            ParallelPlan(**{name: values[name]})
+        except ShardwiseError as error:
+            draft.problems.add(draft.where("parallel", name), _inline(error))
+            is_good = False
+    if not is_good:
+        return None, None
+    try:
+        plan = ParallelPlan(**values)
+        return plan, plan.mesh(world_size)
+    except ShardwiseError as error:
+        draft.problems.add(draft.where("parallel", "dp_shard"), _inline(error))
+        return None, None
+
+
+def _model(draft: Draft) -> tuple[GPTConfig | None, int, int | None]:
+    """The built-in shape or None, the vocabulary, and the longest sequence where one is known."""
+    section = draft.sections.get("model")
+    if section is None:
+        return None, 1 << 31, None
+    if section.hf is not None:
+        return _hf_model(draft, section)
+    preset = section.preset or _DEFAULT_PRESET
+    if preset not in PRESETS:
+        names = ", ".join(PRESETS)
+        draft.problems.add(
+            draft.where("model", "preset"),
+            f"unknown preset {preset!r}.{near(preset, PRESETS) or f' Use one of {names}.'}",
+        )
+        return None, 1 << 31, None
+    try:
+        shape = gpt_config(preset, **section.overrides)
+    except ConfigError as error:
+        if len(section.overrides) > 1 and _each_override(draft, preset, section.overrides):
+            return None, 1 << 31, None
+        key = next(iter(section.overrides)) if len(section.overrides) == 1 else "preset"
+        draft.problems.add(draft.where("model", key), _inline(error))
+        return None, 1 << 31, None
+    return shape, shape.vocab_size, shape.seq_len
+
+
+def _each_override(draft: Draft, preset: str, overrides: dict[str, Any]) -> bool:
+    found = False
+    for key, value in overrides.items():
+        if key in {"hidden", "num_heads", "num_experts", "experts_per_token"} and type(value) is int and value > 0:
+            continue  # legal or not together with the others only
+        try:
+            gpt_config(preset, **{key: value})
+        except ConfigError as error:
+            draft.problems.add(draft.where("model", key), _inline(error))
+            found = True
+    return found
+
+
+def _hf_model(draft: Draft, section: Any) -> tuple[None, int, int | None]:  # noqa: PLR0911  a list of refusals
+    def fail(key: str, message: str) -> tuple[None, int, None]:
+        draft.problems.add(draft.where("model", key), message)
+        return None, 1 << 31, None
+
+    if section.preset is not None:
+        return fail("hf", "preset and hf exclude each other; take one of them out")
+    if section.overrides:
+        return fail(next(iter(section.overrides)), "fields of a preset do not apply to a Hugging Face folder")
+    path = Path(section.hf).expanduser() / "config.json"
+    try:
+        held = json.loads(path.read_text("utf-8"))
+    except OSError:
+        return fail("hf", f"no readable {path}; name a folder with a Hugging Face model (nothing is downloaded)")
+    except (ValueError, RecursionError):
+        return fail("hf", f"{path} is not JSON")
+    vocab = held.get("vocab_size") if isinstance(held, dict) else None
+    if isinstance(vocab, bool) or not isinstance(vocab, int) or vocab < 1:
+        return fail("hf", f"{path} names no vocab_size: not a language model")
+    if "auto_map" in held:
+        return fail("hf", f"{path} has an auto_map: the model needs code of its own, which is never run")
+    positions = held.get("max_position_embeddings", held.get("n_positions"))
+    return None, vocab, positions if isinstance(positions, int) and positions > 0 else None
+
+
+def _optimizer(draft: Draft, section: OptimizerSection | None) -> OptimizerSection | None:
+    if section is None:
+        return None
+    foreign = {"sgd": ("betas", "eps")}.get(section.name, ("momentum",))
+    for key in foreign:
+        if getattr(section, key) is not None:
+            draft.problems.add(draft.where("optimizer", key), f"{section.name} has no {key}; take it out")
+    if section.betas is not None and max(section.betas) >= 1.0:
+        draft.problems.add(
+            draft.where("optimizer", "betas"), f"expected two numbers below 1, got {list(section.betas)}"
+        )
+    if section.name == "sgd":
+        return section.model_copy(update={"momentum": 0.9 if section.momentum is None else section.momentum})
+    return section.model_copy(update={"betas": section.betas or (0.9, 0.95), "eps": section.eps or 1e-8})
+
+
+def _schedule(draft: Draft, section: ScheduleSection | None, train: TrainSection | None) -> Schedule | None:
+    if section is None or train is None:
+        return None
+    steps = train.steps
+    if section.name == "constant" and section.min_lr_ratio is not None:
+        draft.problems.add(draft.where("schedule", "min_lr_ratio"), "a constant schedule has no end rate; take it out")
+    if section.name != "warmup-stable-decay" and section.decay_steps is not None:
+        draft.problems.add(
+            draft.where("schedule", "decay_steps"), f"a {section.name} schedule has no decay_steps; take it out"
+        )
+    if section.warmup_steps > steps:
+        draft.problems.add(
+            draft.where("schedule", "warmup_steps"),
+            f"{section.warmup_steps} warm-up steps do not fit in train.steps={steps}",
+        )
+    decay = section.decay_steps or max(1, steps // 5)
+    if section.name == "warmup-stable-decay" and section.warmup_steps + decay > steps:
+        draft.problems.add(
+            draft.where("schedule", "decay_steps"),
+            f"{section.warmup_steps} warm-up and {decay} decay steps do not fit in train.steps={steps}",
+        )
+    ratio = 0.1 if section.min_lr_ratio is None else section.min_lr_ratio
+    return Schedule(
+        section.name, steps, section.warmup_steps, ratio, decay if section.name == "warmup-stable-decay" else 0
+    )
+
+
+def _filled(section: ScheduleSection, schedule: Schedule) -> ScheduleSection:
+    """The section with its defaults written out; ``decay_steps`` stays open, as it follows ``train.steps``."""
+    if section.name == "constant":
+        return section
+    return section.model_copy(update={"min_lr_ratio": schedule.min_lr_ratio})
+
+
+def _batch(draft: Draft, train: TrainSection | None, mesh: Mesh | None) -> Batch | None:  # noqa: PLR0911  a table of cases
+    if train is None or mesh is None:
+        return None
+    ranks = mesh.data_parallel_size
+    micro, total, accumulation = train.micro_batch_size, train.global_batch_size, train.gradient_accumulation_steps
+
+    def fail(key: str, message: str) -> None:
+        draft.problems.add(draft.where("train", key), message)
+
+    if total is None:
+        return Batch(micro or _DEFAULT_MICRO, accumulation or 1, ranks)
+    if micro is not None:
+        if total % (micro * ranks):
+            return fail(
+                "global_batch_size",
+                f"{total} samples are not a multiple of micro_batch_size={micro} * {ranks} ranks = {micro * ranks}; "
+                f"use {_nearest(total, micro * ranks)}",
+            )
+        derived = total // (micro * ranks)
+        if accumulation is not None and accumulation != derived:
+            return fail(
+                "gradient_accumulation_steps",
+                f"micro_batch_size={micro} * gradient_accumulation_steps={accumulation} * {ranks} ranks = "
+                f"{micro * accumulation * ranks}, but global_batch_size={total}; leave one of the three out",
+            )
+        return Batch(micro, derived, ranks)
+    steps = accumulation or 1
+    if total % (steps * ranks):
+        return fail(
+            "global_batch_size",
+            f"{total} samples are not a multiple of gradient_accumulation_steps={steps} * {ranks} ranks = "
+            f"{steps * ranks}; use {_nearest(total, steps * ranks)}",
+        )
+    return Batch(total // (steps * ranks), steps, ranks)
+
+
+def _nearest(total: int, unit: int) -> str:
+    low = total // unit * unit
+    return f"{low} or {low + unit}" if low else f"{unit}"
+
+
+def _seq_len(draft: Draft, positions: int | None) -> int:
+    section = draft.sections.get("data")
+    if section is None:
+        return 1
+    if section.seq_len is None:
+        return positions if positions is not None and (positions <= 2048) else 128
+    if positions is not None and section.seq_len > positions:
+        draft.problems.add(
+            draft.where("data", "seq_len"),
+            f"{section.seq_len} tokens are more than the model's {positions} positions; "
+            "lower it, or raise model.seq_len",
+        )
+    return int(section.seq_len)
+
+
+def _inline(error: Exception) -> str:
+    """A message of several lines as one: what is wrong; what to do. Of a list, only its items."""
+    lines = [line.strip().rstrip(".:") for line in str(error).splitlines() if line.strip()]
+    items = [line.removeprefix("- ") for line in lines if line.startswith("- ")]
+    return "; ".join(items or lines)

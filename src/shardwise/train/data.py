@@ -1,0 +1,328 @@
+"""Training data: text or token files as one long array of tokens, cut into samples, split into train and held-out.
+
+A *source* is a file, a folder (every visible file below it), a glob, a token file, ``stdlib`` (the source text of
+Python's own standard library) or ``random``. Files are taken in the order of their paths and are memory-mapped: nothing
+is copied before a batch asks for it. Text must be UTF-8 and becomes one token per byte.
+
+Sample ``i`` of a part is ``seq_len + 1`` tokens from ``i * seq_len`` on: inputs are all but the last, targets all but
+the first. The last ``held_out`` of the tokens is the held-out part, so the two share no token.
+"""
+
+from __future__ import annotations
+
+import codecs
+import glob
+import hashlib
+import sysconfig
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+
+from shardwise.train.tokens import DataError, check_tokens, is_token_file, map_tokens, read_header
+
+#: Tokens of the byte-level tokenizer.
+BYTE_VOCAB = 256
+
+#: How much of the standard library's text is used unless ``max_bytes`` says otherwise.
+STDLIB_BYTES = 4_000_000
+
+_CHUNK = 1 << 22
+_LEFT_OUT = {"test", "tests", "idle_test", "__pycache__", "site-packages", "dist-packages", "lib2to3", "turtledemo"}
+
+
+@dataclass(frozen=True, slots=True)
+class Source:
+    """What a source name means: the files, what their tokens are, and how many.
+
+    Attributes:
+        name: As it was configured.
+        kind: ``text``, ``tokens`` or ``random``.
+        files: In order.
+        lengths: Tokens taken from each file.
+        vocab_size: Ids are below this; ``random`` takes the model's.
+    """
+
+    name: str
+    kind: str
+    files: tuple[Path, ...]
+    lengths: tuple[int, ...]
+    vocab_size: int | None
+
+    @property
+    def num_tokens(self) -> int:
+        """Tokens in all."""
+        return sum(self.lengths)
+
+    def check(self, vocab_size: int) -> None:
+        """Read everything once: text must be UTF-8, token ids must be below ``vocab_size``.
+
+        Raises:
+            DataError: File, line or position are named.
+        """
+        for file, length in zip(self.files, self.lengths, strict=True):
+            if self.kind == "tokens":
+                check_tokens(file, vocab_size)
+            else:
+                _check_text(file, length)
+
+    def fingerprint(self) -> str:
+        """A hash that changes when the data does.
+
+        Covers kind, file names, lengths and content: all of it up to 256 MB, the first and last 4 MB of each file
+        beyond.
+        """
+        digest = hashlib.sha256(f"{self.kind}\0{self.vocab_size}\0".encode())
+        whole = sum(file.stat().st_size for file in self.files) <= 1 << 28
+        for file, length in zip(self.files, self.lengths, strict=True):
+            size = file.stat().st_size
+            digest.update(f"{file.name}\0{length}\0{size}\0".encode())
+            with file.open("rb") as handle:
+                while block := handle.read(_CHUNK):
+                    digest.update(block)
+                    if not whole and handle.tell() < size - _CHUNK:
+                        handle.seek(max(handle.tell(), size - _CHUNK))
+        return digest.hexdigest()
+
+
+def find_source(name: str, *, max_bytes: int | None = None) -> Source:
+    """Find the files behind a source name; reads names, sizes and headers only.
+
+    Raises:
+        DataError: Nothing is there, it is empty, or a token file is damaged.
+    """
+    if name == "random":
+        return Source(name, "random", (), (), None)
+    if name == "stdlib":
+        return _text(name, _stdlib_files(), STDLIB_BYTES if max_bytes is None else max_bytes)
+    try:
+        files = _find_files(name)
+        kinds = [is_token_file(file) for file in files]
+        if any(kinds):
+            return _tokens(name, files, kinds, max_bytes)
+        return _text(name, files, max_bytes)
+    except OSError as error:
+        raise DataError(f"{error.filename}: {error.strerror}.\n  Check data.source and its permissions.") from None
+
+
+def _tokens(name: str, files: Sequence[Path], kinds: Sequence[bool], max_bytes: int | None) -> Source:
+    if not all(kinds):
+        other = files[list(kinds).index(False)]
+        raise DataError(f"{other}: a text file beside token files in {name!r}.\n  Keep them in separate folders.")
+    if max_bytes is not None:
+        raise DataError(f"data.max_bytes is for text, and {name!r} holds token files.\n  Take max_bytes out.")
+    headers = [read_header(file) for file in files]
+    if sum(header.num_tokens for header in headers) == 0:
+        raise DataError(f"{files[0]}: no tokens.\n  Name another source.")
+    vocab = {header.vocab_size for header in headers}
+    if len(vocab) > 1:
+        raise DataError(
+            f"the token files of {name!r} have different vocabularies: {sorted(vocab)}.\n  Use one of them."
+        )
+    return Source(name, "tokens", tuple(files), tuple(header.num_tokens for header in headers), vocab.pop())
+
+
+def _text(name: str, files: Iterable[Path], limit: int | None) -> Source:
+    held: list[Path] = []
+    lengths: list[int] = []
+    left = limit
+    for file in files:
+        size = file.stat().st_size
+        take = size if left is None else min(size, left)
+        if take:
+            held.append(file)
+            lengths.append(take)
+        if left is not None:
+            left -= take
+            if left == 0:
+                break
+    if not held:
+        raise DataError(f"{name}: the text is empty.\n  Name a source with text in it.")
+    return Source(name, "text", tuple(held), tuple(lengths), BYTE_VOCAB)
+
+
+def _find_files(name: str) -> list[Path]:
+    path = Path(name).expanduser()
+    if path.is_file():
+        return [path]
+    if path.is_dir():
+        files = sorted(
+            file
+            for file in path.rglob("*")
+            if file.is_file() and not any(part.startswith(".") for part in file.relative_to(path).parts)
+        )
+        if not files:
+            raise DataError(f"{path}: no files in this folder.\n  Name a folder with text or token files.")
+        return files
+    if glob.has_magic(name):
+        matches = glob.iglob(str(path), recursive=True)  # noqa: PTH207  Path.glob takes no absolute patterns
+        files = sorted(Path(match) for match in matches if Path(match).is_file())
+        if not files:
+            raise DataError(f"{name}: no file matches this pattern.\n  Quote the pattern, and mind the current folder.")
+        return files
+    if path.exists():
+        raise DataError(f"{path}: neither a file nor a folder.\n  Name a regular file.")
+    raise DataError(f"{name}: no such file or folder.\n  data.source is a path, a glob, 'stdlib' or 'random'.")
+
+
+def _stdlib_files() -> list[Path]:
+    root = Path(sysconfig.get_path("stdlib"))
+    files = [
+        file
+        for file in root.rglob("*.py")
+        if not _LEFT_OUT.intersection(file.relative_to(root).parts)
+        and not any(part.startswith("config-") for part in file.relative_to(root).parts)
+    ]
+    return sorted(files, key=lambda file: file.relative_to(root).as_posix())
+
+
+def _check_text(file: Path, length: int) -> None:
+    decoder = codecs.getincrementaldecoder("utf-8")()
+    line, left = 1, length
+    with file.open("rb") as handle:
+        while left and (block := handle.read(min(_CHUNK, left))):
+            left -= len(block)
+            try:
+                decoder.decode(block)
+            except UnicodeDecodeError as error:
+                line += error.object[: error.start].count(b"\n")
+                raise DataError(
+                    f"{file}:{line}: byte 0x{error.object[error.start]:02x} is not UTF-8 text.\n"
+                    "  Convert the file, or leave it out of data.source with a glob."
+                ) from None
+            line += block.count(b"\n")
+    if left:
+        raise DataError(f"{file}: shorter than it was a moment ago.\n  Do not change data while a run reads it.")
+
+
+@dataclass(frozen=True, slots=True)
+class Part:
+    """Samples of one part of a source.
+
+    Attributes:
+        arrays: One array of tokens per file.
+        start: First token of the part, counted over all files.
+        num_tokens: Tokens of the part.
+        seq_len: Tokens per sample.
+    """
+
+    arrays: tuple[np.ndarray, ...]
+    start: int
+    num_tokens: int
+    seq_len: int
+
+    @property
+    def num_samples(self) -> int:
+        """Samples of the part."""
+        return max(0, (self.num_tokens - 1) // self.seq_len)
+
+    def sample(self, index: int) -> np.ndarray:
+        """The ``seq_len + 1`` tokens of a sample, int64.
+
+        Raises:
+            IndexError: There is no such sample.
+        """
+        if not 0 <= index < self.num_samples:
+            raise IndexError(index)
+        return self._read(self.start + index * self.seq_len, self.seq_len + 1)
+
+    def _read(self, start: int, count: int) -> np.ndarray:
+        out = np.empty(count, np.int64)
+        done = 0
+        for array in self.arrays:
+            if start >= len(array):
+                start -= len(array)
+                continue
+            piece = array[start : start + count - done]
+            out[done : done + len(piece)] = piece
+            done += len(piece)
+            start = 0
+            if done == count:
+                return out
+        raise IndexError(start)
+
+
+@dataclass(frozen=True, slots=True)
+class RandomPart:
+    """Endless uniform tokens; sample ``i`` depends on the seed and ``i`` only."""
+
+    seed: int
+    stream: int
+    vocab_size: int
+    seq_len: int
+    num_samples: int = 1 << 40
+
+    def sample(self, index: int) -> np.ndarray:
+        """The ``seq_len + 1`` tokens of a sample, int64."""
+        key = np.array([self.seed, self.stream], np.uint64)
+        generator = np.random.Generator(np.random.Philox(key=key, counter=np.array([0, 0, 0, index], np.uint64)))
+        return generator.integers(0, self.vocab_size, self.seq_len + 1, dtype=np.int64)
+
+
+@dataclass(frozen=True, slots=True)
+class Data:
+    """Both parts of a source."""
+
+    train: Part | RandomPart
+    held_out: Part | RandomPart
+
+
+def open_data(source: Source, *, seq_len: int, held_out: float, vocab_size: int, seed: int) -> Data:
+    """Map the files of a source and split them.
+
+    Raises:
+        DataError: A part has no whole sample.
+    """
+    if source.kind == "random":
+        return Data(RandomPart(seed, 0, vocab_size, seq_len), RandomPart(seed, 1, vocab_size, seq_len))
+    train_tokens = split_point(source.num_tokens, held_out, seq_len)
+    arrays = tuple(_open(source, file, length) for file, length in zip(source.files, source.lengths, strict=True))
+    data = Data(
+        Part(arrays, 0, train_tokens, seq_len),
+        Part(arrays, train_tokens, source.num_tokens - train_tokens, seq_len),
+    )
+    check_size(source, seq_len=seq_len, held_out=held_out, needed=1)
+    return data
+
+
+def split_point(num_tokens: int, held_out: float, seq_len: int) -> int:
+    """How many of the tokens are for training; the rest, at least one sample where there are two, is held out."""
+    held = max(int(num_tokens * held_out), min(seq_len + 1, num_tokens // 2))
+    return num_tokens - held
+
+
+def check_size(source: Source, *, seq_len: int, held_out: float, needed: int) -> None:
+    """Refuse a source with fewer than ``needed`` training samples or no held-out sample.
+
+    Raises:
+        DataError: With the arithmetic.
+    """
+    if source.kind == "random":
+        return
+    train = split_point(source.num_tokens, held_out, seq_len)
+    parts = {"training": (train, needed), "held-out": (source.num_tokens - train, 1)}
+    for label, (tokens, least) in parts.items():
+        samples = max(0, (tokens - 1) // seq_len)
+        if samples < least:
+            raise DataError(
+                f"{source.files[0] if len(source.files) == 1 else source.name}: {source.num_tokens:,} tokens leave "
+                f"{tokens:,} for the {label} part, that is {samples:,} samples of {seq_len:,}; {least:,} "
+                f"{'is' if least == 1 else 'are'} needed.\n"
+                "  Use more text, a smaller data.seq_len, or a smaller global batch."
+            )
+
+
+def tokenize(source: Source) -> Iterator[np.ndarray]:
+    """The tokens of a text source in blocks, checked on the way."""
+    for file, length in zip(source.files, source.lengths, strict=True):
+        _check_text(file, length)
+        array = _open(source, file, length)
+        for start in range(0, length, _CHUNK):
+            yield np.asarray(array[start : start + _CHUNK])
+
+
+def _open(source: Source, file: Path, length: int) -> np.ndarray:
+    if source.kind == "tokens":
+        return map_tokens(file)
+    return np.memmap(file, np.uint8, "r", shape=(length,))

@@ -1,0 +1,142 @@
+"""Which sample is read by whom: a permutation of each epoch, cut into global batches, cut over ranks.
+
+The order of samples is one endless sequence of *global positions* 0, 1, 2, ... Position ``p`` belongs to epoch
+``p // num_samples`` and reads sample ``permutation(seed, epoch)[p % num_samples]``. A step with a global batch of ``B``
+samples takes the next ``B`` positions, whatever the world is; so at a constant global batch every world size sees the
+same sequence of global batches, and the number of positions taken is all the state there is. Batches run across the
+end of an epoch: no sample is dropped.
+
+Inside a global batch the order is rank-major. With ``R`` data-parallel ranks, ``A`` microbatches of ``M`` samples each::
+
+    offset of sample j of microbatch m of rank r  =  (r * A + m) * M + j
+
+so rank ``r`` reads one contiguous range of ``A * M`` positions.
+
+Permutations are never materialised: a keyed Feistel network on ``2k`` bits, walked until the value falls below
+``num_samples`` (fewer than four rounds on average, as the domain is less than four times as large; Black and Rogaway,
+"Ciphers with Arbitrary Finite Domains", 2002). About 10 microseconds and no memory per sample.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from shardwise.spec.errors import CheckpointError, ConfigError
+
+_MASK = (1 << 64) - 1
+_ROUNDS = 6
+
+
+def _mix(value: int) -> int:
+    """SplitMix64's finaliser (Steele, Lea and Flood, 2014): 64 bits in, 64 well-mixed bits out."""
+    value = (value + 0x9E3779B97F4A7C15) & _MASK
+    value = ((value ^ (value >> 30)) * 0xBF58476D1CE4E5B9) & _MASK
+    value = ((value ^ (value >> 27)) * 0x94D049BB133111EB) & _MASK
+    return value ^ (value >> 31)
+
+
+class Permutation:
+    """A bijection of ``range(size)`` that depends on ``seed`` and ``epoch`` only."""
+
+    def __init__(self, size: int, *, seed: int, epoch: int) -> None:
+        if size < 1:
+            raise ConfigError(f"a permutation of {size} samples.\n  Give it at least one.")
+        self.size = size
+        self._half = max(1, ((size - 1).bit_length() + 1) // 2)
+        self._low = (1 << self._half) - 1
+        key = _mix(_mix(seed & _MASK) + epoch)
+        self._keys = [_mix(key + round_) for round_ in range(_ROUNDS)]
+
+    def __len__(self) -> int:
+        """Number of samples."""
+        return self.size
+
+    def __getitem__(self, index: int) -> int:
+        """The sample at place ``index`` of this epoch."""
+        if not 0 <= index < self.size:
+            raise IndexError(index)
+        value = self._round_trip(index)
+        while value >= self.size:
+            value = self._round_trip(value)
+        return value
+
+    def _round_trip(self, value: int) -> int:
+        left, right = value >> self._half, value & self._low
+        for key in self._keys:
+            left, right = right, left ^ (_mix(right ^ key) & self._low)
+        return (left << self._half) | right
+
+
+@dataclass(slots=True)
+class Sampler:
+    """The samples of one rank, step by step.
+
+    Attributes:
+        num_samples: Samples in an epoch.
+        seed: Of the permutations.
+        micro_batch_size: Samples per forward.
+        accumulation: Microbatches per step.
+        data_parallel_rank: This rank among those that read different samples.
+        data_parallel_size: Number of those.
+        position: Global positions consumed so far, by all ranks together.
+    """
+
+    num_samples: int
+    seed: int
+    micro_batch_size: int
+    accumulation: int
+    data_parallel_rank: int
+    data_parallel_size: int
+    position: int = 0
+    _epoch: Permutation | None = None
+    _epoch_number: int = -1
+
+    @property
+    def global_batch_size(self) -> int:
+        """Samples per step over all ranks."""
+        return self.micro_batch_size * self.accumulation * self.data_parallel_size
+
+    @property
+    def epoch(self) -> int:
+        """The epoch that the next sample belongs to."""
+        return self.position // self.num_samples
+
+    def sample(self, position: int) -> int:
+        """The sample at a global position."""
+        epoch, place = divmod(position, self.num_samples)
+        if self._epoch is None or epoch != self._epoch_number:
+            self._epoch = Permutation(self.num_samples, seed=self.seed, epoch=epoch)
+            self._epoch_number = epoch
+        return self._epoch[place]
+
+    def next_step(self) -> list[list[int]]:
+        """This rank's samples of the next global batch, one list per microbatch; moves on by one global batch."""
+        per_rank = self.micro_batch_size * self.accumulation
+        start = self.position + self.data_parallel_rank * per_rank
+        samples = [self.sample(position) for position in range(start, start + per_rank)]
+        self.position += self.global_batch_size
+        size = self.micro_batch_size
+        return [samples[m * size : (m + 1) * size] for m in range(self.accumulation)]
+
+    def state(self) -> dict[str, int]:
+        """What a checkpoint holds."""
+        return {"position": self.position, "seed": self.seed, "num_samples": self.num_samples}
+
+    def load_state(self, state: Mapping[str, Any]) -> None:
+        """Continue where ``state`` was taken, on any number of ranks.
+
+        Raises:
+            CheckpointError: The state belongs to other data or another seed.
+        """
+        for key in ("seed", "num_samples"):
+            if state.get(key) != getattr(self, key):
+                raise CheckpointError(
+                    f"the checkpoint's sampler has {key}={state.get(key)!r}, this run has {getattr(self, key)}.\n"
+                    "  Resume with the data and the seed that the run began with."
+                )
+        position = state.get("position")
+        if isinstance(position, bool) or not isinstance(position, int) or position < 0:
+            raise CheckpointError(f"the checkpoint's sampler has position={position!r}.\n  Resume from another one.")
+        self.position = position

@@ -1,0 +1,250 @@
+"""Configuration: strict, all mistakes at once, each at its line; batch sizes derived; the resolved file reads back."""
+
+from __future__ import annotations
+
+import random
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from shardwise.spec.errors import ConfigError, ShardwiseError
+from shardwise.train.check import Resolved, resolve
+from shardwise.train.config import Config, differences, read_draft, schema
+
+GOOD = "train: {steps: 10, micro_batch_size: 2, global_batch_size: 8}\ndata: {source: random}\n"
+
+
+def write(folder: Path, text: str, name: str = "run.yaml") -> Path:
+    path = folder / name
+    path.write_text(text)
+    return path
+
+
+def resolved(folder: Path, text: str = GOOD, *overrides: str, world_size: int = 2) -> Resolved:
+    return resolve(read_draft(write(folder, text), overrides), world_size)
+
+
+def mistakes(folder: Path, text: str, *overrides: str, world_size: int = 2) -> str:
+    with pytest.raises(ConfigError) as caught:
+        resolved(folder, text, *overrides, world_size=world_size)
+    return str(caught.value)
+
+
+def test_a_short_file_resolves_and_is_named_after_itself(tmp_path: Path) -> None:
+    config = resolved(tmp_path).config
+    assert config.name == "run"
+    assert config.model.preset == "gpt-tiny"
+    assert config.data.seq_len == 64
+    assert config.optimizer.betas == (0.9, 0.95)
+    assert config.train.gradient_accumulation_steps == 2
+
+
+def test_all_mistakes_come_at_once_each_with_its_line(tmp_path: Path) -> None:
+    text = """model:
+  preset: gpt-tny
+  hiden: 64
+optimizer:
+  lr: abc
+  learning: 1
+train:
+  steps: -1
+  micro_batch_size: 2
+  global_batch_size: 7
+parallel:
+  strategy: zero33
+  tp: 2
+checkpont: {}
+lr: 1
+"""
+    message = mistakes(tmp_path, text, "log.every=x")
+    file = tmp_path / "run.yaml"
+    for line in (
+        f"{file}:2: model.preset: unknown preset 'gpt-tny'. Did you mean 'gpt-tiny'?",
+        f"{file}:3: model.hiden: unknown key. Did you mean 'hidden'?",
+        f"{file}:5: optimizer.lr: expected a number, got 'abc'",
+        f"{file}:6: optimizer.learning: unknown key.",
+        f"{file}:8: train.steps: expected at least 1, got '-1'",
+        f"{file}:12: parallel.strategy: unknown strategy 'zero33'",
+        f"{file}:13: parallel.tp: tp=2: this version does not have tensor parallelism yet",
+        f"{file}:14: unknown section 'checkpont'. Did you mean 'checkpoint'?",
+        f"{file}:15: unknown section 'lr'. Did you mean optimizer.lr?",
+        "--set log.every: expected a whole number, got 'x'",
+    ):
+        assert line in message
+    assert message.startswith("10 mistakes in ")
+    assert "Nothing was started." in message
+
+
+def test_words_and_odd_numbers_are_taken_by_declared_type(tmp_path: Path) -> None:
+    assert resolved(tmp_path, GOOD + "name: 010\n").config.name == "010"
+    assert resolved(tmp_path, GOOD + "name: 1e5\n").config.name == "1e5"
+    assert resolved(tmp_path, GOOD + "optimizer: {lr: 1e-5}\n").config.optimizer.lr == 1e-5
+    assert "expected true or false, got 'no'" in mistakes(tmp_path, GOOD + "checkpoint: {final: no}\n")
+    assert "expected a whole number, got '010'" in mistakes(tmp_path, GOOD + "log: {every: 010}\n")
+    assert "expected a number, got '1:30'" in mistakes(tmp_path, GOOD + "optimizer: {lr: 1:30}\n")
+    assert "expected a whole number, got 'true'" in mistakes(tmp_path, GOOD + "log: {every: true}\n")
+    assert "expected a whole number, got '8'" in mistakes(tmp_path, GOOD + "log: {every: '8'}\n")
+
+
+@pytest.mark.parametrize("value", [".nan", ".inf", "-1", "0", "1e999"])
+def test_a_rate_is_a_positive_finite_number(tmp_path: Path, value: str) -> None:
+    assert "optimizer.lr: expected" in mistakes(tmp_path, GOOD, f"optimizer.lr={value}")
+
+
+def test_set_values_are_yaml_and_reach_every_depth(tmp_path: Path) -> None:
+    config = resolved(
+        tmp_path,
+        GOOD,
+        "optimizer.betas=[0.8, 0.99]",
+        "parallel.auto_wrap_policy={by_size: 1000}",
+        "train.clip_grad_norm=null",
+        "train.steps=12",
+        "model.num_layers=3",
+        "name=other",
+    ).config
+    assert config.optimizer.betas == (0.8, 0.99)
+    assert config.parallel.auto_wrap_policy == {"by_size": 1000}
+    assert config.train.clip_grad_norm is None
+    assert (config.train.steps, config.model.overrides, config.name) == (12, {"num_layers": 3}, "other")
+    nested = resolved(tmp_path, GOOD, "parallel.auto_wrap_policy.by_name=['blocks.*']").config
+    assert nested.parallel.auto_wrap_policy == {"by_name": ["blocks.*"]}
+    assert "expected section.field=value" in mistakes(tmp_path, GOOD, "steps")
+
+
+@pytest.mark.parametrize(
+    ("given", "world_size", "expected"),
+    [
+        ("micro_batch_size: 2, global_batch_size: 12", 2, (2, 3, 12)),
+        ("micro_batch_size: 2, gradient_accumulation_steps: 3", 2, (2, 3, 12)),
+        ("global_batch_size: 12, gradient_accumulation_steps: 3", 2, (2, 3, 12)),
+        ("micro_batch_size: 2, global_batch_size: 12, gradient_accumulation_steps: 3", 2, (2, 3, 12)),
+        ("global_batch_size: 12", 3, (4, 1, 12)),
+        ("micro_batch_size: 2", 4, (2, 1, 8)),
+        ("steps: 5", 1, (8, 1, 8)),
+    ],
+)
+def test_of_three_batch_sizes_two_make_the_third(
+    tmp_path: Path, given: str, world_size: int, expected: tuple[int, int, int]
+) -> None:
+    result = resolved(tmp_path, f"train: {{{given}}}\ndata: {{source: random}}\n", world_size=world_size)
+    train = result.config.train
+    assert (train.micro_batch_size, train.gradient_accumulation_steps, train.global_batch_size) == expected
+    assert f"global batch {expected[2]} = micro batch {expected[0]} x accumulation {expected[1]}" in str(result.batch)
+
+
+def test_batch_sizes_that_contradict_show_the_arithmetic(tmp_path: Path) -> None:
+    text = "train: {micro_batch_size: 2, global_batch_size: 7}\ndata: {source: random}\n"
+    assert "not a multiple of micro_batch_size=2 * 2 ranks = 4; use 4 or 8" in mistakes(tmp_path, text)
+    text = (
+        "train: {micro_batch_size: 2, global_batch_size: 8, gradient_accumulation_steps: 3}\ndata: {source: random}\n"
+    )
+    assert "2 * gradient_accumulation_steps=3 * 2 ranks = 12, but global_batch_size=8" in mistakes(tmp_path, text)
+
+
+def test_degrees_that_do_not_make_the_world_show_the_arithmetic(tmp_path: Path) -> None:
+    message = mistakes(tmp_path, GOOD, "parallel.dp_shard=3")
+    assert "axis dp_shard=3 makes 3 ranks, but the world has 2; Set dp_shard=2, or launch 3 ranks" in message
+
+
+def test_options_that_would_be_ignored_are_errors(tmp_path: Path) -> None:
+    assert "adamw has no momentum" in mistakes(tmp_path, GOOD, "optimizer.momentum=0.9")
+    assert "sgd has no betas" in mistakes(tmp_path, GOOD, "optimizer.name=sgd", "optimizer.betas=[0.9, 0.9]")
+    assert "has no decay_steps" in mistakes(tmp_path, GOOD, "schedule.decay_steps=3")
+    assert "has no end rate" in mistakes(tmp_path, GOOD, "schedule.name=constant", "schedule.min_lr_ratio=0.2")
+    assert "mp_policy: unknown key" in mistakes(tmp_path, GOOD, "parallel.mp_policy=bf16")
+    assert "exclude each other" in mistakes(tmp_path, GOOD, "model.preset=gpt-tiny", "model.hf=x")
+
+
+def test_names_of_code_are_not_run_and_nothing_is_interpolated(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("SECRET_FOR_TEST", "hush-hush")
+    assert "unknown key" in mistakes(tmp_path, GOOD + "model: {_target_: os.system}\n")
+    assert "expected one of adamw, adam, sgd" in mistakes(tmp_path, GOOD, "optimizer.name=os.system")
+    config = resolved(tmp_path, GOOD.replace("random", "stdlib") + "schedule: {warmup_steps: 1}\n").config
+    assert "hush" not in config.to_yaml()
+    message = mistakes(tmp_path, GOOD, "model.preset=${env:SECRET_FOR_TEST}")
+    assert "hush" not in message
+
+
+def test_files_build_on_files_and_circles_are_refused(tmp_path: Path) -> None:
+    (tmp_path / "sub").mkdir()
+    write(tmp_path, GOOD + "optimizer: {lr: 0.5, weight_decay: 0.2}\n", "base.yaml")
+    write(tmp_path / "sub", "extends: ../base.yaml\noptimizer:\n  lr: 0.25\n", "run.yaml")
+    config = resolve(read_draft(tmp_path / "sub" / "run.yaml"), 2).config
+    assert (config.optimizer.lr, config.optimizer.weight_decay, config.train.steps) == (0.25, 0.2, 10)
+    write(tmp_path, "extends: b.yaml\n", "a.yaml")
+    write(tmp_path, "extends: a.yaml\n", "b.yaml")
+    with pytest.raises(ConfigError, match=r"extends goes in a circle: a.yaml -> b.yaml -> a.yaml"):
+        read_draft(tmp_path / "a.yaml")
+    write(tmp_path, "extends: none.yaml\n", "c.yaml")
+    with pytest.raises(ConfigError, match=r"c.yaml:1: extends names 'none.yaml', which is no file"):
+        read_draft(tmp_path / "c.yaml")
+
+
+def test_toml_is_read_too(tmp_path: Path) -> None:
+    path = write(tmp_path, '[data]\nsource = "random"\n[train]\nsteps = 3\nmicro_batch_size = 1\n', "run.toml")
+    assert resolve(read_draft(path), 2).batch.total == 2
+
+
+def test_the_resolved_file_reads_back_to_the_same_run(tmp_path: Path) -> None:
+    first = resolved(tmp_path, GOOD + "model: {num_layers: 2}\n", "optimizer.name=sgd", "parallel.strategy=FSDP").config
+    again = resolve(read_draft(write(tmp_path, first.to_yaml(), "again.yaml")), 2).config
+    assert again == first
+    assert differences(first.model_dump(), again.model_dump()) == []
+
+
+def test_differences_are_dotted_keys() -> None:
+    assert differences({"a": {"b": 1, "c": 2}}, {"a": {"b": 1, "c": 3, "d": 4}}) == [("a.c", 2, 3), ("a.d", None, 4)]
+
+
+def test_the_schema_knows_every_key(tmp_path: Path) -> None:
+    text = schema()
+    assert set(text["properties"]) == {*Config.model_fields, "extends"}
+    assert "hidden" in text["$defs"]["ModelSection"]["properties"]
+
+
+def test_sequences_and_vocabularies_must_fit_the_model(tmp_path: Path) -> None:
+    assert "more than the model's 64 positions" in mistakes(tmp_path, GOOD, "data.seq_len=65")
+    small = GOOD.replace("random", "stdlib")
+    assert "vocabulary of 256, the model's has 100; set model.vocab_size=256" in mistakes(
+        tmp_path, small, "model.vocab_size=100"
+    )
+
+
+def test_a_hugging_face_folder_is_checked_without_loading_it(tmp_path: Path) -> None:
+    assert "no readable" in mistakes(tmp_path, GOOD, f"model.hf={tmp_path}/none")
+    (tmp_path / "config.json").write_text('{"vocab_size": 300, "auto_map": {"AutoModel": "evil.Model"}}')
+    assert "code of its own, which is never run" in mistakes(tmp_path, GOOD, f"model.hf={tmp_path}")
+    (tmp_path / "config.json").write_text('{"vocab_size": 300, "n_positions": 32}')
+    result = resolved(tmp_path, GOOD, f"model.hf={tmp_path}")
+    assert (result.vocab_size, result.config.data.seq_len, result.model) == (300, 32, None)
+
+
+def test_mutated_files_give_typed_errors_only(tmp_path: Path) -> None:
+    source = (
+        GOOD + "optimizer: {lr: 1e-4, betas: [0.9, 0.95]}\nmodel:\n  preset: gpt-tiny\n  num_layers: 2\n"
+    ).encode()
+    generator = random.Random(7)
+    for _ in range(300):
+        data = bytearray(source)
+        for _ in range(generator.randint(1, 4)):
+            place = generator.randrange(len(data))
+            action = generator.randrange(3)
+            if action == 0:
+                data[place] = generator.randrange(256)
+            elif action == 1:
+                del data[place]
+            else:
+                data.insert(place, generator.choice(b"{}[]:,&*!|>'\"%@`\n\t -#0a"))
+        path = tmp_path / "fuzz.yaml"
+        path.write_bytes(bytes(data))
+        try:
+            resolve(read_draft(path), 2)
+        except ShardwiseError as error:
+            assert error.exit_code in {65, 78}  # noqa: PT017  most mutations are legal
+
+
+def test_reading_a_configuration_loads_no_torch() -> None:
+    code = "import sys, shardwise.train.check, shardwise.train.data; sys.exit('torch' in sys.modules)"
+    assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0

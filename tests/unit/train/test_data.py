@@ -1,0 +1,186 @@
+"""Data: sources found, split and checked; every kind of bad input is a typed error that names its place."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from shardwise.spec.errors import ConfigError
+from shardwise.train.data import Part, check_size, find_source, open_data, split_point, tokenize
+from shardwise.train.tokens import HEADER_BYTES, DataError, check_tokens, map_tokens, read_header, write_tokens
+
+
+def data(name: object, seq_len: int = 4, **options: object):
+    return open_data(
+        find_source(str(name)), **{"seq_len": seq_len, "held_out": 0.2, "vocab_size": 256, "seed": 0} | options
+    )
+
+
+def test_text_is_one_token_per_byte_and_targets_follow_inputs(tmp_path: Path) -> None:
+    (tmp_path / "a.txt").write_text("abcdefghijklmnopqrstuvwxyz")
+    parts = data(tmp_path / "a.txt")
+    assert bytes(parts.train.sample(0).tolist()) == b"abcde"
+    assert bytes(parts.train.sample(1).tolist()) == b"efghi"
+    assert parts.train.sample(0).dtype == np.int64
+
+
+def test_folders_and_globs_take_files_in_order_and_samples_cross_files(tmp_path: Path) -> None:
+    (tmp_path / "sub").mkdir()
+    (tmp_path / "b.txt").write_text("34567")
+    (tmp_path / "a.txt").write_text("012")
+    (tmp_path / "sub" / "c.txt").write_text("89" * 20)
+    (tmp_path / ".hidden").write_bytes(b"\xff")
+    (tmp_path / "empty").write_text("")
+    assert [file.name for file in find_source(str(tmp_path)).files] == ["a.txt", "b.txt", "c.txt"]
+    assert bytes(data(tmp_path).train.sample(0).tolist()) == b"01234"
+    assert bytes(data(tmp_path).train.sample(1).tolist()) == b"45678"
+    assert [file.name for file in find_source(f"{tmp_path}/**/[bc].txt").files] == ["b.txt", "c.txt"]
+
+
+@given(lengths=st.lists(st.integers(0, 30), min_size=1, max_size=5), seq_len=st.integers(1, 9))
+def test_samples_tile_a_part_without_gaps(lengths: list[int], seq_len: int) -> None:
+    whole = np.arange(sum(lengths), dtype=np.uint16)
+    arrays = tuple(np.split(whole, np.cumsum(lengths)[:-1]))
+    part = Part(arrays, 0, len(whole), seq_len)
+    for index in range(part.num_samples):
+        assert part.sample(index).tolist() == whole[index * seq_len : index * seq_len + seq_len + 1].tolist()
+    assert len(whole) - 1 - part.num_samples * seq_len < seq_len
+
+
+@given(st.integers(4, 10**9), st.floats(0.001, 0.999), st.integers(1, 4096))
+def test_the_split_covers_all_tokens(num_tokens: int, held_out: float, seq_len: int) -> None:
+    assert 0 < split_point(num_tokens, held_out, seq_len) < num_tokens
+
+
+def test_the_held_out_part_shares_no_token_with_the_training_part(tmp_path: Path) -> None:
+    write_tokens(tmp_path / "t.bin", [np.arange(100)], vocab_size=256)
+    parts = data(tmp_path / "t.bin")
+    train = {int(t) for i in range(parts.train.num_samples) for t in parts.train.sample(i)}
+    held = {int(t) for i in range(parts.held_out.num_samples) for t in parts.held_out.sample(i)}
+    assert max(train) == 79 - (79 % 4) + 0 or max(train) < 80
+    assert min(held) == 80
+    assert not train & held
+
+
+def test_the_standard_library_needs_no_download_and_does_not_change() -> None:
+    first, second = find_source("stdlib"), find_source("stdlib")
+    assert first == second
+    assert first.num_tokens == 4_000_000
+    assert first.fingerprint() == second.fingerprint()
+    first.check(256)
+
+
+def test_random_tokens_depend_on_seed_and_index_only() -> None:
+    one, two = (data("random", vocab_size=50, seed=3) for _ in range(2))
+    assert one.train.sample(7).tolist() == two.train.sample(7).tolist()
+    assert one.train.sample(7).tolist() != one.train.sample(8).tolist()
+    assert one.train.sample(7).tolist() != one.held_out.sample(7).tolist()
+    assert max(t for i in range(50) for t in one.train.sample(i)) < 50
+
+
+@pytest.mark.parametrize(("vocab_size", "item_bytes"), [(256, 2), (65536, 2), (65537, 4), (2**20, 4)])
+def test_token_files_round_trip_in_the_smallest_dtype(tmp_path: Path, vocab_size: int, item_bytes: int) -> None:
+    tokens = np.array([0, 1, vocab_size - 1] * 5)
+    path = tmp_path / "t.tokens"
+    assert write_tokens(path, [tokens[:4], tokens[4:]], vocab_size=vocab_size) == 15
+    assert read_header(path).item_bytes == item_bytes
+    assert map_tokens(path).tolist() == tokens.tolist()
+    assert path.stat().st_size == HEADER_BYTES + 15 * item_bytes
+    with pytest.raises(ConfigError, match=r"exists"):
+        write_tokens(path, [tokens], vocab_size=vocab_size)
+    assert list(tmp_path.iterdir()) == [path]
+
+
+def test_tokenizing_text_gives_the_same_samples(tmp_path: Path) -> None:
+    (tmp_path / "a.txt").write_text("héllo wörld, again and again")
+    write_tokens(tmp_path / "a.tokens", tokenize(find_source(str(tmp_path / "a.txt"))), vocab_size=256)
+    text, tokens = data(tmp_path / "a.txt"), data(tmp_path / "a.tokens")
+    assert text.train.num_samples == tokens.train.num_samples
+    assert all((text.train.sample(i) == tokens.train.sample(i)).all() for i in range(text.train.num_samples))
+
+
+def test_a_changed_source_has_another_fingerprint(tmp_path: Path) -> None:
+    path = tmp_path / "a.txt"
+    path.write_text("one text")
+    first = find_source(str(path)).fingerprint()
+    path.write_text("two text")
+    assert find_source(str(path)).fingerprint() != first
+
+
+def test_missing_and_empty_sources_are_named(tmp_path: Path) -> None:
+    (tmp_path / "empty.txt").write_text("")
+    (tmp_path / "folder").mkdir()
+    for name, message in [
+        ("none.txt", "no such file"),
+        ("empty.txt", "the text is empty"),
+        ("folder", "no files in this folder"),
+        ("*.md", "no file matches"),
+    ]:
+        with pytest.raises(DataError, match=message) as caught:
+            find_source(str(tmp_path / name))
+        assert name in str(caught.value)
+        assert caught.value.exit_code == 65
+
+
+def test_too_little_text_shows_the_arithmetic(tmp_path: Path) -> None:
+    (tmp_path / "a.txt").write_text("x" * 50)
+    source = find_source(str(tmp_path / "a.txt"))
+    with pytest.raises(
+        DataError, match=r"a.txt: 50 tokens leave 40 for the training part, that is 4 samples of 9; 8 are"
+    ):
+        check_size(source, seq_len=9, held_out=0.2, needed=8)
+
+
+def test_invalid_utf8_names_file_and_line(tmp_path: Path) -> None:
+    (tmp_path / "a.txt").write_text("good\n")
+    (tmp_path / "b.txt").write_bytes(b"one\ntwo\nthr\xffee\n")
+    with pytest.raises(DataError, match=r"b.txt:3: byte 0xff is not UTF-8"):
+        find_source(str(tmp_path)).check(256)
+
+
+def test_invalid_utf8_after_a_block_boundary_names_the_right_line(tmp_path: Path) -> None:
+    (tmp_path / "a.txt").write_bytes(b"x" * 1023 + b"\n" + (b"y" * 1023 + b"\n") * 4100 + b"\xc3")
+    (tmp_path / "a.txt").write_bytes((tmp_path / "a.txt").read_bytes() + b"(")
+    with pytest.raises(DataError, match=r"a.txt:4102: "):
+        find_source(str(tmp_path)).check(256)
+
+
+def test_a_token_outside_the_vocabulary_is_named(tmp_path: Path) -> None:
+    write_tokens(tmp_path / "t.bin", [np.array([1, 2, 300, 3])], vocab_size=1000)
+    check_tokens(tmp_path / "t.bin", 301)
+    with pytest.raises(DataError, match=r"t.bin: token 2 is 300, but the vocabulary has 256 ids"):
+        find_source(str(tmp_path / "t.bin")).check(256)
+
+
+@pytest.mark.parametrize("cut", [-1, -3, 30, 10, 64])
+def test_truncated_token_files_name_both_sizes(tmp_path: Path, cut: int) -> None:
+    path = tmp_path / "t.bin"
+    write_tokens(path, [np.arange(50)], vocab_size=256)
+    path.write_bytes(path.read_bytes()[:cut])
+    with pytest.raises(DataError, match=r"t.bin"):
+        find_source(str(path))
+
+
+def test_headers_with_flipped_bits_are_refused_or_read_as_text(tmp_path: Path) -> None:
+    path = tmp_path / "t.bin"
+    write_tokens(path, [np.arange(50)], vocab_size=256)
+    good = path.read_bytes()
+    for place in range(HEADER_BYTES):
+        raw = bytearray(good)
+        raw[place] ^= 0x80
+        path.write_bytes(raw)
+        if place < 8 or 16 <= place < 24:
+            continue  # the magic itself (then it is a text file), or another vocabulary size
+        with pytest.raises(DataError):
+            find_source(str(path))
+
+
+def test_text_beside_token_files_is_refused(tmp_path: Path) -> None:
+    write_tokens(tmp_path / "t.bin", [np.arange(50)], vocab_size=256)
+    (tmp_path / "u.txt").write_text("x")
+    with pytest.raises(DataError, match=r"u.txt: a text file beside token files"):
+        find_source(str(tmp_path))
