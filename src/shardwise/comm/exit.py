@@ -1,0 +1,99 @@
+"""What a worker leaves behind for its launcher: a code, and why.
+
+A launcher sees only the exit codes of its workers, and torch elastic makes one of them: 1. So each worker writes
+``exit-RANK.json`` into the run's log directory, and the launcher returns the code of the rank that is the cause.
+
+=====  ==============================================  =====  ==============================================
+code   meaning                                         code   meaning
+=====  ==============================================  =====  ==============================================
+0      finished                                        81     peer lost, restarts exhausted
+2      usage                                           82     hang or collective timeout
+65     checkpoint or data unusable                     83     ranks disagree
+74     I/O: disk full, permission                      84     another run owns the directory
+75     stopped on request, checkpoint committed        128+n  killed by signal n
+78     bad configuration                               1      an exception that has no code of its own
+80     non-finite loss
+=====  ==============================================  =====  ==============================================
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import time
+from dataclasses import asdict, dataclass
+from pathlib import Path
+
+#: Directory of logs and exit notes, set by our launcher.
+LOG_DIR = "SHARDWISE_LOG_DIR"
+
+FINISHED, STOPPED, PEER_LOST, TIMED_OUT = 0, 75, 81, 82
+
+#: What a rank sees when a peer is gone: a consequence, not a cause.
+PEER_LOST_TEXTS = ("Connection closed by peer", "Connection reset by peer", "Broken pipe", "Socket closed")
+
+
+@dataclass(frozen=True, slots=True)
+class ExitNote:
+    """How one rank ended.
+
+    Attributes:
+        code: Its exit code.
+        rank: Its rank.
+        step: The step at which it ended, where known.
+        reason: One line for people; empty where nothing is to be said.
+        is_shown: Whether the user has seen the reason on the terminal.
+        time_s: When, in seconds since the epoch.
+    """
+
+    code: int
+    rank: int
+    step: int | None = None
+    reason: str = ""
+    is_shown: bool = False
+    time_s: float = 0.0
+
+    @property
+    def is_consequence(self) -> bool:
+        """Whether this rank ended because another one had."""
+        return self.code == PEER_LOST or any(text in self.reason for text in PEER_LOST_TEXTS)
+
+
+def note_exit(code: int, reason: str, *, step: int | None = None, is_shown: bool = False) -> None:
+    """Say how this rank ends. The first note stays; without a launcher of ours nothing is written.
+
+    Args:
+        code: The exit code that the process is about to leave with.
+        reason: One line.
+        step: The step at which it ends.
+        is_shown: Whether the reason has been printed on the terminal already (by rank 0).
+    """
+    directory = os.environ.get(LOG_DIR)
+    if not directory:
+        return
+    rank = int(os.environ.get("RANK", "0"))
+    path = Path(directory) / f"exit-{rank}.json"
+    if path.exists():
+        return
+    note = ExitNote(code, rank, step, reason, is_shown, time.time())
+    part = path.with_suffix(".part")
+    part.write_text(json.dumps(asdict(note)) + "\n")
+    part.replace(path)
+
+
+def read_exit_notes(directory: Path) -> dict[int, ExitNote]:
+    """The notes in ``directory``, by rank. Files that are not notes are left out."""
+    notes: dict[int, ExitNote] = {}
+    for path in sorted(directory.glob("exit-*.json")):
+        try:
+            note = ExitNote(**json.loads(path.read_text()))
+        except (OSError, ValueError, TypeError):
+            continue
+        notes[note.rank] = note
+    return notes
+
+
+def clear_exit_notes(directory: Path) -> None:
+    """Remove the notes of an earlier attempt."""
+    for path in directory.glob("exit-*.json"):
+        path.unlink(missing_ok=True)

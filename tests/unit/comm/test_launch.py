@@ -1,0 +1,199 @@
+from __future__ import annotations
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from shardwise.comm.launch import World, expand_nodelist, read_world
+from shardwise.spec.errors import ConfigError, MeshError
+
+TORCHRUN = {
+    "RANK": "5",
+    "WORLD_SIZE": "8",
+    "LOCAL_RANK": "1",
+    "LOCAL_WORLD_SIZE": "4",
+    "GROUP_RANK": "1",
+    "GROUP_WORLD_SIZE": "2",
+    "MASTER_ADDR": "node-a",
+    "MASTER_PORT": "1234",
+    "TORCHELASTIC_RUN_ID": "x",
+    "TORCHELASTIC_RESTART_COUNT": "2",
+}
+SLURM = {
+    "SLURM_PROCID": "5",
+    "SLURM_NTASKS": "8",
+    "SLURM_LOCALID": "1",
+    "SLURM_NODEID": "1",
+    "SLURM_NNODES": "2",
+    "SLURM_JOB_NODELIST": "gpu[07-08]",
+    "SLURM_JOB_ID": "4242",
+}
+KUBEFLOW = {
+    "RANK": "1",
+    "WORLD_SIZE": "3",
+    "MASTER_ADDR": "job-master-0",
+    "MASTER_PORT": "23456",
+    "PET_NODE_RANK": "1",
+    "PET_NNODES": "3",
+    "PET_NPROC_PER_NODE": "1",
+}
+
+
+def test_no_variables_make_a_world_of_one():
+    assert read_world({}) == World(0, 1, 0, 1, 1, "127.0.0.1", 0, "alone", 0)
+    assert read_world({"RANK": "", "MASTER_ADDR": "x"}).size == 1
+    assert read_world({}).is_single_node
+
+
+def test_torchrun():
+    assert read_world(TORCHRUN) == World(5, 8, 1, 4, 2, "node-a", 1234, "torchrun", 2)
+
+
+def test_torchrun_inside_a_slurm_job_wins():
+    assert read_world(SLURM | TORCHRUN).source == "torchrun"
+
+
+def test_uneven_machines_under_torchrun_keep_the_number_of_agents():
+    world = read_world(TORCHRUN | {"WORLD_SIZE": "7", "LOCAL_WORLD_SIZE": "3", "RANK": "6", "LOCAL_RANK": "2"})
+    assert (world.num_nodes, world.local_size) == (2, 3)
+
+
+def test_our_own_launcher_needs_no_address():
+    world = read_world(
+        {
+            "RANK": "1",
+            "WORLD_SIZE": "2",
+            "LOCAL_RANK": "1",
+            "LOCAL_WORLD_SIZE": "2",
+            "SHARDWISE_RENDEZVOUS_DIR": "/tmp/x",
+            "SHARDWISE_RESTART_COUNT": "3",
+            "TORCHELASTIC_RESTART_COUNT": "0",
+        }
+    )
+    assert world == World(1, 2, 1, 2, 1, "127.0.0.1", 0, "launcher", 3)
+
+
+@pytest.mark.parametrize(
+    ("address", "local_rank", "local_size", "num_nodes"),
+    [("127.0.0.1", 1, 2, 1), ("localhost", 1, 2, 1), ("a", 0, 1, 2)],
+)
+def test_rank_and_size_alone_are_local_on_loopback_and_one_per_machine_elsewhere(
+    address, local_rank, local_size, num_nodes
+):
+    world = read_world({"RANK": "1", "WORLD_SIZE": "2", "MASTER_ADDR": address})
+    assert world == World(1, 2, local_rank, local_size, num_nodes, address, 29500, "variables", 0)
+
+
+def test_kubeflow_pods_of_one_process():
+    assert read_world(KUBEFLOW) == World(1, 3, 0, 1, 3, "job-master-0", 23456, "kubeflow", 0)
+    pet_only = {
+        "PET_NODE_RANK": "1",
+        "PET_NNODES": "3",
+        "PET_NPROC_PER_NODE": "1",
+        "PET_MASTER_ADDR": "a",
+        "PET_MASTER_PORT": "9",
+    }
+    assert read_world(pet_only) == World(1, 3, 0, 1, 3, "a", 9, "kubeflow", 0)
+
+
+@pytest.mark.parametrize("change", [{"PET_NPROC_PER_NODE": "4"}, {"PET_NPROC_PER_NODE": "auto"}])
+def test_kubeflow_pods_of_several_processes_need_torchrun(change):
+    with pytest.raises(ConfigError, match="torchrun -m shardwise"):
+        read_world(KUBEFLOW | change)
+    with pytest.raises(ConfigError, match="torchrun -m shardwise"):
+        read_world({"PET_NODE_RANK": "0", "PET_NNODES": "1:4"} | change)
+
+
+def test_slurm():
+    assert read_world(SLURM) == World(5, 8, 1, 4, 2, "gpu07", 15000 + 4242, "slurm", 0)
+
+
+def test_slurm_on_one_machine_stays_on_loopback():
+    world = read_world(SLURM | {"SLURM_NNODES": "1", "SLURM_JOB_NODELIST": "gpu07", "SLURM_LOCALID": "5"})
+    assert (world.master_addr, world.local_size, world.num_nodes) == ("127.0.0.1", 8, 1)
+
+
+def test_slurm_uneven_tasks():
+    uneven = SLURM | {"SLURM_NTASKS": "7", "SLURM_TASKS_PER_NODE": "4,3"}
+    assert read_world(uneven).local_size == 3
+    uneven = SLURM | {"SLURM_NTASKS": "11", "SLURM_TASKS_PER_NODE": "4(x2),3", "SLURM_NNODES": "3"}
+    uneven |= {"SLURM_JOB_NODELIST": "a[1-3]", "SLURM_NODEID": "2", "SLURM_PROCID": "9"}
+    assert read_world(uneven).local_size == 3
+
+
+def test_slurm_address_and_port_can_be_given():
+    world = read_world(SLURM | {"MASTER_ADDR": "ib0", "MASTER_PORT": "77", "SLURM_RESTART_COUNT": "1"})
+    assert (world.master_addr, world.master_port, world.restart_count) == ("ib0", 77, 1)
+
+
+@pytest.mark.parametrize(
+    ("variables", "error", "text"),
+    [
+        ({"RANK": "0"}, ConfigError, "RANK is set in the environment, but WORLD_SIZE is not"),
+        ({"WORLD_SIZE": "2"}, ConfigError, "WORLD_SIZE is set in the environment, but RANK is not"),
+        ({"RANK": "zero", "WORLD_SIZE": "2"}, ConfigError, "RANK='zero' in the environment is not a whole number"),
+        ({"RANK": "-1", "WORLD_SIZE": "2"}, ConfigError, "RANK='-1'"),
+        (
+            {"RANK": "0", "WORLD_SIZE": "0"},
+            ConfigError,
+            "WORLD_SIZE='0' in the environment is not a whole number of at",
+        ),
+        ({"RANK": "0", "WORLD_SIZE": "2"}, ConfigError, "MASTER_ADDR is not set"),
+        (TORCHRUN | {"MASTER_PORT": "70000"}, ConfigError, "MASTER_PORT=70000 in the environment is not a port"),
+        (TORCHRUN | {"RANK": "8"}, MeshError, "rank 8 is not in a world of 8"),
+        (TORCHRUN | {"LOCAL_RANK": "4"}, MeshError, "local rank 4 is not among the 4 processes of this machine"),
+        (TORCHRUN | {"LOCAL_WORLD_SIZE": "9"}, MeshError, "9 processes on this machine are more than the 8"),
+        (TORCHRUN | {"GROUP_WORLD_SIZE": "1"}, MeshError, "one machine with 4 processes does not make a world of 8"),
+        (
+            {"RANK": "0", "WORLD_SIZE": "4", "LOCAL_RANK": "0", "MASTER_ADDR": "far"},
+            ConfigError,
+            "LOCAL_WORLD_SIZE is not",
+        ),
+        (SLURM | {"SLURM_NTASKS": ""}, ConfigError, "SLURM_STEP_NUM_TASKS is not"),
+        (SLURM | {"SLURM_NTASKS": "7"}, MeshError, "7 tasks on 2 nodes"),
+        (SLURM | {"SLURM_NNODES": "3"}, MeshError, "3 nodes, but its node list 'gpu"),
+        (SLURM | {"SLURM_JOB_NODELIST": ""}, ConfigError, "neither SLURM_JOB_NODELIST nor MASTER_ADDR"),
+        (SLURM | {"SLURM_TASKS_PER_NODE": "four"}, ConfigError, "not of the form"),
+        (SLURM | {"SLURM_JOB_NODELIST": "gpu[07-08"}, ConfigError, "unbalanced brackets"),
+    ],
+)
+def test_what_cannot_be_is_refused_with_the_variable_and_what_to_do(variables, error, text):
+    with pytest.raises(error) as caught:
+        read_world(variables)
+    message = str(caught.value)
+    assert text in message
+    assert "\n  " in message  # the next action
+    assert caught.value.exit_code == 78
+
+
+@pytest.mark.parametrize(
+    ("text", "hosts"),
+    [
+        ("a", ["a"]),
+        ("a,b", ["a", "b"]),
+        ("n[1-3]", ["n1", "n2", "n3"]),
+        ("n[008-010,12]", ["n008", "n009", "n010", "n12"]),
+        ("n[01-02,7],gpu-[1-2]-ib", ["n01", "n02", "n7", "gpu-1-ib", "gpu-2-ib"]),
+        ("r[1-2]n[1-2]", ["r1n1", "r1n2", "r2n1", "r2n2"]),
+        ("a.example.org", ["a.example.org"]),
+    ],
+)
+def test_node_lists(text, hosts):
+    assert expand_nodelist(text) == hosts
+
+
+@pytest.mark.parametrize("text", ["", ",", "a[", "a]", "a[1-", "a[]", "a[x]", "a[3-1]", "a[1-999999999]", "a[[1]]"])
+def test_malformed_node_lists(text):
+    with pytest.raises(ConfigError, match="node"):
+        expand_nodelist(text)
+
+
+@given(st.text(alphabet="ab12-,[]", max_size=20))
+def test_any_node_list_gives_hosts_or_a_config_error(text):
+    try:
+        hosts = expand_nodelist(text)
+    except ConfigError:
+        return
+    assert hosts
+    assert all(hosts)
+    assert not any(set(host) & set("[],") for host in hosts)
