@@ -1,0 +1,99 @@
+from __future__ import annotations
+
+import io
+import signal
+
+import pytest
+
+from shardwise.comm.elastic import _can_restart, _find_cause
+from shardwise.comm.exit import ExitNote, clear_exit_notes, note_exit, read_exit_notes
+from shardwise.comm.worker import _Tee
+
+CLOSED = "RuntimeError: Connection closed by peer [127.0.0.1]:1234"
+
+
+def note(rank, code, reason="", time_s=1.0, **fields):
+    return ExitNote(code, rank, reason=reason, time_s=time_s, **fields)
+
+
+def test_a_note_is_written_once_and_read_back(tmp_path, monkeypatch):
+    monkeypatch.setenv("SHARDWISE_LOG_DIR", str(tmp_path))
+    monkeypatch.setenv("RANK", "3")
+    note_exit(80, "the loss is not a number", step=7)
+    note_exit(1, "something later")
+    (tmp_path / "exit-4.json").write_text("{")
+    notes = read_exit_notes(tmp_path)
+    assert list(notes) == [3]
+    assert (notes[3].code, notes[3].reason, notes[3].step) == (80, "the loss is not a number", 7)
+    clear_exit_notes(tmp_path)
+    assert not list(tmp_path.iterdir())
+
+
+def test_without_a_launcher_no_note_is_written(tmp_path, monkeypatch):
+    monkeypatch.delenv("SHARDWISE_LOG_DIR", raising=False)
+    monkeypatch.chdir(tmp_path)
+    note_exit(80, "nobody reads this")
+    assert not list(tmp_path.iterdir())
+
+
+def test_the_first_exception_is_the_cause_and_lost_peers_are_its_victims():
+    notes = [note(0, 1, CLOSED, 1.0), note(1, 1, "ValueError: x", 2.0), note(2, 81, "peer gone", 0.5)]
+    cause = _find_cause({n.rank: n for n in notes}, {0: (1, 2.0), 1: (1, 2.0), 2: (81, 2.0)}, None)
+    assert (cause.code, cause.rank, cause.victims) == (1, 1, (0, 2))
+
+
+def test_a_kill_is_the_cause_even_where_peers_noticed_first():
+    cause = _find_cause({0: note(0, 1, "OSError: odd", 1.0)}, {0: (1, 2.0), 1: (-signal.SIGKILL, 2.0)}, None)
+    assert (cause.code, cause.rank, cause.signal_number) == (137, 1, 9)
+
+
+def test_a_rank_that_the_launcher_ended_is_never_the_cause():
+    failures = {0: (-signal.SIGTERM, 1.0), 1: (83, 2.0)}
+    assert _find_cause({1: note(1, 83, "ranks disagree", 1.5)}, failures, None).rank == 1
+
+
+def test_an_abort_after_an_exception_is_its_consequence_in_time():
+    failures = {0: (-signal.SIGABRT, 3.0), 1: (1, 3.0)}
+    assert _find_cause({1: note(1, 1, "ValueError: x", 2.5)}, failures, None).rank == 1
+
+
+def test_a_crash_after_a_clean_end_is_a_crash():
+    cause = _find_cause({0: note(0, 0, "finished")}, {0: (-signal.SIGSEGV, 1.0)}, None)
+    assert cause.code == 128 + signal.SIGSEGV
+
+
+def test_what_rank_0_has_said_is_not_said_again_for_another_rank():
+    notes = {0: note(0, 78, time_s=2.0, is_shown=True), 1: note(1, 78, time_s=1.0)}
+    assert _find_cause(notes, {1: (78, 2.0)}, None).is_shown
+
+
+@pytest.mark.parametrize(
+    ("notes", "code"),
+    [
+        ([], 143),
+        ([note(0, 0), note(1, 0)], 0),
+        ([note(0, 75), note(1, 75)], 75),
+        ([note(0, 75), note(1, 74, "no space left")], 74),
+        ([note(0, 143), note(1, 81, CLOSED)], 143),
+    ],
+)
+def test_a_requested_stop_gives_what_the_workers_made_of_it(notes, code):
+    assert _find_cause({n.rank: n for n in notes}, {}, signal.SIGTERM).code == code
+
+
+@pytest.mark.parametrize(
+    ("code", "can_restart"), [(1, True), (81, True), (82, True), (75, False), (78, False), (0, False)]
+)
+def test_only_what_a_new_start_can_help_is_restarted(code, can_restart):
+    assert _can_restart(_find_cause({0: note(0, code)}, {}, None)) is can_restart
+
+
+def test_the_log_of_rank_0_has_no_colours_and_no_overwritten_lines():
+    terminal, log = io.StringIO(), io.StringIO()
+    tee = _Tee(terminal, log)
+    for text in ("\x1b[1mstep 1\x1b[0m\n", "\r 10%", "\r 20%", "\r\x1b[2K", "done\nhalf", " a line"):
+        tee.write(text)
+    tee.finish()
+    assert log.getvalue() == "step 1\ndone\nhalf a line\n"
+    assert terminal.getvalue().startswith("\x1b[1mstep 1")
+    assert not tee.isatty()
