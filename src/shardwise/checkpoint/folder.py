@@ -1,0 +1,158 @@
+"""A checkpoint's folder: files are opened by plain name relative to the folder's descriptor, and never through links.
+
+Names that come out of files are compared with strict patterns before they get here. Whatever is not a regular file with
+one link is refused before it is opened.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import stat
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+
+class RefusedError(Exception):
+    """A file that must not be opened, or that is not there. Its text has no path; the caller adds the place."""
+
+
+@contextlib.contextmanager
+def open_folder(path: str | os.PathLike[str], *, follow: bool = True, parent: int | None = None) -> Iterator[int]:
+    """A descriptor of the folder at ``path``, closed at the end.
+
+    Args:
+        path: The folder. Symbolic links in it are the caller's own words and are followed,
+        follow: unless this is ``False``: then the last component must be a folder itself.
+        parent: Descriptor of the folder that ``path`` starts from, if not the current one.
+    """
+    flags = os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC | (0 if follow else os.O_NOFOLLOW)
+    folder = os.open(path, flags, dir_fd=parent)
+    try:
+        yield folder
+    finally:
+        os.close(folder)
+
+
+@contextlib.contextmanager
+def open_for_reading(folder: int, name: str) -> Iterator[tuple[int, os.stat_result]]:
+    """Open the regular file ``name`` of ``folder``.
+
+    Yields:
+        Its descriptor and its status.
+
+    Raises:
+        RefusedError: It is missing, unreadable, a link, has several links, or is no regular file.
+    """
+    try:
+        _check_regular(os.stat(name, dir_fd=folder, follow_symlinks=False))
+        # Non-blocking: should a pipe have taken its place in between, opening must not wait for a writer.
+        file = os.open(name, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC, dir_fd=folder)
+    except FileNotFoundError:
+        raise RefusedError("the file is missing") from None
+    except OSError as error:
+        raise RefusedError(f"the file cannot be opened: {error.strerror}") from None
+    try:
+        status = os.fstat(file)
+        _check_regular(status)
+        yield file, status
+    finally:
+        os.close(file)
+
+
+def read_at(file: int, target: memoryview, offset: int) -> None:
+    """Fill ``target`` from ``offset`` on.
+
+    Raises:
+        RefusedError: The file ends before that, or cannot be read.
+    """
+    while target:
+        try:
+            count = os.preadv(file, [target], offset)
+        except OSError as error:
+            raise RefusedError(f"the file cannot be read: {error.strerror}") from None
+        if count == 0:
+            raise RefusedError(f"the file ends at byte {offset}, before its content does")
+        target = target[count:]
+        offset += count
+
+
+def create(folder: int, name: str, *, private: bool) -> int:
+    """A descriptor of the new file ``name``, which must not exist yet."""
+    flags = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC
+    return os.open(name, flags, 0o600 if private else 0o666, dir_fd=folder)
+
+
+def write_all(file: int, content: memoryview) -> None:
+    """Write all of ``content``."""
+    while content:
+        content = content[os.write(file, content) :]
+
+
+def write_file(folder: int, name: str, content: bytes, *, private: bool) -> None:
+    """Write the new file ``name`` and bring it to the disk."""
+    file = create(folder, name, private=private)
+    try:
+        write_all(file, memoryview(content))
+        os.fsync(file)
+    finally:
+        os.close(file)
+
+
+def sync_folder(path: str | os.PathLike[str]) -> None:
+    """Bring a folder's entries (new names, renames) to the disk."""
+    with open_folder(path) as folder:
+        os.fsync(folder)
+
+
+def remove_folder(parent: int, name: str, known: Callable[[str], bool]) -> None:
+    """Remove the folder ``name`` of ``parent`` and the plain files in it.
+
+    Args:
+        parent: Descriptor of the folder that holds it.
+        name: Its plain name.
+        known: A callable that says of a file's name whether it belongs to a checkpoint.
+
+    Raises:
+        RefusedError: It is a link, or holds what is not part of a checkpoint. Nothing has been removed then.
+        OSError: The disk refuses.
+    """
+    check_removable(parent, name, known)
+    with open_folder(name, follow=False, parent=parent) as folder:
+        for entry in names(folder):
+            os.unlink(entry, dir_fd=folder)
+    os.rmdir(name, dir_fd=parent)
+
+
+def check_removable(parent: int, name: str, known: Callable[[str], bool]) -> None:
+    """Raise unless :func:`remove_folder` may remove it.
+
+    Raises:
+        RefusedError: Why not.
+    """
+    if not stat.S_ISDIR(os.stat(name, dir_fd=parent, follow_symlinks=False).st_mode):
+        raise RefusedError("it is not a folder of its own but a link or a file")
+    with open_folder(name, follow=False, parent=parent) as folder:
+        for entry in names(folder):
+            status = os.stat(entry, dir_fd=folder, follow_symlinks=False)
+            if not known(entry) or not stat.S_ISREG(status.st_mode):
+                raise RefusedError(f"it holds {entry!r}, which is not part of a checkpoint")
+
+
+def names(folder: int) -> list[str]:
+    """Names of what an open folder holds, sorted."""
+    return sorted(os.listdir(folder))
+
+
+def exists(path: Path) -> bool:
+    """Whether anything, a dangling link included, has this name."""
+    return os.path.lexists(path)
+
+
+def _check_regular(status: os.stat_result) -> None:
+    if stat.S_ISLNK(status.st_mode):
+        raise RefusedError("it is a symbolic link")
+    if not stat.S_ISREG(status.st_mode):
+        raise RefusedError("it is not a regular file")
+    if status.st_nlink != 1:
+        raise RefusedError(f"it has {status.st_nlink} hard links, expected one")

@@ -1,0 +1,151 @@
+"""State as plain JSON, read strictly: what two parsers could understand differently is refused.
+
+``pack`` turns tuples, bytes and non-finite floats into tagged objects, so that JSON holds them, and ``unpack`` turns
+them back. Nothing else than plain values passes: no class is named in a file, and none is looked up.
+"""
+
+from __future__ import annotations
+
+import base64
+import binascii
+import json
+import math
+from typing import Any
+
+#: Deepest nesting of lists and objects that is written or read.
+MAX_DEPTH = 64
+_MAX_INT_BITS = 4096
+_TUPLE, _BYTES, _FLOAT = "__tuple__", "__bytes__", "__float__"
+_TAGS = frozenset({_TUPLE, _BYTES, _FLOAT})
+
+
+def pack(value: Any, where: str = "data", *, depth: int = 0) -> Any:
+    """``value`` as something that JSON can hold without loss.
+
+    Args:
+        value: ``None``, bool, int, float, str, bytes, and lists, tuples and dicts (keys: str) of these.
+        where: Its place, for messages.
+        depth: How deep ``value`` itself already lies.
+
+    Raises:
+        ValueError: Something else is in it, or it is nested too deeply; the message names the place.
+    """
+    if depth > MAX_DEPTH:
+        raise ValueError(f"{where} is nested deeper than {MAX_DEPTH} levels")
+    if value is None or isinstance(value, bool | str):
+        return value
+    if isinstance(value, int | float):
+        return _pack_number(value, where)
+    if isinstance(value, bytes | bytearray):
+        return {_BYTES: base64.b64encode(value).decode("ascii")}
+    if isinstance(value, list | tuple):
+        inner = depth + (2 if isinstance(value, tuple) else 1)
+        items = [pack(item, f"{where}[{i}]", depth=inner) for i, item in enumerate(value)]
+        return {_TUPLE: items} if isinstance(value, tuple) else items
+    if isinstance(value, dict):
+        return {_key(key, where): pack(item, f"{where}.{key}", depth=depth + 1) for key, item in value.items()}
+    raise ValueError(
+        f"{where} is a {type(value).__name__}; only None, bool, int, float, str, bytes, list, tuple and dict are kept"
+    )
+
+
+def _pack_number(value: float, where: str) -> Any:
+    if isinstance(value, float):
+        return float(value) if math.isfinite(value) else {_FLOAT: repr(float(value))}
+    if value.bit_length() > _MAX_INT_BITS:
+        raise ValueError(f"{where} is an integer of {value.bit_length()} bits, more than {_MAX_INT_BITS}")
+    return int(value)
+
+
+def _key(key: object, where: str) -> str:
+    if not isinstance(key, str):
+        raise ValueError(f"{where} has the key {key!r}, which is not a string")  # noqa: TRY004 - one kind for callers
+    if key in _TAGS:
+        raise ValueError(f"{where} has the key {key!r}, which is reserved")
+    return key
+
+
+def unpack(value: Any) -> Any:
+    """The inverse of :func:`pack`.
+
+    Raises:
+        ValueError: A tagged object is malformed.
+    """
+    if isinstance(value, list):
+        return [unpack(item) for item in value]
+    if not isinstance(value, dict):
+        return value
+    tags = _TAGS & value.keys()
+    if not tags:
+        return {key: unpack(item) for key, item in value.items()}
+    tag, content = next(iter(tags)), value[next(iter(tags))]
+    if len(value) == 1:
+        if tag == _TUPLE and isinstance(content, list):
+            return tuple(unpack(item) for item in content)
+        if tag == _FLOAT and content in {"nan", "inf", "-inf"}:
+            return float(content)
+        if tag == _BYTES and isinstance(content, str):
+            try:
+                return base64.b64decode(content, validate=True)
+            except (binascii.Error, ValueError):
+                pass
+    raise ValueError(f"an object with the key {tag!r} is malformed")
+
+
+def dumps(value: Any) -> bytes:
+    """Canonical JSON: ASCII, sorted keys, no spaces, no NaN. Equal values give equal bytes."""
+    return json.dumps(value, sort_keys=True, separators=(",", ":"), allow_nan=False).encode("ascii")
+
+
+def loads(raw: bytes, *, max_items: int) -> Any:
+    """Parse JSON from a stranger.
+
+    Args:
+        raw: The text; its size has been limited by the caller.
+        max_items: Most values it may hold. Counted before parsing, so that a small file cannot fill the memory; one
+            dict costs as much memory as several numbers, so dicts may be an eighth and lists a quarter of it.
+
+    Raises:
+        ValueError: Not UTF-8, not JSON, duplicate keys, a non-finite number, too deep, or too many values.
+    """
+    for byte, most in ((b",", max_items), (b"[", max_items // 4), (b"{", max_items // 8)):
+        if raw.count(byte) > most:
+            raise ValueError(f"it has more than {most} times {byte.decode()!r}")
+    try:
+        value = json.loads(
+            raw.decode("utf-8"), object_pairs_hook=_no_duplicates, parse_constant=_no_constant, parse_float=_finite
+        )
+    except RecursionError:
+        raise ValueError(f"it is nested deeper than {MAX_DEPTH} levels") from None
+    level = [value]
+    for _ in range(MAX_DEPTH + 4):  # data lies a few levels below the top of a manifest
+        level = [
+            inner
+            for outer in level
+            if isinstance(outer, list | dict)
+            for inner in (outer.values() if isinstance(outer, dict) else outer)
+            if isinstance(inner, list | dict)
+        ]
+        if not level:
+            return value
+    raise ValueError(f"it is nested deeper than {MAX_DEPTH} levels")
+
+
+def _no_duplicates(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    found = dict(pairs)
+    if len(found) != len(pairs):
+        seen: set[str] = set()
+        twice = next(name for name, _ in pairs if name in seen or seen.add(name))
+        raise ValueError(f"the key {twice[:80]!r} occurs twice in one object")
+    return found
+
+
+def _no_constant(name: str) -> Any:
+    raise ValueError(f"{name} is not JSON")
+
+
+def _finite(text: str) -> float:
+    number = float(text)
+    if not math.isfinite(number):
+        raise ValueError(f"the number {text[:40]} is out of range")
+    return number

@@ -1,0 +1,448 @@
+"""Loading: a manifest that is checked, files that are verified, and ranges that are copied, in this order.
+
+Nothing of the model is touched before everything that can be known to be wrong is known. No file is ever unpickled.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import difflib
+import os
+from collections import Counter
+from collections.abc import Callable, Collection, Iterator, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from torch import Tensor
+
+from shardwise.checkpoint import folder as folders
+from shardwise.checkpoint import plain
+from shardwise.checkpoint.folder import RefusedError
+from shardwise.checkpoint.manifest import (
+    MANIFEST_NAME,
+    Manifest,
+    describe,
+    extent_problem,
+    logical_extent,
+    read_manifest,
+)
+from shardwise.checkpoint.shard import Piece, check_header, hash_file, read_range
+from shardwise.checkpoint.words import size
+from shardwise.comm.base import Comm
+from shardwise.comm.control import all_gather_json
+from shardwise.comm.dtype import dtype_name
+from shardwise.spec.errors import CheckpointError
+from shardwise.spec.extent import Extent
+from shardwise.spec.precision import item_bytes
+
+_MOST_LINES = 40
+
+
+def open_checkpoint(path: str | os.PathLike[str], *, comm: Comm | None = None) -> Checkpoint:
+    """Open a checkpoint folder and check its manifest. No shard is opened yet.
+
+    Args:
+        path: The folder.
+        comm: Ranks that open it together: if one of them cannot, or sees another save there, all raise the same.
+
+    Raises:
+        CheckpointError: There is none, it was never committed, or its manifest is damaged.
+
+    Collective:
+        With ``comm``, one exchange of small JSON.
+    """
+    directory = Path(path)
+    found: Checkpoint | None = None
+    problem = ""
+    try:
+        found = _open(directory)
+    except CheckpointError as error:
+        if comm is None:
+            raise
+        problem = str(error)
+    except Exception as error:
+        if comm is None:
+            raise
+        problem = f"checkpoint {directory} cannot be opened: {type(error).__name__}: {error}."
+    if comm is not None:
+        saves = []
+        for rank, report in enumerate(_exchange(comm, [problem, found.manifest.save_id if found else ""])):
+            if report[0]:
+                raise CheckpointError(f"rank {rank}: {report[0]}")
+            saves.append(report[1])
+        if len(set(saves)) > 1:
+            raise CheckpointError(
+                f"checkpoint {directory} is not the same on all ranks: they see the saves {', '.join(saves)}.\n"
+                "  Give all ranks the same folder of one shared file system."
+            )
+    assert found is not None
+    return found
+
+
+def _open(directory: Path) -> Checkpoint:
+    try:
+        with folders.open_folder(directory) as folder:
+            manifest = read_manifest(folder)
+            return Checkpoint(directory, manifest, plain.unpack(manifest.data), plain.unpack(manifest.rank_data))
+    except FileNotFoundError:
+        raise CheckpointError(f"there is no checkpoint {directory}.\n  {_suggest(directory)}") from None
+    except OSError as error:
+        raise CheckpointError(f"checkpoint {directory} cannot be opened: {error.strerror}.") from None
+    except RefusedError as error:
+        if not folders.exists(directory / MANIFEST_NAME):
+            raise CheckpointError(
+                f"checkpoint {directory} was never committed: it has no {MANIFEST_NAME}.\n"
+                "  A save was interrupted there, or it is another kind of folder. Give the path of a checkpoint."
+            ) from None
+        raise CheckpointError(
+            f"checkpoint {directory}: {MANIFEST_NAME}: {error}.\n  Resume from another checkpoint."
+        ) from None
+    except ValueError as error:
+        raise CheckpointError(f"checkpoint {directory}: {MANIFEST_NAME}: {error}.") from None
+
+
+def inspect(path: str | os.PathLike[str]) -> dict[str, Any]:
+    """What a checkpoint says about itself, as plain values: see :meth:`Checkpoint.summary`.
+
+    Raises:
+        CheckpointError: As :func:`open_checkpoint`.
+    """
+    return open_checkpoint(path).summary()
+
+
+@dataclass(frozen=True)
+class ReadReport:
+    """What :meth:`Checkpoint.read_into` did on this rank.
+
+    Attributes:
+        missing: Tensors that were asked for and are not in the checkpoint (only without ``strict``).
+        unexpected: Tensors in the checkpoint that no rank asked for (only without ``strict``, or ``ignored``).
+        files: Files that were read.
+        bytes: Bytes that were copied into tensors.
+    """
+
+    missing: tuple[str, ...] = ()
+    unexpected: tuple[str, ...] = ()
+    files: tuple[str, ...] = ()
+    bytes: int = 0
+
+
+@dataclass(frozen=True)
+class _Copy:
+    """A range of one file that goes into a part of one target."""
+
+    piece: Piece
+    skip: int
+    target: Tensor
+
+
+@dataclass
+class _Plan:
+    """What one rank will read: copies by file, what does not fit (name, saved, expected), and targets of no use."""
+
+    copies: dict[int, list[_Copy]] = field(default_factory=dict)
+    wrong: list[list[str]] = field(default_factory=list)
+    invalid: list[str] = field(default_factory=list)
+
+
+@dataclass
+class Checkpoint:
+    """An opened checkpoint.
+
+    Attributes:
+        path: Its folder.
+        manifest: What it says about itself, checked.
+        data: The state that was saved as ``data``.
+        rank_data: The state of each rank, by rank, or ``None``.
+    """
+
+    path: Path
+    manifest: Manifest
+    data: dict[str, Any]
+    rank_data: list[Any] | None
+    _verified: dict[int, tuple[int, ...]] = field(default_factory=dict, repr=False)
+
+    @property
+    def step(self) -> int:
+        """The step after which it was saved."""
+        return self.manifest.step
+
+    @property
+    def world_size(self) -> int:
+        """Ranks that saved it."""
+        return self.manifest.world_size
+
+    @property
+    def tensors(self) -> dict[str, Extent]:
+        """The logical tensors, each as the extent that covers all of it."""
+        return {name: logical_extent(name, entry) for name, entry in self.manifest.tensors.items()}
+
+    def check_files(self) -> None:
+        """Check that every file is there, is a plain file, and has its size. Quick: nothing is read.
+
+        Raises:
+            CheckpointError: Every file that is not as it should be.
+        """
+        self._agree(self._check(range(self.world_size), self._check_size), None)
+
+    def verify(self, comm: Comm | None = None) -> None:
+        """Check every file's size, header and hash against the manifest, which has shown full coverage when opened.
+
+        Args:
+            comm: Ranks that share the work: each file is read by one of them, and all of them learn the outcome.
+
+        Raises:
+            CheckpointError: Every file that is not as it should be, with what was expected and what was found.
+
+        Collective:
+            With ``comm``, one exchange of small JSON.
+        """
+        self._verify(range(self.world_size), comm)
+
+    def read_into(
+        self,
+        pairs: Sequence[tuple[Extent, Tensor]],
+        *,
+        strict: bool = True,
+        ignored: Collection[str] = (),
+        verify: bool = True,
+        comm: Comm | None = None,
+    ) -> ReadReport:
+        """Fill each flat target with its range of the saved tensor, whatever number of ranks saved it.
+
+        Args:
+            pairs: What this rank wants: an extent and the one-dimensional contiguous tensor that takes its elements.
+            strict: Refuse if a tensor is missing in the checkpoint, or is in it and no rank asks for it.
+            ignored: Names, or beginnings of names that end in ``/``, that nobody needs to ask for (``optimizer/``).
+            verify: Compare the hash of every file that is read, before anything is copied. A file that this object has
+                verified before and that has not changed since is not read twice. Without it only sizes and headers are
+                compared.
+            comm: All ranks that load together. Without it only ``pairs`` counts as asked for, and an error is this
+                rank's own; with it every rank raises the same, and each file is verified by one rank.
+
+        Returns:
+            What was read, and what was missing or left over.
+
+        Raises:
+            CheckpointError: Names, shapes, dtypes or strides differ (a table of all of them; no dtype is ever cast), or
+                a file is damaged. No target has been written then, unless a file changes while it is read.
+
+        Collective:
+            With ``comm``, three exchanges of small JSON. All ranks must call in the same order.
+        """
+        plan = self._plan(pairs)
+        asked = [extent.name for extent, _ in pairs]
+        reports = _exchange(
+            comm, {"asked": asked, "wrong": plan.wrong, "invalid": plan.invalid, "files": sorted(plan.copies)}
+        )
+        missing, unexpected = self._compare(reports, strict=strict, ignored=ignored)
+        ranks = sorted(plan.copies)
+        if verify:
+            self._verify(sorted({rank for report in reports for rank in report["files"]}), comm)
+        else:
+            self._agree(self._check(ranks, self._check_header), comm)
+        problems = self._check(ranks, lambda rank, folder: self._copy(rank, folder, plan.copies[rank]))
+        self._agree(problems, comm)
+        return ReadReport(
+            missing=tuple(missing),
+            unexpected=tuple(unexpected),
+            files=tuple(self.manifest.files[rank].name for rank in ranks),
+            bytes=sum(copy.target.nbytes for rank in ranks for copy in plan.copies[rank]),
+        )
+
+    def summary(self) -> dict[str, Any]:
+        """The step, run, world and strategy, and how much of what there is, as plain values.
+
+        ``strategy`` and ``mesh`` are what ``data`` says under these keys, ``None`` where it says nothing. ``tensors``
+        counts by kind: ``parameters``, ``buffers``, ``optimizer``; each with number, elements and bytes.
+        """
+        kinds: dict[str, Counter[str]] = {}
+        for name, whole in self.tensors.items():
+            kind = {"optimizer": "optimizer", "buffer": "buffers"}.get(name.split("/")[0], "parameters")
+            found = kinds.setdefault(kind, Counter(number=0, numel=0, bytes=0))
+            found.update(number=1, numel=whole.numel, bytes=whole.numel * item_bytes(whole.dtype))
+        return {
+            "path": str(self.path),
+            "format_version": self.manifest.format_version,
+            "save_id": self.manifest.save_id,
+            "run_id": self.manifest.run_id,
+            "step": self.step,
+            "world_size": self.world_size,
+            "strategy": self.data.get("strategy"),
+            "mesh": self.data.get("mesh"),
+            "tensors": {kind: dict(found) for kind, found in kinds.items()},
+            "bytes": sum(entry.bytes for entry in self.manifest.files),
+            "files": [entry.model_dump() for entry in self.manifest.files],
+            "data_keys": sorted(self.data),
+        }
+
+    def _compare(
+        self, reports: list[dict[str, Any]], *, strict: bool, ignored: Collection[str]
+    ) -> tuple[list[str], list[str]]:
+        """The missing and the unexpected of what all ranks ask for; raises if they or any others are errors."""
+        invalid = [f"rank {rank}: {problem}" for rank, report in enumerate(reports) for problem in report["invalid"]]
+        if invalid:
+            lines = "".join(f"\n  - {problem}" for problem in invalid[:_MOST_LINES])
+            raise CheckpointError(f"checkpoint {self.path} cannot be read into these tensors:{lines}")
+        tensors = self.tensors
+        wrong: dict[str, tuple[str, str]] = {}
+        for report in reports:
+            for name, saved, expected in report["wrong"]:
+                wrong.setdefault(name, (saved, expected))
+        asked = {name for report in reports for name in report["asked"]}
+        missing = [name for name in wrong if name not in tensors]
+        unexpected = [name for name in tensors if name not in asked]
+        table = [(name, *columns) for name, columns in wrong.items() if strict or name in tensors]
+        if strict:
+            extra = [name for name in unexpected if not _matches(name, ignored)]
+            table += [(name, describe(tensors[name]), "not there") for name in extra]
+        if table:
+            raise CheckpointError(self._table(table))
+        return missing, unexpected
+
+    def _plan(self, pairs: Sequence[tuple[Extent, Tensor]]) -> _Plan:
+        """What to copy from which file, and what does not fit."""
+        plan, tensors = _Plan(), self.tensors
+        for extent, target in pairs:
+            problem = _target_problem(extent, target)
+            if problem is not None:
+                plan.invalid.append(problem)
+                continue
+            saved = tensors.get(extent.name)
+            if saved is None or (saved.shape, saved.dtype, saved.stride) != (extent.shape, extent.dtype, extent.stride):
+                plan.wrong.append([extent.name, "not there" if saved is None else describe(saved), describe(extent)])
+                continue
+            for rank, start, stop in self.manifest.tensors[extent.name].pieces:
+                begin, end = extent.overlap(Extent(extent.name, extent.shape, extent.dtype, start, stop))
+                if begin < end:
+                    part = target[begin - extent.start : end - extent.start]
+                    piece = Piece(extent.name, extent.dtype, start, stop)
+                    skip = (begin - start) * item_bytes(extent.dtype)
+                    plan.copies.setdefault(rank, []).append(_Copy(piece, skip, part))
+        return plan
+
+    def _verify(self, ranks: Sequence[int], comm: Comm | None) -> None:
+        mine = ranks if comm is None else [rank for i, rank in enumerate(ranks) if i % comm.size == comm.rank]
+        self._agree(self._check(mine, self._check_content), comm)
+
+    def _check(self, ranks: Collection[int], look: Callable[[int, int], None]) -> list[str]:
+        """Run ``look(rank, folder)`` for the files of ``ranks`` and list what it refuses."""
+        problems = []
+        try:
+            with folders.open_folder(self.path) as folder:
+                for rank in ranks:
+                    try:
+                        look(rank, folder)
+                    except RefusedError as error:
+                        problems.append(f"{self.manifest.files[rank].name} (rank {rank} wrote it): {error}")
+        except OSError as error:
+            problems.append(f"the folder cannot be read: {error.strerror}")
+        except Exception as error:  # noqa: BLE001 - the other ranks must learn of it and not wait
+            problems.append(f"{type(error).__name__}: {error}")
+        return problems
+
+    @contextlib.contextmanager
+    def _opened(self, rank: int, folder: int) -> Iterator[tuple[int, tuple[int, ...]]]:
+        entry = self.manifest.files[rank]
+        with folders.open_for_reading(folder, entry.name) as (file, status):
+            if status.st_size != entry.bytes:
+                raise RefusedError(f"the file has {status.st_size} bytes, expected {entry.bytes}")
+            yield file, (status.st_dev, status.st_ino, status.st_mtime_ns, status.st_ctime_ns)
+
+    def _check_size(self, rank: int, folder: int) -> None:
+        with self._opened(rank, folder):
+            pass
+
+    def _check_header(self, rank: int, folder: int) -> None:
+        with self._opened(rank, folder) as (file, _):
+            check_header(file, self.manifest.layouts[rank])
+
+    def _check_content(self, rank: int, folder: int) -> None:
+        with self._opened(rank, folder) as (file, state):
+            if self._verified.get(rank) == state:
+                return
+            check_header(file, self.manifest.layouts[rank])
+            entry = self.manifest.files[rank]
+            found = hash_file(file, entry.bytes)
+            if found != entry.sha256:
+                raise RefusedError(f"its content has the hash {found}, expected {entry.sha256}")
+            self._verified[rank] = state
+
+    def _copy(self, rank: int, folder: int, copies: list[_Copy]) -> None:
+        with self._opened(rank, folder) as (file, _):
+            plan = self.manifest.layouts[rank]
+            check_header(file, plan)
+            for copy in copies:
+                read_range(file, plan.offsets[copy.piece] + copy.skip, copy.piece.dtype, copy.target)
+
+    def _agree(self, found: list[str], comm: Comm | None) -> None:
+        """Raise on all ranks if any rank found a problem."""
+        problems = [problem for report in _exchange(comm, found) for problem in report]
+        if problems:
+            lines = "".join(f"\n  - {problem}" for problem in problems[:_MOST_LINES])
+            more = f"\n  - and {len(problems) - _MOST_LINES} more files" if len(problems) > _MOST_LINES else ""
+            raise CheckpointError(
+                f"checkpoint {self.path} (step {self.step}) is damaged:{lines}{more}\n"
+                "  Nothing was loaded from it. Resume from another checkpoint."
+            )
+
+    def _table(self, rows: list[tuple[str, str, str]]) -> str:
+        shown = [("tensor", "saved", "expected"), *rows[:_MOST_LINES]]
+        widths = [max(len(row[column]) for row in shown) for column in range(2)]
+        lines = "".join(f"\n  {name:<{widths[0]}}  {saved:<{widths[1]}}  {want}" for name, saved, want in shown)
+        more = f"\n  and {len(rows) - _MOST_LINES} more" if len(rows) > _MOST_LINES else ""
+        return (
+            f"checkpoint {self.path} (step {self.step}) does not fit: {len(rows)} "
+            f"tensor{'s differ' if len(rows) > 1 else ' differs'}.{lines}{more}\n"
+            "  Build the model and the optimizer that were saved, or choose another checkpoint."
+        )
+
+
+def _exchange(comm: Comm | None, report: Any) -> list[Any]:
+    return [report] if comm is None else all_gather_json(comm, report)
+
+
+def _target_problem(extent: Extent, target: Tensor) -> str | None:
+    problem = extent_problem(extent)
+    if problem is not None:
+        return problem
+    dtype = dtype_name(target.dtype)
+    if target.dim() != 1 or target.numel() != extent.numel or dtype != extent.dtype or not target.is_contiguous():
+        return (
+            f"{extent.name}: the target has shape {tuple(target.shape)}, stride {target.stride()} and dtype {dtype}, "
+            f"expected a contiguous ({extent.numel},) of {extent.dtype}"
+        )
+    return None
+
+
+def _matches(name: str, ignored: Collection[str]) -> bool:
+    return any(name == known or (known.endswith("/") and name.startswith(known)) for known in ignored)
+
+
+def _suggest(directory: Path) -> str:
+    try:
+        names = sorted(entry.name for entry in directory.parent.iterdir() if entry.is_dir())
+    except OSError:
+        return f"There is no folder {directory.parent} either."
+    near = difflib.get_close_matches(directory.name, names, n=3, cutoff=0.5)
+    if near:
+        return f"Near it there is {', '.join(near)}."
+    return f"{directory.parent} holds {', '.join(names[:8]) if names else 'no folder'}."
+
+
+def describe_summary(summary: dict[str, Any]) -> str:
+    """A summary as a few lines of text."""
+    strategy = summary["strategy"]
+    lines = [
+        f"checkpoint  {summary['path']}",
+        f"step        {summary['step']}",
+        f"run         {summary['run_id']}",
+        f"saved by    {summary['world_size']} ranks" + ("" if strategy is None else f", {ascii(strategy)[:200]}"),
+        f"files       {len(summary['files'])}, {size(summary['bytes'])}",
+    ]
+    lines += [
+        f"{kind:<11} {found['number']} tensors, {found['numel']:,} elements, {size(found['bytes'])}"
+        for kind, found in summary["tensors"].items()
+    ]
+    return "\n".join(lines)

@@ -1,0 +1,193 @@
+"""One rank's file: the safetensors format, written and hashed piece by piece.
+
+A file's header follows from the manifest: same save, rank and pieces, same bytes. So a reader does not parse a
+stranger's header; it computes what the header must be and compares. Any safetensors reader can open the files: the key
+of a piece is ``name[start:stop]``, its value one-dimensional.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+import re
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from shardwise.checkpoint import folder as folders
+from shardwise.checkpoint.folder import RefusedError
+from shardwise.spec.precision import item_bytes
+
+#: Bytes that are copied, hashed and written at a time.
+CHUNK_BYTES = 8 * 2**20
+
+#: Short dtype name to the format's own, and how many of those make one element.
+_FORMAT_DTYPE = {
+    "fp64": ("F64", 1),
+    "fp32": ("F32", 1),
+    "bf16": ("BF16", 1),
+    "fp16": ("F16", 1),
+    "fp8_e4m3": ("F8_E4M3", 1),
+    "fp8_e5m2": ("F8_E5M2", 1),
+    "int64": ("I64", 1),
+    "int32": ("I32", 1),
+    "int16": ("I16", 1),
+    "int8": ("I8", 1),
+    "uint8": ("U8", 1),
+    "bool": ("BOOL", 1),
+    "complex64": ("F32", 2),
+    "complex128": ("F64", 2),
+}
+
+
+class Piece(NamedTuple):
+    """A range of a logical tensor that one file holds."""
+
+    name: str
+    dtype: str
+    start: int
+    stop: int
+
+    @property
+    def num_bytes(self) -> int:
+        """Bytes of its content."""
+        return (self.stop - self.start) * item_bytes(self.dtype)
+
+
+@dataclass(frozen=True)
+class Layout:
+    """What a file of a checkpoint must look like.
+
+    Attributes:
+        header: Its first bytes, up to the first tensor.
+        offsets: Where each piece's content starts, in the order of the file.
+        file_bytes: Its size.
+    """
+
+    header: bytes
+    offsets: dict[Piece, int]
+    file_bytes: int
+
+
+def shard_name(save_id: str, rank: int) -> str:
+    """Name of a rank's file."""
+    return f"shard-{save_id}-r{rank:05d}.safetensors"
+
+
+def layout(*, save_id: str, run_id: str, step: int, rank: int, pieces: Iterable[Piece]) -> Layout:
+    """The layout of the file that holds ``pieces``, none of them empty: widest elements first, then by name and range.
+
+    (So every piece is aligned to its element, as the format asks for.)
+    """
+    ordered = sorted(pieces, key=lambda piece: (-item_bytes(piece.dtype), piece.name, piece.start))
+    metadata = {"save_id": save_id, "run_id": run_id, "step": str(step), "rank": str(rank), "format": "pt"}
+    entries: dict[str, object] = {"__metadata__": metadata}
+    begins = []
+    end = 0
+    for piece in ordered:
+        begins.append(end)
+        end += piece.num_bytes
+        name, per_element = _FORMAT_DTYPE[piece.dtype]
+        entries[f"{piece.name}[{piece.start}:{piece.stop}]"] = {
+            "dtype": name,
+            "shape": [(piece.stop - piece.start) * per_element],
+            "data_offsets": [begins[-1], end],
+        }
+    text = json.dumps(entries, separators=(",", ":")).encode("ascii")
+    text += b" " * (-len(text) % 8)
+    header = len(text).to_bytes(8, "little") + text
+    offsets = {piece: len(header) + begin for piece, begin in zip(ordered, begins, strict=True)}
+    return Layout(header=header, offsets=offsets, file_bytes=len(header) + end)
+
+
+def write_shard(folder: int, name: str, plan: Layout, content: dict[Piece, Tensor], *, private: bool) -> str:
+    """Write one file and bring it to the disk, never holding more than ``CHUNK_BYTES`` beside the tensors.
+
+    Returns:
+        The hash of its content, as it was handed to the disk.
+
+    Raises:
+        OSError: The disk refuses.
+    """
+    digest = hashlib.sha256()
+    file = folders.create(folder, name, private=private)
+    try:
+        for chunk in _chunks(plan, content):
+            digest.update(chunk)
+            folders.write_all(file, chunk)
+        os.fsync(file)
+    finally:
+        os.close(file)
+    return digest.hexdigest()
+
+
+def _chunks(plan: Layout, content: dict[Piece, Tensor]) -> Iterator[memoryview]:
+    yield memoryview(plan.header)
+    for piece in plan.offsets:
+        tensor = content[piece].detach()
+        step = CHUNK_BYTES // item_bytes(piece.dtype)
+        for start in range(0, tensor.numel(), step):
+            yield byte_view(tensor[start : start + step].cpu().contiguous())
+
+
+def byte_view(tensor: Tensor) -> memoryview:
+    """The bytes of a one-dimensional contiguous CPU tensor, not a copy."""
+    return tensor.view(torch.uint8).numpy().data
+
+
+def hash_file(file: int, num_bytes: int) -> str:
+    """The hash of the first ``num_bytes`` bytes.
+
+    Raises:
+        RefusedError: The file is shorter, or cannot be read.
+    """
+    digest = hashlib.sha256()
+    buffer = memoryview(bytearray(min(CHUNK_BYTES, num_bytes)))
+    for offset in range(0, num_bytes, CHUNK_BYTES):
+        part = buffer[: min(CHUNK_BYTES, num_bytes - offset)]
+        folders.read_at(file, part, offset)
+        digest.update(part)
+    return digest.hexdigest()
+
+
+def check_header(file: int, expected: Layout) -> None:
+    """Compare a file's header with what it must be.
+
+    Raises:
+        RefusedError: It is another; the message says whose, where that can be told.
+    """
+    found = bytearray(len(expected.header))
+    folders.read_at(file, memoryview(found), 0)
+    if found != expected.header:
+        mark = re.search(rb'"save_id":"([0-9a-f]{16})".{1,600}?"step":"(\d{1,18})","rank":"(\d{1,9})"', found[:2048])
+        if mark is None or mark.group(0) in expected.header:
+            raise RefusedError("its header is not the one that the manifest describes")
+        save, step, rank = (group.decode() for group in mark.groups())
+        raise RefusedError(f"it is a shard of another save: save {save}, step {step}, rank {rank}")
+
+
+def read_range(file: int, offset: int, dtype: str, target: Tensor) -> None:
+    """Fill ``target`` (one-dimensional, contiguous) with the elements that start at byte ``offset``.
+
+    On a CPU the bytes go straight into the tensor's memory; elsewhere through a buffer of ``CHUNK_BYTES``.
+
+    Raises:
+        RefusedError: The file ends before that, or cannot be read.
+    """
+    if target.numel() == 0:
+        return
+    if target.device.type == "cpu":
+        folders.read_at(file, byte_view(target.detach()), offset)
+        torch.autograd.graph.increment_version(target)
+        return
+    step = CHUNK_BYTES // item_bytes(dtype)
+    staging = torch.empty(min(step, target.numel()), dtype=target.dtype)
+    with torch.no_grad():
+        for start in range(0, target.numel(), step):
+            part = staging[: min(step, target.numel() - start)]
+            folders.read_at(file, byte_view(part), offset + start * item_bytes(dtype))
+            target[start : start + part.numel()].copy_(part)

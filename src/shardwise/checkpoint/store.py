@@ -1,0 +1,305 @@
+"""The checkpoints of one run: which is the newest good one, and which may go.
+
+::
+
+    <run>/LATEST                            "checkpoints/step-00000200": a hint for people, never trusted alone
+    <run>/checkpoints/step-00000100/        published
+    <run>/checkpoints/step-00000200/
+    <run>/checkpoints/step-00000300.tmp-…/  a save that is under way, or was interrupted
+    <run>/checkpoints/.trash-…/             a deletion that is under way, or was interrupted
+"""
+
+from __future__ import annotations
+
+import os
+import re
+import secrets
+from collections.abc import Collection
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from shardwise.checkpoint import folder as folders
+from shardwise.checkpoint.folder import RefusedError
+from shardwise.checkpoint.manifest import is_checkpoint_file
+from shardwise.checkpoint.reader import Checkpoint, open_checkpoint
+from shardwise.spec.errors import CheckpointError, StorageError
+
+CHECKPOINTS = "checkpoints"
+LATEST = "LATEST"
+
+#: Good checkpoints that are always left.
+LEAST_KEPT = 2
+
+_STEP = re.compile(r"step-([0-9]{8,18})")
+_TEMPORARY = re.compile(r"step-[0-9]{8,18}\.tmp-[0-9a-f]{16}")
+_TRASH = re.compile(r"\.trash-step-[0-9]{8,18}(\.tmp-[0-9a-f]{16})?-[0-9a-f]{16}")
+_POINTER_PART = re.compile(r"\.LATEST-[0-9a-f]{16}")
+
+
+def step_directory(root: str | os.PathLike[str], step: int) -> Path:
+    """Where the run in ``root`` keeps the checkpoint of ``step``."""
+    return Path(root) / CHECKPOINTS / f"step-{step:08d}"
+
+
+def publish_latest(root: str | os.PathLike[str], step_dir: str | os.PathLike[str]) -> None:
+    """Point ``LATEST`` to a published checkpoint, in one step. One rank calls this.
+
+    Raises:
+        CheckpointError: ``step_dir`` is not a published checkpoint of this run.
+        StorageError: The disk refuses.
+    """
+    root, target = Path(root), Path(step_dir)
+    if _step_of(target.name) is None or target.absolute().parent != (root / CHECKPOINTS).absolute():
+        raise CheckpointError(f"{target} is not one of the checkpoints of {root}.")
+    open_checkpoint(target)
+    part = f".{LATEST}-{secrets.token_hex(8)}"
+    try:
+        with folders.open_folder(root) as folder:
+            folders.write_file(folder, part, f"{CHECKPOINTS}/{target.name}\n".encode(), private=False)
+            os.rename(part, LATEST, src_dir_fd=folder, dst_dir_fd=folder)
+            os.fsync(folder)
+    except OSError as error:
+        raise StorageError(f"{root / LATEST} was not replaced: {error.strerror}.") from error
+
+
+@dataclass(frozen=True)
+class Latest:
+    """What :func:`find_latest` found.
+
+    Attributes:
+        root: The run's folder.
+        path: The newest good checkpoint, or ``None``.
+        step: Its step.
+        rejected: Newer checkpoints, and without a good one all of them, that are not good, each with the reason.
+        unfinished: Folders of saves that were interrupted (or are under way).
+        pointer: What ``LATEST`` says, if it is one line of text; else ``None``.
+        pointer_agrees: Whether that is ``path``.
+    """
+
+    root: Path
+    path: Path | None
+    step: int | None
+    rejected: tuple[tuple[Path, str], ...]
+    unfinished: tuple[Path, ...]
+    pointer: str | None
+    pointer_agrees: bool
+
+    def require(self, *, allow_older: bool = False) -> Path:
+        """``path``, or an error that says why there is none.
+
+        Args:
+            allow_older: Take an older one where the newest is damaged.
+
+        Raises:
+            CheckpointError: There is no checkpoint, none is good, or the newest is not and ``allow_older`` is false.
+        """
+        reasons = "".join(f"\n  - {path.name}: {reason}" for path, reason in self.rejected)
+        if self.path is not None and (allow_older or not self.rejected):
+            return self.path
+        if self.path is not None:
+            raise CheckpointError(
+                f"the newest checkpoint of {self.root} cannot be used:{reasons}\n"
+                f"  The newest good one is {self.path.name}; it is used only when you say so (--resume latest-good)."
+            )
+        if self.rejected:
+            raise CheckpointError(
+                f"none of the checkpoints of {self.root} can be used:{reasons}\n"
+                "  A run does not start from the beginning by itself."
+            )
+        left = f" {len(self.unfinished)} unfinished saves were left there." if self.unfinished else ""
+        raise CheckpointError(
+            f"there is no checkpoint in {self.root / CHECKPOINTS}.{left}\n  Start the run without --resume."
+        )
+
+
+def find_latest(root: str | os.PathLike[str], *, verify: bool = False) -> Latest:
+    """Find the newest good checkpoint of a run by looking at the checkpoints themselves.
+
+    Args:
+        root: The run's folder.
+        verify: Also compare the hashes of all files; otherwise manifests and sizes are checked.
+
+    Returns:
+        What there is; nothing raises. :meth:`Latest.require` does.
+    """
+    root = Path(root)
+    listing = _list(root)
+    rejected = []
+    found: Checkpoint | None = None
+    for path in reversed(listing.steps):
+        found, reason = _judge(path, verify=verify)
+        if found is not None:
+            break
+        rejected.append((path, reason))
+    pointer = _read_pointer(root)
+    return Latest(
+        root=root,
+        path=None if found is None else found.path,
+        step=None if found is None else found.step,
+        rejected=tuple(rejected),
+        unfinished=tuple(listing.unfinished),
+        pointer=pointer,
+        pointer_agrees=found is not None and pointer == f"{CHECKPOINTS}/{found.path.name}",
+    )
+
+
+@dataclass(frozen=True)
+class Retained:
+    """What :func:`retain` did.
+
+    Attributes:
+        good: Checkpoints that were verified and kept, newest first. Give them to the next call as ``known_good``.
+        removed: What was removed: old checkpoints, interrupted saves and interrupted deletions.
+        refused: What was not removed although it was due, or is no good checkpoint, with the reason.
+    """
+
+    good: tuple[Path, ...]
+    removed: tuple[Path, ...]
+    refused: tuple[tuple[Path, str], ...]
+
+
+def retain(
+    root: str | os.PathLike[str], keep: int, *, known_good: Collection[Path] = (), run_id: str | None = None
+) -> Retained:
+    """Remove checkpoints older than the newest ``keep`` good ones, and what interrupted saves and deletions left.
+
+    Good means verified, hashes included. Fewer than two good ones are never left; as long as there are not enough good
+    ones nothing is removed, however many others there are. Damaged ones are never removed, only reported.
+
+    One rank calls this, when no save is under way and no other run uses the folder.
+
+    Args:
+        root: The run's folder.
+        keep: How many to keep; 1 counts as 2.
+        known_good: Checkpoints that the caller has verified itself since they were written, so that they need not be
+            read again: those of ``Retained.good``, and one just verified by all ranks together.
+        run_id: Remove only checkpoints of this run; by default that of the newest good one.
+
+    Raises:
+        CheckpointError: ``keep`` is less than 1.
+    """
+    if keep < 1:
+        raise CheckpointError(f"keep={keep} would leave no checkpoint.\n  Set it to at least 1.")
+    root = Path(root)
+    listing = _list(root)
+    work = _Removal(root / CHECKPOINTS)
+    good: list[Path] = []
+    old: list[Checkpoint] = []
+    known = {path.absolute() for path in known_good}
+    for path in reversed(listing.steps):
+        enough = len(good) >= max(keep, LEAST_KEPT)
+        found, reason = _judge(path, verify=not enough and path.absolute() not in known)
+        if found is None:
+            work.refused.append((path, reason))
+        elif enough:
+            old.append(found)
+        else:
+            good.append(path)
+            run_id = found.manifest.run_id if run_id is None else run_id
+    for found in reversed(old):
+        if found.manifest.run_id != run_id:
+            work.refused.append((found.path, f"it belongs to the run {found.manifest.run_id!r}"))
+        else:
+            work.remove(found.path.name)
+    for path in listing.unfinished:
+        work.remove(path.name)
+    for path in listing.trash:
+        work.remove(path.name, is_trash=True)
+    for part in listing.pointer_parts:
+        part.unlink(missing_ok=True)
+    return Retained(good=tuple(good), removed=tuple(work.removed), refused=tuple(work.refused))
+
+
+@dataclass
+class _Removal:
+    """Removes folders of checkpoints: first renamed, so that half of one is never taken for a whole one."""
+
+    checkpoints: Path
+    removed: list[Path] = field(default_factory=list)
+    refused: list[tuple[Path, str]] = field(default_factory=list)
+
+    def remove(self, name: str, *, is_trash: bool = False) -> None:
+        path = self.checkpoints / name
+        try:
+            with folders.open_folder(self.checkpoints, follow=False) as parent:
+                folders.check_removable(parent, name, is_checkpoint_file)
+                trash = name
+                if not is_trash:
+                    trash = f".trash-{name}-{secrets.token_hex(8)}"
+                    os.rename(name, trash, src_dir_fd=parent, dst_dir_fd=parent)
+                    os.fsync(parent)
+                folders.remove_folder(parent, trash, is_checkpoint_file)
+                os.fsync(parent)
+        except RefusedError as error:
+            self.refused.append((path, str(error)))
+        except OSError as error:
+            self.refused.append((path, str(error.strerror)))
+        else:
+            self.removed.append(path)
+
+
+@dataclass
+class _Listing:
+    steps: list[Path] = field(default_factory=list)
+    unfinished: list[Path] = field(default_factory=list)
+    trash: list[Path] = field(default_factory=list)
+    pointer_parts: list[Path] = field(default_factory=list)
+
+
+def _list(root: Path) -> _Listing:
+    listing = _Listing()
+    for name in _names(root / CHECKPOINTS):
+        path = root / CHECKPOINTS / name
+        if _step_of(name) is not None:
+            listing.steps.append(path)
+        elif _TEMPORARY.fullmatch(name):
+            listing.unfinished.append(path)
+        elif _TRASH.fullmatch(name):
+            listing.trash.append(path)
+    listing.steps.sort(key=lambda path: _step_of(path.name) or 0)
+    listing.pointer_parts = [root / name for name in _names(root) if _POINTER_PART.fullmatch(name)]
+    return listing
+
+
+def _names(path: Path) -> list[str]:
+    try:
+        with folders.open_folder(path) as folder:
+            return folders.names(folder)
+    except OSError:
+        return []
+
+
+def _step_of(name: str) -> int | None:
+    match = _STEP.fullmatch(name)
+    if match is None or name != f"step-{int(match[1]):08d}":
+        return None
+    return int(match[1])
+
+
+def _judge(path: Path, *, verify: bool) -> tuple[Checkpoint | None, str]:
+    """The checkpoint if it is good, else why it is not, in one line."""
+    try:
+        if path.is_symlink():
+            return None, "it is a symbolic link"
+        found = open_checkpoint(path)
+        if found.step != _step_of(path.name):
+            return None, f"its manifest is that of step {found.step}"
+        if verify:
+            found.verify()
+        else:
+            found.check_files()
+    except CheckpointError as error:
+        lines = [line.strip(" -") for line in str(error).splitlines()]
+        return None, lines[0] if len(lines) < 3 else "; ".join(lines[1:-1])
+    return found, ""
+
+
+def _read_pointer(root: Path) -> str | None:
+    try:
+        with folders.open_folder(root) as folder, folders.open_for_reading(folder, LATEST) as (file, status):
+            content = bytearray(min(status.st_size, 200))
+            folders.read_at(file, memoryview(content), 0)
+    except (OSError, RefusedError):
+        return None
+    text = content.decode("utf-8", "replace").strip()
+    return text if text and text.isprintable() else None

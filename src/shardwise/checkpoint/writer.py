@@ -1,0 +1,318 @@
+"""Saving: every rank writes its own file, rank 0 publishes all of them at once or nothing.
+
+::
+
+    checkpoints/step-00000100.tmp-<save id>/     created by rank 0; nobody looks in here
+        shard-<save id>-r00000.safetensors       each rank its own: written, hashed, fsynced
+        shard-<save id>-r00001.safetensors
+        manifest.json                            rank 0, when all files are there
+    checkpoints/step-00000100/                   the same folder, renamed: the commit
+"""
+
+from __future__ import annotations
+
+import contextlib
+import hashlib
+import os
+import secrets
+import shutil
+from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+from shardwise.comm.control import all_gather_json
+from torch import Tensor
+
+from shardwise.checkpoint import folder as folders
+from shardwise.checkpoint import plain
+from shardwise.checkpoint.folder import RefusedError
+from shardwise.checkpoint.manifest import (
+    MANIFEST_NAME,
+    FileEntry,
+    Manifest,
+    TensorEntry,
+    combine,
+    encode,
+    extent_problem,
+    is_checkpoint_file,
+)
+from shardwise.checkpoint.shard import Piece, layout, shard_name, write_shard
+from shardwise.checkpoint.words import size
+from shardwise.comm.base import Comm
+from shardwise.comm.dtype import dtype_name
+from shardwise.spec.errors import CheckpointError, StorageError
+from shardwise.spec.extent import Extent
+
+
+def write(
+    directory: str | os.PathLike[str],
+    comm: Comm,
+    tensors: Sequence[tuple[Extent, Tensor]],
+    data: dict[str, Any],
+    *,
+    step: int,
+    run_id: str,
+    rank_data: dict[str, Any] | None = None,
+    private: bool = False,
+) -> Path:
+    """Save one checkpoint, or raise the same error on every rank and leave nothing behind.
+
+    Beside the tensors it holds one chunk of a few megabytes, wherever they lie.
+
+    Args:
+        directory: Where the checkpoint will be, for example ``checkpoints/step-00000100``. Must not exist. All ranks
+            must see the same file system.
+        comm: All ranks that hold pieces.
+        tensors: This rank's pieces: flat one-dimensional tensors. Over all ranks, every element of every logical tensor
+            must be held exactly once; of replicated tensors each rank gives a part, or one rank gives all. An empty
+            extent makes a zero-sized tensor known.
+        data: State that is no tensor and equal on all ranks: None, bool, int, float, str, bytes, list, tuple and dict.
+        step: The step after which this is the state.
+        run_id: Names the run.
+        rank_data: State of this rank alone, such as its random number generators'; on every rank or on none.
+        private: Give no other user access (0700 and 0600) instead of what the umask leaves.
+
+    Returns:
+        ``directory``.
+
+    Raises:
+        CheckpointError: The pieces do not make whole tensors, the directory exists, ranks disagree, or ``data`` holds
+            something else. On all ranks, with the same text.
+        StorageError: A disk is full or refuses, on any rank. On all ranks, with the same text.
+        CommError: A peer is gone. What was written stays behind in ``<directory>.tmp-*``, which ``retain`` removes.
+
+    Collective:
+        Three all-gathers of small JSON. All ranks must call in the same order.
+    """
+    save = _Save(Path(directory), comm, step=step, run_id=run_id, private=private)
+    with save.removing_on_failure():
+        save.prepare(tensors, data, rank_data)
+        save.write_own_file()
+        save.publish()
+    return save.directory
+
+
+class _Save:
+    """One save on one rank: ``prepare``, ``write_own_file``, ``publish``, each ended by an exchange of outcomes."""
+
+    def __init__(self, directory: Path, comm: Comm, *, step: int, run_id: str, private: bool) -> None:
+        self.directory = directory
+        self.comm = comm
+        self.step = step
+        self.run_id = run_id
+        self.private = private
+        self.save_id = ""
+        self.temporary: Path | None = None
+        self.pieces: dict[Piece, Tensor] = {}
+        self.entries: dict[str, TensorEntry] = {}
+        self.files: list[FileEntry] = []
+        self.data: dict[str, Any] = {}
+        self.rank_data: list[Any] | None = None
+
+    def prepare(
+        self, tensors: Sequence[tuple[Extent, Tensor]], data: dict[str, Any], rank_data: dict[str, Any] | None
+    ) -> None:
+        """Agree on what will be written, and prove that it is whole, before a byte of it is."""
+
+        def local() -> dict[str, Any]:
+            if len(self.run_id) > 256 or not self.run_id.isprintable():
+                raise CheckpointError(f"{self.run_id!r} is no name for a run")
+            self._check_tensors(tensors)
+            self.data = plain.pack(data)
+            found: dict[str, Any] = {
+                "target": self.directory.name,
+                "step": self.step,
+                "run_id": self.run_id,
+                "data": hashlib.sha256(plain.dumps(self.data)).hexdigest(),
+                "rank_data": None if rank_data is None else plain.pack(rank_data, "rank_data"),
+                "extents": [[e.name, e.shape, e.dtype, e.stride, e.start, e.stop] for e, _ in tensors],
+                "bytes": sum(piece.num_bytes for piece in self.pieces),
+            }
+            if self.comm.rank == 0:
+                found |= self._make_temporary()
+            return found
+
+        reports = self._exchange(local)
+        self.save_id = reports[0]["save_id"]
+        self.temporary = self._temporary_path(self.save_id)
+        problems = _disagreements(reports)
+        extents = {
+            rank: [Extent(n, tuple(sh), dt, a, b, None if st is None else tuple(st)) for n, sh, dt, st, a, b in held]
+            for rank, held in enumerate(report["extents"] for report in reports)
+        }
+        self.entries, uncovered = combine(extents)
+        problems += uncovered
+        if problems:
+            lines = "".join(f"\n  - {problem}" for problem in problems[:20])
+            more = f"\n  - and {len(problems) - 20} more" if len(problems) > 20 else ""
+            raise CheckpointError(f"{self._subject()}: what the ranks gave does not make one state:{lines}{more}")
+        needed, free = sum(report["bytes"] for report in reports), reports[0]["free"]
+        if needed > free:
+            raise StorageError(
+                f"{self._subject()}: no space left on device: {size(needed)} needed, {size(free)} free.{_AFTERWARDS}"
+            )
+        if reports[0]["rank_data"] is not None:
+            self.rank_data = [report["rank_data"] for report in reports]
+
+    def write_own_file(self) -> None:
+        """Write this rank's file."""
+        rank = self.comm.rank
+
+        def local() -> dict[str, Any]:
+            assert self.temporary is not None
+            plan = layout(save_id=self.save_id, run_id=self.run_id, step=self.step, rank=rank, pieces=self.pieces)
+            name = shard_name(self.save_id, rank)
+            try:
+                with folders.open_folder(self.temporary, follow=False) as folder:
+                    digest = write_shard(folder, name, plan, self.pieces, private=self.private)
+            except OSError as error:
+                error.filename = self.temporary / name
+                raise
+            return {"name": name, "bytes": plan.file_bytes, "sha256": digest}
+
+        self.files = [FileEntry.model_validate(report) for report in self._exchange(local)]
+
+    def publish(self) -> None:
+        """On rank 0: write the manifest and rename the folder. Everyone learns how it went."""
+
+        def local() -> dict[str, Any]:
+            if self.comm.rank == 0:
+                self._publish()
+            return {}
+
+        self._exchange(local)
+
+    @contextlib.contextmanager
+    def removing_on_failure(self) -> Iterator[None]:
+        """Rank 0 removes the temporary folder when the save fails in a way that all ranks know of."""
+        try:
+            yield
+        except (CheckpointError, StorageError, _Interrupted) as error:
+            if self.comm.rank == 0 and self.temporary is not None:
+                with contextlib.suppress(OSError, RefusedError), folders.open_folder(self.directory.parent) as parent:
+                    folders.remove_folder(parent, self.temporary.name, is_checkpoint_file)
+            if isinstance(error, _Interrupted):
+                raise error.cause from None
+            raise
+
+    def _publish(self) -> None:
+        assert self.temporary is not None
+        manifest = Manifest(
+            save_id=self.save_id,
+            run_id=self.run_id,
+            step=self.step,
+            world_size=self.comm.size,
+            files=self.files,
+            tensors=self.entries,
+            data=self.data,
+            rank_data=self.rank_data,
+        )
+        with folders.open_folder(self.temporary, follow=False) as folder:
+            folders.write_file(folder, MANIFEST_NAME, encode(manifest), private=self.private)
+            os.fsync(folder)
+        self._refuse_existing()
+        self.temporary.rename(self.directory)
+        try:
+            folders.sync_folder(self.directory.parent)
+        except OSError:
+            self.directory.rename(self.temporary)  # what may be lost at the next power cut is not published
+            raise
+
+    def _make_temporary(self) -> dict[str, Any]:
+        self._refuse_existing()
+        self.directory.parent.mkdir(parents=True, exist_ok=True)
+        save_id = secrets.token_hex(8)
+        temporary = self._temporary_path(save_id)
+        temporary.mkdir(mode=0o700 if self.private else 0o777)  # an error where it exists
+        self.temporary = temporary
+        return {"save_id": save_id, "free": shutil.disk_usage(temporary).free}
+
+    def _temporary_path(self, save_id: str) -> Path:
+        return self.directory.with_name(f"{self.directory.name}.tmp-{save_id}")
+
+    def _refuse_existing(self) -> None:
+        if folders.exists(self.directory):
+            raise CheckpointError(f"{self.directory} exists, and a checkpoint never goes into a folder that exists")
+
+    def _check_tensors(self, tensors: Sequence[tuple[Extent, Tensor]]) -> None:
+        problems = []
+        for extent, tensor in tensors:
+            problem = extent_problem(extent)
+            if problem is not None:
+                problems.append(problem)
+            elif tensor.dim() != 1 or tensor.numel() != extent.numel or dtype_name(tensor.dtype) != extent.dtype:
+                problems.append(
+                    f"{extent.name}: the tensor has shape {tuple(tensor.shape)} and dtype {dtype_name(tensor.dtype)}, "
+                    f"expected ({extent.numel},) and {extent.dtype}"
+                )
+            elif extent.numel:
+                piece = Piece(extent.name, extent.dtype, extent.start, extent.stop)
+                if piece in self.pieces:
+                    problems.append(f"{extent.name}: elements {extent.start} to {extent.stop} are given twice")
+                self.pieces[piece] = tensor
+        if problems:
+            raise CheckpointError("; ".join(problems[:10]))
+
+    def _exchange(self, local: Callable[[], dict[str, Any]]) -> list[dict[str, Any]]:
+        """Run this rank's part, tell all ranks the outcome, and raise on all of them if it failed on any.
+
+        Returns:
+            Every rank's result.
+        """
+        interrupt: BaseException | None = None
+        try:
+            report: dict[str, Any] = {"result": local()}
+        except Exception as error:  # noqa: BLE001 - whatever it was, the other ranks must learn of it and not wait
+            report = {"problem": _problem(error), "is_storage": isinstance(error, OSError)}
+        except BaseException as error:  # noqa: BLE001 - raised again below, when the others know
+            interrupt = error
+            report = {"problem": f"interrupted by {type(error).__name__}", "is_storage": False}
+        reports = all_gather_json(self.comm, report)
+        failed = [(rank, report) for rank, report in enumerate(reports) if "problem" in report]
+        if interrupt is not None:
+            raise _Interrupted(interrupt)
+        if failed:
+            kind = StorageError if all(report["is_storage"] for _, report in failed) else CheckpointError
+            causes: dict[str, list[str]] = {}
+            for rank, report in failed:
+                causes.setdefault(report["problem"], []).append(str(rank))
+            told = "; ".join(f"rank {', '.join(ranks)}: {cause}" for cause, ranks in causes.items())
+            raise kind(f"{self._subject()}: {told}.{_AFTERWARDS}")
+        return [report["result"] for report in reports]
+
+    def _subject(self) -> str:
+        return f"step {self.step} was not saved to {self.directory}"
+
+
+class _Interrupted(BaseException):
+    """This rank was interrupted in its part; ``cause`` is raised once the others know."""
+
+    def __init__(self, cause: BaseException) -> None:
+        super().__init__()
+        self.cause = cause
+
+
+_AFTERWARDS = "\n  Nothing was published; earlier checkpoints are as they were. Remove the cause, then save again."
+
+
+def _problem(error: Exception) -> str:
+    if isinstance(error, OSError) and error.strerror:
+        return f"{error.strerror}" + (f": {error.filename}" if error.filename else "")
+    if isinstance(error, CheckpointError | ValueError | RefusedError):
+        return str(error)
+    return f"{type(error).__name__}: {error}"
+
+
+def _disagreements(reports: list[dict[str, Any]]) -> list[str]:
+    problems = []
+    for rank, report in enumerate(reports):
+        problems += [
+            f"{key} is {report[key]!r} on rank {rank} and {reports[0][key]!r} on rank 0"
+            for key in ("target", "step", "run_id")
+            if report[key] != reports[0][key]
+        ]
+        if report["data"] != reports[0]["data"]:
+            problems.append(f"data differs between rank {rank} and rank 0; what is a rank's own belongs in rank_data")
+        if (report["rank_data"] is None) != (reports[0]["rank_data"] is None):
+            problems.append(f"of rank {rank} and rank 0, only one gave rank_data")
+    return problems

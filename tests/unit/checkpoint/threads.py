@@ -1,0 +1,118 @@
+"""Ranks as threads of one process: a Comm that is quick to start, and ways of cutting tensors over ranks."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+
+from shardwise.comm.base import Comm, Done
+from shardwise.comm.dtype import dtype_name
+from shardwise.spec.extent import Extent
+
+
+class ThreadComm(Comm):
+    """Collectives between threads. A peer that has left breaks the barrier instead of blocking the others."""
+
+    def __init__(self, rank: int, size: int, barrier: threading.Barrier, board: dict[int, torch.Tensor]) -> None:
+        super().__init__()
+        self.axis, self.rank, self.size, self.device = "dp_shard", rank, size, torch.device("cpu")
+        self._barrier, self._board = barrier, board
+
+    def _all(self, tensor: torch.Tensor) -> list[torch.Tensor]:
+        self._board[self.rank] = tensor.clone()
+        self._barrier.wait(20)
+        found = [self._board[rank] for rank in range(self.size)]
+        self._barrier.wait(20)
+        return found
+
+    def all_gather(self, buffer, *, unit):
+        own = buffer.view(self.size, -1)[self.rank]
+        buffer.view(self.size, -1).copy_(torch.stack(self._all(own)))
+        return Done()
+
+    def all_reduce(self, buffer, *, unit, divisor=1):
+        total = sum(self._all(buffer))
+        buffer.copy_(total if divisor == 1 else total / divisor)
+        return Done()
+
+    def broadcast(self, buffer, *, root, unit):
+        buffer.copy_(self._all(buffer)[root])
+        return Done()
+
+    def reduce_scatter(self, buffer, out, *, unit, divisor=1):
+        raise NotImplementedError
+
+    def gather(self, shard, out, *, root, unit):
+        raise NotImplementedError
+
+    def scatter(self, buffer, out, *, root, unit):
+        raise NotImplementedError
+
+
+def run_in_threads(body: Callable[[Comm], Any], size: int) -> list[Any]:
+    """``body(comm)`` on every rank; what it returned or raised, by rank."""
+    barrier, board = threading.Barrier(size), {}
+    outcome: list[Any] = [None] * size
+
+    def run(rank: int) -> None:
+        try:
+            outcome[rank] = body(ThreadComm(rank, size, barrier, board))
+        except BaseException as error:
+            outcome[rank] = error
+            if isinstance(error, threading.BrokenBarrierError):
+                raise
+        finally:
+            if isinstance(outcome[rank], AssertionError):
+                barrier.abort()
+
+    threads = [threading.Thread(target=run, args=(rank,)) for rank in range(size)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(30)
+    return outcome
+
+
+def alone() -> Comm:
+    """The Comm of a world of one."""
+    return ThreadComm(0, 1, threading.Barrier(1), {})
+
+
+def whole(name: str, tensor: torch.Tensor) -> Extent:
+    """The extent of all of a tensor."""
+    return Extent(name, tuple(tensor.shape), dtype_name(tensor.dtype), 0, tensor.numel())
+
+
+def cut(
+    tensors: dict[str, torch.Tensor], cuts: dict[str, Sequence[int]], rank: int
+) -> list[tuple[Extent, torch.Tensor]]:
+    """A rank's pieces where tensor ``name`` is cut at ``cuts[name]``: 0, ..., numel, one more than there are ranks."""
+    pieces = []
+    for name, tensor in tensors.items():
+        start, stop = cuts[name][rank], cuts[name][rank + 1]
+        extent = Extent(name, tuple(tensor.shape), dtype_name(tensor.dtype), start, stop)
+        pieces.append((extent, tensor.reshape(-1)[start:stop].clone()))
+    return pieces
+
+
+def even(tensors: dict[str, torch.Tensor], size: int) -> dict[str, list[int]]:
+    """Cuts into ``size`` nearly equal parts."""
+    return {name: [t.numel() * rank // size for rank in range(size + 1)] for name, t in tensors.items()}
+
+
+def sample(seed: int = 0) -> dict[str, torch.Tensor]:
+    """Tensors of all kinds: odd, scalar, zero-sized, several dtypes, optimizer state and a buffer."""
+    g = torch.Generator().manual_seed(seed)
+    return {
+        "layer.weight": torch.randn(7, 5, generator=g),
+        "layer.bias": torch.randn(5, generator=g),
+        "scale": torch.randn((), generator=g),
+        "empty": torch.zeros(0, 3),
+        "half": torch.randn(11, generator=g).bfloat16(),
+        "optimizer/layer.weight/exp_avg": torch.randn(7, 5, generator=g).double(),
+        "buffer/count": torch.tensor(7 + seed),
+        "buffer/mask": torch.tensor([True, False, True]),
+    }
