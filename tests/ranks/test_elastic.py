@@ -137,7 +137,8 @@ def launcher(tmp_path):
             f"sys.exit(launch({BODY!r}, [{str(tmp_path)!r}, {what!r}], 2, log_dir={str(tmp_path / 'logs')!r}))\n"
         )
         with (tmp_path / "launcher.log").open("w") as log:
-            process = subprocess.Popen([sys.executable, "-c", code], cwd=ROOT, stdout=log, stderr=log)
+            environ = os.environ | {"TMPDIR": str(tmp_path)}  # nobody removes the directory of a killed launcher
+            process = subprocess.Popen([sys.executable, "-c", code], cwd=ROOT, stdout=log, stderr=log, env=environ)
         started.append(process)
         assert soon(lambda: len(pids(tmp_path)) == 2, 60), (tmp_path / "launcher.log").read_text()
         return process
@@ -205,7 +206,7 @@ def test_nothing_listens_beyond_loopback(tmp_path, launcher):
 @pytest.mark.parametrize("agent_store", [False, True])
 def test_torchrun_s_variables_join_and_the_workers_listen_on_loopback(tmp_path, agent_store):
     """Under torchrun the agent's own listener is torchrun's affair; what the ranks open is ours."""
-    environ = dict(os.environ) | {"TORCH_DISABLE_SHARE_RDZV_TCP_STORE": str(int(not agent_store))}
+    environ = os.environ | {"TMPDIR": str(tmp_path), "TORCH_DISABLE_SHARE_RDZV_TCP_STORE": str(int(not agent_store))}
     command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2", "-m", BODY]
     with (tmp_path / "launcher.log").open("w") as log:
         process = subprocess.Popen([*command, str(tmp_path), "wait"], cwd=ROOT, stdout=log, stderr=log, env=environ)

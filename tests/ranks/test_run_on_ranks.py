@@ -87,7 +87,9 @@ def test_an_exception_is_shown_once_with_its_traceback_and_the_victims_in_one_li
 
 
 def return_on_one():
+    distributed.barrier()
     if distributed.get_rank() == 1:
+        time.sleep(0.3)  # the other one is through, too
         raise KeyError("gone")
     return 1
 
@@ -207,7 +209,8 @@ def test_killing_the_caller_ends_the_ranks(tmp_path):
         f"run_on_ranks(body, 2, {str(tmp_path / 'pid')!r})\n"
     )
     root = Path(__file__).parents[2]
-    caller = subprocess.Popen([sys.executable, "-c", code], cwd=root)
+    environ = os.environ | {"TMPDIR": str(tmp_path)}  # nobody removes the directory of a caller that was killed
+    caller = subprocess.Popen([sys.executable, "-c", code], cwd=root, env=environ)
     assert _soon(lambda: len([path for path in tmp_path.glob("pid-*") if path.read_text()]) == 2, 60)
     pids = [int(path.read_text()) for path in tmp_path.glob("pid-*")]
     caller.kill()
