@@ -20,6 +20,8 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from shardwise.comm.dtype import dtype_name
+
 
 @dataclass(slots=True)
 class CollectiveEvent:
@@ -140,9 +142,9 @@ class Comm(ABC):
         """Release threads and connections. The Comm must not be used afterwards."""
 
     @contextlib.contextmanager
-    def record(self) -> Iterator[list[CollectiveEvent]]:
-        """Collect an event for every collective that is issued inside the context, in order."""
-        events: list[CollectiveEvent] = []
+    def record(self, events: list[CollectiveEvent] | None = None) -> Iterator[list[CollectiveEvent]]:
+        """Collect an event for every collective that is issued inside the context, in order, in ``events``."""
+        events = [] if events is None else events
         self._listeners.append(events)
         try:
             yield events
@@ -150,7 +152,7 @@ class Comm(ABC):
             self._listeners = [held for held in self._listeners if held is not events]
 
     def _event(self, kind: str, unit: str, buffer: Tensor) -> CollectiveEvent:
-        event = CollectiveEvent(kind, self.axis, unit, str(buffer.dtype).removeprefix("torch."))
+        event = CollectiveEvent(kind, self.axis, unit, dtype_name(buffer.dtype))
         for events in self._listeners:
             events.append(event)
         return event

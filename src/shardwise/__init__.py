@@ -1,0 +1,93 @@
+"""Train any PyTorch model on many devices: FSDP, ZeRO and DDP by one engine, planned, run and reported.
+
+Names are loaded when they are first used, so that ``import shardwise`` and planning need no torch.
+"""
+
+from __future__ import annotations
+
+import importlib
+from typing import TYPE_CHECKING, Any
+
+__version__ = "0.1.0"
+
+_LAZY = {
+    "ParallelPlan": "shardwise.spec.plan",
+    "Placements": "shardwise.spec.placement",
+    "wrap_by_class": "shardwise.spec.wrap",
+    "wrap_by_name": "shardwise.spec.wrap",
+    "wrap_by_size": "shardwise.spec.wrap",
+    "ShardwiseError": "shardwise.spec.errors",
+    "ConfigError": "shardwise.spec.errors",
+    "PlanError": "shardwise.spec.errors",
+    "MemoryBudgetError": "shardwise.spec.errors",
+    "MeshError": "shardwise.spec.errors",
+    "PlacementError": "shardwise.spec.errors",
+    "StateError": "shardwise.spec.errors",
+    "StorageError": "shardwise.spec.errors",
+    "CommError": "shardwise.spec.errors",
+    "RankDisagreement": "shardwise.spec.errors",
+    "CommTimeout": "shardwise.spec.errors",
+    "CheckpointError": "shardwise.spec.errors",
+    "CollectiveEvent": "shardwise.comm.base",
+    "parallelize": "shardwise.recipe.parallelize",
+    "save": "shardwise.recipe.persist",
+    "load": "shardwise.recipe.persist",
+    "train_step": "shardwise.recipe.step",
+    "parity": "shardwise.recipe.parity",
+    "fully_shard": "shardwise.fsdp.api",
+    "gradient_sync": "shardwise.fsdp.api",
+    "logical_shape": "shardwise.fsdp.api",
+    "record_collectives": "shardwise.fsdp.api",
+    "clip_grad_norm": "shardwise.fsdp.clip",
+    "declare_elementwise": "shardwise.fsdp.optimizer",
+    "full_state_dict": "shardwise.fsdp.state",
+    "load_full_state_dict": "shardwise.fsdp.state",
+    "summary": "shardwise.fsdp.summary",
+}
+_MODULES = {"models"}
+
+__all__ = ["__version__", "models", *_LAZY]
+
+if TYPE_CHECKING:
+    from shardwise import models
+    from shardwise.comm.base import CollectiveEvent
+    from shardwise.fsdp.api import fully_shard, gradient_sync, logical_shape, record_collectives
+    from shardwise.fsdp.clip import clip_grad_norm
+    from shardwise.fsdp.optimizer import declare_elementwise
+    from shardwise.fsdp.state import full_state_dict, load_full_state_dict
+    from shardwise.fsdp.summary import summary
+    from shardwise.recipe.parallelize import parallelize
+    from shardwise.recipe.parity import parity
+    from shardwise.recipe.persist import load, save
+    from shardwise.spec.errors import (
+        CheckpointError,
+        CommError,
+        CommTimeout,
+        ConfigError,
+        MemoryBudgetError,
+        MeshError,
+        PlacementError,
+        PlanError,
+        RankDisagreement,
+        ShardwiseError,
+        StateError,
+        StorageError,
+    )
+    from shardwise.spec.placement import Placements
+    from shardwise.spec.plan import ParallelPlan
+    from shardwise.spec.wrap import wrap_by_class, wrap_by_name, wrap_by_size
+    from shardwise.recipe.step import train_step
+
+
+def __getattr__(name: str) -> Any:
+    if name in _MODULES:
+        return importlib.import_module(f"shardwise.{name}")
+    if name in _LAZY:
+        value = getattr(importlib.import_module(_LAZY[name]), name)
+        globals()[name] = value
+        return value
+    raise AttributeError(f"module 'shardwise' has no attribute {name!r}")
+
+
+def __dir__() -> list[str]:
+    return sorted(__all__)

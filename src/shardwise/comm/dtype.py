@@ -1,0 +1,43 @@
+"""Short dtype names (``spec.precision``) to ``torch.dtype`` and back."""
+
+from __future__ import annotations
+
+import torch
+
+from shardwise.spec.precision import dtype_name as _short_name
+
+_BY_NAME: dict[str, torch.dtype] = {
+    "fp64": torch.float64,
+    "fp32": torch.float32,
+    "bf16": torch.bfloat16,
+    "fp16": torch.float16,
+    "fp8_e4m3": torch.float8_e4m3fn,
+    "fp8_e5m2": torch.float8_e5m2,
+    "int64": torch.int64,
+    "int32": torch.int32,
+    "int16": torch.int16,
+    "int8": torch.int8,
+    "uint8": torch.uint8,
+    "bool": torch.bool,
+    "complex64": torch.complex64,
+    "complex128": torch.complex128,
+}
+_BY_DTYPE = {dtype: name for name, dtype in _BY_NAME.items()}
+
+
+def torch_dtype(name: str) -> torch.dtype:
+    """The ``torch.dtype`` of a short or long dtype name.
+
+    Raises:
+        ConfigError: Unknown name.
+    """
+    return _BY_NAME[_short_name(name)]
+
+
+def dtype_name(dtype: torch.dtype) -> str:
+    """The short name of a ``torch.dtype``.
+
+    Raises:
+        ConfigError: A dtype that shardwise does not know.
+    """
+    return _BY_DTYPE.get(dtype) or _short_name(str(dtype))

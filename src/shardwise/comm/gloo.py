@@ -1,0 +1,308 @@
+"""Collectives over Gloo, point to point.
+
+c10d's own Gloo reduce-scatter clones its input and all-reduces the whole of it, and its all-gather fills a full-size
+temporary. Here every rank sends each peer exactly the slice that the peer needs, straight out of the flat buffer, and
+receives straight into it (gather) or into a reused scratch (reduce). Sums run in rank order, so that the result is the
+same number whatever the strategy, and the same that one process gets by adding up the ranks' contributions in order.
+
+A direct exchange was measured faster than a ring at 2, 4 and 8 ranks.
+"""
+
+from __future__ import annotations
+
+import zlib
+from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from shardwise.comm import progress
+from shardwise.comm.base import CollectiveEvent, Comm, Done, Handle
+from shardwise.spec.errors import CommError
+
+if TYPE_CHECKING:
+    from shardwise.comm.watch import StallWatch
+
+#: Sums run in chunks of this many elements, so that a chunk stays in the cache from the first addition to the division.
+CHUNK_NUMEL = 1 << 15
+
+_DONE = Done()
+_TAG_SEQUENCE_BITS = 15
+_TAG_HASH_BITS = 15
+_TAG_SECOND_PHASE = 1 << (_TAG_SEQUENCE_BITS + _TAG_HASH_BITS)
+
+
+class GlooComm(Comm):
+    """Collectives over the ranks of a Gloo process group, for CPU tensors.
+
+    Args:
+        group: A Gloo process group of exactly the ranks of this axis, in coordinate order.
+        axis: Name of the mesh axis.
+        channel: Name in messages about this Comm, where an axis has more than one.
+        watch: Notices stalls and tells ranks that disagree (``comm.watch``).
+    """
+
+    def __init__(
+        self, group: dist.ProcessGroup, axis: str, *, channel: str | None = None, watch: StallWatch | None = None
+    ) -> None:
+        super().__init__()
+        self.axis = axis
+        self.channel = channel or axis
+        self.rank = group.rank()
+        self.size = group.size()
+        self.device = torch.device("cpu")
+        self._group = group
+        self._watch = watch
+        self._sequence = 0
+        self._hashes: dict[tuple[str, str, int], int] = {}
+        self._scratch: dict[tuple[int, torch.dtype], list[Tensor]] = {}
+        # Peers in an order that differs from rank to rank, so that not all send to rank 0 first.
+        self._peers = tuple((self.rank + step) % self.size for step in range(1, self.size))
+
+    def all_gather(self, buffer: Tensor, *, unit: str) -> Handle:
+        event, issued, tag = self._start("all_gather", unit, buffer)
+        if self.size == 1:
+            return _DONE
+        slices = buffer.view(self.size, -1)
+        own = slices[self.rank]
+        exchange = self._exchange(issued, tag)
+        for peer in self._peers:
+            exchange.receive(slices[peer], peer)
+        for peer in self._peers:
+            exchange.send(own, peer, event)
+        return exchange
+
+    def reduce_scatter(self, buffer: Tensor, out: Tensor, *, unit: str, divisor: int = 1) -> Handle:
+        event, issued, tag = self._start("reduce_scatter", unit, buffer)
+        slices = list(buffer.view(self.size, -1).unbind(0))
+        return self._reduce(slices, out, divisor, event, issued, tag)
+
+    def all_reduce(self, buffer: Tensor, *, unit: str, divisor: int = 1) -> Handle:
+        event, issued, tag = self._start("all_reduce", unit, buffer)
+        numel = buffer.numel()
+        cuts = [index * numel // self.size for index in range(self.size + 1)]
+        slices = [buffer[start:stop] for start, stop in zip(cuts, cuts[1:], strict=False)]
+        own = slices[self.rank]
+        reduced = self._reduce(slices, own, divisor, event, issued, tag)
+        if self.size == 1:
+            return reduced
+
+        def spread() -> _Exchange:
+            exchange = self._exchange(issued, tag | _TAG_SECOND_PHASE)
+            for peer in self._peers:
+                exchange.receive(slices[peer], peer)
+            for peer in self._peers:
+                exchange.send(own, peer, event)
+            return exchange
+
+        return _TwoPhases(reduced, spread)
+
+    def broadcast(self, buffer: Tensor, *, root: int, unit: str) -> Handle:
+        event, issued, tag = self._start("broadcast", unit, buffer)
+        if self.size == 1:
+            return _DONE
+        exchange = self._exchange(issued, tag)
+        if self.rank == root:
+            for peer in self._peers:
+                exchange.send(buffer, peer, event)
+        else:
+            exchange.receive(buffer, root)
+        return exchange
+
+    def gather(self, shard: Tensor, out: Tensor | None, *, root: int, unit: str) -> Handle:
+        event, issued, tag = self._start("gather", unit, shard)
+        exchange = self._exchange(issued, tag)
+        if self.rank != root:
+            exchange.send(shard, root, event)
+            return exchange
+        assert out is not None
+        slices = out.view(self.size, -1)
+        for peer in self._peers:
+            exchange.receive(slices[peer], peer)
+        slices[root].copy_(shard)
+        return exchange
+
+    def scatter(self, buffer: Tensor | None, out: Tensor, *, root: int, unit: str) -> Handle:
+        event, issued, tag = self._start("scatter", unit, out)
+        exchange = self._exchange(issued, tag)
+        if self.rank != root:
+            exchange.receive(out, root)
+            return exchange
+        assert buffer is not None
+        slices = buffer.view(self.size, -1)
+        for peer in self._peers:
+            exchange.send(slices[peer], peer, event)
+        out.copy_(slices[root])
+        return exchange
+
+    def close(self) -> None:
+        """Forget the scratch buffers."""
+        self._scratch.clear()
+
+    # -- the exchange itself
+
+    def _start(self, kind: str, unit: str, buffer: Tensor) -> tuple[CollectiveEvent, progress.Issued, int]:
+        """Stamp a collective: its event, its place in the sequence, and a tag that no other collective shares.
+
+        The tag is made of the sequence number and a hash of (kind, unit, elements). Messages of ranks that disagree
+        therefore never pair up: they wait, and the watch tells the ranks.
+        """
+        event = self._event(kind, unit, buffer)
+        numel = buffer.numel()
+        key = (kind, unit, numel)
+        code = self._hashes.get(key)
+        if code is None:
+            code = zlib.crc32(repr((self.channel, *key)).encode()) & ((1 << _TAG_HASH_BITS) - 1)
+            self._hashes[key] = code
+        sequence = self._sequence
+        self._sequence = sequence + 1
+        issued = progress.Issued(self.channel, sequence, kind, unit, numel)
+        progress.history.append(issued)
+        tag = ((sequence & ((1 << _TAG_SEQUENCE_BITS) - 1)) << _TAG_HASH_BITS) | code
+        return event, issued, tag
+
+    def _exchange(self, issued: progress.Issued, tag: int) -> _Exchange:
+        return _Exchange(self._group, issued, tag, self._watch)
+
+    def _reduce(
+        self,
+        slices: Sequence[Tensor],
+        out: Tensor,
+        divisor: int,
+        event: CollectiveEvent,
+        issued: progress.Issued,
+        tag: int,
+    ) -> Handle:
+        own = slices[self.rank]
+        if self.size == 1:
+            _sum_in_order([own], out, divisor)
+            return _DONE
+        scratch = self._take_scratch(own.numel() * (self.size - 1), own.dtype)
+        exchange = self._exchange(issued, tag)
+        terms: list[Tensor] = [own] * self.size
+        for place, peer in enumerate(self._peers):
+            terms[peer] = scratch[place * own.numel() : (place + 1) * own.numel()]
+            exchange.receive(terms[peer], peer)
+        for peer in self._peers:
+            exchange.send(slices[peer], peer, event)
+
+        def finish() -> None:
+            _sum_in_order(terms, out, divisor)
+            self._scratch[scratch.numel(), scratch.dtype].append(scratch)
+
+        exchange.on_received = finish
+        return exchange
+
+    def _take_scratch(self, numel: int, dtype: torch.dtype) -> Tensor:
+        free = self._scratch.setdefault((numel, dtype), [])
+        return free.pop() if free else torch.empty(numel, dtype=dtype)
+
+
+class _Exchange(Handle):
+    """Messages under way; ``on_received`` runs once, when everything has arrived."""
+
+    __slots__ = ("_group", "_issued", "_receives", "_sends", "_tag", "_watch", "messages", "on_received")
+
+    def __init__(
+        self, group: dist.ProcessGroup, issued: progress.Issued, tag: int, watch: StallWatch | None
+    ) -> None:
+        self._group = group
+        self._issued = issued
+        self._tag = tag
+        self._watch = watch
+        self._receives: list[dist.Work] = []
+        self._sends: list[dist.Work] = []
+        self.messages: list[tuple[str, int, int, int]] = []  # direction, peer, tag, bytes: for the watch
+        self.on_received: Callable[[], None] | None = None
+
+    def receive(self, tensor: Tensor, peer: int) -> None:
+        self.messages.append(("receive", peer, self._tag, tensor.nbytes))
+        try:
+            self._receives.append(self._group.recv([tensor], peer, self._tag))
+        except RuntimeError as error:
+            raise self._failure(error) from error
+
+    def send(self, tensor: Tensor, peer: int, event: CollectiveEvent) -> None:
+        self.messages.append(("send", peer, self._tag, tensor.nbytes))
+        event.sent_bytes += tensor.nbytes
+        try:
+            self._sends.append(self._group.send([tensor], peer, self._tag))
+        except RuntimeError as error:
+            raise self._failure(error) from error
+
+    def advance(self) -> None:
+        if self._receives:
+            self._wait(self._receives)
+        if self.on_received is not None:
+            finish, self.on_received = self.on_received, None
+            finish()
+
+    def wait(self) -> None:
+        self.advance()
+        if self._sends:
+            self._wait(self._sends)
+
+    def _wait(self, works: list[dist.Work]) -> None:
+        progress.waiting = self._issued
+        if self._watch is not None:
+            self._watch.entered(self)
+        try:
+            for work in works:
+                work.wait()
+        except RuntimeError as error:
+            raise self._failure(error) from error
+        finally:
+            progress.waiting = None
+        if self._watch is not None:
+            self._watch.left()
+        works.clear()
+
+    def _failure(self, error: RuntimeError) -> CommError:
+        message = str(error).strip().splitlines()[0]
+        if self._watch is not None:
+            return self._watch.failure(str(self._issued), message)
+        return CommError(f"{self._issued} failed: {message}")
+
+
+class _TwoPhases(Handle):
+    """An all-reduce: slices are reduced first, then spread. ``advance`` starts the second phase early."""
+
+    __slots__ = ("_second", "_first", "_spread")
+
+    def __init__(self, first: Handle, spread: Callable[[], _Exchange]) -> None:
+        self._first = first
+        self._spread: Callable[[], _Exchange] | None = spread
+        self._second: Handle = _DONE
+
+    def advance(self) -> None:
+        if self._spread is not None:
+            self._first.wait()
+            spread, self._spread = self._spread, None
+            self._second = spread()
+
+    def wait(self) -> None:
+        self.advance()
+        self._second.wait()
+
+
+def _sum_in_order(terms: Sequence[Tensor], out: Tensor, divisor: int) -> None:
+    """``out = (((terms[0] + terms[1]) + ...) / divisor``, chunk by chunk. ``out`` may be any one of the terms."""
+    if len(terms) == 1 and divisor == 1:
+        if out.data_ptr() != terms[0].data_ptr():
+            out.copy_(terms[0])
+        return
+    numel = out.numel()
+    for start in range(0, numel, CHUNK_NUMEL):
+        stop = min(start + CHUNK_NUMEL, numel)
+        target = out[start:stop]
+        total = terms[0][start:stop]
+        # The running sum must not overwrite a term that has yet to be added, which ``out`` may be.
+        for index in range(1, len(terms)):
+            is_last = index == len(terms) - 1
+            total = torch.add(total, terms[index][start:stop], out=target if is_last else terms[0][start:stop])
+        if divisor != 1:
+            torch.div(total, divisor, out=target)
+        elif len(terms) == 1:
+            target.copy_(total)

@@ -1,0 +1,127 @@
+"""Collectives over NCCL, in place on the flat buffers, on a stream of their own.
+
+A collective is ordered after everything that the compute stream had been given when it was issued, and ``wait`` makes the
+compute stream wait for it: the host never does. Buffers are persistent (``fsdp.pool``), so no ``record_stream`` is needed.
+"""
+
+from __future__ import annotations
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from shardwise.comm import progress
+from shardwise.comm.base import CollectiveEvent, Comm, Handle
+
+
+class NcclComm(Comm):
+    """Collectives over the ranks of an NCCL process group.
+
+    Bytes sent are those of NCCL's ring algorithms; NCCL does not report what it really sends.
+    """
+
+    def __init__(
+        self, group: dist.ProcessGroup, axis: str, device: torch.device, *, channel: str | None = None
+    ) -> None:
+        super().__init__()
+        self.axis = axis
+        self.channel = channel or axis
+        self.rank = group.rank()
+        self.size = group.size()
+        self.device = device
+        self._group = group
+        self._stream = torch.cuda.Stream(device, priority=-1)
+        self._sequence = 0
+        self._divisors: dict[tuple[int, torch.dtype], Tensor] = {}
+        # torch 2.13 renamed the in-place calls and deprecates the old names.
+        self._gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
+        self._reduce_scatter = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
+
+    def all_gather(self, buffer: Tensor, *, unit: str) -> Handle:
+        event = self._start("all_gather", unit, buffer)
+        with self._on_stream() as handle:
+            own = buffer.view(self.size, -1)[self.rank]
+            event.sent_bytes = own.nbytes * (self.size - 1)
+            self._gather(buffer, own, group=self._group)
+        return handle
+
+    def reduce_scatter(self, buffer: Tensor, out: Tensor, *, unit: str, divisor: int = 1) -> Handle:
+        event = self._start("reduce_scatter", unit, buffer)
+        with self._on_stream() as handle:
+            event.sent_bytes = buffer.nbytes // self.size * (self.size - 1)
+            self._reduce_scatter(out, buffer, group=self._group)
+            self._divide(out, divisor)
+        return handle
+
+    def all_reduce(self, buffer: Tensor, *, unit: str, divisor: int = 1) -> Handle:
+        event = self._start("all_reduce", unit, buffer)
+        with self._on_stream() as handle:
+            event.sent_bytes = 2 * buffer.nbytes * (self.size - 1) // self.size
+            dist.all_reduce(buffer, group=self._group)
+            self._divide(buffer, divisor)
+        return handle
+
+    def broadcast(self, buffer: Tensor, *, root: int, unit: str) -> Handle:
+        event = self._start("broadcast", unit, buffer)
+        with self._on_stream() as handle:
+            event.sent_bytes = buffer.nbytes if self.rank == root else 0
+            dist.broadcast(buffer, group=self._group, group_src=root)
+        return handle
+
+    def gather(self, shard: Tensor, out: Tensor | None, *, root: int, unit: str) -> Handle:
+        event = self._start("gather", unit, shard)
+        with self._on_stream() as handle:
+            event.sent_bytes = 0 if self.rank == root else shard.nbytes
+            parts = None if out is None else list(out.view(self.size, -1).unbind(0))
+            dist.gather(shard, parts, group=self._group, group_dst=root)
+        return handle
+
+    def scatter(self, buffer: Tensor | None, out: Tensor, *, root: int, unit: str) -> Handle:
+        event = self._start("scatter", unit, out)
+        with self._on_stream() as handle:
+            event.sent_bytes = out.nbytes * (self.size - 1) if self.rank == root else 0
+            parts = None if buffer is None else list(buffer.view(self.size, -1).unbind(0))
+            dist.scatter(out, parts, group=self._group, group_src=root)
+        return handle
+
+    def _start(self, kind: str, unit: str, buffer: Tensor) -> CollectiveEvent:
+        progress.history.append(progress.Issued(self.channel, self._sequence, kind, unit, buffer.numel()))
+        self._sequence += 1
+        return self._event(kind, unit, buffer)
+
+    def _on_stream(self) -> _StreamHandle:
+        return _StreamHandle(self._stream)
+
+    def _divide(self, buffer: Tensor, divisor: int) -> None:
+        """A true division: CUDA turns division by a Python number into a product with its reciprocal."""
+        if divisor == 1:
+            return
+        key = (divisor, buffer.dtype)
+        if key not in self._divisors:
+            self._divisors[key] = torch.full((1,), divisor, dtype=buffer.dtype, device=buffer.device)
+        buffer.div_(self._divisors[key])
+
+
+class _StreamHandle(Handle):
+    """Work on the communication stream; also the context in which it is enqueued."""
+
+    def __init__(self, stream: torch.cuda.Stream) -> None:
+        self._stream = stream
+        self._event: torch.cuda.Event | None = None
+        self._context: torch.cuda.StreamContext | None = None
+
+    def __enter__(self) -> _StreamHandle:
+        self._stream.wait_stream(torch.cuda.current_stream(self._stream.device))
+        self._context = torch.cuda.stream(self._stream)
+        self._context.__enter__()
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        assert self._context is not None
+        self._context.__exit__(*error)
+        self._event = self._stream.record_event()
+
+    def wait(self) -> None:
+        if self._event is not None:
+            torch.cuda.current_stream(self._stream.device).wait_event(self._event)
+            self._event = None

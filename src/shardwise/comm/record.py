@@ -1,0 +1,58 @@
+"""A Comm with no peers: it records what a rank would send, and moves nothing."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from shardwise.comm.base import Comm, Done, Handle
+from shardwise.spec.errors import CommError
+
+
+class RecordComm(Comm):
+    """Stands for rank ``rank`` of ``size`` on the axis, for dry runs and expected traces.
+
+    Received slices keep whatever content they had; sums are this rank's contribution alone.
+    """
+
+    def __init__(self, axis: str, *, rank: int, size: int, device: torch.device | str = "cpu") -> None:
+        super().__init__()
+        if not 0 <= rank < size:
+            raise CommError(f"rank {rank} is not one of 0 to {size - 1}.\n  Choose a rank below the number of ranks.")
+        self.axis, self.rank, self.size = axis, rank, size
+        self.device = torch.device(device)
+
+    def _note(self, kind: str, unit: str, buffer: Tensor, sent_numel: int) -> Handle:
+        self._event(kind, unit, buffer).sent_bytes = sent_numel * buffer.element_size()
+        return Done()
+
+    def _cut(self, numel: int, index: int) -> int:
+        return (index + 1) * numel // self.size - index * numel // self.size
+
+    def all_gather(self, buffer: Tensor, *, unit: str) -> Handle:
+        return self._note("all_gather", unit, buffer, buffer.numel() // self.size * (self.size - 1))
+
+    def reduce_scatter(self, buffer: Tensor, out: Tensor, *, unit: str, divisor: int = 1) -> Handle:
+        del divisor
+        own = buffer.view(self.size, -1)[self.rank]
+        if out.data_ptr() != own.data_ptr() and not buffer.is_meta:
+            out.copy_(own)
+        return self._note("reduce_scatter", unit, buffer, buffer.numel() // self.size * (self.size - 1))
+
+    def all_reduce(self, buffer: Tensor, *, unit: str, divisor: int = 1) -> Handle:
+        del divisor
+        own = self._cut(buffer.numel(), self.rank)
+        return self._note("all_reduce", unit, buffer, buffer.numel() - own + own * (self.size - 1))
+
+    def broadcast(self, buffer: Tensor, *, root: int, unit: str) -> Handle:
+        return self._note("broadcast", unit, buffer, buffer.numel() * (self.size - 1) if self.rank == root else 0)
+
+    def gather(self, shard: Tensor, out: Tensor | None, *, root: int, unit: str) -> Handle:
+        if out is not None:
+            out.view(self.size, -1)[root].copy_(shard)
+        return self._note("gather", unit, shard, 0 if self.rank == root else shard.numel())
+
+    def scatter(self, buffer: Tensor | None, out: Tensor, *, root: int, unit: str) -> Handle:
+        if buffer is not None:
+            out.copy_(buffer.view(self.size, -1)[root])
+        return self._note("scatter", unit, out, out.numel() * (self.size - 1) if self.rank == root else 0)

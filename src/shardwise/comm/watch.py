@@ -1,0 +1,195 @@
+"""Telling ranks that disagree apart from ranks that are slow.
+
+Ranks that issue different collectives wait for messages that never come (``comm.gloo`` gives every collective a tag of
+its own). A thread per process notices a wait that lasts, publishes what this rank has issued in the store that the ranks
+share, and compares: two ranks that issued different things at the same place of one Comm's sequence disagree for certain.
+
+The finder writes its verdict into the store. Each rank then answers its peers' open messages with dummies, which wakes
+their main threads; they see the verdict and raise RankDisagreement, all of them. Nothing is sent while all is well.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import threading
+import time
+import weakref
+from typing import TYPE_CHECKING, Any, ClassVar
+
+import torch
+import torch.distributed as dist
+
+from shardwise.comm import progress
+from shardwise.spec.errors import CommError, CommTimeout, RankDisagreement
+
+if TYPE_CHECKING:
+    from shardwise.comm.gloo import _Exchange
+
+#: A wait of this long is looked into.
+STALL_S = 3.0
+#: How often the thread looks.
+INTERVAL_S = 0.5
+#: How often a rank that waits for nothing looks whether a peer asks where it is.
+IDLE_INTERVAL_S = 4.0
+
+_KEY = "shardwise/stall"
+
+
+class StallWatch:
+    """Watches the waits of this process on one process group.
+
+    Attributes:
+        verdict: The disagreement, once one was found.
+    """
+
+    _of_group: ClassVar[weakref.WeakKeyDictionary[dist.ProcessGroup, StallWatch]] = weakref.WeakKeyDictionary()
+
+    def __init__(self, group: dist.ProcessGroup) -> None:
+        self._group = weakref.ref(group)
+        self._store = dist.PrefixStore(_KEY, group.get_group_store())
+        self._rank = group.rank()
+        self._size = group.size()
+        self._waiting: tuple[_Exchange, float] | None = None
+        self._answered: set[tuple[int, str, int]] = set()
+        self._kept: list[Any] = []
+        self._idle_since = 0.0
+        self.verdict: CommError | None = None
+        self._thread = threading.Thread(target=self._run, name="shardwise-stall-watch", daemon=True)
+        self._thread.start()
+
+    @classmethod
+    def of(cls, group: dist.ProcessGroup) -> StallWatch:
+        """The one watch of ``group`` in this process."""
+        watch = cls._of_group.get(group)
+        if watch is None:
+            watch = cls._of_group[group] = cls(group)
+        return watch
+
+    # -- called by the main thread
+
+    def entered(self, exchange: _Exchange) -> None:
+        """The main thread is about to wait for ``exchange``."""
+        self._waiting = (exchange, time.monotonic())
+
+    def left(self) -> None:
+        """The wait is over.
+
+        Raises:
+            RankDisagreement: It ended because the ranks disagree.
+        """
+        waiting, self._waiting = self._waiting, None
+        if waiting is not None and time.monotonic() - waiting[1] > STALL_S:
+            self._read_verdict()
+        if self.verdict is not None:
+            raise self.verdict
+
+    def failure(self, what: str, message: str) -> CommError:
+        """The error for a wait that torch ended with ``message``."""
+        with contextlib.suppress(Exception):
+            self._read_verdict()
+        if self.verdict is not None:
+            return self.verdict
+        if "imed out" in message or "timeout" in message.lower():
+            with contextlib.suppress(Exception):
+                self._publish()
+            return CommTimeout(
+                f"{what}: no answer within the process group's time limit. Where the ranks are:\n{self.describe()}\n"
+                "  Look at the rank that is elsewhere: its log, and whether its process still runs."
+            )
+        return CommError(
+            f"{what} failed: {message}\n"
+            "  A peer has left or its connection broke; look for the first error among the ranks' logs."
+        )
+
+    def describe(self) -> str:
+        """One line per rank: what it last published."""
+        lines = []
+        for rank in range(self._size):
+            status = self._status_of(rank)
+            shown = status["last"] if status else "has said nothing: it is not waiting in a collective"
+            lines.append(f"  rank {rank}: {shown}")
+        return "\n".join(lines)
+
+    # -- the thread
+
+    def _run(self) -> None:
+        while self._group() is not None:
+            time.sleep(INTERVAL_S)
+            try:
+                self._look()
+            except Exception:  # noqa: BLE001 - the store goes away when the job ends; there is nobody to tell
+                return
+
+    def _look(self) -> None:
+        waiting = self._waiting
+        now = time.monotonic()
+        if waiting is None or now - waiting[1] < STALL_S:
+            if now - self._idle_since > IDLE_INTERVAL_S:
+                self._idle_since = now
+                if self._store.check(["ask"]):
+                    self._publish()
+            return
+        self._publish()
+        self._store.set("ask", "1")
+        self._read_verdict()
+        if self.verdict is None:
+            self._compare()
+        if self.verdict is not None:
+            self._answer()
+
+    def _publish(self) -> None:
+        waiting = self._waiting
+        status = {
+            "last": progress.last(),
+            "issued": [[i.channel, i.sequence, i.kind, i.unit, i.numel] for i in list(progress.history)],
+            "messages": [] if waiting is None else [list(message) for message in waiting[0].messages],
+        }
+        self._store.set(f"rank-{self._rank}", json.dumps(status))
+
+    def _status_of(self, rank: int) -> dict[str, Any] | None:
+        key = f"rank-{rank}"
+        return json.loads(self._store.get(key)) if self._store.check([key]) else None
+
+    def _read_verdict(self) -> None:
+        if self.verdict is None and self._store.check(["verdict"]):
+            self.verdict = RankDisagreement(self._store.get("verdict").decode())
+
+    def _compare(self) -> None:
+        issued: dict[tuple[str, int], dict[int, tuple[str, str, int]]] = {}
+        for rank in range(self._size):
+            status = self._status_of(rank)
+            for channel, sequence, kind, unit, numel in status["issued"] if status else ():
+                issued.setdefault((channel, sequence), {})[rank] = (kind, unit, numel)
+        for (channel, sequence), by_rank in sorted(issued.items(), key=lambda item: item[0][1]):
+            if len(set(by_rank.values())) > 1:
+                shown = "\n".join(
+                    f"  rank {rank}: {kind} of unit {unit!r} ({numel} elements)"
+                    for rank, (kind, unit, numel) in sorted(by_rank.items())
+                )
+                text = (
+                    f"ranks issued different collectives at #{sequence} of {channel}:\n{shown}\n"
+                    "  The ranks took different paths through the model. Let every rank run the same units, or wrap the"
+                    " module that chooses among them as one unit (auto_wrap_policy)."
+                )
+                self._store.set("verdict", text)
+                self.verdict = RankDisagreement(text)
+                return
+
+    def _answer(self) -> None:
+        """Complete the open messages of the peers with dummies, so that their main threads wake up."""
+        group = self._group()
+        if group is None:
+            return
+        mine = {(i.channel, i.sequence, i.kind, i.unit, i.numel) for i in list(progress.history)}
+        for rank in range(self._size):
+            status = self._status_of(rank) if rank != self._rank else None
+            if not status or not status["messages"] or tuple(status["issued"][-1]) in mine:
+                continue
+            for direction, peer, tag, num_bytes in status["messages"]:
+                if peer != self._rank or (rank, direction, tag) in self._answered:
+                    continue
+                self._answered.add((rank, direction, tag))
+                dummy = torch.zeros(num_bytes, dtype=torch.uint8)
+                call = group.send if direction == "receive" else group.recv
+                self._kept.append((dummy, call([dummy], rank, tag)))

@@ -1,0 +1,238 @@
+"""What users call on a parallelized module, and the per-unit building block under ``parallelize``."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterable, Iterator, Mapping
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from shardwise.comm.base import CollectiveEvent, Comm
+from shardwise.comm.open import open_comms
+from shardwise.fsdp import attach, build, optimizer
+from shardwise.fsdp.runtime import Runtime
+from shardwise.fsdp.sync import synchronise
+from shardwise.fsdp.unit import Unit
+from shardwise.spec.errors import PlanError, StateError
+from shardwise.spec.placement import PRESETS, Placements
+
+#: Full-size gradient buffers per size class: two let a reduction run while the next unit's gradients are collected.
+NUM_GRADIENT_BUFFERS = 2
+
+
+def shard_model(
+    model: nn.Module,
+    unit_modules: Mapping[str, nn.Module],
+    row: Placements,
+    comms: tuple[Comm, Comm],
+    *,
+    reshard_after_forward: str | bool = "auto",
+    accumulates_sharded: bool | None = None,
+    num_gradient_buffers: int = NUM_GRADIENT_BUFFERS,
+) -> Runtime:
+    """Turn ``model`` into units, in place. Every rank must hold the same values already (``fsdp.sync``).
+
+    Args:
+        model: The root.
+        unit_modules: The other units, by qualified name.
+        row: Placements of the strategy.
+        comms: For gathers and for reductions.
+        reshard_after_forward: ``"auto"``: as the row says, and the root stays gathered from forward to backward.
+        accumulates_sharded: ``None``: as the row says (ddp and zero1 keep local sums, the others reduce every time).
+        num_gradient_buffers: Full-size gradient buffers per size class.
+
+    Raises:
+        StateError: The model holds something that cannot be sharded.
+    """
+    optimizer.install_checks()
+    owned = build.assign_parameters(model, unit_modules)
+    build.check_model(model, (entry for entries in owned.values() for entry in entries))
+    units: dict[str, Unit] = {}
+    for name, module in {"": model, **unit_modules}.items():
+        reshards = not row.keeps_gathered and name != ""
+        if isinstance(reshard_after_forward, bool):
+            reshards = reshard_after_forward
+        units[name] = build.make_unit(
+            name or build.ROOT, module, owned[name], row, comms[0], reshards=reshards and row.shards_parameters
+        )
+    if accumulates_sharded is None:
+        accumulates_sharded = row.pools_gradients
+    return build.start_runtime(
+        model,
+        build.nest(units),
+        row,
+        comms,
+        accumulates_sharded=accumulates_sharded,
+        num_gradient_buffers=num_gradient_buffers,
+    )
+
+
+def fully_shard(
+    module: nn.Module,
+    *,
+    mesh: dist.ProcessGroup | dist.DeviceMesh | None = None,
+    reshard_after_forward: str | bool = "auto",
+    ignored_params: Iterable[nn.Parameter] | None = None,
+) -> nn.Module:
+    """Make ``module`` a unit of its own, as FSDP2's function of this name: children first, the root last.
+
+    Parameters below ``module`` that earlier calls have made units stay with those; the rest is this unit's. The module
+    keeps its class and gains ``unshard()``, ``reshard()`` and ``set_requires_gradient_sync(bool)``.
+
+    Args:
+        module: Any module with plain dense parameters on one device.
+        mesh: The ranks to shard over: a process group, a one-dimensional ``DeviceMesh``, or ``None`` for the world.
+        reshard_after_forward: Release the parameters between forward and backward. ``"auto"``: yes, but not for the
+            outermost unit.
+        ignored_params: Must be ``None`` in this version.
+
+    Returns:
+        ``module`` itself.
+
+    Collective:
+        Compares the values over the ranks and sends rank 0's where they differ. All ranks must call, in one order.
+
+    Raises:
+        StateError: A parameter is used both inside a unit made earlier and outside of it (tied weights).
+    """
+    if ignored_params is not None:
+        raise PlanError("fully_shard(ignored_params=...) is not in this version.\n  Leave it out.")
+    group = mesh.get_group() if isinstance(mesh, dist.DeviceMesh) else mesh
+    children = _units_below(module)
+    fresh = build.assign_parameters(module, [])[""]
+    held = {id(s): u for r in children.values() for u in r.units for g in u.groups for s in g.shards}
+    own = [entry for entry in fresh if id(entry.parameter) not in held]
+    for entry in fresh:
+        unit = held.get(id(entry.parameter))
+        if unit is None:
+            continue
+        inside = {id(owner.module()) for owner in unit.owners}
+        outside = [name for (user, _, _), name in zip(entry.uses, entry.names, strict=True) if id(user) not in inside]
+        if outside:
+            raise StateError(
+                f"parameter {outside[0]!r} is tied to one of unit {unit.name!r}, which does not cover all of its uses.\n"
+                "  Use sw.parallelize(model, plan), which finds the lowest unit that covers them, or do not make that"
+                " module a unit."
+            )
+    build.check_model(module, own)
+    device = next((e.parameter.device for e in fresh), torch.device("cpu"))
+    comms = next(iter(children.values())).comms if children else open_comms(device, group=group)
+    synchronise(module, {id(entry.parameter) for entry in own}, comms[0], mode="warn")
+    row = PRESETS["zero3"]
+    explicit = reshard_after_forward if isinstance(reshard_after_forward, bool) else None
+    optimizer.install_checks()
+    unit = build.make_unit(build.ROOT, module, own, row, comms[0], reshards=bool(explicit))
+    units: dict[str, Unit] = {"": unit}
+    for path, runtime in children.items():
+        runtime.remove()
+        for child in runtime.units:
+            build.rename(child, path)
+            if child is runtime.units[0] and child.reshards_if_nested is not False:
+                child.reshards_after_forward = True
+            units[child.name] = child
+    unit.reshards_if_nested = explicit
+    runtime = build.start_runtime(
+        module,
+        build.nest(units),
+        row,
+        comms,
+        accumulates_sharded=True,
+        num_gradient_buffers=NUM_GRADIENT_BUFFERS,
+    )
+    _add_methods(module)
+    del runtime
+    return module
+
+
+def _units_below(module: nn.Module) -> dict[str, Runtime]:
+    """The outermost runtimes below ``module``, by path."""
+    if attach.attachment_of(module) is not None:
+        raise StateError(
+            f"{type(module).__name__} is a unit already.\n  Call sw.fully_shard once per module, children first."
+        )
+    found: dict[str, Runtime] = {}
+    for path, child in module.named_modules():
+        attachment = attach.attachment_of(child)
+        if attachment is None or any(path.startswith(f"{other}.") for other in found):
+            continue
+        found[path] = attachment.runtime
+    return found
+
+
+def _add_methods(module: nn.Module) -> None:
+    methods = module.__dict__
+    attachment = attach.attachment_of(module)
+    assert attachment is not None
+    methods["unshard"] = _UnitMethod(module, "unshard")
+    methods["reshard"] = _UnitMethod(module, "reshard")
+    methods["set_requires_gradient_sync"] = _UnitMethod(module, "set_requires_gradient_sync")
+
+
+class _UnitMethod(attach.Uncopyable):
+    """A method that ``fully_shard`` adds to a module; it holds the module's attachment by weak reference."""
+
+    def __init__(self, module: nn.Module, name: str) -> None:
+        import weakref
+
+        self._module = weakref.ref(module)
+        self._name = name
+
+    def __call__(self, *args: bool) -> None:
+        module = self._module()
+        attachment = attach.attachment_of(module) if module is not None else None
+        if attachment is None:
+            return
+        runtime, unit = attachment.runtime, attachment.unit
+        if self._name == "unshard":
+            runtime.unshard_now(unit)
+        elif self._name == "reshard":
+            runtime.reshard_now(unit)
+        else:
+            runtime.syncs_gradients = bool(args[0])
+
+
+@contextlib.contextmanager
+def gradient_sync(model: nn.Module, is_enabled: bool) -> Iterator[None]:  # noqa: FBT001 - the public contract
+    """Accumulate gradients over microbatches: ``with gradient_sync(model, False)`` around all but the last backward.
+
+    * accumulation ``sharded`` (zero2, shard_grad_op, zero3): each backward is reduced into the shard as always:
+      the sum over ranks of each microbatch is divided by the number of ranks, then added.
+    * accumulation ``unsharded`` (ddp, zero1): inside, nothing is sent; each rank adds up its microbatches in full-size
+      buffers, and the backward outside reduces the sums and divides them by the number of ranks.
+
+    Between the first backward inside and the one outside, parameters must not change: gathered copies are reused.
+
+    Collective:
+        None by itself. All ranks must use it alike.
+    """
+    runtime = attach.runtime_of(model, "sw.gradient_sync")
+    before, runtime.syncs_gradients = runtime.syncs_gradients, is_enabled
+    try:
+        yield
+    finally:
+        runtime.syncs_gradients = before
+
+
+def logical_shape(parameter: Tensor) -> torch.Size:
+    """The shape that a parameter has in the plain model, for a shard and for any other tensor."""
+    mark = attach.mark_of(parameter)
+    group = mark.group if mark is not None else None
+    if mark is None or group is None:
+        return parameter.shape
+    return torch.Size(group.layout.params[mark.index].shape)
+
+
+@contextlib.contextmanager
+def record_collectives(model: nn.Module) -> Iterator[list[CollectiveEvent]]:
+    """Collect an event for every collective of this model, in the order of issue on this rank.
+
+    ``sent_bytes`` of an event is complete once the collective has finished; after ``backward()`` all of its are.
+    """
+    runtime = attach.runtime_of(model, "sw.record_collectives")
+    events: list[CollectiveEvent] = []
+    with contextlib.ExitStack() as stack:
+        for comm in dict.fromkeys(runtime.comms):
+            stack.enter_context(comm.record(events))
+        yield events

@@ -1,0 +1,105 @@
+"""The threads from a user's objects back to the engine: module to runtime, parameter to group.
+
+References back are weak, so that deleting the model frees its memory at once.
+"""
+
+from __future__ import annotations
+
+import weakref
+from typing import TYPE_CHECKING, NoReturn
+
+from torch import Tensor, nn
+
+from shardwise.spec.errors import StateError
+
+if TYPE_CHECKING:
+    from shardwise.fsdp.group import Group
+    from shardwise.fsdp.runtime import Runtime
+    from shardwise.fsdp.unit import Unit
+
+_MODULE_KEY = "_shardwise"
+_PARAMETER_KEY = "_shardwise_mark"
+
+
+class Attachment:
+    """What a unit's module holds: its runtime and unit. It refuses to be copied, because shards cannot be."""
+
+    __slots__ = ("runtime", "unit")
+
+    def __init__(self, runtime: Runtime, unit: Unit) -> None:
+        self.runtime = runtime
+        self.unit = unit
+
+    def __deepcopy__(self, _memo: object) -> NoReturn:
+        raise copy_error("copied")
+
+    def __reduce_ex__(self, _protocol: object) -> NoReturn:
+        raise copy_error("pickled")
+
+
+class Uncopyable:
+    """A hook that stops deepcopy and pickling of the module that it sits on."""
+
+    def __deepcopy__(self, _memo: object) -> NoReturn:
+        raise copy_error("copied")
+
+    def __reduce_ex__(self, _protocol: object) -> NoReturn:
+        raise copy_error("pickled")
+
+
+def copy_error(what: str) -> StateError:
+    """The error for copying or pickling a parallelized module."""
+    return StateError(
+        f"a parallelized module cannot be {what}: it holds only this rank's shards.\n"
+        "  Use sw.full_state_dict(model) for the weights (or sw.save for a checkpoint) and build the module anew."
+    )
+
+
+class Mark:
+    """What a sharded parameter knows of its origin."""
+
+    __slots__ = ("_group", "index")
+
+    def __init__(self, group: Group, index: int) -> None:
+        self._group = weakref.ref(group)
+        self.index = index
+
+    @property
+    def group(self) -> Group | None:
+        """The group, while its model lives."""
+        return self._group()
+
+
+def attach_runtime(module: nn.Module, runtime: Runtime, unit: Unit) -> None:
+    """Let ``module`` hold its runtime."""
+    module.__dict__[_MODULE_KEY] = Attachment(runtime, unit)
+
+
+def attachment_of(module: nn.Module) -> Attachment | None:
+    """What :func:`attach_runtime` attached, or ``None``."""
+    return module.__dict__.get(_MODULE_KEY)
+
+
+def runtime_of(module: nn.Module, call: str) -> Runtime:
+    """The runtime that ``module`` is the root (or a unit) of.
+
+    Raises:
+        StateError: The module is not parallelized; ``call`` is the function that the user called.
+    """
+    attachment = attachment_of(module)
+    if attachment is None:
+        raise StateError(
+            f"{call} got a {type(module).__name__} that is not parallelized.\n"
+            "  Call model = sw.parallelize(model, plan) first, and pass that model."
+        )
+    return attachment.runtime
+
+
+def mark(parameter: nn.Parameter, group: Group, index: int) -> None:
+    """Let a shard know its group."""
+    setattr(parameter, _PARAMETER_KEY, Mark(group, index))
+
+
+def mark_of(parameter: Tensor) -> Mark | None:
+    """What :func:`mark` left, or ``None`` for a parameter that is not ours."""
+    return parameter.__dict__.get(_PARAMETER_KEY) if hasattr(parameter, "__dict__") else None

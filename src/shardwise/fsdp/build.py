@@ -1,0 +1,214 @@
+"""From a plain module to units: who owns which parameter, the groups, the runtime."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+
+import torch
+from torch import nn
+
+from shardwise.comm.base import Comm
+from shardwise.comm.dtype import dtype_name
+from shardwise.fsdp import attach
+from shardwise.fsdp.group import Group
+from shardwise.fsdp.guard import install_guards
+from shardwise.fsdp.runtime import Runtime
+from shardwise.fsdp.unit import Owner, Unit
+from shardwise.fsdp.view import is_dense
+from shardwise.spec.errors import StateError
+from shardwise.spec.layout import GroupLayout, ParamSpec
+from shardwise.spec.placement import PRESETS, Placements
+
+#: Name of the root unit in traces and summaries.
+ROOT = "root"
+
+
+@dataclass
+class OwnedParameter:
+    """A parameter and every place in the model that uses it."""
+
+    parameter: nn.Parameter
+    names: list[str] = field(default_factory=list)
+    uses: list[tuple[nn.Module, str, str]] = field(default_factory=list)  # module, its path, attribute
+
+
+def assign_parameters(root: nn.Module, unit_names: Iterable[str]) -> dict[str, list[OwnedParameter]]:
+    """Which unit owns which parameter: the lowest one that covers all uses. ``""`` is the root.
+
+    Tied parameters are found by identity. Order within a unit is the order of registration.
+    """
+    units = sorted(unit_names, key=len)
+    owned: dict[int, OwnedParameter] = {}
+    paths_of: dict[int, list[str]] = {}  # a module may be registered in several places
+    for path, module in root.named_modules(remove_duplicate=False):
+        paths_of.setdefault(id(module), []).append(path)
+        for attribute, parameter in module._parameters.items():
+            if parameter is None:
+                continue
+            entry = owned.setdefault(id(parameter), OwnedParameter(parameter))
+            entry.names.append(f"{path}.{attribute}" if path else attribute)
+            entry.uses.append((module, path, attribute))
+    places = {name: paths_of[id(root.get_submodule(name))] for name in units}
+    result: dict[str, list[OwnedParameter]] = {"": [], **{name: [] for name in units}}
+    for entry in owned.values():
+        covering = [
+            name
+            for name in units
+            if all(any(_is_below(path, place) for place in places[name]) for _, path, _ in entry.uses)
+        ]
+        result[covering[-1] if covering else ""].append(entry)
+    return result
+
+
+def _is_below(path: str, unit: str) -> bool:
+    return path == unit or path.startswith(f"{unit}.")
+
+
+def check_model(root: nn.Module, parameters: Iterable[OwnedParameter]) -> None:
+    """Refuse what a flat buffer cannot hold, with the parameter's name.
+
+    Raises:
+        StateError: Meta tensors, tensor subclasses, views with holes, gradients or hooks that would be lost.
+    """
+    for entry in parameters:
+        parameter, name = entry.parameter, entry.names[0]
+        if parameter.is_meta:
+            raise StateError(
+                f"parameter {name!r} is on the meta device: it has no values to shard.\n"
+                "  Build the model on a real device, or give the weights on rank 0 and set sync='rank0'."
+            )
+        if type(parameter.data) is not torch.Tensor or parameter.layout is not torch.strided:
+            raise StateError(
+                f"parameter {name!r} is a {type(parameter.data).__name__} ({parameter.layout}); only plain dense tensors"
+                " can be sharded.\n  Convert it before sw.parallelize()."
+            )
+        if not is_dense(parameter):
+            raise StateError(
+                f"parameter {name!r} has shape {list(parameter.shape)} with strides {list(parameter.stride())}: a view"
+                " with holes or overlaps.\n  Replace it by nn.Parameter(p.detach().contiguous())."
+            )
+        if parameter.grad is not None:
+            raise StateError(
+                f"parameter {name!r} holds a gradient, which would be lost.\n"
+                "  Call model.zero_grad() before sw.parallelize()."
+            )
+        if parameter._backward_hooks or getattr(parameter, "_post_accumulate_grad_hooks", None):
+            raise StateError(
+                f"parameter {name!r} carries a hook, which would never fire: gradients arrive on its stand-in.\n"
+                "  Remove the hook, or work on .grad after backward()."
+            )
+        if attach.mark_of(parameter) is not None:
+            raise StateError(
+                f"parameter {name!r} is sharded already.\n  Parallelize a model once; to change the plan, build it again."
+            )
+
+
+def make_unit(
+    name: str,
+    module: nn.Module,
+    owned: Sequence[OwnedParameter],
+    row: Placements,
+    comm: Comm,
+    *,
+    reshards: bool,
+) -> Unit:
+    """Shard the parameters of one unit: their storage is replaced by this rank's slice."""
+    unit = Unit(name, module, reshards=reshards)
+    kinds: dict[tuple[torch.dtype, bool], list[OwnedParameter]] = {}
+    for entry in owned:
+        kinds.setdefault((entry.parameter.dtype, entry.parameter.requires_grad), []).append(entry)
+    fulls: dict[int, tuple[Group, int]] = {}
+    for (dtype, is_trainable), entries in kinds.items():
+        specs = [_spec(entry, dtype) for entry in entries]
+        layout = GroupLayout.build(specs, comm.size)
+        # Frozen parameters of a replicated row never change: they stay whole, and nothing is sent for them.
+        group_row = row if is_trainable or row.shards_parameters else PRESETS["ddp"]
+        shards = [entry.parameter for entry in entries]
+        group = Group(unit, layout, group_row, shards, rank=comm.rank, is_trainable=is_trainable)
+        unit.groups.append(group)
+        for index, entry in enumerate(entries):
+            fulls[id(entry.parameter)] = (group, index)
+            attach.mark(entry.parameter, group, index)
+    owners: dict[int, Owner] = {}
+    for entry in owned:
+        for user, path, attribute in entry.uses:
+            owner = owners.setdefault(id(user), Owner(user, path, {}))
+            owner.shards[attribute] = entry.parameter
+    unit.owners = list(owners.values())
+    return unit
+
+
+def _spec(entry: OwnedParameter, dtype: torch.dtype) -> ParamSpec:
+    parameter = entry.parameter
+    return ParamSpec(
+        name=entry.names[0],
+        shape=tuple(parameter.shape),
+        dtype=dtype_name(dtype),
+        is_trainable=parameter.requires_grad,
+        stride=None if parameter.is_contiguous() else tuple(parameter.stride()),
+        aliases=tuple(entry.names[1:]),
+    )
+
+
+def link_fulls(unit: Unit) -> None:
+    """Tell the unit's modules which full parameters replace their shards (after the slots were dealt out)."""
+    by_shard = {
+        id(shard): full for group in unit.groups for shard, full in zip(group.shards, group.fulls, strict=True)
+    }
+    for owner in unit.owners:
+        owner.fulls = {attribute: by_shard[id(shard)] for attribute, shard in owner.shards.items()}
+
+
+def start_runtime(
+    root: nn.Module,
+    units: Sequence[Unit],
+    row: Placements,
+    comms: tuple[Comm, Comm],
+    *,
+    accumulates_sharded: bool,
+    num_gradient_buffers: int,
+) -> Runtime:
+    """Make the runtime of ``units`` (the root first), and attach it to their modules."""
+    runtime = Runtime(
+        units,
+        row,
+        *comms,
+        accumulates_sharded=accumulates_sharded,
+        num_gradient_buffers=num_gradient_buffers,
+    )
+    for unit in units:
+        link_fulls(unit)
+        module = unit.module()
+        assert module is not None
+        attach.attach_runtime(module, runtime, unit)
+    install_guards(root, runtime)
+    return runtime
+
+
+def rename(unit: Unit, prefix: str) -> None:
+    """Put ``prefix`` before the names of a unit that was built as the root of its own model."""
+    unit.name = prefix if unit.name == ROOT else f"{prefix}.{unit.name}"
+    for group in unit.groups:
+        params = tuple(
+            dataclasses.replace(
+                spec, name=f"{prefix}.{spec.name}", aliases=tuple(f"{prefix}.{alias}" for alias in spec.aliases)
+            )
+            for spec in group.layout.params
+        )
+        group.relabel(dataclasses.replace(group.layout, params=params))
+    for owner in unit.owners:
+        owner.path = f"{prefix}.{owner.path}" if owner.path else prefix
+
+
+def nest(units: Mapping[str, Unit]) -> list[Unit]:
+    """Set every unit's parent from the paths; returns them outermost first, in order of registration."""
+    for path, unit in units.items():
+        if path == "":
+            unit.parent = None
+            continue
+        above = [other for other in units if other != path and (other == "" or _is_below(path, other))]
+        unit.parent = units[max(above, key=len)]
+    root = [unit for path, unit in units.items() if path == ""]
+    return root + [unit for path, unit in units.items() if path != ""]

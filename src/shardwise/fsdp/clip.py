@@ -1,0 +1,75 @@
+"""The global gradient norm, and clipping by it."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor, nn
+
+from shardwise.fsdp import attach
+from shardwise.fsdp.runtime import Runtime
+from shardwise.spec.errors import StateError
+
+#: Elements that are cast and squared at a time: no full-size temporary.
+_CHUNK_NUMEL = 1 << 16
+
+
+def clip_grad_norm(model: nn.Module, max_norm: float) -> Tensor:
+    """Scale the gradients so that their global 2-norm is at most ``max_norm``; returns the norm before that.
+
+    Every gradient element is cast to float64, squared and added; the root is rounded to float32 (float64 models keep
+    float64). The coefficient is ``clamp(max_norm / (norm + 1e-6), max=1)`` in that dtype, and every gradient is
+    multiplied by it. Neither depends on how the parameters are sharded. inf and nan pass through, as with
+    ``torch.nn.utils.clip_grad_norm_``.
+
+    Args:
+        model: A parallelized model after ``backward()``.
+        max_norm: Positive.
+
+    Returns:
+        The norm, a scalar tensor with the same value on every rank.
+
+    Collective:
+        One all-reduce of one float64 where gradients are sharded. All ranks must call.
+
+    Raises:
+        StateError: ``max_norm`` is negative or not a number, or the model is not parallelized.
+    """
+    if not max_norm >= 0:
+        raise StateError(f"clip_grad_norm(max_norm={max_norm}): expected a number of at least 0.")
+    runtime = attach.runtime_of(model, "sw.clip_grad_norm")
+    grads = [shard.grad for group in runtime.groups for shard in group.shards if shard.grad is not None]
+    norm = grad_norm(runtime)
+    coefficient = torch.clamp(max_norm / (norm + 1e-6), max=1.0)
+    if grads:
+        torch._foreach_mul_(grads, coefficient)
+    return norm
+
+
+def grad_norm(runtime: Runtime) -> Tensor:
+    """The global 2-norm of the gradients on the shards.
+
+    Collective:
+        As :func:`clip_grad_norm`.
+    """
+    device = runtime.gather_comm.device
+    sharded = torch.zeros(1, dtype=torch.float64, device=device)
+    replicated = torch.zeros(1, dtype=torch.float64, device=device)
+    dtype = torch.float32
+    for group in runtime.groups:
+        if group.dtype is torch.float64:
+            dtype = torch.float64
+        total = sharded if group.row.shards_optimizer else replicated
+        for shard in group.shards:
+            if shard.grad is None:
+                continue
+            for chunk in _chunks(shard.grad):
+                wide = chunk.double()
+                total += torch.dot(wide, wide)
+    if runtime.row.shards_optimizer:
+        runtime.reduce_comm.all_reduce(sharded, unit="grad_norm").wait()
+    return (sharded + replicated).sqrt().to(dtype).squeeze(0)
+
+
+def _chunks(grad: Tensor) -> tuple[Tensor, ...]:
+    flat = grad.detach().reshape(-1) if grad.is_contiguous() else grad.detach().as_strided((grad.numel(),), (1,))
+    return flat.split(_CHUNK_NUMEL)

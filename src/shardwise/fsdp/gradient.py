@@ -1,0 +1,248 @@
+"""The gradients of one group, from autograd to the shards.
+
+==========  ==============================================================  ==============================
+state       where this rank's gradients are                                 leaves by
+==========  ==============================================================  ==============================
+empty       nowhere                                                         the first gradient: ``collect``
+local       summed in a flat full-size buffer, not reduced yet              ``reduce``
+reducing    on their way; the buffer must not be touched                    ``finish``
+empty       on the shards' ``.grad``, set or added to what was there
+==========  ==============================================================  ==============================
+
+The full-size buffer is borrowed from the pool where the row pools gradients, and the group's own where it does not
+(``ddp``, ``zero1``: there ``.grad`` lives in it, reduced in place). While ``.grad`` occupies the group's own buffer, a
+further backward borrows one too.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Hashable
+from typing import TYPE_CHECKING
+
+import torch
+from torch import Tensor
+
+from shardwise.comm.base import Comm, Handle
+from shardwise.fsdp.pool import GradientPool, size_class
+from shardwise.fsdp.view import contiguous_stride, memory_order
+from shardwise.spec.errors import StateError
+from shardwise.spec.layout import ReduceLayout
+
+if TYPE_CHECKING:
+    from shardwise.fsdp.group import Group
+
+#: A gradient of at least this many elements is copied (and freed) as soon as it arrives; smaller ones wait for the
+#: unit's boundary, where one foreach call copies them all. A hook costs tens of microseconds, a copy of this size more.
+EAGER_NUMEL = 1 << 18
+
+
+class Gradient:
+    """Collects and reduces the gradients of ``group``."""
+
+    def __init__(self, group: Group) -> None:
+        self.group = group
+        self.layout: ReduceLayout = group.reduce_layout
+        self.pool_key: Hashable = (size_class(self.layout.numel), group.dtype)
+        self._pieces = [[p for p in self.layout.pieces if p.index == i] for i in range(len(group.shards))]
+        self._views: dict[int, _BufferViews] = {}
+        self._home: Tensor | None = None  # where .grad of the shards lives: a slice, or the whole
+        self._own: Tensor | None = None  # the group's own full-size buffer, which contains ``_home``
+        self._home_views: list[Tensor] = []
+        self._local: Tensor | None = None
+        self._borrowed: Tensor | None = None
+        self._written = [False] * len(group.shards)  # parameter i's elements of ``_local`` are this rank's gradient
+        self._used: list[bool] = []
+        self._result: Tensor | None = None
+
+    @property
+    def is_local(self) -> bool:
+        """Gradients of this rank wait for a reduction."""
+        return self._local is not None
+
+    # -- empty -> local
+
+    def collect_one(self, index: int, pool: GradientPool) -> None:
+        """Move the gradient of one parameter into the flat buffer and free it."""
+        full = self.group.fulls[index]
+        if full.grad is None:  # the hook that calls this also fires for an undefined gradient
+            return
+        targets = self._buffer_views(pool).by_param[index]
+        sources = self._cut(index, full.grad)
+        full.grad = None
+        if self._written[index]:
+            torch._foreach_add_(targets, sources)
+        elif targets:
+            torch._foreach_copy_(targets, sources)
+        self._written[index] = True
+
+    def collect(self, pool: GradientPool) -> None:
+        """Move what gradients there are on the full parameters into the flat buffer, and free them."""
+        by_param = self._buffer_views(pool).by_param
+        copies: tuple[list[Tensor], list[Tensor]] = ([], [])
+        sums: tuple[list[Tensor], list[Tensor]] = ([], [])
+        written = self._written
+        for index, full in enumerate(self.group.fulls):
+            grad = full.grad
+            if grad is None:
+                continue
+            targets, sources = sums if written[index] else copies
+            targets += by_param[index]
+            sources += self._cut(index, grad)
+            written[index] = True
+            full.grad = None
+        if sums[0]:
+            torch._foreach_add_(*sums)
+        if copies[0]:
+            torch._foreach_copy_(*copies)
+
+    def _buffer_views(self, pool: GradientPool) -> _BufferViews:
+        if self._local is None:
+            group = self.group
+            if group.row.pools_gradients or any(shard.grad is not None for shard in group.shards):
+                self._borrowed = pool.take(self.pool_key, group.dtype, group.device)
+                self._local = self._borrowed
+            else:
+                self._make_home()
+                self._local = self._own
+            assert self._local is not None
+        buffer = self._local
+        views = self._views.get(buffer.data_ptr())
+        if views is None:
+            views = self._views[buffer.data_ptr()] = _BufferViews(self.layout, self._pieces, buffer)
+        return views
+
+    def _cut(self, index: int, grad: Tensor) -> list[Tensor]:
+        """The gradient in the pieces in which the flat buffer holds it."""
+        pieces = self._pieces[index]
+        if grad.layout is not torch.strided:
+            raise StateError(
+                f"the gradient of {self.layout.group.params[index].name!r} is {grad.layout}; a flat buffer holds dense"
+                " ones.\n  Build the embedding with sparse=False."
+            )
+        if len(pieces) == 1:
+            return [grad]
+        spec = self.layout.group.params[index]
+        if grad.stride() != (spec.stride or contiguous_stride(spec.shape)):
+            stride = spec.stride or contiguous_stride(spec.shape)
+            grad = torch.empty_strided(spec.shape, stride, dtype=grad.dtype, device=grad.device).copy_(grad)
+        flat = memory_order(grad)
+        return [flat[piece.start : piece.stop] for piece in pieces]
+
+    # -- local -> reducing
+
+    def reduce(self, comm: Comm, pool: GradientPool) -> Handle:
+        """Complete the local gradients and issue their reduction.
+
+        A missing gradient travels as -0.0, the exact identity of addition, with 0 as its flag.
+
+        Collective:
+            Reduce-scatter (all-reduce where the optimizer is replicated); ``(n-1)/n`` (twice that) of the padded
+            buffer is sent. All ranks must call in the same order.
+        """
+        group = self.group
+        views = self._buffer_views(pool)
+        views.set_flags(self._written)
+        if not all(self._written):
+            missing = [t for i, is_there in enumerate(self._written) if not is_there for t in views.by_param[i]]
+            if missing:
+                torch._foreach_zero_(missing)
+                torch._foreach_neg_(missing)
+        if views.gaps:
+            torch._foreach_zero_(views.gaps)
+        assert self._local is not None
+        buffer = self._local[: self.layout.numel]
+        self._local = None
+        self._used, self._written = self._written, [False] * len(self._written)
+        if not group.row.shards_optimizer:
+            self._result = buffer
+            return comm.all_reduce(buffer, unit=group.unit.name, divisor=group.layout.size)
+        if group.row.pools_gradients and all(shard.grad is None for shard in group.shards):
+            self._make_home()
+            self._result = self._home
+        else:
+            numel = self.layout.slice_numel
+            self._result = buffer[group.rank * numel : (group.rank + 1) * numel]
+        assert self._result is not None
+        return comm.reduce_scatter(buffer, self._result, unit=group.unit.name, divisor=group.layout.size)
+
+    def _make_home(self) -> None:
+        if self._home is not None:
+            return
+        group, layout = self.group, self.layout
+        if group.row.pools_gradients:
+            self._home = torch.zeros(layout.slice_numel, dtype=group.dtype, device=group.device)
+        else:
+            self._own = torch.zeros(layout.numel, dtype=group.dtype, device=group.device)
+            first = group.rank * layout.slice_numel if group.row.shards_optimizer else 0
+            self._home = self._own[first : first + layout.slice_numel]
+        self._home_views = group.held_views(self._home)
+
+    # -- reducing -> empty
+
+    def finish(self, pool: GradientPool) -> None:
+        """Put the reduced gradients on the shards: set where there was none, add where there was one.
+
+        A parameter that no rank used is left alone. Whether another rank used one that this rank did not is read from
+        the header, on CUDA with a host synchronisation; where this rank used every parameter nothing is read.
+        """
+        group, result = self.group, self._result
+        assert result is not None
+        self._make_home()
+        assert self._home is not None
+        is_home = result.data_ptr() == self._home.data_ptr()
+        views = self._home_views if is_home else group.held_views(result)
+        used = self._used
+        if not all(used):
+            flags = result[self.layout.data_numel :][: len(used)].tolist()
+            used = [mine or flag > 0 for mine, flag in zip(used, flags, strict=True)]
+        skips_empty = group.row.shards_optimizer
+        for index, shard in enumerate(group.shards):
+            if not used[index] or (skips_empty and not group.held[index].numel):
+                continue
+            if shard.grad is not None:
+                shard.grad.add_(views[index])
+                continue
+            if not is_home:
+                self._home_views[index].copy_(views[index])
+            shard.grad = self._home_views[index]
+        self._result = None
+        if self._borrowed is not None:
+            pool.give(self.pool_key, self._borrowed)
+            self._borrowed = None
+
+    def drop(self, pool: GradientPool) -> None:
+        """Forget gradients that a failed backward left behind."""
+        for full in self.group.fulls:
+            full.grad = None
+        self._written = [False] * len(self._written)
+        self._local = None
+        if self._borrowed is not None:
+            pool.give(self.pool_key, self._borrowed)
+            self._borrowed = None
+
+
+class _BufferViews:
+    """Views of one full-size buffer, made once."""
+
+    def __init__(self, layout: ReduceLayout, pieces: list[list], buffer: Tensor) -> None:
+        self.by_param: list[list[Tensor]] = []
+        for spec, held in zip(layout.group.params, pieces, strict=True):
+            if len(held) == 1:
+                stride = spec.stride or contiguous_stride(spec.shape)
+                offset = buffer.storage_offset() + held[0].offset
+                self.by_param.append([buffer.as_strided(spec.shape, stride, offset)])
+            else:
+                self.by_param.append([buffer[p.offset : p.offset + p.numel] for p in held])
+        count = len(layout.group.params)
+        self.gaps = [buffer[start:stop] for start, stop in layout.gaps]
+        self._headers = [buffer[start : start + count] for start in layout.flag_offsets()]
+        self._ones = [torch.ones(count, dtype=buffer.dtype, device=buffer.device)] * len(self._headers)
+
+    def set_flags(self, used: list[bool]) -> None:
+        """Write the headers: 1 for each parameter that this rank's backward used."""
+        if all(used):
+            torch._foreach_copy_(self._headers, self._ones)
+            return
+        first = self._headers[0]
+        flags = torch.tensor([float(u) for u in used], dtype=first.dtype, device=first.device)
+        torch._foreach_copy_(self._headers, [flags] * len(self._headers))

@@ -1,0 +1,201 @@
+"""A group: the parameters of one unit that share dtype and trainability, and move together.
+
+Each parameter has two objects. The *shard* is the Parameter that the model had before: between steps it is in the
+module, the optimizer holds it, and its data is a view of this rank's flat master. The *full* one replaces it in the
+module while the unit computes: it lies in the gathered buffer, set there once and never moved.
+
+Gradients arrive on the full objects, are copied once into a flat buffer, reduced from there, and put on the shards.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import TYPE_CHECKING
+
+import torch
+from torch import Tensor, nn
+
+from shardwise.comm.base import Comm, Handle
+from shardwise.fsdp.gradient import Gradient
+from shardwise.fsdp.pool import Slot
+from shardwise.fsdp.view import contiguous_stride, memory_order
+from shardwise.spec.errors import StateError
+from shardwise.spec.layout import GroupLayout, Piece, ReduceLayout
+from shardwise.spec.placement import Placements
+
+if TYPE_CHECKING:
+    from shardwise.fsdp.unit import Unit
+
+class Group:
+    """Buffers and moves of one group on this rank.
+
+    Attributes:
+        layout: Flat layout of the gathered buffer.
+        reduce_layout: Flat layout of the gradient buffer.
+        row: Placements in force (a frozen group of a replicated row is held whole on every rank).
+        shards: The original Parameter objects.
+        fulls: Their stand-ins in the gathered buffer.
+        master: This rank's flat slice of the parameters; the whole of them where the optimizer is replicated.
+    """
+
+    def __init__(
+        self,
+        unit: Unit,
+        layout: GroupLayout,
+        row: Placements,
+        shards: Sequence[nn.Parameter],
+        *,
+        rank: int,
+        is_trainable: bool,
+    ) -> None:
+        self.unit = unit
+        self.layout = layout
+        self.row = row
+        self.rank = rank
+        self.is_trainable = is_trainable
+        self.shards = list(shards)
+        self.dtype = shards[0].dtype
+        self.device = shards[0].device
+        self.reduce_layout = ReduceLayout(layout, layout.size if row.shards_optimizer else 1)
+        self.slot: Slot | None = None
+        self.replica: Tensor | None = None  # the gathered buffer, where parameters are replicated
+        self.epoch = -1  # the outermost forward whose parameters the gathered buffer holds
+
+        numel = layout.shard_numel if row.shards_parameters else layout.numel
+        flat = torch.zeros(numel, dtype=self.dtype, device=self.device)
+        if row.shards_parameters:
+            self.master = flat
+        else:
+            self.replica = flat
+            own = slice(rank * layout.shard_numel, (rank + 1) * layout.shard_numel)
+            self.master = flat[own] if row.shards_optimizer else flat
+        self.held = layout.owned_by_param(rank) if row.shards_optimizer else _whole(layout)
+        self._fill(flat)
+        self.views = self.held_views(self.master)
+        self.fulls: list[nn.Parameter] = []
+        self._pointers: list[int] = []
+        self.bind_shards()
+        self.gradient = Gradient(self)
+
+    # -- parameters
+
+    def _fill(self, flat: Tensor) -> None:
+        """Copy the parameters, as the plain model holds them, into the flat buffer."""
+        with torch.no_grad():
+            if self.row.shards_parameters:
+                for piece in self.layout.owned(self.rank):
+                    source = memory_order(self.shards[piece.index])[piece.start : piece.stop]
+                    flat[piece.offset : piece.offset + piece.numel].copy_(source)
+                return
+            for param, spec, offset in zip(self.shards, self.layout.params, self.layout.offsets, strict=True):
+                flat[offset : offset + spec.numel].copy_(memory_order(param))
+
+    def held_views(self, flat: Tensor) -> list[Tensor]:
+        """One view of ``flat`` for every parameter, laid out as the master is.
+
+        Where the optimizer is replicated it has the parameter's own shape, else (1, ..., 1, k) for the k elements that
+        this rank owns.
+        """
+        made = []
+        for spec, piece in zip(self.layout.params, self.held, strict=True):
+            if not self.row.shards_optimizer:
+                stride = spec.stride or contiguous_stride(spec.shape)
+                made.append(flat.as_strided(spec.shape, stride, flat.storage_offset() + piece.offset))
+                continue
+            part = flat[piece.offset : piece.offset + piece.numel]
+            made.append(part.view((1,) * (len(spec.shape) - 1) + (piece.numel,)) if spec.shape else part)
+        return made
+
+    def bind_shards(self) -> None:
+        """Point the original Parameter objects at their views of the master."""
+        for shard, view in zip(self.shards, self.views, strict=True):
+            shard.data = view
+        self._pointers = [view.data_ptr() for view in self.views]
+
+    def check_shards(self) -> None:
+        """See to it that the shards still lie in the master; follow a replaced ``.data`` of the same shape.
+
+        Raises:
+            StateError: A shard's dtype, device or shape was changed.
+        """
+        for index, (shard, pointer) in enumerate(zip(self.shards, self._pointers, strict=True)):
+            if shard.data_ptr() == pointer:
+                continue
+            view = self.views[index]
+            if shard.shape != view.shape or shard.dtype != view.dtype or shard.device != view.device:
+                spec = self.layout.params[index]
+                raise StateError(
+                    f"parameter {spec.name!r} (logical shape {list(spec.shape)}) was moved out of its shard: expected"
+                    f" {list(view.shape)} {view.dtype} on {view.device}, got {list(shard.shape)} {shard.dtype} on"
+                    f" {shard.device}.\n  Change dtype and device before sw.parallelize(); load values with"
+                    " sw.load_full_state_dict()."
+                )
+            with torch.no_grad():
+                view.copy_(shard.data)
+                shard.data = view
+
+    def use_slot(self, slot: Slot | None) -> None:
+        """Make the full parameters in ``slot`` (``None``: in the replica), or move them there."""
+        self.slot = slot
+        if slot is None:
+            assert self.replica is not None
+            self.gathered = self.replica
+        else:
+            self.gathered = slot.allocate(self.dtype, self.device)[: self.layout.numel]
+        first = self.layout.shard_numel * self.rank
+        self._own_slice = self.gathered[first : first + self.layout.shard_numel]
+        storage = self.gathered.untyped_storage()
+        is_new = not self.fulls
+        for index, (spec, offset) in enumerate(zip(self.layout.params, self.layout.offsets, strict=True)):
+            # set_ gives a version counter of its own: refilling the slot does not trip autograd's check.
+            stride = spec.stride or contiguous_stride(spec.shape)
+            tensor = torch.empty(0, dtype=self.dtype, device=self.device)
+            tensor.set_(storage, offset, spec.shape, stride)
+            if is_new:
+                full = nn.Parameter(tensor, requires_grad=self.shards[index].requires_grad)
+                full.__dict__.update(self.shards[index].__dict__)
+                self.fulls.append(full)
+            else:
+                self.fulls[index].data = tensor
+
+    def relabel(self, layout: GroupLayout) -> None:
+        """Take a layout that differs in names only."""
+        self.layout = layout
+        self.reduce_layout = ReduceLayout(layout, self.reduce_layout.num_slices)
+        self.gradient.layout = self.reduce_layout
+
+    def follow_requires_grad(self) -> None:
+        """Carry a ``requires_grad`` that the user switched over to the full parameters."""
+        for shard, full in zip(self.shards, self.fulls, strict=True):
+            if shard.requires_grad != full.requires_grad:
+                full.requires_grad_(shard.requires_grad)
+
+    def gather(self, comm: Comm) -> Handle:
+        """Issue the all-gather of this group.
+
+        Collective:
+            All-gather on ``dp_shard``; ``(n-1)/n`` of the padded group is sent. All ranks must call in the same order.
+        """
+        if self.row.shards_parameters:
+            self._own_slice.copy_(self.master)
+        return comm.all_gather(self.gathered, unit=self.unit.name)
+
+    def release(self, *, poison: bool) -> None:
+        """Give the slot back. With ``poison`` its content is overwritten with NaN, so that a stale use shows."""
+        if self.slot is None or self.slot.owner is not self:
+            return
+        if poison and self.dtype.is_floating_point:
+            self.gathered.fill_(float("nan"))
+        self.slot.owner = None
+
+    @property
+    def wants_gradients(self) -> bool:
+        """Some parameter is trained: the group takes part in reductions."""
+        return any(shard.requires_grad for shard in self.shards)
+
+
+def _whole(layout: GroupLayout) -> tuple[Piece, ...]:
+    return tuple(
+        Piece(index, 0, spec.numel, offset)
+        for index, (spec, offset) in enumerate(zip(layout.params, layout.offsets, strict=True))
+    )

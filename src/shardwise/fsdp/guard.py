@@ -1,0 +1,158 @@
+"""What a parallelized module refuses, or does right, outside of its forward: never silently a slice.
+
+* A module called outside its unit's forward would compute with a shard: refused with the parameter's name and shape.
+  For modules that use parameters of the root unit (embeddings, heads, the encoder of an encoder-decoder model, which
+  ``generate`` calls by itself) the root is gathered for the call instead. These guards are on a module only while its
+  unit is sharded, so a step does not pay for them.
+* ``state_dict``, ``load_state_dict``, ``copy.deepcopy`` and pickling are refused with what to use instead.
+* ``.to()``, ``.half()`` and the like are refused where they would change a parameter, and pass where they would not.
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import nn
+
+from shardwise.fsdp.attach import Uncopyable
+from shardwise.spec.errors import StateError
+
+if TYPE_CHECKING:
+    from shardwise.fsdp.runtime import Runtime
+    from shardwise.fsdp.unit import Owner, Unit
+
+
+def install_guards(root: nn.Module, runtime: Runtime) -> None:
+    """Install every guard on the modules below ``root``."""
+    unit_modules = {id(unit.module()): unit for unit in runtime.units}
+    for unit in runtime.units:
+        unit.guards.clear()
+        is_swapped, unit.is_swapped = unit.is_swapped, True
+        if unit.parent is None:
+            for module in _entries(root, unit):
+                if id(module) not in unit_modules:
+                    unit.guards.append((module._forward_pre_hooks, _EntryGuard(runtime, unit)))
+        elif any(group.row.shards_optimizer for group in unit.groups):
+            for owner in unit.owners:
+                module = owner.module()
+                if module is not None and id(module) not in unit_modules:
+                    unit.guards.append((module._forward_pre_hooks, _OutsideGuard(unit, owner)))
+        if not is_swapped:
+            unit.swap_out()
+        for owner in unit.owners:
+            module = owner.module()
+            if module is not None:
+                _guard_state(module, unit)
+    if "_apply" not in root.__dict__:
+        root.__dict__["_apply"] = _guarded_apply(root, runtime.units[0])
+
+
+def _entries(root: nn.Module, unit: Unit) -> list[nn.Module]:
+    """The modules through which parameters of the root unit can be reached without calling the root."""
+    paths = {owner.path for owner in unit.owners}
+    return [
+        module
+        for path, module in root.named_modules()
+        if path and any(owned == path or owned.startswith(f"{path}.") for owned in paths)
+    ]
+
+
+class _OutsideGuard(Uncopyable):
+    """Forward pre-hook of a module whose parameters are shards at the moment."""
+
+    def __init__(self, unit: Unit, owner: Owner) -> None:
+        self._unit = weakref.ref(unit)
+        self._attributes = tuple(owner.shards)
+        self._path = owner.path
+
+    def __call__(self, module: nn.Module, _args: object) -> None:
+        unit = self._unit()
+        if unit is None or unit.is_swapped:
+            return
+        attribute = self._attributes[0]
+        name = f"{self._path}.{attribute}"
+        shard = module._parameters[attribute]
+        shapes = {spec.name: spec.shape for group in unit.groups for spec in group.layout.params}
+        shape = shapes.get(name)
+        logical = f" of logical shape {list(shape)}" if shape is not None else ""
+        raise StateError(
+            f"{type(module).__name__} {self._path!r} was called outside the forward of its unit {unit.name!r}: its"
+            f" parameter {name!r}{logical} is a shard {list(shard.shape) if shard is not None else None} now.\n"
+            f"  Call {unit.name!r} or the model, use sw.full_parameters(...) where available, or make {self._path!r} a"
+            " unit of its own (auto_wrap_policy)."
+        )
+
+
+class _EntryGuard(Uncopyable):
+    """Forward pre-hook of a module that uses parameters of the root unit: gathers the root for this call."""
+
+    def __init__(self, runtime: Runtime, unit: Unit) -> None:
+        self._runtime = weakref.ref(runtime)
+        self._unit = weakref.ref(unit)
+
+    def __call__(self, module: nn.Module, _args: object) -> None:
+        runtime, unit = self._runtime(), self._unit()
+        if runtime is None or unit is None or unit.is_swapped:
+            return
+        runtime.before_forward(unit)
+
+        def leave(_module: nn.Module, _args: object, output: object) -> None:
+            handle.remove()
+            runtime.after_forward(unit, output)
+
+        handle = module.register_forward_hook(leave, always_call=True)
+
+
+class _StateDictGuard(Uncopyable):
+    def __init__(self, unit: Unit, name: str) -> None:
+        self._unit = weakref.ref(unit)
+        self._name = name
+
+    def __call__(self, module: nn.Module, *_args: object, **_kwargs: object) -> None:
+        unit = self._unit()
+        if unit is None or unit.shows_logical_state or not any(g.row.shards_optimizer for g in unit.groups):
+            return
+        ours, instead = {
+            "state_dict": ("would give slices", "sw.full_state_dict(model) or sw.save(path, model, optimizer)"),
+            "load_state_dict": ("would need slices", "sw.load_full_state_dict(model, state) or sw.load(path, model)"),
+        }[self._name]
+        raise StateError(
+            f"{self._name}() of {type(module).__name__} {ours}: its parameters are sharded.\n  Use {instead}."
+        )
+
+
+def _guard_state(module: nn.Module, unit: Unit) -> None:
+    module.register_state_dict_pre_hook(_StateDictGuard(unit, "state_dict"))
+    module.register_load_state_dict_pre_hook(_StateDictGuard(unit, "load_state_dict"))
+    if "_apply" not in module.__dict__:
+        module.__dict__["_apply"] = _guarded_apply(module, unit)
+
+
+def _guarded_apply(module: nn.Module, unit: Unit) -> Callable[..., nn.Module]:
+    return _GuardedApply(module, unit)
+
+
+class _GuardedApply(Uncopyable):
+    """Stands for ``module._apply``, through which ``.to()``, ``.half()``, ``.cuda()`` and the like go."""
+
+    def __init__(self, module: nn.Module, unit: Unit) -> None:
+        self._module = weakref.ref(module)
+        self._unit = weakref.ref(unit)
+
+    def __call__(self, fn: Callable[[torch.Tensor], torch.Tensor], recurse: bool = True) -> Any:  # noqa: FBT001, FBT002 - torch's signature
+        module, unit = self._module(), self._unit()
+        assert module is not None
+        if unit is not None:
+            for group in unit.groups:
+                probe = torch.empty(0, dtype=group.dtype, device=group.device)
+                result = fn(probe)
+                if result.dtype != probe.dtype or result.device != probe.device:
+                    raise StateError(
+                        f"{type(module).__name__} is parallelized: its parameters cannot go from {probe.dtype} on"
+                        f" {probe.device} to {result.dtype} on {result.device}.\n"
+                        "  Convert or move the model before sw.parallelize()."
+                    )
+        return type(module)._apply(module, fn, recurse)

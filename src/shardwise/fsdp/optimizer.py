@@ -1,0 +1,125 @@
+"""Checks at an optimizer's step, where it meets shards.
+
+An optimizer that treats every element by itself gives on slices bitwise what it gives on whole parameters. One that looks
+at rows, norms or whole matrices would silently compute something else: it is refused where a parameter is split.
+"""
+
+from __future__ import annotations
+
+import weakref
+from typing import Any
+
+import torch
+from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
+
+from shardwise.fsdp import attach
+from shardwise.spec.errors import StateError
+
+#: Optimizers of torch.optim whose update of an element depends on that element alone.
+_ELEMENTWISE: set[type] = {
+    torch.optim.Adam,
+    torch.optim.AdamW,
+    torch.optim.SGD,
+    torch.optim.Adagrad,
+    torch.optim.RMSprop,
+    torch.optim.Adadelta,
+    torch.optim.Adamax,
+    torch.optim.NAdam,
+    torch.optim.RAdam,
+    torch.optim.ASGD,
+    torch.optim.Rprop,
+}
+
+_seen: weakref.WeakSet[torch.optim.Optimizer] = weakref.WeakSet()
+_installed = False
+
+
+def declare_elementwise(cls: type[torch.optim.Optimizer]) -> type[torch.optim.Optimizer]:
+    """Vouch that ``cls`` updates every element from that element's own history alone. Usable as a class decorator.
+
+    Raises:
+        TypeError: ``cls`` is not a class.
+    """
+    if not isinstance(cls, type):
+        raise TypeError(f"declare_elementwise() takes an optimizer class, got {cls!r}.")
+    _ELEMENTWISE.add(cls)
+    return cls
+
+
+def install_checks() -> None:
+    """Have every optimizer of this process checked at its first step, and steps counted. Done once."""
+    global _installed  # noqa: PLW0603 - torch's hooks are global as well
+    if _installed:
+        return
+    _installed = True
+    register_optimizer_step_pre_hook(_before_step)
+    register_optimizer_step_post_hook(_after_step)
+
+
+def accept(optimizer: torch.optim.Optimizer) -> None:
+    """Check ``optimizer`` now, and let the state that it is about to be given pass.
+
+    Raises:
+        StateError: It cannot work on shards.
+    """
+    _check(optimizer)
+    _seen.add(optimizer)
+
+
+def _before_step(optimizer: torch.optim.Optimizer, _args: Any, _kwargs: Any) -> None:
+    if optimizer not in _seen:
+        _check(optimizer)
+        _check_state(optimizer)
+        _seen.add(optimizer)
+
+
+def _after_step(optimizer: torch.optim.Optimizer, _args: Any, _kwargs: Any) -> None:
+    runtimes = {}
+    for group in optimizer.param_groups:
+        for parameter in group["params"]:
+            mark = attach.mark_of(parameter)
+            owner = mark.group if mark is not None else None
+            runtime = owner.unit.runtime() if owner is not None and owner.unit.runtime is not None else None
+            if runtime is not None:
+                runtimes[id(runtime)] = runtime
+                break
+    for runtime in runtimes.values():
+        runtime.version += 1
+
+
+def _check(optimizer: torch.optim.Optimizer) -> None:
+    if type(optimizer) in _ELEMENTWISE:
+        return
+    for group in optimizer.param_groups:
+        for parameter in group["params"]:
+            mark = attach.mark_of(parameter)
+            owner = mark.group if mark is not None else None
+            if mark is None or owner is None:
+                continue
+            spec = owner.layout.params[mark.index]
+            if tuple(parameter.shape) == spec.shape:
+                continue
+            raise StateError(
+                f"{type(optimizer).__name__} is not known to work element by element, but parameter {spec.name!r} of"
+                f" logical shape {list(spec.shape)} is split: this rank holds {parameter.numel()} of its {spec.numel}"
+                " elements. A row-wise or matrix-wise update would silently differ.\n"
+                "  Use strategy 'ddp', an element-wise optimizer, or sw.declare_elementwise("
+                f"{type(optimizer).__name__}) if each element's update depends on that element alone."
+            )
+
+
+def _check_state(optimizer: torch.optim.Optimizer) -> None:
+    for parameter, state in optimizer.state.items():
+        mark = attach.mark_of(parameter)
+        owner = mark.group if mark is not None else None
+        if mark is None or owner is None:
+            continue
+        spec = owner.layout.params[mark.index]
+        for key, value in state.items():
+            if isinstance(value, torch.Tensor) and value.dim() > 0 and value.shape != parameter.shape:
+                raise StateError(
+                    f"the optimizer was used before sw.parallelize(): its state {key!r} of {spec.name!r} has shape"
+                    f" {list(value.shape)}, the shard {list(parameter.shape)}.\n"
+                    "  Build it after sw.parallelize(), or without having stepped; to carry state over, sw.save it from"
+                    " a run with that optimizer and sw.load it."
+                )

@@ -1,0 +1,125 @@
+"""Reusable storage: slots for gathered parameters, buffers for gradients on their way to a reduction.
+
+Nothing here is freed or allocated in the steady state. A unit keeps its slot for life, so that a tensor which autograd
+saved in forward finds its own data again in backward.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Callable, Hashable
+from typing import TYPE_CHECKING
+
+import torch
+from torch import Tensor
+
+if TYPE_CHECKING:
+    from shardwise.fsdp.group import Group
+
+
+class Slot:
+    """Storage for one gathered group at a time.
+
+    ``owner`` is the group whose parameters lie in it now; ``members`` are those that will ever use it.
+    """
+
+    __slots__ = ("buffer", "members", "numel", "owner")
+
+    def __init__(self) -> None:
+        self.numel = 0
+        self.owner: Group | None = None
+        self.buffer: Tensor | None = None
+        self.members = 0
+
+    def allocate(self, dtype: torch.dtype, device: torch.device) -> Tensor:
+        """The storage, allocated and touched at the first call."""
+        if self.buffer is None:
+            self.buffer = torch.zeros(self.numel, dtype=dtype, device=device)
+        return self.buffer
+
+
+def size_class(numel: int) -> int:
+    """Groups whose sizes round to the same class share slots: sizes are rounded up to an eighth of a power of two."""
+    if numel <= 8:
+        return numel
+    step = 1 << (numel - 1).bit_length() - 4
+    return -(-numel // step) * step
+
+
+class SlotPool:
+    """The slots of a model: ``slots_per_class`` for each (depth, size class, dtype, trainable), dealt out in turn.
+
+    Depth is in the key so that a unit never shares a slot with one that encloses it: both are live at once.
+    """
+
+    def __init__(self, slots_per_class: int = 2) -> None:
+        self.slots_per_class = slots_per_class
+        self.slots: list[Slot] = []
+        self.num_grown = 0
+        self._classes: dict[Hashable, list[Slot]] = {}
+        self._dealt: dict[Hashable, int] = {}
+
+    def assign(self, key: Hashable, numel: int, *, is_shared: bool) -> Slot:
+        """The slot for a group of ``numel`` gathered elements; its own one unless ``is_shared``."""
+        if not is_shared:
+            return self._new(numel)
+        turn = self._dealt.get(key, 0)
+        self._dealt[key] = turn + 1
+        slots = self._classes.setdefault(key, [])
+        if len(slots) < self.slots_per_class:
+            slots.append(self._new(0))
+        slot = slots[turn % self.slots_per_class]
+        slot.numel = max(slot.numel, numel)
+        slot.members += 1
+        return slot
+
+    def grow(self, numel: int) -> Slot:
+        """A further slot, because more units turned out to be live at once than the class has slots."""
+        self.num_grown += 1
+        return self._new(numel)
+
+    def _new(self, numel: int) -> Slot:
+        slot = Slot()
+        slot.numel = numel
+        self.slots.append(slot)
+        return slot
+
+
+class GradientPool:
+    """Full-size gradient buffers that groups borrow from their first gradient until their reduction is done.
+
+    Args:
+        limit: Buffers per (size class, dtype). A group that needs one while all are on their way waits for the oldest
+            reduction; if none is on its way (an enclosing unit, or local accumulation, holds them) the pool grows.
+        drain: Finishes the oldest reduction under way; returns False if there is none.
+    """
+
+    def __init__(self, limit: int, drain: Callable[[], bool]) -> None:
+        self.limit = limit
+        self._drain = drain
+        self._sizes: dict[Hashable, int] = {}
+        self._free: dict[Hashable, deque[Tensor]] = {}
+        self.num_buffers: dict[Hashable, int] = {}
+
+    def announce(self, key: Hashable, numel: int) -> None:
+        """Tell the pool, before the first step, that a group of this class needs buffers of ``numel`` elements."""
+        self._sizes[key] = max(self._sizes.get(key, 0), numel)
+
+    def take(self, key: Hashable, dtype: torch.dtype, device: torch.device) -> Tensor:
+        """A buffer of at least the announced number of elements. Its content is whatever the last user left."""
+        free = self._free.setdefault(key, deque())
+        while not free and self.num_buffers.get(key, 0) >= self.limit and self._drain():
+            pass
+        if free:
+            return free.popleft()
+        self.num_buffers[key] = self.num_buffers.get(key, 0) + 1
+        return torch.zeros(self._sizes[key], dtype=dtype, device=device)
+
+    def give(self, key: Hashable, buffer: Tensor) -> None:
+        """Return a buffer. The newest comes out first: it is the one that the caches hold."""
+        self._free[key].appendleft(buffer)
+
+    @property
+    def total_bytes(self) -> int:
+        """Bytes of the buffers that lie in the pool now."""
+        return sum(b.nbytes for free in self._free.values() for b in free)

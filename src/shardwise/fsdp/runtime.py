@@ -1,0 +1,614 @@
+"""When units are gathered, released and reduced: the hooks around forward and backward.
+
+**Forward.** Before a unit computes it is gathered (unless a prefetch has done so) and the next one's gather is issued.
+After it has computed it is released, unless it is kept for backward.
+
+**Backward.** A *ticket*, a hook on each output of a unit's call, fires when backward reaches that call. Entering a unit
+completes every unit entered before that is neither above nor below it: those are *finalised*, that is, released, and
+their gradients reduced. A unit is thus reduced at a boundary that all ranks share, not when a count of gradients is
+full, which would order the collectives differently on ranks that use different parameters.
+
+**End of backward.** Finalises what is left, waits for the reductions, and puts the gradients on the shards.
+
+The order of gathers and of entries is agreed (``spec.order``): recorded in the first pass, followed later.
+"""
+
+from __future__ import annotations
+
+import threading
+import weakref
+from collections import deque
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import fields, is_dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from shardwise.comm.base import Comm, Handle
+from shardwise.fsdp import debug, torch_private
+from shardwise.fsdp.gradient import EAGER_NUMEL
+from shardwise.fsdp.group import Group
+from shardwise.fsdp.pool import GradientPool, SlotPool, size_class
+from shardwise.fsdp.saved import SavedTensorGuard
+from shardwise.fsdp.unit import State, Unit
+from shardwise.spec.errors import StateError
+from shardwise.spec.order import AgreedOrder
+from shardwise.spec.placement import Placements
+
+
+class Runtime:
+    """The engine of one model.
+
+    Args:
+        units: The units, outermost first; ``units[0]`` is the root.
+        row: Placements of the strategy.
+        gather_comm: Carries the gathers.
+        reduce_comm: Carries the reductions.
+        accumulates_sharded: Reduce every backward, also inside ``gradient_sync(model, False)``.
+        num_gradient_buffers: Full-size gradient buffers per size class.
+    """
+
+    def __init__(
+        self,
+        units: Sequence[Unit],
+        row: Placements,
+        gather_comm: Comm,
+        reduce_comm: Comm,
+        *,
+        accumulates_sharded: bool,
+        num_gradient_buffers: int = 2,
+    ) -> None:
+        self.units = list(units)
+        self.row = row
+        self.gather_comm = gather_comm
+        self.reduce_comm = reduce_comm
+        self.accumulates_sharded = accumulates_sharded
+        self.syncs_gradients = True
+        self.slots = SlotPool()
+        self.gradients = GradientPool(num_gradient_buffers, self._drain_one)
+        self.forward_order = AgreedOrder()  # gathers in forward passes that train
+        self.eval_order = AgreedOrder()  # gathers in forward passes that do not; only to prefetch
+        self.backward_order = AgreedOrder()
+        self.version = 0  # counts optimizer steps: backward of an earlier version would be wrong
+        self._order = self.forward_order
+        self._trains = False
+        self._num_frames = 0
+        self._thread = 0
+        self._epoch = 0
+        self._is_window_open = False  # microbatches are being accumulated: parameters have not changed
+        self._in_backward = False
+        self._generation = 0
+        self._entered: list[Unit] = []
+        self._active: Unit | None = None
+        self._reducing: deque[tuple[Unit, Group, Handle]] = deque()
+        self._saved = SavedTensorGuard(self)
+        self._hooks: list[Any] = []
+        self._prepare()
+
+    # -- construction
+
+    def _prepare(self) -> None:
+        """Number the units, deal out slots, make the full parameters, install the hooks."""
+        me = weakref.ref(self)
+        for index, unit in enumerate(self.units):
+            unit.index = index
+            unit.runtime = me
+        self._relate()
+        slots = {
+            group: self._slot_of(unit, group)
+            for unit in self.units
+            for group in unit.groups
+            if group.row.shards_parameters
+        }
+        for unit in self.units:
+            for group in unit.groups:
+                group.use_slot(slots.get(group))
+                if group.layout.params:
+                    self.gradients.announce(group.gradient.pool_key, group.reduce_layout.numel)
+                for index, full in enumerate(group.fulls):
+                    if full.numel() >= EAGER_NUMEL:
+                        hook = _eager_hook(me, weakref.ref(group), index)
+                        self._hooks.append(full.register_post_accumulate_grad_hook(hook))
+            self._install(unit)
+
+    def _relate(self) -> None:
+        for unit in self.units:
+            above, ancestor = set(), unit.parent
+            while ancestor is not None:
+                above.add(ancestor.index)
+                ancestor = ancestor.parent
+            unit.depth = len(above)
+            unit.family = frozenset({unit.index, *above})
+        for unit in self.units:
+            below = {other.index for other in self.units if unit.index in other.family}
+            unit.family |= below
+
+    def _slot_of(self, unit: Unit, group: Group) -> Any:
+        numel = group.layout.numel
+        key = (unit.depth, size_class(numel), group.dtype, group.is_trainable)
+        return self.slots.assign(key, numel, is_shared=unit.reshards_after_forward and unit.depth > 0)
+
+    def _install(self, unit: Unit) -> None:
+        module = unit.module()
+        assert module is not None
+        before, after = _forward_hooks(weakref.ref(self), weakref.ref(unit))
+        self._hooks.append(module.register_forward_pre_hook(before, prepend=True))
+        self._hooks.append(module.register_forward_hook(after, always_call=True))
+
+    def remove(self) -> None:
+        """Take the hooks off: the units now belong to another runtime."""
+        for hook in self._hooks:
+            hook.remove()
+        self._hooks.clear()
+
+    @property
+    def comms(self) -> tuple[Comm, Comm]:
+        """The Comms for gathers and for reductions."""
+        return self.gather_comm, self.reduce_comm
+
+    @property
+    def groups(self) -> Iterator[Group]:
+        """Every group of every unit."""
+        return (group for unit in self.units for group in unit.groups)
+
+    # -- forward
+
+    def before_forward(self, unit: Unit) -> None:
+        """The module of ``unit`` is about to run.
+
+        Collective:
+            All-gather of the unit on ``dp_shard`` where one is due, and of the next one (prefetch).
+        """
+        if torch_private.current_backward() != -1:
+            self._ensure(unit)  # recomputation: the data must be there, nothing is entered, ordered or counted
+            unit.replays.append(torch_private.next_sequence_number())
+            return
+        if self._in_backward:
+            self._recover()
+        if self._num_frames == 0:
+            self._begin_forward()
+        elif threading.get_ident() != self._thread:
+            raise StateError(
+                f"unit {unit.name!r} was called from a second thread while a forward is under way in another.\n"
+                "  Call the model from one thread at a time."
+            )
+        self._num_frames += 1
+        unit.frames.append(torch_private.next_sequence_number())
+        if self.row.shards_optimizer:
+            for index in self._order.reach(unit.index):
+                if self._trains:
+                    self._visit(self.units[index])
+        self._unshard(unit)
+        unit.swap_in()
+        self._prefetch(self._order)
+
+    def after_forward(self, unit: Unit, output: object) -> None:
+        """The module of ``unit`` has run (``output`` is ``None`` where it raised)."""
+        if torch_private.current_backward() != -1:
+            since = unit.replays.pop()
+            if torch.is_grad_enabled():  # a reentrant recomputation runs a backward of its own through these
+                self._attach(unit, output, since, is_counted=False)
+            return
+        if not unit.frames:
+            return  # the forward never got through before_forward
+        since = unit.frames.pop()
+        self._num_frames -= 1
+        has_tickets = torch.is_grad_enabled() and self._attach(unit, output, since)
+        if not unit.frames:
+            unit.swap_out()
+            self._reshard_after_forward(unit, needs_backward=has_tickets)
+        if self._num_frames == 0:
+            self._end_forward()
+
+    def _begin_forward(self) -> None:
+        self._thread = threading.get_ident()
+        self._trains = torch.is_grad_enabled()
+        self._order = self.forward_order if self._trains else self.eval_order
+        self._order.start()
+        if not self._is_window_open:
+            self._epoch += 1
+        for group in self.groups:
+            group.check_shards()
+            group.follow_requires_grad()
+        if self._trains:
+            self._saved.enter_forward()
+
+    def _end_forward(self) -> None:
+        self._saved.leave_forward()
+        if self._trains and self.row.shards_optimizer:
+            for index in self._order.rest():
+                self._visit(self.units[index])
+        for unit in self.units:
+            if unit.state is State.UNSHARDING:  # prefetched and never used
+                self._wait(unit)
+                self._reshard_after_forward(unit, needs_backward=False)
+
+    def _visit(self, unit: Unit) -> None:
+        """Issue what the peers issue for a unit that this rank's forward skips."""
+        self._unshard(unit)
+        self._prefetch(self._order)
+        if not unit.frames:
+            self._reshard_after_forward(unit, needs_backward=True)
+
+    def _reshard_after_forward(self, unit: Unit, *, needs_backward: bool) -> None:
+        if not self.row.shards_parameters or unit.state is not State.UNSHARDED:
+            return
+        if needs_backward or unit.num_outstanding > 0:
+            if not unit.reshards_after_forward:
+                return
+            if self._trains and self._order.is_last(unit.index):
+                return  # backward needs it first
+        self._reshard(unit)
+
+    def _attach(self, unit: Unit, output: object, since: int, *, is_counted: bool = True) -> bool:
+        """Put a ticket on every output that this call has made. Returns whether there is one.
+
+        A module that hands an input through has not made that output: its ticket would fire much later, in the backward
+        of whoever made it.
+        """
+        call: _Call | None = None
+        for tensor in _tensors(output):
+            node = tensor.grad_fn
+            if node is None or node._sequence_nr() < since:
+                continue
+            if call is None:
+                call = _Call(self, unit, is_counted=is_counted)
+            tensor.register_hook(call)
+        return call is not None
+
+    # -- gathering
+
+    def _is_current(self, unit: Unit) -> bool:
+        """The gathered buffer holds what the masters held at the outermost forward."""
+        return all(group.epoch == self._epoch or not group.row.shards_optimizer for group in unit.groups)
+
+    def _unshard(self, unit: Unit) -> None:
+        """Bring the unit's parameters up to date and wait for them."""
+        if unit.state is State.UNSHARDED and (self._is_current(unit) or unit.frames[1:]):
+            return
+        if unit.state is not State.UNSHARDING:
+            self._issue_gather(unit)
+        self._wait(unit)
+
+    def _issue_gather(self, unit: Unit) -> None:
+        if unit.state is State.REDUCING:
+            while unit.state is State.REDUCING:
+                self._drain_one()
+        for group in unit.groups:
+            if not group.row.shards_optimizer or (not group.row.shards_parameters and group.epoch == self._epoch):
+                continue
+            if group.slot is not None and group.slot.owner is not group:
+                self._claim(group)
+            unit.handles.append(group.gather(self.gather_comm))
+            group.epoch = self._epoch
+        unit.move_to(State.UNSHARDING)
+
+    def _claim(self, group: Group) -> None:
+        """Make ``group`` the owner of its slot; whoever lies there is evicted, or, if it computes, keeps it."""
+        slot = group.slot
+        assert slot is not None
+        holder = slot.owner
+        if holder is not None:
+            if holder.unit.frames:
+                if group.unit.num_outstanding:
+                    raise StateError(
+                        f"units {group.unit.name!r} and {holder.unit.name!r} share storage, but one now runs inside the"
+                        " other, which it did not before.\n  Wrap only the outer one, or neither."
+                    )
+                slot = self.slots.grow(group.layout.numel)
+                group.use_slot(slot)
+            else:
+                if holder.unit.state is State.UNSHARDING:
+                    self._wait(holder.unit)
+                self._reshard(holder.unit)
+        slot.owner = group
+
+    def _wait(self, unit: Unit) -> None:
+        for handle in unit.handles:
+            handle.wait()
+        unit.handles.clear()
+        unit.move_to(State.UNSHARDED)
+
+    def _prefetch(self, order: AgreedOrder) -> None:
+        """Issue the gather of the unit that comes next, if its slot is free."""
+        index = order.upcoming()
+        if index is None:
+            return
+        unit = self.units[index]
+        if unit.frames or unit.state is State.UNSHARDING:
+            return
+        if unit.state is State.UNSHARDED and (self._in_backward or self._is_current(unit)):
+            return
+        if unit.state is State.REDUCING:
+            return
+        for group in unit.groups:
+            holder = group.slot.owner if group.slot is not None else None
+            if holder is not None and holder is not group:
+                other = holder.unit
+                if other.frames or other is self._active or other in self._entered:
+                    return
+        self._issue_gather(unit)
+
+    def _ensure(self, unit: Unit) -> None:
+        """Have the unit's parameters there, inside a backward, without taking part in the order."""
+        if unit.state is not State.UNSHARDED:
+            if unit.state is not State.UNSHARDING:
+                self._issue_gather(unit)
+            self._wait(unit)
+        unit.swap_in()
+
+    def _reshard(self, unit: Unit) -> None:
+        """Release the unit's slots. Units with replicated parameters keep their data."""
+        unit.swap_out()
+        for group in unit.groups:
+            group.release(poison=debug.is_on)
+        if unit.state is State.UNSHARDED:
+            unit.move_to(State.SHARDED)
+
+    def unshard_now(self, unit: Unit) -> None:
+        """Gather a unit by hand; its module then holds the whole parameters until :meth:`reshard_now`.
+
+        Collective:
+            All-gather of the unit. All ranks must call.
+        """
+        self._epoch += 1
+        self._unshard(unit)
+        unit.swap_in()
+
+    def reshard_now(self, unit: Unit) -> None:
+        """Undo :meth:`unshard_now`."""
+        if unit.state is State.UNSHARDED and not unit.frames:
+            self._reshard(unit)
+
+    # -- backward
+
+    def on_ticket(self, call: _Call, unit: Unit) -> None:
+        """Backward has reached a call of ``unit``.
+
+        Raises:
+            StateError: Double backward, or the parameters were changed since that call's forward.
+        """
+        if self._in_backward and call.generation == self._generation:
+            return
+        if torch.is_grad_enabled():
+            raise StateError(
+                f"backward with create_graph=True reached unit {unit.name!r}: its parameters are released after use, so"
+                " a second derivative would be wrong.\n  Compute higher derivatives outside of sw.parallelize()."
+            )
+        if call.version != self.version:
+            raise StateError(
+                f"backward reached a forward of unit {unit.name!r} that ran before the last optimizer.step(): its"
+                " parameters have changed since.\n  Call backward() before optimizer.step()."
+            )
+        if not self._in_backward:
+            self._begin_backward()
+        call.generation = self._generation
+        call.leave()
+        for index in self.backward_order.reach(unit.index):
+            self._enter(self.units[index])
+        self._enter(unit)
+        self._prefetch(self.backward_order)
+
+    def _begin_backward(self) -> None:
+        self._in_backward = True
+        self._generation += 1
+        self._entered.clear()
+        self.backward_order.start()
+        torch_private.at_end_of_backward(_end_callback(weakref.ref(self)))
+
+    def _enter(self, unit: Unit) -> None:
+        """Backward is now in ``unit``: finalise what it has left, and have this unit's parameters there."""
+        for other in [other for other in self._entered if other.index not in unit.family]:
+            if not self._is_outstanding(other):
+                self._finalise(other)
+        self._active = unit
+        if unit not in self._entered:
+            self._entered.append(unit)
+        self._ensure(unit)
+
+    def _is_outstanding(self, unit: Unit) -> bool:
+        """Backward will come to this unit again, in an earlier call of it."""
+        if self.backward_order.is_recorded:
+            return self.backward_order.remaining(unit.index) > 0
+        return unit.num_outstanding > 0
+
+    def _finalise(self, unit: Unit) -> None:
+        """Release a unit that backward has left, and issue the reduction of its gradients.
+
+        Collective:
+            Reduce-scatter or all-reduce of each trained group, where this backward synchronises.
+        """
+        if unit in self._entered:
+            self._entered.remove(unit)
+        reduces = self.syncs_gradients or self.accumulates_sharded
+        trained = [group for group in unit.groups if group.wants_gradients]
+        for group in trained:
+            group.gradient.collect(self.gradients)
+        if unit.state is State.UNSHARDING:
+            self._wait(unit)
+        self._reshard(unit)
+        if not (reduces and trained):
+            return
+        unit.move_to(State.REDUCING)
+        before = len(self._reducing)
+        for group in trained:
+            self._reducing.append((unit, group, group.gradient.reduce(self.reduce_comm, self.gradients)))
+        for _ in range(before):
+            self._drain_one()
+
+    def _drain_one(self) -> bool:
+        """Finish the oldest reduction under way. Returns False if there is none."""
+        if not self._reducing:
+            return False
+        unit, group, handle = self._reducing.popleft()
+        handle.wait()
+        group.gradient.finish(self.gradients)
+        if unit.state is State.REDUCING and not any(other is unit for other, _, _ in self._reducing):
+            unit.move_to(State.SHARDED)
+        return True
+
+    def end_backward(self) -> None:
+        """Backward is over: finalise the rest, wait for the reductions, release everything."""
+        for index in self.backward_order.rest():
+            self._enter(self.units[index])
+        for unit in reversed(self._entered.copy()):
+            self._finalise(unit)
+        self._finish_strays()
+        while self._drain_one():
+            pass
+        for unit in self.units:
+            if unit.state is State.UNSHARDING:
+                self._wait(unit)
+            if unit.state is State.UNSHARDED:
+                self._reshard(unit)
+            unit.swap_out()
+        self._in_backward = False
+        self._active = None
+        self._is_window_open = not self.syncs_gradients
+        self._saved.leave_backward(self.backward_order.num_changes)
+
+    def _finish_strays(self) -> None:
+        """Reduce what no ticket announced: values that left a unit by a side door, and microbatches left over.
+
+        Raises:
+            StateError: A gradient came for a unit whose parameters had been released: it cannot be trusted.
+        """
+        for unit in self.units:
+            trained = [group for group in unit.groups if group.wants_gradients]
+            strays = [
+                spec
+                for group in trained
+                for spec, full in zip(group.layout.params, group.fulls, strict=True)
+                if full.grad is not None
+            ]
+            if strays and self.row.shards_parameters and unit.healed_in != self._generation:
+                for group in trained:
+                    for full in group.fulls:
+                        full.grad = None
+                raise StateError(
+                    f"a gradient for {strays[0].name!r} (logical shape {list(strays[0].shape)}) arrived while unit"
+                    f" {unit.name!r} was not gathered: a value left the unit otherwise than through its outputs.\n"
+                    "  Return the value from the unit's forward, or wrap the module that uses it as well."
+                )
+            if strays or (self.syncs_gradients and any(group.gradient.is_local for group in trained)):
+                self._finalise(unit)
+
+    def heal(self, unit: Unit) -> None:
+        """Bring back the data of a unit for a saved tensor that would otherwise read another unit's."""
+        self._ensure(unit)
+        unit.healed_in = self._generation
+
+    def collect_eagerly(self, group: Group, index: int) -> None:
+        """A large gradient has arrived: move it into the flat buffer at once.
+
+        Raises:
+            StateError: The unit is not gathered, so the gradient cannot be trusted.
+        """
+        unit = group.unit
+        if unit not in self._entered and self.row.shards_parameters and unit.healed_in != self._generation:
+            return  # left on the parameter; the end of backward reports it
+        group.gradient.collect_one(index, self.gradients)
+
+    def _recover(self) -> None:
+        """A backward raised before its end: drop what it left and start afresh."""
+        while self._reducing:
+            _, group, handle = self._reducing.popleft()
+            handle.wait()
+            group.gradient.finish(self.gradients)
+        for unit in self.units:
+            if unit.state is State.REDUCING:
+                unit.move_to(State.SHARDED)
+            if unit.state is State.UNSHARDING:
+                self._wait(unit)
+            self._reshard(unit)
+            unit.frames.clear()
+            unit.replays.clear()
+            for group in unit.groups:
+                group.gradient.drop(self.gradients)
+        self._entered.clear()
+        self._in_backward = False
+        self._active = None
+        self._num_frames = 0
+
+
+class _Call:
+    """One forward call of a unit, as a hook on each of its outputs."""
+
+    __slots__ = ("_is_counted", "_runtime", "_unit", "generation", "version")
+
+    def __init__(self, runtime: Runtime, unit: Unit, *, is_counted: bool) -> None:
+        self._runtime = weakref.ref(runtime)
+        self._unit = weakref.ref(unit)
+        self._is_counted = is_counted
+        self.generation = -1
+        self.version = runtime.version
+        if is_counted:
+            unit.num_outstanding += 1
+
+    def __call__(self, grad: Tensor) -> None:
+        runtime, unit = self._runtime(), self._unit()
+        if runtime is not None and unit is not None:
+            runtime.on_ticket(self, unit)
+
+    def leave(self) -> None:
+        """This call is not outstanding any longer."""
+        unit = self._unit()
+        if self._is_counted and unit is not None:
+            unit.num_outstanding -= 1
+            self._is_counted = False
+
+    def __del__(self) -> None:
+        self.leave()
+
+
+def _forward_hooks(
+    runtime_ref: weakref.ref[Runtime], unit_ref: weakref.ref[Unit]
+) -> tuple[Callable[..., None], Callable[..., None]]:
+    def before(_module: nn.Module, _args: object) -> None:
+        runtime, unit = runtime_ref(), unit_ref()
+        if runtime is not None and unit is not None:
+            runtime.before_forward(unit)
+
+    def after(_module: nn.Module, _args: object, output: object) -> None:
+        runtime, unit = runtime_ref(), unit_ref()
+        if runtime is not None and unit is not None:
+            runtime.after_forward(unit, output)
+
+    return before, after
+
+
+def _eager_hook(
+    runtime_ref: weakref.ref[Runtime], group_ref: weakref.ref[Group], index: int
+) -> Callable[[Tensor], None]:
+    def collect(_parameter: Tensor) -> None:
+        runtime, group = runtime_ref(), group_ref()
+        if runtime is not None and group is not None:
+            runtime.collect_eagerly(group, index)
+
+    return collect
+
+
+def _end_callback(runtime_ref: weakref.ref[Runtime]) -> Callable[[], None]:
+    def end() -> None:
+        runtime = runtime_ref()
+        if runtime is not None:
+            runtime.end_backward()
+
+    return end
+
+
+def _tensors(value: object) -> Iterator[Tensor]:
+    """Every tensor that requires grad in an output of any common shape."""
+    if isinstance(value, Tensor):
+        if value.requires_grad:
+            yield value
+    elif isinstance(value, Mapping):
+        for item in value.values():
+            yield from _tensors(item)
+    elif isinstance(value, (tuple, list, set)):
+        for item in value:
+            yield from _tensors(item)
+    elif is_dataclass(value) and not isinstance(value, type):
+        for field in fields(value):
+            yield from _tensors(getattr(value, field.name, None))

@@ -1,0 +1,363 @@
+"""A parallelized model's weights as logical tensors, and as the ranges that checkpoints hold."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from shardwise.comm.control import agree, all_gather_json
+from shardwise.comm.dtype import dtype_name
+from shardwise.fsdp import attach
+from shardwise.fsdp.group import Group
+from shardwise.fsdp.runtime import Runtime
+from shardwise.fsdp.view import contiguous_stride, is_dense, memory_order
+from shardwise.spec.errors import StateError
+from shardwise.spec.extent import Extent
+from shardwise.spec.layout import Piece
+
+# -- whole state dicts
+
+
+def full_state_dict(model: nn.Module) -> dict[str, Any]:
+    """The plain model's ``state_dict()``: its keys, shapes and dtypes, tied names and buffers included, on the CPU.
+
+    Returns:
+        The whole of it on rank 0, ``{}`` elsewhere.
+
+    Collective:
+        One gather to rank 0 per group, unit by unit: every other rank sends its shards once. Besides the result, rank 0
+        holds one group at a time. All ranks must call.
+    """
+    runtime = attach.runtime_of(model, "sw.full_state_dict")
+    is_root = runtime.gather_comm.rank == 0
+    whole: dict[int, Tensor] = {}
+    for group in runtime.groups:
+        flat = _gather_to_root(runtime, group)
+        if flat is None:
+            continue
+        for shard, spec, offset in zip(group.shards, group.layout.params, group.layout.offsets, strict=True):
+            stride = spec.stride or contiguous_stride(spec.shape)
+            view = flat.as_strided(spec.shape, stride, flat.storage_offset() + offset)
+            whole[id(shard)] = torch.empty_strided(spec.shape, stride, dtype=flat.dtype).copy_(view)
+    if not is_root:
+        return {}
+    with _whole_tensors_in(runtime, whole):
+        state = model.state_dict()
+    return {key: value.cpu() if isinstance(value, Tensor) else value for key, value in state.items()}
+
+
+def _gather_to_root(runtime: Runtime, group: Group) -> Tensor | None:
+    """The group's flat parameters on rank 0 (padding included), ``None`` elsewhere."""
+    comm = runtime.gather_comm
+    if not group.row.shards_optimizer:
+        return group.master if comm.rank == 0 else None
+    out = None
+    if comm.rank == 0:
+        out = torch.empty(group.layout.numel, dtype=group.dtype, device=group.device)
+    comm.gather(group.master, out, root=0, unit=group.unit.name).wait()
+    return out
+
+
+@contextlib.contextmanager
+def _whole_tensors_in(runtime: Runtime, whole: Mapping[int, Tensor]) -> Iterator[None]:
+    """Let the modules show whole parameters, so that torch's own ``state_dict`` walks them, hooks and all."""
+    for unit in runtime.units:
+        unit.shows_logical_state = True
+        for owner in unit.owners:
+            owner.parameters.update(
+                {
+                    attribute: nn.Parameter(whole[id(shard)], requires_grad=shard.requires_grad)
+                    for attribute, shard in owner.shards.items()
+                }
+            )
+    try:
+        yield
+    finally:
+        for unit in runtime.units:
+            unit.shows_logical_state = False
+            for owner in unit.owners:
+                owner.parameters.update(owner.shards)
+
+
+def load_full_state_dict(model: nn.Module, state: Mapping[str, Any], *, strict: bool = True) -> None:
+    """Load a plain model's state dict from rank 0 into every rank's shards and buffers.
+
+    Args:
+        model: A parallelized model.
+        state: On rank 0 the logical tensors by name; not looked at on the other ranks.
+        strict: Refuse missing and unexpected names.
+
+    Collective:
+        A verdict of rank 0, then one scatter (broadcast where whole parameters are held) per group and one broadcast
+        per buffer. Besides ``state``, rank 0 holds one group at a time. All ranks must call.
+
+    Raises:
+        StateError: Names are missing or unexpected, or shapes differ; on all ranks, and nothing is loaded.
+    """
+    runtime = attach.runtime_of(model, "sw.load_full_state_dict")
+    comm = runtime.gather_comm
+    buffers = _buffers(model)
+    problems = _misfits(runtime, buffers, state, strict=strict) if comm.rank == 0 else []
+    verdict = all_gather_json(comm, problems)[0]
+    if verdict:
+        shown = "\n".join(f"  {problem}" for problem in verdict[:12])
+        more = f"\n  and {len(verdict) - 12} more" if len(verdict) > 12 else ""
+        raise StateError(
+            f"the state dict does not fit the model ({len(verdict)} differences):\n{shown}{more}\n"
+            "  Load a state dict of this very model, or pass strict=False to skip missing and unexpected names."
+        )
+    for group in runtime.groups:
+        has_it = comm.rank == 0 and all(_value(state, spec) is not None for spec in group.layout.params)
+        if not strict and not agree(comm, int(has_it))[0]:
+            _load_partly(runtime, group, state)
+            continue
+        _load_group(runtime, group, state)
+    for name, buffer in buffers.items():
+        is_there = agree(comm, int(name in state))[0] if not strict else 1
+        if is_there:
+            if comm.rank == 0:
+                buffer.copy_(state[name])
+            flat = buffer.detach().contiguous().view(-1)
+            travels = flat.view(torch.uint8) if flat.dtype is torch.bool else flat
+            comm.broadcast(travels, root=0, unit=f"buffer {name}").wait()
+            buffer.copy_(flat.view(buffer.shape))
+    _load_extra_state(model, state if comm.rank == 0 else {})
+
+
+def _value(state: Mapping[str, Any], spec: Any) -> Tensor | None:
+    """The tensor of a parameter, under its name or that of an alias."""
+    for name in (spec.name, *spec.aliases):
+        if name in state:
+            return state[name]
+    return None
+
+
+def _buffers(model: nn.Module) -> dict[str, Tensor]:
+    """The persistent buffers, by name, each once."""
+    found: dict[str, Tensor] = {}
+    seen: set[int] = set()
+    for path, module in model.named_modules():
+        for key, buffer in module._buffers.items():
+            if buffer is None or key in module._non_persistent_buffers_set or id(buffer) in seen:
+                continue
+            seen.add(id(buffer))
+            found[f"{path}.{key}" if path else key] = buffer
+    return found
+
+
+def _misfits(
+    runtime: Runtime, buffers: Mapping[str, Tensor], state: Mapping[str, Any], *, strict: bool
+) -> list[str]:
+    problems, known = [], set(buffers)
+    expected: dict[str, tuple[int, ...]] = {name: tuple(buffer.shape) for name, buffer in buffers.items()}
+    for group in runtime.groups:
+        for spec in group.layout.params:
+            known |= {spec.name, *spec.aliases}
+            value = _value(state, spec)
+            if value is None:
+                if strict:
+                    problems.append(f"{spec.name}: missing (expected {list(spec.shape)})")
+            elif tuple(value.shape) != spec.shape:
+                problems.append(f"{spec.name}: expected {list(spec.shape)}, got {list(value.shape)}")
+    for name, shape in expected.items():
+        if name not in state:
+            if strict:
+                problems.append(f"{name}: missing buffer (expected {list(shape)})")
+        elif tuple(state[name].shape) != shape:
+            problems.append(f"{name}: expected {list(shape)}, got {list(state[name].shape)}")
+    if strict:
+        problems += [
+            f"{name}: unexpected" for name in state if name not in known and not name.endswith("_extra_state")
+        ]
+    return problems
+
+
+def _load_group(runtime: Runtime, group: Group, state: Mapping[str, Any]) -> None:
+    comm = runtime.gather_comm
+    flat = None
+    if comm.rank == 0:
+        flat = torch.zeros(group.layout.numel, dtype=group.dtype, device=group.device)
+        for spec, offset in zip(group.layout.params, group.layout.offsets, strict=True):
+            value = _value(state, spec)
+            assert value is not None
+            _put(flat, spec, offset, value)
+    _send_group(runtime, group, flat)
+
+
+def _load_partly(runtime: Runtime, group: Group, state: Mapping[str, Any]) -> None:
+    """As :func:`_load_group`, for a group of which some parameters keep what they hold."""
+    flat = _gather_to_root(runtime, group)
+    if flat is not None:
+        flat = flat.clone()
+        for spec, offset in zip(group.layout.params, group.layout.offsets, strict=True):
+            value = _value(state, spec)
+            if value is not None:
+                _put(flat, spec, offset, value)
+    _send_group(runtime, group, flat)
+
+
+def _put(flat: Tensor, spec: Any, offset: int, value: Tensor) -> None:
+    stride = spec.stride or contiguous_stride(spec.shape)
+    flat.as_strided(spec.shape, stride, offset).copy_(value)
+
+
+def _send_group(runtime: Runtime, group: Group, flat: Tensor | None) -> None:
+    comm = runtime.gather_comm
+    with torch.no_grad():
+        if group.row.shards_optimizer:
+            comm.scatter(flat, group.master, root=0, unit=group.unit.name).wait()
+            return
+        if flat is not None:
+            group.master.copy_(flat)
+        comm.broadcast(group.master, root=0, unit=group.unit.name).wait()
+
+
+def _load_extra_state(model: nn.Module, state: Mapping[str, Any]) -> None:
+    for path, module in model.named_modules():
+        key = f"{path}._extra_state" if path else "_extra_state"
+        if key in state:
+            module.set_extra_state(state[key])
+
+
+# -- ranges, for checkpoints
+
+
+def owned_extents(model: nn.Module, optimizer: torch.optim.Optimizer | None = None) -> list[tuple[Extent, Tensor]]:
+    """What this rank writes to a checkpoint: ranges that cover every element exactly once over the ranks.
+
+    Parameters by name, buffers as ``buffer/<name>`` (rank 0's), optimizer state as
+    ``optimizer/<parameter name>/<key>``; per-parameter scalars of the optimizer (``step``) are rank 0's, or the only
+    holder's, and travel in :func:`optimizer_scalars`.
+
+    Every tensor is a flat view of live memory: copy before changing the model.
+    """
+    runtime = attach.runtime_of(model, "sw.save")
+    rank = runtime.gather_comm.rank
+    found: list[tuple[Extent, Tensor]] = []
+    for group in runtime.groups:
+        owned = group.layout.owned_by_param(rank)
+        for index, piece in enumerate(owned):
+            spec = group.layout.params[index]
+            if piece.numel == 0 and not (spec.numel == 0 and rank == 0):
+                continue
+            found.append(_extent_of(group, index, spec.name, piece, group.views[index]))
+            if optimizer is None:
+                continue
+            for key, value in optimizer.state.get(group.shards[index], {}).items():
+                if isinstance(value, Tensor) and value.shape == group.views[index].shape and value.dim() > 0:
+                    name = f"optimizer/{spec.name}/{key}"
+                    found.append(_extent_of(group, index, name, piece, value))
+    if rank == 0:
+        for name, buffer in _buffers(model).items():
+            flat = buffer.detach().contiguous().view(-1)
+            extent = Extent(f"buffer/{name}", tuple(buffer.shape), dtype_name(buffer.dtype), 0, flat.numel())
+            found.append((extent, flat))
+    return found
+
+
+def _extent_of(group: Group, index: int, name: str, piece: Piece, held: Tensor) -> tuple[Extent, Tensor]:
+    """The range ``piece`` of a tensor that is held like parameter ``index``: whole, or this rank's slice of it."""
+    spec = group.layout.params[index]
+    flat = memory_order(held) if is_dense(held) else held.detach().reshape(-1)
+    if not group.row.shards_optimizer:
+        flat = flat[piece.start : piece.stop]
+    stride = spec.stride
+    return Extent(name, spec.shape, dtype_name(held.dtype), piece.start, piece.stop, stride), flat
+
+
+def held_extents(model: nn.Module) -> list[tuple[Extent, Tensor]]:
+    """Everything that this rank holds of parameters and buffers, as targets to load into."""
+    runtime = attach.runtime_of(model, "sw.load")
+    found: list[tuple[Extent, Tensor]] = []
+    for group in runtime.groups:
+        for index, piece in enumerate(group.held):
+            spec = group.layout.params[index]
+            flat = memory_order(group.views[index])
+            found.append((Extent(spec.name, spec.shape, spec.dtype, piece.start, piece.stop, spec.stride), flat))
+    for name, buffer in _buffers(model).items():
+        if not buffer.is_contiguous():
+            raise StateError(f"buffer {name!r} is not contiguous and cannot be loaded in place.")
+        flat = buffer.detach().view(-1)
+        found.append((Extent(f"buffer/{name}", tuple(buffer.shape), dtype_name(buffer.dtype), 0, flat.numel()), flat))
+    return found
+
+
+def held_optimizer_extents(
+    model: nn.Module, optimizer: torch.optim.Optimizer, stored: Mapping[str, str]
+) -> list[tuple[Extent, Tensor]]:
+    """Make room for optimizer state as ``stored`` names it, and return it as targets to load into.
+
+    Args:
+        model: A parallelized model.
+        optimizer: Built on its parameters; its state is replaced.
+        stored: ``optimizer/<parameter name>/<key>`` of every stored tensor, with its dtype.
+    """
+    from shardwise.comm.dtype import torch_dtype
+
+    runtime = attach.runtime_of(model, "sw.load")
+    mine = {id(p) for group in optimizer.param_groups for p in group["params"]}
+    by_parameter: dict[str, dict[str, str]] = {}
+    for full_name, dtype in stored.items():
+        name, _, key = full_name.removeprefix("optimizer/").rpartition("/")
+        by_parameter.setdefault(name, {})[key] = dtype
+    found: list[tuple[Extent, Tensor]] = []
+    for group in runtime.groups:
+        for index, piece in enumerate(group.held):
+            spec, shard, view = group.layout.params[index], group.shards[index], group.views[index]
+            keys = by_parameter.get(spec.name, {})
+            if id(shard) not in mine or not keys or (piece.numel == 0 and spec.numel > 0):
+                continue
+            state = optimizer.state[shard]
+            for key, dtype in keys.items():
+                state[key] = torch.zeros_like(view, dtype=torch_dtype(dtype))
+                name = f"optimizer/{spec.name}/{key}"
+                extent = Extent(name, spec.shape, dtype, piece.start, piece.stop, spec.stride)
+                found.append((extent, memory_order(state[key])))
+    return found
+
+
+def optimizer_scalars(model: nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, dict[str, float]]:
+    """Per-parameter state that is not a tensor of the parameter's shape: ``{parameter name: {key: value}}``.
+
+    Collective:
+        One all-gather of a JSON text: a parameter's scalars are known only to the ranks that hold a piece of it. All
+        ranks must call; all get the whole.
+    """
+    runtime = attach.runtime_of(model, "sw.save")
+    mine: dict[str, dict[str, float]] = {}
+    for group in runtime.groups:
+        for spec, shard in zip(group.layout.params, group.shards, strict=True):
+            state = optimizer.state.get(shard, {})
+            scalars = {
+                key: value.item() if isinstance(value, Tensor) else value
+                for key, value in state.items()
+                if (isinstance(value, Tensor) and value.dim() == 0 and shard.dim() > 0)
+                or isinstance(value, (int, float, bool))
+                or (isinstance(value, Tensor) and value.dim() == 0 and key == "step")
+            }
+            if scalars:
+                mine[spec.name] = scalars
+    merged: dict[str, dict[str, float]] = {}
+    for part in all_gather_json(runtime.gather_comm, mine):
+        merged |= part
+    return merged
+
+
+def restore_optimizer_scalars(
+    model: nn.Module, optimizer: torch.optim.Optimizer, scalars: Mapping[str, Mapping[str, float]]
+) -> None:
+    """Undo :func:`optimizer_scalars`, for the parameters that this rank holds a piece of."""
+    runtime = attach.runtime_of(model, "sw.load")
+    mine = {id(p) for group in optimizer.param_groups for p in group["params"]}
+    for group in runtime.groups:
+        for spec, shard, piece in zip(group.layout.params, group.shards, group.held, strict=True):
+            if id(shard) not in mine or spec.name not in scalars or (piece.numel == 0 and spec.numel > 0):
+                continue
+            for key, value in scalars[spec.name].items():
+                # torch's optimizers keep ``step`` as a float32 tensor on the CPU.
+                optimizer.state[shard][key] = torch.tensor(float(value)) if key == "step" else value
+

@@ -1,0 +1,170 @@
+"""Equal values on every rank before sharding, so that differently seeded ranks cannot train a mixture."""
+
+from __future__ import annotations
+
+import hashlib
+import warnings
+from collections.abc import Collection
+
+import torch
+from torch import Tensor, nn
+
+from shardwise.comm.base import Comm
+from shardwise.comm.control import agree, all_gather_json
+from shardwise.fsdp.view import memory_order
+from shardwise.spec.errors import RankDisagreement, StateError
+
+_HASH_CHUNK_BYTES = 1 << 24
+
+
+def synchronise(
+    module: nn.Module,
+    parameter_ids: Collection[int] | None,
+    comm: Comm,
+    *,
+    mode: str,
+    groups: dict[str, list[str]] | None = None,
+) -> None:
+    """Make parameters and buffers of ``module`` equal to rank 0's.
+
+    Args:
+        module: The model, not sharded yet.
+        parameter_ids: ``id`` of the parameters to look at; ``None`` for all.
+        comm: Over the ranks that must agree.
+        mode: ``"warn"``: what differs is sent, with one warning. ``"error"``: refuse. ``"rank0"``: rank 0's values are
+            sent whatever the others hold, which may be meta tensors.
+        groups: Names of the tensors by unit; each is compared and sent as one. ``None``: one by one.
+
+    Collective:
+        The layouts are compared first (all-gather of a text), then one hash per unit (all-gather of 16 bytes each);
+        units that differ are broadcast from rank 0. All ranks must call.
+
+    Raises:
+        RankDisagreement: The ranks hold models of different names, shapes or dtypes.
+        StateError: Values differ and ``mode`` is ``"error"``.
+    """
+    tensors = _tensors(module, parameter_ids)
+    _compare_layouts(tensors, comm)
+    if mode == "rank0":
+        tensors = _materialize(module, tensors, comm)
+        for name, tensor in tensors.items():
+            _send(name, tensor, comm)
+        return
+    if comm.size == 1:
+        return
+    units = groups or {name: [name] for name in tensors}
+    units = {unit: [name for name in names if name in tensors] for unit, names in units.items()}
+    digests = torch.zeros(comm.size, len(units), 2, dtype=torch.int64)
+    for index, names in enumerate(units.values()):
+        digest = _digest([tensors[name] for name in names])
+        digests[comm.rank, index] = torch.frombuffer(bytearray(digest), dtype=torch.int64)
+    moved = digests.view(-1).to(comm.device)
+    comm.all_gather(moved, unit="sync").wait()
+    digests = moved.cpu().view(comm.size, len(units), 2)
+    differs = (digests != digests[0]).any(dim=2).any(dim=0).tolist()
+    odd = [unit for unit, is_odd in zip(units, differs, strict=True) if is_odd]
+    if not odd:
+        return
+    shown = ", ".join(repr(name) for name in odd[:4]) + (f" and {len(odd) - 4} more" if len(odd) > 4 else "")
+    if mode == "error":
+        raise StateError(
+            f"the ranks hold different values for {shown}.\n"
+            "  Seed every rank alike, load the same weights everywhere, or set sync='warn' to take rank 0's."
+        )
+    for unit in odd:
+        for name in units[unit]:
+            _send(name, tensors[name], comm)
+    if comm.rank == 0:
+        warnings.warn(
+            f"the ranks held different values for {shown}; rank 0's were sent to all. Seed every rank alike to avoid"
+            " this.",
+            stacklevel=3,
+        )
+
+
+def _tensors(module: nn.Module, parameter_ids: Collection[int] | None) -> dict[str, Tensor]:
+    found: dict[str, Tensor] = {
+        name: parameter
+        for name, parameter in module.named_parameters()
+        if parameter_ids is None or id(parameter) in parameter_ids
+    }
+    return found | dict(module.named_buffers())
+
+
+def _compare_layouts(tensors: dict[str, Tensor], comm: Comm) -> None:
+    mine = [f"{name} {list(t.shape)} {t.dtype} {list(t.stride())}" for name, t in tensors.items()]
+    digest = int.from_bytes(hashlib.blake2b("\n".join(mine).encode(), digest_size=7).digest())
+    if len(set(agree(comm, digest))) == 1:
+        return
+    everyone = all_gather_json(comm, mine)
+    for rank, theirs in enumerate(everyone):
+        if theirs != everyone[0]:
+            here = next((a for a in everyone[0] if a not in theirs), None)
+            there = next((b for b in theirs if b not in everyone[0]), None)
+            raise RankDisagreement(
+                f"the ranks hold different models: rank 0 has {here or 'nothing more'}, rank {rank} has"
+                f" {there or 'nothing more'} (or the same in another order).\n"
+                "  Build the same model, in the same dtype, on every rank."
+            )
+
+
+def _digest(tensors: list[Tensor]) -> bytes:
+    """16 bytes that tell contents apart."""
+    state = hashlib.blake2b(digest_size=16)
+    for tensor in tensors:
+        if tensor.numel() == 0:
+            continue
+        dense = tensor.detach() if _is_flat(tensor) else tensor.detach().contiguous()
+        for chunk in memory_order(dense).view(torch.uint8).split(_HASH_CHUNK_BYTES):
+            state.update(chunk.cpu().numpy().data)
+    return state.digest()
+
+
+def _is_flat(tensor: Tensor) -> bool:
+    from shardwise.fsdp.view import is_dense
+
+    return is_dense(tensor)
+
+
+def _send(name: str, tensor: Tensor, comm: Comm) -> None:
+    if tensor.numel() == 0:
+        return
+    data = tensor.detach()
+    flat = memory_order(data) if _is_flat(data) else data.contiguous().view(-1)
+    travels = flat.view(torch.uint8) if flat.dtype is torch.bool else flat
+    comm.broadcast(travels, root=0, unit=f"sync {name}").wait()
+    if flat.data_ptr() != data.data_ptr():
+        data.copy_(flat.view(data.shape))
+
+
+def _materialize(module: nn.Module, tensors: dict[str, Tensor], comm: Comm) -> dict[str, Tensor]:
+    """Give meta tensors of ranks other than 0 storage on rank 0's kind of device."""
+    is_bad = comm.rank == 0 and any(tensor.is_meta for tensor in tensors.values())
+    if any(agree(comm, int(is_bad))):
+        raise StateError("sync='rank0' needs real weights on rank 0, but some are on the meta device there.")
+    made: dict[str, Tensor] = {}
+    seen: dict[int, Tensor] = {}
+    for owner in module.modules():
+        for held in (owner._parameters, owner._buffers):
+            for key, tensor in held.items():
+                if tensor is None or not tensor.is_meta:
+                    continue
+                if id(tensor) not in seen:
+                    real = torch.empty_strided(
+                        tensor.shape, tensor.stride(), dtype=tensor.dtype, device=comm.device
+                    )
+                    # The Parameter object stays: an optimizer built before holds it.
+                    if isinstance(tensor, nn.Parameter):
+                        replacement = nn.Parameter(real, requires_grad=tensor.requires_grad)
+                        torch.utils.swap_tensors(tensor, replacement)
+                        seen[id(tensor)] = tensor
+                    else:
+                        seen[id(tensor)] = real
+                        held[key] = real
+                else:
+                    held[key] = seen[id(tensor)]
+    for name, _ in tensors.items():
+        path, _, key = name.rpartition(".")
+        owner = module.get_submodule(path)
+        made[name] = owner._parameters.get(key) if key in owner._parameters else owner._buffers[key]
+    return made

@@ -1,0 +1,141 @@
+"""A unit: a wrapped module whose parameters are gathered, released and reduced together.
+
+===========  =====================================  ==========================================
+state        parameters                             the module holds
+===========  =====================================  ==========================================
+SHARDED      only this rank's slice is valid        the shards
+UNSHARDING   being gathered                         the shards
+UNSHARDED    whole, in the gathered buffer          the full ones while the unit computes
+REDUCING     as SHARDED; gradients are on the way   the shards
+===========  =====================================  ==========================================
+
+Where parameters are replicated (``ddp``, ``zero1``, ``zero2``) the states are the same; the gathered buffer is then the
+replica, which is brought up to date instead of being gathered from nothing.
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Callable, MutableMapping
+from enum import StrEnum
+from typing import TYPE_CHECKING
+
+from torch import nn
+
+from shardwise.spec.errors import StateError
+
+if TYPE_CHECKING:
+    from shardwise.comm.base import Handle
+    from shardwise.fsdp.group import Group
+    from shardwise.fsdp.runtime import Runtime
+
+
+class State(StrEnum):
+    """Where a unit's parameters are."""
+
+    SHARDED = "sharded"
+    UNSHARDING = "unsharding"
+    UNSHARDED = "unsharded"
+    REDUCING = "reducing"
+
+
+#: The only moves there are. (UNSHARDED, UNSHARDING) brings a replica or a kept unit up to date; (UNSHARDING, SHARDED)
+#: drops a prefetch that nobody used; (SHARDED, REDUCING) completes gradients of a unit that was evicted meanwhile.
+LEGAL_MOVES: frozenset[tuple[State, State]] = frozenset(
+    {
+        (State.SHARDED, State.UNSHARDING),
+        (State.UNSHARDING, State.UNSHARDED),
+        (State.UNSHARDED, State.UNSHARDING),
+        (State.UNSHARDED, State.SHARDED),
+        (State.UNSHARDING, State.SHARDED),
+        (State.UNSHARDED, State.REDUCING),
+        (State.SHARDED, State.REDUCING),
+        (State.REDUCING, State.SHARDED),
+    }
+)
+
+
+class Owner:
+    """A module that holds parameters of a unit, and what goes into its ``_parameters`` in either form."""
+
+    __slots__ = ("flat_weights", "fulls", "module", "parameters", "path", "shards")
+
+    def __init__(self, module: nn.Module, path: str, shards: dict[str, nn.Parameter]) -> None:
+        self.module = weakref.ref(module)
+        self.path = path
+        self.parameters = module._parameters  # the dict, not the module: a unit must not keep its module alive
+        self.shards = shards
+        self.fulls: dict[str, nn.Parameter] = {}
+        # RNNs read their weights from a list of their own.
+        self.flat_weights = module._flat_weights_names if isinstance(module, nn.RNNBase) else None
+
+    def put(self, parameters: dict[str, nn.Parameter]) -> None:
+        """Make the module compute with ``parameters``."""
+        self.parameters.update(parameters)
+        if self.flat_weights is not None:
+            module = self.module()
+            if module is not None:
+                module.__dict__["_flat_weights"] = [self.parameters.get(name) for name in self.flat_weights]
+
+
+class Unit:
+    """Bookkeeping of one unit; what it does is in ``runtime`` and ``group``."""
+
+    def __init__(self, name: str, module: nn.Module, *, reshards: bool) -> None:
+        self.name = name
+        self.module = weakref.ref(module)
+        self.type_name = type(module).__name__
+        self.runtime: weakref.ref[Runtime] | None = None
+        self.index = 0
+        self.parent: Unit | None = None
+        self.depth = 0
+        self.family: frozenset[int] = frozenset()  # indices of its ancestors, its descendants and itself
+        self.groups: list[Group] = []
+        self.owners: list[Owner] = []
+        #: Forward pre-hooks that are there only while the unit is sharded: (the module's hooks, the guard).
+        self.guards: list[tuple[MutableMapping[int, Callable[..., object]], Callable[..., object]]] = []
+        self.reshards_after_forward = reshards
+        self.reshards_if_nested: bool | None = None  # what fully_shard was told; None: as its place in the tree says
+        self.state = State.SHARDED
+        self.handles: list[Handle] = []
+        self.is_swapped = False
+        self.shows_logical_state = False  # full_state_dict has put whole tensors into the modules
+        self.frames: list[int] = []  # one for each forward under way: autograd's sequence number at its start
+        self.replays: list[int] = []  # the same for recomputations, which run inside a backward
+        self.num_outstanding = 0  # forward calls whose backward has not begun
+        self.healed_in = -1  # the backward in which data was brought back for a value that had left by a side door
+
+    def move_to(self, state: State) -> None:
+        """Change the state.
+
+        Raises:
+            StateError: There is no such move.
+        """
+        if (self.state, state) not in LEGAL_MOVES:
+            raise StateError(f"unit {self.name!r} cannot go from {self.state} to {state}: this is a bug in shardwise.")
+        self.state = state
+
+    def swap_in(self) -> None:
+        """Put the full parameters into the modules, and take the guards off."""
+        if self.is_swapped:
+            return
+        self.is_swapped = True
+        for owner in self.owners:
+            owner.put(owner.fulls)
+        for hooks, _ in self.guards:
+            hooks.pop(self.guard_key, None)
+
+    def swap_out(self) -> None:
+        """Put the shards back into the modules, and the guards on."""
+        if not self.is_swapped:
+            return
+        self.is_swapped = False
+        for owner in self.owners:
+            owner.put(owner.shards)
+        for hooks, guard in self.guards:
+            hooks[self.guard_key] = guard
+
+    @property
+    def guard_key(self) -> int:
+        """Key of this unit's guards among a module's forward pre-hooks; torch's own keys are not negative."""
+        return -1 - self.index

@@ -1,0 +1,85 @@
+"""The recipe: from a plain model and a plan to a model that trains on every rank of the world."""
+
+from __future__ import annotations
+
+import torch
+from torch import nn
+
+from shardwise.comm.open import join_world, open_comms
+from shardwise.fsdp import build
+from shardwise.fsdp.api import shard_model
+from shardwise.fsdp.attach import attachment_of
+from shardwise.fsdp.sync import synchronise
+from shardwise.fsdp.wrap import find_units
+from shardwise.spec.errors import PlanError, StateError
+from shardwise.spec.plan import ParallelPlan
+
+
+def parallelize(model: nn.Module, plan: ParallelPlan | None = None) -> nn.Module:
+    """Make ``model`` train as ``plan`` says, on every rank of the world.
+
+    The model is changed in place: its class, names and ``forward`` stay; its Parameter objects stay too and become this
+    rank's shards, so an optimizer built before (without state) keeps working. Joins the world that the environment
+    describes (torchrun, Slurm, Kubeflow), or uses the process group that exists, or is a world of one.
+
+    Args:
+        model: Any ``nn.Module`` whose parameters are on one device.
+        plan: ``None`` means the defaults: zero3 over all ranks, units found automatically.
+
+    Returns:
+        ``model``.
+
+    Collective:
+        Compares the models and their values over the ranks (``plan.sync``). All ranks must call.
+
+    Raises:
+        PlanError, MeshError: The plan does not fit the model or the world.
+        StateError: The model holds something that cannot be sharded.
+        RankDisagreement: The ranks hold different models.
+    """
+    plan = plan or ParallelPlan()
+    if attachment_of(model) is not None:
+        raise StateError(
+            f"{type(model).__name__} is parallelized already.\n  Call sw.parallelize once per model; to change the plan,"
+            " build the model again."
+        )
+    row = plan.placements
+    if plan.reshard_after_forward is not None and isinstance(plan.reshard_after_forward, bool):
+        if not row.shards_parameters:
+            raise PlanError(
+                f"reshard_after_forward={plan.reshard_after_forward} has no meaning for strategy {plan.strategy!r}, which"
+                " keeps parameters whole.\n  Leave it at 'auto', or use zero3 or shard_grad_op."
+            )
+    units = find_units(model, plan.auto_wrap_policy)
+    device = _device(model)
+    group = join_world(device)
+    plan.mesh(group.size())
+    comms = open_comms(device)
+    owned = build.assign_parameters(model, units)
+    names = {unit or build.ROOT: [entry.names[0] for entry in entries] for unit, entries in owned.items()}
+    names["buffers"] = [name for name, _ in model.named_buffers()]
+    synchronise(model, None, comms[0], mode=plan.sync, groups=names)
+    accumulates_sharded = None if plan.accumulation == "auto" else plan.accumulation == "sharded"
+    shard_model(
+        model,
+        units,
+        row,
+        comms,
+        reshard_after_forward=plan.reshard_after_forward,
+        accumulates_sharded=accumulates_sharded,
+    )
+    if hasattr(model, "generate"):
+        model.__dict__["_is_fsdp_managed_module"] = True  # transformers then keeps generate() in step over the ranks
+    return model
+
+
+def _device(model: nn.Module) -> torch.device:
+    devices = {tensor.device for tensor in (*model.parameters(), *model.buffers()) if not tensor.is_meta}
+    if len(devices) > 1:
+        raise PlanError(
+            f"the model's tensors lie on several devices: {', '.join(sorted(map(str, devices)))}.\n"
+            "  Move the model to this rank's device before sw.parallelize()."
+        )
+    if devices:
+        return devices.pop()
+    return torch.device("cpu") if not torch.cuda.is_available() else torch.device("cuda", torch.cuda.current_device())
