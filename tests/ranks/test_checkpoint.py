@@ -1,0 +1,144 @@
+"""Saving and loading by real processes: any number to any other, failures on one rank, and deaths at every point."""
+
+from __future__ import annotations
+
+import os
+import resource
+import signal
+from pathlib import Path
+
+import pytest
+import torch
+
+from shardwise.checkpoint import find_latest, folder, open_checkpoint, retain, step_directory, write, writer
+from shardwise.comm.open import open_comms
+from shardwise.spec.errors import CheckpointError, CommError, StorageError
+from shardwise.spec.extent import Extent
+from shardwise.testing import RankFailure, run_on_ranks
+
+NUMEL = 1_000_003
+
+
+def pieces(comm, step):
+    """This rank's part of one odd-sized tensor, every element of which is known."""
+    start, stop = NUMEL * comm.rank // comm.size, NUMEL * (comm.rank + 1) // comm.size
+    return [(Extent("weight", (NUMEL,), "fp32", start, stop), torch.arange(start, stop).float() + step)]
+
+
+def save(root, step):
+    comm, _ = open_comms(torch.device("cpu"))
+    write(step_directory(root, step), comm, pieces(comm, step), {"a": 1}, step=step, run_id="run")
+
+
+def load(root, step):
+    comm, _ = open_comms(torch.device("cpu"))
+    (extent, expected), *_ = pieces(comm, step)
+    target = torch.zeros(extent.numel)
+    report = open_checkpoint(step_directory(root, step), comm=comm).read_into([(extent, target)], comm=comm)
+    assert torch.equal(target, expected)
+    return report.bytes
+
+
+@pytest.mark.parametrize(("saved_by", "loaded_by"), [(1, 2), (2, 1), (2, 3), (3, 2)])
+def test_processes_load_what_another_number_of_processes_saved(tmp_path, saved_by, loaded_by):
+    run_on_ranks(save, saved_by, tmp_path, 5)
+    assert sum(run_on_ranks(load, loaded_by, tmp_path, 5)) == 4 * NUMEL
+
+
+def save_with_a_limit(root, step):
+    """Save while the kernel lets rank 1 write no file larger than 100 kB; returns the error."""
+    if os.environ["RANK"] == "1":
+        signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
+        resource.setrlimit(resource.RLIMIT_FSIZE, (100_000, resource.getrlimit(resource.RLIMIT_FSIZE)[1]))
+    try:
+        save(root, step)
+    except (StorageError, CheckpointError) as error:
+        return type(error), error.exit_code, str(error)
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (resource.RLIM_INFINITY, resource.RLIM_INFINITY))
+    return None
+
+
+def test_a_rank_that_cannot_write_stops_all_and_publishes_nothing(tmp_path):
+    run_on_ranks(save, 2, tmp_path, 10)
+    outcome = run_on_ranks(save_with_a_limit, 3, tmp_path, 20)
+    assert outcome[0] == outcome[1] == outcome[2]
+    kind, code, text = outcome[0]
+    assert (kind, code) == (StorageError, 74)
+    assert "step 20 was not saved to" in text
+    assert "rank 1: File too large: " in text
+    assert [path.name for path in (tmp_path / "checkpoints").iterdir()] == ["step-00000010"]
+    assert find_latest(tmp_path, verify=True).step == 10
+
+
+def load_where_one_rank_sees_nothing(root, step):
+    comm, _ = open_comms(torch.device("cpu"))
+    try:
+        open_checkpoint(step_directory(root if comm.rank == 0 else root / "elsewhere", step), comm=comm)
+    except CheckpointError as error:
+        return str(error)
+    return None
+
+
+def test_a_rank_that_cannot_read_stops_all_with_its_own_reason(tmp_path):
+    run_on_ranks(save, 2, tmp_path, 10)
+    first, second = run_on_ranks(load_where_one_rank_sees_nothing, 2, tmp_path, 10)
+    assert first == second
+    assert first.startswith(f"rank 1: there is no checkpoint {tmp_path}/elsewhere/")
+
+
+def die(*_, **__):
+    os.kill(os.getpid(), signal.SIGKILL)
+
+
+def die_half_way(file, content):
+    os.write(file, content[: len(content) // 2])
+    die()
+
+
+def rename_and_die(self, target):
+    os.rename(self, target)  # noqa: PTH104 - Path.rename is what is replaced here
+    die()
+
+
+#: What a rank executes instead of a step of the save, so that it dies there.
+DEATHS = {
+    "before its file": (writer, "write_shard", die, (0, 1)),
+    "in its file": (folder, "write_all", die_half_way, (0, 1)),
+    "after its file": (writer.FileEntry, "model_validate", die, (0, 1)),
+    "before the manifest": (folder, "write_file", die, (0,)),
+    "before the rename": (writer.Path, "rename", die, (0,)),
+    "after the rename": (writer.Path, "rename", rename_and_die, (0,)),
+}
+
+
+def save_and_die(root, step, point, rank):
+    owner, name, instead, _ = DEATHS[point]
+    if os.environ["RANK"] == str(rank):
+        setattr(owner, name, instead)
+    try:
+        save(root, step)
+    except CommError:
+        return "a peer is gone"
+    return "saved"
+
+
+@pytest.mark.parametrize(("point", "rank"), [(point, rank) for point, death in DEATHS.items() for rank in death[3]])
+def test_death_at_any_point_leaves_this_checkpoint_or_the_one_before_whole(tmp_path, point, rank):
+    run_on_ranks(save, 2, tmp_path, 10)
+    with pytest.raises(RankFailure):
+        run_on_ranks(save_and_die, 2, tmp_path, 20, point, rank)
+    found = find_latest(tmp_path, verify=True)
+    assert found.rejected == ()
+    possible = {("after the rename", 0): [20], ("after its file", 1): [10, 20]}  # rank 0 has all it needs by then
+    assert found.step in possible.get((point, rank), [10])
+    assert len(found.unfinished) == (found.step == 10)
+    run_on_ranks(load, 2, tmp_path, found.step)
+    if found.step == 10:  # the same step can be saved again, and what was left behind goes
+        run_on_ranks(save, 2, tmp_path, 20)
+        retain(tmp_path, 3)
+        assert sorted(path.name for path in Path(tmp_path / "checkpoints").iterdir()) == [
+            "step-00000010",
+            "step-00000020",
+        ]
+        run_on_ranks(load, 2, tmp_path, 20)
