@@ -1,0 +1,12 @@
+"""The command line. Importing it loads neither torch nor the verbs' modules that need it."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Run ``shardwise`` with ``arguments`` (by default those of the process) and return the exit code."""
+    from shardwise.cli.app import run
+
+    return run(arguments)

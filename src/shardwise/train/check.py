@@ -96,7 +96,14 @@ def resolve(draft: Draft, world_size: int) -> Resolved:
             f"its tokens have a vocabulary of {vocab:,}, the model's has {vocab_size:,}; set model.vocab_size={vocab}",
         )
         problems.raise_if_any()
-    check_size(source, seq_len=seq_len, held_out=config.data.held_out, needed=batch.total)
+    at_once = batch.micro * batch.data_parallel_size
+    check_size(
+        source,
+        seq_len=seq_len,
+        held_out=config.data.held_out,
+        needed=batch.total,
+        needed_held_out=at_once if config.train.eval_every else 1,
+    )
     config = config.model_copy(
         update={
             "model": config.model.model_copy(

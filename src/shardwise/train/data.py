@@ -292,8 +292,8 @@ def split_point(num_tokens: int, held_out: float, seq_len: int) -> int:
     return num_tokens - held
 
 
-def check_size(source: Source, *, seq_len: int, held_out: float, needed: int) -> None:
-    """Refuse a source with fewer than ``needed`` training samples or no held-out sample.
+def check_size(source: Source, *, seq_len: int, held_out: float, needed: int, needed_held_out: int = 1) -> None:
+    """Refuse a source with fewer than ``needed`` training or ``needed_held_out`` held-out samples.
 
     Raises:
         DataError: With the arithmetic.
@@ -301,7 +301,7 @@ def check_size(source: Source, *, seq_len: int, held_out: float, needed: int) ->
     if source.kind == "random":
         return
     train = split_point(source.num_tokens, held_out, seq_len)
-    parts = {"training": (train, needed), "held-out": (source.num_tokens - train, 1)}
+    parts = {"training": (train, needed), "held-out": (source.num_tokens - train, needed_held_out)}
     for label, (tokens, least) in parts.items():
         samples = max(0, (tokens - 1) // seq_len)
         if samples < least:

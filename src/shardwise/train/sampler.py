@@ -6,7 +6,7 @@ samples takes the next ``B`` positions, whatever the world is; so at a constant 
 same sequence of global batches, and the number of positions taken is all the state there is. Batches run across the
 end of an epoch: no sample is dropped.
 
-Inside a global batch the order is rank-major. With ``R`` data-parallel ranks, ``A`` microbatches of ``M`` samples each::
+Inside a global batch the order is rank-major. With ``R`` data-parallel ranks and ``A`` microbatches of ``M`` samples::
 
     offset of sample j of microbatch m of rank r  =  (r * A + m) * M + j
 

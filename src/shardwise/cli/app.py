@@ -1,0 +1,75 @@
+"""Verbs, and what every verb shares: how errors are shown and which code the process leaves with."""
+
+from __future__ import annotations
+
+import importlib
+import importlib.util
+import sys
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import typer
+
+from shardwise.cli.arguments import fill_in_resume
+from shardwise.cli.show import show_error
+from shardwise.spec.errors import ShardwiseError
+
+#: Verb (or group of verbs) and the module that has it. Modules import torch inside their functions only.
+VERBS = {
+    "train": "shardwise.cli.train",
+    "compare": "shardwise.cli.compare",
+    "parity": "shardwise.cli.parity",
+    "validate": "shardwise.cli.config",
+    "config-schema": "shardwise.cli.config",
+    "data": "shardwise.cli.data",
+    "checkpoint": "shardwise.cli.checkpoint",
+    "env": "shardwise.cli.env",
+}
+
+
+def build() -> typer.Typer:
+    """The whole application. A module registers its verbs by a function ``register(app)``."""
+    app = typer.Typer(
+        name="shardwise",
+        help="Train any PyTorch model on many devices: DDP, ZeRO and FSDP from one engine.",
+        no_args_is_help=True,
+        add_completion=False,
+        pretty_exceptions_enable=False,
+        rich_markup_mode=None,
+        context_settings={"help_option_names": ["-h", "--help"]},
+    )
+    app.callback()(_version_option)
+    for module in dict.fromkeys(VERBS.values()):
+        if importlib.util.find_spec(module) is None:
+            continue
+        register: Callable[[typer.Typer], Any] = importlib.import_module(module).register
+        register(app)
+    return app
+
+
+def run(arguments: Sequence[str] | None = None) -> int:
+    """Run one verb. Errors of ours become one block of text and their exit code; others keep their traceback."""
+    given = list(sys.argv[1:] if arguments is None else arguments)
+    try:
+        result = build()(fill_in_resume(given), prog_name="shardwise", standalone_mode=True)
+    except SystemExit as end:
+        if isinstance(end.code, str):
+            sys.stderr.write(end.code + "\n")
+            return 1
+        return end.code or 0
+    except ShardwiseError as error:
+        show_error(error)
+        return error.exit_code
+    except BrokenPipeError:
+        return 74
+    return result if isinstance(result, int) else 0
+
+
+def _version_option(
+    version: bool = typer.Option(False, "--version", help="Print the version and leave.", is_eager=True),  # noqa: FBT001, FBT003  typer's form
+) -> None:
+    if version:
+        from importlib.metadata import version as installed
+
+        typer.echo(f"shardwise {installed('shardwise')}")
+        raise typer.Exit

@@ -1,0 +1,49 @@
+"""``validate`` and ``config-schema``."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from shardwise.cli.show import show
+
+
+def register(app: typer.Typer) -> None:
+    """Add the verbs."""
+    app.command(
+        "validate",
+        help="Check a configuration as `train` would, and print it with everything filled in. Starts nothing.\n\n"
+        "Example: shardwise validate run.yaml --nproc 4 --set optimizer.lr=3e-4",
+    )(validate)
+    app.command(
+        "config-schema",
+        help="Print the JSON schema of configuration files, for editors.\n\n"
+        "Example: shardwise config-schema > shardwise.schema.json",
+    )(config_schema)
+
+
+def validate(
+    config: Annotated[Path, typer.Argument(help="YAML or TOML file.")],
+    nproc: Annotated[int | None, typer.Option(help="Processes to check for; as `train` would start.")] = None,
+    overrides: Annotated[list[str] | None, typer.Option("--set", help="section.field=value, repeatable.")] = None,
+) -> None:
+    """Check a configuration."""
+    from shardwise.cli.train import num_processes
+    from shardwise.train.check import resolve
+    from shardwise.train.config import read_draft
+
+    resolved = resolve(read_draft(config, overrides or []), num_processes(nproc))
+    resolved.source.check(resolved.vocab_size)
+    show(resolved.config.to_yaml().rstrip())
+    show(f"# {resolved.batch}")
+    show(f"# {resolved.mesh}, {resolved.source.num_tokens:,} tokens in {len(resolved.source.files)} files")
+
+
+def config_schema() -> None:
+    """Print the schema."""
+    from shardwise.train.config import schema
+
+    show(json.dumps(schema(), indent=2))

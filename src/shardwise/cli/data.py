@@ -1,0 +1,47 @@
+"""``data tokenize``."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from shardwise.cli.show import show
+
+
+def register(app: typer.Typer) -> None:
+    """Add the verbs."""
+    data = typer.Typer(no_args_is_help=True, help="Prepare training data.", rich_markup_mode=None)
+    data.callback()(_group)
+    data.command(
+        "tokenize",
+        help="Write text as a token file: one token per byte, uint16, memory-mapped in training.\n\n"
+        "Example: shardwise data tokenize corpus/ corpus.tokens",
+    )(tokenize)
+    app.add_typer(data, name="data")
+
+
+def _group() -> None:
+    """Prepare training data. Example: shardwise data tokenize corpus/ corpus.tokens"""  # noqa: D415  shown by --help
+
+
+def tokenize(
+    source: Annotated[str, typer.Argument(help="File, folder or glob of UTF-8 text, or 'stdlib'.")],
+    out: Annotated[Path, typer.Argument(help="The token file.")],
+    force: Annotated[bool, typer.Option("--force", help="Replace the file if it exists.")] = False,  # noqa: FBT002  typer's form
+) -> None:
+    """Write a token file."""
+    from shardwise.spec.errors import StorageError
+    from shardwise.train.data import BYTE_VOCAB, find_source
+    from shardwise.train.data import tokenize as blocks
+    from shardwise.train.tokens import DataError, write_tokens
+
+    found = find_source(source)
+    if found.kind != "text":
+        raise DataError(f"{source} is not text.\n  Name a file, folder or glob of text.")
+    try:
+        count = write_tokens(out, blocks(found), vocab_size=BYTE_VOCAB, should_replace=force)
+    except OSError as error:
+        raise StorageError(f"{out} cannot be written: {error.strerror}.\n  Name another place.") from None
+    show(f"{out}: {count:,} tokens from {len(found.files)} files, vocabulary {BYTE_VOCAB}")

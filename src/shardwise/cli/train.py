@@ -1,0 +1,203 @@
+"""``train``: check everything, start the workers, or be one of them."""
+
+from __future__ import annotations
+
+import os
+import sys
+import time
+import traceback
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+from shardwise.cli.show import show_error
+from shardwise.spec.errors import ConfigError, ShardwiseError
+from shardwise.train.text import printable
+
+if TYPE_CHECKING:
+    from shardwise.comm.launch import World
+    from shardwise.train.config import Draft
+
+#: Where there is no GPU, this many processes share the CPU unless --nproc says otherwise.
+CPU_PROCESSES = 2
+#: More processes than this per core cannot be what was meant.
+MOST_PER_CORE = 8
+
+_HELP = """Train. Without CONFIG: the built-in demo, a small GPT on the source text of Python's own standard library.
+
+Starts its own workers, or joins the world that torchrun or Slurm describes.
+
+Examples:
+
+  shardwise train
+
+  shardwise train run.yaml --nproc 4 --set optimizer.lr=3e-4 --set train.steps=2000
+
+  shardwise train run.yaml --resume
+
+  torchrun --nproc-per-node 4 -m shardwise train run.yaml
+"""
+
+
+def register(app: typer.Typer) -> None:
+    """Add the verb."""
+    app.command("train", help=_HELP)(train)
+
+
+def train(  # noqa: PLR0917  typer calls it by name
+    config: Annotated[Path | None, typer.Argument(help="YAML or TOML file; none for the demo.")] = None,
+    nproc: Annotated[int | None, typer.Option(help="Processes; by default one per GPU, or 2 on CPU.")] = None,
+    run_dir: Annotated[Path | None, typer.Option(help="The run's folder; by default runs/NAME.")] = None,
+    resume: Annotated[
+        str | None, typer.Option(metavar="[latest|latest-good|PATH]", help="Continue; alone it means latest.")
+    ] = None,
+    overrides: Annotated[list[str] | None, typer.Option("--set", help="section.field=value, repeatable.")] = None,
+    max_restarts: Annotated[int, typer.Option(help="Start all workers again this often after one was lost.")] = 0,
+) -> None:
+    """Train."""
+    from shardwise.comm.launch import read_world
+
+    world = read_world()
+    draft, is_demo = read_config(config, overrides or [], run_dir=run_dir, is_resuming=resume is not None)
+    if world.source != "alone":
+        if nproc is not None and world.source != "launcher":
+            raise ConfigError(
+                f"--nproc {nproc}, but {world.source} has started this process as one of {world.size}.\n"
+                "  Leave --nproc out."
+            )
+        raise typer.Exit(_work(draft, world, run_dir, resume, is_demo=is_demo))
+    raise typer.Exit(
+        _launch(
+            draft,
+            num_processes(nproc),
+            config,
+            overrides or [],
+            run_dir=run_dir,
+            resume=resume,
+            max_restarts=max_restarts,
+        )
+    )
+
+
+def read_config(
+    config: Path | None, overrides: list[str], *, run_dir: Path | None = None, is_resuming: bool = False
+) -> tuple[Draft, bool]:
+    """The configuration that the arguments name, and whether it is the demo's.
+
+    Without a file, a run that is resumed by its folder brings its own ``config.yaml``; how it cuts the global batch
+    into microbatches is derived anew, as the world may have changed.
+    """
+    from shardwise.train.config import read_draft
+    from shardwise.train.demo import DEMO
+    from shardwise.train.rundir import CONFIG, choose
+
+    if config is None and is_resuming:
+        folder = choose(DEMO["name"], run_dir, is_resuming=True)
+        if (folder / CONFIG).is_file():
+            return read_draft(folder / CONFIG, ["train.gradient_accumulation_steps=null", *overrides]), False
+    if config is None:
+        return read_draft(None, overrides, base=DEMO, title="the demo"), True
+    return read_draft(config, overrides), False
+
+
+def num_processes(nproc: int | None) -> int:
+    """How many processes to start on this machine.
+
+    Raises:
+        ConfigError: ``nproc`` makes no sense here; with the arithmetic.
+    """
+    gpus = _num_gpus()
+    if nproc is None:
+        return gpus or CPU_PROCESSES
+    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    if nproc < 1:
+        raise ConfigError(f"--nproc {nproc}: cannot start {nproc} processes, at least 1 is needed.\n  Set --nproc 1.")
+    if gpus and nproc > gpus:
+        raise ConfigError(
+            f"--nproc {nproc}: {nproc} processes need {nproc} GPUs, this machine has {gpus}.\n  Set --nproc {gpus}."
+        )
+    if not gpus and nproc > MOST_PER_CORE * cores:
+        raise ConfigError(
+            f"--nproc {nproc}: {cores} cores take at most {cores} * {MOST_PER_CORE} = {MOST_PER_CORE * cores} "
+            f"processes.\n  Set --nproc {cores}."
+        )
+    return nproc
+
+
+def _num_gpus() -> int:
+    """Visible CUDA devices; torch is loaded only where the machine has any."""
+    if not Path("/dev/nvidia0").exists() and not Path("/dev/nvidiactl").exists():
+        return 0
+    import torch
+
+    return torch.cuda.device_count()
+
+
+def _launch(
+    draft: Draft,
+    nproc: int,
+    config: Path | None,
+    overrides: list[str],
+    *,
+    run_dir: Path | None,
+    resume: str | None,
+    max_restarts: int,
+) -> int:
+    """Check all that can be checked, choose the folder, start the workers and wait for them."""
+    from shardwise.train import rundir
+    from shardwise.train.check import resolve
+    from shardwise.train.lock import RunLock
+    from shardwise.train.recorder import check_extras
+
+    if max_restarts < 0:
+        raise ConfigError(f"--max-restarts {max_restarts}: expected 0 or more.\n  Set --max-restarts 0.")
+    resolved = resolve(draft, nproc)
+    check_extras(resolved.config)
+    if run_dir is not None:
+        RunLock(run_dir).check()
+    directory = rundir.choose(resolved.config.name, run_dir, is_resuming=resume is not None)
+    RunLock(directory).check()
+    if resume is not None:
+        from shardwise.train.resume import check_config, find_checkpoint, saved_config
+
+        check_config(saved_config(find_checkpoint(directory, resume)), resolved.config)
+    resolved.source.check(resolved.vocab_size)
+    rundir.create(directory)
+
+    from shardwise.comm.elastic import launch
+
+    arguments = ["train", f"--run-dir={directory}"]
+    arguments += [f"--resume={resume}"] if resume is not None else []
+    arguments += [f"--set={override}" for override in overrides]
+    arguments += [str(config)] if config is not None else []
+    return launch("shardwise", arguments, nproc, max_restarts=max_restarts, log_dir=directory / rundir.LOGS)
+
+
+def _work(draft: Draft, world: World, run_dir: Path | None, resume: str | None, *, is_demo: bool) -> int:
+    """Be one of the workers. Rank 0 shows errors; every rank says to the launcher how it ends."""
+    from shardwise.comm.exit import note_exit
+    from shardwise.train.check import resolve
+    from shardwise.train.recorder import check_extras
+
+    try:
+        resolved = resolve(draft, world.size)
+        check_extras(resolved.config)
+        from shardwise.train.run import train as train_here
+
+        return train_here(resolved, world=world, run_dir=run_dir, resume=resume, is_demo=is_demo)
+    except ShardwiseError as error:
+        if world.rank == 0:
+            show_error(error)
+        else:
+            time.sleep(0.5)  # where all ranks raise the same, rank 0 has shown it and its note comes first
+        note_exit(error.exit_code, str(error), is_shown=world.rank == 0)
+        return error.exit_code
+    except Exception:
+        if world.source != "launcher" and run_dir is not None:
+            path = run_dir / "logs" / f"rank-{world.rank}.log"
+            path.parent.mkdir(parents=True, exist_ok=True)
+            with path.open("a", encoding="utf-8") as log:
+                log.write(traceback.format_exc())
+            sys.stderr.write(f"rank {world.rank} failed; its traceback is in {printable(path)}\n")
+        raise

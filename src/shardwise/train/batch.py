@@ -1,0 +1,57 @@
+"""From sample numbers to tensors, and the held-out loss."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+
+from shardwise.train.build import Loss
+from shardwise.train.check import Batch
+from shardwise.train.control import Control
+from shardwise.train.data import Part, RandomPart
+
+
+def to_tensors(part: Part | RandomPart, samples: Sequence[int], device: torch.device) -> tuple[Tensor, Tensor]:
+    """Inputs and targets of a microbatch, both (B, T), int64."""
+    tokens = torch.from_numpy(np.stack([part.sample(index) for index in samples]))
+    if device.type == "cuda":
+        tokens = tokens.pin_memory().to(device, non_blocking=True)
+    return tokens[:, :-1].contiguous(), tokens[:, 1:].contiguous()
+
+
+def held_out_samples(part: Part | RandomPart, batch: Batch, num_batches: int) -> int:
+    """How many held-out samples an evaluation takes.
+
+    ``num_batches`` global batches, or all there are where that is less, cut to a multiple of what all ranks forward at
+    once. So the number does not depend on the world as long as the global batch does not.
+    """
+    at_once = batch.micro * batch.data_parallel_size
+    return min(part.num_samples // at_once * at_once, num_batches * batch.total)
+
+
+@torch.no_grad()
+def evaluate(
+    model: nn.Module, loss_of: Loss, part: Part | RandomPart, *, batch: Batch, count: int, control: Control, rank: int
+) -> float:
+    """The mean loss over ``count`` held-out samples, spread evenly over the part; the same value on every rank.
+
+    Collective:
+        The model's forwards, then one all-gather of 8 bytes per rank.
+    """
+    device = next(model.parameters()).device
+    at_once = batch.micro * batch.data_parallel_size
+    stride = part.num_samples // count
+    was_training = model.training
+    model.eval()
+    try:
+        total = 0.0
+        for start in range(rank * batch.micro, count, at_once):
+            samples = [index * stride for index in range(start, start + batch.micro)]
+            total += float(loss_of(model, *to_tensors(part, samples, device)))
+    finally:
+        model.train(was_training)
+    losses = [row[0] for row in control.rows([total])]
+    return sum(losses) * batch.micro / count / (control.size / batch.data_parallel_size)

@@ -1,0 +1,82 @@
+"""The model and the optimizer that a configuration describes."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+from shardwise.spec.errors import ConfigError
+from shardwise.train.check import Resolved
+from shardwise.train.config import Config, OptimizerSection
+from shardwise.train.text import printable
+
+#: ``loss(model, inputs_BT, targets_BT)``: the mean loss over the tokens of a microbatch.
+Loss = Callable[[nn.Module, Tensor, Tensor], Tensor]
+
+
+def build_model(resolved: Resolved, device: torch.device) -> nn.Module:
+    """The model, with the weights that the current random state draws, on ``device``."""
+    section = resolved.config.model
+    if section.hf is not None:
+        return _from_folder(Path(section.hf).expanduser()).to(device)
+    from shardwise.models import gpt
+
+    return gpt(section.preset or "gpt-tiny", device=device, **section.overrides)
+
+
+def loss_of(config: Config) -> Loss:
+    """How the model's loss is taken."""
+    return _logits_loss if config.model.hf is not None else _own_loss
+
+
+def build_optimizer(section: OptimizerSection, parameters: Iterable[nn.Parameter]) -> torch.optim.Optimizer:
+    """The optimizer, in two groups: weight decay acts only where ``p.dim() >= 2``."""
+    trained = [p for p in parameters if p.requires_grad]
+    groups = [
+        {"params": [p for p in trained if p.dim() >= 2], "weight_decay": section.weight_decay},
+        {"params": [p for p in trained if p.dim() < 2], "weight_decay": 0.0},
+    ]
+    groups = [group for group in groups if group["params"]]
+    if section.name == "sgd":
+        return torch.optim.SGD(groups, lr=section.lr, momentum=section.momentum or 0.0)
+    kind = torch.optim.AdamW if section.name == "adamw" else torch.optim.Adam
+    return kind(groups, lr=section.lr, betas=section.betas or (0.9, 0.95), eps=section.eps or 1e-8)
+
+
+def set_lr(optimizer: torch.optim.Optimizer, lr: float) -> None:
+    """The learning rate of the next step, for every group."""
+    for group in optimizer.param_groups:
+        group["lr"] = lr
+
+
+def _own_loss(model: nn.Module, inputs_BT: Tensor, targets_BT: Tensor) -> Tensor:
+    return model(inputs_BT, targets_BT)
+
+
+def _logits_loss(model: nn.Module, inputs_BT: Tensor, targets_BT: Tensor) -> Tensor:
+    logits_BTV = model(input_ids=inputs_BT).logits
+    return F.cross_entropy(logits_BTV.float().flatten(0, 1), targets_BT.flatten())
+
+
+def _from_folder(folder: Path) -> nn.Module:
+    """A Hugging Face causal language model: with the folder's weights, or where it has none with drawn ones."""
+    try:
+        from transformers import AutoConfig, AutoModelForCausalLM  # pyrefly: ignore[missing-import]
+    except ImportError:
+        raise ConfigError("model.hf needs the transformers package.\n  Install shardwise[hf].") from None
+    options: dict[str, Any] = {"trust_remote_code": False, "local_files_only": True}
+    try:
+        if any(folder.glob("*.safetensors")):
+            return AutoModelForCausalLM.from_pretrained(folder, use_safetensors=True, dtype="auto", **options)
+        return AutoModelForCausalLM.from_config(AutoConfig.from_pretrained(folder, **options), trust_remote_code=False)
+    except (OSError, ValueError, KeyError, RuntimeError) as error:
+        reason = printable(str(error).splitlines()[0] if str(error) else type(error).__name__)
+        raise ConfigError(
+            f"model.hf={printable(folder)} cannot be loaded: {reason}\n"
+            "  Name a folder with config.json and safetensors files of a causal language model."
+        ) from None

@@ -1,0 +1,102 @@
+"""What ranks tell each other beside training: outcomes, requests to stop, numbers for the record.
+
+A channel of its own, always on CPU, so that it never mixes with the engine's collectives.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from typing import Any, TypeVar
+
+import torch
+
+from shardwise.comm.base import Comm
+from shardwise.comm.control import all_gather_json
+from shardwise.spec.errors import CheckpointError, ConfigError, ShardwiseError, StateError, StorageError
+from shardwise.train.lock import RunLockedError
+from shardwise.train.tokens import DataError
+
+T = TypeVar("T")
+
+_KINDS: dict[str, type[ShardwiseError]] = {
+    kind.__name__: kind
+    for kind in (ConfigError, CheckpointError, DataError, StorageError, RunLockedError, StateError, ShardwiseError)
+}
+
+
+class Control:
+    """The channel. A world of one talks to itself.
+
+    Attributes:
+        rank: This rank.
+        size: Number of ranks.
+    """
+
+    def __init__(self, comm: Comm) -> None:
+        self.comm = comm
+        self.rank, self.size = comm.rank, comm.size
+
+    @property
+    def is_first(self) -> bool:
+        """Whether this is the rank that writes and prints."""
+        return self.rank == 0
+
+    def on_first(self, action: Callable[[], T]) -> T:
+        """Run ``action`` on rank 0 and give its result, or its error, to every rank.
+
+        Args:
+            action: Returns something that JSON holds.
+
+        Raises:
+            ShardwiseError: What ``action`` raised, on every rank with the same text.
+
+        Collective:
+            One all-gather of small JSON.
+        """
+        outcome: dict[str, Any] = {}
+        caught: ShardwiseError | None = None
+        if self.is_first:
+            try:
+                outcome = {"value": action()}
+            except ShardwiseError as error:
+                caught = error
+                kind = next((k.__name__ for k in type(error).__mro__ if k.__name__ in _KINDS), "ShardwiseError")
+                outcome = {"kind": kind, "text": str(error), "code": error.exit_code}
+        outcome = all_gather_json(self.comm, outcome)[0]
+        if caught is not None:
+            raise caught
+        if "kind" in outcome:
+            error = _KINDS[outcome["kind"]](outcome["text"])
+            error.exit_code = outcome["code"]
+            raise error
+        return outcome["value"]
+
+    def all_json(self, value: Any) -> list[Any]:
+        """Every rank's ``value``, in rank order. One all-gather."""
+        return list(all_gather_json(self.comm, value))
+
+    def rows(self, values: list[float]) -> list[list[float]]:
+        """Every rank's ``values`` (the same number on each), in rank order.
+
+        Collective:
+            One all-gather of 8 bytes per value and rank.
+        """
+        table = torch.zeros(self.size, len(values), dtype=torch.float64)
+        table[self.rank] = torch.tensor(values, dtype=torch.float64)
+        self.comm.all_gather(table.view(-1), unit="step").wait()
+        return table.tolist()
+
+    def check_same(self, value: Any, what: str) -> None:
+        """Refuse to start where ranks were given different things.
+
+        Raises:
+            ConfigError: On every rank, naming the first rank that differs from rank 0.
+        """
+        texts = [json.dumps(held, sort_keys=True) for held in self.all_json(value)]
+        for rank, text in enumerate(texts):
+            if text != texts[0]:
+                raise ConfigError(
+                    f"rank {rank} has another {what} than rank 0.\n"
+                    "  Give every rank the same configuration and versions."
+                )

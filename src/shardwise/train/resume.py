@@ -1,0 +1,97 @@
+"""Continuing a run: which checkpoint, whether the configuration allows it, and what to take from it."""
+
+from __future__ import annotations
+
+import difflib
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from shardwise.spec.errors import CheckpointError, ConfigError
+from shardwise.train.config import Config, differences
+from shardwise.train.text import printable
+
+_FREE = ("train.steps", "log", "checkpoint", "parallel", "train.micro_batch_size", "train.gradient_accumulation_steps")
+
+
+def find_checkpoint(run_dir: Path, wanted: str) -> Path:
+    """The checkpoint that ``--resume WANTED`` means.
+
+    Args:
+        run_dir: The run's folder.
+        wanted: ``latest``, ``latest-good``, a checkpoint's folder, or a name such as ``step-00000100`` in the run.
+
+    Raises:
+        CheckpointError: There is none, or ``latest`` is damaged.
+    """
+    from shardwise.checkpoint import CHECKPOINTS, find_latest
+
+    if wanted in {"latest", "latest-good"}:
+        return find_latest(run_dir, verify=wanted == "latest-good").require(allow_older=wanted == "latest-good")
+    for path in (Path(wanted).expanduser(), run_dir / CHECKPOINTS / wanted):
+        if path.is_dir():
+            if (path / CHECKPOINTS).is_dir():
+                return find_latest(path).require()
+            return path
+    there = [path.name for path in (run_dir / CHECKPOINTS).glob("step-*")] if run_dir.is_dir() else []
+    parent = Path(wanted).expanduser().parent
+    there += [path.name for path in parent.glob("step-*")] if parent.is_dir() else []
+    close = difflib.get_close_matches(Path(wanted).name, there, n=3, cutoff=0.4)
+    hint = f" Near: {', '.join(close)}." if close else ""
+    raise CheckpointError(
+        f"--resume {printable(wanted)}: there is no such checkpoint.{printable(hint)}\n"
+        "  Use latest, latest-good, or the path of a step-* folder."
+    )
+
+
+def saved_config(path: Path) -> Mapping[str, Any]:
+    """The configuration that a checkpoint holds.
+
+    Raises:
+        CheckpointError: The checkpoint is damaged, or was not saved by a training run.
+    """
+    from shardwise.checkpoint import open_checkpoint
+
+    held = open_checkpoint(path).data
+    state = held.get("state", held)
+    config = state.get("config") if isinstance(state, Mapping) else None
+    if not isinstance(config, Mapping):
+        raise CheckpointError(
+            f"{printable(path)} was not saved by `shardwise train`: it has no configuration.\n  Load it with sw.load()."
+        )
+    return config
+
+
+def check_config(saved: Mapping[str, Any], config: Config) -> list[str]:
+    """Compare a run's configuration with the one it is to continue under.
+
+    ``train.steps`` and everything in ``log`` and ``checkpoint`` may differ. The strategy and the cut of the global
+    batch over ranks may too, as checkpoints load on any of them; what changes is returned, to be printed.
+
+    Returns:
+        One line for each change of ``parallel`` or of the cut of the batch.
+
+    Raises:
+        ConfigError: Anything else differs; a table of all differences.
+    """
+    changed = differences(saved, config.model_dump(mode="json"))
+    changed = [entry for entry in changed if entry[0] != "name"]
+    wrong = [entry for entry in changed if not any(entry[0] == key or entry[0].startswith(f"{key}.") for key in _FREE)]
+    if wrong:
+        rows = [("key", "the run has", "now"), *((key, _shown(old), _shown(new)) for key, old, new in wrong)]
+        widths = [max(len(row[i]) for row in rows) for i in (0, 1)]
+        table = "\n".join(f"  {key:<{widths[0]}}  {old:<{widths[1]}}  {new}" for key, old, new in rows)
+        raise ConfigError(
+            f"the configuration is not that of the run:\n{table}\n"
+            "  Only train.steps, log, checkpoint and parallel may differ. Restore the others, or start a new run."
+        )
+    return [
+        f"{key}: {_shown(old)} -> {_shown(new)}"
+        for key, old, new in changed
+        if key.startswith("parallel.") or key in {"train.micro_batch_size", "train.gradient_accumulation_steps"}
+    ]
+
+
+def _shown(value: Any) -> str:
+    text = printable("(not set)" if value is None else value)
+    return text if len(text) <= 60 else text[:57] + "..."

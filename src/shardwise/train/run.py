@@ -1,0 +1,455 @@
+"""One rank's training run, from a checked configuration to an exit code."""
+
+from __future__ import annotations
+
+import contextlib
+import math
+import time
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+
+import shardwise as sw
+from shardwise.comm.exit import note_exit
+from shardwise.comm.launch import World, init_process_group, shutdown
+from shardwise.comm.open import open_comms
+from shardwise.spec.errors import ShardwiseError, StorageError
+from shardwise.train import random_state, rundir
+from shardwise.train.batch import evaluate, held_out_samples, to_tensors
+from shardwise.train.build import build_model, build_optimizer, loss_of, set_lr
+from shardwise.train.check import Resolved
+from shardwise.train.control import Control
+from shardwise.train.data import open_data
+from shardwise.train.lock import RunLock
+from shardwise.train.memory import PeakTensorBytes
+from shardwise.train.metrics import Record, flops_per_token, peak_flops
+from shardwise.train.progress import Progress
+from shardwise.train.recorder import Recorder
+from shardwise.train.resume import check_config, find_checkpoint, saved_config
+from shardwise.train.sampler import Sampler
+from shardwise.train.save import Checkpoints
+from shardwise.train.stop import StopRequest, exit_code
+from shardwise.train.text import printable, size
+from shardwise.train.tokens import DataError
+
+#: On CPU, tensors are counted during this many first steps: all that is ever allocated is there by then.
+MEASURED_STEPS = 3
+
+
+class NonFiniteError(ShardwiseError):
+    """The loss or the gradient is not a finite number; nothing was updated."""
+
+    exit_code = 80
+
+
+@dataclass(slots=True)
+class Progressed:
+    """How far a run has come: what checkpoints hold beside tensors."""
+
+    step: int = 0
+    tokens: int = 0
+    first_loss: float | None = None
+    final_loss: float | None = None
+    eval_loss_first: float | None = None
+    eval_loss_final: float | None = None
+
+    def state(self) -> dict[str, Any]:
+        """Plain values."""
+        return {name: getattr(self, name) for name in self.__slots__}
+
+
+@dataclass(frozen=True, slots=True)
+class Outcome:
+    """How a run ended."""
+
+    exit_code: int
+    reason: str
+
+
+def train(resolved: Resolved, *, world: World, run_dir: Path | None, resume: str | None, is_demo: bool = False) -> int:
+    """Train on this rank and return the exit code.
+
+    Args:
+        resolved: The checked configuration, the same on every rank.
+        world: This rank among the others.
+        run_dir: The run's folder; chosen from the run's name where it is ``None``.
+        resume: ``latest``, ``latest-good`` or a checkpoint's path; ``None`` begins a new run.
+        is_demo: Compare with one process after training.
+
+    Raises:
+        ShardwiseError: Its ``exit_code`` is what the process should leave with.
+
+    Collective:
+        Every rank of the world must call.
+    """
+    device = torch.device("cuda", world.local_rank) if torch.cuda.is_available() else torch.device("cpu")
+    if device.type == "cuda":
+        torch.cuda.set_device(device)
+    init_process_group(world, device)
+    with StopRequest() as stop, contextlib.ExitStack() as stack:
+        stack.callback(shutdown)
+        control = Control(open_comms(device, "control")[0])
+        control.check_same([resolved.config.model_dump(mode="json"), torch.__version__], "configuration or torch")
+        directory = Path(control.on_first(lambda: str(_open_directory(resolved, run_dir, resume, world))))
+        if control.is_first:
+            lock = RunLock(directory)
+            stack.callback(lock.release)
+        control.on_first(lambda: lock.acquire())  # noqa: PLW0108  the name is bound on rank 0 only
+        if world.source != "launcher":  # our launcher has read all of the data before it started this process
+            control.on_first(lambda: resolved.source.check(resolved.vocab_size))
+        if world.restart_count and resume is None:
+            resume = "latest" if control.on_first(lambda: _has_checkpoint(directory)) else None
+        return _Trainer(resolved, control, directory, device, stop, is_demo=is_demo).run(resume)
+
+
+def _open_directory(resolved: Resolved, run_dir: Path | None, resume: str | None, world: World) -> Path:
+    is_again = resume is not None or world.restart_count > 0
+    if run_dir is not None:
+        RunLock(run_dir).check()
+    chosen = (
+        run_dir
+        if run_dir is not None and is_again and resume is None
+        else rundir.choose(resolved.config.name, run_dir, is_resuming=resume is not None)
+    )
+    rundir.create(chosen)
+    return chosen
+
+
+def _has_checkpoint(directory: Path) -> bool:
+    from shardwise.checkpoint import find_latest
+
+    return find_latest(directory).path is not None
+
+
+class _Trainer:
+    """The loop and what it holds. Made once per process."""
+
+    def __init__(
+        self,
+        resolved: Resolved,
+        control: Control,
+        directory: Path,
+        device: torch.device,
+        stop: StopRequest,
+        *,
+        is_demo: bool,
+    ) -> None:
+        self.resolved, self.config, self.control = resolved, resolved.config, control
+        self.directory, self.device, self.stop, self.is_demo = directory, device, stop, is_demo
+        self.done = Progressed()
+        self.peak_bytes = 0
+        self.measured_steps = 0
+        self.predicted_bytes: dict[str, int] = {}
+        self.trained_s = 0.0
+        self.trained_tokens = 0
+        config, batch, mesh = self.config, resolved.batch, resolved.mesh
+        self.data = open_data(
+            resolved.source,
+            seq_len=config.data.seq_len or 1,
+            held_out=config.data.held_out,
+            vocab_size=resolved.vocab_size,
+            seed=config.train.seed,
+        )
+        self.reader = mesh.data_parallel_rank(control.rank)
+        self.sampler = Sampler(
+            self.data.train.num_samples,
+            config.train.seed,
+            batch.micro,
+            batch.accumulation,
+            self.reader,
+            batch.data_parallel_size,
+        )
+        self.num_held_out = (
+            held_out_samples(self.data.held_out, batch, config.train.eval_batches) if config.train.eval_every else 0
+        )
+        self.loss_of = loss_of(config)
+        self.model, self.optimizer = self._build()
+        self.saves = Checkpoints(
+            directory, run_id=directory.name, keep=config.checkpoint.keep, control=control, device=device
+        )
+
+    def _build(self) -> tuple[nn.Module, torch.optim.Optimizer]:
+        random_state.seed_all(self.config.train.seed)
+        model = build_model(self.resolved, self.device)
+        model.train()
+        model = sw.parallelize(model, self.resolved.plan)
+        return model, build_optimizer(self.config.optimizer, model.parameters())
+
+    # --- the run -----------------------------------------------------------------------------------------------------
+
+    def run(self, resume: str | None) -> int:
+        """Train to the end, or to a request to stop."""
+        changes = self._begin(resume)
+        self.progress = Progress(
+            steps=self.config.train.steps,
+            start=self.done.step,
+            every=self.config.log.every,
+            is_shown=self.control.is_first,
+        )
+        outcome = Outcome(1, "failed")
+        try:
+            self._introduce(resume, changes)
+            outcome = self._loop()
+        except ShardwiseError as error:
+            outcome = Outcome(error.exit_code, str(error).splitlines()[0])
+            raise
+        finally:
+            self.progress.close()
+            if self.control.is_first:
+                self._write_summary(outcome)
+        self._conclude(outcome)
+        return outcome.exit_code
+
+    def _begin(self, resume: str | None) -> list[str]:
+        """Take up a checkpoint or start anew; write the run's files. Returns what differs from the run's before."""
+        changes: list[str] = []
+        saved_hash = self.fingerprint = self.control.on_first(self.resolved.source.fingerprint)
+        if resume is None:
+            random_state.seed_all(random_state.rank_seed(self.config.train.seed, self.control.rank))
+        else:
+            path = Path(self.control.on_first(lambda: str(find_checkpoint(self.directory, resume))))
+            changes = self.control.on_first(lambda: check_config(saved_config(path), self.config))
+            state = self.saves.load(path, self.model, self.optimizer)
+            self.sampler.load_state(state["sampler"])
+            saved_hash = state["data"]
+            self.done = Progressed(**{**state["progress"], "step": state["step"]})
+            self._restore_random(state["random"])
+        if saved_hash != self.fingerprint:
+            raise DataError(
+                f"{self.config.data.source}: the data is not what the run began with (its hash has changed).\n"
+                "  Restore the data, or start a new run."
+            )
+        self.control.on_first(self._write_start)
+        self.recorder = Recorder(self.directory, self.config, self.done.step) if self.control.is_first else None
+        return changes
+
+    def _restore_random(self, states: Any) -> None:
+        """The same world: every rank's generators as they were. Another: fresh ones, by seed, rank and step."""
+        if isinstance(states, list) and len(states) == self.control.size:
+            random_state.restore(states[self.control.rank], self.device)
+        else:
+            seed = random_state.rank_seed(self.config.train.seed, self.control.rank, self.done.step)
+            random_state.seed_all(seed)
+
+    def _loop(self) -> Outcome:
+        train, saving = self.config.train, self.config.checkpoint
+        if self.done.step == 0:
+            self._evaluate()
+        while self.done.step < train.steps:
+            signal_number = self._step()
+            is_last = self.done.step == train.steps
+            if train.eval_every and (is_last or self.done.step % train.eval_every == 0):
+                self._evaluate()
+            if signal_number and not is_last:
+                return self._stop(signal_number)
+            if (saving.every and self.done.step % saving.every == 0) or (is_last and saving.final):
+                self._save()
+        if self.saves.failures and saving.final and self.saves.saved_step != self.done.step:
+            raise StorageError(
+                f"the last checkpoint was not saved: {self.saves.failures[-1]}\n  Free space and resume."
+            )
+        return Outcome(0, "finished")
+
+    def _step(self) -> int:
+        """One step. Returns the signal that asked any rank to stop, 0 for none."""
+        started = time.perf_counter()
+        is_measured = self.device.type == "cuda" or self.measured_steps < MEASURED_STEPS
+        with contextlib.ExitStack() as stack:
+            events = stack.enter_context(sw.record_collectives(self.model))
+            memory = stack.enter_context(PeakTensorBytes(self.device)) if is_measured else None
+            loss, data_s = self._forward_backward()
+            rows = self.control.rows([loss, float(self.stop.signal_number), float(self.peak_bytes)])
+            loss = sum(row[0] for row in rows) / len(rows)
+            self._check_finite("loss", [row[0] for row in rows])
+            norm = float(sw.clip_grad_norm(self.model, self.config.train.clip_grad_norm or math.inf))
+            self._check_finite("gradient norm", [norm])
+            lr = self.config.optimizer.lr * self.resolved.schedule.ratio(self.done.step)
+            set_lr(self.optimizer, lr)
+            self.optimizer.step()
+            self.optimizer.zero_grad()
+        self.peak_bytes = max(self.peak_bytes, int(max(row[2] for row in rows)), memory.peak_bytes if memory else 0)
+        self.measured_steps += 1
+        self._record(
+            loss=loss,
+            norm=norm,
+            lr=lr,
+            step_s=time.perf_counter() - started,
+            data_s=data_s,
+            sent_bytes=sum(event.sent_bytes for event in events),
+        )
+        return int(max(row[1] for row in rows))
+
+    def _forward_backward(self) -> tuple[float, float]:
+        """This rank's mean loss, gradients ready, and the seconds spent on data."""
+        accumulation = self.resolved.batch.accumulation
+        total = torch.zeros((), device=self.device)
+        data_s = 0.0
+        for index, samples in enumerate(self.sampler.next_step()):
+            started = time.perf_counter()
+            inputs_BT, targets_BT = to_tensors(self.data.train, samples, self.device)
+            data_s += time.perf_counter() - started
+            with sw.gradient_sync(self.model, index == accumulation - 1):
+                loss = self.loss_of(self.model, inputs_BT, targets_BT)
+                (loss / accumulation).backward()
+            total += loss.detach()
+        return float(total) / accumulation, data_s
+
+    def _check_finite(self, what: str, values: list[float]) -> None:
+        bad = [rank for rank, value in enumerate(values) if not math.isfinite(value)]
+        if not bad:
+            return
+        where = f" on rank{'s' if len(bad) > 1 else ''} {', '.join(map(str, bad))}" if len(values) > 1 else ""
+        step = self.done.step + 1
+        kept = f"checkpoint of step {self.saves.saved_step}" if self.saves.saved_step else "no checkpoint yet"
+        message = (
+            f"step {step}: the {what} is {values[bad[0]]}{where}. Nothing was updated; safe: {kept}.\n"
+            "  Lower optimizer.lr, lengthen schedule.warmup_steps, or look at the samples of this step."
+        )
+        raise NonFiniteError(message)
+
+    def _record(self, *, loss: float, norm: float, lr: float, step_s: float, data_s: float, sent_bytes: int) -> None:
+        done, tokens = self.done, self.resolved.batch.total * (self.config.data.seq_len or 1)
+        done.step += 1
+        done.tokens += tokens
+        done.first_loss = loss if done.first_loss is None else done.first_loss
+        done.final_loss = loss
+        self.trained_tokens += tokens
+        self.trained_s += step_s
+        record = Record(
+            step=done.step,
+            loss=loss,
+            grad_norm=norm,
+            lr=lr,
+            tokens=done.tokens,
+            tokens_per_s=tokens / step_s,
+            step_time_s=step_s,
+            data_time_s=data_s,
+            mfu=self._mfu(tokens / step_s),
+            peak_memory_bytes=self.peak_bytes,
+            collective_bytes=sent_bytes,
+        )
+        if self.recorder is not None:
+            self.recorder.step(record)
+        self.progress.step(record)
+
+    def _mfu(self, tokens_per_s: float) -> float | None:
+        shape = self.resolved.model
+        if self.device.type != "cuda" or shape is None or shape.num_experts:
+            return None
+        peak = peak_flops(
+            torch.cuda.get_device_name(self.device), uses_tf32=torch.get_float32_matmul_precision() != "highest"
+        )
+        if peak is None:
+            return None
+        return tokens_per_s * flops_per_token(shape, self.config.data.seq_len or 1) / (peak * self.control.size)
+
+    def _evaluate(self) -> None:
+        if not self.config.train.eval_every:
+            return
+        loss = evaluate(
+            self.model,
+            self.loss_of,
+            self.data.held_out,
+            batch=self.resolved.batch,
+            count=self.num_held_out,
+            control=self.control,
+            rank=self.reader,
+        )
+        done = self.done
+        done.eval_loss_first = loss if done.eval_loss_first is None else done.eval_loss_first
+        done.eval_loss_final = loss
+        if self.recorder is not None:
+            self.recorder.held_out(done.step, loss)
+        self.progress.say(f"step {done.step}  held-out loss {loss:.4f} ({self.num_held_out} samples)")
+
+    def _save(self) -> None:
+        state = {
+            "progress": self.done.state(),
+            "sampler": self.sampler.state(),
+            "config": self.config.model_dump(mode="json"),
+            "data": self.fingerprint,
+            "strategy": str(self.config.parallel.strategy),
+            "mesh": self.resolved.mesh.sizes,
+        }
+        message = self.saves.save(self.model, self.optimizer, step=self.done.step, state=state)
+        if message:
+            self.progress.say(message)
+
+    def _stop(self, signal_number: int) -> Outcome:
+        self._save()
+        if self.saves.saved_step != self.done.step:
+            raise StorageError(f"stop requested, but the step was not saved: {self.saves.failures[-1]}")
+        code = exit_code(signal_number)
+        reason = f"stop requested, saved step {self.done.step}, continue with --resume"
+        self.progress.say(reason)
+        note_exit(code, reason, step=self.done.step, is_shown=True)
+        return Outcome(code, reason)
+
+    # --- files and words ---------------------------------------------------------------------------------------------
+
+    def _write_start(self) -> None:
+        rundir.replace_text(self.directory / rundir.CONFIG, self.config.to_yaml())
+        plan = self.config.parallel.model_dump(mode="json")
+        batch = self.resolved.batch
+        rundir.replace_json(
+            self.directory / rundir.PLAN,
+            {
+                "world_size": self.control.size,
+                "mesh": self.resolved.mesh.sizes,
+                "parallel": plan,
+                "batch": {"micro": batch.micro, "accumulation": batch.accumulation, "global": batch.total},
+                "predicted_bytes_per_rank": self.predicted_bytes,
+                "predicted_peak_memory_bytes": sum(self.predicted_bytes.values()) or None,
+            },
+        )
+
+    def _write_summary(self, outcome: Outcome) -> None:
+        if self.recorder is not None:
+            self.recorder.close()
+        done = self.done
+        summary = {
+            "steps": done.step,
+            "first_loss": done.first_loss,
+            "final_loss": done.final_loss,
+            "eval_loss_first": done.eval_loss_first,
+            "eval_loss_final": done.eval_loss_final,
+            "tokens_per_s": self.trained_tokens / self.trained_s if self.trained_s else None,
+            "peak_memory_bytes": self.peak_bytes or None,
+            "predicted_peak_memory_bytes": sum(self.predicted_bytes.values()) or None,
+            "world_size": self.control.size,
+            "strategy": self.config.parallel.strategy,
+            "exit_code": outcome.exit_code,
+            "reason": outcome.reason,
+            "failed_saves": self.saves.failures,
+        }
+        with contextlib.suppress(StorageError):  # the run's own outcome is what matters now
+            rundir.replace_json(self.directory / rundir.SUMMARY, summary)
+
+    def _introduce(self, resume: str | None, changes: list[str]) -> None:
+        batch, source, config = self.resolved.batch, self.resolved.source, self.config
+        say = self.progress.say
+        kind = "cpu" if self.device.type == "cpu" else torch.cuda.get_device_name(self.device)
+        name = config.model.preset or config.model.hf
+        say(f"run {printable(self.directory)}: {name} on {self.control.size} x {kind}, {config.parallel.strategy}")
+        tokens = f"{source.num_tokens:,} tokens in {len(source.files)} files" if source.files else "random tokens"
+        say(f"data {printable(source.name)}: {tokens}; samples of {config.data.seq_len}")
+        say(str(batch))
+        if resume is not None:
+            say(f"resumed at step {self.done.step}" + "".join(f"\n  {line}" for line in changes))
+
+    def _conclude(self, outcome: Outcome) -> None:
+        if not self.control.is_first or outcome.exit_code:
+            return
+        done = self.done
+        speed = self.trained_tokens / max(self.trained_s, 1e-9)
+        lines = [f"finished {done.step} steps; {self.trained_s:.0f} s of training, {speed:,.0f} tokens/s"]
+        if done.eval_loss_first and done.eval_loss_final is not None:
+            fall = 100 * (1 - done.eval_loss_final / done.eval_loss_first)
+            lines.append(f"held-out loss {done.eval_loss_first:.4f} -> {done.eval_loss_final:.4f} ({fall:.0f}% lower)")
+        lines.append(f"peak memory of tensors, per rank: measured {size(self.peak_bytes)}")
+        for line in lines:
+            self.progress.say(line)
+        self.progress.say(f"see {printable(self.directory)}")

@@ -1,0 +1,109 @@
+"""The folder of a run: which one it is, what lies in it, and how files in it are replaced.
+
+Without ``--run-dir`` a run lives in ``runs/NAME``. If that holds a run already, a new one goes to ``runs/NAME-2``, then
+``-3`` and so on, and ``--resume`` means the newest of them. A folder given by ``--run-dir`` is taken as it is: if it
+holds a run, a new one is refused.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from shardwise.spec.errors import CheckpointError, ConfigError, StorageError
+from shardwise.train.text import printable
+
+CONFIG, PLAN, METRICS, SUMMARY = "config.yaml", "plan.json", "metrics.jsonl", "summary.json"
+LOGS, CHECKPOINTS, EVENTS = "logs", "checkpoints", "events"
+
+
+def holds_run(directory: Path) -> bool:
+    """Whether a run has begun in ``directory``. Logs alone are those of the launcher that is about to begin one."""
+    return any((directory / name).exists() for name in (CONFIG, METRICS, CHECKPOINTS))
+
+
+def choose(name: str, given: Path | None, *, is_resuming: bool, base: Path = Path("runs")) -> Path:
+    """The folder of a run. Nothing is created.
+
+    Raises:
+        ConfigError: A new run would go into a folder that holds one.
+        CheckpointError: There is no run to resume.
+    """
+    if given is not None:
+        if is_resuming and not holds_run(given):
+            raise CheckpointError(f"{printable(given)} holds no run to resume.\n  Start it without --resume.")
+        if not is_resuming and holds_run(given):
+            raise ConfigError(
+                f"{printable(given)} holds a run already.\n  Continue it with --resume, or name another folder."
+            )
+        return given
+    taken = _numbered(base, name)
+    if is_resuming:
+        if not taken:
+            near = f" There are: {', '.join(sorted(_names(base)))}." if _names(base) else ""
+            raise CheckpointError(
+                f"no run {name!r} to resume in {printable(base)}.{printable(near)}\n  Name its folder with --run-dir."
+            )
+        return taken[max(taken)]
+    return base / name if not taken else base / f"{name}-{max(taken) + 1}"
+
+
+def create(directory: Path) -> None:
+    """Make the folder and those inside it, and see that they can be written.
+
+    Raises:
+        StorageError: They cannot.
+    """
+    try:
+        for part in (directory, directory / LOGS, directory / CHECKPOINTS):
+            part.mkdir(parents=True, exist_ok=True)
+            probe = part / f".probe-{os.getpid()}"
+            probe.touch()
+            probe.unlink()
+    except OSError as error:
+        raise StorageError(
+            f"{printable(error.filename or directory)} cannot be written: {error.strerror}.\n"
+            "  Name a folder that can, with --run-dir."
+        ) from None
+
+
+def replace_text(path: Path, text: str) -> None:
+    """Write a small file so that readers see the old content or the new, never a part.
+
+    Raises:
+        StorageError: The disk refuses.
+    """
+    part = path.with_name(f".{path.name}.part")
+    try:
+        with part.open("w", encoding="utf-8") as file:
+            file.write(text)
+            file.flush()
+            os.fsync(file.fileno())
+        part.replace(path)
+    except OSError as error:
+        raise StorageError(
+            f"{printable(path)} cannot be written: {error.strerror}.\n  Free space on the disk."
+        ) from None
+
+
+def replace_json(path: Path, value: Mapping[str, Any]) -> None:
+    """:func:`replace_text` with ``value`` as indented JSON."""
+    replace_text(path, json.dumps(value, indent=2) + "\n")
+
+
+def _names(base: Path) -> list[str]:
+    return [path.name for path in base.iterdir() if path.is_dir() and holds_run(path)] if base.is_dir() else []
+
+
+def _numbered(base: Path, name: str) -> dict[int, Path]:
+    """Runs of this name by number; the first has no number in its name."""
+    found: dict[int, Path] = {}
+    for held in _names(base):
+        match = re.fullmatch(re.escape(name) + r"(?:-([2-9]|[1-9][0-9]{1,8}))?", held)
+        if match is not None:
+            found[int(match.group(1) or 1)] = base / held
+    return found

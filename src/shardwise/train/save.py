@@ -1,0 +1,80 @@
+"""Checkpoints of a run: writing, pointing at the newest, letting go of old ones, and taking a run up again."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+
+import shardwise as sw
+from shardwise.checkpoint import open_checkpoint, publish_latest, retain, step_directory
+from shardwise.spec.errors import CheckpointError, StorageError
+from shardwise.train import random_state
+from shardwise.train.control import Control
+
+
+class Checkpoints:
+    """The checkpoints of one run.
+
+    Attributes:
+        saved_step: The newest step that has been saved, 0 for none.
+        failures: One line for each save that the disk refused.
+    """
+
+    def __init__(self, run_dir: Path, *, run_id: str, keep: int, control: Control, device: torch.device) -> None:
+        self.saved_step = 0
+        self.failures: list[str] = []
+        self._run_dir, self._run_id, self._keep = run_dir, run_id, keep
+        self._control, self._device = control, device
+        self._known_good: list[Path] = []
+
+    def save(
+        self, model: nn.Module, optimizer: torch.optim.Optimizer, *, step: int, state: dict[str, Any]
+    ) -> str | None:
+        """Save a step, publish it, and remove what is older than the kept ones.
+
+        A disk that refuses does not end the run: the earlier checkpoints stay, and the failure is counted.
+
+        Returns:
+            What went wrong, for printing; ``None`` where nothing did.
+
+        Collective:
+            Those of ``sw.save``, and small JSON. All ranks must call in the same order.
+        """
+        path = step_directory(self._run_dir, step)
+        if self.saved_step == step:
+            return None
+        generators = self._control.all_json(random_state.capture(self._device))
+        held = {**state, "step": step, "run_id": self._run_id, "random": generators}
+        try:
+            sw.save(path, model, optimizer, state=held)
+            refused = self._control.on_first(lambda: self._publish(path))
+        except StorageError as error:
+            kept = f"step {self.saved_step} is kept" if self.saved_step else "there is no earlier checkpoint"
+            self.failures.append(f"step {step}: {str(error).splitlines()[0]}")
+            return f"WARNING: step {step} was not saved; {kept}. {error}"
+        self.saved_step = step
+        return "\n".join(f"WARNING: checkpoint {line}" for line in refused) or None
+
+    def load(self, path: Path, model: nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, Any]:
+        """Fill model and optimizer from a checkpoint and return its state.
+
+        Raises:
+            CheckpointError: It is damaged, or of another model or optimizer.
+        """
+        state = sw.load(path, model, optimizer)
+        if not isinstance(state.get("step"), int) or not isinstance(state.get("progress"), dict):
+            raise CheckpointError(
+                f"{path} was not saved by `shardwise train`: it has no step or progress.\n  Load it with sw.load()."
+            )
+        self.saved_step = state["step"] if path.parent.parent.absolute() == self._run_dir.absolute() else 0
+        return state
+
+    def _publish(self, path: Path) -> list[str]:
+        publish_latest(self._run_dir, path)
+        open_checkpoint(path).check_files()
+        result = retain(self._run_dir, self._keep, known_good=self._known_good, run_id=self._run_id)
+        self._known_good = list(result.good)
+        return [f"{name.name}: {reason}" for name, reason in result.refused]
