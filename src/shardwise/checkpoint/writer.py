@@ -20,7 +20,6 @@ from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
-from shardwise.comm.control import all_gather_json
 from torch import Tensor
 
 from shardwise.checkpoint import folder as folders
@@ -39,6 +38,7 @@ from shardwise.checkpoint.manifest import (
 from shardwise.checkpoint.shard import Piece, layout, shard_name, write_shard
 from shardwise.checkpoint.words import size
 from shardwise.comm.base import Comm
+from shardwise.comm.control import all_gather_json
 from shardwise.comm.dtype import dtype_name
 from shardwise.spec.errors import CheckpointError, StorageError
 from shardwise.spec.extent import Extent
