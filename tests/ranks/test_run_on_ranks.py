@@ -8,6 +8,7 @@ import subprocess
 import sys
 import tempfile
 import time
+import warnings
 from pathlib import Path
 
 import pytest
@@ -179,6 +180,19 @@ def start_a_child():
 def test_what_a_rank_started_is_gone_too():
     children = run_on_ranks(start_a_child, 2, process_group=False)
     assert _soon(lambda: not any(_is_alive(pid) for pid in children))
+
+
+def warn():
+    warnings.warn("of old age", DeprecationWarning, stacklevel=1)
+    return distributed.get_rank()
+
+
+def test_warnings_are_what_they_are_to_the_caller():
+    with pytest.raises(RankFailure, match="DeprecationWarning: of old age"):
+        run_on_ranks(warn, 2)
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", "of old", DeprecationWarning)
+        assert run_on_ranks(warn, 2) == [0, 1]
 
 
 def unpicklable():

@@ -39,6 +39,7 @@ import tempfile
 import threading
 import time
 import traceback
+import warnings
 from multiprocessing import connection, get_context
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -94,6 +95,7 @@ class _Job:
     path: list[str]
     timeout_s: float
     process_group: bool
+    warning_filters: list[Any]
 
 
 @dataclasses.dataclass
@@ -117,7 +119,7 @@ def run_on_ranks(
 
     Args:
         fn: A module-level function. It can read its rank from ``torch.distributed.get_rank()`` or ``os.environ``
-            (RANK, WORLD_SIZE, LOCAL_RANK, LOCAL_WORLD_SIZE are set).
+            (RANK, WORLD_SIZE, LOCAL_RANK, LOCAL_WORLD_SIZE are set). Warnings are to it what they are to the caller.
         world_size: Number of processes.
         *args: Arguments, the same on every rank; pickled.
         timeout_s: Wall-clock limit for the whole call.
@@ -157,11 +159,19 @@ class _Run:
         self.timed_out = False
 
     def start(self, call: bytes, *, process_group: bool) -> None:
-        deadline_s = self.timeout_s
         context = _fork_server()
         for rank in range(self.world_size):
             mine, theirs = context.Pipe(duplex=False)
-            job = _Job(rank, self.world_size, str(self.directory), call, sys.path, deadline_s, process_group)
+            job = _Job(
+                rank,
+                self.world_size,
+                str(self.directory),
+                call,
+                sys.path,
+                self.timeout_s,
+                process_group,
+                list(warnings.filters),
+            )
             process = context.Process(target=_rank_main, args=(job, mine), name=f"rank-{rank}", daemon=True)
             process.start()
             mine.close()
@@ -364,6 +374,8 @@ def _call(job: _Job) -> Any:
     from torch import distributed
 
     torch.set_num_threads(1)
+    warnings.filters[:] = job.warning_filters  # an error for pytest is an error in its ranks
+    warnings.simplefilter("default", append=True)  # what makes the assignment known
     fn, args = pickle.loads(job.call)
     if not job.process_group:
         return fn(*args)
