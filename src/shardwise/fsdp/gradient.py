@@ -23,9 +23,10 @@ import torch
 from torch import Tensor
 
 from shardwise.comm.base import Comm, Handle
-from shardwise.fsdp.pool import GradientPool, size_class
+from shardwise.fsdp.pool import GradientPool
 from shardwise.fsdp.view import contiguous_stride, memory_order
 from shardwise.spec.errors import StateError
+from shardwise.spec.footprint import size_class
 from shardwise.spec.layout import ReduceLayout
 
 if TYPE_CHECKING:

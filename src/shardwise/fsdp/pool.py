@@ -13,6 +13,8 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 
+from shardwise.spec.footprint import SLOTS_PER_CLASS
+
 if TYPE_CHECKING:
     from shardwise.fsdp.group import Group
 
@@ -38,21 +40,13 @@ class Slot:
         return self.buffer
 
 
-def size_class(numel: int) -> int:
-    """Groups whose sizes round to the same class share slots: sizes are rounded up to an eighth of a power of two."""
-    if numel <= 8:
-        return numel
-    step = 1 << (numel - 1).bit_length() - 4
-    return -(-numel // step) * step
-
-
 class SlotPool:
     """The slots of a model: ``slots_per_class`` for each (depth, size class, dtype, trainable), dealt out in turn.
 
     Depth is in the key so that a unit never shares a slot with one that encloses it: both are live at once.
     """
 
-    def __init__(self, slots_per_class: int = 2) -> None:
+    def __init__(self, slots_per_class: int = SLOTS_PER_CLASS) -> None:
         self.slots_per_class = slots_per_class
         self.slots: list[Slot] = []
         self.num_grown = 0

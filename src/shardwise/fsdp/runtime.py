@@ -10,7 +10,7 @@ full, which would order the collectives differently on ranks that use different 
 
 **End of backward.** Finalises what is left, waits for the reductions, and puts the gradients on the shards.
 
-The order of gathers and of entries is agreed (``spec.order``): recorded in the first pass, followed later.
+The order of gathers and of entries is agreed (``spec.prefetch``): recorded in the first pass, followed later.
 """
 
 from __future__ import annotations
@@ -29,11 +29,12 @@ from shardwise.comm.base import Comm, Handle
 from shardwise.fsdp import debug, torch_private
 from shardwise.fsdp.gradient import EAGER_NUMEL
 from shardwise.fsdp.group import Group
-from shardwise.fsdp.pool import GradientPool, SlotPool, size_class
+from shardwise.fsdp.pool import GradientPool, SlotPool
 from shardwise.fsdp.saved import SavedTensorGuard
 from shardwise.fsdp.unit import State, Unit
 from shardwise.spec.errors import StateError
-from shardwise.spec.order import AgreedOrder
+from shardwise.spec.footprint import size_class
+from shardwise.spec.prefetch import AgreedOrder
 from shardwise.spec.placement import Placements
 
 
@@ -345,6 +346,11 @@ class Runtime:
             group.release(poison=debug.is_on)
         if unit.state is State.UNSHARDED:
             unit.move_to(State.SHARDED)
+
+    def invalidate(self) -> None:
+        """The masters have been written: what is gathered, or was, is out of date."""
+        self._is_window_open = False
+        self.version += 1
 
     def unshard_now(self, unit: Unit) -> None:
         """Gather a unit by hand; its module then holds the whole parameters until :meth:`reshard_now`.

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from shardwise.comm.control import agree, all_gather_json
-from shardwise.comm.dtype import dtype_name
+from shardwise.comm.dtype import dtype_name, torch_dtype
 from shardwise.fsdp import attach
 from shardwise.fsdp.group import Group
 from shardwise.fsdp.runtime import Runtime
@@ -126,6 +126,7 @@ def load_full_state_dict(model: nn.Module, state: Mapping[str, Any], *, strict: 
             comm.broadcast(travels, root=0, unit=f"buffer {name}").wait()
             buffer.copy_(flat.view(buffer.shape))
     _load_extra_state(model, state if comm.rank == 0 else {})
+    runtime.invalidate()
 
 
 def _value(state: Mapping[str, Any], spec: Any) -> Tensor | None:
@@ -286,38 +287,53 @@ def held_extents(model: nn.Module) -> list[tuple[Extent, Tensor]]:
     return found
 
 
-def held_optimizer_extents(
-    model: nn.Module, optimizer: torch.optim.Optimizer, stored: Mapping[str, str]
-) -> list[tuple[Extent, Tensor]]:
-    """Make room for optimizer state as ``stored`` names it, and return it as targets to load into.
+class OptimizerState:
+    """Fresh optimizer state as a checkpoint names it: filled first, installed when everything has been read.
 
     Args:
         model: A parallelized model.
-        optimizer: Built on its parameters; its state is replaced.
+        optimizer: Built on its parameters.
         stored: ``optimizer/<parameter name>/<key>`` of every stored tensor, with its dtype.
-    """
-    from shardwise.comm.dtype import torch_dtype
 
-    runtime = attach.runtime_of(model, "sw.load")
-    mine = {id(p) for group in optimizer.param_groups for p in group["params"]}
-    by_parameter: dict[str, dict[str, str]] = {}
-    for full_name, dtype in stored.items():
-        name, _, key = full_name.removeprefix("optimizer/").rpartition("/")
-        by_parameter.setdefault(name, {})[key] = dtype
-    found: list[tuple[Extent, Tensor]] = []
-    for group in runtime.groups:
-        for index, piece in enumerate(group.held):
-            spec, shard, view = group.layout.params[index], group.shards[index], group.views[index]
-            keys = by_parameter.get(spec.name, {})
-            if id(shard) not in mine or not keys or (piece.numel == 0 and spec.numel > 0):
-                continue
-            state = optimizer.state[shard]
-            for key, dtype in keys.items():
-                state[key] = torch.zeros_like(view, dtype=torch_dtype(dtype))
-                name = f"optimizer/{spec.name}/{key}"
-                extent = Extent(name, spec.shape, dtype, piece.start, piece.stop, spec.stride)
-                found.append((extent, memory_order(state[key])))
-    return found
+    Attributes:
+        extents: This rank's ranges of the stored tensors, as targets to load into.
+    """
+
+    def __init__(self, model: nn.Module, optimizer: torch.optim.Optimizer, stored: Mapping[str, str]) -> None:
+        runtime = attach.runtime_of(model, "sw.load")
+        mine = {id(p) for group in optimizer.param_groups for p in group["params"]}
+        self.extents: list[tuple[Extent, Tensor]] = []
+        self._optimizer = optimizer
+        self._shards: dict[str, nn.Parameter] = {}
+        self._fresh: dict[str, dict[str, Any]] = {}
+        keys: dict[str, dict[str, str]] = {}
+        for full_name, dtype in stored.items():
+            name, _, key = full_name.removeprefix("optimizer/").rpartition("/")
+            keys.setdefault(name, {})[key] = dtype
+        for group in runtime.groups:
+            for index, piece in enumerate(group.held):
+                spec, shard = group.layout.params[index], group.shards[index]
+                if id(shard) not in mine or (piece.numel == 0 and spec.numel > 0):
+                    continue
+                self._shards[spec.name] = shard
+                state = self._fresh.setdefault(spec.name, {})
+                for key, dtype in keys.get(spec.name, {}).items():
+                    state[key] = torch.zeros_like(group.views[index], dtype=torch_dtype(dtype))
+                    name = f"optimizer/{spec.name}/{key}"
+                    extent = Extent(name, spec.shape, dtype, piece.start, piece.stop, spec.stride)
+                    self.extents.append((extent, memory_order(state[key])))
+
+    def install(self, scalars: Mapping[str, Mapping[str, float]]) -> None:
+        """Replace the optimizer's state by the fresh one and ``scalars`` (:func:`optimizer_scalars`)."""
+        for name, shard in self._shards.items():
+            state = self._fresh[name]
+            for key, value in scalars.get(name, {}).items():
+                # torch's optimizers keep ``step`` as a float32 tensor on the CPU.
+                state[key] = torch.tensor(float(value)) if key == "step" else value
+            if state:
+                self._optimizer.state[shard] = state
+            else:
+                self._optimizer.state.pop(shard, None)
 
 
 def optimizer_scalars(model: nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, dict[str, float]]:
@@ -335,9 +351,7 @@ def optimizer_scalars(model: nn.Module, optimizer: torch.optim.Optimizer) -> dic
             scalars = {
                 key: value.item() if isinstance(value, Tensor) else value
                 for key, value in state.items()
-                if (isinstance(value, Tensor) and value.dim() == 0 and shard.dim() > 0)
-                or isinstance(value, (int, float, bool))
-                or (isinstance(value, Tensor) and value.dim() == 0 and key == "step")
+                if isinstance(value, (int, float)) or (isinstance(value, Tensor) and value.dim() == 0)
             }
             if scalars:
                 mine[spec.name] = scalars
@@ -345,19 +359,3 @@ def optimizer_scalars(model: nn.Module, optimizer: torch.optim.Optimizer) -> dic
     for part in all_gather_json(runtime.gather_comm, mine):
         merged |= part
     return merged
-
-
-def restore_optimizer_scalars(
-    model: nn.Module, optimizer: torch.optim.Optimizer, scalars: Mapping[str, Mapping[str, float]]
-) -> None:
-    """Undo :func:`optimizer_scalars`, for the parameters that this rank holds a piece of."""
-    runtime = attach.runtime_of(model, "sw.load")
-    mine = {id(p) for group in optimizer.param_groups for p in group["params"]}
-    for group in runtime.groups:
-        for spec, shard, piece in zip(group.layout.params, group.shards, group.held, strict=True):
-            if id(shard) not in mine or spec.name not in scalars or (piece.numel == 0 and spec.numel > 0):
-                continue
-            for key, value in scalars[spec.name].items():
-                # torch's optimizers keep ``step`` as a float32 tensor on the CPU.
-                optimizer.state[shard][key] = torch.tensor(float(value)) if key == "step" else value
-

@@ -1,0 +1,191 @@
+"""What was made of a model, for reading."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from torch import nn
+
+from shardwise.fsdp import attach
+from shardwise.fsdp.runtime import Runtime
+from shardwise.fsdp.unit import Unit
+from shardwise.spec.footprint import Footprint, GroupShape, footprint
+from shardwise.spec.trace import Collective, step_trace
+
+
+@dataclass(frozen=True)
+class GroupSummary:
+    """One group: its parameters (name, shape, elements of it on this rank), dtype, padding and slot."""
+
+    parameters: tuple[tuple[str, tuple[int, ...], int], ...]
+    dtype: str
+    is_trainable: bool
+    numel: int
+    shard_numel: int
+    padding_numel: int
+    slot: int | None
+
+
+@dataclass(frozen=True)
+class UnitSummary:
+    """One unit."""
+
+    name: str
+    type_name: str
+    depth: int
+    reshards_after_forward: bool
+    groups: tuple[GroupSummary, ...]
+
+
+@dataclass(frozen=True)
+class Summary:
+    """What :func:`summary` returns; ``str()`` is for reading.
+
+    Attributes:
+        units: Outermost first.
+        rank, world_size: Of the data-parallel axis.
+        placements: Of parameters, gradients and optimizer state.
+        footprint: Bytes on this rank by category.
+        num_slots, num_grown_slots: The pool, and how many slots it had to add because units were live at once.
+        forward_order, backward_order: Names of the units as they are gathered; empty before the first step.
+    """
+
+    units: tuple[UnitSummary, ...]
+    rank: int
+    world_size: int
+    placements: str
+    footprint: Footprint
+    num_slots: int
+    num_grown_slots: int
+    forward_order: tuple[str, ...]
+    backward_order: tuple[str, ...]
+
+    @property
+    def num_parameters(self) -> int:
+        """Logical parameters of the model."""
+        shapes = [shape for unit in self.units for group in unit.groups for _, shape, _ in group.parameters]
+        return sum(_numel(shape) for shape in shapes)
+
+    def __str__(self) -> str:
+        lines = [
+            f"{self.num_parameters:,} parameters in {len(self.units)} units on {self.world_size} ranks"
+            f" (this is rank {self.rank}); {self.placements}",
+            f"{'unit':<28}{'class':<20}{'params':>14}{'this rank':>14}{'padding':>9}  dtype, slot",
+        ]
+        for unit in self.units:
+            for group in unit.groups:
+                numel = sum(_numel(shape) for _, shape, _ in group.parameters)
+                held = sum(count for _, _, count in group.parameters)
+                slot = "own" if group.slot is None else f"slot {group.slot}"
+                frozen = "" if group.is_trainable else ", frozen"
+                padding = f"{100 * group.padding_numel / max(group.numel, 1):.1f}%"
+                name = "  " * unit.depth + unit.name
+                lines.append(
+                    f"{name:<28}{unit.type_name:<20}{numel:>14,}{held:>14,}{padding:>9}  {group.dtype}{frozen}, {slot}"
+                    + ("" if unit.reshards_after_forward or group.slot is None else ", kept after forward")
+                )
+            if not unit.groups:
+                lines.append(f"{'  ' * unit.depth + unit.name:<28}{unit.type_name:<20}{0:>14}{0:>14}{'':>9}  -")
+        lines.append(f"bytes on this rank: {self.footprint}")
+        grown = f", {self.num_grown_slots} of them because more units were live at once" if self.num_grown_slots else ""
+        lines.append(f"pool: {self.num_slots} slots for gathered parameters{grown}")
+        if self.forward_order:
+            lines.append(f"gathered in forward:  {' '.join(self.forward_order)}")
+        if self.backward_order:
+            lines.append(f"gathered in backward: {' '.join(self.backward_order)}")
+        else:
+            lines.append("order of gathers: recorded in the first step")
+        return "\n".join(lines)
+
+
+def summary(model: nn.Module) -> Summary:
+    """Units, shapes, dtypes, who owns what, padding, bytes per rank, pool and prefetch order of a parallelized model.
+
+    Collective:
+        None: every rank knows its own.
+    """
+    runtime = attach.runtime_of(model, "sw.summary")
+    row = runtime.row
+    keeps = ", kept gathered between forward and backward" if row.keeps_gathered else ""
+    return Summary(
+        units=tuple(_unit(runtime, unit) for unit in runtime.units),
+        rank=runtime.gather_comm.rank,
+        world_size=runtime.gather_comm.size,
+        placements=f"parameters {row.parameter}, gradients {row.gradient}, optimizer {row.optimizer}{keeps}",
+        footprint=predict(runtime),
+        num_slots=len(runtime.slots.slots),
+        num_grown_slots=runtime.slots.num_grown,
+        forward_order=tuple(runtime.units[i].name for i in runtime.forward_order.units),
+        backward_order=tuple(runtime.units[i].name for i in runtime.backward_order.units),
+    )
+
+
+def group_shapes(runtime: Runtime) -> list[GroupShape]:
+    """What the arithmetic of ``spec`` needs to know of every group."""
+    return [
+        GroupShape(
+            unit=unit.index,
+            layout=group.layout,
+            row=group.row,
+            depth=unit.depth,
+            reshards=unit.reshards_after_forward,
+            is_trainable=group.wants_gradients,
+        )
+        for unit in runtime.units
+        for group in unit.groups
+    ]
+
+
+def predict(runtime: Runtime, *, optimizer_tensors: int = 2) -> Footprint:
+    """The closed-form bytes of this rank, from the layouts alone."""
+    return footprint(
+        group_shapes(runtime),
+        rank=runtime.gather_comm.rank,
+        backward_order=runtime.backward_order.units or None,
+        num_gradient_buffers=runtime.gradients.limit,
+        optimizer_tensors=optimizer_tensors,
+        has_receive_buffers=runtime.gather_comm.device.type == "cpu",
+    )
+
+
+def predict_trace(runtime: Runtime, *, is_synchronising: bool = True, is_first_of_window: bool = True) -> list[Collective]:
+    """The collectives of the next step on this rank, from the layouts and the recorded order alone."""
+    shapes: dict[int, list[GroupShape]] = {}
+    for shape in group_shapes(runtime):
+        shapes.setdefault(shape.unit, []).append(shape)
+    return step_trace(
+        {unit.index: (unit.name, unit.family, shapes.get(unit.index, [])) for unit in runtime.units},
+        rank=runtime.gather_comm.rank,
+        forward_order=runtime.forward_order.units or [unit.index for unit in runtime.units],
+        backward_order=runtime.backward_order.units,
+        is_synchronising=is_synchronising,
+        is_first_of_window=is_first_of_window,
+    )
+
+
+def _unit(runtime: Runtime, unit: Unit) -> UnitSummary:
+    slots = {id(slot): number for number, slot in enumerate(runtime.slots.slots)}
+    groups = []
+    for group in unit.groups:
+        held = {piece.index: piece.numel for piece in group.held}
+        groups.append(
+            GroupSummary(
+                parameters=tuple(
+                    (spec.name, spec.shape, held.get(index, 0)) for index, spec in enumerate(group.layout.params)
+                ),
+                dtype=group.layout.params[0].dtype,
+                is_trainable=group.is_trainable,
+                numel=group.layout.numel,
+                shard_numel=group.layout.shard_numel,
+                padding_numel=group.layout.padding_numel,
+                slot=slots.get(id(group.slot)) if group.slot is not None else None,
+            )
+        )
+    return UnitSummary(unit.name, unit.type_name, unit.depth, unit.reshards_after_forward, tuple(groups))
+
+
+def _numel(shape: tuple[int, ...]) -> int:
+    count = 1
+    for extent in shape:
+        count *= extent
+    return count

@@ -1,0 +1,224 @@
+"""Proof on the user's own model: every plan against one plain process."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from shardwise.comm.control import all_gather_json
+from shardwise.comm.open import join_world, open_comms
+from shardwise.fsdp.clip import clip_grad_norm
+from shardwise.fsdp.state import full_state_dict
+from shardwise.recipe.parallelize import parallelize
+from shardwise.recipe.step import LossFn, forward_loss, split_batch
+from shardwise.spec.errors import StateError
+from shardwise.spec.plan import ParallelPlan
+
+OptimizerFactory = Callable[[Iterable[nn.Parameter]], torch.optim.Optimizer]
+
+
+@dataclass(frozen=True)
+class ParityRow:
+    """One plan beside one process.
+
+    Attributes:
+        plan: Name of the plan.
+        world_size: Ranks.
+        steps: Optimizer steps.
+        losses, norms, parameters: Whether all were bitwise equal.
+        largest_difference: Of all losses, norms and parameters, the largest absolute difference.
+        where: What differs most; empty where nothing does.
+    """
+
+    plan: str
+    world_size: int
+    steps: int
+    losses: bool
+    norms: bool
+    parameters: bool
+    largest_difference: float
+    where: str
+
+    @property
+    def is_bitwise(self) -> bool:
+        """Everything was equal to the last bit."""
+        return self.losses and self.norms and self.parameters
+
+
+@dataclass(frozen=True)
+class ParityReport:
+    """The rows of :func:`parity`; ``str()`` gives the table."""
+
+    rows: tuple[ParityRow, ...]
+
+    @property
+    def is_bitwise(self) -> bool:
+        """Every plan was equal to one process to the last bit."""
+        return all(row.is_bitwise for row in self.rows)
+
+    def __str__(self) -> str:
+        lines = [f"{'plan':<16}{'ranks':>6}{'steps':>6}  {'losses':<8}{'norms':<8}{'parameters':<12}largest difference"]
+        for row in self.rows:
+            marks = ["equal" if same else "DIFFER" for same in (row.losses, row.norms, row.parameters)]
+            worst = f"{row.largest_difference:.3g} ({row.where})" if row.where else "0 (bitwise)"
+            lines.append(
+                f"{row.plan:<16}{row.world_size:>6}{row.steps:>6}  {marks[0]:<8}{marks[1]:<8}{marks[2]:<12}{worst}"
+            )
+        return "\n".join(lines)
+
+
+def parity(
+    build_model: Callable[[], nn.Module],
+    batches: Sequence[Any],
+    loss_fn: LossFn | None,
+    plans: Sequence[ParallelPlan] | Mapping[str, ParallelPlan],
+    *,
+    optimizer: OptimizerFactory | None = None,
+    max_norm: float = 1.0,
+) -> ParityReport:
+    """Train under every plan and in one plain process, and compare losses, gradient norms and parameters.
+
+    The plain process adds up the ranks' gradients in rank order, divides by their number, clips and steps. Under
+    data-parallel plans on CPU in fp32 all of it is equal to the last bit.
+
+    Args:
+        build_model: Builds the model; must give the same weights each time it is called (seed inside).
+        batches: One global batch per step; tensors are cut on dim 0, one part per rank.
+        loss_fn: As for ``sw.train_step``.
+        plans: What to compare; a mapping gives names.
+        optimizer: From parameters to an element-wise optimizer; AdamW with lr 1e-3 by default.
+        max_norm: Gradients are clipped to this norm, so that clipping is compared too.
+
+    Returns:
+        The report, the same on every rank.
+
+    Collective:
+        Those of the training runs. All ranks must call.
+
+    Raises:
+        StateError: There is no batch, or one cannot be cut into as many parts as there are ranks.
+    """
+    if not batches:
+        raise StateError("sw.parity() got no batches.\n  Pass at least one global batch.")
+    make = optimizer or (lambda parameters: torch.optim.AdamW(parameters, lr=1e-3))
+    probe = build_model()
+    device = next((p.device for p in probe.parameters()), torch.device("cpu"))
+    del probe
+    group = join_world(device)
+    rank, size = group.rank(), group.size()
+    parts = [split_batch(batch, size) for batch in batches]
+    expected = _one_process(build_model, parts, loss_fn, make, max_norm)
+    named = plans if isinstance(plans, Mapping) else {_name(plan): plan for plan in plans}
+    control = open_comms(device)[0]
+    rows = []
+    for name, plan in named.items():
+        got = _one_plan(build_model, parts, loss_fn, make, max_norm, plan, rank)
+        row = _compare(name, size, rank, expected, got)
+        rows.append(_merge([ParityRow(**values) for values in all_gather_json(control, vars(row))]))
+    return ParityReport(tuple(rows))
+
+
+@dataclass
+class _Run:
+    losses: list[list[float]]  # by step, by rank; of other ranks nan where only this rank's are known
+    norms: list[float]
+    parameters: dict[str, Tensor]
+
+
+def _one_process(build_model: Any, parts: Any, loss_fn: Any, make: OptimizerFactory, max_norm: float) -> _Run:
+    model = build_model()
+    optimizer = make(model.parameters())
+    parameters = [p for p in model.parameters() if p.requires_grad]
+    run = _Run([], [], {})
+    for microbatches in parts:
+        losses = []
+        for microbatch in microbatches:
+            loss = forward_loss(model, microbatch, loss_fn)
+            loss.backward()
+            losses.append(loss.item())
+        grads = [p.grad for p in parameters if p.grad is not None]
+        size = len(microbatches)
+        for grad in grads:
+            grad.div_(torch.tensor(size, dtype=grad.dtype, device=grad.device))
+        wide = torch.stack([grad.double().square().sum() for grad in grads]).sum().sqrt() if grads else torch.zeros(())
+        norm = wide.to(torch.float64 if any(g.dtype is torch.float64 for g in grads) else torch.float32)
+        coefficient = torch.clamp(max_norm / (norm + 1e-6), max=1.0)
+        for grad in grads:
+            grad.mul_(coefficient)
+        optimizer.step()
+        optimizer.zero_grad()
+        run.losses.append(losses)
+        run.norms.append(norm.item())
+    run.parameters = {name: value.cpu() for name, value in model.state_dict().items() if isinstance(value, Tensor)}
+    return run
+
+
+def _one_plan(
+    build_model: Any, parts: Any, loss_fn: Any, make: OptimizerFactory, max_norm: float, plan: ParallelPlan, rank: int
+) -> _Run:
+    model = parallelize(build_model(), plan)
+    optimizer = make(model.parameters())
+    run = _Run([], [], {})
+    for microbatches in parts:
+        loss = forward_loss(model, microbatches[rank], loss_fn)
+        loss.backward()
+        norm = clip_grad_norm(model, max_norm)
+        optimizer.step()
+        optimizer.zero_grad()
+        run.losses.append([loss.item()])
+        run.norms.append(norm.item())
+    run.parameters = {name: v for name, v in full_state_dict(model).items() if isinstance(v, Tensor)}
+    return run
+
+
+def _compare(name: str, size: int, rank: int, expected: _Run, got: _Run) -> ParityRow:
+    differences: dict[str, float] = {"": 0.0}
+    losses = [(step[rank], mine[0]) for step, mine in zip(expected.losses, got.losses, strict=True)]
+    norms = list(zip(expected.norms, got.norms, strict=True))
+    for kind, pairs in (("loss", losses), ("norm", norms)):
+        for step, (a, b) in enumerate(pairs):
+            if a != b:
+                differences[f"{kind} of step {step}"] = abs(a - b)
+    same_parameters = True
+    if rank == 0:
+        same_parameters = list(expected.parameters) == list(got.parameters)
+        for key, value in expected.parameters.items():
+            other = got.parameters.get(key)
+            if other is None or not torch.equal(value, other):
+                same_parameters = False
+                gap = float("inf") if other is None else (value.double() - other.double()).abs().max().item()
+                differences[key] = gap
+    where = max(differences, key=lambda key: differences[key] if differences[key] == differences[key] else float("inf"))
+    return ParityRow(
+        plan=name,
+        world_size=size,
+        steps=len(got.losses),
+        losses=all(a == b for a, b in losses),
+        norms=all(a == b for a, b in norms),
+        parameters=same_parameters,
+        largest_difference=differences[where],
+        where=where,
+    )
+
+
+def _merge(rows: Sequence[ParityRow]) -> ParityRow:
+    """The verdict over all ranks: each compared its own losses, rank 0 the parameters."""
+    worst = max(rows, key=lambda row: row.largest_difference)
+    return ParityRow(
+        plan=worst.plan,
+        world_size=worst.world_size,
+        steps=worst.steps,
+        losses=all(row.losses for row in rows),
+        norms=all(row.norms for row in rows),
+        parameters=all(row.parameters for row in rows),
+        largest_difference=worst.largest_difference,
+        where=worst.where,
+    )
+
+
+def _name(plan: ParallelPlan) -> str:
+    return plan.strategy if isinstance(plan.strategy, str) else str(plan.strategy)

@@ -1,0 +1,138 @@
+"""Saving and loading a model with its optimizer: any number of ranks, any strategy, on either side."""
+
+from __future__ import annotations
+
+import os
+import uuid
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+
+from shardwise.checkpoint import open_checkpoint, write
+from shardwise.fsdp import attach, optimizer as checks, state as states
+from shardwise.spec.errors import CheckpointError
+
+_OPTIMIZER = "optimizer"
+
+
+def save(
+    path: str | os.PathLike[str],
+    model: nn.Module,
+    optimizer: torch.optim.Optimizer | None = None,
+    *,
+    state: dict[str, Any] | None = None,
+) -> Path:
+    """Write a checkpoint: parameters, buffers, optimizer state, and ``state``, as logical tensors.
+
+    Args:
+        path: A folder that does not exist yet.
+        model: A parallelized model.
+        optimizer: Built on its parameters.
+        state: Anything that JSON can hold (and bytes), equal on all ranks; ``step`` and ``run_id`` in it, where there,
+            also go into the manifest.
+
+    Returns:
+        The folder.
+
+    Collective:
+        Each rank writes the slices that it owns; what is sent is small JSON. All ranks must call.
+
+    Raises:
+        CheckpointError, StorageError: On every rank alike; then nothing is left behind.
+    """
+    runtime = attach.runtime_of(model, "sw.save")
+    state = dict(state or {})
+    data: dict[str, Any] = {"state": state, "strategy": _describe(runtime)}
+    if optimizer is not None:
+        data[_OPTIMIZER] = {
+            "class": type(optimizer).__name__,
+            "groups": [{k: v for k, v in group.items() if k != "params"} for group in optimizer.param_groups],
+            "scalars": states.optimizer_scalars(model, optimizer),
+        }
+    tensors = states.owned_extents(model, optimizer)
+    step = state.get("step", 0)
+    run_id = str(state.get("run_id") or uuid.UUID(int=0))
+    return write(Path(path), runtime.gather_comm, tensors, data, step=int(step), run_id=run_id)
+
+
+def load(
+    path: str | os.PathLike[str],
+    model: nn.Module,
+    optimizer: torch.optim.Optimizer | None = None,
+    *,
+    verify: bool = True,
+) -> dict[str, Any]:
+    """Fill a model, and its optimizer, from a checkpoint that any number of ranks wrote under any strategy.
+
+    Args:
+        path: The checkpoint's folder.
+        model: A parallelized model with the same parameters.
+        optimizer: Of the class that was saved, with as many parameter groups. Its state and settings are replaced.
+            ``None`` leaves what the checkpoint holds of one unread.
+        verify: Compare every file that is read with the hash in the manifest first.
+
+    Returns:
+        The ``state`` given to :func:`save`.
+
+    Collective:
+        Each rank reads the ranges that it holds; what is sent is small JSON. All ranks must call.
+
+    Raises:
+        CheckpointError: The checkpoint is missing, damaged, or of another model or optimizer; on every rank alike, and
+            then model and optimizer are as they were.
+    """
+    runtime = attach.runtime_of(model, "sw.load")
+    comm = runtime.gather_comm
+    checkpoint = open_checkpoint(path, comm=comm)
+    targets = states.held_extents(model)
+    ignored: tuple[str, ...] = (f"{_OPTIMIZER}/",)
+    saved = checkpoint.data.get(_OPTIMIZER)
+    fresh: states.OptimizerState | None = None
+    if optimizer is not None:
+        _compare_optimizers(path, saved, optimizer)
+        checks.accept(optimizer)
+        stored = {
+            name: extent.dtype for name, extent in checkpoint.tensors.items() if name.startswith(f"{_OPTIMIZER}/")
+        }
+        fresh = states.OptimizerState(model, optimizer, stored)
+        targets += fresh.extents
+        ignored = ()
+    with torch.no_grad():
+        checkpoint.read_into(targets, ignored=ignored, verify=verify, comm=comm)
+    if optimizer is not None and fresh is not None:
+        fresh.install(saved["scalars"])
+        for group, settings in zip(optimizer.param_groups, saved["groups"], strict=True):
+            group.update(settings)
+    runtime.invalidate()
+    return checkpoint.data["state"]
+
+
+def _compare_optimizers(path: object, saved: dict[str, Any] | None, optimizer: torch.optim.Optimizer) -> None:
+    name = type(optimizer).__name__
+    if saved is None:
+        raise CheckpointError(
+            f"checkpoint {path} holds no optimizer state.\n  Call sw.load(path, model) without an optimizer."
+        )
+    if saved["class"] != name:
+        raise CheckpointError(
+            f"checkpoint {path} holds the state of {saved['class']}, the optimizer is {name}.\n"
+            f"  Build a {saved['class']}, or call sw.load(path, model) to start with a fresh optimizer."
+        )
+    if len(saved["groups"]) != len(optimizer.param_groups):
+        raise CheckpointError(
+            f"checkpoint {path} holds {len(saved['groups'])} parameter groups, the optimizer has"
+            f" {len(optimizer.param_groups)}.\n  Build the optimizer with the same groups."
+        )
+
+
+def _describe(runtime: Any) -> dict[str, Any]:
+    row = runtime.row
+    return {
+        "parameter": str(row.parameter),
+        "gradient": str(row.gradient),
+        "optimizer": str(row.optimizer),
+        "keeps_gathered": row.keeps_gathered,
+        "dp_shard": runtime.gather_comm.size,
+    }

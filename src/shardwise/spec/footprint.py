@@ -1,0 +1,239 @@
+"""The bytes that a rank holds, in closed form from the layouts.
+
+With Ψ parameter elements in fp32 on N ranks, AdamW, even shapes and no padding, per rank:
+
+==============  ==========  =========  =========  =====================================  ==============================
+preset          parameters  gradients  optimizer  gathered                               gradient buffers
+==============  ==========  =========  =========  =====================================  ==============================
+ddp             4Ψ          4Ψ         8Ψ         -                                      -
+zero1           4Ψ          4Ψ         8Ψ/N       -                                      -
+zero2           4Ψ          4Ψ/N       8Ψ/N       -                                      two units and the root
+shard_grad_op   4Ψ/N        4Ψ/N       8Ψ/N       4Ψ                                     two units and the root
+zero3           4Ψ/N        4Ψ/N       8Ψ/N       two units and the root                 two units and the root
+==============  ==========  =========  =========  =====================================  ==============================
+
+which is ZeRO's table 1 (arXiv 1910.02054: 2+2+12 bytes in mixed precision) in single precision, plus the live units. The
+functions here count what is really held: padding, headers, slots of uneven units, the sums' receive buffers over Gloo.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, fields
+
+from shardwise.spec.layout import GroupLayout, ReduceLayout
+from shardwise.spec.placement import Placements
+from shardwise.spec.precision import item_bytes
+
+#: Slots per size class for gathered units.
+SLOTS_PER_CLASS = 2
+
+
+def size_class(numel: int) -> int:
+    """Groups whose sizes round to the same class share slots: sizes are rounded up to an eighth of a power of two."""
+    if numel <= 8:
+        return numel
+    step = 1 << ((numel - 1).bit_length() - 4)
+    return -(-numel // step) * step
+
+
+@dataclass(frozen=True)
+class GroupShape:
+    """What the arithmetic needs to know of a group.
+
+    Attributes:
+        unit: Number of its unit, in order of registration, the root 0.
+        layout: Its flat layout.
+        row: Placements in force for it.
+        depth: Units that enclose its unit.
+        reshards: Its unit is released between forward and backward.
+        is_trainable: It takes part in reductions.
+    """
+
+    unit: int
+    layout: GroupLayout
+    row: Placements
+    depth: int
+    reshards: bool
+    is_trainable: bool
+
+    @property
+    def item_bytes(self) -> int:
+        """Bytes of one element."""
+        return item_bytes(self.layout.params[0].dtype)
+
+    @property
+    def reduce_layout(self) -> ReduceLayout:
+        """Layout of its gradient buffer."""
+        return ReduceLayout(self.layout, self.layout.size if self.row.shards_optimizer else 1)
+
+
+@dataclass(frozen=True)
+class Footprint:
+    """Bytes on one rank, by category. All of it persists from the second step on; activations come on top.
+
+    Attributes:
+        parameters: Masters, and replicas where parameters are replicated.
+        gradients: What ``.grad`` lives in, and full-size local sums where the row keeps them.
+        optimizer: State of the elements that this rank updates.
+        gathered: Slots for gathered units.
+        reduce: Pooled full-size gradient buffers, and the receive buffers of the sums.
+    """
+
+    parameters: int = 0
+    gradients: int = 0
+    optimizer: int = 0
+    gathered: int = 0
+    reduce: int = 0
+
+    @property
+    def total(self) -> int:
+        """All of it."""
+        return sum(getattr(self, field.name) for field in fields(self))
+
+    def as_dict(self) -> dict[str, int]:
+        """Bytes by category name."""
+        return {field.name: getattr(self, field.name) for field in fields(self)}
+
+    def __str__(self) -> str:
+        parts = ", ".join(f"{field.name} {getattr(self, field.name):,}" for field in fields(self))
+        return f"{parts}; {self.total:,} in all, before activations"
+
+
+def footprint(
+    groups: Sequence[GroupShape],
+    *,
+    rank: int,
+    backward_order: Sequence[int] | None = None,
+    num_gradient_buffers: int = 2,
+    optimizer_tensors: int = 2,
+    optimizer_scalar_bytes: int = 4,
+    has_receive_buffers: bool = True,
+) -> Footprint:
+    """The bytes that rank ``rank`` holds in the steady state.
+
+    Args:
+        groups: Every group of the model.
+        rank: Coordinate on the data-parallel axis; slices differ in how much of them is padding.
+        backward_order: Unit numbers as backward enters them; by default the root, then the others from last to first.
+        num_gradient_buffers: Limit of the pool per size class.
+        optimizer_tensors: State tensors per parameter: 2 for Adam, 1 for SGD with momentum, 0 without.
+        optimizer_scalar_bytes: Per-parameter scalars: Adam's step counter, a float32.
+        has_receive_buffers: Sums are made by the library (Gloo), which receives peers' slices before adding.
+    """
+    parameters = gradients = optimizer = 0
+    for group in groups:
+        layout, row, item = group.layout, group.row, group.item_bytes
+        parameters += item * (layout.shard_numel if row.shards_parameters else layout.numel)
+        if not group.is_trainable:
+            continue
+        reduce = group.reduce_layout
+        gradients += item * (reduce.slice_numel if row.pools_gradients else reduce.numel)
+        if row.shards_optimizer:
+            held = [piece.numel for piece in layout.owned(rank)]
+        else:
+            held = [param.numel for param in layout.params]
+        optimizer += sum(item * optimizer_tensors * numel for numel in held)
+        optimizer += optimizer_scalar_bytes * len(held) if optimizer_tensors > 1 else 0
+    return Footprint(
+        parameters=parameters,
+        gradients=gradients,
+        optimizer=optimizer,
+        gathered=gathered_bytes(groups),
+        reduce=reduce_bytes(
+            groups,
+            rank=rank,
+            backward_order=backward_order,
+            num_gradient_buffers=num_gradient_buffers,
+            has_receive_buffers=has_receive_buffers,
+        ),
+    )
+
+
+def gathered_bytes(groups: Sequence[GroupShape]) -> int:
+    """Bytes of the slots: dealt out in turn, ``SLOTS_PER_CLASS`` for each (depth, size class, dtype, trainable)."""
+    total = 0
+    turns: dict[tuple[int, int, str, bool], list[int]] = {}
+    for group in groups:
+        if not group.row.shards_parameters:
+            continue
+        numel, item = group.layout.numel, group.item_bytes
+        if not (group.reshards and group.depth > 0):
+            total += numel * item
+            continue
+        key = (group.depth, size_class(numel), group.layout.params[0].dtype, group.is_trainable)
+        turns.setdefault(key, []).append(numel * item)
+    for sizes in turns.values():
+        total += sum(max(sizes[turn::SLOTS_PER_CLASS]) for turn in range(min(SLOTS_PER_CLASS, len(sizes))))
+    return total
+
+
+def reduce_bytes(
+    groups: Sequence[GroupShape],
+    *,
+    rank: int,
+    backward_order: Sequence[int] | None = None,
+    num_gradient_buffers: int = 2,
+    has_receive_buffers: bool = True,
+) -> int:
+    """Bytes of pooled gradient buffers and receive buffers, found by walking through one backward.
+
+    A unit takes its buffer while it runs; at its end the reduction is issued, and the one before is finished.
+    """
+    by_unit: dict[int, list[GroupShape]] = {}
+    for group in groups:
+        if group.is_trainable:
+            by_unit.setdefault(group.unit, []).append(group)
+    order = list(backward_order) if backward_order is not None else sorted(by_unit, reverse=True)
+    order = [unit for unit in order if unit in by_unit and unit != 0] + ([0] if 0 in by_unit else [])
+    sizes: dict[tuple[int, str], int] = {}
+    for group in groups:
+        if group.is_trainable and group.row.pools_gradients:
+            key = (size_class(group.reduce_layout.numel), group.layout.params[0].dtype)
+            sizes[key] = max(sizes.get(key, 0), group.reduce_layout.numel * group.item_bytes)
+    free: dict[tuple[int, str], int] = {}
+    made: dict[tuple[int, str], int] = {}
+    scratch_free: dict[tuple[int, int], int] = {}
+    total = 0
+    in_flight: list[GroupShape] = []
+
+    def finish(group: GroupShape) -> None:
+        if group.row.pools_gradients:
+            key = (size_class(group.reduce_layout.numel), group.layout.params[0].dtype)
+            free[key] = free.get(key, 0) + 1
+        received = _received_numel(group, rank)
+        scratch_free[received, group.item_bytes] = scratch_free.get((received, group.item_bytes), 0) + 1
+
+    for unit in order:
+        for group in by_unit[unit]:
+            if not group.row.pools_gradients:
+                continue
+            key = (size_class(group.reduce_layout.numel), group.layout.params[0].dtype)
+            while not free.get(key) and made.get(key, 0) >= num_gradient_buffers and in_flight:
+                finish(in_flight.pop(0))
+            if free.get(key):
+                free[key] -= 1
+            else:
+                made[key] = made.get(key, 0) + 1
+                total += sizes[key]
+        before = list(in_flight)
+        for group in by_unit[unit]:
+            received = _received_numel(group, rank)
+            if has_receive_buffers and received:
+                key = (received, group.item_bytes)
+                if scratch_free.get(key):
+                    scratch_free[key] -= 1
+                else:
+                    total += received * group.item_bytes
+            in_flight.append(group)
+        for group in before:
+            finish(group)
+            in_flight.remove(group)
+    return total
+
+
+def _received_numel(group: GroupShape, rank: int) -> int:
+    """Elements that a rank receives from its peers to add up its own slice."""
+    size, numel = group.layout.size, group.reduce_layout.numel
+    own = (rank + 1) * numel // size - rank * numel // size
+    return own * (size - 1)
