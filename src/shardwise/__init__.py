@@ -59,6 +59,7 @@ if TYPE_CHECKING:
     from shardwise.recipe.parallelize import parallelize
     from shardwise.recipe.parity import parity
     from shardwise.recipe.persist import load, save
+    from shardwise.recipe.step import train_step
     from shardwise.spec.errors import (
         CheckpointError,
         CommError,
@@ -76,7 +77,6 @@ if TYPE_CHECKING:
     from shardwise.spec.placement import Placements
     from shardwise.spec.plan import ParallelPlan
     from shardwise.spec.wrap import wrap_by_class, wrap_by_name, wrap_by_size
-    from shardwise.recipe.step import train_step
 
 
 def __getattr__(name: str) -> Any:

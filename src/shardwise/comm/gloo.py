@@ -205,9 +205,7 @@ class _Exchange(Handle):
 
     __slots__ = ("_group", "_issued", "_receives", "_sends", "_tag", "_watch", "messages", "on_received")
 
-    def __init__(
-        self, group: dist.ProcessGroup, issued: progress.Issued, tag: int, watch: StallWatch | None
-    ) -> None:
+    def __init__(self, group: dist.ProcessGroup, issued: progress.Issued, tag: int, watch: StallWatch | None) -> None:
         self._group = group
         self._issued = issued
         self._tag = tag
@@ -269,7 +267,7 @@ class _Exchange(Handle):
 class _TwoPhases(Handle):
     """An all-reduce: slices are reduced first, then spread. ``advance`` starts the second phase early."""
 
-    __slots__ = ("_second", "_first", "_spread")
+    __slots__ = ("_first", "_second", "_spread")
 
     def __init__(self, first: Handle, spread: Callable[[], _Exchange]) -> None:
         self._first = first

@@ -154,9 +154,7 @@ def _spec(entry: OwnedParameter, dtype: torch.dtype) -> ParamSpec:
 
 def link_fulls(unit: Unit) -> None:
     """Tell the unit's modules which full parameters replace their shards (after the slots were dealt out)."""
-    by_shard = {
-        id(shard): full for group in unit.groups for shard, full in zip(group.shards, group.fulls, strict=True)
-    }
+    by_shard = {id(shard): full for group in unit.groups for shard, full in zip(group.shards, group.fulls, strict=True)}
     for owner in unit.owners:
         owner.fulls = {attribute: by_shard[id(shard)] for attribute, shard in owner.shards.items()}
 

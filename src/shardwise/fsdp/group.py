@@ -26,6 +26,7 @@ from shardwise.spec.placement import Placements
 if TYPE_CHECKING:
     from shardwise.fsdp.unit import Unit
 
+
 class Group:
     """Buffers and moves of one group on this rank.
 

@@ -34,8 +34,8 @@ from shardwise.fsdp.saved import SavedTensorGuard
 from shardwise.fsdp.unit import State, Unit
 from shardwise.spec.errors import StateError
 from shardwise.spec.footprint import size_class
-from shardwise.spec.prefetch import AgreedOrder
 from shardwise.spec.placement import Placements
+from shardwise.spec.prefetch import AgreedOrder
 
 
 class Runtime:

@@ -45,7 +45,9 @@ class SavedTensorGuard:
         runtime = self._runtime()
         if runtime is None or not runtime.row.shards_parameters or not self.is_on or self._context is not None:
             return
-        owners = {slot.buffer.untyped_storage().data_ptr(): slot for slot in runtime.slots.slots if slot.buffer is not None}
+        owners = {
+            slot.buffer.untyped_storage().data_ptr(): slot for slot in runtime.slots.slots if slot.buffer is not None
+        }
         me = weakref.ref(self)
 
         def pack(tensor: Tensor) -> Tensor | tuple[Tensor, weakref.ref[Group]]:

@@ -150,9 +150,7 @@ def _buffers(model: nn.Module) -> dict[str, Tensor]:
     return found
 
 
-def _misfits(
-    runtime: Runtime, buffers: Mapping[str, Tensor], state: Mapping[str, Any], *, strict: bool
-) -> list[str]:
+def _misfits(runtime: Runtime, buffers: Mapping[str, Tensor], state: Mapping[str, Any], *, strict: bool) -> list[str]:
     problems, known = [], set(buffers)
     expected: dict[str, tuple[int, ...]] = {name: tuple(buffer.shape) for name, buffer in buffers.items()}
     for group in runtime.groups:
@@ -171,9 +169,7 @@ def _misfits(
         elif tuple(state[name].shape) != shape:
             problems.append(f"{name}: expected {list(shape)}, got {list(state[name].shape)}")
     if strict:
-        problems += [
-            f"{name}: unexpected" for name in state if name not in known and not name.endswith("_extra_state")
-        ]
+        problems += [f"{name}: unexpected" for name in state if name not in known and not name.endswith("_extra_state")]
     return problems
 
 

@@ -148,7 +148,9 @@ def predict(runtime: Runtime, *, optimizer_tensors: int = 2) -> Footprint:
     )
 
 
-def predict_trace(runtime: Runtime, *, is_synchronising: bool = True, is_first_of_window: bool = True) -> list[Collective]:
+def predict_trace(
+    runtime: Runtime, *, is_synchronising: bool = True, is_first_of_window: bool = True
+) -> list[Collective]:
     """The collectives of the next step on this rank, from the layouts and the recorded order alone."""
     shapes: dict[int, list[GroupShape]] = {}
     for shape in group_shapes(runtime):

@@ -150,9 +150,7 @@ def _materialize(module: nn.Module, tensors: dict[str, Tensor], comm: Comm) -> d
                 if tensor is None or not tensor.is_meta:
                     continue
                 if id(tensor) not in seen:
-                    real = torch.empty_strided(
-                        tensor.shape, tensor.stride(), dtype=tensor.dtype, device=comm.device
-                    )
+                    real = torch.empty_strided(tensor.shape, tensor.stride(), dtype=tensor.dtype, device=comm.device)
                     # The Parameter object stays: an optimizer built before holds it.
                     if isinstance(tensor, nn.Parameter):
                         replacement = nn.Parameter(real, requires_grad=tensor.requires_grad)

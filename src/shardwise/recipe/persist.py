@@ -11,7 +11,9 @@ import torch
 from torch import nn
 
 from shardwise.checkpoint import open_checkpoint, write
-from shardwise.fsdp import attach, optimizer as checks, state as states
+from shardwise.fsdp import attach
+from shardwise.fsdp import optimizer as checks
+from shardwise.fsdp import state as states
 from shardwise.spec.errors import CheckpointError
 
 _OPTIMIZER = "optimizer"
