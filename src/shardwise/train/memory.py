@@ -28,14 +28,14 @@ class PeakTensorBytes:
     def __init__(self, device: torch.device) -> None:
         self.device = device
         self.peak_bytes = 0
-        self._mode: _Storages | None = None
+        self._mode: StorageCount | None = None
 
     def __enter__(self) -> Self:
         """Begin to count."""
         if self.device.type == "cuda":
             torch.cuda.reset_peak_memory_stats(self.device)
         else:
-            self._mode = _Storages(self.device.type)
+            self._mode = StorageCount(self.device.type)
             self._mode.see_all_objects()
             self._mode.__enter__()
         return self
@@ -53,7 +53,7 @@ class PeakTensorBytes:
         self._mode = None
 
 
-class _Storages(TorchDispatchMode):
+class StorageCount(TorchDispatchMode):
     """Counts distinct live storages of one device type."""
 
     def __init__(self, device_type: str) -> None:

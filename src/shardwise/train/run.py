@@ -23,9 +23,11 @@ from shardwise.train.build import build_model, build_optimizer, loss_of, set_lr
 from shardwise.train.check import Resolved
 from shardwise.train.control import Control
 from shardwise.train.data import open_data
+from shardwise.train.demo import parity_line
 from shardwise.train.lock import RunLock
 from shardwise.train.memory import PeakTensorBytes
 from shardwise.train.metrics import Record, flops_per_token, peak_flops
+from shardwise.train.predict import predict
 from shardwise.train.progress import Progress
 from shardwise.train.recorder import Recorder
 from shardwise.train.resume import check_config, find_checkpoint, saved_config
@@ -142,7 +144,6 @@ class _Trainer:
         self.done = Progressed()
         self.peak_bytes = 0
         self.measured_steps = 0
-        self.predicted_bytes: dict[str, int] = {}
         self.trained_s = 0.0
         self.trained_tokens = 0
         config, batch, mesh = self.config, resolved.batch, resolved.mesh
@@ -167,6 +168,7 @@ class _Trainer:
         )
         self.loss_of = loss_of(config)
         self.model, self.optimizer = self._build()
+        self.predicted_bytes = predict(resolved, self.model, control, device)
         self.saves = Checkpoints(
             directory, run_id=directory.name, keep=config.checkpoint.keep, control=control, device=device
         )
@@ -206,6 +208,7 @@ class _Trainer:
     def _begin(self, resume: str | None) -> list[str]:
         """Take up a checkpoint or start anew; write the run's files. Returns what differs from the run's before."""
         changes: list[str] = []
+        path: Path | None = None
         saved_hash = self.fingerprint = self.control.on_first(self.resolved.source.fingerprint)
         if resume is None:
             random_state.seed_all(random_state.rank_seed(self.config.train.seed, self.control.rank))
@@ -222,6 +225,8 @@ class _Trainer:
                 f"{self.config.data.source}: the data is not what the run began with (its hash has changed).\n"
                 "  Restore the data, or start a new run."
             )
+        if path is not None:
+            changes += self.control.on_first(lambda: self.saves.set_aside_later(path, self.done.step))
         self.control.on_first(self._write_start)
         self.recorder = Recorder(self.directory, self.config, self.done.step) if self.control.is_first else None
         return changes
@@ -316,8 +321,9 @@ class _Trainer:
         done.tokens += tokens
         done.first_loss = loss if done.first_loss is None else done.first_loss
         done.final_loss = loss
-        self.trained_tokens += tokens
-        self.trained_s += step_s
+        if self.measured_steps > MEASURED_STEPS or self.config.train.steps <= MEASURED_STEPS:
+            self.trained_tokens += tokens  # counting tensors slows the first steps: they say nothing about speed
+            self.trained_s += step_s
         record = Record(
             step=done.step,
             loss=loss,
@@ -440,16 +446,28 @@ class _Trainer:
         if resume is not None:
             say(f"resumed at step {self.done.step}" + "".join(f"\n  {line}" for line in changes))
 
+    def _memory_table(self) -> list[str]:
+        """Predicted beside measured, most bytes held at once by any rank."""
+        names = ", ".join(f"{name} {size(held)}" for name, held in self.predicted_bytes.items() if held)
+        total = sum(self.predicted_bytes.values())
+        ratio = f"{self.peak_bytes / total:.2f} of the prediction" if total and self.peak_bytes else "not measured"
+        return [
+            "peak memory of tensors, per rank",
+            f"  predicted  {size(total):>9}  {names}",
+            f"  measured   {size(self.peak_bytes):>9}  {ratio}",
+        ]
+
     def _conclude(self, outcome: Outcome) -> None:
-        if not self.control.is_first or outcome.exit_code:
+        if outcome.exit_code:
             return
+        parity = [parity_line(self.resolved, self.data, self.device)] if self.is_demo else []
         done = self.done
         speed = self.trained_tokens / max(self.trained_s, 1e-9)
-        lines = [f"finished {done.step} steps; {self.trained_s:.0f} s of training, {speed:,.0f} tokens/s"]
+        lines = [f"finished {done.step} steps, {speed:,.0f} tokens/s"]
         if done.eval_loss_first and done.eval_loss_final is not None:
             fall = 100 * (1 - done.eval_loss_final / done.eval_loss_first)
             lines.append(f"held-out loss {done.eval_loss_first:.4f} -> {done.eval_loss_final:.4f} ({fall:.0f}% lower)")
-        lines.append(f"peak memory of tensors, per rank: measured {size(self.peak_bytes)}")
-        for line in lines:
+        lines += self._memory_table()
+        for line in [*lines, *parity]:
             self.progress.say(line)
         self.progress.say(f"see {printable(self.directory)}")

@@ -22,8 +22,13 @@ LOGS, CHECKPOINTS, EVENTS = "logs", "checkpoints", "events"
 
 
 def holds_run(directory: Path) -> bool:
-    """Whether a run has begun in ``directory``. Logs alone are those of the launcher that is about to begin one."""
-    return any((directory / name).exists() for name in (CONFIG, METRICS, CHECKPOINTS))
+    """Whether a run has begun in ``directory``. Logs and empty folders are those of a launcher about to begin one."""
+    checkpoints = directory / CHECKPOINTS
+    return (
+        (directory / CONFIG).exists()
+        or (directory / METRICS).exists()
+        or (checkpoints.is_dir() and any(checkpoints.iterdir()))
+    )
 
 
 def choose(name: str, given: Path | None, *, is_resuming: bool, base: Path = Path("runs")) -> Path:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import secrets
 from pathlib import Path
 from typing import Any
 
@@ -9,7 +10,7 @@ import torch
 from torch import nn
 
 import shardwise as sw
-from shardwise.checkpoint import open_checkpoint, publish_latest, retain, step_directory
+from shardwise.checkpoint import CHECKPOINTS, open_checkpoint, publish_latest, retain, step_directory
 from shardwise.spec.errors import CheckpointError, StorageError
 from shardwise.train import random_state
 from shardwise.train.control import Control
@@ -71,6 +72,26 @@ class Checkpoints:
             )
         self.saved_step = state["step"] if path.parent.parent.absolute() == self._run_dir.absolute() else 0
         return state
+
+    def set_aside_later(self, path: Path, step: int) -> list[str]:
+        """Rename checkpoints of this run that come after the one it continues from: their steps are made again.
+
+        Only rank 0 calls this. Nothing is deleted; ``LATEST`` points to ``path`` afterwards where that is the run's.
+
+        Raises:
+            StorageError: A folder cannot be renamed.
+        """
+        folder = (self._run_dir / CHECKPOINTS).absolute()
+        later = [held for held in folder.glob("step-*") if held.name[5:].isdecimal() and int(held.name[5:]) >= step]
+        later = [held for held in sorted(later) if held != path.absolute()]
+        try:
+            for held in later:
+                held.rename(held.with_name(f"superseded-{held.name}-{secrets.token_hex(4)}"))
+        except OSError as error:
+            raise StorageError(f"{error.filename} cannot be renamed: {error.strerror}.\n  Move it away.") from None
+        if later and path.absolute().parent == folder:
+            publish_latest(self._run_dir, path)
+        return [f"{held.name} is set aside as superseded-{held.name}-*" for held in later]
 
     def _publish(self, path: Path) -> list[str]:
         publish_latest(self._run_dir, path)

@@ -1,0 +1,70 @@
+"""The peak of tensor bytes on this rank, said before the first step.
+
+What the engine holds follows from its layout (``sw.summary(model).footprint``). Activations are found by running one
+microbatch forward and backward on fake tensors, where nothing is computed and nothing allocated, and taking the peak of
+what would be held. A gradient is let go of as soon as it is complete: the engine's part counts it.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor, nn
+
+# Fake tensors are documented (docs.pytorch.org/docs/stable/torch.compiler_fake_tensor.html) but have no public name.
+# Plain meta tensors will not do: attention chooses another kernel for them, which saves other tensors.
+from torch._subclasses.fake_tensor import FakeTensorMode
+
+import shardwise as sw
+from shardwise.train.build import build_model, loss_of
+from shardwise.train.check import Resolved
+from shardwise.train.control import Control
+from shardwise.train.memory import StorageCount
+
+
+def predict(resolved: Resolved, model: nn.Module, control: Control, device: torch.device) -> dict[str, int]:
+    """Bytes by category on the rank that will hold most; their sum is the predicted peak.
+
+    The categories peak at different moments of a step, so the sum is never below what their order would give.
+
+    Collective:
+        One all-gather of small JSON.
+    """
+    held = dict(sw.summary(model).footprint.as_dict())
+    section = resolved.config.optimizer
+    if section.name == "sgd":  # the footprint is Adam's: two state tensors where momentum has one
+        held["optimizer"] = held["optimizer"] // 2 if section.momentum else 0
+    activations = activation_bytes(resolved, device)
+    if activations is not None:
+        held["activations"] = activations
+    return max(control.all_json(held), key=lambda rank_held: sum(rank_held.values()))
+
+
+def activation_bytes(resolved: Resolved, device: torch.device) -> int | None:
+    """Peak bytes of activations and passing values of one microbatch; ``None`` where the model cannot run so."""
+    generator = torch.get_rng_state()
+    try:
+        with FakeTensorMode():
+            return _measure(build_model(resolved, device), resolved, device)
+    except (RuntimeError, NotImplementedError, TypeError, AssertionError):
+        return None
+    finally:
+        torch.set_rng_state(generator)
+
+
+def _measure(model: nn.Module, resolved: Resolved, device: torch.device) -> int:
+    count = StorageCount(device.type)
+    for parameter in model.parameters():
+        parameter.register_post_accumulate_grad_hook(_let_go)
+    for tensor in [*model.parameters(), *model.buffers()]:
+        count.see(tensor)
+    held_bytes = count.live_bytes
+    shape = (resolved.batch.micro, resolved.config.data.seq_len or 1)
+    with count:
+        inputs_BT, targets_BT = (torch.zeros(shape, dtype=torch.int64, device=device) for _ in range(2))
+        (loss_of(resolved.config)(model, inputs_BT, targets_BT) / 1).backward()
+    count.forget()
+    return count.peak_bytes - held_bytes
+
+
+def _let_go(parameter: Tensor) -> None:
+    parameter.grad = None
