@@ -62,6 +62,7 @@ class GlooComm(Comm):
         self._peers = tuple((self.rank + step) % self.size for step in range(1, self.size))
 
     def all_gather(self, buffer: Tensor, *, unit: str) -> Handle:
+        """As :meth:`Comm.all_gather`."""
         event, issued, tag = self._start("all_gather", unit, buffer)
         if self.size == 1:
             return _DONE
@@ -75,11 +76,13 @@ class GlooComm(Comm):
         return exchange
 
     def reduce_scatter(self, buffer: Tensor, out: Tensor, *, unit: str, divisor: int = 1) -> Handle:
+        """As :meth:`Comm.reduce_scatter`."""
         event, issued, tag = self._start("reduce_scatter", unit, buffer)
         slices = list(buffer.view(self.size, -1).unbind(0))
         return self._reduce(slices, out, divisor, event, issued, tag)
 
     def all_reduce(self, buffer: Tensor, *, unit: str, divisor: int = 1) -> Handle:
+        """As :meth:`Comm.all_reduce`."""
         event, issued, tag = self._start("all_reduce", unit, buffer)
         numel = buffer.numel()
         cuts = [index * numel // self.size for index in range(self.size + 1)]
@@ -100,6 +103,7 @@ class GlooComm(Comm):
         return _TwoPhases(reduced, spread)
 
     def broadcast(self, buffer: Tensor, *, root: int, unit: str) -> Handle:
+        """As :meth:`Comm.broadcast`."""
         event, issued, tag = self._start("broadcast", unit, buffer)
         if self.size == 1:
             return _DONE
@@ -112,6 +116,7 @@ class GlooComm(Comm):
         return exchange
 
     def gather(self, shard: Tensor, out: Tensor | None, *, root: int, unit: str) -> Handle:
+        """As :meth:`Comm.gather`."""
         event, issued, tag = self._start("gather", unit, shard)
         exchange = self._exchange(issued, tag)
         if self.rank != root:
@@ -125,6 +130,7 @@ class GlooComm(Comm):
         return exchange
 
     def scatter(self, buffer: Tensor | None, out: Tensor, *, root: int, unit: str) -> Handle:
+        """As :meth:`Comm.scatter`."""
         event, issued, tag = self._start("scatter", unit, out)
         exchange = self._exchange(issued, tag)
         if self.rank != root:

@@ -38,6 +38,7 @@ class NcclComm(Comm):
         self._reduce_scatter = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
 
     def all_gather(self, buffer: Tensor, *, unit: str) -> Handle:
+        """As :meth:`Comm.all_gather`."""
         event = self._start("all_gather", unit, buffer)
         with self._on_stream() as handle:
             own = buffer.view(self.size, -1)[self.rank]
@@ -46,6 +47,7 @@ class NcclComm(Comm):
         return handle
 
     def reduce_scatter(self, buffer: Tensor, out: Tensor, *, unit: str, divisor: int = 1) -> Handle:
+        """As :meth:`Comm.reduce_scatter`."""
         event = self._start("reduce_scatter", unit, buffer)
         with self._on_stream() as handle:
             event.sent_bytes = buffer.nbytes // self.size * (self.size - 1)
@@ -54,6 +56,7 @@ class NcclComm(Comm):
         return handle
 
     def all_reduce(self, buffer: Tensor, *, unit: str, divisor: int = 1) -> Handle:
+        """As :meth:`Comm.all_reduce`."""
         event = self._start("all_reduce", unit, buffer)
         with self._on_stream() as handle:
             event.sent_bytes = 2 * buffer.nbytes * (self.size - 1) // self.size
@@ -62,6 +65,7 @@ class NcclComm(Comm):
         return handle
 
     def broadcast(self, buffer: Tensor, *, root: int, unit: str) -> Handle:
+        """As :meth:`Comm.broadcast`."""
         event = self._start("broadcast", unit, buffer)
         with self._on_stream() as handle:
             event.sent_bytes = buffer.nbytes if self.rank == root else 0
@@ -69,6 +73,7 @@ class NcclComm(Comm):
         return handle
 
     def gather(self, shard: Tensor, out: Tensor | None, *, root: int, unit: str) -> Handle:
+        """As :meth:`Comm.gather`."""
         event = self._start("gather", unit, shard)
         with self._on_stream() as handle:
             event.sent_bytes = 0 if self.rank == root else shard.nbytes
@@ -77,6 +82,7 @@ class NcclComm(Comm):
         return handle
 
     def scatter(self, buffer: Tensor | None, out: Tensor, *, root: int, unit: str) -> Handle:
+        """As :meth:`Comm.scatter`."""
         event = self._start("scatter", unit, out)
         with self._on_stream() as handle:
             event.sent_bytes = out.nbytes * (self.size - 1) if self.rank == root else 0

@@ -30,9 +30,11 @@ class RecordComm(Comm):
         return (index + 1) * numel // self.size - index * numel // self.size
 
     def all_gather(self, buffer: Tensor, *, unit: str) -> Handle:
+        """As :meth:`Comm.all_gather`."""
         return self._note("all_gather", unit, buffer, buffer.numel() // self.size * (self.size - 1))
 
     def reduce_scatter(self, buffer: Tensor, out: Tensor, *, unit: str, divisor: int = 1) -> Handle:
+        """As :meth:`Comm.reduce_scatter`."""
         del divisor
         own = buffer.view(self.size, -1)[self.rank]
         if out.data_ptr() != own.data_ptr() and not buffer.is_meta:
@@ -40,19 +42,23 @@ class RecordComm(Comm):
         return self._note("reduce_scatter", unit, buffer, buffer.numel() // self.size * (self.size - 1))
 
     def all_reduce(self, buffer: Tensor, *, unit: str, divisor: int = 1) -> Handle:
+        """As :meth:`Comm.all_reduce`."""
         del divisor
         own = self._cut(buffer.numel(), self.rank)
         return self._note("all_reduce", unit, buffer, buffer.numel() - own + own * (self.size - 1))
 
     def broadcast(self, buffer: Tensor, *, root: int, unit: str) -> Handle:
+        """As :meth:`Comm.broadcast`."""
         return self._note("broadcast", unit, buffer, buffer.numel() * (self.size - 1) if self.rank == root else 0)
 
     def gather(self, shard: Tensor, out: Tensor | None, *, root: int, unit: str) -> Handle:
+        """As :meth:`Comm.gather`."""
         if out is not None:
             out.view(self.size, -1)[root].copy_(shard)
         return self._note("gather", unit, shard, 0 if self.rank == root else shard.numel())
 
     def scatter(self, buffer: Tensor | None, out: Tensor, *, root: int, unit: str) -> Handle:
+        """As :meth:`Comm.scatter`."""
         if buffer is not None:
             out.copy_(buffer.view(self.size, -1)[root])
         return self._note("scatter", unit, out, out.numel() * (self.size - 1) if self.rank == root else 0)

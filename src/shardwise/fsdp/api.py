@@ -48,7 +48,7 @@ def shard_model(
     """
     optimizer.install_checks()
     owned = build.assign_parameters(model, unit_modules)
-    build.check_model(model, (entry for entries in owned.values() for entry in entries))
+    build.check_parameters(entry for entries in owned.values() for entry in entries)
     units: dict[str, Unit] = {}
     for name, module in {"": model, **unit_modules}.items():
         reshards = not row.keeps_gathered and name != ""
@@ -116,7 +116,7 @@ def fully_shard(
                 "  Use sw.parallelize(model, plan), which finds the lowest unit that covers them, or do not make that"
                 " module a unit."
             )
-    build.check_model(module, own)
+    build.check_parameters(own)
     device = next((e.parameter.device for e in fresh), torch.device("cpu"))
     comms = next(iter(children.values())).comms if children else open_comms(device, group=group)
     synchronise(module, {id(entry.parameter) for entry in own}, comms[0], mode="warn")

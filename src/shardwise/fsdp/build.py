@@ -11,7 +11,7 @@ from torch import nn
 
 from shardwise.comm.base import Comm
 from shardwise.comm.dtype import dtype_name
-from shardwise.fsdp import attach
+from shardwise.fsdp import attach, torch_private
 from shardwise.fsdp.group import Group
 from shardwise.fsdp.guard import install_guards
 from shardwise.fsdp.runtime import Runtime
@@ -44,7 +44,7 @@ def assign_parameters(root: nn.Module, unit_names: Iterable[str]) -> dict[str, l
     paths_of: dict[int, list[str]] = {}  # a module may be registered in several places
     for path, module in root.named_modules(remove_duplicate=False):
         paths_of.setdefault(id(module), []).append(path)
-        for attribute, parameter in module._parameters.items():
+        for attribute, parameter in torch_private.parameters_of(module).items():
             if parameter is None:
                 continue
             entry = owned.setdefault(id(parameter), OwnedParameter(parameter))
@@ -66,7 +66,7 @@ def _is_below(path: str, unit: str) -> bool:
     return path == unit or path.startswith(f"{unit}.")
 
 
-def check_model(root: nn.Module, parameters: Iterable[OwnedParameter]) -> None:
+def check_parameters(parameters: Iterable[OwnedParameter]) -> None:
     """Refuse what a flat buffer cannot hold, with the parameter's name.
 
     Raises:
@@ -94,7 +94,7 @@ def check_model(root: nn.Module, parameters: Iterable[OwnedParameter]) -> None:
                 f"parameter {name!r} holds a gradient, which would be lost.\n"
                 "  Call model.zero_grad() before sw.parallelize()."
             )
-        if parameter._backward_hooks or getattr(parameter, "_post_accumulate_grad_hooks", None):
+        if torch_private.has_gradient_hooks(parameter):
             raise StateError(
                 f"parameter {name!r} carries a hook, which would never fire: gradients arrive on its stand-in.\n"
                 "  Remove the hook, or work on .grad after backward()."

@@ -17,6 +17,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import nn
 
+from shardwise.fsdp import torch_private
 from shardwise.fsdp.attach import Uncopyable
 from shardwise.spec.errors import StateError
 
@@ -34,12 +35,12 @@ def install_guards(root: nn.Module, runtime: Runtime) -> None:
         if unit.parent is None:
             for module in _entries(root, unit):
                 if id(module) not in unit_modules:
-                    unit.guards.append((module._forward_pre_hooks, _EntryGuard(runtime, unit)))
+                    unit.guards.append((torch_private.forward_pre_hooks_of(module), _EntryGuard(runtime, unit)))
         elif any(group.row.shards_optimizer for group in unit.groups):
             for owner in unit.owners:
                 module = owner.module()
                 if module is not None and id(module) not in unit_modules:
-                    unit.guards.append((module._forward_pre_hooks, _OutsideGuard(unit, owner)))
+                    unit.guards.append((torch_private.forward_pre_hooks_of(module), _OutsideGuard(unit, owner)))
         if not is_swapped:
             unit.swap_out()
         for owner in unit.owners:
@@ -74,7 +75,7 @@ class _OutsideGuard(Uncopyable):
             return
         attribute = self._attributes[0]
         name = f"{self._path}.{attribute}"
-        shard = module._parameters[attribute]
+        shard = torch_private.parameters_of(module)[attribute]
         shapes = {spec.name: spec.shape for group in unit.groups for spec in group.layout.params}
         shape = shapes.get(name)
         logical = f" of logical shape {list(shape)}" if shape is not None else ""
@@ -155,4 +156,4 @@ class _GuardedApply(Uncopyable):
                         f" {probe.device} to {result.dtype} on {result.device}.\n"
                         "  Convert or move the model before sw.parallelize()."
                     )
-        return type(module)._apply(module, fn, recurse)
+        return torch_private.apply_of(module)(fn, recurse)

@@ -251,7 +251,7 @@ class Runtime:
         call: _Call | None = None
         for tensor in _tensors(output):
             node = tensor.grad_fn
-            if node is None or node._sequence_nr() < since:
+            if node is None or torch_private.sequence_number(node) < since:
                 continue
             if call is None:
                 call = _Call(self, unit, is_counted=is_counted)
@@ -552,7 +552,7 @@ class _Call:
         if is_counted:
             unit.num_outstanding += 1
 
-    def __call__(self, grad: Tensor) -> None:
+    def __call__(self, _grad: Tensor) -> None:
         runtime, unit = self._runtime(), self._unit()
         if runtime is not None and unit is not None:
             runtime.on_ticket(self, unit)

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 from shardwise.comm.control import agree, all_gather_json
 from shardwise.comm.dtype import dtype_name, torch_dtype
-from shardwise.fsdp import attach
+from shardwise.fsdp import attach, torch_private
 from shardwise.fsdp.group import Group
 from shardwise.fsdp.runtime import Runtime
 from shardwise.fsdp.view import contiguous_stride, is_dense, memory_order
@@ -142,8 +142,8 @@ def _buffers(model: nn.Module) -> dict[str, Tensor]:
     found: dict[str, Tensor] = {}
     seen: set[int] = set()
     for path, module in model.named_modules():
-        for key, buffer in module._buffers.items():
-            if buffer is None or key in module._non_persistent_buffers_set or id(buffer) in seen:
+        for key, buffer in torch_private.buffers_of(module).items():
+            if buffer is None or not torch_private.is_persistent(module, key) or id(buffer) in seen:
                 continue
             seen.add(id(buffer))
             found[f"{path}.{key}" if path else key] = buffer

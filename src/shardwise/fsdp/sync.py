@@ -11,7 +11,8 @@ from torch import Tensor, nn
 
 from shardwise.comm.base import Comm
 from shardwise.comm.control import agree, all_gather_json
-from shardwise.fsdp.view import memory_order
+from shardwise.fsdp import torch_private
+from shardwise.fsdp.view import is_dense, memory_order
 from shardwise.spec.errors import RankDisagreement, StateError
 
 _HASH_CHUNK_BYTES = 1 << 24
@@ -114,23 +115,17 @@ def _digest(tensors: list[Tensor]) -> bytes:
     for tensor in tensors:
         if tensor.numel() == 0:
             continue
-        dense = tensor.detach() if _is_flat(tensor) else tensor.detach().contiguous()
+        dense = tensor.detach() if is_dense(tensor) else tensor.detach().contiguous()
         for chunk in memory_order(dense).view(torch.uint8).split(_HASH_CHUNK_BYTES):
             state.update(chunk.cpu().numpy().data)
     return state.digest()
-
-
-def _is_flat(tensor: Tensor) -> bool:
-    from shardwise.fsdp.view import is_dense
-
-    return is_dense(tensor)
 
 
 def _send(name: str, tensor: Tensor, comm: Comm) -> None:
     if tensor.numel() == 0:
         return
     data = tensor.detach()
-    flat = memory_order(data) if _is_flat(data) else data.contiguous().view(-1)
+    flat = memory_order(data) if is_dense(data) else data.contiguous().view(-1)
     travels = flat.view(torch.uint8) if flat.dtype is torch.bool else flat
     comm.broadcast(travels, root=0, unit=f"sync {name}").wait()
     if flat.data_ptr() != data.data_ptr():
@@ -145,7 +140,7 @@ def _materialize(module: nn.Module, tensors: dict[str, Tensor], comm: Comm) -> d
     made: dict[str, Tensor] = {}
     seen: dict[int, Tensor] = {}
     for owner in module.modules():
-        for held in (owner._parameters, owner._buffers):
+        for held in (torch_private.parameters_of(owner), torch_private.buffers_of(owner)):
             for key, tensor in held.items():
                 if tensor is None or not tensor.is_meta:
                     continue
@@ -161,8 +156,7 @@ def _materialize(module: nn.Module, tensors: dict[str, Tensor], comm: Comm) -> d
                         held[key] = real
                 else:
                     held[key] = seen[id(tensor)]
-    for name, _ in tensors.items():
+    for name in tensors:
         path, _, key = name.rpartition(".")
-        owner = module.get_submodule(path)
-        made[name] = owner._parameters.get(key) if key in owner._parameters else owner._buffers[key]
+        made[name] = getattr(module.get_submodule(path), key)
     return made

@@ -1,33 +1,69 @@
+# ruff: noqa: SLF001 - this module is the one place that may
 """The private parts of torch that the engine needs, each with the public alternative that is missing.
 
-Nothing else in shardwise may touch torch's private modules.
+Nothing else in shardwise may touch torch's private names.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable
+from typing import Any
 
 import torch
-import torch.distributed as dist
+from torch import Tensor, nn
 
 #: Number of the backward that runs in this thread, -1 outside of any. There is no public way to ask whether code runs
 #: inside a backward (https://github.com/pytorch/pytorch/blob/v2.13.0/torch/csrc/autograd/init.cpp).
 current_backward: Callable[[], int] = torch._C._current_graph_task_id
 
-#: The sequence number that the next autograd node of this thread will get. ``Node._sequence_nr`` is what public hooks
-#: show of finished nodes; there is no public way to read the counter itself.
+#: The sequence number that the next autograd node of this thread will get. There is no public way to read the counter.
 next_sequence_number: Callable[[], int] = torch._C._autograd._get_sequence_nr
+
+
+def sequence_number(node: Any) -> int:
+    """When an autograd node was made, in this thread's count. Nodes show it only under a private name."""
+    return node._sequence_nr()
 
 
 def at_end_of_backward(callback: Callable[[], None]) -> None:
     """Run ``callback`` when the backward under way has finished.
 
-    The engine's own DDP and FSDP use the same call. ``Tensor.register_post_accumulate_grad_hook`` and
+    torch's own DDP and FSDP use the same call. ``Tensor.register_post_accumulate_grad_hook`` and
     ``register_multi_grad_hook`` cannot serve: parameters that were not used never fire.
     """
     torch.autograd.Variable._execution_engine.queue_callback(callback)
 
 
-def group_store(group: dist.ProcessGroup) -> dist.Store:
-    """The key-value store that the ranks of ``group`` share. ``init_process_group`` gives no public handle to it."""
-    return group.get_group_store()
+def parameters_of(module: nn.Module) -> dict[str, nn.Parameter | None]:
+    """The module's own parameters, live. ``named_parameters`` gives copies of the entries; the engine replaces them."""
+    return module._parameters
+
+
+def buffers_of(module: nn.Module) -> dict[str, Tensor | None]:
+    """The module's own buffers, live. ``register_buffer`` would forget whether one is persistent."""
+    return module._buffers
+
+
+def is_persistent(module: nn.Module, name: str) -> bool:
+    """Whether a buffer is part of the state dict. nn.Module has no public question for it."""
+    return name not in module._non_persistent_buffers_set
+
+
+def forward_pre_hooks_of(module: nn.Module) -> dict[int, Callable[..., object]]:
+    """The module's forward pre-hooks, live. ``register_forward_pre_hook`` is too slow for guards that come and go."""
+    return module._forward_pre_hooks
+
+
+def has_gradient_hooks(parameter: nn.Parameter) -> bool:
+    """Whether the user put hooks on a parameter's gradient. Tensors do not tell in public."""
+    return bool(parameter._backward_hooks) or bool(getattr(parameter, "_post_accumulate_grad_hooks", None))
+
+
+def apply_of(module: nn.Module) -> Callable[..., nn.Module]:
+    """The class's own ``_apply``, through which ``.to()``, ``.half()`` and the like go."""
+    return type(module)._apply.__get__(module)
+
+
+def rnn_weight_names(module: nn.RNNBase) -> list[str]:
+    """Names of the weights in the list that an RNN computes from, which it keeps beside its parameters."""
+    return module._flat_weights_names

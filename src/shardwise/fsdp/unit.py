@@ -22,6 +22,7 @@ from typing import TYPE_CHECKING
 
 from torch import nn
 
+from shardwise.fsdp import torch_private
 from shardwise.spec.errors import StateError
 
 if TYPE_CHECKING:
@@ -63,11 +64,13 @@ class Owner:
     def __init__(self, module: nn.Module, path: str, shards: dict[str, nn.Parameter]) -> None:
         self.module = weakref.ref(module)
         self.path = path
-        self.parameters = module._parameters  # the dict, not the module: a unit must not keep its module alive
+        self.parameters = torch_private.parameters_of(
+            module
+        )  # the dict, not the module: a unit must not keep its module alive
         self.shards = shards
         self.fulls: dict[str, nn.Parameter] = {}
         # RNNs read their weights from a list of their own.
-        self.flat_weights = module._flat_weights_names if isinstance(module, nn.RNNBase) else None
+        self.flat_weights = torch_private.rnn_weight_names(module) if isinstance(module, nn.RNNBase) else None
 
     def put(self, parameters: dict[str, nn.Parameter]) -> None:
         """Make the module compute with ``parameters``."""

@@ -44,12 +44,11 @@ def parallelize(model: nn.Module, plan: ParallelPlan | None = None) -> nn.Module
             " build the model again."
         )
     row = plan.placements
-    if plan.reshard_after_forward is not None and isinstance(plan.reshard_after_forward, bool):
-        if not row.shards_parameters:
-            raise PlanError(
-                f"reshard_after_forward={plan.reshard_after_forward} has no meaning for strategy {plan.strategy!r}, which"
-                " keeps parameters whole.\n  Leave it at 'auto', or use zero3 or shard_grad_op."
-            )
+    if isinstance(plan.reshard_after_forward, bool) and not row.shards_parameters:
+        raise PlanError(
+            f"reshard_after_forward={plan.reshard_after_forward} has no meaning for strategy {plan.strategy!r}:"
+            " it keeps parameters whole.\n  Leave it at 'auto', or use zero3 or shard_grad_op."
+        )
     units = find_units(model, plan.auto_wrap_policy)
     device = _device(model)
     group = join_world(device)
