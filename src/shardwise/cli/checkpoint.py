@@ -13,7 +13,7 @@ from shardwise.cli.show import show
 
 def register(app: typer.Typer) -> None:
     """Add the verbs."""
-    group = typer.Typer(no_args_is_help=True, help="Look at checkpoints.", rich_markup_mode=None)
+    group = typer.Typer(no_args_is_help=True, rich_markup_mode=None)
     group.callback()(_group)
     group.command(
         "inspect",
@@ -29,7 +29,10 @@ def register(app: typer.Typer) -> None:
 
 
 def _group() -> None:
-    """Look at checkpoints. Example: shardwise checkpoint verify runs/demo"""  # noqa: D415  shown by --help
+    """Look at checkpoints.
+
+    Example: shardwise checkpoint verify runs/demo
+    """
 
 
 def inspect(

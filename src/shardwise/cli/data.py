@@ -12,7 +12,7 @@ from shardwise.cli.show import show
 
 def register(app: typer.Typer) -> None:
     """Add the verbs."""
-    data = typer.Typer(no_args_is_help=True, help="Prepare training data.", rich_markup_mode=None)
+    data = typer.Typer(no_args_is_help=True, rich_markup_mode=None)
     data.callback()(_group)
     data.command(
         "tokenize",
@@ -23,7 +23,10 @@ def register(app: typer.Typer) -> None:
 
 
 def _group() -> None:
-    """Prepare training data. Example: shardwise data tokenize corpus/ corpus.tokens"""  # noqa: D415  shown by --help
+    """Prepare training data.
+
+    Example: shardwise data tokenize corpus/ corpus.tokens
+    """
 
 
 def tokenize(

@@ -24,7 +24,9 @@ CPU_PROCESSES = 2
 #: More processes than this per core cannot be what was meant.
 MOST_PER_CORE = 8
 
-_HELP = """Train. Without CONFIG: the built-in demo, a small GPT on the source text of Python's own standard library.
+_HELP = """Train a model; without CONFIG the built-in demo.
+
+The demo is a small GPT on the source text of Python's own standard library, with ZeRO-3 over every local device.
 
 Starts its own workers, or joins the world that torchrun or Slurm describes.
 

@@ -1,0 +1,98 @@
+"""Measured peaks against what is known to be held; predicted activations against measured ones."""
+
+from __future__ import annotations
+
+import gc
+
+import pytest
+import torch
+
+from shardwise.train.build import build_model
+from shardwise.train.check import resolve
+from shardwise.train.config import read_draft
+from shardwise.train.memory import PeakTensorBytes
+from shardwise.train.predict import activation_bytes
+
+CPU = torch.device("cpu")
+
+
+@pytest.fixture(autouse=True)
+def _nothing_left() -> None:
+    gc.collect()
+
+
+def peak_of(function) -> int:
+    with PeakTensorBytes(CPU) as nothing:
+        pass
+    with PeakTensorBytes(CPU) as memory:
+        function()
+    return memory.peak_bytes - nothing.peak_bytes
+
+
+def test_what_is_freed_is_taken_off() -> None:
+    def work() -> None:
+        for _ in range(10):
+            torch.zeros(1 << 18)
+        torch.zeros(1 << 16)
+
+    assert peak_of(work) == 4 << 18
+
+
+def test_views_count_once_and_both_operands_count() -> None:
+    def work() -> None:
+        a = torch.zeros(1 << 16)
+        b = a.view(2, -1).t()
+        c = a + 1
+        del b, c
+
+    assert peak_of(work) == 2 * (4 << 16)
+
+
+def test_what_is_held_at_entry_counts() -> None:
+    held = torch.zeros(1 << 16)
+    with PeakTensorBytes(CPU) as before:
+        pass
+    del held
+    gc.collect()
+    with PeakTensorBytes(CPU) as after:
+        pass
+    assert before.peak_bytes - after.peak_bytes == 4 << 16
+
+
+def test_saved_activations_and_gradients_count() -> None:
+    linear = torch.nn.Linear(64, 64, bias=False)
+    x = torch.zeros(128, 64)
+
+    def work() -> None:
+        hidden = linear(x)
+        out = hidden.square()
+        out.sum().backward()
+
+    weight, activation = 4 * 64 * 64, 4 * 128 * 64
+    peak = peak_of(work)
+    # hidden, out, gradient of out, gradient of hidden; then the weight's gradient
+    assert 3 * activation <= peak <= 5 * activation + weight + 64
+    linear.weight.grad = None
+
+
+@pytest.mark.parametrize("extra", [[], ["model.dropout=0.1"], ["model.activation_checkpointing=true"]])
+def test_predicted_activations_are_those_of_a_real_step(extra: list[str]) -> None:
+    base = {"data": {"source": "random"}, "train": {"steps": 1, "micro_batch_size": 3}}
+    resolved = resolve(read_draft(None, extra, base=base, title="test"), 1)
+    model = build_model(resolved, CPU)
+    for parameter in model.parameters():
+        parameter.register_post_accumulate_grad_hook(lambda p: setattr(p, "grad", None))
+
+    def work() -> None:
+        inputs, targets = (torch.zeros(3, 64, dtype=torch.int64) for _ in range(2))
+        model(inputs, targets).backward()
+
+    assert activation_bytes(resolved, CPU) == peak_of(work)
+
+
+def test_predicting_leaves_the_random_state_alone() -> None:
+    base = {"data": {"source": "random"}, "train": {"steps": 1}}
+    resolved = resolve(read_draft(None, base=base, title="test"), 1)
+    before = torch.get_rng_state()
+    assert activation_bytes(resolved, CPU)
+    assert torch.equal(before, torch.get_rng_state())

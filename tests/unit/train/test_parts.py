@@ -1,0 +1,115 @@
+"""Optimizers, random state, text for terminals, MFU, requests to stop."""
+
+from __future__ import annotations
+
+import json
+import os
+import random
+import signal
+
+import numpy as np
+import pytest
+import torch
+from torch import nn
+
+from shardwise.models.shape import PRESETS
+from shardwise.spec.errors import CheckpointError
+from shardwise.train import random_state
+from shardwise.train.build import build_optimizer, set_lr
+from shardwise.train.config import OptimizerSection
+from shardwise.train.metrics import flops_per_token, peak_flops
+from shardwise.train.stop import INTERRUPTED, STOPPED, StopRequest, exit_code
+from shardwise.train.text import printable, size
+
+CPU = torch.device("cpu")
+
+
+@pytest.mark.parametrize(
+    ("name", "kind"), [("adamw", torch.optim.AdamW), ("adam", torch.optim.Adam), ("sgd", torch.optim.SGD)]
+)
+def test_weight_decay_acts_on_weights_and_not_on_biases_and_norms(name: str, kind: type) -> None:
+    model = nn.Sequential(nn.Linear(4, 4), nn.LayerNorm(4))
+    optimizer = build_optimizer(OptimizerSection(name=name, lr=0.5, weight_decay=0.25), model.parameters())
+    assert type(optimizer) is kind
+    decay, plain = optimizer.param_groups
+    assert (decay["weight_decay"], plain["weight_decay"]) == (0.25, 0.0)
+    assert [p.dim() for p in decay["params"]] == [2]
+    assert [p.dim() for p in plain["params"]] == [1, 1, 1]
+    set_lr(optimizer, 0.125)
+    assert {group["lr"] for group in optimizer.param_groups} == {0.125}
+
+
+def test_frozen_parameters_are_left_out_and_sgd_has_momentum() -> None:
+    model = nn.Linear(4, 4)
+    model.bias.requires_grad_(False)
+    optimizer = build_optimizer(OptimizerSection(name="sgd", momentum=0.5), model.parameters())
+    assert len(optimizer.param_groups) == 1
+    assert optimizer.param_groups[0]["momentum"] == 0.5
+
+
+def draw() -> tuple[float, float, float, float]:
+    return random.random(), random.gauss(0, 1), float(np.random.standard_normal()), float(torch.rand(()))  # noqa: NPY002
+
+
+def test_random_states_go_through_json_and_continue_where_they_were() -> None:
+    random_state.seed_all(3)
+    draw()
+    state = json.loads(json.dumps(random_state.capture(CPU)))
+    first = [draw() for _ in range(3)]
+    random_state.restore(state, CPU)
+    assert [draw() for _ in range(3)] == first
+
+
+@pytest.mark.parametrize("damage", [{"torch": "!"}, {"python": [3, "AAAA", None]}, {"numpy": []}])
+def test_a_damaged_random_state_is_refused(damage: dict[str, object]) -> None:
+    state = {**random_state.capture(CPU), **damage}
+    with pytest.raises(CheckpointError, match="random state is damaged"):
+        random_state.restore(state, CPU)
+
+
+def test_ranks_and_steps_have_seeds_of_their_own() -> None:
+    seeds = {random_state.rank_seed(s, r, t) for s in range(5) for r in range(16) for t in range(0, 60, 10)}
+    assert len(seeds) == 5 * 16 * 6
+
+
+@pytest.mark.parametrize(
+    ("text", "shown"),
+    [
+        ("plain é 漢", "plain é 漢"),
+        ("\x1b[31mred", "\\x1b[31mred"),
+        ("a\nb", "a\\nb"),
+        ("a\rb", "a\\rb"),
+        ("\u202egnp", "\\u202egnp"),
+        ("\u200b", "\\u200b"),
+    ],
+)
+def test_text_of_others_cannot_move_the_cursor(text: str, shown: str) -> None:
+    assert printable(text) == shown
+
+
+def test_blocks_keep_their_lines_only() -> None:
+    assert printable("a\n\x07b", is_block=True) == "a\n\\x07b"
+    assert [size(n) for n in (999, 1000, 1_234_567)] == ["999 B", "1.0 kB", "1.2 MB"]
+
+
+def test_flops_follow_the_closed_form() -> None:
+    shape = PRESETS["gpt2"]
+    active = shape.num_parameters - shape.seq_len * shape.hidden
+    assert flops_per_token(shape, 1024) == 6 * active + 12 * 12 * 768 * 1024
+
+
+def test_unknown_devices_have_no_peak() -> None:
+    assert peak_flops("NVIDIA H200", uses_tf32=True) == 494.5e12
+    assert peak_flops("NVIDIA H200", uses_tf32=False) == 67e12
+    assert peak_flops("NVIDIA H100 PCIe", uses_tf32=True) is None
+    assert peak_flops("Some other device", uses_tf32=True) is None
+
+
+@pytest.mark.parametrize(("number", "code"), [(signal.SIGTERM, STOPPED), (signal.SIGINT, INTERRUPTED)])
+def test_signals_are_remembered_and_given_back(number: int, code: int) -> None:
+    before = signal.getsignal(number)
+    with StopRequest() as stop:
+        assert stop.signal_number == 0
+        os.kill(os.getpid(), number)
+        assert exit_code(stop.signal_number) == code
+    assert signal.getsignal(number) is before

@@ -1,0 +1,61 @@
+"""What may differ when a run is taken up again, and how a missing checkpoint is told."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from shardwise.spec.errors import CheckpointError, ConfigError
+from shardwise.train.config import Config
+from shardwise.train.resume import check_config, find_checkpoint
+
+
+def changed(**sections: dict[str, object]) -> Config:
+    base = Config()
+    return base.model_copy(
+        update={name: getattr(base, name).model_copy(update=values) for name, values in sections.items()}
+    )
+
+
+SAVED = Config().model_dump(mode="json")
+
+
+def test_the_same_configuration_goes_on() -> None:
+    assert check_config(SAVED, Config()) == []
+
+
+@pytest.mark.parametrize(
+    "sections", [{"train": {"steps": 5}}, {"log": {"every": 7}}, {"checkpoint": {"every": 3, "keep": 9}}]
+)
+def test_steps_log_and_checkpoint_may_differ(sections: dict[str, dict[str, object]]) -> None:
+    assert check_config(SAVED, changed(**sections)) == []
+
+
+def test_another_strategy_or_cut_of_the_batch_is_allowed_and_told() -> None:
+    lines = check_config(SAVED, changed(parallel={"strategy": "ddp"}, train={"micro_batch_size": 4}))
+    assert lines == ["parallel.strategy: zero3 -> ddp", "train.micro_batch_size: (not set) -> 4"]
+
+
+def test_everything_else_is_refused_in_a_table() -> None:
+    with pytest.raises(ConfigError) as caught:
+        check_config(SAVED, changed(optimizer={"lr": 1.0}, train={"seed": 3, "global_batch_size": 64, "steps": 9}))
+    text = str(caught.value)
+    assert caught.value.exit_code == 78
+    assert "optimizer.lr             0.0003       1.0" in text
+    assert "train.seed" in text
+    assert "train.global_batch_size" in text
+    assert "train.steps  " not in text
+
+
+def test_a_missing_checkpoint_is_refused_with_near_names(tmp_path: Path) -> None:
+    for step in (10, 20):
+        (tmp_path / "checkpoints" / f"step-{step:08d}").mkdir(parents=True)
+    with pytest.raises(
+        CheckpointError, match=r"--resume step-00000011: there is no such checkpoint. Near: step-0000001"
+    ):
+        find_checkpoint(tmp_path, "step-00000011")
+    with pytest.raises(CheckpointError, match="none of the checkpoints"):
+        find_checkpoint(tmp_path, "latest")
+    with pytest.raises(CheckpointError, match="there is no checkpoint"):
+        find_checkpoint(tmp_path / "none", "latest-good")

@@ -1,0 +1,158 @@
+"""The run's folder: which one, what is refused, locks that outlive nobody, files that are replaced whole."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from dataclasses import asdict, replace
+from pathlib import Path
+
+import pytest
+
+from shardwise.spec.errors import CheckpointError, ConfigError, StorageError
+from shardwise.train import rundir
+from shardwise.train.lock import Holder, RunLock, RunLockedError
+from shardwise.train.metrics import MetricsFile, Record, to_line
+
+
+def begin(folder: Path) -> Path:
+    folder.mkdir(parents=True)
+    (folder / "config.yaml").write_text("name: x\n")
+    return folder
+
+
+def test_new_runs_are_numbered_and_resume_means_the_newest(tmp_path: Path) -> None:
+    assert rundir.choose("demo", None, is_resuming=False, base=tmp_path) == tmp_path / "demo"
+    begin(tmp_path / "demo")
+    assert rundir.choose("demo", None, is_resuming=False, base=tmp_path) == tmp_path / "demo-2"
+    begin(tmp_path / "demo-2")
+    begin(tmp_path / "demo-10")
+    begin(tmp_path / "demo-other")
+    assert rundir.choose("demo", None, is_resuming=False, base=tmp_path) == tmp_path / "demo-11"
+    assert rundir.choose("demo", None, is_resuming=True, base=tmp_path) == tmp_path / "demo-10"
+
+
+def test_a_folder_that_is_named_is_taken_as_it_is(tmp_path: Path) -> None:
+    assert rundir.choose("x", tmp_path / "a", is_resuming=False) == tmp_path / "a"
+    begin(tmp_path / "a")
+    assert rundir.choose("x", tmp_path / "a", is_resuming=True) == tmp_path / "a"
+    with pytest.raises(ConfigError, match="holds a run already"):
+        rundir.choose("x", tmp_path / "a", is_resuming=False)
+    with pytest.raises(CheckpointError, match="holds no run to resume"):
+        rundir.choose("x", tmp_path / "b", is_resuming=True)
+
+
+def test_a_missing_run_names_those_that_exist(tmp_path: Path) -> None:
+    begin(tmp_path / "other")
+    with pytest.raises(CheckpointError, match=r"no run 'demo' to resume in .* There are: other"):
+        rundir.choose("demo", None, is_resuming=True, base=tmp_path)
+
+
+def test_what_a_launcher_makes_is_no_run_yet(tmp_path: Path) -> None:
+    rundir.create(tmp_path / "a")
+    assert not rundir.holds_run(tmp_path / "a")
+    (tmp_path / "a" / "checkpoints" / "step-00000001").mkdir()
+    assert rundir.holds_run(tmp_path / "a")
+
+
+def test_a_folder_that_cannot_be_written_is_refused_at_the_start(tmp_path: Path) -> None:
+    (tmp_path / "file").write_text("")
+    with pytest.raises(StorageError, match="cannot be written") as caught:
+        rundir.create(tmp_path / "file" / "run")
+    assert caught.value.exit_code == 74
+
+
+def test_a_second_run_is_refused_and_told_who_holds_the_folder(tmp_path: Path) -> None:
+    code = "import sys, pathlib; from shardwise.train.lock import RunLock; RunLock(pathlib.Path(sys.argv[1])).acquire()"
+    code += "; print(); sys.stdin.read()"
+    with subprocess.Popen(
+        [sys.executable, "-c", code, str(tmp_path)], stdin=subprocess.PIPE, stdout=subprocess.PIPE
+    ) as other:
+        assert other.stdout is not None
+        other.stdout.readline()
+        with pytest.raises(RunLockedError, match=f"another run: process {other.pid} on ") as caught:
+            RunLock(tmp_path).acquire()
+        with pytest.raises(RunLockedError):
+            RunLock(tmp_path).check()
+        assert caught.value.exit_code == 84
+        other.kill()
+    lock = RunLock(tmp_path)
+    lock.acquire()  # the holder is gone
+    lock.acquire()  # it is ours
+    lock.release()
+    assert not lock.path.exists()
+
+
+@pytest.mark.parametrize(
+    ("change", "is_gone"),
+    [({"boot_id": "another"}, True), ({"started": 1}, True), ({"pid": 2**22 - 1}, True), ({"host": "elsewhere"}, None)],
+)
+def test_a_holder_is_judged_by_host_boot_and_start_time(change: dict[str, object], *, is_gone: bool | None) -> None:
+    assert replace(Holder.this_process(), **change).is_gone() is is_gone
+
+
+def test_a_lock_of_another_host_is_kept_and_the_way_out_is_named(tmp_path: Path) -> None:
+    held = asdict(replace(Holder.this_process(), host="else\x1b[31mwhere"))
+    (tmp_path / "run.lock").write_text(json.dumps(held))
+    with pytest.raises(RunLockedError, match=r"else\\x1b\[31mwhere.*\n.*another machine.*remove"):
+        RunLock(tmp_path).acquire()
+
+
+@pytest.mark.parametrize("text", ["", "[]", "{}", '{"pid": "x"}', "\0"])
+def test_an_unreadable_lock_is_not_taken_over(tmp_path: Path, text: str) -> None:
+    (tmp_path / "run.lock").write_text(text)
+    with pytest.raises(RunLockedError):
+        RunLock(tmp_path).acquire()
+
+
+def test_a_lock_that_was_taken_over_is_not_released_by_its_old_holder(tmp_path: Path) -> None:
+    lock = RunLock(tmp_path)
+    lock.acquire()
+    lock.path.write_text(json.dumps(asdict(replace(Holder.this_process(), pid=os.getppid()))))
+    lock.release()
+    assert lock.path.exists()
+
+
+def record(step: int, loss: float = 1.0) -> Record:
+    return Record(step, loss, 1.0, 1e-3, step * 8, 100.0, 0.1, 0.0, None, 1000, 10)
+
+
+def test_metrics_are_one_json_object_per_line_with_the_contract_s_fields(tmp_path: Path) -> None:
+    file = MetricsFile(tmp_path / "metrics.jsonl")
+    file.write(record(1))
+    file.close()
+    (line,) = (tmp_path / "metrics.jsonl").read_text().splitlines()
+    assert line == json.dumps(json.loads(line))
+    assert list(json.loads(line)) == [
+        "step",
+        "loss",
+        "grad_norm",
+        "lr",
+        "tokens",
+        "tokens_per_s",
+        "step_time_s",
+        "data_time_s",
+        "mfu",
+        "peak_memory_bytes",
+        "collective_bytes",
+    ]
+    assert json.loads(line)["mfu"] is None
+
+
+def test_resuming_drops_records_that_are_made_again_and_lines_cut_by_a_crash(tmp_path: Path) -> None:
+    path = tmp_path / "metrics.jsonl"
+    path.write_text("".join(to_line(record(step)) for step in (1, 2, 3)) + '{"step": 4, "lo')
+    file = MetricsFile(path, keep_steps=2)
+    file.write(record(3, loss=2.0))
+    file.close()
+    assert [(json.loads(line)["step"], json.loads(line)["loss"]) for line in path.read_text().splitlines()] == [
+        (1, 1.0),
+        (2, 1.0),
+        (3, 2.0),
+    ]
+
+
+def test_numbers_that_json_has_not_are_null() -> None:
+    assert json.loads(to_line(record(1, loss=float("inf"))))["loss"] is None
