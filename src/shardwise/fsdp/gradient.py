@@ -216,7 +216,7 @@ class Gradient:
         for full in self.group.fulls:
             full.grad = None
         self._written = [False] * len(self._written)
-        self._local = None
+        self._local = self._result = None
         if self._borrowed is not None:
             pool.give(self.pool_key, self._borrowed)
             self._borrowed = None

@@ -91,7 +91,7 @@ class Runtime:
 
     def _prepare(self) -> None:
         """Number the units, deal out slots, make the full parameters, install the hooks."""
-        me = weakref.ref(self)
+        me: weakref.ref[Runtime] = weakref.ref(self)
         for index, unit in enumerate(self.units):
             unit.index = index
             unit.runtime = me
@@ -519,9 +519,7 @@ class Runtime:
     def _recover(self) -> None:
         """A backward raised before its end: drop what it left and start afresh."""
         while self._reducing:
-            _, group, handle = self._reducing.popleft()
-            handle.wait()
-            group.gradient.finish(self.gradients)
+            self._reducing.popleft()[2].wait()  # the buffer is in flight; what it brings is dropped below
         for unit in self.units:
             if unit.state is State.REDUCING:
                 unit.move_to(State.SHARDED)
