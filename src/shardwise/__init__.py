@@ -46,7 +46,42 @@ _LAZY = {
 }
 _MODULES = {"models"}
 
-__all__ = ["__version__", "models", *_LAZY]
+__all__ = [
+    "CheckpointError",
+    "CollectiveEvent",
+    "CommError",
+    "CommTimeout",
+    "ConfigError",
+    "MemoryBudgetError",
+    "MeshError",
+    "ParallelPlan",
+    "PlacementError",
+    "Placements",
+    "PlanError",
+    "RankDisagreement",
+    "ShardwiseError",
+    "StateError",
+    "StorageError",
+    "__version__",
+    "clip_grad_norm",
+    "declare_elementwise",
+    "full_state_dict",
+    "fully_shard",
+    "gradient_sync",
+    "load",
+    "load_full_state_dict",
+    "logical_shape",
+    "models",
+    "parallelize",
+    "parity",
+    "record_collectives",
+    "save",
+    "summary",
+    "train_step",
+    "wrap_by_class",
+    "wrap_by_name",
+    "wrap_by_size",
+]
 
 if TYPE_CHECKING:
     from shardwise import models

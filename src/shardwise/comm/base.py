@@ -1,10 +1,11 @@
 """The one door to communication between ranks.
 
-Everything that moves between ranks goes through a :class:`Comm`. Buffers are flat, contiguous, one-dimensional tensors,
-cut into ``size`` equal slices where a collective gathers or scatters; slice ``r`` belongs to rank ``r``.
+Everything that moves between ranks goes through a :class:`Comm`. Buffers are flat, contiguous, one-dimensional
+tensors, cut into ``size`` equal slices where a collective gathers or scatters; slice ``r`` belongs to rank ``r``.
 
-Sums run in rank order, element by element: ``((x0 + x1) + x2) + ...``, then one true division by ``divisor``. The result
-is therefore the same number on every rank and for every way of cutting the buffer (on NCCL the library chooses the order).
+Sums run in rank order, element by element: ``((x0 + x1) + x2) + ...``, then one true division by ``divisor``. The
+result is therefore the same number on every rank and for every way of cutting the buffer (on NCCL the library chooses
+the order).
 
 All ranks of a Comm must issue the same collectives in the same order. Each is stamped with a sequence number and the
 name of the unit that it serves, so that ranks that disagree are told apart instead of exchanging foreign data.
@@ -53,7 +54,7 @@ class Handle(ABC):
         Waiting twice is allowed and free.
         """
 
-    def advance(self) -> None:
+    def advance(self) -> None:  # noqa: B027 - most collectives have one phase only
         """Start whatever next phase of the collective can be started now. May block for the phase under way."""
 
 
@@ -74,12 +75,11 @@ class Comm(ABC):
         device: Device of the buffers that it moves.
     """
 
-    axis: str
-    rank: int
-    size: int
-    device: torch.device
-
-    def __init__(self) -> None:
+    def __init__(self, axis: str, rank: int, size: int, device: torch.device) -> None:
+        self.axis = axis
+        self.rank = rank
+        self.size = size
+        self.device = device
         self._listeners: list[list[CollectiveEvent]] = []
 
     @abstractmethod
@@ -138,7 +138,7 @@ class Comm(ABC):
         """Return when every rank has arrived. A one-element all-reduce."""
         self.all_reduce(torch.zeros(1, dtype=torch.int64, device=self.device), unit="barrier").wait()
 
-    def close(self) -> None:
+    def close(self) -> None:  # noqa: B027 - not every transport holds something
         """Release threads and connections. The Comm must not be used afterwards."""
 
     @contextlib.contextmanager

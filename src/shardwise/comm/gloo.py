@@ -10,6 +10,7 @@ A direct exchange was measured faster than a ring at 2, 4 and 8 ranks.
 
 from __future__ import annotations
 
+import itertools
 import zlib
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING
@@ -29,6 +30,7 @@ if TYPE_CHECKING:
 CHUNK_NUMEL = 1 << 15
 
 _DONE = Done()
+_Stamp = tuple[CollectiveEvent, progress.Issued, int]  # its event, its place in the sequence, its tag
 _TAG_SEQUENCE_BITS = 15
 _TAG_HASH_BITS = 15
 _TAG_SECOND_PHASE = 1 << (_TAG_SEQUENCE_BITS + _TAG_HASH_BITS)
@@ -47,12 +49,8 @@ class GlooComm(Comm):
     def __init__(
         self, group: dist.ProcessGroup, axis: str, *, channel: str | None = None, watch: StallWatch | None = None
     ) -> None:
-        super().__init__()
-        self.axis = axis
+        super().__init__(axis, group.rank(), group.size(), torch.device("cpu"))
         self.channel = channel or axis
-        self.rank = group.rank()
-        self.size = group.size()
-        self.device = torch.device("cpu")
         self._group = group
         self._watch = watch
         self._sequence = 0
@@ -77,18 +75,18 @@ class GlooComm(Comm):
 
     def reduce_scatter(self, buffer: Tensor, out: Tensor, *, unit: str, divisor: int = 1) -> Handle:
         """As :meth:`Comm.reduce_scatter`."""
-        event, issued, tag = self._start("reduce_scatter", unit, buffer)
+        stamp = self._start("reduce_scatter", unit, buffer)
         slices = list(buffer.view(self.size, -1).unbind(0))
-        return self._reduce(slices, out, divisor, event, issued, tag)
+        return self._reduce(slices, out, divisor, stamp)
 
     def all_reduce(self, buffer: Tensor, *, unit: str, divisor: int = 1) -> Handle:
         """As :meth:`Comm.all_reduce`."""
-        event, issued, tag = self._start("all_reduce", unit, buffer)
+        stamp = event, issued, tag = self._start("all_reduce", unit, buffer)
         numel = buffer.numel()
         cuts = [index * numel // self.size for index in range(self.size + 1)]
-        slices = [buffer[start:stop] for start, stop in zip(cuts, cuts[1:], strict=False)]
+        slices = [buffer[start:stop] for start, stop in itertools.pairwise(cuts)]
         own = slices[self.rank]
-        reduced = self._reduce(slices, own, divisor, event, issued, tag)
+        reduced = self._reduce(slices, own, divisor, stamp)
         if self.size == 1:
             return reduced
 
@@ -149,7 +147,7 @@ class GlooComm(Comm):
 
     # -- the exchange itself
 
-    def _start(self, kind: str, unit: str, buffer: Tensor) -> tuple[CollectiveEvent, progress.Issued, int]:
+    def _start(self, kind: str, unit: str, buffer: Tensor) -> _Stamp:
         """Stamp a collective: its event, its place in the sequence, and a tag that no other collective shares.
 
         The tag is made of the sequence number and a hash of (kind, unit, elements). Messages of ranks that disagree
@@ -172,15 +170,8 @@ class GlooComm(Comm):
     def _exchange(self, issued: progress.Issued, tag: int) -> _Exchange:
         return _Exchange(self._group, issued, tag, self._watch)
 
-    def _reduce(
-        self,
-        slices: Sequence[Tensor],
-        out: Tensor,
-        divisor: int,
-        event: CollectiveEvent,
-        issued: progress.Issued,
-        tag: int,
-    ) -> Handle:
+    def _reduce(self, slices: Sequence[Tensor], out: Tensor, divisor: int, stamp: _Stamp) -> Handle:
+        event, issued, tag = stamp
         own = slices[self.rank]
         if self.size == 1:
             _sum_in_order([own], out, divisor)

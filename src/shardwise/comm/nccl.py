@@ -1,10 +1,13 @@
 """Collectives over NCCL, in place on the flat buffers, on a stream of their own.
 
-A collective is ordered after everything that the compute stream had been given when it was issued, and ``wait`` makes the
-compute stream wait for it: the host never does. Buffers are persistent (``fsdp.pool``), so no ``record_stream`` is needed.
+A collective is ordered after everything that the compute stream had been given when it was issued, and ``wait`` makes
+the compute stream wait for it: the host never does. Buffers are persistent (``fsdp.pool``), so no ``record_stream`` is
+needed.
 """
 
 from __future__ import annotations
+
+from typing import Any, Self
 
 import torch
 import torch.distributed as dist
@@ -23,12 +26,8 @@ class NcclComm(Comm):
     def __init__(
         self, group: dist.ProcessGroup, axis: str, device: torch.device, *, channel: str | None = None
     ) -> None:
-        super().__init__()
-        self.axis = axis
+        super().__init__(axis, group.rank(), group.size(), device)
         self.channel = channel or axis
-        self.rank = group.rank()
-        self.size = group.size()
-        self.device = device
         self._group = group
         self._stream = torch.cuda.Stream(device, priority=-1)
         self._sequence = 0
@@ -113,10 +112,10 @@ class _StreamHandle(Handle):
 
     def __init__(self, stream: torch.cuda.Stream) -> None:
         self._stream = stream
-        self._event: torch.cuda.Event | None = None
+        self._event: Any = None  # torch annotates record_event with its private base class
         self._context: torch.cuda.StreamContext | None = None
 
-    def __enter__(self) -> _StreamHandle:
+    def __enter__(self) -> Self:
         self._stream.wait_stream(torch.cuda.current_stream(self._stream.device))
         self._context = torch.cuda.stream(self._stream)
         self._context.__enter__()

@@ -49,10 +49,12 @@ def open_comms(
         from shardwise.comm.nccl import NcclComm  # needs a CUDA build only when it is used
 
         ranks = dist.get_process_group_ranks(group)
-        return tuple(  # type: ignore[return-value]
-            NcclComm(dist.new_group(ranks, backend="nccl"), axis, device, channel=f"{axis}/{number}/{purpose}")
-            for purpose in ("gather", "reduce")
-        )
+        opened = []
+        for purpose in ("gather", "reduce"):
+            communicator = dist.new_group(ranks, backend="nccl")
+            assert isinstance(communicator, dist.ProcessGroup)
+            opened.append(NcclComm(communicator, axis, device, channel=f"{axis}/{number}/{purpose}"))
+        return opened[0], opened[1]
     if "gloo" not in dist.get_backend_config(group):
         raise CommError(
             f"the process group's backend is {dist.get_backend(group)}, which does not move CPU tensors.\n"

@@ -16,11 +16,9 @@ class RecordComm(Comm):
     """
 
     def __init__(self, axis: str, *, rank: int, size: int, device: torch.device | str = "cpu") -> None:
-        super().__init__()
         if not 0 <= rank < size:
             raise CommError(f"rank {rank} is not one of 0 to {size - 1}.\n  Choose a rank below the number of ranks.")
-        self.axis, self.rank, self.size = axis, rank, size
-        self.device = torch.device(device)
+        super().__init__(axis, rank, size, torch.device(device))
 
     def _note(self, kind: str, unit: str, buffer: Tensor, sent_numel: int) -> Handle:
         self._event(kind, unit, buffer).sent_bytes = sent_numel * buffer.element_size()

@@ -112,7 +112,7 @@ def fully_shard(
         outside = [name for (user, _, _), name in zip(entry.uses, entry.names, strict=True) if id(user) not in inside]
         if outside:
             raise StateError(
-                f"parameter {outside[0]!r} is tied to one of unit {unit.name!r}, which does not cover all of its uses.\n"
+                f"parameter {outside[0]!r} is tied to one of unit {unit.name!r}, which does not cover all its uses.\n"
                 "  Use sw.parallelize(model, plan), which finds the lowest unit that covers them, or do not make that"
                 " module a unit."
             )
@@ -195,7 +195,7 @@ class _UnitMethod(attach.Uncopyable):
 
 @contextlib.contextmanager
 def gradient_sync(model: nn.Module, is_enabled: bool) -> Iterator[None]:  # noqa: FBT001 - the public contract
-    """Accumulate gradients over microbatches: ``with gradient_sync(model, False)`` around all but the last backward.
+    """Accumulate gradients: put all backwards but the last of a step into ``with sw.gradient_sync(model, False)``.
 
     * accumulation ``sharded`` (zero2, shard_grad_op, zero3): each backward is reduced into the shard as always:
       the sum over ranks of each microbatch is divided by the number of ranks, then added.

@@ -81,8 +81,8 @@ def check_parameters(parameters: Iterable[OwnedParameter]) -> None:
             )
         if type(parameter.data) is not torch.Tensor or parameter.layout is not torch.strided:
             raise StateError(
-                f"parameter {name!r} is a {type(parameter.data).__name__} ({parameter.layout}); only plain dense tensors"
-                " can be sharded.\n  Convert it before sw.parallelize()."
+                f"parameter {name!r} is a {type(parameter.data).__name__} ({parameter.layout}); only plain, dense"
+                " tensors can be sharded.\n  Convert it before sw.parallelize()."
             )
         if not is_dense(parameter):
             raise StateError(
@@ -101,7 +101,8 @@ def check_parameters(parameters: Iterable[OwnedParameter]) -> None:
             )
         if attach.mark_of(parameter) is not None:
             raise StateError(
-                f"parameter {name!r} is sharded already.\n  Parallelize a model once; to change the plan, build it again."
+                f"parameter {name!r} is sharded already.\n"
+                "  Parallelize a model once; to change the plan, build it again."
             )
 
 

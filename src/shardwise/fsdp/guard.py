@@ -28,27 +28,28 @@ if TYPE_CHECKING:
 
 def install_guards(root: nn.Module, runtime: Runtime) -> None:
     """Install every guard on the modules below ``root``."""
-    unit_modules = {id(unit.module()): unit for unit in runtime.units}
+    unit_modules = {id(unit.module()) for unit in runtime.units}
     for unit in runtime.units:
-        unit.guards.clear()
-        is_swapped, unit.is_swapped = unit.is_swapped, True
+        owners = [(owner, module) for owner in unit.owners if (module := owner.module()) is not None]
         if unit.parent is None:
-            for module in _entries(root, unit):
-                if id(module) not in unit_modules:
-                    unit.guards.append((torch_private.forward_pre_hooks_of(module), _EntryGuard(runtime, unit)))
+            guarded = [(module, _EntryGuard(runtime, unit)) for module in _entries(root, unit)]
         elif any(group.row.shards_optimizer for group in unit.groups):
-            for owner in unit.owners:
-                module = owner.module()
-                if module is not None and id(module) not in unit_modules:
-                    unit.guards.append((torch_private.forward_pre_hooks_of(module), _OutsideGuard(unit, owner)))
-        if not is_swapped:
-            unit.swap_out()
-        for owner in unit.owners:
-            module = owner.module()
-            if module is not None:
+            guarded = [(module, _OutsideGuard(unit, owner)) for owner, module in owners]
+        else:
+            guarded = []
+        unit.set_guards(
+            [
+                (torch_private.forward_pre_hooks_of(module), guard)
+                for module, guard in guarded
+                if id(module) not in unit_modules
+            ]
+        )
+        for owner, module in owners:
+            if not owner.is_guarded:
+                owner.is_guarded = True
                 _guard_state(module, unit)
     if "_apply" not in root.__dict__:
-        root.__dict__["_apply"] = _guarded_apply(root, runtime.units[0])
+        root.__dict__["_apply"] = _GuardedApply(root, runtime.units[0])
 
 
 def _entries(root: nn.Module, unit: Unit) -> list[nn.Module]:
@@ -129,11 +130,7 @@ def _guard_state(module: nn.Module, unit: Unit) -> None:
     module.register_state_dict_pre_hook(_StateDictGuard(unit, "state_dict"))
     module.register_load_state_dict_pre_hook(_StateDictGuard(unit, "load_state_dict"))
     if "_apply" not in module.__dict__:
-        module.__dict__["_apply"] = _guarded_apply(module, unit)
-
-
-def _guarded_apply(module: nn.Module, unit: Unit) -> Callable[..., nn.Module]:
-    return _GuardedApply(module, unit)
+        module.__dict__["_apply"] = _GuardedApply(module, unit)
 
 
 class _GuardedApply(Uncopyable):

@@ -1,7 +1,7 @@
 """Checks at an optimizer's step, where it meets shards.
 
-An optimizer that treats every element by itself gives on slices bitwise what it gives on whole parameters. One that looks
-at rows, norms or whole matrices would silently compute something else: it is refused where a parameter is split.
+An optimizer that treats every element by itself gives on slices bitwise what it gives on whole parameters. One that
+looks at rows, norms or whole matrices would silently compute something else: it is refused where a parameter is split.
 """
 
 from __future__ import annotations

@@ -1,8 +1,8 @@
 """A net under the slots: tensors that autograd saved are checked when backward reads them.
 
-A slot is refilled by other units, and autograd's own version check does not see that. In the normal course of things the
-ticket of a unit brings its data back before its backward reads it. A value that leaves a unit otherwise than through its
-outputs (hidden in an opaque object, stored on a module, used by the loss) is read with no ticket before it.
+A slot is refilled by other units, and autograd's own version check does not see that. In the normal course of things
+the ticket of a unit brings its data back before its backward reads it. A value that leaves a unit otherwise than
+through its outputs (hidden in an opaque object, stored on a module, used by the loss) is read with no ticket before it.
 
 So saved tensors that lie in a slot are recorded with their group, and where the slot holds something else when they are
 read, the unit is brought back first. That costs tens of microseconds per block: it is on until a pass has been recorded

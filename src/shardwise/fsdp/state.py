@@ -151,25 +151,21 @@ def _buffers(model: nn.Module) -> dict[str, Tensor]:
 
 
 def _misfits(runtime: Runtime, buffers: Mapping[str, Tensor], state: Mapping[str, Any], *, strict: bool) -> list[str]:
-    problems, known = [], set(buffers)
-    expected: dict[str, tuple[int, ...]] = {name: tuple(buffer.shape) for name, buffer in buffers.items()}
-    for group in runtime.groups:
-        for spec in group.layout.params:
-            known |= {spec.name, *spec.aliases}
-            value = _value(state, spec)
-            if value is None:
-                if strict:
-                    problems.append(f"{spec.name}: missing (expected {list(spec.shape)})")
-            elif tuple(value.shape) != spec.shape:
-                problems.append(f"{spec.name}: expected {list(spec.shape)}, got {list(value.shape)}")
-    for name, shape in expected.items():
-        if name not in state:
+    """One line for each difference between the model and the state dict."""
+    expected = [(spec.name, spec.shape, _value(state, spec)) for g in runtime.groups for spec in g.layout.params]
+    expected += [(name, tuple(buffer.shape), state.get(name)) for name, buffer in buffers.items()]
+    problems = []
+    for name, shape, value in expected:
+        if value is None:
             if strict:
-                problems.append(f"{name}: missing buffer (expected {list(shape)})")
-        elif tuple(state[name].shape) != shape:
-            problems.append(f"{name}: expected {list(shape)}, got {list(state[name].shape)}")
+                problems.append(f"{name}: missing (expected {list(shape)})")
+        elif tuple(value.shape) != shape:
+            problems.append(f"{name}: expected {list(shape)}, got {list(value.shape)}")
     if strict:
-        problems += [f"{name}: unexpected" for name in state if name not in known and not name.endswith("_extra_state")]
+        known = {name for g in runtime.groups for spec in g.layout.params for name in (spec.name, *spec.aliases)}
+        known |= set(buffers)
+        unknown = [name for name in state if name not in known and not name.endswith("_extra_state")]
+        problems += [f"{name}: unexpected" for name in unknown]
     return problems
 
 

@@ -10,7 +10,7 @@ from shardwise.fsdp import attach
 from shardwise.fsdp.runtime import Runtime
 from shardwise.fsdp.unit import Unit
 from shardwise.spec.footprint import Footprint, GroupShape, footprint
-from shardwise.spec.trace import Collective, step_trace
+from shardwise.spec.trace import Collective, UnitShape, step_trace
 
 
 @dataclass(frozen=True)
@@ -68,8 +68,10 @@ class Summary:
 
     def __str__(self) -> str:
         lines = [
-            f"{self.num_parameters:,} parameters in {len(self.units)} units on {self.world_size} ranks"
-            f" (this is rank {self.rank}); {self.placements}",
+            (
+                f"{self.num_parameters:,} parameters in {len(self.units)} units on {self.world_size} ranks"
+                f" (this is rank {self.rank}); {self.placements}"
+            ),
             f"{'unit':<28}{'class':<20}{'params':>14}{'this rank':>14}{'padding':>9}  dtype, slot",
         ]
         for unit in self.units:
@@ -156,7 +158,7 @@ def predict_trace(
     for shape in group_shapes(runtime):
         shapes.setdefault(shape.unit, []).append(shape)
     return step_trace(
-        {unit.index: (unit.name, unit.family, shapes.get(unit.index, [])) for unit in runtime.units},
+        {unit.index: UnitShape(unit.name, unit.family, shapes.get(unit.index, [])) for unit in runtime.units},
         rank=runtime.gather_comm.rank,
         forward_order=runtime.forward_order.units or [unit.index for unit in runtime.units],
         backward_order=runtime.backward_order.units,

@@ -5,6 +5,7 @@ from __future__ import annotations
 import hashlib
 import warnings
 from collections.abc import Collection
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -140,7 +141,8 @@ def _materialize(module: nn.Module, tensors: dict[str, Tensor], comm: Comm) -> d
     made: dict[str, Tensor] = {}
     seen: dict[int, Tensor] = {}
     for owner in module.modules():
-        for held in (torch_private.parameters_of(owner), torch_private.buffers_of(owner)):
+        tables: tuple[dict[str, Any], ...] = (torch_private.parameters_of(owner), torch_private.buffers_of(owner))
+        for held in tables:
             for key, tensor in held.items():
                 if tensor is None or not tensor.is_meta:
                     continue

@@ -16,7 +16,7 @@ replica, which is brought up to date instead of being gathered from nothing.
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable, MutableMapping
+from collections.abc import Callable, MutableMapping, Sequence
 from enum import StrEnum
 from typing import TYPE_CHECKING
 
@@ -59,7 +59,7 @@ LEGAL_MOVES: frozenset[tuple[State, State]] = frozenset(
 class Owner:
     """A module that holds parameters of a unit, and what goes into its ``_parameters`` in either form."""
 
-    __slots__ = ("flat_weights", "fulls", "module", "parameters", "path", "shards")
+    __slots__ = ("flat_weights", "fulls", "is_guarded", "module", "parameters", "path", "shards")
 
     def __init__(self, module: nn.Module, path: str, shards: dict[str, nn.Parameter]) -> None:
         self.module = weakref.ref(module)
@@ -68,6 +68,7 @@ class Owner:
             module
         )  # the dict, not the module: a unit must not keep its module alive
         self.shards = shards
+        self.is_guarded = False  # its state_dict and the like refuse
         self.fulls: dict[str, nn.Parameter] = {}
         # RNNs read their weights from a list of their own.
         self.flat_weights = torch_private.rnn_weight_names(module) if isinstance(module, nn.RNNBase) else None
@@ -117,6 +118,17 @@ class Unit:
         if (self.state, state) not in LEGAL_MOVES:
             raise StateError(f"unit {self.name!r} cannot go from {self.state} to {state}: this is a bug in shardwise.")
         self.state = state
+
+    def set_guards(
+        self, guards: Sequence[tuple[MutableMapping[int, Callable[..., object]], Callable[..., object]]]
+    ) -> None:
+        """Replace the guards; they are on while the shards are in the modules."""
+        for hooks, _ in self.guards:
+            hooks.pop(self.guard_key, None)
+        self.guards = list(guards)
+        if not self.is_swapped:
+            for hooks, guard in self.guards:
+                hooks[self.guard_key] = guard
 
     def swap_in(self) -> None:
         """Put the full parameters into the modules, and take the guards off."""

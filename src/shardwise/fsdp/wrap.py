@@ -24,7 +24,7 @@ _ALTERNATIVES = re.compile(r"(^|_)(experts?|branch(es)?|paths?|routes?|adapters?
 
 
 def find_units(model: nn.Module, policy: str | WrapPolicy) -> dict[str, nn.Module]:
-    """The modules below ``model`` that become units, by qualified name, in registration order. The root is not listed.
+    """The modules below ``model`` that become units, by qualified name in registration order, without the root.
 
     Args:
         model: Any module.
@@ -44,8 +44,8 @@ def find_units(model: nn.Module, policy: str | WrapPolicy) -> dict[str, nn.Modul
     if isinstance(policy, WrapBySize):
         return _by_size(model, policy)
     raise PlanError(
-        f"auto_wrap_policy={policy!r} is no policy.\n  Use 'auto', 'none', sw.wrap_by_class(...), sw.wrap_by_size(...) or"
-        " sw.wrap_by_name(...)."
+        f"auto_wrap_policy={policy!r} is no policy.\n"
+        "  Use 'auto', 'none', sw.wrap_by_class(...), sw.wrap_by_size(...) or sw.wrap_by_name(...)."
     )
 
 

@@ -40,8 +40,8 @@ def parallelize(model: nn.Module, plan: ParallelPlan | None = None) -> nn.Module
     plan = plan or ParallelPlan()
     if attachment_of(model) is not None:
         raise StateError(
-            f"{type(model).__name__} is parallelized already.\n  Call sw.parallelize once per model; to change the plan,"
-            " build the model again."
+            f"{type(model).__name__} is parallelized already.\n"
+            "  Call sw.parallelize once per model; to change the plan, build the model again."
         )
     row = plan.placements
     if isinstance(plan.reshard_after_forward, bool) and not row.shards_parameters:
@@ -49,7 +49,7 @@ def parallelize(model: nn.Module, plan: ParallelPlan | None = None) -> nn.Module
             f"reshard_after_forward={plan.reshard_after_forward} has no meaning for strategy {plan.strategy!r}:"
             " it keeps parameters whole.\n  Leave it at 'auto', or use zero3 or shard_grad_op."
         )
-    units = find_units(model, plan.auto_wrap_policy)
+    units = find_units(model, plan.wrap_policy)
     device = _device(model)
     group = join_world(device)
     plan.mesh(group.size())

@@ -111,12 +111,13 @@ def parity(
     group = join_world(device)
     rank, size = group.rank(), group.size()
     parts = [split_batch(batch, size) for batch in batches]
-    expected = _one_process(build_model, parts, loss_fn, make, max_norm)
+    job = _Job(build_model, parts, loss_fn, make, max_norm)
+    expected = _one_process(job)
     named = plans if isinstance(plans, Mapping) else {_name(plan): plan for plan in plans}
     control = open_comms(device)[0]
     rows = []
     for name, plan in named.items():
-        got = _one_plan(build_model, parts, loss_fn, make, max_norm, plan, rank)
+        got = _one_plan(job, plan, rank)
         row = _compare(name, size, rank, expected, got)
         rows.append(_merge([ParityRow(**values) for values in all_gather_json(control, vars(row))]))
     return ParityReport(tuple(rows))
@@ -129,15 +130,24 @@ class _Run:
     parameters: dict[str, Tensor]
 
 
-def _one_process(build_model: Any, parts: Any, loss_fn: Any, make: OptimizerFactory, max_norm: float) -> _Run:
-    model = build_model()
-    optimizer = make(model.parameters())
+@dataclass(frozen=True)
+class _Job:
+    build_model: Callable[[], nn.Module]
+    parts: Sequence[Sequence[Any]]  # by step, by rank
+    loss_fn: LossFn | None
+    make_optimizer: OptimizerFactory
+    max_norm: float
+
+
+def _one_process(job: _Job) -> _Run:
+    model = job.build_model()
+    optimizer = job.make_optimizer(model.parameters())
     parameters = [p for p in model.parameters() if p.requires_grad]
     run = _Run([], [], {})
-    for microbatches in parts:
+    for microbatches in job.parts:
         losses = []
         for microbatch in microbatches:
-            loss = forward_loss(model, microbatch, loss_fn)
+            loss = forward_loss(model, microbatch, job.loss_fn)
             loss.backward()
             losses.append(loss.item())
         grads = [p.grad for p in parameters if p.grad is not None]
@@ -146,7 +156,7 @@ def _one_process(build_model: Any, parts: Any, loss_fn: Any, make: OptimizerFact
             grad.div_(torch.tensor(size, dtype=grad.dtype, device=grad.device))
         wide = torch.stack([grad.double().square().sum() for grad in grads]).sum().sqrt() if grads else torch.zeros(())
         norm = wide.to(torch.float64 if any(g.dtype is torch.float64 for g in grads) else torch.float32)
-        coefficient = torch.clamp(max_norm / (norm + 1e-6), max=1.0)
+        coefficient = torch.clamp(job.max_norm / (norm + 1e-6), max=1.0)
         for grad in grads:
             grad.mul_(coefficient)
         optimizer.step()
@@ -157,16 +167,14 @@ def _one_process(build_model: Any, parts: Any, loss_fn: Any, make: OptimizerFact
     return run
 
 
-def _one_plan(
-    build_model: Any, parts: Any, loss_fn: Any, make: OptimizerFactory, max_norm: float, plan: ParallelPlan, rank: int
-) -> _Run:
-    model = parallelize(build_model(), plan)
-    optimizer = make(model.parameters())
+def _one_plan(job: _Job, plan: ParallelPlan, rank: int) -> _Run:
+    model = parallelize(job.build_model(), plan)
+    optimizer = job.make_optimizer(model.parameters())
     run = _Run([], [], {})
-    for microbatches in parts:
-        loss = forward_loss(model, microbatches[rank], loss_fn)
+    for microbatches in job.parts:
+        loss = forward_loss(model, microbatches[rank], job.loss_fn)
         loss.backward()
-        norm = clip_grad_norm(model, max_norm)
+        norm = clip_grad_norm(model, job.max_norm)
         optimizer.step()
         optimizer.zero_grad()
         run.losses.append([loss.item()])

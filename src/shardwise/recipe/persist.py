@@ -90,10 +90,10 @@ def load(
     checkpoint = open_checkpoint(path, comm=comm)
     targets = states.held_extents(model)
     ignored: tuple[str, ...] = (f"{_OPTIMIZER}/",)
-    saved = checkpoint.data.get(_OPTIMIZER)
+    saved: dict[str, Any] = {}
     fresh: states.OptimizerState | None = None
     if optimizer is not None:
-        _compare_optimizers(path, saved, optimizer)
+        saved = _compare_optimizers(path, checkpoint.data.get(_OPTIMIZER), optimizer)
         checks.accept(optimizer)
         stored = {
             name: extent.dtype for name, extent in checkpoint.tensors.items() if name.startswith(f"{_OPTIMIZER}/")
@@ -111,7 +111,8 @@ def load(
     return checkpoint.data["state"]
 
 
-def _compare_optimizers(path: object, saved: dict[str, Any] | None, optimizer: torch.optim.Optimizer) -> None:
+def _compare_optimizers(path: object, saved: dict[str, Any] | None, optimizer: torch.optim.Optimizer) -> dict[str, Any]:
+    """What was saved of the optimizer, if ``optimizer`` can take it."""
     name = type(optimizer).__name__
     if saved is None:
         raise CheckpointError(
@@ -127,6 +128,7 @@ def _compare_optimizers(path: object, saved: dict[str, Any] | None, optimizer: t
             f"checkpoint {path} holds {len(saved['groups'])} parameter groups, the optimizer has"
             f" {len(optimizer.param_groups)}.\n  Build the optimizer with the same groups."
         )
+    return saved
 
 
 def _describe(runtime: Any) -> dict[str, Any]:

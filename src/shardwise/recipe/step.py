@@ -43,14 +43,16 @@ def train_step(
     count = 1 if num_microbatches is None else num_microbatches
     parts = split_batch(batch, count)
     total = torch.zeros((), dtype=torch.float64, device=runtime.gather_comm.device)
+    dtype = torch.float32
     for index, part in enumerate(parts):
         with gradient_sync(model, index == count - 1):
             loss = forward_loss(model, part, loss_fn)
             (loss / count if count > 1 else loss).backward()
             total += loss.detach().double()
+            dtype = loss.dtype
     mean = (total / count).reshape(1)
     runtime.reduce_comm.all_reduce(mean, unit="loss", divisor=runtime.reduce_comm.size).wait()
-    return mean.squeeze(0).to(loss.dtype)
+    return mean.squeeze(0).to(dtype)
 
 
 def forward_loss(model: nn.Module, batch: Any, loss_fn: LossFn | None = None) -> Tensor:

@@ -69,13 +69,13 @@ class CommError(ShardwiseError, RuntimeError):
     exit_code = 81
 
 
-class RankDisagreement(CommError):
+class RankDisagreement(CommError):  # noqa: N818 - the public name
     """Ranks issued different collectives at the same place of the sequence."""
 
     exit_code = 83
 
 
-class CommTimeout(CommError, TimeoutError):
+class CommTimeout(CommError, TimeoutError):  # noqa: N818 - the public name
     """A peer did not take part in a collective within the time limit."""
 
     exit_code = 82

@@ -12,12 +12,14 @@ shard_grad_op   4Ψ/N        4Ψ/N       8Ψ/N       4Ψ                        
 zero3           4Ψ/N        4Ψ/N       8Ψ/N       two units and the root                 two units and the root
 ==============  ==========  =========  =========  =====================================  ==============================
 
-which is ZeRO's table 1 (arXiv 1910.02054: 2+2+12 bytes in mixed precision) in single precision, plus the live units. The
-functions here count what is really held: padding, headers, slots of uneven units, the sums' receive buffers over Gloo.
+which is ZeRO's table 1 (arXiv 1910.02054: 2+2+12 bytes in mixed precision) in single precision, plus the live units.
+The functions here count what is really held: padding, headers, slots of uneven units, and the receive buffers that sums
+over Gloo need.
 """
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass, fields
 
@@ -180,59 +182,68 @@ def reduce_bytes(
 
     A unit takes its buffer while it runs; at its end the reduction is issued, and the one before is finished.
     """
-    by_unit: dict[int, list[GroupShape]] = {}
-    for group in groups:
-        if group.is_trainable:
-            by_unit.setdefault(group.unit, []).append(group)
-    order = list(backward_order) if backward_order is not None else sorted(by_unit, reverse=True)
-    order = [unit for unit in order if unit in by_unit and unit != 0] + ([0] if 0 in by_unit else [])
-    sizes: dict[tuple[int, str], int] = {}
-    for group in groups:
-        if group.is_trainable and group.row.pools_gradients:
-            key = (size_class(group.reduce_layout.numel), group.layout.params[0].dtype)
-            sizes[key] = max(sizes.get(key, 0), group.reduce_layout.numel * group.item_bytes)
-    free: dict[tuple[int, str], int] = {}
-    made: dict[tuple[int, str], int] = {}
-    scratch_free: dict[tuple[int, int], int] = {}
-    total = 0
-    in_flight: list[GroupShape] = []
+    trained = [group for group in groups if group.is_trainable]
+    last_first = sorted({group.unit for group in trained}, reverse=True)
+    order = list(dict.fromkeys(backward_order)) if backward_order is not None else last_first
+    walk = _Reductions(trained, rank, limit=num_gradient_buffers, has_receive_buffers=has_receive_buffers)
+    for unit in [*(unit for unit in order if unit != 0), 0]:
+        walk.reduce([group for group in trained if group.unit == unit])
+    return walk.total_bytes
 
-    def finish(group: GroupShape) -> None:
-        if group.row.pools_gradients:
-            key = (size_class(group.reduce_layout.numel), group.layout.params[0].dtype)
-            free[key] = free.get(key, 0) + 1
-        received = _received_numel(group, rank)
-        scratch_free[received, group.item_bytes] = scratch_free.get((received, group.item_bytes), 0) + 1
 
-    for unit in order:
-        for group in by_unit[unit]:
-            if not group.row.pools_gradients:
-                continue
-            key = (size_class(group.reduce_layout.numel), group.layout.params[0].dtype)
-            while not free.get(key) and made.get(key, 0) >= num_gradient_buffers and in_flight:
-                finish(in_flight.pop(0))
-            if free.get(key):
-                free[key] -= 1
-            else:
-                made[key] = made.get(key, 0) + 1
-                total += sizes[key]
-        before = list(in_flight)
-        for group in by_unit[unit]:
-            received = _received_numel(group, rank)
-            if has_receive_buffers and received:
-                key = (received, group.item_bytes)
-                if scratch_free.get(key):
-                    scratch_free[key] -= 1
-                else:
-                    total += received * group.item_bytes
-            in_flight.append(group)
+class _Reductions:
+    """Counts the buffers that a backward's reductions make, while earlier ones are used again."""
+
+    def __init__(self, groups: Sequence[GroupShape], rank: int, *, limit: int, has_receive_buffers: bool) -> None:
+        self.total_bytes = 0
+        self._rank = rank
+        self._limit = limit
+        self._has_receive_buffers = has_receive_buffers
+        self._in_flight: list[GroupShape] = []
+        self._free: Counter[tuple[str, int, str]] = Counter()
+        self._made: Counter[tuple[str, int, str]] = Counter()
+        self._pooled_bytes: dict[tuple[str, int, str], int] = {}
+        for group in groups:
+            key = self._pool_key(group)
+            size = group.reduce_layout.numel * group.item_bytes
+            self._pooled_bytes[key] = max(self._pooled_bytes.get(key, 0), size)
+
+    def reduce(self, groups: Sequence[GroupShape]) -> None:
+        """One unit takes its buffers, issues its reductions, and finishes those issued before."""
+        for group in groups:
+            if group.row.pools_gradients:
+                key = self._pool_key(group)
+                while not self._free[key] and self._made[key] >= self._limit and self._in_flight:
+                    self._finish(self._in_flight.pop(0))
+                self._take(key, self._pooled_bytes[key])
+        before, self._in_flight = self._in_flight, list(groups)
+        for group in groups:
+            if self._has_receive_buffers:
+                self._take(self._receive_key(group), received_numel(group, self._rank) * group.item_bytes)
         for group in before:
-            finish(group)
-            in_flight.remove(group)
-    return total
+            self._finish(group)
+
+    def _take(self, key: tuple[str, int, str], num_bytes: int) -> None:
+        if self._free[key]:
+            self._free[key] -= 1
+        else:
+            self._made[key] += 1
+            self.total_bytes += num_bytes
+
+    def _finish(self, group: GroupShape) -> None:
+        if group.row.pools_gradients:
+            self._free[self._pool_key(group)] += 1
+        if self._has_receive_buffers:
+            self._free[self._receive_key(group)] += 1
+
+    def _pool_key(self, group: GroupShape) -> tuple[str, int, str]:
+        return "pool", size_class(group.reduce_layout.numel), group.layout.params[0].dtype
+
+    def _receive_key(self, group: GroupShape) -> tuple[str, int, str]:
+        return "receive", received_numel(group, self._rank), group.layout.params[0].dtype
 
 
-def _received_numel(group: GroupShape, rank: int) -> int:
+def received_numel(group: GroupShape, rank: int) -> int:
     """Elements that a rank receives from its peers to add up its own slice."""
     size, numel = group.layout.size, group.reduce_layout.numel
     own = (rank + 1) * numel // size - rank * numel // size

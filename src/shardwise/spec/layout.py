@@ -1,8 +1,8 @@
 """From shapes to a flat buffer: offsets, padding, and who owns what. Pure arithmetic, the same on every rank.
 
 A unit's parameters of one (dtype, trainable) group lie one after the other in a flat buffer, each at a multiple of
-``ALIGN_NUMEL`` elements. The buffer is cut into ``size`` equal slices, again at multiples of ``ALIGN_NUMEL``; slice ``r``
-is what rank ``r`` owns. Example: three parameters on two ranks ::
+``ALIGN_NUMEL`` elements. The buffer is cut into ``size`` equal slices, again at multiples of ``ALIGN_NUMEL``; slice
+``r`` is what rank ``r`` owns. Example: three parameters on two ranks ::
 
     | wq .......... | bq . pad | wo ............. | pad |
     |        rank 0           |         rank 1          |      wo is cut: its first elements are rank 0's
@@ -106,7 +106,7 @@ class GroupLayout:
 
     @classmethod
     def build(cls, params: Sequence[ParamSpec], size: int, *, dtypes: Sequence[str] = ()) -> GroupLayout:
-        """Lay out ``params`` over ``size`` ranks so that slices are aligned in every dtype that the buffer is held in."""
+        """Lay out ``params`` over ``size`` ranks, slices aligned in every dtype that the buffer is held in."""
         names = [*dtypes, *(p.dtype for p in params[:1])] or ["fp32"]
         align = max(ALIGN_NUMEL, *(ALIGN_BYTES // item_bytes(name) for name in names))
         return cls(tuple(params), size, align)
@@ -127,7 +127,7 @@ class GroupLayout:
         return self.numel - self.logical_numel
 
     def owned(self, rank: int) -> tuple[Piece, ...]:
-        """What lies in slice ``rank``, offsets counted from the start of the slice. Empty parameters have no piece."""
+        """What lies in slice ``rank``; offsets count from the start of the slice. Empty parameters have no piece."""
         return self._pieces(rank * self.shard_numel, (rank + 1) * self.shard_numel, 0)
 
     def owned_by_param(self, rank: int) -> tuple[Piece, ...]:

@@ -2,8 +2,8 @@
 
 A data-parallel strategy is one row. The engine reads the row's placements and never asks for the strategy's name.
 
-Notation: ``R`` replicated (every rank holds all of it), ``S`` sharded (every rank holds one slice), ``P`` partial (every
-rank holds all of it, and the true value is the sum over the ranks).
+Notation: ``R`` replicated (every rank holds all of it), ``S`` sharded (every rank holds one slice), ``P`` partial
+(every rank holds all of it, and the true value is the sum over the ranks).
 """
 
 from __future__ import annotations
@@ -52,8 +52,8 @@ class Placements:
 
     Attributes:
         parameter: ``R`` or ``S``, between steps.
-        gradient: What backward leaves behind: ``R`` (all-reduced), ``P`` (a full local sum until the step boundary, then
-            reduced into slices), or ``S`` (reduced into slices unit by unit, in pooled buffers).
+        gradient: What backward leaves behind: ``R`` (all-reduced), ``P`` (a full local sum until the step boundary,
+            then reduced into slices), or ``S`` (reduced into slices unit by unit, in pooled buffers).
         optimizer: ``R`` or ``S``. The optimizer sees whole parameters, or this rank's slices.
         keeps_gathered: With sharded parameters: a unit stays gathered from its forward to its backward.
         is_hybrid: The row holds inside the ``dp_shard`` axis; everything is replicated over ``dp_replicate``.

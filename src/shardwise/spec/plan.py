@@ -107,6 +107,12 @@ class ParallelPlan:
 
         return resolve_strategy(self.strategy)
 
+    @property
+    def wrap_policy(self) -> str | WrapPolicy:
+        """``auto_wrap_policy``, where a mapping has become the policy that it describes."""
+        assert not isinstance(self.auto_wrap_policy, Mapping)  # __post_init__ has replaced it
+        return self.auto_wrap_policy
+
     def mesh(self, world_size: int) -> Mesh:
         """The mesh of this plan on ``world_size`` ranks.
 

@@ -1,9 +1,10 @@
 """The order in which units are gathered and reduced: recorded from the run, followed, and extended. No torch here.
 
-Ranks must issue the same collectives in the same order even where one of them takes another path through the model. Each
-rank therefore follows one agreed order: the first step records it (every rank issued it, so it is agreed), later steps
-follow it. A rank that skips units is told to visit them all the same, so that its peers do not wait; a unit that the
-order does not expect is inserted where it came. Nothing is ever taken out, because only this rank might have skipped it.
+Ranks must issue the same collectives in the same order even where one of them takes another path through the model.
+Each rank therefore follows one agreed order: the first step records it (every rank issued it, so it is agreed), later
+steps follow it. A rank that skips units is told to visit them all the same, so that its peers do not wait; a unit that
+the order does not expect is inserted where it came. Nothing is ever taken out, because only this rank might have
+skipped it.
 """
 
 from __future__ import annotations

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from typing import NamedTuple
 
 from shardwise.spec.footprint import GroupShape
@@ -16,6 +17,26 @@ class Collective(NamedTuple):
     sent_bytes: int
 
 
+@dataclass(frozen=True)
+class UnitShape:
+    """A unit as the arithmetic sees it.
+
+    Attributes:
+        name: As in the events that are recorded.
+        family: Numbers of its ancestors, its descendants and itself.
+        groups: Its groups.
+    """
+
+    name: str
+    family: frozenset[int]
+    groups: Sequence[GroupShape]
+
+    @property
+    def is_released(self) -> bool:
+        """Its parameters are released between forward and backward."""
+        return any(group.row.shards_parameters and group.reshards for group in self.groups)
+
+
 def gather_bytes(group: GroupShape) -> int:
     """Bytes that a rank sends in the all-gather of a group: its slice, to every other rank."""
     return (group.layout.size - 1) * group.layout.shard_numel * group.item_bytes
@@ -23,8 +44,7 @@ def gather_bytes(group: GroupShape) -> int:
 
 def reduction_bytes(group: GroupShape, rank: int) -> int:
     """Bytes that a rank sends to reduce a group: every slice but its own; an all-reduce also spreads its own."""
-    layout = group.reduce_layout
-    size, numel = group.layout.size, layout.numel
+    size, numel = group.layout.size, group.reduce_layout.numel
     own = (rank + 1) * numel // size - rank * numel // size
     sent = numel - own
     if not group.row.shards_optimizer:
@@ -33,7 +53,7 @@ def reduction_bytes(group: GroupShape, rank: int) -> int:
 
 
 def step_trace(
-    units: Mapping[int, tuple[str, frozenset[int], Sequence[GroupShape]]],
+    units: Mapping[int, UnitShape],
     *,
     rank: int,
     forward_order: Sequence[int],
@@ -47,7 +67,7 @@ def step_trace(
     was released, one unit ahead, and reduces a unit when it enters one that is neither above nor below it.
 
     Args:
-        units: By number: name, the numbers of its family (ancestors, descendants, itself), groups.
+        units: By number.
         rank: Coordinate on the data-parallel axis.
         forward_order: Unit numbers in the order of their forward calls.
         backward_order: Unit numbers as backward enters them.
@@ -55,50 +75,62 @@ def step_trace(
         is_first_of_window: Replicated parameters are brought up to date; false for the later microbatches of an
             accumulation.
     """
-    trace: list[Collective] = []
-    resident: set[int] = set()
+    step = _Step(units, rank, is_synchronising=is_synchronising, is_first_of_window=is_first_of_window)
+    step.forward(forward_order)
+    step.backward(backward_order)
+    return step.trace
 
-    def gather(unit: int) -> None:
-        name, _, groups = units[unit]
-        for group in groups:
-            row = group.row
-            if row.shards_optimizer and (row.shards_parameters or (is_first_of_window and unit not in resident)):
-                trace.append(Collective("all_gather", name, gather_bytes(group)))
-        resident.add(unit)
 
-    def reduce(unit: int) -> None:
-        name, _, groups = units[unit]
-        for group in groups:
-            if group.is_trainable and is_synchronising:
-                kind = group.row.gradient_move
-                trace.append(Collective(kind, name, reduction_bytes(group, rank)))
+class _Step:
+    """Walks through one step. ``resident``: units whose gathered buffer is up to date."""
 
-    def is_kept(unit: int) -> bool:
-        groups = units[unit][2]
-        released = any(group.row.shards_parameters and group.reshards for group in groups)
-        return not released or unit == forward_order[-1]
+    def __init__(
+        self, units: Mapping[int, UnitShape], rank: int, *, is_synchronising: bool, is_first_of_window: bool
+    ) -> None:
+        self.trace: list[Collective] = []
+        self._units = units
+        self._rank = rank
+        self._reduces = is_synchronising
+        self._refreshes = is_first_of_window
+        self._resident: set[int] = set()
+        self._entered: list[int] = []
 
-    for place, unit in enumerate(forward_order):
-        if unit not in resident:
-            gather(unit)
-        if not (is_kept(unit) and (unit != forward_order[-1] or place == len(forward_order) - 1)):
-            resident.discard(unit)
+    def forward(self, order: Sequence[int]) -> None:
+        for place, unit in enumerate(order):
+            self._need(unit)
+            is_last = place == len(order) - 1
+            if self._units[unit].is_released and not is_last:
+                self._resident.discard(unit)
 
-    entered: list[int] = []
-    for place, unit in enumerate(backward_order):
-        for other in [other for other in entered if other not in units[unit][1]]:
-            if other in backward_order[place + 1 :]:
-                continue
-            entered.remove(other)
-            reduce(other)
-            resident.discard(other)
-        if unit not in resident:
-            gather(unit)
-        if unit not in entered:
-            entered.append(unit)
-        upcoming = backward_order[place + 1] if place + 1 < len(backward_order) else None
-        if upcoming is not None and upcoming not in resident:
-            gather(upcoming)
-    for unit in reversed(entered):
-        reduce(unit)
-    return trace
+    def backward(self, order: Sequence[int]) -> None:
+        for place, unit in enumerate(order):
+            later = order[place + 1 :]
+            for other in [other for other in self._entered if other not in self._units[unit].family]:
+                if other not in later:
+                    self._leave(other)
+            self._need(unit)
+            if unit not in self._entered:
+                self._entered.append(unit)
+            if later:
+                self._need(later[0])
+        for unit in reversed(self._entered.copy()):
+            self._leave(unit)
+
+    def _need(self, unit: int) -> None:
+        if unit in self._resident:
+            return
+        self._resident.add(unit)
+        shape = self._units[unit]
+        for group in shape.groups:
+            if group.row.shards_optimizer and (group.row.shards_parameters or self._refreshes):
+                self.trace.append(Collective("all_gather", shape.name, gather_bytes(group)))
+
+    def _leave(self, unit: int) -> None:
+        self._entered.remove(unit)
+        shape = self._units[unit]
+        for group in shape.groups:
+            if group.is_trainable and self._reduces:
+                sent = reduction_bytes(group, self._rank)
+                self.trace.append(Collective(group.row.gradient_move, shape.name, sent))
+        if any(group.row.shards_parameters for group in shape.groups):
+            self._resident.discard(unit)
