@@ -16,6 +16,7 @@ further backward borrows one too.
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Hashable
 from typing import TYPE_CHECKING
 
@@ -41,7 +42,7 @@ class Gradient:
     """Collects and reduces the gradients of ``group``."""
 
     def __init__(self, group: Group) -> None:
-        self.group = group
+        self._group = weakref.ref(group)
         self.layout: ReduceLayout = group.reduce_layout
         self.pool_key: Hashable = (size_class(self.layout.numel), group.dtype)
         self._pieces = [[p for p in self.layout.pieces if p.index == i] for i in range(len(group.shards))]
@@ -54,6 +55,13 @@ class Gradient:
         self._written = [False] * len(group.shards)  # parameter i's elements of ``_local`` are this rank's gradient
         self._used: list[bool] = []
         self._result: Tensor | None = None
+
+    @property
+    def group(self) -> Group:
+        """The group, which holds this object."""
+        group = self._group()
+        assert group is not None
+        return group
 
     @property
     def is_local(self) -> bool:

@@ -9,6 +9,7 @@ Gradients arrive on the full objects, are copied once into a flat buffer, reduce
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
@@ -49,7 +50,7 @@ class Group:
         rank: int,
         is_trainable: bool,
     ) -> None:
-        self.unit = unit
+        self._unit = weakref.ref(unit)
         self.layout = layout
         self.row = row
         self.rank = rank
@@ -77,6 +78,13 @@ class Group:
         self._pointers: list[int] = []
         self.bind_shards()
         self.gradient = Gradient(self)
+
+    @property
+    def unit(self) -> Unit:
+        """The unit, which holds this group."""
+        unit = self._unit()
+        assert unit is not None
+        return unit
 
     # -- parameters
 

@@ -6,6 +6,7 @@ saved in forward finds its own data again in backward.
 
 from __future__ import annotations
 
+import weakref
 from collections import deque
 from collections.abc import Callable, Hashable
 from typing import TYPE_CHECKING
@@ -22,16 +23,25 @@ if TYPE_CHECKING:
 class Slot:
     """Storage for one gathered group at a time.
 
-    ``owner`` is the group whose parameters lie in it now; ``members`` are those that will ever use it.
+    ``members`` counts the groups that will ever use it.
     """
 
-    __slots__ = ("buffer", "members", "numel", "owner")
+    __slots__ = ("_owner", "buffer", "members", "numel")
 
     def __init__(self) -> None:
         self.numel = 0
-        self.owner: Group | None = None
+        self._owner: weakref.ref[Group] | None = None
         self.buffer: Tensor | None = None
         self.members = 0
+
+    @property
+    def owner(self) -> Group | None:
+        """The group whose parameters lie in it now."""
+        return self._owner() if self._owner is not None else None
+
+    @owner.setter
+    def owner(self, group: Group | None) -> None:
+        self._owner = weakref.ref(group) if group is not None else None
 
     def allocate(self, dtype: torch.dtype, device: torch.device) -> Tensor:
         """The storage, allocated and touched at the first call."""
@@ -90,7 +100,7 @@ class GradientPool:
 
     def __init__(self, limit: int, drain: Callable[[], bool]) -> None:
         self.limit = limit
-        self._drain = drain
+        self._drain = weakref.WeakMethod(drain)  # it is a method of whoever holds this pool
         self._sizes: dict[Hashable, int] = {}
         self._free: dict[Hashable, deque[Tensor]] = {}
         self.num_buffers: dict[Hashable, int] = {}
@@ -102,7 +112,8 @@ class GradientPool:
     def take(self, key: Hashable, dtype: torch.dtype, device: torch.device) -> Tensor:
         """A buffer of at least the announced number of elements. Its content is whatever the last user left."""
         free = self._free.setdefault(key, deque())
-        while not free and self.num_buffers.get(key, 0) >= self.limit and self._drain():
+        drain = self._drain()
+        while not free and self.num_buffers.get(key, 0) >= self.limit and drain is not None and drain():
             pass
         if free:
             return free.popleft()

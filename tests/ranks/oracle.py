@@ -1,0 +1,280 @@
+"""One plain process beside the ranks: what every test of the engine compares with, to the last bit.
+
+Each rank trains the parallelized model on its own data and, beside it, one plain copy per rank on everybody's data. The
+copies' gradients are added up in rank order, divided by the number of ranks and applied once: that is "one process".
+After every backward and every step losses, gradients, parameters and optimizer state must be equal to the last bit.
+
+A *script* is what a rank does in one step: ``script(model, rank, step)`` returns the loss, or is a generator that runs
+its backwards itself and yields what is to be compared after each of them.
+"""
+
+from __future__ import annotations
+
+import copy
+import inspect
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+import shardwise as sw
+from shardwise.fsdp import attach, debug
+from shardwise.fsdp.group import Group
+from shardwise.fsdp.runtime import Runtime
+from shardwise.fsdp.view import memory_order
+
+PRESETS = ("ddp", "zero1", "zero2", "shard_grad_op", "zero3")
+SHARDED = ("shard_grad_op", "zero3")
+
+Script = Callable[[nn.Module, int, int], Any]
+
+
+def adamw(parameters: Any) -> torch.optim.Optimizer:
+    return torch.optim.AdamW(parameters, lr=1e-2)
+
+
+@dataclass
+class Trained:
+    """What is left after a comparison, for further looks."""
+
+    model: nn.Module
+    plain: nn.Module
+    optimizer: torch.optim.Optimizer
+    runtime: Runtime
+
+    @property
+    def num_healed(self) -> int:
+        return self.runtime._saved.num_healed
+
+
+def compare(
+    build: Callable[[], nn.Module],
+    script: Script,
+    strategy: str = "zero3",
+    *,
+    steps: int = 4,
+    optimizer: Callable[[Any], torch.optim.Optimizer] = adamw,
+    between: Callable[[nn.Module, int], None] | None = None,
+    parallelize: Callable[[nn.Module], nn.Module] | None = None,
+    is_checked: bool = True,
+    heals: bool = False,
+    **options: Any,
+) -> Trained:
+    """Train under ``strategy`` and as one process.
+
+    Args:
+        build: Builds the model, with the same weights each time.
+        script: What a rank does in a step.
+        strategy: Name of a preset.
+        steps: Optimizer steps.
+        optimizer: From parameters to an optimizer.
+        between: Called with the model and the number of the step after each step, on either side.
+        parallelize: Instead of ``sw.parallelize`` with ``strategy``.
+        is_checked: Fill released slots with NaN and check saved tensors.
+        heals: Saved tensors may have to be brought back; else none may.
+        **options: Further fields of the plan.
+    """
+    rank, world = dist.get_rank(), dist.get_world_size()
+    copies = [build() for _ in range(world)]
+    reference = optimizer(copies[0].parameters())
+    model = build()
+    if parallelize is None:
+        sw.parallelize(model, sw.ParallelPlan(strategy=strategy, **options))
+    else:
+        parallelize(model)
+    runtime = attach.runtime_of(model, "test")
+    ours = optimizer(model.parameters())
+    where = f"{strategy} on {world} ranks"
+    with debug.checks(is_enabled=is_checked):
+        for step in range(steps):
+            place = f"{where}, step {step}"
+            _one_step(copies, model, runtime, script, rank, step, place)
+            reference.step()
+            ours.step()
+            _compare_parameters(copies[0], runtime, f"{place}, after the optimizer")
+            _compare_optimizers(copies[0], reference, ours, runtime, place)
+            reference.zero_grad()
+            ours.zero_grad()
+            _spread(copies)
+            if between is not None:
+                for each in copies:
+                    between(each, step)
+                between(model, step)
+    if not heals:
+        assert runtime._saved.num_healed == 0, f"{where}: {runtime._saved.num_healed} saved tensors had lost their data"
+    return Trained(model, copies[rank], ours, runtime)
+
+
+def _one_step(
+    copies: list[nn.Module], model: nn.Module, runtime: Runtime, script: Script, rank: int, step: int, place: str
+) -> None:
+    runs = [_start(script, each, index, step) for index, each in enumerate(copies)]
+    mine = _start(script, model, rank, step)
+    total: dict[str, Tensor] = {}
+    index = 0
+    while True:
+        expected = [next(run, _END) for run in runs]
+        got = next(mine, _END)
+        if got is _END:
+            assert expected[rank] is _END
+            break
+        at = f"{place}, backward {index}"
+        _compare_values(expected[rank], got, at)
+        for name, grad in _summed(copies).items():
+            total[name] = total[name] + grad if name in total else grad
+        _compare_gradients(copies[0], runtime, total, at)
+        index += 1
+    for name, parameter in copies[0].named_parameters():
+        parameter.grad = total.get(name)
+
+
+_END = object()
+
+
+def _start(script: Script, model: nn.Module, rank: int, step: int) -> Iterator[Any]:
+    torch.manual_seed(31 * step + rank)  # dropout and the like
+    if inspect.isgeneratorfunction(script):
+        return script(model, rank, step)
+    return _by_loss(script, model, rank, step)
+
+
+def _by_loss(script: Script, model: nn.Module, rank: int, step: int) -> Iterator[Any]:
+    loss = script(model, rank, step)
+    loss.backward()
+    yield loss
+
+
+def _summed(copies: list[nn.Module]) -> dict[str, Tensor]:
+    """The copies' gradients, added in rank order and divided; they are taken from the copies."""
+    total: dict[str, Tensor] = {}
+    for each in copies:
+        for name, parameter in each.named_parameters():
+            grad, parameter.grad = parameter.grad, None
+            if grad is not None:
+                total[name] = total[name] + grad if name in total else grad.clone()
+    return {name: grad / len(copies) for name, grad in total.items()}
+
+
+def _spread(copies: list[nn.Module]) -> None:
+    with torch.no_grad():
+        for each in copies[1:]:
+            for target, source in zip(each.parameters(), copies[0].parameters(), strict=True):
+                target.copy_(source)
+
+
+def _compare_values(expected: Any, got: Any, where: str) -> None:
+    for index, (a, b) in enumerate(zip(_listed(expected), _listed(got), strict=True)):
+        assert torch.equal(a.detach(), b.detach()), f"{where}: value {index} is {b.detach()}, not {a.detach()}"
+
+
+def _listed(value: Any) -> list[Tensor]:
+    return [value] if isinstance(value, Tensor) else list(value)
+
+
+def shards_of(runtime: Runtime) -> Iterator[tuple[str, Group, int]]:
+    """Every parameter's name, its group and its place in it."""
+    for group in runtime.groups:
+        for index, spec in enumerate(group.layout.params):
+            yield spec.name, group, index
+
+
+def held_part(group: Group, index: int, whole: Tensor) -> Tensor:
+    """The elements of a parameter's ``whole`` tensor that this rank holds, in the order of memory."""
+    spec, piece = group.layout.params[index], group.held[index]
+    if spec.stride is not None:
+        whole = torch.empty_strided(spec.shape, spec.stride, dtype=whole.dtype).copy_(whole)
+    return memory_order(whole.detach().contiguous() if spec.stride is None else whole)[piece.start : piece.stop]
+
+
+def _compare_gradients(plain: nn.Module, runtime: Runtime, total: dict[str, Tensor], where: str) -> None:
+    shapes = {name: p.shape for name, p in plain.named_parameters()}
+    for name, group, index in shards_of(runtime):
+        grad = group.shards[index].grad
+        if name not in total:
+            assert grad is None, f"{where}: {name} has a gradient, but no rank used it"
+            continue
+        expected = held_part(group, index, total[name].expand(shapes[name]))
+        if grad is None:
+            assert expected.numel() == 0, f"{where}: {name} has no gradient"
+            continue
+        assert torch.equal(memory_order(grad), expected), (
+            f"{where}: gradient of {name} is off by {(memory_order(grad) - expected).abs().max()}"
+        )
+
+
+def _compare_parameters(plain: nn.Module, runtime: Runtime, where: str) -> None:
+    parameters = dict(plain.named_parameters())
+    for name, group, index in shards_of(runtime):
+        expected = held_part(group, index, parameters[name])
+        got = memory_order(group.shards[index])
+        assert torch.equal(got, expected), f"{where}: {name} is off by {(got - expected).abs().max()}"
+
+
+def _compare_optimizers(
+    plain: nn.Module, reference: torch.optim.Optimizer, ours: torch.optim.Optimizer, runtime: Runtime, where: str
+) -> None:
+    parameters = dict(plain.named_parameters())
+    for name, group, index in shards_of(runtime):
+        expected, got = reference.state[parameters[name]], ours.state[group.shards[index]]
+        if not got and group.held[index].numel == 0:
+            continue
+        assert expected.keys() == got.keys(), f"{where}: optimizer state of {name} has {list(got)}"
+        for key, value in expected.items():
+            if not isinstance(value, Tensor) or value.dim() == 0:
+                assert value == got[key], f"{where}: {key} of {name}"
+            else:
+                assert torch.equal(memory_order(got[key]), held_part(group, index, value)), f"{where}: {key} of {name}"
+
+
+# -- models and data
+
+
+def seeded(*key: int) -> torch.Generator:
+    """A generator that depends on ``key`` alone."""
+    seed = 17
+    for part in key:
+        seed = seed * 1009 + part
+    return torch.Generator().manual_seed(seed)
+
+
+def sample(rank: int, step: int, *shape: int, salt: int = 0) -> Tensor:
+    """A rank's data of a step."""
+    return torch.randn(*(shape or (3, 8)), generator=seeded(rank, step, salt))
+
+
+class Block(nn.Module):
+    """Two linears and a residual."""
+
+    def __init__(self, dim: int = 8, wide: int = 13) -> None:
+        super().__init__()
+        self.up = nn.Linear(dim, wide)
+        self.down = nn.Linear(wide, dim)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x + self.down(F.gelu(self.up(x)))
+
+
+class Chain(nn.Module):
+    """A stem, blocks one after the other, a head."""
+
+    def __init__(self, block: Callable[[], nn.Module] = Block, num_blocks: int = 5, dim: int = 8) -> None:
+        super().__init__()
+        torch.manual_seed(7)
+        self.stem = nn.Linear(dim, dim)
+        self.blocks = nn.ModuleList(block() for _ in range(num_blocks))
+        self.head = nn.Linear(dim, 3)
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.stem(x)
+        for block in self.blocks:
+            x = block(x)
+        return self.head(x)
+
+
+def plain_loss(model: nn.Module, rank: int, step: int) -> Tensor:
+    """The loss of a model from (3, 8) samples to anything."""
+    return model(sample(rank, step)).square().mean()
