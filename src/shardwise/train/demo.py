@@ -6,7 +6,6 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     import torch
-    from torch import nn
 
     from shardwise.train.check import Resolved
     from shardwise.train.data import Data
@@ -40,31 +39,10 @@ def parity_line(resolved: Resolved, data: Data, device: torch.device) -> str:
     Collective:
         Those of ``sw.parity``. All ranks must call.
     """
-    import torch
+    from shardwise.train.proof import compare_with_one_process
 
-    import shardwise as sw
-    from shardwise.train.batch import to_tensors
-    from shardwise.train.build import build_model, build_optimizer
-    from shardwise.train.random_state import seed_all
-
-    config, size = resolved.config, resolved.batch.total
-
-    def build() -> nn.Module:
-        seed_all(config.train.seed)
-        return build_model(resolved, device)
-
-    batches = [to_tensors(data.train, range(step * size, (step + 1) * size), device) for step in range(PARITY_STEPS)]
-    strategy = config.parallel.strategy
-    generator = torch.get_rng_state()
-    report = sw.parity(
-        build,
-        batches,
-        None,
-        {strategy: resolved.plan},
-        optimizer=lambda parameters: build_optimizer(config.optimizer, parameters),
-        max_norm=config.train.clip_grad_norm or float("inf"),
-    )
-    torch.set_rng_state(generator)
+    strategy = resolved.config.parallel.strategy
+    report = compare_with_one_process(resolved, data, device, strategies=[strategy], num_steps=PARITY_STEPS)
     row = report.rows[0]
     ranks = f"{row.steps} steps on {row.world_size} rank{'s' if row.world_size != 1 else ''}"
     if row.is_bitwise:

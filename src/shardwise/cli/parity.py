@@ -1,0 +1,121 @@
+"""``parity``: every strategy against one process, on the user's own model and data."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+from shardwise.cli.show import show_error
+from shardwise.cli.train import num_processes, read_config
+from shardwise.spec.errors import ConfigError, ShardwiseError
+
+if TYPE_CHECKING:
+    from shardwise.comm.launch import World
+    from shardwise.train.config import Draft
+
+#: What is compared where --strategies does not say.
+STRATEGIES = ("ddp", "zero1", "zero2", "shard_grad_op", "zero3")
+
+_HELP = """Train a few steps under every strategy and in one process, and compare to the last bit.
+
+Compares losses, gradient norms and parameters; leaves with 0 where all are equal, with 1 where something differs.
+Without CONFIG the demo's model and data.
+
+Examples:
+
+  shardwise parity
+
+  shardwise parity run.yaml --nproc 3 --strategies zero2,zero3 --steps 5
+"""
+
+
+def register(app: typer.Typer) -> None:
+    """Add the verb."""
+    app.command("parity", help=_HELP)(parity)
+
+
+def parity(
+    config: Annotated[Path | None, typer.Argument(help="YAML or TOML file; none for the demo.")] = None,
+    nproc: Annotated[int | None, typer.Option(help="Processes; by default one per GPU, or 2 on CPU.")] = None,
+    strategies: Annotated[str, typer.Option(help="Presets, separated by commas.")] = ",".join(STRATEGIES),
+    steps: Annotated[int, typer.Option(help="Optimizer steps.")] = 3,
+    overrides: Annotated[list[str] | None, typer.Option("--set", help="section.field=value, repeatable.")] = None,
+) -> None:
+    """Compare."""
+    from shardwise.comm.launch import read_world
+
+    world = read_world()
+    names = [name.strip() for name in strategies.split(",") if name.strip()]
+    if steps < 1:
+        raise ConfigError(f"--steps {steps}: expected at least 1.\n  Set --steps 3.")
+    if not names:
+        raise ConfigError(f"--strategies {strategies!r} names none.\n  Use some of: {', '.join(STRATEGIES)}.")
+    draft, _ = read_config(config, overrides or [])
+    if world.source != "alone":
+        raise typer.Exit(_work(draft, world, names, steps))
+    raise typer.Exit(_launch(draft, num_processes(nproc), config, overrides=overrides or [], names=names, steps=steps))
+
+
+def _launch(
+    draft: Draft, nproc: int, config: Path | None, *, overrides: list[str], names: list[str], steps: int
+) -> int:
+    """Check everything, then start the workers."""
+    import tempfile
+
+    from shardwise.comm.elastic import launch
+    from shardwise.spec.plan import ParallelPlan
+    from shardwise.train.check import resolve
+
+    for name in names:
+        ParallelPlan(strategy=name)
+    resolved = resolve(draft, nproc)
+    resolved.source.check(resolved.vocab_size)
+    arguments = ["parity", f"--strategies={','.join(names)}", f"--steps={steps}"]
+    arguments += [f"--set={override}" for override in overrides]
+    arguments += [str(config)] if config is not None else []
+    with tempfile.TemporaryDirectory(prefix="shardwise-parity-") as logs:
+        return launch("shardwise", arguments, nproc, log_dir=Path(logs))
+
+
+def _work(draft: Draft, world: World, names: list[str], steps: int) -> int:
+    from shardwise.comm.exit import note_exit
+
+    try:
+        return _compare(draft, world, names, steps)
+    except ShardwiseError as error:
+        if world.rank == 0:
+            show_error(error)
+        note_exit(error.exit_code, str(error), is_shown=world.rank == 0)
+        return error.exit_code
+
+
+def _compare(draft: Draft, world: World, names: list[str], steps: int) -> int:
+    import torch
+
+    from shardwise.comm.launch import init_process_group, shutdown
+    from shardwise.train.check import resolve
+    from shardwise.train.data import open_data
+    from shardwise.train.proof import compare_with_one_process
+
+    resolved = resolve(draft, world.size)
+    config = resolved.config
+    device = torch.device("cuda", world.local_rank) if torch.cuda.is_available() else torch.device("cpu")
+    if device.type == "cuda":
+        torch.cuda.set_device(device)
+    init_process_group(world, device)
+    try:
+        data = open_data(
+            resolved.source,
+            seq_len=config.data.seq_len or 1,
+            held_out=config.data.held_out,
+            vocab_size=resolved.vocab_size,
+            seed=config.train.seed,
+        )
+        report = compare_with_one_process(resolved, data, device, strategies=names, num_steps=steps)
+    finally:
+        shutdown()
+    if world.rank == 0:
+        typer.echo(str(report))
+    return 0 if report.is_bitwise else 1

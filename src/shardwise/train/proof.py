@@ -1,0 +1,59 @@
+"""Strategies against one process, on a run's own model, data, optimizer and clipping."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import nn
+
+import shardwise as sw
+from shardwise.recipe.parity import ParityReport
+from shardwise.train.batch import to_tensors
+from shardwise.train.build import build_model, build_optimizer
+from shardwise.train.check import Resolved
+from shardwise.train.data import Data
+from shardwise.train.random_state import seed_all
+
+
+def compare_with_one_process(
+    resolved: Resolved, data: Data, device: torch.device, *, strategies: Sequence[str], num_steps: int
+) -> ParityReport:
+    """Train the run's model anew for a few steps under each strategy and in one process, without accumulation.
+
+    The random state of this process is afterwards what it was before.
+
+    Collective:
+        Those of ``sw.parity``. All ranks must call.
+    """
+    config = resolved.config
+    size = resolved.batch.micro * resolved.batch.data_parallel_size
+
+    def build() -> nn.Module:
+        seed_all(config.train.seed)
+        return build_model(resolved, device)
+
+    def batch(step: int) -> Any:
+        inputs_BT, targets_BT = to_tensors(data.train, range(step * size, (step + 1) * size), device)
+        if config.model.hf is None:
+            return inputs_BT, targets_BT
+        return {"input_ids": inputs_BT, "labels": inputs_BT}  # transformers shifts the labels itself
+
+    plans = dict.fromkeys(strategies, resolved.plan)
+    for name, plan in plans.items():
+        if name != plan.strategy:
+            plans[name] = dataclasses.replace(plan, strategy=name, reshard_after_forward="auto")
+    generator = torch.get_rng_state()
+    try:
+        return sw.parity(
+            build,
+            [batch(step) for step in range(num_steps)],
+            None,
+            plans,
+            optimizer=lambda parameters: build_optimizer(config.optimizer, parameters),
+            max_norm=config.train.clip_grad_norm or float("inf"),
+        )
+    finally:
+        torch.set_rng_state(generator)
