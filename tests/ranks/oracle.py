@@ -10,7 +10,6 @@ its backwards itself and yields what is to be compared after each of them.
 
 from __future__ import annotations
 
-import copy
 import inspect
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
@@ -92,7 +91,7 @@ def compare(
     with debug.checks(is_enabled=is_checked):
         for step in range(steps):
             place = f"{where}, step {step}"
-            _one_step(copies, model, runtime, script, rank, step, place)
+            _one_step(copies, model, runtime, script, step=step, place=place)
             reference.step()
             ours.step()
             _compare_parameters(copies[0], runtime, f"{place}, after the optimizer")
@@ -110,8 +109,9 @@ def compare(
 
 
 def _one_step(
-    copies: list[nn.Module], model: nn.Module, runtime: Runtime, script: Script, rank: int, step: int, place: str
+    copies: list[nn.Module], model: nn.Module, runtime: Runtime, script: Script, *, step: int, place: str
 ) -> None:
+    rank = dist.get_rank()
     runs = [_start(script, each, index, step) for index, each in enumerate(copies)]
     mine = _start(script, model, rank, step)
     total: dict[str, Tensor] = {}

@@ -33,10 +33,8 @@ def install_guards(root: nn.Module, runtime: Runtime) -> None:
         owners = [(owner, module) for owner in unit.owners if (module := owner.module()) is not None]
         if unit.parent is None:
             guarded = [(module, _EntryGuard(runtime, unit)) for module in _entries(root, unit)]
-        elif any(group.row.shards_optimizer for group in unit.groups):
-            guarded = [(module, _OutsideGuard(unit, owner)) for owner, module in owners]
         else:
-            guarded = []
+            guarded = [(module, _OutsideGuard(unit, owner)) for owner, module in owners]
         unit.set_guards(
             [
                 (torch_private.forward_pre_hooks_of(module), guard)
@@ -63,7 +61,10 @@ def _entries(root: nn.Module, unit: Unit) -> list[nn.Module]:
 
 
 class _OutsideGuard(Uncopyable):
-    """Forward pre-hook of a module whose parameters are shards at the moment."""
+    """Forward pre-hook of a module whose parameters are shards at the moment.
+
+    Where a rank holds them whole (``ddp``) the module may compute but not train: gradients would stay on this rank.
+    """
 
     def __init__(self, unit: Unit, owner: Owner) -> None:
         self._unit = weakref.ref(unit)
@@ -74,15 +75,19 @@ class _OutsideGuard(Uncopyable):
         unit = self._unit()
         if unit is None or unit.is_swapped:
             return
+        is_split = any(group.row.shards_optimizer for group in unit.groups)
+        if not (is_split or torch.is_grad_enabled()):
+            return
         attribute = self._attributes[0]
         name = f"{self._path}.{attribute}"
         shard = torch_private.parameters_of(module)[attribute]
         shapes = {spec.name: spec.shape for group in unit.groups for spec in group.layout.params}
         shape = shapes.get(name)
         logical = f" of logical shape {list(shape)}" if shape is not None else ""
+        held = f"is a shard {list(shard.shape) if shard is not None else None} now" if is_split else "would train alone"
         raise StateError(
             f"{type(module).__name__} {self._path!r} was called outside the forward of its unit {unit.name!r}: its"
-            f" parameter {name!r}{logical} is a shard {list(shard.shape) if shard is not None else None} now.\n"
+            f" parameter {name!r}{logical} {held}.\n"
             f"  Call {unit.name!r} or the model, use sw.full_parameters(...) where available, or make {self._path!r} a"
             " unit of its own (auto_wrap_policy)."
         )

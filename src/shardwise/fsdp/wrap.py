@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import re
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 
 from torch import nn
 
@@ -17,6 +17,12 @@ from shardwise.spec.wrap import WrapByClass, WrapByName, WrapBySize, WrapPolicy
 
 #: Modules whose forward is never called: they only hold others.
 _CONTAINERS = (nn.ModuleList, nn.ModuleDict, nn.ParameterList, nn.ParameterDict)
+
+
+def _is_called(module: nn.Module) -> bool:
+    """Whether the module can be called at all: containers, and classes without a ``forward``, only hold others."""
+    return not isinstance(module, _CONTAINERS) and type(module).forward is not nn.Module.forward
+
 
 #: Names of containers whose children are alternatives of which a forward may use some only. Ranks may choose
 #: differently, so such a container is never split: what is gathered must not depend on a rank's data.
@@ -54,7 +60,7 @@ def _candidates(model: nn.Module) -> dict[str, nn.Module]:
     return {
         name: module
         for name, module in model.named_modules()
-        if name and not isinstance(module, _CONTAINERS) and next(module.parameters(), None) is not None
+        if name and _is_called(module) and next(module.parameters(), None) is not None
     }
 
 
@@ -103,12 +109,7 @@ def _by_size(model: nn.Module, policy: WrapBySize) -> dict[str, nn.Module]:
                 free |= free_parameters(child, path)
             else:
                 free |= {id(p): p.numel() for p in child.parameters()}
-        if (
-            name
-            and id(module) not in seen
-            and not isinstance(module, _CONTAINERS)
-            and sum(free.values()) >= policy.min_num_params
-        ):
+        if name and id(module) not in seen and _is_called(module) and sum(free.values()) >= policy.min_num_params:
             seen.add(id(module))
             found[name] = module
             return {}
@@ -153,13 +154,20 @@ def _collect_chains(module: nn.Module, name: str, found: dict[str, nn.Module]) -
 
 
 def _repeated_blocks(chain: nn.ModuleList | nn.Sequential) -> dict[str, nn.Module]:
-    """Children of a class that occurs at least twice in the chain, is composed of others and has parameters."""
+    """Members of a class that occurs at least twice in the chain, is composed of others and has parameters."""
     children = {
         name: child
-        for name, child in chain.named_children()
-        if not isinstance(child, _CONTAINERS)
-        and next(child.children(), None) is not None
-        and next(child.parameters(), None) is not None
+        for name, child in _members(chain)
+        if next(child.children(), None) is not None and next(child.parameters(), None) is not None
     }
     counts = Counter(type(child) for child in children.values())
     return {name: child for name, child in children.items() if counts[type(child)] >= 2}
+
+
+def _members(holder: nn.Module) -> Iterator[tuple[str, nn.Module]]:
+    """The modules in a chain that are called; a holder that is not stands for what it holds."""
+    for name, child in holder.named_children():
+        if _is_called(child):
+            yield name, child
+        elif not (_ALTERNATIVES.search(name) or isinstance(child, nn.ModuleDict)):
+            yield from ((f"{name}.{path}", member) for path, member in _members(child))
