@@ -1,0 +1,274 @@
+"""`shardwise train` as users run it: real processes, killed, stopped, resumed, resharded."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import shutil
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+CONFIG = """
+model: {preset: gpt-nano, vocab_size: 256, dropout: 0.1}
+data: {source: stdlib, max_bytes: 100000}
+train: {steps: 20, micro_batch_size: 2, global_batch_size: 8, eval_every: 10, eval_batches: 2}
+optimizer: {lr: 1e-3}
+checkpoint: {every: 5, keep: 10}
+"""
+TIMES = {"tokens_per_s", "step_time_s", "data_time_s"}
+
+
+def command(folder: Path, *arguments: str) -> list[str]:
+    (folder / "run.yaml").write_text(CONFIG)
+    return [sys.executable, "-m", "shardwise", "train", "run.yaml", *arguments]
+
+
+def environment() -> dict[str, str]:
+    outside = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT")
+    return {key: value for key, value in os.environ.items() if key not in outside} | {"OMP_NUM_THREADS": "1"}
+
+
+def train(folder: Path, *arguments: str, code: int = 0) -> str:
+    done = subprocess.run(
+        command(folder, *arguments), cwd=folder, env=environment(), capture_output=True, text=True, timeout=120,
+        check=False,
+    )  # fmt: skip
+    assert done.returncode == code, done.stdout + done.stderr
+    assert code == 1 or "Traceback" not in done.stdout + done.stderr
+    return done.stdout + done.stderr
+
+
+def metrics(run: Path) -> list[dict[str, object]]:
+    lines = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
+    return [{key: value for key, value in line.items() if key not in TIMES} for line in lines]
+
+
+def losses(run: Path) -> list[float]:
+    return [line["loss"] for line in metrics(run)]
+
+
+def wait_for_step(run: Path, step: int, process: subprocess.Popen[bytes]) -> None:
+    limit = time.monotonic() + 90
+    while time.monotonic() < limit:
+        with contextlib.suppress(OSError):
+            if len((run / "metrics.jsonl").read_text().splitlines()) >= step:
+                return
+        assert process.poll() is None, "it ended before the step"
+        time.sleep(0.005)
+    raise AssertionError("the step was never reached")
+
+
+def workers(launcher: int) -> list[int]:
+    """Processes of the job that run, zombies left out."""
+    found = []
+    for path in Path("/proc").glob("[0-9]*"):
+        with contextlib.suppress(OSError):
+            is_ours = f"SHARDWISE_LAUNCHER_PID={launcher}\0".encode() in (path / "environ").read_bytes()
+            if is_ours and path.joinpath("stat").read_text().rpartition(")")[2].split()[0] != "Z":
+                found.append(int(path.name))
+    return found
+
+
+@pytest.fixture(scope="module")
+def whole(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """An uninterrupted run of 20 steps on 2 ranks."""
+    folder = tmp_path_factory.mktemp("whole")
+    train(folder, "--run-dir", "whole")
+    return folder / "whole"
+
+
+def test_a_run_leaves_what_the_contract_names(whole: Path) -> None:
+    summary = json.loads((whole / "summary.json").read_text())
+    assert {"config.yaml", "plan.json", "metrics.jsonl", "logs", "checkpoints", "LATEST", "summary.json"} <= {
+        path.name for path in whole.iterdir()
+    }
+    assert not (whole / "run.lock").exists()
+    assert (whole / "LATEST").read_text().strip() == "checkpoints/step-00000020"
+    assert sorted(path.name for path in (whole / "checkpoints").iterdir()) == [
+        f"step-{step:08d}" for step in (5, 10, 15, 20)
+    ]
+    lines = metrics(whole)
+    assert [line["step"] for line in lines] == list(range(1, 21))
+    assert (summary["steps"], summary["first_loss"], summary["final_loss"]) == (20, losses(whole)[0], losses(whole)[-1])
+    assert summary["eval_loss_final"] < summary["eval_loss_first"]
+    assert (summary["world_size"], summary["strategy"], summary["exit_code"]) == (2, "zero3", 0)
+    assert all(line["collective_bytes"] > 0 for line in lines)
+
+
+def test_the_predicted_peak_is_near_the_measured_one(whole: Path) -> None:
+    summary = json.loads((whole / "summary.json").read_text())
+    assert 0.9 < summary["peak_memory_bytes"] / summary["predicted_peak_memory_bytes"] <= 1.02
+
+
+def test_the_same_run_twice_is_bitwise_the_same(whole: Path, tmp_path: Path) -> None:
+    train(tmp_path, "--run-dir", "again", "--set", "train.steps=20")
+    assert metrics(tmp_path / "again") == metrics(whole)
+
+
+def test_killed_after_step_12_it_resumes_from_10_bit_for_bit(whole: Path, tmp_path: Path) -> None:
+    run = tmp_path / "run"
+    arguments = ("--run-dir", "run", "--set", "checkpoint.every=10")
+    with subprocess.Popen(command(tmp_path, *arguments), cwd=tmp_path, env=environment()) as process:
+        wait_for_step(run, 12, process)
+        for pid in workers(process.pid):
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(pid, signal.SIGKILL)
+        assert process.wait(30) == 128 + signal.SIGKILL
+    assert (run / "LATEST").read_text().strip() == "checkpoints/step-00000010"
+    assert "resumed at step 10" in train(tmp_path, "--run-dir", "run", "--resume", "--set", "checkpoint.every=10")
+    assert losses(run) == losses(whole)
+    assert [line["grad_norm"] for line in metrics(run)] == [line["grad_norm"] for line in metrics(whole)]
+
+
+def test_a_second_run_is_refused_and_a_killed_launcher_leaves_no_worker(tmp_path: Path) -> None:
+    arguments = ("--run-dir", "run", "--set", "train.steps=100000", "--set", "checkpoint.every=null")
+    with subprocess.Popen(command(tmp_path, *arguments), cwd=tmp_path, env=environment()) as process:
+        wait_for_step(tmp_path / "run", 2, process)
+        assert "belongs to another run: process" in train(tmp_path, *arguments, "--resume", code=84)
+        assert len(workers(process.pid)) >= 2
+        process.kill()
+        process.wait(10)
+        limit = time.monotonic() + 5
+        while workers(process.pid) and time.monotonic() < limit:
+            time.sleep(0.05)
+        assert workers(process.pid) == []
+
+
+@pytest.mark.parametrize(("number", "code"), [(signal.SIGTERM, 75), (signal.SIGINT, 130)])
+def test_asked_to_stop_it_saves_the_step_and_says_so(whole: Path, tmp_path: Path, number: int, code: int) -> None:
+    run = tmp_path / "run"
+    with subprocess.Popen(
+        command(tmp_path, "--run-dir", "run", "--set", "checkpoint.every=null"),
+        cwd=tmp_path, env=environment(), stdout=subprocess.PIPE, stderr=subprocess.STDOUT,
+    ) as process:  # fmt: skip
+        wait_for_step(run, 3, process)
+        process.send_signal(number)
+        out = process.communicate(timeout=60)[0].decode()
+    assert process.returncode == code, out
+    step = len(losses(run))
+    assert f"stop requested, saved step {step}" in out
+    assert "Traceback" not in out
+    assert json.loads((run / "summary.json").read_text())["exit_code"] == code
+    if number == signal.SIGTERM:
+        train(tmp_path, "--run-dir", "run", "--resume", "--set", "checkpoint.every=null")
+        assert losses(run) == losses(whole)
+
+
+QUIET = ("--set", "model.dropout=0.0", "--set", "train.global_batch_size=12", "--set", "train.micro_batch_size=1")
+
+
+@pytest.fixture(scope="module")
+def divisible(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A run without dropout whose global batch 1, 2, 3 and 4 ranks can cut."""
+    folder = tmp_path_factory.mktemp("divisible")
+    train(folder, "--run-dir", "run", *QUIET)
+    return folder / "run"
+
+
+@pytest.mark.parametrize(("nproc", "strategy"), [("1", "ddp"), ("3", "zero2"), ("4", "zero1"), ("2", "shard_grad_op")])
+def test_it_continues_on_another_world_and_under_another_strategy(
+    divisible: Path, tmp_path: Path, nproc: str, strategy: str
+) -> None:
+    run = tmp_path / "run"
+    shutil.copytree(divisible, run)
+    other = ("--nproc", nproc, "--set", f"parallel.strategy={strategy}")
+    out = train(tmp_path, "--run-dir", "run", "--resume", "step-00000010", *QUIET, *other)
+    assert f"parallel.strategy: zero3 -> {strategy}" in out
+    assert "step-00000015 is set aside" in out
+    difference = max(abs(x - y) for x, y in zip(losses(divisible), losses(run), strict=True))
+    assert difference < 1e-5
+
+
+def test_another_configuration_is_refused_with_a_table(whole: Path) -> None:
+    folder = whole.parent
+    out = train(folder, "--run-dir", "whole", "--resume", "--set", "optimizer.lr=0.5", code=78)
+    assert "optimizer.lr  0.001        0.5" in out
+    out = train(folder, "--run-dir", "whole", code=78)
+    assert "holds a run already" in out
+
+
+def test_more_steps_may_be_asked_for(whole: Path, tmp_path: Path) -> None:
+    shutil.copytree(whole, tmp_path / "run")
+    train(tmp_path, "--run-dir", "run", "--resume", "--set", "train.steps=22", "--set", "log.every=5")
+    assert losses(tmp_path / "run")[:20] == losses(whole)
+    assert len(losses(tmp_path / "run")) == 22
+
+
+def test_a_flipped_bit_stops_the_resume_and_latest_good_goes_around_it(whole: Path, tmp_path: Path) -> None:
+    run = tmp_path / "run"
+    shutil.copytree(whole, run)
+    shard = min((run / "checkpoints" / "step-00000020").glob("*.safetensors"))
+    raw = bytearray(shard.read_bytes())
+    raw[-10] ^= 1
+    shard.write_bytes(raw)
+    assert shard.name in train(tmp_path, "--run-dir", "run", "--resume", code=65)
+    out = train(tmp_path, "--run-dir", "run", "--resume", "latest-good")
+    assert "resumed at step 15" in out
+    assert losses(run) == losses(whole)
+
+
+def test_a_truncated_shard_is_named(whole: Path, tmp_path: Path) -> None:
+    run = tmp_path / "run"
+    shutil.copytree(whole, run)
+    shard = sorted((run / "checkpoints" / "step-00000020").glob("*.safetensors"))[1]
+    shard.write_bytes(shard.read_bytes()[:-100])
+    assert shard.name in train(tmp_path, "--run-dir", "run", "--resume", code=65)
+
+
+def test_changed_data_stops_the_resume(tmp_path: Path) -> None:
+    (tmp_path / "text.txt").write_text("some text to read. " * 500)
+    arguments = (
+        "--run-dir",
+        "run",
+        "--set",
+        "data.source=text.txt",
+        "--set",
+        "data.max_bytes=null",
+        "--set",
+        "train.steps=5",
+    )
+    train(tmp_path, *arguments)
+    (tmp_path / "text.txt").write_text("more text to read. " * 500)
+    out = train(tmp_path, *arguments, "--resume", "--set", "train.steps=6", code=65)
+    assert "its hash has changed" in out
+
+
+def test_a_loss_that_is_not_finite_stops_all_ranks_before_the_update(tmp_path: Path) -> None:
+    out = train(
+        tmp_path, "--run-dir", "run", "--set", "optimizer.name=sgd", "--set", "optimizer.lr=1e30",
+        "--set", "train.clip_grad_norm=null", "--set", "checkpoint.every=1", code=80,
+    )  # fmt: skip
+    assert "Nothing was updated" in out
+    assert json.loads((tmp_path / "run" / "summary.json").read_text())["exit_code"] == 80
+
+
+def test_under_torchrun_it_joins(whole: Path, tmp_path: Path) -> None:
+    launcher = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
+    arguments = command(tmp_path, "--run-dir", "run")[1:]
+    done = subprocess.run(
+        [*launcher, *arguments],
+        cwd=tmp_path,
+        env=environment(),
+        capture_output=True,
+        text=True,
+        timeout=120,
+        check=False,
+    )
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert losses(tmp_path / "run") == losses(whole)
+
+
+def test_a_lost_worker_is_replaced_where_restarts_are_allowed(whole: Path, tmp_path: Path) -> None:
+    run = tmp_path / "run"
+    arguments = ("--run-dir", "run", "--max-restarts", "1")
+    with subprocess.Popen(command(tmp_path, *arguments), cwd=tmp_path, env=environment()) as process:
+        wait_for_step(run, 7, process)
+        os.kill(workers(process.pid)[-1], signal.SIGKILL)
+        assert process.wait(90) == 0
+    assert losses(run) == losses(whole)
