@@ -1,0 +1,56 @@
+"""What the README shows is run: a newcomer copies it."""
+
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[2]
+README = (ROOT / "README.md").read_text()
+
+
+def blocks(language: str) -> list[str]:
+    return re.findall(rf"^```{language}\n(.*?)^```", README, re.DOTALL | re.MULTILINE)
+
+
+def run(*command: str, cwd: Path) -> str:
+    done = subprocess.run(command, cwd=cwd, capture_output=True, text=True, timeout=120, check=False)
+    assert done.returncode == 0, done.stdout + done.stderr
+    return done.stdout
+
+
+@pytest.mark.parametrize("text", blocks("python"))
+def test_every_python_block_runs_as_it_is(text: str, tmp_path: Path) -> None:
+    (tmp_path / "train.py").write_text(text)
+    assert "in 7 units on 1 ranks" in run(sys.executable, "train.py", cwd=tmp_path)
+
+
+@pytest.mark.parametrize("text", blocks("yaml"))
+def test_every_configuration_is_valid(text: str, tmp_path: Path) -> None:
+    (tmp_path / "run.yaml").write_text(text)
+    run(sys.executable, "-m", "shardwise", "validate", "run.yaml", cwd=tmp_path)
+
+
+def test_every_make_target_that_is_named_exists() -> None:
+    targets = set(re.findall(r"^([a-z-]+):", (ROOT / "Makefile").read_text(), re.MULTILINE))
+    assert set(re.findall(r"make ([a-z-]+)`", README)) | set(re.findall(r"\$ make ([a-z-]+)", README)) <= targets
+
+
+def test_every_verb_that_is_named_has_a_help_text_with_an_example(tmp_path: Path) -> None:
+    table = README.split("| verb | does |")[1].split("\n\n")[0]
+    verbs = re.findall(r"`([a-z][a-z -]+)`", table)
+    assert len(verbs) >= 9
+    for verb in verbs:
+        assert "xample" in run(sys.executable, "-m", "shardwise", *verb.split(), "--help", cwd=tmp_path), verb
+
+
+def test_every_file_that_is_linked_exists() -> None:
+    for target in re.findall(r"\]\(([^)#]+)\)", README):
+        assert (ROOT / target).exists(), target
+
+
+def test_every_source_file_that_is_named_exists() -> None:
+    for name in re.findall(r"`((?:spec|fsdp|comm)/\w+\.py)`", README):
+        assert (ROOT / "src/shardwise" / name).exists(), name
