@@ -1,0 +1,254 @@
+"""One training run, in one plain process and on N ranks, as numbers that can be compared bit by bit."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+
+import torch
+from torch import Tensor, distributed, nn
+
+import shardwise as sw
+from shardwise.fsdp import debug
+from shardwise.fsdp.attach import runtime_of
+from shardwise.fsdp.clip import grad_norm
+from shardwise.fsdp.state import owned_extents
+from tests.parity import models
+
+STEPS = 5
+PRESETS = ("ddp", "zero1", "zero2", "shard_grad_op", "zero3")
+
+
+@dataclass(frozen=True)
+class Variant:
+    """What a step does besides forward, backward and update."""
+
+    name: str
+    num_microbatches: int = 1
+    accumulation: str = "auto"
+    max_norm: float | None = None
+
+
+VARIANTS = (
+    Variant("plain"),
+    Variant("accumulates sharded", 2, "sharded"),
+    Variant("accumulates unsharded", 2, "unsharded"),
+    Variant("clips", max_norm=0.3),
+)
+
+
+@dataclass
+class Numbers:
+    """Everything that a run computed.
+
+    Optimizer state of a parameter without elements may be missing: on no rank is there anything to update.
+
+    Attributes:
+        losses: By step and microbatch: of one process by rank too, of a rank its own.
+        norms: Gradient norm of each step, before clipping.
+        tensors: Parameters, buffers and optimizer state, whole and in memory order, by name.
+        steps: The optimizer's step count of every parameter that it has updated.
+    """
+
+    losses: list[list[float]] = field(default_factory=list)
+    norms: list[float] = field(default_factory=list)
+    tensors: dict[str, Tensor] = field(default_factory=dict)
+    steps: dict[str, float] = field(default_factory=dict)
+
+
+def make_optimizer(model: nn.Module) -> torch.optim.Optimizer:
+    """Rates at which five steps change every bit."""
+    return torch.optim.AdamW(model.parameters(), lr=1e-2, weight_decay=0.1)
+
+
+# -- one plain process
+
+
+def train_plain(name: str, variant: Variant, world: int) -> Numbers:
+    """One process adds up the microbatches of ``world`` ranks, in the grouping of the variant's accumulation."""
+    model = models.build(name)
+    optimizer = make_optimizer(model)
+    numbers = Numbers()
+    for step in range(STEPS):
+        losses: dict[tuple[int, int], float] = {}
+        total: dict[nn.Parameter, Tensor] = {}
+        for group in _groups(variant, world):
+            # What is added up before one division: ranks in order, of each its microbatches in order.
+            summed: dict[nn.Parameter, Tensor] = {}
+            for places in group:
+                for microbatch, rank in places:
+                    loss = model(*models.batch(step, microbatch, rank)) / variant.num_microbatches
+                    loss.backward()
+                    losses[rank, microbatch] = loss.item()
+                _add(summed, _take_gradients(model))
+            divisor = torch.tensor(float(world))
+            _add(total, {p: grad / divisor for p, grad in summed.items()})
+        for parameter, grad in total.items():
+            parameter.grad = grad
+        numbers.norms.append(_norm(total, variant.max_norm))
+        optimizer.step()
+        optimizer.zero_grad()
+        numbers.losses.append([losses[key] for key in sorted(losses)])
+    for key, parameter in model.named_parameters():
+        numbers.tensors[key] = _memory_order(parameter)
+        state = optimizer.state.get(parameter, {})
+        for kind in ("exp_avg", "exp_avg_sq"):
+            if kind in state:
+                numbers.tensors[f"optimizer/{key}/{kind}"] = _memory_order(state[kind])
+        if "step" in state:
+            numbers.steps[key] = state["step"].item()
+    return numbers
+
+
+def _groups(variant: Variant, world: int) -> Iterator[list[list[tuple[int, int]]]]:
+    """The (microbatch, rank) pairs by division, then by sum of their own."""
+    count = variant.num_microbatches
+    if variant.accumulation == "unsharded":
+        yield [[(microbatch, rank) for microbatch in range(count)] for rank in range(world)]
+        return
+    for microbatch in range(count):
+        yield [[(microbatch, rank)] for rank in range(world)]
+
+
+def _take_gradients(model: nn.Module) -> dict[nn.Parameter, Tensor]:
+    taken = {p: p.grad for p in model.parameters() if p.grad is not None}
+    for parameter in taken:
+        parameter.grad = None
+    return taken
+
+
+def _add(total: dict[nn.Parameter, Tensor], more: dict[nn.Parameter, Tensor]) -> None:
+    for parameter, grad in more.items():
+        total[parameter] = total[parameter] + grad if parameter in total else grad
+
+
+def _norm(grads: dict[nn.Parameter, Tensor], max_norm: float | None) -> float:
+    squares = [grad.double().square().sum() for grad in grads.values()]
+    norm = torch.stack(squares).sum().sqrt().float()
+    if max_norm is not None:
+        coefficient = torch.clamp(max_norm / (norm + 1e-6), max=1.0)
+        for grad in grads.values():
+            grad.mul_(coefficient)
+    return norm.item()
+
+
+def _memory_order(tensor: Tensor) -> Tensor:
+    order = sorted(range(tensor.dim()), key=lambda dim: -tensor.stride(dim))
+    return tensor.detach().permute(order).reshape(-1).clone()
+
+
+# -- N ranks
+
+
+@dataclass
+class RankNumbers(Numbers):
+    """What one rank returns: ``tensors`` is empty, its ranges of the whole tensors are in ``pieces``.
+
+    Attributes:
+        pieces: (name, first element, elements) of what this rank owns.
+        whole: Rank 0's full state dict, in memory order; on other ranks parameters that are held whole.
+    """
+
+    pieces: list[tuple[str, int, Tensor]] = field(default_factory=list)
+    whole: dict[str, Tensor] = field(default_factory=dict)
+
+
+def train_ranks(name: str, preset: str, variant: Variant, *, is_debugging: bool = False) -> RankNumbers:
+    """The same on this rank of the world, with a strategy."""
+    rank = distributed.get_rank()
+    numbers = RankNumbers()
+    with debug.checks(is_enabled=is_debugging):
+        model = sw.parallelize(
+            models.build(name),
+            sw.ParallelPlan(
+                strategy=preset, accumulation=variant.accumulation, auto_wrap_policy=models.wrap_policy(name)
+            ),
+        )
+        optimizer = make_optimizer(model)
+        for step in range(STEPS):
+            losses = []
+            for microbatch in range(variant.num_microbatches):
+                with sw.gradient_sync(model, microbatch == variant.num_microbatches - 1):
+                    loss = model(*models.batch(step, microbatch, rank)) / variant.num_microbatches
+                    loss.backward()
+                losses.append(loss.item())
+            numbers.losses.append(losses)
+            if variant.max_norm is None:
+                norm = grad_norm(runtime_of(model, "test"))
+            else:
+                norm = sw.clip_grad_norm(model, variant.max_norm)
+            numbers.norms.append(norm.item())
+            optimizer.step()
+            optimizer.zero_grad()
+        # clone: results travel with their storage, and this one is the whole flat buffer
+        numbers.pieces = [(e.name, e.start, tensor.clone()) for e, tensor in owned_extents(model, optimizer)]
+        numbers.steps = {
+            key: optimizer.state[parameter]["step"].item()
+            for key, parameter in model.named_parameters()
+            if parameter in optimizer.state
+        }
+        state = sw.full_state_dict(model)
+        if preset == "ddp":
+            state = model.state_dict()
+        numbers.whole = {key: _memory_order(value) for key, value in state.items()}
+    return numbers
+
+
+# -- comparison
+
+
+def differences(expected: Numbers, ranks: list[RankNumbers]) -> list[str]:
+    """Names of everything that is not equal to the last bit."""
+    found = []
+    for step in range(STEPS):
+        losses = [loss for numbers in ranks for loss in numbers.losses[step]]
+        if losses != expected.losses[step]:
+            found.append(f"losses of step {step}")
+        if any(numbers.norms[step] != expected.norms[step] for numbers in ranks):
+            found.append(f"norm of step {step}")
+    got = _assemble(expected, ranks)
+    wanted = {name: value for name, value in expected.tensors.items() if value.numel() or name in got}
+    found += [name for name in wanted | got if not _is_equal(wanted.get(name), got.get(name))]
+    for rank, numbers in enumerate(ranks):
+        found += [f"{name} held whole by rank {rank}" for name in _unequal_whole(expected, numbers)]
+        found += [
+            f"step of {name} on rank {rank}" for name, step in numbers.steps.items() if step != expected.steps.get(name)
+        ]
+    stepped = {name for numbers in ranks for name in numbers.steps}
+    found += [f"step of {name}" for name in expected.steps if name not in stepped and expected.tensors[name].numel()]
+    return found
+
+
+def _assemble(expected: Numbers, ranks: list[RankNumbers]) -> dict[str, Tensor]:
+    """Whole tensors from the ranks' ranges, each element from exactly one rank."""
+    whole: dict[str, Tensor] = {}
+    owners: dict[str, Tensor] = {}
+    for numbers in ranks:
+        for name, start, piece in numbers.pieces:
+            like = expected.tensors.get(name, torch.zeros(0))
+            flat = whole.setdefault(name, torch.full_like(like, math.nan))
+            flat[start : start + piece.numel()] = piece
+            owners.setdefault(name, torch.zeros_like(like, dtype=torch.int8))[start : start + piece.numel()] += 1
+    for name, count in owners.items():
+        assert bool((count == 1).all()), f"{name}: an element has no owner, or two"
+    return whole
+
+
+def _unequal_whole(expected: Numbers, numbers: RankNumbers) -> list[str]:
+    canonical = {name: value for name, value in expected.tensors.items() if not name.startswith("optimizer/")}
+    return [
+        name
+        for name, value in numbers.whole.items()
+        # A tied parameter shows under its other names as well.
+        if not any(
+            _is_equal(value, other) for other in ([canonical[name]] if name in canonical else canonical.values())
+        )
+    ]
+
+
+def _is_equal(a: Tensor | None, b: Tensor | None) -> bool:
+    """The same bits: -0.0 is not 0.0 here."""
+    if a is None or b is None or a.shape != b.shape or a.dtype != b.dtype:
+        return False
+    return torch.equal(a.view(torch.int32), b.view(torch.int32))
