@@ -218,6 +218,15 @@ def _load_extra_state(model: nn.Module, state: Mapping[str, Any]) -> None:
 
 # -- ranges, for checkpoints
 
+#: What torch's optimizers keep once per parameter, as a tensor without dimensions. Of a parameter that has none either,
+#: nothing else tells it from the state of its one element.
+_PER_PARAMETER = frozenset({"step", "mu_product", "eta", "mu"})
+
+
+def _is_elementwise(key: str, value: object, held: Tensor) -> bool:
+    """Whether optimizer state has one value for each element of the parameter that is held as ``held``."""
+    return isinstance(value, Tensor) and value.shape == held.shape and (value.dim() > 0 or key not in _PER_PARAMETER)
+
 
 def owned_extents(model: nn.Module, optimizer: torch.optim.Optimizer | None = None) -> list[tuple[Extent, Tensor]]:
     """What this rank writes to a checkpoint: ranges that cover every element exactly once over the ranks.
@@ -241,7 +250,7 @@ def owned_extents(model: nn.Module, optimizer: torch.optim.Optimizer | None = No
             if optimizer is None:
                 continue
             for key, value in optimizer.state.get(group.shards[index], {}).items():
-                if isinstance(value, Tensor) and value.shape == group.views[index].shape and value.dim() > 0:
+                if _is_elementwise(key, value, group.views[index]):
                     name = f"optimizer/{spec.name}/{key}"
                     found.append(_extent_of(group, index, name, piece, value))
     if rank == 0:
@@ -320,8 +329,8 @@ class OptimizerState:
         for name, shard in self._shards.items():
             state = self._fresh[name]
             for key, value in scalars.get(name, {}).items():
-                # torch's optimizers keep ``step`` as a float32 tensor on the CPU.
-                state[key] = torch.tensor(float(value)) if key == "step" else value
+                # torch's optimizers keep them as float32 tensors on the CPU, which they change in place.
+                state[key] = torch.tensor(value, dtype=torch.float32) if isinstance(value, float) else value
             if state:
                 self._optimizer.state[shard] = state
             else:
@@ -338,12 +347,13 @@ def optimizer_scalars(model: nn.Module, optimizer: torch.optim.Optimizer) -> dic
     runtime = attach.runtime_of(model, "sw.save")
     mine: dict[str, dict[str, float]] = {}
     for group in runtime.groups:
-        for spec, shard in zip(group.layout.params, group.shards, strict=True):
+        for spec, shard, view in zip(group.layout.params, group.shards, group.views, strict=True):
             state = optimizer.state.get(shard, {})
             scalars = {
                 key: value.item() if isinstance(value, Tensor) else value
                 for key, value in state.items()
-                if isinstance(value, (int, float)) or (isinstance(value, Tensor) and value.dim() == 0)
+                if isinstance(value, (int, float))
+                or (isinstance(value, Tensor) and value.dim() == 0 and not _is_elementwise(key, value, view))
             }
             if scalars:
                 mine[spec.name] = scalars
