@@ -19,7 +19,7 @@ class Progress:
         self._is_shown = is_shown
         self._bar: Any = None
         if is_shown and sys.stdout.isatty():
-            self._bar = _bar(steps, start)
+            self._bar = _bar()
             self._task = self._bar.add_task("training", total=steps, completed=start, numbers="")
             self._bar.start()
 
@@ -56,11 +56,10 @@ class Progress:
             self._bar = None
 
 
-def _bar(steps: int, start: int) -> Any:
+def _bar() -> Any:
     from rich.progress import BarColumn, MofNCompleteColumn, TextColumn, TimeElapsedColumn, TimeRemainingColumn
     from rich.progress import Progress as Bar
 
-    _ = steps, start
     return Bar(
         TextColumn("{task.description}"),
         BarColumn(),
