@@ -1,0 +1,148 @@
+"""What a comparison is asked for. Every mistake is found here, before a process starts; nothing imports torch."""
+
+from __future__ import annotations
+
+import difflib
+from collections.abc import Collection, Sequence
+from dataclasses import asdict, dataclass, replace
+from pathlib import Path
+from typing import Any, Self
+
+from shardwise.spec.errors import ConfigError
+from shardwise.spec.plan import ParallelPlan
+from shardwise.train.compare.case import CASES, Case
+from shardwise.train.text import printable
+
+OURS = "shardwise"
+SINGLE = "single"
+
+#: Engines to compare with, and the strategy that each follows.
+PEERS = {
+    SINGLE: "none",
+    "torch-ddp": "ddp",
+    "torch-fsdp1": "full_shard",
+    "torch-fsdp2": "full_shard",
+    "torch-fsdp2-noreshard": "shard_grad_op",
+    "torch-zero1": "zero1",
+}
+DEFAULT_PEERS = (SINGLE, "torch-ddp", "torch-fsdp1", "torch-fsdp2")
+DEFAULT_STRATEGIES = ("zero3",)
+DEFAULT_ROUNDS = 5
+#: Steps of the configuration's model per engine and turn.
+_CONFIG_STEPS = 5
+
+
+@dataclass(frozen=True, slots=True)
+class Entrant:
+    """One engine under one strategy."""
+
+    engine: str
+    strategy: str
+
+    @property
+    def name(self) -> str:
+        """What tables call it; a peer's engine says its strategy."""
+        return f"{OURS} {self.strategy}" if self.engine == OURS else self.engine
+
+
+@dataclass(frozen=True, slots=True)
+class Request:
+    """One case, its entrants, and how often they take turns.
+
+    Attributes:
+        case: What is trained.
+        entrants: Our strategies first, then the peers.
+        num_ranks: Ranks of every engine but ``single``.
+        rounds: Turns of every engine.
+    """
+
+    case: Case
+    entrants: tuple[Entrant, ...]
+    num_ranks: int
+    rounds: int
+
+    def as_dict(self) -> dict[str, Any]:
+        """Plain values, for JSON."""
+        return asdict(self) | {"case": self.case.as_dict()}
+
+    @classmethod
+    def from_dict(cls, values: dict[str, Any]) -> Self:
+        """What :meth:`as_dict` was made from."""
+        entrants = tuple(Entrant(**entrant) for entrant in values["entrants"])
+        return cls(Case(**values["case"]), entrants, values["num_ranks"], values["rounds"])
+
+    def size_of(self, entrant: Entrant) -> int:
+        """Ranks of an entrant."""
+        return 1 if entrant.engine == SINGLE else self.num_ranks
+
+
+def turns(num_entrants: int, round_index: int) -> list[int]:
+    """In which order the entrants take turns: a later start each round, and every other round backwards.
+
+    So no engine always follows the same one, and a machine that gets slower or faster does so for all.
+    """
+    start = round_index // 2 % max(num_entrants, 1)
+    order = [(start + place) % num_entrants for place in range(num_entrants)]
+    return order[::-1] if round_index % 2 else order
+
+
+def make_requests(
+    *,
+    cases: Sequence[str] = (),
+    config: Path | None = None,
+    strategies: Sequence[str] = (),
+    peers: Sequence[str] | None = None,
+    num_ranks: int,
+    rounds: int = DEFAULT_ROUNDS,
+    steps: int | None = None,
+) -> list[Request]:
+    """One request for each case (all of them where neither ``cases`` nor ``config`` is given).
+
+    Raises:
+        ConfigError: A name is unknown or a number makes no sense.
+        PlacementError, PlanError: A strategy is unknown, or not in this version.
+    """
+    if cases and config is not None:
+        raise ConfigError("--case and CONFIG exclude each other: each gives model and data.\n  Leave one of them out.")
+    for name, value in (("--rounds", rounds), ("--steps", steps)):
+        if value is not None and value < 1:
+            raise ConfigError(f"{name} {value}: expected at least 1.\n  Set {name} 1 or more.")
+    _check_names("--case", cases, CASES)
+    _check_names("--peers", DEFAULT_PEERS if peers is None else peers, PEERS)
+    chosen = [_from_config(config, num_ranks)] if config is not None else [CASES[name] for name in cases or CASES]
+    strategies = [strategy.strip().lower() for strategy in strategies] or list(DEFAULT_STRATEGIES)
+    for strategy in strategies:
+        ParallelPlan(strategy=strategy)
+    entrants = [Entrant(OURS, strategy) for strategy in dict.fromkeys(strategies)]
+    entrants += [Entrant(peer, PEERS[peer]) for peer in dict.fromkeys(DEFAULT_PEERS if peers is None else peers)]
+    return [Request(_with_steps(case, steps), tuple(entrants), num_ranks, rounds) for case in chosen]
+
+
+def _with_steps(case: Case, steps: int | None) -> Case:
+    return case if steps is None else replace(case, steps=steps)
+
+
+def _from_config(path: Path, num_ranks: int) -> Case:
+    from shardwise.train.check import resolve
+    from shardwise.train.config import read_draft
+
+    resolved = resolve(read_draft(path, []), num_ranks)
+    resolved.source.check(resolved.vocab_size)
+    return Case(
+        resolved.config.name,
+        seq_len=resolved.config.data.seq_len or 1,
+        batch=resolved.batch.micro,
+        steps=_CONFIG_STEPS,
+        config=str(path.resolve()),
+    )
+
+
+def _check_names(option: str, given: Sequence[str], known: Collection[str]) -> None:
+    unknown = [name for name in given if name not in known]
+    if not unknown:
+        return
+    near = difflib.get_close_matches(unknown[0], known, n=1)
+    raise ConfigError(
+        f"{option}: {', '.join(printable(repr(name)) for name in unknown)} {'is' if len(unknown) == 1 else 'are'} not"
+        f" known.{f' Did you mean {near[0]!r}?' if near else ''}\n  Use one of {', '.join(known)}."
+    )

@@ -1,0 +1,48 @@
+"""The launcher's side: start the workers of a case, wait, and read what they found."""
+
+from __future__ import annotations
+
+import json
+import shutil
+import tempfile
+from pathlib import Path
+
+from shardwise.comm.elastic import launch
+from shardwise.spec.errors import ShardwiseError
+from shardwise.train.compare.machine import machine_facts
+from shardwise.train.compare.request import Request
+from shardwise.train.compare.result import Result, make_result
+
+_ENTRY = "shardwise.train.compare.rank"
+_ENVIRONMENT = dict.fromkeys(("OMP_NUM_THREADS", "MKL_NUM_THREADS", "OPENBLAS_NUM_THREADS"), "1")
+
+
+class ComparisonFailed(ShardwiseError):  # noqa: N818  named for what happened
+    """The workers did not finish; the launcher has said why."""
+
+    def __init__(self, exit_code: int) -> None:
+        """Keep the code of the rank that is the cause."""
+        super().__init__("the comparison did not finish.\n  See the message above.")
+        self.exit_code = exit_code
+
+
+def run(request: Request) -> Result:
+    """Measure one case.
+
+    Raises:
+        ComparisonFailed: A worker failed, or a signal asked to stop.
+    """
+    folder = Path(tempfile.mkdtemp(prefix="shardwise-compare-"))
+    try:
+        path = folder / "request.json"
+        path.write_text(json.dumps(request.as_dict()), "utf-8")
+        code = launch(_ENTRY, [str(path), str(folder)], request.num_ranks, env=_ENVIRONMENT, grace_s=5)
+        if code:
+            raise ComparisonFailed(code)
+        found = [
+            {int(index): values for index, values in json.loads((folder / f"rank-{rank}.json").read_text()).items()}
+            for rank in range(request.num_ranks)
+        ]
+        return make_result(request, machine_facts(), found)
+    finally:
+        shutil.rmtree(folder, ignore_errors=True)

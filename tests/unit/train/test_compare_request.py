@@ -1,0 +1,125 @@
+"""What a comparison may be asked for, and in which order engines take turns."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+
+import pytest
+
+from shardwise.cli import main
+from shardwise.models import gpt_config
+from shardwise.spec.errors import ConfigError
+from shardwise.train.compare.case import CASES
+from shardwise.train.compare.request import OURS, PEERS, SINGLE, Entrant, Request, make_requests, turns
+
+RUN = "model: {preset: gpt-nano}\ndata: {source: random, seq_len: 8}\ntrain: {micro_batch_size: 3, steps: 10}\n"
+
+
+@pytest.mark.parametrize(
+    ("name", "shape", "seq_len", "batch"),
+    [("host", (48, 64, 256), 16, 1), ("compute", (8, 512, 8192), 256, 2), ("wide", (4, 1024, 2048), 64, 1)],
+)
+def test_the_three_cases_have_their_shapes(name, shape, seq_len, batch):
+    case = CASES[name]
+    model = gpt_config("gpt-tiny", **case.model)
+    assert (model.num_layers, model.hidden, model.vocab_size) == shape
+    assert (case.seq_len, case.batch) == (seq_len, batch)
+    assert model.seq_len == seq_len
+    assert not model.tied
+    assert model.dropout == 0.0
+    if name == "host":
+        assert model.num_heads == 8
+
+
+def test_without_case_or_configuration_all_cases_are_run_with_zero3():
+    requests = make_requests(num_ranks=2)
+    assert [request.case.name for request in requests] == ["host", "compute", "wide"]
+    assert requests[0].entrants[0] == Entrant(OURS, "zero3")
+    assert SINGLE in {entrant.engine for entrant in requests[0].entrants}
+    assert requests[0].size_of(Entrant(SINGLE, "none")) == 1
+    assert requests[0].size_of(requests[0].entrants[0]) == 2
+
+
+def test_a_configuration_gives_model_and_data(tmp_path):
+    path = tmp_path / "mine.yaml"
+    path.write_text(RUN)
+    (request,) = make_requests(config=path, strategies=["ddp", "DDP", "zero1"], peers=["torch-ddp"], num_ranks=2)
+    assert (request.case.seq_len, request.case.batch, request.case.config) == (8, 3, str(path))
+    assert [entrant.name for entrant in request.entrants] == ["shardwise ddp", "shardwise zero1", "torch-ddp"]
+    assert str(tmp_path) not in str(request.case)
+
+
+def test_a_request_survives_json():
+    (request,) = make_requests(cases=["wide"], peers=list(PEERS), num_ranks=3, rounds=7, steps=2)
+    again = Request.from_dict(json.loads(json.dumps(request.as_dict())))
+    assert again == request
+    assert again.case.steps == 2
+
+
+@pytest.mark.parametrize(
+    ("arguments", "said"),
+    [
+        (["--peers", "torch-fsdp3"], "Did you mean 'torch-fsdp2'"),
+        (["--peers", "deepspeed-1"], "Use one of single, torch-ddp, torch-fsdp1, torch-fsdp2"),
+        (["--case", "hots"], "Did you mean 'host'"),
+        (["--strategies", "zero9"], "zero9"),
+        (["--strategies", "hsdp"], "hybrid sharding"),
+        (["--rounds", "0"], "expected at least 1"),
+        (["--steps", "0"], "expected at least 1"),
+        (["--nproc", "0"], "at least 1 is needed"),
+        (["RUN", "--case", "host"], "exclude each other"),
+        (["MISSING"], "missing.yaml"),
+    ],
+)
+def test_mistakes_leave_with_78_before_a_process_starts(tmp_path, monkeypatch, capsys, arguments, said):
+    monkeypatch.setattr(subprocess, "Popen", lambda *_, **__: pytest.fail("a process was started"))
+    monkeypatch.setattr("shardwise.train.compare.run.launch", lambda *_, **__: pytest.fail("workers were started"))
+    (tmp_path / "run.yaml").write_text(RUN)
+    paths = {"RUN": str(tmp_path / "run.yaml"), "MISSING": str(tmp_path / "missing.yaml")}
+    assert main(["compare", *(paths.get(argument, argument) for argument in arguments)]) == 78
+    shown = capsys.readouterr().err
+    assert said in shown
+    assert "Traceback" not in shown
+
+
+def test_a_result_that_cannot_be_written_is_refused_at_once(tmp_path, capsys):
+    assert main(["compare", "--case", "host", "--json", str(tmp_path)]) == 78
+    (tmp_path / "file").write_text("")
+    assert main(["compare", "--case", "host", "--json", str(tmp_path / "file" / "result.json")]) == 74
+    assert "cannot be written" in capsys.readouterr().err
+
+
+def test_compare_refuses_to_be_one_of_many(monkeypatch):
+    for name, value in {"RANK": "0", "WORLD_SIZE": "2", "LOCAL_RANK": "0", "LOCAL_WORLD_SIZE": "2"}.items():
+        monkeypatch.setenv(name, value)
+    monkeypatch.setenv("MASTER_ADDR", "127.0.0.1")
+    monkeypatch.setenv("MASTER_PORT", "29500")
+    assert main(["compare", "--case", "host"]) == 78
+
+
+def test_turns_are_permutations_that_start_later_and_run_both_ways():
+    assert [turns(3, number) for number in range(6)] == [
+        [0, 1, 2],
+        [2, 1, 0],
+        [1, 2, 0],
+        [0, 2, 1],
+        [2, 0, 1],
+        [1, 0, 2],
+    ]
+    assert turns(1, 5) == [0]
+
+
+def test_asking_needs_no_torch():
+    code = (
+        "import sys\nfrom shardwise.train.compare.request import make_requests\nmake_requests(num_ranks=2)\n"
+        "assert 'torch' not in sys.modules"
+    )
+    subprocess.run([sys.executable, "-c", code], check=True)
+
+
+def test_the_error_for_an_unknown_name_escapes_it():
+    with pytest.raises(ConfigError) as caught:
+        make_requests(peers=["\x1b[2J"], num_ranks=1)
+    assert "\x1b" not in str(caught.value)
