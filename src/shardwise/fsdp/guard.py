@@ -88,8 +88,7 @@ class _OutsideGuard(Uncopyable):
         raise StateError(
             f"{type(module).__name__} {self._path!r} was called outside the forward of its unit {unit.name!r}: its"
             f" parameter {name!r}{logical} {held}.\n"
-            f"  Call {unit.name!r} or the model, use sw.full_parameters(...) where available, or make {self._path!r} a"
-            " unit of its own (auto_wrap_policy)."
+            f"  Call {unit.name!r} or the model, or make {self._path!r} a unit of its own (auto_wrap_policy)."
         )
 
 

@@ -84,7 +84,7 @@ def _after_step(optimizer: torch.optim.Optimizer, _args: Any, _kwargs: Any) -> N
                 runtimes[id(runtime)] = runtime
                 break
     for runtime in runtimes.values():
-        runtime.version += 1
+        runtime.invalidate()
 
 
 def _check(optimizer: torch.optim.Optimizer) -> None:

@@ -196,6 +196,8 @@ class Runtime:
         since = unit.frames.pop()
         self._num_frames -= 1
         has_tickets = torch.is_grad_enabled() and self._attach(unit, output, since)
+        if self._trains and not torch.is_grad_enabled():
+            unit.num_silent += 1
         if not unit.frames:
             unit.swap_out()
             self._reshard_after_forward(unit, needs_backward=has_tickets)
@@ -391,6 +393,7 @@ class Runtime:
             self._begin_backward()
         call.generation = self._generation
         call.leave()
+        unit.num_repeated += call.is_repeated
         for index in self.backward_order.reach(unit.index):
             self._enter(self.units[index])
         self._enter(unit)
@@ -417,7 +420,7 @@ class Runtime:
         """Backward will come to this unit again, in an earlier call of it."""
         if self.backward_order.is_recorded:
             return self.backward_order.remaining(unit.index) > 0
-        return unit.num_outstanding > 0
+        return unit.num_outstanding > 0 or 0 < unit.num_repeated < unit.num_silent
 
     def _finalise(self, unit: Unit) -> None:
         """Release a unit that backward has left, and issue the reduction of its gradients.
@@ -469,6 +472,7 @@ class Runtime:
             if unit.state is State.UNSHARDED:
                 self._reshard(unit)
             unit.swap_out()
+            unit.num_silent = unit.num_repeated = 0
         self._in_backward = False
         self._active = None
         self._is_window_open = not self.syncs_gradients
@@ -528,6 +532,7 @@ class Runtime:
             self._reshard(unit)
             unit.frames.clear()
             unit.replays.clear()
+            unit.num_silent = unit.num_repeated = 0
             for group in unit.groups:
                 group.gradient.drop(self.gradients)
         self._entered.clear()
@@ -539,12 +544,13 @@ class Runtime:
 class _Call:
     """One forward call of a unit, as a hook on each of its outputs."""
 
-    __slots__ = ("_is_counted", "_runtime", "_unit", "generation", "version")
+    __slots__ = ("_is_counted", "_runtime", "_unit", "generation", "is_repeated", "version")
 
     def __init__(self, runtime: Runtime, unit: Unit, *, is_counted: bool) -> None:
         self._runtime = weakref.ref(runtime)
         self._unit = weakref.ref(unit)
         self._is_counted = is_counted
+        self.is_repeated = not is_counted  # made by a reentrant recomputation
         self.generation = -1
         self.version = runtime.version
         if is_counted:

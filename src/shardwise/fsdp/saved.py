@@ -45,6 +45,8 @@ class SavedTensorGuard:
         runtime = self._runtime()
         if runtime is None or not runtime.row.shards_parameters or not self.is_on or self._context is not None:
             return
+        if torch_private.has_saved_tensor_hooks():
+            return  # somebody outside the model has plans for its saved tensors; ours would take their place
         owners = {
             slot.buffer.untyped_storage().data_ptr(): slot for slot in runtime.slots.slots if slot.buffer is not None
         }

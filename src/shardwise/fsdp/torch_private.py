@@ -34,6 +34,11 @@ def at_end_of_backward(callback: Callable[[], None]) -> None:
     torch.autograd.Variable._execution_engine.queue_callback(callback)
 
 
+def has_saved_tensor_hooks() -> bool:
+    """Whether hooks on saved tensors (``checkpoint``'s, ``save_on_cpu``'s) are in force. Only one pair is at a time."""
+    return torch._C._autograd._top_saved_tensors_default_hooks(True) is not None
+
+
 def parameters_of(module: nn.Module) -> dict[str, nn.Parameter | None]:
     """The module's own parameters, live. ``named_parameters`` gives copies of the entries; the engine replaces them."""
     return module._parameters

@@ -107,6 +107,8 @@ class Unit:
         self.frames: list[int] = []  # one for each forward under way: autograd's sequence number at its start
         self.replays: list[int] = []  # the same for recomputations, which run inside a backward
         self.num_outstanding = 0  # forward calls whose backward has not begun
+        self.num_silent = 0  # calls without grad in forwards that train: a reentrant recomputation may repeat them ...
+        self.num_repeated = 0  # ... and has done so, in this backward, this often
         self.healed_in = -1  # the backward in which data was brought back for a value that had left by a side door
 
     def move_to(self, state: State) -> None:
