@@ -36,7 +36,7 @@ def at_end_of_backward(callback: Callable[[], None]) -> None:
 
 def has_saved_tensor_hooks() -> bool:
     """Whether hooks on saved tensors (``checkpoint``'s, ``save_on_cpu``'s) are in force. Only one pair is at a time."""
-    return torch._C._autograd._top_saved_tensors_default_hooks(True) is not None
+    return torch._C._autograd._top_saved_tensors_default_hooks(True) is not None  # noqa: FBT003 - takes no keyword
 
 
 def parameters_of(module: nn.Module) -> dict[str, nn.Parameter | None]:
