@@ -41,10 +41,10 @@ check: $(STAMP) ## format, lint, types, floors and unit tests, in seconds
 	@$(BIN)/lint-imports --no-cache > .venv/lint-imports.log 2>&1 || { cat .venv/lint-imports.log; exit 1; }
 	@$(BIN)/python -m pytest -q tests/unit tests/contract -m 'not gpu and not slow'
 
-bench: $(STAMP) ## compare with torch's own engines, case by case
-	@for case in host compute wide; do \
-	    $(BIN)/shardwise compare --case $$case --nproc 2 --json bench/results/$$(date +%F)-$$case.json || exit 1; \
-	done
+bench: $(STAMP) ## compare with torch's own engines, case by case; writes bench/results/DATE.md and .json
+	@$(BIN)/shardwise compare --nproc 2 --strategies zero3,ddp,zero1 \
+	    --peers single,torch-ddp,torch-zero1,torch-fsdp1,torch-fsdp2,torch-fsdp2-noreshard \
+	    --json bench/results/$$(date -u +%F).json --markdown bench/results/$$(date -u +%F).md
 
 clean: ## remove .venv, caches and build results (runs/ stays)
 	@rm -rf .venv build dist .pytest_cache .ruff_cache .hypothesis .import_linter_cache src/*.egg-info
