@@ -29,6 +29,12 @@ from shardwise.fsdp.view import memory_order
 PRESETS = ("ddp", "zero1", "zero2", "shard_grad_op", "zero3")
 SHARDED = ("shard_grad_op", "zero3")
 
+
+def presets() -> tuple[str, ...]:
+    """Every preset on two ranks; on more, one of each kind of replica."""
+    return PRESETS if dist.get_world_size() == 2 else ("zero1", "shard_grad_op", "zero3")
+
+
 Script = Callable[[nn.Module, int, int], Any]
 
 
@@ -112,13 +118,13 @@ def _one_step(
     copies: list[nn.Module], model: nn.Module, runtime: Runtime, script: Script, *, step: int, place: str
 ) -> None:
     rank = dist.get_rank()
-    runs = [_start(script, each, index, step) for index, each in enumerate(copies)]
-    mine = _start(script, model, rank, step)
+    runs = [_Run(script, each, index, step) for index, each in enumerate(copies)]
+    mine = _Run(script, model, rank, step)
     total: dict[str, Tensor] = {}
     index = 0
     while True:
-        expected = [next(run, _END) for run in runs]
-        got = next(mine, _END)
+        expected = [run.advance() for run in runs]
+        got = mine.advance()
         if got is _END:
             assert expected[rank] is _END
             break
@@ -135,11 +141,21 @@ def _one_step(
 _END = object()
 
 
-def _start(script: Script, model: nn.Module, rank: int, step: int) -> Iterator[Any]:
-    torch.manual_seed(31 * step + rank)  # dropout and the like
-    if inspect.isgeneratorfunction(script):
-        return script(model, rank, step)
-    return _by_loss(script, model, rank, step)
+class _Run:
+    """A script under way, with a stream of random numbers of its own."""
+
+    def __init__(self, script: Script, model: nn.Module, rank: int, step: int) -> None:
+        run = script if inspect.isgeneratorfunction(script) else _by_loss
+        args = (model, rank, step) if run is script else (script, model, rank, step)
+        self._iterator: Iterator[Any] = run(*args)
+        self._random = torch.Generator().manual_seed(31 * step + rank).get_state()
+
+    def advance(self) -> Any:
+        """Run to the next value; ``_END`` where there is none."""
+        torch.set_rng_state(self._random)
+        value = next(self._iterator, _END)
+        self._random = torch.get_rng_state()
+        return value
 
 
 def _by_loss(script: Script, model: nn.Module, rank: int, step: int) -> Iterator[Any]:

@@ -14,7 +14,7 @@ import shardwise as sw
 from shardwise.fsdp.runtime import Runtime
 from shardwise.spec.errors import StateError
 from shardwise.testing import RankFailure, run_on_ranks
-from tests.ranks.oracle import PRESETS, SHARDED, Block, Chain, compare, plain_loss, sample
+from tests.ranks.oracle import PRESETS, SHARDED, Block, Chain, compare, plain_loss, presets, sample
 
 WORLDS = pytest.mark.parametrize("world", [2, 3])
 
@@ -108,7 +108,7 @@ def with_every_second_block_off(model, rank, step):
 
 
 def outputs_of_others():
-    for strategy in PRESETS:
+    for strategy in presets():
         nested = sw.wrap_by_class({Wrapper, Block})
         trained = compare(lambda: Chain(Wrapper), plain_loss, strategy, auto_wrap_policy=nested)
         assert len(trained.runtime.units) == 11
@@ -163,7 +163,7 @@ class WithUndefined(nn.Module):
 
 
 def repeated_backwards():
-    for strategy in PRESETS:
+    for strategy in presets():
         compare(Chain, backward_twice, strategy)
         compare(Chain, two_losses_on_one_graph, strategy, steps=2)
         compare(lambda: Chain(WithUndefined), plain_loss, strategy, steps=2)
@@ -215,7 +215,7 @@ def fail_then_work(when):
 
 
 def exceptions():
-    for strategy in PRESETS:
+    for strategy in presets():
         compare(lambda: Chain(Fragile), fail_then_work("backward"), strategy)
         compare(lambda: Chain(Fragile), fail_then_work("forward"), strategy)
 
@@ -227,7 +227,7 @@ def test_after_an_exception_in_forward_or_backward_the_next_step_is_right(world)
 
 def second_derivatives():
     messages = []
-    for strategy in PRESETS:
+    for strategy in presets():
         model = sw.parallelize(Chain(), sw.ParallelPlan(strategy=strategy))
         x = sample(0, 0).requires_grad_()
         y = model(x).square().mean()
@@ -302,7 +302,7 @@ def train_through_the_encoder(model, rank, step):
 
 
 def encoders():
-    for strategy in PRESETS:
+    for strategy in presets():
         compare(EncoderDecoder, encode_then_train, strategy)
         compare(EncoderDecoder, train_through_the_encoder, strategy)
 
@@ -320,7 +320,7 @@ def frees():
     import weakref
 
     gc.disable()
-    for strategy in PRESETS:
+    for strategy in presets():
         model = sw.parallelize(Chain(), sw.ParallelPlan(strategy=strategy))
         optimizer = torch.optim.AdamW(model.parameters())
         for step in range(3):
@@ -384,7 +384,7 @@ class LoopsOverHolders(nn.Module):
 
 
 def containers():
-    for strategy in PRESETS:
+    for strategy in presets():
         compare(Loops, plain_loss, strategy)
         compare(LoopsOverHolders, plain_loss, strategy)
     return [unit.name for unit in compare(LoopsOverHolders, plain_loss, steps=1).runtime.units]
@@ -442,7 +442,7 @@ def one_uses_none(model, rank, step):
 
 
 def used_flags():
-    for strategy in PRESETS:
+    for strategy in presets():
         for script in (everyone_another, only_rank_one, one_uses_none):
             compare(Choosing, script, strategy, steps=5)
 
