@@ -1,0 +1,179 @@
+"""The collectives that a step really issues are those that arithmetic predicts, and those of the strategies' table."""
+
+from __future__ import annotations
+
+import functools
+
+import pytest
+import torch
+from torch import distributed
+
+import shardwise as sw
+from shardwise.fsdp.attach import runtime_of
+from shardwise.fsdp.summary import predict_trace
+from shardwise.testing import run_on_ranks
+from tests.parity import models
+from tests.parity.training import PRESETS
+
+Event = tuple[str, str, int]  # kind, unit, bytes sent by this rank
+
+
+def build(name):
+    """``even``: every parameter and every slice is full at 1, 2 and 3 ranks, so that nothing is padding."""
+    if name != "even":
+        return models.build(name)
+    torch.manual_seed(0)
+    return sw.models.gpt(
+        "gpt-tiny", num_layers=5, hidden=64, num_heads=2, ffn=192, vocab_size=47, seq_len=12, bias=False, tied=True
+    )
+
+
+def record(name: str, preset: str, accumulation: str, num_microbatches: int) -> tuple[list, list]:
+    """What each microbatch of the second step sent, and what was predicted for it."""
+    model = sw.parallelize(
+        build(name),
+        sw.ParallelPlan(strategy=preset, accumulation=accumulation, auto_wrap_policy=models.wrap_policy(name)),
+    )
+    runtime = runtime_of(model, "test")
+    optimizer = torch.optim.SGD(model.parameters(), lr=1e-2)
+    rank = distributed.get_rank()
+    recorded: list[list[Event]] = []
+    predicted: list[list[Event]] = []
+    for step in range(2):
+        for microbatch in range(num_microbatches):
+            is_last = microbatch == num_microbatches - 1
+            with sw.gradient_sync(model, is_last), sw.record_collectives(model) as events:
+                model(*models.batch(step, microbatch, rank)).backward()
+            if step == 1:
+                assert {event.axis for event in events} <= {"dp_shard"}
+                assert {event.dtype for event in events} <= {"fp32"}
+                recorded.append([(event.kind, event.unit, event.sent_bytes) for event in events])
+                trace = predict_trace(
+                    runtime,
+                    is_synchronising=is_last or runtime.accumulates_sharded,
+                    is_first_of_window=microbatch == 0,
+                )
+                predicted.append([tuple(collective) for collective in trace])
+        optimizer.step()
+        optimizer.zero_grad()
+    return recorded, predicted
+
+
+CASES = (("auto", 1), ("sharded", 3), ("unsharded", 3))
+
+
+def record_everything(names):
+    return {
+        (name, preset, *case): record(name, preset, *case) for name in names for preset in PRESETS for case in CASES
+    }
+
+
+@functools.cache
+def on_ranks(world):
+    return run_on_ranks(record_everything, world, ("even", "odd", "frozen"), timeout_s=150)
+
+
+@pytest.mark.parametrize("world", [1, 2, 3])
+def test_the_recorded_collectives_are_the_predicted_ones(world):
+    for rank, results in enumerate(on_ranks(world)):
+        for case, (recorded, predicted) in results.items():
+            assert recorded == predicted, f"rank {rank}: {case}"
+
+
+# -- the table, by hand
+#
+# A block of the even model has 41,088 elements in 6 parameters, the root 3,840 in 3: 164,352 and 15,360 bytes. To
+# gather a unit a rank sends (n-1)/n of that. A gradient buffer has 64 elements more for each of its n slices, the header (256
+# bytes); an all-reduced one has a single header of 64 n elements and sends 2 (n-1)/n.
+
+BLOCK_BYTES, ROOT_BYTES, HEADER_BYTES = 164_352, 15_360, 256
+GATHER = {1: (0, 0), 2: (82_176, 7_680), 3: (109_568, 10_240)}  # world: block, root
+REDUCE_SCATTER = {1: (0, 0), 2: (82_432, 7_936), 3: (110_080, 10_752)}
+ALL_REDUCE = {1: (0, 0), 2: (164_864, 15_872), 3: (220_160, 21_504)}
+
+
+def test_the_numbers_written_out_are_the_closed_form():
+    for n in (1, 2, 3):
+        for place, unit_bytes in enumerate((BLOCK_BYTES, ROOT_BYTES)):
+            assert GATHER[n][place] * n == (n - 1) * unit_bytes
+            assert REDUCE_SCATTER[n][place] * n == (n - 1) * (unit_bytes + n * HEADER_BYTES)
+            assert ALL_REDUCE[n][place] * n == 2 * (n - 1) * (unit_bytes + n * HEADER_BYTES)
+
+
+def gather(unit: str, world: int) -> Event:
+    return "all_gather", unit, GATHER[world][unit == "root"]
+
+
+def scatter(unit: str, world: int) -> Event:
+    return "reduce_scatter", unit, REDUCE_SCATTER[world][unit == "root"]
+
+
+def reduce(unit: str, world: int) -> Event:
+    return "all_reduce", unit, ALL_REDUCE[world][unit == "root"]
+
+
+B0, B1, B2, B3, B4 = (f"blocks.{index}" for index in range(5))
+FORWARD = ("root", B0, B1, B2, B3, B4)
+BACKWARD = (B4, B3, B2, B1, B0, "root")
+
+
+def zero3_backward(n: int) -> list[Event]:
+    """The root and the last block are still there; the others are gathered again, one ahead of their use."""
+    return [
+        gather(B3, n),
+        scatter(B4, n),
+        gather(B2, n),
+        scatter(B3, n),
+        gather(B1, n),
+        scatter(B2, n),
+        gather(B0, n),
+        scatter(B1, n),
+        scatter(B0, n),
+        scatter("root", n),
+    ]
+
+
+def expected(preset: str, accumulation: str, n: int) -> list[list[Event]]:
+    """By microbatch: the table of strategies, as one sees it on the wire."""
+    gathers = [gather(unit, n) for unit in FORWARD]
+    scatters = [scatter(unit, n) for unit in BACKWARD]
+    reduces = [reduce(unit, n) for unit in BACKWARD]
+    whole = gathers + zero3_backward(n)
+    no_scatter = [event for event in whole if event[0] == "all_gather"]
+    table = {
+        ("ddp", "auto"): [reduces],
+        ("ddp", "sharded"): [reduces, reduces, reduces],
+        ("ddp", "unsharded"): [[], [], reduces],
+        # Whole parameters are brought up to date once, after the optimizer's step.
+        ("zero2", "auto"): [gathers + scatters],
+        ("zero2", "sharded"): [gathers + scatters, scatters, scatters],
+        ("zero2", "unsharded"): [gathers, [], scatters],
+        ("shard_grad_op", "auto"): [gathers + scatters],
+        ("shard_grad_op", "sharded"): [gathers + scatters, gathers + scatters, gathers + scatters],
+        ("shard_grad_op", "unsharded"): [gathers, gathers, gathers + scatters],
+        ("zero3", "auto"): [whole],
+        ("zero3", "sharded"): [whole, whole, whole],
+        ("zero3", "unsharded"): [no_scatter, no_scatter, whole],
+    }
+    return table["zero2" if preset == "zero1" else preset, accumulation]
+
+
+@pytest.mark.parametrize("world", [1, 2, 3])
+def test_every_preset_sends_what_its_row_of_the_table_says(world):
+    for rank, results in enumerate(on_ranks(world)):
+        for (name, preset, accumulation, _), (recorded, _) in results.items():
+            if name == "even":
+                assert recorded == expected(preset, accumulation, world), f"rank {rank}: {preset}, {accumulation}"
+
+
+@pytest.mark.parametrize("world", [2, 3])
+def test_traffic_of_a_step_is_that_of_the_papers_plus_headers(world):
+    """Parameter bytes P: ddp, zero1 and zero2 move 2 (n-1)/n P, shard_grad_op the same, zero3 3 (n-1)/n P."""
+    num_bytes = 5 * BLOCK_BYTES + ROOT_BYTES
+    headers = 6 * (world - 1) * HEADER_BYTES
+    once = num_bytes * (world - 1) // world
+    total = {preset: sum(event[2] for event in expected(preset, "auto", world)[0]) for preset in PRESETS}
+    assert total["ddp"] == 2 * once + 2 * headers
+    assert total["zero1"] == total["zero2"] == total["shard_grad_op"] == 2 * once + headers
+    kept = (BLOCK_BYTES + ROOT_BYTES) * (world - 1) // world  # the root and the last block are gathered once
+    assert total["zero3"] == 3 * once - kept + headers
