@@ -23,7 +23,8 @@ def build_model(resolved: Resolved, device: torch.device) -> nn.Module:
     """The model, with the weights that the current random state draws, on ``device``."""
     section = resolved.config.model
     if section.hf is not None:
-        return _from_folder(Path(section.hf).expanduser()).to(device)
+        model = _from_folder(Path(section.hf).expanduser())
+        return model if device.type == "cpu" else model.to(device)  # fake tensors cannot be moved, not even to the CPU
     from shardwise.models import gpt
 
     return gpt(section.preset or "gpt-tiny", device=device, **section.overrides)

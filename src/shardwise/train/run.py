@@ -408,7 +408,7 @@ class _Trainer:
                 "parallel": plan,
                 "batch": {"micro": batch.micro, "accumulation": batch.accumulation, "global": batch.total},
                 "predicted_bytes_per_rank": self.predicted_bytes,
-                "predicted_peak_memory_bytes": sum(self.predicted_bytes.values()) or None,
+                "predicted_peak_memory_bytes": self._predicted_peak(),
             },
         )
 
@@ -424,7 +424,7 @@ class _Trainer:
             "eval_loss_final": done.eval_loss_final,
             "tokens_per_s": self.trained_tokens / self.trained_s if self.trained_s else None,
             "peak_memory_bytes": self.peak_bytes or None,
-            "predicted_peak_memory_bytes": sum(self.predicted_bytes.values()) or None,
+            "predicted_peak_memory_bytes": self._predicted_peak(),
             "world_size": self.control.size,
             "strategy": self.config.parallel.strategy,
             "exit_code": outcome.exit_code,
@@ -446,11 +446,17 @@ class _Trainer:
         if resume is not None:
             say(f"resumed at step {self.done.step}" + "".join(f"\n  {line}" for line in changes))
 
+    def _predicted_peak(self) -> int | None:
+        return sum(self.predicted_bytes.values()) if "activations" in self.predicted_bytes else None
+
     def _memory_table(self) -> list[str]:
         """Predicted beside measured, most bytes held at once by any rank."""
         names = ", ".join(f"{name} {size(held)}" for name, held in self.predicted_bytes.items() if held)
         total = sum(self.predicted_bytes.values())
         ratio = f"{self.peak_bytes / total:.2f} of the prediction" if total and self.peak_bytes else "not measured"
+        if self._predicted_peak() is None:
+            names += "; activations of this model are not known beforehand"
+            ratio = "activations included"
         return [
             "peak memory of tensors, per rank",
             f"  predicted  {size(total):>9}  {names}",

@@ -6,6 +6,7 @@ import json
 import os
 import random
 import signal
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -15,9 +16,11 @@ from torch import nn
 from shardwise.models.shape import PRESETS
 from shardwise.spec.errors import CheckpointError
 from shardwise.train import random_state
-from shardwise.train.build import build_optimizer, set_lr
-from shardwise.train.config import OptimizerSection
+from shardwise.train.build import build_model, build_optimizer, loss_of, set_lr
+from shardwise.train.check import resolve
+from shardwise.train.config import OptimizerSection, read_draft
 from shardwise.train.metrics import flops_per_token, peak_flops
+from shardwise.train.predict import activation_bytes
 from shardwise.train.stop import INTERRUPTED, STOPPED, StopRequest, exit_code
 from shardwise.train.text import printable, size
 
@@ -113,3 +116,20 @@ def test_signals_are_remembered_and_given_back(number: int, code: int) -> None:
         os.kill(os.getpid(), number)
         assert exit_code(stop.signal_number) == code
     assert signal.getsignal(number) is before
+
+
+def test_a_hugging_face_folder_is_built_offline_from_its_configuration(tmp_path: Path) -> None:
+    pytest.importorskip("transformers", reason="the hf extra is not installed")
+    (tmp_path / "config.json").write_text(
+        '{"architectures": ["LlamaForCausalLM"], "model_type": "llama", "vocab_size": 256, "hidden_size": 16,'
+        ' "intermediate_size": 32, "num_hidden_layers": 2, "num_attention_heads": 2, "num_key_value_heads": 2,'
+        ' "max_position_embeddings": 32}'
+    )
+    base = {"model": {"hf": str(tmp_path)}, "data": {"source": "random"}, "train": {"steps": 1}}
+    resolved = resolve(read_draft(None, base=base, title="test"), 1)
+    random_state.seed_all(0)
+    model = build_model(resolved, CPU)
+    tokens = torch.zeros(2, 9, dtype=torch.int64)
+    loss = loss_of(resolved.config)(model, tokens[:, :-1], tokens[:, 1:])
+    assert 4.0 < float(loss) < 7.0  # about ln 256
+    assert activation_bytes(resolved, CPU)
