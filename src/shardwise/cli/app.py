@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import importlib
-import importlib.util
 import sys
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -40,8 +39,6 @@ def build() -> typer.Typer:
     )
     app.callback()(_version_option)
     for module in dict.fromkeys(VERBS.values()):
-        if importlib.util.find_spec(module) is None:
-            continue
         register: Callable[[typer.Typer], Any] = importlib.import_module(module).register
         register(app)
     return app
