@@ -128,7 +128,7 @@ class Group:
             StateError: A shard's dtype, device or shape was changed.
         """
         for index, (shard, pointer) in enumerate(zip(self.shards, self._pointers, strict=True)):
-            if shard.data_ptr() == pointer:
+            if shard.data_ptr() == pointer and (pointer or shard.dtype is self.dtype):  # empty ones have no address
                 continue
             view = self.views[index]
             if shard.shape != view.shape or shard.dtype != view.dtype or shard.device != view.device:

@@ -1,0 +1,191 @@
+"""Values that leave a unit otherwise than through its outputs: saved tensors are checked and brought back."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
+
+import shardwise as sw
+from shardwise.fsdp import attach
+from shardwise.spec.errors import StateError
+from shardwise.testing import run_on_ranks
+from tests.ranks.oracle import SHARDED, Block, Chain, compare, plain_loss, presets, sample
+
+WORLDS = pytest.mark.parametrize("world", [2, 3])
+
+
+class Box:
+    """An object that no one looks into."""
+
+    def __init__(self, value: Tensor) -> None:
+        self._value = value
+
+    def open(self) -> Tensor:
+        return self._value
+
+
+class Boxing(Block):
+    """Its output is hidden in an opaque object."""
+
+    def forward(self, box: Box) -> Box:
+        return Box(super().forward(box.open()))
+
+
+class Boxed(Chain):
+    def __init__(self) -> None:
+        super().__init__(Boxing, 6)
+
+    def forward(self, x: Tensor) -> Tensor:
+        box = Box(self.stem(x))
+        for block in self.blocks:
+            box = block(box)
+        return self.head(box.open())
+
+
+class KeepsLoss(Block):
+    """Stores a loss of its own on the module, as routers of experts do."""
+
+    aux: Tensor | None = None
+
+    def forward(self, x: Tensor) -> Tensor:
+        h = self.up(x)
+        self.aux = (torch.sin(h) @ self.down.weight.T).square().mean()
+        return x + self.down(F.gelu(h))
+
+
+def with_aux_loss(model, rank, step):
+    loss = plain_loss(model, rank, step)
+    return loss + 0.1 * sum(block.aux for block in model.blocks)
+
+
+def with_aux_loss_later(model, rank, step):
+    """The loss on the module counts from the third step on only, when the order has long been recorded."""
+    loss = plain_loss(model, rank, step)
+    return loss + 0.1 * sum(block.aux for block in model.blocks) if step > 2 else loss
+
+
+def hide(is_checked):
+    for strategy in presets():
+        compare(Boxed, plain_loss, strategy, steps=5, is_checked=is_checked, heals=True)
+        compare(lambda: Chain(KeepsLoss), with_aux_loss, strategy, steps=5, is_checked=is_checked, heals=True)
+
+
+@pytest.mark.parametrize("is_checked", [True, False], ids=["checked", "as-users-run-it"])
+@WORLDS
+def test_hidden_values_and_losses_kept_on_modules_are_right_in_every_step(world, is_checked):
+    run_on_ranks(hide, world, is_checked)
+
+
+def hide_later():
+    for strategy in presets():
+        compare(lambda: Chain(KeepsLoss), with_aux_loss_later, strategy, steps=6, heals=True)
+
+
+def test_a_loss_on_a_module_that_counts_only_in_later_steps_is_right_under_checks():
+    run_on_ranks(hide_later, 2)
+
+
+def hide_later_as_users_run_it():
+    found = []
+    for strategy in SHARDED:
+        try:
+            trained = compare(
+                lambda: Chain(KeepsLoss), with_aux_loss_later, strategy, steps=6, is_checked=False, heals=True
+            )
+        except StateError as error:
+            found.append(str(error))
+        else:
+            found.append(f"right, {trained.num_healed} healed")
+    return found
+
+
+def test_a_loss_on_a_module_that_counts_only_in_later_steps_is_right_or_refused_as_users_run_it():
+    for found in run_on_ranks(hide_later_as_users_run_it, 2):
+        for text in found:
+            assert text.startswith("right") or "a value left the unit otherwise than through its outputs" in text
+
+
+class CheckpointedInside(Block):
+    """Recomputes a part of itself: checkpoint's saved-tensor hooks lie above ours."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x + checkpoint(self._run, x, use_reentrant=False)
+
+    def _run(self, x: Tensor) -> Tensor:
+        return self.down(torch.sin(self.up(x)))
+
+
+class OwnHooks(Block):
+    """Pushes saved-tensor hooks of its own, as offloading of activations does."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        with torch.autograd.graph.saved_tensors_hooks(lambda t: t.clone(), lambda t: t):
+            h = self.up(x)
+        with torch.autograd.graph.save_on_cpu():
+            return x + self.down(F.gelu(h))
+
+
+def hooks_of_others():
+    for strategy in presets():
+        compare(lambda: Chain(CheckpointedInside), plain_loss, strategy)
+        compare(lambda: Chain(OwnHooks), plain_loss, strategy)
+
+
+@WORLDS
+def test_saved_tensor_hooks_of_checkpoint_and_of_the_user_live_beside_ours(world):
+    run_on_ranks(hooks_of_others, world)
+
+
+def settle():
+    model = sw.parallelize(Chain())
+    guard = attach.runtime_of(model, "test")._saved
+    seen = []
+    for step in range(5):
+        seen.append(guard.is_on)
+        plain_loss(model, 0, step).backward()
+    return seen, guard.num_healed
+
+
+def test_saved_tensors_are_watched_in_the_first_steps_and_no_longer_than_needed():
+    seen, num_healed = run_on_ranks(settle, 2)[0]
+    assert seen[:2] == [True, True]
+    assert not any(seen[3:])
+    assert num_healed == 0
+
+
+class LeavesAnInputAlone(nn.Module):
+    """Uses its weight in the loss only, through a method that is not forward."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(8, 8)
+        self.extra = nn.Linear(8, 8)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x + self.linear(x)
+
+
+def call_outside():
+    found = []
+    for strategy in ("ddp", "zero1", "zero3"):
+        model = sw.parallelize(Chain(LeavesAnInputAlone), sw.ParallelPlan(strategy=strategy))
+        with pytest.raises(StateError) as caught:
+            model.blocks[2].extra(sample(0, 0))
+        found.append(str(caught.value))
+        plain_loss(model, 0, 0).backward()
+        with pytest.raises(StateError):
+            model.blocks[2].extra(sample(0, 0))
+    return found
+
+
+def test_a_submodule_called_outside_its_units_forward_is_refused_with_name_and_shape():
+    ddp, zero1, zero3 = run_on_ranks(call_outside, 2)[0]
+    start = "Linear 'blocks.2.extra' was called outside the forward of its unit 'blocks.2': its parameter "
+    start += "'blocks.2.extra.weight' of logical shape [8, 8] "
+    assert ddp.startswith(f"{start}would train alone.\n")
+    assert zero1.startswith(f"{start}is a shard [1, ")
+    assert zero3.startswith(f"{start}is a shard [1, ")
+    assert "Call 'blocks.2' or the model" in zero3

@@ -1,0 +1,239 @@
+"""Units share slots: whatever the order in which they run, each finds its own data, or the test reads NaN."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+import shardwise as sw
+from shardwise.testing import run_on_ranks
+from tests.ranks.oracle import Block, Chain, compare, plain_loss, presets, sample
+
+WORLDS = pytest.mark.parametrize("world", [2, 3])
+
+
+class Twice(Chain):
+    """Every unit runs twice in a forward: 0 1 2 3 4 0 1 2 3 4."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.stem(x)
+        for block in [*self.blocks, *self.blocks]:
+            x = block(x)
+        return self.head(x)
+
+
+class InARow(Chain):
+    """Every unit runs twice in a row: 0 0 1 1 2 2."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.stem(x)
+        for block in self.blocks:
+            x = block(block(x))
+        return self.head(x)
+
+
+class ThereAndBack(Chain):
+    """0 1 2 3 4 3 2 1 0."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.stem(x)
+        for block in [*self.blocks, *reversed(self.blocks[:-1])]:
+            x = block(x)
+        return self.head(x)
+
+
+def orders():
+    for strategy in presets():
+        for build in (Twice, InARow, ThereAndBack):
+            compare(build, plain_loss, strategy)
+
+
+@WORLDS
+def test_units_that_run_more_than_once_find_their_data_again(world):
+    run_on_ranks(orders, world)
+
+
+def freeze(model, names):
+    for name, parameter in model.named_parameters():
+        if any(part in name for part in names):
+            parameter.requires_grad_(False)
+    return model
+
+
+def frozen():
+    for strategy in presets():
+        for build in (Chain, Twice):
+            compare(lambda build=build: freeze(build(), ["blocks.0", "blocks.2", "blocks.3"]), plain_loss, strategy)
+            compare(lambda build=build: freeze(build(), ["stem", "blocks.0", "blocks.1"]), plain_loss, strategy)
+        trained = compare(lambda: freeze(Chain(), ["up", "stem"]), plain_loss, strategy)
+        assert sum(group.is_trainable for unit in trained.runtime.units for group in unit.groups) == 6
+        frozen_shards = [s for g in trained.runtime.groups if not g.is_trainable for s in g.shards]
+        assert all(shard.grad is None and shard not in trained.optimizer.state for shard in frozen_shards)
+        assert all(g.gradient._home is None for g in trained.runtime.groups if not g.is_trainable)
+
+
+@WORLDS
+def test_frozen_units_and_frozen_parts_of_units_have_data_but_no_gradients(world):
+    run_on_ranks(frozen, world)
+
+
+class Family(nn.Module):
+    """A unit that holds two units, one of which holds another, and computes between them."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.mix = nn.Linear(8, 8)
+        self.child = Block()
+        self.scale = nn.Parameter(torch.ones(8))
+        self.other = Parent()
+
+    def forward(self, x: Tensor) -> Tensor:
+        h = torch.tanh(self.mix(x))
+        h = self.child(h) * self.scale
+        return x + self.mix(self.other(h))
+
+
+class Parent(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.grandchild = Block()
+        self.bias = nn.Parameter(torch.zeros(8))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.grandchild(x + self.bias)
+
+
+NESTED = sw.wrap_by_class({"Family", "Parent", "Block"})
+
+
+def nested():
+    for strategy in presets():
+        trained = compare(lambda: Chain(Family), plain_loss, strategy, auto_wrap_policy=NESTED)
+        assert len(trained.runtime.units) == 21
+        assert max(unit.depth for unit in trained.runtime.units) == 3
+        compare(lambda: Chain(Family), plain_loss, strategy, auto_wrap_policy=sw.wrap_by_size(1))
+        compare(lambda: Chain(Family), two_forwards, strategy, auto_wrap_policy=NESTED)
+
+
+@WORLDS
+def test_nested_units_never_share_storage_with_those_around_them(world):
+    run_on_ranks(nested, world)
+
+
+def two_forwards(model, rank, step):
+    """Two forwards before one backward."""
+    return (model(sample(rank, step)) * model(sample(rank, step, salt=1))).mean()
+
+
+def separate_backwards(model, rank, step):
+    """Two forwards, then a backward of each, the older first."""
+    first, second = plain_loss(model, rank, step), plain_loss(model, rank, step + 50)
+    first.backward()
+    yield first
+    second.backward()
+    yield second
+
+
+def newer_first(model, rank, step):
+    first, second = plain_loss(model, rank, step), plain_loss(model, rank, step + 50)
+    second.backward()
+    yield second
+    first.backward()
+    yield first
+
+
+def forward_forgotten(model, rank, step):
+    """A forward whose backward never comes."""
+    forgotten = model(sample(rank, step, salt=2))
+    del forgotten
+    return plain_loss(model, rank, step)
+
+
+def forward_kept(model, rank, step):
+    """A forward whose backward never comes, though its graph lives on."""
+    model.__dict__["kept_by_test"] = model(sample(rank, step, salt=2))
+    return plain_loss(model, rank, step)
+
+
+def several_forwards():
+    for strategy in presets():
+        for script in (two_forwards, separate_backwards, newer_first, forward_forgotten, forward_kept):
+            compare(Chain, script, strategy)
+        compare(Twice, two_forwards, strategy)
+        compare(Twice, separate_backwards, strategy)
+
+
+@WORLDS
+def test_several_forwards_may_come_before_a_backward(world):
+    run_on_ranks(several_forwards, world)
+
+
+class Parallel(nn.Module):
+    """Branches that run side by side and meet at the end, one of them with a tail."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(13)
+        self.left = nn.ModuleList(Block() for _ in range(3))
+        self.right = nn.ModuleList(Block() for _ in range(3))
+        self.join = nn.Bilinear(8, 8, 3)
+
+    def forward(self, x: Tensor) -> Tensor:
+        a, b = x, torch.sin(x)
+        for left, right in zip(self.left, self.right, strict=True):
+            a, b = left(a), right(b)
+        return self.join(a, b)
+
+
+class Crossing(Parallel):
+    """Each branch feeds the other, and the first outputs are used again at the end."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        a, b = x, torch.sin(x)
+        first = None
+        for left, right in zip(self.left, self.right, strict=True):
+            a, b = left(b) + a, right(a) * b
+            first = a if first is None else first
+        return self.join(a + first, b)
+
+
+class Dense(Chain):
+    """Every block sees the outputs of all before it."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        outputs = [self.stem(x)]
+        for block in self.blocks:
+            outputs.append(block(torch.stack(outputs).sum(0)))
+        return self.head(F.gelu(torch.stack(outputs).sum(0)))
+
+
+def branches():
+    for strategy in presets():
+        for build in (Parallel, Crossing, Dense):
+            compare(build, plain_loss, strategy)
+
+
+@WORLDS
+def test_parallel_branches_and_dense_connections_are_right(world):
+    run_on_ranks(branches, world)
+
+
+class Uneven(Chain):
+    """Blocks of many sizes, which share slots all the same where the sizes are near."""
+
+    def __init__(self) -> None:
+        sizes = iter([13, 40, 14, 41, 15, 3, 42, 16])
+        super().__init__(lambda: Block(8, next(sizes)), 8)
+
+
+def uneven():
+    for strategy in presets():
+        trained = compare(Uneven, plain_loss, strategy)
+    assert len(trained.runtime.slots.slots) < len(trained.runtime.units)
+
+
+@WORLDS
+def test_units_of_different_sizes_share_slots(world):
+    run_on_ranks(uneven, world)
