@@ -83,8 +83,8 @@ def test_the_recorded_collectives_are_the_predicted_ones(world):
 # -- the table, by hand
 #
 # A block of the even model has 41,088 elements in 6 parameters, the root 3,840 in 3: 164,352 and 15,360 bytes. To
-# gather a unit a rank sends (n-1)/n of that. A gradient buffer has 64 elements more for each of its n slices, the header (256
-# bytes); an all-reduced one has a single header of 64 n elements and sends 2 (n-1)/n.
+# gather a unit a rank sends (n-1)/n of that. A gradient buffer has a header of 64 elements (256 bytes) for each of its
+# n slices; an all-reduced one has a single header of 64 n elements and sends 2 (n-1)/n.
 
 BLOCK_BYTES, ROOT_BYTES, HEADER_BYTES = 164_352, 15_360, 256
 GATHER = {1: (0, 0), 2: (82_176, 7_680), 3: (109_568, 10_240)}  # world: block, root

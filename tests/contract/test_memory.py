@@ -1,0 +1,312 @@
+"""The bytes that a rank really holds, found from outside the engine, are those of the closed form.
+
+Storages are told apart by identity, and attributed by where an onlooker meets them: on ``model.parameters()``, on
+``.grad``, in the optimizer's state, on a module's parameters while it computes (gathered units), or in the hands of the
+communication (gradient buffers). What is left over is what the sums receive into.
+"""
+
+from __future__ import annotations
+
+import functools
+import gc
+import sys
+from collections.abc import Iterable
+from unittest import mock
+
+import pytest
+import torch
+from torch import Tensor, distributed, nn
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_iter
+
+import shardwise as sw
+from shardwise.comm.gloo import GlooComm
+from shardwise.fsdp.attach import runtime_of
+from shardwise.fsdp.gradient import EAGER_NUMEL
+from shardwise.fsdp.summary import group_shapes, predict
+from shardwise.spec.footprint import waiting_bytes
+from shardwise.testing import run_on_ranks
+from shardwise.train.memory import StorageCount
+from tests.parity import models
+from tests.parity.training import PRESETS
+
+#: Flags, counters and constants of the engine; nothing of the size of a parameter.
+SMALL_BYTES = 1024
+VOCAB, SEQ = 512, 64
+
+
+def build(seq_len: int = SEQ) -> nn.Module:
+    torch.manual_seed(0)
+    return sw.models.gpt("gpt-tiny", num_layers=6, hidden=128, num_heads=4, vocab_size=VOCAB, seq_len=seq_len)
+
+
+def batch(seq_len: int = SEQ) -> tuple[Tensor, Tensor]:
+    generator = torch.Generator().manual_seed(distributed.get_rank())
+    tokens_BT = torch.randint(0, VOCAB, (2, seq_len), generator=generator)
+    return tokens_BT, tokens_BT.clone()
+
+
+class Storages(dict[int, int]):
+    """Bytes of distinct storages, by identity, which is theirs only while they live."""
+
+    def see(self, tensors: Iterable[object]) -> Storages:
+        for tensor in tensors:
+            if isinstance(tensor, Tensor) and not tensor.is_meta:
+                storage = tensor.untyped_storage()
+                self[storage._cdata] = storage.nbytes()
+        return self
+
+    def without(self, *others: Storages) -> Storages:
+        return Storages({key: size for key, size in self.items() if not any(key in other for other in others)})
+
+    @property
+    def num_bytes(self) -> int:
+        return sum(self.values())
+
+
+def everything_alive() -> Storages:
+    gc.collect()
+    return Storages().see(held for held in gc.get_objects() if issubclass(type(held), Tensor))
+
+
+def train(model: nn.Module, optimizer: torch.optim.Optimizer, inputs: tuple[Tensor, ...], steps: int) -> None:
+    for _ in range(steps):
+        model(*inputs).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+
+
+# -- by category
+
+
+def measure_categories(preset: str) -> tuple[dict[str, int], dict[str, int]]:
+    """Bytes by category after the third backward: measured, predicted."""
+    before = everything_alive()
+    model = sw.parallelize(build(), sw.ParallelPlan(strategy=preset))
+    optimizer = torch.optim.AdamW(model.parameters())
+    inputs = batch()
+    computed_with, reduced = Storages(), Storages()
+    reduce_scatter, all_reduce = GlooComm.reduce_scatter, GlooComm.all_reduce
+
+    def see_scatter(comm, buffer, out, **named):
+        reduced.see([buffer])
+        return reduce_scatter(comm, buffer, out, **named)
+
+    def see_reduce(comm, buffer, **named):
+        reduced.see([buffer])
+        return all_reduce(comm, buffer, **named)
+
+    hooks = [
+        module.register_forward_pre_hook(lambda module, _: computed_with.see(module.parameters()) and None)
+        for module in (model, *model.blocks)
+    ]
+    with (
+        mock.patch.object(GlooComm, "reduce_scatter", see_scatter),
+        mock.patch.object(GlooComm, "all_reduce", see_reduce),
+    ):
+        train(model, optimizer, inputs, 2)
+        model(*inputs).backward()
+    for hook in hooks:
+        hook.remove()
+    parameters = Storages().see(model.parameters())
+    gradients = Storages().see(parameter.grad for parameter in model.parameters())
+    state = Storages().see(value for held in optimizer.state.values() for value in held.values())
+    gathered = computed_with.without(parameters)
+    buffers = reduced.without(gradients)
+    known = (before, Storages().see(inputs), parameters, gradients, state, gathered, buffers)
+    rest = everything_alive().without(*known)
+    received = {key: size for key, size in rest.items() if size > SMALL_BYTES}
+    assert sum(rest.values()) - sum(received.values()) <= 4 * SMALL_BYTES
+    measured = {
+        "parameters": parameters.num_bytes,
+        "gradients": gradients.num_bytes,
+        "optimizer": state.num_bytes,
+        "gathered": gathered.num_bytes,
+        "reduce": buffers.num_bytes + sum(received.values()),
+    }
+    return measured, predict(runtime_of(model, "test")).as_dict()
+
+
+def measure_all_categories():
+    return {preset: measure_categories(preset) for preset in PRESETS}
+
+
+@functools.cache
+def categories(world):
+    return run_on_ranks(measure_all_categories, world)
+
+
+@pytest.mark.parametrize("world", [1, 2, 4])
+def test_bytes_held_equal_the_closed_form_in_every_category(world):
+    for rank, results in enumerate(categories(world)):
+        for preset, (measured, predicted) in results.items():
+            assert measured == predicted, f"rank {rank}: {preset}"
+
+
+@pytest.mark.parametrize("world", [1, 2, 4])
+def test_bytes_held_are_those_of_zeros_table_in_single_precision(world):
+    """Within what padding, headers and counters add: 2% of the table's own numbers."""
+    psi, n = sum(parameter.numel() for parameter in build().parameters()), world
+    table = {
+        "ddp": (4 * psi, 4 * psi, 8 * psi),
+        "zero1": (4 * psi, 4 * psi, 8 * psi / n),
+        "zero2": (4 * psi, 4 * psi / n, 8 * psi / n),
+        "shard_grad_op": (4 * psi / n, 4 * psi / n, 8 * psi / n),
+        "zero3": (4 * psi / n, 4 * psi / n, 8 * psi / n),
+    }
+    for preset, expected in table.items():
+        for results in categories(world):
+            measured = results[preset][0]
+            for category, wanted in zip(("parameters", "gradients", "optimizer"), expected, strict=True):
+                assert measured[category] == pytest.approx(wanted, rel=0.02), (preset, category)
+
+
+def test_zero3_holds_two_blocks_and_the_root_gathered():
+    """The live units: two slots of a block, and the root."""
+    model = build()
+    block = sum(parameter.numel() for parameter in model.blocks[0].parameters())
+    root = sum(parameter.numel() for parameter in model.parameters()) - 6 * block
+    for measured, _ in (results["zero3"] for results in categories(2)):
+        assert measured["gathered"] == pytest.approx(4 * (2 * block + root), rel=0.01)
+    for measured, _ in (results["shard_grad_op"] for results in categories(2)):
+        assert measured["gathered"] == pytest.approx(4 * (6 * block + root), rel=0.01)
+
+
+def measure_total(name: str, preset: str) -> tuple[int, int]:
+    """All bytes after the third backward: measured, predicted."""
+    before = everything_alive()
+    plan = sw.ParallelPlan(strategy=preset, auto_wrap_policy=models.wrap_policy(name))
+    model = sw.parallelize(models.build(name), plan)
+    optimizer = torch.optim.AdamW(model.parameters())
+    inputs = models.batch(0, 0, distributed.get_rank())
+    train(model, optimizer, inputs, 2)
+    model(*inputs).backward()
+    held = everything_alive().without(before, Storages().see(inputs)).num_bytes
+    return held, predict(runtime_of(model, "test")).total
+
+
+def measure_totals(names):
+    return {(name, preset): measure_total(name, preset) for name in names for preset in PRESETS}
+
+
+@pytest.mark.parametrize("world", [2, 3])
+def test_all_bytes_of_odd_tied_and_frozen_models_equal_the_closed_form(world):
+    for rank, totals in enumerate(run_on_ranks(measure_totals, world, ("tied", "odd", "frozen"))):
+        for case, (measured, predicted) in totals.items():
+            slack = 0.02 * predicted + 2 * SMALL_BYTES  # the engine's flags weigh something in models this small
+            assert abs(measured - predicted) <= slack, f"rank {rank}: {case}: {measured} held, {predicted} predicted"
+
+
+# -- the peak
+
+
+def measure_peak(preset: str, seq_len: int) -> tuple[int, int, int]:
+    """The most bytes held in a step, those predicted without activations, and the gradients that may wait."""
+    before = everything_alive()
+    model = sw.parallelize(build(seq_len), sw.ParallelPlan(strategy=preset))
+    optimizer = torch.optim.AdamW(model.parameters())
+    inputs = batch(seq_len)
+    train(model, optimizer, inputs, 2)
+    gc.collect()
+    count = StorageCount("cpu")
+    count.see_all_objects()
+    with count:
+        train(model, optimizer, inputs, 1)
+    peak = count.peak_bytes - before.num_bytes - Storages().see(inputs).num_bytes
+    count.forget()
+    runtime = runtime_of(model, "test")
+    return peak, predict(runtime).total, waiting_bytes(group_shapes(runtime), eager_numel=EAGER_NUMEL)
+
+
+def measure_activations(seq_len: int) -> int:
+    """The most that one plain process holds besides parameters, each gradient freed at once."""
+    model, inputs = build(seq_len), batch(seq_len)
+
+    def free(parameter):
+        parameter.grad = None
+
+    for parameter in model.parameters():
+        parameter.register_post_accumulate_grad_hook(free)
+    gc.collect()
+    count = StorageCount("cpu")
+    count.see_all_objects()
+    held = count.live_bytes
+    with count:
+        model(*inputs).backward()
+    count.forget()
+    return count.peak_bytes - held
+
+
+def measure_peaks(seq_len):
+    return measure_activations(seq_len), {preset: measure_peak(preset, seq_len) for preset in PRESETS}
+
+
+@pytest.mark.parametrize("world", [1, 2, 4])
+def test_the_peak_is_the_closed_form_and_the_activations_of_a_plain_run(world):
+    for rank, (activations, peaks) in enumerate(run_on_ranks(measure_peaks, world, SEQ)):
+        for preset, (peak, predicted, _) in peaks.items():
+            assert peak == pytest.approx(predicted + activations, rel=0.02), f"rank {rank}: {preset}"
+
+
+def test_with_hardly_any_activations_gradients_that_wait_for_their_unit_show_in_the_peak():
+    for rank, (activations, peaks) in enumerate(run_on_ranks(measure_peaks, 2, 4)):
+        for preset, (peak, predicted, waiting) in peaks.items():
+            least = predicted + activations
+            assert 0.999 * least <= peak <= 1.001 * (least + waiting), f"rank {rank}: {preset}"
+
+
+# -- the steady state
+
+
+class EngineAllocations(TorchDispatchMode):
+    """Notes every new storage that code of the engine or of the communication makes, and where."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.found: list[tuple[int, str]] = []
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        result = func(*args, **(kwargs or {}))
+        given = Storages().see(tree_iter((args, kwargs)))
+        new = Storages().see(tree_iter(result)).without(given)
+        place = _caller() if new.num_bytes else ""
+        if "/shardwise/fsdp/" in place or "/shardwise/comm/" in place:
+            self.found.append((new.num_bytes, f"{func} at {place}"))
+        return result
+
+
+def _caller() -> str:
+    """File and line of the nearest frame that is neither torch's nor this file's."""
+    frame = sys._getframe(2)
+    while frame is not None and ("/torch/" in frame.f_code.co_filename or frame.f_code.co_filename == __file__):
+        frame = frame.f_back
+    return f"{frame.f_code.co_filename}:{frame.f_lineno}" if frame is not None else ""
+
+
+def find_allocations() -> dict[str, list[list[tuple[int, str]]]]:
+    """By preset, what was allocated in the construction and steps 1, 2, 3 and 4."""
+    found = {}
+    for preset in PRESETS:
+        by_step = []
+        allocations = EngineAllocations()
+        with allocations:
+            model = sw.parallelize(build(), sw.ParallelPlan(strategy=preset))
+        by_step.append(allocations.found)
+        optimizer = torch.optim.AdamW(model.parameters())
+        for _ in range(4):
+            allocations = EngineAllocations()
+            with allocations:
+                train(model, optimizer, batch(), 1)
+            by_step.append(allocations.found)
+        found[preset] = by_step
+    return found
+
+
+@pytest.mark.parametrize("world", [1, 3])
+def test_no_gather_or_gradient_buffer_is_allocated_from_the_third_step_on(world):
+    for found in run_on_ranks(find_allocations, world):
+        for preset, (construction, first, _, third, fourth) in found.items():
+            early = [num_bytes for num_bytes, _ in construction + first if num_bytes > SMALL_BYTES]
+            assert early, f"{preset}: the measurement does not see the buffers being made"
+            late = [entry for entry in third + fourth if entry[0] > SMALL_BYTES]
+            assert late == [], preset
