@@ -199,8 +199,8 @@ def gradient_sync(model: nn.Module, is_enabled: bool) -> Iterator[None]:  # noqa
 
     * accumulation ``sharded`` (zero2, shard_grad_op, zero3): each backward is reduced into the shard as always:
       the sum over ranks of each microbatch is divided by the number of ranks, then added.
-    * accumulation ``unsharded`` (ddp, zero1): inside, no gradient is sent; each rank adds up its microbatches in full-size
-      buffers, and the backward outside reduces the sums and divides them by the number of ranks.
+    * accumulation ``unsharded`` (ddp, zero1): inside, no gradient is sent; each rank adds up its microbatches in
+      full-size buffers, and the backward outside reduces the sums and divides them by the number of ranks.
 
     Between the first backward inside and the one outside, parameters must not change: gathered copies are reused.
 
