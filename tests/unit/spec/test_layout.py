@@ -1,0 +1,188 @@
+"""Flat layouts: every element has one owner, everything that must be aligned is, whatever the shapes and the world."""
+
+from __future__ import annotations
+
+import dataclasses
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from shardwise.spec.errors import MeshError
+from shardwise.spec.layout import ALIGN_BYTES, ALIGN_NUMEL, GroupLayout, ParamSpec, ReduceLayout, round_up
+from shardwise.spec.precision import ITEM_BYTES, item_bytes
+
+#: Scalars, zero-sized, odd and round shapes; more ranks than elements come with the worlds.
+SHAPES = st.one_of(
+    st.just(()),
+    st.lists(st.integers(0, 9), min_size=1, max_size=3).map(tuple),
+    st.tuples(st.sampled_from([1, 7, 63, 64, 65, 127, 128, 300]), st.sampled_from([1, 3, 64])),
+)
+WORLDS = st.integers(1, 64)
+DTYPES = st.sampled_from(["fp64", "fp32", "bf16", "fp16"])
+
+
+@st.composite
+def layouts(draw):
+    dtype = draw(DTYPES)
+    shapes = draw(st.lists(SHAPES, min_size=1, max_size=8))
+    params = [ParamSpec(f"p{index}", shape, dtype) for index, shape in enumerate(shapes)]
+    return GroupLayout.build(params, draw(WORLDS), dtypes=draw(st.lists(DTYPES, max_size=2)))
+
+
+@given(layouts())
+def test_every_element_is_owned_exactly_once(layout):
+    owned = {index: [] for index in range(len(layout.params))}
+    for rank in range(layout.size):
+        for piece in layout.owned(rank):
+            assert piece.numel > 0
+            owned[piece.index].append((piece.start, piece.stop))
+    for index, ranges in owned.items():
+        end = 0
+        for start, stop in ranges:  # in rank order they follow one another without gap or overlap
+            assert start == end
+            end = stop
+        assert end == layout.params[index].numel
+
+
+@given(layouts())
+def test_pieces_lie_where_the_gathered_buffer_has_them(layout):
+    for rank in range(layout.size):
+        for piece in layout.owned(rank):
+            assert piece.offset >= 0
+            assert piece.offset + piece.numel <= layout.shard_numel
+            gathered = rank * layout.shard_numel + piece.offset
+            assert gathered == layout.offsets[piece.index] + piece.start
+
+
+@given(layouts())
+def test_parameters_and_slices_start_at_multiples_of_64_elements_and_256_bytes(layout):
+    starts = [*layout.offsets, *(rank * layout.shard_numel for rank in range(layout.size + 1))]
+    for start in starts:
+        assert start % ALIGN_NUMEL == 0
+        assert start * item_bytes(layout.params[0].dtype) % ALIGN_BYTES == 0
+
+
+@given(layouts())
+def test_parameters_do_not_overlap_and_fit(layout):
+    ends = [offset + param.numel for offset, param in zip(layout.offsets, layout.params, strict=True)]
+    assert all(end <= start for end, start in zip(ends, layout.offsets[1:], strict=False))
+    assert ends[-1] <= layout.numel
+    assert layout.numel == layout.size * layout.shard_numel
+    assert layout.padding_numel == layout.numel - sum(param.numel for param in layout.params) >= 0
+
+
+@given(layouts())
+def test_padding_is_less_than_one_alignment_for_each_parameter_and_each_slice(layout):
+    assert layout.padding_numel < layout.align_numel * (len(layout.params) + layout.size)
+
+
+@given(layouts())
+def test_there_is_one_piece_for_every_parameter_where_one_is_asked_for(layout):
+    for rank in range(layout.size):
+        pieces = layout.owned_by_param(rank)
+        assert [piece.index for piece in pieces] == list(range(len(layout.params)))
+        assert tuple(piece for piece in pieces if piece.numel) == layout.owned(rank)
+
+
+@given(layouts(), st.booleans())
+def test_pieces_flags_and_gaps_of_a_gradient_buffer_cover_it_exactly_once(layout, scatters):
+    reduce = ReduceLayout(layout, layout.size if scatters else 1)
+    ranges = [(piece.offset, piece.offset + piece.numel) for piece in reduce.pieces]
+    ranges += [(start, start + len(layout.params)) for start in reduce.flag_offsets()]
+    ranges += reduce.gaps
+    end = 0
+    for start, stop in sorted(ranges):
+        assert start == end
+        assert stop > start
+        end = stop
+    assert end == reduce.numel
+
+
+@given(layouts(), st.booleans())
+def test_a_gradient_lies_in_the_slice_of_the_rank_that_owns_it_at_the_same_place(layout, scatters):
+    reduce = ReduceLayout(layout, layout.size if scatters else 1)
+    found = {}
+    for piece in reduce.pieces:
+        place, offset = divmod(piece.offset, reduce.slice_numel)
+        assert offset + piece.numel <= reduce.data_numel
+        found.setdefault(place, []).append(dataclasses.replace(piece, offset=offset))
+    if scatters:
+        assert reduce.data_numel == layout.shard_numel
+        for rank in range(layout.size):
+            assert tuple(found.get(rank, ())) == layout.owned(rank)
+    else:
+        assert {piece.index: piece.offset for piece in found.get(0, ())} == {
+            index: offset for index, offset in enumerate(layout.offsets) if layout.params[index].numel
+        }
+
+
+@given(layouts(), st.booleans())
+def test_slices_of_a_gradient_buffer_are_aligned_and_their_number_divides_it(layout, scatters):
+    reduce = ReduceLayout(layout, layout.size if scatters else 1)
+    assert reduce.numel % layout.size == 0
+    for rank in range(layout.size):
+        assert rank * (reduce.numel // layout.size) % ALIGN_NUMEL == 0
+    assert reduce.header_numel >= len(layout.params)
+    assert len(reduce.flag_offsets()) == reduce.num_slices
+
+
+def test_the_example_of_the_docstring():
+    wq, bq, wo = ParamSpec("wq", (12, 12)), ParamSpec("bq", (12,)), ParamSpec("wo", (12, 12))
+    layout = GroupLayout.build([wq, bq, wo], 2)
+    assert layout.offsets == (0, 192, 256)
+    assert layout.shard_numel == 256
+    assert [(piece.index, piece.start, piece.stop, piece.offset) for piece in layout.owned(0)] == [
+        (0, 0, 144, 0),
+        (1, 0, 12, 192),
+    ]
+    assert [(piece.index, piece.start, piece.stop, piece.offset) for piece in layout.owned(1)] == [(2, 0, 144, 0)]
+
+
+def test_a_parameter_that_a_cut_divides_has_a_piece_on_either_side():
+    layout = GroupLayout.build([ParamSpec("w", (5, 41))], 2)
+    assert [(piece.start, piece.stop) for rank in range(2) for piece in layout.owned(rank)] == [(0, 128), (128, 205)]
+
+
+@pytest.mark.parametrize(("dtype", "align"), [("fp64", 64), ("fp32", 64), ("bf16", 128), ("fp8_e4m3", 256)])
+def test_narrow_dtypes_are_aligned_to_more_elements(dtype, align):
+    assert GroupLayout.build([ParamSpec("w", (3,), dtype)], 1).align_numel == align
+    assert GroupLayout.build([ParamSpec("w", (3,), "fp32")], 1, dtypes=[dtype]).align_numel == align
+
+
+def test_every_dtype_divides_the_alignment():
+    assert all(ALIGN_BYTES % num_bytes == 0 for num_bytes in ITEM_BYTES.values())
+
+
+def test_a_layout_without_parameters_is_empty():
+    layout = GroupLayout.build([], 3)
+    assert (layout.numel, layout.padding_numel, layout.owned(2)) == (0, 0, ())
+
+
+def test_a_layout_without_ranks_is_refused():
+    with pytest.raises(MeshError, match=r"at least one rank, got size=0"):
+        GroupLayout.build([ParamSpec("w", (3,))], 0)
+
+
+def test_fingerprints_tell_layouts_apart():
+    base = ParamSpec("w", (3, 4))
+    layouts = [
+        GroupLayout.build([spec], size)
+        for spec, size in [
+            (base, 2),
+            (base, 3),
+            (dataclasses.replace(base, name="v"), 2),
+            (dataclasses.replace(base, shape=(4, 3)), 2),
+            (dataclasses.replace(base, dtype="bf16"), 2),
+            (dataclasses.replace(base, stride=(1, 3)), 2),
+        ]
+    ]
+    assert len({layout.fingerprint() for layout in layouts}) == len(layouts)
+    assert layouts[0].fingerprint() == GroupLayout.build([base], 2).fingerprint()
+
+
+@given(st.integers(0, 10**9), st.integers(1, 10**6))
+def test_rounding_up_gives_the_smallest_multiple(value, multiple):
+    rounded = round_up(value, multiple)
+    assert rounded % multiple == 0
+    assert 0 <= rounded - value < multiple

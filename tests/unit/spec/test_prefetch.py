@@ -1,0 +1,134 @@
+"""The agreed order: ranks that take different paths issue the same sequence, as long as that can be done."""
+
+from __future__ import annotations
+
+from hypothesis import given
+from hypothesis import strategies as st
+
+from shardwise.spec.prefetch import AgreedOrder
+
+
+def follow(order: AgreedOrder, path: list[int]) -> list[int]:
+    """What a rank issues that runs the units of ``path``."""
+    issued = []
+    order.start()
+    for unit in path:
+        issued += [*order.reach(unit), unit]
+    return issued + list(order.rest())
+
+
+#: A path through a model of up to eight units, some of them called more than once.
+PATHS = st.lists(st.integers(0, 7), min_size=1, max_size=12)
+
+
+@st.composite
+def recorded_and_skipping(draw):
+    """A recorded path and, for some later passes, two ranks' selections from it in order."""
+    path = draw(PATHS)
+    masks = st.lists(st.booleans(), min_size=len(path), max_size=len(path))
+    passes = draw(st.lists(st.tuples(masks, masks), min_size=1, max_size=5))
+    return path, [
+        tuple([unit for unit, runs in zip(path, mask, strict=True) if runs] for mask in pair) for pair in passes
+    ]
+
+
+@given(PATHS)
+def test_a_path_is_recorded_and_then_followed_without_change(path):
+    order = AgreedOrder()
+    assert not order.is_recorded
+    assert follow(order, path) == path
+    assert order.is_recorded
+    assert list(order.units) == path
+    changes = order.num_changes
+    assert follow(order, path) == path
+    assert order.num_changes == changes == 0
+
+
+@given(recorded_and_skipping())
+def test_ranks_that_skip_different_units_issue_the_same_sequence(case):
+    path, passes = case
+    ranks = [AgreedOrder(), AgreedOrder()]
+    for order in ranks:
+        follow(order, path)
+    for selections in passes:
+        issued = [follow(order, selection) for order, selection in zip(ranks, selections, strict=True)]
+        # A unit that comes again later may be taken for its later call: then more is visited at once, never less.
+        assert issued[0] == issued[1] == path
+        assert ranks[0].units == ranks[1].units == tuple(path)
+
+
+@given(recorded_and_skipping(), st.integers(8, 11), st.data())
+def test_a_unit_that_every_rank_inserts_at_one_place_is_followed_from_then_on(case, newcomer, data):
+    path, passes = case
+    place = data.draw(st.integers(0, len(path)))
+    grown = [*path[:place], newcomer, *path[place:]]
+    ranks = [AgreedOrder(), AgreedOrder()]
+    for order in ranks:
+        follow(order, path)
+    assert [follow(order, grown) for order in ranks] == [grown, grown]
+    for selections in passes:
+        assert [follow(order, selection) for order, selection in zip(ranks, selections, strict=True)] == [grown, grown]
+
+
+@given(PATHS, PATHS)
+def test_whatever_path_a_rank_takes_everything_agreed_is_issued_and_everything_it_runs(path, other):
+    order = AgreedOrder()
+    follow(order, path)
+    issued = follow(order, other)
+    assert tuple(issued) == order.units
+    assert _is_subsequence(path, issued)
+    assert _is_subsequence(other, issued)
+    assert follow(order, other) == issued
+
+
+@given(PATHS)
+def test_what_is_upcoming_is_what_comes(path):
+    order = AgreedOrder()
+    order.start()
+    assert order.upcoming() is None
+    follow(order, path)
+    order.start()
+    for index, unit in enumerate(path):
+        assert order.upcoming() == unit
+        assert order.remaining(unit) == path[index:].count(unit)
+        assert not order.is_last(unit)
+        order.reach(unit)
+    assert order.upcoming() is None
+    assert order.is_last(path[-1])
+    assert not order.is_last(path[-1] + 1)
+
+
+def test_the_example_of_the_docstring():
+    order = AgreedOrder()
+    follow(order, [0, 1, 2])
+    order.start()
+    assert list(order.reach(2)) == [0, 1]
+    assert list(order.rest()) == []
+
+
+def test_changes_are_counted():
+    order = AgreedOrder()
+    follow(order, [0, 1, 2])
+    assert order.num_changes == 0
+    follow(order, [0, 2])  # a skip
+    assert order.num_changes == 1
+    follow(order, [0, 1])  # an early end
+    assert order.num_changes == 2
+    follow(order, [0, 3, 1, 2])  # a newcomer
+    assert order.num_changes == 3
+    assert order.units == (0, 3, 1, 2)
+
+
+def test_a_first_pass_that_ends_by_an_exception_is_no_record():
+    order = AgreedOrder()
+    order.start()
+    order.reach(0)
+    order.start()  # the next pass begins without an end of the last
+    assert not order.is_recorded
+    assert follow(order, [0, 1]) != []
+    assert order.units == (0, 1)
+
+
+def _is_subsequence(part: list[int], whole: list[int]) -> bool:
+    rest = iter(whole)
+    return all(unit in rest for unit in part)
