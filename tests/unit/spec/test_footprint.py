@@ -1,0 +1,192 @@
+"""The bytes that a rank holds, against ZeRO's table and against walks by hand."""
+
+from __future__ import annotations
+
+import dataclasses
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from shardwise.spec.footprint import (
+    Footprint,
+    GroupShape,
+    footprint,
+    gathered_bytes,
+    reduce_bytes,
+    size_class,
+    waiting_bytes,
+)
+from shardwise.spec.layout import GroupLayout, ParamSpec
+from shardwise.spec.placement import PRESETS
+
+#: Elements of the root and of each block of the even model: multiples of 64 for up to 64 ranks.
+ROOT, BLOCK, NUM_BLOCKS = 300 * 4096, 1000 * 4096, 6
+PSI = ROOT + NUM_BLOCKS * BLOCK
+HEADER = 64
+
+
+def model(preset, world, *, root=ROOT, blocks=(BLOCK,) * NUM_BLOCKS, dtype="fp32", frozen=()):
+    """A root and units below it, one parameter each."""
+    row = PRESETS[preset]
+    groups = []
+    for unit, numel in enumerate((root, *blocks)):
+        layout = GroupLayout.build([ParamSpec(f"p{unit}", (numel,), dtype, unit not in frozen)], world)
+        reshards = row.shards_parameters and not row.keeps_gathered and unit > 0
+        groups.append(GroupShape(unit, layout, row, int(unit > 0), reshards, unit not in frozen))
+    return groups
+
+
+@pytest.mark.parametrize("world", [1, 2, 4, 16, 64])
+@pytest.mark.parametrize(
+    ("preset", "parameters", "gradients", "optimizer"),
+    [
+        ("ddp", lambda n: 4, lambda n: 4, lambda n: 8),
+        ("zero1", lambda n: 4, lambda n: 4, lambda n: 8 / n),
+        ("zero2", lambda n: 4, lambda n: 4 / n, lambda n: 8 / n),
+        ("shard_grad_op", lambda n: 4 / n, lambda n: 4 / n, lambda n: 8 / n),
+        ("zero3", lambda n: 4 / n, lambda n: 4 / n, lambda n: 8 / n),
+    ],
+)
+def test_even_shapes_give_zeros_table_in_single_precision_plus_headers(preset, world, parameters, gradients, optimizer):
+    held = footprint(model(preset, world), rank=0)
+    units = NUM_BLOCKS + 1
+    # One header of 64 elements for each slice that is held; an all-reduced buffer has one of 64 n.
+    slices = 1 if PRESETS[preset].pools_gradients else world
+    assert held.parameters == parameters(world) * PSI
+    assert held.gradients == gradients(world) * PSI + 4 * HEADER * slices * units
+    assert held.optimizer == optimizer(world) * PSI + 4 * sum(
+        1 for group in model(preset, world) if not group.row.shards_optimizer or group.layout.owned(0)
+    )
+
+
+#: ZeRO (arXiv 1910.02054), table 1: billions of parameters, ranks, GB per rank of stages 1, 2 and 3 with Adam in mixed
+#: precision: 2 + 2 + 12 bytes. In single precision it is 4 + 4 + 8.
+ZERO_TABLE = [
+    (7.5, 1, 120, 120, 120),
+    (7.5, 4, 52.5, 41.25, 30),
+    (7.5, 16, 35.62, 21.56, 7.5),
+    (7.5, 64, 31.41, 16.64, 1.875),
+    (128, 4, 896, 704, 512),
+    (128, 64, 536, 284, 32),
+    (1000, 16, 4750, 2875, 1000),
+    (1000, 64, 4188, 2219, 250),
+]
+
+
+@pytest.mark.parametrize(("billions", "world", "stage1", "stage2", "stage3"), ZERO_TABLE)
+def test_zeros_published_table_follows_from_the_same_shares(billions, world, stage1, stage2, stage3):
+    """Each category's share of its whole is that of the table; only the bytes of one element differ."""
+    scale = 4 * PSI
+    for preset, published in (("zero1", stage1), ("zero2", stage2), ("zero3", stage3)):
+        held = footprint(model(preset, world), rank=0)
+        parameters, gradients = held.parameters / scale, held.gradients / scale
+        optimizer = held.optimizer / (2 * scale)
+        mixed_gb = billions * (2 * parameters + 2 * gradients + 12 * optimizer)
+        assert mixed_gb == pytest.approx(published, rel=0.02)
+
+
+@pytest.mark.parametrize("world", [1, 2, 8])
+def test_zero3_holds_two_blocks_and_the_root_gathered(world):
+    assert footprint(model("zero3", world), rank=0).gathered == 4 * (2 * BLOCK + ROOT)
+    assert footprint(model("shard_grad_op", world), rank=0).gathered == 4 * PSI
+    for preset in ("ddp", "zero1", "zero2"):
+        assert footprint(model(preset, world), rank=0).gathered == 0
+
+
+@pytest.mark.parametrize("preset", ["zero2", "shard_grad_op", "zero3"])
+@pytest.mark.parametrize("world", [1, 2, 8])
+def test_pooled_gradients_take_two_blocks_and_the_root(preset, world):
+    held = reduce_bytes(model(preset, world), rank=0, has_receive_buffers=False)
+    assert held == 4 * (2 * (BLOCK + HEADER * world) + ROOT + HEADER * world)
+
+
+@pytest.mark.parametrize("preset", ["ddp", "zero1"])
+def test_gradients_that_stay_whole_take_no_pooled_buffer(preset):
+    assert reduce_bytes(model(preset, 4), rank=0, has_receive_buffers=False) == 0
+
+
+@pytest.mark.parametrize("preset", list(PRESETS))
+@pytest.mark.parametrize("world", [1, 2, 8])
+def test_sums_receive_every_peers_slice_of_two_blocks_and_the_root(preset, world):
+    groups = model(preset, world)
+    received = reduce_bytes(groups, rank=0) - reduce_bytes(groups, rank=0, has_receive_buffers=False)
+    slices = 2 * (BLOCK // world + HEADER) + ROOT // world + HEADER
+    assert received == 4 * (world - 1) * slices
+
+
+@pytest.mark.parametrize("limit", [1, 2, 3])
+def test_the_pool_never_holds_more_buffers_than_its_limit_and_the_root(limit):
+    held = reduce_bytes(model("zero3", 2), rank=0, num_gradient_buffers=limit, has_receive_buffers=False)
+    # One on its way and one being filled: a third is never asked for.
+    assert held == 4 * (min(limit, 2) * (BLOCK + 2 * HEADER) + ROOT + 2 * HEADER)
+
+
+@given(
+    st.sampled_from([name for name, row in PRESETS.items() if not row.is_hybrid]),
+    st.integers(1, 64),
+    st.lists(st.integers(0, 5000), min_size=1, max_size=7),
+)
+def test_ranks_together_hold_the_state_of_every_element(preset, world, sizes):
+    groups = model(preset, world, root=sizes[0], blocks=sizes[1:])
+    copies = 1 if groups[0].row.shards_optimizer else world
+    state = sum(footprint(groups, rank=rank, optimizer_scalar_bytes=0).optimizer for rank in range(world))
+    assert state == 8 * sum(sizes) * copies
+    parameters = sum(footprint(groups, rank=rank).parameters for rank in range(world))
+    assert parameters >= 4 * sum(sizes) * (1 if groups[0].row.shards_parameters else world)
+
+
+def test_optimizers_with_less_state_take_less():
+    groups = model("zero3", 2)
+    adam, momentum, plain = (footprint(groups, rank=0, optimizer_tensors=count) for count in (2, 1, 0))
+    assert adam.optimizer - 4 * (NUM_BLOCKS + 1) == 2 * momentum.optimizer
+    assert plain.optimizer == 0
+
+
+def test_frozen_units_have_neither_gradients_nor_state():
+    groups = model("zero3", 2, frozen=(1, 2))
+    trained = footprint(model("zero3", 2, blocks=(BLOCK,) * (NUM_BLOCKS - 2)), rank=0)
+    held = footprint(groups, rank=0)
+    assert (held.gradients, held.optimizer, held.reduce) == (trained.gradients, trained.optimizer, trained.reduce)
+    assert held.parameters == trained.parameters + 2 * 2 * BLOCK
+    assert held.gathered == 4 * (4 * BLOCK + ROOT)  # they share slots among themselves
+
+
+def test_blocks_of_different_sizes_have_slots_as_large_as_the_largest_that_uses_them():
+    groups = model("zero3", 1, root=0, blocks=(1024, 1000, 1010, 1020))
+    assert {size_class(group.layout.numel) for group in groups[1:]} == {1024}
+    assert gathered_bytes(groups) == 4 * (1024 + 1024)
+    groups = model("zero3", 1, root=0, blocks=(1024, 2048, 4096))
+    assert gathered_bytes(groups) == 4 * (1024 + 2048 + 4096)
+
+
+@pytest.mark.parametrize(("dtype", "num_bytes"), [("fp64", 8), ("bf16", 2)])
+def test_other_dtypes_weigh_what_their_elements_weigh(dtype, num_bytes):
+    held = footprint(model("zero3", 2, dtype=dtype), rank=0)
+    assert held.parameters == num_bytes * PSI // 2
+    assert held.gathered == num_bytes * (2 * BLOCK + ROOT)
+
+
+@given(st.integers(1, 1 << 40))
+def test_a_size_class_is_at_most_an_eighth_larger(numel):
+    rounded = size_class(numel)
+    assert numel <= rounded <= numel * 9 / 8
+    assert size_class(rounded) == rounded
+
+
+def test_small_gradients_wait_for_their_unit():
+    groups = model("zero3", 2)
+    assert waiting_bytes(groups, eager_numel=1 << 30) == 4 * (BLOCK + ROOT)
+    assert waiting_bytes(groups, eager_numel=BLOCK) == 4 * ROOT
+    assert waiting_bytes(groups, eager_numel=1) == 0
+    assert waiting_bytes(model("zero3", 2, frozen=(0,)), eager_numel=1 << 30) == 4 * BLOCK
+
+
+def test_a_footprint_adds_up_and_shows_its_categories():
+    held = Footprint(parameters=1000, gradients=2, optimizer=3, gathered=4, reduce=5)
+    assert held.total == 1014
+    assert sum(held.as_dict().values()) == held.total
+    assert list(held.as_dict()) == [field.name for field in dataclasses.fields(Footprint)]
+    assert str(held) == (
+        "parameters 1,000, gradients 2, optimizer 3, gathered 4, reduce 5; 1,014 in all, before activations"
+    )
