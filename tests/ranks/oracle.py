@@ -236,8 +236,8 @@ def _compare_optimizers(
     parameters = dict(plain.named_parameters())
     for name, group, index in shards_of(runtime):
         expected, got = reference.state.get(parameters[name], {}), ours.state.get(group.shards[index], {})
-        if not got and group.held[index].numel == 0:
-            continue
+        if group.held[index].numel == 0 < group.layout.params[index].numel:
+            continue  # the optimizer may or may not keep something of an empty piece
         assert expected.keys() == got.keys(), f"{where}: optimizer state of {name} has {list(got)}"
         for key, value in expected.items():
             if not isinstance(value, Tensor) or value.dim() == 0:

@@ -102,17 +102,23 @@ def fully_shard(
     group = mesh.get_group() if isinstance(mesh, dist.DeviceMesh) else mesh
     children = _units_below(module)
     fresh = build.assign_parameters(module, [])[""]
-    held = {id(s): u for r in children.values() for u in r.units for g in u.groups for s in g.shards}
+    held = {
+        id(shard): (build.name_below(path, unit.name), unit)
+        for path, runtime in children.items()
+        for unit in runtime.units
+        for group in unit.groups
+        for shard in group.shards
+    }
     own = [entry for entry in fresh if id(entry.parameter) not in held]
     for entry in fresh:
-        unit = held.get(id(entry.parameter))
-        if unit is None:
+        if id(entry.parameter) not in held:
             continue
+        name, unit = held[id(entry.parameter)]
         inside = {id(owner.module()) for owner in unit.owners}
-        outside = [name for (user, _, _), name in zip(entry.uses, entry.names, strict=True) if id(user) not in inside]
+        outside = [use for (user, _, _), use in zip(entry.uses, entry.names, strict=True) if id(user) not in inside]
         if outside:
             raise StateError(
-                f"parameter {outside[0]!r} is tied to one of unit {unit.name!r}, which does not cover all its uses.\n"
+                f"parameter {outside[0]!r} is tied to one of unit {name!r}, which does not cover all its uses.\n"
                 "  Use sw.parallelize(model, plan), which finds the lowest unit that covers them, or do not make that"
                 " module a unit."
             )

@@ -186,9 +186,14 @@ def start_runtime(
     return runtime
 
 
+def name_below(prefix: str, name: str) -> str:
+    """The name, seen from the root, of a unit that has ``name`` in the model at ``prefix``."""
+    return prefix if name == ROOT else f"{prefix}.{name}"
+
+
 def rename(unit: Unit, prefix: str) -> None:
     """Put ``prefix`` before the names of a unit that was built as the root of its own model."""
-    unit.name = prefix if unit.name == ROOT else f"{prefix}.{unit.name}"
+    unit.name = name_below(prefix, unit.name)
     for group in unit.groups:
         params = tuple(
             dataclasses.replace(

@@ -94,8 +94,8 @@ def load_full_state_dict(model: nn.Module, state: Mapping[str, Any], *, strict: 
 
     Collective:
         A verdict of rank 0, then one scatter (broadcast where whole parameters are held) per group, one broadcast per
-        buffer, and the modules' extra state as JSON. Besides ``state``, rank 0 holds one group at a time. All ranks must
-        call.
+        buffer, and the modules' extra state as JSON. Besides ``state``, rank 0 holds one group at a time. All ranks
+        must call.
 
     Raises:
         StateError: Names are missing or unexpected, shapes differ, or extra state is none that JSON holds; on all
@@ -370,6 +370,8 @@ def optimizer_scalars(model: nn.Module, optimizer: torch.optim.Optimizer) -> dic
     mine: dict[str, dict[str, float]] = {}
     for group in runtime.groups:
         for spec, shard, view in zip(group.layout.params, group.shards, group.views, strict=True):
+            if view.numel() == 0 < spec.numel:
+                continue  # some optimizers keep state of an empty piece, which never steps
             state = optimizer.state.get(shard, {})
             scalars = {
                 key: value.item() if isinstance(value, Tensor) else value

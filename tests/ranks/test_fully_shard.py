@@ -1,0 +1,257 @@
+"""The per-unit building block: children first, the root last; and what FSDP2's users expect of it."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+import shardwise as sw
+from shardwise.fsdp import attach
+from shardwise.spec.errors import PlanError, StateError
+from shardwise.testing import run_on_ranks
+from tests.ranks.oracle import Block, Chain, compare, plain_loss, sample
+
+WORLDS = pytest.mark.parametrize("world", [1, 2, 3])
+
+
+def bottom_up(model, **options):
+    for block in model.blocks:
+        assert sw.fully_shard(block, **options) is block
+    return sw.fully_shard(model, **options)
+
+
+def grandchildren_too(model):
+    for block in model.blocks:
+        sw.fully_shard(block.up)
+        sw.fully_shard(block)
+    return sw.fully_shard(model)
+
+
+def some_units(model):
+    sw.fully_shard(model.blocks[1])
+    sw.fully_shard(model.blocks[3], reshard_after_forward=False)
+    return sw.fully_shard(model)
+
+
+def names(trained):
+    return [unit.name for unit in trained.runtime.units]
+
+
+def bottom_up_units():
+    same = compare(Chain, plain_loss)
+    ours = compare(Chain, plain_loss, parallelize=bottom_up)
+    assert names(ours) == names(same)
+    for a, b in zip(same.runtime.units, ours.runtime.units, strict=True):
+        assert a.reshards_after_forward == b.reshards_after_forward, a.name
+        assert [g.layout for g in a.groups] == [g.layout for g in b.groups]
+    assert str(sw.summary(same.model)) == str(sw.summary(ours.model))
+    for flag in (True, False):
+        compare(Chain, plain_loss, parallelize=lambda m, flag=flag: bottom_up(m, reshard_after_forward=flag))
+    nested = compare(Chain, plain_loss, parallelize=grandchildren_too)
+    assert len(nested.runtime.units) == 11
+    compare(Chain, plain_loss, parallelize=some_units)
+    events = []
+    for model in (same.model, ours.model):
+        with sw.record_collectives(model) as seen:
+            plain_loss(model, 0, 0).backward()
+        events.append([(e.kind, e.unit, e.sent_bytes) for e in seen])
+    assert events[0] == events[1]
+
+
+@WORLDS
+def test_units_made_bottom_up_are_those_of_parallelize(world):
+    run_on_ranks(bottom_up_units, world)
+
+
+def methods():
+    model = bottom_up(Chain())
+    plain = Chain()
+    for module in (model, model.blocks[2]):
+        for name in ("unshard", "reshard", "set_requires_gradient_sync"):
+            assert callable(getattr(module, name))
+    model.blocks[2].unshard()
+    for ours, whole in zip(model.blocks[2].parameters(), plain.blocks[2].parameters(), strict=True):
+        assert torch.equal(ours, whole)
+    assert torch.equal(model.blocks[2].up(sample(0, 0)), plain.blocks[2].up(sample(0, 0)))
+    model.blocks[2].reshard()
+    with pytest.raises(StateError):
+        model.blocks[2].up(sample(0, 0))
+    shards = [p.numel() for p in model.blocks[2].parameters()]
+    assert sum(shards) < sum(p.numel() for p in plain.blocks[2].parameters()) or dist.get_world_size() == 1
+    plain_loss(model, 0, 0).backward()
+    with torch.no_grad():
+        assert torch.equal(model(sample(0, 1)), plain(sample(0, 1)))
+    # A unit that was unsharded by hand trains as well.
+    model.zero_grad()
+    model.blocks[1].unshard()
+    plain_loss(model, dist.get_rank(), 1).backward()
+    first = [p.grad.clone() for p in model.parameters() if p.grad is not None]
+    model.zero_grad()
+    plain_loss(model, dist.get_rank(), 1).backward()
+    second = [p.grad for p in model.parameters() if p.grad is not None]
+    assert all(torch.equal(a, b) for a, b in zip(first, second, strict=True))
+
+
+@WORLDS
+def test_a_unit_can_be_unsharded_and_resharded_by_hand(world):
+    run_on_ranks(methods, world)
+
+
+def accumulate(model, rank, step):
+    """set_requires_gradient_sync around the microbatches, as FSDP2's users write it."""
+    for micro in range(3):
+        if hasattr(model, "set_requires_gradient_sync"):
+            model.set_requires_gradient_sync(micro == 2)
+        loss = plain_loss(model, rank, 10 * step + micro)
+        loss.backward()
+        yield loss
+
+
+def accumulation():
+    compare(Chain, accumulate, parallelize=bottom_up)
+
+
+@WORLDS
+def test_gradient_sync_can_be_switched_by_method(world):
+    run_on_ranks(accumulation, world)
+
+
+def refusals():
+    texts = {}
+
+    def attempt(name, call, kind):
+        with pytest.raises(kind) as caught:
+            call()
+        texts[name] = str(caught.value)
+
+    model = bottom_up(Chain())
+    attempt("twice", lambda: sw.fully_shard(model), StateError)
+    attempt("ignored", lambda: sw.fully_shard(Chain(), ignored_params=[]), PlanError)
+    tied = Chain(lambda: Block(8, 8))
+    tied.head = nn.Linear(8, 8)
+    tied.head.weight = tied.blocks[2].up.weight
+    sw.fully_shard(tied.blocks[2])
+    attempt("tied", lambda: sw.fully_shard(tied), StateError)
+    return texts
+
+
+def test_what_cannot_be_a_unit_is_refused():
+    texts = run_on_ranks(refusals, 2)[0]
+    assert texts["twice"].startswith("Chain is a unit already.")
+    assert "ignored_params" in texts["ignored"]
+    assert "'head.weight' is tied to one of unit 'blocks.2', which does not cover all its uses" in texts["tied"]
+
+
+def meshes():
+    """A process group or a DeviceMesh of some ranks only."""
+    rank, world = dist.get_rank(), dist.get_world_size()
+    half = dist.new_group([0, 1])
+    rest = dist.new_group(list(range(2, world)))
+    mesh = dist.init_device_mesh("cpu", (world,))
+    whole = bottom_up(Chain(), mesh=mesh)
+    plain_loss(whole, rank, 0).backward()
+    assert attach.runtime_of(whole, "test").gather_comm.size == world
+    model = bottom_up(Chain(), mesh=half if rank < 2 else rest)
+    comm = attach.runtime_of(model, "test").gather_comm
+    assert comm.size == (2 if rank < 2 else world - 2)
+    plain = Chain()
+    total = None
+    for other in range(2) if rank < 2 else range(2, world):
+        plain.zero_grad()
+        plain_loss(plain, other, 0).backward()
+        grad = plain.blocks[0].up.weight.grad.clone()
+        total = grad if total is None else total + grad
+    plain_loss(model, rank, 0).backward()
+    norm = sw.clip_grad_norm(model, 1e9)
+    part = model.blocks[0].up.weight.grad
+    return rank, None if part is None else part.flatten(), (total / comm.size).flatten(), norm
+
+
+def test_units_can_live_on_some_ranks_only():
+    results = run_on_ranks(meshes, 3)
+    for ranks in ([0, 1], [2]):
+        got = torch.cat([results[r][1] for r in ranks if results[r][1] is not None])
+        assert torch.equal(got, results[ranks[0]][2])
+        assert len({float(results[r][3]) for r in ranks}) == 1
+
+
+class ListLoss(nn.Module):
+    """Not called as a whole: its children are units of their own, used one after the other by the caller."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(2)
+        self.blocks = nn.ModuleList(Block() for _ in range(5))
+        self.head = nn.Linear(8, 3)
+
+    def forward(self, x: Tensor) -> Tensor:
+        for block in self.blocks:
+            x = block(x)
+        return self.head(x)
+
+
+def children_called_by_hand(model, rank, step):
+    """The root's forward is never called: its units are, each an outermost forward of its own."""
+    x = sample(rank, step)
+    for block in model.blocks:
+        x = block(x)
+    return model.head(x).square().mean()
+
+
+def without_the_root():
+    for strategy in ("ddp", "zero1", "zero2", "shard_grad_op", "zero3"):
+        compare(ListLoss, children_called_by_hand, strategy)
+
+
+def test_units_can_be_called_without_their_root():
+    run_on_ranks(without_the_root, 2)
+
+
+def two_models():
+    """A generator and a critic, each parallelized, with losses through both."""
+    rank = dist.get_rank()
+    for strategies in (("zero3", "zero3"), ("zero3", "ddp"), ("zero1", "shard_grad_op")):
+        pair = [sw.parallelize(Chain(), sw.ParallelPlan(strategy=s)) for s in strategies]
+        copies = [[Chain(), Chain()] for _ in range(2)]
+        for step in range(3):
+            losses = []
+            for models, data in ((pair, [rank]), *((c, [r]) for r, c in enumerate(copies))):
+                x = sample(data[0], step)
+                hidden = models[0](x)
+                loss = (models[1](torch.nn.functional.pad(hidden, (0, 5))) - hidden).square().mean()
+                loss.backward()
+                losses.append(loss.detach())
+            assert torch.equal(losses[0], losses[1 + rank])
+            for which in range(2):
+                total = {n: p.grad for n, p in copies[0][which].named_parameters()}
+                other = {n: p.grad for n, p in copies[1][which].named_parameters()}
+                mean = {n: ((total[n] + other[n]) / 2).flatten() for n in total}
+                for name, parameter in pair[which].named_parameters():
+                    if parameter.grad is None:
+                        continue
+                    mine = parameter.grad.flatten()
+                    whole = mean[name]
+                    assert torch.equal(mine, whole[: mine.numel()]) or torch.equal(mine, whole[-mine.numel() :]), name
+            for models in (pair, *copies):
+                for each in models:
+                    each.zero_grad()
+
+
+def test_two_models_may_meet_in_one_loss():
+    run_on_ranks(two_models, 2)
+
+
+def world_of_one():
+    model = sw.parallelize(Chain())
+    optimizer = torch.optim.AdamW(model.parameters())
+    with sw.record_collectives(model) as events:
+        plain_loss(model, 0, 0).backward()
+        optimizer.step()
+    assert all(event.sent_bytes == 0 for event in events)
+    assert [p.numel() for p in model.parameters()] == [p.numel() for p in Chain().parameters()]
+
+
+def test_a_world_of_one_sends_nothing_and_holds_everything():
+    run_on_ranks(world_of_one, 1)
