@@ -374,7 +374,8 @@ def _call(job: _Job) -> Any:
     from torch import distributed
 
     torch.set_num_threads(1)
-    warnings.filters[:] = job.warning_filters  # an error for pytest is an error in its ranks
+    # An error for pytest is an error in its ranks. The type says Sequence; it is the list that warnings works on.
+    warnings.filters[:] = job.warning_filters  # pyrefly: ignore[unsupported-operation]
     warnings.simplefilter("default", append=True)  # what makes the assignment known
     fn, args = pickle.loads(job.call)
     if not job.process_group:
