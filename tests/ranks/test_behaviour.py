@@ -55,6 +55,7 @@ def pack(kind: str, x: Tensor, y: Tensor) -> object:
         "frozen": lambda: FrozenOutput(x, Output(x, {"y": [y]})),
         "mapping": lambda: ModelOutput(x=x, y=y),
         "proxy": lambda: types.MappingProxyType({"x": x, "y": y}),
+        "object": lambda: types.SimpleNamespace(x=x, cache=types.SimpleNamespace(layers=[y])),
     }[kind]()
 
 
@@ -67,6 +68,7 @@ def unpack(kind: str, out: object) -> tuple[Tensor, Tensor]:
         "frozen": lambda o: (o.hidden, o.inner.extra["y"][0]),
         "mapping": lambda o: (o.x, o.y),
         "proxy": lambda o: (o["x"], o["y"]),
+        "object": lambda o: (o.x, o.cache.layers[0]),
     }[kind](out)
 
 
@@ -105,12 +107,12 @@ def packed_loss(model, rank, step):
 
 def outputs():
     for strategy in ("zero1", "zero3"):
-        for kind in ("tuple", "dict", "named", "dataclass", "frozen", "mapping", "proxy"):
+        for kind in ("tuple", "dict", "named", "dataclass", "frozen", "mapping", "proxy", "object"):
             compare(lambda kind=kind: Packed(kind), packed_loss, strategy, steps=3)
 
 
 @WORLDS
-def test_outputs_may_be_tuples_dicts_dataclasses_and_nests_of_them(world):
+def test_outputs_may_be_tuples_dicts_dataclasses_objects_and_nests_of_them(world):
     run_on_ranks(outputs, world)
 
 

@@ -20,6 +20,8 @@ WORLDS = pytest.mark.parametrize("world", [2, 3])
 class Box:
     """An object that no one looks into."""
 
+    __slots__ = ("_value",)
+
     def __init__(self, value: Tensor) -> None:
         self._value = value
 
@@ -43,6 +45,17 @@ class Boxed(Chain):
         for block in self.blocks:
             box = block(box)
         return self.head(box.open())
+
+
+class SealedRoot(Chain):
+    """The root hides its output: it is kept from forward to backward, so nothing has to be brought back."""
+
+    def forward(self, x: Tensor) -> Box:
+        return Box(super().forward(x))
+
+
+def open_box(model, rank, step):
+    return model(sample(rank, step)).open().square().mean()
 
 
 class KeepsLoss(Block):
@@ -71,6 +84,7 @@ def hide(is_checked):
     for strategy in presets():
         compare(Boxed, plain_loss, strategy, steps=5, is_checked=is_checked, heals=True)
         compare(lambda: Chain(KeepsLoss), with_aux_loss, strategy, steps=5, is_checked=is_checked, heals=True)
+        compare(SealedRoot, open_box, strategy, is_checked=is_checked)
 
 
 @pytest.mark.parametrize("is_checked", [True, False], ids=["checked", "as-users-run-it"])

@@ -19,8 +19,9 @@ import sys
 import threading
 import weakref
 from collections import deque
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import fields, is_dataclass
+from types import ModuleType
 from typing import Any
 
 import torch
@@ -242,8 +243,8 @@ class Runtime:
             self._reshard_after_forward(unit, needs_backward=self._has_backward(unit))
 
     def _has_backward(self, unit: Unit) -> bool:
-        """Backward has entered the unit in some step. What is kept for it must be the same on all ranks."""
-        return self._trains and unit.index in self.backward_order.units
+        """Backward entered the unit in some step, or it is the root. What is kept for it is the same on all ranks."""
+        return self._trains and (unit.parent is None or unit.index in self.backward_order.units)
 
     def _reshard_after_forward(self, unit: Unit, *, needs_backward: bool) -> None:
         if not self.row.shards_parameters or unit.state is not State.UNSHARDED:
@@ -503,7 +504,8 @@ class Runtime:
                 for spec, full in zip(group.layout.params, group.fulls, strict=True)
                 if full.grad is not None
             ]
-            if strays and self.row.shards_parameters and unit.healed_in != self._generation:
+            was_kept = unit.state is State.UNSHARDED and not unit.reshards_after_forward
+            if strays and self.row.shards_parameters and not was_kept and unit.healed_in != self._generation:
                 for group in trained:
                     for full in group.fulls:
                         full.grad = None
@@ -625,17 +627,26 @@ def _end_callback(runtime_ref: weakref.ref[Runtime]) -> Callable[[], None]:
     return end
 
 
-def _tensors(value: object) -> Iterator[Tensor]:
-    """Every tensor that requires grad in an output of any common shape."""
+def _tensors(value: object, levels: int = 3) -> Iterator[Tensor]:
+    """Every tensor that requires grad in an output of any common shape; objects are looked into, ``levels`` deep."""
     if isinstance(value, Tensor):
         if value.requires_grad:
             yield value
-    elif isinstance(value, Mapping):
-        for item in value.values():
-            yield from _tensors(item)
-    elif isinstance(value, (tuple, list, set)):
-        for item in value:
-            yield from _tensors(item)
-    elif is_dataclass(value) and not isinstance(value, type):
-        for field in fields(value):
-            yield from _tensors(getattr(value, field.name, None))
+        return
+    parts = _parts(value)
+    is_open = hasattr(value, "__dict__") and not isinstance(value, (type, nn.Module, ModuleType))
+    if parts is None and levels and is_open:
+        parts, levels = tuple(vars(value).values()), levels - 1
+    for part in parts or ():
+        yield from _tensors(part, levels)
+
+
+def _parts(value: object) -> Iterable[object] | None:
+    """What a container holds; ``None`` for anything else."""
+    if isinstance(value, Mapping):
+        return value.values()
+    if isinstance(value, (tuple, list, set)):
+        return value
+    if is_dataclass(value) and not isinstance(value, type):
+        return [getattr(value, field.name, None) for field in fields(value)]
+    return None

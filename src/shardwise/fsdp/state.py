@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import json
-from collections.abc import Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping
 from typing import Any
 
 import torch
@@ -48,7 +48,14 @@ def full_state_dict(model: nn.Module) -> dict[str, Any]:
         return {}
     with _whole_tensors_in(runtime, whole):
         state = model.state_dict()
-    return {key: value.cpu() if isinstance(value, Tensor) else value for key, value in state.items()}
+    copies = {tensor.untyped_storage().data_ptr() for tensor in whole.values()}
+    return {key: _taken(value, copies) if isinstance(value, Tensor) else value for key, value in state.items()}
+
+
+def _taken(tensor: Tensor, copies: Collection[int]) -> Tensor:
+    """``tensor`` on the CPU, in memory that the model does not use."""
+    is_live = tensor.device.type == "cpu" and tensor.untyped_storage().data_ptr() not in copies
+    return tensor.clone() if is_live else tensor.cpu()
 
 
 def _gather_to_root(runtime: Runtime, group: Group) -> Tensor | None:
