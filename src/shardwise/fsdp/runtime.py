@@ -127,7 +127,7 @@ class Runtime:
 
     def _slot_of(self, unit: Unit, group: Group) -> Any:
         numel = group.layout.numel
-        key = (unit.depth, size_class(numel), group.dtype, group.is_trainable)
+        key = (unit.depth, size_class(numel), group.compute_dtype, group.is_trainable)
         return self.slots.assign(key, numel, is_shared=unit.reshards_after_forward and unit.depth > 0)
 
     def _install(self, unit: Unit) -> None:
@@ -264,7 +264,7 @@ class Runtime:
 
     def _is_current(self, unit: Unit) -> bool:
         """The gathered buffer holds what the masters held at the outermost forward."""
-        return all(group.epoch == self._epoch or not group.row.shards_optimizer for group in unit.groups)
+        return all(group.epoch == self._epoch or not group.needs_refresh for group in unit.groups)
 
     def _unshard(self, unit: Unit) -> None:
         """Bring the unit's parameters up to date and wait for them."""
@@ -279,7 +279,7 @@ class Runtime:
             while unit.state is State.REDUCING:
                 self._drain_one()
         for group in unit.groups:
-            if not group.row.shards_optimizer or (not group.row.shards_parameters and group.epoch == self._epoch):
+            if not group.needs_refresh or (not group.row.shards_parameters and group.epoch == self._epoch):
                 continue
             if group.slot is not None and group.slot.owner is not group:
                 self._claim(group)
