@@ -200,11 +200,11 @@ class GlooComm(Comm):
 class _Exchange(Handle):
     """Messages under way; ``on_received`` runs once, when everything has arrived."""
 
-    __slots__ = ("_group", "_issued", "_receives", "_sends", "_tag", "_watch", "messages", "on_received")
+    __slots__ = ("_group", "_receives", "_sends", "_tag", "_watch", "issued", "messages", "on_received")
 
     def __init__(self, group: dist.ProcessGroup, issued: progress.Issued, tag: int, watch: StallWatch | None) -> None:
         self._group = group
-        self._issued = issued
+        self.issued = issued
         self._tag = tag
         self._watch = watch
         self._receives: list[dist.Work] = []
@@ -240,7 +240,7 @@ class _Exchange(Handle):
             self._wait(self._sends)
 
     def _wait(self, works: list[dist.Work]) -> None:
-        progress.waiting = self._issued
+        progress.waiting = self.issued
         if self._watch is not None:
             self._watch.entered(self)
         try:
@@ -257,8 +257,8 @@ class _Exchange(Handle):
     def _failure(self, error: RuntimeError) -> CommError:
         message = str(error).strip().splitlines()[0]
         if self._watch is not None:
-            return self._watch.failure(str(self._issued), message)
-        return CommError(f"{self._issued} failed: {message}")
+            return self._watch.failure(str(self.issued), message)
+        return CommError(f"{self.issued} failed: {message}")
 
 
 class _TwoPhases(Handle):

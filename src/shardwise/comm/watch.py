@@ -12,10 +12,12 @@ their main threads; they see the verdict and raise RankDisagreement, all of them
 from __future__ import annotations
 
 import contextlib
+import itertools
 import json
 import threading
 import time
 import weakref
+from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any, ClassVar
 
 import torch
@@ -70,7 +72,13 @@ class StallWatch:
     # -- called by the main thread
 
     def entered(self, exchange: _Exchange) -> None:
-        """The main thread is about to wait for ``exchange``."""
+        """The main thread is about to wait for ``exchange``.
+
+        Raises:
+            RankDisagreement: The ranks disagree already: the wait would not end.
+        """
+        if self.verdict is not None:
+            raise self.verdict
         self._waiting = (exchange, time.monotonic())
 
     def left(self) -> None:
@@ -80,7 +88,7 @@ class StallWatch:
             RankDisagreement: It ended because the ranks disagree.
         """
         waiting, self._waiting = self._waiting, None
-        if waiting is not None and time.monotonic() - waiting[1] > STALL_S:
+        if waiting is not None and _is_stalled(waiting):
             self._read_verdict()
         if self.verdict is not None:
             raise self.verdict
@@ -125,7 +133,7 @@ class StallWatch:
     def _look(self) -> None:
         waiting = self._waiting
         now = time.monotonic()
-        if waiting is None or now - waiting[1] < STALL_S:
+        if waiting is None or not _is_stalled(waiting):
             if now - self._idle_since > IDLE_INTERVAL_S:
                 self._idle_since = now
                 if self._store.check(["ask"]):
@@ -143,8 +151,10 @@ class StallWatch:
         waiting = self._waiting
         status = {
             "last": progress.last(),
-            "issued": [[i.channel, i.sequence, i.kind, i.unit, i.numel] for i in list(progress.history)],
-            "messages": [] if waiting is None else [list(message) for message in waiting[0].messages],
+            "waits_for": None if waiting is None else _as_row(waiting[0].issued),
+            "issued": [_as_row(issued) for issued in list(progress.history)],
+            # What is not stalled is not answered: ``left`` looks for a verdict after a stall only.
+            "messages": [list(message) for message in waiting[0].messages] if waiting and _is_stalled(waiting) else [],
         }
         self._store.set(f"rank-{self._rank}", json.dumps(status))
 
@@ -157,35 +167,25 @@ class StallWatch:
             self.verdict = RankDisagreement(self._store.get("verdict").decode())
 
     def _compare(self) -> None:
-        issued: dict[tuple[str, int], dict[int, tuple[str, str, int]]] = {}
-        for rank in range(self._size):
-            status = self._status_of(rank)
-            for channel, sequence, kind, unit, numel in status["issued"] if status else ():
-                issued.setdefault((channel, sequence), {})[rank] = (kind, unit, numel)
-        for (channel, sequence), by_rank in sorted(issued.items(), key=lambda item: item[0][1]):
-            if len(set(by_rank.values())) > 1:
-                shown = "\n".join(
-                    f"  rank {rank}: {kind} of unit {unit!r} ({numel} elements)"
-                    for rank, (kind, unit, numel) in sorted(by_rank.items())
-                )
-                text = (
-                    f"ranks issued different collectives at #{sequence} of {channel}:\n{shown}\n"
-                    "  The ranks took different paths through the model. Let every rank run the same units, or wrap the"
-                    " module that chooses among them as one unit (auto_wrap_policy)."
-                )
-                self._store.set("verdict", text)
-                self.verdict = RankDisagreement(text)
-                return
+        statuses = {rank: status for rank in range(self._size) if (status := self._status_of(rank))}
+        text = _conflict(statuses) or _deadlock(statuses)
+        if text is not None:
+            text += (
+                "\n  The ranks took different paths through the model. Let every rank run the same units, or wrap the"
+                " module that chooses among them as one unit (auto_wrap_policy)."
+            )
+            self._store.set("verdict", text)
+            self.verdict = RankDisagreement(text)
 
     def _answer(self) -> None:
         """Complete the open messages of the peers with dummies, so that their main threads wake up."""
         group = self._group()
         if group is None:
             return
-        mine = {(i.channel, i.sequence, i.kind, i.unit, i.numel) for i in list(progress.history)}
+        mine = [_as_row(issued) for issued in list(progress.history)]
         for rank in range(self._size):
             status = self._status_of(rank) if rank != self._rank else None
-            if not status or not status["messages"] or tuple(status["issued"][-1]) in mine:
+            if not status or not status["messages"] or status["waits_for"] in mine:
                 continue
             for direction, peer, tag, num_bytes in status["messages"]:
                 if peer != self._rank or (rank, direction, tag) in self._answered:
@@ -194,3 +194,50 @@ class StallWatch:
                 dummy = torch.zeros(num_bytes, dtype=torch.uint8)
                 call = group.send if direction == "receive" else group.recv
                 self._kept.append((dummy, call([dummy], rank, tag)))
+
+
+def _is_stalled(waiting: tuple[_Exchange, float]) -> bool:
+    return time.monotonic() - waiting[1] >= STALL_S
+
+
+def _as_row(issued: progress.Issued) -> list[Any]:
+    """A collective as JSON."""
+    return [issued.channel, issued.sequence, issued.kind, issued.unit, issued.numel]
+
+
+def _conflict(statuses: Mapping[int, dict[str, Any]]) -> str | None:
+    """Two ranks have issued different collectives at the same place of one Comm's sequence."""
+    issued: dict[tuple[str, int], dict[int, tuple[str, str, int]]] = {}
+    for rank, status in statuses.items():
+        for channel, sequence, kind, unit, numel in status["issued"]:
+            issued.setdefault((channel, sequence), {})[rank] = (kind, unit, numel)
+    for (channel, sequence), by_rank in sorted(issued.items(), key=lambda item: item[0][1]):
+        if len(set(by_rank.values())) > 1:
+            shown = "\n".join(
+                f"  rank {rank}: {kind} of unit {unit!r} ({numel} elements)"
+                for rank, (kind, unit, numel) in sorted(by_rank.items())
+            )
+            return f"ranks issued different collectives at #{sequence} of {channel}:\n{shown}"
+    return None
+
+
+def _deadlock(statuses: Mapping[int, dict[str, Any]]) -> str | None:
+    """Two ranks each wait in a collective that the other has not issued, and cannot issue while it waits."""
+    for (a, first), (b, second) in itertools.combinations(statuses.items(), 2):
+        if _lacks(second, first["waits_for"]) and _lacks(first, second["waits_for"]):
+            shown = "\n".join(
+                f"  rank {rank}: {kind} of unit {unit!r} ({numel} elements), #{sequence} of {channel}"
+                for rank, (channel, sequence, kind, unit, numel) in ((a, first["waits_for"]), (b, second["waits_for"]))
+            )
+            return f"ranks wait for each other in different collectives:\n{shown}"
+    return None
+
+
+def _lacks(status: Mapping[str, Any], wanted: Sequence[Any] | None) -> bool:
+    """Whether a rank has certainly not issued ``wanted``."""
+    if wanted is None or status["waits_for"] is None:
+        return False
+    newest = max((row[1] for row in status["issued"] if row[0] == wanted[0]), default=None)
+    if newest is None:
+        return len(status["issued"]) < (progress.history.maxlen or 0)
+    return newest < wanted[1]

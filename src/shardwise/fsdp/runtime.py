@@ -15,6 +15,7 @@ The order of gathers and of entries is agreed (``spec.prefetch``): recorded in t
 
 from __future__ import annotations
 
+import sys
 import threading
 import weakref
 from collections import deque
@@ -76,6 +77,7 @@ class Runtime:
         self._trains = False
         self._num_frames = 0
         self._thread = 0
+        self._handled: BaseException | None = None  # what the caller of the outermost forward is handling
         self._epoch = 0
         self._is_window_open = False  # microbatches are being accumulated: parameters have not changed
         self._in_backward = False
@@ -200,12 +202,19 @@ class Runtime:
             unit.num_silent += 1
         if not unit.frames:
             unit.swap_out()
-            self._reshard_after_forward(unit, needs_backward=has_tickets)
+            self._reshard_after_forward(unit, needs_backward=has_tickets or self._has_backward(unit))
         if self._num_frames == 0:
-            self._end_forward()
+            self._saved.leave_forward()
+            if output is not None or sys.exception() is self._handled:
+                self._end_forward()  # else it raised: what is under way is dropped by the next forward
 
     def _begin_forward(self) -> None:
         self._thread = threading.get_ident()
+        self._handled = sys.exception()
+        for unit in self.units:
+            if unit.state is State.UNSHARDING:  # prefetched by a forward that raised
+                self._wait(unit)
+                self._reshard(unit)
         self._trains = torch.is_grad_enabled()
         self._order = self.forward_order if self._trains else self.eval_order
         self._order.start()
@@ -218,7 +227,6 @@ class Runtime:
             self._saved.enter_forward()
 
     def _end_forward(self) -> None:
-        self._saved.leave_forward()
         if self._trains and self.row.shards_optimizer:
             for index in self._order.rest():
                 self._visit(self.units[index])
@@ -230,9 +238,12 @@ class Runtime:
     def _visit(self, unit: Unit) -> None:
         """Issue what the peers issue for a unit that this rank's forward skips."""
         self._unshard(unit)
-        self._prefetch(self._order)
         if not unit.frames:
-            self._reshard_after_forward(unit, needs_backward=True)
+            self._reshard_after_forward(unit, needs_backward=self._has_backward(unit))
+
+    def _has_backward(self, unit: Unit) -> bool:
+        """Backward has entered the unit in some step. What is kept for it must be the same on all ranks."""
+        return self._trains and unit.index in self.backward_order.units
 
     def _reshard_after_forward(self, unit: Unit, *, needs_backward: bool) -> None:
         if not self.row.shards_parameters or unit.state is not State.UNSHARDED:

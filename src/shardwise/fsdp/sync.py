@@ -52,6 +52,7 @@ def synchronise(
         for name, tensor in tensors.items():
             _send(name, tensor, comm)
         return
+    _refuse_meta(tensors, comm)
     if comm.size == 1:
         return
     units = groups or {name: [name] for name in tensors}
@@ -108,6 +109,16 @@ def _compare_layouts(tensors: dict[str, Tensor], comm: Comm) -> None:
                 f" {there or 'nothing more'} (or the same in another order).\n"
                 "  Build the same model, in the same dtype, on every rank."
             )
+
+
+def _refuse_meta(tensors: dict[str, Tensor], comm: Comm) -> None:
+    empty = [name for name, tensor in tensors.items() if tensor.is_meta]
+    if any(agree(comm, len(empty))):
+        shown = f"{empty[0]!r}" if empty else "a tensor of another rank"
+        raise StateError(
+            f"{shown} is on the meta device: it has no values to shard.\n"
+            "  Build the model on a real device, or give the weights on rank 0 and set sync='rank0'."
+        )
 
 
 def _digest(tensors: list[Tensor]) -> bytes:

@@ -38,11 +38,13 @@ def parallelize(model: nn.Module, plan: ParallelPlan | None = None) -> nn.Module
         RankDisagreement: The ranks hold different models.
     """
     plan = plan or ParallelPlan()
-    if attachment_of(model) is not None:
-        raise StateError(
-            f"{type(model).__name__} is parallelized already.\n"
-            "  Call sw.parallelize once per model; to change the plan, build the model again."
-        )
+    for path, module in model.named_modules():
+        if attachment_of(module) is not None:
+            place = f" (its {path!r})" if path else ""
+            raise StateError(
+                f"{type(model).__name__}{place} is parallelized already.\n"
+                "  Call sw.parallelize once, on the whole model; to change the plan, build the model again."
+            )
     row = plan.placements
     if isinstance(plan.reshard_after_forward, bool) and not row.shards_parameters:
         raise PlanError(
