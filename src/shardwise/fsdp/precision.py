@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import copy as copying
 import dataclasses
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Iterable, Mapping
 from typing import Any
 
 import torch
@@ -65,46 +66,53 @@ def install_casts(module: nn.Module, policy: PrecisionPolicy, *, casts_output: b
     """
     handles: list[Any] = []
     if policy.param_dtype is not None and policy.cast_forward_inputs and not isinstance(module, _BatchNorm):
-        cast_in = _caster(torch_dtype(policy.param_dtype))
+        compute = torch_dtype(policy.param_dtype)
 
         def before(_module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, dict[str, Any]]:
-            return cast_in(args), cast_in(kwargs)
+            return cast_floating(args, compute), cast_floating(kwargs, compute)
 
         handles.append(module.register_forward_pre_hook(before, with_kwargs=True))
     if policy.output_dtype is not None and casts_output:
-        cast_out = _caster(torch_dtype(policy.output_dtype))
+        handed_on = torch_dtype(policy.output_dtype)
 
         def after(_module: nn.Module, _args: object, output: Any) -> Any:
-            return cast_out(output)
+            return cast_floating(output, handed_on)
 
         handles.append(module.register_forward_hook(after))
     return handles
 
 
-def _caster(dtype: torch.dtype) -> Callable[[Any], Any]:
-    """A function that casts every floating-point tensor in a value of any common shape, and leaves the rest alone."""
+def cast_floating(value: Any, dtype: torch.dtype) -> Any:
+    """Cast every floating-point tensor in a value of any common shape; what holds none is returned as it is."""
+    if isinstance(value, Tensor):
+        return value.to(dtype) if value.is_floating_point() and value.dtype is not dtype else value
+    if isinstance(value, (tuple, list)):
+        return _cast_sequence(value, dtype)
+    if isinstance(value, Mapping):
+        return _cast_mapping(value, dtype)
+    if dataclasses.is_dataclass(value) and not isinstance(value, type):
+        held = {field.name: getattr(value, field.name) for field in dataclasses.fields(value) if field.init}
+        changed = _changed(held, dtype)
+        return dataclasses.replace(value, **changed) if changed else value
+    return value
 
-    def cast(value: Any) -> Any:
-        if isinstance(value, Tensor):
-            return value.to(dtype) if value.is_floating_point() and value.dtype is not dtype else value
-        if isinstance(value, (tuple, list)):
-            items = [cast(item) for item in value]
-            if all(new is old for new, old in zip(items, value, strict=True)):
-                return value
-            return type(value)(*items) if hasattr(value, "_fields") else type(value)(items)
-        if isinstance(value, Mapping):
-            changed = {key: new for key, item in value.items() if (new := cast(item)) is not item}
-            if not changed:
-                return value
-            if hasattr(value, "to_tuple"):  # transformers' ModelOutput: attributes and items are the same
-                for key, item in changed.items():
-                    value[key] = item  # type: ignore[index]
-                return value
-            return type(value)({**value, **changed})  # type: ignore[call-arg]
-        if dataclasses.is_dataclass(value) and not isinstance(value, type):
-            held = {field.name: getattr(value, field.name) for field in dataclasses.fields(value) if field.init}
-            changed = {name: new for name, item in held.items() if (new := cast(item)) is not item}
-            return dataclasses.replace(value, **changed) if changed else value
+
+def _cast_sequence(value: tuple[Any, ...] | list[Any], dtype: torch.dtype) -> Any:
+    items = [cast_floating(item, dtype) for item in value]
+    if all(new is old for new, old in zip(items, value, strict=True)):
         return value
+    return type(value)(*items) if hasattr(value, "_fields") else type(value)(items)
 
-    return cast
+
+def _cast_mapping(value: Mapping[str, Any], dtype: torch.dtype) -> Any:
+    changed = _changed(value, dtype)
+    if not changed:
+        return value
+    copy: Any = copying.copy(value)  # transformers' ModelOutput keeps items and attributes alike when items are set
+    for key, item in changed.items():
+        copy[key] = item
+    return copy
+
+
+def _changed(value: Mapping[str, Any], dtype: torch.dtype) -> dict[str, Any]:
+    return {key: new for key, item in value.items() if (new := cast_floating(item, dtype)) is not item}
