@@ -30,6 +30,8 @@ from shardwise.train.memory import StorageCount
 from tests.parity import models
 from tests.parity.training import PRESETS
 
+pytestmark = pytest.mark.slow
+
 #: Flags, counters and constants of the engine; nothing of the size of a parameter.
 SMALL_BYTES = 1024
 VOCAB, SEQ = 512, 64

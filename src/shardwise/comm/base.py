@@ -8,7 +8,9 @@ result is therefore the same number on every rank and for every way of cutting t
 the order).
 
 All ranks of a Comm must issue the same collectives in the same order. Each is stamped with a sequence number and the
-name of the unit that it serves, so that ranks that disagree are told apart instead of exchanging foreign data.
+name of the unit that it serves, so that ranks that disagree are told apart instead of exchanging foreign data. Handles
+may be waited for in any order, but those of all-reduces in one order on all ranks: the second half of an all-reduce
+starts when its handle is waited for.
 """
 
 from __future__ import annotations
