@@ -47,8 +47,9 @@ def declare_elementwise(cls: type[torch.optim.Optimizer]) -> type[torch.optim.Op
 
 
 def install_checks() -> None:
-    """Have every optimizer of this process checked at its first step, and steps counted. Done once."""
+    """Have every optimizer of this process checked at its next step, and steps counted."""
     global _installed  # noqa: PLW0603 - torch's hooks are global as well
+    _seen.clear()  # one that stepped before its model was parallelized is to be looked at again
     if _installed:
         return
     _installed = True

@@ -28,6 +28,7 @@ from torch import Tensor, nn
 
 from shardwise.comm.base import Comm, Handle
 from shardwise.fsdp import debug, torch_private
+from shardwise.fsdp.attach import Uncopyable
 from shardwise.fsdp.gradient import EAGER_NUMEL
 from shardwise.fsdp.group import Group
 from shardwise.fsdp.pool import GradientPool, SlotPool
@@ -135,9 +136,8 @@ class Runtime:
     def _install(self, unit: Unit) -> None:
         module = unit.module()
         assert module is not None
-        before, after = _forward_hooks(weakref.ref(self), weakref.ref(unit))
-        self._hooks.append(module.register_forward_pre_hook(before, prepend=True))
-        self._hooks.append(module.register_forward_hook(after, always_call=True))
+        self._hooks.append(module.register_forward_pre_hook(_Before(self, unit), prepend=True))
+        self._hooks.append(module.register_forward_hook(_After(self, unit), always_call=True))
 
     def remove(self) -> None:
         """Take the hooks off: the units now belong to another runtime."""
@@ -583,20 +583,26 @@ class _Call:
         self.leave()
 
 
-def _forward_hooks(
-    runtime_ref: weakref.ref[Runtime], unit_ref: weakref.ref[Unit]
-) -> tuple[Callable[..., None], Callable[..., None]]:
-    def before(_module: nn.Module, _args: object) -> None:
-        runtime, unit = runtime_ref(), unit_ref()
+class _Before(Uncopyable):
+    """Forward pre-hook of a unit's module."""
+
+    def __init__(self, runtime: Runtime, unit: Unit) -> None:
+        self._runtime = weakref.ref(runtime)
+        self._unit = weakref.ref(unit)
+
+    def __call__(self, _module: nn.Module, _args: object) -> None:
+        runtime, unit = self._runtime(), self._unit()
         if runtime is not None and unit is not None:
             runtime.before_forward(unit)
 
-    def after(_module: nn.Module, _args: object, output: object) -> None:
-        runtime, unit = runtime_ref(), unit_ref()
+
+class _After(_Before):
+    """Forward hook of a unit's module."""
+
+    def __call__(self, _module: nn.Module, _args: object, output: object = None) -> None:
+        runtime, unit = self._runtime(), self._unit()
         if runtime is not None and unit is not None:
             runtime.after_forward(unit, output)
-
-    return before, after
 
 
 def _eager_hook(

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import json
 from collections.abc import Iterator, Mapping
 from typing import Any
 
@@ -92,16 +93,18 @@ def load_full_state_dict(model: nn.Module, state: Mapping[str, Any], *, strict: 
         strict: Refuse missing and unexpected names.
 
     Collective:
-        A verdict of rank 0, then one scatter (broadcast where whole parameters are held) per group and one broadcast
-        per buffer. Besides ``state``, rank 0 holds one group at a time. All ranks must call.
+        A verdict of rank 0, then one scatter (broadcast where whole parameters are held) per group, one broadcast per
+        buffer, and the modules' extra state as JSON. Besides ``state``, rank 0 holds one group at a time. All ranks must
+        call.
 
     Raises:
-        StateError: Names are missing or unexpected, or shapes differ; on all ranks, and nothing is loaded.
+        StateError: Names are missing or unexpected, shapes differ, or extra state is none that JSON holds; on all
+            ranks, and nothing is loaded.
     """
     runtime = attach.runtime_of(model, "sw.load_full_state_dict")
     comm = runtime.gather_comm
     buffers = _buffers(model)
-    problems = _misfits(runtime, buffers, state, strict=strict) if comm.rank == 0 else []
+    problems = _misfits(model, runtime, buffers, state, strict=strict) if comm.rank == 0 else []
     verdict = all_gather_json(comm, problems)[0]
     if verdict:
         shown = "\n".join(f"  {problem}" for problem in verdict[:12])
@@ -125,7 +128,7 @@ def load_full_state_dict(model: nn.Module, state: Mapping[str, Any], *, strict: 
             travels = flat.view(torch.uint8) if flat.dtype is torch.bool else flat
             comm.broadcast(travels, root=0, unit=f"buffer {name}").wait()
             buffer.copy_(flat.view(buffer.shape))
-    _load_extra_state(model, state if comm.rank == 0 else {})
+    _load_extra_state(model, all_gather_json(comm, _extra_state(state) if comm.rank == 0 else {})[0])
     runtime.invalidate()
 
 
@@ -150,11 +153,17 @@ def _buffers(model: nn.Module) -> dict[str, Tensor]:
     return found
 
 
-def _misfits(runtime: Runtime, buffers: Mapping[str, Tensor], state: Mapping[str, Any], *, strict: bool) -> list[str]:
+def _misfits(
+    model: nn.Module, runtime: Runtime, buffers: Mapping[str, Tensor], state: Mapping[str, Any], *, strict: bool
+) -> list[str]:
     """One line for each difference between the model and the state dict."""
     expected = [(spec.name, spec.shape, _value(state, spec)) for g in runtime.groups for spec in g.layout.params]
     expected += [(name, tuple(buffer.shape), state.get(name)) for name, buffer in buffers.items()]
-    problems = []
+    problems = [
+        f"{name}: extra state that JSON cannot hold; call set_extra_state() on every rank"
+        for name, value in _extra_state(state).items()
+        if not _is_json(value)
+    ]
     for name, shape, value in expected:
         if value is None:
             if strict:
@@ -163,7 +172,7 @@ def _misfits(runtime: Runtime, buffers: Mapping[str, Tensor], state: Mapping[str
             problems.append(f"{name}: expected {list(shape)}, got {list(value.shape)}")
     if strict:
         known = {name for g in runtime.groups for spec in g.layout.params for name in (spec.name, *spec.aliases)}
-        known |= set(buffers)
+        known |= {name for name, _ in model.named_buffers(remove_duplicate=False)}
         unknown = [name for name in state if name not in known and not name.endswith("_extra_state")]
         problems += [f"{name}: unexpected" for name in unknown]
     return problems
@@ -207,6 +216,19 @@ def _send_group(runtime: Runtime, group: Group, flat: Tensor | None) -> None:
         if flat is not None:
             group.master.copy_(flat)
         comm.broadcast(group.master, root=0, unit=group.unit.name).wait()
+
+
+def _extra_state(state: Mapping[str, Any]) -> dict[str, Any]:
+    """What ``get_extra_state`` of the modules gave."""
+    return {name: value for name, value in state.items() if name.endswith("_extra_state")}
+
+
+def _is_json(value: Any) -> bool:
+    """Whether a value comes back from JSON as it was."""
+    try:
+        return bool(json.loads(json.dumps(value)) == value)
+    except (TypeError, ValueError):
+        return False
 
 
 def _load_extra_state(model: nn.Module, state: Mapping[str, Any]) -> None:
