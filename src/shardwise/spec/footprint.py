@@ -239,7 +239,7 @@ def reduce_bytes(
 ) -> int:
     """Bytes of pooled gradient buffers and receive buffers, found by walking through one backward.
 
-    A unit takes its buffer while it runs; at its end the reduction is issued, and the one before is finished.
+    A unit takes its buffer while it runs; at its end the reduction before is finished, and its own is issued.
     """
     trained = [group for group in groups if group.is_trainable]
     last_first = sorted({group.unit for group in trained}, reverse=True)
@@ -268,19 +268,19 @@ class _Reductions:
             self._pooled_bytes[key] = max(self._pooled_bytes.get(key, 0), size)
 
     def reduce(self, groups: Sequence[GroupShape]) -> None:
-        """One unit takes its buffers, issues its reductions, and finishes those issued before."""
+        """One unit takes its buffers, finishes the reductions issued before, and issues its own."""
         for group in groups:
             if group.row.pools_gradients:
                 key = self._pool_key(group)
                 while not self._free[key] and self._made[key] >= self._limit and self._in_flight:
                     self._finish(self._in_flight.pop(0))
                 self._take(key, self._pooled_bytes[key])
-        before, self._in_flight = self._in_flight, list(groups)
+        for group in self._in_flight:
+            self._finish(group)
+        self._in_flight = list(groups)
         for group in groups:
             if self._has_receive_buffers:
                 self._take(self._receive_key(group), received_numel(group, self._rank) * group.reduce_item_bytes)
-        for group in before:
-            self._finish(group)
 
     def _take(self, key: tuple[str, int, str], num_bytes: int) -> None:
         if self._free[key]:
