@@ -13,6 +13,8 @@ __version__ = "0.1.0"
 _LAZY = {
     "ParallelPlan": "shardwise.spec.plan",
     "Placements": "shardwise.spec.placement",
+    "PrecisionPolicy": "shardwise.spec.precision",
+    "bf16_supported": "shardwise.fsdp.precision",
     "wrap_by_class": "shardwise.spec.wrap",
     "wrap_by_name": "shardwise.spec.wrap",
     "wrap_by_size": "shardwise.spec.wrap",

@@ -11,12 +11,13 @@ from torch import Tensor, nn
 
 from shardwise.comm.base import CollectiveEvent, Comm
 from shardwise.comm.open import open_comms
-from shardwise.fsdp import attach, build, optimizer
+from shardwise.fsdp import attach, build, optimizer, precision
 from shardwise.fsdp.runtime import Runtime
 from shardwise.fsdp.sync import synchronise
 from shardwise.fsdp.unit import Unit
 from shardwise.spec.errors import PlanError, StateError
 from shardwise.spec.placement import PRESETS, Placements
+from shardwise.spec.precision import FULL_PRECISION, PrecisionPolicy
 
 #: Full-size gradient buffers per size class: two let a reduction run while the next unit's gradients are collected.
 NUM_GRADIENT_BUFFERS = 2
@@ -28,6 +29,7 @@ def shard_model(
     row: Placements,
     comms: tuple[Comm, Comm],
     *,
+    policy: PrecisionPolicy = FULL_PRECISION,
     reshard_after_forward: str | bool = "auto",
     accumulates_sharded: bool | None = None,
     num_gradient_buffers: int = NUM_GRADIENT_BUFFERS,
@@ -39,6 +41,7 @@ def shard_model(
         unit_modules: The other units, by qualified name.
         row: Placements of the strategy.
         comms: For gathers and for reductions.
+        policy: In which dtypes to compute and reduce.
         reshard_after_forward: ``"auto"``: as the row says, and the root stays gathered from forward to backward.
         accumulates_sharded: ``None``: as the row says (ddp and zero1 keep local sums, the others reduce every time).
         num_gradient_buffers: Full-size gradient buffers per size class.
@@ -49,13 +52,22 @@ def shard_model(
     optimizer.install_checks()
     owned = build.assign_parameters(model, unit_modules)
     build.check_parameters(entry for entries in owned.values() for entry in entries)
+    policy = precision.resolve(policy, comms[0].device)
+    precision.cast_buffers(model, policy)
     units: dict[str, Unit] = {}
     for name, module in {"": model, **unit_modules}.items():
+        precision.install_casts(module, policy, casts_output=name == "")
         reshards = not row.keeps_gathered and name != ""
         if isinstance(reshard_after_forward, bool):
             reshards = reshard_after_forward
         units[name] = build.make_unit(
-            name or build.ROOT, module, owned[name], row, comms[0], reshards=reshards and row.shards_parameters
+            name or build.ROOT,
+            module,
+            owned[name],
+            row,
+            comms[0],
+            reshards=reshards and row.shards_parameters,
+            policy=policy,
         )
     if accumulates_sharded is None:
         accumulates_sharded = row.pools_gradients
@@ -74,6 +86,7 @@ def fully_shard(
     *,
     mesh: dist.ProcessGroup | dist.DeviceMesh | None = None,
     reshard_after_forward: str | bool = "auto",
+    mp_policy: PrecisionPolicy | None = None,
     ignored_params: Iterable[nn.Parameter] | None = None,
 ) -> nn.Module:
     """Make ``module`` a unit of its own, as FSDP2's function of this name: children first, the root last.
@@ -86,6 +99,7 @@ def fully_shard(
         mesh: The ranks to shard over: a process group, a one-dimensional ``DeviceMesh``, or ``None`` for the world.
         reshard_after_forward: Release the parameters between forward and backward. ``"auto"``: yes, but not for the
             outermost unit.
+        mp_policy: In which dtypes this unit computes and reduces; ``None``: its own. Units below keep theirs.
         ignored_params: Must be ``None`` in this version.
 
     Returns:
@@ -129,7 +143,10 @@ def fully_shard(
     row = PRESETS["zero3"]
     explicit = reshard_after_forward if isinstance(reshard_after_forward, bool) else None
     optimizer.install_checks()
-    unit = build.make_unit(build.ROOT, module, own, row, comms[0], reshards=bool(explicit))
+    policy = precision.resolve(mp_policy or FULL_PRECISION, comms[0].device)
+    precision.cast_buffers(module, policy)
+    precision.install_casts(module, policy, casts_output=True)
+    unit = build.make_unit(build.ROOT, module, own, row, comms[0], reshards=bool(explicit), policy=policy)
     units: dict[str, Unit] = {"": unit}
     for path, runtime in children.items():
         runtime.remove()

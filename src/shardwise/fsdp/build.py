@@ -11,7 +11,7 @@ from torch import nn
 
 from shardwise.comm.base import Comm
 from shardwise.comm.dtype import dtype_name
-from shardwise.fsdp import attach, torch_private
+from shardwise.fsdp import attach, precision, torch_private
 from shardwise.fsdp.group import Group
 from shardwise.fsdp.guard import install_guards
 from shardwise.fsdp.runtime import Runtime
@@ -20,6 +20,7 @@ from shardwise.fsdp.view import is_dense
 from shardwise.spec.errors import StateError
 from shardwise.spec.layout import GroupLayout, ParamSpec
 from shardwise.spec.placement import PRESETS, Placements
+from shardwise.spec.precision import FULL_PRECISION, PrecisionPolicy
 
 #: Name of the root unit in traces and summaries.
 ROOT = "root"
@@ -114,20 +115,22 @@ def make_unit(
     comm: Comm,
     *,
     reshards: bool,
+    policy: PrecisionPolicy = FULL_PRECISION,
 ) -> Unit:
     """Shard the parameters of one unit: their storage is replaced by this rank's slice."""
     unit = Unit(name, module, reshards=reshards)
-    kinds: dict[tuple[torch.dtype, bool], list[OwnedParameter]] = {}
+    kinds: dict[tuple[tuple[torch.dtype, torch.dtype, torch.dtype], bool], list[OwnedParameter]] = {}
     for entry in owned:
-        kinds.setdefault((entry.parameter.dtype, entry.parameter.requires_grad), []).append(entry)
+        dtypes = precision.group_dtypes(policy, entry.parameter, (user for user, _, _ in entry.uses))
+        kinds.setdefault((dtypes, entry.parameter.requires_grad), []).append(entry)
     fulls: dict[int, tuple[Group, int]] = {}
-    for (dtype, is_trainable), entries in kinds.items():
-        specs = [_spec(entry, dtype) for entry in entries]
-        layout = GroupLayout.build(specs, comm.size)
+    for (dtypes, is_trainable), entries in kinds.items():
+        specs = [_spec(entry, dtypes[0]) for entry in entries]
+        layout = GroupLayout.build(specs, comm.size, dtypes=[dtype_name(dtype) for dtype in dtypes])
         # Frozen parameters of a replicated row never change: they stay whole, and nothing is sent for them.
         group_row = row if is_trainable or row.shards_parameters else PRESETS["ddp"]
         shards = [entry.parameter for entry in entries]
-        group = Group(unit, layout, group_row, shards, rank=comm.rank, is_trainable=is_trainable)
+        group = Group(unit, layout, group_row, shards, rank=comm.rank, is_trainable=is_trainable, dtypes=dtypes)
         unit.groups.append(group)
         for index, entry in enumerate(entries):
             fulls[id(entry.parameter)] = (group, index)

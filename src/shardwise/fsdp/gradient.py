@@ -44,7 +44,8 @@ class Gradient:
     def __init__(self, group: Group) -> None:
         self._group = weakref.ref(group)
         self.layout: ReduceLayout = group.reduce_layout
-        self.pool_key: Hashable = (size_class(self.layout.numel), group.dtype)
+        self.pool_key: Hashable = (size_class(self.layout.numel), group.reduce_dtype)
+        self._is_cast = group.reduce_dtype is not group.dtype
         self._pieces = [[p for p in self.layout.pieces if p.index == i] for i in range(len(group.shards))]
         self._views: dict[int, _BufferViews] = {}
         self._home: Tensor | None = None  # where .grad of the shards lives: a slice, or the whole
@@ -107,8 +108,9 @@ class Gradient:
     def _buffer_views(self, pool: GradientPool) -> _BufferViews:
         if self._local is None:
             group = self.group
-            if group.row.pools_gradients or any(shard.grad is not None for shard in group.shards):
-                self._borrowed = pool.take(self.pool_key, group.dtype, group.device)
+            is_taken = not self._is_cast and any(shard.grad is not None for shard in group.shards)
+            if group.row.pools_gradients or is_taken:
+                self._borrowed = pool.take(self.pool_key, group.reduce_dtype, group.device)
                 self._local = self._borrowed
             else:
                 self._make_home()
@@ -165,7 +167,8 @@ class Gradient:
         if not group.row.shards_optimizer:
             self._result = buffer
             return comm.all_reduce(buffer, unit=group.unit.name, divisor=group.layout.size)
-        if group.row.pools_gradients and all(shard.grad is None for shard in group.shards):
+        is_free = not self._is_cast and all(shard.grad is None for shard in group.shards)
+        if group.row.pools_gradients and is_free:
             self._make_home()
             self._result = self._home
         else:
@@ -178,10 +181,11 @@ class Gradient:
         if self._home is not None:
             return
         group, layout = self.group, self.layout
-        if group.row.pools_gradients:
+        if not group.row.pools_gradients:
+            self._own = torch.zeros(layout.numel, dtype=group.reduce_dtype, device=group.device)
+        if self._own is None or self._is_cast:
             self._home = torch.zeros(layout.slice_numel, dtype=group.dtype, device=group.device)
         else:
-            self._own = torch.zeros(layout.numel, dtype=group.dtype, device=group.device)
             first = group.rank * layout.slice_numel if group.row.shards_optimizer else 0
             self._home = self._own[first : first + layout.slice_numel]
         self._home_views = group.held_views(self._home)

@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor, nn
 
-from shardwise.comm.base import Comm, Handle
+from shardwise.comm.base import Comm, Done, Handle
 from shardwise.fsdp.gradient import Gradient
 from shardwise.fsdp.pool import Slot
 from shardwise.fsdp.view import contiguous_stride, memory_order
@@ -49,6 +49,7 @@ class Group:
         *,
         rank: int,
         is_trainable: bool,
+        dtypes: tuple[torch.dtype, torch.dtype, torch.dtype] | None = None,
     ) -> None:
         self._unit = weakref.ref(unit)
         self.layout = layout
@@ -56,23 +57,16 @@ class Group:
         self.rank = rank
         self.is_trainable = is_trainable
         self.shards = list(shards)
-        self.dtype = shards[0].dtype
+        own = shards[0].dtype
+        self.dtype, self.compute_dtype, self.reduce_dtype = dtypes or (own, own, own)
         self.device = shards[0].device
         self.reduce_layout = ReduceLayout(layout, layout.size if row.shards_optimizer else 1)
         self.slot: Slot | None = None
         self.replica: Tensor | None = None  # the gathered buffer, where parameters are replicated
         self.epoch = -1  # the outermost forward whose parameters the gathered buffer holds
 
-        numel = layout.shard_numel if row.shards_parameters else layout.numel
-        flat = torch.zeros(numel, dtype=self.dtype, device=self.device)
-        if row.shards_parameters:
-            self.master = flat
-        else:
-            self.replica = flat
-            own = slice(rank * layout.shard_numel, (rank + 1) * layout.shard_numel)
-            self.master = flat[own] if row.shards_optimizer else flat
+        self.master = self._make_master()
         self.held = layout.owned_by_param(rank) if row.shards_optimizer else _whole(layout)
-        self._fill(flat)
         self.views = self.held_views(self.master)
         self.fulls: list[nn.Parameter] = []
         self._pointers: list[int] = []
@@ -88,16 +82,33 @@ class Group:
 
     # -- parameters
 
-    def _fill(self, flat: Tensor) -> None:
-        """Copy the parameters, as the plain model holds them, into the flat buffer."""
-        with torch.no_grad():
-            if self.row.shards_parameters:
-                for piece in self.layout.owned(self.rank):
-                    source = memory_order(self.shards[piece.index])[piece.start : piece.stop]
-                    flat[piece.offset : piece.offset + piece.numel].copy_(source)
-                return
-            for param, spec, offset in zip(self.shards, self.layout.params, self.layout.offsets, strict=True):
-                flat[offset : offset + spec.numel].copy_(memory_order(param))
+    def _make_master(self) -> Tensor:
+        """Copy the parameters, as the plain model holds them, into flat buffers; returns what the optimizer updates.
+
+        Where parameters are replicated in the master's own dtype, the master is a slice of the replica, or all of it.
+        """
+        layout, row = self.layout, self.row
+        own = slice(self.rank * layout.shard_numel, (self.rank + 1) * layout.shard_numel)
+        if not row.shards_parameters:
+            self.replica = torch.zeros(layout.numel, dtype=self.compute_dtype, device=self.device)
+            self._fill(self.replica, whole=True)
+            if not self.is_cast:
+                return self.replica[own] if row.shards_optimizer else self.replica
+        numel = layout.shard_numel if row.shards_optimizer else layout.numel
+        master = torch.zeros(numel, dtype=self.dtype, device=self.device)
+        self._fill(master, whole=not row.shards_optimizer)
+        return master
+
+    @torch.no_grad()
+    def _fill(self, flat: Tensor, *, whole: bool) -> None:
+        for piece in _whole(self.layout) if whole else self.layout.owned(self.rank):
+            source = memory_order(self.shards[piece.index])[piece.start : piece.stop]
+            flat[piece.offset : piece.offset + piece.numel].copy_(source)
+
+    @property
+    def is_cast(self) -> bool:
+        """The unit computes in another dtype than the master's."""
+        return self.compute_dtype is not self.dtype
 
     def held_views(self, flat: Tensor) -> list[Tensor]:
         """One view of ``flat`` for every parameter, laid out as the master is.
@@ -150,7 +161,7 @@ class Group:
             assert self.replica is not None
             self.gathered = self.replica
         else:
-            self.gathered = slot.allocate(self.dtype, self.device)[: self.layout.numel]
+            self.gathered = slot.allocate(self.compute_dtype, self.device)[: self.layout.numel]
         first = self.layout.shard_numel * self.rank
         self._own_slice = self.gathered[first : first + self.layout.shard_numel]
         storage = self.gathered.untyped_storage()
@@ -158,7 +169,7 @@ class Group:
         for index, (spec, offset) in enumerate(zip(self.layout.params, self.layout.offsets, strict=True)):
             # set_ gives a version counter of its own: refilling the slot does not trip autograd's check.
             stride = spec.stride or contiguous_stride(spec.shape)
-            tensor = torch.empty(0, dtype=self.dtype, device=self.device)
+            tensor = torch.empty(0, dtype=self.compute_dtype, device=self.device)
             tensor.set_(storage, offset, spec.shape, stride)
             if is_new:
                 full = nn.Parameter(tensor, requires_grad=self.shards[index].requires_grad)
@@ -180,20 +191,29 @@ class Group:
                 full.requires_grad_(shard.requires_grad)
 
     def gather(self, comm: Comm) -> Handle:
-        """Issue the all-gather of this group.
+        """Issue the all-gather of this group; where every rank holds the whole master, just cast it.
 
         Collective:
-            All-gather on ``dp_shard``; ``(n-1)/n`` of the padded group is sent. All ranks must call in the same order.
+            All-gather on ``dp_shard`` in the compute dtype; ``(n-1)/n`` of the padded group is sent. All ranks must
+            call in the same order. Nothing is sent where the optimizer is replicated.
         """
-        if self.row.shards_parameters:
+        if not self.row.shards_optimizer:
+            self.gathered.copy_(self.master)
+            return Done()
+        if self.row.shards_parameters or self.is_cast:
             self._own_slice.copy_(self.master)
         return comm.all_gather(self.gathered, unit=self.unit.name)
+
+    @property
+    def needs_refresh(self) -> bool:
+        """The gathered buffer is not the master itself: changes of the master have to be brought there."""
+        return self.row.shards_optimizer or self.is_cast
 
     def release(self, *, poison: bool) -> None:
         """Give the slot back. With ``poison`` its content is overwritten with NaN, so that a stale use shows."""
         if self.slot is None or self.slot.owner is not self:
             return
-        if poison and self.dtype.is_floating_point:
+        if poison and self.compute_dtype.is_floating_point:
             self.gathered.fill_(float("nan"))
         self.slot.owner = None
 

@@ -131,7 +131,7 @@ class Runtime:
 
     def _slot_of(self, unit: Unit, group: Group) -> Any:
         numel = group.layout.numel
-        key = (unit.depth, size_class(numel), group.dtype, group.is_trainable)
+        key = (unit.depth, size_class(numel), group.compute_dtype, group.is_trainable)
         return self.slots.assign(key, numel, is_shared=unit.reshards_after_forward and unit.depth > 0)
 
     def _install(self, unit: Unit) -> None:
@@ -276,7 +276,7 @@ class Runtime:
 
     def _is_current(self, unit: Unit) -> bool:
         """The gathered buffer holds what the masters held at the outermost forward."""
-        return all(group.epoch == self._epoch or not group.row.shards_optimizer for group in unit.groups)
+        return all(group.epoch == self._epoch or not group.needs_refresh for group in unit.groups)
 
     def _unshard(self, unit: Unit) -> None:
         """Bring the unit's parameters up to date and wait for them."""
@@ -291,7 +291,7 @@ class Runtime:
             while unit.state is State.REDUCING:
                 self._drain_one()
         for group in unit.groups:
-            if not group.row.shards_optimizer or (not group.row.shards_parameters and group.epoch == self._epoch):
+            if not group.needs_refresh or (not group.row.shards_parameters and group.epoch == self._epoch):
                 continue
             if group.slot is not None and group.slot.owner is not group:
                 self._claim(group)
@@ -452,11 +452,12 @@ class Runtime:
         if not (reduces and trained):
             return
         unit.move_to(State.REDUCING)
-        before = len(self._reducing)
+        # The reduction before this one had a whole unit's backward to travel: finishing it first costs no time that
+        # could be measured, and its receive buffers serve again.
+        while self._reducing:
+            self._drain_one()
         for group in trained:
             self._reducing.append((unit, group, group.gradient.reduce(self.reduce_comm, self.gradients)))
-        for _ in range(before):
-            self._drain_one()
 
     def _drain_one(self) -> bool:
         """Finish the oldest reduction under way. Returns False if there is none."""

@@ -6,6 +6,7 @@ from dataclasses import dataclass
 
 from torch import nn
 
+from shardwise.comm.dtype import dtype_name
 from shardwise.fsdp import attach
 from shardwise.fsdp.runtime import Runtime
 from shardwise.fsdp.unit import Unit
@@ -19,11 +20,19 @@ class GroupSummary:
 
     parameters: tuple[tuple[str, tuple[int, ...], int], ...]
     dtype: str
+    compute_dtype: str
+    reduce_dtype: str
     is_trainable: bool
     numel: int
     shard_numel: int
     padding_numel: int
     slot: int | None
+
+    @property
+    def dtypes(self) -> str:
+        """``fp32``, or ``fp32>bf16>fp32`` for master, compute and reduce where they differ."""
+        every = (self.dtype, self.compute_dtype, self.reduce_dtype)
+        return self.dtype if len(set(every)) == 1 else ">".join(every)
 
 
 @dataclass(frozen=True)
@@ -83,7 +92,7 @@ class Summary:
                 padding = f"{100 * group.padding_numel / max(group.numel, 1):.1f}%"
                 name = "  " * unit.depth + unit.name
                 lines.append(
-                    f"{name:<28}{unit.type_name:<20}{numel:>14,}{held:>14,}{padding:>9}  {group.dtype}{frozen}, {slot}"
+                    f"{name:<28}{unit.type_name:<20}{numel:>14,}{held:>14,}{padding:>9}  {group.dtypes}{frozen}, {slot}"
                     + ("" if unit.reshards_after_forward or group.slot is None else ", kept after forward")
                 )
             if not unit.groups:
@@ -132,6 +141,8 @@ def group_shapes(runtime: Runtime) -> list[GroupShape]:
             depth=unit.depth,
             reshards=unit.reshards_after_forward,
             is_trainable=group.wants_gradients,
+            compute_dtype=dtype_name(group.compute_dtype),
+            reduce_dtype=dtype_name(group.reduce_dtype),
         )
         for unit in runtime.units
         for group in unit.groups
@@ -177,7 +188,9 @@ def _unit(runtime: Runtime, unit: Unit) -> UnitSummary:
                 parameters=tuple(
                     (spec.name, spec.shape, held.get(index, 0)) for index, spec in enumerate(group.layout.params)
                 ),
-                dtype=group.layout.params[0].dtype,
+                dtype=dtype_name(group.dtype),
+                compute_dtype=dtype_name(group.compute_dtype),
+                reduce_dtype=dtype_name(group.reduce_dtype),
                 is_trainable=group.is_trainable,
                 numel=group.layout.numel,
                 shard_numel=group.layout.shard_numel,

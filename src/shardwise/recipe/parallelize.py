@@ -66,6 +66,7 @@ def parallelize(model: nn.Module, plan: ParallelPlan | None = None) -> nn.Module
         units,
         row,
         comms,
+        policy=plan.precision,
         reshard_after_forward=plan.reshard_after_forward,
         accumulates_sharded=accumulates_sharded,
     )

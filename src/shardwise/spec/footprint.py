@@ -50,6 +50,8 @@ class GroupShape:
         depth: Units that enclose its unit.
         reshards: Its unit is released between forward and backward.
         is_trainable: It takes part in reductions.
+        compute_dtype: Of the gathered buffer; by default the master's.
+        reduce_dtype: Of gradient buffers and sums; by default the master's.
     """
 
     unit: int
@@ -58,11 +60,38 @@ class GroupShape:
     depth: int
     reshards: bool
     is_trainable: bool
+    compute_dtype: str | None = None
+    reduce_dtype: str | None = None
+
+    @property
+    def master_dtype(self) -> str:
+        """Dtype of what the optimizer updates."""
+        return self.layout.params[0].dtype
 
     @property
     def item_bytes(self) -> int:
-        """Bytes of one element."""
-        return item_bytes(self.layout.params[0].dtype)
+        """Bytes of one element of the master."""
+        return item_bytes(self.master_dtype)
+
+    @property
+    def gather_item_bytes(self) -> int:
+        """Bytes of one gathered element."""
+        return item_bytes(self.compute_dtype or self.master_dtype)
+
+    @property
+    def reduce_item_bytes(self) -> int:
+        """Bytes of one element of a gradient buffer."""
+        return item_bytes(self.reduce_dtype or self.master_dtype)
+
+    @property
+    def is_cast(self) -> bool:
+        """It computes in another dtype than the master's."""
+        return self.compute_dtype not in {None, self.master_dtype}
+
+    @property
+    def reduces_cast(self) -> bool:
+        """Its gradients are reduced in another dtype than the master's."""
+        return self.reduce_dtype not in {None, self.master_dtype}
 
     @property
     def reduce_layout(self) -> ReduceLayout:
@@ -126,11 +155,21 @@ def footprint(
     parameters = gradients = optimizer = 0
     for group in groups:
         layout, row, item = group.layout, group.row, group.item_bytes
-        parameters += item * (layout.shard_numel if row.shards_parameters else layout.numel)
+        if row.shards_parameters:
+            parameters += item * layout.shard_numel
+        else:
+            parameters += group.gather_item_bytes * layout.numel
+            if group.is_cast:  # the replica is no longer the master
+                parameters += item * (layout.shard_numel if row.shards_optimizer else layout.numel)
         if not group.is_trainable:
             continue
         reduce = group.reduce_layout
-        gradients += item * (reduce.slice_numel if row.pools_gradients else reduce.numel)
+        if row.pools_gradients:
+            gradients += item * reduce.slice_numel
+        else:
+            gradients += group.reduce_item_bytes * reduce.numel
+            if group.reduces_cast:  # .grad no longer lives in the buffer that is reduced
+                gradients += item * reduce.slice_numel
         if row.shards_optimizer:
             held = [piece.numel for piece in layout.owned(rank)]
         else:
@@ -164,7 +203,7 @@ def waiting_bytes(groups: Sequence[GroupShape], *, eager_numel: int) -> int:
     for group in groups:
         if group.is_trainable:
             small = sum(param.numel for param in group.layout.params if param.numel < eager_numel)
-            waiting[group.unit] = waiting.get(group.unit, 0) + group.item_bytes * small
+            waiting[group.unit] = waiting.get(group.unit, 0) + group.gather_item_bytes * small
     # Units of one depth follow one another; those that enclose them wait as well.
     return sum(
         max((num_bytes for unit, num_bytes in waiting.items() if depths[unit] == depth), default=0)
@@ -179,11 +218,11 @@ def gathered_bytes(groups: Sequence[GroupShape]) -> int:
     for group in groups:
         if not group.row.shards_parameters:
             continue
-        numel, item = group.layout.numel, group.item_bytes
+        numel, item = group.layout.numel, group.gather_item_bytes
         if not (group.reshards and group.depth > 0):
             total += numel * item
             continue
-        key = (group.depth, size_class(numel), group.layout.params[0].dtype, group.is_trainable)
+        key = (group.depth, size_class(numel), group.compute_dtype or group.master_dtype, group.is_trainable)
         turns.setdefault(key, []).append(numel * item)
     for sizes in turns.values():
         total += sum(max(sizes[turn::SLOTS_PER_CLASS]) for turn in range(min(SLOTS_PER_CLASS, len(sizes))))
@@ -200,7 +239,7 @@ def reduce_bytes(
 ) -> int:
     """Bytes of pooled gradient buffers and receive buffers, found by walking through one backward.
 
-    A unit takes its buffer while it runs; at its end the reduction is issued, and the one before is finished.
+    A unit takes its buffer while it runs; at its end the reduction before is finished, and its own is issued.
     """
     trained = [group for group in groups if group.is_trainable]
     last_first = sorted({group.unit for group in trained}, reverse=True)
@@ -225,23 +264,23 @@ class _Reductions:
         self._pooled_bytes: dict[tuple[str, int, str], int] = {}
         for group in groups:
             key = self._pool_key(group)
-            size = group.reduce_layout.numel * group.item_bytes
+            size = group.reduce_layout.numel * group.reduce_item_bytes
             self._pooled_bytes[key] = max(self._pooled_bytes.get(key, 0), size)
 
     def reduce(self, groups: Sequence[GroupShape]) -> None:
-        """One unit takes its buffers, issues its reductions, and finishes those issued before."""
+        """One unit takes its buffers, finishes the reductions issued before, and issues its own."""
         for group in groups:
             if group.row.pools_gradients:
                 key = self._pool_key(group)
                 while not self._free[key] and self._made[key] >= self._limit and self._in_flight:
                     self._finish(self._in_flight.pop(0))
                 self._take(key, self._pooled_bytes[key])
-        before, self._in_flight = self._in_flight, list(groups)
+        for group in self._in_flight:
+            self._finish(group)
+        self._in_flight = list(groups)
         for group in groups:
             if self._has_receive_buffers:
-                self._take(self._receive_key(group), received_numel(group, self._rank) * group.item_bytes)
-        for group in before:
-            self._finish(group)
+                self._take(self._receive_key(group), received_numel(group, self._rank) * group.reduce_item_bytes)
 
     def _take(self, key: tuple[str, int, str], num_bytes: int) -> None:
         if self._free[key]:
@@ -257,10 +296,10 @@ class _Reductions:
             self._free[self._receive_key(group)] += 1
 
     def _pool_key(self, group: GroupShape) -> tuple[str, int, str]:
-        return "pool", size_class(group.reduce_layout.numel), group.layout.params[0].dtype
+        return "pool", size_class(group.reduce_layout.numel), group.reduce_dtype or group.master_dtype
 
     def _receive_key(self, group: GroupShape) -> tuple[str, int, str]:
-        return "receive", received_numel(group, self._rank), group.layout.params[0].dtype
+        return "receive", received_numel(group, self._rank), group.reduce_dtype or group.master_dtype
 
 
 def received_numel(group: GroupShape, rank: int) -> int:

@@ -1,4 +1,4 @@
-"""Dtypes by short name, without torch.
+"""Dtypes by short name, and mixed precision as plain data, without torch.
 
 The short names (``fp32``, ``bf16``, ...) are what configuration files, plans, traces and checkpoint manifests use.
 ``comm.dtype`` maps them to ``torch.dtype`` on the floors that may import torch.
@@ -6,7 +6,9 @@ The short names (``fp32``, ``bf16``, ...) are what configuration files, plans, t
 
 from __future__ import annotations
 
-from shardwise.spec.errors import ConfigError
+from dataclasses import dataclass
+
+from shardwise.spec.errors import ConfigError, PlanError
 
 #: Bytes of one element, by short dtype name.
 ITEM_BYTES: dict[str, int] = {
@@ -55,3 +57,65 @@ def dtype_name(name: str) -> str:
 def item_bytes(name: str) -> int:
     """Bytes of one element of dtype ``name`` (any spelling that :func:`dtype_name` takes)."""
     return ITEM_BYTES[dtype_name(name)]
+
+
+#: Dtypes that parameters may compute and gradients may be reduced in.
+FLOATING = ("fp64", "fp32", "bf16", "fp16")
+
+
+@dataclass(frozen=True, slots=True)
+class PrecisionPolicy:
+    """In which dtypes a unit computes, reduces, and hands on.
+
+    The master copy of a parameter, which the optimizer updates and which checkpoints hold, keeps the dtype that the
+    parameter has when it is parallelized. Batch norm computes in its own dtype whatever the policy says.
+
+    Attributes:
+        param_dtype: What parameters are cast to for gathering and computing. ``None``: no cast. ``"auto"``: ``bf16``
+            where the device (and on GPUs NCCL) supports it, else ``fp32``.
+        reduce_dtype: Of the local gradient buffers, their sums over ranks, and what travels. ``None``: the master's.
+        output_dtype: What floating-point outputs of the root are cast to. ``None``: no cast.
+        buffer_dtype: What floating-point buffers are cast to, once. ``None``: no cast.
+        cast_forward_inputs: Cast floating-point inputs of every unit to ``param_dtype``.
+        master_dtype: ``None``: the parameter's own. ``"fp32"`` raises 16-bit parameters.
+    """
+
+    param_dtype: str | None = "bf16"
+    reduce_dtype: str | None = "fp32"
+    output_dtype: str | None = None
+    buffer_dtype: str | None = None
+    cast_forward_inputs: bool = True
+    master_dtype: str | None = None
+
+    def __post_init__(self) -> None:
+        for field in ("param_dtype", "reduce_dtype", "output_dtype", "buffer_dtype", "master_dtype"):
+            value = getattr(self, field)
+            if value is None or (value == "auto" and field == "param_dtype"):
+                continue
+            try:
+                name = dtype_name(str(value))
+            except ConfigError:
+                name = None
+            if name not in FLOATING:
+                raise PlanError(
+                    f"PrecisionPolicy({field}={value!r}) is no floating-point dtype.\n"
+                    f"  Use one of: {', '.join(FLOATING)}, or None."
+                )
+            object.__setattr__(self, field, name)
+
+    def group_dtypes(self, dtype: str, *, keeps_own: bool) -> tuple[str, str, str]:
+        """Dtypes of a group: master, compute, reduce.
+
+        Args:
+            dtype: The parameters' own.
+            keeps_own: They are batch norm's, or not floating-point, and compute in their own dtype.
+        """
+        if dtype not in FLOATING:
+            return dtype, dtype, dtype
+        master = self.master_dtype if self.master_dtype and item_bytes(dtype) < item_bytes(self.master_dtype) else dtype
+        compute = master if keeps_own or self.param_dtype is None else self.param_dtype
+        return master, compute, master if keeps_own or self.reduce_dtype is None else self.reduce_dtype
+
+
+#: No cast anywhere.
+FULL_PRECISION = PrecisionPolicy(param_dtype=None, reduce_dtype=None)

@@ -39,7 +39,7 @@ class UnitShape:
 
 def gather_bytes(group: GroupShape) -> int:
     """Bytes that a rank sends in the all-gather of a group: its slice, to every other rank."""
-    return (group.layout.size - 1) * group.layout.shard_numel * group.item_bytes
+    return (group.layout.size - 1) * group.layout.shard_numel * group.gather_item_bytes
 
 
 def reduction_bytes(group: GroupShape, rank: int) -> int:
@@ -49,7 +49,7 @@ def reduction_bytes(group: GroupShape, rank: int) -> int:
     sent = numel - own
     if not group.row.shards_optimizer:
         sent += own * (size - 1)
-    return sent * group.item_bytes
+    return sent * group.reduce_item_bytes
 
 
 def step_trace(

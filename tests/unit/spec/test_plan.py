@@ -22,6 +22,7 @@ def test_the_fields_are_those_that_this_version_honours() -> None:
         "ep",
         "auto_wrap_policy",
         "reshard_after_forward",
+        "mp_policy",
         "accumulation",
         "sync",
     )
