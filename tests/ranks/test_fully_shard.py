@@ -6,6 +6,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
 
 import shardwise as sw
 from shardwise.fsdp import attach
@@ -255,3 +256,103 @@ def world_of_one():
 
 def test_a_world_of_one_sends_nothing_and_holds_everything():
     run_on_ranks(world_of_one, 1)
+
+
+# -- what PyTorch tests of its own FSDP2, on CPU
+
+
+def unit_then_root(model, rank, step):
+    """A unit alone forward and backward, then the whole model; then the other way round."""
+    x = sample(rank, step)
+    first = model.blocks[step % 5](x).square().mean()
+    first.backward()
+    yield first
+    whole = plain_loss(model, rank, step)
+    whole.backward()
+    yield whole
+    whole = plain_loss(model, rank, step + 20)
+    last = model.blocks[4](x).sin().sum()
+    (whole + last).backward()
+    yield whole, last
+
+
+def units_and_roots():
+    for strategy in ("ddp", "zero1", "zero2", "shard_grad_op", "zero3"):
+        compare(Chain, unit_then_root, strategy)
+
+
+@WORLDS
+def test_a_unit_may_run_alone_before_after_and_beside_its_root(world):
+    run_on_ranks(units_and_roots, world)
+
+
+def registered():
+    """Between the calls the modules hold the shards, whatever is gathered; the user's objects stay the same."""
+    for strategy in ("ddp", "zero1", "zero2", "shard_grad_op", "zero3"):
+        model = sw.parallelize(Chain(), sw.ParallelPlan(strategy=strategy))
+        before = [id(p) for p in model.parameters()]
+        sizes = [p.shape for p in model.parameters()]
+        inside = []
+        handles = [
+            model.blocks[1].up.register_forward_hook(lambda m, _i, _o, seen=inside: seen.append(m.weight.shape)),
+            model.head.register_forward_hook(lambda m, _i, _o, seen=inside: seen.append(m.weight.shape)),
+        ]
+        for step in range(2):
+            loss = plain_loss(model, 0, step)
+            assert [id(p) for p in model.parameters()] == before
+            loss.backward()
+            assert [id(p) for p in model.parameters()] == before
+            assert [p.shape for p in model.parameters()] == sizes
+            with torch.no_grad():
+                model(sample(0, step))
+            assert [id(p) for p in model.parameters()] == before
+        assert set(inside) == {(13, 8), (3, 8)}
+        for handle in handles:
+            handle.remove()
+
+
+def test_modules_hold_shards_between_calls_and_whole_parameters_inside():
+    run_on_ranks(registered, 2)
+
+
+class TiedRecomputed(Chain):
+    """Tied embedding and head around recomputed blocks, two of which share a weight."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.head = nn.Linear(8, 8)
+        self.head.weight = self.stem.weight
+        self.blocks[3].down.weight = self.blocks[0].down.weight
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.stem(x)
+        for block in self.blocks:
+            x = checkpoint(block, x, use_reentrant=False)
+        return self.head(x)
+
+
+def tied_and_recomputed():
+    for strategy in ("ddp", "zero1", "zero2", "shard_grad_op", "zero3"):
+        compare(TiedRecomputed, plain_loss, strategy)
+
+
+@WORLDS
+def test_tied_weights_and_recomputation_go_together(world):
+    run_on_ranks(tied_and_recomputed, world)
+
+
+def reshard_choices():
+    for flag in (True, False):
+        trained = compare(Chain, plain_loss, "zero3", reshard_after_forward=flag)
+        gathers = []
+        with sw.record_collectives(trained.model) as events:
+            plain_loss(trained.model, 0, 0).backward()
+        gathers = [event.unit for event in events if event.kind == "all_gather"]
+        again = [unit for unit in set(gathers) if gathers.count(unit) == 2]
+        assert len(again) == (5 if flag else 0), gathers  # the last unit to run is kept
+    with pytest.raises(PlanError, match="reshard_after_forward=True has no meaning for strategy 'zero2'"):
+        sw.parallelize(Chain(), sw.ParallelPlan(strategy="zero2", reshard_after_forward=True))
+
+
+def test_parameters_are_gathered_again_in_backward_only_where_they_were_released():
+    run_on_ranks(reshard_choices, 2)

@@ -157,9 +157,21 @@ def forward_kept(model, rank, step):
     return plain_loss(model, rank, step)
 
 
+def two_from_the_third_step_on(model, rank, step):
+    """The order has been recorded with one forward to a backward; then there are two."""
+    return two_forwards(model, rank, step) if step > 1 else plain_loss(model, rank, step)
+
+
+def two_in_the_first_steps(model, rank, step):
+    return two_forwards(model, rank, step) if step < 2 else plain_loss(model, rank, step)
+
+
+CHANGING = (two_from_the_third_step_on, two_in_the_first_steps)
+
+
 def several_forwards():
     for strategy in presets():
-        for script in (two_forwards, separate_backwards, newer_first, forward_forgotten, forward_kept):
+        for script in (two_forwards, separate_backwards, newer_first, forward_forgotten, forward_kept, *CHANGING):
             compare(Chain, script, strategy)
         compare(Twice, two_forwards, strategy)
         compare(Twice, separate_backwards, strategy)

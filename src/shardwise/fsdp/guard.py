@@ -32,7 +32,7 @@ def install_guards(root: nn.Module, runtime: Runtime) -> None:
     for unit in runtime.units:
         owners = [(owner, module) for owner in unit.owners if (module := owner.module()) is not None]
         if unit.parent is None:
-            guarded = [(module, _EntryGuard(runtime, unit)) for module in _entries(root, unit)]
+            guarded = [(module, _EntryGuard(runtime, unit, path)) for path, module in _entries(root, unit)]
         else:
             guarded = [(module, _OutsideGuard(unit, owner)) for owner, module in owners]
         unit.set_guards(
@@ -50,11 +50,11 @@ def install_guards(root: nn.Module, runtime: Runtime) -> None:
         root.__dict__["_apply"] = _GuardedApply(root, runtime.units[0])
 
 
-def _entries(root: nn.Module, unit: Unit) -> list[nn.Module]:
+def _entries(root: nn.Module, unit: Unit) -> list[tuple[str, nn.Module]]:
     """The modules through which parameters of the root unit can be reached without calling the root."""
     paths = {owner.path for owner in unit.owners}
     return [
-        module
+        (path, module)
         for path, module in root.named_modules()
         if path and any(owned == path or owned.startswith(f"{path}.") for owned in paths)
     ]
@@ -95,15 +95,16 @@ class _OutsideGuard(Uncopyable):
 class _EntryGuard(Uncopyable):
     """Forward pre-hook of a module that uses parameters of the root unit: gathers the root for this call."""
 
-    def __init__(self, runtime: Runtime, unit: Unit) -> None:
+    def __init__(self, runtime: Runtime, unit: Unit, path: str) -> None:
         self._runtime = weakref.ref(runtime)
         self._unit = weakref.ref(unit)
+        self._path = path
 
     def __call__(self, module: nn.Module, _args: object) -> None:
         runtime, unit = self._runtime(), self._unit()
         if runtime is None or unit is None or unit.is_swapped:
             return
-        runtime.before_forward(unit)
+        runtime.before_forward(unit, self._path)
 
         def leave(_module: nn.Module, _args: object, output: object) -> None:
             handle.remove()

@@ -18,7 +18,7 @@ from __future__ import annotations
 import sys
 import threading
 import weakref
-from collections import deque
+from collections import defaultdict, deque
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import fields, is_dataclass
 from types import ModuleType
@@ -39,6 +39,10 @@ from shardwise.spec.errors import StateError
 from shardwise.spec.footprint import size_class
 from shardwise.spec.placement import Placements
 from shardwise.spec.prefetch import AgreedOrder
+
+#: Where a forward comes in: a unit's number, and the path of the module in it that was called ("": the unit's own).
+Entry = tuple[int, str]
+ROOT_ENTRY: Entry = (0, "")
 
 
 class Runtime:
@@ -71,11 +75,15 @@ class Runtime:
         self.syncs_gradients = True
         self.slots = SlotPool()
         self.gradients = GradientPool(num_gradient_buffers, self._drain_one)
-        self.forward_order = AgreedOrder()  # gathers in forward passes that train
-        self.eval_order = AgreedOrder()  # gathers in forward passes that do not; only to prefetch
-        self.backward_order = AgreedOrder()
+        # One order for each entry: the module through which a forward comes in, or came in that is now run backward.
+        self._forward_orders: defaultdict[Entry, AgreedOrder] = defaultdict(AgreedOrder)  # gathers where it trains
+        self._eval_orders: defaultdict[Entry, AgreedOrder] = defaultdict(AgreedOrder)  # where not; only to prefetch
+        self._backward_orders: defaultdict[Entry, AgreedOrder] = defaultdict(AgreedOrder)
+        self.entry = ROOT_ENTRY  # of the newest outermost forward
         self.version = 0  # counts optimizer steps: backward of an earlier version would be wrong
         self._order = self.forward_order
+        self._backward = self.backward_order
+        self._version_counted = 0  # the version of the calls in ``num_outstanding``
         self._trains = False
         self._num_frames = 0
         self._thread = 0
@@ -156,10 +164,20 @@ class Runtime:
         """Every group of every unit."""
         return (group for unit in self.units for group in unit.groups)
 
+    @property
+    def forward_order(self) -> AgreedOrder:
+        """The order of gathers in forwards of the whole model that train."""
+        return self._forward_orders[ROOT_ENTRY]
+
+    @property
+    def backward_order(self) -> AgreedOrder:
+        """The order in which backward enters the units of the whole model."""
+        return self._backward_orders[ROOT_ENTRY]
+
     # -- forward
 
-    def before_forward(self, unit: Unit) -> None:
-        """The module of ``unit`` is about to run.
+    def before_forward(self, unit: Unit, path: str = "") -> None:
+        """The module of ``unit``, or the one at ``path`` in it, is about to run.
 
         Collective:
             All-gather of the unit on ``dp_shard`` where one is due, and of the next one (prefetch).
@@ -171,7 +189,7 @@ class Runtime:
         if self._in_backward:
             self._recover()
         if self._num_frames == 0:
-            self._begin_forward()
+            self._begin_forward((unit.index, path))
         elif threading.get_ident() != self._thread:
             raise StateError(
                 f"unit {unit.name!r} was called from a second thread while a forward is under way in another.\n"
@@ -209,7 +227,7 @@ class Runtime:
             if output is not None or sys.exception() is self._handled:
                 self._end_forward()  # else it raised: what is under way is dropped by the next forward
 
-    def _begin_forward(self) -> None:
+    def _begin_forward(self, entry: Entry) -> None:
         self._thread = threading.get_ident()
         self._handled = sys.exception()
         for unit in self.units:
@@ -217,15 +235,20 @@ class Runtime:
                 self._wait(unit)
                 self._reshard(unit)
         self._trains = torch.is_grad_enabled()
-        self._order = self.forward_order if self._trains else self.eval_order
+        self.entry = entry
+        self._order = (self._forward_orders if self._trains else self._eval_orders)[entry]
         self._order.start()
+        if self._version_counted != self.version:
+            self._version_counted = self.version
+            for unit in self.units:
+                unit.num_outstanding = 0  # a backward of calls before the last step would be refused
         if not self._is_window_open:
             self._epoch += 1
         for group in self.groups:
             group.check_shards()
             group.follow_requires_grad()
         if self._trains:
-            self._saved.enter_forward()
+            self._saved.enter_forward(is_known=self._order.is_recorded)
 
     def _end_forward(self) -> None:
         if self._trains and self.row.shards_optimizer:
@@ -244,7 +267,10 @@ class Runtime:
 
     def _has_backward(self, unit: Unit) -> bool:
         """Backward entered the unit in some step, or it is the root. What is kept for it is the same on all ranks."""
-        return self._trains and (unit.parent is None or unit.index in self.backward_order.units)
+        return self._trains and (unit.parent is None or self._is_in_backward_order(unit))
+
+    def _is_in_backward_order(self, unit: Unit) -> bool:
+        return any(unit.index in order.units for order in self._backward_orders.values())
 
     def _reshard_after_forward(self, unit: Unit, *, needs_backward: bool) -> None:
         if not self.row.shards_parameters or unit.state is not State.UNSHARDED:
@@ -402,20 +428,25 @@ class Runtime:
                 " parameters have changed since.\n  Call backward() before optimizer.step()."
             )
         if not self._in_backward:
-            self._begin_backward()
+            self._begin_backward(call.entry)
         call.generation = self._generation
         call.leave()
         unit.num_repeated += call.is_repeated
-        for index in self.backward_order.reach(unit.index):
+        for index in self._backward.reach(unit.index):
             self._enter(self.units[index])
         self._enter(unit)
-        self._prefetch(self.backward_order)
+        self._prefetch(self._backward)
 
-    def _begin_backward(self) -> None:
+    def counts(self, version: int) -> bool:
+        """Whether calls of ``version`` are in ``num_outstanding``."""
+        return version == self._version_counted
+
+    def _begin_backward(self, entry: Entry) -> None:
         self._in_backward = True
         self._generation += 1
         self._entered.clear()
-        self.backward_order.start()
+        self._backward = self._backward_orders[entry]
+        self._backward.start()
         torch_private.at_end_of_backward(_end_callback(weakref.ref(self)))
 
     def _enter(self, unit: Unit) -> None:
@@ -430,8 +461,8 @@ class Runtime:
 
     def _is_outstanding(self, unit: Unit) -> bool:
         """Backward will come to this unit again, in an earlier call of it."""
-        if self.backward_order.is_recorded:
-            return self.backward_order.remaining(unit.index) > 0
+        if self._backward.is_recorded and self._backward.remaining(unit.index) > 0:
+            return True
         return unit.num_outstanding > 0 or 0 < unit.num_repeated < unit.num_silent
 
     def _finalise(self, unit: Unit) -> None:
@@ -472,7 +503,7 @@ class Runtime:
 
     def end_backward(self) -> None:
         """Backward is over: finalise the rest, wait for the reductions, release everything."""
-        for index in self.backward_order.rest():
+        for index in self._backward.rest():
             self._enter(self.units[index])
         for unit in reversed(self._entered.copy()):
             self._finalise(unit)
@@ -489,7 +520,7 @@ class Runtime:
         self._in_backward = False
         self._active = None
         self._is_window_open = not self.syncs_gradients
-        self._saved.leave_backward(self.backward_order.num_changes)
+        self._saved.leave_backward(sum(1 + order.num_changes for order in self._backward_orders.values()))
 
     def _finish_strays(self) -> None:
         """Reduce what no ticket announced: values that left a unit by a side door, and microbatches left over.
@@ -558,7 +589,7 @@ class Runtime:
 class _Call:
     """One forward call of a unit, as a hook on each of its outputs."""
 
-    __slots__ = ("_is_counted", "_runtime", "_unit", "generation", "is_repeated", "version")
+    __slots__ = ("_is_counted", "_runtime", "_unit", "entry", "generation", "is_repeated", "version")
 
     def __init__(self, runtime: Runtime, unit: Unit, *, is_counted: bool) -> None:
         self._runtime = weakref.ref(runtime)
@@ -567,6 +598,7 @@ class _Call:
         self.is_repeated = not is_counted  # made by a reentrant recomputation
         self.generation = -1
         self.version = runtime.version
+        self.entry = runtime.entry
         if is_counted:
             unit.num_outstanding += 1
 
@@ -577,9 +609,9 @@ class _Call:
 
     def leave(self) -> None:
         """This call is not outstanding any longer."""
-        unit = self._unit()
-        if self._is_counted and unit is not None:
-            unit.num_outstanding -= 1
+        runtime, unit = self._runtime(), self._unit()
+        if self._is_counted and runtime is not None and unit is not None:
+            unit.num_outstanding -= runtime.counts(self.version)
             self._is_counted = False
 
     def __del__(self) -> None:
