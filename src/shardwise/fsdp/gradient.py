@@ -47,6 +47,10 @@ class Gradient:
         self.pool_key: Hashable = (size_class(self.layout.numel), group.reduce_dtype)
         self._is_cast = group.reduce_dtype is not group.dtype
         self._pieces = [[p for p in self.layout.pieces if p.index == i] for i in range(len(group.shards))]
+        # Of these parameters this rank owns nothing: .grad stays None, and optimizers pass over them.
+        self._is_elsewhere = [
+            held.numel == 0 < spec.numel for held, spec in zip(group.held, group.layout.params, strict=True)
+        ]
         self._views: dict[int, _BufferViews] = {}
         self._home: Tensor | None = None  # where .grad of the shards lives: a slice, or the whole
         self._own: Tensor | None = None  # the group's own full-size buffer, which contains ``_home``
@@ -208,9 +212,8 @@ class Gradient:
         if not all(used):
             flags = result[self.layout.data_numel :][: len(used)].tolist()
             used = [mine or flag > 0 for mine, flag in zip(used, flags, strict=True)]
-        skips_empty = group.row.shards_optimizer
         for index, shard in enumerate(group.shards):
-            if not used[index] or (skips_empty and not group.held[index].numel):
+            if not used[index] or self._is_elsewhere[index]:
                 continue
             if shard.grad is not None:
                 shard.grad.add_(views[index])

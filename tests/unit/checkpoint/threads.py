@@ -17,8 +17,7 @@ class ThreadComm(Comm):
     """Collectives between threads. A peer that has left breaks the barrier instead of blocking the others."""
 
     def __init__(self, rank: int, size: int, barrier: threading.Barrier, board: dict[int, torch.Tensor]) -> None:
-        super().__init__()
-        self.axis, self.rank, self.size, self.device = "dp_shard", rank, size, torch.device("cpu")
+        super().__init__("dp_shard", rank, size, torch.device("cpu"))
         self._barrier, self._board = barrier, board
 
     def _all(self, tensor: torch.Tensor) -> list[torch.Tensor]:
