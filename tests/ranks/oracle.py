@@ -31,8 +31,8 @@ SHARDED = ("shard_grad_op", "zero3")
 
 
 def presets() -> tuple[str, ...]:
-    """Every preset on two ranks; on more, one of each kind of replica."""
-    return PRESETS if dist.get_world_size() == 2 else ("zero1", "shard_grad_op", "zero3")
+    """Every preset on two ranks; on other worlds one with replicas and one without."""
+    return PRESETS if dist.get_world_size() == 2 else ("zero1", "zero3")
 
 
 Script = Callable[[nn.Module, int, int], Any]
@@ -236,7 +236,7 @@ def _compare_optimizers(
     parameters = dict(plain.named_parameters())
     for name, group, index in shards_of(runtime):
         expected, got = reference.state.get(parameters[name], {}), ours.state.get(group.shards[index], {})
-        if group.held[index].numel == 0 < group.layout.params[index].numel:
+        if group.held[index].numel == 0:
             continue  # the optimizer may or may not keep something of an empty piece
         assert expected.keys() == got.keys(), f"{where}: optimizer state of {name} has {list(got)}"
         for key, value in expected.items():

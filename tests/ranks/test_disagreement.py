@@ -76,7 +76,7 @@ def train_fewer_first(model, rank, step):
 def skips():
     for strategy in presets():
         for script in (skip_from_step_two_on, skip_at_the_ends, skip_all, skip_and_evaluate):
-            compare(Skips, script, strategy, steps=5)
+            compare(Skips, script, strategy)
         compare(Partial, train_fewer, strategy)
         compare(Partial, train_fewer_first, strategy)
 
