@@ -3,7 +3,7 @@
 Ranks that issue different collectives wait for messages that never come (``comm.gloo`` gives every collective a tag of
 its own). A thread per process notices a wait that lasts, publishes what this rank has issued in the store that the
 ranks share, and compares: two ranks that issued different things at the same place of one Comm's sequence disagree for
-certain.
+certain, and so do two that each wait for something that the other has not issued.
 
 The finder writes its verdict into the store. Each rank then answers its peers' open messages with dummies, which wakes
 their main threads; they see the verdict and raise RankDisagreement, all of them. Nothing is sent while all is well.
