@@ -116,13 +116,11 @@ def summary(model: nn.Module) -> Summary:
         None: every rank knows its own.
     """
     runtime = attach.runtime_of(model, "sw.summary")
-    row = runtime.row
-    keeps = ", kept gathered between forward and backward" if row.keeps_gathered else ""
     return Summary(
         units=tuple(_unit(runtime, unit) for unit in runtime.units),
         rank=runtime.gather_comm.rank,
         world_size=runtime.gather_comm.size,
-        placements=f"parameters {row.parameter}, gradients {row.gradient}, optimizer {row.optimizer}{keeps}",
+        placements=runtime.row.describe(),
         footprint=predict(runtime),
         num_slots=len(runtime.slots.slots),
         num_grown_slots=runtime.slots.num_grown,

@@ -46,7 +46,11 @@ def save(
     """
     runtime = attach.runtime_of(model, "sw.save")
     state = dict(state or {})
-    data: dict[str, Any] = {"state": state, "strategy": _describe(runtime)}
+    data: dict[str, Any] = {
+        "state": state,
+        "strategy": runtime.row.describe(),
+        "mesh": {"dp_shard": runtime.gather_comm.size},
+    }
     if optimizer is not None:
         data[_OPTIMIZER] = {
             "class": type(optimizer).__name__,
@@ -129,14 +133,3 @@ def _compare_optimizers(path: object, saved: dict[str, Any] | None, optimizer: t
             f" {len(optimizer.param_groups)}.\n  Build the optimizer with the same groups."
         )
     return saved
-
-
-def _describe(runtime: Any) -> dict[str, Any]:
-    row = runtime.row
-    return {
-        "parameter": str(row.parameter),
-        "gradient": str(row.gradient),
-        "optimizer": str(row.optimizer),
-        "keeps_gathered": row.keeps_gathered,
-        "dp_shard": runtime.gather_comm.size,
-    }

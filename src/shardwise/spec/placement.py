@@ -89,6 +89,11 @@ class Placements:
                 "  Leave keeps_gathered out."
             )
 
+    def describe(self) -> str:
+        """The row in words."""
+        keeps = ", kept gathered from forward to backward" if self.keeps_gathered else ""
+        return f"parameters {self.parameter}, gradients {self.gradient}, optimizer {self.optimizer}{keeps}"
+
     @property
     def shards_parameters(self) -> bool:
         """A rank holds only its slice of the parameters between steps."""

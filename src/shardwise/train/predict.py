@@ -24,7 +24,8 @@ from shardwise.train.memory import StorageCount
 def predict(resolved: Resolved, model: nn.Module, control: Control, device: torch.device) -> dict[str, int]:
     """Bytes by category on the rank that will hold most; their sum is the predicted peak.
 
-    The categories peak at different moments of a step, so the sum is never below what their order would give.
+    Small gradients that wait for the end of their unit's backward (``spec.footprint.waiting_bytes``) are not in it: by
+    then most activations are gone. With very short sequences the real peak lies a few percent above.
 
     Collective:
         One all-gather of small JSON.
