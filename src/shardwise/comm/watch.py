@@ -95,6 +95,7 @@ class StallWatch:
 
     def failure(self, what: str, message: str) -> CommError:
         """The error for a wait that torch ended with ``message``."""
+        self._waiting = None
         with contextlib.suppress(Exception):
             self._read_verdict()
         if self.verdict is not None:

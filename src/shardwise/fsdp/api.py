@@ -225,7 +225,9 @@ def gradient_sync(model: nn.Module, is_enabled: bool) -> Iterator[None]:  # noqa
     * accumulation ``unsharded`` (ddp, zero1): inside, no gradient is sent; each rank adds up its microbatches in
       full-size buffers, and the backward outside reduces the sums and divides them by the number of ranks.
 
-    Between the first backward inside and the one outside, parameters must not change: gathered copies are reused.
+    Between the first backward inside and the one outside, parameters must not change: gathered copies are reused. Sums
+    that wait for their reduction are not in ``.grad``: ``zero_grad()`` does not drop them, and ``optimizer.step()`` is
+    refused while there are any.
 
     Collective:
         None by itself. All ranks must use it alike.

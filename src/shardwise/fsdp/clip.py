@@ -18,12 +18,12 @@ def clip_grad_norm(model: nn.Module, max_norm: float) -> Tensor:
 
     Every gradient element is cast to float64, squared and added; the root is rounded to float32 (float64 models keep
     float64). The coefficient is ``clamp(max_norm / (norm + 1e-6), max=1)`` in that dtype, and every gradient is
-    multiplied by it. Neither depends on how the parameters are sharded. inf and nan pass through, as with
+    multiplied by it. In float32 neither depends on how the parameters are sharded. inf and nan pass through, as with
     ``torch.nn.utils.clip_grad_norm_``.
 
     Args:
         model: A parallelized model after ``backward()``.
-        max_norm: Positive.
+        max_norm: At least 0.
 
     Returns:
         The norm, a scalar tensor with the same value on every rank.
@@ -56,12 +56,12 @@ def grad_norm(runtime: Runtime) -> Tensor:
     replicated = torch.zeros(1, dtype=torch.float64, device=device)
     dtype = torch.float32
     for group in runtime.groups:
-        if group.dtype is torch.float64:
-            dtype = torch.float64
         total = sharded if group.row.shards_optimizer else replicated
         for shard in group.shards:
             if shard.grad is None:
                 continue
+            if group.dtype is torch.float64:
+                dtype = torch.float64
             for chunk in _chunks(shard.grad):
                 wide = chunk.double()
                 total += torch.dot(wide, wide)
@@ -71,5 +71,6 @@ def grad_norm(runtime: Runtime) -> Tensor:
 
 
 def _chunks(grad: Tensor) -> tuple[Tensor, ...]:
+    grad = torch.view_as_real(grad) if grad.is_complex() else grad
     flat = grad.detach().reshape(-1) if grad.is_contiguous() else grad.detach().as_strided((grad.numel(),), (1,))
     return flat.split(_CHUNK_NUMEL)

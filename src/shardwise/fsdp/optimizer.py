@@ -7,13 +7,16 @@ looks at rows, norms or whole matrices would silently compute something else: it
 from __future__ import annotations
 
 import weakref
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 
 from shardwise.fsdp import attach
 from shardwise.spec.errors import StateError
+
+if TYPE_CHECKING:
+    from shardwise.fsdp.runtime import Runtime
 
 #: Optimizers of torch.optim whose update of an element depends on that element alone.
 _ELEMENTWISE: set[type] = {
@@ -68,6 +71,12 @@ def accept(optimizer: torch.optim.Optimizer) -> None:
 
 
 def _before_step(optimizer: torch.optim.Optimizer, _args: Any, _kwargs: Any) -> None:
+    for runtime in _runtimes(optimizer):
+        if any(group.gradient.is_local for group in runtime.groups):
+            raise StateError(
+                "optimizer.step() came before the gradients of accumulated microbatches were reduced over the ranks.\n"
+                "  Run the last backward of a step outside of sw.gradient_sync(model, False)."
+            )
     if optimizer not in _seen:
         _check(optimizer)
         _check_state(optimizer)
@@ -75,7 +84,13 @@ def _before_step(optimizer: torch.optim.Optimizer, _args: Any, _kwargs: Any) -> 
 
 
 def _after_step(optimizer: torch.optim.Optimizer, _args: Any, _kwargs: Any) -> None:
-    runtimes = {}
+    for runtime in _runtimes(optimizer):
+        runtime.invalidate()
+
+
+def _runtimes(optimizer: torch.optim.Optimizer) -> list[Runtime]:
+    """The engines whose parameters this optimizer updates."""
+    runtimes: dict[int, Runtime] = {}
     for group in optimizer.param_groups:
         for parameter in group["params"]:
             mark = attach.mark_of(parameter)
@@ -84,8 +99,7 @@ def _after_step(optimizer: torch.optim.Optimizer, _args: Any, _kwargs: Any) -> N
             if runtime is not None:
                 runtimes[id(runtime)] = runtime
                 break
-    for runtime in runtimes.values():
-        runtime.invalidate()
+    return list(runtimes.values())
 
 
 def _check(optimizer: torch.optim.Optimizer) -> None:
@@ -98,8 +112,8 @@ def _check(optimizer: torch.optim.Optimizer) -> None:
             if mark is None or owner is None:
                 continue
             spec = owner.layout.params[mark.index]
-            if tuple(parameter.shape) == spec.shape:
-                continue
+            if not owner.row.shards_optimizer:
+                continue  # whole on every rank; decided by the layout, so that all ranks decide alike
             raise StateError(
                 f"{type(optimizer).__name__} is not known to work element by element, but parameter {spec.name!r} of"
                 f" logical shape {list(spec.shape)} is split: this rank holds {parameter.numel()} of its {spec.numel}"

@@ -91,6 +91,7 @@ class Runtime:
         self._epoch = 0
         self._is_window_open = False  # microbatches are being accumulated: parameters have not changed
         self._in_backward = False
+        self._had_sums = False  # sums of earlier microbatches were waiting when this backward began
         self._generation = 0
         self._entered: list[Unit] = []
         self._active: Unit | None = None
@@ -188,6 +189,8 @@ class Runtime:
             return
         if self._in_backward:
             self._recover()
+        elif unit.parent is None and unit.frames and not path:
+            self._leave_frames()  # torch runs no hooks after a KeyboardInterrupt
         if self._num_frames == 0:
             self._begin_forward((unit.index, path))
         elif threading.get_ident() != self._thread:
@@ -443,6 +446,7 @@ class Runtime:
 
     def _begin_backward(self, entry: Entry) -> None:
         self._in_backward = True
+        self._had_sums = any(group.gradient.is_local for group in self.groups)
         self._generation += 1
         self._entered.clear()
         self._backward = self._backward_orders[entry]
@@ -565,6 +569,16 @@ class Runtime:
             return  # left on the parameter; the end of backward reports it
         group.gradient.collect_one(index, self.gradients)
 
+    def _leave_frames(self) -> None:
+        """A forward was left without its hooks: nothing is under way any more."""
+        self._saved.leave_forward()
+        for unit in self.units:
+            unit.frames.clear()
+            if unit.state is State.UNSHARDING:
+                self._wait(unit)
+            self._reshard(unit)
+        self._num_frames = 0
+
     def _recover(self) -> None:
         """A backward raised before its end: drop what it left and start afresh."""
         while self._reducing:
@@ -584,6 +598,12 @@ class Runtime:
         self._in_backward = False
         self._active = None
         self._num_frames = 0
+        if self._had_sums:
+            raise StateError(
+                "a backward failed while gradients were being accumulated: the sums of the earlier microbatches are"
+                " lost.\n"
+                "  Call zero_grad() and begin the step again."
+            )
 
 
 class _Call:

@@ -88,7 +88,7 @@ def _whole_tensors_in(runtime: Runtime, whole: Mapping[int, Tensor]) -> Iterator
         for unit in runtime.units:
             unit.shows_logical_state = False
             for owner in unit.owners:
-                owner.parameters.update(owner.shards)
+                owner.parameters.update(owner.fulls if unit.is_swapped else owner.shards)
 
 
 def load_full_state_dict(model: nn.Module, state: Mapping[str, Any], *, strict: bool = True) -> None:
@@ -175,6 +175,8 @@ def _misfits(
         if value is None:
             if strict:
                 problems.append(f"{name}: missing (expected {list(shape)})")
+        elif not isinstance(value, Tensor):
+            problems.append(f"{name}: expected a tensor of shape {list(shape)}, got {type(value).__name__}")
         elif tuple(value.shape) != shape:
             problems.append(f"{name}: expected {list(shape)}, got {list(value.shape)}")
     if strict:

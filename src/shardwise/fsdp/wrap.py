@@ -85,6 +85,12 @@ def _by_name(model: nn.Module, policy: WrapByName) -> dict[str, nn.Module]:
                 f"wrap_by_name({pattern!r}) matches no module of {type(model).__name__} that has parameters and is"
                 f" called.\n  Names in it: {shown}{', ...' if len(candidates) > 8 else ''}."
             )
+        twice = [name for name in hits if name in found]
+        if twice:
+            raise PlanError(
+                f"wrap_by_name({', '.join(map(repr, policy.patterns))}): {pattern!r} overlaps an earlier pattern, both"
+                f" match {twice[0]!r}.\n  Leave one of them out. Units may nest, but each is named once."
+            )
         found |= hits
     return {name: module for name, module in candidates.items() if name in found}
 

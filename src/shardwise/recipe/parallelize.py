@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import os
+import sys
+
 import torch
 from torch import nn
 
@@ -12,6 +15,7 @@ from shardwise.fsdp.attach import attachment_of
 from shardwise.fsdp.sync import synchronise
 from shardwise.fsdp.wrap import find_units
 from shardwise.spec.errors import PlanError, StateError
+from shardwise.spec.placement import canonical_name
 from shardwise.spec.plan import ParallelPlan
 
 
@@ -46,6 +50,7 @@ def parallelize(model: nn.Module, plan: ParallelPlan | None = None) -> nn.Module
                 "  Call sw.parallelize once, on the whole model; to change the plan, build the model again."
             )
     row = plan.placements
+    _tell_alias(plan.strategy)
     if isinstance(plan.reshard_after_forward, bool) and not row.shards_parameters:
         raise PlanError(
             f"reshard_after_forward={plan.reshard_after_forward} has no meaning for strategy {plan.strategy!r}:"
@@ -73,6 +78,19 @@ def parallelize(model: nn.Module, plan: ParallelPlan | None = None) -> nn.Module
     if hasattr(model, "generate"):
         model.__dict__["_is_fsdp_managed_module"] = True  # transformers then keeps generate() in step over the ranks
     return model
+
+
+_told: set[str] = set()
+
+
+def _tell_alias(strategy: object) -> None:
+    """Print once what another library's name for a strategy is called here, on rank 0."""
+    if not isinstance(strategy, str) or strategy in _told:
+        return
+    _told.add(strategy)
+    name = canonical_name(strategy)
+    if name != strategy.lower() and os.environ.get("RANK", "0") == "0":
+        sys.stderr.write(f"shardwise: strategy {strategy!r} is {name!r} here\n")
 
 
 def _device(model: nn.Module) -> torch.device:

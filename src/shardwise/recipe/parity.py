@@ -83,7 +83,8 @@ def parity(
     """Train under every plan and in one plain process, and compare losses, gradient norms and parameters.
 
     The plain process adds up the ranks' gradients in rank order, divides by their number, clips and steps. Under
-    data-parallel plans on CPU in fp32 all of it is equal to the last bit.
+    data-parallel plans on CPU in fp32 all of it is equal to the last bit, for models without dropout and batch norm,
+    whose results depend on the rank.
 
     Args:
         build_model: Builds the model; must give the same weights each time it is called (seed inside).
@@ -113,7 +114,7 @@ def parity(
     parts = [split_batch(batch, size) for batch in batches]
     job = _Job(build_model, parts, loss_fn, make, max_norm)
     expected = _one_process(job)
-    named = plans if isinstance(plans, Mapping) else {_name(plan): plan for plan in plans}
+    named = plans if isinstance(plans, Mapping) else _named(plans)
     control = open_comms(device)[0]
     rows = []
     for name, plan in named.items():
@@ -228,5 +229,14 @@ def _merge(rows: Sequence[ParityRow]) -> ParityRow:
     )
 
 
-def _name(plan: ParallelPlan) -> str:
-    return plan.strategy if isinstance(plan.strategy, str) else str(plan.strategy)
+def _named(plans: Sequence[ParallelPlan]) -> dict[str, ParallelPlan]:
+    """Plans by strategy; several of one strategy are numbered."""
+    named: dict[str, ParallelPlan] = {}
+    for plan in plans:
+        base = plan.strategy if isinstance(plan.strategy, str) else plan.placements.describe()
+        name, number = base, 1
+        while name in named:
+            number += 1
+            name = f"{base} ({number})"
+        named[name] = plan
+    return named

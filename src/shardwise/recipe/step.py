@@ -42,10 +42,11 @@ def train_step(
     runtime = attach.runtime_of(model, "sw.train_step")
     count = 1 if num_microbatches is None else num_microbatches
     parts = split_batch(batch, count)
+    synchronises = runtime.syncs_gradients  # false inside the caller's own gradient_sync(model, False)
     total = torch.zeros((), dtype=torch.float64, device=runtime.gather_comm.device)
     dtype = torch.float32
     for index, part in enumerate(parts):
-        with gradient_sync(model, index == count - 1):
+        with gradient_sync(model, synchronises and index == count - 1):
             loss = forward_loss(model, part, loss_fn)
             (loss / count if count > 1 else loss).backward()
             total += loss.detach().double()
@@ -99,5 +100,6 @@ def split_batch(batch: Any, count: int) -> list[Any]:
         return [{key: part[index] for key, part in parts.items()} for index in range(count)]
     if isinstance(batch, (tuple, list)):
         columns = [split_batch(value, count) for value in batch]
-        return [type(batch)(column[index] for column in columns) for index in range(count)]
+        rows = [[column[index] for column in columns] for index in range(count)]
+        return [type(batch)(*row) if hasattr(batch, "_fields") else type(batch)(row) for row in rows]
     return [batch] * count

@@ -1,6 +1,6 @@
 """What ranks tell each other beside training: outcomes, requests to stop, numbers for the record.
 
-A channel of its own, always on CPU, so that it never mixes with the engine's collectives.
+A channel of its own on the run's device, so that it never mixes with the engine's collectives.
 """
 
 from __future__ import annotations
@@ -82,7 +82,7 @@ class Control:
         Collective:
             One all-gather of 8 bytes per value and rank.
         """
-        table = torch.zeros(self.size, len(values), dtype=torch.float64)
+        table = torch.zeros(self.size, len(values), dtype=torch.float64, device=self.comm.device)
         table[self.rank] = torch.tensor(values, dtype=torch.float64)
         self.comm.all_gather(table.view(-1), unit="step").wait()
         return table.tolist()
