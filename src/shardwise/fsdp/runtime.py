@@ -189,7 +189,7 @@ class Runtime:
             return
         if self._in_backward:
             self._recover()
-        elif unit.parent is None and unit.frames and not path:
+        elif unit.parent is None and unit.frames and not path and threading.get_ident() == self._thread:
             self._leave_frames()  # torch runs no hooks after a KeyboardInterrupt
         if self._num_frames == 0:
             self._begin_forward((unit.index, path))
