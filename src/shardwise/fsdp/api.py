@@ -156,7 +156,7 @@ def fully_shard(
                 child.reshards_after_forward = True
             units[child.name] = child
     unit.reshards_if_nested = explicit
-    runtime = build.start_runtime(
+    build.start_runtime(
         module,
         build.nest(units),
         row,
@@ -165,7 +165,6 @@ def fully_shard(
         num_gradient_buffers=NUM_GRADIENT_BUFFERS,
     )
     _add_methods(module)
-    del runtime
     return module
 
 
