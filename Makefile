@@ -28,10 +28,10 @@ venv: $(STAMP) ## make or refresh .venv
 demo: $(STAMP) ## train a small GPT with ZeRO-3 on every local device (CPU: two processes)
 	@$(BIN)/shardwise train
 
-test: $(STAMP) ## everything that needs no GPU
-	@$(BIN)/python -m pytest -m 'not gpu' -n $(WORKERS) --dist worksteal
+test: $(STAMP) ## everything that needs no GPU, but for the long matrices
+	@$(BIN)/python -m pytest -m 'not gpu and not long' -n $(WORKERS) --dist worksteal
 
-test-all: $(STAMP) ## everything; GPU tests are skipped with the reason where there is none
+test-all: $(STAMP) ## everything, the long matrices too; GPU tests are skipped with the reason where there is none
 	@$(BIN)/python -m pytest -n $(WORKERS) --dist worksteal
 
 check: $(STAMP) ## format, lint, types, floors and unit tests, in seconds
@@ -39,7 +39,7 @@ check: $(STAMP) ## format, lint, types, floors and unit tests, in seconds
 	@$(BIN)/ruff check --quiet .
 	@$(BIN)/pyrefly check --summary=none
 	@$(BIN)/lint-imports --no-cache > .venv/lint-imports.log 2>&1 || { cat .venv/lint-imports.log; exit 1; }
-	@$(BIN)/python -m pytest -q tests/unit tests/contract -m 'not gpu and not slow'
+	@$(BIN)/python -m pytest -q tests/unit tests/contract -m 'not gpu and not slow and not long'
 
 bench: $(STAMP) ## compare with torch's own engines, case by case; writes bench/results/DATE.md and .json
 	@$(BIN)/shardwise compare --nproc 2 --strategies zero3,ddp,zero1 \
