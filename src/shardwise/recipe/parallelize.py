@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import os
 import sys
+from collections.abc import Mapping
 
 import torch
 from torch import nn
 
+from shardwise.comm.base import Comm
 from shardwise.comm.open import join_world, open_comms
 from shardwise.fsdp import build
 from shardwise.fsdp.api import shard_model
@@ -42,20 +44,9 @@ def parallelize(model: nn.Module, plan: ParallelPlan | None = None) -> nn.Module
         RankDisagreement: The ranks hold different models.
     """
     plan = plan or ParallelPlan()
-    for path, module in model.named_modules():
-        if attachment_of(module) is not None:
-            place = f" (its {path!r})" if path else ""
-            raise StateError(
-                f"{type(model).__name__}{place} is parallelized already.\n"
-                "  Call sw.parallelize once, on the whole model; to change the plan, build the model again."
-            )
-    row = plan.placements
+    check_fresh(model)
     _tell_alias(plan.strategy)
-    if isinstance(plan.reshard_after_forward, bool) and not row.shards_parameters:
-        raise PlanError(
-            f"reshard_after_forward={plan.reshard_after_forward} has no meaning for strategy {plan.strategy!r}:"
-            " it keeps parameters whole.\n  Leave it at 'auto', or use zero3 or shard_grad_op."
-        )
+    check_plan(plan)
     units = find_units(model, plan.wrap_policy)
     device = _device(model)
     group = join_world(device)
@@ -65,11 +56,48 @@ def parallelize(model: nn.Module, plan: ParallelPlan | None = None) -> nn.Module
     names = {unit or build.ROOT: [entry.names[0] for entry in entries] for unit, entries in owned.items()}
     names["buffers"] = [name for name, _ in model.named_buffers()]
     synchronise(model, None, comms[0], mode=plan.sync, groups=names)
+    apply_plan(model, plan, units, comms)
+    return model
+
+
+def check_fresh(model: nn.Module) -> None:
+    """Refuse a model that is parallelized already.
+
+    Raises:
+        StateError: It is, or a part of it.
+    """
+    for path, module in model.named_modules():
+        if attachment_of(module) is not None:
+            place = f" (its {path!r})" if path else ""
+            raise StateError(
+                f"{type(model).__name__}{place} is parallelized already.\n"
+                "  Call sw.parallelize once, on the whole model; to change the plan, build the model again."
+            )
+
+
+def check_plan(plan: ParallelPlan) -> None:
+    """Refuse what cannot be combined.
+
+    Raises:
+        PlanError: ``reshard_after_forward`` was given for a strategy that keeps parameters whole.
+    """
+    if isinstance(plan.reshard_after_forward, bool) and not plan.placements.shards_parameters:
+        raise PlanError(
+            f"reshard_after_forward={plan.reshard_after_forward} has no meaning for strategy {plan.strategy!r}:"
+            " it keeps parameters whole.\n  Leave it at 'auto', or use zero3 or shard_grad_op."
+        )
+
+
+def apply_plan(model: nn.Module, plan: ParallelPlan, units: Mapping[str, nn.Module], comms: tuple[Comm, Comm]) -> None:
+    """Everything in :func:`parallelize` that is done after the ranks have met and agreed on the model.
+
+    Talks to nobody, so that a dry run can pass ``comms`` without peers.
+    """
     accumulates_sharded = None if plan.accumulation == "auto" else plan.accumulation == "sharded"
     shard_model(
         model,
         units,
-        row,
+        plan.placements,
         comms,
         policy=plan.precision,
         reshard_after_forward=plan.reshard_after_forward,
@@ -77,7 +105,6 @@ def parallelize(model: nn.Module, plan: ParallelPlan | None = None) -> nn.Module
     )
     if hasattr(model, "generate"):
         model.__dict__["_is_fsdp_managed_module"] = True  # transformers then keeps generate() in step over the ranks
-    return model
 
 
 _told: set[str] = set()
