@@ -1,7 +1,8 @@
 """The one door to communication between ranks.
 
 Everything that moves between ranks goes through a :class:`Comm`. Buffers are flat, contiguous, one-dimensional
-tensors, cut into ``size`` equal slices where a collective gathers or scatters; slice ``r`` belongs to rank ``r``.
+tensors, cut into ``size`` slices where a collective gathers or scatters; slice ``r`` belongs to rank ``r``. Slices are
+equal unless ``cuts`` (``size + 1`` offsets, the same on every rank) says where they begin and end; they may be empty.
 
 Sums run in rank order, element by element: ``((x0 + x1) + x2) + ...``, then one true division by ``divisor``. The
 result is therefore the same number on every rank and for every way of cutting the buffer (on NCCL the library chooses
@@ -16,8 +17,9 @@ starts when its handle is waited for.
 from __future__ import annotations
 
 import contextlib
+import itertools
 from abc import ABC, abstractmethod
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -85,22 +87,24 @@ class Comm(ABC):
         self._listeners: list[list[CollectiveEvent]] = []
 
     @abstractmethod
-    def all_gather(self, buffer: Tensor, *, unit: str) -> Handle:
+    def all_gather(self, buffer: Tensor, *, unit: str, cuts: Sequence[int] | None = None) -> Handle:
         """Fill every slice of ``buffer`` with its owner's content, in place.
 
         Collective:
-            Sends ``(size-1)/size * buffer bytes`` per rank: this rank's slice to each of the others.
+            Sends this rank's slice to each of the others: ``(size-1)/size * buffer bytes`` where slices are equal.
         """
 
     @abstractmethod
-    def reduce_scatter(self, buffer: Tensor, out: Tensor, *, unit: str, divisor: int = 1) -> Handle:
+    def reduce_scatter(
+        self, buffer: Tensor, out: Tensor, *, unit: str, divisor: int = 1, cuts: Sequence[int] | None = None
+    ) -> Handle:
         """Sum ``buffer`` over the ranks, divide by ``divisor``, and put this rank's slice of the result into ``out``.
 
-        ``out`` has ``buffer.numel() / size`` elements and may be this rank's own slice of ``buffer``. The other slices
-        of ``buffer`` must not be written before the handle has been waited for.
+        ``out`` has as many elements as this rank's slice and may be that slice of ``buffer``. The other slices of
+        ``buffer`` must not be written before the handle has been waited for.
 
         Collective:
-            Sends ``(size-1)/size * buffer bytes`` per rank.
+            Sends each other rank its slice: ``(size-1)/size * buffer bytes`` where slices are equal.
         """
 
     @abstractmethod
@@ -121,7 +125,9 @@ class Comm(ABC):
         """
 
     @abstractmethod
-    def gather(self, shard: Tensor, out: Tensor | None, *, root: int, unit: str) -> Handle:
+    def gather(
+        self, shard: Tensor, out: Tensor | None, *, root: int, unit: str, cuts: Sequence[int] | None = None
+    ) -> Handle:
         """Collect every rank's ``shard`` into ``out`` (``size`` slices in rank order) on ``root``; ``None`` elsewhere.
 
         Collective:
@@ -129,11 +135,13 @@ class Comm(ABC):
         """
 
     @abstractmethod
-    def scatter(self, buffer: Tensor | None, out: Tensor, *, root: int, unit: str) -> Handle:
+    def scatter(
+        self, buffer: Tensor | None, out: Tensor, *, root: int, unit: str, cuts: Sequence[int] | None = None
+    ) -> Handle:
         """Send slice ``r`` of ``root``'s ``buffer`` to rank ``r``'s ``out``. ``buffer`` is ``None`` on other ranks.
 
         Collective:
-            The root sends ``(size-1)/size * buffer bytes``, the others nothing.
+            The root sends every slice but its own, the others nothing.
         """
 
     def barrier(self) -> None:
@@ -152,6 +160,12 @@ class Comm(ABC):
             yield events
         finally:
             self._listeners = [held for held in self._listeners if held is not events]
+
+    def _slices(self, buffer: Tensor, cuts: Sequence[int] | None) -> Sequence[Tensor]:
+        """The slices of ``buffer``, as views."""
+        if cuts is None:
+            return buffer.view(self.size, -1).unbind(0)
+        return [buffer[start:stop] for start, stop in itertools.pairwise(cuts)]
 
     def _event(self, kind: str, unit: str, buffer: Tensor) -> CollectiveEvent:
         event = CollectiveEvent(kind, self.axis, unit, dtype_name(buffer.dtype))

@@ -59,25 +59,19 @@ class GlooComm(Comm):
         # Peers in an order that differs from rank to rank, so that not all send to rank 0 first.
         self._peers = tuple((self.rank + step) % self.size for step in range(1, self.size))
 
-    def all_gather(self, buffer: Tensor, *, unit: str) -> Handle:
+    def all_gather(self, buffer: Tensor, *, unit: str, cuts: Sequence[int] | None = None) -> Handle:
         """As :meth:`Comm.all_gather`."""
-        event, issued, tag = self._start("all_gather", unit, buffer)
+        stamp = self._start("all_gather", unit, buffer)
         if self.size == 1:
             return _DONE
-        slices = buffer.view(self.size, -1)
-        own = slices[self.rank]
-        exchange = self._exchange(issued, tag)
-        for peer in self._peers:
-            exchange.receive(slices[peer], peer)
-        for peer in self._peers:
-            exchange.send(own, peer, event)
-        return exchange
+        return self._spread(self._slices(buffer, cuts), stamp)
 
-    def reduce_scatter(self, buffer: Tensor, out: Tensor, *, unit: str, divisor: int = 1) -> Handle:
+    def reduce_scatter(
+        self, buffer: Tensor, out: Tensor, *, unit: str, divisor: int = 1, cuts: Sequence[int] | None = None
+    ) -> Handle:
         """As :meth:`Comm.reduce_scatter`."""
         stamp = self._start("reduce_scatter", unit, buffer)
-        slices = list(buffer.view(self.size, -1).unbind(0))
-        return self._reduce(slices, out, divisor, stamp)
+        return self._reduce(self._slices(buffer, cuts), out, divisor, stamp)
 
     def all_reduce(self, buffer: Tensor, *, unit: str, divisor: int = 1) -> Handle:
         """As :meth:`Comm.all_reduce`."""
@@ -90,15 +84,7 @@ class GlooComm(Comm):
         if self.size == 1:
             return reduced
 
-        def spread() -> _Exchange:
-            exchange = self._exchange(issued, tag | _TAG_SECOND_PHASE)
-            for peer in self._peers:
-                exchange.receive(slices[peer], peer)
-            for peer in self._peers:
-                exchange.send(own, peer, event)
-            return exchange
-
-        return _TwoPhases(reduced, spread)
+        return _TwoPhases(reduced, lambda: self._spread(slices, (event, issued, tag | _TAG_SECOND_PHASE)))
 
     def broadcast(self, buffer: Tensor, *, root: int, unit: str) -> Handle:
         """As :meth:`Comm.broadcast`."""
@@ -113,29 +99,33 @@ class GlooComm(Comm):
             exchange.receive(buffer, root)
         return exchange
 
-    def gather(self, shard: Tensor, out: Tensor | None, *, root: int, unit: str) -> Handle:
+    def gather(
+        self, shard: Tensor, out: Tensor | None, *, root: int, unit: str, cuts: Sequence[int] | None = None
+    ) -> Handle:
         """As :meth:`Comm.gather`."""
-        event, issued, tag = self._start("gather", unit, shard)
+        event, issued, tag = self._start("gather", unit, shard, cuts)
         exchange = self._exchange(issued, tag)
         if self.rank != root:
             exchange.send(shard, root, event)
             return exchange
         assert out is not None
-        slices = out.view(self.size, -1)
+        slices = self._slices(out, cuts)
         for peer in self._peers:
             exchange.receive(slices[peer], peer)
         slices[root].copy_(shard)
         return exchange
 
-    def scatter(self, buffer: Tensor | None, out: Tensor, *, root: int, unit: str) -> Handle:
+    def scatter(
+        self, buffer: Tensor | None, out: Tensor, *, root: int, unit: str, cuts: Sequence[int] | None = None
+    ) -> Handle:
         """As :meth:`Comm.scatter`."""
-        event, issued, tag = self._start("scatter", unit, out)
+        event, issued, tag = self._start("scatter", unit, out, cuts)
         exchange = self._exchange(issued, tag)
         if self.rank != root:
             exchange.receive(out, root)
             return exchange
         assert buffer is not None
-        slices = buffer.view(self.size, -1)
+        slices = self._slices(buffer, cuts)
         for peer in self._peers:
             exchange.send(slices[peer], peer, event)
         out.copy_(slices[root])
@@ -147,14 +137,15 @@ class GlooComm(Comm):
 
     # -- the exchange itself
 
-    def _start(self, kind: str, unit: str, buffer: Tensor) -> _Stamp:
+    def _start(self, kind: str, unit: str, buffer: Tensor, cuts: Sequence[int] | None = None) -> _Stamp:
         """Stamp a collective: its event, its place in the sequence, and a tag that no other collective shares.
 
         The tag is made of the sequence number and a hash of (kind, unit, elements). Messages of ranks that disagree
-        therefore never pair up: they wait, and the watch tells the ranks.
+        therefore never pair up: they wait, and the watch tells the ranks. (Where ranks pass slices of different sizes,
+        elements are those of the whole: ``cuts``.)
         """
         event = self._event(kind, unit, buffer)
-        numel = buffer.numel()
+        numel = buffer.numel() if cuts is None else cuts[-1]
         key = (kind, unit, numel)
         code = self._hashes.get(key)
         if code is None:
@@ -169,6 +160,16 @@ class GlooComm(Comm):
 
     def _exchange(self, issued: progress.Issued, tag: int) -> _Exchange:
         return _Exchange(self._group, issued, tag, self._watch)
+
+    def _spread(self, slices: Sequence[Tensor], stamp: _Stamp) -> _Exchange:
+        """Send this rank's slice to every other, and receive theirs."""
+        event, issued, tag = stamp
+        exchange = self._exchange(issued, tag)
+        for peer in self._peers:
+            exchange.receive(slices[peer], peer)
+        for peer in self._peers:
+            exchange.send(slices[self.rank], peer, event)
+        return exchange
 
     def _reduce(self, slices: Sequence[Tensor], out: Tensor, divisor: int, stamp: _Stamp) -> Handle:
         event, issued, tag = stamp
@@ -213,6 +214,8 @@ class _Exchange(Handle):
         self.on_received: Callable[[], None] | None = None
 
     def receive(self, tensor: Tensor, peer: int) -> None:
+        if not tensor.numel():
+            return  # both sides know
         self.messages.append(("receive", peer, self._tag, tensor.nbytes))
         try:
             self._receives.append(self._group.recv([tensor], peer, self._tag))
@@ -220,6 +223,8 @@ class _Exchange(Handle):
             raise self._failure(error) from error
 
     def send(self, tensor: Tensor, peer: int, event: CollectiveEvent) -> None:
+        if not tensor.numel():
+            return
         self.messages.append(("send", peer, self._tag, tensor.nbytes))
         event.sent_bytes += tensor.nbytes
         try:

@@ -7,6 +7,7 @@ needed.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any, Self
 
 import torch
@@ -36,21 +37,30 @@ class NcclComm(Comm):
         self._gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
         self._reduce_scatter = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
 
-    def all_gather(self, buffer: Tensor, *, unit: str) -> Handle:
-        """As :meth:`Comm.all_gather`."""
+    def all_gather(self, buffer: Tensor, *, unit: str, cuts: Sequence[int] | None = None) -> Handle:
+        """As :meth:`Comm.all_gather`. Unequal slices go as one group of broadcasts, which torch makes of a list."""
         event = self._start("all_gather", unit, buffer)
         with self._on_stream() as handle:
-            own = buffer.view(self.size, -1)[self.rank]
+            slices = self._slices(buffer, cuts)
+            own = slices[self.rank]
             event.sent_bytes = own.nbytes * (self.size - 1)
-            self._gather(buffer, own, group=self._group)
+            if cuts is None:
+                self._gather(buffer, own, group=self._group)
+            else:
+                dist.all_gather(list(slices), own, group=self._group)
         return handle
 
-    def reduce_scatter(self, buffer: Tensor, out: Tensor, *, unit: str, divisor: int = 1) -> Handle:
-        """As :meth:`Comm.reduce_scatter`."""
+    def reduce_scatter(
+        self, buffer: Tensor, out: Tensor, *, unit: str, divisor: int = 1, cuts: Sequence[int] | None = None
+    ) -> Handle:
+        """As :meth:`Comm.reduce_scatter`. Unequal slices go as one group of reductions, which torch makes of a list."""
         event = self._start("reduce_scatter", unit, buffer)
         with self._on_stream() as handle:
-            event.sent_bytes = buffer.nbytes // self.size * (self.size - 1)
-            self._reduce_scatter(out, buffer, group=self._group)
+            event.sent_bytes = buffer.nbytes - out.nbytes
+            if cuts is None:
+                self._reduce_scatter(out, buffer, group=self._group)
+            else:
+                dist.reduce_scatter(out, list(self._slices(buffer, cuts)), group=self._group)
             self._divide(out, divisor)
         return handle
 
@@ -71,23 +81,47 @@ class NcclComm(Comm):
             dist.broadcast(buffer, group=self._group, group_src=root)
         return handle
 
-    def gather(self, shard: Tensor, out: Tensor | None, *, root: int, unit: str) -> Handle:
+    def gather(
+        self, shard: Tensor, out: Tensor | None, *, root: int, unit: str, cuts: Sequence[int] | None = None
+    ) -> Handle:
         """As :meth:`Comm.gather`."""
         event = self._start("gather", unit, shard)
         with self._on_stream() as handle:
             event.sent_bytes = 0 if self.rank == root else shard.nbytes
-            parts = None if out is None else list(out.view(self.size, -1).unbind(0))
-            dist.gather(shard, parts, group=self._group, group_dst=root)
+            parts = None if out is None else list(self._slices(out, cuts))
+            if cuts is None:
+                dist.gather(shard, parts, group=self._group, group_dst=root)
+            else:
+                self._point_to_point(dist.isend, dist.irecv, shard, parts, root)
         return handle
 
-    def scatter(self, buffer: Tensor | None, out: Tensor, *, root: int, unit: str) -> Handle:
+    def scatter(
+        self, buffer: Tensor | None, out: Tensor, *, root: int, unit: str, cuts: Sequence[int] | None = None
+    ) -> Handle:
         """As :meth:`Comm.scatter`."""
         event = self._start("scatter", unit, out)
         with self._on_stream() as handle:
-            event.sent_bytes = out.nbytes * (self.size - 1) if self.rank == root else 0
-            parts = None if buffer is None else list(buffer.view(self.size, -1).unbind(0))
-            dist.scatter(out, parts, group=self._group, group_src=root)
+            event.sent_bytes = buffer.nbytes - out.nbytes if buffer is not None else 0
+            parts = None if buffer is None else list(self._slices(buffer, cuts))
+            if cuts is None:
+                dist.scatter(out, parts, group=self._group, group_src=root)
+            else:
+                self._point_to_point(dist.irecv, dist.isend, out, parts, root)
         return handle
+
+    def _point_to_point(self, here: Any, at_root: Any, own: Tensor, parts: list[Tensor] | None, root: int) -> None:
+        """Move each rank's part from or to the root: torch's gather and scatter take parts of one size only."""
+        peers = [(here, own, root)] if parts is None else [(at_root, part, peer) for peer, part in enumerate(parts)]
+        messages = [
+            dist.P2POp(move, tensor, group=self._group, group_peer=peer)
+            for move, tensor, peer in peers
+            if peer != self.rank and tensor.numel()
+        ]
+        if parts is not None:
+            source, target = (own, parts[root]) if here is dist.isend else (parts[root], own)
+            target.copy_(source)
+        for work in dist.batch_isend_irecv(messages) if messages else ():
+            work.wait()
 
     def _start(self, kind: str, unit: str, buffer: Tensor) -> CollectiveEvent:
         progress.history.append(progress.Issued(self.channel, self._sequence, kind, unit, buffer.numel()))

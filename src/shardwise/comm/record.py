@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import torch
 from torch import Tensor
 
@@ -27,17 +29,24 @@ class RecordComm(Comm):
     def _cut(self, numel: int, index: int) -> int:
         return (index + 1) * numel // self.size - index * numel // self.size
 
-    def all_gather(self, buffer: Tensor, *, unit: str) -> Handle:
-        """As :meth:`Comm.all_gather`."""
-        return self._note("all_gather", unit, buffer, buffer.numel() // self.size * (self.size - 1))
+    def _own(self, buffer: Tensor, cuts: Sequence[int] | None) -> Tensor:
+        each = buffer.numel() // self.size
+        start, stop = (self.rank * each, (self.rank + 1) * each) if cuts is None else cuts[self.rank : self.rank + 2]
+        return buffer[start:stop]
 
-    def reduce_scatter(self, buffer: Tensor, out: Tensor, *, unit: str, divisor: int = 1) -> Handle:
+    def all_gather(self, buffer: Tensor, *, unit: str, cuts: Sequence[int] | None = None) -> Handle:
+        """As :meth:`Comm.all_gather`."""
+        return self._note("all_gather", unit, buffer, self._own(buffer, cuts).numel() * (self.size - 1))
+
+    def reduce_scatter(
+        self, buffer: Tensor, out: Tensor, *, unit: str, divisor: int = 1, cuts: Sequence[int] | None = None
+    ) -> Handle:
         """As :meth:`Comm.reduce_scatter`."""
         del divisor
-        own = buffer.view(self.size, -1)[self.rank]
+        own = self._own(buffer, cuts)
         if out.data_ptr() != own.data_ptr() and not buffer.is_meta:
             out.copy_(own)
-        return self._note("reduce_scatter", unit, buffer, buffer.numel() // self.size * (self.size - 1))
+        return self._note("reduce_scatter", unit, buffer, buffer.numel() - own.numel())
 
     def all_reduce(self, buffer: Tensor, *, unit: str, divisor: int = 1) -> Handle:
         """As :meth:`Comm.all_reduce`."""
@@ -49,14 +58,19 @@ class RecordComm(Comm):
         """As :meth:`Comm.broadcast`."""
         return self._note("broadcast", unit, buffer, buffer.numel() * (self.size - 1) if self.rank == root else 0)
 
-    def gather(self, shard: Tensor, out: Tensor | None, *, root: int, unit: str) -> Handle:
+    def gather(
+        self, shard: Tensor, out: Tensor | None, *, root: int, unit: str, cuts: Sequence[int] | None = None
+    ) -> Handle:
         """As :meth:`Comm.gather`."""
         if out is not None:
-            out.view(self.size, -1)[root].copy_(shard)
+            self._own(out, cuts).copy_(shard)
         return self._note("gather", unit, shard, 0 if self.rank == root else shard.numel())
 
-    def scatter(self, buffer: Tensor | None, out: Tensor, *, root: int, unit: str) -> Handle:
+    def scatter(
+        self, buffer: Tensor | None, out: Tensor, *, root: int, unit: str, cuts: Sequence[int] | None = None
+    ) -> Handle:
         """As :meth:`Comm.scatter`."""
-        if buffer is not None:
-            out.copy_(buffer.view(self.size, -1)[root])
-        return self._note("scatter", unit, out, out.numel() * (self.size - 1) if self.rank == root else 0)
+        is_root = buffer is not None and self.rank == root
+        if is_root:
+            out.copy_(self._own(buffer, cuts))
+        return self._note("scatter", unit, out, buffer.numel() - out.numel() if is_root else 0)

@@ -69,6 +69,12 @@ class Gradient:
         return group
 
     @property
+    def _own_range(self) -> slice:
+        """Where the slice that this rank gets the sum of lies in the full-size buffer."""
+        place = self.layout.place(self.group.rank)
+        return slice(self.layout.cuts[place], self.layout.cuts[place + 1])
+
+    @property
     def is_local(self) -> bool:
         """Gradients of this rank wait for a reduction."""
         return self._local is not None
@@ -176,10 +182,11 @@ class Gradient:
             self._make_home()
             self._result = self._home
         else:
-            numel = self.layout.slice_numel
-            self._result = buffer[group.rank * numel : (group.rank + 1) * numel]
+            self._result = buffer[self._own_range]
         assert self._result is not None
-        return comm.reduce_scatter(buffer, self._result, unit=group.unit.name, divisor=group.layout.size)
+        return comm.reduce_scatter(
+            buffer, self._result, unit=group.unit.name, divisor=group.layout.size, cuts=self.layout.uneven_cuts
+        )
 
     def _make_home(self) -> None:
         if self._home is not None:
@@ -188,10 +195,9 @@ class Gradient:
         if not group.row.pools_gradients:
             self._own = torch.zeros(layout.numel, dtype=group.reduce_dtype, device=group.device)
         if self._own is None or self._is_cast:
-            self._home = torch.zeros(layout.slice_numel, dtype=group.dtype, device=group.device)
+            self._home = torch.zeros(layout.slice_numel(group.rank), dtype=group.dtype, device=group.device)
         else:
-            first = group.rank * layout.slice_numel if group.row.shards_optimizer else 0
-            self._home = self._own[first : first + layout.slice_numel]
+            self._home = self._own[self._own_range]
         self._home_views = group.held_views(self._home)
 
     # -- reducing -> empty
@@ -209,8 +215,9 @@ class Gradient:
         is_home = result.data_ptr() == self._home.data_ptr()
         views = self._home_views if is_home else group.held_views(result)
         used = self._used
-        if not all(used):
-            flags = result[self.layout.data_numel :][: len(used)].tolist()
+        place = self.layout.place(group.rank)
+        if not all(used) and self.layout.header_numel(place):
+            flags = result[self.layout.data_numel(place) :][: len(used)].tolist()
             used = [mine or flag > 0 for mine, flag in zip(used, flags, strict=True)]
         for index, shard in enumerate(group.shards):
             if not used[index] or self._is_elsewhere[index]:

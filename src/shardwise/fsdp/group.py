@@ -88,13 +88,13 @@ class Group:
         Where parameters are replicated in the master's own dtype, the master is a slice of the replica, or all of it.
         """
         layout, row = self.layout, self.row
-        own = slice(self.rank * layout.shard_numel, (self.rank + 1) * layout.shard_numel)
+        own = slice(layout.cuts[self.rank], layout.cuts[self.rank + 1])
         if not row.shards_parameters:
             self.replica = torch.zeros(layout.numel, dtype=self.compute_dtype, device=self.device)
             self._fill(self.replica, whole=True)
             if not self.is_cast:
                 return self.replica[own] if row.shards_optimizer else self.replica
-        numel = layout.shard_numel if row.shards_optimizer else layout.numel
+        numel = layout.slice_numel(self.rank) if row.shards_optimizer else layout.numel
         master = torch.zeros(numel, dtype=self.dtype, device=self.device)
         self._fill(master, whole=not row.shards_optimizer)
         return master
@@ -113,17 +113,15 @@ class Group:
     def held_views(self, flat: Tensor) -> list[Tensor]:
         """One view of ``flat`` for every parameter, laid out as the master is.
 
-        Where the optimizer is replicated it has the parameter's own shape, else (1, ..., 1, k) for the k elements that
-        this rank owns.
+        Where the optimizer is replicated it has the parameter's own shape, else what the granularity gives the piece
+        that this rank owns.
         """
         made = []
         for spec, piece in zip(self.layout.params, self.held, strict=True):
-            if not self.row.shards_optimizer:
-                stride = spec.stride or contiguous_stride(spec.shape)
-                made.append(flat.as_strided(spec.shape, stride, flat.storage_offset() + piece.offset))
-                continue
-            part = flat[piece.offset : piece.offset + piece.numel]
-            made.append(part.view((1,) * (len(spec.shape) - 1) + (piece.numel,)) if spec.shape else part)
+            is_split = self.row.shards_optimizer
+            shape, stride = self.layout.held_shape(piece) if is_split else (spec.shape, spec.stride)
+            offset = flat.storage_offset() + piece.offset
+            made.append(flat.as_strided(shape, stride or contiguous_stride(shape), offset))
         return made
 
     def bind_shards(self) -> None:
@@ -162,8 +160,7 @@ class Group:
             self.gathered = self.replica
         else:
             self.gathered = slot.allocate(self.compute_dtype, self.device)[: self.layout.numel]
-        first = self.layout.shard_numel * self.rank
-        self._own_slice = self.gathered[first : first + self.layout.shard_numel]
+        self._own_slice = self.gathered[self.layout.cuts[self.rank] : self.layout.cuts[self.rank + 1]]
         storage = self.gathered.untyped_storage()
         is_new = not self.fulls
         for index, (spec, offset) in enumerate(zip(self.layout.params, self.layout.offsets, strict=True)):
@@ -202,7 +199,7 @@ class Group:
             return Done()
         if self.row.shards_parameters or self.is_cast:
             self._own_slice.copy_(self.master)
-        return comm.all_gather(self.gathered, unit=self.unit.name)
+        return comm.all_gather(self.gathered, unit=self.unit.name, cuts=self.layout.uneven_cuts)
 
     @property
     def needs_refresh(self) -> bool:

@@ -66,7 +66,7 @@ def _gather_to_root(runtime: Runtime, group: Group) -> Tensor | None:
     out = None
     if comm.rank == 0:
         out = torch.empty(group.layout.numel, dtype=group.dtype, device=group.device)
-    comm.gather(group.master, out, root=0, unit=group.unit.name).wait()
+    comm.gather(group.master, out, root=0, unit=group.unit.name, cuts=group.layout.uneven_cuts).wait()
     return out
 
 
@@ -220,7 +220,7 @@ def _send_group(runtime: Runtime, group: Group, flat: Tensor | None) -> None:
     comm = runtime.gather_comm
     with torch.no_grad():
         if group.row.shards_optimizer:
-            comm.scatter(flat, group.master, root=0, unit=group.unit.name).wait()
+            comm.scatter(flat, group.master, root=0, unit=group.unit.name, cuts=group.layout.uneven_cuts).wait()
             return
         if flat is not None:
             group.master.copy_(flat)

@@ -191,7 +191,7 @@ def _unit(runtime: Runtime, unit: Unit) -> UnitSummary:
                 reduce_dtype=dtype_name(group.reduce_dtype),
                 is_trainable=group.is_trainable,
                 numel=group.layout.numel,
-                shard_numel=group.layout.shard_numel,
+                shard_numel=group.layout.slice_numel(group.rank),
                 padding_numel=group.layout.padding_numel,
                 slot=slots.get(id(group.slot)) if group.slot is not None else None,
             )

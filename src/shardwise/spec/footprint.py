@@ -156,20 +156,20 @@ def footprint(
     for group in groups:
         layout, row, item = group.layout, group.row, group.item_bytes
         if row.shards_parameters:
-            parameters += item * layout.shard_numel
+            parameters += item * layout.slice_numel(rank)
         else:
             parameters += group.gather_item_bytes * layout.numel
             if group.is_cast:  # the replica is no longer the master
-                parameters += item * (layout.shard_numel if row.shards_optimizer else layout.numel)
+                parameters += item * (layout.slice_numel(rank) if row.shards_optimizer else layout.numel)
         if not group.is_trainable:
             continue
         reduce = group.reduce_layout
         if row.pools_gradients:
-            gradients += item * reduce.slice_numel
+            gradients += item * reduce.slice_numel(rank)
         else:
             gradients += group.reduce_item_bytes * reduce.numel
             if group.reduces_cast:  # .grad no longer lives in the buffer that is reduced
-                gradients += item * reduce.slice_numel
+                gradients += item * reduce.slice_numel(rank)
         if row.shards_optimizer:
             held = [piece.numel for piece in layout.owned(rank)]
         else:
@@ -304,6 +304,12 @@ class _Reductions:
 
 def received_numel(group: GroupShape, rank: int) -> int:
     """Elements that a rank receives from its peers to add up its own slice."""
+    return summed_numel(group, rank) * (group.layout.size - 1)
+
+
+def summed_numel(group: GroupShape, rank: int) -> int:
+    """Elements that a rank adds up: its slice; of an all-reduce an equal part, to the nearest element."""
+    if group.row.shards_optimizer:
+        return group.reduce_layout.slice_numel(rank)
     size, numel = group.layout.size, group.reduce_layout.numel
-    own = (rank + 1) * numel // size - rank * numel // size
-    return own * (size - 1)
+    return (rank + 1) * numel // size - rank * numel // size

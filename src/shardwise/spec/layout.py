@@ -1,8 +1,9 @@
 """From shapes to a flat buffer: offsets, padding, and who owns what. Pure arithmetic, the same on every rank.
 
 A unit's parameters of one (dtype, trainable) group lie one after the other in a flat buffer, each at a multiple of
-``ALIGN_NUMEL`` elements. The buffer is cut into ``size`` equal slices, again at multiples of ``ALIGN_NUMEL``; slice
-``r`` is what rank ``r`` owns. Example: three parameters on two ranks ::
+``ALIGN_NUMEL`` elements. The buffer is cut into ``size`` slices, again at multiples of ``ALIGN_NUMEL``; slice ``r`` is
+what rank ``r`` owns. Slices are equal unless the granularity (``spec.granularity``) forbids it. Example: three
+parameters on two ranks ::
 
     | wq .......... | bq . pad | wo ............. | pad |
     |        rank 0           |         rank 1          |      wo is cut: its first elements are rank 0's
@@ -16,12 +17,15 @@ parameter that says whether this rank's backward used it.
 
 from __future__ import annotations
 
+import bisect
+import itertools
 import math
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 
 from shardwise.spec.errors import MeshError
+from shardwise.spec.granularity import ELEMENT, Granularity, arrange, arrange_whole, assign, row_numel
 from shardwise.spec.precision import item_bytes
 
 #: Every parameter and every slice starts at a multiple of this many elements ...
@@ -84,37 +88,74 @@ class GroupLayout:
         params: The parameters, in order.
         size: Number of slices.
         align_numel: Alignment of parameters and slices, in elements.
+        granularity: What a cut never divides.
+        owners: With granularity ``tensor``: the rank of each parameter.
         offsets: Offset of each parameter in the gathered buffer, in elements.
-        shard_numel: Elements of one slice, padding included.
+        cuts: Where the slices begin in the gathered buffer, and where the last one ends: ``size + 1`` numbers.
     """
 
     params: tuple[ParamSpec, ...]
     size: int
     align_numel: int = ALIGN_NUMEL
+    granularity: Granularity = ELEMENT
+    owners: tuple[int, ...] | None = None
     offsets: tuple[int, ...] = field(init=False)
-    shard_numel: int = field(init=False)
+    cuts: tuple[int, ...] = field(init=False)
 
     def __post_init__(self) -> None:
         if self.size < 1:
             raise MeshError(f"a layout needs at least one rank, got size={self.size}.\n  Launch at least one rank.")
-        offset, offsets = 0, []
-        for param in self.params:
-            offsets.append(offset)
-            offset = round_up(offset + param.numel, self.align_numel)
-        object.__setattr__(self, "offsets", tuple(offsets))
-        object.__setattr__(self, "shard_numel", round_up(offset, self.size * self.align_numel) // self.size)
+        numels = [param.numel for param in self.params]
+        if self.granularity.kind == "tensor":
+            owners = self.owners if self.owners is not None else assign(numels, self.size)
+            object.__setattr__(self, "owners", tuple(owners))
+            offsets, cuts = arrange_whole(numels, owners, self.size, self.align_numel)
+        else:
+            granules = [self._granule(param) for param in self.params]
+            offsets, cuts = arrange(numels, granules, self.size, self.align_numel)
+        object.__setattr__(self, "offsets", offsets)
+        object.__setattr__(self, "cuts", cuts)
+
+    def _granule(self, param: ParamSpec) -> int:
+        """A cut inside ``param`` lies a multiple of this many elements from its start."""
+        if self.granularity.kind == "row":
+            row = row_numel(param.shape, param.stride) or 1
+            return min(math.lcm(row, self.align_numel), round_up(max(param.numel, 1), self.align_numel))
+        return math.lcm(self.granularity.numel, self.align_numel)
 
     @classmethod
-    def build(cls, params: Sequence[ParamSpec], size: int, *, dtypes: Sequence[str] = ()) -> GroupLayout:
+    def build(
+        cls,
+        params: Sequence[ParamSpec],
+        size: int,
+        *,
+        dtypes: Sequence[str] = (),
+        granularity: Granularity = ELEMENT,
+        owners: Sequence[int] | None = None,
+    ) -> GroupLayout:
         """Lay out ``params`` over ``size`` ranks, slices aligned in every dtype that the buffer is held in."""
         names = [*dtypes, *(p.dtype for p in params[:1])] or ["fp32"]
         align = max(ALIGN_NUMEL, *(ALIGN_BYTES // item_bytes(name) for name in names))
-        return cls(tuple(params), size, align)
+        return cls(tuple(params), size, align, granularity, None if owners is None else tuple(owners))
 
     @property
     def numel(self) -> int:
         """Elements of the gathered buffer, padding included."""
-        return self.size * self.shard_numel
+        return self.cuts[-1]
+
+    def slice_numel(self, rank: int) -> int:
+        """Elements of slice ``rank``, padding included."""
+        return self.cuts[rank + 1] - self.cuts[rank]
+
+    @cached_property
+    def is_even(self) -> bool:
+        """All slices are equal."""
+        return len({stop - start for start, stop in itertools.pairwise(self.cuts)}) == 1
+
+    @property
+    def uneven_cuts(self) -> tuple[int, ...] | None:
+        """``cuts`` where slices differ, else ``None``: what a collective needs to be told."""
+        return None if self.is_even else self.cuts
 
     @cached_property
     def logical_numel(self) -> int:
@@ -128,25 +169,56 @@ class GroupLayout:
 
     def owned(self, rank: int) -> tuple[Piece, ...]:
         """What lies in slice ``rank``; offsets count from the start of the slice. Empty parameters have no piece."""
-        return self._pieces(rank * self.shard_numel, (rank + 1) * self.shard_numel, 0)
+        first, last = self.cuts[rank], self.cuts[rank + 1]
+        pieces = []
+        for index, (param, offset) in enumerate(zip(self.params, self.offsets, strict=True)):
+            start, stop = max(first, offset), min(last, offset + param.numel)
+            if start < stop:
+                pieces.append(Piece(index, start - offset, stop - offset, start - first))
+        return tuple(pieces)
 
     def owned_by_param(self, rank: int) -> tuple[Piece, ...]:
         """One piece for every parameter, empty where slice ``rank`` holds nothing of it."""
         held = {piece.index: piece for piece in self.owned(rank)}
         return tuple(held.get(index, Piece(index, 0, 0, 0)) for index in range(len(self.params)))
 
-    def _pieces(self, first: int, last: int, base: int) -> tuple[Piece, ...]:
-        pieces = []
+    def pieces(self) -> Iterator[tuple[int, Piece]]:
+        """Every rank's pieces, with the rank, parameter by parameter; offsets count from the start of the slice."""
         for index, (param, offset) in enumerate(zip(self.params, self.offsets, strict=True)):
-            start, stop = max(first, offset), min(last, offset + param.numel)
-            if start < stop:
-                pieces.append(Piece(index, start - offset, stop - offset, base + start - first))
-        return tuple(pieces)
+            rank, start = bisect.bisect_right(self.cuts, offset) - 1, 0
+            while start < param.numel:
+                stop = min(param.numel, self.cuts[rank + 1] - offset)
+                if start < stop:
+                    yield rank, Piece(index, start, stop, offset + start - self.cuts[rank])
+                rank, start = rank + 1, stop
+
+    def held_shape(self, piece: Piece) -> tuple[tuple[int, ...], tuple[int, ...] | None]:
+        """The shape in which an optimizer sees a rank's piece, and its strides where they are unusual.
+
+        * ``element`` and ``block``: (1, ..., 1, k), with as many dimensions as the parameter has.
+        * ``row``: its rows: (k, columns), for a stack of matrices (1, k, columns), for a convolution (k, ...).
+        * ``tensor``: the parameter's own, or with 0 for the first dimension where the rank does not hold it.
+        """
+        param = self.params[piece.index]
+        shape, kind = param.shape, self.granularity.kind
+        if kind == "tensor" and piece.numel == param.numel:
+            return shape, param.stride
+        if kind == "tensor":
+            return (0, *shape[1:]), None
+        if kind == "row" and len(shape) > 1 and param.numel:
+            row = row_numel(shape, param.stride)
+            if row == param.numel:
+                return ((0, *shape[1:]), None) if piece.numel == 0 else (shape, param.stride)
+            rows = piece.numel // row
+            if len(shape) > 3:
+                return (rows, *shape[1:]), None if param.stride is None else (row, *param.stride[1:])
+            return (*(1,) * (len(shape) - 2), rows, row), None
+        return ((1,) * (len(shape) - 1) + (piece.numel,) if shape else (piece.numel,)), None
 
     def fingerprint(self) -> str:
         """A text that is equal on two ranks exactly when their layouts are."""
         rows = ";".join(f"{p.name}{list(p.shape)}{p.dtype}{p.stride or ''}" for p in self.params)
-        return f"{self.size}/{self.align_numel}/{rows}"
+        return f"{self.size}/{self.align_numel}/{self.granularity}/{self.owners or ''}/{rows}"
 
 
 @dataclass(frozen=True)
@@ -156,6 +228,7 @@ class ReduceLayout:
     The header holds one element per parameter: 1 where this rank's backward used it, 0 where not. Summed with the
     gradients, it tells every rank which parameters some rank used, without a message of its own. A gradient that a
     reduce-scatter will cut is held in ``size`` slices, each with its header; one that is all-reduced in a single slice.
+    Where slices are unequal, those of ranks that own nothing are empty and have no header either.
 
     Attributes:
         group: Layout of the parameters.
@@ -165,44 +238,58 @@ class ReduceLayout:
     group: GroupLayout
     num_slices: int
 
-    @property
-    def data_numel(self) -> int:
-        """Gradient elements of one slice."""
-        return self.group.numel // self.num_slices
+    @cached_property
+    def cuts(self) -> tuple[int, ...]:
+        """Where the slices begin in the buffer, and where the last one ends."""
+        return (0, *itertools.accumulate(self.data_numel(i) + self.header_numel(i) for i in range(self.num_slices)))
 
     @property
-    def header_numel(self) -> int:
-        """Elements of one header."""
-        multiple = self.group.align_numel * (self.group.size // self.num_slices)
-        return round_up(len(self.group.params), multiple)
+    def uneven_cuts(self) -> tuple[int, ...] | None:
+        """``cuts`` where slices differ, else ``None``."""
+        return None if self.num_slices == 1 or self.group.is_even else self.cuts
 
-    @property
-    def slice_numel(self) -> int:
-        """Elements of one slice with its header."""
-        return self.data_numel + self.header_numel
+    def place(self, rank: int) -> int:
+        """The slice whose sum ``rank`` gets."""
+        return rank if self.num_slices > 1 else 0
+
+    def data_numel(self, place: int) -> int:
+        """Gradient elements of a slice."""
+        return self.group.slice_numel(place) if self.num_slices > 1 else self.group.numel
+
+    def header_numel(self, place: int) -> int:
+        """Elements of a slice's header."""
+        if self.num_slices == 1:
+            return round_up(len(self.group.params), self.group.align_numel * self.group.size)
+        is_needed = self.group.is_even or self.group.slice_numel(place) or any(p.numel == 0 for p in self.group.params)
+        return round_up(len(self.group.params), self.group.align_numel) if is_needed else 0
+
+    def slice_numel(self, rank: int) -> int:
+        """Elements of the slice whose sum ``rank`` gets, with its header."""
+        place = self.place(rank)
+        return self.cuts[place + 1] - self.cuts[place]
 
     @property
     def numel(self) -> int:
         """Elements of the whole buffer."""
-        return self.num_slices * self.slice_numel
+        return self.cuts[-1]
 
     @cached_property
     def pieces(self) -> tuple[Piece, ...]:
         """Every parameter's elements in the buffer; one that crosses a cut has a piece on either side of it."""
-        found: list[Piece] = []
-        for index in range(self.num_slices):
-            first = index * self.data_numel
-            found += self.group._pieces(first, first + self.data_numel, index * self.slice_numel)  # noqa: SLF001 - same module
-        return tuple(found)
+        if self.num_slices == 1:
+            rows = enumerate(zip(self.group.params, self.group.offsets, strict=True))
+            return tuple(Piece(index, 0, param.numel, offset) for index, (param, offset) in rows if param.numel)
+        return tuple(
+            Piece(piece.index, piece.start, piece.stop, self.cuts[rank] + piece.offset)
+            for rank, piece in self.group.pieces()
+        )
 
     @cached_property
     def gaps(self) -> tuple[tuple[int, int], ...]:
         """The ranges of the buffer that hold neither a gradient nor a header's flags: padding."""
         taken = [(p.offset, p.offset + p.numel) for p in self.pieces]
         flags = len(self.group.params)
-        for index in range(self.num_slices):
-            start = index * self.slice_numel + self.data_numel
-            taken.append((start, start + flags))
+        taken += [(start, start + flags) for start in self.flag_offsets()]
         gaps, end = [], 0
         for start, stop in sorted(taken):
             if start > end:
@@ -213,5 +300,7 @@ class ReduceLayout:
         return tuple(gaps)
 
     def flag_offsets(self) -> tuple[int, ...]:
-        """Where each slice's header starts."""
-        return tuple(index * self.slice_numel + self.data_numel for index in range(self.num_slices))
+        """Where each header starts, of the slices that have one."""
+        return tuple(
+            self.cuts[place] + self.data_numel(place) for place in range(self.num_slices) if self.header_numel(place)
+        )

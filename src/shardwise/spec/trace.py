@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
-from shardwise.spec.footprint import GroupShape
+from shardwise.spec.footprint import GroupShape, summed_numel
 
 
 class Collective(NamedTuple):
@@ -37,18 +37,17 @@ class UnitShape:
         return any(group.row.shards_parameters and group.reshards for group in self.groups)
 
 
-def gather_bytes(group: GroupShape) -> int:
+def gather_bytes(group: GroupShape, rank: int) -> int:
     """Bytes that a rank sends in the all-gather of a group: its slice, to every other rank."""
-    return (group.layout.size - 1) * group.layout.shard_numel * group.gather_item_bytes
+    return (group.layout.size - 1) * group.layout.slice_numel(rank) * group.gather_item_bytes
 
 
 def reduction_bytes(group: GroupShape, rank: int) -> int:
     """Bytes that a rank sends to reduce a group: every slice but its own; an all-reduce also spreads its own."""
-    size, numel = group.layout.size, group.reduce_layout.numel
-    own = (rank + 1) * numel // size - rank * numel // size
-    sent = numel - own
+    own = summed_numel(group, rank)
+    sent = group.reduce_layout.numel - own
     if not group.row.shards_optimizer:
-        sent += own * (size - 1)
+        sent += own * (group.layout.size - 1)
     return sent * group.reduce_item_bytes
 
 
@@ -123,7 +122,7 @@ class _Step:
         shape = self._units[unit]
         for group in shape.groups:
             if group.row.shards_optimizer and (group.row.shards_parameters or self._refreshes):
-                self.trace.append(Collective("all_gather", shape.name, gather_bytes(group)))
+                self.trace.append(Collective("all_gather", shape.name, gather_bytes(group, self._rank)))
 
     def _leave(self, unit: int) -> None:
         self._entered.remove(unit)

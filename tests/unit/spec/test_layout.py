@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
+import bisect
 import dataclasses
+import itertools
+import math
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
 from shardwise.spec.errors import MeshError
+from shardwise.spec.granularity import ELEMENT, EVEN_PADDING, ROW, TENSOR, block, row_numel
 from shardwise.spec.layout import ALIGN_BYTES, ALIGN_NUMEL, GroupLayout, ParamSpec, ReduceLayout, round_up
 from shardwise.spec.precision import ITEM_BYTES, item_bytes
 
@@ -17,7 +21,10 @@ SHAPES = st.one_of(
     st.just(()),
     st.lists(st.integers(0, 9), min_size=1, max_size=3).map(tuple),
     st.tuples(st.sampled_from([1, 7, 63, 64, 65, 127, 128, 300]), st.sampled_from([1, 3, 64])),
+    st.tuples(st.integers(1, 5), st.integers(1, 9), st.sampled_from([32, 64, 100])),
+    st.tuples(st.integers(1, 40), st.integers(1, 4), st.integers(1, 3), st.integers(1, 3)),
 )
+GRANULARITIES = st.one_of(st.sampled_from([ELEMENT, ROW, TENSOR]), st.integers(1, 700).map(block))
 WORLDS = st.integers(1, 64)
 DTYPES = st.sampled_from(["fp64", "fp32", "bf16", "fp16"])
 
@@ -27,7 +34,9 @@ def layouts(draw):
     dtype = draw(DTYPES)
     shapes = draw(st.lists(SHAPES, min_size=1, max_size=8))
     params = [ParamSpec(f"p{index}", shape, dtype) for index, shape in enumerate(shapes)]
-    return GroupLayout.build(params, draw(WORLDS), dtypes=draw(st.lists(DTYPES, max_size=2)))
+    return GroupLayout.build(
+        params, draw(WORLDS), dtypes=draw(st.lists(DTYPES, max_size=2)), granularity=draw(GRANULARITIES)
+    )
 
 
 @given(layouts())
@@ -50,14 +59,14 @@ def test_pieces_lie_where_the_gathered_buffer_has_them(layout):
     for rank in range(layout.size):
         for piece in layout.owned(rank):
             assert piece.offset >= 0
-            assert piece.offset + piece.numel <= layout.shard_numel
-            gathered = rank * layout.shard_numel + piece.offset
+            assert piece.offset + piece.numel <= layout.slice_numel(rank)
+            gathered = layout.cuts[rank] + piece.offset
             assert gathered == layout.offsets[piece.index] + piece.start
 
 
 @given(layouts())
 def test_parameters_and_slices_start_at_multiples_of_64_elements_and_256_bytes(layout):
-    starts = [*layout.offsets, *(rank * layout.shard_numel for rank in range(layout.size + 1))]
+    starts = [*layout.offsets, *layout.cuts]
     for start in starts:
         assert start % ALIGN_NUMEL == 0
         assert start * item_bytes(layout.params[0].dtype) % ALIGN_BYTES == 0
@@ -65,16 +74,58 @@ def test_parameters_and_slices_start_at_multiples_of_64_elements_and_256_bytes(l
 
 @given(layouts())
 def test_parameters_do_not_overlap_and_fit(layout):
-    ends = [offset + param.numel for offset, param in zip(layout.offsets, layout.params, strict=True)]
-    assert all(end <= start for end, start in zip(ends, layout.offsets[1:], strict=False))
-    assert ends[-1] <= layout.numel
-    assert layout.numel == layout.size * layout.shard_numel
+    ranges = sorted((offset, offset + param.numel) for offset, param in zip(layout.offsets, layout.params, strict=True))
+    assert all(end <= start for (_, end), (start, _) in itertools.pairwise(ranges))
+    assert ranges[-1][1] <= layout.numel
+    assert layout.cuts[0] == 0
+    assert layout.numel == sum(layout.slice_numel(rank) for rank in range(layout.size))
+    assert min(layout.slice_numel(rank) for rank in range(layout.size)) >= 0
     assert layout.padding_numel == layout.numel - sum(param.numel for param in layout.params) >= 0
 
 
 @given(layouts())
 def test_padding_is_less_than_one_alignment_for_each_parameter_and_each_slice(layout):
-    assert layout.padding_numel < layout.align_numel * (len(layout.params) + layout.size)
+    if layout.granularity == ELEMENT:
+        assert layout.is_even
+        assert layout.padding_numel < layout.align_numel * (len(layout.params) + layout.size)
+    else:  # where slices are not equal, nothing pads them
+        slices = layout.align_numel * layout.size + EVEN_PADDING * (layout.numel - layout.padding_numel) * 2
+        padding = layout.align_numel * len(layout.params) + (slices if layout.is_even else 0)
+        assert layout.padding_numel <= padding
+
+
+@given(layouts())
+def test_no_cut_falls_inside_what_the_granularity_keeps_whole(layout):
+    for rank, piece in layout.pieces():
+        param, kind = layout.params[piece.index], layout.granularity.kind
+        if kind == "tensor":
+            assert (piece.start, piece.stop) == (0, param.numel)
+            assert rank == layout.owners[piece.index]
+            continue
+        granule = row_numel(param.shape) if kind == "row" else layout.granularity.numel
+        assert piece.start % granule == 0
+        assert piece.stop % granule == 0 or piece.stop == param.numel
+
+
+@given(layouts())
+def test_all_pieces_are_those_of_the_ranks(layout):
+    found = {rank: [] for rank in range(layout.size)}
+    for rank, piece in layout.pieces():
+        found[rank].append(piece)
+    assert all(tuple(pieces) == layout.owned(rank) for rank, pieces in found.items())
+
+
+@given(layouts())
+def test_an_optimizer_sees_a_piece_with_the_dimensions_of_the_parameter_and_its_elements(layout):
+    for rank in range(layout.size):
+        for piece, param in zip(layout.owned_by_param(rank), layout.params, strict=True):
+            shape, _ = layout.held_shape(piece)
+            assert len(shape) == max(len(param.shape), 0 if shape == param.shape else 1)
+            assert math.prod(shape) == piece.numel
+            if layout.granularity == TENSOR and piece.numel:
+                assert shape == param.shape
+            if layout.granularity == ROW and len(param.shape) > 1 and piece.numel:
+                assert shape[-1] == param.shape[-1]
 
 
 @given(layouts())
@@ -104,12 +155,13 @@ def test_a_gradient_lies_in_the_slice_of_the_rank_that_owns_it_at_the_same_place
     reduce = ReduceLayout(layout, layout.size if scatters else 1)
     found = {}
     for piece in reduce.pieces:
-        place, offset = divmod(piece.offset, reduce.slice_numel)
-        assert offset + piece.numel <= reduce.data_numel
+        place = bisect.bisect_right(reduce.cuts, piece.offset) - 1
+        offset = piece.offset - reduce.cuts[place]
+        assert offset + piece.numel <= reduce.data_numel(place)
         found.setdefault(place, []).append(dataclasses.replace(piece, offset=offset))
     if scatters:
-        assert reduce.data_numel == layout.shard_numel
         for rank in range(layout.size):
+            assert reduce.data_numel(rank if layout.size > 1 else 0) == layout.slice_numel(rank)
             assert tuple(found.get(rank, ())) == layout.owned(rank)
     else:
         assert {piece.index: piece.offset for piece in found.get(0, ())} == {
@@ -118,20 +170,26 @@ def test_a_gradient_lies_in_the_slice_of_the_rank_that_owns_it_at_the_same_place
 
 
 @given(layouts(), st.booleans())
-def test_slices_of_a_gradient_buffer_are_aligned_and_their_number_divides_it(layout, scatters):
+def test_slices_of_a_gradient_buffer_are_aligned_and_those_that_hold_something_have_a_header(layout, scatters):
     reduce = ReduceLayout(layout, layout.size if scatters else 1)
-    assert reduce.numel % layout.size == 0
+    assert reduce.cuts[-1] == reduce.numel
+    assert all(cut % ALIGN_NUMEL == 0 for cut in reduce.cuts)
+    if layout.is_even:
+        assert reduce.numel % layout.size == 0
+        assert reduce.uneven_cuts is None
+        assert len(reduce.flag_offsets()) == reduce.num_slices
     for rank in range(layout.size):
-        assert rank * (reduce.numel // layout.size) % ALIGN_NUMEL == 0
-    assert reduce.header_numel >= len(layout.params)
-    assert len(reduce.flag_offsets()) == reduce.num_slices
+        place = reduce.place(rank)
+        assert reduce.slice_numel(rank) == reduce.data_numel(place) + reduce.header_numel(place)
+        if layout.owned(rank) or any(param.numel == 0 for param in layout.params):
+            assert reduce.header_numel(place) >= len(layout.params)
 
 
 def test_the_example_of_the_docstring():
     wq, bq, wo = ParamSpec("wq", (12, 12)), ParamSpec("bq", (12,)), ParamSpec("wo", (12, 12))
     layout = GroupLayout.build([wq, bq, wo], 2)
     assert layout.offsets == (0, 192, 256)
-    assert layout.shard_numel == 256
+    assert layout.cuts == (0, 256, 512)
     assert [(piece.index, piece.start, piece.stop, piece.offset) for piece in layout.owned(0)] == [
         (0, 0, 144, 0),
         (1, 0, 12, 192),

@@ -7,6 +7,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from shardwise.spec.footprint import GroupShape
+from shardwise.spec.granularity import ELEMENT, TENSOR, block
 from shardwise.spec.layout import GroupLayout, ParamSpec
 from shardwise.spec.placement import PRESETS
 from shardwise.spec.trace import UnitShape, gather_bytes, reduction_bytes, step_trace
@@ -14,9 +15,9 @@ from shardwise.spec.trace import UnitShape, gather_bytes, reduction_bytes, step_
 NUMEL = 6 * 64  # even at 1, 2, 3 and 6 ranks
 
 
-def shape(preset, world, *, unit=0, numel=NUMEL, is_trainable=True, reshards=None, dtype="fp32"):
+def shape(preset, world, *, unit=0, numel=NUMEL, is_trainable=True, reshards=None, dtype="fp32", granularity=ELEMENT):
     row = PRESETS[preset]
-    layout = GroupLayout.build([ParamSpec(f"p{unit}", (numel,), dtype, is_trainable)], world)
+    layout = GroupLayout.build([ParamSpec(f"p{unit}", (numel,), dtype, is_trainable)], world, granularity=granularity)
     reshards = row.shards_parameters and not row.keeps_gathered and unit > 0 if reshards is None else reshards
     return GroupShape(unit, layout, row, int(unit > 0), reshards, is_trainable)
 
@@ -75,7 +76,7 @@ def test_a_unit_that_runs_twice_is_gathered_twice_and_reduced_once():
 @pytest.mark.parametrize("world", [1, 2, 3, 6])
 def test_even_shapes_send_the_share_of_the_peers(world):
     scattered = shape("zero3", world)
-    assert gather_bytes(scattered) == (world - 1) * NUMEL // world * 4
+    assert gather_bytes(scattered, 0) == (world - 1) * NUMEL // world * 4
     assert reduction_bytes(scattered, 0) == (world - 1) * (NUMEL // world + 64) * 4
     assert reduction_bytes(shape("ddp", world), 0) == 2 * (world - 1) * (NUMEL // world + 64) * 4
 
@@ -85,13 +86,15 @@ def test_even_shapes_send_the_share_of_the_peers(world):
     st.integers(1, 64),
     st.integers(0, 5000),
     st.sampled_from(["fp64", "fp32", "bf16"]),
+    st.sampled_from([ELEMENT, TENSOR, block(100)]),
 )
-def test_what_all_ranks_send_is_what_all_ranks_must_receive(preset, world, numel, dtype):
-    group = shape(preset, world, numel=numel, dtype=dtype)
+def test_what_all_ranks_send_is_what_all_ranks_must_receive(preset, world, numel, dtype, granularity):
+    group = shape(preset, world, numel=numel, dtype=dtype, granularity=granularity)
     sent = sum(reduction_bytes(group, rank) for rank in range(world))
     times = 1 if group.row.shards_optimizer else 2
     assert sent == times * (world - 1) * group.reduce_layout.numel * group.item_bytes
-    assert gather_bytes(group) * world == (world - 1) * group.layout.numel * group.item_bytes
+    gathered = sum(gather_bytes(group, rank) for rank in range(world))
+    assert gathered == (world - 1) * group.layout.numel * group.item_bytes
 
 
 @given(st.sampled_from(["ddp", "zero1", "zero2", "shard_grad_op", "zero3"]), st.integers(1, 12), st.integers(1, 5))

@@ -1,0 +1,197 @@
+"""What a cut must not divide, and where the slices of a flat buffer begin.
+
+=============  ===================================================  ==========================================
+granularity    a rank's cut never falls inside                      for optimizers whose update of an element
+=============  ===================================================  ==========================================
+``element``    an element                                           looks at that element alone (AdamW, SGD)
+``block`` n    n consecutive elements, counted from the             looks at its block (8-bit states with one
+               parameter's start in memory                          scale for each block)
+``row``        a row, see :func:`row_numel`                         looks at its row
+``tensor``     a parameter: each lies whole on one rank             looks at the whole (Muon, Adafactor)
+=============  ===================================================  ==========================================
+
+With ``element`` all slices are equal. With ``block`` and ``row`` they are where that costs little padding, and end at
+the nearest permitted place otherwise. With ``tensor`` a slice holds the parameters that its rank was assigned, and may
+be empty.
+"""
+
+from __future__ import annotations
+
+import bisect
+import heapq
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from shardwise.spec.errors import PlanError
+
+#: The kinds, in the order of the table above.
+KINDS = ("element", "block", "row", "tensor")
+
+#: Slices are equal (one in-place collective moves them, also over NCCL) where that adds at most this part of padding.
+EVEN_PADDING = 0.02
+
+_USAGE = "  Use 'element', 'row', 'tensor', or sw.block(n): in a file [block, n]."
+
+
+@dataclass(frozen=True, slots=True)
+class Granularity:
+    """The smallest part of a parameter that a rank holds whole.
+
+    Attributes:
+        kind: One of ``KINDS``.
+        numel: Elements of a block; 1 for the other kinds.
+    """
+
+    kind: str = "element"
+    numel: int = 1
+
+    def __post_init__(self) -> None:
+        if self.kind not in KINDS:
+            raise PlanError(f"granularity {self.kind!r} is not one of {', '.join(KINDS)}.\n{_USAGE}")
+        if isinstance(self.numel, bool) or not isinstance(self.numel, int) or self.numel < 1:
+            raise PlanError(f"a block of {self.numel!r} elements: expected a positive integer.\n{_USAGE}")
+        if self.kind != "block" and self.numel != 1:
+            raise PlanError(f"granularity {self.kind!r} takes no number, got {self.numel}.\n{_USAGE}")
+
+    def __str__(self) -> str:
+        return f"block of {self.numel}" if self.kind == "block" else self.kind
+
+    def covers(self, needed: Granularity) -> bool:
+        """Whether what is never cut under ``needed`` is never cut under this one either, whatever the shapes."""
+        if self.kind == "tensor" or needed.kind == "element":
+            return True
+        if self.kind == needed.kind == "block":
+            return self.numel % needed.numel == 0
+        return self.kind == needed.kind
+
+
+ELEMENT = Granularity("element")
+ROW = Granularity("row")
+TENSOR = Granularity("tensor")
+
+
+def block(numel: int) -> Granularity:
+    """Blocks of ``numel`` consecutive elements of a parameter are never divided over ranks."""
+    return Granularity("block", numel)
+
+
+def resolve_granularity(value: object) -> Granularity:
+    """A granularity from itself, its name, or the pair ``("block", n)`` that configuration files write as a list.
+
+    Raises:
+        PlanError: It is none of these.
+    """
+    if isinstance(value, Granularity):
+        return value
+    if isinstance(value, str) and value in KINDS and value != "block":
+        return Granularity(value)
+    if isinstance(value, list | tuple) and len(value) == 2 and value[0] == "block":
+        return Granularity("block", value[1])
+    raise PlanError(f"granularity={value!r} is none.\n{_USAGE}")
+
+
+def row_numel(shape: tuple[int, ...], stride: tuple[int, ...] | None = None) -> int:
+    """Elements of a row.
+
+    * A matrix, and a stack of matrices such as the experts of a mixture (2 or 3 dimensions): a run of the last one.
+    * More dimensions (convolutions): one slice along the first, that is, one filter.
+    * Fewer: an element.
+    * Where the memory order of the dimensions (``stride``) makes a row no contiguous run: the whole parameter.
+    """
+    if len(shape) < 2:
+        return 1
+    first = len(shape) - 1 if len(shape) <= 3 else 1  # the row's own dimensions are those from here on
+    numel = math.prod(shape[first:])
+    if stride is None:
+        return numel
+    own = [step for extent, step in zip(shape[first:], stride[first:], strict=True) if extent > 1]
+    others = [step for extent, step in zip(shape[:first], stride[:first], strict=True) if extent > 1]
+    is_run = not own or not others or max(own) < min(others)
+    return numel if is_run else math.prod(shape)
+
+
+def assign(weights: Sequence[int], size: int) -> tuple[int, ...]:
+    """A rank for each of some whole parameters: the heaviest first, each to the rank that has least so far.
+
+    No rank gets more than the mean and the heaviest parameter together, nor more than 4/3 of the best possible
+    (Graham 1969). Ties go to the earlier parameter and to the lower rank, so every rank finds the same.
+    """
+    loads = [(0, rank) for rank in range(size)]
+    owners = [0] * len(weights)
+    for index in sorted(range(len(weights)), key=lambda index: (-weights[index], index)):
+        load, rank = loads[0]
+        owners[index] = rank
+        heapq.heapreplace(loads, (load + weights[index], rank))
+    return tuple(owners)
+
+
+# -- from sizes to a flat buffer: the offset of each parameter, and where the slices begin and end
+
+
+def _round_up(value: int, multiple: int) -> int:
+    return -(-value // multiple) * multiple
+
+
+def _pack(numels: Sequence[int], multiples: Sequence[int]) -> tuple[list[int], int]:
+    """Offsets, each a multiple of its own number, and the end."""
+    offsets, end = [], 0
+    for numel, multiple in zip(numels, multiples, strict=True):
+        offsets.append(_round_up(end, multiple))
+        end = offsets[-1] + numel
+    return offsets, end
+
+
+def arrange(
+    numels: Sequence[int], granules: Sequence[int], size: int, align_numel: int
+) -> tuple[tuple[int, ...], tuple[int, ...]]:
+    """Offsets of the parameters, and the ``size + 1`` places where slices begin and end.
+
+    Args:
+        numels: Elements of each parameter.
+        granules: A cut inside a parameter is a multiple of this many elements from its start. Multiples of
+            ``align_numel``.
+        size: Number of slices.
+        align_numel: Parameters and slices start at multiples of this.
+    """
+    step = math.lcm(align_numel, *granules)
+    offsets, end = _pack(numels, granules)
+    each = _round_up(end, size * step) // size
+    tight, tight_end = _pack(numels, [align_numel] * len(numels))
+    tight_end = _round_up(tight_end, align_numel)
+    least = _round_up(tight_end, size * align_numel)
+    if size * each <= least or size * each - least <= EVEN_PADDING * tight_end:
+        return tuple(offsets), tuple(index * each for index in range(size + 1))
+    places = [*tight, tight_end]
+    cuts = [_nearest(index * tight_end, size, places, numels, granules) for index in range(size)]
+    return tuple(tight), (*cuts, tight_end)
+
+
+def _nearest(target: int, divisor: int, places: Sequence[int], numels: Sequence[int], granules: Sequence[int]) -> int:
+    """The permitted place for a cut that is nearest to ``target / divisor``; the lower of two.
+
+    ``places`` are the parameters' offsets and the end of the last one.
+    """
+    index = bisect.bisect_right(places, target // divisor) - 1
+    start, granule = places[index], granules[index]
+    below = start + (target // divisor - start) // granule * granule
+    above = below + granule
+    if above >= start + numels[index]:
+        above = places[index + 1]
+    return below if target - below * divisor <= above * divisor - target else above
+
+
+def arrange_whole(
+    numels: Sequence[int], owners: Sequence[int], size: int, align_numel: int
+) -> tuple[tuple[int, ...], tuple[int, ...]]:
+    """As :func:`arrange`, with every parameter whole in the slice of its owner, in their order."""
+    held: list[list[int]] = [[] for _ in range(size)]
+    for index, owner in enumerate(owners):
+        held[owner].append(index)
+    offsets, cuts, end = [0] * len(numels), [0], 0
+    for indices in held:
+        for index in indices:
+            offsets[index] = end
+            end = _round_up(end + numels[index], align_numel)
+        cuts.append(end)
+    return tuple(offsets), tuple(cuts)
