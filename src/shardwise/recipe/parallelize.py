@@ -16,6 +16,7 @@ from shardwise.fsdp.api import shard_model
 from shardwise.fsdp.attach import attachment_of
 from shardwise.fsdp.sync import synchronise
 from shardwise.fsdp.wrap import find_units
+from shardwise.recipe.generation import keep_in_step
 from shardwise.spec.errors import PlanError, StateError
 from shardwise.spec.placement import canonical_name
 from shardwise.spec.plan import ParallelPlan
@@ -103,8 +104,8 @@ def apply_plan(model: nn.Module, plan: ParallelPlan, units: Mapping[str, nn.Modu
         reshard_after_forward=plan.reshard_after_forward,
         accumulates_sharded=accumulates_sharded,
     )
-    if hasattr(model, "generate"):
-        model.__dict__["_is_fsdp_managed_module"] = True  # transformers then keeps generate() in step over the ranks
+    if comms[0].size > 1:
+        keep_in_step(model)
 
 
 _told: set[str] = set()

@@ -1,0 +1,85 @@
+"""What people do between training steps with models of the transformers library: generate and evaluate."""
+
+from __future__ import annotations
+
+import warnings
+
+import pytest
+import torch
+
+from shardwise.testing import run_on_ranks
+from tests.parity import families
+from tests.parity.families import FAMILIES
+from tests.ranks.oracle import compare
+
+GENERATORS = ("GPT-2", "Llama", "T5", "BART", "Whisper")
+
+
+def inputs(name, rank, step):
+    if name == "Whisper":
+        return {"input_features": families.numbers(rank, step, 2, 8, 2 * families.SEQ)}
+    return {"input_ids": families.tokens(rank, step, salt=2)}
+
+
+def generating(name, **how):
+    """A script that generates, evaluates and trains; each rank stops at a length of its own."""
+    loss_of = FAMILIES[name].loss
+
+    def script(model, rank, step):
+        model.eval()
+        with torch.no_grad():
+            before = loss_of(model, rank, step)
+        lengths = [7, 3, 5, 4][rank]
+        tokens = model.generate(**inputs(name, rank, step), max_new_tokens=lengths, **how)
+        model.train()
+        loss = loss_of(model, rank, step)
+        loss.backward()
+        yield before, tokens, loss
+
+    return script
+
+
+def generate(name, strategies, *hows):
+    warnings.simplefilter("ignore")
+    for strategy in strategies:
+        for how in hows:
+            compare(FAMILIES[name].build, generating(name, **how), strategy, steps=2)
+
+
+GREEDY, SAMPLED, BEAMS = {"do_sample": False}, {"do_sample": True, "top_k": 0}, {"num_beams": 3, "do_sample": False}
+
+
+@pytest.mark.parametrize("name", GENERATORS)
+def test_ranks_generate_the_plain_models_tokens_though_they_stop_at_different_lengths(name):
+    run_on_ranks(generate, 2, name, ("zero1", "zero3"), GREEDY, timeout_s=150)
+
+
+@pytest.mark.parametrize(("name", "how"), [("GPT-2", BEAMS), ("T5", SAMPLED)])
+def test_generation_may_sample_and_search(name, how):
+    run_on_ranks(generate, 2, name, ("zero3",), how, timeout_s=150)
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("name", GENERATORS)
+@pytest.mark.parametrize("world", [3, 4])
+def test_more_ranks_generate_the_plain_models_tokens(world, name):
+    hows = [GREEDY, SAMPLED] if name == "Whisper" else [GREEDY, SAMPLED, BEAMS]
+    run_on_ranks(generate, world, name, ("ddp", "zero2", "shard_grad_op", "zero3"), *hows, timeout_s=280)
+
+
+def checkpointed(name, use_reentrant):
+    warnings.simplefilter("ignore")
+    loss_of = FAMILIES[name].loss
+
+    def script(model, rank, step):
+        if step == 0:
+            model.gradient_checkpointing_enable({"use_reentrant": use_reentrant})
+        return loss_of(model, rank, step)
+
+    compare(FAMILIES[name].build, script, "zero3", steps=3)
+
+
+@pytest.mark.parametrize("use_reentrant", [False, True])
+@pytest.mark.parametrize("name", ["GPT-2", "T5"])
+def test_the_librarys_own_gradient_checkpointing_works_with_dropout(name, use_reentrant):
+    run_on_ranks(checkpointed, 2, name, use_reentrant, timeout_s=120)
