@@ -45,6 +45,7 @@ _LAZY = {
     "full_state_dict": "shardwise.fsdp.state",
     "load_full_state_dict": "shardwise.fsdp.state",
     "summary": "shardwise.fsdp.summary",
+    "full_parameters": "shardwise.fsdp.whole",
 }
 _MODULES = {"models"}
 
@@ -67,6 +68,7 @@ __all__ = [
     "__version__",
     "clip_grad_norm",
     "declare_elementwise",
+    "full_parameters",
     "full_state_dict",
     "fully_shard",
     "gradient_sync",
@@ -93,6 +95,7 @@ if TYPE_CHECKING:
     from shardwise.fsdp.optimizer import declare_elementwise
     from shardwise.fsdp.state import full_state_dict, load_full_state_dict
     from shardwise.fsdp.summary import summary
+    from shardwise.fsdp.whole import full_parameters
     from shardwise.recipe.parallelize import parallelize
     from shardwise.recipe.parity import parity
     from shardwise.recipe.persist import load, save

@@ -231,7 +231,7 @@ def gradient_sync(model: nn.Module, is_enabled: bool) -> Iterator[None]:  # noqa
     Collective:
         None by itself. All ranks must use it alike.
     """
-    runtime = attach.runtime_of(model, "sw.gradient_sync")
+    runtime = attach.runtime_of(model, "sw.gradient_sync", on_shards=False)
     before, runtime.syncs_gradients = runtime.syncs_gradients, is_enabled
     try:
         yield
@@ -254,7 +254,7 @@ def record_collectives(model: nn.Module) -> Iterator[list[CollectiveEvent]]:
 
     ``sent_bytes`` of an event is complete once the collective has finished; after ``backward()`` all of its are.
     """
-    runtime = attach.runtime_of(model, "sw.record_collectives")
+    runtime = attach.runtime_of(model, "sw.record_collectives", on_shards=False)
     events: list[CollectiveEvent] = []
     with contextlib.ExitStack() as stack:
         for comm in dict.fromkeys(runtime.comms):

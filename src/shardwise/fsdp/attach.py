@@ -80,11 +80,16 @@ def attachment_of(module: nn.Module) -> Attachment | None:
     return module.__dict__.get(_MODULE_KEY)
 
 
-def runtime_of(module: nn.Module, call: str) -> Runtime:
+def runtime_of(module: nn.Module, call: str, *, on_shards: bool = True) -> Runtime:
     """The runtime that ``module`` is the root (or a unit) of.
 
+    Args:
+        module: What the user passed.
+        call: The function that the user called.
+        on_shards: It works on shards, and so not inside ``full_parameters``.
+
     Raises:
-        StateError: The module is not parallelized; ``call`` is the function that the user called.
+        StateError: The module is not parallelized, or shows whole parameters where ``call`` needs shards.
     """
     attachment = attachment_of(module)
     if attachment is None:
@@ -92,7 +97,13 @@ def runtime_of(module: nn.Module, call: str) -> Runtime:
             f"{call} got a {type(module).__name__} that is not parallelized.\n"
             "  Call model = sw.parallelize(model, plan) first, and pass that model."
         )
-    return attachment.runtime
+    runtime = attachment.runtime
+    if on_shards and any(unit.whole is not None for unit in runtime.units):
+        raise StateError(
+            f"{call} works on shards, but sw.full_parameters() shows whole parameters now.\n"
+            "  Call it outside; inside, use module.state_dict() and the parameters themselves."
+        )
+    return runtime
 
 
 def mark(parameter: nn.Parameter, group: Group, index: int) -> None:

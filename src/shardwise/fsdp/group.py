@@ -63,6 +63,7 @@ class Group:
         self.reduce_layout = ReduceLayout(layout, layout.size if row.shards_optimizer else 1)
         self.slot: Slot | None = None
         self.replica: Tensor | None = None  # the gathered buffer, where parameters are replicated
+        self.whole: Tensor | None = None  # what full_parameters shows
         self.epoch = -1  # the outermost forward whose parameters the gathered buffer holds
 
         self.master = self._make_master()
@@ -136,6 +137,8 @@ class Group:
         Raises:
             StateError: A shard's dtype, device or shape was changed.
         """
+        if self.whole is not None:
+            return
         for index, (shard, pointer) in enumerate(zip(self.shards, self._pointers, strict=True)):
             if shard.data_ptr() == pointer and (pointer or shard.dtype is self.dtype):  # empty ones have no address
                 continue
@@ -194,12 +197,22 @@ class Group:
             All-gather on ``dp_shard`` in the compute dtype; ``(n-1)/n`` of the padded group is sent. All ranks must
             call in the same order. Nothing is sent where the optimizer is replicated.
         """
+        if self.whole is not None:
+            return self._take_whole(self.whole)
         if not self.row.shards_optimizer:
             self.gathered.copy_(self.master)
             return Done()
         if self.row.shards_parameters or self.is_cast:
             self._own_slice.copy_(self.master)
         return comm.all_gather(self.gathered, unit=self.unit.name, cuts=self.layout.uneven_cuts)
+
+    def _take_whole(self, whole: Tensor) -> Handle:
+        """Compute with what full_parameters shows, and what the user may have written there."""
+        if self.unit.whole is not None:
+            self.unit.whole.has_computed = True
+        if whole.data_ptr() != self.gathered.data_ptr():
+            self.gathered.copy_(whole)
+        return Done()
 
     @property
     def needs_refresh(self) -> bool:

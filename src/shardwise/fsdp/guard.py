@@ -75,7 +75,7 @@ class _OutsideGuard(Uncopyable):
         unit = self._unit()
         if unit is None or unit.is_swapped:
             return
-        is_split = any(group.row.shards_optimizer for group in unit.groups)
+        is_split = any(group.row.shards_optimizer and group.whole is None for group in unit.groups)
         if not (is_split or torch.is_grad_enabled()):
             return
         attribute = self._attributes[0]

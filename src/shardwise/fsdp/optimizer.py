@@ -72,6 +72,11 @@ def accept(optimizer: torch.optim.Optimizer) -> None:
 
 def _before_step(optimizer: torch.optim.Optimizer, _args: Any, _kwargs: Any) -> None:
     for runtime in _runtimes(optimizer):
+        if any(unit.whole is not None for unit in runtime.units):
+            raise StateError(
+                "optimizer.step() inside sw.full_parameters(): the optimizer's state is of shards.\n"
+                "  Step outside of it."
+            )
         if any(group.gradient.is_local for group in runtime.groups):
             raise StateError(
                 "optimizer.step() came before the gradients of accumulated microbatches were reduced over the ranks.\n"

@@ -230,7 +230,22 @@ class Runtime:
             if output is not None or sys.exception() is self._handled:
                 self._end_forward()  # else it raised: what is under way is dropped by the next forward
 
+    def settle(self, call: str) -> None:
+        """Be between steps, for ``call``: what a backward left that raised is dropped.
+
+        Raises:
+            StateError: A forward or a backward is under way.
+        """
+        if self._num_frames > 0 or torch_private.current_backward() != -1:
+            raise StateError(
+                f"{call} was called inside a forward or backward (or after a forward was interrupted).\n"
+                "  Call it between steps."
+            )
+        if self._in_backward:
+            self._recover()
+
     def _begin_forward(self, entry: Entry) -> None:
+        self._refuse_whole()
         self._thread = threading.get_ident()
         self._handled = sys.exception()
         for unit in self.units:
@@ -252,6 +267,16 @@ class Runtime:
             group.follow_requires_grad()
         if self._trains:
             self._saved.enter_forward(is_known=self._order.is_recorded)
+
+    def _refuse_whole(self) -> None:
+        """Inside full_parameters a forward may compute where every rank can, but not train."""
+        shown = [unit.whole for unit in self.units if unit.whole is not None]
+        if shown and (torch.is_grad_enabled() or any(whole.is_on_root_only for whole in shown)):
+            raise StateError(
+                "a forward with grad, or on some ranks only, inside sw.full_parameters(): gradients could not be"
+                " reduced.\n"
+                "  Train outside of it; inside, use torch.no_grad(), without rank0_only."
+            )
 
     def _end_forward(self) -> None:
         if self._trains and self.row.shards_optimizer:

@@ -37,7 +37,7 @@ def full_state_dict(model: nn.Module) -> dict[str, Any]:
     is_root = runtime.gather_comm.rank == 0
     whole: dict[int, Tensor] = {}
     for group in runtime.groups:
-        flat = _gather_to_root(runtime, group)
+        flat = gather_to_root(runtime, group)
         if flat is None:
             continue
         for shard, spec, offset in zip(group.shards, group.layout.params, group.layout.offsets, strict=True):
@@ -58,7 +58,7 @@ def _taken(tensor: Tensor, copies: Collection[int]) -> Tensor:
     return tensor.clone() if is_live else tensor.cpu()
 
 
-def _gather_to_root(runtime: Runtime, group: Group) -> Tensor | None:
+def gather_to_root(runtime: Runtime, group: Group) -> Tensor | None:
     """The group's flat parameters on rank 0 (padding included), ``None`` elsewhere."""
     comm = runtime.gather_comm
     if not group.row.shards_optimizer:
@@ -196,19 +196,19 @@ def _load_group(runtime: Runtime, group: Group, state: Mapping[str, Any]) -> Non
             value = _value(state, spec)
             assert value is not None
             _put(flat, spec, offset, value)
-    _send_group(runtime, group, flat)
+    send_group(runtime, group, flat)
 
 
 def _load_partly(runtime: Runtime, group: Group, state: Mapping[str, Any]) -> None:
     """As :func:`_load_group`, for a group of which some parameters keep what they hold."""
-    flat = _gather_to_root(runtime, group)
+    flat = gather_to_root(runtime, group)
     if flat is not None:
         flat = flat.clone()
         for spec, offset in zip(group.layout.params, group.layout.offsets, strict=True):
             value = _value(state, spec)
             if value is not None:
                 _put(flat, spec, offset, value)
-    _send_group(runtime, group, flat)
+    send_group(runtime, group, flat)
 
 
 def _put(flat: Tensor, spec: Any, offset: int, value: Tensor) -> None:
@@ -216,7 +216,8 @@ def _put(flat: Tensor, spec: Any, offset: int, value: Tensor) -> None:
     flat.as_strided(spec.shape, stride, offset).copy_(value)
 
 
-def _send_group(runtime: Runtime, group: Group, flat: Tensor | None) -> None:
+def send_group(runtime: Runtime, group: Group, flat: Tensor | None) -> None:
+    """Replace the group's parameters on every rank by rank 0's ``flat`` (padding included; ``None`` elsewhere)."""
     comm = runtime.gather_comm
     with torch.no_grad():
         if group.row.shards_optimizer:

@@ -115,7 +115,7 @@ def summary(model: nn.Module) -> Summary:
     Collective:
         None: every rank knows its own.
     """
-    runtime = attach.runtime_of(model, "sw.summary")
+    runtime = attach.runtime_of(model, "sw.summary", on_shards=False)
     return Summary(
         units=tuple(_unit(runtime, unit) for unit in runtime.units),
         rank=runtime.gather_comm.rank,

@@ -29,6 +29,7 @@ if TYPE_CHECKING:
     from shardwise.comm.base import Handle
     from shardwise.fsdp.group import Group
     from shardwise.fsdp.runtime import Runtime
+    from shardwise.fsdp.whole import Whole
 
 
 class State(StrEnum):
@@ -103,7 +104,8 @@ class Unit:
         self.state = State.SHARDED
         self.handles: list[Handle] = []
         self.is_swapped = False
-        self.shows_logical_state = False  # full_state_dict has put whole tensors into the modules
+        self.shows_logical_state = False  # the modules hold whole tensors: state_dict() and the like are right
+        self.whole: Whole | None = None  # full_parameters shows the unit whole, or lets another rank do so
         self.frames: list[int] = []  # one for each forward under way: autograd's sequence number at its start
         self.replays: list[int] = []  # the same for recomputations, which run inside a backward
         self.num_outstanding = 0  # forward calls whose backward has not begun
