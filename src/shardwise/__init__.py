@@ -44,6 +44,7 @@ _LAZY = {
     "declare_elementwise": "shardwise.fsdp.optimizer",
     "full_state_dict": "shardwise.fsdp.state",
     "load_full_state_dict": "shardwise.fsdp.state",
+    "GradScaler": "shardwise.fsdp.scaler",
     "summary": "shardwise.fsdp.summary",
     "full_parameters": "shardwise.fsdp.whole",
 }
@@ -55,17 +56,20 @@ __all__ = [
     "CommError",
     "CommTimeout",
     "ConfigError",
+    "GradScaler",
     "MemoryBudgetError",
     "MeshError",
     "ParallelPlan",
     "PlacementError",
     "Placements",
     "PlanError",
+    "PrecisionPolicy",
     "RankDisagreement",
     "ShardwiseError",
     "StateError",
     "StorageError",
     "__version__",
+    "bf16_supported",
     "clip_grad_norm",
     "declare_elementwise",
     "full_parameters",
@@ -93,6 +97,8 @@ if TYPE_CHECKING:
     from shardwise.fsdp.api import fully_shard, gradient_sync, logical_shape, record_collectives
     from shardwise.fsdp.clip import clip_grad_norm
     from shardwise.fsdp.optimizer import declare_elementwise
+    from shardwise.fsdp.precision import bf16_supported
+    from shardwise.fsdp.scaler import GradScaler
     from shardwise.fsdp.state import full_state_dict, load_full_state_dict
     from shardwise.fsdp.summary import summary
     from shardwise.fsdp.whole import full_parameters
@@ -116,6 +122,7 @@ if TYPE_CHECKING:
     )
     from shardwise.spec.placement import Placements
     from shardwise.spec.plan import ParallelPlan
+    from shardwise.spec.precision import PrecisionPolicy
     from shardwise.spec.wrap import wrap_by_class, wrap_by_name, wrap_by_size
 
 

@@ -7,7 +7,7 @@ import torch
 from torch import Tensor, distributed, nn
 
 import shardwise as sw
-from shardwise.fsdp import debug
+from shardwise.fsdp import debug, notice
 from shardwise.fsdp.attach import runtime_of
 from shardwise.fsdp.precision import resolve
 from shardwise.fsdp.summary import predict, predict_trace
@@ -15,9 +15,11 @@ from shardwise.testing import run_on_ranks
 from tests.parity import models
 
 PRESETS = ("ddp", "zero1", "zero2", "shard_grad_op", "zero3")
-POLICIES = (("bf16", "fp32"), ("bf16", "bf16"), ("fp16", "fp32"), ("fp32", "bf16"))
+POLICIES = (("bf16", "fp32"), ("bf16", "bf16"), ("fp16", "fp32"), ("fp16", "fp16"), ("fp32", "bf16"))
 DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
 STEPS = 4
+#: Of a sum in fp16: half of the division before it, the rest after it, each about the square root of the world.
+DIVISORS = {1: (1, 1), 2: (2, 1), 3: (2, 1.5)}
 
 
 @dataclass
@@ -69,11 +71,12 @@ def one_process(world: int, param_dtype: str, reduce_dtype: str) -> tuple[list[l
             loss = low(*models.batch(step, 0, rank))
             loss.backward()
             losses[rank].append(loss.item())
-            grads = [p.grad.to(DTYPES[reduce_dtype]) for p in low.parameters()]
+            before, after = DIVISORS[world] if reduce_dtype == "fp16" else (1, world)
+            grads = [p.grad.to(DTYPES[reduce_dtype]) / before for p in low.parameters()]
             low.zero_grad()
             total = grads if total is None else [a + b for a, b in zip(total, grads, strict=True)]
         for parameter, grad in zip(master.parameters(), total, strict=True):
-            parameter.grad = (grad / world).float()
+            parameter.grad = (grad / after).float()
         norm = torch.stack([p.grad.double().square().sum() for p in master.parameters()]).sum().sqrt().float()
         numbers.norms.append(norm.item())
         for parameter in master.parameters():
@@ -182,6 +185,29 @@ def test_a_dtype_that_is_none_is_refused_by_name(field: str) -> None:
         sw.PrecisionPolicy(**{field: "int8"})
 
 
-def test_auto_means_bf16_where_the_device_supports_it() -> None:
+def test_auto_means_bf16_where_the_device_supports_it_and_says_so(capfd: pytest.CaptureFixture[str]) -> None:
+    notice._told.clear()
     assert sw.bf16_supported("cpu")
-    assert resolve(sw.PrecisionPolicy(param_dtype="auto"), torch.device("cpu")).param_dtype == "bf16"
+    for _ in range(2):
+        assert resolve(sw.PrecisionPolicy(param_dtype="auto"), torch.device("cpu")).param_dtype == "bf16"
+    assert capfd.readouterr().err == "shardwise: param_dtype 'auto' is bf16 here (the CPU)\n"
+
+
+@pytest.mark.parametrize(
+    ("computes", "version", "chosen"),
+    [(True, (2, 27, 5), "bf16"), (True, (2, 9, 9), "fp32"), (False, (2, 27, 5), "fp32")],
+)
+def test_on_a_gpu_auto_looks_at_the_device_and_at_nccl(
+    monkeypatch: pytest.MonkeyPatch,
+    capfd: pytest.CaptureFixture[str],
+    computes: bool,
+    version: tuple[int, ...],
+    chosen: str,
+) -> None:
+    notice._told.clear()
+    monkeypatch.setattr(torch.cuda, "is_bf16_supported", lambda: computes)
+    monkeypatch.setattr(torch.cuda.nccl, "version", lambda: version)
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda _device: "NVIDIA Example")
+    assert resolve(sw.PrecisionPolicy(param_dtype="auto"), torch.device("cuda")).param_dtype == chosen
+    shown = ".".join(map(str, version[:2]))
+    assert capfd.readouterr().err == f"shardwise: param_dtype 'auto' is {chosen} here (NVIDIA Example, NCCL {shown})\n"

@@ -96,7 +96,7 @@ class Comm(ABC):
 
     @abstractmethod
     def reduce_scatter(
-        self, buffer: Tensor, out: Tensor, *, unit: str, divisor: int = 1, cuts: Sequence[int] | None = None
+        self, buffer: Tensor, out: Tensor, *, unit: str, divisor: float = 1, cuts: Sequence[int] | None = None
     ) -> Handle:
         """Sum ``buffer`` over the ranks, divide by ``divisor``, and put this rank's slice of the result into ``out``.
 
@@ -108,7 +108,7 @@ class Comm(ABC):
         """
 
     @abstractmethod
-    def all_reduce(self, buffer: Tensor, *, unit: str, divisor: int = 1) -> Handle:
+    def all_reduce(self, buffer: Tensor, *, unit: str, divisor: float = 1) -> Handle:
         """Sum ``buffer`` over the ranks in place and divide by ``divisor``. Any number of elements.
 
         Collective:

@@ -67,13 +67,13 @@ class GlooComm(Comm):
         return self._spread(self._slices(buffer, cuts), stamp)
 
     def reduce_scatter(
-        self, buffer: Tensor, out: Tensor, *, unit: str, divisor: int = 1, cuts: Sequence[int] | None = None
+        self, buffer: Tensor, out: Tensor, *, unit: str, divisor: float = 1, cuts: Sequence[int] | None = None
     ) -> Handle:
         """As :meth:`Comm.reduce_scatter`."""
         stamp = self._start("reduce_scatter", unit, buffer)
         return self._reduce(self._slices(buffer, cuts), out, divisor, stamp)
 
-    def all_reduce(self, buffer: Tensor, *, unit: str, divisor: int = 1) -> Handle:
+    def all_reduce(self, buffer: Tensor, *, unit: str, divisor: float = 1) -> Handle:
         """As :meth:`Comm.all_reduce`."""
         stamp = event, issued, tag = self._start("all_reduce", unit, buffer)
         numel = buffer.numel()
@@ -171,7 +171,7 @@ class GlooComm(Comm):
             exchange.send(slices[self.rank], peer, event)
         return exchange
 
-    def _reduce(self, slices: Sequence[Tensor], out: Tensor, divisor: int, stamp: _Stamp) -> Handle:
+    def _reduce(self, slices: Sequence[Tensor], out: Tensor, divisor: float, stamp: _Stamp) -> Handle:
         event, issued, tag = stamp
         own = slices[self.rank]
         if self.size == 1:
@@ -287,7 +287,7 @@ class _TwoPhases(Handle):
         self._second.wait()
 
 
-def _sum_in_order(terms: Sequence[Tensor], out: Tensor, divisor: int) -> None:
+def _sum_in_order(terms: Sequence[Tensor], out: Tensor, divisor: float) -> None:
     """``out = (((terms[0] + terms[1]) + ...) / divisor``, chunk by chunk. ``out`` may be any one of the terms."""
     if len(terms) == 1 and divisor == 1:
         if out.data_ptr() != terms[0].data_ptr():

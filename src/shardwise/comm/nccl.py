@@ -32,7 +32,7 @@ class NcclComm(Comm):
         self._group = group
         self._stream = torch.cuda.Stream(device, priority=-1)
         self._sequence = 0
-        self._divisors: dict[tuple[int, torch.dtype], Tensor] = {}
+        self._divisors: dict[tuple[float, torch.dtype], Tensor] = {}
         # torch 2.13 renamed the in-place calls and deprecates the old names.
         self._gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
         self._reduce_scatter = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
@@ -51,7 +51,7 @@ class NcclComm(Comm):
         return handle
 
     def reduce_scatter(
-        self, buffer: Tensor, out: Tensor, *, unit: str, divisor: int = 1, cuts: Sequence[int] | None = None
+        self, buffer: Tensor, out: Tensor, *, unit: str, divisor: float = 1, cuts: Sequence[int] | None = None
     ) -> Handle:
         """As :meth:`Comm.reduce_scatter`. Unequal slices go as one group of reductions, which torch makes of a list."""
         event = self._start("reduce_scatter", unit, buffer)
@@ -64,7 +64,7 @@ class NcclComm(Comm):
             self._divide(out, divisor)
         return handle
 
-    def all_reduce(self, buffer: Tensor, *, unit: str, divisor: int = 1) -> Handle:
+    def all_reduce(self, buffer: Tensor, *, unit: str, divisor: float = 1) -> Handle:
         """As :meth:`Comm.all_reduce`."""
         event = self._start("all_reduce", unit, buffer)
         with self._on_stream() as handle:
@@ -131,7 +131,7 @@ class NcclComm(Comm):
     def _on_stream(self) -> _StreamHandle:
         return _StreamHandle(self._stream)
 
-    def _divide(self, buffer: Tensor, divisor: int) -> None:
+    def _divide(self, buffer: Tensor, divisor: float) -> None:
         """A true division: CUDA turns division by a Python number into a product with its reciprocal."""
         if divisor == 1:
             return

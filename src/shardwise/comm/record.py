@@ -39,7 +39,7 @@ class RecordComm(Comm):
         return self._note("all_gather", unit, buffer, self._own(buffer, cuts).numel() * (self.size - 1))
 
     def reduce_scatter(
-        self, buffer: Tensor, out: Tensor, *, unit: str, divisor: int = 1, cuts: Sequence[int] | None = None
+        self, buffer: Tensor, out: Tensor, *, unit: str, divisor: float = 1, cuts: Sequence[int] | None = None
     ) -> Handle:
         """As :meth:`Comm.reduce_scatter`."""
         del divisor
@@ -48,7 +48,7 @@ class RecordComm(Comm):
             out.copy_(own)
         return self._note("reduce_scatter", unit, buffer, buffer.numel() - own.numel())
 
-    def all_reduce(self, buffer: Tensor, *, unit: str, divisor: int = 1) -> Handle:
+    def all_reduce(self, buffer: Tensor, *, unit: str, divisor: float = 1) -> Handle:
         """As :meth:`Comm.all_reduce`."""
         del divisor
         own = self._cut(buffer.numel(), self.rank)

@@ -24,11 +24,13 @@ import torch
 from torch import Tensor
 
 from shardwise.comm.base import Comm, Handle
+from shardwise.comm.dtype import dtype_name
 from shardwise.fsdp.pool import GradientPool
 from shardwise.fsdp.view import contiguous_stride, memory_order
 from shardwise.spec.errors import StateError
 from shardwise.spec.footprint import size_class
 from shardwise.spec.layout import ReduceLayout
+from shardwise.spec.precision import divisors
 
 if TYPE_CHECKING:
     from shardwise.fsdp.group import Group
@@ -46,6 +48,7 @@ class Gradient:
         self.layout: ReduceLayout = group.reduce_layout
         self.pool_key: Hashable = (size_class(self.layout.numel), group.reduce_dtype)
         self._is_cast = group.reduce_dtype is not group.dtype
+        self._divisors = divisors(group.layout.size, dtype_name(group.reduce_dtype))  # before and after the sum
         self._pieces = [[p for p in self.layout.pieces if p.index == i] for i in range(len(group.shards))]
         # Of these parameters this rank owns nothing: .grad stays None, and optimizers pass over them.
         self._is_elsewhere = [
@@ -174,9 +177,12 @@ class Gradient:
         buffer = self._local[: self.layout.numel]
         self._local = None
         self._used, self._written = self._written, [False] * len(self._written)
+        before, after = self._divisors
+        if before != 1:
+            buffer.div_(before)
         if not group.row.shards_optimizer:
             self._result = buffer
-            return comm.all_reduce(buffer, unit=group.unit.name, divisor=group.layout.size)
+            return comm.all_reduce(buffer, unit=group.unit.name, divisor=after)
         is_free = not self._is_cast and all(shard.grad is None for shard in group.shards)
         if group.row.pools_gradients and is_free:
             self._make_home()
@@ -185,7 +191,7 @@ class Gradient:
             self._result = buffer[self._own_range]
         assert self._result is not None
         return comm.reduce_scatter(
-            buffer, self._result, unit=group.unit.name, divisor=group.layout.size, cuts=self.layout.uneven_cuts
+            buffer, self._result, unit=group.unit.name, divisor=after, cuts=self.layout.uneven_cuts
         )
 
     def _make_home(self) -> None:

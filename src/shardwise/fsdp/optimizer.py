@@ -71,7 +71,7 @@ def accept(optimizer: torch.optim.Optimizer) -> None:
 
 
 def _before_step(optimizer: torch.optim.Optimizer, _args: Any, _kwargs: Any) -> None:
-    for runtime in _runtimes(optimizer):
+    for runtime in runtimes_of(optimizer):
         if any(unit.whole is not None for unit in runtime.units):
             raise StateError(
                 "optimizer.step() inside sw.full_parameters(): the optimizer's state is of shards.\n"
@@ -89,11 +89,11 @@ def _before_step(optimizer: torch.optim.Optimizer, _args: Any, _kwargs: Any) -> 
 
 
 def _after_step(optimizer: torch.optim.Optimizer, _args: Any, _kwargs: Any) -> None:
-    for runtime in _runtimes(optimizer):
+    for runtime in runtimes_of(optimizer):
         runtime.invalidate()
 
 
-def _runtimes(optimizer: torch.optim.Optimizer) -> list[Runtime]:
+def runtimes_of(optimizer: torch.optim.Optimizer) -> list[Runtime]:
     """The engines whose parameters this optimizer updates."""
     runtimes: dict[int, Runtime] = {}
     for group in optimizer.param_groups:

@@ -12,6 +12,7 @@ from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _BatchNorm
 
 from shardwise.comm.dtype import dtype_name, torch_dtype
+from shardwise.fsdp.notice import tell_once
 from shardwise.spec.precision import PrecisionPolicy
 
 #: NCCL reduces bf16 from this version on.
@@ -19,7 +20,7 @@ _NCCL_BF16 = (2, 10)
 
 
 def bf16_supported(device: torch.device | str | None = None) -> bool:
-    """Whether ``device`` computes in bf16, and on GPUs whether NCCL reduces it.
+    """Whether ``device`` computes in bf16, and on GPUs whether NCCL reduces it (it does from 2.10 on).
 
     Args:
         device: By default CUDA where there is one, else the CPU, which always does.
@@ -27,14 +28,23 @@ def bf16_supported(device: torch.device | str | None = None) -> bool:
     device = torch.device(device or ("cuda" if torch.cuda.is_available() else "cpu"))
     if device.type != "cuda":
         return True
-    return torch.cuda.is_bf16_supported() and tuple(torch.cuda.nccl.version())[:2] >= _NCCL_BF16
+    return torch.cuda.is_bf16_supported() and _nccl_version() >= _NCCL_BF16
+
+
+def _nccl_version() -> tuple[int, ...]:
+    return tuple(torch.cuda.nccl.version())[:2]
 
 
 def resolve(policy: PrecisionPolicy, device: torch.device) -> PrecisionPolicy:
-    """The policy with ``"auto"`` decided for ``device``."""
+    """The policy with ``"auto"`` decided for ``device``; what it became is printed once."""
     if policy.param_dtype != "auto":
         return policy
-    return dataclasses.replace(policy, param_dtype="bf16" if bf16_supported(device) else "fp32")
+    chosen = "bf16" if bf16_supported(device) else "fp32"
+    why = "the CPU"
+    if device.type == "cuda":
+        why = f"{torch.cuda.get_device_name(device)}, NCCL {'.'.join(map(str, _nccl_version()))}"
+    tell_once(f"param_dtype 'auto' is {chosen} here ({why})")
+    return dataclasses.replace(policy, param_dtype=chosen)
 
 
 def group_dtypes(

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import os
-import sys
 from collections.abc import Mapping
 
 import torch
@@ -14,6 +12,7 @@ from shardwise.comm.open import join_world, open_comms
 from shardwise.fsdp import build
 from shardwise.fsdp.api import shard_model
 from shardwise.fsdp.attach import attachment_of
+from shardwise.fsdp.notice import tell_once
 from shardwise.fsdp.sync import synchronise
 from shardwise.fsdp.wrap import find_units
 from shardwise.recipe.generation import keep_in_step
@@ -108,17 +107,10 @@ def apply_plan(model: nn.Module, plan: ParallelPlan, units: Mapping[str, nn.Modu
         keep_in_step(model)
 
 
-_told: set[str] = set()
-
-
 def _tell_alias(strategy: object) -> None:
-    """Print once what another library's name for a strategy is called here, on rank 0."""
-    if not isinstance(strategy, str) or strategy in _told:
-        return
-    _told.add(strategy)
-    name = canonical_name(strategy)
-    if name != strategy.lower() and os.environ.get("RANK", "0") == "0":
-        sys.stderr.write(f"shardwise: strategy {strategy!r} is {name!r} here\n")
+    """Print once what another library's name for a strategy is called here."""
+    if isinstance(strategy, str) and canonical_name(strategy) != strategy.lower():
+        tell_once(f"strategy {strategy!r} is {canonical_name(strategy)!r} here")
 
 
 def _device(model: nn.Module) -> torch.device:

@@ -6,6 +6,7 @@ The short names (``fp32``, ``bf16``, ...) are what configuration files, plans, t
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 
 from shardwise.spec.errors import ConfigError, PlanError
@@ -119,3 +120,16 @@ class PrecisionPolicy:
 
 #: No cast anywhere.
 FULL_PRECISION = PrecisionPolicy(param_dtype=None, reduce_dtype=None)
+
+
+def divisors(size: int, reduce_dtype: str) -> tuple[float, float]:
+    """What a sum over ``size`` ranks is divided by before and after it; the product is ``size``.
+
+    All of it afterwards, but in fp16, whose range ends at 65504: there the first divisor is the power of two next above
+    the square root. Terms may then be ``size / before`` times closer to the end of the range than without, and lose no
+    more than ``before`` at its beginning; a power of two rounds nothing in between.
+    """
+    if reduce_dtype != "fp16":
+        return 1, size
+    before = 1 << math.ceil(math.log2(size) / 2)
+    return before, size / before

@@ -30,7 +30,7 @@ class Record:
     Attributes:
         step: From 1: steps done after this one.
         loss: Mean training loss of the step over all ranks and microbatches.
-        grad_norm: Global norm of the gradient before clipping.
+        grad_norm: Global norm of the gradient before clipping. Not finite in a step that fp16's loss scaling skipped.
         lr: Learning rate of the step.
         tokens: Tokens trained on so far, over all ranks.
         tokens_per_s: Tokens of this step over its time, over all ranks.
@@ -39,6 +39,7 @@ class Record:
         mfu: Share of the devices' dense peak, per GPU; ``None`` where the peak is unknown.
         peak_memory_bytes: Most bytes of tensors held at once so far, the largest over the ranks.
         collective_bytes: Bytes that rank 0 sent in this step.
+        loss_scale: What the loss was multiplied by for the backward; ``None`` where nothing is in fp16.
     """
 
     step: int
@@ -52,6 +53,7 @@ class Record:
     mfu: float | None
     peak_memory_bytes: int
     collective_bytes: int
+    loss_scale: float | None = None
 
 
 class MetricsFile:

@@ -27,14 +27,18 @@ class Progress:
         """Show a step."""
         if not self._is_shown:
             return
-        numbers = f"loss {record.loss:.4f}  norm {record.grad_norm:.3f}  {record.tokens_per_s:,.0f} tok/s"
+        norm = f"norm {record.grad_norm:.3f}"
+        if record.loss_scale is not None:
+            is_skipped = not math.isfinite(record.grad_norm)
+            norm = f"{'skipped' if is_skipped else norm}  scale {record.loss_scale:g}"
+        numbers = f"loss {record.loss:.4f}  {norm}  {record.tokens_per_s:,.0f} tok/s"
         if self._bar is not None:
             self._bar.update(self._task, completed=record.step, numbers=numbers)
         elif record.step % self._every == 0 or record.step in (1, self._steps):
             mfu = "n/a" if record.mfu is None or math.isnan(record.mfu) else f"{100 * record.mfu:.1f}%"
             self.say(
                 f"step {record.step:>{len(str(self._steps))}}/{self._steps}  loss {record.loss:.4f}  "
-                f"norm {record.grad_norm:.3f}  lr {record.lr:.2e}  {record.step_time_s * 1000:.0f} ms  "
+                f"{norm}  lr {record.lr:.2e}  {record.step_time_s * 1000:.0f} ms  "
                 f"{record.tokens_per_s:,.0f} tok/s  mfu/GPU {mfu}"
             )
 

@@ -11,7 +11,10 @@ from shardwise.train.config import Config
 from shardwise.train.metrics import MetricsFile, Record
 from shardwise.train.rundir import EVENTS, METRICS
 
-_SHOWN = ("loss", "grad_norm", "lr", "tokens_per_s", "step_time_s", "mfu", "peak_memory_bytes", "collective_bytes")
+_SHOWN = (
+    "loss", "grad_norm", "lr", "loss_scale", "tokens_per_s", "step_time_s", "mfu", "peak_memory_bytes",
+    "collective_bytes",
+)  # fmt: skip
 
 
 def check_extras(config: Config) -> None:

@@ -16,6 +16,7 @@ import shardwise as sw
 from shardwise.comm.exit import note_exit
 from shardwise.comm.launch import World, init_process_group, shutdown
 from shardwise.comm.open import open_comms
+from shardwise.fsdp.scaler import needs_scaler
 from shardwise.spec.errors import ShardwiseError, StorageError
 from shardwise.train import random_state, rundir
 from shardwise.train.batch import evaluate, held_out_samples, to_tensors
@@ -168,6 +169,7 @@ class _Trainer:
         )
         self.loss_of = loss_of(config)
         self.model, self.optimizer = self._build()
+        self.scaler = sw.GradScaler(device.type, enabled=needs_scaler(self.model))
         self.predicted_bytes = predict(resolved, self.model, control, device)
         self.saves = Checkpoints(
             directory, run_id=directory.name, keep=config.checkpoint.keep, control=control, device=device
@@ -220,6 +222,8 @@ class _Trainer:
             saved_hash = state["data"]
             self.done = Progressed(**{**state["progress"], "step": state["step"]})
             self._restore_random(state["random"])
+            if self.scaler.is_enabled() and state.get("scaler"):  # empty: the run was not in fp16 before
+                self.scaler.load_state_dict(state["scaler"])
         if saved_hash != self.fingerprint:
             raise DataError(
                 f"{self.config.data.source}: the data is not what the run began with (its hash has changed).\n"
@@ -269,11 +273,15 @@ class _Trainer:
             rows = self.control.rows([loss, float(self.stop.signal_number), float(self.peak_bytes)])
             loss = sum(row[0] for row in rows) / len(rows)
             self._check_finite("loss", [row[0] for row in rows])
+            self.scaler.unscale_(self.optimizer)
             norm = float(sw.clip_grad_norm(self.model, self.config.train.clip_grad_norm or math.inf))
-            self._check_finite("gradient norm", [norm])
+            scale = self.scaler.get_scale()
+            if not self.scaler.has_found_inf or scale <= 1.0:  # a smaller scale would not help
+                self._check_finite("gradient norm", [norm])
             lr = self.config.optimizer.lr * self.resolved.schedule.ratio(self.done.step)
             set_lr(self.optimizer, lr)
-            self.optimizer.step()
+            self.scaler.step(self.optimizer)
+            self.scaler.update()
             self.optimizer.zero_grad()
         self.peak_bytes = max(self.peak_bytes, int(max(row[2] for row in rows)), memory.peak_bytes if memory else 0)
         self.measured_steps += 1
@@ -281,6 +289,7 @@ class _Trainer:
             loss=loss,
             norm=norm,
             lr=lr,
+            scale=scale if self.scaler.is_enabled() else None,
             step_s=time.perf_counter() - started,
             data_s=data_s,
             sent_bytes=sum(event.sent_bytes for event in events),
@@ -298,7 +307,7 @@ class _Trainer:
             data_s += time.perf_counter() - started
             with sw.gradient_sync(self.model, index == accumulation - 1):
                 loss = self.loss_of(self.model, inputs_BT, targets_BT)
-                (loss / accumulation).backward()
+                self.scaler.scale(loss / accumulation).backward()
             total += loss.detach()
         return float(total) / accumulation, data_s
 
@@ -315,7 +324,17 @@ class _Trainer:
         )
         raise NonFiniteError(message)
 
-    def _record(self, *, loss: float, norm: float, lr: float, step_s: float, data_s: float, sent_bytes: int) -> None:
+    def _record(
+        self,
+        *,
+        loss: float,
+        norm: float,
+        lr: float,
+        scale: float | None,
+        step_s: float,
+        data_s: float,
+        sent_bytes: int,
+    ) -> None:
         done, tokens = self.done, self.resolved.batch.total * (self.config.data.seq_len or 1)
         done.step += 1
         done.tokens += tokens
@@ -336,6 +355,7 @@ class _Trainer:
             mfu=self._mfu(tokens / step_s),
             peak_memory_bytes=self.peak_bytes,
             collective_bytes=sent_bytes,
+            loss_scale=scale,
         )
         if self.recorder is not None:
             self.recorder.step(record)
@@ -375,6 +395,7 @@ class _Trainer:
         state = {
             "progress": self.done.state(),
             "sampler": self.sampler.state(),
+            "scaler": self.scaler.state_dict(),
             "config": self.config.model_dump(mode="json"),
             "data": self.fingerprint,
             "strategy": str(self.config.parallel.strategy),
