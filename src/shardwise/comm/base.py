@@ -48,6 +48,10 @@ class CollectiveEvent:
     sent_bytes: int = 0
 
 
+#: Stands for the event of every collective while nobody listens.
+_UNHEARD = CollectiveEvent("", "", "", "")
+
+
 class Handle(ABC):
     """A collective under way."""
 
@@ -168,6 +172,8 @@ class Comm(ABC):
         return [buffer[start:stop] for start, stop in itertools.pairwise(cuts)]
 
     def _event(self, kind: str, unit: str, buffer: Tensor) -> CollectiveEvent:
+        if not self._listeners:
+            return _UNHEARD
         event = CollectiveEvent(kind, self.axis, unit, dtype_name(buffer.dtype))
         for events in self._listeners:
             events.append(event)

@@ -59,6 +59,7 @@ class Gradient:
         self._own: Tensor | None = None  # the group's own full-size buffer, which contains ``_home``
         self._home_views: list[Tensor] = []
         self._local: Tensor | None = None
+        self._local_views: _BufferViews | None = None
         self._borrowed: Tensor | None = None
         self._written = [False] * len(group.shards)  # parameter i's elements of ``_local`` are this rank's gradient
         self._used: list[bool] = []
@@ -82,6 +83,14 @@ class Gradient:
         """Gradients of this rank wait for a reduction."""
         return self._local is not None
 
+    @property
+    def _has_sums(self) -> bool:
+        """Some ``.grad`` is there from an earlier backward, to be added to."""
+        for shard in self.group.shards:  # noqa: SIM110 - on a hot path
+            if shard.grad is not None:
+                return True
+        return False
+
     # -- empty -> local
 
     def collect_one(self, index: int, pool: GradientPool) -> None:
@@ -89,7 +98,7 @@ class Gradient:
         full = self.group.fulls[index]
         if full.grad is None:  # the hook that calls this also fires for an undefined gradient
             return
-        targets = self._buffer_views(pool).by_param[index]
+        targets = self._begin(pool).by_param[index]
         sources = self._cut(index, full.grad)
         full.grad = None
         if self._written[index]:
@@ -100,39 +109,47 @@ class Gradient:
 
     def collect(self, pool: GradientPool) -> None:
         """Move what gradients there are on the full parameters into the flat buffer, and free them."""
-        by_param = self._buffer_views(pool).by_param
-        copies: tuple[list[Tensor], list[Tensor]] = ([], [])
-        sums: tuple[list[Tensor], list[Tensor]] = ([], [])
-        written = self._written
+        by_param, written = self._begin(pool).by_param, self._written
+        copy_to: list[Tensor] = []
+        copies: list[Tensor] = []
+        add_to: list[Tensor] = []
+        terms: list[Tensor] = []
         for index, full in enumerate(self.group.fulls):
             grad = full.grad
             if grad is None:
                 continue
-            targets, sources = sums if written[index] else copies
-            targets += by_param[index]
-            sources += self._cut(index, grad)
-            written[index] = True
             full.grad = None
-        if sums[0]:
-            torch._foreach_add_(*sums)
-        if copies[0]:
-            torch._foreach_copy_(*copies)
-
-    def _buffer_views(self, pool: GradientPool) -> _BufferViews:
-        if self._local is None:
-            group = self.group
-            is_taken = not self._is_cast and any(shard.grad is not None for shard in group.shards)
-            if group.row.pools_gradients or is_taken:
-                self._borrowed = pool.take(self.pool_key, group.reduce_dtype, group.device)
-                self._local = self._borrowed
+            targets, sources = (add_to, terms) if written[index] else (copy_to, copies)
+            written[index] = True
+            views = by_param[index]
+            if len(views) == 1 and grad.layout is torch.strided:
+                targets.append(views[0])
+                sources.append(grad)
             else:
-                self._make_home()
-                self._local = self._own
-            assert self._local is not None
-        buffer = self._local
-        views = self._views.get(buffer.data_ptr())
+                targets += views
+                sources += self._cut(index, grad)
+        if terms:
+            torch._foreach_add_(add_to, terms)
+        if copies:
+            torch._foreach_copy_(copy_to, copies)
+
+    def _begin(self, pool: GradientPool) -> _BufferViews:
+        """Have a buffer to collect in; returns its views."""
+        if self._local_views is not None:
+            return self._local_views
+        group = self.group
+        if group.row.pools_gradients or (not self._is_cast and self._has_sums):
+            self._borrowed = pool.take(self.pool_key, group.reduce_dtype, group.device)
+            self._local = self._borrowed
+        else:
+            self._make_home()
+            self._local = self._own
+        assert self._local is not None
+        address = self._local.data_ptr()
+        views = self._views.get(address)
         if views is None:
-            views = self._views[buffer.data_ptr()] = _BufferViews(self.layout, self._pieces, buffer)
+            views = self._views[address] = _BufferViews(self.layout, self._pieces, self._local)
+        self._local_views = views
         return views
 
     def _cut(self, index: int, grad: Tensor) -> list[Tensor]:
@@ -164,7 +181,7 @@ class Gradient:
             buffer is sent. All ranks must call in the same order.
         """
         group = self.group
-        views = self._buffer_views(pool)
+        views = self._begin(pool)
         views.set_flags(self._written)
         if not all(self._written):
             missing = [t for i, is_there in enumerate(self._written) if not is_there for t in views.by_param[i]]
@@ -175,7 +192,7 @@ class Gradient:
             torch._foreach_zero_(views.gaps)
         assert self._local is not None
         buffer = self._local[: self.layout.numel]
-        self._local = None
+        self._local = self._local_views = None
         self._used, self._written = self._written, [False] * len(self._written)
         before, after = self._divisors
         if before != 1:
@@ -183,8 +200,7 @@ class Gradient:
         if not group.row.shards_optimizer:
             self._result = buffer
             return comm.all_reduce(buffer, unit=group.unit.name, divisor=after)
-        is_free = not self._is_cast and all(shard.grad is None for shard in group.shards)
-        if group.row.pools_gradients and is_free:
+        if group.row.pools_gradients and not self._is_cast and not self._has_sums:
             self._make_home()
             self._result = self._home
         else:
@@ -244,7 +260,7 @@ class Gradient:
         for full in self.group.fulls:
             full.grad = None
         self._written = [False] * len(self._written)
-        self._local = self._result = None
+        self._local = self._local_views = self._result = None
         if self._borrowed is not None:
             pool.give(self.pool_key, self._borrowed)
             self._borrowed = None

@@ -131,15 +131,18 @@ class Group:
             shard.data = view
         self._pointers = [view.data_ptr() for view in self.views]
 
-    def check_shards(self) -> None:
-        """See to it that the shards still lie in the master; follow a replaced ``.data`` of the same shape.
+    def follow_shards(self) -> None:
+        """Follow what the user changed on the shards: a ``.data`` of the same shape, ``requires_grad``.
 
         Raises:
             StateError: A shard's dtype, device or shape was changed.
         """
-        if self.whole is not None:
-            return
-        for index, (shard, pointer) in enumerate(zip(self.shards, self._pointers, strict=True)):
+        is_shown_whole = self.whole is not None
+        for index, (shard, full, pointer) in enumerate(zip(self.shards, self.fulls, self._pointers, strict=True)):
+            if shard.requires_grad is not full.requires_grad:
+                full.requires_grad_(shard.requires_grad)
+            if is_shown_whole:
+                continue
             if shard.data_ptr() == pointer and (pointer or shard.dtype is self.dtype):  # empty ones have no address
                 continue
             view = self.views[index]
@@ -184,12 +187,6 @@ class Group:
         self.reduce_layout = ReduceLayout(layout, self.reduce_layout.num_slices)
         self.gradient.layout = self.reduce_layout
 
-    def follow_requires_grad(self) -> None:
-        """Carry a ``requires_grad`` that the user switched over to the full parameters."""
-        for shard, full in zip(self.shards, self.fulls, strict=True):
-            if shard.requires_grad != full.requires_grad:
-                full.requires_grad_(shard.requires_grad)
-
     def gather(self, comm: Comm) -> Handle:
         """Issue the all-gather of this group; where every rank holds the whole master, just cast it.
 
@@ -230,7 +227,10 @@ class Group:
     @property
     def wants_gradients(self) -> bool:
         """Some parameter is trained: the group takes part in reductions."""
-        return any(shard.requires_grad for shard in self.shards)
+        for shard in self.shards:  # noqa: SIM110 - on a hot path: the first one decides as a rule
+            if shard.requires_grad:
+                return True
+        return False
 
 
 def _whole(layout: GroupLayout) -> tuple[Piece, ...]:

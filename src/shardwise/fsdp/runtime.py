@@ -263,8 +263,7 @@ class Runtime:
         if not self._is_window_open:
             self._epoch += 1
         for group in self.groups:
-            group.check_shards()
-            group.follow_requires_grad()
+            group.follow_shards()
         if self._trains:
             self._saved.enter_forward(is_known=self._order.is_recorded)
 
@@ -330,7 +329,10 @@ class Runtime:
 
     def _is_current(self, unit: Unit) -> bool:
         """The gathered buffer holds what the masters held at the outermost forward."""
-        return all(group.epoch == self._epoch or not group.needs_refresh for group in unit.groups)
+        for group in unit.groups:  # noqa: SIM110 - on a hot path
+            if group.epoch != self._epoch and group.needs_refresh:
+                return False
+        return True
 
     def _unshard(self, unit: Unit) -> None:
         """Bring the unit's parameters up to date and wait for them."""
@@ -480,8 +482,8 @@ class Runtime:
 
     def _enter(self, unit: Unit) -> None:
         """Backward is now in ``unit``: finalise what it has left, and have this unit's parameters there."""
-        for other in [other for other in self._entered if other.index not in unit.family]:
-            if not self._is_outstanding(other):
+        for other in self._entered.copy():
+            if other.index not in unit.family and not self._is_outstanding(other):
                 self._finalise(other)
         self._active = unit
         if unit not in self._entered:
@@ -526,7 +528,7 @@ class Runtime:
         unit, group, handle = self._reducing.popleft()
         handle.wait()
         group.gradient.finish(self.gradients)
-        if unit.state is State.REDUCING and not any(other is unit for other, _, _ in self._reducing):
+        if unit.state is State.REDUCING and not (self._reducing and self._reducing[0][0] is unit):
             unit.move_to(State.SHARDED)
         return True
 

@@ -141,8 +141,9 @@ class Unit:
         self.is_swapped = True
         for owner in self.owners:
             owner.put(owner.fulls)
+        key = self.guard_key
         for hooks, _ in self.guards:
-            hooks.pop(self.guard_key, None)
+            hooks.pop(key, None)
 
     def swap_out(self) -> None:
         """Put the shards back into the modules, and the guards on."""
@@ -151,8 +152,9 @@ class Unit:
         self.is_swapped = False
         for owner in self.owners:
             owner.put(owner.shards)
+        key = self.guard_key
         for hooks, guard in self.guards:
-            hooks[self.guard_key] = guard
+            hooks[key] = guard
 
     @property
     def guard_key(self) -> int:
