@@ -35,6 +35,8 @@ _LAZY = {
     "save": "shardwise.recipe.persist",
     "load": "shardwise.recipe.persist",
     "train_step": "shardwise.recipe.step",
+    "dry_run": "shardwise.recipe.dry_run",
+    "DryRun": "shardwise.recipe.dry_run",
     "parity": "shardwise.recipe.parity",
     "fully_shard": "shardwise.fsdp.api",
     "gradient_sync": "shardwise.fsdp.api",
@@ -56,6 +58,7 @@ __all__ = [
     "CommError",
     "CommTimeout",
     "ConfigError",
+    "DryRun",
     "GradScaler",
     "MemoryBudgetError",
     "MeshError",
@@ -72,6 +75,7 @@ __all__ = [
     "bf16_supported",
     "clip_grad_norm",
     "declare_elementwise",
+    "dry_run",
     "full_parameters",
     "full_state_dict",
     "fully_shard",
@@ -102,6 +106,7 @@ if TYPE_CHECKING:
     from shardwise.fsdp.state import full_state_dict, load_full_state_dict
     from shardwise.fsdp.summary import summary
     from shardwise.fsdp.whole import full_parameters
+    from shardwise.recipe.dry_run import DryRun, dry_run
     from shardwise.recipe.parallelize import parallelize
     from shardwise.recipe.parity import parity
     from shardwise.recipe.persist import load, save

@@ -24,9 +24,9 @@ from shardwise.comm.gloo import GlooComm
 from shardwise.fsdp.attach import runtime_of
 from shardwise.fsdp.gradient import EAGER_NUMEL
 from shardwise.fsdp.summary import group_shapes, predict
+from shardwise.recipe.storage import StorageCount
 from shardwise.spec.footprint import waiting_bytes
 from shardwise.testing import run_on_ranks
-from shardwise.train.memory import StorageCount
 from tests.parity import models
 from tests.parity.training import PRESETS
 

@@ -11,9 +11,9 @@ from torch import Tensor, nn
 
 import shardwise as sw
 from shardwise.fsdp import attach
+from shardwise.recipe.storage import StorageCount
 from shardwise.spec.errors import StateError
 from shardwise.testing import run_on_ranks
-from shardwise.train.memory import StorageCount
 from tests.ranks.oracle import PRESETS, SHARDED, Block, Chain, compare, plain_loss, presets, sample
 
 SPLIT = ("zero1", "zero2", "shard_grad_op", "zero3")

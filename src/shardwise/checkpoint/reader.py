@@ -28,13 +28,13 @@ from shardwise.checkpoint.manifest import (
     read_manifest,
 )
 from shardwise.checkpoint.shard import Piece, check_header, hash_file, read_range
-from shardwise.checkpoint.words import size
 from shardwise.comm.base import Comm
 from shardwise.comm.control import all_gather_json
 from shardwise.comm.dtype import dtype_name
 from shardwise.spec.errors import CheckpointError
 from shardwise.spec.extent import Extent
 from shardwise.spec.precision import item_bytes
+from shardwise.spec.units import size
 
 _MOST_LINES = 40
 

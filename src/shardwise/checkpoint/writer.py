@@ -36,12 +36,12 @@ from shardwise.checkpoint.manifest import (
     is_checkpoint_file,
 )
 from shardwise.checkpoint.shard import Piece, layout, shard_name, write_shard
-from shardwise.checkpoint.words import size
 from shardwise.comm.base import Comm
 from shardwise.comm.control import all_gather_json
 from shardwise.comm.dtype import dtype_name
 from shardwise.spec.errors import CheckpointError, StorageError
 from shardwise.spec.extent import Extent
+from shardwise.spec.units import size
 
 
 def write(

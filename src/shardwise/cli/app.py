@@ -18,6 +18,7 @@ VERBS = {
     "train": "shardwise.cli.train",
     "compare": "shardwise.cli.compare",
     "parity": "shardwise.cli.parity",
+    "dry-run": "shardwise.cli.dry_run",
     "validate": "shardwise.cli.config",
     "config-schema": "shardwise.cli.config",
     "data": "shardwise.cli.data",

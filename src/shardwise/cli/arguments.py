@@ -22,3 +22,8 @@ def fill_in_resume(arguments: Sequence[str]) -> list[str]:
             if following.startswith("-") or following.lower().endswith(_CONFIG_ENDINGS) or not following:
                 result[-1] = "--resume=latest"
     return result
+
+
+def is_configuration(argument: str) -> bool:
+    """``argument`` ends as a configuration file does."""
+    return argument.lower().endswith(_CONFIG_ENDINGS)

@@ -15,12 +15,28 @@ class RecordComm(Comm):
     """Stands for rank ``rank`` of ``size`` on the axis, for dry runs and expected traces.
 
     Received slices keep whatever content they had; sums are this rank's contribution alone.
+
+    Args:
+        axis: Name of the mesh axis.
+        rank: Coordinate on it.
+        size: Ranks along it.
+        device: Of the buffers; ``meta`` for dry runs.
+        receives: Hold the buffers into which sums over Gloo receive, as ``GlooComm`` does.
     """
 
-    def __init__(self, axis: str, *, rank: int, size: int, device: torch.device | str = "cpu") -> None:
+    def __init__(
+        self, axis: str, *, rank: int, size: int, device: torch.device | str = "cpu", receives: bool = False
+    ) -> None:
         if not 0 <= rank < size:
             raise CommError(f"rank {rank} is not one of 0 to {size - 1}.\n  Choose a rank below the number of ranks.")
         super().__init__(axis, rank, size, torch.device(device))
+        self._receives = receives
+        self._scratch: dict[tuple[int, torch.dtype], list[Tensor]] = {}
+
+    @property
+    def held_bytes(self) -> int:
+        """Bytes of the receive buffers that are free now."""
+        return sum(buffer.nbytes for free in self._scratch.values() for buffer in free)
 
     def _note(self, kind: str, unit: str, buffer: Tensor, sent_numel: int) -> Handle:
         self._event(kind, unit, buffer).sent_bytes = sent_numel * buffer.element_size()
@@ -46,13 +62,15 @@ class RecordComm(Comm):
         own = self._own(buffer, cuts)
         if out.data_ptr() != own.data_ptr() and not buffer.is_meta:
             out.copy_(own)
-        return self._note("reduce_scatter", unit, buffer, buffer.numel() - own.numel())
+        self._note("reduce_scatter", unit, buffer, buffer.numel() - own.numel())
+        return self._receive(own)
 
     def all_reduce(self, buffer: Tensor, *, unit: str, divisor: float = 1) -> Handle:
         """As :meth:`Comm.all_reduce`."""
         del divisor
         own = self._cut(buffer.numel(), self.rank)
-        return self._note("all_reduce", unit, buffer, buffer.numel() - own + own * (self.size - 1))
+        self._note("all_reduce", unit, buffer, buffer.numel() - own + own * (self.size - 1))
+        return self._receive(buffer[:own])
 
     def broadcast(self, buffer: Tensor, *, root: int, unit: str) -> Handle:
         """As :meth:`Comm.broadcast`."""
@@ -74,3 +92,24 @@ class RecordComm(Comm):
         if is_root:
             out.copy_(self._own(buffer, cuts))
         return self._note("scatter", unit, out, buffer.numel() - out.numel() if is_root else 0)
+
+    def _receive(self, own: Tensor) -> Handle:
+        """Hold what the peers' slices would be received into until the handle is waited for."""
+        if not self._receives or self.size == 1:
+            return Done()
+        key = own.numel() * (self.size - 1), own.dtype
+        free = self._scratch.setdefault(key, [])
+        return _Received(free, free.pop() if free else torch.empty(key[0], dtype=own.dtype, device=own.device))
+
+
+class _Received(Handle):
+    """Gives its receive buffer back when it is waited for."""
+
+    def __init__(self, free: list[Tensor], buffer: Tensor) -> None:
+        self._free = free
+        self._buffer: Tensor | None = buffer
+
+    def wait(self) -> None:
+        if self._buffer is not None:
+            self._free.append(self._buffer)
+            self._buffer = None

@@ -67,7 +67,7 @@ def _is_below(path: str, unit: str) -> bool:
     return path == unit or path.startswith(f"{unit}.")
 
 
-def check_parameters(parameters: Iterable[OwnedParameter]) -> None:
+def check_parameters(parameters: Iterable[OwnedParameter], *, allows_meta: bool = False) -> None:
     """Refuse what a flat buffer cannot hold, with the parameter's name.
 
     Raises:
@@ -75,7 +75,7 @@ def check_parameters(parameters: Iterable[OwnedParameter]) -> None:
     """
     for entry in parameters:
         parameter, name = entry.parameter, entry.names[0]
-        if parameter.is_meta:
+        if parameter.is_meta and not allows_meta:
             raise StateError(
                 f"parameter {name!r} is on the meta device: it has no values to shard.\n"
                 "  Build the model on a real device, or give the weights on rank 0 and set sync='rank0'."

@@ -25,6 +25,7 @@ from torch import Tensor
 
 from shardwise.comm.base import Comm, Handle
 from shardwise.comm.dtype import dtype_name
+from shardwise.fsdp import torch_private
 from shardwise.fsdp.pool import GradientPool
 from shardwise.fsdp.view import contiguous_stride, memory_order
 from shardwise.spec.errors import StateError
@@ -91,6 +92,11 @@ class Gradient:
                 return True
         return False
 
+    @property
+    def held_buffers(self) -> tuple[Tensor | None, ...]:
+        """What this object keeps for good: where ``.grad`` lives, and full-size local sums. Borrowed ones are not."""
+        return self._home, self._own
+
     # -- empty -> local
 
     def collect_one(self, index: int, pool: GradientPool) -> None:
@@ -145,10 +151,10 @@ class Gradient:
             self._make_home()
             self._local = self._own
         assert self._local is not None
-        address = self._local.data_ptr()
-        views = self._views.get(address)
+        key = torch_private.storage_identity(self._local)
+        views = self._views.get(key)
         if views is None:
-            views = self._views[address] = _BufferViews(self.layout, self._pieces, self._local)
+            views = self._views[key] = _BufferViews(self.layout, self._pieces, self._local)
         self._local_views = views
         return views
 
@@ -238,7 +244,8 @@ class Gradient:
         views = self._home_views if is_home else group.held_views(result)
         used = self._used
         place = self.layout.place(group.rank)
-        if not all(used) and self.layout.header_numel(place):
+        # In a dry run nobody else is there.
+        if not all(used) and self.layout.header_numel(place) and not result.is_meta:
             flags = result[self.layout.data_numel(place) :][: len(used)].tolist()
             used = [mine or flag > 0 for mine, flag in zip(used, flags, strict=True)]
         for index, shard in enumerate(group.shards):
@@ -278,16 +285,29 @@ class _BufferViews:
                 self.by_param.append([buffer.as_strided(spec.shape, stride, offset)])
             else:
                 self.by_param.append([buffer[p.offset : p.offset + p.numel] for p in held])
-        count = len(layout.group.params)
         self.gaps = [buffer[start:stop] for start, stop in layout.gaps]
-        self._headers = [buffer[start : start + count] for start in layout.flag_offsets()]
-        self._ones = [torch.ones(count, dtype=buffer.dtype, device=buffer.device)] * len(self._headers)
+        self._headers = self._header_views(layout, buffer)
+        self._all_used = self._flags([True] * len(layout.group.params))
+
+    @staticmethod
+    def _header_views(layout: ReduceLayout, buffer: Tensor) -> list[Tensor]:
+        """The headers; of equal slices as rows of one view, so that one copy writes them for any number of ranks."""
+        if layout.uneven_cuts is not None:
+            return [buffer[start : start + numel] for start, numel in layout.headers()]
+        shape = layout.num_slices, layout.header_numel(0)
+        first = buffer.storage_offset() + layout.data_numel(0)
+        return [buffer.as_strided(shape, (layout.slice_numel(0), 1), first)]
 
     def set_flags(self, used: list[bool]) -> None:
         """Write the headers: 1 for each parameter that this rank's backward used."""
-        if all(used):
-            torch._foreach_copy_(self._headers, self._ones)
-            return
-        first = self._headers[0]
-        flags = torch.tensor([float(u) for u in used], dtype=first.dtype, device=first.device)
-        torch._foreach_copy_(self._headers, [flags] * len(self._headers))
+        flags = self._all_used if all(used) else self._flags(used)
+        for header in self._headers:
+            assert flags is not None
+            header.copy_(flags)
+
+    def _flags(self, used: list[bool]) -> Tensor | None:
+        if not self._headers:
+            return None  # every slice is empty
+        header = self._headers[0]
+        flags = [float(is_used) for is_used in used] + [0.0] * (header.shape[-1] - len(used))
+        return torch.tensor(flags, dtype=header.dtype, device=header.device)

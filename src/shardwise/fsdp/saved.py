@@ -53,12 +53,12 @@ class SavedTensorGuard:
         if torch_private.has_saved_tensor_hooks():
             return  # somebody outside the model has plans for its saved tensors; ours would take their place
         owners = {
-            slot.buffer.untyped_storage().data_ptr(): slot for slot in runtime.slots.slots if slot.buffer is not None
+            torch_private.storage_identity(slot.buffer): slot for slot in runtime.slots.slots if slot.buffer is not None
         }
         me = weakref.ref(self)
 
         def pack(tensor: Tensor) -> Tensor | tuple[Tensor, weakref.ref[Group]]:
-            slot = owners.get(tensor.untyped_storage().data_ptr())
+            slot = owners.get(torch_private.storage_identity(tensor))
             if slot is None or slot.owner is None:
                 return tensor
             return tensor, weakref.ref(slot.owner)

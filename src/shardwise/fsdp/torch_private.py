@@ -34,6 +34,11 @@ def at_end_of_backward(callback: Callable[[], None]) -> None:
     torch.autograd.Variable._execution_engine.queue_callback(callback)
 
 
+def storage_identity(tensor: Tensor) -> int:
+    """A number that two tensors share exactly when they share storage. ``data_ptr`` is 0 for all meta tensors."""
+    return tensor.untyped_storage()._cdata
+
+
 def has_saved_tensor_hooks() -> bool:
     """Whether hooks on saved tensors (``checkpoint``'s, ``save_on_cpu``'s) are in force. Only one pair is at a time."""
     return torch._C._autograd._top_saved_tensors_default_hooks(True) is not None  # noqa: FBT003 - takes no keyword

@@ -286,10 +286,9 @@ class ReduceLayout:
 
     @cached_property
     def gaps(self) -> tuple[tuple[int, int], ...]:
-        """The ranges of the buffer that hold neither a gradient nor a header's flags: padding."""
+        """The ranges of the buffer that hold neither a gradient nor a header: padding between parameters."""
         taken = [(p.offset, p.offset + p.numel) for p in self.pieces]
-        flags = len(self.group.params)
-        taken += [(start, start + flags) for start in self.flag_offsets()]
+        taken += [(start, start + numel) for start, numel in self.headers()]
         gaps, end = [], 0
         for start, stop in sorted(taken):
             if start > end:
@@ -299,8 +298,10 @@ class ReduceLayout:
             gaps.append((end, self.numel))
         return tuple(gaps)
 
-    def flag_offsets(self) -> tuple[int, ...]:
-        """Where each header starts, of the slices that have one."""
+    def headers(self) -> tuple[tuple[int, int], ...]:
+        """Where each header starts, and its elements, of the slices that have one."""
         return tuple(
-            self.cuts[place] + self.data_numel(place) for place in range(self.num_slices) if self.header_numel(place)
+            (self.cuts[place] + self.data_numel(place), self.header_numel(place))
+            for place in range(self.num_slices)
+            if self.header_numel(place)
         )

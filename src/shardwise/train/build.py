@@ -23,7 +23,8 @@ def build_model(resolved: Resolved, device: torch.device) -> nn.Module:
     """The model, with the weights that the current random state draws, on ``device``."""
     section = resolved.config.model
     if section.hf is not None:
-        model = _from_folder(Path(section.hf).expanduser())
+        folder = Path(section.hf).expanduser()
+        model = model_from_folder(folder, reads_weights=device.type != "meta")
         return model if device.type == "cpu" else model.to(device)  # fake tensors cannot be moved, not even to the CPU
     from shardwise.models import gpt
 
@@ -60,19 +61,31 @@ def _own_loss(model: nn.Module, inputs_BT: Tensor, targets_BT: Tensor) -> Tensor
 
 
 def _logits_loss(model: nn.Module, inputs_BT: Tensor, targets_BT: Tensor) -> Tensor:
-    logits_BTV = model(input_ids=inputs_BT).logits
+    return logits_loss(model(input_ids=inputs_BT).logits, targets_BT)
+
+
+def logits_loss(logits_BTV: Tensor, targets_BT: Tensor) -> Tensor:
+    """The mean cross entropy, in fp32, of a language model's logits."""
     return F.cross_entropy(logits_BTV.float().flatten(0, 1), targets_BT.flatten())
 
 
-def _from_folder(folder: Path) -> nn.Module:
-    """A Hugging Face causal language model: with the folder's weights, or where it has none with drawn ones."""
+def model_from_folder(folder: Path, *, reads_weights: bool = True) -> nn.Module:
+    """A Hugging Face causal language model: with the folder's weights, or where it has none with drawn ones.
+
+    Args:
+        folder: Holds ``config.json``, and ``*.safetensors`` with the weights.
+        reads_weights: False draws them even where the folder has some.
+
+    Raises:
+        ConfigError: transformers is not installed, or cannot load the folder.
+    """
     try:
         from transformers import AutoConfig, AutoModelForCausalLM  # pyrefly: ignore[missing-import]
     except ImportError:
         raise ConfigError("model.hf needs the transformers package.\n  Install shardwise[hf].") from None
     options: dict[str, Any] = {"trust_remote_code": False, "local_files_only": True}
     try:
-        if any(folder.glob("*.safetensors")):
+        if reads_weights and any(folder.glob("*.safetensors")):
             return AutoModelForCausalLM.from_pretrained(folder, use_safetensors=True, dtype="auto", **options)
         return AutoModelForCausalLM.from_config(AutoConfig.from_pretrained(folder, **options), trust_remote_code=False)
     except (OSError, ValueError, KeyError, RuntimeError) as error:

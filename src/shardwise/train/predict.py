@@ -15,10 +15,10 @@ from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 import shardwise as sw
+from shardwise.recipe.storage import StorageCount
 from shardwise.train.build import build_model, loss_of
 from shardwise.train.check import Resolved
 from shardwise.train.control import Control
-from shardwise.train.memory import StorageCount
 
 
 def predict(resolved: Resolved, model: nn.Module, control: Control, device: torch.device) -> dict[str, int]:

@@ -18,6 +18,7 @@ from shardwise.comm.launch import World, init_process_group, shutdown
 from shardwise.comm.open import open_comms
 from shardwise.fsdp.scaler import needs_scaler
 from shardwise.spec.errors import ShardwiseError, StorageError
+from shardwise.spec.units import size
 from shardwise.train import random_state, rundir
 from shardwise.train.batch import evaluate, held_out_samples, to_tensors
 from shardwise.train.build import build_model, build_optimizer, loss_of, set_lr
@@ -35,7 +36,7 @@ from shardwise.train.resume import check_config, find_checkpoint, saved_config
 from shardwise.train.sampler import Sampler
 from shardwise.train.save import Checkpoints
 from shardwise.train.stop import StopRequest, exit_code
-from shardwise.train.text import printable, size
+from shardwise.train.text import printable
 from shardwise.train.tokens import DataError
 
 #: On CPU, tensors are counted during this many first steps: all that is ever allocated is there by then.

@@ -23,12 +23,3 @@ _HIDDEN = {"Cc", "Cf", "Cs", "Zl", "Zp"}
 
 def _escaped(character: str) -> str:
     return character.encode("unicode_escape").decode("ascii")
-
-
-def size(num_bytes: float) -> str:
-    """``1.2 MB``, for people: powers of 1000, one decimal."""
-    for unit in ("B", "kB", "MB", "GB", "TB"):
-        if abs(num_bytes) < 1000 or unit == "TB":
-            return f"{num_bytes:.0f} {unit}" if unit == "B" else f"{num_bytes:.1f} {unit}"
-        num_bytes /= 1000
-    raise AssertionError

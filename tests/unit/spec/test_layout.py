@@ -137,10 +137,11 @@ def test_there_is_one_piece_for_every_parameter_where_one_is_asked_for(layout):
 
 
 @given(layouts(), st.booleans())
-def test_pieces_flags_and_gaps_of_a_gradient_buffer_cover_it_exactly_once(layout, scatters):
+def test_pieces_headers_and_gaps_of_a_gradient_buffer_cover_it_exactly_once(layout, scatters):
     reduce = ReduceLayout(layout, layout.size if scatters else 1)
     ranges = [(piece.offset, piece.offset + piece.numel) for piece in reduce.pieces]
-    ranges += [(start, start + len(layout.params)) for start in reduce.flag_offsets()]
+    ranges += [(start, start + numel) for start, numel in reduce.headers()]
+    assert all(numel >= len(layout.params) for _, numel in reduce.headers())
     ranges += reduce.gaps
     end = 0
     for start, stop in sorted(ranges):
@@ -177,7 +178,7 @@ def test_slices_of_a_gradient_buffer_are_aligned_and_those_that_hold_something_h
     if layout.is_even:
         assert reduce.numel % layout.size == 0
         assert reduce.uneven_cuts is None
-        assert len(reduce.flag_offsets()) == reduce.num_slices
+        assert len(reduce.headers()) == reduce.num_slices
     for rank in range(layout.size):
         place = reduce.place(rank)
         assert reduce.slice_numel(rank) == reduce.data_numel(place) + reduce.header_numel(place)

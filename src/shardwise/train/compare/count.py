@@ -12,7 +12,7 @@ from typing import Any, Self
 import torch
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass, is_traceable_wrapper_subclass_type
 
-from shardwise.train.memory import StorageCount
+from shardwise.recipe.storage import StorageCount
 
 
 class TensorCount(StorageCount):

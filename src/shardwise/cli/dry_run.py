@@ -1,0 +1,199 @@
+"""``dry-run``."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+from shardwise.cli.arguments import is_configuration
+from shardwise.cli.show import show
+from shardwise.spec.errors import ConfigError
+from shardwise.spec.units import size
+from shardwise.train.text import printable
+
+if TYPE_CHECKING:
+    from torch import Tensor, nn
+
+    from shardwise.recipe.dry_run import DryRun
+    from shardwise.spec.plan import ParallelPlan
+
+#: What is run where --strategies does not say, besides a configuration's own.
+STRATEGIES = ("ddp", "zero1", "zero2", "shard_grad_op", "zero3")
+
+#: Tokens per sample for a Hugging Face folder where --seq does not say.
+_HF_SEQ = 2048
+
+_HELP = """Run the real engine as one rank of many, without GPUs, peers or values, and print what it sends and holds.
+
+MODEL is a built-in name (gpt-175b, gpt-1t, ...), a run configuration, or a Hugging Face folder (causal language model).
+
+Examples:
+
+  shardwise dry-run gpt-1t --world-size 1024
+
+  shardwise dry-run gpt-175b --world-size 128 --strategies zero3 --seq 2048 --micro-batch 1 --precision bf16
+
+  shardwise dry-run run.yaml --world-size 8 --set parallel.strategy=zero2
+"""
+
+
+def register(app: typer.Typer) -> None:
+    """Add the verb."""
+    app.command("dry-run", help=_HELP)(dry_run)
+
+
+def dry_run(  # noqa: PLR0917  typer's form
+    model: Annotated[str, typer.Argument(help="Built-in name, YAML or TOML file, or Hugging Face folder.")],
+    world_size: Annotated[int, typer.Option(help="Ranks of the world to stand in for.")],
+    rank: Annotated[int, typer.Option(help="Which of them to be.")] = 0,
+    strategies: Annotated[str | None, typer.Option(help="Presets, separated by commas.")] = None,
+    seq: Annotated[int | None, typer.Option(help="Tokens per sample; by default the model's longest.")] = None,
+    micro_batch: Annotated[int | None, typer.Option(help="Samples per rank and forward.")] = None,
+    precision: Annotated[str | None, typer.Option(help="Parameters' dtype in computation: fp32, bf16, fp16.")] = None,
+    optimizer: Annotated[str | None, typer.Option(help="adamw, adam or sgd.")] = None,
+    backend: Annotated[str, typer.Option(help="nccl, gloo, or auto: what this machine would use.")] = "nccl",
+    json_file: Annotated[Path | None, typer.Option("--json", help="Also write everything, events too.")] = None,
+    overrides: Annotated[list[str] | None, typer.Option("--set", help="section.field=value, with a file.")] = None,
+) -> None:
+    """Run dry."""
+    from shardwise.recipe.dry_run import dry_run as run_dry
+
+    subject = _subject(model, world_size, overrides or [])
+    tokens_BT = _tokens(micro_batch or subject.micro_batch, seq or subject.seq_len)
+    results = [
+        run_dry(
+            subject.build,
+            plan,
+            world_size=world_size,
+            rank=rank,
+            batch={"input_ids": tokens_BT} if subject.is_from_hf else (tokens_BT, tokens_BT),
+            loss_fn=_hf_loss if subject.is_from_hf else None,
+            optimizer=optimizer or subject.optimizer,
+            backend=backend,
+        )
+        for plan in _plans(subject.plan, strategies, precision)
+    ]
+    show(table(results))
+    if json_file is not None:
+        content = [{**dataclasses.asdict(result), "traffic": result.traffic} for result in results]
+        json_file.write_text(json.dumps(content, indent=1) + "\n", "utf-8")
+
+
+@dataclasses.dataclass(frozen=True)
+class _Subject:
+    """What is to be run: the model and how it is trained."""
+
+    build: Callable[[], nn.Module]
+    seq_len: int
+    micro_batch: int = 1
+    optimizer: str = "adamw"
+    plan: ParallelPlan | None = None
+    is_from_hf: bool = False
+
+
+def _subject(model: str, world_size: int, overrides: list[str]) -> _Subject:
+    path = Path(model).expanduser()
+    if is_configuration(model):
+        return _from_file(path, world_size, overrides)
+    if overrides:
+        raise ConfigError(
+            "--set needs a configuration file.\n  Name one, or use --strategies, --seq and --micro-batch."
+        )
+    if path.is_dir() or path.name == "config.json":
+        return _from_folder(path if path.is_dir() else path.parent)
+    return _from_preset(model)
+
+
+def _from_preset(name: str) -> _Subject:
+    from shardwise.models import PRESETS, gpt
+
+    if name not in PRESETS:
+        raise ConfigError(
+            f"{printable(name)!r} is no built-in model, and no configuration or folder that is there.\n"
+            f"  Built in: {', '.join(PRESETS)}."
+        )
+    return _Subject(lambda: gpt(name), PRESETS[name].seq_len)
+
+
+def _from_folder(folder: Path) -> _Subject:
+    from shardwise.train.build import model_from_folder
+
+    return _Subject(lambda: model_from_folder(folder, reads_weights=False), seq_len=_HF_SEQ, is_from_hf=True)
+
+
+def _from_file(path: Path, world_size: int, overrides: list[str]) -> _Subject:
+    import torch
+
+    from shardwise.train.build import build_model
+    from shardwise.train.check import resolve
+    from shardwise.train.config import read_draft
+
+    resolved = resolve(read_draft(path, overrides), world_size)
+    return _Subject(
+        lambda: build_model(resolved, torch.device("meta")),
+        seq_len=resolved.config.data.seq_len or 1,
+        micro_batch=resolved.batch.micro,
+        optimizer=resolved.config.optimizer.name,
+        plan=resolved.plan,
+        is_from_hf=resolved.config.model.hf is not None,
+    )
+
+
+def _hf_loss(output: Any, batch: Any) -> Tensor:
+    from shardwise.train.build import logits_loss
+
+    return logits_loss(output.logits, batch["input_ids"])
+
+
+def _plans(given: ParallelPlan | None, strategies: str | None, precision: str | None) -> list[ParallelPlan]:
+    from shardwise.spec.plan import ParallelPlan
+    from shardwise.spec.precision import PrecisionPolicy
+
+    names = [name.strip() for name in (strategies or "").split(",") if name.strip()]
+    base = given or ParallelPlan()
+    if precision is not None:
+        base = dataclasses.replace(base, mp_policy=PrecisionPolicy(param_dtype=precision))
+    if given is not None and not names:
+        return [base]
+    return [dataclasses.replace(base, strategy=name) for name in names or STRATEGIES]
+
+
+def _tokens(micro_batch: int, seq_len: int) -> Tensor:
+    import torch
+
+    if micro_batch < 1 or seq_len < 1:
+        raise ConfigError(f"--micro-batch {micro_batch} --seq {seq_len}: expected at least 1 of each.\n  Correct them.")
+    return torch.empty(micro_batch, seq_len, dtype=torch.int64, device="meta")
+
+
+def table(results: list[DryRun]) -> str:
+    """One line per strategy: bytes held by category, and bytes sent."""
+    first = results[0]
+    header = ["strategy", "peak", *first.bytes_by_category, "sent per step"]
+    rows = [
+        [
+            result.strategy,
+            size(result.peak_bytes),
+            *(size(held) for held in result.bytes_by_category.values()),
+            size(result.sent_bytes),
+        ]
+        for result in results
+    ]
+    widths = [max(len(row[place]) for row in [header, *rows]) for place in range(len(header))]
+    lines = [
+        f"{first.num_parameters:,} parameters, rank {first.rank} of {first.world_size}, one step of the steady state"
+    ]
+    for row in [header, *rows]:
+        cells = [row[0].ljust(widths[0]), *(cell.rjust(width) for cell, width in zip(row[1:], widths[1:], strict=True))]
+        lines.append("  ".join(cells))
+    lines += [
+        f"{result.strategy}: "
+        + ", ".join(f"{count} x {kind} ({size(sent)})" for kind, (count, sent) in result.traffic.items())
+        for result in results
+    ]
+    return "\n".join(lines)

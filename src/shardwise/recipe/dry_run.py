@@ -1,0 +1,230 @@
+"""The real engine as one rank of many, without the others: meta tensors, and Comms that only record."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from shardwise.comm.base import CollectiveEvent, Comm
+from shardwise.comm.record import RecordComm
+from shardwise.fsdp import attach
+from shardwise.fsdp.api import record_collectives
+from shardwise.fsdp.runtime import Runtime
+from shardwise.fsdp.wrap import find_units
+from shardwise.recipe.meta import FusedAttention, build_on_meta, without_values
+from shardwise.recipe.parallelize import apply_plan, check_fresh, check_plan
+from shardwise.recipe.step import LossFn, forward_loss
+from shardwise.recipe.storage import StorageCount
+from shardwise.spec.errors import PlanError, StateError
+from shardwise.spec.mesh import Mesh
+from shardwise.spec.plan import ParallelPlan
+from shardwise.spec.units import size
+
+OptimizerFactory = Callable[[Iterable[nn.Parameter]], torch.optim.Optimizer]
+
+#: What ``optimizer`` may be by name: the trainer's, with the settings that have state.
+OPTIMIZERS: dict[str, OptimizerFactory] = {
+    "adamw": lambda parameters: torch.optim.AdamW(parameters, lr=1e-3),
+    "adam": lambda parameters: torch.optim.Adam(parameters, lr=1e-3),
+    "sgd": lambda parameters: torch.optim.SGD(parameters, lr=1e-3, momentum=0.9),
+}
+BACKENDS = ("auto", "gloo", "nccl")
+
+
+@dataclass(frozen=True)
+class DryRun:
+    """What one rank would send and hold in a step of the steady state.
+
+    Attributes:
+        events: Every collective of the step, in order.
+        peak_bytes: The most that is held at once in forward and backward: the sum of all categories.
+        bytes_by_category: ``parameters``, ``gradients``, ``optimizer`` (owned shards only), ``gathered``, ``reduce``
+            (gradient buffers, and with Gloo what sums receive into) and ``activations`` (the most that forward and
+            backward hold besides: what autograd saves and what passes by).
+        rank: Which rank.
+        world_size: Of how many.
+        strategy: The plan's, in words.
+        num_parameters: Of the whole model.
+    """
+
+    events: list[CollectiveEvent]
+    peak_bytes: int
+    bytes_by_category: dict[str, int]
+    rank: int
+    world_size: int
+    strategy: str
+    num_parameters: int
+
+    @property
+    def traffic(self) -> dict[str, tuple[int, int]]:
+        """Number of collectives and bytes sent by this rank, by kind."""
+        found: dict[str, tuple[int, int]] = {}
+        for event in self.events:
+            count, sent = found.get(event.kind, (0, 0))
+            found[event.kind] = count + 1, sent + event.sent_bytes
+        return found
+
+    @property
+    def sent_bytes(self) -> int:
+        """All bytes that this rank sends in the step."""
+        return sum(event.sent_bytes for event in self.events)
+
+    def __str__(self) -> str:
+        lines = [
+            f"{self.num_parameters:,} parameters, {self.strategy}, rank {self.rank} of {self.world_size}",
+            f"peak {size(self.peak_bytes)}: "
+            + ", ".join(f"{name} {size(held)}" for name, held in self.bytes_by_category.items()),
+        ]
+        lines += [f"{count} x {kind}, {size(sent)} sent by this rank" for kind, (count, sent) in self.traffic.items()]
+        return "\n".join(lines)
+
+
+def dry_run(
+    build_model: Callable[[], nn.Module],
+    plan: ParallelPlan | None = None,
+    *,
+    world_size: int,
+    rank: int = 0,
+    batch: Any = None,
+    loss_fn: LossFn | None = None,
+    optimizer: str | OptimizerFactory = "adamw",
+    backend: str = "auto",
+) -> DryRun:
+    """Train a few steps as ``rank`` of ``world_size``, alone and without values; says what is sent and held.
+
+    The engine is the real one: its units, hooks, buffers and order of collectives. Tensors are on ``meta`` and nobody
+    is talked to, so GPT-1T on 1,024 ranks takes seconds and no memory to speak of. Values are not known: a model that
+    branches on them cannot run.
+
+    Args:
+        build_model: Builds the model; called under ``torch.device("meta")``.
+        plan: ``None`` means the defaults.
+        world_size: Ranks of the world to stand in for.
+        rank: Which of them to be.
+        batch: This rank's samples, as for ``sw.train_step``; only shapes and dtypes count. By default, for our GPT,
+            tokens and targets of shape (1, seq_len).
+        loss_fn: As for ``sw.train_step``.
+        optimizer: ``"adamw"``, ``"adam"``, ``"sgd"`` (with momentum), or from parameters to an optimizer.
+        backend: ``"nccl"``, ``"gloo"`` (which also holds what its sums receive into), or ``"auto"``: what training on
+            this machine would use.
+
+    Returns:
+        Events and bytes of one step of the steady state.
+
+    Raises:
+        PlanError, MeshError: The plan does not fit the world; ``batch`` is missing; an unknown optimizer or backend.
+        StateError: The model cannot run without values, or holds what cannot be sharded.
+    """
+    plan = plan or ParallelPlan()
+    make_optimizer = _optimizer_factory(optimizer)
+    is_cuda = _resolve_backend(backend) == "nccl"
+    check_plan(plan)
+    mesh = plan.mesh(world_size)
+    mesh.coordinate(rank)
+    model = build_on_meta(build_model)
+    check_fresh(model)
+    count = sum(parameter.numel() for parameter in model.parameters())
+    inputs = without_values(batch) if batch is not None else _default_batch(model)
+    apply_plan(model, plan, find_units(model, plan.wrap_policy), record_comms(mesh, rank, receives=not is_cuda))
+    runtime = attach.runtime_of(model, "sw.dry_run")
+    stepper = make_optimizer(model.parameters())
+
+    def forward_and_backward() -> None:
+        forward_loss(model, inputs, loss_fn).backward()
+
+    with FusedAttention(is_cuda=is_cuda), _named_errors(model):
+        forward_and_backward()  # records the order of units and makes the buffers; the next step is as every later one
+        stepper.step()
+        stepper.zero_grad()
+        held = _held_bytes(runtime, stepper)
+        with record_collectives(model) as events, StorageCount("meta", sees_arguments=False) as seen:
+            seen.see_all_objects()
+            before = seen.live_bytes
+            forward_and_backward()
+        seen.forget()
+    held["activations"] = seen.peak_bytes - before
+    strategy = plan.strategy if isinstance(plan.strategy, str) else plan.placements.describe()
+    return DryRun(events, sum(held.values()), held, rank, world_size, strategy, count)
+
+
+def record_comms(mesh: Mesh, rank: int, *, receives: bool) -> tuple[Comm, Comm]:
+    """The Comms of ``rank`` on ``mesh``, for gathers and for reductions, that record and move nothing."""
+    place = mesh.coordinate(rank)["dp_shard"]
+    gather, reduce = (
+        RecordComm("dp_shard", rank=place, size=mesh.dp_shard, device="meta", receives=receives) for _ in range(2)
+    )
+    return gather, reduce
+
+
+def _optimizer_factory(optimizer: str | OptimizerFactory) -> OptimizerFactory:
+    if not isinstance(optimizer, str):
+        return optimizer
+    if optimizer not in OPTIMIZERS:
+        raise PlanError(
+            f"optimizer={optimizer!r}: expected one of {', '.join(OPTIMIZERS)}, or a function from parameters to an"
+            " optimizer.\n  Pass for example optimizer=lambda params: torch.optim.Adagrad(params)."
+        )
+    return OPTIMIZERS[optimizer]
+
+
+def _resolve_backend(backend: str) -> str:
+    if backend not in BACKENDS:
+        raise PlanError(f"backend={backend!r}: expected one of {', '.join(BACKENDS)}.\n  Leave it at 'auto'.")
+    return ("nccl" if torch.cuda.is_available() else "gloo") if backend == "auto" else backend
+
+
+def _default_batch(model: nn.Module) -> tuple[Tensor, Tensor]:
+    from shardwise.models.transformer import GPT
+
+    if not isinstance(model, GPT):
+        raise PlanError(
+            f"sw.dry_run() got no batch for a {type(model).__name__}; only our GPT has one by default.\n"
+            "  Pass batch=..., as to sw.train_step(); its values do not count."
+        )
+    tokens_BT = torch.empty(1, model.config.seq_len, dtype=torch.int64, device="meta")
+    return tokens_BT, tokens_BT
+
+
+def _held_bytes(runtime: Runtime, optimizer: torch.optim.Optimizer) -> dict[str, int]:
+    """Bytes of the distinct storages that the engine and the optimizer hold, by category."""
+    seen: set[int] = set()
+
+    def take(tensors: Iterable[Tensor | None]) -> int:
+        total = 0
+        for tensor in tensors:
+            if tensor is None:
+                continue
+            storage = tensor.untyped_storage()
+            if storage._cdata not in seen:  # noqa: SLF001 - the storage's identity; it has no public name
+                seen.add(storage._cdata)  # noqa: SLF001
+                total += storage.nbytes()
+        return total
+
+    groups = list(runtime.groups)
+    state = [value for held in optimizer.state.values() for value in held.values() if isinstance(value, Tensor)]
+    return {
+        "parameters": take(tensor for group in groups for tensor in (group.master, group.replica)),
+        "gradients": take(tensor for group in groups for tensor in group.gradient.held_buffers),
+        "optimizer": take(state),
+        "gathered": take(slot.buffer for slot in runtime.slots.slots),
+        "reduce": runtime.gradients.total_bytes
+        + sum(comm.held_bytes for comm in runtime.comms if isinstance(comm, RecordComm)),
+    }
+
+
+@contextlib.contextmanager
+def _named_errors(model: nn.Module) -> Iterator[None]:
+    try:
+        yield
+    except (NotImplementedError, RuntimeError) as error:
+        if isinstance(error, StateError):
+            raise
+        raise StateError(
+            f"{type(model).__name__} cannot run without values: {str(error).strip().splitlines()[0]}\n"
+            "  sw.dry_run needs a forward that reads no tensor's values (.item(), boolean masks, `if` on a tensor)."
+        ) from error

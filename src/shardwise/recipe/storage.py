@@ -1,0 +1,72 @@
+"""Counting the storages that tensors live in, from outside: every operation is seen by a dispatch mode."""
+
+from __future__ import annotations
+
+import gc
+import weakref
+from typing import Any
+
+import torch
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_iter
+
+
+class StorageCount(TorchDispatchMode):
+    """Counts distinct live storages of one device type.
+
+    Args:
+        device_type: Which.
+        sees_arguments: Also look at what operations are given. Not needed where everything that lived before was shown
+            by :meth:`see_all_objects`: whatever comes later is the result of an operation.
+    """
+
+    def __init__(self, device_type: str, *, sees_arguments: bool = True) -> None:
+        super().__init__()
+        self._sees_arguments = sees_arguments
+        self.device_type = device_type
+        self.live_bytes = 0
+        self.peak_bytes = 0
+        self._sizes: dict[int, int] = {}
+        self._watches: dict[int, weakref.finalize] = {}
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        result = func(*args, **(kwargs or {}))
+        for tree in (args, result) if self._sees_arguments else (result,):
+            for value in tree_iter(tree):
+                if isinstance(value, torch.Tensor):
+                    self.see(value)
+        return result
+
+    def see_all_objects(self) -> None:
+        """Count what lives already, as far as Python holds it."""
+        for held in gc.get_objects():
+            if issubclass(type(held), torch.Tensor):  # isinstance would ask, and so wake, lazy proxies
+                self.see(held)
+
+    def see(self, tensor: torch.Tensor) -> None:
+        """Count the storage of ``tensor`` once."""
+        if tensor.device.type != self.device_type:
+            return
+        try:
+            storage = tensor.untyped_storage()
+        except (NotImplementedError, RuntimeError):
+            return  # sparse and other tensors without a storage
+        key, size = storage._cdata, storage.nbytes()  # noqa: SLF001  the storage's identity; it has no public name
+        known = self._sizes.get(key)
+        if known is None:
+            self._watches[key] = weakref.finalize(storage, self._freed, key)
+        if known != size:
+            self._sizes[key] = size
+            self.live_bytes += size - (known or 0)
+            self.peak_bytes = max(self.peak_bytes, self.live_bytes)
+
+    def forget(self) -> None:
+        """Stop watching storages."""
+        for watch in self._watches.values():
+            watch.detach()
+        self._watches.clear()
+        self._sizes.clear()
+
+    def _freed(self, key: int) -> None:
+        self._watches.pop(key, None)
+        self.live_bytes -= self._sizes.pop(key, 0)

@@ -1,0 +1,205 @@
+"""A dry run says what a real run sends and holds, event by event and byte by byte."""
+
+from __future__ import annotations
+
+import functools
+import json
+import resource
+import subprocess
+import sys
+
+import pytest
+import torch
+from torch import distributed, nn
+
+import shardwise as sw
+from shardwise.fsdp.attach import runtime_of
+from shardwise.fsdp.summary import predict
+from shardwise.recipe.storage import StorageCount
+from shardwise.testing import run_on_ranks
+from tests.parity import models
+from tests.parity.training import PRESETS
+
+NAMES = ("gpt", "tied", "frozen")
+BF16 = sw.PrecisionPolicy(param_dtype="bf16")
+
+
+def plan_of(preset: str, policy: sw.PrecisionPolicy | None = None) -> sw.ParallelPlan:
+    return sw.ParallelPlan(strategy=preset, mp_policy=policy)
+
+
+def as_rows(events: list) -> list[tuple]:
+    return [(event.kind, event.axis, event.unit, event.dtype, event.sent_bytes) for event in events]
+
+
+def real_step(name: str, plan: sw.ParallelPlan) -> tuple[list, dict[str, int]]:
+    """The events of the third step, and the closed form's bytes."""
+    model = sw.parallelize(models.build(name), plan)
+    optimizer = torch.optim.AdamW(model.parameters())
+    for step in range(3):
+        with sw.record_collectives(model) as events:
+            model(*models.batch(step, 0, distributed.get_rank())).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    return as_rows(events), predict(runtime_of(model, "test")).as_dict()
+
+
+def every_real_step() -> dict:
+    found = {(name, preset, None): real_step(name, plan_of(preset)) for name in NAMES for preset in PRESETS}
+    return found | {("gpt", "zero3", "bf16"): real_step("gpt", plan_of("zero3", BF16))}
+
+
+@functools.cache
+def on_ranks(world: int) -> list[dict]:
+    return run_on_ranks(every_real_step, world, timeout_s=150)
+
+
+@pytest.mark.parametrize("world", [2, pytest.param(3, marks=pytest.mark.long), 4])
+def test_events_and_bytes_are_those_of_a_real_run(world):
+    for rank, results in enumerate(on_ranks(world)):
+        for (name, preset, policy), (events, held) in results.items():
+            dry = sw.dry_run(
+                lambda name=name: models.build(name),
+                plan_of(preset, BF16 if policy else None),
+                world_size=world,
+                rank=rank,
+                batch=models.batch(0, 0, rank),
+                backend="gloo",
+            )
+            assert as_rows(dry.events) == events, (name, preset, rank)
+            found = dict(dry.bytes_by_category)
+            assert found.pop("activations") > 0
+            assert found == held, (name, preset, rank)
+            assert dry.peak_bytes == sum(dry.bytes_by_category.values())
+
+
+# -- activations
+
+
+def build_wide() -> nn.Module:
+    return sw.models.gpt("gpt-tiny", num_layers=4, hidden=128, num_heads=4, vocab_size=512, seq_len=128)
+
+
+def wide_batch() -> tuple[torch.Tensor, torch.Tensor]:
+    tokens_BT = torch.zeros(2, 128, dtype=torch.int64)
+    return tokens_BT, tokens_BT.clone()
+
+
+def measured_peak(preset: str) -> int:
+    """The most bytes of tensors that forward and backward of the third step hold, found from outside."""
+    count = StorageCount("cpu")
+    count.see_all_objects()
+    others = count.live_bytes
+    count.forget()
+    model = sw.parallelize(build_wide(), plan_of(preset))
+    optimizer = torch.optim.AdamW(model.parameters())
+    inputs = wide_batch()
+    for _ in range(2):
+        model(*inputs).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    with StorageCount("cpu") as count:
+        count.see_all_objects()
+        model(*inputs).backward()
+    count.forget()
+    return count.peak_bytes - others - sum(tensor.nbytes for tensor in inputs)
+
+
+@pytest.mark.parametrize("preset", ["ddp", "zero3"])
+def test_the_peak_is_that_of_a_real_run(preset):
+    dry = sw.dry_run(build_wide, plan_of(preset), world_size=2, batch=wide_batch(), backend="gloo")
+    for measured in run_on_ranks(measured_peak, 2, preset):
+        assert dry.peak_bytes == pytest.approx(measured, rel=0.02)
+    assert dry.bytes_by_category["activations"] > dry.peak_bytes / 4  # else this test would say little about them
+
+
+@pytest.mark.parametrize("mask", [None, "bool", "float"])
+@pytest.mark.parametrize(("is_cuda", "dtype"), [(False, torch.float32), (True, torch.float32), (True, torch.bfloat16)])
+def test_attention_saves_no_matrix_of_scores(mask, is_cuda, dtype):
+    from shardwise.recipe.meta import FusedAttention
+
+    q, k, v = (torch.empty(2, 4, 256, 16, dtype=dtype, device="meta", requires_grad=True) for _ in range(3))
+    kinds = {"bool": torch.bool, "float": dtype}
+    attn_mask = torch.empty(2, 1, 256, 256, dtype=kinds[mask], device="meta") if mask else None
+    saved = []
+    with FusedAttention(is_cuda=is_cuda):
+        with torch.autograd.graph.saved_tensors_hooks(lambda t: (saved.append(t), t)[1], lambda t: t):
+            output = torch.nn.functional.scaled_dot_product_attention(q, k, v, attn_mask=attn_mask)
+        output.sum().backward()
+    assert q.grad.shape == q.shape
+    masks = 2 * 256 * 256 if mask else 0
+    assert sum(t.numel() for t in saved) <= 4 * q.numel() + 2 * 4 * 256 + 2 * masks * 4 + 8
+    if mask is None:
+        assert all(t.numel() <= q.numel() for t in saved)
+
+
+# -- any model, any world
+
+
+class Lookup(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.body = nn.Sequential(*(nn.Sequential(nn.Linear(8, 8), nn.ReLU()) for _ in range(5)))
+
+    def forward(self, x):
+        return self.body(x).pow(2).mean()
+
+
+def test_the_model_is_as_large_as_the_real_one_and_nothing_is_allocated():
+    dry = sw.dry_run(Lookup, sw.ParallelPlan(dp_shard=64), world_size=64, rank=63, batch=torch.zeros(3, 8))
+    assert dry.num_parameters == 5 * 72
+    assert (dry.rank, dry.world_size) == (63, 64)
+    assert [event.unit for event in dry.events if event.kind == "reduce_scatter"]
+
+
+def test_a_model_that_was_built_on_the_cpu_keeps_its_ties():
+    tied = sw.models.gpt("gpt-nano", device="cpu", tied=True)
+    count = sum(parameter.numel() for parameter in tied.parameters())
+    dry = sw.dry_run(lambda: sw.models.gpt("gpt-nano", device="cpu", tied=True), world_size=2)
+    assert dry.num_parameters == count
+
+
+class Reads(Lookup):
+    def forward(self, x):
+        return super().forward(x) if x.sum().item() > 0 else None
+
+
+@pytest.mark.parametrize(
+    ("arguments", "error", "message"),
+    [
+        ({"world_size": 2}, sw.PlanError, "got no batch for a Lookup"),
+        ({"world_size": 0, "batch": torch.zeros(1, 8)}, sw.MeshError, "the world has 0 ranks"),
+        ({"world_size": 2, "rank": 2, "batch": torch.zeros(1, 8)}, sw.MeshError, "rank 2 is outside the world of 2"),
+        ({"world_size": 2, "batch": torch.zeros(1, 8), "optimizer": "adamv"}, sw.PlanError, "optimizer='adamv'"),
+        ({"world_size": 2, "batch": torch.zeros(1, 8), "backend": "mpi"}, sw.PlanError, "backend='mpi'"),
+    ],
+)
+def test_what_cannot_be_run_is_refused(arguments, error, message):
+    with pytest.raises(error, match=message):
+        sw.dry_run(Lookup, **arguments)
+
+
+def test_a_model_that_reads_values_is_refused_by_name():
+    with pytest.raises(sw.StateError, match="Reads cannot run without values"):
+        sw.dry_run(Reads, world_size=2, batch=torch.zeros(1, 8))
+
+
+# -- the verb
+
+
+@pytest.mark.slow
+def test_gpt_1t_on_1024_ranks_runs_dry_in_little_memory(tmp_path):
+    """The time it takes is said in docs; how much memory is asserted."""
+    report = tmp_path / "dry.json"
+    command = [sys.executable, "-m", "shardwise", "dry-run", "gpt-1t", "--world-size", "1024"]
+    command += ["--strategies", "zero3", "--json", str(report)]
+    before = resource.getrusage(resource.RUSAGE_CHILDREN).ru_maxrss
+    done = subprocess.run(command, capture_output=True, text=True, timeout=200, check=False)
+    assert done.returncode == 0, done.stderr
+    assert "1,008,008,038,400 parameters, rank 0 of 1024" in done.stdout
+    content = json.loads(report.read_text())
+    assert [row["strategy"] for row in content] == ["zero3"]
+    # every block gathered twice but the last, which backward needs first; the root once
+    assert content[0]["traffic"]["all_gather"][0] == 2 * 128 - 1 + 1
+    assert content[0]["traffic"]["reduce_scatter"][0] == 129
+    assert max(before, resource.getrusage(resource.RUSAGE_CHILDREN).ru_maxrss) < 4 * 2**20  # kB
