@@ -44,6 +44,7 @@ _LAZY = {
     "record_collectives": "shardwise.fsdp.api",
     "clip_grad_norm": "shardwise.fsdp.clip",
     "declare_elementwise": "shardwise.fsdp.optimizer",
+    "flat_parameters": "shardwise.fsdp.flat",
     "full_state_dict": "shardwise.fsdp.state",
     "load_full_state_dict": "shardwise.fsdp.state",
     "GradScaler": "shardwise.fsdp.scaler",
@@ -76,6 +77,7 @@ __all__ = [
     "clip_grad_norm",
     "declare_elementwise",
     "dry_run",
+    "flat_parameters",
     "full_parameters",
     "full_state_dict",
     "fully_shard",
@@ -100,6 +102,7 @@ if TYPE_CHECKING:
     from shardwise.comm.base import CollectiveEvent
     from shardwise.fsdp.api import fully_shard, gradient_sync, logical_shape, record_collectives
     from shardwise.fsdp.clip import clip_grad_norm
+    from shardwise.fsdp.flat import flat_parameters
     from shardwise.fsdp.optimizer import declare_elementwise
     from shardwise.fsdp.precision import bf16_supported
     from shardwise.fsdp.scaler import GradScaler

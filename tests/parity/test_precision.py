@@ -33,7 +33,8 @@ class Numbers:
 def train(preset: str, param_dtype: str, reduce_dtype: str) -> Numbers:
     policy = sw.PrecisionPolicy(param_dtype=param_dtype, reduce_dtype=reduce_dtype)
     model = sw.parallelize(models.build("tied"), sw.ParallelPlan(strategy=preset, mp_policy=policy))
-    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
+    given = sw.flat_parameters(model) if reduce_dtype == "bf16" else model.parameters()
+    optimizer = torch.optim.AdamW(given, lr=1e-2)
     rank = distributed.get_rank()
     numbers = Numbers([], [], {})
     for step in range(STEPS):

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator
 from dataclasses import dataclass, field
+from typing import Any
 
 import torch
 from torch import Tensor, distributed, nn
@@ -13,6 +14,7 @@ import shardwise as sw
 from shardwise.fsdp import debug
 from shardwise.fsdp.attach import runtime_of
 from shardwise.fsdp.clip import grad_norm
+from shardwise.fsdp.flat import states_by_name
 from shardwise.fsdp.state import owned_extents
 from tests.parity import models
 
@@ -57,9 +59,9 @@ class Numbers:
     steps: dict[str, float] = field(default_factory=dict)
 
 
-def make_optimizer(model: nn.Module) -> torch.optim.Optimizer:
+def make_optimizer(parameters: Any) -> torch.optim.Optimizer:
     """Rates at which five steps change every bit."""
-    return torch.optim.AdamW(model.parameters(), lr=1e-2, weight_decay=0.1)
+    return torch.optim.AdamW(parameters, lr=1e-2, weight_decay=0.1)
 
 
 # -- one plain process
@@ -68,7 +70,7 @@ def make_optimizer(model: nn.Module) -> torch.optim.Optimizer:
 def train_plain(name: str, variant: Variant, world: int) -> Numbers:
     """One process adds up the microbatches of ``world`` ranks, in the grouping of the variant's accumulation."""
     model = models.build(name)
-    optimizer = make_optimizer(model)
+    optimizer = make_optimizer(model.parameters())
     numbers = Numbers()
     for step in range(STEPS):
         losses: dict[tuple[int, int], float] = {}
@@ -154,7 +156,9 @@ class RankNumbers(Numbers):
     whole: dict[str, Tensor] = field(default_factory=dict)
 
 
-def train_ranks(name: str, preset: str, variant: Variant, *, is_debugging: bool = False) -> RankNumbers:
+def train_ranks(
+    name: str, preset: str, variant: Variant, *, is_debugging: bool = False, is_flat: bool = False
+) -> RankNumbers:
     """The same on this rank of the world, with a strategy."""
     rank = distributed.get_rank()
     numbers = RankNumbers()
@@ -165,7 +169,7 @@ def train_ranks(name: str, preset: str, variant: Variant, *, is_debugging: bool 
                 strategy=preset, accumulation=variant.accumulation, auto_wrap_policy=models.wrap_policy(name)
             ),
         )
-        optimizer = make_optimizer(model)
+        optimizer = make_optimizer(sw.flat_parameters(model) if is_flat else model.parameters())
         for step in range(STEPS):
             losses = []
             for microbatch in range(variant.num_microbatches):
@@ -183,10 +187,9 @@ def train_ranks(name: str, preset: str, variant: Variant, *, is_debugging: bool 
             optimizer.zero_grad()
         # clone: results travel with their storage, and this one is the whole flat buffer
         numbers.pieces = [(e.name, e.start, tensor.clone()) for e, tensor in owned_extents(model, optimizer)]
+        states = states_by_name(optimizer)
         numbers.steps = {
-            key: optimizer.state[parameter]["step"].item()
-            for key, parameter in model.named_parameters()
-            if parameter in optimizer.state
+            key: states[parameter]["step"].item() for key, parameter in model.named_parameters() if parameter in states
         }
         state = sw.full_state_dict(model)
         if preset == "ddp":

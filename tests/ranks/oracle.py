@@ -22,6 +22,7 @@ from torch import Tensor, nn
 
 import shardwise as sw
 from shardwise.fsdp import attach, debug
+from shardwise.fsdp.flat import states_by_name
 from shardwise.fsdp.group import Group
 from shardwise.fsdp.runtime import Runtime
 from shardwise.fsdp.view import memory_order
@@ -63,6 +64,8 @@ def compare(
     *,
     steps: int = 4,
     optimizer: Callable[[Any], torch.optim.Optimizer] = adamw,
+    parameters: Callable[[nn.Module], Any] = nn.Module.parameters,
+    given: Callable[[nn.Module], Any] | None = None,
     between: Callable[[nn.Module, int], None] | None = None,
     parallelize: Callable[[nn.Module], nn.Module] | None = None,
     is_checked: bool = True,
@@ -77,6 +80,8 @@ def compare(
         strategy: Name of a preset.
         steps: Optimizer steps.
         optimizer: From parameters to an optimizer.
+        parameters: From the plain model to what its optimizer gets.
+        given: The same for the parallelized model; by default as for the plain one.
         between: Called with the model and the number of the step after each step, on either side.
         parallelize: Instead of ``sw.parallelize`` with ``strategy``.
         is_checked: Fill released slots with NaN and check saved tensors.
@@ -85,14 +90,14 @@ def compare(
     """
     rank, world = dist.get_rank(), dist.get_world_size()
     copies = [build() for _ in range(world)]
-    reference = optimizer(copies[0].parameters())
+    reference = optimizer(parameters(copies[0]))
     model = build()
     if parallelize is None:
         sw.parallelize(model, sw.ParallelPlan(strategy=strategy, **options))
     else:
         parallelize(model)
     runtime = attach.runtime_of(model, "test")
-    ours = optimizer(model.parameters())
+    ours = optimizer((given or parameters)(model))
     where = f"{strategy} on {world} ranks"
     with debug.checks(is_enabled=is_checked):
         for step in range(steps):
@@ -233,9 +238,9 @@ def _compare_parameters(plain: nn.Module, runtime: Runtime, where: str) -> None:
 def _compare_optimizers(
     plain: nn.Module, reference: torch.optim.Optimizer, ours: torch.optim.Optimizer, runtime: Runtime, where: str
 ) -> None:
-    parameters = dict(plain.named_parameters())
+    parameters, states = dict(plain.named_parameters()), states_by_name(ours)
     for name, group, index in shards_of(runtime):
-        expected, got = reference.state.get(parameters[name], {}), ours.state.get(group.shards[index], {})
+        expected, got = reference.state.get(parameters[name], {}), states.get(group.shards[index], {})
         if group.held[index].numel == 0:
             continue  # the optimizer may or may not keep something of an empty piece
         assert expected.keys() == got.keys(), f"{where}: optimizer state of {name} has {list(got)}"

@@ -124,7 +124,9 @@ def make_unit(
         dtypes = precision.group_dtypes(policy, entry.parameter, (user for user, _, _ in entry.uses))
         kinds.setdefault((dtypes, entry.parameter.requires_grad), []).append(entry)
     fulls: dict[int, tuple[Group, int]] = {}
-    for (dtypes, is_trainable), entries in kinds.items():
+    for (dtypes, is_trainable), found in kinds.items():
+        # Matrices before vectors: what weight decay acts on, as a rule, is then one run (fsdp.flat).
+        entries = sorted(found, key=lambda entry: entry.parameter.dim() < 2)
         specs = [_spec(entry, dtypes[0]) for entry in entries]
         layout = GroupLayout.build(specs, comm.size, dtypes=[dtype_name(dtype) for dtype in dtypes])
         # Frozen parameters of a replicated row never change: they stay whole, and nothing is sent for them.

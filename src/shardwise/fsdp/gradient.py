@@ -97,6 +97,12 @@ class Gradient:
         """What this object keeps for good: where ``.grad`` lives, and full-size local sums. Borrowed ones are not."""
         return self._home, self._own
 
+    def home(self) -> tuple[Tensor, list[Tensor]]:
+        """Where ``.grad`` of the shards lives, laid out as the master is, and its views of the shards' shapes."""
+        self._make_home()
+        assert self._home is not None
+        return self._home, self._home_views
+
     # -- empty -> local
 
     def collect_one(self, index: int, pool: GradientPool) -> None:

@@ -21,7 +21,7 @@ from shardwise.fsdp.gradient import Gradient
 from shardwise.fsdp.pool import Slot
 from shardwise.fsdp.view import contiguous_stride, memory_order
 from shardwise.spec.errors import StateError
-from shardwise.spec.layout import GroupLayout, Piece, ReduceLayout
+from shardwise.spec.layout import GroupLayout, ReduceLayout
 from shardwise.spec.placement import Placements
 
 if TYPE_CHECKING:
@@ -67,8 +67,9 @@ class Group:
         self.epoch = -1  # the outermost forward whose parameters the gathered buffer holds
 
         self.master = self._make_master()
-        self.held = layout.owned_by_param(rank) if row.shards_optimizer else _whole(layout)
+        self.held = layout.owned_by_param(rank) if row.shards_optimizer else layout.whole
         self.views = self.held_views(self.master)
+        self.flat_kinds: tuple[int | None, ...] | None = None  # weight-decay groups, where the optimizer sees flat runs
         self.fulls: list[nn.Parameter] = []
         self._pointers: list[int] = []
         self.bind_shards()
@@ -102,7 +103,7 @@ class Group:
 
     @torch.no_grad()
     def _fill(self, flat: Tensor, *, whole: bool) -> None:
-        for piece in _whole(self.layout) if whole else self.layout.owned(self.rank):
+        for piece in self.layout.whole if whole else self.layout.owned(self.rank):
             source = memory_order(self.shards[piece.index])[piece.start : piece.stop]
             flat[piece.offset : piece.offset + piece.numel].copy_(source)
 
@@ -117,13 +118,14 @@ class Group:
         Where the optimizer is replicated it has the parameter's own shape, else what the granularity gives the piece
         that this rank owns.
         """
-        made = []
-        for spec, piece in zip(self.layout.params, self.held, strict=True):
-            is_split = self.row.shards_optimizer
-            shape, stride = self.layout.held_shape(piece) if is_split else (spec.shape, spec.stride)
-            offset = flat.storage_offset() + piece.offset
-            made.append(flat.as_strided(shape, stride or contiguous_stride(shape), offset))
-        return made
+        return [self.held_view(index, flat) for index in range(len(self.held))]
+
+    def held_view(self, index: int, flat: Tensor, *, first: int = 0) -> Tensor:
+        """The view of parameter ``index`` in a tensor that is laid out as the master is from element ``first`` on."""
+        spec, piece = self.layout.params[index], self.held[index]
+        shape, stride = self.layout.held_shape(piece) if self.row.shards_optimizer else (spec.shape, spec.stride)
+        offset = flat.storage_offset() + piece.offset - first
+        return flat.as_strided(shape, stride or contiguous_stride(shape), offset)
 
     def bind_shards(self) -> None:
         """Point the original Parameter objects at their views of the master."""
@@ -231,10 +233,3 @@ class Group:
             if shard.requires_grad:
                 return True
         return False
-
-
-def _whole(layout: GroupLayout) -> tuple[Piece, ...]:
-    return tuple(
-        Piece(index, 0, spec.numel, offset)
-        for index, (spec, offset) in enumerate(zip(layout.params, layout.offsets, strict=True))
-    )

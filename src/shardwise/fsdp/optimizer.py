@@ -13,6 +13,7 @@ import torch
 from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 
 from shardwise.fsdp import attach
+from shardwise.fsdp.flat import FlatParameter, group_of, has_flat, split_partial
 from shardwise.spec.errors import StateError
 
 if TYPE_CHECKING:
@@ -70,7 +71,7 @@ def accept(optimizer: torch.optim.Optimizer) -> None:
     _seen.add(optimizer)
 
 
-def _before_step(optimizer: torch.optim.Optimizer, _args: Any, _kwargs: Any) -> None:
+def _before_step(optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
     for runtime in runtimes_of(optimizer):
         if any(unit.whole is not None for unit in runtime.units):
             raise StateError(
@@ -86,6 +87,14 @@ def _before_step(optimizer: torch.optim.Optimizer, _args: Any, _kwargs: Any) -> 
         _check(optimizer)
         _check_state(optimizer)
         _seen.add(optimizer)
+    if has_flat(optimizer):
+        if any(given is not None for given in (*args[1:], kwargs.get("closure"))):
+            raise StateError(
+                f"{type(optimizer).__name__}.step(closure) with flat parameters: the gradients that the closure makes"
+                " come too late to see which parameters have none.\n"
+                "  Call the closure before optimizer.step(), or build the optimizer on model.parameters()."
+            )
+        split_partial(optimizer)
 
 
 def _after_step(optimizer: torch.optim.Optimizer, _args: Any, _kwargs: Any) -> None:
@@ -98,8 +107,7 @@ def runtimes_of(optimizer: torch.optim.Optimizer) -> list[Runtime]:
     runtimes: dict[int, Runtime] = {}
     for group in optimizer.param_groups:
         for parameter in group["params"]:
-            mark = attach.mark_of(parameter)
-            owner = mark.group if mark is not None else None
+            owner = group_of(parameter)
             runtime = owner.unit.runtime() if owner is not None and owner.unit.runtime is not None else None
             if runtime is not None:
                 runtimes[id(runtime)] = runtime
@@ -112,6 +120,13 @@ def _check(optimizer: torch.optim.Optimizer) -> None:
         return
     for group in optimizer.param_groups:
         for parameter in group["params"]:
+            if isinstance(parameter, FlatParameter):
+                raise StateError(
+                    f"{type(optimizer).__name__} is not known to work element by element, but sw.flat_parameters() gave"
+                    " it several parameters as one tensor.\n"
+                    f"  Build it on model.parameters(), or call sw.declare_elementwise({type(optimizer).__name__}) if"
+                    " each element's update depends on that element alone."
+                )
             mark = attach.mark_of(parameter)
             owner = mark.group if mark is not None else None
             if mark is None or owner is None:

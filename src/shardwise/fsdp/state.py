@@ -13,6 +13,7 @@ from torch import Tensor, nn
 from shardwise.comm.control import agree, all_gather_json
 from shardwise.comm.dtype import dtype_name, torch_dtype
 from shardwise.fsdp import attach, torch_private
+from shardwise.fsdp.flat import FlatParameter, split, states_by_name
 from shardwise.fsdp.group import Group
 from shardwise.fsdp.runtime import Runtime
 from shardwise.fsdp.view import contiguous_stride, is_dense, memory_order
@@ -272,6 +273,7 @@ def owned_extents(model: nn.Module, optimizer: torch.optim.Optimizer | None = No
     runtime = attach.runtime_of(model, "sw.save")
     rank = runtime.gather_comm.rank
     found: list[tuple[Extent, Tensor]] = []
+    states = states_by_name(optimizer) if optimizer is not None else {}
     for group in runtime.groups:
         owned = group.layout.owned_by_param(rank)
         for index, piece in enumerate(owned):
@@ -279,9 +281,7 @@ def owned_extents(model: nn.Module, optimizer: torch.optim.Optimizer | None = No
             if piece.numel == 0 and not (spec.numel == 0 and rank == 0):
                 continue
             found.append(_extent_of(group, index, spec.name, piece, group.views[index]))
-            if optimizer is None:
-                continue
-            for key, value in optimizer.state.get(group.shards[index], {}).items():
+            for key, value in states.get(group.shards[index], {}).items():
                 if _is_elementwise(key, value, group.views[index]):
                     name = f"optimizer/{spec.name}/{key}"
                     found.append(_extent_of(group, index, name, piece, value))
@@ -334,39 +334,81 @@ class OptimizerState:
 
     def __init__(self, model: nn.Module, optimizer: torch.optim.Optimizer, stored: Mapping[str, str]) -> None:
         runtime = attach.runtime_of(model, "sw.load")
-        mine = {id(p) for group in optimizer.param_groups for p in group["params"]}
         self.extents: list[tuple[Extent, Tensor]] = []
         self._optimizer = optimizer
-        self._shards: dict[str, nn.Parameter] = {}
+        self._names: dict[nn.Parameter, str] = {}
         self._fresh: dict[str, dict[str, Any]] = {}
         keys: dict[str, dict[str, str]] = {}
         for full_name, dtype in stored.items():
             name, _, key = full_name.removeprefix("optimizer/").rpartition("/")
             keys.setdefault(name, {})[key] = dtype
+        given = [parameter for settings in optimizer.param_groups for parameter in settings["params"]]
+        self._flats = {parameter: {} for parameter in given if isinstance(parameter, FlatParameter)}
+        mine = {id(parameter) for parameter in given} | {id(shard) for flat in self._flats for shard in flat.shards}
         for group in runtime.groups:
             for index, piece in enumerate(group.held):
                 spec, shard = group.layout.params[index], group.shards[index]
-                if id(shard) not in mine or (piece.numel == 0 and spec.numel > 0):
-                    continue
-                self._shards[spec.name] = shard
-                state = self._fresh.setdefault(spec.name, {})
-                for key, dtype in keys.get(spec.name, {}).items():
-                    state[key] = torch.zeros_like(group.views[index], dtype=torch_dtype(dtype))
-                    name = f"optimizer/{spec.name}/{key}"
-                    extent = Extent(name, spec.shape, dtype, piece.start, piece.stop, spec.stride)
-                    self.extents.append((extent, memory_order(state[key])))
+                if id(shard) in mine and not piece.numel == 0 < spec.numel:
+                    self._names[shard] = spec.name
+                    self._fresh[spec.name] = {}
+        for flat in self._flats:
+            self._allocate_flat(flat, keys)
+        for group in runtime.groups:
+            for index, shard in enumerate(group.shards):
+                if shard in self._names:
+                    self._allocate(group, index, keys.get(self._names[shard], {}))
+
+    def _allocate_flat(self, flat: FlatParameter, keys: Mapping[str, Mapping[str, str]]) -> None:
+        """Let the parameters of a flat one share its tensors, where the same was stored of all of them."""
+        names = [self._names[shard] for shard in flat.shards]
+        stored = [keys.get(name, {}) for name in names]
+        if any(other != stored[0] for other in stored):
+            return
+        for key, dtype in stored[0].items():
+            whole = self._flats[flat][key] = torch.zeros_like(flat, dtype=torch_dtype(dtype), requires_grad=False)
+            for name, part in zip(names, flat.cut(whole), strict=True):
+                self._fresh[name][key] = part
+
+    def _allocate(self, group: Group, index: int, stored: Mapping[str, str]) -> None:
+        spec, piece = group.layout.params[index], group.held[index]
+        state = self._fresh[spec.name]
+        for key, dtype in stored.items():
+            if key not in state:
+                state[key] = torch.zeros_like(group.views[index], dtype=torch_dtype(dtype))
+            extent = Extent(f"optimizer/{spec.name}/{key}", spec.shape, dtype, piece.start, piece.stop, spec.stride)
+            self.extents.append((extent, memory_order(state[key])))
 
     def install(self, scalars: Mapping[str, Mapping[str, float]]) -> None:
-        """Replace the optimizer's state by the fresh one and ``scalars`` (:func:`optimizer_scalars`)."""
-        for name, shard in self._shards.items():
-            state = self._fresh[name]
-            for key, value in scalars.get(name, {}).items():
-                # torch's optimizers keep them as float32 tensors on the CPU, which they change in place.
-                state[key] = torch.tensor(value, dtype=torch.float32) if isinstance(value, float) else value
+        """Replace the optimizer's state by the fresh one and ``scalars`` (:func:`optimizer_scalars`).
+
+        A flat parameter whose parameters have been updated differently often is split into their names.
+        """
+        of_flat: dict[FlatParameter, dict[str, Any]] = {}
+        for flat, state in self._flats.items():
+            names = [self._names[shard] for shard in flat.shards]
+            first = scalars.get(names[0], {})
+            is_alike = all(
+                self._fresh[name].keys() == state.keys() and scalars.get(name, {}) == first for name in names
+            )
+            if is_alike:
+                of_flat[flat] = state | {key: _scalar(value) for key, value in first.items()}
+        split(self._optimizer, lambda flat: flat not in of_flat)
+        whole = {id(shard) for flat in of_flat for shard in flat.shards}
+        by_name = {
+            shard: self._fresh[name] | {key: _scalar(value) for key, value in scalars.get(name, {}).items()}
+            for shard, name in self._names.items()
+            if id(shard) not in whole
+        }
+        for parameter, state in (*of_flat.items(), *by_name.items()):
             if state:
-                self._optimizer.state[shard] = state
+                self._optimizer.state[parameter] = state
             else:
-                self._optimizer.state.pop(shard, None)
+                self._optimizer.state.pop(parameter, None)
+
+
+def _scalar(value: Any) -> Any:
+    """Torch's optimizers keep counts as float32 tensors on the CPU, which they change in place."""
+    return torch.tensor(value, dtype=torch.float32) if isinstance(value, float) else value
 
 
 def optimizer_scalars(model: nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, dict[str, float]]:
@@ -378,11 +420,12 @@ def optimizer_scalars(model: nn.Module, optimizer: torch.optim.Optimizer) -> dic
     """
     runtime = attach.runtime_of(model, "sw.save")
     mine: dict[str, dict[str, float]] = {}
+    states = states_by_name(optimizer)
     for group in runtime.groups:
         for spec, shard, view in zip(group.layout.params, group.shards, group.views, strict=True):
             if view.numel() == 0 < spec.numel:
                 continue  # some optimizers keep state of an empty piece, which never steps
-            state = optimizer.state.get(shard, {})
+            state = states.get(shard, {})
             scalars = {
                 key: value.item() if isinstance(value, Tensor) else value
                 for key, value in state.items()

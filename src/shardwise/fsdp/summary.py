@@ -141,6 +141,7 @@ def group_shapes(runtime: Runtime) -> list[GroupShape]:
             is_trainable=group.wants_gradients,
             compute_dtype=dtype_name(group.compute_dtype),
             reduce_dtype=dtype_name(group.reduce_dtype),
+            flat_kinds=group.flat_kinds,
         )
         for unit in runtime.units
         for group in unit.groups

@@ -11,6 +11,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.optim.optimizer import _foreach_supported_types
 
 #: Number of the backward that runs in this thread, -1 outside of any. There is no public way to ask whether code runs
 #: inside a backward (https://github.com/pytorch/pytorch/blob/v2.13.0/torch/csrc/autograd/init.cpp).
@@ -77,3 +78,12 @@ def apply_of(module: nn.Module) -> Callable[..., nn.Module]:
 def rnn_weight_names(module: nn.RNNBase) -> list[str]:
     """Names of the weights in the list that an RNN computes from, which it keeps beside its parameters."""
     return module._flat_weights_names
+
+
+def allow_foreach(cls: type[Tensor]) -> None:
+    """Let optimizers choose their foreach and fused implementations for parameters of this class by themselves.
+
+    They do so for an exact list of types only; the public alternative is to pass ``foreach=True`` each time
+    (https://github.com/pytorch/pytorch/blob/v2.13.0/torch/optim/optimizer.py, ``_default_to_fused_or_foreach``).
+    """
+    _foreach_supported_types.append(cls)

@@ -23,6 +23,7 @@ from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass, fields
 
+from shardwise.spec.flat import flat_ranges
 from shardwise.spec.layout import GroupLayout, ReduceLayout
 from shardwise.spec.placement import Placements
 from shardwise.spec.precision import item_bytes
@@ -52,6 +53,7 @@ class GroupShape:
         is_trainable: It takes part in reductions.
         compute_dtype: Of the gathered buffer; by default the master's.
         reduce_dtype: Of gradient buffers and sums; by default the master's.
+        flat_kinds: Weight-decay group of each parameter where the optimizer sees flat runs of them (``spec.flat``).
     """
 
     unit: int
@@ -62,6 +64,7 @@ class GroupShape:
     is_trainable: bool
     compute_dtype: str | None = None
     reduce_dtype: str | None = None
+    flat_kinds: tuple[int | None, ...] | None = None
 
     @property
     def master_dtype(self) -> str:
@@ -170,10 +173,7 @@ def footprint(
             gradients += group.reduce_item_bytes * reduce.numel
             if group.reduces_cast:  # .grad no longer lives in the buffer that is reduced
                 gradients += item * reduce.slice_numel(rank)
-        if row.shards_optimizer:
-            held = [piece.numel for piece in layout.owned(rank)]
-        else:
-            held = [param.numel for param in layout.params]
+        held = _updated_numels(group, rank)
         optimizer += sum(item * optimizer_tensors * numel for numel in held)
         optimizer += optimizer_scalar_bytes * len(held) if optimizer_tensors > 1 else 0
     return Footprint(
@@ -189,6 +189,16 @@ def footprint(
             has_receive_buffers=has_receive_buffers,
         ),
     )
+
+
+def _updated_numels(group: GroupShape, rank: int) -> list[int]:
+    """Elements of each tensor that the optimizer has of a group."""
+    layout = group.layout
+    held = layout.owned(rank) if group.row.shards_optimizer else layout.whole
+    if group.flat_kinds is None:
+        return [piece.numel for piece in held]
+    empty = [0 for piece in held if not piece.numel]  # in no range, but optimizers count their steps
+    return empty + [span.numel for span in flat_ranges(held, group.flat_kinds)]
 
 
 def waiting_bytes(groups: Sequence[GroupShape], *, eager_numel: int) -> int:

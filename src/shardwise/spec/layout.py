@@ -182,6 +182,14 @@ class GroupLayout:
         held = {piece.index: piece for piece in self.owned(rank)}
         return tuple(held.get(index, Piece(index, 0, 0, 0)) for index in range(len(self.params)))
 
+    @cached_property
+    def whole(self) -> tuple[Piece, ...]:
+        """Every parameter in the gathered buffer, in one piece each."""
+        return tuple(
+            Piece(index, 0, param.numel, offset)
+            for index, (param, offset) in enumerate(zip(self.params, self.offsets, strict=True))
+        )
+
     def pieces(self) -> Iterator[tuple[int, Piece]]:
         """Every rank's pieces, with the rank, parameter by parameter; offsets count from the start of the slice."""
         for index, (param, offset) in enumerate(zip(self.params, self.offsets, strict=True)):

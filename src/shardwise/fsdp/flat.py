@@ -1,0 +1,228 @@
+"""Flat tensors for the optimizer: one per run of a group's parameters instead of one per name.
+
+A flat parameter is a view of this rank's master, over parameters that lie next to each other in it and belong to one
+weight-decay group. Element-wise optimizers compute the same numbers on it, in one kernel call instead of one per name.
+Its ``.grad`` is a view of where the gradients of those parameters live: there is one set of gradients, under two names.
+
+What an optimizer does not do for a parameter without a gradient (no decay, no count of steps) cannot be said of a part
+of a tensor. A flat parameter of which only some parameters have a gradient is therefore *split* before the step: the
+parameters themselves take its place in the optimizer for good, with views of its state.
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import TYPE_CHECKING, Any, Self
+
+import torch
+from torch import Tensor, nn
+
+from shardwise.fsdp import attach, torch_private
+from shardwise.spec.flat import FlatRange, flat_ranges
+
+if TYPE_CHECKING:
+    from shardwise.fsdp.group import Group
+
+#: From a parameter's name and its shard to whether weight decay acts on it.
+DecayRule = Callable[[str, nn.Parameter], bool]
+
+
+def flat_parameters(model: nn.Module, decay: DecayRule | None = None) -> list[dict[str, Any]]:
+    """Parameter groups for an optimizer with one flat tensor per unit and weight-decay group instead of one per name.
+
+    The numbers are those of an optimizer over ``model.parameters()``, to the last bit (with ``fused=True`` up to the
+    last bit of elements at the end of a parameter, which fused kernels compute differently), and so are checkpoints:
+    optimizer state is saved and loaded by name. Give the result to one element-wise optimizer; frozen parameters are
+    left out. Parameters that no rank used in a step are skipped as always: their tensor is then split into names.
+
+    Args:
+        model: A parallelized model.
+        decay: ``decay(name, parameter)`` says whether weight decay acts on a parameter, of tied ones under the first
+            name. Those on which it does not come in a group of their own with ``weight_decay=0.0``. ``None``: one group
+            with the optimizer's weight decay.
+
+    Returns:
+        One or two groups, the decayed parameters first. Both are there on every rank as soon as the model has
+        parameters of both kinds, whatever this rank holds of them.
+
+    Collective:
+        None.
+
+    Raises:
+        StateError: The model is not parallelized.
+    """
+    runtime = attach.runtime_of(model, "sw.flat_parameters")
+    groups: list[list[nn.Parameter]] = [[], []]
+    is_there = [decay is None, False]
+    for group in runtime.groups:
+        kinds: list[int | None] = []
+        for spec, shard in zip(group.layout.params, group.shards, strict=True):
+            is_decayed = decay is None or bool(decay(spec.name, shard))
+            kinds.append(int(not is_decayed) if shard.requires_grad else None)
+        group.flat_kinds = tuple(kinds)
+        for kind in range(2):
+            is_there[kind] = is_there[kind] or kind in kinds
+            groups[kind] += _of_group(group, kind)
+    made: list[dict[str, Any]] = [{"params": groups[0]}, {"params": groups[1], "weight_decay": 0.0}]
+    return [settings for settings, is_used in zip(made, is_there, strict=True) if is_used]
+
+
+def _of_group(group: Group, kind: int) -> Iterator[nn.Parameter]:
+    assert group.flat_kinds is not None
+    for span in flat_ranges(group.held, group.flat_kinds):
+        if span.kind == kind:
+            yield FlatParameter.of(group, span)
+    own = [index for index, other in enumerate(group.flat_kinds) if other == kind]
+    for index in own:
+        if group.layout.params[index].numel == 0:
+            yield group.shards[index]  # no range holds it, but optimizers keep state of it
+    if own and not any(group.held[index].numel for index in own):
+        yield group.shards[own[0]]  # held elsewhere: tells whose optimizer it is on ranks that hold nothing at all
+
+
+class FlatParameter(attach.Uncopyable, nn.Parameter):
+    """A run of a group's parameters as one tensor, in this rank's master. The optimizer holds it; no module does."""
+
+    _group: weakref.ref[Group]
+    _gradients: tuple[Tensor, Tensor] | None
+    span: FlatRange
+
+    @classmethod
+    def of(cls, group: Group, span: FlatRange) -> Self:
+        """A view of the group's master."""
+        made = cls(group.master[span.start : span.stop])
+        made._group = weakref.ref(group)
+        made._gradients = None  # where gradients live, and the view of it that was given out
+        made.span = span
+        return made
+
+    @property
+    def group(self) -> Group | None:
+        """The group, while its model lives."""
+        return self._group()
+
+    @property
+    def shards(self) -> list[nn.Parameter]:
+        """The parameters that it stands for."""
+        group = self.group
+        return [] if group is None else [group.shards[piece.index] for piece in self.span.pieces]
+
+    @property
+    def is_partial(self) -> bool:
+        """Some of its parameters have a gradient and some have none."""
+        missing = [shard.grad is None for shard in self.shards]
+        return any(missing) and not all(missing)
+
+    @property
+    def grad(self) -> Tensor | None:  # pyrefly: ignore[bad-override]
+        """The gradients of its parameters, as one view of the memory that they live in; ``None`` if all are."""
+        group = self.group
+        if group is None:
+            return None
+        held = [(piece.index, group.shards[piece.index].grad) for piece in self.span.pieces]
+        if all(grad is None for _, grad in held):
+            return None
+        home, views = group.gradient.home()
+        for index, grad in held:
+            if grad is views[index]:
+                continue
+            if grad is None:
+                views[index].zero_()
+            else:  # somebody has replaced it
+                views[index].copy_(grad)
+                group.shards[index].grad = views[index]
+        return self._view_of(home)
+
+    @grad.setter
+    def grad(self, value: Tensor | None) -> None:
+        group = self.group
+        if group is None:
+            return
+        if value is None:
+            for piece in self.span.pieces:
+                group.shards[piece.index].grad = None
+            return
+        home, views = group.gradient.home()
+        self._view_of(home).copy_(value)
+        for piece in self.span.pieces:
+            group.shards[piece.index].grad = views[piece.index]
+
+    def cut(self, tensor: Tensor) -> list[Tensor]:
+        """Views of a tensor of this one's shape, for each of its parameters as the parameter itself is held."""
+        group = self.group
+        assert group is not None
+        return [group.held_view(piece.index, tensor, first=self.span.start) for piece in self.span.pieces]
+
+    def _view_of(self, home: Tensor) -> Tensor:
+        if self._gradients is None or self._gradients[0] is not home:
+            self._gradients = home, home[self.span.start : self.span.stop]
+        return self._gradients[1]
+
+
+torch_private.allow_foreach(FlatParameter)
+
+
+def group_of(parameter: Tensor) -> Group | None:
+    """The group of a shard or of a flat parameter, ``None`` for a parameter that is not ours."""
+    if isinstance(parameter, FlatParameter):
+        return parameter.group
+    mark = attach.mark_of(parameter)
+    return mark.group if mark is not None else None
+
+
+def has_flat(optimizer: torch.optim.Optimizer) -> bool:
+    """Whether an optimizer holds flat parameters."""
+    return any(isinstance(p, FlatParameter) for settings in optimizer.param_groups for p in settings["params"])
+
+
+# -- between flat and by name
+
+
+def split_partial(optimizer: torch.optim.Optimizer) -> None:
+    """Split every flat parameter of which only some parameters have a gradient."""
+    split(optimizer, lambda flat: flat.is_partial)
+
+
+def split(optimizer: torch.optim.Optimizer, is_split: Callable[[FlatParameter], bool]) -> None:
+    """Put the parameters themselves, with views of the state, where the optimizer holds a flat one."""
+    for settings in optimizer.param_groups:
+        params: list[nn.Parameter] = settings["params"]
+        chosen = {id(p) for p in params if isinstance(p, FlatParameter) and is_split(p)}
+        if not chosen:
+            continue
+        kept: list[nn.Parameter] = []
+        for parameter in params:
+            if not isinstance(parameter, FlatParameter) or id(parameter) not in chosen:
+                kept.append(parameter)
+                continue
+            parts = parameter.shards
+            for shard, state in zip(parts, _cut_state(parameter, optimizer.state.pop(parameter, {})), strict=True):
+                if state:
+                    optimizer.state[shard] = state
+            kept += parts
+        params[:] = kept  # the list stays: schedulers and the user may hold it
+
+
+def states_by_name(optimizer: torch.optim.Optimizer) -> Mapping[Tensor, Mapping[str, Any]]:
+    """The optimizer's state by parameter, as if it held no flat ones: views where it has one value per element."""
+    found: dict[Tensor, Mapping[str, Any]] = {}
+    for parameter, state in optimizer.state.items():
+        if isinstance(parameter, FlatParameter):
+            found |= zip(parameter.shards, _cut_state(parameter, state), strict=True)
+        else:
+            found[parameter] = state
+    return found
+
+
+def _cut_state(flat: FlatParameter, state: Mapping[str, Any]) -> Sequence[dict[str, Any]]:
+    """The state of each parameter: views where it has one value per element, else copies."""
+    parts: list[dict[str, Any]] = [{} for _ in flat.span.pieces]
+    for key, value in state.items():
+        if isinstance(value, Tensor) and value.shape == flat.shape:
+            values = flat.cut(value)
+        else:
+            values = [value.clone() if isinstance(value, Tensor) else value for _ in parts]
+        for part, own in zip(parts, values, strict=True):
+            part[key] = own
+    return parts
