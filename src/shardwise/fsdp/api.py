@@ -53,11 +53,11 @@ def shard_model(
     owned = build.assign_parameters(model, unit_modules)
     is_dry = comms[0].device.type == "meta"
     build.check_parameters((entry for entries in owned.values() for entry in entries), allows_meta=is_dry)
-    policy = precision.resolve(policy, comms[0].device)
-    precision.cast_buffers(model, policy)
+    policies = precision.Policies(model, policy, comms[0].device)
+    policies.cast_buffers(model)
+    policies.install_casts(model, unit_modules)
     units: dict[str, Unit] = {}
     for name, module in {"": model, **unit_modules}.items():
-        precision.install_casts(module, policy, casts_output=name == "")
         reshards = not row.keeps_gathered and name != ""
         if isinstance(reshard_after_forward, bool):
             reshards = reshard_after_forward
@@ -68,7 +68,7 @@ def shard_model(
             row,
             comms[0],
             reshards=reshards and row.shards_parameters,
-            policy=policy,
+            policies=policies,
         )
     if accumulates_sharded is None:
         accumulates_sharded = row.pools_gradients
@@ -110,10 +110,16 @@ def fully_shard(
         Compares the values over the ranks and sends rank 0's where they differ. All ranks must call, in one order.
 
     Raises:
+        PlanError: An argument is not possible here.
         StateError: A parameter is used both inside a unit made earlier and outside of it (tied weights).
     """
     if ignored_params is not None:
         raise PlanError("fully_shard(ignored_params=...) is not in this version.\n  Leave it out.")
+    if mp_policy is not None and mp_policy.overrides:
+        raise PlanError(
+            "fully_shard(mp_policy=...) takes the policy of one unit, without overrides.\n"
+            "  Call fully_shard on the modules that differ first, each with its policy; or use sw.parallelize."
+        )
     group = mesh.get_group() if isinstance(mesh, dist.DeviceMesh) else mesh
     children = _units_below(module)
     fresh = build.assign_parameters(module, [])[""]
@@ -144,10 +150,10 @@ def fully_shard(
     row = PRESETS["zero3"]
     explicit = reshard_after_forward if isinstance(reshard_after_forward, bool) else None
     optimizer.install_checks()
-    policy = precision.resolve(mp_policy or FULL_PRECISION, comms[0].device)
-    precision.cast_buffers(module, policy)
-    precision.install_casts(module, policy, casts_output=True)
-    unit = build.make_unit(build.ROOT, module, own, row, comms[0], reshards=bool(explicit), policy=policy)
+    policies = precision.Policies(module, mp_policy or FULL_PRECISION, comms[0].device)
+    policies.cast_buffers(module)
+    policies.install_casts(module, [])
+    unit = build.make_unit(build.ROOT, module, own, row, comms[0], reshards=bool(explicit), policies=policies)
     units: dict[str, Unit] = {"": unit}
     for path, runtime in children.items():
         runtime.remove()

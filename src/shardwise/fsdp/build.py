@@ -11,16 +11,16 @@ from torch import nn
 
 from shardwise.comm.base import Comm
 from shardwise.comm.dtype import dtype_name
-from shardwise.fsdp import attach, precision, torch_private
+from shardwise.fsdp import attach, torch_private
 from shardwise.fsdp.group import Group
 from shardwise.fsdp.guard import install_guards
+from shardwise.fsdp.precision import Policies
 from shardwise.fsdp.runtime import Runtime
 from shardwise.fsdp.unit import Owner, Unit
 from shardwise.fsdp.view import is_dense
 from shardwise.spec.errors import StateError
 from shardwise.spec.layout import GroupLayout, ParamSpec
 from shardwise.spec.placement import PRESETS, Placements
-from shardwise.spec.precision import FULL_PRECISION, PrecisionPolicy
 
 #: Name of the root unit in traces and summaries.
 ROOT = "root"
@@ -115,13 +115,13 @@ def make_unit(
     comm: Comm,
     *,
     reshards: bool,
-    policy: PrecisionPolicy = FULL_PRECISION,
+    policies: Policies,
 ) -> Unit:
     """Shard the parameters of one unit: their storage is replaced by this rank's slice."""
     unit = Unit(name, module, reshards=reshards)
     kinds: dict[tuple[tuple[torch.dtype, torch.dtype, torch.dtype], bool], list[OwnedParameter]] = {}
     for entry in owned:
-        dtypes = precision.group_dtypes(policy, entry.parameter, (user for user, _, _ in entry.uses))
+        dtypes = policies.group_dtypes(entry.parameter, entry.uses)
         kinds.setdefault((dtypes, entry.parameter.requires_grad), []).append(entry)
     fulls: dict[int, tuple[Group, int]] = {}
     for (dtypes, is_trainable), found in kinds.items():

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import copy as copying
 import dataclasses
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -13,6 +13,8 @@ from torch.nn.modules.batchnorm import _BatchNorm
 
 from shardwise.comm.dtype import dtype_name, torch_dtype
 from shardwise.fsdp.notice import tell_once
+from shardwise.fsdp.wrap import name_matcher
+from shardwise.spec.errors import PlanError
 from shardwise.spec.precision import PrecisionPolicy
 
 #: NCCL reduces bf16 from this version on.
@@ -47,33 +49,88 @@ def resolve(policy: PrecisionPolicy, device: torch.device) -> PrecisionPolicy:
     return dataclasses.replace(policy, param_dtype=chosen)
 
 
-def group_dtypes(
-    policy: PrecisionPolicy, parameter: nn.Parameter, users: Iterable[nn.Module]
-) -> tuple[torch.dtype, torch.dtype, torch.dtype]:
-    """Dtypes of a parameter's group: master, compute, reduce. Batch norm's parameters keep their own."""
-    keeps_own = any(isinstance(user, _BatchNorm) for user in users)
-    names = policy.group_dtypes(dtype_name(parameter.dtype), keeps_own=keeps_own)
-    return torch_dtype(names[0]), torch_dtype(names[1]), torch_dtype(names[2])
+class Policies:
+    """Which policy is in force where in ``model``.
 
+    Attributes:
+        heads: Where a policy begins: the paths of modules that an override names, and the root's, ``""``.
 
-def cast_buffers(model: nn.Module, policy: PrecisionPolicy) -> None:
-    """Cast floating-point buffers to ``buffer_dtype``, but for batch norm's statistics."""
-    if policy.buffer_dtype is None:
-        return
-    dtype = torch_dtype(policy.buffer_dtype)
-    for module in model.modules():
-        if isinstance(module, _BatchNorm):
-            continue
-        for name, buffer in module.named_buffers(recurse=False):
-            if buffer.is_floating_point():
-                setattr(module, name, buffer.to(dtype))
+    Raises:
+        PlanError: An override matches no module, or two match one.
+    """
+
+    def __init__(self, model: nn.Module, policy: PrecisionPolicy, device: torch.device) -> None:
+        self.heads: dict[str, PrecisionPolicy] = {"": resolve(policy, device)}
+        names = [name for name, _ in model.named_modules(remove_duplicate=False) if name]
+        for pattern, part in policy.parts:
+            matches = name_matcher(pattern)
+            hits = [name for name in names if matches(name)]
+            if not hits:
+                raise PlanError(
+                    f"mp_policy overrides {pattern!r}, but no module of {type(model).__name__} has such a name.\n"
+                    f"  Names in it: {', '.join(names[:8])}{', ...' if len(names) > 8 else ''}."
+                )
+            twice = [name for name in hits if name in self.heads]
+            if twice:
+                raise PlanError(
+                    f"mp_policy overrides {twice[0]!r} twice: {pattern!r} and an earlier pattern match it.\n"
+                    "  Leave one of them out."
+                )
+            self.heads |= dict.fromkeys(hits, resolve(part, device))
+
+    def at(self, path: str) -> PrecisionPolicy:
+        """The policy of the module at ``path``: the nearest that begins at it or above it."""
+        while path not in self.heads:
+            path = path.rpartition(".")[0]
+        return self.heads[path]
+
+    def group_dtypes(
+        self, parameter: nn.Parameter, uses: Sequence[tuple[nn.Module, str, str]]
+    ) -> tuple[torch.dtype, torch.dtype, torch.dtype]:
+        """Dtypes of a parameter's group: master, compute, reduce. Batch norm's parameters keep their own.
+
+        Args:
+            parameter: Before it is sharded.
+            uses: Every module that has it, the module's path, and the attribute.
+
+        Raises:
+            PlanError: Its uses lie under different policies.
+        """
+        keeps_own = any(isinstance(user, _BatchNorm) for user, _, _ in uses)
+        own = dtype_name(parameter.dtype)
+        found = {path: self.at(path).group_dtypes(own, keeps_own=keeps_own) for _, path, _ in uses}
+        if len(set(found.values())) > 1:
+            shown = "; ".join(
+                f"{path!r} computes in {names[1]}, reduces in {names[2]}" for path, names in found.items()
+            )
+            raise PlanError(
+                f"mp_policy overrides do not agree about a parameter that is tied: {shown}.\n"
+                "  Name every module that uses it in the overrides, with the same policy."
+            )
+        master, compute, reduce = next(iter(found.values()))
+        return torch_dtype(master), torch_dtype(compute), torch_dtype(reduce)
+
+    def cast_buffers(self, model: nn.Module) -> None:
+        """Cast floating-point buffers to ``buffer_dtype``, but for batch norm's statistics."""
+        for path, module in model.named_modules():
+            name = self.at(path).buffer_dtype
+            if name is None or isinstance(module, _BatchNorm):
+                continue
+            for key, buffer in module.named_buffers(recurse=False):
+                if buffer.is_floating_point():
+                    setattr(module, key, buffer.to(torch_dtype(name)))
+
+    def install_casts(self, model: nn.Module, units: Iterable[str]) -> None:
+        """Cast the inputs of units and of parts with a policy of their own, and the outputs of these parts.
+
+        Called before the engine's own hooks are there, so that a ticket sits on what a unit really returns.
+        """
+        for path in dict.fromkeys([*self.heads, *units]):
+            install_casts(model.get_submodule(path), self.at(path), casts_output=path in self.heads)
 
 
 def install_casts(module: nn.Module, policy: PrecisionPolicy, *, casts_output: bool) -> list[Any]:
-    """Hooks that cast what goes into a unit, and what comes out of the root. Returns their handles.
-
-    They are installed before the engine's own, so that a ticket sits on what the unit really returns.
-    """
+    """Hooks that cast what goes into a module, and what comes out of it. Returns their handles."""
     handles: list[Any] = []
     if policy.param_dtype is not None and policy.cast_forward_inputs and not isinstance(module, _BatchNorm):
         compute = torch_dtype(policy.param_dtype)

@@ -77,7 +77,7 @@ def _by_name(model: nn.Module, policy: WrapByName) -> dict[str, nn.Module]:
     candidates = _candidates(model)
     found: dict[str, nn.Module] = {}
     for pattern in policy.patterns:
-        matcher = _name_matcher(pattern)
+        matcher = name_matcher(pattern)
         hits = {name: module for name, module in candidates.items() if matcher(name)}
         if not hits:
             shown = ", ".join(list(candidates)[:8])
@@ -95,7 +95,8 @@ def _by_name(model: nn.Module, policy: WrapByName) -> dict[str, nn.Module]:
     return {name: module for name, module in candidates.items() if name in found}
 
 
-def _name_matcher(pattern: str) -> Callable[[str], bool]:
+def name_matcher(pattern: str) -> Callable[[str], bool]:
+    """Tells whether a qualified name matches a shell pattern, in which ``*`` does not cross a dot."""
     parts = [re.escape(part).replace(r"\*", "[^.]*").replace(r"\?", "[^.]") for part in pattern.split(".")]
     expression = re.compile(r"\.".join(parts))
     return lambda name: expression.fullmatch(name) is not None

@@ -47,7 +47,7 @@ class ParallelPlan:
             ``by_class: [names]``, ``by_size: numel``, ``by_name: [globs]`` is what configuration files write.
         reshard_after_forward: ``"auto"`` (as the strategy says), ``True`` or ``False``.
         mp_policy: In which dtypes to compute and reduce; ``None``: the model's own, no cast. A mapping of the fields of
-            ``PrecisionPolicy`` is what configuration files write.
+            ``PrecisionPolicy`` is what configuration files write. Its ``overrides`` are for parts of the model.
         accumulation: ``"auto"``, ``"sharded"`` or ``"unsharded"``.
         sync: What to do where ranks hold different weights: ``"warn"`` sends rank 0's and warns once, ``"error"``
             refuses, ``"rank0"`` takes rank 0's and lets the other ranks hold meta tensors.
@@ -96,7 +96,8 @@ class ParallelPlan:
                 f"reshard_after_forward={self.reshard_after_forward!r}: expected 'auto', True or False.\n"
                 "  Resharding to an inner group of some size is not in this version yet."
             )
-        object.__setattr__(self, "mp_policy", _precision_policy(self.mp_policy))
+        if self.mp_policy is not None:
+            object.__setattr__(self, "mp_policy", PrecisionPolicy.parse(self.mp_policy))
         if self.accumulation == "defer_replicate":
             raise PlanError(
                 "accumulation='defer_replicate' needs hybrid sharding, which this version does not have yet.\n"
@@ -151,22 +152,6 @@ class ParallelPlan:
 def plan_fields() -> tuple[str, ...]:
     """The names of all fields, in order."""
     return tuple(field.name for field in dataclasses.fields(ParallelPlan))
-
-
-def _precision_policy(value: object) -> PrecisionPolicy | None:
-    """A policy from a policy or the mapping that a configuration file writes."""
-    if value is None or isinstance(value, PrecisionPolicy):
-        return value
-    known = tuple(field.name for field in dataclasses.fields(PrecisionPolicy))
-    if not isinstance(value, Mapping):
-        raise PlanError(
-            f"mp_policy={value!r}: expected a PrecisionPolicy or a mapping of its fields.\n"
-            f"  Its fields are: {', '.join(known)}."
-        )
-    unknown = [str(key) for key in value if key not in known]
-    if unknown:
-        raise PlanError(f"mp_policy has no field {', '.join(unknown)}.\n  Its fields are: {', '.join(known)}.")
-    return PrecisionPolicy(**value)
 
 
 def _one_of(name: str, value: object, choices: tuple[str, ...]) -> None:

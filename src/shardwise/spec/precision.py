@@ -7,7 +7,9 @@ The short names (``fp32``, ``bf16``, ...) are what configuration files, plans, t
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import dataclass, fields
+from typing import Any
 
 from shardwise.spec.errors import ConfigError, PlanError
 
@@ -79,6 +81,10 @@ class PrecisionPolicy:
         buffer_dtype: What floating-point buffers are cast to, once. ``None``: no cast.
         cast_forward_inputs: Cast floating-point inputs of every unit to ``param_dtype``.
         master_dtype: ``None``: the parameter's own. ``"fp32"`` raises 16-bit parameters.
+        overrides: Other policies for parts of the model, by qualified name of a module or a shell pattern (``*`` does
+            not cross a dot). The part is the module with all below it, but for what a longer name in here says again.
+            Its inputs are cast to its ``param_dtype`` and its outputs to its ``output_dtype``: inside a unit, give the
+            dtype that goes on with them. ``PrecisionPolicy(overrides={"head": PrecisionPolicy(param_dtype="fp32")})``
     """
 
     param_dtype: str | None = "bf16"
@@ -87,8 +93,18 @@ class PrecisionPolicy:
     buffer_dtype: str | None = None
     cast_forward_inputs: bool = True
     master_dtype: str | None = None
+    overrides: Mapping[str, PrecisionPolicy | Mapping[str, Any]] | tuple[tuple[str, PrecisionPolicy], ...] = ()
 
     def __post_init__(self) -> None:
+        parts = self.overrides.items() if isinstance(self.overrides, Mapping) else self.overrides
+        policies = tuple((str(name), PrecisionPolicy.parse(part, f"overrides[{name!r}]")) for name, part in parts)
+        object.__setattr__(self, "overrides", policies)
+        for name, part in policies:
+            if part.overrides or not name:
+                raise PlanError(
+                    f"PrecisionPolicy(overrides=...): {name!r} has overrides of its own, or no name.\n"
+                    "  Give every part of the model by its full name, side by side."
+                )
         for field in ("param_dtype", "reduce_dtype", "output_dtype", "buffer_dtype", "master_dtype"):
             value = getattr(self, field)
             if value is None or (value == "auto" and field == "param_dtype"):
@@ -103,6 +119,32 @@ class PrecisionPolicy:
                     f"  Use one of: {', '.join(FLOATING)}, or None."
                 )
             object.__setattr__(self, field, name)
+
+    @property
+    def parts(self) -> tuple[tuple[str, PrecisionPolicy], ...]:
+        """``overrides`` as pairs, whatever they were given as."""
+        assert isinstance(self.overrides, tuple)  # __post_init__ has replaced them
+        return self.overrides
+
+    @classmethod
+    def parse(cls, value: object, name: str = "mp_policy") -> PrecisionPolicy:
+        """A policy from a policy, or from the mapping of its fields that a configuration file writes.
+
+        Raises:
+            PlanError: It is neither, or a field is unknown or wrong. ``name`` says of what.
+        """
+        if isinstance(value, cls):
+            return value
+        known = tuple(field.name for field in fields(cls))
+        if not isinstance(value, Mapping):
+            raise PlanError(
+                f"{name}={value!r}: expected a PrecisionPolicy or a mapping of its fields.\n"
+                f"  Its fields are: {', '.join(known)}."
+            )
+        unknown = [str(key) for key in value if key not in known]
+        if unknown:
+            raise PlanError(f"{name} has no field {', '.join(unknown)}.\n  Its fields are: {', '.join(known)}.")
+        return cls(**value)
 
     def group_dtypes(self, dtype: str, *, keeps_own: bool) -> tuple[str, str, str]:
         """Dtypes of a group: master, compute, reduce.

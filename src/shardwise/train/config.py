@@ -79,7 +79,7 @@ class ParallelSection(Section):
     )
     reshard_after_forward: bool | Literal["auto"] = Field("auto", description="auto: as the strategy says")
     mp_policy: dict[str, Any] | None = Field(
-        None, description="mixed precision, such as {param_dtype: bf16}: the fields of PrecisionPolicy; none: no cast"
+        None, description="mixed precision: the fields of PrecisionPolicy, such as {param_dtype: bf16}; null: no cast"
     )
     accumulation: str = Field("auto", description="auto, sharded or unsharded")
     sync: str = Field("warn", description="warn, error or rank0: what to do where ranks hold different weights")
