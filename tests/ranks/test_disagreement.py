@@ -25,6 +25,17 @@ class Skips(Chain):
         return self.head(x)
 
 
+class SkipsTwice(Chain):
+    """0 1 2 3 4 3 2 1 0, but for some: a unit that follows itself, as 4 was left out, is not done with."""
+
+    def forward(self, x: Tensor, left_out: tuple[int, ...] = ()) -> Tensor:
+        x = self.stem(x)
+        for index in (0, 1, 2, 3, 4, 3, 2, 1, 0):
+            if index not in left_out:
+                x = self.blocks[index](x)
+        return self.head(x)
+
+
 def skip_from_step_two_on(model, rank, step):
     """In the first step all ranks run all units; later each leaves out others."""
     left_out = () if step == 0 else ((rank + step) % 5, (2 * rank + step) % 5)
@@ -34,6 +45,11 @@ def skip_from_step_two_on(model, rank, step):
 def skip_at_the_ends(model, rank, step):
     """Rank 0 leaves out the first and the last unit, which are the first and last to be gathered."""
     left_out = (0, 4) if step > 0 and rank == 0 else ()
+    return model(sample(rank, step), left_out).square().mean()
+
+
+def skip_the_turn(model, rank, step):
+    left_out = (4 - step % 2, 4 - step % 3) if step > 0 and rank == 0 else ()
     return model(sample(rank, step), left_out).square().mean()
 
 
@@ -77,6 +93,8 @@ def skips():
     for strategy in presets():
         for script in (skip_from_step_two_on, skip_at_the_ends, skip_all, skip_and_evaluate):
             compare(Skips, script, strategy)
+        for script in (skip_from_step_two_on, skip_the_turn):
+            compare(SkipsTwice, script, strategy)
         compare(Partial, train_fewer, strategy)
         compare(Partial, train_fewer_first, strategy)
 

@@ -1,7 +1,8 @@
 """When units are gathered, released and reduced: the hooks around forward and backward.
 
 **Forward.** Before a unit computes it is gathered (unless a prefetch has done so) and the next one's gather is issued.
-After it has computed it is released, unless it is kept for backward.
+It is released when forward enters another unit, or ends, unless it is kept for backward. Calls of one unit that follow
+one another thus gather it once.
 
 **Backward.** A *ticket*, a hook on each output of a unit's call, fires when backward reaches that call. Entering a unit
 completes every unit entered before that is neither above nor below it: those are *finalised*, that is, released, and
@@ -93,6 +94,7 @@ class Runtime:
         self._in_backward = False
         self._had_sums = False  # sums of earlier microbatches were waiting when this backward began
         self._generation = 0
+        self._left: list[Unit] = []  # forward has left them, and entered no other unit since
         self._entered: list[Unit] = []
         self._active: Unit | None = None
         self._reducing: deque[tuple[Unit, Group, Handle]] = deque()
@@ -204,6 +206,7 @@ class Runtime:
             for index in self._order.reach(unit.index):
                 if self._trains:
                     self._visit(self.units[index])
+        self._release_left(but=unit)
         self._unshard(unit)
         unit.swap_in()
         self._prefetch(self._order)
@@ -219,12 +222,13 @@ class Runtime:
             return  # the forward never got through before_forward
         since = unit.frames.pop()
         self._num_frames -= 1
-        has_tickets = torch.is_grad_enabled() and self._attach(unit, output, since)
-        if self._trains and not torch.is_grad_enabled():
+        if torch.is_grad_enabled():
+            self._attach(unit, output, since)
+        elif self._trains:
             unit.num_silent += 1
         if not unit.frames:
             unit.swap_out()
-            self._reshard_after_forward(unit, needs_backward=has_tickets or self._has_backward(unit))
+            self._left.append(unit)
         if self._num_frames == 0:
             self._saved.leave_forward()
             if output is not None or sys.exception() is self._handled:
@@ -252,6 +256,8 @@ class Runtime:
             if unit.state is State.UNSHARDING:  # prefetched by a forward that raised
                 self._wait(unit)
                 self._reshard(unit)
+        while self._left:
+            self._reshard(self._left.pop())
         self._trains = torch.is_grad_enabled()
         self.entry = entry
         self._order = (self._forward_orders if self._trains else self._eval_orders)[entry]
@@ -281,6 +287,7 @@ class Runtime:
         if self._trains and self.row.shards_optimizer:
             for index in self._order.rest():
                 self._visit(self.units[index])
+        self._release_left()
         for unit in self.units:
             if unit.state is State.UNSHARDING:  # prefetched and never used
                 self._wait(unit)
@@ -288,16 +295,24 @@ class Runtime:
 
     def _visit(self, unit: Unit) -> None:
         """Issue what the peers issue for a unit that this rank's forward skips."""
+        self._release_left(but=unit)
         self._unshard(unit)
         if not unit.frames:
-            self._reshard_after_forward(unit, needs_backward=self._has_backward(unit))
+            self._left.append(unit)
+
+    def _release_left(self, *, but: Unit | None = None) -> None:
+        """Forward enters ``but``, or ends: whatever it has left is released, or kept for backward."""
+        left, self._left = self._left, []
+        for unit in left:
+            if unit is not but:
+                self._reshard_after_forward(unit, needs_backward=self._has_backward(unit))
 
     def _has_backward(self, unit: Unit) -> bool:
         """Backward entered the unit in some step, or it is the root. What is kept for it is the same on all ranks."""
         return self._trains and (unit.parent is None or self._is_in_backward_order(unit))
 
     def _is_in_backward_order(self, unit: Unit) -> bool:
-        return any(unit.index in order.units for order in self._backward_orders.values())
+        return any(unit.index in order for order in self._backward_orders.values())
 
     def _reshard_after_forward(self, unit: Unit, *, needs_backward: bool) -> None:
         if not self.row.shards_parameters or unit.state is not State.UNSHARDED:
@@ -309,8 +324,8 @@ class Runtime:
                 return  # backward needs it first
         self._reshard(unit)
 
-    def _attach(self, unit: Unit, output: object, since: int, *, is_counted: bool = True) -> bool:
-        """Put a ticket on every output that this call has made. Returns whether there is one.
+    def _attach(self, unit: Unit, output: object, since: int, *, is_counted: bool = True) -> None:
+        """Put a ticket on every output that this call has made.
 
         A module that hands an input through has not made that output: its ticket would fire much later, in the backward
         of whoever made it.
@@ -323,7 +338,6 @@ class Runtime:
             if call is None:
                 call = _Call(self, unit, is_counted=is_counted)
             tensor.register_hook(call)
-        return call is not None
 
     # -- gathering
 
@@ -599,6 +613,7 @@ class Runtime:
     def _leave_frames(self) -> None:
         """A forward was left without its hooks: nothing is under way any more."""
         self._saved.leave_forward()
+        self._left.clear()
         for unit in self.units:
             unit.frames.clear()
             if unit.state is State.UNSHARDING:
@@ -622,6 +637,7 @@ class Runtime:
             for group in unit.groups:
                 group.gradient.drop(self.gradients)
         self._entered.clear()
+        self._left.clear()
         self._in_backward = False
         self._active = None
         self._num_frames = 0

@@ -9,14 +9,15 @@ skipped it.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Iterator
 
 
 class AgreedOrder:
-    """A sequence of unit numbers and a cursor in it.
+    """A sequence of unit numbers and a cursor in it. Calls of one unit that follow one another are one place in it.
 
     Example: the order ``[0, 1, 2]`` is recorded; ``reach(2)`` right after ``start()`` answers ``[0, 1]``, the units to
-    visit before 2; ``rest()`` answers what is left at the end of the pass.
+    visit before 2; ``rest()`` answers what is left at the end of the pass. The cursor moves as the answers are taken:
+    while a unit is visited it stands behind that unit, as on a rank that runs it.
     """
 
     def __init__(self) -> None:
@@ -39,12 +40,14 @@ class AgreedOrder:
         """Begin a pass."""
         self._cursor = 0
 
-    def reach(self, unit: int) -> Sequence[int]:
-        """Move to the next place of ``unit`` and return the units that were skipped on the way, in order.
+    def reach(self, unit: int) -> Iterable[int]:
+        """Move to the next place of ``unit`` by way of the units that were skipped, in order; the caller visits them.
 
         A unit that the rest of the order does not hold is inserted here, and nothing is skipped.
         """
         order, cursor = self._order, self._cursor
+        if cursor and order[cursor - 1] == unit:
+            return ()
         if cursor < len(order) and order[cursor] == unit:
             self._cursor = cursor + 1
             return ()
@@ -56,18 +59,27 @@ class AgreedOrder:
             if self._recorded:
                 self.num_changes += 1
             return ()
-        self._cursor = place + 1
         self.num_changes += 1
-        return order[cursor:place]
+        return self._walk(place)
 
-    def rest(self) -> Sequence[int]:
-        """End the pass: the units that were not reached, in order."""
-        left = self._order[self._cursor :]
-        if left:
+    def _walk(self, place: int) -> Iterator[int]:
+        while self._cursor < place:
+            self._cursor += 1
+            yield self._order[self._cursor - 1]
+        self._cursor += 1
+
+    def rest(self) -> Iterator[int]:
+        """End the pass by way of the units that were not reached, in order."""
+        if self._cursor < len(self._order):
             self.num_changes += 1
-        self._cursor = len(self._order)
+        while self._cursor < len(self._order):
+            self._cursor += 1
+            yield self._order[self._cursor - 1]
         self._recorded = True
-        return left
+
+    def __contains__(self, unit: int) -> bool:
+        """Whether ``unit`` has a place in the order."""
+        return unit in self._order
 
     def upcoming(self) -> int | None:
         """The unit expected next, or ``None`` at the end or while nothing is known."""

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import itertools
+
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -10,15 +12,20 @@ from shardwise.spec.prefetch import AgreedOrder
 
 def follow(order: AgreedOrder, path: list[int]) -> list[int]:
     """What a rank issues that runs the units of ``path``."""
-    issued = []
+    issued: list[int] = []
     order.start()
     for unit in path:
         issued += [*order.reach(unit), unit]
-    return issued + list(order.rest())
+    return in_places(issued + list(order.rest()))
+
+
+def in_places(path: list[int]) -> list[int]:
+    """Calls of one unit that follow one another are one."""
+    return [unit for unit, _ in itertools.groupby(path)]
 
 
 #: A path through a model of up to eight units, some of them called more than once.
-PATHS = st.lists(st.integers(0, 7), min_size=1, max_size=12)
+PATHS = st.lists(st.integers(0, 7), min_size=1, max_size=12).map(in_places)
 
 
 @st.composite
@@ -42,6 +49,16 @@ def test_a_path_is_recorded_and_then_followed_without_change(path):
     changes = order.num_changes
     assert follow(order, path) == path
     assert order.num_changes == changes == 0
+
+
+@given(PATHS, st.data())
+def test_calls_of_one_unit_that_follow_one_another_are_one_place(path, data):
+    repeated = [unit for unit in path for _ in range(data.draw(st.integers(1, 3)))]
+    order = AgreedOrder()
+    assert follow(order, repeated) == path
+    assert list(order.units) == path
+    assert follow(order, path) == follow(order, repeated) == path
+    assert order.num_changes == 0
 
 
 @given(recorded_and_skipping())
@@ -104,6 +121,15 @@ def test_the_example_of_the_docstring():
     order.start()
     assert list(order.reach(2)) == [0, 1]
     assert list(order.rest()) == []
+
+
+def test_while_a_skipped_unit_is_visited_the_cursor_stands_behind_it():
+    order = AgreedOrder()
+    follow(order, [0, 1, 0, 2])
+    order.start()
+    list(order.reach(0))
+    assert [(unit, order.remaining(0)) for unit in order.reach(2)] == [(1, 1), (0, 0)]
+    assert order.is_last(2)
 
 
 def test_changes_are_counted():
