@@ -11,6 +11,7 @@ its backwards itself and yields what is to be compared after each of them.
 from __future__ import annotations
 
 import inspect
+import itertools
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any
@@ -90,6 +91,7 @@ def compare(
     """
     rank, world = dist.get_rank(), dist.get_world_size()
     copies = [build() for _ in range(world)]
+    shares = _share_buffers(copies) if parallelize is None else []
     reference = optimizer(parameters(copies[0]))
     model = build()
     if parallelize is None:
@@ -114,9 +116,42 @@ def compare(
                 for each in copies:
                     between(each, step)
                 between(model, step)
+    for share in shares:
+        share()
     if not heals:
         assert runtime._saved.num_healed == 0, f"{where}: {runtime._saved.num_healed} saved tensors had lost their data"
     return Trained(model, copies[rank], ours, runtime)
+
+
+def _share_buffers(copies: list[nn.Module]) -> list[Callable[[], None]]:
+    """Before each forward every copy takes over the saved buffers that the first one had before that forward.
+
+    Returns what ends that, after a last time.
+    """
+    names = [name for name in copies[0].state_dict() if name in dict(copies[0].named_buffers())]
+    if not names:
+        return []
+    history: list[dict[str, Tensor]] = []
+
+    def share(each: nn.Module) -> Callable[[], None]:
+        turns = itertools.count()
+
+        def before(*_: object) -> None:
+            turn, buffers = next(turns), dict(each.named_buffers())
+            if each is copies[0]:
+                history.append({name: buffers[name].clone() for name in names})
+            for name in names:
+                buffers[name].data.copy_(history[turn][name])
+
+        handle = each.register_forward_pre_hook(before)
+
+        def end() -> None:
+            before()
+            handle.remove()
+
+        return end
+
+    return [share(each) for each in copies]
 
 
 def _one_step(

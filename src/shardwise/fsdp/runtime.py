@@ -31,6 +31,7 @@ from torch import Tensor, nn
 from shardwise.comm.base import Comm, Handle
 from shardwise.fsdp import debug, torch_private
 from shardwise.fsdp.attach import Uncopyable
+from shardwise.fsdp.buffers import BufferSync
 from shardwise.fsdp.gradient import EAGER_NUMEL
 from shardwise.fsdp.group import Group
 from shardwise.fsdp.pool import GradientPool, SlotPool
@@ -74,6 +75,7 @@ class Runtime:
         self.reduce_comm = reduce_comm
         self.accumulates_sharded = accumulates_sharded
         self.syncs_gradients = True
+        self.buffers: BufferSync | None = None  # keeps the model's buffers equal over the ranks
         self.slots = SlotPool()
         self.gradients = GradientPool(num_gradient_buffers, self._drain_one)
         # One order for each entry: the module through which a forward comes in, or came in that is now run backward.
@@ -268,6 +270,8 @@ class Runtime:
                 unit.num_outstanding = 0  # a backward of calls before the last step would be refused
         if not self._is_window_open:
             self._epoch += 1
+            if self.buffers is not None:
+                self.buffers.forward_begins(trains=self._trains)
         for group in self.groups:
             group.follow_shards()
         if self._trains:
@@ -435,6 +439,15 @@ class Runtime:
         """The masters have been written: what is gathered, or was, is out of date."""
         self._is_window_open = False
         self.version += 1
+
+    def sync_buffers(self) -> None:
+        """Have the model's buffers equal over the ranks now, not only at the next forward.
+
+        Collective:
+            As :meth:`BufferSync.sync`, if one is due. All ranks must call.
+        """
+        if self.buffers is not None and self.buffers.is_due:
+            self.buffers.sync()
 
     def unshard_now(self, unit: Unit) -> None:
         """Gather a unit by hand; its module then holds the whole parameters until :meth:`reshard_now`.

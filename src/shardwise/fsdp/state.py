@@ -35,6 +35,7 @@ def full_state_dict(model: nn.Module) -> dict[str, Any]:
         holds one group at a time. All ranks must call.
     """
     runtime = attach.runtime_of(model, "sw.full_state_dict")
+    runtime.sync_buffers()
     is_root = runtime.gather_comm.rank == 0
     whole: dict[int, Tensor] = {}
     for group in runtime.groups:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from dataclasses import dataclass
 
 from torch import nn
@@ -10,6 +11,7 @@ from shardwise.comm.dtype import dtype_name
 from shardwise.fsdp import attach
 from shardwise.fsdp.runtime import Runtime
 from shardwise.fsdp.unit import Unit
+from shardwise.spec.buffers import held_bytes, sync_trace
 from shardwise.spec.footprint import Footprint, GroupShape, footprint
 from shardwise.spec.trace import Collective, UnitShape, step_trace
 
@@ -57,6 +59,7 @@ class Summary:
         footprint: Bytes on this rank by category.
         num_slots, num_grown_slots: The pool, and how many slots it had to add because units were live at once.
         forward_order, backward_order: Names of the units as they are gathered; empty before the first step.
+        buffers: How the model's buffers are kept equal over the ranks.
     """
 
     units: tuple[UnitSummary, ...]
@@ -68,6 +71,7 @@ class Summary:
     num_grown_slots: int
     forward_order: tuple[str, ...]
     backward_order: tuple[str, ...]
+    buffers: str
 
     @property
     def num_parameters(self) -> int:
@@ -100,6 +104,7 @@ class Summary:
         lines.append(f"bytes on this rank: {self.footprint}")
         grown = f", {self.num_grown_slots} of them because more units were live at once" if self.num_grown_slots else ""
         lines.append(f"pool: {self.num_slots} slots for gathered parameters{grown}")
+        lines.append(f"buffers: {self.buffers}")
         if self.forward_order:
             lines.append(f"gathered in forward:  {' '.join(self.forward_order)}")
         if self.backward_order:
@@ -126,6 +131,7 @@ def summary(model: nn.Module) -> Summary:
         num_grown_slots=runtime.slots.num_grown,
         forward_order=tuple(runtime.units[i].name for i in runtime.forward_order.units),
         backward_order=tuple(runtime.units[i].name for i in runtime.backward_order.units),
+        buffers=str(runtime.buffers) if runtime.buffers is not None else "not synchronised",
     )
 
 
@@ -150,7 +156,7 @@ def group_shapes(runtime: Runtime) -> list[GroupShape]:
 
 def predict(runtime: Runtime, *, optimizer_tensors: int = 2) -> Footprint:
     """The closed-form bytes of this rank, from the layouts alone."""
-    return footprint(
+    held = footprint(
         group_shapes(runtime),
         rank=runtime.gather_comm.rank,
         backward_order=runtime.backward_order.units or None,
@@ -158,6 +164,14 @@ def predict(runtime: Runtime, *, optimizer_tensors: int = 2) -> Footprint:
         optimizer_tensors=optimizer_tensors,
         has_receive_buffers=runtime.gather_comm.device.type == "cpu",
     )
+    return dataclasses.replace(held, reduce=held.reduce + _message_bytes(runtime))
+
+
+def _message_bytes(runtime: Runtime) -> int:
+    """Bytes held for the model's buffers to be sent in."""
+    comm = runtime.gather_comm
+    messages = runtime.buffers.messages() if runtime.buffers is not None else []
+    return held_bytes(messages, rank=comm.rank, size=comm.size, has_receive_buffers=comm.device.type == "cpu")
 
 
 def predict_trace(
@@ -167,7 +181,10 @@ def predict_trace(
     shapes: dict[int, list[GroupShape]] = {}
     for shape in group_shapes(runtime):
         shapes.setdefault(shape.unit, []).append(shape)
-    return step_trace(
+    is_due = is_first_of_window and runtime.buffers is not None and runtime.buffers.is_due
+    messages = runtime.buffers.messages() if is_due and runtime.buffers is not None else []
+    before = sync_trace(messages, rank=runtime.gather_comm.rank, size=runtime.gather_comm.size)
+    return before + step_trace(
         {unit.index: UnitShape(unit.name, unit.family, shapes.get(unit.index, [])) for unit in runtime.units},
         rank=runtime.gather_comm.rank,
         forward_order=runtime.forward_order.units or [unit.index for unit in runtime.units],

@@ -70,6 +70,8 @@ def full_parameters(
     units = _units_in(module)
     mode = Whole(is_written_back=writeback, is_on_root_only=rank0_only)
     fresh = _check_entry(units, mode)
+    for runtime in {id(runtime): runtime for runtime, _ in fresh}.values():
+        runtime.sync_buffers()
     shown: list[_Shown] = []
     try:
         for runtime, group in ((runtime, group) for runtime, unit in fresh for group in unit.groups):

@@ -12,6 +12,7 @@ from shardwise.comm.open import join_world, open_comms
 from shardwise.fsdp import build
 from shardwise.fsdp.api import shard_model
 from shardwise.fsdp.attach import attachment_of
+from shardwise.fsdp.buffers import BufferSync
 from shardwise.fsdp.notice import tell_once
 from shardwise.fsdp.sync import synchronise
 from shardwise.fsdp.wrap import find_units
@@ -94,7 +95,7 @@ def apply_plan(model: nn.Module, plan: ParallelPlan, units: Mapping[str, nn.Modu
     Talks to nobody, so that a dry run can pass ``comms`` without peers.
     """
     accumulates_sharded = None if plan.accumulation == "auto" else plan.accumulation == "sharded"
-    shard_model(
+    runtime = shard_model(
         model,
         units,
         plan.placements,
@@ -103,6 +104,7 @@ def apply_plan(model: nn.Module, plan: ParallelPlan, units: Mapping[str, nn.Modu
         reshard_after_forward=plan.reshard_after_forward,
         accumulates_sharded=accumulates_sharded,
     )
+    runtime.buffers = BufferSync(model, plan.sync_buffers, comms[0])
     if comms[0].size > 1:
         keep_in_step(model)
 

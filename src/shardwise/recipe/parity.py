@@ -82,9 +82,9 @@ def parity(
 ) -> ParityReport:
     """Train under every plan and in one plain process, and compare losses, gradient norms and parameters.
 
-    The plain process adds up the ranks' gradients in rank order, divides by their number, clips and steps. Under
-    data-parallel plans on CPU in fp32 all of it is equal to the last bit, for models without dropout and batch norm,
-    whose results depend on the rank.
+    The plain process adds up the ranks' gradients in rank order, divides by their number, clips and steps; buffers that
+    forward changes become what rank 0's part makes of them. Under data-parallel plans on CPU in fp32 all of it is equal
+    to the last bit, for models without dropout, whose results depend on the rank.
 
     Args:
         build_model: Builds the model; must give the same weights each time it is called (seed inside).
@@ -147,10 +147,15 @@ def _one_process(job: _Job) -> _Run:
     run = _Run([], [], {})
     for microbatches in job.parts:
         losses = []
+        before = [buffer.clone() for buffer in model.buffers()]
+        kept: list[Tensor] = []
         for microbatch in microbatches:
+            _put_buffers(model, before)
             loss = forward_loss(model, microbatch, job.loss_fn)
             loss.backward()
             losses.append(loss.item())
+            kept = kept or [buffer.clone() for buffer in model.buffers()]
+        _put_buffers(model, kept)
         grads = [p.grad for p in parameters if p.grad is not None]
         size = len(microbatches)
         for grad in grads:
@@ -166,6 +171,11 @@ def _one_process(job: _Job) -> _Run:
         run.norms.append(norm.item())
     run.parameters = {name: value.cpu() for name, value in model.state_dict().items() if isinstance(value, Tensor)}
     return run
+
+
+def _put_buffers(model: nn.Module, values: Sequence[Tensor]) -> None:
+    for buffer, value in zip(model.buffers(), values, strict=True):
+        buffer.data.copy_(value)
 
 
 def _one_plan(job: _Job, plan: ParallelPlan, rank: int) -> _Run:

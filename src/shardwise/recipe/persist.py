@@ -45,6 +45,7 @@ def save(
         CheckpointError, StorageError: On every rank alike; then nothing is left behind.
     """
     runtime = attach.runtime_of(model, "sw.save")
+    runtime.sync_buffers()
     state = dict(state or {})
     data: dict[str, Any] = {
         "state": state,

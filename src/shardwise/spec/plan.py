@@ -7,6 +7,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
+from shardwise.spec.buffers import BUFFER_SYNCS
 from shardwise.spec.errors import PlanError
 from shardwise.spec.mesh import Mesh
 from shardwise.spec.precision import FULL_PRECISION, PrecisionPolicy
@@ -51,6 +52,11 @@ class ParallelPlan:
         accumulation: ``"auto"``, ``"sharded"`` or ``"unsharded"``.
         sync: What to do where ranks hold different weights: ``"warn"`` sends rank 0's and warns once, ``"error"``
             refuses, ``"rank0"`` takes rank 0's and lets the other ranks hold meta tensors.
+        sync_buffers: What happens, before the first forward after one that trained, to buffers that each rank has
+            changed by itself, such as batch norm's running statistics: ``"broadcast"`` sends rank 0's, ``"mean"``
+            averages those of floating point over the ranks and sends rank 0's others, ``"none"`` leaves them alone.
+            ``"auto"`` broadcasts those that are saved with the model, under every strategy; what is not saved (masks,
+            rotary frequencies) does not change.
 
     Raises:
         PlanError: A value is out of range or belongs to a later version.
@@ -69,6 +75,7 @@ class ParallelPlan:
     mp_policy: PrecisionPolicy | Mapping[str, Any] | None = None
     accumulation: str = "auto"
     sync: str = "warn"
+    sync_buffers: str = "auto"
 
     def __post_init__(self) -> None:
         """Check every field that can be checked without a model or a world."""
@@ -105,6 +112,7 @@ class ParallelPlan:
             )
         _one_of("accumulation", self.accumulation, ACCUMULATIONS)
         _one_of("sync", self.sync, SYNCS)
+        _one_of("sync_buffers", self.sync_buffers, BUFFER_SYNCS)
 
     @property
     def placements(self) -> Placements:

@@ -83,6 +83,9 @@ class ParallelSection(Section):
     )
     accumulation: str = Field("auto", description="auto, sharded or unsharded")
     sync: str = Field("warn", description="warn, error or rank0: what to do where ranks hold different weights")
+    sync_buffers: str = Field(
+        "auto", description="auto, broadcast, mean or none: buffers that training changes, such as batch norm's"
+    )
 
 
 class OptimizerSection(Section):

@@ -25,6 +25,7 @@ def test_the_fields_are_those_that_this_version_honours() -> None:
         "mp_policy",
         "accumulation",
         "sync",
+        "sync_buffers",
     )
 
 
@@ -92,7 +93,8 @@ def test_other_policies_are_refused_with_the_legal_forms(policy: object) -> None
 
 
 @pytest.mark.parametrize(
-    ("field", "value"), [("reshard_after_forward", 2), ("accumulation", "defer_replicate"), ("sync", "yes")]
+    ("field", "value"),
+    [("reshard_after_forward", 2), ("accumulation", "defer_replicate"), ("sync", "yes"), ("sync_buffers", "sum")],
 )
 def test_values_of_later_versions_and_strangers_are_refused(field: str, value: object) -> None:
     with pytest.raises(PlanError, match=field):

@@ -1,0 +1,136 @@
+"""Buffers that training changes (batch norm's running statistics and the like), kept equal over the ranks.
+
+Each rank's forward changes its own. Before the next forward, whatever it is for, one rank's are sent to all, or their
+mean is taken: rank 0's before the forward are then everybody's, and an evaluation gives the same on every rank.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from shardwise.comm.base import Comm
+from shardwise.comm.dtype import dtype_name
+from shardwise.fsdp import torch_private
+from shardwise.spec.buffers import BUFFERS, BufferMessage
+
+
+class BufferSync:
+    """Sends the buffers of a model, coalesced into one message per dtype.
+
+    Args:
+        model: The model. Which of its buffers are sent is decided now; their values are looked up at each sync.
+        mode: A field value of ``ParallelPlan.sync_buffers``.
+        comm: Over all ranks that train one model.
+
+    Attributes:
+        mode: What ``"auto"`` became: ``"broadcast"``, ``"mean"`` or ``"none"``.
+        is_auto: It was ``"auto"``.
+        is_due: A forward that trains has run since the last sync.
+    """
+
+    def __init__(self, model: nn.Module, mode: str, comm: Comm) -> None:
+        self.is_auto = mode == "auto"
+        self._held = _select(model, saved_only=self.is_auto) if mode != "none" else []
+        self.mode = ("broadcast" if self.is_auto else mode) if self._held else "none"
+        self.is_due = False
+        self._comm = comm
+        self._flats: dict[tuple[str, torch.dtype], Tensor] = {}
+
+    def forward_begins(self, *, trains: bool) -> None:
+        """An outermost forward is about to run, on every rank.
+
+        Collective:
+            As :meth:`sync`, if one is due.
+        """
+        if self.is_due:
+            self.sync()
+        self.is_due = trains and bool(self._held)
+
+    def sync(self, *, root: int = 0) -> None:
+        """Make the buffers equal.
+
+        Collective:
+            A broadcast from ``root`` for each dtype; with ``"mean"`` also an all-reduce for each floating one. All
+            ranks must call.
+        """
+        self.is_due = False
+        for dtype, tensors in self._by_dtype().items():
+            self._sync_dtype(dtype, tensors, root)
+
+    @torch.no_grad()
+    def _sync_dtype(self, dtype: torch.dtype, tensors: list[Tensor], root: int) -> None:
+        numel = sum(tensor.numel() for tensor in tensors)
+        if numel == 0:
+            return
+        device = tensors[0].device
+        flat = self._flat("values", numel, dtype, device)
+        pieces = [
+            piece.view(tensor.shape)
+            for piece, tensor in zip(flat.split([tensor.numel() for tensor in tensors]), tensors, strict=True)
+        ]
+        torch._foreach_copy_(pieces, tensors)
+        is_averaged = self.mode == "mean" and _is_averaged(dtype)
+        own = self._flat("differences", numel, dtype, device).copy_(flat) if is_averaged else flat
+        self._comm.broadcast(flat.view(torch.uint8) if dtype is torch.bool else flat, root=root, unit=BUFFERS).wait()
+        if is_averaged:
+            # The root's value plus the mean difference: what is equal on all ranks, infinite or not, stays as it is.
+            is_same = own == flat
+            own.sub_(flat).masked_fill_(is_same, 0)
+            self._comm.all_reduce(own, unit=BUFFERS, divisor=self._comm.size).wait()
+            flat.add_(own)
+        torch._foreach_copy_(tensors, pieces)
+
+    def messages(self) -> list[BufferMessage]:
+        """What a sync sends, for the arithmetic of ``spec``."""
+        found = []
+        for dtype, tensors in self._by_dtype().items():
+            numel = sum(tensor.numel() for tensor in tensors)
+            is_averaged = self.mode == "mean" and _is_averaged(dtype)
+            found.append(BufferMessage(dtype_name(dtype), numel, is_averaged=is_averaged))
+        return [message for message in found if message.numel]
+
+    def __str__(self) -> str:
+        if self.mode == "none":
+            return "not synchronised" + (": none is saved with the model (auto)" if self.is_auto else "")
+        count = sum(len(tensors) for tensors in self._by_dtype().values())
+        which = "that are saved with the model (auto)" if self.is_auto else "in all"
+        how = "rank 0's are sent" if self.mode == "broadcast" else "averaged over the ranks"
+        return f"{count} {which}; {how} before the first forward after one that trained"
+
+    def _by_dtype(self) -> dict[torch.dtype, list[Tensor]]:
+        """The buffers as they are now, each once. ``.data``: autograd must not take a sync for a change by the user."""
+        found: dict[torch.dtype, list[Tensor]] = {}
+        seen: set[int] = set()
+        for buffers, key in self._held:
+            tensor = buffers.get(key)
+            if tensor is not None and id(tensor) not in seen:
+                seen.add(id(tensor))
+                found.setdefault(tensor.dtype, []).append(tensor.data)
+        return found
+
+    def _flat(self, use: str, numel: int, dtype: torch.dtype, device: torch.device) -> Tensor:
+        flat = self._flats.get((use, dtype))
+        if flat is None or flat.numel() != numel:
+            flat = self._flats[use, dtype] = torch.empty(numel, dtype=dtype, device=device)
+        return flat
+
+
+def _is_averaged(dtype: torch.dtype) -> bool:
+    return dtype.is_floating_point or dtype.is_complex
+
+
+def _select(model: nn.Module, *, saved_only: bool) -> list[tuple[dict[str, Any], str]]:
+    """The buffers to send, as the dict that holds them and their key; modules that synchronise themselves are left out.
+
+    What is not saved with the model can be computed anew (masks, rotary frequencies): training does not change it.
+    """
+    return [
+        (torch_private.buffers_of(module), key)
+        for module in model.modules()
+        if not isinstance(module, nn.SyncBatchNorm)
+        for key in torch_private.buffers_of(module)
+        if not saved_only or torch_private.is_persistent(module, key)
+    ]
