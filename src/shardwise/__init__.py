@@ -14,6 +14,7 @@ _LAZY = {
     "ParallelPlan": "shardwise.spec.plan",
     "Placements": "shardwise.spec.placement",
     "PrecisionPolicy": "shardwise.spec.precision",
+    "RecomputePolicy": "shardwise.spec.recompute",
     "bf16_supported": "shardwise.fsdp.precision",
     "wrap_by_class": "shardwise.spec.wrap",
     "wrap_by_name": "shardwise.spec.wrap",
@@ -69,6 +70,7 @@ __all__ = [
     "PlanError",
     "PrecisionPolicy",
     "RankDisagreement",
+    "RecomputePolicy",
     "ShardwiseError",
     "StateError",
     "StorageError",
@@ -131,6 +133,7 @@ if TYPE_CHECKING:
     from shardwise.spec.placement import Placements
     from shardwise.spec.plan import ParallelPlan
     from shardwise.spec.precision import PrecisionPolicy
+    from shardwise.spec.recompute import RecomputePolicy
     from shardwise.spec.wrap import wrap_by_class, wrap_by_name, wrap_by_size
 
 

@@ -11,13 +11,14 @@ from torch import Tensor, nn
 
 from shardwise.comm.base import CollectiveEvent, Comm
 from shardwise.comm.open import open_comms
-from shardwise.fsdp import attach, build, optimizer, precision
+from shardwise.fsdp import attach, build, optimizer, precision, recompute
 from shardwise.fsdp.runtime import Runtime
 from shardwise.fsdp.sync import synchronise
 from shardwise.fsdp.unit import Unit
 from shardwise.spec.errors import PlanError, StateError
 from shardwise.spec.placement import PRESETS, Placements
 from shardwise.spec.precision import FULL_PRECISION, PrecisionPolicy
+from shardwise.spec.recompute import RecomputePolicy
 
 #: Full-size gradient buffers per size class: two let a reduction run while the next unit's gradients are collected.
 NUM_GRADIENT_BUFFERS = 2
@@ -33,6 +34,7 @@ def shard_model(
     reshard_after_forward: str | bool = "auto",
     accumulates_sharded: bool | None = None,
     num_gradient_buffers: int = NUM_GRADIENT_BUFFERS,
+    recompute_policy: RecomputePolicy | None = None,
 ) -> Runtime:
     """Turn ``model`` into units, in place. Every rank must hold the same values already (``fsdp.sync``).
 
@@ -45,6 +47,7 @@ def shard_model(
         reshard_after_forward: ``"auto"``: as the row says, and the root stays gathered from forward to backward.
         accumulates_sharded: ``None``: as the row says (ddp and zero1 keep local sums, the others reduce every time).
         num_gradient_buffers: Full-size gradient buffers per size class.
+        recompute_policy: What is computed again in backward; ``None``: nothing.
 
     Raises:
         StateError: The model holds something that cannot be sharded.
@@ -56,6 +59,7 @@ def shard_model(
     policies = precision.Policies(model, policy, comms[0].device)
     policies.cast_buffers(model)
     policies.install_casts(model, unit_modules)
+    recomputed = recompute.install(model, unit_modules, recompute_policy)
     units: dict[str, Unit] = {}
     for name, module in {"": model, **unit_modules}.items():
         reshards = not row.keeps_gathered and name != ""
@@ -70,9 +74,10 @@ def shard_model(
             reshards=reshards and row.shards_parameters,
             policies=policies,
         )
+        units[name].recomputed_in = recompute.enclosing(name, recomputed)
     if accumulates_sharded is None:
         accumulates_sharded = row.pools_gradients
-    return build.start_runtime(
+    runtime = build.start_runtime(
         model,
         build.nest(units),
         row,
@@ -80,6 +85,9 @@ def shard_model(
         accumulates_sharded=accumulates_sharded,
         num_gradient_buffers=num_gradient_buffers,
     )
+    runtime.recomputed = recomputed
+    runtime.keeps = tuple(recompute_policy.save) if recompute_policy is not None else ()
+    return runtime
 
 
 def fully_shard(

@@ -19,8 +19,8 @@ from __future__ import annotations
 import sys
 import threading
 import weakref
-from collections import defaultdict, deque
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections import Counter, defaultdict, deque
+from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import fields, is_dataclass
 from types import ModuleType
 from typing import Any
@@ -76,6 +76,8 @@ class Runtime:
         self.accumulates_sharded = accumulates_sharded
         self.syncs_gradients = True
         self.buffers: BufferSync | None = None  # keeps the model's buffers equal over the ranks
+        self.recomputed: tuple[str, ...] = ()  # names of the modules whose forward is run again in backward ...
+        self.keeps: tuple[str, ...] = ()  # ... and the operators whose outputs are kept in them all the same
         self.slots = SlotPool()
         self.gradients = GradientPool(num_gradient_buffers, self._drain_one)
         # One order for each entry: the module through which a forward comes in, or came in that is now run backward.
@@ -113,12 +115,12 @@ class Runtime:
             unit.index = index
             unit.runtime = me
         self._relate()
-        slots = {
-            group: self._slot_of(unit, group)
-            for unit in self.units
-            for group in unit.groups
-            if group.row.shards_parameters
-        }
+        gathered = [(unit, group) for unit in self.units for group in unit.groups if group.row.shards_parameters]
+        together = Counter((_slot_key(unit, group), unit.recomputed_in) for unit, group in gathered)
+        for (key, place), count in together.items():
+            if place is not None:
+                self.slots.reserve(key, count)
+        slots = {group: self._slot_of(unit, group) for unit, group in gathered}
         for unit in self.units:
             for group in unit.groups:
                 group.use_slot(slots.get(group))
@@ -143,9 +145,8 @@ class Runtime:
             unit.family |= below
 
     def _slot_of(self, unit: Unit, group: Group) -> Any:
-        numel = group.layout.numel
-        key = (unit.depth, size_class(numel), group.compute_dtype, group.is_trainable)
-        return self.slots.assign(key, numel, is_shared=unit.reshards_after_forward and unit.depth > 0)
+        is_shared = unit.reshards_after_forward and unit.depth > 0
+        return self.slots.assign(_slot_key(unit, group), group.layout.numel, is_shared=is_shared)
 
     def _install(self, unit: Unit) -> None:
         module = unit.module()
@@ -660,6 +661,10 @@ class Runtime:
                 " lost.\n"
                 "  Call zero_grad() and begin the step again."
             )
+
+
+def _slot_key(unit: Unit, group: Group) -> Hashable:
+    return unit.depth, size_class(group.layout.numel), group.compute_dtype, group.is_trainable
 
 
 class _Call:

@@ -60,6 +60,8 @@ class Summary:
         num_slots, num_grown_slots: The pool, and how many slots it had to add because units were live at once.
         forward_order, backward_order: Names of the units as they are gathered; empty before the first step.
         buffers: How the model's buffers are kept equal over the ranks.
+        recomputed: Names of the modules whose forward is run again in backward.
+        keeps: Operators whose outputs are kept in them all the same, by name or family.
     """
 
     units: tuple[UnitSummary, ...]
@@ -72,6 +74,8 @@ class Summary:
     forward_order: tuple[str, ...]
     backward_order: tuple[str, ...]
     buffers: str
+    recomputed: tuple[str, ...] = ()
+    keeps: tuple[str, ...] = ()
 
     @property
     def num_parameters(self) -> int:
@@ -105,6 +109,9 @@ class Summary:
         grown = f", {self.num_grown_slots} of them because more units were live at once" if self.num_grown_slots else ""
         lines.append(f"pool: {self.num_slots} slots for gathered parameters{grown}")
         lines.append(f"buffers: {self.buffers}")
+        if self.recomputed:
+            kept = f", but for what {', '.join(self.keeps)} give" if self.keeps else ""
+            lines.append(f"recomputed in backward: {' '.join(self.recomputed)}{kept}")
         if self.forward_order:
             lines.append(f"gathered in forward:  {' '.join(self.forward_order)}")
         if self.backward_order:
@@ -132,6 +139,8 @@ def summary(model: nn.Module) -> Summary:
         forward_order=tuple(runtime.units[i].name for i in runtime.forward_order.units),
         backward_order=tuple(runtime.units[i].name for i in runtime.backward_order.units),
         buffers=str(runtime.buffers) if runtime.buffers is not None else "not synchronised",
+        recomputed=runtime.recomputed,
+        keeps=runtime.keeps,
     )
 
 
@@ -148,6 +157,7 @@ def group_shapes(runtime: Runtime) -> list[GroupShape]:
             compute_dtype=dtype_name(group.compute_dtype),
             reduce_dtype=dtype_name(group.reduce_dtype),
             flat_kinds=group.flat_kinds,
+            recomputed_in=unit.recomputed_in,
         )
         for unit in runtime.units
         for group in unit.groups
@@ -185,7 +195,10 @@ def predict_trace(
     messages = runtime.buffers.messages() if is_due and runtime.buffers is not None else []
     before = sync_trace(messages, rank=runtime.gather_comm.rank, size=runtime.gather_comm.size)
     return before + step_trace(
-        {unit.index: UnitShape(unit.name, unit.family, shapes.get(unit.index, [])) for unit in runtime.units},
+        {
+            unit.index: UnitShape(unit.name, unit.family, shapes.get(unit.index, []), unit.recomputed_in)
+            for unit in runtime.units
+        },
         rank=runtime.gather_comm.rank,
         forward_order=runtime.forward_order.units or [unit.index for unit in runtime.units],
         backward_order=runtime.backward_order.units,

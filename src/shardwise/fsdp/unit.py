@@ -100,6 +100,7 @@ class Unit:
         #: Forward pre-hooks that are there only while the unit is sharded: (the module's hooks, the guard).
         self.guards: list[tuple[MutableMapping[int, Callable[..., object]], Callable[..., object]]] = []
         self.reshards_after_forward = reshards
+        self.recomputed_in: str | None = None  # a module around it whose forward is run again in backward
         self.reshards_if_nested: bool | None = None  # what fully_shard was told; None: as its place in the tree says
         self.state = State.SHARDED
         self.handles: list[Handle] = []

@@ -9,7 +9,7 @@ from torch import nn
 
 from shardwise.comm.base import Comm
 from shardwise.comm.open import join_world, open_comms
-from shardwise.fsdp import build
+from shardwise.fsdp import build, recompute
 from shardwise.fsdp.api import shard_model
 from shardwise.fsdp.attach import attachment_of
 from shardwise.fsdp.buffers import BufferSync
@@ -49,6 +49,7 @@ def parallelize(model: nn.Module, plan: ParallelPlan | None = None) -> nn.Module
     _tell_alias(plan.strategy)
     check_plan(plan)
     units = find_units(model, plan.wrap_policy)
+    recompute.find(model, units, plan.recompute)  # what it refuses is refused before anyone is met
     device = _device(model)
     group = join_world(device)
     plan.mesh(group.size())
@@ -103,6 +104,7 @@ def apply_plan(model: nn.Module, plan: ParallelPlan, units: Mapping[str, nn.Modu
         policy=plan.precision,
         reshard_after_forward=plan.reshard_after_forward,
         accumulates_sharded=accumulates_sharded,
+        recompute_policy=plan.recompute,
     )
     runtime.buffers = BufferSync(model, plan.sync_buffers, comms[0])
     if comms[0].size > 1:

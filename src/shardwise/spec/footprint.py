@@ -54,6 +54,7 @@ class GroupShape:
         compute_dtype: Of the gathered buffer; by default the master's.
         reduce_dtype: Of gradient buffers and sums; by default the master's.
         flat_kinds: Weight-decay group of each parameter where the optimizer sees flat runs of them (``spec.flat``).
+        recomputed_in: Name of a module around its unit that is recomputed in backward.
     """
 
     unit: int
@@ -65,6 +66,7 @@ class GroupShape:
     compute_dtype: str | None = None
     reduce_dtype: str | None = None
     flat_kinds: tuple[int | None, ...] | None = None
+    recomputed_in: str | None = None
 
     @property
     def master_dtype(self) -> str:
@@ -222,20 +224,26 @@ def waiting_bytes(groups: Sequence[GroupShape], *, eager_numel: int) -> int:
 
 
 def gathered_bytes(groups: Sequence[GroupShape]) -> int:
-    """Bytes of the slots: dealt out in turn, ``SLOTS_PER_CLASS`` for each (depth, size class, dtype, trainable)."""
+    """Bytes of the slots: dealt out in turn, ``SLOTS_PER_CLASS`` for each (depth, size class, dtype, trainable).
+
+    A class has more slots where more groups of it are recomputed together.
+    """
     total = 0
     turns: dict[tuple[int, int, str, bool], list[int]] = {}
+    together: Counter[tuple[tuple[int, int, str, bool], str | None]] = Counter()
     for group in groups:
         if not group.row.shards_parameters:
             continue
         numel, item = group.layout.numel, group.gather_item_bytes
+        key = (group.depth, size_class(numel), group.compute_dtype or group.master_dtype, group.is_trainable)
+        together[key, group.recomputed_in] += 1
         if not (group.reshards and group.depth > 0):
             total += numel * item
             continue
-        key = (group.depth, size_class(numel), group.compute_dtype or group.master_dtype, group.is_trainable)
         turns.setdefault(key, []).append(numel * item)
-    for sizes in turns.values():
-        total += sum(max(sizes[turn::SLOTS_PER_CLASS]) for turn in range(min(SLOTS_PER_CLASS, len(sizes))))
+    for key, sizes in turns.items():
+        count = max([SLOTS_PER_CLASS, *(n for (k, place), n in together.items() if k == key and place is not None)])
+        total += sum(max(sizes[turn::count]) for turn in range(min(count, len(sizes))))
     return total
 
 

@@ -11,12 +11,11 @@ from shardwise.spec.buffers import BUFFER_SYNCS
 from shardwise.spec.errors import PlanError
 from shardwise.spec.mesh import Mesh
 from shardwise.spec.precision import FULL_PRECISION, PrecisionPolicy
+from shardwise.spec.recompute import RecomputePolicy, recompute_policy
+from shardwise.spec.wrap import WrapPolicy, wrap_policy
 
 if TYPE_CHECKING:
     from shardwise.spec.placement import Placements
-    from shardwise.spec.wrap import WrapByClass, WrapByName, WrapBySize
-
-    WrapPolicy = WrapByClass | WrapBySize | WrapByName
 
 #: How microbatches are accumulated; what ``auto`` becomes depends on the strategy.
 ACCUMULATIONS = ("auto", "sharded", "unsharded")
@@ -27,7 +26,6 @@ SYNCS = ("warn", "error", "rank0")
 _LATER_AXES = {"dp_replicate": "hybrid sharding", "cp": "context parallelism", "tp": "tensor parallelism"}
 _LATER_AXES |= {"pp": "pipeline parallelism", "ep": "expert parallelism"}
 _LATER_STRATEGIES = {"hsdp", "hybrid_shard", "hybrid_shard_grad_op", "_hybrid_shard_zero2", "hybrid_shard_zero2"}
-_WRAP_KEYS = ("by_class", "by_size", "by_name")
 
 
 @dataclass(frozen=True)
@@ -49,6 +47,10 @@ class ParallelPlan:
         reshard_after_forward: ``"auto"`` (as the strategy says), ``True`` or ``False``.
         mp_policy: In which dtypes to compute and reduce; ``None``: the model's own, no cast. A mapping of the fields of
             ``PrecisionPolicy`` is what configuration files write. Its ``overrides`` are for parts of the model.
+        activation_checkpointing: What is computed again in backward instead of being kept. ``"none"``; ``"full"``:
+            every unit; ``"selective"``: every unit, but for what matrix products and attention give; a wrap policy: the
+            modules that it names; or a ``RecomputePolicy``. Files write one of the strings, the mapping of a wrap
+            policy, or a mapping of the fields of ``RecomputePolicy``.
         accumulation: ``"auto"``, ``"sharded"`` or ``"unsharded"``.
         sync: What to do where ranks hold different weights: ``"warn"`` sends rank 0's and warns once, ``"error"``
             refuses, ``"rank0"`` takes rank 0's and lets the other ranks hold meta tensors.
@@ -73,6 +75,7 @@ class ParallelPlan:
     auto_wrap_policy: str | WrapPolicy | Mapping[str, Any] = "auto"
     reshard_after_forward: str | bool = "auto"
     mp_policy: PrecisionPolicy | Mapping[str, Any] | None = None
+    activation_checkpointing: str | WrapPolicy | RecomputePolicy | Mapping[str, Any] = "none"
     accumulation: str = "auto"
     sync: str = "warn"
     sync_buffers: str = "auto"
@@ -97,7 +100,7 @@ class ParallelPlan:
                 f"dp_shard={self.dp_shard}: expected a positive integer or -1.\n  Use -1 for what is left of the world."
             )
         self._check_strategy()
-        object.__setattr__(self, "auto_wrap_policy", _wrap_policy(self.auto_wrap_policy))
+        object.__setattr__(self, "auto_wrap_policy", wrap_policy(self.auto_wrap_policy, "auto_wrap_policy"))
         if not (isinstance(self.reshard_after_forward, bool) or self.reshard_after_forward == "auto"):
             raise PlanError(
                 f"reshard_after_forward={self.reshard_after_forward!r}: expected 'auto', True or False.\n"
@@ -105,6 +108,9 @@ class ParallelPlan:
             )
         if self.mp_policy is not None:
             object.__setattr__(self, "mp_policy", PrecisionPolicy.parse(self.mp_policy))
+        policy = recompute_policy(self.activation_checkpointing)
+        if not isinstance(self.activation_checkpointing, str):
+            object.__setattr__(self, "activation_checkpointing", policy)
         if self.accumulation == "defer_replicate":
             raise PlanError(
                 "accumulation='defer_replicate' needs hybrid sharding, which this version does not have yet.\n"
@@ -126,6 +132,11 @@ class ParallelPlan:
         """``mp_policy`` as a policy, whatever it was given as."""
         assert not isinstance(self.mp_policy, Mapping)  # __post_init__ has replaced it
         return self.mp_policy or FULL_PRECISION
+
+    @property
+    def recompute(self) -> RecomputePolicy | None:
+        """``activation_checkpointing`` as a policy; ``None`` where nothing is recomputed."""
+        return recompute_policy(self.activation_checkpointing)
 
     @property
     def wrap_policy(self) -> str | WrapPolicy:
@@ -166,25 +177,3 @@ def _one_of(name: str, value: object, choices: tuple[str, ...]) -> None:
     if value not in choices:
         shown = ", ".join(repr(choice) for choice in choices)
         raise PlanError(f"{name}={value!r}: expected one of {shown}.\n  Set {name} to one of them.")
-
-
-def _wrap_policy(value: object) -> Any:
-    from shardwise.spec.wrap import WrapByClass, WrapByName, WrapBySize
-
-    if isinstance(value, WrapByClass | WrapBySize | WrapByName) or value in ("auto", "none"):
-        return value
-    usage = (
-        "  Use 'auto', 'none', wrap_by_class(...), wrap_by_size(...), wrap_by_name(...), or in a file one of "
-        "{by_class: [names]}, {by_size: number}, {by_name: [globs]}."
-    )
-    if not isinstance(value, Mapping) or len(value) != 1 or next(iter(value)) not in _WRAP_KEYS:
-        raise PlanError(f"auto_wrap_policy={value!r} is not a wrap policy.\n{usage}")
-    key, content = next(iter(value.items()))
-    if key == "by_size":
-        if isinstance(content, bool) or not isinstance(content, int) or content < 1:
-            raise PlanError(f"auto_wrap_policy by_size={content!r}: expected a positive number of elements.\n{usage}")
-        return WrapBySize(content)
-    names = [content] if isinstance(content, str) else content
-    if not isinstance(names, list | tuple) or not names or not all(isinstance(name, str) and name for name in names):
-        raise PlanError(f"auto_wrap_policy {key}={content!r}: expected a list of names.\n{usage}")
-    return WrapByClass(tuple(names)) if key == "by_class" else WrapByName(tuple(names))

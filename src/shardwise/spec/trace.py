@@ -25,11 +25,13 @@ class UnitShape:
         name: As in the events that are recorded.
         family: Numbers of its ancestors, its descendants and itself.
         groups: Its groups.
+        recomputed_in: Name of a module around it that is recomputed in backward.
     """
 
     name: str
     family: frozenset[int]
     groups: Sequence[GroupShape]
+    recomputed_in: str | None = None
 
     @property
     def is_released(self) -> bool:
@@ -63,7 +65,8 @@ def step_trace(
     """What one forward and backward issue on ``rank``, in order, once the order is recorded.
 
     Forward gathers every unit in its order, each once; a prefetch does not change the sequence. Backward gathers what
-    was released, one unit ahead, and reduces a unit when it enters one that is neither above nor below it.
+    was released, one unit ahead, and reduces a unit when it enters one that is neither above nor below it. Where a
+    module that encloses units is recomputed, its units are gathered in the order of forward when backward reaches it.
 
     Args:
         units: By number.
@@ -93,8 +96,11 @@ class _Step:
         self._refreshes = is_first_of_window
         self._resident: set[int] = set()
         self._entered: list[int] = []
+        self._recomputed: set[str] = set()
+        self._forward_order: Sequence[int] = ()
 
     def forward(self, order: Sequence[int]) -> None:
+        self._forward_order = order
         for place, unit in enumerate(order):
             self._need(unit)
             is_last = place == len(order) - 1
@@ -112,8 +118,18 @@ class _Step:
                 self._entered.append(unit)
             if later:
                 self._need(later[0])
+            self._recompute(unit)
         for unit in reversed(self._entered.copy()):
             self._leave(unit)
+
+    def _recompute(self, entered: int) -> None:
+        """Backward has reached the module called ``entered``, or the last unit in one: it is run again."""
+        for place in (self._units[entered].name, self._units[entered].recomputed_in):
+            if place is not None and place not in self._recomputed:
+                self._recomputed.add(place)
+                for unit in self._forward_order:
+                    if self._units[unit].recomputed_in == place:
+                        self._need(unit)
 
     def _need(self, unit: int) -> None:
         if unit in self._resident:

@@ -23,6 +23,7 @@ def test_the_fields_are_those_that_this_version_honours() -> None:
         "auto_wrap_policy",
         "reshard_after_forward",
         "mp_policy",
+        "activation_checkpointing",
         "accumulation",
         "sync",
         "sync_buffers",
