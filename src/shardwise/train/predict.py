@@ -15,9 +15,9 @@ from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 import shardwise as sw
-from shardwise.recipe.storage import StorageCount
 from shardwise.fsdp import recompute
 from shardwise.fsdp.wrap import find_units
+from shardwise.recipe.storage import StorageCount
 from shardwise.train.build import build_model, loss_of
 from shardwise.train.check import Resolved
 from shardwise.train.control import Control
