@@ -98,6 +98,32 @@ def test_what_is_named_is_computed_twice_in_training_and_once_without_gradients(
     assert list(counts.values()) == [(10, 5, 5), (10, 5, 5), (8, 5, 5), (10, 5, 5), (7, 5, 5), (5, 5, 5), (5, 5, 5)]
 
 
+class Normed(Block):
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm = nn.BatchNorm1d(8)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.norm(super().forward(x))
+
+
+def statistics(way: str) -> list[Tensor]:
+    model = sw.parallelize(Chain(Normed), sw.ParallelPlan(activation_checkpointing=way))
+    for step in range(3):
+        (model(sample(0, step)) * model(sample(0, step, salt=1))).mean().backward()
+    return [buffer.clone() for buffer in model.buffers()]
+
+
+def count_batches() -> tuple[bool, list[int]]:
+    plain, *others = (statistics(way) for way in ("none", "full", "selective"))
+    same = all(torch.equal(a, b) for other in others for a, b in zip(plain, other, strict=True))
+    return same, [int(buffer) for buffer in plain if buffer.dim() == 0]
+
+
+def test_batch_norms_count_a_batch_once():
+    assert run_on_ranks(count_batches, 1) == [(True, [6] * 5)]
+
+
 # -- collectives
 
 

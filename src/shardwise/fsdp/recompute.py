@@ -3,21 +3,23 @@
 What is wrapped is the module's ``forward``, not the module: names and classes stay, and the hooks around it (gathers,
 casts, tickets) run once. When backward reaches the module's outputs its ticket has brought the unit's parameters back;
 the recomputation finds them there. It gathers only the units inside the module, which stay until their own backward:
-they never share a slot (:func:`enclosing`).
+they never share a slot (:func:`enclosing`). Running statistics of batch norms are those of one run, as is dropout.
 """
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import inspect
 import sys
 import weakref
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager
-from typing import Any
+from typing import Any, Self
 
 import torch
-from torch import nn
+from torch import Tensor, nn
+from torch.nn.modules.batchnorm import _NormBase
 from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts, noop_context_fn
 
 from shardwise.fsdp.attach import Uncopyable
@@ -118,7 +120,8 @@ class _Recomputed(Uncopyable):
     def __init__(self, module: nn.Module, context_fn: _ContextFn) -> None:
         self._module = weakref.ref(module)
         self._own = module.__dict__.get("forward")  # somebody else's replacement of the class's method
-        self._context_fn = context_fn
+        norms = [weakref.ref(m) for m in module.modules() if isinstance(m, _NormBase) and m.track_running_stats]
+        self._context_fn = functools.partial(_keeping_statistics, norms, context_fn) if norms else context_fn
         self.__signature__ = inspect.signature(module.forward)
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
@@ -164,6 +167,33 @@ def _without_caches(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, 
     if kept.get("use_cache"):
         kept["use_cache"] = False
     return tuple(keep(value) for value in args), kept
+
+
+class _Statistics(contextlib.ExitStack):
+    """Around a recomputation: what batch norms have counted is afterwards what it was."""
+
+    def __init__(self, norms: Sequence[weakref.ref[_NormBase]], inner: AbstractContextManager[Any]) -> None:
+        super().__init__()
+        self._norms = norms
+        self._inner = inner
+
+    def __enter__(self) -> Self:
+        buffers = [buffer for ref in self._norms if (norm := ref()) is not None for buffer in norm.buffers()]
+        self.callback(_restore, [(buffer, buffer.clone()) for buffer in buffers])
+        self.enter_context(self._inner)
+        return self
+
+
+def _restore(copies: Sequence[tuple[Tensor, Tensor]]) -> None:
+    for buffer, copy in copies:
+        buffer.copy_(copy)
+
+
+def _keeping_statistics(
+    norms: Sequence[weakref.ref[_NormBase]], context_fn: _ContextFn
+) -> tuple[AbstractContextManager[Any], AbstractContextManager[Any]]:
+    forward, again = context_fn()
+    return forward, _Statistics(norms, again)
 
 
 # -- operators
