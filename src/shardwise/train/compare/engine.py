@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
 from typing import cast
 
 import torch
@@ -14,6 +13,7 @@ from shardwise.spec.wrap import WrapPolicy
 from shardwise.train.compare.peer import BUILDS
 from shardwise.train.compare.request import OURS, Entrant
 from shardwise.train.compare.trainee import LEARNING_RATE, Trainee
+from shardwise.train.compare.variant import parse
 from shardwise.train.compare.workload import Workload
 
 
@@ -35,8 +35,10 @@ class Engine:
         model = workload.model()
         model.train()
         if entrant.engine == OURS:
-            sharded = sw.parallelize(model, replace(workload.plan, strategy=entrant.strategy))
-            optimizer = torch.optim.AdamW(sharded.parameters(), lr=LEARNING_RATE)
+            variant = parse(entrant.strategy)
+            sharded = sw.parallelize(model, variant.applied_to(workload.plan))
+            parameters = sw.flat_parameters(sharded) if variant.is_flat else sharded.parameters()
+            optimizer = torch.optim.AdamW(parameters, lr=LEARNING_RATE)
             self.trainee = Trainee.with_optimizer(sharded, optimizer)
         else:
             units = list(find_units(model, cast("str | WrapPolicy", workload.plan.auto_wrap_policy)).values())

@@ -10,8 +10,8 @@ from pathlib import Path
 from typing import Any, Self
 
 from shardwise.spec.errors import ConfigError
-from shardwise.spec.plan import ParallelPlan
 from shardwise.train.compare.case import CASES, Case
+from shardwise.train.compare.variant import parse
 from shardwise.train.text import printable
 
 OURS = "shardwise"
@@ -40,7 +40,7 @@ _CONFIG_STEPS = 5
 
 @dataclass(frozen=True, slots=True)
 class Entrant:
-    """One engine under one strategy."""
+    """One engine under one strategy; of ours with what else differs (``train.compare.variant``)."""
 
     engine: str
     strategy: str
@@ -120,7 +120,7 @@ def make_requests(
     chosen = [_from_config(config, num_ranks)] if config is not None else [CASES[name] for name in cases or CASES]
     strategies = [strategy.strip().lower() for strategy in strategies] or list(DEFAULT_STRATEGIES)
     for strategy in strategies:
-        ParallelPlan(strategy=strategy)
+        parse(strategy)
     entrants = [Entrant(OURS, strategy) for strategy in dict.fromkeys(strategies)]
     entrants += [Entrant(peer, PEERS[peer]) for peer in dict.fromkeys(peers)]
     return [Request(_with_steps(case, steps), tuple(entrants), num_ranks, rounds) for case in chosen]
