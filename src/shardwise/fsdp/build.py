@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 import torch
 from torch import nn
 
-from shardwise.comm.base import Comm
+from shardwise.comm.axes import Comms
 from shardwise.comm.dtype import dtype_name
 from shardwise.fsdp import attach, torch_private
 from shardwise.fsdp.group import Group
@@ -112,13 +112,14 @@ def make_unit(
     module: nn.Module,
     owned: Sequence[OwnedParameter],
     row: Placements,
-    comm: Comm,
+    comms: Comms,
     *,
     reshards: bool,
+    inner_size: int | None = None,
     policies: Policies,
 ) -> Unit:
     """Shard the parameters of one unit: their storage is replaced by this rank's slice."""
-    unit = Unit(name, module, reshards=reshards)
+    unit = Unit(name, module, reshards=reshards, inner_size=inner_size)
     kinds: dict[tuple[tuple[torch.dtype, torch.dtype, torch.dtype], bool], list[OwnedParameter]] = {}
     for entry in owned:
         dtypes = policies.group_dtypes(entry.parameter, entry.uses)
@@ -128,11 +129,20 @@ def make_unit(
         # Matrices before vectors: what weight decay acts on, as a rule, is then one run (fsdp.flat).
         entries = sorted(found, key=lambda entry: entry.parameter.dim() < 2)
         specs = [_spec(entry, dtypes[0]) for entry in entries]
-        layout = GroupLayout.build(specs, comm.size, dtypes=[dtype_name(dtype) for dtype in dtypes])
+        layout = GroupLayout.build(specs, comms.gather.size, dtypes=[dtype_name(dtype) for dtype in dtypes])
         # Frozen parameters of a replicated row never change: they stay whole, and nothing is sent for them.
         group_row = row if is_trainable or row.shards_parameters else PRESETS["ddp"]
         shards = [entry.parameter for entry in entries]
-        group = Group(unit, layout, group_row, shards, rank=comm.rank, is_trainable=is_trainable, dtypes=dtypes)
+        group = Group(
+            unit,
+            layout,
+            group_row,
+            shards,
+            rank=comms.gather.rank,
+            num_ranks=comms.num_ranks,
+            is_trainable=is_trainable,
+            dtypes=dtypes,
+        )
         unit.groups.append(group)
         for index, entry in enumerate(entries):
             fulls[id(entry.parameter)] = (group, index)
@@ -169,17 +179,19 @@ def start_runtime(
     root: nn.Module,
     units: Sequence[Unit],
     row: Placements,
-    comms: tuple[Comm, Comm],
+    comms: Comms,
     *,
     accumulates_sharded: bool,
+    defers_replicate: bool = False,
     num_gradient_buffers: int,
 ) -> Runtime:
     """Make the runtime of ``units`` (the root first), and attach it to their modules."""
     runtime = Runtime(
         units,
         row,
-        *comms,
+        comms,
         accumulates_sharded=accumulates_sharded,
+        defers_replicate=defers_replicate,
         num_gradient_buffers=num_gradient_buffers,
     )
     for unit in units:

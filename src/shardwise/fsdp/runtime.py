@@ -28,12 +28,14 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from shardwise.comm.base import Comm, Handle
+from shardwise.comm.axes import Comms
+from shardwise.comm.base import Handle
 from shardwise.fsdp import debug, torch_private
 from shardwise.fsdp.attach import Uncopyable
 from shardwise.fsdp.buffers import BufferSync
 from shardwise.fsdp.gradient import EAGER_NUMEL
 from shardwise.fsdp.group import Group
+from shardwise.fsdp.inner import InnerShard
 from shardwise.fsdp.pool import GradientPool, SlotPool
 from shardwise.fsdp.saved import SavedTensorGuard
 from shardwise.fsdp.unit import State, Unit
@@ -53,9 +55,10 @@ class Runtime:
     Args:
         units: The units, outermost first; ``units[0]`` is the root.
         row: Placements of the strategy.
-        gather_comm: Carries the gathers.
-        reduce_comm: Carries the reductions.
+        comms: Carry gathers and reductions.
         accumulates_sharded: Reduce every backward, also inside ``gradient_sync(model, False)``.
+        defers_replicate: Reduce every backward inside its group of ``dp_shard``; inside ``gradient_sync(model, False)``
+            not over ``dp_replicate``.
         num_gradient_buffers: Full-size gradient buffers per size class.
     """
 
@@ -63,17 +66,17 @@ class Runtime:
         self,
         units: Sequence[Unit],
         row: Placements,
-        gather_comm: Comm,
-        reduce_comm: Comm,
+        comms: Comms,
         *,
         accumulates_sharded: bool,
+        defers_replicate: bool = False,
         num_gradient_buffers: int = 2,
     ) -> None:
         self.units = list(units)
         self.row = row
-        self.gather_comm = gather_comm
-        self.reduce_comm = reduce_comm
+        self.comms = comms
         self.accumulates_sharded = accumulates_sharded
+        self.defers_replicate = defers_replicate
         self.syncs_gradients = True
         self.buffers: BufferSync | None = None  # keeps the model's buffers equal over the ranks
         self.recomputed: tuple[str, ...] = ()  # names of the modules whose forward is run again in backward ...
@@ -124,6 +127,8 @@ class Runtime:
         for unit in self.units:
             for group in unit.groups:
                 group.use_slot(slots.get(group))
+                if unit.inner_size is not None:
+                    group.inner = InnerShard(group.gathered, group.layout, self.comms.inner_comm(unit.inner_size))
                 if group.layout.params:
                     self.gradients.announce(group.gradient.pool_key, group.reduce_layout.numel)
                 for index, full in enumerate(group.fulls):
@@ -159,11 +164,6 @@ class Runtime:
         for hook in self._hooks:
             hook.remove()
         self._hooks.clear()
-
-    @property
-    def comms(self) -> tuple[Comm, Comm]:
-        """The Comms for gathers and for reductions."""
-        return self.gather_comm, self.reduce_comm
 
     @property
     def groups(self) -> Iterator[Group]:
@@ -327,6 +327,10 @@ class Runtime:
                 return
             if self._trains and self._order.is_last(unit.index):
                 return  # backward needs it first
+        if self._trains:
+            for group in unit.groups:
+                if group.inner is not None:
+                    group.inner.keep(group.gathered, self._epoch)
         self._reshard(unit)
 
     def _attach(self, unit: Unit, output: object, since: int, *, is_counted: bool = True) -> None:
@@ -370,7 +374,10 @@ class Runtime:
                 continue
             if group.slot is not None and group.slot.owner is not group:
                 self._claim(group)
-            unit.handles.append(group.gather(self.gather_comm))
+            if group.inner is not None and group.inner.epoch == self._epoch:
+                unit.handles.append(group.inner.gather(group.gathered, unit=unit.name))
+            else:
+                unit.handles.append(group.gather(self.comms.gather))
             group.epoch = self._epoch
         unit.move_to(State.UNSHARDING)
 
@@ -528,11 +535,12 @@ class Runtime:
         """Release a unit that backward has left, and issue the reduction of its gradients.
 
         Collective:
-            Reduce-scatter or all-reduce of each trained group, where this backward synchronises.
+            Reduce-scatter or all-reduce of each trained group on ``dp_shard``, where this backward synchronises; on
+            ``dp_replicate`` those of the unit before.
         """
         if unit in self._entered:
             self._entered.remove(unit)
-        reduces = self.syncs_gradients or self.accumulates_sharded
+        reduces = self.syncs_gradients or self.accumulates_sharded or self.defers_replicate
         trained = [group for group in unit.groups if group.wants_gradients]
         for group in trained:
             group.gradient.collect(self.gradients)
@@ -542,12 +550,20 @@ class Runtime:
         if not (reduces and trained):
             return
         unit.move_to(State.REDUCING)
-        # The reduction before this one had a whole unit's backward to travel: finishing it first costs no time that
-        # could be measured, and its receive buffers serve again.
-        while self._reducing:
-            self._drain_one()
+        # The reductions before this one had a whole unit's backward to travel: moving them on first costs no time that
+        # could be measured, and their receive buffers serve again.
+        self._move_on()
+        is_last = self.syncs_gradients or not self.defers_replicate
         for group in trained:
-            self._reducing.append((unit, group, group.gradient.reduce(self.reduce_comm, self.gradients)))
+            handle = group.gradient.reduce(self.comms, self.gradients, is_last=is_last)
+            self._reducing.append((unit, group, handle))
+
+    def _move_on(self) -> None:
+        """Begin the next phase of every reduction under way, oldest first; finish those that have come to their end."""
+        for entry in tuple(self._reducing):
+            has_more = entry[2].advance()
+            if not has_more and entry is self._reducing[0]:
+                self._drain_one()
 
     def _drain_one(self) -> bool:
         """Finish the oldest reduction under way. Returns False if there is none."""
@@ -567,8 +583,8 @@ class Runtime:
         for unit in reversed(self._entered.copy()):
             self._finalise(unit)
         self._finish_strays()
-        while self._drain_one():
-            pass
+        while self._reducing:
+            self._move_on()
         for unit in self.units:
             if unit.state is State.UNSHARDING:
                 self._wait(unit)

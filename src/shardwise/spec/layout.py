@@ -147,6 +147,11 @@ class GroupLayout:
         """Elements of slice ``rank``, padding included."""
         return self.cuts[rank + 1] - self.cuts[rank]
 
+    def inner_cuts(self, size: int) -> tuple[int, ...]:
+        """Where the slices of an inner group of ``size`` ranks begin and end: as even as the alignment allows."""
+        pieces = self.numel // self.align_numel
+        return tuple(index * pieces // size * self.align_numel for index in range(size + 1))
+
     @cached_property
     def is_even(self) -> bool:
         """All slices are equal."""
