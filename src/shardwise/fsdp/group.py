@@ -18,7 +18,6 @@ from torch import Tensor, nn
 
 from shardwise.comm.base import Comm, Done, Handle
 from shardwise.fsdp.gradient import Gradient
-from shardwise.fsdp.inner import InnerShard
 from shardwise.fsdp.pool import Slot
 from shardwise.fsdp.view import contiguous_stride, memory_order
 from shardwise.spec.errors import StateError
@@ -49,7 +48,6 @@ class Group:
         shards: Sequence[nn.Parameter],
         *,
         rank: int,
-        num_ranks: int,
         is_trainable: bool,
         dtypes: tuple[torch.dtype, torch.dtype, torch.dtype] | None = None,
     ) -> None:
@@ -57,7 +55,6 @@ class Group:
         self.layout = layout
         self.row = row
         self.rank = rank
-        self.num_ranks = num_ranks  # that gradients are summed over: on dp_shard, times the groups on dp_replicate
         self.is_trainable = is_trainable
         self.shards = list(shards)
         own = shards[0].dtype
@@ -67,7 +64,6 @@ class Group:
         self.slot: Slot | None = None
         self.replica: Tensor | None = None  # the gathered buffer, where parameters are replicated
         self.whole: Tensor | None = None  # what full_parameters shows
-        self.inner: InnerShard | None = None  # what is left between forward and backward, where that is anything
         self.epoch = -1  # the outermost forward whose parameters the gathered buffer holds
 
         self.master = self._make_master()
@@ -94,7 +90,7 @@ class Group:
         Where parameters are replicated in the master's own dtype, the master is a slice of the replica, or all of it.
         """
         layout, row = self.layout, self.row
-        own = slice(layout.cuts[self.rank], layout.cuts[self.rank + 1])
+        own = layout.slice_of(self.rank)
         if not row.shards_parameters:
             self.replica = torch.zeros(layout.numel, dtype=self.compute_dtype, device=self.device)
             self._fill(self.replica, whole=True)
@@ -172,7 +168,7 @@ class Group:
             self.gathered = self.replica
         else:
             self.gathered = slot.allocate(self.compute_dtype, self.device)[: self.layout.numel]
-        self._own_slice = self.gathered[self.layout.cuts[self.rank] : self.layout.cuts[self.rank + 1]]
+        self._own_slice = self.gathered[self.layout.slice_of(self.rank)]
         storage = self.gathered.untyped_storage()
         is_new = not self.fulls
         for index, (spec, offset) in enumerate(zip(self.layout.params, self.layout.offsets, strict=True)):

@@ -1,4 +1,4 @@
-"""Other engines, set up as their documentation recommends."""
+"""Torch's own engines, set up as their documentation recommends."""
 
 from __future__ import annotations
 
@@ -13,55 +13,51 @@ from torch.distributed.fsdp.wrap import transformer_auto_wrap_policy
 from torch.distributed.optim import ZeroRedundancyOptimizer
 from torch.nn.parallel import DistributedDataParallel
 
-from shardwise.train.compare import deepspeed
-from shardwise.train.compare.trainee import LEARNING_RATE, Trainee
+LEARNING_RATE = 1e-3
 
-#: From a plain model, the modules that become units, and the device, to a model that trains.
-Build = Callable[[nn.Module, list[nn.Module], torch.device], Trainee]
+#: From a plain model, the modules that become units, and the device, to a model that trains and its optimizer.
+Build = Callable[[nn.Module, list[nn.Module], torch.device], tuple[nn.Module, torch.optim.Optimizer]]
 
 
-def single(model: nn.Module, _units: list[nn.Module], _device: torch.device) -> Trainee:
+def single(model: nn.Module, _units: list[nn.Module], _device: torch.device) -> tuple[nn.Module, torch.optim.Optimizer]:
     """One process, nothing around the model."""
-    return Trainee.with_optimizer(model, torch.optim.AdamW(model.parameters(), lr=LEARNING_RATE))
+    return model, torch.optim.AdamW(model.parameters(), lr=LEARNING_RATE)
 
 
-def ddp(model: nn.Module, _units: list[nn.Module], device: torch.device) -> Trainee:
+def ddp(model: nn.Module, _units: list[nn.Module], device: torch.device) -> tuple[nn.Module, torch.optim.Optimizer]:
     """DistributedDataParallel whose gradients live in its buckets."""
     wrapped = _ddp(model, device)
-    return Trainee.with_optimizer(wrapped, torch.optim.AdamW(wrapped.parameters(), lr=LEARNING_RATE))
+    return wrapped, torch.optim.AdamW(wrapped.parameters(), lr=LEARNING_RATE)
 
 
-def zero1(model: nn.Module, _units: list[nn.Module], device: torch.device) -> Trainee:
+def zero1(model: nn.Module, _units: list[nn.Module], device: torch.device) -> tuple[nn.Module, torch.optim.Optimizer]:
     """The same with the optimizer's state dealt out over the ranks."""
     wrapped = _ddp(model, device)
-    return Trainee.with_optimizer(
-        wrapped, ZeroRedundancyOptimizer(wrapped.parameters(), optimizer_class=torch.optim.AdamW, lr=LEARNING_RATE)
-    )
+    return wrapped, ZeroRedundancyOptimizer(wrapped.parameters(), optimizer_class=torch.optim.AdamW, lr=LEARNING_RATE)
 
 
-def fsdp1(model: nn.Module, units: list[nn.Module], device: torch.device) -> Trainee:
+def fsdp1(model: nn.Module, units: list[nn.Module], device: torch.device) -> tuple[nn.Module, torch.optim.Optimizer]:
     """FullyShardedDataParallel over the units' classes, with the original parameters."""
     policy = functools.partial(transformer_auto_wrap_policy, transformer_layer_cls={type(unit) for unit in units})
     wrapped = FullyShardedDataParallel(
         model, auto_wrap_policy=policy if units else None, use_orig_params=True, device_id=device
     )
-    return Trainee.with_optimizer(wrapped, torch.optim.AdamW(wrapped.parameters(), lr=LEARNING_RATE))
+    return wrapped, torch.optim.AdamW(wrapped.parameters(), lr=LEARNING_RATE)
 
 
-def fsdp2(model: nn.Module, units: list[nn.Module], device: torch.device) -> Trainee:
+def fsdp2(model: nn.Module, units: list[nn.Module], device: torch.device) -> tuple[nn.Module, torch.optim.Optimizer]:
     """``fully_shard`` per unit, then on the root."""
     return _fsdp2(model, units, device, reshard_after_forward=None)
 
 
-def fsdp2_noreshard(model: nn.Module, units: list[nn.Module], device: torch.device) -> Trainee:
+def fsdp2_noreshard(
+    model: nn.Module, units: list[nn.Module], device: torch.device
+) -> tuple[nn.Module, torch.optim.Optimizer]:
     """The same, with parameters kept whole from forward to backward."""
     return _fsdp2(model, units, device, reshard_after_forward=False)
 
 
 BUILDS: dict[str, Build] = {
-    "deepspeed-1": deepspeed.zero(1),
-    "deepspeed-2": deepspeed.zero(2),
-    "deepspeed-3": deepspeed.zero(3),
     "single": single,
     "torch-ddp": ddp,
     "torch-fsdp1": fsdp1,
@@ -78,8 +74,8 @@ def _ddp(model: nn.Module, device: torch.device) -> nn.Module:
 
 def _fsdp2(
     model: nn.Module, units: list[nn.Module], device: torch.device, *, reshard_after_forward: bool | None
-) -> Trainee:
+) -> tuple[nn.Module, torch.optim.Optimizer]:
     mesh = init_device_mesh(device.type, (distributed.get_world_size(),))
     for module in [*units, model]:
         fully_shard(module, mesh=mesh, reshard_after_forward=reshard_after_forward)
-    return Trainee.with_optimizer(model, torch.optim.AdamW(model.parameters(), lr=LEARNING_RATE))
+    return model, torch.optim.AdamW(model.parameters(), lr=LEARNING_RATE)
