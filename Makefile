@@ -4,6 +4,7 @@
 PYTHON ?= python3
 BIN := .venv/bin
 STAMP := .venv/.installed
+PEERS := .venv/.peers
 WORKERS ?= 2
 
 .DEFAULT_GOAL := help
@@ -42,10 +43,13 @@ check: $(STAMP) ## format, lint, types, floors and unit tests, in seconds
 	@$(BIN)/lint-imports --no-cache > .venv/lint-imports.log 2>&1 || { cat .venv/lint-imports.log; exit 1; }
 	@$(BIN)/python -m pytest -q tests/unit tests/contract -m 'not gpu and not slow and not long'
 
-bench: $(STAMP) ## compare with torch's own engines, case by case; writes bench/results/DATE.md and .json
-	@$(BIN)/shardwise compare --nproc 2 --strategies zero3,ddp,zero1 \
-	    --peers single,torch-ddp,torch-zero1,torch-fsdp1,torch-fsdp2,torch-fsdp2-noreshard \
-	    --json bench/results/$$(date -u +%F).json --markdown bench/results/$$(date -u +%F).md
+$(PEERS): $(STAMP)
+	@echo "installing the peers"
+	@$(BIN)/python -m pip install -qq --disable-pip-version-check -c constraints.txt -e '.[peers]'
+	@touch $@
+
+bench: $(PEERS) ## compare with torch's own engines and DeepSpeed; writes bench/results/DATE.md and .json
+	@$(BIN)/python bench/targets.py
 
 clean: ## remove .venv, caches and build results (runs/ stays)
 	@rm -rf .venv build dist .pytest_cache .ruff_cache .hypothesis .import_linter_cache src/*.egg-info

@@ -14,8 +14,8 @@ _LAZY = {
     "ParallelPlan": "shardwise.spec.plan",
     "Placements": "shardwise.spec.placement",
     "PrecisionPolicy": "shardwise.spec.precision",
+    "RecomputePolicy": "shardwise.spec.recompute",
     "bf16_supported": "shardwise.fsdp.precision",
-    "block": "shardwise.spec.granularity",
     "wrap_by_class": "shardwise.spec.wrap",
     "wrap_by_name": "shardwise.spec.wrap",
     "wrap_by_size": "shardwise.spec.wrap",
@@ -46,7 +46,6 @@ _LAZY = {
     "clip_grad_norm": "shardwise.fsdp.clip",
     "declare_elementwise": "shardwise.fsdp.optimizer",
     "flat_parameters": "shardwise.fsdp.flat",
-    "declare_granularity": "shardwise.fsdp.optimizer",
     "full_state_dict": "shardwise.fsdp.state",
     "load_full_state_dict": "shardwise.fsdp.state",
     "GradScaler": "shardwise.fsdp.scaler",
@@ -71,15 +70,14 @@ __all__ = [
     "PlanError",
     "PrecisionPolicy",
     "RankDisagreement",
+    "RecomputePolicy",
     "ShardwiseError",
     "StateError",
     "StorageError",
     "__version__",
     "bf16_supported",
-    "block",
     "clip_grad_norm",
     "declare_elementwise",
-    "declare_granularity",
     "dry_run",
     "flat_parameters",
     "full_parameters",
@@ -107,7 +105,7 @@ if TYPE_CHECKING:
     from shardwise.fsdp.api import fully_shard, gradient_sync, logical_shape, record_collectives
     from shardwise.fsdp.clip import clip_grad_norm
     from shardwise.fsdp.flat import flat_parameters
-    from shardwise.fsdp.optimizer import declare_elementwise, declare_granularity
+    from shardwise.fsdp.optimizer import declare_elementwise
     from shardwise.fsdp.precision import bf16_supported
     from shardwise.fsdp.scaler import GradScaler
     from shardwise.fsdp.state import full_state_dict, load_full_state_dict
@@ -132,10 +130,10 @@ if TYPE_CHECKING:
         StateError,
         StorageError,
     )
-    from shardwise.spec.granularity import block
     from shardwise.spec.placement import Placements
     from shardwise.spec.plan import ParallelPlan
     from shardwise.spec.precision import PrecisionPolicy
+    from shardwise.spec.recompute import RecomputePolicy
     from shardwise.spec.wrap import wrap_by_class, wrap_by_name, wrap_by_size
 
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -15,7 +15,7 @@ from shardwise.fsdp import debug
 from shardwise.fsdp.attach import runtime_of
 from shardwise.fsdp.clip import grad_norm
 from shardwise.fsdp.flat import states_by_name
-from shardwise.fsdp.state import owned_extents
+from shardwise.fsdp.state import held_extents, owned_extents
 from tests.parity import models
 
 STEPS = 5
@@ -24,7 +24,7 @@ PRESETS = ("ddp", "zero1", "zero2", "shard_grad_op", "zero3")
 
 @dataclass(frozen=True)
 class Variant:
-    """What a step does besides forward, backward and update."""
+    """What a step does besides forward, backward and update. ``accumulation`` is also that of the plan."""
 
     name: str
     num_microbatches: int = 1
@@ -67,23 +67,29 @@ def make_optimizer(parameters: Any) -> torch.optim.Optimizer:
 # -- one plain process
 
 
-def train_plain(name: str, variant: Variant, world: int) -> Numbers:
-    """One process adds up the microbatches of ``world`` ranks, in the grouping of the variant's accumulation."""
+#: What is added up: (microbatch, rank) pairs in one go, as repeated backwards add, or sums, one after the other.
+Sum = tuple[tuple[int, int], ...] | list["Sum"]
+
+
+def train_plain(name: str, variant: Variant, world: int, num_groups: int = 1) -> Numbers:
+    """One process adds up the microbatches of ``world`` ranks, in the grouping of the variant's accumulation.
+
+    The sums of ``num_groups`` groups of neighbouring ranks come first, then they are added.
+    """
     model = models.build(name)
     optimizer = make_optimizer(model.parameters())
     numbers = Numbers()
     for step in range(STEPS):
         losses: dict[tuple[int, int], float] = {}
         total: dict[nn.Parameter, Tensor] = {}
-        for group in _groups(variant, world):
-            # What is added up before one division: ranks in order, of each its microbatches in order.
-            summed: dict[nn.Parameter, Tensor] = {}
-            for places in group:
-                for microbatch, rank in places:
-                    loss = model(*models.batch(step, microbatch, rank)) / variant.num_microbatches
-                    loss.backward()
-                    losses[rank, microbatch] = loss.item()
-                _add(summed, _take_gradients(model))
+
+        def backward(microbatch: int, rank: int, step: int = step, losses: dict = losses) -> None:
+            loss = model(*models.batch(step, microbatch, rank)) / variant.num_microbatches
+            loss.backward()
+            losses[rank, microbatch] = loss.item()
+
+        for what in _sums(variant, world, num_groups):
+            summed = _summed(model, what, backward)
             divisor = torch.tensor(float(world))
             _add(total, {p: grad / divisor for p, grad in summed.items()})
         for parameter, grad in total.items():
@@ -103,14 +109,28 @@ def train_plain(name: str, variant: Variant, world: int) -> Numbers:
     return numbers
 
 
-def _groups(variant: Variant, world: int) -> Iterator[list[list[tuple[int, int]]]]:
-    """The (microbatch, rank) pairs by division, then by sum of their own."""
-    count = variant.num_microbatches
-    if variant.accumulation == "unsharded":
-        yield [[(microbatch, rank) for microbatch in range(count)] for rank in range(world)]
-        return
-    for microbatch in range(count):
-        yield [[(microbatch, rank)] for rank in range(world)]
+def _sums(variant: Variant, world: int, num_groups: int) -> Iterator[Sum]:
+    """What is added up before a division, in the order of the additions; the quotients are then added."""
+    size, microbatches = world // num_groups, range(variant.num_microbatches)
+    groups = [range(first, first + size) for first in range(0, world, size)]
+    if variant.accumulation == "unsharded":  # a rank adds its microbatches, a group its ranks
+        yield [[tuple((m, rank) for m in microbatches) for rank in group] for group in groups]
+    elif variant.accumulation == "defer_replicate":  # a group adds its ranks, then the microbatches
+        yield [[[((m, rank),) for rank in group] for m in microbatches] for group in groups]
+    else:
+        for m in microbatches:
+            yield [[((m, rank),) for rank in group] for group in groups]
+
+
+def _summed(model: nn.Module, what: Sum, backward: Callable[[int, int], None]) -> dict[nn.Parameter, Tensor]:
+    if isinstance(what, tuple):
+        for microbatch, rank in what:
+            backward(microbatch, rank)
+        return _take_gradients(model)
+    total: dict[nn.Parameter, Tensor] = {}
+    for part in what:
+        _add(total, _summed(model, part, backward))
+    return total
 
 
 def _take_gradients(model: nn.Module) -> dict[nn.Parameter, Tensor]:
@@ -149,24 +169,31 @@ class RankNumbers(Numbers):
 
     Attributes:
         pieces: (name, first element, elements) of what this rank owns.
+        replica: Which of the groups that hold the same this rank belongs to.
+        held: As ``pieces``, of what it holds of parameters, owned or not.
         whole: Rank 0's full state dict, in memory order; on other ranks parameters that are held whole.
     """
 
     pieces: list[tuple[str, int, Tensor]] = field(default_factory=list)
+    replica: int = 0
+    held: list[tuple[str, int, Tensor]] = field(default_factory=list)
     whole: dict[str, Tensor] = field(default_factory=dict)
 
 
 def train_ranks(
-    name: str, preset: str, variant: Variant, *, is_debugging: bool = False, is_flat: bool = False
+    name: str, preset: str, variant: Variant, *, is_debugging: bool = False, is_flat: bool = False, **options: object
 ) -> RankNumbers:
-    """The same on this rank of the world, with a strategy."""
+    """The same on this rank of the world, with a strategy and further fields of the plan."""
     rank = distributed.get_rank()
     numbers = RankNumbers()
     with debug.checks(is_enabled=is_debugging):
         model = sw.parallelize(
             models.build(name),
             sw.ParallelPlan(
-                strategy=preset, accumulation=variant.accumulation, auto_wrap_policy=models.wrap_policy(name)
+                strategy=preset,
+                accumulation=variant.accumulation,
+                auto_wrap_policy=models.wrap_policy(name),
+                **options,
             ),
         )
         optimizer = make_optimizer(sw.flat_parameters(model) if is_flat else model.parameters())
@@ -187,12 +214,14 @@ def train_ranks(
             optimizer.zero_grad()
         # clone: results travel with their storage, and this one is the whole flat buffer
         numbers.pieces = [(e.name, e.start, tensor.clone()) for e, tensor in owned_extents(model, optimizer)]
+        numbers.replica = runtime_of(model, "test").comms.replica
+        numbers.held = [(e.name, e.start, tensor.clone()) for e, tensor in held_extents(model)]
         states = states_by_name(optimizer)
         numbers.steps = {
             key: states[parameter]["step"].item() for key, parameter in model.named_parameters() if parameter in states
         }
         state = sw.full_state_dict(model)
-        if preset == "ddp":
+        if preset == "ddp":  # whole on every rank
             state = model.state_dict()
         numbers.whole = {key: _memory_order(value) for key, value in state.items()}
     return numbers
@@ -214,6 +243,12 @@ def differences(expected: Numbers, ranks: list[RankNumbers]) -> list[str]:
     wanted = {name: value for name, value in expected.tensors.items() if value.numel() or name in got}
     found += [name for name in wanted | got if not _is_equal(wanted.get(name), got.get(name))]
     for rank, numbers in enumerate(ranks):
+        assert not (numbers.replica and numbers.pieces), "what the first group owns, others own too"
+        found += [
+            f"{name} held by rank {rank}"
+            for name, start, part in numbers.held
+            if name in expected.tensors and not _is_equal(expected.tensors[name][start : start + part.numel()], part)
+        ]
         found += [f"{name} held whole by rank {rank}" for name in _unequal_whole(expected, numbers)]
         found += [
             f"step of {name} on rank {rank}" for name, step in numbers.steps.items() if step != expected.steps.get(name)

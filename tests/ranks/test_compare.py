@@ -47,6 +47,18 @@ def test_engines_take_turns_and_compute_the_same(tmp_path, monkeypatch, capfd):
     assert "compare run.yaml" not in (tmp_path / "out" / "result.json").read_text()
 
 
+@pytest.mark.long
+def test_deepspeed_computes_the_same(tmp_path, monkeypatch, capfd):
+    pytest.importorskip("deepspeed", reason="needs the peers extra")
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "run.yaml").write_text(RUN)
+    arguments = ["run.yaml", "--strategies", "zero3+flat", "--peers", "single,deepspeed", "--nproc", "2"]
+    assert main(["compare", *arguments, "--rounds", "1", "--steps", "2", "--json", "result.json"]) == 0
+    values = json.loads((tmp_path / "result.json").read_text())
+    assert [row["engine"] for row in values["rows"]][2:] == ["deepspeed-1", "deepspeed-2", "deepspeed-3"]
+    assert max(values["losses"]["differences"].values()) <= 1e-6
+
+
 def test_an_engine_that_fails_ends_all_with_its_code(tmp_path, monkeypatch, capfd):
     """That a policy matches no module is found when the engine is built."""
     monkeypatch.chdir(tmp_path)

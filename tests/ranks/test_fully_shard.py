@@ -153,9 +153,9 @@ def meshes():
     mesh = dist.init_device_mesh("cpu", (world,))
     whole = bottom_up(Chain(), mesh=mesh)
     plain_loss(whole, rank, 0).backward()
-    assert attach.runtime_of(whole, "test").gather_comm.size == world
+    assert attach.runtime_of(whole, "test").comms.gather.size == world
     model = bottom_up(Chain(), mesh=half if rank < 2 else rest)
-    comm = attach.runtime_of(model, "test").gather_comm
+    comm = attach.runtime_of(model, "test").comms.gather
     assert comm.size == (2 if rank < 2 else world - 2)
     plain = Chain()
     total = None

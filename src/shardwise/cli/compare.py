@@ -24,11 +24,14 @@ _HELP = """Time engines in turns, A B C A B C, and print medians, per-round rati
 Cases: host (48 tiny layers: what hooks and launches cost), compute (arithmetic), wide (communication); all three where
 neither --case nor CONFIG is given. CONFIG gives the model and the data of a run configuration instead.
 
-Peers: single, torch-ddp, torch-fsdp1, torch-fsdp2, torch-fsdp2-noreshard, torch-zero1.
+Peers: single, torch-ddp, torch-fsdp1, torch-fsdp2, torch-fsdp2-noreshard, torch-zero1; and with the extra
+shardwise[peers] installed deepspeed-1, deepspeed-2, deepspeed-3 (deepspeed: all three).
 
 Examples:
 
-  shardwise compare --case wide --peers torch-ddp,torch-fsdp2
+  shardwise compare --case wide --peers torch-ddp,torch-fsdp2,deepspeed
+
+  shardwise compare --case host --strategies zero3,zero3+flat,zero3+reshard_after_forward=false
 
   shardwise compare run.yaml --strategies ddp,zero1,zero3 --rounds 8 --json result.json
 """
@@ -42,7 +45,9 @@ def register(app: typer.Typer) -> None:
 def compare(  # noqa: PLR0917  typer calls it by name
     config: Annotated[Path | None, typer.Argument(help="Run configuration that gives model and data.")] = None,
     case: Annotated[str | None, typer.Option(metavar="[host|compute|wide]", help="One case, or several: a,b.")] = None,
-    strategies: Annotated[str, typer.Option(metavar="a,b", help="Strategies of ours.")] = "zero3",
+    strategies: Annotated[
+        str, typer.Option(metavar="a,b", help="Strategies of ours; NAME+flat, NAME+FIELD=VALUE of the plan.")
+    ] = "zero3",
     peers: Annotated[
         str, typer.Option(metavar="a,b", help="Engines to compare with.")
     ] = "single,torch-ddp,torch-fsdp1,torch-fsdp2",

@@ -19,7 +19,7 @@ from __future__ import annotations
 import contextlib
 import itertools
 from abc import ABC, abstractmethod
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -62,8 +62,12 @@ class Handle(ABC):
         Waiting twice is allowed and free.
         """
 
-    def advance(self) -> None:  # noqa: B027 - most collectives have one phase only
-        """Start whatever next phase of the collective can be started now. May block for the phase under way."""
+    def advance(self) -> bool:
+        """Finish the phase under way and start the next one. Returns whether there was one to start.
+
+        A handle of one phase only may leave to :meth:`wait` what does not concern its result.
+        """
+        return False
 
 
 class Done(Handle):
@@ -71,6 +75,37 @@ class Done(Handle):
 
     def wait(self) -> None:
         """Return at once."""
+
+
+class Chain(Handle):
+    """Two collectives, or phases of one, of which the second needs the result of the first.
+
+    Args:
+        first: The one under way.
+        then: Issues the second, when the first is finished.
+    """
+
+    __slots__ = ("_first", "_second", "_then")
+
+    def __init__(self, first: Handle, then: Callable[[], Handle]) -> None:
+        self._first = first
+        self._then: Callable[[], Handle] | None = then
+        self._second: Handle = Done()
+
+    def advance(self) -> bool:
+        """As :meth:`Handle.advance`."""
+        if self._then is None:
+            return self._second.advance()
+        self._first.wait()
+        then, self._then = self._then, None
+        self._second = then()
+        return True
+
+    def wait(self) -> None:
+        """As :meth:`Handle.wait`."""
+        if self._then is not None:
+            self.advance()
+        self._second.wait()
 
 
 class Comm(ABC):

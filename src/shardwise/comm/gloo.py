@@ -10,7 +10,6 @@ A direct exchange was measured faster than a ring at 2, 4 and 8 ranks.
 
 from __future__ import annotations
 
-import bisect
 import itertools
 import zlib
 from collections.abc import Callable, Sequence
@@ -21,7 +20,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from shardwise.comm import progress
-from shardwise.comm.base import CollectiveEvent, Comm, Done, Handle
+from shardwise.comm.base import Chain, CollectiveEvent, Comm, Done, Handle
 from shardwise.spec.errors import CommError
 
 if TYPE_CHECKING:
@@ -41,22 +40,31 @@ class GlooComm(Comm):
     """Collectives over the ranks of a Gloo process group, for CPU tensors.
 
     Args:
-        group: A Gloo process group of exactly the ranks of this axis, in coordinate order.
+        group: A Gloo process group that holds the ranks of this axis.
         axis: Name of the mesh axis.
         channel: Name in messages about this Comm, where an axis has more than one.
         watch: Notices stalls and tells ranks that disagree (``comm.watch``).
+        ranks: Those of the group's ranks that lie on the axis with this one, in coordinate order; by default all. As
+            messages go point to point, an axis needs no process group of its own.
     """
 
     def __init__(
-        self, group: dist.ProcessGroup, axis: str, *, channel: str | None = None, watch: StallWatch | None = None
+        self,
+        group: dist.ProcessGroup,
+        axis: str,
+        *,
+        channel: str | None = None,
+        watch: StallWatch | None = None,
+        ranks: Sequence[int] | None = None,
     ) -> None:
-        super().__init__(axis, group.rank(), group.size(), torch.device("cpu"))
+        self._ranks = tuple(ranks) if ranks is not None else tuple(range(group.size()))
+        super().__init__(axis, self._ranks.index(group.rank()), len(self._ranks), torch.device("cpu"))
         self.channel = channel or axis
         self._group = group
         self._watch = watch
         self._sequence = 0
         self._hashes: dict[tuple[str, str, int], int] = {}
-        self._scratch: dict[torch.dtype, list[Tensor]] = {}  # receive buffers that are free, smallest first
+        self._scratch: dict[tuple[int, torch.dtype], list[Tensor]] = {}
         # Peers in an order that differs from rank to rank, so that not all send to rank 0 first.
         self._peers = tuple((self.rank + step) % self.size for step in range(1, self.size))
 
@@ -85,7 +93,7 @@ class GlooComm(Comm):
         if self.size == 1:
             return reduced
 
-        return _TwoPhases(reduced, lambda: self._spread(slices, (event, issued, tag | _TAG_SECOND_PHASE)))
+        return Chain(reduced, lambda: self._spread(slices, (event, issued, tag | _TAG_SECOND_PHASE)))
 
     def broadcast(self, buffer: Tensor, *, root: int, unit: str) -> Handle:
         """As :meth:`Comm.broadcast`."""
@@ -160,7 +168,7 @@ class GlooComm(Comm):
         return event, issued, tag
 
     def _exchange(self, issued: progress.Issued, tag: int) -> _Exchange:
-        return _Exchange(self._group, issued, tag, self._watch)
+        return _Exchange(self._group, self._ranks, issued, tag, self._watch)
 
     def _spread(self, slices: Sequence[Tensor], stamp: _Stamp) -> _Exchange:
         """Send this rank's slice to every other, and receive theirs."""
@@ -189,62 +197,67 @@ class GlooComm(Comm):
 
         def finish() -> None:
             _sum_in_order(terms, out, divisor)
-            bisect.insort(self._scratch[scratch.dtype], scratch, key=Tensor.numel)
+            self._scratch[scratch.numel(), scratch.dtype].append(scratch)
 
         exchange.on_received = finish
         return exchange
 
     def _take_scratch(self, numel: int, dtype: torch.dtype) -> Tensor:
-        """The smallest free buffer that is large enough; else a new one, in the place of the largest free one."""
-        free = self._scratch.setdefault(dtype, [])
-        index = bisect.bisect_left(free, numel, key=Tensor.numel)
-        if index < len(free):
-            return free.pop(index)
-        if free:
-            free.pop()
-        return torch.empty(numel, dtype=dtype)
+        free = self._scratch.setdefault((numel, dtype), [])
+        return free.pop() if free else torch.empty(numel, dtype=dtype)
 
 
 class _Exchange(Handle):
     """Messages under way; ``on_received`` runs once, when everything has arrived."""
 
-    __slots__ = ("_group", "_receives", "_sends", "_tag", "_watch", "issued", "messages", "on_received")
+    __slots__ = ("_group", "_ranks", "_receives", "_sends", "_tag", "_watch", "issued", "messages", "on_received")
 
-    def __init__(self, group: dist.ProcessGroup, issued: progress.Issued, tag: int, watch: StallWatch | None) -> None:
+    def __init__(
+        self,
+        group: dist.ProcessGroup,
+        ranks: Sequence[int],
+        issued: progress.Issued,
+        tag: int,
+        watch: StallWatch | None,
+    ) -> None:
         self._group = group
+        self._ranks = ranks  # of the group, by coordinate on the axis
         self.issued = issued
         self._tag = tag
         self._watch = watch
         self._receives: list[dist.Work] = []
         self._sends: list[dist.Work] = []
-        self.messages: list[tuple[str, int, int, int]] = []  # direction, peer, tag, bytes: for the watch
+        self.messages: list[tuple[str, int, int, int]] = []  # direction, peer in the group, tag, bytes: for the watch
         self.on_received: Callable[[], None] | None = None
 
     def receive(self, tensor: Tensor, peer: int) -> None:
         if not tensor.numel():
             return  # both sides know
-        self.messages.append(("receive", peer, self._tag, tensor.nbytes))
+        source = self._ranks[peer]
+        self.messages.append(("receive", source, self._tag, tensor.nbytes))
         try:
-            self._receives.append(self._group.recv([tensor], peer, self._tag))
+            self._receives.append(self._group.recv([tensor], source, self._tag))
         except RuntimeError as error:
             raise self._failure(error) from error
 
     def send(self, tensor: Tensor, peer: int, event: CollectiveEvent) -> None:
         if not tensor.numel():
             return
-        self.messages.append(("send", peer, self._tag, tensor.nbytes))
+        target = self._ranks[peer]
+        self.messages.append(("send", target, self._tag, tensor.nbytes))
         event.sent_bytes += tensor.nbytes
         try:
-            self._sends.append(self._group.send([tensor], peer, self._tag))
+            self._sends.append(self._group.send([tensor], target, self._tag))
         except RuntimeError as error:
             raise self._failure(error) from error
 
-    def advance(self) -> None:
+    def advance(self) -> bool:
         if self._receives:
             self._wait(self._receives)
         if self.on_received is not None:
             finish, self.on_received = self.on_received, None
             finish()
+        return False
 
     def wait(self) -> None:
         self.advance()
@@ -271,27 +284,6 @@ class _Exchange(Handle):
         if self._watch is not None:
             return self._watch.failure(str(self.issued), message)
         return CommError(f"{self.issued} failed: {message}")
-
-
-class _TwoPhases(Handle):
-    """An all-reduce: slices are reduced first, then spread. ``advance`` starts the second phase early."""
-
-    __slots__ = ("_first", "_second", "_spread")
-
-    def __init__(self, first: Handle, spread: Callable[[], _Exchange]) -> None:
-        self._first = first
-        self._spread: Callable[[], _Exchange] | None = spread
-        self._second: Handle = _DONE
-
-    def advance(self) -> None:
-        if self._spread is not None:
-            self._first.wait()
-            spread, self._spread = self._spread, None
-            self._second = spread()
-
-    def wait(self) -> None:
-        self.advance()
-        self._second.wait()
 
 
 def _sum_in_order(terms: Sequence[Tensor], out: Tensor, divisor: float) -> None:

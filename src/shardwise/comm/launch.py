@@ -104,6 +104,18 @@ def read_world(environ: Mapping[str, str] | None = None) -> World:
     return world
 
 
+def ranks_per_machine(size: int) -> int | None:
+    """How many of the world's ``size`` ranks each machine runs; ``None`` where the environment does not say.
+
+    Also ``None`` where the machines run different numbers: then no rank gets an answer.
+    """
+    with contextlib.suppress(ConfigError, MeshError):
+        world = read_world()
+        if size == world.size == world.local_size * world.num_nodes:
+            return world.local_size
+    return None
+
+
 @dataclass(frozen=True)
 class _Variables:
     """Environment variables with errors that name them."""

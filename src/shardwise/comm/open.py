@@ -1,17 +1,21 @@
-"""Opening the Comms of a mesh axis over torch.distributed."""
+"""Opening the Comms of mesh axes over torch.distributed."""
 
 from __future__ import annotations
 
 import itertools
+from collections.abc import Sequence
+from dataclasses import dataclass
 
 import torch
 import torch.distributed as dist
 
+from shardwise.comm.axes import Comms, lay_out
 from shardwise.comm.base import Comm
 from shardwise.comm.gloo import GlooComm
 from shardwise.comm.launch import init_process_group, read_world
 from shardwise.comm.watch import StallWatch
-from shardwise.spec.errors import CommError
+from shardwise.spec.errors import CommError, MeshError
+from shardwise.spec.mesh import Mesh
 
 _channels = itertools.count()
 
@@ -34,8 +38,8 @@ def open_comms(
 ) -> tuple[Comm, Comm]:
     """The Comms for gathers and for reductions over ``group`` (the whole world where it is ``None``).
 
-    On CUDA each has a communicator of its own, so that a gather never queues behind a reduction. On Gloo messages are
-    told apart by their tags, and both use the group as it is.
+    On CUDA each has a communicator of its own, so that a gather never queues behind a reduction. On Gloo messages go
+    from rank to rank and are told apart by their tags: every Comm uses the group as it is.
 
     Collective:
         All ranks of the group must call, in the same order.
@@ -43,24 +47,97 @@ def open_comms(
     Raises:
         CommError: The group's backend cannot move tensors of this device.
     """
-    group = group or join_world(device)
-    number = next(_channels)
-    if device.type == "cuda":
-        from shardwise.comm.nccl import NcclComm  # needs a CUDA build only when it is used
+    open_axis = _Opener(device, group or join_world(device))
+    return open_axis(axis, "gather", open_axis.ranks), open_axis(axis, "reduce", open_axis.ranks)
 
-        ranks = dist.get_process_group_ranks(group)
-        opened = []
-        for purpose in ("gather", "reduce"):
-            communicator = dist.new_group(ranks, backend="nccl")
+
+@dataclass(frozen=True)
+class Place:
+    """Ranks to shard a model over.
+
+    Attributes:
+        mesh: Their axes.
+        group: A process group that holds them; ``None``: the whole world.
+        ranks: Those of the group's ranks that make up the mesh, ascending; ``None``: all.
+    """
+
+    mesh: Mesh
+    group: dist.ProcessGroup | None = None
+    ranks: Sequence[int] | None = None
+
+    @classmethod
+    def of(cls, where: dist.ProcessGroup | dist.DeviceMesh | None, device: torch.device) -> Place:
+        """The ranks of a group, of a ``DeviceMesh`` (shard) or (replicate, shard), or of the world.
+
+        Raises:
+            MeshError: The mesh has more dimensions, or its ranks are not in ascending order.
+        """
+        if not isinstance(where, dist.DeviceMesh):
+            return cls(Mesh(dp_shard=(where or join_world(device)).size()), where)
+        if where.ndim == 1:
+            return cls(Mesh(dp_shard=where.size()), where.get_group())
+        ranks = where.mesh.flatten().tolist()
+        if where.ndim != 2 or ranks != sorted(ranks):
+            raise MeshError(
+                f"a DeviceMesh of shape {list(where.mesh.shape)} over ranks {ranks} cannot be sharded over.\n"
+                "  Use one dimension (shard) or two (replicate, shard), with ranks in ascending order."
+            )
+        replicate, shard = where.mesh.shape
+        return cls(Mesh(dp_replicate=replicate, dp_shard=shard), ranks=ranks)
+
+    def open(self, device: torch.device, *, is_replicated: bool = False) -> Comms:
+        """Its Comms.
+
+        Args:
+            device: Of the tensors that move.
+            is_replicated: As for :func:`shardwise.comm.axes.lay_out`.
+
+        Collective:
+            On CUDA every axis makes communicators: all ranks of the mesh must call, in the same order.
+
+        Raises:
+            CommError: The group's backend cannot move tensors of this device.
+        """
+        group = self.group or join_world(device)
+        open_axis = _Opener(device, group, self.ranks)
+        rank = open_axis.ranks.index(group.rank())
+        return lay_out(self.mesh, rank, open_axis.by_place, is_replicated=is_replicated)
+
+
+class _Opener:
+    """Opens Comms over some ranks of a process group.
+
+    Attributes:
+        ranks: All that it knows, in the group's numbers.
+    """
+
+    def __init__(self, device: torch.device, group: dist.ProcessGroup, ranks: Sequence[int] | None = None) -> None:
+        self.ranks = tuple(ranks) if ranks is not None else tuple(range(group.size()))
+        self._device = device
+        self._group = group
+        self._number = next(_channels)
+        if device.type != "cuda" and "gloo" not in dist.get_backend_config(group):
+            raise CommError(
+                f"the process group's backend is {dist.get_backend(group)}, which does not move CPU tensors.\n"
+                "  Call torch.distributed.init_process_group('gloo') (or 'cpu:gloo,cuda:nccl')."
+            )
+        self._watch = StallWatch.of(group) if device.type != "cuda" and group.size() > 1 else None
+
+    def by_place(self, axis: str, purpose: str, places: Sequence[int]) -> Comm:
+        """A Comm over the ranks at these places of ``ranks``."""
+        return self(axis, purpose, [self.ranks[place] for place in places])
+
+    def __call__(self, axis: str, purpose: str, ranks: Sequence[int]) -> Comm:
+        """A Comm over ``ranks``."""
+        # The watch compares what was issued on one channel: groups of one axis need names of their own.
+        place = axis if len(ranks) == len(self.ranks) else f"{axis}@{ranks[0]}"
+        channel = f"{place}/{self._number}/{purpose}"
+        if self._device.type == "cuda":
+            from shardwise.comm.nccl import NcclComm  # needs a CUDA build only when it is used
+
+            world = dist.get_process_group_ranks(self._group)
+            members = [world[rank] for rank in ranks]
+            communicator = dist.new_group(members, backend="nccl", use_local_synchronization=True)
             assert isinstance(communicator, dist.ProcessGroup)
-            opened.append(NcclComm(communicator, axis, device, channel=f"{axis}/{number}/{purpose}"))
-        return opened[0], opened[1]
-    if "gloo" not in dist.get_backend_config(group):
-        raise CommError(
-            f"the process group's backend is {dist.get_backend(group)}, which does not move CPU tensors.\n"
-            "  Call torch.distributed.init_process_group('gloo') (or 'cpu:gloo,cuda:nccl')."
-        )
-    watch = StallWatch.of(group) if group.size() > 1 else None
-    gather = GlooComm(group, axis, channel=f"{axis}/{number}/gather", watch=watch)
-    reduce = GlooComm(group, axis, channel=f"{axis}/{number}/reduce", watch=watch)
-    return gather, reduce
+            return NcclComm(communicator, axis, self._device, channel=channel)
+        return GlooComm(self._group, axis, channel=channel, watch=self._watch, ranks=ranks)

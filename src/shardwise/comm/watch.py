@@ -3,7 +3,7 @@
 Ranks that issue different collectives wait for messages that never come (``comm.gloo`` gives every collective a tag of
 its own). A thread per process notices a wait that lasts, publishes what this rank has issued in the store that the
 ranks share, and compares: two ranks that issued different things at the same place of one Comm's sequence disagree for
-certain, and so do two that each wait for something that the other has not issued.
+certain, and so do two that each wait for something that the other has not issued, or several in such a ring.
 
 The finder writes its verdict into the store. Each rank then answers its peers' open messages with dummies, which wakes
 their main threads; they see the verdict and raise RankDisagreement, all of them. Nothing is sent while all is well.
@@ -12,7 +12,6 @@ their main threads; they see the verdict and raise RankDisagreement, all of them
 from __future__ import annotations
 
 import contextlib
-import itertools
 import json
 import threading
 import time
@@ -154,6 +153,7 @@ class StallWatch:
             "last": progress.last(),
             "waits_for": None if waiting is None else _as_row(waiting[0].issued),
             "issued": [_as_row(issued) for issued in list(progress.history)],
+            "peers": sorted({peer for _, peer, _, _ in waiting[0].messages}) if waiting else [],
             # What is not stalled is not answered: ``left`` looks for a verdict after a stall only.
             "messages": [list(message) for message in waiting[0].messages] if waiting and _is_stalled(waiting) else [],
         }
@@ -223,14 +223,35 @@ def _conflict(statuses: Mapping[int, dict[str, Any]]) -> str | None:
 
 
 def _deadlock(statuses: Mapping[int, dict[str, Any]]) -> str | None:
-    """Two ranks each wait in a collective that the other has not issued, and cannot issue while it waits."""
-    for (a, first), (b, second) in itertools.combinations(statuses.items(), 2):
-        if _lacks(second, first["waits_for"]) and _lacks(first, second["waits_for"]):
-            shown = "\n".join(
-                f"  rank {rank}: {kind} of unit {unit!r} ({numel} elements), #{sequence} of {channel}"
-                for rank, (channel, sequence, kind, unit, numel) in ((a, first["waits_for"]), (b, second["waits_for"]))
-            )
-            return f"ranks wait for each other in different collectives:\n{shown}"
+    """Ranks wait in a ring, each in a collective that the next has not issued, and cannot issue while it waits.
+
+    What was published at different times proves it all the same: none of the ring can have gone on since.
+    """
+    needs = {
+        rank: [peer for peer in status["peers"] if peer in statuses and _lacks(statuses[peer], status["waits_for"])]
+        for rank, status in statuses.items()
+    }
+    ring = _ring(needs)
+    if ring is None:
+        return None
+    shown = "\n".join(
+        f"  rank {rank}: {kind} of unit {unit!r} ({numel} elements), #{sequence} of {channel}"
+        for rank, (channel, sequence, kind, unit, numel) in ((rank, statuses[rank]["waits_for"]) for rank in ring)
+    )
+    return f"ranks wait for each other in different collectives:\n{shown}"
+
+
+def _ring(needs: Mapping[int, Sequence[int]]) -> list[int] | None:
+    """Ranks of which each needs the next and the last the first, in ascending order; ``None`` where there are none."""
+    for start in needs:
+        paths, seen = [[start]], {start}
+        for path in paths:  # grows while it is walked through: the shortest come first
+            for peer in needs.get(path[-1], ()):
+                if peer == start:
+                    return sorted(path)
+                if peer not in seen:
+                    seen.add(peer)
+                    paths.append([*path, peer])
     return None
 
 

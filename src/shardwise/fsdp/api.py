@@ -9,16 +9,18 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from shardwise.comm.base import CollectiveEvent, Comm
-from shardwise.comm.open import open_comms
-from shardwise.fsdp import attach, build, optimizer, precision
+from shardwise.comm.axes import Comms
+from shardwise.comm.base import CollectiveEvent
+from shardwise.comm.open import Place
+from shardwise.fsdp import attach, build, optimizer, precision, recompute
 from shardwise.fsdp.runtime import Runtime
 from shardwise.fsdp.sync import synchronise
 from shardwise.fsdp.unit import Unit
-from shardwise.spec.errors import PlanError, StateError
-from shardwise.spec.granularity import ELEMENT, TENSOR, Granularity
+from shardwise.spec.errors import MeshError, PlanError, StateError
 from shardwise.spec.placement import PRESETS, Placements
+from shardwise.spec.plan import check_inner_size
 from shardwise.spec.precision import FULL_PRECISION, PrecisionPolicy
+from shardwise.spec.recompute import RecomputePolicy
 
 #: Full-size gradient buffers per size class: two let a reduction run while the next unit's gradients are collected.
 NUM_GRADIENT_BUFFERS = 2
@@ -28,13 +30,14 @@ def shard_model(
     model: nn.Module,
     unit_modules: Mapping[str, nn.Module],
     row: Placements,
-    comms: tuple[Comm, Comm],
+    comms: Comms,
     *,
     policy: PrecisionPolicy = FULL_PRECISION,
-    reshard_after_forward: str | bool = "auto",
-    granularity: Granularity = ELEMENT,
+    reshard_after_forward: str | bool | int = "auto",
     accumulates_sharded: bool | None = None,
+    defers_replicate: bool = False,
     num_gradient_buffers: int = NUM_GRADIENT_BUFFERS,
+    recompute_policy: RecomputePolicy | None = None,
 ) -> Runtime:
     """Turn ``model`` into units, in place. Every rank must hold the same values already (``fsdp.sync``).
 
@@ -42,57 +45,68 @@ def shard_model(
         model: The root.
         unit_modules: The other units, by qualified name.
         row: Placements of the strategy.
-        comms: For gathers and for reductions.
+        comms: For gathers and for reductions, on each axis.
         policy: In which dtypes to compute and reduce.
-        reshard_after_forward: ``"auto"``: as the row says, and the root stays gathered from forward to backward.
-        granularity: What a cut never divides.
+        reshard_after_forward: ``"auto"``: as the row says, and the root stays gathered from forward to backward. A
+            number: kept sharded over so many ranks, for which ``comms`` has an inner Comm.
         accumulates_sharded: ``None``: as the row says (ddp and zero1 keep local sums, the others reduce every time).
+        defers_replicate: Reduce every time, but over ``dp_replicate`` only with the last microbatch.
         num_gradient_buffers: Full-size gradient buffers per size class.
+        recompute_policy: What is computed again in backward; ``None``: nothing.
 
     Raises:
         StateError: The model holds something that cannot be sharded.
     """
     optimizer.install_checks()
     owned = build.assign_parameters(model, unit_modules)
-    is_dry = comms[0].device.type == "meta"
+    is_dry = comms.gather.device.type == "meta"
     build.check_parameters((entry for entries in owned.values() for entry in entries), allows_meta=is_dry)
-    policies = precision.Policies(model, policy, comms[0].device)
+    policies = precision.Policies(model, policy, comms.gather.device)
     policies.cast_buffers(model)
     policies.install_casts(model, unit_modules)
-    ranks = build.assign_ranks(owned.values(), row, comms[0].size) if granularity == TENSOR else {}
+    recomputed = recompute.install(model, unit_modules, recompute_policy)
     units: dict[str, Unit] = {}
     for name, module in {"": model, **unit_modules}.items():
-        reshards = not row.keeps_gathered and name != ""
-        if isinstance(reshard_after_forward, bool):
-            reshards = reshard_after_forward
+        reshards, inner_size = _reshards(reshard_after_forward, default=not row.keeps_gathered and name != "")
         units[name] = build.make_unit(
             name or build.ROOT,
             module,
             owned[name],
             row,
-            comms[0],
+            comms,
             reshards=reshards and row.shards_parameters,
+            inner_size=inner_size,
             policies=policies,
-            granularity=granularity,
-            ranks=ranks,
         )
+        units[name].recomputed_in = recompute.enclosing(name, recomputed)
     if accumulates_sharded is None:
-        accumulates_sharded = row.pools_gradients
-    return build.start_runtime(
+        accumulates_sharded = row.pools_gradients and not defers_replicate
+    runtime = build.start_runtime(
         model,
         build.nest(units),
         row,
         comms,
         accumulates_sharded=accumulates_sharded,
+        defers_replicate=defers_replicate,
         num_gradient_buffers=num_gradient_buffers,
     )
+    runtime.recomputed = recomputed
+    runtime.keeps = tuple(recompute_policy.save) if recompute_policy is not None else ()
+    return runtime
+
+
+def _reshards(value: str | bool | int, *, default: bool) -> tuple[bool, int | None]:  # noqa: FBT001 - as users write it
+    """Whether a unit is released after its forward, and over how many ranks it then stays sharded."""
+    if isinstance(value, str):
+        return default, None
+    return (value, None) if isinstance(value, bool) else (True, value)
 
 
 def fully_shard(
     module: nn.Module,
     *,
     mesh: dist.ProcessGroup | dist.DeviceMesh | None = None,
-    reshard_after_forward: str | bool = "auto",
+    reshard_after_forward: str | bool | int = "auto",
     mp_policy: PrecisionPolicy | None = None,
     ignored_params: Iterable[nn.Parameter] | None = None,
 ) -> nn.Module:
@@ -103,9 +117,10 @@ def fully_shard(
 
     Args:
         module: Any module with plain dense parameters on one device.
-        mesh: The ranks to shard over: a process group, a one-dimensional ``DeviceMesh``, or ``None`` for the world.
+        mesh: The ranks to shard over: a process group, a ``DeviceMesh``, or ``None`` for the world. A mesh of two
+            dimensions is (replicate, shard): hybrid sharding. The outermost call takes the mesh of those inside.
         reshard_after_forward: Release the parameters between forward and backward. ``"auto"``: yes, but not for the
-            outermost unit.
+            outermost unit. A number: keep them sharded over so many neighbouring ranks.
         mp_policy: In which dtypes this unit computes and reduces; ``None``: its own. Units below keep theirs.
         ignored_params: Must be ``None`` in this version.
 
@@ -116,6 +131,7 @@ def fully_shard(
         Compares the values over the ranks and sends rank 0's where they differ. All ranks must call, in one order.
 
     Raises:
+        MeshError: The mesh cannot be sharded over.
         PlanError: An argument is not possible here.
         StateError: A parameter is used both inside a unit made earlier and outside of it (tied weights).
     """
@@ -126,7 +142,6 @@ def fully_shard(
             "fully_shard(mp_policy=...) takes the policy of one unit, without overrides.\n"
             "  Call fully_shard on the modules that differ first, each with its policy; or use sw.parallelize."
         )
-    group = mesh.get_group() if isinstance(mesh, dist.DeviceMesh) else mesh
     children = _units_below(module)
     fresh = build.assign_parameters(module, [])[""]
     held = {
@@ -151,15 +166,20 @@ def fully_shard(
             )
     build.check_parameters(own)
     device = next((e.parameter.device for e in fresh), torch.device("cpu"))
-    comms = next(iter(children.values())).comms if children else open_comms(device, group=group)
-    synchronise(module, {id(entry.parameter) for entry in own}, comms[0], mode="warn")
-    row = PRESETS["zero3"]
-    explicit = reshard_after_forward if isinstance(reshard_after_forward, bool) else None
+    reshards, inner_size = _reshards(reshard_after_forward, default=False)
+    comms = _comms_for(mesh, device, children.values())
+    if inner_size is not None:
+        check_inner_size(inner_size, comms.gather.size)
+    synchronise(module, {id(entry.parameter) for entry in own}, comms.control, mode="warn")
+    row = PRESETS["hsdp" if comms.replicate is not None else "zero3"]
+    explicit = None if isinstance(reshard_after_forward, str) else reshards
     optimizer.install_checks()
-    policies = precision.Policies(module, mp_policy or FULL_PRECISION, comms[0].device)
+    policies = precision.Policies(module, mp_policy or FULL_PRECISION, comms.gather.device)
     policies.cast_buffers(module)
     policies.install_casts(module, [])
-    unit = build.make_unit(build.ROOT, module, own, row, comms[0], reshards=bool(explicit), policies=policies)
+    unit = build.make_unit(
+        build.ROOT, module, own, row, comms, reshards=reshards, inner_size=inner_size, policies=policies
+    )
     units: dict[str, Unit] = {"": unit}
     for path, runtime in children.items():
         runtime.remove()
@@ -179,6 +199,22 @@ def fully_shard(
     )
     _add_methods(module)
     return module
+
+
+def _comms_for(
+    mesh: dist.ProcessGroup | dist.DeviceMesh | None, device: torch.device, children: Iterable[Runtime]
+) -> Comms:
+    """The Comms of units below, or new ones over ``mesh``."""
+    place = Place.of(mesh, device)
+    below = next((runtime.comms for runtime in children), None)
+    if below is None:
+        return place.open(device, is_replicated=isinstance(mesh, dist.DeviceMesh) and mesh.ndim == 2)
+    if mesh is not None and (place.mesh.dp_replicate, place.mesh.dp_shard) != tuple(below.sizes.values()):
+        raise MeshError(
+            f"the mesh is {place.mesh}, but units below lie on {' x '.join(f'{k}={n}' for k, n in below.sizes.items())}"
+            ".\n  Give every call of sw.fully_shard on a model the same mesh."
+        )
+    return below
 
 
 def _units_below(module: nn.Module) -> dict[str, Runtime]:
@@ -236,6 +272,8 @@ def gradient_sync(model: nn.Module, is_enabled: bool) -> Iterator[None]:  # noqa
       the sum over ranks of each microbatch is divided by the number of ranks, then added.
     * accumulation ``unsharded`` (ddp, zero1): inside, no gradient is sent; each rank adds up its microbatches in
       full-size buffers, and the backward outside reduces the sums and divides them by the number of ranks.
+    * accumulation ``defer_replicate``: inside, each backward is summed over ``dp_shard`` and added to the sum of the
+      microbatches before; the backward outside also sums over ``dp_replicate`` and divides by the number of ranks.
 
     Between the first backward inside and the one outside, parameters must not change: gathered copies are reused. Sums
     that wait for their reduction are not in ``.grad``: ``zero_grad()`` does not drop them, and ``optimizer.step()`` is
@@ -270,6 +308,6 @@ def record_collectives(model: nn.Module) -> Iterator[list[CollectiveEvent]]:
     runtime = attach.runtime_of(model, "sw.record_collectives", on_shards=False)
     events: list[CollectiveEvent] = []
     with contextlib.ExitStack() as stack:
-        for comm in dict.fromkeys(runtime.comms):
+        for comm in runtime.comms:
             stack.enter_context(comm.record(events))
         yield events

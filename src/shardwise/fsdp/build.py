@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 import torch
 from torch import nn
 
-from shardwise.comm.base import Comm
+from shardwise.comm.axes import Comms
 from shardwise.comm.dtype import dtype_name
 from shardwise.fsdp import attach, torch_private
 from shardwise.fsdp.group import Group
@@ -19,7 +19,6 @@ from shardwise.fsdp.runtime import Runtime
 from shardwise.fsdp.unit import Owner, Unit
 from shardwise.fsdp.view import is_dense
 from shardwise.spec.errors import StateError
-from shardwise.spec.granularity import ELEMENT, Granularity, assign
 from shardwise.spec.layout import GroupLayout, ParamSpec
 from shardwise.spec.placement import PRESETS, Placements
 
@@ -113,18 +112,14 @@ def make_unit(
     module: nn.Module,
     owned: Sequence[OwnedParameter],
     row: Placements,
-    comm: Comm,
+    comms: Comms,
     *,
     reshards: bool,
+    inner_size: int | None = None,
     policies: Policies,
-    granularity: Granularity = ELEMENT,
-    ranks: Mapping[int, int] | None = None,
 ) -> Unit:
-    """Shard the parameters of one unit: their storage is replaced by this rank's slice.
-
-    ``ranks`` are those of :func:`assign_ranks`, with granularity ``tensor``.
-    """
-    unit = Unit(name, module, reshards=reshards)
+    """Shard the parameters of one unit: their storage is replaced by this rank's slice."""
+    unit = Unit(name, module, reshards=reshards, inner_size=inner_size)
     kinds: dict[tuple[tuple[torch.dtype, torch.dtype, torch.dtype], bool], list[OwnedParameter]] = {}
     for entry in owned:
         dtypes = policies.group_dtypes(entry.parameter, entry.uses)
@@ -134,17 +129,20 @@ def make_unit(
         # Matrices before vectors: what weight decay acts on, as a rule, is then one run (fsdp.flat).
         entries = sorted(found, key=lambda entry: entry.parameter.dim() < 2)
         specs = [_spec(entry, dtypes[0]) for entry in entries]
+        layout = GroupLayout.build(specs, comms.gather.size, dtypes=[dtype_name(dtype) for dtype in dtypes])
         # Frozen parameters of a replicated row never change: they stay whole, and nothing is sent for them.
         group_row = row if is_trainable or row.shards_parameters else PRESETS["ddp"]
-        layout = GroupLayout.build(
-            specs,
-            comm.size,
-            dtypes=[dtype_name(dtype) for dtype in dtypes],
-            granularity=granularity if group_row.shards_optimizer else ELEMENT,
-            owners=[ranks[id(entry.parameter)] for entry in entries] if ranks and group_row.shards_optimizer else None,
-        )
         shards = [entry.parameter for entry in entries]
-        group = Group(unit, layout, group_row, shards, rank=comm.rank, is_trainable=is_trainable, dtypes=dtypes)
+        group = Group(
+            unit,
+            layout,
+            group_row,
+            shards,
+            rank=comms.gather.rank,
+            num_ranks=comms.num_ranks,
+            is_trainable=is_trainable,
+            dtypes=dtypes,
+        )
         unit.groups.append(group)
         for index, entry in enumerate(entries):
             fulls[id(entry.parameter)] = (group, index)
@@ -156,24 +154,6 @@ def make_unit(
             owner.shards[attribute] = entry.parameter
     unit.owners = list(owners.values())
     return unit
-
-
-#: What a trained parameter weighs against a frozen one: itself, its gradient and two states of its optimizer.
-_TRAINED_WEIGHT = 4
-
-
-def assign_ranks(owned: Iterable[Sequence[OwnedParameter]], row: Placements, size: int) -> dict[int, int]:
-    """A rank for every parameter that will be sharded, whole, over the units: balanced over the whole model.
-
-    Returns:
-        The rank, by ``id`` of the parameter.
-    """
-    if not row.shards_optimizer:
-        return {}
-    parameters = [entry.parameter for entries in owned for entry in entries]
-    sharded = [p for p in parameters if p.requires_grad or row.shards_parameters]
-    weights = [p.nbytes * (_TRAINED_WEIGHT if p.requires_grad else 1) for p in sharded]
-    return {id(p): rank for p, rank in zip(sharded, assign(weights, size), strict=True)}
 
 
 def _spec(entry: OwnedParameter, dtype: torch.dtype) -> ParamSpec:
@@ -199,17 +179,19 @@ def start_runtime(
     root: nn.Module,
     units: Sequence[Unit],
     row: Placements,
-    comms: tuple[Comm, Comm],
+    comms: Comms,
     *,
     accumulates_sharded: bool,
+    defers_replicate: bool = False,
     num_gradient_buffers: int,
 ) -> Runtime:
     """Make the runtime of ``units`` (the root first), and attach it to their modules."""
     runtime = Runtime(
         units,
         row,
-        *comms,
+        comms,
         accumulates_sharded=accumulates_sharded,
+        defers_replicate=defers_replicate,
         num_gradient_buffers=num_gradient_buffers,
     )
     for unit in units:

@@ -29,7 +29,8 @@ def clip_grad_norm(model: nn.Module, max_norm: float) -> Tensor:
         The norm, a scalar tensor with the same value on every rank.
 
     Collective:
-        One all-reduce of one float64 where gradients are sharded. All ranks must call.
+        One all-reduce of one float64 on ``dp_shard`` where gradients are sharded: replicas hold the same. All ranks
+        must call.
 
     Raises:
         StateError: ``max_norm`` is negative or not a number, or the model is not parallelized.
@@ -51,7 +52,7 @@ def grad_norm(runtime: Runtime) -> Tensor:
     Collective:
         As :func:`clip_grad_norm`.
     """
-    device = runtime.gather_comm.device
+    device = runtime.comms.control.device
     sharded = torch.zeros(1, dtype=torch.float64, device=device)
     replicated = torch.zeros(1, dtype=torch.float64, device=device)
     dtype = torch.float32
@@ -66,7 +67,7 @@ def grad_norm(runtime: Runtime) -> Tensor:
                 wide = chunk.double()
                 total += torch.dot(wide, wide)
     if runtime.row.shards_optimizer:
-        runtime.reduce_comm.all_reduce(sharded, unit="grad_norm").wait()
+        runtime.comms.reduce.all_reduce(sharded, unit="grad_norm").wait()
     return (sharded + replicated).sqrt().to(dtype).squeeze(0)
 
 

@@ -6,8 +6,13 @@ state       where this rank's gradients are                                 leav
 empty       nowhere                                                         the first gradient: ``collect``
 local       summed in a flat full-size buffer, not reduced yet              ``reduce``
 reducing    on their way; the buffer must not be touched                    ``finish``
+partial     summed over ``dp_shard`` only (accumulation defer_replicate)    a later microbatch's ``finish``
 empty       on the shards' ``.grad``, set or added to what was there
 ==========  ==============================================================  ==============================
+
+On a mesh with ``dp_replicate`` a reduction is a chain: the sum inside the group, then the sum of what the rank holds of
+it over the groups, then one division. The second lies where ``.grad`` will be, not in a buffer that others use: it may
+travel while the next units' gradients are collected.
 
 The full-size buffer is borrowed from the pool where the row pools gradients, and the group's own where it does not
 (``ddp``, ``zero1``: there ``.grad`` lives in it, reduced in place). While ``.grad`` occupies the group's own buffer, a
@@ -23,7 +28,8 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 
-from shardwise.comm.base import Comm, Handle
+from shardwise.comm.axes import Comms
+from shardwise.comm.base import Chain, Done, Handle
 from shardwise.comm.dtype import dtype_name
 from shardwise.fsdp import torch_private
 from shardwise.fsdp.pool import GradientPool
@@ -49,7 +55,7 @@ class Gradient:
         self.layout: ReduceLayout = group.reduce_layout
         self.pool_key: Hashable = (size_class(self.layout.numel), group.reduce_dtype)
         self._is_cast = group.reduce_dtype is not group.dtype
-        self._divisors = divisors(group.layout.size, dtype_name(group.reduce_dtype))  # before and after the sum
+        self._divisors = divisors(group.num_ranks, dtype_name(group.reduce_dtype))  # before and after the sum
         self._pieces = [[p for p in self.layout.pieces if p.index == i] for i in range(len(group.shards))]
         # Of these parameters this rank owns nothing: .grad stays None, and optimizers pass over them.
         self._is_elsewhere = [
@@ -65,6 +71,8 @@ class Gradient:
         self._written = [False] * len(group.shards)  # parameter i's elements of ``_local`` are this rank's gradient
         self._used: list[bool] = []
         self._result: Tensor | None = None
+        self._partial: Tensor | None = None  # summed over dp_shard by earlier microbatches, not over dp_replicate yet
+        self._partial_store: Tensor | None = None  # where that lies if it cannot lie in ``_home``
 
     @property
     def group(self) -> Group:
@@ -74,9 +82,15 @@ class Gradient:
         return group
 
     @property
+    def _own_range(self) -> slice:
+        """Where the slice that this rank gets the sum of lies in the full-size buffer."""
+        place = self.layout.place(self.group.rank)
+        return slice(self.layout.cuts[place], self.layout.cuts[place + 1])
+
+    @property
     def is_local(self) -> bool:
-        """Gradients of this rank wait for a reduction."""
-        return self._local is not None
+        """Gradients of this rank wait for a reduction, or for the rest of one."""
+        return self._local is not None or self._partial is not None
 
     @property
     def _has_sums(self) -> bool:
@@ -177,14 +191,20 @@ class Gradient:
 
     # -- local -> reducing
 
-    def reduce(self, comm: Comm, pool: GradientPool) -> Handle:
+    def reduce(self, comms: Comms, pool: GradientPool, *, is_last: bool = True) -> Handle:
         """Complete the local gradients and issue their reduction.
 
         A missing gradient travels as -0.0, the exact identity of addition, with 0 as its flag.
 
+        Args:
+            comms: Along which axes.
+            pool: Where the buffer was borrowed.
+            is_last: Later microbatches do not add to it: the sum goes on over ``dp_replicate`` where there is one.
+
         Collective:
-            Reduce-scatter (all-reduce where the optimizer is replicated); ``(n-1)/n`` (twice that) of the padded
-            buffer is sent. All ranks must call in the same order.
+            Reduce-scatter on ``dp_shard`` (all-reduce where the optimizer is replicated); ``(n-1)/n`` (twice that) of
+            the padded buffer is sent. Then, when the handle advances, all-reduce on ``dp_replicate`` of what the rank
+            holds. All ranks must call in the same order.
         """
         group = self.group
         views = self._begin(pool)
@@ -199,22 +219,57 @@ class Gradient:
         assert self._local is not None
         buffer = self._local[: self.layout.numel]
         self._local = self._local_views = None
-        self._used, self._written = self._written, [False] * len(self._written)
+        partial, self._partial = self._partial, None
+        if partial is None:
+            self._used = self._written
+        else:
+            self._used = [before or now for before, now in zip(self._used, self._written, strict=True)]
+        self._written = [False] * len(self._written)
         before, after = self._divisors
         if before != 1:
             buffer.div_(before)
-        if not group.row.shards_optimizer:
-            self._result = buffer
-            return comm.all_reduce(buffer, unit=group.unit.name, divisor=after)
-        if group.row.pools_gradients and not self._is_cast and not self._has_sums:
-            self._make_home()
-            self._result = self._home
+        if comms.replicate is not None:
+            after = 1
+        unit, result = group.unit.name, self._landing(buffer, partial)
+        self._result = result
+        if group.row.shards_optimizer:
+            cuts = self.layout.uneven_cuts
+            inside = comms.reduce.reduce_scatter(buffer, result, unit=unit, divisor=after, cuts=cuts)
         else:
-            self._result = buffer[self.layout.slice_of(group.rank)]
-        assert self._result is not None
-        return comm.reduce_scatter(
-            buffer, self._result, unit=group.unit.name, divisor=after, cuts=self.layout.uneven_cuts
-        )
+            inside = comms.reduce.all_reduce(buffer, unit=unit, divisor=after)
+        if comms.replicate is None:
+            return inside
+        return Chain(inside, lambda: self._go_across(comms, pool, partial, is_last=is_last))
+
+    def _landing(self, buffer: Tensor, partial: Tensor | None) -> Tensor:
+        """Where the sum over ``dp_shard`` goes: straight to where ``.grad`` lives if that is free, else in place."""
+        group = self.group
+        if not group.row.shards_optimizer:
+            return buffer
+        if group.row.pools_gradients and not self._is_cast and partial is None and not self._has_sums:
+            self._make_home()
+            assert self._home is not None
+            return self._home
+        return buffer[self._own_range]
+
+    def _go_across(self, comms: Comms, pool: GradientPool, partial: Tensor | None, *, is_last: bool) -> Handle:
+        """The sum inside the group is there: add it to that of earlier microbatches, and go on over the groups."""
+        result = self._result
+        assert result is not None
+        assert comms.replicate is not None
+        if partial is not None:
+            result = partial.add_(result)
+        elif not is_last and result is not self._home:
+            if self._partial_store is None:
+                self._partial_store = torch.empty_like(result)
+            result = self._partial_store.copy_(result)
+        if result is not self._result or result is self._home:
+            self._give_back(pool)  # the sum has left the borrowed buffer
+        if not is_last:
+            self._partial, self._result = result, None
+            return Done()
+        self._result = result
+        return comms.replicate.all_reduce(result, unit=self.group.unit.name, divisor=self._divisors[1])
 
     def _make_home(self) -> None:
         if self._home is not None:
@@ -225,7 +280,7 @@ class Gradient:
         if self._own is None or self._is_cast:
             self._home = torch.zeros(layout.slice_numel(group.rank), dtype=group.dtype, device=group.device)
         else:
-            self._home = self._own[layout.slice_of(group.rank)]
+            self._home = self._own[self._own_range]
         self._home_views = group.held_views(self._home)
 
     # -- reducing -> empty
@@ -237,7 +292,8 @@ class Gradient:
         the header, on CUDA with a host synchronisation; where this rank used every parameter nothing is read.
         """
         group, result = self.group, self._result
-        assert result is not None
+        if result is None:
+            return  # it waits for the last microbatch
         self._make_home()
         assert self._home is not None
         is_home = result.data_ptr() == self._home.data_ptr()
@@ -258,16 +314,17 @@ class Gradient:
                 self._home_views[index].copy_(views[index])
             shard.grad = self._home_views[index]
         self._result = None
-        if self._borrowed is not None:
-            pool.give(self.pool_key, self._borrowed)
-            self._borrowed = None
+        self._give_back(pool)
 
     def drop(self, pool: GradientPool) -> None:
         """Forget gradients that a failed backward left behind."""
         for full in self.group.fulls:
             full.grad = None
         self._written = [False] * len(self._written)
-        self._local = self._local_views = self._result = None
+        self._local = self._local_views = self._result = self._partial = None
+        self._give_back(pool)
+
+    def _give_back(self, pool: GradientPool) -> None:
         if self._borrowed is not None:
             pool.give(self.pool_key, self._borrowed)
             self._borrowed = None

@@ -18,6 +18,7 @@ from torch import Tensor, nn
 
 from shardwise.comm.base import Comm, Done, Handle
 from shardwise.fsdp.gradient import Gradient
+from shardwise.fsdp.inner import InnerShard
 from shardwise.fsdp.pool import Slot
 from shardwise.fsdp.view import contiguous_stride, memory_order
 from shardwise.spec.errors import StateError
@@ -48,6 +49,7 @@ class Group:
         shards: Sequence[nn.Parameter],
         *,
         rank: int,
+        num_ranks: int,
         is_trainable: bool,
         dtypes: tuple[torch.dtype, torch.dtype, torch.dtype] | None = None,
     ) -> None:
@@ -55,6 +57,7 @@ class Group:
         self.layout = layout
         self.row = row
         self.rank = rank
+        self.num_ranks = num_ranks  # that gradients are summed over: on dp_shard, times the groups on dp_replicate
         self.is_trainable = is_trainable
         self.shards = list(shards)
         own = shards[0].dtype
@@ -64,6 +67,7 @@ class Group:
         self.slot: Slot | None = None
         self.replica: Tensor | None = None  # the gathered buffer, where parameters are replicated
         self.whole: Tensor | None = None  # what full_parameters shows
+        self.inner: InnerShard | None = None  # what is left between forward and backward, where that is anything
         self.epoch = -1  # the outermost forward whose parameters the gathered buffer holds
 
         self.master = self._make_master()
@@ -90,7 +94,7 @@ class Group:
         Where parameters are replicated in the master's own dtype, the master is a slice of the replica, or all of it.
         """
         layout, row = self.layout, self.row
-        own = layout.slice_of(self.rank)
+        own = slice(layout.cuts[self.rank], layout.cuts[self.rank + 1])
         if not row.shards_parameters:
             self.replica = torch.zeros(layout.numel, dtype=self.compute_dtype, device=self.device)
             self._fill(self.replica, whole=True)
@@ -168,7 +172,7 @@ class Group:
             self.gathered = self.replica
         else:
             self.gathered = slot.allocate(self.compute_dtype, self.device)[: self.layout.numel]
-        self._own_slice = self.gathered[self.layout.slice_of(self.rank)]
+        self._own_slice = self.gathered[self.layout.cuts[self.rank] : self.layout.cuts[self.rank + 1]]
         storage = self.gathered.untyped_storage()
         is_new = not self.fulls
         for index, (spec, offset) in enumerate(zip(self.layout.params, self.layout.offsets, strict=True)):

@@ -53,7 +53,8 @@ class Slot:
 class SlotPool:
     """The slots of a model: ``slots_per_class`` for each (depth, size class, dtype, trainable), dealt out in turn.
 
-    Depth is in the key so that a unit never shares a slot with one that encloses it: both are live at once.
+    Depth is in the key so that a unit never shares a slot with one that encloses it: both are live at once. So are the
+    units in a recomputed module: a class has at least as many slots as such a module has groups of it.
     """
 
     def __init__(self, slots_per_class: int = SLOTS_PER_CLASS) -> None:
@@ -61,7 +62,12 @@ class SlotPool:
         self.slots: list[Slot] = []
         self.num_grown = 0
         self._classes: dict[Hashable, list[Slot]] = {}
+        self._limits: dict[Hashable, int] = {}
         self._dealt: dict[Hashable, int] = {}
+
+    def reserve(self, key: Hashable, count: int) -> None:
+        """See to it that ``count`` groups that are assigned one after the other have slots of their own."""
+        self._limits[key] = max(count, self._limits.get(key, self.slots_per_class))
 
     def assign(self, key: Hashable, numel: int, *, is_shared: bool) -> Slot:
         """The slot for a group of ``numel`` gathered elements; its own one unless ``is_shared``."""
@@ -70,9 +76,10 @@ class SlotPool:
         turn = self._dealt.get(key, 0)
         self._dealt[key] = turn + 1
         slots = self._classes.setdefault(key, [])
-        if len(slots) < self.slots_per_class:
+        limit = self._limits.get(key, self.slots_per_class)
+        if len(slots) < limit:
             slots.append(self._new(0))
-        slot = slots[turn % self.slots_per_class]
+        slot = slots[turn % limit]
         slot.numel = max(slot.numel, numel)
         slot.members += 1
         return slot

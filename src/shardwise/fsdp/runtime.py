@@ -19,8 +19,8 @@ from __future__ import annotations
 import sys
 import threading
 import weakref
-from collections import defaultdict, deque
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections import Counter, defaultdict, deque
+from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import fields, is_dataclass
 from types import ModuleType
 from typing import Any
@@ -28,12 +28,14 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from shardwise.comm.base import Comm, Handle
+from shardwise.comm.axes import Comms
+from shardwise.comm.base import Handle
 from shardwise.fsdp import debug, torch_private
 from shardwise.fsdp.attach import Uncopyable
 from shardwise.fsdp.buffers import BufferSync
 from shardwise.fsdp.gradient import EAGER_NUMEL
 from shardwise.fsdp.group import Group
+from shardwise.fsdp.inner import InnerShard
 from shardwise.fsdp.pool import GradientPool, SlotPool
 from shardwise.fsdp.saved import SavedTensorGuard
 from shardwise.fsdp.unit import State, Unit
@@ -53,9 +55,10 @@ class Runtime:
     Args:
         units: The units, outermost first; ``units[0]`` is the root.
         row: Placements of the strategy.
-        gather_comm: Carries the gathers.
-        reduce_comm: Carries the reductions.
+        comms: Carry gathers and reductions.
         accumulates_sharded: Reduce every backward, also inside ``gradient_sync(model, False)``.
+        defers_replicate: Reduce every backward inside its group of ``dp_shard``; inside ``gradient_sync(model, False)``
+            not over ``dp_replicate``.
         num_gradient_buffers: Full-size gradient buffers per size class.
     """
 
@@ -63,19 +66,21 @@ class Runtime:
         self,
         units: Sequence[Unit],
         row: Placements,
-        gather_comm: Comm,
-        reduce_comm: Comm,
+        comms: Comms,
         *,
         accumulates_sharded: bool,
+        defers_replicate: bool = False,
         num_gradient_buffers: int = 2,
     ) -> None:
         self.units = list(units)
         self.row = row
-        self.gather_comm = gather_comm
-        self.reduce_comm = reduce_comm
+        self.comms = comms
         self.accumulates_sharded = accumulates_sharded
+        self.defers_replicate = defers_replicate
         self.syncs_gradients = True
         self.buffers: BufferSync | None = None  # keeps the model's buffers equal over the ranks
+        self.recomputed: tuple[str, ...] = ()  # names of the modules whose forward is run again in backward ...
+        self.keeps: tuple[str, ...] = ()  # ... and the operators whose outputs are kept in them all the same
         self.slots = SlotPool()
         self.gradients = GradientPool(num_gradient_buffers, self._drain_one)
         # One order for each entry: the module through which a forward comes in, or came in that is now run backward.
@@ -113,15 +118,17 @@ class Runtime:
             unit.index = index
             unit.runtime = me
         self._relate()
-        slots = {
-            group: self._slot_of(unit, group)
-            for unit in self.units
-            for group in unit.groups
-            if group.row.shards_parameters
-        }
+        gathered = [(unit, group) for unit in self.units for group in unit.groups if group.row.shards_parameters]
+        together = Counter((_slot_key(unit, group), unit.recomputed_in) for unit, group in gathered)
+        for (key, place), count in together.items():
+            if place is not None:
+                self.slots.reserve(key, count)
+        slots = {group: self._slot_of(unit, group) for unit, group in gathered}
         for unit in self.units:
             for group in unit.groups:
                 group.use_slot(slots.get(group))
+                if unit.inner_size is not None:
+                    group.inner = InnerShard(group.gathered, group.layout, self.comms.inner_comm(unit.inner_size))
                 if group.layout.params:
                     self.gradients.announce(group.gradient.pool_key, group.reduce_layout.numel)
                 for index, full in enumerate(group.fulls):
@@ -143,9 +150,8 @@ class Runtime:
             unit.family |= below
 
     def _slot_of(self, unit: Unit, group: Group) -> Any:
-        numel = group.layout.numel
-        key = (unit.depth, size_class(numel), group.compute_dtype, group.is_trainable)
-        return self.slots.assign(key, numel, is_shared=unit.reshards_after_forward and unit.depth > 0)
+        is_shared = unit.reshards_after_forward and unit.depth > 0
+        return self.slots.assign(_slot_key(unit, group), group.layout.numel, is_shared=is_shared)
 
     def _install(self, unit: Unit) -> None:
         module = unit.module()
@@ -158,11 +164,6 @@ class Runtime:
         for hook in self._hooks:
             hook.remove()
         self._hooks.clear()
-
-    @property
-    def comms(self) -> tuple[Comm, Comm]:
-        """The Comms for gathers and for reductions."""
-        return self.gather_comm, self.reduce_comm
 
     @property
     def groups(self) -> Iterator[Group]:
@@ -326,6 +327,10 @@ class Runtime:
                 return
             if self._trains and self._order.is_last(unit.index):
                 return  # backward needs it first
+        if self._trains:
+            for group in unit.groups:
+                if group.inner is not None:
+                    group.inner.keep(group.gathered, self._epoch)
         self._reshard(unit)
 
     def _attach(self, unit: Unit, output: object, since: int, *, is_counted: bool = True) -> None:
@@ -369,7 +374,10 @@ class Runtime:
                 continue
             if group.slot is not None and group.slot.owner is not group:
                 self._claim(group)
-            unit.handles.append(group.gather(self.gather_comm))
+            if group.inner is not None and group.inner.epoch == self._epoch:
+                unit.handles.append(group.inner.gather(group.gathered, unit=unit.name))
+            else:
+                unit.handles.append(group.gather(self.comms.gather))
             group.epoch = self._epoch
         unit.move_to(State.UNSHARDING)
 
@@ -527,11 +535,12 @@ class Runtime:
         """Release a unit that backward has left, and issue the reduction of its gradients.
 
         Collective:
-            Reduce-scatter or all-reduce of each trained group, where this backward synchronises.
+            Reduce-scatter or all-reduce of each trained group on ``dp_shard``, where this backward synchronises; on
+            ``dp_replicate`` those of the unit before.
         """
         if unit in self._entered:
             self._entered.remove(unit)
-        reduces = self.syncs_gradients or self.accumulates_sharded
+        reduces = self.syncs_gradients or self.accumulates_sharded or self.defers_replicate
         trained = [group for group in unit.groups if group.wants_gradients]
         for group in trained:
             group.gradient.collect(self.gradients)
@@ -541,12 +550,20 @@ class Runtime:
         if not (reduces and trained):
             return
         unit.move_to(State.REDUCING)
-        # The reduction before this one had a whole unit's backward to travel: finishing it first costs no time that
-        # could be measured, and its receive buffers serve again.
-        while self._reducing:
-            self._drain_one()
+        # The reductions before this one had a whole unit's backward to travel: moving them on first costs no time that
+        # could be measured, and their receive buffers serve again.
+        self._move_on()
+        is_last = self.syncs_gradients or not self.defers_replicate
         for group in trained:
-            self._reducing.append((unit, group, group.gradient.reduce(self.reduce_comm, self.gradients)))
+            handle = group.gradient.reduce(self.comms, self.gradients, is_last=is_last)
+            self._reducing.append((unit, group, handle))
+
+    def _move_on(self) -> None:
+        """Begin the next phase of every reduction under way, oldest first; finish those that have come to their end."""
+        for entry in tuple(self._reducing):
+            has_more = entry[2].advance()
+            if not has_more and entry is self._reducing[0]:
+                self._drain_one()
 
     def _drain_one(self) -> bool:
         """Finish the oldest reduction under way. Returns False if there is none."""
@@ -566,8 +583,8 @@ class Runtime:
         for unit in reversed(self._entered.copy()):
             self._finalise(unit)
         self._finish_strays()
-        while self._drain_one():
-            pass
+        while self._reducing:
+            self._move_on()
         for unit in self.units:
             if unit.state is State.UNSHARDING:
                 self._wait(unit)
@@ -660,6 +677,10 @@ class Runtime:
                 " lost.\n"
                 "  Call zero_grad() and begin the step again."
             )
+
+
+def _slot_key(unit: Unit, group: Group) -> Hashable:
+    return unit.depth, size_class(group.layout.numel), group.compute_dtype, group.is_trainable
 
 
 class _Call:

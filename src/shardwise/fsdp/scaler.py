@@ -75,8 +75,8 @@ class GradScaler(torch.amp.GradScaler):
             total += value.to(total.device)
         for runtime in runtimes:
             if runtime.row.shards_optimizer:  # else every rank has looked at the same gradients
-                shared = total.to(runtime.reduce_comm.device)
-                runtime.reduce_comm.all_reduce(shared, unit="found_inf").wait()
+                shared = total.to(runtime.comms.reduce.device)
+                runtime.comms.reduce.all_reduce(shared, unit="found_inf").wait()
                 total = shared.to(total.device)
         return {found_inf.device: total.squeeze(0)}  # also on a rank that owns no gradient
 

@@ -31,12 +31,14 @@ def full_state_dict(model: nn.Module) -> dict[str, Any]:
         The whole of it on rank 0, ``{}`` elsewhere.
 
     Collective:
-        One gather to rank 0 per group, unit by unit: every other rank sends its shards once. Besides the result, rank 0
-        holds one group at a time. All ranks must call.
+        One gather to rank 0 per group, unit by unit: every other rank that shares its ``dp_shard`` sends its shards
+        once. Besides the result, rank 0 holds one group at a time. All ranks must call.
     """
     runtime = attach.runtime_of(model, "sw.full_state_dict")
     runtime.sync_buffers()
-    is_root = runtime.gather_comm.rank == 0
+    if runtime.comms.replica:
+        return {}
+    is_root = runtime.comms.gather.rank == 0
     whole: dict[int, Tensor] = {}
     for group in runtime.groups:
         flat = gather_to_root(runtime, group)
@@ -62,7 +64,9 @@ def _taken(tensor: Tensor, copies: Collection[int]) -> Tensor:
 
 def gather_to_root(runtime: Runtime, group: Group) -> Tensor | None:
     """The group's flat parameters on rank 0 (padding included), ``None`` elsewhere."""
-    comm = runtime.gather_comm
+    if runtime.comms.replica:
+        return None
+    comm = runtime.comms.gather
     if not group.row.shards_optimizer:
         return group.master if comm.rank == 0 else None
     out = None
@@ -102,16 +106,16 @@ def load_full_state_dict(model: nn.Module, state: Mapping[str, Any], *, strict: 
         strict: Refuse missing and unexpected names.
 
     Collective:
-        A verdict of rank 0, then one scatter (broadcast where whole parameters are held) per group, one broadcast per
-        buffer, and the modules' extra state as JSON. Besides ``state``, rank 0 holds one group at a time. All ranks
-        must call.
+        A verdict of rank 0, then one scatter (broadcast where whole parameters are held) per group, and a broadcast on
+        ``dp_replicate`` where there are replicas, one broadcast per buffer, and the modules' extra state as JSON.
+        Besides ``state``, rank 0 holds one group at a time. All ranks must call.
 
     Raises:
         StateError: Names are missing or unexpected, shapes differ, or extra state is none that JSON holds; on all
             ranks, and nothing is loaded.
     """
     runtime = attach.runtime_of(model, "sw.load_full_state_dict")
-    comm = runtime.gather_comm
+    comm = runtime.comms.control
     buffers = _buffers(model)
     problems = _misfits(model, runtime, buffers, state, strict=strict) if comm.rank == 0 else []
     verdict = all_gather_json(comm, problems)[0]
@@ -190,9 +194,8 @@ def _misfits(
 
 
 def _load_group(runtime: Runtime, group: Group, state: Mapping[str, Any]) -> None:
-    comm = runtime.gather_comm
     flat = None
-    if comm.rank == 0:
+    if runtime.comms.control.rank == 0:
         flat = torch.zeros(group.layout.numel, dtype=group.dtype, device=group.device)
         for spec, offset in zip(group.layout.params, group.layout.offsets, strict=True):
             value = _value(state, spec)
@@ -220,14 +223,17 @@ def _put(flat: Tensor, spec: Any, offset: int, value: Tensor) -> None:
 
 def send_group(runtime: Runtime, group: Group, flat: Tensor | None) -> None:
     """Replace the group's parameters on every rank by rank 0's ``flat`` (padding included; ``None`` elsewhere)."""
-    comm = runtime.gather_comm
+    comms, unit, cuts = runtime.comms, group.unit.name, group.layout.uneven_cuts
     with torch.no_grad():
-        if group.row.shards_optimizer:
-            comm.scatter(flat, group.master, root=0, unit=group.unit.name, cuts=group.layout.uneven_cuts).wait()
+        if not group.row.shards_optimizer:
+            if flat is not None:
+                group.master.copy_(flat)
+            comms.control.broadcast(group.master, root=0, unit=unit).wait()
             return
-        if flat is not None:
-            group.master.copy_(flat)
-        comm.broadcast(group.master, root=0, unit=group.unit.name).wait()
+        if comms.replica == 0:
+            comms.gather.scatter(flat, group.master, root=0, unit=unit, cuts=cuts).wait()
+        if comms.replicate is not None:
+            comms.replicate.broadcast(group.master, root=0, unit=unit).wait()
 
 
 def _extra_state(state: Mapping[str, Any]) -> dict[str, Any]:
@@ -265,6 +271,8 @@ def _is_elementwise(key: str, value: object, held: Tensor) -> bool:
 def owned_extents(model: nn.Module, optimizer: torch.optim.Optimizer | None = None) -> list[tuple[Extent, Tensor]]:
     """What this rank writes to a checkpoint: ranges that cover every element exactly once over the ranks.
 
+    Of the groups along ``dp_replicate``, which hold the same, the first writes.
+
     Parameters by name, buffers as ``buffer/<name>`` (rank 0's), optimizer state as
     ``optimizer/<parameter name>/<key>``; per-parameter scalars of the optimizer (``step``) are rank 0's, or the only
     holder's, and travel in :func:`optimizer_scalars`.
@@ -272,7 +280,9 @@ def owned_extents(model: nn.Module, optimizer: torch.optim.Optimizer | None = No
     Every tensor is a flat view of live memory: copy before changing the model.
     """
     runtime = attach.runtime_of(model, "sw.save")
-    rank = runtime.gather_comm.rank
+    if runtime.comms.replica:
+        return []
+    rank = runtime.comms.gather.rank
     found: list[tuple[Extent, Tensor]] = []
     states = states_by_name(optimizer) if optimizer is not None else {}
     for group in runtime.groups:
@@ -436,6 +446,6 @@ def optimizer_scalars(model: nn.Module, optimizer: torch.optim.Optimizer) -> dic
             if scalars:
                 mine[spec.name] = scalars
     merged: dict[str, dict[str, float]] = {}
-    for part in all_gather_json(runtime.gather_comm, mine):
+    for part in all_gather_json(runtime.comms.control, mine):
         merged |= part
     return merged

@@ -12,9 +12,7 @@ from shardwise.fsdp import attach
 from shardwise.fsdp.runtime import Runtime
 from shardwise.fsdp.unit import Unit
 from shardwise.spec.buffers import held_bytes, sync_trace
-from shardwise.spec.footprint import Footprint, GroupShape, footprint
-from shardwise.spec.granularity import ELEMENT
-from shardwise.spec.layout import rank_bytes
+from shardwise.spec.footprint import Footprint, GroupShape, Replicas, footprint
 from shardwise.spec.trace import Collective, UnitShape, step_trace
 
 
@@ -47,6 +45,7 @@ class UnitSummary:
     type_name: str
     depth: int
     reshards_after_forward: bool
+    inner_size: int | None
     groups: tuple[GroupSummary, ...]
 
 
@@ -56,30 +55,30 @@ class Summary:
 
     Attributes:
         units: Outermost first.
-        rank, world_size: Of the data-parallel axis.
+        rank, world_size: Of the data-parallel axes together.
+        mesh: Their sizes.
         placements: Of parameters, gradients and optimizer state.
-        granularity: What no cut divides.
-        imbalance: Sharded bytes of the fullest rank over the mean of all ranks; 1 where nothing is sharded.
-        num_idle_ranks: Ranks that own none of what is sharded.
         footprint: Bytes on this rank by category.
         num_slots, num_grown_slots: The pool, and how many slots it had to add because units were live at once.
         forward_order, backward_order: Names of the units as they are gathered; empty before the first step.
         buffers: How the model's buffers are kept equal over the ranks.
+        recomputed: Names of the modules whose forward is run again in backward.
+        keeps: Operators whose outputs are kept in them all the same, by name or family.
     """
 
     units: tuple[UnitSummary, ...]
     rank: int
     world_size: int
+    mesh: dict[str, int]
     placements: str
-    granularity: str
-    imbalance: float
-    num_idle_ranks: int
     footprint: Footprint
     num_slots: int
     num_grown_slots: int
     forward_order: tuple[str, ...]
     backward_order: tuple[str, ...]
     buffers: str
+    recomputed: tuple[str, ...] = ()
+    keeps: tuple[str, ...] = ()
 
     @property
     def num_parameters(self) -> int:
@@ -87,11 +86,19 @@ class Summary:
         shapes = [shape for unit in self.units for group in unit.groups for _, shape, _ in group.parameters]
         return sum(_numel(shape) for shape in shapes)
 
+    @property
+    def _groups(self) -> str:
+        """How the ranks are grouped, where they are."""
+        replicas = self.mesh["dp_replicate"]
+        if replicas == 1:
+            return ""
+        return f", {replicas} groups (dp_replicate) of {self.mesh['dp_shard']} (dp_shard)"
+
     def __str__(self) -> str:
         lines = [
             (
                 f"{self.num_parameters:,} parameters in {len(self.units)} units on {self.world_size} ranks"
-                f" (this is rank {self.rank}); {self.placements}"
+                f"{self._groups} (this is rank {self.rank}); {self.placements}"
             ),
             f"{'unit':<28}{'class':<20}{'params':>14}{'this rank':>14}{'padding':>9}  dtype, slot",
         ]
@@ -106,15 +113,17 @@ class Summary:
                 lines.append(
                     f"{name:<28}{unit.type_name:<20}{numel:>14,}{held:>14,}{padding:>9}  {group.dtypes}{frozen}, {slot}"
                     + ("" if unit.reshards_after_forward or group.slot is None else ", kept after forward")
+                    + ("" if unit.inner_size is None else f", then over {unit.inner_size} ranks")
                 )
             if not unit.groups:
                 lines.append(f"{'  ' * unit.depth + unit.name:<28}{unit.type_name:<20}{0:>14}{0:>14}{'':>9}  -")
-        idle = f"; {self.num_idle_ranks} of {self.world_size} ranks own nothing" if self.num_idle_ranks else ""
-        lines.append(f"cut by {self.granularity}: the fullest rank owns {self.imbalance:.3f} times the mean{idle}")
         lines.append(f"bytes on this rank: {self.footprint}")
         grown = f", {self.num_grown_slots} of them because more units were live at once" if self.num_grown_slots else ""
         lines.append(f"pool: {self.num_slots} slots for gathered parameters{grown}")
         lines.append(f"buffers: {self.buffers}")
+        if self.recomputed:
+            kept = f", but for what {', '.join(self.keeps)} give" if self.keeps else ""
+            lines.append(f"recomputed in backward: {' '.join(self.recomputed)}{kept}")
         if self.forward_order:
             lines.append(f"gathered in forward:  {' '.join(self.forward_order)}")
         if self.backward_order:
@@ -131,22 +140,20 @@ def summary(model: nn.Module) -> Summary:
         None: every rank knows its own.
     """
     runtime = attach.runtime_of(model, "sw.summary", on_shards=False)
-    sharded = [group.layout for group in runtime.groups if group.row.shards_optimizer and group.layout.logical_numel]
-    owned = rank_bytes(sharded)
     return Summary(
         units=tuple(_unit(runtime, unit) for unit in runtime.units),
-        rank=runtime.gather_comm.rank,
-        world_size=runtime.gather_comm.size,
+        rank=runtime.comms.control.rank,
+        world_size=runtime.comms.num_ranks,
+        mesh=runtime.comms.sizes,
         placements=runtime.row.describe(),
-        granularity=str(sharded[0].granularity if sharded else ELEMENT),
-        imbalance=max(owned) * len(owned) / sum(owned) if owned else 1.0,
-        num_idle_ranks=owned.count(0),
         footprint=predict(runtime),
         num_slots=len(runtime.slots.slots),
         num_grown_slots=runtime.slots.num_grown,
         forward_order=tuple(runtime.units[i].name for i in runtime.forward_order.units),
         backward_order=tuple(runtime.units[i].name for i in runtime.backward_order.units),
         buffers=str(runtime.buffers) if runtime.buffers is not None else "not synchronised",
+        recomputed=runtime.recomputed,
+        keeps=runtime.keeps,
     )
 
 
@@ -163,6 +170,8 @@ def group_shapes(runtime: Runtime) -> list[GroupShape]:
             compute_dtype=dtype_name(group.compute_dtype),
             reduce_dtype=dtype_name(group.reduce_dtype),
             flat_kinds=group.flat_kinds,
+            recomputed_in=unit.recomputed_in,
+            inner_size=unit.inner_size or 0,
         )
         for unit in runtime.units
         for group in unit.groups
@@ -173,20 +182,28 @@ def predict(runtime: Runtime, *, optimizer_tensors: int = 2) -> Footprint:
     """The closed-form bytes of this rank, from the layouts alone."""
     held = footprint(
         group_shapes(runtime),
-        rank=runtime.gather_comm.rank,
+        rank=runtime.comms.gather.rank,
         backward_order=runtime.backward_order.units or None,
         num_gradient_buffers=runtime.gradients.limit,
         optimizer_tensors=optimizer_tensors,
-        has_receive_buffers=runtime.gather_comm.device.type == "cpu",
+        has_receive_buffers=runtime.comms.gather.device.type == "cpu",
+        replicas=_replicas(runtime),
     )
     return dataclasses.replace(held, reduce=held.reduce + _message_bytes(runtime))
 
 
 def _message_bytes(runtime: Runtime) -> int:
     """Bytes held for the model's buffers to be sent in."""
-    comm = runtime.gather_comm
+    comm = runtime.comms.control
     messages = runtime.buffers.messages() if runtime.buffers is not None else []
     return held_bytes(messages, rank=comm.rank, size=comm.size, has_receive_buffers=comm.device.type == "cpu")
+
+
+def _replicas(runtime: Runtime) -> Replicas | None:
+    comms = runtime.comms
+    if comms.replicate is None:
+        return None
+    return Replicas(comms.num_replicas, comms.replica, is_deferred=runtime.defers_replicate)
 
 
 def predict_trace(
@@ -198,14 +215,19 @@ def predict_trace(
         shapes.setdefault(shape.unit, []).append(shape)
     is_due = is_first_of_window and runtime.buffers is not None and runtime.buffers.is_due
     messages = runtime.buffers.messages() if is_due and runtime.buffers is not None else []
-    before = sync_trace(messages, rank=runtime.gather_comm.rank, size=runtime.gather_comm.size)
+    control = runtime.comms.control
+    before = sync_trace(messages, rank=control.rank, size=control.size, axis=control.axis)
     return before + step_trace(
-        {unit.index: UnitShape(unit.name, unit.family, shapes.get(unit.index, [])) for unit in runtime.units},
-        rank=runtime.gather_comm.rank,
+        {
+            unit.index: UnitShape(unit.name, unit.family, shapes.get(unit.index, []), unit.recomputed_in)
+            for unit in runtime.units
+        },
+        rank=runtime.comms.gather.rank,
         forward_order=runtime.forward_order.units or [unit.index for unit in runtime.units],
         backward_order=runtime.backward_order.units,
         is_synchronising=is_synchronising,
         is_first_of_window=is_first_of_window,
+        replicas=_replicas(runtime),
     )
 
 
@@ -229,7 +251,9 @@ def _unit(runtime: Runtime, unit: Unit) -> UnitSummary:
                 slot=slots.get(id(group.slot)) if group.slot is not None else None,
             )
         )
-    return UnitSummary(unit.name, unit.type_name, unit.depth, unit.reshards_after_forward, tuple(groups))
+    return UnitSummary(
+        unit.name, unit.type_name, unit.depth, unit.reshards_after_forward, unit.inner_size, tuple(groups)
+    )
 
 
 def _numel(shape: tuple[int, ...]) -> int:

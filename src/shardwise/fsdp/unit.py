@@ -86,7 +86,7 @@ class Owner:
 class Unit:
     """Bookkeeping of one unit; what it does is in ``runtime`` and ``group``."""
 
-    def __init__(self, name: str, module: nn.Module, *, reshards: bool) -> None:
+    def __init__(self, name: str, module: nn.Module, *, reshards: bool, inner_size: int | None = None) -> None:
         self.name = name
         self.module = weakref.ref(module)
         self.type_name = type(module).__name__
@@ -100,6 +100,8 @@ class Unit:
         #: Forward pre-hooks that are there only while the unit is sharded: (the module's hooks, the guard).
         self.guards: list[tuple[MutableMapping[int, Callable[..., object]], Callable[..., object]]] = []
         self.reshards_after_forward = reshards
+        self.recomputed_in: str | None = None  # a module around it whose forward is run again in backward
+        self.inner_size = inner_size if reshards else None  # it then stays sharded over so many ranks of dp_shard
         self.reshards_if_nested: bool | None = None  # what fully_shard was told; None: as its place in the tree says
         self.state = State.SHARDED
         self.handles: list[Handle] = []

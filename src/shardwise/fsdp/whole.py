@@ -82,7 +82,7 @@ def full_parameters(
         raise
     problems = [problem for each in shown for problem in each.problems()]
     if writeback and fresh:
-        problems = [p for found in all_gather_json(fresh[0][0].gather_comm, problems) for p in found]
+        problems = [p for found in all_gather_json(fresh[0][0].comms.control, problems) for p in found]
     wholes = _close(fresh, shown, keeps=writeback and not problems)
     if problems:
         raise StateError(
@@ -91,7 +91,7 @@ def full_parameters(
         )
     if writeback:
         for each, whole in zip(shown, wholes, strict=True):
-            send_group(each.runtime, each.group, whole if each.runtime.gather_comm.rank == 0 else None)
+            send_group(each.runtime, each.group, whole if each.runtime.comms.control.rank == 0 else None)
     for runtime in {id(runtime): runtime for runtime, _ in fresh}.values():
         if writeback or mode.has_computed:
             runtime.invalidate()
@@ -175,20 +175,20 @@ class _Shown:
 
     def _gather(self, *, to_root: bool) -> Tensor | None:
         """The whole group in its master's dtype; ``None`` on ranks that are not to see it."""
-        group, comm = self.group, self.runtime.gather_comm
+        group, comm = self.group, self.runtime.comms.gather
         if group.replica is not None and not group.is_cast:
             # Other ranks may see it as well, and a gather to one would leave their replicas behind.
             if group.row.shards_optimizer:
-                comm.all_gather(group.replica, unit=group.unit.name, cuts=group.layout.uneven_cuts).wait()
-            return group.replica if comm.rank == 0 or not to_root else None
+                comm.all_gather(group.replica, unit=group.unit.name).wait()
+            return group.replica if self.runtime.comms.control.rank == 0 or not to_root else None
         if to_root:
             whole = gather_to_root(self.runtime, group)
             return whole.clone() if whole is group.master else whole
         if not group.row.shards_optimizer:
             return group.master.clone()
         whole = torch.empty(group.layout.numel, dtype=group.dtype, device=comm.device)
-        whole[group.layout.slice_of(comm.rank)].copy_(group.master)
-        comm.all_gather(whole, unit=group.unit.name, cuts=group.layout.uneven_cuts).wait()
+        whole.view(comm.size, -1)[comm.rank].copy_(group.master)
+        comm.all_gather(whole, unit=group.unit.name).wait()
         return whole
 
     def problems(self) -> list[str]:

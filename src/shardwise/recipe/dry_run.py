@@ -3,14 +3,15 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from shardwise.comm.base import CollectiveEvent, Comm
+from shardwise.comm.axes import Comms, lay_out
+from shardwise.comm.base import CollectiveEvent
 from shardwise.comm.record import RecordComm
 from shardwise.fsdp import attach
 from shardwise.fsdp.api import record_collectives
@@ -130,7 +131,8 @@ def dry_run(
     check_fresh(model)
     count = sum(parameter.numel() for parameter in model.parameters())
     inputs = without_values(batch) if batch is not None else _default_batch(model)
-    apply_plan(model, plan, find_units(model, plan.wrap_policy), record_comms(mesh, rank, receives=not is_cuda))
+    comms = record_comms(mesh, rank, receives=not is_cuda, is_replicated=plan.is_replicated)
+    apply_plan(model, plan, find_units(model, plan.wrap_policy), comms)
     runtime = attach.runtime_of(model, "sw.dry_run")
     stepper = make_optimizer(model.parameters())
 
@@ -152,13 +154,13 @@ def dry_run(
     return DryRun(events, sum(held.values()), held, rank, world_size, strategy, count)
 
 
-def record_comms(mesh: Mesh, rank: int, *, receives: bool) -> tuple[Comm, Comm]:
-    """The Comms of ``rank`` on ``mesh``, for gathers and for reductions, that record and move nothing."""
-    place = mesh.coordinate(rank)["dp_shard"]
-    gather, reduce = (
-        RecordComm("dp_shard", rank=place, size=mesh.dp_shard, device="meta", receives=receives) for _ in range(2)
-    )
-    return gather, reduce
+def record_comms(mesh: Mesh, rank: int, *, receives: bool, is_replicated: bool = False) -> Comms:
+    """The Comms of ``rank`` on ``mesh`` that record and move nothing."""
+
+    def open_axis(axis: str, _purpose: str, ranks: Sequence[int]) -> RecordComm:
+        return RecordComm(axis, rank=ranks.index(rank), size=len(ranks), device="meta", receives=receives)
+
+    return lay_out(mesh, rank, open_axis, is_replicated=is_replicated)
 
 
 def _optimizer_factory(optimizer: str | OptimizerFactory) -> OptimizerFactory:
@@ -211,7 +213,8 @@ def _held_bytes(runtime: Runtime, optimizer: torch.optim.Optimizer) -> dict[str,
         "parameters": take(tensor for group in groups for tensor in (group.master, group.replica)),
         "gradients": take(tensor for group in groups for tensor in group.gradient.held_buffers),
         "optimizer": take(state),
-        "gathered": take(slot.buffer for slot in runtime.slots.slots),
+        "gathered": take(slot.buffer for slot in runtime.slots.slots)
+        + take(group.inner.buffer for group in groups if group.inner is not None),
         "reduce": runtime.gradients.total_bytes
         + sum(comm.held_bytes for comm in runtime.comms if isinstance(comm, RecordComm)),
     }

@@ -7,9 +7,10 @@ from collections.abc import Mapping
 import torch
 from torch import nn
 
-from shardwise.comm.base import Comm
-from shardwise.comm.open import join_world, open_comms
-from shardwise.fsdp import build
+from shardwise.comm.axes import Comms
+from shardwise.comm.launch import ranks_per_machine
+from shardwise.comm.open import Place, join_world
+from shardwise.fsdp import build, recompute
 from shardwise.fsdp.api import shard_model
 from shardwise.fsdp.attach import attachment_of
 from shardwise.fsdp.buffers import BufferSync
@@ -18,6 +19,7 @@ from shardwise.fsdp.sync import synchronise
 from shardwise.fsdp.wrap import find_units
 from shardwise.recipe.generation import keep_in_step
 from shardwise.spec.errors import PlanError, StateError
+from shardwise.spec.mesh import Mesh
 from shardwise.spec.placement import canonical_name
 from shardwise.spec.plan import ParallelPlan
 
@@ -49,14 +51,16 @@ def parallelize(model: nn.Module, plan: ParallelPlan | None = None) -> nn.Module
     _tell_alias(plan.strategy)
     check_plan(plan)
     units = find_units(model, plan.wrap_policy)
+    recompute.find(model, units, plan.recompute)  # what it refuses is refused before anyone is met
     device = _device(model)
-    group = join_world(device)
-    plan.mesh(group.size())
-    comms = open_comms(device)
+    size = join_world(device).size()
+    mesh = plan.mesh(size, ranks_per_machine(size))
+    _tell_mesh(plan, mesh)
+    comms = Place(mesh).open(device, is_replicated=plan.is_replicated)
     owned = build.assign_parameters(model, units)
     names = {unit or build.ROOT: [entry.names[0] for entry in entries] for unit, entries in owned.items()}
     names["buffers"] = [name for name, _ in model.named_buffers()]
-    synchronise(model, None, comms[0], mode=plan.sync, groups=names)
+    synchronise(model, None, comms.control, mode=plan.sync, groups=names)
     apply_plan(model, plan, units, comms)
     return model
 
@@ -82,19 +86,18 @@ def check_plan(plan: ParallelPlan) -> None:
     Raises:
         PlanError: ``reshard_after_forward`` was given for a strategy that keeps parameters whole.
     """
-    if isinstance(plan.reshard_after_forward, bool) and not plan.placements.shards_parameters:
+    if plan.reshard_after_forward != "auto" and not plan.placements.shards_parameters:
         raise PlanError(
             f"reshard_after_forward={plan.reshard_after_forward} has no meaning for strategy {plan.strategy!r}:"
             " it keeps parameters whole.\n  Leave it at 'auto', or use zero3 or shard_grad_op."
         )
 
 
-def apply_plan(model: nn.Module, plan: ParallelPlan, units: Mapping[str, nn.Module], comms: tuple[Comm, Comm]) -> None:
+def apply_plan(model: nn.Module, plan: ParallelPlan, units: Mapping[str, nn.Module], comms: Comms) -> None:
     """Everything in :func:`parallelize` that is done after the ranks have met and agreed on the model.
 
     Talks to nobody, so that a dry run can pass ``comms`` without peers.
     """
-    accumulates_sharded = None if plan.accumulation == "auto" else plan.accumulation == "sharded"
     runtime = shard_model(
         model,
         units,
@@ -102,11 +105,12 @@ def apply_plan(model: nn.Module, plan: ParallelPlan, units: Mapping[str, nn.Modu
         comms,
         policy=plan.precision,
         reshard_after_forward=plan.reshard_after_forward,
-        granularity=plan.cut_granularity,
-        accumulates_sharded=accumulates_sharded,
+        accumulates_sharded=plan.accumulation == "sharded" if plan.accumulation in {"sharded", "unsharded"} else None,
+        defers_replicate=plan.accumulation == "defer_replicate",
+        recompute_policy=plan.recompute,
     )
-    runtime.buffers = BufferSync(model, plan.sync_buffers, comms[0])
-    if comms[0].size > 1:
+    runtime.buffers = BufferSync(model, plan.sync_buffers, comms.control)
+    if comms.num_ranks > 1:
         keep_in_step(model)
 
 
@@ -114,6 +118,15 @@ def _tell_alias(strategy: object) -> None:
     """Print once what another library's name for a strategy is called here."""
     if isinstance(strategy, str) and canonical_name(strategy) != strategy.lower():
         tell_once(f"strategy {strategy!r} is {canonical_name(strategy)!r} here")
+
+
+def _tell_mesh(plan: ParallelPlan, mesh: Mesh) -> None:
+    """Print the mesh that a hybrid strategy got without being told one."""
+    if not plan.placements.is_hybrid or plan.dp_replicate > 1 or mesh.data_parallel_size == 1:
+        return
+    is_alone = mesh.dp_replicate == 1 and plan.dp_shard == -1
+    note = " (one machine: nothing is replicated; set dp_replicate for several groups)" if is_alone else ""
+    tell_once(f"{plan.strategy}: dp_replicate={mesh.dp_replicate} x dp_shard={mesh.dp_shard}{note}")
 
 
 def _device(model: nn.Module) -> torch.device:

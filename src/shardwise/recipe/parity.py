@@ -10,6 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from shardwise.comm.control import all_gather_json
+from shardwise.comm.launch import ranks_per_machine
 from shardwise.comm.open import join_world, open_comms
 from shardwise.fsdp.clip import clip_grad_norm
 from shardwise.fsdp.state import full_state_dict
@@ -82,9 +83,10 @@ def parity(
 ) -> ParityReport:
     """Train under every plan and in one plain process, and compare losses, gradient norms and parameters.
 
-    The plain process adds up the ranks' gradients in rank order, divides by their number, clips and steps; buffers that
-    forward changes become what rank 0's part makes of them. Under data-parallel plans on CPU in fp32 all of it is equal
-    to the last bit, for models without dropout, whose results depend on the rank.
+    The plain process adds up the ranks' gradients in rank order (for a plan with ``dp_replicate`` inside each group
+    first, then over the groups), divides by their number, clips and steps; buffers that forward changes become what
+    rank 0's part makes of them. Under data-parallel plans on CPU in fp32 all of it is equal to the last bit, for models
+    without dropout, whose results depend on the rank.
 
     Args:
         build_model: Builds the model; must give the same weights each time it is called (seed inside).
@@ -113,13 +115,15 @@ def parity(
     rank, size = group.rank(), group.size()
     parts = [split_batch(batch, size) for batch in batches]
     job = _Job(build_model, parts, loss_fn, make, max_norm)
-    expected = _one_process(job)
     named = plans if isinstance(plans, Mapping) else _named(plans)
+    local_size = ranks_per_machine(size)
+    group_sizes = {name: plan.mesh(size, local_size).dp_shard for name, plan in named.items()}
+    expected = {group_size: _one_process(job, group_size) for group_size in dict.fromkeys(group_sizes.values())}
     control = open_comms(device)[0]
     rows = []
     for name, plan in named.items():
         got = _one_plan(job, plan, rank)
-        row = _compare(name, size, rank, expected, got)
+        row = _compare(name, size, rank, expected[group_sizes[name]], got)
         rows.append(_merge([ParityRow(**values) for values in all_gather_json(control, vars(row))]))
     return ParityReport(tuple(rows))
 
@@ -140,7 +144,8 @@ class _Job:
     max_norm: float
 
 
-def _one_process(job: _Job) -> _Run:
+def _one_process(job: _Job, group_size: int) -> _Run:
+    """Gradients are added up inside each group of ``group_size`` ranks, then over the groups."""
     model = job.build_model()
     optimizer = job.make_optimizer(model.parameters())
     parameters = [p for p in model.parameters() if p.requires_grad]
@@ -149,15 +154,23 @@ def _one_process(job: _Job) -> _Run:
         losses = []
         before = [buffer.clone() for buffer in model.buffers()]
         kept: list[Tensor] = []
-        for microbatch in microbatches:
+        total: dict[nn.Parameter, Tensor] = {}
+        size = len(microbatches)
+        for rank, microbatch in enumerate(microbatches):
             _put_buffers(model, before)
             loss = forward_loss(model, microbatch, job.loss_fn)
             loss.backward()
             losses.append(loss.item())
             kept = kept or [buffer.clone() for buffer in model.buffers()]
+            if (rank + 1) % group_size == 0:
+                for parameter in parameters:
+                    grad, parameter.grad = parameter.grad, None
+                    if grad is not None:
+                        total[parameter] = total[parameter].add_(grad) if parameter in total else grad
         _put_buffers(model, kept)
+        for parameter, grad in total.items():
+            parameter.grad = grad
         grads = [p.grad for p in parameters if p.grad is not None]
-        size = len(microbatches)
         for grad in grads:
             grad.div_(torch.tensor(size, dtype=grad.dtype, device=grad.device))
         wide = torch.stack([grad.double().square().sum() for grad in grads]).sum().sqrt() if grads else torch.zeros(())

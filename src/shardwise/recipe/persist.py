@@ -39,7 +39,8 @@ def save(
         The folder.
 
     Collective:
-        Each rank writes the slices that it owns; what is sent is small JSON. All ranks must call.
+        Each rank writes the slices that it owns, of groups that hold the same the first; what is sent is small JSON.
+        All ranks must call.
 
     Raises:
         CheckpointError, StorageError: On every rank alike; then nothing is left behind.
@@ -50,7 +51,7 @@ def save(
     data: dict[str, Any] = {
         "state": state,
         "strategy": runtime.row.describe(),
-        "mesh": {"dp_shard": runtime.gather_comm.size},
+        "mesh": runtime.comms.sizes,
     }
     if optimizer is not None:
         data[_OPTIMIZER] = {
@@ -61,7 +62,7 @@ def save(
     tensors = states.owned_extents(model, optimizer)
     step = state.get("step", 0)
     run_id = str(state.get("run_id") or uuid.UUID(int=0))
-    return write(Path(path), runtime.gather_comm, tensors, data, step=int(step), run_id=run_id)
+    return write(Path(path), runtime.comms.control, tensors, data, step=int(step), run_id=run_id)
 
 
 def load(
@@ -91,7 +92,7 @@ def load(
             then model and optimizer are as they were.
     """
     runtime = attach.runtime_of(model, "sw.load")
-    comm = runtime.gather_comm
+    comm = runtime.comms.control
     checkpoint = open_checkpoint(path, comm=comm)
     targets = states.held_extents(model)
     ignored: tuple[str, ...] = (f"{_OPTIMIZER}/",)

@@ -43,7 +43,7 @@ def train_step(
     count = 1 if num_microbatches is None else num_microbatches
     parts = split_batch(batch, count)
     synchronises = runtime.syncs_gradients  # false inside the caller's own gradient_sync(model, False)
-    total = torch.zeros((), dtype=torch.float64, device=runtime.gather_comm.device)
+    total = torch.zeros((), dtype=torch.float64, device=runtime.comms.control.device)
     dtype = torch.float32
     for index, part in enumerate(parts):
         with gradient_sync(model, synchronises and index == count - 1):
@@ -52,7 +52,7 @@ def train_step(
             total += loss.detach().double()
             dtype = loss.dtype
     mean = (total / count).reshape(1)
-    runtime.reduce_comm.all_reduce(mean, unit="loss", divisor=runtime.reduce_comm.size).wait()
+    runtime.comms.control.all_reduce(mean, unit="loss", divisor=runtime.comms.num_ranks).wait()
     return mean.squeeze(0).to(dtype)
 
 

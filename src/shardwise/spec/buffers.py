@@ -39,16 +39,16 @@ class BufferMessage:
 _ITEM_BYTES = {"bool": 1, "uint8": 1, "int8": 1, "int16": 2, "int32": 4, "int64": 8, "complex64": 8, "complex128": 16}
 
 
-def sync_trace(messages: Sequence[BufferMessage], *, rank: int, size: int) -> list[Collective]:
-    """The collectives of one sync on ``rank``, with rank 0 as the root."""
+def sync_trace(messages: Sequence[BufferMessage], *, rank: int, size: int, axis: str = "dp_shard") -> list[Collective]:
+    """The collectives of one sync on ``rank`` of ``axis``, with rank 0 as the root."""
     trace = []
     for message in messages:
         sent = message.numel * (size - 1) if rank == 0 else 0
-        trace.append(Collective("broadcast", BUFFERS, sent * message.item_bytes))
+        trace.append(Collective("broadcast", BUFFERS, sent * message.item_bytes, axis))
         if message.is_averaged:
             own = _own_numel(message.numel, rank, size)
             sent = message.numel - own + own * (size - 1)
-            trace.append(Collective("all_reduce", BUFFERS, sent * message.item_bytes))
+            trace.append(Collective("all_reduce", BUFFERS, sent * message.item_bytes, axis))
     return trace
 
 

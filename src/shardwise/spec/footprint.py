@@ -12,16 +12,17 @@ shard_grad_op   4Ψ/N        4Ψ/N       8Ψ/N       4Ψ                        
 zero3           4Ψ/N        4Ψ/N       8Ψ/N       two units and the root                 two units and the root
 ==============  ==========  =========  =========  =====================================  ==============================
 
-which is ZeRO's table 1 (arXiv 1910.02054: 2+2+12 bytes in mixed precision) in single precision, plus the live units.
-The functions here count what is really held: padding, headers, slots of uneven units, and the receive buffers that sums
+N are the ranks of ``dp_shard``: on a mesh with ``dp_replicate`` (``hsdp``) those of one group. Kept sharded over k
+ranks after forward (``reshard_after_forward=k``), zero3 holds another 4Ψ/k gathered. The first three columns are
+ZeRO's table 1 (arXiv 1910.02054: 2+2+12 bytes in mixed precision) in single precision; the live units come on top. The
+functions here count what is really held: padding, headers, slots of uneven units, and the receive buffers that sums
 over Gloo need.
 """
 
 from __future__ import annotations
 
-import bisect
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Hashable, Sequence
 from dataclasses import dataclass, fields
 
 from shardwise.spec.flat import flat_ranges
@@ -55,6 +56,8 @@ class GroupShape:
         compute_dtype: Of the gathered buffer; by default the master's.
         reduce_dtype: Of gradient buffers and sums; by default the master's.
         flat_kinds: Weight-decay group of each parameter where the optimizer sees flat runs of them (``spec.flat``).
+        recomputed_in: Name of a module around its unit that is recomputed in backward.
+        inner_size: Ranks over which it stays sharded after forward; 0: it is released, or kept whole.
     """
 
     unit: int
@@ -66,6 +69,8 @@ class GroupShape:
     compute_dtype: str | None = None
     reduce_dtype: str | None = None
     flat_kinds: tuple[int | None, ...] | None = None
+    recomputed_in: str | None = None
+    inner_size: int = 0
 
     @property
     def master_dtype(self) -> str:
@@ -101,6 +106,11 @@ class GroupShape:
     def reduce_layout(self) -> ReduceLayout:
         """Layout of its gradient buffer."""
         return ReduceLayout(self.layout, self.layout.size if self.row.shards_optimizer else 1)
+
+    def inner_numel(self, rank: int) -> int:
+        """Elements that a rank keeps after forward, where an inner group of ranks keeps it all."""
+        cuts = self.layout.inner_cuts(self.inner_size)
+        return cuts[rank % self.inner_size + 1] - cuts[rank % self.inner_size]
 
 
 @dataclass(frozen=True)
@@ -144,17 +154,19 @@ def footprint(
     optimizer_tensors: int = 2,
     optimizer_scalar_bytes: int = 4,
     has_receive_buffers: bool = True,
+    replicas: Replicas | None = None,
 ) -> Footprint:
     """The bytes that rank ``rank`` holds in the steady state.
 
     Args:
         groups: Every group of the model.
-        rank: Coordinate on the data-parallel axis; slices differ in how much of them is padding.
+        rank: Coordinate on ``dp_shard``; slices differ in how much of them is padding.
         backward_order: Unit numbers as backward enters them; by default the root, then the others from last to first.
         num_gradient_buffers: Limit of the pool per size class.
         optimizer_tensors: State tensors per parameter: 2 for Adam, 1 for SGD with momentum, 0 without.
         optimizer_scalar_bytes: Per-parameter scalars: Adam's step counter, a float32.
         has_receive_buffers: Sums are made by the library (Gloo), which receives peers' slices before adding.
+        replicas: The groups over which sums go on; ``None``: there are none.
     """
     parameters = gradients = optimizer = 0
     for group in groups:
@@ -170,6 +182,9 @@ def footprint(
         reduce = group.reduce_layout
         if row.pools_gradients:
             gradients += item * reduce.slice_numel(rank)
+            if replicas is not None and replicas.is_deferred and group.reduces_cast:
+                # The sums that wait are not where .grad is.
+                gradients += group.reduce_item_bytes * reduce.slice_numel(rank)
         else:
             gradients += group.reduce_item_bytes * reduce.numel
             if group.reduces_cast:  # .grad no longer lives in the buffer that is reduced
@@ -181,13 +196,14 @@ def footprint(
         parameters=parameters,
         gradients=gradients,
         optimizer=optimizer,
-        gathered=gathered_bytes(groups),
+        gathered=gathered_bytes(groups, rank),
         reduce=reduce_bytes(
             groups,
             rank=rank,
             backward_order=backward_order,
             num_gradient_buffers=num_gradient_buffers,
             has_receive_buffers=has_receive_buffers,
+            replicas=replicas,
         ),
     )
 
@@ -222,21 +238,30 @@ def waiting_bytes(groups: Sequence[GroupShape], *, eager_numel: int) -> int:
     )
 
 
-def gathered_bytes(groups: Sequence[GroupShape]) -> int:
-    """Bytes of the slots: dealt out in turn, ``SLOTS_PER_CLASS`` for each (depth, size class, dtype, trainable)."""
+def gathered_bytes(groups: Sequence[GroupShape], rank: int = 0) -> int:
+    """Bytes of the slots: dealt out in turn, ``SLOTS_PER_CLASS`` for each (depth, size class, dtype, trainable).
+
+    A class has more slots where more groups of it are recomputed together. What units are kept as after their forward,
+    where that is a slice over an inner group of ranks, comes on top.
+    """
     total = 0
     turns: dict[tuple[int, int, str, bool], list[int]] = {}
+    together: Counter[tuple[tuple[int, int, str, bool], str | None]] = Counter()
     for group in groups:
         if not group.row.shards_parameters:
             continue
         numel, item = group.layout.numel, group.gather_item_bytes
+        key = (group.depth, size_class(numel), group.compute_dtype or group.master_dtype, group.is_trainable)
+        together[key, group.recomputed_in] += 1
+        if group.inner_size:
+            total += group.inner_numel(rank) * item
         if not (group.reshards and group.depth > 0):
             total += numel * item
             continue
-        key = (group.depth, size_class(numel), group.compute_dtype or group.master_dtype, group.is_trainable)
         turns.setdefault(key, []).append(numel * item)
-    for sizes in turns.values():
-        total += sum(max(sizes[turn::SLOTS_PER_CLASS]) for turn in range(min(SLOTS_PER_CLASS, len(sizes))))
+    for key, sizes in turns.items():
+        count = max([SLOTS_PER_CLASS, *(n for (k, place), n in together.items() if k == key and place is not None)])
+        total += sum(max(sizes[turn::count]) for turn in range(min(count, len(sizes))))
     return total
 
 
@@ -247,94 +272,155 @@ def reduce_bytes(
     backward_order: Sequence[int] | None = None,
     num_gradient_buffers: int = 2,
     has_receive_buffers: bool = True,
+    replicas: Replicas | None = None,
 ) -> int:
     """Bytes of pooled gradient buffers and receive buffers, found by walking through one backward.
 
-    A unit takes its buffer while it runs; at its end the reduction before is finished, and its own is issued. Backwards
-    are repeated until none makes a further buffer.
+    A unit takes its buffer while it runs; at its end the reductions before go one phase further, and its own is issued.
     """
     trained = [group for group in groups if group.is_trainable]
     last_first = sorted({group.unit for group in trained}, reverse=True)
     order = list(dict.fromkeys(backward_order)) if backward_order is not None else last_first
-    walk = _Reductions(trained, rank, limit=num_gradient_buffers, has_receive_buffers=has_receive_buffers)
-    before = -1
-    while before != walk.total_bytes:
-        before = walk.total_bytes
-        for unit in [*(unit for unit in order if unit != 0), 0]:
-            walk.reduce([group for group in trained if group.unit == unit])
-        walk.finish()
+    walk = _Reductions(
+        trained, rank, limit=num_gradient_buffers, has_receive_buffers=has_receive_buffers, replicas=replicas
+    )
+    for unit in [*(unit for unit in order if unit != 0), 0]:
+        walk.reduce([group for group in trained if group.unit == unit])
+    walk.end()
     return walk.total_bytes
+
+
+@dataclass(frozen=True)
+class Replicas:
+    """The groups that hold the same shards, and how this one takes part in their sums.
+
+    Attributes:
+        size: Number of groups: ranks of ``dp_replicate``.
+        rank: Coordinate on that axis.
+        is_deferred: Microbatches are added up before they are summed over the groups.
+    """
+
+    size: int
+    rank: int = 0
+    is_deferred: bool = False
+
+    def received_numel(self, group: GroupShape, rank: int) -> int:
+        """Elements that a rank receives from the other groups to add up its part of what it holds of a sum."""
+        return own_part(group.reduce_layout.slice_numel(rank), self.size, self.rank) * (self.size - 1)
+
+
+def own_part(numel: int, size: int, rank: int) -> int:
+    """Elements of the part that falls to ``rank`` where ``numel`` elements are cut as evenly as they can be."""
+    return (rank + 1) * numel // size - rank * numel // size
+
+
+@dataclass
+class _UnderWay:
+    """A reduction on its way: inside the group first (phase 0), then over the groups (1), then spread there (2)."""
+
+    group: GroupShape
+    phase: int = 0
 
 
 class _Reductions:
     """Counts the buffers that a backward's reductions make, while earlier ones are used again."""
 
-    def __init__(self, groups: Sequence[GroupShape], rank: int, *, limit: int, has_receive_buffers: bool) -> None:
+    def __init__(
+        self,
+        groups: Sequence[GroupShape],
+        rank: int,
+        *,
+        limit: int,
+        has_receive_buffers: bool,
+        replicas: Replicas | None,
+    ) -> None:
         self.total_bytes = 0
         self._rank = rank
         self._limit = limit
         self._has_receive_buffers = has_receive_buffers
-        self._in_flight: list[tuple[GroupShape, int]] = []  # with the elements of its receive buffer
-        self._pooled: Counter[tuple[int, str]] = Counter()  # gradient buffers that are free, by class
-        self._made: Counter[tuple[int, str]] = Counter()
-        self._receiving: dict[str, list[int]] = {}  # elements of the receive buffers that are free, smallest first
-        self._pooled_bytes: dict[tuple[int, str], int] = {}
+        self._replicas = replicas
+        self._under_way: list[_UnderWay] = []
+        self._free: Counter[Hashable] = Counter()
+        self._made: Counter[Hashable] = Counter()
+        self._pooled_bytes: dict[Hashable, int] = {}
         for group in groups:
             key = self._pool_key(group)
             size = group.reduce_layout.numel * group.reduce_item_bytes
             self._pooled_bytes[key] = max(self._pooled_bytes.get(key, 0), size)
 
     def reduce(self, groups: Sequence[GroupShape]) -> None:
-        """One unit takes its buffers, finishes the reductions issued before, and issues its own."""
+        """One unit takes its buffers, takes the reductions issued before a phase further, and issues its own."""
         for group in groups:
             if group.row.pools_gradients:
-                self._take(group)
-        self.finish()
-        self._in_flight = [(group, self._receive(group)) for group in groups]
+                key = self._pool_key(group)
+                while not self._free[key] and self._made[key] >= self._limit and self._under_way:
+                    self._finish(self._under_way[0])
+                self._take(key, self._pooled_bytes[key])
+        self._move_on()
+        for group in groups:
+            self._under_way.append(_UnderWay(group))
+            self._receive(group, self._inside(group))
 
-    def finish(self) -> None:
-        """Finish the reductions under way."""
-        while self._in_flight:
-            self._finish_oldest()
+    def end(self) -> None:
+        """The backward is over: everything is finished."""
+        while self._under_way:
+            self._move_on()
 
-    def _take(self, group: GroupShape) -> None:
-        """A gradient buffer; the pool waits for the oldest reduction rather than growing beyond its limit."""
-        key = self._pool_key(group)
-        while not self._pooled[key] and self._made[key] >= self._limit and self._in_flight:
-            self._finish_oldest()
-        if self._pooled[key]:
-            self._pooled[key] -= 1
+    def _move_on(self) -> None:
+        for reduction in self._under_way.copy():
+            self._advance(reduction)
+
+    def _finish(self, reduction: _UnderWay) -> None:
+        while reduction in self._under_way:
+            self._advance(reduction)
+
+    def _advance(self, reduction: _UnderWay) -> None:
+        """Give back what the phase under way has used, and begin the next one, if there is one."""
+        group, replicas = reduction.group, self._replicas
+        if reduction.phase == 0:
+            self._give(self._receive_key(group, self._inside(group)))
+        elif reduction.phase == 1 and replicas is not None:
+            self._give(self._receive_key(group, self._across(group, replicas)))
+        reduction.phase += 1
+        is_done = replicas is None or reduction.phase > 2
+        # What goes on over the groups lies where .grad will be, but for a cast: then it stays in the pooled buffer.
+        stays = replicas is not None and group.reduces_cast and not replicas.is_deferred
+        if group.row.pools_gradients and (is_done if stays else reduction.phase == 1):
+            self._give(self._pool_key(group))
+        if is_done:
+            self._under_way.remove(reduction)
+        elif reduction.phase == 1 and replicas is not None:
+            self._receive(group, self._across(group, replicas))
+
+    def _inside(self, group: GroupShape) -> tuple[str, int]:
+        return "dp_shard", received_numel(group, self._rank)
+
+    def _across(self, group: GroupShape, replicas: Replicas) -> tuple[str, int]:
+        return "dp_replicate", replicas.received_numel(group, self._rank)
+
+    def _receive(self, group: GroupShape, what: tuple[str, int]) -> None:
+        if self._has_receive_buffers:
+            self._take(self._receive_key(group, what), what[1] * group.reduce_item_bytes)
+
+    def _take(self, key: Hashable, num_bytes: int) -> None:
+        if self._free[key]:
+            self._free[key] -= 1
         else:
             self._made[key] += 1
-            self.total_bytes += self._pooled_bytes[key]
+            self.total_bytes += num_bytes
 
-    def _receive(self, group: GroupShape) -> int:
-        """A receive buffer: the smallest free one that is large enough, else a new one in place of the largest."""
-        if not self._has_receive_buffers:
-            return 0
-        numel, item = received_numel(group, self._rank), group.reduce_item_bytes
-        free = self._receiving.setdefault(group.reduce_dtype or group.master_dtype, [])
-        index = bisect.bisect_left(free, numel)
-        if index < len(free):
-            return free.pop(index)
-        if free:
-            self.total_bytes -= free.pop() * item
-        self.total_bytes += numel * item
-        return numel
+    def _give(self, key: Hashable) -> None:
+        self._free[key] += 1
 
-    def _finish_oldest(self) -> None:
-        group, received = self._in_flight.pop(0)
-        if group.row.pools_gradients:
-            self._pooled[self._pool_key(group)] += 1
-        if self._has_receive_buffers:
-            bisect.insort(self._receiving[group.reduce_dtype or group.master_dtype], received)
+    def _pool_key(self, group: GroupShape) -> Hashable:
+        return "pool", size_class(group.reduce_layout.numel), group.reduce_dtype or group.master_dtype
 
-    def _pool_key(self, group: GroupShape) -> tuple[int, str]:
-        return size_class(group.reduce_layout.numel), group.reduce_dtype or group.master_dtype
+    def _receive_key(self, group: GroupShape, what: tuple[str, int]) -> Hashable:
+        return *what, group.reduce_dtype or group.master_dtype
 
 
 def received_numel(group: GroupShape, rank: int) -> int:
-    """Elements that a rank receives from its peers to add up its own slice."""
+    """Elements that a rank receives from its peers of ``dp_shard`` to add up its own slice."""
     return summed_numel(group, rank) * (group.layout.size - 1)
 
 
@@ -342,5 +428,4 @@ def summed_numel(group: GroupShape, rank: int) -> int:
     """Elements that a rank adds up: its slice; of an all-reduce an equal part, to the nearest element."""
     if group.row.shards_optimizer:
         return group.reduce_layout.slice_numel(rank)
-    size, numel = group.layout.size, group.reduce_layout.numel
-    return (rank + 1) * numel // size - rank * numel // size
+    return own_part(group.reduce_layout.numel, group.layout.size, rank)

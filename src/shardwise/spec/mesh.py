@@ -148,6 +148,29 @@ class Mesh:
         coordinate = self.coordinate(rank)
         return coordinate["dp_replicate"] * self.dp_shard + coordinate["dp_shard"]
 
+    def data_parallel_group(self, rank: int) -> tuple[int, ...]:
+        """The ranks that differ from ``rank`` on the data-parallel axes only, ``dp_replicate`` outermost."""
+        coordinate = self.coordinate(rank)
+        return tuple(
+            self.rank({**coordinate, "dp_replicate": replica, "dp_shard": shard})
+            for replica in range(self.dp_replicate)
+            for shard in range(self.dp_shard)
+        )
+
+    def inner_group(self, rank: int, size: int) -> tuple[int, ...]:
+        """The run of ``size`` neighbours on ``dp_shard`` that ``rank`` belongs to.
+
+        Raises:
+            MeshError: ``size`` does not divide ``dp_shard``.
+        """
+        if self.dp_shard % size:
+            raise MeshError(
+                f"inner groups of {size} ranks do not divide dp_shard={self.dp_shard}.\n  Use a divisor of it."
+            )
+        group = self.group("dp_shard", rank)
+        first = group.index(rank) // size * size
+        return group[first : first + size]
+
     def __str__(self) -> str:
         """The axes with more than one rank, for example ``pp=2 x dp_shard=4``."""
         return " x ".join(f"{axis}={size}" for axis, size in self.sizes.items() if size != 1) or "dp_shard=1"

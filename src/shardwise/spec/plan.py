@@ -3,32 +3,28 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from shardwise.spec.buffers import BUFFER_SYNCS
-from shardwise.spec.errors import PlanError
-from shardwise.spec.granularity import Granularity, resolve_granularity
+from shardwise.spec.errors import MeshError, PlanError
 from shardwise.spec.mesh import Mesh
 from shardwise.spec.precision import FULL_PRECISION, PrecisionPolicy
+from shardwise.spec.recompute import RecomputePolicy, recompute_policy
+from shardwise.spec.wrap import WrapPolicy, wrap_policy
 
 if TYPE_CHECKING:
     from shardwise.spec.placement import Placements
-    from shardwise.spec.wrap import WrapByClass, WrapByName, WrapBySize
-
-    WrapPolicy = WrapByClass | WrapBySize | WrapByName
 
 #: How microbatches are accumulated; what ``auto`` becomes depends on the strategy.
-ACCUMULATIONS = ("auto", "sharded", "unsharded")
+ACCUMULATIONS = ("auto", "sharded", "unsharded", "defer_replicate")
 
 #: What happens at ``parallelize`` where ranks hold different weights.
 SYNCS = ("warn", "error", "rank0")
 
-_LATER_AXES = {"dp_replicate": "hybrid sharding", "cp": "context parallelism", "tp": "tensor parallelism"}
+_LATER_AXES = {"cp": "context parallelism", "tp": "tensor parallelism"}
 _LATER_AXES |= {"pp": "pipeline parallelism", "ep": "expert parallelism"}
-_LATER_STRATEGIES = {"hsdp", "hybrid_shard", "hybrid_shard_grad_op", "_hybrid_shard_zero2", "hybrid_shard_zero2"}
-_WRAP_KEYS = ("by_class", "by_size", "by_name")
 
 
 @dataclass(frozen=True)
@@ -36,23 +32,28 @@ class ParallelPlan:
     """Which strategy, on which mesh, wrapped how.
 
     Attributes:
-        strategy: A preset name or alias in any case (``ddp``, ``zero1``, ``zero2``, ``shard_grad_op``, ``zero3``), or a
-            ``Placements``.
-        dp_replicate: Ranks along the replicated data-parallel axis. Only 1 in this version.
-        dp_shard: Ranks along the data-parallel axis on which the strategy's placements act. ``-1``: what is left of the
-            world.
+        strategy: A preset name or alias in any case (``ddp``, ``zero1``, ``zero2``, ``shard_grad_op``, ``zero3``,
+            ``hsdp``, ``hybrid_shard_grad_op``), or a ``Placements``.
+        dp_replicate: Groups of ranks that each hold the model as the strategy says. Gradients are summed inside each
+            group, then over the groups. ``hsdp`` and ``hybrid_shard_grad_op`` with 1 take what ``dp_shard`` leaves of
+            the world; where that says nothing either, a group is the ranks of one machine.
+        dp_shard: Ranks of a group: the axis on which the strategy's placements act. ``-1``: what is left of the world.
         cp: Context-parallel ranks. Only 1 in this version.
         tp: Tensor-parallel ranks. Only 1 in this version.
         pp: Pipeline stages. Only 1 in this version.
         ep: Expert-parallel ranks. Only 1 in this version.
         auto_wrap_policy: ``"auto"`` (the model's repeated blocks), ``"none"``, or a wrap policy. A mapping with one of
             ``by_class: [names]``, ``by_size: numel``, ``by_name: [globs]`` is what configuration files write.
-        reshard_after_forward: ``"auto"`` (as the strategy says), ``True`` or ``False``.
+        reshard_after_forward: ``"auto"`` (as the strategy says), ``True``, ``False``, or a number: after its forward a
+            unit stays sharded over that many neighbouring ranks of ``dp_shard``, and backward gathers it from them.
         mp_policy: In which dtypes to compute and reduce; ``None``: the model's own, no cast. A mapping of the fields of
             ``PrecisionPolicy`` is what configuration files write. Its ``overrides`` are for parts of the model.
-        granularity: What a rank's cut never divides, for the optimizer's sake: ``"element"``, ``"row"``,
-            ``sw.block(n)`` (in a file ``[block, n]``) or ``"tensor"``, which gives every parameter whole to one rank.
-        accumulation: ``"auto"``, ``"sharded"`` or ``"unsharded"``.
+        activation_checkpointing: What is computed again in backward instead of being kept. ``"none"``; ``"full"``:
+            every unit; ``"selective"``: every unit, but for what matrix products and attention give; a wrap policy: the
+            modules that it names; or a ``RecomputePolicy``. Files write one of the strings, the mapping of a wrap
+            policy, or a mapping of the fields of ``RecomputePolicy``.
+        accumulation: ``"auto"``, ``"sharded"`` (every microbatch is reduced), ``"unsharded"`` (only the last sends), or
+            ``"defer_replicate"`` (every microbatch is reduced inside its group, the last also over the groups).
         sync: What to do where ranks hold different weights: ``"warn"`` sends rank 0's and warns once, ``"error"``
             refuses, ``"rank0"`` takes rank 0's and lets the other ranks hold meta tensors.
         sync_buffers: What happens, before the first forward after one that trained, to buffers that each rank has
@@ -74,19 +75,21 @@ class ParallelPlan:
     pp: int = 1
     ep: int = 1
     auto_wrap_policy: str | WrapPolicy | Mapping[str, Any] = "auto"
-    reshard_after_forward: str | bool = "auto"
+    reshard_after_forward: str | bool | int = "auto"
     mp_policy: PrecisionPolicy | Mapping[str, Any] | None = None
-    granularity: str | Granularity | Sequence[Any] = "element"
+    activation_checkpointing: str | WrapPolicy | RecomputePolicy | Mapping[str, Any] = "none"
     accumulation: str = "auto"
     sync: str = "warn"
     sync_buffers: str = "auto"
 
     def __post_init__(self) -> None:
         """Check every field that can be checked without a model or a world."""
-        for axis, feature in _LATER_AXES.items():
+        for axis in ("dp_replicate", *_LATER_AXES):
             size = getattr(self, axis)
             if isinstance(size, bool) or not isinstance(size, int) or size < 1:
                 raise PlanError(f"{axis}={size!r}: expected a positive integer.\n  Set {axis}=1.")
+        for axis, feature in _LATER_AXES.items():
+            size = getattr(self, axis)
             if size != 1:
                 raise PlanError(
                     f"{axis}={size}: this version does not have {feature} yet.\n"
@@ -100,21 +103,14 @@ class ParallelPlan:
             raise PlanError(
                 f"dp_shard={self.dp_shard}: expected a positive integer or -1.\n  Use -1 for what is left of the world."
             )
-        self._check_strategy()
-        object.__setattr__(self, "auto_wrap_policy", _wrap_policy(self.auto_wrap_policy))
-        if not (isinstance(self.reshard_after_forward, bool) or self.reshard_after_forward == "auto"):
-            raise PlanError(
-                f"reshard_after_forward={self.reshard_after_forward!r}: expected 'auto', True or False.\n"
-                "  Resharding to an inner group of some size is not in this version yet."
-            )
+        _ = self.placements
+        object.__setattr__(self, "auto_wrap_policy", wrap_policy(self.auto_wrap_policy, "auto_wrap_policy"))
+        self._check_reshard()
         if self.mp_policy is not None:
             object.__setattr__(self, "mp_policy", PrecisionPolicy.parse(self.mp_policy))
-        object.__setattr__(self, "granularity", resolve_granularity(self.granularity))
-        if self.accumulation == "defer_replicate":
-            raise PlanError(
-                "accumulation='defer_replicate' needs hybrid sharding, which this version does not have yet.\n"
-                "  Use 'auto', 'sharded' or 'unsharded'."
-            )
+        policy = recompute_policy(self.activation_checkpointing)
+        if not isinstance(self.activation_checkpointing, str):
+            object.__setattr__(self, "activation_checkpointing", policy)
         _one_of("accumulation", self.accumulation, ACCUMULATIONS)
         _one_of("sync", self.sync, SYNCS)
         _one_of("sync_buffers", self.sync_buffers, BUFFER_SYNCS)
@@ -133,9 +129,9 @@ class ParallelPlan:
         return self.mp_policy or FULL_PRECISION
 
     @property
-    def cut_granularity(self) -> Granularity:
-        """``granularity``, whatever it was given as."""
-        return resolve_granularity(self.granularity)
+    def recompute(self) -> RecomputePolicy | None:
+        """``activation_checkpointing`` as a policy; ``None`` where nothing is recomputed."""
+        return recompute_policy(self.activation_checkpointing)
 
     @property
     def wrap_policy(self) -> str | WrapPolicy:
@@ -143,28 +139,84 @@ class ParallelPlan:
         assert not isinstance(self.auto_wrap_policy, Mapping)  # __post_init__ has replaced it
         return self.auto_wrap_policy
 
-    def mesh(self, world_size: int) -> Mesh:
-        """The mesh of this plan on ``world_size`` ranks.
+    @property
+    def is_replicated(self) -> bool:
+        """Gradients are also summed over ``dp_replicate``, be it over one group only."""
+        return self.placements.is_hybrid or self.dp_replicate > 1
+
+    @property
+    def inner_size(self) -> int | None:
+        """Ranks that share a unit after its forward, where ``reshard_after_forward`` is a number."""
+        return None if isinstance(self.reshard_after_forward, bool | str) else self.reshard_after_forward
+
+    def mesh(self, world_size: int, local_size: int | None = None) -> Mesh:
+        """The mesh of this plan on ``world_size`` ranks, ``local_size`` of them on each machine where that is known.
 
         Raises:
             MeshError: The degrees do not make the world.
+            PlanError: ``reshard_after_forward`` does not divide ``dp_shard``, or there is no replication to defer.
         """
-        return Mesh.build(
-            world_size,
-            pp=self.pp,
-            dp_replicate=self.dp_replicate,
-            dp_shard=self.dp_shard,
-            cp=self.cp,
-            tp=self.tp,
-        )
-
-    def _check_strategy(self) -> None:
-        if isinstance(self.strategy, str) and self.strategy.strip().lower() in _LATER_STRATEGIES:
+        replicate, shard = self.dp_replicate, self.dp_shard
+        if self.accumulation == "defer_replicate" and not (self.is_replicated and self.placements.pools_gradients):
             raise PlanError(
-                f"strategy {self.strategy!r}: this version does not have hybrid sharding yet.\n"
-                "  Use zero3 or shard_grad_op over all ranks."
+                f"accumulation='defer_replicate' adds up sharded gradients and sums them over dp_replicate once, but"
+                f" strategy {self.strategy!r} with dp_replicate={replicate} has no such sums.\n"
+                "  Use hsdp, or zero2, shard_grad_op or zero3 with dp_replicate of 2 or more; or 'sharded'."
             )
-        _ = self.placements
+        if self.placements.is_hybrid and replicate == 1:
+            others = self.pp * self.cp * self.tp
+            if shard == -1:
+                shard = self._machine(world_size, local_size) // others
+            if world_size % (shard * others) == 0:
+                replicate = world_size // (shard * others)
+        mesh = Mesh.build(world_size, pp=self.pp, dp_replicate=replicate, dp_shard=shard, cp=self.cp, tp=self.tp)
+        if self.inner_size is not None:
+            check_inner_size(self.inner_size, mesh.dp_shard)
+        return mesh
+
+    def _machine(self, world_size: int, local_size: int | None) -> int:
+        """Ranks of a machine, which are a group of hybrid sharding unless the plan says otherwise."""
+        if world_size == 1:
+            return 1
+        if local_size is None or world_size % local_size:
+            found = "is not known" if local_size is None else f"is {local_size} here"
+            raise MeshError(
+                f"strategy {self.strategy!r} shards inside a machine and replicates over machines, but how many of the"
+                f" {world_size} ranks share one {found}.\n"
+                "  Set dp_replicate (groups) or dp_shard (ranks of a group), or launch with torchrun, which tells."
+            )
+        return local_size
+
+    def _check_reshard(self) -> None:
+        value = self.reshard_after_forward
+        if isinstance(value, bool) or value == "auto":
+            return
+        if not isinstance(value, int):
+            raise PlanError(
+                f"reshard_after_forward={value!r}: expected 'auto', True, False or a number of ranks.\n"
+                "  Leave it at 'auto'."
+            )
+        if value < 2:
+            raise PlanError(
+                f"reshard_after_forward={value}: the ranks that share a unit after its forward are at least 2.\n"
+                "  Use False to keep units whole on every rank."
+            )
+
+
+def check_inner_size(size: int, dp_shard: int) -> None:
+    """Refuse a number as ``reshard_after_forward`` that does not cut ``dp_shard`` into inner groups.
+
+    Raises:
+        PlanError: It is 1, ``dp_shard`` itself, or no divisor of it.
+    """
+    if 1 < size < dp_shard and dp_shard % size == 0:
+        return
+    divisors = [str(other) for other in range(2, dp_shard) if dp_shard % other == 0]
+    numbers = f"one of {', '.join(divisors)}, " if divisors else ""
+    raise PlanError(
+        f"reshard_after_forward={size}: as a number of ranks it must divide dp_shard={dp_shard} and lie between 1 and"
+        f" it.\n  Use {numbers}True (over all {dp_shard}) or False (kept whole)."
+    )
 
 
 def plan_fields() -> tuple[str, ...]:
@@ -176,25 +228,3 @@ def _one_of(name: str, value: object, choices: tuple[str, ...]) -> None:
     if value not in choices:
         shown = ", ".join(repr(choice) for choice in choices)
         raise PlanError(f"{name}={value!r}: expected one of {shown}.\n  Set {name} to one of them.")
-
-
-def _wrap_policy(value: object) -> Any:
-    from shardwise.spec.wrap import WrapByClass, WrapByName, WrapBySize
-
-    if isinstance(value, WrapByClass | WrapBySize | WrapByName) or value in ("auto", "none"):
-        return value
-    usage = (
-        "  Use 'auto', 'none', wrap_by_class(...), wrap_by_size(...), wrap_by_name(...), or in a file one of "
-        "{by_class: [names]}, {by_size: number}, {by_name: [globs]}."
-    )
-    if not isinstance(value, Mapping) or len(value) != 1 or next(iter(value)) not in _WRAP_KEYS:
-        raise PlanError(f"auto_wrap_policy={value!r} is not a wrap policy.\n{usage}")
-    key, content = next(iter(value.items()))
-    if key == "by_size":
-        if isinstance(content, bool) or not isinstance(content, int) or content < 1:
-            raise PlanError(f"auto_wrap_policy by_size={content!r}: expected a positive number of elements.\n{usage}")
-        return WrapBySize(content)
-    names = [content] if isinstance(content, str) else content
-    if not isinstance(names, list | tuple) or not names or not all(isinstance(name, str) and name for name in names):
-        raise PlanError(f"auto_wrap_policy {key}={content!r}: expected a list of names.\n{usage}")
-    return WrapByClass(tuple(names)) if key == "by_class" else WrapByName(tuple(names))

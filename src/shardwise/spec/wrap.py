@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 
 from shardwise.spec.errors import PlanError
@@ -85,3 +85,30 @@ def wrap_by_name(*patterns: str) -> WrapByName:
     if not patterns or not all(isinstance(p, str) and p for p in patterns):
         raise PlanError(f"wrap_by_name() takes one or more patterns such as 'layers.*', got {patterns!r}.")
     return WrapByName(tuple(patterns))
+
+
+def wrap_policy(value: object, field: str) -> str | WrapPolicy:
+    """A policy, ``"auto"`` or ``"none"``, from one of these or the mapping that a configuration file writes.
+
+    Raises:
+        PlanError: The value of ``field`` is none of these.
+    """
+    if isinstance(value, WrapByClass | WrapBySize | WrapByName) or (
+        isinstance(value, str) and value in {"auto", "none"}
+    ):
+        return value
+    usage = (
+        "  Use 'auto', 'none', wrap_by_class(...), wrap_by_size(...), wrap_by_name(...), or in a file one of "
+        "{by_class: [names]}, {by_size: number}, {by_name: [globs]}."
+    )
+    if not isinstance(value, Mapping) or len(value) != 1 or next(iter(value)) not in {"by_class", "by_size", "by_name"}:
+        raise PlanError(f"{field}={value!r} is not a wrap policy.\n{usage}")
+    key, content = next(iter(value.items()))
+    if key == "by_size":
+        if isinstance(content, bool) or not isinstance(content, int) or content < 1:
+            raise PlanError(f"{field} by_size={content!r}: expected a positive number of elements.\n{usage}")
+        return WrapBySize(content)
+    names = [content] if isinstance(content, str) else content
+    if not isinstance(names, list | tuple) or not names or not all(isinstance(name, str) and name for name in names):
+        raise PlanError(f"{field} {key}={content!r}: expected a list of names.\n{usage}")
+    return WrapByClass(tuple(names)) if key == "by_class" else WrapByName(tuple(names))

@@ -81,8 +81,9 @@ class ParallelSection(Section):
     mp_policy: dict[str, Any] | None = Field(
         None, description="mixed precision: the fields of PrecisionPolicy, such as {param_dtype: bf16}; null: no cast"
     )
-    granularity: str | list[Any] = Field(
-        "element", description="element, row, [block, n] or tensor: what a cut never divides, for the optimizer's sake"
+    activation_checkpointing: str | dict[str, Any] = Field(
+        "none",
+        description="none, full, selective, a wrap policy such as {by_class: [Block]}, or RecomputePolicy's fields",
     )
     accumulation: str = Field("auto", description="auto, sharded or unsharded")
     sync: str = Field("warn", description="warn, error or rank0: what to do where ranks hold different weights")

@@ -15,6 +15,8 @@ from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 import shardwise as sw
+from shardwise.fsdp import recompute
+from shardwise.fsdp.wrap import find_units
 from shardwise.recipe.storage import StorageCount
 from shardwise.train.build import build_model, loss_of
 from shardwise.train.check import Resolved
@@ -54,6 +56,7 @@ def activation_bytes(resolved: Resolved, device: torch.device) -> int | None:
 
 def _measure(model: nn.Module, resolved: Resolved, device: torch.device) -> int:
     count = StorageCount(device.type)
+    recompute.install(model, find_units(model, resolved.plan.wrap_policy), resolved.plan.recompute)
     for parameter in model.parameters():
         parameter.register_post_accumulate_grad_hook(_let_go)
     for tensor in [*model.parameters(), *model.buffers()]:

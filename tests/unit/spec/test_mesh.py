@@ -99,3 +99,19 @@ def test_unknown_axes_and_outside_ranks_are_refused() -> None:
     with pytest.raises(MeshError, match="position 2 is outside axis dp_shard of size 2"):
         mesh.rank({"dp_shard": 2})
     assert isinstance(MeshError("x"), ValueError)
+
+
+def test_the_ranks_that_share_a_model_are_in_the_order_of_the_mesh() -> None:
+    mesh = Mesh(pp=2, dp_replicate=2, dp_shard=2, tp=2)
+    assert mesh.data_parallel_group(0) == mesh.data_parallel_group(6) == (0, 2, 4, 6)
+    assert mesh.data_parallel_group(11) == (9, 11, 13, 15)
+    assert [mesh.data_parallel_rank(rank) for rank in mesh.data_parallel_group(9)] == [0, 1, 2, 3]
+
+
+def test_inner_groups_are_runs_of_neighbours_on_dp_shard() -> None:
+    mesh = Mesh(dp_replicate=2, dp_shard=6)
+    assert mesh.inner_group(0, 2) == (0, 1)
+    assert mesh.inner_group(5, 3) == (3, 4, 5)
+    assert mesh.inner_group(9, 2) == (8, 9)
+    with pytest.raises(MeshError, match="inner groups of 4 ranks do not divide dp_shard=6"):
+        mesh.inner_group(0, 4)

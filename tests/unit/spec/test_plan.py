@@ -7,6 +7,7 @@ import dataclasses
 import pytest
 
 from shardwise.spec.errors import MeshError, PlacementError, PlanError
+from shardwise.spec.mesh import Mesh
 from shardwise.spec.plan import ParallelPlan, plan_fields
 from shardwise.spec.wrap import WrapByClass, WrapByName, WrapBySize
 
@@ -23,7 +24,7 @@ def test_the_fields_are_those_that_this_version_honours() -> None:
         "auto_wrap_policy",
         "reshard_after_forward",
         "mp_policy",
-        "granularity",
+        "activation_checkpointing",
         "accumulation",
         "sync",
         "sync_buffers",
@@ -50,16 +51,64 @@ def test_an_unknown_strategy_is_refused() -> None:
         ParallelPlan(strategy="zero33")
 
 
-@pytest.mark.parametrize("name", ["hsdp", "HYBRID_SHARD", "hybrid_shard_grad_op"])
-def test_hybrid_presets_belong_to_a_later_version(name: str) -> None:
-    with pytest.raises(PlanError, match="does not have hybrid sharding yet"):
-        ParallelPlan(strategy=name)
+@pytest.mark.parametrize("name", ["hsdp", "HYBRID_SHARD", "hybrid_shard_grad_op", "_HYBRID_SHARD_ZERO2"])
+def test_hybrid_presets_shard_inside_a_machine_and_replicate_over_machines(name: str) -> None:
+    plan = ParallelPlan(strategy=name)
+    assert plan.is_replicated
+    assert plan.mesh(8, 4) == Mesh(dp_replicate=2, dp_shard=4)
+    assert plan.mesh(4, 4) == Mesh(dp_shard=4)
+    assert plan.mesh(3, 1) == Mesh(dp_replicate=3)
+    assert plan.mesh(1) == Mesh()
+
+
+@pytest.mark.parametrize("local_size", [None, 3])
+def test_a_hybrid_preset_that_does_not_know_the_machines_must_be_told(local_size: int | None) -> None:
+    with pytest.raises(MeshError, match=r"how many of the 8 ranks share one is .*\n  Set dp_replicate \(groups\)"):
+        ParallelPlan(strategy="hsdp").mesh(8, local_size)
+    assert ParallelPlan(strategy="hsdp", dp_replicate=2).mesh(8, local_size) == Mesh(dp_replicate=2, dp_shard=4)
+    assert ParallelPlan(strategy="hsdp", dp_shard=2).mesh(8, local_size) == Mesh(dp_replicate=4, dp_shard=2)
+    assert ParallelPlan(strategy="hsdp", dp_shard=8).mesh(8, local_size) == Mesh(dp_shard=8)
+
+
+def test_other_strategies_are_replicated_over_dp_replicate_groups() -> None:
+    assert ParallelPlan(dp_replicate=2).mesh(6, 6) == Mesh(dp_replicate=2, dp_shard=3)
+    assert ParallelPlan(strategy="ddp", dp_replicate=2).is_replicated
+    assert not ParallelPlan(strategy="ddp").is_replicated
+    with pytest.raises(MeshError, match="dp_shard=3 makes 3 ranks, but the world has 4"):
+        ParallelPlan(strategy="hsdp", dp_shard=3).mesh(4)
+    with pytest.raises(MeshError, match="axes dp_replicate=3 make groups of 3 ranks, which do not divide the world"):
+        ParallelPlan(strategy="hsdp", dp_replicate=3).mesh(4)
+
+
+@pytest.mark.parametrize(
+    ("size", "world", "advice"),
+    [(3, 4, "one of 2, True"), (4, 4, "one of 2, True"), (2, 2, "Use True"), (2, 1, "Use True"), (5, 12, "2, 3, 4, 6")],
+)
+def test_an_inner_size_cuts_dp_shard_into_smaller_groups(size: int, world: int, advice: str) -> None:
+    with pytest.raises(PlanError, match=f"must divide dp_shard={world} and lie between 1 and it.*\n.*{advice}"):
+        ParallelPlan(reshard_after_forward=size).mesh(world)
+    assert ParallelPlan(strategy="hsdp", reshard_after_forward=2).mesh(8, 4).dp_shard == 4
+
+
+@pytest.mark.parametrize(("value", "message"), [(1, "at least 2"), (-2, "at least 2"), (2.0, "number of ranks")])
+def test_other_values_of_reshard_after_forward_are_refused(value: object, message: str) -> None:
+    with pytest.raises(PlanError, match=message):
+        ParallelPlan(reshard_after_forward=value)  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize(("strategy", "replicate"), [("zero3", 1), ("zero1", 2), ("ddp", 2)])
+def test_sums_over_groups_are_deferred_only_where_there_are_such_sums_of_shards(strategy: str, replicate: int) -> None:
+    with pytest.raises(PlanError, match="accumulation='defer_replicate' adds up sharded gradients"):
+        ParallelPlan(strategy=strategy, dp_replicate=replicate, accumulation="defer_replicate").mesh(4)
+    for good in (ParallelPlan(strategy="zero2", dp_replicate=2), ParallelPlan(strategy="hsdp", dp_shard=4)):
+        assert dataclasses.replace(good, accumulation="defer_replicate").mesh(4)
 
 
 @pytest.mark.parametrize("axis", ["dp_replicate", "cp", "tp", "pp", "ep"])
 def test_degrees_of_later_versions_are_refused_not_ignored(axis: str) -> None:
-    with pytest.raises(PlanError, match=f"{axis}=2: this version does not have"):
-        ParallelPlan(**{axis: 2})
+    if axis != "dp_replicate":
+        with pytest.raises(PlanError, match=f"{axis}=2: this version does not have"):
+            ParallelPlan(**{axis: 2})
     with pytest.raises(PlanError, match="expected a positive integer"):
         ParallelPlan(**{axis: 0})
 
@@ -95,8 +144,8 @@ def test_other_policies_are_refused_with_the_legal_forms(policy: object) -> None
 
 @pytest.mark.parametrize(
     ("field", "value"),
-    [("reshard_after_forward", 2), ("accumulation", "defer_replicate"), ("sync", "yes"), ("sync_buffers", "sum")],
+    [("reshard_after_forward", "yes"), ("accumulation", "deferred"), ("sync", "yes"), ("sync_buffers", "sum")],
 )
-def test_values_of_later_versions_and_strangers_are_refused(field: str, value: object) -> None:
+def test_strangers_are_refused(field: str, value: object) -> None:
     with pytest.raises(PlanError, match=field):
         ParallelPlan(**{field: value})  # type: ignore[arg-type]

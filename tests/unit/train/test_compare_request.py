@@ -11,8 +11,10 @@ import pytest
 from shardwise.cli import main
 from shardwise.models import gpt_config
 from shardwise.spec.errors import ConfigError
+from shardwise.spec.plan import ParallelPlan
 from shardwise.train.compare.case import CASES
 from shardwise.train.compare.request import OURS, PEERS, SINGLE, Entrant, Request, make_requests, turns
+from shardwise.train.compare.variant import parse
 
 RUN = "model: {preset: gpt-nano}\ndata: {source: random, seq_len: 8}\ntrain: {micro_batch_size: 3, steps: 10}\n"
 
@@ -52,7 +54,9 @@ def test_a_configuration_gives_model_and_data(tmp_path):
 
 
 def test_a_request_survives_json():
-    (request,) = make_requests(cases=["wide"], peers=list(PEERS), num_ranks=3, rounds=7, steps=2)
+    (request,) = make_requests(
+        cases=["wide"], peers=[peer for peer in PEERS if "deepspeed" not in peer], num_ranks=3, rounds=7, steps=2
+    )
     again = Request.from_dict(json.loads(json.dumps(request.as_dict())))
     assert again == request
     assert again.case.steps == 2
@@ -62,7 +66,7 @@ def test_a_request_survives_json():
     ("arguments", "said"),
     [
         (["--peers", "torch-fsdp3"], "Did you mean 'torch-fsdp2'"),
-        (["--peers", "deepspeed-1"], "Use one of single, torch-ddp, torch-fsdp1, torch-fsdp2"),
+        (["--peers", "megatron"], "Use one of single, torch-ddp, torch-fsdp1, torch-fsdp2"),
         (["--case", "hots"], "Did you mean 'host'"),
         (["--strategies", "zero9"], "zero9"),
         (["--strategies", "hsdp"], "hybrid sharding"),
@@ -123,3 +127,35 @@ def test_the_error_for_an_unknown_name_escapes_it():
     with pytest.raises(ConfigError) as caught:
         make_requests(peers=["\x1b[2J"], num_ranks=1)
     assert "\x1b" not in str(caught.value)
+
+
+def test_deepspeed_stands_for_its_three_stages(monkeypatch):
+    monkeypatch.setattr("importlib.util.find_spec", lambda name: object())
+    (request,) = make_requests(cases=["wide"], peers=["torch-ddp", "deepspeed", "deepspeed-2"], num_ranks=2)
+    assert [entrant.engine for entrant in request.entrants] == [
+        OURS,
+        "torch-ddp",
+        "deepspeed-1",
+        "deepspeed-2",
+        "deepspeed-3",
+    ]
+    assert request.entrants[-1].strategy == "zero3"
+
+
+def test_a_peer_that_is_not_installed_is_refused_before_anything_starts(monkeypatch):
+    monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
+    with pytest.raises(ConfigError, match=r"deepspeed-1, deepspeed-2, .*not installed.*\n.*shardwise\[peers\]"):
+        make_requests(cases=["wide"], peers=["deepspeed"], num_ranks=2)
+
+
+def test_a_variant_names_what_else_differs():
+    variant = parse("zero3+flat+reshard_after_forward=false")
+    assert (variant.strategy, variant.is_flat, variant.fields) == ("zero3", True, {"reshard_after_forward": False})
+    assert variant.applied_to(ParallelPlan(accumulation="sharded")).accumulation == "sharded"
+    assert make_requests(cases=["host"], strategies=["ZeRO3+flat"], num_ranks=2)[0].entrants[0].strategy == "zero3+flat"
+
+
+@pytest.mark.parametrize("text", ["zero3+falt", "zero3+nosuch=1", "zero3+strategy=ddp", "zero3+"])
+def test_an_unknown_variant_is_refused(text):
+    with pytest.raises(ConfigError, match="is neither 'flat' nor FIELD=VALUE"):
+        parse(text)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
 from typing import cast
 
 import torch
@@ -11,8 +10,10 @@ from torch import Tensor, nn
 import shardwise as sw
 from shardwise.fsdp.wrap import find_units
 from shardwise.spec.wrap import WrapPolicy
-from shardwise.train.compare.peer import BUILDS, LEARNING_RATE
+from shardwise.train.compare.peer import BUILDS
 from shardwise.train.compare.request import OURS, Entrant
+from shardwise.train.compare.trainee import LEARNING_RATE, Trainee
+from shardwise.train.compare.variant import parse
 from shardwise.train.compare.workload import Workload
 
 
@@ -33,21 +34,26 @@ class Engine:
         self.workload = workload
         model = workload.model()
         model.train()
-        self.model: nn.Module
-        self.optimizer: torch.optim.Optimizer
         if entrant.engine == OURS:
-            self.model = sw.parallelize(model, replace(workload.plan, strategy=entrant.strategy))
-            self.optimizer = torch.optim.AdamW(self.model.parameters(), lr=LEARNING_RATE)
+            variant = parse(entrant.strategy)
+            sharded = sw.parallelize(model, variant.applied_to(workload.plan))
+            parameters = sw.flat_parameters(sharded) if variant.is_flat else sharded.parameters()
+            optimizer = torch.optim.AdamW(parameters, lr=LEARNING_RATE)
+            self.trainee = Trainee.with_optimizer(sharded, optimizer)
         else:
             units = list(find_units(model, cast("str | WrapPolicy", workload.plan.auto_wrap_policy)).values())
-            self.model, self.optimizer = BUILDS[entrant.engine](model, units, workload.device)
+            self.trainee = BUILDS[entrant.engine](model, units, workload.device)
+
+    @property
+    def model(self) -> nn.Module:
+        """The model, as the engine has it."""
+        return self.trainee.model
 
     def step(self, batch: tuple[Tensor, Tensor]) -> Tensor:
         """One training step on this rank's batch. Returns its loss, detached."""
         loss = self.workload.loss(self.model, *batch)
-        loss.backward()
-        self.optimizer.step()
-        self.optimizer.zero_grad()
+        self.trainee.backward(loss)
+        self.trainee.update()
         return loss.detach()
 
     def step_for_all(self, batches: list[tuple[Tensor, Tensor]]) -> list[Tensor]:
@@ -61,6 +67,5 @@ class Engine:
         for parameter in self.model.parameters():
             if parameter.grad is not None:
                 parameter.grad.div_(count)
-        self.optimizer.step()
-        self.optimizer.zero_grad()
+        self.trainee.update()
         return losses

@@ -1,4 +1,4 @@
-"""Torch's own engines, set up as their documentation recommends."""
+"""Other engines, set up as their documentation recommends."""
 
 from __future__ import annotations
 
@@ -13,51 +13,55 @@ from torch.distributed.fsdp.wrap import transformer_auto_wrap_policy
 from torch.distributed.optim import ZeroRedundancyOptimizer
 from torch.nn.parallel import DistributedDataParallel
 
-LEARNING_RATE = 1e-3
+from shardwise.train.compare import deepspeed
+from shardwise.train.compare.trainee import LEARNING_RATE, Trainee
 
-#: From a plain model, the modules that become units, and the device, to a model that trains and its optimizer.
-Build = Callable[[nn.Module, list[nn.Module], torch.device], tuple[nn.Module, torch.optim.Optimizer]]
+#: From a plain model, the modules that become units, and the device, to a model that trains.
+Build = Callable[[nn.Module, list[nn.Module], torch.device], Trainee]
 
 
-def single(model: nn.Module, _units: list[nn.Module], _device: torch.device) -> tuple[nn.Module, torch.optim.Optimizer]:
+def single(model: nn.Module, _units: list[nn.Module], _device: torch.device) -> Trainee:
     """One process, nothing around the model."""
-    return model, torch.optim.AdamW(model.parameters(), lr=LEARNING_RATE)
+    return Trainee.with_optimizer(model, torch.optim.AdamW(model.parameters(), lr=LEARNING_RATE))
 
 
-def ddp(model: nn.Module, _units: list[nn.Module], device: torch.device) -> tuple[nn.Module, torch.optim.Optimizer]:
+def ddp(model: nn.Module, _units: list[nn.Module], device: torch.device) -> Trainee:
     """DistributedDataParallel whose gradients live in its buckets."""
     wrapped = _ddp(model, device)
-    return wrapped, torch.optim.AdamW(wrapped.parameters(), lr=LEARNING_RATE)
+    return Trainee.with_optimizer(wrapped, torch.optim.AdamW(wrapped.parameters(), lr=LEARNING_RATE))
 
 
-def zero1(model: nn.Module, _units: list[nn.Module], device: torch.device) -> tuple[nn.Module, torch.optim.Optimizer]:
+def zero1(model: nn.Module, _units: list[nn.Module], device: torch.device) -> Trainee:
     """The same with the optimizer's state dealt out over the ranks."""
     wrapped = _ddp(model, device)
-    return wrapped, ZeroRedundancyOptimizer(wrapped.parameters(), optimizer_class=torch.optim.AdamW, lr=LEARNING_RATE)
+    return Trainee.with_optimizer(
+        wrapped, ZeroRedundancyOptimizer(wrapped.parameters(), optimizer_class=torch.optim.AdamW, lr=LEARNING_RATE)
+    )
 
 
-def fsdp1(model: nn.Module, units: list[nn.Module], device: torch.device) -> tuple[nn.Module, torch.optim.Optimizer]:
+def fsdp1(model: nn.Module, units: list[nn.Module], device: torch.device) -> Trainee:
     """FullyShardedDataParallel over the units' classes, with the original parameters."""
     policy = functools.partial(transformer_auto_wrap_policy, transformer_layer_cls={type(unit) for unit in units})
     wrapped = FullyShardedDataParallel(
         model, auto_wrap_policy=policy if units else None, use_orig_params=True, device_id=device
     )
-    return wrapped, torch.optim.AdamW(wrapped.parameters(), lr=LEARNING_RATE)
+    return Trainee.with_optimizer(wrapped, torch.optim.AdamW(wrapped.parameters(), lr=LEARNING_RATE))
 
 
-def fsdp2(model: nn.Module, units: list[nn.Module], device: torch.device) -> tuple[nn.Module, torch.optim.Optimizer]:
+def fsdp2(model: nn.Module, units: list[nn.Module], device: torch.device) -> Trainee:
     """``fully_shard`` per unit, then on the root."""
     return _fsdp2(model, units, device, reshard_after_forward=None)
 
 
-def fsdp2_noreshard(
-    model: nn.Module, units: list[nn.Module], device: torch.device
-) -> tuple[nn.Module, torch.optim.Optimizer]:
+def fsdp2_noreshard(model: nn.Module, units: list[nn.Module], device: torch.device) -> Trainee:
     """The same, with parameters kept whole from forward to backward."""
     return _fsdp2(model, units, device, reshard_after_forward=False)
 
 
 BUILDS: dict[str, Build] = {
+    "deepspeed-1": deepspeed.zero(1),
+    "deepspeed-2": deepspeed.zero(2),
+    "deepspeed-3": deepspeed.zero(3),
     "single": single,
     "torch-ddp": ddp,
     "torch-fsdp1": fsdp1,
@@ -74,8 +78,8 @@ def _ddp(model: nn.Module, device: torch.device) -> nn.Module:
 
 def _fsdp2(
     model: nn.Module, units: list[nn.Module], device: torch.device, *, reshard_after_forward: bool | None
-) -> tuple[nn.Module, torch.optim.Optimizer]:
+) -> Trainee:
     mesh = init_device_mesh(device.type, (distributed.get_world_size(),))
     for module in [*units, model]:
         fully_shard(module, mesh=mesh, reshard_after_forward=reshard_after_forward)
-    return model, torch.optim.AdamW(model.parameters(), lr=LEARNING_RATE)
+    return Trainee.with_optimizer(model, torch.optim.AdamW(model.parameters(), lr=LEARNING_RATE))

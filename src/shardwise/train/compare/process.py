@@ -30,6 +30,7 @@ import shardwise as sw
 from shardwise.comm.launch import init_process_group, read_world, shutdown
 from shardwise.comm.process import die_with_parent
 from shardwise.spec.errors import ShardwiseError
+from shardwise.train.compare import deepspeed
 from shardwise.train.compare.case import WARM_UP_STEPS
 from shardwise.train.compare.count import TensorCount
 from shardwise.train.compare.engine import Engine
@@ -75,6 +76,8 @@ class Process:
         num_steps = WARM_UP_STEPS + self.request.rounds * self.request.case.steps
         self.batches = [self.workload.batch(step, self.rank) for step in range(num_steps)]
         _load_what_is_loaded_late(self.device)
+        if self.entrant.engine.startswith("deepspeed"):
+            deepspeed.load()
         self.start_bytes = self._begin_peak()
         self.engine = Engine(self.entrant, self.workload)
         self._steps(WARM_UP_STEPS)

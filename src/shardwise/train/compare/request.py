@@ -3,14 +3,15 @@
 from __future__ import annotations
 
 import difflib
+import importlib.util
 from collections.abc import Collection, Sequence
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any, Self
 
 from shardwise.spec.errors import ConfigError
-from shardwise.spec.plan import ParallelPlan
 from shardwise.train.compare.case import CASES, Case
+from shardwise.train.compare.variant import parse
 from shardwise.train.text import printable
 
 OURS = "shardwise"
@@ -24,7 +25,12 @@ PEERS = {
     "torch-fsdp2": "full_shard",
     "torch-fsdp2-noreshard": "shard_grad_op",
     "torch-zero1": "zero1",
+    "deepspeed-1": "zero1",
+    "deepspeed-2": "zero2",
+    "deepspeed-3": "zero3",
 }
+#: Names for several engines at once.
+_PEER_GROUPS = {"deepspeed": ("deepspeed-1", "deepspeed-2", "deepspeed-3")}
 DEFAULT_PEERS = (SINGLE, "torch-ddp", "torch-fsdp1", "torch-fsdp2")
 DEFAULT_STRATEGIES = ("zero3",)
 DEFAULT_ROUNDS = 5
@@ -34,7 +40,7 @@ _CONFIG_STEPS = 5
 
 @dataclass(frozen=True, slots=True)
 class Entrant:
-    """One engine under one strategy."""
+    """One engine under one strategy; of ours with what else differs (``train.compare.variant``)."""
 
     engine: str
     strategy: str
@@ -108,13 +114,15 @@ def make_requests(
         if value is not None and value < 1:
             raise ConfigError(f"{name} {value}: expected at least 1.\n  Set {name} 1 or more.")
     _check_names("--case", cases, CASES)
-    _check_names("--peers", DEFAULT_PEERS if peers is None else peers, PEERS)
+    peers = DEFAULT_PEERS if peers is None else [name for peer in peers for name in _PEER_GROUPS.get(peer, (peer,))]
+    _check_names("--peers", peers, PEERS)
+    _check_installed(peers)
     chosen = [_from_config(config, num_ranks)] if config is not None else [CASES[name] for name in cases or CASES]
     strategies = [strategy.strip().lower() for strategy in strategies] or list(DEFAULT_STRATEGIES)
     for strategy in strategies:
-        ParallelPlan(strategy=strategy)
+        parse(strategy)
     entrants = [Entrant(OURS, strategy) for strategy in dict.fromkeys(strategies)]
-    entrants += [Entrant(peer, PEERS[peer]) for peer in dict.fromkeys(DEFAULT_PEERS if peers is None else peers)]
+    entrants += [Entrant(peer, PEERS[peer]) for peer in dict.fromkeys(peers)]
     return [Request(_with_steps(case, steps), tuple(entrants), num_ranks, rounds) for case in chosen]
 
 
@@ -135,6 +143,15 @@ def _from_config(path: Path, num_ranks: int) -> Case:
         steps=_CONFIG_STEPS,
         config=str(path.resolve()),
     )
+
+
+def _check_installed(peers: Sequence[str]) -> None:
+    missing = [peer for peer in peers if peer.startswith("deepspeed")]
+    if missing and importlib.util.find_spec("deepspeed") is None:
+        raise ConfigError(
+            f"--peers {', '.join(missing)}: the package deepspeed is not installed.\n"
+            "  Install shardwise[peers], or leave them out."
+        )
 
 
 def _check_names(option: str, given: Sequence[str], known: Collection[str]) -> None:

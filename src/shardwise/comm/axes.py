@@ -1,0 +1,105 @@
+"""The Comms of a data-parallel mesh: which ranks each collective of a model runs over.
+
+On ``dp_replicate=2 x dp_shard=4`` with an inner size of 2, rank 5 (``*``) belongs to these groups::
+
+    dp_replicate 0    0   1 | 2   3
+    dp_replicate 1    4   5*| 6   7
+
+    dp_shard          4 5 6 7      gathers, and sums of gradients inside the group that holds the parameters once
+    dp_shard_inner    4 5          gathers for backward, where units are kept sharded over 2 ranks after forward
+    dp_replicate      1 5          sums of gradient shards over the groups
+    dp                0 to 7       control messages, losses, checkpoints
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+
+from shardwise.comm.base import Comm
+from shardwise.spec.mesh import Mesh
+
+#: The axis of all data-parallel ranks, and that of the inner groups of ``dp_shard``: no axes of the mesh themselves.
+DATA_PARALLEL, INNER = "dp", "dp_shard_inner"
+
+
+#: Opens a Comm over some ranks of the mesh, this one among them: ``open(axis, purpose, ranks)``.
+OpenAxis = Callable[[str, str, Sequence[int]], Comm]
+
+
+@dataclass(frozen=True)
+class Comms:
+    """The Comms of one model on this rank.
+
+    Attributes:
+        gather: Along ``dp_shard``: parameters.
+        reduce: Along ``dp_shard``: gradients.
+        replicate: Along ``dp_replicate``; ``None`` where the model is not replicated over groups.
+        control: Over all data-parallel ranks, in the order of the mesh.
+        inner: Along inner groups of ``dp_shard``, by their size; :meth:`inner_comm` fills it.
+    """
+
+    gather: Comm
+    reduce: Comm
+    replicate: Comm | None
+    control: Comm
+    inner: dict[int, Comm]
+    _open_inner: Callable[[int], Comm]
+
+    def __iter__(self) -> Iterator[Comm]:
+        """Each Comm once."""
+        held = (self.gather, self.reduce, self.replicate, *self.inner.values(), self.control)
+        return iter(dict.fromkeys(comm for comm in held if comm is not None))
+
+    def inner_comm(self, size: int) -> Comm:
+        """Along the inner groups of ``size`` neighbours on ``dp_shard``.
+
+        Collective:
+            On CUDA the first call for a size makes a communicator: all ranks must call, in the same order.
+        """
+        if size not in self.inner:
+            self.inner[size] = self._open_inner(size)
+        return self.inner[size]
+
+    @property
+    def num_replicas(self) -> int:
+        """Groups that each hold the whole model."""
+        return self.replicate.size if self.replicate is not None else 1
+
+    @property
+    def replica(self) -> int:
+        """Which of those groups this rank belongs to."""
+        return self.replicate.rank if self.replicate is not None else 0
+
+    @property
+    def num_ranks(self) -> int:
+        """Data-parallel ranks: what sums of gradients are divided by."""
+        return self.num_replicas * self.reduce.size
+
+    @property
+    def sizes(self) -> dict[str, int]:
+        """Size by mesh axis, outermost first."""
+        return {"dp_replicate": self.num_replicas, "dp_shard": self.reduce.size}
+
+
+def lay_out(mesh: Mesh, rank: int, open_axis: OpenAxis, *, is_replicated: bool = False) -> Comms:
+    """The Comms of ``rank`` on ``mesh``, each opened by ``open_axis``, in one order on all ranks.
+
+    Args:
+        mesh: The axes. Only the data-parallel ones are looked at.
+        rank: This rank in the mesh.
+        open_axis: Makes a Comm.
+        is_replicated: Sums go over ``dp_replicate`` also where that has one rank only.
+    """
+    shard = mesh.group("dp_shard", rank)
+    gather, reduce = open_axis("dp_shard", "gather", shard), open_axis("dp_shard", "reduce", shard)
+    replicate, control = None, gather
+    if is_replicated or mesh.dp_replicate > 1:
+        replicate = open_axis("dp_replicate", "reduce", mesh.group("dp_replicate", rank))
+    if mesh.dp_replicate > 1:
+        control = open_axis(DATA_PARALLEL, "control", mesh.data_parallel_group(rank))
+
+    def open_inner(size: int) -> Comm:
+        return open_axis(INNER, "gather", mesh.inner_group(rank, size))
+
+    return Comms(gather, reduce, replicate, control, {}, open_inner)
