@@ -436,6 +436,7 @@ FAMILIES: dict[str, Family] = {
             "mlp_dim": 24,
             "dim_head": 8,
             "dropout": 0.1,
+            "layer_dropout": 0.2,
         },
     ),
     "NestedWrappedModule": _torch("NestedWrappedModule", "Linear"),

@@ -19,7 +19,7 @@ from __future__ import annotations
 import sys
 import threading
 import weakref
-from collections import Counter, defaultdict, deque
+from collections import Counter, deque
 from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import fields, is_dataclass
 from types import ModuleType
@@ -36,6 +36,7 @@ from shardwise.fsdp.buffers import BufferSync
 from shardwise.fsdp.gradient import EAGER_NUMEL
 from shardwise.fsdp.group import Group
 from shardwise.fsdp.inner import InnerShard
+from shardwise.fsdp.order import ROOT_ENTRY, Entry, backward_orders, eval_orders, forward_orders
 from shardwise.fsdp.pool import GradientPool, SlotPool
 from shardwise.fsdp.saved import SavedTensorGuard
 from shardwise.fsdp.unit import State, Unit
@@ -43,10 +44,6 @@ from shardwise.spec.errors import StateError
 from shardwise.spec.footprint import size_class
 from shardwise.spec.placement import Placements
 from shardwise.spec.prefetch import AgreedOrder
-
-#: Where a forward comes in: a unit's number, and the path of the module in it that was called ("": the unit's own).
-Entry = tuple[int, str]
-ROOT_ENTRY: Entry = (0, "")
 
 
 class Runtime:
@@ -83,10 +80,9 @@ class Runtime:
         self.keeps: tuple[str, ...] = ()  # ... and the operators whose outputs are kept in them all the same
         self.slots = SlotPool()
         self.gradients = GradientPool(num_gradient_buffers, self._drain_one)
-        # One order for each entry: the module through which a forward comes in, or came in that is now run backward.
-        self._forward_orders: defaultdict[Entry, AgreedOrder] = defaultdict(AgreedOrder)  # gathers where it trains
-        self._eval_orders: defaultdict[Entry, AgreedOrder] = defaultdict(AgreedOrder)  # where not; only to prefetch
-        self._backward_orders: defaultdict[Entry, AgreedOrder] = defaultdict(AgreedOrder)
+        self._forward_orders = forward_orders(self.units)
+        self._eval_orders = eval_orders()
+        self._backward_orders = backward_orders(self.units)
         self.entry = ROOT_ENTRY  # of the newest outermost forward
         self.version = 0  # counts optimizer steps: backward of an earlier version would be wrong
         self._order = self.forward_order
@@ -205,6 +201,7 @@ class Runtime:
             )
         self._num_frames += 1
         unit.frames.append(torch_private.next_sequence_number())
+        unit.has_run |= self._trains
         if self.row.shards_optimizer:
             for index in self._order.reach(unit.index):
                 if self._trains:
@@ -313,8 +310,14 @@ class Runtime:
                 self._reshard_after_forward(unit, needs_backward=self._has_backward(unit))
 
     def _has_backward(self, unit: Unit) -> bool:
-        """Backward entered the unit in some step, or it is the root. What is kept for it is the same on all ranks."""
-        return self._trains and (unit.parent is None or self._is_in_backward_order(unit))
+        """Backward entered the unit in some step, or it is the root. What is kept for it is the same on all ranks.
+
+        Of a unit that only peers have run so far, it is taken that they will run it backward.
+        """
+        if not self._trains:
+            return False
+        is_run_by_peers = self._order.is_new(unit.index) and not unit.has_run
+        return unit.parent is None or is_run_by_peers or self._is_in_backward_order(unit)
 
     def _is_in_backward_order(self, unit: Unit) -> bool:
         return any(unit.index in order for order in self._backward_orders.values())
@@ -592,6 +595,7 @@ class Runtime:
                 self._reshard(unit)
             unit.swap_out()
             unit.num_silent = unit.num_repeated = 0
+            unit.has_run = False
         self._in_backward = False
         self._active = None
         self._is_window_open = not self.syncs_gradients
@@ -664,6 +668,7 @@ class Runtime:
             unit.frames.clear()
             unit.replays.clear()
             unit.num_silent = unit.num_repeated = 0
+            unit.has_run = False
             for group in unit.groups:
                 group.gradient.drop(self.gradients)
         self._entered.clear()

@@ -110,6 +110,7 @@ class Unit:
         self.whole: Whole | None = None  # full_parameters shows the unit whole, or lets another rank do so
         self.frames: list[int] = []  # one for each forward under way: autograd's sequence number at its start
         self.replays: list[int] = []  # the same for recomputations, which run inside a backward
+        self.has_run = False  # in a forward that trains, since the last backward
         self.num_outstanding = 0  # forward calls whose backward has not begun
         self.num_silent = 0  # calls without grad in forwards that train: a reentrant recomputation may repeat them ...
         self.num_repeated = 0  # ... and has done so, in this backward, this often

@@ -19,7 +19,7 @@ from shardwise.spec.wrap import WrapByClass, WrapByName, WrapBySize, WrapPolicy
 _CONTAINERS = (nn.ModuleList, nn.ModuleDict, nn.ParameterList, nn.ParameterDict)
 
 
-def _is_called(module: nn.Module) -> bool:
+def is_called(module: nn.Module) -> bool:
     """Whether the module can be called at all: containers, and classes without a ``forward``, only hold others."""
     return not isinstance(module, _CONTAINERS) and type(module).forward is not nn.Module.forward
 
@@ -60,7 +60,7 @@ def _candidates(model: nn.Module) -> dict[str, nn.Module]:
     return {
         name: module
         for name, module in model.named_modules()
-        if name and _is_called(module) and next(module.parameters(), None) is not None
+        if name and is_called(module) and next(module.parameters(), None) is not None
     }
 
 
@@ -116,7 +116,7 @@ def _by_size(model: nn.Module, policy: WrapBySize) -> dict[str, nn.Module]:
                 free |= free_parameters(child, path)
             else:
                 free |= {id(p): p.numel() for p in child.parameters()}
-        if name and id(module) not in seen and _is_called(module) and sum(free.values()) >= policy.min_num_params:
+        if name and id(module) not in seen and is_called(module) and sum(free.values()) >= policy.min_num_params:
             seen.add(id(module))
             found[name] = module
             return {}
@@ -174,7 +174,7 @@ def _repeated_blocks(chain: nn.ModuleList | nn.Sequential) -> dict[str, nn.Modul
 def _members(holder: nn.Module) -> Iterator[tuple[str, nn.Module]]:
     """The modules in a chain that are called; a holder that is not stands for what it holds."""
     for name, child in holder.named_children():
-        if _is_called(child):
+        if is_called(child):
             yield name, child
         elif not (_ALTERNATIVES.search(name) or isinstance(child, nn.ModuleDict)):
             yield from ((f"{name}.{path}", member) for path, member in _members(child))

@@ -5,11 +5,55 @@ Each rank therefore follows one agreed order: the first step records it (every r
 steps follow it. A rank that skips units is told to visit them all the same, so that its peers do not wait; a unit that
 the order does not expect is inserted where it came. Nothing is ever taken out, because only this rank might have
 skipped it.
+
+Already in the first step a rank may leave out members of a *chain*, the layers of one list: peers are expected to run
+all of them in order. So a model that drops layers at random (stochastic depth, LayerDrop) has one order from the start.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True)
+class Chain:
+    """Units that follow one another, of which a rank may leave out some.
+
+    Attributes:
+        members: By member, its number and the numbers of the units inside it, in the order in which they are reached.
+        scope: All units inside the module that calls the members.
+    """
+
+    members: tuple[tuple[int, ...], ...]
+    scope: frozenset[int]
+
+    def reversed(self) -> Chain:
+        """The same, as backward goes through it: each member before the units inside it, as in forward."""
+        members = tuple((head, *reversed(inner)) for head, *inner in reversed(self.members))
+        return Chain(members, self.scope)
+
+    def place_of(self, unit: int | None) -> int | None:
+        """Of the member that ``unit`` is, or is inside of."""
+        return next((place for place, member in enumerate(self.members) if unit in member), None)
+
+    def places(self, reached: Collection[int]) -> list[int]:
+        """Of the members that were reached."""
+        return [place for place, (head, *_) in enumerate(self.members) if head in reached]
+
+    def missing(self, unit: int | None, reached: Collection[int], first_place: int | None) -> Sequence[tuple[int, ...]]:
+        """The members behind those that were reached that a peer may run before ``unit`` (``None``: before the end).
+
+        All of them where the chain has been left. Another chain of the same module comes after this one where it begins
+        while this one is further on (``first_place``: where it begins); else the two take turns.
+        """
+        places = self.places(reached)
+        last = places[-1] if places else -1
+        place = self.place_of(unit)
+        if place is not None:
+            return self.members[last + 1 : place]
+        is_left = unit not in self.scope or (first_place is not None and first_place < last)
+        return self.members[last + 1 :] if places and is_left else ()
 
 
 class AgreedOrder:
@@ -18,12 +62,20 @@ class AgreedOrder:
     Example: the order ``[0, 1, 2]`` is recorded; ``reach(2)`` right after ``start()`` answers ``[0, 1]``, the units to
     visit before 2; ``rest()`` answers what is left at the end of the pass. The cursor moves as the answers are taken:
     while a unit is visited it stands behind that unit, as on a rank that runs it.
+
+    Args:
+        chains: Units of which any may be left out, those of inner modules first.
+        has_run: Tells the units that are not left out, though this pass may never reach them: backward does not come to
+            every unit that has run.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, chains: Sequence[Chain] = (), has_run: Callable[[int], bool] | None = None) -> None:
+        self._chains = chains
+        self._has_run = has_run or (lambda _unit: False)
         self._order: list[int] = []
         self._cursor = 0
         self._recorded = False
+        self._newcomers: set[int] = set()
         self.num_changes = 0
 
     @property
@@ -39,11 +91,13 @@ class AgreedOrder:
     def start(self) -> None:
         """Begin a pass."""
         self._cursor = 0
+        self._newcomers.clear()
 
     def reach(self, unit: int) -> Iterable[int]:
         """Move to the next place of ``unit`` by way of the units that were skipped, in order; the caller visits them.
 
-        A unit that the rest of the order does not hold is inserted here, and nothing is skipped.
+        A unit that the rest of the order does not hold is inserted here; skipped are then the members of its chain that
+        this rank has left out.
         """
         order, cursor = self._order, self._cursor
         if cursor and order[cursor - 1] == unit:
@@ -54,12 +108,11 @@ class AgreedOrder:
         try:
             place = order.index(unit, cursor)
         except ValueError:
-            order.insert(cursor, unit)
-            self._cursor = cursor + 1
             if self._recorded:
                 self.num_changes += 1
-            return ()
-        self.num_changes += 1
+            place = self._insert(unit)
+        else:
+            self.num_changes += 1
         return self._walk(place)
 
     def _walk(self, place: int) -> Iterator[int]:
@@ -68,10 +121,38 @@ class AgreedOrder:
             yield self._order[self._cursor - 1]
         self._cursor += 1
 
+    def _insert(self, unit: int) -> int:
+        """Put ``unit`` at the cursor, and before it what peers may issue; returns its place."""
+        cursor = self._cursor
+        missing = self._missing(unit, self._order[:cursor])
+        self._order[cursor:cursor] = [*missing, unit]
+        self._newcomers.update((*missing, unit))
+        return cursor + len(missing)
+
+    def _missing(self, unit: int | None, reached: Collection[int]) -> list[int]:
+        """Units that the order does not hold and that peers may issue after those ``reached`` and before ``unit``."""
+        own = [chain for chain in self._chains if chain.place_of(unit) is not None]
+        begun = [chain.place_of(unit) for chain in own if not chain.places(reached)]
+        known, missing = set(self._order), []
+        for chain in [*(chain for chain in self._chains if chain not in own), *own]:
+            for member in chain.missing(unit, reached, begun[0] if begun else None):
+                if not (member[0] in known or self._has_run(member[0])):
+                    missing += member
+                    known.update(member)
+        return missing
+
+    def is_new(self, unit: int) -> bool:
+        """Whether ``unit`` came into the order in this pass."""
+        return unit in self._newcomers
+
     def rest(self) -> Iterator[int]:
         """End the pass by way of the units that were not reached, in order."""
         if self._cursor < len(self._order):
             self.num_changes += 1
+        if self._newcomers:
+            missing = self._missing(None, self._order)
+            self._order += missing
+            self._newcomers.update(missing)
         while self._cursor < len(self._order):
             self._cursor += 1
             yield self._order[self._cursor - 1]

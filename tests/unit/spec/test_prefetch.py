@@ -7,7 +7,7 @@ import itertools
 from hypothesis import given
 from hypothesis import strategies as st
 
-from shardwise.spec.prefetch import AgreedOrder
+from shardwise.spec.prefetch import AgreedOrder, Chain
 
 
 def follow(order: AgreedOrder, path: list[int]) -> list[int]:
@@ -158,3 +158,67 @@ def test_a_first_pass_that_ends_by_an_exception_is_no_record():
 def _is_subsequence(part: list[int], whole: list[int]) -> bool:
     rest = iter(whole)
     return all(unit in rest for unit in part)
+
+
+# -- chains: lists of layers of which a rank may leave out some, from the first pass on
+
+#: 1 calls a list of layers 2 to 5, of which each holds a unit; 10 comes between; 11 calls the layers 12 to 15.
+OUTER = Chain(((2, 6), (3, 7), (4, 8), (5, 9)), frozenset({2, 3, 4, 5, 6, 7, 8, 9}))
+LATER = Chain(((12,), (13,), (14,), (15,)), frozenset({12, 13, 14, 15}))
+WHOLE = [0, 1, 2, 6, 3, 7, 4, 8, 5, 9, 10, 11, 12, 13, 14, 15]
+
+#: Which layers of each chain run, at least one.
+SOME = st.lists(st.sampled_from(range(4)), min_size=1, unique=True)
+
+
+def path_of(outer, later):
+    inner = [unit for place, member in enumerate(OUTER.members) if place in outer for unit in member]
+    return [0, 1, *inner, 10, 11, *(head for place, (head,) in enumerate(LATER.members) if place in later)]
+
+
+@given(st.lists(st.tuples(SOME, SOME), min_size=1, max_size=4))
+def test_layers_may_be_left_out_from_the_first_pass_on(passes):
+    order = AgreedOrder([OUTER, LATER])
+    for outer, later in passes:
+        assert follow(order, path_of(outer, later)) == WHOLE
+
+
+@given(SOME, SOME)
+def test_backward_too(outer, later):
+    forward = path_of(outer, later)
+    order = AgreedOrder([OUTER.reversed(), LATER.reversed()], set(forward).__contains__)
+    backward = [0, 11, *reversed(forward[forward.index(11) + 1 :]), 10, 1]
+    backward += [unit for member in reversed(OUTER.members) if member[0] in forward for unit in member]
+    assert follow(order, backward) == [0, 11, 15, 14, 13, 12, 10, 1, 5, 9, 4, 8, 3, 7, 2, 6]
+
+
+def test_backward_need_not_reach_every_layer_that_has_run():
+    order = AgreedOrder([LATER.reversed()], {12, 13, 15}.__contains__)
+    assert follow(order, [13, 12]) == [14, 13, 12]
+
+
+def test_lists_that_take_turns_stay_as_they_are():
+    first, second = (
+        Chain(tuple((unit,) for unit in units), frozenset(range(1, 9))) for units in ((1, 2, 3, 4), (5, 6, 7, 8))
+    )
+    order = AgreedOrder([first, second])
+    assert follow(order, [0, 1, 5, 2, 6, 3, 7, 4, 8]) == [0, 1, 5, 2, 6, 3, 7, 4, 8]
+    order = AgreedOrder([first, second])
+    assert follow(order, [0, 1, 5, 3, 7, 4, 8]) == [0, 1, 5, 2, 3, 6, 7, 4, 8]
+
+
+def test_lists_of_one_module_that_follow_one_another_do_so():
+    first, second = (
+        Chain(tuple((unit,) for unit in units), frozenset(range(1, 9))) for units in ((1, 2, 3, 4), (5, 6, 7, 8))
+    )
+    for path in ([1, 2, 3, 5, 6, 7, 8], [1, 3, 6, 8], [1, 3, 4, 5]):
+        assert follow(AgreedOrder([first, second]), [0, *path]) == list(range(9))
+
+
+def test_a_list_that_is_never_entered_is_not_visited():
+    assert follow(AgreedOrder([OUTER, LATER]), [0, 1, 2, 6, 3, 7, 4, 8, 5, 9]) == [0, 1, 2, 6, 3, 7, 4, 8, 5, 9]
+
+
+def test_layers_that_run_again_are_not_expected_twice():
+    path = [0, 1, 2, 6, 3, 7, 4, 8, 5, 9, 2, 6, 3, 7, 4, 8, 5, 9]
+    assert follow(AgreedOrder([OUTER]), path) == path

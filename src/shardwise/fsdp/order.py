@@ -1,0 +1,97 @@
+"""The agreed orders of a model, one for each way into it, and the lists of layers that they know of."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+
+from torch import nn
+
+from shardwise.fsdp.unit import Unit
+from shardwise.fsdp.wrap import is_called
+from shardwise.spec.prefetch import AgreedOrder, Chain
+
+#: Where a forward comes in: a unit's number, and the path of the module in it that was called ("": the unit's own).
+Entry = tuple[int, str]
+ROOT_ENTRY: Entry = (0, "")
+
+
+class Orders(dict[Entry, AgreedOrder]):
+    """One order for each entry: the module through which a forward comes in, or came in that is now run backward.
+
+    Args:
+        make: Makes the order of an entry that comes for the first time.
+    """
+
+    def __init__(self, make: Callable[[Entry], AgreedOrder]) -> None:
+        super().__init__()
+        self._make = make
+
+    def __missing__(self, entry: Entry) -> AgreedOrder:
+        """A new order."""
+        self[entry] = order = self._make(entry)
+        return order
+
+
+def forward_orders(units: Sequence[Unit]) -> Orders:
+    """Of gathers where the model trains."""
+    return Orders(lambda entry: AgreedOrder(find_chains(units, _path(units, entry))))
+
+
+def eval_orders() -> Orders:
+    """Of gathers where it does not; only to prefetch."""
+    return Orders(lambda _entry: AgreedOrder())
+
+
+def backward_orders(units: Sequence[Unit]) -> Orders:
+    """Of the units that backward enters."""
+
+    def make(entry: Entry) -> AgreedOrder:
+        chains = [chain.reversed() for chain in find_chains(units, _path(units, entry))]
+        return AgreedOrder(chains, lambda index: units[index].has_run)
+
+    return Orders(make)
+
+
+def _path(units: Sequence[Unit], entry: Entry) -> str:
+    index, path = entry
+    return path or (units[index].name if index else "")
+
+
+def find_chains(units: Sequence[Unit], path: str = "") -> list[Chain]:
+    """The lists of layers that were made units, at ``path`` and below, those of inner modules first.
+
+    ``units[0]`` is the root.
+
+    A chain is what one module holds in one list, lists in that list included: the module calls its members in the order
+    of registration. Members of an ``nn.ModuleDict`` are alternatives, and those of an ``nn.Sequential`` are never left
+    out.
+    """
+    root = units[0].module()
+    assert root is not None
+    chains: dict[tuple[str, str], list[int]] = {}
+    for index, unit in enumerate(units[1:], 1):
+        place = _list_of(root, unit.name)
+        if place is not None and f"{place[0]}.".startswith(f"{path}." if path else ""):
+            chains.setdefault(place, []).append(index)
+    inner_first = sorted(chains, key=lambda place: -len(place[0]))
+    return [_chain(units, scope, chains[scope, name]) for scope, name in inner_first if len(chains[scope, name]) > 1]
+
+
+def _list_of(root: nn.Module, name: str) -> tuple[str, str] | None:
+    """The module that calls the unit at ``name``, and the attribute of it that lists the unit."""
+    scope, _, child = name.rpartition(".")
+    is_listed = False
+    while scope and not is_called(holder := root.get_submodule(scope)):
+        if isinstance(holder, nn.ModuleDict):
+            return None
+        is_listed = True
+        scope, _, child = scope.rpartition(".")
+    return (scope, child) if is_listed else None
+
+
+def _chain(units: Sequence[Unit], scope: str, indices: Sequence[int]) -> Chain:
+    def inside(path: str) -> list[int]:
+        return [index for index, unit in enumerate(units) if index and unit.name.startswith(path)]
+
+    members = tuple((index, *inside(f"{units[index].name}.")) for index in indices)
+    return Chain(members, frozenset(inside(f"{scope}." if scope else "")))
