@@ -44,6 +44,7 @@ _LAZY = {
     "logical_shape": "shardwise.fsdp.api",
     "record_collectives": "shardwise.fsdp.api",
     "clip_grad_norm": "shardwise.fsdp.clip",
+    "convert_sync_batchnorm": "shardwise.fsdp.batch_norm",
     "declare_elementwise": "shardwise.fsdp.optimizer",
     "flat_parameters": "shardwise.fsdp.flat",
     "full_state_dict": "shardwise.fsdp.state",
@@ -77,6 +78,7 @@ __all__ = [
     "__version__",
     "bf16_supported",
     "clip_grad_norm",
+    "convert_sync_batchnorm",
     "declare_elementwise",
     "dry_run",
     "flat_parameters",
@@ -103,6 +105,7 @@ if TYPE_CHECKING:
     from shardwise import models
     from shardwise.comm.base import CollectiveEvent
     from shardwise.fsdp.api import fully_shard, gradient_sync, logical_shape, record_collectives
+    from shardwise.fsdp.batch_norm import convert_sync_batchnorm
     from shardwise.fsdp.clip import clip_grad_norm
     from shardwise.fsdp.flat import flat_parameters
     from shardwise.fsdp.optimizer import declare_elementwise

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from shardwise.comm.axes import Comms
 from shardwise.comm.base import CollectiveEvent
 from shardwise.comm.open import Place
-from shardwise.fsdp import attach, build, optimizer, precision, recompute
+from shardwise.fsdp import attach, batch_norm, build, optimizer, precision, recompute
 from shardwise.fsdp.runtime import Runtime
 from shardwise.fsdp.sync import synchronise
 from shardwise.fsdp.unit import Unit
@@ -308,6 +308,6 @@ def record_collectives(model: nn.Module) -> Iterator[list[CollectiveEvent]]:
     runtime = attach.runtime_of(model, "sw.record_collectives", on_shards=False)
     events: list[CollectiveEvent] = []
     with contextlib.ExitStack() as stack:
-        for comm in runtime.comms:
+        for comm in [*runtime.comms, *batch_norm.comms_of(model)]:
             stack.enter_context(comm.record(events))
         yield events

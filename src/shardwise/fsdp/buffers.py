@@ -14,6 +14,7 @@ from torch import Tensor, nn
 from shardwise.comm.base import Comm
 from shardwise.comm.dtype import dtype_name
 from shardwise.fsdp import torch_private
+from shardwise.fsdp.batch_norm import SyncBatchNorm
 from shardwise.spec.buffers import BUFFERS, BufferMessage
 
 
@@ -130,7 +131,7 @@ def _select(model: nn.Module, *, saved_only: bool) -> list[tuple[dict[str, Any],
     return [
         (torch_private.buffers_of(module), key)
         for module in model.modules()
-        if not isinstance(module, nn.SyncBatchNorm)
+        if not isinstance(module, (nn.SyncBatchNorm, SyncBatchNorm))
         for key in torch_private.buffers_of(module)
         if not saved_only or torch_private.is_persistent(module, key)
     ]

@@ -55,6 +55,11 @@ def buffers_of(module: nn.Module) -> dict[str, Tensor | None]:
     return module._buffers
 
 
+def children_of(module: nn.Module) -> dict[str, nn.Module | None]:
+    """The module's own children, live. ``named_children`` leaves out one that is registered twice."""
+    return module._modules
+
+
 def is_persistent(module: nn.Module, name: str) -> bool:
     """Whether a buffer is part of the state dict. nn.Module has no public question for it."""
     return name not in module._non_persistent_buffers_set

@@ -10,10 +10,10 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from shardwise.comm.axes import Comms, lay_out
+from shardwise.comm.axes import DATA_PARALLEL, Comms, lay_out
 from shardwise.comm.base import CollectiveEvent
 from shardwise.comm.record import RecordComm
-from shardwise.fsdp import attach
+from shardwise.fsdp import attach, batch_norm
 from shardwise.fsdp.api import record_collectives
 from shardwise.fsdp.runtime import Runtime
 from shardwise.fsdp.wrap import find_units
@@ -133,6 +133,7 @@ def dry_run(
     inputs = without_values(batch) if batch is not None else _default_batch(model)
     comms = record_comms(mesh, rank, receives=not is_cuda, is_replicated=plan.is_replicated)
     apply_plan(model, plan, find_units(model, plan.wrap_policy), comms)
+    batch_norm.connect(model, lambda: RecordComm(DATA_PARALLEL, rank=rank, size=world_size, device="meta"))
     runtime = attach.runtime_of(model, "sw.dry_run")
     stepper = make_optimizer(model.parameters())
 

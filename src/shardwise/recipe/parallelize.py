@@ -7,10 +7,10 @@ from collections.abc import Mapping
 import torch
 from torch import nn
 
-from shardwise.comm.axes import Comms
+from shardwise.comm.axes import DATA_PARALLEL, Comms
 from shardwise.comm.launch import ranks_per_machine
-from shardwise.comm.open import Place, join_world
-from shardwise.fsdp import build, recompute
+from shardwise.comm.open import Place, join_world, open_comms
+from shardwise.fsdp import batch_norm, build, recompute
 from shardwise.fsdp.api import shard_model
 from shardwise.fsdp.attach import attachment_of
 from shardwise.fsdp.buffers import BufferSync
@@ -61,7 +61,9 @@ def parallelize(model: nn.Module, plan: ParallelPlan | None = None) -> nn.Module
     names = {unit or build.ROOT: [entry.names[0] for entry in entries] for unit, entries in owned.items()}
     names["buffers"] = [name for name, _ in model.named_buffers()]
     synchronise(model, None, comms.control, mode=plan.sync, groups=names)
+    _check_batch_norm(model, device, size)
     apply_plan(model, plan, units, comms)
+    batch_norm.connect(model, lambda: open_comms(device, DATA_PARALLEL)[0])
     return model
 
 
@@ -91,6 +93,18 @@ def check_plan(plan: ParallelPlan) -> None:
             f"reshard_after_forward={plan.reshard_after_forward} has no meaning for strategy {plan.strategy!r}:"
             " it keeps parameters whole.\n  Leave it at 'auto', or use zero3 or shard_grad_op."
         )
+
+
+def _check_batch_norm(model: nn.Module, device: torch.device, world_size: int) -> None:
+    """Refuse what would raise in the first forward."""
+    if device.type != "cpu" or world_size == 1:
+        return
+    for path, module in model.named_modules():
+        if isinstance(module, nn.SyncBatchNorm):
+            raise PlanError(
+                f"{path!r} is a torch.nn.SyncBatchNorm, which refuses CPU tensors in a world of several ranks.\n"
+                "  Call sw.convert_sync_batchnorm(model) before sw.parallelize(): it takes torch's as well."
+            )
 
 
 def apply_plan(model: nn.Module, plan: ParallelPlan, units: Mapping[str, nn.Module], comms: Comms) -> None:
