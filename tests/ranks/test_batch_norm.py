@@ -160,7 +160,11 @@ def traffic():
         with sw.record_collectives(model) as events:
             model(x).square().mean().backward()
         sent = [(event.kind, event.sent_bytes) for event in events if event.unit == "sync_batch_norm"]
-        others = [(event.kind, event.unit, event.sent_bytes) for event in events if event.unit != "sync_batch_norm"]
+        others = [
+            (event.kind, event.unit, event.sent_bytes, event.axis)
+            for event in events
+            if event.unit != "sync_batch_norm"
+        ]
     assert others == [tuple(collective) for collective in predict_trace(runtime)]  # its statistics are not synchronised
     assert sw.summary(model).buffers == "not synchronised: none is saved with the model (auto)"
     return sent
