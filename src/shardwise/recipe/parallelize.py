@@ -14,6 +14,7 @@ from shardwise.fsdp import batch_norm, build, recompute
 from shardwise.fsdp.api import shard_model
 from shardwise.fsdp.attach import attachment_of
 from shardwise.fsdp.buffers import BufferSync
+from shardwise.fsdp.compile import compile_units
 from shardwise.fsdp.notice import tell_once
 from shardwise.fsdp.sync import synchronise
 from shardwise.fsdp.wrap import find_units
@@ -112,6 +113,8 @@ def apply_plan(model: nn.Module, plan: ParallelPlan, units: Mapping[str, nn.Modu
 
     Talks to nobody, so that a dry run can pass ``comms`` without peers.
     """
+    if plan.compile and comms.control.device.type != "meta":  # a dry run computes nothing
+        compile_units(model, units)  # first, so that what is recomputed is the compiled forward
     runtime = shard_model(
         model,
         units,

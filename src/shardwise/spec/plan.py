@@ -61,6 +61,8 @@ class ParallelPlan:
             averages those of floating point over the ranks and sends rank 0's others, ``"none"`` leaves them alone.
             ``"auto"`` broadcasts those that are saved with the model, under every strategy; what is not saved (masks,
             rotary frequencies) does not change.
+        compile: Compile every unit that encloses no other (the root only where it is the one unit) by itself, with
+            ``torch.compile``. Not together with operators whose outputs are kept (``activation_checkpointing``).
 
     Raises:
         PlanError: A value is out of range or belongs to a later version.
@@ -81,6 +83,7 @@ class ParallelPlan:
     accumulation: str = "auto"
     sync: str = "warn"
     sync_buffers: str = "auto"
+    compile: bool = False
 
     def __post_init__(self) -> None:
         """Check every field that can be checked without a model or a world."""
@@ -114,6 +117,16 @@ class ParallelPlan:
         _one_of("accumulation", self.accumulation, ACCUMULATIONS)
         _one_of("sync", self.sync, SYNCS)
         _one_of("sync_buffers", self.sync_buffers, BUFFER_SYNCS)
+        self._check_compile(policy)
+
+    def _check_compile(self, policy: RecomputePolicy | None) -> None:
+        if not isinstance(self.compile, bool):
+            raise PlanError(f"compile={self.compile!r}: expected True or False.\n  Leave it at False.")
+        if self.compile and policy is not None and policy.save:
+            raise PlanError(
+                "compile=True with operators whose outputs are kept: a compiled unit no longer calls them one by one.\n"
+                "  Use activation_checkpointing='full', or compile=False."
+            )
 
     @property
     def placements(self) -> Placements:

@@ -90,6 +90,7 @@ class ParallelSection(Section):
     sync_buffers: str = Field(
         "auto", description="auto, broadcast, mean or none: buffers that training changes, such as batch norm's"
     )
+    compile: bool = Field(default=False, description="compile the model unit by unit")
 
 
 class OptimizerSection(Section):
