@@ -28,6 +28,7 @@ def test_the_fields_are_those_that_this_version_honours() -> None:
         "accumulation",
         "sync",
         "sync_buffers",
+        "compile",
     )
 
 
