@@ -32,6 +32,7 @@ _LAZY = {
     "CommTimeout": "shardwise.spec.errors",
     "CheckpointError": "shardwise.spec.errors",
     "CollectiveEvent": "shardwise.comm.base",
+    "optimizer_in_backward": "shardwise.fsdp.in_backward",
     "parallelize": "shardwise.recipe.parallelize",
     "save": "shardwise.recipe.persist",
     "load": "shardwise.recipe.persist",
@@ -90,6 +91,7 @@ __all__ = [
     "load_full_state_dict",
     "logical_shape",
     "models",
+    "optimizer_in_backward",
     "parallelize",
     "parity",
     "record_collectives",
@@ -108,6 +110,7 @@ if TYPE_CHECKING:
     from shardwise.fsdp.batch_norm import convert_sync_batchnorm
     from shardwise.fsdp.clip import clip_grad_norm
     from shardwise.fsdp.flat import flat_parameters
+    from shardwise.fsdp.in_backward import optimizer_in_backward
     from shardwise.fsdp.optimizer import declare_elementwise
     from shardwise.fsdp.precision import bf16_supported
     from shardwise.fsdp.scaler import GradScaler

@@ -81,11 +81,15 @@ def train(model: nn.Module, optimizer: torch.optim.Optimizer, inputs: tuple[Tens
 # -- by category
 
 
-def measure_categories(preset: str) -> tuple[dict[str, int], dict[str, int]]:
+def measure_categories(
+    preset: str, *, is_in_backward: bool = False, policy: sw.PrecisionPolicy | None = None
+) -> tuple[dict[str, int], dict[str, int]]:
     """Bytes by category after the third backward: measured, predicted."""
     before = everything_alive()
-    model = sw.parallelize(build(), sw.ParallelPlan(strategy=preset))
-    optimizer = torch.optim.AdamW(model.parameters())
+    model = sw.parallelize(build(), sw.ParallelPlan(strategy=preset, mp_policy=policy))
+    optimizer = torch.optim.AdamW(sw.flat_parameters(model) if is_in_backward else model.parameters())
+    if is_in_backward:
+        sw.optimizer_in_backward(model, optimizer)
     inputs = batch()
     computed_with, reduced = Storages(), Storages()
     reduce_scatter, all_reduce = GlooComm.reduce_scatter, GlooComm.all_reduce
@@ -131,6 +135,23 @@ def measure_categories(preset: str) -> tuple[dict[str, int], dict[str, int]]:
 
 def measure_all_categories():
     return {preset: measure_categories(preset) for preset in PRESETS}
+
+
+def measure_in_backward():
+    casts = sw.PrecisionPolicy(param_dtype=None, reduce_dtype="bf16")
+    return {
+        (preset, policy): measure_categories(preset, is_in_backward=True, policy=policy)
+        for preset in PRESETS
+        for policy in (None, casts)
+    }
+
+
+@pytest.mark.parametrize("world", [1, 2])
+def test_with_the_update_in_backward_no_gradients_are_held_and_the_closed_form_says_so(world):
+    for rank, results in enumerate(run_on_ranks(measure_in_backward, world)):
+        for case, (measured, predicted) in results.items():
+            assert measured == predicted, f"rank {rank}: {case}"
+            assert measured["gradients"] == 0
 
 
 @functools.cache

@@ -13,6 +13,7 @@ from shardwise.comm.axes import Comms
 from shardwise.comm.base import CollectiveEvent
 from shardwise.comm.open import Place
 from shardwise.fsdp import attach, batch_norm, build, optimizer, precision, recompute
+from shardwise.fsdp.in_backward import refuse
 from shardwise.fsdp.runtime import Runtime
 from shardwise.fsdp.sync import synchronise
 from shardwise.fsdp.unit import Unit
@@ -228,6 +229,7 @@ def _units_below(module: nn.Module) -> dict[str, Runtime]:
         attachment = attach.attachment_of(child)
         if attachment is None or any(path.startswith(f"{other}.") for other in found):
             continue
+        refuse(attachment.runtime, "sw.fully_shard() of what encloses a trained model")
         found[path] = attachment.runtime
     return found
 
@@ -261,6 +263,8 @@ class _UnitMethod(attach.Uncopyable):
         elif self._name == "reshard":
             runtime.reshard_now(unit)
         else:
+            if not args[0]:
+                refuse(runtime, "set_requires_gradient_sync(False)")
             runtime.syncs_gradients = bool(args[0])
 
 
@@ -283,6 +287,8 @@ def gradient_sync(model: nn.Module, is_enabled: bool) -> Iterator[None]:  # noqa
         None by itself. All ranks must use it alike.
     """
     runtime = attach.runtime_of(model, "sw.gradient_sync", on_shards=False)
+    if not is_enabled:
+        refuse(runtime, "sw.gradient_sync(model, False)")
     before, runtime.syncs_gradients = runtime.syncs_gradients, is_enabled
     try:
         yield

@@ -6,6 +6,7 @@ import torch
 from torch import Tensor, nn
 
 from shardwise.fsdp import attach
+from shardwise.fsdp.in_backward import refuse
 from shardwise.fsdp.runtime import Runtime
 from shardwise.spec.errors import StateError
 
@@ -33,11 +34,13 @@ def clip_grad_norm(model: nn.Module, max_norm: float) -> Tensor:
         must call.
 
     Raises:
-        StateError: ``max_norm`` is negative or not a number, or the model is not parallelized.
+        StateError: ``max_norm`` is negative or not a number, the model is not parallelized or updated in
+            backward.
     """
     if not max_norm >= 0:
         raise StateError(f"clip_grad_norm(max_norm={max_norm}): expected a number of at least 0.")
     runtime = attach.runtime_of(model, "sw.clip_grad_norm")
+    refuse(runtime, "sw.clip_grad_norm()")
     grads = [shard.grad for group in runtime.groups for shard in group.shards if shard.grad is not None]
     norm = grad_norm(runtime)
     coefficient = torch.clamp(max_norm / (norm + 1e-6), max=1.0)

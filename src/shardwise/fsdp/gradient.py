@@ -17,6 +17,9 @@ travel while the next units' gradients are collected.
 The full-size buffer is borrowed from the pool where the row pools gradients, and the group's own where it does not
 (``ddp``, ``zero1``: there ``.grad`` lives in it, reduced in place). While ``.grad`` occupies the group's own buffer, a
 further backward borrows one too.
+
+Where the optimizer steps inside backward (``in_backward``) ``.grad`` lives in borrowed buffers, from ``finish`` to
+``release_home``.
 """
 
 from __future__ import annotations
@@ -65,6 +68,8 @@ class Gradient:
         self._home: Tensor | None = None  # where .grad of the shards lives: a slice, or the whole
         self._own: Tensor | None = None  # the group's own full-size buffer, which contains ``_home``
         self._home_views: list[Tensor] = []
+        self._home_key: Hashable = None  # of a buffer for ``_home`` in the pool, where one is needed
+        self._is_home_lent = False
         self._local: Tensor | None = None
         self._local_views: _BufferViews | None = None
         self._borrowed: Tensor | None = None
@@ -158,7 +163,7 @@ class Gradient:
         if self._local_views is not None:
             return self._local_views
         group = self.group
-        if group.row.pools_gradients or (not self._is_cast and self._has_sums):
+        if group.row.pools_gradients or self._is_home_lent or (not self._is_cast and self._has_sums):
             self._borrowed = pool.take(self.pool_key, group.reduce_dtype, group.device)
             self._local = self._borrowed
         else:
@@ -168,7 +173,7 @@ class Gradient:
         key = torch_private.storage_identity(self._local)
         views = self._views.get(key)
         if views is None:
-            views = self._views[key] = _BufferViews(self.layout, self._pieces, self._local)
+            views = self._views[key] = _BufferViews(self.layout, self._pieces, self._local, pool)
         self._local_views = views
         return views
 
@@ -246,7 +251,8 @@ class Gradient:
         group = self.group
         if not group.row.shards_optimizer:
             return buffer
-        if group.row.pools_gradients and not self._is_cast and partial is None and not self._has_sums:
+        is_free = not (self._is_home_lent or self._is_cast or self._has_sums)
+        if group.row.pools_gradients and is_free and partial is None:
             self._make_home()
             assert self._home is not None
             return self._home
@@ -294,6 +300,8 @@ class Gradient:
         group, result = self.group, self._result
         if result is None:
             return  # it waits for the last microbatch
+        if self._is_home_lent:
+            self._borrow_home(result, pool)
         self._make_home()
         assert self._home is not None
         is_home = result.data_ptr() == self._home.data_ptr()
@@ -314,6 +322,36 @@ class Gradient:
                 self._home_views[index].copy_(views[index])
             shard.grad = self._home_views[index]
         self._result = None
+        if not self._is_home_lent:
+            self._give_back(pool)
+
+    # -- .grad in borrowed buffers
+
+    def lend_home(self, pool: GradientPool) -> None:
+        """Let ``.grad`` live in borrowed buffers from now on: the one that the sum is in or, for a cast, another."""
+        self._is_home_lent = True
+        self._home = self._own = None
+        self._home_views = []
+        self._views.clear()
+        if self._is_cast:
+            numel = self.layout.slice_numel(self.group.rank)
+            self._home_key = ("home", size_class(numel), self.group.dtype)
+            pool.announce(self._home_key, numel)
+
+    def _borrow_home(self, result: Tensor, pool: GradientPool) -> None:
+        self._home = result
+        if self._is_cast:
+            self._home = pool.take(self._home_key, self.group.dtype, self.group.device)
+        self._home_views = self.group.held_views(self._home)
+
+    def release_home(self, pool: GradientPool) -> None:
+        """Take ``.grad`` off the shards and give back the buffers that it lived in."""
+        for shard in self.group.shards:
+            shard.grad = None
+        if self._home is not None and self._is_cast:
+            pool.give(self._home_key, self._home)
+        self._home = None
+        self._home_views = []
         self._give_back(pool)
 
     def drop(self, pool: GradientPool) -> None:
@@ -322,6 +360,8 @@ class Gradient:
             full.grad = None
         self._written = [False] * len(self._written)
         self._local = self._local_views = self._result = self._partial = None
+        if self._is_home_lent:
+            self.release_home(pool)
         self._give_back(pool)
 
     def _give_back(self, pool: GradientPool) -> None:
@@ -333,7 +373,7 @@ class Gradient:
 class _BufferViews:
     """Views of one full-size buffer, made once."""
 
-    def __init__(self, layout: ReduceLayout, pieces: list[list], buffer: Tensor) -> None:
+    def __init__(self, layout: ReduceLayout, pieces: list[list], buffer: Tensor, pool: GradientPool) -> None:
         self.by_param: list[list[Tensor]] = []
         for spec, held in zip(layout.group.params, pieces, strict=True):
             if len(held) == 1:
@@ -344,7 +384,9 @@ class _BufferViews:
                 self.by_param.append([buffer[p.offset : p.offset + p.numel] for p in held])
         self.gaps = [buffer[start:stop] for start, stop in layout.gaps]
         self._headers = self._header_views(layout, buffer)
-        self._all_used = self._flags([True] * len(layout.group.params))
+        count = len(layout.group.params)
+        key = count, self._headers[0].shape[-1] if self._headers else 0, buffer.dtype
+        self._all_used = pool.constant(key, lambda: self._flags([True] * count))
 
     @staticmethod
     def _header_views(layout: ReduceLayout, buffer: Tensor) -> list[Tensor]:

@@ -73,6 +73,15 @@ def accept(optimizer: torch.optim.Optimizer) -> None:
 
 def _before_step(optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
     for runtime in runtimes_of(optimizer):
+        if runtime.update is not None:
+            found_inf, _ = (vars(optimizer).pop(name, None) for name in ("found_inf", "grad_scale"))
+            if found_inf is not None:
+                raise StateError(
+                    "a gradient scaler came after sw.optimizer_in_backward() had updated the parameters with scaled"
+                    " gradients.\n  Compute in bf16, which needs no scaler, or step after backward."
+                )
+            if runtime.update.is_stepping:
+                continue
         if any(unit.whole is not None for unit in runtime.units):
             raise StateError(
                 "optimizer.step() inside sw.full_parameters(): the optimizer's state is of shards.\n"
@@ -99,7 +108,8 @@ def _before_step(optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> No
 
 def _after_step(optimizer: torch.optim.Optimizer, _args: Any, _kwargs: Any) -> None:
     for runtime in runtimes_of(optimizer):
-        runtime.invalidate()
+        if runtime.update is None or not runtime.update.is_stepping:
+            runtime.invalidate()
 
 
 def runtimes_of(optimizer: torch.optim.Optimizer) -> list[Runtime]:

@@ -110,7 +110,14 @@ class GradientPool:
         self._drain = weakref.WeakMethod(drain)  # it is a method of whoever holds this pool
         self._sizes: dict[Hashable, int] = {}
         self._free: dict[Hashable, deque[Tensor]] = {}
+        self._constants: dict[Hashable, Tensor | None] = {}
         self.num_buffers: dict[Hashable, int] = {}
+
+    def constant(self, key: Hashable, make: Callable[[], Tensor | None]) -> Tensor | None:
+        """A small tensor that never changes, made at the first call and shared by all who name the same key."""
+        if key not in self._constants:
+            self._constants[key] = make()
+        return self._constants[key]
 
     def announce(self, key: Hashable, numel: int) -> None:
         """Tell the pool, before the first step, that a group of this class needs buffers of ``numel`` elements."""

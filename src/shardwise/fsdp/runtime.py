@@ -23,7 +23,7 @@ from collections import Counter, deque
 from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import fields, is_dataclass
 from types import ModuleType
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
@@ -44,6 +44,9 @@ from shardwise.spec.errors import StateError
 from shardwise.spec.footprint import size_class
 from shardwise.spec.placement import Placements
 from shardwise.spec.prefetch import AgreedOrder
+
+if TYPE_CHECKING:
+    from shardwise.fsdp.in_backward import UpdateInBackward
 
 
 class Runtime:
@@ -84,6 +87,7 @@ class Runtime:
         self._eval_orders = eval_orders()
         self._backward_orders = backward_orders(self.units)
         self.entry = ROOT_ENTRY  # of the newest outermost forward
+        self.update: UpdateInBackward | None = None  # where the optimizer steps inside backward
         self.version = 0  # counts optimizer steps: backward of an earlier version would be wrong
         self._order = self.forward_order
         self._backward = self.backward_order
@@ -372,6 +376,8 @@ class Runtime:
         if unit.state is State.REDUCING:
             while unit.state is State.REDUCING:
                 self._drain_one()
+        if self._in_backward:
+            self._check_not_updated(unit)
         for group in unit.groups:
             if not group.needs_refresh or (not group.row.shards_parameters and group.epoch == self._epoch):
                 continue
@@ -403,6 +409,19 @@ class Runtime:
                     self._wait(holder.unit)
                 self._reshard(holder.unit)
         slot.owner = group
+
+    def _check_not_updated(self, unit: Unit) -> None:
+        """Backward needs the parameters with which forward has computed.
+
+        Raises:
+            StateError: The optimizer has changed them, as backward seemed to have left the unit.
+        """
+        if unit.updated_in == self._generation:
+            raise StateError(
+                f"backward came back to unit {unit.name!r} after its parameters had been updated: a value left the unit"
+                " otherwise than through its outputs.\n"
+                "  Return the value from the unit's forward, or do without sw.optimizer_in_backward()."
+            )
 
     def _wait(self, unit: Unit) -> None:
         for handle in unit.handles:
@@ -575,6 +594,9 @@ class Runtime:
         unit, group, handle = self._reducing.popleft()
         handle.wait()
         group.gradient.finish(self.gradients)
+        if self.update is not None:
+            self.update.apply(group, self.gradients)
+            unit.updated_in = self._generation
         if unit.state is State.REDUCING and not (self._reducing and self._reducing[0][0] is unit):
             unit.move_to(State.SHARDED)
         return True
@@ -599,6 +621,8 @@ class Runtime:
         self._in_backward = False
         self._active = None
         self._is_window_open = not self.syncs_gradients
+        if self.update is not None:
+            self.invalidate()
         self._saved.leave_backward(sum(1 + order.num_changes for order in self._backward_orders.values()))
 
     def _finish_strays(self) -> None:
@@ -616,13 +640,15 @@ class Runtime:
                 if full.grad is not None
             ]
             was_kept = unit.state is State.UNSHARDED and not unit.reshards_after_forward
-            if strays and self.row.shards_parameters and not was_kept and unit.healed_in != self._generation:
+            is_released = self.row.shards_parameters and not was_kept and unit.healed_in != self._generation
+            if strays and (is_released or unit.updated_in == self._generation):
                 for group in trained:
                     for full in group.fulls:
                         full.grad = None
+                when = "while unit {!r} was not gathered" if is_released else "after unit {!r} had been updated"
                 raise StateError(
-                    f"a gradient for {strays[0].name!r} (logical shape {list(strays[0].shape)}) arrived while unit"
-                    f" {unit.name!r} was not gathered: a value left the unit otherwise than through its outputs.\n"
+                    f"a gradient for {strays[0].name!r} (logical shape {list(strays[0].shape)}) arrived"
+                    f" {when.format(unit.name)}: a value left the unit otherwise than through its outputs.\n"
                     "  Return the value from the unit's forward, or wrap the module that uses it as well."
                 )
             if strays or (self.syncs_gradients and any(group.gradient.is_local for group in trained)):
@@ -640,7 +666,8 @@ class Runtime:
             StateError: The unit is not gathered, so the gradient cannot be trusted.
         """
         unit = group.unit
-        if unit not in self._entered and self.row.shards_parameters and unit.healed_in != self._generation:
+        is_released = self.row.shards_parameters and unit.healed_in != self._generation
+        if unit not in self._entered and (is_released or unit.updated_in == self._generation):
             return  # left on the parameter; the end of backward reports it
         group.gradient.collect_one(index, self.gradients)
 
@@ -681,6 +708,11 @@ class Runtime:
                 "a backward failed while gradients were being accumulated: the sums of the earlier microbatches are"
                 " lost.\n"
                 "  Call zero_grad() and begin the step again."
+            )
+        if any(unit.updated_in == self._generation for unit in self.units):
+            raise StateError(
+                "a backward failed after it had updated some of the units: the parameters are of two different steps.\n"
+                "  Load a checkpoint."
             )
 
 

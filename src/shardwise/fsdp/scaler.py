@@ -6,6 +6,7 @@ import torch
 from torch import Tensor, nn
 
 from shardwise.fsdp import attach
+from shardwise.fsdp.in_backward import refuse
 from shardwise.fsdp.optimizer import runtimes_of
 from shardwise.spec.errors import StateError
 
@@ -63,6 +64,7 @@ class GradScaler(torch.amp.GradScaler):
         """
         runtimes = runtimes_of(optimizer)
         for runtime in runtimes:
+            refuse(runtime, "sw.GradScaler")
             for group in runtime.groups:
                 if group.dtype is torch.float16 and group.wants_gradients and not allow_fp16:
                     raise StateError(

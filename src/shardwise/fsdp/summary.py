@@ -172,6 +172,7 @@ def group_shapes(runtime: Runtime) -> list[GroupShape]:
             flat_kinds=group.flat_kinds,
             recomputed_in=unit.recomputed_in,
             inner_size=unit.inner_size or 0,
+            updates_in_backward=runtime.update is not None,
         )
         for unit in runtime.units
         for group in unit.groups

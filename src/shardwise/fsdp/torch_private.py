@@ -85,6 +85,15 @@ def rnn_weight_names(module: nn.RNNBase) -> list[str]:
     return module._flat_weights_names
 
 
+def take_scale_as_attribute(optimizer: torch.optim.Optimizer) -> None:
+    """Have ``GradScaler.step`` put its findings on the optimizer and step it always, as it does with fused ones.
+
+    Otherwise the scaler fails without a word of why where it finds no gradients. It asks for this private attribute
+    (https://github.com/pytorch/pytorch/blob/v2.13.0/torch/amp/grad_scaler.py, ``step``).
+    """
+    optimizer._step_supports_amp_scaling = True  # pyrefly: ignore[missing-attribute]
+
+
 def allow_foreach(cls: type[Tensor]) -> None:
     """Let optimizers choose their foreach and fused implementations for parameters of this class by themselves.
 

@@ -114,6 +114,7 @@ class Unit:
         self.num_outstanding = 0  # forward calls whose backward has not begun
         self.num_silent = 0  # calls without grad in forwards that train: a reentrant recomputation may repeat them ...
         self.num_repeated = 0  # ... and has done so, in this backward, this often
+        self.updated_in = -1  # the backward in which its parameters were updated
         self.healed_in = -1  # the backward in which data was brought back for a value that had left by a side door
 
     def move_to(self, state: State) -> None:

@@ -13,7 +13,8 @@ zero3           4Ψ/N        4Ψ/N       8Ψ/N       two units and the root     
 ==============  ==========  =========  =========  =====================================  ==============================
 
 N are the ranks of ``dp_shard``: on a mesh with ``dp_replicate`` (``hsdp``) those of one group. Kept sharded over k
-ranks after forward (``reshard_after_forward=k``), zero3 holds another 4Ψ/k gathered. The first three columns are
+ranks after forward (``reshard_after_forward=k``), zero3 holds another 4Ψ/k gathered. Where the optimizer steps inside
+backward there are no gradients, and every row has the gradient buffers of zero3. The first three columns are
 ZeRO's table 1 (arXiv 1910.02054: 2+2+12 bytes in mixed precision) in single precision; the live units come on top. The
 functions here count what is really held: padding, headers, slots of uneven units, and the receive buffers that sums
 over Gloo need.
@@ -58,6 +59,7 @@ class GroupShape:
         flat_kinds: Weight-decay group of each parameter where the optimizer sees flat runs of them (``spec.flat``).
         recomputed_in: Name of a module around its unit that is recomputed in backward.
         inner_size: Ranks over which it stays sharded after forward; 0: it is released, or kept whole.
+        updates_in_backward: Its gradients live in pooled buffers only, until the optimizer's step inside backward.
     """
 
     unit: int
@@ -71,6 +73,7 @@ class GroupShape:
     flat_kinds: tuple[int | None, ...] | None = None
     recomputed_in: str | None = None
     inner_size: int = 0
+    updates_in_backward: bool = False
 
     @property
     def master_dtype(self) -> str:
@@ -101,6 +104,11 @@ class GroupShape:
     def reduces_cast(self) -> bool:
         """Its gradients are reduced in another dtype than the master's."""
         return self.reduce_dtype not in {None, self.master_dtype}
+
+    @property
+    def pools_gradients(self) -> bool:
+        """Full gradients exist in pooled buffers only."""
+        return self.row.pools_gradients or self.updates_in_backward
 
     @property
     def reduce_layout(self) -> ReduceLayout:
@@ -180,12 +188,12 @@ def footprint(
         if not group.is_trainable:
             continue
         reduce = group.reduce_layout
-        if row.pools_gradients:
+        if row.pools_gradients and not group.updates_in_backward:
             gradients += item * reduce.slice_numel(rank)
             if replicas is not None and replicas.is_deferred and group.reduces_cast:
                 # The sums that wait are not where .grad is.
                 gradients += group.reduce_item_bytes * reduce.slice_numel(rank)
-        else:
+        elif not group.updates_in_backward:  # else .grad lives in the buffers of the reduction
             gradients += group.reduce_item_bytes * reduce.numel
             if group.reduces_cast:  # .grad no longer lives in the buffer that is reduced
                 gradients += item * reduce.slice_numel(rank)
@@ -287,7 +295,13 @@ def reduce_bytes(
     for unit in [*(unit for unit in order if unit != 0), 0]:
         walk.reduce([group for group in trained if group.unit == unit])
     walk.end()
-    return walk.total_bytes
+    homes: dict[tuple[int, str], int] = {}  # where .grad of one group lives while the optimizer steps on it
+    for group in trained:
+        if group.updates_in_backward and group.reduces_cast:
+            numel = group.reduce_layout.slice_numel(rank)
+            key = size_class(numel), group.master_dtype
+            homes[key] = max(homes.get(key, 0), numel * group.item_bytes)
+    return walk.total_bytes + sum(homes.values())
 
 
 @dataclass(frozen=True)
@@ -351,7 +365,7 @@ class _Reductions:
     def reduce(self, groups: Sequence[GroupShape]) -> None:
         """One unit takes its buffers, takes the reductions issued before a phase further, and issues its own."""
         for group in groups:
-            if group.row.pools_gradients:
+            if group.pools_gradients:
                 key = self._pool_key(group)
                 while not self._free[key] and self._made[key] >= self._limit and self._under_way:
                     self._finish(self._under_way[0])
@@ -383,9 +397,11 @@ class _Reductions:
             self._give(self._receive_key(group, self._across(group, replicas)))
         reduction.phase += 1
         is_done = replicas is None or reduction.phase > 2
-        # What goes on over the groups lies where .grad will be, but for a cast: then it stays in the pooled buffer.
-        stays = replicas is not None and group.reduces_cast and not replicas.is_deferred
-        if group.row.pools_gradients and (is_done if stays else reduction.phase == 1):
+        # What goes on over the groups lies where .grad will be, but for a cast: then it stays in the pooled buffer. It
+        # does so as well where .grad itself will lie there.
+        is_apart = group.reduces_cast or group.updates_in_backward
+        stays = replicas is not None and is_apart and not replicas.is_deferred
+        if group.pools_gradients and (is_done if stays else reduction.phase == 1):
             self._give(self._pool_key(group))
         if is_done:
             self._under_way.remove(reduction)
