@@ -50,7 +50,7 @@ def train(preset: str) -> Numbers:
         numbers.losses.append(loss.item())
         optimizer.step()
         optimizer.zero_grad()
-    sent = [(event.kind, event.unit, event.sent_bytes) for event in events]
+    sent = [(event.kind, event.unit, event.sent_bytes, event.axis) for event in events]
     numbers.as_predicted = sent == [tuple(event) for event in predict_trace(runtime_of(model, "test"))]
     numbers.state = sw.full_state_dict(model)
     return numbers

@@ -15,7 +15,7 @@ from shardwise.fsdp import debug
 from shardwise.fsdp.attach import runtime_of
 from shardwise.fsdp.clip import grad_norm
 from shardwise.fsdp.flat import states_by_name
-from shardwise.fsdp.state import held_extents, owned_extents
+from shardwise.fsdp.state import HeldValues, owned_extents
 from tests.parity import models
 
 STEPS = 5
@@ -225,7 +225,7 @@ def train_ranks(
         # clone: results travel with their storage, and this one is the whole flat buffer
         numbers.pieces = [(e.name, e.start, tensor.clone()) for e, tensor in owned_extents(model, optimizer)]
         numbers.replica = runtime_of(model, "test").comms.replica
-        numbers.held = [(e.name, e.start, tensor.clone()) for e, tensor in held_extents(model)]
+        numbers.held = [(e.name, e.start, tensor.clone()) for e, tensor in HeldValues(model).extents]
         states = states_by_name(optimizer)
         numbers.steps = {
             key: states[parameter]["step"].item() for key, parameter in model.named_parameters() if parameter in states

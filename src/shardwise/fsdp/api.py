@@ -21,6 +21,7 @@ from shardwise.spec.errors import MeshError, PlanError, StateError
 from shardwise.spec.placement import PRESETS, Placements
 from shardwise.spec.plan import check_inner_size
 from shardwise.spec.precision import FULL_PRECISION, PrecisionPolicy
+from shardwise.spec.quantize import NO_QUANTIZATION, Quantization
 from shardwise.spec.recompute import RecomputePolicy
 
 #: Full-size gradient buffers per size class: two let a reduction run while the next unit's gradients are collected.
@@ -34,6 +35,7 @@ def shard_model(
     comms: Comms,
     *,
     policy: PrecisionPolicy = FULL_PRECISION,
+    quantization: Quantization = NO_QUANTIZATION,
     reshard_after_forward: str | bool | int = "auto",
     accumulates_sharded: bool | None = None,
     defers_replicate: bool = False,
@@ -48,6 +50,7 @@ def shard_model(
         row: Placements of the strategy.
         comms: For gathers and for reductions, on each axis.
         policy: In which dtypes to compute and reduce.
+        quantization: What is held or sent in fewer bytes.
         reshard_after_forward: ``"auto"``: as the row says, and the root stays gathered from forward to backward. A
             number: kept sharded over so many ranks, for which ``comms`` has an inner Comm.
         accumulates_sharded: ``None``: as the row says (ddp and zero1 keep local sums, the others reduce every time).
@@ -56,6 +59,7 @@ def shard_model(
         recompute_policy: What is computed again in backward; ``None``: nothing.
 
     Raises:
+        PlanError: There is nothing to quantize.
         StateError: The model holds something that cannot be sharded.
     """
     optimizer.install_checks()
@@ -75,11 +79,13 @@ def shard_model(
             owned[name],
             row,
             comms,
-            reshards=reshards and row.shards_parameters,
+            reshards=reshards,
             inner_size=inner_size,
             policies=policies,
+            quantization=quantization,
         )
         units[name].recomputed_in = recompute.enclosing(name, recomputed)
+    _check_quantization(units.values(), quantization)
     if accumulates_sharded is None:
         accumulates_sharded = row.pools_gradients and not defers_replicate
     runtime = build.start_runtime(
@@ -101,6 +107,16 @@ def _reshards(value: str | bool | int, *, default: bool) -> tuple[bool, int | No
     if isinstance(value, str):
         return default, None
     return (value, None) if isinstance(value, bool) else (True, value)
+
+
+def _check_quantization(units: Iterable[Unit], quantization: Quantization) -> None:
+    """Refuse a wish that comes to nothing."""
+    is_held = any(group.held_as is not None for unit in units for group in unit.groups)
+    if quantization.frozen != "none" and not is_held:
+        raise PlanError(
+            f"quantize_frozen={quantization.frozen!r}, but the model has no frozen weight of a linear layer that would"
+            " become smaller.\n  Freeze weights first (requires_grad_(False)), or leave quantize_frozen out."
+        )
 
 
 def fully_shard(

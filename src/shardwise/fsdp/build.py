@@ -12,6 +12,7 @@ from torch import nn
 from shardwise.comm.axes import Comms
 from shardwise.comm.dtype import dtype_name
 from shardwise.fsdp import attach, torch_private
+from shardwise.fsdp.frozen import FrozenGroup, is_quantizable
 from shardwise.fsdp.group import Group
 from shardwise.fsdp.guard import install_guards
 from shardwise.fsdp.precision import Policies
@@ -21,6 +22,7 @@ from shardwise.fsdp.view import is_dense
 from shardwise.spec.errors import StateError
 from shardwise.spec.layout import GroupLayout, ParamSpec
 from shardwise.spec.placement import PRESETS, Placements
+from shardwise.spec.quantize import NO_QUANTIZATION, Quantization
 
 #: Name of the root unit in traces and summaries.
 ROOT = "root"
@@ -117,32 +119,31 @@ def make_unit(
     reshards: bool,
     inner_size: int | None = None,
     policies: Policies,
+    quantization: Quantization = NO_QUANTIZATION,
 ) -> Unit:
     """Shard the parameters of one unit: their storage is replaced by this rank's slice."""
     unit = Unit(name, module, reshards=reshards, inner_size=inner_size)
-    kinds: dict[tuple[tuple[torch.dtype, torch.dtype, torch.dtype], bool], list[OwnedParameter]] = {}
+    kinds: dict[tuple[tuple[torch.dtype, torch.dtype, torch.dtype], bool, str], list[OwnedParameter]] = {}
     for entry in owned:
         dtypes = policies.group_dtypes(entry.parameter, entry.uses)
-        kinds.setdefault((dtypes, entry.parameter.requires_grad), []).append(entry)
+        form = quantization.frozen if is_quantizable(entry.parameter, entry.uses, quantization.frozen) else "none"
+        kinds.setdefault((dtypes, entry.parameter.requires_grad, form), []).append(entry)
     fulls: dict[int, tuple[Group, int]] = {}
-    for (dtypes, is_trainable), found in kinds.items():
+    for (dtypes, is_trainable, form), found in kinds.items():
         # Matrices before vectors: what weight decay acts on, as a rule, is then one run (fsdp.flat).
         entries = sorted(found, key=lambda entry: entry.parameter.dim() < 2)
         specs = [_spec(entry, dtypes[0]) for entry in entries]
-        layout = GroupLayout.build(specs, comms.gather.size, dtypes=[dtype_name(dtype) for dtype in dtypes])
+        held_in = [dtype_name(dtype) for dtype in dtypes] + [form] * (form != "none")
+        layout = GroupLayout.build(specs, comms.gather.size, dtypes=held_in)
         # Frozen parameters of a replicated row never change: they stay whole, and nothing is sent for them.
         group_row = row if is_trainable or row.shards_parameters else PRESETS["ddp"]
         shards = [entry.parameter for entry in entries]
-        group = Group(
-            unit,
-            layout,
-            group_row,
-            shards,
-            rank=comms.gather.rank,
-            num_ranks=comms.num_ranks,
-            is_trainable=is_trainable,
-            dtypes=dtypes,
-        )
+        given = unit, layout, group_row, shards
+        place = {"rank": comms.gather.rank, "num_ranks": comms.num_ranks}
+        if form == "none":
+            group = Group(*given, **place, is_trainable=is_trainable, dtypes=dtypes)
+        else:
+            group = FrozenGroup(*given, **place, form=form, dtypes=dtypes)
         unit.groups.append(group)
         for index, entry in enumerate(entries):
             fulls[id(entry.parameter)] = (group, index)
@@ -153,6 +154,7 @@ def make_unit(
             owner = owners.setdefault(id(user), Owner(user, path, {}))
             owner.shards[attribute] = entry.parameter
     unit.owners = list(owners.values())
+    unit.reshards_after_forward &= any(group.uses_slot for group in unit.groups) or row.shards_parameters
     return unit
 
 

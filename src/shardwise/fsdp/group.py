@@ -19,7 +19,7 @@ from torch import Tensor, nn
 from shardwise.comm.base import Comm, Done, Handle
 from shardwise.fsdp.gradient import Gradient
 from shardwise.fsdp.inner import InnerShard
-from shardwise.fsdp.pool import Slot
+from shardwise.fsdp.pool import PackedPool, Slot
 from shardwise.fsdp.view import contiguous_stride, memory_order
 from shardwise.spec.errors import StateError
 from shardwise.spec.layout import GroupLayout, ReduceLayout
@@ -39,7 +39,14 @@ class Group:
         shards: The original Parameter objects.
         fulls: Their stand-ins in the gathered buffer.
         master: This rank's flat slice of the parameters; the whole of them where the optimizer is replicated.
+        held_as: Form in which the master is held (``spec.quantize``); ``None``: its own dtype.
+        sent_as: Form in which they are gathered; ``None``: the compute dtype.
+        packed_pool: Where packed bytes are received.
     """
+
+    held_as: str | None = None
+    sent_as: str | None = None
+    packed_pool: PackedPool | None = None
 
     def __init__(
         self,
@@ -72,7 +79,7 @@ class Group:
 
         self.master = self._make_master()
         self.held = layout.owned_by_param(rank) if row.shards_optimizer else layout.whole
-        self.views = self.held_views(self.master)
+        self.views = self.held_views(self.elements)
         self.flat_kinds: tuple[int | None, ...] | None = None  # weight-decay groups, where the optimizer sees flat runs
         self.fulls: list[nn.Parameter] = []
         self._pointers: list[int] = []
@@ -100,8 +107,7 @@ class Group:
             self._fill(self.replica, whole=True)
             if not self.is_cast:
                 return self.replica[own] if row.shards_optimizer else self.replica
-        numel = layout.slice_numel(self.rank) if row.shards_optimizer else layout.numel
-        master = torch.zeros(numel, dtype=self.dtype, device=self.device)
+        master = torch.zeros(self.master_numel, dtype=self.dtype, device=self.device)
         self._fill(master, whole=not row.shards_optimizer)
         return master
 
@@ -110,6 +116,35 @@ class Group:
         for piece in self.layout.whole if whole else self.layout.owned(self.rank):
             source = memory_order(self.shards[piece.index])[piece.start : piece.stop]
             flat[piece.offset : piece.offset + piece.numel].copy_(source)
+
+    @property
+    def master_numel(self) -> int:
+        """Elements of the master, padding included."""
+        return self.layout.slice_numel(self.rank) if self.row.shards_optimizer else self.layout.numel
+
+    @property
+    def elements(self) -> Tensor:
+        """What shards are views of: the master."""
+        return self.master
+
+    @property
+    def uses_slot(self) -> bool:
+        """Whole parameters are there only while the unit computes."""
+        return self.row.shards_parameters
+
+    def values(self) -> Tensor:
+        """The parameters in their own dtype, laid out as the master is; not to be written, it may be the master."""
+        return self.master
+
+    def value_views(self, flat: Tensor) -> list[Tensor]:
+        """One view for every parameter of what :meth:`values` gave."""
+        return self.views if flat is self.master else self.held_views(flat)
+
+    @torch.no_grad()
+    def set_values(self, flat: Tensor) -> None:
+        """Replace what :meth:`values` gives."""
+        if flat is not self.master:
+            self.master.copy_(flat)
 
     @property
     def is_cast(self) -> bool:

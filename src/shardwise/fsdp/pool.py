@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 
-from shardwise.spec.footprint import SLOTS_PER_CLASS
+from shardwise.spec.footprint import SLOTS_PER_CLASS, size_class
 
 if TYPE_CHECKING:
     from shardwise.fsdp.group import Group
@@ -142,3 +142,38 @@ class GradientPool:
     def total_bytes(self) -> int:
         """Bytes of the buffers that lie in the pool now."""
         return sum(b.nbytes for free in self._free.values() for b in free)
+
+
+class PackedPool:
+    """Buffers that packed bytes are received into, from the issue of a gather until it has been unpacked.
+
+    One for each size class as a rule: a unit's gather is waited for before the next is issued.
+    """
+
+    def __init__(self) -> None:
+        self._sizes: dict[int, int] = {}
+        self._free: dict[int, deque[Tensor]] = {}
+        self._num_bytes = 0
+
+    def announce(self, num_bytes: int) -> None:
+        """Tell the pool, before the first step, that buffers of this size will be needed."""
+        key = size_class(num_bytes)
+        self._sizes[key] = max(self._sizes.get(key, 0), num_bytes)
+
+    def take(self, num_bytes: int, device: torch.device) -> Tensor:
+        """A buffer of at least ``num_bytes``."""
+        key = size_class(num_bytes)
+        free = self._free.setdefault(key, deque())
+        if free:
+            return free.popleft()
+        self._num_bytes += self._sizes[key]
+        return torch.zeros(self._sizes[key], dtype=torch.uint8, device=device)
+
+    def give(self, buffer: Tensor) -> None:
+        """Return a buffer."""
+        self._free[size_class(buffer.numel())].appendleft(buffer)
+
+    @property
+    def total_bytes(self) -> int:
+        """Bytes of all buffers."""
+        return self._num_bytes

@@ -37,7 +37,8 @@ from shardwise.fsdp.gradient import EAGER_NUMEL
 from shardwise.fsdp.group import Group
 from shardwise.fsdp.inner import InnerShard
 from shardwise.fsdp.order import ROOT_ENTRY, Entry, backward_orders, eval_orders, forward_orders
-from shardwise.fsdp.pool import GradientPool, SlotPool
+from shardwise.fsdp.packed import packed_cuts
+from shardwise.fsdp.pool import GradientPool, PackedPool, SlotPool
 from shardwise.fsdp.saved import SavedTensorGuard
 from shardwise.fsdp.unit import State, Unit
 from shardwise.spec.errors import StateError
@@ -82,6 +83,7 @@ class Runtime:
         self.recomputed: tuple[str, ...] = ()  # names of the modules whose forward is run again in backward ...
         self.keeps: tuple[str, ...] = ()  # ... and the operators whose outputs are kept in them all the same
         self.slots = SlotPool()
+        self.packed = PackedPool()
         self.gradients = GradientPool(num_gradient_buffers, self._drain_one)
         self._forward_orders = forward_orders(self.units)
         self._eval_orders = eval_orders()
@@ -118,7 +120,7 @@ class Runtime:
             unit.index = index
             unit.runtime = me
         self._relate()
-        gathered = [(unit, group) for unit in self.units for group in unit.groups if group.row.shards_parameters]
+        gathered = [(unit, group) for unit in self.units for group in unit.groups if group.uses_slot]
         together = Counter((_slot_key(unit, group), unit.recomputed_in) for unit, group in gathered)
         for (key, place), count in together.items():
             if place is not None:
@@ -127,15 +129,23 @@ class Runtime:
         for unit in self.units:
             for group in unit.groups:
                 group.use_slot(slots.get(group))
-                if unit.inner_size is not None:
-                    group.inner = InnerShard(group.gathered, group.layout, self.comms.inner_comm(unit.inner_size))
+                self._give_buffers(unit, group)
                 if group.layout.params:
                     self.gradients.announce(group.gradient.pool_key, group.reduce_layout.numel)
                 for index, full in enumerate(group.fulls):
                     if full.numel() >= EAGER_NUMEL:
                         hook = _eager_hook(me, weakref.ref(group), index)
                         self._hooks.append(full.register_post_accumulate_grad_hook(hook))
+            unit.is_resident = not self.row.shards_parameters and all(group.slot is None for group in unit.groups)
             self._install(unit)
+
+    def _give_buffers(self, unit: Unit, group: Group) -> None:
+        """What gathers of ``group`` need besides its slot."""
+        if unit.inner_size is not None:
+            group.inner = InnerShard(group.gathered, group.layout, self.comms.inner_comm(unit.inner_size))
+        if group.sent_as is not None:
+            group.packed_pool = self.packed
+            self.packed.announce(packed_cuts(group)[-1])
 
     def _relate(self) -> None:
         for unit in self.units:
@@ -327,7 +337,7 @@ class Runtime:
         return any(unit.index in order for order in self._backward_orders.values())
 
     def _reshard_after_forward(self, unit: Unit, *, needs_backward: bool) -> None:
-        if not self.row.shards_parameters or unit.state is not State.UNSHARDED:
+        if unit.is_resident or unit.state is not State.UNSHARDED:
             return
         if needs_backward or unit.num_outstanding > 0:
             if not unit.reshards_after_forward:
@@ -379,7 +389,7 @@ class Runtime:
         if self._in_backward:
             self._check_not_updated(unit)
         for group in unit.groups:
-            if not group.needs_refresh or (not group.row.shards_parameters and group.epoch == self._epoch):
+            if not group.needs_refresh or (group.slot is None and group.epoch == self._epoch):
                 continue
             if group.slot is not None and group.slot.owner is not group:
                 self._claim(group)
@@ -640,7 +650,7 @@ class Runtime:
                 if full.grad is not None
             ]
             was_kept = unit.state is State.UNSHARDED and not unit.reshards_after_forward
-            is_released = self.row.shards_parameters and not was_kept and unit.healed_in != self._generation
+            is_released = not unit.is_resident and not was_kept and unit.healed_in != self._generation
             if strays and (is_released or unit.updated_in == self._generation):
                 for group in trained:
                     for full in group.fulls:
@@ -666,7 +676,7 @@ class Runtime:
             StateError: The unit is not gathered, so the gradient cannot be trusted.
         """
         unit = group.unit
-        is_released = self.row.shards_parameters and unit.healed_in != self._generation
+        is_released = not unit.is_resident and unit.healed_in != self._generation
         if unit not in self._entered and (is_released or unit.updated_in == self._generation):
             return  # left on the parameter; the end of backward reports it
         group.gradient.collect_one(index, self.gradients)

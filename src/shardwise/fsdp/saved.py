@@ -43,12 +43,7 @@ class SavedTensorGuard:
     def enter_forward(self, *, is_known: bool) -> None:
         """An outermost forward that trains begins; ``is_known``: there was one through the same module before."""
         runtime = self._runtime()
-        if (
-            runtime is None
-            or not runtime.row.shards_parameters
-            or (is_known and not self.is_on)
-            or self._context is not None
-        ):
+        if runtime is None or not runtime.slots.slots or (is_known and not self.is_on) or self._context is not None:
             return
         if torch_private.has_saved_tensor_hooks():
             return  # somebody outside the model has plans for its saved tensors; ours would take their place

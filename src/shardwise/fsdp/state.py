@@ -68,11 +68,11 @@ def gather_to_root(runtime: Runtime, group: Group) -> Tensor | None:
         return None
     comm = runtime.comms.gather
     if not group.row.shards_optimizer:
-        return group.master if comm.rank == 0 else None
+        return group.values() if comm.rank == 0 else None
     out = None
     if comm.rank == 0:
         out = torch.empty(group.layout.numel, dtype=group.dtype, device=group.device)
-    comm.gather(group.master, out, root=0, unit=group.unit.name, cuts=group.layout.uneven_cuts).wait()
+    comm.gather(group.values(), out, root=0, unit=group.unit.name, cuts=group.layout.uneven_cuts).wait()
     return out
 
 
@@ -225,15 +225,17 @@ def send_group(runtime: Runtime, group: Group, flat: Tensor | None) -> None:
     """Replace the group's parameters on every rank by rank 0's ``flat`` (padding included; ``None`` elsewhere)."""
     comms, unit, cuts = runtime.comms, group.unit.name, group.layout.uneven_cuts
     with torch.no_grad():
+        held = group.values()
         if not group.row.shards_optimizer:
             if flat is not None:
-                group.master.copy_(flat)
-            comms.control.broadcast(group.master, root=0, unit=unit).wait()
-            return
-        if comms.replica == 0:
-            comms.gather.scatter(flat, group.master, root=0, unit=unit, cuts=cuts).wait()
-        if comms.replicate is not None:
-            comms.replicate.broadcast(group.master, root=0, unit=unit).wait()
+                held.copy_(flat)
+            comms.control.broadcast(held, root=0, unit=unit).wait()
+        else:
+            if comms.replica == 0:
+                comms.gather.scatter(flat, held, root=0, unit=unit, cuts=cuts).wait()
+            if comms.replicate is not None:
+                comms.replicate.broadcast(held, root=0, unit=unit).wait()
+        group.set_values(held)
 
 
 def _extra_state(state: Mapping[str, Any]) -> dict[str, Any]:
@@ -277,7 +279,8 @@ def owned_extents(model: nn.Module, optimizer: torch.optim.Optimizer | None = No
     ``optimizer/<parameter name>/<key>``; per-parameter scalars of the optimizer (``step``) are rank 0's, or the only
     holder's, and travel in :func:`optimizer_scalars`.
 
-    Every tensor is a flat view of live memory: copy before changing the model.
+    Every tensor is a flat view of live memory: copy before changing the model. Quantized weights are what is read from
+    them, in fresh memory.
     """
     runtime = attach.runtime_of(model, "sw.save")
     if runtime.comms.replica:
@@ -286,12 +289,12 @@ def owned_extents(model: nn.Module, optimizer: torch.optim.Optimizer | None = No
     found: list[tuple[Extent, Tensor]] = []
     states = states_by_name(optimizer) if optimizer is not None else {}
     for group in runtime.groups:
-        owned = group.layout.owned_by_param(rank)
+        owned, views = group.layout.owned_by_param(rank), group.value_views(group.values())
         for index, piece in enumerate(owned):
             spec = group.layout.params[index]
             if piece.numel == 0 and not (spec.numel == 0 and rank == 0):
                 continue
-            found.append(_extent_of(group, index, spec.name, piece, group.views[index]))
+            found.append(_extent_of(group, index, spec.name, piece, views[index]))
             for key, value in states.get(group.shards[index], {}).items():
                 if _is_elementwise(key, value, group.views[index]):
                     name = f"optimizer/{spec.name}/{key}"
@@ -314,21 +317,36 @@ def _extent_of(group: Group, index: int, name: str, piece: Piece, held: Tensor) 
     return Extent(name, spec.shape, dtype_name(held.dtype), piece.start, piece.stop, stride), flat
 
 
-def held_extents(model: nn.Module) -> list[tuple[Extent, Tensor]]:
-    """Everything that this rank holds of parameters and buffers, as targets to load into."""
-    runtime = attach.runtime_of(model, "sw.load")
-    found: list[tuple[Extent, Tensor]] = []
-    for group in runtime.groups:
-        for index, piece in enumerate(group.held):
-            spec = group.layout.params[index]
-            flat = memory_order(group.views[index])
-            found.append((Extent(spec.name, spec.shape, spec.dtype, piece.start, piece.stop, spec.stride), flat))
-    for name, buffer in _buffers(model).items():
-        if not buffer.is_contiguous():
-            raise StateError(f"buffer {name!r} is not contiguous and cannot be loaded in place.")
-        flat = buffer.detach().view(-1)
-        found.append((Extent(f"buffer/{name}", tuple(buffer.shape), dtype_name(buffer.dtype), 0, flat.numel()), flat))
-    return found
+class HeldValues:
+    """Everything that this rank holds of parameters and buffers, as targets to load into.
+
+    They are the live tensors, but for quantized weights, which :meth:`install` makes of what was loaded.
+
+    Attributes:
+        extents: This rank's ranges, with the tensors.
+    """
+
+    def __init__(self, model: nn.Module) -> None:
+        runtime = attach.runtime_of(model, "sw.load")
+        self.extents: list[tuple[Extent, Tensor]] = []
+        self._flats: list[tuple[Group, Tensor]] = []
+        for group in runtime.groups:
+            self._flats.append((group, group.values()))
+            views = group.value_views(self._flats[-1][1])
+            for spec, piece, view in zip(group.layout.params, group.held, views, strict=True):
+                extent = Extent(spec.name, spec.shape, spec.dtype, piece.start, piece.stop, spec.stride)
+                self.extents.append((extent, memory_order(view)))
+        for name, buffer in _buffers(model).items():
+            if not buffer.is_contiguous():
+                raise StateError(f"buffer {name!r} is not contiguous and cannot be loaded in place.")
+            flat = buffer.detach().view(-1)
+            extent = Extent(f"buffer/{name}", tuple(buffer.shape), dtype_name(buffer.dtype), 0, flat.numel())
+            self.extents.append((extent, flat))
+
+    def install(self) -> None:
+        """Everything has been loaded."""
+        for group, flat in self._flats:
+            group.set_values(flat)
 
 
 class OptimizerState:

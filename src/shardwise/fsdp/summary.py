@@ -29,12 +29,16 @@ class GroupSummary:
     shard_numel: int
     padding_numel: int
     slot: int | None
+    held_as: str | None = None
+    sent_as: str | None = None
 
     @property
     def dtypes(self) -> str:
-        """``fp32``, or ``fp32>bf16>fp32`` for master, compute and reduce where they differ."""
+        """``fp32``, or ``fp32>bf16>fp32`` for master, compute and reduce where they differ; what is quantized."""
         every = (self.dtype, self.compute_dtype, self.reduce_dtype)
-        return self.dtype if len(set(every)) == 1 else ">".join(every)
+        shown = self.dtype if len(set(every)) == 1 else ">".join(every)
+        held = f", held as {self.held_as}" if self.held_as else ""
+        return shown + held + (f", sent as {self.sent_as}" if self.sent_as else "")
 
 
 @dataclass(frozen=True)
@@ -169,6 +173,8 @@ def group_shapes(runtime: Runtime) -> list[GroupShape]:
             is_trainable=group.wants_gradients,
             compute_dtype=dtype_name(group.compute_dtype),
             reduce_dtype=dtype_name(group.reduce_dtype),
+            held_as=group.held_as,
+            sent_as=group.sent_as,
             flat_kinds=group.flat_kinds,
             recomputed_in=unit.recomputed_in,
             inner_size=unit.inner_size or 0,
@@ -250,6 +256,8 @@ def _unit(runtime: Runtime, unit: Unit) -> UnitSummary:
                 shard_numel=group.layout.slice_numel(group.rank),
                 padding_numel=group.layout.padding_numel,
                 slot=slots.get(id(group.slot)) if group.slot is not None else None,
+                held_as=group.held_as,
+                sent_as=group.sent_as,
             )
         )
     return UnitSummary(

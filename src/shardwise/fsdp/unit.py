@@ -103,6 +103,7 @@ class Unit:
         self.recomputed_in: str | None = None  # a module around it whose forward is run again in backward
         self.inner_size = inner_size if reshards else None  # it then stays sharded over so many ranks of dp_shard
         self.reshards_if_nested: bool | None = None  # what fully_shard was told; None: as its place in the tree says
+        self.is_resident = False  # its parameters are replicated and never released
         self.state = State.SHARDED
         self.handles: list[Handle] = []
         self.is_swapped = False

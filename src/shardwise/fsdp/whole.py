@@ -185,9 +185,9 @@ class _Shown:
             whole = gather_to_root(self.runtime, group)
             return whole.clone() if whole is group.master else whole
         if not group.row.shards_optimizer:
-            return group.master.clone()
+            return group.values().clone()
         whole = torch.empty(group.layout.numel, dtype=group.dtype, device=comm.device)
-        whole.view(comm.size, -1)[comm.rank].copy_(group.master)
+        whole.view(comm.size, -1)[comm.rank].copy_(group.values())
         comm.all_gather(whole, unit=group.unit.name).wait()
         return whole
 

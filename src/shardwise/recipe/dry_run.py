@@ -215,7 +215,8 @@ def _held_bytes(runtime: Runtime, optimizer: torch.optim.Optimizer) -> dict[str,
         "gradients": take(tensor for group in groups for tensor in group.gradient.held_buffers),
         "optimizer": take(state),
         "gathered": take(slot.buffer for slot in runtime.slots.slots)
-        + take(group.inner.buffer for group in groups if group.inner is not None),
+        + take(group.inner.buffer for group in groups if group.inner is not None)
+        + runtime.packed.total_bytes,
         "reduce": runtime.gradients.total_bytes
         + sum(comm.held_bytes for comm in runtime.comms if isinstance(comm, RecordComm)),
     }

@@ -121,6 +121,7 @@ def apply_plan(model: nn.Module, plan: ParallelPlan, units: Mapping[str, nn.Modu
         plan.placements,
         comms,
         policy=plan.precision,
+        quantization=plan.quantization,
         reshard_after_forward=plan.reshard_after_forward,
         accumulates_sharded=plan.accumulation == "sharded" if plan.accumulation in {"sharded", "unsharded"} else None,
         defers_replicate=plan.accumulation == "defer_replicate",

@@ -94,7 +94,8 @@ def load(
     runtime = attach.runtime_of(model, "sw.load")
     comm = runtime.comms.control
     checkpoint = open_checkpoint(path, comm=comm)
-    targets = states.held_extents(model)
+    held = states.HeldValues(model)
+    targets = [*held.extents]
     ignored: tuple[str, ...] = (f"{_OPTIMIZER}/",)
     saved: dict[str, Any] = {}
     fresh: states.OptimizerState | None = None
@@ -109,6 +110,7 @@ def load(
         ignored = ()
     with torch.no_grad():
         checkpoint.read_into(targets, ignored=ignored, verify=verify, comm=comm)
+        held.install()
     if optimizer is not None and fresh is not None:
         fresh.install(saved["scalars"])
         for group, settings in zip(optimizer.param_groups, saved["groups"], strict=True):

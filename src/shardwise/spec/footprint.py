@@ -30,6 +30,7 @@ from shardwise.spec.flat import flat_ranges
 from shardwise.spec.layout import GroupLayout, ReduceLayout
 from shardwise.spec.placement import Placements
 from shardwise.spec.precision import item_bytes
+from shardwise.spec.quantize import packed_bytes
 
 #: Slots per size class for gathered units.
 SLOTS_PER_CLASS = 2
@@ -56,6 +57,8 @@ class GroupShape:
         is_trainable: It takes part in reductions.
         compute_dtype: Of the gathered buffer; by default the master's.
         reduce_dtype: Of gradient buffers and sums; by default the master's.
+        held_as: Form in which a frozen master is held (``spec.quantize``); ``None``: its own dtype.
+        sent_as: Form in which it is gathered; ``None``: the compute dtype.
         flat_kinds: Weight-decay group of each parameter where the optimizer sees flat runs of them (``spec.flat``).
         recomputed_in: Name of a module around its unit that is recomputed in backward.
         inner_size: Ranks over which it stays sharded after forward; 0: it is released, or kept whole.
@@ -70,6 +73,8 @@ class GroupShape:
     is_trainable: bool
     compute_dtype: str | None = None
     reduce_dtype: str | None = None
+    held_as: str | None = None
+    sent_as: str | None = None
     flat_kinds: tuple[int | None, ...] | None = None
     recomputed_in: str | None = None
     inner_size: int = 0
@@ -101,6 +106,29 @@ class GroupShape:
         return self.compute_dtype not in {None, self.master_dtype}
 
     @property
+    def is_resident(self) -> bool:
+        """Its parameters are replicated and never released: they take no slot."""
+        return not self.row.shards_parameters and self.held_as is None
+
+    def parameter_bytes(self, rank: int) -> int:
+        """Bytes of masters and replicas."""
+        layout, row, item = self.layout, self.row, self.item_bytes
+        master_numel = layout.slice_numel(rank) if row.shards_optimizer else layout.numel
+        if self.held_as is not None:
+            return packed_bytes(master_numel, self.held_as, self.master_dtype)
+        if row.shards_parameters:
+            return item * master_numel
+        replica = self.gather_item_bytes * layout.numel
+        return replica + item * master_numel if self.is_cast else replica  # uncast, the master is part of the replica
+
+    def slice_bytes(self, rank: int) -> int:
+        """Bytes of a rank's slice as it is gathered."""
+        numel = self.layout.slice_numel(rank)
+        if self.sent_as is not None:
+            return packed_bytes(numel, self.sent_as, self.master_dtype)
+        return numel * self.gather_item_bytes
+
+    @property
     def reduces_cast(self) -> bool:
         """Its gradients are reduced in another dtype than the master's."""
         return self.reduce_dtype not in {None, self.master_dtype}
@@ -129,7 +157,7 @@ class Footprint:
         parameters: Masters, and replicas where parameters are replicated.
         gradients: What ``.grad`` lives in, and full-size local sums where the row keeps them.
         optimizer: State of the elements that this rank updates.
-        gathered: Slots for gathered units.
+        gathered: Slots for gathered units, and what packed bytes are received into.
         reduce: Pooled full-size gradient buffers, and the receive buffers of the sums.
     """
 
@@ -178,13 +206,8 @@ def footprint(
     """
     parameters = gradients = optimizer = 0
     for group in groups:
-        layout, row, item = group.layout, group.row, group.item_bytes
-        if row.shards_parameters:
-            parameters += item * layout.slice_numel(rank)
-        else:
-            parameters += group.gather_item_bytes * layout.numel
-            if group.is_cast:  # the replica is no longer the master
-                parameters += item * (layout.slice_numel(rank) if row.shards_optimizer else layout.numel)
+        row, item = group.row, group.item_bytes
+        parameters += group.parameter_bytes(rank)
         if not group.is_trainable:
             continue
         reduce = group.reduce_layout
@@ -204,7 +227,7 @@ def footprint(
         parameters=parameters,
         gradients=gradients,
         optimizer=optimizer,
-        gathered=gathered_bytes(groups, rank),
+        gathered=gathered_bytes(groups, rank) + packed_buffer_bytes(groups),
         reduce=reduce_bytes(
             groups,
             rank=rank,
@@ -256,7 +279,7 @@ def gathered_bytes(groups: Sequence[GroupShape], rank: int = 0) -> int:
     turns: dict[tuple[int, int, str, bool], list[int]] = {}
     together: Counter[tuple[tuple[int, int, str, bool], str | None]] = Counter()
     for group in groups:
-        if not group.row.shards_parameters:
+        if group.is_resident:
             continue
         numel, item = group.layout.numel, group.gather_item_bytes
         key = (group.depth, size_class(numel), group.compute_dtype or group.master_dtype, group.is_trainable)
@@ -271,6 +294,23 @@ def gathered_bytes(groups: Sequence[GroupShape], rank: int = 0) -> int:
         count = max([SLOTS_PER_CLASS, *(n for (k, place), n in together.items() if k == key and place is not None)])
         total += sum(max(sizes[turn::count]) for turn in range(min(count, len(sizes))))
     return total
+
+
+def packed_buffer_bytes(groups: Sequence[GroupShape]) -> int:
+    """Bytes of the buffers that packed gathers are received into: one unit at a time uses those of its size classes."""
+    largest: dict[int, int] = {}
+    counts: Counter[tuple[int, int]] = Counter()
+    for group in groups:
+        if group.sent_as is None or not group.row.shards_optimizer:
+            continue
+        num_bytes = sum(group.slice_bytes(rank) for rank in range(group.layout.size))
+        key = size_class(num_bytes)
+        largest[key] = max(largest.get(key, 0), num_bytes)
+        counts[key, group.unit] += 1
+    return sum(
+        num_bytes * max(count for (key, _), count in counts.items() if key == size_key)
+        for size_key, num_bytes in largest.items()
+    )
 
 
 def reduce_bytes(

@@ -11,6 +11,7 @@ from shardwise.spec.buffers import BUFFER_SYNCS
 from shardwise.spec.errors import MeshError, PlanError
 from shardwise.spec.mesh import Mesh
 from shardwise.spec.precision import FULL_PRECISION, PrecisionPolicy
+from shardwise.spec.quantize import Quantization
 from shardwise.spec.recompute import RecomputePolicy, recompute_policy
 from shardwise.spec.wrap import WrapPolicy, wrap_policy
 
@@ -48,6 +49,9 @@ class ParallelPlan:
             unit stays sharded over that many neighbouring ranks of ``dp_shard``, and backward gathers it from them.
         mp_policy: In which dtypes to compute and reduce; ``None``: the model's own, no cast. A mapping of the fields of
             ``PrecisionPolicy`` is what configuration files write. Its ``overrides`` are for parts of the model.
+        quantize_frozen: ``"int8"``: frozen weights of linear layers are held and gathered as int8 blocks, and unpacked
+            while their unit computes (``spec.quantize``); ``"bf16"``: the same in 16 bit. Both also where parameters
+            are replicated. State dicts and checkpoints hold what is read from them, in the dtype that the weights had.
         activation_checkpointing: What is computed again in backward instead of being kept. ``"none"``; ``"full"``:
             every unit; ``"selective"``: every unit, but for what matrix products and attention give; a wrap policy: the
             modules that it names; or a ``RecomputePolicy``. Files write one of the strings, the mapping of a wrap
@@ -79,6 +83,7 @@ class ParallelPlan:
     auto_wrap_policy: str | WrapPolicy | Mapping[str, Any] = "auto"
     reshard_after_forward: str | bool | int = "auto"
     mp_policy: PrecisionPolicy | Mapping[str, Any] | None = None
+    quantize_frozen: str = "none"
     activation_checkpointing: str | WrapPolicy | RecomputePolicy | Mapping[str, Any] = "none"
     accumulation: str = "auto"
     sync: str = "warn"
@@ -111,6 +116,7 @@ class ParallelPlan:
         self._check_reshard()
         if self.mp_policy is not None:
             object.__setattr__(self, "mp_policy", PrecisionPolicy.parse(self.mp_policy))
+        _ = self.quantization
         policy = recompute_policy(self.activation_checkpointing)
         if not isinstance(self.activation_checkpointing, str):
             object.__setattr__(self, "activation_checkpointing", policy)
@@ -140,6 +146,15 @@ class ParallelPlan:
         """``mp_policy`` as a policy, whatever it was given as."""
         assert not isinstance(self.mp_policy, Mapping)  # __post_init__ has replaced it
         return self.mp_policy or FULL_PRECISION
+
+    @property
+    def quantization(self) -> Quantization:
+        """What is quantized.
+
+        Raises:
+            PlanError: A form is unknown.
+        """
+        return Quantization(frozen=self.quantize_frozen)
 
     @property
     def recompute(self) -> RecomputePolicy | None:

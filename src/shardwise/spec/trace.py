@@ -42,7 +42,7 @@ class UnitShape:
 
 def gather_bytes(group: GroupShape, rank: int) -> int:
     """Bytes that a rank sends in the all-gather of a group: its slice, to every other rank."""
-    return (group.layout.size - 1) * group.layout.slice_numel(rank) * group.gather_item_bytes
+    return (group.layout.size - 1) * group.slice_bytes(rank)
 
 
 def reduction_bytes(group: GroupShape, rank: int) -> int:

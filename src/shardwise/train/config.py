@@ -81,6 +81,9 @@ class ParallelSection(Section):
     mp_policy: dict[str, Any] | None = Field(
         None, description="mixed precision: the fields of PrecisionPolicy, such as {param_dtype: bf16}; null: no cast"
     )
+    quantize_frozen: str = Field(
+        "none", description="none, int8 or bf16: how frozen linear weights are held and gathered"
+    )
     activation_checkpointing: str | dict[str, Any] = Field(
         "none",
         description="none, full, selective, a wrap policy such as {by_class: [Block]}, or RecomputePolicy's fields",

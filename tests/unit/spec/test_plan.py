@@ -24,6 +24,7 @@ def test_the_fields_are_those_that_this_version_honours() -> None:
         "auto_wrap_policy",
         "reshard_after_forward",
         "mp_policy",
+        "quantize_frozen",
         "activation_checkpointing",
         "accumulation",
         "sync",
