@@ -184,7 +184,7 @@ def test_a_parameter_that_went_unused_is_skipped_as_by_name(world):
 
 
 def never_split():
-    with mock.patch.object(checks, "split_partial", return_value=None), pytest.raises(AssertionError, match="blocks"):
+    with mock.patch.object(FlatParameter, "is_partial", False), pytest.raises(AssertionError, match="blocks"):
         compare(Branching, by_step, "zero3", given=sw.flat_parameters, steps=6)
 
 
@@ -450,5 +450,5 @@ def test_bytes_of_state_are_the_closed_form_padding_inside_a_range_included(worl
 def test_an_optimizer_of_other_parameters_is_left_alone():
     parameter = nn.Parameter(torch.ones(3))
     optimizer = torch.optim.SGD([parameter], lr=0.1)
-    flat.split_partial(optimizer)
+    flat.before_step(optimizer)
     assert optimizer.param_groups[0]["params"] == [parameter]

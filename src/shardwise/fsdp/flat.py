@@ -74,27 +74,36 @@ def _of_group(group: Group, kind: int) -> Iterator[nn.Parameter]:
         if span.kind == kind:
             yield FlatParameter.of(group, span)
     own = [index for index, other in enumerate(group.flat_kinds) if other == kind]
-    for index in own:
-        if group.layout.params[index].numel == 0:
-            yield group.shards[index]  # no range holds it, but optimizers keep state of it
-    if own and not any(group.held[index].numel for index in own):
+    empty = [index for index in own if group.layout.params[index].numel == 0]
+    for index in empty:
+        yield group.shards[index]  # no range holds it, but optimizers keep state of it
+    if own and not empty and not any(group.held[index].numel for index in own):
         yield group.shards[own[0]]  # held elsewhere: tells whose optimizer it is on ranks that hold nothing at all
 
 
 class FlatParameter(attach.Uncopyable, nn.Parameter):
-    """A run of a group's parameters as one tensor, in this rank's master. The optimizer holds it; no module does."""
+    """A run of a group's parameters as one tensor, in this rank's master. The optimizer holds it; no module does.
 
-    _group: weakref.ref[Group]
-    _gradients: tuple[Tensor, Tensor] | None
+    Attributes:
+        span: The run.
+        shards: The parameters that it stands for.
+    """
+
     span: FlatRange
+    shards: tuple[nn.Parameter, ...]
+    _group: weakref.ref[Group]
+    _home: tuple[Tensor, Tensor, list[Tensor]] | None
+    _fixed: Tensor | None
 
     @classmethod
     def of(cls, group: Group, span: FlatRange) -> Self:
         """A view of the group's master."""
         made = cls(group.master[span.start : span.stop])
-        made._group = weakref.ref(group)
-        made._gradients = None  # where gradients live, and the view of it that was given out
         made.span = span
+        made.shards = tuple(group.shards[piece.index] for piece in span.pieces)
+        made._group = weakref.ref(group)
+        made._home = None  # where gradients live, and views of it: one of the run, one for each parameter
+        made._fixed = None
         return made
 
     @property
@@ -103,50 +112,57 @@ class FlatParameter(attach.Uncopyable, nn.Parameter):
         return self._group()
 
     @property
-    def shards(self) -> list[nn.Parameter]:
-        """The parameters that it stands for."""
-        group = self.group
-        return [] if group is None else [group.shards[piece.index] for piece in self.span.pieces]
-
-    @property
     def is_partial(self) -> bool:
         """Some of its parameters have a gradient and some have none."""
-        missing = [shard.grad is None for shard in self.shards]
-        return any(missing) and not all(missing)
+        first = self.shards[0].grad is None
+        for shard in self.shards:  # noqa: SIM110 - on a hot path
+            if (shard.grad is None) is not first:
+                return True
+        return False
 
     @property
     def grad(self) -> Tensor | None:  # pyrefly: ignore[bad-override]
         """The gradients of its parameters, as one view of the memory that they live in; ``None`` if all are."""
-        group = self.group
-        if group is None:
+        if self._fixed is not None:
+            return self._fixed
+        if all(shard.grad is None for shard in self.shards):
             return None
-        held = [(piece.index, group.shards[piece.index].grad) for piece in self.span.pieces]
-        if all(grad is None for _, grad in held):
+        home = self._find_home()
+        if home is None:
             return None
-        home, views = group.gradient.home()
-        for index, grad in held:
-            if grad is views[index]:
+        _, flat, views = home
+        for shard, view in zip(self.shards, views, strict=True):
+            grad = shard.grad
+            if grad is view:
                 continue
             if grad is None:
-                views[index].zero_()
+                view.zero_()
             else:  # somebody has replaced it
-                views[index].copy_(grad)
-                group.shards[index].grad = views[index]
-        return self._view_of(home)
+                view.copy_(grad)
+                shard.grad = view
+        return flat
 
     @grad.setter
     def grad(self, value: Tensor | None) -> None:
-        group = self.group
-        if group is None:
-            return
+        self._fixed = None
         if value is None:
-            for piece in self.span.pieces:
-                group.shards[piece.index].grad = None
+            for shard in self.shards:
+                shard.grad = None
             return
-        home, views = group.gradient.home()
-        self._view_of(home).copy_(value)
-        for piece in self.span.pieces:
-            group.shards[piece.index].grad = views[piece.index]
+        home = self._find_home()
+        if home is not None:
+            home[1].copy_(value)
+            for shard, view in zip(self.shards, home[2], strict=True):
+                shard.grad = view
+
+    def fix_gradient(self) -> None:
+        """For the length of a step, which asks several times, ``grad`` is what it is now."""
+        self._fixed = None
+        self._fixed = self.grad
+
+    def release_gradient(self) -> None:
+        """Undo :meth:`fix_gradient`."""
+        self._fixed = None
 
     def cut(self, tensor: Tensor) -> list[Tensor]:
         """Views of a tensor of this one's shape, for each of its parameters as the parameter itself is held."""
@@ -154,10 +170,15 @@ class FlatParameter(attach.Uncopyable, nn.Parameter):
         assert group is not None
         return [group.held_view(piece.index, tensor, first=self.span.start) for piece in self.span.pieces]
 
-    def _view_of(self, home: Tensor) -> Tensor:
-        if self._gradients is None or self._gradients[0] is not home:
-            self._gradients = home, home[self.span.start : self.span.stop]
-        return self._gradients[1]
+    def _find_home(self) -> tuple[Tensor, Tensor, list[Tensor]] | None:
+        group = self.group
+        if group is None:
+            return None
+        home, views = group.gradient.home()
+        if self._home is None or self._home[0] is not home:
+            flat = home[self.span.start : self.span.stop]
+            self._home = home, flat, [views[piece.index] for piece in self.span.pieces]
+        return self._home
 
 
 torch_private.allow_foreach(FlatParameter)
@@ -171,17 +192,26 @@ def group_of(parameter: Tensor) -> Group | None:
     return mark.group if mark is not None else None
 
 
-def has_flat(optimizer: torch.optim.Optimizer) -> bool:
-    """Whether an optimizer holds flat parameters."""
-    return any(isinstance(p, FlatParameter) for settings in optimizer.param_groups for p in settings["params"])
+def flats_of(optimizer: torch.optim.Optimizer) -> list[FlatParameter]:
+    """The flat parameters that an optimizer holds."""
+    return [p for settings in optimizer.param_groups for p in settings["params"] if isinstance(p, FlatParameter)]
+
+
+def before_step(optimizer: torch.optim.Optimizer) -> None:
+    """Split what has to be split before a step."""
+    if any(flat.is_partial for flat in flats_of(optimizer)):
+        split(optimizer, lambda flat: flat.is_partial)
+    for flat in flats_of(optimizer):
+        flat.fix_gradient()
+
+
+def after_step(optimizer: torch.optim.Optimizer) -> None:
+    """The step is over."""
+    for flat in flats_of(optimizer):
+        flat.release_gradient()
 
 
 # -- between flat and by name
-
-
-def split_partial(optimizer: torch.optim.Optimizer) -> None:
-    """Split every flat parameter of which only some parameters have a gradient."""
-    split(optimizer, lambda flat: flat.is_partial)
 
 
 def split(optimizer: torch.optim.Optimizer, is_split: Callable[[FlatParameter], bool]) -> None:

@@ -70,6 +70,7 @@ class Gradient:
         self._home_views: list[Tensor] = []
         self._home_key: Hashable = None  # of a buffer for ``_home`` in the pool, where one is needed
         self._is_home_lent = False
+        self._lent: dict[int, tuple[Tensor, list[Tensor]]] = {}
         self._local: Tensor | None = None
         self._local_views: _BufferViews | None = None
         self._borrowed: Tensor | None = None
@@ -339,10 +340,11 @@ class Gradient:
             pool.announce(self._home_key, numel)
 
     def _borrow_home(self, result: Tensor, pool: GradientPool) -> None:
-        self._home = result
-        if self._is_cast:
-            self._home = pool.take(self._home_key, self.group.dtype, self.group.device)
-        self._home_views = self.group.held_views(self._home)
+        home = pool.take(self._home_key, self.group.dtype, self.group.device) if self._is_cast else result
+        key = torch_private.storage_identity(home)
+        if key not in self._lent:  # a rank's place in a buffer is always the same
+            self._lent[key] = home, self.group.held_views(home)
+        self._home, self._home_views = self._lent[key]
 
     def release_home(self, pool: GradientPool) -> None:
         """Take ``.grad`` off the shards and give back the buffers that it lived in."""

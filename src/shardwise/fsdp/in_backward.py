@@ -122,9 +122,11 @@ class UpdateInBackward:
 
     def apply(self, group: Group, pool: GradientPool) -> None:
         """Update the parameters of a group that have a gradient, and let the gradients go."""
-        for optimizer in self._optimizers:
-            split(optimizer, lambda flat: flat.group is group and flat.is_partial)
         if any(shard.grad is not None for shard in group.shards):
+            flats = [p for part in self._parts_of(group) for p in part if isinstance(p, FlatParameter)]
+            if any(flat.is_partial for flat in flats):
+                for optimizer in self._optimizers:
+                    split(optimizer, lambda flat: flat.group is group and flat.is_partial)
             parts = iter(self._parts_of(group))
             self.is_stepping = True
             try:

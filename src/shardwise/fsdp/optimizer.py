@@ -12,8 +12,8 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 
-from shardwise.fsdp import attach
-from shardwise.fsdp.flat import FlatParameter, group_of, has_flat, split_partial
+from shardwise.fsdp import attach, flat
+from shardwise.fsdp.flat import FlatParameter, group_of
 from shardwise.spec.errors import StateError
 
 if TYPE_CHECKING:
@@ -96,17 +96,17 @@ def _before_step(optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> No
         _check(optimizer)
         _check_state(optimizer)
         _seen.add(optimizer)
-    if has_flat(optimizer):
-        if any(given is not None for given in (*args[1:], kwargs.get("closure"))):
-            raise StateError(
-                f"{type(optimizer).__name__}.step(closure) with flat parameters: the gradients that the closure makes"
-                " come too late to see which parameters have none.\n"
-                "  Call the closure before optimizer.step(), or build the optimizer on model.parameters()."
-            )
-        split_partial(optimizer)
+    if any(given is not None for given in (*args[1:], kwargs.get("closure"))) and flat.flats_of(optimizer):
+        raise StateError(
+            f"{type(optimizer).__name__}.step(closure) with flat parameters: the gradients that the closure makes come"
+            " too late to see which parameters have none.\n"
+            "  Call the closure before optimizer.step(), or build the optimizer on model.parameters()."
+        )
+    flat.before_step(optimizer)
 
 
 def _after_step(optimizer: torch.optim.Optimizer, _args: Any, _kwargs: Any) -> None:
+    flat.after_step(optimizer)
     for runtime in runtimes_of(optimizer):
         if runtime.update is None or not runtime.update.is_stepping:
             runtime.invalidate()
