@@ -71,9 +71,21 @@ def everything_alive() -> Storages:
     return Storages().see(held for held in gc.get_objects() if issubclass(type(held), Tensor))
 
 
-def train(model: nn.Module, optimizer: torch.optim.Optimizer, inputs: tuple[Tensor, ...], steps: int) -> None:
+def backward(model: nn.Module, inputs: tuple[Tensor, ...], num_microbatches: int = 1) -> None:
+    for microbatch in range(num_microbatches):
+        with sw.gradient_sync(model, microbatch == num_microbatches - 1):
+            model(*inputs).backward()
+
+
+def train(
+    model: nn.Module,
+    optimizer: torch.optim.Optimizer,
+    inputs: tuple[Tensor, ...],
+    steps: int,
+    num_microbatches: int = 1,
+) -> None:
     for _ in range(steps):
-        model(*inputs).backward()
+        backward(model, inputs, num_microbatches)
         optimizer.step()
         optimizer.zero_grad()
 
@@ -82,11 +94,11 @@ def train(model: nn.Module, optimizer: torch.optim.Optimizer, inputs: tuple[Tens
 
 
 def measure_categories(
-    preset: str, *, is_in_backward: bool = False, policy: sw.PrecisionPolicy | None = None
+    preset: str, num_microbatches: int = 1, *, is_in_backward: bool = False, **options: object
 ) -> tuple[dict[str, int], dict[str, int]]:
     """Bytes by category after the third backward: measured, predicted."""
     before = everything_alive()
-    model = sw.parallelize(build(), sw.ParallelPlan(strategy=preset, mp_policy=policy))
+    model = sw.parallelize(build(), sw.ParallelPlan(strategy=preset, **options))
     optimizer = torch.optim.AdamW(sw.flat_parameters(model) if is_in_backward else model.parameters())
     if is_in_backward:
         sw.optimizer_in_backward(model, optimizer)
@@ -110,13 +122,16 @@ def measure_categories(
         mock.patch.object(GlooComm, "reduce_scatter", see_scatter),
         mock.patch.object(GlooComm, "all_reduce", see_reduce),
     ):
-        train(model, optimizer, inputs, 2)
-        model(*inputs).backward()
+        train(model, optimizer, inputs, 2, num_microbatches)
+        backward(model, inputs, num_microbatches)
     for hook in hooks:
         hook.remove()
+    groups = list(runtime_of(model, "test").groups)
     parameters = Storages().see(model.parameters())
     gradients = Storages().see(parameter.grad for parameter in model.parameters())
+    gradients.see(group.gradient._partial_store for group in groups)
     state = Storages().see(value for held in optimizer.state.values() for value in held.values())
+    computed_with.see(group.inner.buffer for group in groups if group.inner is not None)
     gathered = computed_with.without(parameters)
     buffers = reduced.without(gradients)
     known = (before, Storages().see(inputs), parameters, gradients, state, gathered, buffers)
@@ -140,7 +155,7 @@ def measure_all_categories():
 def measure_in_backward():
     casts = sw.PrecisionPolicy(param_dtype=None, reduce_dtype="bf16")
     return {
-        (preset, policy): measure_categories(preset, is_in_backward=True, policy=policy)
+        (preset, policy): measure_categories(preset, is_in_backward=True, mp_policy=policy)
         for preset in PRESETS
         for policy in (None, casts)
     }

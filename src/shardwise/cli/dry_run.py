@@ -38,6 +38,8 @@ Examples:
 
   shardwise dry-run gpt-175b --world-size 128 --strategies zero3 --seq 2048 --micro-batch 1 --precision bf16
 
+  shardwise dry-run gpt-175b --world-size 128 --strategies zero3,hsdp --gpus-per-node 8
+
   shardwise dry-run run.yaml --world-size 8 --set parallel.strategy=zero2
 """
 
@@ -56,6 +58,7 @@ def dry_run(  # noqa: PLR0917  typer's form
     micro_batch: Annotated[int | None, typer.Option(help="Samples per rank and forward.")] = None,
     precision: Annotated[str | None, typer.Option(help="Parameters' dtype in computation: fp32, bf16, fp16.")] = None,
     optimizer: Annotated[str | None, typer.Option(help="adamw, adam or sgd.")] = None,
+    gpus_per_node: Annotated[int, typer.Option(help="What a group of hybrid sharding is by default.")] = 8,
     backend: Annotated[str, typer.Option(help="nccl, gloo, or auto: what this machine would use.")] = "nccl",
     json_file: Annotated[Path | None, typer.Option("--json", help="Also write everything, events too.")] = None,
     overrides: Annotated[list[str] | None, typer.Option("--set", help="section.field=value, with a file.")] = None,
@@ -63,7 +66,8 @@ def dry_run(  # noqa: PLR0917  typer's form
     """Run dry."""
     from shardwise.recipe.dry_run import dry_run as run_dry
 
-    subject = _subject(model, world_size, overrides or [])
+    local_size = min(gpus_per_node, world_size)
+    subject = _subject(model, world_size, local_size, overrides or [])
     tokens_BT = _tokens(micro_batch or subject.micro_batch, seq or subject.seq_len)
     results = [
         run_dry(
@@ -75,6 +79,7 @@ def dry_run(  # noqa: PLR0917  typer's form
             loss_fn=_hf_loss if subject.is_from_hf else None,
             optimizer=optimizer or subject.optimizer,
             backend=backend,
+            ranks_per_machine=local_size,
         )
         for plan in _plans(subject.plan, strategies, precision)
     ]
@@ -96,10 +101,10 @@ class _Subject:
     is_from_hf: bool = False
 
 
-def _subject(model: str, world_size: int, overrides: list[str]) -> _Subject:
+def _subject(model: str, world_size: int, local_size: int, overrides: list[str]) -> _Subject:
     path = Path(model).expanduser()
     if is_configuration(model):
-        return _from_file(path, world_size, overrides)
+        return _from_file(path, world_size, local_size, overrides)
     if overrides:
         raise ConfigError(
             "--set needs a configuration file.\n  Name one, or use --strategies, --seq and --micro-batch."
@@ -126,14 +131,14 @@ def _from_folder(folder: Path) -> _Subject:
     return _Subject(lambda: model_from_folder(folder, reads_weights=False), seq_len=_HF_SEQ, is_from_hf=True)
 
 
-def _from_file(path: Path, world_size: int, overrides: list[str]) -> _Subject:
+def _from_file(path: Path, world_size: int, local_size: int, overrides: list[str]) -> _Subject:
     import torch
 
     from shardwise.train.build import build_model
     from shardwise.train.check import resolve
     from shardwise.train.config import read_draft
 
-    resolved = resolve(read_draft(path, overrides), world_size)
+    resolved = resolve(read_draft(path, overrides), world_size, local_size)
     return _Subject(
         lambda: build_model(resolved, torch.device("meta")),
         seq_len=resolved.config.data.seq_len or 1,

@@ -99,7 +99,7 @@ def _compare(draft: Draft, world: World, names: list[str], steps: int) -> int:
     from shardwise.train.data import open_data
     from shardwise.train.proof import compare_with_one_process
 
-    resolved = resolve(draft, world.size)
+    resolved = resolve(draft, world.size, world.ranks_per_machine)
     config = resolved.config
     device = torch.device("cuda", world.local_rank) if torch.cuda.is_available() else torch.device("cpu")
     if device.type == "cuda":

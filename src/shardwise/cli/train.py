@@ -183,7 +183,7 @@ def _work(draft: Draft, world: World, run_dir: Path | None, resume: str | None, 
     from shardwise.train.recorder import check_extras
 
     try:
-        resolved = resolve(draft, world.size)
+        resolved = resolve(draft, world.size, world.ranks_per_machine)
         check_extras(resolved.config)
         from shardwise.train.run import train as train_here
 

@@ -83,6 +83,11 @@ class World:
         """Whether all processes run on one machine."""
         return self.num_nodes == 1
 
+    @property
+    def ranks_per_machine(self) -> int | None:
+        """Ranks on each machine; ``None`` where they differ from machine to machine."""
+        return self.local_size if self.local_size * self.num_nodes == self.size else None
+
 
 def read_world(environ: Mapping[str, str] | None = None) -> World:
     """The world that ``environ`` (by default this process's environment) describes.
@@ -105,14 +110,11 @@ def read_world(environ: Mapping[str, str] | None = None) -> World:
 
 
 def ranks_per_machine(size: int) -> int | None:
-    """How many of the world's ``size`` ranks each machine runs; ``None`` where the environment does not say.
-
-    Also ``None`` where the machines run different numbers: then no rank gets an answer.
-    """
+    """How many of the world's ``size`` ranks each machine runs; ``None`` where the environment does not say."""
     with contextlib.suppress(ConfigError, MeshError):
         world = read_world()
-        if size == world.size == world.local_size * world.num_nodes:
-            return world.local_size
+        if world.size == size:
+            return world.ranks_per_machine
     return None
 
 

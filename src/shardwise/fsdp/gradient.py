@@ -108,8 +108,8 @@ class Gradient:
 
     @property
     def held_buffers(self) -> tuple[Tensor | None, ...]:
-        """What this object keeps for good: where ``.grad`` lives, and full-size local sums. Borrowed ones are not."""
-        return self._home, self._own
+        """What this object keeps for good: where ``.grad`` lives, and sums that wait. Borrowed ones are not."""
+        return self._home, self._own, self._partial_store
 
     def home(self) -> tuple[Tensor, list[Tensor]]:
         """Where ``.grad`` of the shards lives, laid out as the master is, and its views of the shards' shapes."""

@@ -63,11 +63,12 @@ class DryRun:
 
     @property
     def traffic(self) -> dict[str, tuple[int, int]]:
-        """Number of collectives and bytes sent by this rank, by kind."""
+        """Number of collectives and bytes sent by this rank, by kind, and by axis where that is not ``dp_shard``."""
         found: dict[str, tuple[int, int]] = {}
         for event in self.events:
-            count, sent = found.get(event.kind, (0, 0))
-            found[event.kind] = count + 1, sent + event.sent_bytes
+            what = event.kind if event.axis == "dp_shard" else f"{event.kind} on {event.axis}"
+            count, sent = found.get(what, (0, 0))
+            found[what] = count + 1, sent + event.sent_bytes
         return found
 
     @property
@@ -95,6 +96,7 @@ def dry_run(
     loss_fn: LossFn | None = None,
     optimizer: str | OptimizerFactory = "adamw",
     backend: str = "auto",
+    ranks_per_machine: int | None = None,
 ) -> DryRun:
     """Train a few steps as ``rank`` of ``world_size``, alone and without values; says what is sent and held.
 
@@ -111,6 +113,7 @@ def dry_run(
             tokens and targets of shape (1, seq_len).
         loss_fn: As for ``sw.train_step``.
         optimizer: ``"adamw"``, ``"adam"``, ``"sgd"`` (with momentum), or from parameters to an optimizer.
+        ranks_per_machine: What a group of hybrid sharding is where the plan does not say.
         backend: ``"nccl"``, ``"gloo"`` (which also holds what its sums receive into), or ``"auto"``: what training on
             this machine would use.
 
@@ -125,7 +128,7 @@ def dry_run(
     make_optimizer = _optimizer_factory(optimizer)
     is_cuda = _resolve_backend(backend) == "nccl"
     check_plan(plan)
-    mesh = plan.mesh(world_size)
+    mesh = plan.mesh(world_size, ranks_per_machine)
     mesh.coordinate(rank)
     model = build_on_meta(build_model)
     check_fresh(model)

@@ -69,15 +69,17 @@ class Resolved:
     schedule: Schedule
 
 
-def resolve(draft: Draft, world_size: int) -> Resolved:
+def resolve(draft: Draft, world_size: int, local_size: int | None = None) -> Resolved:
     """Check ``draft`` for a world of ``world_size`` ranks and fill in what it leaves open.
+
+    ``local_size`` of them are on each machine; by default all on this one.
 
     Raises:
         ConfigError: Something in the configuration is wrong; every mistake is listed with its line.
         DataError: The configuration is right but the data is not.
     """
     problems, sections = draft.problems, draft.sections
-    plan, mesh = _plan(draft, world_size)
+    plan, mesh = _plan(draft, world_size, local_size or world_size)
     model, vocab_size, positions = _model(draft)
     optimizer = _optimizer(draft, sections.get("optimizer"))
     schedule = _schedule(draft, sections.get("schedule"), sections.get("train"))
@@ -124,7 +126,7 @@ def resolve(draft: Draft, world_size: int) -> Resolved:
     return Resolved(config, plan, mesh, batch, model, vocab_size, source, schedule)
 
 
-def _plan(draft: Draft, world_size: int) -> tuple[ParallelPlan | None, Mesh | None]:
+def _plan(draft: Draft, world_size: int, local_size: int) -> tuple[ParallelPlan | None, Mesh | None]:
     section = draft.sections.get("parallel")
     if section is None:
         return None, None
@@ -140,9 +142,10 @@ def _plan(draft: Draft, world_size: int) -> tuple[ParallelPlan | None, Mesh | No
         return None, None
     try:
         plan = ParallelPlan(**values)
-        return plan, plan.mesh(world_size)
+        return plan, plan.mesh(world_size, local_size)
     except ShardwiseError as error:
-        draft.problems.add(draft.where("parallel", "dp_shard"), _inline(error))
+        name = next((name for name in values if str(error).startswith(f"{name}=")), "dp_shard")
+        draft.problems.add(draft.where("parallel", name), _inline(error))
         return None, None
 
 

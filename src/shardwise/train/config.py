@@ -67,9 +67,13 @@ class DataSection(Section):
 class ParallelSection(Section):
     """The fields of ``ParallelPlan``."""
 
-    strategy: str = Field("zero3", description="ddp, zero1, zero2, shard_grad_op, zero3, or an alias of these")
-    dp_replicate: int = Field(1, description="only 1 in this version")
-    dp_shard: int = Field(-1, description="-1: every rank")
+    strategy: str = Field(
+        "zero3", description="ddp, zero1, zero2, shard_grad_op, zero3, hsdp, hybrid_shard_grad_op, or an alias of these"
+    )
+    dp_replicate: int = Field(
+        1, description="groups that each hold the model; for hsdp 1 means what dp_shard leaves, by default the machines"
+    )
+    dp_shard: int = Field(-1, description="ranks of a group; -1: what is left")
     cp: int = Field(1, description="only 1 in this version")
     tp: int = Field(1, description="only 1 in this version")
     pp: int = Field(1, description="only 1 in this version")
@@ -77,7 +81,9 @@ class ParallelSection(Section):
     auto_wrap_policy: str | dict[str, Any] = Field(
         "auto", description="auto, none, {by_class: [names]}, {by_size: numel} or {by_name: [globs]}"
     )
-    reshard_after_forward: bool | Literal["auto"] = Field("auto", description="auto: as the strategy says")
+    reshard_after_forward: bool | int | Literal["auto"] = Field(
+        "auto", description="auto: as the strategy says; a number: kept sharded over so many ranks"
+    )
     mp_policy: dict[str, Any] | None = Field(
         None, description="mixed precision: the fields of PrecisionPolicy, such as {param_dtype: bf16}; null: no cast"
     )
@@ -88,7 +94,7 @@ class ParallelSection(Section):
         "none",
         description="none, full, selective, a wrap policy such as {by_class: [Block]}, or RecomputePolicy's fields",
     )
-    accumulation: str = Field("auto", description="auto, sharded or unsharded")
+    accumulation: str = Field("auto", description="auto, sharded, unsharded or defer_replicate")
     sync: str = Field("warn", description="warn, error or rank0: what to do where ranks hold different weights")
     sync_buffers: str = Field(
         "auto", description="auto, broadcast, mean or none: buffers that training changes, such as batch norm's"

@@ -44,7 +44,7 @@ def compare_with_one_process(
     plans = dict.fromkeys(strategies, resolved.plan)
     for name, plan in plans.items():
         if name != plan.strategy:
-            plans[name] = dataclasses.replace(plan, strategy=name, reshard_after_forward="auto")
+            plans[name] = dataclasses.replace(plan, strategy=name, reshard_after_forward="auto", accumulation="auto")
     generator = torch.get_rng_state()
     try:
         return sw.parity(

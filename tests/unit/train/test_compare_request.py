@@ -69,7 +69,6 @@ def test_a_request_survives_json():
         (["--peers", "megatron"], "Use one of single, torch-ddp, torch-fsdp1, torch-fsdp2"),
         (["--case", "hots"], "Did you mean 'host'"),
         (["--strategies", "zero9"], "zero9"),
-        (["--strategies", "hsdp"], "hybrid sharding"),
         (["--rounds", "0"], "expected at least 1"),
         (["--steps", "0"], "expected at least 1"),
         (["--nproc", "0"], "at least 1 is needed"),
