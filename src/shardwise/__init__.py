@@ -47,6 +47,7 @@ _LAZY = {
     "clip_grad_norm": "shardwise.fsdp.clip",
     "convert_sync_batchnorm": "shardwise.fsdp.batch_norm",
     "declare_elementwise": "shardwise.fsdp.optimizer",
+    "deferred_init": "shardwise.fsdp.deferred",
     "flat_parameters": "shardwise.fsdp.flat",
     "full_state_dict": "shardwise.fsdp.state",
     "load_full_state_dict": "shardwise.fsdp.state",
@@ -81,6 +82,7 @@ __all__ = [
     "clip_grad_norm",
     "convert_sync_batchnorm",
     "declare_elementwise",
+    "deferred_init",
     "dry_run",
     "flat_parameters",
     "full_parameters",
@@ -109,6 +111,7 @@ if TYPE_CHECKING:
     from shardwise.fsdp.api import fully_shard, gradient_sync, logical_shape, record_collectives
     from shardwise.fsdp.batch_norm import convert_sync_batchnorm
     from shardwise.fsdp.clip import clip_grad_norm
+    from shardwise.fsdp.deferred import deferred_init
     from shardwise.fsdp.flat import flat_parameters
     from shardwise.fsdp.in_backward import optimizer_in_backward
     from shardwise.fsdp.optimizer import declare_elementwise

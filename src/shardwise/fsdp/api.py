@@ -14,6 +14,7 @@ from shardwise.comm.base import CollectiveEvent
 from shardwise.comm.open import Place
 from shardwise.fsdp import attach, batch_norm, build, optimizer, precision, recompute
 from shardwise.fsdp.in_backward import refuse
+from shardwise.fsdp.materialize import Source, fill_parameters
 from shardwise.fsdp.runtime import Runtime
 from shardwise.fsdp.sync import synchronise
 from shardwise.fsdp.unit import Unit
@@ -41,6 +42,7 @@ def shard_model(
     defers_replicate: bool = False,
     num_gradient_buffers: int = NUM_GRADIENT_BUFFERS,
     recompute_policy: RecomputePolicy | None = None,
+    source: Source | None = None,
 ) -> Runtime:
     """Turn ``model`` into units, in place. Every rank must hold the same values already (``fsdp.sync``).
 
@@ -57,6 +59,7 @@ def shard_model(
         defers_replicate: Reduce every time, but over ``dp_replicate`` only with the last microbatch.
         num_gradient_buffers: Full-size gradient buffers per size class.
         recompute_policy: What is computed again in backward; ``None``: nothing.
+        source: Gives meta parameters their values, unit by unit.
 
     Raises:
         PlanError: There is nothing to quantize.
@@ -64,8 +67,8 @@ def shard_model(
     """
     optimizer.install_checks()
     owned = build.assign_parameters(model, unit_modules)
-    is_dry = comms.gather.device.type == "meta"
-    build.check_parameters((entry for entries in owned.values() for entry in entries), allows_meta=is_dry)
+    allows_meta = source is not None or comms.gather.device.type == "meta"
+    build.check_parameters((entry for entries in owned.values() for entry in entries), allows_meta=allows_meta)
     policies = precision.Policies(model, policy, comms.gather.device)
     policies.cast_buffers(model)
     policies.install_casts(model, unit_modules)
@@ -73,6 +76,8 @@ def shard_model(
     units: dict[str, Unit] = {}
     for name, module in {"": model, **unit_modules}.items():
         reshards, inner_size = _reshards(reshard_after_forward, default=not row.keeps_gathered and name != "")
+        if source is not None:
+            fill_parameters(source, owned[name], comms.gather.device)
         units[name] = build.make_unit(
             name or build.ROOT,
             module,

@@ -26,6 +26,7 @@ def synchronise(
     *,
     mode: str,
     groups: dict[str, list[str]] | None = None,
+    is_deferred: bool = False,
 ) -> None:
     """Make parameters and buffers of ``module`` equal to rank 0's.
 
@@ -36,6 +37,7 @@ def synchronise(
         mode: ``"warn"``: what differs is sent, with one warning. ``"error"``: refuse. ``"rank0"``: rank 0's values are
             sent whatever the others hold, which may be meta tensors.
         groups: Names of the tensors by unit; each is compared and sent as one. ``None``: one by one.
+        is_deferred: Meta tensors get their values later, the same on every rank; only the others are compared.
 
     Collective:
         The layouts are compared first (all-gather of a text), then one hash per unit (all-gather of 16 bytes each);
@@ -47,19 +49,26 @@ def synchronise(
     """
     tensors = _tensors(module, parameter_ids)
     _compare_layouts(tensors, comm)
-    if mode == "rank0":
+    if is_deferred:
+        tensors = {name: tensor for name, tensor in tensors.items() if not tensor.is_meta}
+    elif mode == "rank0":
         tensors = _materialize(module, tensors, comm)
         for name, tensor in tensors.items():
             _send(name, tensor, comm)
         return
-    _refuse_meta(tensors, comm)
-    if comm.size == 1:
-        return
+    else:
+        _refuse_meta(tensors, comm)
+    if comm.size > 1:
+        _compare_values(tensors, comm, mode, groups)
+
+
+def _compare_values(tensors: dict[str, Tensor], comm: Comm, mode: str, groups: dict[str, list[str]] | None) -> None:
+    """Compare hashes over the ranks, and send what differs."""
     units = groups or {name: [name] for name in tensors}
     units = {unit: [name for name in names if name in tensors] for unit, names in units.items()}
     digests = torch.zeros(comm.size, len(units), 2, dtype=torch.int64)
     for index, names in enumerate(units.values()):
-        digest = _digest([tensors[name] for name in names])
+        digest = digest_of([tensors[name] for name in names])
         digests[comm.rank, index] = torch.frombuffer(bytearray(digest), dtype=torch.int64)
     moved = digests.view(-1).to(comm.device)
     comm.all_gather(moved, unit="sync").wait()
@@ -117,11 +126,12 @@ def _refuse_meta(tensors: dict[str, Tensor], comm: Comm) -> None:
         shown = f"{empty[0]!r}" if empty else "a tensor of another rank"
         raise StateError(
             f"{shown} is on the meta device: it has no values to shard.\n"
-            "  Build the model on a real device, or give the weights on rank 0 and set sync='rank0'."
+            "  Give all of it values, or none: sw.deferred_init(build_model), sw.parallelize(..., init=...); or give the"
+            " weights on rank 0 and set sync='rank0'."
         )
 
 
-def _digest(tensors: list[Tensor]) -> bytes:
+def digest_of(tensors: list[Tensor]) -> bytes:
     """16 bytes that tell contents apart."""
     state = hashlib.blake2b(digest_size=16)
     for tensor in tensors:

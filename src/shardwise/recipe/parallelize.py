@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from shardwise.comm.axes import DATA_PARALLEL, Comms
 from shardwise.comm.launch import ranks_per_machine
@@ -15,7 +15,9 @@ from shardwise.fsdp.api import shard_model
 from shardwise.fsdp.attach import attachment_of
 from shardwise.fsdp.buffers import BufferSync
 from shardwise.fsdp.compile import compile_units
+from shardwise.fsdp.materialize import FromState, Init, Source, fill_buffers, find_source
 from shardwise.fsdp.notice import tell_once
+from shardwise.fsdp.state import load_full_state_dict
 from shardwise.fsdp.sync import synchronise
 from shardwise.fsdp.wrap import find_units
 from shardwise.recipe.generation import keep_in_step
@@ -25,7 +27,9 @@ from shardwise.spec.placement import canonical_name
 from shardwise.spec.plan import ParallelPlan
 
 
-def parallelize(model: nn.Module, plan: ParallelPlan | None = None) -> nn.Module:
+def parallelize(
+    model: nn.Module, plan: ParallelPlan | None = None, *, init: Init | Mapping[str, Tensor] | None = None
+) -> nn.Module:
     """Make ``model`` train as ``plan`` says, on every rank of the world.
 
     The model is changed in place: its class, names and ``forward`` stay; its Parameter objects stay too and become this
@@ -35,6 +39,10 @@ def parallelize(model: nn.Module, plan: ParallelPlan | None = None) -> nn.Module
     Args:
         model: Any ``nn.Module`` whose parameters are on one device.
         plan: ``None`` means the defaults: zero3 over all ranks, units found automatically.
+        init: Where a model on ``meta`` gets its values, one unit at a time. ``None``: from its recorded construction
+            (``sw.deferred_init``), else each module's ``reset_parameters()`` in the order of ``modules()``. A function:
+            called with every module that owns meta tensors, on the CPU, to initialise those. A mapping: a state dict,
+            looked at on rank 0 only and read group by group; it may load each value when it is asked for it.
 
     Returns:
         ``model``.
@@ -61,9 +69,15 @@ def parallelize(model: nn.Module, plan: ParallelPlan | None = None) -> nn.Module
     owned = build.assign_parameters(model, units)
     names = {unit or build.ROOT: [entry.names[0] for entry in entries] for unit, entries in owned.items()}
     names["buffers"] = [name for name, _ in model.named_buffers()]
-    synchronise(model, None, comms.control, mode=plan.sync, groups=names)
+    source = find_source(model, init, is_sent=plan.sync == "rank0")
+    if source is not None:
+        source.agree(comms.control, plan.sync)
+        fill_buffers(model, source, device)
+    synchronise(model, None, comms.control, mode=plan.sync, groups=names, is_deferred=source is not None)
     _check_batch_norm(model, device, size)
-    apply_plan(model, plan, units, comms)
+    apply_plan(model, plan, units, comms, source)
+    if isinstance(source, FromState):
+        load_full_state_dict(model, source.state)
     batch_norm.connect(model, lambda: open_comms(device, DATA_PARALLEL)[0])
     return model
 
@@ -108,7 +122,13 @@ def _check_batch_norm(model: nn.Module, device: torch.device, world_size: int) -
             )
 
 
-def apply_plan(model: nn.Module, plan: ParallelPlan, units: Mapping[str, nn.Module], comms: Comms) -> None:
+def apply_plan(
+    model: nn.Module,
+    plan: ParallelPlan,
+    units: Mapping[str, nn.Module],
+    comms: Comms,
+    source: Source | None = None,
+) -> None:
     """Everything in :func:`parallelize` that is done after the ranks have met and agreed on the model.
 
     Talks to nobody, so that a dry run can pass ``comms`` without peers.
@@ -126,6 +146,7 @@ def apply_plan(model: nn.Module, plan: ParallelPlan, units: Mapping[str, nn.Modu
         accumulates_sharded=plan.accumulation == "sharded" if plan.accumulation in {"sharded", "unsharded"} else None,
         defers_replicate=plan.accumulation == "defer_replicate",
         recompute_policy=plan.recompute,
+        source=source,
     )
     runtime.buffers = BufferSync(model, plan.sync_buffers, comms.control)
     if comms.num_ranks > 1:

@@ -1,0 +1,308 @@
+"""Giving values to a model that was built on ``meta``, one unit at a time.
+
+============================  ======================================================================================
+source                        where values come from
+============================  ======================================================================================
+:class:`FromRecording`        the recorded construction, replayed (``sw.deferred_init``)
+:class:`FromInit`             a function called with each module that owns meta tensors, or its ``reset_parameters``
+:class:`FromState`            a state dict on rank 0, sent shard by shard once the units are there
+============================  ======================================================================================
+
+Random numbers are drawn on the CPU, by every rank alike, so the values do not depend on the number of ranks. Whatever
+the source leaves without a value, buffers that are not saved included, is refused by name.
+"""
+
+from __future__ import annotations
+
+import warnings
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from shardwise.comm.base import Comm
+from shardwise.comm.control import agree
+from shardwise.fsdp import torch_private
+from shardwise.fsdp.build import OwnedParameter
+from shardwise.fsdp.deferred import Recording, take_recording
+from shardwise.fsdp.sync import digest_of
+from shardwise.spec.errors import RankDisagreement, StateError
+
+#: Initialises the parameters and buffers that a module owns directly.
+Init = Callable[[nn.Module], None]
+
+
+class Source(ABC):
+    """Where the values of meta tensors come from. Values are made on the CPU."""
+
+    @abstractmethod
+    def agree(self, comm: Comm, mode: str) -> None:
+        """See to it that every rank will make the same values.
+
+        Collective:
+            An all-gather of a few bytes; where seeds differ and ``mode`` is not ``"error"``, a broadcast of rank 0's
+            generator states. All ranks must call.
+        """
+
+    @abstractmethod
+    def parameters(self, entries: Sequence[OwnedParameter]) -> list[Tensor]:
+        """Values of meta parameters of one unit."""
+
+    @abstractmethod
+    def buffer(self, module: nn.Module, name: str, path: str) -> Tensor:
+        """Value of the meta buffer ``name`` of ``module``, which is at ``path``."""
+
+
+def find_source(model: nn.Module, init: Init | Mapping[str, Tensor] | None, *, is_sent: bool) -> Source | None:
+    """The source for the meta tensors of ``model``; ``None`` where there are none, or where nobody said what to do.
+
+    Args:
+        model: The root.
+        init: What the user gave.
+        is_sent: Rank 0's values are sent to all, whatever the other ranks hold (``sync="rank0"``).
+
+    Raises:
+        StateError: ``init`` was given for a model without meta tensors.
+    """
+    recording = take_recording(model)
+    is_meta = any(tensor.is_meta for tensor in (*model.parameters(), *model.buffers()))
+    if init is not None and not is_meta:
+        raise StateError(
+            f"init was given, but no tensor of {type(model).__name__} is on the meta device: it would do nothing.\n"
+            "  Build the model under torch.device('meta') or with sw.deferred_init, or leave init out."
+        )
+    is_untold = init is None and recording is None
+    is_partly_real = any(parameter.is_meta for parameter in model.parameters()) and not all(
+        parameter.is_meta for parameter in model.parameters()
+    )
+    if not is_meta or (is_untold and (is_sent or is_partly_real)):
+        return None  # weights that somebody forgot to load must not be drawn anew: what is on meta will be refused
+    if isinstance(init, Mapping):
+        return FromState(model, FromRecording(recording) if recording is not None else FromInit(model, None), init)
+    if recording is not None and init is None:
+        return FromRecording(recording)
+    return FromInit(model, init)
+
+
+def fill_parameters(source: Source, entries: Sequence[OwnedParameter], device: torch.device) -> None:
+    """Give one unit's meta parameters their values. The Parameter objects stay."""
+    empty = [entry for entry in entries if entry.parameter.is_meta]
+    for entry, value in zip(empty, source.parameters(empty) if empty else (), strict=True):
+        held = entry.parameter
+        real = nn.Parameter(value.to(device), requires_grad=held.requires_grad)
+        real.__dict__.update(held.__dict__)
+        torch.utils.swap_tensors(held, real)
+
+
+def fill_buffers(model: nn.Module, source: Source, device: torch.device) -> None:
+    """Give every meta buffer its value."""
+    made: dict[int, tuple[Tensor, Tensor]] = {}  # with the meta tensor, so that its id stays its own
+    for path, module in model.named_modules():
+        for name, buffer in torch_private.buffers_of(module).items():
+            if buffer is None or not buffer.is_meta:
+                continue
+            if id(buffer) not in made:
+                made[id(buffer)] = buffer, source.buffer(module, name, path).to(device)
+            torch_private.buffers_of(module)[name] = made[id(buffer)][1]
+
+
+class FromRecording(Source):
+    """Replays the construction."""
+
+    def __init__(self, recording: Recording) -> None:
+        self._recording = recording
+
+    def agree(self, comm: Comm, mode: str) -> None:
+        """As :meth:`Source.agree`.
+
+        Raises:
+            RankDisagreement: The ranks recorded different constructions.
+            StateError: Seeds differ and ``mode`` is ``"error"``.
+        """
+        number = int.from_bytes(self._recording.fingerprint()[:7])
+        if len(set(agree(comm, number))) > 1:
+            raise RankDisagreement(
+                "the ranks recorded different constructions of the model.\n"
+                "  Build the same model, in the same way, on every rank."
+            )
+        _agree_on_states(self._recording.states, comm, mode)
+
+    def parameters(self, entries: Sequence[OwnedParameter]) -> list[Tensor]:
+        """As :meth:`Source.parameters`."""
+        return self._recording.materialize([entry.parameter.data for entry in entries])
+
+    def buffer(self, module: nn.Module, name: str, path: str) -> Tensor:
+        """As :meth:`Source.buffer`."""
+        del path
+        buffer = torch_private.buffers_of(module)[name]
+        assert buffer is not None
+        return self._recording.materialize([buffer])[0]
+
+
+class FromInit(Source):
+    """Calls a function with each module that owns meta tensors, in the order of ``model.modules()``.
+
+    The values of a module are needed when its unit's turn comes, which is another order: in which state each module
+    finds the generator is found out first, by initialising them one after the other and keeping nothing.
+    """
+
+    def __init__(self, model: nn.Module, init: Init | None) -> None:
+        self._init = init or _reset
+        self._paths = {module: path for path, module in model.named_modules() if _meta_tensors(module)}
+        self._states: dict[nn.Module, Tensor] = {}
+
+    def agree(self, comm: Comm, mode: str) -> None:
+        """As :meth:`Source.agree`.
+
+        Raises:
+            StateError: A module cannot be initialised, or seeds differ and ``mode`` is ``"error"``.
+        """
+        start = torch.get_rng_state()
+        own = start.clone()
+        _agree_on_states([start], comm, mode)
+        torch.set_rng_state(start)
+        for module in self._paths:
+            self._states[module] = torch.get_rng_state()
+            self._initialised(module)
+        if not torch.equal(start, own):
+            torch.set_rng_state(own)  # it drew what rank 0 would draw
+
+    def parameters(self, entries: Sequence[OwnedParameter]) -> list[Tensor]:
+        """As :meth:`Source.parameters`."""
+        wanted = {id(entry.parameter): entry.parameter for entry in entries}
+        users = {user for entry in entries for user, _, _ in entry.uses}
+        values: dict[int, Tensor] = {}
+        with torch.random.fork_rng(devices=[]):
+            for module in self._paths:
+                if module in users:
+                    torch.set_rng_state(self._states[module])
+                    values |= {key: value for key, value in self._initialised(module).items() if key in wanted}
+        return [values[id(entry.parameter)] for entry in entries]
+
+    def buffer(self, module: nn.Module, name: str, path: str) -> Tensor:
+        """As :meth:`Source.buffer`."""
+        del path
+        with torch.random.fork_rng(devices=[]):
+            torch.set_rng_state(self._states[module])
+            return self._initialised(module)[id(torch_private.buffers_of(module)[name])]
+
+    def _initialised(self, module: nn.Module) -> dict[int, Tensor]:
+        """Values of the meta tensors that ``module`` owns, by ``id``; the module itself is left as it was."""
+        held = _meta_tensors(module)
+        if self._init is _reset and not callable(getattr(module, "reset_parameters", None)):
+            raise self._unfilled(module, next(iter(held)))
+        parameters: dict[str, Any] = torch_private.parameters_of(module)
+        buffers: dict[str, Any] = torch_private.buffers_of(module)
+        try:
+            for name, tensor in held.items():
+                if isinstance(tensor, nn.Parameter):
+                    parameters[name] = nn.Parameter(_blank(tensor), requires_grad=tensor.requires_grad)
+                else:
+                    buffers[name] = _blank(tensor)
+            self._init(module)
+            values = {name: (parameters if name in parameters else buffers)[name].detach() for name in held}
+        finally:
+            for name, tensor in held.items():
+                (parameters if name in parameters else buffers)[name] = tensor
+        for name, value in values.items():
+            if _is_blank(value):
+                raise self._unfilled(module, name)
+        return {id(held[name]): value for name, value in values.items()}
+
+    def _unfilled(self, module: nn.Module, name: str) -> StateError:
+        path = self._paths[module]
+        how = (
+            f"{type(module).__name__}.reset_parameters() does not fill it"
+            if self._init is _reset
+            else f"init({type(module).__name__}) did not fill it"
+        )
+        if self._init is _reset and not hasattr(module, "reset_parameters"):
+            how = f"{type(module).__name__} has no reset_parameters()"
+        return StateError(
+            f"{(f'{path}.{name}' if path else name)!r} is on the meta device and would stay without values: {how}.\n"
+            "  Build the model with sw.deferred_init(build_model), or pass sw.parallelize(..., init=...): a function"
+            " that initialises what a module owns, or a state dict."
+        )
+
+
+class FromState(Source):
+    """Leaves parameters empty, to be loaded from a state dict; what is not saved comes from another source."""
+
+    def __init__(self, model: nn.Module, other: Source, state: Mapping[str, Tensor]) -> None:
+        self.state = state
+        self._other = other
+        saved = {name for name, _ in model.named_buffers()}
+        for path, module in model.named_modules():
+            for name in torch_private.buffers_of(module):
+                if not torch_private.is_persistent(module, name):
+                    saved.discard(f"{path}.{name}" if path else name)
+        self._saved = saved
+        self._needs_other = any(b.is_meta and name not in saved for name, b in model.named_buffers())
+
+    def agree(self, comm: Comm, mode: str) -> None:
+        """As :meth:`Source.agree`; only for buffers that are not saved."""
+        if self._needs_other:
+            self._other.agree(comm, mode)
+
+    def parameters(self, entries: Sequence[OwnedParameter]) -> list[Tensor]:
+        """Memory without values."""
+        return [torch.empty_like(entry.parameter, device="cpu") for entry in entries]
+
+    def buffer(self, module: nn.Module, name: str, path: str) -> Tensor:
+        """As :meth:`Source.buffer`; memory without values for one that is saved."""
+        buffer = torch_private.buffers_of(module)[name]
+        assert buffer is not None
+        if (f"{path}.{name}" if path else name) in self._saved:
+            return torch.zeros_like(buffer, device="cpu")
+        return self._other.buffer(module, name, path)
+
+
+def _agree_on_states(states: Sequence[Tensor], comm: Comm, mode: str) -> None:
+    """Have generator states equal rank 0's, in place."""
+    numbers = agree(comm, int.from_bytes(digest_of(list(states))[:7]) if states else 0)
+    if len(set(numbers)) == 1:
+        return
+    if mode == "error":
+        raise StateError(
+            "the ranks would draw different weights: their generators differ.\n"
+            "  Call torch.manual_seed with one number on every rank before building the model."
+        )
+    for state in states:
+        moved = state.to(comm.device)
+        comm.broadcast(moved, root=0, unit="generator").wait()
+        state.copy_(moved)
+    if comm.rank == 0:
+        warnings.warn(
+            "the ranks would have drawn different weights; rank 0's are taken by all. Seed every rank alike to avoid"
+            " this.",
+            stacklevel=4,
+        )
+
+
+def _reset(module: nn.Module) -> None:
+    reset: Any = module.reset_parameters
+    reset()
+
+
+def _meta_tensors(module: nn.Module) -> dict[str, Tensor]:
+    tables = (torch_private.parameters_of(module), torch_private.buffers_of(module))
+    return {name: held for table in tables for name, held in table.items() if held is not None and held.is_meta}
+
+
+def _blank(tensor: Tensor) -> Tensor:
+    """Memory whose content says that nobody has written it: NaN, or the smallest integer."""
+    blank = torch.empty_like(tensor, device="cpu").detach()
+    if tensor.is_floating_point() or tensor.is_complex():
+        return blank.fill_(float("nan"))
+    return blank.fill_(0) if tensor.dtype is torch.bool else blank.fill_(torch.iinfo(tensor.dtype).min)
+
+
+def _is_blank(tensor: Tensor) -> bool:
+    """Some element of a floating-point tensor, or all of an integer one, were not written."""
+    if tensor.numel() == 0 or tensor.dtype is torch.bool:
+        return False
+    if tensor.is_floating_point() or tensor.is_complex():
+        return bool(tensor.isnan().any())
+    return bool((tensor == torch.iinfo(tensor.dtype).min).all())
