@@ -126,8 +126,8 @@ def _refuse_meta(tensors: dict[str, Tensor], comm: Comm) -> None:
         shown = f"{empty[0]!r}" if empty else "a tensor of another rank"
         raise StateError(
             f"{shown} is on the meta device: it has no values to shard.\n"
-            "  Give all of it values, or none: sw.deferred_init(build_model), sw.parallelize(..., init=...); or give the"
-            " weights on rank 0 and set sync='rank0'."
+            "  Give all of it values, or none: sw.deferred_init(build_model), sw.parallelize(..., init=...); or give"
+            " the weights on rank 0 and set sync='rank0'."
         )
 
 
