@@ -33,6 +33,7 @@ _LAZY = {
     "CheckpointError": "shardwise.spec.errors",
     "CollectiveEvent": "shardwise.comm.base",
     "optimizer_in_backward": "shardwise.fsdp.in_backward",
+    "ExponentialMovingAverage": "shardwise.fsdp.average",
     "parallelize": "shardwise.recipe.parallelize",
     "save": "shardwise.recipe.persist",
     "load": "shardwise.recipe.persist",
@@ -64,6 +65,7 @@ __all__ = [
     "CommTimeout",
     "ConfigError",
     "DryRun",
+    "ExponentialMovingAverage",
     "GradScaler",
     "MemoryBudgetError",
     "MeshError",
@@ -109,6 +111,7 @@ if TYPE_CHECKING:
     from shardwise import models
     from shardwise.comm.base import CollectiveEvent
     from shardwise.fsdp.api import fully_shard, gradient_sync, logical_shape, record_collectives
+    from shardwise.fsdp.average import ExponentialMovingAverage
     from shardwise.fsdp.batch_norm import convert_sync_batchnorm
     from shardwise.fsdp.clip import clip_grad_norm
     from shardwise.fsdp.deferred import deferred_init

@@ -294,11 +294,11 @@ def owned_extents(model: nn.Module, optimizer: torch.optim.Optimizer | None = No
             spec = group.layout.params[index]
             if piece.numel == 0 and not (spec.numel == 0 and rank == 0):
                 continue
-            found.append(_extent_of(group, index, spec.name, piece, views[index]))
+            found.append(extent_of(group, index, spec.name, piece, views[index]))
             for key, value in states.get(group.shards[index], {}).items():
                 if _is_elementwise(key, value, group.views[index]):
                     name = f"optimizer/{spec.name}/{key}"
-                    found.append(_extent_of(group, index, name, piece, value))
+                    found.append(extent_of(group, index, name, piece, value))
     if rank == 0:
         for name, buffer in _buffers(model).items():
             flat = buffer.detach().contiguous().view(-1)
@@ -307,7 +307,7 @@ def owned_extents(model: nn.Module, optimizer: torch.optim.Optimizer | None = No
     return found
 
 
-def _extent_of(group: Group, index: int, name: str, piece: Piece, held: Tensor) -> tuple[Extent, Tensor]:
+def extent_of(group: Group, index: int, name: str, piece: Piece, held: Tensor) -> tuple[Extent, Tensor]:
     """The range ``piece`` of a tensor that is held like parameter ``index``: whole, or this rank's slice of it."""
     spec = group.layout.params[index]
     flat = memory_order(held) if is_dense(held) else held.detach().reshape(-1)

@@ -14,9 +14,10 @@ from shardwise.checkpoint import open_checkpoint, write
 from shardwise.fsdp import attach
 from shardwise.fsdp import optimizer as checks
 from shardwise.fsdp import state as states
+from shardwise.fsdp.average import ExponentialMovingAverage
 from shardwise.spec.errors import CheckpointError
 
-_OPTIMIZER = "optimizer"
+_OPTIMIZER, _AVERAGE = "optimizer", "average"
 
 
 def save(
@@ -25,8 +26,9 @@ def save(
     optimizer: torch.optim.Optimizer | None = None,
     *,
     state: dict[str, Any] | None = None,
+    average: ExponentialMovingAverage | None = None,
 ) -> Path:
-    """Write a checkpoint: parameters, buffers, optimizer state, and ``state``, as logical tensors.
+    """Write a checkpoint: parameters, buffers, optimizer state, averaged weights, and ``state``, as logical tensors.
 
     Args:
         path: A folder that does not exist yet.
@@ -34,6 +36,7 @@ def save(
         optimizer: Built on its parameters.
         state: Anything that JSON can hold (and bytes), equal on all ranks; ``step`` and ``run_id`` in it, where there,
             also go into the manifest.
+        average: Of the model's weights.
 
     Returns:
         The folder.
@@ -60,6 +63,9 @@ def save(
             "scalars": states.optimizer_scalars(model, optimizer),
         }
     tensors = states.owned_extents(model, optimizer)
+    if average is not None:
+        data[_AVERAGE] = average.settings
+        tensors += average.owned_extents()
     step = state.get("step", 0)
     run_id = str(state.get("run_id") or uuid.UUID(int=0))
     return write(Path(path), runtime.comms.control, tensors, data, step=int(step), run_id=run_id)
@@ -70,6 +76,7 @@ def load(
     model: nn.Module,
     optimizer: torch.optim.Optimizer | None = None,
     *,
+    average: ExponentialMovingAverage | None = None,
     verify: bool = True,
 ) -> dict[str, Any]:
     """Fill a model, and its optimizer, from a checkpoint that any number of ranks wrote under any strategy.
@@ -79,6 +86,7 @@ def load(
         model: A parallelized model with the same parameters.
         optimizer: Of the class that was saved, with as many parameter groups. Its state and settings are replaced.
             ``None`` leaves what the checkpoint holds of one unread.
+        average: Takes the averaged weights, their decay and number of updates. ``None`` leaves them unread.
         verify: Compare every file that is read with the hash in the manifest first.
 
     Returns:
@@ -88,15 +96,15 @@ def load(
         Each rank reads the ranges that it holds; what is sent is small JSON. All ranks must call.
 
     Raises:
-        CheckpointError: The checkpoint is missing, damaged, or of another model or optimizer; on every rank alike, and
-            then model and optimizer are as they were.
+        CheckpointError: The checkpoint is missing, damaged, or of another model or optimizer, or holds no average; on
+            every rank alike, and then model, optimizer and average are as they were.
     """
     runtime = attach.runtime_of(model, "sw.load")
     comm = runtime.comms.control
     checkpoint = open_checkpoint(path, comm=comm)
     held = states.HeldValues(model)
     targets = [*held.extents]
-    ignored: tuple[str, ...] = (f"{_OPTIMIZER}/",)
+    ignored = {f"{_OPTIMIZER}/", f"{_AVERAGE}/"}
     saved: dict[str, Any] = {}
     fresh: states.OptimizerState | None = None
     if optimizer is not None:
@@ -107,7 +115,16 @@ def load(
         }
         fresh = states.OptimizerState(model, optimizer, stored)
         targets += fresh.extents
-        ignored = ()
+        ignored.discard(f"{_OPTIMIZER}/")
+    averages: list[torch.Tensor] = []
+    if average is not None:
+        if _AVERAGE not in checkpoint.data:
+            raise CheckpointError(
+                f"checkpoint {path} holds no averaged weights.\n  Call sw.load without average, and begin one anew."
+            )
+        averages, extents = average.fresh_extents()
+        targets += extents
+        ignored.discard(f"{_AVERAGE}/")
     with torch.no_grad():
         checkpoint.read_into(targets, ignored=ignored, verify=verify, comm=comm)
         held.install()
@@ -115,6 +132,8 @@ def load(
         fresh.install(saved["scalars"])
         for group, settings in zip(optimizer.param_groups, saved["groups"], strict=True):
             group.update(settings)
+    if average is not None:
+        average.install(averages, checkpoint.data[_AVERAGE])
     runtime.invalidate()
     return checkpoint.data["state"]
 
