@@ -147,6 +147,8 @@ def apply_plan(
         defers_replicate=plan.accumulation == "defer_replicate",
         recompute_policy=plan.recompute,
         source=source,
+        num_gradient_buffers=plan.gradient_buffers,
+        merge_limit=plan.merge_limit,
     )
     runtime.buffers = BufferSync(model, plan.sync_buffers, comms.control)
     if comms.num_ranks > 1:
