@@ -34,7 +34,7 @@ class Family:
     Attributes:
         package: Where it comes from: the name of the distribution.
         model: Name of the class.
-        build: Builds it, with the same weights each time.
+        build: Builds it, with the same weights each time; with ignored parameters, for the rank that is given.
         loss: From the model, the rank and the step to the loss on that rank's data of that step.
         classes: Class names of its blocks, for wrapping by class.
         options: Fields of the plan that it needs.
@@ -42,7 +42,7 @@ class Family:
 
     package: str
     model: str
-    build: Callable[[], nn.Module]
+    build: Callable[..., nn.Module]
     loss: Callable[[nn.Module, int, int], Tensor]
     classes: tuple[str, ...]
     options: Mapping[str, Any] = field(default_factory=dict)
@@ -246,11 +246,12 @@ _PATCHES = {"image_size": 16, "num_classes": 10}
 
 
 def _torch(model: str, *blocks: str, **options: Any) -> Family:
-    def build() -> nn.Module:
+    def build(rank: int = 0) -> nn.Module:
         tests = importlib.import_module("torch.testing._internal.common_fsdp")
-        group, mode = tests.DummyProcessGroup(0, distributed.get_world_size()), tests.FSDPInitMode.NO_FSDP
+        group, mode = tests.DummyProcessGroup(rank, distributed.get_world_size()), tests.FSDPInitMode.NO_FSDP
         torch.manual_seed(1)
-        return getattr(tests, model).init(group, mode, tests.DEVICEInitMode.DEVICE_NEVER).train()
+        alike = {"deterministic": True} if "ignored" in options else {}  # but for what is each rank's own
+        return getattr(tests, model).init(group, mode, tests.DEVICEInitMode.DEVICE_NEVER, **alike).train()
 
     return Family("torch", model, build, _torch_loss, blocks, options)
 
@@ -445,5 +446,6 @@ FAMILIES: dict[str, Family] = {
     "TransformerWithSharedParams": _torch(
         "TransformerWithSharedParams", "TransformerEncoderLayer", "TransformerDecoderLayer"
     ),
+    "MixtureOfExperts": _torch("MixtureOfExperts", "Linear", ignored=["module.2"]),
     "MLPStack": Family("torch", "MLPStack", _mlp_stack, _mlp_stack_loss, ("MLP",)),
 }

@@ -11,10 +11,9 @@ its backwards itself and yields what is to be compared after each of them.
 
 from __future__ import annotations
 
-import contextlib
 import inspect
 import itertools
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Collection, Iterator
 from dataclasses import dataclass
 from typing import Any
 
@@ -36,25 +35,7 @@ SHARDED = ("shard_grad_op", "zero3")
 
 def presets() -> tuple[str, ...]:
     """Every preset on two ranks; on other worlds one with replicas and one without."""
-    if _only is not None:
-        return _only
     return PRESETS if dist.get_world_size() == 2 else ("zero1", "zero3")
-
-
-_only: tuple[str, ...] | None = None
-_options: dict[str, Any] = {}
-
-
-@contextlib.contextmanager
-def planned(*, only: tuple[str, ...] | None = None, **options: Any) -> Iterator[None]:
-    """Inside, scenarios run with these fields of the plan, and under the presets of ``only``."""
-    global _only, _options
-    before = _only, _options
-    _only, _options = only, options
-    try:
-        yield
-    finally:
-        _only, _options = before
 
 
 Script = Callable[[nn.Module, int, int], Any]
@@ -79,7 +60,7 @@ class Trained:
 
 
 def compare(
-    build: Callable[[], nn.Module],
+    build: Callable[..., nn.Module],
     script: Script,
     strategy: str = "zero3",
     *,
@@ -95,8 +76,10 @@ def compare(
 ) -> Trained:
     """Train under ``strategy`` and as one process.
 
+    Ignored parameters are each rank's own: a rank's copy steps on its own gradients of them.
+
     Args:
-        build: Builds the model, with the same weights each time.
+        build: Builds the model, with the same weights each time; for the rank that is given, where some are ignored.
         script: What a rank does in a step.
         strategy: Name of a preset.
         steps: Optimizer steps.
@@ -110,16 +93,18 @@ def compare(
         **options: Further fields of the plan.
     """
     rank, world = dist.get_rank(), dist.get_world_size()
-    copies = [build() for _ in range(world)]
+    of_rank = [(other,) if "ignored" in options else () for other in range(world)]
+    copies = [build(*other) for other in of_rank]
     shares = _share_buffers(copies) if parallelize is None else []
     reference = optimizer(parameters(copies[0]))
-    model = build()
+    model = build(*of_rank[rank])
     if parallelize is None:
-        sw.parallelize(model, sw.ParallelPlan(strategy=strategy, **_options | options))
+        sw.parallelize(model, sw.ParallelPlan(strategy=strategy, **options))
     else:
         parallelize(model)
     runtime = attach.runtime_of(model, "test")
     group_size = runtime.comms.gather.size
+    alone = _Alone(copies, runtime, optimizer)
     ours = optimizer((given or parameters)(model))
     where = f"{strategy} on {world} ranks"
     with debug.checks(is_enabled=is_checked):
@@ -127,13 +112,15 @@ def compare(
             place = f"{where}, step {step}"
             groups = [copies[first : first + group_size] for first in range(0, world, group_size)]
             _one_step(groups, model, runtime, script, step=step, place=place)
+            alone.step(place)
             reference.step()
             ours.step()
             _compare_parameters(copies[0], runtime, f"{place}, after the optimizer")
             _compare_optimizers(copies[0], reference, ours, runtime, place)
+            alone.compare(reference, ours, f"{place}, after the optimizer")
             reference.zero_grad()
             ours.zero_grad()
-            _spread(copies)
+            _spread(copies, but=runtime.ignored.parameters)
             if between is not None:
                 for each in copies:
                     between(each, step)
@@ -193,12 +180,13 @@ def _one_step(
             break
         at = f"{place}, backward {index}"
         _compare_values(expected[rank], got, at)
-        for name, grad in _summed(groups).items():
+        for name, grad in _summed(groups, but=runtime.ignored.parameters).items():
             total[name] = total[name] + grad if name in total else grad
         _compare_gradients(copies[0], runtime, total, at)
         index += 1
     for name, parameter in copies[0].named_parameters():
-        parameter.grad = total.get(name)
+        if name not in runtime.ignored.parameters:
+            parameter.grad = total.get(name)
 
 
 _END = object()
@@ -227,13 +215,15 @@ def _by_loss(script: Script, model: nn.Module, rank: int, step: int) -> Iterator
     yield loss
 
 
-def _summed(groups: list[list[nn.Module]]) -> dict[str, Tensor]:
+def _summed(groups: list[list[nn.Module]], *, but: Collection[str]) -> dict[str, Tensor]:
     """The copies' gradients, added in rank order, group by group, and divided; they are taken from the copies."""
     total: dict[str, Tensor] = {}
     for group in groups:
         summed: dict[str, Tensor] = {}
         for each in group:
             for name, parameter in each.named_parameters():
+                if name in but:
+                    continue
                 grad, parameter.grad = parameter.grad, None
                 if grad is not None:
                     summed[name] = summed[name] + grad if name in summed else grad.clone()
@@ -242,11 +232,47 @@ def _summed(groups: list[list[nn.Module]]) -> dict[str, Tensor]:
     return {name: grad / sum(map(len, groups)) for name, grad in total.items()}
 
 
-def _spread(copies: list[nn.Module]) -> None:
+def _spread(copies: list[nn.Module], *, but: Collection[str]) -> None:
     with torch.no_grad():
         for each in copies[1:]:
-            for target, source in zip(each.parameters(), copies[0].parameters(), strict=True):
-                target.copy_(source)
+            for (name, target), source in zip(each.named_parameters(), copies[0].parameters(), strict=True):
+                if name not in but:
+                    target.copy_(source)
+
+
+class _Alone:
+    """The ignored parameters of every copy, which no other rank's gradients reach."""
+
+    def __init__(
+        self, copies: list[nn.Module], runtime: Runtime, optimizer: Callable[[Any], torch.optim.Optimizer]
+    ) -> None:
+        self.held = runtime.ignored.parameters
+        self.copies = [{name: dict(each.named_parameters())[name] for name in self.held} for each in copies]
+        # Those of the first copy are in the reference optimizer.
+        self.optimizers = [optimizer(list(each.values())) for each in self.copies[1:]] if self.held else []
+
+    def step(self, place: str) -> None:
+        """Compare the gradients, and step on them."""
+        for name, expected in self.copies[dist.get_rank()].items():
+            got = self.held[name].grad
+            assert (got is None) == (expected.grad is None), f"{place}: gradient of {name}, which is ignored"
+            if got is not None:
+                assert torch.equal(got, expected.grad), f"{place}: gradient of {name}, which is ignored"
+        for each in self.optimizers:
+            each.step()
+
+    def compare(self, reference: torch.optim.Optimizer, ours: torch.optim.Optimizer, place: str) -> None:
+        """Compare parameters and optimizer state."""
+        rank = dist.get_rank()
+        for name, expected in self.copies[rank].items():
+            assert torch.equal(self.held[name], expected), f"{place}: {name}, which is ignored"
+            states = (self.optimizers[rank - 1] if rank else reference).state.get(expected, {})
+            got = ours.state.get(self.held[name], {})
+            assert states.keys() == got.keys(), f"{place}: state of {name}, which is ignored"
+            for key, value in states.items():
+                assert torch.equal(value, got[key]), f"{place}: {key} of {name}, which is ignored"
+        for each in self.optimizers:
+            each.zero_grad()
 
 
 def _compare_values(expected: Any, got: Any, where: str) -> None:

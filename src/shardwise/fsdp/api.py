@@ -13,6 +13,7 @@ from shardwise.comm.axes import Comms
 from shardwise.comm.base import CollectiveEvent
 from shardwise.comm.open import Place
 from shardwise.fsdp import attach, batch_norm, build, optimizer, precision, recompute
+from shardwise.fsdp.ignore import NOTHING, Ignored, find_ignored
 from shardwise.fsdp.in_backward import refuse
 from shardwise.fsdp.materialize import Source, fill_parameters
 from shardwise.fsdp.runtime import Runtime
@@ -43,7 +44,7 @@ def shard_model(
     num_gradient_buffers: int = NUM_GRADIENT_BUFFERS,
     recompute_policy: RecomputePolicy | None = None,
     source: Source | None = None,
-    merge_limit: int | None = 0,
+    ignored: Ignored = NOTHING,
 ) -> Runtime:
     """Turn ``model`` into units, in place. Every rank must hold the same values already (``fsdp.sync``).
 
@@ -61,31 +62,29 @@ def shard_model(
         num_gradient_buffers: Full-size gradient buffers per size class.
         recompute_policy: What is computed again in backward; ``None``: nothing.
         source: Gives meta parameters their values, unit by unit.
-        merge_limit: Small units are merged up to this many bytes of parameters; ``None``: as ``spec.merge`` says.
+        ignored: What is left alone.
 
     Raises:
         PlanError: There is nothing to quantize.
         StateError: The model holds something that cannot be sharded.
     """
     optimizer.install_checks()
-    owned = build.assign_parameters(model, unit_modules)
+    owned = build.assign_parameters(model, unit_modules, ignored)
     allows_meta = source is not None or comms.gather.device.type == "meta"
     build.check_parameters((entry for entries in owned.values() for entry in entries), allows_meta=allows_meta)
     policies = precision.Policies(model, policy, comms.gather.device)
-    policies.cast_buffers(model)
+    policies.cast_buffers(model, ignored.buffers)
     policies.install_casts(model, unit_modules)
     recomputed = recompute.install(model, unit_modules, recompute_policy)
-    modules = {"": model, **unit_modules}
     units: dict[str, Unit] = {}
-    for names in build.merge_units(
-        model, unit_modules, owned, policies=policies, quantization=quantization, limit=merge_limit
-    ):
-        reshards, inner_size = _reshards(reshard_after_forward, default=not row.keeps_gathered and names != ("",))
+    for name, module in {"": model, **unit_modules}.items():
+        reshards, inner_size = _reshards(reshard_after_forward, default=not row.keeps_gathered and name != "")
         if source is not None:
-            fill_parameters(source, [entry for name in names for entry in owned[name]], comms.gather.device)
-        units[names[0]] = build.make_unit(
-            {name: modules[name] for name in names},
-            owned,
+            fill_parameters(source, owned[name], comms.gather.device)
+        units[name] = build.make_unit(
+            name or build.ROOT,
+            module,
+            owned[name],
             row,
             comms,
             reshards=reshards,
@@ -93,7 +92,7 @@ def shard_model(
             policies=policies,
             quantization=quantization,
         )
-        units[names[0]].recomputed_in = recompute.enclosing(names[0], recomputed)
+        units[name].recomputed_in = recompute.enclosing(name, recomputed)
     _check_quantization(units.values(), quantization)
     if accumulates_sharded is None:
         accumulates_sharded = row.pools_gradients and not defers_replicate
@@ -106,6 +105,7 @@ def shard_model(
         defers_replicate=defers_replicate,
         num_gradient_buffers=num_gradient_buffers,
     )
+    runtime.ignored = ignored
     runtime.recomputed = recomputed
     runtime.keeps = tuple(recompute_policy.save) if recompute_policy is not None else ()
     return runtime
@@ -148,7 +148,8 @@ def fully_shard(
         reshard_after_forward: Release the parameters between forward and backward. ``"auto"``: yes, but not for the
             outermost unit. A number: keep them sharded over so many neighbouring ranks.
         mp_policy: In which dtypes this unit computes and reduces; ``None``: its own. Units below keep theirs.
-        ignored_params: Must be ``None`` in this version.
+        ignored_params: Parameters that are left alone (``ParallelPlan.ignored``), of other modules too. As with FSDP2,
+            a call for an enclosing module takes them unless they are ignored there as well.
 
     Returns:
         ``module`` itself.
@@ -161,15 +162,15 @@ def fully_shard(
         PlanError: An argument is not possible here.
         StateError: A parameter is used both inside a unit made earlier and outside of it (tied weights).
     """
-    if ignored_params is not None:
-        raise PlanError("fully_shard(ignored_params=...) is not in this version.\n  Leave it out.")
     if mp_policy is not None and mp_policy.overrides:
         raise PlanError(
             "fully_shard(mp_policy=...) takes the policy of one unit, without overrides.\n"
             "  Call fully_shard on the modules that differ first, each with its policy; or use sw.parallelize."
         )
     children = _units_below(module)
-    fresh = build.assign_parameters(module, [])[""]
+    inside = {id(parameter) for parameter in module.parameters()}
+    ignored = find_ignored(module, [p for p in ignored_params or () if id(p) in inside])
+    fresh = build.assign_parameters(module, [], ignored)[""]
     held = {
         id(shard): (build.name_below(path, unit.name), unit)
         for path, runtime in children.items()
@@ -204,7 +205,7 @@ def fully_shard(
     policies.cast_buffers(module)
     policies.install_casts(module, [])
     unit = build.make_unit(
-        {"": module}, {"": own}, row, comms, reshards=reshards, inner_size=inner_size, policies=policies
+        build.ROOT, module, own, row, comms, reshards=reshards, inner_size=inner_size, policies=policies
     )
     units: dict[str, Unit] = {"": unit}
     for path, runtime in children.items():
@@ -215,7 +216,7 @@ def fully_shard(
                 child.reshards_after_forward = True
             units[child.name] = child
     unit.reshards_if_nested = explicit
-    build.start_runtime(
+    runtime = build.start_runtime(
         module,
         build.nest(units),
         row,
@@ -223,6 +224,7 @@ def fully_shard(
         accumulates_sharded=True,
         num_gradient_buffers=NUM_GRADIENT_BUFFERS,
     )
+    runtime.ignored = ignored
     _add_methods(module)
     return module
 

@@ -6,6 +6,7 @@ mean is taken: rank 0's before the forward are then everybody's, and an evaluati
 
 from __future__ import annotations
 
+from collections.abc import Collection
 from typing import Any
 
 import torch
@@ -25,6 +26,7 @@ class BufferSync:
         model: The model. Which of its buffers are sent is decided now; their values are looked up at each sync.
         mode: A field value of ``ParallelPlan.sync_buffers``.
         comm: Over all ranks that train one model.
+        ignored: Names of buffers that are left alone.
 
     Attributes:
         mode: What ``"auto"`` became: ``"broadcast"``, ``"mean"`` or ``"none"``.
@@ -32,9 +34,9 @@ class BufferSync:
         is_due: A forward that trains has run since the last sync.
     """
 
-    def __init__(self, model: nn.Module, mode: str, comm: Comm) -> None:
+    def __init__(self, model: nn.Module, mode: str, comm: Comm, ignored: Collection[str] = ()) -> None:
         self.is_auto = mode == "auto"
-        self._held = _select(model, saved_only=self.is_auto) if mode != "none" else []
+        self._held = _select(model, ignored, saved_only=self.is_auto) if mode != "none" else []
         self.mode = ("broadcast" if self.is_auto else mode) if self._held else "none"
         self.is_due = False
         self._comm = comm
@@ -123,15 +125,16 @@ def _is_averaged(dtype: torch.dtype) -> bool:
     return dtype.is_floating_point or dtype.is_complex
 
 
-def _select(model: nn.Module, *, saved_only: bool) -> list[tuple[dict[str, Any], str]]:
+def _select(model: nn.Module, ignored: Collection[str], *, saved_only: bool) -> list[tuple[dict[str, Any], str]]:
     """The buffers to send, as the dict that holds them and their key; modules that synchronise themselves are left out.
 
     What is not saved with the model can be computed anew (masks, rotary frequencies): training does not change it.
     """
     return [
         (torch_private.buffers_of(module), key)
-        for module in model.modules()
+        for path, module in model.named_modules()
         if not isinstance(module, (nn.SyncBatchNorm, SyncBatchNorm))
         for key in torch_private.buffers_of(module)
-        if not saved_only or torch_private.is_persistent(module, key)
+        if (f"{path}.{key}" if path else key) not in ignored
+        and (not saved_only or torch_private.is_persistent(module, key))
     ]

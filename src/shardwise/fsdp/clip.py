@@ -22,6 +22,8 @@ def clip_grad_norm(model: nn.Module, max_norm: float) -> Tensor:
     multiplied by it. In float32 neither depends on how the parameters are sharded. inf and nan pass through, as with
     ``torch.nn.utils.clip_grad_norm_``.
 
+    Parameters that are left alone (``ParallelPlan.ignored``) are not part of the norm and are not scaled.
+
     Args:
         model: A parallelized model after ``backward()``.
         max_norm: At least 0.

@@ -33,7 +33,8 @@ def flat_parameters(model: nn.Module, decay: DecayRule | None = None) -> list[di
 
     The numbers are those of an optimizer over ``model.parameters()``, to the last bit (with ``fused=True`` up to the
     last bit of elements at the end of a parameter, which fused kernels compute differently), and so are checkpoints:
-    optimizer state is saved and loaded by name. Give the result to one element-wise optimizer; frozen parameters are
+    optimizer state is saved and loaded by name. Parameters that are left alone (``ParallelPlan.ignored``) stay as they
+    are. Give the result to one element-wise optimizer; frozen parameters are
     left out. Parameters that no rank used in a step are skipped as always: their tensor is then split into names.
 
     Args:
@@ -64,6 +65,11 @@ def flat_parameters(model: nn.Module, decay: DecayRule | None = None) -> list[di
         for kind in range(2):
             is_there[kind] = is_there[kind] or kind in kinds
             groups[kind] += _of_group(group, kind)
+    for name, parameter in runtime.ignored.parameters.items():
+        if parameter.requires_grad:
+            kind = int(decay is not None and not decay(name, parameter))
+            groups[kind].append(parameter)
+            is_there[kind] = True
     made: list[dict[str, Any]] = [{"params": groups[0]}, {"params": groups[1], "weight_decay": 0.0}]
     return [settings for settings, is_used in zip(made, is_there, strict=True) if is_used]
 

@@ -85,6 +85,12 @@ def _check(runtime: Runtime, optimizers: tuple[torch.optim.Optimizer, ...]) -> N
                 "  Use an optimizer that takes them as they are."
             )
         accept(optimizer)
+    trained = [name for name, parameter in runtime.ignored.parameters.items() if parameter.requires_grad]
+    if trained:
+        raise StateError(
+            f"ignored parameter {trained[0]!r} would never be updated: it is not among what backward reduces.\n"
+            "  Do not ignore it, freeze it, or step after backward."
+        )
     given = [p for optimizer in optimizers for settings in optimizer.param_groups for p in settings["params"]]
     counts = Counter(id(p) for each in given for p in (each.shards if isinstance(each, FlatParameter) else (each,)))
     for group in runtime.groups:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import copy as copying
 import dataclasses
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -110,14 +110,14 @@ class Policies:
         master, compute, reduce = next(iter(found.values()))
         return torch_dtype(master), torch_dtype(compute), torch_dtype(reduce)
 
-    def cast_buffers(self, model: nn.Module) -> None:
-        """Cast floating-point buffers to ``buffer_dtype``, but for batch norm's statistics."""
+    def cast_buffers(self, model: nn.Module, ignored: Collection[str] = ()) -> None:
+        """Cast floating-point buffers to ``buffer_dtype``, but for batch norm's statistics and those ``ignored``."""
         for path, module in model.named_modules():
             name = self.at(path).buffer_dtype
             if name is None or isinstance(module, _BatchNorm):
                 continue
             for key, buffer in module.named_buffers(recurse=False):
-                if buffer.is_floating_point():
+                if buffer.is_floating_point() and (f"{path}.{key}" if path else key) not in ignored:
                     setattr(module, key, buffer.to(torch_dtype(name)))
 
     def install_casts(self, model: nn.Module, units: Iterable[str]) -> None:

@@ -35,12 +35,13 @@ from shardwise.fsdp.attach import Uncopyable
 from shardwise.fsdp.buffers import BufferSync
 from shardwise.fsdp.gradient import EAGER_NUMEL
 from shardwise.fsdp.group import Group
+from shardwise.fsdp.ignore import NOTHING
 from shardwise.fsdp.inner import InnerShard
 from shardwise.fsdp.order import ROOT_ENTRY, Entry, backward_orders, eval_orders, forward_orders
 from shardwise.fsdp.packed import packed_cuts
 from shardwise.fsdp.pool import GradientPool, PackedPool, SlotPool
 from shardwise.fsdp.saved import SavedTensorGuard
-from shardwise.fsdp.unit import Member, State, Unit
+from shardwise.fsdp.unit import State, Unit
 from shardwise.spec.errors import StateError
 from shardwise.spec.footprint import size_class
 from shardwise.spec.placement import Placements
@@ -79,6 +80,7 @@ class Runtime:
         self.accumulates_sharded = accumulates_sharded
         self.defers_replicate = defers_replicate
         self.syncs_gradients = True
+        self.ignored = NOTHING  # parameters that are left alone
         self.buffers: BufferSync | None = None  # keeps the model's buffers equal over the ranks
         self.recomputed: tuple[str, ...] = ()  # names of the modules whose forward is run again in backward ...
         self.keeps: tuple[str, ...] = ()  # ... and the operators whose outputs are kept in them all the same
@@ -164,11 +166,10 @@ class Runtime:
         return self.slots.assign(_slot_key(unit, group), group.layout.numel, is_shared=is_shared)
 
     def _install(self, unit: Unit) -> None:
-        for member in unit.members:
-            module = member.module()
-            assert module is not None
-            self._hooks.append(module.register_forward_pre_hook(_Before(self, unit, member), prepend=True))
-            self._hooks.append(module.register_forward_hook(_After(self, unit, member), always_call=True))
+        module = unit.module()
+        assert module is not None
+        self._hooks.append(module.register_forward_pre_hook(_Before(self, unit), prepend=True))
+        self._hooks.append(module.register_forward_hook(_After(self, unit), always_call=True))
 
     def remove(self) -> None:
         """Take the hooks off: the units now belong to another runtime."""
@@ -193,8 +194,8 @@ class Runtime:
 
     # -- forward
 
-    def before_forward(self, unit: Unit, member: Member, path: str = "") -> None:
-        """``member`` of ``unit``, or the module at ``path`` in it, is about to run.
+    def before_forward(self, unit: Unit, path: str = "") -> None:
+        """The module of ``unit``, or the one at ``path`` in it, is about to run.
 
         Collective:
             All-gather of the unit on ``dp_shard`` where one is due, and of the next one (prefetch).
@@ -223,12 +224,11 @@ class Runtime:
                     self._visit(self.units[index])
         self._release_left(but=unit)
         self._unshard(unit)
-        member.num_frames += 1
-        member.swap_in()
+        unit.swap_in()
         self._prefetch(self._order)
 
-    def after_forward(self, unit: Unit, member: Member, output: object) -> None:
-        """``member`` of ``unit`` has run (``output`` is ``None`` where it raised)."""
+    def after_forward(self, unit: Unit, output: object) -> None:
+        """The module of ``unit`` has run (``output`` is ``None`` where it raised)."""
         if torch_private.current_backward() != -1:
             since = unit.replays.pop()
             if torch.is_grad_enabled():  # a reentrant recomputation runs a backward of its own through these
@@ -242,10 +242,8 @@ class Runtime:
             self._attach(unit, output, since)
         elif self._trains:
             unit.num_silent += 1
-        member.num_frames -= 1
-        if member.num_frames <= 0:
-            member.swap_out()
         if not unit.frames:
+            unit.swap_out()
             self._left.append(unit)
         if self._num_frames == 0:
             self._saved.leave_forward()
@@ -690,7 +688,7 @@ class Runtime:
         self._saved.leave_forward()
         self._left.clear()
         for unit in self.units:
-            unit.clear_frames()
+            unit.frames.clear()
             if unit.state is State.UNSHARDING:
                 self._wait(unit)
             self._reshard(unit)
@@ -706,7 +704,7 @@ class Runtime:
             if unit.state is State.UNSHARDING:
                 self._wait(unit)
             self._reshard(unit)
-            unit.clear_frames()
+            unit.frames.clear()
             unit.replays.clear()
             unit.num_silent = unit.num_repeated = 0
             unit.has_run = False
@@ -769,24 +767,23 @@ class _Call:
 class _Before(Uncopyable):
     """Forward pre-hook of a unit's module."""
 
-    def __init__(self, runtime: Runtime, unit: Unit, member: Member) -> None:
+    def __init__(self, runtime: Runtime, unit: Unit) -> None:
         self._runtime = weakref.ref(runtime)
         self._unit = weakref.ref(unit)
-        self._member = weakref.ref(member)
 
     def __call__(self, _module: nn.Module, _args: object) -> None:
-        runtime, unit, member = self._runtime(), self._unit(), self._member()
-        if runtime is not None and unit is not None and member is not None:
-            runtime.before_forward(unit, member)
+        runtime, unit = self._runtime(), self._unit()
+        if runtime is not None and unit is not None:
+            runtime.before_forward(unit)
 
 
 class _After(_Before):
     """Forward hook of a unit's module."""
 
     def __call__(self, _module: nn.Module, _args: object, output: object = None) -> None:
-        runtime, unit, member = self._runtime(), self._unit(), self._member()
-        if runtime is not None and unit is not None and member is not None:
-            runtime.after_forward(unit, member, output)
+        runtime, unit = self._runtime(), self._unit()
+        if runtime is not None and unit is not None:
+            runtime.after_forward(unit, output)
 
 
 def _eager_hook(

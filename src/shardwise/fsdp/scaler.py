@@ -35,7 +35,8 @@ class GradScaler(torch.amp.GradScaler):
         enabled: ``False``: every method does what it would without scaling.
 
     Collective:
-        One all-reduce of one float32 for each ``unscale_``, where gradients are sharded. All ranks must call.
+        One all-reduce of one float32 for each ``unscale_``, where gradients are sharded or parameters ignored. All
+        ranks must call.
     """
 
     def __init__(  # noqa: PLR0917 - torch's signature
@@ -76,9 +77,11 @@ class GradScaler(torch.amp.GradScaler):
         for value in found.values():
             total += value.to(total.device)
         for runtime in runtimes:
-            if runtime.row.shards_optimizer:  # else every rank has looked at the same gradients
-                shared = total.to(runtime.comms.reduce.device)
-                runtime.comms.reduce.all_reduce(shared, unit="found_inf").wait()
+            # Ranks of one shard group share out the gradients; of ignored parameters every rank has its own.
+            comm = runtime.comms.control if runtime.ignored.parameters else runtime.comms.reduce
+            if runtime.row.shards_optimizer or runtime.ignored.parameters:  # else all have looked at the same
+                shared = total.to(comm.device)
+                comm.all_reduce(shared, unit="found_inf").wait()
                 total = shared.to(total.device)
         return {found_inf.device: total.squeeze(0)}  # also on a rank that owns no gradient
 

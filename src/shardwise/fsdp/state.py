@@ -15,6 +15,7 @@ from shardwise.comm.dtype import dtype_name, torch_dtype
 from shardwise.fsdp import attach, torch_private
 from shardwise.fsdp.flat import FlatParameter, split, states_by_name
 from shardwise.fsdp.group import Group
+from shardwise.fsdp.ignored_state import as_scalar
 from shardwise.fsdp.runtime import Runtime
 from shardwise.fsdp.view import contiguous_stride, is_dense, memory_order
 from shardwise.spec.errors import StateError
@@ -93,9 +94,8 @@ def _whole_tensors_in(runtime: Runtime, whole: Mapping[int, Tensor]) -> Iterator
     finally:
         for unit in runtime.units:
             unit.shows_logical_state = False
-            for member in unit.members:
-                for owner in member.owners:
-                    owner.parameters.update(owner.fulls if member.is_swapped else owner.shards)
+            for owner in unit.owners:
+                owner.parameters.update(owner.fulls if unit.is_swapped else owner.shards)
 
 
 def load_full_state_dict(model: nn.Module, state: Mapping[str, Any], *, strict: bool = True) -> None:
@@ -117,8 +117,9 @@ def load_full_state_dict(model: nn.Module, state: Mapping[str, Any], *, strict: 
     """
     runtime = attach.runtime_of(model, "sw.load_full_state_dict")
     comm = runtime.comms.control
-    buffers = _buffers(model)
-    problems = _misfits(model, runtime, buffers, state, strict=strict) if comm.rank == 0 else []
+    # Every rank holds these whole: buffers, and parameters that are left alone.
+    wholes = {name: parameter.detach() for name, parameter in runtime.ignored.parameters.items()} | _buffers(model)
+    problems = _misfits(model, runtime, wholes, state, strict=strict) if comm.rank == 0 else []
     verdict = all_gather_json(comm, problems)[0]
     if verdict:
         shown = "\n".join(f"  {problem}" for problem in verdict[:12])
@@ -133,7 +134,7 @@ def load_full_state_dict(model: nn.Module, state: Mapping[str, Any], *, strict: 
             _load_partly(runtime, group, state)
             continue
         _load_group(runtime, group, state)
-    for name, buffer in buffers.items():
+    for name, buffer in wholes.items():
         is_there = agree(comm, int(name in state))[0] if not strict else 1
         if is_there:
             if comm.rank == 0:
@@ -168,11 +169,11 @@ def _buffers(model: nn.Module) -> dict[str, Tensor]:
 
 
 def _misfits(
-    model: nn.Module, runtime: Runtime, buffers: Mapping[str, Tensor], state: Mapping[str, Any], *, strict: bool
+    model: nn.Module, runtime: Runtime, wholes: Mapping[str, Tensor], state: Mapping[str, Any], *, strict: bool
 ) -> list[str]:
     """One line for each difference between the model and the state dict."""
     expected = [(spec.name, spec.shape, _value(state, spec)) for g in runtime.groups for spec in g.layout.params]
-    expected += [(name, tuple(buffer.shape), state.get(name)) for name, buffer in buffers.items()]
+    expected += [(name, tuple(whole.shape), state.get(name)) for name, whole in wholes.items()]
     problems = [
         f"{name}: extra state that JSON cannot hold; call set_extra_state() on every rank"
         for name, value in _extra_state(state).items()
@@ -189,6 +190,7 @@ def _misfits(
     if strict:
         known = {name for g in runtime.groups for spec in g.layout.params for name in (spec.name, *spec.aliases)}
         known |= {name for name, _ in model.named_buffers(remove_duplicate=False)}
+        known |= {name for name, p in model.named_parameters(remove_duplicate=False) if p in runtime.ignored}
         unknown = [name for name in state if name not in known and not name.endswith("_extra_state")]
         problems += [f"{name}: unexpected" for name in unknown]
     return problems
@@ -421,11 +423,11 @@ class OptimizerState:
                 self._fresh[name].keys() == state.keys() and scalars.get(name, {}) == first for name in names
             )
             if is_alike:
-                of_flat[flat] = state | {key: _scalar(value) for key, value in first.items()}
+                of_flat[flat] = state | {key: as_scalar(value) for key, value in first.items()}
         split(self._optimizer, lambda flat: flat not in of_flat)
         whole = {id(shard) for flat in of_flat for shard in flat.shards}
         by_name = {
-            shard: self._fresh[name] | {key: _scalar(value) for key, value in scalars.get(name, {}).items()}
+            shard: self._fresh[name] | {key: as_scalar(value) for key, value in scalars.get(name, {}).items()}
             for shard, name in self._names.items()
             if id(shard) not in whole
         }
@@ -434,11 +436,6 @@ class OptimizerState:
                 self._optimizer.state[parameter] = state
             else:
                 self._optimizer.state.pop(parameter, None)
-
-
-def _scalar(value: Any) -> Any:
-    """Torch's optimizers keep counts as float32 tensors on the CPU, which they change in place."""
-    return torch.tensor(value, dtype=torch.float32) if isinstance(value, float) else value
 
 
 def optimizer_scalars(model: nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, dict[str, float]]:

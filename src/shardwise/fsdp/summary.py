@@ -66,6 +66,7 @@ class Summary:
         num_slots, num_grown_slots: The pool, and how many slots it had to add because units were live at once.
         forward_order, backward_order: Names of the units as they are gathered; empty before the first step.
         buffers: How the model's buffers are kept equal over the ranks.
+        ignored: Names of the parameters that are left alone.
         recomputed: Names of the modules whose forward is run again in backward.
         keeps: Operators whose outputs are kept in them all the same, by name or family.
     """
@@ -81,6 +82,7 @@ class Summary:
     forward_order: tuple[str, ...]
     backward_order: tuple[str, ...]
     buffers: str
+    ignored: tuple[str, ...] = ()
     recomputed: tuple[str, ...] = ()
     keeps: tuple[str, ...] = ()
 
@@ -125,6 +127,9 @@ class Summary:
         grown = f", {self.num_grown_slots} of them because more units were live at once" if self.num_grown_slots else ""
         lines.append(f"pool: {self.num_slots} slots for gathered parameters{grown}")
         lines.append(f"buffers: {self.buffers}")
+        if self.ignored:
+            more = f" and {len(self.ignored) - 8} more" if len(self.ignored) > 8 else ""
+            lines.append(f"ignored (whole, this rank's own): {' '.join(self.ignored[:8])}{more}")
         if self.recomputed:
             kept = f", but for what {', '.join(self.keeps)} give" if self.keeps else ""
             lines.append(f"recomputed in backward: {' '.join(self.recomputed)}{kept}")
@@ -156,6 +161,7 @@ def summary(model: nn.Module) -> Summary:
         forward_order=tuple(runtime.units[i].name for i in runtime.forward_order.units),
         backward_order=tuple(runtime.units[i].name for i in runtime.backward_order.units),
         buffers=str(runtime.buffers) if runtime.buffers is not None else "not synchronised",
+        ignored=tuple(runtime.ignored.parameters),
         recomputed=runtime.recomputed,
         keeps=runtime.keeps,
     )
@@ -195,6 +201,7 @@ def predict(runtime: Runtime, *, optimizer_tensors: int = 2) -> Footprint:
         optimizer_tensors=optimizer_tensors,
         has_receive_buffers=runtime.comms.gather.device.type == "cpu",
         replicas=_replicas(runtime),
+        ignored=runtime.ignored.specs,
     )
     return dataclasses.replace(held, reduce=held.reduce + _message_bytes(runtime))
 

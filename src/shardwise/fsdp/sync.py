@@ -27,6 +27,7 @@ def synchronise(
     mode: str,
     groups: dict[str, list[str]] | None = None,
     is_deferred: bool = False,
+    ignored: Collection[str] = (),
 ) -> None:
     """Make parameters and buffers of ``module`` equal to rank 0's.
 
@@ -38,6 +39,7 @@ def synchronise(
             sent whatever the others hold, which may be meta tensors.
         groups: Names of the tensors by unit; each is compared and sent as one. ``None``: one by one.
         is_deferred: Meta tensors get their values later, the same on every rank; only the others are compared.
+        ignored: Names of the tensors that are neither compared nor sent. They must have values.
 
     Collective:
         The layouts are compared first (all-gather of a text), then one hash per unit (all-gather of 16 bytes each);
@@ -47,7 +49,9 @@ def synchronise(
         RankDisagreement: The ranks hold models of different names, shapes or dtypes.
         StateError: Values differ and ``mode`` is ``"error"``.
     """
-    tensors = _tensors(module, parameter_ids)
+    every = _tensors(module, parameter_ids)
+    _refuse_meta({name: tensor for name, tensor in every.items() if name in ignored}, comm)
+    tensors = {name: tensor for name, tensor in every.items() if name not in ignored}
     _compare_layouts(tensors, comm)
     if is_deferred:
         tensors = {name: tensor for name, tensor in tensors.items() if not tensor.is_meta}
@@ -121,6 +125,8 @@ def _compare_layouts(tensors: dict[str, Tensor], comm: Comm) -> None:
 
 
 def _refuse_meta(tensors: dict[str, Tensor], comm: Comm) -> None:
+    if not tensors:
+        return
     empty = [name for name, tensor in tensors.items() if tensor.is_meta]
     if any(agree(comm, len(empty))):
         shown = f"{empty[0]!r}" if empty else "a tensor of another rank"

@@ -211,11 +211,12 @@ def _held_bytes(runtime: Runtime, optimizer: torch.optim.Optimizer) -> dict[str,
                 total += storage.nbytes()
         return total
 
-    groups = list(runtime.groups)
+    groups, ignored = list(runtime.groups), runtime.ignored.parameters.values()
     state = [value for held in optimizer.state.values() for value in held.values() if isinstance(value, Tensor)]
     return {
-        "parameters": take(tensor for group in groups for tensor in (group.master, group.replica)),
-        "gradients": take(tensor for group in groups for tensor in group.gradient.held_buffers),
+        "parameters": take(tensor for group in groups for tensor in (group.master, group.replica)) + take(ignored),
+        "gradients": take(tensor for group in groups for tensor in group.gradient.held_buffers)
+        + take(parameter.grad for parameter in ignored),
         "optimizer": take(state),
         "gathered": take(slot.buffer for slot in runtime.slots.slots)
         + take(group.inner.buffer for group in groups if group.inner is not None)

@@ -15,7 +15,8 @@ from shardwise.fsdp.api import shard_model
 from shardwise.fsdp.attach import attachment_of
 from shardwise.fsdp.buffers import BufferSync
 from shardwise.fsdp.compile import compile_units
-from shardwise.fsdp.materialize import FromState, Init, Source, fill_buffers, find_source
+from shardwise.fsdp.ignore import Ignored, find_ignored
+from shardwise.fsdp.materialize import FromState, Init, Source, fill_buffers, fill_parameters, find_source
 from shardwise.fsdp.notice import tell_once
 from shardwise.fsdp.state import load_full_state_dict
 from shardwise.fsdp.sync import synchronise
@@ -60,20 +61,26 @@ def parallelize(
     _tell_alias(plan.strategy)
     check_plan(plan)
     units = find_units(model, plan.wrap_policy)
+    ignored = find_ignored(model, plan.ignored)
     recompute.find(model, units, plan.recompute)  # what it refuses is refused before anyone is met
-    device = _device(model)
+    device = _device(model, ignored)
     size = join_world(device).size()
     mesh = plan.mesh(size, ranks_per_machine(size))
     _tell_mesh(plan, mesh)
     comms = Place(mesh).open(device, is_replicated=plan.is_replicated)
-    owned = build.assign_parameters(model, units)
+    owned = build.assign_parameters(model, units, ignored)
     names = {unit or build.ROOT: [entry.names[0] for entry in entries] for unit, entries in owned.items()}
     names["buffers"] = [name for name, _ in model.named_buffers()]
     source = find_source(model, init, is_sent=plan.sync == "rank0")
     if source is not None:
         source.agree(comms.control, plan.sync)
         fill_buffers(model, source, device)
-    synchronise(model, None, comms.control, mode=plan.sync, groups=names, is_deferred=source is not None)
+        alone = [entry for entry in build.assign_parameters(model, ())[""] if entry.parameter in ignored]
+        fill_parameters(source, alone, device)
+    is_deferred = source is not None
+    synchronise(
+        model, None, comms.control, mode=plan.sync, groups=names, is_deferred=is_deferred, ignored=ignored.names
+    )
     _check_batch_norm(model, device, size)
     apply_plan(model, plan, units, comms, source)
     if isinstance(source, FromState):
@@ -133,6 +140,8 @@ def apply_plan(
 
     Talks to nobody, so that a dry run can pass ``comms`` without peers.
     """
+    ignored = find_ignored(model, plan.ignored)
+    units = ignored.without(units)
     if plan.compile and comms.control.device.type != "meta":  # a dry run computes nothing
         compile_units(model, units)  # first, so that what is recomputed is the compiled forward
     runtime = shard_model(
@@ -147,10 +156,9 @@ def apply_plan(
         defers_replicate=plan.accumulation == "defer_replicate",
         recompute_policy=plan.recompute,
         source=source,
-        num_gradient_buffers=plan.gradient_buffers,
-        merge_limit=plan.merge_limit,
+        ignored=ignored,
     )
-    runtime.buffers = BufferSync(model, plan.sync_buffers, comms.control)
+    runtime.buffers = BufferSync(model, plan.sync_buffers, comms.control, ignored.buffers)
     if comms.num_ranks > 1:
         keep_in_step(model)
 
@@ -170,8 +178,9 @@ def _tell_mesh(plan: ParallelPlan, mesh: Mesh) -> None:
     tell_once(f"{plan.strategy}: dp_replicate={mesh.dp_replicate} x dp_shard={mesh.dp_shard}{note}")
 
 
-def _device(model: nn.Module) -> torch.device:
-    devices = {tensor.device for tensor in (*model.parameters(), *model.buffers()) if not tensor.is_meta}
+def _device(model: nn.Module, ignored: Ignored) -> torch.device:
+    tensors = {**dict(model.named_parameters()), **dict(model.named_buffers())}
+    devices = {t.device for name, t in tensors.items() if not (t.is_meta or name in ignored.names)}
     if len(devices) > 1:
         raise PlanError(
             f"the model's tensors lie on several devices: {', '.join(sorted(map(str, devices)))}.\n"

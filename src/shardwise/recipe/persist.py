@@ -15,6 +15,7 @@ from shardwise.fsdp import attach
 from shardwise.fsdp import optimizer as checks
 from shardwise.fsdp import state as states
 from shardwise.fsdp.average import ExponentialMovingAverage
+from shardwise.fsdp.ignored_state import LoadedIgnored, SavedIgnored
 from shardwise.spec.errors import CheckpointError
 
 _OPTIMIZER, _AVERAGE = "optimizer", "average"
@@ -56,13 +57,14 @@ def save(
         "strategy": runtime.row.describe(),
         "mesh": runtime.comms.sizes,
     }
+    ignored = SavedIgnored(runtime.ignored, optimizer, runtime.comms.control)
     if optimizer is not None:
         data[_OPTIMIZER] = {
             "class": type(optimizer).__name__,
             "groups": [{k: v for k, v in group.items() if k != "params"} for group in optimizer.param_groups],
-            "scalars": states.optimizer_scalars(model, optimizer),
+            "scalars": states.optimizer_scalars(model, optimizer) | ignored.scalars,
         }
-    tensors = states.owned_extents(model, optimizer)
+    tensors = states.owned_extents(model, optimizer) + ignored.extents
     if average is not None:
         data[_AVERAGE] = average.settings
         tensors += average.owned_extents()
@@ -102,17 +104,16 @@ def load(
     runtime = attach.runtime_of(model, "sw.load")
     comm = runtime.comms.control
     checkpoint = open_checkpoint(path, comm=comm)
-    held = states.HeldValues(model)
-    targets = [*held.extents]
+    dtypes = {name: extent.dtype for name, extent in checkpoint.tensors.items()}
+    held, own = states.HeldValues(model), LoadedIgnored(runtime.ignored, optimizer, comm, dtypes)
+    targets = [*held.extents, *own.extents]
     ignored = {f"{_OPTIMIZER}/", f"{_AVERAGE}/"}
     saved: dict[str, Any] = {}
     fresh: states.OptimizerState | None = None
     if optimizer is not None:
         saved = _compare_optimizers(path, checkpoint.data.get(_OPTIMIZER), optimizer)
         checks.accept(optimizer)
-        stored = {
-            name: extent.dtype for name, extent in checkpoint.tensors.items() if name.startswith(f"{_OPTIMIZER}/")
-        }
+        stored = {name: dtype for name, dtype in dtypes.items() if name.startswith(f"{_OPTIMIZER}/")}
         fresh = states.OptimizerState(model, optimizer, stored)
         targets += fresh.extents
         ignored.discard(f"{_OPTIMIZER}/")
@@ -130,6 +131,7 @@ def load(
         held.install()
     if optimizer is not None and fresh is not None:
         fresh.install(saved["scalars"])
+        own.install(saved["scalars"])
         for group, settings in zip(optimizer.param_groups, saved["groups"], strict=True):
             group.update(settings)
     if average is not None:

@@ -27,7 +27,7 @@ from collections.abc import Hashable, Sequence
 from dataclasses import dataclass, fields
 
 from shardwise.spec.flat import flat_ranges
-from shardwise.spec.layout import GroupLayout, ReduceLayout
+from shardwise.spec.layout import GroupLayout, ParamSpec, ReduceLayout
 from shardwise.spec.placement import Placements
 from shardwise.spec.precision import item_bytes
 from shardwise.spec.quantize import packed_bytes
@@ -191,6 +191,7 @@ def footprint(
     optimizer_scalar_bytes: int = 4,
     has_receive_buffers: bool = True,
     replicas: Replicas | None = None,
+    ignored: Sequence[ParamSpec] = (),
 ) -> Footprint:
     """The bytes that rank ``rank`` holds in the steady state.
 
@@ -203,8 +204,12 @@ def footprint(
         optimizer_scalar_bytes: Per-parameter scalars: Adam's step counter, a float32.
         has_receive_buffers: Sums are made by the library (Gloo), which receives peers' slices before adding.
         replicas: The groups over which sums go on; ``None``: there are none.
+        ignored: Parameters that are left alone, which every rank holds whole.
     """
-    parameters = gradients = optimizer = 0
+    parameters = sum(param.num_bytes for param in ignored)
+    gradients = sum(param.num_bytes for param in ignored if param.is_trainable)
+    optimizer = optimizer_tensors * gradients
+    optimizer += optimizer_scalar_bytes * sum(p.is_trainable for p in ignored) if optimizer_tensors > 1 else 0
     for group in groups:
         row, item = group.row, group.item_bytes
         parameters += group.parameter_bytes(rank)

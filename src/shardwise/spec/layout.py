@@ -64,6 +64,11 @@ class ParamSpec:
         """Number of elements; 1 for a scalar, 0 where a dimension is 0."""
         return math.prod(self.shape)
 
+    @property
+    def num_bytes(self) -> int:
+        """Bytes of its elements."""
+        return self.numel * item_bytes(self.dtype)
+
 
 @dataclass(frozen=True, slots=True)
 class Piece:

@@ -22,17 +22,25 @@ def test_the_fields_are_those_that_this_version_honours() -> None:
         "pp",
         "ep",
         "auto_wrap_policy",
+        "ignored",
         "reshard_after_forward",
         "mp_policy",
         "quantize_frozen",
         "activation_checkpointing",
         "accumulation",
-        "merge_units",
-        "gradient_buffers",
         "sync",
         "sync_buffers",
         "compile",
     )
+
+
+def test_what_is_left_alone_is_named_by_patterns_or_given_itself() -> None:
+    assert ParallelPlan().ignored == ()
+    assert ParallelPlan(ignored="blocks.*.experts").ignored == ("blocks.*.experts",)
+    assert ParallelPlan(ignored=["a", "b.*"]).ignored == ("a", "b.*")
+    for wrong in (None, 3, [""], ["a", 3], int):
+        with pytest.raises(PlanError, match=r"expected names of modules or parameters, modules, or parameters"):
+            ParallelPlan(ignored=wrong)
 
 
 def test_defaults_take_the_whole_world() -> None:
