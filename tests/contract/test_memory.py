@@ -226,7 +226,12 @@ def test_zero3_holds_two_blocks_and_the_root_gathered():
 def measure_total(name: str, preset: str) -> tuple[int, int]:
     """All bytes after the third backward: measured, predicted."""
     before = everything_alive()
-    plan = sw.ParallelPlan(strategy=preset, auto_wrap_policy=models.wrap_policy(name))
+    name, _, is_merged = name.partition(" ")
+    plan = sw.ParallelPlan(
+        strategy=preset,
+        auto_wrap_policy=models.wrap_policy(name),
+        merge_units=models.merge_limit(name) if is_merged else "auto",
+    )
     model = sw.parallelize(models.build(name), plan)
     optimizer = torch.optim.AdamW(model.parameters())
     inputs = models.batch(0, 0, distributed.get_rank())
@@ -241,8 +246,10 @@ def measure_totals(names):
 
 
 @pytest.mark.parametrize("world", [2, 3])
-def test_all_bytes_of_odd_tied_and_frozen_models_equal_the_closed_form(world):
-    for rank, totals in enumerate(run_on_ranks(measure_totals, world, ("tied", "odd", "frozen"))):
+def test_all_bytes_of_odd_tied_frozen_and_merged_models_equal_the_closed_form(world):
+    for rank, totals in enumerate(
+        run_on_ranks(measure_totals, world, ("tied", "odd", "frozen", "tied merged", "odd merged"))
+    ):
         for case, (measured, predicted) in totals.items():
             slack = 0.02 * predicted + 2 * SMALL_BYTES  # the engine's flags weigh something in models this small
             assert abs(measured - predicted) <= slack, f"rank {rank}: {case}: {measured} held, {predicted} predicted"

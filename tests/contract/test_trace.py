@@ -20,7 +20,7 @@ Event = tuple[str, str, int]  # kind, unit, bytes sent by this rank; those recor
 
 def build(name):
     """``even``: every parameter and every slice is full at 1, 2 and 3 ranks, so that nothing is padding."""
-    if name != "even":
+    if name not in ("even", "merged"):
         return models.build(name)
     torch.manual_seed(0)
     return sw.models.gpt(
@@ -30,6 +30,8 @@ def build(name):
 
 def record(name: str, preset: str, accumulation: str, num_microbatches: int, **options: object) -> tuple[list, list]:
     """What each microbatch of the second step sent, and what was predicted for it."""
+    if name == "merged":
+        options["merge_units"] = 2 * BLOCK_BYTES
     model = sw.parallelize(
         build(name),
         sw.ParallelPlan(
@@ -71,7 +73,7 @@ def record_everything(names):
 
 @functools.cache
 def on_ranks(world):
-    return run_on_ranks(record_everything, world, ("even", "odd", "frozen"), timeout_s=150)
+    return run_on_ranks(record_everything, world, ("even", "merged", "odd", "frozen"), timeout_s=150)
 
 
 @pytest.mark.parametrize("world", [1, 2, 3])
@@ -167,6 +169,28 @@ def test_every_preset_sends_what_its_row_of_the_table_says(world):
                 assert {axis for events in recorded for *_, axis in events} <= {"dp_shard"}
                 found = [[event[:3] for event in events] for events in recorded]
                 assert found == expected(preset, accumulation, world), f"rank {rank}: {preset}, {accumulation}"
+
+
+P0, P1 = "blocks.0-1", "blocks.2-3"
+
+
+@pytest.mark.parametrize("world", [1, 2, 3])
+def test_blocks_that_travel_in_pairs_send_the_same_gathers_in_half_the_messages(world):
+    """Twelve parameters of a pair still fit one header of 64."""
+    for results in on_ranks(world):
+        recorded, _ = results["merged", "zero3", "auto", 1]
+        assert [(kind, unit) for kind, unit, *_ in recorded[0]] == [
+            *(("all_gather", unit) for unit in ("root", P0, P1, B4, P1)),
+            ("reduce_scatter", B4),
+            ("all_gather", P0),
+            *(("reduce_scatter", unit) for unit in (P1, P0, "root")),
+        ]
+        sent = {(kind, unit): num_bytes for kind, unit, num_bytes, *_ in recorded[0]}
+        assert sent["all_gather", P0] == 2 * GATHER[world][0]
+        header = (world - 1) * HEADER_BYTES
+        assert sent["reduce_scatter", P1] == 2 * REDUCE_SCATTER[world][0] - header
+        reduced, _ = results["merged", "ddp", "auto", 1]
+        assert [unit for _, unit, *_ in reduced[0]] == [B4, P1, P0, "root"]
 
 
 @pytest.mark.parametrize("world", [2, 3])

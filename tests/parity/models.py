@@ -24,6 +24,12 @@ def wrap_policy(name: str) -> object:
     return sw.wrap_by_name("blocks.*", "temperature") if name == "odd" else "auto"
 
 
+def merge_limit(name: str) -> int:
+    """Bytes up to which the last two blocks, the largest, travel together."""
+    blocks = list(build(name).blocks)[-2:]
+    return sum(parameter.nbytes for block in blocks for parameter in block.parameters())
+
+
 def batch(step: int, microbatch: int, rank: int) -> tuple[Tensor, Tensor]:
     """Tokens and targets; no two of them are alike."""
     generator = torch.Generator().manual_seed(1000 * step + 100 * microbatch + rank)

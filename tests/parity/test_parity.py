@@ -47,6 +47,37 @@ def test_every_strategy_is_bitwise_equal_to_one_process(world, name):
             assert not found, f"{preset}, {variant.name}: {found}"
 
 
+def train_merged(name: str, variants: tuple[Variant, ...]) -> dict[tuple[str, str], RankNumbers]:
+    """Every preset with blocks that travel in pairs or more."""
+    limit = models.merge_limit(name)
+    return {
+        (preset, variant.name): train_ranks(name, preset, variant, is_debugging=place % 2 == 0, merge_units=limit)
+        for variant in variants
+        for place, preset in enumerate(PRESETS)
+    }
+
+
+def merged_is_equal(name: str, world: int, variants: tuple[Variant, ...]) -> None:
+    ranks = run_on_ranks(train_merged, world, name, variants, timeout_s=150)
+    for variant in variants:
+        expected = train_plain(name, variant, world)
+        for preset in PRESETS:
+            found = differences(expected, [results[preset, variant.name] for results in ranks])
+            assert not found, f"{preset}, {variant.name}: {found}"
+
+
+@pytest.mark.parametrize("name", models.NAMES)
+def test_units_that_travel_together_are_bitwise_equal_to_one_process(name):
+    merged_is_equal(name, 2, VARIANTS[:1])
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("name", models.NAMES)
+@pytest.mark.parametrize("world", [1, 2, 3, 4])
+def test_units_that_travel_together_are_bitwise_equal_to_one_process_in_every_way(world, name):
+    merged_is_equal(name, world, VARIANTS)
+
+
 def test_clipping_is_at_work():
     expected = train_plain("gpt", VARIANTS[-1], 2)
     assert max(expected.norms) > VARIANTS[-1].max_norm

@@ -11,6 +11,7 @@ its backwards itself and yields what is to be compared after each of them.
 
 from __future__ import annotations
 
+import contextlib
 import inspect
 import itertools
 from collections.abc import Callable, Collection, Iterator
@@ -35,7 +36,25 @@ SHARDED = ("shard_grad_op", "zero3")
 
 def presets() -> tuple[str, ...]:
     """Every preset on two ranks; on other worlds one with replicas and one without."""
+    if _only is not None:
+        return _only
     return PRESETS if dist.get_world_size() == 2 else ("zero1", "zero3")
+
+
+_only: tuple[str, ...] | None = None
+_options: dict[str, Any] = {}
+
+
+@contextlib.contextmanager
+def planned(*, only: tuple[str, ...] | None = None, **options: Any) -> Iterator[None]:
+    """Inside, scenarios run with these fields of the plan, and under the presets of ``only``."""
+    global _only, _options
+    before = _only, _options
+    _only, _options = only, options
+    try:
+        yield
+    finally:
+        _only, _options = before
 
 
 Script = Callable[[nn.Module, int, int], Any]
@@ -99,7 +118,7 @@ def compare(
     reference = optimizer(parameters(copies[0]))
     model = build(*of_rank[rank])
     if parallelize is None:
-        sw.parallelize(model, sw.ParallelPlan(strategy=strategy, **options))
+        sw.parallelize(model, sw.ParallelPlan(strategy=strategy, **_options | options))
     else:
         parallelize(model)
     runtime = attach.runtime_of(model, "test")

@@ -44,6 +44,7 @@ def shard_model(
     num_gradient_buffers: int = NUM_GRADIENT_BUFFERS,
     recompute_policy: RecomputePolicy | None = None,
     source: Source | None = None,
+    merge_limit: int | None = 0,
     ignored: Ignored = NOTHING,
 ) -> Runtime:
     """Turn ``model`` into units, in place. Every rank must hold the same values already (``fsdp.sync``).
@@ -62,6 +63,7 @@ def shard_model(
         num_gradient_buffers: Full-size gradient buffers per size class.
         recompute_policy: What is computed again in backward; ``None``: nothing.
         source: Gives meta parameters their values, unit by unit.
+        merge_limit: Small units are merged up to this many bytes of parameters; ``None``: as ``spec.merge`` says.
         ignored: What is left alone.
 
     Raises:
@@ -76,15 +78,17 @@ def shard_model(
     policies.cast_buffers(model, ignored.buffers)
     policies.install_casts(model, unit_modules)
     recomputed = recompute.install(model, unit_modules, recompute_policy)
+    modules = {"": model, **unit_modules}
     units: dict[str, Unit] = {}
-    for name, module in {"": model, **unit_modules}.items():
-        reshards, inner_size = _reshards(reshard_after_forward, default=not row.keeps_gathered and name != "")
+    for names in build.merge_units(
+        model, unit_modules, owned, policies=policies, quantization=quantization, limit=merge_limit
+    ):
+        reshards, inner_size = _reshards(reshard_after_forward, default=not row.keeps_gathered and names != ("",))
         if source is not None:
-            fill_parameters(source, owned[name], comms.gather.device)
-        units[name] = build.make_unit(
-            name or build.ROOT,
-            module,
-            owned[name],
+            fill_parameters(source, [entry for name in names for entry in owned[name]], comms.gather.device)
+        units[names[0]] = build.make_unit(
+            {name: modules[name] for name in names},
+            owned,
             row,
             comms,
             reshards=reshards,
@@ -92,7 +96,7 @@ def shard_model(
             policies=policies,
             quantization=quantization,
         )
-        units[name].recomputed_in = recompute.enclosing(name, recomputed)
+        units[names[0]].recomputed_in = recompute.enclosing(names[0], recomputed)
     _check_quantization(units.values(), quantization)
     if accumulates_sharded is None:
         accumulates_sharded = row.pools_gradients and not defers_replicate
@@ -205,7 +209,7 @@ def fully_shard(
     policies.cast_buffers(module)
     policies.install_casts(module, [])
     unit = build.make_unit(
-        build.ROOT, module, own, row, comms, reshards=reshards, inner_size=inner_size, policies=policies
+        {"": module}, {"": own}, row, comms, reshards=reshards, inner_size=inner_size, policies=policies
     )
     units: dict[str, Unit] = {"": unit}
     for path, runtime in children.items():

@@ -20,13 +20,19 @@ from shardwise.fsdp.precision import Policies
 from shardwise.fsdp.runtime import Runtime
 from shardwise.fsdp.unit import Owner, Unit
 from shardwise.fsdp.view import is_dense
+from shardwise.fsdp.wrap import chain_of
 from shardwise.spec.errors import StateError
 from shardwise.spec.layout import GroupLayout, ParamSpec
+from shardwise.spec.merge import Mergeable, default_limit, merge, merged_name
 from shardwise.spec.placement import PRESETS, Placements
 from shardwise.spec.quantize import NO_QUANTIZATION, Quantization
 
 #: Name of the root unit in traces and summaries.
 ROOT = "root"
+
+#: What the parameters of one group have in common: dtypes of master, compute and reduction, trainability, and the
+#: form in which frozen ones are held.
+Kind = tuple[tuple[torch.dtype, torch.dtype, torch.dtype], bool, str]
 
 
 @dataclass
@@ -113,9 +119,8 @@ def check_parameters(parameters: Iterable[OwnedParameter], *, allows_meta: bool 
 
 
 def make_unit(
-    name: str,
-    module: nn.Module,
-    owned: Sequence[OwnedParameter],
+    modules: Mapping[str, nn.Module],
+    owned: Mapping[str, Sequence[OwnedParameter]],
     row: Placements,
     comms: Comms,
     *,
@@ -124,13 +129,23 @@ def make_unit(
     policies: Policies,
     quantization: Quantization = NO_QUANTIZATION,
 ) -> Unit:
-    """Shard the parameters of one unit: their storage is replaced by this rank's slice."""
-    unit = Unit(name, module, reshards=reshards, inner_size=inner_size)
-    kinds: dict[tuple[tuple[torch.dtype, torch.dtype, torch.dtype], bool, str], list[OwnedParameter]] = {}
-    for entry in owned:
-        dtypes = policies.group_dtypes(entry.parameter, entry.uses)
-        form = quantization.frozen if is_quantizable(entry.parameter, entry.uses, quantization.frozen) else "none"
-        kinds.setdefault((dtypes, entry.parameter.requires_grad, form), []).append(entry)
+    """Shard the parameters of one unit: their storage is replaced by this rank's slice.
+
+    Args:
+        modules: The unit's modules by path, the root's under ``""``.
+        owned: What each of them owns, by the same paths.
+        row: Placements of the strategy.
+        comms: On each axis.
+        reshards: The unit is released between forward and backward.
+        inner_size: It then stays sharded over so many ranks.
+        policies: In which dtypes to compute and reduce.
+        quantization: What is held in 8 bits.
+    """
+    unit = Unit(merged_name(tuple(modules)) or ROOT, modules, reshards=reshards, inner_size=inner_size)
+    kinds: dict[Kind, list[OwnedParameter]] = {}
+    for path in modules:
+        for entry in owned[path]:
+            kinds.setdefault(_kind(entry, policies, quantization), []).append(entry)
     fulls: dict[int, tuple[Group, int]] = {}
     for (dtypes, is_trainable, form), found in kinds.items():
         # Matrices before vectors: what weight decay acts on, as a rule, is then one run (fsdp.flat).
@@ -151,14 +166,54 @@ def make_unit(
         for index, entry in enumerate(entries):
             fulls[id(entry.parameter)] = (group, index)
             attach.mark(entry.parameter, group, index)
-    owners: dict[int, Owner] = {}
-    for entry in owned:
-        for user, path, attribute in entry.uses:
-            owner = owners.setdefault(id(user), Owner(user, path, {}))
-            owner.shards[attribute] = entry.parameter
-    unit.owners = list(owners.values())
+    for member in unit.members:
+        owners: dict[int, Owner] = {}
+        for entry in owned[member.path]:
+            for user, path, attribute in entry.uses:
+                owner = owners.setdefault(id(user), Owner(user, path, {}))
+                owner.shards[attribute] = entry.parameter
+        member.owners = list(owners.values())
     unit.reshards_after_forward &= any(group.uses_slot for group in unit.groups) or row.shards_parameters
     return unit
+
+
+def _kind(entry: OwnedParameter, policies: Policies, quantization: Quantization) -> Kind:
+    dtypes = policies.group_dtypes(entry.parameter, entry.uses)
+    form = quantization.frozen if is_quantizable(entry.parameter, entry.uses, quantization.frozen) else "none"
+    return dtypes, entry.parameter.requires_grad, form
+
+
+def merge_units(
+    root: nn.Module,
+    units: Mapping[str, nn.Module],
+    owned: Mapping[str, Sequence[OwnedParameter]],
+    *,
+    policies: Policies,
+    quantization: Quantization,
+    limit: int | None,
+) -> list[tuple[str, ...]]:
+    """The names of the units that travel together, the root alone and first.
+
+    Members of one ``ModuleList`` or ``Sequential`` that hold no other unit may be merged, but not alternatives, of
+    which a rank may run some only.
+
+    Args:
+        root: The model.
+        units: The units found in it, without the root.
+        owned: The parameters of each.
+        policies: In which dtypes they compute and reduce.
+        quantization: What is held in 8 bits.
+        limit: The most bytes of a merged unit; ``None``: as the size of the model says.
+    """
+    num_bytes = {name: sum(entry.parameter.nbytes for entry in entries) for name, entries in owned.items()}
+    if limit is None:
+        limit = default_limit(sum(num_bytes.values()))
+    found = []
+    for name in units:
+        holds_units = any(other != name and _is_below(other, name) for other in units)
+        kind = frozenset(_kind(entry, policies, quantization) for entry in owned[name])
+        found.append(Mergeable(name, None if holds_units else chain_of(root, name), kind, num_bytes[name]))
+    return [("",), *merge(found, limit)]
 
 
 def _spec(entry: OwnedParameter, dtype: torch.dtype) -> ParamSpec:
@@ -201,9 +256,10 @@ def start_runtime(
     )
     for unit in units:
         link_fulls(unit)
-        module = unit.module()
-        assert module is not None
-        attach.attach_runtime(module, runtime, unit)
+        for member in unit.members:
+            module = member.module()
+            assert module is not None
+            attach.attach_runtime(module, runtime, unit)
     install_guards(root, runtime)
     return runtime
 
@@ -224,8 +280,8 @@ def rename(unit: Unit, prefix: str) -> None:
             for spec in group.layout.params
         )
         group.relabel(dataclasses.replace(group.layout, params=params))
-    for owner in unit.owners:
-        owner.path = f"{prefix}.{owner.path}" if owner.path else prefix
+    for named in (*unit.members, *unit.owners):
+        named.path = f"{prefix}.{named.path}" if named.path else prefix
 
 
 def nest(units: Mapping[str, Unit]) -> list[Unit]:

@@ -23,24 +23,26 @@ from shardwise.spec.errors import StateError
 
 if TYPE_CHECKING:
     from shardwise.fsdp.runtime import Runtime
-    from shardwise.fsdp.unit import Owner, Unit
+    from shardwise.fsdp.unit import Member, Owner, Unit
 
 
 def install_guards(root: nn.Module, runtime: Runtime) -> None:
     """Install every guard on the modules below ``root``."""
-    unit_modules = {id(unit.module()) for unit in runtime.units}
-    for unit in runtime.units:
-        owners = [(owner, module) for owner in unit.owners if (module := owner.module()) is not None]
+    members = [(unit, member) for unit in runtime.units for member in unit.members]
+    unit_modules = {id(member.module()) for _, member in members}
+    for unit, member in members:
+        owners = [(owner, module) for owner in member.owners if (module := owner.module()) is not None]
         if unit.parent is None:
             guarded = [(module, _EntryGuard(runtime, unit, path)) for path, module in _entries(root, unit)]
         else:
-            guarded = [(module, _OutsideGuard(unit, owner)) for owner, module in owners]
-        unit.set_guards(
+            guarded = [(module, _OutsideGuard(unit, member, owner)) for owner, module in owners]
+        member.set_guards(
             [
                 (torch_private.forward_pre_hooks_of(module), guard)
                 for module, guard in guarded
                 if id(module) not in unit_modules
-            ]
+            ],
+            key=-1 - unit.index,
         )
         for owner, module in owners:
             if not owner.is_guarded:
@@ -66,14 +68,15 @@ class _OutsideGuard(Uncopyable):
     Where a rank holds them whole (``ddp``) the module may compute but not train: gradients would stay on this rank.
     """
 
-    def __init__(self, unit: Unit, owner: Owner) -> None:
+    def __init__(self, unit: Unit, member: Member, owner: Owner) -> None:
         self._unit = weakref.ref(unit)
+        self._member = weakref.ref(member)
         self._attributes = tuple(owner.shards)
         self._path = owner.path
 
     def __call__(self, module: nn.Module, _args: object) -> None:
-        unit = self._unit()
-        if unit is None or unit.is_swapped:
+        unit, member = self._unit(), self._member()
+        if unit is None or member is None or member.is_swapped:
             return
         is_split = any(group.row.shards_optimizer and group.whole is None for group in unit.groups)
         if not (is_split or torch.is_grad_enabled()):
@@ -86,9 +89,9 @@ class _OutsideGuard(Uncopyable):
         logical = f" of logical shape {list(shape)}" if shape is not None else ""
         held = f"is a shard {list(shard.shape) if shard is not None else None} now" if is_split else "would train alone"
         raise StateError(
-            f"{type(module).__name__} {self._path!r} was called outside the forward of its unit {unit.name!r}: its"
+            f"{type(module).__name__} {self._path!r} was called outside the forward of its unit {member.path!r}: its"
             f" parameter {name!r}{logical} {held}.\n"
-            f"  Call {unit.name!r} or the model, or make {self._path!r} a unit of its own (auto_wrap_policy)."
+            f"  Call {member.path!r} or the model, or make {self._path!r} a unit of its own (auto_wrap_policy)."
         )
 
 
@@ -104,11 +107,11 @@ class _EntryGuard(Uncopyable):
         runtime, unit = self._runtime(), self._unit()
         if runtime is None or unit is None or unit.is_swapped:
             return
-        runtime.before_forward(unit, self._path)
+        runtime.before_forward(unit, unit.members[0], self._path)
 
         def leave(_module: nn.Module, _args: object, output: object) -> None:
             handle.remove()
-            runtime.after_forward(unit, output)
+            runtime.after_forward(unit, unit.members[0], output)
 
         handle = module.register_forward_hook(leave, always_call=True)
 

@@ -54,7 +54,7 @@ def backward_orders(units: Sequence[Unit]) -> Orders:
 
 def _path(units: Sequence[Unit], entry: Entry) -> str:
     index, path = entry
-    return path or (units[index].name if index else "")
+    return path or units[index].path
 
 
 def find_chains(units: Sequence[Unit], path: str = "") -> list[Chain]:
@@ -66,11 +66,11 @@ def find_chains(units: Sequence[Unit], path: str = "") -> list[Chain]:
     of registration. Members of an ``nn.ModuleDict`` are alternatives, and those of an ``nn.Sequential`` are never left
     out.
     """
-    root = units[0].module()
+    root = units[0].members[0].module()
     assert root is not None
     chains: dict[tuple[str, str], list[int]] = {}
     for index, unit in enumerate(units[1:], 1):
-        place = _list_of(root, unit.name)
+        place = _list_of(root, unit.path)
         if place is not None and f"{place[0]}.".startswith(f"{path}." if path else ""):
             chains.setdefault(place, []).append(index)
     inner_first = sorted(chains, key=lambda place: -len(place[0]))
@@ -91,7 +91,7 @@ def _list_of(root: nn.Module, name: str) -> tuple[str, str] | None:
 
 def _chain(units: Sequence[Unit], scope: str, indices: Sequence[int]) -> Chain:
     def inside(path: str) -> list[int]:
-        return [index for index, unit in enumerate(units) if index and unit.name.startswith(path)]
+        return [index for index, unit in enumerate(units) if index and unit.path.startswith(path)]
 
-    members = tuple((index, *inside(f"{units[index].name}.")) for index in indices)
+    members = tuple((index, *inside(f"{units[index].path}.")) for index in indices)
     return Chain(members, frozenset(inside(f"{scope}." if scope else "")))

@@ -41,7 +41,7 @@ from shardwise.fsdp.order import ROOT_ENTRY, Entry, backward_orders, eval_orders
 from shardwise.fsdp.packed import packed_cuts
 from shardwise.fsdp.pool import GradientPool, PackedPool, SlotPool
 from shardwise.fsdp.saved import SavedTensorGuard
-from shardwise.fsdp.unit import State, Unit
+from shardwise.fsdp.unit import Member, State, Unit
 from shardwise.spec.errors import StateError
 from shardwise.spec.footprint import size_class
 from shardwise.spec.placement import Placements
@@ -166,10 +166,11 @@ class Runtime:
         return self.slots.assign(_slot_key(unit, group), group.layout.numel, is_shared=is_shared)
 
     def _install(self, unit: Unit) -> None:
-        module = unit.module()
-        assert module is not None
-        self._hooks.append(module.register_forward_pre_hook(_Before(self, unit), prepend=True))
-        self._hooks.append(module.register_forward_hook(_After(self, unit), always_call=True))
+        for member in unit.members:
+            module = member.module()
+            assert module is not None
+            self._hooks.append(module.register_forward_pre_hook(_Before(self, unit, member), prepend=True))
+            self._hooks.append(module.register_forward_hook(_After(self, unit, member), always_call=True))
 
     def remove(self) -> None:
         """Take the hooks off: the units now belong to another runtime."""
@@ -194,8 +195,8 @@ class Runtime:
 
     # -- forward
 
-    def before_forward(self, unit: Unit, path: str = "") -> None:
-        """The module of ``unit``, or the one at ``path`` in it, is about to run.
+    def before_forward(self, unit: Unit, member: Member, path: str = "") -> None:
+        """``member`` of ``unit``, or the module at ``path`` in it, is about to run.
 
         Collective:
             All-gather of the unit on ``dp_shard`` where one is due, and of the next one (prefetch).
@@ -224,11 +225,12 @@ class Runtime:
                     self._visit(self.units[index])
         self._release_left(but=unit)
         self._unshard(unit)
-        unit.swap_in()
+        member.num_frames += 1
+        member.swap_in()
         self._prefetch(self._order)
 
-    def after_forward(self, unit: Unit, output: object) -> None:
-        """The module of ``unit`` has run (``output`` is ``None`` where it raised)."""
+    def after_forward(self, unit: Unit, member: Member, output: object) -> None:
+        """``member`` of ``unit`` has run (``output`` is ``None`` where it raised)."""
         if torch_private.current_backward() != -1:
             since = unit.replays.pop()
             if torch.is_grad_enabled():  # a reentrant recomputation runs a backward of its own through these
@@ -242,8 +244,10 @@ class Runtime:
             self._attach(unit, output, since)
         elif self._trains:
             unit.num_silent += 1
+        member.num_frames -= 1
+        if member.num_frames <= 0:
+            member.swap_out()
         if not unit.frames:
-            unit.swap_out()
             self._left.append(unit)
         if self._num_frames == 0:
             self._saved.leave_forward()
@@ -688,7 +692,7 @@ class Runtime:
         self._saved.leave_forward()
         self._left.clear()
         for unit in self.units:
-            unit.frames.clear()
+            unit.clear_frames()
             if unit.state is State.UNSHARDING:
                 self._wait(unit)
             self._reshard(unit)
@@ -704,7 +708,7 @@ class Runtime:
             if unit.state is State.UNSHARDING:
                 self._wait(unit)
             self._reshard(unit)
-            unit.frames.clear()
+            unit.clear_frames()
             unit.replays.clear()
             unit.num_silent = unit.num_repeated = 0
             unit.has_run = False
@@ -767,23 +771,24 @@ class _Call:
 class _Before(Uncopyable):
     """Forward pre-hook of a unit's module."""
 
-    def __init__(self, runtime: Runtime, unit: Unit) -> None:
+    def __init__(self, runtime: Runtime, unit: Unit, member: Member) -> None:
         self._runtime = weakref.ref(runtime)
         self._unit = weakref.ref(unit)
+        self._member = weakref.ref(member)
 
     def __call__(self, _module: nn.Module, _args: object) -> None:
-        runtime, unit = self._runtime(), self._unit()
-        if runtime is not None and unit is not None:
-            runtime.before_forward(unit)
+        runtime, unit, member = self._runtime(), self._unit(), self._member()
+        if runtime is not None and unit is not None and member is not None:
+            runtime.before_forward(unit, member)
 
 
 class _After(_Before):
     """Forward hook of a unit's module."""
 
     def __call__(self, _module: nn.Module, _args: object, output: object = None) -> None:
-        runtime, unit = self._runtime(), self._unit()
-        if runtime is not None and unit is not None:
-            runtime.after_forward(unit, output)
+        runtime, unit, member = self._runtime(), self._unit(), self._member()
+        if runtime is not None and unit is not None and member is not None:
+            runtime.after_forward(unit, member, output)
 
 
 def _eager_hook(

@@ -94,8 +94,9 @@ def _whole_tensors_in(runtime: Runtime, whole: Mapping[int, Tensor]) -> Iterator
     finally:
         for unit in runtime.units:
             unit.shows_logical_state = False
-            for owner in unit.owners:
-                owner.parameters.update(owner.fulls if unit.is_swapped else owner.shards)
+            for member in unit.members:
+                for owner in member.owners:
+                    owner.parameters.update(owner.fulls if member.is_swapped else owner.shards)
 
 
 def load_full_state_dict(model: nn.Module, state: Mapping[str, Any], *, strict: bool = True) -> None:

@@ -1,4 +1,4 @@
-"""A unit: a wrapped module whose parameters are gathered, released and reduced together.
+"""A unit: one wrapped module, or several small ones, whose parameters are gathered, released and reduced together.
 
 ===========  =====================================  ==========================================
 state        parameters                             the module holds
@@ -16,7 +16,8 @@ replica, which is brought up to date instead of being gathered from nothing.
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable, MutableMapping, Sequence
+from collections import Counter
+from collections.abc import Callable, Iterable, Iterator, Mapping, MutableMapping, Sequence
 from enum import StrEnum
 from typing import TYPE_CHECKING
 
@@ -83,58 +84,29 @@ class Owner:
                 module.__dict__["_flat_weights"] = [self.parameters.get(name) for name in self.flat_weights]
 
 
-class Unit:
-    """Bookkeeping of one unit; what it does is in ``runtime`` and ``group``."""
+#: Forward pre-hooks that are there only while a member holds shards: (the module's hooks, the guard).
+Guards = Sequence[tuple[MutableMapping[int, Callable[..., object]], Callable[..., object]]]
 
-    def __init__(self, name: str, module: nn.Module, *, reshards: bool, inner_size: int | None = None) -> None:
-        self.name = name
+
+class Member:
+    """One module of a unit. It holds the full parameters while it computes, and the shards while its neighbours do."""
+
+    __slots__ = ("__weakref__", "guard_key", "guards", "is_swapped", "module", "num_frames", "owners", "path")
+
+    def __init__(self, path: str, module: nn.Module) -> None:
+        self.path = path
         self.module = weakref.ref(module)
-        self.type_name = type(module).__name__
-        self.runtime: weakref.ref[Runtime] | None = None
-        self.index = 0
-        self.parent: Unit | None = None
-        self.depth = 0
-        self.family: frozenset[int] = frozenset()  # indices of its ancestors, its descendants and itself
-        self.groups: list[Group] = []
         self.owners: list[Owner] = []
-        #: Forward pre-hooks that are there only while the unit is sharded: (the module's hooks, the guard).
-        self.guards: list[tuple[MutableMapping[int, Callable[..., object]], Callable[..., object]]] = []
-        self.reshards_after_forward = reshards
-        self.recomputed_in: str | None = None  # a module around it whose forward is run again in backward
-        self.inner_size = inner_size if reshards else None  # it then stays sharded over so many ranks of dp_shard
-        self.reshards_if_nested: bool | None = None  # what fully_shard was told; None: as its place in the tree says
-        self.is_resident = False  # its parameters are replicated and never released
-        self.state = State.SHARDED
-        self.handles: list[Handle] = []
+        self.guards: Guards = ()
+        self.guard_key = -1  # of the guards among a module's forward pre-hooks; negative, as torch's own are not
         self.is_swapped = False
-        self.shows_logical_state = False  # the modules hold whole tensors: state_dict() and the like are right
-        self.whole: Whole | None = None  # full_parameters shows the unit whole, or lets another rank do so
-        self.frames: list[int] = []  # one for each forward under way: autograd's sequence number at its start
-        self.replays: list[int] = []  # the same for recomputations, which run inside a backward
-        self.has_run = False  # in a forward that trains, since the last backward
-        self.num_outstanding = 0  # forward calls whose backward has not begun
-        self.num_silent = 0  # calls without grad in forwards that train: a reentrant recomputation may repeat them ...
-        self.num_repeated = 0  # ... and has done so, in this backward, this often
-        self.updated_in = -1  # the backward in which its parameters were updated
-        self.healed_in = -1  # the backward in which data was brought back for a value that had left by a side door
+        self.num_frames = 0  # forward calls under way
 
-    def move_to(self, state: State) -> None:
-        """Change the state.
-
-        Raises:
-            StateError: There is no such move.
-        """
-        if (self.state, state) not in LEGAL_MOVES:
-            raise StateError(f"unit {self.name!r} cannot go from {self.state} to {state}: this is a bug in shardwise.")
-        self.state = state
-
-    def set_guards(
-        self, guards: Sequence[tuple[MutableMapping[int, Callable[..., object]], Callable[..., object]]]
-    ) -> None:
-        """Replace the guards; they are on while the shards are in the modules."""
+    def set_guards(self, guards: Guards, key: int) -> None:
+        """Replace the guards; they are on, under ``key``, while the shards are in the modules."""
         for hooks, _ in self.guards:
             hooks.pop(self.guard_key, None)
-        self.guards = list(guards)
+        self.guards, self.guard_key = guards, key
         if not self.is_swapped:
             for hooks, guard in self.guards:
                 hooks[self.guard_key] = guard
@@ -146,9 +118,8 @@ class Unit:
         self.is_swapped = True
         for owner in self.owners:
             owner.put(owner.fulls)
-        key = self.guard_key
         for hooks, _ in self.guards:
-            hooks.pop(key, None)
+            hooks.pop(self.guard_key, None)
 
     def swap_out(self) -> None:
         """Put the shards back into the modules, and the guards on."""
@@ -157,11 +128,93 @@ class Unit:
         self.is_swapped = False
         for owner in self.owners:
             owner.put(owner.shards)
-        key = self.guard_key
         for hooks, guard in self.guards:
-            hooks[key] = guard
+            hooks[self.guard_key] = guard
+
+
+class Unit:
+    """Bookkeeping of one unit; what it does is in ``runtime`` and ``group``.
+
+    Args:
+        name: In traces and summaries.
+        modules: Its modules by path: one, or the neighbours that were merged (``spec.merge``), none inside another.
+        reshards: It is released between forward and backward.
+        inner_size: It then stays sharded over so many ranks of ``dp_shard``.
+    """
+
+    def __init__(
+        self, name: str, modules: Mapping[str, nn.Module], *, reshards: bool, inner_size: int | None = None
+    ) -> None:
+        self.name = name
+        self.members = [Member(path, module) for path, module in modules.items()]
+        self.type_name = _type_name(modules.values())
+        self.runtime: weakref.ref[Runtime] | None = None
+        self.index = 0
+        self.parent: Unit | None = None
+        self.depth = 0
+        self.family: frozenset[int] = frozenset()  # indices of its ancestors, its descendants and itself
+        self.groups: list[Group] = []
+        self.reshards_after_forward = reshards
+        self.recomputed_in: str | None = None  # a module around it whose forward is run again in backward
+        self.inner_size = inner_size if reshards else None
+        self.is_resident = False  # its parameters are replicated and never released
+        self.reshards_if_nested: bool | None = None  # what fully_shard was told; None: as its place in the tree says
+        self.state = State.SHARDED
+        self.handles: list[Handle] = []
+        self.shows_logical_state = False  # the modules hold whole tensors: state_dict() and the like are right
+        self.whole: Whole | None = None  # full_parameters shows the unit whole, or lets another rank do so
+        self.frames: list[int] = []  # one for each forward under way: autograd's sequence number at its start
+        self.replays: list[int] = []  # the same for recomputations, which run inside a backward
+        self.has_run = False  # in a forward that trains, since the last backward
+        self.num_outstanding = 0  # forward calls whose backward has not begun
+        self.num_silent = 0  # calls without grad in forwards that train: a reentrant recomputation may repeat them ...
+        self.num_repeated = 0  # ... and has done so, in this backward, this often
+        self.updated_in = -1  # the backward in which its parameters were updated
+        self.healed_in = -1  # the backward in which data was brought back for a value that had left by a side door
 
     @property
-    def guard_key(self) -> int:
-        """Key of this unit's guards among a module's forward pre-hooks; torch's own keys are not negative."""
-        return -1 - self.index
+    def path(self) -> str:
+        """Of its first module."""
+        return self.members[0].path
+
+    @property
+    def owners(self) -> Iterator[Owner]:
+        """The modules that hold parameters of the unit."""
+        return (owner for member in self.members for owner in member.owners)
+
+    @property
+    def is_swapped(self) -> bool:
+        """Some member holds the full parameters."""
+        return any(member.is_swapped for member in self.members)
+
+    def move_to(self, state: State) -> None:
+        """Change the state.
+
+        Raises:
+            StateError: There is no such move.
+        """
+        if (self.state, state) not in LEGAL_MOVES:
+            raise StateError(f"unit {self.name!r} cannot go from {self.state} to {state}: this is a bug in shardwise.")
+        self.state = state
+
+    def swap_in(self) -> None:
+        """Put the full parameters into the modules of all members."""
+        for member in self.members:
+            member.swap_in()
+
+    def swap_out(self) -> None:
+        """Put the shards back into the modules of all members."""
+        for member in self.members:
+            member.swap_out()
+
+    def clear_frames(self) -> None:
+        """No forward call is under way any more."""
+        self.frames.clear()
+        for member in self.members:
+            member.num_frames = 0
+
+
+def _type_name(modules: Iterable[nn.Module]) -> str:
+    """``Block``, or ``6 x Block`` for a unit of six."""
+    counts = Counter(type(module).__name__ for module in modules)
+    return ", ".join(name if counts.total() == 1 else f"{count} x {name}" for name, count in counts.items())

@@ -131,6 +131,18 @@ def _by_size(model: nn.Module, policy: WrapBySize) -> dict[str, nn.Module]:
     return {name: module for name, module in _candidates(model).items() if name in found}
 
 
+def chain_of(model: nn.Module, name: str) -> str | None:
+    """The path of the chain that the module at ``name`` is a member of, where forwards run one member after another.
+
+    ``None`` where it is in none, or in a container of alternatives.
+    """
+    path = name.rpartition(".")[0]
+    holder = model.get_submodule(path)
+    if not isinstance(holder, (nn.ModuleList, nn.Sequential)) or _ALTERNATIVES.search(path.rpartition(".")[2]):
+        return None
+    return path
+
+
 def _automatic(model: nn.Module) -> dict[str, nn.Module]:
     """The repeated block classes: as a transformers model names them, else the members of its outermost chains."""
     names = getattr(model, "_no_split_modules", None)

@@ -156,6 +156,8 @@ def apply_plan(
         defers_replicate=plan.accumulation == "defer_replicate",
         recompute_policy=plan.recompute,
         source=source,
+        num_gradient_buffers=plan.gradient_buffers,
+        merge_limit=plan.merge_limit,
         ignored=ignored,
     )
     runtime.buffers = BufferSync(model, plan.sync_buffers, comms.control, ignored.buffers)

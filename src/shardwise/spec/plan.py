@@ -62,6 +62,11 @@ class ParallelPlan:
             policy, or a mapping of the fields of ``RecomputePolicy``.
         accumulation: ``"auto"``, ``"sharded"`` (every microbatch is reduced), ``"unsharded"`` (only the last sends), or
             ``"defer_replicate"`` (every microbatch is reduced inside its group, the last also over the groups).
+        merge_units: Neighbouring units of a ``ModuleList`` or ``Sequential`` travel together up to this many bytes of
+            parameters: fewer messages, more memory. ``"auto"``: up to 2 MiB and an eighth of the model
+            (``spec.merge``); ``False``: every unit by itself.
+        gradient_buffers: Full-size gradient buffers per size of unit. With 2 the gradients of a unit are collected
+            while those of the unit before are being reduced; 1 takes the least memory.
         sync: What to do where ranks hold different weights: ``"warn"`` sends rank 0's and warns once, ``"error"``
             refuses, ``"rank0"`` takes rank 0's and lets the other ranks hold meta tensors.
         sync_buffers: What happens, before the first forward after one that trained, to buffers that each rank has
@@ -91,6 +96,8 @@ class ParallelPlan:
     quantize_frozen: str = "none"
     activation_checkpointing: str | WrapPolicy | RecomputePolicy | Mapping[str, Any] = "none"
     accumulation: str = "auto"
+    merge_units: str | bool | int = "auto"
+    gradient_buffers: int = 2
     sync: str = "warn"
     sync_buffers: str = "auto"
     compile: bool = False
@@ -130,6 +137,7 @@ class ParallelPlan:
         _one_of("sync", self.sync, SYNCS)
         _one_of("sync_buffers", self.sync_buffers, BUFFER_SYNCS)
         self._check_compile(policy)
+        self._check_buffers()
 
     def _check_compile(self, policy: RecomputePolicy | None) -> None:
         if not isinstance(self.compile, bool):
@@ -138,6 +146,18 @@ class ParallelPlan:
             raise PlanError(
                 "compile=True with operators whose outputs are kept: a compiled unit no longer calls them one by one.\n"
                 "  Use activation_checkpointing='full', or compile=False."
+            )
+
+    def _check_buffers(self) -> None:
+        if not (self.merge_units in ("auto", False) or _is_positive(self.merge_units)):
+            raise PlanError(
+                f"merge_units={self.merge_units!r}: expected 'auto', False or a number of bytes.\n"
+                "  Use False to keep every unit by itself."
+            )
+        if not _is_positive(self.gradient_buffers):
+            raise PlanError(
+                f"gradient_buffers={self.gradient_buffers!r}: expected a positive integer.\n"
+                "  Use 2, or 1 for the least memory."
             )
 
     @property
@@ -182,6 +202,11 @@ class ParallelPlan:
     def inner_size(self) -> int | None:
         """Ranks that share a unit after its forward, where ``reshard_after_forward`` is a number."""
         return None if isinstance(self.reshard_after_forward, bool | str) else self.reshard_after_forward
+
+    @property
+    def merge_limit(self) -> int | None:
+        """The most bytes of parameters in a merged unit; 0: none is merged, ``None``: as the size of the model says."""
+        return None if self.merge_units == "auto" else int(self.merge_units)
 
     def mesh(self, world_size: int, local_size: int | None = None) -> Mesh:
         """The mesh of this plan on ``world_size`` ranks, ``local_size`` of them on each machine where that is known.
@@ -256,6 +281,10 @@ def check_inner_size(size: int, dp_shard: int) -> None:
 def plan_fields() -> tuple[str, ...]:
     """The names of all fields, in order."""
     return tuple(field.name for field in dataclasses.fields(ParallelPlan))
+
+
+def _is_positive(value: object) -> bool:
+    return isinstance(value, int) and not isinstance(value, bool) and value > 0
 
 
 def _one_of(name: str, value: object, choices: tuple[str, ...]) -> None:

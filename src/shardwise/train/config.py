@@ -98,6 +98,10 @@ class ParallelSection(Section):
         description="none, full, selective, a wrap policy such as {by_class: [Block]}, or RecomputePolicy's fields",
     )
     accumulation: str = Field("auto", description="auto, sharded, unsharded or defer_replicate")
+    merge_units: int | bool | Literal["auto"] = Field(
+        "auto", description="small units that follow one another travel together up to so many bytes; false: never"
+    )
+    gradient_buffers: int = Field(2, description="full-size gradient buffers per size of unit; 1: least memory")
     sync: str = Field("warn", description="warn, error or rank0: what to do where ranks hold different weights")
     sync_buffers: str = Field(
         "auto", description="auto, broadcast, mean or none: buffers that training changes, such as batch norm's"

@@ -28,6 +28,8 @@ def test_the_fields_are_those_that_this_version_honours() -> None:
         "quantize_frozen",
         "activation_checkpointing",
         "accumulation",
+        "merge_units",
+        "gradient_buffers",
         "sync",
         "sync_buffers",
         "compile",
