@@ -16,6 +16,7 @@ import shardwise as sw
 from shardwise.fsdp.attach import runtime_of
 from shardwise.fsdp.summary import predict
 from shardwise.recipe.storage import StorageCount
+from shardwise.spec.errors import MeshError
 from shardwise.testing import run_on_ranks
 from tests.parity import models
 from tests.parity.training import PRESETS
@@ -71,6 +72,51 @@ def test_events_and_bytes_are_those_of_a_real_run(world):
             assert found.pop("activations") > 0
             assert found == held, (name, preset, rank)
             assert dry.peak_bytes == sum(dry.bytes_by_category.values())
+
+
+GROUPED = (
+    sw.ParallelPlan(strategy="hsdp", dp_replicate=2),
+    sw.ParallelPlan(strategy="hsdp", dp_replicate=2, mp_policy=BF16),
+    sw.ParallelPlan(strategy="zero1", dp_replicate=2),
+    sw.ParallelPlan(strategy="zero3", reshard_after_forward=2),
+)
+
+
+def every_grouped_step() -> list:
+    return [real_step("gpt", plan) for plan in GROUPED]
+
+
+def test_two_axes_and_inner_groups_run_dry_as_they_run():
+    for rank, results in enumerate(run_on_ranks(every_grouped_step, 4)):
+        for plan, (events, held) in zip(GROUPED, results, strict=True):
+            dry = sw.dry_run(
+                lambda: models.build("gpt"),
+                plan,
+                world_size=4,
+                rank=rank,
+                batch=models.batch(0, 0, rank),
+                backend="gloo",
+            )
+            assert as_rows(dry.events) == events, (plan, rank)
+            assert {key: n for key, n in dry.bytes_by_category.items() if key != "activations"} == held, (plan, rank)
+
+
+def test_a_group_of_hybrid_sharding_is_a_machine_by_default():
+    def build():
+        return models.build("gpt")
+
+    dry = sw.dry_run(
+        build,
+        sw.ParallelPlan(strategy="hsdp"),
+        world_size=64,
+        rank=9,
+        batch=models.batch(0, 0, 0),
+        backend="nccl",
+        ranks_per_machine=8,
+    )
+    assert set(dry.traffic) == {"all_gather", "reduce_scatter", "all_reduce on dp_replicate"}
+    with pytest.raises(MeshError, match="how many of the 64 ranks share one is not known"):
+        sw.dry_run(build, sw.ParallelPlan(strategy="hsdp"), world_size=64, batch=models.batch(0, 0, 0))
 
 
 # -- activations

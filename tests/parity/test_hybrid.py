@@ -97,6 +97,28 @@ def test_units_kept_over_inner_groups_of_every_size(world, num_groups, inner, na
     check(name, world, num_groups, cases, reshard_after_forward=inner)
 
 
+# -- with what else changes where gradients and parameters lie
+
+OTHERS = (
+    ("hsdp", {"is_flat": True, "dp_replicate": 2}),
+    ("hsdp", {"is_flat": True, "is_in_backward": True, "dp_replicate": 2}),
+    ("hybrid_shard_grad_op", {"activation_checkpointing": "full", "dp_replicate": 2}),
+    ("zero3", {"activation_checkpointing": "full", "reshard_after_forward": 2}),
+)
+
+
+def train_others() -> list[RankNumbers]:
+    return [train_ranks("tied", preset, PLAIN, **options) for preset, options in OTHERS]
+
+
+def test_other_features_go_with_both_axes():
+    ranks = run_on_ranks(train_others, 4, timeout_s=150)
+    expected = {groups: train_plain("tied", PLAIN, 4, groups) for groups in (1, 2)}
+    for place, (preset, options) in enumerate(OTHERS):
+        found = differences(expected[options.get("dp_replicate", 1)], [results[place] for results in ranks])
+        assert not found, f"{preset}, {options}: {found}"
+
+
 # -- negative controls
 
 

@@ -271,6 +271,60 @@ def test_hybrid_shard_reuses_no_all_reduce_buffer_across_layers_in_flight():
         assert clashes == []
 
 
+class Normed(Chain):
+    def __init__(self) -> None:
+        super().__init__(lambda: nn.Sequential(nn.Linear(8, 8), nn.BatchNorm1d(8)))
+
+
+def scale_and_sync():
+    """One rank's inf is everybody's, and batch norm's statistics are rank 0's."""
+    rank = dist.get_rank()
+    model = hsdp(Normed())
+    optimizer = adamw(model.parameters())
+    scaler = sw.GradScaler("cpu", init_scale=4.0)
+    before = [p.detach().clone() for p in model.parameters()]
+    found = []
+    for step, factor in enumerate((math.inf if rank == 3 else 1.0, 1.0)):
+        loss = plain_loss(model, rank, step) * factor
+        scaler.scale(loss).backward()
+        scaler.unscale_(optimizer)
+        found.append(scaler.has_found_inf)
+        scaler.step(optimizer)
+        scaler.update()
+        optimizer.zero_grad()
+        found.append(all(torch.equal(p, old) for p, old in zip(model.parameters(), before, strict=True)))
+    model.eval()
+    with torch.no_grad():
+        model(sample(rank, 5))
+    own = torch.cat([buffer.double().flatten() for buffer in model.buffers()])
+    return found, own
+
+
+def test_one_ranks_inf_skips_the_step_of_every_group_and_buffers_are_rank_0s():
+    results = run_on_ranks(scale_and_sync, 4)
+    for found, buffers in results:
+        assert found == [True, True, False, False]
+        assert torch.equal(buffers, results[0][1])
+    assert results[0][1].abs().sum() > 0
+
+
+def prove():
+    batches = [(torch.stack([sample(rank, step) for rank in range(4)]).flatten(0, 1),) for step in range(2)]
+    plans = {
+        "hsdp": sw.ParallelPlan(strategy="hsdp", dp_replicate=2),
+        "zero2": sw.ParallelPlan(strategy="zero2", dp_replicate=2),
+        "zero3": sw.ParallelPlan(),
+        "inner": sw.ParallelPlan(reshard_after_forward=2),
+    }
+    return sw.parity(Chain, batches, lambda output, _: output.square().mean(), plans)
+
+
+def test_parity_adds_as_the_plan_groups_the_ranks():
+    report = run_on_ranks(prove, 4)[1]
+    assert [row.plan for row in report.rows] == ["hsdp", "zero2", "zero3", "inner"]
+    assert report.is_bitwise, str(report)
+
+
 # -- disagreement
 
 

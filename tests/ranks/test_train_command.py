@@ -171,18 +171,36 @@ def divisible(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder / "run"
 
 
-@pytest.mark.parametrize(("nproc", "strategy"), [("1", "ddp"), ("3", "zero2"), ("4", "zero1"), ("2", "shard_grad_op")])
+ON_2_X_2 = ("--set", "parallel.dp_replicate=2", "--set", "parallel.accumulation=defer_replicate")
+
+
+@pytest.mark.parametrize(
+    ("nproc", "strategy", "more"),
+    [
+        ("1", "ddp", ()),
+        ("3", "zero2", ()),
+        ("4", "zero1", ()),
+        ("2", "shard_grad_op", ()),
+        ("4", "hsdp", ON_2_X_2),
+    ],
+)
 def test_it_continues_on_another_world_and_under_another_strategy(
-    divisible: Path, tmp_path: Path, nproc: str, strategy: str
+    divisible: Path, tmp_path: Path, nproc: str, strategy: str, more: tuple[str, ...]
 ) -> None:
     run = tmp_path / "run"
     shutil.copytree(divisible, run)
-    other = ("--nproc", nproc, "--set", f"parallel.strategy={strategy}")
+    other = ("--nproc", nproc, "--set", f"parallel.strategy={strategy}", *more)
     out = train(tmp_path, "--run-dir", "run", "--resume", "step-00000010", *QUIET, *other)
     assert f"parallel.strategy: zero3 -> {strategy}" in out
     assert "step-00000015 is set aside" in out
     difference = max(abs(x - y) for x, y in zip(losses(divisible), losses(run), strict=True))
     assert difference < 1e-5
+    if more:
+        assert f"on {nproc} x cpu, {strategy} on dp_replicate=2 x dp_shard=2" in out
+        # From there on to other ranks and another strategy again.
+        shutil.rmtree(run / "checkpoints" / "step-00000020")
+        train(tmp_path, "--run-dir", "run", "--resume", "step-00000015", "--nproc", "2", *QUIET)
+        assert max(abs(x - y) for x, y in zip(losses(divisible), losses(run), strict=True)) < 1e-5
 
 
 def test_another_configuration_is_refused_with_a_table(whole: Path) -> None:

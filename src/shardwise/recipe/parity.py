@@ -62,12 +62,12 @@ class ParityReport:
         return all(row.is_bitwise for row in self.rows)
 
     def __str__(self) -> str:
-        lines = [f"{'plan':<16}{'ranks':>6}{'steps':>6}  {'losses':<8}{'norms':<8}{'parameters':<12}largest difference"]
+        lines = [f"{'plan':<22}{'ranks':>6}{'steps':>6}  {'losses':<8}{'norms':<8}{'parameters':<12}largest difference"]
         for row in self.rows:
             marks = ["equal" if same else "DIFFER" for same in (row.losses, row.norms, row.parameters)]
             worst = f"{row.largest_difference:.3g} ({row.where})" if row.where else "0 (bitwise)"
             lines.append(
-                f"{row.plan:<16}{row.world_size:>6}{row.steps:>6}  {marks[0]:<8}{marks[1]:<8}{marks[2]:<12}{worst}"
+                f"{row.plan:<22}{row.world_size:>6}{row.steps:>6}  {marks[0]:<8}{marks[1]:<8}{marks[2]:<12}{worst}"
             )
         return "\n".join(lines)
 

@@ -461,7 +461,10 @@ class _Trainer:
         say = self.progress.say
         kind = "cpu" if self.device.type == "cpu" else torch.cuda.get_device_name(self.device)
         name = config.model.preset or config.model.hf
-        say(f"run {printable(self.directory)}: {name} on {self.control.size} x {kind}, {config.parallel.strategy}")
+        mesh = f" on {self.resolved.mesh}" if self.resolved.mesh.dp_replicate > 1 else ""
+        say(
+            f"run {printable(self.directory)}: {name} on {self.control.size} x {kind}, {config.parallel.strategy}{mesh}"
+        )
         tokens = f"{source.num_tokens:,} tokens in {len(source.files)} files" if source.files else "random tokens"
         say(f"data {printable(source.name)}: {tokens}; samples of {config.data.seq_len}")
         say(str(batch))
