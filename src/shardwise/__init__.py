@@ -55,6 +55,7 @@ _LAZY = {
     "GradScaler": "shardwise.fsdp.scaler",
     "summary": "shardwise.fsdp.summary",
     "full_parameters": "shardwise.fsdp.whole",
+    "join": "shardwise.fsdp.join",
 }
 _MODULES = {"models"}
 
@@ -91,6 +92,7 @@ __all__ = [
     "full_state_dict",
     "fully_shard",
     "gradient_sync",
+    "join",
     "load",
     "load_full_state_dict",
     "logical_shape",
@@ -117,6 +119,7 @@ if TYPE_CHECKING:
     from shardwise.fsdp.deferred import deferred_init
     from shardwise.fsdp.flat import flat_parameters
     from shardwise.fsdp.in_backward import optimizer_in_backward
+    from shardwise.fsdp.join import join
     from shardwise.fsdp.optimizer import declare_elementwise
     from shardwise.fsdp.precision import bf16_supported
     from shardwise.fsdp.scaler import GradScaler

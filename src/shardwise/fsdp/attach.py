@@ -103,6 +103,8 @@ def runtime_of(module: nn.Module, call: str, *, on_shards: bool = True) -> Runti
             f"{call} works on shards, but sw.full_parameters() shows whole parameters now.\n"
             "  Call it outside; inside, use module.state_dict() and the parameters themselves."
         )
+    if runtime.join is not None:
+        runtime.join.check(call)
     return runtime
 
 

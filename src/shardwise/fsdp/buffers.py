@@ -6,7 +6,7 @@ mean is taken: rank 0's before the forward are then everybody's, and an evaluati
 
 from __future__ import annotations
 
-from collections.abc import Collection
+from collections.abc import Collection, Sequence
 from typing import Any
 
 import torch
@@ -40,7 +40,13 @@ class BufferSync:
         self.mode = ("broadcast" if self.is_auto else mode) if self._held else "none"
         self.is_due = False
         self._comm = comm
+        self.set_sources(range(comm.size))
         self._flats: dict[tuple[str, torch.dtype], Tensor] = {}
+
+    def set_sources(self, ranks: Sequence[int]) -> None:
+        """Whose buffers count: those of the ranks that have a batch. The first one's are sent."""
+        self._root, self._num_sources = ranks[0], len(ranks)
+        self._is_source = self._comm.rank in ranks
 
     def forward_begins(self, *, trains: bool) -> None:
         """An outermost forward is about to run, on every rank.
@@ -52,19 +58,19 @@ class BufferSync:
             self.sync()
         self.is_due = trains and bool(self._held)
 
-    def sync(self, *, root: int = 0) -> None:
+    def sync(self) -> None:
         """Make the buffers equal.
 
         Collective:
-            A broadcast from ``root`` for each dtype; with ``"mean"`` also an all-reduce for each floating one. All
+            A broadcast from one rank for each dtype; with ``"mean"`` also an all-reduce for each floating one. All
             ranks must call.
         """
         self.is_due = False
         for dtype, tensors in self._by_dtype().items():
-            self._sync_dtype(dtype, tensors, root)
+            self._sync_dtype(dtype, tensors)
 
     @torch.no_grad()
-    def _sync_dtype(self, dtype: torch.dtype, tensors: list[Tensor], root: int) -> None:
+    def _sync_dtype(self, dtype: torch.dtype, tensors: list[Tensor]) -> None:
         numel = sum(tensor.numel() for tensor in tensors)
         if numel == 0:
             return
@@ -77,12 +83,16 @@ class BufferSync:
         torch._foreach_copy_(pieces, tensors)
         is_averaged = self.mode == "mean" and _is_averaged(dtype)
         own = self._flat("differences", numel, dtype, device).copy_(flat) if is_averaged else flat
-        self._comm.broadcast(flat.view(torch.uint8) if dtype is torch.bool else flat, root=root, unit=BUFFERS).wait()
+        self._comm.broadcast(
+            flat.view(torch.uint8) if dtype is torch.bool else flat, root=self._root, unit=BUFFERS
+        ).wait()
         if is_averaged:
             # The root's value plus the mean difference: what is equal on all ranks, infinite or not, stays as it is.
             is_same = own == flat
             own.sub_(flat).masked_fill_(is_same, 0)
-            self._comm.all_reduce(own, unit=BUFFERS, divisor=self._comm.size).wait()
+            if not self._is_source:
+                own.zero_()
+            self._comm.all_reduce(own, unit=BUFFERS, divisor=self._num_sources).wait()
             flat.add_(own)
         torch._foreach_copy_(tensors, pieces)
 

@@ -43,6 +43,8 @@ def clip_grad_norm(model: nn.Module, max_norm: float) -> Tensor:
         raise StateError(f"clip_grad_norm(max_norm={max_norm}): expected a number of at least 0.")
     runtime = attach.runtime_of(model, "sw.clip_grad_norm")
     refuse(runtime, "sw.clip_grad_norm()")
+    if runtime.join is not None:
+        runtime.join.clips(max_norm)
     grads = [shard.grad for group in runtime.groups for shard in group.shards if shard.grad is not None]
     norm = grad_norm(runtime)
     coefficient = torch.clamp(max_norm / (norm + 1e-6), max=1.0)

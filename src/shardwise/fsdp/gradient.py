@@ -58,7 +58,7 @@ class Gradient:
         self.layout: ReduceLayout = group.reduce_layout
         self.pool_key: Hashable = (size_class(self.layout.numel), group.reduce_dtype)
         self._is_cast = group.reduce_dtype is not group.dtype
-        self._divisors = divisors(group.num_ranks, dtype_name(group.reduce_dtype))  # before and after the sum
+        self.divide_by(group.num_ranks)
         self._pieces = [[p for p in self.layout.pieces if p.index == i] for i in range(len(group.shards))]
         # Of these parameters this rank owns nothing: .grad stays None, and optimizers pass over them.
         self._is_elsewhere = [
@@ -116,6 +116,10 @@ class Gradient:
         self._make_home()
         assert self._home is not None
         return self._home, self._home_views
+
+    def divide_by(self, num_ranks: int) -> None:
+        """Divide sums by ``num_ranks`` from now on."""
+        self._divisors = divisors(num_ranks, dtype_name(self.group.reduce_dtype))  # before and after the sum
 
     # -- empty -> local
 

@@ -114,11 +114,12 @@ class UpdateInBackward:
 
     Attributes:
         is_stepping: An optimizer is stepping for this object, not for the user.
+        optimizers: What updates.
     """
 
     def __init__(self, runtime: Runtime, optimizers: tuple[torch.optim.Optimizer, ...]) -> None:
         self.is_stepping = False
-        self._optimizers = optimizers
+        self.optimizers = optimizers
         self._parts: dict[Group, list[list[nn.Parameter]]] = {}  # of each group, by parameter group of each optimizer
         self._num_parameters = -1
         for optimizer in optimizers:
@@ -131,19 +132,19 @@ class UpdateInBackward:
         if any(shard.grad is not None for shard in group.shards):
             flats = [p for part in self._parts_of(group) for p in part if isinstance(p, FlatParameter)]
             if any(flat.is_partial for flat in flats):
-                for optimizer in self._optimizers:
+                for optimizer in self.optimizers:
                     split(optimizer, lambda flat: flat.group is group and flat.is_partial)
             parts = iter(self._parts_of(group))
             self.is_stepping = True
             try:
-                for optimizer in self._optimizers:
+                for optimizer in self.optimizers:
                     _step_on(optimizer, parts)
             finally:
                 self.is_stepping = False
         group.gradient.release_home(pool)
 
     def _parts_of(self, group: Group) -> list[list[nn.Parameter]]:
-        lists = [settings["params"] for optimizer in self._optimizers for settings in optimizer.param_groups]
+        lists = [settings["params"] for optimizer in self.optimizers for settings in optimizer.param_groups]
         count = sum(map(len, lists))
         if count != self._num_parameters:  # the first step, or a flat parameter was split into names
             self._num_parameters = count

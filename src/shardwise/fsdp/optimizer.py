@@ -82,16 +82,9 @@ def _before_step(optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> No
                 )
             if runtime.update.is_stepping:
                 continue
-        if any(unit.whole is not None for unit in runtime.units):
-            raise StateError(
-                "optimizer.step() inside sw.full_parameters(): the optimizer's state is of shards.\n"
-                "  Step outside of it."
-            )
-        if any(group.gradient.is_local for group in runtime.groups):
-            raise StateError(
-                "optimizer.step() came before the gradients of accumulated microbatches were reduced over the ranks.\n"
-                "  Run the last backward of a step outside of sw.gradient_sync(model, False)."
-            )
+        _check_moment(runtime)
+        if runtime.join is not None:
+            runtime.join.steps(optimizer)
     if optimizer not in _seen:
         _check(optimizer)
         _check_state(optimizer)
@@ -103,6 +96,19 @@ def _before_step(optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> No
             "  Call the closure before optimizer.step(), or build the optimizer on model.parameters()."
         )
     flat.before_step(optimizer)
+
+
+def _check_moment(runtime: Runtime) -> None:
+    """Refuse a step at a time when the shards or their gradients are not what they should be."""
+    if any(unit.whole is not None for unit in runtime.units):
+        raise StateError(
+            "optimizer.step() inside sw.full_parameters(): the optimizer's state is of shards.\n  Step outside of it."
+        )
+    if any(group.gradient.is_local for group in runtime.groups):
+        raise StateError(
+            "optimizer.step() came before the gradients of accumulated microbatches were reduced over the ranks.\n"
+            "  Run the last backward of a step outside of sw.gradient_sync(model, False)."
+        )
 
 
 def _after_step(optimizer: torch.optim.Optimizer, _args: Any, _kwargs: Any) -> None:

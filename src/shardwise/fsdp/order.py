@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from typing import Any
 
 from torch import nn
 
@@ -30,6 +31,15 @@ class Orders(dict[Entry, AgreedOrder]):
         """A new order."""
         self[entry] = order = self._make(entry)
         return order
+
+    def known(self) -> list[list[Any]]:
+        """Entry and recorded order of each, as JSON holds them."""
+        return [[*entry, list(order.units)] for entry, order in self.items() if order.is_recorded]
+
+    def take(self, known: Sequence[list[Any]]) -> None:
+        """Take over what :meth:`known` gave on another rank."""
+        for index, path, units in known:
+            self[index, path].take(units)
 
 
 def forward_orders(units: Sequence[Unit]) -> Orders:

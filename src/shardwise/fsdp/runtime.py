@@ -37,7 +37,7 @@ from shardwise.fsdp.gradient import EAGER_NUMEL
 from shardwise.fsdp.group import Group
 from shardwise.fsdp.ignore import NOTHING
 from shardwise.fsdp.inner import InnerShard
-from shardwise.fsdp.order import ROOT_ENTRY, Entry, backward_orders, eval_orders, forward_orders
+from shardwise.fsdp.order import ROOT_ENTRY, Entry, Orders, backward_orders, eval_orders, forward_orders
 from shardwise.fsdp.packed import packed_cuts
 from shardwise.fsdp.pool import GradientPool, PackedPool, SlotPool
 from shardwise.fsdp.saved import SavedTensorGuard
@@ -49,6 +49,7 @@ from shardwise.spec.prefetch import AgreedOrder
 
 if TYPE_CHECKING:
     from shardwise.fsdp.in_backward import UpdateInBackward
+    from shardwise.fsdp.join import Join
 
 
 class Runtime:
@@ -82,6 +83,7 @@ class Runtime:
         self.syncs_gradients = True
         self.ignored = NOTHING  # parameters that are left alone
         self.buffers: BufferSync | None = None  # keeps the model's buffers equal over the ranks
+        self.join: Join | None = None  # what ranks without a batch are told
         self.recomputed: tuple[str, ...] = ()  # names of the modules whose forward is run again in backward ...
         self.keeps: tuple[str, ...] = ()  # ... and the operators whose outputs are kept in them all the same
         self.slots = SlotPool()
@@ -208,7 +210,7 @@ class Runtime:
         if self._in_backward:
             self._recover()
         elif unit.parent is None and unit.frames and not path and threading.get_ident() == self._thread:
-            self._leave_frames()  # torch runs no hooks after a KeyboardInterrupt
+            self.leave_frames()  # torch runs no hooks after a KeyboardInterrupt
         if self._num_frames == 0:
             self._begin_forward((unit.index, path))
         elif threading.get_ident() != self._thread:
@@ -267,6 +269,8 @@ class Runtime:
             )
         if self._in_backward:
             self._recover()
+        if self.join is not None:
+            self.join.check(call)
 
     def _begin_forward(self, entry: Entry) -> None:
         self._refuse_whole()
@@ -279,6 +283,8 @@ class Runtime:
         while self._left:
             self._reshard(self._left.pop())
         self._trains = torch.is_grad_enabled()
+        if self.join is not None:
+            self.join.begins_forward(entry, trains=self._trains)
         self.entry = entry
         self._order = (self._forward_orders if self._trains else self._eval_orders)[entry]
         self._order.start()
@@ -286,14 +292,18 @@ class Runtime:
             self._version_counted = self.version
             for unit in self.units:
                 unit.num_outstanding = 0  # a backward of calls before the last step would be refused
+        self._refresh()
+        if self._trains:
+            self._saved.enter_forward(is_known=self._order.is_recorded)
+
+    def _refresh(self) -> None:
+        """What is gathered from now on is what the masters hold now."""
         if not self._is_window_open:
             self._epoch += 1
             if self.buffers is not None:
                 self.buffers.forward_begins(trains=self._trains)
         for group in self.groups:
             group.follow_shards()
-        if self._trains:
-            self._saved.enter_forward(is_known=self._order.is_recorded)
 
     def _refuse_whole(self) -> None:
         """Inside full_parameters a forward may compute where every rank can, but not train."""
@@ -399,12 +409,17 @@ class Runtime:
                 continue
             if group.slot is not None and group.slot.owner is not group:
                 self._claim(group)
-            if group.inner is not None and group.inner.epoch == self._epoch:
-                unit.handles.append(group.inner.gather(group.gathered, unit=unit.name))
-            else:
-                unit.handles.append(group.gather(self.comms.gather))
-            group.epoch = self._epoch
+            is_inner = group.inner is not None and group.inner.epoch == self._epoch
+            if self.join is not None:
+                self.join.gathers(unit, group, is_inner=is_inner)
+            unit.handles.append(self._gather(group, is_inner=is_inner))
         unit.move_to(State.UNSHARDING)
+
+    def _gather(self, group: Group, *, is_inner: bool) -> Handle:
+        group.epoch = self._epoch
+        if is_inner and group.inner is not None:
+            return group.inner.gather(group.gathered, unit=group.unit.name)
+        return group.gather(self.comms.gather)
 
     def _claim(self, group: Group) -> None:
         """Make ``group`` the owner of its slot; whoever lies there is evicted, or, if it computes, keeps it."""
@@ -551,6 +566,8 @@ class Runtime:
         self._entered.clear()
         self._backward = self._backward_orders[entry]
         self._backward.start()
+        if self.join is not None:
+            self.join.begins_backward()
         torch_private.at_end_of_backward(_end_callback(weakref.ref(self)))
 
     def _enter(self, unit: Unit) -> None:
@@ -588,6 +605,8 @@ class Runtime:
         if not (reduces and trained):
             return
         unit.move_to(State.REDUCING)
+        if self.join is not None:
+            self.join.reduces(unit, is_last=self.syncs_gradients)
         # The reductions before this one had a whole unit's backward to travel: moving them on first costs no time that
         # could be measured, and their receive buffers serve again.
         self._move_on()
@@ -595,6 +614,9 @@ class Runtime:
         for group in trained:
             handle = group.gradient.reduce(self.comms, self.gradients, is_last=is_last)
             self._reducing.append((unit, group, handle))
+        if self.join is not None and self.join.is_short:
+            while self._reducing:  # a rank that follows waits for the next word, not for this
+                self._move_on()
 
     def _move_on(self) -> None:
         """Begin the next phase of every reduction under way, oldest first; finish those that have come to their end."""
@@ -624,6 +646,8 @@ class Runtime:
         for unit in reversed(self._entered.copy()):
             self._finalise(unit)
         self._finish_strays()
+        if self.join is not None:
+            self.join.ends_backward(has_more=not self.syncs_gradients)
         while self._reducing:
             self._move_on()
         for unit in self.units:
@@ -687,7 +711,7 @@ class Runtime:
             return  # left on the parameter; the end of backward reports it
         group.gradient.collect_one(index, self.gradients)
 
-    def _leave_frames(self) -> None:
+    def leave_frames(self) -> None:
         """A forward was left without its hooks: nothing is under way any more."""
         self._saved.leave_forward()
         self._left.clear()
@@ -697,6 +721,48 @@ class Runtime:
                 self._wait(unit)
             self._reshard(unit)
         self._num_frames = 0
+
+    # -- following the ranks that have a batch, on one that has none (``fsdp.join``)
+
+    def follow_forward(self, *, trains: bool) -> None:
+        """An outermost forward begins on the others."""
+        self._trains = trains
+        self._refresh()
+
+    def follow_gather(self, index: int, place: int, *, is_inner: bool) -> None:
+        """The others gather a group of a unit: take part."""
+        group = self.units[index].groups[place]
+        if group.slot is not None and group.slot.owner is not group:
+            self._claim(group)
+        self._gather(group, is_inner=is_inner).wait()
+        if self._trains and group.inner is not None and not is_inner:
+            group.inner.keep(group.gathered, self._epoch)
+        group.release(poison=debug.is_on)
+
+    def follow_reduction(self, index: int, *, is_last: bool) -> None:
+        """The others reduce a unit: add nothing, or what earlier microbatches have left here."""
+        before, self.syncs_gradients = self.syncs_gradients, is_last
+        self._finalise(self.units[index])
+        self.syncs_gradients = before
+
+    def follow_end(self, *, has_more: bool) -> None:
+        """The others end their backward."""
+        while self._reducing:
+            self._move_on()
+        self._is_window_open = has_more
+
+    def known_orders(self) -> list[list[list[Any]]]:
+        """The recorded orders of forwards, evaluations and backwards, as JSON holds them."""
+        return [orders.known() for orders in self._all_orders]
+
+    def take_orders(self, known: Sequence[list[list[Any]]]) -> None:
+        """Take over what :meth:`known_orders` gave on another rank."""
+        for orders, recorded in zip(self._all_orders, known, strict=True):
+            orders.take(recorded)
+
+    @property
+    def _all_orders(self) -> tuple[Orders, ...]:
+        return self._forward_orders, self._eval_orders, self._backward_orders
 
     def _recover(self) -> None:
         """A backward raised before its end: drop what it left and start afresh."""

@@ -66,6 +66,11 @@ class GradScaler(torch.amp.GradScaler):
         runtimes = runtimes_of(optimizer)
         for runtime in runtimes:
             refuse(runtime, "sw.GradScaler")
+            if runtime.join is not None:
+                raise StateError(
+                    "sw.GradScaler inside sw.join(): a rank without a batch would not learn the scale.\n"
+                    "  Compute in bf16, which needs no scaler, or give every rank as many batches."
+                )
             for group in runtime.groups:
                 if group.dtype is torch.float16 and group.wants_gradients and not allow_fp16:
                     raise StateError(

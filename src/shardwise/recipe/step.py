@@ -52,7 +52,8 @@ def train_step(
             total += loss.detach().double()
             dtype = loss.dtype
     mean = (total / count).reshape(1)
-    runtime.comms.control.all_reduce(mean, unit="loss", divisor=runtime.comms.num_ranks).wait()
+    num_ranks = runtime.comms.num_ranks if runtime.join is None else runtime.join.count_for_loss()
+    runtime.comms.control.all_reduce(mean, unit="loss", divisor=num_ranks).wait()
     return mean.squeeze(0).to(dtype)
 
 

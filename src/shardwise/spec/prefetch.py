@@ -88,6 +88,11 @@ class AgreedOrder:
         """A whole pass has been recorded."""
         return self._recorded
 
+    def take(self, units: Sequence[int]) -> None:
+        """Take over the order that another rank has recorded."""
+        self._order = list(units)
+        self._recorded = True
+
     def start(self) -> None:
         """Begin a pass."""
         self._cursor = 0
