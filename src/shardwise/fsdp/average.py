@@ -167,6 +167,11 @@ class ExponentialMovingAverage:
         self.decay, self.num_updates = settings["decay"], settings["num_updates"]
 
     @property
+    def num_bytes(self) -> int:
+        """Bytes of the average on this rank: those of the trained weights that it updates."""
+        return sum(average.nbytes for _, average in self._averages)
+
+    @property
     def settings(self) -> dict[str, Any]:
         """What a checkpoint holds beside the tensors."""
         return {"decay": self.decay, "num_updates": self.num_updates}

@@ -19,7 +19,7 @@ from shardwise.recipe.step import LossFn, forward_loss, split_batch
 from shardwise.spec.errors import StateError
 from shardwise.spec.plan import ParallelPlan
 
-OptimizerFactory = Callable[[Iterable[nn.Parameter]], torch.optim.Optimizer]
+OptimizerFactory = Callable[[Iterable[Any]], torch.optim.Optimizer]
 
 
 @dataclass(frozen=True)
@@ -79,6 +79,7 @@ def parity(
     plans: Sequence[ParallelPlan] | Mapping[str, ParallelPlan],
     *,
     optimizer: OptimizerFactory | None = None,
+    parameters: Callable[[nn.Module], Iterable[Any]] = nn.Module.parameters,
     max_norm: float = 1.0,
 ) -> ParityReport:
     """Train under every plan and in one plain process, and compare losses, gradient norms and parameters.
@@ -94,6 +95,7 @@ def parity(
         loss_fn: As for ``sw.train_step``.
         plans: What to compare; a mapping gives names.
         optimizer: From parameters to an element-wise optimizer; AdamW with lr 1e-3 by default.
+        parameters: From a model, plain or parallelized, to what its optimizer gets.
         max_norm: Gradients are clipped to this norm, so that clipping is compared too.
 
     Returns:
@@ -114,7 +116,7 @@ def parity(
     group = join_world(device)
     rank, size = group.rank(), group.size()
     parts = [split_batch(batch, size) for batch in batches]
-    job = _Job(build_model, parts, loss_fn, make, max_norm)
+    job = _Job(build_model, parts, loss_fn, lambda model: make(parameters(model)), max_norm)
     named = plans if isinstance(plans, Mapping) else _named(plans)
     local_size = ranks_per_machine(size)
     group_sizes = {name: plan.mesh(size, local_size).dp_shard for name, plan in named.items()}
@@ -140,14 +142,14 @@ class _Job:
     build_model: Callable[[], nn.Module]
     parts: Sequence[Sequence[Any]]  # by step, by rank
     loss_fn: LossFn | None
-    make_optimizer: OptimizerFactory
+    make_optimizer: Callable[[nn.Module], torch.optim.Optimizer]
     max_norm: float
 
 
 def _one_process(job: _Job, group_size: int) -> _Run:
     """Gradients are added up inside each group of ``group_size`` ranks, then over the groups."""
     model = job.build_model()
-    optimizer = job.make_optimizer(model.parameters())
+    optimizer = job.make_optimizer(model)
     parameters = [p for p in model.parameters() if p.requires_grad]
     run = _Run([], [], {})
     for microbatches in job.parts:
@@ -193,7 +195,7 @@ def _put_buffers(model: nn.Module, values: Sequence[Tensor]) -> None:
 
 def _one_plan(job: _Job, plan: ParallelPlan, rank: int) -> _Run:
     model = parallelize(job.build_model(), plan)
-    optimizer = job.make_optimizer(model.parameters())
+    optimizer = job.make_optimizer(model)
     run = _Run([], [], {})
     for microbatches in job.parts:
         loss = forward_loss(model, microbatches[rank], job.loss_fn)

@@ -10,6 +10,8 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
+import shardwise as sw
+from shardwise.fsdp.attach import attachment_of
 from shardwise.spec.errors import ConfigError
 from shardwise.train.check import Resolved
 from shardwise.train.config import Config, OptimizerSection
@@ -36,18 +38,26 @@ def loss_of(config: Config) -> Loss:
     return _logits_loss if config.model.hf is not None else _own_loss
 
 
-def build_optimizer(section: OptimizerSection, parameters: Iterable[nn.Parameter]) -> torch.optim.Optimizer:
-    """The optimizer, in two groups: weight decay acts only where ``p.dim() >= 2``."""
-    trained = [p for p in parameters if p.requires_grad]
-    groups = [
-        {"params": [p for p in trained if p.dim() >= 2], "weight_decay": section.weight_decay},
+def parameter_groups(section: OptimizerSection, model: nn.Module) -> list[dict[str, Any]]:
+    """Two groups: weight decay acts only where ``p.dim() >= 2``. Of a parallelized model as flat tensors, if wanted."""
+    if section.flat and attachment_of(model) is not None:
+        return sw.flat_parameters(model, decay=lambda _, p: p.dim() >= 2)
+    trained = [p for p in model.parameters() if p.requires_grad]
+    groups: list[dict[str, Any]] = [
+        {"params": [p for p in trained if p.dim() >= 2]},
         {"params": [p for p in trained if p.dim() < 2], "weight_decay": 0.0},
     ]
-    groups = [group for group in groups if group["params"]]
+    return [group for group in groups if group["params"]]
+
+
+def build_optimizer(section: OptimizerSection, groups: Iterable[Any]) -> torch.optim.Optimizer:
+    """The optimizer over :func:`parameter_groups`."""
+    decay = section.weight_decay
     if section.name == "sgd":
-        return torch.optim.SGD(groups, lr=section.lr, momentum=section.momentum or 0.0)
+        return torch.optim.SGD(groups, lr=section.lr, momentum=section.momentum or 0.0, weight_decay=decay)
     kind = torch.optim.AdamW if section.name == "adamw" else torch.optim.Adam
-    return kind(groups, lr=section.lr, betas=section.betas or (0.9, 0.95), eps=section.eps or 1e-8)
+    betas, eps = section.betas or (0.9, 0.95), section.eps or 1e-8
+    return kind(groups, lr=section.lr, betas=betas, eps=eps, weight_decay=decay)
 
 
 def set_lr(optimizer: torch.optim.Optimizer, lr: float) -> None:

@@ -118,6 +118,9 @@ class OptimizerSection(Section):
     eps: PositiveFloat | None = Field(None, description="adamw, adam: 1e-8")
     weight_decay: NonNegativeFloat = 0.1
     momentum: Annotated[float, Field(ge=0.0, lt=1.0)] | None = Field(None, description="sgd: 0.9")
+    flat: bool = Field(
+        default=True, description="one tensor per unit instead of one per name: faster, the same numbers"
+    )
 
 
 class ScheduleSection(Section):
@@ -141,6 +144,9 @@ class TrainSection(Section):
         1.0, description="null: no clipping, the norm is recorded all the same"
     )
     eval_every: Positive | None = Field(100, description="steps between evaluations, also at both ends; null: none")
+    ema_decay: Annotated[float, Field(ge=0.0, lt=1.0)] | None = Field(
+        None, description="evaluate a moving average of the weights, such as 0.999; checkpoints hold it too"
+    )
     eval_batches: Positive = Field(8, description="global batches of held-out samples per evaluation")
 
 

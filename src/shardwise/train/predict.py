@@ -16,6 +16,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 
 import shardwise as sw
 from shardwise.fsdp import recompute
+from shardwise.fsdp.average import ExponentialMovingAverage
 from shardwise.fsdp.wrap import find_units
 from shardwise.recipe.storage import StorageCount
 from shardwise.train.build import build_model, loss_of
@@ -23,7 +24,13 @@ from shardwise.train.check import Resolved
 from shardwise.train.control import Control
 
 
-def predict(resolved: Resolved, model: nn.Module, control: Control, device: torch.device) -> dict[str, int]:
+def predict(
+    resolved: Resolved,
+    model: nn.Module,
+    average: ExponentialMovingAverage | None,
+    control: Control,
+    device: torch.device,
+) -> dict[str, int]:
     """Bytes by category on the rank that will hold most; their sum is the predicted peak.
 
     Small gradients that wait for the end of their unit's backward (``spec.footprint.waiting_bytes``) are not in it: by
@@ -36,6 +43,8 @@ def predict(resolved: Resolved, model: nn.Module, control: Control, device: torc
     section = resolved.config.optimizer
     if section.name == "sgd":  # the footprint is Adam's: two state tensors where momentum has one
         held["optimizer"] = held["optimizer"] // 2 if section.momentum else 0
+    if average is not None:
+        held["average"] = average.num_bytes
     activations = activation_bytes(resolved, device)
     if activations is not None:
         held["activations"] = activations

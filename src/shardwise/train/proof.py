@@ -12,7 +12,7 @@ from torch import nn
 import shardwise as sw
 from shardwise.recipe.parity import ParityReport
 from shardwise.train.batch import to_tensors
-from shardwise.train.build import build_model, build_optimizer
+from shardwise.train.build import build_model, build_optimizer, parameter_groups
 from shardwise.train.check import Resolved
 from shardwise.train.data import Data
 from shardwise.train.random_state import seed_all
@@ -52,7 +52,8 @@ def compare_with_one_process(
             [batch(step) for step in range(num_steps)],
             None,
             plans,
-            optimizer=lambda parameters: build_optimizer(config.optimizer, parameters),
+            optimizer=lambda groups: build_optimizer(config.optimizer, groups),
+            parameters=lambda model: parameter_groups(config.optimizer, model),
             max_norm=config.train.clip_grad_norm or float("inf"),
         )
     finally:

@@ -11,7 +11,15 @@ from shardwise.spec.errors import CheckpointError, ConfigError
 from shardwise.train.config import Config, differences
 from shardwise.train.text import printable
 
-_FREE = ("train.steps", "log", "checkpoint", "parallel", "train.micro_batch_size", "train.gradient_accumulation_steps")
+_FREE = (
+    "train.steps",
+    "log",
+    "checkpoint",
+    "parallel",
+    "train.micro_batch_size",
+    "train.gradient_accumulation_steps",
+    "optimizer.flat",  # the same numbers either way
+)
 
 
 def find_checkpoint(run_dir: Path, wanted: str) -> Path:

@@ -21,7 +21,7 @@ from shardwise.spec.errors import ShardwiseError, StorageError
 from shardwise.spec.units import size
 from shardwise.train import random_state, rundir
 from shardwise.train.batch import evaluate, held_out_samples, to_tensors
-from shardwise.train.build import build_model, build_optimizer, loss_of, set_lr
+from shardwise.train.build import build_model, build_optimizer, loss_of, parameter_groups, set_lr
 from shardwise.train.check import Resolved
 from shardwise.train.control import Control
 from shardwise.train.data import open_data
@@ -171,7 +171,9 @@ class _Trainer:
         self.loss_of = loss_of(config)
         self.model, self.optimizer = self._build()
         self.scaler = sw.GradScaler(device.type, enabled=needs_scaler(self.model))
-        self.predicted_bytes = predict(resolved, self.model, control, device)
+        decay = config.train.ema_decay
+        self.average = None if decay is None else sw.ExponentialMovingAverage(self.model, decay)
+        self.predicted_bytes = predict(resolved, self.model, self.average, control, device)
         self.saves = Checkpoints(
             directory, run_id=directory.name, keep=config.checkpoint.keep, control=control, device=device
         )
@@ -181,7 +183,7 @@ class _Trainer:
         model = build_model(self.resolved, self.device)
         model.train()
         model = sw.parallelize(model, self.resolved.plan)
-        return model, build_optimizer(self.config.optimizer, model.parameters())
+        return model, build_optimizer(self.config.optimizer, parameter_groups(self.config.optimizer, model))
 
     # --- the run -----------------------------------------------------------------------------------------------------
 
@@ -218,7 +220,7 @@ class _Trainer:
         else:
             path = Path(self.control.on_first(lambda: str(find_checkpoint(self.directory, resume))))
             changes = self.control.on_first(lambda: check_config(saved_config(path), self.config))
-            state = self.saves.load(path, self.model, self.optimizer)
+            state = self.saves.load(path, self.model, self.optimizer, self.average)
             self.sampler.load_state(state["sampler"])
             saved_hash = state["data"]
             self.done = Progressed(**{**state["progress"], "step": state["step"]})
@@ -284,6 +286,8 @@ class _Trainer:
             self.scaler.step(self.optimizer)
             self.scaler.update()
             self.optimizer.zero_grad()
+            if self.average is not None:
+                self.average.update()
         self.peak_bytes = max(self.peak_bytes, int(max(row[2] for row in rows)), memory.peak_bytes if memory else 0)
         self.measured_steps += 1
         self._record(
@@ -376,15 +380,16 @@ class _Trainer:
     def _evaluate(self) -> None:
         if not self.config.train.eval_every:
             return
-        loss = evaluate(
-            self.model,
-            self.loss_of,
-            self.data.held_out,
-            batch=self.resolved.batch,
-            count=self.num_held_out,
-            control=self.control,
-            rank=self.reader,
-        )
+        with self.average.swapped_in() if self.average is not None else contextlib.nullcontext():
+            loss = evaluate(
+                self.model,
+                self.loss_of,
+                self.data.held_out,
+                batch=self.resolved.batch,
+                count=self.num_held_out,
+                control=self.control,
+                rank=self.reader,
+            )
         done = self.done
         done.eval_loss_first = loss if done.eval_loss_first is None else done.eval_loss_first
         done.eval_loss_final = loss
@@ -402,7 +407,7 @@ class _Trainer:
             "strategy": str(self.config.parallel.strategy),
             "mesh": self.resolved.mesh.sizes,
         }
-        message = self.saves.save(self.model, self.optimizer, step=self.done.step, state=state)
+        message = self.saves.save(self.model, self.optimizer, self.average, step=self.done.step, state=state)
         if message:
             self.progress.say(message)
 

@@ -11,6 +11,7 @@ from torch import nn
 
 import shardwise as sw
 from shardwise.checkpoint import CHECKPOINTS, open_checkpoint, publish_latest, retain, step_directory
+from shardwise.fsdp.average import ExponentialMovingAverage
 from shardwise.spec.errors import CheckpointError, StorageError
 from shardwise.train import random_state
 from shardwise.train.control import Control
@@ -32,7 +33,13 @@ class Checkpoints:
         self._known_good: list[Path] = []
 
     def save(
-        self, model: nn.Module, optimizer: torch.optim.Optimizer, *, step: int, state: dict[str, Any]
+        self,
+        model: nn.Module,
+        optimizer: torch.optim.Optimizer,
+        average: ExponentialMovingAverage | None = None,
+        *,
+        step: int,
+        state: dict[str, Any],
     ) -> str | None:
         """Save a step, publish it, and remove what is older than the kept ones.
 
@@ -50,7 +57,7 @@ class Checkpoints:
         generators = self._control.all_json(random_state.capture(self._device))
         held = {**state, "step": step, "run_id": self._run_id, "random": generators}
         try:
-            sw.save(path, model, optimizer, state=held)
+            sw.save(path, model, optimizer, state=held, average=average)
             refused = self._control.on_first(lambda: self._publish(path))
         except StorageError as error:
             kept = f"step {self.saved_step} is kept" if self.saved_step else "there is no earlier checkpoint"
@@ -59,13 +66,19 @@ class Checkpoints:
         self.saved_step = step
         return "\n".join(f"WARNING: checkpoint {line}" for line in refused) or None
 
-    def load(self, path: Path, model: nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, Any]:
-        """Fill model and optimizer from a checkpoint and return its state.
+    def load(
+        self,
+        path: Path,
+        model: nn.Module,
+        optimizer: torch.optim.Optimizer,
+        average: ExponentialMovingAverage | None = None,
+    ) -> dict[str, Any]:
+        """Fill model, optimizer and average from a checkpoint and return its state.
 
         Raises:
             CheckpointError: It is damaged, or of another model or optimizer.
         """
-        state = sw.load(path, model, optimizer)
+        state = sw.load(path, model, optimizer, average=average)
         if not isinstance(state.get("step"), int) or not isinstance(state.get("progress"), dict):
             raise CheckpointError(
                 f"{path} was not saved by `shardwise train`: it has no step or progress.\n  Load it with sw.load()."

@@ -15,14 +15,15 @@ from torch import nn
 
 from shardwise.models.shape import PRESETS
 from shardwise.spec.errors import CheckpointError
+from shardwise.spec.units import size
 from shardwise.train import random_state
-from shardwise.train.build import build_model, build_optimizer, loss_of, set_lr
+from shardwise.train.build import build_model, build_optimizer, loss_of, parameter_groups, set_lr
 from shardwise.train.check import resolve
 from shardwise.train.config import OptimizerSection, read_draft
 from shardwise.train.metrics import flops_per_token, peak_flops
 from shardwise.train.predict import activation_bytes
 from shardwise.train.stop import INTERRUPTED, STOPPED, StopRequest, exit_code
-from shardwise.train.text import printable, size
+from shardwise.train.text import printable
 
 CPU = torch.device("cpu")
 
@@ -32,7 +33,9 @@ CPU = torch.device("cpu")
 )
 def test_weight_decay_acts_on_weights_and_not_on_biases_and_norms(name: str, kind: type) -> None:
     model = nn.Sequential(nn.Linear(4, 4), nn.LayerNorm(4))
-    optimizer = build_optimizer(OptimizerSection(name=name, lr=0.5, weight_decay=0.25), model.parameters())
+    optimizer = build_optimizer(
+        OptimizerSection(name=name, lr=0.5, weight_decay=0.25), parameter_groups(OptimizerSection(), model)
+    )
     assert type(optimizer) is kind
     decay, plain = optimizer.param_groups
     assert (decay["weight_decay"], plain["weight_decay"]) == (0.25, 0.0)
@@ -45,7 +48,7 @@ def test_weight_decay_acts_on_weights_and_not_on_biases_and_norms(name: str, kin
 def test_frozen_parameters_are_left_out_and_sgd_has_momentum() -> None:
     model = nn.Linear(4, 4)
     model.bias.requires_grad_(False)
-    optimizer = build_optimizer(OptimizerSection(name="sgd", momentum=0.5), model.parameters())
+    optimizer = build_optimizer(OptimizerSection(name="sgd", momentum=0.5), parameter_groups(OptimizerSection(), model))
     assert len(optimizer.param_groups) == 1
     assert optimizer.param_groups[0]["momentum"] == 0.5
 
