@@ -16,6 +16,7 @@ _LAZY = {
     "PrecisionPolicy": "shardwise.spec.precision",
     "RecomputePolicy": "shardwise.spec.recompute",
     "bf16_supported": "shardwise.fsdp.precision",
+    "block": "shardwise.spec.granularity",
     "wrap_by_class": "shardwise.spec.wrap",
     "wrap_by_name": "shardwise.spec.wrap",
     "wrap_by_size": "shardwise.spec.wrap",
@@ -50,6 +51,7 @@ _LAZY = {
     "declare_elementwise": "shardwise.fsdp.optimizer",
     "deferred_init": "shardwise.fsdp.deferred",
     "flat_parameters": "shardwise.fsdp.flat",
+    "declare_granularity": "shardwise.fsdp.optimizer",
     "full_state_dict": "shardwise.fsdp.state",
     "load_full_state_dict": "shardwise.fsdp.state",
     "GradScaler": "shardwise.fsdp.scaler",
@@ -82,9 +84,11 @@ __all__ = [
     "StorageError",
     "__version__",
     "bf16_supported",
+    "block",
     "clip_grad_norm",
     "convert_sync_batchnorm",
     "declare_elementwise",
+    "declare_granularity",
     "deferred_init",
     "dry_run",
     "flat_parameters",
@@ -120,7 +124,7 @@ if TYPE_CHECKING:
     from shardwise.fsdp.flat import flat_parameters
     from shardwise.fsdp.in_backward import optimizer_in_backward
     from shardwise.fsdp.join import join
-    from shardwise.fsdp.optimizer import declare_elementwise
+    from shardwise.fsdp.optimizer import declare_elementwise, declare_granularity
     from shardwise.fsdp.precision import bf16_supported
     from shardwise.fsdp.scaler import GradScaler
     from shardwise.fsdp.state import full_state_dict, load_full_state_dict
@@ -145,6 +149,7 @@ if TYPE_CHECKING:
         StateError,
         StorageError,
     )
+    from shardwise.spec.granularity import block
     from shardwise.spec.placement import Placements
     from shardwise.spec.plan import ParallelPlan
     from shardwise.spec.precision import PrecisionPolicy

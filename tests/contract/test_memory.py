@@ -194,6 +194,26 @@ def test_bytes_held_equal_the_closed_form_in_every_category(world):
             assert measured == predicted, f"rank {rank}: {preset}"
 
 
+def measure_granularities():
+    return {
+        (preset, granularity): measure_categories(preset, granularity=granularity)
+        for preset in ("zero1", "zero2", "zero3")
+        for granularity in ("row", "tensor")
+    }
+
+
+def test_bytes_held_where_slices_are_unequal_equal_the_closed_form():
+    totals = set()
+    for rank, results in enumerate(run_on_ranks(measure_granularities, 3)):
+        for case, (measured, predicted) in results.items():
+            for found in (measured, predicted):
+                if case[0] == "zero1":  # where a rank owns nothing of a unit, no .grad shows whose the buffer is
+                    found["reduce"] += found.pop("gradients")
+            assert measured == predicted, f"rank {rank}: {case}"
+        totals.add(results["zero3", "tensor"][0]["parameters"])
+    assert len(totals) > 1  # the ranks do hold different amounts
+
+
 @pytest.mark.parametrize("world", [1, 2, 4])
 def test_bytes_held_are_those_of_zeros_table_in_single_precision(world):
     """Within what padding, headers and counters add: 2% of the table's own numbers."""

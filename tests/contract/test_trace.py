@@ -32,12 +32,9 @@ def record(name: str, preset: str, accumulation: str, num_microbatches: int, **o
     """What each microbatch of the second step sent, and what was predicted for it."""
     if name == "merged":
         options["merge_units"] = 2 * BLOCK_BYTES
-    model = sw.parallelize(
-        build(name),
-        sw.ParallelPlan(
-            strategy=preset, accumulation=accumulation, auto_wrap_policy=models.wrap_policy(name), **options
-        ),
-    )
+    policy = models.wrap_policy(name)
+    plan = sw.ParallelPlan(strategy=preset, accumulation=accumulation, auto_wrap_policy=policy, **options)
+    model = sw.parallelize(build(name), plan)
     runtime = runtime_of(model, "test")
     optimizer = torch.optim.SGD(model.parameters(), lr=1e-2)
     rank = distributed.get_rank()
@@ -79,6 +76,21 @@ def on_ranks(world):
 @pytest.mark.parametrize("world", [1, 2, 3])
 def test_the_recorded_collectives_are_the_predicted_ones(world):
     for rank, results in enumerate(on_ranks(world)):
+        for case, (recorded, predicted) in results.items():
+            assert recorded == predicted, f"rank {rank}: {case}"
+
+
+def record_granularities():
+    return {
+        (granularity, preset): record("odd", preset, "auto", 1, granularity=granularity)
+        for granularity in (("block", 100), "row", "tensor")
+        for preset in ("zero1", "zero3")
+    }
+
+
+@pytest.mark.parametrize("world", [2, 3])
+def test_unequal_slices_send_what_is_predicted(world):
+    for rank, results in enumerate(run_on_ranks(record_granularities, world)):
         for case, (recorded, predicted) in results.items():
             assert recorded == predicted, f"rank {rank}: {case}"
 

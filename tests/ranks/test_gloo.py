@@ -111,6 +111,37 @@ def check_from_and_to_one_rank():
         assert_same_bits(part, own)
 
 
+def uneven_cuts(size: int) -> list[int]:
+    """Slices of many sizes, the first and the third empty."""
+    return [0, *itertools.accumulate([0, 5, 0, 130, 64, 1, 2000, 7][:size])]
+
+
+def check_uneven():
+    comm = open_comm()
+    cuts = uneven_cuts(comm.size)
+    numel, own = cuts[-1], slice(cuts[comm.rank], cuts[comm.rank + 1])
+    for dtype in DTYPES:
+        pieces = [content(rank, stop - start, dtype) for rank, (start, stop) in enumerate(itertools.pairwise(cuts))]
+        everything = torch.cat(pieces)
+        buffer = torch.full((numel,), 99, dtype=dtype)
+        buffer[own] = pieces[comm.rank]
+        comm.all_gather(buffer, unit="u", cuts=cuts).wait()
+        assert_same_bits(buffer, everything)
+        for divisor, is_in_place in itertools.product((1, 3) if dtype.is_floating_point else (1,), (False, True)):
+            buffer = content(comm.rank, numel, dtype)
+            out = buffer[own] if is_in_place else torch.full((own.stop - own.start,), 99, dtype=dtype)
+            comm.reduce_scatter(buffer, out, unit="u", divisor=divisor, cuts=cuts).wait()
+            assert_same_bits(out, naive_sum(numel, dtype, comm.size, divisor)[own])
+        for root in {0, comm.size - 1}:
+            out = torch.full((numel,), 99, dtype=dtype) if comm.rank == root else None
+            comm.gather(pieces[comm.rank], out, root=root, unit="u", cuts=cuts).wait()
+            if out is not None:
+                assert_same_bits(out, everything)
+            part = torch.full_like(pieces[comm.rank], 99)
+            comm.scatter(everything if comm.rank == root else None, part, root=root, unit="u", cuts=cuts).wait()
+            assert_same_bits(part, pieces[comm.rank])
+
+
 def check_large():
     comm = open_comm()
     numel = 1_000_000 // comm.size * comm.size
@@ -131,6 +162,7 @@ def check_results():
     check_reduce_scatter()
     check_all_reduce()
     check_from_and_to_one_rank()
+    check_uneven()
     check_large()
     open_comm().barrier()
 
@@ -314,6 +346,52 @@ def test_bytes_are_the_minimum_and_the_recorder_counts_the_same(world):
             assert recorded == sent
 
 
+def count_uneven_bytes():
+    """Bytes of each collective over slices of other sizes: sent, and by the recorder."""
+    found = []
+    comm = open_comm()
+    cuts = uneven_cuts(comm.size)
+    for each in (comm, RecordComm("dp_shard", rank=comm.rank, size=comm.size)):
+        whole, part = torch.zeros(cuts[-1]), torch.zeros(cuts[comm.rank + 1] - cuts[comm.rank])
+        root = comm.rank == 0
+        with each.record() as events:
+            for handle in (
+                each.all_gather(whole, unit="u", cuts=cuts),
+                each.reduce_scatter(whole, part, unit="u", cuts=cuts),
+                each.gather(part, whole if root else None, root=0, unit="u", cuts=cuts),
+                each.scatter(whole if root else None, part, root=0, unit="u", cuts=cuts),
+            ):
+                handle.wait()
+        found.append([(event.kind, event.sent_bytes) for event in events])
+    return found
+
+
+@pytest.mark.parametrize("world", [1, 2, 4])
+def test_unequal_slices_send_what_each_peer_needs_and_empty_ones_nothing(world):
+    cuts = uneven_cuts(world)
+    for rank, (sent, recorded) in enumerate(run_on_ranks(count_uneven_bytes, world)):
+        own, numel = cuts[rank + 1] - cuts[rank], cuts[-1]
+        assert sent == [
+            ("all_gather", 4 * (world - 1) * own),
+            ("reduce_scatter", 4 * (numel - own)),
+            ("gather", 4 * own if rank else 0),
+            ("scatter", 0 if rank else 4 * (numel - own)),
+        ]
+        assert recorded == sent
+
+
+def uneven_scratch():
+    """Receive buffers over slices of other sizes: the largest is kept and serves them all."""
+    comm = open_comm()
+    for numel in (10, 1000, 500, 10):
+        comm.reduce_scatter(torch.zeros(numel), torch.zeros(numel // comm.size), unit="u").wait()
+    return [buffer.numel() for buffer in comm._scratch.free]
+
+
+def test_one_receive_buffer_serves_sums_of_every_size():
+    assert run_on_ranks(uneven_scratch, 2) == [[500]] * 2
+
+
 def reuse_scratch():
     """The receive buffers of sums that follow one another are the same."""
     comm = open_comm()
@@ -321,9 +399,9 @@ def reuse_scratch():
     held = set()
     for _ in range(4):
         comm.reduce_scatter(torch.zeros(1000 * comm.size), out, unit="u").wait()
-        held.add(tuple(tensor.data_ptr() for free in comm._scratch.values() for tensor in free))
+        held.add(tuple(buffer.data_ptr() for buffer in comm._scratch.free))
     comm.close()
-    return len(held), len(comm._scratch)
+    return len(held), len(comm._scratch.free)
 
 
 def test_receive_buffers_are_reused_until_the_comm_is_closed():

@@ -81,7 +81,6 @@ def attempts():
     texts = {}
     makers = {
         "LBFGS": lambda p: torch.optim.LBFGS(p, max_iter=1),
-        "Adafactor": torch.optim.Adafactor,
         "Stranger": Stranger,
         "Harmless": lambda p: Harmless(p, lr=0.1),
     }
@@ -107,18 +106,6 @@ def attempts():
                 optimizer.step(*args)
             texts[name] = str(caught.value)
             assert all(torch.equal(a, b.detach()) for a, b in zip(before, model.parameters(), strict=True))
-    if hasattr(torch.optim, "Muon"):
-        for strategy in ("ddp", "zero3"):
-            model = sw.parallelize(Chain(), sw.ParallelPlan(strategy=strategy))
-            matrices = [p for p in model.parameters() if p.dim() == 2]
-            optimizer = torch.optim.Muon(matrices, lr=0.01)
-            plain_loss(model, 0, 0).backward()
-            if strategy == "ddp":
-                optimizer.step()
-                continue
-            with pytest.raises(StateError) as caught:
-                optimizer.step()
-            texts["Muon"] = str(caught.value)
     return texts
 
 
@@ -128,7 +115,7 @@ def test_optimizers_that_look_beyond_an_element_are_refused_where_parameters_are
             assert text.startswith(f"{name} is not known to work element by element, but parameter '")
             assert f"sw.declare_elementwise({name})" in text
             assert "Use strategy 'ddp', an element-wise optimizer" in text
-        assert {"LBFGS", "Adafactor", "Stranger", "Harmless"} <= set(texts)
+        assert {"LBFGS", "Stranger", "Harmless"} == set(texts)
 
 
 def whole_stranger():
@@ -140,9 +127,9 @@ def declared():
     assert sw.declare_elementwise(Harmless) is Harmless
     for strategy in SPLIT:
         compare(Chain, plain_loss, strategy, optimizer=lambda p: Harmless(p, lr=0.1))
-    with pytest.raises(TypeError, match="takes an optimizer class"):
+    with pytest.raises(TypeError, match="an optimizer class is expected"):
         sw.declare_elementwise("Harmless")
-    checks._ELEMENTWISE.discard(Harmless)
+    del checks._NEEDS[Harmless]
 
 
 def test_a_stranger_is_right_under_ddp_and_a_declared_one_everywhere():

@@ -21,6 +21,7 @@ from torch import Tensor
 
 from shardwise.comm import progress
 from shardwise.comm.base import Chain, CollectiveEvent, Comm, Done, Handle
+from shardwise.comm.scratch import Scratch
 from shardwise.spec.errors import CommError
 
 if TYPE_CHECKING:
@@ -64,7 +65,7 @@ class GlooComm(Comm):
         self._watch = watch
         self._sequence = 0
         self._hashes: dict[tuple[str, str, int], int] = {}
-        self._scratch: dict[tuple[int, torch.dtype], list[Tensor]] = {}
+        self._scratch = Scratch()
         # Peers in an order that differs from rank to rank, so that not all send to rank 0 first.
         self._peers = tuple((self.rank + step) % self.size for step in range(1, self.size))
 
@@ -185,7 +186,7 @@ class GlooComm(Comm):
         if self.size == 1:
             _sum_in_order([own], out, divisor)
             return _DONE
-        scratch = self._take_scratch(own.numel() * (self.size - 1), own.dtype)
+        scratch = self._scratch.take(own.numel() * (self.size - 1), own.dtype, own.device)
         exchange = self._exchange(issued, tag)
         terms: list[Tensor] = [own] * self.size
         for place, peer in enumerate(self._peers):
@@ -196,14 +197,10 @@ class GlooComm(Comm):
 
         def finish() -> None:
             _sum_in_order(terms, out, divisor)
-            self._scratch[scratch.numel(), scratch.dtype].append(scratch)
+            self._scratch.give(scratch)
 
         exchange.on_received = finish
         return exchange
-
-    def _take_scratch(self, numel: int, dtype: torch.dtype) -> Tensor:
-        free = self._scratch.setdefault((numel, dtype), [])
-        return free.pop() if free else torch.empty(numel, dtype=dtype)
 
 
 class _Exchange(Handle):

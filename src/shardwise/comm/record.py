@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 
 from shardwise.comm.base import Comm, Done, Handle
+from shardwise.comm.scratch import Scratch
 from shardwise.spec.errors import CommError
 
 
@@ -31,12 +32,12 @@ class RecordComm(Comm):
             raise CommError(f"rank {rank} is not one of 0 to {size - 1}.\n  Choose a rank below the number of ranks.")
         super().__init__(axis, rank, size, torch.device(device))
         self._receives = receives
-        self._scratch: dict[tuple[int, torch.dtype], list[Tensor]] = {}
+        self._scratch = Scratch()
 
     @property
     def held_bytes(self) -> int:
         """Bytes of the receive buffers that are free now."""
-        return sum(buffer.nbytes for free in self._scratch.values() for buffer in free)
+        return sum(buffer.nbytes for buffer in self._scratch.free)
 
     def _note(self, kind: str, unit: str, buffer: Tensor, sent_numel: int) -> Handle:
         self._event(kind, unit, buffer).sent_bytes = sent_numel * buffer.element_size()
@@ -97,19 +98,17 @@ class RecordComm(Comm):
         """Hold what the peers' slices would be received into until the handle is waited for."""
         if not self._receives or self.size == 1:
             return Done()
-        key = own.numel() * (self.size - 1), own.dtype
-        free = self._scratch.setdefault(key, [])
-        return _Received(free, free.pop() if free else torch.empty(key[0], dtype=own.dtype, device=own.device))
+        return _Received(self._scratch, self._scratch.take(own.numel() * (self.size - 1), own.dtype, own.device))
 
 
 class _Received(Handle):
     """Gives its receive buffer back when it is waited for."""
 
-    def __init__(self, free: list[Tensor], buffer: Tensor) -> None:
-        self._free = free
+    def __init__(self, scratch: Scratch, buffer: Tensor) -> None:
+        self._scratch = scratch
         self._buffer: Tensor | None = buffer
 
     def wait(self) -> None:
         if self._buffer is not None:
-            self._free.append(self._buffer)
+            self._scratch.give(self._buffer)
             self._buffer = None

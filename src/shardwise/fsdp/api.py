@@ -20,6 +20,7 @@ from shardwise.fsdp.runtime import Runtime
 from shardwise.fsdp.sync import synchronise
 from shardwise.fsdp.unit import Unit
 from shardwise.spec.errors import MeshError, PlanError, StateError
+from shardwise.spec.granularity import ELEMENT, TENSOR, Granularity
 from shardwise.spec.placement import PRESETS, Placements
 from shardwise.spec.plan import check_inner_size
 from shardwise.spec.precision import FULL_PRECISION, PrecisionPolicy
@@ -39,6 +40,7 @@ def shard_model(
     policy: PrecisionPolicy = FULL_PRECISION,
     quantization: Quantization = NO_QUANTIZATION,
     reshard_after_forward: str | bool | int = "auto",
+    granularity: Granularity = ELEMENT,
     accumulates_sharded: bool | None = None,
     defers_replicate: bool = False,
     num_gradient_buffers: int = NUM_GRADIENT_BUFFERS,
@@ -58,6 +60,7 @@ def shard_model(
         quantization: What is held or sent in fewer bytes.
         reshard_after_forward: ``"auto"``: as the row says, and the root stays gathered from forward to backward. A
             number: kept sharded over so many ranks, for which ``comms`` has an inner Comm.
+        granularity: What a cut never divides.
         accumulates_sharded: ``None``: as the row says (ddp and zero1 keep local sums, the others reduce every time).
         defers_replicate: Reduce every time, but over ``dp_replicate`` only with the last microbatch.
         num_gradient_buffers: Full-size gradient buffers per size class.
@@ -79,6 +82,7 @@ def shard_model(
     policies.install_casts(model, unit_modules)
     recomputed = recompute.install(model, unit_modules, recompute_policy)
     modules = {"": model, **unit_modules}
+    ranks = build.assign_ranks(owned.values(), row, comms.gather.size) if granularity == TENSOR else {}
     units: dict[str, Unit] = {}
     for names in build.merge_units(
         model, unit_modules, owned, policies=policies, quantization=quantization, limit=merge_limit
@@ -95,6 +99,8 @@ def shard_model(
             inner_size=inner_size,
             policies=policies,
             quantization=quantization,
+            granularity=granularity,
+            ranks=ranks,
         )
         units[names[0]].recomputed_in = recompute.enclosing(names[0], recomputed)
     _check_quantization(units.values(), quantization)

@@ -22,6 +22,7 @@ from shardwise.fsdp.unit import Owner, Unit
 from shardwise.fsdp.view import is_dense
 from shardwise.fsdp.wrap import chain_of
 from shardwise.spec.errors import StateError
+from shardwise.spec.granularity import ELEMENT, Granularity, assign
 from shardwise.spec.layout import GroupLayout, ParamSpec
 from shardwise.spec.merge import Mergeable, default_limit, merge, merged_name
 from shardwise.spec.placement import PRESETS, Placements
@@ -128,6 +129,8 @@ def make_unit(
     inner_size: int | None = None,
     policies: Policies,
     quantization: Quantization = NO_QUANTIZATION,
+    granularity: Granularity = ELEMENT,
+    ranks: Mapping[int, int] | None = None,
 ) -> Unit:
     """Shard the parameters of one unit: their storage is replaced by this rank's slice.
 
@@ -140,6 +143,8 @@ def make_unit(
         inner_size: It then stays sharded over so many ranks.
         policies: In which dtypes to compute and reduce.
         quantization: What is held in 8 bits.
+        granularity: What a cut never divides.
+        ranks: With granularity ``tensor``: those of :func:`assign_ranks`.
     """
     unit = Unit(merged_name(tuple(modules)) or ROOT, modules, reshards=reshards, inner_size=inner_size)
     kinds: dict[Kind, list[OwnedParameter]] = {}
@@ -152,9 +157,15 @@ def make_unit(
         entries = sorted(found, key=lambda entry: entry.parameter.dim() < 2)
         specs = [_spec(entry, dtypes[0]) for entry in entries]
         held_in = [dtype_name(dtype) for dtype in dtypes] + [form] * (form != "none")
-        layout = GroupLayout.build(specs, comms.gather.size, dtypes=held_in)
         # Frozen parameters of a replicated row never change: they stay whole, and nothing is sent for them.
         group_row = row if is_trainable or row.shards_parameters else PRESETS["ddp"]
+        layout = GroupLayout.build(
+            specs,
+            comms.gather.size,
+            dtypes=held_in,
+            granularity=granularity if group_row.shards_optimizer else ELEMENT,
+            owners=[ranks[id(entry.parameter)] for entry in entries] if ranks and group_row.shards_optimizer else None,
+        )
         shards = [entry.parameter for entry in entries]
         given = unit, layout, group_row, shards
         place = {"rank": comms.gather.rank, "num_ranks": comms.num_ranks}
@@ -214,6 +225,24 @@ def merge_units(
         kind = frozenset(_kind(entry, policies, quantization) for entry in owned[name])
         found.append(Mergeable(name, None if holds_units else chain_of(root, name), kind, num_bytes[name]))
     return [("",), *merge(found, limit)]
+
+
+#: What a trained parameter weighs against a frozen one: itself, its gradient and two states of its optimizer.
+_TRAINED_WEIGHT = 4
+
+
+def assign_ranks(owned: Iterable[Sequence[OwnedParameter]], row: Placements, size: int) -> dict[int, int]:
+    """A rank for every parameter that will be sharded, whole, over the units: balanced over the whole model.
+
+    Returns:
+        The rank, by ``id`` of the parameter.
+    """
+    if not row.shards_optimizer:
+        return {}
+    parameters = [entry.parameter for entries in owned for entry in entries]
+    sharded = [p for p in parameters if p.requires_grad or row.shards_parameters]
+    weights = [p.nbytes * (_TRAINED_WEIGHT if p.requires_grad else 1) for p in sharded]
+    return {id(p): rank for p, rank in zip(sharded, assign(weights, size), strict=True)}
 
 
 def _spec(entry: OwnedParameter, dtype: torch.dtype) -> ParamSpec:

@@ -120,5 +120,5 @@ class FrozenGroup(Group):
             return Done()
         if self.sent_as is None:  # the codes are what is computed with
             self._own_slice.copy_(self.elements)
-            return comm.all_gather(self.gathered, unit=self.unit.name)
+            return comm.all_gather(self.gathered, unit=self.unit.name, cuts=self.layout.uneven_cuts)
         return gather_packed(self, comm, lambda own: own.copy_(self.master))

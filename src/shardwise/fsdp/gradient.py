@@ -88,12 +88,6 @@ class Gradient:
         return group
 
     @property
-    def _own_range(self) -> slice:
-        """Where the slice that this rank gets the sum of lies in the full-size buffer."""
-        place = self.layout.place(self.group.rank)
-        return slice(self.layout.cuts[place], self.layout.cuts[place + 1])
-
-    @property
     def is_local(self) -> bool:
         """Gradients of this rank wait for a reduction, or for the rest of one."""
         return self._local is not None or self._partial is not None
@@ -261,7 +255,7 @@ class Gradient:
             self._make_home()
             assert self._home is not None
             return self._home
-        return buffer[self._own_range]
+        return buffer[self.layout.slice_of(group.rank)]
 
     def _go_across(self, comms: Comms, pool: GradientPool, partial: Tensor | None, *, is_last: bool) -> Handle:
         """The sum inside the group is there: add it to that of earlier microbatches, and go on over the groups."""
@@ -291,7 +285,7 @@ class Gradient:
         if self._own is None or self._is_cast:
             self._home = torch.zeros(layout.slice_numel(group.rank), dtype=group.dtype, device=group.device)
         else:
-            self._home = self._own[self._own_range]
+            self._home = self._own[layout.slice_of(group.rank)]
         self._home_views = group.held_views(self._home)
 
     # -- reducing -> empty

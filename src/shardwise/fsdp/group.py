@@ -101,7 +101,7 @@ class Group:
         Where parameters are replicated in the master's own dtype, the master is a slice of the replica, or all of it.
         """
         layout, row = self.layout, self.row
-        own = slice(layout.cuts[self.rank], layout.cuts[self.rank + 1])
+        own = layout.slice_of(self.rank)
         if not row.shards_parameters:
             self.replica = torch.zeros(layout.numel, dtype=self.compute_dtype, device=self.device)
             self._fill(self.replica, whole=True)
@@ -207,7 +207,7 @@ class Group:
             self.gathered = self.replica
         else:
             self.gathered = slot.allocate(self.compute_dtype, self.device)[: self.layout.numel]
-        self._own_slice = self.gathered[self.layout.cuts[self.rank] : self.layout.cuts[self.rank + 1]]
+        self._own_slice = self.gathered[self.layout.slice_of(self.rank)]
         storage = self.gathered.untyped_storage()
         is_new = not self.fulls
         for index, (spec, offset) in enumerate(zip(self.layout.params, self.layout.offsets, strict=True)):

@@ -1,7 +1,8 @@
 """Checks at an optimizer's step, where it meets shards.
 
 An optimizer that treats every element by itself gives on slices bitwise what it gives on whole parameters. One that
-looks at rows, norms or whole matrices would silently compute something else: it is refused where a parameter is split.
+looks at blocks, rows or whole matrices does so too where the plan's granularity keeps those whole. Where it does not,
+the optimizer would silently compute something else: there it is refused.
 """
 
 from __future__ import annotations
@@ -15,27 +16,50 @@ from torch.optim.optimizer import register_optimizer_step_post_hook, register_op
 from shardwise.fsdp import attach, flat
 from shardwise.fsdp.flat import FlatParameter, group_of
 from shardwise.spec.errors import StateError
+from shardwise.spec.granularity import ELEMENT, TENSOR, Granularity, resolve_granularity
 
 if TYPE_CHECKING:
+    from shardwise.fsdp.group import Group
     from shardwise.fsdp.runtime import Runtime
 
-#: Optimizers of torch.optim whose update of an element depends on that element alone.
-_ELEMENTWISE: set[type] = {
-    torch.optim.Adam,
-    torch.optim.AdamW,
-    torch.optim.SGD,
-    torch.optim.Adagrad,
-    torch.optim.RMSprop,
-    torch.optim.Adadelta,
-    torch.optim.Adamax,
-    torch.optim.NAdam,
-    torch.optim.RAdam,
-    torch.optim.ASGD,
-    torch.optim.Rprop,
+#: What each optimizer must have whole. Classes of other packages by name, so that nothing is imported for them.
+_NEEDS: dict[type | str, Granularity] = {
+    torch.optim.Adam: ELEMENT,
+    torch.optim.AdamW: ELEMENT,
+    torch.optim.SGD: ELEMENT,
+    torch.optim.Adagrad: ELEMENT,
+    torch.optim.RMSprop: ELEMENT,
+    torch.optim.Adadelta: ELEMENT,
+    torch.optim.Adamax: ELEMENT,
+    torch.optim.NAdam: ELEMENT,
+    torch.optim.RAdam: ELEMENT,
+    torch.optim.ASGD: ELEMENT,
+    torch.optim.Rprop: ELEMENT,
+    torch.optim.Muon: TENSOR,  # orthogonalises each matrix
+    torch.optim.Adafactor: TENSOR,  # the step's size follows from norms of the whole parameter and of its update
+    "transformers.optimization.Adafactor": TENSOR,
 }
 
 _seen: weakref.WeakSet[torch.optim.Optimizer] = weakref.WeakSet()
 _installed = False
+
+
+def declare_granularity(
+    cls: type[torch.optim.Optimizer], granularity: str | Granularity | tuple[str, int]
+) -> type[torch.optim.Optimizer]:
+    """Vouch that ``cls`` updates each such part of a parameter from that part's own history alone.
+
+    ``"row"``, ``sw.block(n)`` or ``"tensor"``: it then works sharded under a plan with that granularity (or with one
+    that never cuts inside it either).
+
+    Raises:
+        TypeError: ``cls`` is not a class.
+        PlanError: There is no such granularity.
+    """
+    if not isinstance(cls, type):
+        raise TypeError(f"an optimizer class is expected, got {cls!r}.")
+    _NEEDS[cls] = resolve_granularity(granularity)
+    return cls
 
 
 def declare_elementwise(cls: type[torch.optim.Optimizer]) -> type[torch.optim.Optimizer]:
@@ -44,10 +68,12 @@ def declare_elementwise(cls: type[torch.optim.Optimizer]) -> type[torch.optim.Op
     Raises:
         TypeError: ``cls`` is not a class.
     """
-    if not isinstance(cls, type):
-        raise TypeError(f"declare_elementwise() takes an optimizer class, got {cls!r}.")
-    _ELEMENTWISE.add(cls)
-    return cls
+    return declare_granularity(cls, ELEMENT)
+
+
+def _needed(cls: type) -> Granularity | None:
+    """What optimizers of class ``cls`` must have whole; ``None`` where nobody has said."""
+    return _NEEDS.get(cls) or _NEEDS.get(f"{cls.__module__}.{cls.__qualname__}")
 
 
 def install_checks() -> None:
@@ -132,7 +158,8 @@ def runtimes_of(optimizer: torch.optim.Optimizer) -> list[Runtime]:
 
 
 def _check(optimizer: torch.optim.Optimizer) -> None:
-    if type(optimizer) in _ELEMENTWISE:
+    needed = _needed(type(optimizer))
+    if needed == ELEMENT:
         return
     for group in optimizer.param_groups:
         for parameter in group["params"]:
@@ -145,18 +172,34 @@ def _check(optimizer: torch.optim.Optimizer) -> None:
                 )
             mark = attach.mark_of(parameter)
             owner = mark.group if mark is not None else None
-            if mark is None or owner is None:
-                continue
-            spec = owner.layout.params[mark.index]
-            if not owner.row.shards_optimizer:
+            if mark is None or owner is None or not owner.row.shards_optimizer:
                 continue  # whole on every rank; decided by the layout, so that all ranks decide alike
-            raise StateError(
-                f"{type(optimizer).__name__} is not known to work element by element, but parameter {spec.name!r} of"
-                f" logical shape {list(spec.shape)} is split: this rank holds {parameter.numel()} of its {spec.numel}"
-                " elements. A row-wise or matrix-wise update would silently differ.\n"
-                "  Use strategy 'ddp', an element-wise optimizer, or sw.declare_elementwise("
-                f"{type(optimizer).__name__}) if each element's update depends on that element alone."
-            )
+            if needed is None or not owner.layout.granularity.covers(needed):
+                raise _refusal(type(optimizer).__name__, needed, owner, mark.index)
+
+
+def _refusal(name: str, needed: Granularity | None, group: Group, index: int) -> StateError:
+    """Why the optimizer cannot work on that parameter, and what to do."""
+    spec, granularity = group.layout.params[index], group.layout.granularity
+    place = (
+        f"parameter {spec.name!r} of logical shape {list(spec.shape)} is sharded by {granularity}: this rank holds"
+        f" {group.held[index].numel} of its {spec.numel} elements."
+    )
+    if needed is not None:
+        value = f"sw.block({needed.numel})" if needed.kind == "block" else repr(needed.kind)
+        part = "parameter whole" if needed == TENSOR else f"{needed} of a parameter"
+        return StateError(
+            f"{name} needs every {part} on one rank, but {place}\n"
+            f"  Use sw.ParallelPlan(granularity={value}), strategy 'ddp', or an element-wise optimizer."
+        )
+    part = {"element": "element by element", "tensor": "parameter by parameter"}.get(granularity.kind)
+    part = part or f"{granularity} by {granularity}"
+    return StateError(
+        f"{name} is not known to work {part}, but {place} An update that looks beyond that would silently differ.\n"
+        f"  Use strategy 'ddp', an element-wise optimizer, or sw.declare_elementwise({name}) if each element's update"
+        f" depends on that element alone. If it depends on nothing beyond its parameter: sw.declare_granularity({name},"
+        " 'tensor') and sw.ParallelPlan(granularity='tensor')."
+    )
 
 
 def _check_state(optimizer: torch.optim.Optimizer) -> None:

@@ -13,6 +13,8 @@ from shardwise.fsdp.runtime import Runtime
 from shardwise.fsdp.unit import Unit
 from shardwise.spec.buffers import held_bytes, sync_trace
 from shardwise.spec.footprint import Footprint, GroupShape, Replicas, footprint
+from shardwise.spec.granularity import ELEMENT
+from shardwise.spec.layout import rank_bytes
 from shardwise.spec.trace import Collective, UnitShape, step_trace
 
 
@@ -62,6 +64,9 @@ class Summary:
         rank, world_size: Of the data-parallel axes together.
         mesh: Their sizes.
         placements: Of parameters, gradients and optimizer state.
+        granularity: What no cut divides.
+        imbalance: Sharded bytes of the fullest rank over the mean of all ranks; 1 where nothing is sharded.
+        num_idle_ranks: Ranks that own none of what is sharded.
         footprint: Bytes on this rank by category.
         num_slots, num_grown_slots: The pool, and how many slots it had to add because units were live at once.
         forward_order, backward_order: Names of the units as they are gathered; empty before the first step.
@@ -76,6 +81,9 @@ class Summary:
     world_size: int
     mesh: dict[str, int]
     placements: str
+    granularity: str
+    imbalance: float
+    num_idle_ranks: int
     footprint: Footprint
     num_slots: int
     num_grown_slots: int
@@ -123,6 +131,8 @@ class Summary:
                 )
             if not unit.groups:
                 lines.append(f"{'  ' * unit.depth + unit.name:<28}{unit.type_name:<20}{0:>14}{0:>14}{'':>9}  -")
+        idle = f"; {self.num_idle_ranks} of {self.world_size} ranks own nothing" if self.num_idle_ranks else ""
+        lines.append(f"cut by {self.granularity}: the fullest rank owns {self.imbalance:.3f} times the mean{idle}")
         lines.append(f"bytes on this rank: {self.footprint}")
         grown = f", {self.num_grown_slots} of them because more units were live at once" if self.num_grown_slots else ""
         lines.append(f"pool: {self.num_slots} slots for gathered parameters{grown}")
@@ -149,12 +159,17 @@ def summary(model: nn.Module) -> Summary:
         None: every rank knows its own.
     """
     runtime = attach.runtime_of(model, "sw.summary", on_shards=False)
+    sharded = [group.layout for group in runtime.groups if group.row.shards_optimizer and group.layout.logical_numel]
+    owned = rank_bytes(sharded)
     return Summary(
         units=tuple(_unit(runtime, unit) for unit in runtime.units),
         rank=runtime.comms.control.rank,
         world_size=runtime.comms.num_ranks,
         mesh=runtime.comms.sizes,
         placements=runtime.row.describe(),
+        granularity=str(sharded[0].granularity if sharded else ELEMENT),
+        imbalance=max(owned) * len(owned) / sum(owned) if owned else 1.0,
+        num_idle_ranks=owned.count(0),
         footprint=predict(runtime),
         num_slots=len(runtime.slots.slots),
         num_grown_slots=runtime.slots.num_grown,

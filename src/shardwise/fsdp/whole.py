@@ -179,7 +179,7 @@ class _Shown:
         if group.replica is not None and not group.is_cast:
             # Other ranks may see it as well, and a gather to one would leave their replicas behind.
             if group.row.shards_optimizer:
-                comm.all_gather(group.replica, unit=group.unit.name).wait()
+                comm.all_gather(group.replica, unit=group.unit.name, cuts=group.layout.uneven_cuts).wait()
             return group.replica if self.runtime.comms.control.rank == 0 or not to_root else None
         if to_root:
             whole = gather_to_root(self.runtime, group)
@@ -187,8 +187,8 @@ class _Shown:
         if not group.row.shards_optimizer:
             return group.values().clone()
         whole = torch.empty(group.layout.numel, dtype=group.dtype, device=comm.device)
-        whole.view(comm.size, -1)[comm.rank].copy_(group.values())
-        comm.all_gather(whole, unit=group.unit.name).wait()
+        whole[group.layout.slice_of(comm.rank)].copy_(group.values())
+        comm.all_gather(whole, unit=group.unit.name, cuts=group.layout.uneven_cuts).wait()
         return whole
 
     def problems(self) -> list[str]:

@@ -152,6 +152,7 @@ def apply_plan(
         policy=plan.precision,
         quantization=plan.quantization,
         reshard_after_forward=plan.reshard_after_forward,
+        granularity=plan.cut_granularity,
         accumulates_sharded=plan.accumulation == "sharded" if plan.accumulation in {"sharded", "unsharded"} else None,
         defers_replicate=plan.accumulation == "defer_replicate",
         recompute_policy=plan.recompute,

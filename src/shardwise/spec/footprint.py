@@ -22,8 +22,9 @@ over Gloo need.
 
 from __future__ import annotations
 
+import bisect
 from collections import Counter
-from collections.abc import Hashable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, fields
 
 from shardwise.spec.flat import flat_ranges
@@ -330,6 +331,7 @@ def reduce_bytes(
     """Bytes of pooled gradient buffers and receive buffers, found by walking through one backward.
 
     A unit takes its buffer while it runs; at its end the reductions before go one phase further, and its own is issued.
+    Backwards are repeated until none makes a further buffer.
     """
     trained = [group for group in groups if group.is_trainable]
     last_first = sorted({group.unit for group in trained}, reverse=True)
@@ -337,9 +339,12 @@ def reduce_bytes(
     walk = _Reductions(
         trained, rank, limit=num_gradient_buffers, has_receive_buffers=has_receive_buffers, replicas=replicas
     )
-    for unit in [*(unit for unit in order if unit != 0), 0]:
-        walk.reduce([group for group in trained if group.unit == unit])
-    walk.end()
+    before = -1
+    while before != walk.total_bytes:
+        before = walk.total_bytes
+        for unit in [*(unit for unit in order if unit != 0), 0]:
+            walk.reduce([group for group in trained if group.unit == unit])
+        walk.end()
     homes: dict[tuple[int, str], int] = {}  # where .grad of one group lives while the optimizer steps on it
     for group in trained:
         if group.updates_in_backward and group.reduces_cast:
@@ -379,6 +384,7 @@ class _UnderWay:
 
     group: GroupShape
     phase: int = 0
+    received: int = 0  # elements of the receive buffer in use
 
 
 class _Reductions:
@@ -399,9 +405,11 @@ class _Reductions:
         self._has_receive_buffers = has_receive_buffers
         self._replicas = replicas
         self._under_way: list[_UnderWay] = []
-        self._free: Counter[Hashable] = Counter()
-        self._made: Counter[Hashable] = Counter()
-        self._pooled_bytes: dict[Hashable, int] = {}
+        self._free: Counter[tuple[int, str]] = Counter()
+        self._made: Counter[tuple[int, str]] = Counter()
+        self._pooled_bytes: dict[tuple[int, str], int] = {}
+        # Elements of the receive buffers that are free, smallest first; each Comm has its own.
+        self._receiving: dict[tuple[str, str], list[int]] = {}
         for group in groups:
             key = self._pool_key(group)
             size = group.reduce_layout.numel * group.reduce_item_bytes
@@ -414,11 +422,11 @@ class _Reductions:
                 key = self._pool_key(group)
                 while not self._free[key] and self._made[key] >= self._limit and self._under_way:
                     self._finish(self._under_way[0])
-                self._take(key, self._pooled_bytes[key])
+                self._take(key)
         self._move_on()
         for group in groups:
             self._under_way.append(_UnderWay(group))
-            self._receive(group, self._inside(group))
+            self._receive(self._under_way[-1], received_numel(group, self._rank))
 
     def end(self) -> None:
         """The backward is over: everything is finished."""
@@ -436,10 +444,8 @@ class _Reductions:
     def _advance(self, reduction: _UnderWay) -> None:
         """Give back what the phase under way has used, and begin the next one, if there is one."""
         group, replicas = reduction.group, self._replicas
-        if reduction.phase == 0:
-            self._give(self._receive_key(group, self._inside(group)))
-        elif reduction.phase == 1 and replicas is not None:
-            self._give(self._receive_key(group, self._across(group, replicas)))
+        if reduction.phase < 2:
+            bisect.insort(self._receive_buffers(reduction), reduction.received)
         reduction.phase += 1
         is_done = replicas is None or reduction.phase > 2
         # What goes on over the groups lies where .grad will be, but for a cast: then it stays in the pooled buffer. It
@@ -447,37 +453,39 @@ class _Reductions:
         is_apart = group.reduces_cast or group.updates_in_backward
         stays = replicas is not None and is_apart and not replicas.is_deferred
         if group.pools_gradients and (is_done if stays else reduction.phase == 1):
-            self._give(self._pool_key(group))
+            self._free[self._pool_key(group)] += 1
         if is_done:
             self._under_way.remove(reduction)
         elif reduction.phase == 1 and replicas is not None:
-            self._receive(group, self._across(group, replicas))
+            self._receive(reduction, replicas.received_numel(group, self._rank))
 
-    def _inside(self, group: GroupShape) -> tuple[str, int]:
-        return "dp_shard", received_numel(group, self._rank)
-
-    def _across(self, group: GroupShape, replicas: Replicas) -> tuple[str, int]:
-        return "dp_replicate", replicas.received_numel(group, self._rank)
-
-    def _receive(self, group: GroupShape, what: tuple[str, int]) -> None:
+    def _receive(self, reduction: _UnderWay, numel: int) -> None:
+        """Take the smallest free receive buffer that is large enough, else a new one in the place of the largest."""
+        free, item = self._receive_buffers(reduction), reduction.group.reduce_item_bytes
+        index = bisect.bisect_left(free, numel)
+        if index < len(free):
+            reduction.received = free.pop(index)
+            return
+        reduction.received = numel
         if self._has_receive_buffers:
-            self._take(self._receive_key(group, what), what[1] * group.reduce_item_bytes)
+            self.total_bytes += (numel - free[-1] if free else numel) * item
+        if free:
+            free.pop()
 
-    def _take(self, key: Hashable, num_bytes: int) -> None:
+    def _receive_buffers(self, reduction: _UnderWay) -> list[int]:
+        axis = "dp_replicate" if reduction.phase else "dp_shard"
+        dtype = reduction.group.reduce_dtype or reduction.group.master_dtype
+        return self._receiving.setdefault((axis, dtype), [])
+
+    def _take(self, key: tuple[int, str]) -> None:
         if self._free[key]:
             self._free[key] -= 1
         else:
             self._made[key] += 1
-            self.total_bytes += num_bytes
+            self.total_bytes += self._pooled_bytes[key]
 
-    def _give(self, key: Hashable) -> None:
-        self._free[key] += 1
-
-    def _pool_key(self, group: GroupShape) -> Hashable:
-        return "pool", size_class(group.reduce_layout.numel), group.reduce_dtype or group.master_dtype
-
-    def _receive_key(self, group: GroupShape, what: tuple[str, int]) -> Hashable:
-        return *what, group.reduce_dtype or group.master_dtype
+    def _pool_key(self, group: GroupShape) -> tuple[int, str]:
+        return size_class(group.reduce_layout.numel), group.reduce_dtype or group.master_dtype
 
 
 def received_numel(group: GroupShape, rank: int) -> int:

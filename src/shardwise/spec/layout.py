@@ -20,7 +20,7 @@ from __future__ import annotations
 import bisect
 import itertools
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 
@@ -152,6 +152,10 @@ class GroupLayout:
         """Elements of slice ``rank``, padding included."""
         return self.cuts[rank + 1] - self.cuts[rank]
 
+    def slice_of(self, rank: int) -> slice:
+        """Where slice ``rank`` lies in the gathered buffer."""
+        return slice(self.cuts[rank], self.cuts[rank + 1])
+
     def inner_cuts(self, size: int) -> tuple[int, ...]:
         """Where the slices of an inner group of ``size`` ranks begin and end: as even as the alignment allows."""
         pieces = self.numel // self.align_numel
@@ -239,6 +243,17 @@ class GroupLayout:
         return f"{self.size}/{self.align_numel}/{self.granularity}/{self.owners or ''}/{rows}"
 
 
+def rank_bytes(layouts: Iterable[GroupLayout]) -> tuple[int, ...]:
+    """Bytes of the parameters that each rank owns, padding left out, over all of ``layouts``."""
+    held: dict[int, int] = {}
+    size = 0
+    for layout in layouts:
+        size = layout.size
+        for rank, piece in layout.pieces():
+            held[rank] = held.get(rank, 0) + piece.numel * item_bytes(layout.params[piece.index].dtype)
+    return tuple(held.get(rank, 0) for rank in range(size))
+
+
 @dataclass(frozen=True)
 class ReduceLayout:
     """Layout of the gradient buffer of a group: the group's slices, each followed by a header.
@@ -285,6 +300,11 @@ class ReduceLayout:
         """Elements of the slice whose sum ``rank`` gets, with its header."""
         place = self.place(rank)
         return self.cuts[place + 1] - self.cuts[place]
+
+    def slice_of(self, rank: int) -> slice:
+        """Where the slice whose sum ``rank`` gets lies in the buffer."""
+        place = self.place(rank)
+        return slice(self.cuts[place], self.cuts[place + 1])
 
     @property
     def numel(self) -> int:

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from shardwise.spec.buffers import BUFFER_SYNCS
 from shardwise.spec.errors import MeshError, PlanError
+from shardwise.spec.granularity import Granularity, resolve_granularity
 from shardwise.spec.ignore import ignored_entries
 from shardwise.spec.mesh import Mesh
 from shardwise.spec.precision import FULL_PRECISION, PrecisionPolicy
@@ -56,6 +57,8 @@ class ParallelPlan:
         quantize_frozen: ``"int8"``: frozen weights of linear layers are held and gathered as int8 blocks, and unpacked
             while their unit computes (``spec.quantize``); ``"bf16"``: the same in 16 bit. Both also where parameters
             are replicated. State dicts and checkpoints hold what is read from them, in the dtype that the weights had.
+        granularity: What a rank's cut never divides, for the optimizer's sake: ``"element"``, ``"row"``,
+            ``sw.block(n)`` (in a file ``[block, n]``) or ``"tensor"``, which gives every parameter whole to one rank.
         activation_checkpointing: What is computed again in backward instead of being kept. ``"none"``; ``"full"``:
             every unit; ``"selective"``: every unit, but for what matrix products and attention give; a wrap policy: the
             modules that it names; or a ``RecomputePolicy``. Files write one of the strings, the mapping of a wrap
@@ -94,6 +97,7 @@ class ParallelPlan:
     reshard_after_forward: str | bool | int = "auto"
     mp_policy: PrecisionPolicy | Mapping[str, Any] | None = None
     quantize_frozen: str = "none"
+    granularity: str | Granularity | Sequence[Any] = "element"
     activation_checkpointing: str | WrapPolicy | RecomputePolicy | Mapping[str, Any] = "none"
     accumulation: str = "auto"
     merge_units: str | bool | int = "auto"
@@ -130,6 +134,7 @@ class ParallelPlan:
         if self.mp_policy is not None:
             object.__setattr__(self, "mp_policy", PrecisionPolicy.parse(self.mp_policy))
         _ = self.quantization
+        object.__setattr__(self, "granularity", resolve_granularity(self.granularity))
         policy = recompute_policy(self.activation_checkpointing)
         if not isinstance(self.activation_checkpointing, str):
             object.__setattr__(self, "activation_checkpointing", policy)
@@ -181,6 +186,11 @@ class ParallelPlan:
             PlanError: A form is unknown.
         """
         return Quantization(frozen=self.quantize_frozen)
+
+    @property
+    def cut_granularity(self) -> Granularity:
+        """``granularity``, whatever it was given as."""
+        return resolve_granularity(self.granularity)
 
     @property
     def recompute(self) -> RecomputePolicy | None:

@@ -93,6 +93,9 @@ class ParallelSection(Section):
     quantize_frozen: str = Field(
         "none", description="none, int8 or bf16: how frozen linear weights are held and gathered"
     )
+    granularity: str | list[Any] = Field(
+        "element", description="element, row, [block, n] or tensor: what a cut never divides, for the optimizer's sake"
+    )
     activation_checkpointing: str | dict[str, Any] = Field(
         "none",
         description="none, full, selective, a wrap policy such as {by_class: [Block]}, or RecomputePolicy's fields",

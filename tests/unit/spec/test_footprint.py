@@ -17,6 +17,7 @@ from shardwise.spec.footprint import (
     size_class,
     waiting_bytes,
 )
+from shardwise.spec.granularity import TENSOR
 from shardwise.spec.layout import GroupLayout, ParamSpec
 from shardwise.spec.placement import PRESETS
 
@@ -108,11 +109,31 @@ def test_gradients_that_stay_whole_take_no_pooled_buffer(preset):
 
 @pytest.mark.parametrize("preset", list(PRESETS))
 @pytest.mark.parametrize("world", [1, 2, 8])
-def test_sums_receive_every_peers_slice_of_one_block_and_the_root(preset, world):
+def test_sums_receive_every_peers_slice_of_one_unit_the_largest(preset, world):
     groups = model(preset, world)
     received = reduce_bytes(groups, rank=0) - reduce_bytes(groups, rank=0, has_receive_buffers=False)
-    slices = (BLOCK // world + HEADER) + ROOT // world + HEADER
-    assert received == 4 * (world - 1) * slices
+    assert received == 4 * (world - 1) * (BLOCK // world + HEADER)
+
+
+def test_receive_buffers_that_turn_out_too_small_are_replaced():
+    """A rank's slices differ from unit to unit; what one backward makes is enough for the next."""
+    sizes = {1: 640, 2: 64, 3: 1280}  # by unit; backward goes from the last to the first
+    groups = [
+        GroupShape(
+            unit,
+            GroupLayout.build([ParamSpec(f"p{unit}", (numel,))], 2, granularity=TENSOR, owners=[unit % 2]),
+            PRESETS["zero3"],
+            1,
+            True,
+            True,
+        )
+        for unit, numel in sizes.items()
+    ]
+    received = [
+        reduce_bytes(groups, rank=rank) - reduce_bytes(groups, rank=rank, has_receive_buffers=False)
+        for rank in range(2)
+    ]
+    assert received == [4 * (64 + HEADER), 4 * (1280 + HEADER)]  # rank 1 adds up units 3 and 1, rank 0 unit 2
 
 
 @pytest.mark.parametrize("limit", [1, 2, 3])
