@@ -169,3 +169,15 @@ def test_ranks_that_wait_for_each_other_are_told_so_at_this_and_every_further_co
     for texts in run_on_ranks(cross, 2, 0.6):
         for text in texts:
             assert text.startswith("ranks wait for each other in different collectives:\n  rank 0: all_gather of unit")
+
+
+def thread_after_end():
+    found = watch.StallWatch.of(dist.group.WORLD)
+    was_alive = found._thread.is_alive()
+    found.end()
+    return was_alive, found._thread.is_alive()
+
+
+def test_the_watch_ends_before_the_interpreter_does():
+    """A thread inside the store at the interpreter's end aborts the process; ``end`` is registered with atexit."""
+    assert run_on_ranks(thread_after_end, 2) == [(True, False)] * 2

@@ -11,6 +11,7 @@ their main threads; they see the verdict and raise RankDisagreement, all of them
 
 from __future__ import annotations
 
+import atexit
 import contextlib
 import json
 import threading
@@ -35,6 +36,9 @@ INTERVAL_S = 0.5
 #: How often a rank that waits for nothing looks whether a peer asks where it is.
 IDLE_INTERVAL_S = 4.0
 
+#: How long the end of the process waits for the thread, which may be asking a store that is gone.
+_END_S = 5.0
+
 _KEY = "shardwise/stall"
 
 
@@ -57,8 +61,12 @@ class StallWatch:
         self._kept: list[Any] = []
         self._idle_since = 0.0
         self.verdict: CommError | None = None
+        self._ends = threading.Event()
         self._thread = threading.Thread(target=self._run, name="shardwise-stall-watch", daemon=True)
         self._thread.start()
+        # A thread that is inside the store while the interpreter goes away aborts the process ("terminate called
+        # without an active exception"): it is ended before, where nobody destroyed the group.
+        atexit.register(_end, weakref.ref(self))
 
     @classmethod
     def of(cls, group: dist.ProcessGroup) -> StallWatch:
@@ -69,6 +77,11 @@ class StallWatch:
         return watch
 
     # -- called by the main thread
+
+    def end(self) -> None:
+        """Watch no longer."""
+        self._ends.set()
+        self._thread.join(timeout=_END_S)
 
     def entered(self, exchange: _Exchange) -> None:
         """The main thread is about to wait for ``exchange``.
@@ -123,8 +136,7 @@ class StallWatch:
     # -- the thread
 
     def _run(self) -> None:
-        while self._group() is not None:
-            time.sleep(INTERVAL_S)
+        while self._group() is not None and not self._ends.wait(INTERVAL_S):
             try:
                 self._look()
             except Exception:  # noqa: BLE001 - the store goes away when the job ends; there is nobody to tell
@@ -195,6 +207,12 @@ class StallWatch:
                 dummy = torch.zeros(num_bytes, dtype=torch.uint8)
                 call = group.send if direction == "receive" else group.recv
                 self._kept.append((dummy, call([dummy], rank, tag)))
+
+
+def _end(watch_ref: weakref.ref[StallWatch]) -> None:
+    watch = watch_ref()
+    if watch is not None:
+        watch.end()
 
 
 def _is_stalled(waiting: tuple[_Exchange, float]) -> bool:

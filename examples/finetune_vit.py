@@ -1,0 +1,66 @@
+"""Fine-tune a vision transformer's head and last blocks: frozen parameters cost no gradients and no optimizer state.
+
+    torchrun --nproc-per-node 2 examples/finetune_vit.py [--model FOLDER]
+
+FOLDER is a Hugging Face folder with a ViT for image classification; without one a small model is drawn. The pictures
+are drawn as well: a bright square in one of four corners.
+"""
+
+import argparse
+
+import torch
+from transformers import ViTConfig, ViTForImageClassification
+
+import shardwise as sw
+
+SIDE = 32
+
+
+def build(folder: str | None) -> ViTForImageClassification:
+    if folder is not None:
+        return ViTForImageClassification.from_pretrained(folder, local_files_only=True)
+    torch.manual_seed(0)
+    shape = {"hidden_size": 48, "intermediate_size": 96, "num_hidden_layers": 4, "num_attention_heads": 4}
+    return ViTForImageClassification(ViTConfig(image_size=SIDE, patch_size=8, num_labels=4, **shape))
+
+
+def pictures(count: int, generator: torch.Generator) -> dict[str, torch.Tensor]:
+    labels = torch.randint(0, 4, (count,), generator=generator)
+    images = torch.randn(count, 3, SIDE, SIDE, generator=generator) * 0.1
+    half = SIDE // 2
+    for image, label in zip(images, labels.tolist(), strict=True):
+        row, column = divmod(label, 2)
+        image[:, row * half : (row + 1) * half, column * half : (column + 1) * half] += 2.0
+    return {"pixel_values": images, "labels": labels}
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser()
+    parser.add_argument("--model")
+    parser.add_argument("--steps", type=int, default=80)
+    options = parser.parse_args()
+
+    plain = build(options.model)
+    for name, parameter in plain.named_parameters():
+        parameter.requires_grad_("embeddings" not in name and "layer.0." not in name)
+    model = sw.parallelize(plain, sw.ParallelPlan(strategy="zero3", auto_wrap_policy=sw.wrap_by_class({"ViTLayer"})))
+    optimizer = torch.optim.AdamW(model.parameters(), lr=5e-3)
+    rank = torch.distributed.get_rank()
+    generator = torch.Generator().manual_seed(rank)
+    for step in range(options.steps):
+        loss = model(**pictures(16, generator)).loss
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        if rank == 0 and step % 20 == 0:
+            print(f"step {step:2d}  loss {loss.item():.3f}")
+    model.eval()
+    with torch.no_grad():
+        batch = pictures(64, generator)
+        right = (model(pixel_values=batch["pixel_values"]).logits.argmax(1) == batch["labels"]).float().mean()
+    if rank == 0:
+        print(f"accuracy on new pictures {right.item():.2f}")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,88 @@
+"""The examples run as files, under torchrun, and do what they say."""
+
+from __future__ import annotations
+
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+EXAMPLES = Path(__file__).parents[2] / "examples"
+
+pytestmark = pytest.mark.slow
+
+
+def run(name: str, *arguments: str, ranks: int = 2, cwd: Path) -> str:
+    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={ranks}"]
+    done = subprocess.run(
+        [*command, str(EXAMPLES / name), *arguments], capture_output=True, text=True, cwd=cwd, timeout=250, check=False
+    )
+    assert done.returncode == 0, done.stdout + done.stderr
+    return done.stdout
+
+
+def losses(text: str) -> list[float]:
+    return [float(found) for found in re.findall(r"loss +([0-9.]+)", text)]
+
+
+def test_ten_lines_under_torchrun_and_alone(tmp_path):
+    assert (EXAMPLES / "ten_lines.py").read_text().count("\n    ") <= 12
+    together = losses(run("ten_lines.py", cwd=tmp_path))
+    assert len(together) == 4
+    assert together[-1] < together[0] / 2
+    alone = subprocess.run(
+        [sys.executable, str(EXAMPLES / "ten_lines.py")], capture_output=True, text=True, timeout=120, check=True
+    )
+    assert losses(alone.stdout)[-1] < losses(alone.stdout)[0]
+
+
+def test_t5_is_loaded_from_a_folder_and_learns_the_pairs(tmp_path):
+    import torch
+    from transformers import T5Config, T5ForConditionalGeneration
+
+    torch.manual_seed(3)
+    shape = {"d_model": 48, "d_ff": 96, "d_kv": 12, "num_layers": 2, "num_heads": 4, "dropout_rate": 0.0}
+    T5ForConditionalGeneration(T5Config(vocab_size=258, decoder_start_token_id=0, **shape)).save_pretrained(tmp_path)
+    text = run("finetune_t5.py", "--model", str(tmp_path), cwd=tmp_path)
+    found = losses(text)
+    assert len(found) == 6
+    assert found[-1] < found[0] / 3
+    assert "say 40 ->" in text
+
+
+def test_memory_of_the_cnn_falls_in_the_classic_order(tmp_path):
+    text = run("mnist_cnn.py", ranks=4, cwd=tmp_path)
+    assert "DDP > FSDP in one unit > FSDP with auto-wrap: True" in text
+    assert len(set(losses(text))) == 1  # all three compute the same
+
+
+def test_fsdp2_and_shardwise_side_by_side(tmp_path):
+    assert "equal to 1e-5: True" in run("from_fsdp2.py", cwd=tmp_path)
+
+
+@pytest.mark.long
+def test_fsdp1_and_shardwise_side_by_side(tmp_path):
+    assert "equal to 1e-5: True" in run("from_fsdp1.py", cwd=tmp_path)
+
+
+@pytest.mark.long
+def test_deepspeed_and_shardwise_side_by_side(tmp_path):
+    pytest.importorskip("deepspeed", reason="needs the peers extra")
+    assert "equal to 1e-5: True" in run("from_deepspeed.py", cwd=tmp_path)
+
+
+@pytest.mark.long
+def test_gpt2_learns_in_bf16_and_is_saved(tmp_path):
+    text = run("finetune_gpt2.py", "--checkpoint", str(tmp_path / "saved"), cwd=tmp_path)
+    assert losses(text)[-1] < losses(text)[0] - 1.5
+    verified = [sys.executable, "-m", "shardwise", "checkpoint", "verify", str(tmp_path / "saved")]
+    assert subprocess.run(verified, capture_output=True, timeout=60, check=False).returncode == 0
+
+
+@pytest.mark.long
+def test_vit_learns_to_see_the_corner(tmp_path):
+    accuracy = re.search(r"accuracy on new pictures ([0-9.]+)", run("finetune_vit.py", cwd=tmp_path))
+    assert accuracy is not None
+    assert float(accuracy[1]) > 0.5  # one of four by chance
