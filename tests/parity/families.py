@@ -53,9 +53,10 @@ class Family:
         return metadata.version(self.package)
 
     @property
-    def policies(self) -> dict[str, Any]:
-        """The ways in which it is wrapped, by name."""
-        return {"auto": "auto", ", ".join(self.classes): {"by_class": list(self.classes)}}
+    def wrappings(self) -> dict[str, dict[str, Any]]:
+        """The ways in which it is wrapped, by name, as fields of the plan: as it comes, and every block by itself."""
+        by_class = {"auto_wrap_policy": {"by_class": list(self.classes)}, "merge_units": False}
+        return {"auto": {**self.options}, ", ".join(self.classes): {**by_class, **self.options}}
 
 
 # -- data

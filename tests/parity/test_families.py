@@ -15,21 +15,26 @@ from tests.ranks.oracle import PRESETS, compare
 
 
 def train(name, strategies):
-    """Wrapped automatically and by class, one strategy after the other."""
+    """Under each strategy the family is wrapped in the ways that are named with it."""
     warnings.simplefilter("ignore")  # what the libraries think of sizes that nobody would train
     family = FAMILIES[name]
-    for policy in family.policies.values():
-        for strategy in strategies:
-            compare(family.build, family.loss, strategy, auto_wrap_policy=policy, **family.options)
+    ways = dict(zip(("auto", "class"), family.wrappings.values(), strict=True))
+    for strategy, wrapped in strategies.items():
+        for way in wrapped:
+            compare(family.build, family.loss, strategy, steps=3, **ways[way])
+
+
+BY_CLASS, BOTH = ("class",), ("auto", "class")
+IN_SHORT = {"ddp": BY_CLASS, "zero1": BOTH, "zero2": BY_CLASS, "shard_grad_op": BY_CLASS, "zero3": BOTH}
 
 
 @pytest.mark.parametrize("name", FAMILIES)
 def test_a_family_trains_like_one_process_under_every_strategy(name):
-    run_on_ranks(train, 2, name, PRESETS, timeout_s=150)
+    run_on_ranks(train, 2, name, IN_SHORT, timeout_s=150)
 
 
 @pytest.mark.long
 @pytest.mark.parametrize("name", FAMILIES)
-@pytest.mark.parametrize("world", [3, 4])
-def test_a_family_trains_like_one_process_on_more_ranks(world, name):
-    run_on_ranks(train, world, name, PRESETS, timeout_s=280)
+@pytest.mark.parametrize("world", [1, 2, 3, 4])
+def test_a_family_trains_like_one_process_on_any_world_however_it_is_wrapped(world, name):
+    run_on_ranks(train, world, name, dict.fromkeys(PRESETS, BOTH), timeout_s=280)
