@@ -9,7 +9,7 @@ from shardwise.fsdp.attach import runtime_of
 from shardwise.fsdp.summary import predict
 from shardwise.testing import run_on_ranks
 
-STRATEGIES = ("ddp", "zero1", "zero2", "shard_grad_op", "zero3")
+STRATEGIES = ("ddp", "zero1", "zero2", "shard_grad_op", "zero3", "hsdp")
 
 
 def build(hidden: int = 64) -> nn.Module:
