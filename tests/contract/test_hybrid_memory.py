@@ -11,58 +11,52 @@ from tests.parity.training import PRESETS
 
 pytestmark = pytest.mark.slow
 
+HYBRID = ("hsdp", "hybrid_shard_grad_op")
 LOW = sw.PrecisionPolicy(param_dtype="bf16", reduce_dtype="bf16")
+GROUPS, INNER = {"dp_replicate": 2}, {"reshard_after_forward": 2}
+DEFERRED = {"accumulation": "defer_replicate"}
 #: Preset, microbatches per step, further fields of the plan.
-ON_2_X_2 = [
-    ("hsdp", 1, {}),
-    ("hsdp", 3, {"accumulation": "defer_replicate"}),
-    ("hsdp", 1, {"mp_policy": LOW}),
-    ("hsdp", 2, {"mp_policy": LOW, "accumulation": "defer_replicate"}),
-    ("hybrid_shard_grad_op", 1, {}),
-    ("zero2", 2, {"accumulation": "defer_replicate"}),
-    ("zero1", 1, {}),
-    ("ddp", 1, {}),
+QUICK = [
+    ("hsdp", 1, GROUPS),
+    ("hsdp", 2, {**GROUPS, **DEFERRED, "mp_policy": LOW}),
+    ("zero2", 2, {**GROUPS, **DEFERRED}),
+    ("zero3", 1, INNER),
 ]
-KEPT = [("zero3", 1, {}), ("zero3", 1, {"mp_policy": LOW}), ("shard_grad_op", 1, {})]
 
 
-def measure(cases, common):
-    return [measure_categories(preset, count, **options, **common) for preset, count, options in cases]
+def measure(cases):
+    return [measure_categories(preset, count, **options) for preset, count, options in cases]
 
 
-def check(world, cases, common):
-    for rank, results in enumerate(run_on_ranks(measure, world, cases, common, timeout_s=250)):
-        for case, (measured, predicted) in zip(cases, results, strict=True):
+def check(world, cases):
+    results = run_on_ranks(measure, world, cases, timeout_s=280)
+    for rank, result in enumerate(results):
+        for case, (measured, predicted) in zip(cases, result, strict=True):
             assert measured == predicted, f"rank {rank}: {case}"
+    return results
 
 
-def test_two_groups_of_two_hold_what_is_predicted():
-    check(4, ON_2_X_2, {"dp_replicate": 2})
-
-
-def test_units_kept_over_two_of_four_ranks_hold_what_is_predicted():
-    check(4, KEPT, {"reshard_after_forward": 2})
+def test_two_groups_of_two_and_inner_groups_of_two_hold_what_is_predicted():
+    """hsdp on 2 x 2 holds halves of everything; zero3 on 4 ranks quarters, and over inner groups of 2 half gathered."""
+    hybrid, _, _, kept = (measured for measured, _ in check(4, QUICK)[0])
+    model = build()
+    psi = sum(parameter.numel() for parameter in model.parameters())
+    block = sum(parameter.numel() for parameter in model.blocks[0].parameters())
+    root = psi - 6 * block
+    for held, ranks in ((hybrid, 2), (kept, 4)):
+        assert held["parameters"] == pytest.approx(4 * psi / ranks, rel=0.02)
+        assert held["optimizer"] == pytest.approx(8 * psi / ranks, rel=0.02)
+    assert hybrid["gathered"] == pytest.approx(4 * (2 * block + root), rel=0.02)
+    assert kept["gathered"] == pytest.approx(4 * (2 * block + root + psi / 2), rel=0.02)
 
 
 @pytest.mark.long
-@pytest.mark.parametrize(("world", "replicate"), [(1, 1), (2, 2), (2, 1), (3, 3), (6, 2), (6, 3)])
+@pytest.mark.parametrize(("world", "replicate"), [(1, 1), (2, 2), (2, 1), (3, 3), (4, 2), (6, 2), (6, 3)])
 def test_every_mesh_holds_what_is_predicted(world, replicate):
-    cases = [(preset, 1, {}) for preset in PRESETS if replicate > 1] + ON_2_X_2[:5]
-    check(world, cases, {"dp_replicate": replicate, "dp_shard": world // replicate})
-
-
-def measure_one(preset, common):
-    return measure_categories(preset, 1, **common)[0]
-
-
-def test_groups_replicate_and_inner_groups_hold_a_share_of_their_size():
-    """Of 4 ranks: hsdp on 2 x 2 holds halves, zero3 quarters, and over an inner group of 2 another half gathered."""
-    psi = sum(parameter.numel() for parameter in build().parameters())
-    hybrid = run_on_ranks(measure_one, 4, "hsdp", {"dp_replicate": 2})[0]
-    kept = run_on_ranks(measure_one, 4, "zero3", {"reshard_after_forward": 2})[0]
-    whole = run_on_ranks(measure_one, 4, "zero3", {})[0]
-    assert hybrid["parameters"] == pytest.approx(4 * psi / 2, rel=0.02)
-    assert hybrid["optimizer"] == pytest.approx(8 * psi / 2, rel=0.02)
-    assert kept["parameters"] == pytest.approx(4 * psi / 4, rel=0.02)
-    # The root is one of them: as a number the field is for every unit.
-    assert kept["gathered"] - whole["gathered"] == pytest.approx(4 * psi / 2, rel=0.02)
+    mesh = {"dp_replicate": replicate, "dp_shard": world // replicate}
+    cases = [(preset, 1, mesh) for preset in (*HYBRID, *(PRESETS if replicate > 1 else ()))]
+    cases += [("hsdp", 3, {**mesh, **DEFERRED}), ("hsdp", 2, {**mesh, **DEFERRED, "mp_policy": LOW})]
+    cases += [("hsdp", 1, {**mesh, "mp_policy": LOW})]
+    if world == 4:
+        cases += [("zero3", 1, {**INNER, "mp_policy": LOW}), ("shard_grad_op", 1, INNER)]
+    check(world, cases)

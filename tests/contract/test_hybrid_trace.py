@@ -13,18 +13,16 @@ from tests.parity.training import PRESETS
 HYBRID = ("hsdp", "hybrid_shard_grad_op")
 Event = tuple[str, str, int, str]  # kind, unit, bytes sent by this rank, axis
 
-ON_2_X_2 = [
-    (name, preset, *case, (("dp_replicate", 2),))
-    for name in ("even", "odd", "frozen")
-    for preset in (*HYBRID, "zero2", "ddp")
-    for case in (*CASES, ("defer_replicate", 3))
-    if case[0] != "defer_replicate" or preset != "ddp"
-]
-KEPT = [
-    (name, preset, *case, (("reshard_after_forward", 2),))
-    for name in ("even", "odd", "frozen")
-    for preset in ("zero3", "shard_grad_op")
-    for case in CASES
+GROUPS, INNER = (("dp_replicate", 2),), (("reshard_after_forward", 2),)
+#: Model, preset, accumulation, microbatches, further fields of the plan.
+QUICK = [
+    *(("even", "hsdp", *case, GROUPS) for case in (*CASES, ("defer_replicate", 3))),
+    ("even", "hybrid_shard_grad_op", "auto", 1, GROUPS),
+    ("even", "zero2", "sharded", 3, GROUPS),
+    ("even", "zero3", "sharded", 3, INNER),
+    *((name, "hsdp", "defer_replicate", 3, GROUPS) for name in ("odd", "frozen")),
+    *((name, "ddp", "auto", 1, GROUPS) for name in ("odd", "frozen")),
+    *((name, "zero3", "unsharded", 3, INNER) for name in ("odd", "frozen")),
 ]
 
 
@@ -34,7 +32,7 @@ def record_all(cases):
 
 @functools.cache
 def on_four_ranks():
-    return run_on_ranks(record_all, 4, [*ON_2_X_2, *KEPT], timeout_s=200)
+    return run_on_ranks(record_all, 4, QUICK, timeout_s=200)
 
 
 @pytest.mark.slow
@@ -45,16 +43,24 @@ def test_the_recorded_collectives_are_the_predicted_ones():
 
 
 @pytest.mark.long
-@pytest.mark.parametrize(("world", "replicate"), [(1, 1), (2, 2), (3, 3), (6, 2), (6, 3)])
+@pytest.mark.parametrize(("world", "replicate"), [(1, 1), (2, 2), (3, 3), (4, 2), (6, 2), (6, 3)])
 def test_the_recorded_collectives_are_the_predicted_ones_on_every_mesh(world, replicate):
+    fields = (("dp_replicate", replicate), ("dp_shard", world // replicate))
     cases = [
-        (name, preset, *case, (("dp_replicate", replicate), ("dp_shard", world // replicate)))
+        (name, preset, *case, fields)
         for name in ("even", "odd", "frozen")
         for preset in (*HYBRID, *(PRESETS if replicate > 1 else ()))
         for case in (*CASES, ("defer_replicate", 3))
         if case[0] != "defer_replicate" or preset not in {"ddp", "zero1"}
     ]
-    for rank, results in enumerate(run_on_ranks(record_all, world, cases, timeout_s=250)):
+    if world == 4:
+        cases += [
+            (name, preset, *case, INNER)
+            for name in ("even", "odd", "frozen")
+            for preset in ("zero3", "shard_grad_op")
+            for case in CASES
+        ]
+    for rank, results in enumerate(run_on_ranks(record_all, world, cases, timeout_s=280)):
         for case, (recorded, predicted) in results.items():
             assert recorded == predicted, f"rank {rank}: {case}"
 
@@ -100,7 +106,7 @@ KEPT_WHOLE = [event for event in WHOLE if event[0] != "all_gather"]
 def test_a_step_on_two_groups_of_two(preset, accumulation, expected):
     microbatches = len(expected)
     for results in on_four_ranks():
-        recorded, _ = results["even", preset, accumulation, microbatches, (("dp_replicate", 2),)]
+        recorded, _ = results["even", preset, accumulation, microbatches, GROUPS]
         assert recorded == expected
 
 
@@ -109,9 +115,10 @@ def test_a_step_on_two_groups_of_two(preset, accumulation, expected):
 QUARTERS, HALF = {True: 11_520, False: 123_648}, {True: 7_680, False: 82_432}
 
 
+@pytest.mark.slow
 def test_units_kept_over_two_of_four_ranks_are_gathered_from_the_neighbour():
     for results in on_four_ranks():
-        recorded, _ = results["even", "zero3", "sharded", 3, (("reshard_after_forward", 2),)]
+        recorded, _ = results["even", "zero3", "sharded", 3, INNER]
         gathers = [[event for event in events if event[0] == "all_gather"] for events in recorded]
         everyone = [("all_gather", unit, QUARTERS[unit == "root"], "dp_shard") for unit in FORWARD]
         neighbour = {unit: ("all_gather", unit, HALF[unit == "root"], "dp_shard_inner") for unit in FORWARD}
