@@ -166,11 +166,13 @@ def test_parameters_that_are_left_alone_are_held_whole_with_gradients_and_optimi
 
 
 def measure_in_backward():
-    casts = sw.PrecisionPolicy(param_dtype=None, reduce_dtype="bf16")
+    casts = {"mp_policy": sw.PrecisionPolicy(param_dtype=None, reduce_dtype="bf16")}
+    cases = [(preset, options) for preset in PRESETS for options in ({}, casts)]
+    if distributed.get_world_size() == 2:
+        cases += [("zero3", {"dp_replicate": 2}), ("zero1", {"dp_replicate": 2} | casts)]
+        cases += [("ddp", {"gradient_buffers": 1}), ("zero3", {"gradient_buffers": 1} | casts)]
     return {
-        (preset, policy): measure_categories(preset, is_in_backward=True, mp_policy=policy)
-        for preset in PRESETS
-        for policy in (None, casts)
+        f"{preset}, {options}": measure_categories(preset, is_in_backward=True, **options) for preset, options in cases
     }
 
 

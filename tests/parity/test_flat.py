@@ -27,24 +27,13 @@ def train_flat(name: str) -> dict[tuple[str, str], RankNumbers]:
     return results
 
 
-def check(name: str, world: int) -> None:
+@pytest.mark.long  # in `make test` half of tests/parity/test_parity.py is flat
+@pytest.mark.parametrize("name", models.NAMES)
+@pytest.mark.parametrize("world", [1, 2, 3, 4])
+def test_flat_parameters_are_bitwise_equal_to_one_process_by_name(world, name):
     ranks = run_on_ranks(train_flat, world, name, timeout_s=150)
     for variant in VARIANTS:
         expected = train_plain(name, variant, world)
         for preset in PRESETS:
             found = differences(expected, [results[preset, variant.name] for results in ranks])
             assert not found, f"{preset}, {variant.name}: {found}"
-
-
-@pytest.mark.parametrize(("name", "world"), [("gpt", 3), ("odd", 2)])
-def test_flat_parameters_are_bitwise_equal_to_one_process_by_name(name, world):
-    check(name, world)
-
-
-@pytest.mark.long
-@pytest.mark.parametrize(
-    ("name", "world"),
-    [(n, w) for n in models.NAMES for w in (1, 2, 3, 4) if (n, w) not in {("gpt", 3), ("odd", 2)}],
-)
-def test_flat_parameters_are_bitwise_on_every_world(name, world):
-    check(name, world)

@@ -26,12 +26,19 @@ def _one_thread():
 
 
 def train_every_way(name: str) -> dict[tuple[str, str], RankNumbers]:
-    """Every preset and variant, one after the other; released slots are NaN in half of them."""
-    results = {}
+    """Every preset and variant, one after the other.
+
+    Released slots are NaN in half of them, and in half of them the optimizer sees flat tensors: each combination of
+    these two in some world.
+    """
+    results, world = {}, distributed.get_world_size()
     for turn, variant in enumerate(VARIANTS):
         for place, preset in enumerate(PRESETS):
-            is_debugging = (turn + place + distributed.get_world_size()) % 2 == 0
-            results[preset, variant.name] = train_ranks(name, preset, variant, is_debugging=is_debugging)
+            is_debugging = (turn + place + world) % 2 == 0
+            is_flat = (turn + place + world // 2) % 2 == 0
+            results[preset, variant.name] = train_ranks(
+                name, preset, variant, is_debugging=is_debugging, is_flat=is_flat
+            )
     return results
 
 

@@ -72,7 +72,7 @@ def every_implementation():
         compare(Chain, plain_loss, "zero3", optimizer=make, given=sw.flat_parameters, steps=3)
 
 
-@pytest.mark.parametrize("world", [2, 3])
+@pytest.mark.parametrize("world", [2, pytest.param(3, marks=pytest.mark.long)])
 def test_every_elementwise_optimizer_is_bitwise_in_two_weight_decay_groups(world):
     run_on_ranks(every_implementation, world, timeout_s=120)
 

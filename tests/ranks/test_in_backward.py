@@ -83,6 +83,15 @@ MODELS = {
     "hidden outputs": (Boxed, plain_loss),
     "loss on modules": (lambda: Chain(KeepsLoss), with_aux_loss),
 }
+OPTIONS = (
+    {"merge_units": 1 << 20},
+    {"merge_units": False, "gradient_buffers": 1},
+    {"reshard_after_forward": False},
+    {"granularity": "row"},
+    {"granularity": "tensor"},
+    {"dp_replicate": 2},
+    {"activation_checkpointing": "full"},
+)
 BF16 = sw.PrecisionPolicy(param_dtype="bf16", reduce_dtype="bf16")
 
 
@@ -96,6 +105,10 @@ def every_model():
         found["bf16", strategy] = differing(Chain, plain_loss, strategy, mp_policy=BF16)
     momentum = lambda p: torch.optim.SGD(p, lr=1e-2, momentum=0.9, foreach=True)  # noqa: E731
     found["momentum"] = differing(Chain, plain_loss, "zero2", make=momentum)
+    if dist.get_world_size() == 2:
+        for turn, options in enumerate(OPTIONS):
+            given = (flat_groups, two_groups)[turn % 2]
+            found[str(options)] = differing(Chain, plain_loss, "zero3", given=given, **options)
     return {key: names for key, names in found.items() if names}
 
 

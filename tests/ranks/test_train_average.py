@@ -25,6 +25,7 @@ def held_out(run: Path) -> tuple[float, float]:
     return summary["eval_loss_first"], summary["eval_loss_final"]
 
 
+@pytest.mark.long
 def test_held_out_losses_are_of_the_average_and_training_is_the_same(whole: Path, tmp_path: Path) -> None:
     train(tmp_path, "--run-dir", "without", "--set", "train.steps=10")
     without = tmp_path / "without"
