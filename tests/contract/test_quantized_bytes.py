@@ -1,4 +1,4 @@
-"""What quantized weights take and send: as the closed form says, as a dry run says, and half of 16 bit."""
+"""What quantized weights and gradients take and send: as the closed form says, as a dry run says, a half or quarter."""
 
 from __future__ import annotations
 
@@ -18,13 +18,21 @@ from tests.parity.models import LowRank
 from tests.parity.training import PRESETS
 
 #: The form, and the model: one in 16 bit, an fp32 model with or without bf16 compute.
-CASES = (("none", "bf16 model"), ("int8", "bf16 model"), ("int8", "bf16 compute"), ("bf16", "fp32"))
+CASES = (
+    ("none", "bf16 model"),
+    ("int8", "bf16 model"),
+    ("int8", "bf16 compute"),
+    ("bf16", "fp32"),
+    ("none", "int8 traffic"),
+)
 
 
 def build(kind: str) -> nn.Module:
     """A frozen GPT with adapters in every block, all of whose linear layers are large."""
     torch.manual_seed(0)
     model = sw.models.gpt("gpt-tiny", num_layers=4, hidden=128, num_heads=4, vocab_size=512, seq_len=64)
+    if kind == "int8 traffic":
+        return model
     model.requires_grad_(requires_grad=False)
     for block in model.blocks:
         block.attention.qkv = LowRank(block.attention.qkv)
@@ -33,12 +41,15 @@ def build(kind: str) -> nn.Module:
 
 
 def plan_of(preset: str, form: str, kind: str) -> sw.ParallelPlan:
+    if kind == "int8 traffic":
+        gather = "none" if preset == "ddp" else "int8"
+        return sw.ParallelPlan(strategy=preset, quantized_gather=gather, quantized_reduce="int8")
     policy = sw.PrecisionPolicy() if kind == "bf16 compute" else None
     return sw.ParallelPlan(strategy=preset, mp_policy=policy, quantize_frozen=form)
 
 
 def measure(preset: str, form: str, kind: str) -> dict[str, object]:
-    is_weighed = kind == "bf16 compute"  # looking at every object takes its time
+    is_weighed = kind in ("bf16 compute", "int8 traffic")  # looking at every object takes its time
     before = everything_alive() if is_weighed else Storages()
     model = sw.parallelize(build(kind), plan_of(preset, form, kind))
     optimizer = torch.optim.AdamW(model.parameters())
@@ -84,7 +95,7 @@ def test_all_bytes_held_are_the_closed_form(world: int) -> None:
 def test_a_dry_run_sends_and_holds_the_same(world: int) -> None:
     rank = world - 1
     for (preset, form, kind), found in measured(world)[rank].items():
-        if form != "none":
+        if kind != "bf16 model":
             dry = sw.dry_run(
                 lambda kind=kind: build(kind),
                 plan_of(preset, form, kind),
@@ -114,3 +125,26 @@ def test_frozen_weights_take_and_send_half_of_16_bit() -> None:
 
         adapters_and_rest = 1.06  # norms, biases and adapters travel as they are
         assert gathered("int8", "bf16 model") < 0.52 * adapters_and_rest * gathered("none", "bf16 model")
+
+
+@pytest.mark.slow
+def test_int8_traffic_is_a_quarter_of_fp32() -> None:
+    """But for zeros that fill up blocks, and what ddp spreads whole."""
+    for results in measured(2):
+        for preset in ("ddp", "zero2", "zero3"):
+            sent = dict.fromkeys(("all_to_all", "all_gather", "reduce_scatter", "all_reduce"), 0)
+            for kind, _, dtype, num_bytes in results[preset, "none", "int8 traffic"]["events"]:
+                sent[kind] += num_bytes
+                assert dtype == ("fp32" if preset == "ddp" and kind == "all_gather" else "uint8")
+            dry = sw.dry_run(
+                lambda: build("int8 traffic"),
+                sw.ParallelPlan(strategy=preset),
+                world_size=2,
+                batch=tuple(torch.zeros(2, 64, dtype=torch.int64) for _ in range(2)),
+            )
+            reduced = sum(e.sent_bytes for e in dry.events if e.kind in ("reduce_scatter", "all_reduce"))
+            gathered = sum(e.sent_bytes for e in dry.events if e.kind == "all_gather")
+            share = 0.27 * (reduced if preset != "ddp" else reduced / 2)
+            assert 0 < sent["all_to_all"] < share, preset
+            assert sent["all_gather"] < (0.27 * gathered if preset != "ddp" else 0.51 * reduced), preset
+            assert sent["reduce_scatter"] == sent["all_reduce"] == 0

@@ -90,6 +90,21 @@ def check_all_reduce():
             assert_same_bits(buffer, naive_sum(numel, dtype, comm.size, divisor))
 
 
+def check_all_to_all():
+    comm = open_comm()
+    for numel, dtype, is_even in itertools.product(SLICES, DTYPES, (True, False)):
+        sizes = [numel if is_even else numel + rank for rank in range(comm.size)]
+        cuts = [0, *itertools.accumulate(sizes)]
+        own = slice(cuts[comm.rank], cuts[comm.rank + 1])
+        out = torch.full((comm.size * sizes[comm.rank],), 99, dtype=dtype)
+        with comm.record() as events:
+            comm.all_to_all(content(comm.rank, cuts[-1], dtype), out, unit="u", cuts=None if is_even else cuts).wait()
+        assert events[0].sent_bytes == (cuts[-1] - sizes[comm.rank]) * dtype.itemsize
+        for peer, slot in enumerate(out.view(comm.size, -1)):
+            if peer != comm.rank:
+                assert_same_bits(slot, content(peer, cuts[-1], dtype)[own])
+
+
 def check_from_and_to_one_rank():
     comm = open_comm()
     for numel, dtype, root in itertools.product(SLICES, DTYPES, {0, comm.size - 1}):
@@ -161,6 +176,7 @@ def check_results():
     check_all_gather()
     check_reduce_scatter()
     check_all_reduce()
+    check_all_to_all()
     check_from_and_to_one_rank()
     check_uneven()
     check_large()

@@ -33,7 +33,8 @@ class CollectiveEvent:
     """One collective as it was issued by this rank.
 
     Attributes:
-        kind: ``all_gather``, ``reduce_scatter``, ``all_reduce``, ``broadcast``, ``gather``, ``scatter`` or ``barrier``.
+        kind: ``all_gather``, ``reduce_scatter``, ``all_to_all``, ``all_reduce``, ``broadcast``, ``gather``, ``scatter``
+            or ``barrier``.
         axis: Mesh axis, for example ``dp_shard``.
         unit: Name of the unit (or purpose) that the collective serves.
         dtype: Short dtype name of what travels.
@@ -153,6 +154,17 @@ class Comm(ABC):
         Collective:
             Sends ``2 (size-1)/size * buffer bytes`` per rank where ``size`` divides the number of elements; slices
             differ by one element otherwise.
+        """
+
+    @abstractmethod
+    def all_to_all(self, buffer: Tensor, out: Tensor, *, unit: str, cuts: Sequence[int] | None = None) -> Handle:
+        """Send slice ``r`` of ``buffer`` to rank ``r``, and put what rank ``s`` sent into slot ``s`` of ``out``.
+
+        ``out`` has ``size`` slots, each as large as this rank's slice of a peer's ``buffer``. What is this rank's own
+        is not moved: its slot of ``out`` may hold anything afterwards.
+
+        Collective:
+            Sends each other rank its slice: ``(size-1)/size * buffer bytes`` where slices are equal.
         """
 
     @abstractmethod

@@ -95,6 +95,19 @@ class GlooComm(Comm):
             return Chain(reduced, Done)  # of as many phases as elsewhere: a world of one does what others do
         return Chain(reduced, lambda: self._spread(slices, (event, issued, tag | _TAG_SECOND_PHASE)))
 
+    def all_to_all(self, buffer: Tensor, out: Tensor, *, unit: str, cuts: Sequence[int] | None = None) -> Handle:
+        """As :meth:`Comm.all_to_all`."""
+        event, issued, tag = self._start("all_to_all", unit, buffer)
+        if self.size == 1:
+            return _DONE
+        slices, slots = self._slices(buffer, cuts), out.view(self.size, -1)
+        exchange = self._exchange(issued, tag)
+        for peer in self._peers:
+            exchange.receive(slots[peer], peer)
+        for peer in self._peers:
+            exchange.send(slices[peer], peer, event)
+        return exchange
+
     def broadcast(self, buffer: Tensor, *, root: int, unit: str) -> Handle:
         """As :meth:`Comm.broadcast`."""
         event, issued, tag = self._start("broadcast", unit, buffer)

@@ -73,6 +73,11 @@ class RecordComm(Comm):
         self._note("all_reduce", unit, buffer, buffer.numel() - own + own * (self.size - 1))
         return self._receive(buffer[:own])
 
+    def all_to_all(self, buffer: Tensor, out: Tensor, *, unit: str, cuts: Sequence[int] | None = None) -> Handle:
+        """As :meth:`Comm.all_to_all`."""
+        del out
+        return self._note("all_to_all", unit, buffer, buffer.numel() - self._own(buffer, cuts).numel())
+
     def broadcast(self, buffer: Tensor, *, root: int, unit: str) -> Handle:
         """As :meth:`Comm.broadcast`."""
         return self._note("broadcast", unit, buffer, buffer.numel() * (self.size - 1) if self.rank == root else 0)

@@ -156,21 +156,24 @@ def make_unit(
         # Matrices before vectors: what weight decay acts on, as a rule, is then one run (fsdp.flat).
         entries = sorted(found, key=lambda entry: entry.parameter.dim() < 2)
         specs = [_spec(entry, dtypes[0]) for entry in entries]
-        held_in = [dtype_name(dtype) for dtype in dtypes] + [form] * (form != "none")
+        in_blocks = quantization if dtypes[0].is_floating_point and form == "none" else NO_QUANTIZATION
+        packed_in = {form, in_blocks.gather, in_blocks.reduce} - {"none"}
+        held_in = [*(dtype_name(dtype) for dtype in dtypes), *sorted(packed_in)]
         # Frozen parameters of a replicated row never change: they stay whole, and nothing is sent for them.
         group_row = row if is_trainable or row.shards_parameters else PRESETS["ddp"]
+        is_cut = group_row.shards_optimizer and form == "none"  # no optimizer cares how quantized weights are cut
         layout = GroupLayout.build(
             specs,
             comms.gather.size,
             dtypes=held_in,
-            granularity=granularity if group_row.shards_optimizer else ELEMENT,
-            owners=[ranks[id(entry.parameter)] for entry in entries] if ranks and group_row.shards_optimizer else None,
+            granularity=granularity if is_cut else ELEMENT,
+            owners=[ranks[id(entry.parameter)] for entry in entries] if ranks and is_cut else None,
         )
         shards = [entry.parameter for entry in entries]
         given = unit, layout, group_row, shards
         place = {"rank": comms.gather.rank, "num_ranks": comms.num_ranks}
         if form == "none":
-            group = Group(*given, **place, is_trainable=is_trainable, dtypes=dtypes)
+            group = Group(*given, **place, is_trainable=is_trainable, dtypes=dtypes, quantization=in_blocks)
         else:
             group = FrozenGroup(*given, **place, form=form, dtypes=dtypes)
         unit.groups.append(group)

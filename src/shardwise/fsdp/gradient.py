@@ -35,6 +35,7 @@ from shardwise.comm.axes import Comms
 from shardwise.comm.base import Chain, Done, Handle
 from shardwise.comm.dtype import dtype_name
 from shardwise.fsdp import torch_private
+from shardwise.fsdp.packed import reduce_packed
 from shardwise.fsdp.pool import GradientPool
 from shardwise.fsdp.view import contiguous_stride, memory_order
 from shardwise.spec.errors import StateError
@@ -208,7 +209,7 @@ class Gradient:
         Collective:
             Reduce-scatter on ``dp_shard`` (all-reduce where the optimizer is replicated); ``(n-1)/n`` (twice that) of
             the padded buffer is sent. Then, when the handle advances, all-reduce on ``dp_replicate`` of what the rank
-            holds. All ranks must call in the same order.
+            holds. Quantized: all-to-all of packed bytes (``fsdp.packed``). All ranks must call in the same order.
         """
         group = self.group
         views = self._begin(pool)
@@ -236,7 +237,9 @@ class Gradient:
             after = 1
         unit, result = group.unit.name, self._landing(buffer, partial)
         self._result = result
-        if group.row.shards_optimizer:
+        if group.reduced_as is not None:
+            inside = reduce_packed(group, comms.reduce, pool.packed, buffer, result, divisor=after)
+        elif group.row.shards_optimizer:
             cuts = self.layout.uneven_cuts
             inside = comms.reduce.reduce_scatter(buffer, result, unit=unit, divisor=after, cuts=cuts)
         else:

@@ -17,13 +17,16 @@ import torch
 from torch import Tensor, nn
 
 from shardwise.comm.base import Comm, Done, Handle
+from shardwise.fsdp import quantize
 from shardwise.fsdp.gradient import Gradient
 from shardwise.fsdp.inner import InnerShard
+from shardwise.fsdp.packed import gather_packed
 from shardwise.fsdp.pool import PackedPool, Slot
 from shardwise.fsdp.view import contiguous_stride, memory_order
 from shardwise.spec.errors import StateError
 from shardwise.spec.layout import GroupLayout, ReduceLayout
 from shardwise.spec.placement import Placements
+from shardwise.spec.quantize import NO_QUANTIZATION, Quantization
 
 if TYPE_CHECKING:
     from shardwise.fsdp.unit import Unit
@@ -41,11 +44,13 @@ class Group:
         master: This rank's flat slice of the parameters; the whole of them where the optimizer is replicated.
         held_as: Form in which the master is held (``spec.quantize``); ``None``: its own dtype.
         sent_as: Form in which they are gathered; ``None``: the compute dtype.
+        reduced_as: Form in which gradients are sent to be added up; ``None``: the reduce dtype.
         packed_pool: Where packed bytes are received.
     """
 
     held_as: str | None = None
     sent_as: str | None = None
+    reduced_as: str | None = None
     packed_pool: PackedPool | None = None
 
     def __init__(
@@ -59,6 +64,7 @@ class Group:
         num_ranks: int,
         is_trainable: bool,
         dtypes: tuple[torch.dtype, torch.dtype, torch.dtype] | None = None,
+        quantization: Quantization = NO_QUANTIZATION,
     ) -> None:
         self._unit = weakref.ref(unit)
         self.layout = layout
@@ -70,6 +76,10 @@ class Group:
         own = shards[0].dtype
         self.dtype, self.compute_dtype, self.reduce_dtype = dtypes or (own, own, own)
         self.device = shards[0].device
+        if row.shards_optimizer and quantization.gather != "none":
+            self.sent_as = quantization.gather
+        if quantization.reduce != "none":
+            self.reduced_as = quantization.reduce
         self.reduce_layout = ReduceLayout(layout, layout.size if row.shards_optimizer else 1)
         self.slot: Slot | None = None
         self.replica: Tensor | None = None  # the gathered buffer, where parameters are replicated
@@ -148,8 +158,8 @@ class Group:
 
     @property
     def is_cast(self) -> bool:
-        """The unit computes in another dtype than the master's."""
-        return self.compute_dtype is not self.dtype
+        """The unit computes in another dtype than the master's, or with other digits."""
+        return self.compute_dtype is not self.dtype or self.sent_as is not None
 
     def held_views(self, flat: Tensor) -> list[Tensor]:
         """One view of ``flat`` for every parameter, laid out as the master is.
@@ -232,14 +242,17 @@ class Group:
         """Issue the all-gather of this group; where every rank holds the whole master, just cast it.
 
         Collective:
-            All-gather on ``dp_shard`` in the compute dtype; ``(n-1)/n`` of the padded group is sent. All ranks must
-            call in the same order. Nothing is sent where the optimizer is replicated.
+            All-gather on ``dp_shard`` in the compute dtype, or packed; ``(n-1)/n`` of the padded group is sent. All
+            ranks must call in the same order. Nothing is sent where the optimizer is replicated.
         """
         if self.whole is not None:
             return self._take_whole(self.whole)
         if not self.row.shards_optimizer:
             self.gathered.copy_(self.master)
             return Done()
+        if self.sent_as is not None:
+            form = self.sent_as
+            return gather_packed(self, comm, lambda own: quantize.pack(self.master, own, form))
         if self.row.shards_parameters or self.is_cast:
             self._own_slice.copy_(self.master)
         return comm.all_gather(self.gathered, unit=self.unit.name, cuts=self.layout.uneven_cuts)

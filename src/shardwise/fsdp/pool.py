@@ -112,6 +112,7 @@ class GradientPool:
         self._free: dict[Hashable, deque[Tensor]] = {}
         self._constants: dict[Hashable, Tensor | None] = {}
         self.num_buffers: dict[Hashable, int] = {}
+        self.packed = PackedPool()  # what quantized gradients are sent from, and received into
 
     def constant(self, key: Hashable, make: Callable[[], Tensor | None]) -> Tensor | None:
         """A small tensor that never changes, made at the first call and shared by all who name the same key."""
@@ -140,14 +141,14 @@ class GradientPool:
 
     @property
     def total_bytes(self) -> int:
-        """Bytes of the buffers that lie in the pool now."""
-        return sum(b.nbytes for free in self._free.values() for b in free)
+        """Bytes of the buffers that lie in the pool now, and of all packed ones."""
+        return sum(b.nbytes for free in self._free.values() for b in free) + self.packed.total_bytes
 
 
 class PackedPool:
-    """Buffers that packed bytes are received into, from the issue of a gather until it has been unpacked.
+    """Buffers for packed bytes on their way, from the issue of a collective until they have been unpacked.
 
-    One for each size class as a rule: a unit's gather is waited for before the next is issued.
+    Of a size class one as a rule: a unit's gather, or sum, is waited for before the next is issued.
     """
 
     def __init__(self) -> None:

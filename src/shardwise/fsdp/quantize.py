@@ -7,7 +7,7 @@ reciprocal, which kernels do alike everywhere, and gives back the largest value 
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 
 import torch
 from torch import Tensor
@@ -49,11 +49,27 @@ def unpack(packed: Tensor, target: Tensor, form: str, dtype: torch.dtype) -> Non
         target.copy_(packed.view(torch.bfloat16)[: target.numel()])
         return
     codes, scales = _split(packed, target.numel(), dtype)
-    work = torch.float64 if dtype is torch.float64 else torch.float32
     for part in _parts(target):
-        values = codes[part].view(-1, BLOCK_NUMEL).to(work).mul_(1 / 127)
-        largest = scales[part.start // BLOCK_NUMEL : part.stop // BLOCK_NUMEL].to(work)
-        target[part].view(-1, BLOCK_NUMEL).copy_(values.mul_(largest.unsqueeze(1)).to(dtype))
+        target[part].view(-1, BLOCK_NUMEL).copy_(_read(codes, scales, part).to(dtype))
+
+
+def _read(codes: Tensor, scales: Tensor, part: slice) -> Tensor:
+    """A range of blocks in the dtype that is computed in, one row each."""
+    work = torch.float64 if scales.dtype is torch.float64 else torch.float32
+    largest = scales[part.start // BLOCK_NUMEL : part.stop // BLOCK_NUMEL].to(work)
+    return codes[part].view(-1, BLOCK_NUMEL).to(work).mul_(1 / 127).mul_(largest.unsqueeze(1))
+
+
+def sum_packed(terms: Sequence[Tensor], out: Tensor, dtype: torch.dtype, divisor: float) -> None:
+    """Add up int8 blocks of ``dtype`` in order, in fp32 (fp64 for fp64), divide, and round into ``out``."""
+    split = [_split(term, out.numel(), dtype) for term in terms]
+    for part in _parts(out):
+        total = _read(*split[0], part)
+        for codes, scales in split[1:]:
+            total += _read(codes, scales, part)
+        if divisor != 1:
+            total /= divisor
+        out[part].view(-1, BLOCK_NUMEL).copy_(total)
 
 
 def codes_of(packed: Tensor, numel: int, form: str) -> Tensor:

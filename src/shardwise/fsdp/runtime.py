@@ -38,7 +38,7 @@ from shardwise.fsdp.group import Group
 from shardwise.fsdp.ignore import NOTHING
 from shardwise.fsdp.inner import InnerShard
 from shardwise.fsdp.order import ROOT_ENTRY, Entry, Orders, backward_orders, eval_orders, forward_orders
-from shardwise.fsdp.packed import packed_cuts
+from shardwise.fsdp.packed import gathered_cuts, reduced_cuts
 from shardwise.fsdp.pool import GradientPool, PackedPool, SlotPool
 from shardwise.fsdp.saved import SavedTensorGuard
 from shardwise.fsdp.unit import Member, State, Unit
@@ -149,7 +149,11 @@ class Runtime:
             group.inner = InnerShard(group.gathered, group.layout, self.comms.inner_comm(unit.inner_size))
         if group.sent_as is not None:
             group.packed_pool = self.packed
-            self.packed.announce(packed_cuts(group)[-1])
+            self.packed.announce(gathered_cuts(group)[-1])
+        if group.reduced_as is not None and group.layout.params:
+            places = reduced_cuts(group)
+            self.gradients.packed.announce(places[-1])
+            self.gradients.packed.announce(group.layout.size * (places[group.rank + 1] - places[group.rank]))
 
     def _relate(self) -> None:
         for unit in self.units:

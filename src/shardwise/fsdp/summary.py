@@ -33,6 +33,7 @@ class GroupSummary:
     slot: int | None
     held_as: str | None = None
     sent_as: str | None = None
+    reduced_as: str | None = None
 
     @property
     def dtypes(self) -> str:
@@ -40,7 +41,10 @@ class GroupSummary:
         every = (self.dtype, self.compute_dtype, self.reduce_dtype)
         shown = self.dtype if len(set(every)) == 1 else ">".join(every)
         held = f", held as {self.held_as}" if self.held_as else ""
-        return shown + held + (f", sent as {self.sent_as}" if self.sent_as else "")
+        sent = f", sent as {self.sent_as}" if self.sent_as else ""
+        return (
+            shown + held + sent + (f", reduced as {self.reduced_as}" if self.reduced_as and self.is_trainable else "")
+        )
 
 
 @dataclass(frozen=True)
@@ -196,6 +200,7 @@ def group_shapes(runtime: Runtime) -> list[GroupShape]:
             reduce_dtype=dtype_name(group.reduce_dtype),
             held_as=group.held_as,
             sent_as=group.sent_as,
+            reduced_as=group.reduced_as,
             flat_kinds=group.flat_kinds,
             recomputed_in=unit.recomputed_in,
             inner_size=unit.inner_size or 0,
@@ -280,6 +285,7 @@ def _unit(runtime: Runtime, unit: Unit) -> UnitSummary:
                 slot=slots.get(id(group.slot)) if group.slot is not None else None,
                 held_as=group.held_as,
                 sent_as=group.sent_as,
+                reduced_as=group.reduced_as,
             )
         )
     return UnitSummary(

@@ -108,12 +108,18 @@ def check_plan(plan: ParallelPlan) -> None:
     """Refuse what cannot be combined.
 
     Raises:
-        PlanError: ``reshard_after_forward`` was given for a strategy that keeps parameters whole.
+        PlanError: ``reshard_after_forward`` was given for a strategy that keeps parameters whole, ``quantized_gather``
+            for one that gathers nothing.
     """
     if plan.reshard_after_forward != "auto" and not plan.placements.shards_parameters:
         raise PlanError(
             f"reshard_after_forward={plan.reshard_after_forward} has no meaning for strategy {plan.strategy!r}:"
             " it keeps parameters whole.\n  Leave it at 'auto', or use zero3 or shard_grad_op."
+        )
+    if plan.quantized_gather != "none" and not plan.placements.shards_optimizer:
+        raise PlanError(
+            f"quantized_gather={plan.quantized_gather!r} has no meaning for strategy {plan.strategy!r}: nothing is"
+            " gathered.\n  Leave it out; quantized_reduce works under every strategy."
         )
 
 

@@ -23,15 +23,17 @@ over Gloo need.
 from __future__ import annotations
 
 import bisect
+import itertools
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass, fields
+from functools import cached_property
 
 from shardwise.spec.flat import flat_ranges
 from shardwise.spec.layout import GroupLayout, ParamSpec, ReduceLayout
 from shardwise.spec.placement import Placements
 from shardwise.spec.precision import item_bytes
-from shardwise.spec.quantize import packed_bytes
+from shardwise.spec.quantize import packed_bytes, packed_cuts, summed_cuts
 
 #: Slots per size class for gathered units.
 SLOTS_PER_CLASS = 2
@@ -60,6 +62,7 @@ class GroupShape:
         reduce_dtype: Of gradient buffers and sums; by default the master's.
         held_as: Form in which a frozen master is held (``spec.quantize``); ``None``: its own dtype.
         sent_as: Form in which it is gathered; ``None``: the compute dtype.
+        reduced_as: Form in which its gradients are sent to be added up; ``None``: the reduce dtype.
         flat_kinds: Weight-decay group of each parameter where the optimizer sees flat runs of them (``spec.flat``).
         recomputed_in: Name of a module around its unit that is recomputed in backward.
         inner_size: Ranks over which it stays sharded after forward; 0: it is released, or kept whole.
@@ -76,6 +79,7 @@ class GroupShape:
     reduce_dtype: str | None = None
     held_as: str | None = None
     sent_as: str | None = None
+    reduced_as: str | None = None
     flat_kinds: tuple[int | None, ...] | None = None
     recomputed_in: str | None = None
     inner_size: int = 0
@@ -103,8 +107,8 @@ class GroupShape:
 
     @property
     def is_cast(self) -> bool:
-        """It computes in another dtype than the master's."""
-        return self.compute_dtype not in {None, self.master_dtype}
+        """It computes in another dtype than the master's, or with other digits."""
+        return self.compute_dtype not in {None, self.master_dtype} or self.sent_as is not None
 
     @property
     def is_resident(self) -> bool:
@@ -128,6 +132,14 @@ class GroupShape:
         if self.sent_as is not None:
             return packed_bytes(numel, self.sent_as, self.master_dtype)
         return numel * self.gather_item_bytes
+
+    @cached_property
+    def summed_bytes(self) -> tuple[int, ...]:
+        """Bytes of the packed part of its gradients that each rank adds up."""
+        assert self.reduced_as is not None
+        dtype = self.reduce_dtype or self.master_dtype
+        cuts = packed_cuts(summed_cuts(self.reduce_layout), self.reduced_as, dtype)
+        return tuple(stop - start for start, stop in itertools.pairwise(cuts))
 
     @property
     def reduces_cast(self) -> bool:
@@ -414,6 +426,8 @@ class _Reductions:
             key = self._pool_key(group)
             size = group.reduce_layout.numel * group.reduce_item_bytes
             self._pooled_bytes[key] = max(self._pooled_bytes.get(key, 0), size)
+            for packed_key, num_bytes in zip(self._packed_keys(group), self._packed_sizes(group), strict=True):
+                self._pooled_bytes[packed_key] = max(self._pooled_bytes.get(packed_key, 0), num_bytes)
 
     def reduce(self, groups: Sequence[GroupShape]) -> None:
         """One unit takes its buffers, takes the reductions issued before a phase further, and issues its own."""
@@ -426,7 +440,10 @@ class _Reductions:
         self._move_on()
         for group in groups:
             self._under_way.append(_UnderWay(group))
-            self._receive(self._under_way[-1], received_numel(group, self._rank))
+            if group.reduced_as is None:
+                self._receive(self._under_way[-1], received_numel(group, self._rank))
+            for key in self._packed_keys(group):
+                self._take(key)
 
     def end(self) -> None:
         """The backward is over: everything is finished."""
@@ -444,7 +461,10 @@ class _Reductions:
     def _advance(self, reduction: _UnderWay) -> None:
         """Give back what the phase under way has used, and begin the next one, if there is one."""
         group, replicas = reduction.group, self._replicas
-        if reduction.phase < 2:
+        is_packed = reduction.phase == 0 and group.reduced_as is not None
+        if is_packed:
+            self._free.update(self._packed_keys(group))
+        elif reduction.phase < 2:
             bisect.insort(self._receive_buffers(reduction), reduction.received)
         reduction.phase += 1
         is_done = replicas is None or reduction.phase > 2
@@ -486,6 +506,15 @@ class _Reductions:
 
     def _pool_key(self, group: GroupShape) -> tuple[int, str]:
         return size_class(group.reduce_layout.numel), group.reduce_dtype or group.master_dtype
+
+    def _packed_sizes(self, group: GroupShape) -> tuple[int, ...]:
+        """Bytes that packed gradients are sent from, and received into."""
+        if group.reduced_as is None:
+            return ()
+        return sum(group.summed_bytes), group.layout.size * group.summed_bytes[self._rank]
+
+    def _packed_keys(self, group: GroupShape) -> tuple[tuple[int, str], ...]:
+        return tuple((size_class(num_bytes), "packed") for num_bytes in self._packed_sizes(group))
 
 
 def received_numel(group: GroupShape, rank: int) -> int:

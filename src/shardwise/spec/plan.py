@@ -57,6 +57,10 @@ class ParallelPlan:
         quantize_frozen: ``"int8"``: frozen weights of linear layers are held and gathered as int8 blocks, and unpacked
             while their unit computes (``spec.quantize``); ``"bf16"``: the same in 16 bit. Both also where parameters
             are replicated. State dicts and checkpoints hold what is read from them, in the dtype that the weights had.
+        quantized_gather: ``"int8"``: parameters are sent as int8 blocks when they are gathered (ZeRO++'s qwZ). Every
+            rank computes with what is read from the blocks, its own part too; the optimizer updates the master.
+        quantized_reduce: ``"int8"``: gradients are sent as int8 blocks to the rank that adds them up, in fp32 (ZeRO++'s
+            qgZ). The mean over N ranks is off by at most the sum of the blocks' largest values over 254 N.
         granularity: What a rank's cut never divides, for the optimizer's sake: ``"element"``, ``"row"``,
             ``sw.block(n)`` (in a file ``[block, n]``) or ``"tensor"``, which gives every parameter whole to one rank.
         activation_checkpointing: What is computed again in backward instead of being kept. ``"none"``; ``"full"``:
@@ -97,6 +101,8 @@ class ParallelPlan:
     reshard_after_forward: str | bool | int = "auto"
     mp_policy: PrecisionPolicy | Mapping[str, Any] | None = None
     quantize_frozen: str = "none"
+    quantized_gather: str = "none"
+    quantized_reduce: str = "none"
     granularity: str | Granularity | Sequence[Any] = "element"
     activation_checkpointing: str | WrapPolicy | RecomputePolicy | Mapping[str, Any] = "none"
     accumulation: str = "auto"
@@ -185,7 +191,7 @@ class ParallelPlan:
         Raises:
             PlanError: A form is unknown.
         """
-        return Quantization(frozen=self.quantize_frozen)
+        return Quantization(frozen=self.quantize_frozen, gather=self.quantized_gather, reduce=self.quantized_reduce)
 
     @property
     def cut_granularity(self) -> Granularity:

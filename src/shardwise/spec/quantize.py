@@ -8,15 +8,19 @@ slices begin at multiples of a block: blocks do not depend on the number of rank
 
 ``bf16``: a plain cast.
 
+Gradients in a sum over N ranks are quantized by every rank by itself and added up in fp32: the mean is off by at most
+``(a_0 + ... + a_(N-1)) / 254 N``, where ``a_r`` is the largest value of rank r's block.
+
 Packed, a slice is its codes, then the values ``a``, filled up to ``ALIGN_BYTES``.
 """
 
 from __future__ import annotations
 
+import itertools
 from dataclasses import dataclass
 
 from shardwise.spec.errors import PlanError
-from shardwise.spec.layout import ALIGN_BYTES, round_up
+from shardwise.spec.layout import ALIGN_BYTES, ReduceLayout, round_up
 from shardwise.spec.precision import item_bytes
 
 #: Elements that share one scale.
@@ -24,6 +28,7 @@ BLOCK_NUMEL = 128
 
 #: What a plan may say of each kind of quantization.
 FROZEN_FORMS = ("none", "int8", "bf16")
+SENT_FORMS = ("none", "int8")
 
 
 def packed_bytes(numel: int, form: str, dtype: str) -> int:
@@ -35,22 +40,46 @@ def packed_bytes(numel: int, form: str, dtype: str) -> int:
     return round_up(numel + numel // BLOCK_NUMEL * item_bytes(dtype), ALIGN_BYTES)
 
 
+def packed_cuts(cuts: tuple[int, ...], form: str, dtype: str) -> tuple[int, ...]:
+    """Where slices begin in bytes that begin at ``cuts`` in elements, each packed by itself."""
+    sizes = (packed_bytes(stop - start, form, dtype) for start, stop in itertools.pairwise(cuts))
+    return (0, *itertools.accumulate(sizes))
+
+
+def summed_cuts(layout: ReduceLayout) -> tuple[int, ...]:
+    """Where the parts of a gradient buffer begin that one rank each adds up.
+
+    The slices; of a buffer that every rank wants whole, equal parts to the nearest block.
+    """
+    size = layout.group.size
+    if layout.num_slices == size:
+        return layout.cuts
+    return tuple(rank * (layout.numel // BLOCK_NUMEL) // size * BLOCK_NUMEL for rank in range(size + 1))
+
+
 @dataclass(frozen=True)
 class Quantization:
     """What of a plan is quantized.
 
     Attributes:
         frozen: Form in which frozen linear weights are held and gathered.
+        gather: Form in which all other parameters are gathered.
+        reduce: Form in which gradients are sent to be added up.
     """
 
     frozen: str = "none"
+    gather: str = "none"
+    reduce: str = "none"
 
     def __post_init__(self) -> None:
-        if self.frozen not in FROZEN_FORMS:
-            shown = ", ".join(map(repr, FROZEN_FORMS))
-            raise PlanError(
-                f"quantize_frozen={self.frozen!r}: expected one of {shown}.\n  Set quantize_frozen to one of them."
-            )
+        for field, value, forms in (
+            ("quantize_frozen", self.frozen, FROZEN_FORMS),
+            ("quantized_gather", self.gather, SENT_FORMS),
+            ("quantized_reduce", self.reduce, SENT_FORMS),
+        ):
+            if value not in forms:
+                shown = ", ".join(map(repr, forms))
+                raise PlanError(f"{field}={value!r}: expected one of {shown}.\n  Set {field} to one of them.")
 
 
 #: Nothing is quantized.

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from typing import NamedTuple
 
 from shardwise.spec.footprint import GroupShape, Replicas, own_part, summed_numel
+from shardwise.spec.quantize import summed_cuts
 
 
 class Collective(NamedTuple):
@@ -46,10 +47,21 @@ def gather_bytes(group: GroupShape, rank: int) -> int:
 
 
 def reduction_bytes(group: GroupShape, rank: int) -> int:
-    """Bytes that a rank sends to reduce a group: every slice but its own; an all-reduce also spreads its own."""
+    """Bytes that a rank sends to reduce a group: every slice but its own; an all-reduce also spreads its own.
+
+    Quantized, the spreading is a collective of its own.
+    """
+    if group.reduced_as is not None:
+        return sum(group.summed_bytes) - group.summed_bytes[rank]
     if not group.row.shards_optimizer:
         return _all_reduced(group.reduce_layout.numel, group.layout.size, rank) * group.reduce_item_bytes
     return (group.reduce_layout.numel - summed_numel(group, rank)) * group.reduce_item_bytes
+
+
+def spread_bytes(group: GroupShape, rank: int) -> int:
+    """Bytes that a rank sends to spread its part of a sum that was sent quantized."""
+    cuts = summed_cuts(group.reduce_layout)
+    return (group.layout.size - 1) * (cuts[rank + 1] - cuts[rank]) * group.reduce_item_bytes
 
 
 def inner_gather_bytes(group: GroupShape, rank: int) -> int:
@@ -190,7 +202,8 @@ class _Step:
             self._go_on()
         for group in trained:
             sent = reduction_bytes(group, self._rank)
-            self.trace.append(Collective(group.row.gradient_move, shape.name, sent))
+            kind = group.row.gradient_move if group.reduced_as is None else "all_to_all"
+            self.trace.append(Collective(kind, shape.name, sent))
             self._reducing.append((shape.name, group))
         if any(group.row.shards_parameters for group in shape.groups):
             self._resident.discard(unit)
@@ -198,6 +211,8 @@ class _Step:
     def _go_on(self) -> None:
         """The sums under way are there inside their group: on they go over the groups."""
         for name, group in self._reducing:
+            if group.reduced_as is not None and not group.row.shards_optimizer:
+                self.trace.append(Collective("all_gather", name, spread_bytes(group, self._rank)))
             if self._goes_on and self._replicas is not None:
                 sent = replicate_bytes(group, self._rank, self._replicas)
                 self.trace.append(Collective("all_reduce", name, sent, "dp_replicate"))

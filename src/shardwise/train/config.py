@@ -93,6 +93,8 @@ class ParallelSection(Section):
     quantize_frozen: str = Field(
         "none", description="none, int8 or bf16: how frozen linear weights are held and gathered"
     )
+    quantized_gather: str = Field("none", description="none or int8: how parameters are sent to be gathered")
+    quantized_reduce: str = Field("none", description="none or int8: how gradients are sent to be added up")
     granularity: str | list[Any] = Field(
         "element", description="element, row, [block, n] or tensor: what a cut never divides, for the optimizer's sake"
     )

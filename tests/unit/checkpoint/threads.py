@@ -44,6 +44,9 @@ class ThreadComm(Comm):
     def reduce_scatter(self, buffer, out, *, unit, divisor=1):
         raise NotImplementedError
 
+    def all_to_all(self, buffer, out, *, unit, cuts=None):
+        raise NotImplementedError
+
     def gather(self, shard, out, *, root, unit):
         raise NotImplementedError
 

@@ -26,6 +26,8 @@ def test_the_fields_are_those_that_this_version_honours() -> None:
         "reshard_after_forward",
         "mp_policy",
         "quantize_frozen",
+        "quantized_gather",
+        "quantized_reduce",
         "granularity",
         "activation_checkpointing",
         "accumulation",
