@@ -9,7 +9,7 @@ WORKERS ?= 2
 
 .DEFAULT_GOAL := help
 .DELETE_ON_ERROR:
-.PHONY: help venv demo test test-all check bench clean
+.PHONY: help venv demo test test-all check bench models clean
 
 test test-all check: export OMP_NUM_THREADS = 1
 
@@ -50,6 +50,9 @@ $(PEERS): $(STAMP)
 
 bench: $(PEERS) ## compare with torch's own engines and DeepSpeed; writes bench/results/DATE.md and .json
 	@$(BIN)/python bench/targets.py
+
+models: $(STAMP) ## train every model of the matrix under every strategy; writes docs/models.md
+	@PYTHONPATH=. OMP_NUM_THREADS=1 $(BIN)/python bench/models.py
 
 clean: ## remove .venv, caches and build results (runs/ stays)
 	@rm -rf .venv build dist .pytest_cache .ruff_cache .hypothesis .import_linter_cache src/*.egg-info

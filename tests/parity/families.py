@@ -36,6 +36,7 @@ class Family:
         model: Name of the class.
         build: Builds it, with the same weights each time; with ignored parameters, for the rank that is given.
         loss: From the model, the rank and the step to the loss on that rank's data of that step.
+        sizes: Of its configuration.
         classes: Class names of its blocks, for wrapping by class.
         options: Fields of the plan that it needs.
     """
@@ -45,12 +46,13 @@ class Family:
     build: Callable[..., nn.Module]
     loss: Callable[[nn.Module, int, int], Tensor]
     classes: tuple[str, ...]
+    sizes: Mapping[str, Any] = field(default_factory=dict)
     options: Mapping[str, Any] = field(default_factory=dict)
 
     @property
     def version(self) -> str:
-        """Of the package, as it is installed."""
-        return metadata.version(self.package)
+        """Of the package, as it is installed; without what tells builds of one version apart."""
+        return metadata.version(self.package).partition("+")[0]
 
     @property
     def wrappings(self) -> dict[str, dict[str, Any]]:
@@ -120,7 +122,8 @@ def _transformers(
     *classes: str,
     loss: Callable[[nn.Module, int, int], Tensor] = _language_loss,
 ) -> Family:
-    return Family("transformers", model, functools.partial(build_transformers, model, config, sizes), loss, classes)
+    build = functools.partial(build_transformers, model, config, sizes)
+    return Family("transformers", model, build, loss, classes, sizes)
 
 
 def build_transformers(model: str, config: str, sizes: Mapping[str, Any], **more: Any) -> nn.Module:
@@ -204,6 +207,7 @@ T5 = {
     "pad_token_id": PAD,
     "eos_token_id": EOS,
 }
+_DROPS = {"encoder_layerdrop": 0.2, "decoder_layerdrop": 0.2}
 BART = {**_SPEECH, "max_position_embeddings": 64, "forced_eos_token_id": None}
 WHISPER = {
     **_SPEECH,
@@ -222,7 +226,7 @@ def _vit_pytorch(model: str, file: str, block: str, sizes: Mapping[str, Any]) ->
         torch.manual_seed(1)
         return getattr(_vit_pytorch_file(file), model)(**sizes).train()
 
-    return Family("vit-pytorch", model, build, _image_loss, (block,))
+    return Family("vit-pytorch", model, build, _image_loss, (block,), sizes)
 
 
 @functools.cache
@@ -254,7 +258,7 @@ def _torch(model: str, *blocks: str, **options: Any) -> Family:
         alike = {"deterministic": True} if "ignored" in options else {}  # but for what is each rank's own
         return getattr(tests, model).init(group, mode, tests.DEVICEInitMode.DEVICE_NEVER, **alike).train()
 
-    return Family("torch", model, build, _torch_loss, blocks, options)
+    return Family("torch", model, build, _torch_loss, blocks, options=options)
 
 
 def _torch_loss(model: Any, rank: int, step: int) -> Tensor:
@@ -321,6 +325,9 @@ FAMILIES: dict[str, Family] = {
     ),
     "T5": _transformers("T5ForConditionalGeneration", "T5Config", T5, "T5Block"),
     "BART": _transformers("BartForConditionalGeneration", "BartConfig", BART, "BartEncoderLayer", "BartDecoderLayer"),
+    "BART, LayerDrop": _transformers(
+        "BartForConditionalGeneration", "BartConfig", {**BART, **_DROPS}, "BartEncoderLayer", "BartDecoderLayer"
+    ),
     "BERT": _transformers(
         "BertForMaskedLM",
         "BertConfig",
@@ -338,6 +345,14 @@ FAMILIES: dict[str, Family] = {
         "WhisperForConditionalGeneration",
         "WhisperConfig",
         WHISPER,
+        "WhisperEncoderLayer",
+        "WhisperDecoderLayer",
+        loss=_speech_loss,
+    ),
+    "Whisper, LayerDrop": _transformers(
+        "WhisperForConditionalGeneration",
+        "WhisperConfig",
+        {**WHISPER, **_DROPS},
         "WhisperEncoderLayer",
         "WhisperDecoderLayer",
         loss=_speech_loss,

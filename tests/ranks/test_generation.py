@@ -59,12 +59,16 @@ def test_generation_may_sample_and_search(name, how):
     run_on_ranks(generate, 2, name, ("zero3",), how, timeout_s=150)
 
 
+def hows(name):
+    """The ways in which a model can generate."""
+    return (GREEDY, SAMPLED) if name == "Whisper" else (GREEDY, SAMPLED, BEAMS)
+
+
 @pytest.mark.long
 @pytest.mark.parametrize("name", GENERATORS)
 @pytest.mark.parametrize("world", [3, 4])
 def test_more_ranks_generate_the_plain_models_tokens(world, name):
-    hows = [GREEDY, SAMPLED] if name == "Whisper" else [GREEDY, SAMPLED, BEAMS]
-    run_on_ranks(generate, world, name, ("ddp", "zero2", "shard_grad_op", "zero3"), *hows, timeout_s=280)
+    run_on_ranks(generate, world, name, ("ddp", "zero2", "shard_grad_op", "zero3"), *hows(name), timeout_s=280)
 
 
 def checkpointed(name, use_reentrant):

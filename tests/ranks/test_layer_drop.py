@@ -1,8 +1,9 @@
-"""Models that leave out layers at random, each rank others, from the first step on."""
+"""Models that leave out layers, each rank others, from the first step on.
+
+BART and Whisper with LayerDrop and CaiT with layer dropout are among the families of ``tests/parity``.
+"""
 
 from __future__ import annotations
-
-import warnings
 
 import pytest
 import torch
@@ -10,26 +11,7 @@ from torch import Tensor, nn
 
 import shardwise as sw
 from shardwise.testing import run_on_ranks
-from tests.parity.families import BART, FAMILIES, WHISPER, build_transformers
 from tests.ranks.oracle import PRESETS, Block, Chain, compare, sample
-
-BUILDERS = {
-    "BART": ("BartForConditionalGeneration", "BartConfig", BART),
-    "Whisper": ("WhisperForConditionalGeneration", "WhisperConfig", WHISPER),
-}
-
-
-def train(name, strategies, probability):
-    warnings.simplefilter("ignore")
-    drops = {"encoder_layerdrop": probability, "decoder_layerdrop": probability}
-    for strategy in strategies:
-        compare(lambda: build_transformers(*BUILDERS[name], **drops), FAMILIES[name].loss, strategy, steps=3)
-
-
-@pytest.mark.parametrize(("world", "strategies"), [(2, PRESETS), (3, ("zero2", "zero3"))])
-@pytest.mark.parametrize("name", BUILDERS)
-def test_layer_drop_neither_hangs_nor_differs_from_a_plain_model_that_drops_the_same_layers(world, strategies, name):
-    run_on_ranks(train, world, name, strategies, 0.3, timeout_s=150)
 
 
 class Nested(nn.Module):
