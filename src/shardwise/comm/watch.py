@@ -7,6 +7,10 @@ certain, and so do two that each wait for something that the other has not issue
 
 The finder writes its verdict into the store. Each rank then answers its peers' open messages with dummies, which wakes
 their main threads; they see the verdict and raise RankDisagreement, all of them. Nothing is sent while all is well.
+
+A rank that had fewer batches than the others ends, or waits in a collective of torch's own (a barrier after the loop),
+while they wait for it here. A process therefore leaves word when it ends in order, and the thread looks whether its
+main thread stands in torch.distributed.
 """
 
 from __future__ import annotations
@@ -14,6 +18,8 @@ from __future__ import annotations
 import atexit
 import contextlib
 import json
+import os
+import sys
 import threading
 import time
 import weakref
@@ -24,6 +30,7 @@ import torch
 import torch.distributed as dist
 
 from shardwise.comm import progress
+from shardwise.comm.exit import LOG_DIR
 from shardwise.spec.errors import CommError, CommTimeout, RankDisagreement
 
 if TYPE_CHECKING:
@@ -38,8 +45,16 @@ IDLE_INTERVAL_S = 4.0
 
 #: How long the end of the process waits for the thread, which may be asking a store that is gone.
 _END_S = 5.0
+#: How long a rank whose peer is gone looks whether that peer has left word.
+LAST_WORD_S = 2.0
 
 _KEY = "shardwise/stall"
+
+_OTHER_PATHS = (
+    "The ranks took different paths through the model. Let every rank run the same units, or wrap the module that"
+    " chooses among them as one unit (auto_wrap_policy). Where one has fewer batches, see sw.join."
+)
+_FEWER_BATCHES = "Where it has fewer batches, use drop_last=True or sw.join(model, optimizer)."
 
 
 class StallWatch:
@@ -60,6 +75,7 @@ class StallWatch:
         self._answered: set[tuple[int, str, int]] = set()
         self._kept: list[Any] = []
         self._idle_since = 0.0
+        self._elsewhere: tuple[int, str, float] | None = None  # a frame of torch.distributed, its name, seen since
         self.verdict: CommError | None = None
         self._ends = threading.Event()
         self._thread = threading.Thread(target=self._run, name="shardwise-stall-watch", daemon=True)
@@ -119,6 +135,10 @@ class StallWatch:
                 f"{what}: no answer within the process group's time limit. Where the ranks are:\n{self.describe()}\n"
                 "  Look at the rank that is elsewhere: its log, and whether its process still runs."
             )
+        with contextlib.suppress(Exception):
+            ended = self._ended_rank()
+            if ended is not None:
+                return RankDisagreement(f"rank {ended} has ended, while this rank waits in {what}.\n  {_FEWER_BATCHES}")
         return CommError(
             f"{what} failed: {message}\n"
             "  A peer has left or its connection broke; look for the first error among the ranks' logs."
@@ -132,6 +152,20 @@ class StallWatch:
             shown = status["last"] if status else "has said nothing: it is not waiting in a collective"
             lines.append(f"  rank {rank}: {shown}")
         return "\n".join(lines)
+
+    def leave_word(self) -> None:
+        """This process ends, and nothing has gone wrong."""
+        self._store.set(f"ended-{self._rank}", "1")
+
+    def _ended_rank(self) -> int | None:
+        """A rank that has left word, or ``None`` if none does so soon."""
+        deadline = time.monotonic() + LAST_WORD_S
+        while time.monotonic() < deadline:
+            for rank in range(self._size):
+                if self._store.check([f"ended-{rank}"]):
+                    return rank
+            time.sleep(0.05)
+        return None
 
     # -- the thread
 
@@ -150,6 +184,9 @@ class StallWatch:
                 self._idle_since = now
                 if self._store.check(["ask"]):
                     self._publish()
+                    self._read_verdict()
+                if self.verdict is not None:  # a peer may wait for this rank, which is elsewhere
+                    self._answer()
             return
         self._publish()
         self._store.set("ask", "1")
@@ -162,6 +199,7 @@ class StallWatch:
     def _publish(self) -> None:
         waiting = self._waiting
         status = {
+            "elsewhere": self._torch_collective(),
             "last": progress.last(),
             "waits_for": None if waiting is None else _as_row(waiting[0].issued),
             "issued": [_as_row(issued) for issued in list(progress.history)],
@@ -170,6 +208,25 @@ class StallWatch:
             "messages": [list(message) for message in waiting[0].messages] if waiting and _is_stalled(waiting) else [],
         }
         self._store.set(f"rank-{self._rank}", json.dumps(status))
+
+    def _torch_collective(self) -> str | None:
+        """The collective of torch's own, over all ranks, in which the main thread has stood for a while."""
+        frame = sys._current_frames().get(threading.main_thread().ident or 0)  # noqa: SLF001 - it is documented
+        found = None
+        while frame is not None:
+            if (
+                frame.f_globals.get("__name__") == dist.distributed_c10d.__name__
+                and "group" in frame.f_code.co_varnames
+            ):
+                found = frame
+            frame = frame.f_back
+        if found is None or found.f_locals.get("group") not in {None, dist.group.WORLD}:
+            self._elsewhere = None
+            return None
+        now = time.monotonic()
+        if self._elsewhere is None or self._elsewhere[0] != id(found):
+            self._elsewhere = (id(found), found.f_code.co_name, now)
+        return self._elsewhere[1] if now - self._elsewhere[2] >= STALL_S else None
 
     def _status_of(self, rank: int) -> dict[str, Any] | None:
         key = f"rank-{rank}"
@@ -181,12 +238,11 @@ class StallWatch:
 
     def _compare(self) -> None:
         statuses = {rank: status for rank in range(self._size) if (status := self._status_of(rank))}
-        text = _conflict(statuses) or _deadlock(statuses)
+        text, advice = _conflict(statuses) or _deadlock(statuses), _OTHER_PATHS
+        if text is None:
+            text, advice = _absence(statuses), _FEWER_BATCHES
         if text is not None:
-            text += (
-                "\n  The ranks took different paths through the model. Let every rank run the same units, or wrap the"
-                " module that chooses among them as one unit (auto_wrap_policy)."
-            )
+            text += f"\n  {advice}"
             self._store.set("verdict", text)
             self.verdict = RankDisagreement(text)
 
@@ -210,6 +266,7 @@ class StallWatch:
 
 
 def _end(watch_ref: weakref.ref[StallWatch]) -> None:
+    _leave_word(watch_ref)
     watch = watch_ref()
     if watch is not None:
         watch.end()
@@ -259,6 +316,29 @@ def _deadlock(statuses: Mapping[int, dict[str, Any]]) -> str | None:
     return f"ranks wait for each other in different collectives:\n{shown}"
 
 
+def _absence(statuses: Mapping[int, dict[str, Any]]) -> str | None:
+    """A rank waits here for one that stands in a collective of torch's own, over all ranks: that one waits for it."""
+    for rank, status in statuses.items():
+        for peer in status["peers"]:
+            other = statuses.get(peer)
+            if other is None or other["elsewhere"] is None or _has_issued(other, status["waits_for"]):
+                continue
+            _, _, kind, unit, numel = status["waits_for"]
+            return (
+                f"rank {peer} waits in torch.distributed's {other['elsewhere']}, while rank {rank} waits for it in"
+                f" {kind} of unit {unit!r} ({numel} elements)."
+            )
+    return None
+
+
+def _has_issued(status: Mapping[str, Any], wanted: Sequence[Any]) -> bool:
+    """Whether a rank has, or may have, issued ``wanted``."""
+    newest = max((row[1] for row in status["issued"] if row[0] == wanted[0]), default=None)
+    if newest is None:
+        return len(status["issued"]) >= (progress.history.maxlen or 0)
+    return newest >= wanted[1]
+
+
 def _ring(needs: Mapping[int, Sequence[int]]) -> list[int] | None:
     """Ranks of which each needs the next and the last the first, in ascending order; ``None`` where there are none."""
     for start in needs:
@@ -277,7 +357,14 @@ def _lacks(status: Mapping[str, Any], wanted: Sequence[Any] | None) -> bool:
     """Whether a rank has certainly not issued ``wanted``."""
     if wanted is None or status["waits_for"] is None:
         return False
-    newest = max((row[1] for row in status["issued"] if row[0] == wanted[0]), default=None)
-    if newest is None:
-        return len(status["issued"]) < (progress.history.maxlen or 0)
-    return newest < wanted[1]
+    return not _has_issued(status, wanted)
+
+
+def _leave_word(watch_ref: weakref.ref[StallWatch]) -> None:
+    """At the end of this process. Workers of our launcher say how they end in another way (``comm.exit``)."""
+    watch = watch_ref()
+    has_failed = getattr(sys, "last_value", None) is not None
+    if watch is None or has_failed or os.environ.get(LOG_DIR):
+        return
+    with contextlib.suppress(Exception):
+        watch.leave_word()
