@@ -148,6 +148,23 @@ def measure_categories(
     return measured, predict(runtime_of(model, "test")).as_dict()
 
 
+def measure_gradient_buffers():
+    """With 1, 2 and 3 gradient buffers."""
+    return [measure_categories(preset, gradient_buffers=count) for preset in ("zero2", "zero3") for count in (1, 2, 3)]
+
+
+@pytest.mark.parametrize("world", [1, 2])
+def test_one_gradient_buffer_takes_one_unit_less_and_the_closed_form_says_so(world):
+    for results in run_on_ranks(measure_gradient_buffers, world):
+        for measured, predicted in results:
+            assert measured == predicted
+        for one, two, three in (results[:3], results[3:]):
+            block = 4 * sum(parameter.numel() for parameter in build().blocks[0].parameters())
+            saved = two[0]["reduce"] - one[0]["reduce"]
+            assert saved == pytest.approx(block, rel=0.01)
+            assert three[0]["reduce"] == two[0]["reduce"]  # a third would never be needed
+
+
 def measure_all_categories():
     return {preset: measure_categories(preset) for preset in PRESETS}
 

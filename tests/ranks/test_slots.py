@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+from unittest import mock
+
 import pytest
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
 import shardwise as sw
+from shardwise.fsdp import runtime
 from shardwise.testing import run_on_ranks
 from tests.ranks.oracle import Block, Chain, compare, plain_loss, presets, sample
 
@@ -251,3 +254,18 @@ def uneven():
 @WORLDS
 def test_units_of_different_sizes_share_slots(world):
     run_on_ranks(uneven, world)
+
+
+def one_buffer():
+    """Also where gradients that are moved at once want it while the reduction before, or the root, has it."""
+    for strategy in presets():
+        trained = compare(Chain, plain_loss, strategy, gradient_buffers=1)
+        assert set(trained.runtime.gradients.num_buffers.values()) <= {1}
+        with mock.patch.object(runtime, "EAGER_NUMEL", 1):
+            for build in (Chain, Twice):
+                compare(build, plain_loss, strategy, gradient_buffers=1)
+
+
+@WORLDS
+def test_one_gradient_buffer_serves_all_units(world):
+    run_on_ranks(one_buffer, world)
