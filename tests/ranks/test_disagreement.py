@@ -7,13 +7,13 @@ import re
 import pytest
 import torch
 import torch.distributed as dist
-from torch import Tensor
+from torch import Tensor, nn
 
 import shardwise as sw
 from shardwise.comm import watch
 from shardwise.spec.errors import RankDisagreement
 from shardwise.testing import run_on_ranks
-from tests.ranks.oracle import Chain, compare, plain_loss, presets, sample
+from tests.ranks.oracle import Block, Chain, compare, plain_loss, presets, sample, seeded
 
 WORLDS = pytest.mark.parametrize("world", [2, 3])
 
@@ -112,6 +112,117 @@ class Wanders(Chain):
         for index in path:
             x = self.blocks[index](x)
         return self.head(x)
+
+
+class Branching(nn.Module):
+    """The input decides which of three chains runs, alike on all ranks."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(5)
+        self.stem = nn.Linear(8, 8)
+        self.ways = nn.ModuleDict({key: nn.ModuleList(Block() for _ in range(3)) for key in "abc"})
+        self.head = nn.Linear(8, 3)
+
+    def forward(self, x: Tensor, ways: str) -> Tensor:
+        x = self.stem(x)
+        for way in ways:
+            for block in self.ways[way]:
+                x = block(x)
+        return self.head(x)
+
+
+BY_BLOCK = sw.wrap_by_class({Block})
+
+
+def alternate(model, rank, step):
+    return model(sample(rank, step), "ab"[step % 2]).square().mean()
+
+
+def every_rank_its_own(model, rank, step):
+    """First all ranks see every way; then each takes another."""
+    ways = "abc" if step == 0 else "abc"[(rank + step) % 3]
+    return model(sample(rank, step), ways).square().mean()
+
+
+def branch():
+    for strategy in presets():
+        compare(Branching, alternate, strategy, steps=6, auto_wrap_policy=BY_BLOCK)
+        compare(Branching, every_rank_its_own, strategy, steps=5, auto_wrap_policy=BY_BLOCK)
+
+
+@WORLDS
+def test_a_model_may_branch_by_its_input(world):
+    run_on_ranks(branch, world)
+
+
+def count_wrong_prefetches():
+    """By step: gathers of the step, and those of units that did not run."""
+    model = sw.parallelize(Branching(), sw.ParallelPlan(auto_wrap_policy=BY_BLOCK))
+    found = []
+    for step in range(6):
+        before = sw.summary(model).num_wrong_prefetches
+        with sw.record_collectives(model) as events:
+            alternate(model, dist.get_rank(), step).backward()
+        model.zero_grad()
+        gathers = [event for event in events if event.kind == "all_gather"]
+        found.append((len(gathers), sw.summary(model).num_wrong_prefetches - before))
+    return found, str(sw.summary(model))
+
+
+def test_gathers_of_units_that_did_not_run_are_counted():
+    """A way gathers the root and three blocks in forward, and two or three of the blocks again in backward."""
+    for found, text in run_on_ranks(count_wrong_prefetches, 2):
+        # From the second step on the other way's three blocks are gathered for nothing in forward and in backward. In
+        # the second, which knows of no way b, a block of way a is prefetched, evicted and gathered once more.
+        assert found == [(6, 0), (14, 7), (13, 6), (13, 6), (13, 6), (13, 6)]
+        assert "gathered, but not run on this rank: 31 times so far" in text
+
+
+class Shuffled(Chain):
+    """Runs its blocks in the order of the argument."""
+
+    def forward(self, x: Tensor, order: list[int]) -> Tensor:
+        x = self.stem(x)
+        for index in order:
+            x = self.blocks[index](x)
+        return self.head(x)
+
+
+def shuffle(model, rank, step):
+    order = torch.randperm(8, generator=seeded(step)).tolist()
+    return model(sample(rank, step), order).square().mean()
+
+
+def shuffles():
+    for strategy in ("zero2", "zero3"):
+        runtime = compare(lambda: Shuffled(num_blocks=8), shuffle, strategy, steps=30).runtime
+        for order in (runtime.forward_order, runtime.backward_order):
+            assert order._kept_since > 0  # the ranks have agreed on what to keep
+            assert len(order.units) <= 2 * 17 + 8  # a block may be in the recorded path twice: expected, and run later
+
+
+def test_an_order_that_always_changes_does_not_grow_for_ever():
+    run_on_ranks(shuffles, 2)
+
+
+def choose_by_rank(stall_s):
+    """A unit that only one rank runs, in the first step and, where it is new, in a later one."""
+    watch.STALL_S, watch.INTERVAL_S = stall_s, 0.1
+    rank = dist.get_rank()
+    model = sw.parallelize(Branching(), sw.ParallelPlan(auto_wrap_policy=BY_BLOCK))
+    for step in range(2):
+        model(sample(rank, step), "a").square().mean().backward()
+    with pytest.raises(RankDisagreement) as caught:
+        model(sample(rank, 2), "a" if rank == 0 else "ac").square().mean().backward()
+    return str(caught.value)
+
+
+def test_a_way_that_one_rank_alone_takes_ends_in_a_disagreement_that_names_the_units():
+    for text in run_on_ranks(choose_by_rank, 2, 0.6):
+        assert "ranks issued different collectives at #" in text or "ranks wait for each other" in text
+        assert "'ways.c.0'" in text
+        assert "'ways.a." in text
 
 
 def diverge(strategy, stall_s):

@@ -214,8 +214,41 @@ def fail_then_work(when):
     return script
 
 
+def fail_then_backward(model, rank, step):
+    """Two forwards; the backward of one raises, that of the other follows with no forward between them."""
+    model.blocks[2].is_fragile = True
+    failing = plain_loss(model, rank, step + 100)
+    model.blocks[2].is_fragile = False
+    loss = plain_loss(model, rank, step)
+    if step in (1, 2):
+        Refuses.when = "backward"
+        with pytest.raises(ValueError, match="no backward"):
+            failing.backward()
+        Refuses.when = None
+        for parameter in model.parameters():
+            parameter.grad = None
+    return loss
+
+
+def fail_twice_then_backward(model, rank, step):
+    """The failed backward is tried once more: torch has freed its graph by then."""
+    model.blocks[2].is_fragile = True
+    loss, again = plain_loss(model, rank, step), plain_loss(model, rank, step)
+    if step:
+        Refuses.when = "backward"
+        for _ in range(2):
+            with pytest.raises((ValueError, RuntimeError), match=r"no backward|a second time"):
+                again.backward()
+        Refuses.when = None
+        for parameter in model.parameters():
+            parameter.grad = None
+    return loss
+
+
 def exceptions():
     for strategy in presets():
+        for script in (fail_then_backward, fail_twice_then_backward):
+            compare(lambda: Chain(Fragile), script, strategy)
         compare(lambda: Chain(Fragile), fail_then_work("backward"), strategy)
         compare(lambda: Chain(Fragile), fail_then_work("forward"), strategy)
 

@@ -107,6 +107,8 @@ class Runtime:
         self._in_backward = False
         self._had_sums = False  # sums of earlier microbatches were waiting when this backward began
         self._generation = 0
+        self._end: weakref.ref[_End] | None = None  # what the backward under way calls at its end
+        self.num_wrong_prefetches = 0
         self._left: list[Unit] = []  # forward has left them, and entered no other unit since
         self._entered: list[Unit] = []
         self._active: Unit | None = None
@@ -209,6 +211,7 @@ class Runtime:
         """
         if torch_private.current_backward() != -1:
             self._ensure(unit)  # recomputation: the data must be there, nothing is entered, ordered or counted
+            unit.is_unused = False
             unit.replays.append(torch_private.next_sequence_number())
             return
         if self._in_backward:
@@ -231,6 +234,7 @@ class Runtime:
                     self._visit(self.units[index])
         self._release_left(but=unit)
         self._unshard(unit)
+        unit.is_unused = False
         member.num_frames += 1
         member.swap_in()
         self._prefetch(self._order)
@@ -328,6 +332,22 @@ class Runtime:
             if unit.state is State.UNSHARDING:  # prefetched and never used
                 self._wait(unit)
                 self._reshard_after_forward(unit, needs_backward=False)
+        if not self._trains:
+            self._order.end()
+        self._agree(self._order)
+
+    def _agree(self, order: AgreedOrder) -> None:
+        """Take out of an order that has grown too long what no rank uses.
+
+        Collective:
+            All-reduce of two integers for each place of the order, over all data-parallel ranks; only where the paths
+            through the model keep changing.
+        """
+        if order.is_overgrown and not (self.join is not None and self.join.is_short):
+            control = self.comms.control
+            marks = torch.tensor(order.marks(), device=control.device)
+            control.all_reduce(marks, unit="order").wait()
+            order.keep(marks.tolist())
 
     def _visit(self, unit: Unit) -> None:
         """Issue what the peers issue for a unit that this rank's forward skips."""
@@ -417,6 +437,7 @@ class Runtime:
             if self.join is not None:
                 self.join.gathers(unit, group, is_inner=is_inner)
             unit.handles.append(self._gather(group, is_inner=is_inner))
+            unit.is_unused = True
         unit.move_to(State.UNSHARDING)
 
     def _gather(self, group: Group, *, is_inner: bool) -> Handle:
@@ -495,6 +516,8 @@ class Runtime:
     def _reshard(self, unit: Unit) -> None:
         """Release the unit's slots. Units with replicated parameters keep their data."""
         unit.swap_out()
+        self.num_wrong_prefetches += unit.is_unused
+        unit.is_unused = False
         for group in unit.groups:
             group.release(poison=debug.is_on)
         if unit.state is State.UNSHARDED:
@@ -522,6 +545,7 @@ class Runtime:
         """
         self._epoch += 1
         self._unshard(unit)
+        unit.is_unused = False
         unit.swap_in()
 
     def reshard_now(self, unit: Unit) -> None:
@@ -537,6 +561,8 @@ class Runtime:
         Raises:
             StateError: Double backward, or the parameters were changed since that call's forward.
         """
+        if self._in_backward and self._end is not None and self._end() is None:
+            self._recover()  # a backward that raised began before this one, which is not inside of it
         if self._in_backward and call.generation == self._generation:
             return
         if torch.is_grad_enabled():
@@ -557,6 +583,7 @@ class Runtime:
         for index in self._backward.reach(unit.index):
             self._enter(self.units[index])
         self._enter(unit)
+        unit.is_unused = False
         self._prefetch(self._backward)
 
     def counts(self, version: int) -> bool:
@@ -572,7 +599,10 @@ class Runtime:
         self._backward.start()
         if self.join is not None:
             self.join.begins_backward()
-        torch_private.at_end_of_backward(_end_callback(weakref.ref(self)))
+        end = _End(self)
+        # The backward holds it until it has ended, or has raised.
+        torch_private.at_end_of_backward(end)
+        self._end = weakref.ref(end)
 
     def _enter(self, unit: Unit) -> None:
         """Backward is now in ``unit``: finalise what it has left, and have this unit's parameters there."""
@@ -654,6 +684,7 @@ class Runtime:
             self.join.ends_backward(has_more=not self.syncs_gradients)
         while self._reducing:
             self._move_on()
+        self._agree(self._backward)
         for unit in self.units:
             if unit.state is State.UNSHARDING:
                 self._wait(unit)
@@ -701,6 +732,7 @@ class Runtime:
     def heal(self, unit: Unit) -> None:
         """Bring back the data of a unit for a saved tensor that would otherwise read another unit's."""
         self._ensure(unit)
+        unit.is_unused = False
         unit.healed_in = self._generation
 
     def collect_eagerly(self, group: Group, index: int) -> None:
@@ -872,13 +904,16 @@ def _eager_hook(
     return collect
 
 
-def _end_callback(runtime_ref: weakref.ref[Runtime]) -> Callable[[], None]:
-    def end() -> None:
-        runtime = runtime_ref()
+class _End:
+    """What a backward calls at its end."""
+
+    def __init__(self, runtime: Runtime) -> None:
+        self._runtime = weakref.ref(runtime)
+
+    def __call__(self) -> None:
+        runtime = self._runtime()
         if runtime is not None:
             runtime.end_backward()
-
-    return end
 
 
 def _tensors(value: object, levels: int = 3) -> Iterator[Tensor]:

@@ -74,6 +74,8 @@ class Summary:
         footprint: Bytes on this rank by category.
         num_slots, num_grown_slots: The pool, and how many slots it had to add because units were live at once.
         forward_order, backward_order: Names of the units as they are gathered; empty before the first step.
+        num_wrong_prefetches: Gathers so far, ahead of their use or for the sake of other ranks, of units that this rank
+            then did not run.
         buffers: How the model's buffers are kept equal over the ranks.
         ignored: Names of the parameters that are left alone.
         recomputed: Names of the modules whose forward is run again in backward.
@@ -94,6 +96,7 @@ class Summary:
     forward_order: tuple[str, ...]
     backward_order: tuple[str, ...]
     buffers: str
+    num_wrong_prefetches: int = 0
     ignored: tuple[str, ...] = ()
     recomputed: tuple[str, ...] = ()
     keeps: tuple[str, ...] = ()
@@ -153,6 +156,8 @@ class Summary:
             lines.append(f"gathered in backward: {' '.join(self.backward_order)}")
         else:
             lines.append("order of gathers: recorded in the first step")
+        if self.num_wrong_prefetches:
+            lines.append(f"gathered, but not run on this rank: {self.num_wrong_prefetches:,} times so far")
         return "\n".join(lines)
 
 
@@ -179,6 +184,7 @@ def summary(model: nn.Module) -> Summary:
         num_grown_slots=runtime.slots.num_grown,
         forward_order=tuple(runtime.units[i].name for i in runtime.forward_order.units),
         backward_order=tuple(runtime.units[i].name for i in runtime.backward_order.units),
+        num_wrong_prefetches=runtime.num_wrong_prefetches,
         buffers=str(runtime.buffers) if runtime.buffers is not None else "not synchronised",
         ignored=tuple(runtime.ignored.parameters),
         recomputed=runtime.recomputed,

@@ -163,6 +163,7 @@ class Unit:
         self.handles: list[Handle] = []
         self.shows_logical_state = False  # the modules hold whole tensors: state_dict() and the like are right
         self.whole: Whole | None = None  # full_parameters shows the unit whole, or lets another rank do so
+        self.is_unused = False  # gathered, or being gathered, and nothing has been computed with it since
         self.frames: list[int] = []  # one for each forward under way: autograd's sequence number at its start
         self.replays: list[int] = []  # the same for recomputations, which run inside a backward
         self.has_run = False  # in a forward that trains, since the last backward

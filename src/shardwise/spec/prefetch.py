@@ -3,8 +3,9 @@
 Ranks must issue the same collectives in the same order even where one of them takes another path through the model.
 Each rank therefore follows one agreed order: the first step records it (every rank issued it, so it is agreed), later
 steps follow it. A rank that skips units is told to visit them all the same, so that its peers do not wait; a unit that
-the order does not expect is inserted where it came. Nothing is ever taken out, because only this rank might have
-skipped it.
+the order does not expect is inserted where it came. Nothing is taken out by one rank alone, because only this rank
+might have skipped it. A model whose paths keep changing makes the order long, and every rank visits all of it: from
+twice the length of the recorded path on the ranks tell each other what they have used, and keep that.
 
 Already in the first step a rank may leave out members of a *chain*, the layers of one list: peers are expected to run
 all of them in order. So a model that drops layers at random (stochastic depth, LayerDrop) has one order from the start.
@@ -14,6 +15,9 @@ from __future__ import annotations
 
 from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from dataclasses import dataclass
+
+#: Places that an order may have beyond twice the length of the path that was recorded.
+_SLACK = 8
 
 
 @dataclass(frozen=True)
@@ -73,6 +77,10 @@ class AgreedOrder:
         self._chains = chains
         self._has_run = has_run or (lambda _unit: False)
         self._order: list[int] = []
+        self._used_in: list[int] = []  # by place: the pass in which this rank last ran the unit there
+        self._pass = 0
+        self._kept_since = 0  # the pass in which the ranks last agreed on what to keep
+        self._most = 0  # the length from which on they agree anew
         self._cursor = 0
         self._recorded = False
         self._newcomers: set[int] = set()
@@ -91,11 +99,15 @@ class AgreedOrder:
     def take(self, units: Sequence[int]) -> None:
         """Take over the order that another rank has recorded."""
         self._order = list(units)
-        self._recorded = True
+        self._used_in = [self._pass] * len(self._order)
+        self._kept_since = self._pass - 1
+        self._recorded = False
+        self.end()
 
     def start(self) -> None:
         """Begin a pass."""
         self._cursor = 0
+        self._pass += 1
         self._newcomers.clear()
 
     def reach(self, unit: int) -> Iterable[int]:
@@ -108,6 +120,7 @@ class AgreedOrder:
         if cursor and order[cursor - 1] == unit:
             return ()
         if cursor < len(order) and order[cursor] == unit:
+            self._used_in[cursor] = self._pass
             self._cursor = cursor + 1
             return ()
         try:
@@ -118,6 +131,7 @@ class AgreedOrder:
             place = self._insert(unit)
         else:
             self.num_changes += 1
+        self._used_in[place] = self._pass
         return self._walk(place)
 
     def _walk(self, place: int) -> Iterator[int]:
@@ -131,6 +145,7 @@ class AgreedOrder:
         cursor = self._cursor
         missing = self._missing(unit, self._order[:cursor])
         self._order[cursor:cursor] = [*missing, unit]
+        self._used_in[cursor:cursor] = [self._pass] * (len(missing) + 1)
         self._newcomers.update((*missing, unit))
         return cursor + len(missing)
 
@@ -157,11 +172,46 @@ class AgreedOrder:
         if self._newcomers:
             missing = self._missing(None, self._order)
             self._order += missing
+            self._used_in += [self._pass] * len(missing)
             self._newcomers.update(missing)
         while self._cursor < len(self._order):
             self._cursor += 1
             yield self._order[self._cursor - 1]
-        self._recorded = True
+        self.end()
+
+    def end(self) -> None:
+        """End the pass, whatever was not reached."""
+        if not self._recorded:
+            self._recorded = True
+            self._most = 2 * len(self._order) + _SLACK
+
+    @property
+    def is_overgrown(self) -> bool:
+        """At the end of a pass: the ranks should agree on what to keep. The same on every rank."""
+        return len(self._order) > self._most
+
+    def marks(self) -> list[int]:
+        """What this rank would keep: by place 1 or 0 for this pass, then the same since the ranks last agreed."""
+        return [int(used == self._pass) for used in self._used_in] + [
+            int(used > self._kept_since) for used in self._used_in
+        ]
+
+    def keep(self, marks: Sequence[int]) -> None:
+        """Keep what some rank has used since the last time; where that is too much, what one has used in this pass.
+
+        Args:
+            marks: Of all ranks, added up.
+        """
+        count = len(self._order)
+        now, lately = ([place for place in range(count) if chosen[place]] for chosen in (marks[:count], marks[count:]))
+        kept = lately if 4 * len(lately) <= 3 * self._most else now
+        path = [(self._order[place], self._used_in[place]) for place in kept]
+        path = [entry for place, entry in enumerate(path) if not place or path[place - 1][0] != entry[0]]
+        self._order, self._used_in = [unit for unit, _ in path], [used for _, used in path]
+        self._kept_since = self._pass
+        self._most = max(self._most, 2 * len(now) + _SLACK)
+        self._cursor = len(self._order)
+        self.num_changes += 1
 
     def __contains__(self, unit: int) -> bool:
         """Whether ``unit`` has a place in the order."""

@@ -115,6 +115,46 @@ def test_what_is_upcoming_is_what_comes(path):
     assert not order.is_last(path[-1] + 1)
 
 
+def agree(orders: list[AgreedOrder]) -> None:
+    """What ranks do at the end of a pass."""
+    assert len({order.is_overgrown for order in orders}) == 1
+    if orders[0].is_overgrown:
+        marks = [sum(values) for values in zip(*(order.marks() for order in orders), strict=True)]
+        for order in orders:
+            order.keep(marks)
+
+
+@given(st.integers(2, 12), st.randoms(use_true_random=False))
+def test_paths_that_always_change_do_not_make_the_order_grow_for_ever(count, random):
+    ranks = [AgreedOrder(), AgreedOrder()]
+    for _ in range(60):
+        path = random.sample(range(count), count)
+        assert follow(ranks[0], path) == follow(ranks[1], path)
+        agree(ranks)
+        assert ranks[0].units == ranks[1].units
+        assert len(ranks[0].units) <= 2 * count + 8
+        assert list(in_places(list(ranks[0].units))) == list(ranks[0].units)
+
+
+def test_what_some_rank_has_used_lately_is_kept_and_what_none_has_used_is_not():
+    ranks = [AgreedOrder(), AgreedOrder()]
+    for first in (1, 5, 9):  # three ways of four units: 14 places, 20 are allowed
+        for order in ranks:
+            follow(order, [0, *range(first, first + 4), 99])
+        agree(ranks)
+    assert len(ranks[0].units) == 14
+    follow(ranks[0], [0, 1, 2, 3, 4, 99])
+    follow(ranks[1], [0, 9, 10, 11, 12, 99])
+    for order in ranks:
+        follow(order, [0, *range(20, 24), 99])
+        follow(order, [0, *range(30, 34), 99])  # 22 places
+    before = ranks[0].units
+    agree(ranks)
+    assert len(before) == 22
+    assert set(ranks[0].units) == {0, *range(30, 34), 99}  # all were used lately: too many, so what is used now
+    assert [follow(order, [0, *range(30, 34), 99]) for order in ranks] == [[0, 30, 31, 32, 33, 99]] * 2
+
+
 def test_the_example_of_the_docstring():
     order = AgreedOrder()
     follow(order, [0, 1, 2])
