@@ -13,6 +13,7 @@ __version__ = "0.1.0"
 _LAZY = {
     "ParallelPlan": "shardwise.spec.plan",
     "Placements": "shardwise.spec.placement",
+    "OffloadPolicy": "shardwise.spec.offload",
     "PrecisionPolicy": "shardwise.spec.precision",
     "RecomputePolicy": "shardwise.spec.recompute",
     "bf16_supported": "shardwise.fsdp.precision",
@@ -72,6 +73,7 @@ __all__ = [
     "GradScaler",
     "MemoryBudgetError",
     "MeshError",
+    "OffloadPolicy",
     "ParallelPlan",
     "PlacementError",
     "Placements",
@@ -150,6 +152,7 @@ if TYPE_CHECKING:
         StorageError,
     )
     from shardwise.spec.granularity import block
+    from shardwise.spec.offload import OffloadPolicy
     from shardwise.spec.placement import Placements
     from shardwise.spec.plan import ParallelPlan
     from shardwise.spec.precision import PrecisionPolicy

@@ -144,6 +144,7 @@ def measure_categories(
         "optimizer": state.num_bytes,
         "gathered": gathered.num_bytes,
         "reduce": buffers.num_bytes + sum(received.values()),
+        "host": 0,
     }
     return measured, predict(runtime_of(model, "test")).as_dict()
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 
 import torch
 import torch.distributed as dist
@@ -16,11 +16,14 @@ from shardwise.fsdp import attach, batch_norm, build, optimizer, precision, reco
 from shardwise.fsdp.ignore import NOTHING, Ignored, find_ignored
 from shardwise.fsdp.in_backward import refuse
 from shardwise.fsdp.materialize import Source, fill_parameters
+from shardwise.fsdp.offload import choose_units
 from shardwise.fsdp.runtime import Runtime
 from shardwise.fsdp.sync import synchronise
 from shardwise.fsdp.unit import Unit
 from shardwise.spec.errors import MeshError, PlanError, StateError
 from shardwise.spec.granularity import ELEMENT, TENSOR, Granularity
+from shardwise.spec.offload import OffloadPolicy
+from shardwise.spec.offload import offload_policy as parse_offload
 from shardwise.spec.placement import PRESETS, Placements
 from shardwise.spec.plan import check_inner_size
 from shardwise.spec.precision import FULL_PRECISION, PrecisionPolicy
@@ -48,6 +51,7 @@ def shard_model(
     source: Source | None = None,
     merge_limit: int | None = 0,
     ignored: Ignored = NOTHING,
+    offload: OffloadPolicy | None = None,
 ) -> Runtime:
     """Turn ``model`` into units, in place. Every rank must hold the same values already (``fsdp.sync``).
 
@@ -68,9 +72,10 @@ def shard_model(
         source: Gives meta parameters their values, unit by unit.
         merge_limit: Small units are merged up to this many bytes of parameters; ``None``: as ``spec.merge`` says.
         ignored: What is left alone.
+        offload: What is kept on the host; ``None``: nothing.
 
     Raises:
-        PlanError: There is nothing to quantize.
+        PlanError: There is nothing to quantize, or nothing to offload.
         StateError: The model holds something that cannot be sharded.
     """
     optimizer.install_checks()
@@ -78,18 +83,21 @@ def shard_model(
     allows_meta = source is not None or comms.gather.device.type == "meta"
     build.check_parameters((entry for entries in owned.values() for entry in entries), allows_meta=allows_meta)
     policies = precision.Policies(model, policy, comms.gather.device)
+    merged = build.merge_units(
+        model, unit_modules, owned, policies=policies, quantization=quantization, limit=merge_limit
+    )
+    content = {names: [entry for name in names for entry in owned[name]] for names in merged}
+    on_host = choose_units(content, row, offload) if offload is not None else set()
     policies.cast_buffers(model, ignored.buffers)
     policies.install_casts(model, unit_modules)
     recomputed = recompute.install(model, unit_modules, recompute_policy)
     modules = {"": model, **unit_modules}
     ranks = build.assign_ranks(owned.values(), row, comms.gather.size) if granularity == TENSOR else {}
     units: dict[str, Unit] = {}
-    for names in build.merge_units(
-        model, unit_modules, owned, policies=policies, quantization=quantization, limit=merge_limit
-    ):
+    for names, entries in content.items():
         reshards, inner_size = _reshards(reshard_after_forward, default=not row.keeps_gathered and names != ("",))
         if source is not None:
-            fill_parameters(source, [entry for name in names for entry in owned[name]], comms.gather.device)
+            fill_parameters(source, entries, comms.gather.device)
         units[names[0]] = build.make_unit(
             {name: modules[name] for name in names},
             owned,
@@ -101,6 +109,7 @@ def shard_model(
             quantization=quantization,
             granularity=granularity,
             ranks=ranks,
+            offload=offload if names in on_host else None,
         )
         units[names[0]].recomputed_in = recompute.enclosing(names[0], recomputed)
     _check_quantization(units.values(), quantization)
@@ -144,6 +153,7 @@ def fully_shard(
     mesh: dist.ProcessGroup | dist.DeviceMesh | None = None,
     reshard_after_forward: str | bool | int = "auto",
     mp_policy: PrecisionPolicy | None = None,
+    offload_policy: OffloadPolicy | str = "none",
     ignored_params: Iterable[nn.Parameter] | None = None,
 ) -> nn.Module:
     """Make ``module`` a unit of its own, as FSDP2's function of this name: children first, the root last.
@@ -158,6 +168,7 @@ def fully_shard(
         reshard_after_forward: Release the parameters between forward and backward. ``"auto"``: yes, but not for the
             outermost unit. A number: keep them sharded over so many neighbouring ranks.
         mp_policy: In which dtypes this unit computes and reduces; ``None``: its own. Units below keep theirs.
+        offload_policy: What of this unit is kept on the host: ``"none"``, ``"cpu"`` or an ``OffloadPolicy``.
         ignored_params: Parameters that are left alone (``ParallelPlan.ignored``), of other modules too. As with FSDP2,
             a call for an enclosing module takes them unless they are ignored there as well.
 
@@ -202,6 +213,7 @@ def fully_shard(
                 " module a unit."
             )
     build.check_parameters(own)
+    offload = _unit_offload(offload_policy, own)
     device = next((e.parameter.device for e in fresh), torch.device("cpu"))
     reshards, inner_size = _reshards(reshard_after_forward, default=False)
     comms = _comms_for(mesh, device, children.values())
@@ -215,7 +227,14 @@ def fully_shard(
     policies.cast_buffers(module)
     policies.install_casts(module, [])
     unit = build.make_unit(
-        {"": module}, {"": own}, row, comms, reshards=reshards, inner_size=inner_size, policies=policies
+        {"": module},
+        {"": own},
+        row,
+        comms,
+        reshards=reshards,
+        inner_size=inner_size,
+        policies=policies,
+        offload=offload,
     )
     units: dict[str, Unit] = {"": unit}
     for path, runtime in children.items():
@@ -253,6 +272,20 @@ def _comms_for(
             ".\n  Give every call of sw.fully_shard on a model the same mesh."
         )
     return below
+
+
+def _unit_offload(given: OffloadPolicy | str, owned: Sequence[build.OwnedParameter]) -> OffloadPolicy | None:
+    """What ``fully_shard(offload_policy=...)`` means for one unit."""
+    policy = parse_offload(given)
+    if policy is None:
+        return None
+    if policy.ratio != 1:
+        raise PlanError(
+            f"fully_shard(offload_policy=...) with ratio={policy.ratio}: a ratio chooses among the units of a model.\n"
+            "  Give the policy to the units that are to be offloaded, or use sw.parallelize."
+        )
+    choose_units({build.ROOT: owned}, PRESETS["zero3"], policy)
+    return policy
 
 
 def _units_below(module: nn.Module) -> dict[str, Runtime]:

@@ -25,6 +25,7 @@ from shardwise.spec.errors import StateError
 from shardwise.spec.granularity import ELEMENT, Granularity, assign
 from shardwise.spec.layout import GroupLayout, ParamSpec
 from shardwise.spec.merge import Mergeable, default_limit, merge, merged_name
+from shardwise.spec.offload import OffloadPolicy
 from shardwise.spec.placement import PRESETS, Placements
 from shardwise.spec.quantize import NO_QUANTIZATION, Quantization
 
@@ -131,6 +132,7 @@ def make_unit(
     quantization: Quantization = NO_QUANTIZATION,
     granularity: Granularity = ELEMENT,
     ranks: Mapping[int, int] | None = None,
+    offload: OffloadPolicy | None = None,
 ) -> Unit:
     """Shard the parameters of one unit: their storage is replaced by this rank's slice.
 
@@ -145,6 +147,7 @@ def make_unit(
         quantization: What is held in 8 bits.
         granularity: What a cut never divides.
         ranks: With granularity ``tensor``: those of :func:`assign_ranks`.
+        offload: What of it is kept on the host.
     """
     unit = Unit(merged_name(tuple(modules)) or ROOT, modules, reshards=reshards, inner_size=inner_size)
     kinds: dict[Kind, list[OwnedParameter]] = {}
@@ -172,10 +175,13 @@ def make_unit(
         shards = [entry.parameter for entry in entries]
         given = unit, layout, group_row, shards
         place = {"rank": comms.gather.rank, "num_ranks": comms.num_ranks}
+        kept = offload if offload is not None and offload.covers(group_row, is_trainable=is_trainable) else None
         if form == "none":
-            group = Group(*given, **place, is_trainable=is_trainable, dtypes=dtypes, quantization=in_blocks)
+            group = Group(
+                *given, **place, is_trainable=is_trainable, dtypes=dtypes, quantization=in_blocks, offload=kept
+            )
         else:
-            group = FrozenGroup(*given, **place, form=form, dtypes=dtypes)
+            group = FrozenGroup(*given, **place, form=form, dtypes=dtypes, offload=kept)
         unit.groups.append(group)
         for index, entry in enumerate(entries):
             fulls[id(entry.parameter)] = (group, index)

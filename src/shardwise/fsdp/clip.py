@@ -48,8 +48,8 @@ def clip_grad_norm(model: nn.Module, max_norm: float) -> Tensor:
     grads = [shard.grad for group in runtime.groups for shard in group.shards if shard.grad is not None]
     norm = grad_norm(runtime)
     coefficient = torch.clamp(max_norm / (norm + 1e-6), max=1.0)
-    if grads:
-        torch._foreach_mul_(grads, coefficient)
+    for device in {grad.device for grad in grads}:  # some may be on the host
+        torch._foreach_mul_([grad for grad in grads if grad.device == device], coefficient.to(device))
     return norm
 
 

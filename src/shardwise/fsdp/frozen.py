@@ -9,6 +9,7 @@ Between steps such a parameter shows its codes: a view of int8 (bf16) elements o
 
 from __future__ import annotations
 
+import contextlib
 import sys
 from collections.abc import Iterable, Sequence
 from typing import TYPE_CHECKING
@@ -19,8 +20,10 @@ from torch import Tensor, nn
 from shardwise.comm.base import Comm, Done, Handle
 from shardwise.fsdp import quantize
 from shardwise.fsdp.group import Group
+from shardwise.fsdp.offload import host_zeros
 from shardwise.fsdp.packed import gather_packed
 from shardwise.spec.layout import GroupLayout
+from shardwise.spec.offload import OffloadPolicy
 from shardwise.spec.placement import Placements
 
 if TYPE_CHECKING:
@@ -67,9 +70,11 @@ class FrozenGroup(Group):
         rank: int,
         num_ranks: int,
         dtypes: tuple[torch.dtype, torch.dtype, torch.dtype],
+        offload: OffloadPolicy | None = None,
     ) -> None:
         self.held_as = self._form = form
-        super().__init__(unit, layout, row, shards, rank=rank, num_ranks=num_ranks, is_trainable=False, dtypes=dtypes)
+        place = {"rank": rank, "num_ranks": num_ranks}
+        super().__init__(unit, layout, row, shards, **place, is_trainable=False, dtypes=dtypes, offload=offload)
         self.sent_as = form if dtypes[1] is not self.elements.dtype else None
 
     def _make_master(self) -> Tensor:
@@ -79,7 +84,9 @@ class FrozenGroup(Group):
         self._fill(flat, whole=is_whole)
         packed = quantize.empty_packed(flat.numel(), self._form, self.dtype, self.device)
         quantize.pack(flat, packed, self._form)
-        return packed
+        if self.offload is None:
+            return packed
+        return host_zeros(packed.numel(), packed.dtype, self.device, pins=self.offload.pin_memory).copy_(packed)
 
     @property
     def elements(self) -> Tensor:
@@ -98,13 +105,13 @@ class FrozenGroup(Group):
 
     def values(self) -> Tensor:
         """The parameters as they are read from the codes, in the dtype that they had, in fresh memory."""
-        flat = torch.empty(self.master_numel, dtype=self.dtype, device=self.device)
+        flat = torch.empty(self.master_numel, dtype=self.dtype, device=self.master.device)
         quantize.unpack(self.master, flat, self._form, self.dtype)
         return flat
 
     def set_values(self, flat: Tensor) -> None:
         """Pack ``flat``."""
-        quantize.pack(flat, self.master, self._form)
+        quantize.pack(flat.to(self.master.device), self.master, self._form)
 
     def gather(self, comm: Comm) -> Handle:
         """Issue the all-gather of the packed bytes, and unpack when it is waited for.
@@ -118,7 +125,8 @@ class FrozenGroup(Group):
         if not self.row.shards_optimizer:
             quantize.unpack(self.master, self.gathered, self._form, self.dtype)
             return Done()
-        if self.sent_as is None:  # the codes are what is computed with
-            self._own_slice.copy_(self.elements)
-            return comm.all_gather(self.gathered, unit=self.unit.name, cuts=self.layout.uneven_cuts)
-        return gather_packed(self, comm, lambda own: own.copy_(self.master))
+        with self.transfers.upward() if self.transfers is not None else contextlib.nullcontext():
+            if self.sent_as is None:  # the codes are what is computed with
+                self._own.copy_(self.elements, non_blocking=True)
+                return comm.all_gather(self.gathered, unit=self.unit.name, cuts=self.layout.uneven_cuts)
+            return gather_packed(self, comm, lambda own: own.copy_(self.master, non_blocking=True))

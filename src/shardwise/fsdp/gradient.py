@@ -35,6 +35,7 @@ from shardwise.comm.axes import Comms
 from shardwise.comm.base import Chain, Done, Handle
 from shardwise.comm.dtype import dtype_name
 from shardwise.fsdp import torch_private
+from shardwise.fsdp.offload import host_zeros
 from shardwise.fsdp.packed import reduce_packed
 from shardwise.fsdp.pool import GradientPool
 from shardwise.fsdp.view import contiguous_stride, memory_order
@@ -59,6 +60,7 @@ class Gradient:
         self.layout: ReduceLayout = group.reduce_layout
         self.pool_key: Hashable = (size_class(self.layout.numel), group.reduce_dtype)
         self._is_cast = group.reduce_dtype is not group.dtype
+        self._is_apart = self._is_cast or group.offload is not None  # .grad never lives in the buffer that is reduced
         self.divide_by(group.num_ranks)
         self._pieces = [[p for p in self.layout.pieces if p.index == i] for i in range(len(group.shards))]
         # Of these parameters this rank owns nothing: .grad stays None, and optimizers pass over them.
@@ -80,6 +82,7 @@ class Gradient:
         self._result: Tensor | None = None
         self._partial: Tensor | None = None  # summed over dp_shard by earlier microbatches, not over dp_replicate yet
         self._partial_store: Tensor | None = None  # where that lies if it cannot lie in ``_home``
+        self._landing: Tensor | None = None  # on the host, for a sum that cannot go straight to ``_home``
 
     @property
     def group(self) -> Group:
@@ -105,6 +108,11 @@ class Gradient:
     def held_buffers(self) -> tuple[Tensor | None, ...]:
         """What this object keeps for good: where ``.grad`` lives, and sums that wait. Borrowed ones are not."""
         return self._home, self._own, self._partial_store
+
+    @property
+    def home_buffers(self) -> tuple[Tensor | None, ...]:
+        """Those of them that are on the host where ``.grad`` is: where it lives, and where sums land."""
+        return self._home, self._landing
 
     def home(self) -> tuple[Tensor, list[Tensor]]:
         """Where ``.grad`` of the shards lives, laid out as the master is, and its views of the shards' shapes."""
@@ -163,7 +171,7 @@ class Gradient:
         if self._local_views is not None:
             return self._local_views
         group = self.group
-        if group.row.pools_gradients or self._is_home_lent or (not self._is_cast and self._has_sums):
+        if group.row.pools_gradients or self._is_home_lent or (not self._is_apart and self._has_sums):
             self._borrowed = pool.take(self.pool_key, group.reduce_dtype, group.device)
             self._local = self._borrowed
         else:
@@ -235,7 +243,7 @@ class Gradient:
             buffer.div_(before)
         if comms.replicate is not None:
             after = 1
-        unit, result = group.unit.name, self._landing(buffer, partial)
+        unit, result = group.unit.name, self._place_of_sum(buffer, partial)
         self._result = result
         if group.reduced_as is not None:
             inside = reduce_packed(group, comms.reduce, pool.packed, buffer, result, divisor=after)
@@ -245,15 +253,15 @@ class Gradient:
         else:
             inside = comms.reduce.all_reduce(buffer, unit=unit, divisor=after)
         if comms.replicate is None:
-            return inside
+            return self._send_home(inside)
         return Chain(inside, lambda: self._go_across(comms, pool, partial, is_last=is_last))
 
-    def _landing(self, buffer: Tensor, partial: Tensor | None) -> Tensor:
+    def _place_of_sum(self, buffer: Tensor, partial: Tensor | None) -> Tensor:
         """Where the sum over ``dp_shard`` goes: straight to where ``.grad`` lives if that is free, else in place."""
         group = self.group
         if not group.row.shards_optimizer:
             return buffer
-        is_free = not (self._is_home_lent or self._is_cast or self._has_sums)
+        is_free = not (self._is_home_lent or self._is_apart or self._has_sums)
         if group.row.pools_gradients and is_free and partial is None:
             self._make_home()
             assert self._home is not None
@@ -277,7 +285,22 @@ class Gradient:
             self._partial, self._result = result, None
             return Done()
         self._result = result
-        return comms.replicate.all_reduce(result, unit=self.group.unit.name, divisor=self._divisors[1])
+        return self._send_home(comms.replicate.all_reduce(result, unit=self.group.unit.name, divisor=self._divisors[1]))
+
+    def _send_home(self, reduction: Handle) -> Handle:
+        """Where ``.grad`` lives on the host, have the sum sent there as soon as it is there."""
+        group, result = self.group, self._result
+        if group.offload is None or group.transfers is None:
+            return reduction
+        assert result is not None
+        self._make_home()
+        self._result = self._home
+        if self._is_cast or self._has_sums:
+            if self._landing is None:
+                self._landing = host_zeros(result.numel(), result.dtype, group.device, pins=group.offload.pin_memory)
+            self._result = self._landing
+        assert self._result is not None
+        return group.transfers.send(result, self._result, reduction)
 
     def _make_home(self) -> None:
         if self._home is not None:
@@ -285,8 +308,8 @@ class Gradient:
         group, layout = self.group, self.layout
         if not group.row.pools_gradients:
             self._own = torch.zeros(layout.numel, dtype=group.reduce_dtype, device=group.device)
-        if self._own is None or self._is_cast:
-            self._home = torch.zeros(layout.slice_numel(group.rank), dtype=group.dtype, device=group.device)
+        if self._own is None or self._is_apart:
+            self._home = group.home_zeros(layout.slice_numel(group.rank))
         else:
             self._home = self._own[layout.slice_of(group.rank)]
         self._home_views = group.held_views(self._home)
@@ -307,6 +330,8 @@ class Gradient:
         self._make_home()
         assert self._home is not None
         is_home = result.data_ptr() == self._home.data_ptr()
+        if group.transfers is not None and not (is_home and all(self._used)):
+            group.transfers.synchronise()  # the host is about to read it
         views = self._home_views if is_home else group.held_views(result)
         used = self._used
         place = self.layout.place(group.rank)

@@ -20,11 +20,13 @@ from shardwise.comm.base import Comm, Done, Handle
 from shardwise.fsdp import quantize
 from shardwise.fsdp.gradient import Gradient
 from shardwise.fsdp.inner import InnerShard
+from shardwise.fsdp.offload import Transfers, host_zeros
 from shardwise.fsdp.packed import gather_packed
 from shardwise.fsdp.pool import PackedPool, Slot
 from shardwise.fsdp.view import contiguous_stride, memory_order
 from shardwise.spec.errors import StateError
 from shardwise.spec.layout import GroupLayout, ReduceLayout
+from shardwise.spec.offload import OffloadPolicy
 from shardwise.spec.placement import Placements
 from shardwise.spec.quantize import NO_QUANTIZATION, Quantization
 
@@ -46,6 +48,8 @@ class Group:
         sent_as: Form in which they are gathered; ``None``: the compute dtype.
         reduced_as: Form in which gradients are sent to be added up; ``None``: the reduce dtype.
         packed_pool: Where packed bytes are received.
+        offload: Where the master and what the optimizer adds to it are on the host: how.
+        transfers: ... and who carries what goes between the host and the device.
     """
 
     held_as: str | None = None
@@ -65,6 +69,7 @@ class Group:
         is_trainable: bool,
         dtypes: tuple[torch.dtype, torch.dtype, torch.dtype] | None = None,
         quantization: Quantization = NO_QUANTIZATION,
+        offload: OffloadPolicy | None = None,
     ) -> None:
         self._unit = weakref.ref(unit)
         self.layout = layout
@@ -86,6 +91,10 @@ class Group:
         self.whole: Tensor | None = None  # what full_parameters shows
         self.inner: InnerShard | None = None  # what is left between forward and backward, where that is anything
         self.epoch = -1  # the outermost forward whose parameters the gathered buffer holds
+        self.offload = offload
+        self.transfers: Transfers | None = None
+        self.resident: Tensor | None = None  # the shard that the device keeps of a master on the host ...
+        self.resident_epoch = -1  # ... and the forward for which it was brought
 
         self.master = self._make_master()
         self.held = layout.owned_by_param(rank) if row.shards_optimizer else layout.whole
@@ -115,11 +124,20 @@ class Group:
         if not row.shards_parameters:
             self.replica = torch.zeros(layout.numel, dtype=self.compute_dtype, device=self.device)
             self._fill(self.replica, whole=True)
-            if not self.is_cast:
+            if not self.is_apart:
                 return self.replica[own] if row.shards_optimizer else self.replica
-        master = torch.zeros(self.master_numel, dtype=self.dtype, device=self.device)
+        master = self.home_zeros(self.master_numel)
         self._fill(master, whole=not row.shards_optimizer)
+        if self.offload is not None and self.offload.keeps_shard(row):
+            kept = self.dtype if self.sent_as is not None else self.compute_dtype  # packed from the master's own digits
+            self.resident = torch.zeros(self.master_numel, dtype=kept, device=self.device)
         return master
+
+    def home_zeros(self, numel: int) -> Tensor:
+        """Memory for what the optimizer works on, in the master's dtype: on the host where that is offloaded."""
+        if self.offload is None:
+            return torch.zeros(numel, dtype=self.dtype, device=self.device)
+        return host_zeros(numel, self.dtype, self.device, pins=self.offload.pin_memory)
 
     @torch.no_grad()
     def _fill(self, flat: Tensor, *, whole: bool) -> None:
@@ -160,6 +178,18 @@ class Group:
     def is_cast(self) -> bool:
         """The unit computes in another dtype than the master's, or with other digits."""
         return self.compute_dtype is not self.dtype or self.sent_as is not None
+
+    @property
+    def is_apart(self) -> bool:
+        """The master never lies in the gathered buffer: it has another dtype, or is on the host."""
+        return self.is_cast or self.offload is not None
+
+    @property
+    def needs_stage(self) -> bool:
+        """Its master has to be on the device as it is before it is cast, or packed, there."""
+        if self.offload is None or self.held_as is not None:
+            return False
+        return self.is_cast if self.resident is None else self.resident.dtype is not self.dtype
 
     def held_views(self, flat: Tensor) -> list[Tensor]:
         """One view of ``flat`` for every parameter, laid out as the master is.
@@ -217,7 +247,7 @@ class Group:
             self.gathered = self.replica
         else:
             self.gathered = slot.allocate(self.compute_dtype, self.device)[: self.layout.numel]
-        self._own_slice = self.gathered[self.layout.slice_of(self.rank)]
+        self._own = self.gathered[self.layout.slice_of(self.rank)] if self.row.shards_optimizer else self.gathered
         storage = self.gathered.untyped_storage()
         is_new = not self.fulls
         for index, (spec, offset) in enumerate(zip(self.layout.params, self.layout.offsets, strict=True)):
@@ -247,15 +277,32 @@ class Group:
         """
         if self.whole is not None:
             return self._take_whole(self.whole)
+        if self.transfers is None:
+            return self._send(comm, self.master)
+        with self.transfers.upward():
+            handle = self._send(comm, self._bring(self.transfers))
+            return handle if self.row.shards_optimizer else self.transfers.arrival()
+
+    def _send(self, comm: Comm, master: Tensor) -> Handle:
+        """Put what this rank has of the parameters into the gathered buffer, and issue the all-gather."""
+        form = self.sent_as
+        if form is not None:
+            return gather_packed(self, comm, lambda own: quantize.pack(master, own, form))
+        if self.row.shards_parameters or self.is_apart:
+            self._own.copy_(master, non_blocking=True)
         if not self.row.shards_optimizer:
-            self.gathered.copy_(self.master)
             return Done()
-        if self.sent_as is not None:
-            form = self.sent_as
-            return gather_packed(self, comm, lambda own: quantize.pack(self.master, own, form))
-        if self.row.shards_parameters or self.is_cast:
-            self._own_slice.copy_(self.master)
         return comm.all_gather(self.gathered, unit=self.unit.name, cuts=self.layout.uneven_cuts)
+
+    def _bring(self, transfers: Transfers) -> Tensor:
+        """The master on its way from the host, or what the device has kept of it in this forward."""
+        if self.resident is None:
+            return transfers.staged(self.master) if self.is_cast else self.master
+        if self.resident_epoch != self.epoch:
+            is_cast = self.resident.dtype is not self.dtype
+            self.resident.copy_(transfers.staged(self.master) if is_cast else self.master, non_blocking=True)
+            self.resident_epoch = self.epoch
+        return self.resident
 
     def _take_whole(self, whole: Tensor) -> Handle:
         """Compute with what full_parameters shows, and what the user may have written there."""
@@ -268,7 +315,7 @@ class Group:
     @property
     def needs_refresh(self) -> bool:
         """The gathered buffer is not the master itself: changes of the master have to be brought there."""
-        return self.row.shards_optimizer or self.is_cast
+        return self.row.shards_optimizer or self.is_apart
 
     def release(self, *, poison: bool) -> None:
         """Give the slot back. With ``poison`` its content is overwritten with NaN, so that a stale use shows."""

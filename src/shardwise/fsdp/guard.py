@@ -153,7 +153,7 @@ class _GuardedApply(Uncopyable):
         assert module is not None
         if unit is not None:
             for group in unit.groups:
-                probe = torch.empty(0, dtype=group.dtype, device=group.device)
+                probe = torch.empty(0, dtype=group.dtype, device=group.master.device)
                 result = fn(probe)
                 if result.dtype != probe.dtype or result.device != probe.device:
                     raise StateError(

@@ -77,6 +77,11 @@ def refuse(runtime: Runtime, call: str) -> None:
 def _check(runtime: Runtime, optimizers: tuple[torch.optim.Optimizer, ...]) -> None:
     if runtime.update is not None:
         raise StateError("the model is updated inside backward already.\n  Call sw.optimizer_in_backward() once.")
+    if runtime.transfers is not None:
+        raise StateError(
+            "sw.optimizer_in_backward() lets gradients live in the device's buffers, but offload_policy keeps them on"
+            " the host.\n  Use one of the two: on the host gradients cost no device memory."
+        )
     for optimizer in optimizers:
         closure = inspect.signature(optimizer.step).parameters.get("closure")
         if closure is not None and closure.default is inspect.Parameter.empty:

@@ -99,6 +99,7 @@ def accept(optimizer: torch.optim.Optimizer) -> None:
 
 def _before_step(optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
     for runtime in runtimes_of(optimizer):
+        runtime.wait_for_host()  # masters on the host are about to be written
         if runtime.update is not None:
             found_inf, _ = (vars(optimizer).pop(name, None) for name in ("found_inf", "grad_scale"))
             if found_inf is not None:

@@ -37,6 +37,7 @@ from shardwise.fsdp.gradient import EAGER_NUMEL
 from shardwise.fsdp.group import Group
 from shardwise.fsdp.ignore import NOTHING
 from shardwise.fsdp.inner import InnerShard
+from shardwise.fsdp.offload import Transfers
 from shardwise.fsdp.order import ROOT_ENTRY, Entry, Orders, backward_orders, eval_orders, forward_orders
 from shardwise.fsdp.packed import gathered_cuts, reduced_cuts
 from shardwise.fsdp.pool import GradientPool, PackedPool, SlotPool
@@ -89,6 +90,8 @@ class Runtime:
         self.slots = SlotPool()
         self.packed = PackedPool()
         self.gradients = GradientPool(num_gradient_buffers, self._drain_one)
+        offloaded = [group for group in self.groups if group.offload is not None]
+        self.transfers = Transfers(offloaded, comms.gather.device) if offloaded else None
         self._forward_orders = forward_orders(self.units)
         self._eval_orders = eval_orders()
         self._backward_orders = backward_orders(self.units)
@@ -270,6 +273,7 @@ class Runtime:
         Raises:
             StateError: A forward or a backward is under way.
         """
+        self.wait_for_host()
         if self._num_frames > 0 or torch_private.current_backward() != -1:
             raise StateError(
                 f"{call} was called inside a forward or backward (or after a forward was interrupted).\n"
@@ -523,6 +527,11 @@ class Runtime:
         if unit.state is State.UNSHARDED:
             unit.move_to(State.SHARDED)
 
+    def wait_for_host(self) -> None:
+        """Have the host wait for what is on its way from or to it."""
+        if self.transfers is not None:
+            self.transfers.synchronise()
+
     def invalidate(self) -> None:
         """The masters have been written: what is gathered, or was, is out of date."""
         self._is_window_open = False
@@ -693,6 +702,7 @@ class Runtime:
             unit.swap_out()
             unit.num_silent = unit.num_repeated = 0
             unit.has_run = False
+        self.wait_for_host()  # the host is about to read the gradients
         self._in_backward = False
         self._active = None
         self._is_window_open = not self.syncs_gradients

@@ -73,7 +73,8 @@ def gather_to_root(runtime: Runtime, group: Group) -> Tensor | None:
     out = None
     if comm.rank == 0:
         out = torch.empty(group.layout.numel, dtype=group.dtype, device=group.device)
-    comm.gather(group.values(), out, root=0, unit=group.unit.name, cuts=group.layout.uneven_cuts).wait()
+    held = group.values().to(group.device)  # from the host, where it is offloaded
+    comm.gather(held, out, root=0, unit=group.unit.name, cuts=group.layout.uneven_cuts).wait()
     return out
 
 
@@ -229,7 +230,7 @@ def send_group(runtime: Runtime, group: Group, flat: Tensor | None) -> None:
     """Replace the group's parameters on every rank by rank 0's ``flat`` (padding included; ``None`` elsewhere)."""
     comms, unit, cuts = runtime.comms, group.unit.name, group.layout.uneven_cuts
     with torch.no_grad():
-        held = group.values()
+        held = group.values().to(group.device)  # from the host, where it is offloaded
         if not group.row.shards_optimizer:
             if flat is not None:
                 held.copy_(flat)

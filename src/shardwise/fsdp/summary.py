@@ -34,6 +34,7 @@ class GroupSummary:
     held_as: str | None = None
     sent_as: str | None = None
     reduced_as: str | None = None
+    is_offloaded: bool = False
 
     @property
     def dtypes(self) -> str:
@@ -135,6 +136,7 @@ class Summary:
                     f"{name:<28}{unit.type_name:<20}{numel:>14,}{held:>14,}{padding:>9}  {group.dtypes}{frozen}, {slot}"
                     + ("" if unit.reshards_after_forward or group.slot is None else ", kept after forward")
                     + ("" if unit.inner_size is None else f", then over {unit.inner_size} ranks")
+                    + (", on the host" if group.is_offloaded else "")
                 )
             if not unit.groups:
                 lines.append(f"{'  ' * unit.depth + unit.name:<28}{unit.type_name:<20}{0:>14}{0:>14}{'':>9}  -")
@@ -211,6 +213,8 @@ def group_shapes(runtime: Runtime) -> list[GroupShape]:
             recomputed_in=unit.recomputed_in,
             inner_size=unit.inner_size or 0,
             updates_in_backward=runtime.update is not None,
+            is_offloaded=group.offload is not None,
+            keeps_shard=group.resident is not None,
         )
         for unit in runtime.units
         for group in unit.groups
@@ -292,6 +296,7 @@ def _unit(runtime: Runtime, unit: Unit) -> UnitSummary:
                 held_as=group.held_as,
                 sent_as=group.sent_as,
                 reduced_as=group.reduced_as,
+                is_offloaded=group.offload is not None,
             )
         )
     return UnitSummary(

@@ -176,7 +176,7 @@ class _Shown:
     def _gather(self, *, to_root: bool) -> Tensor | None:
         """The whole group in its master's dtype; ``None`` on ranks that are not to see it."""
         group, comm = self.group, self.runtime.comms.gather
-        if group.replica is not None and not group.is_cast:
+        if group.replica is not None and not group.is_apart:
             # Other ranks may see it as well, and a gather to one would leave their replicas behind.
             if group.row.shards_optimizer:
                 comm.all_gather(group.replica, unit=group.unit.name, cuts=group.layout.uneven_cuts).wait()

@@ -15,6 +15,7 @@ from shardwise.comm.base import CollectiveEvent
 from shardwise.comm.record import RecordComm
 from shardwise.fsdp import attach, batch_norm
 from shardwise.fsdp.api import record_collectives
+from shardwise.fsdp.flat import group_of
 from shardwise.fsdp.runtime import Runtime
 from shardwise.fsdp.wrap import find_units
 from shardwise.recipe.meta import FusedAttention, build_on_meta, without_values
@@ -43,10 +44,10 @@ class DryRun:
 
     Attributes:
         events: Every collective of the step, in order.
-        peak_bytes: The most that is held at once in forward and backward: the sum of all categories.
+        peak_bytes: The most that the device holds at once in forward and backward: the sum of all categories but host.
         bytes_by_category: ``parameters``, ``gradients``, ``optimizer`` (owned shards only), ``gathered``, ``reduce``
-            (gradient buffers, and with Gloo what sums receive into) and ``activations`` (the most that forward and
-            backward hold besides: what autograd saves and what passes by).
+            (gradient buffers, and with Gloo what sums receive into), ``host`` (what is offloaded) and ``activations``
+            (the most that forward and backward hold besides: what autograd saves and what passes by).
         rank: Which rank.
         world_size: Of how many.
         strategy: The plan's, in words.
@@ -155,7 +156,7 @@ def dry_run(
         seen.forget()
     held["activations"] = seen.peak_bytes - before
     strategy = plan.strategy if isinstance(plan.strategy, str) else plan.placements.describe()
-    return DryRun(events, sum(held.values()), held, rank, world_size, strategy, count)
+    return DryRun(events, sum(held.values()) - held["host"], held, rank, world_size, strategy, count)
 
 
 def record_comms(mesh: Mesh, rank: int, *, receives: bool, is_replicated: bool = False) -> Comms:
@@ -212,17 +213,26 @@ def _held_bytes(runtime: Runtime, optimizer: torch.optim.Optimizer) -> dict[str,
         return total
 
     groups, ignored = list(runtime.groups), runtime.ignored.parameters.values()
-    state = [value for held in optimizer.state.values() for value in held.values() if isinstance(value, Tensor)]
+    offloaded = [group for group in groups if group.offload is not None]
+    state: dict[bool, list[Tensor]] = {True: [], False: []}  # of what is offloaded, and of the rest
+    for parameter, held in optimizer.state.items():
+        owner = group_of(parameter)
+        is_offloaded = owner is not None and owner.offload is not None
+        state[is_offloaded] += [value for value in held.values() if isinstance(value, Tensor)]
+    stages = runtime.transfers.stages if runtime.transfers is not None else ()
+    host = take([*state[True], *(t for g in offloaded for t in (g.master, *g.gradient.home_buffers))])
     return {
-        "parameters": take(tensor for group in groups for tensor in (group.master, group.replica)) + take(ignored),
+        "parameters": take(t for group in groups for t in (group.master, group.replica, group.resident))
+        + take(ignored),
         "gradients": take(tensor for group in groups for tensor in group.gradient.held_buffers)
         + take(parameter.grad for parameter in ignored),
-        "optimizer": take(state),
-        "gathered": take(slot.buffer for slot in runtime.slots.slots)
+        "optimizer": take(state[False]),
+        "gathered": take([*(slot.buffer for slot in runtime.slots.slots), *stages])
         + take(group.inner.buffer for group in groups if group.inner is not None)
         + runtime.packed.total_bytes,
         "reduce": runtime.gradients.total_bytes
         + sum(comm.held_bytes for comm in runtime.comms if isinstance(comm, RecordComm)),
+        "host": host,
     }
 
 

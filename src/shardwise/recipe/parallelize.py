@@ -24,6 +24,7 @@ from shardwise.fsdp.wrap import find_units
 from shardwise.recipe.generation import keep_in_step
 from shardwise.spec.errors import PlanError, StateError
 from shardwise.spec.mesh import Mesh
+from shardwise.spec.offload import check_offload
 from shardwise.spec.placement import canonical_name
 from shardwise.spec.plan import ParallelPlan
 
@@ -109,7 +110,7 @@ def check_plan(plan: ParallelPlan) -> None:
 
     Raises:
         PlanError: ``reshard_after_forward`` was given for a strategy that keeps parameters whole, ``quantized_gather``
-            for one that gathers nothing.
+            for one that gathers nothing, or ``offload_policy`` asks for shards that it does not have.
     """
     if plan.reshard_after_forward != "auto" and not plan.placements.shards_parameters:
         raise PlanError(
@@ -121,6 +122,7 @@ def check_plan(plan: ParallelPlan) -> None:
             f"quantized_gather={plan.quantized_gather!r} has no meaning for strategy {plan.strategy!r}: nothing is"
             " gathered.\n  Leave it out; quantized_reduce works under every strategy."
         )
+    check_offload(plan.offload, plan.placements)
 
 
 def _check_batch_norm(model: nn.Module, device: torch.device, world_size: int) -> None:
@@ -166,6 +168,7 @@ def apply_plan(
         num_gradient_buffers=plan.gradient_buffers,
         merge_limit=plan.merge_limit,
         ignored=ignored,
+        offload=plan.offload,
     )
     runtime.buffers = BufferSync(model, plan.sync_buffers, comms.control, ignored.buffers)
     if comms.num_ranks > 1:

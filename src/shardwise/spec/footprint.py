@@ -67,6 +67,8 @@ class GroupShape:
         recomputed_in: Name of a module around its unit that is recomputed in backward.
         inner_size: Ranks over which it stays sharded after forward; 0: it is released, or kept whole.
         updates_in_backward: Its gradients live in pooled buffers only, until the optimizer's step inside backward.
+        is_offloaded: Its master, and what the optimizer adds to it, is on the host.
+        keeps_shard: ... and the device keeps its shard in the compute dtype.
     """
 
     unit: int
@@ -84,6 +86,8 @@ class GroupShape:
     recomputed_in: str | None = None
     inner_size: int = 0
     updates_in_backward: bool = False
+    is_offloaded: bool = False
+    keeps_shard: bool = False
 
     @property
     def master_dtype(self) -> str:
@@ -115,16 +119,41 @@ class GroupShape:
         """Its parameters are replicated and never released: they take no slot."""
         return not self.row.shards_parameters and self.held_as is None
 
-    def parameter_bytes(self, rank: int) -> int:
-        """Bytes of masters and replicas."""
-        layout, row, item = self.layout, self.row, self.item_bytes
-        master_numel = layout.slice_numel(rank) if row.shards_optimizer else layout.numel
+    def master_numel(self, rank: int) -> int:
+        """Elements of what the optimizer updates, padding included."""
+        return self.layout.slice_numel(rank) if self.row.shards_optimizer else self.layout.numel
+
+    def master_bytes(self, rank: int) -> int:
+        """Bytes of the master, where it is not part of the replica."""
+        numel = self.master_numel(rank)
         if self.held_as is not None:
-            return packed_bytes(master_numel, self.held_as, self.master_dtype)
-        if row.shards_parameters:
-            return item * master_numel
-        replica = self.gather_item_bytes * layout.numel
-        return replica + item * master_numel if self.is_cast else replica  # uncast, the master is part of the replica
+            return packed_bytes(numel, self.held_as, self.master_dtype)
+        return self.item_bytes * numel if self.row.shards_parameters or self.is_cast or self.is_offloaded else 0
+
+    def replica_bytes(self, rank: int) -> int:
+        """Bytes of the replica where parameters are replicated; else of the shard that is kept beside the host's."""
+        if self.is_resident:
+            return self.gather_item_bytes * self.layout.numel
+        kept = self.item_bytes if self.sent_as is not None else self.gather_item_bytes
+        return kept * self.layout.slice_numel(rank) if self.keeps_shard else 0
+
+    @property
+    def needs_stage(self) -> bool:
+        """Its master has to be on the device as it is before it is cast, or packed, there."""
+        is_packed = self.keeps_shard and self.sent_as is not None  # from the shard that stays
+        return self.is_offloaded and self.held_as is None and self.is_cast and not is_packed
+
+    def grad_bytes(self, rank: int) -> int:
+        """Bytes of what ``.grad`` lives in, where that is not part of the buffer that is reduced."""
+        if not self.is_trainable or self.updates_in_backward:
+            return 0
+        is_apart = self.row.pools_gradients or self.reduces_cast or self.is_offloaded
+        return self.item_bytes * self.reduce_layout.slice_numel(rank) if is_apart else 0
+
+    def landing_bytes(self, rank: int) -> int:
+        """Bytes of the host's buffer for a sum that has another dtype than ``.grad``; sums to be added have one too."""
+        is_needed = self.is_offloaded and self.is_trainable and self.reduces_cast
+        return self.reduce_item_bytes * self.reduce_layout.slice_numel(rank) if is_needed else 0
 
     def slice_bytes(self, rank: int) -> int:
         """Bytes of a rank's slice as it is gathered."""
@@ -172,6 +201,7 @@ class Footprint:
         optimizer: State of the elements that this rank updates.
         gathered: Slots for gathered units, and what packed bytes are received into.
         reduce: Pooled full-size gradient buffers, and the receive buffers of the sums.
+        host: Masters, gradients and optimizer state of what is offloaded; all other categories are on the device.
     """
 
     parameters: int = 0
@@ -179,19 +209,26 @@ class Footprint:
     optimizer: int = 0
     gathered: int = 0
     reduce: int = 0
+    host: int = 0
 
     @property
     def total(self) -> int:
-        """All of it."""
+        """All of it, wherever it is."""
         return sum(getattr(self, field.name) for field in fields(self))
+
+    @property
+    def on_device(self) -> int:
+        """What is on the compute device."""
+        return self.total - self.host
 
     def as_dict(self) -> dict[str, int]:
         """Bytes by category name."""
         return {field.name: getattr(self, field.name) for field in fields(self)}
 
     def __str__(self) -> str:
-        parts = ", ".join(f"{field.name} {getattr(self, field.name):,}" for field in fields(self))
-        return f"{parts}; {self.total:,} in all, before activations"
+        parts = ", ".join(f"{field.name} {getattr(self, field.name):,}" for field in fields(self)[:-1])
+        host = f"; {self.host:,} on the host" if self.host else ""
+        return f"{parts}; {self.on_device:,} in all, before activations{host}"
 
 
 def footprint(
@@ -223,29 +260,32 @@ def footprint(
     gradients = sum(param.num_bytes for param in ignored if param.is_trainable)
     optimizer = optimizer_tensors * gradients
     optimizer += optimizer_scalar_bytes * sum(p.is_trainable for p in ignored) if optimizer_tensors > 1 else 0
+    host = 0
     for group in groups:
-        row, item = group.row, group.item_bytes
-        parameters += group.parameter_bytes(rank)
-        if not group.is_trainable:
-            continue
-        reduce = group.reduce_layout
-        if row.pools_gradients and not group.updates_in_backward:
-            gradients += item * reduce.slice_numel(rank)
-            if replicas is not None and replicas.is_deferred and group.reduces_cast:
+        parameters += group.replica_bytes(rank)
+        states = 0
+        if group.is_trainable:
+            reduce = group.reduce_layout
+            if not group.pools_gradients:
+                gradients += group.reduce_item_bytes * reduce.numel
+            elif replicas is not None and replicas.is_deferred and (group.reduces_cast or group.is_offloaded):
                 # The sums that wait are not where .grad is.
                 gradients += group.reduce_item_bytes * reduce.slice_numel(rank)
-        elif not group.updates_in_backward:  # else .grad lives in the buffers of the reduction
-            gradients += group.reduce_item_bytes * reduce.numel
-            if group.reduces_cast:  # .grad no longer lives in the buffer that is reduced
-                gradients += item * reduce.slice_numel(rank)
-        held = _updated_numels(group, rank)
-        optimizer += sum(item * optimizer_tensors * numel for numel in held)
-        optimizer += optimizer_scalar_bytes * len(held) if optimizer_tensors > 1 else 0
+            held = _updated_numels(group, rank)
+            states = sum(group.item_bytes * optimizer_tensors * numel for numel in held)
+            states += optimizer_scalar_bytes * len(held) if optimizer_tensors > 1 else 0
+        if group.is_offloaded:
+            host += group.master_bytes(rank) + group.grad_bytes(rank) + group.landing_bytes(rank) + states
+        else:
+            parameters += group.master_bytes(rank)
+            gradients += group.grad_bytes(rank)
+            optimizer += states
     return Footprint(
         parameters=parameters,
         gradients=gradients,
         optimizer=optimizer,
-        gathered=gathered_bytes(groups, rank) + packed_buffer_bytes(groups),
+        host=host,
+        gathered=gathered_bytes(groups, rank) + packed_buffer_bytes(groups) + stage_bytes(groups, rank=rank),
         reduce=reduce_bytes(
             groups,
             rank=rank,
@@ -329,6 +369,16 @@ def packed_buffer_bytes(groups: Sequence[GroupShape]) -> int:
         num_bytes * max(count for (key, _), count in counts.items() if key == size_key)
         for size_key, num_bytes in largest.items()
     )
+
+
+def stage_bytes(groups: Sequence[GroupShape], *, rank: int) -> int:
+    """Bytes of the device's buffers in which masters from the host wait for their cast: one for each master's dtype."""
+    largest: dict[str, int] = {}
+    for group in groups:
+        if group.needs_stage:
+            num_bytes = group.master_numel(rank) * group.item_bytes
+            largest[group.master_dtype] = max(largest.get(group.master_dtype, 0), num_bytes)
+    return sum(largest.values())
 
 
 def reduce_bytes(

@@ -12,6 +12,7 @@ from shardwise.spec.errors import MeshError, PlanError
 from shardwise.spec.granularity import Granularity, resolve_granularity
 from shardwise.spec.ignore import ignored_entries
 from shardwise.spec.mesh import Mesh
+from shardwise.spec.offload import OffloadPolicy, offload_policy
 from shardwise.spec.precision import FULL_PRECISION, PrecisionPolicy
 from shardwise.spec.quantize import Quantization
 from shardwise.spec.recompute import RecomputePolicy, recompute_policy
@@ -63,6 +64,8 @@ class ParallelPlan:
             qgZ). The mean over N ranks is off by at most the sum of the blocks' largest values over 254 N.
         granularity: What a rank's cut never divides, for the optimizer's sake: ``"element"``, ``"row"``,
             ``sw.block(n)`` (in a file ``[block, n]``) or ``"tensor"``, which gives every parameter whole to one rank.
+        offload_policy: What is kept on the host. ``"none"``; ``"cpu"``: masters, gradients and optimizer state; or an
+            ``OffloadPolicy``, of which files write a mapping of the fields.
         activation_checkpointing: What is computed again in backward instead of being kept. ``"none"``; ``"full"``:
             every unit; ``"selective"``: every unit, but for what matrix products and attention give; a wrap policy: the
             modules that it names; or a ``RecomputePolicy``. Files write one of the strings, the mapping of a wrap
@@ -104,6 +107,7 @@ class ParallelPlan:
     quantized_gather: str = "none"
     quantized_reduce: str = "none"
     granularity: str | Granularity | Sequence[Any] = "element"
+    offload_policy: str | OffloadPolicy | Mapping[str, Any] = "none"
     activation_checkpointing: str | WrapPolicy | RecomputePolicy | Mapping[str, Any] = "none"
     accumulation: str = "auto"
     merge_units: str | bool | int = "auto"
@@ -134,21 +138,26 @@ class ParallelPlan:
                 f"dp_shard={self.dp_shard}: expected a positive integer or -1.\n  Use -1 for what is left of the world."
             )
         _ = self.placements
-        object.__setattr__(self, "auto_wrap_policy", wrap_policy(self.auto_wrap_policy, "auto_wrap_policy"))
+        self._parse_policies()
         object.__setattr__(self, "ignored", ignored_entries(self.ignored))
         self._check_reshard()
-        if self.mp_policy is not None:
-            object.__setattr__(self, "mp_policy", PrecisionPolicy.parse(self.mp_policy))
         _ = self.quantization
         object.__setattr__(self, "granularity", resolve_granularity(self.granularity))
-        policy = recompute_policy(self.activation_checkpointing)
-        if not isinstance(self.activation_checkpointing, str):
-            object.__setattr__(self, "activation_checkpointing", policy)
         _one_of("accumulation", self.accumulation, ACCUMULATIONS)
         _one_of("sync", self.sync, SYNCS)
         _one_of("sync_buffers", self.sync_buffers, BUFFER_SYNCS)
-        self._check_compile(policy)
+        self._check_compile(self.recompute)
         self._check_buffers()
+
+    def _parse_policies(self) -> None:
+        """Replace what files write by the policies that it means; words stay words."""
+        object.__setattr__(self, "auto_wrap_policy", wrap_policy(self.auto_wrap_policy, "auto_wrap_policy"))
+        if self.mp_policy is not None:
+            object.__setattr__(self, "mp_policy", PrecisionPolicy.parse(self.mp_policy))
+        for name, parse in (("offload_policy", offload_policy), ("activation_checkpointing", recompute_policy)):
+            policy = parse(getattr(self, name))
+            if not isinstance(getattr(self, name), str):
+                object.__setattr__(self, name, policy)
 
     def _check_compile(self, policy: RecomputePolicy | None) -> None:
         if not isinstance(self.compile, bool):
@@ -197,6 +206,11 @@ class ParallelPlan:
     def cut_granularity(self) -> Granularity:
         """``granularity``, whatever it was given as."""
         return resolve_granularity(self.granularity)
+
+    @property
+    def offload(self) -> OffloadPolicy | None:
+        """``offload_policy`` as a policy; ``None`` where nothing is offloaded."""
+        return offload_policy(self.offload_policy)
 
     @property
     def recompute(self) -> RecomputePolicy | None:

@@ -8,6 +8,7 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
+from shardwise.fsdp import attach
 from shardwise.train.build import Loss
 from shardwise.train.check import Batch
 from shardwise.train.control import Control
@@ -41,7 +42,7 @@ def evaluate(
     Collective:
         The model's forwards, then one all-gather of 8 bytes per rank.
     """
-    device = next(model.parameters()).device
+    device = attach.runtime_of(model, "evaluate").comms.control.device  # parameters may be kept elsewhere
     at_once = batch.micro * batch.data_parallel_size
     stride = part.num_samples // count
     was_training = model.training

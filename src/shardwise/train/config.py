@@ -98,6 +98,9 @@ class ParallelSection(Section):
     granularity: str | list[Any] = Field(
         "element", description="element, row, [block, n] or tensor: what a cut never divides, for the optimizer's sake"
     )
+    offload_policy: str | dict[str, Any] = Field(
+        "none", description="none, cpu, or the fields of OffloadPolicy such as {ratio: 0.5}: what is kept on the host"
+    )
     activation_checkpointing: str | dict[str, Any] = Field(
         "none",
         description="none, full, selective, a wrap policy such as {by_class: [Block]}, or RecomputePolicy's fields",

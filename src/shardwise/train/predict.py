@@ -14,8 +14,7 @@ from torch import Tensor, nn
 # Plain meta tensors will not do: attention chooses another kernel for them, which saves other tensors.
 from torch._subclasses.fake_tensor import FakeTensorMode
 
-import shardwise as sw
-from shardwise.fsdp import recompute
+from shardwise.fsdp import attach, recompute, summary
 from shardwise.fsdp.average import ExponentialMovingAverage
 from shardwise.fsdp.wrap import find_units
 from shardwise.recipe.storage import StorageCount
@@ -33,16 +32,17 @@ def predict(
 ) -> dict[str, int]:
     """Bytes by category on the rank that will hold most; their sum is the predicted peak.
 
+    What is offloaded (``host``) is in the peak only where device and host are one.
+
     Small gradients that wait for the end of their unit's backward (``spec.footprint.waiting_bytes``) are not in it: by
     then most activations are gone. With very short sequences the real peak lies a few percent above.
 
     Collective:
         One all-gather of small JSON.
     """
-    held = dict(sw.summary(model).footprint.as_dict())
     section = resolved.config.optimizer
-    if section.name == "sgd":  # the footprint is Adam's: two state tensors where momentum has one
-        held["optimizer"] = held["optimizer"] // 2 if section.momentum else 0
+    num_states = int(bool(section.momentum)) if section.name == "sgd" else 2
+    held = summary.predict(attach.runtime_of(model, "predict"), optimizer_tensors=num_states).as_dict()
     if average is not None:
         held["average"] = average.num_bytes
     activations = activation_bytes(resolved, device)

@@ -477,12 +477,17 @@ class _Trainer:
             say(f"resumed at step {self.done.step}" + "".join(f"\n  {line}" for line in changes))
 
     def _predicted_peak(self) -> int | None:
-        return sum(self.predicted_bytes.values()) if "activations" in self.predicted_bytes else None
+        return self._predicted_total() if "activations" in self.predicted_bytes else None
+
+    def _predicted_total(self) -> int:
+        """What is measured beside it: on CUDA what the device holds."""
+        is_measured = {name: name != "host" or self.device.type == "cpu" for name in self.predicted_bytes}
+        return sum(held for name, held in self.predicted_bytes.items() if is_measured[name])
 
     def _memory_table(self) -> list[str]:
         """Predicted beside measured, most bytes held at once by any rank."""
         names = ", ".join(f"{name} {size(held)}" for name, held in self.predicted_bytes.items() if held)
-        total = sum(self.predicted_bytes.values())
+        total = self._predicted_total()
         ratio = f"{self.peak_bytes / total:.2f} of the prediction" if total and self.peak_bytes else "not measured"
         if self._predicted_peak() is None:
             names += "; activations of this model are not known beforehand"

@@ -29,6 +29,7 @@ def test_the_fields_are_those_that_this_version_honours() -> None:
         "quantized_gather",
         "quantized_reduce",
         "granularity",
+        "offload_policy",
         "activation_checkpointing",
         "accumulation",
         "merge_units",
