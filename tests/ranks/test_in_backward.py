@@ -163,6 +163,28 @@ def test_checkpoints_are_those_of_a_step_after_backward(tmp_path):
     assert run_on_ranks(saved_and_loaded, 2, str(tmp_path))[0] == []
 
 
+def uneven():
+    """Two batches more on the second rank, with and without step() in the loop."""
+    states = []
+    for how in ("after", "inside", "inside, no step()"):
+        model = sw.parallelize(Chain(), sw.ParallelPlan(strategy="zero3"))
+        optimizer = adamw(sw.flat_parameters(model))
+        if how != "after":
+            sw.optimizer_in_backward(model, optimizer)
+        with sw.join(model, optimizer):
+            for step in range(3 + 2 * dist.get_rank()):
+                plain_loss(model, dist.get_rank(), step).backward()
+                if how != "inside, no step()":
+                    optimizer.step()
+                    optimizer.zero_grad()
+        states.append(sw.full_state_dict(model))
+    return [name for name, value in states[0].items() if any(not torch.equal(value, s[name]) for s in states[1:])]
+
+
+def test_ranks_that_run_out_of_batches_update_as_well():
+    assert run_on_ranks(uneven, 2)[0] == []
+
+
 # -- what cannot go with it
 
 
