@@ -424,6 +424,9 @@ def lifetimes():
     optimizer = adamw(sw.flat_parameters(model))
     sw.optimizer_in_backward(model, optimizer)
     train(model, optimizer, plain_loss, 0, 2)
+    assert "\nupdated as 6 flat tensors instead of 24 by name, inside backward, unit by unit\n" in str(
+        sw.summary(model)
+    )
     assert runtimes_of(optimizer) == [attach.runtime_of(model, "test")]
     assert all(isinstance(p, FlatParameter) for p in optimizer.param_groups[0]["params"])
     runtime = weakref.ref(attach.runtime_of(model, "test"))

@@ -33,9 +33,9 @@ def flat_parameters(model: nn.Module, decay: DecayRule | None = None) -> list[di
 
     The numbers are those of an optimizer over ``model.parameters()``, to the last bit (with ``fused=True`` up to the
     last bit of elements at the end of a parameter, which fused kernels compute differently), and so are checkpoints:
-    optimizer state is saved and loaded by name. Parameters that are left alone (``ParallelPlan.ignored``) stay as they
-    are. Give the result to one element-wise optimizer; frozen parameters are
-    left out. Parameters that no rank used in a step are skipped as always: their tensor is then split into names.
+    optimizer state is saved and loaded by name. Give the result to one element-wise optimizer. Frozen parameters are
+    left out; those that are left alone (``ParallelPlan.ignored``) stay as they are. Parameters that no rank used in a
+    step are skipped as always: their tensor is then split into names.
 
     Args:
         model: A parallelized model.

@@ -106,7 +106,8 @@ def _check(runtime: Runtime, optimizers: tuple[torch.optim.Optimizer, ...]) -> N
                     "  Call sw.optimizer_in_backward() before the first backward, or after zero_grad()."
                 )
             count = counts[id(shard)]
-            if count > 1 or (count == 0 and shard.requires_grad and piece.numel):
+            is_wanted = shard.requires_grad and (piece.numel > 0 or group.flat_kinds is None)
+            if count > 1 or (count == 0 and is_wanted):
                 raise StateError(
                     f"parameter {spec.name!r} is in {count} of the optimizers given to sw.optimizer_in_backward();"
                     " backward would leave it as it is, or update it twice.\n"

@@ -12,6 +12,7 @@ from shardwise.fsdp import attach
 from shardwise.fsdp.runtime import Runtime
 from shardwise.fsdp.unit import Unit
 from shardwise.spec.buffers import held_bytes, sync_trace
+from shardwise.spec.flat import flat_ranges
 from shardwise.spec.footprint import Footprint, GroupShape, Replicas, footprint
 from shardwise.spec.granularity import ELEMENT
 from shardwise.spec.layout import rank_bytes
@@ -81,6 +82,7 @@ class Summary:
         ignored: Names of the parameters that are left alone.
         recomputed: Names of the modules whose forward is run again in backward.
         keeps: Operators whose outputs are kept in them all the same, by name or family.
+        updated: How the optimizer's step comes about.
     """
 
     units: tuple[UnitSummary, ...]
@@ -101,6 +103,7 @@ class Summary:
     ignored: tuple[str, ...] = ()
     recomputed: tuple[str, ...] = ()
     keeps: tuple[str, ...] = ()
+    updated: str = ""
 
     @property
     def num_parameters(self) -> int:
@@ -152,6 +155,8 @@ class Summary:
         if self.recomputed:
             kept = f", but for what {', '.join(self.keeps)} give" if self.keeps else ""
             lines.append(f"recomputed in backward: {' '.join(self.recomputed)}{kept}")
+        if self.updated:
+            lines.append(f"updated {self.updated}")
         if self.forward_order:
             lines.append(f"gathered in forward:  {' '.join(self.forward_order)}")
         if self.backward_order:
@@ -191,7 +196,18 @@ def summary(model: nn.Module) -> Summary:
         ignored=tuple(runtime.ignored.parameters),
         recomputed=runtime.recomputed,
         keeps=runtime.keeps,
+        updated=_update(runtime),
     )
+
+
+def _update(runtime: Runtime) -> str:
+    """In words, what ``flat_parameters`` and ``optimizer_in_backward`` have changed."""
+    flat = [group for group in runtime.groups if group.flat_kinds is not None]
+    count = sum(len(flat_ranges(group.held, group.flat_kinds)) for group in flat if group.flat_kinds)
+    names = sum(piece.numel > 0 for group in flat for piece in group.held)
+    how = [f"as {count} flat tensors instead of {names} by name"] if flat else []
+    how += ["inside backward, unit by unit"] if runtime.update is not None else []
+    return ", ".join(how)
 
 
 def group_shapes(runtime: Runtime) -> list[GroupShape]:
