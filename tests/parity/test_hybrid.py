@@ -102,7 +102,9 @@ def test_units_kept_over_inner_groups_of_every_size(world, num_groups, inner, na
 OTHERS = (
     ("hsdp", {"is_flat": True, "dp_replicate": 2}),
     ("hsdp", {"is_flat": True, "is_in_backward": True, "dp_replicate": 2}),
+    ("hsdp", {"granularity": "tensor", "merge_units": 1 << 16, "dp_replicate": 2}),
     ("hybrid_shard_grad_op", {"activation_checkpointing": "full", "dp_replicate": 2}),
+    ("zero3", {"granularity": "tensor", "reshard_after_forward": 2}),
     ("zero3", {"activation_checkpointing": "full", "reshard_after_forward": 2}),
 )
 
