@@ -59,6 +59,7 @@ _LAZY = {
     "summary": "shardwise.fsdp.summary",
     "full_parameters": "shardwise.fsdp.whole",
     "join": "shardwise.fsdp.join",
+    "DataParallel": "shardwise.recipe.data_parallel",
 }
 _MODULES = {"models"}
 
@@ -68,6 +69,7 @@ __all__ = [
     "CommError",
     "CommTimeout",
     "ConfigError",
+    "DataParallel",
     "DryRun",
     "ExponentialMovingAverage",
     "GradScaler",
@@ -132,6 +134,7 @@ if TYPE_CHECKING:
     from shardwise.fsdp.state import full_state_dict, load_full_state_dict
     from shardwise.fsdp.summary import summary
     from shardwise.fsdp.whole import full_parameters
+    from shardwise.recipe.data_parallel import DataParallel
     from shardwise.recipe.dry_run import DryRun, dry_run
     from shardwise.recipe.parallelize import parallelize
     from shardwise.recipe.parity import parity

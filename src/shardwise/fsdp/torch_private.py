@@ -60,6 +60,11 @@ def children_of(module: nn.Module) -> dict[str, nn.Module | None]:
     return module._modules
 
 
+def replica_of(module: nn.Module) -> nn.Module:
+    """A shallow copy without parameters, as ``torch.nn.DataParallel`` makes; RNNs have their own way."""
+    return module._replicate_for_data_parallel()
+
+
 def is_persistent(module: nn.Module, name: str) -> bool:
     """Whether a buffer is part of the state dict. nn.Module has no public question for it."""
     return name not in module._non_persistent_buffers_set

@@ -21,6 +21,7 @@ from shardwise.fsdp.notice import tell_once
 from shardwise.fsdp.state import load_full_state_dict
 from shardwise.fsdp.sync import synchronise
 from shardwise.fsdp.wrap import find_units
+from shardwise.recipe import data_parallel
 from shardwise.recipe.generation import keep_in_step
 from shardwise.spec.errors import PlanError, StateError
 from shardwise.spec.mesh import Mesh
@@ -61,7 +62,7 @@ def parallelize(
     check_fresh(model)
     _tell_alias(plan.strategy)
     check_plan(plan)
-    units = find_units(model, plan.wrap_policy)
+    units = find_units(model, "none" if plan.placements.is_threaded else plan.wrap_policy)
     ignored = find_ignored(model, plan.ignored)
     recompute.find(model, units, plan.recompute)  # what it refuses is refused before anyone is met
     device = _device(model, ignored)
@@ -87,6 +88,8 @@ def parallelize(
     if isinstance(source, FromState):
         load_full_state_dict(model, source.state)
     batch_norm.connect(model, lambda: open_comms(device, DATA_PARALLEL)[0])
+    if plan.placements.is_threaded:
+        data_parallel.install(model)
     return model
 
 
@@ -116,6 +119,11 @@ def check_plan(plan: ParallelPlan) -> None:
         raise PlanError(
             f"reshard_after_forward={plan.reshard_after_forward} has no meaning for strategy {plan.strategy!r}:"
             " it keeps parameters whole.\n  Leave it at 'auto', or use zero3 or shard_grad_op."
+        )
+    if plan.placements.is_threaded and (plan.recompute is not None or plan.compile):
+        raise PlanError(
+            f"strategy {plan.strategy!r} runs copies of the model's modules: activation_checkpointing and compile do"
+            " not act on them.\n  Leave them out, or use ddp."
         )
     if plan.quantized_gather != "none" and not plan.placements.shards_optimizer:
         raise PlanError(

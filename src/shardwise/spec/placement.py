@@ -57,6 +57,7 @@ class Placements:
         optimizer: ``R`` or ``S``. The optimizer sees whole parameters, or this rank's slices.
         keeps_gathered: With sharded parameters: a unit stays gathered from its forward to its backward.
         is_hybrid: The row holds inside the ``dp_shard`` axis; everything is replicated over ``dp_replicate``.
+        is_threaded: One process runs replicas on all its devices, and is a world of its own.
     """
 
     parameter: Placement = Placement.SHARD
@@ -64,6 +65,7 @@ class Placements:
     optimizer: Placement = Placement.SHARD
     keeps_gathered: bool = False
     is_hybrid: bool = False
+    is_threaded: bool = False
 
     def __post_init__(self) -> None:
         for field in ("parameter", "gradient", "optimizer"):
@@ -88,10 +90,16 @@ class Placements:
                 "keeps_gathered=True needs parameter='shard': a replicated parameter is always there.\n"
                 "  Leave keeps_gathered out."
             )
+        if self.is_threaded and self.optimizer is not Placement.REPLICATE:
+            raise PlacementError(
+                "is_threaded=True needs parameter, gradient and optimizer='replicate': there is one rank only.\n"
+                "  Leave is_threaded out."
+            )
 
     def describe(self) -> str:
         """The row in words."""
         keeps = ", kept gathered from forward to backward" if self.keeps_gathered else ""
+        keeps += ", replicas in one process" if self.is_threaded else ""
         return f"parameters {self.parameter}, gradients {self.gradient}, optimizer {self.optimizer}{keeps}"
 
     @property
@@ -131,10 +139,12 @@ PRESETS: dict[str, Placements] = {
     "zero3": Placements(_S, _S, _S),
     "hsdp": Placements(_S, _S, _S, is_hybrid=True),
     "hybrid_shard_grad_op": Placements(_S, _S, _S, keeps_gathered=True, is_hybrid=True),
+    "data_parallel": Placements(_R, _R, _R, is_threaded=True),
 }
 
 #: Other spellings (FSDP1, DeepSpeed, Lightning), by lower-case name.
 ALIASES: dict[str, str] = {
+    "dataparallel": "data_parallel",
     "no_shard": "ddp",
     "zero_1": "zero1",
     "zero-1": "zero1",

@@ -246,6 +246,11 @@ class ParallelPlan:
             PlanError: ``reshard_after_forward`` does not divide ``dp_shard``, or there is no replication to defer.
         """
         replicate, shard = self.dp_replicate, self.dp_shard
+        if self.placements.is_threaded and world_size != 1:
+            raise PlanError(
+                f"strategy {self.strategy!r} runs replicas in one process, but the world has {world_size}.\n"
+                "  Launch one process, or use ddp, with a process for each device."
+            )
         if self.accumulation == "defer_replicate" and not (self.is_replicated and self.placements.pools_gradients):
             raise PlanError(
                 f"accumulation='defer_replicate' adds up sharded gradients and sums them over dp_replicate once, but"

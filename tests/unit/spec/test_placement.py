@@ -33,6 +33,7 @@ R, P, S = Placement.REPLICATE, Placement.PARTIAL, Placement.SHARD
         ("zero3", S, S, S, "reduce_scatter"),
         ("hsdp", S, S, S, "reduce_scatter"),
         ("hybrid_shard_grad_op", S, S, S, "reduce_scatter"),
+        ("data_parallel", R, R, R, "all_reduce"),
     ],
 )
 def test_a_preset_is_a_row_of_the_table(name, parameter, gradient, optimizer, reduction):
@@ -45,7 +46,7 @@ def test_a_preset_is_a_row_of_the_table(name, parameter, gradient, optimizer, re
 
 
 def test_the_rows_of_the_test_above_are_all_there_are():
-    assert len(PRESETS) == 7
+    assert len(PRESETS) == 8
 
 
 def test_rows_that_look_alike_differ_in_what_is_kept_and_where():
@@ -53,6 +54,7 @@ def test_rows_that_look_alike_differ_in_what_is_kept_and_where():
     hybrid = {name for name, row in PRESETS.items() if row.is_hybrid}
     assert kept == {"shard_grad_op", "hybrid_shard_grad_op"}
     assert hybrid == {"hsdp", "hybrid_shard_grad_op"}
+    assert [name for name, row in PRESETS.items() if row.is_threaded] == ["data_parallel"]
     assert len(set(PRESETS.values())) == len(PRESETS)
 
 

@@ -1,0 +1,51 @@
+"""Strategy ``data_parallel``: the model itself runs as replicas, in a world of one; the rest works as with ddp."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor, nn
+
+import shardwise as sw
+from shardwise.testing import run_on_ranks
+from tests.ranks.oracle import Chain, adamw, sample
+
+
+class Scalar(Chain):
+    def forward(self, x: Tensor) -> Tensor:
+        return super().forward(x).square().mean()
+
+
+def train(path):
+    """Losses are averaged over the replicas, as over the ranks of ddp."""
+    plain, model = Scalar(), sw.parallelize(Scalar(), sw.ParallelPlan(strategy="data_parallel"))
+    assert type(model) is Scalar
+    optimizers = [adamw(plain.parameters()), adamw(model.parameters())]
+    for step in range(3):
+        x = sample(0, step, 6, 8)
+        losses = [plain(chunk) / 2 for chunk in x.chunk(2)]
+        for loss in losses:
+            loss.backward()
+        nn.utils.clip_grad_norm_(plain.parameters(), 1e9)
+        got = sw.train_step(model, x)
+        assert torch.equal(got, torch.stack([2 * loss.detach() for loss in losses]).mean())
+        sw.clip_grad_norm(model, 1e9)
+        for (name, a), b in zip(plain.named_parameters(), model.parameters(), strict=True):
+            assert torch.equal(a.grad, b.grad), name
+        for optimizer in optimizers:
+            optimizer.step()
+            optimizer.zero_grad()
+    state = sw.full_state_dict(model)
+    for name, value in plain.state_dict().items():
+        assert torch.equal(state[name], value), name
+    sw.save(f"{path}/checkpoint", model, optimizers[1])
+    other = sw.parallelize(Scalar(), sw.ParallelPlan(strategy="zero3"))
+    sw.load(f"{path}/checkpoint", other, adamw(other.parameters()))
+    with torch.no_grad():
+        x = sample(0, 9, 6, 8)
+        assert torch.equal(model.eval()(x), torch.stack([other(chunk) for chunk in x.chunk(2)]).mean())
+    return sw.summary(model).placements
+
+
+def test_a_model_trains_as_replicas_like_one_process_that_runs_the_halves_in_order(tmp_path):
+    told = run_on_ranks(train, 1, str(tmp_path))[0]
+    assert told == "parameters replicate, gradients replicate, optimizer replicate, replicas in one process"
