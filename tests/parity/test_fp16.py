@@ -62,6 +62,25 @@ def test_pytorch_116054_an_inf_in_one_shard_stops_the_step_on_every_rank() -> No
     assert [results["zero3"][1][:2] for results in ranks] == [(True, 8.0), (False, 4.0)]
 
 
+def step_in_groups() -> tuple[bool, float]:
+    """Two groups of two ranks: the inf of rank 0 reaches the other group with the sums."""
+    model = sw.parallelize(Weighted(), sw.ParallelPlan(dp_replicate=2, dp_shard=2))
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.5)
+    scaler = sw.GradScaler("cpu", init_scale=8.0)
+    x = torch.ones(128)
+    if distributed.get_rank() == 0:
+        x[100] = float("inf")
+    scaler.scale(model(x)).backward()
+    before = model.weight.detach().clone()
+    scaler.step(optimizer)
+    scaler.update()
+    return not torch.equal(before, model.weight), scaler.get_scale()
+
+
+def test_an_inf_in_one_group_stops_the_step_in_all_groups() -> None:
+    assert run_on_ranks(step_in_groups, 4) == [(False, 4.0)] * 4
+
+
 def own_nothing() -> tuple[bool, float]:
     """One parameter of 64 elements: the second rank owns none of it."""
     model = sw.parallelize(nn.Linear(64, 1, bias=False), sw.ParallelPlan())
@@ -143,12 +162,12 @@ def new_scaler(kind: type[torch.amp.GradScaler]) -> torch.amp.GradScaler:
     return kind("cpu", init_scale=64.0, growth_interval=2)
 
 
-def train(preset: str, num_microbatches: int) -> Numbers:
+def train(preset: str, num_microbatches: int, *, is_flat: bool = False) -> Numbers:
     rank, world = distributed.get_rank(), distributed.get_world_size()
     policy = sw.PrecisionPolicy(param_dtype="fp16", reduce_dtype="fp16")
     model = sw.parallelize(models.build("tied"), sw.ParallelPlan(strategy=preset, mp_policy=policy))
     assert needs_scaler(model)
-    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
+    optimizer = torch.optim.AdamW(sw.flat_parameters(model) if is_flat else model.parameters(), lr=1e-2)
     scaler = new_scaler(sw.GradScaler)
     numbers = Numbers()
     for step in range(STEPS):
@@ -168,7 +187,11 @@ def train(preset: str, num_microbatches: int) -> Numbers:
 
 
 def train_every_preset() -> dict[tuple[str, int], Numbers]:
-    return {(preset, count): train(preset, count) for preset in PRESETS for count in (1, 2)}
+    found = {(preset, count): train(preset, count) for preset in PRESETS for count in (1, 2)}
+    return found | {
+        ("zero3, flat", 1): train("zero3", 1, is_flat=True),
+        ("ddp, flat", 1): train("ddp", 1, is_flat=True),
+    }
 
 
 def one_process(world: int, num_microbatches: int, *, is_sharded: bool) -> tuple[list[list[float]], Numbers]:

@@ -26,7 +26,7 @@ log: {tensorboard: false}
 def train(folder: Path, *arguments: str) -> list[dict[str, float]]:
     (folder / "run.yaml").write_text(CONFIG)
     command = [sys.executable, "-m", "shardwise", "train", "run.yaml", "--nproc", "2", "--run-dir", "run", *arguments]
-    done = subprocess.run(command, cwd=folder, capture_output=True, text=True, timeout=120, check=False)
+    done = subprocess.run(command, cwd=folder, capture_output=True, text=True, timeout=240, check=False)
     assert done.returncode == 0, done.stdout + done.stderr
     lines = (folder / "run" / "metrics.jsonl").read_text().splitlines()
     return [json.loads(line) for line in lines]
@@ -34,17 +34,13 @@ def train(folder: Path, *arguments: str) -> list[dict[str, float]]:
 
 @pytest.mark.slow
 def test_fp16_is_scaled_recorded_saved_and_resumed_bit_for_bit(tmp_path: Path) -> None:
-    whole, halves = tmp_path / "whole", tmp_path / "halves"
-    whole.mkdir()
-    halves.mkdir()
-    expected = train(whole)
-    train(halves, "--set", "train.steps=4")
-    got = train(halves, "--resume")
+    expected = train(tmp_path)
+    got = train(tmp_path, "--resume", "step-00000004")
     shown = ("step", "loss", "grad_norm", "loss_scale")
     assert [[line[key] for key in shown] for line in got] == [[line[key] for key in shown] for line in expected]
     # The loss is handed on in fp16, where a scale of 2 ** 16 is infinite: the first step is skipped, the scale halved.
     assert [line["loss_scale"] for line in expected] == [2.0**16] + 7 * [2.0**15]
     assert [line["grad_norm"] is None for line in expected] == [True] + 7 * [False]
     assert expected[-1]["loss"] < expected[0]["loss"]
-    state = open_checkpoint(halves / "run" / "checkpoints" / "step-00000004").data["state"]
+    state = open_checkpoint(tmp_path / "run" / "checkpoints" / "step-00000004").data["state"]
     assert (state["scaler"]["scale"], state["scaler"]["_growth_tracker"]) == (2.0**15, 3)

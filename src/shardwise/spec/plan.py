@@ -59,7 +59,8 @@ class ParallelPlan:
             while their unit computes (``spec.quantize``); ``"bf16"``: the same in 16 bit. Both also where parameters
             are replicated. State dicts and checkpoints hold what is read from them, in the dtype that the weights had.
         quantized_gather: ``"int8"``: parameters are sent as int8 blocks when they are gathered (ZeRO++'s qwZ). Every
-            rank computes with what is read from the blocks, its own part too; the optimizer updates the master.
+            rank computes with what is read from the blocks, its own part too; the optimizer updates the master. Frozen
+            parameters that all ranks hold anyway are not gathered, and stay as they are.
         quantized_reduce: ``"int8"``: gradients are sent as int8 blocks to the rank that adds them up, in fp32 (ZeRO++'s
             qgZ). The mean over N ranks is off by at most the sum of the blocks' largest values over 254 N.
         granularity: What a rank's cut never divides, for the optimizer's sake: ``"element"``, ``"row"``,
