@@ -11,8 +11,11 @@ from shardwise.fsdp.attach import runtime_of
 from shardwise.spec.errors import StateError
 from shardwise.testing import run_on_ranks
 from tests.ranks import (
+    test_activation_checkpointing,
     test_behaviour,
     test_disagreement,
+    test_hybrid,
+    test_layer_drop,
     test_pitfalls,
     test_recomputation,
     test_side_doors,
@@ -46,6 +49,9 @@ SCENARIOS = {
     "containers": (test_pitfalls.containers,),
     "used flags": (test_pitfalls.used_flags,),
     "side doors": (test_side_doors.hide, True),
+    "branching": (test_disagreement.branch,),
+    "layer drop": (test_layer_drop.drops,),
+    "activation checkpointing": (test_activation_checkpointing.every_way,),
 }
 NESTED_REENTRANT = pytest.mark.filterwarnings("ignore:None of the inputs have requires_grad=True")
 QUICK = ("orders", "frozen", "skips", "recomputation", "reentrant recomputation", "evaluations", "used flags")
@@ -70,6 +76,16 @@ def test_pairs_of_units_train_like_one_process():
 @pytest.mark.parametrize("name", list(SCENARIOS))
 def test_every_scenario_holds_for_merged_units(name, world, limit):
     run_on_ranks(run_merged, world, (name,), limit, None, timeout_s=150)
+
+
+@pytest.mark.long
+def test_merged_units_may_be_sharded_and_replicated():
+    run_on_ranks(shard_and_replicate, 4, timeout_s=150)
+
+
+def shard_and_replicate():
+    with planned(merge_units=PAIRS):
+        test_hybrid.sums()
 
 
 # -- what is merged

@@ -84,7 +84,11 @@ def find_chains(units: Sequence[Unit], path: str = "") -> list[Chain]:
         if place is not None and f"{place[0]}.".startswith(f"{path}." if path else ""):
             chains.setdefault(place, []).append(index)
     inner_first = sorted(chains, key=lambda place: -len(place[0]))
-    return [_chain(units, scope, chains[scope, name]) for scope, name in inner_first if len(chains[scope, name]) > 1]
+    return [_chain(units, place[0], chains[place]) for place in inner_first if _num_modules(units, chains[place]) > 1]
+
+
+def _num_modules(units: Sequence[Unit], indices: Sequence[int]) -> int:
+    return sum(len(units[index].members) for index in indices)
 
 
 def _list_of(root: nn.Module, name: str) -> tuple[str, str] | None:
