@@ -59,6 +59,36 @@ def test_generation_may_sample_and_search(name, how):
     run_on_ranks(generate, 2, name, ("zero3",), how, timeout_s=150)
 
 
+class Wrapped(torch.nn.Module):
+    """A model inside the user's own."""
+
+    def __init__(self):
+        super().__init__()
+        self.inner = FAMILIES["Llama"].build()
+        self.scale = torch.nn.Parameter(torch.ones(()))
+
+    def forward(self, **batch):
+        return self.scale * self.inner(**batch).loss
+
+
+def generate_inside(model, rank, step):
+    model.eval()
+    tokens = model.inner.generate(**inputs("Llama", rank, step), max_new_tokens=[4, 2][rank], do_sample=False)
+    model.train()
+    loss = model(input_ids=families.tokens(rank, step), labels=families.tokens(rank, step, 1))
+    loss.backward()
+    yield tokens, loss
+
+
+def wrapped():
+    warnings.simplefilter("ignore")
+    compare(Wrapped, generate_inside, "zero3", steps=2)
+
+
+def test_a_model_inside_another_generates_in_step_too():
+    run_on_ranks(wrapped, 2, timeout_s=150)
+
+
 def hows(name):
     """The ways in which a model can generate."""
     return (GREEDY, SAMPLED) if name == "Whisper" else (GREEDY, SAMPLED, BEAMS)

@@ -58,6 +58,9 @@ def drops():
     for strategy in PRESETS:
         for policy in ("auto", sw.wrap_by_class({Nested}), sw.wrap_by_class({Nested, Block})):
             compare(Drops, drop, strategy, auto_wrap_policy=policy)
+    compare(Drops, drop, "zero3", activation_checkpointing="full")
+    compare(Drops, drop, "zero3", merge_units=1 << 20)
+    compare(Drops, drop, "zero3", merge_units=False, activation_checkpointing="full")
 
 
 @pytest.mark.parametrize("world", [2, 3])

@@ -3,6 +3,9 @@
 A rank that has finished its sequences must go on calling the model, or its peers would wait for it at the next gather.
 transformers does so (``synced_gpus``) for a model that it takes for FSDP's. Some classes, Whisper's among them, have a
 ``generate`` of their own that does so only where it is asked to.
+
+Loops around it stay the user's: where ranks call it unequally often (or a class does, as Whisper for recordings of
+unequal length) that ends in ``RankDisagreement``.
 """
 
 from __future__ import annotations
@@ -18,14 +21,15 @@ from shardwise.fsdp.attach import Uncopyable
 
 
 def keep_in_step(model: nn.Module) -> None:
-    """Have ``model.generate``, where there is one, call the model equally often on every rank."""
-    generate = getattr(type(model), "generate", None)
-    if not callable(generate):
-        return
-    model.__dict__["_is_fsdp_managed_module"] = True
-    argument = inspect.signature(generate).parameters.get("synced_gpus")
-    if argument is not None and argument.default is False:
-        model.__dict__["generate"] = _Synced(model, generate)
+    """Have ``generate``, of the model or of one inside it, call its model equally often on every rank."""
+    for module in model.modules():
+        generate = getattr(type(module), "generate", None)
+        if not callable(generate):
+            continue
+        module.__dict__["_is_fsdp_managed_module"] = True
+        argument = inspect.signature(generate).parameters.get("synced_gpus")
+        if argument is not None and argument.default is False:
+            module.__dict__["generate"] = _Synced(module, generate)
 
 
 class _Synced(Uncopyable):
