@@ -287,6 +287,7 @@ def measure_totals(names):
 
 @pytest.mark.parametrize("world", [2, 3])
 def test_all_bytes_of_odd_tied_frozen_and_merged_models_equal_the_closed_form(world):
+    """litgpt#1417: frozen weights (LoRA) get gradient memory all the same. Here they have none in the closed form."""
     for rank, totals in enumerate(
         run_on_ranks(measure_totals, world, ("tied", "odd", "frozen", "tied merged", "odd merged"))
     ):
@@ -402,6 +403,7 @@ def find_allocations() -> dict[str, list[list[tuple[int, str]]]]:
 
 @pytest.mark.parametrize("world", [1, 3])
 def test_no_gather_or_gradient_buffer_is_allocated_from_the_third_step_on(world):
+    """pytorch#147168, torchtitan#735: more memory reserved than allocated, for buffers that come and go."""
     for found in run_on_ranks(find_allocations, world):
         for preset, (construction, first, _, third, fourth) in found.items():
             early = [num_bytes for num_bytes, _ in construction + first if num_bytes > SMALL_BYTES]

@@ -86,7 +86,7 @@ def compare_with_copies(mode):
 
 
 @pytest.mark.parametrize("mode", MODES)
-@pytest.mark.parametrize("world", [2, 3])
+@pytest.mark.parametrize("world", [pytest.param(2, marks=pytest.mark.long), 3])
 def test_every_mode_gives_what_it_says(world, mode):
     run_on_ranks(compare_with_copies, world, mode)
 

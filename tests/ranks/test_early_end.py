@@ -48,7 +48,7 @@ def launch(tmp_path, *args):
     return done.stdout + done.stderr
 
 
-@pytest.mark.parametrize("strategy", ["ddp", "zero3"])
+@pytest.mark.parametrize("strategy", [pytest.param("ddp", marks=pytest.mark.long), "zero3"])
 def test_d4_a_rank_that_ended_with_fewer_batches_is_named(tmp_path, strategy):
     text = launch(tmp_path, strategy, "end")
     assert "RankDisagreement 83: rank 1 has ended, while this rank waits in dp_shard/0/" in text

@@ -50,6 +50,7 @@ def identity():
 
 
 def test_classes_names_and_parameter_objects_stay():
+    """transformers#28510: sharded parameters show a shape of [0]."""
     first, second = run_on_ranks(identity, 2)
     whole = [p.numel() for p in Chain().parameters()]
     assert [a + b for a, b in zip(first, second, strict=True)] == whole
@@ -374,6 +375,7 @@ def streaming():
 
 
 def test_state_dicts_are_streamed_one_group_at_a_time():
+    """pytorch#80581, DeepSpeed#3938: a full state dict runs out of memory, or hangs."""
     (whole, one, saving, loading), (_, _, other_saving, other_loading) = run_on_ranks(streaming, 2)
     # The whole state dict and this rank's master are seen as well; what is left is the peak of the streaming.
     held = whole + whole // 2

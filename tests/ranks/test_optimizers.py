@@ -184,6 +184,7 @@ def norms():
 
 @pytest.mark.parametrize("world", [1, 2, 3])
 def test_the_norm_is_that_of_one_process_to_the_bit_for_every_layout(world):
+    """pytorch#170862: a norm of this rank's shards alone."""
     run_on_ranks(norms, world)
 
 

@@ -109,6 +109,7 @@ def odd_parameters():
 
 @WORLDS
 def test_odd_mixed_tied_and_large_parameters_are_right(world):
+    """pytorch#156784, pytorch#196996: parameters of several dtypes in one unit are refused."""
     run_on_ranks(odd_parameters, world)
 
 
@@ -139,6 +140,7 @@ def gradients_of_other_strides():
 
 
 def test_a_gradient_may_have_other_strides_than_its_parameter():
+    """pytorch#128066: gradients that are not contiguous corrupt a collective."""
     run_on_ranks(gradients_of_other_strides, 2)
 
 

@@ -482,6 +482,7 @@ def used_flags():
 
 @WORLDS
 def test_ranks_may_use_different_parameters_of_a_unit_and_unused_ones_keep_no_gradient(world):
+    """pytorch#158719, torchtitan#2747, DeepSpeed#7170, Megatron-LM#2218: ranks that use different parameters hang."""
     run_on_ranks(used_flags, world)
 
 

@@ -51,6 +51,7 @@ def in_any_mode():
 
 @WORLDS
 def test_repeated_backwards_add_and_sharded_accumulation_reduces_each(world):
+    """open-instruct#746: accumulation that is silently none."""
     run_on_ranks(in_any_mode, world)
 
 
@@ -85,6 +86,7 @@ def unsharded():
 
 @WORLDS
 def test_unsharded_accumulation_sends_nothing_before_the_last_microbatch(world):
+    """accelerate#2531: what accumulation holds and sends is a choice: these sums are full, those above sharded."""
     run_on_ranks(unsharded, world)
 
 
@@ -302,6 +304,7 @@ def merged(results):
 
 @pytest.mark.parametrize("kind", ["adamw", "sgd", "adagrad"])
 def test_checkpoints_go_from_any_world_and_preset_to_any_other_bit_for_bit(tmp_path, kind):
+    """DeepSpeed#2898, DeepSpeed#7628, torchtitan#811: resuming on another number of ranks, the optimizer included."""
     matrix = {1: ("zero3",), 2: PRESETS, 3: ("zero1", "zero3"), 4: ("zero3",)}
     if kind != "adamw":
         matrix = {2: ("ddp", "zero3"), 3: ("zero1",)}

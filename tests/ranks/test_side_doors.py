@@ -196,6 +196,7 @@ def call_outside():
 
 
 def test_a_submodule_called_outside_its_units_forward_is_refused_with_name_and_shape():
+    """pytorch#153354, trl#4550: methods other than forward compute with shards, or fail without a name."""
     ddp, zero1, zero3 = run_on_ranks(call_outside, 2)[0]
     start = "Linear 'blocks.2.extra' was called outside the forward of its unit 'blocks.2': its parameter "
     start += "'blocks.2.extra.weight' of logical shape [8, 8] "

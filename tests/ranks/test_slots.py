@@ -79,6 +79,7 @@ def frozen():
 
 @WORLDS
 def test_frozen_units_and_frozen_parts_of_units_have_data_but_no_gradients(world):
+    """pytorch#91167, pytorch#104690: parameters of a unit must be trained or frozen all together."""
     run_on_ranks(frozen, world)
 
 

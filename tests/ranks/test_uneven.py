@@ -93,7 +93,7 @@ def train_all(counts):
         train(Chain, strategy, counts, by_all=False)
 
 
-@pytest.mark.parametrize("counts", [(2, 4), (3, 0), (1, 4, 2), (0, 3, 0)])
+@pytest.mark.parametrize("counts", [(2, 4), (0, 3, 1), pytest.param((3, 0), marks=pytest.mark.long)])
 def test_it_is_bitwise_one_process_that_adds_only_the_batches_there_are(counts):
     run_on_ranks(train_all, len(counts), counts)
 
@@ -373,7 +373,7 @@ def generate(name, counts):
     assert torch.equal(model.generate(input_ids=tokens, **how), plain.generate(input_ids=tokens, **how))
 
 
-@pytest.mark.parametrize("name", ["GPT-2", "Llama"])
+@pytest.mark.parametrize("name", ["GPT-2", pytest.param("Llama", marks=pytest.mark.long)])
 def test_deepspeed_2223_generation_with_uneven_batches_and_lengths_does_not_hang(name):
     """microsoft/DeepSpeed#2223: generate() under ZeRO-3 hangs when ranks stop at different lengths."""
     run_on_ranks(generate, 2, name, (1, 3))
