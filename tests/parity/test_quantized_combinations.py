@@ -50,6 +50,7 @@ def train_combinations() -> dict[str, dict[str, list[object]]]:
                 "recomputed": train(sw.ParallelPlan(activation_checkpointing="full", **zero3)),
                 "units by themselves": train(sw.ParallelPlan(merge_units=False, **zero3)),
                 "one unit": train(sw.ParallelPlan(auto_wrap_policy="none", **zero3)),
+                "on the host": train(sw.ParallelPlan(offload_policy="cpu", **zero3)),
                 "kept after forward": train(sw.ParallelPlan(reshard_after_forward=False, **zero3)),
                 **{name: train(sw.ParallelPlan(**zero3, **more)) for name, more in inner.items()},
                 "updated in backward": train(sw.ParallelPlan(**zero3), updates_in_backward=True),
@@ -59,6 +60,7 @@ def train_combinations() -> dict[str, dict[str, list[object]]]:
                 "recomputed": train(sw.ParallelPlan(activation_checkpointing="full", **ddp)),
                 "units by themselves": train(sw.ParallelPlan(merge_units=False, **ddp)),
                 "one unit": train(sw.ParallelPlan(auto_wrap_policy="none", **ddp)),
+                "on the host": train(sw.ParallelPlan(offload_policy="cpu", **ddp)),
                 "updated in backward": train(sw.ParallelPlan(**ddp), updates_in_backward=True),
             },
         }

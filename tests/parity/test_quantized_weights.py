@@ -246,6 +246,42 @@ def test_where_there_is_nothing_to_quantize_the_wish_is_refused(form: str) -> No
     assert f"quantize_frozen='{form}', but the model has no frozen weight of a linear layer" in message
 
 
+class Large(nn.Module):
+    """A frozen weight of the size from which gradients are collected as they come."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(4)
+        self.frozen = nn.Linear(512, 512, bias=False).requires_grad_(requires_grad=False)
+        self.trained = nn.Linear(512, 1)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.trained(self.frozen(x)).sum()
+
+
+def train_large() -> list[tuple[str, str, float]]:
+    found = []
+    for preset in ("ddp", "zero3"):
+        for form in ("none", "int8"):
+            model = sw.parallelize(Large(), sw.ParallelPlan(strategy=preset, quantize_frozen=form))
+            model(torch.ones(2, 512)).backward()
+            found.append((preset, form, sw.clip_grad_norm(model, 1.0).item()))
+    return found
+
+
+def test_large_frozen_weights_train_like_small_ones() -> None:
+    expected = {}
+    for form in ("none", "int8"):
+        plain = Large()
+        plain.frozen.weight.data = through(plain.frozen.weight, form) if form != "none" else plain.frozen.weight
+        plain(torch.ones(2, 512)).backward()
+        squares = [p.grad.double().square().sum() for p in plain.parameters() if p.grad is not None]
+        expected[form] = torch.stack(squares).sum().sqrt().float().item()
+    for results in run_on_ranks(train_large, 2):
+        for preset, form, norm in results:
+            assert norm == expected[form], (preset, form)
+
+
 # -- state dicts, checkpoints, whole parameters
 
 

@@ -142,7 +142,7 @@ class Runtime:
                 if group.layout.params:
                     self.gradients.announce(group.gradient.pool_key, group.reduce_layout.numel)
                 for index, full in enumerate(group.fulls):
-                    if full.numel() >= EAGER_NUMEL:
+                    if full.requires_grad and full.numel() >= EAGER_NUMEL:  # torch refuses a hook on others
                         hook = _eager_hook(me, weakref.ref(group), index)
                         self._hooks.append(full.register_post_accumulate_grad_hook(hook))
             unit.is_resident = not self.row.shards_parameters and all(group.slot is None for group in unit.groups)
