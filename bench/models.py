@@ -8,13 +8,14 @@ Takes about a quarter of an hour on two cores. With ``--only`` the table is prin
 from __future__ import annotations
 
 import argparse
+import os
 import sys
 from collections.abc import Iterator
 from pathlib import Path
 
 from shardwise.testing import RankFailure, run_on_ranks
 from tests.parity import matrix
-from tests.parity.families import FAMILIES, Family
+from tests.parity.families import FAMILIES, PRELOAD_ALL, Family
 from tests.ranks import test_generation
 
 TARGET = Path("docs/models.md")
@@ -107,6 +108,7 @@ def generation() -> Iterator[str]:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--only", action="append", choices=list(FAMILIES), help="this model only; may be repeated")
+    os.environ["SHARDWISE_TESTING_MODULES"] = " ".join(PRELOAD_ALL.args)
     only = parser.parse_args().only
     table = "\n".join(rows(only or list(FAMILIES)))
     if only:

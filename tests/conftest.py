@@ -20,6 +20,9 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
     for item in items:
         if item.path.is_relative_to(config.rootpath / "tests" / "gpu"):
             item.add_marker(pytest.mark.gpu)
+    # Read when the first ranks are started: what many ranks would import is imported once.
+    wanted = [name for item in items for marker in item.iter_markers("preload") for name in marker.args]
+    os.environ["SHARDWISE_TESTING_MODULES"] = " ".join(dict.fromkeys(wanted))
     gpu_items = [item for item in items if item.get_closest_marker("gpu")]
     if not gpu_items:
         return

@@ -17,9 +17,14 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any
 
+import pytest
 import torch
 import torch.nn.functional as F
 from torch import Tensor, distributed, nn
+
+#: Marks tests whose ranks build these models.
+PRELOAD = pytest.mark.preload("transformers.models.t5.modeling_t5", "transformers.generation")
+PRELOAD_ALL = pytest.mark.preload(*PRELOAD.args, "einops", "torch.testing._internal.common_fsdp")
 
 VOCAB = 41  # divided by no number of ranks that is tested
 SEQ = 7

@@ -10,8 +10,10 @@ import warnings
 import pytest
 
 from shardwise.testing import run_on_ranks
-from tests.parity.families import FAMILIES
+from tests.parity.families import FAMILIES, PRELOAD_ALL
 from tests.ranks.oracle import PRESETS, compare
+
+pytestmark = PRELOAD_ALL
 
 
 def train(name, strategies):

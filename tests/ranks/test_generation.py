@@ -12,6 +12,8 @@ from tests.parity import families
 from tests.parity.families import FAMILIES
 from tests.ranks.oracle import compare
 
+pytestmark = families.PRELOAD
+
 GENERATORS = ("GPT-2", "Llama", "T5", "BART", "Whisper")
 
 

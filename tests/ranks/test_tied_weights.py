@@ -12,8 +12,10 @@ import shardwise as sw
 from shardwise.fsdp import attach
 from shardwise.spec.errors import StateError
 from shardwise.testing import run_on_ranks
-from tests.parity.families import FAMILIES, LLAMA, T5, VOCAB, build_transformers
+from tests.parity.families import FAMILIES, LLAMA, PRELOAD, T5, VOCAB, build_transformers
 from tests.ranks.oracle import PRESETS, compare, shards_of
+
+pytestmark = PRELOAD
 
 TIED = "model.embed_tokens.weight"
 

@@ -1,7 +1,8 @@
 """Imported once by the fork server of :mod:`shardwise.testing.ranks`, so that a rank starts with everything loaded.
 
-Only imports: a fork must not inherit threads, open groups or a used autograd engine. A module that fails to import is
-left out here; the test that needs it then fails in its own process, where the traceback is seen.
+Names of further modules may stand in ``SHARDWISE_TESTING_MODULES``, separated by spaces. Only imports: a fork must not
+inherit threads, open groups or a used autograd engine. A module that fails to import is left out here; the test that
+needs it then fails in its own process, where the traceback is seen.
 """
 
 from __future__ import annotations
@@ -34,7 +35,7 @@ def _modules() -> list[str]:
 
 
 def _preload() -> None:
-    for name in _THIRD_PARTY:
+    for name in (*_THIRD_PARTY, *os.environ.get("SHARDWISE_TESTING_MODULES", "").split()):
         with contextlib.suppress(Exception):
             importlib.import_module(name)
     with contextlib.suppress(Exception):
