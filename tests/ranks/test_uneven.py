@@ -14,8 +14,16 @@ from shardwise.fsdp.attach import runtime_of
 from shardwise.spec.errors import CommError, RankDisagreement, StateError
 from shardwise.testing import run_on_ranks
 from tests.parity import families, models
-from tests.ranks.oracle import Chain, _compare_parameters, _spread, adamw, plain_loss, presets, sample
+from tests.ranks.oracle import Chain, _compare_parameters, adamw, plain_loss, presets, sample
 from tests.ranks.test_disagreement import Skips
+
+
+@torch.no_grad()
+def spread(copies):
+    """The first copy's parameters to all."""
+    for each in copies[1:]:
+        for target, source in zip(each.parameters(), copies[0].parameters(), strict=True):
+            target.copy_(source)
 
 
 def one_process(copies, loss_of, optimizer, parts, divisor, *, max_norm=None):
@@ -41,7 +49,7 @@ def one_process(copies, loss_of, optimizer, parts, divisor, *, max_norm=None):
                 parameter.grad.mul_(coefficient)
     optimizer.step()
     optimizer.zero_grad()
-    _spread(copies)
+    spread(copies)
     return losses, norm
 
 
@@ -197,7 +205,7 @@ def accumulates(strategy, accumulation):
             parameter.grad = sum((each[name] / len(counts) for each in sums[1:]), sums[0][name] / len(counts))
         reference.step()
         reference.zero_grad()
-        _spread(copies)
+        spread(copies)
     _compare_parameters(copies[0], runtime_of(model, "test"), f"{strategy}, {accumulation}")
 
 
