@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pytest
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 
 import shardwise as sw
@@ -146,3 +147,112 @@ def _raise(_grad: Tensor) -> None:
 
 def test_an_interrupted_backward_can_be_repeated():
     run_on_ranks(fail_and_go_on, 2)
+
+
+#: Other fields of the plan, on two ranks and on four.
+BESIDE = {
+    2: (
+        {"quantized_gather": "int8", "quantized_reduce": "int8", "mp_policy": sw.PrecisionPolicy()},
+        {"quantized_gather": "int8"},
+        {"quantize_frozen": "int8"},
+        {"granularity": "tensor"},
+        {"granularity": "row", "merge_units": 1 << 16},
+        {"strategy": "shard_grad_op", "activation_checkpointing": "full", "compile": False},
+    ),
+    4: (
+        {"strategy": "hsdp", "dp_replicate": 2},
+        {"strategy": "hsdp", "dp_replicate": 2, "accumulation": "defer_replicate", "mp_policy": sw.PrecisionPolicy()},
+        {"strategy": "zero2", "dp_replicate": 2, "accumulation": "defer_replicate"},
+        {"strategy": "ddp", "dp_replicate": 2},
+        {"strategy": "zero1", "dp_replicate": 2},
+        {"reshard_after_forward": 2, "mp_policy": sw.PrecisionPolicy()},
+    ),
+}
+
+
+HOST = ("cpu", sw.OffloadPolicy(ratio=0.5), sw.OffloadPolicy(parameters=False))
+
+
+def model_for(options: dict) -> nn.Module:
+    return models.build("frozen" if "quantize_frozen" in options else "tied")
+
+
+def train_beside(options: dict, policy: str | sw.OffloadPolicy) -> tuple[list, list[Tensor], dict[str, int]]:
+    """Losses, norms and messages; the weights; the bytes that are predicted."""
+    model = sw.parallelize(model_for(options), sw.ParallelPlan(**options, offload_policy=policy))
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
+    average = sw.ExponentialMovingAverage(model, decay=0.5)
+    found: list = []
+    for step in range(3):
+        for microbatch in range(2):
+            with sw.gradient_sync(model, microbatch == 1), sw.record_collectives(model) as events:
+                loss = model(*models.batch(step, microbatch, dist.get_rank()))
+                loss.backward()
+            found += [loss.item(), [(event.kind, event.axis, event.unit, event.sent_bytes) for event in events]]
+        found.append(sw.clip_grad_norm(model, 0.3).item())
+        optimizer.step()
+        optimizer.zero_grad()
+        average.update()
+        with average.swapped_in(), torch.no_grad():
+            found.append(model(*models.batch(step, 3, dist.get_rank())).item())
+    predicted = sw.summary(model).footprint.as_dict()
+    return found, list(sw.full_state_dict(model).values()), predicted
+
+
+def combine() -> list[list[dict[str, int]]]:
+    """The predictions, by options and policy."""
+    predictions = []
+    for options in BESIDE[dist.get_world_size()]:
+        expected, state, _ = train_beside(options, "none")
+        results = [train_beside(options, policy) for policy in HOST]
+        for policy, (found, other, _) in zip(HOST, results, strict=True):
+            assert found == expected, (options, policy)
+            assert all(torch.equal(a, b) for a, b in zip(state, other, strict=True)), (options, policy)
+        predictions.append([predicted for _, _, predicted in results])
+    return predictions
+
+
+@pytest.mark.parametrize("world", [2, 4])
+def test_beside_other_fields_of_the_plan_numbers_and_messages_stay_and_bytes_are_predicted(world):
+    """The bytes are compared with the engine's own buffers, in a dry run."""
+    last = run_on_ranks(combine, world, timeout_s=200)[-1]
+    for options, predictions in zip(BESIDE[world], last, strict=True):
+        if options.get("accumulation") == "defer_replicate":
+            continue  # sums wait where a step without accumulation has none
+        for policy, predicted in zip(HOST, predictions, strict=True):
+            dry = sw.dry_run(
+                lambda options=options: model_for(options),
+                sw.ParallelPlan(**options, offload_policy=policy),
+                world_size=world,
+                rank=world - 1,
+                batch=models.batch(0, 0, 0),
+                backend="gloo",
+            )
+            held = {name: size for name, size in dry.bytes_by_category.items() if name != "activations"}
+            assert held == predicted, (options, policy)
+            assert predicted["host"] > 0
+
+
+def build_deferred() -> list[list[Tensor]]:
+    """A model that never was whole on any device."""
+    found = []
+    for policy in ("none", "cpu"):
+        model = sw.parallelize(sw.deferred_init(lambda: models.build("gpt")), sw.ParallelPlan(offload_policy=policy))
+        found.append(list(sw.full_state_dict(model).values()))
+    return found
+
+
+def test_a_deferred_model_goes_to_the_host_unit_by_unit():
+    plain, offloaded = run_on_ranks(build_deferred, 2)[0]
+    assert len(plain) == len(offloaded) > 0
+    assert all(torch.equal(a, b) for a, b in zip(plain, offloaded, strict=True))
+
+
+def refuse_both():
+    model = sw.parallelize(Chain(), sw.ParallelPlan(offload_policy="cpu"))
+    with pytest.raises(sw.StateError, match="offload_policy keeps them on"):
+        sw.optimizer_in_backward(model, torch.optim.AdamW(model.parameters()))
+
+
+def test_updates_inside_backward_are_refused():
+    run_on_ranks(refuse_both, 1)

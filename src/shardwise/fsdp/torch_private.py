@@ -40,6 +40,18 @@ def storage_identity(tensor: Tensor) -> int:
     return tensor.untyped_storage()._cdata
 
 
+def backward_under_modes(loss: Tensor) -> None:
+    """``loss.backward()`` with torch function modes on.
+
+    A mode is off while it handles a call, and ``Tensor.backward`` and ``torch.autograd.backward`` are calls that it is
+    asked about. What is recomputed inside of them would then take other kernels than the forward has.
+    """
+    keeps_graph = makes_graph = False
+    torch.autograd.Variable._execution_engine.run_backward(
+        (loss,), (torch.ones_like(loss),), keeps_graph, makes_graph, (), allow_unreachable=True, accumulate_grad=True
+    )
+
+
 def has_saved_tensor_hooks() -> bool:
     """Whether hooks on saved tensors (``checkpoint``'s, ``save_on_cpu``'s) are in force. Only one pair is at a time."""
     return torch._C._autograd._top_saved_tensors_default_hooks(True) is not None  # noqa: FBT003 - takes no keyword

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from shardwise.comm.axes import DATA_PARALLEL, Comms, lay_out
 from shardwise.comm.base import CollectiveEvent
 from shardwise.comm.record import RecordComm
-from shardwise.fsdp import attach, batch_norm
+from shardwise.fsdp import attach, batch_norm, torch_private
 from shardwise.fsdp.api import record_collectives
 from shardwise.fsdp.flat import group_of
 from shardwise.fsdp.runtime import Runtime
@@ -142,7 +142,7 @@ def dry_run(
     stepper = make_optimizer(model.parameters())
 
     def forward_and_backward() -> None:
-        forward_loss(model, inputs, loss_fn).backward()
+        torch_private.backward_under_modes(forward_loss(model, inputs, loss_fn))
 
     with FusedAttention(is_cuda=is_cuda), _named_errors(model):
         forward_and_backward()  # records the order of units and makes the buffers; the next step is as every later one

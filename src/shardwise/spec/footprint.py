@@ -518,9 +518,9 @@ class _Reductions:
             bisect.insort(self._receive_buffers(reduction), reduction.received)
         reduction.phase += 1
         is_done = replicas is None or reduction.phase > 2
-        # What goes on over the groups lies where .grad will be, but for a cast: then it stays in the pooled buffer. It
-        # does so as well where .grad itself will lie there.
-        is_apart = group.reduces_cast or group.updates_in_backward
+        # What goes on over the groups lies where .grad will be, but for a cast or an offload: then it stays in the
+        # pooled buffer. It does so as well where .grad itself will lie there.
+        is_apart = group.reduces_cast or group.updates_in_backward or group.is_offloaded
         stays = replicas is not None and is_apart and not replicas.is_deferred
         if group.pools_gradients and (is_done if stays else reduction.phase == 1):
             self._free[self._pool_key(group)] += 1
