@@ -55,7 +55,7 @@ def on_ranks(world: int) -> list[dict]:
     return run_on_ranks(every_real_step, world, timeout_s=150)
 
 
-@pytest.mark.parametrize("world", [2, pytest.param(3, marks=pytest.mark.long), 4])
+@pytest.mark.parametrize("world", [2, *(pytest.param(world, marks=pytest.mark.long) for world in (3, 4))])
 def test_events_and_bytes_are_those_of_a_real_run(world):
     for rank, results in enumerate(on_ranks(world)):
         for (name, preset, policy), (events, held) in results.items():

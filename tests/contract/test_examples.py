@@ -58,6 +58,7 @@ def test_memory_of_the_cnn_falls_in_the_classic_order(tmp_path):
     assert len(set(losses(text))) == 1  # all three compute the same
 
 
+@pytest.mark.long
 def test_fsdp2_and_shardwise_side_by_side(tmp_path):
     assert "equal to 1e-5: True" in run("from_fsdp2.py", cwd=tmp_path)
 

@@ -153,7 +153,7 @@ def test_options_that_would_be_ignored_are_errors(tmp_path: Path) -> None:
     assert "sgd has no betas" in mistakes(tmp_path, GOOD, "optimizer.name=sgd", "optimizer.betas=[0.9, 0.9]")
     assert "has no decay_steps" in mistakes(tmp_path, GOOD, "schedule.decay_steps=3")
     assert "has no end rate" in mistakes(tmp_path, GOOD, "schedule.name=constant", "schedule.min_lr_ratio=0.2")
-    assert "offload_policy: unknown key" in mistakes(tmp_path, GOOD, "parallel.offload_policy=cpu")
+    assert "offload: unknown key" in mistakes(tmp_path, GOOD, "parallel.offload=cpu")
     assert "exclude each other" in mistakes(tmp_path, GOOD, "model.preset=gpt-tiny", "model.hf=x")
 
 

@@ -71,10 +71,10 @@ def test_an_alias_bomb_is_refused_at_once() -> None:
     bomb = "a: &a [x, x, x, x, x, x, x, x, x, x]\n"
     for left, right in zip("abcdefg", "bcdefgh", strict=True):
         bomb += f"{right}: &{right} [{', '.join([f'*{left}'] * 10)}]\n"
-    started = time.perf_counter()
+    started = time.process_time()  # of this process: a busy machine is no failure
     with pytest.raises(Problem, match=r"more than 20,000 values"):
         parse_yaml(bomb, "f")
-    assert time.perf_counter() - started < 1.0
+    assert time.process_time() - started < 1.0
 
 
 def test_toml_gives_the_same_tree_with_lines() -> None:
