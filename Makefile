@@ -23,6 +23,9 @@ $(STAMP): pyproject.toml constraints.txt
 	@echo "installing into .venv"
 	@$(BIN)/python -m pip install -qq --disable-pip-version-check -c constraints.txt -e '.[dev]'
 	@$(BIN)/python -m pip install -qq --disable-pip-version-check -c constraints.txt --no-deps vit-pytorch
+	@# Apart from the rest: transformers imports torchao, slowly, wherever it finds it. Only tests/blockwise.py looks there.
+	@$(BIN)/python -m pip install -qq --disable-pip-version-check -c constraints.txt --no-deps --upgrade \
+	    --target .venv/torchao torchao
 	@touch $@
 
 venv: $(STAMP) ## make or refresh .venv

@@ -15,6 +15,7 @@ from shardwise.fsdp import debug
 from shardwise.fsdp.attach import runtime_of
 from shardwise.fsdp.clip import grad_norm
 from shardwise.fsdp.flat import states_by_name
+from shardwise.fsdp.optimizer_state import optimizer_extents
 from shardwise.fsdp.state import HeldValues, owned_extents
 from tests.parity import models
 
@@ -222,8 +223,9 @@ def train_ranks(
                 numbers.norms.append(sw.clip_grad_norm(model, variant.max_norm).item())
             optimizer.step()
             optimizer.zero_grad()
+        extents = owned_extents(model) + optimizer_extents(model, [optimizer])
         # clone: results travel with their storage, and this one is the whole flat buffer
-        numbers.pieces = [(e.name, e.start, tensor.clone()) for e, tensor in owned_extents(model, optimizer)]
+        numbers.pieces = [(e.name, e.start, tensor.clone()) for e, tensor in extents]
         numbers.replica = runtime_of(model, "test").comms.replica
         numbers.held = [(e.name, e.start, tensor.clone()) for e, tensor in HeldValues(model).extents]
         states = states_by_name(optimizer)

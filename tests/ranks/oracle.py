@@ -24,12 +24,13 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 import shardwise as sw
-from shardwise.fsdp import attach, debug
+from shardwise.fsdp import attach, debug, torch_private
 from shardwise.fsdp.flat import states_by_name
 from shardwise.fsdp.group import Group
+from shardwise.fsdp.optimizer import needed_by
 from shardwise.fsdp.runtime import Runtime
 from shardwise.fsdp.view import memory_order
-from shardwise.spec.granularity import TENSOR
+from shardwise.spec.granularity import row_numel
 
 PRESETS = ("ddp", "zero1", "zero2", "shard_grad_op", "zero3")
 SHARDED = ("shard_grad_op", "zero3")
@@ -355,13 +356,34 @@ def _compare_optimizers(
         for key, value in expected.items():
             if not isinstance(value, Tensor) or value.dim() == 0:
                 assert value == got[key], f"{where}: {key} of {name}"
-            elif (
-                value.shape != parameters[name].shape
-            ):  # one per row, column or block of a parameter that lies whole here
-                assert group.layout.granularity == TENSOR or not group.row.shards_optimizer
-                assert torch.equal(got[key], value), f"{where}: {key} of {name}"
+            elif value.shape != parameters[name].shape or torch_private.wrapped_tensors(value):
+                for part, here in _parts(value, got[key]):
+                    expected_here = _share(part, here, group, index, reference)
+                    assert torch.equal(here.flatten(), expected_here), f"{where}: {key} of {name}"
             else:
                 assert torch.equal(memory_order(got[key]), held_part(group, index, value)), f"{where}: {key} of {name}"
+
+
+def _parts(value: Tensor, got: Tensor) -> Iterator[tuple[Tensor, Tensor]]:
+    """The plain tensors of two states, side by side."""
+    wrapped, theirs = torch_private.wrapped_tensors(value), torch_private.wrapped_tensors(got)
+    assert (wrapped is None) == (theirs is None)
+    if wrapped is None or theirs is None:
+        return iter([(value, got)])
+    return iter([(tensor, theirs[name]) for name, tensor in wrapped.items()])
+
+
+def _share(whole: Tensor, here: Tensor, group: Group, index: int, reference: torch.optim.Optimizer) -> Tensor:
+    """What a rank must hold of a state with one value per element, per row or block, or of another shape."""
+    spec, piece = group.layout.params[index], group.held[index]
+    if whole.shape == spec.shape:
+        return held_part(group, index, whole)
+    if here.numel() == whole.numel():
+        return whole.flatten()
+    needed = needed_by(reference)
+    assert needed is not None
+    part = needed.numel if needed.kind == "block" else row_numel(spec.shape)
+    return whole.flatten()[piece.start // part : -(-piece.stop // part)]
 
 
 # -- models and data

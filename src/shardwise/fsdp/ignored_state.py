@@ -6,7 +6,7 @@ the same rank of as many ranks.
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -26,7 +26,7 @@ class SavedIgnored:
 
     Args:
         ignored: The parameters.
-        optimizer: Whose state of them is saved too.
+        optimizers: Whose state of them is saved too.
         comm: Over all ranks.
 
     Attributes:
@@ -37,12 +37,12 @@ class SavedIgnored:
         Where there are ignored parameters, an all-gather of a hash of each, and one of the optimizer's scalars.
     """
 
-    def __init__(self, ignored: Ignored, optimizer: torch.optim.Optimizer | None, comm: Comm) -> None:
+    def __init__(self, ignored: Ignored, optimizers: Sequence[torch.optim.Optimizer], comm: Comm) -> None:
         self.extents: list[tuple[Extent, Tensor]] = []
         self.scalars: dict[str, dict[str, Any]] = {}
         if not ignored.parameters:
             return
-        states = optimizer.state if optimizer is not None else {}
+        states = {parameter: state for each in optimizers for parameter, state in each.state.items()}
         held = {name: _Held(parameter, states.get(parameter, {})) for name, parameter in ignored.parameters.items()}
         everyone = all_gather_json(comm, {name: each.digest for name, each in held.items()})
         mine: dict[str, dict[str, Any]] = {}
@@ -64,9 +64,9 @@ class LoadedIgnored:
 
     Args:
         ignored: The parameters.
-        optimizer: Whose state of them is loaded too.
+        optimizers: Whose state of them is loaded too.
         comm: Over all ranks.
-        stored: Every tensor of the checkpoint, with its dtype.
+        stored: Every tensor of the checkpoint, by name.
 
     Attributes:
         extents: Targets to load into.
@@ -77,37 +77,40 @@ class LoadedIgnored:
     """
 
     def __init__(
-        self, ignored: Ignored, optimizer: torch.optim.Optimizer | None, comm: Comm, stored: Mapping[str, str]
+        self,
+        ignored: Ignored,
+        optimizers: Sequence[torch.optim.Optimizer],
+        comm: Comm,
+        stored: Mapping[str, Extent],
     ) -> None:
         self.extents: list[tuple[Extent, Tensor]] = []
-        self._optimizer = optimizer
         self._fresh: dict[nn.Parameter, dict[str, Any]] = {}
         self._stored: dict[nn.Parameter, str] = {}
-        given = {id(p) for settings in optimizer.param_groups for p in settings["params"]} if optimizer else set()
+        self._optimizer_of = {
+            parameter: each for each in optimizers for settings in each.param_groups for parameter in settings["params"]
+        }
         for name, parameter in ignored.parameters.items():
             if not parameter.is_contiguous():
                 raise StateError(f"ignored parameter {name!r} is not contiguous and cannot be loaded in place.")
             found = self._stored[parameter] = _find(name, comm, stored)
             self.extents.append(_whole(found, parameter))
-            if id(parameter) not in given:
+            if parameter not in self._optimizer_of:
                 continue
             state = self._fresh[parameter] = {}
-            for full_name, dtype in stored.items():
+            for full_name, extent in stored.items():
                 owner, _, key = full_name.removeprefix("optimizer/").rpartition("/")
                 if full_name.startswith("optimizer/") and owner == found:
-                    state[key] = torch.zeros_like(parameter, dtype=torch_dtype(dtype), requires_grad=False)
+                    state[key] = torch.zeros(extent.shape, dtype=torch_dtype(extent.dtype), device=parameter.device)
                     self.extents.append(_whole(full_name, state[key]))
 
     def install(self, scalars: Mapping[str, Mapping[str, Any]]) -> None:
-        """Replace the optimizer's state by the fresh one and ``scalars``."""
-        if self._optimizer is None:
-            return
+        """Replace the optimizers' state by the fresh one and ``scalars``."""
         for parameter, state in self._fresh.items():
             state |= {key: as_scalar(value) for key, value in scalars.get(self._stored[parameter], {}).items()}
             if state:
-                self._optimizer.state[parameter] = state
+                self._optimizer_of[parameter].state[parameter] = state
             else:
-                self._optimizer.state.pop(parameter, None)
+                self._optimizer_of[parameter].state.pop(parameter, None)
 
 
 def own_name(name: str, rank: int) -> str:

@@ -16,7 +16,7 @@ from torch.optim.optimizer import register_optimizer_step_post_hook, register_op
 from shardwise.fsdp import attach, flat
 from shardwise.fsdp.flat import FlatParameter, group_of
 from shardwise.spec.errors import StateError
-from shardwise.spec.granularity import ELEMENT, TENSOR, Granularity, resolve_granularity
+from shardwise.spec.granularity import ELEMENT, TENSOR, Granularity, block, resolve_granularity
 
 if TYPE_CHECKING:
     from shardwise.fsdp.group import Group
@@ -39,6 +39,9 @@ _NEEDS: dict[type | str, Granularity] = {
     torch.optim.Adafactor: TENSOR,  # the step's size follows from norms of the whole parameter and of its update
     "transformers.optimization.Adafactor": TENSOR,
 }
+
+#: Optimizers with one scale for each ``block_size`` elements of their state.
+_BLOCKWISE = frozenset({"torchao.optim.adam.Adam8bit", "torchao.optim.adam.AdamW8bit"})
 
 _seen: weakref.WeakSet[torch.optim.Optimizer] = weakref.WeakSet()
 _installed = False
@@ -71,9 +74,13 @@ def declare_elementwise(cls: type[torch.optim.Optimizer]) -> type[torch.optim.Op
     return declare_granularity(cls, ELEMENT)
 
 
-def _needed(cls: type) -> Granularity | None:
-    """What optimizers of class ``cls`` must have whole; ``None`` where nobody has said."""
-    return _NEEDS.get(cls) or _NEEDS.get(f"{cls.__module__}.{cls.__qualname__}")
+def needed_by(optimizer: torch.optim.Optimizer) -> Granularity | None:
+    """What an optimizer must have whole; ``None`` where nobody has said."""
+    cls = type(optimizer)
+    name = f"{cls.__module__}.{cls.__qualname__}"
+    if name in _BLOCKWISE:
+        return block(optimizer.__dict__["block_size"])
+    return _NEEDS.get(cls) or _NEEDS.get(name)
 
 
 def install_checks() -> None:
@@ -159,7 +166,7 @@ def runtimes_of(optimizer: torch.optim.Optimizer) -> list[Runtime]:
 
 
 def _check(optimizer: torch.optim.Optimizer) -> None:
-    needed = _needed(type(optimizer))
+    needed = needed_by(optimizer)
     if needed == ELEMENT:
         return
     for group in optimizer.param_groups:

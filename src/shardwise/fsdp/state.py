@@ -11,11 +11,9 @@ import torch
 from torch import Tensor, nn
 
 from shardwise.comm.control import agree, all_gather_json
-from shardwise.comm.dtype import dtype_name, torch_dtype
+from shardwise.comm.dtype import dtype_name
 from shardwise.fsdp import attach, torch_private
-from shardwise.fsdp.flat import FlatParameter, split, states_by_name
 from shardwise.fsdp.group import Group
-from shardwise.fsdp.ignored_state import as_scalar
 from shardwise.fsdp.runtime import Runtime
 from shardwise.fsdp.view import contiguous_stride, is_dense, memory_order
 from shardwise.spec.errors import StateError
@@ -265,24 +263,13 @@ def _load_extra_state(model: nn.Module, state: Mapping[str, Any]) -> None:
 
 # -- ranges, for checkpoints
 
-#: What torch's optimizers keep once per parameter, as a tensor without dimensions. Of a parameter that has none either,
-#: nothing else tells it from the state of its one element.
-_PER_PARAMETER = frozenset({"step", "mu_product", "eta", "mu"})
 
-
-def _is_elementwise(key: str, value: object, held: Tensor) -> bool:
-    """Whether optimizer state has one value for each element of the parameter that is held as ``held``."""
-    return isinstance(value, Tensor) and value.shape == held.shape and (value.dim() > 0 or key not in _PER_PARAMETER)
-
-
-def owned_extents(model: nn.Module, optimizer: torch.optim.Optimizer | None = None) -> list[tuple[Extent, Tensor]]:
+def owned_extents(model: nn.Module) -> list[tuple[Extent, Tensor]]:
     """What this rank writes to a checkpoint: ranges that cover every element exactly once over the ranks.
 
     Of the groups along ``dp_replicate``, which hold the same, the first writes.
 
-    Parameters by name, buffers as ``buffer/<name>`` (rank 0's), optimizer state as
-    ``optimizer/<parameter name>/<key>``; per-parameter scalars of the optimizer (``step``) are rank 0's, or the only
-    holder's, and travel in :func:`optimizer_scalars`.
+    Parameters by name, buffers as ``buffer/<name>`` (rank 0's). (``fsdp.optimizer_state`` has those of optimizers.)
 
     Every tensor is a flat view of live memory: copy before changing the model. Quantized weights are what is read from
     them, in fresh memory.
@@ -292,7 +279,6 @@ def owned_extents(model: nn.Module, optimizer: torch.optim.Optimizer | None = No
         return []
     rank = runtime.comms.gather.rank
     found: list[tuple[Extent, Tensor]] = []
-    states = states_by_name(optimizer) if optimizer is not None else {}
     for group in runtime.groups:
         owned, views = group.layout.owned_by_param(rank), group.value_views(group.values())
         for index, piece in enumerate(owned):
@@ -300,10 +286,6 @@ def owned_extents(model: nn.Module, optimizer: torch.optim.Optimizer | None = No
             if piece.numel == 0 and not (spec.numel == 0 and rank == 0):
                 continue
             found.append(extent_of(group, index, spec.name, piece, views[index]))
-            for key, value in states.get(group.shards[index], {}).items():
-                if _is_elementwise(key, value, group.views[index]):
-                    name = f"optimizer/{spec.name}/{key}"
-                    found.append(extent_of(group, index, name, piece, value))
     if rank == 0:
         for name, buffer in _buffers(model).items():
             flat = buffer.detach().contiguous().view(-1)
@@ -352,118 +334,3 @@ class HeldValues:
         """Everything has been loaded."""
         for group, flat in self._flats:
             group.set_values(flat)
-
-
-class OptimizerState:
-    """Fresh optimizer state as a checkpoint names it: filled first, installed when everything has been read.
-
-    Args:
-        model: A parallelized model.
-        optimizer: Built on its parameters.
-        stored: ``optimizer/<parameter name>/<key>`` of every stored tensor, with its dtype.
-
-    Attributes:
-        extents: This rank's ranges of the stored tensors, as targets to load into.
-    """
-
-    def __init__(self, model: nn.Module, optimizer: torch.optim.Optimizer, stored: Mapping[str, str]) -> None:
-        runtime = attach.runtime_of(model, "sw.load")
-        self.extents: list[tuple[Extent, Tensor]] = []
-        self._optimizer = optimizer
-        self._names: dict[nn.Parameter, str] = {}
-        self._fresh: dict[str, dict[str, Any]] = {}
-        keys: dict[str, dict[str, str]] = {}
-        for full_name, dtype in stored.items():
-            name, _, key = full_name.removeprefix("optimizer/").rpartition("/")
-            keys.setdefault(name, {})[key] = dtype
-        given = [parameter for settings in optimizer.param_groups for parameter in settings["params"]]
-        self._flats = {parameter: {} for parameter in given if isinstance(parameter, FlatParameter)}
-        mine = {id(parameter) for parameter in given} | {id(shard) for flat in self._flats for shard in flat.shards}
-        for group in runtime.groups:
-            for index, piece in enumerate(group.held):
-                spec, shard = group.layout.params[index], group.shards[index]
-                if id(shard) in mine and not piece.numel == 0 < spec.numel:
-                    self._names[shard] = spec.name
-                    self._fresh[spec.name] = {}
-        for flat in self._flats:
-            self._allocate_flat(flat, keys)
-        for group in runtime.groups:
-            for index, shard in enumerate(group.shards):
-                if shard in self._names:
-                    self._allocate(group, index, keys.get(self._names[shard], {}))
-
-    def _allocate_flat(self, flat: FlatParameter, keys: Mapping[str, Mapping[str, str]]) -> None:
-        """Let the parameters of a flat one share its tensors, where the same was stored of all of them."""
-        names = [self._names[shard] for shard in flat.shards]
-        stored = [keys.get(name, {}) for name in names]
-        if any(other != stored[0] for other in stored):
-            return
-        for key, dtype in stored[0].items():
-            whole = self._flats[flat][key] = torch.zeros_like(flat, dtype=torch_dtype(dtype), requires_grad=False)
-            for name, part in zip(names, flat.cut(whole), strict=True):
-                self._fresh[name][key] = part
-
-    def _allocate(self, group: Group, index: int, stored: Mapping[str, str]) -> None:
-        spec, piece = group.layout.params[index], group.held[index]
-        state = self._fresh[spec.name]
-        for key, dtype in stored.items():
-            if key not in state:
-                state[key] = torch.zeros_like(group.views[index], dtype=torch_dtype(dtype))
-            extent = Extent(f"optimizer/{spec.name}/{key}", spec.shape, dtype, piece.start, piece.stop, spec.stride)
-            self.extents.append((extent, memory_order(state[key])))
-
-    def install(self, scalars: Mapping[str, Mapping[str, float]]) -> None:
-        """Replace the optimizer's state by the fresh one and ``scalars`` (:func:`optimizer_scalars`).
-
-        A flat parameter whose parameters have been updated differently often is split into their names.
-        """
-        of_flat: dict[FlatParameter, dict[str, Any]] = {}
-        for flat, state in self._flats.items():
-            names = [self._names[shard] for shard in flat.shards]
-            first = scalars.get(names[0], {})
-            is_alike = all(
-                self._fresh[name].keys() == state.keys() and scalars.get(name, {}) == first for name in names
-            )
-            if is_alike:
-                of_flat[flat] = state | {key: as_scalar(value) for key, value in first.items()}
-        split(self._optimizer, lambda flat: flat not in of_flat)
-        whole = {id(shard) for flat in of_flat for shard in flat.shards}
-        by_name = {
-            shard: self._fresh[name] | {key: as_scalar(value) for key, value in scalars.get(name, {}).items()}
-            for shard, name in self._names.items()
-            if id(shard) not in whole
-        }
-        for parameter, state in (*of_flat.items(), *by_name.items()):
-            if state:
-                self._optimizer.state[parameter] = state
-            else:
-                self._optimizer.state.pop(parameter, None)
-
-
-def optimizer_scalars(model: nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, dict[str, float]]:
-    """Per-parameter state that is not a tensor of the parameter's shape: ``{parameter name: {key: value}}``.
-
-    Collective:
-        One all-gather of a JSON text: a parameter's scalars are known only to the ranks that hold a piece of it. All
-        ranks must call; all get the whole.
-    """
-    runtime = attach.runtime_of(model, "sw.save")
-    mine: dict[str, dict[str, float]] = {}
-    states = states_by_name(optimizer)
-    for group in runtime.groups:
-        for spec, shard, view in zip(group.layout.params, group.shards, group.views, strict=True):
-            if view.numel() == 0 < spec.numel:
-                continue  # some optimizers keep state of an empty piece, which never steps
-            state = states.get(shard, {})
-            scalars = {
-                key: value.item() if isinstance(value, Tensor) else value
-                for key, value in state.items()
-                if isinstance(value, (int, float))
-                or (isinstance(value, Tensor) and value.dim() == 0 and not _is_elementwise(key, value, view))
-            }
-            if scalars:
-                mine[spec.name] = scalars
-    merged: dict[str, dict[str, float]] = {}
-    for part in all_gather_json(runtime.comms.control, mine):
-        merged |= part
-    return merged

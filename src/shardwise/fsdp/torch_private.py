@@ -6,12 +6,14 @@ Nothing else in shardwise may touch torch's private names.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections import OrderedDict, defaultdict
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.optim.optimizer import _foreach_supported_types
+from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 #: Number of the backward that runs in this thread, -1 outside of any. There is no public way to ask whether code runs
 #: inside a backward (https://github.com/pytorch/pytorch/blob/v2.13.0/torch/csrc/autograd/init.cpp).
@@ -118,3 +120,32 @@ def allow_foreach(cls: type[Tensor]) -> None:
     (https://github.com/pytorch/pytorch/blob/v2.13.0/torch/optim/optimizer.py, ``_default_to_fused_or_foreach``).
     """
     _foreach_supported_types.append(cls)
+
+
+def wrapped_tensors(tensor: Tensor) -> dict[str, Tensor] | None:
+    """The plain tensors that a tensor subclass wraps, by attribute; ``None`` for a plain tensor.
+
+    ``__tensor_flatten__`` is what torch asks of subclasses that can be compiled; the question whether one has it is
+    private (https://github.com/pytorch/pytorch/blob/v2.13.0/torch/utils/_python_dispatch.py).
+    """
+    if not is_traceable_wrapper_subclass(tensor):
+        return None
+    return {name: getattr(tensor, name) for name in tensor.__tensor_flatten__()[0]}
+
+
+def state_after_step(optimizer: torch.optim.Optimizer, settings: Mapping[str, Any], like: Tensor) -> dict[str, Any]:
+    """The state that ``optimizer`` keeps of a parameter shaped as ``like`` after a step with a gradient of zeros.
+
+    There is no public way to ask an optimizer for empty state. The step is made by a copy of the optimizer that holds a
+    parameter of its own: nothing else changes.
+    """
+    parameter = nn.Parameter(torch.zeros_like(like))
+    parameter.grad = torch.zeros_like(like)
+    made = object.__new__(type(optimizer))
+    made.__dict__.update(optimizer.__dict__)
+    made.__dict__.pop("step", None)  # schedulers put a bound one there
+    made._optimizer_step_pre_hooks, made._optimizer_step_post_hooks = OrderedDict(), OrderedDict()
+    made.state = defaultdict(dict)
+    made.param_groups = [{**settings, "params": [parameter]}]
+    made.step()
+    return made.state[parameter]

@@ -5,10 +5,13 @@ granularity    a rank's cut never falls inside                      for optimize
 =============  ===================================================  ==========================================
 ``element``    an element                                           looks at that element alone (AdamW, SGD)
 ``block`` n    n consecutive elements, counted from the             looks at its block (8-bit states with one
-               parameter's start in memory                          scale for each block)
+               parameter's start                                    scale for each block)
 ``row``        a row, see :func:`row_numel`                         looks at its row
 ``tensor``     a parameter: each lies whole on one rank             looks at the whole (Muon, Adafactor)
 =============  ===================================================  ==========================================
+
+Where a parameter's memory has another order than its dimensions, a run of elements is no run of memory: ``block`` and
+``row`` then keep the whole of it together.
 
 With ``element`` all slices are equal. With ``block`` and ``row`` they are where that costs little padding, and end at
 the nearest permitted place otherwise. With ``tensor`` a slice holds the parameters that its rank was assigned, and may
@@ -91,6 +94,13 @@ def resolve_granularity(value: object) -> Granularity:
     raise PlanError(f"granularity={value!r} is none.\n{_USAGE}")
 
 
+def first_row_dim(num_dims: int) -> int:
+    """A row's own dimensions are those from this one on (:func:`row_numel`)."""
+    if num_dims < 2:
+        return num_dims
+    return num_dims - 1 if num_dims <= 3 else 1
+
+
 def row_numel(shape: tuple[int, ...], stride: tuple[int, ...] | None = None) -> int:
     """Elements of a row.
 
@@ -101,7 +111,7 @@ def row_numel(shape: tuple[int, ...], stride: tuple[int, ...] | None = None) -> 
     """
     if len(shape) < 2:
         return 1
-    first = len(shape) - 1 if len(shape) <= 3 else 1  # the row's own dimensions are those from here on
+    first = first_row_dim(len(shape))
     numel = math.prod(shape[first:])
     if stride is None:
         return numel

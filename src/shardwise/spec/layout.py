@@ -123,9 +123,11 @@ class GroupLayout:
 
     def _granule(self, param: ParamSpec) -> int:
         """A cut inside ``param`` lies a multiple of this many elements from its start."""
+        least = round_up(max(param.numel, 1), self.align_numel)  # it is never cut
         if self.granularity.kind == "row":
-            row = row_numel(param.shape, param.stride) or 1
-            return min(math.lcm(row, self.align_numel), round_up(max(param.numel, 1), self.align_numel))
+            return min(math.lcm(row_numel(param.shape, param.stride) or 1, self.align_numel), least)
+        if self.granularity.kind == "block" and param.stride is not None:
+            return least
         return math.lcm(self.granularity.numel, self.align_numel)
 
     @classmethod
@@ -219,18 +221,16 @@ class GroupLayout:
 
         * ``element`` and ``block``: (1, ..., 1, k), with as many dimensions as the parameter has.
         * ``row``: its rows: (k, columns), for a stack of matrices (1, k, columns), for a convolution (k, ...).
-        * ``tensor``: the parameter's own, or with 0 for the first dimension where the rank does not hold it.
+        * ``tensor``, and wherever rows or blocks are no runs of memory: the parameter's own, or with 0 for the first
+          dimension where the rank does not hold it.
         """
         param = self.params[piece.index]
         shape, kind = param.shape, self.granularity.kind
-        if kind == "tensor" and piece.numel == param.numel:
-            return shape, param.stride
-        if kind == "tensor":
-            return (0, *shape[1:]), None
-        if kind == "row" and len(shape) > 1 and param.numel:
-            row = row_numel(shape, param.stride)
-            if row == param.numel:
-                return ((0, *shape[1:]), None) if piece.numel == 0 else (shape, param.stride)
+        is_matrix = len(shape) > 1 and param.numel > 0
+        row = row_numel(shape, param.stride) if kind == "row" and is_matrix else 0
+        if kind == "tensor" or row == param.numel > 0 or (kind == "block" and param.stride is not None):
+            return (shape, param.stride) if piece.numel == param.numel else ((0, *shape[1:]), None)
+        if row:
             rows = piece.numel // row
             if len(shape) > 3:
                 return (rows, *shape[1:]), None if param.stride is None else (row, *param.stride[1:])

@@ -30,10 +30,23 @@ DTYPES = st.sampled_from(["fp64", "fp32", "bf16", "fp16"])
 
 
 @st.composite
+def strides(draw, shape):
+    """None, or the strides of some order of the dimensions in memory that is not the usual one."""
+    order = draw(st.permutations(range(len(shape))))
+    if math.prod(shape) == 0 or order == sorted(order):
+        return None
+    found, step = [0] * len(shape), 1
+    for dim in reversed(order):
+        found[dim] = step
+        step *= shape[dim]
+    return tuple(found)
+
+
+@st.composite
 def layouts(draw):
     dtype = draw(DTYPES)
     shapes = draw(st.lists(SHAPES, min_size=1, max_size=8))
-    params = [ParamSpec(f"p{index}", shape, dtype) for index, shape in enumerate(shapes)]
+    params = [ParamSpec(f"p{i}", shape, dtype, stride=draw(strides(shape))) for i, shape in enumerate(shapes)]
     return GroupLayout.build(
         params, draw(WORLDS), dtypes=draw(st.lists(DTYPES, max_size=2)), granularity=draw(GRANULARITIES)
     )
@@ -102,7 +115,9 @@ def test_no_cut_falls_inside_what_the_granularity_keeps_whole(layout):
             assert (piece.start, piece.stop) == (0, param.numel)
             assert rank == layout.owners[piece.index]
             continue
-        granule = row_numel(param.shape) if kind == "row" else layout.granularity.numel
+        granule = row_numel(param.shape, param.stride) if kind == "row" else layout.granularity.numel
+        if kind == "block" and param.stride is not None:
+            granule = param.numel
         assert piece.start % granule == 0
         assert piece.stop % granule == 0 or piece.stop == param.numel
 
