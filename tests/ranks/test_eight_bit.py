@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 from typing import Any
 
 import pytest
@@ -118,6 +119,7 @@ def test_adamw8bit_is_bitwise_with_pieces_of_4096_elements_and_with_whole_parame
 
 
 def compiled() -> None:
+    warnings.simplefilter("ignore")  # inductor's own
     compare(lambda: Wide((128, 64), (64,)), wide_loss, "zero3", granularity=("block", 4096), optimizer=torchao_adamw)
 
 
