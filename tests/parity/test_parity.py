@@ -119,8 +119,8 @@ def train_with_a_reciprocal() -> list[RankNumbers]:
     """Gradients are multiplied by 1/N instead of divided by N."""
     reduce_scatter, all_reduce = GlooComm.reduce_scatter, GlooComm.all_reduce
 
-    def scaled_reduce_scatter(comm, buffer, out, *, unit, divisor=1):
-        reduce_scatter(comm, buffer, out, unit=unit).wait()
+    def scaled_reduce_scatter(comm, buffer, out, *, unit, divisor=1, cuts=None):
+        reduce_scatter(comm, buffer, out, unit=unit, cuts=cuts).wait()
         out.mul_(1 / divisor)
         return Done()
 

@@ -127,7 +127,7 @@ def test_batch_norms_count_a_batch_once():
 # -- collectives
 
 
-def trace_of(model: nn.Module, *, steps: int = 2) -> tuple[list[tuple[str, str, int]], bool]:
+def trace_of(model: nn.Module, *, steps: int = 2) -> tuple[list[tuple[str, str, int, str]], bool]:
     """What the last of some steps sent, and whether that was the prediction."""
     optimizer = torch.optim.SGD(model.parameters(), lr=1e-2)
     for step in range(steps):
@@ -135,7 +135,7 @@ def trace_of(model: nn.Module, *, steps: int = 2) -> tuple[list[tuple[str, str, 
             model(sample(dist.get_rank(), step)).square().mean().backward()
         optimizer.step()
         optimizer.zero_grad()
-    trace = [(event.kind, event.unit, event.sent_bytes) for event in events]
+    trace = [(event.kind, event.unit, event.sent_bytes, event.axis) for event in events]
     return trace, trace == [tuple(event) for event in predict_trace(runtime_of(model, "test"))]
 
 
@@ -274,8 +274,8 @@ def units_in_wrappers():
             model = wrap(Chain(Dropping), is_reentrant)
             plan = sw.ParallelPlan(strategy=strategy, auto_wrap_policy=sw.wrap_by_class(Block))
             trace = [
-                (kind, unit.removesuffix("._checkpoint_wrapped_module"), sent)
-                for kind, unit, sent in trace_of(sw.parallelize(model, plan))[0]
+                (kind, unit.removesuffix("._checkpoint_wrapped_module"), sent, axis)
+                for kind, unit, sent, axis in trace_of(sw.parallelize(model, plan))[0]
             ]
             assert trace == plain[0], (strategy, is_reentrant)
 

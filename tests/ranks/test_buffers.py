@@ -283,15 +283,15 @@ class Many(nn.Module):
 
 def held_bytes(mode):
     before = everything_alive()
-    model = sw.parallelize(Chain(Many, 2), sw.ParallelPlan(strategy="zero3", sync_buffers=mode))
+
+    class Scalar(Chain):
+        def forward(self, x):
+            return super().forward(x).square().mean()
+
+    model = sw.parallelize(Scalar(Many, 2), sw.ParallelPlan(strategy="zero3", sync_buffers=mode))
     optimizer = torch.optim.AdamW(model.parameters())
     inputs = (sample(dist.get_rank(), 0),)
-
-    class Scalar(nn.Module):
-        def forward(self, x):
-            return model(x).square().mean()
-
-    train(Scalar(), optimizer, inputs, 3)
+    train(model, optimizer, inputs, 3)
     buffers = Storages().see(model.buffers())
     held = everything_alive().without(before, buffers, Storages().see(inputs)).num_bytes
     return held, sw.summary(model).footprint.total

@@ -40,6 +40,11 @@ def names(trained):
     return [unit.name for unit in trained.runtime.units]
 
 
+def lines_but_buffers(model):
+    """Of its summary: ``fully_shard`` keeps no buffers equal, as FSDP2 does not, and says so."""
+    return [line for line in str(sw.summary(model)).splitlines() if not line.startswith("buffers:")]
+
+
 def bottom_up_units():
     same = compare(Chain, plain_loss)
     ours = compare(Chain, plain_loss, parallelize=bottom_up)
@@ -47,7 +52,7 @@ def bottom_up_units():
     for a, b in zip(same.runtime.units, ours.runtime.units, strict=True):
         assert a.reshards_after_forward == b.reshards_after_forward, a.name
         assert [g.layout for g in a.groups] == [g.layout for g in b.groups]
-    assert str(sw.summary(same.model)) == str(sw.summary(ours.model))
+    assert lines_but_buffers(ours.model) == lines_but_buffers(same.model)
     for flag in (True, False):
         compare(Chain, plain_loss, parallelize=lambda m, flag=flag: bottom_up(m, reshard_after_forward=flag))
     nested = compare(Chain, plain_loss, parallelize=grandchildren_too)
@@ -129,7 +134,6 @@ def refusals():
 
     model = bottom_up(Chain())
     attempt("twice", lambda: sw.fully_shard(model), StateError)
-    attempt("ignored", lambda: sw.fully_shard(Chain(), ignored_params=[]), PlanError)
     tied = Chain(lambda: Block(8, 8))
     tied.head = nn.Linear(8, 8)
     tied.head.weight = tied.blocks[2].up.weight
@@ -141,7 +145,6 @@ def refusals():
 def test_what_cannot_be_a_unit_is_refused():
     texts = run_on_ranks(refusals, 2)[0]
     assert texts["twice"].startswith("Chain is a unit already.")
-    assert "ignored_params" in texts["ignored"]
     assert "'head.weight' is tied to one of unit 'blocks.2', which does not cover all its uses" in texts["tied"]
 
 
