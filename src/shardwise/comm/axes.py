@@ -17,10 +17,11 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 
 from shardwise.comm.base import Comm
-from shardwise.spec.mesh import Mesh
+from shardwise.spec.mesh import AXES, Mesh
+from shardwise.spec.slice import Slice
 
 #: The axis of all data-parallel ranks, and that of the inner groups of ``dp_shard``: no axes of the mesh themselves.
-DATA_PARALLEL, INNER = "dp", "dp_shard_inner"
+DATA_PARALLEL, INNER, WORLD = "dp", "dp_shard_inner", "world"
 
 
 #: Opens a Comm over some ranks of the mesh, this one among them: ``open(axis, purpose, ranks)``.
@@ -32,23 +33,30 @@ class Comms:
     """The Comms of one model on this rank.
 
     Attributes:
-        gather: Along ``dp_shard``: parameters.
-        reduce: Along ``dp_shard``: gradients.
+        gather: Along ``dp_shard`` (and ``cp``, whose ranks hold the same model): parameters.
+        reduce: Along ``dp_shard`` (and ``cp``): gradients.
         replicate: Along ``dp_replicate``; ``None`` where the model is not replicated over groups.
-        control: Over all data-parallel ranks, in the order of the mesh.
+        control: Over all ranks that train the same parameters, in the order of the mesh.
+        world: Over all ranks of the mesh, in its order; ``control`` where that is all of them.
         inner: Along inner groups of ``dp_shard``, by their size; :meth:`inner_comm` fills it.
+        tp: Along ``tp``; ``None`` where that has one rank. Likewise ``pp`` and ``cp``.
     """
 
     gather: Comm
     reduce: Comm
     replicate: Comm | None
     control: Comm
+    world: Comm
     inner: dict[int, Comm]
     _open_inner: Callable[[int], Comm]
+    tp: Comm | None = None
+    pp: Comm | None = None
+    cp: Comm | None = None
 
     def __iter__(self) -> Iterator[Comm]:
         """Each Comm once."""
         held = (self.gather, self.reduce, self.replicate, *self.inner.values(), self.control)
+        held += (self.world, self.tp, self.pp, self.cp)
         return iter(dict.fromkeys(comm for comm in held if comm is not None))
 
     def inner_comm(self, size: int) -> Comm:
@@ -73,25 +81,39 @@ class Comms:
 
     @property
     def num_ranks(self) -> int:
-        """Data-parallel ranks: what sums of gradients are divided by."""
+        """Ranks that train the same parameters: what sums of gradients are divided by."""
         return self.num_replicas * self.reduce.size
 
     @property
     def sizes(self) -> dict[str, int]:
-        """Size by mesh axis, outermost first."""
-        return {"dp_replicate": self.num_replicas, "dp_shard": self.reduce.size}
+        """Size by mesh axis, outermost first; axes of one rank other than the data-parallel ones are left out."""
+        context = self.cp.size if self.cp is not None else 1
+        found = {"dp_replicate": self.num_replicas, "dp_shard": self.reduce.size // context}
+        others = {axis: comm.size for axis in ("pp", "cp", "tp") if (comm := getattr(self, axis)) is not None}
+        return {axis: size for axis in AXES if (size := (found | others).get(axis)) is not None}
+
+    def counts(self, held: Slice | None) -> bool:
+        """Whether what is added up over :attr:`across` counts a parameter here: of those that hold the same, once."""
+        if held is not None:
+            return held.counts
+        return self.tp is None or self.tp.rank == 0
+
+    @property
+    def across(self) -> tuple[Comm, ...]:
+        """Along the axes whose ranks hold different parameters of one model, innermost first."""
+        return tuple(comm for comm in (self.tp, self.pp) if comm is not None)
 
 
 def lay_out(mesh: Mesh, rank: int, open_axis: OpenAxis, *, is_replicated: bool = False) -> Comms:
     """The Comms of ``rank`` on ``mesh``, each opened by ``open_axis``, in one order on all ranks.
 
     Args:
-        mesh: The axes. Only the data-parallel ones are looked at.
+        mesh: The axes.
         rank: This rank in the mesh.
         open_axis: Makes a Comm.
         is_replicated: Sums go over ``dp_replicate`` also where that has one rank only.
     """
-    shard = mesh.group("dp_shard", rank)
+    shard = mesh.shard_group(rank)
     gather, reduce = open_axis("dp_shard", "gather", shard), open_axis("dp_shard", "reduce", shard)
     replicate, control = None, gather
     if is_replicated or mesh.dp_replicate > 1:
@@ -102,4 +124,12 @@ def lay_out(mesh: Mesh, rank: int, open_axis: OpenAxis, *, is_replicated: bool =
     def open_inner(size: int) -> Comm:
         return open_axis(INNER, "gather", mesh.inner_group(rank, size))
 
-    return Comms(gather, reduce, replicate, control, {}, open_inner)
+    world = control
+    if mesh.world_size > len(shard) * mesh.dp_replicate:
+        world = open_axis(WORLD, "control", range(mesh.world_size))
+    others = {
+        axis: open_axis(axis, purpose, mesh.group(axis, rank))
+        for axis, purpose in (("tp", "activations"), ("pp", "activations"), ("cp", "activations"))
+        if mesh.size(axis) > 1
+    }
+    return Comms(gather, reduce, replicate, control, world, {}, open_inner, **others)

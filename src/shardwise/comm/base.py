@@ -33,8 +33,8 @@ class CollectiveEvent:
     """One collective as it was issued by this rank.
 
     Attributes:
-        kind: ``all_gather``, ``reduce_scatter``, ``all_to_all``, ``all_reduce``, ``broadcast``, ``gather``, ``scatter``
-            or ``barrier``.
+        kind: ``all_gather``, ``reduce_scatter``, ``all_to_all``, ``all_reduce``, ``broadcast``, ``gather``,
+            ``scatter``, ``send`` or ``receive``.
         axis: Mesh axis, for example ``dp_shard``.
         unit: Name of the unit (or purpose) that the collective serves.
         dtype: Short dtype name of what travels.
@@ -193,6 +193,25 @@ class Comm(ABC):
 
         Collective:
             The root sends every slice but its own, the others nothing.
+        """
+
+    @abstractmethod
+    def send(self, buffer: Tensor, *, to: int, unit: str) -> Handle:
+        """Send ``buffer`` to rank ``to``, which must :meth:`receive` as many elements of the same dtype.
+
+        Messages from one rank to another arrive in the order in which they were sent, whatever else is under way. The
+        buffer must not be written before the handle has been waited for.
+
+        Collective:
+            These two ranks only. Sends the buffer.
+        """
+
+    @abstractmethod
+    def receive(self, buffer: Tensor, *, source: int, unit: str) -> Handle:
+        """Fill ``buffer`` with what rank ``source`` sends. ``unit`` must be the one that it sends for.
+
+        Collective:
+            These two ranks only. Sends nothing.
         """
 
     def barrier(self) -> None:

@@ -64,7 +64,8 @@ class GlooComm(Comm):
         self._group = group
         self._watch = watch
         self._sequence = 0
-        self._hashes: dict[tuple[str, str, int], int] = {}
+        self._hashes: dict[tuple[str, str, str, int], int] = {}
+        self._num_passed: dict[str, int] = {}  # messages from one rank to another, by the name of that way
         self._scratch = Scratch()
         # Peers in an order that differs from rank to rank, so that not all send to rank 0 first.
         self._peers = tuple((self.rank + step) % self.size for step in range(1, self.size))
@@ -153,6 +154,19 @@ class GlooComm(Comm):
         out.copy_(slices[root])
         return exchange
 
+    def send(self, buffer: Tensor, *, to: int, unit: str) -> Handle:
+        """As :meth:`Comm.send`."""
+        exchange = self._exchange(*self._pass(self.rank, to, unit, buffer))
+        exchange.send(buffer, to, self._event("send", unit, buffer))
+        return exchange
+
+    def receive(self, buffer: Tensor, *, source: int, unit: str) -> Handle:
+        """As :meth:`Comm.receive`."""
+        self._event("receive", unit, buffer)
+        exchange = self._exchange(*self._pass(source, self.rank, unit, buffer))
+        exchange.receive(buffer, source)
+        return exchange
+
     def close(self) -> None:
         """Forget the scratch buffers."""
         self._scratch.clear()
@@ -168,17 +182,26 @@ class GlooComm(Comm):
         """
         event = self._event(kind, unit, buffer)
         numel = buffer.numel() if cuts is None else cuts[-1]
-        key = (kind, unit, numel)
-        code = self._hashes.get(key)
-        if code is None:
-            code = zlib.crc32(repr((self.channel, *key)).encode()) & ((1 << _TAG_HASH_BITS) - 1)
-            self._hashes[key] = code
         sequence = self._sequence
         self._sequence = sequence + 1
-        issued = progress.Issued(self.channel, sequence, kind, unit, numel)
+        return event, *self._stamp(self.channel, sequence, kind, unit, numel)
+
+    def _pass(self, source: int, target: int, unit: str, buffer: Tensor) -> tuple[progress.Issued, int]:
+        """Stamp a message from one rank to another, alike on both: each way has a sequence of its own."""
+        way = f"{self.channel}/{source}>{target}"
+        sequence = self._num_passed.get(way, 0)
+        self._num_passed[way] = sequence + 1
+        return self._stamp(way, sequence, "message", unit, buffer.numel())
+
+    def _stamp(self, channel: str, sequence: int, kind: str, unit: str, numel: int) -> tuple[progress.Issued, int]:
+        key = (channel, kind, unit, numel)
+        code = self._hashes.get(key)
+        if code is None:
+            code = zlib.crc32(repr(key).encode()) & ((1 << _TAG_HASH_BITS) - 1)
+            self._hashes[key] = code
+        issued = progress.Issued(channel, sequence, kind, unit, numel)
         progress.history.append(issued)
-        tag = ((sequence & ((1 << _TAG_SEQUENCE_BITS) - 1)) << _TAG_HASH_BITS) | code
-        return event, issued, tag
+        return issued, ((sequence & ((1 << _TAG_SEQUENCE_BITS) - 1)) << _TAG_HASH_BITS) | code
 
     def _exchange(self, issued: progress.Issued, tag: int) -> _Exchange:
         return _Exchange(self._group, self._ranks, issued, tag, self._watch)

@@ -118,6 +118,21 @@ class NcclComm(Comm):
                 self._point_to_point(dist.irecv, dist.isend, out, parts, root)
         return handle
 
+    def send(self, buffer: Tensor, *, to: int, unit: str) -> Handle:
+        """As :meth:`Comm.send`. NCCL tells messages apart by their order alone."""
+        event = self._start("send", unit, buffer)
+        with self._on_stream() as handle:
+            event.sent_bytes = buffer.nbytes
+            dist.send(buffer, group=self._group, group_dst=to)
+        return handle
+
+    def receive(self, buffer: Tensor, *, source: int, unit: str) -> Handle:
+        """As :meth:`Comm.receive`."""
+        self._start("receive", unit, buffer)
+        with self._on_stream() as handle:
+            dist.recv(buffer, group=self._group, group_src=source)
+        return handle
+
     def _point_to_point(self, here: Any, at_root: Any, own: Tensor, parts: list[Tensor] | None, root: int) -> None:
         """Move each rank's part from or to the root: torch's gather and scatter take parts of one size only."""
         peers = [(here, own, root)] if parts is None else [(at_root, part, peer) for peer, part in enumerate(parts)]

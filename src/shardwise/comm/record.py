@@ -99,6 +99,16 @@ class RecordComm(Comm):
             out.copy_(self._own(buffer, cuts))
         return self._note("scatter", unit, out, buffer.numel() - out.numel() if is_root else 0)
 
+    def send(self, buffer: Tensor, *, to: int, unit: str) -> Handle:
+        """As :meth:`Comm.send`."""
+        del to
+        return self._note("send", unit, buffer, buffer.numel())
+
+    def receive(self, buffer: Tensor, *, source: int, unit: str) -> Handle:
+        """As :meth:`Comm.receive`; the buffer keeps whatever content it had."""
+        del source
+        return self._note("receive", unit, buffer, 0)
+
     def _receive(self, own: Tensor) -> Handle:
         """Hold what the peers' slices would be received into until the handle is waited for."""
         if not self._receives or self.size == 1:

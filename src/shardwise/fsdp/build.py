@@ -28,6 +28,7 @@ from shardwise.spec.merge import Mergeable, default_limit, merge, merged_name
 from shardwise.spec.offload import OffloadPolicy
 from shardwise.spec.placement import PRESETS, Placements
 from shardwise.spec.quantize import NO_QUANTIZATION, Quantization
+from shardwise.spec.slice import slice_of
 
 #: Name of the root unit in traces and summaries.
 ROOT = "root"
@@ -263,6 +264,7 @@ def _spec(entry: OwnedParameter, dtype: torch.dtype) -> ParamSpec:
         is_trainable=parameter.requires_grad,
         stride=None if parameter.is_contiguous() else tuple(parameter.stride()),
         aliases=tuple(entry.names[1:]),
+        slice=slice_of(parameter),
     )
 
 

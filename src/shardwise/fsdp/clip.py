@@ -32,8 +32,8 @@ def clip_grad_norm(model: nn.Module, max_norm: float) -> Tensor:
         The norm, a scalar tensor with the same value on every rank.
 
     Collective:
-        One all-reduce of one float64 on ``dp_shard`` where gradients are sharded: replicas hold the same. All ranks
-        must call.
+        One all-reduce of one float64 on ``dp_shard`` where gradients are sharded (replicas hold the same), then one on
+        ``tp`` and one on ``pp`` where there are any. All ranks must call.
 
     Raises:
         StateError: ``max_norm`` is negative or not a number, the model is not parallelized or updated in
@@ -65,8 +65,8 @@ def grad_norm(runtime: Runtime) -> Tensor:
     dtype = torch.float32
     for group in runtime.groups:
         total = sharded if group.row.shards_optimizer else replicated
-        for shard in group.shards:
-            if shard.grad is None:
+        for spec, shard in zip(group.layout.params, group.shards, strict=True):
+            if shard.grad is None or not runtime.comms.counts(spec.slice):
                 continue
             if group.dtype is torch.float64:
                 dtype = torch.float64
@@ -75,7 +75,10 @@ def grad_norm(runtime: Runtime) -> Tensor:
                 total += torch.dot(wide, wide)
     if runtime.row.shards_optimizer:
         runtime.comms.reduce.all_reduce(sharded, unit="grad_norm").wait()
-    return (sharded + replicated).sqrt().to(dtype).squeeze(0)
+    total = sharded + replicated
+    for comm in runtime.comms.across:
+        comm.all_reduce(total, unit="grad_norm").wait()
+    return total.sqrt().to(dtype).squeeze(0)
 
 
 def _chunks(grad: Tensor) -> tuple[Tensor, ...]:

@@ -63,7 +63,7 @@ def save(
         "mesh": runtime.comms.sizes,
     }
     optimizers = _listed(optimizer)
-    ignored = SavedIgnored(runtime.ignored, optimizers, runtime.comms.control)
+    ignored = SavedIgnored(runtime.ignored, optimizers, runtime.comms.world)
     if optimizers:
         data[_OPTIMIZER] = {
             "class": _class_names(optimizers),
@@ -76,7 +76,7 @@ def save(
         tensors += average.owned_extents()
     step = state.get("step", 0)
     run_id = str(state.get("run_id") or uuid.UUID(int=0))
-    return write(Path(path), runtime.comms.control, tensors, data, step=int(step), run_id=run_id)
+    return write(Path(path), runtime.comms.world, tensors, data, step=int(step), run_id=run_id)
 
 
 def load(
@@ -108,7 +108,7 @@ def load(
             every rank alike, and then model, optimizer and average are as they were.
     """
     runtime = attach.runtime_of(model, "sw.load")
-    comm = runtime.comms.control
+    comm = runtime.comms.world
     checkpoint = open_checkpoint(path, comm=comm)
     optimizers = _listed(optimizer)
     held, own = states.HeldValues(model), LoadedIgnored(runtime.ignored, optimizers, comm, checkpoint.tensors)

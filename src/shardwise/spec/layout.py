@@ -27,6 +27,7 @@ from functools import cached_property
 from shardwise.spec.errors import MeshError
 from shardwise.spec.granularity import ELEMENT, Granularity, arrange, arrange_whole, assign, row_numel
 from shardwise.spec.precision import item_bytes
+from shardwise.spec.slice import Slice
 
 #: Every parameter and every slice starts at a multiple of this many elements ...
 ALIGN_NUMEL = 64
@@ -50,6 +51,8 @@ class ParamSpec:
         is_trainable: ``requires_grad`` when the layout was made.
         stride: Strides where the parameter is dense but not contiguous in the usual order, else ``None``.
         aliases: The other names of a tied parameter.
+        slice: Which part of the logical tensor this is, where tensor or expert parallelism has cut it or several
+            pipeline stages hold it; ``shape`` is then that of the part.
     """
 
     name: str
@@ -58,6 +61,7 @@ class ParamSpec:
     is_trainable: bool = True
     stride: tuple[int, ...] | None = None
     aliases: tuple[str, ...] = ()
+    slice: Slice | None = None
 
     @property
     def numel(self) -> int:

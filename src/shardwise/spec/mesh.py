@@ -143,31 +143,48 @@ class Mesh:
         self.size(axis)
         return tuple(self.group(axis, rank) for rank in range(self.world_size) if self.coordinate(rank)[axis] == 0)
 
+    @property
+    def shard_size(self) -> int:
+        """Ranks that parameters are sharded over: ``dp_shard * cp``, as ranks along ``cp`` hold the same model."""
+        return self.dp_shard * self.cp
+
+    def shard_group(self, rank: int) -> tuple[int, ...]:
+        """The ranks that differ from ``rank`` on ``dp_shard`` and ``cp`` only, ``dp_shard`` outermost."""
+        coordinate = self.coordinate(rank)
+        return tuple(
+            self.rank({**coordinate, "dp_shard": shard, "cp": context})
+            for shard in range(self.dp_shard)
+            for context in range(self.cp)
+        )
+
     def data_parallel_rank(self, rank: int) -> int:
         """Index of ``rank`` among the ranks that read different samples, ``dp_replicate`` outermost."""
         coordinate = self.coordinate(rank)
         return coordinate["dp_replicate"] * self.dp_shard + coordinate["dp_shard"]
 
     def data_parallel_group(self, rank: int) -> tuple[int, ...]:
-        """The ranks that differ from ``rank`` on the data-parallel axes only, ``dp_replicate`` outermost."""
+        """The ranks that train the same parameters as ``rank``, ``dp_replicate`` outermost.
+
+        They differ on ``dp_replicate``, ``dp_shard`` and ``cp`` only.
+        """
         coordinate = self.coordinate(rank)
         return tuple(
-            self.rank({**coordinate, "dp_replicate": replica, "dp_shard": shard})
+            member
             for replica in range(self.dp_replicate)
-            for shard in range(self.dp_shard)
+            for member in self.shard_group(self.rank({**coordinate, "dp_replicate": replica}))
         )
 
     def inner_group(self, rank: int, size: int) -> tuple[int, ...]:
-        """The run of ``size`` neighbours on ``dp_shard`` that ``rank`` belongs to.
+        """The run of ``size`` neighbours among those that share parameters that ``rank`` belongs to.
 
         Raises:
-            MeshError: ``size`` does not divide ``dp_shard``.
+            MeshError: ``size`` does not divide ``dp_shard * cp``.
         """
-        if self.dp_shard % size:
+        if self.shard_size % size:
             raise MeshError(
-                f"inner groups of {size} ranks do not divide dp_shard={self.dp_shard}.\n  Use a divisor of it."
+                f"inner groups of {size} ranks do not divide dp_shard={self.shard_size}.\n  Use a divisor of it."
             )
-        group = self.group("dp_shard", rank)
+        group = self.shard_group(rank)
         first = group.index(rank) // size * size
         return group[first : first + size]
 

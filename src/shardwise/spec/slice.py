@@ -1,0 +1,118 @@
+"""Which part of a logical tensor a rank holds, where tensor or expert parallelism has cut the model.
+
+A cut takes ranges of one dimension, in order: a column-parallel weight of shape ``(f, h)`` on rank 1 of 2 is
+``Cut(0, ((f/2, f),))``; a fused query-key-value weight is one cut of three ranges, the rank's rows of each. Cuts of
+several dimensions multiply (the experts of a rank, and of each the columns of a rank).
+
+A tensor that is cut on no dimension, but held by several ranks, is the whole. Whatever is added up over all ranks, such
+as a norm, counts a tensor once: where ``copy`` is 0.
+"""
+
+from __future__ import annotations
+
+import itertools
+import math
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any
+
+from shardwise.spec.errors import PlanError
+
+
+@dataclass(frozen=True, slots=True)
+class Cut:
+    """Ranges ``(start, stop)`` of dimension ``dim``, in the order in which the rank holds them."""
+
+    dim: int
+    ranges: tuple[tuple[int, int], ...]
+
+    @property
+    def size(self) -> int:
+        """Length of the dimension on this rank."""
+        return sum(stop - start for start, stop in self.ranges)
+
+
+@dataclass(frozen=True, slots=True)
+class Slice:
+    """A rank's part of a logical tensor.
+
+    Attributes:
+        shape: Logical shape.
+        cuts: One for each dimension that is cut.
+        copy: Index of this rank among those that hold the very same elements.
+        copies: Number of those.
+    """
+
+    shape: tuple[int, ...]
+    cuts: tuple[Cut, ...] = ()
+    copy: int = 0
+    copies: int = 1
+
+    def __post_init__(self) -> None:
+        """Refuse cuts outside the shape."""
+        dims = [cut.dim for cut in self.cuts]
+        for cut in self.cuts:
+            inside = 0 <= cut.dim < len(self.shape) and all(
+                0 <= start <= stop <= self.shape[cut.dim] for start, stop in cut.ranges
+            )
+            if not inside or dims.count(cut.dim) > 1:
+                raise PlanError(f"{cut} does not cut a tensor of shape {list(self.shape)}.")
+
+    @property
+    def local_shape(self) -> tuple[int, ...]:
+        """Shape of what the rank holds."""
+        sizes = list(self.shape)
+        for cut in self.cuts:
+            sizes[cut.dim] = cut.size
+        return tuple(sizes)
+
+    @property
+    def counts(self) -> bool:
+        """This rank's elements are the ones that are counted (of those that hold the same, the first's)."""
+        return self.copy == 0
+
+    def boxes(self) -> Iterator[tuple[tuple[tuple[int, int], ...], tuple[tuple[int, int], ...]]]:
+        """Every box of elements as ``(logical, local)``: a range for each dimension, of the whole and of the part."""
+        by_dim = {cut.dim: cut for cut in self.cuts}
+        sides: list[list[tuple[tuple[int, int], tuple[int, int]]]] = []
+        for dim, size in enumerate(self.shape):
+            ranges = by_dim[dim].ranges if dim in by_dim else ((0, size),)
+            starts = itertools.accumulate((stop - start for start, stop in ranges), initial=0)
+            sides.append([(held, (at, at + held[1] - held[0])) for held, at in zip(ranges, starts, strict=False)])
+        for sides_of_box in itertools.product(*sides):
+            logical, local = tuple(side[0] for side in sides_of_box), tuple(side[1] for side in sides_of_box)
+            if all(stop > start for start, stop in logical):
+                yield logical, local
+
+    @property
+    def numel(self) -> int:
+        """Number of elements that the rank holds."""
+        return math.prod(self.local_shape)
+
+
+def even_ranges(size: int, parts: int, part: int, *, blocks: int = 1) -> tuple[tuple[int, int], ...]:
+    """What rank ``part`` of ``parts`` holds of a dimension that is ``blocks`` equal blocks, each divided evenly.
+
+    Raises:
+        PlanError: It does not come out even.
+    """
+    if size % (blocks * parts):
+        shown = f"{blocks} x {size // blocks}" if blocks > 1 and size % blocks == 0 else str(size)
+        raise PlanError(
+            f"a dimension of {shown} cannot be divided evenly over {parts} ranks.\n  Use a degree that divides it."
+        )
+    block, width = size // blocks, size // (blocks * parts)
+    return tuple((index * block + part * width, index * block + (part + 1) * width) for index in range(blocks))
+
+
+_KEY = "_shardwise_slice"
+
+
+def set_slice(parameter: Any, held: Slice) -> None:
+    """Let a parameter know which part of a logical tensor it is."""
+    parameter.__dict__[_KEY] = held
+
+
+def slice_of(parameter: Any) -> Slice | None:
+    """What :func:`set_slice` said; ``None`` for a parameter that is whole."""
+    return parameter.__dict__.get(_KEY) if hasattr(parameter, "__dict__") else None
