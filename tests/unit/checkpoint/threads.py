@@ -53,6 +53,12 @@ class ThreadComm(Comm):
     def scatter(self, buffer, out, *, root, unit):
         raise NotImplementedError
 
+    def send(self, buffer, *, to, unit):
+        raise NotImplementedError
+
+    def receive(self, buffer, *, source, unit):
+        raise NotImplementedError
+
 
 def run_in_threads(body: Callable[[Comm], Any], size: int) -> list[Any]:
     """``body(comm)`` on every rank; what it returned or raised, by rank."""
