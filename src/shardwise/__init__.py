@@ -43,7 +43,7 @@ _LAZY = {
     "dry_run": "shardwise.recipe.dry_run",
     "DryRun": "shardwise.recipe.dry_run",
     "parity": "shardwise.recipe.parity",
-    "fully_shard": "shardwise.fsdp.api",
+    "fully_shard": "shardwise.fsdp.fully_shard",
     "gradient_sync": "shardwise.fsdp.api",
     "logical_shape": "shardwise.fsdp.api",
     "record_collectives": "shardwise.fsdp.api",
@@ -120,12 +120,13 @@ __all__ = [
 if TYPE_CHECKING:
     from shardwise import models
     from shardwise.comm.base import CollectiveEvent
-    from shardwise.fsdp.api import fully_shard, gradient_sync, logical_shape, record_collectives
+    from shardwise.fsdp.api import gradient_sync, logical_shape, record_collectives
     from shardwise.fsdp.average import ExponentialMovingAverage
     from shardwise.fsdp.batch_norm import convert_sync_batchnorm
     from shardwise.fsdp.clip import clip_grad_norm
     from shardwise.fsdp.deferred import deferred_init
     from shardwise.fsdp.flat import flat_parameters
+    from shardwise.fsdp.fully_shard import fully_shard
     from shardwise.fsdp.in_backward import optimizer_in_backward
     from shardwise.fsdp.join import join
     from shardwise.fsdp.optimizer import declare_elementwise, declare_granularity

@@ -16,16 +16,16 @@ from shardwise.fsdp.frozen import FrozenGroup, is_quantizable
 from shardwise.fsdp.group import Group
 from shardwise.fsdp.guard import install_guards
 from shardwise.fsdp.ignore import NOTHING, Ignored
+from shardwise.fsdp.options import EngineOptions
 from shardwise.fsdp.precision import Policies
 from shardwise.fsdp.runtime import Runtime
 from shardwise.fsdp.unit import Owner, Unit
 from shardwise.fsdp.view import is_dense
 from shardwise.fsdp.wrap import chain_of
 from shardwise.spec.errors import StateError
-from shardwise.spec.granularity import ELEMENT, Granularity, assign
+from shardwise.spec.granularity import ELEMENT, assign
 from shardwise.spec.layout import GroupLayout, ParamSpec
 from shardwise.spec.merge import Mergeable, default_limit, merge, merged_name
-from shardwise.spec.offload import OffloadPolicy
 from shardwise.spec.placement import PRESETS, Placements
 from shardwise.spec.quantize import NO_QUANTIZATION, Quantization
 from shardwise.spec.slice import slice_of
@@ -126,14 +126,11 @@ def make_unit(
     owned: Mapping[str, Sequence[OwnedParameter]],
     row: Placements,
     comms: Comms,
+    options: EngineOptions,
     *,
-    reshards: bool,
-    inner_size: int | None = None,
     policies: Policies,
-    quantization: Quantization = NO_QUANTIZATION,
-    granularity: Granularity = ELEMENT,
     ranks: Mapping[int, int] | None = None,
-    offload: OffloadPolicy | None = None,
+    is_offloaded: bool = False,
 ) -> Unit:
     """Shard the parameters of one unit: their storage is replaced by this rank's slice.
 
@@ -142,15 +139,15 @@ def make_unit(
         owned: What each of them owns, by the same paths.
         row: Placements of the strategy.
         comms: On each axis.
-        reshards: The unit is released between forward and backward.
-        inner_size: It then stays sharded over so many ranks.
+        options: How the engine is to work.
         policies: In which dtypes to compute and reduce.
-        quantization: What is held in 8 bits.
-        granularity: What a cut never divides.
         ranks: With granularity ``tensor``: those of :func:`assign_ranks`.
-        offload: What of it is kept on the host.
+        is_offloaded: It is one of the units of which the options' offload policy keeps something on the host.
     """
+    is_root = tuple(modules) == ("",)
+    reshards, inner_size = options.reshards(default=not row.keeps_gathered and not is_root)
     unit = Unit(merged_name(tuple(modules)) or ROOT, modules, reshards=reshards, inner_size=inner_size)
+    quantization, offload = options.quantization, options.offload if is_offloaded else None
     kinds: dict[Kind, list[OwnedParameter]] = {}
     for path in modules:
         for entry in owned[path]:
@@ -170,7 +167,7 @@ def make_unit(
             specs,
             comms.gather.size,
             dtypes=held_in,
-            granularity=granularity if is_cut else ELEMENT,
+            granularity=options.granularity if is_cut else ELEMENT,
             owners=[ranks[id(entry.parameter)] for entry in entries] if ranks and is_cut else None,
         )
         shards = [entry.parameter for entry in entries]
@@ -276,24 +273,10 @@ def link_fulls(unit: Unit) -> None:
 
 
 def start_runtime(
-    root: nn.Module,
-    units: Sequence[Unit],
-    row: Placements,
-    comms: Comms,
-    *,
-    accumulates_sharded: bool,
-    defers_replicate: bool = False,
-    num_gradient_buffers: int,
+    root: nn.Module, units: Sequence[Unit], row: Placements, comms: Comms, options: EngineOptions
 ) -> Runtime:
     """Make the runtime of ``units`` (the root first), and attach it to their modules."""
-    runtime = Runtime(
-        units,
-        row,
-        comms,
-        accumulates_sharded=accumulates_sharded,
-        defers_replicate=defers_replicate,
-        num_gradient_buffers=num_gradient_buffers,
-    )
+    runtime = Runtime(units, row, comms, options)
     for unit in units:
         link_fulls(unit)
         for member in unit.members:

@@ -9,7 +9,8 @@ from torch import nn
 
 from shardwise.fsdp.unit import Unit
 from shardwise.fsdp.wrap import is_called
-from shardwise.spec.prefetch import AgreedOrder, Chain
+from shardwise.spec.layer_lists import LayerList
+from shardwise.spec.prefetch import AgreedOrder
 
 #: Where a forward comes in: a unit's number, and the path of the module in it that was called ("": the unit's own).
 Entry = tuple[int, str]
@@ -44,7 +45,7 @@ class Orders(dict[Entry, AgreedOrder]):
 
 def forward_orders(units: Sequence[Unit]) -> Orders:
     """Of gathers where the model trains."""
-    return Orders(lambda entry: AgreedOrder(find_chains(units, _path(units, entry))))
+    return Orders(lambda entry: AgreedOrder(find_layer_lists(units, _path(units, entry))))
 
 
 def eval_orders() -> Orders:
@@ -56,8 +57,8 @@ def backward_orders(units: Sequence[Unit]) -> Orders:
     """Of the units that backward enters."""
 
     def make(entry: Entry) -> AgreedOrder:
-        chains = [chain.reversed() for chain in find_chains(units, _path(units, entry))]
-        return AgreedOrder(chains, lambda index: units[index].has_run)
+        lists = [layers.reversed() for layers in find_layer_lists(units, _path(units, entry))]
+        return AgreedOrder(lists, lambda index: units[index].has_run)
 
     return Orders(make)
 
@@ -67,24 +68,26 @@ def _path(units: Sequence[Unit], entry: Entry) -> str:
     return path or units[index].path
 
 
-def find_chains(units: Sequence[Unit], path: str = "") -> list[Chain]:
+def find_layer_lists(units: Sequence[Unit], path: str = "") -> list[LayerList]:
     """The lists of layers that were made units, at ``path`` and below, those of inner modules first.
 
     ``units[0]`` is the root.
 
-    A chain is what one module holds in one list, lists in that list included: the module calls its members in the order
-    of registration. Members of an ``nn.ModuleDict`` are alternatives, and those of an ``nn.Sequential`` are never left
-    out.
+    One is what a module holds in one ``nn.ModuleList``, lists in that list included: the module calls its members in
+    the order of registration. Members of an ``nn.ModuleDict`` are alternatives, and those of an ``nn.Sequential`` are
+    never left out.
     """
     root = units[0].members[0].module()
     assert root is not None
-    chains: dict[tuple[str, str], list[int]] = {}
+    found: dict[tuple[str, str], list[int]] = {}
     for index, unit in enumerate(units[1:], 1):
         place = _list_of(root, unit.path)
         if place is not None and f"{place[0]}.".startswith(f"{path}." if path else ""):
-            chains.setdefault(place, []).append(index)
-    inner_first = sorted(chains, key=lambda place: -len(place[0]))
-    return [_chain(units, place[0], chains[place]) for place in inner_first if _num_modules(units, chains[place]) > 1]
+            found.setdefault(place, []).append(index)
+    inner_first = sorted(found, key=lambda place: -len(place[0]))
+    return [
+        _layer_list(units, place[0], found[place]) for place in inner_first if _num_modules(units, found[place]) > 1
+    ]
 
 
 def _num_modules(units: Sequence[Unit], indices: Sequence[int]) -> int:
@@ -103,9 +106,9 @@ def _list_of(root: nn.Module, name: str) -> tuple[str, str] | None:
     return (scope, child) if is_listed else None
 
 
-def _chain(units: Sequence[Unit], scope: str, indices: Sequence[int]) -> Chain:
+def _layer_list(units: Sequence[Unit], scope: str, indices: Sequence[int]) -> LayerList:
     def inside(path: str) -> list[int]:
         return [index for index, unit in enumerate(units) if index and unit.path.startswith(path)]
 
     members = tuple((index, *inside(f"{units[index].path}.")) for index in indices)
-    return Chain(members, frozenset(inside(f"{scope}." if scope else "")))
+    return LayerList(members, frozenset(inside(f"{scope}." if scope else "")))

@@ -35,9 +35,9 @@ from shardwise.fsdp.attach import Uncopyable
 from shardwise.fsdp.buffers import BufferSync
 from shardwise.fsdp.gradient import EAGER_NUMEL
 from shardwise.fsdp.group import Group
-from shardwise.fsdp.ignore import NOTHING
 from shardwise.fsdp.inner import InnerShard
 from shardwise.fsdp.offload import Transfers
+from shardwise.fsdp.options import EngineOptions
 from shardwise.fsdp.order import ROOT_ENTRY, Entry, Orders, backward_orders, eval_orders, forward_orders
 from shardwise.fsdp.packed import gathered_cuts, reduced_cuts
 from shardwise.fsdp.pool import GradientPool, PackedPool, SlotPool
@@ -60,36 +60,27 @@ class Runtime:
         units: The units, outermost first; ``units[0]`` is the root.
         row: Placements of the strategy.
         comms: Carry gathers and reductions.
-        accumulates_sharded: Reduce every backward, also inside ``gradient_sync(model, False)``.
-        defers_replicate: Reduce every backward inside its group of ``dp_shard``; inside ``gradient_sync(model, False)``
-            not over ``dp_replicate``.
-        num_gradient_buffers: Full-size gradient buffers per size class.
+        options: How the engine is to work.
     """
 
-    def __init__(
-        self,
-        units: Sequence[Unit],
-        row: Placements,
-        comms: Comms,
-        *,
-        accumulates_sharded: bool,
-        defers_replicate: bool = False,
-        num_gradient_buffers: int = 2,
-    ) -> None:
+    def __init__(self, units: Sequence[Unit], row: Placements, comms: Comms, options: EngineOptions) -> None:
         self.units = list(units)
         self.row = row
         self.comms = comms
-        self.accumulates_sharded = accumulates_sharded
-        self.defers_replicate = defers_replicate
+        self.options = options
+        self.defers_replicate = options.defers_replicate
+        is_default = options.accumulates_sharded is None
+        self.accumulates_sharded = (
+            row.pools_gradients and not self.defers_replicate if is_default else bool(options.accumulates_sharded)
+        )
         self.syncs_gradients = True
-        self.ignored = NOTHING  # parameters that are left alone
+        self.ignored = options.ignored  # parameters that are left alone
         self.buffers: BufferSync | None = None  # keeps the model's buffers equal over the ranks
         self.join: Join | None = None  # what ranks without a batch are told
-        self.recomputed: tuple[str, ...] = ()  # names of the modules whose forward is run again in backward ...
-        self.keeps: tuple[str, ...] = ()  # ... and the operators whose outputs are kept in them all the same
+        self.recomputed: tuple[str, ...] = ()  # names of the modules whose forward is run again in backward
         self.slots = SlotPool()
         self.packed = PackedPool()
-        self.gradients = GradientPool(num_gradient_buffers, self._drain_one)
+        self.gradients = GradientPool(options.num_gradient_buffers, self._drain_one)
         offloaded = [group for group in self.groups if group.offload is not None]
         self.transfers = Transfers(offloaded, comms.gather.device) if offloaded else None
         self._forward_orders = forward_orders(self.units)

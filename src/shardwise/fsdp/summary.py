@@ -177,6 +177,7 @@ def summary(model: nn.Module) -> Summary:
     runtime = attach.runtime_of(model, "sw.summary", on_shards=False)
     sharded = [group.layout for group in runtime.groups if group.row.shards_optimizer and group.layout.logical_numel]
     owned = rank_bytes(sharded)
+    policy = runtime.options.recompute
     return Summary(
         units=tuple(_unit(runtime, unit) for unit in runtime.units),
         rank=runtime.comms.control.rank,
@@ -195,7 +196,7 @@ def summary(model: nn.Module) -> Summary:
         buffers=str(runtime.buffers) if runtime.buffers is not None else "not synchronised",
         ignored=tuple(runtime.ignored.parameters),
         recomputed=runtime.recomputed,
-        keeps=runtime.keeps,
+        keeps=tuple(policy.save) if policy is not None else (),
         updated=_update(runtime),
     )
 

@@ -15,9 +15,10 @@ from shardwise.fsdp.api import shard_model
 from shardwise.fsdp.attach import attachment_of
 from shardwise.fsdp.buffers import BufferSync
 from shardwise.fsdp.compile import compile_units
-from shardwise.fsdp.ignore import Ignored, find_ignored
+from shardwise.fsdp.ignore import NOTHING, Ignored, find_ignored
 from shardwise.fsdp.materialize import FromState, Init, Source, fill_buffers, fill_parameters, find_source
 from shardwise.fsdp.notice import tell_once
+from shardwise.fsdp.options import EngineOptions
 from shardwise.fsdp.state import load_full_state_dict
 from shardwise.fsdp.sync import synchronise
 from shardwise.fsdp.wrap import find_units
@@ -26,8 +27,8 @@ from shardwise.recipe.generation import keep_in_step
 from shardwise.spec.errors import PlanError, StateError
 from shardwise.spec.mesh import Mesh
 from shardwise.spec.offload import check_offload
-from shardwise.spec.placement import canonical_name
 from shardwise.spec.plan import ParallelPlan
+from shardwise.spec.strategies import canonical_name
 
 
 def parallelize(
@@ -160,27 +161,27 @@ def apply_plan(
     units = ignored.without(units)
     if plan.compile and comms.control.device.type != "meta":  # a dry run computes nothing
         compile_units(model, units)  # first, so that what is recomputed is the compiled forward
-    runtime = shard_model(
-        model,
-        units,
-        plan.placements,
-        comms,
+    runtime = shard_model(model, units, plan.placements, comms, engine_options(plan, ignored), source=source)
+    runtime.buffers = BufferSync(model, plan.sync_buffers, comms.control, ignored.buffers)
+    if comms.num_ranks > 1:
+        keep_in_step(model)
+
+
+def engine_options(plan: ParallelPlan, ignored: Ignored = NOTHING) -> EngineOptions:
+    """What the plan says to the engine."""
+    return EngineOptions(
         policy=plan.precision,
         quantization=plan.quantization,
         reshard_after_forward=plan.reshard_after_forward,
         granularity=plan.cut_granularity,
         accumulates_sharded=plan.accumulation == "sharded" if plan.accumulation in {"sharded", "unsharded"} else None,
         defers_replicate=plan.accumulation == "defer_replicate",
-        recompute_policy=plan.recompute,
-        source=source,
         num_gradient_buffers=plan.gradient_buffers,
+        recompute=plan.recompute,
         merge_limit=plan.merge_limit,
         ignored=ignored,
         offload=plan.offload,
     )
-    runtime.buffers = BufferSync(model, plan.sync_buffers, comms.control, ignored.buffers)
-    if comms.num_ranks > 1:
-        keep_in_step(model)
 
 
 def _tell_alias(strategy: object) -> None:

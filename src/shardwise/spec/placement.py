@@ -8,7 +8,6 @@ Notation: ``R`` replicated (every rank holds all of it), ``S`` sharded (every ra
 
 from __future__ import annotations
 
-import difflib
 from dataclasses import dataclass
 from enum import StrEnum
 
@@ -21,29 +20,6 @@ class Placement(StrEnum):
     REPLICATE = "replicate"
     SHARD = "shard"
     PARTIAL = "partial"
-
-
-#: What turns one placement into another: the collective, or ``None`` where a rank just keeps its slice.
-MOVES: dict[tuple[Placement, Placement], str | None] = {
-    (Placement.SHARD, Placement.REPLICATE): "all_gather",
-    (Placement.PARTIAL, Placement.SHARD): "reduce_scatter",
-    (Placement.PARTIAL, Placement.REPLICATE): "all_reduce",
-    (Placement.REPLICATE, Placement.SHARD): None,
-}
-
-
-def move(source: Placement, target: Placement) -> str | None:
-    """The collective that turns ``source`` into ``target``; ``None`` where nothing has to be sent.
-
-    Raises:
-        PlacementError: There is no such move (nothing becomes partial, for example).
-    """
-    if source == target:
-        return None
-    if (source, target) not in MOVES:
-        legal = ", ".join(f"{a} -> {b}" for a, b in MOVES)
-        raise PlacementError(f"no move from {source} to {target}.\n  The legal moves are: {legal}.")
-    return MOVES[source, target]
 
 
 @dataclass(frozen=True, slots=True)
@@ -119,12 +95,8 @@ class Placements:
 
     @property
     def gradient_move(self) -> str:
-        """The collective that completes the gradient of a unit."""
-        source = Placement.PARTIAL
-        target = Placement.SHARD if self.shards_optimizer else Placement.REPLICATE
-        kind = move(source, target)
-        assert kind is not None
-        return kind
+        """The collective that completes the gradient of a unit, which is partial before."""
+        return "reduce_scatter" if self.shards_optimizer else "all_reduce"
 
 
 _R, _S, _P = Placement.REPLICATE, Placement.SHARD, Placement.PARTIAL
@@ -141,52 +113,3 @@ PRESETS: dict[str, Placements] = {
     "hybrid_shard_grad_op": Placements(_S, _S, _S, keeps_gathered=True, is_hybrid=True),
     "data_parallel": Placements(_R, _R, _R, is_threaded=True),
 }
-
-#: Other spellings (FSDP1, DeepSpeed, Lightning), by lower-case name.
-ALIASES: dict[str, str] = {
-    "dataparallel": "data_parallel",
-    "no_shard": "ddp",
-    "zero_1": "zero1",
-    "zero-1": "zero1",
-    "zero_2": "zero2",
-    "zero-2": "zero2",
-    "zero_3": "zero3",
-    "zero-3": "zero3",
-    "fsdp": "zero3",
-    "full_shard": "zero3",
-    "hybrid_shard": "hsdp",
-    "_hybrid_shard_zero2": "hybrid_shard_grad_op",
-    "hybrid_shard_zero2": "hybrid_shard_grad_op",
-}
-
-
-def canonical_name(strategy: str) -> str:
-    """The preset's own name for any accepted spelling, in any case.
-
-    Raises:
-        PlacementError: Unknown name; the message suggests the nearest one.
-    """
-    name = strategy.strip().lower()
-    name = ALIASES.get(name, name)
-    if name not in PRESETS:
-        known = [*PRESETS, *ALIASES]
-        near = difflib.get_close_matches(name, known, n=1)
-        hint = f"Did you mean {near[0]!r}? " if near else ""
-        raise PlacementError(f"unknown strategy {strategy!r}.\n  {hint}Known: {', '.join(PRESETS)}.")
-    return name
-
-
-def resolve_strategy(strategy: str | Placements) -> Placements:
-    """The row of a preset name, an alias or a row itself.
-
-    Raises:
-        PlacementError: Unknown name.
-    """
-    if isinstance(strategy, Placements):
-        return strategy
-    if not isinstance(strategy, str):
-        raise PlacementError(
-            f"strategy must be a preset name or sw.Placements(...), got {type(strategy).__name__}.\n"
-            f"  Known presets: {', '.join(PRESETS)}."
-        )
-    return PRESETS[canonical_name(strategy)]

@@ -184,7 +184,7 @@ class ParallelPlan:
     @property
     def placements(self) -> Placements:
         """Where parameters, gradients and optimizer state live."""
-        from shardwise.spec.placement import resolve_strategy  # placement is read only when a strategy is asked for
+        from shardwise.spec.strategies import resolve_strategy  # placement is read only when a strategy is asked for
 
         return resolve_strategy(self.strategy)
 

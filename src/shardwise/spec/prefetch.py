@@ -7,57 +7,19 @@ the order does not expect is inserted where it came. Nothing is taken out by one
 might have skipped it. A model whose paths keep changing makes the order long, and every rank visits all of it: from
 twice the length of the recorded path on the ranks tell each other what they have used, and keep that.
 
-Already in the first step a rank may leave out members of a *chain*, the layers of one list: peers are expected to run
-all of them in order. So a model that drops layers at random (stochastic depth, LayerDrop) has one order from the start.
+Already in the first step a rank may leave out members of a list of layers (``spec.layer_lists``): peers are expected to
+run all of them in order. So a model that drops layers at random (stochastic depth, LayerDrop) has one order from the
+start.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
-from dataclasses import dataclass
+
+from shardwise.spec.layer_lists import LayerList
 
 #: Places that an order may have beyond twice the length of the path that was recorded.
 _SLACK = 8
-
-
-@dataclass(frozen=True)
-class Chain:
-    """Units that follow one another, of which a rank may leave out some.
-
-    Attributes:
-        members: By member, its number and the numbers of the units inside it, in the order in which they are reached.
-        scope: All units inside the module that calls the members.
-    """
-
-    members: tuple[tuple[int, ...], ...]
-    scope: frozenset[int]
-
-    def reversed(self) -> Chain:
-        """The same, as backward goes through it: each member before the units inside it, as in forward."""
-        members = tuple((head, *reversed(inner)) for head, *inner in reversed(self.members))
-        return Chain(members, self.scope)
-
-    def place_of(self, unit: int | None) -> int | None:
-        """Of the member that ``unit`` is, or is inside of."""
-        return next((place for place, member in enumerate(self.members) if unit in member), None)
-
-    def places(self, reached: Collection[int]) -> list[int]:
-        """Of the members that were reached."""
-        return [place for place, (head, *_) in enumerate(self.members) if head in reached]
-
-    def missing(self, unit: int | None, reached: Collection[int], first_place: int | None) -> Sequence[tuple[int, ...]]:
-        """The members behind those that were reached that a peer may run before ``unit`` (``None``: before the end).
-
-        All of them where the chain has been left. Another chain of the same module comes after this one where it begins
-        while this one is further on (``first_place``: where it begins); else the two take turns.
-        """
-        places = self.places(reached)
-        last = places[-1] if places else -1
-        place = self.place_of(unit)
-        if place is not None:
-            return self.members[last + 1 : place]
-        is_left = unit not in self.scope or (first_place is not None and first_place < last)
-        return self.members[last + 1 :] if places and is_left else ()
 
 
 class AgreedOrder:
@@ -68,13 +30,13 @@ class AgreedOrder:
     while a unit is visited it stands behind that unit, as on a rank that runs it.
 
     Args:
-        chains: Units of which any may be left out, those of inner modules first.
+        lists: Lists of layers, of which any may be left out, those of inner modules first.
         has_run: Tells the units that are not left out, though this pass may never reach them: backward does not come to
             every unit that has run.
     """
 
-    def __init__(self, chains: Sequence[Chain] = (), has_run: Callable[[int], bool] | None = None) -> None:
-        self._chains = chains
+    def __init__(self, lists: Sequence[LayerList] = (), has_run: Callable[[int], bool] | None = None) -> None:
+        self._lists = lists
         self._has_run = has_run or (lambda _unit: False)
         self._order: list[int] = []
         self._used_in: list[int] = []  # by place: the pass in which this rank last ran the unit there
@@ -113,7 +75,7 @@ class AgreedOrder:
     def reach(self, unit: int) -> Iterable[int]:
         """Move to the next place of ``unit`` by way of the units that were skipped, in order; the caller visits them.
 
-        A unit that the rest of the order does not hold is inserted here; skipped are then the members of its chain that
+        A unit that the rest of the order does not hold is inserted here; skipped are then the members of its list that
         this rank has left out.
         """
         order, cursor = self._order, self._cursor
@@ -151,11 +113,11 @@ class AgreedOrder:
 
     def _missing(self, unit: int | None, reached: Collection[int]) -> list[int]:
         """Units that the order does not hold and that peers may issue after those ``reached`` and before ``unit``."""
-        own = [chain for chain in self._chains if chain.place_of(unit) is not None]
-        begun = [chain.place_of(unit) for chain in own if not chain.places(reached)]
+        own = [layers for layers in self._lists if layers.place_of(unit) is not None]
+        begun = [layers.place_of(unit) for layers in own if not layers.places(reached)]
         known, missing = set(self._order), []
-        for chain in [*(chain for chain in self._chains if chain not in own), *own]:
-            for member in chain.missing(unit, reached, begun[0] if begun else None):
+        for layers in [*(layers for layers in self._lists if layers not in own), *own]:
+            for member in layers.missing(unit, reached, begun[0] if begun else None):
                 if not (member[0] in known or self._has_run(member[0])):
                     missing += member
                     known.update(member)

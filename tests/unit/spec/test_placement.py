@@ -1,4 +1,4 @@
-"""The table of strategies: its rows, its spellings, its legal moves, and what it refuses."""
+"""The table of strategies: its rows, its spellings, and what it refuses."""
 
 from __future__ import annotations
 
@@ -9,16 +9,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from shardwise.spec.errors import PlacementError
-from shardwise.spec.placement import (
-    ALIASES,
-    MOVES,
-    PRESETS,
-    Placement,
-    Placements,
-    canonical_name,
-    move,
-    resolve_strategy,
-)
+from shardwise.spec.placement import PRESETS, Placement, Placements
+from shardwise.spec.strategies import ALIASES, canonical_name, resolve_strategy
 
 R, P, S = Placement.REPLICATE, Placement.PARTIAL, Placement.SHARD
 
@@ -127,26 +119,3 @@ def test_a_placement_that_is_none_is_refused():
 def test_only_sharded_parameters_can_be_kept_gathered():
     with pytest.raises(PlacementError, match="keeps_gathered=True needs parameter='shard'"):
         Placements(R, R, R, keeps_gathered=True)
-
-
-@pytest.mark.parametrize(
-    ("source", "target", "kind"),
-    [(S, R, "all_gather"), (P, S, "reduce_scatter"), (P, R, "all_reduce"), (R, S, None), (R, R, None), (P, P, None)],
-)
-def test_a_move_names_its_collective(source, target, kind):
-    assert move(source, target) == kind
-
-
-@pytest.mark.parametrize("source", [R, S])
-def test_nothing_becomes_partial(source):
-    with pytest.raises(
-        PlacementError, match=rf"no move from {source} to partial.\n  The legal moves are: shard -> repl"
-    ):
-        move(source, P)
-
-
-def test_moves_compose():
-    """An all-reduce is a reduce-scatter and an all-gather, and every placement reaches the replicated one."""
-    assert move(P, S) is not None
-    assert move(S, R) is not None
-    assert all((source, R) in MOVES for source in (P, S))

@@ -7,7 +7,8 @@ import itertools
 from hypothesis import given
 from hypothesis import strategies as st
 
-from shardwise.spec.prefetch import AgreedOrder, Chain
+from shardwise.spec.layer_lists import LayerList
+from shardwise.spec.prefetch import AgreedOrder
 
 
 def follow(order: AgreedOrder, path: list[int]) -> list[int]:
@@ -200,14 +201,14 @@ def _is_subsequence(part: list[int], whole: list[int]) -> bool:
     return all(unit in rest for unit in part)
 
 
-# -- chains: lists of layers of which a rank may leave out some, from the first pass on
+# -- lists of layers of which a rank may leave out some, from the first pass on
 
 #: 1 calls a list of layers 2 to 5, of which each holds a unit; 10 comes between; 11 calls the layers 12 to 15.
-OUTER = Chain(((2, 6), (3, 7), (4, 8), (5, 9)), frozenset({2, 3, 4, 5, 6, 7, 8, 9}))
-LATER = Chain(((12,), (13,), (14,), (15,)), frozenset({12, 13, 14, 15}))
+OUTER = LayerList(((2, 6), (3, 7), (4, 8), (5, 9)), frozenset({2, 3, 4, 5, 6, 7, 8, 9}))
+LATER = LayerList(((12,), (13,), (14,), (15,)), frozenset({12, 13, 14, 15}))
 WHOLE = [0, 1, 2, 6, 3, 7, 4, 8, 5, 9, 10, 11, 12, 13, 14, 15]
 
-#: Which layers of each chain run, at least one.
+#: Which layers of each list run, at least one.
 SOME = st.lists(st.sampled_from(range(4)), min_size=1, unique=True)
 
 
@@ -239,7 +240,7 @@ def test_backward_need_not_reach_every_layer_that_has_run():
 
 def test_lists_that_take_turns_stay_as_they_are():
     first, second = (
-        Chain(tuple((unit,) for unit in units), frozenset(range(1, 9))) for units in ((1, 2, 3, 4), (5, 6, 7, 8))
+        LayerList(tuple((unit,) for unit in units), frozenset(range(1, 9))) for units in ((1, 2, 3, 4), (5, 6, 7, 8))
     )
     order = AgreedOrder([first, second])
     assert follow(order, [0, 1, 5, 2, 6, 3, 7, 4, 8]) == [0, 1, 5, 2, 6, 3, 7, 4, 8]
@@ -249,7 +250,7 @@ def test_lists_that_take_turns_stay_as_they_are():
 
 def test_lists_of_one_module_that_follow_one_another_do_so():
     first, second = (
-        Chain(tuple((unit,) for unit in units), frozenset(range(1, 9))) for units in ((1, 2, 3, 4), (5, 6, 7, 8))
+        LayerList(tuple((unit,) for unit in units), frozenset(range(1, 9))) for units in ((1, 2, 3, 4), (5, 6, 7, 8))
     )
     for path in ([1, 2, 3, 5, 6, 7, 8], [1, 3, 6, 8], [1, 3, 4, 5]):
         assert follow(AgreedOrder([first, second]), [0, *path]) == list(range(9))

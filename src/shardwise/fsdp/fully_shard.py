@@ -1,0 +1,206 @@
+"""The per-unit building block: what FSDP2 calls ``fully_shard``, one module at a time, children first."""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Iterable, Sequence
+
+import torch
+import torch.distributed as dist
+from torch import nn
+
+from shardwise.comm.axes import Comms
+from shardwise.comm.open import Place
+from shardwise.fsdp import attach, build, optimizer, precision
+from shardwise.fsdp.ignore import find_ignored
+from shardwise.fsdp.in_backward import refuse
+from shardwise.fsdp.offload import choose_units
+from shardwise.fsdp.options import EngineOptions
+from shardwise.fsdp.runtime import Runtime
+from shardwise.fsdp.sync import synchronise
+from shardwise.fsdp.unit import Unit
+from shardwise.spec.errors import MeshError, PlanError, StateError
+from shardwise.spec.offload import OffloadPolicy
+from shardwise.spec.offload import offload_policy as parse_offload
+from shardwise.spec.placement import PRESETS
+from shardwise.spec.plan import check_inner_size
+from shardwise.spec.precision import FULL_PRECISION, PrecisionPolicy
+
+
+def fully_shard(
+    module: nn.Module,
+    *,
+    mesh: dist.ProcessGroup | dist.DeviceMesh | None = None,
+    reshard_after_forward: str | bool | int = "auto",
+    mp_policy: PrecisionPolicy | None = None,
+    offload_policy: OffloadPolicy | str = "none",
+    ignored_params: Iterable[nn.Parameter] | None = None,
+) -> nn.Module:
+    """Make ``module`` a unit of its own, as FSDP2's function of this name: children first, the root last.
+
+    Parameters below ``module`` that earlier calls have made units stay with those; the rest is this unit's. The module
+    keeps its class and gains ``unshard()``, ``reshard()`` and ``set_requires_gradient_sync(bool)``.
+
+    Args:
+        module: Any module with plain dense parameters on one device.
+        mesh: The ranks to shard over: a process group, a ``DeviceMesh``, or ``None`` for the world. A mesh of two
+            dimensions is (replicate, shard): hybrid sharding. The outermost call takes the mesh of those inside.
+        reshard_after_forward: Release the parameters between forward and backward. ``"auto"``: yes, but not for the
+            outermost unit. A number: keep them sharded over so many neighbouring ranks.
+        mp_policy: In which dtypes this unit computes and reduces; ``None``: its own. Units below keep theirs.
+        offload_policy: What of this unit is kept on the host: ``"none"``, ``"cpu"`` or an ``OffloadPolicy``.
+        ignored_params: Parameters that are left alone (``ParallelPlan.ignored``), of other modules too. As with FSDP2,
+            a call for an enclosing module takes them unless they are ignored there as well.
+
+    Returns:
+        ``module`` itself.
+
+    Collective:
+        Compares the values over the ranks and sends rank 0's where they differ. All ranks must call, in one order.
+
+    Raises:
+        MeshError: The mesh cannot be sharded over.
+        PlanError: An argument is not possible here.
+        StateError: A parameter is used both inside a unit made earlier and outside of it (tied weights).
+    """
+    if mp_policy is not None and mp_policy.overrides:
+        raise PlanError(
+            "fully_shard(mp_policy=...) takes the policy of one unit, without overrides.\n"
+            "  Call fully_shard on the modules that differ first, each with its policy; or use sw.parallelize."
+        )
+    children = _units_below(module)
+    inside = {id(parameter) for parameter in module.parameters()}
+    ignored = find_ignored(module, [p for p in ignored_params or () if id(p) in inside])
+    fresh = build.assign_parameters(module, [], ignored)[""]
+    held = {
+        id(shard): (build.name_below(path, unit.name), unit)
+        for path, runtime in children.items()
+        for unit in runtime.units
+        for group in unit.groups
+        for shard in group.shards
+    }
+    own = [entry for entry in fresh if id(entry.parameter) not in held]
+    for entry in fresh:
+        if id(entry.parameter) not in held:
+            continue
+        name, unit = held[id(entry.parameter)]
+        inside = {id(owner.module()) for owner in unit.owners}
+        outside = [use for (user, _, _), use in zip(entry.uses, entry.names, strict=True) if id(user) not in inside]
+        if outside:
+            raise StateError(
+                f"parameter {outside[0]!r} is tied to one of unit {name!r}, which does not cover all its uses.\n"
+                "  Use sw.parallelize(model, plan), which finds the lowest unit that covers them, or do not make that"
+                " module a unit."
+            )
+    build.check_parameters(own)
+    offload = _unit_offload(offload_policy, own)
+    device = next((e.parameter.device for e in fresh), torch.device("cpu"))
+    comms = _comms_for(mesh, device, children.values())
+    if isinstance(reshard_after_forward, int) and not isinstance(reshard_after_forward, bool):
+        check_inner_size(reshard_after_forward, comms.gather.size)
+    synchronise(module, {id(entry.parameter) for entry in own}, comms.control, mode="warn")
+    row = PRESETS["hsdp" if comms.replicate is not None else "zero3"]
+    options = EngineOptions(
+        policy=mp_policy or FULL_PRECISION,
+        reshard_after_forward=reshard_after_forward,
+        accumulates_sharded=True,
+        ignored=ignored,
+        offload=offload,
+    )
+    optimizer.install_checks()
+    policies = precision.Policies(module, options.policy, comms.gather.device)
+    policies.cast_buffers(module)
+    policies.install_casts(module, [])
+    unit = build.make_unit(
+        {"": module}, {"": own}, row, comms, options, policies=policies, is_offloaded=offload is not None
+    )
+    units: dict[str, Unit] = {"": unit}
+    for path, runtime in children.items():
+        runtime.remove()
+        for child in runtime.units:
+            build.rename(child, path)
+            if child is runtime.units[0] and child.reshards_if_nested is not False:
+                child.reshards_after_forward = True
+            units[child.name] = child
+    unit.reshards_if_nested = None if reshard_after_forward == "auto" else unit.reshards_after_forward
+    build.start_runtime(module, build.nest(units), row, comms, options)
+    _add_methods(module)
+    return module
+
+
+def _comms_for(
+    mesh: dist.ProcessGroup | dist.DeviceMesh | None, device: torch.device, children: Iterable[Runtime]
+) -> Comms:
+    """The Comms of units below, or new ones over ``mesh``."""
+    place = Place.of(mesh, device)
+    below = next((runtime.comms for runtime in children), None)
+    if below is None:
+        return place.open(device, is_replicated=isinstance(mesh, dist.DeviceMesh) and mesh.ndim == 2)
+    if mesh is not None and (place.mesh.dp_replicate, place.mesh.dp_shard) != tuple(below.sizes.values()):
+        raise MeshError(
+            f"the mesh is {place.mesh}, but units below lie on {' x '.join(f'{k}={n}' for k, n in below.sizes.items())}"
+            ".\n  Give every call of sw.fully_shard on a model the same mesh."
+        )
+    return below
+
+
+def _unit_offload(given: OffloadPolicy | str, owned: Sequence[build.OwnedParameter]) -> OffloadPolicy | None:
+    """What ``fully_shard(offload_policy=...)`` means for one unit."""
+    policy = parse_offload(given)
+    if policy is None:
+        return None
+    if policy.ratio != 1:
+        raise PlanError(
+            f"fully_shard(offload_policy=...) with ratio={policy.ratio}: a ratio chooses among the units of a model.\n"
+            "  Give the policy to the units that are to be offloaded, or use sw.parallelize."
+        )
+    choose_units({build.ROOT: owned}, PRESETS["zero3"], policy)
+    return policy
+
+
+def _units_below(module: nn.Module) -> dict[str, Runtime]:
+    """The outermost runtimes below ``module``, by path."""
+    if attach.attachment_of(module) is not None:
+        raise StateError(
+            f"{type(module).__name__} is a unit already.\n  Call sw.fully_shard once per module, children first."
+        )
+    found: dict[str, Runtime] = {}
+    for path, child in module.named_modules():
+        attachment = attach.attachment_of(child)
+        if attachment is None or any(path.startswith(f"{other}.") for other in found):
+            continue
+        refuse(attachment.runtime, "sw.fully_shard() of what encloses a trained model")
+        found[path] = attachment.runtime
+    return found
+
+
+def _add_methods(module: nn.Module) -> None:
+    methods = module.__dict__
+    attachment = attach.attachment_of(module)
+    assert attachment is not None
+    methods["unshard"] = _UnitMethod(module, "unshard")
+    methods["reshard"] = _UnitMethod(module, "reshard")
+    methods["set_requires_gradient_sync"] = _UnitMethod(module, "set_requires_gradient_sync")
+
+
+class _UnitMethod(attach.Uncopyable):
+    """A method that ``fully_shard`` adds to a module; it holds the module's attachment by weak reference."""
+
+    def __init__(self, module: nn.Module, name: str) -> None:
+        self._module = weakref.ref(module)
+        self._name = name
+
+    def __call__(self, *args: bool) -> None:
+        module = self._module()
+        attachment = attach.attachment_of(module) if module is not None else None
+        if attachment is None:
+            return
+        runtime, unit = attachment.runtime, attachment.unit
+        if self._name == "unshard":
+            runtime.unshard_now(unit)
+        elif self._name == "reshard":
+            runtime.reshard_now(unit)
+        else:
+            if not args[0]:
+                refuse(runtime, "set_requires_gradient_sync(False)")
+            runtime.syncs_gradients = bool(args[0])
