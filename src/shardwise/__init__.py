@@ -14,6 +14,7 @@ _LAZY = {
     "ParallelPlan": "shardwise.spec.plan",
     "Placements": "shardwise.spec.placement",
     "OffloadPolicy": "shardwise.spec.offload",
+    "PipelinePolicy": "shardwise.spec.schedule",
     "PrecisionPolicy": "shardwise.spec.precision",
     "RecomputePolicy": "shardwise.spec.recompute",
     "bf16_supported": "shardwise.fsdp.precision",
@@ -77,6 +78,7 @@ __all__ = [
     "MeshError",
     "OffloadPolicy",
     "ParallelPlan",
+    "PipelinePolicy",
     "PlacementError",
     "Placements",
     "PlanError",
@@ -161,6 +163,7 @@ if TYPE_CHECKING:
     from shardwise.spec.plan import ParallelPlan
     from shardwise.spec.precision import PrecisionPolicy
     from shardwise.spec.recompute import RecomputePolicy
+    from shardwise.spec.schedule import PipelinePolicy
     from shardwise.spec.wrap import wrap_by_class, wrap_by_name, wrap_by_size
 
 

@@ -16,6 +16,7 @@ from shardwise.spec.offload import OffloadPolicy, offload_policy
 from shardwise.spec.precision import FULL_PRECISION, PrecisionPolicy
 from shardwise.spec.quantize import Quantization
 from shardwise.spec.recompute import RecomputePolicy, recompute_policy
+from shardwise.spec.schedule import PipelinePolicy, pipeline_policy
 from shardwise.spec.wrap import WrapPolicy, wrap_policy
 
 if TYPE_CHECKING:
@@ -73,6 +74,9 @@ class ParallelPlan:
             policy, or a mapping of the fields of ``RecomputePolicy``.
         accumulation: ``"auto"``, ``"sharded"`` (every microbatch is reduced), ``"unsharded"`` (only the last sends), or
             ``"defer_replicate"`` (every microbatch is reduced inside its group, the last also over the groups).
+        pipeline: With ``pp`` of 2 or more: how microbatches go through the stages. ``None`` (1F1B with ``pp``
+            microbatches), the name of a schedule, or a ``PipelinePolicy``, of which files write a mapping of the
+            fields.
         merge_units: Neighbouring units of a ``ModuleList`` or ``Sequential`` travel together up to this many bytes of
             parameters: fewer messages, more memory. ``"auto"``: up to 2 MiB and an eighth of the model
             (``spec.merge``); ``False``: every unit by itself.
@@ -111,6 +115,7 @@ class ParallelPlan:
     offload_policy: str | OffloadPolicy | Mapping[str, Any] = "none"
     activation_checkpointing: str | WrapPolicy | RecomputePolicy | Mapping[str, Any] = "none"
     accumulation: str = "auto"
+    pipeline: PipelinePolicy | Mapping[str, Any] | str | None = None
     merge_units: str | bool | int = "auto"
     gradient_buffers: int = 2
     sync: str = "warn"
@@ -142,6 +147,7 @@ class ParallelPlan:
         self._parse_policies()
         object.__setattr__(self, "ignored", ignored_entries(self.ignored))
         self._check_reshard()
+        self._check_pipeline()
         _ = self.quantization
         object.__setattr__(self, "granularity", resolve_granularity(self.granularity))
         _one_of("accumulation", self.accumulation, ACCUMULATIONS)
@@ -159,6 +165,19 @@ class ParallelPlan:
             policy = parse(getattr(self, name))
             if not isinstance(getattr(self, name), str):
                 object.__setattr__(self, name, policy)
+
+    def _check_pipeline(self) -> None:
+        if self.pipeline is None:
+            return
+        policy = pipeline_policy(self.pipeline)
+        if self.pp == 1:
+            raise PlanError(
+                f"pipeline={policy.schedule!r} with pp=1: one rank has no pipeline to schedule.\n"
+                "  Leave pipeline out, or set pp to 2 or more."
+            )
+        policy.check(self.pp)
+        if not isinstance(self.pipeline, str):
+            object.__setattr__(self, "pipeline", policy)
 
     def _check_compile(self, policy: RecomputePolicy | None) -> None:
         if not isinstance(self.compile, bool):
@@ -217,6 +236,11 @@ class ParallelPlan:
     def recompute(self) -> RecomputePolicy | None:
         """``activation_checkpointing`` as a policy; ``None`` where nothing is recomputed."""
         return recompute_policy(self.activation_checkpointing)
+
+    @property
+    def pipeline_policy(self) -> PipelinePolicy | None:
+        """``pipeline`` as a policy; ``None`` where there is no pipeline."""
+        return pipeline_policy(self.pipeline) if self.pp > 1 else None
 
     @property
     def wrap_policy(self) -> str | WrapPolicy:

@@ -106,6 +106,9 @@ class ParallelSection(Section):
         description="none, full, selective, a wrap policy such as {by_class: [Block]}, or RecomputePolicy's fields",
     )
     accumulation: str = Field("auto", description="auto, sharded, unsharded or defer_replicate")
+    pipeline: str | dict[str, Any] | None = Field(
+        None, description="with pp: gpipe, 1f1b, or the fields of PipelinePolicy such as {num_microbatches: 8}"
+    )
     merge_units: int | bool | Literal["auto"] = Field(
         "auto", description="small units that follow one another travel together up to so many bytes; false: never"
     )

@@ -32,6 +32,7 @@ def test_the_fields_are_those_that_this_version_honours() -> None:
         "offload_policy",
         "activation_checkpointing",
         "accumulation",
+        "pipeline",
         "merge_units",
         "gradient_buffers",
         "sync",

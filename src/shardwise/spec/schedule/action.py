@@ -1,0 +1,142 @@
+"""What a pipeline does, as data: one list of actions for each rank."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Sequence
+from dataclasses import dataclass
+from enum import StrEnum
+
+from shardwise.spec.errors import PlanError
+
+
+class Kind(StrEnum):
+    """What an action is: four computations and four ends of messages."""
+
+    FORWARD = "forward"
+    BACKWARD = "backward"
+    BACKWARD_INPUT = "backward_input"
+    BACKWARD_WEIGHT = "backward_weight"
+    SEND_ACTIVATION = "send_activation"
+    RECEIVE_ACTIVATION = "receive_activation"
+    SEND_GRADIENT = "send_gradient"
+    RECEIVE_GRADIENT = "receive_gradient"
+
+    @property
+    def is_message(self) -> bool:
+        """It is one end of a message."""
+        return self.is_send or self.is_receive
+
+    @property
+    def is_send(self) -> bool:
+        """It is the sender's end of a message."""
+        return self in {Kind.SEND_ACTIVATION, Kind.SEND_GRADIENT}
+
+    @property
+    def is_receive(self) -> bool:
+        """It is the receiver's end of a message."""
+        return self in {Kind.RECEIVE_ACTIVATION, Kind.RECEIVE_GRADIENT}
+
+    @property
+    def gives_input_gradient(self) -> bool:
+        """The stage before can go on with its backward afterwards."""
+        return self in {Kind.BACKWARD, Kind.BACKWARD_INPUT}
+
+
+@dataclass(frozen=True, slots=True)
+class Action:
+    """One action of one rank.
+
+    Attributes:
+        kind: What it is.
+        stage: The (virtual) stage of this rank that computes, that made what is sent, or that takes what is received.
+        microbatch: Which microbatch.
+        peer: The rank at the other end of a message; ``None`` for a computation.
+    """
+
+    kind: Kind
+    stage: int
+    microbatch: int
+    peer: int | None = None
+
+    def __str__(self) -> str:
+        other = {Kind.SEND_ACTIVATION: " to", Kind.SEND_GRADIENT: " to"}.get(self.kind, " from")
+        ends = "" if self.peer is None else f"{other} rank {self.peer}"
+        return f"{self.kind.replace('_', ' ')} of stage {self.stage}, microbatch {self.microbatch}{ends}"
+
+
+@dataclass(frozen=True)
+class Schedule:
+    """The actions of one training step.
+
+    Attributes:
+        name: Which schedule it is.
+        actions: Of each rank, in order.
+        num_microbatches: Microbatches of the step.
+        ranks: The rank of each stage. Stages are numbered in the order of the model's forward.
+
+    Between two stages of one rank nothing is sent: what one made is simply there for the other.
+
+    The order of messages is safe where a send waits until it is received and a receive until it is sent. It is faster
+    to let neither wait: a send is started in its place, a receive is posted in its place and waited for by the
+    computation that takes it. Messages from one rank to another are received in the order in which they are sent.
+    """
+
+    name: str
+    actions: tuple[tuple[Action, ...], ...]
+    num_microbatches: int
+    ranks: tuple[int, ...]
+
+    @property
+    def num_ranks(self) -> int:
+        """Ranks of the pipeline."""
+        return len(self.actions)
+
+    @property
+    def num_stages(self) -> int:
+        """Stages of all ranks together."""
+        return len(self.ranks)
+
+    @property
+    def num_virtual_stages(self) -> int:
+        """Stages of one rank."""
+        return self.num_stages // self.num_ranks
+
+    @functools.cached_property
+    def is_split(self) -> bool:
+        """Backward is in two parts: the gradient of a stage's input first, those of its weights later."""
+        return any(action.kind is Kind.BACKWARD_WEIGHT for actions in self.actions for action in actions)
+
+    def stages(self, rank: int) -> tuple[int, ...]:
+        """The stages of a rank, in the order of forward."""
+        return tuple(stage for stage, owner in enumerate(self.ranks) if owner == rank)
+
+    def computations(self, rank: int) -> tuple[Action, ...]:
+        """What a rank computes, in order, without the messages."""
+        return tuple(action for action in self.actions[rank] if not action.kind.is_message)
+
+
+def looped_ranks(pp: int, num_virtual_stages: int) -> tuple[int, ...]:
+    """Stages go round the ranks: 0, 1, ..., p - 1, and again from rank 0."""
+    return tuple(range(pp)) * num_virtual_stages
+
+
+def folded_ranks(pp: int) -> tuple[int, ...]:
+    """Two stages per rank in the shape of a V: 0, 1, ..., p - 1, and back to 0."""
+    return (*range(pp), *reversed(range(pp)))
+
+
+def check_positive(name: str, value: object, least: int = 1) -> int:
+    """``value``, if it is a whole number of at least ``least``.
+
+    Raises:
+        PlanError: It is not.
+    """
+    if isinstance(value, bool) or not isinstance(value, int) or value < least:
+        raise PlanError(
+            f"{name}={value!r}: expected a whole number of at least {least}.\n  Set {name}={least} or more."
+        )
+    return value
+
+
+Orders = Sequence[Sequence[Action]]

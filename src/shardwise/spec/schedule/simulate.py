@@ -1,0 +1,203 @@
+"""When everything in a schedule happens: a discrete-event simulation."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, fields
+from fractions import Fraction
+from typing import NamedTuple
+
+from shardwise.spec.errors import PlanError
+from shardwise.spec.schedule.action import Action, Kind, Schedule
+
+_SENT_BY = {Kind.RECEIVE_ACTIVATION: Kind.SEND_ACTIVATION, Kind.RECEIVE_GRADIENT: Kind.SEND_GRADIENT}
+
+
+@dataclass(frozen=True)
+class Durations:
+    """How long one (virtual) stage takes for one microbatch, in any unit of time.
+
+    Attributes:
+        forward: A forward.
+        backward_input: The gradient of the stage's input.
+        backward_weight: The gradients of the stage's weights. A whole backward takes this and ``backward_input``.
+        communication: From the end of a computation until what it made is at the next stage's rank. Messages travel
+            while ranks compute.
+
+    Raises:
+        PlanError: A computation takes no time, or communication less than none.
+    """
+
+    forward: Fraction | float = 1
+    backward_input: Fraction | float = 1
+    backward_weight: Fraction | float = 1
+    communication: Fraction | float = 0
+
+    def __post_init__(self) -> None:
+        for name in (field.name for field in fields(self)):
+            given = getattr(self, name)
+            try:
+                value = Fraction(given)
+            except (TypeError, ValueError, OverflowError):
+                value = Fraction(-1)
+            if value < 0 or (value == 0 and name != "communication"):
+                least = "at least 0" if name == "communication" else "above 0"
+                raise PlanError(f"duration {name}={given!r}: expected a number {least}.\n  Set {name}=1.")
+            object.__setattr__(self, name, value)
+
+    def of(self, kind: Kind) -> Fraction:
+        """How long a computation takes."""
+        parts = {
+            Kind.FORWARD: (self.forward,),
+            Kind.BACKWARD: (self.backward_input, self.backward_weight),
+            Kind.BACKWARD_INPUT: (self.backward_input,),
+            Kind.BACKWARD_WEIGHT: (self.backward_weight,),
+        }
+        return sum((Fraction(part) for part in parts[kind]), Fraction())
+
+
+class Span(NamedTuple):
+    """A computation and when it runs."""
+
+    start: Fraction
+    end: Fraction
+    action: Action
+
+
+@dataclass(frozen=True)
+class Timing:
+    """When the computations of each rank run.
+
+    Attributes:
+        spans: Of each rank, in order.
+    """
+
+    spans: tuple[tuple[Span, ...], ...]
+
+    @property
+    def makespan(self) -> Fraction:
+        """When the last rank is done; the first begins at 0."""
+        return max((span.end for spans in self.spans for span in spans), default=Fraction())
+
+    @property
+    def busy(self) -> tuple[Fraction, ...]:
+        """How long each rank computes."""
+        return tuple(sum((span.end - span.start for span in spans), Fraction()) for spans in self.spans)
+
+    @property
+    def bubble(self) -> Fraction:
+        """Idle time over ideal time, the time in which all ranks would be done if none ever waited."""
+        ideal = sum(self.busy, Fraction())
+        return (len(self.spans) * self.makespan - ideal) / ideal
+
+
+def simulate(schedule: Schedule, durations: Durations, *, is_blocking: bool = False) -> Timing:
+    """Run a schedule.
+
+    Args:
+        schedule: With messages or without: a computation waits for what it needs wherever that is made.
+        durations: How long things take.
+        is_blocking: A send waits until its receive is reached and has taken ``communication``, and a receive for its
+            send (rendezvous). Otherwise neither waits; a computation waits until what it takes has arrived.
+
+    Raises:
+        PlanError: The ranks wait for each other in a circle, or for what nobody makes.
+    """
+    return _Run(schedule, durations, is_blocking=is_blocking).timing()
+
+
+class _Run:
+    """Ranks take turns; each goes on until it has to wait for one that is behind."""
+
+    def __init__(self, schedule: Schedule, durations: Durations, *, is_blocking: bool) -> None:
+        self._schedule = schedule
+        self._durations = durations
+        self._is_blocking = is_blocking
+        self._clock = [Fraction() for _ in schedule.actions]
+        self._place = [0 for _ in schedule.actions]
+        self._spans: list[list[Span]] = [[] for _ in schedule.actions]
+        self._made_at: dict[tuple[Kind, int, int], Fraction] = {}
+
+    def timing(self) -> Timing:
+        while True:
+            places = list(self._place)
+            for rank in range(len(self._clock)):
+                while self._advance(rank):
+                    pass
+            if places == self._place:
+                break
+        waiting = [
+            f"rank {rank} at {actions[place]}"
+            for rank, (actions, place) in enumerate(zip(self._schedule.actions, self._place, strict=True))
+            if place < len(actions)
+        ]
+        if waiting:
+            how = "blocking sends" if self._is_blocking else "buffered sends"
+            raise PlanError(
+                f"schedule {self._schedule.name!r} does not end with {how}: ranks wait for each other.\n"
+                f"  They stand at: {'; '.join(waiting)}."
+            )
+        return Timing(tuple(tuple(spans) for spans in self._spans))
+
+    def _advance(self, rank: int) -> bool:
+        actions = self._schedule.actions[rank]
+        if self._place[rank] == len(actions):
+            return False
+        action = actions[self._place[rank]]
+        if action.kind.is_message:
+            return self._pass(rank, action)
+        ready = self._ready(action)
+        if ready is None:
+            return False
+        start = max(self._clock[rank], ready)
+        end = start + self._durations.of(action.kind)
+        self._spans[rank].append(Span(start, end, action))
+        self._made_at[action.kind, action.stage, action.microbatch] = end
+        self._clock[rank] = end
+        self._place[rank] += 1
+        return True
+
+    def _ready(self, action: Action) -> Fraction | None:
+        """When everything that a computation takes is there; ``None``: not known yet."""
+        stage, j = action.stage, action.microbatch
+        if action.kind is Kind.BACKWARD_WEIGHT:
+            return self._made_at.get((Kind.BACKWARD_INPUT, stage, j))
+        is_forward = action.kind is Kind.FORWARD
+        source = stage - 1 if is_forward else stage + 1
+        own = Fraction() if is_forward else self._made_at.get((Kind.FORWARD, stage, j))
+        if own is None or not 0 <= source < self._schedule.num_stages:
+            return own
+        made_at = self._made(source, j, is_forward=is_forward)
+        if made_at is None:
+            return None
+        ranks = self._schedule.ranks
+        travels = ranks[source] != ranks[stage] and not self._is_blocking
+        return max(own, made_at + (Fraction(self._durations.communication) if travels else 0))
+
+    def _made(self, stage: int, microbatch: int, *, is_forward: bool) -> Fraction | None:
+        kinds = (Kind.FORWARD,) if is_forward else (Kind.BACKWARD, Kind.BACKWARD_INPUT)
+        found = [self._made_at[kind, stage, microbatch] for kind in kinds if (kind, stage, microbatch) in self._made_at]
+        return found[0] if found else None
+
+    def _pass(self, rank: int, action: Action) -> bool:
+        """Go past one end of a message; with blocking sends past both, once both ranks are there."""
+        if not self._is_blocking:
+            self._place[rank] += 1
+            return True
+        peer = action.peer
+        assert peer is not None  # a message has two ends
+        theirs = self._schedule.actions[peer]
+        if self._place[peer] == len(theirs) or theirs[self._place[peer]] != _other_end(action, rank):
+            return False
+        done = max(self._clock[rank], self._clock[peer]) + Fraction(self._durations.communication)
+        for end in (rank, peer):
+            self._clock[end] = done
+            self._place[end] += 1
+        return True
+
+
+def _other_end(action: Action, rank: int) -> Action:
+    """What the peer of a message has in its list."""
+    both: Mapping[Kind, Kind] = _SENT_BY | {send: receive for receive, send in _SENT_BY.items()}
+    forward = action.kind in {Kind.SEND_ACTIVATION, Kind.RECEIVE_GRADIENT}
+    return Action(both[action.kind], action.stage + (1 if forward else -1), action.microbatch, rank)
