@@ -54,6 +54,8 @@ def test_t5_is_loaded_from_a_folder_and_learns_the_pairs(tmp_path):
 
 def test_memory_of_the_cnn_falls_in_the_classic_order(tmp_path):
     text = run("mnist_cnn.py", ranks=4, cwd=tmp_path)
+    ddp, one_unit, auto_wrap = (float(found) for found in re.findall(r"peak +([0-9.]+) MB", text))
+    assert ddp > 1.1 * one_unit > 1.1 * 1.1 * auto_wrap
     assert "DDP > FSDP in one unit > FSDP with auto-wrap: True" in text
     assert len(set(losses(text))) == 1  # all three compute the same
 

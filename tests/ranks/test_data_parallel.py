@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import pytest
 import torch
 from torch import Tensor, nn
 
@@ -44,6 +45,34 @@ def train(path):
         x = sample(0, 9, 6, 8)
         assert torch.equal(model.eval()(x), torch.stack([other(chunk) for chunk in x.chunk(2)]).mean())
     return sw.summary(model).placements
+
+
+class Joint(Chain):
+    """Two tensors of a batch, which may have different numbers of rows."""
+
+    def forward(self, x: Tensor, other: Tensor) -> Tensor:
+        return super().forward(x).square().mean() + other.mean()
+
+
+def uneven():
+    """Three samples on two replicas are two and one: their mean is that of the three."""
+    plain, model = Scalar(), sw.parallelize(Scalar(), sw.ParallelPlan(strategy="data_parallel"))
+    x = sample(0, 0, 3, 8) * torch.tensor([[1.0], [1.0], [9.0]])
+    expected, got = plain(x), model(x)
+    expected.backward()
+    got.backward()
+    torch.testing.assert_close(got, expected, rtol=1e-6, atol=0)
+    assert (torch.stack([plain(x[:2]), plain(x[2:])]).mean() - expected).abs() > 0.1  # unweighted
+    for (name, a), b in zip(plain.named_parameters(), model.parameters(), strict=True):
+        torch.testing.assert_close(b.grad, a.grad, rtol=1e-5, atol=1e-6, msg=name)
+    joint = sw.parallelize(Joint(), sw.ParallelPlan(strategy="data_parallel"))
+    joint(x[:2], torch.ones(4))
+    with pytest.raises(sw.StateError, match="do not say how many samples"):
+        joint(x, torch.ones(4))
+
+
+def test_replicas_with_different_numbers_of_samples_count_by_their_samples():
+    run_on_ranks(uneven, 1)
 
 
 def test_a_model_trains_as_replicas_like_one_process_that_runs_the_halves_in_order(tmp_path):

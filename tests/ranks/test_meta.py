@@ -347,6 +347,59 @@ def test_a_parameter_or_buffer_that_stays_empty_is_named(name, said):
     assert said in text
 
 
+class Masked(nn.Module):
+    """A mask that the constructor makes; ``reset_parameters`` sets its first rows to ``value``, if any."""
+
+    def __init__(self, dtype: torch.dtype, num_rows: int, value: float) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.empty(4, 4))
+        self.num_rows, self.value = num_rows, value
+        self.register_buffer("mask", torch.ones(4, 4).tril().to(dtype), persistent=False)
+
+    def reset_parameters(self) -> None:
+        nn.init.ones_(self.weight)
+        self.mask.data[: self.num_rows] = self.value  # by way of data, which tells no version counter
+
+
+INTEGERS = (torch.bool, torch.uint8, torch.int64)
+
+
+def masks_of_every_source() -> dict[str, str]:
+    sources = {
+        "reset": None,
+        "function": lambda module: module.reset_parameters(),
+        "state": {"weight": torch.ones(4, 4)},
+    }
+    found = {}
+    for dtype in (*INTEGERS, torch.float32):
+        for num_rows in (0, 3, 4):
+            for value in (0, 1) if dtype in INTEGERS else (0, float("nan")):
+                for name, init in sources.items():
+                    with torch.device("meta"):
+                        model = Masked(dtype, num_rows, value)
+                    case = f"{name} {dtype} {num_rows} {value}"
+                    try:
+                        sw.parallelize(model, init=init)
+                    except sw.StateError as error:
+                        found[case] = str(error)
+                    else:
+                        assert torch.equal(model.mask, torch.full((4, 4), value, dtype=dtype)) or value != value  # noqa: PLR0124
+                        assert torch.equal(whole(model)["weight"], torch.ones(4, 4))
+                        found[case] = "filled"
+    return found
+
+
+def test_whole_number_and_boolean_buffers_are_filled_or_named():
+    """A causal mask made by the constructor must not become all false; zeros that were written are values."""
+    (found,) = run_on_ranks(masks_of_every_source, 1)
+    assert len(found) == 4 * 3 * 2 * 3
+    for case, what in found.items():
+        if " 4 " in case:
+            assert what == "filled", case
+        else:
+            assert "'mask' is on the meta device and would stay without values" in what, case
+
+
 def test_init_for_a_model_that_has_values_is_refused():
     with pytest.raises(sw.StateError, match="it would do nothing"):
         sw.parallelize(nn.Linear(2, 2), init=fill_with_ones)

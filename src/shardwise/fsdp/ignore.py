@@ -10,6 +10,7 @@ and parts that another library moves.
 ``sw.save``, ``sw.load``                    each rank's own, with optimizer state, where ranks differ (the checkpoint
                                             then loads on as many ranks); once, where all hold the same
 ``sw.clip_grad_norm``, ``sw.summary``       not part of the norm and not scaled; named
+``sw.ExponentialMovingAverage``             not averaged: an evaluation takes the model's own
 ==========================================  ============================================================================
 """
 

@@ -165,7 +165,7 @@ class FromInit(Source):
         torch.set_rng_state(start)
         for module in self._paths:
             self._states[module] = torch.get_rng_state()
-            self._initialised(module)
+            self._check_filled(module)
         if not torch.equal(start, own):
             torch.set_rng_state(own)  # it drew what rank 0 would draw
 
@@ -188,7 +188,29 @@ class FromInit(Source):
             torch.set_rng_state(self._states[module])
             return self._initialised(module)[id(torch_private.buffers_of(module)[name])]
 
-    def _initialised(self, module: nn.Module) -> dict[int, Tensor]:
+    def _check_filled(self, module: nn.Module) -> None:
+        """Initialise ``module`` and keep nothing.
+
+        What was there before must not show: NaN tells for floating point, and where that is no answer the module is
+        initialised once more on another filling, which must give the same.
+
+        Raises:
+            StateError: Elements of a tensor have no values of their own.
+        """
+        held = _meta_tensors(module)
+        first = self._initialised(module)
+        if all(value.is_floating_point() and not value.isnan().any() for value in first.values()):
+            return
+        after = torch.get_rng_state()
+        torch.set_rng_state(self._states[module])
+        second = self._initialised(module, is_second=True)
+        torch.set_rng_state(after)
+        for name, tensor in held.items():
+            one, other = first[id(tensor)], second[id(tensor)]
+            if not bool(((one == other) | (one.isnan() & other.isnan())).all()):
+                raise self._unfilled(module, name)
+
+    def _initialised(self, module: nn.Module, *, is_second: bool = False) -> dict[int, Tensor]:
         """Values of the meta tensors that ``module`` owns, by ``id``; the module itself is left as it was."""
         held = _meta_tensors(module)
         if self._init is _reset and not callable(getattr(module, "reset_parameters", None)):
@@ -198,17 +220,16 @@ class FromInit(Source):
         try:
             for name, tensor in held.items():
                 if isinstance(tensor, nn.Parameter):
-                    parameters[name] = nn.Parameter(_blank(tensor), requires_grad=tensor.requires_grad)
+                    parameters[name] = nn.Parameter(
+                        _blank(tensor, is_second=is_second), requires_grad=tensor.requires_grad
+                    )
                 else:
-                    buffers[name] = _blank(tensor)
+                    buffers[name] = _blank(tensor, is_second=is_second)
             self._init(module)
             values = {name: (parameters if name in parameters else buffers)[name].detach() for name in held}
         finally:
             for name, tensor in held.items():
                 (parameters if name in parameters else buffers)[name] = tensor
-        for name, value in values.items():
-            if _is_blank(value):
-                raise self._unfilled(module, name)
         return {id(held[name]): value for name, value in values.items()}
 
     def _unfilled(self, module: nn.Module, name: str) -> StateError:
@@ -291,18 +312,12 @@ def _meta_tensors(module: nn.Module) -> dict[str, Tensor]:
     return {name: held for table in tables for name, held in table.items() if held is not None and held.is_meta}
 
 
-def _blank(tensor: Tensor) -> Tensor:
-    """Memory whose content says that nobody has written it: NaN, or the smallest integer."""
+def _blank(tensor: Tensor, *, is_second: bool) -> Tensor:
+    """Memory to be written: NaN, or where there is none the smallest value; a second time the largest."""
     blank = torch.empty_like(tensor, device="cpu").detach()
     if tensor.is_floating_point() or tensor.is_complex():
-        return blank.fill_(float("nan"))
-    return blank.fill_(0) if tensor.dtype is torch.bool else blank.fill_(torch.iinfo(tensor.dtype).min)
-
-
-def _is_blank(tensor: Tensor) -> bool:
-    """Some element of a floating-point tensor, or all of an integer one, were not written."""
-    if tensor.numel() == 0 or tensor.dtype is torch.bool:
-        return False
-    if tensor.is_floating_point() or tensor.is_complex():
-        return bool(tensor.isnan().any())
-    return bool((tensor == torch.iinfo(tensor.dtype).min).all())
+        return blank.fill_(0.0 if is_second else float("nan"))
+    if tensor.dtype is torch.bool:
+        return blank.fill_(is_second)
+    bounds = torch.iinfo(tensor.dtype)
+    return blank.fill_(bounds.max if is_second else bounds.min)

@@ -14,7 +14,7 @@ import contextlib
 import dataclasses
 import threading
 import weakref
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -60,15 +60,24 @@ class DataParallel(nn.Module):
             Exception: Whatever a replica raised first, in the order of replicas, with a note that names it.
         """
         parts = scatter((args, kwargs), len(self.devices), self.dim)
-        devices = self.devices[: len(parts)]
-        replicas = replicate(self.module, devices)
-        outputs = _run([_Job(replica, *part) for replica, part in zip(replicas, parts, strict=True)], devices)
-        _keep_buffers(self.module, replicas[0])
-        return gather(outputs, devices[0], self.dim)
+        return gather(_run_parts(self.module, parts, self.devices, lambda replica: replica), self.devices[0], self.dim)
+
+
+def _run_parts(
+    model: nn.Module, parts: Sequence[Any], devices: Sequence[torch.device], call: Callable[[nn.Module], Any]
+) -> list[Any]:
+    """Each part by what ``call`` makes of a replica of its own; the outputs."""
+    devices = devices[: len(parts)]
+    replicas = replicate(model, devices)
+    outputs = _run([_Job(call(replica), *part) for replica, part in zip(replicas, parts, strict=True)], devices)
+    _keep_buffers(model, replicas[0])
+    return outputs
 
 
 def install(model: nn.Module, devices: Devices | None = None) -> None:
-    """Have ``model`` itself, whose parameters the engine holds, run as replicas; scalar outputs are averaged.
+    """Have ``model`` itself, whose parameters the engine holds, run as replicas.
+
+    Outputs without dimensions are averaged over the samples of the replicas, as a mean over the whole batch.
 
     Raises:
         PlanError: As :class:`DataParallel`.
@@ -89,11 +98,8 @@ class _ReplicatedForward(Uncopyable):
         model = self._model()
         assert model is not None
         parts = scatter((args, kwargs), len(self._devices), 0)
-        devices = self._devices[: len(parts)]
-        replicas = replicate(model, devices)
-        outputs = _run([_Job(_Unhooked(each), *part) for each, part in zip(replicas, parts, strict=True)], devices)
-        _keep_buffers(model, replicas[0])
-        return gather(outputs, devices[0], 0, averages=True)
+        outputs = _run_parts(model, parts, self._devices, _Unhooked)
+        return gather(outputs, self._devices[0], 0, samples=_samples(parts))
 
 
 class _Unhooked:
@@ -105,6 +111,14 @@ class _Unhooked:
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         return self._replica.forward(*args, **kwargs)
+
+
+def _samples(parts: Sequence[Any]) -> list[int]:
+    """How many samples each part has; none where its tensors do not agree and the parts are not alike."""
+    sizes = [{tensor.shape[0] for tensor in _tensors(part) if tensor.dim()} for part in parts]
+    if all(each == sizes[0] for each in sizes):
+        return [1] * len(parts)
+    return [each.pop() for each in sizes] if all(len(each) == 1 for each in sizes) else []
 
 
 def _resolve(devices: Devices | None) -> tuple[torch.device, ...]:
@@ -320,11 +334,18 @@ def _part(value: Any, place: int, num_parts: int, count: int, dim: int) -> Any:
     return _rebuilt(value, [_part(item, place, num_parts, count, dim) for item in items])
 
 
-def gather(outputs: Sequence[Any], device: torch.device, dim: int, *, averages: bool = False) -> Any:
+def gather(outputs: Sequence[Any], device: torch.device, dim: int, *, samples: Sequence[int] | None = None) -> Any:
     """The replicas' outputs as one, on ``device``.
 
+    Args:
+        outputs: Of the replicas, in order.
+        device: Where the result is.
+        dim: Along which tensors are joined.
+        samples: Of each replica: numbers without dimensions are averaged over them. ``None`` joins these to a vector.
+
     Raises:
-        StateError: They do not have the same form.
+        StateError: They do not have the same form, or the numbers of samples are needed and not known (``samples`` is
+            empty).
     """
     first = outputs[0]
     if any(type(output) is not type(first) for output in outputs):
@@ -334,10 +355,23 @@ def gather(outputs: Sequence[Any], device: torch.device, dim: int, *, averages: 
         moved = [output.to(device) for output in outputs]
         if first.dim():
             return torch.cat(moved, dim)
-        return torch.stack(moved).mean() if averages else torch.stack(moved)
+        return torch.stack(moved) if samples is None or not first.is_floating_point() else _mean(moved, samples)
     columns = [list(_items(output)) for output in outputs]
     if not columns[0]:
         return first if all(output == first for output in outputs) else list(outputs)
     if len({len(column) for column in columns}) > 1:
         raise StateError("DataParallel: the replicas gave containers of different lengths.\n  Let them give the same.")
-    return _rebuilt(first, [gather(row, device, dim, averages=averages) for row in zip(*columns, strict=True)])
+    return _rebuilt(first, [gather(row, device, dim, samples=samples) for row in zip(*columns, strict=True)])
+
+
+def _mean(values: Sequence[Tensor], samples: Sequence[int]) -> Tensor:
+    if not samples:
+        raise StateError(
+            "DataParallel: the replicas' losses cannot be averaged: the batch is cut unevenly, and its tensors do not"
+            " say how many samples each replica had.\n"
+            "  Give all tensors the same number of samples, or one that the number of devices divides."
+        )
+    stacked = torch.stack(list(values))
+    if len(set(samples)) == 1:
+        return stacked.mean()
+    return (stacked * (stacked.new_tensor(samples) / sum(samples))).sum()

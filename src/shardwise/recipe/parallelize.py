@@ -114,7 +114,8 @@ def check_plan(plan: ParallelPlan) -> None:
 
     Raises:
         PlanError: ``reshard_after_forward`` was given for a strategy that keeps parameters whole, ``quantized_gather``
-            for one that gathers nothing, or ``offload_policy`` asks for shards that it does not have.
+            for one that gathers nothing, units for one that has none, or ``offload_policy`` asks for shards that it
+            does not have.
     """
     if plan.reshard_after_forward != "auto" and not plan.placements.shards_parameters:
         raise PlanError(
@@ -126,6 +127,12 @@ def check_plan(plan: ParallelPlan) -> None:
             f"strategy {plan.strategy!r} runs copies of the model's modules: activation_checkpointing and compile do"
             " not act on them.\n  Leave them out, or use ddp."
         )
+    for name, harmless in (("auto_wrap_policy", ("auto", "none")), ("merge_units", ("auto", False))):
+        if plan.placements.is_threaded and getattr(plan, name) not in harmless:
+            raise PlanError(
+                f"{name}={getattr(plan, name)!r} has no meaning for strategy {plan.strategy!r}: the whole model is one"
+                " unit.\n  Leave it out, or use ddp."
+            )
     if plan.quantized_gather != "none" and not plan.placements.shards_optimizer:
         raise PlanError(
             f"quantized_gather={plan.quantized_gather!r} has no meaning for strategy {plan.strategy!r}: nothing is"

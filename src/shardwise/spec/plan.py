@@ -38,7 +38,7 @@ class ParallelPlan:
 
     Attributes:
         strategy: A preset name or alias in any case (``ddp``, ``zero1``, ``zero2``, ``shard_grad_op``, ``zero3``,
-            ``hsdp``, ``hybrid_shard_grad_op``), or a ``Placements``.
+            ``hsdp``, ``hybrid_shard_grad_op``; ``data_parallel``, replicas in one process), or a ``Placements``.
         dp_replicate: Groups of ranks that each hold the model as the strategy says. Gradients are summed inside each
             group, then over the groups. ``hsdp`` and ``hybrid_shard_grad_op`` with 1 take what ``dp_shard`` leaves of
             the world; where that says nothing either, a group is the ranks of one machine.
@@ -273,8 +273,8 @@ class ParallelPlan:
         replicate, shard = self.dp_replicate, self.dp_shard
         if self.placements.is_threaded and world_size != 1:
             raise PlanError(
-                f"strategy {self.strategy!r} runs replicas in one process, but the world has {world_size}.\n"
-                "  Launch one process, or use ddp, with a process for each device."
+                f"strategy={self.strategy!r} runs replicas in one process, but the world has {world_size}.\n"
+                "  Launch one process (--nproc 1), or use ddp, with a process for each device."
             )
         if self.accumulation == "defer_replicate" and not (self.is_replicated and self.placements.pools_gradients):
             raise PlanError(

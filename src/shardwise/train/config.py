@@ -68,7 +68,9 @@ class ParallelSection(Section):
     """The fields of ``ParallelPlan``."""
 
     strategy: str = Field(
-        "zero3", description="ddp, zero1, zero2, shard_grad_op, zero3, hsdp, hybrid_shard_grad_op, or an alias of these"
+        "zero3",
+        description="ddp, zero1, zero2, shard_grad_op, zero3, hsdp, hybrid_shard_grad_op, data_parallel (with one "
+        "process), or an alias of these",
     )
     dp_replicate: int = Field(
         1, description="groups that each hold the model; for hsdp 1 means what dp_shard leaves, by default the machines"

@@ -73,8 +73,9 @@ def saved_config(path: Path) -> Mapping[str, Any]:
 def check_config(saved: Mapping[str, Any], config: Config) -> list[str]:
     """Compare a run's configuration with the one it is to continue under.
 
-    ``train.steps`` and everything in ``log`` and ``checkpoint`` may differ. The strategy and the cut of the global
-    batch over ranks may too, as checkpoints load on any of them; what changes is returned, to be printed.
+    ``train.steps`` and everything in ``log`` and ``checkpoint`` may differ. The strategy, the cut of the global batch
+    over ranks and whether the optimizer sees flat tensors may too, as checkpoints load on any of them; what changes is
+    returned, to be printed.
 
     Returns:
         One line for each change of ``parallel`` or of the cut of the batch.
@@ -91,7 +92,7 @@ def check_config(saved: Mapping[str, Any], config: Config) -> list[str]:
         table = "\n".join(f"  {key:<{widths[0]}}  {old:<{widths[1]}}  {new}" for key, old, new in rows)
         raise ConfigError(
             f"the configuration is not that of the run:\n{table}\n"
-            "  Only train.steps, log, checkpoint and parallel may differ. Restore the others, or start a new run."
+            f"  Only {', '.join(_FREE)} may differ. Restore the others, or start a new run."
         )
     return [
         f"{key}: {_shown(old)} -> {_shown(new)}"

@@ -179,6 +179,11 @@ def test_batches_are_cut_as_torch_cuts_them_and_along_any_dimension():
         gather([x, (x,)], CPU, 0)
     with pytest.raises(StateError, match="containers of different lengths"):
         gather([[x], [x, x]], CPU, 0)
+    numbers = [torch.tensor(1.0), torch.tensor(4.0)]
+    assert gather(numbers, CPU, 0, samples=[2, 1]) == 2.0
+    assert gather([torch.tensor(3), torch.tensor(1)], CPU, 0, samples=[2, 1]).tolist() == [3, 1]
+    with pytest.raises(StateError, match="do not say how many samples each replica had"):
+        gather(numbers, CPU, 0, samples=[])
 
 
 @DEVICES
@@ -216,5 +221,8 @@ def test_what_cannot_be_is_refused():
         sw.DataParallel(nn.Linear(2, 2, device="meta"), ["cpu"])
     with pytest.raises(PlanError, match="runs replicas in one process, but the world has 2"):
         ParallelPlan(strategy="data_parallel").mesh(2)
+    for field, value in (("auto_wrap_policy", sw.wrap_by_class({nn.Linear})), ("merge_units", 77)):
+        with pytest.raises(PlanError, match=f"(?s){field}=.* has no meaning for strategy 'data_parallel'"):
+            sw.parallelize(nn.Linear(2, 2), ParallelPlan(strategy="data_parallel", **{field: value}))
     with pytest.raises(PlanError, match="activation_checkpointing and compile do not act on them"):
         sw.parallelize(nn.Linear(2, 2), ParallelPlan(strategy="data_parallel", activation_checkpointing="full"))
