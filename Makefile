@@ -36,7 +36,7 @@ demo: $(STAMP) ## train a small GPT with ZeRO-3 on every local device (CPU: two 
 test: $(STAMP) ## everything that needs no GPU, but for the long matrices
 	@$(BIN)/python -m pytest -m 'not gpu and not long' -n $(WORKERS) --dist worksteal
 
-test-all: $(STAMP) ## everything, the long matrices too; GPU tests are skipped with the reason where there is none
+test-all: $(PEERS) ## everything, the long matrices and the peers too; GPU tests are skipped where there is none
 	@$(BIN)/python -m pytest -n $(WORKERS) --dist worksteal
 
 check: $(STAMP) ## format, lint, types, floors and unit tests, in seconds

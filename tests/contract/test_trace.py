@@ -19,7 +19,7 @@ Event = tuple[str, str, int]  # kind, unit, bytes sent by this rank; those recor
 
 
 def build(name):
-    """``even``: every parameter and every slice is full at 1, 2 and 3 ranks, so that nothing is padding."""
+    """``even``: every parameter and every slice is full at 1, 2 and 3 ranks; at 4 a block has 128 elements of padding."""
     if name not in ("even", "merged"):
         return models.build(name)
     torch.manual_seed(0)
@@ -68,14 +68,38 @@ def record_everything(names):
     }
 
 
+WORLDS = (1, 2, 3, pytest.param(4, marks=pytest.mark.long))
+
+
 @functools.cache
 def on_ranks(world):
-    return run_on_ranks(record_everything, world, ("even", "merged", "odd", "frozen"), timeout_s=150)
+    return run_on_ranks(record_everything, world, ("even", "merged", "odd", "frozen"), timeout_s=200)
 
 
-@pytest.mark.parametrize("world", [1, 2, 3])
+def record_some():
+    return {
+        (name, preset, "auto", 1): record(name, preset, "auto", 1)
+        for name, preset in (("even", "ddp"), ("even", "zero3"), ("odd", "zero2"))
+    }
+
+
+@functools.cache
+def some_on_four_ranks():
+    """What of four ranks is not ``long``."""
+    return run_on_ranks(record_some, 4, timeout_s=150)
+
+
+@pytest.mark.parametrize("world", WORLDS)
 def test_the_recorded_collectives_are_the_predicted_ones(world):
-    for rank, results in enumerate(on_ranks(world)):
+    check_predictions(on_ranks(world))
+
+
+def test_the_recorded_collectives_of_four_ranks_are_the_predicted_ones():
+    check_predictions(some_on_four_ranks())
+
+
+def check_predictions(ranks):
+    for rank, results in enumerate(ranks):
         for case, (recorded, predicted) in results.items():
             assert recorded == predicted, f"rank {rank}: {case}"
 
@@ -88,31 +112,59 @@ def record_granularities():
     }
 
 
-@pytest.mark.parametrize("world", [2, 3])
+@pytest.mark.parametrize("world", WORLDS[1:])
 def test_unequal_slices_send_what_is_predicted(world):
-    for rank, results in enumerate(run_on_ranks(record_granularities, world)):
-        for case, (recorded, predicted) in results.items():
-            assert recorded == predicted, f"rank {rank}: {case}"
+    check_predictions(run_on_ranks(record_granularities, world))
 
 
 # -- the table, by hand
 #
-# A block of the even model has 41,088 elements in 6 parameters, the root 3,840 in 3: 164,352 and 15,360 bytes. To
-# gather a unit a rank sends (n-1)/n of that. A gradient buffer has a header of 64 elements (256 bytes) for each of its
-# n slices; an all-reduced one has a single header of 64 n elements and sends 2 (n-1)/n.
+# A block of the even model has 41,088 elements in 6 parameters, the root 3,840 in 3: 164,352 and 15,360 bytes; at 4 ranks
+# a block takes 164,864. To gather a unit a rank sends (n-1)/n of that. A gradient buffer has a header of 64 elements (256
+# bytes) for each of its n slices; an all-reduced one has a single header of 64 n elements and sends 2 (n-1)/n.
 
-BLOCK_BYTES, ROOT_BYTES, HEADER_BYTES = 164_352, 15_360, 256
-GATHER = {1: (0, 0), 2: (82_176, 7_680), 3: (109_568, 10_240)}  # world: block, root
-REDUCE_SCATTER = {1: (0, 0), 2: (82_432, 7_936), 3: (110_080, 10_752)}
-ALL_REDUCE = {1: (0, 0), 2: (164_864, 15_872), 3: (220_160, 21_504)}
+HEADER_BYTES = 256
+BLOCK_BYTES = 164_352
+GATHER = {1: (0, 0), 2: (82_176, 7_680), 3: (109_568, 10_240), 4: (123_648, 11_520)}  # world: block, root
+REDUCE_SCATTER = {1: (0, 0), 2: (82_432, 7_936), 3: (110_080, 10_752), 4: (124_416, 12_288)}
+ALL_REDUCE = {1: (0, 0), 2: (164_864, 15_872), 3: (220_160, 21_504), 4: (248_832, 24_576)}
 
 
-def test_the_numbers_written_out_are_the_closed_form():
-    for n in (1, 2, 3):
-        for place, unit_bytes in enumerate((BLOCK_BYTES, ROOT_BYTES)):
-            assert GATHER[n][place] * n == (n - 1) * unit_bytes
-            assert REDUCE_SCATTER[n][place] * n == (n - 1) * (unit_bytes + n * HEADER_BYTES)
-            assert ALL_REDUCE[n][place] * n == 2 * (n - 1) * (unit_bytes + n * HEADER_BYTES)
+def parameter_bytes() -> dict[str, int]:
+    """Of each unit, counted on the plain model."""
+    model = build("even")
+    blocks = {f"blocks.{i}": sum(p.nbytes for p in block.parameters()) for i, block in enumerate(model.blocks)}
+    return blocks | {"root": sum(p.nbytes for p in model.parameters()) - sum(blocks.values())}
+
+
+@functools.cache
+def unit_bytes(world: int) -> dict[str, int]:
+    """The same with padding: every slice is a multiple of 64 elements."""
+    step = 256 * world
+    return {unit: -(-num_bytes // step) * step for unit, num_bytes in parameter_bytes().items()}
+
+
+def check_closed_form(ranks, world: int) -> None:
+    """Every recorded number is the formula's, from the plain model's parameters alone."""
+    whole = unit_bytes(world)
+    for results in ranks:
+        for (name, preset, *_), (recorded, _) in results.items():
+            for kind, unit, sent, _ in (event for events in recorded for event in events) if name == "even" else ():
+                formula = {
+                    "all_gather": (world - 1) * whole[unit],
+                    "reduce_scatter": (world - 1) * (whole[unit] + world * HEADER_BYTES),
+                    "all_reduce": 2 * (world - 1) * (whole[unit] + world * HEADER_BYTES),
+                }
+                assert sent * world == formula[kind], f"{preset}: {kind} of {unit}"
+
+
+@pytest.mark.parametrize("world", WORLDS)
+def test_the_recorded_bytes_are_the_closed_form_of_the_models_own_parameters(world):
+    check_closed_form(on_ranks(world), world)
+
+
+def test_the_recorded_bytes_of_four_ranks_are_the_closed_form():
+    check_closed_form(some_on_four_ranks(), 4)
 
 
 def gather(unit: str, world: int) -> Event:
@@ -173,9 +225,17 @@ def expected(preset: str, accumulation: str, n: int) -> list[list[Event]]:
     return table["zero2" if preset == "zero1" else preset, accumulation]
 
 
-@pytest.mark.parametrize("world", [1, 2, 3])
+@pytest.mark.parametrize("world", WORLDS)
 def test_every_preset_sends_what_its_row_of_the_table_says(world):
-    for rank, results in enumerate(on_ranks(world)):
+    check_table(on_ranks(world), world)
+
+
+def test_four_ranks_send_what_the_table_says():
+    check_table(some_on_four_ranks(), 4)
+
+
+def check_table(ranks, world):
+    for rank, results in enumerate(ranks):
         for (name, preset, accumulation, _), (recorded, _) in results.items():
             if name == "even":
                 assert {axis for events in recorded for *_, axis in events} <= {"dp_shard"}
@@ -186,7 +246,7 @@ def test_every_preset_sends_what_its_row_of_the_table_says(world):
 P0, P1 = "blocks.0-1", "blocks.2-3"
 
 
-@pytest.mark.parametrize("world", [1, 2, 3])
+@pytest.mark.parametrize("world", [1, 2, 3])  # at 4 a pair needs no padding, and a block does
 def test_blocks_that_travel_in_pairs_send_the_same_gathers_in_half_the_messages(world):
     """Twelve parameters of a pair still fit one header of 64."""
     for results in on_ranks(world):
@@ -208,11 +268,12 @@ def test_blocks_that_travel_in_pairs_send_the_same_gathers_in_half_the_messages(
 @pytest.mark.parametrize("world", [2, 3])
 def test_traffic_of_a_step_is_that_of_the_papers_plus_headers(world):
     """Parameter bytes P: ddp, zero1 and zero2 move 2 (n-1)/n P, shard_grad_op the same, zero3 3 (n-1)/n P."""
-    num_bytes = 5 * BLOCK_BYTES + ROOT_BYTES
-    headers = 6 * (world - 1) * HEADER_BYTES
-    once = num_bytes * (world - 1) // world
-    total = {preset: sum(event[2] for event in expected(preset, "auto", world)[0]) for preset in PRESETS}
-    assert total["ddp"] == 2 * once + 2 * headers
-    assert total["zero1"] == total["zero2"] == total["shard_grad_op"] == 2 * once + headers
-    kept = (BLOCK_BYTES + ROOT_BYTES) * (world - 1) // world  # the root and the last block are gathered once
-    assert total["zero3"] == 3 * once - kept + headers
+    sizes = parameter_bytes()
+    headers = len(sizes) * (world - 1) * HEADER_BYTES
+    once = sum(sizes.values()) * (world - 1) // world
+    kept = (sizes["blocks.4"] + sizes["root"]) * (world - 1) // world  # the root and the last block are gathered once
+    for results in on_ranks(world):
+        total = {preset: sum(event[2] for event in results["even", preset, "auto", 1][0][0]) for preset in PRESETS}
+        assert total["ddp"] == 2 * once + 2 * headers
+        assert total["zero1"] == total["zero2"] == total["shard_grad_op"] == 2 * once + headers
+        assert total["zero3"] == 3 * once - kept + headers

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+import time
 
 import pytest
 import torch
@@ -253,14 +254,26 @@ def diverge_later(stall_s):
     x = sample(rank, 0)
     if rank == 1:
         model.register_forward_pre_hook(lambda m, args: (m.blocks[2](m.blocks[2](args[0])),))
+    start = time.monotonic()
     with pytest.raises(RankDisagreement) as caught:
         model(x).square().mean().backward()
-    return str(caught.value)
+    return str(caught.value), time.monotonic() - start
+
+
+#: Seconds: far above the stall that is allowed in these tests (a busy machine), far below a process group's time-out.
+LIMIT_S = 20.0
 
 
 def test_a_unit_that_one_rank_alone_runs_is_a_disagreement_that_all_ranks_report():
-    for text in run_on_ranks(diverge_later, 2, 0.6):
+    """Rank 1's extra calls begin with block 2, and it is behind by that when rank 0 has come to its last block."""
+    texts = set()
+    for text, seconds in run_on_ranks(diverge_later, 2, 0.6):
         assert "ranks issued different collectives at #" in text
+        assert "\n  rank 0: all_gather of unit 'blocks.4'" in text
+        assert "\n  rank 1: all_gather of unit 'blocks.0'" in text
+        assert seconds < LIMIT_S
+        texts.add(text)
+    assert len(texts) == 1
 
 
 def cross(stall_s):
