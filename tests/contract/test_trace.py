@@ -19,7 +19,7 @@ Event = tuple[str, str, int]  # kind, unit, bytes sent by this rank; those recor
 
 
 def build(name):
-    """``even``: every parameter and every slice is full at 1, 2 and 3 ranks; at 4 a block has 128 elements of padding."""
+    """``even``: every parameter and every slice is full at 1, 2 and 3 ranks; at 4 a block is padded by 128 elements."""
     if name not in ("even", "merged"):
         return models.build(name)
     torch.manual_seed(0)
@@ -119,9 +119,10 @@ def test_unequal_slices_send_what_is_predicted(world):
 
 # -- the table, by hand
 #
-# A block of the even model has 41,088 elements in 6 parameters, the root 3,840 in 3: 164,352 and 15,360 bytes; at 4 ranks
-# a block takes 164,864. To gather a unit a rank sends (n-1)/n of that. A gradient buffer has a header of 64 elements (256
-# bytes) for each of its n slices; an all-reduced one has a single header of 64 n elements and sends 2 (n-1)/n.
+# A block of the even model has 41,088 elements in 6 parameters, the root 3,840 in 3: 164,352 and 15,360 bytes; at 4
+# ranks a block takes 164,864. To gather a unit a rank sends (n-1)/n of that. A gradient buffer has a header of 64
+# elements (256 bytes) for each of its n slices; an all-reduced one has a single header of 64 n elements and sends
+# 2 (n-1)/n.
 
 HEADER_BYTES = 256
 BLOCK_BYTES = 164_352

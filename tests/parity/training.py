@@ -17,6 +17,7 @@ from shardwise.fsdp.clip import grad_norm
 from shardwise.fsdp.flat import states_by_name
 from shardwise.fsdp.optimizer_state import optimizer_extents
 from shardwise.fsdp.state import HeldValues, owned_extents
+from tests.bits import same_bits
 from tests.parity import models
 
 STEPS = 5
@@ -298,7 +299,4 @@ def _unequal_whole(expected: Numbers, numbers: RankNumbers) -> list[str]:
 
 
 def _is_equal(a: Tensor | None, b: Tensor | None) -> bool:
-    """The same bits: -0.0 is not 0.0 here."""
-    if a is None or b is None or a.shape != b.shape or a.dtype != b.dtype:
-        return False
-    return torch.equal(a.view(torch.int32), b.view(torch.int32))
+    return a is not None and b is not None and same_bits(a, b)

@@ -31,6 +31,7 @@ from shardwise.fsdp.optimizer import needed_by
 from shardwise.fsdp.runtime import Runtime
 from shardwise.fsdp.view import memory_order
 from shardwise.spec.granularity import row_numel
+from tests.bits import same_bits
 
 PRESETS = ("ddp", "zero1", "zero2", "shard_grad_op", "zero3")
 SHARDED = ("shard_grad_op", "zero3")
@@ -278,7 +279,7 @@ class _Alone:
             got = self.held[name].grad
             assert (got is None) == (expected.grad is None), f"{place}: gradient of {name}, which is ignored"
             if got is not None:
-                assert torch.equal(got, expected.grad), f"{place}: gradient of {name}, which is ignored"
+                assert same_bits(got, expected.grad), f"{place}: gradient of {name}, which is ignored"
         for each in self.optimizers:
             each.step()
 
@@ -286,19 +287,19 @@ class _Alone:
         """Compare parameters and optimizer state."""
         rank = dist.get_rank()
         for name, expected in self.copies[rank].items():
-            assert torch.equal(self.held[name], expected), f"{place}: {name}, which is ignored"
+            assert same_bits(self.held[name], expected), f"{place}: {name}, which is ignored"
             states = (self.optimizers[rank - 1] if rank else reference).state.get(expected, {})
             got = ours.state.get(self.held[name], {})
             assert states.keys() == got.keys(), f"{place}: state of {name}, which is ignored"
             for key, value in states.items():
-                assert torch.equal(value, got[key]), f"{place}: {key} of {name}, which is ignored"
+                assert same_bits(value, got[key]), f"{place}: {key} of {name}, which is ignored"
         for each in self.optimizers:
             each.zero_grad()
 
 
 def _compare_values(expected: Any, got: Any, where: str) -> None:
     for index, (a, b) in enumerate(zip(_listed(expected), _listed(got), strict=True)):
-        assert torch.equal(a.detach(), b.detach()), f"{where}: value {index} is {b.detach()}, not {a.detach()}"
+        assert same_bits(a.detach(), b.detach()), f"{where}: value {index} is {b.detach()}, not {a.detach()}"
 
 
 def _listed(value: Any) -> list[Tensor]:
@@ -331,7 +332,7 @@ def _compare_gradients(plain: nn.Module, runtime: Runtime, total: dict[str, Tens
         if grad is None:
             assert expected.numel() == 0, f"{where}: {name} has no gradient"
             continue
-        assert torch.equal(memory_order(grad), expected), (
+        assert same_bits(memory_order(grad), expected), (
             f"{where}: gradient of {name} is off by {(memory_order(grad) - expected).abs().max()}"
         )
 
@@ -341,7 +342,7 @@ def _compare_parameters(plain: nn.Module, runtime: Runtime, where: str) -> None:
     for name, group, index in shards_of(runtime):
         expected = held_part(group, index, parameters[name])
         got = memory_order(group.shards[index])
-        assert torch.equal(got, expected), f"{where}: {name} is off by {(got - expected).abs().max()}"
+        assert same_bits(got, expected), f"{where}: {name} is off by {(got - expected).abs().max()}"
 
 
 def _compare_optimizers(
@@ -359,9 +360,9 @@ def _compare_optimizers(
             elif value.shape != parameters[name].shape or torch_private.wrapped_tensors(value):
                 for part, here in _parts(value, got[key]):
                     expected_here = _share(part, here, group, index, reference)
-                    assert torch.equal(here.flatten(), expected_here), f"{where}: {key} of {name}"
+                    assert same_bits(here.flatten(), expected_here), f"{where}: {key} of {name}"
             else:
-                assert torch.equal(memory_order(got[key]), held_part(group, index, value)), f"{where}: {key} of {name}"
+                assert same_bits(memory_order(got[key]), held_part(group, index, value)), f"{where}: {key} of {name}"
 
 
 def _parts(value: Tensor, got: Tensor) -> Iterator[tuple[Tensor, Tensor]]:

@@ -72,7 +72,8 @@ class ParallelPlan:
             every unit; ``"selective"``: every unit, but for what matrix products and attention give; a wrap policy: the
             modules that it names; or a ``RecomputePolicy``. Files write one of the strings, the mapping of a wrap
             policy, or a mapping of the fields of ``RecomputePolicy``.
-        accumulation: ``"auto"``, ``"sharded"`` (every microbatch is reduced), ``"unsharded"`` (only the last sends), or
+        accumulation: ``"auto"``, ``"sharded"`` (every microbatch is reduced, and the means are added in the master's
+            dtype), ``"unsharded"`` (a rank adds its microbatches in ``reduce_dtype``, and only the last sends), or
             ``"defer_replicate"`` (every microbatch is reduced inside its group, the last also over the groups).
         pipeline: With ``pp`` of 2 or more: how microbatches go through the stages. ``None`` (1F1B with ``pp``
             microbatches), the name of a schedule, or a ``PipelinePolicy``, of which files write a mapping of the

@@ -77,6 +77,8 @@ class PrecisionPolicy:
         param_dtype: What parameters are cast to for gathering and computing. ``None``: no cast. ``"auto"``: ``bf16``
             where the device (and on GPUs NCCL) supports it, else ``fp32``.
         reduce_dtype: Of the local gradient buffers, their sums over ranks, and what travels. ``None``: the master's.
+            Microbatches that a rank adds up before it sends (``accumulation="unsharded"``) are added in it too; means
+            that have been reduced (``"sharded"``) are added in the master's dtype.
         output_dtype: What floating-point outputs of the root are cast to. ``None``: no cast.
         buffer_dtype: What floating-point buffers are cast to, once. ``None``: no cast.
         cast_forward_inputs: Cast floating-point inputs of every unit to ``param_dtype``.
