@@ -9,6 +9,7 @@ from torch import nn
 
 from shardwise.comm.dtype import dtype_name
 from shardwise.fsdp import attach
+from shardwise.fsdp.gradient import EAGER_NUMEL
 from shardwise.fsdp.runtime import Runtime
 from shardwise.fsdp.unit import Unit
 from shardwise.spec.buffers import held_bytes, sync_trace
@@ -17,6 +18,7 @@ from shardwise.spec.footprint import Footprint, GroupShape, Replicas, footprint
 from shardwise.spec.granularity import ELEMENT
 from shardwise.spec.layout import rank_bytes
 from shardwise.spec.trace import Collective, UnitShape, step_trace
+from shardwise.spec.waiting import Activations, backward_bytes
 
 
 @dataclass(frozen=True)
@@ -238,6 +240,22 @@ def group_shapes(runtime: Runtime) -> list[GroupShape]:
     ]
 
 
+def unit_shapes(runtime: Runtime) -> dict[int, UnitShape]:
+    """... and of every unit, by number."""
+    shapes: dict[int, list[GroupShape]] = {}
+    for shape in group_shapes(runtime):
+        shapes.setdefault(shape.unit, []).append(shape)
+    return {
+        unit.index: UnitShape(unit.name, unit.family, shapes.get(unit.index, []), unit.recomputed_in)
+        for unit in runtime.units
+    }
+
+
+def predict_activations(runtime: Runtime, activations: Activations) -> int:
+    """What is held at the peak besides :func:`predict`'s bytes, gradients that wait for their unit included."""
+    return backward_bytes(activations, unit_shapes(runtime).values(), eager_numel=EAGER_NUMEL)
+
+
 def predict(runtime: Runtime, *, optimizer_tensors: int = 2) -> Footprint:
     """The closed-form bytes of this rank, from the layouts alone."""
     held = footprint(
@@ -271,18 +289,12 @@ def predict_trace(
     runtime: Runtime, *, is_synchronising: bool = True, is_first_of_window: bool = True
 ) -> list[Collective]:
     """The collectives of the next step on this rank, from the layouts and the recorded order alone."""
-    shapes: dict[int, list[GroupShape]] = {}
-    for shape in group_shapes(runtime):
-        shapes.setdefault(shape.unit, []).append(shape)
     is_due = is_first_of_window and runtime.buffers is not None and runtime.buffers.is_due
     messages = runtime.buffers.messages() if is_due and runtime.buffers is not None else []
     control = runtime.comms.control
     before = sync_trace(messages, rank=control.rank, size=control.size, axis=control.axis)
     return before + step_trace(
-        {
-            unit.index: UnitShape(unit.name, unit.family, shapes.get(unit.index, []), unit.recomputed_in)
-            for unit in runtime.units
-        },
+        unit_shapes(runtime),
         rank=runtime.comms.gather.rank,
         forward_order=runtime.forward_order.units or [unit.index for unit in runtime.units],
         backward_order=runtime.backward_order.units,

@@ -60,6 +60,10 @@ class StorageCount(TorchDispatchMode):
             self.live_bytes += size - (known or 0)
             self.peak_bytes = max(self.peak_bytes, self.live_bytes)
 
+    def begin_peak(self) -> None:
+        """Forget the peak so far."""
+        self.peak_bytes = self.live_bytes
+
     def forget(self) -> None:
         """Stop watching storages."""
         for watch in self._watches.values():

@@ -307,26 +307,6 @@ def _updated_numels(group: GroupShape, rank: int) -> list[int]:
     return empty + [span.numel for span in flat_ranges(held, group.flat_kinds)]
 
 
-def waiting_bytes(groups: Sequence[GroupShape], *, eager_numel: int) -> int:
-    """The most bytes of gradients that wait, as autograd made them, for the boundary of their unit.
-
-    A gradient of at least ``eager_numel`` elements is moved into the flat buffer at once; smaller ones wait until
-    backward leaves the unit. They are gone at the end of backward, and while activations are at their peak few of them
-    exist: they come on top of :class:`Footprint` only where activations are small.
-    """
-    waiting: dict[int, int] = {}
-    depths = {group.unit: group.depth for group in groups}
-    for group in groups:
-        if group.is_trainable:
-            small = sum(param.numel for param in group.layout.params if param.numel < eager_numel)
-            waiting[group.unit] = waiting.get(group.unit, 0) + group.gather_item_bytes * small
-    # Units of one depth follow one another; those that enclose them wait as well.
-    return sum(
-        max((num_bytes for unit, num_bytes in waiting.items() if depths[unit] == depth), default=0)
-        for depth in set(depths.values())
-    )
-
-
 def gathered_bytes(groups: Sequence[GroupShape], rank: int = 0) -> int:
     """Bytes of the slots: dealt out in turn, ``SLOTS_PER_CLASS`` for each (depth, size class, dtype, trainable).
 

@@ -1,14 +1,15 @@
 """The peak of tensor bytes on this rank, said before the first step.
 
 What the engine holds follows from its layout (``sw.summary(model).footprint``). Activations are found by running one
-microbatch forward and backward on fake tensors, where nothing is computed and nothing allocated, and taking the peak of
-what would be held. A gradient is let go of as soon as it is complete: the engine's part counts it.
+microbatch forward and backward on fake tensors, where nothing is computed and nothing allocated, and following what
+would be held. A gradient is let go of as soon as it is complete: the engine's part counts it, and ``spec.waiting`` those
+that wait for the end of their unit's backward.
 """
 
 from __future__ import annotations
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 
 # Fake tensors are documented (docs.pytorch.org/docs/stable/torch.compiler_fake_tensor.html) but have no public name.
 # Plain meta tensors will not do: attention chooses another kernel for them, which saves other tensors.
@@ -17,7 +18,9 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from shardwise.fsdp import attach, recompute, summary
 from shardwise.fsdp.average import ExponentialMovingAverage
 from shardwise.fsdp.wrap import find_units
+from shardwise.recipe.activations import measure_activations
 from shardwise.recipe.storage import StorageCount
+from shardwise.spec.waiting import Activations
 from shardwise.train.build import build_model, loss_of
 from shardwise.train.check import Resolved
 from shardwise.train.control import Control
@@ -34,25 +37,23 @@ def predict(
 
     What is offloaded (``host``) is in the peak only where device and host are one.
 
-    Small gradients that wait for the end of their unit's backward (``spec.footprint.waiting_bytes``) are not in it: by
-    then most activations are gone. With very short sequences the real peak lies a few percent above.
-
     Collective:
         One all-gather of small JSON.
     """
     section = resolved.config.optimizer
     num_states = int(bool(section.momentum)) if section.name == "sgd" else 2
-    held = summary.predict(attach.runtime_of(model, "predict"), optimizer_tensors=num_states).as_dict()
+    runtime = attach.runtime_of(model, "predict")
+    held = summary.predict(runtime, optimizer_tensors=num_states).as_dict()
     if average is not None:
         held["average"] = average.num_bytes
-    activations = activation_bytes(resolved, device)
+    activations = measure(resolved, device)
     if activations is not None:
-        held["activations"] = activations
+        held["activations"] = summary.predict_activations(runtime, activations)
     return max(control.all_json(held), key=lambda rank_held: sum(rank_held.values()))
 
 
-def activation_bytes(resolved: Resolved, device: torch.device) -> int | None:
-    """Peak bytes of activations and passing values of one microbatch; ``None`` where the model cannot run so."""
+def measure(resolved: Resolved, device: torch.device) -> Activations | None:
+    """Activations and passing values of one microbatch; ``None`` where the model cannot run so."""
     generator = torch.get_rng_state()
     try:
         with FakeTensorMode():
@@ -63,21 +64,18 @@ def activation_bytes(resolved: Resolved, device: torch.device) -> int | None:
         torch.set_rng_state(generator)
 
 
-def _measure(model: nn.Module, resolved: Resolved, device: torch.device) -> int:
+def _measure(model: nn.Module, resolved: Resolved, device: torch.device) -> Activations:
     count = StorageCount(device.type)
     recompute.install(model, find_units(model, resolved.plan.wrap_policy), resolved.plan.recompute)
-    for parameter in model.parameters():
-        parameter.register_post_accumulate_grad_hook(_let_go)
     for tensor in [*model.parameters(), *model.buffers()]:
         count.see(tensor)
-    held_bytes = count.live_bytes
     shape = (resolved.batch.micro, resolved.config.data.seq_len or 1)
-    with count:
+
+    def forward_and_backward() -> None:
         inputs_BT, targets_BT = (torch.zeros(shape, dtype=torch.int64, device=device) for _ in range(2))
         (loss_of(resolved.config)(model, inputs_BT, targets_BT) / 1).backward()
+
+    with count:
+        activations = measure_activations(model, count, forward_and_backward)
     count.forget()
-    return count.peak_bytes - held_bytes
-
-
-def _let_go(parameter: Tensor) -> None:
-    parameter.grad = None
+    return activations

@@ -15,7 +15,6 @@ from shardwise.spec.footprint import (
     gathered_bytes,
     reduce_bytes,
     size_class,
-    waiting_bytes,
 )
 from shardwise.spec.granularity import TENSOR
 from shardwise.spec.layout import GroupLayout, ParamSpec
@@ -193,14 +192,6 @@ def test_a_size_class_is_at_most_an_eighth_larger(numel):
     rounded = size_class(numel)
     assert numel <= rounded <= numel * 9 / 8
     assert size_class(rounded) == rounded
-
-
-def test_small_gradients_wait_for_their_unit():
-    groups = model("zero3", 2)
-    assert waiting_bytes(groups, eager_numel=1 << 30) == 4 * (BLOCK + ROOT)
-    assert waiting_bytes(groups, eager_numel=BLOCK) == 4 * ROOT
-    assert waiting_bytes(groups, eager_numel=1) == 0
-    assert waiting_bytes(model("zero3", 2, frozen=(0,)), eager_numel=1 << 30) == 4 * BLOCK
 
 
 def test_a_footprint_adds_up_and_shows_its_categories():

@@ -52,10 +52,6 @@ class TensorCount(StorageCount):
             return
         super().see(tensor)
 
-    def begin_peak(self) -> None:
-        """Forget the peak so far."""
-        self.peak_bytes = self.live_bytes
-
     def _resized(self, storage: torch.UntypedStorage) -> None:
         if storage.device.type == self.device_type:
             self.see(torch.empty(0, dtype=torch.uint8, device=storage.device).set_(storage))

@@ -29,7 +29,10 @@ from torch import Tensor
 import shardwise as sw
 from shardwise.comm.launch import init_process_group, read_world, shutdown
 from shardwise.comm.process import die_with_parent
+from shardwise.fsdp import attach, summary
+from shardwise.recipe.activations import measure_activations
 from shardwise.spec.errors import ShardwiseError
+from shardwise.spec.waiting import Activations
 from shardwise.train.compare import deepspeed
 from shardwise.train.compare.case import WARM_UP_STEPS
 from shardwise.train.compare.count import TensorCount
@@ -102,8 +105,7 @@ class Process:
         self.engine = None
         gc.collect()
         result: dict[str, Any] = {"collectives": None, "predicted": None, "activation_bytes": None}
-        if self.entrant.engine == OURS:
-            result["activation_bytes"] = self._activation_bytes()
+        activations = self._activations() if self.entrant.engine == OURS else None
         if self.device.type == "cuda":
             torch.cuda.empty_cache()
         with TensorCount("cpu") if self.device.type == "cpu" else contextlib.nullcontext() as count:
@@ -123,6 +125,9 @@ class Process:
                 count.forget()
         if self.entrant.engine == OURS:
             result |= self._of_ours(engine)
+            if activations is not None:
+                runtime = attach.runtime_of(engine.model, "compare")
+                result["activation_bytes"] = summary.predict_activations(runtime, activations)
         del engine
         gc.collect()
         if self.entrant.engine == SINGLE:
@@ -171,21 +176,18 @@ class Process:
             entry["sent_bytes"] += event.sent_bytes
         return {"collectives": sent, "predicted": sw.summary(engine.model).footprint.as_dict()}
 
-    def _activation_bytes(self) -> int | None:
-        """The peak of what forward and backward of the plain model hold beside parameters and gradients."""
+    def _activations(self) -> Activations | None:
+        """What forward and backward of the plain model hold beside parameters and gradients."""
         if self.device.type != "cpu":
             return None
         with TensorCount("cpu") as count:
             model = self.workload.model()
             model.train()
-            for parameter in model.parameters():
-                parameter.register_post_accumulate_grad_hook(_let_go)
-            count.begin_peak()
-            held = count.live_bytes
-            self.workload.loss(model, *self.batches[0]).backward()
-            peak = count.peak_bytes
+            activations = measure_activations(
+                model, count, lambda: self.workload.loss(model, *self.batches[0]).backward()
+            )
             count.forget()
-        return peak - held
+        return activations
 
     def _one_process(self) -> list[list[float]]:
         """Losses by step and rank of one process that takes every rank's batch."""
@@ -205,10 +207,6 @@ def _load_what_is_loaded_late(device: torch.device) -> None:
         layer(torch.ones(2, 8, device=device)), torch.zeros(2, 8, device=device)
     ).backward()
     optimizer.step()
-
-
-def _let_go(parameter: Tensor) -> None:
-    parameter.grad = None
 
 
 def _status_bytes(name: str) -> int:
