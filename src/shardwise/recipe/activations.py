@@ -11,9 +11,7 @@ from shardwise.recipe.storage import StorageCount
 from shardwise.spec.waiting import Activations
 
 
-def measure_activations(
-    model: nn.Module, count: StorageCount, forward_and_backward: Callable[[], None]
-) -> Activations:
+def measure_activations(model: nn.Module, count: StorageCount, forward_and_backward: Callable[[], None]) -> Activations:
     """Run ``forward_and_backward`` of a plain ``model`` under ``count``, letting go of each gradient once it is there.
 
     Args:

@@ -1,13 +1,13 @@
 """The most that a backward holds beside what the engine keeps: activations, and gradients that wait.
 
-A gradient of at least ``eager_numel`` elements is moved into the flat buffer, and freed, as soon as it is there. Smaller
-ones wait, as autograd made them, until backward leaves their unit, those of the root until its end. Meanwhile
+A gradient of at least ``eager_numel`` elements is moved into the flat buffer, and freed, as soon as it is there.
+Smaller ones wait, as autograd made them, until backward leaves their unit, those of the root until its end. Meanwhile
 activations become fewer. So neither the activations' own peak nor the sum of both maxima is the peak: with a(t) bytes
 of activations and w(t) bytes that wait, it is the largest a(t) + w(t).
 
-a(t) is that of the plain model, which every strategy runs alike: :class:`Activations` has its peak between one gradient
-and the next. w(t) follows from shapes: it grows by each small gradient and falls by a whole unit's. (Where L equal units
-of w bytes are all there is, a falls from A in L equal parts, and the peak is the larger of A and A (L - 1) / L + w.)
+a(t) is that of the plain model, which every strategy runs alike: :class:`Activations` has its peak between one
+gradient and the next. w(t) follows from shapes: it grows by each small gradient and falls by a whole unit's. (Where L
+equal units of w bytes are all there is, a falls from A in L equal parts: the larger of A and A (L - 1) / L + w.)
 """
 
 from __future__ import annotations

@@ -2,8 +2,8 @@
 
 What the engine holds follows from its layout (``sw.summary(model).footprint``). Activations are found by running one
 microbatch forward and backward on fake tensors, where nothing is computed and nothing allocated, and following what
-would be held. A gradient is let go of as soon as it is complete: the engine's part counts it, and ``spec.waiting`` those
-that wait for the end of their unit's backward.
+would be held. A gradient is let go of as soon as it is complete: the engine's part counts it, and ``spec.waiting``
+those that wait for the end of their unit's backward.
 """
 
 from __future__ import annotations
