@@ -100,7 +100,7 @@ def train_without_gathering_for_backward() -> RankNumbers:
 
     def skip_in_backward(group, comm):
         runtime = group.unit.runtime()
-        return Done() if runtime._in_backward else gather(group, comm)
+        return Done() if runtime.is_in_backward else gather(group, comm)
 
     with mock.patch.object(Group, "gather", skip_in_backward):
         return train_ranks("gpt", "zero3", VARIANTS[0])

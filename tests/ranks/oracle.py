@@ -78,7 +78,7 @@ class Trained:
 
     @property
     def num_healed(self) -> int:
-        return self.runtime._saved.num_healed
+        return self.runtime.saved.num_healed
 
 
 def compare(
@@ -150,7 +150,7 @@ def compare(
     for share in shares:
         share()
     if not heals:
-        assert runtime._saved.num_healed == 0, f"{where}: {runtime._saved.num_healed} saved tensors had lost their data"
+        assert runtime.saved.num_healed == 0, f"{where}: {runtime.saved.num_healed} saved tensors had lost their data"
     return Trained(model, copies[rank], ours, runtime)
 
 

@@ -331,7 +331,7 @@ def come_back(strategy):
     seen = []
 
     def back(_grad):
-        assert unit.updated_in == runtime._generation
+        assert unit.updated_in == runtime.generation
         seen.append(unit.name)
         runtime.heal(unit)
 

@@ -145,7 +145,7 @@ def stop_early():
         assert not any(unit.frames or unit.replays for unit in trained.runtime.units)
         with torch.no_grad():  # what follows is not taken for a recomputation
             trained.model(sample(0, 9))
-        assert trained.runtime._num_frames == 0
+        assert trained.runtime.num_frames == 0
 
 
 def test_a_recomputation_that_stops_early_leaves_no_frame_behind():

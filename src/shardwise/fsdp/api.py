@@ -10,7 +10,7 @@ from torch import Tensor, nn
 
 from shardwise.comm.axes import Comms
 from shardwise.comm.base import CollectiveEvent
-from shardwise.fsdp import attach, batch_norm, build, optimizer, precision, recompute
+from shardwise.fsdp import attach, batch_norm, build, optimizer, precision, recompute, start
 from shardwise.fsdp.in_backward import refuse
 from shardwise.fsdp.materialize import Source, fill_parameters
 from shardwise.fsdp.offload import choose_units
@@ -82,7 +82,7 @@ def shard_model(
         )
         units[names[0]].recomputed_in = recompute.enclosing(names[0], recomputed)
     _check_quantization(units.values(), options.quantization)
-    runtime = build.start_runtime(model, build.nest(units), row, comms, options)
+    runtime = start.start_runtime(model, start.nest(units), row, comms, options)
     runtime.recomputed = recomputed
     return runtime
 

@@ -1,8 +1,7 @@
-"""From a plain module to units: who owns which parameter, the groups, the runtime."""
+"""From a plain module to units: who owns which parameter, and the groups."""
 
 from __future__ import annotations
 
-import dataclasses
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 
@@ -14,11 +13,9 @@ from shardwise.comm.dtype import dtype_name
 from shardwise.fsdp import attach, torch_private
 from shardwise.fsdp.frozen import FrozenGroup, is_quantizable
 from shardwise.fsdp.group import Group
-from shardwise.fsdp.guard import install_guards
 from shardwise.fsdp.ignore import NOTHING, Ignored
 from shardwise.fsdp.options import EngineOptions
 from shardwise.fsdp.precision import Policies
-from shardwise.fsdp.runtime import Runtime
 from shardwise.fsdp.unit import Owner, Unit
 from shardwise.fsdp.view import is_dense
 from shardwise.fsdp.wrap import chain_of
@@ -71,13 +68,14 @@ def assign_parameters(
         covering = [
             name
             for name in units
-            if all(any(_is_below(path, place) for place in places[name]) for _, path, _ in entry.uses)
+            if all(any(is_below(path, place) for place in places[name]) for _, path, _ in entry.uses)
         ]
         result[covering[-1] if covering else ""].append(entry)
     return result
 
 
-def _is_below(path: str, unit: str) -> bool:
+def is_below(path: str, unit: str) -> bool:
+    """``path`` is that of the unit, or of a module in it."""
     return path == unit or path.startswith(f"{unit}.")
 
 
@@ -228,7 +226,7 @@ def merge_units(
         limit = default_limit(sum(num_bytes.values()))
     found = []
     for name in units:
-        holds_units = any(other != name and _is_below(other, name) for other in units)
+        holds_units = any(other != name and is_below(other, name) for other in units)
         kind = frozenset(_kind(entry, policies, quantization) for entry in owned[name])
         found.append(Mergeable(name, None if holds_units else chain_of(root, name), kind, num_bytes[name]))
     return [("",), *merge(found, limit)]
@@ -263,57 +261,3 @@ def _spec(entry: OwnedParameter, dtype: torch.dtype) -> ParamSpec:
         aliases=tuple(entry.names[1:]),
         slice=slice_of(parameter),
     )
-
-
-def link_fulls(unit: Unit) -> None:
-    """Tell the unit's modules which full parameters replace their shards (after the slots were dealt out)."""
-    by_shard = {id(shard): full for group in unit.groups for shard, full in zip(group.shards, group.fulls, strict=True)}
-    for owner in unit.owners:
-        owner.fulls = {attribute: by_shard[id(shard)] for attribute, shard in owner.shards.items()}
-
-
-def start_runtime(
-    root: nn.Module, units: Sequence[Unit], row: Placements, comms: Comms, options: EngineOptions
-) -> Runtime:
-    """Make the runtime of ``units`` (the root first), and attach it to their modules."""
-    runtime = Runtime(units, row, comms, options)
-    for unit in units:
-        link_fulls(unit)
-        for member in unit.members:
-            module = member.module()
-            assert module is not None
-            attach.attach_runtime(module, runtime, unit)
-    install_guards(root, runtime)
-    return runtime
-
-
-def name_below(prefix: str, name: str) -> str:
-    """The name, seen from the root, of a unit that has ``name`` in the model at ``prefix``."""
-    return prefix if name == ROOT else f"{prefix}.{name}"
-
-
-def rename(unit: Unit, prefix: str) -> None:
-    """Put ``prefix`` before the names of a unit that was built as the root of its own model."""
-    unit.name = name_below(prefix, unit.name)
-    for group in unit.groups:
-        params = tuple(
-            dataclasses.replace(
-                spec, name=f"{prefix}.{spec.name}", aliases=tuple(f"{prefix}.{alias}" for alias in spec.aliases)
-            )
-            for spec in group.layout.params
-        )
-        group.relabel(dataclasses.replace(group.layout, params=params))
-    for named in (*unit.members, *unit.owners):
-        named.path = f"{prefix}.{named.path}" if named.path else prefix
-
-
-def nest(units: Mapping[str, Unit]) -> list[Unit]:
-    """Set every unit's parent from the paths; returns them outermost first, in order of registration."""
-    for path, unit in units.items():
-        if path == "":
-            unit.parent = None
-            continue
-        above = [other for other in units if other != path and (other == "" or _is_below(path, other))]
-        unit.parent = units[max(above, key=len)]
-    root = [unit for path, unit in units.items() if path == ""]
-    return root + [unit for path, unit in units.items() if path != ""]

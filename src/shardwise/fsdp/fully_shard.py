@@ -11,7 +11,7 @@ from torch import nn
 
 from shardwise.comm.axes import Comms
 from shardwise.comm.open import Place
-from shardwise.fsdp import attach, build, optimizer, precision
+from shardwise.fsdp import attach, build, optimizer, precision, start
 from shardwise.fsdp.ignore import find_ignored
 from shardwise.fsdp.in_backward import refuse
 from shardwise.fsdp.offload import choose_units
@@ -73,7 +73,7 @@ def fully_shard(
     ignored = find_ignored(module, [p for p in ignored_params or () if id(p) in inside])
     fresh = build.assign_parameters(module, [], ignored)[""]
     held = {
-        id(shard): (build.name_below(path, unit.name), unit)
+        id(shard): (start.name_below(path, unit.name), unit)
         for path, runtime in children.items()
         for unit in runtime.units
         for group in unit.groups
@@ -118,12 +118,12 @@ def fully_shard(
     for path, runtime in children.items():
         runtime.remove()
         for child in runtime.units:
-            build.rename(child, path)
+            start.rename(child, path)
             if child is runtime.units[0] and child.reshards_if_nested is not False:
                 child.reshards_after_forward = True
             units[child.name] = child
     unit.reshards_if_nested = None if reshard_after_forward == "auto" else unit.reshards_after_forward
-    build.start_runtime(module, build.nest(units), row, comms, options)
+    start.start_runtime(module, start.nest(units), row, comms, options)
     _add_methods(module)
     return module
 

@@ -19,7 +19,7 @@ import torch
 from torch import Tensor, nn
 
 from shardwise.comm.control import all_gather_json
-from shardwise.fsdp import attach, batch_norm
+from shardwise.fsdp import attach, batch_norm, debug, mishaps
 from shardwise.fsdp.clip import clip_grad_norm
 from shardwise.spec.errors import CommError, RankDisagreement, StateError
 
@@ -260,7 +260,7 @@ class Join:
             What the others issue.
         """
         self._is_listening = True
-        self._runtime.leave_frames()
+        mishaps.leave_frames(self._runtime)
         while spoken := self._spoken(self._exchange(Word.LEFT)):
             word, first, second = next(iter(spoken.values()))
             self._do(Word(word), first, second, spoken)
@@ -271,17 +271,46 @@ class Join:
         if word is Word.FORWARD:
             self._count(spoken)
         follow: dict[Word, Callable[[], object]] = {
-            Word.FORWARD: lambda: self._runtime.follow_forward(trains=bool(first)),
-            Word.GATHER: lambda: self._runtime.follow_gather(first, second // 2, is_inner=bool(second % 2)),
+            Word.FORWARD: lambda: self._follow_forward(trains=bool(first)),
+            Word.GATHER: lambda: self._follow_gather(first, second // 2, is_inner=bool(second % 2)),
             Word.BACKWARD: lambda: self._follow_backward([row[1] for row in spoken.values()]),
-            Word.REDUCE: lambda: self._runtime.follow_reduction(first, is_last=bool(second)),
-            Word.END: lambda: self._runtime.follow_end(has_more=bool(first)),
+            Word.REDUCE: lambda: self._follow_reduction(first, is_last=bool(second)),
+            Word.END: lambda: self._follow_end(has_more=bool(first)),
             Word.CLIP: lambda: clip_grad_norm(self._model, _number(first)),
             Word.LOSS: self._follow_loss,
             Word.STEP: lambda: self._follow_step(self._optimizers[first]),
             Word.REFUSED: lambda: self._refuse(_NOT_FOLLOWED[first]),
         }
         follow[word]()
+
+    def _follow_forward(self, *, trains: bool) -> None:
+        """An outermost forward begins on the others."""
+        self._runtime.trains = trains
+        self._runtime.refresh()
+
+    def _follow_gather(self, index: int, place: int, *, is_inner: bool) -> None:
+        """The others gather a group of a unit: take part."""
+        runtime = self._runtime
+        group = runtime.units[index].groups[place]
+        if group.slot is not None and group.slot.owner is not group:
+            runtime.claim(group)
+        runtime.gather(group, is_inner=is_inner).wait()
+        if runtime.trains and group.inner is not None and not is_inner:
+            group.inner.keep(group.gathered, runtime.epoch)
+        group.release(poison=debug.is_on)
+
+    def _follow_reduction(self, index: int, *, is_last: bool) -> None:
+        """The others reduce a unit: add nothing, or what earlier microbatches have left here."""
+        runtime = self._runtime
+        before, runtime.syncs_gradients = runtime.syncs_gradients, is_last
+        runtime.finalise(runtime.units[index])
+        runtime.syncs_gradients = before
+
+    def _follow_end(self, *, has_more: bool) -> None:
+        """The others end their backward."""
+        while self._runtime.reducing:
+            self._runtime.move_on()
+        self._runtime.is_window_open = has_more
 
     def _follow_backward(self, held: Sequence[int]) -> None:
         if self._runtime.update is not None:
@@ -408,8 +437,9 @@ class Join:
             The recorded orders, as JSON; the buffers.
         """
         runtime, last = self._runtime, self.active[0]
-        known = all_gather_json(self._comm, [runtime.known_orders(), self._held])
-        runtime.take_orders(known[last][0])
+        known = all_gather_json(self._comm, [[orders.known() for orders in runtime.all_orders], self._held])
+        for orders, recorded in zip(runtime.all_orders, known[last][0], strict=True):
+            orders.take(recorded)
         self._follow_zero_grad([known[rank][1] for rank in self.active])
         runtime.sync_buffers()
 

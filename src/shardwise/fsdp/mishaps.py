@@ -1,0 +1,114 @@
+"""What goes wrong in a step: forwards and backwards that raised, gradients without a ticket, uses that are refused."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import torch
+
+from shardwise.fsdp.unit import State, Unit
+from shardwise.spec.errors import StateError
+
+if TYPE_CHECKING:
+    from shardwise.fsdp.runtime import Runtime
+
+
+def recover(runtime: Runtime) -> None:
+    """A backward raised before its end: drop what it left and start afresh."""
+    while runtime.reducing:
+        runtime.reducing.popleft()[2].wait()  # the buffer is in flight; what it brings is dropped below
+    for unit in runtime.units:
+        if unit.state is State.REDUCING:
+            unit.move_to(State.SHARDED)
+        if unit.state is State.UNSHARDING:
+            runtime.wait(unit)
+        runtime.reshard(unit)
+        unit.clear_frames()
+        unit.replays.clear()
+        unit.num_silent = unit.num_repeated = 0
+        unit.has_run = False
+        for group in unit.groups:
+            group.gradient.drop(runtime.gradients)
+    runtime.entered.clear()
+    runtime.left.clear()
+    runtime.is_in_backward = False
+    runtime.active = None
+    runtime.num_frames = 0
+    if runtime.had_sums:
+        raise StateError(
+            "a backward failed while gradients were being accumulated: the sums of the earlier microbatches are"
+            " lost.\n"
+            "  Call zero_grad() and begin the step again."
+        )
+    if any(unit.updated_in == runtime.generation for unit in runtime.units):
+        raise StateError(
+            "a backward failed after it had updated some of the units: the parameters are of two different steps.\n"
+            "  Load a checkpoint."
+        )
+
+
+def finish_strays(runtime: Runtime) -> None:
+    """Reduce what no ticket announced: values that left a unit by a side door, and microbatches left over.
+
+    Raises:
+        StateError: A gradient came for a unit whose parameters had been released: it cannot be trusted.
+    """
+    for unit in runtime.units:
+        trained = [group for group in unit.groups if group.wants_gradients]
+        strays = [
+            spec
+            for group in trained
+            for spec, full in zip(group.layout.params, group.fulls, strict=True)
+            if full.grad is not None
+        ]
+        was_kept = unit.state is State.UNSHARDED and not unit.reshards_after_forward
+        is_released = not unit.is_resident and not was_kept and unit.healed_in != runtime.generation
+        if strays and (is_released or unit.updated_in == runtime.generation):
+            for group in trained:
+                for full in group.fulls:
+                    full.grad = None
+            when = "while unit {!r} was not gathered" if is_released else "after unit {!r} had been updated"
+            raise StateError(
+                f"a gradient for {strays[0].name!r} (logical shape {list(strays[0].shape)}) arrived"
+                f" {when.format(unit.name)}: a value left the unit otherwise than through its outputs.\n"
+                "  Return the value from the unit's forward, or wrap the module that uses it as well."
+            )
+        if strays or (runtime.syncs_gradients and any(group.gradient.is_local for group in trained)):
+            runtime.finalise(unit)
+
+
+def leave_frames(runtime: Runtime) -> None:
+    """A forward was left without its hooks: nothing is under way any more."""
+    runtime.saved.leave_forward()
+    runtime.left.clear()
+    for unit in runtime.units:
+        unit.clear_frames()
+        if unit.state is State.UNSHARDING:
+            runtime.wait(unit)
+        runtime.reshard(unit)
+    runtime.num_frames = 0
+
+
+def refuse_whole(runtime: Runtime) -> None:
+    """Inside full_parameters a forward may compute where every rank can, but not train."""
+    shown = [unit.whole for unit in runtime.units if unit.whole is not None]
+    if shown and (torch.is_grad_enabled() or any(whole.is_on_root_only for whole in shown)):
+        raise StateError(
+            "a forward with grad, or on some ranks only, inside sw.full_parameters(): gradients could not be"
+            " reduced.\n"
+            "  Train outside of it; inside, use torch.no_grad(), without rank0_only."
+        )
+
+
+def check_not_updated(runtime: Runtime, unit: Unit) -> None:
+    """Backward needs the parameters with which forward has computed.
+
+    Raises:
+        StateError: The optimizer has changed them, as backward seemed to have left the unit.
+    """
+    if unit.updated_in == runtime.generation:
+        raise StateError(
+            f"backward came back to unit {unit.name!r} after its parameters had been updated: a value left the unit"
+            " otherwise than through its outputs.\n"
+            "  Return the value from the unit's forward, or do without sw.optimizer_in_backward()."
+        )

@@ -1,0 +1,155 @@
+"""From units to a running engine: numbers, places in the tree, slots, buffers, hooks; and units that change trees."""
+
+from __future__ import annotations
+
+import dataclasses
+import weakref
+from collections import Counter
+from collections.abc import Hashable, Mapping, Sequence
+
+from torch import nn
+
+from shardwise.comm.axes import Comms
+from shardwise.fsdp import attach
+from shardwise.fsdp.build import ROOT, is_below
+from shardwise.fsdp.gradient import EAGER_NUMEL
+from shardwise.fsdp.group import Group
+from shardwise.fsdp.guard import install_guards
+from shardwise.fsdp.hooks import AfterForward, BeforeForward, eager_hook
+from shardwise.fsdp.inner import InnerShard
+from shardwise.fsdp.options import EngineOptions
+from shardwise.fsdp.packed import gathered_cuts, reduced_cuts
+from shardwise.fsdp.runtime import Runtime
+from shardwise.fsdp.unit import Unit
+from shardwise.spec.footprint import size_class
+from shardwise.spec.placement import Placements
+
+
+def start_runtime(
+    root: nn.Module, units: Sequence[Unit], row: Placements, comms: Comms, options: EngineOptions
+) -> Runtime:
+    """Make the runtime of ``units`` (the root first), and attach it to their modules."""
+    runtime = Runtime(units, row, comms, options)
+    _number(runtime)
+    _relate(units)
+    _deal_slots(runtime)
+    for unit in units:
+        unit.is_resident = not row.shards_parameters and all(group.slot is None for group in unit.groups)
+        _give_buffers(runtime, unit)
+        _install_hooks(runtime, unit)
+        _link_fulls(unit)
+        for member in unit.members:
+            module = member.module()
+            assert module is not None
+            attach.attach_runtime(module, runtime, unit)
+    install_guards(root, runtime)
+    return runtime
+
+
+def _number(runtime: Runtime) -> None:
+    me = weakref.ref(runtime)
+    for index, unit in enumerate(runtime.units):
+        unit.index = index
+        unit.runtime = me
+
+
+def _relate(units: Sequence[Unit]) -> None:
+    """Tell every unit who is above and below it."""
+    for unit in units:
+        above, ancestor = set(), unit.parent
+        while ancestor is not None:
+            above.add(ancestor.index)
+            ancestor = ancestor.parent
+        unit.depth = len(above)
+        unit.family = frozenset({unit.index, *above})
+    for unit in units:
+        below = {other.index for other in units if unit.index in other.family}
+        unit.family |= below
+
+
+def _deal_slots(runtime: Runtime) -> None:
+    """Give every group its slot, and make the full parameters there."""
+    gathered = [(unit, group) for unit in runtime.units for group in unit.groups if group.uses_slot]
+    together = Counter((_slot_key(unit, group), unit.recomputed_in) for unit, group in gathered)
+    for (key, place), count in together.items():
+        if place is not None:
+            runtime.slots.reserve(key, count)
+    slots = {}
+    for unit, group in gathered:
+        is_shared = unit.reshards_after_forward and unit.depth > 0
+        slots[group] = runtime.slots.assign(_slot_key(unit, group), group.layout.numel, is_shared=is_shared)
+    for group in runtime.groups:
+        group.use_slot(slots.get(group))
+
+
+def _slot_key(unit: Unit, group: Group) -> Hashable:
+    return unit.depth, size_class(group.layout.numel), group.compute_dtype, group.is_trainable
+
+
+def _give_buffers(runtime: Runtime, unit: Unit) -> None:
+    """What gathers and reductions of a unit need besides its slots."""
+    for group in unit.groups:
+        if unit.inner_size is not None:
+            group.inner = InnerShard(group.gathered, group.layout, runtime.comms.inner_comm(unit.inner_size))
+        if group.sent_as is not None:
+            group.packed_pool = runtime.packed
+            runtime.packed.announce(gathered_cuts(group)[-1])
+        if not group.layout.params:
+            continue
+        if group.reduced_as is not None:
+            places = reduced_cuts(group)
+            runtime.gradients.packed.announce(places[-1])
+            runtime.gradients.packed.announce(group.layout.size * (places[group.rank + 1] - places[group.rank]))
+        runtime.gradients.announce(group.gradient.pool_key, group.reduce_layout.numel)
+
+
+def _install_hooks(runtime: Runtime, unit: Unit) -> None:
+    for group in unit.groups:
+        for index, full in enumerate(group.fulls):
+            if full.requires_grad and full.numel() >= EAGER_NUMEL:  # torch refuses a hook on others
+                hook = eager_hook(weakref.ref(runtime), weakref.ref(group), index)
+                runtime.hooks.append(full.register_post_accumulate_grad_hook(hook))
+    for member in unit.members:
+        module = member.module()
+        assert module is not None
+        runtime.hooks.append(module.register_forward_pre_hook(BeforeForward(runtime, unit, member), prepend=True))
+        runtime.hooks.append(module.register_forward_hook(AfterForward(runtime, unit, member), always_call=True))
+
+
+def _link_fulls(unit: Unit) -> None:
+    """Tell the unit's modules which full parameters replace their shards (after the slots were dealt out)."""
+    by_shard = {id(shard): full for group in unit.groups for shard, full in zip(group.shards, group.fulls, strict=True)}
+    for owner in unit.owners:
+        owner.fulls = {attribute: by_shard[id(shard)] for attribute, shard in owner.shards.items()}
+
+
+def name_below(prefix: str, name: str) -> str:
+    """The name, seen from the root, of a unit that has ``name`` in the model at ``prefix``."""
+    return prefix if name == ROOT else f"{prefix}.{name}"
+
+
+def rename(unit: Unit, prefix: str) -> None:
+    """Put ``prefix`` before the names of a unit that was built as the root of its own model."""
+    unit.name = name_below(prefix, unit.name)
+    for group in unit.groups:
+        params = tuple(
+            dataclasses.replace(
+                spec, name=f"{prefix}.{spec.name}", aliases=tuple(f"{prefix}.{alias}" for alias in spec.aliases)
+            )
+            for spec in group.layout.params
+        )
+        group.relabel(dataclasses.replace(group.layout, params=params))
+    for named in (*unit.members, *unit.owners):
+        named.path = f"{prefix}.{named.path}" if named.path else prefix
+
+
+def nest(units: Mapping[str, Unit]) -> list[Unit]:
+    """Set every unit's parent from the paths; returns them outermost first, in order of registration."""
+    for path, unit in units.items():
+        if path == "":
+            unit.parent = None
+            continue
+        above = [other for other in units if other != path and (other == "" or is_below(path, other))]
+        unit.parent = units[max(above, key=len)]
+    root = [unit for path, unit in units.items() if path == ""]
+    return root + [unit for path, unit in units.items() if path != ""]
