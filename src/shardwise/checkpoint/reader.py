@@ -1,4 +1,4 @@
-"""Loading: a manifest that is checked, files that are verified, and ranges that are copied, in this order.
+"""Loading: a manifest that is checked, files that are verified, and what is wanted of them copied, in this order.
 
 Nothing of the model is touched before everything that can be known to be wrong is known. No file is ever unpickled.
 """
@@ -8,8 +8,9 @@ from __future__ import annotations
 import contextlib
 import difflib
 import os
+import re
 from collections import Counter
-from collections.abc import Callable, Collection, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -27,12 +28,12 @@ from shardwise.checkpoint.manifest import (
     logical_extent,
     read_manifest,
 )
-from shardwise.checkpoint.shard import Piece, check_header, hash_file, read_range
+from shardwise.checkpoint.shard import Piece, check_header, hash_file, read_block
 from shardwise.comm.base import Comm
 from shardwise.comm.control import all_gather_json
 from shardwise.comm.dtype import dtype_name
 from shardwise.spec.errors import CheckpointError
-from shardwise.spec.extent import Extent
+from shardwise.spec.extent import Block, Extent, describe_cuts, shared
 from shardwise.spec.precision import item_bytes
 from shardwise.spec.units import size
 
@@ -130,10 +131,10 @@ class ReadReport:
 
 @dataclass(frozen=True)
 class _Copy:
-    """A range of one file that goes into a part of one target."""
+    """A box of one piece that goes into a part of one target."""
 
     piece: Piece
-    skip: int
+    block: Block
     target: Tensor
 
 
@@ -209,7 +210,7 @@ class Checkpoint:
         verify: bool = True,
         comm: Comm | None = None,
     ) -> ReadReport:
-        """Fill each flat target with its range of the saved tensor, whatever number of ranks saved it.
+        """Fill each flat target with its range of the saved tensor, whatever ranks saved it in whatever slices.
 
         Args:
             pairs: What this rank wants: an extent and the one-dimensional contiguous tensor that takes its elements.
@@ -248,14 +249,15 @@ class Checkpoint:
             missing=tuple(missing),
             unexpected=tuple(unexpected),
             files=tuple(self.manifest.files[rank].name for rank in ranks),
-            bytes=sum(copy.target.nbytes for rank in ranks for copy in plan.copies[rank]),
+            bytes=sum(c.block.numel * item_bytes(c.piece.dtype) for rank in ranks for c in plan.copies[rank]),
         )
 
     def summary(self) -> dict[str, Any]:
         """The step, run, world and strategy, and how much of what there is, as plain values.
 
         ``strategy`` and ``mesh`` are what ``data`` says under these keys, ``None`` where it says nothing. ``tensors``
-        counts by kind: ``parameters``, ``buffers``, ``optimizer``; each with number, elements and bytes.
+        counts by kind: ``parameters``, ``buffers``, ``optimizer``; each with number, elements and bytes. ``slices`` has
+        the tensors that were saved in slices: of each the shape and what every slice takes.
         """
         kinds: dict[str, Counter[str]] = {}
         for name, whole in self.tensors.items():
@@ -272,6 +274,11 @@ class Checkpoint:
             "strategy": self.data.get("strategy"),
             "mesh": self.data.get("mesh"),
             "tensors": {kind: dict(found) for kind, found in kinds.items()},
+            "slices": {
+                name: {"shape": entry.shape, "slices": [describe_cuts(entry.shape, cuts) for cuts in entry.cuts]}
+                for name, entry in self.manifest.tensors.items()
+                if entry.cuts
+            },
             "bytes": sum(entry.bytes for entry in self.manifest.files),
             "files": [entry.model_dump() for entry in self.manifest.files],
             "data_keys": sorted(self.data),
@@ -313,13 +320,9 @@ class Checkpoint:
             if saved is None or (saved.shape, saved.dtype, saved.stride) != (extent.shape, extent.dtype, extent.stride):
                 plan.wrong.append([extent.name, "not there" if saved is None else describe(saved), describe(extent)])
                 continue
-            for rank, start, stop in self.manifest.tensors[extent.name].pieces:
-                begin, end = extent.overlap(Extent(extent.name, extent.shape, extent.dtype, start, stop))
-                if begin < end:
-                    part = target[begin - extent.start : end - extent.start]
-                    piece = Piece(extent.name, extent.dtype, start, stop)
-                    skip = (begin - start) * item_bytes(extent.dtype)
-                    plan.copies.setdefault(rank, []).append(_Copy(piece, skip, part))
+            for rank, piece, held in self.manifest.tensors[extent.name].extents(extent.name):
+                for block in shared(held, extent):
+                    plan.copies.setdefault(rank, []).append(_Copy(piece, block, target))
         return plan
 
     def _verify(self, ranks: Sequence[int], comm: Comm | None) -> None:
@@ -374,7 +377,7 @@ class Checkpoint:
             plan = self.manifest.layouts[rank]
             check_header(file, plan)
             for copy in copies:
-                read_range(file, plan.offsets[copy.piece] + copy.skip, copy.piece.dtype, copy.target)
+                read_block(file, plan.offsets[copy.piece], copy.piece.dtype, copy.block, copy.target)
 
     def _agree(self, found: list[str], comm: Comm | None) -> None:
         """Raise on all ranks if any rank found a problem."""
@@ -433,16 +436,34 @@ def _suggest(directory: Path) -> str:
 
 def describe_summary(summary: dict[str, Any]) -> str:
     """A summary as a few lines of text."""
-    strategy = summary["strategy"]
+    strategy, mesh = summary["strategy"], summary["mesh"]
+    over = " x ".join(f"{axis}={count}" for axis, count in mesh.items() if count != 1) if isinstance(mesh, dict) else ""
     lines = [
         f"checkpoint  {summary['path']}",
         f"step        {summary['step']}",
         f"run         {summary['run_id']}",
-        f"saved by    {summary['world_size']} ranks" + ("" if strategy is None else f", {ascii(strategy)[:200]}"),
+        f"saved by    {summary['world_size']} ranks"
+        + ("" if strategy is None else f", {ascii(strategy)[:200]}")
+        + (f", {ascii(over)[1:-1][:200]}" if over else ""),
         f"files       {len(summary['files'])}, {size(summary['bytes'])}",
     ]
     lines += [
         f"{kind:<11} {found['number']} tensors, {found['numel']:,} elements, {size(found['bytes'])}"
         for kind, found in summary["tensors"].items()
     ]
+    lines += describe_slices(summary["slices"])
     return "\n".join(lines)
+
+
+def describe_slices(slices: Mapping[str, Mapping[str, Any]]) -> list[str]:
+    """Which tensors lie in slices, a line for all layers alike."""
+    alike: dict[tuple[str, str], list[str]] = {}
+    for name, found in slices.items():
+        shown = " ".join(found["slices"][:4]) + (f" and {len(found['slices']) - 4} more" if found["slices"][4:] else "")
+        alike.setdefault((re.sub(r"(?<![^./])\d+(?![^./])", "*", name), shown), []).append(name)
+    lines = [
+        f"  {pattern if len(names) > 1 else names[0]}" + (f" ({len(names)})" if len(names) > 1 else "") + f": {shown}"
+        for (pattern, shown), names in alike.items()
+    ]
+    more = [f"  and {len(lines) - _MOST_LINES} more"] if len(lines) > _MOST_LINES else []
+    return [f"in slices   {len(slices)} tensors", *lines[:_MOST_LINES], *more] if lines else []

@@ -2,7 +2,7 @@
 
 A file's header follows from the manifest: same save, rank and pieces, same bytes. So a reader does not parse a
 stranger's header; it computes what the header must be and compares. Any safetensors reader can open the files: the key
-of a piece is ``name[start:stop]``, its value one-dimensional.
+of a piece is ``name[start:stop]``, or ``name[slice 2, start:stop]`` for elements of a slice, its value one-dimensional.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ import hashlib
 import json
 import os
 import re
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -20,10 +20,13 @@ from torch import Tensor
 
 from shardwise.checkpoint import folder as folders
 from shardwise.checkpoint.folder import RefusedError
+from shardwise.spec.extent import Block
 from shardwise.spec.precision import item_bytes
 
 #: Bytes that are copied, hashed and written at a time.
 CHUNK_BYTES = 8 * 2**20
+#: Elements that are apart by less than this are read together with what lies between them, as the system would anyway.
+MOST_BYTES_BETWEEN = 128 * 2**10
 
 #: Short dtype name to the format's own, and how many of those make one element.
 _FORMAT_DTYPE = {
@@ -45,12 +48,19 @@ _FORMAT_DTYPE = {
 
 
 class Piece(NamedTuple):
-    """A range of a logical tensor that one file holds."""
+    """A range of a logical tensor, or of the slice of it that has this number in the manifest, that one file holds."""
 
     name: str
     dtype: str
     start: int
     stop: int
+    slice: int = -1
+
+    @property
+    def key(self) -> str:
+        """Its name in the file."""
+        place = "" if self.slice < 0 else f"slice {self.slice}, "
+        return f"{self.name}[{place}{self.start}:{self.stop}]"
 
     @property
     def num_bytes(self) -> int:
@@ -83,7 +93,7 @@ def layout(*, save_id: str, run_id: str, step: int, rank: int, pieces: Iterable[
 
     (So every piece is aligned to its element, as the format asks for.)
     """
-    ordered = sorted(pieces, key=lambda piece: (-item_bytes(piece.dtype), piece.name, piece.start))
+    ordered = sorted(pieces, key=lambda piece: (-item_bytes(piece.dtype), piece.name, piece.slice, piece.start))
     metadata = {"save_id": save_id, "run_id": run_id, "step": str(step), "rank": str(rank), "format": "pt"}
     entries: dict[str, object] = {"__metadata__": metadata}
     begins = []
@@ -92,7 +102,7 @@ def layout(*, save_id: str, run_id: str, step: int, rank: int, pieces: Iterable[
         begins.append(end)
         end += piece.num_bytes
         name, per_element = _FORMAT_DTYPE[piece.dtype]
-        entries[f"{piece.name}[{piece.start}:{piece.stop}]"] = {
+        entries[piece.key] = {
             "dtype": name,
             "shape": [(piece.stop - piece.start) * per_element],
             "data_offsets": [begins[-1], end],
@@ -191,3 +201,54 @@ def read_range(file: int, offset: int, dtype: str, target: Tensor) -> None:
             part = staging[: min(step, target.numel() - start)]
             folders.read_at(file, byte_view(part), offset + start * item_bytes(dtype))
             target[start : start + part.numel()].copy_(part)
+
+
+def read_block(file: int, offset: int, dtype: str, block: Block, target: Tensor) -> None:
+    """Fill a box of ``target`` (one-dimensional, contiguous) from the piece whose content starts at byte ``offset``.
+
+    Beside the tensors it holds at most ``CHUNK_BYTES``.
+
+    Raises:
+        RefusedError: The file ends before that, or cannot be read.
+    """
+    size = item_bytes(dtype)
+    parts = [block] if block.is_run else _spans(block, CHUNK_BYTES // size, MOST_BYTES_BETWEEN // size)
+    for part in parts:
+        if part.is_run:
+            read_range(file, offset + part.source * size, dtype, target[part.target : part.target + part.numel])
+            continue
+        staging = torch.empty(_span(part.shape, part.source_stride), dtype=target.dtype)
+        folders.read_at(file, byte_view(staging), offset + part.source * size)
+        with torch.no_grad():
+            place = target.as_strided(part.shape, part.target_stride, target.storage_offset() + part.target)
+            place.copy_(staging.as_strided(part.shape, part.source_stride))
+
+
+def _span(shape: Sequence[int], stride: Sequence[int]) -> int:
+    """Elements from the first to the last of a strided array."""
+    return 1 + sum((size - 1) * step for size, step in zip(shape, stride, strict=True))
+
+
+def _spans(block: Block, most: int, most_between: int) -> Iterator[Block]:
+    """Parts of a block that lie in at most ``most`` elements of the source, without a wide gap."""
+    shape, stride = block.shape, block.source_stride
+    inner = _span(shape[1:], stride[1:])
+    is_wide = stride[0] - inner > most_between or inner > most
+    if _span(shape, stride) <= most and not is_wide:
+        yield block
+        return
+    count = 1 if is_wide else max(1, (most - inner) // stride[0] + 1)
+    for first in range(0, shape[0], count):
+        part = Block(
+            (min(count, shape[0] - first), *shape[1:]),
+            block.source + first * stride[0],
+            stride,
+            block.target + first * block.target_stride[0],
+            block.target_stride,
+        )
+        if count > 1 or len(shape) == 1:
+            yield part
+        else:
+            yield from _spans(
+                Block(shape[1:], part.source, stride[1:], part.target, block.target_stride[1:]), most, most_between
+            )

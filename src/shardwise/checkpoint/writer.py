@@ -41,6 +41,8 @@ from shardwise.comm.control import all_gather_json
 from shardwise.comm.dtype import dtype_name
 from shardwise.spec.errors import CheckpointError, StorageError
 from shardwise.spec.extent import Extent
+from shardwise.spec.precision import item_bytes
+from shardwise.spec.slice import Cut
 from shardwise.spec.units import size
 
 
@@ -64,8 +66,8 @@ def write(
             must see the same file system.
         comm: All ranks that hold pieces.
         tensors: This rank's pieces: flat one-dimensional tensors. Over all ranks, every element of every logical tensor
-            must be held exactly once; of replicated tensors each rank gives a part, or one rank gives all. An empty
-            extent makes a zero-sized tensor known.
+            must be held exactly once; of replicated tensors each rank gives a part, or one rank gives all; of slices
+            that several ranks hold, one rank's. An empty extent makes a zero-sized tensor known.
         data: State that is no tensor and equal on all ranks: None, bool, int, float, str, bytes, list, tuple and dict.
         step: The step after which this is the state.
         run_id: Names the run.
@@ -125,8 +127,8 @@ class _Save:
                 "run_id": self.run_id,
                 "data": hashlib.sha256(plain.dumps(self.data)).hexdigest(),
                 "rank_data": None if rank_data is None else plain.pack(rank_data, "rank_data"),
-                "extents": [[e.name, e.shape, e.dtype, e.stride, e.start, e.stop] for e, _ in tensors],
-                "bytes": sum(piece.num_bytes for piece in self.pieces),
+                "extents": [_packed(extent) for extent, _ in tensors],
+                "bytes": sum(extent.numel * item_bytes(extent.dtype) for extent, _ in tensors),
             }
             if self.comm.rank == 0:
                 found |= self._make_temporary()
@@ -136,10 +138,7 @@ class _Save:
         self.save_id = reports[0]["save_id"]
         self.temporary = self._temporary_path(self.save_id)
         problems = _disagreements(reports)
-        extents = {
-            rank: [Extent(n, tuple(sh), dt, a, b, None if st is None else tuple(st)) for n, sh, dt, st, a, b in held]
-            for rank, held in enumerate(report["extents"] for report in reports)
-        }
+        extents = {rank: [_unpacked(held) for held in report["extents"]] for rank, report in enumerate(reports)}
         self.entries, uncovered = combine(extents)
         problems += uncovered
         if problems:
@@ -151,6 +150,11 @@ class _Save:
             raise StorageError(
                 f"{self._subject()}: no space left on device: {size(needed)} needed, {size(free)} free.{_AFTERWARDS}"
             )
+        mine = dict(tensors)
+        for name, entry in self.entries.items():
+            for rank, piece, extent in entry.extents(name):
+                if rank == self.comm.rank:
+                    self.pieces[piece] = mine[extent]
         if reports[0]["rank_data"] is not None:
             self.rank_data = [report["rank_data"] for report in reports]
 
@@ -234,8 +238,10 @@ class _Save:
         if folders.exists(self.directory):
             raise CheckpointError(f"{self.directory} exists, and a checkpoint never goes into a folder that exists")
 
-    def _check_tensors(self, tensors: Sequence[tuple[Extent, Tensor]]) -> None:
+    @staticmethod
+    def _check_tensors(tensors: Sequence[tuple[Extent, Tensor]]) -> None:
         problems = []
+        known: set[Extent] = set()
         for extent, tensor in tensors:
             problem = extent_problem(extent)
             if problem is not None:
@@ -246,10 +252,9 @@ class _Save:
                     f"expected ({extent.numel},) and {extent.dtype}"
                 )
             elif extent.numel:
-                piece = Piece(extent.name, extent.dtype, extent.start, extent.stop)
-                if piece in self.pieces:
+                if extent in known:
                     problems.append(f"{extent.name}: elements {extent.start} to {extent.stop} are given twice")
-                self.pieces[piece] = tensor
+                known.add(extent)
         if problems:
             raise CheckpointError("; ".join(problems[:10]))
 
@@ -293,6 +298,19 @@ class _Interrupted(BaseException):
 
 
 _AFTERWARDS = "\n  Nothing was published; earlier checkpoints are as they were. Remove the cause, then save again."
+
+
+def _packed(extent: Extent) -> list[Any]:
+    cuts = [(cut.dim, cut.ranges) for cut in extent.cuts]
+    named = (extent.name, extent.shape, extent.dtype, extent.start, extent.stop)
+    return [*named, extent.stride, cuts] if cuts or extent.stride is not None else [*named]
+
+
+def _unpacked(packed: list[Any]) -> Extent:
+    name, shape, dtype, start, stop, *unusual = packed
+    stride, cuts = unusual or (None, ())
+    found = tuple(Cut(dim, tuple((first, last) for first, last in ranges)) for dim, ranges in cuts)
+    return Extent(name, tuple(shape), dtype, start, stop, None if stride is None else tuple(stride), found)
 
 
 def _problem(error: Exception) -> str:

@@ -2,26 +2,51 @@
 
 A rank's piece of a parameter is a contiguous range of the parameter's elements in memory order, and so is the
 piece that a checkpoint file holds. Loading on any other layout is an intersection of ranges.
+
+Where tensor or expert parallelism has cut the model, the range is one of the rank's slice, which is a dense tensor of
+its own. What two such ranges share is a few boxes (:func:`shared`), whatever the number of rows::
+
+    logical (4, 6)            held by a file: columns 0:3,      wanted: rows 1:3, elements 2 to 12
+                              elements 4 to 12
+    . . . . . .               . . .                             . . . . . .
+    . . . . . .               . x x                             . . w w w w      shared: x and w, one box of
+    . . . . . .               x x x                             w w w w w w      1 x 1 and one of 1 x 3 elements
+    . . . . . .               x x x                             . . . . . .
 """
 
 from __future__ import annotations
 
+import bisect
+import functools
+import itertools
 import math
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+
+from shardwise.spec.slice import Cut
+
+_Range = tuple[int, int]
+
+#: Most cells into which the cuts of one tensor may divide it. A tensor cut over 1024 ranks, and of each rank's part
+#: three blocks, has 3072.
+MAX_CELLS = 2**20
+_MOST_SHOWN = 6
 
 
 @dataclass(frozen=True, slots=True)
 class Extent:
-    """Elements ``start`` to ``stop`` of the logical tensor ``name``, counted in memory order.
+    """Elements ``start`` to ``stop`` of (a slice of) the logical tensor ``name``, counted in memory order.
 
     Attributes:
         name: Logical, fully qualified name, as in the plain model's ``state_dict``. For optimizer state:
             ``optimizer/<parameter name>/<state key>``. For buffers: ``buffer/<name>``.
         shape: Logical shape of the whole tensor.
         dtype: Short name: ``fp32``, ``bf16``, ``fp16``, ``fp64``, ``int64``, ... (``spec.precision``).
-        start: First element held.
+        start: First element held, of the slice where there are cuts.
         stop: One past the last element held. ``start == stop`` is an empty extent.
-        stride: Strides of the logical tensor where it is dense but not contiguous in the usual order, else ``None``.
+        stride: Strides of the logical tensor where it is dense but not contiguous in the usual order, else ``None``. A
+            slice lies in memory in the same order of dimensions.
+        cuts: Which slice of the logical tensor, in the form of :func:`spec.slice.simplest`; empty: the whole.
     """
 
     name: str
@@ -30,6 +55,7 @@ class Extent:
     start: int
     stop: int
     stride: tuple[int, ...] | None = None
+    cuts: tuple[Cut, ...] = ()
 
     @property
     def numel(self) -> int:
@@ -41,7 +67,253 @@ class Extent:
         """Number of elements of the whole logical tensor."""
         return math.prod(self.shape)
 
+    @property
+    def slice_numel(self) -> int:
+        """Number of elements of the slice that ``start`` and ``stop`` count in; of the whole where nothing is cut."""
+        sizes = list(self.shape)
+        for cut in self.cuts:
+            sizes[cut.dim] = cut.size
+        return math.prod(sizes)
+
     def overlap(self, other: Extent) -> tuple[int, int]:
-        """The range ``(start, stop)`` that both hold; ``start == stop`` if none."""
+        """The range ``(start, stop)`` that both hold, of one slice; ``start == stop`` if none."""
         start = max(self.start, other.start)
         return start, max(start, min(self.stop, other.stop))
+
+
+@dataclass(frozen=True, slots=True)
+class Block:
+    """A box of elements that two extents share, as a strided array in the content of either.
+
+    Attributes:
+        shape: Outermost dimension of the source's memory first, as few dimensions as there can be.
+        source: Index of the first element, counted from the source's ``start``.
+        source_stride: Steps in the source, descending; the last is 1 unless the block has one column only.
+        target: Index of the first element, counted from the target's ``start``.
+        target_stride: Steps in the target.
+    """
+
+    shape: tuple[int, ...]
+    source: int
+    source_stride: tuple[int, ...]
+    target: int
+    target_stride: tuple[int, ...]
+
+    @property
+    def numel(self) -> int:
+        """Number of elements."""
+        return math.prod(self.shape)
+
+    @property
+    def is_run(self) -> bool:
+        """The elements are neighbours on either side."""
+        return self.source_stride == self.target_stride == (1,)
+
+
+def shared(source: Extent, target: Extent) -> list[Block]:
+    """What two extents of one logical tensor have in common, each element in one block.
+
+    Plain arithmetic on a few numbers per dimension and range of a cut: its cost does not depend on the tensor's size.
+    """
+    if source.cuts == target.cuts:
+        start, stop = source.overlap(target)
+        if start == stop:
+            return []
+        return [Block((stop - start,), start - source.start, (1,), start - target.start, (1,))]
+    order = _memory_order(source.shape, source.stride)
+    ours, theirs = _sides(source.shape, source.cuts, order), _sides(target.shape, target.cuts, order)
+    if any(not _common(ours[dim], theirs[dim]) for dim in range(len(order))):
+        return []
+    steps, other_steps = _steps(ours), _steps(theirs)
+    found = []
+    wanted = list(_boxes(_sizes(theirs), target.start, target.stop))
+    for box in _boxes(_sizes(ours), source.start, source.stop):
+        for other in wanted:
+            common = [
+                _common(_clipped(ours[dim], box[dim]), _clipped(theirs[dim], other[dim])) for dim in range(len(order))
+            ]
+            for places in itertools.product(*common):
+                sizes = [size for size, _, _ in places]
+                here = sum(at * step for (_, at, _), step in zip(places, steps, strict=True)) - source.start
+                there = sum(at * step for (_, _, at), step in zip(places, other_steps, strict=True)) - target.start
+                found.append(_block(sizes, here, steps, there, other_steps))
+    return found
+
+
+def tiling_problems(name: str, shape: tuple[int, ...], slices: Sequence[tuple[Cut, ...]]) -> list[str]:
+    """Where slices of a tensor overlap, and what none of them holds; empty where they make the whole.
+
+    Linear in the number of cells that all cuts together make, at most ``MAX_CELLS``.
+    """
+    dims = sorted({cut.dim for cuts in slices for cut in cuts})
+    if not dims or not math.prod(shape):
+        return [] if len(slices) == 1 or not math.prod(shape) else [f"{name}: two slices hold all of it"]
+    by_dim = [{cut.dim: cut.ranges for cut in cuts} for cuts in slices]
+    edges = []
+    for dim in dims:
+        found = {0, shape[dim]}
+        for ranges in by_dim:
+            found.update(itertools.chain.from_iterable(ranges.get(dim, ())))
+        edges.append(sorted(found))
+    sizes = [len(marks) - 1 for marks in edges]
+    if math.prod(sizes) > MAX_CELLS:
+        return [f"{name}: its slices divide it into {math.prod(sizes)} parts, more than {MAX_CELLS}"]
+    cells = bytearray(math.prod(sizes))
+    for ranges in by_dim:
+        spans = [
+            [
+                (bisect.bisect_left(marks, a), bisect.bisect_left(marks, b))
+                for a, b in ranges.get(dim, ((0, shape[dim]),))
+            ]
+            for dim, marks in zip(dims, edges, strict=True)
+        ]
+        for first, last in _rows_of(sizes, spans):
+            taken = cells.find(1, first, last)
+            if taken >= 0:
+                return [f"{name}: two slices hold {_cell(shape, dims, edges, taken)}"]
+            cells[first:last] = b"\1" * (last - first)
+    free = cells.find(0)
+    return [] if free < 0 else [f"{name}: no slice holds {_cell(shape, dims, edges, free)}"]
+
+
+def describe_cuts(shape: Sequence[int], cuts: Iterable[Cut]) -> str:
+    """A slice as it would be indexed: ``[0:64 128:192 of 256, :]`` is the first and third quarter of the rows."""
+    by_dim: Mapping[int, Cut] = {cut.dim: cut for cut in cuts}
+    return f"[{', '.join(_side(by_dim[dim], size) if dim in by_dim else ':' for dim, size in enumerate(shape))}]"
+
+
+def _side(cut: Cut, size: int) -> str:
+    shown = [f"{start}:{stop}" for start, stop in cut.ranges[:_MOST_SHOWN]] or ["nothing"]
+    return " ".join(shown) + (" ..." if len(cut.ranges) > _MOST_SHOWN else "") + f" of {size}"
+
+
+def logical_stride(shape: Sequence[int], part_stride: Sequence[int] | None) -> tuple[int, ...] | None:
+    """Strides of a dense logical tensor whose dimensions lie in the same order as those of a part of it."""
+    if part_stride is None:
+        return None
+    found, step = [0] * len(shape), 1
+    for dim in reversed(_memory_order(tuple(shape), tuple(part_stride))):
+        found[dim] = step
+        step *= max(shape[dim], 1)
+    return tuple(found)
+
+
+# -- a slice, dimension by dimension in the order of its memory: ranges as (logical start, logical stop, local start)
+
+_Side = tuple[tuple[int, int, int], ...]
+
+
+def _memory_order(shape: tuple[int, ...], stride: tuple[int, ...] | None) -> tuple[int, ...]:
+    """The dimensions, outermost in memory first."""
+    dims = range(len(shape))
+    return tuple(dims) if stride is None else tuple(sorted(dims, key=lambda dim: -stride[dim]))
+
+
+@functools.lru_cache(maxsize=4096)
+def _sides(shape: tuple[int, ...], cuts: tuple[Cut, ...], order: tuple[int, ...]) -> tuple[_Side, ...]:
+    """What a slice holds of every dimension, sorted by where it is in the logical tensor."""
+    by_dim = {cut.dim: cut.ranges for cut in cuts}
+    found = []
+    for dim in order:
+        ranges = by_dim.get(dim, ((0, shape[dim]),))
+        starts = itertools.accumulate((stop - start for start, stop in ranges), initial=0)
+        found.append(tuple(sorted((start, stop, at) for (start, stop), at in zip(ranges, starts, strict=False))))
+    return tuple(found)
+
+
+def _sizes(sides: Sequence[_Side]) -> list[int]:
+    return [sum(stop - start for start, stop, _ in side) for side in sides]
+
+
+def _steps(sides: Sequence[_Side]) -> list[int]:
+    """Strides of the slice's own memory."""
+    sizes = _sizes(sides)
+    return [math.prod(sizes[dim + 1 :]) for dim in range(len(sizes))]
+
+
+def _boxes(sizes: Sequence[int], start: int, stop: int) -> Iterator[tuple[_Range, ...]]:
+    """Elements ``start`` to ``stop`` of a contiguous tensor as boxes: at most two for each dimension, less one."""
+    if start >= stop:
+        return
+    if not sizes:
+        yield ()
+        return
+    inner = math.prod(sizes[1:])
+    first, skipped = divmod(start, inner)
+    last, rest = divmod(stop, inner)
+    if first == last:
+        for box in _boxes(sizes[1:], skipped, rest):
+            yield ((first, first + 1), *box)
+        return
+    if skipped:
+        for box in _boxes(sizes[1:], skipped, inner):
+            yield ((first, first + 1), *box)
+        first += 1
+    if first < last:
+        yield ((first, last), *((0, size) for size in sizes[1:]))
+    if rest:
+        for box in _boxes(sizes[1:], 0, rest):
+            yield ((last, last + 1), *box)
+
+
+def _clipped(side: _Side, held: _Range) -> _Side:
+    """What ``held``, a range of the slice's own dimension, leaves of its ranges."""
+    low, high = held
+    found = []
+    for start, stop, at in side:
+        first, last = max(at, low), min(at + stop - start, high)
+        if first < last:
+            found.append((start + first - at, start + last - at, first))
+    return tuple(found)
+
+
+def _common(ours: _Side, theirs: _Side) -> list[tuple[int, int, int]]:
+    """What two sides share of a dimension, as (size, place in ours, place in theirs)."""
+    found = []
+    mine, other = 0, 0
+    while mine < len(ours) and other < len(theirs):
+        (start, stop, at), (begin, end, place) = ours[mine], theirs[other]
+        first, last = max(start, begin), min(stop, end)
+        if first < last:
+            found.append((last - first, at + first - start, place + first - begin))
+        if stop <= end:
+            mine += 1
+        else:
+            other += 1
+    return found
+
+
+def _block(sizes: list[int], here: int, steps: list[int], there: int, other_steps: list[int]) -> Block:
+    """A block, with neighbouring dimensions put together where that is the same on either side."""
+    dims: list[tuple[int, int, int]] = []
+    for size, step, other in zip(sizes, steps, other_steps, strict=True):
+        if size == 1:
+            continue
+        if dims and (dims[-1][1], dims[-1][2]) == (size * step, size * other):
+            dims[-1] = (dims[-1][0] * size, step, other)
+        else:
+            dims.append((size, step, other))
+    shape, mine, others = zip(*(dims or [(1, 1, 1)]), strict=True)
+    return Block(shape, here, mine, there, others)
+
+
+# -- cells, into which the cuts of all slices divide a tensor
+
+
+def _rows_of(sizes: Sequence[int], spans: Sequence[Sequence[_Range]]) -> Iterator[_Range]:
+    """The cells of a product of spans, as ranges of the flattened grid."""
+    *outer, inner = spans
+    steps = [math.prod(sizes[dim + 1 :]) for dim in range(len(sizes))]
+    indices = [[index for first, last in side for index in range(first, last)] for side in outer]
+    for place in itertools.product(*indices):
+        base = sum(index * step for index, step in zip(place, steps, strict=False))
+        for first, last in inner:
+            yield base + first, base + last
+
+
+def _cell(shape: Sequence[int], dims: Sequence[int], edges: Sequence[Sequence[int]], index: int) -> str:
+    cuts = []
+    for dim, marks in zip(reversed(dims), reversed(edges), strict=True):
+        index, place = divmod(index, len(marks) - 1)
+        cuts.append(Cut(dim, ((marks[place], marks[place + 1]),)))
+    return describe_cuts(shape, cuts)

@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import itertools
 import math
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from typing import Any
 
@@ -88,6 +88,21 @@ class Slice:
     def numel(self) -> int:
         """Number of elements that the rank holds."""
         return math.prod(self.local_shape)
+
+
+def simplest(shape: tuple[int, ...], cuts: Iterable[Cut]) -> tuple[Cut, ...]:
+    """The same cuts in the one form that equal slices share: by dimension, ranges joined, none that takes it all."""
+    found = []
+    for cut in sorted(cuts, key=lambda cut: cut.dim):
+        ranges: list[tuple[int, int]] = []
+        for start, stop in cut.ranges:
+            if ranges and ranges[-1][1] == start:
+                ranges[-1] = (ranges[-1][0], stop)
+            elif start < stop:
+                ranges.append((start, stop))
+        if ranges != [(0, shape[cut.dim])] and (ranges or shape[cut.dim]):
+            found.append(Cut(cut.dim, tuple(ranges)))
+    return tuple(found)
 
 
 def even_ranges(size: int, parts: int, part: int, *, blocks: int = 1) -> tuple[tuple[int, int], ...]:

@@ -214,7 +214,7 @@ def set_in(*keys, value):
     ("change", "message"),
     [
         (set_in("format", value="x"), "'format' is not 'shardwise-checkpoint'"),
-        (set_in("format_version", value=2), "it has format version 2; this version of shardwise reads 1"),
+        (set_in("format_version", value=3), "it has format version 3; this version of shardwise reads 1 and 2"),
         (set_in("format_version", value=True), "it has format version True"),
         (set_in("step", value=-1), "step: Input should be greater than or equal to 0"),
         (set_in("step", value="20"), "step: Input should be a valid integer"),
