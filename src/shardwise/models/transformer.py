@@ -2,8 +2,8 @@
 
 Nothing here knows about sharding.
 
-Shape suffixes: ``B`` batch, ``T`` sequence, ``C`` hidden, ``H`` heads, ``D`` head width, ``F`` feed-forward width,
-``E`` experts, ``K`` experts per token, ``V`` vocabulary.
+Shape suffixes: ``B`` batch, ``T`` sequence, ``C`` hidden, ``H`` heads, ``D`` head width, ``A`` all heads (``H`` times
+``D``), ``F`` feed-forward width, ``E`` experts, ``K`` experts per token, ``V`` vocabulary.
 
 Every module that owns parameters initialises them in its ``reset_parameters`` and reads no values to do so: a model
 built on ``meta`` and materialised later (``module.to_empty``, then ``reset_parameters`` of every module in the order of
@@ -70,22 +70,22 @@ class Attention(nn.Module):
     def __init__(self, config: GPTConfig, *, device: torch.device | str | None) -> None:
         super().__init__()
         hidden = config.hidden
-        self.num_heads = config.num_heads
+        self.num_heads, self.head_dim = config.num_heads, config.head_dim
         self.dropout = config.dropout
         self.qkv = Linear(hidden, 3 * hidden, bias=config.bias, std=INIT_STD, device=device)
         self.out = Linear(hidden, hidden, bias=config.bias, std=_residual_std(config), device=device)
 
     def forward(self, x_BTC: Tensor) -> Tensor:
         """Mix over earlier positions: (B, T, C) to (B, T, C)."""
-        B, T, C = x_BTC.shape
-        q_BTC, k_BTC, v_BTC = self.qkv(x_BTC).chunk(3, dim=-1)
+        q_BTA, k_BTA, v_BTA = self.qkv(x_BTC).chunk(3, dim=-1)
+        B, T, A = q_BTA.shape
         q_BHTD, k_BHTD, v_BHTD = (
-            t_BTC.view(B, T, self.num_heads, C // self.num_heads).transpose(1, 2) for t_BTC in (q_BTC, k_BTC, v_BTC)
+            t_BTA.view(B, T, self.num_heads, self.head_dim).transpose(1, 2) for t_BTA in (q_BTA, k_BTA, v_BTA)
         )
         y_BHTD = F.scaled_dot_product_attention(
             q_BHTD, k_BHTD, v_BHTD, is_causal=True, dropout_p=self.dropout if self.training else 0.0
         )
-        return self.out(y_BHTD.transpose(1, 2).reshape(B, T, C))
+        return self.out(y_BHTD.transpose(1, 2).reshape(B, T, A))
 
 
 class FeedForward(nn.Module):

@@ -19,7 +19,7 @@ from shardwise.fsdp.flat import group_of
 from shardwise.fsdp.runtime import Runtime
 from shardwise.fsdp.wrap import find_units
 from shardwise.recipe.meta import FusedAttention, build_on_meta, without_values
-from shardwise.recipe.parallelize import apply_plan, check_fresh, check_plan
+from shardwise.recipe.parallelize import apply_plan, check_cuts, check_fresh, check_plan
 from shardwise.recipe.step import LossFn, forward_loss
 from shardwise.recipe.storage import StorageCount
 from shardwise.spec.errors import PlanError, StateError
@@ -133,6 +133,7 @@ def dry_run(
     mesh.coordinate(rank)
     model = build_on_meta(build_model)
     check_fresh(model)
+    check_cuts(model, plan)
     count = sum(parameter.numel() for parameter in model.parameters())
     inputs = without_values(batch) if batch is not None else _default_batch(model)
     comms = record_comms(mesh, rank, receives=not is_cuda, is_replicated=plan.is_replicated)

@@ -29,6 +29,8 @@ from shardwise.spec.mesh import Mesh
 from shardwise.spec.offload import check_offload
 from shardwise.spec.plan import ParallelPlan
 from shardwise.spec.strategies import canonical_name
+from shardwise.tensor.apply import apply_cuts
+from shardwise.tensor.cut import find_cuts
 
 
 def parallelize(
@@ -66,6 +68,7 @@ def parallelize(
     units = find_units(model, "none" if plan.placements.is_threaded else plan.wrap_policy)
     ignored = find_ignored(model, plan.ignored)
     recompute.find(model, units, plan.recompute)  # what it refuses is refused before anyone is met
+    check_cuts(model, plan)
     device = _device(model, ignored)
     size = join_world(device).size()
     mesh = plan.mesh(size, ranks_per_machine(size))
@@ -76,14 +79,13 @@ def parallelize(
     names["buffers"] = [name for name, _ in model.named_buffers()]
     source = find_source(model, init, is_sent=plan.sync == "rank0")
     if source is not None:
-        source.agree(comms.control, plan.sync)
+        source.agree(comms.world, plan.sync)
         fill_buffers(model, source, device)
-        alone = [entry for entry in build.assign_parameters(model, ())[""] if entry.parameter in ignored]
-        fill_parameters(source, alone, device)
+        every = build.assign_parameters(model, ())[""]
+        is_cut = plan.tp > 1  # what is cut is whole before
+        fill_parameters(source, [entry for entry in every if is_cut or entry.parameter in ignored], device)
     is_deferred = source is not None
-    synchronise(
-        model, None, comms.control, mode=plan.sync, groups=names, is_deferred=is_deferred, ignored=ignored.names
-    )
+    synchronise(model, None, comms.world, mode=plan.sync, groups=names, is_deferred=is_deferred, ignored=ignored.names)
     _check_batch_norm(model, device, size)
     apply_plan(model, plan, units, comms, source)
     if isinstance(source, FromState):
@@ -141,6 +143,16 @@ def check_plan(plan: ParallelPlan) -> None:
     check_offload(plan.offload, plan.placements)
 
 
+def check_cuts(model: nn.Module, plan: ParallelPlan) -> None:
+    """Refuse a model that tensor parallelism cannot cut.
+
+    Raises:
+        PlanError: It cannot.
+    """
+    if plan.tp > 1:
+        find_cuts(model, plan.tp_plan, plan.tp)
+
+
 def _check_batch_norm(model: nn.Module, device: torch.device, world_size: int) -> None:
     """Refuse what would raise in the first forward."""
     if device.type != "cpu" or world_size == 1:
@@ -164,6 +176,8 @@ def apply_plan(
 
     Talks to nobody, so that a dry run can pass ``comms`` without peers.
     """
+    if comms.tp is not None:
+        apply_cuts(model, find_cuts(model, plan.tp_plan, comms.tp.size, comms.tp.rank), comms.tp)
     ignored = find_ignored(model, plan.ignored)
     units = ignored.without(units)
     if plan.compile and comms.control.device.type != "meta":  # a dry run computes nothing

@@ -17,6 +17,7 @@ from shardwise.spec.precision import FULL_PRECISION, PrecisionPolicy
 from shardwise.spec.quantize import Quantization
 from shardwise.spec.recompute import RecomputePolicy, recompute_policy
 from shardwise.spec.schedule import PipelinePolicy, pipeline_policy
+from shardwise.spec.styles import parse_table
 from shardwise.spec.wrap import WrapPolicy, wrap_policy
 
 if TYPE_CHECKING:
@@ -28,8 +29,7 @@ ACCUMULATIONS = ("auto", "sharded", "unsharded", "defer_replicate")
 #: What happens at ``parallelize`` where ranks hold different weights.
 SYNCS = ("warn", "error", "rank0")
 
-_LATER_AXES = {"cp": "context parallelism", "tp": "tensor parallelism"}
-_LATER_AXES |= {"pp": "pipeline parallelism", "ep": "expert parallelism"}
+_LATER_AXES = {"cp": "context parallelism", "pp": "pipeline parallelism", "ep": "expert parallelism"}
 
 
 @dataclass(frozen=True)
@@ -44,9 +44,11 @@ class ParallelPlan:
             the world; where that says nothing either, a group is the ranks of one machine.
         dp_shard: Ranks of a group: the axis on which the strategy's placements act. ``-1``: what is left of the world.
         cp: Context-parallel ranks. Only 1 in this version.
-        tp: Tensor-parallel ranks. Only 1 in this version.
+        tp: Tensor-parallel ranks, which each hold a part of the large weights and compute with it.
         pp: Pipeline stages. Only 1 in this version.
         ep: Expert-parallel ranks. Only 1 in this version.
+        tp_plan: How ``tp`` cuts the model: a mapping from name patterns to styles (``spec.styles``), such as
+            ``{"layers.*.up": "colwise", "layers.*.down": "rowwise"}``. ``None``: as is known for the model's class.
         auto_wrap_policy: ``"auto"`` (the model's repeated blocks), ``"none"``, or a wrap policy. A mapping with one of
             ``by_class: [names]``, ``by_size: numel``, ``by_name: [globs]`` is what configuration files write.
         ignored: What is left alone: neither sharded, compared over the ranks nor reduced, but each rank's own (experts,
@@ -105,6 +107,7 @@ class ParallelPlan:
     tp: int = 1
     pp: int = 1
     ep: int = 1
+    tp_plan: Mapping[str, str] | None = None
     auto_wrap_policy: str | WrapPolicy | Mapping[str, Any] = "auto"
     ignored: Any = ()
     reshard_after_forward: str | bool | int = "auto"
@@ -125,7 +128,7 @@ class ParallelPlan:
 
     def __post_init__(self) -> None:
         """Check every field that can be checked without a model or a world."""
-        for axis in ("dp_replicate", *_LATER_AXES):
+        for axis in ("dp_replicate", "tp", *_LATER_AXES):
             size = getattr(self, axis)
             if isinstance(size, bool) or not isinstance(size, int) or size < 1:
                 raise PlanError(f"{axis}={size!r}: expected a positive integer.\n  Set {axis}=1.")
@@ -146,6 +149,7 @@ class ParallelPlan:
             )
         _ = self.placements
         self._parse_policies()
+        object.__setattr__(self, "tp_plan", parse_table(self.tp_plan))
         object.__setattr__(self, "ignored", ignored_entries(self.ignored))
         self._check_reshard()
         self._check_pipeline()
@@ -183,6 +187,11 @@ class ParallelPlan:
     def _check_compile(self, policy: RecomputePolicy | None) -> None:
         if not isinstance(self.compile, bool):
             raise PlanError(f"compile={self.compile!r}: expected True or False.\n  Leave it at False.")
+        if self.compile and self.tp > 1:
+            raise PlanError(
+                f"compile=True with tp={self.tp}: compiled units would break at every collective.\n"
+                "  Leave compile at False, or set tp=1."
+            )
         if self.compile and policy is not None and policy.save:
             raise PlanError(
                 "compile=True with operators whose outputs are kept: a compiled unit no longer calls them one by one.\n"

@@ -19,9 +19,9 @@ def seed_all(seed: int) -> None:
     torch.manual_seed(seed)
 
 
-def rank_seed(seed: int, rank: int, step: int = 0) -> int:
-    """A seed of a rank's own, for dropout and the like; the weights are drawn from ``seed`` itself."""
-    return (seed * 1_000_003 + rank * 8_191 + step * 131 + 17) % 2**63
+def rank_seed(seed: int, reader: int, step: int = 0) -> int:
+    """A seed for dropout and the like, of those that read the same samples; the weights are drawn from ``seed``."""
+    return (seed * 1_000_003 + reader * 8_191 + step * 131 + 17) % 2**63
 
 
 def capture(device: torch.device) -> dict[str, Any]:

@@ -216,7 +216,7 @@ class _Trainer:
         path: Path | None = None
         saved_hash = self.fingerprint = self.control.on_first(self.resolved.source.fingerprint)
         if resume is None:
-            random_state.seed_all(random_state.rank_seed(self.config.train.seed, self.control.rank))
+            random_state.seed_all(random_state.rank_seed(self.config.train.seed, self.reader))
         else:
             path = Path(self.control.on_first(lambda: str(find_checkpoint(self.directory, resume))))
             changes = self.control.on_first(lambda: check_config(saved_config(path), self.config))
@@ -243,7 +243,7 @@ class _Trainer:
         if isinstance(states, list) and len(states) == self.control.size:
             random_state.restore(states[self.control.rank], self.device)
         else:
-            seed = random_state.rank_seed(self.config.train.seed, self.control.rank, self.done.step)
+            seed = random_state.rank_seed(self.config.train.seed, self.reader, self.done.step)
             random_state.seed_all(seed)
 
     def _loop(self) -> Outcome:

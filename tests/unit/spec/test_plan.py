@@ -21,6 +21,7 @@ def test_the_fields_are_those_that_this_version_honours() -> None:
         "tp",
         "pp",
         "ep",
+        "tp_plan",
         "auto_wrap_policy",
         "ignored",
         "reshard_after_forward",
@@ -125,7 +126,7 @@ def test_sums_over_groups_are_deferred_only_where_there_are_such_sums_of_shards(
 
 @pytest.mark.parametrize("axis", ["dp_replicate", "cp", "tp", "pp", "ep"])
 def test_degrees_of_later_versions_are_refused_not_ignored(axis: str) -> None:
-    if axis != "dp_replicate":
+    if axis not in {"dp_replicate", "tp"}:
         with pytest.raises(PlanError, match=f"{axis}=2: this version does not have"):
             ParallelPlan(**{axis: 2})
     with pytest.raises(PlanError, match="expected a positive integer"):
@@ -168,3 +169,20 @@ def test_other_policies_are_refused_with_the_legal_forms(policy: object) -> None
 def test_strangers_are_refused(field: str, value: object) -> None:
     with pytest.raises(PlanError, match=field):
         ParallelPlan(**{field: value})  # type: ignore[arg-type]
+
+
+def test_styles_of_tensor_parallelism_are_checked_when_the_plan_is_made() -> None:
+    table = {"layers.*.up": "packed_colwise:3", "layers.*": "divide:num_heads, width"}
+    assert ParallelPlan(tp=2, tp_plan=table).tp_plan == table
+    for wrong, message in (
+        ({"up": "colwize"}, "'up' has the style 'colwize', which is not known"),
+        ({"up": "colwise:2"}, "whose argument is not right"),
+        ({"up": "packed_colwise:x"}, "Write for example 'packed_colwise:3'"),
+        ({"up": "divide"}, "Write for example 'divide:num_heads'"),
+        ({}, "expected a mapping from name patterns to styles"),
+        (["up"], "expected a mapping from name patterns to styles"),
+    ):
+        with pytest.raises(PlanError, match=message):
+            ParallelPlan(tp=2, tp_plan=wrong)
+    with pytest.raises(PlanError, match="compile=True with tp=2"):
+        ParallelPlan(tp=2, compile=True)

@@ -54,7 +54,7 @@ train:
   global_batch_size: 7
 parallel:
   strategy: zero33
-  tp: 2
+  ep: 2
 checkpont: {}
 lr: 1
 """
@@ -67,7 +67,7 @@ lr: 1
         f"{file}:6: optimizer.learning: unknown key.",
         f"{file}:8: train.steps: expected at least 1, got '-1'",
         f"{file}:12: parallel.strategy: unknown strategy 'zero33'",
-        f"{file}:13: parallel.tp: tp=2: this version does not have tensor parallelism yet",
+        f"{file}:13: parallel.ep: ep=2: this version does not have expert parallelism yet",
         f"{file}:14: unknown section 'checkpont'. Did you mean 'checkpoint'?",
         f"{file}:15: unknown section 'lr'. Did you mean optimizer.lr?",
         "--set log.every: expected a whole number, got 'x'",

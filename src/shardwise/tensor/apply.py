@@ -1,0 +1,44 @@
+"""Cutting a model: parameters become this rank's parts, forwards are replaced where they must talk."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor, nn
+
+from shardwise.comm.base import Comm
+from shardwise.spec.slice import Slice, set_slice
+from shardwise.tensor.cut import Cuts
+from shardwise.tensor.layer import Column, SharedInput
+
+
+def apply_cuts(model: nn.Module, cuts: Cuts, comm: Comm) -> None:
+    """Cut ``model`` in place. Parameter objects, names and classes stay.
+
+    Args:
+        model: The whole model, the same on every rank of ``tp``.
+        cuts: Of this rank.
+        comm: On ``tp``.
+    """
+    shared: dict[str, SharedInput] = {}
+    for path, make in cuts.stands.items():
+        layer = make(model.get_submodule(path), path, comm)
+        if isinstance(layer, Column):
+            parent = path.rpartition(".")[0]
+            layer.shared = shared.get(parent) or shared.setdefault(parent, SharedInput(model.get_submodule(parent)))
+        layer.install()
+    for (path, name), value in cuts.attributes.items():
+        setattr(model.get_submodule(path), name, value)
+    for parameter in model.parameters():
+        held = cuts.slices.get(id(parameter))
+        if held is not None:
+            parameter.data = take(parameter.data, held)
+            set_slice(parameter, held)
+
+
+def take(whole: Tensor, held: Slice) -> Tensor:
+    """A copy of what ``held`` says is this rank's."""
+    part = whole
+    for cut in held.cuts:
+        pieces = [part.narrow(cut.dim, start, stop - start) for start, stop in cut.ranges]
+        part = torch.cat(pieces, cut.dim) if len(pieces) > 1 else pieces[0]
+    return part.clone(memory_format=torch.contiguous_format)

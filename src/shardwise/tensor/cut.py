@@ -1,0 +1,276 @@
+"""From a table of styles to what is cut and replaced in a model: decided by names and shapes, before ranks meet."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from functools import partial
+
+from torch import nn
+
+from shardwise.comm.base import Comm
+from shardwise.spec.errors import PlanError
+from shardwise.spec.slice import Cut, Slice, even_ranges
+from shardwise.spec.styles import TABLES, Style, matches, near_even_range, parse_style
+from shardwise.tensor.layer import Column, Layer, Row, VocabularyEmbedding, is_transposed
+
+#: Makes what stands in for a module's forward.
+Stand = Callable[[nn.Module, str, Comm], Layer]
+
+
+@dataclass
+class Cuts:
+    """What tensor parallelism does to a model on one rank.
+
+    Attributes:
+        size: Ranks of ``tp``.
+        rank: This one.
+        slices: What is kept of each parameter, by ``id``.
+        uses: Every place that cuts a parameter: (``id``, its name there).
+        stands: What replaces the forward of the module at a path.
+        attributes: New values of attributes, by path and name.
+    """
+
+    size: int
+    rank: int
+    slices: dict[int, Slice] = field(default_factory=dict)
+    uses: dict[int, list[str]] = field(default_factory=dict)
+    stands: dict[str, Stand] = field(default_factory=dict)
+    attributes: dict[tuple[str, str], int] = field(default_factory=dict)
+
+    def cut(self, module: nn.Module, path: str, attribute: str, *cuts: Cut) -> None:
+        """Keep of a parameter what ``cuts`` say.
+
+        Raises:
+            PlanError: It is tied to one of which something else is kept.
+        """
+        parameter, name = _held(module, attribute), _join(path, attribute)
+        if parameter is None:
+            return
+        held = Slice(tuple(parameter.shape), cuts)
+        before = self.slices.setdefault(id(parameter), held)
+        uses = self.uses.setdefault(id(parameter), [])
+        if before != held:
+            raise PlanError(
+                f"tensor parallelism: {name!r} and {uses[0]!r} are one parameter, but their styles cut it in different"
+                " ways.\n  Give both the same style, or leave both out (tp_plan)."
+            )
+        uses.append(name)
+
+
+@dataclass(frozen=True)
+class _Site:
+    """A module, or a parameter of it, that has a style."""
+
+    module: nn.Module
+    path: str
+    style: Style
+    attribute: str | None = None
+
+    @property
+    def name(self) -> str:
+        return _join(self.path, self.attribute) if self.attribute else self.path
+
+
+def find_cuts(model: nn.Module, table: Mapping[str, str] | None, size: int, rank: int = 0) -> Cuts:
+    """What is to be done on ``rank`` of ``size``.
+
+    Args:
+        model: The whole model.
+        table: Styles by pattern; ``None``: those that are known for its class.
+        size: Ranks of ``tp``.
+        rank: One of them.
+
+    Raises:
+        PlanError: There is no table, it does not fit the model, or something cannot be divided.
+    """
+    cuts = Cuts(size, rank)
+    for site in _sites(model, table):
+        try:
+            _RULES[site.style.name](site, cuts)
+        except PlanError as error:
+            if str(error).startswith("tensor parallelism"):
+                raise
+            raise PlanError(f"tensor parallelism: {site.name!r} ({site.style}) with tp={size}: {error}") from None
+    if not cuts.slices:
+        raise PlanError(
+            f"tensor parallelism: the table of styles cuts nothing of {type(model).__name__}.\n"
+            "  Pass tp_plan={pattern: style} with patterns of its modules, or set tp=1."
+        )
+    _check_ties(model, cuts)
+    return cuts
+
+
+def _sites(model: nn.Module, table: Mapping[str, str] | None) -> list[_Site]:
+    modules = dict(model.named_modules())
+    parameters = {name for name, _ in model.named_parameters(remove_duplicate=False)}
+    sites = []
+    for pattern, text in (table if table is not None else known_table(model)).items():
+        style = parse_style(text, pattern)
+        found = [_Site(module, path, style) for path, module in modules.items() if matches(pattern, path)]
+        for name in parameters:
+            if matches(pattern, name):
+                path, _, attribute = name.rpartition(".")
+                found.append(_Site(modules[path], path, style, attribute))
+        if not found and table is not None:
+            raise PlanError(
+                f"tp_plan: {pattern!r} matches nothing in {type(model).__name__}.\n"
+                "  Patterns are of names as in model.named_modules(); '*' does not cross a dot."
+            )
+        sites += found
+    return sites
+
+
+def known_table(model: nn.Module) -> dict[str, str]:
+    """The styles that are known for the classes of ``model`` and its parts.
+
+    Raises:
+        PlanError: None are.
+    """
+    table: dict[str, str] = {}
+    for path, module in model.named_modules():
+        for kind in type(module).__mro__:
+            for pattern, style in TABLES.get(f"{kind.__module__}.{kind.__qualname__}", {}).items():
+                table.setdefault(_join(path, pattern), style)
+    if not table:
+        raise PlanError(
+            f"tensor parallelism: no styles are known for {type(model).__name__}.\n"
+            "  Pass tp_plan={pattern: style}, for example {'layers.*.up': 'colwise', 'layers.*.down': 'rowwise'},"
+            " or set tp=1."
+        )
+    return table
+
+
+def _check_ties(model: nn.Module, cuts: Cuts) -> None:
+    for name, parameter in model.named_parameters(remove_duplicate=False):
+        uses = cuts.uses.get(id(parameter))
+        if uses is not None and name not in uses:
+            raise PlanError(
+                f"tensor parallelism: {name!r} is tied to {uses[0]!r}, which is cut, but has no style of its own.\n"
+                f"  Give {name.rpartition('.')[0]!r} a style that cuts it alike, or leave both out (tp_plan)."
+            )
+
+
+# -- one rule for each style
+
+
+def _linear(site: _Site) -> tuple[int, int]:
+    """Dims of the weight's outputs and inputs.
+
+    Raises:
+        PlanError: It is no linear layer.
+    """
+    weight = _held(site.module, "weight")
+    if weight is None or weight.dim() != 2 or isinstance(site.module, nn.Embedding):
+        raise PlanError(
+            f"a {type(site.module).__name__} is not a linear layer.\n  Give this style to linear layers only."
+        )
+    return (1, 0) if is_transposed(site.module) else (0, 1)
+
+
+def _features(site: _Site, dim: int) -> int:
+    weight = _held(site.module, "weight")
+    assert weight is not None
+    return weight.shape[dim]
+
+
+def _colwise(site: _Site, cuts: Cuts, *, blocks: int = 1) -> None:
+    if site.attribute is not None:  # a stack of weights: (..., outputs, inputs)
+        parameter = _held(site.module, site.attribute)
+        assert parameter is not None
+        dim = max(parameter.dim() - 2, 0)
+        ranges = even_ranges(parameter.shape[dim], cuts.size, cuts.rank, blocks=blocks)
+        cuts.cut(site.module, site.path, site.attribute, Cut(dim, ranges))
+        return
+    outputs, _ = _linear(site)
+    ranges = even_ranges(_features(site, outputs), cuts.size, cuts.rank, blocks=blocks)
+    cuts.cut(site.module, site.path, "weight", Cut(outputs, ranges))
+    cuts.cut(site.module, site.path, "bias", Cut(0, ranges))
+    cuts.stands[site.path] = Column
+
+
+def _packed_colwise(site: _Site, cuts: Cuts) -> None:
+    _colwise(site, cuts, blocks=site.style.count)
+
+
+def _colwise_gather_output(site: _Site, cuts: Cuts) -> None:
+    outputs, _ = _linear(site)
+    ranges = (near_even_range(_features(site, outputs), cuts.size, cuts.rank),)
+    cuts.cut(site.module, site.path, "weight", Cut(outputs, ranges))
+    cuts.cut(site.module, site.path, "bias", Cut(0, ranges))
+    cuts.stands[site.path] = partial(Column, sizes=_near_even_sizes(_features(site, outputs), cuts.size))
+
+
+def _rowwise(site: _Site, cuts: Cuts, *, splits: bool = False) -> None:
+    if site.attribute is not None:
+        parameter = _held(site.module, site.attribute)
+        assert parameter is not None
+        dim = parameter.dim() - 1
+        cuts.cut(
+            site.module, site.path, site.attribute, Cut(dim, even_ranges(parameter.shape[dim], cuts.size, cuts.rank))
+        )
+        return
+    _, inputs = _linear(site)
+    features = _features(site, inputs)
+    cuts.cut(site.module, site.path, "weight", Cut(inputs, even_ranges(features, cuts.size, cuts.rank)))
+    cuts.stands[site.path] = partial(Row, sizes=(features // cuts.size,) * cuts.size if splits else None)
+
+
+def _rowwise_split_input(site: _Site, cuts: Cuts) -> None:
+    _rowwise(site, cuts, splits=True)
+
+
+def _embedding_rowwise(site: _Site, cuts: Cuts) -> None:
+    module = site.module
+    if not isinstance(module, nn.Embedding) or module.max_norm is not None or module.sparse:
+        raise PlanError("only an nn.Embedding without max_norm and sparse gradients can be cut by its ids.")
+    if module.scale_grad_by_freq:
+        raise PlanError("an embedding with scale_grad_by_freq counts ids that other ranks hold.")
+    if module.num_embeddings < cuts.size:
+        raise PlanError(f"{module.num_embeddings} ids are fewer than {cuts.size} ranks.\n  Set tp lower.")
+    start, stop = near_even_range(module.num_embeddings, cuts.size, cuts.rank)
+    cuts.cut(module, site.path, "weight", Cut(0, ((start, stop),)))
+    cuts.stands[site.path] = partial(VocabularyEmbedding, start=start, stop=stop)
+
+
+def _divide(site: _Site, cuts: Cuts) -> None:
+    for name in site.style.names:
+        value = getattr(site.module, name, None)
+        if isinstance(value, bool) or not isinstance(value, int):
+            raise PlanError(f"{type(site.module).__name__} has no number {name!r} to divide.\n  Name one that it has.")
+        if value % cuts.size:
+            divisors = ", ".join(str(degree) for degree in range(1, value + 1) if value % degree == 0)
+            raise PlanError(
+                f"{name}={value} is not divisible: {value} / {cuts.size} = {value / cuts.size:.4g}.\n"
+                f"  Set tp to one of {divisors}."
+            )
+        cuts.attributes[site.path, name] = value // cuts.size
+
+
+def _replicate(site: _Site, cuts: Cuts) -> None:
+    del site, cuts
+
+
+_RULES: dict[str, Callable[[_Site, Cuts], None]] = {
+    "colwise": _colwise,
+    "packed_colwise": _packed_colwise,
+    "colwise_gather_output": _colwise_gather_output,
+    "rowwise": _rowwise,
+    "rowwise_split_input": _rowwise_split_input,
+    "embedding_rowwise": _embedding_rowwise,
+    "divide": _divide,
+    "replicate": _replicate,
+}
+
+
+def _near_even_sizes(size: int, parts: int) -> tuple[int, ...]:
+    edges = [near_even_range(size, parts, part) for part in range(parts)]
+    return tuple(stop - start for start, stop in edges)
+
+
+def _held(module: nn.Module, attribute: str) -> nn.Parameter | None:
+    return dict(module.named_parameters(recurse=False, remove_duplicate=False)).get(attribute)
+
+
+def _join(path: str, name: str) -> str:
+    return f"{path}.{name}" if path else name

@@ -1,0 +1,186 @@
+"""Forwards of layers whose weights are cut. Each stands on its module's instance in place of the class's own.
+
+A layer reads its parameters from the module at each call: between steps those are other objects (``fsdp.unit``).
+"""
+
+from __future__ import annotations
+
+import weakref
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Sequence
+from typing import Any, NoReturn
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+from shardwise.comm.base import Comm
+from shardwise.spec.errors import StateError
+from shardwise.tensor.pairs import add_up, join_last, own_last, share
+
+
+class Layer(ABC):
+    """What is called instead of ``module.forward``.
+
+    Args:
+        module: The module; held weakly.
+        name: Its path, in traces.
+        comm: On ``tp``.
+    """
+
+    def __init__(self, module: nn.Module, name: str, comm: Comm) -> None:
+        self._module = weakref.ref(module)
+        self.name = name
+        self.comm = comm
+
+    @property
+    def module(self) -> Any:
+        """The module. Whoever calls the layer has it."""
+        return self._module()
+
+    def install(self) -> None:
+        """Be the module's forward from now on."""
+        self.module.__dict__["forward"] = self
+
+    @abstractmethod
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        """The module's forward."""
+
+    def __deepcopy__(self, _memo: object) -> NoReturn:
+        raise _copy_error("copied")
+
+    def __reduce_ex__(self, _protocol: object) -> NoReturn:
+        raise _copy_error("pickled")
+
+
+def _copy_error(what: str) -> StateError:
+    return StateError(
+        f"a module under tensor parallelism cannot be {what}: it holds only this rank's part.\n"
+        "  Use sw.full_state_dict(model) for the weights, and build the module anew."
+    )
+
+
+class SharedInput:
+    """One :func:`share` for all column-parallel layers that get the very same tensor in one call of their parent.
+
+    Query, key and value projections read one input: the three gradients are added first and then summed over the ranks,
+    in one all-reduce. Outside of a call of the parent every layer is by itself.
+    """
+
+    def __init__(self, parent: nn.Module) -> None:
+        self._depth = 0
+        self._held: list[tuple[Tensor, Tensor]] = []
+        parent.register_forward_pre_hook(self._enter)
+        parent.register_forward_hook(self._leave, always_call=True)
+
+    def _enter(self, _module: nn.Module, _args: object) -> None:
+        self._depth += 1
+
+    def _leave(self, _module: nn.Module, _args: object, _output: object) -> None:
+        self._depth = max(0, self._depth - 1)
+        if not self._depth:
+            self._held.clear()
+
+    def __call__(self, x: Tensor, comm: Comm, unit: str) -> Tensor:
+        """``x`` for a part of the computation, as :func:`share`."""
+        for seen, shared in self._held:
+            if seen is x:
+                return shared
+        shared = share(x, comm, unit)
+        if self._depth and torch.is_grad_enabled():
+            self._held.append((x, shared))
+        return shared
+
+
+class Column(Layer):
+    """A linear layer that makes this rank's features. Weight (features, inputs), or (inputs, features) as Conv1D.
+
+    Args:
+        module: A linear layer.
+        name: Its path.
+        comm: On ``tp``.
+        sizes: Features by rank, where all ranks get all of them.
+
+    Attributes:
+        shared: What its input goes through.
+    """
+
+    def __init__(self, module: nn.Module, name: str, comm: Comm, *, sizes: Sequence[int] | None = None) -> None:
+        super().__init__(module, name, comm)
+        self.shared: Callable[[Tensor, Comm, str], Tensor] = share
+        self._sizes = sizes
+        self._linear = linear_of(module)
+
+    def __call__(self, x: Tensor) -> Tensor:
+        """(..., inputs), replicated, to (..., this rank's features), or all where it gathers."""
+        module = self.module
+        y = self._linear(self.shared(x, self.comm, self.name), module.weight, module.bias)
+        return y if self._sizes is None else join_last(y, self._sizes, self.comm, self.name)
+
+
+class Row(Layer):
+    """A linear layer that reads this rank's features, and adds up over the ranks; the bias is added after that.
+
+    Args:
+        module: A linear layer.
+        name: Its path.
+        comm: On ``tp``.
+        sizes: Features by rank, where the input is replicated and to be cut.
+    """
+
+    def __init__(self, module: nn.Module, name: str, comm: Comm, *, sizes: Sequence[int] | None = None) -> None:
+        super().__init__(module, name, comm)
+        self._sizes = sizes
+        self._linear = linear_of(module)
+
+    def __call__(self, x: Tensor) -> Tensor:
+        """(..., this rank's features) to (..., outputs), replicated."""
+        module = self.module
+        if self._sizes is not None:
+            x = own_last(x, self._sizes, self.comm, self.name)
+        y = add_up(self._linear(x, module.weight, None), self.comm, self.name)
+        return y if module.bias is None else y + module.bias
+
+
+class VocabularyEmbedding(Layer):
+    """An embedding of which this rank holds the rows of some ids; the others' rows come by an all-reduce.
+
+    Args:
+        module: An ``nn.Embedding``.
+        name: Its path.
+        comm: On ``tp``.
+        start: The first id of this rank.
+        stop: The one after its last.
+    """
+
+    def __init__(self, module: nn.Module, name: str, comm: Comm, *, start: int, stop: int) -> None:
+        super().__init__(module, name, comm)
+        self._start, self._stop = start, stop
+
+    def __call__(self, ids: Tensor) -> Tensor:
+        """Ids to their rows."""
+        module = self.module
+        is_foreign = (ids < self._start) | (ids >= self._stop)
+        local = (ids - self._start).masked_fill(is_foreign, 0)
+        padding = module.padding_idx
+        if padding is not None:
+            # Row 0 stands in for foreign ids, but their outputs are replaced: no gradient comes from there.
+            padding = padding - self._start if self._start <= padding < self._stop else None
+        rows = F.embedding(local, module.weight, padding, scale_grad_by_freq=module.scale_grad_by_freq)
+        return add_up(rows.masked_fill(is_foreign.unsqueeze(-1), 0), self.comm, self.name)
+
+
+def linear_of(module: nn.Module) -> Any:
+    """``F.linear``, or the same for weights that are stored (inputs, outputs), as transformers' Conv1D does."""
+    return _linear_transposed if is_transposed(module) else F.linear
+
+
+def is_transposed(module: nn.Module) -> bool:
+    """Its weight is (inputs, outputs)."""
+    return any(kind.__name__ == "Conv1D" for kind in type(module).__mro__)
+
+
+def _linear_transposed(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+    flat = x.reshape(-1, x.shape[-1])
+    y = flat @ weight if bias is None else torch.addmm(bias, flat, weight)
+    return y.view(*x.shape[:-1], weight.shape[1])

@@ -1,0 +1,143 @@
+"""Collectives on ``tp`` as autograd functions: what forward does on the one side, backward does on the other.
+
+==================  =======================  =======================
+function            forward                  backward
+==================  =======================  =======================
+:func:`share`       identity                 all-reduce
+:func:`add_up`      all-reduce               identity
+:func:`join_last`   all-gather, last dim     this rank's part
+:func:`own_last`    this rank's part         all-gather, last dim
+==================  =======================  =======================
+
+The tensors that the first two move are *replicated* on one side (the same on every rank) and on the other partial: each
+rank holds a term of the sum. Sums run in rank order, so a replicated tensor is the same to the last bit everywhere.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from shardwise.comm.base import Comm
+
+
+def share(x: Tensor, comm: Comm, unit: str) -> Tensor:
+    """``x``, replicated, for a computation of which each rank does a part.
+
+    Collective:
+        In backward an all-reduce of the gradient on ``tp``, where ``x`` needs one.
+    """
+    return _Share.apply(x, comm, unit) if comm.size > 1 else x
+
+
+def add_up(x: Tensor, comm: Comm, unit: str) -> Tensor:
+    """The sum of every rank's ``x``.
+
+    Collective:
+        All-reduce on ``tp``.
+    """
+    return _AddUp.apply(x, comm, unit) if comm.size > 1 else x
+
+
+def join_last(x: Tensor, sizes: Sequence[int], comm: Comm, unit: str) -> Tensor:
+    """Every rank's ``x`` side by side in the last dimension, for computations that all ranks do alike.
+
+    Args:
+        x: This rank's part.
+        sizes: Of the last dimension, by rank.
+        comm: On ``tp``.
+        unit: Name of the module that it is for.
+
+    Collective:
+        All-gather on ``tp``.
+    """
+    return _JoinLast.apply(x, tuple(sizes), comm, unit) if comm.size > 1 else x
+
+
+def own_last(x: Tensor, sizes: Sequence[int], comm: Comm, unit: str) -> Tensor:
+    """This rank's part of a replicated ``x``, cut in the last dimension.
+
+    Collective:
+        In backward an all-gather of the gradient on ``tp``, where ``x`` needs one.
+    """
+    return _OwnLast.apply(x, tuple(sizes), comm, unit) if comm.size > 1 else x
+
+
+def summed(x: Tensor, comm: Comm, unit: str) -> Tensor:
+    """A new tensor with the sum of every rank's ``x``.
+
+    Collective:
+        All-reduce on ``tp``.
+    """
+    total = x.clone(memory_format=torch.contiguous_format)
+    comm.all_reduce(total.view(-1), unit=unit).wait()
+    return total
+
+
+def joined(x: Tensor, sizes: Sequence[int], comm: Comm, unit: str) -> Tensor:
+    """A new tensor with every rank's ``x`` side by side in the last dimension.
+
+    Collective:
+        All-gather on ``tp``.
+    """
+    rows = x.shape[:-1].numel()
+    cuts = [0, *itertools.accumulate(rows * size for size in sizes)]
+    buffer = x.new_empty(cuts[-1])
+    slices = [buffer[start:stop] for start, stop in itertools.pairwise(cuts)]
+    slices[comm.rank].view(x.shape).copy_(x)
+    comm.all_gather(buffer, unit=unit, cuts=cuts).wait()
+    parts = [part.view(*x.shape[:-1], size) for part, size in zip(slices, sizes, strict=True)]
+    return torch.cat(parts, dim=-1)
+
+
+def _own(x: Tensor, sizes: Sequence[int], rank: int) -> Tensor:
+    return x.narrow(-1, sum(sizes[:rank]), sizes[rank])
+
+
+class _Share(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, comm: Comm, unit: str) -> Tensor:
+        ctx.place = comm, unit
+        return x.view_as(x)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None]:  # type: ignore[override]
+        return summed(grad, *ctx.place), None, None
+
+
+class _AddUp(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, comm: Comm, unit: str) -> Tensor:
+        del ctx
+        return summed(x, comm, unit)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None]:  # type: ignore[override]
+        del ctx
+        return grad, None, None
+
+
+class _JoinLast(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, sizes: tuple[int, ...], comm: Comm, unit: str) -> Tensor:
+        ctx.part = sizes, comm.rank
+        return joined(x, sizes, comm, unit)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None, None]:  # type: ignore[override]
+        return _own(grad, *ctx.part), None, None, None
+
+
+class _OwnLast(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, sizes: tuple[int, ...], comm: Comm, unit: str) -> Tensor:
+        ctx.place = sizes, comm, unit
+        return _own(x, sizes, comm.rank).clone()
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None, None]:  # type: ignore[override]
+        return joined(grad, *ctx.place), None, None, None

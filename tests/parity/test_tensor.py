@@ -1,0 +1,193 @@
+"""Tensor parallelism against one plain process: float64, where only the order of sums differs, and fp32."""
+
+from __future__ import annotations
+
+import warnings
+from dataclasses import dataclass
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, distributed, nn
+
+import shardwise as sw
+from shardwise.fsdp.attach import runtime_of
+from shardwise.fsdp.clip import grad_norm
+from shardwise.fsdp.state import HeldValues
+from shardwise.spec.errors import PlanError
+from shardwise.spec.slice import slice_of
+from shardwise.tensor.apply import take
+from shardwise.testing import run_on_ranks
+
+STEPS = 5
+VOCAB, SEQ = 31, 6  # a vocabulary that no degree divides
+#: By dtype: of losses and norms, relative; of parameters, absolute.
+TOLERANCES = {torch.float64: (1e-9, 1e-8), torch.float32: (1e-5, 5e-4)}
+
+
+@dataclass(frozen=True)
+class Case:
+    """A run under tensor parallelism."""
+
+    tp: int = 2
+    strategy: str = "zero3"
+    dtype: torch.dtype = torch.float64
+    num_microbatches: int = 1
+    accumulation: str = "auto"
+    max_norm: float | None = None
+    model: tuple[tuple[str, Any], ...] = ()
+    plan: tuple[tuple[str, Any], ...] = ()
+
+    def build(self) -> nn.Module:
+        torch.manual_seed(7)
+        sizes = {"num_layers": 3, "hidden": 24, "num_heads": 4, "vocab_size": VOCAB, "seq_len": SEQ, "tied": False}
+        return sw.models.gpt("gpt-tiny", **(sizes | dict(self.model))).to(self.dtype)
+
+
+def batch(step: int, microbatch: int, reader: int) -> tuple[Tensor, Tensor]:
+    generator = torch.Generator().manual_seed(1000 * step + 100 * microbatch + reader)
+    tokens_BT = torch.randint(0, VOCAB, (2, SEQ + 1), generator=generator)
+    targets_BT = tokens_BT[:, 1:].clone()
+    targets_BT[0, reader] = -100
+    return tokens_BT[:, :-1].contiguous(), targets_BT
+
+
+def optimizer_of(model: nn.Module) -> torch.optim.Optimizer:
+    return torch.optim.AdamW(model.parameters(), lr=1e-3, weight_decay=0.1)
+
+
+def train_plain(case: Case, num_readers: int) -> tuple[nn.Module, list[float], list[float]]:
+    """One process that reads what all data-parallel ranks read."""
+    model = case.build()
+    optimizer, losses, norms = optimizer_of(model), [], []
+    for step in range(STEPS):
+        for reader in range(num_readers):
+            for microbatch in range(case.num_microbatches):
+                loss = model(*batch(step, microbatch, reader)) / (case.num_microbatches * num_readers)
+                loss.backward()
+                losses.append(loss.item() * num_readers)
+        grads = [p.grad for p in model.parameters() if p.grad is not None]
+        limit = float("inf") if case.max_norm is None else case.max_norm
+        norms.append(torch.nn.utils.clip_grad_norm_(model.parameters(), limit).item())
+        assert grads
+        optimizer.step()
+        optimizer.zero_grad()
+    return model, losses, norms
+
+
+def differences(case: Case) -> dict[str, float]:
+    """On a rank: train in both ways; the largest difference of losses, norms and parameters."""
+    plan = sw.ParallelPlan(strategy=case.strategy, tp=case.tp, accumulation=case.accumulation, **dict(case.plan))
+    num_readers = distributed.get_world_size() // case.tp
+    reader = distributed.get_rank() // case.tp
+    plain, losses, norms = train_plain(case, num_readers)
+    model = sw.parallelize(case.build(), plan)
+    optimizer = optimizer_of(model)
+    found = {"loss": 0.0, "norm": 0.0, "parameter": 0.0}
+    for step in range(STEPS):
+        for microbatch in range(case.num_microbatches):
+            with sw.gradient_sync(model, microbatch == case.num_microbatches - 1):
+                loss = model(*batch(step, microbatch, reader)) / case.num_microbatches
+                loss.backward()
+            expected = losses[(step * num_readers + reader) * case.num_microbatches + microbatch]
+            found["loss"] = max(found["loss"], abs(loss.item() - expected) / abs(expected))
+        norm = (
+            grad_norm(runtime_of(model, "test")) if case.max_norm is None else sw.clip_grad_norm(model, case.max_norm)
+        )
+        found["norm"] = max(found["norm"], abs(norm.item() - norms[step]) / norms[step])
+        optimizer.step()
+        optimizer.zero_grad()
+    marks = {name: slice_of(parameter) for name, parameter in model.named_parameters()}
+    assert any(mark is not None for mark in marks.values())
+    whole = dict(plain.named_parameters(remove_duplicate=False))
+    compared = 0
+    for extent, values in HeldValues(model).extents:
+        mark, expected = marks[extent.name], whole[extent.name].detach()
+        local = (expected if mark is None else take(expected, mark)).reshape(-1)
+        error = (local[extent.start : extent.start + values.numel()] - values).abs()
+        compared += values.numel()
+        found["parameter"] = max(found["parameter"], error.max().item() if error.numel() else 0.0)
+    assert compared
+    found["copies"] = _unequal_copies(model, marks, case.tp)
+    return found
+
+
+def _unequal_copies(model: nn.Module, marks: dict[str, Any], tp: int) -> float:
+    """Number of parameters that are whole on every rank of tp, but are not the same bits."""
+    held = {e.name: v.clone() for e, v in HeldValues(model).extents if marks[e.name] is None}
+    everyone: list[Any] = [None] * distributed.get_world_size()
+    distributed.all_gather_object(everyone, held)
+    first = distributed.get_rank() // tp * tp
+    return float(sum(not torch.equal(everyone[first][name], value) for name, value in held.items()))
+
+
+def run_all(cases: tuple[Case, ...]) -> list[dict[str, float]]:
+    warnings.simplefilter("ignore")
+    return [differences(case) for case in cases]
+
+
+def check(world: int, *cases: Case) -> None:
+    for results in run_on_ranks(run_all, world, cases, timeout_s=250):
+        for case, found in zip(cases, results, strict=True):
+            relative, absolute = TOLERANCES[case.dtype]
+            assert found["loss"] <= relative, (case, found)
+            assert found["norm"] <= relative, (case, found)
+            assert found["parameter"] <= absolute, (case, found)
+            assert found["copies"] == 0, (case, found)
+
+
+def test_two_ranks_equal_one_process():
+    check(
+        2,
+        Case(),
+        Case(dtype=torch.float32),
+        Case(strategy="ddp", max_norm=0.3),
+        Case(model=(("tied", True),), num_microbatches=2),
+        Case(model=(("num_experts", 3),), num_microbatches=2, accumulation="unsharded"),
+        Case(model=(("bias", False),), plan=(("activation_checkpointing", "full"),)),
+    )
+
+
+def test_two_by_two_ranks_equal_one_process():
+    check(
+        4,
+        Case(num_microbatches=2, max_norm=0.3),
+        Case(dtype=torch.float32, num_microbatches=2, max_norm=0.3),
+        Case(tp=4, model=(("tied", True),)),
+    )
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("strategy", ["ddp", "zero1", "zero2", "shard_grad_op", "zero3", "hsdp"])
+def test_every_strategy_equals_one_process(strategy):
+    plan = (("dp_replicate", 2),) if strategy == "hsdp" else ()
+    dtypes = (torch.float64, torch.float32)
+    check(4, *(Case(strategy=strategy, dtype=dtype, num_microbatches=2, max_norm=0.3, plan=plan) for dtype in dtypes))
+
+
+def refusals() -> list[str]:
+    found = []
+    for model, plan in (
+        (sw.models.gpt("gpt-nano", num_heads=1), sw.ParallelPlan(tp=2)),
+        (sw.models.gpt("gpt-nano", ffn=31), sw.ParallelPlan(tp=2)),
+        (nn.Sequential(nn.Linear(4, 4)), sw.ParallelPlan(tp=2)),
+        (nn.Sequential(nn.Linear(4, 4)), sw.ParallelPlan(tp=2, tp_plan={"1": "colwise"})),
+        (nn.Sequential(nn.LayerNorm(4)), sw.ParallelPlan(tp=2, tp_plan={"0": "colwise"})),
+        (sw.models.gpt("gpt-nano"), sw.ParallelPlan(tp=2, tp_plan={"token_embedding": "embedding_rowwise"})),
+    ):
+        with pytest.raises(PlanError) as caught:
+            sw.parallelize(model, plan)
+        found.append(str(caught.value))
+    assert not distributed.is_initialized()
+    return found
+
+
+def test_what_cannot_be_cut_is_refused_before_any_rank_is_met():
+    heads, width, unknown, unmatched, kind, tied = refusals()
+    assert "'blocks.0.attention' (divide:num_heads) with tp=2: num_heads=1 is not divisible: 1 / 2 = 0.5" in heads
+    assert "'blocks.0.mlp.up' (colwise) with tp=2: a dimension of 31 cannot be divided evenly over 2 ranks" in width
+    assert "no styles are known for Sequential" in unknown
+    assert "tp_plan={pattern: style}" in unknown
+    assert "'1' matches nothing in Sequential" in unmatched
+    assert "a LayerNorm is not a linear layer" in kind
+    assert "'lm_head.weight' is tied to 'token_embedding.weight'" in tied
