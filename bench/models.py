@@ -93,7 +93,7 @@ def _parity(cells: dict[tuple[str, int], matrix.Cell]) -> str:
 def generation() -> Iterator[str]:
     yield "| model | strategies | ranks | tokens |"
     yield "|---|---|---|---|"
-    presets = ("ddp", "zero2", "shard_grad_op", "zero3")
+    presets = test_generation.STRATEGIES
     for name in test_generation.GENERATORS:
         problems = []
         for world in (2, 3, 4):

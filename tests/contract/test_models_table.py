@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-import re
 from pathlib import Path
 
 from tests.parity import matrix
 from tests.parity.families import FAMILIES
-from tests.ranks.test_generation import GENERATORS
+from tests.ranks.test_generation import GENERATORS, STRATEGIES
 
 TEXT = (Path(__file__).parents[2] / "docs" / "models.md").read_text()
 
@@ -35,8 +34,19 @@ def test_the_rows_are_of_the_packages_and_the_matrix_of_today() -> None:
     assert f"Matrix {matrix.fingerprint()}." in TEXT, stale
 
 
-def test_every_row_is_bitwise_or_says_why_not() -> None:
+#: Rows whose last cell may say something else, and why: by table ("trained", "generated") and model, the cell's text.
+#: A failure that a run of `make models` wrote into the table is none of these until it is understood.
+EXCEPTIONS: dict[tuple[str, str], str] = {}
+
+
+def test_every_row_is_bitwise_but_for_the_exceptions_that_are_named_here() -> None:
+    rows = [("trained", "bitwise", row) for row in TRAINED] + [("generated", "equal", row) for row in GENERATED]
+    found = {(part, row[0]): row[-1] for part, good, row in rows if row[-1] != good}
+    assert found == EXCEPTIONS
+
+
+def test_every_row_is_of_every_world_and_strategy() -> None:
     for row in TRAINED:
-        assert re.fullmatch(r"bitwise|.*\d ranks: .{20,}", row[-1]), row
+        assert row[-2] == f"{matrix.WORLDS[0]}-{matrix.WORLDS[-1]}", row
     for row in GENERATED:
-        assert re.fullmatch(r"equal|.*\d ranks: .{20,}", row[-1]), row
+        assert row[1:3] == [", ".join(STRATEGIES), "2-4"], row

@@ -21,12 +21,12 @@ def rows() -> list[tuple[str, list[str], list[str]]]:
 
 @functools.cache
 def said_by(test: str) -> str:
-    """Name and docstring of a test, and the docstring of its file."""
+    """Name and docstring of a test. That of its file says nothing about one test."""
     path, name = test.split("::")
     tree = ast.parse((TESTS / path).read_text())
     found = [node for node in tree.body if isinstance(node, ast.FunctionDef) and node.name == name]
     assert found, f"{test} is not there"
-    return " ".join([name, ast.get_docstring(found[0]) or "", ast.get_docstring(tree) or ""])
+    return f"{name} {ast.get_docstring(found[0]) or ''}"
 
 
 @pytest.mark.parametrize(("pain", "issues", "tests"), rows(), ids=lambda value: value if isinstance(value, str) else "")

@@ -1,4 +1,4 @@
-"""Averages of sharded weights (Lightning#21414): torch's own of one process, to the bit, on any layout."""
+"""Averages of sharded weights: torch's own of one process, to the bit, on any layout."""
 
 from __future__ import annotations
 
@@ -85,6 +85,7 @@ def follow_everywhere():
 
 @pytest.mark.parametrize("world", [1, 2, 3])
 def test_the_average_is_torchs_of_one_process_and_training_is_not_disturbed(world):
+    """Lightning#21414."""
     assert run_on_ranks(follow_everywhere, world)[0] == {}
 
 

@@ -15,6 +15,8 @@ from tests.ranks.oracle import compare
 pytestmark = families.PRELOAD
 
 GENERATORS = ("GPT-2", "Llama", "T5", "BART", "Whisper")
+#: Of the table of ``docs/models.md``.
+STRATEGIES = ("ddp", "zero2", "shard_grad_op", "zero3")
 
 
 def inputs(name, rank, step):
@@ -100,7 +102,7 @@ def hows(name):
 @pytest.mark.parametrize("name", GENERATORS)
 @pytest.mark.parametrize("world", [3, 4])
 def test_more_ranks_generate_the_plain_models_tokens(world, name):
-    run_on_ranks(generate, world, name, ("ddp", "zero2", "shard_grad_op", "zero3"), *hows(name), timeout_s=280)
+    run_on_ranks(generate, world, name, STRATEGIES, *hows(name), timeout_s=280)
 
 
 def checkpointed(name, use_reentrant):
