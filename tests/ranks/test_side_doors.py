@@ -155,7 +155,7 @@ def test_saved_tensor_hooks_of_checkpoint_and_of_the_user_live_beside_ours(world
 
 def settle():
     model = sw.parallelize(Chain())
-    guard = attach.runtime_of(model, "test")._saved
+    guard = attach.runtime_of(model, "test").saved
     seen = []
     for step in range(5):
         seen.append(guard.is_on)

@@ -159,7 +159,7 @@ def from_another_thread():
     thread = threading.Thread(target=call)
     thread.start()
     thread.join()
-    assert attach.runtime_of(model, "test")._num_frames == 0
+    assert attach.runtime_of(model, "test").num_frames == 0
     return [f"{type(error).__name__}: {error}" for error in caught]
 
 
