@@ -54,3 +54,12 @@ def test_every_file_that_is_linked_exists() -> None:
 def test_every_source_file_that_is_named_exists() -> None:
     for name in re.findall(r"`((?:spec|fsdp|comm)/\w+\.py)`", README):
         assert (ROOT / "src/shardwise" / name).exists(), name
+
+
+def test_the_heart_is_as_long_as_it_says() -> None:
+    claim = re.search(r"heart of the engine is ([\d,]+) lines.*?read in this order: (.*?)\. ", README, re.DOTALL)
+    assert claim is not None
+    files = re.findall(r"`((?:spec|fsdp)/\w+\.py)`", claim[2])
+    assert len(files) == 7
+    lines = sum(len((ROOT / "src/shardwise" / name).read_text().splitlines()) for name in files)
+    assert abs(lines - int(claim[1].replace(",", ""))) <= 100, lines

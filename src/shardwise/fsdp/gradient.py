@@ -35,6 +35,7 @@ from shardwise.comm.axes import Comms
 from shardwise.comm.base import Chain, Done, Handle
 from shardwise.comm.dtype import dtype_name
 from shardwise.fsdp import torch_private
+from shardwise.fsdp.buffer_views import BufferViews
 from shardwise.fsdp.offload import host_zeros
 from shardwise.fsdp.packed import reduce_packed
 from shardwise.fsdp.pool import GradientPool
@@ -67,7 +68,7 @@ class Gradient:
         self._is_elsewhere = [
             held.numel == 0 < spec.numel for held, spec in zip(group.held, group.layout.params, strict=True)
         ]
-        self._views: dict[int, _BufferViews] = {}
+        self._views: dict[int, BufferViews] = {}
         self._home: Tensor | None = None  # where .grad of the shards lives: a slice, or the whole
         self._own: Tensor | None = None  # the group's own full-size buffer, which contains ``_home``
         self._home_views: list[Tensor] = []
@@ -75,7 +76,7 @@ class Gradient:
         self._is_home_lent = False
         self._lent: dict[int, tuple[Tensor, list[Tensor]]] = {}
         self._local: Tensor | None = None
-        self._local_views: _BufferViews | None = None
+        self._local_views: BufferViews | None = None
         self._borrowed: Tensor | None = None
         self._written = [False] * len(group.shards)  # parameter i's elements of ``_local`` are this rank's gradient
         self._used: list[bool] = []
@@ -166,7 +167,7 @@ class Gradient:
         if copies:
             torch._foreach_copy_(copy_to, copies)
 
-    def _begin(self, pool: GradientPool) -> _BufferViews:
+    def _begin(self, pool: GradientPool) -> BufferViews:
         """Have a buffer to collect in; returns its views."""
         if self._local_views is not None:
             return self._local_views
@@ -181,7 +182,7 @@ class Gradient:
         key = torch_private.storage_identity(self._local)
         views = self._views.get(key)
         if views is None:
-            views = self._views[key] = _BufferViews(self.layout, self._pieces, self._local, pool)
+            views = self._views[key] = BufferViews(self.layout, self._pieces, self._local, pool)
         self._local_views = views
         return views
 
@@ -396,45 +397,3 @@ class Gradient:
         if self._borrowed is not None:
             pool.give(self.pool_key, self._borrowed)
             self._borrowed = None
-
-
-class _BufferViews:
-    """Views of one full-size buffer, made once."""
-
-    def __init__(self, layout: ReduceLayout, pieces: list[list], buffer: Tensor, pool: GradientPool) -> None:
-        self.by_param: list[list[Tensor]] = []
-        for spec, held in zip(layout.group.params, pieces, strict=True):
-            if len(held) == 1:
-                stride = spec.stride or contiguous_stride(spec.shape)
-                offset = buffer.storage_offset() + held[0].offset
-                self.by_param.append([buffer.as_strided(spec.shape, stride, offset)])
-            else:
-                self.by_param.append([buffer[p.offset : p.offset + p.numel] for p in held])
-        self.gaps = [buffer[start:stop] for start, stop in layout.gaps]
-        self._headers = self._header_views(layout, buffer)
-        count = len(layout.group.params)
-        key = count, self._headers[0].shape[-1] if self._headers else 0, buffer.dtype
-        self._all_used = pool.constant(key, lambda: self._flags([True] * count))
-
-    @staticmethod
-    def _header_views(layout: ReduceLayout, buffer: Tensor) -> list[Tensor]:
-        """The headers; of equal slices as rows of one view, so that one copy writes them for any number of ranks."""
-        if layout.uneven_cuts is not None:
-            return [buffer[start : start + numel] for start, numel in layout.headers()]
-        shape = layout.num_slices, layout.header_numel(0)
-        first = buffer.storage_offset() + layout.data_numel(0)
-        return [buffer.as_strided(shape, (layout.slice_numel(0), 1), first)]
-
-    def set_flags(self, used: list[bool]) -> None:
-        """Write the headers: 1 for each parameter that this rank's backward used."""
-        flags = self._all_used if all(used) else self._flags(used)
-        for header in self._headers:
-            assert flags is not None
-            header.copy_(flags)
-
-    def _flags(self, used: list[bool]) -> Tensor | None:
-        if not self._headers:
-            return None  # every slice is empty
-        header = self._headers[0]
-        flags = [float(is_used) for is_used in used] + [0.0] * (header.shape[-1] - len(used))
-        return torch.tensor(flags, dtype=header.dtype, device=header.device)
