@@ -112,7 +112,9 @@ class ParallelSection(Section):
     )
     accumulation: str = Field("auto", description="auto, sharded, unsharded or defer_replicate")
     pipeline: str | dict[str, Any] | None = Field(
-        None, description="with pp: gpipe, 1f1b, or the fields of PipelinePolicy such as {num_microbatches: 8}"
+        None,
+        description="with pp: gpipe, 1f1b, interleaved-1f1b, zb-h1, zb-v, or PipelinePolicy's fields, such as"
+        " {schedule: zb-h1, num_microbatches: 8}",
     )
     merge_units: int | bool | Literal["auto"] = Field(
         "auto", description="small units that follow one another travel together up to so many bytes; false: never"

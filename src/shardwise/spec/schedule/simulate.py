@@ -85,10 +85,24 @@ class Timing:
         return tuple(sum((span.end - span.start for span in spans), Fraction()) for spans in self.spans)
 
     @property
+    def ideal(self) -> Fraction:
+        """The longest that a rank computes: when all would be done if none ever waited."""
+        return max(self.busy)
+
+    @property
     def bubble(self) -> Fraction:
-        """Idle time over ideal time, the time in which all ranks would be done if none ever waited."""
-        ideal = sum(self.busy, Fraction())
-        return (len(self.spans) * self.makespan - ideal) / ideal
+        """Idle time over ideal time, from the first rank's begin to the last rank's end."""
+        return (self.makespan - self.ideal) / self.ideal
+
+    @property
+    def inner_bubble(self) -> Fraction:
+        """The same between the first and the last computation of a rank, for the rank that waits longest there.
+
+        What ranks wait before and after can be filled by the next step, if nothing between two steps (a norm of all
+        gradients, for example) makes them wait for each other. The papers on zero-bubble schedules count this one.
+        """
+        spans = zip(self.spans, self.busy, strict=True)
+        return max(spans[-1].end - spans[0].start - busy for spans, busy in spans) / self.ideal
 
 
 def simulate(schedule: Schedule, durations: Durations, *, is_blocking: bool = False) -> Timing:
