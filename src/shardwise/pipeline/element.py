@@ -1,0 +1,160 @@
+"""The elements of a model: the modules that its forward calls one after the other.
+
+The blocks of its chains are elements, and beside them the largest modules that hold no block: embeddings, norms, heads,
+dropouts. What holds blocks (the model itself, a decoder, a ``ModuleList``) is no element: its own forward is run on
+every stage. An element without parameters is held by every stage.
+"""
+
+from __future__ import annotations
+
+import copy
+import weakref
+from collections.abc import Callable, Collection, Iterable, Iterator
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from shardwise.spec.errors import PlanError, StateError
+
+
+def _not_installed(*_args: Any, **_kwargs: Any) -> Any:
+    raise StateError("an element of another stage was to be computed: this is a bug in shardwise.")
+
+
+@dataclass(eq=False)
+class Element:
+    """One of them.
+
+    Attributes:
+        paths: Where it is registered; the first gives it its name.
+        module: Itself, or what stands for it.
+        sketch: Its copy, on which shapes can be found.
+        is_block: It is a member of a chain.
+        stages: Those that hold it, ascending; none: all of them do.
+        forward: Computes it, without the module's hooks.
+        sketched: The same of the sketch.
+    """
+
+    paths: list[str]
+    module: nn.Module
+    sketch: nn.Module | None = None
+    is_block: bool = False
+    stages: tuple[int, ...] = ()
+    forward: Callable[..., Any] = _not_installed
+    sketched: Callable[..., Any] = _not_installed
+    numel: int = field(init=False)
+
+    def __post_init__(self) -> None:
+        """Count its parameters while they are there."""
+        self.numel = sum(parameter.numel() for parameter in self.module.parameters())
+
+    @property
+    def name(self) -> str:
+        """Where it was registered first."""
+        return self.paths[0]
+
+    @property
+    def has_parameters(self) -> bool:
+        """It belongs to a stage, or to several that each hold a copy."""
+        return self.numel > 0
+
+
+def find_elements(model: nn.Module, blocks: Collection[str]) -> list[Element]:
+    """The elements of ``model`` in the order of registration.
+
+    Args:
+        model: Whole.
+        blocks: Names of the members of its chains; of those inside one another the outermost count.
+
+    Raises:
+        PlanError: There are no blocks.
+    """
+    outermost = [name for name in blocks if not any(name.startswith(f"{other}.") for other in blocks)]
+    if not outermost:
+        raise PlanError(
+            f"{type(model).__name__} has no chain of blocks that could be divided into pipeline stages.\n"
+            "  Put its blocks into a ModuleList or Sequential, or set pp=1."
+        )
+    found: dict[int, Element] = {}
+    for path, module in _called(model, set(outermost)):
+        known = found.get(id(module))
+        if known is None:
+            known = found[id(module)] = Element([], module, is_block=path in outermost)
+        known.paths.append(path)
+    return list(found.values())
+
+
+def _called(model: nn.Module, blocks: Collection[str]) -> Iterator[tuple[str, nn.Module]]:
+    inside = ""
+    for path, module in model.named_modules(remove_duplicate=False):
+        if inside and path.startswith(f"{inside}."):
+            continue
+        holds_blocks = path == "" or any(block.startswith(f"{path}.") for block in blocks)
+        is_called = type(module).forward is not nn.Module.forward
+        if path in blocks or (is_called and not holds_blocks):
+            inside = path
+            yield path, module
+
+
+def sketch(model: nn.Module, elements: Iterable[Element]) -> nn.Module:
+    """A copy of ``model`` on which shapes can be found: what elements hold takes no memory, it is on ``meta``.
+
+    Everything else is the model's own, but for parameters outside of all elements, which are zeros.
+
+    Raises:
+        StateError: The model cannot be copied.
+    """
+    memo: dict[int, Any] = {}
+    for element in elements:
+        for tensor in _tensors_of(element.module) if element.has_parameters else ():
+            memo.setdefault(id(tensor), _on_meta(tensor))
+    for tensor in _tensors_of(model):
+        memo.setdefault(id(tensor), _as_zeros(tensor) if isinstance(tensor, nn.Parameter) else tensor)
+    try:
+        copied = copy.deepcopy(model, memo)
+    except Exception as error:
+        raise StateError(
+            f"{type(model).__name__} cannot be copied, which pipeline stages need to know the shapes of each other's"
+            f" activations: {type(error).__name__}: {error}\n  Remove what cannot be copied, or set pp=1."
+        ) from error
+    for element in elements:
+        element.sketch = copied.get_submodule(element.name)
+    return copied
+
+
+def _tensors_of(model: nn.Module) -> list[Tensor]:
+    """Parameters, buffers and tensors that are plain attributes."""
+    held = [
+        tensor
+        for module in model.modules()
+        for tensor in (*module.parameters(recurse=False), *module.buffers(recurse=False), *vars(module).values())
+        if isinstance(tensor, Tensor)
+    ]
+    return list({id(tensor): tensor for tensor in held}.values())
+
+
+def _on_meta(tensor: Tensor) -> Tensor:
+    empty = torch.empty_strided(tensor.shape, tensor.stride(), dtype=tensor.dtype, device="meta")
+    if isinstance(tensor, nn.Parameter):
+        return nn.Parameter(empty, requires_grad=False)
+    return empty
+
+
+def _as_zeros(parameter: nn.Parameter) -> nn.Parameter:
+    zeros = torch.zeros((), dtype=parameter.dtype, device=parameter.device).expand(parameter.shape)
+    return nn.Parameter(zeros, requires_grad=False)
+
+
+def own_forward(module: nn.Module) -> Callable[..., Any]:
+    """A module's forward as it is now, by a weak reference to the module."""
+    own = module.__dict__.get("forward")
+    if own is not None:
+        return own
+    reference, function = weakref.ref(module), type(module).forward
+
+    def forward(*args: Any, **kwargs: Any) -> Any:
+        return function(reference(), *args, **kwargs)
+
+    return forward

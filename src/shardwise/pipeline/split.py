@@ -1,0 +1,146 @@
+"""Which stage holds which element, and the model that is left on a rank."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection, Iterable, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from shardwise.pipeline.element import Element
+from shardwise.spec.errors import PlanError
+from shardwise.spec.stages import balance
+
+
+def assign_stages(elements: Sequence[Element], num_stages: int, first_of_stage: Sequence[str] = ()) -> None:
+    """Set the stages of every element that has parameters: neighbours in the order of registration.
+
+    Args:
+        elements: Of the whole model.
+        num_stages: How many stages.
+        first_of_stage: The name of the element with which each stage but the first begins; empty: stages are balanced
+            by the matrix products of a token, which is what a forward and its backward take time for.
+
+    Raises:
+        PlanError: There are more stages than elements, or a name is none of an element's.
+    """
+    places = [(path, element) for element in elements if element.has_parameters for path in element.paths]
+    if first_of_stage:
+        starts = [0, *_named(first_of_stage, [path for path, _ in places], num_stages)]
+    else:
+        costs = [_cost(element) if path == element.name else 0 for path, element in places]
+        starts = balance(costs, num_stages)
+    for element in elements:
+        element.stages = ()
+    for stage, (start, stop) in enumerate(zip(starts, [*starts[1:], len(places)], strict=True)):
+        for _, element in places[start:stop]:
+            if stage not in element.stages:
+                element.stages = (*element.stages, stage)
+
+
+def _named(names: Sequence[str], paths: Sequence[str], num_stages: int) -> list[int]:
+    unknown = [name for name in names if name not in paths]
+    if unknown:
+        shown = ", ".join(paths[:8]) + (", ..." if len(paths) > 8 else "")
+        raise PlanError(f"no pipeline stage can begin at {unknown[0]!r}.\n  Stages begin at one of: {shown}.")
+    starts = [paths.index(name) for name in names]
+    if len(names) != num_stages - 1 or sorted(set(starts)) != starts or starts[0] == 0:
+        raise PlanError(
+            f"{len(names)} names of modules ({', '.join(names)}) do not begin the {num_stages} - 1 stages after the"
+            " first.\n  Name the first module of every stage but the first, in the order of the model."
+        )
+    return starts
+
+
+def _cost(element: Element) -> int:
+    """Multiplications per token, nearly: the elements of weights that are no tables."""
+    tables = {id(m.weight) for m in element.module.modules() if isinstance(m, nn.Embedding)}
+    return sum(p.numel() for p in element.module.parameters() if id(p) not in tables and p.dim() >= 2)
+
+
+def drop_foreign(model: nn.Module, elements: Iterable[Element], stages: Collection[int]) -> dict[str, tuple[int, ...]]:
+    """Replace every element of ``model`` that belongs to other stages only; its parameters go with it.
+
+    A parameter that one of ``stages`` shares with other stages keeps all its names.
+
+    Args:
+        model: Whole; changed in place.
+        elements: Its elements, with stages.
+        stages: Those of this rank.
+
+    Returns:
+        The stages that hold a copy, ascending, of every parameter of this rank that several stages hold, by name.
+    """
+    holders = _holders(model, elements)
+    kept = {key for key, held in holders.items() if any(stage in stages for stage in held)}
+    shared = {
+        name: tuple(sorted(holders[id(parameter)]))
+        for name, parameter in model.named_parameters()
+        if id(parameter) in kept and len(holders[id(parameter)]) > 1
+    }
+    for element in elements:
+        if not element.has_parameters or any(stage in stages for stage in element.stages):
+            continue
+        assert element.sketch is not None
+        stand_in = StandIn(element.module, element.sketch, lambda parameter: id(parameter) in kept)
+        for path in element.paths:
+            parent, _, name = path.rpartition(".")
+            setattr(model.get_submodule(parent), name, stand_in)
+        element.module = stand_in
+    return shared
+
+
+def _holders(model: nn.Module, elements: Iterable[Element]) -> dict[int, set[int]]:
+    """The stages that hold each parameter, by its ``id``. One outside of all elements is on every stage."""
+    found: dict[int, set[int]] = {}
+    every: set[int] = set()
+    for element in elements:
+        every.update(element.stages)
+        for parameter in element.module.parameters():
+            found.setdefault(id(parameter), set()).update(element.stages)
+    for parameter in model.parameters():
+        found.setdefault(id(parameter), set(every))
+    return found
+
+
+class StandIn(nn.Module):
+    """Stands for a module of another stage: it has no parameters but those that this rank shares with that stage.
+
+    What the model's forward asks about the module (a flag, a size) is answered by a copy without memory.
+    """
+
+    def __init__(self, module: nn.Module, sketch: nn.Module, keeps: Callable[[Tensor], bool]) -> None:
+        super().__init__()
+        self.training = module.training
+        _keep_shared(module, self, keeps)
+        self.__dict__["sketch"] = sketch  # no child: its parameters are none of the model's
+
+    def __getattr__(self, name: str) -> Any:
+        """What is not here is asked of the module's copy."""
+        try:
+            return super().__getattr__(name)
+        except AttributeError:
+            if "sketch" not in self.__dict__:
+                raise
+            return getattr(self.__dict__["sketch"], name)
+
+    def extra_repr(self) -> str:
+        """What it stands for."""
+        return f"{type(self.__dict__['sketch']).__name__} of another pipeline stage"
+
+
+def _keep_shared(module: nn.Module, stand_in: nn.Module, keeps: Callable[[Tensor], bool]) -> None:
+    for name, parameter in module.named_parameters(recurse=False, remove_duplicate=False):
+        if keeps(parameter):
+            stand_in.register_parameter(name, parameter)
+    for name, child in module.named_children():
+        if any(keeps(parameter) for parameter in child.parameters()):
+            below = nn.Module()
+            _keep_shared(child, below, keeps)
+            stand_in.register_module(name, below)
+
+
+def device_of(model: nn.Module) -> torch.device:
+    """Where the model's parameters are."""
+    return next((parameter.device for parameter in model.parameters()), torch.device("cpu"))

@@ -1,0 +1,241 @@
+"""One rank's stages: how the model's own forward is run for one of them.
+
+Every element's ``forward`` is replaced on the instance. In a pass of stage ``s`` the elements of ``s`` compute. Those
+of other stages give what this rank received of them, or zeros where nobody needs it. After the stage's last element an
+exception ends the model's forward, inside the hooks of the model, for which the pass is an ordinary call.
+"""
+
+from __future__ import annotations
+
+import inspect
+import weakref
+from collections.abc import Callable, Hashable, Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.utils._pytree import tree_flatten
+
+from shardwise.comm.base import Comm
+from shardwise.comm.control import agree
+from shardwise.pipeline.element import Element, own_forward
+from shardwise.pipeline.split import StandIn
+from shardwise.pipeline.trace import Flow, Leaf, Source, Tracer, shape_key, zeros
+from shardwise.spec.errors import RankDisagreement, StateError
+
+
+class Stages:
+    """The stages of a model, of which this rank holds some.
+
+    Args:
+        model: What :func:`~shardwise.pipeline.split.drop_foreign` has left of it.
+        sketch: Its sketch, whole.
+        elements: Its elements, with their stages.
+        num_stages: Of all ranks.
+        device: Where activations are.
+        comm: Over the ranks of the pipeline, which must agree on what goes from stage to stage; ``None``: nobody.
+    """
+
+    def __init__(
+        self,
+        model: nn.Module,
+        sketch: nn.Module,
+        elements: Sequence[Element],
+        num_stages: int,
+        *,
+        device: torch.device,
+        comm: Comm | None,
+    ) -> None:
+        self.num_stages = num_stages
+        self.device = device
+        self.elements = elements
+        self._comm = comm
+        self._flows: dict[Hashable, Flow] = {}
+        self._tracer: Tracer | None = None
+        self._pass: _Pass | None = None
+        self._sketch = sketch
+        self._model = weakref.ref(model)
+        self._root = own_forward(model)
+        me: weakref.ref[Stages] = weakref.ref(self)
+        for index, element in enumerate(elements):
+            if not isinstance(element.module, StandIn):
+                element.forward = own_forward(element.module)
+            assert element.sketch is not None
+            element.sketched = own_forward(element.sketch)
+            for module in (element.module, element.sketch):
+                module.__dict__["forward"] = _ElementForward(me, index, module)
+        model.__dict__["forward"] = _RootForward(self, model)
+
+    def flow(self, batch: Any, call: Callable[[nn.Module, Any], Any]) -> tuple[Hashable, Flow]:
+        """What goes from stage to stage for batches of this shape.
+
+        Args:
+            batch: A microbatch.
+            call: Calls the model with it.
+
+        Collective:
+            All-gather of one integer along ``pp`` for a shape that is new. All ranks must call.
+
+        Raises:
+            PlanError: The model cannot be run stage by stage.
+            RankDisagreement: The stages would not understand each other.
+        """
+        model = self._model()
+        assert model is not None
+        key = shape_key(batch), model.training, torch.is_grad_enabled()
+        if key not in self._flows:
+            self._sketch.train(model.training)
+            flow = self._trace(batch, call)
+            if self._comm is not None and len(set(found := agree(self._comm, flow.digest))) > 1:
+                odd = next(stage for stage, digest in enumerate(found) if digest != found[0])
+                raise RankDisagreement(
+                    f"ranks 0 and {odd} along pp disagree about what goes from stage to stage: this one has a batch of"
+                    f" {_shapes(batch)}.\n"
+                    "  Give the same batch to every rank of a pipeline, and build the same model."
+                )
+            self._flows[key] = flow
+        return key, self._flows[key]
+
+    def _trace(self, batch: Any, call: Callable[[nn.Module, Any], Any]) -> Flow:
+        devices = [] if self.device.type != "cuda" else [self.device]
+        with torch.random.fork_rng(devices=devices), torch.enable_grad():
+            self._tracer = Tracer(self.device)
+            try:
+                output = call(self._sketch, batch)
+                return self._tracer.finish(output, self.num_stages)
+            finally:
+                self._tracer = None
+
+    def run(
+        self, stage: int, flow: Flow, received: Mapping[Source, Tensor], forward: Callable[[], Any]
+    ) -> tuple[Tensor, ...] | Any:
+        """One pass of a stage.
+
+        Args:
+            stage: Which of this rank's.
+            flow: Of batches of this shape.
+            received: What the stage before has handed on.
+            forward: Calls the model with the microbatch.
+
+        Returns:
+            What the stage hands to the next one, in the order of ``flow.crossing``; of the last stage what ``forward``
+            returns.
+        """
+        self._pass = _Pass(stage, flow, received, is_last=stage == self.num_stages - 1)
+        try:
+            return forward()
+        finally:
+            self._pass = None
+
+    def call_element(self, element: Element, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """An element was called."""
+        if self._tracer is not None:
+            return self._tracer.call(element, args, kwargs)
+        if self._pass is None:
+            raise _not_whole(element.name)
+        return self._pass.call(element, args, kwargs, self.device)
+
+    def call_root(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """The model was called."""
+        if self._pass is None:
+            raise _not_whole("the model")
+        self._pass.number = 0
+        try:
+            return self._root(*args, **kwargs)
+        except _StageEnd:
+            return self._pass.handed_on()
+
+
+class _StageEnd(Exception):  # noqa: N818 - no error; an Exception, because torch then still runs hooks that ask for it
+    """The stage has computed everything."""
+
+
+class _Pass:
+    """One pass of one stage."""
+
+    def __init__(self, stage: int, flow: Flow, received: Mapping[Source, Tensor], *, is_last: bool) -> None:
+        self.number = 0  # of the next call
+        self._stage = stage
+        self._flow = flow
+        self._received = received
+        self._is_last = is_last
+        self._made: dict[Source, Tensor] = {}
+
+    def call(self, element: Element, args: tuple[Any, ...], kwargs: dict[str, Any], device: torch.device) -> Any:
+        number, self.number = self.number, self.number + 1
+        flow = self._flow
+        call = flow.calls[number] if number < len(flow.calls) else None
+        if call is None or call.element is not element:
+            expected = "nothing more" if call is None else repr(call.element.name)
+            raise StateError(
+                f"the model's forward called {element.name!r} where it had called {expected} for the first batch of"
+                " this shape: pipeline stages need the same path every time.\n"
+                "  Take out what chooses by value or at random (layer drop), or set pp=1."
+            )
+        if call.leaves is None:
+            return element.forward(*args, **kwargs)
+        if call.stage == self._stage:
+            output = element.forward(*args, **kwargs)
+            if not self._is_last:
+                self._keep(number, output)
+                if number == flow.last_call[self._stage]:
+                    raise _StageEnd
+            return output
+        received = self._received
+
+        def give(place: int, leaf: Leaf) -> Any:
+            if (number, place) in received:
+                return received[number, place]
+            assert leaf.dtype is not None
+            return zeros(leaf.shape, leaf.dtype, device)
+
+        return call.give(tree_flatten((args, kwargs))[0], give)
+
+    def _keep(self, number: int, output: Any) -> None:
+        wanted = [source for source in self._flow.crossing[self._stage] if source[0] == number]
+        if wanted:
+            leaves = tree_flatten(output)[0]
+            for source in wanted:
+                self._made[source] = leaves[source[1]]
+
+    def handed_on(self) -> tuple[Tensor, ...]:
+        every = {**self._received, **self._made}
+        return tuple(every[source] for source in self._flow.crossing[self._stage])
+
+
+class _ElementForward:
+    """Stands for an element's ``forward``."""
+
+    def __init__(self, stages: weakref.ref[Stages], index: int, module: nn.Module) -> None:
+        self._stages = stages
+        self._index = index
+        if not isinstance(module, StandIn):
+            self.__signature__ = inspect.signature(module.forward)
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        stages = self._stages()
+        assert stages is not None
+        return stages.call_element(stages.elements[self._index], args, kwargs)
+
+
+class _RootForward:
+    """Stands for the model's ``forward``."""
+
+    def __init__(self, stages: Stages, model: nn.Module) -> None:
+        self._stages = stages
+        self.__signature__ = inspect.signature(model.forward)
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        return self._stages.call_root(args, kwargs)
+
+
+def _not_whole(what: str) -> StateError:
+    return StateError(
+        f"{what} was called, but this rank holds some of its pipeline stages only.\n"
+        "  Call sw.train_step(model, batch, ...) on every rank, or sw.eval_step where nothing is trained."
+    )
+
+
+def _shapes(batch: Any) -> str:
+    leaves = tree_flatten(batch)[0]
+    return ", ".join(str(list(leaf.shape)) for leaf in leaves if isinstance(leaf, Tensor)) or "no tensors"

@@ -1,0 +1,56 @@
+"""Dividing a chain into pipeline stages of nearly equal cost."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Sequence
+
+from shardwise.spec.errors import PlanError
+
+#: Of the elements from one on, in the stages that are left: (largest cost, sum of squares, start of the second stage).
+_Best = tuple[int, int, int]
+
+
+def balance(costs: Sequence[int], num_stages: int) -> list[int]:
+    """Where each stage begins, so that the most expensive one costs as little as possible.
+
+    Of divisions that are alike in that, one whose costs are nearest to each other (by the sum of their squares) among
+    those that were compared; elements without cost stay with what follows them where they can.
+
+    Args:
+        costs: Of the elements, in order.
+        num_stages: Each gets one element with a cost at least.
+
+    Raises:
+        PlanError: There are fewer elements with a cost than stages.
+    """
+    num_costly = sum(cost > 0 for cost in costs)
+    if num_costly < num_stages:
+        raise PlanError(
+            f"a chain of {num_costly} elements that compute cannot be divided into {num_stages} pipeline stages.\n"
+            "  Use fewer stages (pp, or virtual stages per rank)."
+        )
+    total = [0, *itertools.accumulate(costs)]
+    count = len(costs)
+    tails = [total[count] - total[i] for i in range(count)]
+    tables: list[list[_Best | None]] = [[(cost, cost * cost, count) if cost else None for cost in tails]]
+    for _ in range(num_stages - 1):
+        after, best = tables[-1], []
+        for i in range(count):
+            found: _Best | None = None
+            for j in range(i + 1, count):
+                rest, cost = after[j], total[j] - total[i]
+                if rest is None or not cost:
+                    continue
+                candidate = (max(cost, rest[0]), cost * cost + rest[1], j)
+                if found is None or candidate[:2] < found[:2]:
+                    found = candidate
+            best.append(found)
+        tables.append(best)
+    starts, place = [0], 0
+    for table in reversed(tables[1:]):
+        entry = table[place]
+        assert entry is not None
+        place = entry[2]
+        starts.append(place)
+    return starts

@@ -1,0 +1,199 @@
+"""All stages of a model, run one after the other in one process, give what the plain model gives, to the last bit."""
+
+from __future__ import annotations
+
+import copy
+import functools
+
+import pytest
+import torch
+from torch import nn
+
+import shardwise as sw
+from shardwise.fsdp.wrap import find_units
+from shardwise.pipeline.element import find_elements, sketch
+from shardwise.pipeline.split import StandIn, assign_stages, drop_foreign
+from shardwise.pipeline.stage import Stages
+from shardwise.recipe.step import forward_loss
+from shardwise.spec.errors import PlanError, StateError
+
+
+def split(model, num_stages, first_of_stage=()):
+    """One model for each stage."""
+    models = [copy.deepcopy(model) for _ in range(num_stages)]
+    found = []
+    for stage, part in enumerate(models):
+        elements = find_elements(part, find_units(part, "auto"))
+        assign_stages(elements, num_stages, first_of_stage)
+        copied = sketch(part, elements)
+        drop_foreign(part, elements, {stage})
+        found.append((part, Stages(part, copied, elements, num_stages, device=torch.device("cpu"), comm=None)))
+    return found
+
+
+def call(model, batch):
+    return model(**batch) if isinstance(batch, dict) else model(*batch)
+
+
+def train(parts, batch):
+    """Forward and backward through all stages; returns the loss."""
+    held, received, flow = [], {}, None
+    for stage, (model, stages) in enumerate(parts):
+        _, flow = stages.flow(batch, call)
+        forward = forward_loss if stage == len(parts) - 1 else call
+        outputs = stages.run(stage, flow, received, functools.partial(forward, model, batch))
+        held.append((received, outputs))
+        if stage < len(parts) - 1:
+            received = {
+                source: tensor.detach().requires_grad_(tensor.requires_grad)
+                for source, tensor in zip(flow.crossing[stage], outputs, strict=True)
+            }
+    loss = held[-1][1]
+    loss.backward()
+    for stage in reversed(range(len(parts) - 1)):
+        pairs = [
+            (out, held[stage + 1][0][source].grad)
+            for source, out in zip(flow.crossing[stage], held[stage][1], strict=True)
+            if out.requires_grad
+        ]
+        torch.autograd.backward([out for out, _ in pairs], [grad for _, grad in pairs])
+    return loss.detach()
+
+
+def check(model, batch, num_stages, first_of_stage=()):
+    parts = split(model, num_stages, first_of_stage)
+    plain = forward_loss(model, batch)
+    plain.backward()
+    assert torch.equal(train(parts, batch), plain.detach())
+    grads = {}
+    for part, _ in parts:
+        for name, parameter in part.named_parameters():
+            if parameter.grad is not None:
+                grads.setdefault(name, []).append(parameter.grad)
+    for name, parameter in model.named_parameters():
+        if parameter.grad is None:
+            assert name not in grads
+        elif len(grads[name]) == 1:
+            assert torch.equal(grads[name][0], parameter.grad), name
+        else:  # tied over stages
+            torch.testing.assert_close(sum(grads[name]), parameter.grad, rtol=1e-5, atol=1e-7)
+    assert {n for part, _ in parts for n, _ in part.named_parameters()} == dict(model.named_parameters()).keys()
+    return parts
+
+
+def gpt(**options):
+    torch.manual_seed(0)
+    return sw.models.gpt("gpt-tiny", num_layers=5, hidden=24, num_heads=2, vocab_size=31, seq_len=6, **options)
+
+
+def tokens():
+    generator = torch.Generator().manual_seed(1)
+    return torch.randint(0, 31, (2, 6), generator=generator), torch.randint(0, 31, (2, 6), generator=generator)
+
+
+@pytest.mark.parametrize("tied", [False, True])
+@pytest.mark.parametrize("num_stages", [1, 2, 4])
+def test_our_gpt(num_stages, tied):
+    parts = check(gpt(tied=tied), tokens(), num_stages)
+    assert sum(isinstance(module, StandIn) for part, _ in parts for module in part.modules()) >= 8 * (num_stages - 1)
+
+
+def families():
+    import transformers as hf
+
+    torch.manual_seed(0)
+    ids = torch.randint(3, 50, (2, 7), generator=torch.Generator().manual_seed(2))
+    text = {"input_ids": ids, "labels": ids}
+    small = {"vocab_size": 64, "hidden_size": 16, "num_hidden_layers": 5, "num_attention_heads": 2}
+    small |= {"intermediate_size": 24}
+    yield "gpt2", hf.GPT2LMHeadModel(hf.GPT2Config(vocab_size=64, n_embd=16, n_layer=5, n_head=2, n_positions=16)), text
+    yield "llama", hf.LlamaForCausalLM(hf.LlamaConfig(**small, num_key_value_heads=1)), text
+    yield "bert", hf.BertForMaskedLM(hf.BertConfig(**small)), text | {"attention_mask": torch.ones_like(ids)}
+    vit = hf.ViTConfig(**{k: v for k, v in small.items() if k != "vocab_size"}, image_size=8, patch_size=4)
+    images = torch.randn(2, 3, 8, 8, generator=torch.Generator().manual_seed(3))
+    yield "vit", hf.ViTForImageClassification(vit), {"pixel_values": images, "labels": torch.tensor([0, 1])}
+    t5 = hf.T5Config(vocab_size=64, d_model=16, d_kv=8, d_ff=24, num_layers=3, num_heads=2, decoder_start_token_id=0)
+    yield "t5", hf.T5ForConditionalGeneration(t5), text
+
+
+@pytest.mark.parametrize("num_stages", [4, pytest.param(2, marks=pytest.mark.long)])
+@pytest.mark.parametrize("name", ["gpt2", "llama", "bert", "vit", "t5"])
+def test_families(name, num_stages):
+    model, batch = next((model, batch) for found, model, batch in families() if found == name)
+    model.eval()  # without dropout
+    check(model, batch, num_stages)
+
+
+def test_stages_by_name():
+    parts = check(gpt(), tokens(), 2, first_of_stage=("blocks.4",))
+    assert isinstance(parts[0][0].blocks[4], StandIn)
+    assert not isinstance(parts[0][0].blocks[3], StandIn)
+    with pytest.raises(PlanError, match=r"no pipeline stage can begin at 'blocks\.9'"):
+        split(gpt(), 2, ("blocks.9",))
+    with pytest.raises(PlanError, match="do not begin the 3 - 1 stages"):
+        split(gpt(), 3, ("blocks.2", "blocks.1"))
+
+
+def test_stand_ins_hold_nothing_and_answer_as_the_module():
+    part, _ = split(gpt(), 2)[1]
+    stand_in = part.blocks[0]
+    assert not list(stand_in.parameters())
+    assert stand_in.attention.num_heads == 2
+    assert "Block of another pipeline stage" in repr(stand_in)
+
+
+class Odd(nn.Module):
+    """Blocks whose outputs skip stages, and a dropout and sums between the blocks."""
+
+    def __init__(self):
+        super().__init__()
+        torch.manual_seed(3)
+        self.scale = nn.Parameter(torch.ones(4))
+        self.blocks = nn.ModuleList(nn.Sequential(nn.Linear(4, 4), nn.Tanh()) for _ in range(5))
+        self.dropout = nn.Dropout(0.5)
+
+    def forward(self, x):
+        first = self.dropout(self.blocks[0](x * self.scale))
+        second = first + self.blocks[1](first)
+        third = self.blocks[2](second)
+        fourth = self.blocks[3](third)
+        return (self.blocks[4](fourth + first) * self.scale).square().mean()
+
+
+@pytest.mark.parametrize("num_stages", [2, 3, 5])
+def test_what_skips_stages_is_handed_on(num_stages):
+    check(Odd().eval(), (torch.randn(3, 4),), num_stages)
+
+
+def test_another_path_is_refused():
+    parts = split(Odd().eval(), 2)
+    train(parts, (torch.randn(3, 4),))
+    model, stages = parts[1]
+    _, flow = stages.flow((torch.randn(3, 4),), call)
+    flow.calls[3], flow.calls[4] = flow.calls[4], flow.calls[3]
+    with pytest.raises(StateError, match="need the same path every time"):
+        stages.run(1, flow, {}, lambda: call(model, (torch.randn(3, 4),)))
+
+
+def test_an_order_that_stages_cannot_follow_is_refused():
+    for _part, stages in split(Backwards(), 2):
+        with pytest.raises(PlanError, match="does not run its modules in the order in which they are registered"):
+            stages.flow((torch.randn(3, 4),), call)
+
+
+class Backwards(Odd):
+    def forward(self, x):
+        for block in reversed(self.blocks):
+            x = block(x)
+        return x.sum()
+
+
+def test_the_model_cannot_be_called_directly():
+    for part, _ in split(gpt(), 2):
+        with pytest.raises(StateError, match=r"Call sw\.train_step"):
+            part(*tokens())
+
+
+def test_a_model_without_blocks_is_refused():
+    with pytest.raises(PlanError, match="no chain of blocks"):
+        split(nn.Sequential(nn.Linear(2, 2)), 2)
