@@ -9,6 +9,8 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, distributed, nn
+from torch.utils import _pytree as pytree
+from torch.utils._python_dispatch import TorchDispatchMode
 
 import shardwise as sw
 from shardwise.fsdp.attach import runtime_of
@@ -155,6 +157,41 @@ def test_two_by_two_ranks_equal_one_process():
         Case(dtype=torch.float32, num_microbatches=2, max_norm=0.3),
         Case(tp=4, model=(("tied", True),)),
     )
+
+
+IDS, POSITIONS = 1001, 64 * SEQ  # logits are by far the largest
+
+
+def largest_tensors() -> list[tuple[int, int]]:
+    """Elements of the largest tensor of a step, with targets and without, of each kind of output projection."""
+    found = []
+    for is_tied in (False, True):
+        model = sw.parallelize(Case(model=(("tied", is_tied), ("vocab_size", IDS))).build(), sw.ParallelPlan(tp=2))
+        tokens = torch.arange(POSITIONS).view(-1, SEQ)
+        sizes = []
+        for arguments in ((tokens, tokens), (tokens,)):
+            with Largest() as largest:
+                model(*arguments).sum().backward()
+            sizes.append(largest.numel)
+        found.append((sizes[0], sizes[1]))
+    return found
+
+
+class Largest(TorchDispatchMode):
+    numel = 0
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        output = func(*args, **(kwargs or {}))
+        for tensor in pytree.tree_leaves(output):
+            if isinstance(tensor, Tensor):
+                self.numel = max(self.numel, tensor.numel())
+        return output
+
+
+def test_no_rank_holds_the_full_logits():
+    for rank, by_head in enumerate(run_on_ranks(largest_tensors, 2)):
+        held = IDS // 2 + rank
+        assert by_head == [(POSITIONS * held, POSITIONS * IDS)] * 2
 
 
 @pytest.mark.long

@@ -146,6 +146,18 @@ class Block(nn.Module):
         return x_BTC + self.dropout(self.mlp(self.mlp_norm(x_BTC)))
 
 
+class Loss(nn.Module):
+    """Logits as they are, or their mean cross entropy where targets are given."""
+
+    def forward(self, logits_BTV: Tensor, targets: Tensor | None = None) -> Tensor:
+        """(B, T, V) and (B, T) to a scalar in fp32 or wider."""
+        if targets is None:
+            return logits_BTV
+        if logits_BTV.dtype in {torch.float16, torch.bfloat16}:
+            logits_BTV = logits_BTV.float()
+        return F.cross_entropy(logits_BTV.flatten(0, 1), targets.flatten().long())
+
+
 class GPT(nn.Module):
     """Token ids to logits, or to the mean cross entropy where targets are given.
 
@@ -166,6 +178,7 @@ class GPT(nn.Module):
             if config.tied
             else Linear(config.hidden, config.vocab_size, bias=False, std=INIT_STD, device=device)
         )
+        self.loss = Loss()
 
     def forward(self, tokens: Tensor, targets: Tensor | None = None) -> Tensor:
         """Predict the next token at every position.
@@ -190,12 +203,7 @@ class GPT(nn.Module):
                 x_BTC = checkpoint(block, x_BTC, use_reentrant=False, preserve_rng_state=self.config.dropout > 0)
             else:
                 x_BTC = block(x_BTC)
-        logits_BTV = self.lm_head(self.final_norm(x_BTC))
-        if targets is None:
-            return logits_BTV
-        if logits_BTV.dtype in {torch.float16, torch.bfloat16}:
-            logits_BTV = logits_BTV.float()
-        return F.cross_entropy(logits_BTV.flatten(0, 1), targets.flatten().long())
+        return self.loss(self.lm_head(self.final_norm(x_BTC)), targets)
 
     def _check(self, tokens: Tensor, targets: Tensor | None) -> None:
         for name, ids in (("tokens", tokens), ("targets", targets)):

@@ -10,6 +10,8 @@ style                           of a module or parameter at a pattern
 ``rowwise_split_input``         the same where every rank has all features of the input
 ``embedding_rowwise``           embedding, its ids divided as evenly as can be
 ``divide:NAME[,NAME]``          attributes of the module, such as a number of heads, divided by the number of ranks
+``colwise_vocabulary``          output projection, its ids divided as evenly as can be; its output stays divided
+``vocabulary_loss:NAME``        loss of our GPT, of the output projection that is called so beside it
 ``replicate``                   left as it is
 ==============================  =====================================================================================
 
@@ -33,6 +35,8 @@ STYLES = {
     "rowwise_split_input": "",
     "embedding_rowwise": "",
     "divide": "names",
+    "colwise_vocabulary": "",
+    "vocabulary_loss": "names",
     "replicate": "",
 }
 
@@ -47,7 +51,8 @@ TABLES: dict[str, dict[str, str]] = {
         "blocks.*.mlp.down": "rowwise",
         "blocks.*.mlp.experts.*.up": "colwise",
         "blocks.*.mlp.experts.*.down": "rowwise",
-        "lm_head": "colwise_gather_output",
+        "lm_head": "colwise_vocabulary",
+        "loss": "vocabulary_loss:lm_head",
     },
 }
 

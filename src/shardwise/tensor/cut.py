@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from functools import partial
+from typing import Any
 
 from torch import nn
 
@@ -13,6 +14,7 @@ from shardwise.spec.errors import PlanError
 from shardwise.spec.slice import Cut, Slice, even_ranges
 from shardwise.spec.styles import TABLES, Style, matches, near_even_range, parse_style
 from shardwise.tensor.layer import Column, Layer, Row, VocabularyEmbedding, is_transposed
+from shardwise.tensor.loss import GPTLoss
 
 #: Makes what stands in for a module's forward.
 Stand = Callable[[nn.Module, str, Comm], Layer]
@@ -193,12 +195,27 @@ def _packed_colwise(site: _Site, cuts: Cuts) -> None:
     _colwise(site, cuts, blocks=site.style.count)
 
 
-def _colwise_gather_output(site: _Site, cuts: Cuts) -> None:
+def _colwise_vocabulary(site: _Site, cuts: Cuts) -> tuple[int, ...]:
+    """Sizes by rank."""
     outputs, _ = _linear(site)
-    ranges = (near_even_range(_features(site, outputs), cuts.size, cuts.rank),)
+    sizes = _near_even_sizes(_features(site, outputs), cuts.size)
+    ranges = (near_even_range(sum(sizes), cuts.size, cuts.rank),)
     cuts.cut(site.module, site.path, "weight", Cut(outputs, ranges))
     cuts.cut(site.module, site.path, "bias", Cut(0, ranges))
-    cuts.stands[site.path] = partial(Column, sizes=_near_even_sizes(_features(site, outputs), cuts.size))
+    cuts.stands[site.path] = Column
+    return sizes
+
+
+def _colwise_gather_output(site: _Site, cuts: Cuts) -> None:
+    cuts.stands[site.path] = partial(Column, sizes=_colwise_vocabulary(site, cuts))
+
+
+def _vocabulary_loss(site: _Site, cuts: Cuts) -> None:
+    head = _join(site.path.rpartition(".")[0], site.style.argument)
+    found = [mark for parameter, mark in cuts.slices.items() if _join(head, "weight") in cuts.uses[parameter]]
+    if not found:
+        raise PlanError(f"{head!r} is not divided by its ids.\n  Give it the style colwise_vocabulary, before this.")
+    cuts.stands[site.path] = partial(GPTLoss, sizes=_near_even_sizes(found[0].shape[0], cuts.size))
 
 
 def _rowwise(site: _Site, cuts: Cuts, *, splits: bool = False) -> None:
@@ -226,8 +243,7 @@ def _embedding_rowwise(site: _Site, cuts: Cuts) -> None:
         raise PlanError("only an nn.Embedding without max_norm and sparse gradients can be cut by its ids.")
     if module.scale_grad_by_freq:
         raise PlanError("an embedding with scale_grad_by_freq counts ids that other ranks hold.")
-    if module.num_embeddings < cuts.size:
-        raise PlanError(f"{module.num_embeddings} ids are fewer than {cuts.size} ranks.\n  Set tp lower.")
+    _near_even_sizes(module.num_embeddings, cuts.size)
     start, stop = near_even_range(module.num_embeddings, cuts.size, cuts.rank)
     cuts.cut(module, site.path, "weight", Cut(0, ((start, stop),)))
     cuts.stands[site.path] = partial(VocabularyEmbedding, start=start, stop=stop)
@@ -251,10 +267,12 @@ def _replicate(site: _Site, cuts: Cuts) -> None:
     del site, cuts
 
 
-_RULES: dict[str, Callable[[_Site, Cuts], None]] = {
+_RULES: dict[str, Callable[[_Site, Cuts], Any]] = {
     "colwise": _colwise,
     "packed_colwise": _packed_colwise,
     "colwise_gather_output": _colwise_gather_output,
+    "colwise_vocabulary": _colwise_vocabulary,
+    "vocabulary_loss": _vocabulary_loss,
     "rowwise": _rowwise,
     "rowwise_split_input": _rowwise_split_input,
     "embedding_rowwise": _embedding_rowwise,
@@ -264,6 +282,8 @@ _RULES: dict[str, Callable[[_Site, Cuts], None]] = {
 
 
 def _near_even_sizes(size: int, parts: int) -> tuple[int, ...]:
+    if size < parts:
+        raise PlanError(f"{size} are fewer than {parts} ranks.\n  Set tp to {size} or less.")
     edges = [near_even_range(size, parts, part) for part in range(parts)]
     return tuple(stop - start for start, stop in edges)
 

@@ -1,0 +1,103 @@
+"""Cross entropy of logits of which every rank holds those of some ids. The full logits exist on no rank.
+
+Each rank reduces its logits of a position to three numbers: their maximum, the sum of their exponentials above it, and
+the target's logit where it is among them. These are gathered, and every rank computes the same loss from all of them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from shardwise.comm.base import Comm
+from shardwise.tensor.layer import Layer
+from shardwise.tensor.pairs import join_last
+
+
+class Vocabulary:
+    """How ids are divided over the ranks.
+
+    Args:
+        sizes: Number of ids by rank.
+        comm: On ``tp``.
+    """
+
+    def __init__(self, sizes: Sequence[int], comm: Comm) -> None:
+        self.sizes = tuple(sizes)
+        self.start = sum(sizes[: comm.rank])
+        self.stop = self.start + sizes[comm.rank]
+        self.comm = comm
+
+    def cross_entropy(
+        self, logits: Tensor, targets: Tensor, unit: str, *, ignored: int = -100, num_items: Any = None
+    ) -> Tensor:
+        """As ``F.cross_entropy`` of all logits, in fp32 or wider.
+
+        Args:
+            logits: This rank's (positions, ids of this rank).
+            targets: (positions,).
+            unit: Name of the module that it is for.
+            ignored: The target that leaves a position out.
+            num_items: What the sum is divided by; ``None``: the number of positions that count.
+
+        Collective:
+            All-gather on ``tp`` of three numbers for each position.
+        """
+        is_counted = targets != ignored
+        losses = _CrossEntropy.apply(logits, targets, self, unit).masked_fill(~is_counted, 0)
+        return losses.sum() / (is_counted.sum() if num_items is None else num_items)
+
+
+class GPTLoss(Layer):
+    """Stands in for our GPT's loss: gets this rank's logits.
+
+    Args:
+        module: The loss.
+        name: Its path.
+        comm: On ``tp``.
+        sizes: Number of ids by rank.
+    """
+
+    def __init__(self, module: nn.Module, name: str, comm: Comm, *, sizes: Sequence[int]) -> None:
+        super().__init__(module, name, comm)
+        self._vocabulary = Vocabulary(sizes, comm)
+
+    def __call__(self, logits_BTV: Tensor, targets: Tensor | None = None) -> Tensor:
+        """All logits, or the loss."""
+        if targets is None:
+            return join_last(logits_BTV, self._vocabulary.sizes, self.comm, self.name)
+        return self._vocabulary.cross_entropy(logits_BTV.flatten(0, 1), targets.flatten().long(), self.name)
+
+
+class _CrossEntropy(torch.autograd.Function):
+    """The loss of each position. Keeps this rank's part of the softmax for backward."""
+
+    @staticmethod
+    def forward(ctx: Any, logits: Tensor, targets: Tensor, vocabulary: Vocabulary, unit: str) -> Tensor:
+        comm = vocabulary.comm
+        wide = torch.float32 if logits.dtype in {torch.float16, torch.bfloat16} else logits.dtype
+        x = logits.to(wide, copy=True)
+        is_own = (targets >= vocabulary.start) & (targets < vocabulary.stop)
+        local = (targets - vocabulary.start).masked_fill(~is_own, 0).unsqueeze(1)
+        found = x.new_empty(comm.size, 3, x.shape[0])
+        largest, total, chosen = found[comm.rank]
+        torch.amax(x, dim=1, out=largest)
+        chosen.copy_(x.gather(1, local).squeeze(1).masked_fill_(~is_own, 0))
+        torch.sum(x.sub_(largest.unsqueeze(1)).exp_(), dim=1, out=total)
+        comm.all_gather(found.view(-1), unit=unit).wait()
+        top = found[:, 0].amax(dim=0)
+        sum_of_all = (found[:, 1] * (found[:, 0] - top).exp()).sum(dim=0)
+        x.mul_(((largest - top).exp() / sum_of_all).unsqueeze(1))
+        ctx.save_for_backward(x, local, is_own)
+        ctx.dtype = logits.dtype
+        return sum_of_all.log() + top - found[:, 2].sum(dim=0)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None, None]:  # type: ignore[override]
+        softmax, local, is_own = ctx.saved_tensors
+        dlogits = softmax * grad.unsqueeze(1)
+        dlogits.scatter_add_(1, local, (-grad).masked_fill(~is_own, 0).unsqueeze(1))
+        return dlogits.to(ctx.dtype), None, None, None
