@@ -49,7 +49,7 @@ def test_every_verb_is_listed(capsys: pytest.CaptureFixture[str]) -> None:
 @pytest.mark.parametrize(
     "arguments",
     ["['--help']", "['train', '--help']", "['train', 'c.yaml', '--set', 'optimizer.lr=abc']", "['config-schema']",
-     "['validate', 'c.yaml']", "['train', '--nproc', '0']"],
+     "['validate', 'c.yaml']", "['schedule', '--pp', '2']", "['train', '--nproc', '0']"],
 )  # fmt: skip
 def test_help_and_mistakes_load_no_torch(tmp_path: Path, arguments: str) -> None:
     (tmp_path / "c.yaml").write_text(GOOD)

@@ -13,6 +13,7 @@ from shardwise.spec import plan as plan_module
 from shardwise.spec.errors import PlanError
 from shardwise.spec.plan import ParallelPlan
 from shardwise.spec.schedule import SCHEDULES, Action, Kind, PipelinePolicy, Schedule, build, check, closed
+from shardwise.spec.schedule.held import Held, held, peak_bytes, peak_held
 from shardwise.spec.schedule.simulate import Durations, simulate
 
 times = st.fractions(min_value=Fraction(1, 4), max_value=4, max_denominator=4)
@@ -140,6 +141,38 @@ def test_durations_are_positive():
             Durations(forward=wrong)
     with pytest.raises(PlanError, match="duration communication=-1: expected a number at least 0"):
         Durations(communication=-1)
+
+
+# -- what is held
+
+
+@settings(deadline=None)
+@given(schedules())
+def test_the_microbatches_that_a_rank_holds_are_the_closed_form(schedule):
+    for rank, actions in enumerate(schedule.actions):
+        pp, m, v = schedule.num_ranks, schedule.num_microbatches, schedule.num_virtual_stages
+        assert held(actions) == peak_held(schedule.name, pp, m, v, rank)
+        assert max(held(actions, stage).in_flight for stage in schedule.stages(rank)) <= m
+
+
+def test_a_stage_holds_what_is_between_its_own_forward_and_backward():
+    actions = build("zb-v", 3, 6).actions[0]
+    assert [held(actions, stage) for stage in (0, 5)] == [Held(6, 6), Held(1, 1)]
+    actions = build("zb-h1", 3, 6).actions[2]
+    assert held(actions, 2) == held(actions) == Held(activations=1, in_flight=3)
+
+
+@settings(deadline=None)
+@given(schedules(), st.data())
+def test_peak_bytes_are_those_of_the_microbatches_in_flight(schedule, data):
+    rank = data.draw(st.integers(0, schedule.num_ranks - 1))
+    counts = held(schedule.actions[rank])
+    even = [7] * schedule.num_stages
+    assert peak_bytes(schedule, rank, even) == 7 * counts.in_flight
+    assert peak_bytes(schedule, rank, even, [0] * schedule.num_stages) == 7 * counts.activations
+    sizes = data.draw(st.lists(st.integers(0, 9), min_size=schedule.num_stages, max_size=schedule.num_stages))
+    most = peak_bytes(schedule, rank, sizes)
+    assert most <= sum(held(schedule.actions[rank], s).in_flight * sizes[s] for s in schedule.stages(rank))
 
 
 # -- what is broken is found

@@ -97,6 +97,7 @@ class PipelinePolicy:
         Raises:
             PlanError: The number of microbatches does not go with the schedule and ``pp``.
         """
+        check_positive("pp", pp)
         return build(self.schedule, pp, self.microbatches(pp), self.virtual_stages)
 
 

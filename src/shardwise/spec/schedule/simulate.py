@@ -42,7 +42,7 @@ class Durations:
                 value = Fraction(-1)
             if value < 0 or (value == 0 and name != "communication"):
                 least = "at least 0" if name == "communication" else "above 0"
-                raise PlanError(f"duration {name}={given!r}: expected a number {least}.\n  Set {name}=1.")
+                raise PlanError(f"duration {name}={given}: expected a number {least}.\n  Set {name}=1.")
             object.__setattr__(self, name, value)
 
     def of(self, kind: Kind) -> Fraction:

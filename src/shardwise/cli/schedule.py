@@ -1,0 +1,195 @@
+"""``schedule``: a pipeline's schedule drawn as text."""
+
+from __future__ import annotations
+
+import json
+import math
+from fractions import Fraction
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+from shardwise.cli.show import show
+from shardwise.spec.errors import PlanError
+
+if TYPE_CHECKING:
+    from shardwise.spec.schedule.action import Action, Schedule
+    from shardwise.spec.schedule.simulate import Durations, Span, Timing
+
+_HELP = """Draw what the ranks of a pipeline do and when, a row per rank and a column per unit of time.
+
+F3 is the forward of microbatch 3, B3 its backward; where backward is in two parts, B3 is the gradient of the stage's
+input and W3 those of its weights. With several stages per rank a letter tells them apart. Schedules: gpipe, 1f1b,
+interleaved-1f1b, zb-h1, zb-v.
+
+Examples:
+
+  shardwise schedule --pp 4 --microbatches 8 --schedule zb-h1
+
+  shardwise schedule --pp 4 --microbatches 8 --schedule interleaved-1f1b --virtual-stages 2
+
+  shardwise schedule --pp 4 --microbatches 8 --schedule zb-v --forward 1 --backward-input 1.5 --communication 0.5
+"""
+
+#: A drawing with more columns helps nobody.
+_MOST_COLUMNS = 5000
+
+
+def register(app: typer.Typer) -> None:
+    """Add the verb."""
+    app.command("schedule", help=_HELP)(schedule)
+
+
+def schedule(  # noqa: PLR0917  typer's form
+    pp: Annotated[int, typer.Option(help="Ranks of the pipeline.")],
+    microbatches: Annotated[
+        int | None, typer.Option(help="Microbatches of a step; by default as many as ranks.")
+    ] = None,
+    name: Annotated[str, typer.Option("--schedule", help="Which schedule.")] = "1f1b",
+    virtual_stages: Annotated[int | None, typer.Option(help="Stages of each rank.")] = None,
+    forward: Annotated[str, typer.Option(help="Time of one stage's forward of one microbatch.")] = "1",
+    backward_input: Annotated[str, typer.Option(help="Time of the gradient of its input.")] = "1",
+    backward_weight: Annotated[str, typer.Option(help="Time of the gradients of its weights.")] = "1",
+    communication: Annotated[str, typer.Option(help="Time that a message takes.")] = "0",
+    as_json: Annotated[bool, typer.Option("--json", help="Print everything as JSON.")] = False,  # noqa: FBT002  typer's form
+) -> None:
+    """Draw a schedule."""
+    from shardwise.spec.schedule import PipelinePolicy, check
+    from shardwise.spec.schedule.simulate import Durations, simulate
+
+    durations = Durations(
+        _number("forward", forward),
+        _number("backward-input", backward_input),
+        _number("backward-weight", backward_weight),
+        _number("communication", communication),
+    )
+    built = PipelinePolicy(name, microbatches, virtual_stages).build(pp)
+    check(built)
+    timing = simulate(built, durations)
+    show(json.dumps(_facts(built, timing, durations), indent=1) if as_json else picture(built, timing, durations))
+
+
+def _number(option: str, text: str) -> Fraction:
+    try:
+        return Fraction(text)
+    except (ValueError, ZeroDivisionError):
+        raise PlanError(f"--{option} {text!r}: expected a number, such as 1, 1.5 or 2/3.\n  Correct it.") from None
+
+
+def picture(built: Schedule, timing: Timing, durations: Durations) -> str:
+    """The drawing, and below it what the schedule costs."""
+    from shardwise.spec.schedule.held import held
+
+    v = built.num_virtual_stages
+    stages = "1 stage" if v == 1 else f"{v} stages"
+    lines = [
+        f"{built.name}: {built.num_ranks} ranks, {stages} per rank, {built.num_microbatches} microbatches",
+        "",
+        *_rows(built, timing, durations),
+        "",
+        f"time         {float(timing.makespan):g}, of which each rank computes {float(timing.ideal):g}",
+        f"bubble       {_both(timing.bubble, _closed(built, durations, is_inner=False))}",
+    ]
+    inner = _closed(built, durations, is_inner=True)
+    if timing.inner_bubble != timing.bubble:
+        lines.append(f"inner bubble {_both(timing.inner_bubble, inner)}, between a rank's first and last computation")
+    counted = [held(actions) for actions in built.actions]
+    lines.append(f"in flight    {_per_rank([h.in_flight for h in counted])} of {built.num_microbatches * v}, at most")
+    if built.is_split:
+        lines.append(f"activations  {_per_rank([h.activations for h in counted])}, until the input's gradient is there")
+    sent = [sum(action.kind.is_send for action in actions) for actions in built.actions]
+    lines.append(f"messages     {_per_rank(sent)} sent, {sum(sent)} in all")
+    return "\n".join(lines)
+
+
+def _rows(built: Schedule, timing: Timing, durations: Durations) -> list[str]:
+    """One line per rank. All times are multiples of one unit, which is a column."""
+    points = [span.end - span.start for spans in timing.spans for span in spans] + [durations.communication]
+    denominator = math.lcm(*(Fraction(point).denominator for point in points))
+    unit = Fraction(math.gcd(*(int(point * denominator) for point in points)), denominator)
+    columns = timing.makespan / unit
+    if columns > _MOST_COLUMNS:
+        return [f"(not drawn: {int(columns)} columns of time {_shown(unit)})"]
+    width = 1 + max(len(_label(built, span.action)) for spans in timing.spans for span in spans)
+    return [
+        f"rank {rank:<{len(str(built.num_ranks))}} {_row(built, spans, unit, width, int(columns))}".rstrip()
+        for rank, spans in enumerate(timing.spans)
+    ]
+
+
+def _row(built: Schedule, spans: tuple[Span, ...], unit: Fraction, width: int, columns: int) -> str:
+    cells, place = "", 0
+    for span in spans:
+        start, end = int(span.start / unit), int(span.end / unit)
+        label = _label(built, span.action)
+        cells += ".".ljust(width) * (start - place)
+        cells += (label + "-" * (width * (end - start - 1))).ljust(width * (end - start))
+        place = end
+    return cells + ".".ljust(width) * (columns - place)
+
+
+def _label(built: Schedule, action: Action) -> str:
+    letter = {"forward": "F", "backward": "B", "backward_input": "B", "backward_weight": "W"}[action.kind]
+    which = built.stages(built.ranks[action.stage]).index(action.stage)
+    stage = chr(ord("a") + which) if built.num_virtual_stages > 1 else ""
+    return f"{letter}{action.microbatch}{stage}"
+
+
+def _closed(built: Schedule, durations: Durations, *, is_inner: bool) -> Fraction | None:
+    from shardwise.spec.schedule import closed
+
+    form = closed.inner_bubble if is_inner else closed.bubble
+    return form(built.name, built.num_ranks, built.num_microbatches, built.num_virtual_stages, durations)
+
+
+def _both(found: Fraction, closed: Fraction | None) -> str:
+    expected = "no closed form for these times" if closed is None else f"closed form {_shown(closed)}"
+    return f"{float(found):.1%} of ideal time ({_shown(found)} simulated, {expected})"
+
+
+def _per_rank(counts: list[int]) -> str:
+    return " ".join(map(str, counts)) if len(set(counts)) > 1 else f"{counts[0]} on each rank"
+
+
+def _shown(value: Fraction) -> str:
+    return str(value) if value.denominator < 1000 else f"{float(value):.6g}"
+
+
+def _facts(built: Schedule, timing: Timing, durations: Durations) -> dict[str, Any]:
+    """Everything, as plain data; times and bubbles as numbers."""
+    from shardwise.spec.schedule.held import held
+
+    when = {span.action: span for spans in timing.spans for span in spans}
+    closed = [_closed(built, durations, is_inner=is_inner) for is_inner in (False, True)]
+    return {
+        "schedule": built.name,
+        "pp": built.num_ranks,
+        "num_microbatches": built.num_microbatches,
+        "num_virtual_stages": built.num_virtual_stages,
+        "time": float(timing.makespan),
+        "ideal_time": float(timing.ideal),
+        "bubble": float(timing.bubble),
+        "closed_bubble": None if closed[0] is None else float(closed[0]),
+        "inner_bubble": float(timing.inner_bubble),
+        "closed_inner_bubble": None if closed[1] is None else float(closed[1]),
+        "ranks": [
+            {
+                "stages": built.stages(rank),
+                "in_flight": held(actions).in_flight,
+                "activations": held(actions).activations,
+                "sent_messages": sum(action.kind.is_send for action in actions),
+                "received_messages": sum(action.kind.is_receive for action in actions),
+                "actions": [_action_facts(action, when.get(action)) for action in actions],
+            }
+            for rank, actions in enumerate(built.actions)
+        ],
+    }
+
+
+def _action_facts(action: Action, span: Span | None) -> dict[str, Any]:
+    facts: dict[str, Any] = {"kind": str(action.kind), "stage": action.stage, "microbatch": action.microbatch}
+    if action.peer is not None:
+        facts["peer"] = action.peer
+    if span is not None:
+        facts |= {"start": float(span.start), "end": float(span.end)}
+    return facts
