@@ -85,6 +85,8 @@ def resolve(draft: Draft, world_size: int, local_size: int | None = None) -> Res
     schedule = _schedule(draft, sections.get("schedule"), sections.get("train"))
     batch = _batch(draft, sections.get("train"), mesh)
     seq_len = _seq_len(draft, positions)
+    if optimizer is not None and optimizer.in_backward:
+        _in_backward(draft, sections.get("train"), plan, batch)
     problems.raise_if_any()
     if plan is None or mesh is None or batch is None or schedule is None or optimizer is None:
         raise AssertionError("a check failed without a message")
@@ -227,6 +229,30 @@ def _optimizer(draft: Draft, section: OptimizerSection | None) -> OptimizerSecti
     if section.name == "sgd":
         return section.model_copy(update={"momentum": 0.9 if section.momentum is None else section.momentum})
     return section.model_copy(update={"betas": section.betas or (0.9, 0.95), "eps": section.eps or 1e-8})
+
+
+def _in_backward(draft: Draft, train: TrainSection | None, plan: ParallelPlan | None, batch: Batch | None) -> None:
+    """Report what needs the gradients of the whole model, or of several microbatches, before the update."""
+    reasons = []
+    if train is not None and train.clip_grad_norm is not None:
+        reasons.append(
+            "clipping needs the norm of all gradients before the first update; set train.clip_grad_norm=null"
+        )
+    if batch is not None and batch.accumulation > 1:
+        reasons.append(
+            f"every backward is an update, but gradients of {batch.accumulation} microbatches are to be added up; "
+            "set train.gradient_accumulation_steps=1"
+        )
+    if plan is not None:
+        policies = [plan.precision, *(part for _, part in plan.precision.parts)]
+        if any("fp16" in {policy.param_dtype, policy.reduce_dtype} for policy in policies):
+            reasons.append("fp16's scaled gradients are looked at before the update; use bf16")
+        if plan.offload is not None:
+            reasons.append(
+                "offload_policy keeps gradients on the host, where they cost no device memory; use one of both"
+            )
+    for reason in reasons:
+        draft.problems.add(draft.where("optimizer", "in_backward"), reason)
 
 
 def _schedule(draft: Draft, section: ScheduleSection | None, train: TrainSection | None) -> Schedule | None:

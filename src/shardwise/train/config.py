@@ -139,6 +139,11 @@ class OptimizerSection(Section):
     flat: bool = Field(
         default=True, description="one tensor per unit instead of one per name: faster, the same numbers"
     )
+    in_backward: bool = Field(
+        default=False,
+        description="update each unit inside backward, so that gradients exist for one unit at a time; the same "
+        "numbers. Needs train.clip_grad_norm: null, one microbatch per step, no fp16 and no offload",
+    )
 
 
 class ScheduleSection(Section):

@@ -15,6 +15,7 @@ from shardwise.comm.base import Comm
 from shardwise.comm.control import all_gather_json
 from shardwise.spec.errors import CheckpointError, ConfigError, ShardwiseError, StateError, StorageError
 from shardwise.train.lock import RunLockedError
+from shardwise.train.text import printable
 from shardwise.train.tokens import DataError
 
 T = TypeVar("T")
@@ -49,7 +50,8 @@ class Control:
             action: Returns something that JSON holds.
 
         Raises:
-            ShardwiseError: What ``action`` raised, on every rank with the same text.
+            ShardwiseError: What ``action`` raised, on every rank with the same text; a StorageError for what the
+                operating system refused.
 
         Collective:
             One all-gather of small JSON.
@@ -59,10 +61,10 @@ class Control:
         if self.is_first:
             try:
                 outcome = {"value": action()}
-            except ShardwiseError as error:
-                caught = error
-                kind = next((k.__name__ for k in type(error).__mro__ if k.__name__ in _KINDS), "ShardwiseError")
-                outcome = {"kind": kind, "text": str(error), "code": error.exit_code}
+            except (ShardwiseError, OSError) as error:
+                caught = error if isinstance(error, ShardwiseError) else _refused(error)
+                kind = next((k.__name__ for k in type(caught).__mro__ if k.__name__ in _KINDS), "ShardwiseError")
+                outcome = {"kind": kind, "text": str(caught), "code": caught.exit_code}
         outcome = all_gather_json(self.comm, outcome)[0]
         if caught is not None:
             raise caught
@@ -100,3 +102,10 @@ class Control:
                     f"rank {rank} has another {what} than rank 0.\n"
                     "  Give every rank the same configuration and versions."
                 )
+
+
+def _refused(error: OSError) -> StorageError:
+    where = f"{printable(error.filename)}: " if error.filename is not None else ""
+    refused = StorageError(f"{where}{error.strerror or error}.\n  See to the disk and the permissions.")
+    refused.__cause__ = error
+    return refused

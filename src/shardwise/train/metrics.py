@@ -30,7 +30,8 @@ class Record:
     Attributes:
         step: From 1: steps done after this one.
         loss: Mean training loss of the step over all ranks and microbatches.
-        grad_norm: Global norm of the gradient before clipping. Not finite in a step that fp16's loss scaling skipped.
+        grad_norm: Global norm of the gradient before clipping. Not finite in a step that fp16's loss scaling skipped;
+            ``None`` where backward updates, as all gradients are never there at once.
         lr: Learning rate of the step.
         tokens: Tokens trained on so far, over all ranks.
         tokens_per_s: Tokens of this step over its time, over all ranks.
@@ -44,7 +45,7 @@ class Record:
 
     step: int
     loss: float
-    grad_norm: float
+    grad_norm: float | None
     lr: float
     tokens: int
     tokens_per_s: float

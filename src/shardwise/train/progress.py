@@ -27,8 +27,8 @@ class Progress:
         """Show a step."""
         if not self._is_shown:
             return
-        norm = f"norm {record.grad_norm:.3f}"
-        if record.loss_scale is not None:
+        norm = "norm n/a" if record.grad_norm is None else f"norm {record.grad_norm:.3f}"
+        if record.grad_norm is not None and record.loss_scale is not None:
             is_skipped = not math.isfinite(record.grad_norm)
             norm = f"{'skipped' if is_skipped else norm}  scale {record.loss_scale:g}"
         numbers = f"loss {record.loss:.4f}  {norm}  {record.tokens_per_s:,.0f} tok/s"

@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 import importlib.util
+import os
+import secrets
 from pathlib import Path
 from typing import Any
 
 from shardwise.spec.errors import ConfigError
 from shardwise.train.config import Config
 from shardwise.train.metrics import MetricsFile, Record
-from shardwise.train.rundir import EVENTS, METRICS
+from shardwise.train.rundir import EVENTS, METRICS, WANDB_ID, replace_text
 
 _SHOWN = (
     "loss", "grad_norm", "lr", "loss_scale", "tokens_per_s", "step_time_s", "mfu", "peak_memory_bytes",
@@ -26,6 +28,19 @@ def check_extras(config: Config) -> None:
     for name, wanted in (("tensorboard", config.log.tensorboard is True), ("wandb", config.log.wandb)):
         if wanted and importlib.util.find_spec(name) is None:
             raise ConfigError(f"log.{name}=true, but {name} is not installed.\n  Install shardwise[{name}].")
+
+
+def _wandb_id(directory: Path) -> str:
+    """The run's name at Weights & Biases, chosen once and kept in its folder: a resumed run goes on as the same one.
+
+    Raises:
+        StorageError: It cannot be kept.
+    """
+    path = directory / WANDB_ID
+    known = os.environ.get("WANDB_RUN_ID") or (path.read_text("utf-8").strip() if path.is_file() else "")
+    chosen = known or secrets.token_hex(6)
+    replace_text(path, chosen + "\n")
+    return chosen
 
 
 class Recorder:
@@ -45,7 +60,11 @@ class Recorder:
             import wandb  # pyrefly: ignore[missing-import]
 
             self._wandb = wandb.init(
-                dir=str(directory), name=directory.name, config=config.model_dump(mode="json"), resume="allow"
+                dir=str(directory),
+                id=_wandb_id(directory),
+                name=directory.name,
+                config=config.model_dump(mode="json"),
+                resume="allow",
             )
 
     def step(self, record: Record) -> None:

@@ -19,6 +19,7 @@ _FREE = (
     "train.micro_batch_size",
     "train.gradient_accumulation_steps",
     "optimizer.flat",  # the same numbers either way
+    "optimizer.in_backward",
 )
 
 
@@ -74,7 +75,7 @@ def check_config(saved: Mapping[str, Any], config: Config) -> list[str]:
     """Compare a run's configuration with the one it is to continue under.
 
     ``train.steps`` and everything in ``log`` and ``checkpoint`` may differ. The strategy, the cut of the global batch
-    over ranks and whether the optimizer sees flat tensors may too, as checkpoints load on any of them; what changes is
+    over ranks and how the optimizer's update comes about may too, as checkpoints load on any of them; what changes is
     returned, to be printed.
 
     Returns:

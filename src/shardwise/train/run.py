@@ -17,7 +17,7 @@ from shardwise.comm.exit import note_exit
 from shardwise.comm.launch import World, init_process_group, shutdown
 from shardwise.comm.open import open_comms
 from shardwise.fsdp.scaler import needs_scaler
-from shardwise.spec.errors import ShardwiseError, StorageError
+from shardwise.spec.errors import ConfigError, ShardwiseError, StorageError
 from shardwise.spec.units import size
 from shardwise.train import random_state, rundir
 from shardwise.train.batch import evaluate, held_out_samples, to_tensors
@@ -145,7 +145,8 @@ class _Trainer:
         self.directory, self.device, self.stop, self.is_demo = directory, device, stop, is_demo
         self.done = Progressed()
         self.peak_bytes = 0
-        self.measured_steps = 0
+        self.made_steps = 0  # by this process
+        self.timed_from = 0  # steps of this process that say nothing about speed
         self.trained_s = 0.0
         self.trained_tokens = 0
         config, batch, mesh = self.config, resolved.batch, resolved.mesh
@@ -171,6 +172,11 @@ class _Trainer:
         self.loss_of = loss_of(config)
         self.model, self.optimizer = self._build()
         self.scaler = sw.GradScaler(device.type, enabled=needs_scaler(self.model))
+        if self.scaler.is_enabled() and config.optimizer.in_backward:
+            raise ConfigError(
+                "optimizer.in_backward=true, but the model is in fp16: its scaled gradients are looked at before the"
+                " update.\n  Set parallel.mp_policy: {param_dtype: bf16, master_dtype: fp32}, or in_backward=false."
+            )
         decay = config.train.ema_decay
         self.average = None if decay is None else sw.ExponentialMovingAverage(self.model, decay)
         self.predicted_bytes = predict(resolved, self.model, self.average, control, device)
@@ -183,7 +189,10 @@ class _Trainer:
         model = build_model(self.resolved, self.device)
         model.train()
         model = sw.parallelize(model, self.resolved.plan)
-        return model, build_optimizer(self.config.optimizer, parameter_groups(self.config.optimizer, model))
+        optimizer = build_optimizer(self.config.optimizer, parameter_groups(self.config.optimizer, model))
+        if self.config.optimizer.in_backward:
+            sw.optimizer_in_backward(model, optimizer)
+        return model, optimizer
 
     # --- the run -----------------------------------------------------------------------------------------------------
 
@@ -234,6 +243,8 @@ class _Trainer:
             )
         if path is not None:
             changes += self.control.on_first(lambda: self.saves.set_aside_later(path, self.done.step))
+        if self.config.train.steps - self.done.step > MEASURED_STEPS:
+            self.timed_from = MEASURED_STEPS  # counting tensors slows them
         self.control.on_first(self._write_start)
         self.recorder = Recorder(self.directory, self.config, self.done.step) if self.control.is_first else None
         return changes
@@ -268,28 +279,20 @@ class _Trainer:
     def _step(self) -> int:
         """One step. Returns the signal that asked any rank to stop, 0 for none."""
         started = time.perf_counter()
-        is_measured = self.device.type == "cuda" or self.measured_steps < MEASURED_STEPS
+        is_measured = self.device.type == "cuda" or self.made_steps < MEASURED_STEPS
         with contextlib.ExitStack() as stack:
             events = stack.enter_context(sw.record_collectives(self.model))
             memory = stack.enter_context(PeakTensorBytes(self.device)) if is_measured else None
-            loss, data_s = self._forward_backward()
-            rows = self.control.rows([loss, float(self.stop.signal_number), float(self.peak_bytes)])
-            loss = sum(row[0] for row in rows) / len(rows)
-            self._check_finite("loss", [row[0] for row in rows])
-            self.scaler.unscale_(self.optimizer)
-            norm = float(sw.clip_grad_norm(self.model, self.config.train.clip_grad_norm or math.inf))
-            scale = self.scaler.get_scale()
-            if not self.scaler.has_found_inf or scale <= 1.0:  # a smaller scale would not help
-                self._check_finite("gradient norm", [norm])
             lr = self.config.optimizer.lr * self.resolved.schedule.ratio(self.done.step)
-            set_lr(self.optimizer, lr)
-            self.scaler.step(self.optimizer)
-            self.scaler.update()
-            self.optimizer.zero_grad()
+            set_lr(self.optimizer, lr)  # before the backward, which may be what updates
+            scale = self.scaler.get_scale()
+            loss, signal_number, data_s = self._forward_backward()
+            norm = None if self.config.optimizer.in_backward else self._update()
             if self.average is not None:
                 self.average.update()
-        self.peak_bytes = max(self.peak_bytes, int(max(row[2] for row in rows)), memory.peak_bytes if memory else 0)
-        self.measured_steps += 1
+        if memory is not None:
+            self.peak_bytes = max(self.peak_bytes, *(int(row[0]) for row in self.control.rows([memory.peak_bytes])))
+        self.made_steps += 1
         self._record(
             loss=loss,
             norm=norm,
@@ -299,11 +302,16 @@ class _Trainer:
             data_s=data_s,
             sent_bytes=sum(event.sent_bytes for event in events),
         )
-        return int(max(row[1] for row in rows))
+        return signal_number
 
-    def _forward_backward(self) -> tuple[float, float]:
-        """This rank's mean loss, gradients ready, and the seconds spent on data."""
+    def _forward_backward(self) -> tuple[float, int, float]:
+        """The mean loss over all ranks, the signal that any of them got, and the seconds spent on data here.
+
+        Gradients are ready then, or where backward updates, parameters are new.
+        """
         accumulation = self.resolved.batch.accumulation
+        updates = self.config.optimizer.in_backward  # then there is one microbatch
+        found: tuple[float, int] | None = None
         total = torch.zeros((), device=self.device)
         data_s = 0.0
         for index, samples in enumerate(self.sampler.next_step()):
@@ -312,9 +320,35 @@ class _Trainer:
             data_s += time.perf_counter() - started
             with sw.gradient_sync(self.model, index == accumulation - 1):
                 loss = self.loss_of(self.model, inputs_BT, targets_BT)
+                found = self._exchange(float(loss.detach())) if updates else None
                 self.scaler.scale(loss / accumulation).backward()
             total += loss.detach()
-        return float(total) / accumulation, data_s
+        return *(found or self._exchange(float(total) / accumulation)), data_s
+
+    def _exchange(self, loss: float) -> tuple[float, int]:
+        """The mean loss over all ranks, and the signal that any of them got.
+
+        Raises:
+            NonFiniteError: A rank's loss is not finite.
+        """
+        rows = self.control.rows([loss, float(self.stop.signal_number)])
+        self._check_finite("loss", [row[0] for row in rows])
+        return sum(row[0] for row in rows) / len(rows), int(max(row[1] for row in rows))
+
+    def _update(self) -> float:
+        """Clip and step. Returns the norm before clipping.
+
+        Raises:
+            NonFiniteError: The norm is not finite, and loss scaling is not the reason.
+        """
+        self.scaler.unscale_(self.optimizer)
+        norm = float(sw.clip_grad_norm(self.model, self.config.train.clip_grad_norm or math.inf))
+        if not self.scaler.has_found_inf or self.scaler.get_scale() <= 1.0:  # a smaller scale would not help
+            self._check_finite("gradient norm", [norm])
+        self.scaler.step(self.optimizer)
+        self.scaler.update()
+        self.optimizer.zero_grad()
+        return norm
 
     def _check_finite(self, what: str, values: list[float]) -> None:
         bad = [rank for rank, value in enumerate(values) if not math.isfinite(value)]
@@ -322,18 +356,21 @@ class _Trainer:
             return
         where = f" on rank{'s' if len(bad) > 1 else ''} {', '.join(map(str, bad))}" if len(values) > 1 else ""
         step = self.done.step + 1
-        kept = f"checkpoint of step {self.saves.saved_step}" if self.saves.saved_step else "no checkpoint yet"
         message = (
-            f"step {step}: the {what} is {values[bad[0]]}{where}. Nothing was updated; safe: {kept}.\n"
+            f"step {step}: the {what} is {values[bad[0]]}{where}. Nothing was updated; safe: {self._safe}.\n"
             "  Lower optimizer.lr, lengthen schedule.warmup_steps, or look at the samples of this step."
         )
         raise NonFiniteError(message)
+
+    @property
+    def _safe(self) -> str:
+        return f"checkpoint of step {self.saves.saved_step}" if self.saves.saved_step else "no checkpoint yet"
 
     def _record(
         self,
         *,
         loss: float,
-        norm: float,
+        norm: float | None,
         lr: float,
         scale: float | None,
         step_s: float,
@@ -345,8 +382,8 @@ class _Trainer:
         done.tokens += tokens
         done.first_loss = loss if done.first_loss is None else done.first_loss
         done.final_loss = loss
-        if self.measured_steps > MEASURED_STEPS or self.config.train.steps <= MEASURED_STEPS:
-            self.trained_tokens += tokens  # counting tensors slows the first steps: they say nothing about speed
+        if self.made_steps > self.timed_from:
+            self.trained_tokens += tokens
             self.trained_s += step_s
         record = Record(
             step=done.step,
@@ -398,6 +435,8 @@ class _Trainer:
         self.progress.say(f"step {done.step}  held-out loss {loss:.4f} ({self.num_held_out} samples)")
 
     def _save(self) -> None:
+        if self.config.optimizer.in_backward:
+            self._check_parameters()
         state = {
             "progress": self.done.state(),
             "sampler": self.sampler.state(),
@@ -410,6 +449,21 @@ class _Trainer:
         message = self.saves.save(self.model, self.optimizer, self.average, step=self.done.step, state=state)
         if message:
             self.progress.say(message)
+
+    def _check_parameters(self) -> None:
+        """What backward updated nobody has looked at: nothing that is not finite may become a checkpoint.
+
+        Raises:
+            NonFiniteError: A parameter is not finite.
+        """
+        held = [p for p in self.model.parameters() if p.is_floating_point()]
+        is_bad = not all(bool(p.isfinite().all()) for p in held)
+        ranks = [rank for rank, row in enumerate(self.control.rows([float(is_bad)])) if row[0]]
+        if ranks:
+            raise NonFiniteError(
+                f"step {self.done.step}: parameters held by rank {', '.join(map(str, ranks))} are no longer finite. Not"
+                f" saved; safe: {self._safe}.\n  Lower optimizer.lr, or clip, with optimizer.in_backward=false."
+            )
 
     def _stop(self, signal_number: int) -> Outcome:
         self._save()
@@ -503,8 +557,8 @@ class _Trainer:
             return
         parity = [parity_line(self.resolved, self.data, self.device)] if self.is_demo else []
         done = self.done
-        speed = self.trained_tokens / max(self.trained_s, 1e-9)
-        lines = [f"finished {done.step} steps, {speed:,.0f} tokens/s"]
+        speed = f", {self.trained_tokens / self.trained_s:,.0f} tokens/s" if self.trained_s else ""
+        lines = [f"finished {done.step} steps{speed}"]
         if done.eval_loss_first and done.eval_loss_final is not None:
             fall = 100 * (1 - done.eval_loss_final / done.eval_loss_first)
             lines.append(f"held-out loss {done.eval_loss_first:.4f} -> {done.eval_loss_final:.4f} ({fall:.0f}% lower)")

@@ -18,7 +18,7 @@ from shardwise.spec.errors import CheckpointError, ConfigError, StorageError
 from shardwise.train.text import printable
 
 CONFIG, PLAN, METRICS, SUMMARY = "config.yaml", "plan.json", "metrics.jsonl", "summary.json"
-LOGS, CHECKPOINTS, EVENTS = "logs", "checkpoints", "events"
+LOGS, CHECKPOINTS, EVENTS, WANDB_ID = "logs", "checkpoints", "events", "wandb-id"
 
 
 def holds_run(directory: Path) -> bool:

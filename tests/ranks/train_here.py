@@ -1,0 +1,82 @@
+"""`shardwise train` on ranks that exist already, as under torchrun: nothing is started, so a run takes a second."""
+
+from __future__ import annotations
+
+import contextlib
+import io
+import json
+import os
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+from shardwise.cli import main
+from shardwise.testing import run_on_ranks
+
+CONFIG = """
+model: {preset: gpt-nano, vocab_size: 256, dropout: 0.1}
+data: {source: stdlib, max_bytes: 100000}
+train: {steps: 20, micro_batch_size: 2, global_batch_size: 8, eval_every: 10, eval_batches: 2}
+optimizer: {lr: 1e-3}
+checkpoint: {every: 5, keep: 10}
+log: {tensorboard: false}
+"""
+TIMES = {"tokens_per_s", "step_time_s", "data_time_s"}
+
+
+def train_here(
+    folder: Path, world: int, *runs: Sequence[str], config: str = CONFIG, before: Callable[[], Any] | None = None
+) -> list[tuple[int, str]]:
+    """Train in ``folder`` with each of some lists of arguments, one after the other on the same ranks.
+
+    Args:
+        folder: Where ``run.yaml`` is written.
+        world: Ranks.
+        *runs: Arguments of `train` after the configuration file.
+        config: The file.
+        before: Called on every rank first, a function of a module; what it returns is kept until the end.
+
+    Returns:
+        Of every run the exit code, the same on all ranks, and what rank 0 printed.
+    """
+    (folder / "run.yaml").write_text(config)
+    ranks = run_on_ranks(_train, world, str(folder), runs, before, timeout_s=200)
+    for codes in zip(*([code for code, _ in rank] for rank in ranks), strict=True):
+        assert len(set(codes)) == 1, codes
+    return ranks[0]
+
+
+def train_well(folder: Path, world: int, *runs: Sequence[str], config: str = CONFIG) -> list[str]:
+    """As :func:`train_here`, where every run has to finish; returns what was printed."""
+    results = train_here(folder, world, *runs, config=config)
+    for code, text in results:
+        assert code == 0, text
+    return [text for _, text in results]
+
+
+def _train(folder: str, runs: Sequence[Sequence[str]], before: Callable[[], Any] | None) -> list[tuple[int, str]]:
+    os.chdir(folder)
+    os.environ["MASTER_ADDR"] = "127.0.0.1"
+    kept = before() if before is not None else None
+    results = []
+    for arguments in runs:
+        text = io.StringIO()
+        with contextlib.redirect_stdout(text), contextlib.redirect_stderr(text):
+            code = main(["train", "run.yaml", *arguments])
+        results.append((code, text.getvalue()))
+    del kept
+    return results
+
+
+def metrics(run: Path) -> list[dict[str, Any]]:
+    """Records without times."""
+    lines = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
+    return [{key: value for key, value in line.items() if key not in TIMES} for line in lines]
+
+
+def losses(run: Path) -> list[float]:
+    return [line["loss"] for line in metrics(run)]
+
+
+def summary(run: Path) -> dict[str, Any]:
+    return json.loads((run / "summary.json").read_text())

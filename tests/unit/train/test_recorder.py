@@ -1,0 +1,45 @@
+"""A resumed run goes on as the same run at Weights & Biases."""
+
+from __future__ import annotations
+
+import sys
+import types
+from pathlib import Path
+
+import pytest
+
+from shardwise.train.config import Config, LogSection
+from shardwise.train.recorder import Recorder
+
+CONFIG = Config(log=LogSection(tensorboard=False, wandb=True))
+
+
+@pytest.fixture
+def ids(monkeypatch: pytest.MonkeyPatch) -> list[str]:
+    """Ids with which runs were begun."""
+    found: list[str] = []
+    module = types.ModuleType("wandb")
+    module.__dict__["init"] = lambda **options: (
+        found.append(options["id"]) or types.SimpleNamespace(finish=lambda: None, log=lambda *_a, **_k: None)
+    )
+    monkeypatch.setitem(sys.modules, "wandb", module)
+    monkeypatch.delenv("WANDB_RUN_ID", raising=False)
+    return found
+
+
+def test_a_folder_has_one_id_and_every_folder_its_own(ids: list[str], tmp_path: Path) -> None:
+    for name, step in (("a", 0), ("a", 5), ("b", 0)):
+        (tmp_path / name).mkdir(exist_ok=True)
+        Recorder(tmp_path / name, CONFIG, step).close()
+    assert ids[0]
+    assert ids[0] == ids[1] != ids[2]
+
+
+def test_an_id_from_the_environment_counts_and_stays(
+    ids: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("WANDB_RUN_ID", "mine")
+    Recorder(tmp_path, CONFIG, 0).close()
+    monkeypatch.delenv("WANDB_RUN_ID")
+    Recorder(tmp_path, CONFIG, 3).close()
+    assert ids == ["mine", "mine"]
