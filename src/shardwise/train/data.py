@@ -13,6 +13,7 @@ from __future__ import annotations
 import codecs
 import glob
 import hashlib
+import os
 import sysconfig
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
@@ -168,12 +169,10 @@ def _find_files(name: str) -> list[Path]:
 
 def _stdlib_files() -> list[Path]:
     root = Path(sysconfig.get_path("stdlib"))
-    files = [
-        file
-        for file in root.rglob("*.py")
-        if not _LEFT_OUT.intersection(file.relative_to(root).parts)
-        and not any(part.startswith("config-") for part in file.relative_to(root).parts)
-    ]
+    files: list[Path] = []
+    for folder, below, names in os.walk(root):
+        below[:] = [name for name in below if name not in _LEFT_OUT and not name.startswith("config-")]
+        files += [Path(folder, name) for name in names if name.endswith(".py")]
     return sorted(files, key=lambda file: file.relative_to(root).as_posix())
 
 

@@ -18,6 +18,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from shardwise.fsdp import attach, recompute, summary
 from shardwise.fsdp.average import ExponentialMovingAverage
 from shardwise.fsdp.wrap import find_units
+from shardwise.recipe import data_parallel
 from shardwise.recipe.activations import measure_activations
 from shardwise.recipe.storage import StorageCount
 from shardwise.spec.waiting import Activations
@@ -66,6 +67,8 @@ def measure(resolved: Resolved, device: torch.device) -> Activations | None:
 
 def _measure(model: nn.Module, resolved: Resolved, device: torch.device) -> Activations:
     count = StorageCount(device.type)
+    if resolved.plan.placements.is_threaded:
+        data_parallel.install(model)  # what the replicas compute, and the gradients of each
     recompute.install(model, find_units(model, resolved.plan.wrap_policy), resolved.plan.recompute)
     for tensor in [*model.parameters(), *model.buffers()]:
         count.see(tensor)
