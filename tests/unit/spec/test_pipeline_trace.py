@@ -1,0 +1,91 @@
+"""The messages of a pipeline's step: the closed form against the schedule's actions."""
+
+from __future__ import annotations
+
+from collections import Counter
+
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from shardwise.spec.pipeline_trace import CrossingShape, Traffic, message_trace, step_traffic
+from shardwise.spec.schedule import SCHEDULES, build
+
+shapes = st.builds(CrossingShape, st.integers(1, 100), st.booleans())
+
+
+@st.composite
+def cases(draw):
+    name, pp = draw(st.sampled_from(SCHEDULES)), draw(st.integers(1, 5))
+    is_interleaved = name == "interleaved-1f1b"
+    m = pp * draw(st.integers(1, 2)) if is_interleaved else draw(st.integers(1, 7))
+    schedule = build(name, pp, m, draw(st.integers(2, 3)) if is_interleaved else None)
+    count = schedule.num_stages - 1
+    return schedule, draw(st.lists(st.lists(shapes, max_size=3), min_size=count, max_size=count))
+
+
+@settings(deadline=None)
+@given(cases())
+def test_the_traffic_of_every_rank_is_the_closed_form(case):
+    schedule, crossings = case
+    total = Counter()
+    for rank in range(schedule.num_ranks):
+        trace = message_trace(schedule, rank, crossings)
+        found = step_traffic(schedule.ranks, schedule.num_microbatches, rank, crossings)
+        assert found.sent == sum(message.kind == "send" for message in trace)
+        assert found.sent_bytes == sum(message.sent_bytes for message in trace)
+        assert found.received == sum(message.kind == "receive" for message in trace)
+        total += Counter(found._asdict())
+    assert total["sent"] == total["received"]
+    assert total["sent_bytes"] == total["received_bytes"]
+
+
+@settings(deadline=None)
+@given(cases())
+def test_messages_between_two_ranks_are_received_in_the_order_in_which_they_are_sent(case):
+    schedule, _ = case
+    sent, received = [], []
+    for rank, actions in enumerate(schedule.actions):
+        for action in actions:
+            if action.kind.is_send:
+                way = 1 if action.kind == "send_activation" else -1
+                sent.append((rank, action.peer, action.stage, action.microbatch, way))
+            elif action.kind.is_receive:
+                way = 1 if action.kind == "receive_activation" else -1
+                received.append((action.peer, rank, action.stage - way, action.microbatch, way))
+    for pair in {message[:2] for message in sent + received}:
+        assert [m for m in sent if m[:2] == pair] == [m for m in received if m[:2] == pair]
+
+
+def test_the_messages_of_a_step_in_order():
+    crossings = [[CrossingShape(10), CrossingShape(3, has_gradient=False)], [CrossingShape(20)]]
+    trace = message_trace(build("1f1b", 3, 2), 1, crossings)
+    assert [(m.kind, m.unit, m.sent_bytes, m.axis) for m in trace[:4]] == [
+        ("receive", "activation of stage 0", 0, "pp"),
+        ("receive", "activation of stage 0", 0, "pp"),
+        ("receive", "activation of stage 0", 0, "pp"),
+        ("receive", "activation of stage 0", 0, "pp"),
+    ]
+    assert Counter(trace) == {
+        ("receive", "activation of stage 0", 0, "pp"): 4,
+        ("send", "activation of stage 1", 20, "pp"): 2,
+        ("receive", "gradient of stage 1", 0, "pp"): 2,
+        ("send", "gradient of stage 0", 10, "pp"): 2,
+    }
+
+
+def test_the_table_of_messages():
+    def even(name, pp, m, v=None):
+        schedule = build(name, pp, m, v)
+        crossings = [[CrossingShape(1)]] * (schedule.num_stages - 1)
+        return [step_traffic(schedule.ranks, m, rank, crossings) for rank in range(pp)]
+
+    p, m, v = 4, 8, 3
+    for name in ("gpipe", "1f1b", "zb-h1"):
+        assert [t.sent for t in even(name, p, m)] == [m, 2 * m, 2 * m, m]
+    looped = [t.sent for t in even("interleaved-1f1b", p, m, v)]
+    assert looped == [m * (2 * v - 1), 2 * m * v, 2 * m * v, m * (2 * v - 1)]
+    assert sum(looped) == 2 * m * (v * p - 1)
+    folded = [t.sent for t in even("zb-v", p, m)]
+    assert folded == [2 * m, 4 * m, 4 * m, 2 * m]
+    assert sum(folded) == 4 * m * (p - 1)
+    assert even("zb-v", 1, m) == [Traffic(0, 0, 0, 0)]
