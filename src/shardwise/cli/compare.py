@@ -11,9 +11,10 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
+from shardwise.cli.file import check_writable, write
 from shardwise.cli.show import show
 from shardwise.cli.train import num_processes
-from shardwise.spec.errors import ConfigError, StorageError
+from shardwise.spec.errors import ConfigError
 from shardwise.train.text import printable
 
 if TYPE_CHECKING:
@@ -79,7 +80,7 @@ def compare(  # noqa: PLR0917  typer calls it by name
         steps=steps,
     )
     for path in (json_file, markdown_file):
-        _check_writable(path)
+        check_writable(path)
 
     from shardwise.train.compare.run import run
     from shardwise.train.compare.table import markdown
@@ -91,10 +92,10 @@ def compare(  # noqa: PLR0917  typer calls it by name
         # After each case, so that what was measured is not lost with what comes after it.
         if json_file is not None:
             found: list[dict[str, Any]] = [result.as_dict() for result in results]
-            _write(json_file, json.dumps(found[0] if len(requests) == 1 else found, indent=1) + "\n")
+            write(json_file, json.dumps(found[0] if len(requests) == 1 else found, indent=1) + "\n")
         if markdown_file is not None:
             date = dt.datetime.now(tz=dt.UTC).date().isoformat()
-            _write(markdown_file, markdown(results, date=date, command=_command()))
+            write(markdown_file, markdown(results, date=date, command=_command()))
 
 
 def _print(result: Result) -> None:
@@ -124,25 +125,3 @@ def _names(text: str | None) -> list[str]:
 
 def _command() -> str:
     return shlex.join(["shardwise", *sys.argv[1:]])
-
-
-def _check_writable(path: Path | None) -> None:
-    if path is None:
-        return
-    if path.is_dir():
-        raise ConfigError(f"{printable(path)} is a folder.\n  Name a file to write.")
-    try:
-        path.parent.mkdir(parents=True, exist_ok=True)
-        with path.open("a"):
-            pass
-    except OSError as error:
-        raise StorageError(f"{printable(path)} cannot be written: {error.strerror}.\n  Name another file.") from None
-
-
-def _write(path: Path, content: str) -> None:
-    part = path.with_name(path.name + ".part")
-    try:
-        part.write_text(content, "utf-8")
-        part.replace(path)
-    except OSError as error:
-        raise StorageError(f"{printable(path)} cannot be written: {error.strerror}.\n  Name another file.") from None

@@ -4,26 +4,28 @@ from __future__ import annotations
 
 import dataclasses
 import json
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
 from shardwise.cli.arguments import is_configuration
+from shardwise.cli.file import check_writable, write
 from shardwise.cli.show import show
 from shardwise.spec.errors import ConfigError
 from shardwise.spec.units import size
 from shardwise.train.text import printable
 
 if TYPE_CHECKING:
+    import torch
     from torch import Tensor, nn
 
-    from shardwise.recipe.dry_run import DryRun
+    from shardwise.recipe.dry_run import DryRun, OptimizerFactory
     from shardwise.spec.plan import ParallelPlan
 
 #: What is run where --strategies does not say, besides a configuration's own.
-STRATEGIES = ("ddp", "zero1", "zero2", "shard_grad_op", "zero3")
+STRATEGIES = ("ddp", "zero1", "zero2", "shard_grad_op", "zero3", "hsdp", "hybrid_shard_grad_op")
 
 #: Tokens per sample for a Hugging Face folder where --seq does not say.
 _HF_SEQ = 2048
@@ -57,7 +59,7 @@ def dry_run(  # noqa: PLR0917  typer's form
     seq: Annotated[int | None, typer.Option(help="Tokens per sample; by default the model's longest.")] = None,
     micro_batch: Annotated[int | None, typer.Option(help="Samples per rank and forward.")] = None,
     precision: Annotated[str | None, typer.Option(help="Parameters' dtype in computation: fp32, bf16, fp16.")] = None,
-    optimizer: Annotated[str | None, typer.Option(help="adamw, adam or sgd.")] = None,
+    optimizer: Annotated[str | None, typer.Option(help="adamw, adam or sgd, instead of the configuration's.")] = None,
     gpus_per_node: Annotated[int, typer.Option(help="What a group of hybrid sharding is by default.")] = 8,
     backend: Annotated[str, typer.Option(help="nccl, gloo, or auto: what this machine would use.")] = "nccl",
     json_file: Annotated[Path | None, typer.Option("--json", help="Also write everything, events too.")] = None,
@@ -66,8 +68,18 @@ def dry_run(  # noqa: PLR0917  typer's form
     """Run dry."""
     from shardwise.recipe.dry_run import dry_run as run_dry
 
+    for option, value in (
+        ("--world-size", world_size),
+        ("--seq", seq),
+        ("--micro-batch", micro_batch),
+        ("--gpus-per-node", gpus_per_node),
+    ):
+        if value is not None and value < 1:
+            raise ConfigError(f"{option} {value}: expected at least 1.\n  Set {option} 1 or more.")
+    check_writable(json_file)
     local_size = min(gpus_per_node, world_size)
     subject = _subject(model, world_size, local_size, overrides or [])
+    plans, left_out = _plans(subject.plan, strategies, precision, world_size=world_size, local_size=local_size)
     tokens_BT = _tokens(micro_batch or subject.micro_batch, seq or subject.seq_len)
     results = [
         run_dry(
@@ -80,13 +92,15 @@ def dry_run(  # noqa: PLR0917  typer's form
             optimizer=optimizer or subject.optimizer,
             backend=backend,
             ranks_per_machine=local_size,
+            num_microbatches=subject.num_microbatches,
+            has_average=subject.has_average,
         )
-        for plan in _plans(subject.plan, strategies, precision)
+        for plan in plans
     ]
-    show(table(results))
+    show("\n".join([table(results), *left_out]))
     if json_file is not None:
         content = [{**dataclasses.asdict(result), "traffic": result.traffic} for result in results]
-        json_file.write_text(json.dumps(content, indent=1) + "\n", "utf-8")
+        write(json_file, json.dumps(content, indent=1) + "\n")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -96,7 +110,9 @@ class _Subject:
     build: Callable[[], nn.Module]
     seq_len: int
     micro_batch: int = 1
-    optimizer: str = "adamw"
+    num_microbatches: int = 1
+    optimizer: str | OptimizerFactory = "adamw"
+    has_average: bool = False
     plan: ParallelPlan | None = None
     is_from_hf: bool = False
 
@@ -134,18 +150,30 @@ def _from_folder(folder: Path) -> _Subject:
 def _from_file(path: Path, world_size: int, local_size: int, overrides: list[str]) -> _Subject:
     import torch
 
-    from shardwise.train.build import build_model
+    from shardwise.train.build import build_model, build_optimizer, parameter_groups
     from shardwise.train.check import resolve
     from shardwise.train.config import read_draft
 
-    resolved = resolve(read_draft(path, overrides), world_size, local_size)
+    resolved = resolve(read_draft(path, overrides), world_size, local_size, checks_data=False)
+    config = resolved.config
+    built: list[nn.Module] = []  # the newest model, whose parameters the optimizer groups
+
+    def build() -> nn.Module:
+        built[:] = [build_model(resolved, torch.device("meta"))]
+        return built[0]
+
+    def make_optimizer(_parameters: Iterable[nn.Parameter]) -> torch.optim.Optimizer:
+        return build_optimizer(config.optimizer, parameter_groups(config.optimizer, built.pop()))
+
     return _Subject(
-        lambda: build_model(resolved, torch.device("meta")),
-        seq_len=resolved.config.data.seq_len or 1,
+        build,
+        seq_len=config.data.seq_len or 1,
         micro_batch=resolved.batch.micro,
-        optimizer=resolved.config.optimizer.name,
+        num_microbatches=resolved.batch.accumulation,
+        optimizer=make_optimizer,
+        has_average=config.train.ema_decay is not None,
         plan=resolved.plan,
-        is_from_hf=resolved.config.model.hf is not None,
+        is_from_hf=config.model.hf is not None,
     )
 
 
@@ -155,7 +183,11 @@ def _hf_loss(output: Any, batch: Any) -> Tensor:
     return logits_loss(output.logits, batch["input_ids"])
 
 
-def _plans(given: ParallelPlan | None, strategies: str | None, precision: str | None) -> list[ParallelPlan]:
+def _plans(
+    given: ParallelPlan | None, strategies: str | None, precision: str | None, *, world_size: int, local_size: int
+) -> tuple[list[ParallelPlan], list[str]]:
+    """The plans to run, and a note for each strategy that nobody has named and that does not fit the world."""
+    from shardwise.spec.errors import MeshError
     from shardwise.spec.plan import ParallelPlan
     from shardwise.spec.precision import PrecisionPolicy
 
@@ -164,15 +196,24 @@ def _plans(given: ParallelPlan | None, strategies: str | None, precision: str | 
     if precision is not None:
         base = dataclasses.replace(base, mp_policy=PrecisionPolicy(param_dtype=precision))
     if given is not None and not names:
-        return [base]
-    return [dataclasses.replace(base, strategy=name) for name in names or STRATEGIES]
+        return [base], []
+    if names:
+        return [dataclasses.replace(base, strategy=name) for name in names], []
+    plans, left_out = [], []
+    for name in STRATEGIES:
+        plan = dataclasses.replace(base, strategy=name)
+        try:
+            plan.mesh(world_size, local_size)
+        except MeshError as error:
+            left_out.append(f"{name} is left out: {str(error).splitlines()[0]}")
+        else:
+            plans.append(plan)
+    return plans, left_out
 
 
 def _tokens(micro_batch: int, seq_len: int) -> Tensor:
     import torch
 
-    if micro_batch < 1 or seq_len < 1:
-        raise ConfigError(f"--micro-batch {micro_batch} --seq {seq_len}: expected at least 1 of each.\n  Correct them.")
     return torch.empty(micro_batch, seq_len, dtype=torch.int64, device="meta")
 
 

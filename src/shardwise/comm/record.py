@@ -7,7 +7,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from shardwise.comm.base import Comm, Done, Handle
+from shardwise.comm.base import Chain, Comm, Done, Handle
 from shardwise.comm.scratch import Scratch
 from shardwise.spec.errors import CommError
 
@@ -71,7 +71,8 @@ class RecordComm(Comm):
         del divisor
         own = self._cut(buffer.numel(), self.rank)
         self._note("all_reduce", unit, buffer, buffer.numel() - own + own * (self.size - 1))
-        return self._receive(buffer[:own])
+        # With Gloo it has a second phase, which finishes one reduction later.
+        return Chain(self._receive(buffer[:own]), Done) if self._receives else Done()
 
     def all_to_all(self, buffer: Tensor, out: Tensor, *, unit: str, cuts: Sequence[int] | None = None) -> Handle:
         """As :meth:`Comm.all_to_all`."""

@@ -169,7 +169,12 @@ class ExponentialMovingAverage:
     @property
     def num_bytes(self) -> int:
         """Bytes of the average on this rank: those of the trained weights that it updates."""
-        return sum(average.nbytes for _, average in self._averages)
+        return sum(average.nbytes for _, average in self._pairs())
+
+    @property
+    def num_host_bytes(self) -> int:
+        """Of these, bytes on the host: where the weights are offloaded."""
+        return sum(average.nbytes for group, average in self._pairs() if group.offload is not None)
 
     @property
     def settings(self) -> dict[str, Any]:

@@ -83,6 +83,7 @@ class Gradient:
         self._result: Tensor | None = None
         self._partial: Tensor | None = None  # summed over dp_shard by earlier microbatches, not over dp_replicate yet
         self._partial_store: Tensor | None = None  # where that lies if it cannot lie in ``_home``
+        self.has_added = False  # a reduced gradient was added to what an earlier backward had left in .grad
         self._landing: Tensor | None = None  # on the host, for a sum that cannot go straight to ``_home``
 
     @property
@@ -345,6 +346,7 @@ class Gradient:
                 continue
             if shard.grad is not None:
                 shard.grad.add_(views[index])
+                self.has_added = True
                 continue
             if not is_home:
                 self._home_views[index].copy_(views[index])

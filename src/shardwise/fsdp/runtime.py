@@ -92,7 +92,8 @@ class Runtime:
         self.epoch = 0
         self.is_window_open = False  # microbatches are being accumulated: parameters have not changed
         self.is_in_backward = False
-        self.had_sums = False  # sums of earlier microbatches were waiting when this backward began
+        self.had_sums = False  # sums of earlier microbatches were waiting when this backward began ...
+        self._has_waited = False  # ... or when any did
         self.generation = 0
         self._end: weakref.ref[EndOfBackward] | None = None  # what the backward under way calls at its end
         self.num_wrong_prefetches = 0
@@ -113,6 +114,19 @@ class Runtime:
     def groups(self) -> Iterator[Group]:
         """Every group of every unit."""
         return (group for unit in self.units for group in unit.groups)
+
+    @property
+    def accumulation(self) -> str:
+        """How microbatches are added up, in the plan's words."""
+        if self.defers_replicate:
+            return "defer_replicate"
+        return "sharded" if self.accumulates_sharded else "unsharded"
+
+    @property
+    def accumulations(self) -> set[str]:
+        """How microbatches have been added up so far; backwards that each synchronise are ``sharded`` anywhere."""
+        seen = {self.accumulation} if self._has_waited else set()
+        return seen | ({"sharded"} if any(group.gradient.has_added for group in self.groups) else set())
 
     @property
     def forward_order(self) -> AgreedOrder:
@@ -495,6 +509,7 @@ class Runtime:
     def _begin_backward(self, entry: Entry) -> None:
         self.is_in_backward = True
         self.had_sums = any(group.gradient.is_local for group in self.groups)
+        self._has_waited |= self.had_sums
         self.generation += 1
         self.entered.clear()
         self._backward = self._backward_orders[entry]

@@ -256,8 +256,16 @@ def predict_activations(runtime: Runtime, activations: Activations) -> int:
     return backward_bytes(activations, unit_shapes(runtime).values(), eager_numel=EAGER_NUMEL)
 
 
-def predict(runtime: Runtime, *, optimizer_tensors: int = 2) -> Footprint:
-    """The closed-form bytes of this rank, from the layouts alone."""
+def predict(runtime: Runtime, *, optimizer_tensors: int = 2, num_microbatches: int | None = None) -> Footprint:
+    """The closed-form bytes of this rank, from the layouts alone.
+
+    Args:
+        runtime: Of the model.
+        optimizer_tensors: State tensors per parameter.
+        num_microbatches: Of a step, all but the last under ``gradient_sync(model, False)``; ``None``: as many as there
+            have been.
+    """
+    planned = {runtime.accumulation} if num_microbatches is not None and num_microbatches > 1 else set()
     held = footprint(
         group_shapes(runtime),
         rank=runtime.comms.gather.rank,
@@ -266,6 +274,7 @@ def predict(runtime: Runtime, *, optimizer_tensors: int = 2) -> Footprint:
         optimizer_tensors=optimizer_tensors,
         has_receive_buffers=runtime.comms.gather.device.type == "cpu",
         replicas=_replicas(runtime),
+        accumulations=runtime.accumulations if num_microbatches is None else planned,
         ignored=runtime.ignored.specs,
     )
     return dataclasses.replace(held, reduce=held.reduce + _message_bytes(runtime))

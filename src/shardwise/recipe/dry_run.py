@@ -14,7 +14,8 @@ from shardwise.comm.axes import DATA_PARALLEL, Comms, lay_out
 from shardwise.comm.base import CollectiveEvent
 from shardwise.comm.record import RecordComm
 from shardwise.fsdp import attach, batch_norm, torch_private
-from shardwise.fsdp.api import record_collectives
+from shardwise.fsdp.api import gradient_sync, record_collectives
+from shardwise.fsdp.average import ExponentialMovingAverage
 from shardwise.fsdp.flat import group_of
 from shardwise.fsdp.runtime import Runtime
 from shardwise.fsdp.wrap import find_units
@@ -46,8 +47,9 @@ class DryRun:
         events: Every collective of the step, in order.
         peak_bytes: The most that the device holds at once in forward and backward: the sum of all categories but host.
         bytes_by_category: ``parameters``, ``gradients``, ``optimizer`` (owned shards only), ``gathered``, ``reduce``
-            (gradient buffers, and with Gloo what sums receive into), ``host`` (what is offloaded) and ``activations``
-            (the most that forward and backward hold besides: what autograd saves and what passes by).
+            (gradient buffers, and with Gloo what sums receive into), ``host`` (what is offloaded), ``average`` (where
+            there is one) and ``activations`` (the most that forward and backward hold besides: what autograd saves and
+            what passes by).
         rank: Which rank.
         world_size: Of how many.
         strategy: The plan's, in words.
@@ -98,6 +100,8 @@ def dry_run(
     optimizer: str | OptimizerFactory = "adamw",
     backend: str = "auto",
     ranks_per_machine: int | None = None,
+    num_microbatches: int = 1,
+    has_average: bool = False,
 ) -> DryRun:
     """Train a few steps as ``rank`` of ``world_size``, alone and without values; says what is sent and held.
 
@@ -110,25 +114,35 @@ def dry_run(
         plan: ``None`` means the defaults.
         world_size: Ranks of the world to stand in for.
         rank: Which of them to be.
-        batch: This rank's samples, as for ``sw.train_step``; only shapes and dtypes count. By default, for our GPT,
-            tokens and targets of shape (1, seq_len).
+        batch: This rank's samples of one microbatch, as for ``sw.train_step``; only shapes and dtypes count. By
+            default, for our GPT, tokens and targets of shape (1, seq_len).
         loss_fn: As for ``sw.train_step``.
         optimizer: ``"adamw"``, ``"adam"``, ``"sgd"`` (with momentum), or from parameters to an optimizer.
         ranks_per_machine: What a group of hybrid sharding is where the plan does not say.
         backend: ``"nccl"``, ``"gloo"`` (which also holds what its sums receive into), or ``"auto"``: what training on
             this machine would use.
+        num_microbatches: Forwards and backwards of a step, all but the last under ``sw.gradient_sync(model, False)``.
+        has_average: A ``sw.ExponentialMovingAverage`` is held as well (category ``average``).
 
     Returns:
         Events and bytes of one step of the steady state.
 
     Raises:
-        PlanError, MeshError: The plan does not fit the world; ``batch`` is missing; an unknown optimizer or backend.
+        PlanError, MeshError: The plan does not fit the world, or is ``data_parallel``; ``batch`` is missing; an unknown
+            optimizer or backend; ``num_microbatches`` below 1.
         StateError: The model cannot run without values, or holds what cannot be sharded.
     """
     plan = plan or ParallelPlan()
     make_optimizer = _optimizer_factory(optimizer)
     is_cuda = _resolve_backend(backend) == "nccl"
+    if num_microbatches < 1:
+        raise PlanError(f"num_microbatches={num_microbatches}: expected at least 1.\n  Set num_microbatches=1.")
     check_plan(plan)
+    if plan.placements.is_threaded:
+        raise PlanError(
+            f"strategy={plan.strategy!r} runs replicas on the devices of one process, but a dry run stands in for one"
+            " rank of a world and computes nothing.\n  Use ddp, with a process for each device."
+        )
     mesh = plan.mesh(world_size, ranks_per_machine)
     mesh.coordinate(rank)
     model = build_on_meta(build_model)
@@ -142,8 +156,13 @@ def dry_run(
     runtime = attach.runtime_of(model, "sw.dry_run")
     stepper = make_optimizer(model.parameters())
 
+    average = ExponentialMovingAverage(model) if has_average else None
+
     def forward_and_backward() -> None:
-        torch_private.backward_under_modes(forward_loss(model, inputs, loss_fn))
+        for index in range(num_microbatches):
+            with gradient_sync(model, index == num_microbatches - 1):
+                loss = forward_loss(model, inputs, loss_fn)
+                torch_private.backward_under_modes(loss / num_microbatches if num_microbatches > 1 else loss)
 
     with FusedAttention(is_cuda=is_cuda), _named_errors(model):
         forward_and_backward()  # records the order of units and makes the buffers; the next step is as every later one
@@ -155,6 +174,9 @@ def dry_run(
             before = seen.live_bytes
             forward_and_backward()
         seen.forget()
+    if average is not None:
+        held["average"] = average.num_bytes - average.num_host_bytes
+        held["host"] += average.num_host_bytes
     held["activations"] = seen.peak_bytes - before
     strategy = plan.strategy if isinstance(plan.strategy, str) else plan.placements.describe()
     return DryRun(events, sum(held.values()) - held["host"], held, rank, world_size, strategy, count)

@@ -14,18 +14,20 @@ zero3           4Ψ/N        4Ψ/N       8Ψ/N       two units and the root     
 
 N are the ranks of ``dp_shard``: on a mesh with ``dp_replicate`` (``hsdp``) those of one group. Kept sharded over k
 ranks after forward (``reshard_after_forward=k``), zero3 holds another 4Ψ/k gathered. Where the optimizer steps inside
-backward there are no gradients, and every row has the gradient buffers of zero3. The first three columns are
-ZeRO's table 1 (arXiv 1910.02054: 2+2+12 bytes in mixed precision) in single precision; the live units come on top. The
-functions here count what is really held: padding, headers, slots of uneven units, and the receive buffers that sums
-over Gloo need.
+backward there are no gradients, and every row has the gradient buffers of zero3. Where a step has several microbatches,
+``unsharded`` accumulation gives rows that pool gradients buffers for all of them (4Ψ), and ``sharded`` gives ddp and
+zero1, whose ``.grad`` occupies their own, the buffers of the others. The first three columns are ZeRO's table 1 (arXiv
+1910.02054: 2+2+12 bytes in mixed precision) in single precision; the live units come on top. The functions here count
+what is really held: padding, headers, slots of uneven units, and the receive buffers that sums over Gloo need.
 """
 
 from __future__ import annotations
 
 import bisect
+import enum
 import itertools
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass, fields
 from functools import cached_property
 
@@ -147,12 +149,12 @@ class GroupShape:
         """Bytes of what ``.grad`` lives in, where that is not part of the buffer that is reduced."""
         if not self.is_trainable or self.updates_in_backward:
             return 0
-        is_apart = self.row.pools_gradients or self.reduces_cast or self.is_offloaded
+        is_apart = self.row.pools_gradients or self.is_reduced_apart
         return self.item_bytes * self.reduce_layout.slice_numel(rank) if is_apart else 0
 
-    def landing_bytes(self, rank: int) -> int:
-        """Bytes of the host's buffer for a sum that has another dtype than ``.grad``; sums to be added have one too."""
-        is_needed = self.is_offloaded and self.is_trainable and self.reduces_cast
+    def landing_bytes(self, rank: int, *, is_added: bool = False) -> int:
+        """Bytes of the host's buffer for a sum that has another dtype than ``.grad``, or is added to what is there."""
+        is_needed = self.is_offloaded and self.is_trainable and (self.reduces_cast or is_added)
         return self.reduce_item_bytes * self.reduce_layout.slice_numel(rank) if is_needed else 0
 
     def slice_bytes(self, rank: int) -> int:
@@ -174,6 +176,11 @@ class GroupShape:
     def reduces_cast(self) -> bool:
         """Its gradients are reduced in another dtype than the master's."""
         return self.reduce_dtype not in {None, self.master_dtype}
+
+    @property
+    def is_reduced_apart(self) -> bool:
+        """``.grad`` never lives in the buffer that is reduced."""
+        return self.reduces_cast or self.is_offloaded
 
     @property
     def pools_gradients(self) -> bool:
@@ -241,6 +248,7 @@ def footprint(
     optimizer_scalar_bytes: int = 4,
     has_receive_buffers: bool = True,
     replicas: Replicas | None = None,
+    accumulations: Collection[str] = (),
     ignored: Sequence[ParamSpec] = (),
 ) -> Footprint:
     """The bytes that rank ``rank`` holds in the steady state.
@@ -254,6 +262,8 @@ def footprint(
         optimizer_scalar_bytes: Per-parameter scalars: Adam's step counter, a float32.
         has_receive_buffers: Sums are made by the library (Gloo), which receives peers' slices before adding.
         replicas: The groups over which sums go on; ``None``: there are none.
+        accumulations: Ways in which the microbatches of a step are added up, as in the plan; none where every step has
+            one backward. Repeated backwards that each synchronise are ``sharded`` whatever the plan says.
         ignored: Parameters that are left alone, which every rank holds whole.
     """
     parameters = sum(param.num_bytes for param in ignored)
@@ -268,14 +278,15 @@ def footprint(
             reduce = group.reduce_layout
             if not group.pools_gradients:
                 gradients += group.reduce_item_bytes * reduce.numel
-            elif replicas is not None and replicas.is_deferred and (group.reduces_cast or group.is_offloaded):
+            elif "defer_replicate" in accumulations and group.is_reduced_apart:
                 # The sums that wait are not where .grad is.
                 gradients += group.reduce_item_bytes * reduce.slice_numel(rank)
             held = _updated_numels(group, rank)
             states = sum(group.item_bytes * optimizer_tensors * numel for numel in held)
             states += optimizer_scalar_bytes * len(held) if optimizer_tensors > 1 else 0
         if group.is_offloaded:
-            host += group.master_bytes(rank) + group.grad_bytes(rank) + group.landing_bytes(rank) + states
+            landing = group.landing_bytes(rank, is_added="sharded" in accumulations)
+            host += group.master_bytes(rank) + group.grad_bytes(rank) + landing + states
         else:
             parameters += group.master_bytes(rank)
             gradients += group.grad_bytes(rank)
@@ -293,6 +304,7 @@ def footprint(
             num_gradient_buffers=num_gradient_buffers,
             has_receive_buffers=has_receive_buffers,
             replicas=replicas,
+            accumulations=accumulations,
         ),
     )
 
@@ -369,11 +381,12 @@ def reduce_bytes(
     num_gradient_buffers: int = 2,
     has_receive_buffers: bool = True,
     replicas: Replicas | None = None,
+    accumulations: Collection[str] = (),
 ) -> int:
-    """Bytes of pooled gradient buffers and receive buffers, found by walking through one backward.
+    """Bytes of pooled gradient buffers and receive buffers, found by walking through the backwards of a step.
 
     A unit takes its buffer while it runs; at its end the reductions before go one phase further, and its own is issued.
-    Backwards are repeated until none makes a further buffer.
+    Steps are repeated until none makes a further buffer.
     """
     trained = [group for group in groups if group.is_trainable]
     last_first = sorted({group.unit for group in trained}, reverse=True)
@@ -384,9 +397,10 @@ def reduce_bytes(
     before = -1
     while before != walk.total_bytes:
         before = walk.total_bytes
-        for unit in [*(unit for unit in order if unit != 0), 0]:
-            walk.reduce([group for group in trained if group.unit == unit])
-        walk.end()
+        for kind in [kind for way in accumulations or (None,) for kind in _BACKWARDS[way]]:
+            for unit in [*(unit for unit in order if unit != 0), 0]:
+                walk.finalise([group for group in trained if group.unit == unit], kind)
+            walk.end()
     homes: dict[tuple[int, str], int] = {}  # where .grad of one group lives while the optimizer steps on it
     for group in trained:
         if group.updates_in_backward and group.reduces_cast:
@@ -420,13 +434,44 @@ def own_part(numel: int, size: int, rank: int) -> int:
     return (rank + 1) * numel // size - rank * numel // size
 
 
-@dataclass
+class _Backward(enum.Enum):
+    """What becomes of the gradients of a backward."""
+
+    ALONE = "they are reduced, and .grad is what comes out"
+    ADDED = "they are reduced, and added to .grad"
+    LOCAL = "they stay where they were collected"
+    HELD = "they are added to those that stayed, and reduced with them"
+    DEFERRED = "they are reduced inside the group, and added to what waits there"
+
+
+#: Backwards of a step that differ in what they need, by the way in which microbatches are added up.
+_BACKWARDS = {
+    None: (_Backward.ALONE,),
+    "sharded": (_Backward.ALONE, _Backward.ADDED),
+    "unsharded": (_Backward.LOCAL, _Backward.HELD),
+    "defer_replicate": (_Backward.DEFERRED,),
+}
+
+
+@dataclass(eq=False)
 class _UnderWay:
-    """A reduction on its way: inside the group first (phase 0), then over the groups (1), then spread there (2)."""
+    """A reduction on its way: inside the group first (phase 0), then over the groups (1), then spread there (2).
+
+    Attributes:
+        group: Whose.
+        num_phases: After so many it is finished.
+        is_borrowed: Its buffer is the pool's ...
+        stays: ... and the sum stays in it to the end.
+        phase: The one under way.
+        received: Elements of the receive buffer in use, while there is one.
+    """
 
     group: GroupShape
+    num_phases: int
+    is_borrowed: bool
+    stays: bool
     phase: int = 0
-    received: int = 0  # elements of the receive buffer in use
+    received: int | None = None
 
 
 class _Reductions:
@@ -459,17 +504,23 @@ class _Reductions:
             for packed_key, num_bytes in zip(self._packed_keys(group), self._packed_sizes(group), strict=True):
                 self._pooled_bytes[packed_key] = max(self._pooled_bytes.get(packed_key, 0), num_bytes)
 
-    def reduce(self, groups: Sequence[GroupShape]) -> None:
+    def finalise(self, groups: Sequence[GroupShape], kind: _Backward) -> None:
         """One unit takes its buffers, takes the reductions issued before a phase further, and issues its own."""
         for group in groups:
-            if group.pools_gradients:
+            if self._borrows(group, kind) and kind is not _Backward.HELD:
                 key = self._pool_key(group)
                 while not self._free[key] and self._made[key] >= self._limit and self._under_way:
                     self._finish(self._under_way[0])
                 self._take(key)
+        if kind is _Backward.LOCAL:
+            return
         self._move_on()
         for group in groups:
-            self._under_way.append(_UnderWay(group))
+            # What goes on over the groups lies where .grad will be, but for a cast or an offload: then it stays in the
+            # pooled buffer. It does so as well where .grad itself will lie there, or is there already.
+            is_apart = group.is_reduced_apart or group.updates_in_backward or kind is _Backward.ADDED
+            stays = is_apart and kind is not _Backward.DEFERRED
+            self._under_way.append(_UnderWay(group, self._num_phases(group), self._borrows(group, kind), stays))
             if group.reduced_as is None:
                 self._receive(self._under_way[-1], received_numel(group, self._rank))
             for key in self._packed_keys(group):
@@ -488,21 +539,30 @@ class _Reductions:
         while reduction in self._under_way:
             self._advance(reduction)
 
+    @staticmethod
+    def _borrows(group: GroupShape, kind: _Backward) -> bool:
+        """Its gradients are collected in a buffer of the pool: always, or because .grad occupies its own."""
+        is_occupied = kind is _Backward.ADDED and not group.is_reduced_apart
+        return group.pools_gradients or is_occupied
+
+    def _num_phases(self, group: GroupShape) -> int:
+        """Of its reduction; an all-reduce that the library makes, or a packed one, has two."""
+        if self._replicas is not None:
+            return 3 if self._has_receive_buffers else 2
+        is_spread = not group.row.shards_optimizer and (self._has_receive_buffers or group.reduced_as is not None)
+        return 2 if is_spread else 1
+
     def _advance(self, reduction: _UnderWay) -> None:
         """Give back what the phase under way has used, and begin the next one, if there is one."""
         group, replicas = reduction.group, self._replicas
-        is_packed = reduction.phase == 0 and group.reduced_as is not None
-        if is_packed:
+        if reduction.phase == 0:
             self._free.update(self._packed_keys(group))
-        elif reduction.phase < 2:
+        if reduction.received is not None:
             bisect.insort(self._receive_buffers(reduction), reduction.received)
+            reduction.received = None
         reduction.phase += 1
-        is_done = replicas is None or reduction.phase > 2
-        # What goes on over the groups lies where .grad will be, but for a cast or an offload: then it stays in the
-        # pooled buffer. It does so as well where .grad itself will lie there.
-        is_apart = group.reduces_cast or group.updates_in_backward or group.is_offloaded
-        stays = replicas is not None and is_apart and not replicas.is_deferred
-        if group.pools_gradients and (is_done if stays else reduction.phase == 1):
+        is_done = reduction.phase == reduction.num_phases
+        if reduction.is_borrowed and (is_done if reduction.stays else reduction.phase == 1):
             self._free[self._pool_key(group)] += 1
         if is_done:
             self._under_way.remove(reduction)

@@ -69,10 +69,14 @@ class Resolved:
     schedule: Schedule
 
 
-def resolve(draft: Draft, world_size: int, local_size: int | None = None) -> Resolved:
+def resolve(draft: Draft, world_size: int, local_size: int | None = None, *, checks_data: bool = True) -> Resolved:
     """Check ``draft`` for a world of ``world_size`` ranks and fill in what it leaves open.
 
-    ``local_size`` of them are on each machine; by default all on this one.
+    Args:
+        draft: The configuration.
+        world_size: Ranks.
+        local_size: Ranks on each machine; by default all are on this one.
+        checks_data: There must be enough data for a step of so many ranks.
 
     Raises:
         ConfigError: Something in the configuration is wrong; every mistake is listed with its line.
@@ -101,13 +105,14 @@ def resolve(draft: Draft, world_size: int, local_size: int | None = None) -> Res
         )
         problems.raise_if_any()
     at_once = batch.micro * batch.data_parallel_size
-    check_size(
-        source,
-        seq_len=seq_len,
-        held_out=config.data.held_out,
-        needed=batch.total,
-        needed_held_out=at_once if config.train.eval_every else 1,
-    )
+    if checks_data:
+        check_size(
+            source,
+            seq_len=seq_len,
+            held_out=config.data.held_out,
+            needed=batch.total,
+            needed_held_out=at_once if config.train.eval_every else 1,
+        )
     config = config.model_copy(
         update={
             "model": config.model.model_copy(

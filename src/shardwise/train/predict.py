@@ -44,9 +44,11 @@ def predict(
     section = resolved.config.optimizer
     num_states = int(bool(section.momentum)) if section.name == "sgd" else 2
     runtime = attach.runtime_of(model, "predict")
-    held = summary.predict(runtime, optimizer_tensors=num_states).as_dict()
+    accumulation = resolved.batch.accumulation
+    held = summary.predict(runtime, optimizer_tensors=num_states, num_microbatches=accumulation).as_dict()
     if average is not None:
-        held["average"] = average.num_bytes
+        held["average"] = average.num_bytes - average.num_host_bytes
+        held["host"] += average.num_host_bytes
     activations = measure(resolved, device)
     if activations is not None:
         held["activations"] = summary.predict_activations(runtime, activations)

@@ -1,0 +1,45 @@
+"""Files that a verb writes its result to: found to be writable before anything is run, and written whole."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from shardwise.spec.errors import ConfigError, StorageError
+from shardwise.train.text import printable
+
+
+def check_writable(path: Path | None) -> None:
+    """Refuse early what could not be written after minutes of work; makes the folder.
+
+    Raises:
+        ConfigError: ``path`` is a folder.
+        StorageError: It cannot be written.
+    """
+    if path is None:
+        return
+    if path.is_dir():
+        raise ConfigError(f"{printable(path)} is a folder.\n  Name a file to write.")
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        with path.open("a"):
+            pass
+    except OSError as error:
+        raise _unwritable(path, error) from None
+
+
+def write(path: Path, content: str) -> None:
+    """Replace ``path`` by a file with ``content``.
+
+    Raises:
+        StorageError: It cannot be written.
+    """
+    part = path.with_name(path.name + ".part")
+    try:
+        part.write_text(content, "utf-8")
+        part.replace(path)
+    except OSError as error:
+        raise _unwritable(path, error) from None
+
+
+def _unwritable(path: Path, error: OSError) -> StorageError:
+    return StorageError(f"{printable(path)} cannot be written: {error.strerror}.\n  Name another file.")
