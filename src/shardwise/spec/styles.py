@@ -1,19 +1,25 @@
 """How tensor parallelism cuts the modules of a model: styles by name pattern, as plain data.
 
-==============================  =====================================================================================
-style                           of a module or parameter at a pattern
-==============================  =====================================================================================
-``colwise``                     linear layer, its output features divided over the ranks
-``packed_colwise[:N]``          the same of N fused layers of equal size (2 where none is given), each divided
-``colwise_gather_output``       linear layer, divided as evenly as can be; every rank gets all features of the output
-``rowwise``                     linear layer, its input features divided; outputs are added up, then the bias
-``rowwise_split_input``         the same where every rank has all features of the input
-``embedding_rowwise``           embedding, its ids divided as evenly as can be
-``divide:NAME[,NAME]``          attributes of the module, such as a number of heads, divided by the number of ranks
-``colwise_vocabulary``          output projection, its ids divided as evenly as can be; its output stays divided
-``vocabulary_loss:NAME``        loss of our GPT, of the output projection that is called so beside it
-``replicate``                   left as it is
-==============================  =====================================================================================
+==================================  =================================================================================
+style                               of a module or parameter at a pattern
+==================================  =================================================================================
+``colwise``                         linear layer, its output features divided over the ranks
+``packed_colwise[:N]``              the same of N fused layers of equal size (2 where none is given), each divided
+``colwise_heads``                   projection to heads as wide as the ``head_dim`` of the module around it: whole heads
+``colwise_kv_heads``                the same of keys or values; where heads are fewer than ranks, each is on several
+``colwise_gather_output``           linear layer, divided as evenly as can be; every rank gets all output features
+``rowwise``                         linear layer, its input features divided; outputs are added up, then the bias
+``rowwise_split_input``             the same where every rank has all features of the input
+``embedding_rowwise``               embedding, its ids divided as evenly as can be
+``divide:NAME[,NAME]``              attributes of the module, such as a number of heads, divided by the number of ranks
+``embedding_heads``                 embedding of one number per head, its features divided; its output stays divided
+``replicated_with_grad_allreduce``  of a module whose parameters are used with each rank's part: gradients are added up
+``moe_tp_experts``                  experts whose stacked weights are divided: gets all inputs, adds up the outputs
+``vocabulary_head``                 as ``colwise_gather_output``, but where the model gets labels no rank has all logits
+``colwise_vocabulary``              output projection, its ids divided as evenly as can be; its output stays divided
+``vocabulary_loss:NAME``            loss of our GPT, of the output projection that is called so beside it
+``replicate``                       left as it is
+==================================  =================================================================================
 
 In a pattern ``*`` stands for any part of a name without a dot.
 """
@@ -30,17 +36,34 @@ from shardwise.spec.errors import PlanError
 STYLES = {
     "colwise": "",
     "packed_colwise": "count",
+    "colwise_heads": "",
+    "colwise_kv_heads": "",
     "colwise_gather_output": "",
     "rowwise": "",
     "rowwise_split_input": "",
     "embedding_rowwise": "",
     "divide": "names",
+    "embedding_heads": "",
+    "replicated_with_grad_allreduce": "",
+    "moe_tp_experts": "",
+    "vocabulary_head": "",
     "colwise_vocabulary": "",
     "vocabulary_loss": "names",
     "replicate": "",
 }
 
-#: Styles by pattern, by qualified class name of the model or part that the patterns are relative to.
+_T5_EMBEDDINGS = dict.fromkeys(("shared", "encoder.embed_tokens", "decoder.embed_tokens"), "embedding_rowwise")
+
+_BERT_ATTENTION = {
+    "{}.self": "divide:num_attention_heads,all_head_size",
+    "{}.self.query": "colwise",
+    "{}.self.key": "colwise",
+    "{}.self.value": "colwise",
+    "{}.output.dense": "rowwise",
+}
+
+#: Styles by pattern, by qualified class name of the model or part that the patterns are relative to (``""`` is the part
+#: itself). Models of transformers that are not here bring a table of their own.
 TABLES: dict[str, dict[str, str]] = {
     "shardwise.models.transformer.GPT": {
         "token_embedding": "embedding_rowwise",
@@ -54,6 +77,55 @@ TABLES: dict[str, dict[str, str]] = {
         "lm_head": "colwise_vocabulary",
         "loss": "vocabulary_loss:lm_head",
     },
+    "transformers.models.gpt2.modeling_gpt2.GPT2Block": {
+        "attn": "divide:num_heads,split_size",
+        "attn.c_attn": "packed_colwise:3",
+        "attn.c_proj": "rowwise",
+        "crossattention": "divide:num_heads,split_size",
+        "crossattention.c_attn": "packed_colwise:2",
+        "crossattention.q_attn": "colwise",
+        "crossattention.c_proj": "rowwise",
+        "mlp.c_fc": "colwise",
+        "mlp.c_proj": "rowwise",
+    },
+    "transformers.models.gpt2.modeling_gpt2.GPT2Model": {"wte": "embedding_rowwise"},
+    "transformers.models.gpt2.modeling_gpt2.GPT2LMHeadModel": {"lm_head": "vocabulary_head"},
+    "transformers.models.gpt2.modeling_gpt2.GPT2DoubleHeadsModel": {"lm_head": "colwise_gather_output"},
+    "transformers.models.t5.modeling_t5.T5Attention": {
+        "": "divide:n_heads,inner_dim",
+        "q": "colwise",
+        "k": "colwise",
+        "v": "colwise",
+        "o": "rowwise",
+        "relative_attention_bias": "embedding_heads",
+    },
+    "transformers.models.t5.modeling_t5.T5DenseActDense": {"wi": "colwise", "wo": "rowwise"},
+    "transformers.models.t5.modeling_t5.T5DenseGatedActDense": {"wi_0": "colwise", "wi_1": "colwise", "wo": "rowwise"},
+    "transformers.models.t5.modeling_t5.T5Model": _T5_EMBEDDINGS,
+    "transformers.models.t5.modeling_t5.T5EncoderModel": _T5_EMBEDDINGS,
+    "transformers.models.t5.modeling_t5.T5ForConditionalGeneration": {
+        **_T5_EMBEDDINGS,
+        "lm_head": "colwise_gather_output",
+    },
+    "transformers.models.bert.modeling_bert.BertLayer": {
+        **{name.format("attention"): style for name, style in _BERT_ATTENTION.items()},
+        **{name.format("crossattention"): style for name, style in _BERT_ATTENTION.items()},
+        "intermediate.dense": "colwise",
+        "output.dense": "rowwise",
+    },
+    "transformers.models.bert.modeling_bert.BertEmbeddings": {"word_embeddings": "embedding_rowwise"},
+    "transformers.models.bert.modeling_bert.BertLMPredictionHead": {
+        "decoder": "colwise_gather_output",
+        "bias": "colwise_vocabulary",
+    },
+    "transformers.models.vit.modeling_vit.ViTAttention": {
+        "": "divide:num_attention_heads",
+        "q_proj": "colwise",
+        "k_proj": "colwise",
+        "v_proj": "colwise",
+        "o_proj": "rowwise",
+    },
+    "transformers.models.vit.modeling_vit.ViTMLP": {"fc1": "colwise", "fc2": "rowwise"},
 }
 
 
@@ -121,6 +193,17 @@ def parse_table(table: object) -> dict[str, str] | None:
     for pattern, style in table.items():
         parse_style(style, pattern)
     return dict(table)
+
+
+def translated(pattern: str, style: str) -> str:
+    """The style here of an entry of a model's own ``tp_plan``, as transformers writes them.
+
+    There, columns of query, key and value projections are cut without regard to heads, which all their ranks have.
+    """
+    name = pattern.rpartition(".")[2]
+    if style == "colwise" and name in {"q_proj", "k_proj", "v_proj"}:
+        return "colwise_heads" if name == "q_proj" else "colwise_kv_heads"
+    return {"colwise_rep": "colwise_gather_output", "rowwise_rep": "rowwise_split_input"}.get(style, style)
 
 
 def matches(pattern: str, name: str) -> bool:

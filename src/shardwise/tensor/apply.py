@@ -8,7 +8,8 @@ from torch import Tensor, nn
 from shardwise.comm.base import Comm
 from shardwise.spec.slice import Slice, set_slice
 from shardwise.tensor.cut import Cuts
-from shardwise.tensor.layer import Column, SharedInput
+from shardwise.tensor.layer import Column, CopiedColumn, SharedInput
+from shardwise.tensor.loss import CausalLoss, VocabularyHead, has_loss, loss_of
 
 
 def apply_cuts(model: nn.Module, cuts: Cuts, comm: Comm) -> None:
@@ -22,8 +23,10 @@ def apply_cuts(model: nn.Module, cuts: Cuts, comm: Comm) -> None:
     shared: dict[str, SharedInput] = {}
     for path, make in cuts.stands.items():
         layer = make(model.get_submodule(path), path, comm)
-        if isinstance(layer, Column):
-            parent = path.rpartition(".")[0]
+        parent = path.rpartition(".")[0]
+        if isinstance(layer, VocabularyHead) and has_loss(model.get_submodule(parent)):
+            CausalLoss(layer, loss_of(model.get_submodule(parent))).install(model.get_submodule(parent))
+        if isinstance(layer, Column | CopiedColumn):
             layer.shared = shared.get(parent) or shared.setdefault(parent, SharedInput(model.get_submodule(parent)))
         layer.install()
     for (path, name), value in cuts.attributes.items():

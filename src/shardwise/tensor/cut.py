@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
@@ -12,9 +12,18 @@ from torch import nn
 from shardwise.comm.base import Comm
 from shardwise.spec.errors import PlanError
 from shardwise.spec.slice import Cut, Slice, even_ranges
-from shardwise.spec.styles import TABLES, Style, matches, near_even_range, parse_style
-from shardwise.tensor.layer import Column, Layer, Row, VocabularyEmbedding, is_transposed
-from shardwise.tensor.loss import GPTLoss
+from shardwise.spec.styles import TABLES, Style, matches, near_even_range, parse_style, translated
+from shardwise.tensor.layer import (
+    Column,
+    CopiedColumn,
+    Experts,
+    Layer,
+    Row,
+    SharedParameters,
+    VocabularyEmbedding,
+    is_transposed,
+)
+from shardwise.tensor.loss import GPTLoss, VocabularyHead, has_loss
 
 #: Makes what stands in for a module's forward.
 Stand = Callable[[nn.Module, str, Comm], Layer]
@@ -25,22 +34,24 @@ class Cuts:
     """What tensor parallelism does to a model on one rank.
 
     Attributes:
+        model: The model.
         size: Ranks of ``tp``.
         rank: This one.
         slices: What is kept of each parameter, by ``id``.
-        uses: Every place that cuts a parameter: (``id``, its name there).
+        uses: Every place that cuts a parameter, by ``id``: the module's ``id`` and the attribute, and its name there.
         stands: What replaces the forward of the module at a path.
         attributes: New values of attributes, by path and name.
     """
 
+    model: nn.Module
     size: int
     rank: int
     slices: dict[int, Slice] = field(default_factory=dict)
-    uses: dict[int, list[str]] = field(default_factory=dict)
+    uses: dict[int, dict[tuple[int, str], str]] = field(default_factory=dict)
     stands: dict[str, Stand] = field(default_factory=dict)
     attributes: dict[tuple[str, str], int] = field(default_factory=dict)
 
-    def cut(self, module: nn.Module, path: str, attribute: str, *cuts: Cut) -> None:
+    def cut(self, module: nn.Module, path: str, attribute: str, *cuts: Cut, copy: int = 0, copies: int = 1) -> None:
         """Keep of a parameter what ``cuts`` say.
 
         Raises:
@@ -49,15 +60,15 @@ class Cuts:
         parameter, name = _held(module, attribute), _join(path, attribute)
         if parameter is None:
             return
-        held = Slice(tuple(parameter.shape), cuts)
+        held = Slice(tuple(parameter.shape), cuts, copy, copies)
         before = self.slices.setdefault(id(parameter), held)
-        uses = self.uses.setdefault(id(parameter), [])
+        uses = self.uses.setdefault(id(parameter), {})
         if before != held:
             raise PlanError(
-                f"tensor parallelism: {name!r} and {uses[0]!r} are one parameter, but their styles cut it in different"
-                " ways.\n  Give both the same style, or leave both out (tp_plan)."
+                f"tensor parallelism: {name!r} and {next(iter(uses.values()))!r} are one parameter, but their styles"
+                " cut it in different ways.\n  Give both the same style, or leave both out (tp_plan)."
             )
-        uses.append(name)
+        uses[id(module), attribute] = name
 
 
 @dataclass(frozen=True)
@@ -79,14 +90,14 @@ def find_cuts(model: nn.Module, table: Mapping[str, str] | None, size: int, rank
 
     Args:
         model: The whole model.
-        table: Styles by pattern; ``None``: those that are known for its class.
+        table: Styles by pattern, beside and instead of those that are known for its class.
         size: Ranks of ``tp``.
         rank: One of them.
 
     Raises:
         PlanError: There is no table, it does not fit the model, or something cannot be divided.
     """
-    cuts = Cuts(size, rank)
+    cuts = Cuts(model, size, rank)
     for site in _sites(model, table):
         try:
             _RULES[site.style.name](site, cuts)
@@ -104,53 +115,67 @@ def find_cuts(model: nn.Module, table: Mapping[str, str] | None, size: int, rank
 
 
 def _sites(model: nn.Module, table: Mapping[str, str] | None) -> list[_Site]:
+    """What the tables match: the user's, and of those that are known what the user's leaves alone."""
     modules = dict(model.named_modules())
-    parameters = {name for name, _ in model.named_parameters(remove_duplicate=False)}
-    sites = []
-    for pattern, text in (table if table is not None else known_table(model)).items():
-        style = parse_style(text, pattern)
-        found = [_Site(module, path, style) for path, module in modules.items() if matches(pattern, path)]
-        for name in parameters:
-            if matches(pattern, name):
-                path, _, attribute = name.rpartition(".")
-                found.append(_Site(modules[path], path, style, attribute))
-        if not found and table is not None:
+    names = [name for name, _ in model.named_parameters(remove_duplicate=False)]
+    given = [] if table is None else list(_matches(table, modules, names))
+    for pattern in table or ():
+        if not any(matches(pattern, site.name) for site in given):
             raise PlanError(
                 f"tp_plan: {pattern!r} matches nothing in {type(model).__name__}.\n"
                 "  Patterns are of names as in model.named_modules(); '*' does not cross a dot."
             )
-        sites += found
-    return sites
-
-
-def known_table(model: nn.Module) -> dict[str, str]:
-    """The styles that are known for the classes of ``model`` and its parts.
-
-    Raises:
-        PlanError: None are.
-    """
-    table: dict[str, str] = {}
-    for path, module in model.named_modules():
-        for kind in type(module).__mro__:
-            for pattern, style in TABLES.get(f"{kind.__module__}.{kind.__qualname__}", {}).items():
-                table.setdefault(_join(path, pattern), style)
-    if not table:
+    taken = {site.name for site in given}
+    known = known_table(model)
+    if not known and not given:
         raise PlanError(
             f"tensor parallelism: no styles are known for {type(model).__name__}.\n"
             "  Pass tp_plan={pattern: style}, for example {'layers.*.up': 'colwise', 'layers.*.down': 'rowwise'},"
             " or set tp=1."
         )
+    return [*(site for site in _matches(known, modules, names) if site.name not in taken), *given]
+
+
+def _matches(table: Mapping[str, str], modules: Mapping[str, nn.Module], parameters: Sequence[str]) -> Iterator[_Site]:
+    for pattern, text in table.items():
+        style = parse_style(text, pattern)
+        for path, module in modules.items():
+            if matches(pattern, path):
+                yield _Site(module, path, style)
+        for name in parameters:
+            if matches(pattern, name):
+                path, _, attribute = name.rpartition(".")
+                yield _Site(modules[path], path, style, attribute)
+
+
+def known_table(model: nn.Module) -> dict[str, str]:
+    """The styles that are known for the classes of ``model`` and its parts, ours before those that a model brings."""
+    table: dict[str, str] = {}
+    for path, module in model.named_modules():
+        for kind in type(module).__mro__:
+            for pattern, style in TABLES.get(f"{kind.__module__}.{kind.__qualname__}", {}).items():
+                table.setdefault(_join(path, pattern) if pattern else path, style)
+    for path, module in model.named_modules():
+        own = getattr(module, "_tp_plan", None)
+        if isinstance(own, Mapping):
+            for pattern, style in own.items():
+                translation = translated(pattern, style)
+                if translation == "colwise_gather_output" and "." not in pattern and has_loss(module):
+                    translation = "vocabulary_head"
+                table.setdefault(_join(path, pattern), translation)
     return table
 
 
 def _check_ties(model: nn.Module, cuts: Cuts) -> None:
-    for name, parameter in model.named_parameters(remove_duplicate=False):
-        uses = cuts.uses.get(id(parameter))
-        if uses is not None and name not in uses:
-            raise PlanError(
-                f"tensor parallelism: {name!r} is tied to {uses[0]!r}, which is cut, but has no style of its own.\n"
-                f"  Give {name.rpartition('.')[0]!r} a style that cuts it alike, or leave both out (tp_plan)."
-            )
+    for path, module in model.named_modules():
+        for attribute, parameter in module.named_parameters(recurse=False, remove_duplicate=False):
+            uses = cuts.uses.get(id(parameter))
+            if uses is not None and (id(module), attribute) not in uses:
+                raise PlanError(
+                    f"tensor parallelism: {_join(path, attribute)!r} is tied to {next(iter(uses.values()))!r}, which is"
+                    f" cut, but has no style of its own.\n"
+                    f"  Give {path!r} a style that cuts it alike, or leave both out (tp_plan)."
+                )
 
 
 # -- one rule for each style
@@ -191,12 +216,65 @@ def _colwise(site: _Site, cuts: Cuts, *, blocks: int = 1) -> None:
     cuts.stands[site.path] = Column
 
 
+def _colwise_heads(site: _Site, cuts: Cuts, *, is_shared: bool = False) -> None:
+    """Whole heads; those of keys and values are on several ranks where there are fewer than ranks."""
+    outputs, _ = _linear(site)
+    features, parent = _features(site, outputs), site.path.rpartition(".")[0]
+    width = getattr(cuts.model.get_submodule(parent), "head_dim", None)
+    if not isinstance(width, int) or features % width:
+        raise PlanError(f"{parent!r} does not tell the width of its heads (head_dim).\n  Use colwise (tp_plan).")
+    heads, size = features // width, cuts.size
+    if heads % size == 0:
+        _colwise(site, cuts)
+        return
+    if not (is_shared and size % heads == 0):
+        advice = "a divisor of it, or a multiple of it" if is_shared else "a divisor of it"
+        raise PlanError(
+            f"{heads} heads of {width} cannot be divided: {heads} / {size} = {heads / size:.4g}.\n  Set tp to {advice}."
+        )
+    copies = size // heads
+    head = cuts.rank // copies
+    ranges = ((head * width, (head + 1) * width),)
+    for attribute, dim in (("weight", outputs), ("bias", 0)):
+        cuts.cut(site.module, site.path, attribute, Cut(dim, ranges), copy=cuts.rank % copies, copies=copies)
+    cuts.stands[site.path] = partial(CopiedColumn, place=(outputs, features, head * width))
+    groups = getattr(cuts.model.get_submodule(parent), "num_key_value_groups", None)
+    if isinstance(groups, int):
+        cuts.attributes[parent, "num_key_value_groups"] = groups // copies
+
+
+def _colwise_kv_heads(site: _Site, cuts: Cuts) -> None:
+    _colwise_heads(site, cuts, is_shared=True)
+
+
+def _embedding_heads(site: _Site, cuts: Cuts) -> None:
+    weight = _held(site.module, "weight")
+    if not isinstance(site.module, nn.Embedding) or weight is None:
+        raise PlanError(f"a {type(site.module).__name__} is not an nn.Embedding.\n  Leave it out (tp_plan).")
+    cuts.cut(site.module, site.path, "weight", Cut(1, even_ranges(weight.shape[1], cuts.size, cuts.rank)))
+
+
+def _replicated_with_grad_allreduce(site: _Site, cuts: Cuts) -> None:
+    cuts.stands[site.path] = SharedParameters
+
+
+def _moe_tp_experts(site: _Site, cuts: Cuts) -> None:
+    cuts.stands[site.path] = Experts
+
+
 def _packed_colwise(site: _Site, cuts: Cuts) -> None:
     _colwise(site, cuts, blocks=site.style.count)
 
 
 def _colwise_vocabulary(site: _Site, cuts: Cuts) -> tuple[int, ...]:
     """Sizes by rank."""
+    if site.attribute is not None:
+        parameter = _held(site.module, site.attribute)
+        assert parameter is not None
+        sizes = _near_even_sizes(parameter.shape[0], cuts.size)
+        ranges = (near_even_range(sum(sizes), cuts.size, cuts.rank),)
+        cuts.cut(site.module, site.path, site.attribute, Cut(0, ranges))
+        return sizes
     outputs, _ = _linear(site)
     sizes = _near_even_sizes(_features(site, outputs), cuts.size)
     ranges = (near_even_range(sum(sizes), cuts.size, cuts.rank),)
@@ -210,9 +288,13 @@ def _colwise_gather_output(site: _Site, cuts: Cuts) -> None:
     cuts.stands[site.path] = partial(Column, sizes=_colwise_vocabulary(site, cuts))
 
 
+def _vocabulary_head(site: _Site, cuts: Cuts) -> None:
+    cuts.stands[site.path] = partial(VocabularyHead, sizes=_colwise_vocabulary(site, cuts))
+
+
 def _vocabulary_loss(site: _Site, cuts: Cuts) -> None:
     head = _join(site.path.rpartition(".")[0], site.style.argument)
-    found = [mark for parameter, mark in cuts.slices.items() if _join(head, "weight") in cuts.uses[parameter]]
+    found = [mark for parameter, mark in cuts.slices.items() if _join(head, "weight") in cuts.uses[parameter].values()]
     if not found:
         raise PlanError(f"{head!r} is not divided by its ids.\n  Give it the style colwise_vocabulary, before this.")
     cuts.stands[site.path] = partial(GPTLoss, sizes=_near_even_sizes(found[0].shape[0], cuts.size))
@@ -270,7 +352,13 @@ def _replicate(site: _Site, cuts: Cuts) -> None:
 _RULES: dict[str, Callable[[_Site, Cuts], Any]] = {
     "colwise": _colwise,
     "packed_colwise": _packed_colwise,
+    "colwise_heads": _colwise_heads,
+    "colwise_kv_heads": _colwise_kv_heads,
     "colwise_gather_output": _colwise_gather_output,
+    "vocabulary_head": _vocabulary_head,
+    "embedding_heads": _embedding_heads,
+    "replicated_with_grad_allreduce": _replicated_with_grad_allreduce,
+    "moe_tp_experts": _moe_tp_experts,
     "colwise_vocabulary": _colwise_vocabulary,
     "vocabulary_loss": _vocabulary_loss,
     "rowwise": _rowwise,

@@ -16,7 +16,7 @@ from torch.nn import functional as F
 
 from shardwise.comm.base import Comm
 from shardwise.spec.errors import StateError
-from shardwise.tensor.pairs import add_up, join_last, own_last, share
+from shardwise.tensor.pairs import add_up, join_last, own_last, share, share_copies
 
 
 class Layer(ABC):
@@ -116,6 +116,62 @@ class Column(Layer):
         module = self.module
         y = self._linear(self.shared(x, self.comm, self.name), module.weight, module.bias)
         return y if self._sizes is None else join_last(y, self._sizes, self.comm, self.name)
+
+
+class CopiedColumn(Layer):
+    """A projection to one head that several ranks hold: its gradients are added up over those.
+
+    Args:
+        module: A linear layer.
+        name: Its path.
+        comm: On ``tp``.
+        place: Dimension of the weight that was cut, features of all heads, and the first of them here.
+
+    Attributes:
+        shared: What its input goes through.
+    """
+
+    def __init__(self, module: nn.Module, name: str, comm: Comm, *, place: tuple[int, int, int]) -> None:
+        super().__init__(module, name, comm)
+        self.shared: Callable[[Tensor, Comm, str], Tensor] = share
+        self._place = place
+        self._linear = linear_of(module)
+
+    def __call__(self, x: Tensor) -> Tensor:
+        """(..., inputs), replicated, to (..., features of the head)."""
+        module = self.module
+        weight = share_copies(module.weight, self._place, self.comm, self.name)
+        bias = module.bias
+        if bias is not None:
+            bias = share_copies(bias, (0, *self._place[1:]), self.comm, self.name)
+        return self._linear(self.shared(x, self.comm, self.name), weight, bias)
+
+
+class SharedParameters(Layer):
+    """A module that all ranks hold, each using it with its part: the gradients of its parameters are added up."""
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        """As the class's forward."""
+        module = self.module
+        held = module._parameters  # noqa: SLF001 - the parameters are replaced for the call, as torch's functional_call does
+        before = dict(held)
+        try:
+            for name, parameter in before.items():
+                if parameter is not None:
+                    held[name] = share(parameter, self.comm, self.name)
+            return type(module).forward(module, *args, **kwargs)
+        finally:
+            held.update(before)
+
+
+class Experts(Layer):
+    """Experts of whose stacked weights each rank holds a part: gets the states and the weights of the choices."""
+
+    def __call__(self, states: Tensor, chosen: Tensor, weights: Tensor, *args: Any, **kwargs: Any) -> Tensor:
+        """(tokens, width), (tokens, choices) and (tokens, choices), replicated, to (tokens, width), replicated."""
+        module = self.module
+        states, weights = share(states, self.comm, self.name), share(weights, self.comm, self.name)
+        return add_up(type(module).forward(module, states, chosen, weights, *args, **kwargs), self.comm, self.name)
 
 
 class Row(Layer):

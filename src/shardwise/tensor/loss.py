@@ -6,14 +6,16 @@ the target's logit where it is among them. These are gathered, and every rank co
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import inspect
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.nn import functional as F
 
 from shardwise.comm.base import Comm
-from shardwise.tensor.layer import Layer
+from shardwise.tensor.layer import Column, Layer
 from shardwise.tensor.pairs import join_last
 
 
@@ -70,6 +72,99 @@ class GPTLoss(Layer):
         if targets is None:
             return join_last(logits_BTV, self._vocabulary.sizes, self.comm, self.name)
         return self._vocabulary.cross_entropy(logits_BTV.flatten(0, 1), targets.flatten().long(), self.name)
+
+
+class VocabularyHead(Column):
+    """An output projection that gives all logits, or this rank's while its model computes a loss (``CausalLoss``)."""
+
+    is_local = False
+
+    def __init__(self, module: nn.Module, name: str, comm: Comm, *, sizes: Sequence[int]) -> None:
+        super().__init__(module, name, comm)
+        self.vocabulary = Vocabulary(sizes, comm)
+
+    def __call__(self, x: Tensor) -> Tensor:
+        """(..., inputs), replicated, to (..., all ids) or (..., ids of this rank)."""
+        y = super().__call__(x)
+        return y if self.is_local else join_last(y, self.vocabulary.sizes, self.comm, self.name)
+
+
+class CausalLoss:
+    """Stands in for ``loss_function`` of a causal language model of transformers.
+
+    A call of the model with labels computes the loss from each rank's logits, and leaves ``logits`` out of its output.
+
+    Args:
+        head: The output projection.
+        original: What it stands in for, used where the logits are whole.
+    """
+
+    def __init__(self, head: VocabularyHead, original: Callable[..., Tensor]) -> None:
+        self._head = head
+        self._original = original
+
+    def install(self, model: nn.Module) -> None:
+        """Be the model's loss from now on."""
+        model.__dict__["_loss_function"] = self  # what the property of that name reads
+        position = [*inspect.signature(type(model).forward).parameters].index("labels") - 1
+        head = self._head
+
+        def begin(_module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+            labels = args[position] if len(args) > position else kwargs.get("labels")
+            head.is_local = labels is not None
+
+        def end(_module: nn.Module, _args: object, output: Any) -> Any:
+            is_local, head.is_local = head.is_local, False
+            return _without_logits(output) if is_local and output is not None else None
+
+        model.register_forward_pre_hook(begin, with_kwargs=True)
+        model.register_forward_hook(end, always_call=True)
+
+    def __call__(self, logits: Tensor, labels: Tensor, vocab_size: int, *args: Any, **kwargs: Any) -> Tensor:
+        """The mean cross entropy of each position's next label, as transformers' ``ForCausalLMLoss``."""
+        if not self._head.is_local:
+            return self._original(logits, labels, vocab_size, *args, **kwargs)
+        return self._local(logits, labels, *args, **kwargs)
+
+    def _local(
+        self,
+        logits: Tensor,
+        labels: Tensor,
+        num_items_in_batch: Any = None,
+        ignore_index: int = -100,
+        shift_labels: Tensor | None = None,
+        **_kwargs: Any,
+    ) -> Tensor:
+        if shift_labels is None:
+            shift_labels = F.pad(labels, (0, 1), value=ignore_index)[..., 1:]
+        return self._head.vocabulary.cross_entropy(
+            logits.flatten(0, -2),
+            shift_labels.flatten().to(logits.device),
+            self._head.name,
+            ignored=ignore_index,
+            num_items=num_items_in_batch,
+        )
+
+
+def loss_of(model: nn.Module) -> Any:
+    """The ``loss_function`` of a model of transformers; ``None`` where there is none."""
+    return getattr(model, "loss_function", None)
+
+
+def has_loss(model: nn.Module) -> bool:
+    """Whether the loss of ``model`` is what :class:`CausalLoss` can stand in for, and its forward asks for it."""
+    forward = inspect.unwrap(type(model).forward)
+    return (
+        getattr(loss_of(model), "__name__", "") == "ForCausalLMLoss"
+        and "loss_function" in forward.__code__.co_names
+        and "labels" in inspect.signature(forward).parameters
+    )
+
+
+def _without_logits(output: Any) -> Any:
+    if isinstance(output, tuple):
+        return (output[0], None, *output[2:])
+    return type(output)(**{name: value for name, value in output.items() if name != "logits"})
 
 
 class _CrossEntropy(torch.autograd.Function):

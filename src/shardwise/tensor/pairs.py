@@ -34,6 +34,21 @@ def share(x: Tensor, comm: Comm, unit: str) -> Tensor:
     return _Share.apply(x, comm, unit) if comm.size > 1 else x
 
 
+def share_copies(parameter: Tensor, place: tuple[int, int, int], comm: Comm, unit: str) -> Tensor:
+    """``parameter``, a part of a tensor, that some other ranks hold too and use with parts of the computation.
+
+    Args:
+        parameter: The part.
+        place: The dimension in which it was cut, the size of that, and where the part begins.
+        comm: On ``tp``.
+        unit: Name of the module that it is for.
+
+    Collective:
+        In backward an all-reduce on ``tp`` of the gradient of the whole tensor, of which every rank adds its part.
+    """
+    return _ShareCopies.apply(parameter, place, comm, unit) if comm.size > 1 else parameter
+
+
 def add_up(x: Tensor, comm: Comm, unit: str) -> Tensor:
     """The sum of every rank's ``x``.
 
@@ -107,6 +122,24 @@ class _Share(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None]:  # type: ignore[override]
         return summed(grad, *ctx.place), None, None
+
+
+class _ShareCopies(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, part: Tensor, place: tuple[int, int, int], comm: Comm, unit: str) -> Tensor:
+        ctx.place = place, comm, unit
+        return part.view_as(part)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None, None]:  # type: ignore[override]
+        (dim, size, start), comm, unit = ctx.place
+        shape = list(grad.shape)
+        shape[dim] = size
+        whole = grad.new_zeros(shape)
+        own = whole.narrow(dim, start, grad.shape[dim])
+        own.copy_(grad)
+        comm.all_reduce(whole.view(-1), unit=unit).wait()
+        return own.contiguous(), None, None, None
 
 
 class _AddUp(torch.autograd.Function):
