@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import math
 from fractions import Fraction
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -85,7 +84,7 @@ def picture(built: Schedule, timing: Timing, durations: Durations) -> str:
     lines = [
         f"{built.name}: {built.num_ranks} ranks, {stages} per rank, {built.num_microbatches} microbatches",
         "",
-        *_rows(built, timing, durations),
+        *_rows(built, timing),
         "",
         f"time         {float(timing.makespan):g}, of which each rank computes {float(timing.ideal):g}",
         f"bubble       {_both(timing.bubble, _closed(built, durations, is_inner=False))}",
@@ -102,26 +101,22 @@ def picture(built: Schedule, timing: Timing, durations: Durations) -> str:
     return "\n".join(lines)
 
 
-def _rows(built: Schedule, timing: Timing, durations: Durations) -> list[str]:
-    """One line per rank. All times are multiples of one unit, which is a column."""
-    points = [span.end - span.start for spans in timing.spans for span in spans] + [durations.communication]
-    denominator = math.lcm(*(Fraction(point).denominator for point in points))
-    unit = Fraction(math.gcd(*(int(point * denominator) for point in points)), denominator)
-    columns = timing.makespan / unit
+def _rows(built: Schedule, timing: Timing) -> list[str]:
+    """One line per rank, a column per unit of time."""
+    columns = max(spans[-1].end for spans in timing.spans)
     if columns > _MOST_COLUMNS:
-        return [f"(not drawn: {int(columns)} columns of time {_shown(unit)})"]
+        return [f"(not drawn: {columns} columns of time {_shown(timing.unit)})"]
     width = 1 + max(len(_label(built, span.action)) for spans in timing.spans for span in spans)
     return [
-        f"rank {rank:<{len(str(built.num_ranks))}} {_row(built, spans, unit, width, int(columns))}".rstrip()
+        f"rank {rank:<{len(str(built.num_ranks - 1))}} {_row(built, spans, width, columns)}".rstrip()
         for rank, spans in enumerate(timing.spans)
     ]
 
 
-def _row(built: Schedule, spans: tuple[Span, ...], unit: Fraction, width: int, columns: int) -> str:
+def _row(built: Schedule, spans: tuple[Span, ...], width: int, columns: int) -> str:
     cells, place = "", 0
-    for span in spans:
-        start, end = int(span.start / unit), int(span.end / unit)
-        label = _label(built, span.action)
+    for start, end, action in spans:
+        label = _label(built, action)
         cells += ".".ljust(width) * (start - place)
         cells += (label + "-" * (width * (end - start - 1))).ljust(width * (end - start))
         place = end
@@ -179,17 +174,17 @@ def _facts(built: Schedule, timing: Timing, durations: Durations) -> dict[str, A
                 "activations": held(actions).activations,
                 "sent_messages": sum(action.kind.is_send for action in actions),
                 "received_messages": sum(action.kind.is_receive for action in actions),
-                "actions": [_action_facts(action, when.get(action)) for action in actions],
+                "actions": [_action_facts(action, when.get(action), timing.unit) for action in actions],
             }
             for rank, actions in enumerate(built.actions)
         ],
     }
 
 
-def _action_facts(action: Action, span: Span | None) -> dict[str, Any]:
+def _action_facts(action: Action, span: Span | None, unit: Fraction) -> dict[str, Any]:
     facts: dict[str, Any] = {"kind": str(action.kind), "stage": action.stage, "microbatch": action.microbatch}
     if action.peer is not None:
         facts["peer"] = action.peer
     if span is not None:
-        facts |= {"start": float(span.start), "end": float(span.end)}
+        facts |= {"start": float(span.start * unit), "end": float(span.end * unit)}
     return facts

@@ -133,6 +133,10 @@ def resolve(draft: Draft, world_size: int, local_size: int | None = None, *, che
     return Resolved(config, plan, mesh, batch, model, vocab_size, source, schedule)
 
 
+#: Fields of the plan that mean something only beside others.
+_READ_WITH = {"pipeline": ("pp",)}
+
+
 def _plan(draft: Draft, world_size: int, local_size: int) -> tuple[ParallelPlan | None, Mesh | None]:
     section = draft.sections.get("parallel")
     if section is None:
@@ -141,7 +145,7 @@ def _plan(draft: Draft, world_size: int, local_size: int) -> tuple[ParallelPlan 
     is_good = True
     for name in draft.given("parallel") & set(values):
         try:
-            ParallelPlan(**{name: values[name]})
+            ParallelPlan(**{key: values[key] for key in (name, *_READ_WITH.get(name, ()))})
         except ShardwiseError as error:
             draft.problems.add(draft.where("parallel", name), _inline(error))
             is_good = False

@@ -9,7 +9,9 @@ from pathlib import Path
 
 import pytest
 
+from shardwise.spec import plan
 from shardwise.spec.errors import ConfigError, ShardwiseError
+from shardwise.spec.schedule import PipelinePolicy
 from shardwise.train.check import Resolved, resolve
 from shardwise.train.config import Config, differences, read_draft, schema
 
@@ -146,6 +148,16 @@ def test_batch_sizes_that_contradict_show_the_arithmetic(tmp_path: Path) -> None
 def test_degrees_that_do_not_make_the_world_show_the_arithmetic(tmp_path: Path) -> None:
     message = mistakes(tmp_path, GOOD, "parallel.dp_shard=3")
     assert "axis dp_shard=3 makes 3 ranks, but the world has 2; Set dp_shard=2, or launch 3 ranks" in message
+
+
+def test_a_pipeline_is_read_beside_its_degree(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    assert "parallel.pipeline: pipeline='zb-h1' with pp=1" in mistakes(tmp_path, GOOD, "parallel.pipeline=zb-h1")
+    monkeypatch.delitem(plan._LATER_AXES, "pp", raising=False)
+    values = ("parallel.pp=2", "parallel.pipeline={schedule: gpipe, num_microbatches: 3}")
+    policy = resolved(tmp_path, GOOD, *values, world_size=4).plan.pipeline_policy
+    assert policy == PipelinePolicy("gpipe", 3)
+    wrong = ("parallel.pp=2", "parallel.pipeline={schedule: interleaved-1f1b, num_microbatches: 3}")
+    assert "pipeline: schedule='interleaved-1f1b' takes" in mistakes(tmp_path, GOOD, *wrong, world_size=4)
 
 
 def test_options_that_would_be_ignored_are_errors(tmp_path: Path) -> None:

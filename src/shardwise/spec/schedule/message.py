@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from fractions import Fraction
 
 from shardwise.spec.schedule.action import Action, Kind, Orders, Schedule
 from shardwise.spec.schedule.simulate import Durations, simulate
@@ -20,7 +19,7 @@ def with_messages(name: str, orders: Orders, num_microbatches: int, ranks: Seque
     """
     plain = Schedule(name, tuple(tuple(order) for order in orders), num_microbatches, tuple(ranks))
     timing = simulate(plain, Durations())
-    placed: list[tuple[Fraction, int, int, int, int, Action]] = []
+    placed: list[tuple[int, int, int, int, int, Action]] = []
     for rank, order in enumerate(timing.spans):
         for span in order:
             action = span.action

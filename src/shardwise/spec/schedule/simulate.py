@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import math
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, fields
 from fractions import Fraction
 from typing import NamedTuple
@@ -45,22 +46,29 @@ class Durations:
                 raise PlanError(f"duration {name}={given}: expected a number {least}.\n  Set {name}=1.")
             object.__setattr__(self, name, value)
 
-    def of(self, kind: Kind) -> Fraction:
-        """How long a computation takes."""
+    @property
+    def unit(self) -> Fraction:
+        """The longest time of which everything takes a whole number."""
+        given = [Fraction(getattr(self, field.name)) for field in fields(self)]
+        denominator = math.lcm(*(value.denominator for value in given))
+        return Fraction(math.gcd(*(int(value * denominator) for value in given)), denominator)
+
+    def ticks(self, kind: Kind) -> int:
+        """How many units a computation takes, or a message."""
         parts = {
             Kind.FORWARD: (self.forward,),
             Kind.BACKWARD: (self.backward_input, self.backward_weight),
             Kind.BACKWARD_INPUT: (self.backward_input,),
             Kind.BACKWARD_WEIGHT: (self.backward_weight,),
         }
-        return sum((Fraction(part) for part in parts[kind]), Fraction())
+        return int(sum(Fraction(part) for part in parts.get(kind, (self.communication,))) / self.unit)
 
 
 class Span(NamedTuple):
-    """A computation and when it runs."""
+    """A computation and when it runs, in units of :attr:`Timing.unit`."""
 
-    start: Fraction
-    end: Fraction
+    start: int
+    end: int
     action: Action
 
 
@@ -70,24 +78,21 @@ class Timing:
 
     Attributes:
         spans: Of each rank, in order.
+        unit: Of the times of spans.
     """
 
     spans: tuple[tuple[Span, ...], ...]
+    unit: Fraction
 
     @property
     def makespan(self) -> Fraction:
         """When the last rank is done; the first begins at 0."""
-        return max((span.end for spans in self.spans for span in spans), default=Fraction())
-
-    @property
-    def busy(self) -> tuple[Fraction, ...]:
-        """How long each rank computes."""
-        return tuple(sum((span.end - span.start for span in spans), Fraction()) for spans in self.spans)
+        return max(spans[-1].end for spans in self.spans) * self.unit
 
     @property
     def ideal(self) -> Fraction:
         """The longest that a rank computes: when all would be done if none ever waited."""
-        return max(self.busy)
+        return max(_busy(spans) for spans in self.spans) * self.unit
 
     @property
     def bubble(self) -> Fraction:
@@ -101,8 +106,12 @@ class Timing:
         What ranks wait before and after can be filled by the next step, if nothing between two steps (a norm of all
         gradients, for example) makes them wait for each other. The papers on zero-bubble schedules count this one.
         """
-        spans = zip(self.spans, self.busy, strict=True)
-        return max(spans[-1].end - spans[0].start - busy for spans, busy in spans) / self.ideal
+        idle = max(spans[-1].end - spans[0].start - _busy(spans) for spans in self.spans)
+        return idle * self.unit / self.ideal
+
+
+def _busy(spans: Sequence[Span]) -> int:
+    return sum(span.end - span.start for span in spans)
 
 
 def simulate(schedule: Schedule, durations: Durations, *, is_blocking: bool = False) -> Timing:
@@ -125,12 +134,13 @@ class _Run:
 
     def __init__(self, schedule: Schedule, durations: Durations, *, is_blocking: bool) -> None:
         self._schedule = schedule
-        self._durations = durations
+        self._ticks = {kind: durations.ticks(kind) for kind in Kind}
+        self._unit = durations.unit
         self._is_blocking = is_blocking
-        self._clock = [Fraction() for _ in schedule.actions]
+        self._clock = [0 for _ in schedule.actions]
         self._place = [0 for _ in schedule.actions]
         self._spans: list[list[Span]] = [[] for _ in schedule.actions]
-        self._made_at: dict[tuple[Kind, int, int], Fraction] = {}
+        self._made_at: dict[tuple[Kind, int, int], int] = {}
 
     def timing(self) -> Timing:
         while True:
@@ -151,7 +161,7 @@ class _Run:
                 f"schedule {self._schedule.name!r} does not end with {how}: ranks wait for each other.\n"
                 f"  They stand at: {'; '.join(waiting)}."
             )
-        return Timing(tuple(tuple(spans) for spans in self._spans))
+        return Timing(tuple(tuple(spans) for spans in self._spans), self._unit)
 
     def _advance(self, rank: int) -> bool:
         actions = self._schedule.actions[rank]
@@ -164,21 +174,21 @@ class _Run:
         if ready is None:
             return False
         start = max(self._clock[rank], ready)
-        end = start + self._durations.of(action.kind)
+        end = start + self._ticks[action.kind]
         self._spans[rank].append(Span(start, end, action))
         self._made_at[action.kind, action.stage, action.microbatch] = end
         self._clock[rank] = end
         self._place[rank] += 1
         return True
 
-    def _ready(self, action: Action) -> Fraction | None:
+    def _ready(self, action: Action) -> int | None:
         """When everything that a computation takes is there; ``None``: not known yet."""
         stage, j = action.stage, action.microbatch
         if action.kind is Kind.BACKWARD_WEIGHT:
             return self._made_at.get((Kind.BACKWARD_INPUT, stage, j))
         is_forward = action.kind is Kind.FORWARD
         source = stage - 1 if is_forward else stage + 1
-        own = Fraction() if is_forward else self._made_at.get((Kind.FORWARD, stage, j))
+        own = 0 if is_forward else self._made_at.get((Kind.FORWARD, stage, j))
         if own is None or not 0 <= source < self._schedule.num_stages:
             return own
         made_at = self._made(source, j, is_forward=is_forward)
@@ -186,12 +196,13 @@ class _Run:
             return None
         ranks = self._schedule.ranks
         travels = ranks[source] != ranks[stage] and not self._is_blocking
-        return max(own, made_at + (Fraction(self._durations.communication) if travels else 0))
+        return max(own, made_at + (self._ticks[Kind.SEND_ACTIVATION] if travels else 0))
 
-    def _made(self, stage: int, microbatch: int, *, is_forward: bool) -> Fraction | None:
-        kinds = (Kind.FORWARD,) if is_forward else (Kind.BACKWARD, Kind.BACKWARD_INPUT)
-        found = [self._made_at[kind, stage, microbatch] for kind in kinds if (kind, stage, microbatch) in self._made_at]
-        return found[0] if found else None
+    def _made(self, stage: int, microbatch: int, *, is_forward: bool) -> int | None:
+        if is_forward:
+            return self._made_at.get((Kind.FORWARD, stage, microbatch))
+        whole = self._made_at.get((Kind.BACKWARD, stage, microbatch))
+        return self._made_at.get((Kind.BACKWARD_INPUT, stage, microbatch)) if whole is None else whole
 
     def _pass(self, rank: int, action: Action) -> bool:
         """Go past one end of a message; with blocking sends past both, once both ranks are there."""
@@ -203,7 +214,7 @@ class _Run:
         theirs = self._schedule.actions[peer]
         if self._place[peer] == len(theirs) or theirs[self._place[peer]] != _other_end(action, rank):
             return False
-        done = max(self._clock[rank], self._clock[peer]) + Fraction(self._durations.communication)
+        done = max(self._clock[rank], self._clock[peer]) + self._ticks[action.kind]
         for end in (rank, peer):
             self._clock[end] = done
             self._place[end] += 1
