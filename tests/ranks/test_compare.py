@@ -3,10 +3,15 @@
 from __future__ import annotations
 
 import json
+import warnings
+from pathlib import Path
 
 import pytest
+import torch
 
 from shardwise.cli import main
+from shardwise.testing import run_on_ranks
+from shardwise.train.compare.request import make_requests
 
 RUN = """
 name: small
@@ -57,6 +62,41 @@ def test_deepspeed_computes_the_same(tmp_path, monkeypatch, capfd):
     values = json.loads((tmp_path / "result.json").read_text())
     assert [row["engine"] for row in values["rows"]][2:] == ["deepspeed-1", "deepspeed-2", "deepspeed-3"]
     assert max(values["losses"]["differences"].values()) <= 1e-6
+
+
+def losses_of(path: str) -> tuple[list[float], dict[int, list[list[float]]] | None]:
+    """This rank's losses under two groups of two ranks, and on rank 0 those of one process by how it adds gradients."""
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", DeprecationWarning)  # of torch.distributed.optim, a peer
+        from shardwise.train.compare.engine import Engine
+        from shardwise.train.compare.workload import Workload
+    (request,) = make_requests(
+        config=Path(path), strategies=["hsdp+dp_replicate=2"], peers=["single"], num_ranks=4, rounds=1
+    )
+    workload = Workload(request, torch.device("cpu"))
+    ours, single = request.entrants
+    rank = torch.distributed.get_rank()
+    engine = Engine(ours, workload)
+    losses = [engine.step(workload.batch(step, rank)).item() for step in range(5)]
+    if rank:
+        return losses, None
+    alone: dict[int, list[list[float]]] = {}
+    for size in (2, 4):
+        engine = Engine(single, workload)
+        for step in range(5):
+            batches = [workload.batch(step, each) for each in range(4)]
+            alone.setdefault(size, []).append([loss.item() for loss in engine.step_for_all(batches, size)])
+    return losses, alone
+
+
+def test_one_process_adds_gradients_in_the_groups_of_hybrid_sharding(tmp_path):
+    (tmp_path / "run.yaml").write_text(RUN)
+    ranks = run_on_ranks(losses_of, 4, str(tmp_path / "run.yaml"))
+    ours = [list(step) for step in zip(*(losses for losses, _ in ranks), strict=True)]
+    alone = ranks[0][1]
+    assert alone[2] == ours
+    assert alone[4] != ours
+    assert alone[4][0] == ours[0]
 
 
 def test_an_engine_that_fails_ends_all_with_its_code(tmp_path, monkeypatch, capfd):

@@ -21,6 +21,7 @@ STRATEGIES = ("ddp", "zero1", "zero2", "shard_grad_op", "zero3")
 _HELP = """Train a few steps under every strategy and in one process, and compare to the last bit.
 
 Compares losses, gradient norms and parameters; leaves with 0 where all are equal, with 1 where something differs.
+Where a plan has groups of ranks (dp_replicate, hsdp), the one process adds gradients inside each group first.
 Without CONFIG the demo's model and data.
 
 Examples:
@@ -65,12 +66,17 @@ def _launch(
     import tempfile
 
     from shardwise.comm.elastic import launch
+    from shardwise.spec.exact import check_exact
     from shardwise.spec.plan import ParallelPlan
+    from shardwise.train.alternatives import under_strategies
     from shardwise.train.check import resolve
 
     for name in names:
         ParallelPlan(strategy=name)
     resolved = resolve(draft, nproc)
+    for name, plan in under_strategies(resolved.plan, names).items():
+        check_exact(plan, name)
+        plan.mesh(nproc, nproc)
     resolved.source.check(resolved.vocab_size)
     arguments = ["parity", f"--strategies={','.join(names)}", f"--steps={steps}"]
     arguments += [f"--set={override}" for override in overrides]

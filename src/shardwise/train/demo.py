@@ -39,9 +39,15 @@ def parity_line(resolved: Resolved, data: Data, device: torch.device) -> str:
     Collective:
         Those of ``sw.parity``. All ranks must call.
     """
+    from shardwise.spec.errors import PlanError
+    from shardwise.spec.exact import check_exact
     from shardwise.train.proof import compare_with_one_process
 
     strategy = resolved.config.parallel.strategy
+    try:
+        check_exact(resolved.plan, strategy)
+    except PlanError as error:
+        return f"not compared with one process: {str(error).splitlines()[0]}"
     report = compare_with_one_process(resolved, data, device, strategies=[strategy], num_steps=PARITY_STEPS)
     row = report.rows[0]
     ranks = f"{row.steps} steps on {row.world_size} rank{'s' if row.world_size != 1 else ''}"

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 from collections.abc import Sequence
 from typing import Any
 
@@ -11,6 +10,7 @@ from torch import nn
 
 import shardwise as sw
 from shardwise.recipe.parity import ParityReport
+from shardwise.train.alternatives import under_strategies
 from shardwise.train.batch import to_tensors
 from shardwise.train.build import build_model, build_optimizer, parameter_groups
 from shardwise.train.check import Resolved
@@ -23,10 +23,14 @@ def compare_with_one_process(
 ) -> ParityReport:
     """Train the run's model anew for a few steps under each strategy and in one process, without accumulation.
 
-    The random state of this process is afterwards what it was before.
+    What a strategy cannot do is left out of its plan (``under_strategies``). The random state of this process is
+    afterwards what it was before.
 
     Collective:
         Those of ``sw.parity``. All ranks must call.
+
+    Raises:
+        PlanError: The run casts or quantizes, which one plain process does not.
     """
     config = resolved.config
     size = resolved.batch.micro * resolved.batch.data_parallel_size
@@ -41,17 +45,13 @@ def compare_with_one_process(
             return inputs_BT, targets_BT
         return {"input_ids": inputs_BT, "labels": inputs_BT}  # transformers shifts the labels itself
 
-    plans = dict.fromkeys(strategies, resolved.plan)
-    for name, plan in plans.items():
-        if name != plan.strategy:
-            plans[name] = dataclasses.replace(plan, strategy=name, reshard_after_forward="auto", accumulation="auto")
     generator = torch.get_rng_state()
     try:
         return sw.parity(
             build,
             [batch(step) for step in range(num_steps)],
             None,
-            plans,
+            under_strategies(resolved.plan, strategies),
             optimizer=lambda groups: build_optimizer(config.optimizer, groups),
             parameters=lambda model: parameter_groups(config.optimizer, model),
             max_norm=config.train.clip_grad_norm or float("inf"),

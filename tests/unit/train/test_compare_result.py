@@ -22,7 +22,9 @@ def found(rounds, *, losses=(1.0, 0.5), peak=3_000_000, is_ours=False, check_los
         "activation_bytes": 100 if is_ours else None,
     }
     if check_losses is not None:
-        check["losses"] = check_losses
+        check["losses"] = {"2": check_losses}
+    if is_ours:
+        check["group_size"] = 2
     return {
         "rounds": rounds,
         "losses": list(losses),
@@ -113,7 +115,19 @@ def test_a_peer_may_differ_a_little(loss, is_equal):
 
 def test_losses_are_compared_over_the_steps_that_both_made():
     entrants = make_requests(cases=["host"], peers=["single"], num_ranks=1)[0].entrants
-    assert judge(entrants, [[[3.0], [2.0], [1.0]], [[3.0], [2.0]]]).is_equal
+    alone = [[3.0], [2.0]]
+    assert judge(entrants, [[[3.0], [2.0], [1.0]], alone], [1], {1: alone}).is_equal
+
+
+def test_each_strategy_is_held_against_one_process_that_adds_in_the_same_groups():
+    request = make_requests(cases=["host"], strategies=["zero3", "hsdp", "ddp"], peers=["single"], num_ranks=4)[0]
+    ungrouped, grouped = [[3.0] * 4, [2.0] * 4], [[3.0] * 4, [math.nextafter(2.0, 3)] * 4]
+    alone = {4: ungrouped, 2: grouped}
+    losses = [ungrouped, grouped, ungrouped, ungrouped]
+    assert judge(request.entrants, losses, [4, 2, 4], alone).is_bitwise
+    assert not judge(request.entrants, losses, [4, 4, 4], alone).is_bitwise
+    assert not judge(request.entrants, losses, [4, 2, 4], alone | {2: ungrouped}).is_bitwise
+    assert not judge(request.entrants, [ungrouped, grouped, grouped, ungrouped], [4, 2, 4], alone).is_bitwise
 
 
 def test_a_prediction_needs_every_rank():

@@ -56,16 +56,24 @@ class Engine:
         self.trainee.update()
         return loss.detach()
 
-    def step_for_all(self, batches: list[tuple[Tensor, Tensor]]) -> list[Tensor]:
-        """What ``len(batches)`` ranks do in a step, in one process: gradients are added in rank order, then divided."""
+    def step_for_all(self, batches: list[tuple[Tensor, Tensor]], group_size: int) -> list[Tensor]:
+        """What ``len(batches)`` ranks do in a step, in one process.
+
+        Gradients are added in rank order inside each group of ``group_size`` ranks, then over the groups, then divided.
+        """
         losses = []
-        for batch in batches:
+        totals: dict[nn.Parameter, Tensor] = {}
+        for rank, batch in enumerate(batches):
             loss = self.workload.loss(self.model, *batch)
             loss.backward()
             losses.append(loss.detach())
+            if (rank + 1) % group_size == 0:
+                for parameter in self.model.parameters():
+                    grad, parameter.grad = parameter.grad, None
+                    if grad is not None:
+                        totals[parameter] = totals[parameter].add_(grad) if parameter in totals else grad
         count = torch.tensor(len(batches), device=self.workload.device)
-        for parameter in self.model.parameters():
-            if parameter.grad is not None:
-                parameter.grad.div_(count)
+        for parameter, total in totals.items():
+            parameter.grad = total.div_(count)
         self.trainee.update()
         return losses

@@ -38,6 +38,7 @@ from shardwise.train.compare.case import WARM_UP_STEPS
 from shardwise.train.compare.count import TensorCount
 from shardwise.train.compare.engine import Engine
 from shardwise.train.compare.request import OURS, SINGLE, Entrant, Request
+from shardwise.train.compare.variant import parse
 from shardwise.train.compare.workload import Workload
 
 #: Peers of a rank that is still at another engine's turn are waited for.
@@ -174,7 +175,13 @@ class Process:
             entry = sent.setdefault(event.kind, {"count": 0, "sent_bytes": 0})
             entry["count"] += 1
             entry["sent_bytes"] += event.sent_bytes
-        return {"collectives": sent, "predicted": sw.summary(engine.model).footprint.as_dict()}
+        footprint = sw.summary(engine.model).footprint.as_dict()
+        return {"collectives": sent, "predicted": footprint, "group_size": self._group_size(self.entrant)}
+
+    def _group_size(self, entrant: Entrant) -> int:
+        """How many ranks add up gradients among themselves before they do over groups, if there are several."""
+        plan = parse(entrant.strategy).applied_to(self.workload.plan)
+        return plan.mesh(self.request.num_ranks, self.request.num_ranks).dp_shard
 
     def _activations(self) -> Activations | None:
         """What forward and backward of the plain model hold beside parameters and gradients."""
@@ -189,14 +196,17 @@ class Process:
             count.forget()
         return activations
 
-    def _one_process(self) -> list[list[float]]:
-        """Losses by step and rank of one process that takes every rank's batch."""
-        engine = Engine(self.entrant, self.workload)
-        losses = []
-        for step in range(min(_ONE_PROCESS_STEPS, len(self.batches))):
-            batches = [self.workload.batch(step, rank) for rank in range(self.request.num_ranks)]
-            losses.append([loss.item() for loss in engine.step_for_all(batches)])
-        return losses
+    def _one_process(self) -> dict[int, list[list[float]]]:
+        """Losses by step and rank of one process that takes every rank's batch, for every grouping of our sums."""
+        sizes = {self._group_size(entrant) for entrant in self.request.entrants if entrant.engine == OURS}
+        found: dict[int, list[list[float]]] = {}
+        for size in sizes or {self.request.num_ranks}:
+            engine = Engine(self.entrant, self.workload)
+            losses = found[size] = []
+            for step in range(min(_ONE_PROCESS_STEPS, len(self.batches))):
+                batches = [self.workload.batch(step, rank) for rank in range(self.request.num_ranks)]
+                losses.append([loss.item() for loss in engine.step_for_all(batches, size)])
+        return found
 
 
 def _load_what_is_loaded_late(device: torch.device) -> None:

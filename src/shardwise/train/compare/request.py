@@ -117,7 +117,9 @@ def make_requests(
     peers = DEFAULT_PEERS if peers is None else [name for peer in peers for name in _PEER_GROUPS.get(peer, (peer,))]
     _check_names("--peers", peers, PEERS)
     _check_installed(peers)
-    chosen = [_from_config(config, num_ranks)] if config is not None else [CASES[name] for name in cases or CASES]
+    chosen = (
+        [_from_config(config, num_ranks, peers)] if config is not None else [CASES[name] for name in cases or CASES]
+    )
     strategies = [strategy.strip().lower() for strategy in strategies] or list(DEFAULT_STRATEGIES)
     for strategy in strategies:
         parse(strategy)
@@ -130,11 +132,14 @@ def _with_steps(case: Case, steps: int | None) -> Case:
     return case if steps is None else replace(case, steps=steps)
 
 
-def _from_config(path: Path, num_ranks: int) -> Case:
+def _from_config(path: Path, num_ranks: int, peers: Sequence[str]) -> Case:
+    from shardwise.spec.exact import check_exact
     from shardwise.train.check import resolve
     from shardwise.train.config import read_draft
 
     resolved = resolve(read_draft(path, []), num_ranks)
+    if peers:
+        check_exact(resolved.plan, printable(path))
     resolved.source.check(resolved.vocab_size)
     return Case(
         resolved.config.name,

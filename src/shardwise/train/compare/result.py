@@ -27,12 +27,14 @@ class Verdict:
     """Whether the engines computed the same.
 
     Attributes:
-        is_bitwise: Every loss of every rank is the same under each of our strategies, and, over the steps that it
-            made, in one plain process.
+        is_bitwise: Every loss of every rank is the same under each of our strategies that adds gradients in the same
+            groups of ranks, and, over the steps that it made, in one plain process that adds them likewise.
+        group_sizes: Ranks of such a group, under each of our strategies.
         differences: By peer, how far the last common loss (mean over ranks) is from ours.
     """
 
     is_bitwise: bool
+    group_sizes: Sequence[int]
     differences: Mapping[str, float]
 
     @property
@@ -77,12 +79,14 @@ def make_result(request: Request, machine: Mapping[str, Any], found: Sequence[Ma
     statistic = _STATISTICS[request.case.statistic]
     rounds = [merge_rounds([part["rounds"] for part in parts]) for parts in by_entrant]
     marks = [[statistic(steps) for steps in turns] for turns in rounds]
-    losses = [rank_losses(entrant, parts) for entrant, parts in zip(request.entrants, by_entrant, strict=True)]
+    sizes = [parts[0]["check"]["group_size"] for parts in by_entrant if "group_size" in parts[0]["check"]]
+    alone = next((_alone(parts) for parts in by_entrant if "losses" in parts[0]["check"]), {})
+    losses = [rank_losses(entrant, parts, sizes) for entrant, parts in zip(request.entrants, by_entrant, strict=True)]
     rows = []
     for index, parts in enumerate(by_entrant):
         row = _row(request.entrants[index], parts, rounds[index], losses[index])
         rows.append(row | _against_others(request.entrants, index, marks))
-    return Result(request, machine, rows, judge(request.entrants, losses))
+    return Result(request, machine, rows, judge(request.entrants, losses, sizes, alone))
 
 
 def merge_rounds(ranks: Sequence[Sequence[Sequence[float]]]) -> list[list[float]]:
@@ -96,26 +100,46 @@ def ratios(marks: Sequence[float], other: Sequence[float]) -> dict[str, Any]:
     return {"median": median(each), "all": each}
 
 
-def rank_losses(entrant: Entrant, parts: Sequence[Found]) -> list[list[float]]:
+def rank_losses(entrant: Entrant, parts: Sequence[Found], group_sizes: Sequence[int]) -> list[list[float]]:
     """Losses by step and rank. One plain process has made a few steps with the batches of all ranks for this."""
     if entrant.engine == SINGLE:
-        return [list(step) for step in parts[0]["check"]["losses"]]
+        alone = _alone(parts)
+        return [list(step) for step in alone[group_sizes[0] if group_sizes else max(alone)]]
     return [list(step) for step in zip(*(part["losses"] for part in parts), strict=True)]
 
 
-def judge(entrants: Sequence[Entrant], losses: Sequence[Sequence[Sequence[float]]]) -> Verdict:
-    """Compare the losses (by entrant, step and rank) with those of the first of our strategies."""
+def _alone(parts: Sequence[Found]) -> dict[int, Sequence[Sequence[float]]]:
+    """Losses of one plain process, by the ranks whose gradients it adds before it adds those of other groups."""
+    return {int(size): losses for size, losses in parts[0]["check"]["losses"].items()}
+
+
+def judge(
+    entrants: Sequence[Entrant],
+    losses: Sequence[Sequence[Sequence[float]]],
+    group_sizes: Sequence[int],
+    alone: Mapping[int, Sequence[Sequence[float]]],
+) -> Verdict:
+    """Compare losses.
+
+    Args:
+        entrants: Ours first.
+        losses: By entrant, step and rank.
+        group_sizes: Of our strategies: ranks whose gradients are added up first.
+        alone: Losses of one process by the group size with which it adds; empty where it does not take part.
+    """
     first = losses[0]
     is_bitwise = True
     differences = {}
+    for place, size in enumerate(group_sizes):
+        for other in (losses[group_sizes.index(size)], *([alone[size]] if alone else [])):
+            common = min(len(losses[place]), len(other))
+            is_bitwise = is_bitwise and list(losses[place][:common]) == list(other[:common])
     for entrant, other in zip(entrants, losses, strict=True):
         common = min(len(first), len(other))
-        if entrant.engine in {OURS, SINGLE}:
-            is_bitwise = is_bitwise and list(first[:common]) == list(other[:common])
         if entrant.engine != OURS:
             gap = abs(_mean(first[common - 1]) - _mean(other[common - 1]))
             differences[entrant.name] = gap if gap == gap else float("inf")  # noqa: PLR0124  not a number
-    return Verdict(is_bitwise, differences)
+    return Verdict(is_bitwise, tuple(group_sizes), differences)
 
 
 def _row(

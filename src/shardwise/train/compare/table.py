@@ -77,6 +77,7 @@ def notes(result: Result) -> list[str]:
         lines.append(
             f"losses of {OURS}'s strategies{' and of one process' if 'single' in verdict.differences else ''}: "
             + ("equal to the last bit" if verdict.is_bitwise else "they DIFFER")
+            + _grouping(result)
         )
     if verdict.differences:
         worst = max(verdict.differences, key=lambda name: verdict.differences[name])
@@ -87,6 +88,15 @@ def notes(result: Result) -> list[str]:
     if costs:
         lines.append("step time above one plain process: " + ", ".join(f"{k} {_ms(v)}" for k, v in costs.items()))
     return lines
+
+
+def _grouping(result: Result) -> str:
+    sizes = sorted(set(result.verdict.group_sizes))
+    if all(size == result.request.num_ranks for size in sizes):
+        return ""
+    return (
+        f", where sums are taken alike: first in groups of {' or '.join(map(str, sizes))} ranks, then over the groups"
+    )
 
 
 def unit_costs(result: Result) -> dict[str, float]:
