@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from shardwise.comm.base import Chain, Comm, Done, Handle
-from shardwise.comm.scratch import Scratch
+from shardwise.comm.scratch import Scratch, is_apart
 from shardwise.spec.errors import CommError
 
 
@@ -61,18 +61,19 @@ class RecordComm(Comm):
         """As :meth:`Comm.reduce_scatter`."""
         del divisor
         own = self._own(buffer, cuts)
-        if out.data_ptr() != own.data_ptr() and not buffer.is_meta:
+        if is_apart(out, own):
             out.copy_(own)
         self._note("reduce_scatter", unit, buffer, buffer.numel() - own.numel())
-        return self._receive(own)
+        return self._receive(own, out)
 
     def all_reduce(self, buffer: Tensor, *, unit: str, divisor: float = 1) -> Handle:
         """As :meth:`Comm.all_reduce`."""
         del divisor
         own = self._cut(buffer.numel(), self.rank)
         self._note("all_reduce", unit, buffer, buffer.numel() - own + own * (self.size - 1))
+        part = buffer[:own]
         # With Gloo it has a second phase, which finishes one reduction later.
-        return Chain(self._receive(buffer[:own]), Done) if self._receives else Done()
+        return Chain(self._receive(part, part), Done) if self._receives else Done()
 
     def all_to_all(self, buffer: Tensor, out: Tensor, *, unit: str, cuts: Sequence[int] | None = None) -> Handle:
         """As :meth:`Comm.all_to_all`."""
@@ -110,11 +111,12 @@ class RecordComm(Comm):
         del source
         return self._note("receive", unit, buffer, 0)
 
-    def _receive(self, own: Tensor) -> Handle:
+    def _receive(self, own: Tensor, out: Tensor) -> Handle:
         """Hold what the peers' slices would be received into until the handle is waited for."""
-        if not self._receives or self.size == 1:
+        num_received = self.size - 1 - is_apart(out, own)
+        if not self._receives or num_received < 1:
             return Done()
-        return _Received(self._scratch, self._scratch.take(own.numel() * (self.size - 1), own.dtype, own.device))
+        return _Received(self._scratch, self._scratch.take(own.numel() * num_received, own.dtype, own.device))
 
 
 class _Received(Handle):

@@ -40,3 +40,13 @@ class Scratch:
     def free(self) -> list[Tensor]:
         """The buffers that are free now."""
         return [buffer for buffers in self._free.values() for buffer in buffers]
+
+
+def is_apart(out: Tensor, own: Tensor) -> bool:
+    """A sum goes to ``out``, which is not this rank's own term: a peer's slice can be received there."""
+    return _place(out) != _place(own)
+
+
+def _place(tensor: Tensor) -> tuple[int, int]:
+    storage = tensor.untyped_storage()
+    return storage._cdata, tensor.storage_offset()  # noqa: SLF001 - addresses of meta tensors are all 0

@@ -608,8 +608,13 @@ class _Reductions:
 
 
 def received_numel(group: GroupShape, rank: int) -> int:
-    """Elements that a rank receives from its peers of ``dp_shard`` to add up its own slice."""
-    return summed_numel(group, rank) * (group.layout.size - 1)
+    """Elements of the buffer in which a rank receives from its peers of ``dp_shard``, to add up its own slice.
+
+    Where the sum goes straight to where ``.grad`` will be, one peer's slice is received there.
+    """
+    is_apart = group.reduces_cast or group.is_offloaded or group.updates_in_backward
+    goes_home = group.row.pools_gradients and not is_apart
+    return summed_numel(group, rank) * max(group.layout.size - 1 - goes_home, 0)
 
 
 def summed_numel(group: GroupShape, rank: int) -> int:
