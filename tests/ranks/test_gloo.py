@@ -398,23 +398,29 @@ def test_unequal_slices_send_what_each_peer_needs_and_empty_ones_nothing(world):
 
 def uneven_scratch():
     """Receive buffers over slices of other sizes: the largest is kept and serves them all."""
-    comm = open_comm()
-    for numel in (10, 1000, 500, 10):
-        comm.reduce_scatter(torch.zeros(numel), torch.zeros(numel // comm.size), unit="u").wait()
-    return [buffer.numel() for buffer in comm._scratch.free]
+    apart, within = open_comm(), open_comm()
+    for numel in (12, 1200, 600, 12):
+        apart.reduce_scatter(torch.zeros(numel), torch.zeros(numel // apart.size), unit="u").wait()
+        buffer = torch.zeros(numel)
+        own = buffer.view(within.size, -1)[within.rank]
+        within.reduce_scatter(buffer, own, unit="u").wait()
+    return [[buffer.numel() for buffer in comm._scratch.free] for comm in (apart, within)]
 
 
-def test_one_receive_buffer_serves_sums_of_every_size():
-    assert run_on_ranks(uneven_scratch, 2) == [[500]] * 2
+@pytest.mark.parametrize(("world", "expected"), [(2, [[], [600]]), (3, [[400], [800]])])
+def test_one_receive_buffer_serves_sums_of_every_size(world, expected):
+    """A sum that goes elsewhere than over the own slice receives one peer's there."""
+    assert run_on_ranks(uneven_scratch, world) == [expected] * world
 
 
 def reuse_scratch():
     """The receive buffers of sums that follow one another are the same."""
     comm = open_comm()
-    out = torch.zeros(1000)
     held = set()
     for _ in range(4):
-        comm.reduce_scatter(torch.zeros(1000 * comm.size), out, unit="u").wait()
+        buffer = torch.zeros(1000 * comm.size)
+        own = buffer.view(comm.size, -1)[comm.rank]
+        comm.reduce_scatter(buffer, own, unit="u").wait()
         held.add(tuple(buffer.data_ptr() for buffer in comm._scratch.free))
     comm.close()
     return len(held), len(comm._scratch.free)

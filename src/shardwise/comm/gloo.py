@@ -2,8 +2,9 @@
 
 c10d's own Gloo reduce-scatter clones its input and all-reduces the whole of it, and its all-gather fills a full-size
 temporary. Here every rank sends each peer exactly the slice that the peer needs, straight out of the flat buffer, and
-receives straight into it (gather), or into where the sum will be and a reused scratch (reduce). Sums run in rank order, so that the result is the
-same number whatever the strategy, and the same that one process gets by adding up the ranks' contributions in order.
+receives straight into it (gather), or into where the sum will be and a reused scratch (reduce). Sums run in rank order,
+so that the result is the same number whatever the strategy, and the same that one process gets by adding up the ranks'
+contributions in order.
 
 A direct exchange was measured faster than a ring at 2, 4 and 8 ranks.
 """

@@ -247,6 +247,7 @@ def footprint(
     optimizer_tensors: int = 2,
     optimizer_scalar_bytes: int = 4,
     has_receive_buffers: bool = True,
+    adds_to_sums: bool = False,
     replicas: Replicas | None = None,
     accumulations: Collection[str] = (),
     ignored: Sequence[ParamSpec] = (),
@@ -261,6 +262,7 @@ def footprint(
         optimizer_tensors: State tensors per parameter: 2 for Adam, 1 for SGD with momentum, 0 without.
         optimizer_scalar_bytes: Per-parameter scalars: Adam's step counter, a float32.
         has_receive_buffers: Sums are made by the library (Gloo), which receives peers' slices before adding.
+        adds_to_sums: Reduced gradients are added to those of an earlier backward.
         replicas: The groups over which sums go on; ``None``: there are none.
         accumulations: Ways in which the microbatches of a step are added up, as in the plan; none where every step has
             one backward. Repeated backwards that each synchronise are ``sharded`` whatever the plan says.
@@ -303,6 +305,7 @@ def footprint(
             backward_order=backward_order,
             num_gradient_buffers=num_gradient_buffers,
             has_receive_buffers=has_receive_buffers,
+            adds_to_sums=adds_to_sums,
             replicas=replicas,
             accumulations=accumulations,
         ),
@@ -380,6 +383,7 @@ def reduce_bytes(
     backward_order: Sequence[int] | None = None,
     num_gradient_buffers: int = 2,
     has_receive_buffers: bool = True,
+    adds_to_sums: bool = False,
     replicas: Replicas | None = None,
     accumulations: Collection[str] = (),
 ) -> int:
@@ -392,7 +396,12 @@ def reduce_bytes(
     last_first = sorted({group.unit for group in trained}, reverse=True)
     order = list(dict.fromkeys(backward_order)) if backward_order is not None else last_first
     walk = _Reductions(
-        trained, rank, limit=num_gradient_buffers, has_receive_buffers=has_receive_buffers, replicas=replicas
+        trained,
+        rank,
+        limit=num_gradient_buffers,
+        has_receive_buffers=has_receive_buffers,
+        adds_to_sums=adds_to_sums,
+        replicas=replicas,
     )
     before = -1
     while before != walk.total_bytes:
@@ -484,12 +493,14 @@ class _Reductions:
         *,
         limit: int,
         has_receive_buffers: bool,
+        adds_to_sums: bool,
         replicas: Replicas | None,
     ) -> None:
         self.total_bytes = 0
         self._rank = rank
         self._limit = limit
         self._has_receive_buffers = has_receive_buffers
+        self._adds_to_sums = adds_to_sums
         self._replicas = replicas
         self._under_way: list[_UnderWay] = []
         self._free: Counter[tuple[int, str]] = Counter()
@@ -522,7 +533,7 @@ class _Reductions:
             stays = is_apart and kind is not _Backward.DEFERRED
             self._under_way.append(_UnderWay(group, self._num_phases(group), self._borrows(group, kind), stays))
             if group.reduced_as is None:
-                self._receive(self._under_way[-1], received_numel(group, self._rank))
+                self._receive(self._under_way[-1], received_numel(group, self._rank, adds_to_sums=self._adds_to_sums))
             for key in self._packed_keys(group):
                 self._take(key)
 
@@ -607,13 +618,14 @@ class _Reductions:
         return tuple((size_class(num_bytes), "packed") for num_bytes in self._packed_sizes(group))
 
 
-def received_numel(group: GroupShape, rank: int) -> int:
+def received_numel(group: GroupShape, rank: int, *, adds_to_sums: bool = False) -> int:
     """Elements of the buffer in which a rank receives from its peers of ``dp_shard``, to add up its own slice.
 
-    Where the sum goes straight to where ``.grad`` will be, one peer's slice is received there.
+    Where the sum goes straight to where ``.grad`` will be, which no other sum occupies, one peer's slice is received
+    there.
     """
     is_apart = group.reduces_cast or group.is_offloaded or group.updates_in_backward
-    goes_home = group.row.pools_gradients and not is_apart
+    goes_home = group.row.pools_gradients and not (is_apart or adds_to_sums)
     return summed_numel(group, rank) * max(group.layout.size - 1 - goes_home, 0)
 
 
