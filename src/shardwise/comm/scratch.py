@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import bisect
-from typing import Any
 
 import torch
 from torch import Tensor
@@ -48,6 +47,6 @@ def is_apart(out: Tensor, own: Tensor) -> bool:
     return _place(out) != _place(own)
 
 
-def _place(tensor: Tensor) -> tuple[Any, int]:
+def _place(tensor: Tensor) -> tuple[int, int]:
     storage = tensor.untyped_storage()
-    return storage._cdata, tensor.storage_offset()  # noqa: SLF001 - addresses of meta tensors are all 0
+    return storage._cdata, int(tensor.storage_offset())  # noqa: SLF001 - addresses of meta tensors are all 0
