@@ -95,14 +95,14 @@ def _build(name: str, changes: dict[str, Any]) -> nn.Module:  # noqa: PLR0911 - 
 def test_every_family_equals_one_process():
     check(
         2,
-        Family(name="gpt2"),
-        Family(name="bert"),
+        Family(name="gpt2", model=tuple(dict.fromkeys(("attn_pdrop", "embd_pdrop", "resid_pdrop"), 0.2).items())),
+        Family(name="bert", model=(("attention_probs_dropout_prob", 0.2), ("hidden_dropout_prob", 0.1))),
         Family(name="vit"),
-        Family(name="llama"),
+        Family(name="llama", model=(("attention_dropout", 0.2),)),
         Family(name="qwen3", has_labels=True, dtype=torch.float32),
         Family(name="mixtral", has_labels=True, dtype=torch.float32, num_microbatches=2),
         Family(name="gpt2", has_labels=True, dtype=torch.float32),
-        Family(name="t5", has_labels=True, dtype=torch.float32, max_norm=0.3),
+        Family(name="t5", has_labels=True, dtype=torch.float32, max_norm=0.3, model=(("dropout_rate", 0.2),)),
         Family(name="t5", model=(("feed_forward_proj", "gated-gelu"), ("tie_word_embeddings", False))),
     )
 

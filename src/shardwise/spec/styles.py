@@ -18,6 +18,7 @@ style                               of a module or parameter at a pattern
 ``vocabulary_head``                 as ``colwise_gather_output``, but where the model gets labels no rank has all logits
 ``colwise_vocabulary``              output projection, its ids divided as evenly as can be; its output stays divided
 ``vocabulary_loss:NAME``            loss of our GPT, of the output projection that is called so beside it
+``dropout_features``                ``nn.Dropout`` of features that are divided
 ``replicate``                       left as it is
 ==================================  =================================================================================
 
@@ -47,6 +48,7 @@ STYLES = {
     "replicated_with_grad_allreduce": "",
     "moe_tp_experts": "",
     "vocabulary_head": "",
+    "dropout_features": "",
     "colwise_vocabulary": "",
     "vocabulary_loss": "names",
     "replicate": "",
@@ -99,8 +101,17 @@ TABLES: dict[str, dict[str, str]] = {
         "o": "rowwise",
         "relative_attention_bias": "embedding_heads",
     },
-    "transformers.models.t5.modeling_t5.T5DenseActDense": {"wi": "colwise", "wo": "rowwise"},
-    "transformers.models.t5.modeling_t5.T5DenseGatedActDense": {"wi_0": "colwise", "wi_1": "colwise", "wo": "rowwise"},
+    "transformers.models.t5.modeling_t5.T5DenseActDense": {
+        "wi": "colwise",
+        "dropout": "dropout_features",
+        "wo": "rowwise",
+    },
+    "transformers.models.t5.modeling_t5.T5DenseGatedActDense": {
+        "wi_0": "colwise",
+        "wi_1": "colwise",
+        "dropout": "dropout_features",
+        "wo": "rowwise",
+    },
     "transformers.models.t5.modeling_t5.T5Model": _T5_EMBEDDINGS,
     "transformers.models.t5.modeling_t5.T5EncoderModel": _T5_EMBEDDINGS,
     "transformers.models.t5.modeling_t5.T5ForConditionalGeneration": {

@@ -13,6 +13,7 @@ from shardwise.comm.base import Comm
 from shardwise.spec.errors import PlanError
 from shardwise.spec.slice import Cut, Slice, even_ranges
 from shardwise.spec.styles import TABLES, Style, matches, near_even_range, parse_style, translated
+from shardwise.tensor.dropout import FeatureDropout, HeadDropout, drops
 from shardwise.tensor.layer import (
     Column,
     CopiedColumn,
@@ -223,6 +224,7 @@ def _colwise_heads(site: _Site, cuts: Cuts, *, is_shared: bool = False) -> None:
     width = getattr(cuts.model.get_submodule(parent), "head_dim", None)
     if not isinstance(width, int) or features % width:
         raise PlanError(f"{parent!r} does not tell the width of its heads (head_dim).\n  Use colwise (tp_plan).")
+    _drop_own_heads(cuts.model.get_submodule(parent), parent, cuts)
     heads, size = features // width, cuts.size
     if heads % size == 0:
         _colwise(site, cuts)
@@ -343,6 +345,18 @@ def _divide(site: _Site, cuts: Cuts) -> None:
                 f"  Set tp to one of {divisors}."
             )
         cuts.attributes[site.path, name] = value // cuts.size
+    _drop_own_heads(site.module, site.path, cuts)
+
+
+def _drop_own_heads(attention: nn.Module, path: str, cuts: Cuts) -> None:
+    if drops(attention):
+        cuts.stands[path] = HeadDropout
+
+
+def _dropout_features(site: _Site, cuts: Cuts) -> None:
+    if not isinstance(site.module, nn.Dropout):
+        raise PlanError(f"a {type(site.module).__name__} is not an nn.Dropout.\n  Leave it out (tp_plan).")
+    cuts.stands[site.path] = FeatureDropout
 
 
 def _replicate(site: _Site, cuts: Cuts) -> None:
@@ -365,6 +379,7 @@ _RULES: dict[str, Callable[[_Site, Cuts], Any]] = {
     "rowwise_split_input": _rowwise_split_input,
     "embedding_rowwise": _embedding_rowwise,
     "divide": _divide,
+    "dropout_features": _dropout_features,
     "replicate": _replicate,
 }
 

@@ -1,0 +1,101 @@
+"""Dropout of what is divided over the ranks: each draws the plain model's whole mask and takes its part.
+
+All ranks of ``tp`` must have the same random state, as they need it for dropout of what they all hold. They then draw
+what one process draws, and keep the same state. This is for the CPU: on CUDA a fused attention draws its mask inside of
+the kernel, where it cannot be followed, and ranks drop the same places of their own heads.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+from torch.overrides import TorchFunctionMode
+
+from shardwise.comm.base import Comm
+from shardwise.tensor.layer import Layer
+
+#: Attributes of attention modules that hold a rate, or an ``nn.Dropout``.
+_RATES = ("dropout", "attention_dropout", "attn_dropout")
+
+
+class FeatureDropout(Layer):
+    """An ``nn.Dropout`` of features that are divided over the ranks."""
+
+    def __call__(self, x: Tensor) -> Tensor:
+        """(..., this rank's features) to the same."""
+        module = self.module
+        if not module.training or module.p == 0 or self.comm.device.type != "cpu":
+            return F.dropout(x, module.p, module.training)
+        return x * _own_noise(x, -1, module.p, self.comm)
+
+
+class HeadDropout(Layer):
+    """An attention module of whose heads this rank computes some."""
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        """As the class's forward."""
+        module = self.module
+        if not module.training or self.comm.device.type != "cpu":
+            return type(module).forward(module, *args, **kwargs)
+        with _OwnHeads(self.comm):
+            return type(module).forward(module, *args, **kwargs)
+
+
+def drops(module: nn.Module) -> bool:
+    """Whether an attention module drops weights."""
+    values = [getattr(module, name, 0.0) for name in _RATES]
+    rates = [value.p if isinstance(value, nn.Dropout) else value for value in values]
+    return any(isinstance(rate, float) and rate > 0 for rate in rates)
+
+
+class _OwnHeads(TorchFunctionMode):
+    """Has attention drop what the plain model drops of this rank's heads, which are dimension 1."""
+
+    def __init__(self, comm: Comm) -> None:
+        super().__init__()
+        self._comm = comm
+
+    def __torch_function__(
+        self, func: Callable[..., Any], types: Sequence[type], args: Any = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        kwargs = kwargs or {}
+        if func is F.dropout:
+            return self._dropout(*args, **kwargs)
+        if func is F.scaled_dot_product_attention:
+            return self._attention(*args, **kwargs)
+        return func(*args, **kwargs)
+
+    def _dropout(self, x: Tensor, p: float = 0.5, training: bool = True, inplace: bool = False) -> Tensor:  # noqa: FBT001, FBT002 - torch's signature
+        if not training or p == 0 or x.dim() != 4:
+            return F.dropout(x, p, training, inplace)
+        return x * _own_noise(x, 1, p, self._comm)
+
+    def _attention(  # noqa: PLR0917 - torch's signature
+        self,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        attn_mask: Tensor | None = None,
+        dropout_p: float = 0.0,
+        is_causal: bool = False,  # noqa: FBT001, FBT002
+        **kwargs: Any,
+    ) -> Tensor:
+        if dropout_p == 0:
+            return F.scaled_dot_product_attention(q, k, v, attn_mask, 0.0, is_causal, **kwargs)
+        weights = q.new_empty((*q.shape[:-1], k.shape[-2]))
+        kept = _own_noise(weights, 1, dropout_p, self._comm) != 0
+        math = torch.ops.aten._scaled_dot_product_attention_math  # noqa: SLF001 - what torch runs on the CPU under dropout; the public one takes no mask
+        return math(q, k, v, attn_mask, dropout_p, is_causal, kept, **kwargs)[0]
+
+
+def _own_noise(like: Tensor, dim: int, p: float, comm: Comm) -> Tensor:
+    """This rank's part of what dropout multiplies the whole by, of which ``like`` is a part in ``dim``."""
+    shape = list(like.shape)
+    own = shape[dim]
+    shape[dim] *= comm.size
+    noise = torch.empty(shape, dtype=like.dtype, device=like.device).bernoulli_(1 - p).div_(1 - p)
+    return noise.narrow(dim, comm.rank * own, own)
