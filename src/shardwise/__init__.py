@@ -40,6 +40,7 @@ _LAZY = {
     "parallelize": "shardwise.recipe.parallelize",
     "save": "shardwise.recipe.persist",
     "load": "shardwise.recipe.persist",
+    "eval_step": "shardwise.recipe.step",
     "train_step": "shardwise.recipe.step",
     "dry_run": "shardwise.recipe.dry_run",
     "DryRun": "shardwise.recipe.dry_run",
@@ -97,6 +98,7 @@ __all__ = [
     "declare_granularity",
     "deferred_init",
     "dry_run",
+    "eval_step",
     "flat_parameters",
     "full_parameters",
     "full_state_dict",
@@ -142,7 +144,7 @@ if TYPE_CHECKING:
     from shardwise.recipe.parallelize import parallelize
     from shardwise.recipe.parity import parity
     from shardwise.recipe.persist import load, save
-    from shardwise.recipe.step import train_step
+    from shardwise.recipe.step import eval_step, train_step
     from shardwise.spec.errors import (
         CheckpointError,
         CommError,

@@ -168,6 +168,19 @@ class Gradient:
         if copies:
             torch._foreach_copy_(copy_to, copies)
 
+    def local_views(self, index: int, pool: GradientPool) -> list[Tensor]:
+        """This rank's gradient of one parameter, in the pieces in which the flat buffer holds it, to be changed there.
+
+        Where there is none yet it is -0.0 from now on.
+        """
+        self.collect(pool)
+        views = self._begin(pool).by_param[index]
+        if not self._written[index]:
+            torch._foreach_zero_(views)
+            torch._foreach_neg_(views)
+            self._written[index] = True
+        return views
+
     def _begin(self, pool: GradientPool) -> BufferViews:
         """Have a buffer to collect in; returns its views."""
         if self._local_views is not None:

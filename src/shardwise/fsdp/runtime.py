@@ -91,6 +91,7 @@ class Runtime:
         self._handled: BaseException | None = None  # what the caller of the outermost forward is handling
         self.epoch = 0
         self.is_window_open = False  # microbatches are being accumulated: parameters have not changed
+        self.holds_gathered = False  # and what is gathered stays so (``fsdp.window``)
         self.is_in_backward = False
         self.had_sums = False  # sums of earlier microbatches were waiting when this backward began ...
         self._has_waited = False  # ... or when any did
@@ -429,6 +430,8 @@ class Runtime:
         unit.swap_out()
         self.num_wrong_prefetches += unit.is_unused
         unit.is_unused = False
+        if self.holds_gathered:
+            return
         for group in unit.groups:
             group.release(poison=debug.is_on)
         if unit.state is State.UNSHARDED:

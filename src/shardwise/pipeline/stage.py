@@ -108,7 +108,7 @@ class Stages:
 
     def run(
         self, stage: int, flow: Flow, received: Mapping[Source, Tensor], forward: Callable[[], Any]
-    ) -> tuple[Tensor, ...] | Any:
+    ) -> Any:
         """One pass of a stage.
 
         Args:

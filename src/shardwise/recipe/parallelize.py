@@ -24,6 +24,7 @@ from shardwise.fsdp.sync import synchronise
 from shardwise.fsdp.wrap import find_units
 from shardwise.recipe import data_parallel
 from shardwise.recipe.generation import keep_in_step
+from shardwise.recipe.pipelined import Pipelined, find_stages
 from shardwise.spec.errors import PlanError, StateError
 from shardwise.spec.mesh import Mesh
 from shardwise.spec.offload import check_offload
@@ -82,7 +83,7 @@ def parallelize(
         source.agree(comms.world, plan.sync)
         fill_buffers(model, source, device)
         every = build.assign_parameters(model, ())[""]
-        is_cut = plan.tp > 1  # what is cut is whole before
+        is_cut = plan.tp > 1 or plan.pp > 1  # what is cut is whole before
         fill_parameters(source, [entry for entry in every if is_cut or entry.parameter in ignored], device)
     is_deferred = source is not None
     synchronise(model, None, comms.world, mode=plan.sync, groups=names, is_deferred=is_deferred, ignored=ignored.names)
@@ -144,13 +145,15 @@ def check_plan(plan: ParallelPlan) -> None:
 
 
 def check_cuts(model: nn.Module, plan: ParallelPlan) -> None:
-    """Refuse a model that tensor parallelism cannot cut.
+    """Refuse a model that tensor parallelism cannot cut, or a pipeline not divide.
 
     Raises:
         PlanError: It cannot.
     """
     if plan.tp > 1:
         find_cuts(model, plan.tp_plan, plan.tp)
+    if plan.pipeline_policy is not None:
+        find_stages(model, plan.pipeline_policy, plan.pp)
 
 
 def _check_batch_norm(model: nn.Module, device: torch.device, world_size: int) -> None:
@@ -176,8 +179,11 @@ def apply_plan(
 
     Talks to nobody, so that a dry run can pass ``comms`` without peers.
     """
+    pipelined = Pipelined(model, plan, comms) if comms.pp is not None else None
     if comms.tp is not None:
         apply_cuts(model, find_cuts(model, plan.tp_plan, comms.tp.size, comms.tp.rank), comms.tp)
+    if pipelined is not None:
+        units = pipelined.drop_foreign(model, units)
     ignored = find_ignored(model, plan.ignored)
     units = ignored.without(units)
     if plan.compile and comms.control.device.type != "meta":  # a dry run computes nothing
@@ -186,16 +192,20 @@ def apply_plan(
     runtime.buffers = BufferSync(model, plan.sync_buffers, comms.control, ignored.buffers)
     if comms.num_ranks > 1:
         keep_in_step(model)
+    if pipelined is not None:
+        pipelined.install(model, comms.control.device)
 
 
 def engine_options(plan: ParallelPlan, ignored: Ignored = NOTHING) -> EngineOptions:
     """What the plan says to the engine."""
+    # A pipeline runs a unit once for every microbatch: it stays gathered over the step unless told otherwise.
+    stays = plan.pp > 1 and plan.reshard_after_forward == "auto"
     return EngineOptions(
         policy=plan.precision,
         quantization=plan.quantization,
-        reshard_after_forward=plan.reshard_after_forward,
+        reshard_after_forward=False if stays else plan.reshard_after_forward,
         granularity=plan.cut_granularity,
-        accumulates_sharded=plan.accumulation == "sharded" if plan.accumulation in {"sharded", "unsharded"} else None,
+        accumulates_sharded=_accumulates_sharded(plan),
         defers_replicate=plan.accumulation == "defer_replicate",
         num_gradient_buffers=plan.gradient_buffers,
         recompute=plan.recompute,
@@ -203,6 +213,13 @@ def engine_options(plan: ParallelPlan, ignored: Ignored = NOTHING) -> EngineOpti
         ignored=ignored,
         offload=plan.offload,
     )
+
+
+def _accumulates_sharded(plan: ParallelPlan) -> bool | None:
+    """``None``: as the strategy does by itself."""
+    if plan.pp > 1:
+        return False
+    return plan.accumulation == "sharded" if plan.accumulation in {"sharded", "unsharded"} else None
 
 
 def _tell_alias(strategy: object) -> None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
@@ -10,9 +9,8 @@ from torch import Tensor, nn
 
 from shardwise.fsdp import attach
 from shardwise.fsdp.api import gradient_sync
-from shardwise.spec.errors import StateError
-
-LossFn = Callable[[Any, Any], Tensor]
+from shardwise.recipe.batch import LossFn, forward_loss, split_batch
+from shardwise.recipe.pipelined import pipelined_of
 
 
 def train_step(
@@ -27,19 +25,25 @@ def train_step(
         model: A parallelized model.
         batch: This rank's samples; tensors are split on dim 0 into microbatches.
         loss_fn: Gives a scalar from the output and the (micro)batch.
-        num_microbatches: ``None``: one. Microbatch losses are averaged unweighted; all but the last backward run under
-            ``gradient_sync(model, False)``.
+        num_microbatches: ``None``: one; with ``pp`` those of ``plan.pipeline``. Microbatch losses are averaged
+            unweighted. Without ``pp`` all but the last backward run under ``gradient_sync(model, False)``; with ``pp``
+            gradients are added up and reduced once.
 
     Returns:
         The mean loss over microbatches and ranks, detached, the same value on every rank.
 
     Collective:
-        Those of forward and backward, and one all-reduce of a float64 for the loss. All ranks must call.
+        Those of forward and backward, and one all-reduce of a float64 for the loss. All ranks must call. With ``pp``
+        also the messages of its schedule, and a second all-reduce of two float64; the ranks of a pipeline must have
+        the same batch.
 
     Raises:
         StateError: The batch cannot be split, or there is no scalar loss.
     """
     runtime = attach.runtime_of(model, "sw.train_step")
+    pipelined = pipelined_of(model)
+    if pipelined is not None:
+        return pipelined.train_step(model, batch, loss_fn, num_microbatches)
     count = 1 if num_microbatches is None else num_microbatches
     parts = split_batch(batch, count)
     synchronises = runtime.syncs_gradients  # false inside the caller's own gradient_sync(model, False)
@@ -57,50 +61,32 @@ def train_step(
     return mean.squeeze(0).to(dtype)
 
 
-def forward_loss(model: nn.Module, batch: Any, loss_fn: LossFn | None = None) -> Tensor:
-    """The scalar loss of ``model`` on ``batch``, as :func:`train_step` finds it.
+def eval_step(
+    model: nn.Module, batch: Any, loss_fn: LossFn | None = None, num_microbatches: int | None = None
+) -> Tensor:
+    """The loss of :func:`train_step`, computed without gradients. ``model.eval()`` is the caller's.
+
+    Args:
+        model: A parallelized model.
+        batch: As for :func:`train_step`.
+        loss_fn: As for :func:`train_step`.
+        num_microbatches: As for :func:`train_step`.
+
+    Returns:
+        The mean loss over microbatches and ranks, the same value on every rank.
+
+    Collective:
+        Those of forward, and of the loss as in :func:`train_step`. All ranks must call.
 
     Raises:
-        StateError: There is none.
+        StateError: As :func:`train_step`.
     """
-    if isinstance(batch, Mapping):
-        output = model(**batch)
-    elif isinstance(batch, (tuple, list)):
-        output = model(*batch)
-    else:
-        output = model(batch)
-    loss = loss_fn(output, batch) if loss_fn is not None else getattr(output, "loss", output)
-    if not isinstance(loss, Tensor) or loss.dim() != 0:
-        shown = f"a tensor of shape {list(loss.shape)}" if isinstance(loss, Tensor) else f"{type(loss).__name__}"
-        raise StateError(
-            f"{type(model).__name__} gave {shown} where a scalar loss was expected.\n"
-            "  Pass loss_fn=lambda output, batch: ..., or let the model return its loss."
-        )
-    return loss
-
-
-def split_batch(batch: Any, count: int) -> list[Any]:
-    """``count`` parts of a batch, every tensor in it cut evenly on dim 0.
-
-    Raises:
-        StateError: A tensor's dim 0 is not divisible by ``count``.
-    """
-    if count < 1:
-        raise StateError(f"num_microbatches={count}: expected at least 1.")
-    if count == 1:
-        return [batch]
-    if isinstance(batch, Tensor):
-        if batch.dim() == 0 or batch.shape[0] % count:
-            raise StateError(
-                f"a batch tensor of shape {list(batch.shape)} cannot be cut into {count} equal parts on dim 0.\n"
-                "  Choose a batch size that is a multiple of it."
-            )
-        return list(batch.chunk(count))
-    if isinstance(batch, Mapping):
-        parts = {key: split_batch(value, count) for key, value in batch.items()}
-        return [{key: part[index] for key, part in parts.items()} for index in range(count)]
-    if isinstance(batch, (tuple, list)):
-        columns = [split_batch(value, count) for value in batch]
-        rows = [[column[index] for column in columns] for index in range(count)]
-        return [type(batch)(*row) if hasattr(batch, "_fields") else type(batch)(row) for row in rows]
-    return [batch] * count
+    runtime = attach.runtime_of(model, "sw.eval_step")
+    pipelined = pipelined_of(model)
+    with torch.no_grad():
+        if pipelined is not None:
+            return pipelined.eval_step(model, batch, loss_fn, num_microbatches)
+        losses = [forward_loss(model, part, loss_fn) for part in split_batch(batch, num_microbatches or 1)]
+        mean = torch.stack([loss.double() for loss in losses]).mean().reshape(1)
+    runtime.comms.control.all_reduce(mean, unit="loss", divisor=runtime.comms.num_ranks).wait()
+    return mean.squeeze(0).to(losses[0].dtype)

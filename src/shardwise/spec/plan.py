@@ -29,7 +29,7 @@ ACCUMULATIONS = ("auto", "sharded", "unsharded", "defer_replicate")
 #: What happens at ``parallelize`` where ranks hold different weights.
 SYNCS = ("warn", "error", "rank0")
 
-_LATER_AXES = {"cp": "context parallelism", "pp": "pipeline parallelism", "ep": "expert parallelism"}
+_LATER_AXES = {"cp": "context parallelism", "ep": "expert parallelism"}
 
 
 @dataclass(frozen=True)
@@ -45,7 +45,8 @@ class ParallelPlan:
         dp_shard: Ranks of a group: the axis on which the strategy's placements act. ``-1``: what is left of the world.
         cp: Context-parallel ranks. Only 1 in this version.
         tp: Tensor-parallel ranks, which each hold a part of the large weights and compute with it.
-        pp: Pipeline stages. Only 1 in this version.
+        pp: Ranks of a pipeline, which each hold some of the model's stages. Such a model is run by ``sw.train_step``
+            and ``sw.eval_step``; it adds up the gradients of the microbatches and reduces them once.
         ep: Expert-parallel ranks. Only 1 in this version.
         tp_plan: How ``tp`` cuts the model: a mapping from name patterns to styles (``spec.styles``), such as
             ``{"layers.*.up": "colwise", "layers.*.down": "rowwise"}``. ``None``: as is known for the model's class.
@@ -128,7 +129,7 @@ class ParallelPlan:
 
     def __post_init__(self) -> None:
         """Check every field that can be checked without a model or a world."""
-        for axis in ("dp_replicate", "tp", *_LATER_AXES):
+        for axis in ("dp_replicate", "tp", "pp", *_LATER_AXES):
             size = getattr(self, axis)
             if isinstance(size, bool) or not isinstance(size, int) or size < 1:
                 raise PlanError(f"{axis}={size!r}: expected a positive integer.\n  Set {axis}=1.")
@@ -172,6 +173,15 @@ class ParallelPlan:
                 object.__setattr__(self, name, policy)
 
     def _check_pipeline(self) -> None:
+        if self.pp > 1 and self.accumulation in {"sharded", "defer_replicate"}:
+            raise PlanError(
+                f"accumulation={self.accumulation!r} with pp={self.pp}: a pipeline adds up the gradients of a step's"
+                " microbatches and reduces them once.\n  Leave accumulation at 'auto'."
+            )
+        if self.pp > 1 and self.placements.is_threaded:
+            raise PlanError(
+                f"strategy {self.strategy!r} runs in one process, but pp={self.pp}.\n  Use ddp, or set pp=1."
+            )
         if self.pipeline is None:
             return
         policy = pipeline_policy(self.pipeline)

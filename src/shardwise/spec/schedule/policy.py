@@ -32,6 +32,8 @@ class PipelinePolicy:
             ``interleaved-1f1b`` takes multiples of that number.
         num_virtual_stages: Stages of each rank; ``None``: 2 for ``interleaved-1f1b`` (where it may be more) and
             ``zb-v``, 1 for the others.
+        first_of_stage: The module with which each stage but the first begins: the name of a block, or of a module
+            beside the blocks, such as a head. Empty: stages are balanced by the matrix products of a token.
 
     Raises:
         PlanError: A value is out of range, or does not go with the schedule.
@@ -40,6 +42,7 @@ class PipelinePolicy:
     schedule: str = "1f1b"
     num_microbatches: int | None = None
     num_virtual_stages: int | None = None
+    first_of_stage: tuple[str, ...] = ()
 
     def __post_init__(self) -> None:
         if self.schedule not in SCHEDULES:
@@ -50,6 +53,7 @@ class PipelinePolicy:
             if getattr(self, name) is not None:
                 check_positive(name, getattr(self, name))
         _ = self.virtual_stages
+        object.__setattr__(self, "first_of_stage", tuple(self.first_of_stage))
 
     @property
     def virtual_stages(self) -> int:

@@ -1,0 +1,292 @@
+"""Running a schedule: every action in its place, on one rank.
+
+A send is started in its place and waited for when what it carries is of no further use, or at the end of the step. A
+receive is posted in its place and waited for by the computation that takes it. The first message of a kind of batch is
+preceded by a header that tells the receiver shapes and dtypes.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Callable, Hashable, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from shardwise.comm.base import Comm, Handle
+from shardwise.comm.dtype import dtype_name, torch_dtype
+from shardwise.pipeline.stage import Stages
+from shardwise.pipeline.trace import Flow, Source
+from shardwise.spec.errors import StateError
+from shardwise.spec.schedule import Action, Kind, Schedule
+
+#: Gradients that may be on their way to the stage before while this rank computes.
+_SENDS_AHEAD = 2
+_MAX_DIMS = 8
+_DTYPES = ("fp32", "bf16", "fp16", "fp64", "int64", "int32", "bool", "uint8", "int8", "complex64", "complex128")
+
+
+@dataclass(frozen=True)
+class Crossing:
+    """One tensor that goes from a stage to the next."""
+
+    shape: tuple[int, ...]
+    dtype: torch.dtype
+    requires_grad: bool
+
+
+@dataclass
+class Tape:
+    """What a stage keeps of a microbatch from its forward to its backward."""
+
+    received: dict[Source, Tensor]
+    outputs: tuple[Tensor, ...]
+    sends: list[tuple[Handle, Tensor]] = field(default_factory=list)
+
+
+@dataclass(frozen=True)
+class Job:
+    """What one step is.
+
+    Attributes:
+        schedule: What to do.
+        parts: The microbatches, the same on every rank of the pipeline.
+        call: Calls the model with a microbatch.
+        loss: The same, and gives the loss of it.
+        key: Of the shapes of a microbatch.
+        flow: What goes from stage to stage for them.
+    """
+
+    schedule: Schedule
+    parts: Sequence[Any]
+    call: Callable[[Any], Any]
+    loss: Callable[[Any], Tensor]
+    key: Hashable
+    flow: Flow
+
+
+class Interpreter:
+    """Runs schedules on the stages of this rank.
+
+    Attributes:
+        peak_tapes: The most microbatches, counted once per stage, that were between forward and backward at a time.
+    """
+
+    def __init__(self, stages: Stages, comm: Comm) -> None:
+        self.stages = stages
+        self.peak_tapes = 0
+        self._comm = comm
+        self._crossings: dict[tuple[Hashable, int], tuple[Crossing, ...]] = {}
+
+    def run(self, job: Job) -> list[Tensor]:
+        """One step.
+
+        Returns:
+            The losses of the microbatches in order, on the rank of the last stage; nothing elsewhere.
+
+        Collective:
+            The messages of the schedule along ``pp``: for each tensor that crosses two stages on different ranks one
+            for each microbatch with what it holds, and one back with its gradient where it needs one.
+        """
+        step = _Step(self, job)
+        for action in job.schedule.actions[self._comm.rank]:
+            step.do(action)
+        step.finish()
+        return [step.losses[index].detach() for index in sorted(step.losses)]
+
+    def crossings(self, key: Hashable, boundary: int) -> tuple[Crossing, ...] | None:
+        """What goes from stage ``boundary`` to the next, if that is known."""
+        return self._crossings.get((key, boundary))
+
+    def learn(self, key: Hashable, boundary: int, crossings: tuple[Crossing, ...]) -> None:
+        """Remember what goes from stage ``boundary`` to the next."""
+        self._crossings[key, boundary] = crossings
+
+    def send(self, tensor: Tensor, to: int, unit: str) -> tuple[Handle, Tensor]:
+        """Start a send; the tensor must live until it has been waited for."""
+        flat = tensor.detach().contiguous().view(-1)
+        return self._comm.send(flat, to=to, unit=unit), flat
+
+    def receive(self, like: Crossing, source: int, unit: str) -> tuple[Handle, Tensor]:
+        """Post a receive."""
+        buffer = torch.empty(like.shape, dtype=like.dtype, device=self.stages.device)
+        return self._comm.receive(buffer.view(-1), source=source, unit=unit), buffer
+
+
+class _Step:
+    """One run of a schedule."""
+
+    def __init__(self, interpreter: Interpreter, job: Job) -> None:
+        self._its = interpreter
+        self._job = job
+        self._schedule = job.schedule
+        self._flow = job.flow
+        self._key = job.key
+        self.losses: dict[int, Tensor] = {}
+        self._tapes: dict[tuple[int, int], Tape] = {}
+        self._received: dict[tuple[int, int], list[tuple[Handle, Tensor]]] = {}
+        self._gradients: dict[tuple[int, int], list[tuple[Handle, Tensor]]] = {}
+        self._input_gradients: dict[tuple[int, int], list[Tensor]] = {}
+        self._sends: deque[list[tuple[Handle, Tensor]]] = deque()
+        self._does = {
+            Kind.RECEIVE_ACTIVATION: self._receive_activation,
+            Kind.FORWARD: self._forward,
+            Kind.SEND_ACTIVATION: self._send_activation,
+            Kind.RECEIVE_GRADIENT: self._receive_gradient,
+            Kind.BACKWARD: self._backward,
+            Kind.SEND_GRADIENT: self._send_gradient,
+        }
+
+    def do(self, action: Action) -> None:
+        self._does[action.kind](action)
+
+    def finish(self) -> None:
+        for sends in (*self._sends, *(tape.sends for tape in self._tapes.values())):
+            for handle, _ in sends:
+                handle.wait()
+
+    # -- forward
+
+    def _receive_activation(self, action: Action) -> None:
+        boundary, peer = action.stage - 1, action.peer
+        assert peer is not None
+        if self._its.crossings(self._key, boundary) is None:
+            self._its.learn(self._key, boundary, self._receive_header(boundary, peer))
+        crossings = self._its.crossings(self._key, boundary)
+        self._received[action.stage, action.microbatch] = [
+            self._its.receive(crossing, peer, f"activation of stage {boundary}") for crossing in crossings or ()
+        ]
+
+    def _forward(self, action: Action) -> None:
+        stage, microbatch = action.stage, action.microbatch
+        received = self._take_received(stage, microbatch)
+        part = self._job.parts[microbatch]
+        is_last = stage == self._its.stages.num_stages - 1
+        made = self._its.stages.run(
+            stage, self._flow, received, lambda: (self._job.loss if is_last else self._job.call)(part)
+        )
+        if is_last:
+            self.losses[microbatch] = made
+        outputs = (made,) if is_last else made
+        if not is_last:
+            self._check(stage, outputs)
+        self._tapes[stage, microbatch] = Tape(received, outputs)
+        self._its.peak_tapes = max(self._its.peak_tapes, len(self._tapes))
+        if not torch.is_grad_enabled() and is_last:
+            del self._tapes[stage, microbatch]
+
+    def _take_received(self, stage: int, microbatch: int) -> dict[Source, Tensor]:
+        if stage == 0:
+            return {}
+        if (stage, microbatch) in self._received:
+            tensors = []
+            for handle, buffer in self._received.pop((stage, microbatch)):
+                handle.wait()
+                tensors.append(buffer)
+        else:  # the stage before is this rank's too
+            tensors = [output.detach() for output in self._tapes[stage - 1, microbatch].outputs]
+        crossings = self._its.crossings(self._key, stage - 1) or ()
+        for tensor, crossing in zip(tensors, crossings, strict=True):
+            tensor.requires_grad_(crossing.requires_grad)
+        return dict(zip(self._flow.crossing[stage - 1], tensors, strict=True))
+
+    def _check(self, stage: int, outputs: Sequence[Tensor]) -> None:
+        """What a stage gives has the shapes that the next stage was told."""
+        made = tuple(Crossing(tuple(t.shape), t.dtype, t.requires_grad) for t in outputs)
+        known = self._its.crossings(self._key, stage)
+        if known is None:
+            self._its.learn(self._key, stage, made)
+            if self._schedule.ranks[stage + 1] != self._schedule.ranks[stage]:
+                self._sends.append([self._send_header(stage, made)])
+        elif made != known:
+            raise StateError(
+                f"pipeline stage {stage} gave {_shown(made)} where it had given {_shown(known)} for a batch of the same"
+                " shape.\n  Pipeline stages need the same shapes every time: pad, or give batches of other shapes."
+            )
+
+    def _send_activation(self, action: Action) -> None:
+        tape = self._tapes[action.stage, action.microbatch]
+        assert action.peer is not None
+        unit = f"activation of stage {action.stage}"
+        tape.sends = [self._its.send(output, action.peer, unit) for output in tape.outputs]
+        if not torch.is_grad_enabled():
+            del self._tapes[action.stage, action.microbatch]
+            self._send_later(tape.sends)
+
+    # -- backward
+
+    def _receive_gradient(self, action: Action) -> None:
+        assert action.peer is not None
+        self._gradients[action.stage, action.microbatch] = [
+            self._its.receive(crossing, action.peer, f"gradient of stage {action.stage}")
+            for crossing in self._its.crossings(self._key, action.stage) or ()
+            if crossing.requires_grad
+        ]
+
+    def _backward(self, action: Action) -> None:
+        stage, microbatch = action.stage, action.microbatch
+        tape = self._tapes.pop((stage, microbatch))
+        if stage == self._its.stages.num_stages - 1:
+            (tape.outputs[0] / len(self._job.parts)).backward()
+        else:
+            gradients = self._take_gradients(stage, microbatch)
+            outputs = [output for output in tape.outputs if output.requires_grad]
+            if outputs:
+                torch.autograd.backward(outputs, gradients)
+        for handle, _ in tape.sends:  # whoever gave the gradients has received them
+            handle.wait()
+        self._input_gradients[stage, microbatch] = [
+            torch.zeros_like(tensor) if tensor.grad is None else tensor.grad
+            for tensor in tape.received.values()
+            if tensor.requires_grad
+        ]
+
+    def _take_gradients(self, stage: int, microbatch: int) -> list[Tensor]:
+        if (stage, microbatch) not in self._gradients:  # the next stage is this rank's too
+            return self._input_gradients.pop((stage + 1, microbatch))
+        found = []
+        for handle, buffer in self._gradients.pop((stage, microbatch)):
+            handle.wait()
+            found.append(buffer)
+        return found
+
+    def _send_gradient(self, action: Action) -> None:
+        assert action.peer is not None
+        unit = f"gradient of stage {action.stage - 1}"
+        gradients = self._input_gradients.pop((action.stage, action.microbatch))
+        self._send_later([self._its.send(gradient, action.peer, unit) for gradient in gradients])
+
+    def _send_later(self, sends: list[tuple[Handle, Tensor]]) -> None:
+        self._sends.append(sends)
+        while len(self._sends) > _SENDS_AHEAD:
+            for handle, _ in self._sends.popleft():
+                handle.wait()
+
+    # -- headers
+
+    def _send_header(self, stage: int, made: Sequence[Crossing]) -> tuple[Handle, Tensor]:
+        rows = []
+        for crossing in made:
+            if len(crossing.shape) > _MAX_DIMS:
+                raise StateError(f"pipeline stage {stage} gives a tensor of {len(crossing.shape)} dimensions.")
+            shape = [*crossing.shape, *[0] * (_MAX_DIMS - len(crossing.shape))]
+            code = _DTYPES.index(dtype_name(crossing.dtype))
+            rows.append([code, int(crossing.requires_grad), len(crossing.shape), *shape])
+        header = torch.tensor(rows, dtype=torch.int64, device=self._its.stages.device)
+        return self._its.send(header, self._schedule.ranks[stage + 1], f"shapes of stage {stage}")
+
+    def _receive_header(self, boundary: int, peer: int) -> tuple[Crossing, ...]:
+        count = len(self._flow.crossing[boundary])
+        like = Crossing((count, 3 + _MAX_DIMS), torch.int64, requires_grad=False)
+        handle, header = self._its.receive(like, peer, f"shapes of stage {boundary}")
+        handle.wait()
+        return tuple(
+            Crossing(tuple(shape[:num_dims]), torch_dtype(_DTYPES[code]), bool(needs_grad))
+            for code, needs_grad, num_dims, *shape in header.tolist()
+        )
+
+
+def _shown(crossings: Sequence[Crossing]) -> str:
+    return ", ".join(f"{list(crossing.shape)} {dtype_name(crossing.dtype)}" for crossing in crossings)

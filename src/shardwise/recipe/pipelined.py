@@ -1,0 +1,152 @@
+"""A model of which every rank holds some stages: dividing it, and its training step."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from shardwise.comm.axes import Comms
+from shardwise.comm.dtype import dtype_name, torch_dtype
+from shardwise.fsdp import attach
+from shardwise.fsdp.copies import sum_over_copies
+from shardwise.fsdp.runtime import Runtime
+from shardwise.fsdp.window import window
+from shardwise.fsdp.wrap import find_units
+from shardwise.pipeline.element import Element, find_elements, sketch
+from shardwise.pipeline.interpret import Interpreter, Job
+from shardwise.pipeline.split import assign_stages, drop_foreign
+from shardwise.pipeline.stage import Stages
+from shardwise.recipe.batch import LossFn, call_model, forward_loss, split_batch
+from shardwise.spec.errors import PlanError
+from shardwise.spec.plan import ParallelPlan
+from shardwise.spec.schedule import PipelinePolicy, Schedule, build, forward_only
+from shardwise.spec.slice import Slice, set_slice, slice_of
+
+_KEY = "_shardwise_pipelined"
+#: Dtypes that a loss may have, by the number that tells them to ranks that do not compute it.
+_LOSS_DTYPES = ("fp32", "fp64", "bf16", "fp16")
+
+
+def pipelined_of(model: nn.Module) -> Pipelined | None:
+    """What :meth:`Pipelined.install` has left; ``None`` for a model that is whole on every rank."""
+    return model.__dict__.get(_KEY)
+
+
+def find_stages(model: nn.Module, policy: PipelinePolicy, pp: int) -> tuple[list[Element], int]:
+    """The elements of a whole model, with their stages, and how many stages there are.
+
+    Raises:
+        PlanError: The model cannot be divided.
+    """
+    if policy.schedule.startswith("zb-"):
+        raise PlanError(
+            f"schedule={policy.schedule!r}: this version does not divide backward in two parts yet.\n"
+            "  Use '1f1b' or 'interleaved-1f1b'."
+        )
+    elements = find_elements(model, find_units(model, "auto"))
+    count = pp * policy.virtual_stages
+    assign_stages(elements, count, policy.first_of_stage)
+    return elements, count
+
+
+class Pipelined(attach.Uncopyable):
+    """The stages of a model on this rank. Made from the whole model, before anything else changes it.
+
+    Args:
+        model: Whole, and the same on every rank.
+        plan: With ``pp`` of 2 or more.
+        comms: Of this rank.
+    """
+
+    def __init__(self, model: nn.Module, plan: ParallelPlan, comms: Comms) -> None:
+        policy = plan.pipeline_policy
+        assert policy is not None
+        assert comms.pp is not None
+        self._policy = policy
+        self._comm = comms.pp
+        self._elements, self._num_stages = find_stages(model, policy, comms.pp.size)
+        self._sketch = sketch(model, self._elements)
+        self._copies: dict[nn.Parameter, tuple[int, ...]] = {}
+        self._tp = (0, 1) if comms.tp is None else (comms.tp.rank, comms.tp.size)
+        self._interpreter: Interpreter | None = None
+
+    @property
+    def stages(self) -> tuple[int, ...]:
+        """Those of this rank."""
+        return self._schedule(self._policy.microbatches(self._comm.size)).stages(self._comm.rank)
+
+    def drop_foreign(self, model: nn.Module, units: Mapping[str, nn.Module]) -> dict[str, nn.Module]:
+        """Leave this rank's stages in ``model``; returns those of ``units`` that are left."""
+        ranks = self._schedule(self._policy.microbatches(self._comm.size)).ranks
+        shared = drop_foreign(model, self._elements, self.stages)
+        parameters = dict(model.named_parameters())
+        for name, stages in shared.items():
+            holders = tuple(sorted({ranks[stage] for stage in stages}))
+            if len(holders) > 1:
+                self._copies[parameters[name]] = holders
+                self._count_once(parameters[name], holders)
+        left = {id(module) for module in model.modules()}
+        return {name: module for name, module in units.items() if id(module) in left}
+
+    def _count_once(self, parameter: nn.Parameter, holders: Sequence[int]) -> None:
+        """Let sums over all ranks count a parameter that several stages hold on the first of them."""
+        tp_rank, tp_size = self._tp
+        held = slice_of(parameter) or Slice(tuple(parameter.shape), copy=tp_rank, copies=tp_size)
+        place = holders.index(self._comm.rank)
+        copy, copies = place * held.copies + held.copy, len(holders) * held.copies
+        set_slice(parameter, Slice(held.shape, held.cuts, copy, copies))
+
+    def install(self, model: nn.Module, device: torch.device) -> None:
+        """Have ``model`` run stage by stage. It has its engine by now."""
+        stages = Stages(model, self._sketch, self._elements, self._num_stages, device=device, comm=self._comm)
+        self._interpreter = Interpreter(stages, self._comm)
+        model.__dict__[_KEY] = self
+
+    def train_step(self, model: nn.Module, batch: Any, loss_fn: LossFn | None, count: int | None) -> Tensor:
+        """``sw.train_step``."""
+        count = self._policy.microbatches(self._comm.size) if count is None else count
+        return self._step(model, batch, loss_fn, self._schedule(count))
+
+    def eval_step(self, model: nn.Module, batch: Any, loss_fn: LossFn | None, count: int | None) -> Tensor:
+        """``sw.eval_step``; grad is off."""
+        count = self._policy.microbatches(self._comm.size) if count is None else count
+        return self._step(model, batch, loss_fn, forward_only(self._schedule_ranks, count))
+
+    @functools.cached_property
+    def _schedule_ranks(self) -> tuple[int, ...]:
+        return self._schedule(self._policy.microbatches(self._comm.size)).ranks
+
+    def _schedule(self, count: int) -> Schedule:
+        return _built(self._policy.schedule, self._comm.size, count, self._policy.virtual_stages)
+
+    def _step(self, model: nn.Module, batch: Any, loss_fn: LossFn | None, schedule: Schedule) -> Tensor:
+        runtime = attach.runtime_of(model, "sw.train_step")
+        assert self._interpreter is not None
+        parts = split_batch(batch, schedule.num_microbatches)
+        with window(runtime, lambda: sum_over_copies(runtime, self._copies, self._comm)):
+            key, flow = self._interpreter.stages.flow(parts[0], call_model)
+            call, loss = functools.partial(call_model, model), functools.partial(forward_loss, model, loss_fn=loss_fn)
+            losses = self._interpreter.run(Job(schedule, parts, call, loss, key, flow))
+        return self._mean_loss(runtime, losses)
+
+    def _mean_loss(self, runtime: Runtime, losses: Sequence[Tensor]) -> Tensor:
+        """The mean over microbatches and data-parallel ranks, on every rank of every stage."""
+        device = runtime.comms.control.device
+        total = torch.zeros((), dtype=torch.float64, device=device)
+        for loss in losses:
+            total += loss.double()
+        mean = (total / max(len(losses), 1)).reshape(1)
+        runtime.comms.control.all_reduce(mean, unit="loss", divisor=runtime.comms.num_ranks).wait()
+        code = float(_LOSS_DTYPES.index(dtype_name(losses[0].dtype))) if losses else 0.0
+        told = torch.cat([mean, torch.full_like(mean, code)])
+        self._comm.all_reduce(told, unit="loss").wait()
+        return told[0].to(torch_dtype(_LOSS_DTYPES[int(told[1])]))
+
+
+@functools.lru_cache(maxsize=32)
+def _built(schedule: str, pp: int, count: int, virtual: int) -> Schedule:
+    return build(schedule, pp, count, virtual)

@@ -1,0 +1,116 @@
+"""Pipelines give, to the last bit, what one process gives that accumulates the same microbatches in order."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import Tensor
+
+import shardwise as sw
+from shardwise.fsdp.attach import runtime_of
+from shardwise.fsdp.clip import grad_norm
+from shardwise.fsdp.state import HeldValues
+from shardwise.recipe.pipelined import pipelined_of
+from shardwise.testing import run_on_ranks
+from tests.parity import models
+from tests.parity.training import STEPS, Variant, make_optimizer, train_plain
+
+NUM_MICROBATCHES = 4
+MAX_NORM = 0.3
+
+
+@pytest.fixture(autouse=True)
+def _one_thread():
+    """Kernels cut sums by threads; the ranks have one."""
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(before)
+
+
+def batch(step: int, replica: int) -> tuple[Tensor, Tensor]:
+    parts = [models.batch(step, microbatch, replica) for microbatch in range(NUM_MICROBATCHES)]
+    return torch.cat([tokens for tokens, _ in parts]), torch.cat([targets for _, targets in parts])
+
+
+def train(name: str, options: dict) -> dict:
+    torch.manual_seed(5)
+    clips = options.pop("clips", True)
+    model = sw.parallelize(models.build(name), sw.ParallelPlan(**options))
+    optimizer = make_optimizer(model.parameters())
+    runtime = runtime_of(model, "test")
+    losses, norms = [], []
+    for step in range(STEPS):
+        loss = sw.train_step(model, batch(step, runtime.comms.control.rank), num_microbatches=NUM_MICROBATCHES)
+        losses.append(loss.item())
+        norms.append((sw.clip_grad_norm(model, MAX_NORM) if clips else grad_norm(runtime)).item())
+        optimizer.step()
+        optimizer.zero_grad()
+    evaluated = sw.eval_step(model, batch(0, runtime.comms.control.rank), num_microbatches=2).item()
+    return {
+        "losses": losses,
+        "norms": norms,
+        "evaluated": evaluated,
+        "pieces": [(e.name, e.start, tensor.clone()) for e, tensor in HeldValues(model).extents],
+        "peak": pipelined_of(model)._interpreter.peak_tapes,
+    }
+
+
+def train_all(cases) -> list[dict]:
+    return [train(name, dict(options)) for name, options in cases]
+
+
+def check(world: int, pp: int, cases, timeout_s: float = 120.0) -> list[list[dict]]:
+    ranks = run_on_ranks(train_all, world, cases, timeout_s=timeout_s)
+    replicas = world // pp
+    for place, (name, options) in enumerate(cases):
+        max_norm = MAX_NORM if options.get("clips", True) else None
+        expected = train_plain(name, Variant("pp", NUM_MICROBATCHES, "unsharded", max_norm), replicas)
+        found = differences(expected, [results[place] for results in ranks], replicas)
+        assert not found, f"{name}, {options}: {found}"
+    return ranks
+
+
+def differences(expected, ranks, replicas: int) -> list[str]:
+    found = []
+    for step, parts in enumerate(expected.losses):
+        scaled = torch.tensor(parts, dtype=torch.float64).view(replicas, -1) * NUM_MICROBATCHES
+        means = [sum(row) / NUM_MICROBATCHES for row in scaled.tolist()]
+        loss = torch.tensor(sum(means) / replicas, dtype=torch.float64).float().item()
+        found += [f"loss {step} of rank {r}" for r, result in enumerate(ranks) if result["losses"][step] != loss]
+        norm = expected.norms[step]
+        found += [f"norm {step} of rank {r}" for r, result in enumerate(ranks) if result["norms"][step] != norm]
+    seen = set()
+    for rank, result in enumerate(ranks):
+        for name, start, piece in result["pieces"]:
+            if name not in expected.tensors:
+                continue
+            seen.add(name)
+            whole = expected.tensors[name][start : start + piece.numel()]
+            if not torch.equal(whole.view(torch.int32), piece.view(torch.int32)):
+                found.append(f"{name} on rank {rank}")
+    missing = {name for name in expected.tensors if not name.startswith("optimizer/")} - seen
+    found += [f"{name} is on no rank" for name in missing]
+    return found
+
+
+STRATEGIES = ("ddp", "zero1", "zero2", "zero3")
+
+
+def test_two_stages_and_two_replicas():
+    cases = [("gpt", {"strategy": strategy, "pp": 2}) for strategy in STRATEGIES]
+    cases += [("gpt", {"strategy": "zero3", "pp": 2, "pipeline": "gpipe", "clips": False}), ("frozen", {"pp": 2})]
+    check(4, 2, cases)
+
+
+def test_four_stages():
+    cases = [("gpt", {"strategy": "zero3", "pp": 4}), ("gpt", {"pp": 4, "pipeline": "gpipe"})]
+    cases += [("frozen", {"strategy": "ddp", "pp": 4})]
+    ranks = check(4, 4, cases)
+    assert [results[0]["peak"] for results in ranks] == [4, 3, 2, 1]  # 1F1B
+    assert [results[1]["peak"] for results in ranks] == [4, 4, 4, 4]  # GPipe
+
+
+def test_several_stages_of_a_rank():
+    cases = [("gpt", {"strategy": s, "pp": 2, "pipeline": "interleaved-1f1b"}) for s in ("zero3", "zero1")]
+    check(2, 2, cases)
