@@ -114,3 +114,63 @@ def test_four_stages():
 def test_several_stages_of_a_rank():
     cases = [("gpt", {"strategy": s, "pp": 2, "pipeline": "interleaved-1f1b"}) for s in ("zero3", "zero1")]
     check(2, 2, cases)
+
+
+def test_backward_in_two_parts():
+    cases = [("gpt", {"strategy": s, "pp": 2, "pipeline": "zb-h1"}) for s in ("zero3", "ddp")]
+    cases += [("gpt", {"pp": 2, "pipeline": "zb-v"}), ("frozen", {"pp": 2, "pipeline": "zb-v"})]
+    check(2, 2, cases)
+
+
+# -- parameters that several stages hold
+
+TIED = [
+    ({"strategy": "zero3", "pp": 2}, 4),
+    ({"strategy": "zero1", "pp": 2, "pipeline": "zb-v"}, 4),
+    ({"strategy": "ddp", "pp": 4, "pipeline": "gpipe"}, 4),
+]
+
+
+def train_tied(cases) -> list[tuple[list[float], list[float], list]]:
+    results = []
+    for options, _ in cases:
+        torch.manual_seed(5)
+        model = sw.parallelize(models.build("tied").double(), sw.ParallelPlan(**options))
+        optimizer = make_optimizer(model.parameters())
+        comms = runtime_of(model, "test").comms
+        losses, norms = [], []
+        for step in range(STEPS):
+            losses.append(sw.train_step(model, batch(step, comms.control.rank), num_microbatches=4).item())
+            norms.append(sw.clip_grad_norm(model, MAX_NORM).item())
+            optimizer.step()
+            optimizer.zero_grad()
+        results.append((losses, norms, [(e.name, e.start, t.clone()) for e, t in HeldValues(model).extents]))
+    return results
+
+
+def test_tied_parameters_get_the_sum_of_their_copies():
+    ranks = run_on_ranks(train_tied, 4, TIED, timeout_s=120)
+    for place, (options, world) in enumerate(TIED):
+        replicas = world // options["pp"]
+        model = models.build("tied").double()
+        optimizer = make_optimizer(model.parameters())
+        for step in range(STEPS):
+            every = [model(*batch(step, replica)) for replica in range(replicas)]
+            loss = sum(every) / replicas
+            loss.backward()
+            norm = torch.nn.utils.clip_grad_norm_(model.parameters(), MAX_NORM)
+            optimizer.step()
+            optimizer.zero_grad()
+            for results in ranks:
+                assert results[place][0][step] == pytest.approx(loss.item(), rel=1e-9)
+                assert results[place][1][step] == pytest.approx(norm.item(), rel=1e-9)
+        copies: dict = {}
+        whole = dict(model.named_parameters())
+        for results in ranks:
+            for name, start, piece in results[place][2]:
+                expected = whole[name].detach().flatten()[start : start + piece.numel()]
+                torch.testing.assert_close(piece, expected, rtol=0, atol=1e-8)
+                copies.setdefault((name, start, piece.numel()), []).append(piece)
+        for name, held in copies.items():
+            assert all(torch.equal(held[0], piece) for piece in held), f"copies of {name} differ"
+        assert {name for name, *_ in copies} == set(whole)

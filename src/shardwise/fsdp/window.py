@@ -56,10 +56,18 @@ def window(runtime: Runtime, before_reduction: Callable[[], None]) -> Iterator[N
     if not torch.is_grad_enabled():
         runtime.is_window_open = False
     elif syncs:
-        before_reduction()
-        for unit in reversed(runtime.units):
-            runtime.finalise(unit)
-        while runtime.reducing:
-            runtime.move_on()
+        with torch.no_grad():
+            before_reduction()
+            for unit in reversed(runtime.units):
+                runtime.finalise(unit)
+            while runtime.reducing:
+                runtime.move_on()
         runtime.wait_for_host()
         runtime.is_window_open = False
+
+
+def collect(runtime: Runtime) -> None:
+    """Add what gradients there are on full parameters to those of earlier microbatches."""
+    for group in runtime.groups:
+        if group.wants_gradients:
+            group.gradient.collect(runtime.gradients)

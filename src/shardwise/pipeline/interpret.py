@@ -19,6 +19,7 @@ from shardwise.comm.base import Comm, Handle
 from shardwise.comm.dtype import dtype_name, torch_dtype
 from shardwise.pipeline.stage import Stages
 from shardwise.pipeline.trace import Flow, Source
+from shardwise.pipeline.weight_gradient import Deferral, WeightGradients
 from shardwise.spec.errors import StateError
 from shardwise.spec.schedule import Action, Kind, Schedule
 
@@ -44,6 +45,7 @@ class Tape:
     received: dict[Source, Tensor]
     outputs: tuple[Tensor, ...]
     sends: list[tuple[Handle, Tensor]] = field(default_factory=list)
+    weights: WeightGradients | None = None
 
 
 @dataclass(frozen=True)
@@ -57,6 +59,7 @@ class Job:
         loss: The same, and gives the loss of it.
         key: Of the shapes of a microbatch.
         flow: What goes from stage to stage for them.
+        collect: Takes the gradients that are on weights.
     """
 
     schedule: Schedule
@@ -65,6 +68,7 @@ class Job:
     loss: Callable[[Any], Tensor]
     key: Hashable
     flow: Flow
+    collect: Callable[[], None]
 
 
 class Interpreter:
@@ -74,8 +78,9 @@ class Interpreter:
         peak_tapes: The most microbatches, counted once per stage, that were between forward and backward at a time.
     """
 
-    def __init__(self, stages: Stages, comm: Comm) -> None:
+    def __init__(self, stages: Stages, comm: Comm, deferral: Deferral) -> None:
         self.stages = stages
+        self.deferral = deferral
         self.peak_tapes = 0
         self._comm = comm
         self._crossings: dict[tuple[Hashable, int], tuple[Crossing, ...]] = {}
@@ -129,6 +134,7 @@ class _Step:
         self._received: dict[tuple[int, int], list[tuple[Handle, Tensor]]] = {}
         self._gradients: dict[tuple[int, int], list[tuple[Handle, Tensor]]] = {}
         self._input_gradients: dict[tuple[int, int], list[Tensor]] = {}
+        self._weights: dict[tuple[int, int], WeightGradients] = {}
         self._sends: deque[list[tuple[Handle, Tensor]]] = deque()
         self._does = {
             Kind.RECEIVE_ACTIVATION: self._receive_activation,
@@ -136,6 +142,8 @@ class _Step:
             Kind.SEND_ACTIVATION: self._send_activation,
             Kind.RECEIVE_GRADIENT: self._receive_gradient,
             Kind.BACKWARD: self._backward,
+            Kind.BACKWARD_INPUT: self._backward,
+            Kind.BACKWARD_WEIGHT: self._backward_weight,
             Kind.SEND_GRADIENT: self._send_gradient,
         }
 
@@ -164,15 +172,16 @@ class _Step:
         received = self._take_received(stage, microbatch)
         part = self._job.parts[microbatch]
         is_last = stage == self._its.stages.num_stages - 1
-        made = self._its.stages.run(
-            stage, self._flow, received, lambda: (self._job.loss if is_last else self._job.call)(part)
-        )
+        weights = WeightGradients() if self._schedule.is_split else None
+        forward = self._job.loss if is_last else self._job.call
+        with self._its.deferral.to(weights):
+            made = self._its.stages.run(stage, self._flow, received, lambda: forward(part))
         if is_last:
             self.losses[microbatch] = made
         outputs = (made,) if is_last else made
         if not is_last:
             self._check(stage, outputs)
-        self._tapes[stage, microbatch] = Tape(received, outputs)
+        self._tapes[stage, microbatch] = Tape(received, outputs, weights=weights)
         self._its.peak_tapes = max(self._its.peak_tapes, len(self._tapes))
         if not torch.is_grad_enabled() and is_last:
             del self._tapes[stage, microbatch]
@@ -186,7 +195,10 @@ class _Step:
                 handle.wait()
                 tensors.append(buffer)
         else:  # the stage before is this rank's too
-            tensors = [output.detach() for output in self._tapes[stage - 1, microbatch].outputs]
+            tape = self._tapes[stage - 1, microbatch]
+            tensors = [output.detach() for output in tape.outputs]
+            if not torch.is_grad_enabled():
+                del self._tapes[stage - 1, microbatch]
         crossings = self._its.crossings(self._key, stage - 1) or ()
         for tensor, crossing in zip(tensors, crossings, strict=True):
             tensor.requires_grad_(crossing.requires_grad)
@@ -228,13 +240,16 @@ class _Step:
     def _backward(self, action: Action) -> None:
         stage, microbatch = action.stage, action.microbatch
         tape = self._tapes.pop((stage, microbatch))
-        if stage == self._its.stages.num_stages - 1:
-            (tape.outputs[0] / len(self._job.parts)).backward()
-        else:
-            gradients = self._take_gradients(stage, microbatch)
-            outputs = [output for output in tape.outputs if output.requires_grad]
-            if outputs:
-                torch.autograd.backward(outputs, gradients)
+        with self._its.deferral.to(tape.weights):  # what is recomputed defers as well
+            if stage == self._its.stages.num_stages - 1:
+                (tape.outputs[0] / len(self._job.parts)).backward()
+            else:
+                gradients = self._take_gradients(stage, microbatch)
+                outputs = [output for output in tape.outputs if output.requires_grad]
+                if outputs:
+                    torch.autograd.backward(outputs, gradients)
+        if tape.weights is not None:
+            self._weights[stage, microbatch] = tape.weights
         for handle, _ in tape.sends:  # whoever gave the gradients has received them
             handle.wait()
         self._input_gradients[stage, microbatch] = [
@@ -242,6 +257,11 @@ class _Step:
             for tensor in tape.received.values()
             if tensor.requires_grad
         ]
+
+    def _backward_weight(self, action: Action) -> None:
+        with torch.no_grad():
+            self._weights.pop((action.stage, action.microbatch)).compute()
+            self._job.collect()
 
     def _take_gradients(self, stage: int, microbatch: int) -> list[Tensor]:
         if (stage, microbatch) not in self._gradients:  # the next stage is this rank's too

@@ -106,9 +106,7 @@ class Stages:
             finally:
                 self._tracer = None
 
-    def run(
-        self, stage: int, flow: Flow, received: Mapping[Source, Tensor], forward: Callable[[], Any]
-    ) -> Any:
+    def run(self, stage: int, flow: Flow, received: Mapping[Source, Tensor], forward: Callable[[], Any]) -> Any:
         """One pass of a stage.
 
         Args:

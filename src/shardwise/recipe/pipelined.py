@@ -14,14 +14,14 @@ from shardwise.comm.dtype import dtype_name, torch_dtype
 from shardwise.fsdp import attach
 from shardwise.fsdp.copies import sum_over_copies
 from shardwise.fsdp.runtime import Runtime
-from shardwise.fsdp.window import window
+from shardwise.fsdp.window import collect, window
 from shardwise.fsdp.wrap import find_units
 from shardwise.pipeline.element import Element, find_elements, sketch
 from shardwise.pipeline.interpret import Interpreter, Job
 from shardwise.pipeline.split import assign_stages, drop_foreign
 from shardwise.pipeline.stage import Stages
+from shardwise.pipeline.weight_gradient import Deferral
 from shardwise.recipe.batch import LossFn, call_model, forward_loss, split_batch
-from shardwise.spec.errors import PlanError
 from shardwise.spec.plan import ParallelPlan
 from shardwise.spec.schedule import PipelinePolicy, Schedule, build, forward_only
 from shardwise.spec.slice import Slice, set_slice, slice_of
@@ -42,11 +42,6 @@ def find_stages(model: nn.Module, policy: PipelinePolicy, pp: int) -> tuple[list
     Raises:
         PlanError: The model cannot be divided.
     """
-    if policy.schedule.startswith("zb-"):
-        raise PlanError(
-            f"schedule={policy.schedule!r}: this version does not divide backward in two parts yet.\n"
-            "  Use '1f1b' or 'interleaved-1f1b'."
-        )
     elements = find_elements(model, find_units(model, "auto"))
     count = pp * policy.virtual_stages
     assign_stages(elements, count, policy.first_of_stage)
@@ -103,7 +98,8 @@ class Pipelined(attach.Uncopyable):
     def install(self, model: nn.Module, device: torch.device) -> None:
         """Have ``model`` run stage by stage. It has its engine by now."""
         stages = Stages(model, self._sketch, self._elements, self._num_stages, device=device, comm=self._comm)
-        self._interpreter = Interpreter(stages, self._comm)
+        is_split = self._schedule(self._policy.microbatches(self._comm.size)).is_split
+        self._interpreter = Interpreter(stages, self._comm, Deferral(model.modules() if is_split else ()))
         model.__dict__[_KEY] = self
 
     def train_step(self, model: nn.Module, batch: Any, loss_fn: LossFn | None, count: int | None) -> Tensor:
@@ -130,7 +126,9 @@ class Pipelined(attach.Uncopyable):
         with window(runtime, lambda: sum_over_copies(runtime, self._copies, self._comm)):
             key, flow = self._interpreter.stages.flow(parts[0], call_model)
             call, loss = functools.partial(call_model, model), functools.partial(forward_loss, model, loss_fn=loss_fn)
-            losses = self._interpreter.run(Job(schedule, parts, call, loss, key, flow))
+            losses = self._interpreter.run(
+                Job(schedule, parts, call, loss, key, flow, functools.partial(collect, runtime))
+            )
         return self._mean_loss(runtime, losses)
 
     def _mean_loss(self, runtime: Runtime, losses: Sequence[Tensor]) -> Tensor:
