@@ -8,6 +8,8 @@ from typing import Any
 import torch
 
 from shardwise.comm.base import Comm
+from shardwise.spec import errors
+from shardwise.spec.errors import ShardwiseError
 
 
 def agree(comm: Comm, code: int) -> list[int]:
@@ -37,3 +39,24 @@ def all_gather_json(comm: Comm, value: Any) -> list[Any]:
     comm.all_gather(moved, unit="control").wait()
     rows = moved.cpu().view(comm.size, longest)
     return [json.loads(bytes(row[:length].tolist())) for row, length in zip(rows, lengths, strict=True)]
+
+
+def fail_together(comm: Comm, error: ShardwiseError | None) -> None:
+    """Raise on every rank what one of them met before it could act with the others.
+
+    Args:
+        comm: All that act together.
+        error: What this rank met; ``None``: nothing.
+
+    Collective:
+        An all-gather of JSON. All ranks must call.
+
+    Raises:
+        ShardwiseError: The first rank's that met one, of its class, on all ranks.
+    """
+    told = all_gather_json(comm, None if error is None else [type(error).__name__, str(error)])
+    failed = [(rank, *found) for rank, found in enumerate(told) if found is not None]
+    if failed:
+        rank, kind, text = failed[0]
+        is_everyone = len(failed) == len(told) and all(other == text for _, _, other in failed)
+        raise getattr(errors, kind, ShardwiseError)(text if is_everyone else f"rank {rank}: {text}") from error

@@ -21,6 +21,7 @@ from shardwise.spec.errors import PlanError
 from shardwise.spec.granularity import TENSOR
 from shardwise.spec.placement import Placements
 from shardwise.spec.quantize import Quantization
+from shardwise.spec.slice import slice_of
 
 
 def shard_model(
@@ -126,12 +127,13 @@ def gradient_sync(model: nn.Module, is_enabled: bool) -> Iterator[None]:  # noqa
 
 
 def logical_shape(parameter: Tensor) -> torch.Size:
-    """The shape that a parameter has in the plain model, for a shard and for any other tensor."""
+    """The shape that a parameter has in the plain model, for a shard or a slice and for any other tensor."""
     mark = attach.mark_of(parameter)
     group = mark.group if mark is not None else None
     if mark is None or group is None:
-        return parameter.shape
-    return torch.Size(group.layout.params[mark.index].shape)
+        held = slice_of(parameter)
+        return parameter.shape if held is None else torch.Size(held.shape)
+    return torch.Size(group.layout.params[mark.index].logical_shape)
 
 
 @contextlib.contextmanager

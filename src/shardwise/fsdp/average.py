@@ -15,7 +15,7 @@ from shardwise.fsdp import attach
 from shardwise.fsdp.group import Group
 from shardwise.fsdp.optimizer import runtimes_of
 from shardwise.fsdp.runtime import Runtime
-from shardwise.fsdp.state import extent_of
+from shardwise.fsdp.state import extent_of, owned_pieces
 from shardwise.spec.errors import StateError
 from shardwise.spec.extent import Extent
 
@@ -136,12 +136,10 @@ class ExponentialMovingAverage:
         runtime = self._settled("owned_extents")
         if runtime.comms.replica:
             return []
-        rank = runtime.comms.gather.rank
         return [
-            extent_of(group, piece.index, _name(group, piece.index), piece, group.held_view(piece.index, average))
+            extent_of(group, index, _name(group, index), piece, group.held_view(index, average))
             for group, average in self._pairs()
-            for piece in group.layout.owned_by_param(rank)
-            if piece.numel or (rank == 0 and group.layout.params[piece.index].numel == 0)
+            for index, piece in owned_pieces(runtime, group)
         ]
 
     def fresh_extents(self) -> tuple[list[Tensor], list[tuple[Extent, Tensor]]]:

@@ -102,6 +102,13 @@ def check_parameters(parameters: Iterable[OwnedParameter], *, allows_meta: bool 
                 f"parameter {name!r} has shape {list(parameter.shape)} with strides {list(parameter.stride())}: a view"
                 " with holes or overlaps.\n  Replace it by nn.Parameter(p.detach().contiguous())."
             )
+        held = slice_of(parameter)
+        if held is not None and held.local_shape != tuple(parameter.shape):
+            raise StateError(
+                f"parameter {name!r} has shape {list(parameter.shape)}, but is marked as the part of shape"
+                f" {list(held.local_shape)} of a tensor of shape {list(held.shape)}.\n"
+                "  Mark it with the ranges that it holds (spec.slice.set_slice)."
+            )
         if parameter.grad is not None:
             raise StateError(
                 f"parameter {name!r} holds a gradient, which would be lost.\n"
@@ -251,13 +258,14 @@ def assign_ranks(owned: Iterable[Sequence[OwnedParameter]], row: Placements, siz
 
 
 def _spec(entry: OwnedParameter, dtype: torch.dtype) -> ParamSpec:
-    parameter = entry.parameter
+    parameter, held = entry.parameter, slice_of(entry.parameter)
+    names = held.names if held is not None and held.names else entry.names
     return ParamSpec(
-        name=entry.names[0],
+        name=names[0],
         shape=tuple(parameter.shape),
         dtype=dtype_name(dtype),
         is_trainable=parameter.requires_grad,
         stride=None if parameter.is_contiguous() else tuple(parameter.stride()),
-        aliases=tuple(entry.names[1:]),
-        slice=slice_of(parameter),
+        aliases=tuple(names[1:]),
+        slice=held,
     )

@@ -4,8 +4,8 @@
 state of a parameter              stored as                                       loads where
 ================================  ==============================================  ====================================
 one value per element             a tensor of the parameter's shape               anywhere
-one per row or block, of an       one value for each row or block of the whole    no row or block is cut
-optimizer that works on those     parameter
+one per row or block, of an       one value for each row or block of the whole    no row or block is cut, by slices
+optimizer that works on those     parameter                                       neither
 another tensor, such as the       itself, by the rank that holds the parameter    the parameter lies whole on a rank
 factors of a matrix               whole
 a number                          JSON                                            anywhere
@@ -33,11 +33,13 @@ from shardwise.fsdp.flat import FlatParameter, split, states_by_name
 from shardwise.fsdp.group import Group
 from shardwise.fsdp.ignored_state import as_scalar
 from shardwise.fsdp.optimizer import needed_by
+from shardwise.fsdp.state import owned_pieces
 from shardwise.fsdp.view import memory_order
 from shardwise.spec.errors import CheckpointError
 from shardwise.spec.extent import Extent
 from shardwise.spec.granularity import Granularity, first_row_dim, row_numel
 from shardwise.spec.layout import Piece
+from shardwise.spec.slice import Cut
 
 #: What torch's optimizers keep once per parameter, as a tensor without dimensions. Of a parameter that has none either,
 #: nothing else tells it from the state of its one element.
@@ -51,12 +53,13 @@ def _is_elementwise(key: str, value: object, held: Tensor) -> bool:
 
 @dataclass(frozen=True, slots=True)
 class _Place:
-    """Elements ``start`` to ``stop`` of a logical tensor of ``shape``."""
+    """Elements ``start`` to ``stop`` of a logical tensor of ``shape``, or of a slice of it."""
 
     shape: tuple[int, ...]
     start: int
     stop: int
     stride: tuple[int, ...] | None = None
+    cuts: tuple[Cut, ...] = ()
 
 
 class _Held:
@@ -68,38 +71,63 @@ class _Held:
         self.view = group.views[index]
         self._part = None  # elements of a row or block, where the optimizer works on those
         if needed is not None and self.spec.stride is None:
-            self._part = {"block": needed.numel, "row": row_numel(self.spec.shape)}.get(needed.kind)
+            self._part = {"block": needed.numel, "row": row_numel(self.spec.logical_shape)}.get(needed.kind)
+
+    @property
+    def cuts(self) -> tuple[Cut, ...]:
+        """Which slice of the logical tensor the parameter is."""
+        return self.spec.extent(0, 0).cuts
 
     @property
     def is_whole(self) -> bool:
-        """All of the parameter is here."""
-        return self.piece.numel == self.spec.numel
+        """All of the logical parameter is here."""
+        return self.piece.numel == self.spec.numel and not self.cuts
+
+    @property
+    def has_origin(self) -> bool:
+        """The logical tensor's first element lies in this slice: of all slices, in one."""
+        return all(any(start == 0 for start, _ in cut.ranges) for cut in self.cuts)
 
     def place(self, shape: tuple[int, ...]) -> _Place | None:
         """Where state of ``shape`` belongs; ``None`` if nothing but the whole parameter can have it."""
         if shape == tuple(self.view.shape):
-            return _Place(self.spec.shape, self.piece.start, self.piece.stop, self.spec.stride)
-        for local, whole in self._per_part():
+            extent = self.spec.extent(self.piece.start, self.piece.stop)
+            return _Place(extent.shape, extent.start, extent.stop, extent.stride, extent.cuts)
+        for local, whole, cuts in self._per_part():
             if shape == local and self._part:
-                return _Place(whole, self.piece.start // self._part, -(-self.piece.stop // self._part))
+                return _Place(whole, self.piece.start // self._part, -(-self.piece.stop // self._part), cuts=cuts)
         return _Place(shape, 0, math.prod(shape)) if self.is_whole else None
 
     def shape(self, stored: tuple[int, ...]) -> tuple[int, ...] | None:
         """The shape that state has here whose logical tensor has shape ``stored``; ``None`` if it cannot be here."""
-        if stored == self.spec.shape:
+        if stored == self.spec.logical_shape:
             return tuple(self.view.shape)
         if self.is_whole:
             return stored
-        return next((local for local, whole in self._per_part() if whole == stored), None)
+        return next((local for local, whole, _ in self._per_part() if whole == stored), None)
 
-    def _per_part(self) -> Iterator[tuple[tuple[int, ...], tuple[int, ...]]]:
-        """Shapes with one value per row or block: here, and of the whole parameter."""
-        if self._part:
-            yield (-(-self.piece.numel // self._part),), (-(-self.spec.numel // self._part),)
-            first = first_row_dim(len(self.spec.shape))
-            ones = (1,) * (len(self.spec.shape) - first)
-            if ones:
-                yield (*self.view.shape[:first], *ones), (*self.spec.shape[:first], *ones)
+    def _per_part(self) -> Iterator[tuple[tuple[int, ...], tuple[int, ...], tuple[Cut, ...]]]:
+        """Shapes with one value per row or block: here, and of the whole parameter, and what of that is this slice."""
+        if not self._part:
+            return
+        logical = self.spec.logical_shape
+        cuts = self._cuts_of_parts(self._part)
+        if cuts is not None:
+            yield (-(-self.piece.numel // self._part),), (-(-math.prod(logical) // self._part),), cuts
+        first = first_row_dim(len(logical))
+        ones = (1,) * (len(logical) - first)
+        if ones and all(cut.dim < first for cut in self.cuts):
+            yield (*self.view.shape[:first], *ones), (*logical[:first], *ones), self.cuts
+
+    def _cuts_of_parts(self, part: int) -> tuple[Cut, ...] | None:
+        """Which rows or blocks are those of this slice, where it consists of whole ones; ``None`` where it does not."""
+        if not self.cuts:
+            return ()
+        inner = math.prod(self.spec.logical_shape[1:])
+        ranges = [(start * inner, stop * inner) for start, stop in self.cuts[0].ranges]
+        if len(self.cuts) > 1 or self.cuts[0].dim or any(edge % part for span in ranges for edge in span):
+            return None
+        return (Cut(0, tuple((start // part, stop // part) for start, stop in ranges)),)
 
 
 def _tensors(state: Mapping[str, Any], view: Tensor) -> Iterator[tuple[str, Tensor, bool]]:
@@ -122,14 +150,13 @@ def optimizer_extents(model: nn.Module, optimizers: Sequence[torch.optim.Optimiz
     runtime = attach.runtime_of(model, "sw.save")
     if runtime.comms.replica:
         return []
-    rank = runtime.comms.gather.rank
     found: list[tuple[Extent, Tensor]] = []
     for optimizer in optimizers:
         needed, states = needed_by(optimizer), states_by_name(optimizer)
         for group in runtime.groups:
-            for index, piece in enumerate(group.layout.owned_by_param(rank)):
+            for index, piece in owned_pieces(runtime, group):
                 state = states.get(group.shards[index])
-                if state and (piece.numel or (group.layout.params[index].numel == 0 and rank == 0)):
+                if state:
                     found += _written(_Held(group, index, needed), piece, state)
     return found
 
@@ -139,27 +166,29 @@ def _written(held: _Held, owned: Piece, state: Mapping[str, Any]) -> Iterator[tu
     for key, value, is_inner in _tensors(state, held.view):
         place = held.place(tuple(value.shape))
         is_alike = owned.numel < held.piece.numel  # the parameter is whole on every rank
-        if place is None and is_inner:
+        is_table = place is None and is_inner
+        if is_table:
             place, is_alike = _Place(tuple(value.shape), 0, value.numel()), True
         if place is None:
             continue  # optimizer_scalars has refused it
-        flat, stride = _in_order(value, place)
+        flat, stride = _in_order(value, place, held)
         start, stop = place.start, place.stop
-        if is_alike and place.shape == held.spec.shape:
+        if is_alike and place.shape == held.spec.logical_shape:
             start, stop, flat = owned.start, owned.stop, flat[owned.start : owned.stop]
-        elif is_alike and owned.start > 0:
+        elif (is_alike and owned.start > 0) or (is_table and not held.has_origin):
             continue
         name = f"optimizer/{held.spec.name}/{key}"
-        yield Extent(name, place.shape, dtype_name(value.dtype), start, stop, stride), flat
+        yield Extent(name, place.shape, dtype_name(value.dtype), start, stop, stride, place.cuts), flat
 
 
-def _in_order(value: Tensor, place: _Place) -> tuple[Tensor, tuple[int, ...] | None]:
+def _in_order(value: Tensor, place: _Place, held: _Held) -> tuple[Tensor, tuple[int, ...] | None]:
     """The elements in the order of the logical tensor's memory, and its strides where they are unusual."""
     value, stride = value.detach(), place.stride
     if stride is None:
         return value.contiguous().view(-1), None
-    steps = zip(value.shape, value.stride(), stride, strict=True)
-    if tuple(value.shape) == place.shape and any(here != there for extent, here, there in steps if extent > 1):
+    steps = zip(value.shape, value.stride(), held.view.stride(), strict=True)
+    is_all = value.shape == held.view.shape and value.numel() == held.spec.numel
+    if is_all and any(here != there for extent, here, there in steps if extent > 1):
         return value.contiguous().view(-1), None  # the whole, laid out in another way than the parameter
     return memory_order(value), stride
 
@@ -168,7 +197,7 @@ def optimizer_scalars(model: nn.Module, optimizers: Sequence[torch.optim.Optimiz
     """Per-parameter state that is a number: ``{parameter name: {key: value}}``.
 
     Collective:
-        One all-gather of a JSON text: a parameter's scalars are known only to the ranks that hold a piece of it. All
+        One all-gather of a JSON text over the world: a parameter's scalars are known to ranks that hold a piece. All
         ranks must call; all get the whole.
 
     Raises:
@@ -193,13 +222,15 @@ def optimizer_scalars(model: nn.Module, optimizers: Sequence[torch.optim.Optimiz
                 if scalars:
                     mine[held.spec.name] = scalars
                 problems += _unsaved(type(optimizer).__name__, held, state)
-    everyone = all_gather_json(runtime.comms.control, [mine, problems])
+    everyone = all_gather_json(runtime.comms.world, [mine, problems])
     found = list(dict.fromkeys(problem for _, problems in everyone for problem in problems))
     if found:
+        is_cut = runtime.comms.tp is not None
+        better = "an optimizer with a value per element" if is_cut else "granularity='tensor' or strategy 'ddp'"
         raise CheckpointError(
             "optimizer state cannot be saved:\n"
             + "\n".join(f"  - {problem}" for problem in found[:8])
-            + "\n  Use granularity='tensor' or strategy 'ddp', or save without the optimizer."
+            + f"\n  Use {better}, or save without the optimizer."
         )
     merged: dict[str, dict[str, float]] = {}
     for part, _ in everyone:
@@ -216,7 +247,7 @@ def _unsaved(name: str, held: _Held, state: Mapping[str, Any]) -> Iterator[str]:
         if held.place(tuple(value.shape)) is None and not is_inner:
             yield (
                 f"{key!r} of {held.spec.name!r} in {name} has shape {list(value.shape)}, but a rank holds a piece of"
-                f" that parameter only ({list(held.view.shape)} of {list(held.spec.shape)})"
+                f" that parameter only ({list(held.view.shape)} of {list(held.spec.logical_shape)})"
             )
 
 
@@ -225,7 +256,7 @@ def _unsaved(name: str, held: _Held, state: Mapping[str, Any]) -> Iterator[str]:
 
 def _room_for(extent: Extent, held: _Held) -> Tensor | None:
     """An empty tensor for this rank's range of a stored one; ``None`` if it cannot have any."""
-    if extent.shape == held.spec.shape:
+    if extent.shape == held.spec.logical_shape:
         return torch.zeros_like(held.view, dtype=torch_dtype(extent.dtype))
     shape = held.shape(extent.shape)
     return None if shape is None else torch.zeros(shape, dtype=torch_dtype(extent.dtype), device=held.view.device)
@@ -325,12 +356,12 @@ class _StateOfOne:
             if target is None or place is None or place.shape != extent.shape:
                 self.problems.append(
                     f"{key!r} of {held.spec.name!r} is stored with shape {list(extent.shape)}, which a rank that holds"
-                    f" {list(held.view.shape)} of {list(held.spec.shape)} cannot take"
+                    f" {list(held.view.shape)} of {list(held.spec.logical_shape)} cannot take"
                 )
                 continue
-            flat, stride = _in_order(target, place)
+            flat, stride = _in_order(target, place, held)
             assert flat.data_ptr() == target.data_ptr()
-            found = Extent(extent.name, place.shape, extent.dtype, place.start, place.stop, stride)
+            found = Extent(extent.name, place.shape, extent.dtype, place.start, place.stop, stride, place.cuts)
             self.extents.append((found, flat))
 
     def install(self, scalars: Mapping[str, Mapping[str, float]]) -> None:

@@ -16,9 +16,9 @@ from torch import Tensor, nn
 
 from shardwise.comm.control import all_gather_json
 from shardwise.fsdp import attach
+from shardwise.fsdp.assemble import gather_to_root, send_group
 from shardwise.fsdp.group import Group
 from shardwise.fsdp.runtime import Runtime
-from shardwise.fsdp.state import gather_to_root, send_group
 from shardwise.fsdp.unit import Unit
 from shardwise.fsdp.view import contiguous_stride
 from shardwise.spec.errors import StateError

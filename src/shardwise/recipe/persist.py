@@ -11,15 +11,15 @@ from typing import Any
 import torch
 from torch import nn
 
-from shardwise.checkpoint import open_checkpoint, write
-from shardwise.comm.control import all_gather_json
+from shardwise.checkpoint import Checkpoint, open_checkpoint, write
+from shardwise.comm.control import fail_together
 from shardwise.fsdp import attach
 from shardwise.fsdp import optimizer as checks
 from shardwise.fsdp import state as states
 from shardwise.fsdp.average import ExponentialMovingAverage
-from shardwise.fsdp.ignored_state import LoadedIgnored, SavedIgnored
+from shardwise.fsdp.ignored_state import LoadedIgnored, SavedIgnored, count_holders
 from shardwise.fsdp.optimizer_state import OptimizerState, optimizer_extents, optimizer_scalars
-from shardwise.spec.errors import CheckpointError
+from shardwise.spec.errors import CheckpointError, ShardwiseError
 
 Optimizers = torch.optim.Optimizer | Sequence[torch.optim.Optimizer]
 
@@ -48,7 +48,8 @@ def save(
         The folder.
 
     Collective:
-        Each rank writes the slices that it owns, of groups that hold the same the first; what is sent is small JSON.
+        Each rank writes what it owns of slices and shards, of ranks that hold the same the first; what is sent is small
+        JSON.
         All ranks must call.
 
     Raises:
@@ -63,7 +64,7 @@ def save(
         "mesh": runtime.comms.sizes,
     }
     optimizers = _listed(optimizer)
-    ignored = SavedIgnored(runtime.ignored, optimizers, runtime.comms.world)
+    ignored = SavedIgnored(runtime.ignored, optimizers, runtime.comms)
     if optimizers:
         data[_OPTIMIZER] = {
             "class": _class_names(optimizers),
@@ -110,48 +111,88 @@ def load(
     runtime = attach.runtime_of(model, "sw.load")
     comm = runtime.comms.world
     checkpoint = open_checkpoint(path, comm=comm)
-    optimizers = _listed(optimizer)
-    held, own = states.HeldValues(model), LoadedIgnored(runtime.ignored, optimizers, comm, checkpoint.tensors)
-    targets = [*held.extents, *own.extents]
-    ignored = {f"{_OPTIMIZER}/", f"{_AVERAGE}/"}
-    saved: dict[str, Any] = {}
-    fresh: OptimizerState | None = None
-    if optimizers:
-        saved = _compare_optimizers(path, checkpoint.data.get(_OPTIMIZER), optimizers)
-        for each in optimizers:
-            checks.accept(each)
-        stored = {name: extent for name, extent in checkpoint.tensors.items() if name.startswith(f"{_OPTIMIZER}/")}
-        fresh = OptimizerState(model, optimizers, stored)
-        problems = dict.fromkeys(problem for found in all_gather_json(comm, fresh.problems) for problem in found)
-        if problems:
-            raise CheckpointError(
-                f"optimizer state of checkpoint {path} does not fit this layout:\n"
-                + "\n".join(f"  - {problem}" for problem in list(problems)[:8])
-                + "\n  Load it with the granularity that it was saved with, with 'tensor', or without the optimizer."
-            )
-        targets += fresh.extents
-        ignored.discard(f"{_OPTIMIZER}/")
-    averages: list[torch.Tensor] = []
-    if average is not None:
-        if _AVERAGE not in checkpoint.data:
-            raise CheckpointError(
-                f"checkpoint {path} holds no averaged weights.\n  Call sw.load without average, and begin one anew."
-            )
-        averages, extents = average.fresh_extents()
-        targets += extents
-        ignored.discard(f"{_AVERAGE}/")
+    holders = count_holders(runtime.ignored, runtime.comms)
+    problem: ShardwiseError | None = None
+    targets: _Targets | None = None
+    try:  # what one rank cannot take, another stage may
+        targets = _Targets(model, checkpoint, _listed(optimizer), average, holders)
+    except ShardwiseError as error:
+        problem = error
+    fail_together(comm, problem)
+    assert targets is not None
     with torch.no_grad():
-        checkpoint.read_into(targets, ignored=ignored, verify=verify, comm=comm)
-        held.install()
-    if fresh is not None:
-        fresh.install(saved["scalars"])
-        own.install(saved["scalars"])
-        for group, settings in zip(_groups_of(optimizers), saved["groups"], strict=True):
-            _restore(group, settings)
-    if average is not None:
-        average.install(averages, checkpoint.data[_AVERAGE])
+        checkpoint.read_into(targets.extents, ignored=targets.unread, verify=verify, comm=comm)
+    targets.install()
     runtime.invalidate()
     return checkpoint.data["state"]
+
+
+class _Targets:
+    """What a checkpoint is read into, on this rank.
+
+    Attributes:
+        extents: Ranges with the tensors that take them.
+        unread: Beginnings of names that nobody needs to ask for.
+
+    Raises:
+        ShardwiseError: Something that was saved cannot be taken here.
+    """
+
+    def __init__(
+        self,
+        model: nn.Module,
+        checkpoint: Checkpoint,
+        optimizers: list[torch.optim.Optimizer],
+        average: ExponentialMovingAverage | None,
+        holders: Mapping[str, int],
+    ) -> None:
+        runtime = attach.runtime_of(model, "sw.load")
+        place = (runtime.comms.world.rank, holders)
+        self._data, self._optimizers, self._average = checkpoint.data, optimizers, average
+        self._held = states.HeldValues(model)
+        self._own = LoadedIgnored(runtime.ignored, optimizers, place, checkpoint.tensors)
+        self.extents = [*self._held.extents, *self._own.extents]
+        self.unread = {f"{_OPTIMIZER}/", f"{_AVERAGE}/"}
+        if optimizers:
+            self._state = self._state_of(model, checkpoint)
+            self.extents += self._state.extents
+            self.unread.discard(f"{_OPTIMIZER}/")
+        if average is not None:
+            if _AVERAGE not in checkpoint.data:
+                raise CheckpointError(
+                    f"checkpoint {checkpoint.path} holds no averaged weights.\n"
+                    "  Call sw.load without average, and begin one anew."
+                )
+            self._averages, extents = average.fresh_extents()
+            self.extents += extents
+            self.unread.discard(f"{_AVERAGE}/")
+
+    def _state_of(self, model: nn.Module, checkpoint: Checkpoint) -> OptimizerState:
+        _compare_optimizers(checkpoint.path, self._data.get(_OPTIMIZER), self._optimizers)
+        for each in self._optimizers:
+            checks.accept(each)
+        stored = {name: extent for name, extent in checkpoint.tensors.items() if name.startswith(f"{_OPTIMIZER}/")}
+        fresh = OptimizerState(model, self._optimizers, stored)
+        if fresh.problems:
+            raise CheckpointError(
+                f"optimizer state of checkpoint {checkpoint.path} does not fit this layout:\n"
+                + "\n".join(f"  - {problem}" for problem in fresh.problems[:8])
+                + "\n  Load it with the granularity that it was saved with, with 'tensor', or without the optimizer."
+            )
+        return fresh
+
+    def install(self) -> None:
+        """Everything has been read."""
+        with torch.no_grad():
+            self._held.install()
+        if self._optimizers:
+            saved = self._data[_OPTIMIZER]
+            self._state.install(saved["scalars"])
+            self._own.install(saved["scalars"])
+            for group, settings in zip(_groups_of(self._optimizers), saved["groups"], strict=True):
+                _restore(group, settings)
+        if self._average is not None:
+            self._average.install(self._averages, self._data[_AVERAGE])
 
 
 def _listed(optimizer: Optimizers | None) -> list[torch.optim.Optimizer]:
@@ -189,8 +230,8 @@ def _restore(group: dict[str, Any], settings: Mapping[str, Any]) -> None:
 
 def _compare_optimizers(
     path: object, saved: dict[str, Any] | None, optimizers: Sequence[torch.optim.Optimizer]
-) -> dict[str, Any]:
-    """What was saved of the optimizers, if ``optimizers`` can take it."""
+) -> None:
+    """Refuse what was saved of other optimizers."""
     name = _class_names(optimizers)
     if saved is None:
         raise CheckpointError(
@@ -207,4 +248,3 @@ def _compare_optimizers(
             f"checkpoint {path} holds {len(saved['groups'])} parameter groups, the optimizer has"
             f" {num_groups}.\n  Build the optimizer with the same groups."
         )
-    return saved

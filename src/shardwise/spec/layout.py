@@ -25,9 +25,10 @@ from dataclasses import dataclass, field
 from functools import cached_property
 
 from shardwise.spec.errors import MeshError
+from shardwise.spec.extent import Extent, logical_stride
 from shardwise.spec.granularity import ELEMENT, Granularity, arrange, arrange_whole, assign, row_numel
 from shardwise.spec.precision import item_bytes
-from shardwise.spec.slice import Slice
+from shardwise.spec.slice import Slice, simplest
 
 #: Every parameter and every slice starts at a multiple of this many elements ...
 ALIGN_NUMEL = 64
@@ -72,6 +73,18 @@ class ParamSpec:
     def num_bytes(self) -> int:
         """Bytes of its elements."""
         return self.numel * item_bytes(self.dtype)
+
+    @property
+    def logical_shape(self) -> tuple[int, ...]:
+        """Shape in the plain model."""
+        return self.shape if self.slice is None else self.slice.shape
+
+    def extent(self, start: int, stop: int, *, name: str | None = None, dtype: str | None = None) -> Extent:
+        """Its elements ``start`` to ``stop`` as a part of the logical tensor, or of one that is cut alike."""
+        shape, held = self.logical_shape, self.slice
+        cuts = () if held is None else simplest(shape, held.cuts)
+        stride = logical_stride(shape, self.stride) if cuts else self.stride
+        return Extent(name or self.name, shape, dtype or self.dtype, start, stop, stride, cuts)
 
 
 @dataclass(frozen=True, slots=True)

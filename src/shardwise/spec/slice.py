@@ -41,12 +41,15 @@ class Slice:
         cuts: One for each dimension that is cut.
         copy: Index of this rank among those that hold the very same elements.
         copies: Number of those.
+        names: All names of the logical tensor in the plain model, the first one first, where this rank's modules do not
+            show them all: of weights that are tied across pipeline stages.
     """
 
     shape: tuple[int, ...]
     cuts: tuple[Cut, ...] = ()
     copy: int = 0
     copies: int = 1
+    names: tuple[str, ...] = ()
 
     def __post_init__(self) -> None:
         """Refuse cuts outside the shape."""

@@ -1,0 +1,241 @@
+"""Checkpoints and state dicts are logical: models in slices and stages, cut by hand, between all layouts, bit for bit."""
+
+from __future__ import annotations
+
+import copy
+import itertools
+from dataclasses import dataclass
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, distributed, nn
+
+import shardwise as sw
+from shardwise.checkpoint import open_checkpoint
+from shardwise.comm.axes import Comms
+from shardwise.comm.dtype import torch_dtype
+from shardwise.comm.open import Place
+from shardwise.fsdp.api import shard_model
+from shardwise.fsdp.options import EngineOptions
+from shardwise.fsdp.optimizer_state import optimizer_extents
+from shardwise.fsdp.state import HeldValues
+from shardwise.spec.errors import CheckpointError, StateError
+from shardwise.spec.extent import Extent
+from shardwise.spec.mesh import Mesh
+from shardwise.spec.placement import PRESETS
+from shardwise.spec.slice import Cut, Slice, even_ranges, set_slice
+from shardwise.testing import run_on_ranks
+
+HIDDEN, HEADS, ROWS = 12, 4, 22
+
+
+class Block(nn.Module):
+    """Of everything that is cut one, and of everything that is not."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm = nn.BatchNorm1d(HIDDEN)
+        self.qkv = nn.Linear(HIDDEN, 3 * HIDDEN)
+        self.out = nn.Linear(HIDDEN, HIDDEN)
+        self.experts = nn.Parameter(torch.randn(4, HIDDEN, 6))
+        self.kv = nn.Linear(HIDDEN, 6, bias=False)
+        self.gain = nn.Parameter(torch.tensor(0.5))
+        self.turned = nn.Parameter(torch.randn(5, HIDDEN).t())  # dense, but not in the usual order
+
+    def get_extra_state(self) -> dict[str, float]:
+        return {"gain": round(self.gain.numel() * 0.5, 1)}
+
+    def set_extra_state(self, state: dict[str, float]) -> None:
+        assert state == {"gain": 0.5}
+
+
+class Stack(nn.Module):
+    """An embedding that is the head, and blocks."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embedding = nn.Embedding(ROWS, HIDDEN)
+        self.positions = nn.Buffer(torch.arange(9), persistent=True)
+        self.blocks = nn.ModuleList(Block() for _ in range(4))
+        self.norm = nn.LayerNorm(HIDDEN)
+        self.head = nn.Linear(HIDDEN, ROWS, bias=False)
+        self.head.weight = self.embedding.weight
+
+
+def build() -> Stack:
+    torch.manual_seed(3)
+    model = Stack()
+    for index, block in enumerate(model.blocks):
+        block.norm.running_mean += index + 1
+    return model
+
+
+def cut(model: nn.Module, comms: Comms) -> None:
+    """Slices as tensor and expert parallelism make them; a third of the rows goes to rank 0."""
+    if comms.tp is None:
+        return
+    size, rank = comms.tp.size, comms.tp.rank
+    rows = ((0, ROWS // 3), (ROWS // 3, ROWS))[rank]
+    fused = even_ranges(3 * HIDDEN, size, rank, blocks=3)
+    half = even_ranges(HIDDEN, size, rank)
+    slices = {
+        "embedding.weight": (Cut(0, (rows,)),),
+        "qkv.weight": (Cut(0, fused),),
+        "qkv.bias": (Cut(0, fused),),
+        "out.weight": (Cut(1, half),),
+        "experts": (Cut(0, even_ranges(4, size, rank)),) if rank < 2 else (),
+    }
+    for name, parameter in list(model.named_parameters()):
+        if name.endswith("kv.weight") and not name.endswith("qkv.weight"):
+            set_slice(parameter, Slice(tuple(parameter.shape), (), copy=rank, copies=size))
+        cuts = next((found for ending, found in slices.items() if name.endswith(ending)), None)
+        if cuts is not None:
+            part = parameter.data
+            for each in cuts:
+                part = torch.cat([part.narrow(each.dim, a, b - a) for a, b in each.ranges], each.dim)
+            held = Slice(tuple(parameter.shape), cuts)
+            parameter.data = part.clone()
+            set_slice(parameter, held)
+
+
+def keep_stage(model: Stack, comms: Comms) -> None:
+    """The first two blocks here, the others there; the head is tied across the stages."""
+    if comms.pp is None:
+        return
+    weight = model.embedding.weight
+    names = ("embedding.weight", "head.weight")
+    if comms.pp.rank == 0:
+        set_slice(weight, Slice((ROWS, HIDDEN), copy=0, copies=2, names=names))
+        model.norm = model.head = nn.Identity()
+    else:
+        model.head.weight = nn.Parameter(weight.detach().clone())
+        set_slice(model.head.weight, Slice((ROWS, HIDDEN), copy=1, copies=2, names=names))
+        model.embedding = nn.Identity()
+    for index in range(4):
+        if index // 2 != comms.pp.rank:
+            model.blocks[index] = nn.Identity()
+
+
+@dataclass(frozen=True)
+class Layout:
+    mesh: Mesh
+    strategy: str = "zero3"
+
+    def make(self) -> tuple[nn.Module, torch.optim.Optimizer, sw.ExponentialMovingAverage]:
+        """The model on this rank, with an optimizer and an average."""
+        model = build()
+        alone = [distributed.get_rank()] if self.mesh.world_size == 1 else None  # then every rank is a world
+        comms = Place(self.mesh, ranks=alone).open(torch.device("cpu"))
+        keep_stage(model, comms)
+        cut(model, comms)
+        blocks = {f"blocks.{i}": block for i, block in enumerate(model.blocks) if isinstance(block, Block)}
+        shard_model(model, blocks, PRESETS[self.strategy], comms, EngineOptions())
+        optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
+        return model, optimizer, sw.ExponentialMovingAverage(model, decay=0.5)
+
+
+LAYOUTS = {
+    "plain": Layout(Mesh()),
+    "dp4": Layout(Mesh(dp_shard=4), "zero2"),
+    "tp2 x ddp2": Layout(Mesh(tp=2, dp_shard=2), "ddp"),
+    "tp2 x dp2": Layout(Mesh(tp=2, dp_shard=2)),
+    "pp2 x dp2": Layout(Mesh(pp=2, dp_shard=2), "zero1"),
+    "pp2 x tp2": Layout(Mesh(pp=2, tp=2)),
+}
+
+
+def train(model: nn.Module, optimizer: torch.optim.Optimizer, average: sw.ExponentialMovingAverage) -> None:
+    generator = torch.Generator().manual_seed(11)
+    for _ in range(2):
+        for parameter in model.parameters():
+            parameter.grad = torch.randn(parameter.shape, generator=generator)
+        optimizer.step()
+        average.update()
+
+
+def logical(path: str) -> dict[str, Tensor]:
+    """Every tensor of a checkpoint, whole, in the order of its memory."""
+    checkpoint = open_checkpoint(path)
+    found = {
+        name: torch.zeros(extent.numel, dtype=torch_dtype(extent.dtype)) for name, extent in checkpoint.tensors.items()
+    }
+    checkpoint.read_into([(extent, found[name]) for name, extent in checkpoint.tensors.items()])
+    return found
+
+
+def part_of(extent: Extent, flat: Tensor) -> Tensor:
+    """What an extent holds of a logical tensor, by torch's own indexing."""
+    whole = flat.view(extent.shape) if extent.stride is None else flat.as_strided(extent.shape, extent.stride)
+    for each in extent.cuts:
+        whole = torch.cat([whole.narrow(each.dim, a, b - a) for a, b in each.ranges], each.dim)
+    if extent.stride is not None:
+        whole = whole.permute(sorted(range(whole.dim()), key=lambda dim: -extent.stride[dim]))
+    return whole.reshape(-1)[extent.start : extent.stop]
+
+
+def wrong(model: nn.Module, optimizers: list[torch.optim.Optimizer], reference: dict[str, Tensor]) -> list[str]:
+    """What this rank holds that is not its part of the reference."""
+    held = [*HeldValues(model).extents, *optimizer_extents(model, optimizers)]
+    return [extent.name for extent, flat in held if not torch.equal(flat, part_of(extent, reference[extent.name]))]
+
+
+def load_everywhere(folder: str) -> dict[Any, list[str]]:
+    """Every layout loads what every other saved; gives what was not as in the plain model."""
+    rank = distributed.get_rank()
+    model, optimizer, average = LAYOUTS["plain"].make()
+    train(model, optimizer, average)
+    sw.save(f"{folder}/plain-{rank}", model, optimizer, state={"step": 2}, average=average)
+    plain = sw.full_state_dict(model)
+    distributed.barrier()
+    reference = logical(f"{folder}/plain-0")
+    found: dict[Any, list[str]] = {}
+    for source, target in sorted(itertools.product(LAYOUTS, LAYOUTS), key=lambda pair: pair[0] != "plain"):
+        model, optimizer, average = LAYOUTS[target].make()
+        for settings in optimizer.param_groups:
+            settings["lr"] = 0.0  # the checkpoint knows better
+        assert wrong(model, [], reference)  # the test sees what is not loaded
+        saved = f"{folder}/{source}" + ("-0" if source == "plain" else "")
+        assert sw.load(saved, model, optimizer, average=average) == {"step": 2}
+        assert optimizer.param_groups[0]["lr"] == 1e-2
+        assert all(state["step"] == 2 for state in optimizer.state.values())
+        found[source, target] = wrong(model, [optimizer], reference)
+        if source == "plain":
+            found["average", target] = wrong_average(model, average, reference)
+            found["state dict", target] = different(sw.full_state_dict(model), plain)
+            if target != "plain":
+                sw.save(f"{folder}/{target}", model, optimizer, state={"step": 2}, average=average)
+    for name in LAYOUTS.keys() - {"plain"}:
+        saved = logical(f"{folder}/{name}")
+        assert saved.keys() == reference.keys()
+        found["saved", name] = [key for key in reference if not torch.equal(reference[key], saved[key])]
+    return found
+
+
+def wrong_average(model: nn.Module, average: sw.ExponentialMovingAverage, reference: dict[str, Tensor]) -> list[str]:
+    with average.swapped_in():
+        held = [(extent, flat) for extent, flat in HeldValues(model).extents if not extent.name.startswith("buffer/")]
+        return [e.name for e, flat in held if not torch.equal(flat, part_of(e, reference[f"average/{e.name}"]))]
+
+
+def different(state: dict[str, Any], plain: dict[str, Any]) -> list[str]:
+    """What of a state dict on rank 0 is not the plain model's; other ranks (of a world of several) have none."""
+    if not state:
+        return [] if distributed.get_rank() else ["all of it"]
+    if list(state) != list(plain):
+        return ["the order of keys"]
+    return [
+        key
+        for key, value in plain.items()
+        if not (same(value, state[key]) if isinstance(value, Tensor) else value == state[key])
+    ]
+
+
+def same(a: Tensor, b: Tensor) -> bool:
+    return torch.equal(a, b) and a.dtype == b.dtype and a.stride() == b.stride()
+
+
+def test_every_layout_loads_what_every_other_saved(tmp_path):
+    for found in run_on_ranks(load_everywhere, 4, str(tmp_path)):
+        assert len(found) == 36 + 2 * 6 + 5
+        assert not any(found.values()), {key: value for key, value in found.items() if value}
