@@ -1,13 +1,11 @@
-"""Checkpoints and state dicts are logical: models in slices and stages, cut by hand, between all layouts, bit for bit."""
+"""Checkpoints and state dicts are logical: models in slices and stages, cut by hand, between all layouts, to the bit."""
 
 from __future__ import annotations
 
-import copy
 import itertools
 from dataclasses import dataclass
 from typing import Any
 
-import pytest
 import torch
 from torch import Tensor, distributed, nn
 
@@ -17,10 +15,9 @@ from shardwise.comm.axes import Comms
 from shardwise.comm.dtype import torch_dtype
 from shardwise.comm.open import Place
 from shardwise.fsdp.api import shard_model
-from shardwise.fsdp.options import EngineOptions
 from shardwise.fsdp.optimizer_state import optimizer_extents
+from shardwise.fsdp.options import EngineOptions
 from shardwise.fsdp.state import HeldValues
-from shardwise.spec.errors import CheckpointError, StateError
 from shardwise.spec.extent import Extent
 from shardwise.spec.mesh import Mesh
 from shardwise.spec.placement import PRESETS

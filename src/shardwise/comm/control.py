@@ -58,5 +58,5 @@ def fail_together(comm: Comm, error: ShardwiseError | None) -> None:
     failed = [(rank, *found) for rank, found in enumerate(told) if found is not None]
     if failed:
         rank, kind, text = failed[0]
-        is_everyone = len(failed) == len(told) and all(other == text for _, _, other in failed)
-        raise getattr(errors, kind, ShardwiseError)(text if is_everyone else f"rank {rank}: {text}") from error
+        where = "" if len(failed) == len(told) else f"rank {rank}: "
+        raise getattr(errors, kind, ShardwiseError)(where + text) from error
