@@ -1,4 +1,4 @@
-"""Checkpoints and state dicts are logical: models in slices and stages, cut by hand, between all layouts, to the bit."""
+"""Checkpoints and state dicts are logical: models in slices and stages, cut by hand, between all layouts."""
 
 from __future__ import annotations
 
