@@ -15,6 +15,7 @@ from shardwise.cli.file import check_writable, write
 from shardwise.cli.show import show
 from shardwise.cli.train import num_processes
 from shardwise.spec.errors import ConfigError
+from shardwise.train.compare.variant import split
 from shardwise.train.text import printable
 
 if TYPE_CHECKING:
@@ -120,7 +121,7 @@ def _print(result: Result) -> None:
 
 
 def _names(text: str | None) -> list[str]:
-    return [name.strip() for name in (text or "").split(",") if name.strip()]
+    return [name.strip() for name in split(text or "", ",") if name.strip()]
 
 
 def _command() -> str:

@@ -14,7 +14,7 @@ from shardwise.spec.errors import ConfigError
 from shardwise.spec.plan import ParallelPlan
 from shardwise.train.compare.case import CASES
 from shardwise.train.compare.request import OURS, PEERS, SINGLE, Entrant, Request, make_requests, turns
-from shardwise.train.compare.variant import parse
+from shardwise.train.compare.variant import parse, split
 
 RUN = "model: {preset: gpt-nano}\ndata: {source: random, seq_len: 8}\ntrain: {micro_batch_size: 3, steps: 10}\n"
 
@@ -74,14 +74,24 @@ def test_a_request_survives_json():
         (["--nproc", "0"], "at least 1 is needed"),
         (["RUN", "--case", "host"], "exclude each other"),
         (["MISSING"], "missing.yaml"),
+        (["BF16", "--peers", "torch-ddp"], "mp_policy rounds numbers"),
+        (["FULL"], "parallel.activation_checkpointing, parallel.compile would act on our engine alone"),
+        (["FULL"], "the peers (single, torch-ddp, torch-fsdp1, torch-fsdp2) train the model as it is"),
+        (["--case", "host", "--strategies", "zero3,zero3+dp_shard=3"], "dp_shard=3"),
+        (["--case", "host", "--strategies", "zero3+reshard_after_forward=3"], "reshard_after_forward=3"),
+        (["--case", "host", "--strategies", "data_parallel"], "runs replicas in one process"),
+        (["RUN", "--strategies", "hsdp+dp_replicate=4"], "dp_replicate=4"),
+        (["--case", "host", "--strategies", "zero3+mp_policy={param_dtype: bf61}"], "bf61"),
     ],
 )
 def test_mistakes_leave_with_78_before_a_process_starts(tmp_path, monkeypatch, capsys, arguments, said):
     monkeypatch.setattr(subprocess, "Popen", lambda *_, **__: pytest.fail("a process was started"))
     monkeypatch.setattr("shardwise.train.compare.run.launch", lambda *_, **__: pytest.fail("workers were started"))
     (tmp_path / "run.yaml").write_text(RUN)
-    paths = {"RUN": str(tmp_path / "run.yaml"), "MISSING": str(tmp_path / "missing.yaml")}
-    assert main(["compare", *(paths.get(argument, argument) for argument in arguments)]) == 78
+    (tmp_path / "bf16.yaml").write_text(RUN + "parallel: {mp_policy: {param_dtype: bf16}}\n")
+    (tmp_path / "full.yaml").write_text(RUN + "parallel: {activation_checkpointing: full, compile: true}\n")
+    paths = {name: str(tmp_path / f"{name.lower()}.yaml") for name in ("RUN", "BF16", "FULL", "MISSING")}
+    assert main(["compare", "--nproc", "2", *(paths.get(argument, argument) for argument in arguments)]) == 78
     shown = capsys.readouterr().err
     assert said in shown
     assert "Traceback" not in shown
@@ -122,6 +132,15 @@ def test_asking_needs_no_torch():
     subprocess.run([sys.executable, "-c", code], check=True)
 
 
+def test_without_peers_our_strategies_may_compute_as_the_configuration_says(tmp_path):
+    path = tmp_path / "run.yaml"
+    path.write_text(RUN + "parallel: {mp_policy: {param_dtype: bf16}}\n")
+    (request,) = make_requests(config=path, strategies=["zero3", "zero2"], peers=[], num_ranks=2)
+    assert [entrant.engine for entrant in request.entrants] == [OURS, OURS]
+    path.write_text(RUN + "parallel: {gradient_buffers: 1}\n")  # the same work
+    assert make_requests(config=path, peers=["torch-ddp"], num_ranks=2)
+
+
 def test_the_error_for_an_unknown_name_escapes_it():
     with pytest.raises(ConfigError) as caught:
         make_requests(peers=["\x1b[2J"], num_ranks=1)
@@ -152,6 +171,44 @@ def test_a_variant_names_what_else_differs():
     assert (variant.strategy, variant.is_flat, variant.fields) == ("zero3", True, {"reshard_after_forward": False})
     assert variant.applied_to(ParallelPlan(accumulation="sharded")).accumulation == "sharded"
     assert make_requests(cases=["host"], strategies=["ZeRO3+flat"], num_ranks=2)[0].entrants[0].strategy == "zero3+flat"
+
+
+MIXED = "ZERO3+mp_policy={param_dtype: bf16, reduce_dtype: fp32}"
+NAMED = "zero3+auto_wrap_policy={by_class: [Block, GPTBlock]}+flat"
+
+
+def test_values_are_yaml_whose_commas_and_capitals_stay(monkeypatch):
+    """Up to the request, by the verb; nothing is started."""
+    asked = []
+    monkeypatch.setattr("shardwise.train.compare.run.run", lambda request: asked.append(request) or sys.exit(0))
+    main(["compare", "--case", "host", "--peers", "single", "--strategies", f"ddp, {MIXED} ,{NAMED},ddp"])
+    (request,) = asked
+    ours = [entrant.strategy for entrant in request.entrants if entrant.engine == OURS]
+    assert ours == ["ddp", MIXED.replace("ZERO3", "zero3"), NAMED]
+    assert parse(ours[1]).applied_to(ParallelPlan()).precision.param_dtype == "bf16"
+    assert parse(ours[2]).fields == {"auto_wrap_policy": {"by_class": ["Block", "GPTBlock"]}}
+    assert parse(ours[2]).is_flat
+
+
+@pytest.mark.parametrize(
+    ("text", "parts"),
+    [
+        ("a,b", ["a", "b"]),
+        ("a={x: 1, y: [2, 3]},b", ["a={x: 1, y: [2, 3]}", "b"]),
+        ("a='1,2',b", ["a='1,2'", "b"]),
+        ('a="{",b', ['a="{"', "b"]),
+        ("a},b", ["a}", "b"]),
+        ("", [""]),
+    ],
+)
+def test_marks_in_brackets_and_quotes_do_not_cut(text, parts):
+    assert split(text, ",") == parts
+
+
+@pytest.mark.parametrize("text", ["zero3+mp_policy={param_dtype: bf16", "zero3+sync=@", "zero3+sync='a"])
+def test_a_value_that_is_no_yaml_is_refused_in_our_words(text):
+    with pytest.raises(ConfigError, match=r"is no YAML: .*\n  Write it as in a configuration file"):
+        parse(text)
 
 
 @pytest.mark.parametrize("text", ["zero3+falt", "zero3+nosuch=1", "zero3+strategy=ddp", "zero3+"])

@@ -10,8 +10,10 @@ from pathlib import Path
 from typing import Any, Self
 
 from shardwise.spec.errors import ConfigError
+from shardwise.spec.exact import check_exact
+from shardwise.spec.plan import ParallelPlan
 from shardwise.train.compare.case import CASES, Case
-from shardwise.train.compare.variant import parse
+from shardwise.train.compare.variant import canonical, parse
 from shardwise.train.text import printable
 
 OURS = "shardwise"
@@ -34,6 +36,17 @@ _PEER_GROUPS = {"deepspeed": ("deepspeed-1", "deepspeed-2", "deepspeed-3")}
 DEFAULT_PEERS = (SINGLE, "torch-ddp", "torch-fsdp1", "torch-fsdp2")
 DEFAULT_STRATEGIES = ("zero3",)
 DEFAULT_ROUNDS = 5
+#: Fields of the plan by which our engine does other work than a peer, though it computes the same.
+_OURS_ALONE = (
+    "offload_policy",
+    "activation_checkpointing",
+    "ignored",
+    "compile",
+    "tp",
+    "pp",
+    "cp",
+    "ep",
+)
 #: Steps of the configuration's model per engine and turn.
 _CONFIG_STEPS = 5
 
@@ -105,8 +118,9 @@ def make_requests(
     """One request for each case (all of them where neither ``cases`` nor ``config`` is given).
 
     Raises:
-        ConfigError: A name is unknown or a number makes no sense.
-        PlacementError, PlanError: A strategy is unknown, or not in this version.
+        ConfigError: A name is unknown or a number makes no sense; or the configuration gives our engine other work
+            than the peers.
+        PlacementError, PlanError, MeshError: A strategy is unknown, or not in this version, or does not fit the ranks.
     """
     if cases and config is not None:
         raise ConfigError("--case and CONFIG exclude each other: each gives model and data.\n  Leave one of them out.")
@@ -117,13 +131,15 @@ def make_requests(
     peers = DEFAULT_PEERS if peers is None else [name for peer in peers for name in _PEER_GROUPS.get(peer, (peer,))]
     _check_names("--peers", peers, PEERS)
     _check_installed(peers)
-    chosen = (
-        [_from_config(config, num_ranks, peers)] if config is not None else [CASES[name] for name in cases or CASES]
-    )
-    strategies = [strategy.strip().lower() for strategy in strategies] or list(DEFAULT_STRATEGIES)
-    for strategy in strategies:
-        parse(strategy)
-    entrants = [Entrant(OURS, strategy) for strategy in dict.fromkeys(strategies)]
+    variants = {name: parse(name) for name in [canonical(text) for text in strategies] or DEFAULT_STRATEGIES}
+    plan, chosen = ParallelPlan(), [CASES[name] for name in cases or CASES]
+    if config is not None:
+        plan, case = _from_config(config, num_ranks)
+        chosen = [case]
+        _check_fair(config, plan, peers)
+    for variant in variants.values():
+        variant.applied_to(plan).mesh(num_ranks, num_ranks)  # all on this machine
+    entrants = [Entrant(OURS, name) for name in variants]
     entrants += [Entrant(peer, PEERS[peer]) for peer in dict.fromkeys(peers)]
     return [Request(_with_steps(case, steps), tuple(entrants), num_ranks, rounds) for case in chosen]
 
@@ -132,16 +148,30 @@ def _with_steps(case: Case, steps: int | None) -> Case:
     return case if steps is None else replace(case, steps=steps)
 
 
-def _from_config(path: Path, num_ranks: int, peers: Sequence[str]) -> Case:
-    from shardwise.spec.exact import check_exact
+def _check_fair(path: Path, plan: ParallelPlan, peers: Sequence[str]) -> None:
+    """Refuse to time our engine at other work than the peers."""
+    if not peers:
+        return
+    check_exact(plan, printable(path))
+    default = ParallelPlan()
+    differing = [name for name in _OURS_ALONE if getattr(plan, name) != getattr(default, name)]
+    if not differing:
+        return
+    raise ConfigError(
+        f"{printable(path)}: {', '.join(f'parallel.{name}' for name in differing)} would act on our engine alone; the"
+        f" peers ({', '.join(peers)}) train the model as it is.\n"
+        f"  Take {'it' if len(differing) == 1 else 'them'} out, or name no peers (--peers ''). What is named with a"
+        f" strategy is part of its name in the tables: --strategies 'zero3+{differing[0]}=...'."
+    )
+
+
+def _from_config(path: Path, num_ranks: int) -> tuple[ParallelPlan, Case]:
     from shardwise.train.check import resolve
     from shardwise.train.config import read_draft
 
     resolved = resolve(read_draft(path, []), num_ranks)
-    if peers:
-        check_exact(resolved.plan, printable(path))
     resolved.source.check(resolved.vocab_size)
-    return Case(
+    return resolved.plan, Case(
         resolved.config.name,
         seq_len=resolved.config.data.seq_len or 1,
         batch=resolved.batch.micro,
