@@ -125,3 +125,37 @@ def test_a_fused_optimizer_skips_with_the_others(is_spoilt: bool) -> None:
     ranks = run_on_ranks(step_fused, 2, is_spoilt)
     assert [fell for fell, _ in ranks] == [is_spoilt, is_spoilt]
     assert ranks[0][1] is not is_spoilt
+
+
+def train_whole_tensors(form: str, strategy: str) -> list[torch.Tensor]:
+    torch.manual_seed(0)
+    model = nn.Sequential(*(nn.Linear(64, 64, bias=False) for _ in range(3)))
+    plan = sw.ParallelPlan(
+        strategy=strategy,
+        granularity="tensor",
+        auto_wrap_policy=sw.wrap_by_class({nn.Linear}),
+        merge_units=False,
+        **{form: "int8"},
+    )
+    sw.parallelize(model, plan)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    for step in range(2):
+        x = torch.randn(2, 64, generator=torch.Generator().manual_seed(2 * step + distributed.get_rank()))
+        model(x).square().sum().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    return list(sw.full_state_dict(model).values())
+
+
+def train_all_whole_tensors() -> dict[str, list[list[torch.Tensor]]]:
+    return {
+        "quantized_reduce": [train_whole_tensors("quantized_reduce", each) for each in ("ddp", "zero1", "zero3")],
+        "quantized_gather": [train_whole_tensors("quantized_gather", each) for each in ("zero1", "zero3")],
+    }
+
+
+def test_a_rank_may_own_nothing_of_a_group() -> None:
+    """Each layer is a unit of one tensor, which is whole on one rank."""
+    for strategies in run_on_ranks(train_all_whole_tensors, 2)[0].values():
+        for states in strategies[1:]:
+            assert all(torch.equal(a, b) for a, b in zip(strategies[0], states, strict=True))

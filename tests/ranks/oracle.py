@@ -154,6 +154,45 @@ def compare(
     return Trained(model, copies[rank], ours, runtime)
 
 
+def compare_local_sums(
+    model: nn.Module,
+    build: Callable[[], nn.Module],
+    syncs: Callable[[bool], contextlib.AbstractContextManager[None]],
+    where: str,
+) -> None:
+    """Accumulate unsharded: rank r's microbatches are added, then the sums over the ranks, then divided.
+
+    Args:
+        model: Parallelized.
+        build: Builds the plain model.
+        syncs: Says in which microbatch gradients are sent: the last one.
+        where: For messages.
+    """
+    rank, world = dist.get_rank(), dist.get_world_size()
+    copies = [build() for _ in range(world)]
+    for step in range(3):
+        for other, plain in enumerate(copies):
+            plain.zero_grad()
+            for micro in range(3):
+                plain_loss(plain, other, 10 * step + micro).backward()
+        for micro in range(3):
+            with syncs(micro == 2), sw.record_collectives(model) as events:
+                plain_loss(model, rank, 10 * step + micro).backward()
+            kinds = {event.kind for event in events if "reduce" in event.kind}
+            assert bool(kinds) == (micro == 2), f"{where}: {kinds} in microbatch {micro}"
+            if micro < 2:
+                assert all(p.grad is None for p in model.parameters())
+        for name, group, index in shards_of(attach.runtime_of(model, "test")):
+            total = None
+            for plain in copies:
+                grad = dict(plain.named_parameters())[name].grad
+                total = grad if total is None else total + grad
+            grad = group.shards[index].grad
+            if grad is not None:
+                assert torch.equal(grad.flatten(), held_part(group, index, total / world)), f"{where}: {name}"
+        model.zero_grad()
+
+
 def _share_buffers(copies: list[nn.Module]) -> list[Callable[[], None]]:
     """Before each forward every copy takes over the saved buffers that the first one had before that forward.
 

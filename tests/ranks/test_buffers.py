@@ -140,8 +140,10 @@ def record(mode, accumulation):
                     steps.append([event for event in events if event[1] == "buffers"])
             optimizer.step()
             optimizer.zero_grad()
+        model.eval()
         with torch.no_grad():
             evaluations = [events_of(model, model, sample(rank, 0)) for _ in range(3)]
+        model.train()
         evaluations.append(events_of(model, train_on, sample(rank, 0)))  # nothing has trained since the last sync
         found[strategy] = steps, [[e for e in events if e[1] == "buffers"] for events in evaluations]
     return found
@@ -166,6 +168,23 @@ def test_buffers_are_sent_once_a_step_in_one_message_per_dtype_and_before_the_ne
                 assert [sorted(events) for events in evaluations] == [sent, [], [], []]
 
 
+def recompute_statistics():
+    """What ``torch.optim.swa_utils.update_bn`` does: forwards in training mode, without grad; then an evaluation."""
+    model = sw.parallelize(build(), sw.ParallelPlan(strategy="ddp"))
+    with torch.no_grad():
+        for step in range(3):
+            model(sample(dist.get_rank(), step))
+        model.eval()
+        evaluations = [events_of(model, model, sample(0, 0)) for _ in range(2)]
+    return [bool(events) for events in evaluations], {n: b.clone() for n, b in model.named_buffers() if n in SAVED}
+
+
+def test_a_forward_in_training_mode_changes_buffers_without_grad_too():
+    (sent, ours), (_, theirs) = run_on_ranks(recompute_statistics, 2)
+    assert sent == [True, False]
+    assert all(torch.equal(ours[name], theirs[name]) for name in ours)
+
+
 def none_to_send():
     model = sw.parallelize(Chain(), sw.ParallelPlan(strategy="ddp"))
     plain_loss(model, 0, 0).backward()
@@ -183,9 +202,9 @@ def test_without_buffers_nothing_is_sent_and_the_summary_says_what_auto_means():
     assert told == [
         "not synchronised: none is saved with the model (auto)",
         "not synchronised",
-        "18 that are saved with the model (auto); rank 0's are sent before the first forward after one that trained",
-        "21 in all; rank 0's are sent before the first forward after one that trained",
-        "21 in all; averaged over the ranks before the first forward after one that trained",
+        "18 that are saved with the model (auto); rank 0's are sent before the first forward after one in train mode",
+        "21 in all; rank 0's are sent before the first forward after one in train mode",
+        "21 in all; averaged over the ranks before the first forward after one in train mode",
     ]
 
 

@@ -12,6 +12,8 @@ from torch import Tensor, nn
 
 import shardwise as sw
 from shardwise.comm import watch
+from shardwise.fsdp import attach
+from shardwise.fsdp.order import ROOT_ENTRY
 from shardwise.spec.errors import RankDisagreement
 from shardwise.testing import run_on_ranks
 from tests.ranks.oracle import Block, Chain, compare, plain_loss, presets, sample, seeded
@@ -305,3 +307,69 @@ def thread_after_end():
 def test_the_watch_ends_before_the_interpreter_does():
     """A thread inside the store at the interpreter's end aborts the process; ``end`` is registered with atexit."""
     assert run_on_ranks(thread_after_end, 2) == [(True, False)] * 2
+
+
+class Branches(nn.Module):
+    """Runs its layers in the order of the argument; those that are frozen are gathered, but have no gradients."""
+
+    def __init__(self, is_frozen=False):
+        super().__init__()
+        torch.manual_seed(0)
+        self.stem = nn.Linear(8, 8)
+        self.layers = nn.ModuleList(nn.Linear(8, 8) for _ in range(5)).requires_grad_(not is_frozen)
+
+    def forward(self, x: Tensor, order) -> Tensor:
+        if not self.layers[0].weight.requires_grad:
+            with torch.no_grad():
+                for index in order:
+                    x = self.layers[index](x)
+            return self.stem(x)
+        x = self.stem(x)
+        for index in order:
+            x = self.layers[index](x)
+        return x
+
+
+def wander_alone():
+    """Only rank 0's path changes, where nothing ties it to its peer's: each holds all parameters by itself."""
+    rank, lengths = dist.get_rank(), []
+    for is_frozen in (False, True):
+        model = Branches(is_frozen)
+        layers = sw.wrap_by_class({nn.Linear})
+        plan = sw.ParallelPlan(
+            strategy="hsdp", dp_replicate=2, dp_shard=1, auto_wrap_policy=layers, merge_units=False, sync_buffers="none"
+        )
+        runtime = attach.runtime_of(sw.parallelize(model, plan), "test")
+        model(torch.ones(1, 8), range(5)).sum().backward()
+        for step in range(60):
+            order = torch.randperm(5, generator=seeded(step)).tolist() if rank == 0 else range(5)
+            with torch.set_grad_enabled(is_frozen):
+                loss = model(torch.ones(1, 8), order).sum()
+            if is_frozen:
+                loss.backward()
+        orders = runtime.all_orders[0 if is_frozen else 1]
+        lengths.append(len(orders[ROOT_ENTRY].units))
+        model(torch.ones(1, 8), range(5)).sum().backward()
+    return lengths
+
+
+def test_a_path_that_changes_on_one_rank_only_asks_nobody_who_does_not_gather_with_it():
+    ours, theirs = run_on_ranks(wander_alone, 2, timeout_s=60)
+    assert max(ours) <= 2 * 11 + 8
+    assert ours[0] > len(range(5)) + 1  # it has changed
+    assert theirs == [7, 7]
+
+
+def test_what_a_rank_has_issued_is_known_however_long_ago_it_was():
+    def status(waits_for, newest, peers=(), elsewhere=None):
+        many = [["dp_shard", place, "all_gather", "u", 1] for place in range(64)]
+        return {"elsewhere": elsewhere, "waits_for": waits_for, "issued": many, "newest": newest, "peers": peers}
+
+    wanted = ["dp", 3, "all_reduce", "order", 8]
+    behind, there = ({"dp_shard": 400, "dp": newest} for newest in (2, 3))
+    waiting = status(wanted, {"dp_shard": 9, "dp": 3}, [1])
+    for newest in (behind, {"dp_shard": 400}):
+        text = watch._absence({0: waiting, 1: status(None, newest, elsewhere="barrier")})
+        assert text is not None
+        assert text.startswith("rank 1 waits in torch.distributed's barrier, while rank 0 waits for it in all_reduce")
+    assert watch._absence({0: waiting, 1: status(None, there, elsewhere="barrier")}) is None

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import contextlib
+
 import pytest
 import torch
 import torch.distributed as dist
@@ -12,7 +14,7 @@ import shardwise as sw
 from shardwise.fsdp import attach
 from shardwise.spec.errors import PlanError, StateError
 from shardwise.testing import run_on_ranks
-from tests.ranks.oracle import Block, Chain, compare, plain_loss, sample
+from tests.ranks.oracle import Block, Chain, compare, compare_local_sums, plain_loss, sample
 
 WORLDS = pytest.mark.parametrize("world", [1, 2, 3])
 
@@ -105,23 +107,72 @@ def test_a_unit_can_be_unsharded_and_resharded_by_hand(world):
     run_on_ranks(methods, world)
 
 
-def accumulate(model, rank, step):
-    """set_requires_gradient_sync around the microbatches, as FSDP2's users write it."""
-    for micro in range(3):
-        if hasattr(model, "set_requires_gradient_sync"):
-            model.set_requires_gradient_sync(micro == 2)
-        loss = plain_loss(model, rank, 10 * step + micro)
-        loss.backward()
-        yield loss
+@contextlib.contextmanager
+def switched(model, is_enabled):
+    model.set_requires_gradient_sync(is_enabled)
+    yield
 
 
 def accumulation():
-    compare(Chain, accumulate, parallelize=bottom_up)
+    """set_requires_gradient_sync before each microbatch, as FSDP2's users write it."""
+    model = bottom_up(Chain())
+    compare_local_sums(model, Chain, lambda is_enabled: switched(model, is_enabled), "fully_shard")
+    with pytest.raises(StateError) as caught:
+        model.blocks[1].set_requires_gradient_sync(False)
+    return str(caught.value)
 
 
 @WORLDS
 def test_gradient_sync_can_be_switched_by_method(world):
-    run_on_ranks(accumulation, world)
+    """With False nothing is sent until True, as with FSDP2."""
+    for text in run_on_ranks(accumulation, world):
+        assert text.startswith("set_requires_gradient_sync() of unit 'blocks.1': the units of a model are reduced toge")
+
+
+class Normed(nn.Module):
+    def __init__(self):
+        super().__init__()
+        torch.manual_seed(1)
+        self.inner = nn.Sequential(nn.Linear(4, 4), nn.BatchNorm1d(4))
+        self.norm = nn.BatchNorm1d(4)
+        for module in (self, self.inner):
+            module.register_buffer("table", torch.full((2,), 1 / 3))
+
+    def forward(self, x):
+        return self.norm(self.inner(x))
+
+    def generate(self, x, synced_gpus=False):
+        return synced_gpus
+
+
+def finishing():
+    rank = dist.get_rank()
+    model = sw.convert_sync_batchnorm(Normed())
+    sw.fully_shard(model.inner, mp_policy=sw.PrecisionPolicy(param_dtype="fp32"))
+    sw.fully_shard(model, mp_policy=sw.PrecisionPolicy(param_dtype="bf16", buffer_dtype="bf16", output_dtype="fp32"))
+    model(torch.randn(8, 4, generator=torch.Generator().manual_seed(rank))).sum().backward()
+    shared = [model.inner[1].running_mean.clone(), model.norm.running_mean.clone()]
+    plain = Normed()
+    sw.fully_shard(plain)
+    plain(torch.randn(8, 4, generator=torch.Generator().manual_seed(rank))).sum().backward()
+    with torch.no_grad():
+        plain(torch.zeros(2, 4))
+    comms = {id(norm.comm) for norm in (model.norm, model.inner[1])}
+    dtypes = model.table.dtype, model.inner.table.dtype
+    with pytest.raises(PlanError, match=r"SyncBatchNorm is a torch.nn.SyncBatchNorm(.|\n)*before sw.fully_shard\(\)"):
+        sw.fully_shard(nn.SyncBatchNorm(4))
+    return shared, plain.norm.running_mean.clone(), len(comms), dtypes, model.generate(None)
+
+
+def test_a_model_is_finished_as_by_parallelize_but_for_buffers():
+    """Batch norm over all ranks is connected, generate() kept in step; buffers are each rank's own, as with FSDP2."""
+    (ours, own, *_), (theirs, other, *_) = found = run_on_ranks(finishing, 2)
+    assert all(torch.equal(a, b) for a, b in zip(ours, theirs, strict=True))
+    assert not torch.equal(own, other)
+    for _, _, num_comms, dtypes, is_synced in found:
+        assert num_comms == 1
+        assert dtypes == (torch.bfloat16, torch.float32)  # the policy is the outer unit's
+        assert is_synced
 
 
 def refusals():

@@ -274,3 +274,41 @@ def test_the_norm_does_not_depend_on_the_layout():
     # Over three ranks x/3 summed thrice is not x: gradients differ in the last bit, and only those.
     assert max(values) - min(values) <= 1e-6 * max(values)
     assert len({value for found in run_on_ranks(layouts, 2) for value in found}) == 1
+
+
+def two_models_in_one_group():
+    rank = dist.get_rank()
+    first, second = (
+        sw.parallelize(nn.Linear(64, 64), sw.ParallelPlan(strategy=strategy)) for strategy in ("ddp", "zero3")
+    )
+    optimizer = torch.optim.SGD([*first.parameters(), *second.parameters()], lr=1.0)
+    x = sample(rank, 0).new_ones(2, 64)
+    # An inf that only one rank holds, in the second model.
+    scaler = sw.GradScaler("cpu")
+    scaler.scale(second(first(x)).sum()).backward()
+    if rank == 1:
+        second.weight.grad.view(-1)[0] = float("inf")
+    scaler.unscale_(optimizer)
+    found = scaler.has_found_inf
+    optimizer.zero_grad()
+    # Both models know that the parameters have changed.
+    versions = [attach.runtime_of(model, "test").version for model in (first, second)]
+    second(first(x)).sum().backward()
+    optimizer.step()
+    optimizer.zero_grad()
+    steps = [attach.runtime_of(model, "test").version - v for model, v in zip((first, second), versions, strict=True)]
+    # A model that joins later is seen as well; its microbatches are not reduced yet.
+    third = sw.parallelize(nn.Linear(64, 64), sw.ParallelPlan(strategy="ddp"))
+    optimizer.add_param_group({"params": list(third.parameters())})
+    with sw.gradient_sync(third, False):
+        third(x).sum().backward()
+    with pytest.raises(StateError) as caught:
+        optimizer.step()
+    return found, steps, str(caught.value)
+
+
+def test_two_models_may_share_a_parameter_group():
+    for found, steps, text in run_on_ranks(two_models_in_one_group, 2):
+        assert found
+        assert steps == [1, 1]
+        assert "before the gradients of accumulated microbatches were reduced" in text

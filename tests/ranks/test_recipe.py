@@ -15,7 +15,17 @@ import shardwise as sw
 from shardwise.fsdp import attach
 from shardwise.spec.errors import CheckpointError, StateError
 from shardwise.testing import run_on_ranks
-from tests.ranks.oracle import PRESETS, Block, Chain, compare, held_part, plain_loss, presets, sample, shards_of
+from tests.ranks.oracle import (
+    PRESETS,
+    Block,
+    Chain,
+    compare,
+    compare_local_sums,
+    plain_loss,
+    presets,
+    sample,
+    shards_of,
+)
 
 WORLDS = pytest.mark.parametrize("world", [1, 2, 3])
 
@@ -56,32 +66,9 @@ def test_repeated_backwards_add_and_sharded_accumulation_reduces_each(world):
 
 
 def unsharded():
-    """Local sums first: rank r's microbatches are added, then the sums over the ranks, then divided."""
-    rank, world = dist.get_rank(), dist.get_world_size()
     for strategy in presets():
         model = sw.parallelize(Chain(), sw.ParallelPlan(strategy=strategy, accumulation="unsharded"))
-        copies = [Chain() for _ in range(world)]
-        for step in range(3):
-            for other, plain in enumerate(copies):
-                plain.zero_grad()
-                for micro in range(3):
-                    plain_loss(plain, other, 10 * step + micro).backward()
-            for micro in range(3):
-                with sw.gradient_sync(model, micro == 2), sw.record_collectives(model) as events:
-                    plain_loss(model, rank, 10 * step + micro).backward()
-                kinds = {event.kind for event in events if "reduce" in event.kind}
-                assert bool(kinds) == (micro == 2), f"{strategy}: {kinds} in microbatch {micro}"
-                if micro < 2:
-                    assert all(p.grad is None for p in model.parameters())
-            for name, group, index in shards_of(attach.runtime_of(model, "test")):
-                total = None
-                for plain in copies:
-                    grad = dict(plain.named_parameters())[name].grad
-                    total = grad if total is None else total + grad
-                grad = group.shards[index].grad
-                if grad is not None:
-                    assert torch.equal(grad.flatten(), held_part(group, index, total / world)), f"{strategy}: {name}"
-            model.zero_grad()
+        compare_local_sums(model, Chain, lambda syncs, model=model: sw.gradient_sync(model, syncs), strategy)
 
 
 @WORLDS

@@ -201,7 +201,7 @@ class GlooComm(Comm):
             code = zlib.crc32(repr(key).encode()) & ((1 << _TAG_HASH_BITS) - 1)
             self._hashes[key] = code
         issued = progress.Issued(channel, sequence, kind, unit, numel)
-        progress.history.append(issued)
+        progress.note(issued)
         return issued, ((sequence & ((1 << _TAG_SEQUENCE_BITS) - 1)) << _TAG_HASH_BITS) | code
 
     def _exchange(self, issued: progress.Issued, tag: int) -> _Exchange:

@@ -148,7 +148,7 @@ class NcclComm(Comm):
             work.wait()
 
     def _start(self, kind: str, unit: str, buffer: Tensor) -> CollectiveEvent:
-        progress.history.append(progress.Issued(self.channel, self._sequence, kind, unit, buffer.numel()))
+        progress.note(progress.Issued(self.channel, self._sequence, kind, unit, buffer.numel()))
         self._sequence += 1
         return self._event(kind, unit, buffer)
 

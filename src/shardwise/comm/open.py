@@ -9,7 +9,7 @@ from dataclasses import dataclass
 import torch
 import torch.distributed as dist
 
-from shardwise.comm.axes import Comms, lay_out
+from shardwise.comm.axes import DATA_PARALLEL, Comms, lay_out
 from shardwise.comm.base import Comm
 from shardwise.comm.gloo import GlooComm
 from shardwise.comm.launch import init_process_group, read_world
@@ -98,10 +98,19 @@ class Place:
         Raises:
             CommError: The group's backend cannot move tensors of this device.
         """
-        group = self.group or join_world(device)
-        open_axis = _Opener(device, group, self.ranks)
-        rank = open_axis.ranks.index(group.rank())
+        open_axis = _Opener(device, self.group or join_world(device), self.ranks)
+        rank = open_axis.ranks.index(open_axis.own)
         return lay_out(self.mesh, rank, open_axis.by_place, is_replicated=is_replicated)
+
+    def open_samples(self, device: torch.device) -> Comm:
+        """One more Comm over this rank's data-parallel ranks: those that have other samples, for one model.
+
+        Collective:
+            As :meth:`open`.
+        """
+        open_axis = _Opener(device, self.group or join_world(device), self.ranks)
+        rank = open_axis.ranks.index(open_axis.own)
+        return open_axis.by_place(DATA_PARALLEL, "samples", self.mesh.data_parallel_group(rank))
 
 
 class _Opener:
@@ -109,12 +118,14 @@ class _Opener:
 
     Attributes:
         ranks: All that it knows, in the group's numbers.
+        own: This one.
     """
 
     def __init__(self, device: torch.device, group: dist.ProcessGroup, ranks: Sequence[int] | None = None) -> None:
         self.ranks = tuple(ranks) if ranks is not None else tuple(range(group.size()))
         self._device = device
         self._group = group
+        self.own = group.rank()
         self._number = next(_channels)
         if device.type != "cuda" and "gloo" not in dist.get_backend_config(group):
             raise CommError(

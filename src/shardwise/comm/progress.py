@@ -36,8 +36,17 @@ class Issued:
 #: The newest collectives of this process, oldest first.
 history: deque[Issued] = deque(maxlen=64)
 
+#: By channel: the sequence number of its newest collective. Unlike the history it forgets nothing.
+newest: dict[str, int] = {}
+
 #: The collective that some thread is waiting for at the moment.
 waiting: Issued | None = None
+
+
+def note(issued: Issued) -> None:
+    """A collective has been issued."""
+    history.append(issued)
+    newest[issued.channel] = issued.sequence
 
 
 def last() -> str:

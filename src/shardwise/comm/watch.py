@@ -203,6 +203,7 @@ class StallWatch:
             "last": progress.last(),
             "waits_for": None if waiting is None else _as_row(waiting[0].issued),
             "issued": [_as_row(issued) for issued in list(progress.history)],
+            "newest": dict(progress.newest),
             "peers": sorted({peer for _, peer, _, _ in waiting[0].messages}) if waiting else [],
             # What is not stalled is not answered: ``left`` looks for a verdict after a stall only.
             "messages": [list(message) for message in waiting[0].messages] if waiting and _is_stalled(waiting) else [],
@@ -332,11 +333,8 @@ def _absence(statuses: Mapping[int, dict[str, Any]]) -> str | None:
 
 
 def _has_issued(status: Mapping[str, Any], wanted: Sequence[Any]) -> bool:
-    """Whether a rank has, or may have, issued ``wanted``."""
-    newest = max((row[1] for row in status["issued"] if row[0] == wanted[0]), default=None)
-    if newest is None:
-        return len(status["issued"]) >= (progress.history.maxlen or 0)
-    return newest >= wanted[1]
+    """Whether a rank has issued ``wanted``."""
+    return status["newest"].get(wanted[0], -1) >= wanted[1]
 
 
 def _ring(needs: Mapping[int, Sequence[int]]) -> list[int] | None:

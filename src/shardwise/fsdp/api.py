@@ -104,8 +104,9 @@ def gradient_sync(model: nn.Module, is_enabled: bool) -> Iterator[None]:  # noqa
 
     * accumulation ``sharded`` (zero2, shard_grad_op, zero3): each backward is reduced into the shard as always:
       the sum over ranks of each microbatch is divided by the number of ranks, then added.
-    * accumulation ``unsharded`` (ddp, zero1): inside, no gradient is sent; each rank adds up its microbatches in
-      full-size buffers, and the backward outside reduces the sums and divides them by the number of ranks.
+    * accumulation ``unsharded`` (ddp, zero1, ``sw.fully_shard``): inside, no gradient is sent; each rank adds up its
+      microbatches in full-size buffers, and the backward outside reduces the sums and divides them by the number of
+      ranks.
     * accumulation ``defer_replicate``: inside, each backward is summed over ``dp_shard`` and added to the sum of the
       microbatches before; the backward outside also sums over ``dp_replicate`` and divides by the number of ranks.
 

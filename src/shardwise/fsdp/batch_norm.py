@@ -17,7 +17,7 @@ from torch.nn.modules.batchnorm import _BatchNorm
 from shardwise.comm.base import Comm
 from shardwise.fsdp import torch_private
 from shardwise.fsdp.attach import attachment_of
-from shardwise.spec.errors import StateError
+from shardwise.spec.errors import PlanError, StateError
 
 #: What the collectives are said to serve.
 _UNIT = "sync_batch_norm"
@@ -144,7 +144,8 @@ def convert_sync_batchnorm(module: nn.Module) -> nn.Module:
     """Replace every batch norm in ``module`` by one over the samples of all data-parallel ranks.
 
     Like ``torch.nn.SyncBatchNorm.convert_sync_batchnorm``, for CPU (Gloo) and CUDA alike. Call it before
-    ``sw.parallelize``, which connects the ranks. Parameters and buffers stay the same objects, and so do their names.
+    ``sw.parallelize`` or ``sw.fully_shard``, which connect the ranks. Parameters and buffers stay the same objects, and
+    so do their names.
 
     Returns:
         ``module``, changed in place; a new module where it is a batch norm itself.
@@ -189,13 +190,32 @@ def _converted(old: nn.Module) -> SyncBatchNorm:
     return new.train(old.training)
 
 
+def check(model: nn.Module, device: torch.device, world_size: int, call: str) -> None:
+    """Refuse what would raise in the first forward after ``call``.
+
+    Raises:
+        PlanError: There is a batch norm of torch's that does not work here.
+    """
+    if device.type != "cpu" or world_size == 1:
+        return
+    for path, module in model.named_modules():
+        if isinstance(module, nn.SyncBatchNorm):
+            name = repr(path) if path else type(module).__name__
+            raise PlanError(
+                f"{name} is a torch.nn.SyncBatchNorm, which refuses CPU tensors in a world of several ranks.\n"
+                f"  Call sw.convert_sync_batchnorm(model) before {call}: it takes torch's as well."
+            )
+
+
 def connect(model: nn.Module, open_comm: Callable[[], Comm]) -> None:
-    """Let the batch norms that :func:`convert_sync_batchnorm` made talk, over a Comm of their own where there are any.
+    """Let the batch norms that :func:`convert_sync_batchnorm` made talk, over one Comm of their own.
 
     Not over one of the engine's: on a rank that takes another path gathers may come earlier or later than theirs.
     """
     norms = [module for module in model.modules() if isinstance(module, SyncBatchNorm)]
-    comm = open_comm() if norms else None
+    if all(norm.comm is not None for norm in norms):
+        return
+    comm = next((norm.comm for norm in norms if norm.comm is not None), None) or open_comm()
     for norm in norms:
         norm.comm = comm
 

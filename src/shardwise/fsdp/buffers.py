@@ -6,8 +6,8 @@ mean is taken: rank 0's before the forward are then everybody's, and an evaluati
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Collection, Sequence
-from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -31,12 +31,14 @@ class BufferSync:
     Attributes:
         mode: What ``"auto"`` became: ``"broadcast"``, ``"mean"`` or ``"none"``.
         is_auto: It was ``"auto"``.
-        is_due: A forward that trains has run since the last sync.
+        is_due: A forward that may have changed them has run since the last sync.
     """
 
     def __init__(self, model: nn.Module, mode: str, comm: Comm, ignored: Collection[str] = ()) -> None:
         self.is_auto = mode == "auto"
-        self._held = _select(model, ignored, saved_only=self.is_auto) if mode != "none" else []
+        selected = _select(model, ignored, saved_only=self.is_auto) if mode != "none" else []
+        self._held = [(torch_private.buffers_of(module), key) for module, key in selected]
+        self._holders = [weakref.ref(module) for module in dict.fromkeys(module for module, _ in selected)]
         self.mode = ("broadcast" if self.is_auto else mode) if self._held else "none"
         self.is_due = False
         self._comm = comm
@@ -48,15 +50,23 @@ class BufferSync:
         self._root, self._num_sources = ranks[0], len(ranks)
         self._is_source = self._comm.rank in ranks
 
-    def forward_begins(self, *, trains: bool) -> None:
+    @property
+    def has_holder_in_training(self) -> bool:
+        """A module with buffers is in training mode, in which a forward may change them, also one without grad."""
+        return any(module.training for holder in self._holders if (module := holder()) is not None)
+
+    def forward_begins(self, *, may_change: bool) -> None:
         """An outermost forward is about to run, on every rank.
+
+        Args:
+            may_change: It trains, or some module with buffers is in training mode.
 
         Collective:
             As :meth:`sync`, if one is due.
         """
         if self.is_due:
             self.sync()
-        self.is_due = trains and bool(self._held)
+        self.is_due = may_change and bool(self._held)
 
     def sync(self) -> None:
         """Make the buffers equal.
@@ -111,7 +121,7 @@ class BufferSync:
         count = sum(len(tensors) for tensors in self._by_dtype().values())
         which = "that are saved with the model (auto)" if self.is_auto else "in all"
         how = "rank 0's are sent" if self.mode == "broadcast" else "averaged over the ranks"
-        return f"{count} {which}; {how} before the first forward after one that trained"
+        return f"{count} {which}; {how} before the first forward after one in train mode"
 
     def _by_dtype(self) -> dict[torch.dtype, list[Tensor]]:
         """The buffers as they are now, each once. ``.data``: autograd must not take a sync for a change by the user."""
@@ -135,13 +145,13 @@ def _is_averaged(dtype: torch.dtype) -> bool:
     return dtype.is_floating_point or dtype.is_complex
 
 
-def _select(model: nn.Module, ignored: Collection[str], *, saved_only: bool) -> list[tuple[dict[str, Any], str]]:
-    """The buffers to send, as the dict that holds them and their key; modules that synchronise themselves are left out.
+def _select(model: nn.Module, ignored: Collection[str], *, saved_only: bool) -> list[tuple[nn.Module, str]]:
+    """The buffers to send, by module and key; modules that synchronise themselves are left out.
 
     What is not saved with the model can be computed anew (masks, rotary frequencies): training does not change it.
     """
     return [
-        (torch_private.buffers_of(module), key)
+        (module, key)
         for path, module in model.named_modules()
         if not isinstance(module, (nn.SyncBatchNorm, SyncBatchNorm))
         for key in torch_private.buffers_of(module)

@@ -11,7 +11,8 @@ from torch import nn
 
 from shardwise.comm.axes import Comms
 from shardwise.comm.open import Place
-from shardwise.fsdp import attach, build, optimizer, precision, start
+from shardwise.fsdp import attach, batch_norm, build, optimizer, precision, start
+from shardwise.fsdp.finish import finish
 from shardwise.fsdp.ignore import find_ignored
 from shardwise.fsdp.in_backward import refuse
 from shardwise.fsdp.offload import choose_units
@@ -39,7 +40,13 @@ def fully_shard(
     """Make ``module`` a unit of its own, as FSDP2's function of this name: children first, the root last.
 
     Parameters below ``module`` that earlier calls have made units stay with those; the rest is this unit's. The module
-    keeps its class and gains ``unshard()``, ``reshard()`` and ``set_requires_gradient_sync(bool)``.
+    keeps its class and gains ``unshard()``, ``reshard()`` and ``set_requires_gradient_sync(bool)``, which is to be
+    called on the outermost module: after ``False`` backward sends nothing, and every rank adds up its gradients in
+    full-size buffers, until a backward after ``True`` reduces the sums.
+
+    As with FSDP2, buffers are each rank's own: batch norm's running statistics drift apart. Convert those with
+    ``sw.convert_sync_batchnorm`` first (its ranks are connected here), or use ``sw.parallelize``, which keeps buffers
+    equal.
 
     Args:
         module: Any module with plain dense parameters on one device.
@@ -60,7 +67,7 @@ def fully_shard(
 
     Raises:
         MeshError: The mesh cannot be sharded over.
-        PlanError: An argument is not possible here.
+        PlanError: An argument is not possible here, or a batch norm does not work on several ranks.
         StateError: A parameter is used both inside a unit made earlier and outside of it (tied weights).
     """
     if mp_policy is not None and mp_policy.overrides:
@@ -95,7 +102,9 @@ def fully_shard(
     build.check_parameters(own)
     offload = _unit_offload(offload_policy, own)
     device = next((e.parameter.device for e in fresh), torch.device("cpu"))
-    comms = _comms_for(mesh, device, children.values())
+    place = Place.of(mesh, device)
+    comms = _comms_for(mesh, place, device, children.values())
+    batch_norm.check(module, device, comms.num_ranks, "sw.fully_shard()")
     if isinstance(reshard_after_forward, int) and not isinstance(reshard_after_forward, bool):
         check_inner_size(reshard_after_forward, comms.gather.size)
     synchronise(module, {id(entry.parameter) for entry in own}, comms.control, mode="warn")
@@ -103,13 +112,13 @@ def fully_shard(
     options = EngineOptions(
         policy=mp_policy or FULL_PRECISION,
         reshard_after_forward=reshard_after_forward,
-        accumulates_sharded=True,
+        accumulates_sharded=False,
         ignored=ignored,
         offload=offload,
     )
     optimizer.install_checks()
     policies = precision.Policies(module, options.policy, comms.gather.device)
-    policies.cast_buffers(module)
+    policies.cast_buffers(module, [name for name, _ in module.named_buffers() if _is_in_a_unit(name, children)])
     policies.install_casts(module, [])
     unit = build.make_unit(
         {"": module}, {"": own}, row, comms, options, policies=policies, is_offloaded=offload is not None
@@ -123,16 +132,20 @@ def fully_shard(
                 child.reshards_after_forward = True
             units[child.name] = child
     unit.reshards_if_nested = None if reshard_after_forward == "auto" else unit.reshards_after_forward
-    start.start_runtime(module, start.nest(units), row, comms, options)
+    runtime = start.start_runtime(module, start.nest(units), row, comms, options)
+    finish(module, runtime, lambda: place.open_samples(device), sync_buffers="none")
     _add_methods(module)
     return module
 
 
+def _is_in_a_unit(name: str, units: Iterable[str]) -> bool:
+    return any(name.startswith(f"{path}.") for path in units)
+
+
 def _comms_for(
-    mesh: dist.ProcessGroup | dist.DeviceMesh | None, device: torch.device, children: Iterable[Runtime]
+    mesh: dist.ProcessGroup | dist.DeviceMesh | None, place: Place, device: torch.device, children: Iterable[Runtime]
 ) -> Comms:
-    """The Comms of units below, or new ones over ``mesh``."""
-    place = Place.of(mesh, device)
+    """The Comms of units below, or new ones over ``mesh``, which is ``place``."""
     below = next((runtime.comms for runtime in children), None)
     if below is None:
         return place.open(device, is_replicated=isinstance(mesh, dist.DeviceMesh) and mesh.ndim == 2)
@@ -201,6 +214,11 @@ class _UnitMethod(attach.Uncopyable):
         elif self._name == "reshard":
             runtime.reshard_now(unit)
         else:
+            if unit.parent is not None:
+                raise StateError(
+                    f"set_requires_gradient_sync() of unit {unit.name!r}: the units of a model are reduced together.\n"
+                    "  Call it on the outermost module that sw.fully_shard was called for."
+                )
             if not args[0]:
                 refuse(runtime, "set_requires_gradient_sync(False)")
             runtime.syncs_gradients = bool(args[0])

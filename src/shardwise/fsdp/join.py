@@ -40,7 +40,7 @@ class Word(IntEnum):
 
     LEFT = 0  #: it has no batch left
     FAILED = 1  #: an exception took it out of the loop
-    FORWARD = 2  #: whether it trains; a hash of the module that was called
+    FORWARD = 2  #: 1 if it trains, 2 if it may change buffers, 3 for both; a hash of the module that was called
     GATHER = 3  #: number of the unit; place of the group in it, twice, plus one if the inner group is gathered
     BACKWARD = 4  #: which gradients there are to add to, as ``_Held``; ranks may differ
     REDUCE = 5  #: number of the unit; whether this is the last microbatch
@@ -185,13 +185,14 @@ class Join:
 
     # -- a rank that has a batch
 
-    def begins_forward(self, entry: Entry, *, trains: bool) -> None:
+    def begins_forward(self, entry: Entry, *, trains: bool, may_change_buffers: bool) -> None:
         """An outermost forward is about to begin.
 
         Collective:
             One all-gather of three integers per rank. All ranks of the context must call.
         """
-        self._count(self._say(Word.FORWARD, int(trains), zlib.crc32(repr(entry).encode()), is_always=True))
+        what = trains + 2 * may_change_buffers
+        self._count(self._say(Word.FORWARD, what, zlib.crc32(repr(entry).encode()), is_always=True))
 
     def gathers(self, unit: Unit, group: Group, *, is_inner: bool) -> None:
         """A group's all-gather is about to be issued."""
@@ -271,7 +272,7 @@ class Join:
         if word is Word.FORWARD:
             self._count(spoken)
         follow: dict[Word, Callable[[], object]] = {
-            Word.FORWARD: lambda: self._follow_forward(trains=bool(first)),
+            Word.FORWARD: lambda: self._follow_forward(trains=bool(first & 1), may_change_buffers=bool(first & 2)),
             Word.GATHER: lambda: self._follow_gather(first, second // 2, is_inner=bool(second % 2)),
             Word.BACKWARD: lambda: self._follow_backward([row[1] for row in spoken.values()]),
             Word.REDUCE: lambda: self._follow_reduction(first, is_last=bool(second)),
@@ -283,9 +284,9 @@ class Join:
         }
         follow[word]()
 
-    def _follow_forward(self, *, trains: bool) -> None:
+    def _follow_forward(self, *, trains: bool, may_change_buffers: bool) -> None:
         """An outermost forward begins on the others."""
-        self._runtime.trains = trains
+        self._runtime.trains, self._runtime.may_change_buffers = trains, may_change_buffers
         self._runtime.refresh()
 
     def _follow_gather(self, index: int, place: int, *, is_inner: bool) -> None:

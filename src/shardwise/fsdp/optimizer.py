@@ -21,6 +21,7 @@ from shardwise.spec.granularity import ELEMENT, TENSOR, Granularity, block, reso
 if TYPE_CHECKING:
     from shardwise.fsdp.group import Group
     from shardwise.fsdp.runtime import Runtime
+    from shardwise.fsdp.unit import Unit
 
 #: What each optimizer must have whole. Classes of other packages by name, so that nothing is imported for them.
 _NEEDS: dict[type | str, Granularity] = {
@@ -45,6 +46,11 @@ _BLOCKWISE = frozenset({"torchao.optim.adam.Adam8bit", "torchao.optim.adam.AdamW
 
 _seen: weakref.WeakSet[torch.optim.Optimizer] = weakref.WeakSet()
 _installed = False
+
+#: What :func:`runtimes_of` has found, and in which lists of parameters.
+_runtimes: weakref.WeakKeyDictionary[
+    torch.optim.Optimizer, tuple[tuple[tuple[int, int], ...], list[weakref.ref[Runtime]]]
+] = weakref.WeakKeyDictionary()
 
 
 def declare_granularity(
@@ -153,16 +159,23 @@ def _after_step(optimizer: torch.optim.Optimizer, _args: Any, _kwargs: Any) -> N
 
 
 def runtimes_of(optimizer: torch.optim.Optimizer) -> list[Runtime]:
-    """The engines whose parameters this optimizer updates."""
-    runtimes: dict[int, Runtime] = {}
-    for group in optimizer.param_groups:
-        for parameter in group["params"]:
-            owner = group_of(parameter)
-            runtime = owner.unit.runtime() if owner is not None and owner.unit.runtime is not None else None
-            if runtime is not None:
-                runtimes[id(runtime)] = runtime
-                break
-    return list(runtimes.values())
+    """The engines whose parameters this optimizer updates, in the order of its parameters."""
+    lists = [settings["params"] for settings in optimizer.param_groups]
+    content = tuple((id(params), len(params)) for params in lists)
+    known = _runtimes.get(optimizer)
+    if known is not None and known[0] == content:
+        runtimes = [reference() for reference in known[1]]
+        if all(runtime is not None and _runtime_of(runtime.units[0]) is runtime for runtime in runtimes):
+            return [runtime for runtime in runtimes if runtime is not None]
+    owners = dict.fromkeys(group_of(parameter) for params in lists for parameter in params)
+    found = (_runtime_of(owner.unit) for owner in owners if owner is not None)
+    distinct = list(dict.fromkeys(runtime for runtime in found if runtime is not None))
+    _runtimes[optimizer] = content, [weakref.ref(runtime) for runtime in distinct]
+    return distinct
+
+
+def _runtime_of(unit: Unit) -> Runtime | None:
+    return unit.runtime() if unit.runtime is not None else None
 
 
 def _check(optimizer: torch.optim.Optimizer) -> None:

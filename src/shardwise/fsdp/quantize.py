@@ -32,6 +32,8 @@ def pack(source: Tensor, packed: Tensor, form: str) -> None:
     if form == "bf16":
         packed.view(torch.bfloat16)[: source.numel()].copy_(source)
         return
+    if not source.numel():
+        return  # no bytes: they may begin anywhere, also where no scale could
     codes, scales = _split(packed, source.numel(), source.dtype)
     work = torch.float64 if source.dtype is torch.float64 else torch.float32
     for part in _parts(source):
@@ -48,6 +50,8 @@ def unpack(packed: Tensor, target: Tensor, form: str, dtype: torch.dtype) -> Non
     if form == "bf16":
         target.copy_(packed.view(torch.bfloat16)[: target.numel()])
         return
+    if not target.numel():
+        return
     codes, scales = _split(packed, target.numel(), dtype)
     for part in _parts(target):
         target[part].view(-1, BLOCK_NUMEL).copy_(_read(codes, scales, part).to(dtype))
@@ -62,6 +66,8 @@ def _read(codes: Tensor, scales: Tensor, part: slice) -> Tensor:
 
 def sum_packed(terms: Sequence[Tensor], out: Tensor, dtype: torch.dtype, divisor: float) -> None:
     """Add up int8 blocks of ``dtype`` in order, in fp32 (fp64 for fp64), divide, and round into ``out``."""
+    if not out.numel():
+        return  # terms of no bytes: they may begin anywhere, also where no scale could
     split = [_split(term, out.numel(), dtype) for term in terms]
     for part in _parts(out):
         total = _read(*split[0], part)

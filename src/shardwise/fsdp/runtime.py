@@ -26,7 +26,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from shardwise.comm.axes import Comms
-from shardwise.comm.base import Handle
+from shardwise.comm.base import Comm, Handle
 from shardwise.fsdp import debug, mishaps, torch_private
 from shardwise.fsdp.buffers import BufferSync
 from shardwise.fsdp.group import Group
@@ -86,6 +86,7 @@ class Runtime:
         self._backward = self.backward_order
         self._version_counted = 0  # the version of the calls in ``num_outstanding``
         self.trains = False
+        self.may_change_buffers = False
         self.num_frames = 0
         self._thread = 0
         self._handled: BaseException | None = None  # what the caller of the outermost forward is handling
@@ -235,8 +236,9 @@ class Runtime:
         while self.left:
             self.reshard(self.left.pop())
         self.trains = torch.is_grad_enabled()
+        self.may_change_buffers = self.trains or (self.buffers is not None and self.buffers.has_holder_in_training)
         if self.join is not None:
-            self.join.begins_forward(entry, trains=self.trains)
+            self.join.begins_forward(entry, trains=self.trains, may_change_buffers=self.may_change_buffers)
         self.entry = entry
         self._order = (self._forward_orders if self.trains else self._eval_orders)[entry]
         self._order.start()
@@ -253,7 +255,7 @@ class Runtime:
         if not self.is_window_open:
             self.epoch += 1
             if self.buffers is not None:
-                self.buffers.forward_begins(trains=self.trains)
+                self.buffers.forward_begins(may_change=self.may_change_buffers)
         for group in self.groups:
             group.follow_shards()
 
@@ -266,21 +268,28 @@ class Runtime:
             if unit.state is State.UNSHARDING:  # prefetched and never used
                 self.wait(unit)
                 self._reshard_after_forward(unit, needs_backward=False)
-        if not self.trains:
+        if self.trains:
+            self._agree(self._order, self.comms.gather)
+        else:
             self._order.end()
-        self._agree(self._order)
+            # Nobody is asked: without grad, ranks that gather together take one path; others may take another.
+            if self._order.is_overgrown:
+                self._order.keep(self._order.marks())
 
-    def _agree(self, order: AgreedOrder) -> None:
+    def _agree(self, order: AgreedOrder, comm: Comm) -> None:
         """Take out of an order that has grown too long what no rank uses.
 
+        Args:
+            order: It is the same on the ranks of ``comm``, but need not be on others.
+            comm: Over the ranks that issue its collectives.
+
         Collective:
-            All-reduce of two integers for each place of the order, over all data-parallel ranks; only where the paths
-            through the model keep changing.
+            All-reduce of two integers for each place of the order, on ``dp_shard`` at the end of a forward that trains,
+            over all data-parallel ranks at the end of a backward; only where the paths through the model keep changing.
         """
         if order.is_overgrown and not (self.join is not None and self.join.is_short):
-            control = self.comms.control
-            marks = torch.tensor(order.marks(), device=control.device)
-            control.all_reduce(marks, unit="order").wait()
+            marks = torch.tensor(order.marks(), device=comm.device)
+            comm.all_reduce(marks, unit="order").wait()
             order.keep(marks.tolist())
 
     def _visit(self, unit: Unit) -> None:
@@ -604,7 +613,7 @@ class Runtime:
             self.join.ends_backward(has_more=not self.syncs_gradients)
         while self.reducing:
             self.move_on()
-        self._agree(self._backward)
+        self._agree(self._backward, self.comms.control)
         for unit in self.units:
             if unit.state is State.UNSHARDING:
                 self.wait(unit)

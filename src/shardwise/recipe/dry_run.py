@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from shardwise.comm.axes import DATA_PARALLEL, Comms, lay_out
 from shardwise.comm.base import CollectiveEvent
 from shardwise.comm.record import RecordComm
-from shardwise.fsdp import attach, batch_norm, torch_private
+from shardwise.fsdp import attach, torch_private
 from shardwise.fsdp.api import gradient_sync, record_collectives
 from shardwise.fsdp.average import ExponentialMovingAverage
 from shardwise.fsdp.flat import group_of
@@ -151,8 +151,14 @@ def dry_run(
     count = sum(parameter.numel() for parameter in model.parameters())
     inputs = without_values(batch) if batch is not None else _default_batch(model)
     comms = record_comms(mesh, rank, receives=not is_cuda, is_replicated=plan.is_replicated)
-    apply_plan(model, plan, find_units(model, plan.wrap_policy), comms)
-    batch_norm.connect(model, lambda: RecordComm(DATA_PARALLEL, rank=rank, size=world_size, device="meta"))
+    samples = mesh.data_parallel_group(rank)
+    apply_plan(
+        model,
+        plan,
+        find_units(model, plan.wrap_policy),
+        comms,
+        lambda: RecordComm(DATA_PARALLEL, rank=samples.index(rank), size=len(samples), device="meta"),
+    )
     runtime = attach.runtime_of(model, "sw.dry_run")
     stepper = make_optimizer(model.parameters())
 

@@ -2,19 +2,20 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 
 import torch
 from torch import Tensor, nn
 
-from shardwise.comm.axes import DATA_PARALLEL, Comms
+from shardwise.comm.axes import Comms
+from shardwise.comm.base import Comm
 from shardwise.comm.launch import ranks_per_machine
-from shardwise.comm.open import Place, join_world, open_comms
+from shardwise.comm.open import Place, join_world
 from shardwise.fsdp import batch_norm, build, recompute
 from shardwise.fsdp.api import shard_model
 from shardwise.fsdp.attach import attachment_of
-from shardwise.fsdp.buffers import BufferSync
 from shardwise.fsdp.compile import compile_units
+from shardwise.fsdp.finish import finish
 from shardwise.fsdp.ignore import NOTHING, Ignored, find_ignored
 from shardwise.fsdp.materialize import FromState, Init, Source, fill_buffers, fill_parameters, find_source
 from shardwise.fsdp.notice import tell_once
@@ -23,7 +24,6 @@ from shardwise.fsdp.state import load_full_state_dict
 from shardwise.fsdp.sync import synchronise
 from shardwise.fsdp.wrap import find_units
 from shardwise.recipe import data_parallel
-from shardwise.recipe.generation import keep_in_step
 from shardwise.recipe.pipelined import Pipelined, find_stages
 from shardwise.spec.errors import PlanError, StateError
 from shardwise.spec.mesh import Mesh
@@ -74,7 +74,8 @@ def parallelize(
     size = join_world(device).size()
     mesh = plan.mesh(size, ranks_per_machine(size))
     _tell_mesh(plan, mesh)
-    comms = Place(mesh).open(device, is_replicated=plan.is_replicated)
+    place = Place(mesh)
+    comms = place.open(device, is_replicated=plan.is_replicated)
     owned = build.assign_parameters(model, units, ignored)
     names = {unit or build.ROOT: [entry.names[0] for entry in entries] for unit, entries in owned.items()}
     names["buffers"] = [name for name, _ in model.named_buffers()]
@@ -87,11 +88,10 @@ def parallelize(
         fill_parameters(source, [entry for entry in every if is_cut or entry.parameter in ignored], device)
     is_deferred = source is not None
     synchronise(model, None, comms.world, mode=plan.sync, groups=names, is_deferred=is_deferred, ignored=ignored.names)
-    _check_batch_norm(model, device, size)
-    apply_plan(model, plan, units, comms, source)
+    batch_norm.check(model, device, size, "sw.parallelize()")
+    apply_plan(model, plan, units, comms, lambda: place.open_samples(device), source=source)
     if isinstance(source, FromState):
         load_full_state_dict(model, source.state)
-    batch_norm.connect(model, lambda: open_comms(device, DATA_PARALLEL)[0])
     if plan.placements.is_threaded:
         data_parallel.install(model)
     return model
@@ -156,23 +156,13 @@ def check_cuts(model: nn.Module, plan: ParallelPlan) -> None:
         find_stages(model, plan.pipeline_policy, plan.pp)
 
 
-def _check_batch_norm(model: nn.Module, device: torch.device, world_size: int) -> None:
-    """Refuse what would raise in the first forward."""
-    if device.type != "cpu" or world_size == 1:
-        return
-    for path, module in model.named_modules():
-        if isinstance(module, nn.SyncBatchNorm):
-            raise PlanError(
-                f"{path!r} is a torch.nn.SyncBatchNorm, which refuses CPU tensors in a world of several ranks.\n"
-                "  Call sw.convert_sync_batchnorm(model) before sw.parallelize(): it takes torch's as well."
-            )
-
-
 def apply_plan(
     model: nn.Module,
     plan: ParallelPlan,
     units: Mapping[str, nn.Module],
     comms: Comms,
+    open_samples: Callable[[], Comm],
+    *,
     source: Source | None = None,
 ) -> None:
     """Everything in :func:`parallelize` that is done after the ranks have met and agreed on the model.
@@ -189,9 +179,7 @@ def apply_plan(
     if plan.compile and comms.control.device.type != "meta":  # a dry run computes nothing
         compile_units(model, units)  # first, so that what is recomputed is the compiled forward
     runtime = shard_model(model, units, plan.placements, comms, engine_options(plan, ignored), source=source)
-    runtime.buffers = BufferSync(model, plan.sync_buffers, comms.control, ignored.buffers)
-    if comms.num_ranks > 1:
-        keep_in_step(model)
+    finish(model, runtime, open_samples, sync_buffers=plan.sync_buffers)
     if pipelined is not None:
         pipelined.install(model, comms.control.device)
 

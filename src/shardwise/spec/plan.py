@@ -88,7 +88,7 @@ class ParallelPlan:
             while those of the unit before are being reduced; 1 takes the least memory.
         sync: What to do where ranks hold different weights: ``"warn"`` sends rank 0's and warns once, ``"error"``
             refuses, ``"rank0"`` takes rank 0's and lets the other ranks hold meta tensors.
-        sync_buffers: What happens, before the first forward after one that trained, to buffers that each rank has
+        sync_buffers: What happens, before the first forward after one in train mode, to buffers that each rank has
             changed by itself, such as batch norm's running statistics: ``"broadcast"`` sends rank 0's, ``"mean"``
             averages those of floating point over the ranks and sends rank 0's others, ``"none"`` leaves them alone.
             ``"auto"`` broadcasts those that are saved with the model, under every strategy; what is not saved (masks,
