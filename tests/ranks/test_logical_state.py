@@ -6,11 +6,13 @@ import itertools
 from dataclasses import dataclass
 from typing import Any
 
+import pytest
 import torch
 from torch import Tensor, distributed, nn
 
 import shardwise as sw
 from shardwise.checkpoint import open_checkpoint
+from shardwise.cli.app import run
 from shardwise.comm.axes import Comms
 from shardwise.comm.dtype import torch_dtype
 from shardwise.comm.open import Place
@@ -18,11 +20,14 @@ from shardwise.fsdp.api import shard_model
 from shardwise.fsdp.optimizer_state import optimizer_extents
 from shardwise.fsdp.options import EngineOptions
 from shardwise.fsdp.state import HeldValues
+from shardwise.spec.errors import CheckpointError, StateError
 from shardwise.spec.extent import Extent
+from shardwise.spec.granularity import ELEMENT, ROW, Granularity
 from shardwise.spec.mesh import Mesh
 from shardwise.spec.placement import PRESETS
 from shardwise.spec.slice import Cut, Slice, even_ranges, set_slice
 from shardwise.testing import run_on_ranks
+from tests.blockwise import RowAdagrad
 
 HIDDEN, HEADS, ROWS = 12, 4, 22
 
@@ -68,7 +73,7 @@ def build() -> Stack:
     return model
 
 
-def cut(model: nn.Module, comms: Comms) -> None:
+def cut(model: nn.Module, comms: Comms, *, whole: tuple[str, ...]) -> None:
     """Slices as tensor and expert parallelism make them; a third of the rows goes to rank 0."""
     if comms.tp is None:
         return
@@ -87,7 +92,7 @@ def cut(model: nn.Module, comms: Comms) -> None:
         if name.endswith("kv.weight") and not name.endswith("qkv.weight"):
             set_slice(parameter, Slice(tuple(parameter.shape), (), copy=rank, copies=size))
         cuts = next((found for ending, found in slices.items() if name.endswith(ending)), None)
-        if cuts is not None:
+        if cuts is not None and not name.endswith(whole):
             part = parameter.data
             for each in cuts:
                 part = torch.cat([part.narrow(each.dim, a, b - a) for a, b in each.ranges], each.dim)
@@ -119,15 +124,17 @@ class Layout:
     mesh: Mesh
     strategy: str = "zero3"
 
-    def make(self) -> tuple[nn.Module, torch.optim.Optimizer, sw.ExponentialMovingAverage]:
+    def make(
+        self, granularity: Granularity = ELEMENT, whole: tuple[str, ...] = ()
+    ) -> tuple[nn.Module, torch.optim.Optimizer, sw.ExponentialMovingAverage]:
         """The model on this rank, with an optimizer and an average."""
         model = build()
         alone = [distributed.get_rank()] if self.mesh.world_size == 1 else None  # then every rank is a world
         comms = Place(self.mesh, ranks=alone).open(torch.device("cpu"))
         keep_stage(model, comms)
-        cut(model, comms)
+        cut(model, comms, whole=whole)
         blocks = {f"blocks.{i}": block for i, block in enumerate(model.blocks) if isinstance(block, Block)}
-        shard_model(model, blocks, PRESETS[self.strategy], comms, EngineOptions())
+        shard_model(model, blocks, PRESETS[self.strategy], comms, EngineOptions(granularity=granularity))
         optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
         return model, optimizer, sw.ExponentialMovingAverage(model, decay=0.5)
 
@@ -202,6 +209,24 @@ def load_everywhere(folder: str) -> dict[Any, list[str]]:
             found["state dict", target] = different(sw.full_state_dict(model), plain)
             if target != "plain":
                 sw.save(f"{folder}/{target}", model, optimizer, state={"step": 2}, average=average)
+    changed = {key: value + 1 if isinstance(value, Tensor) else value for key, value in plain.items()}
+    some = ("embedding.weight", "blocks.2.qkv.bias", "blocks.2.experts", "blocks.2.norm.running_mean", "norm.weight")
+    for name, layout in LAYOUTS.items():
+        is_first = rank == 0 or name == "plain"
+        model, _, _ = layout.make()
+        sw.load_full_state_dict(model, plain if is_first else {})
+        found["from rank 0", name] = wrong(model, [], reference)
+        partly = {key: changed[key] for key in some}
+        sw.load_full_state_dict(model, partly if is_first else {}, strict=False)
+        new = {key: reference[key] + 1 if key.removeprefix("buffer/") in some else reference[key] for key in reference}
+        found["partly", name] = wrong(model, [], new)
+        misfit = {key: value for key, value in plain.items() if key != "norm.weight"} | {"what": plain["norm.weight"]}
+        misfit["blocks.3.out.weight"] = torch.zeros(HIDDEN, HIDDEN // 2)
+        with pytest.raises(StateError) as caught:
+            sw.load_full_state_dict(model, misfit if is_first else {})
+        expected = ["blocks.3.out.weight: expected [12, 12], got [12, 6]", "norm.weight: missing (expected [12])"]
+        found["refused", name] = [text for text in [*expected, "what: unexpected"] if text not in str(caught.value)]
+        found["refused", name] += wrong(model, [], new)
     for name in LAYOUTS.keys() - {"plain"}:
         saved = logical(f"{folder}/{name}")
         assert saved.keys() == reference.keys()
@@ -234,5 +259,70 @@ def same(a: Tensor, b: Tensor) -> bool:
 
 def test_every_layout_loads_what_every_other_saved(tmp_path):
     for found in run_on_ranks(load_everywhere, 4, str(tmp_path)):
-        assert len(found) == 36 + 2 * 6 + 5
+        assert len(found) == 36 + 2 * 6 + 3 * 6 + 5
         assert not any(found.values()), {key: value for key, value in found.items() if value}
+
+
+def trained_with(make: type[torch.optim.Optimizer], model: nn.Module) -> torch.optim.Optimizer:
+    """An optimizer that has stepped once."""
+    optimizer = make(model.parameters())
+    for index, parameter in enumerate(model.parameters()):
+        parameter.grad = torch.linspace(0.1, index + 1, parameter.numel()).reshape(parameter.shape)
+    optimizer.step()
+    return optimizer
+
+
+def refuse(folder: str) -> dict[str, str]:
+    """What cannot be saved or loaded, with the text on this rank; and what is seen of slices and stages."""
+    texts = {}
+    sw.declare_granularity(RowAdagrad, "row")
+    rows = ROW
+    for name in ("tp2 x dp2", "pp2 x dp2"):
+        model, optimizer, _ = LAYOUTS[name].make()
+        texts[name] = str(sw.summary(model))
+        sw.save(f"{folder}/{name}", model, optimizer)
+    model, _, _ = LAYOUTS["tp2 x dp2"].make(rows)
+    with pytest.raises(CheckpointError) as caught:
+        sw.save(f"{folder}/columns", model, trained_with(RowAdagrad, model))
+    texts["columns"] = str(caught.value)
+    model, _, _ = LAYOUTS["tp2 x dp2"].make(rows, ("out.weight",))  # rows are whole, on whatever rank
+    sw.save(f"{folder}/rows", model, trained_with(RowAdagrad, model))
+    reference = logical(f"{folder}/rows")
+    assert reference["optimizer/blocks.1.experts/sum"].unique().numel() > 2
+    for name in ("pp2 x dp2", "dp4"):
+        model, _, _ = LAYOUTS[name].make(rows)
+        optimizer = RowAdagrad(model.parameters())
+        sw.load(f"{folder}/rows", model, optimizer)
+        texts[name, "rows"] = str(wrong(model, [optimizer], reference))
+    model, optimizer, _ = LAYOUTS["pp2 x dp2"].make()
+    if distributed.get_rank() == 2:  # one rank of the last stage
+        model.blocks[3].norm.running_mean = torch.zeros(HIDDEN, 2)[:, 0]
+    with pytest.raises(StateError) as caught:
+        sw.load(f"{folder}/tp2 x dp2", model, optimizer)
+    texts["one rank"] = str(caught.value)
+    return texts
+
+
+def test_what_a_rank_of_another_stage_cannot_do_ends_all(tmp_path, capsys):
+    every = run_on_ranks(refuse, 4, str(tmp_path))
+    assert {texts["one rank"] for texts in every} == {
+        "rank 2: buffer 'blocks.3.norm.running_mean' is not contiguous and cannot be loaded in place."
+    }
+    assert len({texts["columns"] for texts in every}) == 1
+    assert "'sum' of 'blocks.0.out.weight' in RowAdagrad has shape [" in every[0]["columns"]
+    assert {texts[name, "rows"] for texts in every for name in ("pp2 x dp2", "dp4")} == {"[]"}
+    assert "this rank holds slice 2 of 2 (tp)" in every[1]["tp2 x dp2"]
+    lines = [line.strip() for line in every[1]["tp2 x dp2"].splitlines()]
+    assert "blocks.*.qkv.weight (4): [6:12 18:24 30:36 of 36, :]" in lines
+    assert "blocks.*.kv.weight (4): all of [6, 12], copy 2 of 2" in lines
+    assert "this rank holds pipeline stage 2 of 2 (pp)" in every[2]["pp2 x dp2"]
+    capsys.readouterr()
+    assert run(["checkpoint", "inspect", str(tmp_path / "tp2 x dp2")]) == 0
+    shown = capsys.readouterr().out
+    assert "saved by    4 ranks, " in shown
+    assert "dp_shard=2 x tp=2" in shown
+    assert "  embedding.weight: [0:7 of 22, :] [7:22 of 22, :]" in shown
+    assert run(["checkpoint", "verify", str(tmp_path / "tp2 x dp2")]) == 0
+    shown = capsys.readouterr().out
+    assert "good, 4 files, step 0, " in shown
+    assert "tensors in slices" in shown

@@ -8,7 +8,6 @@ from __future__ import annotations
 import contextlib
 import difflib
 import os
-import re
 from collections import Counter
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -33,7 +32,7 @@ from shardwise.comm.base import Comm
 from shardwise.comm.control import all_gather_json
 from shardwise.comm.dtype import dtype_name
 from shardwise.spec.errors import CheckpointError
-from shardwise.spec.extent import Block, Extent, describe_cuts, shared
+from shardwise.spec.extent import Block, Extent, describe_cuts, list_alike, shared
 from shardwise.spec.precision import item_bytes
 from shardwise.spec.units import size
 
@@ -457,13 +456,14 @@ def describe_summary(summary: dict[str, Any]) -> str:
 
 def describe_slices(slices: Mapping[str, Mapping[str, Any]]) -> list[str]:
     """Which tensors lie in slices, a line for all layers alike."""
-    alike: dict[tuple[str, str], list[str]] = {}
-    for name, found in slices.items():
-        shown = " ".join(found["slices"][:4]) + (f" and {len(found['slices']) - 4} more" if found["slices"][4:] else "")
-        alike.setdefault((re.sub(r"(?<![^./])\d+(?![^./])", "*", name), shown), []).append(name)
-    lines = [
-        f"  {pattern if len(names) > 1 else names[0]}" + (f" ({len(names)})" if len(names) > 1 else "") + f": {shown}"
-        for (pattern, shown), names in alike.items()
-    ]
+    lines = list_alike(
+        {
+            name: " ".join(found["slices"][:4])
+            + (f" and {len(found['slices']) - 4} more" if found["slices"][4:] else "")
+            for name, found in slices.items()
+        }
+    )
     more = [f"  and {len(lines) - _MOST_LINES} more"] if len(lines) > _MOST_LINES else []
-    return [f"in slices   {len(slices)} tensors", *lines[:_MOST_LINES], *more] if lines else []
+    return (
+        [f"in slices   {len(slices)} tensors", *(f"  {line}" for line in lines[:_MOST_LINES]), *more] if lines else []
+    )

@@ -59,7 +59,9 @@ def verify(path: Annotated[Path, typer.Argument(help="A checkpoint's folder, or 
         except CheckpointError as error:
             problems.append(str(error))
         else:
-            show(f"{folder}: good, {len(checkpoint.manifest.files)} files, step {checkpoint.step}")
+            num_sliced = sum(entry.slices is not None for entry in checkpoint.manifest.tensors.values())
+            sliced = f", {num_sliced} tensors in slices" if num_sliced else ""
+            show(f"{folder}: good, {len(checkpoint.manifest.files)} files, step {checkpoint.step}{sliced}")
     if problems:
         raise CheckpointError("\n".join(problems))
 

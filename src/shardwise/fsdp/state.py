@@ -122,7 +122,7 @@ def load_full_state_dict(model: nn.Module, state: Mapping[str, Any], *, strict: 
                 if name in present:
                     value = state[name].detach().to(world.device, torch_dtype(dtype))
                     world.send(as_bytes(value), to=target, unit=f"buffer {name}").wait()
-    _load_extra_state(model, extra)
+    _load_extra_state(model, extra, is_stage=runtime.comms.pp is not None)
     runtime.invalidate()
 
 
@@ -191,10 +191,11 @@ def _extra_state(state: Mapping[str, Any]) -> dict[str, Any]:
     return {name: value for name, value in state.items() if name.endswith("_extra_state")}
 
 
-def _load_extra_state(model: nn.Module, state: Mapping[str, Any]) -> None:
+def _load_extra_state(model: nn.Module, state: Mapping[str, Any], *, is_stage: bool) -> None:
     for path, module in model.named_modules():
         key = f"{path}._extra_state" if path else "_extra_state"
-        if key in state:
+        is_stand_in = is_stage and type(module).set_extra_state is nn.Module.set_extra_state
+        if key in state and not is_stand_in:
             module.set_extra_state(state[key])
 
 

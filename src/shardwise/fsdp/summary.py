@@ -13,17 +13,23 @@ from shardwise.fsdp.gradient import EAGER_NUMEL
 from shardwise.fsdp.runtime import Runtime
 from shardwise.fsdp.unit import Unit
 from shardwise.spec.buffers import held_bytes, sync_trace
+from shardwise.spec.extent import describe_cuts, list_alike
 from shardwise.spec.flat import flat_ranges
 from shardwise.spec.footprint import Footprint, GroupShape, Replicas, footprint
 from shardwise.spec.granularity import ELEMENT
-from shardwise.spec.layout import rank_bytes
+from shardwise.spec.layout import ParamSpec, rank_bytes
+from shardwise.spec.slice import simplest
 from shardwise.spec.trace import Collective, UnitShape, step_trace
 from shardwise.spec.waiting import Activations, backward_bytes
 
 
 @dataclass(frozen=True)
 class GroupSummary:
-    """One group: its parameters (name, shape, elements of it on this rank), dtype, padding and slot."""
+    """One group: its parameters (name, logical shape, elements of it on this rank), dtype, padding and slot.
+
+    Of a slice the logical shape is that of the whole; ``slices`` says, for each name, what of it this rank's ``tp``
+    coordinate holds.
+    """
 
     parameters: tuple[tuple[str, tuple[int, ...], int], ...]
     dtype: str
@@ -38,6 +44,7 @@ class GroupSummary:
     sent_as: str | None = None
     reduced_as: str | None = None
     is_offloaded: bool = False
+    slices: dict[str, str] = dataclasses.field(default_factory=dict)
 
     @property
     def dtypes(self) -> str:
@@ -85,6 +92,7 @@ class Summary:
         recomputed: Names of the modules whose forward is run again in backward.
         keeps: Operators whose outputs are kept in them all the same, by name or family.
         updated: How the optimizer's step comes about.
+        coordinate: On ``pp`` and ``tp``, where they have several ranks: this rank's position.
     """
 
     units: tuple[UnitSummary, ...]
@@ -106,10 +114,11 @@ class Summary:
     recomputed: tuple[str, ...] = ()
     keeps: tuple[str, ...] = ()
     updated: str = ""
+    coordinate: dict[str, int] = dataclasses.field(default_factory=dict)
 
     @property
     def num_parameters(self) -> int:
-        """Logical parameters of the model."""
+        """Logical parameters of the model; with ``pp`` of this rank's stage."""
         shapes = [shape for unit in self.units for group in unit.groups for _, shape, _ in group.parameters]
         return sum(_numel(shape) for shape in shapes)
 
@@ -121,12 +130,26 @@ class Summary:
             return ""
         return f", {replicas} groups (dp_replicate) of {self.mesh['dp_shard']} (dp_shard)"
 
+    @property
+    def _place(self) -> list[str]:
+        """Which stage and which slices this rank holds."""
+        words = {"pp": "pipeline stage", "tp": "slice"}
+        shown = [f"{words[axis]} {at + 1} of {self.mesh[axis]} ({axis})" for axis, at in self.coordinate.items()]
+        return [f"this rank holds {', '.join(shown)}"] if shown else []
+
+    @property
+    def _slices(self) -> list[str]:
+        slices = {name: text for unit in self.units for group in unit.groups for name, text in group.slices.items()}
+        lines = [f"  {line}" for line in list_alike(slices)]
+        return ["slices that this rank's shards are of:", *lines] if lines else []
+
     def __str__(self) -> str:
         lines = [
             (
                 f"{self.num_parameters:,} parameters in {len(self.units)} units on {self.world_size} ranks"
                 f"{self._groups} (this is rank {self.rank}); {self.placements}"
             ),
+            *self._place,
             f"{'unit':<28}{'class':<20}{'params':>14}{'this rank':>14}{'padding':>9}  dtype, slot",
         ]
         for unit in self.units:
@@ -151,6 +174,7 @@ class Summary:
         grown = f", {self.num_grown_slots} of them because more units were live at once" if self.num_grown_slots else ""
         lines.append(f"pool: {self.num_slots} slots for gathered parameters{grown}")
         lines.append(f"buffers: {self.buffers}")
+        lines += self._slices
         if self.ignored:
             more = f" and {len(self.ignored) - 8} more" if len(self.ignored) > 8 else ""
             lines.append(f"ignored (whole, this rank's own): {' '.join(self.ignored[:8])}{more}")
@@ -200,6 +224,7 @@ def summary(model: nn.Module) -> Summary:
         recomputed=runtime.recomputed,
         keeps=tuple(policy.save) if policy is not None else (),
         updated=_update(runtime),
+        coordinate={axis: comm.rank for axis in ("pp", "tp") if (comm := getattr(runtime.comms, axis)) is not None},
     )
 
 
@@ -322,7 +347,8 @@ def _unit(runtime: Runtime, unit: Unit) -> UnitSummary:
         groups.append(
             GroupSummary(
                 parameters=tuple(
-                    (spec.name, spec.shape, held.get(index, 0)) for index, spec in enumerate(group.layout.params)
+                    (spec.name, spec.logical_shape, held.get(index, 0))
+                    for index, spec in enumerate(group.layout.params)
                 ),
                 dtype=dtype_name(group.dtype),
                 compute_dtype=dtype_name(group.compute_dtype),
@@ -336,11 +362,19 @@ def _unit(runtime: Runtime, unit: Unit) -> UnitSummary:
                 sent_as=group.sent_as,
                 reduced_as=group.reduced_as,
                 is_offloaded=group.offload is not None,
+                slices={spec.name: _slice(spec) for spec in group.layout.params if spec.slice is not None},
             )
         )
     return UnitSummary(
         unit.name, unit.type_name, unit.depth, unit.reshards_after_forward, unit.inner_size, tuple(groups)
     )
+
+
+def _slice(spec: ParamSpec) -> str:
+    held = spec.slice
+    assert held is not None
+    part = describe_cuts(held.shape, simplest(held.shape, held.cuts)) if held.cuts else f"all of {list(held.shape)}"
+    return part + (f", copy {held.copy + 1} of {held.copies}" if held.copies > 1 else "")
 
 
 def _numel(shape: tuple[int, ...]) -> int:

@@ -20,6 +20,7 @@ import bisect
 import functools
 import itertools
 import math
+import re
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
@@ -185,6 +186,17 @@ def describe_cuts(shape: Sequence[int], cuts: Iterable[Cut]) -> str:
 def _side(cut: Cut, size: int) -> str:
     shown = [f"{start}:{stop}" for start, stop in cut.ranges[:_MOST_SHOWN]] or ["nothing"]
     return " ".join(shown) + (" ..." if len(cut.ranges) > _MOST_SHOWN else "") + f" of {size}"
+
+
+def list_alike(shown: Mapping[str, str]) -> list[str]:
+    """A line for each name; one for all that differ in numbers only and are shown alike: ``blocks.*.up (4): ...``."""
+    alike: dict[tuple[str, str], list[str]] = {}
+    for name, text in shown.items():
+        alike.setdefault((re.sub(r"(?<![^./])\d+(?![^./])", "*", name), text), []).append(name)
+    return [
+        f"{pattern} ({len(names)}): {text}" if len(names) > 1 else f"{names[0]}: {text}"
+        for (pattern, text), names in alike.items()
+    ]
 
 
 def logical_stride(shape: Sequence[int], part_stride: Sequence[int] | None) -> tuple[int, ...] | None:
