@@ -52,7 +52,7 @@ $(PEERS): $(STAMP)
 	@touch $@
 
 bench: $(PEERS) ## compare with torch's own engines and DeepSpeed; writes bench/results/DATE.md and .json
-	@$(BIN)/python bench/targets.py
+	@OMP_NUM_THREADS=1 $(BIN)/python -m bench.targets --profile
 
 models: $(STAMP) ## train every model of the matrix under every strategy; writes docs/models.md
 	@PYTHONPATH=. OMP_NUM_THREADS=1 $(BIN)/python bench/models.py

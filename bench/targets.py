@@ -1,47 +1,58 @@
 """Measure shardwise beside its peers, and set the results beside the targets. ``make bench`` calls this.
 
 Every group of engines is one ``shardwise compare``: engines take turns within one run, and a ratio is taken in each
-round. Writes ``bench/results/DATE.md`` (targets first, then every table) and ``DATE.json``.
+round. What is not timed, bytes held and sent, is counted for every preset on 2, 3 and 4 ranks (``bench.counts``).
+Writes ``bench/results/DATE.md`` (targets first, then every table) and ``DATE.json``; where they are there already, with
+-2, -3, ... behind the date.
 
-    python bench/targets.py [--rounds 5] [--only wide] [--out bench/results]
+    python -m bench.targets [--rounds 5] [--only wide] [--profile] [--out bench/results]
 
-Takes about half an hour on two cores; nothing else should run meanwhile.
+Takes about an hour on two cores; nothing else should run meanwhile.
 """
 
 from __future__ import annotations
 
 import argparse
+import dataclasses
 import datetime as dt
 import json
 import statistics
 import subprocess
 import sys
 import tempfile
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from bench import counts, profiles
+
 Rows = dict[str, dict[str, Any]]
+
+UNMERGED = "zero3+merge_units=false"
+ONE_BUFFER = "zero3+gradient_buffers=1"
 
 #: One comparison each: name, case, ranks, our variants, peers.
 RUNS = {
-    "host-1": ("host", 1, "zero3,zero3+flat", "single,torch-fsdp2"),
-    "host": ("host", 2, "zero3,zero3+flat", "torch-ddp,torch-fsdp2"),
+    "host-1": ("host", 1, f"zero3,zero3+flat,{UNMERGED}", "single,torch-fsdp2"),
+    "host": ("host", 2, f"zero3,zero3+flat,{UNMERGED}", "torch-ddp,torch-fsdp2"),
     "compute": ("compute", 2, "zero3,ddp", "torch-ddp,torch-fsdp2"),
-    "wide": ("wide", 2, "zero3,zero3+gradient_buffers=1,ddp", "torch-ddp,torch-fsdp2"),
+    "wide": ("wide", 2, f"zero3,{ONE_BUFFER},ddp", "torch-ddp,torch-fsdp2"),
     "wide-zero": ("wide", 2, "zero1,zero2,zero3", "torch-zero1,deepspeed-2,deepspeed-3"),
 }
+#: The cases that are counted, as runs of their own.
+COUNTS = {"counts-host": "host", "counts-compute": "compute", "counts-wide": "wide"}
 
 
-def ratio(ours: str, peer: str) -> Callable[[Rows], float]:
-    return lambda rows: rows[ours]["ratio_to"][peer]["median"]
+def step_ratio(rows: Rows, ours: str, peer: str) -> list[float]:
+    """By round."""
+    return rows[ours]["ratio_to"][peer]["all"]
 
 
-def unit_cost(rows: Rows) -> float:
-    """What zero3 costs above one plain process, over what FSDP2 does; per round, then the median."""
-    ours, plain, fsdp2 = (_round_minima(rows[name]) for name in ("zero3", "single", "torch-fsdp2"))
-    return statistics.median((a - p) / (b - p) for a, p, b in zip(ours, plain, fsdp2, strict=True))
+def unit_cost(rows: Rows, ours: str, peer: str) -> list[float]:
+    """By round, what ours costs above one plain process, over what the peer does."""
+    mine, plain, theirs = (_round_minima(rows[name]) for name in (ours, "single", peer))
+    return [(a - p) / (b - p) for a, p, b in zip(mine, plain, theirs, strict=True)]
 
 
 def _round_minima(row: dict[str, Any]) -> list[float]:
@@ -50,49 +61,54 @@ def _round_minima(row: dict[str, Any]) -> list[float]:
     return [min(times[start : start + size]) for start in range(0, len(times), size)]
 
 
-def resident(ours: str, peer: str) -> Callable[[Rows], float]:
-    return lambda rows: rows[ours]["peak_rss_above_start_bytes"] / rows[peer]["peak_rss_above_start_bytes"]
+def resident(rows: Rows, ours: str, peer: str) -> list[float]:
+    """One number of a whole run."""
+    return [rows[ours]["peak_rss_above_start_bytes"] / rows[peer]["peak_rss_above_start_bytes"]]
 
 
 @dataclass(frozen=True)
 class Target:
-    """A number that a run gives, and what it is to be at most."""
+    """A number that a run gives, and what it is to be at most; without a limit it is only shown."""
 
     what: str
     run: str
-    limit: float
-    value: Callable[[Rows], float]
+    limit: float | None
+    measure: Callable[[Rows, str, str], list[float]]
+    ours: str
+    peer: str
 
+    def is_missed(self, rows: Rows) -> bool:
+        return self.limit is not None and self.value(rows) > self.limit
 
-ONE_BUFFER = "zero3+gradient_buffers=1"
+    def value(self, rows: Rows) -> float:
+        return statistics.median(self.measure(rows, self.ours, self.peer))
+
 
 TARGETS = [
-    Target("host unit cost, zero3 / FSDP2 (world 1)", "host-1", 0.10, unit_cost),
-    Target(
-        "step, zero3 with flat_parameters / one plain process (world 1)", "host-1", 0.90, ratio("zero3+flat", "single")
-    ),
-    Target("step, zero3 / torch DDP", "host", 1.50, ratio("zero3", "torch-ddp")),
-    Target("step, zero3 with flat_parameters / torch DDP", "host", 1.50, ratio("zero3+flat", "torch-ddp")),
-    Target("step, zero3 / FSDP2", "compute", 0.80, ratio("zero3", "torch-fsdp2")),
-    Target("step, zero3 / torch DDP", "compute", 1.03, ratio("zero3", "torch-ddp")),
-    Target("step, ddp / torch DDP", "compute", 1.00, ratio("ddp", "torch-ddp")),
-    Target("step, ddp / torch DDP", "wide", 1.00, ratio("ddp", "torch-ddp")),
-    Target("step, zero3 / FSDP2", "wide", 0.40, ratio("zero3", "torch-fsdp2")),
-    Target("step, zero3 / torch DDP", "wide", 1.00, ratio("zero3", "torch-ddp")),
-    Target("step, zero1 / DDP + ZeroRedundancyOptimizer", "wide-zero", 0.85, ratio("zero1", "torch-zero1")),
-    Target("step, zero2 / DeepSpeed 2", "wide-zero", 0.85, ratio("zero2", "deepspeed-2")),
-    Target("step, zero3 / DeepSpeed 3", "wide-zero", 0.70, ratio("zero3", "deepspeed-3")),
-    Target("resident above start, zero3 / FSDP2", "wide", 0.80, resident("zero3", "torch-fsdp2")),
-    Target("resident above start, zero3 / torch DDP", "wide", 0.80, resident("zero3", "torch-ddp")),
-    Target("the same with one gradient buffer / FSDP2", "wide", 0.75, resident(ONE_BUFFER, "torch-fsdp2")),
-    Target("the same with one gradient buffer / torch DDP", "wide", 0.75, resident(ONE_BUFFER, "torch-ddp")),
-    Target(
-        "step, zero3 with one gradient buffer / torch DDP (no target)",
-        "wide",
-        float("inf"),
-        ratio(ONE_BUFFER, "torch-ddp"),
-    ),
+    Target("host unit cost, zero3 / FSDP2 (world 1)", "host-1", 0.10, unit_cost, "zero3", "torch-fsdp2"),
+    Target("the same, every block by itself / FSDP2", "host-1", None, unit_cost, UNMERGED, "torch-fsdp2"),
+    Target("step, zero3 with flat_parameters / one plain process", "host-1", 0.90, step_ratio, "zero3+flat", "single"),
+    Target("step, zero3 / torch DDP", "host", 1.50, step_ratio, "zero3", "torch-ddp"),
+    Target("the same, every block by itself / torch DDP", "host", None, step_ratio, UNMERGED, "torch-ddp"),
+    Target("step, zero3 with flat_parameters / torch DDP", "host", 1.50, step_ratio, "zero3+flat", "torch-ddp"),
+    Target("step, zero3 / FSDP2", "compute", 0.80, step_ratio, "zero3", "torch-fsdp2"),
+    Target("step, zero3 / torch DDP", "compute", 1.03, step_ratio, "zero3", "torch-ddp"),
+    Target("step, ddp / torch DDP", "compute", 1.00, step_ratio, "ddp", "torch-ddp"),
+    Target("step, ddp / torch DDP", "wide", 1.00, step_ratio, "ddp", "torch-ddp"),
+    Target("step, zero3 / FSDP2", "wide", 0.40, step_ratio, "zero3", "torch-fsdp2"),
+    Target("step, zero3 / torch DDP", "wide", 1.00, step_ratio, "zero3", "torch-ddp"),
+    Target("step, zero1 / DDP + ZeroRedundancyOptimizer", "wide-zero", 0.85, step_ratio, "zero1", "torch-zero1"),
+    Target("step, zero2 / DeepSpeed 2", "wide-zero", 0.85, step_ratio, "zero2", "deepspeed-2"),
+    Target("step, zero3 / DeepSpeed 3", "wide-zero", 0.70, step_ratio, "zero3", "deepspeed-3"),
+    Target("resident above start, zero3 / FSDP2", "wide", 0.80, resident, "zero3", "torch-fsdp2"),
+    Target("resident above start, zero3 / torch DDP", "wide", 0.80, resident, "zero3", "torch-ddp"),
+    Target("the same with one gradient buffer / FSDP2", "wide", 0.75, resident, ONE_BUFFER, "torch-fsdp2"),
+    Target("the same with one gradient buffer / torch DDP", "wide", 0.75, resident, ONE_BUFFER, "torch-ddp"),
+    Target("step, zero3 with one gradient buffer / torch DDP", "wide", None, step_ratio, ONE_BUFFER, "torch-ddp"),
 ]
+
+
+# -- running
 
 
 def measure(name: str, rounds: int, folder: Path) -> tuple[dict[str, Any], str, str]:
@@ -115,56 +131,153 @@ def rows_of(values: dict[str, Any]) -> Rows:
     }
 
 
-def target_lines(found: dict[str, dict[str, Any]]) -> list[str]:
+def profiled(found: dict[str, dict[str, Any]]) -> Iterator[tuple[str, str]]:
+    """For every missed target of time a name and the profiles of its two engines, each pair once."""
+    done = set()
+    for target in TARGETS:
+        if target.run not in found or target.measure is resident or not target.is_missed(rows_of(found[target.run])):
+            continue
+        case, ranks, *_ = RUNS[target.run]
+        if (case, ranks, target.ours, target.peer) not in done:
+            done.add((case, ranks, target.ours, target.peer))
+            name = f"{target.run}-{target.ours}-{target.peer}".replace("+", "-").replace("=", "-")
+            yield name, profiles.profiles(case, ranks, (target.ours, target.peer))
+
+
+# -- writing
+
+
+def target_lines(found: dict[str, dict[str, Any]], counted: list[counts.Count]) -> list[str]:
     """The table of targets, for the runs that were made."""
-    lines = ["| what | run | target | measured | |", "| --- | --- | ---: | ---: | --- |"]
+    lines = ["| what | run | target | measured (rounds: lowest to highest) | |", "| --- | --- | ---: | ---: | --- |"]
     for target in TARGETS:
         if target.run in found:
-            value = target.value(rows_of(found[target.run]))
-            limit = "-" if target.limit == float("inf") else f"≤ {target.limit:.2f}"
-            verdict = "" if limit == "-" else ("met" if value <= target.limit else "MISSED")
-            lines.append(f"| {target.what} | {target.run} | {limit} | {value:.3f} | {verdict} |")
-    tensors = [
-        row["peak_tensor_bytes"] / row["predicted_peak_tensor_bytes"]
-        for values in found.values()
-        for row in values["rows"]
-        if row.get("predicted_peak_tensor_bytes")
-    ]
-    span = f"{min(tensors):.3f} to {max(tensors):.3f}"
-    is_met = min(tensors) >= 0.98 and max(tensors) <= 1.02
-    lines.append(
-        f"| peak bytes in tensors / the formula's | all | 0.98 to 1.02 | {span} | {'met' if is_met else 'MISSED'} |"
-    )
+            rows = rows_of(found[target.run])
+            each = target.measure(rows, target.ours, target.peer)
+            shown = f"{target.value(rows):.3f}"
+            if len(each) > 1:
+                shown += f" ({len(each)}: {min(each):.2f} to {max(each):.2f})"
+            limit, verdict = "-", ""
+            if target.limit is not None:
+                limit, verdict = f"≤ {target.limit:.2f}", "MISSED" if target.is_missed(rows) else "met"
+            lines.append(f"| {target.what} | {target.run} | {limit} | {shown} | {verdict} |")
+    if counted:
+        lines += counts.target_lines(counted)
+    if found:
+        lines.append(_loss_line(found))
+    return lines
+
+
+def _loss_line(found: dict[str, dict[str, Any]]) -> str:
     gaps = [gap for values in found.values() for gap in values["losses"]["differences"].values()]
     bitwise = all(values["losses"]["ours_bitwise"] for values in found.values())
     is_met = bitwise and max(gaps, default=0.0) <= 1e-6
     shown = f"peers within {max(gaps, default=0.0):.1e}, ours {'bitwise' if bitwise else 'DIFFER'}"
-    lines.append(f"| final loss | all | 1e-6, ours bitwise | {shown} | {'met' if is_met else 'MISSED'} |")
-    return lines
+    return f"| final loss | {', '.join(found)} | 1e-6, ours bitwise | {shown} | {'met' if is_met else 'MISSED'} |"
+
+
+def remarks(found: dict[str, dict[str, Any]], *, rounds: int) -> Iterator[str]:
+    """What the table of targets does not say, with the numbers of these runs."""
+    if found:
+        yield (
+            f"Ratios are medians over {rounds} round{'s' if rounds != 1 else ''}; engines take turns within one run. "
+            "Each kind of run has its own number of steps in a round (below)."
+        )
+    for name in ("host-1", "host"):
+        if name in found:
+            rows = rows_of(found[name])
+            merged, alone = rows["zero3"]["num_units"], rows[UNMERGED]["num_units"]
+            yield (
+                f"In {name}, zero3 as it comes lets its {alone} blocks travel as {merged} units; the targets are for "
+                f"that. `{UNMERGED}` is the same with {alone} units."
+            )
+    if "wide" in found:
+        yield _memory_remark(rows_of(found["wide"]))
+
+
+def _memory_remark(rows: Rows) -> str:
+    zero3, fsdp2 = rows["zero3"], rows["torch-fsdp2"]
+    parts = zero3["predicted_bytes"]
+    shards = sum(parts[name] for name in ("parameters", "gradients", "optimizer"))
+    return (
+        "The targets of memory are for resident memory (RSS), which holds what Gloo allocates for its own collectives: "
+        f"above the start zero3 {_mb(zero3['peak_rss_above_start_bytes'])}, FSDP2 "
+        f"{_mb(fsdp2['peak_rss_above_start_bytes'])}. Counted tensors, which leave that out, are more than FSDP2's: "
+        f"{_mb(zero3['peak_tensor_bytes'])} against {_mb(fsdp2['peak_tensor_bytes'])}. Beside shards and their "
+        f"optimizer state ({_mb(shards)}), zero3 keeps two slots of each size for gathered units "
+        f"({_mb(parts['gathered'])}), two gradient buffers and one receive buffer ({_mb(parts['reduce'])}) for the "
+        "whole run, where FSDP2 allocates them when it needs them; with one gradient buffer it is "
+        f"{_mb(rows[ONE_BUFFER]['peak_tensor_bytes'])}."
+    )
+
+
+def _mb(num_bytes: int) -> str:
+    return f"{num_bytes / 1e6:,.1f} MB"
+
+
+def free_stem(folder: Path, date: str) -> str:
+    """``date``, or with the first number behind it under which no file of results is there."""
+    stem, number = date, 1
+    while any(folder.glob(f"{stem}.*")):
+        number += 1
+        stem = f"{date}-{number}"
+    return stem
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--rounds", type=int, default=5)
-    parser.add_argument("--only", choices=list(RUNS), action="append")
+    parser.add_argument("--only", choices=[*RUNS, *COUNTS], action="append", help="this run; may be repeated")
+    parser.add_argument("--profile", action="store_true", help="profile both engines of each missed target of time")
     parser.add_argument("--out", type=Path, default=Path(__file__).parent / "results")
     options = parser.parse_args()
+    chosen = options.only or [*RUNS, *COUNTS]
     found, tables, commands = {}, [], []
+    counted: list[counts.Count] = []
     with tempfile.TemporaryDirectory() as folder:
-        for name in options.only or RUNS:
-            values, text, command = measure(name, options.rounds, Path(folder))
-            found[name] = values
+        for name in chosen:
+            if name in COUNTS:
+                counted += [each for world in counts.WORLDS for each in counts.count(COUNTS[name], world)]
+                commands.append(f"python -m bench.targets --only {name}")
+                continue
+            found[name], text, command = measure(name, options.rounds, Path(folder))
             tables.append(text)
             commands.append(command)
-    date = dt.datetime.now(tz=dt.UTC).date().isoformat()
-    machine = next(iter(found.values()))["machine"]
-    lines = [f"# Measurements of {date}", "", *target_lines(found), ""]
-    lines += ["Ratios are medians of per-round ratios; engines take turns within one run. " + str(machine), ""]
+    if counted:
+        tables.append(counts.tables(counted))
+    write(options.out, found, counted, tables, commands, rounds=options.rounds, is_profiling=options.profile)
+
+
+def write(
+    folder: Path,
+    found: dict[str, dict[str, Any]],
+    counted: list[counts.Count],
+    tables: list[str],
+    commands: list[str],
+    *,
+    rounds: int,
+    is_profiling: bool,
+) -> None:
+    """The files of one set of results."""
+    stem = free_stem(folder, dt.datetime.now(tz=dt.UTC).date().isoformat())
+    lines = [f"# Measurements of {stem}", "", *target_lines(found, counted), ""]
+    for remark in remarks(found, rounds=rounds):
+        lines += [remark, ""]
+    if found:
+        lines += [str(next(iter(found.values()))["machine"]), ""]
     lines += ["Commands (`make bench` runs them all):", "", *(f"- `{command}`" for command in commands), ""]
-    options.out.mkdir(parents=True, exist_ok=True)
-    (options.out / f"{date}.md").write_text("\n".join(lines) + "\n" + "\n".join(tables), "utf-8")
-    (options.out / f"{date}.json").write_text(json.dumps(found, indent=1) + "\n", "utf-8")
-    print("\n".join(target_lines(found)))
+    folder.mkdir(parents=True, exist_ok=True)
+    if is_profiling:
+        names = []
+        for name, text in profiled(found):
+            (folder / f"{stem}.{name}.profile.txt").write_text(text, "utf-8")
+            names.append(f"- `{stem}.{name}.profile.txt`")
+        lines += ["Profiles of missed targets of time:", "", *(names or ["- none was missed"]), ""]
+    values = found | {"counts": [dataclasses.asdict(each) for each in counted]}
+    (folder / f"{stem}.md").write_text("\n".join(lines) + "\n" + "\n".join(tables), "utf-8")
+    (folder / f"{stem}.json").write_text(json.dumps(values, indent=1) + "\n", "utf-8")
+    print("\n".join(target_lines(found, counted)))
+    print(f"written: {folder / stem}.md")
 
 
 if __name__ == "__main__":

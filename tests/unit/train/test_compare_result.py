@@ -20,6 +20,7 @@ def found(rounds, *, losses=(1.0, 0.5), peak=3_000_000, is_ours=False, check_los
         "collectives": SENT if is_ours else None,
         "predicted": {"parameters": 600, "gradients": 300} if is_ours else None,
         "activation_bytes": 100 if is_ours else None,
+        "trace_is_predicted": True,
     }
     if check_losses is not None:
         check["losses"] = {"2": check_losses}

@@ -26,16 +26,12 @@ from typing import Any
 import torch
 from torch import Tensor
 
-import shardwise as sw
 from shardwise.comm.launch import init_process_group, read_world, shutdown
 from shardwise.comm.process import die_with_parent
-from shardwise.fsdp import attach, summary
-from shardwise.recipe.activations import measure_activations
 from shardwise.spec.errors import ShardwiseError
-from shardwise.spec.waiting import Activations
 from shardwise.train.compare import deepspeed
+from shardwise.train.compare.audit import AUDIT_STEPS, audit
 from shardwise.train.compare.case import WARM_UP_STEPS
-from shardwise.train.compare.count import TensorCount
 from shardwise.train.compare.engine import Engine
 from shardwise.train.compare.request import OURS, SINGLE, Entrant, Request
 from shardwise.train.compare.variant import parse
@@ -43,8 +39,6 @@ from shardwise.train.compare.workload import Workload
 
 #: Peers of a rank that is still at another engine's turn are waited for.
 TIMEOUT_S = 1800.0
-#: Steps to the steady state, and steps of it, under the count.
-_SETTLE_STEPS, _COUNTED_STEPS = 2, 2
 #: Steps that one plain process makes with the batches of all ranks.
 _ONE_PROCESS_STEPS = 5
 
@@ -77,7 +71,7 @@ class Process:
         if self.entrant.engine != SINGLE:
             init_process_group(world, self.device, timeout_s=TIMEOUT_S)
         self.workload = Workload(self.request, self.device)
-        num_steps = WARM_UP_STEPS + self.request.rounds * self.request.case.steps
+        num_steps = max(WARM_UP_STEPS + self.request.rounds * self.request.case.steps, AUDIT_STEPS)
         self.batches = [self.workload.batch(step, self.rank) for step in range(num_steps)]
         _load_what_is_loaded_late(self.device)
         if self.entrant.engine.startswith("deepspeed"):
@@ -105,32 +99,9 @@ class Process:
         """Count bytes and collectives over a few steps of a model built anew."""
         self.engine = None
         gc.collect()
-        result: dict[str, Any] = {"collectives": None, "predicted": None, "activation_bytes": None}
-        activations = self._activations() if self.entrant.engine == OURS else None
-        if self.device.type == "cuda":
-            torch.cuda.empty_cache()
-        with TensorCount("cpu") if self.device.type == "cpu" else contextlib.nullcontext() as count:
-            engine = Engine(self.entrant, self.workload)
-            for batch in self.batches[:_SETTLE_STEPS]:
-                engine.step(batch)
-            if count is None:
-                torch.cuda.reset_peak_memory_stats(self.device)
-            else:
-                count.begin_peak()
-            for batch in self.batches[_SETTLE_STEPS : _SETTLE_STEPS + _COUNTED_STEPS]:
-                engine.step(batch)
-            if count is None:
-                result["peak_tensor_bytes"] = torch.cuda.max_memory_allocated(self.device)
-            else:
-                result["peak_tensor_bytes"] = count.peak_bytes
-                count.forget()
+        result = audit(self.entrant, self.workload, self.batches)
         if self.entrant.engine == OURS:
-            result |= self._of_ours(engine)
-            if activations is not None:
-                runtime = attach.runtime_of(engine.model, "compare")
-                result["activation_bytes"] = summary.predict_activations(runtime, activations)
-        del engine
-        gc.collect()
+            result["group_size"] = self._group_size(self.entrant)
         if self.entrant.engine == SINGLE:
             result["losses"] = self._one_process()
         return result
@@ -166,35 +137,10 @@ class Process:
             Path("/proc/self/clear_refs").write_text("5")
         return _status_bytes("VmRSS")
 
-    def _of_ours(self, engine: Engine) -> dict[str, Any]:
-        """Collectives of one step, and the bytes that follow from the layout."""
-        sent: dict[str, dict[str, int]] = {}
-        with sw.record_collectives(engine.model) as events:
-            engine.step(self.batches[0])
-        for event in events:
-            entry = sent.setdefault(event.kind, {"count": 0, "sent_bytes": 0})
-            entry["count"] += 1
-            entry["sent_bytes"] += event.sent_bytes
-        footprint = sw.summary(engine.model).footprint.as_dict()
-        return {"collectives": sent, "predicted": footprint, "group_size": self._group_size(self.entrant)}
-
     def _group_size(self, entrant: Entrant) -> int:
         """How many ranks add up gradients among themselves before they do over groups, if there are several."""
         plan = parse(entrant.strategy).applied_to(self.workload.plan)
         return plan.mesh(self.request.num_ranks, self.request.num_ranks).dp_shard
-
-    def _activations(self) -> Activations | None:
-        """What forward and backward of the plain model hold beside parameters and gradients."""
-        if self.device.type != "cpu":
-            return None
-        with TensorCount("cpu") as count:
-            model = self.workload.model()
-            model.train()
-            activations = measure_activations(
-                model, count, lambda: self.workload.loss(model, *self.batches[0]).backward()
-            )
-            count.forget()
-        return activations
 
     def _one_process(self) -> dict[int, list[list[float]]]:
         """Losses by step and rank of one process that takes every rank's batch, for every grouping of our sums."""

@@ -150,6 +150,7 @@ def _row(
 ) -> dict[str, Any]:
     times = [seconds for turn in rounds for seconds in turn]
     checks = [part["check"] for part in parts]
+    is_ours = entrant.engine == OURS
     return {
         "engine": entrant.engine,
         "strategy": entrant.strategy,
@@ -161,6 +162,9 @@ def _row(
         "predicted_peak_tensor_bytes": predicted_bytes(checks),
         "predicted_bytes": _categories(checks[0]),
         "collectives": checks[0]["collectives"],
+        "predicted_collectives": checks[0].get("predicted_collectives"),
+        "trace_is_predicted": all(check["trace_is_predicted"] for check in checks) if is_ours else None,
+        "num_units": checks[0].get("num_units"),
         "loss": [_mean(step) for step in losses],
     }
 

@@ -1,0 +1,137 @@
+"""Counting runs: what every preset holds and sends on 2, 3 and 4 ranks, beside the formulas. Nothing is timed."""
+
+from __future__ import annotations
+
+import gc
+import sys
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import distributed
+
+from shardwise.testing import run_on_ranks
+from shardwise.train.compare.case import CASES
+from shardwise.train.compare.request import OURS, Entrant, Request
+
+WORLDS = (2, 3, 4)
+PRESETS = ("ddp", "zero1", "zero2", "shard_grad_op", "zero3")
+#: On four ranks, as two groups of two.
+HYBRID = ("hsdp+dp_replicate=2", "hybrid_shard_grad_op+dp_replicate=2")
+
+
+@dataclass(frozen=True)
+class Count:
+    """One preset of one case on one world: of all ranks the least and the most, over the formula."""
+
+    case: str
+    world: int
+    strategy: str
+    held_bytes: int
+    held_ratios: tuple[float, float]
+    sent_bytes: int
+    sent_ratios: tuple[float, float]
+    trace_is_predicted: bool
+
+
+def strategies(world: int) -> tuple[str, ...]:
+    return (*PRESETS, "zero3+merge_units=false", *(HYBRID if world == 4 else ()))
+
+
+def count(case: str, world: int) -> list[Count]:
+    """Every preset of a case on so many ranks, one after the other in the same processes."""
+    names = strategies(world)
+    ranks = run_on_ranks(audit_all, world, case, names, timeout_s=200.0 * len(names))
+    return [_merged(case, world, name, [found[index] for found in ranks]) for index, name in enumerate(names)]
+
+
+def audit_all(case: str, names: tuple[str, ...]) -> list[dict[str, Any]]:
+    """On a rank."""
+    # Here, as the peers' imports warn and take seconds.
+    from shardwise.train.compare.audit import AUDIT_STEPS, audit
+    from shardwise.train.compare.workload import Workload
+
+    torch.set_num_threads(1)
+    entrants = tuple(Entrant(OURS, name) for name in names)
+    world, rank = distributed.get_world_size(), distributed.get_rank()
+    workload = Workload(Request(CASES[case], entrants, world, rounds=1), torch.device("cpu"))
+    batches = [workload.batch(step, rank) for step in range(AUDIT_STEPS)]
+    found = []
+    for entrant in entrants:
+        found.append(audit(entrant, workload, batches))
+        gc.collect()
+        if rank == 0:
+            sys.stderr.write(f"counted: {case}, {world} ranks, {entrant.strategy}\n")
+    return found
+
+
+def _merged(case: str, world: int, name: str, ranks: list[dict[str, Any]]) -> Count:
+    held = [each["peak_tensor_bytes"] / (sum(each["predicted"].values()) + each["activation_bytes"]) for each in ranks]
+    sent = [_sent(each["collectives"]) / _sent(each["predicted_collectives"]) for each in ranks]
+    return Count(
+        case,
+        world,
+        name,
+        max(each["peak_tensor_bytes"] for each in ranks),
+        (min(held), max(held)),
+        max(_sent(each["collectives"]) for each in ranks),
+        (min(sent), max(sent)),
+        all(each["trace_is_predicted"] for each in ranks),
+    )
+
+
+def _sent(by_kind: dict[str, dict[str, int]]) -> int:
+    return sum(entry["sent_bytes"] for entry in by_kind.values())
+
+
+def target_lines(counts: list[Count]) -> Iterator[str]:
+    """Their rows of the table of targets."""
+    covered = _covered(counts)
+    low, high = min(each.held_ratios[0] for each in counts), max(each.held_ratios[1] for each in counts)
+    verdict = "met" if low >= 0.98 and high <= 1.02 else "MISSED"
+    shown = f"{low:.3f} to {high:.3f}"
+    yield f"| peak bytes in tensors / the formula's | counts: {covered} | 0.98 to 1.02 | {shown} | {verdict} |"
+    low, high = min(each.sent_ratios[0] for each in counts), max(each.sent_ratios[1] for each in counts)
+    is_met = low == high == 1 and all(each.trace_is_predicted for each in counts)
+    shown = "1 exactly" if low == high == 1 else f"{low:.6f} to {high:.6f}"
+    shown += "" if all(each.trace_is_predicted for each in counts) else ", not collective by collective"
+    yield f"| bytes sent / the formula's | counts: {covered} | 1 exactly | {shown} | {'met' if is_met else 'MISSED'} |"
+
+
+def _covered(counts: list[Count]) -> str:
+    names = {each.strategy.partition("+")[0] for each in counts}
+    cases, worlds = dict.fromkeys(each.case for each in counts), sorted({each.world for each in counts})
+    shown = f"{', '.join(cases)}; {len(names)} presets; {', '.join(map(str, worlds))} ranks"
+    return f"{shown}; {len(counts)} runs"
+
+
+def tables(counts: list[Count]) -> str:
+    """Everything that was counted."""
+    lines = [
+        "## counts",
+        "",
+        "Every rank of every run, over what follows from the layout (lowest to highest of the ranks).",
+        "",
+    ]
+    header = (
+        "case",
+        "ranks",
+        "strategy",
+        "peak tensors",
+        "/ formula",
+        "sent in a step",
+        "/ formula",
+        "each collective",
+    )
+    lines += [f"| {' | '.join(header)} |", "| --- | ---: | --- | ---: | ---: | ---: | ---: | --- |"]
+    for each in counts:
+        held, sent = (
+            "1 exactly" if low == high == 1 else f"{low:.4f} to {high:.4f}"
+            for low, high in (each.held_ratios, each.sent_ratios)
+        )
+        lines.append(
+            f"| {each.case} | {each.world} | {each.strategy} | {each.held_bytes / 1e6:,.1f} MB | {held} "
+            f"| {each.sent_bytes / 1e6:,.1f} MB | {sent} | {'as predicted' if each.trace_is_predicted else 'DIFFERS'} |"
+        )
+    return "\n".join(lines) + "\n"

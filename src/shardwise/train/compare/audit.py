@@ -1,0 +1,101 @@
+"""Bytes that an engine holds and sends, counted over a few steps of a model built anew. Nothing here is timed."""
+
+from __future__ import annotations
+
+import contextlib
+import gc
+from collections.abc import Iterable, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+import shardwise as sw
+from shardwise.fsdp import attach, summary
+from shardwise.recipe.activations import measure_activations
+from shardwise.spec.waiting import Activations
+from shardwise.train.compare.count import TensorCount
+from shardwise.train.compare.engine import Engine
+from shardwise.train.compare.request import OURS, Entrant
+from shardwise.train.compare.workload import Workload
+
+#: Steps to the steady state, and steps of it, under the count.
+SETTLE_STEPS, COUNTED_STEPS = 2, 2
+AUDIT_STEPS = SETTLE_STEPS + COUNTED_STEPS
+
+
+def audit(entrant: Entrant, workload: Workload, batches: Sequence[tuple[Tensor, Tensor]]) -> dict[str, Any]:
+    """The peak of tensors; of our engine also what it sends, and both as the formulas have them.
+
+    Args:
+        entrant: Engine and strategy.
+        workload: What is trained.
+        batches: At least ``AUDIT_STEPS`` of this rank.
+
+    Collective:
+        That of the steps. All of the entrant's ranks must call.
+    """
+    device = workload.device
+    result: dict[str, Any] = {"collectives": None, "predicted": None, "activation_bytes": None}
+    activations = _activations(workload, batches[0]) if entrant.engine == OURS else None
+    if device.type == "cuda":
+        torch.cuda.empty_cache()
+    with TensorCount("cpu") if device.type == "cpu" else contextlib.nullcontext() as count:
+        engine = Engine(entrant, workload)
+        for batch in batches[:SETTLE_STEPS]:
+            engine.step(batch)
+        if count is None:
+            torch.cuda.reset_peak_memory_stats(device)
+        else:
+            count.begin_peak()
+        for batch in batches[SETTLE_STEPS:AUDIT_STEPS]:
+            engine.step(batch)
+        if count is None:
+            result["peak_tensor_bytes"] = torch.cuda.max_memory_allocated(device)
+        else:
+            result["peak_tensor_bytes"] = count.peak_bytes
+            count.forget()
+    if entrant.engine == OURS:
+        result |= _of_ours(engine, batches[0], activations)
+    del engine
+    gc.collect()
+    return result
+
+
+def _of_ours(engine: Engine, batch: tuple[Tensor, Tensor], activations: Activations | None) -> dict[str, Any]:
+    """Collectives of one step, and what follows from the layout alone."""
+    with sw.record_collectives(engine.model) as events:
+        engine.step(batch)
+    runtime = attach.runtime_of(engine.model, "compare")
+    recorded = [(event.kind, event.unit, event.sent_bytes, event.axis) for event in events]
+    trace = [tuple(collective) for collective in summary.predict_trace(runtime)]
+    found = sw.summary(engine.model)
+    return {
+        "collectives": _by_kind((kind, sent) for kind, _, sent, _ in recorded),
+        "predicted_collectives": _by_kind((kind, sent) for kind, _, sent, _ in trace),
+        "trace_is_predicted": recorded == trace,
+        "predicted": found.footprint.as_dict(),
+        "activation_bytes": None if activations is None else summary.predict_activations(runtime, activations),
+        "num_units": len(found.units) - 1,
+    }
+
+
+def _by_kind(events: Iterable[tuple[str, int]]) -> dict[str, dict[str, int]]:
+    sent: dict[str, dict[str, int]] = {}
+    for kind, num_bytes in events:
+        entry = sent.setdefault(kind, {"count": 0, "sent_bytes": 0})
+        entry["count"] += 1
+        entry["sent_bytes"] += num_bytes
+    return sent
+
+
+def _activations(workload: Workload, batch: tuple[Tensor, Tensor]) -> Activations | None:
+    """What forward and backward of the plain model hold beside parameters and gradients."""
+    if workload.device.type != "cpu":
+        return None
+    with TensorCount("cpu") as count:
+        model = workload.model()
+        model.train()
+        activations = measure_activations(model, count, lambda: workload.loss(model, *batch).backward())
+        count.forget()
+    return activations

@@ -1,0 +1,96 @@
+"""The script of the benchmarks: what it makes of results, without running anything."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+
+from bench import counts, targets
+from shardwise.train.compare.request import PEERS
+
+MB = 1_000_000
+
+
+def row(engine: str, strategy: str, seconds: float) -> dict:
+    is_ours = engine == "shardwise"
+    parts = {"parameters": 100, "gradients": 100, "optimizer": 200, "gathered": 30, "reduce": 40, "activations": 30}
+    return {
+        "engine": engine,
+        "strategy": strategy,
+        "step_time_s": {"all": [seconds, 2 * seconds] * 3},
+        "peak_rss_above_start_bytes": (700 if is_ours else 1000) * MB,
+        "peak_tensor_bytes": 500 * MB,
+        "predicted_bytes": {name: value * MB for name, value in parts.items()} if is_ours else None,
+        "num_units": (48 if "merge" in strategy else 8) if is_ours else None,
+        "ratio_to": {peer: {"all": [0.5, 0.3, 2.0]} for peer in PEERS if peer != engine},
+    }
+
+
+@pytest.fixture
+def found() -> dict:
+    """Every run, in three rounds of two steps."""
+    results = {}
+    for name, (_, _, strategies, peers) in targets.RUNS.items():
+        rows = [row("shardwise", strategy, 2.0) for strategy in strategies.split(",")]
+        rows += [row(peer, PEERS[peer], 1.0 if peer == "single" else 9.0) for peer in peers.split(",")]
+        losses = {"differences": {"torch-ddp": 1e-8}, "ours_bitwise": True}
+        results[name] = {"machine": {"cores": 2}, "rounds": 3, "rows": rows, "losses": losses}
+    return results
+
+
+@pytest.fixture
+def counted() -> list[counts.Count]:
+    return [
+        counts.Count("host", world, strategy, 2 * MB, (1.0, 1.01), MB, (1.0, 1.0), trace_is_predicted=True)
+        for world in counts.WORLDS
+        for strategy in counts.strategies(world)
+    ]
+
+
+def test_every_target_has_its_line_and_a_missed_one_is_said_to_be(found, counted):
+    lines = targets.target_lines(found, counted)
+    assert len(lines) == 2 + len(targets.TARGETS) + 3
+    assert "| host unit cost, zero3 / FSDP2 (world 1) | host-1 | ≤ 0.10 | 0.125 (3: 0.12 to 0.12) | MISSED |" in lines
+    assert "| step, zero3 / FSDP2 | compute | ≤ 0.80 | 0.500 (3: 0.30 to 2.00) | met |" in lines
+    assert "| resident above start, zero3 / FSDP2 | wide | ≤ 0.80 | 0.700 | met |" in lines
+    assert lines[-2] == (
+        "| bytes sent / the formula's | counts: host; 7 presets; 2, 3, 4 ranks; 20 runs | 1 exactly | 1 exactly | met |"
+    )
+    assert lines[-1].endswith("| 1e-6, ours bitwise | peers within 1.0e-08, ours bitwise | met |")
+
+
+def test_bytes_sent_are_the_formulas_exactly_or_the_target_is_missed(counted):
+    other = counts.Count("host", 2, "ddp", 2 * MB, (0.97, 1.0), MB, (1.0, 1.0000001), trace_is_predicted=True)
+    held, sent = counts.target_lines([*counted, other])
+    assert held.endswith("| 0.98 to 1.02 | 0.970 to 1.010 | MISSED |")
+    assert sent.endswith("MISSED |")
+    unequal = counts.Count("host", 2, "ddp", 2 * MB, (1.0, 1.0), MB, (1.0, 1.0), trace_is_predicted=False)
+    assert list(counts.target_lines([unequal]))[1].endswith("| 1 exactly, not collective by collective | MISSED |")
+
+
+def test_the_remarks_say_what_is_merged_and_what_memory_is_meant(found):
+    text = "\n".join(targets.remarks(found, rounds=3))
+    assert "zero3 as it comes lets its 48 blocks travel as 8 units" in text
+    assert "above the start zero3 700.0 MB, FSDP2 1,000.0 MB" in text
+    assert "two slots of each size for gathered units (30.0 MB)" in text
+
+
+def test_results_are_never_overwritten(found, counted, tmp_path):
+    for expected in (1, 2, 3):
+        targets.write(tmp_path, found, counted, ["tables"], ["command"], rounds=3, is_profiling=False)
+        assert len(list(tmp_path.glob("*.md"))) == len(list(tmp_path.glob("*.json"))) == expected
+    names = sorted(path.stem[len("2000-01-01") :] for path in tmp_path.glob("*.json"))
+    assert names == ["", "-2", "-3"]
+    values = json.loads(next(tmp_path.glob("*.json")).read_text())
+    assert set(values) == {*targets.RUNS, "counts"}
+    assert len(values["counts"]) == 20
+
+
+def test_a_missed_target_of_time_is_profiled_once_for_each_pair(found, monkeypatch):
+    asked = []
+    monkeypatch.setattr(targets.profiles, "profiles", lambda *how: asked.append(how) or "text")
+    texts = dict(targets.profiled(found))
+    # A unit cost of 0.125 and ratios of 0.5 miss these two; the resident ones that are missed have no profile.
+    assert asked == [("host", 1, ("zero3", "torch-fsdp2")), ("wide", 2, ("zero3", "torch-fsdp2"))]
+    assert set(texts) == {"host-1-zero3-torch-fsdp2", "wide-zero3-torch-fsdp2"}
