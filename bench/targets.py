@@ -26,6 +26,7 @@ from pathlib import Path
 from typing import Any
 
 from bench import counts, profiles
+from bench.files import free_stem
 
 Rows = dict[str, dict[str, Any]]
 
@@ -213,15 +214,6 @@ def _memory_remark(rows: Rows) -> str:
 
 def _mb(num_bytes: int) -> str:
     return f"{num_bytes / 1e6:,.1f} MB"
-
-
-def free_stem(folder: Path, date: str) -> str:
-    """``date``, or with the first number behind it under which no file of results is there."""
-    stem, number = date, 1
-    while any(folder.glob(f"{stem}.*")):
-        number += 1
-        stem = f"{date}-{number}"
-    return stem
 
 
 def main() -> None:

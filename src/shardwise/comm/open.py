@@ -13,6 +13,7 @@ from shardwise.comm.axes import DATA_PARALLEL, Comms, lay_out
 from shardwise.comm.base import Comm
 from shardwise.comm.gloo import GlooComm
 from shardwise.comm.launch import init_process_group, read_world
+from shardwise.comm.staged import StagedComm
 from shardwise.comm.watch import StallWatch
 from shardwise.spec.errors import CommError, MeshError
 from shardwise.spec.mesh import Mesh
@@ -38,8 +39,9 @@ def open_comms(
 ) -> tuple[Comm, Comm]:
     """The Comms for gathers and for reductions over ``group`` (the whole world where it is ``None``).
 
-    On CUDA each has a communicator of its own, so that a gather never queues behind a reduction. On Gloo messages go
-    from rank to rank and are told apart by their tags: every Comm uses the group as it is.
+    On NCCL each has a communicator of its own, so that a gather never queues behind a reduction. On Gloo messages go
+    from rank to rank and are told apart by their tags: every Comm uses the group as it is. Where the group has no NCCL,
+    tensors on a GPU go over Gloo by way of host memory (``comm.staged``).
 
     Collective:
         All ranks of the group must call, in the same order.
@@ -127,12 +129,14 @@ class _Opener:
         self._group = group
         self.own = group.rank()
         self._number = next(_channels)
-        if device.type != "cuda" and "gloo" not in dist.get_backend_config(group):
+        backends = dist.get_backend_config(group)
+        self._is_nccl = device.type == "cuda" and "nccl" in backends
+        if not self._is_nccl and "gloo" not in backends:
             raise CommError(
-                f"the process group's backend is {dist.get_backend(group)}, which does not move CPU tensors.\n"
-                "  Call torch.distributed.init_process_group('gloo') (or 'cpu:gloo,cuda:nccl')."
+                f"the process group's backend is {dist.get_backend(group)}, which does not move {device.type.upper()}"
+                " tensors.\n  Call torch.distributed.init_process_group('gloo') (or 'cpu:gloo,cuda:nccl')."
             )
-        self._watch = StallWatch.of(group) if device.type != "cuda" and group.size() > 1 else None
+        self._watch = StallWatch.of(group) if not self._is_nccl and group.size() > 1 else None
 
     def by_place(self, axis: str, purpose: str, places: Sequence[int]) -> Comm:
         """A Comm over the ranks at these places of ``ranks``."""
@@ -143,7 +147,7 @@ class _Opener:
         # The watch compares what was issued on one channel: groups of one axis need names of their own.
         place = axis if len(ranks) == len(self.ranks) else f"{axis}@{ranks[0]}"
         channel = f"{place}/{self._number}/{purpose}"
-        if self._device.type == "cuda":
+        if self._is_nccl:
             from shardwise.comm.nccl import NcclComm  # needs a CUDA build only when it is used
 
             world = dist.get_process_group_ranks(self._group)
@@ -151,4 +155,5 @@ class _Opener:
             communicator = dist.new_group(members, backend="nccl", use_local_synchronization=True)
             assert isinstance(communicator, dist.ProcessGroup)
             return NcclComm(communicator, axis, self._device, channel=channel)
-        return GlooComm(self._group, axis, channel=channel, watch=self._watch, ranks=ranks)
+        comm = GlooComm(self._group, axis, channel=channel, watch=self._watch, ranks=ranks)
+        return StagedComm(comm, self._device) if self._device.type == "cuda" else comm
