@@ -23,6 +23,7 @@ from shardwise.testing import run_on_ranks
 
 STEPS = 5
 VOCAB, SEQ = 31, 6  # a vocabulary that no degree divides
+SEQUENCE = (("sequence_parallel", True),)
 #: By dtype: of losses and norms, relative; of parameters, absolute.
 TOLERANCES = {torch.float64: (1e-9, 1e-8), torch.float32: (1e-5, 5e-4)}
 
@@ -156,6 +157,8 @@ def test_two_ranks_equal_one_process():
         Case(dtype=torch.float32),
         Case(strategy="ddp", max_norm=0.3),
         Case(model=(("tied", True),), num_microbatches=2),
+        Case(model=(("tied", True), ("num_experts", 3)), plan=SEQUENCE),
+        Case(dtype=torch.float32, plan=(*SEQUENCE, ("activation_checkpointing", "full"))),
         Case(model=(("num_experts", 3),), num_microbatches=2, accumulation="unsharded"),
         Case(model=(("bias", False), ("dropout", 0.3)), plan=(("activation_checkpointing", "full"),)),
     )
@@ -167,6 +170,7 @@ def test_two_by_two_ranks_equal_one_process():
         Case(num_microbatches=2, max_norm=0.3, model=(("dropout", 0.2),)),
         Case(dtype=torch.float32, num_microbatches=2, max_norm=0.3),
         Case(tp=4, model=(("tied", True),)),
+        Case(num_microbatches=2, max_norm=0.3, model=(("dropout", 0.2),), plan=SEQUENCE),
     )
 
 

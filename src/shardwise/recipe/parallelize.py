@@ -152,7 +152,7 @@ def check_cuts(model: nn.Module, plan: ParallelPlan) -> None:
         PlanError: It cannot.
     """
     if plan.tp > 1:
-        find_cuts(model, plan.tp_plan, plan.tp)
+        find_cuts(model, plan.tp_plan, plan.tp, divides_sequence=plan.sequence_parallel)
     if plan.pipeline_policy is not None:
         find_stages(model, plan.pipeline_policy, plan.pp)
 
@@ -172,7 +172,9 @@ def apply_plan(
     """
     pipelined = Pipelined(model, plan, comms) if comms.pp is not None else None
     if comms.tp is not None:
-        apply_cuts(model, find_cuts(model, plan.tp_plan, comms.tp.size, comms.tp.rank), comms.tp)
+        size, rank = comms.tp.size, comms.tp.rank
+        cuts = find_cuts(model, plan.tp_plan, size, rank, divides_sequence=plan.sequence_parallel)
+        apply_cuts(model, cuts, comms.tp)
     if pipelined is not None:
         units = pipelined.drop_foreign(model, units)
     ignored = find_ignored(model, plan.ignored)

@@ -49,7 +49,10 @@ class ParallelPlan:
             and ``sw.eval_step``; it adds up the gradients of the microbatches and reduces them once.
         ep: Expert-parallel ranks. Only 1 in this version.
         tp_plan: How ``tp`` cuts the model: a mapping from name patterns to styles (``spec.styles``), such as
-            ``{"layers.*.up": "colwise", "layers.*.down": "rowwise"}``. ``None``: as is known for the model's class.
+            ``{"layers.*.up": "colwise", "layers.*.down": "rowwise"}``, beside and instead of what is known for the
+            model's class. ``None``: as is known.
+        sequence_parallel: With ``tp``: what lies between the divided layers (norms, dropout, the residual stream) is
+            divided over its ranks too, by positions. For our GPT.
         auto_wrap_policy: ``"auto"`` (the model's repeated blocks), ``"none"``, or a wrap policy. A mapping with one of
             ``by_class: [names]``, ``by_size: numel``, ``by_name: [globs]`` is what configuration files write.
         ignored: What is left alone: neither sharded, compared over the ranks nor reduced, but each rank's own (experts,
@@ -109,6 +112,7 @@ class ParallelPlan:
     pp: int = 1
     ep: int = 1
     tp_plan: Mapping[str, str] | None = None
+    sequence_parallel: bool = False
     auto_wrap_policy: str | WrapPolicy | Mapping[str, Any] = "auto"
     ignored: Any = ()
     reshard_after_forward: str | bool | int = "auto"
@@ -151,6 +155,11 @@ class ParallelPlan:
         _ = self.placements
         self._parse_policies()
         object.__setattr__(self, "tp_plan", parse_table(self.tp_plan))
+        if not isinstance(self.sequence_parallel, bool) or (self.sequence_parallel and self.tp == 1):
+            raise PlanError(
+                f"sequence_parallel={self.sequence_parallel!r} with tp={self.tp}: expected True or False, and True"
+                " divides positions over tp.\n  Set tp to 2 or more, or leave sequence_parallel at False."
+            )
         object.__setattr__(self, "ignored", ignored_entries(self.ignored))
         self._check_reshard()
         self._check_pipeline()

@@ -19,6 +19,8 @@ style                               of a module or parameter at a pattern
 ``colwise_vocabulary``              output projection, its ids divided as evenly as can be; its output stays divided
 ``vocabulary_loss:NAME``            loss of our GPT, of the output projection that is called so beside it
 ``dropout_features``                ``nn.Dropout`` of features that are divided
+``sequence_begin``                  from the first argument of this module on, activations are divided by positions
+``sequence_dropout``                ``nn.Dropout`` of activations that are
 ``replicate``                       left as it is
 ==================================  =================================================================================
 
@@ -49,6 +51,8 @@ STYLES = {
     "moe_tp_experts": "",
     "vocabulary_head": "",
     "dropout_features": "",
+    "sequence_begin": "",
+    "sequence_dropout": "",
     "colwise_vocabulary": "",
     "vocabulary_loss": "names",
     "replicate": "",
@@ -137,6 +141,20 @@ TABLES: dict[str, dict[str, str]] = {
         "o_proj": "rowwise",
     },
     "transformers.models.vit.modeling_vit.ViTMLP": {"fc1": "colwise", "fc2": "rowwise"},
+}
+
+
+#: What is added under sequence parallelism: between the first block's input and the output projection, activations are
+#: divided by positions.
+SEQUENCE_TABLES: dict[str, dict[str, str]] = {
+    "shardwise.models.transformer.GPT": {
+        "blocks.0": "sequence_begin",
+        "blocks.*.attention_norm": "replicated_with_grad_allreduce",
+        "blocks.*.mlp_norm": "replicated_with_grad_allreduce",
+        "blocks.*.mlp.router": "replicated_with_grad_allreduce",
+        "blocks.*.dropout": "sequence_dropout",
+        "final_norm": "replicated_with_grad_allreduce",
+    },
 }
 
 

@@ -12,8 +12,8 @@ from torch import nn
 from shardwise.comm.base import Comm
 from shardwise.spec.errors import PlanError
 from shardwise.spec.slice import Cut, Slice, even_ranges
-from shardwise.spec.styles import TABLES, Style, matches, near_even_range, parse_style, translated
-from shardwise.tensor.dropout import FeatureDropout, HeadDropout, drops
+from shardwise.spec.styles import SEQUENCE_TABLES, TABLES, Style, matches, near_even_range, parse_style, translated
+from shardwise.tensor.dropout import FeatureDropout, HeadDropout, SequenceDropout, drops
 from shardwise.tensor.layer import (
     Column,
     CopiedColumn,
@@ -42,6 +42,8 @@ class Cuts:
         uses: Every place that cuts a parameter, by ``id``: the module's ``id`` and the attribute, and its name there.
         stands: What replaces the forward of the module at a path.
         attributes: New values of attributes, by path and name.
+        begins: Modules from whose first argument on activations are divided by positions; none without sequence
+            parallelism.
     """
 
     model: nn.Module
@@ -51,6 +53,7 @@ class Cuts:
     uses: dict[int, dict[tuple[int, str], str]] = field(default_factory=dict)
     stands: dict[str, Stand] = field(default_factory=dict)
     attributes: dict[tuple[str, str], int] = field(default_factory=dict)
+    begins: list[str] = field(default_factory=list)
 
     def cut(self, module: nn.Module, path: str, attribute: str, *cuts: Cut, copy: int = 0, copies: int = 1) -> None:
         """Keep of a parameter what ``cuts`` say.
@@ -86,7 +89,9 @@ class _Site:
         return _join(self.path, self.attribute) if self.attribute else self.path
 
 
-def find_cuts(model: nn.Module, table: Mapping[str, str] | None, size: int, rank: int = 0) -> Cuts:
+def find_cuts(
+    model: nn.Module, table: Mapping[str, str] | None, size: int, rank: int = 0, *, divides_sequence: bool = False
+) -> Cuts:
     """What is to be done on ``rank`` of ``size``.
 
     Args:
@@ -94,12 +99,13 @@ def find_cuts(model: nn.Module, table: Mapping[str, str] | None, size: int, rank
         table: Styles by pattern, beside and instead of those that are known for its class.
         size: Ranks of ``tp``.
         rank: One of them.
+        divides_sequence: What lies between the layers is divided by positions (sequence parallelism).
 
     Raises:
         PlanError: There is no table, it does not fit the model, or something cannot be divided.
     """
     cuts = Cuts(model, size, rank)
-    for site in _sites(model, table):
+    for site in [*_sites(model, table), *(_sequence_sites(model) if divides_sequence else ())]:
         try:
             _RULES[site.style.name](site, cuts)
         except PlanError as error:
@@ -135,6 +141,20 @@ def _sites(model: nn.Module, table: Mapping[str, str] | None) -> list[_Site]:
             " or set tp=1."
         )
     return [*(site for site in _matches(known, modules, names) if site.name not in taken), *given]
+
+
+def _sequence_sites(model: nn.Module) -> list[_Site]:
+    table: dict[str, str] = {}
+    for path, module in model.named_modules():
+        kind = type(module)
+        for pattern, style in SEQUENCE_TABLES.get(f"{kind.__module__}.{kind.__qualname__}", {}).items():
+            table[_join(path, pattern)] = style
+    if not table:
+        raise PlanError(
+            f"tensor parallelism: sequence_parallel=True is known for our GPT only, not for {type(model).__name__}.\n"
+            "  Set sequence_parallel=False."
+        )
+    return list(_matches(table, dict(model.named_modules()), ()))
 
 
 def _matches(table: Mapping[str, str], modules: Mapping[str, nn.Module], parameters: Sequence[str]) -> Iterator[_Site]:
@@ -363,6 +383,14 @@ def _replicate(site: _Site, cuts: Cuts) -> None:
     del site, cuts
 
 
+def _sequence_begin(site: _Site, cuts: Cuts) -> None:
+    cuts.begins.append(site.path)
+
+
+def _sequence_dropout(site: _Site, cuts: Cuts) -> None:
+    cuts.stands[site.path] = SequenceDropout
+
+
 _RULES: dict[str, Callable[[_Site, Cuts], Any]] = {
     "colwise": _colwise,
     "packed_colwise": _packed_colwise,
@@ -380,6 +408,8 @@ _RULES: dict[str, Callable[[_Site, Cuts], Any]] = {
     "embedding_rowwise": _embedding_rowwise,
     "divide": _divide,
     "dropout_features": _dropout_features,
+    "sequence_begin": _sequence_begin,
+    "sequence_dropout": _sequence_dropout,
     "replicate": _replicate,
 }
 

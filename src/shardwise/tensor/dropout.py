@@ -25,12 +25,20 @@ _RATES = ("dropout", "attention_dropout", "attn_dropout")
 class FeatureDropout(Layer):
     """An ``nn.Dropout`` of features that are divided over the ranks."""
 
+    dim = -1
+
     def __call__(self, x: Tensor) -> Tensor:
-        """(..., this rank's features) to the same."""
+        """What this rank has, to the same."""
         module = self.module
         if not module.training or module.p == 0 or self.comm.device.type != "cpu":
             return F.dropout(x, module.p, module.training)
-        return x * _own_noise(x, -1, module.p, self.comm)
+        return x * _own_noise(x, self.dim, module.p, self.comm)
+
+
+class SequenceDropout(FeatureDropout):
+    """An ``nn.Dropout`` of positions that are divided over the ranks."""
+
+    dim = 1
 
 
 class HeadDropout(Layer):

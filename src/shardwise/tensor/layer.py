@@ -16,7 +16,7 @@ from torch.nn import functional as F
 
 from shardwise.comm.base import Comm
 from shardwise.spec.errors import StateError
-from shardwise.tensor.pairs import add_up, join_last, own_last, share, share_copies
+from shardwise.tensor.pairs import add_up, join_last, own_last, scatter_seq, share, share_copies
 
 
 class Layer(ABC):
@@ -65,10 +65,15 @@ class SharedInput:
 
     Query, key and value projections read one input: the three gradients are added first and then summed over the ranks,
     in one all-reduce. Outside of a call of the parent every layer is by itself.
+
+    Args:
+        parent: The module around the layers.
+        pair: :func:`share`, or what stands for it where the input is divided.
     """
 
-    def __init__(self, parent: nn.Module) -> None:
+    def __init__(self, parent: nn.Module, pair: Callable[[Tensor, Comm, str], Tensor] = share) -> None:
         self._depth = 0
+        self._pair = pair
         self._held: list[tuple[Tensor, Tensor]] = []
         parent.register_forward_pre_hook(self._enter)
         parent.register_forward_hook(self._leave, always_call=True)
@@ -86,8 +91,8 @@ class SharedInput:
         for seen, shared in self._held:
             if seen is x:
                 return shared
-        shared = share(x, comm, unit)
-        if self._depth and torch.is_grad_enabled():
+        shared = self._pair(x, comm, unit)
+        if self._depth:
             self._held.append((x, shared))
         return shared
 
@@ -182,7 +187,12 @@ class Row(Layer):
         name: Its path.
         comm: On ``tp``.
         sizes: Features by rank, where the input is replicated and to be cut.
+
+    Attributes:
+        divides_sequence: The outputs are this rank's positions of the sum.
     """
+
+    divides_sequence = False
 
     def __init__(self, module: nn.Module, name: str, comm: Comm, *, sizes: Sequence[int] | None = None) -> None:
         super().__init__(module, name, comm)
@@ -194,8 +204,12 @@ class Row(Layer):
         module = self.module
         if self._sizes is not None:
             x = own_last(x, self._sizes, self.comm, self.name)
-        y = add_up(self._linear(x, module.weight, None), self.comm, self.name)
-        return y if module.bias is None else y + module.bias
+        partial, bias = self._linear(x, module.weight, None), module.bias
+        if not self.divides_sequence:
+            y = add_up(partial, self.comm, self.name)
+            return y if bias is None else y + bias
+        y = scatter_seq(partial, self.comm, self.name)
+        return y if bias is None else y + share(bias, self.comm, self.name)
 
 
 class VocabularyEmbedding(Layer):

@@ -1,13 +1,18 @@
 """Collectives on ``tp`` as autograd functions: what forward does on the one side, backward does on the other.
 
-==================  =======================  =======================
-function            forward                  backward
-==================  =======================  =======================
-:func:`share`       identity                 all-reduce
-:func:`add_up`      all-reduce               identity
-:func:`join_last`   all-gather, last dim     this rank's part
-:func:`own_last`    this rank's part         all-gather, last dim
-==================  =======================  =======================
+===================  =======================  =======================
+function             forward                  backward
+===================  =======================  =======================
+:func:`share`        identity                 all-reduce
+:func:`add_up`       all-reduce               identity
+:func:`join_last`    all-gather, last dim     this rank's part
+:func:`own_last`     this rank's part         all-gather, last dim
+:func:`gather_seq`   all-gather, dim 1        reduce-scatter, dim 1
+:func:`scatter_seq`  reduce-scatter, dim 1    all-gather, dim 1
+:func:`own_seq`      this rank's part         all-gather, dim 1
+===================  =======================  =======================
+
+The last three are for sequence parallelism: what lies between the layers is divided by positions (dimension 1).
 
 The tensors that the first two move are *replicated* on one side (the same on every rank) and on the other partial: each
 rank holds a term of the sum. Sums run in rank order, so a replicated tensor is the same to the last bit everywhere.
@@ -23,6 +28,7 @@ import torch
 from torch import Tensor
 
 from shardwise.comm.base import Comm
+from shardwise.spec.errors import StateError
 
 
 def share(x: Tensor, comm: Comm, unit: str) -> Tensor:
@@ -80,6 +86,66 @@ def own_last(x: Tensor, sizes: Sequence[int], comm: Comm, unit: str) -> Tensor:
         In backward an all-gather of the gradient on ``tp``, where ``x`` needs one.
     """
     return _OwnLast.apply(x, tuple(sizes), comm, unit) if comm.size > 1 else x
+
+
+def gather_seq(x: Tensor, comm: Comm, unit: str) -> Tensor:
+    """All positions, for a computation of which each rank does a part.
+
+    Collective:
+        All-gather on ``tp``; in backward a reduce-scatter of the gradient.
+    """
+    return _GatherSeq.apply(x, comm, unit) if comm.size > 1 else x
+
+
+def scatter_seq(x: Tensor, comm: Comm, unit: str) -> Tensor:
+    """This rank's positions of the sum of every rank's ``x``.
+
+    Collective:
+        Reduce-scatter on ``tp``; in backward an all-gather of the gradient.
+    """
+    return _ScatterSeq.apply(x, comm, unit) if comm.size > 1 else x
+
+
+def own_seq(x: Tensor, comm: Comm, unit: str) -> Tensor:
+    """This rank's positions of a replicated ``x``.
+
+    Collective:
+        In backward an all-gather of the gradient on ``tp``, where ``x`` needs one.
+
+    Raises:
+        StateError: The positions cannot be divided evenly.
+    """
+    if x.shape[1] % comm.size:
+        raise StateError(
+            f"sequence_parallel: {x.shape[1]} positions cannot be divided evenly over tp={comm.size}:"
+            f" {x.shape[1]} / {comm.size} = {x.shape[1] / comm.size:.4g}.\n"
+            f"  Pad the sequences to a multiple of {comm.size}, or set sequence_parallel=False."
+        )
+    return _OwnSeq.apply(x, comm, unit) if comm.size > 1 else x
+
+
+def gathered_seq(x: Tensor, comm: Comm, unit: str) -> Tensor:
+    """A new tensor with every rank's positions.
+
+    Collective:
+        All-gather on ``tp``.
+    """
+    buffer = x.new_empty(comm.size, *x.shape)
+    buffer[comm.rank].copy_(x)
+    comm.all_gather(buffer.view(-1), unit=unit).wait()
+    return buffer.transpose(0, 1).flatten(1, 2)
+
+
+def scattered_seq(x: Tensor, comm: Comm, unit: str) -> Tensor:
+    """A new tensor with this rank's positions of the sum of every rank's ``x``.
+
+    Collective:
+        Reduce-scatter on ``tp``.
+    """
+    terms = x.unflatten(1, (comm.size, -1)).transpose(0, 1).contiguous()
+    total = torch.empty_like(terms[0])
+    comm.reduce_scatter(terms.view(-1), total.view(-1), unit=unit).wait()
+    return total
 
 
 def summed(x: Tensor, comm: Comm, unit: str) -> Tensor:
@@ -174,3 +240,36 @@ class _OwnLast(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None, None]:  # type: ignore[override]
         return joined(grad, *ctx.place), None, None, None
+
+
+class _GatherSeq(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, comm: Comm, unit: str) -> Tensor:
+        ctx.place = comm, unit
+        return gathered_seq(x, comm, unit)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None]:  # type: ignore[override]
+        return scattered_seq(grad, *ctx.place), None, None
+
+
+class _ScatterSeq(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, comm: Comm, unit: str) -> Tensor:
+        ctx.place = comm, unit
+        return scattered_seq(x, comm, unit)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None]:  # type: ignore[override]
+        return gathered_seq(grad, *ctx.place), None, None
+
+
+class _OwnSeq(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, comm: Comm, unit: str) -> Tensor:
+        ctx.place = comm, unit
+        return x.unflatten(1, (comm.size, -1))[:, comm.rank].clone(memory_format=torch.contiguous_format)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None]:  # type: ignore[override]
+        return gathered_seq(grad, *ctx.place), None, None

@@ -83,6 +83,9 @@ class ParallelSection(Section):
     tp_plan: dict[str, str] | None = Field(
         None, description="how tp cuts the model: styles by name pattern; null: as is known for its class"
     )
+    sequence_parallel: bool = Field(
+        default=False, description="with tp: norms, dropout and the residual stream are divided too, by positions"
+    )
     auto_wrap_policy: str | dict[str, Any] = Field(
         "auto", description="auto, none, {by_class: [names]}, {by_size: numel} or {by_name: [globs]}"
     )

@@ -22,6 +22,7 @@ def test_the_fields_are_those_that_this_version_honours() -> None:
         "pp",
         "ep",
         "tp_plan",
+        "sequence_parallel",
         "auto_wrap_policy",
         "ignored",
         "reshard_after_forward",
@@ -186,3 +187,10 @@ def test_styles_of_tensor_parallelism_are_checked_when_the_plan_is_made() -> Non
             ParallelPlan(tp=2, tp_plan=wrong)
     with pytest.raises(PlanError, match="compile=True with tp=2"):
         ParallelPlan(tp=2, compile=True)
+
+
+def test_sequence_parallelism_needs_ranks_to_divide_over() -> None:
+    assert ParallelPlan(tp=2, sequence_parallel=True).sequence_parallel
+    for wrong in ({"sequence_parallel": True}, {"tp": 2, "sequence_parallel": 1}):
+        with pytest.raises(PlanError, match="expected True or False, and True divides positions over tp"):
+            ParallelPlan(**wrong)
