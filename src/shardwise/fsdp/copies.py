@@ -35,7 +35,7 @@ def sum_over_copies(runtime: Runtime, copies: Mapping[nn.Parameter, Sequence[int
         own = torch.cat([memory_order(view) for view in views])
         terms: dict[int, Tensor] = {comm.rank: own}
         handles = []
-        unit = f"copies of {group.layout.params[mark.index].shape}"
+        unit = f"copies of {group.layout.params[mark.index].name}"
         for peer in ranks:
             if peer != comm.rank:
                 terms[peer] = torch.empty_like(own)

@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from torch.utils._pytree import tree_flatten
 
 from shardwise.comm.base import Comm
-from shardwise.comm.control import agree
+from shardwise.comm.control import agree, all_gather_json
 from shardwise.pipeline.element import Element, own_forward
 from shardwise.pipeline.split import StandIn
 from shardwise.pipeline.trace import Flow, Leaf, Source, Tracer, shape_key, zeros
@@ -60,6 +60,7 @@ class Stages:
         for index, element in enumerate(elements):
             if not isinstance(element.module, StandIn):
                 element.forward = own_forward(element.module)
+                element.module.register_forward_hook(_AfterElement(me))
             assert element.sketch is not None
             element.sketched = own_forward(element.sketch)
             for module in (element.module, element.sketch):
@@ -87,10 +88,11 @@ class Stages:
             self._sketch.train(model.training)
             flow = self._trace(batch, call)
             if self._comm is not None and len(set(found := agree(self._comm, flow.digest))) > 1:
-                odd = next(stage for stage, digest in enumerate(found) if digest != found[0])
+                odd = next(rank for rank, digest in enumerate(found) if digest != found[0])
+                shapes = all_gather_json(self._comm, _shapes(batch))
                 raise RankDisagreement(
-                    f"ranks 0 and {odd} along pp disagree about what goes from stage to stage: this one has a batch of"
-                    f" {_shapes(batch)}.\n"
+                    "the ranks of a pipeline disagree about what goes from stage to stage: rank 0 along pp has"
+                    f" microbatches of {shapes[0]}, rank {odd} of {shapes[odd]}.\n"
                     "  Give the same batch to every rank of a pipeline, and build the same model."
                 )
             self._flows[key] = flow
@@ -133,6 +135,11 @@ class Stages:
             raise _not_whole(element.name)
         return self._pass.call(element, args, kwargs, self.device)
 
+    def after_element(self, output: Any) -> None:
+        """An element has returned ``output``."""
+        if self._pass is not None:
+            self._pass.after_call(output)
+
     def call_root(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """The model was called."""
         if self._pass is None:
@@ -173,12 +180,7 @@ class _Pass:
         if call.leaves is None:
             return element.forward(*args, **kwargs)
         if call.stage == self._stage:
-            output = element.forward(*args, **kwargs)
-            if not self._is_last:
-                self._keep(number, output)
-                if number == flow.last_call[self._stage]:
-                    raise _StageEnd
-            return output
+            return element.forward(*args, **kwargs)
         received = self._received
 
         def give(place: int, leaf: Leaf) -> Any:
@@ -188,6 +190,19 @@ class _Pass:
             return zeros(leaf.shape, leaf.dtype, device)
 
         return call.give(tree_flatten((args, kwargs))[0], give)
+
+    def after_call(self, output: Any) -> None:
+        """The newest call has returned ``output``, and the module's hooks have run.
+
+        Raises:
+            _StageEnd: It was the stage's last.
+        """
+        number, flow = self.number - 1, self._flow
+        if self._is_last or flow.calls[number].stage != self._stage or flow.calls[number].leaves is None:
+            return
+        self._keep(number, output)
+        if number == flow.last_call[self._stage]:
+            raise _StageEnd
 
     def _keep(self, number: int, output: Any) -> None:
         wanted = [source for source in self._flow.crossing[self._stage] if source[0] == number]
@@ -214,6 +229,18 @@ class _ElementForward:
         stages = self._stages()
         assert stages is not None
         return stages.call_element(stages.elements[self._index], args, kwargs)
+
+
+class _AfterElement:
+    """Forward hook of an element, after all others."""
+
+    def __init__(self, stages: weakref.ref[Stages]) -> None:
+        self._stages = stages
+
+    def __call__(self, _module: nn.Module, _args: object, output: object) -> None:
+        stages = self._stages()
+        if stages is not None:
+            stages.after_element(output)
 
 
 class _RootForward:

@@ -1,0 +1,96 @@
+"""Messages of pipelines are those that are predicted; a stage that fails or disagrees ends all ranks."""
+
+from __future__ import annotations
+
+import time
+
+import pytest
+import torch
+from torch import distributed
+
+import shardwise as sw
+from shardwise.fsdp.attach import runtime_of
+from shardwise.recipe.pipelined import pipelined_of
+from shardwise.spec.schedule import build
+from shardwise.spec.schedule.held import peak_held
+from shardwise.spec.schedule.traffic import Copies, CrossingBytes, messages
+from shardwise.testing import RankFailure, run_on_ranks
+
+HIDDEN, SEQ, MICRO_BATCH, NUM_MICROBATCHES = 24, 6, 2, 4
+CASES = (("gpipe", 2, 1), ("1f1b", 2, 1), ("interleaved-1f1b", 2, 2), ("zb-h1", 2, 1), ("zb-v", 2, 2))
+
+
+def build_gpt():
+    torch.manual_seed(0)
+    return sw.models.gpt("gpt-tiny", num_layers=5, hidden=HIDDEN, num_heads=2, vocab_size=31, seq_len=SEQ)
+
+
+def tokens(rows=MICRO_BATCH * NUM_MICROBATCHES, seq=SEQ):
+    return torch.randint(0, 31, (rows, seq), generator=torch.Generator().manual_seed(1))
+
+
+def record(cases):
+    results = []
+    for schedule, pp, _ in cases:
+        model = sw.parallelize(build_gpt(), sw.ParallelPlan(pp=pp, pipeline=schedule))
+        batch = tokens(), tokens()
+        sw.train_step(model, batch, num_microbatches=NUM_MICROBATCHES)
+        with sw.record_collectives(model) as events:
+            sw.train_step(model, batch, num_microbatches=NUM_MICROBATCHES)
+        kinds = {"send", "receive"}
+        found = [(e.kind, e.unit, e.sent_bytes, e.axis) for e in events if e.axis == "pp" and e.kind in kinds]
+        gathers = [e.unit for e in events if e.kind == "all_gather"]
+        results.append(
+            (
+                found,
+                pipelined_of(model)._interpreter.peak_tapes,
+                gathers,
+                sum(bool(unit.groups) for unit in runtime_of(model, "t").units),
+            )
+        )
+    return results
+
+
+def test_messages_and_activations_in_flight_are_those_predicted():
+    ranks = run_on_ranks(record, 4, CASES, timeout_s=120)
+    copies = Copies("token_embedding.weight", (0, 1), 31 * HIDDEN * 4)
+    each = CrossingBytes(MICRO_BATCH * SEQ * HIDDEN * 4)
+    for place, (name, pp, virtual) in enumerate(CASES):
+        schedule = build(name, pp, NUM_MICROBATCHES, virtual)
+        for rank, results in enumerate(ranks):
+            found, peak, gathers, num_units = results[place]
+            stage = rank // 2  # two replicas
+            shared = [] if name == "zb-v" else [copies]  # rank 0 has the first and the last stage
+            assert found == messages(schedule, stage, [[each]] * (pp * virtual - 1), shared), (name, rank)
+            assert peak == peak_held(name, pp, NUM_MICROBATCHES, virtual, stage).activations, (name, rank)
+            assert len(gathers) == len(set(gathers)) == num_units, "a unit is gathered once a step"
+
+
+def disagree():
+    model = sw.parallelize(build_gpt(), sw.ParallelPlan(pp=2))
+    shorter = distributed.get_rank() == 1
+    sw.train_step(model, (tokens(seq=SEQ - shorter), tokens(seq=SEQ - shorter)), num_microbatches=2)
+
+
+def test_a_stage_that_disagrees_in_shape_ends_all_ranks_with_one_message():
+    with pytest.raises(RankFailure) as caught:
+        run_on_ranks(disagree, 2, timeout_s=60)
+    text = str(caught.value)
+    shown = "rank 0 along pp has microbatches of [4, 6], [4, 6], rank 1 of [4, 5], [4, 5]"
+    assert text.count("RankDisagreement") >= 2
+    assert shown in text
+
+
+def die():
+    model = sw.parallelize(build_gpt(), sw.ParallelPlan(pp=2))
+    sw.train_step(model, (tokens(), tokens()))
+    if distributed.get_rank() == 1:
+        raise OSError("the device is gone")
+    sw.train_step(model, (tokens(), tokens()))
+
+
+def test_a_rank_that_dies_ends_its_pipeline():
+    start = time.monotonic()
+    with pytest.raises(RankFailure, match="the device is gone"):
+        run_on_ranks(die, 2, timeout_s=60)
+    assert time.monotonic() - start < 50
