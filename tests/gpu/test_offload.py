@@ -8,6 +8,7 @@ from torch import nn
 from torch.profiler import ProfilerActivity, profile
 
 import shardwise as sw
+from shardwise.fsdp import packed
 from shardwise.fsdp.attach import runtime_of
 from shardwise.fsdp.summary import predict
 from shardwise.testing import run_on_ranks
@@ -94,6 +95,37 @@ def test_the_device_holds_what_is_predicted_and_its_peak_falls() -> None:
     moved = found[0][2] - found[1][2]
     assert plain - everything == pytest.approx(moved, rel=0.1)
     assert plain - half == pytest.approx(moved / 2, rel=0.3)
+
+
+def sums_late(policy: str) -> list[torch.Tensor]:
+    """Gradients where packed ones are added up only after the next units' were packed, by the host's clock."""
+    add_up = packed.quantize.sum_packed
+
+    def late(*args: object) -> None:
+        torch.cuda._sleep(20_000_000)
+        add_up(*args)
+
+    torch.manual_seed(0)
+    model = nn.Sequential(*(nn.Linear(512, 512) for _ in range(6))).cuda()
+    layers = sw.wrap_by_class({nn.Linear})
+    plan = {"quantized_reduce": "int8", "auto_wrap_policy": layers, "merge_units": False, "gradient_buffers": 4}
+    sw.parallelize(model, sw.ParallelPlan(offload_policy=policy, **plan))
+    packed.quantize.sum_packed = late
+    try:
+        model(torch.randn(8, 512, device="cuda")).square().sum().backward()
+    finally:
+        packed.quantize.sum_packed = add_up
+    torch.cuda.synchronize()
+    return [parameter.grad.cpu() for parameter in model.parameters()]
+
+
+def sum_on_either_stream() -> list[bool]:
+    return [torch.equal(a, b) for a, b in zip(sums_late("none"), sums_late("cpu"), strict=True)]
+
+
+def test_packed_gradients_stay_until_the_stream_that_goes_down_has_added_them_up() -> None:
+    (same,) = run_on_ranks(sum_on_either_stream, 1, process_group=False)
+    assert same == [True] * 12
 
 
 def waits_in_steady_state() -> int:

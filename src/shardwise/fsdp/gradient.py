@@ -268,7 +268,7 @@ class Gradient:
         else:
             inside = comms.reduce.all_reduce(buffer, unit=unit, divisor=after)
         if comms.replicate is None:
-            return self._send_home(inside)
+            return self._send_home(inside, pool)
         return Chain(inside, lambda: self._go_across(comms, pool, partial, is_last=is_last))
 
     def _place_of_sum(self, buffer: Tensor, partial: Tensor | None, pool: GradientPool) -> Tensor:
@@ -301,9 +301,10 @@ class Gradient:
             self._partial, self._result = result, None
             return Done()
         self._result = result
-        return self._send_home(comms.replicate.all_reduce(result, unit=self.group.unit.name, divisor=self._divisors[1]))
+        across = comms.replicate.all_reduce(result, unit=self.group.unit.name, divisor=self._divisors[1])
+        return self._send_home(across, pool)
 
-    def _send_home(self, reduction: Handle) -> Handle:
+    def _send_home(self, reduction: Handle, pool: GradientPool) -> Handle:
         """Where ``.grad`` lives on the host, have the sum sent there as soon as it is there."""
         group, result = self.group, self._result
         if group.offload is None or group.transfers is None:
@@ -316,7 +317,7 @@ class Gradient:
                 self._landing = host_zeros(result.numel(), result.dtype, group.device, pins=group.offload.pin_memory)
             self._result = self._landing
         assert self._result is not None
-        return group.transfers.send(result, self._result, reduction)
+        return group.transfers.send(result, self._result, reduction, pool.packed)
 
     def _make_home(self) -> None:
         if self._home is not None:

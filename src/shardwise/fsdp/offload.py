@@ -14,7 +14,7 @@ has to add up gradients itself. On any other device the same copies are made, ea
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, TypeVar
 
 import torch
@@ -28,6 +28,7 @@ from shardwise.spec.placement import Placements
 if TYPE_CHECKING:
     from shardwise.fsdp.build import OwnedParameter
     from shardwise.fsdp.group import Group
+    from shardwise.fsdp.pool import PackedPool
 
 Name = TypeVar("Name", str, tuple[str, ...])
 
@@ -108,15 +109,22 @@ class Transfers:
 
     # -- down
 
-    def send(self, source: Tensor, target: Tensor, after: Handle) -> Handle:
-        """Copy ``source`` on the device to ``target`` on the host as soon as ``after`` is done."""
+    def send(self, source: Tensor, target: Tensor, after: Handle, pool: PackedPool) -> Handle:
+        """Copy ``source`` on the device to ``target`` on the host as soon as ``after`` is done.
+
+        Args:
+            source: The sum.
+            target: Where ``.grad`` lives, or what is added to it.
+            after: The reduction. On CUDA its last part (adding up what came packed) runs on the stream that goes down.
+            pool: Where it gives back its packed buffers: others may write there when the handle has been waited for.
+        """
         if self._down is None:
             return _Later(source, target, after)
-        with torch.cuda.stream(self._down):
+        with torch.cuda.stream(self._down), pool.holding() as held:
             after.wait()
             target.copy_(source, non_blocking=True)
             self._events["down"] = self._down.record_event()
-        return _Event(self._events["down"], self.device)
+        return _Event(self._events["down"], self.device, lambda: [pool.give(buffer) for buffer in held])
 
     def synchronise(self) -> None:
         """Have the host wait until every copy has been made, so that it may read gradients and write masters."""
@@ -128,12 +136,16 @@ class Transfers:
 class _Event(Handle):
     """A copy on a stream of its own."""
 
-    def __init__(self, event: Any, device: torch.device) -> None:
+    def __init__(self, event: Any, device: torch.device, then: Callable[[], object] | None = None) -> None:
         self._event = event
         self._device = device
+        self._then = then
 
     def wait(self) -> None:
         torch.cuda.current_stream(self._device).wait_event(self._event)
+        then, self._then = self._then, None
+        if then is not None:
+            then()
 
 
 class _Later(Handle):

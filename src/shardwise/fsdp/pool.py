@@ -6,9 +6,10 @@ saved in forward finds its own data again in backward.
 
 from __future__ import annotations
 
+import contextlib
 import weakref
 from collections import deque
-from collections.abc import Callable, Hashable
+from collections.abc import Callable, Hashable, Iterator
 from typing import TYPE_CHECKING
 
 import torch
@@ -156,6 +157,16 @@ class PackedPool:
         self._sizes: dict[int, int] = {}
         self._free: dict[int, deque[Tensor]] = {}
         self._num_bytes = 0
+        self._held: list[Tensor] | None = None
+
+    @contextlib.contextmanager
+    def holding(self) -> Iterator[list[Tensor]]:
+        """Collects what is given back inside instead of lending it again: a stream still reads it. Give it later."""
+        self._held = held = []
+        try:
+            yield held
+        finally:
+            self._held = None
 
     def announce(self, num_bytes: int) -> None:
         """Tell the pool, before the first step, that buffers of this size will be needed."""
@@ -173,6 +184,9 @@ class PackedPool:
 
     def give(self, buffer: Tensor) -> None:
         """Return a buffer."""
+        if self._held is not None:
+            self._held.append(buffer)
+            return
         self._free[size_class(buffer.numel())].appendleft(buffer)
 
     @property
