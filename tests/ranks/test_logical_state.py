@@ -17,6 +17,7 @@ from shardwise.comm.axes import Comms
 from shardwise.comm.dtype import torch_dtype
 from shardwise.comm.open import Place
 from shardwise.fsdp.api import shard_model
+from shardwise.fsdp.ignore import find_ignored
 from shardwise.fsdp.optimizer_state import optimizer_extents
 from shardwise.fsdp.options import EngineOptions
 from shardwise.fsdp.state import HeldValues
@@ -272,6 +273,59 @@ def trained_with(make: type[torch.optim.Optimizer], model: nn.Module) -> torch.o
     return optimizer
 
 
+class Recommender(nn.Module):
+    """A table, and what is dense."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.table = nn.Embedding(ROWS, HIDDEN)
+        self.dense = nn.Linear(HIDDEN, 1)
+
+
+def share_a_table(folder: str) -> list[str]:
+    """Rows of an ignored table on all ranks, saved, loaded whole and back; what is wrong of it."""
+    rank = distributed.get_rank()
+    first, last = rank * ROWS // 4, (rank + 1) * ROWS // 4
+
+    def make(*, is_shared: bool) -> tuple[nn.Module, torch.optim.Optimizer]:
+        torch.manual_seed(1)
+        model = Recommender()
+        ignored = []
+        if is_shared:
+            weight = model.table.weight
+            weight.data = weight.data[first:last].clone()
+            set_slice(weight, Slice((ROWS, HIDDEN), (Cut(0, ((first, last),)),)))
+            ignored = ["table"]
+        ranks = None if is_shared else [rank]
+        comms = Place(Mesh(dp_shard=4 if is_shared else 1), ranks=ranks).open(torch.device("cpu"))
+        options = EngineOptions(ignored=find_ignored(model, ignored))
+        shard_model(model, {}, PRESETS["ddp" if is_shared else "zero3"], comms, options)
+        return model, torch.optim.AdamW(model.parameters(), lr=1e-2)
+
+    model, optimizer = make(is_shared=True)
+    before = model.table.weight.detach().clone()
+    for parameter in model.parameters():
+        parameter.grad = torch.full_like(parameter, 1.0 + (rank if parameter is model.table.weight else 0))
+    optimizer.step()
+    sw.save(f"{folder}/table", model, optimizer)
+    whole, whole_optimizer = make(is_shared=False)
+    sw.load(f"{folder}/table", whole, whole_optimizer)
+    got, state = sw.full_state_dict(whole), sw.full_state_dict(model)
+    found = [] if rank else unequal(state, got)
+    momentum = whole_optimizer.state[whole.table.weight]["exp_avg"].view(ROWS, HIDDEN)[first:last]
+    found += [] if torch.equal(momentum, optimizer.state[model.table.weight]["exp_avg"]) else ["momentum"]
+    found += [] if torch.equal(got["table.weight"][first:last], model.table.weight) else ["rows"]
+    found += ["nothing happened"] if torch.equal(before, model.table.weight) else []
+    new = {key: value * 2 for key, value in got.items()}
+    sw.load_full_state_dict(model, new if rank == 0 else {})
+    found += [] if torch.equal(new["table.weight"][first:last], model.table.weight) else ["rows from rank 0"]
+    if rank == 0:
+        sw.save(f"{folder}/whole", whole, whole_optimizer)
+    distributed.barrier()
+    sw.load(f"{folder}/whole", model, optimizer)
+    return found + ([] if torch.equal(got["table.weight"][first:last], model.table.weight) else ["rows of the whole"])
+
+
 def refuse(folder: str) -> dict[str, str]:
     """What cannot be saved or loaded, with the text on this rank; and what is seen of slices and stages."""
     texts = {}
@@ -300,14 +354,16 @@ def refuse(folder: str) -> dict[str, str]:
     with pytest.raises(StateError) as caught:
         sw.load(f"{folder}/tp2 x dp2", model, optimizer)
     texts["one rank"] = str(caught.value)
+    texts["table"] = str(share_a_table(folder))
     return texts
 
 
-def test_what_a_rank_of_another_stage_cannot_do_ends_all(tmp_path, capsys):
+def test_rows_and_tables_are_logical_and_what_one_stage_cannot_do_ends_all(tmp_path, capsys):
     every = run_on_ranks(refuse, 4, str(tmp_path))
     assert {texts["one rank"] for texts in every} == {
         "rank 2: buffer 'blocks.3.norm.running_mean' is not contiguous and cannot be loaded in place."
     }
+    assert {texts["table"] for texts in every} == {"[]"}
     assert len({texts["columns"] for texts in every}) == 1
     assert "'sum' of 'blocks.0.out.weight' in RowAdagrad has shape [" in every[0]["columns"]
     assert {texts[name, "rows"] for texts in every for name in ("pp2 x dp2", "dp4")} == {"[]"}
@@ -326,3 +382,57 @@ def test_what_a_rank_of_another_stage_cannot_do_ends_all(tmp_path, capsys):
     shown = capsys.readouterr().out
     assert "good, 4 files, step 0, " in shown
     assert "tensors in slices" in shown
+
+
+def of_plan(**plan: Any) -> tuple[nn.Module, torch.optim.Optimizer]:
+    """Our GPT under a plan: its head is tied to the embedding."""
+    torch.manual_seed(5)
+    model = sw.models.gpt("gpt-tiny", num_layers=4, hidden=24, num_heads=4, vocab_size=31, seq_len=6, tied=True)
+    model = sw.parallelize(model, sw.ParallelPlan(**plan))
+    return model, torch.optim.AdamW(model.parameters(), lr=1e-2, weight_decay=0.1)
+
+
+def batch(step: int) -> tuple[Tensor, Tensor]:
+    generator = torch.Generator().manual_seed(step)
+    tokens_BT = torch.randint(0, 31, (4, 7), generator=generator)
+    return tokens_BT[:, :-1].contiguous(), tokens_BT[:, 1:].contiguous()
+
+
+def go_on(folder: str, source: str | None, target: str, steps: range, plan: dict[str, Any]) -> dict[str, Any]:
+    """Load, train, save; gives the whole state dict on rank 0, before and after."""
+    model, optimizer = of_plan(**plan)
+    if source is not None:
+        sw.load(f"{folder}/{source}", model, optimizer)
+    before = sw.full_state_dict(model)
+    for step in steps:
+        sw.train_step(model, batch(step), num_microbatches=2)
+        optimizer.step()
+        optimizer.zero_grad()
+    sw.save(f"{folder}/{target}", model, optimizer, state={"step": steps.stop})
+    return {"before": before, "after": sw.full_state_dict(model)}
+
+
+def alone(folder: str) -> tuple[dict[str, Any], dict[str, Any]]:
+    return go_on(folder, "both", "alone", range(0), {}), go_on(folder, "tp2 x dp2", "plain", range(2, 3), {})
+
+
+def unequal(a: dict[str, Any], b: dict[str, Any]) -> list[str]:
+    assert list(a) == list(b)
+    return [key for key in a if not torch.equal(a[key], b[key])]
+
+
+def test_a_run_moves_from_tensor_parallelism_to_a_pipeline_to_one_process(tmp_path):
+    tensor = {"tp": 2, "dp_shard": 2}
+    first = run_on_ranks(go_on, 4, str(tmp_path), None, "tp2 x dp2", range(2), tensor)[0]
+    piped = run_on_ranks(go_on, 2, str(tmp_path), "tp2 x dp2", "pp2", range(2, 3), {"pp": 2})[0]
+    both = run_on_ranks(go_on, 4, str(tmp_path), "pp2", "both", range(0), {"pp": 2, "tp": 2, "strategy": "ddp"})[0]
+    last, plain = run_on_ranks(alone, 1, str(tmp_path))[0]
+    assert unequal(first["after"], piped["before"]) == []
+    assert unequal(piped["before"], piped["after"]) == list(piped["after"])  # it did train
+    assert unequal(piped["after"], both["before"]) == unequal(both["before"], last["before"]) == []
+    tied = {"token_embedding.weight", "lm_head.weight"}  # on two stages: its gradient is added up in another order
+    assert set(unequal(piped["after"], plain["after"])) <= tied
+    saved = [logical(f"{tmp_path}/{name}") for name in ("pp2", "both", "alone")]
+    assert saved[0].keys() == saved[1].keys() == saved[2].keys()
+    assert "optimizer/blocks.2.attention.qkv.weight/exp_avg" in saved[0]
+    assert all(torch.equal(saved[0][name], other[name]) for other in saved[1:] for name in other)
