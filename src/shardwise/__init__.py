@@ -45,6 +45,8 @@ _LAZY = {
     "dry_run": "shardwise.recipe.dry_run",
     "DryRun": "shardwise.recipe.dry_run",
     "parity": "shardwise.recipe.parity",
+    "generate": "shardwise.recipe.decoding",
+    "generate_stream": "shardwise.recipe.decoding",
     "fully_shard": "shardwise.fsdp.fully_shard",
     "gradient_sync": "shardwise.fsdp.api",
     "logical_shape": "shardwise.fsdp.api",
@@ -103,6 +105,8 @@ __all__ = [
     "full_parameters",
     "full_state_dict",
     "fully_shard",
+    "generate",
+    "generate_stream",
     "gradient_sync",
     "join",
     "load",
@@ -140,6 +144,7 @@ if TYPE_CHECKING:
     from shardwise.fsdp.summary import summary
     from shardwise.fsdp.whole import full_parameters
     from shardwise.recipe.data_parallel import DataParallel
+    from shardwise.recipe.decoding import generate, generate_stream
     from shardwise.recipe.dry_run import DryRun, dry_run
     from shardwise.recipe.parallelize import parallelize
     from shardwise.recipe.parity import parity

@@ -24,6 +24,7 @@ from torch.utils.checkpoint import checkpoint
 from shardwise.spec.errors import ConfigError
 
 if TYPE_CHECKING:
+    from shardwise.models.cache import KeyValueCache
     from shardwise.models.shape import GPTConfig
 
 INIT_STD = 0.02
@@ -75,15 +76,19 @@ class Attention(nn.Module):
         self.qkv = Linear(hidden, 3 * hidden, bias=config.bias, std=INIT_STD, device=device)
         self.out = Linear(hidden, hidden, bias=config.bias, std=_residual_std(config), device=device)
 
-    def forward(self, x_BTC: Tensor) -> Tensor:
-        """Mix over earlier positions: (B, T, C) to (B, T, C)."""
+    def forward(self, x_BTC: Tensor, cache: KeyValueCache | None = None, layer: int = 0) -> Tensor:
+        """Mix over earlier positions, those of layer ``layer`` in the cache too: (B, T, C) to (B, T, C)."""
         q_BTA, k_BTA, v_BTA = self.qkv(x_BTC).chunk(3, dim=-1)
         B, T, A = q_BTA.shape
         q_BHTD, k_BHTD, v_BHTD = (
             t_BTA.view(B, T, self.num_heads, self.head_dim).transpose(1, 2) for t_BTA in (q_BTA, k_BTA, v_BTA)
         )
+        mask, is_causal = None, True
+        if cache is not None:
+            k_BHTD, v_BHTD = cache.extend(layer, k_BHTD, v_BHTD)
+            mask, is_causal = cache.mask, cache.is_causal
         y_BHTD = F.scaled_dot_product_attention(
-            q_BHTD, k_BHTD, v_BHTD, is_causal=True, dropout_p=self.dropout if self.training else 0.0
+            q_BHTD, k_BHTD, v_BHTD, mask, self.dropout if self.training else 0.0, is_causal
         )
         return self.out(y_BHTD.transpose(1, 2).reshape(B, T, A))
 
@@ -140,9 +145,9 @@ class Block(nn.Module):
         self.mlp = feed_forward(config, device=device)
         self.dropout = nn.Dropout(config.dropout)
 
-    def forward(self, x_BTC: Tensor) -> Tensor:
+    def forward(self, x_BTC: Tensor, cache: KeyValueCache | None = None, layer: int = 0) -> Tensor:
         """(B, T, C) to (B, T, C)."""
-        x_BTC = x_BTC + self.dropout(self.attention(self.attention_norm(x_BTC)))
+        x_BTC = x_BTC + self.dropout(self.attention(self.attention_norm(x_BTC), cache, layer))
         return x_BTC + self.dropout(self.mlp(self.mlp_norm(x_BTC)))
 
 
@@ -180,21 +185,25 @@ class GPT(nn.Module):
         )
         self.loss = Loss()
 
-    def forward(self, tokens: Tensor, targets: Tensor | None = None) -> Tensor:
+    def forward(self, tokens: Tensor, targets: Tensor | None = None, *, cache: KeyValueCache | None = None) -> Tensor:
         """Predict the next token at every position.
 
         Args:
             tokens: Ids (B, T), int64 or int32, ``T`` at most ``config.seq_len``. Ids are not compared with the
                 vocabulary here, which would wait for the device.
             targets: Ids (B, T) that should follow; -100 leaves a position out.
+            cache: What came before ``tokens``; takes them in.
 
         Returns:
-            Logits (B, T, V); with targets the mean cross entropy over all positions, in fp32 or wider, 0-dim.
+            Logits (B, T, V), with a cache those of the last position (B, 1, V); with targets the mean cross entropy
+            over all positions, in fp32 or wider, 0-dim.
 
         Raises:
             ConfigError: The ids have a wrong dtype or shape, or the sequence is longer than the model's positions.
         """
         self._check(tokens, targets)
+        if cache is not None:
+            return self._continue(tokens, cache)
         positions_T = torch.arange(tokens.shape[1], device=tokens.device)
         x_BTC = self.dropout(self.token_embedding(tokens) + self.position_embedding(positions_T))
         for block in self.blocks:
@@ -204,6 +213,13 @@ class GPT(nn.Module):
             else:
                 x_BTC = block(x_BTC)
         return self.loss(self.lm_head(self.final_norm(x_BTC)), targets)
+
+    def _continue(self, tokens: Tensor, cache: KeyValueCache) -> Tensor:
+        positions_BT = cache.begin(tokens)
+        x_BTC = self.dropout(self.token_embedding(tokens) + self.position_embedding(positions_BT))
+        for layer, block in enumerate(self.blocks):
+            x_BTC = block(x_BTC, cache, layer)
+        return self.loss(self.lm_head(self.final_norm(x_BTC[:, -1:])))
 
     def _check(self, tokens: Tensor, targets: Tensor | None) -> None:
         for name, ids in (("tokens", tokens), ("targets", targets)):

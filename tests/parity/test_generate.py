@@ -1,0 +1,165 @@
+"""Generation on several ranks gives the tokens of one process: exactly where no sum is split, and under tensor
+parallelism as long as no choice is nearer than 1e-5."""
+
+from __future__ import annotations
+
+from collections import Counter
+
+import pytest
+import torch
+
+import shardwise as sw
+from shardwise.models.cache import KeyValueCache
+from shardwise.recipe.sampling import Draws, Sampling
+from shardwise.spec.errors import ConfigError, RankDisagreement, StateError
+from shardwise.testing import run_on_ranks
+
+VOCAB, SEQ, LAYERS, NEW = 31, 24, 3, 9
+PROMPTS = [[5, 3, 8], [1], [9, 9, 2, 30, 7, 4, 4], [12, 0]]
+SAMPLED = {"temperature": 1.5, "top_k": 20, "top_p": 0.95, "seed": 4}
+#: Nearer than this, choices may differ under tensor parallelism, where sums are split.
+LEAST_MARGIN = 1e-5
+
+
+def build(**overrides):
+    torch.manual_seed(3)
+    sizes = {"num_layers": LAYERS, "hidden": 24, "num_heads": 4, "vocab_size": VOCAB, "seq_len": SEQ}
+    model = sw.models.gpt("gpt-tiny", **(sizes | overrides))
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.mul_(6 if parameter.dim() > 1 else 1)  # far from uniform: the context matters
+    return model
+
+
+def one_process(sampling, seed=0, **overrides):
+    """The tokens of each prompt by itself, and the smallest margin of all choices.
+
+    The margin of a greedy choice is that of the two largest logits; of a draw its distance from the edges of the token
+    that was drawn, and of what top_k and top_p keep from what they do not.
+    """
+    model, rows, margins = build(**overrides).eval(), [], []
+    draws = Draws(seed, len(PROMPTS))
+    caches = [KeyValueCache(SEQ) for _ in PROMPTS]
+    inputs = [torch.tensor([prompt]) for prompt in PROMPTS]
+    rows = [[] for _ in PROMPTS]
+    for _ in range(NEW):
+        with torch.no_grad():
+            logits = torch.cat([model(new, cache=cache)[:, -1] for new, cache in zip(inputs, caches, strict=True)])
+        numbers = draws.next()
+        chosen = sampling.choose(logits, numbers)
+        if sampling.temperature == 0:
+            best = logits.topk(2, dim=-1).values
+            margins.append((best[:, 0] - best[:, 1]).min().item())
+        else:
+            p = sampling.probabilities(logits)
+            edges = p.cumsum(dim=-1)
+            margins.append((edges - numbers[:, None] * edges[:, -1:]).abs().min().item())
+            plain = (logits.double() / sampling.temperature).softmax(dim=-1)
+            for row in range(len(PROMPTS)):
+                kept = p[row] > 0
+                if not kept.all():
+                    margins.append((plain[row][kept].min() - plain[row][~kept].max()).item())
+            ordered = plain.sort(dim=-1, descending=True).values[:, : sampling.top_k]
+            totals = (ordered / ordered.sum(dim=-1, keepdim=True)).cumsum(dim=-1)
+            margins.append((totals - sampling.top_p).abs().min().item())
+        for row, token in enumerate(chosen.tolist()):
+            rows[row].append(token)
+        inputs = list(chosen[:, None, None].unbind(0))
+    return rows, min(margins)
+
+
+def generated(plans, results):
+    """On a rank: the tokens under every plan, greedy and drawn, are those of one process."""
+    for name, plan, overrides in plans:
+        model = sw.parallelize(build(**overrides), plan)
+        for options, expected in results[name]:
+            assert sw.generate(model, PROMPTS, max_new_tokens=NEW, **options) == expected, (name, options)
+        model.train()  # generation leaves a model that trains
+        tokens = torch.tensor([PROMPTS[2]])
+        sw.train_step(model, (tokens, tokens))
+        trained = sw.generate(model, PROMPTS, max_new_tokens=2)
+        assert [row[:2] for row in results[name][0][1]] == trained  # no optimizer step: the same weights
+
+
+def results_of(plans, least_margin):
+    results = {}
+    for name, _, overrides in plans:
+        found = []
+        for options in ({}, SAMPLED):
+            sampling = Sampling(*(options.get(key, default) for key, default in DEFAULTS.items()))
+            rows, margin = one_process(sampling, options.get("seed", 0), **overrides)
+            assert margin > least_margin, (name, options, margin)
+            found.append((options, rows))
+        results[name] = found
+    return results
+
+
+DEFAULTS = {"temperature": 0.0, "top_k": None, "top_p": None}
+ONE_PROCESS_PLANS = [
+    ("zero3", sw.ParallelPlan(), {}),
+    ("zero2", sw.ParallelPlan(strategy="zero2"), {}),
+    ("ddp", sw.ParallelPlan(strategy="ddp"), {"num_experts": 2}),
+]
+TENSOR_PLANS = [
+    ("tp", sw.ParallelPlan(tp=2), {"tied": False}),
+    ("tp-tied", sw.ParallelPlan(tp=2), {"num_experts": 2}),
+]
+
+
+def test_tokens_of_two_ranks_are_those_of_one_process():
+    plans = ONE_PROCESS_PLANS + TENSOR_PLANS
+    run_on_ranks(generated, 2, plans, results_of(plans, LEAST_MARGIN), timeout_s=120)
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("world", [3, 4])
+def test_tokens_of_more_ranks_are_those_of_one_process(world):
+    plans = [*ONE_PROCESS_PLANS]
+    if world == 4:
+        plans += [
+            ("tp4", sw.ParallelPlan(tp=4), {}),
+            ("dp2-tp2", sw.ParallelPlan(tp=2), {}),
+            ("hsdp", sw.ParallelPlan(strategy="hsdp", dp_replicate=2), {}),
+        ]
+    run_on_ranks(generated, world, plans, results_of(plans, LEAST_MARGIN), timeout_s=200)
+
+
+def in_step(expected):
+    """On a rank: prompts of one's own, with rows that end early; what must not differ; what is sent."""
+    rank = torch.distributed.get_rank()
+    model = sw.parallelize(build(), sw.ParallelPlan())
+    own = [0, 1, 2] if rank == 0 else [3]
+    ends = sorted({expected[3][1], expected[0][6]})
+    got = sw.generate(model, [PROMPTS[row] for row in own], max_new_tokens=NEW, eos=ends)
+    for row, tokens in zip(own, got, strict=True):
+        stop = next((place for place, token in enumerate(expected[row]) if token in ends), NEW)
+        assert tokens == expected[row][: stop + 1]
+    assert len(sw.generate(model, PROMPTS, max_new_tokens=3, temperature=1.0)[0]) == 3
+    columns = sw.generate_stream(model, PROMPTS, max_new_tokens=NEW)
+    assert [next(columns), next(columns)] == [[row[place] for row in expected] for place in (0, 1)]
+    columns.close()
+    torch.manual_seed(rank)  # without a seed the first rank's is taken
+    drawn = sw.generate(model, PROMPTS, max_new_tokens=NEW, temperature=3.0)
+    told = [None, None]
+    torch.distributed.all_gather_object(told, drawn)
+    assert told[0] == told[1]
+    with pytest.raises(RankDisagreement, match="rank 0 has max_new_tokens=2 and no eos, rank 1 3"):
+        sw.generate(model, PROMPTS, max_new_tokens=2 + rank)
+    with pytest.raises(ConfigError, match="rank 1: prompt 0: token 0 is 99" if rank == 0 else "token 0 is 99"):
+        sw.generate(model, [[99 * rank]], max_new_tokens=2)
+    model = sw.parallelize(build(), sw.ParallelPlan(tp=2))
+    with pytest.raises(RankDisagreement, match="ranks 0 and 1 hold parts of the same model"):
+        sw.generate(model, [[rank]], max_new_tokens=2)
+    with sw.record_collectives(model) as events:
+        sw.generate(model, PROMPTS, max_new_tokens=4)
+    kinds = Counter((event.axis, event.kind) for event in events if event.axis == "tp")
+    assert kinds == {("tp", "all_reduce"): 4 * (1 + 2 * LAYERS), ("tp", "all_gather"): 4}
+    model = sw.parallelize(build(), sw.ParallelPlan(pp=2))
+    with pytest.raises(StateError, match="does not run over a pipeline yet"):
+        sw.generate(model, PROMPTS, max_new_tokens=2)
+
+
+def test_ranks_with_prompts_of_their_own_go_in_step_and_disagreements_are_told():
+    expected, margin = one_process(Sampling())
+    assert margin > LEAST_MARGIN
+    run_on_ranks(in_step, 2, expected, timeout_s=120)
