@@ -108,13 +108,21 @@ def _image_text_loss(model: nn.Module, rank: int, step: int) -> Tensor:
     return model(**prompt, labels=labels).loss
 
 
-def _video_text_loss(model: nn.Module, rank: int, step: int) -> Tensor:
+def patch_prompt(rank: int, step: int) -> dict[str, Tensor]:
+    """The same for a model that takes images as rows of patches: one of four by four, merged two by two."""
     text = torch.cat([torch.full((2, 4), IMAGE), tokens(rank, step)], dim=1)
-    labels = text.masked_fill(text == IMAGE, -100)
-    pixels = numbers(rank, step, 2 * 16, 3 * 2 * 4 * 4)
-    grid = torch.tensor([[1, 4, 4]] * 2)
-    kinds = (text == IMAGE).int()
-    return model(input_ids=text, pixel_values=pixels, image_grid_thw=grid, mm_token_type_ids=kinds, labels=labels).loss
+    return {
+        "input_ids": text,
+        "pixel_values": numbers(rank, step, 2 * 16, 3 * 2 * 4 * 4),
+        "image_grid_thw": torch.tensor([[1, 4, 4]] * 2),
+        "mm_token_type_ids": (text == IMAGE).int(),
+    }
+
+
+def _patch_text_loss(model: nn.Module, rank: int, step: int) -> Tensor:
+    prompt = patch_prompt(rank, step)
+    labels = prompt["input_ids"].masked_fill(prompt["input_ids"] == IMAGE, -100)
+    return model(**prompt, labels=labels).loss
 
 
 # -- transformers
@@ -403,7 +411,7 @@ FAMILIES: dict[str, Family] = {
         },
         "Qwen2VLVisionBlock",
         "Qwen2VLDecoderLayer",
-        loss=_video_text_loss,
+        loss=_patch_text_loss,
     ),
     "DeepViT": _vit_pytorch(
         "DeepViT",

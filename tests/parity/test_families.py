@@ -11,19 +11,24 @@ import pytest
 
 from shardwise.testing import run_on_ranks
 from tests.parity.families import FAMILIES, PRELOAD_ALL
+from tests.parity.matrix import HYBRID
 from tests.ranks.oracle import PRESETS, compare
 
 pytestmark = PRELOAD_ALL
 
 
-def train(name, strategies):
+def train(name, strategies, **mesh):
     """Under each strategy the family is wrapped in the ways that are named with it."""
     warnings.simplefilter("ignore")  # what the libraries think of sizes that nobody would train
     family = FAMILIES[name]
     ways = dict(zip(("auto", "class"), family.wrappings.values(), strict=True))
     for strategy, wrapped in strategies.items():
         for way in wrapped:
-            compare(family.build, family.loss, strategy, steps=3, **ways[way])
+            compare(family.build, family.loss, strategy, steps=3, **ways[way], **mesh)
+
+
+def train_in_two_groups(name):
+    train(name, dict.fromkeys(HYBRID, BOTH), dp_replicate=2)
 
 
 BY_CLASS, BOTH = ("class",), ("auto", "class")
@@ -40,3 +45,9 @@ def test_a_family_trains_like_one_process_under_every_strategy(name):
 @pytest.mark.parametrize("world", [1, 2, 3, 4])
 def test_a_family_trains_like_one_process_on_any_world_however_it_is_wrapped(world, name):
     run_on_ranks(train, world, name, dict.fromkeys(PRESETS, BOTH), timeout_s=280)
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("name", FAMILIES)
+def test_a_family_trains_like_one_process_on_two_groups_of_two(name):
+    run_on_ranks(train_in_two_groups, 4, name, timeout_s=280)

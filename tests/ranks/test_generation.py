@@ -10,6 +10,7 @@ import torch
 from shardwise.testing import run_on_ranks
 from tests.parity import families
 from tests.parity.families import FAMILIES
+from tests.parity.matrix import HYBRID
 from tests.ranks.oracle import compare
 
 pytestmark = families.PRELOAD
@@ -19,9 +20,17 @@ GENERATORS = ("GPT-2", "Llama", "T5", "BART", "Whisper")
 STRATEGIES = ("ddp", "zero2", "shard_grad_op", "zero3")
 
 
+#: Further ones: grouped keys, sliding windows, mixtures of experts, images.
+MORE_GENERATORS = ("Qwen3", "Gemma 2", "Mixtral", "Qwen3 MoE", "LLaVA", "Qwen2-VL")
+
+
 def inputs(name, rank, step):
     if name == "Whisper":
         return {"input_features": families.numbers(rank, step, 2, 8, 2 * families.SEQ)}
+    if name == "LLaVA":
+        return families.image_prompt(rank, step)
+    if name == "Qwen2-VL":
+        return families.patch_prompt(rank, step)
     return {"input_ids": families.tokens(rank, step, salt=2)}
 
 
@@ -46,8 +55,9 @@ def generating(name, **how):
 def generate(name, strategies, *hows):
     warnings.simplefilter("ignore")
     for strategy in strategies:
+        mesh = {"dp_replicate": 2} if strategy in HYBRID else {}
         for how in hows:
-            compare(FAMILIES[name].build, generating(name, **how), strategy, steps=2)
+            compare(FAMILIES[name].build, generating(name, **how), strategy, steps=2, **mesh)
 
 
 GREEDY, SAMPLED, BEAMS = {"do_sample": False}, {"do_sample": True, "top_k": 0}, {"num_beams": 3, "do_sample": False}
@@ -95,7 +105,7 @@ def test_a_model_inside_another_generates_in_step_too():
 
 def hows(name):
     """The ways in which a model can generate."""
-    return (GREEDY, SAMPLED) if name == "Whisper" else (GREEDY, SAMPLED, BEAMS)
+    return (GREEDY, SAMPLED) if name in {"Whisper", "LLaVA", "Qwen2-VL"} else (GREEDY, SAMPLED, BEAMS)
 
 
 @pytest.mark.long
@@ -103,6 +113,25 @@ def hows(name):
 @pytest.mark.parametrize("world", [3, 4])
 def test_more_ranks_generate_the_plain_models_tokens(world, name):
     run_on_ranks(generate, world, name, STRATEGIES, *hows(name), timeout_s=280)
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("name", MORE_GENERATORS)
+@pytest.mark.parametrize("world", [2, 4])
+def test_further_models_generate_the_plain_models_tokens(world, name):
+    run_on_ranks(generate, world, name, STRATEGIES, *hows(name), timeout_s=280)
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("name", [*GENERATORS, *MORE_GENERATORS])
+def test_two_groups_of_two_generate_the_plain_models_tokens(name):
+    run_on_ranks(generate, 4, name, HYBRID, *hows(name), timeout_s=280)
+
+
+@pytest.mark.slow
+def test_one_model_generates_on_two_groups_of_two():
+    """Of the long test above, what is run every time."""
+    run_on_ranks(generate, 4, "GPT-2", ("hsdp",), GREEDY, timeout_s=150)
 
 
 def checkpointed(name, use_reentrant):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import warnings
 from collections.abc import Iterator, Mapping
 
 import pytest
@@ -12,7 +13,9 @@ from torch import Tensor, distributed, nn
 import shardwise as sw
 from shardwise.recipe.storage import StorageCount
 from shardwise.testing import run_on_ranks
+from tests.bits import same_bits
 from tests.parity import models
+from tests.parity.families import FAMILIES, PRELOAD_ALL
 from tests.parity.training import PRESETS
 
 SEED = 11
@@ -96,6 +99,29 @@ def test_values_are_those_of_plain_construction_on_any_number_of_ranks(world):
     for results in run_on_ranks(differing_everywhere, world, names, presets, timeout_s=150):
         assert all(differing == [] for differing in results.values()), results
         assert len(results) == len(names) * len(presets)
+
+
+def differing_in(name: str) -> list[str]:
+    """Of a family of ``tests.parity.families``, whose ``build`` sets the seed itself."""
+    warnings.simplefilter("ignore")
+    plain = FAMILIES[name].build()
+    expected, after = all_values(plain), torch.rand(3)
+    model = sw.deferred_init(FAMILIES[name].build)
+    assert all(parameter.is_meta for parameter in model.parameters())
+    model = sw.parallelize(model, sw.ParallelPlan(**FAMILIES[name].options))
+    found = [] if torch.equal(torch.rand(3), after) else ["what the generator gives next"]
+    found += [] if model.training == plain.training else ["training"]
+    got = whole(model)
+    assert list(got) == list(expected)
+    return found + [key for key, value in expected.items() if not same_bits(value, got[key])]
+
+
+@pytest.mark.long
+@pytest.mark.preload(*PRELOAD_ALL.args)
+@pytest.mark.parametrize("world", [1, 2, 3])
+@pytest.mark.parametrize("name", [name for name, family in FAMILIES.items() if "ignored" not in family.options])
+def test_every_family_has_the_values_of_plain_construction(name, world):
+    assert run_on_ranks(differing_in, world, name, timeout_s=150) == [[]] * world
 
 
 def train_deferred() -> list[float]:
