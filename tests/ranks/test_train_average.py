@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.ranks.test_train_command import losses, train
+from tests.ranks.train_here import losses, train_well
 
 AVERAGES = ("--set", "train.ema_decay=0.9", "--set", "train.steps=10")
 
@@ -16,7 +16,7 @@ AVERAGES = ("--set", "train.ema_decay=0.9", "--set", "train.steps=10")
 @pytest.fixture(scope="module")
 def whole(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("average")
-    train(folder, "--run-dir", "run", *AVERAGES)
+    train_well(folder, 2, ("--run-dir", "run", *AVERAGES))
     return folder / "run"
 
 
@@ -27,7 +27,7 @@ def held_out(run: Path) -> tuple[float, float]:
 
 @pytest.mark.long
 def test_held_out_losses_are_of_the_average_and_training_is_the_same(whole: Path, tmp_path: Path) -> None:
-    train(tmp_path, "--run-dir", "without", "--set", "train.steps=10")
+    train_well(tmp_path, 2, ("--run-dir", "without", "--set", "train.steps=10"))
     without = tmp_path / "without"
     assert losses(without) == losses(whole)
     assert held_out(without)[0] == held_out(whole)[0]
@@ -38,7 +38,7 @@ def test_held_out_losses_are_of_the_average_and_training_is_the_same(whole: Path
 def test_a_run_resumes_with_its_average_and_an_optimizer_by_name(whole: Path, tmp_path: Path) -> None:
     shutil.copytree(whole, tmp_path / "run")
     resume = ("--resume", "step-00000005", "--set", "optimizer.flat=false", "--set", "parallel.strategy=zero1")
-    shown = train(tmp_path, "--run-dir", "run", *AVERAGES, *resume)
+    (shown,) = train_well(tmp_path, 2, ("--run-dir", "run", *AVERAGES, *resume))
     assert "resumed at step 5" in shown
     assert losses(tmp_path / "run") == losses(whole)
     assert held_out(tmp_path / "run") == held_out(whole)

@@ -19,7 +19,6 @@ data: {source: stdlib, max_bytes: 100000}
 train: {steps: 20, micro_batch_size: 2, global_batch_size: 8, eval_every: 10, eval_batches: 2}
 optimizer: {lr: 1e-3}
 checkpoint: {every: 5, keep: 10}
-log: {tensorboard: false}
 """
 TIMES = {"tokens_per_s", "step_time_s", "data_time_s"}
 
@@ -62,7 +61,7 @@ def _train(folder: str, runs: Sequence[Sequence[str]], before: Callable[[], Any]
     for arguments in runs:
         text = io.StringIO()
         with contextlib.redirect_stdout(text), contextlib.redirect_stderr(text):
-            code = main(["train", "run.yaml", *arguments])
+            code = main(["train", "run.yaml", "--set", "log.tensorboard=false", *arguments])
         results.append((code, text.getvalue()))
     del kept
     return results
