@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import dataclasses
+
 import pytest
 import torch
 from torch import Tensor, distributed
@@ -13,11 +15,13 @@ from shardwise.models.transformer import GPT
 from shardwise.spec.tensor_trace import TensorStep
 from shardwise.testing import run_on_ranks
 
-BATCH, SEQ, HIDDEN, LAYERS = 3, 7, 24, 3
+BATCH, SEQ, HIDDEN, LAYERS = 3, 6, 24, 3
 CASES: dict[str, tuple[dict, dict]] = {
     "plain": ({}, {}),
     "16 bit": ({}, {"mp_policy": sw.PrecisionPolicy(param_dtype="bf16")}),
     "recomputed": ({}, {"activation_checkpointing": "full"}),
+    "by positions": ({}, {"sequence_parallel": True}),
+    "by positions, recomputed": ({"bias": False}, {"sequence_parallel": True, "activation_checkpointing": "full"}),
     "experts": ({"num_experts": 2}, {"strategy": "ddp"}),
 }
 
@@ -67,7 +71,9 @@ def test_what_a_step_sends_is_what_its_shape_predicts(recorded, name):
             rank=rank % 2,
             item_bytes=2 if name == "16 bit" else 4,
             num_experts=2 if name == "experts" else 0,
-            is_recomputed=name == "recomputed",
+            is_recomputed="recomputed" in name,
+            divides_sequence="positions" in name,
+            has_bias=name != "by positions, recomputed",
         )
         assert [event for event in events if event[3] == "tp"] == [tuple(event) for event in step.trace()]
         assert [event for event in events if event[3] != "tp"] == others
@@ -81,9 +87,13 @@ def test_a_layer_adds_up_four_times_batch_by_sequence_by_hidden_elements():
         assert len(added) == 4
         assert more.sent_bytes - few.sent_bytes == 4 * 2 * (size - 1) * (2 * 512 * 64) // size
         assert len(few.trace()) == 4 * 3 + 3
+        divided = dataclasses.replace(more, divides_sequence=True)
+        activations = [event for event in divided.trace() if event.kind in {"all_gather", "reduce_scatter"}]
+        moved = sum(event.sent_bytes for event in activations if event.unit.startswith("blocks.3."))
+        assert moved == sum(event.sent_bytes for event in added)
 
 
-@pytest.mark.parametrize("name", ["plain", "recomputed"])
+@pytest.mark.parametrize("name", ["plain", "recomputed", "by positions"])
 def test_a_dry_run_sends_the_same(recorded, name):
     changes, options = CASES[name]
     for rank in (0, 3):

@@ -217,6 +217,51 @@ def test_every_strategy_equals_one_process(strategy):
     check(4, *(Case(strategy=strategy, dtype=dtype, num_microbatches=2, max_norm=0.3, plan=plan) for dtype in dtypes))
 
 
+def start_values() -> list[bool]:
+    """Whether what each way to begin gives this rank is its part of what the plain model begins with."""
+    found = []
+    sizes = {"num_layers": 2, "hidden": 24, "num_heads": 4, "vocab_size": VOCAB, "seq_len": SEQ, "tied": True}
+    torch.manual_seed(3)
+    plain = dict(sw.models.gpt("gpt-tiny", **sizes).named_parameters())
+    torch.manual_seed(3 + distributed.get_rank())  # rank 0's are sent
+    other = sw.models.gpt("gpt-tiny", **sizes)
+    torch.manual_seed(3)
+    deferred = sw.deferred_init(lambda: sw.models.gpt("gpt-tiny", **sizes))
+    with torch.device("meta"):
+        empty = sw.models.gpt("gpt-tiny", **sizes)
+    if distributed.get_rank() == 0:
+        torch.manual_seed(3)
+        empty = sw.models.gpt("gpt-tiny", **sizes)
+    for model, sync in ((other, "warn"), (deferred, "warn"), (empty, "rank0")):
+        sw.parallelize(model, sw.ParallelPlan(tp=2, strategy="ddp", sync=sync))
+        held = {extent.name: values for extent, values in HeldValues(model).extents}
+        marks = {name: slice_of(parameter) for name, parameter in model.named_parameters()}
+        found.append(
+            all(
+                torch.equal((plain[name] if mark is None else take(plain[name].data, mark)).reshape(-1), held[name])
+                for name, mark in marks.items()
+            )
+        )
+    return found
+
+
+@pytest.mark.filterwarnings("ignore:the ranks held different values")
+def test_every_way_to_begin_gives_the_parts_of_the_plain_model():
+    assert run_on_ranks(start_values, 2) == [[True] * 3] * 2
+
+
+def summaries() -> list[str]:
+    gathers = {"lm_head": "colwise_gather_output", "loss": "replicate"}
+    plans = sw.ParallelPlan(tp=2), sw.ParallelPlan(tp=2, tp_plan=gathers)
+    return [str(sw.summary(sw.parallelize(Case().build(), plan))) for plan in plans]
+
+
+def test_the_summary_says_who_has_the_logits():
+    for divided, gathered in run_on_ranks(summaries, 2):
+        assert "output of 'lm_head': with targets each rank has its part; else gathered" in divided
+        assert "output of 'lm_head': gathered, whole on every rank of tp" in gathered
+
+
 def refusals() -> list[str]:
     found = []
     for model, plan in (
@@ -224,6 +269,7 @@ def refusals() -> list[str]:
         (sw.models.gpt("gpt-nano", ffn=31), sw.ParallelPlan(tp=2)),
         (nn.Sequential(nn.Linear(4, 4)), sw.ParallelPlan(tp=2)),
         (nn.Sequential(nn.Linear(4, 4)), sw.ParallelPlan(tp=2, tp_plan={"1": "colwise"})),
+        (nn.Sequential(nn.Linear(4, 4)), sw.ParallelPlan(tp=2, tp_plan={"0": "colwise"}, sequence_parallel=True)),
         (nn.Sequential(nn.LayerNorm(4)), sw.ParallelPlan(tp=2, tp_plan={"0": "colwise"})),
         (sw.models.gpt("gpt-nano"), sw.ParallelPlan(tp=2, tp_plan={"lm_head": "replicate", "loss": "replicate"})),
     ):
@@ -235,11 +281,12 @@ def refusals() -> list[str]:
 
 
 def test_what_cannot_be_cut_is_refused_before_any_rank_is_met():
-    heads, width, unknown, unmatched, kind, tied = refusals()
+    heads, width, unknown, unmatched, divided, kind, tied = refusals()
     assert "'blocks.0.attention' (divide:num_heads) with tp=2: num_heads=1 is not divisible: 1 / 2 = 0.5" in heads
     assert "'blocks.0.mlp.up' (colwise) with tp=2: a dimension of 31 cannot be divided evenly over 2 ranks" in width
     assert "no styles are known for Sequential" in unknown
     assert "tp_plan={pattern: style}" in unknown
     assert "'1' matches nothing in Sequential" in unmatched
+    assert "sequence_parallel=True is known for our GPT only, not for Sequential" in divided
     assert "a LayerNorm is not a linear layer" in kind
     assert "'lm_head.weight' is tied to 'token_embedding.weight'" in tied

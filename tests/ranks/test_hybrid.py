@@ -459,6 +459,8 @@ def by_mesh():
 
     cube = dist.init_device_mesh("cpu", (1, 2, 2), mesh_dim_names=("a", "b", "c"))
     attempt("cube", lambda: sw.fully_shard(Chain(), mesh=cube), MeshError)
+    named = dist.init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "tp"))
+    attempt("named", lambda: sw.fully_shard(Chain(), mesh=named), MeshError)
     odd = dist.DeviceMesh("cpu", [[1, 0], [2, 3]])
     attempt("odd", lambda: sw.fully_shard(Chain(), mesh=odd), MeshError)
     model = Chain()
@@ -479,6 +481,8 @@ def test_fully_shard_takes_a_mesh_of_replicate_and_shard():
     texts = run_on_ranks(by_mesh, 4)[3]
     assert "a DeviceMesh of shape [1, 2, 2] over ranks [0, 1, 2, 3] cannot be sharded over" in texts["cube"]
     assert "[1, 0, 2, 3]" in texts["odd"]
+    assert "a DeviceMesh with the axes dp, tp: sw.fully_shard shards over data-parallel ranks only" in texts["named"]
+    assert "Use sw.parallelize(model, sw.ParallelPlan(tp=...))" in texts["named"]
     assert (
         "the mesh is dp_replicate=2 x dp_shard=2, but units below lie on dp_replicate=1 x dp_shard=4" in texts["other"]
     )

@@ -76,6 +76,13 @@ class Place:
         """
         if not isinstance(where, dist.DeviceMesh):
             return cls(Mesh(dp_shard=(where or join_world(device)).size()), where)
+        other = {"tp", "pp", "cp", "ep"}.intersection(where.mesh_dim_names or ())
+        if other:
+            raise MeshError(
+                f"a DeviceMesh with the axes {', '.join(where.mesh_dim_names or ())}: sw.fully_shard shards over"
+                f" data-parallel ranks only, not over {', '.join(sorted(other))}.\n"
+                f"  Use sw.parallelize(model, sw.ParallelPlan({min(other)}=...)), or pass mesh['dp_shard']."
+            )
         if where.ndim == 1:
             return cls(Mesh(dp_shard=where.size()), where.get_group())
         ranks = where.mesh.flatten().tolist()

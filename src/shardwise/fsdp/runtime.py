@@ -70,6 +70,7 @@ class Runtime:
         self.ignored = options.ignored  # parameters that are left alone
         self.buffers: BufferSync | None = None  # keeps the model's buffers equal over the ranks
         self.join: Join | None = None  # what ranks without a batch are told
+        self.notes: tuple[str, ...] = ()  # what else a summary says
         self.recomputed: tuple[str, ...] = ()  # names of the modules whose forward is run again in backward
         self.slots = SlotPool()
         self.packed = PackedPool()

@@ -93,6 +93,7 @@ class Summary:
         keeps: Operators whose outputs are kept in them all the same, by name or family.
         updated: How the optimizer's step comes about.
         coordinate: On ``pp`` and ``tp``, where they have several ranks: this rank's position.
+        notes: What other parts of the recipe have to say.
     """
 
     units: tuple[UnitSummary, ...]
@@ -115,6 +116,7 @@ class Summary:
     keeps: tuple[str, ...] = ()
     updated: str = ""
     coordinate: dict[str, int] = dataclasses.field(default_factory=dict)
+    notes: tuple[str, ...] = ()
 
     @property
     def num_parameters(self) -> int:
@@ -174,7 +176,7 @@ class Summary:
         grown = f", {self.num_grown_slots} of them because more units were live at once" if self.num_grown_slots else ""
         lines.append(f"pool: {self.num_slots} slots for gathered parameters{grown}")
         lines.append(f"buffers: {self.buffers}")
-        lines += self._slices
+        lines += [*self._slices, *self.notes]
         if self.ignored:
             more = f" and {len(self.ignored) - 8} more" if len(self.ignored) > 8 else ""
             lines.append(f"ignored (whole, this rank's own): {' '.join(self.ignored[:8])}{more}")
@@ -221,6 +223,7 @@ def summary(model: nn.Module) -> Summary:
         num_wrong_prefetches=runtime.num_wrong_prefetches,
         buffers=str(runtime.buffers) if runtime.buffers is not None else "not synchronised",
         ignored=tuple(runtime.ignored.parameters),
+        notes=runtime.notes,
         recomputed=runtime.recomputed,
         keeps=tuple(policy.save) if policy is not None else (),
         updated=_update(runtime),

@@ -171,10 +171,12 @@ def apply_plan(
     Talks to nobody, so that a dry run can pass ``comms`` without peers.
     """
     pipelined = Pipelined(model, plan, comms) if comms.pp is not None else None
+    notes: list[str] = []
     if comms.tp is not None:
         size, rank = comms.tp.size, comms.tp.rank
         cuts = find_cuts(model, plan.tp_plan, size, rank, divides_sequence=plan.sequence_parallel)
         apply_cuts(model, cuts, comms.tp)
+        notes = cuts.notes
     if pipelined is not None:
         units = pipelined.drop_foreign(model, units)
     ignored = find_ignored(model, plan.ignored)
@@ -182,6 +184,7 @@ def apply_plan(
     if plan.compile and comms.control.device.type != "meta":  # a dry run computes nothing
         compile_units(model, units)  # first, so that what is recomputed is the compiled forward
     runtime = shard_model(model, units, plan.placements, comms, engine_options(plan, ignored), source=source)
+    runtime.notes = tuple(notes)
     finish(model, runtime, open_samples, sync_buffers=plan.sync_buffers)
     if pipelined is not None:
         pipelined.install(model, comms.control.device)

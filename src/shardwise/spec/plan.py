@@ -160,6 +160,11 @@ class ParallelPlan:
                 f"sequence_parallel={self.sequence_parallel!r} with tp={self.tp}: expected True or False, and True"
                 " divides positions over tp.\n  Set tp to 2 or more, or leave sequence_parallel at False."
             )
+        if self.sequence_parallel and self.pp > 1:
+            raise PlanError(
+                f"sequence_parallel=True with pp={self.pp}: stages send whole activations in this version.\n"
+                "  Leave sequence_parallel at False, or set pp=1."
+            )
         object.__setattr__(self, "ignored", ignored_entries(self.ignored))
         self._check_reshard()
         self._check_pipeline()

@@ -4,6 +4,9 @@ Of every block, forward adds up what attention and feed-forward give, and backwa
 given: four all-reduces of batch x sequence x hidden elements (Narayanan et al., SC'21, section 3.2). Around the blocks
 there are two more, of the embedding's output and of the gradient before the output projection, and the loss gathers
 three numbers for each position.
+
+Under sequence parallelism each of the four is a reduce-scatter on the one side and an all-gather on the other, which
+send the same together, and gradients of norms and of biases that are added after a sum are added up by themselves.
 """
 
 from __future__ import annotations
@@ -11,6 +14,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import dataclass
 
+from shardwise.spec.errors import PlanError
 from shardwise.spec.footprint import own_part
 from shardwise.spec.trace import Collective
 
@@ -29,6 +33,11 @@ class TensorStep:
         rank: This one.
         num_experts: Of a block's mixture; 0: there is none.
         is_recomputed: Each block is computed again in backward, up to the last tensor that backward needs.
+        divides_sequence: Sequence parallelism, which is counted here for blocks without experts.
+        has_bias: The model has biases.
+
+    Raises:
+        PlanError: Sequence parallelism with experts.
     """
 
     num_layers: int
@@ -40,6 +49,15 @@ class TensorStep:
     loss_item_bytes: int = 4
     num_experts: int = 0
     is_recomputed: bool = False
+    divides_sequence: bool = False
+    has_bias: bool = True
+
+    def __post_init__(self) -> None:
+        """Refuse what is not counted."""
+        if self.divides_sequence and self.num_experts:
+            raise PlanError(
+                "TensorStep: sequence parallelism is counted for blocks without experts only.\n  Set num_experts=0."
+            )
 
     def trace(self) -> list[Collective]:
         """In the order of issue."""
@@ -47,13 +65,16 @@ class TensorStep:
         trace = [self._sum("token_embedding")]
         for block in blocks:
             trace += self._forward(block)
-        sent = (self.size - 1) * 3 * self.num_tokens * self.loss_item_bytes
-        trace += [Collective("all_gather", "loss", sent, "tp"), self._sum("lm_head")]
+        trace += self._given("lm_head", is_backward=False)
+        trace.append(
+            Collective("all_gather", "loss", (self.size - 1) * 3 * self.num_tokens * self.loss_item_bytes, "tp")
+        )
+        trace += self._given("lm_head", is_backward=True)
+        trace += self._norm("final_norm")
         for block in reversed(blocks):
-            if self.is_recomputed:
-                trace += list(self._forward(block))[:-1]
-            trace += [self._sum(f"{mlp}.up") for mlp in reversed(self._feed_forwards(block))]
-            trace.append(self._sum(f"{block}.attention.qkv"))
+            trace += self._backward(block)
+        if self.divides_sequence:
+            trace.append(self._move("all_gather", "blocks.0"))
         return trace
 
     @property
@@ -62,14 +83,56 @@ class TensorStep:
         return sum(collective.sent_bytes for collective in self.trace())
 
     def _forward(self, block: str) -> Iterator[Collective]:
-        yield self._sum(f"{block}.attention.out")
+        yield from self._given(f"{block}.attention.qkv", is_backward=False)
+        yield self._summed(f"{block}.attention.out")
         for mlp in self._feed_forwards(block):
-            yield self._sum(f"{mlp}.down")
+            yield from self._given(f"{mlp}.up", is_backward=False)
+            yield self._summed(f"{mlp}.down")
+
+    def _backward(self, block: str) -> Iterator[Collective]:
+        mlps = self._feed_forwards(block)
+        for mlp in reversed(mlps):
+            yield from self._spread(f"{mlp}.down")
+            if self.is_recomputed and mlp == mlps[-1]:  # backward now needs a tensor of the block for the first time
+                yield from list(self._forward(block))[:-1]
+            yield from self._given(f"{mlp}.up", is_backward=True)
+        yield from self._norm(f"{block}.mlp_norm")
+        yield from self._spread(f"{block}.attention.out")
+        yield from self._given(f"{block}.attention.qkv", is_backward=True)
+        yield from self._norm(f"{block}.attention_norm")
+
+    def _given(self, unit: str, *, is_backward: bool) -> Iterator[Collective]:
+        """What a column-parallel layer is given."""
+        if self.divides_sequence:
+            yield self._move("reduce_scatter" if is_backward else "all_gather", unit)
+        elif is_backward:
+            yield self._sum(unit)
+
+    def _summed(self, unit: str) -> Collective:
+        """What a row-parallel layer gives, in forward."""
+        return self._move("reduce_scatter", unit) if self.divides_sequence else self._sum(unit)
+
+    def _spread(self, unit: str) -> Iterator[Collective]:
+        """The gradient of that, after the bias's."""
+        if self.divides_sequence:
+            if self.has_bias:
+                yield self._sum(unit, self.hidden)
+            yield self._move("all_gather", unit)
+
+    def _norm(self, unit: str) -> Iterator[Collective]:
+        if self.divides_sequence:
+            for _ in range(1 + self.has_bias):
+                yield self._sum(unit, self.hidden)
 
     def _feed_forwards(self, block: str) -> list[str]:
         return [f"{block}.mlp.experts.{index}" for index in range(self.num_experts)] or [f"{block}.mlp"]
 
-    def _sum(self, unit: str) -> Collective:
-        numel = self.num_tokens * self.hidden
+    def _sum(self, unit: str, numel: int | None = None) -> Collective:
+        numel = self.num_tokens * self.hidden if numel is None else numel
         own = own_part(numel, self.size, self.rank)
         return Collective("all_reduce", unit, (numel - own + own * (self.size - 1)) * self.item_bytes, "tp")
+
+    def _move(self, kind: str, unit: str) -> Collective:
+        """Of equal parts each rank sends one to every other, its own or theirs."""
+        part = self.num_tokens * self.hidden // self.size
+        return Collective(kind, unit, part * (self.size - 1) * self.item_bytes, "tp")

@@ -44,6 +44,7 @@ class Cuts:
         attributes: New values of attributes, by path and name.
         begins: Modules from whose first argument on activations are divided by positions; none without sequence
             parallelism.
+        notes: What a summary should say.
     """
 
     model: nn.Module
@@ -54,6 +55,7 @@ class Cuts:
     stands: dict[str, Stand] = field(default_factory=dict)
     attributes: dict[tuple[str, str], int] = field(default_factory=dict)
     begins: list[str] = field(default_factory=list)
+    notes: list[str] = field(default_factory=list)
 
     def cut(self, module: nn.Module, path: str, attribute: str, *cuts: Cut, copy: int = 0, copies: int = 1) -> None:
         """Keep of a parameter what ``cuts`` say.
@@ -307,15 +309,20 @@ def _colwise_vocabulary(site: _Site, cuts: Cuts) -> tuple[int, ...]:
 
 
 def _colwise_gather_output(site: _Site, cuts: Cuts) -> None:
+    cuts.notes.append(f"output of {site.path!r}: gathered, whole on every rank of tp")
     cuts.stands[site.path] = partial(Column, sizes=_colwise_vocabulary(site, cuts))
 
 
 def _vocabulary_head(site: _Site, cuts: Cuts) -> None:
+    cuts.notes.append(
+        f"output of {site.path!r}: with labels each rank has its part, and .logits is None; else gathered"
+    )
     cuts.stands[site.path] = partial(VocabularyHead, sizes=_colwise_vocabulary(site, cuts))
 
 
 def _vocabulary_loss(site: _Site, cuts: Cuts) -> None:
     head = _join(site.path.rpartition(".")[0], site.style.argument)
+    cuts.notes.append(f"output of {head!r}: with targets each rank has its part; else gathered")
     found = [mark for parameter, mark in cuts.slices.items() if _join(head, "weight") in cuts.uses[parameter].values()]
     if not found:
         raise PlanError(f"{head!r} is not divided by its ids.\n  Give it the style colwise_vocabulary, before this.")

@@ -78,6 +78,7 @@ class VocabularyHead(Column):
     """An output projection that gives all logits, or this rank's while its model computes a loss (``CausalLoss``)."""
 
     is_local = False
+    has_given_part = False  # since the model's forward began
 
     def __init__(self, module: nn.Module, name: str, comm: Comm, *, sizes: Sequence[int]) -> None:
         super().__init__(module, name, comm)
@@ -86,6 +87,7 @@ class VocabularyHead(Column):
     def __call__(self, x: Tensor) -> Tensor:
         """(..., inputs), replicated, to (..., all ids) or (..., ids of this rank)."""
         y = super().__call__(x)
+        self.has_given_part = self.is_local
         return y if self.is_local else join_last(y, self.vocabulary.sizes, self.comm, self.name)
 
 
@@ -111,11 +113,11 @@ class CausalLoss:
 
         def begin(_module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
             labels = args[position] if len(args) > position else kwargs.get("labels")
-            head.is_local = labels is not None
+            head.is_local, head.has_given_part = labels is not None, False
 
         def end(_module: nn.Module, _args: object, output: Any) -> Any:
-            is_local, head.is_local = head.is_local, False
-            return _without_logits(output) if is_local and output is not None else None
+            head.is_local = False  # a stage of a pipeline may not have run the head
+            return _without_logits(output) if head.has_given_part and output is not None else None
 
         model.register_forward_pre_hook(begin, with_kwargs=True)
         model.register_forward_hook(end, always_call=True)
