@@ -334,6 +334,10 @@ def refuse(folder: str) -> dict[str, str]:
     for name in ("tp2 x dp2", "pp2 x dp2"):
         model, optimizer, _ = LAYOUTS[name].make()
         texts[name] = str(sw.summary(model))
+        shapes = {key: tuple(parameter.shape) for key, parameter in build().named_parameters()}
+        assert all(
+            sw.logical_shape(parameter) == shapes[key] for key, parameter in model.named_parameters() if key in shapes
+        )
         sw.save(f"{folder}/{name}", model, optimizer)
     model, _, _ = LAYOUTS["tp2 x dp2"].make(rows)
     with pytest.raises(CheckpointError) as caught:

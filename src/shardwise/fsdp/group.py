@@ -230,9 +230,9 @@ class Group:
             if shard.shape != view.shape or shard.dtype != view.dtype or shard.device != view.device:
                 spec = self.layout.params[index]
                 raise StateError(
-                    f"parameter {spec.name!r} (logical shape {list(spec.shape)}) was moved out of its shard: expected"
-                    f" {list(view.shape)} {view.dtype} on {view.device}, got {list(shard.shape)} {shard.dtype} on"
-                    f" {shard.device}.\n  Change dtype and device before sw.parallelize(); load values with"
+                    f"parameter {spec.name!r} (logical shape {list(spec.logical_shape)}) was moved out of its shard:"
+                    f" expected {list(view.shape)} {view.dtype} on {view.device}, got {list(shard.shape)} {shard.dtype}"
+                    f" on {shard.device}.\n  Change dtype and device before sw.parallelize(); load values with"
                     " sw.load_full_state_dict()."
                 )
             with torch.no_grad():

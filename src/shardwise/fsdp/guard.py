@@ -84,7 +84,7 @@ class _OutsideGuard(Uncopyable):
         attribute = self._attributes[0]
         name = f"{self._path}.{attribute}"
         shard = torch_private.parameters_of(module)[attribute]
-        shapes = {spec.name: spec.shape for group in unit.groups for spec in group.layout.params}
+        shapes = {spec.name: spec.logical_shape for group in unit.groups for spec in group.layout.params}
         shape = shapes.get(name)
         logical = f" of logical shape {list(shape)}" if shape is not None else ""
         held = f"is a shard {list(shard.shape) if shard is not None else None} now" if is_split else "would train alone"

@@ -5,8 +5,8 @@ or cast, and the optimizer sees them as any other parameter. Experts that differ
 and parts that another library moves.
 
 ==========================================  ============================================================================
-``sw.full_state_dict``                      rank 0's values
-``sw.load_full_state_dict``                 the state's values, on every rank
+``sw.full_state_dict``                      rank 0's values; the whole, where ranks hold slices (``spec.slice``)
+``sw.load_full_state_dict``                 the state's values, on every rank (of slices each rank's part)
 ``sw.save``, ``sw.load``                    each rank's own, with optimizer state, where ranks differ (the checkpoint
                                             then loads on as many ranks); once, where all hold the same
 ``sw.clip_grad_norm``, ``sw.summary``       not part of the norm and not scaled; named
