@@ -100,10 +100,12 @@ def target_lines(counts: list[Count]) -> Iterator[str]:
 
 
 def _covered(counts: list[Count]) -> str:
-    names = {each.strategy.partition("+")[0] for each in counts}
-    cases, worlds = dict.fromkeys(each.case for each in counts), sorted({each.world for each in counts})
-    shown = f"{', '.join(cases)}; {len(names)} presets; {', '.join(map(str, worlds))} ranks"
-    return f"{shown}; {len(counts)} runs"
+    """Cases, and of each number of ranks how many presets."""
+    presets: dict[int, set[str]] = {}
+    for each in counts:
+        presets.setdefault(each.world, set()).add(each.strategy.partition("+")[0])
+    shown = ", ".join(f"{len(names)} presets on {world}" for world, names in sorted(presets.items()))
+    return f"{', '.join(dict.fromkeys(each.case for each in counts))}; {shown} ranks; {len(counts)} runs"
 
 
 def tables(counts: list[Count]) -> str:
