@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -25,6 +25,9 @@ from shardwise.recipe.batch import LossFn, call_model, forward_loss, split_batch
 from shardwise.spec.plan import ParallelPlan
 from shardwise.spec.schedule import PipelinePolicy, Schedule, build, forward_only
 from shardwise.spec.slice import Slice, set_slice, slice_of
+
+#: ``call(model, part)``.
+Call = Callable[[Any, Any], Any]
 
 _KEY = "_shardwise_pipelined"
 #: Dtypes that a loss may have, by the number that tells them to ranks that do not compute it.
@@ -63,6 +66,7 @@ class Pipelined(attach.Uncopyable):
         assert comms.pp is not None
         self._policy = policy
         self._comm = comms.pp
+        self._usual = self._schedule(policy.microbatches(comms.pp.size))
         self._elements, self._num_stages = find_stages(model, policy, comms.pp.size)
         self._sketch = sketch(model, self._elements)
         self._copies: dict[nn.Parameter, tuple[int, ...]] = {}
@@ -72,11 +76,11 @@ class Pipelined(attach.Uncopyable):
     @property
     def stages(self) -> tuple[int, ...]:
         """Those of this rank."""
-        return self._schedule(self._policy.microbatches(self._comm.size)).stages(self._comm.rank)
+        return self._usual.stages(self._comm.rank)
 
     def drop_foreign(self, model: nn.Module, units: Mapping[str, nn.Module]) -> dict[str, nn.Module]:
         """Leave this rank's stages in ``model``; returns those of ``units`` that are left."""
-        ranks = self._schedule(self._policy.microbatches(self._comm.size)).ranks
+        ranks = self._usual.ranks
         shared = drop_foreign(model, self._elements, self.stages)
         parameters = dict(model.named_parameters())
         for name, stages in shared.items():
@@ -98,38 +102,42 @@ class Pipelined(attach.Uncopyable):
     def install(self, model: nn.Module, device: torch.device) -> None:
         """Have ``model`` run stage by stage. It has its engine by now."""
         stages = Stages(model, self._sketch, self._elements, self._num_stages, device=device, comm=self._comm)
-        is_split = self._schedule(self._policy.microbatches(self._comm.size)).is_split
-        self._interpreter = Interpreter(stages, self._comm, Deferral(model.modules() if is_split else ()))
+        self._interpreter = Interpreter(stages, self._comm, Deferral(model.modules() if self._usual.is_split else ()))
         model.__dict__[_KEY] = self
 
-    def train_step(self, model: nn.Module, batch: Any, loss_fn: LossFn | None, count: int | None) -> Tensor:
-        """``sw.train_step``."""
+    def step(self, model: nn.Module, batch: Any, loss_fn: LossFn | None, count: int | None) -> Tensor:
+        """``sw.train_step``, and where grad is off ``sw.eval_step``."""
         count = self._policy.microbatches(self._comm.size) if count is None else count
-        return self._step(model, batch, loss_fn, self._schedule(count))
+        loss = functools.partial(forward_loss, loss_fn=loss_fn)
+        losses = self.losses(model, split_batch(batch, count), call_model, loss)
+        return self._mean_loss(attach.runtime_of(model, "sw.train_step"), losses)
 
-    def eval_step(self, model: nn.Module, batch: Any, loss_fn: LossFn | None, count: int | None) -> Tensor:
-        """``sw.eval_step``; grad is off."""
-        count = self._policy.microbatches(self._comm.size) if count is None else count
-        return self._step(model, batch, loss_fn, forward_only(self._schedule_ranks, count))
+    def losses(self, model: nn.Module, parts: Sequence[Any], call: Call, loss: Call) -> list[Tensor]:
+        """One step on microbatches: forwards and, where grad is on, backwards and the reduction of gradients.
 
-    @functools.cached_property
-    def _schedule_ranks(self) -> tuple[int, ...]:
-        return self._schedule(self._policy.microbatches(self._comm.size)).ranks
+        Args:
+            model: The model.
+            parts: The microbatches, of one shape, the same on every rank of the pipeline.
+            call: Calls the model with a microbatch: ``call(model, part)``.
+            loss: The same, and gives the loss of it.
+
+        Returns:
+            The losses of the microbatches on ranks of the last stage; nothing elsewhere.
+
+        Collective:
+            As :meth:`Interpreter.run` and :func:`~shardwise.fsdp.window.window`. All ranks must call.
+        """
+        runtime = attach.runtime_of(model, "sw.train_step")
+        assert self._interpreter is not None
+        count = len(parts)
+        schedule = self._schedule(count) if torch.is_grad_enabled() else forward_only(self._usual.ranks, count)
+        bound = functools.partial(call, model), functools.partial(loss, model)
+        with window(runtime, lambda: sum_over_copies(runtime, self._copies, self._comm)):
+            key, flow = self._interpreter.stages.flow(parts[0], call)
+            return self._interpreter.run(Job(schedule, parts, *bound, key, flow, functools.partial(collect, runtime)))
 
     def _schedule(self, count: int) -> Schedule:
         return _built(self._policy.schedule, self._comm.size, count, self._policy.virtual_stages)
-
-    def _step(self, model: nn.Module, batch: Any, loss_fn: LossFn | None, schedule: Schedule) -> Tensor:
-        runtime = attach.runtime_of(model, "sw.train_step")
-        assert self._interpreter is not None
-        parts = split_batch(batch, schedule.num_microbatches)
-        with window(runtime, lambda: sum_over_copies(runtime, self._copies, self._comm)):
-            key, flow = self._interpreter.stages.flow(parts[0], call_model)
-            call, loss = functools.partial(call_model, model), functools.partial(forward_loss, model, loss_fn=loss_fn)
-            losses = self._interpreter.run(
-                Job(schedule, parts, call, loss, key, flow, functools.partial(collect, runtime))
-            )
-        return self._mean_loss(runtime, losses)
 
     def _mean_loss(self, runtime: Runtime, losses: Sequence[Tensor]) -> Tensor:
         """The mean over microbatches and data-parallel ranks, on every rank of every stage."""

@@ -43,7 +43,7 @@ def train_step(
     runtime = attach.runtime_of(model, "sw.train_step")
     pipelined = pipelined_of(model)
     if pipelined is not None:
-        return pipelined.train_step(model, batch, loss_fn, num_microbatches)
+        return pipelined.step(model, batch, loss_fn, num_microbatches)
     count = 1 if num_microbatches is None else num_microbatches
     parts = split_batch(batch, count)
     synchronises = runtime.syncs_gradients  # false inside the caller's own gradient_sync(model, False)
@@ -85,7 +85,7 @@ def eval_step(
     pipelined = pipelined_of(model)
     with torch.no_grad():
         if pipelined is not None:
-            return pipelined.eval_step(model, batch, loss_fn, num_microbatches)
+            return pipelined.step(model, batch, loss_fn, num_microbatches)
         losses = [forward_loss(model, part, loss_fn) for part in split_batch(batch, num_microbatches or 1)]
         mean = torch.stack([loss.double() for loss in losses]).mean().reshape(1)
     runtime.comms.control.all_reduce(mean, unit="loss", divisor=runtime.comms.num_ranks).wait()

@@ -38,6 +38,13 @@ def loss_of(config: Config) -> Loss:
     return _logits_loss if config.model.hf is not None else _own_loss
 
 
+def call_of(config: Config) -> Callable[[nn.Module, tuple[Tensor, Tensor]], Any]:
+    """How the model is called with inputs and targets, where only a later pipeline stage has a loss."""
+    if config.model.hf is not None:
+        return lambda model, part: model(input_ids=part[0])
+    return lambda model, part: model(*part)
+
+
 def parameter_groups(section: OptimizerSection, model: nn.Module) -> list[dict[str, Any]]:
     """Two groups: weight decay acts only where ``p.dim() >= 2``. Of a parallelized model as flat tensors, if wanted."""
     if section.flat and attachment_of(model) is not None:

@@ -7,12 +7,12 @@ The launcher calls :func:`resolve` before it starts a process, and every rank ca
 from __future__ import annotations
 
 import json
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
 from shardwise.models.shape import PRESETS, GPTConfig, gpt_config
-from shardwise.spec.errors import ConfigError, ShardwiseError
+from shardwise.spec.errors import ConfigError, PlanError, ShardwiseError
 from shardwise.spec.mesh import Mesh
 from shardwise.spec.plan import ParallelPlan
 from shardwise.train.config import Config, Draft, OptimizerSection, ScheduleSection, TrainSection, near
@@ -87,7 +87,7 @@ def resolve(draft: Draft, world_size: int, local_size: int | None = None, *, che
     model, vocab_size, positions = _model(draft)
     optimizer = _optimizer(draft, sections.get("optimizer"))
     schedule = _schedule(draft, sections.get("schedule"), sections.get("train"))
-    batch = _batch(draft, sections.get("train"), mesh)
+    batch = _batch(draft, sections.get("train"), mesh, plan)
     seq_len = _seq_len(draft, positions)
     if optimizer is not None and optimizer.in_backward:
         _in_backward(draft, sections.get("train"), plan, batch)
@@ -298,9 +298,33 @@ def _filled(section: ScheduleSection, schedule: Schedule) -> ScheduleSection:
     return section.model_copy(update={"min_lr_ratio": schedule.min_lr_ratio})
 
 
-def _batch(draft: Draft, train: TrainSection | None, mesh: Mesh | None) -> Batch | None:  # noqa: PLR0911  a table of cases
+def _batch(draft: Draft, train: TrainSection | None, mesh: Mesh | None, plan: ParallelPlan | None) -> Batch | None:
+    batch = _sizes(draft, train, mesh, plan)
+    policy = plan.pipeline_policy if plan is not None else None
+    if batch is None or policy is None or plan is None:
+        return batch
+    count = policy.num_microbatches
+    if count is not None and count != batch.accumulation:
+        draft.problems.add(
+            draft.where("parallel", "pipeline"),
+            f"num_microbatches={count}, but a step has {batch.accumulation} microbatches (gradient_accumulation_steps);"
+            " leave num_microbatches out",
+        )
+        return None
+    try:
+        replace(policy, num_microbatches=batch.accumulation).check(plan.pp)
+    except PlanError as error:
+        draft.problems.add(draft.where("train", "gradient_accumulation_steps"), str(error).splitlines()[0])
+    return batch
+
+
+def _sizes(  # noqa: PLR0911  a table of cases
+    draft: Draft, train: TrainSection | None, mesh: Mesh | None, plan: ParallelPlan | None
+) -> Batch | None:
     if train is None or mesh is None:
         return None
+    policy = plan.pipeline_policy if plan is not None else None
+    usual = 1 if policy is None or plan is None else policy.microbatches(plan.pp)
     ranks = mesh.data_parallel_size
     micro, total, accumulation = train.micro_batch_size, train.global_batch_size, train.gradient_accumulation_steps
 
@@ -308,7 +332,7 @@ def _batch(draft: Draft, train: TrainSection | None, mesh: Mesh | None) -> Batch
         draft.problems.add(draft.where("train", key), message)
 
     if total is None:
-        return Batch(micro or _DEFAULT_MICRO, accumulation or 1, ranks)
+        return Batch(micro or _DEFAULT_MICRO, accumulation or usual, ranks)
     if micro is not None:
         if total % (micro * ranks):
             return fail(
@@ -324,7 +348,7 @@ def _batch(draft: Draft, train: TrainSection | None, mesh: Mesh | None) -> Batch
                 f"{micro * accumulation * ranks}, but global_batch_size={total}; leave one of the three out",
             )
         return Batch(micro, derived, ranks)
-    steps = accumulation or 1
+    steps = accumulation or usual
     if total % (steps * ranks):
         return fail(
             "global_batch_size",

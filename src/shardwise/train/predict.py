@@ -56,7 +56,9 @@ def predict(
 
 
 def measure(resolved: Resolved, device: torch.device) -> Activations | None:
-    """Activations and passing values of one microbatch; ``None`` where the model cannot run so."""
+    """Activations and passing values of one microbatch; ``None`` where the model cannot run so, and with ``pp``."""
+    if resolved.plan.pp > 1:
+        return None  # a stage's own, times the microbatches in flight, are not counted yet
     generator = torch.get_rng_state()
     try:
         with FakeTensorMode():

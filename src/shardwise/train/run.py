@@ -17,11 +17,12 @@ from shardwise.comm.exit import note_exit
 from shardwise.comm.launch import World, init_process_group, shutdown
 from shardwise.comm.open import open_comms
 from shardwise.fsdp.scaler import needs_scaler
+from shardwise.recipe.pipelined import pipelined_of
 from shardwise.spec.errors import ConfigError, ShardwiseError, StorageError
 from shardwise.spec.units import size
 from shardwise.train import random_state, rundir
 from shardwise.train.batch import evaluate, held_out_samples, to_tensors
-from shardwise.train.build import build_model, build_optimizer, loss_of, parameter_groups, set_lr
+from shardwise.train.build import build_model, build_optimizer, call_of, loss_of, parameter_groups, set_lr
 from shardwise.train.check import Resolved
 from shardwise.train.control import Control
 from shardwise.train.data import open_data
@@ -172,6 +173,11 @@ class _Trainer:
         self.loss_of = loss_of(config)
         self.model, self.optimizer = self._build()
         self.scaler = sw.GradScaler(device.type, enabled=needs_scaler(self.model))
+        if resolved.plan.pp > 1 and (self.scaler.is_enabled() or config.optimizer.in_backward):
+            raise ConfigError(
+                "parallel.pp above 1 goes neither with fp16, whose loss is scaled, nor with optimizer.in_backward.\n"
+                "  Set parallel.mp_policy: {param_dtype: bf16}, or in_backward=false; or parallel.pp=1."
+            )
         if self.scaler.is_enabled() and config.optimizer.in_backward:
             raise ConfigError(
                 "optimizer.in_backward=true, but the model is in fp16: its scaled gradients are looked at before the"
@@ -309,6 +315,8 @@ class _Trainer:
 
         Gradients are ready then, or where backward updates, parameters are new.
         """
+        if self.resolved.plan.pp > 1:
+            return self._pipeline_step()
         accumulation = self.resolved.batch.accumulation
         updates = self.config.optimizer.in_backward  # then there is one microbatch
         found: tuple[float, int] | None = None
@@ -325,15 +333,29 @@ class _Trainer:
             total += loss.detach()
         return *(found or self._exchange(float(total) / accumulation)), data_s
 
-    def _exchange(self, loss: float) -> tuple[float, int]:
-        """The mean loss over all ranks, and the signal that any of them got.
+    def _pipeline_step(self) -> tuple[float, int, float]:
+        """:meth:`_forward_backward` of a model in stages."""
+        started = time.perf_counter()
+        parts = [to_tensors(self.data.train, samples, self.device) for samples in self.sampler.next_step()]
+        data_s = time.perf_counter() - started
+        pipelined = pipelined_of(self.model)
+        assert pipelined is not None
+        losses = pipelined.losses(self.model, parts, call_of(self.config), lambda m, part: self.loss_of(m, *part))
+        total = torch.zeros((), device=self.device)
+        for loss in losses:
+            total += loss
+        return *self._exchange(float(total) / len(losses) if losses else None), data_s
+
+    def _exchange(self, loss: float | None) -> tuple[float, int]:
+        """The mean loss over all ranks that have one, and the signal that any rank got.
 
         Raises:
             NonFiniteError: A rank's loss is not finite.
         """
-        rows = self.control.rows([loss, float(self.stop.signal_number)])
-        self._check_finite("loss", [row[0] for row in rows])
-        return sum(row[0] for row in rows) / len(rows), int(max(row[1] for row in rows))
+        rows = self.control.rows([loss or 0.0, float(loss is not None), float(self.stop.signal_number)])
+        losses = [row[0] for row in rows if row[1]]
+        self._check_finite("loss", losses)
+        return sum(losses) / len(losses), int(max(row[2] for row in rows))
 
     def _update(self) -> float:
         """Clip and step. Returns the norm before clipping.
@@ -421,6 +443,7 @@ class _Trainer:
             loss = evaluate(
                 self.model,
                 self.loss_of,
+                call_of(self.config),
                 self.data.held_out,
                 batch=self.resolved.batch,
                 count=self.num_held_out,
