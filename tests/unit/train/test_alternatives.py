@@ -68,6 +68,19 @@ def test_what_rounds_by_design_is_not_compared_with_a_process_that_does_not(
     assert "rounds numbers" in capfd.readouterr().err
 
 
+def test_the_demo_says_why_it_does_not_compare() -> None:
+    """The comparison comes after training, which must not fail for it."""
+    import torch
+
+    from shardwise.train.check import resolve
+    from shardwise.train.config import read_draft
+    from shardwise.train.demo import parity_line
+
+    draft = read_draft(None, ["parallel.mp_policy={param_dtype: bf16}"], base={"data": {"source": "random"}}, title="t")
+    line = parity_line(resolve(draft, 1), data=None, device=torch.device("cpu"))
+    assert line.startswith("not compared with one process: zero3: mp_policy rounds numbers")
+
+
 def test_replicas_of_one_process_are_compared_in_one(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
 ) -> None:

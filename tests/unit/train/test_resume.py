@@ -32,6 +32,10 @@ def test_steps_log_and_checkpoint_may_differ(sections: dict[str, dict[str, objec
     assert check_config(SAVED, changed(**sections)) == []
 
 
+def test_how_the_optimizer_updates_may_differ() -> None:
+    assert check_config(SAVED, changed(optimizer={"flat": False, "in_backward": True})) == []
+
+
 def test_another_strategy_or_cut_of_the_batch_is_allowed_and_told() -> None:
     lines = check_config(SAVED, changed(parallel={"strategy": "ddp"}, train={"micro_batch_size": 4}))
     assert lines == ["parallel.strategy: zero3 -> ddp", "train.micro_batch_size: (not set) -> 4"]
@@ -46,6 +50,8 @@ def test_everything_else_is_refused_in_a_table() -> None:
     assert "train.seed" in text
     assert "train.global_batch_size" in text
     assert "train.steps  " not in text
+    for key in ("train.steps", "parallel", "train.micro_batch_size", "optimizer.flat", "optimizer.in_backward"):
+        assert key in text.splitlines()[-1]
 
 
 def test_a_missing_checkpoint_is_refused_with_near_names(tmp_path: Path) -> None:
