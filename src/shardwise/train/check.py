@@ -134,7 +134,7 @@ def resolve(draft: Draft, world_size: int, local_size: int | None = None, *, che
 
 
 #: Fields of the plan that mean something only beside others.
-_READ_WITH = {"pipeline": ("pp",)}
+_READ_WITH = {"pipeline": ("pp",), "sequence_parallel": ("tp",)}
 
 
 def _plan(draft: Draft, world_size: int, local_size: int) -> tuple[ParallelPlan | None, Mesh | None]:

@@ -150,6 +150,15 @@ def test_degrees_that_do_not_make_the_world_show_the_arithmetic(tmp_path: Path) 
     assert "axis dp_shard=3 makes 3 ranks, but the world has 2; Set dp_shard=2, or launch 3 ranks" in message
 
 
+def test_sequence_parallelism_is_read_with_the_ranks_that_it_divides_over(tmp_path: Path) -> None:
+    values = ("parallel.tp=2", "parallel.sequence_parallel=true", "parallel.tp_plan={lm_head: colwise_gather_output}")
+    found = resolved(tmp_path, GOOD, *values, world_size=4).plan
+    assert (found.tp, found.sequence_parallel) == (2, True)
+    assert found.tp_plan == {"lm_head": "colwise_gather_output"}
+    alone = mistakes(tmp_path, GOOD, "parallel.sequence_parallel=true")
+    assert "parallel.sequence_parallel: sequence_parallel=True with tp=1" in alone
+
+
 def test_a_pipeline_is_read_beside_its_degree(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     assert "parallel.pipeline: pipeline='zb-h1' with pp=1" in mistakes(tmp_path, GOOD, "parallel.pipeline=zb-h1")
     monkeypatch.delitem(plan._LATER_AXES, "pp", raising=False)
