@@ -258,7 +258,7 @@ class Gradient:
             buffer.div_(before)
         if comms.replicate is not None:
             after = 1
-        unit, result = group.unit.name, self._place_of_sum(buffer, partial, pool)
+        unit, result = group.unit.name, self._place_of_sum(buffer, partial)
         self._result = result
         if group.reduced_as is not None:
             inside = reduce_packed(group, comms.reduce, pool.packed, buffer, result, divisor=after)
@@ -271,17 +271,16 @@ class Gradient:
             return self._send_home(inside, pool)
         return Chain(inside, lambda: self._go_across(comms, pool, partial, is_last=is_last))
 
-    def _place_of_sum(self, buffer: Tensor, partial: Tensor | None, pool: GradientPool) -> Tensor:
+    def _place_of_sum(self, buffer: Tensor, partial: Tensor | None) -> Tensor:
         """Where the sum over ``dp_shard`` goes: straight to where ``.grad`` lives if that is free, else in place."""
         group = self.group
         if not group.row.shards_optimizer:
             return buffer
-        if group.row.pools_gradients and not (self._is_home_lent or self._is_apart):
-            if partial is None and not self._has_sums:
-                self._make_home()
-                assert self._home is not None
-                return self._home
-            pool.adds_to_sums = True
+        is_free = not (self._is_home_lent or self._is_apart or self._has_sums)
+        if group.row.pools_gradients and is_free and partial is None:
+            self._make_home()
+            assert self._home is not None
+            return self._home
         return buffer[self.layout.slice_of(group.rank)]
 
     def _go_across(self, comms: Comms, pool: GradientPool, partial: Tensor | None, *, is_last: bool) -> Handle:

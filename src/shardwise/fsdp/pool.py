@@ -113,7 +113,6 @@ class GradientPool:
         self._free: dict[Hashable, deque[Tensor]] = {}
         self._constants: dict[Hashable, Tensor | None] = {}
         self.num_buffers: dict[Hashable, int] = {}
-        self.adds_to_sums = False  # some sum could not go where .grad lives, as an earlier one was there
         self.packed = PackedPool()  # what quantized gradients are sent from, and received into
 
     def constant(self, key: Hashable, make: Callable[[], Tensor | None]) -> Tensor | None:

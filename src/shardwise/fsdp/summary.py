@@ -301,7 +301,6 @@ def predict(runtime: Runtime, *, optimizer_tensors: int = 2, num_microbatches: i
         num_gradient_buffers=runtime.gradients.limit,
         optimizer_tensors=optimizer_tensors,
         has_receive_buffers=runtime.comms.gather.device.type == "cpu",
-        adds_to_sums=runtime.gradients.adds_to_sums,
         replicas=_replicas(runtime),
         accumulations=runtime.accumulations if num_microbatches is None else planned,
         ignored=runtime.ignored.specs,

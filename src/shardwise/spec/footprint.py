@@ -247,7 +247,6 @@ def footprint(
     optimizer_tensors: int = 2,
     optimizer_scalar_bytes: int = 4,
     has_receive_buffers: bool = True,
-    adds_to_sums: bool = False,
     replicas: Replicas | None = None,
     accumulations: Collection[str] = (),
     ignored: Sequence[ParamSpec] = (),
@@ -262,7 +261,6 @@ def footprint(
         optimizer_tensors: State tensors per parameter: 2 for Adam, 1 for SGD with momentum, 0 without.
         optimizer_scalar_bytes: Per-parameter scalars: Adam's step counter, a float32.
         has_receive_buffers: Sums are made by the library (Gloo), which receives peers' slices before adding.
-        adds_to_sums: Reduced gradients are added to those of an earlier backward.
         replicas: The groups over which sums go on; ``None``: there are none.
         accumulations: Ways in which the microbatches of a step are added up, as in the plan; none where every step has
             one backward. Repeated backwards that each synchronise are ``sharded`` whatever the plan says.
@@ -305,7 +303,6 @@ def footprint(
             backward_order=backward_order,
             num_gradient_buffers=num_gradient_buffers,
             has_receive_buffers=has_receive_buffers,
-            adds_to_sums=adds_to_sums,
             replicas=replicas,
             accumulations=accumulations,
         ),
@@ -383,7 +380,6 @@ def reduce_bytes(
     backward_order: Sequence[int] | None = None,
     num_gradient_buffers: int = 2,
     has_receive_buffers: bool = True,
-    adds_to_sums: bool = False,
     replicas: Replicas | None = None,
     accumulations: Collection[str] = (),
 ) -> int:
@@ -400,7 +396,6 @@ def reduce_bytes(
         rank,
         limit=num_gradient_buffers,
         has_receive_buffers=has_receive_buffers,
-        adds_to_sums=adds_to_sums,
         replicas=replicas,
     )
     before = -1
@@ -493,14 +488,12 @@ class _Reductions:
         *,
         limit: int,
         has_receive_buffers: bool,
-        adds_to_sums: bool,
         replicas: Replicas | None,
     ) -> None:
         self.total_bytes = 0
         self._rank = rank
         self._limit = limit
         self._has_receive_buffers = has_receive_buffers
-        self._adds_to_sums = adds_to_sums
         self._replicas = replicas
         self._under_way: list[_UnderWay] = []
         self._free: Counter[tuple[int, str]] = Counter()
@@ -533,7 +526,8 @@ class _Reductions:
             stays = is_apart and kind is not _Backward.DEFERRED
             self._under_way.append(_UnderWay(group, self._num_phases(group), self._borrows(group, kind), stays))
             if group.reduced_as is None:
-                self._receive(self._under_way[-1], received_numel(group, self._rank, adds_to_sums=self._adds_to_sums))
+                is_added = kind in {_Backward.ADDED, _Backward.DEFERRED}
+                self._receive(self._under_way[-1], received_numel(group, self._rank, is_added=is_added))
             for key in self._packed_keys(group):
                 self._take(key)
 
@@ -618,14 +612,14 @@ class _Reductions:
         return tuple((size_class(num_bytes), "packed") for num_bytes in self._packed_sizes(group))
 
 
-def received_numel(group: GroupShape, rank: int, *, adds_to_sums: bool = False) -> int:
+def received_numel(group: GroupShape, rank: int, *, is_added: bool = False) -> int:
     """Elements of the buffer in which a rank receives from its peers of ``dp_shard``, to add up its own slice.
 
     Where the sum goes straight to where ``.grad`` will be, which no other sum occupies, one peer's slice is received
     there.
     """
-    is_apart = group.reduces_cast or group.is_offloaded or group.updates_in_backward
-    goes_home = group.row.pools_gradients and not (is_apart or adds_to_sums)
+    is_apart = group.is_reduced_apart or group.updates_in_backward
+    goes_home = group.row.pools_gradients and not (is_apart or is_added)
     return summed_numel(group, rank) * max(group.layout.size - 1 - goes_home, 0)
 
 

@@ -111,7 +111,8 @@ def test_gradients_that_stay_whole_take_no_pooled_buffer(preset):
 def test_sums_receive_every_peers_slice_of_one_unit_the_largest(preset, world):
     groups = model(preset, world)
     without = reduce_bytes(groups, rank=0, has_receive_buffers=False)
-    adding = reduce_bytes(groups, rank=0, adds_to_sums=True) - without
+    pooled = reduce_bytes(groups, rank=0, accumulations=["sharded"], has_receive_buffers=False)
+    adding = reduce_bytes(groups, rank=0, accumulations=["sharded"]) - pooled
     assert adding == 4 * (world - 1) * (BLOCK // world + HEADER)
     goes_home = PRESETS[preset].pools_gradients  # one of the slices lands where .grad will be
     received = reduce_bytes(groups, rank=0) - without
@@ -133,7 +134,8 @@ def test_receive_buffers_that_turn_out_too_small_are_replaced():
         for unit, numel in sizes.items()
     ]
     received = [
-        reduce_bytes(groups, rank=rank, adds_to_sums=True) - reduce_bytes(groups, rank=rank, has_receive_buffers=False)
+        reduce_bytes(groups, rank=rank, accumulations=["sharded"])
+        - reduce_bytes(groups, rank=rank, has_receive_buffers=False)
         for rank in range(2)
     ]
     assert received == [4 * (64 + HEADER), 4 * (1280 + HEADER)]  # rank 1 adds up units 3 and 1, rank 0 unit 2
