@@ -136,7 +136,7 @@ def _unequal_copies(model: nn.Module, marks: dict[str, Any], tp: int) -> float:
 
 
 def run_all(cases: tuple[Case, ...]) -> list[dict[str, float]]:
-    warnings.simplefilter("ignore")
+    warnings.filterwarnings("ignore", module="transformers")
     return [differences(case) for case in cases]
 
 
@@ -260,6 +260,19 @@ def test_the_summary_says_who_has_the_logits():
     for divided, gathered in run_on_ranks(summaries, 2):
         assert "output of 'lm_head': with targets each rank has its part; else gathered" in divided
         assert "output of 'lm_head': gathered, whole on every rank of tp" in gathered
+
+
+def table() -> tuple[float, str]:
+    """``sw.parity`` of a plan with tp: the ranks of a group read the same samples."""
+    batches = [tuple(torch.cat(both) for both in zip(batch(s, 0, 0), batch(s, 0, 1), strict=True)) for s in range(2)]
+    case = Case(model=(("dropout", 0.0),))
+    row = sw.parity(case.build, batches, None, {"tp": sw.ParallelPlan(tp=2)}).rows[0]
+    return row.largest_difference, row.where
+
+
+def test_parity_gives_ranks_of_one_group_the_same_samples():
+    for largest, where in run_on_ranks(table, 4):
+        assert largest < 1e-9, where
 
 
 def refusals() -> list[str]:

@@ -92,7 +92,7 @@ def parity(
 
     Args:
         build_model: Builds the model; must give the same weights each time it is called (seed inside).
-        batches: One global batch per step; tensors are cut on dim 0, one part per rank.
+        batches: One global batch per step; tensors are cut on dim 0, one part per rank (ranks of ``tp`` read the same).
         loss_fn: As for ``sw.train_step``.
         plans: What to compare; a mapping gives names.
         optimizer: From parameters to an element-wise optimizer; AdamW with lr 1e-3 by default.
@@ -120,23 +120,30 @@ def parity(
     del probe
     group = join_world(device)
     rank, size = group.rank(), group.size()
-    parts = [split_batch(batch, size) for batch in batches]
-    job = _Job(build_model, parts, loss_fn, lambda model: make(parameters(model)), max_norm)
     local_size = ranks_per_machine(size)
-    group_sizes = {name: plan.mesh(size, local_size).dp_shard for name, plan in named.items()}
-    expected = {group_size: _one_process(job, group_size) for group_size in dict.fromkeys(group_sizes.values())}
+    meshes = {name: plan.mesh(size, local_size) for name, plan in named.items()}
+
+    def make_job(num_readers: int) -> _Job:
+        parts = [split_batch(batch, num_readers) for batch in batches]
+        return _Job(build_model, parts, loss_fn, lambda model: make(parameters(model)), max_norm)
+
+    jobs = {mesh.data_parallel_size: make_job(mesh.data_parallel_size) for mesh in meshes.values()}
+    groups = dict.fromkeys((mesh.data_parallel_size, mesh.dp_shard) for mesh in meshes.values())
+    expected = {key: _one_process(jobs[key[0]], key[1]) for key in groups}
     control = open_comms(device)[0]
     rows = []
     for name, plan in named.items():
-        got = _one_plan(job, plan, rank)
-        row = _compare(name, size, rank, expected[group_sizes[name]], got)
+        mesh = meshes[name]
+        reader = mesh.data_parallel_rank(rank)
+        got = _one_plan(jobs[mesh.data_parallel_size], plan, reader)
+        row = _compare(name, size, expected[mesh.data_parallel_size, mesh.dp_shard], got, reader=reader, rank=rank)
         rows.append(_merge([ParityRow(**values) for values in all_gather_json(control, vars(row))]))
     return ParityReport(tuple(rows))
 
 
 @dataclass
 class _Run:
-    losses: list[list[float]]  # by step, by rank; of other ranks nan where only this rank's are known
+    losses: list[list[float]]  # by step, by reader; of other ranks nan where only this rank's are known
     norms: list[float]
     parameters: dict[str, Tensor]
 
@@ -144,7 +151,7 @@ class _Run:
 @dataclass(frozen=True)
 class _Job:
     build_model: Callable[[], nn.Module]
-    parts: Sequence[Sequence[Any]]  # by step, by rank
+    parts: Sequence[Sequence[Any]]  # by step, by reader: ranks that differ on a data-parallel axis
     loss_fn: LossFn | None
     make_optimizer: Callable[[nn.Module], torch.optim.Optimizer]
     max_norm: float
@@ -197,12 +204,12 @@ def _put_buffers(model: nn.Module, values: Sequence[Tensor]) -> None:
         buffer.data.copy_(value)
 
 
-def _one_plan(job: _Job, plan: ParallelPlan, rank: int) -> _Run:
+def _one_plan(job: _Job, plan: ParallelPlan, reader: int) -> _Run:
     model = parallelize(job.build_model(), plan)
     optimizer = job.make_optimizer(model)
     run = _Run([], [], {})
     for microbatches in job.parts:
-        loss = forward_loss(model, microbatches[rank], job.loss_fn)
+        loss = forward_loss(model, microbatches[reader], job.loss_fn)
         loss.backward()
         norm = clip_grad_norm(model, job.max_norm)
         optimizer.step()
@@ -213,9 +220,9 @@ def _one_plan(job: _Job, plan: ParallelPlan, rank: int) -> _Run:
     return run
 
 
-def _compare(name: str, size: int, rank: int, expected: _Run, got: _Run) -> ParityRow:
+def _compare(name: str, size: int, expected: _Run, got: _Run, *, reader: int, rank: int) -> ParityRow:
     differences: dict[str, float] = {"": 0.0}
-    losses = [(step[rank], mine[0]) for step, mine in zip(expected.losses, got.losses, strict=True)]
+    losses = [(step[reader], mine[0]) for step, mine in zip(expected.losses, got.losses, strict=True)]
     norms = list(zip(expected.norms, got.norms, strict=True))
     for kind, pairs in (("loss", losses), ("norm", norms)):
         for step, (a, b) in enumerate(pairs):

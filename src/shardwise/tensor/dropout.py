@@ -94,10 +94,17 @@ class _OwnHeads(TorchFunctionMode):
     ) -> Tensor:
         if dropout_p == 0:
             return F.scaled_dot_product_attention(q, k, v, attn_mask, 0.0, is_causal, **kwargs)
-        weights = q.new_empty((*q.shape[:-1], k.shape[-2]))
-        kept = _own_noise(weights, 1, dropout_p, self._comm) != 0
-        math = torch.ops.aten._scaled_dot_product_attention_math  # noqa: SLF001 - what torch runs on the CPU under dropout; the public one takes no mask
-        return math(q, k, v, attn_mask, dropout_p, is_causal, kept, **kwargs)[0]
+        scale = kwargs.get("scale") or q.shape[-1] ** -0.5
+        groups = q.shape[1] // k.shape[1]  # of query heads, for each of keys and values
+        k, v = (t.repeat_interleave(groups, 1) if groups > 1 else t for t in (k, v))
+        scores = (q * scale) @ k.transpose(-2, -1)
+        if is_causal:
+            attn_mask = torch.ones(scores.shape[-2:], dtype=torch.bool, device=q.device).tril()
+        if attn_mask is not None and attn_mask.dtype is torch.bool:
+            scores = scores.masked_fill(~attn_mask, float("-inf"))
+        elif attn_mask is not None:
+            scores = scores + attn_mask
+        return (scores.softmax(-1) * _own_noise(scores, 1, dropout_p, self._comm)) @ v
 
 
 def _own_noise(like: Tensor, dim: int, p: float, comm: Comm) -> Tensor:
