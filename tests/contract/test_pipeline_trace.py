@@ -94,3 +94,17 @@ def test_a_rank_that_dies_ends_its_pipeline():
     with pytest.raises(RankFailure, match="the device is gone"):
         run_on_ranks(die, 2, timeout_s=60)
     assert time.monotonic() - start < 50
+
+
+@pytest.mark.parametrize(("name", "virtual"), [("1f1b", 1), ("zb-v", 2)])
+def test_a_dry_run_sends_what_is_predicted(name, virtual):
+    each = CrossingBytes(MICRO_BATCH * SEQ * HIDDEN * 4)
+    batch = tokens(MICRO_BATCH), tokens(MICRO_BATCH)
+    recompute = "full" if virtual == 1 else "none"
+    plan = sw.ParallelPlan(pp=2, pipeline=name, activation_checkpointing=recompute)
+    for rank in range(4):
+        run = sw.dry_run(build_gpt, plan, world_size=4, rank=rank, batch=batch, num_microbatches=NUM_MICROBATCHES)
+        found = [(e.kind, e.unit, e.sent_bytes, e.axis) for e in run.events if e.axis == "pp"]
+        shared = [] if name == "zb-v" else [Copies("token_embedding.weight", (0, 1), 31 * HIDDEN * 4)]
+        schedule = build(name, 2, NUM_MICROBATCHES, virtual)
+        assert found == messages(schedule, rank // 2, [[each]] * (2 * virtual - 1), shared)

@@ -7,7 +7,7 @@ Nothing else in shardwise may touch torch's private names.
 from __future__ import annotations
 
 from collections import OrderedDict, defaultdict
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -42,15 +42,16 @@ def storage_identity(tensor: Tensor) -> int:
     return tensor.untyped_storage()._cdata
 
 
-def backward_under_modes(loss: Tensor) -> None:
-    """``loss.backward()`` with torch function modes on.
+def backward_under_modes(outputs: Sequence[Tensor], gradients: Sequence[Tensor] | None = None) -> None:
+    """``torch.autograd.backward(outputs, gradients)`` with torch function modes on; ``None``: gradients of one.
 
     A mode is off while it handles a call, and ``Tensor.backward`` and ``torch.autograd.backward`` are calls that it is
     asked about. What is recomputed inside of them would then take other kernels than the forward has.
     """
     keeps_graph = makes_graph = False
+    given = tuple(gradients) if gradients is not None else tuple(torch.ones_like(output) for output in outputs)
     torch.autograd.Variable._execution_engine.run_backward(
-        (loss,), (torch.ones_like(loss),), keeps_graph, makes_graph, (), allow_unreachable=True, accumulate_grad=True
+        tuple(outputs), given, keeps_graph, makes_graph, (), allow_unreachable=True, accumulate_grad=True
     )
 
 

@@ -60,6 +60,7 @@ class Job:
         key: Of the shapes of a microbatch.
         flow: What goes from stage to stage for them.
         collect: Takes the gradients that are on weights.
+        backward: Goes from outputs with gradients, or from a loss, to the leaves.
     """
 
     schedule: Schedule
@@ -69,6 +70,7 @@ class Job:
     key: Hashable
     flow: Flow
     collect: Callable[[], None]
+    backward: Callable[..., None] = torch.autograd.backward
 
 
 class Interpreter:
@@ -160,7 +162,9 @@ class _Step:
     def _receive_activation(self, action: Action) -> None:
         boundary, peer = action.stage - 1, action.peer
         assert peer is not None
-        if self._its.crossings(self._key, boundary) is None:
+        if self._its.stages.device.type == "meta":  # a dry run: nobody is there to tell
+            self._its.learn(self._key, boundary, self._traced(boundary))
+        elif self._its.crossings(self._key, boundary) is None:
             self._its.learn(self._key, boundary, self._receive_header(boundary, peer))
         crossings = self._its.crossings(self._key, boundary)
         self._received[action.stage, action.microbatch] = [
@@ -242,12 +246,12 @@ class _Step:
         tape = self._tapes.pop((stage, microbatch))
         with self._its.deferral.to(tape.weights):  # what is recomputed defers as well
             if stage == self._its.stages.num_stages - 1:
-                (tape.outputs[0] / len(self._job.parts)).backward()
+                self._job.backward([tape.outputs[0] / len(self._job.parts)])
             else:
                 gradients = self._take_gradients(stage, microbatch)
                 outputs = [output for output in tape.outputs if output.requires_grad]
                 if outputs:
-                    torch.autograd.backward(outputs, gradients)
+                    self._job.backward(outputs, gradients)
         if tape.weights is not None:
             self._weights[stage, microbatch] = tape.weights
         for handle, _ in tape.sends:  # whoever gave the gradients has received them
@@ -296,6 +300,12 @@ class _Step:
             rows.append([code, int(crossing.requires_grad), len(crossing.shape), *shape])
         header = torch.tensor(rows, dtype=torch.int64, device=self._its.stages.device)
         return self._its.send(header, self._schedule.ranks[stage + 1], f"shapes of stage {stage}")
+
+    def _traced(self, boundary: int) -> tuple[Crossing, ...]:
+        """What crosses, as the trace has it; there gradients are taken to be needed of all that can have one."""
+        leaves = [self._flow.leaf(source) for source in self._flow.crossing[boundary]]
+        found = [(leaf.shape, leaf.dtype) for leaf in leaves if leaf.dtype is not None]
+        return tuple(Crossing(shape, dtype, dtype.is_floating_point) for shape, dtype in found)
 
     def _receive_header(self, boundary: int, peer: int) -> tuple[Crossing, ...]:
         count = len(self._flow.crossing[boundary])

@@ -75,6 +75,10 @@ def _is_transposed(module: nn.Module) -> bool:
     return type(module).__name__ == "Conv1D" and type(module).__module__ == "transformers.pytorch_utils"
 
 
+def _is_autocast(device: torch.device) -> bool:
+    return device.type != "meta" and torch.is_autocast_enabled(device.type)
+
+
 class _LinearForward:
     """Stands for the ``forward`` of a linear layer."""
 
@@ -88,7 +92,7 @@ class _LinearForward:
         assert module is not None
         weight: Any = module.weight
         collects = deferral.current if deferral is not None and torch.is_grad_enabled() else None
-        if collects is None or not weight.requires_grad or torch.is_autocast_enabled(given.device.type):
+        if collects is None or not weight.requires_grad or _is_autocast(given.device):
             return type(module).forward(module, given)
         return _Linear.apply(given, weight, module.bias, _How(collects, self._is_transposed))
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -19,9 +20,10 @@ from shardwise.fsdp.average import ExponentialMovingAverage
 from shardwise.fsdp.flat import group_of
 from shardwise.fsdp.runtime import Runtime
 from shardwise.fsdp.wrap import find_units
+from shardwise.recipe.batch import LossFn, call_model, forward_loss
 from shardwise.recipe.meta import FusedAttention, build_on_meta, without_values
 from shardwise.recipe.parallelize import apply_plan, check_cuts, check_fresh, check_plan
-from shardwise.recipe.step import LossFn, forward_loss
+from shardwise.recipe.pipelined import pipelined_of
 from shardwise.recipe.storage import StorageCount
 from shardwise.spec.errors import PlanError, StateError
 from shardwise.spec.mesh import Mesh
@@ -100,7 +102,7 @@ def dry_run(
     optimizer: str | OptimizerFactory = "adamw",
     backend: str = "auto",
     ranks_per_machine: int | None = None,
-    num_microbatches: int = 1,
+    num_microbatches: int | None = None,
     has_average: bool = False,
 ) -> DryRun:
     """Train a few steps as ``rank`` of ``world_size``, alone and without values; says what is sent and held.
@@ -121,7 +123,8 @@ def dry_run(
         ranks_per_machine: What a group of hybrid sharding is where the plan does not say.
         backend: ``"nccl"``, ``"gloo"`` (which also holds what its sums receive into), or ``"auto"``: what training on
             this machine would use.
-        num_microbatches: Forwards and backwards of a step, all but the last under ``sw.gradient_sync(model, False)``.
+        num_microbatches: Forwards and backwards of a step, all but the last under ``sw.gradient_sync(model, False)``;
+            with ``pp`` they go through the pipeline. ``None``: one, with ``pp`` those of ``plan.pipeline``.
         has_average: A ``sw.ExponentialMovingAverage`` is held as well (category ``average``).
 
     Returns:
@@ -135,6 +138,8 @@ def dry_run(
     plan = plan or ParallelPlan()
     make_optimizer = _optimizer_factory(optimizer)
     is_cuda = _resolve_backend(backend) == "nccl"
+    if num_microbatches is None:
+        num_microbatches = 1 if plan.pipeline_policy is None else plan.pipeline_policy.microbatches(plan.pp)
     if num_microbatches < 1:
         raise PlanError(f"num_microbatches={num_microbatches}: expected at least 1.\n  Set num_microbatches=1.")
     check_plan(plan)
@@ -164,11 +169,19 @@ def dry_run(
 
     average = ExponentialMovingAverage(model) if has_average else None
 
+    pipelined = pipelined_of(model)
+
     def forward_and_backward() -> None:
+        if pipelined is not None:
+            loss_of = functools.partial(forward_loss, loss_fn=loss_fn)
+            pipelined.losses(
+                model, [inputs] * num_microbatches, call_model, loss_of, torch_private.backward_under_modes
+            )
+            return
         for index in range(num_microbatches):
             with gradient_sync(model, index == num_microbatches - 1):
                 loss = forward_loss(model, inputs, loss_fn)
-                torch_private.backward_under_modes(loss / num_microbatches if num_microbatches > 1 else loss)
+                torch_private.backward_under_modes([loss / num_microbatches if num_microbatches > 1 else loss])
 
     with FusedAttention(is_cuda=is_cuda), _named_errors(model):
         forward_and_backward()  # records the order of units and makes the buffers; the next step is as every later one

@@ -101,7 +101,8 @@ class Pipelined(attach.Uncopyable):
 
     def install(self, model: nn.Module, device: torch.device) -> None:
         """Have ``model`` run stage by stage. It has its engine by now."""
-        stages = Stages(model, self._sketch, self._elements, self._num_stages, device=device, comm=self._comm)
+        comm = None if device.type == "meta" else self._comm  # a dry run: nobody is there to disagree
+        stages = Stages(model, self._sketch, self._elements, self._num_stages, device=device, comm=comm)
         self._interpreter = Interpreter(stages, self._comm, Deferral(model.modules() if self._usual.is_split else ()))
         model.__dict__[_KEY] = self
 
@@ -112,7 +113,14 @@ class Pipelined(attach.Uncopyable):
         losses = self.losses(model, split_batch(batch, count), call_model, loss)
         return self._mean_loss(attach.runtime_of(model, "sw.train_step"), losses)
 
-    def losses(self, model: nn.Module, parts: Sequence[Any], call: Call, loss: Call) -> list[Tensor]:
+    def losses(
+        self,
+        model: nn.Module,
+        parts: Sequence[Any],
+        call: Call,
+        loss: Call,
+        backward: Callable[..., None] = torch.autograd.backward,
+    ) -> list[Tensor]:
         """One step on microbatches: forwards and, where grad is on, backwards and the reduction of gradients.
 
         Args:
@@ -120,6 +128,7 @@ class Pipelined(attach.Uncopyable):
             parts: The microbatches, of one shape, the same on every rank of the pipeline.
             call: Calls the model with a microbatch: ``call(model, part)``.
             loss: The same, and gives the loss of it.
+            backward: As ``torch.autograd.backward``.
 
         Returns:
             The losses of the microbatches on ranks of the last stage; nothing elsewhere.
@@ -134,7 +143,8 @@ class Pipelined(attach.Uncopyable):
         bound = functools.partial(call, model), functools.partial(loss, model)
         with window(runtime, lambda: sum_over_copies(runtime, self._copies, self._comm)):
             key, flow = self._interpreter.stages.flow(parts[0], call)
-            return self._interpreter.run(Job(schedule, parts, *bound, key, flow, functools.partial(collect, runtime)))
+            job = Job(schedule, parts, *bound, key, flow, functools.partial(collect, runtime), backward)
+            return self._interpreter.run(job)
 
     def _schedule(self, count: int) -> Schedule:
         return _built(self._policy.schedule, self._comm.size, count, self._policy.virtual_stages)
