@@ -11,7 +11,7 @@ from shardwise.train.build import build_model
 from shardwise.train.check import resolve
 from shardwise.train.config import read_draft
 from shardwise.train.memory import PeakTensorBytes
-from shardwise.train.predict import activation_bytes
+from shardwise.train.predict import measure
 
 CPU = torch.device("cpu")
 
@@ -87,12 +87,14 @@ def test_predicted_activations_are_those_of_a_real_step(extra: list[str]) -> Non
         inputs, targets = (torch.zeros(3, 64, dtype=torch.int64) for _ in range(2))
         model(inputs, targets).backward()
 
-    assert activation_bytes(resolved, CPU) == peak_of(work)
+    activations = measure(resolved, CPU)
+    assert activations is not None
+    assert activations.peak_bytes == peak_of(work)
 
 
 def test_predicting_leaves_the_random_state_alone() -> None:
     base = {"data": {"source": "random"}, "train": {"steps": 1}}
     resolved = resolve(read_draft(None, base=base, title="test"), 1)
     before = torch.get_rng_state()
-    assert activation_bytes(resolved, CPU)
+    assert measure(resolved, CPU)
     assert torch.equal(before, torch.get_rng_state())

@@ -21,7 +21,7 @@ from shardwise.train.build import build_model, build_optimizer, loss_of, paramet
 from shardwise.train.check import resolve
 from shardwise.train.config import OptimizerSection, read_draft
 from shardwise.train.metrics import flops_per_token, peak_flops
-from shardwise.train.predict import activation_bytes
+from shardwise.train.predict import measure
 from shardwise.train.stop import INTERRUPTED, STOPPED, StopRequest, exit_code
 from shardwise.train.text import printable
 
@@ -135,4 +135,4 @@ def test_a_hugging_face_folder_is_built_offline_from_its_configuration(tmp_path:
     tokens = torch.zeros(2, 9, dtype=torch.int64)
     loss = loss_of(resolved.config)(model, tokens[:, :-1], tokens[:, 1:])
     assert 4.0 < loss.item() < 7.0  # about ln 256
-    assert activation_bytes(resolved, CPU)
+    assert measure(resolved, CPU)
