@@ -163,3 +163,46 @@ def test_ranks_with_prompts_of_their_own_go_in_step_and_disagreements_are_told()
     expected, margin = one_process(Sampling())
     assert margin > LEAST_MARGIN
     run_on_ranks(in_step, 2, expected, timeout_s=120)
+
+
+def build_family(name):
+    from transformers import GPT2Config, GPT2LMHeadModel, LlamaConfig, LlamaForCausalLM
+
+    torch.manual_seed(3)
+    if name == "gpt2":
+        config = GPT2Config(vocab_size=VOCAB, n_positions=SEQ, n_embd=24, n_layer=2, n_head=4, initializer_range=0.3,
+                            bos_token_id=1, eos_token_id=1)  # fmt: skip
+        return GPT2LMHeadModel(config).eval()
+    config = LlamaConfig(
+        vocab_size=VOCAB, hidden_size=24, intermediate_size=48, num_hidden_layers=2, num_attention_heads=4,
+        num_key_value_heads=2, max_position_embeddings=SEQ, initializer_range=0.3,
+    )  # fmt: skip
+    return LlamaForCausalLM(config).eval()
+
+
+def own_generate(model, prompt):
+    """The library's own greedy tokens, and the smallest margin."""
+    ids = torch.tensor([prompt])
+    out = model.generate(
+        ids, attention_mask=torch.ones_like(ids), max_new_tokens=NEW, do_sample=False, eos_token_id=None,
+        pad_token_id=0, output_logits=True, return_dict_in_generate=True,
+    )  # fmt: skip
+    best = torch.cat(out.logits).topk(2, dim=-1).values
+    return out.sequences[0, len(prompt) :].tolist(), (best[:, 0] - best[:, 1]).min().item()
+
+
+def generated_by_families(expected):
+    for name, rows in expected.items():
+        for plan in (sw.ParallelPlan(), sw.ParallelPlan(tp=2)):
+            model = sw.parallelize(build_family(name), plan)
+            assert sw.generate(model, PROMPTS, max_new_tokens=NEW) == rows, (name, plan.tp)
+
+
+@pytest.mark.preload("transformers.models.llama.modeling_llama", "transformers.models.gpt2.modeling_gpt2")
+def test_causal_models_of_transformers_say_what_their_own_generate_says():
+    expected = {}
+    for name in ("gpt2", "llama"):
+        found = [own_generate(build_family(name), prompt) for prompt in PROMPTS]
+        assert min(margin for _, margin in found) > LEAST_MARGIN
+        expected[name] = [tokens for tokens, _ in found]
+    run_on_ranks(generated_by_families, 2, expected, timeout_s=120)

@@ -19,6 +19,7 @@ VERBS = {
     "compare": "shardwise.cli.compare",
     "parity": "shardwise.cli.parity",
     "dry-run": "shardwise.cli.dry_run",
+    "generate": "shardwise.cli.generate",
     "schedule": "shardwise.cli.schedule",
     "validate": "shardwise.cli.config",
     "config-schema": "shardwise.cli.config",

@@ -7,10 +7,12 @@ logits; data-parallel ranks may have prompts of their own, as many as they like,
 from __future__ import annotations
 
 import hashlib
+import inspect
 import json
 import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, nullcontext
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -44,7 +46,7 @@ def generate(
     each its own.
 
     Args:
-        model: Our GPT, plain or parallelized. Dropout is off while it generates.
+        model: Our GPT, or a causal language model of transformers; plain or parallelized. Dropout is off meanwhile.
         prompts: Token ids, a tensor (B, T) or a list for each row; lengths may differ, none may be empty.
         max_new_tokens: At most so many for each row; with the longest prompt they must fit the model's positions.
         temperature: 0 takes the likeliest token, more draws: logits are divided by it.
@@ -140,8 +142,8 @@ class _Job:
         eos: int | Sequence[int] | None,
         comms: Comms | None,
     ) -> None:
-        self._model, self._sampling, self._comms = _checked(model), sampling, comms
-        vocab_size, positions = self._model.config.vocab_size, self._model.config.seq_len
+        self._model, self._sampling, self._comms = model, sampling, comms
+        self._decoder, vocab_size, positions = _decoder_of(model)
         self._rows = rows_of(prompts)
         self._ends = frozenset(() if eos is None else [eos] if isinstance(eos, int) else eos)
         check_fit(self._rows, max_new_tokens, vocab_size=vocab_size, positions=positions)
@@ -191,7 +193,7 @@ class _Job:
         longest = max(map(len, self._rows))
         padding = [longest - len(row) for row in self._rows]
         new_BT = torch.tensor([[0] * pad + row for pad, row in zip(padding, self._rows, strict=True)], device=device)
-        cache = KeyValueCache(longest + self._max_new_tokens - 1, padding)
+        logits_of = self._decoder(model, longest + self._max_new_tokens - 1, padding)
         draws = Draws(self._seed, len(self._rows))
         is_live = [True] * len(self._rows)
         trained = [module for module in model.modules() if module.training]
@@ -201,7 +203,7 @@ class _Job:
                 if step and self._ends and self._have_all_ended(is_live):
                     return
                 with torch.no_grad(), _uncompiled():
-                    logits_BV = model(new_BT, cache=cache)[:, -1]
+                    logits_BV = logits_of(new_BT)
                 new_BT = self._sampling.choose(logits_BV, draws.next())[:, None]
                 tokens = new_BT[:, 0].tolist()
                 yield [token if live else None for token, live in zip(tokens, is_live, strict=True)]
@@ -300,15 +302,75 @@ def check_ids(ids: Sequence[int], vocab_size: int, where: str) -> None:
             )
 
 
-def _checked(model: nn.Module) -> GPT:
+class _OwnDecoder:
+    """Our GPT: from new tokens (B, T) to the logits after the last of them, (B, V).
+
+    Args:
+        model: The model.
+        capacity: Columns at most.
+        padding: Columns of padding before each row.
+    """
+
+    def __init__(self, model: nn.Module, capacity: int, padding: Sequence[int]) -> None:
+        self._model = model
+        self._cache = KeyValueCache(capacity, padding)
+
+    def __call__(self, new_BT: Tensor) -> Tensor:
+        return self._model(new_BT, cache=self._cache)[:, -1]
+
+
+class _TransformersDecoder:
+    """A causal language model of transformers, with the cache that it makes itself. As :class:`_OwnDecoder`."""
+
+    def __init__(self, model: nn.Module, capacity: int, padding: Sequence[int]) -> None:
+        del capacity
+        self._model = model
+        self._padding = tuple(padding)
+        self._past: Any = None
+        self._length = 0
+        self._options: dict[str, Any] = {"use_cache": True, "return_dict": True}
+        self._names = inspect.signature(type(model).forward).parameters
+        if "logits_to_keep" in self._names:
+            self._options["logits_to_keep"] = 1
+
+    def __call__(self, new_BT: Tensor) -> Tensor:
+        T, device = new_BT.shape[1], new_BT.device
+        self._length += T
+        padding_B1 = torch.tensor(self._padding, device=device)[:, None]
+        mask_BK = (torch.arange(self._length, device=device) >= padding_B1).long()
+        options = {"attention_mask": mask_BK, "past_key_values": self._past, **self._options}
+        if "position_ids" in self._names:
+            options["position_ids"] = (mask_BK.cumsum(dim=-1) - 1).clamp_(min=0)[:, -T:]
+        output = self._model(input_ids=new_BT, **options)
+        self._past = output.past_key_values
+        return output.logits[:, -1]
+
+
+_Decoder = Callable[[nn.Module, int, Sequence[int]], Callable[[Tensor], Tensor]]
+
+
+def _decoder_of(model: nn.Module) -> tuple[_Decoder, int, int | None]:
+    """What goes on from token to token; the vocabulary, and the positions where they are known.
+
+    Raises:
+        StateError: It does not generate here.
+    """
     if isinstance(model, GPT):
-        return model
-    if callable(getattr(model, "generate", None)):
-        raise StateError(
-            f"sw.generate takes our GPT, not a {type(model).__name__}.\n"
-            "  Call model.generate(...), which works on the parallelized model too."
-        )
-    raise StateError(f"sw.generate takes our GPT, not a {type(model).__name__}.\n  Build one with sw.models.gpt().")
+        return _OwnDecoder, model.config.vocab_size, model.config.seq_len
+    config: Any = getattr(model, "config", None)
+    known = inspect.signature(type(model).forward).parameters
+    if callable(getattr(model, "generate", None)) and config is not None:
+        if getattr(config, "is_encoder_decoder", False) or not {"input_ids", "past_key_values"} <= set(known):
+            raise StateError(
+                f"sw.generate takes decoders with a cache of keys and values, not a {type(model).__name__}.\n"
+                "  Call model.generate(...), which works on the parallelized model too."
+            )
+        positions = getattr(config, "max_position_embeddings", None)
+        return _TransformersDecoder, config.vocab_size, positions if positions and positions > 0 else None
+    raise StateError(
+        f"sw.generate takes our GPT or a causal language model of transformers, not a {type(model).__name__}.\n"
+        "  Build one with sw.models.gpt()."
+    )
 
 
 def _comms_of(model: nn.Module) -> Comms | None:

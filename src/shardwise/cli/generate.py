@@ -1,0 +1,232 @@
+"""``generate``: continue a text with a trained model."""
+
+from __future__ import annotations
+
+import json
+import sys
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+from shardwise.cli.show import show_error
+from shardwise.cli.train import num_processes
+from shardwise.spec.errors import ConfigError, ShardwiseError
+from shardwise.train.text import printable
+
+if TYPE_CHECKING:
+    from shardwise.comm.launch import World
+    from shardwise.train.trained import Tokenizer, Trained
+
+_HELP = """Continue text with the model of a run, of a checkpoint, or of a Hugging Face folder.
+
+Takes the likeliest tokens, or draws with --temperature. With --nproc the parameters are divided over the processes
+(zero3), with --set parallel.tp=2 the computation too; the tokens are the same. The prompt is printed before its
+continuation.
+
+Examples:
+
+  shardwise generate runs/demo --prompt "def main(" --max-new-tokens 60
+
+  shardwise generate runs/demo --prompt "import " --temperature 0.8 --top-k 40 --seed 1 --set parallel.tp=2
+
+  shardwise generate runs/demo/checkpoints/step-00000100 --prompt "class " --nproc 2 --json
+"""
+
+
+@dataclass(frozen=True, slots=True)
+class _Asked:
+    """What the arguments say."""
+
+    path: Path
+    texts: tuple[str, ...]
+    ids: tuple[str, ...]
+    max_new_tokens: int
+    sampling: dict[str, Any]
+    overrides: tuple[str, ...]
+    is_json: bool
+    is_stream: bool
+
+    def words(self) -> list[str]:
+        """The arguments again, for workers."""
+        words = ["generate", f"--max-new-tokens={self.max_new_tokens}"]
+        words += [f"--prompt={text}" for text in self.texts] + [f"--tokens={ids}" for ids in self.ids]
+        words += [f"--{name.replace('_', '-')}={value}" for name, value in self.sampling.items() if value is not None]
+        words += [f"--set={override}" for override in self.overrides]
+        words += ["--json"] * self.is_json + ["--stream"] * self.is_stream
+        return [*words, "--", str(self.path)]
+
+
+def register(app: typer.Typer) -> None:
+    """Add the verb."""
+    app.command("generate", help=_HELP)(generate)
+
+
+def generate(  # noqa: PLR0917  typer calls it by name
+    path: Annotated[Path, typer.Argument(help="A run's folder, a checkpoint's, or a Hugging Face folder.")],
+    prompt: Annotated[list[str] | None, typer.Option(help="Text to continue, repeatable.")] = None,
+    tokens: Annotated[list[str] | None, typer.Option(help="Token ids to continue ('12 7 9'), repeatable.")] = None,
+    max_new_tokens: Annotated[int, typer.Option(help="At most so many tokens for each prompt.")] = 50,
+    temperature: Annotated[float, typer.Option(help="0 takes the likeliest token, more draws.")] = 0.0,
+    top_k: Annotated[int | None, typer.Option(help="Draw among so many of the likeliest.")] = None,
+    top_p: Annotated[float | None, typer.Option(help="Draw among the likeliest with this probability.")] = None,
+    seed: Annotated[int | None, typer.Option(help="Of the draws; the same tokens each time.")] = None,
+    nproc: Annotated[int | None, typer.Option(help="Processes; by default as many as the plan needs.")] = None,
+    overrides: Annotated[list[str] | None, typer.Option("--set", help="parallel.field=value, repeatable.")] = None,
+    stream: Annotated[bool, typer.Option("--stream", help="Write the text as it comes; one prompt.")] = False,  # noqa: FBT002  typer's form
+    as_json: Annotated[bool, typer.Option("--json", help="Print tokens and text as JSON.")] = False,  # noqa: FBT002  typer's form
+) -> None:
+    """Generate."""
+    from shardwise.comm.launch import read_world
+    from shardwise.train.trained import find_trained, resolve_trained
+
+    sampling = {"temperature": temperature, "top_k": top_k, "top_p": top_p, "seed": seed}
+    asked = _Asked(
+        path,
+        tuple(prompt or ()),
+        tuple(tokens or ()),
+        max_new_tokens,
+        sampling,
+        tuple(overrides or ()),
+        as_json,
+        stream,
+    )
+    if stream and len(asked.texts) + len(asked.ids) > 1:
+        raise ConfigError("--stream writes one text as it comes, but there are several prompts.\n  Give one prompt.")
+    world = read_world()
+    trained = find_trained(path)
+    if world.source != "alone":
+        raise typer.Exit(_work(asked, trained, world))
+    draft = trained.draft(asked.overrides)
+    section: Any = draft.sections.get("parallel")
+    count = num_processes(nproc if nproc is not None else max(1, section.tp * section.pp) if section else 1)
+    resolved = resolve_trained(draft, count)
+    rows, _ = _rows(asked, trained)
+    _check(asked, rows, vocab_size=resolved.vocab_size, positions=trained.positions(resolved))
+    if count == 1:
+        raise typer.Exit(_work(asked, trained, world))
+    raise typer.Exit(_launch(asked, count))
+
+
+def _rows(asked: _Asked, trained: Trained) -> tuple[list[list[int]], Tokenizer | None]:
+    """Ids of each prompt, texts first; and the tokenizer, where there are texts."""
+    if not asked.texts and not asked.ids:
+        raise ConfigError("there is no prompt.\n  Give --prompt TEXT, or --tokens '12 7 9'.")
+    tokenizer = trained.tokenizer() if asked.texts else None
+    rows = [] if tokenizer is None else [tokenizer.encode(text) for text in asked.texts]
+    for ids in asked.ids:
+        try:
+            rows.append([int(word) for word in ids.replace(",", " ").split()])
+        except ValueError:
+            raise ConfigError(f"--tokens {ids!r}: expected numbers.\n  Write --tokens '12 7 9'.") from None
+    return rows, tokenizer
+
+
+def _check(asked: _Asked, rows: Sequence[Sequence[int]], *, vocab_size: int, positions: int | None) -> None:
+    from shardwise.recipe.decoding import check_fit
+    from shardwise.recipe.sampling import Sampling
+
+    Sampling(*(asked.sampling[name] for name in ("temperature", "top_k", "top_p")))
+    check_fit(rows, asked.max_new_tokens, vocab_size=vocab_size, positions=positions)
+
+
+def _launch(asked: _Asked, nproc: int) -> int:
+    import tempfile
+
+    from shardwise.comm.elastic import launch
+
+    with tempfile.TemporaryDirectory(prefix="shardwise-generate-") as logs:
+        return launch("shardwise", asked.words(), nproc, log_dir=Path(logs))
+
+
+def _work(asked: _Asked, trained: Trained, world: World) -> int:
+    """Be one of the workers, or the only process."""
+    from shardwise.comm.exit import note_exit
+
+    try:
+        _generate(asked, trained, world)
+    except ShardwiseError as error:
+        if world.source == "alone":
+            raise
+        if world.rank == 0:
+            show_error(error)
+        note_exit(error.exit_code, str(error), is_shown=world.rank == 0)
+        return error.exit_code
+    return 0
+
+
+def _generate(asked: _Asked, trained: Trained, world: World) -> None:
+    import torch
+
+    import shardwise as sw
+    from shardwise.comm.launch import init_process_group, shutdown
+    from shardwise.train.trained import resolve_trained
+
+    resolved = resolve_trained(trained.draft(asked.overrides), world.size, world.ranks_per_machine)
+    rows, tokenizer = _rows(asked, trained)
+    device = torch.device("cuda", world.local_rank) if torch.cuda.is_available() else torch.device("cpu")
+    if device.type == "cuda":
+        torch.cuda.set_device(device)
+    init_process_group(world, device)
+    try:
+        model = trained.build(resolved, device)
+        ends = None if tokenizer is None or not tokenizer.ends else tokenizer.ends
+        columns = sw.generate_stream(model, rows, max_new_tokens=asked.max_new_tokens, eos=ends, **asked.sampling)
+        write = _writer(asked, rows, tokenizer) if world.rank == 0 else lambda _column: None
+        new: list[list[int]] = [[] for _ in rows]
+        for column in columns:
+            for row, token in zip(new, column, strict=True):
+                if token is not None:
+                    row.append(token)
+            write(new)
+        if world.rank == 0:
+            _finish(asked, rows, new, tokenizer)
+    finally:
+        shutdown()
+
+
+def _text(ids: Sequence[int], tokenizer: Tokenizer | None) -> str:
+    return " ".join(map(str, ids)) if tokenizer is None else tokenizer.decode(ids)
+
+
+def _writer(
+    asked: _Asked, rows: Sequence[Sequence[int]], tokenizer: Tokenizer | None
+) -> Callable[[Sequence[Sequence[int]]], None]:
+    """What is done with the tokens so far, whenever one has come."""
+    if not asked.is_stream:
+        return lambda _new: None
+    shown = _text(rows[0], tokenizer)
+    if not asked.is_json:
+        sys.stdout.write(printable(shown, is_block=True))
+    written = len(shown)
+
+    def write(new: Sequence[Sequence[int]]) -> None:
+        nonlocal written
+        text = _text([*rows[0], *new[0]], tokenizer)
+        if text.endswith("\ufffd") and len(new[0]) < asked.max_new_tokens:
+            text = text[:written]  # perhaps a character that is not complete yet
+        piece, written = text[written:], len(text)
+        if asked.is_json:
+            sys.stdout.write(json.dumps({"token": new[0][-1], "text": piece}) + "\n")
+        else:
+            sys.stdout.write(printable(piece, is_block=True))
+        sys.stdout.flush()
+
+    return write
+
+
+def _finish(
+    asked: _Asked, rows: Sequence[Sequence[int]], new: Sequence[Sequence[int]], tokenizer: Tokenizer | None
+) -> None:
+    if asked.is_stream:
+        sys.stdout.write("" if asked.is_json else "\n")
+        return
+    tokenizers = [tokenizer] * len(asked.texts) + [None] * len(asked.ids)
+    for row, tokens, each in zip(rows, new, tokenizers, strict=True):
+        if asked.is_json:
+            prompt, text = list(row), None if each is None else each.decode(tokens)
+            sys.stdout.write(json.dumps({"prompt": prompt, "tokens": tokens, "text": text}) + "\n")
+        else:
+            sys.stdout.write(printable(_text([*row, *tokens], each), is_block=True) + "\n")
