@@ -162,9 +162,9 @@ def test_sequence_parallelism_is_read_with_the_ranks_that_it_divides_over(tmp_pa
 def test_a_pipeline_is_read_beside_its_degree(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     assert "parallel.pipeline: pipeline='zb-h1' with pp=1" in mistakes(tmp_path, GOOD, "parallel.pipeline=zb-h1")
     monkeypatch.delitem(plan._LATER_AXES, "pp", raising=False)
-    values = ("parallel.pp=2", "parallel.pipeline={schedule: gpipe, num_microbatches: 3}")
+    values = ("parallel.pp=2", "parallel.pipeline={schedule: gpipe, num_microbatches: 2}")
     policy = resolved(tmp_path, GOOD, *values, world_size=4).plan.pipeline_policy
-    assert policy == PipelinePolicy("gpipe", 3)
+    assert policy == PipelinePolicy("gpipe", 2)
     wrong = ("parallel.pp=2", "parallel.pipeline={schedule: interleaved-1f1b, num_microbatches: 3}")
     assert "pipeline: schedule='interleaved-1f1b' takes" in mistakes(tmp_path, GOOD, *wrong, world_size=4)
 
