@@ -152,6 +152,7 @@ class FromInit(Source):
         self._init = init or _reset
         self._paths = {module: path for path, module in model.named_modules() if _meta_tensors(module)}
         self._states: dict[nn.Module, Tensor] = {}
+        self._fills: dict[nn.Module, set[int]] = {}  # ids of the tensors to which a module gives values
 
     def agree(self, comm: Comm, mode: str) -> None:
         """As :meth:`Source.agree`.
@@ -165,7 +166,8 @@ class FromInit(Source):
         torch.set_rng_state(start)
         for module in self._paths:
             self._states[module] = torch.get_rng_state()
-            self._check_filled(module)
+            self._fills[module] = self._filled_by(module)
+        self._check_filled()
         if not torch.equal(start, own):
             torch.set_rng_state(own)  # it drew what rank 0 would draw
 
@@ -178,7 +180,8 @@ class FromInit(Source):
             for module in self._paths:
                 if module in users:
                     torch.set_rng_state(self._states[module])
-                    values |= {key: value for key, value in self._initialised(module).items() if key in wanted}
+                    given = wanted.keys() & self._fills[module]
+                    values |= {key: value for key, value in self._initialised(module).items() if key in given}
         return [values[id(entry.parameter)] for entry in entries]
 
     def buffer(self, module: nn.Module, name: str, path: str) -> Tensor:
@@ -188,27 +191,32 @@ class FromInit(Source):
             torch.set_rng_state(self._states[module])
             return self._initialised(module)[id(torch_private.buffers_of(module)[name])]
 
-    def _check_filled(self, module: nn.Module) -> None:
-        """Initialise ``module`` and keep nothing.
-
-        What was there before must not show: NaN tells for floating point, and where that is no answer the module is
-        initialised once more on another filling, which must give the same.
+    def _check_filled(self) -> None:
+        """Every tensor gets its values from a module that owns it; a tied one may get them from one of several.
 
         Raises:
             StateError: Elements of a tensor have no values of their own.
         """
-        held = _meta_tensors(module)
+        filled = set().union(*self._fills.values())
+        for module in self._paths:
+            for name, tensor in _meta_tensors(module).items():
+                if id(tensor) not in filled:
+                    raise self._unfilled(module, name)
+
+    def _filled_by(self, module: nn.Module) -> set[int]:
+        """Initialise ``module`` and keep nothing; returns the ids of the tensors that have all their values from it.
+
+        What was there before must not show: NaN tells for floating point, and where that is no answer the module is
+        initialised once more on another filling, which must give the same.
+        """
         first = self._initialised(module)
         if all(value.is_floating_point() and not value.isnan().any() for value in first.values()):
-            return
+            return set(first)
         after = torch.get_rng_state()
         torch.set_rng_state(self._states[module])
         second = self._initialised(module, is_second=True)
         torch.set_rng_state(after)
-        for name, tensor in held.items():
-            one, other = first[id(tensor)], second[id(tensor)]
-            if not bool(((one == other) | (one.isnan() & other.isnan())).all()):
-                raise self._unfilled(module, name)
+        return {key for key, one in first.items() if _is_same(one, second[key])}
 
     def _initialised(self, module: nn.Module, *, is_second: bool = False) -> dict[int, Tensor]:
         """Values of the meta tensors that ``module`` owns, by ``id``; the module itself is left as it was."""
@@ -278,6 +286,10 @@ class FromState(Source):
         if (f"{path}.{name}" if path else name) in self._saved:
             return torch.zeros_like(buffer, device="cpu")
         return self._other.buffer(module, name, path)
+
+
+def _is_same(one: Tensor, other: Tensor) -> bool:
+    return bool(((one == other) | (one.isnan() & other.isnan())).all())
 
 
 def _agree_on_states(states: Sequence[Tensor], comm: Comm, mode: str) -> None:
