@@ -285,7 +285,7 @@ def measure_totals(names):
     return {(name, preset): measure_total(name, preset) for name in names for preset in PRESETS}
 
 
-@pytest.mark.parametrize("world", [2, 3])
+@pytest.mark.parametrize("world", [2, pytest.param(3, marks=pytest.mark.long)])
 def test_all_bytes_of_odd_tied_frozen_and_merged_models_equal_the_closed_form(world):
     """litgpt#1417: frozen weights (LoRA) get gradient memory all the same. Here they have none in the closed form."""
     for rank, totals in enumerate(

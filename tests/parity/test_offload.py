@@ -86,7 +86,7 @@ def skip_a_direction(direction: str) -> dict[str, RankNumbers]:
     if direction == "up":
         patch = mock.patch.object(Group, "_bring", lambda group, _transfers: group._own)
     else:
-        patch = mock.patch.object(Transfers, "send", lambda _self, _source, _target, after: after)
+        patch = mock.patch.object(Transfers, "send", lambda _self, _source, _target, after, _packed: after)
     with patch:
         return {
             preset: train_ranks("gpt", preset, VARIANTS[0], offload_policy="cpu")
@@ -131,7 +131,7 @@ class _Late(Handle):
 
 def train_with_late_copies() -> dict[tuple[str, str], RankNumbers]:
     with (
-        mock.patch.object(Transfers, "send", lambda _self, *args: _Late(*args)),
+        mock.patch.object(Transfers, "send", lambda _self, source, target, after, _packed: _Late(source, target, after)),
         mock.patch.object(Transfers, "synchronise", _Late.arrive),
     ):
         return {

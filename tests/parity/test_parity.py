@@ -43,7 +43,7 @@ def train_every_way(name: str) -> dict[tuple[str, str], RankNumbers]:
 
 
 @pytest.mark.parametrize("name", models.NAMES)
-@pytest.mark.parametrize("world", [1, 2, 3, 4])
+@pytest.mark.parametrize("world", [1, 2, 3, pytest.param(4, marks=pytest.mark.long)])
 def test_every_strategy_is_bitwise_equal_to_one_process(world, name):
     """Megatron-LM#6660: a group of one rank doubles gradients. DeepSpeed#8280: empty parameters (``odd``)."""
     ranks = run_on_ranks(train_every_way, world, name, timeout_s=150)

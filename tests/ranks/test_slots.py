@@ -10,7 +10,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 import shardwise as sw
-from shardwise.fsdp import runtime
+from shardwise.fsdp import start
 from shardwise.testing import run_on_ranks
 from tests.ranks.oracle import Block, Chain, compare, plain_loss, presets, sample
 
@@ -262,7 +262,7 @@ def one_buffer():
     for strategy in presets():
         trained = compare(Chain, plain_loss, strategy, gradient_buffers=1)
         assert set(trained.runtime.gradients.num_buffers.values()) <= {1}
-        with mock.patch.object(runtime, "EAGER_NUMEL", 1):
+        with mock.patch.object(start, "EAGER_NUMEL", 1):
             for build in (Chain, Twice):
                 compare(build, plain_loss, strategy, gradient_buffers=1)
 

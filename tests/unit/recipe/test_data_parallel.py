@@ -109,18 +109,18 @@ def test_parameters_are_shared_on_their_own_device_and_threads_are_one_per_devic
             self.weight = nn.Parameter(torch.ones(3))
 
         def forward(self, x):
-            seen.append((self.weight.data_ptr(), threading.get_ident()))
+            seen.append((self.weight.data_ptr(), threading.current_thread()))
             return x * self.weight
 
     model = sw.DataParallel(Looks(), ["cpu:0", "cpu:1", "cpu:0"])
     model(torch.ones(3, 3)).sum().backward()
     assert {pointer for pointer, _ in seen} == {model.module.weight.data_ptr()}
     assert len({thread for _, thread in seen}) == 2
-    assert threading.get_ident() not in {thread for _, thread in seen}
+    assert threading.current_thread() not in {thread for _, thread in seen}
     assert torch.equal(model.module.weight.grad, torch.full((3,), 3.0))
     seen.clear()
     sw.DataParallel(Looks(), ["cpu", "cpu"])(torch.ones(2, 3))
-    assert [thread for _, thread in seen] == [threading.get_ident()] * 2
+    assert [thread for _, thread in seen] == [threading.current_thread()] * 2
 
 
 # -- what goes in and comes out
