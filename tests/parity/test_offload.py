@@ -131,7 +131,9 @@ class _Late(Handle):
 
 def train_with_late_copies() -> dict[tuple[str, str], RankNumbers]:
     with (
-        mock.patch.object(Transfers, "send", lambda _self, source, target, after, _packed: _Late(source, target, after)),
+        mock.patch.object(
+            Transfers, "send", lambda _self, source, target, after, _packed: _Late(source, target, after)
+        ),
         mock.patch.object(Transfers, "synchronise", _Late.arrive),
     ):
         return {
