@@ -10,11 +10,16 @@ _QUANTIZED = ("quantize_frozen", "quantized_gather", "quantized_reduce")
 
 
 def check_exact(plan: ParallelPlan, name: str) -> None:
-    """Refuse to hold a plan that casts or quantizes against a process that does neither.
+    """Refuse to hold a plan against one process where they would differ by design, or cannot be compared yet.
 
     Raises:
-        PlanError: It does; ``name`` says which plan.
+        PlanError: It casts or quantizes, or has pipeline stages; ``name`` says which plan.
     """
+    if plan.pp > 1:
+        raise PlanError(
+            f"{name}: pp={plan.pp} trains in microbatches through stages, which is not compared with one process here"
+            " yet.\n  Compare with pp=1, or two runs of `shardwise train`."
+        )
     fields = ["mp_policy"] if plan.precision != FULL_PRECISION else []
     fields += [field for field in _QUANTIZED if getattr(plan, field) != "none"]
     if fields:
