@@ -78,7 +78,7 @@ class ParallelSection(Section):
     dp_shard: int = Field(-1, description="ranks of a group; -1: what is left")
     cp: int = Field(1, description="only 1 in this version")
     tp: int = Field(1, description="ranks that each hold a part of the large weights and compute with it")
-    pp: int = Field(1, description="only 1 in this version")
+    pp: int = Field(1, description="ranks of a pipeline, which each hold some of the model's stages")
     ep: int = Field(1, description="only 1 in this version")
     tp_plan: dict[str, str] | None = Field(
         None, description="how tp cuts the model: styles by name pattern; null: as is known for its class"

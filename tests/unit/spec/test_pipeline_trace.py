@@ -7,10 +7,10 @@ from collections import Counter
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from shardwise.spec.pipeline_trace import CrossingShape, Traffic, message_trace, step_traffic
 from shardwise.spec.schedule import SCHEDULES, build
+from shardwise.spec.schedule.traffic import CrossingBytes, Traffic, messages, step_traffic
 
-shapes = st.builds(CrossingShape, st.integers(1, 100), st.booleans())
+shapes = st.builds(CrossingBytes, st.integers(1, 100), st.booleans())
 
 
 @st.composite
@@ -29,7 +29,7 @@ def test_the_traffic_of_every_rank_is_the_closed_form(case):
     schedule, crossings = case
     total = Counter()
     for rank in range(schedule.num_ranks):
-        trace = message_trace(schedule, rank, crossings)
+        trace = messages(schedule, rank, crossings)
         found = step_traffic(schedule.ranks, schedule.num_microbatches, rank, crossings)
         assert found.sent == sum(message.kind == "send" for message in trace)
         assert found.sent_bytes == sum(message.sent_bytes for message in trace)
@@ -57,8 +57,8 @@ def test_messages_between_two_ranks_are_received_in_the_order_in_which_they_are_
 
 
 def test_the_messages_of_a_step_in_order():
-    crossings = [[CrossingShape(10), CrossingShape(3, has_gradient=False)], [CrossingShape(20)]]
-    trace = message_trace(build("1f1b", 3, 2), 1, crossings)
+    crossings = [[CrossingBytes(10), CrossingBytes(3, has_gradient=False)], [CrossingBytes(20)]]
+    trace = messages(build("1f1b", 3, 2), 1, crossings)
     assert [(m.kind, m.unit, m.sent_bytes, m.axis) for m in trace[:4]] == [
         ("receive", "activation of stage 0", 0, "pp"),
         ("receive", "activation of stage 0", 0, "pp"),
@@ -76,7 +76,7 @@ def test_the_messages_of_a_step_in_order():
 def test_the_table_of_messages():
     def even(name, pp, m, v=None):
         schedule = build(name, pp, m, v)
-        crossings = [[CrossingShape(1)]] * (schedule.num_stages - 1)
+        crossings = [[CrossingBytes(1)]] * (schedule.num_stages - 1)
         return [step_traffic(schedule.ranks, m, rank, crossings) for rank in range(pp)]
 
     p, m, v = 4, 8, 3

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import NamedTuple
 
 from shardwise.spec.schedule.action import Kind, Schedule
 from shardwise.spec.trace import Collective
@@ -35,6 +36,15 @@ class Copies:
     name: str
     ranks: Sequence[int]
     num_bytes: int
+
+
+class Traffic(NamedTuple):
+    """Messages of one rank in one step, and their bytes."""
+
+    sent: int
+    sent_bytes: int
+    received: int
+    received_bytes: int
 
 
 def messages(
@@ -75,3 +85,42 @@ def messages(
             found += [Collective("receive", f"copies of {held.name}", 0, "pp") for _ in others]
             found += [Collective("send", f"copies of {held.name}", held.num_bytes, "pp") for _ in others]
     return found
+
+
+def step_traffic(
+    ranks: Sequence[int], num_microbatches: int, rank: int, crossings: Sequence[Sequence[CrossingBytes]]
+) -> Traffic:
+    """The messages between stages, counted, in closed form: they depend on where stages are, not on the schedule.
+
+    For every microbatch and every stage whose next stage is on another rank, its rank sends what crosses and receives
+    the gradients; the next stage's rank does the opposite. With one tensor of ``b`` bytes from stage to stage, ``p``
+    ranks and ``m`` microbatches, both directions together:
+
+    ====================================  ====================  =======================================
+    schedule                              messages of a step    sent by a rank
+    ====================================  ====================  =======================================
+    ``gpipe``, ``1f1b``, ``zb-h1``        2m (p - 1)            m at either end, 2m between
+    ``interleaved-1f1b``                  2m (vp - 1)           m (2v - 1) at either end, 2mv between
+    ``zb-v``                              4m (p - 1)            2m at either end, 4m between
+    ====================================  ====================  =======================================
+
+    of ``b`` bytes each. With one rank there are none.
+
+    Args:
+        ranks: Of each stage (``Schedule.ranks``).
+        num_microbatches: Of the step.
+        rank: Which rank.
+        crossings: What goes from stage to stage.
+    """
+    sent = sent_bytes = received = received_bytes = 0
+    for stage, passed in enumerate(crossings):
+        source, target = ranks[stage], ranks[stage + 1]
+        if source == target or rank not in {source, target}:
+            continue
+        there = [crossing.num_bytes for crossing in passed]
+        back = [crossing.num_bytes for crossing in passed if crossing.has_gradient]
+        out, into = (there, back) if rank == source else (back, there)
+        sent, sent_bytes = sent + len(out), sent_bytes + sum(out)
+        received, received_bytes = received + len(into), received_bytes + sum(into)
+    m = num_microbatches
+    return Traffic(m * sent, m * sent_bytes, m * received, m * received_bytes)
