@@ -184,6 +184,17 @@ def changed(schedule: Schedule, rank: int, order: list[Action]) -> Schedule:
     return dataclasses.replace(schedule, actions=tuple(actions))
 
 
+def test_the_smallest_split_schedule_that_lacks_a_half_of_its_backward_is_refused_for_the_half():
+    whole = build("zb-h1", 1, 1)
+    for place, half in ((1, "input"), (2, "weight")):
+        order = [*whole.actions[0]]
+        del order[place]
+        with pytest.raises(
+            PlanError, match=f"backward {half} of stage 0, microbatch 0 is on rank 0 0 times, expected 1"
+        ):
+            check(changed(whole, 0, order))
+
+
 @settings(deadline=None)
 @given(schedules(), st.data())
 def test_a_schedule_that_lacks_or_repeats_an_action_is_refused(schedule, data):

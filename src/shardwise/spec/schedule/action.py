@@ -105,7 +105,8 @@ class Schedule:
     @functools.cached_property
     def is_split(self) -> bool:
         """Backward is in two parts: the gradient of a stage's input first, those of its weights later."""
-        return any(action.kind is Kind.BACKWARD_WEIGHT for actions in self.actions for action in actions)
+        parts = (Kind.BACKWARD_INPUT, Kind.BACKWARD_WEIGHT)
+        return any(action.kind in parts for actions in self.actions for action in actions)
 
     def stages(self, rank: int) -> tuple[int, ...]:
         """The stages of a rank, in the order of forward."""

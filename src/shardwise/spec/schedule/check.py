@@ -34,7 +34,7 @@ def check(schedule: Schedule) -> None:
         )
     for rank, actions in enumerate(schedule.actions):
         expected, found = Counter(_expected(schedule, rank)), Counter(actions)
-        for action in (expected - found).keys() | (found - expected).keys():
+        for action in [*(expected - found), *(found - expected)]:  # what is missing tells more than what is too much
             raise PlanError(
                 f"schedule {schedule.name!r}: {action} is on rank {rank} {found[action]} times, expected"
                 f" {expected[action]}."
