@@ -8,6 +8,7 @@ needs it then fails in its own process, where the traceback is seen.
 from __future__ import annotations
 
 import contextlib
+import gc
 import importlib
 import os
 import pkgutil
@@ -45,6 +46,10 @@ def _preload() -> None:
     for name in _modules():
         with contextlib.suppress(Exception):
             importlib.import_module(name)
+    # Every rank inherits some 300,000 objects that live as long as it does. Out of the collector's sight they cost no
+    # rank a quarter of a second at each collection, nor a copy of the pages that a collection would write to.
+    gc.collect()
+    gc.freeze()
 
 
 if os.environ.get("SHARDWISE_TESTING_PRELOAD") == "1":
