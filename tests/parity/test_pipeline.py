@@ -113,6 +113,9 @@ def test_four_stages():
 
 def test_several_stages_of_a_rank():
     cases = [("gpt", {"strategy": s, "pp": 2, "pipeline": "interleaved-1f1b"}) for s in ("zero3", "zero1")]
+    again = {"activation_checkpointing": "full"}
+    cases += [("gpt", {"pp": 2, "pipeline": name, **again}) for name in ("interleaved-1f1b", "zb-v")]
+    cases += [("gpt", {"pp": 2, "pipeline": "interleaved-1f1b", "activation_checkpointing": "selective"})]
     check(2, 2, cases)
 
 

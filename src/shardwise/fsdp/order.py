@@ -15,6 +15,13 @@ from shardwise.spec.prefetch import AgreedOrder
 #: Where a forward comes in: a unit's number, and the path of the module in it that was called ("": the unit's own).
 Entry = tuple[int, str]
 ROOT_ENTRY: Entry = (0, "")
+#: Of the passes through one pipeline stage of a model: ``(_STAGES, "2")``, no unit's.
+_STAGES = -1
+
+
+def stage_entry(stage: int) -> Entry:
+    """Of the passes through a pipeline stage: they all take one path, in which no layer is left out."""
+    return _STAGES, str(stage)
 
 
 class Orders(dict[Entry, AgreedOrder]):
@@ -45,7 +52,7 @@ class Orders(dict[Entry, AgreedOrder]):
 
 def forward_orders(units: Sequence[Unit]) -> Orders:
     """Of gathers where the model trains."""
-    return Orders(lambda entry: AgreedOrder(find_layer_lists(units, _path(units, entry))))
+    return Orders(lambda entry: AgreedOrder(_layer_lists(units, entry)))
 
 
 def eval_orders() -> Orders:
@@ -57,15 +64,21 @@ def backward_orders(units: Sequence[Unit]) -> Orders:
     """Of the units that backward enters."""
 
     def make(entry: Entry) -> AgreedOrder:
-        lists = [layers.reversed() for layers in find_layer_lists(units, _path(units, entry))]
+        lists = [layers.reversed() for layers in _layer_lists(units, entry)]
         return AgreedOrder(lists, lambda index: units[index].has_run)
 
     return Orders(make)
 
 
-def _path(units: Sequence[Unit], entry: Entry) -> str:
+def units_in(orders: Orders) -> tuple[int, ...]:
+    """The units of an order through the whole model, or one stage after the other."""
+    stages = [order.units for (index, _), order in orders.items() if index == _STAGES]
+    return tuple(dict.fromkeys(unit for units in stages for unit in units)) or orders[ROOT_ENTRY].units
+
+
+def _layer_lists(units: Sequence[Unit], entry: Entry) -> list[LayerList]:
     index, path = entry
-    return path or units[index].path
+    return [] if index == _STAGES else find_layer_lists(units, path or units[index].path)
 
 
 def find_layer_lists(units: Sequence[Unit], path: str = "") -> list[LayerList]:

@@ -33,7 +33,16 @@ from shardwise.fsdp.group import Group
 from shardwise.fsdp.hooks import Call, EndOfBackward, attach_tickets
 from shardwise.fsdp.offload import Transfers
 from shardwise.fsdp.options import EngineOptions
-from shardwise.fsdp.order import ROOT_ENTRY, Entry, Orders, backward_orders, eval_orders, forward_orders
+from shardwise.fsdp.order import (
+    ROOT_ENTRY,
+    Entry,
+    Orders,
+    backward_orders,
+    eval_orders,
+    forward_orders,
+    stage_entry,
+    units_in,
+)
 from shardwise.fsdp.pool import GradientPool, PackedPool, SlotPool
 from shardwise.fsdp.saved import SavedTensorGuard
 from shardwise.fsdp.unit import Member, State, Unit
@@ -94,6 +103,7 @@ class Runtime:
         self.epoch = 0
         self.is_window_open = False  # microbatches are being accumulated: parameters have not changed
         self.holds_gathered = False  # and what is gathered stays so (``fsdp.window``)
+        self.stage: int | None = None  # the pipeline stage that a pass in a window is of
         self.is_in_backward = False
         self.had_sums = False  # sums of earlier microbatches were waiting when this backward began ...
         self._has_waited = False  # ... or when any did
@@ -142,6 +152,16 @@ class Runtime:
         return self._backward_orders[ROOT_ENTRY]
 
     @property
+    def units_in_forward(self) -> tuple[int, ...]:
+        """Numbers of the units as they are gathered; empty before the first step."""
+        return units_in(self._forward_orders)
+
+    @property
+    def units_in_backward(self) -> tuple[int, ...]:
+        """Numbers of the units as backward enters them; empty before the first step."""
+        return units_in(self._backward_orders)
+
+    @property
     def all_orders(self) -> tuple[Orders, ...]:
         """Those of forwards, evaluations and backwards."""
         return self._forward_orders, self._eval_orders, self._backward_orders
@@ -164,7 +184,7 @@ class Runtime:
         elif unit.parent is None and unit.frames and not path and threading.get_ident() == self._thread:
             mishaps.leave_frames(self)  # torch runs no hooks after a KeyboardInterrupt
         if self.num_frames == 0:
-            self._begin_forward((unit.index, path))
+            self._begin_forward((unit.index, path) if self.stage is None else stage_entry(self.stage))
         elif threading.get_ident() != self._thread:
             raise StateError(
                 f"unit {unit.name!r} was called from a second thread while a forward is under way in another.\n"

@@ -49,7 +49,7 @@ def window(runtime: Runtime, before_reduction: Callable[[], None]) -> Iterator[N
         runtime.is_window_open = False
         raise
     finally:
-        runtime.holds_gathered, runtime.syncs_gradients = False, syncs
+        runtime.holds_gathered, runtime.syncs_gradients, runtime.stage = False, syncs, None
     for unit in runtime.units:
         if unit.state is State.UNSHARDED:
             runtime.reshard(unit)
@@ -64,6 +64,11 @@ def window(runtime: Runtime, before_reduction: Callable[[], None]) -> Iterator[N
                 runtime.move_on()
         runtime.wait_for_host()
         runtime.is_window_open = False
+
+
+def enter_stage(runtime: Runtime, stage: int) -> None:
+    """The next forward in the window is a pass through ``stage``: its order of units is that stage's own."""
+    runtime.stage = stage
 
 
 def collect(runtime: Runtime) -> None:

@@ -59,6 +59,7 @@ class Job:
         loss: The same, and gives the loss of it.
         key: Of the shapes of a microbatch.
         flow: What goes from stage to stage for them.
+        enter: Is told the stage before each of its forwards.
         collect: Takes the gradients that are on weights.
         backward: Goes from outputs with gradients, or from a loss, to the leaves.
     """
@@ -69,6 +70,7 @@ class Job:
     loss: Callable[[Any], Tensor]
     key: Hashable
     flow: Flow
+    enter: Callable[[int], None]
     collect: Callable[[], None]
     backward: Callable[..., None] = torch.autograd.backward
 
@@ -178,6 +180,7 @@ class _Step:
         is_last = stage == self._its.stages.num_stages - 1
         weights = WeightGradients() if self._schedule.is_split else None
         forward = self._job.loss if is_last else self._job.call
+        self._job.enter(stage)
         with self._its.deferral.to(weights):
             made = self._its.stages.run(stage, self._flow, received, lambda: forward(part))
         if is_last:

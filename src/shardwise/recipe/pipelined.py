@@ -14,7 +14,7 @@ from shardwise.comm.dtype import dtype_name, torch_dtype
 from shardwise.fsdp import attach
 from shardwise.fsdp.copies import sum_over_copies
 from shardwise.fsdp.runtime import Runtime
-from shardwise.fsdp.window import collect, window
+from shardwise.fsdp.window import collect, enter_stage, window
 from shardwise.fsdp.wrap import find_units
 from shardwise.pipeline.element import Element, find_elements, sketch
 from shardwise.pipeline.interpret import Interpreter, Job
@@ -143,7 +143,8 @@ class Pipelined(attach.Uncopyable):
         bound = functools.partial(call, model), functools.partial(loss, model)
         with window(runtime, lambda: sum_over_copies(runtime, self._copies, self._comm)):
             key, flow = self._interpreter.stages.flow(parts[0], call)
-            job = Job(schedule, parts, *bound, key, flow, functools.partial(collect, runtime), backward)
+            engine = functools.partial(enter_stage, runtime), functools.partial(collect, runtime)
+            job = Job(schedule, parts, *bound, key, flow, *engine, backward)
             return self._interpreter.run(job)
 
     def _schedule(self, count: int) -> Schedule:

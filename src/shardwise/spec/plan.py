@@ -192,11 +192,6 @@ class ParallelPlan:
                 f"accumulation={self.accumulation!r} with pp={self.pp}: a pipeline adds up the gradients of a step's"
                 " microbatches and reduces them once.\n  Leave accumulation at 'auto'."
             )
-        if self.pp > 1 and self.recompute is not None and pipeline_policy(self.pipeline).virtual_stages > 1:
-            raise PlanError(
-                "activation_checkpointing with several pipeline stages per rank is not possible in this version.\n"
-                "  Use schedule 1f1b, gpipe or zb-h1, or activation_checkpointing='none'."
-            )
         if self.pp > 1 and self.placements.is_threaded:
             raise PlanError(
                 f"strategy {self.strategy!r} runs in one process, but pp={self.pp}.\n  Use ddp, or set pp=1."
