@@ -90,8 +90,8 @@ def train_plain(case: Case, num_readers: int) -> tuple[nn.Module, list[float], l
 def differences(case: Case) -> dict[str, float]:
     """On a rank: train in both ways; the largest difference of losses, norms and parameters."""
     plan = sw.ParallelPlan(strategy=case.strategy, tp=case.tp, accumulation=case.accumulation, **dict(case.plan))
-    num_readers = distributed.get_world_size() // case.tp
-    reader = distributed.get_rank() // case.tp
+    mesh = plan.mesh(distributed.get_world_size())
+    num_readers, reader = mesh.data_parallel_size, mesh.data_parallel_rank(distributed.get_rank())
     plain, losses, norms = train_plain(case, num_readers)
     model = sw.parallelize(case.build(), plan)
     optimizer = optimizer_of(model)
@@ -111,7 +111,7 @@ def differences(case: Case) -> dict[str, float]:
         optimizer.step()
         optimizer.zero_grad()
     marks = {name: slice_of(parameter) for name, parameter in model.named_parameters()}
-    assert any(mark is not None for mark in marks.values())
+    assert any(mark is not None for mark in marks.values()) == (case.tp > 1)
     whole = dict(plain.named_parameters(remove_duplicate=False))
     compared = 0
     for extent, values in HeldValues(model).extents:

@@ -83,14 +83,18 @@ class Attention(nn.Module):
         q_BHTD, k_BHTD, v_BHTD = (
             t_BTA.view(B, T, self.num_heads, self.head_dim).transpose(1, 2) for t_BTA in (q_BTA, k_BTA, v_BTA)
         )
-        mask, is_causal = None, True
-        if cache is not None:
+        if cache is None:
+            y_BHTD = self.attend(q_BHTD, k_BHTD, v_BHTD)
+        else:
             k_BHTD, v_BHTD = cache.extend(layer, k_BHTD, v_BHTD)
-            mask, is_causal = cache.mask, cache.is_causal
-        y_BHTD = F.scaled_dot_product_attention(
-            q_BHTD, k_BHTD, v_BHTD, mask, self.dropout if self.training else 0.0, is_causal
-        )
+            rate = self.dropout if self.training else 0.0
+            y_BHTD = F.scaled_dot_product_attention(q_BHTD, k_BHTD, v_BHTD, cache.mask, rate, cache.is_causal)
         return self.out(y_BHTD.transpose(1, 2).reshape(B, T, A))
+
+    def attend(self, q_BHTD: Tensor, k_BHTD: Tensor, v_BHTD: Tensor) -> Tensor:
+        """Each position to itself and those before. Context parallelism puts a ring in its place."""
+        rate = self.dropout if self.training else 0.0
+        return F.scaled_dot_product_attention(q_BHTD, k_BHTD, v_BHTD, dropout_p=rate, is_causal=True)
 
 
 class FeedForward(nn.Module):
@@ -185,13 +189,21 @@ class GPT(nn.Module):
         )
         self.loss = Loss()
 
-    def forward(self, tokens: Tensor, targets: Tensor | None = None, *, cache: KeyValueCache | None = None) -> Tensor:
+    def forward(
+        self,
+        tokens: Tensor,
+        targets: Tensor | None = None,
+        *,
+        positions: Tensor | None = None,
+        cache: KeyValueCache | None = None,
+    ) -> Tensor:
         """Predict the next token at every position.
 
         Args:
             tokens: Ids (B, T), int64 or int32, ``T`` at most ``config.seq_len``. Ids are not compared with the
                 vocabulary here, which would wait for the device.
             targets: Ids (B, T) that should follow; -100 leaves a position out.
+            positions: Of the tokens in their sequence (T,); ``None``: 0, 1, 2, ...
             cache: What came before ``tokens``; takes them in.
 
         Returns:
@@ -201,10 +213,10 @@ class GPT(nn.Module):
         Raises:
             ConfigError: The ids have a wrong dtype or shape, or the sequence is longer than the model's positions.
         """
-        self._check(tokens, targets)
+        self.check(tokens, targets)
         if cache is not None:
             return self._continue(tokens, cache)
-        positions_T = torch.arange(tokens.shape[1], device=tokens.device)
+        positions_T = torch.arange(tokens.shape[1], device=tokens.device) if positions is None else positions
         x_BTC = self.dropout(self.token_embedding(tokens) + self.position_embedding(positions_T))
         for block in self.blocks:
             if self.config.activation_checkpointing and torch.is_grad_enabled():
@@ -221,7 +233,12 @@ class GPT(nn.Module):
             x_BTC = block(x_BTC, cache, layer)
         return self.loss(self.lm_head(self.final_norm(x_BTC[:, -1:])))
 
-    def _check(self, tokens: Tensor, targets: Tensor | None) -> None:
+    def check(self, tokens: Tensor, targets: Tensor | None = None) -> None:
+        """Refuse what the model cannot take.
+
+        Raises:
+            ConfigError: As :meth:`forward`.
+        """
         for name, ids in (("tokens", tokens), ("targets", targets)):
             if ids is None:
                 continue

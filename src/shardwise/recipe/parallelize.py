@@ -11,6 +11,7 @@ from shardwise.comm.axes import Comms
 from shardwise.comm.base import Comm
 from shardwise.comm.launch import ranks_per_machine
 from shardwise.comm.open import Place, join_world
+from shardwise.context.apply import check_model, divide_sequences
 from shardwise.fsdp import batch_norm, build, recompute
 from shardwise.fsdp.api import shard_model
 from shardwise.fsdp.attach import attachment_of
@@ -146,13 +147,15 @@ def check_plan(plan: ParallelPlan) -> None:
 
 
 def check_cuts(model: nn.Module, plan: ParallelPlan) -> None:
-    """Refuse a model that tensor parallelism cannot cut, or a pipeline not divide.
+    """Refuse a model that tensor parallelism cannot cut, a pipeline not divide, or whose sequences cannot be divided.
 
     Raises:
         PlanError: It cannot.
     """
     if plan.tp > 1:
         find_cuts(model, plan.tp_plan, plan.tp, divides_sequence=plan.sequence_parallel)
+    if plan.cp > 1:
+        check_model(model)
     if plan.pipeline_policy is not None:
         find_stages(model, plan.pipeline_policy, plan.pp)
 
@@ -176,7 +179,9 @@ def apply_plan(
         size, rank = comms.tp.size, comms.tp.rank
         cuts = find_cuts(model, plan.tp_plan, size, rank, divides_sequence=plan.sequence_parallel)
         apply_cuts(model, cuts, comms.tp)
-        notes = cuts.notes
+        notes += cuts.notes
+    if comms.cp is not None:
+        notes.append(divide_sequences(model, comms.cp, multiple=plan.tp if plan.sequence_parallel else 1))
     if pipelined is not None:
         units = pipelined.drop_foreign(model, units)
     ignored = find_ignored(model, plan.ignored)

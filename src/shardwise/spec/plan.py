@@ -29,7 +29,7 @@ ACCUMULATIONS = ("auto", "sharded", "unsharded", "defer_replicate")
 #: What happens at ``parallelize`` where ranks hold different weights.
 SYNCS = ("warn", "error", "rank0")
 
-_LATER_AXES = {"cp": "context parallelism", "ep": "expert parallelism"}
+_LATER_AXES = {"ep": "expert parallelism"}
 
 
 @dataclass(frozen=True)
@@ -43,7 +43,8 @@ class ParallelPlan:
             group, then over the groups. ``hsdp`` and ``hybrid_shard_grad_op`` with 1 take what ``dp_shard`` leaves of
             the world; where that says nothing either, a group is the ranks of one machine.
         dp_shard: Ranks of a group: the axis on which the strategy's placements act. ``-1``: what is left of the world.
-        cp: Context-parallel ranks. Only 1 in this version.
+        cp: Context-parallel ranks, which each compute with a part of every sequence and read the same samples. They
+            share the parameters as ``dp_shard`` ranks do. For our GPT and causal language models of transformers.
         tp: Tensor-parallel ranks, which each hold a part of the large weights and compute with it.
         pp: Ranks of a pipeline, which each hold some of the model's stages. Such a model is run by ``sw.train_step``
             and ``sw.eval_step``; it adds up the gradients of the microbatches and reduces them once.
@@ -133,7 +134,7 @@ class ParallelPlan:
 
     def __post_init__(self) -> None:
         """Check every field that can be checked without a model or a world."""
-        for axis in ("dp_replicate", "tp", "pp", *_LATER_AXES):
+        for axis in ("dp_replicate", "cp", "tp", "pp", *_LATER_AXES):
             size = getattr(self, axis)
             if isinstance(size, bool) or not isinstance(size, int) or size < 1:
                 raise PlanError(f"{axis}={size!r}: expected a positive integer.\n  Set {axis}=1.")
@@ -165,6 +166,7 @@ class ParallelPlan:
                 f"sequence_parallel=True with pp={self.pp}: stages send whole activations in this version.\n"
                 "  Leave sequence_parallel at False, or set pp=1."
             )
+        self._check_context()
         object.__setattr__(self, "ignored", ignored_entries(self.ignored))
         self._check_reshard()
         self._check_pipeline()
@@ -208,14 +210,25 @@ class ParallelPlan:
         if not isinstance(self.pipeline, str):
             object.__setattr__(self, "pipeline", policy)
 
+    def _check_context(self) -> None:
+        if self.cp > 1 and self.pp > 1:
+            raise PlanError(
+                f"cp={self.cp} with pp={self.pp}: stages send whole sequences in this version.\n  Set one of them to 1."
+            )
+        if self.cp > 1 and self.placements.is_threaded:
+            raise PlanError(
+                f"strategy {self.strategy!r} runs in one process, but cp={self.cp}.\n  Use ddp, or set cp=1."
+            )
+
     def _check_compile(self, policy: RecomputePolicy | None) -> None:
         if not isinstance(self.compile, bool):
             raise PlanError(f"compile={self.compile!r}: expected True or False.\n  Leave it at False.")
-        if self.compile and self.tp > 1:
-            raise PlanError(
-                f"compile=True with tp={self.tp}: compiled units would break at every collective.\n"
-                "  Leave compile at False, or set tp=1."
-            )
+        for axis in ("tp", "cp"):
+            if self.compile and getattr(self, axis) > 1:
+                raise PlanError(
+                    f"compile=True with {axis}={getattr(self, axis)}: compiled units would break at every collective.\n"
+                    f"  Leave compile at False, or set {axis}=1."
+                )
         if self.compile and policy is not None and policy.save:
             raise PlanError(
                 "compile=True with operators whose outputs are kept: a compiled unit no longer calls them one by one.\n"

@@ -76,7 +76,7 @@ class ParallelSection(Section):
         1, description="groups that each hold the model; for hsdp 1 means what dp_shard leaves, by default the machines"
     )
     dp_shard: int = Field(-1, description="ranks of a group; -1: what is left")
-    cp: int = Field(1, description="only 1 in this version")
+    cp: int = Field(1, description="ranks that each compute with a part of every sequence")
     tp: int = Field(1, description="ranks that each hold a part of the large weights and compute with it")
     pp: int = Field(1, description="ranks of a pipeline, which each hold some of the model's stages")
     ep: int = Field(1, description="only 1 in this version")

@@ -1,0 +1,226 @@
+"""Causal language models of transformers: their attention through its registry, their arguments, and what is refused.
+
+transformers calls attention by a name in the model's configuration (``AttentionInterface``). A model that is divided
+has ours; whose ring it is, the attention module knows. It has no function for masks by that name, so none is made.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import inspect
+import sys
+from collections.abc import Iterator
+from typing import Any, cast
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+from shardwise.context.ring import Ring
+from shardwise.context.root import Root
+from shardwise.context.split import IGNORED
+from shardwise.spec.errors import PlanError, StateError
+
+#: The name of our attention in transformers' registry.
+NAME = "shardwise_ring"
+
+_RING = "_shardwise_ring"
+#: Arguments that change nothing about how a sequence is divided.
+_FLAGS = ("return_dict", "output_router_logits", "output_attentions", "output_hidden_states", "use_cache")
+#: Arguments of attention that the ring has no form of.
+_FOREIGN = ("softcap", "sliding_window", "s_aux", "position_bias", "cache")
+
+
+def is_causal_model(model: nn.Module) -> bool:
+    """Whether it is a model of transformers whose loss is of the next token, and whose attention is called by name."""
+    if "transformers" not in sys.modules or not getattr(model, "_supports_attention_backend", False):
+        return False
+    takes = inspect.signature(type(model).forward).parameters
+    loss = getattr(model, "loss_function", None)
+    return {"input_ids", "labels", "position_ids"} <= set(takes) and getattr(loss, "__name__", "") == "ForCausalLMLoss"
+
+
+def check_config(model: nn.Module) -> None:
+    """Refuse attention that is not plain causal attention in every layer.
+
+    Raises:
+        PlanError: It is not.
+    """
+    config: Any = model.config
+    kinds = set(getattr(config, "layer_types", None) or ()) - {"full_attention"}
+    modules = attention_modules(model)
+    if kinds:
+        why = f"its layers are of the kinds {', '.join(sorted(kinds))}"
+    elif not getattr(config, "layer_types", None) and getattr(config, "sliding_window", None) is not None:
+        why = f"its attention has a sliding_window={config.sliding_window}"
+    elif getattr(config, "attn_logit_softcapping", None) is not None:
+        why = f"its scores are capped (attn_logit_softcapping={config.attn_logit_softcapping})"
+    elif any(name.rpartition(".")[2] == "sinks" for name, _ in model.named_parameters()):
+        why = "its attention has sinks"
+    elif getattr(config, "is_encoder_decoder", False) or getattr(config, "add_cross_attention", False):
+        why = "it attends to an encoder"
+    elif getattr(config, "output_router_logits", False):
+        why = "it adds a loss of its routers (output_router_logits)"
+    elif len(modules) != config.num_hidden_layers or not all(m.is_causal for m in modules.values()):
+        why = f"{len(modules)} causal attention modules were found in {config.num_hidden_layers} layers"
+    else:
+        return
+    raise PlanError(
+        f"cp: {type(model).__name__} is not served: {why}; a ring computes plain causal attention.\n"
+        "  Set cp=1: dp_shard then takes the ranks, and activation_checkpointing='full' saves memory too."
+    )
+
+
+def attention_modules(model: nn.Module) -> dict[str, Any]:
+    """Those that call attention by name, by path."""
+    return {
+        path: module for path, module in model.named_modules() if isinstance(getattr(module, "is_causal", None), bool)
+    }
+
+
+def use_rings(model: nn.Module, rings: dict[str, Ring]) -> None:
+    """Have every attention module of ``model`` that is named use its ring."""
+    from transformers import AttentionInterface  # pyrefly: ignore[missing-import]
+
+    AttentionInterface.register(NAME, _attend)
+    for path, ring in rings.items():
+        model.get_submodule(path).__dict__[_RING] = ring
+    cast("Any", model).set_attn_implementation(NAME)
+
+
+@contextlib.contextmanager
+def without_rings(model: Any) -> Iterator[None]:
+    """Inside, every rank attends to what it is given, as one process does.
+
+    Raises:
+        StateError: Gradients are wanted: what is computed again in backward would be so outside.
+    """
+    if torch.is_grad_enabled():
+        raise StateError(
+            f"cp: {type(model).__name__} was called with a key-value cache in training.\n"
+            "  Leave use_cache and past_key_values out, or generate under torch.no_grad()."
+        )
+    model.set_attn_implementation("sdpa")
+    try:
+        yield
+    finally:
+        model.set_attn_implementation(NAME)
+
+
+def _attend(
+    module: Any,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attention_mask: Tensor | None,
+    *,
+    scaling: float | None = None,
+    dropout: float = 0.0,
+    is_causal: bool | None = None,
+    **kwargs: Any,
+) -> tuple[Tensor, None]:
+    """The registry's form: (B, H, T, D) to (B, T, H, D)."""
+    foreign = [name for name in _FOREIGN if kwargs.get(name) is not None]
+    foreign += ["attention_mask"] * (attention_mask is not None) + ["dropout"] * (dropout > 0)
+    if foreign or is_causal is False:
+        raise StateError(
+            f"cp: {type(module).__name__} asks for attention with {', '.join(foreign) or 'is_causal=False'}; a ring"
+            " computes plain causal attention.\n  Set cp=1 for this model."
+        )
+    y_BHTD = module.__dict__[_RING](query, key, value, scale=scaling)
+    return y_BHTD.transpose(1, 2).contiguous(), None
+
+
+class CausalRoot(Root):
+    """Of a causal language model of transformers. With labels its outputs have no logits."""
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        """The outputs, with the mean loss over whole sequences, or all logits.
+
+        Raises:
+            StateError: There is an argument whose meaning for a part of a sequence is not known.
+        """
+        given = dict(zip(self.__signature__.parameters, args, strict=False)) | kwargs
+        given = {name: value for name, value in given.items() if value is not None}
+        if given.get("use_cache") or "past_key_values" in given:
+            with without_rings(self.model):
+                return self.compute(**given)
+        flags = {name: given.pop(name) for name in _FLAGS if name in given}
+        self._check(given, flags)
+        ids_BT, labels_BT = given["input_ids"], given.get("labels")
+        division = self.divide(ids_BT)
+        call = {**flags, "use_cache": False, "position_ids": division.positions_T[None]}
+        call["input_ids"] = division.own(ids_BT)
+        if "token_type_ids" in given:
+            call["token_type_ids"] = division.own(given["token_type_ids"])
+        next_BT = _next_tokens(given)
+        _check_mask(given.get("attention_mask"), next_BT)
+        if labels_BT is None or next_BT is None:
+            return _changed(self.compute(**call), "logits", lambda logits: division.join(logits, "logits"))
+        own_BT = division.own_targets(next_BT)
+        output = self.compute(**call, labels=own_BT, shift_labels=own_BT)
+        divisor = given.get("num_items_in_batch")
+        output = _changed(output, "loss", lambda loss: division.mean_loss(loss, own_BT, next_BT, divisor))
+        return (
+            output[:1]
+            if isinstance(output, tuple)
+            else type(output)(**{k: v for k, v in output.items() if k != "logits"})
+        )
+
+    def _check(self, given: dict[str, Any], flags: dict[str, Any]) -> None:
+        name = type(self.model).__name__
+        known = {"input_ids", "labels", "shift_labels", "position_ids", "attention_mask", "token_type_ids"}
+        unknown = [key for key in given if key not in {*known, "num_items_in_batch", "logits_to_keep"}]
+        unknown += [
+            key for key in ("output_attentions", "output_hidden_states", "output_router_logits") if flags.get(key)
+        ]
+        unknown += ["logits_to_keep"] if not _is_zero(given.get("logits_to_keep", 0)) else []
+        if unknown or "input_ids" not in given:
+            what = ", ".join(unknown) if unknown else "no input_ids"
+            raise StateError(
+                f"cp: {name} was called with {what}; it is not known what that means for a part of a sequence.\n"
+                f"  Call it with input_ids, and {', '.join(sorted(known - {'input_ids'}))} where needed."
+            )
+        positions = given.get("position_ids")
+        if positions is not None and not positions.is_meta and not bool((positions.diff(dim=-1) == 1).all()):
+            raise StateError(
+                f"cp: {name} was called with position_ids that do not go up by one: sequences packed into one row would"
+                " attend to each other.\n  Leave position_ids out, or set cp=1."
+            )
+
+
+def _is_zero(value: Any) -> bool:
+    return isinstance(value, int) and value == 0
+
+
+def _next_tokens(given: dict[str, Any]) -> Tensor | None:
+    """The label of the token after each position, as transformers shifts them, but over the whole sequence."""
+    if "shift_labels" in given:
+        return given["shift_labels"]
+    labels = given.get("labels")
+    return None if labels is None else F.pad(labels, (0, 1), value=IGNORED)[:, 1:]
+
+
+def _check_mask(mask_BT: Tensor | None, next_BT: Tensor | None) -> None:
+    """Under causal attention, padding at the end that no label counts changes nothing, and needs no mask.
+
+    Raises:
+        StateError: It masks something else.
+    """
+    if mask_BT is None or mask_BT.is_meta:
+        return
+    is_hidden = mask_BT == 0
+    is_bad = mask_BT.dim() != 2 or bool((is_hidden[:, :-1] & ~is_hidden[:, 1:]).any())
+    if is_bad or (next_BT is not None and bool((is_hidden & (next_BT != IGNORED)).any())):
+        raise StateError(
+            "cp: attention_mask hides other tokens than padding at the end of a row whose labels are -100.\n"
+            "  Pad on the right, with labels of -100; or set cp=1."
+        )
+
+
+def _changed(output: Any, name: str, change: Any) -> Any:
+    """``output``, of which the loss or the logits (its first value) is another."""
+    if isinstance(output, tuple):
+        return (change(output[0]), *output[1:])
+    output[name] = change(output[name])
+    return output

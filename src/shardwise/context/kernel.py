@@ -1,0 +1,113 @@
+"""Attention of some queries to one block of keys, with what is needed to join the blocks: the log of the sum.
+
+``torch.nn.functional.scaled_dot_product_attention`` gives no log-sum-exp, and its backward cannot be told that a block
+is one of several. The operators below are those that it calls itself (``torch.ops.aten``; their schemas are public, the
+names have a leading underscore); a public function with both would replace this file.
+
+Shape suffixes: ``B`` batch, ``H`` heads, ``Q`` queries, ``K`` keys, ``D`` head width.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+_aten = torch.ops.aten
+
+Triple = tuple[Tensor, Tensor, Tensor]
+
+
+def wide(dtype: torch.dtype) -> torch.dtype:
+    """In which dtype sums over blocks are kept."""
+    return torch.float32 if dtype in {torch.float16, torch.bfloat16} else dtype
+
+
+def attend(q: Tensor, k: Tensor, v: Tensor, scale: float, *, is_causal: bool) -> tuple[Tensor, Tensor]:
+    """Attention to one block, (B, H, Q, D), and for each query the log of its sum of exponentials, (B, H, Q).
+
+    Args:
+        q: Queries (B, H, Q, D).
+        k: Keys (B, H or a divisor of it, K, D).
+        v: Values, likewise.
+        scale: Of the scores.
+        is_causal: Query ``i`` looks at keys ``0`` to ``i``.
+    """
+    k, v = (_for_all_heads(t, q) for t in (k, v))
+    if _is_fused(q, v):
+        if q.device.type == "cuda":
+            out, lse = _aten._scaled_dot_product_flash_attention(q, k, v, 0.0, is_causal, scale=scale)[:2]  # noqa: SLF001
+            return out, lse
+        return _aten._scaled_dot_product_flash_attention_for_cpu(q, k, v, 0.0, is_causal, scale=scale)  # noqa: SLF001
+    scores = _scores(q, k, scale, is_causal=is_causal)
+    lse = scores.logsumexp(-1)
+    return ((scores - lse.unsqueeze(-1)).exp() @ v.to(scores.dtype)).to(q.dtype), lse
+
+
+def attend_backward(
+    grad: Tensor, block: Triple, result: tuple[Tensor, Tensor], scale: float, *, is_causal: bool
+) -> Triple:
+    """Gradients of queries, keys and values of one block.
+
+    Args:
+        grad: Of the output over all blocks.
+        block: Queries, keys and values, as for :func:`attend`.
+        result: What :func:`attend` would give for all blocks at once.
+        scale: As for :func:`attend`.
+        is_causal: As for :func:`attend`.
+    """
+    (q, k, v), (out, lse) = block, result
+    num_heads = k.shape[1]
+    k, v = (_for_all_heads(t, q) for t in (k, v))
+    if _is_fused(q, v):
+        dq, dk, dv = _fused_backward(grad, (q, k, v), result, scale, is_causal=is_causal)
+    else:
+        weights = (_scores(q, k, scale, is_causal=is_causal) - lse.unsqueeze(-1)).exp()
+        grad, out, q, k, v = (t.to(weights.dtype) for t in (grad, out, q, k, v))
+        delta = (grad * out).sum(-1, keepdim=True)
+        dscores = weights * (grad @ v.transpose(-2, -1) - delta) * scale
+        dq, dk, dv = dscores @ k, dscores.transpose(-2, -1) @ q, weights.transpose(-2, -1) @ grad
+    return dq, _of_own_heads(dk, num_heads), _of_own_heads(dv, num_heads)
+
+
+def _fused_backward(
+    grad: Tensor, block: Triple, result: tuple[Tensor, Tensor], scale: float, *, is_causal: bool
+) -> Any:
+    (q, k, v), (out, lse) = block, result
+    if q.device.type != "cuda":
+        backward = _aten._scaled_dot_product_flash_attention_for_cpu_backward  # noqa: SLF001
+        return backward(grad, q, k, v, out, lse, 0.0, is_causal, scale=scale)
+    unused = torch.empty(0, dtype=torch.uint64, device=q.device)  # random state, and lengths of packed sequences
+    lengths = q.shape[2], k.shape[2]
+    backward = _aten._scaled_dot_product_flash_attention_backward  # noqa: SLF001
+    return backward(
+        grad, q, k, v, out, lse.contiguous(), None, None, *lengths, 0.0, is_causal, unused, unused, scale=scale
+    )
+
+
+def _is_fused(q: Tensor, v: Tensor) -> bool:
+    """There is an operator that never holds the block's scores. Meta tensors stand for those of a CPU."""
+    if q.shape[-1] != v.shape[-1]:
+        return False
+    if q.device.type == "cuda":
+        return q.dtype in {torch.float16, torch.bfloat16} and q.shape[-1] % 8 == 0 and q.shape[-1] <= 256
+    return q.device.type in {"cpu", "meta"}
+
+
+def _scores(q: Tensor, k: Tensor, scale: float, *, is_causal: bool) -> Tensor:
+    scores = (q.to(wide(q.dtype)) * scale) @ k.to(wide(q.dtype)).transpose(-2, -1)
+    if not is_causal:
+        return scores
+    is_past = torch.ones(scores.shape[-2:], dtype=torch.bool, device=q.device).tril()
+    return scores.masked_fill(~is_past, float("-inf"))
+
+
+def _for_all_heads(t: Tensor, q: Tensor) -> Tensor:
+    """Keys or values, once for every query head."""
+    return t if t.shape[1] == q.shape[1] else t.repeat_interleave(q.shape[1] // t.shape[1], 1)
+
+
+def _of_own_heads(grad: Tensor, num_heads: int) -> Tensor:
+    """The other way round: gradients of those that share a head are added up."""
+    return grad if grad.shape[1] == num_heads else grad.unflatten(1, (num_heads, -1)).sum(2)

@@ -1,0 +1,186 @@
+"""Attention over a sequence of which every rank holds a part: keys and values go round, queries stay.
+
+In hop ``h`` rank ``r`` has the block of rank ``r - h``. It sends it on to rank ``r + 1`` and receives the next one
+while it computes with it, so that messages hide behind arithmetic. The partial outputs are joined as they come, by
+their log-sum-exp (Liu, Zaharia and Abbeel, "Ring Attention", arXiv 2310.01889). Nobody holds more than two blocks of
+keys and values, and for backward only its own.
+
+Backward sends keys and values round once more. The gradient of a block is begun by the rank after its owner, goes on
+behind the block, every rank adding its part, and comes home after the last hop.
+
+Shape suffixes: ``B`` batch, ``H`` heads, ``T`` positions of this rank, ``D`` head width.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.autograd.function import once_differentiable
+
+from shardwise.comm.base import Comm, Handle
+from shardwise.context.kernel import attend, attend_backward, wide
+from shardwise.spec.zigzag import part_of
+
+
+@dataclass(frozen=True)
+class Ring:
+    """The attention of one module.
+
+    Attributes:
+        comm: On ``cp``.
+        unit: Name of the module.
+    """
+
+    comm: Comm
+    unit: str
+
+    def __call__(
+        self, q_BHTD: Tensor, k_BHTD: Tensor, v_BHTD: Tensor, *, scale: float | None = None, is_causal: bool = True
+    ) -> Tensor:
+        """Attention of this rank's queries to the whole sequence, (B, H, T, D).
+
+        Args:
+            q_BHTD: This rank's positions, as ``spec.zigzag`` divides them.
+            k_BHTD: Likewise; the number of its heads divides that of the queries'.
+            v_BHTD: Likewise.
+            scale: Of the scores; ``None``: one over the square root of the head width.
+            is_causal: A position looks at itself and those before; else at all.
+
+        Collective:
+            Sends its keys and values, and in turn every other rank's but the next one's, to the next rank of ``cp``:
+            ``size - 1`` messages; in backward twice as many.
+        """
+        scale = q_BHTD.shape[-1] ** -0.5 if scale is None else scale
+        return _Attention.apply(q_BHTD, k_BHTD, v_BHTD, self, scale, is_causal)
+
+    def pass_on(self, block: Tensor) -> _Hop:
+        """Begin to send ``block`` to the next rank, and to receive as much from the one before."""
+        comm = self.comm
+        received = torch.empty_like(block)
+
+        def send() -> Handle:
+            return comm.send(block, to=(comm.rank + 1) % comm.size, unit=self.unit)
+
+        def receive() -> Handle:
+            return comm.receive(received, source=(comm.rank - 1) % comm.size, unit=self.unit)
+
+        # Where messages run one after the other (NCCL), somebody has to listen first.
+        steps = (receive, send) if comm.rank % 2 else (send, receive)
+        return _Hop(received, tuple(step() for step in steps))
+
+
+@dataclass(frozen=True)
+class _Hop:
+    """A block under way in each direction."""
+
+    received: Tensor
+    handles: tuple[Handle, ...]
+
+    def wait(self) -> Tensor:
+        """What has come; what was sent may be written again."""
+        for handle in self.handles:
+            handle.wait()
+        return self.received
+
+
+class _Pair:
+    """Keys and values, or their gradients, in one flat buffer, so that they travel in one message.
+
+    Args:
+        k: Of which the shape is taken.
+        v: Likewise.
+        flat: Of as many elements.
+    """
+
+    def __init__(self, k: Tensor, v: Tensor, flat: Tensor) -> None:
+        self.flat = flat
+        self._shapes = k, v
+        self.k = flat[: k.numel()].view(k.shape)
+        self.v = flat[k.numel() :].view(v.shape)
+
+    @classmethod
+    def of(cls, k: Tensor, v: Tensor) -> _Pair:
+        """A copy of both."""
+        pair = cls(k, v, k.new_empty(k.numel() + v.numel()))
+        pair.k.copy_(k)
+        pair.v.copy_(v)
+        return pair
+
+    @classmethod
+    def zeros(cls, k: Tensor, v: Tensor, dtype: torch.dtype) -> _Pair:
+        """Room for sums."""
+        return cls(k, v, k.new_zeros(k.numel() + v.numel(), dtype=dtype))
+
+    def with_content(self, flat: Tensor) -> _Pair:
+        """One of the same shapes."""
+        return _Pair(*self._shapes, flat)
+
+
+class _Attention(torch.autograd.Function):
+    """See the module's docstring. Saves this rank's queries, keys, values and outputs, and one number per query."""
+
+    @staticmethod
+    def forward(ctx: Any, q: Tensor, k: Tensor, v: Tensor, ring: Ring, scale: float, is_causal: bool) -> Tensor:  # noqa: FBT001, PLR0917 - autograd passes by position
+        rank, size = ring.comm.rank, ring.comm.size
+        block = _Pair.of(k, v)
+        out = lse = torch.empty(0)
+        for hop in range(size):
+            passing = ring.pass_on(block.flat) if hop < size - 1 else None
+            rows, columns, diagonal = part_of(rank, (rank - hop) % size, q.shape[2], is_causal=is_causal)
+            partial, log_sum = attend(
+                q[:, :, rows], block.k[:, :, columns], block.v[:, :, columns], scale, is_causal=diagonal
+            )
+            if hop == 0:
+                out, lse = partial.to(wide(q.dtype), copy=True), log_sum.clone()
+            else:
+                _join(out[:, :, rows], lse[:, :, rows], partial, log_sum)
+            if passing is not None:
+                block = block.with_content(passing.wait())
+        out = out.to(q.dtype)
+        ctx.save_for_backward(q, k, v, out, lse)
+        ctx.how = ring, scale, is_causal
+        return out
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:  # type: ignore[override]
+        q, k, v, out, lse = ctx.saved_tensors
+        ring, scale, is_causal = ctx.how
+        rank, size = ring.comm.rank, ring.comm.size
+        grad = grad.contiguous()
+        block = _Pair.of(k, v)
+        dq = torch.zeros_like(q, dtype=wide(q.dtype))
+        own = total = _Pair.zeros(k, v, wide(k.dtype))
+        coming: _Hop | None = None
+        for hop in range(size):
+            passing = ring.pass_on(block.flat) if hop < size - 1 else None
+            rows, columns, diagonal = part_of(rank, (rank - hop) % size, q.shape[2], is_causal=is_causal)
+            dq_rows, dk, dv = attend_backward(
+                grad[:, :, rows],
+                (q[:, :, rows], block.k[:, :, columns], block.v[:, :, columns]),
+                (out[:, :, rows], lse[:, :, rows]),
+                scale,
+                is_causal=diagonal,
+            )
+            dq[:, :, rows] += dq_rows
+            if hop:
+                total = _Pair.zeros(k, v, wide(k.dtype)) if coming is None else own.with_content(coming.wait())
+            total.k[:, :, columns] += dk
+            total.v[:, :, columns] += dv
+            if hop:
+                coming = ring.pass_on(total.flat)
+            if passing is not None:
+                block = block.with_content(passing.wait())
+        if coming is not None:
+            own.flat.add_(coming.wait())
+        return dq.to(q.dtype), own.k.to(k.dtype), own.v.to(v.dtype), None, None, None
+
+
+def _join(out: Tensor, lse: Tensor, partial: Tensor, log_sum: Tensor) -> None:
+    """Take one more block into ``out`` and ``lse``, in place."""
+    total = torch.logaddexp(lse, log_sum)
+    out.mul_((lse - total).exp_().unsqueeze(-1)).add_(partial * (log_sum - total).exp_().unsqueeze(-1))
+    lse.copy_(total)

@@ -1,0 +1,67 @@
+"""How a sequence is divided over context-parallel ranks.
+
+It is cut into ``2 * size`` chunks, of which rank ``r`` holds chunk ``r`` and chunk ``2 * size - 1 - r``: one early and
+one late. Under causal attention every rank then has the same work, where runs of equal length would leave the first
+rank idle most of the time (the ring with balanced halves: Brandon et al., "Striped Attention", arXiv 2311.09431,
+describe the imbalance; the pairing is that of Llama 3's training, arXiv 2407.21783, section 3.3.2). With ``size=2``::
+
+    chunk    0  1  2  3
+    rank     0  1  1  0
+
+What a query attends to, by the rank that holds the keys: its own rank's keys causally, the early half of the ranks
+below it, and of the ranks above it everything, but only by its late half. So of every other rank's block half of the
+scores are computed and the other half, which lies in the future, is left out.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+
+class Part(NamedTuple):
+    """Which of a rank's queries look at which keys of a block.
+
+    Attributes:
+        rows: Of the queries.
+        columns: Of the keys.
+        is_causal: Each row looks at its own column and those before.
+    """
+
+    rows: slice
+    columns: slice
+    is_causal: bool
+
+
+def chunks_of(size: int, rank: int) -> tuple[int, int]:
+    """The two chunks of a rank, the early one first."""
+    return rank, 2 * size - 1 - rank
+
+
+def padded_length(length: int, size: int, multiple: int = 1) -> int:
+    """The least length of at least ``length`` that comes out even.
+
+    Args:
+        length: Positions of a sequence.
+        size: Ranks of ``cp``.
+        multiple: What every rank's number of positions has to be a multiple of besides.
+    """
+    step = 2 * size * multiple
+    return -(-length // step) * step
+
+
+def own_ranges(length: int, size: int, rank: int) -> tuple[tuple[int, int], tuple[int, int]]:
+    """The positions of a rank, of a length that ``2 * size`` divides."""
+    each = length // (2 * size)
+    early, late = ((chunk * each, (chunk + 1) * each) for chunk in chunks_of(size, rank))
+    return early, late
+
+
+def part_of(rank: int, source: int, length: int, *, is_causal: bool) -> Part:
+    """Which of ``rank``'s queries look at which of ``source``'s keys, both of ``length`` positions."""
+    everything = slice(0, length)
+    if not is_causal or source == rank:
+        return Part(everything, everything, is_causal)
+    half = length // 2
+    if source < rank:
+        return Part(everything, slice(0, half), is_causal=False)
+    return Part(slice(half, length), everything, is_causal=False)
