@@ -148,8 +148,11 @@ class Comm(ABC):
         """
 
     @abstractmethod
-    def all_reduce(self, buffer: Tensor, *, unit: str, divisor: float = 1) -> Handle:
-        """Sum ``buffer`` over the ranks in place and divide by ``divisor``. Any number of elements.
+    def all_reduce(self, buffer: Tensor, *, unit: str, divisor: float = 1, out: Tensor | None = None) -> Handle:
+        """Sum ``buffer`` over the ranks and divide by ``divisor``, in place or into ``out``. Any number of elements.
+
+        With ``out``, which must not overlap it, ``buffer`` stays as it is; it must not be written before the handle has
+        been waited for. Two ranks over Gloo then have no second half to start, and receive where the sum will be.
 
         Collective:
             Sends ``2 (size-1)/size * buffer bytes`` per rank where ``size`` divides the number of elements; slices

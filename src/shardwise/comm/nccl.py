@@ -64,13 +64,14 @@ class NcclComm(Comm):
             self._divide(out, divisor)
         return handle
 
-    def all_reduce(self, buffer: Tensor, *, unit: str, divisor: float = 1) -> Handle:
+    def all_reduce(self, buffer: Tensor, *, unit: str, divisor: float = 1, out: Tensor | None = None) -> Handle:
         """As :meth:`Comm.all_reduce`."""
         event = self._start("all_reduce", unit, buffer)
         with self._on_stream() as handle:
             event.sent_bytes = 2 * buffer.nbytes * (self.size - 1) // self.size
-            dist.all_reduce(buffer, group=self._group)
-            self._divide(buffer, divisor)
+            total = buffer if out is None else out.copy_(buffer)
+            dist.all_reduce(total, group=self._group)
+            self._divide(total, divisor)
         return handle
 
     def all_to_all(self, buffer: Tensor, out: Tensor, *, unit: str, cuts: Sequence[int] | None = None) -> Handle:

@@ -66,14 +66,16 @@ class RecordComm(Comm):
         self._note("reduce_scatter", unit, buffer, buffer.numel() - own.numel())
         return self._receive(own, out)
 
-    def all_reduce(self, buffer: Tensor, *, unit: str, divisor: float = 1) -> Handle:
+    def all_reduce(self, buffer: Tensor, *, unit: str, divisor: float = 1, out: Tensor | None = None) -> Handle:
         """As :meth:`Comm.all_reduce`."""
         del divisor
         own = self._cut(buffer.numel(), self.rank)
         self._note("all_reduce", unit, buffer, buffer.numel() - own + own * (self.size - 1))
-        part = buffer[:own]
+        if out is not None:
+            out.copy_(buffer)
         # With Gloo it has a second phase, which finishes one reduction later.
-        return Chain(self._receive(part, part), Done) if self._receives else Done()
+        received = self._receive(buffer[:own], (buffer if out is None else out)[:own])
+        return Chain(received, Done) if self._receives else Done()
 
     def all_to_all(self, buffer: Tensor, out: Tensor, *, unit: str, cuts: Sequence[int] | None = None) -> Handle:
         """As :meth:`Comm.all_to_all`."""

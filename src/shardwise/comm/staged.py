@@ -59,12 +59,13 @@ class StagedComm(Comm):
             self._inner.reduce_scatter(host, own, unit=unit, divisor=divisor, cuts=cuts), [(out, own)], held=host
         )
 
-    def all_reduce(self, buffer: Tensor, *, unit: str, divisor: float = 1) -> Handle:
+    def all_reduce(self, buffer: Tensor, *, unit: str, divisor: float = 1, out: Tensor | None = None) -> Handle:
         """As :meth:`Comm.all_reduce`."""
         if self.size == 1 and divisor == 1:
-            return self._inner.all_reduce(buffer, unit=unit)
+            return self._inner.all_reduce(buffer, unit=unit, out=out)
         host = self._copy(buffer)
-        return _Staged(self._inner.all_reduce(host, unit=unit, divisor=divisor), [(buffer, host)])
+        handle = self._inner.all_reduce(host, unit=unit, divisor=divisor)
+        return _Staged(handle, [(buffer if out is None else out, host)])
 
     def all_to_all(self, buffer: Tensor, out: Tensor, *, unit: str, cuts: Sequence[int] | None = None) -> Handle:
         """As :meth:`Comm.all_to_all`."""

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Mapping
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -10,7 +12,7 @@ from torch import Tensor, nn
 from shardwise.comm.base import Comm
 from shardwise.spec.slice import Slice, set_slice
 from shardwise.tensor.cut import Cuts
-from shardwise.tensor.layer import Column, CopiedColumn, Row, SharedInput
+from shardwise.tensor.layer import Column, CopiedColumn, Layer, Row, SharedInput
 from shardwise.tensor.loss import CausalLoss, VocabularyHead, has_loss, loss_of
 from shardwise.tensor.pairs import gather_seq, own_seq, share
 
@@ -23,20 +25,17 @@ def apply_cuts(model: nn.Module, cuts: Cuts, comm: Comm) -> None:
         cuts: Of this rank.
         comm: On ``tp``.
     """
-    shared: dict[str, SharedInput] = {}
-    pair = gather_seq if cuts.begins else share
-    for path, make in cuts.stands.items():
-        layer = make(model.get_submodule(path), path, comm)
-        parent = path.rpartition(".")[0]
-        if isinstance(layer, VocabularyHead) and has_loss(model.get_submodule(parent)):
-            CausalLoss(layer, loss_of(model.get_submodule(parent))).install(model.get_submodule(parent))
-        if isinstance(layer, Column | CopiedColumn):
-            layer.shared = shared.get(parent) or shared.setdefault(
-                parent, SharedInput(model.get_submodule(parent), pair)
-            )
+    layers = {path: make(model.get_submodule(path), path, comm) for path, make in cuts.stands.items()}
+    for path, layer in layers.items():
+        parent = model.get_submodule(_parent(path))
+        if isinstance(layer, VocabularyHead) and has_loss(parent):
+            CausalLoss(layer, loss_of(parent)).install(parent)
+        if isinstance(layer, Column):
+            layer.way = replace(layer.way, divides_sequence=bool(cuts.begins))
         if isinstance(layer, Row):
             layer.divides_sequence = bool(cuts.begins)
         layer.install()
+    _share_inputs(model, layers, gather_seq if cuts.begins else share)
     for path in cuts.begins:
         model.get_submodule(path).register_forward_pre_hook(_Divide(comm, path))
     for (path, name), value in cuts.attributes.items():
@@ -46,6 +45,23 @@ def apply_cuts(model: nn.Module, cuts: Cuts, comm: Comm) -> None:
         if held is not None:
             parameter.data = take(parameter.data, held)
             set_slice(parameter, held)
+
+
+def _share_inputs(model: nn.Module, layers: Mapping[str, Layer], pair: Callable[[Tensor, Comm, str], Tensor]) -> None:
+    """Let the column-parallel layers of one module have one input together, where it has several."""
+    siblings: dict[str, list[Column | CopiedColumn]] = {}
+    for path, layer in layers.items():
+        if isinstance(layer, Column | CopiedColumn):
+            siblings.setdefault(_parent(path), []).append(layer)
+    for path, columns in siblings.items():
+        if len(columns) > 1 or isinstance(columns[0], CopiedColumn):
+            shared = SharedInput(model.get_submodule(path), pair)
+            for layer in columns:
+                layer.shared = shared
+
+
+def _parent(path: str) -> str:
+    return path.rpartition(".")[0]
 
 
 class _Divide:

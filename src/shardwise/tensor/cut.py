@@ -22,8 +22,8 @@ from shardwise.tensor.layer import (
     Row,
     SharedParameters,
     VocabularyEmbedding,
-    is_transposed,
 )
+from shardwise.tensor.linear import is_transposed
 from shardwise.tensor.loss import GPTLoss, VocabularyHead, has_loss
 
 #: Makes what stands in for a module's forward.

@@ -10,12 +10,12 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
 from typing import Any, NoReturn
 
-import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
 from shardwise.comm.base import Comm
 from shardwise.spec.errors import StateError
+from shardwise.tensor.linear import Way, column_linear, is_transposed, linear_of
 from shardwise.tensor.pairs import add_up, join_last, own_last, scatter_seq, share, share_copies
 
 
@@ -107,19 +107,23 @@ class Column(Layer):
         sizes: Features by rank, where all ranks get all of them.
 
     Attributes:
-        shared: What its input goes through.
+        shared: What its input goes through, where other layers read the same.
+        way: How it computes and talks.
     """
 
     def __init__(self, module: nn.Module, name: str, comm: Comm, *, sizes: Sequence[int] | None = None) -> None:
         super().__init__(module, name, comm)
-        self.shared: Callable[[Tensor, Comm, str], Tensor] = share
+        self.shared: SharedInput | None = None
+        self.way = Way(comm, name, is_transposed(module))
         self._sizes = sizes
-        self._linear = linear_of(module)
 
     def __call__(self, x: Tensor) -> Tensor:
         """(..., inputs), replicated, to (..., this rank's features), or all where it gathers."""
         module = self.module
-        y = self._linear(self.shared(x, self.comm, self.name), module.weight, module.bias)
+        if self.shared is None:
+            y = column_linear(x, module.weight, module.bias, self.way)
+        else:
+            y = self.way.forward(self.shared(x, self.comm, self.name), module.weight, module.bias)
         return y if self._sizes is None else join_last(y, self._sizes, self.comm, self.name)
 
 
@@ -204,12 +208,8 @@ class Row(Layer):
         module = self.module
         if self._sizes is not None:
             x = own_last(x, self._sizes, self.comm, self.name)
-        partial, bias = self._linear(x, module.weight, None), module.bias
-        if not self.divides_sequence:
-            y = add_up(partial, self.comm, self.name)
-            return y if bias is None else y + bias
-        y = scatter_seq(partial, self.comm, self.name)
-        return y if bias is None else y + share(bias, self.comm, self.name)
+        add_up_all = scatter_seq if self.divides_sequence else add_up
+        return add_up_all(self._linear(x, module.weight, None), self.comm, self.name, module.bias)
 
 
 class VocabularyEmbedding(Layer):
@@ -238,19 +238,3 @@ class VocabularyEmbedding(Layer):
             padding = padding - self._start if self._start <= padding < self._stop else None
         rows = F.embedding(local, module.weight, padding, scale_grad_by_freq=module.scale_grad_by_freq)
         return add_up(rows.masked_fill(is_foreign.unsqueeze(-1), 0), self.comm, self.name)
-
-
-def linear_of(module: nn.Module) -> Any:
-    """``F.linear``, or the same for weights that are stored (inputs, outputs), as transformers' Conv1D does."""
-    return _linear_transposed if is_transposed(module) else F.linear
-
-
-def is_transposed(module: nn.Module) -> bool:
-    """Its weight is (inputs, outputs)."""
-    return any(kind.__name__ == "Conv1D" for kind in type(module).__mro__)
-
-
-def _linear_transposed(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
-    flat = x.reshape(-1, x.shape[-1])
-    y = flat @ weight if bias is None else torch.addmm(bias, flat, weight)
-    return y.view(*x.shape[:-1], weight.shape[1])

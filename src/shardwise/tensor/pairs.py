@@ -27,7 +27,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from shardwise.comm.base import Comm
+from shardwise.comm.base import Comm, Handle
 from shardwise.spec.errors import StateError
 
 
@@ -55,13 +55,13 @@ def share_copies(parameter: Tensor, place: tuple[int, int, int], comm: Comm, uni
     return _ShareCopies.apply(parameter, place, comm, unit) if comm.size > 1 else parameter
 
 
-def add_up(x: Tensor, comm: Comm, unit: str) -> Tensor:
-    """The sum of every rank's ``x``.
+def add_up(x: Tensor, comm: Comm, unit: str, bias: Tensor | None = None) -> Tensor:
+    """The sum of every rank's ``x``, and a replicated ``bias``.
 
     Collective:
         All-reduce on ``tp``.
     """
-    return _AddUp.apply(x, comm, unit) if comm.size > 1 else x
+    return _AddUp.apply(x, bias, comm, unit)
 
 
 def join_last(x: Tensor, sizes: Sequence[int], comm: Comm, unit: str) -> Tensor:
@@ -97,13 +97,13 @@ def gather_seq(x: Tensor, comm: Comm, unit: str) -> Tensor:
     return _GatherSeq.apply(x, comm, unit) if comm.size > 1 else x
 
 
-def scatter_seq(x: Tensor, comm: Comm, unit: str) -> Tensor:
-    """This rank's positions of the sum of every rank's ``x``.
+def scatter_seq(x: Tensor, comm: Comm, unit: str, bias: Tensor | None = None) -> Tensor:
+    """This rank's positions of the sum of every rank's ``x``, and a replicated ``bias``.
 
     Collective:
-        Reduce-scatter on ``tp``; in backward an all-gather of the gradient.
+        Reduce-scatter on ``tp``; in backward an all-reduce of the bias's gradient and an all-gather.
     """
-    return _ScatterSeq.apply(x, comm, unit) if comm.size > 1 else x
+    return _ScatterSeq.apply(x, bias, comm, unit)
 
 
 def own_seq(x: Tensor, comm: Comm, unit: str) -> Tensor:
@@ -142,10 +142,16 @@ def scattered_seq(x: Tensor, comm: Comm, unit: str) -> Tensor:
     Collective:
         Reduce-scatter on ``tp``.
     """
+    total, handle = start_scattered_seq(x, comm, unit)
+    handle.wait()
+    return total
+
+
+def start_scattered_seq(x: Tensor, comm: Comm, unit: str) -> tuple[Tensor, Handle]:
+    """As :func:`scattered_seq`; to be read when the handle has been waited for. ``x`` must not be written before."""
     terms = x.unflatten(1, (comm.size, -1)).transpose(0, 1).contiguous()
     total = torch.empty_like(terms[0])
-    comm.reduce_scatter(terms.view(-1), total.view(-1), unit=unit).wait()
-    return total
+    return total, comm.reduce_scatter(terms.view(-1), total.view(-1), unit=unit)
 
 
 def summed(x: Tensor, comm: Comm, unit: str) -> Tensor:
@@ -154,9 +160,16 @@ def summed(x: Tensor, comm: Comm, unit: str) -> Tensor:
     Collective:
         All-reduce on ``tp``.
     """
-    total = x.clone(memory_format=torch.contiguous_format)
-    comm.all_reduce(total.view(-1), unit=unit).wait()
+    total, handle = start_summed(x, comm, unit)
+    handle.wait()
     return total
+
+
+def start_summed(x: Tensor, comm: Comm, unit: str) -> tuple[Tensor, Handle]:
+    """As :func:`summed`; to be read when the handle has been waited for. ``x`` must not be written before."""
+    x = x.contiguous()
+    total = torch.empty_like(x)
+    return total, comm.all_reduce(x.view(-1), unit=unit, out=total.view(-1))
 
 
 def joined(x: Tensor, sizes: Sequence[int], comm: Comm, unit: str) -> Tensor:
@@ -209,15 +222,16 @@ class _ShareCopies(torch.autograd.Function):
 
 
 class _AddUp(torch.autograd.Function):
+    # It saves nothing for backward: a recomputation stops before it.
     @staticmethod
-    def forward(ctx: Any, x: Tensor, comm: Comm, unit: str) -> Tensor:
+    def forward(ctx: Any, x: Tensor, bias: Tensor | None, comm: Comm, unit: str) -> Tensor:
         del ctx
-        return summed(x, comm, unit)
+        y = summed(x, comm, unit)
+        return y if bias is None else y.add_(bias)
 
     @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None]:  # type: ignore[override]
-        del ctx
-        return grad, None, None
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, Tensor | None, None, None]:  # type: ignore[override]
+        return grad, grad.flatten(0, -2).sum(0) if ctx.needs_input_grad[1] else None, None, None
 
 
 class _JoinLast(torch.autograd.Function):
@@ -255,13 +269,15 @@ class _GatherSeq(torch.autograd.Function):
 
 class _ScatterSeq(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, x: Tensor, comm: Comm, unit: str) -> Tensor:
+    def forward(ctx: Any, x: Tensor, bias: Tensor | None, comm: Comm, unit: str) -> Tensor:
         ctx.place = comm, unit
-        return scattered_seq(x, comm, unit)
+        y = scattered_seq(x, comm, unit)
+        return y if bias is None else y.add_(bias)
 
     @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None]:  # type: ignore[override]
-        return gathered_seq(grad, *ctx.place), None, None
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, Tensor | None, None, None]:  # type: ignore[override]
+        to_bias = summed(grad.flatten(0, -2).sum(0), *ctx.place) if ctx.needs_input_grad[1] else None
+        return gathered_seq(grad, *ctx.place), to_bias, None, None
 
 
 class _OwnSeq(torch.autograd.Function):

@@ -32,9 +32,9 @@ class ThreadComm(Comm):
         buffer.view(self.size, -1).copy_(torch.stack(self._all(own)))
         return Done()
 
-    def all_reduce(self, buffer, *, unit, divisor=1):
+    def all_reduce(self, buffer, *, unit, divisor=1, out=None):
         total = sum(self._all(buffer))
-        buffer.copy_(total if divisor == 1 else total / divisor)
+        (buffer if out is None else out).copy_(total if divisor == 1 else total / divisor)
         return Done()
 
     def broadcast(self, buffer, *, root, unit):

@@ -1,0 +1,111 @@
+"""A column-parallel linear layer that talks while it computes.
+
+In backward it starts to add up the gradient of its input over the ranks, computes those of its weight and bias
+meanwhile, and then waits.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.autograd.function import once_differentiable
+from torch.nn import functional as F
+
+from shardwise.comm.base import Comm, Handle
+from shardwise.tensor.pairs import gathered_seq, start_scattered_seq, start_summed
+
+
+@dataclass(frozen=True)
+class Way:
+    """How a column-parallel layer computes and talks.
+
+    Attributes:
+        comm: On ``tp``.
+        unit: Its path.
+        is_transposed: Its weight is (inputs, outputs).
+        divides_sequence: What is replicated otherwise is divided by positions.
+    """
+
+    comm: Comm
+    unit: str
+    is_transposed: bool
+    divides_sequence: bool = False
+
+    def forward(self, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+        """This rank's features."""
+        return _linear_transposed(x, weight, bias) if self.is_transposed else F.linear(x, weight, bias)
+
+    def to_input(self, grad: Tensor, weight: Tensor) -> Tensor:
+        """The gradient of the input, (..., inputs)."""
+        rows = grad.reshape(-1, grad.shape[-1])
+        return rows.mm(weight.t() if self.is_transposed else weight).view(*grad.shape[:-1], -1)
+
+    def to_weight(self, grad: Tensor, x: Tensor) -> Tensor:
+        """The gradient of the weight."""
+        grads, rows = grad.reshape(-1, grad.shape[-1]), x.reshape(-1, x.shape[-1])
+        return rows.t().mm(grads) if self.is_transposed else grads.t().mm(rows)
+
+
+def column_linear(x: Tensor, weight: Tensor, bias: Tensor | None, way: Way) -> Tensor:
+    """This rank's features of a replicated input.
+
+    Collective:
+        In backward an all-reduce of the input's gradient on ``tp``, where it needs one. With positions divided, an
+        all-gather of the input and in backward a reduce-scatter.
+    """
+    return _ColumnLinear.apply(*_cast(x, weight, bias), way)
+
+
+def linear_of(module: nn.Module) -> Any:
+    """``F.linear``, or the same for weights that are stored (inputs, outputs), as transformers' Conv1D does."""
+    return _linear_transposed if is_transposed(module) else F.linear
+
+
+def is_transposed(module: nn.Module) -> bool:
+    """Its weight is (inputs, outputs)."""
+    return any(kind.__name__ == "Conv1D" for kind in type(module).__mro__)
+
+
+def _linear_transposed(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+    flat = x.reshape(-1, x.shape[-1])
+    y = flat @ weight if bias is None else torch.addmm(bias, flat, weight)
+    return y.view(*x.shape[:-1], weight.shape[1])
+
+
+def _cast(*tensors: Tensor | None) -> tuple[Tensor | None, ...]:
+    """What autocast does to the arguments of a linear layer: inside of an autograd function it has no gradient."""
+    assert tensors[0] is not None
+    kind = tensors[0].device.type
+    if kind == "meta" or not torch.is_autocast_enabled(kind):
+        return tensors
+    dtype = torch.get_autocast_dtype(kind)
+    return tuple(t if t is None or t.dtype is torch.float64 else t.to(dtype) for t in tensors)
+
+
+class _ColumnLinear(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None, way: Way) -> Tensor:
+        x = gathered_seq(x, way.comm, way.unit) if way.divides_sequence else x
+        ctx.save_for_backward(x, weight)
+        ctx.way = way
+        return way.forward(x, weight, bias)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, *grads: Any) -> tuple[Tensor | None, ...]:  # pyrefly: ignore[bad-override]
+        (grad,), way, (x, weight) = grads, ctx.way, ctx.saved_tensors
+        to_x = to_weight = to_bias = None
+        handle: Handle | None = None
+        if ctx.needs_input_grad[0]:
+            start = start_scattered_seq if way.divides_sequence else start_summed
+            to_x, handle = start(way.to_input(grad, weight), way.comm, way.unit)
+        if ctx.needs_input_grad[1]:
+            to_weight = way.to_weight(grad, x)
+        if ctx.needs_input_grad[2]:
+            to_bias = grad.flatten(0, -2).sum(0)
+        if handle is not None:
+            handle.wait()
+        return to_x, to_weight, to_bias, None
