@@ -9,9 +9,10 @@ import pytest
 import torch
 
 import shardwise as sw
+from shardwise.fsdp.attach import attachment_of
 from shardwise.models.cache import KeyValueCache
 from shardwise.recipe.sampling import Draws, Sampling
-from shardwise.spec.errors import ConfigError, RankDisagreement, StateError
+from shardwise.spec.errors import ConfigError, RankDisagreement
 from shardwise.testing import run_on_ranks
 
 VOCAB, SEQ, LAYERS, NEW = 31, 24, 3, 9
@@ -38,7 +39,7 @@ def one_process(sampling, seed=0, **overrides):
     that was drawn, and of what top_k and top_p keep from what they do not.
     """
     model, rows, margins = build(**overrides).eval(), [], []
-    draws = Draws(seed, len(PROMPTS))
+    draws = Draws(seed, range(len(PROMPTS)))
     caches = [KeyValueCache(SEQ) for _ in PROMPTS]
     inputs = [torch.tensor([prompt]) for prompt in PROMPTS]
     rows = [[] for _ in PROMPTS]
@@ -76,6 +77,7 @@ def generated(plans, results):
             assert sw.generate(model, PROMPTS, max_new_tokens=NEW, **options) == expected, (name, options)
         model.train()  # generation leaves a model that trains
         tokens = torch.tensor([PROMPTS[2]])
+        tokens = tokens.expand(plan.pipeline_policy.microbatches(plan.pp) if plan.pp > 1 else 1, -1)
         sw.train_step(model, (tokens, tokens))
         trained = sw.generate(model, PROMPTS, max_new_tokens=2)
         assert [row[:2] for row in results[name][0][1]] == trained  # no optimizer step: the same weights
@@ -104,10 +106,17 @@ TENSOR_PLANS = [
     ("tp", sw.ParallelPlan(tp=2), {"tied": False}),
     ("tp-tied", sw.ParallelPlan(tp=2), {"num_experts": 2}),
 ]
+PIPELINE_PLANS = [
+    ("pp", sw.ParallelPlan(pp=2), {"tied": False}),
+    ("pp-tied-4", sw.ParallelPlan(pp=2, pipeline=sw.PipelinePolicy(num_microbatches=4)), {"num_experts": 2}),
+    ("pp-1", sw.ParallelPlan(pp=2, pipeline=sw.PipelinePolicy(num_microbatches=1)), {}),
+    ("zb-v", sw.ParallelPlan(pp=2, pipeline=sw.PipelinePolicy("zb-v")), {"num_layers": 4, "tied": False}),
+    ("interleaved", sw.ParallelPlan(pp=2, pipeline=sw.PipelinePolicy("interleaved-1f1b")), {"num_layers": 4}),
+]
 
 
 def test_tokens_of_two_ranks_are_those_of_one_process():
-    plans = ONE_PROCESS_PLANS + TENSOR_PLANS
+    plans = ONE_PROCESS_PLANS + TENSOR_PLANS + PIPELINE_PLANS
     run_on_ranks(generated, 2, plans, results_of(plans, LEAST_MARGIN), timeout_s=120)
 
 
@@ -154,9 +163,75 @@ def in_step(expected):
         sw.generate(model, PROMPTS, max_new_tokens=4)
     kinds = Counter((event.axis, event.kind) for event in events if event.axis == "tp")
     assert kinds == {("tp", "all_reduce"): 4 * (1 + 2 * LAYERS), ("tp", "all_gather"): 4}
-    model = sw.parallelize(build(), sw.ParallelPlan(pp=2))
-    with pytest.raises(StateError, match="does not run over a pipeline yet"):
-        sw.generate(model, PROMPTS, max_new_tokens=2)
+
+
+def over_stages(expected):
+    """On a rank: over a pipeline rows end early, columns come as they are chosen, and taking them may stop anywhere."""
+    ends = sorted({expected[3][1], expected[0][6]})
+    cut = [next((row[: at + 1] for at, token in enumerate(row) if token in ends), row) for row in expected]
+    assert len({len(row) for row in cut}) > 2
+    for policy in (sw.PipelinePolicy(), sw.PipelinePolicy("zb-v", num_microbatches=3)):
+        model = sw.parallelize(build(num_layers=4, tied=False), sw.ParallelPlan(pp=2, pipeline=policy))
+        assert sw.generate(model, PROMPTS, max_new_tokens=NEW, eos=ends) == cut
+        assert sw.generate(model, PROMPTS[2:3], max_new_tokens=1) == [expected[2][:1]]
+        for count in (1, 3, NEW):
+            columns = sw.generate_stream(model, PROMPTS, max_new_tokens=NEW)
+            assert [next(columns) for _ in range(count)] == [[row[at] for row in expected] for at in range(count)]
+            columns.close()  # what is under way on the stages is gone through, so that no message is left over
+        with sw.record_collectives(model) as events:
+            assert sw.generate(model, PROMPTS, max_new_tokens=3) == [row[:3] for row in expected]
+        sent = Counter((event.kind, event.unit) for event in events if event.axis == "pp" and event.kind == "send")
+        parts = policy.microbatches(2)
+        if policy.virtual_stages == 1:
+            first = {("send", "activation of stage 0"): 3 * parts}
+            assert sent == (first if torch.distributed.get_rank() == 0 else {("send", "tokens"): 3 * parts})
+        assert not [event for event in events if event.unit.startswith("shapes")]  # they were told before
+    with pytest.raises(RankDisagreement, match="ranks 0 and 1 hold parts of the same model"):
+        sw.generate(model, [[torch.distributed.get_rank()]], max_new_tokens=2)
+
+
+def test_over_a_pipeline_rows_end_early_and_taking_may_stop_anywhere():
+    expected, margin = one_process(Sampling(), num_layers=4, tied=False)
+    assert margin > LEAST_MARGIN
+    run_on_ranks(over_stages, 2, expected, timeout_s=120)
+
+
+def divided(expected, drawn):
+    """On a rank: data-parallel ranks share the rows of one batch, also fewer than there are ranks."""
+    rank = torch.distributed.get_rank()
+    ends = sorted({expected[3][1], expected[0][6]})
+    cut = [next((row[: at + 1] for at, token in enumerate(row) if token in ends), row) for row in expected]
+    plans = [
+        (sw.ParallelPlan(), 1),
+        (sw.ParallelPlan(strategy="ddp", pp=2), 2),
+        (sw.ParallelPlan(pp=2, reshard_after_forward=True), 2),
+        (sw.ParallelPlan(tp=2), 2),
+        (sw.ParallelPlan(tp=2, pp=2), 4),
+    ]
+    for plan, group in plans:
+        model = sw.parallelize(build(num_layers=4, tied=False), plan)
+        seen = []
+        hook = model.register_forward_pre_hook(lambda _m, args, seen=seen: seen.append(args[0].shape[0]))
+        assert sw.generate(model, PROMPTS, max_new_tokens=NEW, eos=ends) == cut, plan
+        rows = len(PROMPTS) * group // 4
+        assert max(seen) == max(1, rows // plan.pp), plan  # each rank computes its share only
+        hook.remove()
+        assert sw.generate(model, PROMPTS[2:], max_new_tokens=NEW) == expected[2:], plan
+        assert sw.generate(model, PROMPTS[2:3], max_new_tokens=NEW) == expected[2:3], plan
+        assert sw.generate(model, PROMPTS, max_new_tokens=NEW, **SAMPLED) == drawn, plan
+        if group < 4:  # each data-parallel rank has prompts of its own, of which another has fewer
+            place = attachment_of(model).runtime.comms.control.rank
+            own = [place] if place else [1, 2, 3]
+            got = sw.generate(model, [PROMPTS[row] for row in own], max_new_tokens=NEW, eos=ends)
+            assert got == [cut[row] for row in own], (plan, rank)
+
+
+@pytest.mark.slow
+def test_ranks_share_the_rows_of_one_batch():
+    expected, margin = one_process(Sampling(), num_layers=4, tied=False)
+    drawn, drawn_margin = one_process(Sampling(1.5, 20, 0.95), 4, num_layers=4, tied=False)
+    assert min(margin, drawn_margin) > LEAST_MARGIN
+    run_on_ranks(divided, 4, expected, drawn, timeout_s=200)
 
 
 def test_ranks_with_prompts_of_their_own_go_in_step_and_disagreements_are_told():
@@ -193,9 +268,9 @@ def own_generate(model, prompt):
 
 def generated_by_families(expected):
     for name, rows in expected.items():
-        for plan in (sw.ParallelPlan(), sw.ParallelPlan(tp=2)):
+        for plan in (sw.ParallelPlan(), sw.ParallelPlan(tp=2), sw.ParallelPlan(pp=2)):
             model = sw.parallelize(build_family(name), plan)
-            assert sw.generate(model, PROMPTS, max_new_tokens=NEW) == rows, (name, plan.tp)
+            assert sw.generate(model, PROMPTS, max_new_tokens=NEW) == rows, (name, plan.tp, plan.pp)
 
 
 @pytest.mark.preload("transformers.models.llama.modeling_llama", "transformers.models.gpt2.modeling_gpt2")

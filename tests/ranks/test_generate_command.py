@@ -51,9 +51,9 @@ def test_one_process_and_two_say_the_same_of_a_run_its_checkpoint_and_a_hugging_
     ]
     alone = run_on_ranks(say, 1, str(tmp_path), calls, timeout_s=120)[0]
     assert [code for code, _ in alone] == [0] * len(calls), alone
-    tensor = [[*call, "--set=parallel.tp=2"] for call in calls]
-    ranks = run_on_ranks(say, 2, str(tmp_path), calls + tensor, timeout_s=120)
-    assert ranks[0] == alone * 2
+    divided = [[*call, f"--set=parallel.{axis}=2"] for axis in ("tp", "pp") for call in calls]
+    ranks = run_on_ranks(say, 2, str(tmp_path), calls + divided, timeout_s=120)
+    assert ranks[0] == alone * 3
     assert all(text == "" for _, text in ranks[1])  # the first rank speaks
     greedy, drawn, earlier, streamed, llama = (text for _, text in alone)
     assert greedy.startswith("def main(")
@@ -75,7 +75,6 @@ def test_one_process_and_two_say_the_same_of_a_run_its_checkpoint_and_a_hugging_
         ([str(tmp_path / run), *PROMPTS, "--stream"], 78, "several prompts"),
         ([str(tmp_path / run), PROMPTS[0], "--top-k=3"], 78, "no meaning at temperature=0"),
         ([str(tmp_path / run), PROMPTS[0], "--set=optimizer.lr=1"], 78, "Set fields of parallel only"),
-        ([str(tmp_path / run), PROMPTS[0], "--set=parallel.pp=2"], 78, "does not run over a pipeline yet"),
         ([str(tmp_path / run), PROMPTS[0], "--set=parallel.tp=2", "--nproc=3"], 78, "3"),
         ([str(tmp_path / "llama"), PROMPTS[0]], 78, "has no tokenizer that can be loaded"),
     ]:

@@ -23,8 +23,9 @@ if TYPE_CHECKING:
 _HELP = """Continue text with the model of a run, of a checkpoint, or of a Hugging Face folder.
 
 Takes the likeliest tokens, or draws with --temperature. With --nproc the parameters are divided over the processes
-(zero3), with --set parallel.tp=2 the computation too; the tokens are the same. The prompt is printed before its
-continuation.
+(zero3), with --set parallel.tp=2 the computation of each token too (the lowest latency), with --set parallel.pp=2 the
+layers, and prompts are in flight between them (the highest throughput); the tokens are the same. The prompt is printed
+before its continuation.
 
 Examples:
 
@@ -80,7 +81,8 @@ def generate(  # noqa: PLR0917  typer calls it by name
 ) -> None:
     """Generate."""
     from shardwise.comm.launch import read_world
-    from shardwise.train.trained import find_trained, resolve_trained
+    from shardwise.train.check import resolve
+    from shardwise.train.trained import find_trained
 
     sampling = {"temperature": temperature, "top_k": top_k, "top_p": top_p, "seed": seed}
     asked = _Asked(
@@ -102,7 +104,7 @@ def generate(  # noqa: PLR0917  typer calls it by name
     draft = trained.draft(asked.overrides)
     section: Any = draft.sections.get("parallel")
     count = num_processes(nproc if nproc is not None else max(1, section.tp * section.pp) if section else 1)
-    resolved = resolve_trained(draft, count)
+    resolved = resolve(draft, count, checks_data=False)
     rows, _ = _rows(asked, trained)
     _check(asked, rows, vocab_size=resolved.vocab_size, positions=trained.positions(resolved))
     if count == 1:
@@ -162,9 +164,9 @@ def _generate(asked: _Asked, trained: Trained, world: World) -> None:
 
     import shardwise as sw
     from shardwise.comm.launch import init_process_group, shutdown
-    from shardwise.train.trained import resolve_trained
+    from shardwise.train.check import resolve
 
-    resolved = resolve_trained(trained.draft(asked.overrides), world.size, world.ranks_per_machine)
+    resolved = resolve(trained.draft(asked.overrides), world.size, world.ranks_per_machine, checks_data=False)
     rows, tokenizer = _rows(asked, trained)
     device = torch.device("cuda", world.local_rank) if torch.cuda.is_available() else torch.device("cpu")
     if device.type == "cuda":

@@ -123,6 +123,28 @@ class Interpreter:
         buffer = torch.empty(like.shape, dtype=like.dtype, device=self.stages.device)
         return self._comm.receive(buffer.view(-1), source=source, unit=unit), buffer
 
+    def send_header(self, stage: int, made: Sequence[Crossing], to: int) -> tuple[Handle, Tensor]:
+        """Tell the rank of the next stage what ``stage`` will send it."""
+        rows = []
+        for crossing in made:
+            if len(crossing.shape) > _MAX_DIMS:
+                raise StateError(f"pipeline stage {stage} gives a tensor of {len(crossing.shape)} dimensions.")
+            shape = [*crossing.shape, *[0] * (_MAX_DIMS - len(crossing.shape))]
+            code = _DTYPES.index(dtype_name(crossing.dtype))
+            rows.append([code, int(crossing.requires_grad), len(crossing.shape), *shape])
+        header = torch.tensor(rows, dtype=torch.int64, device=self.stages.device)
+        return self.send(header, to, f"shapes of stage {stage}")
+
+    def receive_header(self, boundary: int, count: int, source: int) -> tuple[Crossing, ...]:
+        """Be told what stage ``boundary`` will send: of ``count`` tensors shape and dtype."""
+        like = Crossing((count, 3 + _MAX_DIMS), torch.int64, requires_grad=False)
+        handle, header = self.receive(like, source, f"shapes of stage {boundary}")
+        handle.wait()
+        return tuple(
+            Crossing(tuple(shape[:num_dims]), torch_dtype(_DTYPES[code]), bool(needs_grad))
+            for code, needs_grad, num_dims, *shape in header.tolist()
+        )
+
 
 class _Step:
     """One run of a schedule."""
@@ -167,7 +189,8 @@ class _Step:
         if self._its.stages.device.type == "meta":  # a dry run: nobody is there to tell
             self._its.learn(self._key, boundary, self._traced(boundary))
         elif self._its.crossings(self._key, boundary) is None:
-            self._its.learn(self._key, boundary, self._receive_header(boundary, peer))
+            count = len(self._flow.crossing[boundary])
+            self._its.learn(self._key, boundary, self._its.receive_header(boundary, count, peer))
         crossings = self._its.crossings(self._key, boundary)
         self._received[action.stage, action.microbatch] = [
             self._its.receive(crossing, peer, f"activation of stage {boundary}") for crossing in crossings or ()
@@ -218,7 +241,7 @@ class _Step:
         if known is None:
             self._its.learn(self._key, stage, made)
             if self._schedule.ranks[stage + 1] != self._schedule.ranks[stage]:
-                self._sends.append([self._send_header(stage, made)])
+                self._sends.append([self._its.send_header(stage, made, self._schedule.ranks[stage + 1])])
         elif made != known:
             raise StateError(
                 f"pipeline stage {stage} gave {_shown(made)} where it had given {_shown(known)} for a batch of the same"
@@ -291,34 +314,11 @@ class _Step:
             for handle, _ in self._sends.popleft():
                 handle.wait()
 
-    # -- headers
-
-    def _send_header(self, stage: int, made: Sequence[Crossing]) -> tuple[Handle, Tensor]:
-        rows = []
-        for crossing in made:
-            if len(crossing.shape) > _MAX_DIMS:
-                raise StateError(f"pipeline stage {stage} gives a tensor of {len(crossing.shape)} dimensions.")
-            shape = [*crossing.shape, *[0] * (_MAX_DIMS - len(crossing.shape))]
-            code = _DTYPES.index(dtype_name(crossing.dtype))
-            rows.append([code, int(crossing.requires_grad), len(crossing.shape), *shape])
-        header = torch.tensor(rows, dtype=torch.int64, device=self._its.stages.device)
-        return self._its.send(header, self._schedule.ranks[stage + 1], f"shapes of stage {stage}")
-
     def _traced(self, boundary: int) -> tuple[Crossing, ...]:
         """What crosses, as the trace has it; there gradients are taken to be needed of all that can have one."""
         leaves = [self._flow.leaf(source) for source in self._flow.crossing[boundary]]
         found = [(leaf.shape, leaf.dtype) for leaf in leaves if leaf.dtype is not None]
         return tuple(Crossing(shape, dtype, dtype.is_floating_point) for shape, dtype in found)
-
-    def _receive_header(self, boundary: int, peer: int) -> tuple[Crossing, ...]:
-        count = len(self._flow.crossing[boundary])
-        like = Crossing((count, 3 + _MAX_DIMS), torch.int64, requires_grad=False)
-        handle, header = self._its.receive(like, peer, f"shapes of stage {boundary}")
-        handle.wait()
-        return tuple(
-            Crossing(tuple(shape[:num_dims]), torch_dtype(_DTYPES[code]), bool(needs_grad))
-            for code, needs_grad, num_dims, *shape in header.tolist()
-        )
 
 
 def _shown(crossings: Sequence[Crossing]) -> str:

@@ -1,29 +1,30 @@
 """Generating tokens: a prompt goes through the model once, then each new token by itself, with a cache.
 
-Every rank runs the same loop. Ranks that hold parts of one computation (``tp``) choose the same token from the same
-logits; data-parallel ranks may have prompts of their own, as many as they like, and go in step.
+Every rank runs the same loop. Ranks that hold parts of one model (``tp``, ``pp``) have the same rows; data-parallel
+ranks divide the rows between them, or have prompts of their own, as many as they like, and go in step.
 """
 
 from __future__ import annotations
 
 import hashlib
-import inspect
 import json
-import sys
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import AbstractContextManager, nullcontext
-from typing import Any
+from collections.abc import Collection, Iterator, Sequence
+from contextlib import nullcontext
 
 import torch
 from torch import Tensor, nn
 
-from shardwise.comm.axes import Comms
-from shardwise.comm.control import agree, all_gather_json, fail_together
+from shardwise.comm.control import all_gather_json, fail_together
 from shardwise.fsdp.attach import attachment_of, runtime_of
-from shardwise.models.cache import KeyValueCache
-from shardwise.models.transformer import GPT
-from shardwise.recipe.sampling import Draws, Sampling
+from shardwise.fsdp.constant import constant_parameters
+from shardwise.fsdp.runtime import Runtime
+from shardwise.recipe.decoder import decoder_of
+from shardwise.recipe.in_flight import How, Part, Runner, Staged, Whole
+from shardwise.recipe.pipelined import pipelined_of
+from shardwise.recipe.sampling import Sampling
+from shardwise.recipe.shares import Shares
 from shardwise.spec.errors import ConfigError, RankDisagreement, ShardwiseError, StateError
+from shardwise.spec.schedule.decode import Turn, turns
 
 Prompts = Tensor | Sequence[Sequence[int]]
 
@@ -41,9 +42,10 @@ def generate(
 ) -> list[list[int]]:
     """Continue prompts token by token.
 
-    A parallelized model generates under its plan. All ranks must call, with the same ``max_new_tokens``; the ranks of
-    one ``tp`` group with the same arguments. Data-parallel ranks may pass the same prompts, and get the same tokens, or
-    each its own.
+    A parallelized model generates under its plan. All ranks must call, with the same ``max_new_tokens``; ranks that
+    hold parts of one model (``tp``, ``pp``) with the same arguments. Data-parallel ranks may pass the same prompts, of
+    which each then generates some, and all get all tokens; or each its own. Over a pipeline the rows go through the
+    stages in as many parts as the plan has microbatches, so that all stages work at a time.
 
     Args:
         model: Our GPT, or a causal language model of transformers; plain or parallelized. Dropout is off meanwhile.
@@ -60,8 +62,10 @@ def generate(
         For each row its new tokens, ``eos`` included where the row ended so.
 
     Collective:
-        Those of one forward for each new token, an all-gather of small JSON at the beginning, and with ``eos`` an
-        all-gather of eight bytes per token.
+        Those of one forward for each new token, and an all-gather of small JSON at the beginning. Data-parallel ranks
+        all-gather eight bytes for each new token of a row where they share the rows, and eight bytes for each token
+        where they have rows of their own and ``eos``. Over a pipeline messages go from stage to stage, and the tokens
+        from the last stage to every rank.
 
     Raises:
         ConfigError: Prompts or options make no sense, or do not fit the model.
@@ -108,17 +112,17 @@ def generate_stream(
     Raises:
         ConfigError, StateError, RankDisagreement: As :func:`generate`, before the first token.
     """
-    comms = _comms_of(model)
+    runtime = _runtime_of(model)
     problem: ShardwiseError | None = None
     job: _Job | None = None
     try:
-        job = _Job(model, prompts, max_new_tokens, Sampling(temperature, top_k, top_p), seed, eos, comms)
+        job = _Job(model, prompts, max_new_tokens, Sampling(temperature, top_k, top_p), seed, eos, runtime)
     except ShardwiseError as error:
         problem = error
-    if comms is None and problem is not None:
+    if runtime is None and problem is not None:
         raise problem
-    if comms is not None:
-        fail_together(comms.world, problem)
+    if runtime is not None:
+        fail_together(runtime.comms.world, problem)
     assert job is not None
     job.meet()
     return job.run()
@@ -140,37 +144,33 @@ class _Job:
         sampling: Sampling,
         seed: int | None,
         eos: int | Sequence[int] | None,
-        comms: Comms | None,
+        runtime: Runtime | None,
     ) -> None:
-        self._model, self._sampling, self._comms = model, sampling, comms
-        self._decoder, vocab_size, positions = _decoder_of(model)
+        self._model, self._runtime = model, runtime
+        make_decoder, vocab_size, positions = decoder_of(model)
         self._rows = rows_of(prompts)
         self._ends = frozenset(() if eos is None else [eos] if isinstance(eos, int) else eos)
         check_fit(self._rows, max_new_tokens, vocab_size=vocab_size, positions=positions)
         check_ids(sorted(self._ends), vocab_size, "eos")
-        self._max_new_tokens = max_new_tokens
-        self._seed = int(torch.randint(1 << 62, ())) if seed is None and sampling.temperature else seed or 0
         self._is_own_seed = seed is None
+        seed = int(torch.randint(1 << 62, ())) if seed is None and sampling.temperature else seed or 0
+        self._how = How(make_decoder, sampling, seed, max_new_tokens)
+        self._told = [{"digest": "", "num_rows": len(self._rows)}]  # by data-parallel rank
 
     def meet(self) -> None:
-        """Compare with the other ranks what must be the same, before any of them computes.
+        """Compare with the other ranks what must be the same, and share out the rows, before any of them computes.
 
         Raises:
-            RankDisagreement: It is not; on every rank.
+            RankDisagreement: Something is not the same; on every rank.
         """
-        if self._comms is None or self._comms.world.size == 1:
+        if self._runtime is None or self._runtime.comms.world.size == 1:
             return
-        said = [self._rows, repr(self._sampling), sorted(self._ends), None if self._is_own_seed else self._seed]
+        comms, steps = self._runtime.comms, [self._how.max_new_tokens, bool(self._ends)]
+        said = [self._rows, repr(self._how.sampling), sorted(self._ends), None if self._is_own_seed else self._how.seed]
         digest = hashlib.sha256(json.dumps(said).encode()).hexdigest()
-        told = all_gather_json(
-            self._comms.world,
-            {
-                "reader": self._comms.control.rank,
-                "digest": digest,
-                "steps": [self._max_new_tokens, bool(self._ends)],
-                "seed": self._seed,
-            },
-        )
+        mine = {"reader": comms.control.rank, "digest": digest, "steps": steps, "seed": self._how.seed}
+        told = all_gather_json(comms.world, mine | {"num_rows": len(self._rows)})
+        firsts: dict[int, int] = {}
         for rank, other in enumerate(told):
             if other["steps"] != told[0]["steps"]:
                 raise RankDisagreement(
@@ -178,57 +178,114 @@ class _Job:
                     f" {'an' if told[0]['steps'][1] else 'no'} eos, rank {rank} {other['steps'][0]} and"
                     f" {'an' if other['steps'][1] else 'no'} eos.\n  Pass the same on every rank."
                 )
-            first = next(rank for rank, each in enumerate(told) if each["reader"] == other["reader"])
+            first = firsts.setdefault(other["reader"], rank)
             if other["digest"] != told[first]["digest"]:
                 raise RankDisagreement(
                     f"sw.generate: ranks {first} and {rank} hold parts of the same model, but were called with"
-                    " different prompts or options.\n  Pass the same on all ranks of a tp group."
+                    " different prompts or options.\n  Pass the same on all ranks of a tp and pp group."
                 )
         if self._is_own_seed:
-            self._seed = told[0]["seed"]
+            self._how = self._how._replace(seed=told[0]["seed"])
+        self._told = [told[firsts[reader]] for reader in sorted(firsts)]
 
     def run(self) -> Iterator[list[int | None]]:
         """The loop."""
-        model, device = self._model, self._device()
-        longest = max(map(len, self._rows))
-        padding = [longest - len(row) for row in self._rows]
-        new_BT = torch.tensor([[0] * pad + row for pad, row in zip(padding, self._rows, strict=True)], device=device)
-        logits_of = self._decoder(model, longest + self._max_new_tokens - 1, padding)
-        draws = Draws(self._seed, len(self._rows))
-        is_live = [True] * len(self._rows)
-        trained = [module for module in model.modules() if module.training]
-        model.eval()
+        trained = [module for module in self._model.modules() if module.training]
+        self._model.eval()
         try:
-            for step in range(self._max_new_tokens):
-                if step and self._ends and self._have_all_ended(is_live):
-                    return
-                with torch.no_grad(), _uncompiled():
-                    logits_BV = logits_of(new_BT)
-                new_BT = self._sampling.choose(logits_BV, draws.next())[:, None]
-                tokens = new_BT[:, 0].tolist()
-                yield [token if live else None for token, live in zip(tokens, is_live, strict=True)]
-                is_live = [live and token not in self._ends for token, live in zip(tokens, is_live, strict=True)]
+            with nullcontext() if self._runtime is None else constant_parameters(self._runtime, "sw.generate"):
+                yield from _Columns(*self._prepared(), self._ends).run(self._how.max_new_tokens)
         finally:
             for module in trained:
                 module.training = True
 
-    def _have_all_ended(self, is_live: Sequence[bool]) -> bool:
-        """On all ranks: one that has ended goes on with those that have not."""
-        if self._comms is None:
-            return not any(is_live)
-        return not any(agree(self._comms.world, int(any(is_live))))
+    def _prepared(self) -> tuple[Shares, list[Part], Runner]:
+        """The rows, shared out and put into parts, and what computes them."""
+        pipelined, runtime = pipelined_of(self._model), self._runtime
+        comm = None if runtime is None or runtime.comms.control.size == 1 else runtime.comms.control
+        device = next(self._model.parameters()).device if runtime is None else runtime.comms.world.device
+        shares = Shares(
+            [told["num_rows"] for told in self._told],
+            comm,
+            is_divided=len({told["digest"] for told in self._told}) == 1 and len(self._rows) > 1,
+            max_parts=1 if pipelined is None else pipelined.num_microbatches,
+        )
+        parts = []
+        for index in range(shares.num_parts):
+            rows = shares.own(index)
+            parts.append(Part(index, rows, [self._rows[row] for row in rows], self._how, device))
+        if pipelined is None:
+            return shares, parts, Whole(self._model, parts)
+        return shares, parts, Staged(self._model, parts, *pipelined.around())
 
-    def _device(self) -> torch.device:
-        if self._comms is not None:
-            return self._comms.world.device
-        return next(self._model.parameters()).device
 
+class _Columns:
+    """New tokens of all rows, column by column, while the parts go through the stages of this rank.
 
-def _uncompiled() -> AbstractContextManager[object]:
-    """Compiled units run as they were written: shapes change with every token, and each would be compiled anew."""
-    if "torch._dynamo" not in sys.modules:  # nothing is compiled, and to load it takes seconds
-        return nullcontext()
-    return torch.compiler.set_stance("force_eager")
+    Each rank does what the others do, with its rows and stages.
+    """
+
+    def __init__(self, shares: Shares, parts: Sequence[Part], runner: Runner, ends: Collection[int]) -> None:
+        self._shares, self._parts, self._runner, self._ends = shares, parts, runner, ends
+        self._is_live = [True] * shares.num_rows
+        self._column: list[int | None] = [None] * shares.num_rows
+
+    def run(self, num_steps: int) -> Iterator[list[int | None]]:
+        """The columns."""
+        parts, runner, step = self._parts, self._runner, 0
+        order = turns(runner.stages, runner.num_stages, len(parts), num_steps)
+        try:
+            for step, index, stage in order:
+                if step and stage == runner.stages[0]:
+                    self._take(parts[index])
+                    if index == len(parts) - 1:
+                        yield self._whole_column()
+                        if all(part.is_over for part in parts):
+                            runner.finish()
+                            return
+                self._compute(index, stage)
+        except GeneratorExit:  # on every rank alike
+            self._abandon(order, step)
+            raise
+        for part in parts:
+            self._take(part, is_last=True)
+        runner.finish()
+        yield self._whole_column()
+
+    def _abandon(self, order: Iterator[Turn], step: int) -> None:
+        """Nobody takes more tokens, but all parts except the last are under way in ``step``: go through with them."""
+        for each, index, stage in order:
+            if each == step and index < len(self._parts) - 1:
+                self._compute(index, stage)
+        for part in self._parts[:-1]:
+            if not part.is_over:
+                self._runner.take(part)
+        self._runner.finish()
+
+    def _compute(self, index: int, stage: int) -> None:
+        part, runner = self._parts[index], self._runner
+        if part.is_over:
+            return
+        if stage == runner.num_stages:
+            runner.expect(part)
+        else:
+            runner.compute(part, stage)
+
+    def _take(self, part: Part, *, is_last: bool = False) -> None:
+        """Put the newest tokens of a part into the column, and see whether it goes on."""
+        if part.is_over:
+            return
+        tokens = self._runner.take(part)[: part.num_rows]
+        for row, token in self._shares.exchange(part.index, tokens).items():
+            if self._is_live[row]:
+                self._column[row] = token
+                self._is_live[row] = token not in self._ends
+        part.is_over = bool(self._ends) and not is_last and self._shares.is_over(part.index, self._is_live)
+
+    def _whole_column(self) -> list[int | None]:
+        column = self._column
+        self._column = [None for _ in column]
+        return column
 
 
 def rows_of(prompts: Prompts) -> list[list[int]]:
@@ -302,91 +359,20 @@ def check_ids(ids: Sequence[int], vocab_size: int, where: str) -> None:
             )
 
 
-class _OwnDecoder:
-    """Our GPT: from new tokens (B, T) to the logits after the last of them, (B, V).
-
-    Args:
-        model: The model.
-        capacity: Columns at most.
-        padding: Columns of padding before each row.
-    """
-
-    def __init__(self, model: nn.Module, capacity: int, padding: Sequence[int]) -> None:
-        self._model = model
-        self._cache = KeyValueCache(capacity, padding)
-
-    def __call__(self, new_BT: Tensor) -> Tensor:
-        return self._model(new_BT, cache=self._cache)[:, -1]
-
-
-class _TransformersDecoder:
-    """A causal language model of transformers, with the cache that it makes itself. As :class:`_OwnDecoder`."""
-
-    def __init__(self, model: nn.Module, capacity: int, padding: Sequence[int]) -> None:
-        del capacity
-        self._model = model
-        self._padding = tuple(padding)
-        self._past: Any = None
-        self._length = 0
-        self._options: dict[str, Any] = {"use_cache": True, "return_dict": True}
-        self._names = inspect.signature(type(model).forward).parameters
-        if "logits_to_keep" in self._names:
-            self._options["logits_to_keep"] = 1
-
-    def __call__(self, new_BT: Tensor) -> Tensor:
-        T, device = new_BT.shape[1], new_BT.device
-        self._length += T
-        padding_B1 = torch.tensor(self._padding, device=device)[:, None]
-        mask_BK = (torch.arange(self._length, device=device) >= padding_B1).long()
-        options = {"attention_mask": mask_BK, "past_key_values": self._past, **self._options}
-        if "position_ids" in self._names:
-            options["position_ids"] = (mask_BK.cumsum(dim=-1) - 1).clamp_(min=0)[:, -T:]
-        output = self._model(input_ids=new_BT, **options)
-        self._past = output.past_key_values
-        return output.logits[:, -1]
-
-
-_Decoder = Callable[[nn.Module, int, Sequence[int]], Callable[[Tensor], Tensor]]
-
-
-def _decoder_of(model: nn.Module) -> tuple[_Decoder, int, int | None]:
-    """What goes on from token to token; the vocabulary, and the positions where they are known.
-
-    Raises:
-        StateError: It does not generate here.
-    """
-    if isinstance(model, GPT):
-        return _OwnDecoder, model.config.vocab_size, model.config.seq_len
-    config: Any = getattr(model, "config", None)
-    known = inspect.signature(type(model).forward).parameters
-    if callable(getattr(model, "generate", None)) and config is not None:
-        if getattr(config, "is_encoder_decoder", False) or not {"input_ids", "past_key_values"} <= set(known):
-            raise StateError(
-                f"sw.generate takes decoders with a cache of keys and values, not a {type(model).__name__}.\n"
-                "  Call model.generate(...), which works on the parallelized model too."
-            )
-        positions = getattr(config, "max_position_embeddings", None)
-        return _TransformersDecoder, config.vocab_size, positions if positions and positions > 0 else None
-    raise StateError(
-        f"sw.generate takes our GPT or a causal language model of transformers, not a {type(model).__name__}.\n"
-        "  Build one with sw.models.gpt()."
-    )
-
-
-def _comms_of(model: nn.Module) -> Comms | None:
+def _runtime_of(model: nn.Module) -> Runtime | None:
     """Of a parallelized model; ``None`` for a plain one.
 
     Raises:
-        StateError, PlanError: Under its plan it cannot generate.
+        StateError: Under its plan it cannot generate.
     """
     if attachment_of(model) is None:
         return None
     runtime = runtime_of(model, "sw.generate", on_shards=False)
     if runtime.row.is_threaded:
         raise StateError("sw.generate: replicas in one process have no cache each.\n  Use strategy='ddp'.")
-    if runtime.comms.pp is not None:
+    if runtime.comms.cp is not None:
         raise StateError(
-            f"sw.generate does not run over a pipeline yet (pp={runtime.comms.pp.size}).\n"
-            "  Load the checkpoint under tp or zero3, with pp=1: checkpoints load under any plan."
+            f"sw.generate: cp={runtime.comms.cp.size} divides each sequence, and a new token is one position.\n"
+            "  Load the checkpoint under a plan without cp: checkpoints load under any plan."
         )
-    return runtime.comms
+    return runtime

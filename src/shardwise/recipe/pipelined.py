@@ -10,6 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from shardwise.comm.axes import Comms
+from shardwise.comm.base import Comm
 from shardwise.comm.dtype import dtype_name, torch_dtype
 from shardwise.fsdp import attach
 from shardwise.fsdp.copies import sum_over_copies
@@ -106,9 +107,19 @@ class Pipelined(attach.Uncopyable):
         self._interpreter = Interpreter(stages, self._comm, Deferral(model.modules() if self._usual.is_split else ()))
         model.__dict__[_KEY] = self
 
+    def around(self) -> tuple[Interpreter, Comm, tuple[int, ...]]:
+        """What runs the stages, the Comm along ``pp``, and the rank of each stage."""
+        assert self._interpreter is not None
+        return self._interpreter, self._comm, self._usual.ranks
+
+    @property
+    def num_microbatches(self) -> int:
+        """Of a step, unless the caller says otherwise."""
+        return self._policy.microbatches(self._comm.size)
+
     def step(self, model: nn.Module, batch: Any, loss_fn: LossFn | None, count: int | None) -> Tensor:
         """``sw.train_step``, and where grad is off ``sw.eval_step``."""
-        count = self._policy.microbatches(self._comm.size) if count is None else count
+        count = self.num_microbatches if count is None else count
         loss = functools.partial(forward_loss, loss_fn=loss_fn)
         losses = self.losses(model, split_batch(batch, count), call_model, loss)
         return self._mean_loss(attach.runtime_of(model, "sw.train_step"), losses)

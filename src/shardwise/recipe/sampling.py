@@ -7,6 +7,7 @@ float64: the same on every rank, under every layout, and whatever other rows are
 from __future__ import annotations
 
 import math
+from collections.abc import Iterable
 from dataclasses import dataclass
 
 import numpy as np
@@ -69,15 +70,16 @@ class Sampling:
             sorted_BV = sorted_BV.masked_fill(before_BV >= self.top_p, 0)
         return torch.zeros_like(p_BV).scatter_(-1, ids_BV, sorted_BV)
 
-    def choose(self, logits_BV: Tensor, draws_B: Tensor) -> Tensor:
+    def choose(self, logits_BV: Tensor, draws_B: Tensor | None = None) -> Tensor:
         """The next token of each row, (B,).
 
         Args:
             logits_BV: Of the row's last position.
-            draws_B: For each row a number in [0, 1), float64.
+            draws_B: For each row a number in [0, 1), float64; not needed where it is greedy.
         """
         if self.temperature == 0:
             return logits_BV.argmax(dim=-1)
+        assert draws_B is not None
         edges_BV = self.probabilities(logits_BV).cumsum(dim=-1)
         total_B = edges_BV[:, -1]
         below_B = torch.nextafter(total_B, torch.zeros_like(total_B))  # the product may be rounded up to the total
@@ -90,11 +92,11 @@ class Draws:
 
     Args:
         seed: Of all rows.
-        num_rows: How many.
+        rows: Their numbers.
     """
 
-    def __init__(self, seed: int, num_rows: int) -> None:
-        keys = (np.array([seed % (1 << 64), row], np.uint64) for row in range(num_rows))
+    def __init__(self, seed: int, rows: Iterable[int]) -> None:
+        keys = (np.array([seed % (1 << 64), row], np.uint64) for row in rows)
         self._rows = [np.random.Generator(np.random.Philox(key=key)) for key in keys]
 
     def next(self) -> Tensor:

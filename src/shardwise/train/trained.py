@@ -8,8 +8,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol
 
-from shardwise.spec.errors import CheckpointError, ConfigError, PlanError
-from shardwise.train.check import Resolved, resolve
+from shardwise.spec.errors import CheckpointError, ConfigError
+from shardwise.train.check import Resolved
 from shardwise.train.config import Draft, read_draft
 from shardwise.train.data import BYTE_VOCAB, find_source
 from shardwise.train.resume import find_checkpoint, saved_config
@@ -146,21 +146,6 @@ def find_trained(path: Path) -> Trained:
         f"{printable(path)} is no run, checkpoint or Hugging Face folder: {what}.\n"
         "  Name a run's folder (runs/demo), a step-* folder in its checkpoints, or a folder with config.json."
     )
-
-
-def resolve_trained(draft: Draft, world_size: int, local_size: int | None = None) -> Resolved:
-    """As ``resolve``, for generating.
-
-    Raises:
-        ConfigError, PlanError: The plan does not fit, or a model cannot generate under it.
-    """
-    resolved = resolve(draft, world_size, local_size, checks_data=False)
-    if resolved.plan.pp > 1:
-        raise PlanError(
-            f"pp={resolved.plan.pp}: generation does not run over a pipeline yet.\n"
-            "  Set parallel.tp instead, or leave both out: parameters are then divided over the ranks (zero3)."
-        )
-    return resolved
 
 
 class Bytes:

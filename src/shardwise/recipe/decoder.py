@@ -1,0 +1,160 @@
+"""From new tokens to the logits of the next one, with what was computed of earlier tokens: by kind of model.
+
+Rows of unequal length are padded on the left.
+"""
+
+from __future__ import annotations
+
+import functools
+import inspect
+from collections.abc import Callable, Collection, Sequence
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor, nn
+
+from shardwise.models.cache import KeyValueCache
+from shardwise.models.transformer import GPT
+from shardwise.spec.errors import StateError
+
+
+class Decoder(Protocol):
+    """One model's, or one pipeline stage's, for some rows."""
+
+    def call(self, model: nn.Module, new_BT: Tensor) -> Any:
+        """The model's output for new tokens of every row."""
+        ...
+
+    def logits(self, output: Any) -> Tensor:
+        """Those after the last token, (B, V)."""
+        ...
+
+
+#: Makes a decoder: ``make(capacity, padding, layers)`` for so many columns at most, with so many columns of padding
+#: before each row, and for these of the model's layers (``None``: all of them).
+MakeDecoder = Callable[[int, Sequence[int], Collection[int] | None], Decoder]
+
+
+def decoder_of(model: nn.Module) -> tuple[MakeDecoder, int, int | None]:
+    """What goes on from token to token; the vocabulary, and the positions where they are known.
+
+    Raises:
+        StateError: It does not generate here.
+    """
+    if isinstance(model, GPT):
+        return _Own, model.config.vocab_size, model.config.seq_len
+    config: Any = getattr(model, "config", None)
+    known = inspect.signature(type(model).forward).parameters
+    if callable(getattr(model, "generate", None)) and config is not None:
+        if getattr(config, "is_encoder_decoder", False) or not {"input_ids", "past_key_values"} <= set(known):
+            raise StateError(
+                f"sw.generate takes decoders with a cache of keys and values, not a {type(model).__name__}.\n"
+                "  Call model.generate(...), which works on the parallelized model too (but not over a pipeline)."
+            )
+        positions = getattr(config, "max_position_embeddings", None)
+        make = functools.partial(_OfTransformers, config, frozenset(known))
+        return make, config.vocab_size, positions if positions and positions > 0 else None
+    raise StateError(
+        f"sw.generate takes our GPT or a causal language model of transformers, not a {type(model).__name__}.\n"
+        "  Build one with sw.models.gpt()."
+    )
+
+
+class _Own:
+    """Our GPT."""
+
+    def __init__(self, capacity: int, padding: Sequence[int], _layers: Collection[int] | None) -> None:
+        self._cache = KeyValueCache(capacity, padding)  # layers of other stages fill nothing
+
+    def call(self, model: nn.Module, new_BT: Tensor) -> Any:
+        return model(new_BT, cache=self._cache)
+
+    def logits(self, output: Any) -> Tensor:
+        return output[:, -1]
+
+
+class _OfTransformers:
+    """A causal language model of transformers, whose cache gets room for all tokens at once."""
+
+    def __init__(
+        self,
+        config: Any,
+        known: Collection[str],
+        capacity: int,
+        padding: Sequence[int],
+        layers: Collection[int] | None,
+    ) -> None:
+        self._cache = _cache(config, capacity, layers)
+        self._capacity = capacity
+        self._padding_B1 = torch.tensor(padding)[:, None] if any(padding) else None
+        self._mask_BK: Tensor | None = None
+        self._length = 0
+        self._options: dict[str, Any] = {"past_key_values": self._cache, "use_cache": True, "return_dict": True}
+        self._takes_positions = "position_ids" in known
+        if "logits_to_keep" in known:
+            self._options["logits_to_keep"] = 1
+
+    def call(self, model: nn.Module, new_BT: Tensor) -> Any:
+        T, device = new_BT.shape[1], new_BT.device
+        self._length += T
+        columns_T = torch.arange(self._length - T, self._length, device=device)
+        positions, mask = columns_T[None], None
+        if self._padding_B1 is not None:
+            if self._mask_BK is None:
+                self._padding_B1 = self._padding_B1.to(device)
+                self._mask_BK = (torch.arange(self._capacity, device=device) >= self._padding_B1).long()
+            mask = self._mask_BK[:, : self._length]
+            positions = (columns_T - self._padding_B1).clamp_(min=0)
+        options = dict(self._options, input_ids=new_BT, attention_mask=mask)
+        if self._takes_positions:
+            options["position_ids"] = positions
+        return model(**options)
+
+    def logits(self, output: Any) -> Tensor:
+        return output.logits[:, -1]
+
+
+def _cache(config: Any, capacity: int, layers: Collection[int] | None) -> Any:
+    """A cache of transformers that holds ``layers``.
+
+    The model asks some layer, often the first, how many tokens there are. One that is not held answers as one of its
+    kind that is.
+    """
+    from transformers.cache_utils import DynamicCache, DynamicLayer  # pyrefly: ignore[missing-import]
+
+    cache: Any = DynamicCache(config=config.get_text_config(decoder=True))
+    held = range(len(cache.layers)) if layers is None else sorted(layers)
+    for index in held:
+        if type(cache.layers[index]) is DynamicLayer:
+            cache.layers[index] = _roomy_layer()(capacity)
+    by_type = {type(cache.layers[index]): cache.layers[index] for index in reversed(held)}
+    some = next(iter(by_type.values()), None)
+    for index in set(range(len(cache.layers))).difference(held) if some is not None else ():
+        kind = _roomy_layer() if type(cache.layers[index]) is DynamicLayer else type(cache.layers[index])
+        cache.layers[index] = by_type.get(kind, some)
+    return cache
+
+
+@functools.cache
+def _roomy_layer() -> Any:
+    """The class of a cache's layer that gets its room at once, and copies new tokens only."""
+    from transformers.cache_utils import DynamicLayer  # pyrefly: ignore[missing-import]
+
+    class RoomyLayer(DynamicLayer):
+        def __init__(self, capacity: int) -> None:
+            super().__init__()
+            self._capacity, self._length = capacity, 0
+
+        def update(self, key_states: Tensor, value_states: Tensor, *_args: Any, **_kwargs: Any) -> Any:
+            if not self.is_initialized:
+                self.lazy_initialization(key_states, value_states)
+                self._room = tuple(
+                    new.new_empty(*new.shape[:2], self._capacity, new.shape[3]) for new in (key_states, value_states)
+                )
+            start, self._length = self._length, self._length + key_states.shape[2]
+            for room, new in zip(self._room, (key_states, value_states), strict=True):
+                room[:, :, start : self._length] = new
+            self.keys, self.values = (room[:, :, : self._length] for room in self._room)
+            return self.keys, self.values
+
+    return RoomyLayer
