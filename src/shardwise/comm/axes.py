@@ -9,12 +9,19 @@ On ``dp_replicate=2 x dp_shard=4`` with an inner size of 2, rank 5 (``*``) belon
     dp_shard_inner    4 5          gathers for backward, where units are kept sharded over 2 ranks after forward
     dp_replicate      1 5          sums of gradient shards over the groups
     dp                0 to 7       control messages, losses, checkpoints
+
+With ``ep=2`` the experts have Comms of their own, and tokens travel between ranks that hold different ones::
+
+    ep                4 5          tokens to experts and back
+    edp               5 7          gathers and sums of the experts that these ranks hold
 """
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 from shardwise.comm.base import Comm
 from shardwise.spec.mesh import AXES, Mesh
@@ -22,6 +29,9 @@ from shardwise.spec.slice import Slice
 
 #: The axis of all data-parallel ranks, and that of the inner groups of ``dp_shard``: no axes of the mesh themselves.
 DATA_PARALLEL, INNER, WORLD = "dp", "dp_shard_inner", "world"
+
+#: The ranks that share parameters and hold the same experts.
+EXPERT_SHARD = "edp"
 
 
 #: Opens a Comm over some ranks of the mesh, this one among them: ``open(axis, purpose, ranks)``.
@@ -39,7 +49,8 @@ class Comms:
         control: Over all ranks that train the same parameters, in the order of the mesh.
         world: Over all ranks of the mesh, in its order; ``control`` where that is all of them.
         inner: Along inner groups of ``dp_shard``, by their size; :meth:`inner_comm` fills it.
-        tp: Along ``tp``; ``None`` where that has one rank. Likewise ``pp`` and ``cp``.
+        tp: Along ``tp``; ``None`` where that has one rank. Likewise ``pp``, ``cp`` and ``ep``.
+        expert: Those of the experts, where ranks hold different ones; ``None``: the same as of other parameters.
     """
 
     gather: Comm
@@ -52,11 +63,13 @@ class Comms:
     tp: Comm | None = None
     pp: Comm | None = None
     cp: Comm | None = None
+    ep: Comm | None = None
+    expert: Comms | None = None
 
     def __iter__(self) -> Iterator[Comm]:
         """Each Comm once."""
         held = (self.gather, self.reduce, self.replicate, *self.inner.values(), self.control)
-        held += (self.world, self.tp, self.pp, self.cp)
+        held += (self.world, self.tp, self.pp, self.cp, self.ep, *(self.expert or ()))
         return iter(dict.fromkeys(comm for comm in held if comm is not None))
 
     def inner_comm(self, size: int) -> Comm:
@@ -68,6 +81,10 @@ class Comms:
         if size not in self.inner:
             self.inner[size] = self._open_inner(size)
         return self.inner[size]
+
+    def of(self, held: Slice | None) -> Comms:
+        """Over the ranks that hold the same part of a parameter."""
+        return self.expert if held is not None and held.is_expert and self.expert is not None else self
 
     @property
     def num_replicas(self) -> int:
@@ -127,9 +144,24 @@ def lay_out(mesh: Mesh, rank: int, open_axis: OpenAxis, *, is_replicated: bool =
     world = control
     if mesh.world_size > len(shard) * mesh.dp_replicate:
         world = open_axis(WORLD, "control", range(mesh.world_size))
-    others = {
+    others: dict[str, Any] = {
         axis: open_axis(axis, purpose, mesh.group(axis, rank))
         for axis, purpose in (("tp", "activations"), ("pp", "activations"), ("cp", "activations"))
         if mesh.size(axis) > 1
     }
-    return Comms(gather, reduce, replicate, control, world, {}, open_inner, **others)
+    comms = Comms(gather, reduce, replicate, control, world, {}, open_inner, **others)
+    return comms if mesh.ep == 1 else _with_experts(comms, mesh, rank, open_axis)
+
+
+def _with_experts(comms: Comms, mesh: Mesh, rank: int, open_axis: OpenAxis) -> Comms:
+    same = mesh.expert_shard_group(rank)
+    gather, reduce = open_axis(EXPERT_SHARD, "gather", same), open_axis(EXPERT_SHARD, "reduce", same)
+    control = gather
+    if mesh.dp_replicate > 1:
+        step = mesh.ep * len(same)
+        place = mesh.shard_group(rank).index(rank) % mesh.ep
+        everyone = mesh.data_parallel_group(rank)
+        ranks = [r for start in range(0, len(everyone), step) for r in everyone[start : start + step][place :: mesh.ep]]
+        control = open_axis(EXPERT_SHARD, "control", ranks)
+    expert = dataclasses.replace(comms, gather=gather, reduce=reduce, control=control, inner={})
+    return dataclasses.replace(comms, expert=expert, ep=open_axis("ep", "activations", mesh.inner_group(rank, mesh.ep)))

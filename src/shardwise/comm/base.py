@@ -160,10 +160,19 @@ class Comm(ABC):
         """
 
     @abstractmethod
-    def all_to_all(self, buffer: Tensor, out: Tensor, *, unit: str, cuts: Sequence[int] | None = None) -> Handle:
+    def all_to_all(
+        self,
+        buffer: Tensor,
+        out: Tensor,
+        *,
+        unit: str,
+        cuts: Sequence[int] | None = None,
+        out_cuts: Sequence[int] | None = None,
+    ) -> Handle:
         """Send slice ``r`` of ``buffer`` to rank ``r``, and put what rank ``s`` sent into slot ``s`` of ``out``.
 
-        ``out`` has ``size`` slots, each as large as this rank's slice of a peer's ``buffer``. What is this rank's own
+        ``out`` has ``size`` slots, each as large as this rank's slice of a peer's ``buffer``; ``out_cuts`` says where
+        they begin and end where ranks cut in different ways (``cuts`` is then each rank's own). What is this rank's own
         is not moved: its slot of ``out`` may hold anything afterwards.
 
         Collective:

@@ -98,12 +98,21 @@ class GlooComm(Comm):
             return Chain(reduced, Done)  # of as many phases as elsewhere: a world of one does what others do
         return Chain(reduced, lambda: self._spread(sums, (event, issued, tag | _TAG_SECOND_PHASE)))
 
-    def all_to_all(self, buffer: Tensor, out: Tensor, *, unit: str, cuts: Sequence[int] | None = None) -> Handle:
+    def all_to_all(
+        self,
+        buffer: Tensor,
+        out: Tensor,
+        *,
+        unit: str,
+        cuts: Sequence[int] | None = None,
+        out_cuts: Sequence[int] | None = None,
+    ) -> Handle:
         """As :meth:`Comm.all_to_all`."""
-        event, issued, tag = self._start("all_to_all", unit, buffer)
+        # Where each rank has its own cuts no number of elements is the same on all of them.
+        event, issued, tag = self._start("all_to_all", unit, buffer, None if out_cuts is None else (0,))
         if self.size == 1:
             return _DONE
-        slices, slots = self._slices(buffer, cuts), out.view(self.size, -1)
+        slices, slots = self._slices(buffer, cuts), self._slices(out, out_cuts)
         exchange = self._exchange(issued, tag)
         for peer in self._peers:
             exchange.receive(slots[peer], peer)

@@ -74,13 +74,21 @@ class NcclComm(Comm):
             self._divide(total, divisor)
         return handle
 
-    def all_to_all(self, buffer: Tensor, out: Tensor, *, unit: str, cuts: Sequence[int] | None = None) -> Handle:
+    def all_to_all(
+        self,
+        buffer: Tensor,
+        out: Tensor,
+        *,
+        unit: str,
+        cuts: Sequence[int] | None = None,
+        out_cuts: Sequence[int] | None = None,
+    ) -> Handle:
         """As :meth:`Comm.all_to_all`, as one group of sends and receives."""
         event = self._start("all_to_all", unit, buffer)
         with self._on_stream() as handle:
             slices = self._slices(buffer, cuts)
             event.sent_bytes = buffer.nbytes - slices[self.rank].nbytes
-            dist.all_to_all(list(out.view(self.size, -1).unbind(0)), list(slices), group=self._group)
+            dist.all_to_all(list(self._slices(out, out_cuts)), list(slices), group=self._group)
         return handle
 
     def broadcast(self, buffer: Tensor, *, root: int, unit: str) -> Handle:

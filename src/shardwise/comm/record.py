@@ -77,9 +77,17 @@ class RecordComm(Comm):
         received = self._receive(buffer[:own], (buffer if out is None else out)[:own])
         return Chain(received, Done) if self._receives else Done()
 
-    def all_to_all(self, buffer: Tensor, out: Tensor, *, unit: str, cuts: Sequence[int] | None = None) -> Handle:
+    def all_to_all(
+        self,
+        buffer: Tensor,
+        out: Tensor,
+        *,
+        unit: str,
+        cuts: Sequence[int] | None = None,
+        out_cuts: Sequence[int] | None = None,
+    ) -> Handle:
         """As :meth:`Comm.all_to_all`."""
-        del out
+        del out, out_cuts
         return self._note("all_to_all", unit, buffer, buffer.numel() - self._own(buffer, cuts).numel())
 
     def broadcast(self, buffer: Tensor, *, root: int, unit: str) -> Handle:

@@ -67,13 +67,22 @@ class StagedComm(Comm):
         handle = self._inner.all_reduce(host, unit=unit, divisor=divisor)
         return _Staged(handle, [(buffer if out is None else out, host)])
 
-    def all_to_all(self, buffer: Tensor, out: Tensor, *, unit: str, cuts: Sequence[int] | None = None) -> Handle:
+    def all_to_all(
+        self,
+        buffer: Tensor,
+        out: Tensor,
+        *,
+        unit: str,
+        cuts: Sequence[int] | None = None,
+        out_cuts: Sequence[int] | None = None,
+    ) -> Handle:
         """As :meth:`Comm.all_to_all`."""
         if self.size == 1:
-            return self._inner.all_to_all(buffer, out, unit=unit, cuts=cuts)
+            return self._inner.all_to_all(buffer, out, unit=unit, cuts=cuts, out_cuts=out_cuts)
         host, received = self._copy(buffer), self._empty(out)
-        handle = self._inner.all_to_all(host, received, unit=unit, cuts=cuts)
-        return _Staged(handle, self._of_others(self._slices(out, None), self._slices(received, None)), held=host)
+        handle = self._inner.all_to_all(host, received, unit=unit, cuts=cuts, out_cuts=out_cuts)
+        deliveries = self._of_others(self._slices(out, out_cuts), self._slices(received, out_cuts))
+        return _Staged(handle, deliveries, held=host)
 
     def broadcast(self, buffer: Tensor, *, root: int, unit: str) -> Handle:
         """As :meth:`Comm.broadcast`."""

@@ -66,7 +66,7 @@ def shard_model(
     policies.install_casts(model, unit_modules)
     recomputed = recompute.install(model, unit_modules, options.recompute)
     modules = {"": model, **unit_modules}
-    ranks = build.assign_ranks(owned.values(), row, comms.gather.size) if options.granularity == TENSOR else {}
+    ranks = build.assign_ranks(owned.values(), row, comms) if options.granularity == TENSOR else {}
     units: dict[str, Unit] = {}
     for names, entries in content.items():
         if source is not None:

@@ -1,13 +1,14 @@
 """Logical tensors on world rank 0, put together from slices and stages, and taken apart again, group by group.
 
 Of every coordinate of ``tp`` and ``pp`` the first data-parallel rank is the *root*: it has a group gathered from the
-ranks that share it, and passes it on, or gets it and shares it out::
+ranks that share it, and passes it on, or gets it and shares it out (of experts, the first rank that holds the same
+ones)::
 
     pp 0, tp 0    root: world rank 0    <-- its data-parallel ranks
     pp 0, tp 1    root --> rank 0       <-- its data-parallel ranks
     pp 1, tp 0    root --> rank 0       <-- ...
 
-Without tensor and pipeline parallelism world rank 0 is the only root, and nothing is exchanged here.
+Without tensor, pipeline and expert parallelism world rank 0 is the only root, and nothing is exchanged here.
 """
 
 from __future__ import annotations
@@ -142,9 +143,19 @@ def is_root(runtime: Runtime) -> bool:
     return runtime.comms.control.rank == 0
 
 
+def is_root_of(group: Group) -> bool:
+    """The same of one group."""
+    return group.comms.control.rank == 0
+
+
 def is_first_of_stage(runtime: Runtime) -> bool:
     """Whether this rank speaks for its stage: of buffers and names, which all ranks of a stage have alike."""
     return is_root(runtime) and (runtime.comms.tp is None or runtime.comms.tp.rank == 0)
+
+
+def _in_order(runtime: Runtime) -> list[Group]:
+    """Every group, experts last: a root of experts that waits for rank 0 has done its part for all other groups."""
+    return sorted(runtime.groups, key=lambda group: group.comms is not runtime.comms)
 
 
 def sliced_alone(runtime: Runtime) -> dict[str, nn.Parameter]:
@@ -160,16 +171,17 @@ def survey(runtime: Runtime, more: Any = None) -> Survey:
         more: What else a root has to say, as JSON holds it.
 
     Collective:
-        With ``tp``, ``pp`` or slices of ignored parameters, an all-gather of JSON over the world. All ranks must call.
+        With ``tp``, ``pp``, ``ep`` or slices of ignored parameters, an all-gather of JSON over the world. All
+        ranks must call.
 
     Raises:
         StateError: What the ranks hold does not make whole tensors; on every rank alike.
     """
     world = runtime.comms.world
-    groups = tuple(Parcel.of(runtime, group) for group in runtime.groups) if is_root(runtime) else ()
+    groups = tuple(Parcel.of(runtime, group) for group in _in_order(runtime) if is_root_of(group))
     own = sliced_alone(runtime)
     alone = tuple(Parcel.alone(name, p, held) for name, p in own.items() if (held := slice_of(p)) is not None)
-    if not runtime.comms.across and not alone:
+    if not (runtime.comms.across or runtime.comms.ep or alone):
         return Survey({world.rank: groups}, {}, {world.rank: more})
     told = all_gather_json(
         world,
@@ -214,7 +226,14 @@ def _spec(packed: dict[str, Any]) -> ParamSpec:
     held = packed["slice"]
     if held is not None:
         cuts = tuple(Cut(cut["dim"], tuple((a, b) for a, b in cut["ranges"])) for cut in held["cuts"])
-        held = Slice(tuple(held["shape"]), cuts, held["copy"], held["copies"], tuple(held["names"]))
+        held = Slice(
+            tuple(held["shape"]),
+            cuts,
+            held["copy"],
+            held["copies"],
+            tuple(held["names"]),
+            is_expert=held["is_expert"],
+        )
     stride = packed["stride"]
     return ParamSpec(
         packed["name"],
@@ -258,9 +277,9 @@ def collect(runtime: Runtime, found: Survey) -> dict[str, Tensor]:
 
 def _gathered(runtime: Runtime, found: Survey) -> Iterator[tuple[Parcel, Tensor]]:
     """What this rank passes on, if it is a root, one at a time."""
-    for group in runtime.groups:
-        flat = gather_to_root(runtime, group)
-        if flat is not None and is_root(runtime):
+    for group in _in_order(runtime):
+        flat = gather_to_root(group)
+        if flat is not None and is_root_of(group):
             yield Parcel.of(runtime, group), flat
     for parcel, parameter in _own_alone(runtime, found):
         yield parcel, parameter.detach().contiguous().view(-1)
@@ -287,11 +306,11 @@ def _put(parcel: Parcel, flat: Tensor, whole: dict[str, Tensor]) -> None:
             part.put_into(whole[name], flat)
 
 
-def gather_to_root(runtime: Runtime, group: Group) -> Tensor | None:
+def gather_to_root(group: Group) -> Tensor | None:
     """The group's flat parameters on the root (padding included), ``None`` elsewhere."""
-    if runtime.comms.replica:
+    if group.comms.replica:
         return None
-    comm = runtime.comms.gather
+    comm = group.comms.gather
     if not group.row.shards_optimizer:
         return group.values() if comm.rank == 0 else None
     out = None
@@ -319,7 +338,7 @@ def spread(runtime: Runtime, found: Survey, state: Mapping[str, Any], names: Seq
         ``state``, world rank 0 holds one group at a time. All ranks must call.
     """
     world, present = runtime.comms.world, set(names)
-    for group in runtime.groups:
+    for group in _in_order(runtime):
         _spread_group(runtime, group, state, present)
     for parcel, parameter in _own_alone(runtime, found):
         if _is_in(present, parcel.parts[0].spec):
@@ -337,17 +356,17 @@ def _spread_group(runtime: Runtime, group: Group, state: Mapping[str, Any], pres
     if not there:
         return
     is_partly = len(there) < len(parcel.parts)
-    flat = gather_to_root(runtime, group) if is_partly else None
-    if is_root(runtime):
+    flat = gather_to_root(group) if is_partly else None
+    if is_root_of(group):
         arrived = _arrived(runtime.comms.world, parcel, state, group.device)
         if flat is not None:
             flat = flat.clone()
             for part in there:
                 span = slice(part.offset, part.offset + part.spec.numel)
                 flat[span] = arrived[span]
-        send_group(runtime, group, arrived if flat is None else flat)
+        send_group(group, arrived if flat is None else flat)
     else:
-        send_group(runtime, group, None)
+        send_group(group, None)
 
 
 def _arrived(world: Comm, parcel: Parcel, state: Mapping[str, Any], device: torch.device) -> Tensor:
@@ -379,9 +398,9 @@ def _filled(parcel: Parcel, state: Mapping[str, Any], flat: Tensor) -> Tensor:
     return flat
 
 
-def send_group(runtime: Runtime, group: Group, flat: Tensor | None) -> None:
+def send_group(group: Group, flat: Tensor | None) -> None:
     """Replace the group's parameters on every rank by the root's ``flat`` (padding included; ``None`` elsewhere)."""
-    comms, unit, cuts = runtime.comms, group.unit.name, group.layout.uneven_cuts
+    comms, unit, cuts = group.comms, group.unit.name, group.layout.uneven_cuts
     with torch.no_grad():
         held = group.values().to(group.device)  # from the host, where it is offloaded
         if not group.row.shards_optimizer:

@@ -30,9 +30,9 @@ from shardwise.spec.slice import slice_of
 #: Name of the root unit in traces and summaries.
 ROOT = "root"
 
-#: What the parameters of one group have in common: dtypes of master, compute and reduction, trainability, and the
-#: form in which frozen ones are held.
-Kind = tuple[tuple[torch.dtype, torch.dtype, torch.dtype], bool, str]
+#: What the parameters of one group have in common: dtypes of master, compute and reduction, trainability, the form in
+#: which frozen ones are held, and whether they are experts, which fewer ranks share.
+Kind = tuple[tuple[torch.dtype, torch.dtype, torch.dtype], bool, str, bool]
 
 
 @dataclass
@@ -158,7 +158,8 @@ def make_unit(
         for entry in owned[path]:
             kinds.setdefault(_kind(entry, policies, quantization), []).append(entry)
     fulls: dict[int, tuple[Group, int]] = {}
-    for (dtypes, is_trainable, form), found in kinds.items():
+    for (dtypes, is_trainable, form, _), found in kinds.items():
+        over = comms.of(slice_of(found[0].parameter))
         # Matrices before vectors: what weight decay acts on, as a rule, is then one run (fsdp.flat).
         entries = sorted(found, key=lambda entry: entry.parameter.dim() < 2)
         specs = [_spec(entry, dtypes[0]) for entry in entries]
@@ -170,14 +171,16 @@ def make_unit(
         is_cut = group_row.shards_optimizer and form == "none"  # no optimizer cares how quantized weights are cut
         layout = GroupLayout.build(
             specs,
-            comms.gather.size,
+            over.gather.size,
             dtypes=held_in,
             granularity=options.granularity if is_cut else ELEMENT,
             owners=[ranks[id(entry.parameter)] for entry in entries] if ranks and is_cut else None,
         )
         shards = [entry.parameter for entry in entries]
         given = unit, layout, group_row, shards
-        place = {"rank": comms.gather.rank, "num_ranks": comms.num_ranks}
+        # The loss is a mean over all ranks, whoever computes with a parameter: experts get the gradients of tokens from
+        # all ranks of ep, so their sums over fewer ranks are divided by the same number.
+        place = {"rank": over.gather.rank, "num_ranks": comms.num_ranks}
         kept = offload if offload is not None and offload.covers(group_row, is_trainable=is_trainable) else None
         if form == "none":
             group = Group(
@@ -203,7 +206,8 @@ def make_unit(
 def _kind(entry: OwnedParameter, policies: Policies, quantization: Quantization) -> Kind:
     dtypes = policies.group_dtypes(entry.parameter, entry.uses)
     form = quantization.frozen if is_quantizable(entry.parameter, entry.uses, quantization.frozen) else "none"
-    return dtypes, entry.parameter.requires_grad, form
+    held = slice_of(entry.parameter)
+    return dtypes, entry.parameter.requires_grad, form, held is not None and held.is_expert
 
 
 def merge_units(
@@ -243,8 +247,10 @@ def merge_units(
 _TRAINED_WEIGHT = 4
 
 
-def assign_ranks(owned: Iterable[Sequence[OwnedParameter]], row: Placements, size: int) -> dict[int, int]:
+def assign_ranks(owned: Iterable[Sequence[OwnedParameter]], row: Placements, comms: Comms) -> dict[int, int]:
     """A rank for every parameter that will be sharded, whole, over the units: balanced over the whole model.
+
+    Experts that fewer ranks share are balanced by themselves.
 
     Returns:
         The rank, by ``id`` of the parameter.
@@ -252,9 +258,15 @@ def assign_ranks(owned: Iterable[Sequence[OwnedParameter]], row: Placements, siz
     if not row.shards_optimizer:
         return {}
     parameters = [entry.parameter for entries in owned for entry in entries]
-    sharded = [p for p in parameters if p.requires_grad or row.shards_parameters]
-    weights = [p.nbytes * (_TRAINED_WEIGHT if p.requires_grad else 1) for p in sharded]
-    return {id(p): rank for p, rank in zip(sharded, assign(weights, size), strict=True)}
+    sharded: dict[int, list[nn.Parameter]] = {}
+    for p in parameters:
+        if p.requires_grad or row.shards_parameters:
+            sharded.setdefault(comms.of(slice_of(p)).gather.size, []).append(p)
+    ranks: dict[int, int] = {}
+    for size, group in sharded.items():
+        weights = [p.nbytes * (_TRAINED_WEIGHT if p.requires_grad else 1) for p in group]
+        ranks |= {id(p): rank for p, rank in zip(group, assign(weights, size), strict=True)}
+    return ranks
 
 
 def _spec(entry: OwnedParameter, dtype: torch.dtype) -> ParamSpec:

@@ -32,8 +32,8 @@ def clip_grad_norm(model: nn.Module, max_norm: float) -> Tensor:
         The norm, a scalar tensor with the same value on every rank.
 
     Collective:
-        One all-reduce of one float64 on ``dp_shard`` where gradients are sharded (replicas hold the same), then one on
-        ``tp`` and one on ``pp`` where there are any. All ranks must call.
+        With ``ep`` one all-reduce of one float64 there, one on ``dp_shard`` where gradients are sharded (replicas hold
+        the same), then one on ``tp`` and one on ``pp`` where there are any. All ranks must call.
 
     Raises:
         StateError: ``max_norm`` is negative or not a number, the model is not parallelized or updated in
@@ -62,9 +62,10 @@ def grad_norm(runtime: Runtime) -> Tensor:
     device = runtime.comms.control.device
     sharded = torch.zeros(1, dtype=torch.float64, device=device)
     replicated = torch.zeros(1, dtype=torch.float64, device=device)
+    experts = torch.zeros(1, dtype=torch.float64, device=device)  # replicated over fewer ranks
     dtype = torch.float32
     for group in runtime.groups:
-        total = sharded if group.row.shards_optimizer else replicated
+        total = sharded if group.row.shards_optimizer else replicated if group.comms is runtime.comms else experts
         for spec, shard in zip(group.layout.params, group.shards, strict=True):
             if shard.grad is None or not runtime.comms.counts(spec.slice):
                 continue
@@ -73,9 +74,12 @@ def grad_norm(runtime: Runtime) -> Tensor:
             for chunk in _chunks(shard.grad):
                 wide = chunk.double()
                 total += torch.dot(wide, wide)
+    comms = runtime.comms
+    if comms.ep is not None:
+        comms.ep.all_reduce(experts, unit="grad_norm").wait()
     if runtime.row.shards_optimizer:
-        runtime.comms.reduce.all_reduce(sharded, unit="grad_norm").wait()
-    total = sharded + replicated
+        comms.reduce.all_reduce(sharded, unit="grad_norm").wait()
+    total = sharded + replicated + experts
     for comm in runtime.comms.across:
         comm.all_reduce(total, unit="grad_norm").wait()
     return total.sqrt().to(dtype).squeeze(0)

@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor, nn
 
-from shardwise.comm.base import Comm, Done, Handle
+from shardwise.comm.base import Done, Handle
 from shardwise.fsdp import quantize
 from shardwise.fsdp.group import Group
 from shardwise.fsdp.offload import host_zeros
@@ -113,18 +113,19 @@ class FrozenGroup(Group):
         """Pack ``flat``."""
         quantize.pack(flat.to(self.master.device), self.master, self._form)
 
-    def gather(self, comm: Comm) -> Handle:
+    def gather(self) -> Handle:
         """Issue the all-gather of the packed bytes, and unpack when it is waited for.
 
         Collective:
-            All-gather on ``dp_shard``; every rank sends its packed slice to each other. All ranks must call in the same
-            order. Nothing is sent where parameters are replicated.
+            All-gather on ``dp_shard`` (of experts ``edp``); every rank sends its packed slice to each other. All ranks
+            must call in the same order. Nothing is sent where parameters are replicated.
         """
         if self.whole is not None:
             return self._take_whole(self.whole)
         if not self.row.shards_optimizer:
             quantize.unpack(self.master, self.gathered, self._form, self.dtype)
             return Done()
+        comm = self.comms.gather
         with self.transfers.upward() if self.transfers is not None else contextlib.nullcontext():
             if self.sent_as is None:  # the codes are what is computed with
                 self._own.copy_(self.elements, non_blocking=True)

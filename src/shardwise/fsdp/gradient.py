@@ -31,8 +31,7 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 
-from shardwise.comm.axes import Comms
-from shardwise.comm.base import Chain, Done, Handle
+from shardwise.comm.base import Chain, Comm, Done, Handle
 from shardwise.comm.dtype import dtype_name
 from shardwise.fsdp import torch_private
 from shardwise.fsdp.buffer_views import BufferViews
@@ -219,22 +218,23 @@ class Gradient:
 
     # -- local -> reducing
 
-    def reduce(self, comms: Comms, pool: GradientPool, *, is_last: bool = True) -> Handle:
+    def reduce(self, pool: GradientPool, *, is_last: bool = True) -> Handle:
         """Complete the local gradients and issue their reduction.
 
         A missing gradient travels as -0.0, the exact identity of addition, with 0 as its flag.
 
         Args:
-            comms: Along which axes.
             pool: Where the buffer was borrowed.
             is_last: Later microbatches do not add to it: the sum goes on over ``dp_replicate`` where there is one.
 
         Collective:
-            Reduce-scatter on ``dp_shard`` (all-reduce where the optimizer is replicated); ``(n-1)/n`` (twice that) of
-            the padded buffer is sent. Then, when the handle advances, all-reduce on ``dp_replicate`` of what the rank
-            holds. Quantized: all-to-all of packed bytes (``fsdp.packed``). All ranks must call in the same order.
+            Reduce-scatter on ``dp_shard``, of experts ``edp`` (all-reduce where the optimizer is replicated);
+            ``(n-1)/n`` (twice that) of the padded buffer is sent. Then, when the handle advances, all-reduce on
+            ``dp_replicate`` of what the rank holds. Quantized: all-to-all of packed bytes (``fsdp.packed``). All ranks
+            must call in the same order.
         """
         group = self.group
+        comms = group.comms
         views = self._begin(pool)
         views.set_flags(self._written)
         if not all(self._written):
@@ -269,7 +269,8 @@ class Gradient:
             inside = comms.reduce.all_reduce(buffer, unit=unit, divisor=after)
         if comms.replicate is None:
             return self._send_home(inside, pool)
-        return Chain(inside, lambda: self._go_across(comms, pool, partial, is_last=is_last))
+        replicate = comms.replicate
+        return Chain(inside, lambda: self._go_across(replicate, pool, partial, is_last=is_last))
 
     def _place_of_sum(self, buffer: Tensor, partial: Tensor | None) -> Tensor:
         """Where the sum over ``dp_shard`` goes: straight to where ``.grad`` lives if that is free, else in place."""
@@ -283,11 +284,10 @@ class Gradient:
             return self._home
         return buffer[self.layout.slice_of(group.rank)]
 
-    def _go_across(self, comms: Comms, pool: GradientPool, partial: Tensor | None, *, is_last: bool) -> Handle:
+    def _go_across(self, replicate: Comm, pool: GradientPool, partial: Tensor | None, *, is_last: bool) -> Handle:
         """The sum inside the group is there: add it to that of earlier microbatches, and go on over the groups."""
         result = self._result
         assert result is not None
-        assert comms.replicate is not None
         if partial is not None:
             result = partial.add_(result)
         elif not is_last and result is not self._home:
@@ -300,7 +300,7 @@ class Gradient:
             self._partial, self._result = result, None
             return Done()
         self._result = result
-        across = comms.replicate.all_reduce(result, unit=self.group.unit.name, divisor=self._divisors[1])
+        across = replicate.all_reduce(result, unit=self.group.unit.name, divisor=self._divisors[1])
         return self._send_home(across, pool)
 
     def _send_home(self, reduction: Handle, pool: GradientPool) -> Handle:

@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor, nn
 
+from shardwise.comm.axes import Comms
 from shardwise.comm.base import Comm, Done, Handle
 from shardwise.fsdp import quantize
 from shardwise.fsdp.gradient import Gradient
@@ -40,6 +41,7 @@ class Group:
     Attributes:
         layout: Flat layout of the gathered buffer.
         reduce_layout: Flat layout of the gradient buffer.
+        comms: Over the ranks that hold the same parameters; the runtime sets it.
         row: Placements in force (a frozen group of a replicated row is held whole on every rank).
         shards: The original Parameter objects.
         fulls: Their stand-ins in the gathered buffer.
@@ -52,6 +54,7 @@ class Group:
         transfers: ... and who carries what goes between the host and the device.
     """
 
+    comms: Comms
     held_as: str | None = None
     sent_as: str | None = None
     reduced_as: str | None = None
@@ -75,7 +78,7 @@ class Group:
         self.layout = layout
         self.row = row
         self.rank = rank
-        self.num_ranks = num_ranks  # that gradients are summed over: on dp_shard, times the groups on dp_replicate
+        self.num_ranks = num_ranks  # whose batches gradients are means over: on dp_shard, times those on dp_replicate
         self.is_trainable = is_trainable
         self.shards = list(shards)
         own = shards[0].dtype
@@ -268,15 +271,16 @@ class Group:
         self.reduce_layout = ReduceLayout(layout, self.reduce_layout.num_slices)
         self.gradient.layout = self.reduce_layout
 
-    def gather(self, comm: Comm) -> Handle:
+    def gather(self) -> Handle:
         """Issue the all-gather of this group; where every rank holds the whole master, just cast it.
 
         Collective:
-            All-gather on ``dp_shard`` in the compute dtype, or packed; ``(n-1)/n`` of the padded group is sent. All
-            ranks must call in the same order. Nothing is sent where the optimizer is replicated.
+            All-gather on ``dp_shard`` (of experts ``edp``) in the compute dtype, or packed; ``(n-1)/n`` of the padded
+            group is sent. All ranks must call in the same order. Nothing is sent where the optimizer is replicated.
         """
         if self.whole is not None:
             return self._take_whole(self.whole)
+        comm = self.comms.gather
         if self.transfers is None:
             return self._send(comm, self.master)
         with self.transfers.upward():

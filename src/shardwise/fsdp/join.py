@@ -111,6 +111,11 @@ def join(
             "sw.join(): batch norm over all ranks needs samples of every rank.\n"
             "  Use plain batch norm, drop_last=True, or sw.join(..., throw_on_early_termination=True)."
         )
+    if runtime.comms.ep is not None:
+        raise StateError(
+            "sw.join(): experts on other ranks wait for the tokens of every rank (ep).\n"
+            "  Use drop_last=True, or set ep=1."
+        )
     group = Join(
         runtime, model, optimizers, divides_by_all=divide_by_initial_world_size, throws=throw_on_early_termination
     )

@@ -69,6 +69,8 @@ class Runtime:
         self.units = list(units)
         self.row = row
         self.comms = comms
+        for group in self.groups:
+            group.comms = comms.of(group.layout.params[0].slice)
         self.options = options
         self.defers_replicate = options.defers_replicate
         is_default = options.accumulates_sharded is None
@@ -398,7 +400,7 @@ class Runtime:
         group.epoch = self.epoch
         if is_inner and group.inner is not None:
             return group.inner.gather(group.gathered, unit=group.unit.name)
-        return group.gather(self.comms.gather)
+        return group.gather()
 
     def claim(self, group: Group) -> None:
         """Make ``group`` the owner of its slot; whoever lies there is evicted, or, if it computes, keeps it."""
@@ -596,7 +598,7 @@ class Runtime:
         self.move_on()
         is_last = self.syncs_gradients or not self.defers_replicate
         for group in trained:
-            handle = group.gradient.reduce(self.comms, self.gradients, is_last=is_last)
+            handle = group.gradient.reduce(self.gradients, is_last=is_last)
             self.reducing.append((unit, group, handle))
         if self.join is not None and self.join.is_short:
             while self.reducing:  # a rank that follows waits for the next word, not for this

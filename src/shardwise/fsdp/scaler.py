@@ -35,8 +35,8 @@ class GradScaler(torch.amp.GradScaler):
         enabled: ``False``: every method does what it would without scaling.
 
     Collective:
-        One all-reduce of one float32 for each ``unscale_``, where gradients are sharded or parameters ignored, and one
-        on each of ``tp`` and ``pp`` where there are any. All ranks must call.
+        One all-reduce of one float32 for each ``unscale_``, where gradients are sharded, parameters ignored or experts
+        divided, and one on each of ``tp`` and ``pp`` where there are any. All ranks must call.
     """
 
     def __init__(  # noqa: PLR0917 - torch's signature
@@ -84,7 +84,8 @@ class GradScaler(torch.amp.GradScaler):
         for runtime in runtimes:
             # Ranks of one shard group share out the gradients; of ignored parameters every rank has its own.
             comm = runtime.comms.control if runtime.ignored.parameters else runtime.comms.reduce
-            if runtime.row.shards_optimizer or runtime.ignored.parameters:  # else all have looked at the same
+            has_own = runtime.row.shards_optimizer or runtime.ignored.parameters or runtime.comms.ep
+            if has_own:  # else all have looked at the same
                 shared = total.to(comm.device)
                 comm.all_reduce(shared, unit="found_inf").wait()
                 total = shared.to(total.device)

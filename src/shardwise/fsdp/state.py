@@ -41,7 +41,7 @@ def full_state_dict(model: nn.Module) -> dict[str, Any]:
 
     Collective:
         One gather to the first data-parallel rank per group, unit by unit: every other rank that shares its
-        ``dp_shard`` sends its shards once. With ``tp`` or ``pp`` that rank sends the group on to rank 0 of the world,
+        ``dp_shard`` sends its shards once. With ``tp``, ``pp`` or ``ep`` it is sent on to rank 0 of the world,
         which is told in JSON what belongs where. Besides the result, rank 0 holds one group at a time. All ranks must
         call.
 
@@ -64,6 +64,8 @@ def full_state_dict(model: nn.Module) -> dict[str, Any]:
     taken = {key: _taken(value, copies) if isinstance(value, Tensor) else value for key, value in state.items()}
     taken |= {name: whole[name] for name in sliced_alone(runtime)}
     later = later_stages(world, found, whole)
+    if runtime.comms.ep is not None:
+        later |= {name: whole[name] for name in whole if name not in taken and name not in later}  # others' experts
     return in_module_order(model, later | taken) if later else taken
 
 
@@ -244,7 +246,7 @@ def _own_buffers(model: nn.Module, runtime: Runtime) -> dict[str, Tensor]:
 
 def owned_pieces(runtime: Runtime, group: Group) -> Iterator[tuple[int, Piece]]:
     """Of each parameter that counts here, its index and the piece that this rank writes; none where that is empty."""
-    rank = runtime.comms.gather.rank
+    rank = group.rank
     for index, piece in enumerate(group.layout.owned_by_param(rank)):
         spec = group.layout.params[index]
         if runtime.comms.counts(spec.slice) and (piece.numel or (spec.numel == 0 and rank == 0)):

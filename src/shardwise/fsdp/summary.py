@@ -262,6 +262,7 @@ def group_shapes(runtime: Runtime) -> list[GroupShape]:
             updates_in_backward=runtime.update is not None,
             is_offloaded=group.offload is not None,
             keeps_shard=group.resident is not None,
+            ep=1 if group.comms is runtime.comms or runtime.comms.ep is None else runtime.comms.ep.size,
         )
         for unit in runtime.units
         for group in unit.groups

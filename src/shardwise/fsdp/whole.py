@@ -16,7 +16,7 @@ from torch import Tensor, nn
 
 from shardwise.comm.control import all_gather_json
 from shardwise.fsdp import attach
-from shardwise.fsdp.assemble import gather_to_root, send_group
+from shardwise.fsdp.assemble import gather_to_root, is_root_of, send_group
 from shardwise.fsdp.group import Group
 from shardwise.fsdp.runtime import Runtime
 from shardwise.fsdp.unit import Unit
@@ -91,7 +91,7 @@ def full_parameters(
         )
     if writeback:
         for each, whole in zip(shown, wholes, strict=True):
-            send_group(each.runtime, each.group, whole if each.runtime.comms.control.rank == 0 else None)
+            send_group(each.group, whole if is_root_of(each.group) else None)
     for runtime in {id(runtime): runtime for runtime, _ in fresh}.values():
         if writeback or mode.has_computed:
             runtime.invalidate()
@@ -175,14 +175,14 @@ class _Shown:
 
     def _gather(self, *, to_root: bool) -> Tensor | None:
         """The whole group in its master's dtype; ``None`` on ranks that are not to see it."""
-        group, comm = self.group, self.runtime.comms.gather
+        group, comm = self.group, self.group.comms.gather
         if group.replica is not None and not group.is_apart:
             # Other ranks may see it as well, and a gather to one would leave their replicas behind.
             if group.row.shards_optimizer:
                 comm.all_gather(group.replica, unit=group.unit.name, cuts=group.layout.uneven_cuts).wait()
-            return group.replica if self.runtime.comms.control.rank == 0 or not to_root else None
+            return group.replica if is_root_of(group) or not to_root else None
         if to_root:
-            whole = gather_to_root(self.runtime, group)
+            whole = gather_to_root(group)
             return whole.clone() if whole is group.master else whole
         if not group.row.shards_optimizer:
             return group.values().clone()

@@ -152,7 +152,8 @@ def dry_run(
     mesh.coordinate(rank)
     model = build_on_meta(build_model)
     check_fresh(model)
-    check_cuts(model, plan)
+    units = find_units(model, plan.wrap_policy)
+    check_cuts(model, plan, units)
     count = sum(parameter.numel() for parameter in model.parameters())
     inputs = without_values(batch) if batch is not None else _default_batch(model)
     comms = record_comms(mesh, rank, receives=not is_cuda, is_replicated=plan.is_replicated)
@@ -160,7 +161,7 @@ def dry_run(
     apply_plan(
         model,
         plan,
-        find_units(model, plan.wrap_policy),
+        units,
         comms,
         lambda: RecordComm(DATA_PARALLEL, rank=samples.index(rank), size=len(samples), device="meta"),
     )

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 
 import torch
 from torch import Tensor, nn
@@ -12,6 +12,8 @@ from shardwise.comm.base import Comm
 from shardwise.comm.launch import ranks_per_machine
 from shardwise.comm.open import Place, join_world
 from shardwise.context.apply import check_model, divide_sequences
+from shardwise.expert.apply import apply_experts
+from shardwise.expert.find import find_mixtures
 from shardwise.fsdp import batch_norm, build, recompute
 from shardwise.fsdp.api import shard_model
 from shardwise.fsdp.attach import attachment_of
@@ -71,7 +73,7 @@ def parallelize(
     units = find_units(model, "none" if plan.placements.is_threaded else plan.wrap_policy)
     ignored = find_ignored(model, plan.ignored)
     recompute.find(model, units, plan.recompute)  # what it refuses is refused before anyone is met
-    check_cuts(model, plan)
+    check_cuts(model, plan, units)
     device = _device(model, ignored)
     size = join_world(device).size()
     mesh = plan.mesh(size, ranks_per_machine(size))
@@ -86,7 +88,7 @@ def parallelize(
         source.agree(comms.world, plan.sync)
         fill_buffers(model, source, device)
         every = build.assign_parameters(model, ())[""]
-        is_cut = plan.tp > 1 or plan.pp > 1  # what is cut is whole before
+        is_cut = max(plan.tp, plan.pp, plan.ep) > 1  # what is cut is whole before
         fill_parameters(source, [entry for entry in every if is_cut or entry.parameter in ignored], device)
     is_deferred = source is not None
     synchronise(model, None, comms.world, mode=plan.sync, groups=names, is_deferred=is_deferred, ignored=ignored.names)
@@ -146,8 +148,10 @@ def check_plan(plan: ParallelPlan) -> None:
     check_offload(plan.offload, plan.placements)
 
 
-def check_cuts(model: nn.Module, plan: ParallelPlan) -> None:
-    """Refuse a model that tensor parallelism cannot cut, a pipeline not divide, or whose sequences cannot be divided.
+def check_cuts(model: nn.Module, plan: ParallelPlan, units: Iterable[str]) -> None:
+    """Refuse a model that tensor parallelism cannot cut, a pipeline not divide, or that has no experts to divide.
+
+    Nor may its sequences be such as cannot be divided, where they are to be.
 
     Raises:
         PlanError: It cannot.
@@ -158,6 +162,14 @@ def check_cuts(model: nn.Module, plan: ParallelPlan) -> None:
         check_model(model)
     if plan.pipeline_policy is not None:
         find_stages(model, plan.pipeline_policy, plan.pp)
+    if plan.routes_tokens:
+        ignored = find_ignored(model, plan.ignored)
+        for mixture in find_mixtures(model, plan.ep, tp=plan.tp, units=units):
+            if any(parameter in ignored for parameter in mixture.module.parameters()):
+                raise PlanError(
+                    f"ep={plan.ep}: experts of {mixture.path!r} are ignored, so nobody would add up their gradients.\n"
+                    "  Leave them out of ignored, or set ep=1 and move tokens by yourself."
+                )
 
 
 def apply_plan(
@@ -182,6 +194,9 @@ def apply_plan(
         notes += cuts.notes
     if comms.cp is not None:
         notes.append(divide_sequences(model, comms.cp, multiple=plan.tp if plan.sequence_parallel else 1))
+    if plan.routes_tokens:
+        mixtures = find_mixtures(model, plan.ep, tp=plan.tp, units=units)
+        notes.append(apply_experts(mixtures, comms.ep, plan.expert_capacity))
     if pipelined is not None:
         units = pipelined.drop_foreign(model, units)
     ignored = find_ignored(model, plan.ignored)

@@ -71,6 +71,7 @@ class GroupShape:
         updates_in_backward: Its gradients live in pooled buffers only, until the optimizer's step inside backward.
         is_offloaded: Its master, and what the optimizer adds to it, is on the host.
         keeps_shard: ... and the device keeps its shard in the compute dtype.
+        ep: Of experts, how many ranks hold different ones: every ``ep``-th rank of ``dp_shard`` shares the group.
     """
 
     unit: int
@@ -90,6 +91,16 @@ class GroupShape:
     updates_in_backward: bool = False
     is_offloaded: bool = False
     keeps_shard: bool = False
+    ep: int = 1
+
+    def place(self, rank: int) -> int:
+        """Which of the ranks that share it is rank ``rank`` of ``dp_shard``. The methods here take this place."""
+        return rank // self.ep
+
+    @property
+    def axis(self) -> str:
+        """Along which it is gathered and reduced."""
+        return "dp_shard" if self.ep == 1 else "edp"
 
     @property
     def master_dtype(self) -> str:
@@ -272,7 +283,8 @@ def footprint(
     optimizer += optimizer_scalar_bytes * sum(p.is_trainable for p in ignored) if optimizer_tensors > 1 else 0
     host = 0
     for group in groups:
-        parameters += group.replica_bytes(rank)
+        place = group.place(rank)
+        parameters += group.replica_bytes(place)
         states = 0
         if group.is_trainable:
             reduce = group.reduce_layout
@@ -280,16 +292,16 @@ def footprint(
                 gradients += group.reduce_item_bytes * reduce.numel
             elif "defer_replicate" in accumulations and group.is_reduced_apart:
                 # The sums that wait are not where .grad is.
-                gradients += group.reduce_item_bytes * reduce.slice_numel(rank)
-            held = _updated_numels(group, rank)
+                gradients += group.reduce_item_bytes * reduce.slice_numel(place)
+            held = _updated_numels(group, place)
             states = sum(group.item_bytes * optimizer_tensors * numel for numel in held)
             states += optimizer_scalar_bytes * len(held) if optimizer_tensors > 1 else 0
         if group.is_offloaded:
-            landing = group.landing_bytes(rank, is_added="sharded" in accumulations)
-            host += group.master_bytes(rank) + group.grad_bytes(rank) + landing + states
+            landing = group.landing_bytes(place, is_added="sharded" in accumulations)
+            host += group.master_bytes(place) + group.grad_bytes(place) + landing + states
         else:
-            parameters += group.master_bytes(rank)
-            gradients += group.grad_bytes(rank)
+            parameters += group.master_bytes(place)
+            gradients += group.grad_bytes(place)
             optimizer += states
     return Footprint(
         parameters=parameters,
@@ -335,7 +347,7 @@ def gathered_bytes(groups: Sequence[GroupShape], rank: int = 0) -> int:
         key = (group.depth, size_class(numel), group.compute_dtype or group.master_dtype, group.is_trainable)
         together[key, group.recomputed_in] += 1
         if group.inner_size:
-            total += group.inner_numel(rank) * item
+            total += group.inner_numel(group.place(rank)) * item
         if not (group.reshards and group.depth > 0):
             total += numel * item
             continue
@@ -368,7 +380,7 @@ def stage_bytes(groups: Sequence[GroupShape], *, rank: int) -> int:
     largest: dict[str, int] = {}
     for group in groups:
         if group.needs_stage:
-            num_bytes = group.master_numel(rank) * group.item_bytes
+            num_bytes = group.master_numel(group.place(rank)) * group.item_bytes
             largest[group.master_dtype] = max(largest.get(group.master_dtype, 0), num_bytes)
     return sum(largest.values())
 
@@ -408,7 +420,7 @@ def reduce_bytes(
     homes: dict[tuple[int, str], int] = {}  # where .grad of one group lives while the optimizer steps on it
     for group in trained:
         if group.updates_in_backward and group.reduces_cast:
-            numel = group.reduce_layout.slice_numel(rank)
+            numel = group.reduce_layout.slice_numel(group.place(rank))
             key = size_class(numel), group.master_dtype
             homes[key] = max(homes.get(key, 0), numel * group.item_bytes)
     return walk.total_bytes + sum(homes.values())
@@ -430,7 +442,7 @@ class Replicas:
 
     def received_numel(self, group: GroupShape, rank: int) -> int:
         """Elements that a rank receives from the other groups to add up its part of what it holds of a sum."""
-        return own_part(group.reduce_layout.slice_numel(rank), self.size, self.rank) * (self.size - 1)
+        return own_part(group.reduce_layout.slice_numel(group.place(rank)), self.size, self.rank) * (self.size - 1)
 
 
 def own_part(numel: int, size: int, rank: int) -> int:
@@ -588,7 +600,7 @@ class _Reductions:
             free.pop()
 
     def _receive_buffers(self, reduction: _UnderWay) -> list[int]:
-        axis = "dp_replicate" if reduction.phase else "dp_shard"
+        axis = "dp_replicate" if reduction.phase else reduction.group.axis
         dtype = reduction.group.reduce_dtype or reduction.group.master_dtype
         return self._receiving.setdefault((axis, dtype), [])
 
@@ -606,7 +618,7 @@ class _Reductions:
         """Bytes that packed gradients are sent from, and received into."""
         if group.reduced_as is None:
             return ()
-        return sum(group.summed_bytes), group.layout.size * group.summed_bytes[self._rank]
+        return sum(group.summed_bytes), group.layout.size * group.summed_bytes[group.place(self._rank)]
 
     def _packed_keys(self, group: GroupShape) -> tuple[tuple[int, str], ...]:
         return tuple((size_class(num_bytes), "packed") for num_bytes in self._packed_sizes(group))
@@ -625,6 +637,7 @@ def received_numel(group: GroupShape, rank: int, *, is_added: bool = False) -> i
 
 def summed_numel(group: GroupShape, rank: int) -> int:
     """Elements that a rank adds up: its slice; of an all-reduce an equal part, to the nearest element."""
+    place = group.place(rank)
     if group.row.shards_optimizer:
-        return group.reduce_layout.slice_numel(rank)
-    return own_part(group.reduce_layout.numel, group.layout.size, rank)
+        return group.reduce_layout.slice_numel(place)
+    return own_part(group.reduce_layout.numel, group.layout.size, place)

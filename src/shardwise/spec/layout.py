@@ -261,14 +261,18 @@ class GroupLayout:
 
 
 def rank_bytes(layouts: Iterable[GroupLayout]) -> tuple[int, ...]:
-    """Bytes of the parameters that each rank owns, padding left out, over all of ``layouts``."""
-    held: dict[int, int] = {}
-    size = 0
+    """Bytes of the parameters that each rank owns, padding left out, over all of ``layouts``.
+
+    Where fewer ranks share a layout than others, it stands for as many alike, of neighbours (experts).
+    """
+    layouts = list(layouts)
+    held = [0] * max((layout.size for layout in layouts), default=0)
     for layout in layouts:
-        size = layout.size
-        for rank, piece in layout.pieces():
-            held[rank] = held.get(rank, 0) + piece.numel * item_bytes(layout.params[piece.index].dtype)
-    return tuple(held.get(rank, 0) for rank in range(size))
+        alike = len(held) // layout.size
+        for place, piece in layout.pieces():
+            for rank in range(place * alike, (place + 1) * alike):
+                held[rank] += piece.numel * item_bytes(layout.params[piece.index].dtype)
+    return tuple(held)
 
 
 @dataclass(frozen=True)

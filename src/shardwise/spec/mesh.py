@@ -23,31 +23,49 @@ AXES = ("pp", "dp_replicate", "dp_shard", "cp", "tp")
 
 @dataclass(frozen=True, slots=True)
 class Mesh:
-    """Sizes of all axes. Their product is the world size."""
+    """Sizes of all axes. Their product is the world size.
+
+    ``ep`` is no axis of its own: its groups are runs of so many neighbours among the ranks that share parameters.
+    """
 
     pp: int = 1
     dp_replicate: int = 1
     dp_shard: int = 1
     cp: int = 1
     tp: int = 1
+    ep: int = 1
 
     def __post_init__(self) -> None:
-        """Refuse sizes that are not positive integers."""
-        for axis, size in self.sizes.items():
+        """Refuse sizes that are not positive integers, and expert groups that do not divide those with one model."""
+        for axis, size in {**self.sizes, "ep": self.ep}.items():
             if isinstance(size, bool) or not isinstance(size, int) or size < 1:
                 raise MeshError(
                     f"axis {axis} has size {size!r}; sizes are positive integers.\n"
                     f"  Set {axis} to 1 or more" + (", or to -1 in a plan." if axis == "dp_shard" else ".")
                 )
+        if self.shard_size % self.ep:
+            divisors = ", ".join(str(n) for n in range(1, self.shard_size + 1) if self.shard_size % n == 0)
+            raise MeshError(
+                f"ep={self.ep} does not divide the dp_shard={self.dp_shard} * cp={self.cp} = {self.shard_size} ranks"
+                f" that share parameters.\n  Set ep to one of {divisors}, or change dp_shard."
+            )
 
     @classmethod
     def build(
-        cls, world_size: int, *, pp: int = 1, dp_replicate: int = 1, dp_shard: int = -1, cp: int = 1, tp: int = 1
+        cls,
+        world_size: int,
+        *,
+        pp: int = 1,
+        dp_replicate: int = 1,
+        dp_shard: int = -1,
+        cp: int = 1,
+        tp: int = 1,
+        ep: int = 1,
     ) -> Mesh:
         """The mesh of ``world_size`` ranks; ``dp_shard=-1`` is what the other axes leave.
 
         Raises:
-            MeshError: The sizes do not multiply to ``world_size``.
+            MeshError: The sizes do not multiply to ``world_size``, or ``ep`` does not divide ``dp_shard * cp``.
         """
         if isinstance(world_size, bool) or not isinstance(world_size, int) or world_size < 1:
             raise MeshError(f"the world has {world_size!r} ranks.\n  Launch at least 1 rank.")
@@ -61,7 +79,7 @@ class Mesh:
                     f"axes {product} make groups of {known} ranks, which do not divide the world of {world_size}.\n"
                     f"  Launch a multiple of {known} ranks, or lower one of {', '.join(given)}."
                 )
-            return cls(pp, dp_replicate, world_size // known, cp, tp)
+            return cls(pp, dp_replicate, world_size // known, cp, tp, ep)
         mesh = cls(pp, dp_replicate, dp_shard, cp, tp)
         if mesh.world_size != world_size:
             shown = {axis: size for axis, size in mesh.sizes.items() if size != 1 or axis == "dp_shard"}
@@ -77,7 +95,7 @@ class Mesh:
                 f"{label} {product} {verb} {mesh.world_size} rank{'s' if mesh.world_size != 1 else ''}, "
                 f"but the world has {world_size}.\n  {advice}"
             )
-        return mesh
+        return cls(pp, dp_replicate, dp_shard, cp, tp, ep)
 
     @property
     def sizes(self) -> dict[str, int]:
@@ -156,6 +174,14 @@ class Mesh:
             for shard in range(self.dp_shard)
             for context in range(self.cp)
         )
+
+    def expert_shard_group(self, rank: int) -> tuple[int, ...]:
+        """Of the ranks that share parameters with ``rank``, those that hold the same experts: every ``ep``-th.
+
+        With ``dp_shard=4, ep=2`` ranks 0 and 1 hold all experts between them, so do 2 and 3; 0 and 2 hold the same.
+        """
+        group = self.shard_group(rank)
+        return group[group.index(rank) % self.ep :: self.ep]
 
     def data_parallel_rank(self, rank: int) -> int:
         """Index of ``rank`` among the ranks that read different samples, ``dp_replicate`` outermost."""

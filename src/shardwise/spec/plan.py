@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
@@ -29,8 +30,6 @@ ACCUMULATIONS = ("auto", "sharded", "unsharded", "defer_replicate")
 #: What happens at ``parallelize`` where ranks hold different weights.
 SYNCS = ("warn", "error", "rank0")
 
-_LATER_AXES = {"ep": "expert parallelism"}
-
 
 @dataclass(frozen=True)
 class ParallelPlan:
@@ -48,7 +47,12 @@ class ParallelPlan:
         tp: Tensor-parallel ranks, which each hold a part of the large weights and compute with it.
         pp: Ranks of a pipeline, which each hold some of the model's stages. Such a model is run by ``sw.train_step``
             and ``sw.eval_step``; it adds up the gradients of the microbatches and reduces them once.
-        ep: Expert-parallel ranks. Only 1 in this version.
+        ep: Expert-parallel ranks: neighbours among the ``dp_shard * cp`` ranks that share parameters, each of which
+            holds a part of every mixture's experts and gets the tokens for them from the others. Only ranks with the
+            same experts shard or replicate those, as the strategy says.
+        expert_capacity: ``None``: every token gets to the experts that it chose. A factor: of a rank's batch of n
+            tokens with k choices each, an expert of E takes the first ``ceil(factor * n * k / E)``, first choices
+            before second ones, in the order of tokens; the others add nothing. It acts with any ``ep``, 1 too.
         tp_plan: How ``tp`` cuts the model: a mapping from name patterns to styles (``spec.styles``), such as
             ``{"layers.*.up": "colwise", "layers.*.down": "rowwise"}``, beside and instead of what is known for the
             model's class. ``None``: as is known.
@@ -112,6 +116,7 @@ class ParallelPlan:
     tp: int = 1
     pp: int = 1
     ep: int = 1
+    expert_capacity: float | None = None
     tp_plan: Mapping[str, str] | None = None
     sequence_parallel: bool = False
     auto_wrap_policy: str | WrapPolicy | Mapping[str, Any] = "auto"
@@ -134,17 +139,10 @@ class ParallelPlan:
 
     def __post_init__(self) -> None:
         """Check every field that can be checked without a model or a world."""
-        for axis in ("dp_replicate", "cp", "tp", "pp", *_LATER_AXES):
+        for axis in ("dp_replicate", "cp", "tp", "pp", "ep"):
             size = getattr(self, axis)
             if isinstance(size, bool) or not isinstance(size, int) or size < 1:
                 raise PlanError(f"{axis}={size!r}: expected a positive integer.\n  Set {axis}=1.")
-        for axis, feature in _LATER_AXES.items():
-            size = getattr(self, axis)
-            if size != 1:
-                raise PlanError(
-                    f"{axis}={size}: this version does not have {feature} yet.\n"
-                    f"  Set {axis}=1; data parallelism (dp_shard) takes the whole world."
-                )
         if isinstance(self.dp_shard, bool) or not isinstance(self.dp_shard, int):
             raise PlanError(
                 f"dp_shard={self.dp_shard!r}: expected an integer.\n  Use -1 for what is left of the world."
@@ -170,6 +168,7 @@ class ParallelPlan:
         object.__setattr__(self, "ignored", ignored_entries(self.ignored))
         self._check_reshard()
         self._check_pipeline()
+        self._check_experts()
         _ = self.quantization
         object.__setattr__(self, "granularity", resolve_granularity(self.granularity))
         _one_of("accumulation", self.accumulation, ACCUMULATIONS)
@@ -219,6 +218,30 @@ class ParallelPlan:
             raise PlanError(
                 f"strategy {self.strategy!r} runs in one process, but cp={self.cp}.\n  Use ddp, or set cp=1."
             )
+
+    def _check_experts(self) -> None:
+        capacity = self.expert_capacity
+        if capacity is not None and (isinstance(capacity, bool | str) or not 0 < capacity < math.inf):
+            raise PlanError(
+                f"expert_capacity={capacity!r}: expected None or a positive factor.\n"
+                "  Use None to send every token to the experts that it chose, or for example 1.25."
+            )
+        if not self.routes_tokens:
+            return
+        given = f"ep={self.ep}" if self.ep > 1 else f"expert_capacity={capacity}"
+        if capacity is not None and self.cp > 1:
+            raise PlanError(
+                f"expert_capacity={capacity} with cp={self.cp}: an expert would take other tokens than in one process,"
+                " which sees whole sequences.\n  Leave expert_capacity out, or set cp=1."
+            )
+        for is_refused, what, advice in (
+            (self.placements.is_threaded, f"strategy {self.strategy!r}", "Use ddp"),
+            (self.compile, "compile=True", "Leave compile at False"),
+            (self.sequence_parallel, "sequence_parallel=True", "Leave sequence_parallel at False"),
+            (self.inner_size is not None, f"reshard_after_forward={self.inner_size}", "Use True or False"),
+        ):
+            if is_refused:
+                raise PlanError(f"{given} does not go with {what} in this version.\n  {advice}, or set ep=1.")
 
     def _check_compile(self, policy: RecomputePolicy | None) -> None:
         if not isinstance(self.compile, bool):
@@ -290,6 +313,11 @@ class ParallelPlan:
         return pipeline_policy(self.pipeline) if self.pp > 1 else None
 
     @property
+    def routes_tokens(self) -> bool:
+        """Mixtures of experts send tokens to the experts that they chose, or drop some."""
+        return self.ep > 1 or self.expert_capacity is not None
+
+    @property
     def wrap_policy(self) -> str | WrapPolicy:
         """``auto_wrap_policy``, where a mapping has become the policy that it describes."""
         assert not isinstance(self.auto_wrap_policy, Mapping)  # __post_init__ has replaced it
@@ -335,7 +363,9 @@ class ParallelPlan:
                 shard = self._machine(world_size, local_size) // others
             if world_size % (shard * others) == 0:
                 replicate = world_size // (shard * others)
-        mesh = Mesh.build(world_size, pp=self.pp, dp_replicate=replicate, dp_shard=shard, cp=self.cp, tp=self.tp)
+        mesh = Mesh.build(
+            world_size, pp=self.pp, dp_replicate=replicate, dp_shard=shard, cp=self.cp, tp=self.tp, ep=self.ep
+        )
         if self.inner_size is not None:
             check_inner_size(self.inner_size, mesh.dp_shard)
         return mesh

@@ -43,6 +43,7 @@ class Slice:
         copies: Number of those.
         names: All names of the logical tensor in the plain model, the first one first, where this rank's modules do not
             show them all: of weights that are tied across pipeline stages.
+        is_expert: Ranks along ``ep`` hold other experts: only those with the same ones share it and add up gradients.
     """
 
     shape: tuple[int, ...]
@@ -50,6 +51,7 @@ class Slice:
     copy: int = 0
     copies: int = 1
     names: tuple[str, ...] = ()
+    is_expert: bool = False
 
     def __post_init__(self) -> None:
         """Refuse cuts outside the shape."""

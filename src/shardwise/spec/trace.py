@@ -43,7 +43,7 @@ class UnitShape:
 
 def gather_bytes(group: GroupShape, rank: int) -> int:
     """Bytes that a rank sends in the all-gather of a group: its slice, to every other rank."""
-    return (group.layout.size - 1) * group.slice_bytes(rank)
+    return (group.layout.size - 1) * group.slice_bytes(group.place(rank))
 
 
 def reduction_bytes(group: GroupShape, rank: int) -> int:
@@ -52,26 +52,26 @@ def reduction_bytes(group: GroupShape, rank: int) -> int:
     Quantized, the spreading is a collective of its own.
     """
     if group.reduced_as is not None:
-        return sum(group.summed_bytes) - group.summed_bytes[rank]
+        return sum(group.summed_bytes) - group.summed_bytes[group.place(rank)]
     if not group.row.shards_optimizer:
-        return _all_reduced(group.reduce_layout.numel, group.layout.size, rank) * group.reduce_item_bytes
+        return _all_reduced(group.reduce_layout.numel, group.layout.size, group.place(rank)) * group.reduce_item_bytes
     return (group.reduce_layout.numel - summed_numel(group, rank)) * group.reduce_item_bytes
 
 
 def spread_bytes(group: GroupShape, rank: int) -> int:
     """Bytes that a rank sends to spread its part of a sum that was sent quantized."""
-    cuts = summed_cuts(group.reduce_layout)
-    return (group.layout.size - 1) * (cuts[rank + 1] - cuts[rank]) * group.reduce_item_bytes
+    cuts, place = summed_cuts(group.reduce_layout), group.place(rank)
+    return (group.layout.size - 1) * (cuts[place + 1] - cuts[place]) * group.reduce_item_bytes
 
 
 def inner_gather_bytes(group: GroupShape, rank: int) -> int:
     """Bytes that a rank sends to gather a group that was kept sharded over an inner group of ranks."""
-    return (group.inner_size - 1) * group.inner_numel(rank) * group.gather_item_bytes
+    return (group.inner_size - 1) * group.inner_numel(group.place(rank)) * group.gather_item_bytes
 
 
 def replicate_bytes(group: GroupShape, rank: int, replicas: Replicas) -> int:
     """Bytes that a rank sends to go on with a sum over the groups: an all-reduce of what it holds of it."""
-    held = group.reduce_layout.slice_numel(rank)
+    held = group.reduce_layout.slice_numel(group.place(rank))
     return _all_reduced(held, replicas.size, replicas.rank) * group.reduce_item_bytes
 
 
@@ -192,7 +192,7 @@ class _Step:
                 sent = inner_gather_bytes(group, self._rank)
                 self.trace.append(Collective("all_gather", shape.name, sent, "dp_shard_inner"))
             elif group.row.shards_optimizer and (group.row.shards_parameters or self._refreshes):
-                self.trace.append(Collective("all_gather", shape.name, gather_bytes(group, self._rank)))
+                self.trace.append(Collective("all_gather", shape.name, gather_bytes(group, self._rank), group.axis))
 
     def _leave(self, unit: int) -> None:
         self._entered.remove(unit)
@@ -203,7 +203,7 @@ class _Step:
         for group in trained:
             sent = reduction_bytes(group, self._rank)
             kind = group.row.gradient_move if group.reduced_as is None else "all_to_all"
-            self.trace.append(Collective(kind, shape.name, sent))
+            self.trace.append(Collective(kind, shape.name, sent, group.axis))
             self._reducing.append((shape.name, group))
         if any(group.row.shards_parameters for group in shape.groups):
             self._resident.discard(unit)
@@ -212,7 +212,7 @@ class _Step:
         """The sums under way are there inside their group: on they go over the groups."""
         for name, group in self._reducing:
             if group.reduced_as is not None and not group.row.shards_optimizer:
-                self.trace.append(Collective("all_gather", name, spread_bytes(group, self._rank)))
+                self.trace.append(Collective("all_gather", name, spread_bytes(group, self._rank), group.axis))
             if self._goes_on and self._replicas is not None:
                 sent = replicate_bytes(group, self._rank, self._replicas)
                 self.trace.append(Collective("all_reduce", name, sent, "dp_replicate"))

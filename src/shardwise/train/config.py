@@ -79,7 +79,10 @@ class ParallelSection(Section):
     cp: int = Field(1, description="ranks that each compute with a part of every sequence")
     tp: int = Field(1, description="ranks that each hold a part of the large weights and compute with it")
     pp: int = Field(1, description="ranks of a pipeline, which each hold some of the model's stages")
-    ep: int = Field(1, description="only 1 in this version")
+    ep: int = Field(1, description="ranks that each hold a part of the experts of every mixture, and exchange tokens")
+    expert_capacity: float | None = Field(
+        None, description="tokens that an expert takes of a rank's batch, times its even share; null: all"
+    )
     tp_plan: dict[str, str] | None = Field(
         None, description="how tp cuts the model: styles by name pattern; null: as is known for its class"
     )

@@ -9,7 +9,6 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from shardwise.spec import plan as plan_module
 from shardwise.spec.errors import PlanError
 from shardwise.spec.plan import ParallelPlan
 from shardwise.spec.schedule import SCHEDULES, Action, Kind, PipelinePolicy, Schedule, build, check, closed
@@ -289,11 +288,10 @@ def test_policies_say_what_a_schedule_needs():
         build("interleaved-1f1b", 4, 3)
 
 
-def test_a_plan_takes_a_pipeline_with_pp_only(monkeypatch):
+def test_a_plan_takes_a_pipeline_with_pp_only():
     with pytest.raises(PlanError, match=r"pipeline='gpipe' with pp=1: one rank has no pipeline"):
         ParallelPlan(pipeline="gpipe")
     assert ParallelPlan().pipeline_policy is None
-    monkeypatch.delitem(plan_module._LATER_AXES, "pp", raising=False)
     assert ParallelPlan(pp=2).pipeline_policy == PipelinePolicy()
     assert ParallelPlan(pp=2, pipeline="gpipe").pipeline_policy == PipelinePolicy("gpipe")
     assert ParallelPlan(pp=2, pipeline={"num_microbatches": 8}).pipeline_policy == PipelinePolicy(num_microbatches=8)

@@ -9,7 +9,6 @@ from pathlib import Path
 
 import pytest
 
-from shardwise.spec import plan
 from shardwise.spec.errors import ConfigError, ShardwiseError
 from shardwise.spec.schedule import PipelinePolicy
 from shardwise.train.check import Resolved, resolve
@@ -56,7 +55,7 @@ train:
   global_batch_size: 7
 parallel:
   strategy: zero33
-  ep: 2
+  ep: 0
 checkpont: {}
 lr: 1
 """
@@ -69,7 +68,7 @@ lr: 1
         f"{file}:6: optimizer.learning: unknown key.",
         f"{file}:8: train.steps: expected at least 1, got '-1'",
         f"{file}:12: parallel.strategy: unknown strategy 'zero33'",
-        f"{file}:13: parallel.ep: ep=2: this version does not have expert parallelism yet",
+        f"{file}:13: parallel.ep: ep=0: expected a positive integer",
         f"{file}:14: unknown section 'checkpont'. Did you mean 'checkpoint'?",
         f"{file}:15: unknown section 'lr'. Did you mean optimizer.lr?",
         "--set log.every: expected a whole number, got 'x'",
@@ -159,9 +158,8 @@ def test_sequence_parallelism_is_read_with_the_ranks_that_it_divides_over(tmp_pa
     assert "parallel.sequence_parallel: sequence_parallel=True with tp=1" in alone
 
 
-def test_a_pipeline_is_read_beside_its_degree(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_pipeline_is_read_beside_its_degree(tmp_path: Path) -> None:
     assert "parallel.pipeline: pipeline='zb-h1' with pp=1" in mistakes(tmp_path, GOOD, "parallel.pipeline=zb-h1")
-    monkeypatch.delitem(plan._LATER_AXES, "pp", raising=False)
     values = ("parallel.pp=2", "parallel.pipeline={schedule: gpipe, num_microbatches: 2}")
     policy = resolved(tmp_path, GOOD, *values, world_size=4).plan.pipeline_policy
     assert policy == PipelinePolicy("gpipe", 2)

@@ -46,6 +46,7 @@ _OURS_ALONE = (
     "pp",
     "cp",
     "ep",
+    "expert_capacity",
 )
 #: Steps of the configuration's model per engine and turn.
 _CONFIG_STEPS = 5

@@ -1,0 +1,61 @@
+"""Dividing a model's experts: parameters become this rank's parts, mixtures route tokens."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Sequence
+
+from shardwise.comm.base import Comm
+from shardwise.expert.find import Mixture
+from shardwise.expert.layer import Mix, StackedMix
+from shardwise.spec.routing import local_range
+from shardwise.spec.slice import Cut, Slice, set_slice, slice_of
+
+
+def apply_experts(mixtures: Sequence[Mixture], comm: Comm | None, capacity: float | None) -> str:
+    """Leave this rank's experts in the model, in place. Modules, names and classes stay.
+
+    Where each expert has a module of its own, those of other ranks stay without parameters; stacked ones are cut.
+
+    Args:
+        mixtures: Of the whole model, the same on every rank.
+        comm: On ``ep``; ``None`` where every rank holds all experts, and only the capacity acts.
+        capacity: ``ParallelPlan.expert_capacity``.
+
+    Returns:
+        What a summary should say.
+    """
+    for mixture in mixtures:
+        layer = (StackedMix if mixture.is_stacked else Mix)(mixture, comm, capacity)
+        if comm is not None:
+            (_cut_stack if mixture.is_stacked else _drop_foreign)(mixture, comm)
+        layer.install()
+    over = "all tokens" if capacity is None else f"up to {capacity:g} times their even share of a rank's tokens"
+    if comm is None:
+        return f"experts: take {over}"
+    start, stop = local_range(mixtures[0].num_experts, comm.size, comm.rank)
+    return (
+        f"experts: this rank is {comm.rank + 1} of {comm.size} (ep), with experts {start} to {stop - 1} of"
+        f" {mixtures[0].num_experts} of {len(mixtures)} mixture{'s' if len(mixtures) > 1 else ''}; they take {over}"
+    )
+
+
+def _drop_foreign(mixture: Mixture, comm: Comm) -> None:
+    for expert, is_here in mixture.experts(comm.size, comm.rank):
+        for module in expert.modules():
+            for name, parameter in list(module.named_parameters(recurse=False)):
+                if is_here:
+                    held = slice_of(parameter) or Slice(tuple(parameter.shape))
+                    set_slice(parameter, dataclasses.replace(held, is_expert=True))
+                else:
+                    parameter.data = parameter.data.new_empty(0)  # whoever holds it holds no memory
+                    module.register_parameter(name, None)
+
+
+def _cut_stack(mixture: Mixture, comm: Comm) -> None:
+    start, stop = local_range(mixture.num_experts, comm.size, comm.rank)
+    for parameter in mixture.module.parameters():
+        shape = tuple(parameter.shape)
+        parameter.data = parameter.data[start:stop].clone()
+        set_slice(parameter, Slice(shape, (Cut(0, ((start, stop),)),), is_expert=True))
+    mixture.module.__dict__["num_experts"] = stop - start
