@@ -1,0 +1,113 @@
+"""A ring of threads against one attention over the whole sequence."""
+
+from __future__ import annotations
+
+import queue
+import threading
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+from torch.nn import functional as F
+
+from shardwise.comm.base import Comm, Done, Handle
+from shardwise.comm.record import RecordComm
+from shardwise.context import kernel
+from shardwise.context.ring import Ring
+from shardwise.context.split import Division, in_order
+
+
+class Wires(RecordComm):
+    """Messages between threads of one process."""
+
+    def __init__(self, rank: int, size: int, wires: dict[tuple[int, int], queue.Queue]) -> None:
+        super().__init__("cp", rank=rank, size=size)
+        self.wires = wires
+
+    def send(self, buffer: Tensor, *, to: int, unit: str) -> Handle:
+        self.wires[self.rank, to].put(buffer.clone())
+        return Done()
+
+    def receive(self, buffer: Tensor, *, source: int, unit: str) -> Handle:
+        return Arrival(buffer, self.wires[source, self.rank])
+
+
+class Arrival(Handle):
+    def __init__(self, buffer: Tensor, wire: queue.Queue) -> None:
+        self.buffer, self.wire = buffer, wire
+
+    def wait(self) -> None:
+        self.buffer.copy_(self.wire.get(timeout=60))
+
+
+def ring_of(size: int) -> list[Comm]:
+    wires = {(a, b): queue.Queue() for a in range(size) for b in range(size)}
+    return [Wires(rank, size, wires) for rank in range(size)]
+
+
+def tensors(size: int, heads: int, dtype: torch.dtype, length: int) -> list[Tensor]:
+    """Queries, keys, values and the gradient of the output, (B, T, H, D)."""
+    generator = torch.Generator().manual_seed(size)
+    shapes = [(2, length, count, 8) for count in (4, heads, heads, 4)]
+    return [torch.randn(shape, generator=generator, dtype=torch.float64).to(dtype) for shape in shapes]
+
+
+def whole(q: Tensor, k: Tensor, v: Tensor, grad: Tensor, *, is_causal: bool) -> list[Tensor]:
+    leaves = [t.to(torch.float64, copy=True).requires_grad_() for t in (q, k, v)]
+    turned = [t.transpose(1, 2) for t in leaves]
+    out = F.scaled_dot_product_attention(*turned, is_causal=is_causal, scale=0.3, enable_gqa=True).transpose(1, 2)
+    out.backward(grad.double())
+    return [out.detach(), *(leaf.grad for leaf in leaves)]
+
+
+def by_ring(q: Tensor, k: Tensor, v: Tensor, grad: Tensor, *, size: int, is_causal: bool) -> list[Tensor]:
+    """The same of as many ranks, put together again."""
+    found: list[Any] = [None] * size
+
+    def run(comm: Comm) -> None:
+        division = Division(q.shape[1], comm, multiple=1, device=q.device)
+        leaves = [division.own(t).requires_grad_() for t in (q, k, v)]
+        turned = [t.transpose(1, 2) for t in leaves]
+        out = Ring(comm, "test")(*turned, scale=0.3, is_causal=is_causal).transpose(1, 2)
+        out.backward(division.own(grad))
+        found[comm.rank] = [out.detach(), *(leaf.grad for leaf in leaves)]
+
+    threads = [threading.Thread(target=run, args=(comm,)) for comm in ring_of(size)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    return [in_order(parts) for parts in zip(*found, strict=True)]
+
+
+@pytest.mark.parametrize("is_causal", [True, False])
+@pytest.mark.parametrize("size", [1, 2, 3, 4])
+@pytest.mark.parametrize("heads", [1, 4])
+@pytest.mark.parametrize("is_fused", [True, False])
+def test_a_ring_gives_the_attention_of_the_whole_sequence(monkeypatch, is_causal, size, heads, is_fused):
+    if not is_fused:
+        monkeypatch.setattr(kernel, "_is_fused", lambda *_: False)
+    inputs = tensors(size, heads, torch.float64, 24)
+    for expected, got in zip(
+        whole(*inputs, is_causal=is_causal), by_ring(*inputs, size=size, is_causal=is_causal), strict=True
+    ):
+        torch.testing.assert_close(got, expected, rtol=1e-12, atol=1e-12)
+
+
+@pytest.mark.parametrize(("dtype", "tolerance"), [(torch.float32, 1e-5), (torch.bfloat16, 4e-2)])
+def test_narrow_numbers_are_added_up_in_fp32(dtype, tolerance):
+    inputs = tensors(4, 2, dtype, 48)
+    for expected, got in zip(whole(*inputs, is_causal=True), by_ring(*inputs, size=4, is_causal=True), strict=True):
+        assert got.dtype is dtype
+        torch.testing.assert_close(got.double(), expected, rtol=tolerance, atol=tolerance)
+
+
+def test_backward_keeps_only_this_ranks_tensors():
+    """Queries, keys, values and outputs of its own positions, and one number for each query."""
+    saved: list[int] = []
+    comm = RecordComm("cp", rank=1, size=4)
+    q, k, v = (torch.zeros(2, heads, 16, 8, requires_grad=True) for heads in (4, 2, 2))
+    with torch.autograd.graph.saved_tensors_hooks(lambda t: saved.append(t.numel()) or t, lambda t: t):
+        Ring(comm, "test")(q, k, v)
+    assert sorted(saved) == sorted([q.numel(), k.numel(), v.numel(), q.numel(), 2 * 4 * 16])
