@@ -12,7 +12,7 @@ from torch import Tensor, distributed, nn
 import shardwise as sw
 from shardwise.context import ring, root
 from shardwise.context.split import Division
-from shardwise.spec.errors import PlanError, StateError
+from shardwise.spec.errors import PlanError, RankDisagreement, StateError
 from shardwise.testing import run_on_ranks
 from tests.parity.test_tensor import SEQ, TOLERANCES, Case, Largest, check, differences
 from tests.parity.test_tensor_families import Family
@@ -204,3 +204,79 @@ def test_calls_of_transformers_models_mean_the_same_or_are_refused():
         assert "called with output_hidden_states" in hidden
         assert "called with inputs_embeds" in embeds
         assert same == ["True"] * 3
+
+
+def reloaded(folder: str) -> list[bool]:
+    """Whether a checkpoint of each plan, loaded under the other, is what was saved, and trains on as it."""
+    plans = {"cp": sw.ParallelPlan(cp=2), "dp": sw.ParallelPlan(strategy="zero2")}
+    tokens, found = torch.arange(2 * SEQ).view(2, SEQ), []
+    for before, after in (("cp", "dp"), ("dp", "cp")):
+        results = []
+        for name in (before, after):
+            model = sw.parallelize(Case().build(), plans[name])
+            optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
+            if name == before:
+                step(model, optimizer, tokens)
+                sw.save(f"{folder}/{before}", model, optimizer)
+                saved = sw.full_state_dict(model)
+            else:
+                sw.load(f"{folder}/{before}", model, optimizer)
+                held = sw.full_state_dict(model)
+                found.append(all(torch.equal(saved[key], held[key]) for key in saved))
+            step(model, optimizer, tokens)
+            results.append(sw.full_state_dict(model))
+        found.append(all((results[0][key] - results[1][key]).abs().max() < 1e-8 for key in results[0]))
+    return found
+
+
+def step(model: nn.Module, optimizer: torch.optim.Optimizer, tokens: Tensor) -> None:
+    model(tokens, tokens).backward()
+    optimizer.step()
+    optimizer.zero_grad()
+
+
+def test_checkpoints_of_divided_sequences_load_under_other_plans(tmp_path):
+    assert run_on_ranks(reloaded, 2, str(tmp_path)) == [[True] * 4] * 2
+
+
+def narrow() -> tuple[float, float]:
+    """The loss in 16 bit, divided and not, and the largest difference of a gradient, by the largest gradient."""
+    tokens = torch.arange(2 * SEQ).view(2, SEQ)
+    losses, norms = [], []
+    for plan in (sw.ParallelPlan(cp=2, mp_policy=BF16), sw.ParallelPlan(strategy="ddp", mp_policy=BF16)):
+        model = sw.parallelize(Case(dtype=torch.float32).build(), plan)
+        losses.append(sw.train_step(model, (tokens, tokens)).item())
+        norms.append(sw.clip_grad_norm(model, 1.0).item())
+    return abs(losses[0] / losses[1] - 1), abs(norms[0] / norms[1] - 1)
+
+
+BF16 = sw.PrecisionPolicy(param_dtype="bf16")
+
+
+def test_in_16_bit_the_loss_is_near_that_of_whole_sequences():
+    for loss, norm in run_on_ranks(narrow, 2):
+        assert loss < 2e-3
+        assert norm < 2e-2
+
+
+def summary() -> str:
+    return str(sw.summary(sw.parallelize(Case().build(), sw.ParallelPlan(cp=2))))
+
+
+def test_the_summary_says_what_is_divided():
+    for rank, text in enumerate(run_on_ranks(summary, 2)):
+        assert f"this rank holds part of each sequence {rank + 1} of 2 (cp)" in text
+        assert "sequences: divided over cp=2, ring attention in 3 modules" in text
+
+
+def readers_of_different_samples() -> str:
+    model = sw.parallelize(Case().build(), sw.ParallelPlan(cp=2))
+    tokens = torch.full((2, SEQ), distributed.get_rank())
+    with pytest.raises(RankDisagreement) as caught:
+        model(tokens, tokens)
+    return str(caught.value)
+
+
+def test_ranks_that_are_fed_by_their_number_in_the_world_are_told():
+    for text in run_on_ranks(readers_of_different_samples, 2):
+        assert "the 2 ranks that divide each sequence were called with different tokens" in text

@@ -87,8 +87,7 @@ def dry_run(  # noqa: PLR0917  typer's form
             plan,
             world_size=world_size,
             rank=rank,
-            batch={"input_ids": tokens_BT} if subject.is_from_hf else (tokens_BT, tokens_BT),
-            loss_fn=_hf_loss if subject.is_from_hf else None,
+            **_inputs(tokens_BT, plan, is_from_hf=subject.is_from_hf),
             optimizer=optimizer or subject.optimizer,
             backend=backend,
             ranks_per_machine=local_size,
@@ -175,6 +174,15 @@ def _from_file(path: Path, world_size: int, local_size: int, overrides: list[str
         plan=resolved.plan,
         is_from_hf=config.model.hf is not None,
     )
+
+
+def _inputs(tokens_BT: Tensor, plan: ParallelPlan, *, is_from_hf: bool) -> dict[str, Any]:
+    """The batch, and how its loss is taken, as training does it."""
+    if not is_from_hf:
+        return {"batch": (tokens_BT, tokens_BT)}
+    if plan.cp > 1:
+        return {"batch": {"input_ids": tokens_BT, "labels": tokens_BT, "shift_labels": tokens_BT}}
+    return {"batch": {"input_ids": tokens_BT}, "loss_fn": _hf_loss}
 
 
 def _hf_loss(output: Any, batch: Any) -> Tensor:

@@ -8,13 +8,17 @@ from __future__ import annotations
 
 import inspect
 import weakref
+import zlib
 from abc import ABC, abstractmethod
 from typing import Any
 
 from torch import Tensor, nn
 
 from shardwise.comm.base import Comm
+from shardwise.comm.control import agree
+from shardwise.comm.record import RecordComm
 from shardwise.context.split import Division
+from shardwise.spec.errors import RankDisagreement
 
 
 class Root(ABC):
@@ -31,6 +35,7 @@ class Root(ABC):
         self._own = model.__dict__.get("forward")  # somebody else's replacement of the class's method
         self._comm = comm
         self._multiple = multiple
+        self._has_compared = isinstance(comm, RecordComm)  # nobody is there to disagree
         self.__signature__ = inspect.signature(model.forward)
 
     @property
@@ -44,7 +49,23 @@ class Root(ABC):
         return (self._own or type(model).forward.__get__(model))(*args, **kwargs)
 
     def divide(self, whole_BT: Tensor) -> Division:
-        """How it is divided."""
+        """How it is divided.
+
+        Collective:
+            The first time an all-gather of one integer on ``cp``.
+
+        Raises:
+            RankDisagreement: Other ranks were given other tokens.
+        """
+        if not self._has_compared:
+            self._has_compared = True
+            digest = zlib.crc32(repr(whole_BT.tolist()).encode())
+            if len(set(agree(self._comm, digest))) > 1:
+                raise RankDisagreement(
+                    f"cp: the {self._comm.size} ranks that divide each sequence were called with different tokens.\n"
+                    "  Give all ranks of a cp group the same batch: only ranks that differ on a data-parallel axis read"
+                    " other samples."
+                )
         return Division(whole_BT.shape[1], self._comm, multiple=self._multiple, device=whole_BT.device)
 
     @abstractmethod

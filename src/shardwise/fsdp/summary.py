@@ -92,7 +92,7 @@ class Summary:
         recomputed: Names of the modules whose forward is run again in backward.
         keeps: Operators whose outputs are kept in them all the same, by name or family.
         updated: How the optimizer's step comes about.
-        coordinate: On ``pp`` and ``tp``, where they have several ranks: this rank's position.
+        coordinate: On ``pp``, ``cp`` and ``tp``, where they have several ranks: this rank's position.
         notes: What other parts of the recipe have to say.
     """
 
@@ -134,8 +134,8 @@ class Summary:
 
     @property
     def _place(self) -> list[str]:
-        """Which stage and which slices this rank holds."""
-        words = {"pp": "pipeline stage", "tp": "slice"}
+        """Which stage, which part of a sequence and which slices this rank holds."""
+        words = {"pp": "pipeline stage", "cp": "part of each sequence", "tp": "slice"}
         shown = [f"{words[axis]} {at + 1} of {self.mesh[axis]} ({axis})" for axis, at in self.coordinate.items()]
         return [f"this rank holds {', '.join(shown)}"] if shown else []
 
@@ -227,7 +227,9 @@ def summary(model: nn.Module) -> Summary:
         recomputed=runtime.recomputed,
         keeps=tuple(policy.save) if policy is not None else (),
         updated=_update(runtime),
-        coordinate={axis: comm.rank for axis in ("pp", "tp") if (comm := getattr(runtime.comms, axis)) is not None},
+        coordinate={
+            axis: comm.rank for axis in ("pp", "cp", "tp") if (comm := getattr(runtime.comms, axis)) is not None
+        },
     )
 
 

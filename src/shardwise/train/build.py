@@ -35,7 +35,9 @@ def build_model(resolved: Resolved, device: torch.device) -> nn.Module:
 
 def loss_of(config: Config) -> Loss:
     """How the model's loss is taken."""
-    return _logits_loss if config.model.hf is not None else _own_loss
+    if config.model.hf is None:
+        return _own_loss
+    return _labels_loss if config.parallel.cp > 1 else _logits_loss  # logits of whole sequences would be gathered
 
 
 def call_of(config: Config) -> Callable[[nn.Module, tuple[Tensor, Tensor]], Any]:
@@ -79,6 +81,10 @@ def _own_loss(model: nn.Module, inputs_BT: Tensor, targets_BT: Tensor) -> Tensor
 
 def _logits_loss(model: nn.Module, inputs_BT: Tensor, targets_BT: Tensor) -> Tensor:
     return logits_loss(model(input_ids=inputs_BT).logits, targets_BT)
+
+
+def _labels_loss(model: nn.Module, inputs_BT: Tensor, targets_BT: Tensor) -> Tensor:
+    return model(input_ids=inputs_BT, labels=targets_BT, shift_labels=targets_BT).loss
 
 
 def logits_loss(logits_BTV: Tensor, targets_BT: Tensor) -> Tensor:

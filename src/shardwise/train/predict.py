@@ -15,6 +15,8 @@ from torch import nn
 # Plain meta tensors will not do: attention chooses another kernel for them, which saves other tensors.
 from torch._subclasses.fake_tensor import FakeTensorMode
 
+from shardwise.comm.record import RecordComm
+from shardwise.context.apply import divide_sequences
 from shardwise.fsdp import attach, recompute, summary
 from shardwise.fsdp.average import ExponentialMovingAverage
 from shardwise.fsdp.wrap import find_units
@@ -73,6 +75,8 @@ def _measure(model: nn.Module, resolved: Resolved, device: torch.device) -> Acti
     count = StorageCount(device.type)
     if resolved.plan.placements.is_threaded:
         data_parallel.install(model)  # what the replicas compute, and the gradients of each
+    if resolved.plan.cp > 1:
+        divide_sequences(model, RecordComm("cp", rank=0, size=resolved.plan.cp, device=device))
     recompute.install(model, find_units(model, resolved.plan.wrap_policy), resolved.plan.recompute)
     for tensor in [*model.parameters(), *model.buffers()]:
         count.see(tensor)
