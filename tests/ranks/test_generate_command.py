@@ -35,7 +35,10 @@ def say(folder, calls):
 def test_one_process_and_two_say_the_same_of_a_run_its_checkpoint_and_a_hugging_face_folder(tmp_path, capsys):
     from transformers import LlamaConfig, LlamaForCausalLM
 
-    train_well(tmp_path, 2, ["--run-dir=run", "--set=optimizer.lr=1e-2", "--set=train.eval_every=null"])
+    usual = ["--set=optimizer.lr=1e-2", "--set=train.eval_every=null"]
+    with_average = ["--run-dir=run", "--set=train.ema_decay=0.98", *usual]
+    train_well(tmp_path, 2, with_average, ["--run-dir=plain", "--set=train.steps=5", *usual])
+
     config = LlamaConfig(
         vocab_size=64, hidden_size=32, intermediate_size=48, num_hidden_layers=2, num_attention_heads=4,
         num_key_value_heads=2, max_position_embeddings=32, initializer_range=0.5,
@@ -47,6 +50,7 @@ def test_one_process_and_two_say_the_same_of_a_run_its_checkpoint_and_a_hugging_
         [run, *PROMPTS, count, *DRAWN, "--json"],
         [f"{run}/checkpoints/step-00000005", *PROMPTS, count, *DRAWN, "--json"],
         [run, PROMPTS[0], count, "--stream"],
+        [run, *PROMPTS, count, *DRAWN, "--json", "--average"],
         ["llama", "--tokens=5 6", "--tokens=33", count, "--json"],
     ]
     alone = run_on_ranks(say, 1, str(tmp_path), calls, timeout_s=120)[0]
@@ -55,9 +59,9 @@ def test_one_process_and_two_say_the_same_of_a_run_its_checkpoint_and_a_hugging_
     ranks = run_on_ranks(say, 2, str(tmp_path), calls + divided, timeout_s=120)
     assert ranks[0] == alone * 3
     assert all(text == "" for _, text in ranks[1])  # the first rank speaks
-    greedy, drawn, earlier, streamed, llama = (text for _, text in alone)
+    greedy, drawn, earlier, streamed, averaged, llama = (text for _, text in alone)
     assert greedy.startswith("def main(")
-    assert drawn != earlier
+    assert len({drawn, earlier, averaged}) == 3
     assert streamed.rstrip("\n") == greedy.split("\nim", 1)[0]
     rows = [json.loads(line) for line in drawn.splitlines()]
     assert [row["prompt"] for row in rows] == [list(b"def main("), list(b"im"), [12, 7, 9]]
@@ -76,6 +80,8 @@ def test_one_process_and_two_say_the_same_of_a_run_its_checkpoint_and_a_hugging_
         ([str(tmp_path / run), PROMPTS[0], "--top-k=3"], 78, "no meaning at temperature=0"),
         ([str(tmp_path / run), PROMPTS[0], "--set=optimizer.lr=1"], 78, "Set fields of parallel only"),
         ([str(tmp_path / run), PROMPTS[0], "--set=parallel.tp=2", "--nproc=3"], 78, "3"),
+        ([str(tmp_path / "llama"), "--tokens=5", "--average"], 78, "a Hugging Face folder holds no averaged weights"),
+        ([str(tmp_path / "plain"), PROMPTS[0], "--average"], 78, "checkpoint step-00000005 holds no averaged weights"),
         ([str(tmp_path / "llama"), PROMPTS[0]], 78, "has no tokenizer that can be loaded"),
     ]:
         assert main(["generate", *arguments]) == code, arguments

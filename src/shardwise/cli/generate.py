@@ -47,6 +47,7 @@ class _Asked:
     max_new_tokens: int
     sampling: dict[str, Any]
     overrides: tuple[str, ...]
+    is_averaged: bool
     is_json: bool
     is_stream: bool
 
@@ -56,6 +57,7 @@ class _Asked:
         words += [f"--prompt={text}" for text in self.texts] + [f"--tokens={ids}" for ids in self.ids]
         words += [f"--{name.replace('_', '-')}={value}" for name, value in self.sampling.items() if value is not None]
         words += [f"--set={override}" for override in self.overrides]
+        words += ["--average"] * self.is_averaged
         words += ["--json"] * self.is_json + ["--stream"] * self.is_stream
         return [*words, "--", str(self.path)]
 
@@ -76,6 +78,7 @@ def generate(  # noqa: PLR0917  typer calls it by name
     seed: Annotated[int | None, typer.Option(help="Of the draws; the same tokens each time.")] = None,
     nproc: Annotated[int | None, typer.Option(help="Processes; by default as many as the plan needs.")] = None,
     overrides: Annotated[list[str] | None, typer.Option("--set", help="parallel.field=value, repeatable.")] = None,
+    average: Annotated[bool, typer.Option("--average", help="With the run's averaged weights.")] = False,  # noqa: FBT002  typer's form
     stream: Annotated[bool, typer.Option("--stream", help="Write the text as it comes; one prompt.")] = False,  # noqa: FBT002  typer's form
     as_json: Annotated[bool, typer.Option("--json", help="Print tokens and text as JSON.")] = False,  # noqa: FBT002  typer's form
 ) -> None:
@@ -92,6 +95,7 @@ def generate(  # noqa: PLR0917  typer calls it by name
         max_new_tokens,
         sampling,
         tuple(overrides or ()),
+        average,
         as_json,
         stream,
     )
@@ -99,6 +103,8 @@ def generate(  # noqa: PLR0917  typer calls it by name
         raise ConfigError("--stream writes one text as it comes, but there are several prompts.\n  Give one prompt.")
     world = read_world()
     trained = find_trained(path)
+    if average:
+        trained.check_average()
     if world.source != "alone":
         raise typer.Exit(_work(asked, trained, world))
     draft = trained.draft(asked.overrides)
@@ -173,16 +179,16 @@ def _generate(asked: _Asked, trained: Trained, world: World) -> None:
         torch.cuda.set_device(device)
     init_process_group(world, device)
     try:
-        model = trained.build(resolved, device)
-        ends = None if tokenizer is None or not tokenizer.ends else tokenizer.ends
-        columns = sw.generate_stream(model, rows, max_new_tokens=asked.max_new_tokens, eos=ends, **asked.sampling)
-        write = _writer(asked, rows, tokenizer) if world.rank == 0 else lambda _column: None
-        new: list[list[int]] = [[] for _ in rows]
-        for column in columns:
-            for row, token in zip(new, column, strict=True):
-                if token is not None:
-                    row.append(token)
-            write(new)
+        with trained.built(resolved, device, is_averaged=asked.is_averaged) as model:
+            ends = None if tokenizer is None or not tokenizer.ends else tokenizer.ends
+            columns = sw.generate_stream(model, rows, max_new_tokens=asked.max_new_tokens, eos=ends, **asked.sampling)
+            write = _writer(asked, rows, tokenizer) if world.rank == 0 else lambda _column: None
+            new: list[list[int]] = [[] for _ in rows]
+            for column in columns:
+                for row, token in zip(new, column, strict=True):
+                    if token is not None:
+                        row.append(token)
+                write(new)
         if world.rank == 0:
             _finish(asked, rows, new, tokenizer)
     finally:

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol
@@ -103,8 +104,30 @@ class Trained:
             )
         return Bytes()
 
-    def build(self, resolved: Resolved, device: torch.device) -> nn.Module:
+    def check_average(self) -> None:
+        """Refuse to generate with averaged weights where there are none.
+
+        Raises:
+            ConfigError: The checkpoint holds none, or it is a Hugging Face folder.
+        """
+        from shardwise.checkpoint import open_checkpoint
+
+        if self.checkpoint is not None and "average" in open_checkpoint(self.checkpoint).data:
+            return
+        what = "a Hugging Face folder" if self.checkpoint is None else f"checkpoint {printable(self.checkpoint.name)}"
+        raise ConfigError(
+            f"--average: {what} holds no averaged weights.\n"
+            "  Leave it out, or train with train.ema_decay set: its checkpoints hold them."
+        )
+
+    @contextlib.contextmanager
+    def built(self, resolved: Resolved, device: torch.device, *, is_averaged: bool = False) -> Iterator[nn.Module]:
         """The model under ``resolved``'s plan, with its weights, for a rank of the world.
+
+        Args:
+            resolved: The configuration.
+            device: Of this rank.
+            is_averaged: Its weights are the run's averaged ones.
 
         Collective:
             Those of ``sw.parallelize`` and ``sw.load``. All ranks must call.
@@ -120,9 +143,11 @@ class Trained:
         else:
             model = build_model(resolved, device)
         model = sw.parallelize(model, resolved.plan)
+        average = sw.ExponentialMovingAverage(model) if is_averaged else None
         if self.checkpoint is not None:
-            sw.load(self.checkpoint, model)
-        return model.eval()
+            sw.load(self.checkpoint, model, average=average)
+        with contextlib.nullcontext() if average is None else average.swapped_in():
+            yield model.eval()
 
 
 def find_trained(path: Path) -> Trained:
