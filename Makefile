@@ -9,7 +9,7 @@ WORKERS ?= 2
 
 .DEFAULT_GOAL := help
 .DELETE_ON_ERROR:
-.PHONY: help venv demo test test-all check bench models clean
+.PHONY: help venv demo test test-all check bench models parity clean
 
 test test-all check: export OMP_NUM_THREADS = 1
 
@@ -56,6 +56,9 @@ bench: $(PEERS) ## compare with torch's own engines and DeepSpeed; writes bench/
 
 models: $(STAMP) ## train every model of the matrix under every strategy; writes docs/models.md
 	@PYTHONPATH=. OMP_NUM_THREADS=1 $(BIN)/python bench/models.py
+
+parity: $(STAMP) ## train every product of parallel degrees beside one process; writes docs/parity.md
+	@PYTHONPATH=. OMP_NUM_THREADS=1 $(BIN)/python bench/parity_table.py
 
 clean: ## remove .venv, caches and build results (runs/ stays)
 	@rm -rf .venv build dist .pytest_cache .ruff_cache .hypothesis .import_linter_cache src/*.egg-info
