@@ -79,6 +79,11 @@ class Pipelined(attach.Uncopyable):
         """Those of this rank."""
         return self._usual.stages(self._comm.rank)
 
+    @property
+    def has_copies(self) -> bool:
+        """Other stages hold parameters of this rank's too: their gradients are sums over stages."""
+        return bool(self._copies)
+
     def drop_foreign(self, model: nn.Module, units: Mapping[str, nn.Module]) -> dict[str, nn.Module]:
         """Leave this rank's stages in ``model``; returns those of ``units`` that are left."""
         ranks = self._usual.ranks
@@ -120,8 +125,11 @@ class Pipelined(attach.Uncopyable):
     def step(self, model: nn.Module, batch: Any, loss_fn: LossFn | None, count: int | None) -> Tensor:
         """``sw.train_step``, and where grad is off ``sw.eval_step``."""
         count = self.num_microbatches if count is None else count
-        loss = functools.partial(forward_loss, loss_fn=loss_fn)
-        losses = self.losses(model, split_batch(batch, count), call_model, loss)
+        return self.mean_loss(model, split_batch(batch, count), loss_fn)
+
+    def mean_loss(self, model: nn.Module, parts: Sequence[Any], loss_fn: LossFn | None) -> Tensor:
+        """The same on microbatches."""
+        losses = self.losses(model, parts, call_model, functools.partial(forward_loss, loss_fn=loss_fn))
         return self._mean_loss(attach.runtime_of(model, "sw.train_step"), losses)
 
     def losses(

@@ -53,4 +53,6 @@ def parity_line(resolved: Resolved, data: Data, device: torch.device) -> str:
     ranks = f"{row.steps} steps on {row.world_size} rank{'s' if row.world_size != 1 else ''}"
     if row.is_bitwise:
         return f"{strategy} == one process, bitwise: losses, gradient norms and parameters of {ranks}"
-    return f"{strategy} differs from one process by at most {row.largest_difference:.3g} ({row.where}), {ranks}"
+    if row.holds:
+        return f"{strategy} is as near to one process as sums in another order are, {ranks}: {row.verdict}"
+    return f"{strategy} differs from one process by at most {row.verdict}, {ranks}"

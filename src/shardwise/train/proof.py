@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Sequence
 from typing import Any
 
@@ -21,10 +22,10 @@ from shardwise.train.random_state import seed_all
 def compare_with_one_process(
     resolved: Resolved, data: Data, device: torch.device, *, strategies: Sequence[str], num_steps: int
 ) -> ParityReport:
-    """Train the run's model anew for a few steps under each strategy and in one process, without accumulation.
+    """Train the run's model anew for a few steps under each strategy and in one process.
 
-    What a strategy cannot do is left out of its plan (``under_strategies``). The random state of this process is
-    afterwards what it was before.
+    Without accumulation, but for pipelines, which have their microbatches. What a strategy cannot do is left out of its
+    plan (``under_strategies``). The random state of this process is afterwards what it was before.
 
     Collective:
         Those of ``sw.parity``. All ranks must call.
@@ -32,8 +33,12 @@ def compare_with_one_process(
     Raises:
         PlanError: The run casts or quantizes, which one plain process does not.
     """
-    config = resolved.config
+    config, plan = resolved.config, resolved.plan
     size = resolved.batch.micro * resolved.batch.data_parallel_size
+    if plan.pipeline_policy is not None:
+        count = resolved.batch.accumulation
+        plan = dataclasses.replace(plan, pipeline=dataclasses.replace(plan.pipeline_policy, num_microbatches=count))
+        size *= count
 
     def build() -> nn.Module:
         seed_all(config.train.seed)
@@ -51,7 +56,7 @@ def compare_with_one_process(
             build,
             [batch(step) for step in range(num_steps)],
             None,
-            under_strategies(resolved.plan, strategies),
+            under_strategies(plan, strategies),
             optimizer=lambda groups: build_optimizer(config.optimizer, groups),
             parameters=lambda model: parameter_groups(config.optimizer, model),
             max_norm=config.train.clip_grad_norm or float("inf"),

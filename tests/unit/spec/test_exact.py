@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from shardwise.spec.errors import PlanError
-from shardwise.spec.exact import check_exact
+from shardwise.spec.exact import Tolerance, check_exact, splits_sums, tolerance
 from shardwise.spec.plan import ParallelPlan
 from shardwise.spec.precision import PrecisionPolicy
 
@@ -13,12 +13,24 @@ from shardwise.spec.precision import PrecisionPolicy
 @pytest.mark.parametrize(
     ("plan", "said"),
     [
-        (ParallelPlan(pp=2), "here: pp=2 trains in microbatches through stages"),
         (ParallelPlan(mp_policy=PrecisionPolicy(param_dtype="bf16")), "here: mp_policy rounds numbers"),
         (ParallelPlan(quantized_reduce="int8"), "here: quantized_reduce rounds numbers"),
     ],
 )
 def test_plans_that_would_differ_are_refused(plan: ParallelPlan, said: str) -> None:
-    check_exact(ParallelPlan(tp=2), "here")
+    check_exact(ParallelPlan(tp=2, pp=2), "here")
     with pytest.raises(PlanError, match=said):
         check_exact(plan, "here")
+
+
+def test_sums_in_another_order_may_differ_as_much_as_was_agreed_at_a_learning_rate_of_a_thousandth() -> None:
+    assert tolerance("fp32", 1e-3) == Tolerance(1e-5, 5e-4)
+    assert tolerance("fp64", 1e-3) == Tolerance(1e-9, pytest.approx(1e-8))
+    assert tolerance("fp32", 2e-3).absolute == 1e-3
+    with pytest.raises(PlanError, match="the model is in bf16"):
+        tolerance("bf16", 1e-3)
+
+
+def test_stages_and_replicas_split_no_sum() -> None:
+    assert splits_sums(ParallelPlan(tp=2, pp=2))
+    assert not splits_sums(ParallelPlan(pp=4, dp_replicate=2))

@@ -1,0 +1,80 @@
+"""``sw.parity`` of plans with tensor parallelism and pipelines: what must be equal, what near, and what is neither."""
+
+from __future__ import annotations
+
+import itertools
+
+import pytest
+import torch
+from torch import nn
+
+import shardwise as sw
+from shardwise.recipe.parity import ParityReport
+from shardwise.spec.errors import PlanError
+from shardwise.testing import run_on_ranks
+
+PLANS = {
+    "dp": sw.ParallelPlan(),
+    "pp": sw.ParallelPlan(pp=2, pipeline="gpipe"),
+    "pp 4": sw.ParallelPlan(pp=4, pipeline=sw.PipelinePolicy(num_microbatches=2), strategy="zero1"),
+    "tp": sw.ParallelPlan(tp=2, strategy="ddp"),
+    "pp x tp": sw.ParallelPlan(pp=2, tp=2, pipeline="zb-h1"),
+}
+
+
+def build(dtype: torch.dtype = torch.float32, *, tied: bool = False) -> nn.Module:
+    torch.manual_seed(3)
+    return sw.models.gpt(
+        "gpt-tiny", num_layers=4, hidden=16, num_heads=2, vocab_size=31, seq_len=6, tied=tied, dropout=0.0
+    ).to(dtype)
+
+
+def batches() -> list[tuple[torch.Tensor, torch.Tensor]]:
+    generator = torch.Generator().manual_seed(5)
+    tokens = [torch.randint(0, 31, (8, 7), generator=generator) for _ in range(3)]
+    return [(ids[:, :-1].contiguous(), ids[:, 1:].contiguous()) for ids in tokens]
+
+
+def prove() -> dict[str, ParityReport | str]:
+    built = itertools.count()
+
+    def other() -> nn.Module:
+        model = build()
+        if next(built) == 2:  # the first is looked at, the second trains as one process, the third as the plan says
+            with torch.no_grad():
+                model.blocks[2].mlp.up.bias[3] += 2e-3
+        return model
+
+    found: dict[str, ParityReport | str] = {
+        "fp32": sw.parity(build, batches(), None, PLANS),
+        "fp64": sw.parity(lambda: build(torch.float64), batches(), None, {"tp": PLANS["tp"]}),
+        "tied": sw.parity(lambda: build(tied=True), batches(), None, {"pp": PLANS["pp"]}),
+        "wrong": sw.parity(other, batches(), None, {"pp x tp": PLANS["pp x tp"]}),
+    }
+    with pytest.raises(PlanError) as caught:
+        sw.parity(lambda: build(torch.bfloat16), batches(), None, {"tp": PLANS["tp"]})
+    return found | {"16 bit": str(caught.value)}
+
+
+def test_plans_that_split_sums_are_near_and_all_others_equal():
+    ranks = run_on_ranks(prove, 4, timeout_s=150)
+    for found in ranks:
+        rows = {row.plan: row for row in found["fp32"].rows}
+        assert [name for name, row in rows.items() if row.is_bitwise] == ["dp", "pp", "pp 4"]
+        assert [row.allowed for row in rows.values()] == [None, None, None, (1e-5, 5e-4), (1e-5, 5e-4)]
+        assert found["fp32"].holds
+        assert not found["fp32"].is_bitwise
+        assert "pp 4                       4     3  equal   equal   equal       0 (bitwise)" in str(found["fp32"])
+        assert "losses and norms" in str(found["fp32"])
+        (row,) = found["fp64"].rows
+        assert row.holds
+        assert row.allowed == pytest.approx((1e-9, 1e-8))
+        (row,) = found["tied"].rows
+        assert row.holds
+        assert row.allowed == (1e-5, 5e-4)
+        (row,) = found["wrong"].rows
+        assert not row.holds
+        assert row.absolute > 1e-3
+        assert "DIFFER" in str(found["wrong"])
+        assert "the model is in bf16" in found["16 bit"]
+    assert len({str(found["fp32"]) for found in ranks}) == 1
