@@ -345,7 +345,8 @@ def measure(case: Case, results: Results) -> Distance:
     expected = train_plain(case.reference)
     if case.is_beside_flat:
         flat = results[case.flat]
-        expected = Numbers(flat[0].losses, flat[0].norms, _assemble(expected.parameters, flat, []))
+        parameters = _assemble(expected.parameters, flat, [])
+        expected = Numbers(flat[0].losses, flat[0].norms, parameters=parameters)
     return distance(expected, results[case])
 
 
