@@ -1,14 +1,26 @@
-"""What a plain model holds in forward and backward besides its parameters, measured from outside."""
+"""What a model without an engine holds in forward and backward besides its parameters, measured from outside."""
 
 from __future__ import annotations
 
 from collections.abc import Callable
 from functools import partial
 
+import torch
 from torch import Tensor, nn
 
+from shardwise.comm.record import RecordComm
 from shardwise.recipe.storage import StorageCount
+from shardwise.spec.plan import ParallelPlan
 from shardwise.spec.waiting import Activations
+from shardwise.tensor.apply import apply_cuts
+from shardwise.tensor.cut import find_cuts
+
+
+def cut_alone(model: nn.Module, plan: ParallelPlan, *, rank: int, device: torch.device) -> None:
+    """Make a plain model compute what ``rank`` of ``plan.tp`` does, without peers: no value will be right."""
+    if plan.tp > 1:
+        comm = RecordComm("tp", rank=rank, size=plan.tp, device=device, receives=device.type == "cpu")
+        apply_cuts(model, find_cuts(model, plan.tp_plan, plan.tp, rank, divides_sequence=plan.sequence_parallel), comm)
 
 
 def measure_activations(model: nn.Module, count: StorageCount, forward_and_backward: Callable[[], None]) -> Activations:

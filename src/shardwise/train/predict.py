@@ -21,7 +21,7 @@ from shardwise.fsdp import attach, recompute, summary
 from shardwise.fsdp.average import ExponentialMovingAverage
 from shardwise.fsdp.wrap import find_units
 from shardwise.recipe import data_parallel
-from shardwise.recipe.activations import measure_activations
+from shardwise.recipe.activations import cut_alone, measure_activations
 from shardwise.recipe.storage import StorageCount
 from shardwise.spec.waiting import Activations
 from shardwise.train.build import build_model, loss_of
@@ -51,33 +51,36 @@ def predict(
     if average is not None:
         held["average"] = average.num_bytes - average.num_host_bytes
         held["host"] += average.num_host_bytes
-    activations = measure(resolved, device)
+    activations = measure(resolved, device, tp_rank=0 if runtime.comms.tp is None else runtime.comms.tp.rank)
     if activations is not None:
         held["activations"] = summary.predict_activations(runtime, activations)
     return max(control.all_json(held), key=lambda rank_held: sum(rank_held.values()))
 
 
-def measure(resolved: Resolved, device: torch.device) -> Activations | None:
+def measure(resolved: Resolved, device: torch.device, *, tp_rank: int = 0) -> Activations | None:
     """Activations and passing values of one microbatch; ``None`` where the model cannot run so, and with ``pp``."""
     if resolved.plan.pp > 1:
         return None  # a stage's own, times the microbatches in flight, are not counted yet
     generator = torch.get_rng_state()
     try:
         with FakeTensorMode():
-            return _measure(build_model(resolved, device), resolved, device)
+            return _measure(build_model(resolved, device), resolved, device, tp_rank)
     except (RuntimeError, NotImplementedError, TypeError, AssertionError):
         return None
     finally:
         torch.set_rng_state(generator)
 
 
-def _measure(model: nn.Module, resolved: Resolved, device: torch.device) -> Activations:
+def _measure(model: nn.Module, resolved: Resolved, device: torch.device, tp_rank: int) -> Activations:
     count = StorageCount(device.type)
     if resolved.plan.placements.is_threaded:
         data_parallel.install(model)  # what the replicas compute, and the gradients of each
-    if resolved.plan.cp > 1:
-        divide_sequences(model, RecordComm("cp", rank=0, size=resolved.plan.cp, device=device))
-    recompute.install(model, find_units(model, resolved.plan.wrap_policy), resolved.plan.recompute)
+    plan, units = resolved.plan, find_units(model, resolved.plan.wrap_policy)
+    cut_alone(model, plan, rank=tp_rank, device=device)
+    if plan.cp > 1:
+        comm = RecordComm("cp", rank=0, size=plan.cp, device=device)
+        divide_sequences(model, comm, multiple=plan.tp if plan.sequence_parallel else 1)
+    recompute.install(model, units, plan.recompute)
     for tensor in [*model.parameters(), *model.buffers()]:
         count.see(tensor)
     shape = (resolved.batch.micro, resolved.config.data.seq_len or 1)

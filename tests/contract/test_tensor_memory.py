@@ -1,0 +1,98 @@
+"""What a rank of ``tp`` holds at most is the closed form and the activations of its part of the model."""
+
+from __future__ import annotations
+
+import gc
+
+import pytest
+import torch
+
+import shardwise as sw
+from shardwise.fsdp import recompute
+from shardwise.fsdp.attach import runtime_of
+from shardwise.fsdp.summary import predict, predict_activations
+from shardwise.fsdp.wrap import find_units
+from shardwise.recipe.activations import cut_alone, measure_activations
+from shardwise.recipe.storage import StorageCount
+from shardwise.spec.waiting import Activations
+from shardwise.testing import run_on_ranks
+from tests.contract.test_memory import Storages, batch, build, everything_alive, train
+
+pytestmark = pytest.mark.slow
+
+PLANS = {
+    "tp": sw.ParallelPlan(tp=2),
+    "by positions": sw.ParallelPlan(tp=2, sequence_parallel=True),
+    "recomputed": sw.ParallelPlan(tp=2, activation_checkpointing="full"),
+    "by positions, recomputed": sw.ParallelPlan(tp=2, sequence_parallel=True, activation_checkpointing="full"),
+    "ddp": sw.ParallelPlan(tp=2, strategy="ddp"),
+}
+
+
+def activations_of(plan: sw.ParallelPlan, rank: int) -> Activations:
+    """Of one rank of ``tp``, alone."""
+    model, inputs = build(), batch()
+    units = find_units(model, plan.wrap_policy)
+    cut_alone(model, plan, rank=rank, device=torch.device("cpu"))
+    recompute.install(model, units, plan.recompute)
+    gc.collect()
+    count = StorageCount("cpu")
+    count.see_all_objects()
+    with count:
+        activations = measure_activations(model, count, lambda: model(*inputs).backward())
+    count.forget()
+    return activations
+
+
+def measure_peak(plan: sw.ParallelPlan) -> dict[str, int]:
+    """Bytes after a backward and at the peak of a step, and those predicted; activations of all and of this part."""
+    before = everything_alive()
+    model = sw.parallelize(build(), plan)
+    runtime = runtime_of(model, "test")
+    optimizer = torch.optim.AdamW(model.parameters())
+    inputs = batch()
+    train(model, optimizer, inputs, 2)
+    gc.collect()
+    count = StorageCount("cpu")
+    count.see_all_objects()
+    with count:
+        train(model, optimizer, inputs, 1)
+    peak = count.peak_bytes - before.num_bytes - Storages().see(inputs).num_bytes
+    count.forget()
+    model(*inputs).backward()
+    held = everything_alive().without(before, Storages().see(inputs)).num_bytes
+    comm = runtime.comms.tp
+    assert comm is not None
+    part = activations_of(plan, comm.rank)
+    whole = activations_of(sw.ParallelPlan(), 0)
+    return {
+        "held": held,
+        "held, predicted": predict(runtime).total,
+        "peak": peak,
+        "peak, predicted": predict(runtime).total + predict_activations(runtime, part),
+        "activations": part.peak_bytes,
+        "activations of the whole": whole.peak_bytes,
+    }
+
+
+def measure_peaks(plans: dict[str, sw.ParallelPlan]) -> dict[str, dict[str, int]]:
+    return {name: measure_peak(plan) for name, plan in plans.items()}
+
+
+def check(world: int, plans: dict[str, sw.ParallelPlan]) -> None:
+    for rank, results in enumerate(run_on_ranks(measure_peaks, world, plans)):
+        for name, found in results.items():
+            assert found["held"] == pytest.approx(found["held, predicted"], rel=0.01), f"rank {rank}: {name}: {found}"
+            assert found["peak"] == pytest.approx(found["peak, predicted"], rel=0.02), f"rank {rank}: {name}: {found}"
+            assert found["activations"] < 0.75 * found["activations of the whole"], f"rank {rank}: {name}: {found}"
+
+
+def test_the_peak_under_tp_is_the_closed_form_and_the_activations_of_the_part():
+    check(2, PLANS)
+
+
+@pytest.mark.long
+def test_the_peak_under_more_ranks():
+    check(
+        4, PLANS | {"tp=4": sw.ParallelPlan(tp=4), "tp=4 by positions": sw.ParallelPlan(tp=4, sequence_parallel=True)}
+    )
