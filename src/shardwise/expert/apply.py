@@ -12,7 +12,9 @@ from shardwise.spec.routing import local_range
 from shardwise.spec.slice import Cut, Slice, set_slice, slice_of
 
 
-def apply_experts(mixtures: Sequence[Mixture], comm: Comm | None, capacity: float | None) -> str:
+def apply_experts(
+    mixtures: Sequence[Mixture], comm: Comm | None, capacity: float | None, *, tp: tuple[int, int] = (0, 1)
+) -> str:
     """Leave this rank's experts in the model, in place. Modules, names and classes stay.
 
     Where each expert has a module of its own, those of other ranks stay without parameters; stacked ones are cut.
@@ -21,6 +23,7 @@ def apply_experts(mixtures: Sequence[Mixture], comm: Comm | None, capacity: floa
         mixtures: Of the whole model, the same on every rank.
         comm: On ``ep``; ``None`` where every rank holds all experts, and only the capacity acts.
         capacity: ``ParallelPlan.expert_capacity``.
+        tp: This rank's place on ``tp``, and the ranks of it, which have cut the model before.
 
     Returns:
         What a summary should say.
@@ -28,7 +31,10 @@ def apply_experts(mixtures: Sequence[Mixture], comm: Comm | None, capacity: floa
     for mixture in mixtures:
         layer = (StackedMix if mixture.is_stacked else Mix)(mixture, comm, capacity)
         if comm is not None:
-            (_cut_stack if mixture.is_stacked else _drop_foreign)(mixture, comm)
+            if mixture.is_stacked:
+                _cut_stack(mixture, comm)
+            else:
+                _drop_foreign(mixture, comm, tp)
         layer.install()
     over = "all tokens" if capacity is None else f"up to {capacity:g} times their even share of a rank's tokens"
     if comm is None:
@@ -40,12 +46,12 @@ def apply_experts(mixtures: Sequence[Mixture], comm: Comm | None, capacity: floa
     )
 
 
-def _drop_foreign(mixture: Mixture, comm: Comm) -> None:
+def _drop_foreign(mixture: Mixture, comm: Comm, tp: tuple[int, int]) -> None:
     for expert, is_here in mixture.experts(comm.size, comm.rank):
         for module in expert.modules():
             for name, parameter in list(module.named_parameters(recurse=False)):
                 if is_here:
-                    held = slice_of(parameter) or Slice(tuple(parameter.shape))
+                    held = slice_of(parameter) or Slice(tuple(parameter.shape), copy=tp[0], copies=tp[1])
                     set_slice(parameter, dataclasses.replace(held, is_expert=True))
                 else:
                     parameter.data = parameter.data.new_empty(0)  # whoever holds it holds no memory

@@ -58,7 +58,7 @@ class Gradient:
     def __init__(self, group: Group) -> None:
         self._group = weakref.ref(group)
         self.layout: ReduceLayout = group.reduce_layout
-        self.pool_key: Hashable = (size_class(self.layout.numel), group.reduce_dtype)
+        self.pool_key: Hashable = (size_class(self.layout.numel), group.reduce_dtype, group.is_expert)
         self._is_cast = group.reduce_dtype is not group.dtype
         self._is_apart = self._is_cast or group.offload is not None  # .grad never lives in the buffer that is reduced
         self.divide_by(group.num_ranks)

@@ -149,6 +149,12 @@ class Group:
             flat[piece.offset : piece.offset + piece.numel].copy_(source)
 
     @property
+    def is_expert(self) -> bool:
+        """Fewer ranks share it than other groups. It has slots and buffers beside those of its unit's other group."""
+        held = self.layout.params[0].slice
+        return held is not None and held.is_expert
+
+    @property
     def master_numel(self) -> int:
         """Elements of the master, padding included."""
         return self.layout.slice_numel(self.rank) if self.row.shards_optimizer else self.layout.numel

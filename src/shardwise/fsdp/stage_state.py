@@ -117,6 +117,24 @@ def in_module_order(model: nn.Module, state: Mapping[str, Any]) -> dict[str, Any
     return {key: state[key] for key in sorted(state, key=place)}
 
 
+def beside_siblings(state: Mapping[str, Any], more: Mapping[str, Any]) -> dict[str, Any]:
+    """``state`` and ``more``, each new entry after those with which it shares most of its path."""
+    tree: dict[str, Any] = {}
+    for key in (*state, *more):
+        node = tree
+        for part in key.split("."):
+            node = node.setdefault(part, {})
+
+    def walk(node: dict[str, Any], path: str) -> Iterator[str]:
+        if not node:
+            yield path
+        for part, below in node.items():
+            yield from walk(below, f"{path}.{part}" if path else part)
+
+    both = {**state, **more}
+    return {key: both[key] for key in walk(tree, "")}
+
+
 @contextlib.contextmanager
 def whole_tensors_in(runtime: Runtime, whole: Mapping[str, Tensor]) -> Iterator[dict[int, str]]:
     """Let the modules show whole parameters, so that torch's own ``state_dict`` walks them, hooks and all.

@@ -83,7 +83,7 @@ def _deal_slots(runtime: Runtime) -> None:
 
 
 def _slot_key(unit: Unit, group: Group) -> Hashable:
-    return unit.depth, size_class(group.layout.numel), group.compute_dtype, group.is_trainable
+    return unit.depth, size_class(group.layout.numel), group.compute_dtype, group.is_trainable, group.is_expert
 
 
 def _give_buffers(runtime: Runtime, unit: Unit) -> None:

@@ -17,6 +17,7 @@ from shardwise.fsdp.runtime import Runtime
 from shardwise.fsdp.stage_state import (
     StageState,
     as_bytes,
+    beside_siblings,
     in_module_order,
     is_json,
     later_stages,
@@ -64,9 +65,11 @@ def full_state_dict(model: nn.Module) -> dict[str, Any]:
     taken = {key: _taken(value, copies) if isinstance(value, Tensor) else value for key, value in state.items()}
     taken |= {name: whole[name] for name in sliced_alone(runtime)}
     later = later_stages(world, found, whole)
-    if runtime.comms.ep is not None:
-        later |= {name: whole[name] for name in whole if name not in taken and name not in later}  # others' experts
-    return in_module_order(model, later | taken) if later else taken
+    state = in_module_order(model, later | taken) if later else taken
+    if runtime.comms.ep is None:
+        return state
+    foreign = {name: tensor for name, tensor in whole.items() if name not in state}  # experts that others hold
+    return beside_siblings(state, foreign)
 
 
 def _taken(tensor: Tensor, copies: Collection[int]) -> Tensor:

@@ -196,7 +196,8 @@ def apply_plan(
         notes.append(divide_sequences(model, comms.cp, multiple=plan.tp if plan.sequence_parallel else 1))
     if plan.routes_tokens:
         mixtures = find_mixtures(model, plan.ep, tp=plan.tp, units=units)
-        notes.append(apply_experts(mixtures, comms.ep, plan.expert_capacity))
+        place = (0, 1) if comms.tp is None else (comms.tp.rank, comms.tp.size)
+        notes.append(apply_experts(mixtures, comms.ep, plan.expert_capacity, tp=place))
     if pipelined is not None:
         units = pipelined.drop_foreign(model, units)
     ignored = find_ignored(model, plan.ignored)

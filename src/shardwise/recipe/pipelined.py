@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
@@ -103,7 +104,7 @@ class Pipelined(attach.Uncopyable):
         held = slice_of(parameter) or Slice(tuple(parameter.shape), copy=tp_rank, copies=tp_size)
         place = holders.index(self._comm.rank)
         copy, copies = place * held.copies + held.copy, len(holders) * held.copies
-        set_slice(parameter, Slice(held.shape, held.cuts, copy, copies))
+        set_slice(parameter, dataclasses.replace(held, copy=copy, copies=copies))
 
     def install(self, model: nn.Module, device: torch.device) -> None:
         """Have ``model`` run stage by stage. It has its engine by now."""

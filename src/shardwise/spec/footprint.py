@@ -332,19 +332,20 @@ def _updated_numels(group: GroupShape, rank: int) -> list[int]:
 
 
 def gathered_bytes(groups: Sequence[GroupShape], rank: int = 0) -> int:
-    """Bytes of the slots: dealt out in turn, ``SLOTS_PER_CLASS`` for each (depth, size class, dtype, trainable).
+    """Bytes of the slots: dealt out in turn, ``SLOTS_PER_CLASS`` for each (depth, size class, dtype, trainable, axis).
 
     A class has more slots where more groups of it are recomputed together. What units are kept as after their forward,
     where that is a slice over an inner group of ranks, comes on top.
     """
     total = 0
-    turns: dict[tuple[int, int, str, bool], list[int]] = {}
-    together: Counter[tuple[tuple[int, int, str, bool], str | None]] = Counter()
+    turns: dict[tuple[int, int, str, bool, str], list[int]] = {}
+    together: Counter[tuple[tuple[int, int, str, bool, str], str | None]] = Counter()
     for group in groups:
         if group.is_resident:
             continue
         numel, item = group.layout.numel, group.gather_item_bytes
-        key = (group.depth, size_class(numel), group.compute_dtype or group.master_dtype, group.is_trainable)
+        dtype = group.compute_dtype or group.master_dtype
+        key = (group.depth, size_class(numel), dtype, group.is_trainable, group.axis)
         together[key, group.recomputed_in] += 1
         if group.inner_size:
             total += group.inner_numel(group.place(rank)) * item
@@ -508,9 +509,9 @@ class _Reductions:
         self._has_receive_buffers = has_receive_buffers
         self._replicas = replicas
         self._under_way: list[_UnderWay] = []
-        self._free: Counter[tuple[int, str]] = Counter()
-        self._made: Counter[tuple[int, str]] = Counter()
-        self._pooled_bytes: dict[tuple[int, str], int] = {}
+        self._free: Counter[tuple[int, str, str]] = Counter()
+        self._made: Counter[tuple[int, str, str]] = Counter()
+        self._pooled_bytes: dict[tuple[int, str, str], int] = {}
         # Elements of the receive buffers that are free, smallest first; each Comm has its own.
         self._receiving: dict[tuple[str, str], list[int]] = {}
         for group in groups:
@@ -604,15 +605,15 @@ class _Reductions:
         dtype = reduction.group.reduce_dtype or reduction.group.master_dtype
         return self._receiving.setdefault((axis, dtype), [])
 
-    def _take(self, key: tuple[int, str]) -> None:
+    def _take(self, key: tuple[int, str, str]) -> None:
         if self._free[key]:
             self._free[key] -= 1
         else:
             self._made[key] += 1
             self.total_bytes += self._pooled_bytes[key]
 
-    def _pool_key(self, group: GroupShape) -> tuple[int, str]:
-        return size_class(group.reduce_layout.numel), group.reduce_dtype or group.master_dtype
+    def _pool_key(self, group: GroupShape) -> tuple[int, str, str]:
+        return size_class(group.reduce_layout.numel), group.reduce_dtype or group.master_dtype, group.axis
 
     def _packed_sizes(self, group: GroupShape) -> tuple[int, ...]:
         """Bytes that packed gradients are sent from, and received into."""
@@ -620,8 +621,8 @@ class _Reductions:
             return ()
         return sum(group.summed_bytes), group.layout.size * group.summed_bytes[group.place(self._rank)]
 
-    def _packed_keys(self, group: GroupShape) -> tuple[tuple[int, str], ...]:
-        return tuple((size_class(num_bytes), "packed") for num_bytes in self._packed_sizes(group))
+    def _packed_keys(self, group: GroupShape) -> tuple[tuple[int, str, str], ...]:
+        return tuple((size_class(num_bytes), "packed", "") for num_bytes in self._packed_sizes(group))
 
 
 def received_numel(group: GroupShape, rank: int, *, is_added: bool = False) -> int:

@@ -1,0 +1,159 @@
+"""What experts send and hold is what arithmetic says of the counts of tokens and of the layouts."""
+
+from __future__ import annotations
+
+from unittest import mock
+
+import pytest
+import torch
+from torch import Tensor, distributed
+
+import shardwise as sw
+from shardwise.fsdp.attach import runtime_of
+from shardwise.fsdp.summary import predict_trace
+from shardwise.models.transformer import GPT
+from shardwise.spec.routing import MixtureTraffic, capacity, even_counts
+from shardwise.testing import run_on_ranks
+from tests.contract import test_memory
+
+BATCH, SEQ, HIDDEN, LAYERS, EXPERTS = 3, 6, 24, 3, 4
+CASES: dict[str, tuple[int, dict]] = {
+    "zero3": (2, {}),
+    "ddp": (2, {"strategy": "ddp"}),
+    "zero1, hsdp": (2, {"strategy": "zero1", "dp_replicate": 2}),
+    "16 bit": (4, {"mp_policy": sw.PrecisionPolicy(param_dtype="bf16"), "strategy": "zero2"}),
+    "recomputed": (2, {"activation_checkpointing": "full", "strategy": "shard_grad_op"}),
+    "capacity": (4, {"expert_capacity": 0.75, "quantized_reduce": "int8"}),
+}
+
+
+def build() -> GPT:
+    torch.manual_seed(0)
+    sizes = {"num_layers": LAYERS, "hidden": HIDDEN, "num_heads": 2, "vocab_size": 33, "seq_len": SEQ}
+    return sw.models.gpt("gpt-tiny", num_experts=EXPERTS, **sizes)
+
+
+def tokens() -> tuple[Tensor, Tensor]:
+    generator = torch.Generator().manual_seed(distributed.get_rank())
+    ids = torch.randint(0, 33, (BATCH, SEQ), generator=generator)
+    return ids, ids
+
+
+def count_choices(model: GPT, counts: list[list[int]]) -> None:
+    """Keep how many tokens choose each expert, of every block, as the router's scores say."""
+
+    def note(_module: object, _inputs: object, scores_BTE: Tensor) -> None:
+        if torch._C._current_graph_task_id() == -1:  # not a recomputation
+            counts.append(scores_BTE.detach().topk(2, dim=-1).indices.flatten().bincount(minlength=EXPERTS).tolist())
+
+    for block in model.blocks:
+        block.mlp.router.register_forward_hook(note)
+
+
+def record() -> dict[str, tuple[list, list, list]]:
+    """Of each case's second step: the events, what is predicted of other axes, and every rank's counts by block."""
+    found = {}
+    for name, (ep, options) in CASES.items():
+        model = sw.parallelize(build(), sw.ParallelPlan(ep=ep, **options))
+        counts: list[list[int]] = []
+        count_choices(model, counts)
+        for _ in range(2):
+            counts.clear()
+            with sw.record_collectives(model) as events:
+                model(*tokens()).backward()
+            for parameter in model.parameters():
+                parameter.grad = None
+        everyone: list = [None] * distributed.get_world_size()
+        distributed.all_gather_object(everyone, counts)
+        predicted = [tuple(collective) for collective in predict_trace(runtime_of(model, "test"))]
+        found[name] = [(e.kind, e.unit, e.sent_bytes, e.axis) for e in events], predicted, everyone
+    return found
+
+
+@pytest.fixture(scope="module")
+def recorded() -> list[dict[str, tuple[list, list, list]]]:
+    return run_on_ranks(record, 4)
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_what_a_step_sends_follows_from_the_counts(recorded, name):
+    ep, options = CASES[name]
+    limit = capacity(options.get("expert_capacity"), BATCH * SEQ, 2, EXPERTS)
+    for rank, found in enumerate(recorded):
+        events, others, counts = found[name]
+        assert len({tuple(map(tuple, of_rank)) for of_rank in counts}) > 1, "ranks choose alike: a blind test"
+        first = rank // ep * ep
+        layers = [
+            MixtureTraffic(
+                f"blocks.{layer}.mlp",
+                HIDDEN,
+                rank - first,
+                [
+                    [count if limit is None else min(count, limit) for count in of_rank[layer]]
+                    for of_rank in counts[first : first + ep]
+                ],
+                item_bytes=2 if name == "16 bit" else 4,
+            )
+            for layer in range(LAYERS)
+        ]
+        expected = [event for layer in layers for event in layer.forward()]
+        for layer in reversed(layers):
+            expected += [*(layer.forward() if name == "recomputed" else ()), *layer.backward()]
+        assert [event for event in events if event[3] == "ep"] == [tuple(event) for event in expected]
+        assert [event for event in events if event[3] != "ep"] == others
+        edp = [event for event in others if event[3] == "edp"]
+        assert edp
+        assert (sum(event[2] for event in edp) > 0) == (ep == 2 and "hsdp" not in name)  # else nobody shares experts
+
+
+def test_even_choices_send_all_but_one_part_of_the_rows():
+    for ep in (2, 4, 8):
+        sent = [even_counts(512 * 2, 8)] * ep
+        counts, dispatch, combine = MixtureTraffic("mlp", 64, 1, sent, item_bytes=2).forward()
+        assert counts.sent_bytes == 8 * (8 - 8 // ep)
+        assert dispatch.sent_bytes == combine.sent_bytes == (ep - 1) * 512 * 2 * 64 * 2 // ep
+    assert sum(even_counts(7, 4)) == 7
+    assert even_counts(100, 4, capacity(0.5, 50, 2, 4)) == [13] * 4
+
+
+def build_wide() -> GPT:
+    torch.manual_seed(0)
+    sizes = {
+        "num_layers": 3,
+        "hidden": 128,
+        "num_heads": 4,
+        "vocab_size": test_memory.VOCAB,
+        "seq_len": test_memory.SEQ,
+    }
+    return sw.models.gpt("gpt-tiny", num_experts=EXPERTS, **sizes)
+
+
+def measure() -> dict[str, tuple]:
+    with mock.patch.object(test_memory, "build", build_wide):
+        return {
+            strategy: (*test_memory.measure_categories(strategy, ep=ep), expert_numel(strategy, ep))
+            for strategy, ep in (("zero3", 2), ("ddp", 4), ("zero1", 2))
+        }
+
+
+def expert_numel(strategy: str, ep: int) -> tuple[int, int]:
+    """Elements of experts on this rank: of the optimizer's parameters, and of whole ones where a unit computes."""
+    model = sw.parallelize(build_wide(), sw.ParallelPlan(strategy=strategy, ep=ep))
+    named = [
+        (parameter.numel(), sw.logical_shape(parameter).numel())
+        for name, parameter in model.named_parameters()
+        if ".experts." in name
+    ]
+    return sum(held for held, _ in named), sum(whole for _, whole in named)
+
+
+@pytest.mark.slow
+def test_bytes_of_experts_are_those_of_the_closed_form():
+    whole = sum(p.numel() for name, p in build_wide().named_parameters() if ".experts." in name)
+    assert whole == 3 * EXPERTS * (2 * 4 * 128 * 128 + 5 * 128)
+    for found in run_on_ranks(measure, 4):
+        for strategy, (held, predicted, (owned, computed)) in found.items():
+            assert {name: size for name, size in held.items() if name in predicted} == predicted, strategy
+            ep = {"zero3": 2, "ddp": 4, "zero1": 2}[strategy]
+            assert computed == whole // ep
+            assert owned == whole // 4  # of 4 ranks; under ddp because no two ranks hold the same experts
