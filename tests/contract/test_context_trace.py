@@ -75,6 +75,28 @@ def test_a_dry_run_sends_the_same(recorded, name):
         assert [(e.kind, e.unit, e.sent_bytes, e.axis) for e in dry.events] == recorded[rank][name][0]
 
 
+STAGES = sw.ParallelPlan(cp=2, pp=2)
+
+
+def record_stages() -> list[tuple]:
+    model = sw.parallelize(build(), STAGES)
+    for _ in range(2):
+        with sw.record_collectives(model) as events:
+            sw.train_step(model, tokens(), num_microbatches=BATCH)
+    return [(e.kind, e.unit, e.sent_bytes, e.axis) for e in events if e.axis == "cp"]
+
+
+def test_stages_send_what_a_dry_run_shows_for_each_microbatch():
+    one = tuple(ids[:1] for ids in tokens())
+    for rank, events in enumerate(run_on_ranks(record_stages, 4)):
+        dry = sw.dry_run(build, STAGES, world_size=4, rank=rank, batch=one, num_microbatches=BATCH)
+        assert [(e.kind, e.unit, e.sent_bytes, e.axis) for e in dry.events if e.axis == "cp"] == events
+        step = ContextStep(LAYERS, HIDDEN, 1, SEQ, size=2, rank=rank % 2)
+        held = {event[1] for event in events}
+        expected = BATCH * [tuple(event) for event in step.trace() if event.unit in held]
+        assert sorted(events) == sorted(expected)
+
+
 def test_a_layer_sends_three_times_the_keys_and_values_of_the_other_ranks():
     for size in (2, 4, 8):
         few, more = (ContextStep(layers, 64, 2, 512, size=size) for layers in (3, 4))

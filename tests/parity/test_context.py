@@ -12,9 +12,23 @@ from torch import Tensor, distributed, nn
 import shardwise as sw
 from shardwise.context import ring, root
 from shardwise.context.split import Division
+from shardwise.fsdp.attach import runtime_of
+from shardwise.fsdp.clip import grad_norm
+from shardwise.fsdp.state import HeldValues
 from shardwise.spec.errors import PlanError, RankDisagreement, StateError
 from shardwise.testing import run_on_ranks
-from tests.parity.test_tensor import SEQ, TOLERANCES, Case, Largest, check, differences
+from tests.parity.test_tensor import (
+    SEQ,
+    STEPS,
+    TOLERANCES,
+    Case,
+    Largest,
+    batch,
+    check,
+    differences,
+    optimizer_of,
+    train_plain,
+)
 from tests.parity.test_tensor_families import Family
 
 pytestmark = pytest.mark.preload("transformers.models.qwen3.modeling_qwen3", "transformers.models.llama.modeling_llama")
@@ -280,3 +294,39 @@ def readers_of_different_samples() -> str:
 def test_ranks_that_are_fed_by_their_number_in_the_world_are_told():
     for text in run_on_ranks(readers_of_different_samples, 2):
         assert "the 2 ranks that divide each sequence were called with different tokens" in text
+
+
+def in_stages(cases: tuple[Case, ...]) -> list[tuple[float, float, float]]:
+    """Of pipelines whose sequences are divided, the largest differences of losses, norms and parameters."""
+    found = []
+    for case in cases:
+        count = case.num_microbatches
+        plain, losses, norms = train_plain(case, 1)
+        model = sw.parallelize(case.build(), sw.ParallelPlan(tp=case.tp, strategy=case.strategy, **dict(case.plan)))
+        optimizer, worst = optimizer_of(model), [0.0, 0.0]
+        for number in range(STEPS):
+            parts = [batch(number, place, 0) for place in range(count)]
+            whole = tuple(torch.cat(each) for each in zip(*parts, strict=True))
+            loss = sw.train_step(model, whole, num_microbatches=count).item()
+            norm = grad_norm(runtime_of(model, "test")).item()
+            expected = sum(losses[number * count : (number + 1) * count])
+            worst = [max(worst[0], abs(loss / expected - 1)), max(worst[1], abs(norm / norms[number] - 1))]
+            optimizer.step()
+            optimizer.zero_grad()
+        whole, errors = dict(plain.named_parameters()), [0.0]
+        for extent, values in HeldValues(model).extents:
+            local = whole[extent.name].detach().reshape(-1)[extent.start : extent.start + values.numel()]
+            errors += [(local - values).abs().max().item()] if values.numel() else []
+        found.append((*worst, max(errors)))
+    return found
+
+
+def test_stages_of_divided_sequences_equal_one_process():
+    cases = (
+        divided(2, ("pp", 2), num_microbatches=2),
+        divided(2, ("pp", 2), ("pipeline", "zb-h1"), RECOMPUTED, strategy="zero1", num_microbatches=4),
+    )
+    for results in run_on_ranks(in_stages, 4, cases):
+        for loss, norm, parameter in results:
+            assert max(loss, norm) < TOLERANCES[torch.float64][0]
+            assert parameter < TOLERANCES[torch.float64][1]

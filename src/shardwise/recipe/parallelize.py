@@ -11,6 +11,7 @@ from shardwise.comm.axes import Comms
 from shardwise.comm.base import Comm
 from shardwise.comm.launch import ranks_per_machine
 from shardwise.comm.open import Place, join_world
+from shardwise.comm.record import RecordComm
 from shardwise.context.apply import check_model, divide_sequences
 from shardwise.expert.apply import apply_experts
 from shardwise.expert.find import find_mixtures
@@ -193,7 +194,11 @@ def apply_plan(
         apply_cuts(model, cuts, comms.tp)
         notes += cuts.notes
     if comms.cp is not None:
-        notes.append(divide_sequences(model, comms.cp, multiple=plan.tp if plan.sequence_parallel else 1))
+        multiple = plan.tp if plan.sequence_parallel else 1
+        notes.append(divide_sequences(model, comms.cp, multiple=multiple))
+        if pipelined is not None:
+            alone = RecordComm("cp", rank=comms.cp.rank, size=comms.cp.size, device="meta")
+            divide_sequences(pipelined.sketch, alone, multiple=multiple)
     if plan.routes_tokens:
         mixtures = find_mixtures(model, plan.ep, tp=plan.tp, units=units)
         place = (0, 1) if comms.tp is None else (comms.tp.rank, comms.tp.size)

@@ -60,6 +60,9 @@ class Pipelined(attach.Uncopyable):
         model: Whole, and the same on every rank.
         plan: With ``pp`` of 2 or more.
         comms: Of this rank.
+
+    Attributes:
+        sketch: A copy of the whole model on which shapes are found. What changes the model's shapes has to change it.
     """
 
     def __init__(self, model: nn.Module, plan: ParallelPlan, comms: Comms) -> None:
@@ -70,7 +73,7 @@ class Pipelined(attach.Uncopyable):
         self._comm = comms.pp
         self._usual = self._schedule(policy.microbatches(comms.pp.size))
         self._elements, self._num_stages = find_stages(model, policy, comms.pp.size)
-        self._sketch = sketch(model, self._elements)
+        self.sketch = sketch(model, self._elements)
         self._copies: dict[nn.Parameter, tuple[int, ...]] = {}
         self._tp = (0, 1) if comms.tp is None else (comms.tp.rank, comms.tp.size)
         self._interpreter: Interpreter | None = None
@@ -109,7 +112,7 @@ class Pipelined(attach.Uncopyable):
     def install(self, model: nn.Module, device: torch.device) -> None:
         """Have ``model`` run stage by stage. It has its engine by now."""
         comm = None if device.type == "meta" else self._comm  # a dry run: nobody is there to disagree
-        stages = Stages(model, self._sketch, self._elements, self._num_stages, device=device, comm=comm)
+        stages = Stages(model, self.sketch, self._elements, self._num_stages, device=device, comm=comm)
         self._interpreter = Interpreter(stages, self._comm, Deferral(model.modules() if self._usual.is_split else ()))
         model.__dict__[_KEY] = self
 

@@ -210,10 +210,6 @@ class ParallelPlan:
             object.__setattr__(self, "pipeline", policy)
 
     def _check_context(self) -> None:
-        if self.cp > 1 and self.pp > 1:
-            raise PlanError(
-                f"cp={self.cp} with pp={self.pp}: stages send whole sequences in this version.\n  Set one of them to 1."
-            )
         if self.cp > 1 and self.placements.is_threaded:
             raise PlanError(
                 f"strategy {self.strategy!r} runs in one process, but cp={self.cp}.\n  Use ddp, or set cp=1."
