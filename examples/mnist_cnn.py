@@ -60,7 +60,7 @@ PLANS = {
 }
 
 
-def train(plan: sw.ParallelPlan, steps: int = 40) -> tuple[float, int]:
+def train(plan: sw.ParallelPlan, steps: int = 20) -> tuple[float, int]:
     """The last loss, and the most bytes of tensors that this rank held in a late step."""
     torch.manual_seed(0)
     model = sw.parallelize(Net(), plan)

@@ -1,13 +1,18 @@
-"""The examples run as files, under torchrun, and do what they say."""
+"""The examples run as files, under torchrun or on ranks that exist already, and do what they say."""
 
 from __future__ import annotations
 
+import contextlib
+import io
 import re
+import runpy
 import subprocess
 import sys
 from pathlib import Path
 
 import pytest
+
+from shardwise.testing import run_on_ranks
 
 EXAMPLES = Path(__file__).parents[2] / "examples"
 
@@ -21,6 +26,19 @@ def run(name: str, *arguments: str, ranks: int = 2, cwd: Path) -> str:
     )
     assert done.returncode == 0, done.stdout + done.stderr
     return done.stdout
+
+
+def run_file(name: str, arguments: tuple[str, ...]) -> str:
+    sys.argv = [name, *arguments]
+    text = io.StringIO()
+    with contextlib.redirect_stdout(text):
+        runpy.run_path(str(EXAMPLES / name), run_name="__main__")
+    return text.getvalue()
+
+
+def run_here(name: str, *arguments: str, ranks: int = 2) -> str:
+    """As :func:`run`, in processes that have imported torch already; what rank 0 printed."""
+    return run_on_ranks(run_file, ranks, name, arguments, timeout_s=200)[0]
 
 
 def losses(text: str) -> list[float]:
@@ -45,15 +63,15 @@ def test_t5_is_loaded_from_a_folder_and_learns_the_pairs(tmp_path):
     torch.manual_seed(3)
     shape = {"d_model": 48, "d_ff": 96, "d_kv": 12, "num_layers": 2, "num_heads": 4, "dropout_rate": 0.0}
     T5ForConditionalGeneration(T5Config(vocab_size=258, decoder_start_token_id=0, **shape)).save_pretrained(tmp_path)
-    text = run("finetune_t5.py", "--model", str(tmp_path), cwd=tmp_path)
+    text = run_here("finetune_t5.py", "--model", str(tmp_path))
     found = losses(text)
     assert len(found) == 6
     assert found[-1] < found[0] / 3
     assert "say 40 ->" in text
 
 
-def test_memory_of_the_cnn_falls_in_the_classic_order(tmp_path):
-    text = run("mnist_cnn.py", ranks=4, cwd=tmp_path)
+def test_memory_of_the_cnn_falls_in_the_classic_order():
+    text = run_here("mnist_cnn.py", ranks=4)
     ddp, one_unit, auto_wrap = (float(found) for found in re.findall(r"peak +([0-9.]+) MB", text))
     assert ddp > 1.1 * one_unit > 1.1 * 1.1 * auto_wrap
     assert "DDP > FSDP in one unit > FSDP with auto-wrap: True" in text

@@ -15,6 +15,7 @@ from shardwise.fsdp import optimizer as checks
 from shardwise.fsdp.optimizer import declare_granularity
 from shardwise.spec.errors import PlanError, StateError
 from shardwise.testing import run_on_ranks
+from tests.blockwise import RowAdagrad
 from tests.parity import models
 from tests.ranks.oracle import Chain, compare, plain_loss, sample
 
@@ -185,33 +186,17 @@ def test_with_blocks_a_rank_holds_a_run_of_elements():
 # -- which optimizer may work where
 
 
-class ByRow(torch.optim.Optimizer):
-    """Divides each row's gradient by its norm; a vector's by each element's own."""
-
-    def __init__(self, params: object, lr: float = 0.01) -> None:
-        super().__init__(params, {"lr": lr})
-
-    @torch.no_grad()
-    def step(self, closure: Callable[[], Tensor] | None = None) -> None:
-        assert closure is None
-        for group in self.param_groups:
-            for p in group["params"]:
-                if p.grad is not None:
-                    norm = p.grad.norm(dim=-1, keepdim=True) if p.dim() > 1 else p.grad.abs()
-                    p.sub_(p.grad / (norm + 1e-6), alpha=group["lr"])
-
-
 def rows():
-    declare_granularity(ByRow, "row")
+    declare_granularity(RowAdagrad, "row")
     for strategy in SHARDING:
         for granularity in ("row", "tensor"):
-            compare_model("gpt", strategy, granularity=granularity, optimizer=ByRow)
+            compare_model("gpt", strategy, granularity=granularity, optimizer=RowAdagrad)
     messages = {}
     for granularity in ("element", sw.block(64)):
         with pytest.raises(StateError) as caught:
-            compare_model("gpt", "zero3", granularity=granularity, optimizer=ByRow)
+            compare_model("gpt", "zero3", granularity=granularity, optimizer=RowAdagrad)
         messages[str(granularity)] = str(caught.value)
-    del checks._NEEDS[ByRow]
+    del checks._NEEDS[RowAdagrad]
     return messages
 
 
@@ -219,14 +204,14 @@ def rows():
 def test_a_declared_row_optimizer_works_where_rows_are_whole_and_nowhere_else(world):
     for messages in run_on_ranks(rows, world):
         for granularity, text in messages.items():
-            assert text.startswith("ByRow needs every row of a parameter on one rank, but parameter '")
+            assert text.startswith("RowAdagrad needs every row of a parameter on one rank, but parameter '")
             assert f"is sharded by {granularity}: this rank holds " in text
             assert "Use sw.ParallelPlan(granularity='row'), strategy 'ddp', or an element-wise optimizer." in text
 
 
 def refusals():
     texts = {}
-    makers = {"Muon": muon, "Adafactor": adafactor, "LBFGS": lambda p: torch.optim.LBFGS(p, max_iter=1), "ByRow": ByRow}
+    makers = {"Muon": muon, "Adafactor": adafactor, "LBFGS": lambda p: torch.optim.LBFGS(p, max_iter=1), "RowAdagrad": RowAdagrad}
     for granularity in EVERY:
         for strategy in ("ddp", "zero1", "zero3"):
             for name, make in makers.items():
@@ -249,21 +234,21 @@ def test_an_optimizer_is_refused_exactly_where_what_it_needs_is_cut_or_unknown()
                 assert (("Muon", strategy, granularity) in texts) == (granularity != "tensor")
                 assert (("Adafactor", strategy, granularity) in texts) == (granularity != "tensor")
                 assert ("LBFGS", strategy, granularity) in texts
-                assert ("ByRow", strategy, granularity) in texts
+                assert ("RowAdagrad", strategy, granularity) in texts
         assert not any(strategy == "ddp" for _, strategy, _ in texts)
         muons = texts["Muon", "zero3", "row"]
         assert "Muon needs every tensor of a parameter" not in muons
         assert muons.startswith("Muon needs every parameter whole on one rank, but parameter '")
         assert "Use sw.ParallelPlan(granularity='tensor')" in muons
-        assert "ByRow is not known to work parameter by parameter" in texts["ByRow", "zero3", "tensor"]
-        assert "sw.declare_granularity(ByRow, 'tensor')" in texts["ByRow", "zero3", "row"]
+        assert "RowAdagrad is not known to work parameter by parameter" in texts["RowAdagrad", "zero3", "tensor"]
+        assert "sw.declare_granularity(RowAdagrad, 'tensor')" in texts["RowAdagrad", "zero3", "row"]
 
 
 def test_declaring_takes_a_class_and_a_granularity():
     with pytest.raises(PlanError, match="granularity='column' is none"):
-        declare_granularity(ByRow, "column")
-    with pytest.raises(TypeError, match="an optimizer class is expected, got 'ByRow'"):
-        declare_granularity("ByRow", "row")  # type: ignore[arg-type]
+        declare_granularity(RowAdagrad, "column")
+    with pytest.raises(TypeError, match="an optimizer class is expected, got 'RowAdagrad'"):
+        declare_granularity("RowAdagrad", "row")  # type: ignore[arg-type]
 
 
 # -- everything else that goes by the layout
