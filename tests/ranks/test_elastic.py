@@ -39,7 +39,7 @@ def is_alive(pid):
         return False
 
 
-def soon(condition, limit_s=3.0):
+def soon(condition, limit_s=30.0):
     deadline = time.monotonic() + limit_s
     while time.monotonic() < deadline:
         if condition():
@@ -65,7 +65,7 @@ def test_success_gives_0_and_a_log_for_every_rank(tmp_path, capfd):
     assert [signal.getsignal(number) for number in (signal.SIGTERM, signal.SIGINT)] == handlers
 
 
-@pytest.mark.parametrize("code", [65, 83])
+@pytest.mark.parametrize("code", [65, pytest.param(83, marks=pytest.mark.long)])
 def test_a_worker_s_own_code_comes_through(tmp_path, capfd, code):
     assert run(tmp_path, "exit", str(code)) == code
     assert f"shardwise: rank 1: left with exit code {code}\n" in capfd.readouterr().err
@@ -158,10 +158,13 @@ def test_sigkill_of_the_launcher_leaves_no_worker(tmp_path, launcher):
 
 
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
-def test_a_signal_to_the_launcher_stops_all_ranks(tmp_path, launcher, number):
+def test_a_signal_to_the_launcher_stops_all_ranks_which_listen_on_loopback_only(tmp_path, launcher, number):
     process = launcher("wait")
+    found = listeners([process.pid, *pids(tmp_path)])
+    assert found
+    assert found <= LOOPBACK
     process.send_signal(number)
-    assert process.wait(timeout=20) == 128 + number
+    assert process.wait(timeout=60) == 128 + number
     assert not any(is_alive(pid) for pid in pids(tmp_path))
     assert "Traceback" not in (tmp_path / "launcher.log").read_text()
 
@@ -169,7 +172,7 @@ def test_a_signal_to_the_launcher_stops_all_ranks(tmp_path, launcher, number):
 def test_ranks_that_save_when_asked_to_stop_give_75(tmp_path, launcher):
     process = launcher("save-wait")
     process.terminate()
-    assert process.wait(timeout=20) == 75
+    assert process.wait(timeout=60) == 75
     assert notes(tmp_path)["exit-1.json"]["step"] == 14
 
 
@@ -196,14 +199,7 @@ def listeners(process_ids):
 LOOPBACK = {"0100007F", "00000000000000000000000001000000", "0000000000000000FFFF00000100007F"}
 
 
-def test_nothing_listens_beyond_loopback(tmp_path, launcher):
-    process = launcher("wait")
-    found = listeners([process.pid, *pids(tmp_path)])
-    assert found
-    assert found <= LOOPBACK
-
-
-@pytest.mark.parametrize("agent_store", [False, True])
+@pytest.mark.parametrize("agent_store", [pytest.param(False, marks=pytest.mark.long), True])
 def test_torchrun_s_variables_join_and_the_workers_listen_on_loopback(tmp_path, agent_store):
     """Under torchrun the agent's own listener is torchrun's affair; what the ranks open is ours."""
     environ = os.environ | {"TMPDIR": str(tmp_path), "TORCH_DISABLE_SHARE_RDZV_TCP_STORE": str(int(not agent_store))}
@@ -218,5 +214,5 @@ def test_torchrun_s_variables_join_and_the_workers_listen_on_loopback(tmp_path, 
         assert "attempt 0, torchrun" in (tmp_path / "launcher.log").read_text()
     finally:
         process.terminate()
-        process.wait(timeout=40)
+        process.wait(timeout=60)
     assert soon(lambda: not any(is_alive(pid) for pid in pids(tmp_path)))

@@ -32,7 +32,7 @@ def environment() -> dict[str, str]:
 
 def train(folder: Path, *arguments: str, code: int = 0) -> str:
     done = subprocess.run(
-        command(folder, *arguments), cwd=folder, env=environment(), capture_output=True, text=True, timeout=120,
+        command(folder, *arguments), cwd=folder, env=environment(), capture_output=True, text=True, timeout=200,
         check=False,
     )  # fmt: skip
     assert done.returncode == code, done.stdout + done.stderr
@@ -41,7 +41,7 @@ def train(folder: Path, *arguments: str, code: int = 0) -> str:
 
 
 def wait_for_step(run: Path, step: int, process: subprocess.Popen[bytes]) -> None:
-    limit = time.monotonic() + 90
+    limit = time.monotonic() + 150
     while time.monotonic() < limit:
         with contextlib.suppress(OSError):
             if len((run / "metrics.jsonl").read_text().splitlines()) >= step:
@@ -93,11 +93,16 @@ def test_the_predicted_peak_is_near_the_measured_one(whole: Path) -> None:
     assert found["peak_memory_bytes"] == pytest.approx(found["predicted_peak_memory_bytes"], rel=0.02)
 
 
-def test_the_same_run_twice_is_bitwise_the_same(whole: Path, tmp_path: Path) -> None:
-    train_well(tmp_path, 2, ("--run-dir", "again", "--set", "train.steps=20"))
+def test_the_same_run_twice_the_second_time_under_torchrun_is_bitwise_the_same(whole: Path, tmp_path: Path) -> None:
+    launcher = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
+    done = subprocess.run(
+        [*launcher, *command(tmp_path, "--run-dir", "again")[1:]],
+        cwd=tmp_path, env=environment(), capture_output=True, text=True, timeout=200, check=False,
+    )  # fmt: skip
+    assert done.returncode == 0, done.stdout + done.stderr
     again = metrics(tmp_path / "again")
     for line in (*again, *(before := metrics(whole))):
-        del line["peak_memory_bytes"]  # here of ranks in whose memory the tests are, too
+        del line["peak_memory_bytes"]  # what was freed when differs by a buffer or two
     assert again == before
 
 
@@ -109,7 +114,7 @@ def test_killed_after_step_12_it_resumes_from_10_bit_for_bit(whole: Path, tmp_pa
         for pid in workers(process.pid):
             with contextlib.suppress(ProcessLookupError):
                 os.kill(pid, signal.SIGKILL)
-        assert process.wait(30) == 128 + signal.SIGKILL
+        assert process.wait(90) == 128 + signal.SIGKILL
     assert (run / "LATEST").read_text().strip() == "checkpoints/step-00000010"
     (text,) = train_well(tmp_path, 2, ("--run-dir", "run", "--resume", "--set", "checkpoint.every=10"))
     assert "resumed at step 10" in text
@@ -124,8 +129,8 @@ def test_a_second_run_is_refused_and_a_killed_launcher_leaves_no_worker(tmp_path
         assert "belongs to another run: process" in train(tmp_path, *arguments, "--resume", code=84)
         assert len(workers(process.pid)) >= 2
         process.kill()
-        process.wait(10)
-        limit = time.monotonic() + 5
+        process.wait(60)
+        limit = time.monotonic() + 30
         while workers(process.pid) and time.monotonic() < limit:
             time.sleep(0.05)
         assert workers(process.pid) == []
@@ -142,7 +147,7 @@ def test_asked_to_stop_it_saves_the_step_and_says_so(whole: Path, tmp_path: Path
     ) as process:  # fmt: skip
         wait_for_step(run, 3, process)
         process.send_signal(number)
-        out = process.communicate(timeout=60)[0].decode()
+        out = process.communicate(timeout=200)[0].decode()
     assert process.returncode == code, out
     step = len(losses(run))
     assert f"stop requested, saved step {step}" in out
@@ -236,7 +241,8 @@ def test_changed_data_stops_the_resume(tmp_path: Path) -> None:
     arguments = ("--run-dir", "run", "--set", "data.source=text.txt", "--set", "data.max_bytes=null")
     train_well(tmp_path, 2, (*arguments, "--set", "train.steps=2"))
     (tmp_path / "text.txt").write_text("more text to read. " * 500)
-    out = train(tmp_path, *arguments, "--resume", "--set", "train.steps=3", code=65)
+    ((code, out),) = train_here(tmp_path, 2, (*arguments, "--resume", "--set", "train.steps=3"))
+    assert code == 65
     assert "its hash has changed" in out
 
 
@@ -250,27 +256,11 @@ def test_a_loss_that_is_not_finite_stops_all_ranks_before_the_update(tmp_path: P
     assert summary(tmp_path / "run")["exit_code"] == 80
 
 
-def test_under_torchrun_it_joins(whole: Path, tmp_path: Path) -> None:
-    launcher = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
-    arguments = command(tmp_path, "--run-dir", "run")[1:]
-    done = subprocess.run(
-        [*launcher, *arguments],
-        cwd=tmp_path,
-        env=environment(),
-        capture_output=True,
-        text=True,
-        timeout=120,
-        check=False,
-    )
-    assert done.returncode == 0, done.stdout + done.stderr
-    assert losses(tmp_path / "run") == losses(whole)
-
-
 def test_a_lost_worker_is_replaced_where_restarts_are_allowed(whole: Path, tmp_path: Path) -> None:
     run = tmp_path / "run"
     arguments = ("--run-dir", "run", "--max-restarts", "1")
     with subprocess.Popen(command(tmp_path, *arguments), cwd=tmp_path, env=environment()) as process:
         wait_for_step(run, 7, process)
         os.kill(workers(process.pid)[-1], signal.SIGKILL)
-        assert process.wait(90) == 0
+        assert process.wait(200) == 0
     assert losses(run) == losses(whole)
