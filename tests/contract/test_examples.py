@@ -83,6 +83,18 @@ def test_memory_of_the_cnn_falls_in_the_classic_order():
     assert len(set(losses(text))) == 1  # all three compute the same
 
 
+def test_a_table_whose_rows_are_spread_trains_as_under_ddp_and_sends_and_holds_little():
+    text = run_here("embedding.py")
+    assert "losses equal to the last bit: True" in text
+    (sent, held), (sent_alone, held_alone) = re.findall(
+        r"sent in a step +([0-9.]+) kB +parameters held +([0-9.]+)", text
+    )
+    assert 20 * float(sent) < float(sent_alone)
+    assert float(held) < 0.51 * float(held_alone)
+    first, last = (float(found) for found in re.findall(r"loss ([0-9.]+) -> ([0-9.]+)", text)[0])
+    assert last < 0.6 * first
+
+
 @pytest.mark.long
 def test_fsdp2_and_shardwise_side_by_side(tmp_path):
     assert "equal to 1e-5: True" in run("from_fsdp2.py", cwd=tmp_path)

@@ -35,7 +35,7 @@ BY_CLASS, BOTH = ("class",), ("auto", "class")
 IN_TURN = ("ddp", "zero2", "shard_grad_op")
 
 
-@pytest.mark.parametrize(("place", "name"), enumerate(FAMILIES))
+@pytest.mark.parametrize(("place", "name"), list(enumerate(FAMILIES)))
 def test_a_family_trains_like_one_process(place, name):
     """Kept whole and gathered anew, wrapped in both ways; under what lies between, every family under one of three."""
     turn = IN_TURN[place % len(IN_TURN)]

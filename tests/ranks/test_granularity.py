@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable
 
 import pytest
 import torch
@@ -211,7 +211,12 @@ def test_a_declared_row_optimizer_works_where_rows_are_whole_and_nowhere_else(wo
 
 def refusals():
     texts = {}
-    makers = {"Muon": muon, "Adafactor": adafactor, "LBFGS": lambda p: torch.optim.LBFGS(p, max_iter=1), "RowAdagrad": RowAdagrad}
+    makers = {
+        "Muon": muon,
+        "Adafactor": adafactor,
+        "LBFGS": lambda p: torch.optim.LBFGS(p, max_iter=1),
+        "RowAdagrad": RowAdagrad,
+    }
     for granularity in EVERY:
         for strategy in ("ddp", "zero1", "zero3"):
             for name, make in makers.items():

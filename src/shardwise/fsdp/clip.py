@@ -22,7 +22,8 @@ def clip_grad_norm(model: nn.Module, max_norm: float) -> Tensor:
     multiplied by it. In float32 neither depends on how the parameters are sharded. inf and nan pass through, as with
     ``torch.nn.utils.clip_grad_norm_``.
 
-    Parameters that are left alone (``ParallelPlan.ignored``) are not part of the norm and are not scaled.
+    Parameters that are left alone (``ParallelPlan.ignored``) are not part of the norm and are not scaled; rows that are
+    spread over the ranks (``ParallelPlan.row_sharded``) are.
 
     Args:
         model: A parallelized model after ``backward()``.
@@ -33,7 +34,8 @@ def clip_grad_norm(model: nn.Module, max_norm: float) -> Tensor:
 
     Collective:
         With ``ep`` one all-reduce of one float64 there, one on ``dp_shard`` where gradients are sharded (replicas hold
-        the same), then one on ``tp`` and one on ``pp`` where there are any. All ranks must call.
+        the same), then one on ``tp`` and one on ``pp`` where there are any, and one over all ranks where rows are
+        spread. All ranks must call.
 
     Raises:
         StateError: ``max_norm`` is negative or not a number, the model is not parallelized or updated in
@@ -46,6 +48,7 @@ def clip_grad_norm(model: nn.Module, max_norm: float) -> Tensor:
     if runtime.join is not None:
         runtime.join.clips(max_norm)
     grads = [shard.grad for group in runtime.groups for shard in group.shards if shard.grad is not None]
+    grads += runtime.ignored.spread_gradients
     norm = grad_norm(runtime)
     coefficient = torch.clamp(max_norm / (norm + 1e-6), max=1.0)
     for device in {grad.device for grad in grads}:  # some may be on the host
@@ -71,9 +74,7 @@ def grad_norm(runtime: Runtime) -> Tensor:
                 continue
             if group.dtype is torch.float64:
                 dtype = torch.float64
-            for chunk in _chunks(shard.grad):
-                wide = chunk.double()
-                total += torch.dot(wide, wide)
+            _add_squares(total, shard.grad)
     comms = runtime.comms
     if comms.ep is not None:
         comms.ep.all_reduce(experts, unit="grad_norm").wait()
@@ -82,7 +83,19 @@ def grad_norm(runtime: Runtime) -> Tensor:
     total = sharded + replicated + experts
     for comm in runtime.comms.across:
         comm.all_reduce(total, unit="grad_norm").wait()
+    if runtime.ignored.spread:
+        rows = torch.zeros_like(total)
+        for grad in runtime.ignored.spread_gradients:
+            _add_squares(rows, grad)
+        runtime.comms.world.all_reduce(rows, unit="grad_norm").wait()
+        total += rows
     return total.sqrt().to(dtype).squeeze(0)
+
+
+def _add_squares(total: Tensor, grad: Tensor) -> None:
+    for chunk in _chunks(grad):
+        wide = chunk.double()
+        total += torch.dot(wide, wide)
 
 
 def _chunks(grad: Tensor) -> tuple[Tensor, ...]:

@@ -9,7 +9,7 @@ and parts that another library moves.
 ``sw.load_full_state_dict``                 the state's values, on every rank (of slices each rank's part)
 ``sw.save``, ``sw.load``                    each rank's own, with optimizer state, where ranks differ (the checkpoint
                                             then loads on as many ranks); once, where all hold the same
-``sw.clip_grad_norm``, ``sw.summary``       not part of the norm and not scaled; named
+``sw.clip_grad_norm``, ``sw.summary``       not part of the norm and not scaled (but :attr:`Ignored.spread`); named
 ``sw.ExponentialMovingAverage``             not averaged: an evaluation takes the model's own
 ==========================================  ============================================================================
 """
@@ -37,10 +37,13 @@ class Ignored:
     Attributes:
         parameters: By name, of tied ones the first.
         buffers: Names of the buffers of ignored modules.
+        spread: Names of the parameters of which every rank holds other rows, whose gradients have been reduced when
+            they come: part of the model's norm (``ParallelPlan.row_sharded``).
     """
 
     parameters: dict[str, nn.Parameter] = field(default_factory=dict)
     buffers: frozenset[str] = frozenset()
+    spread: frozenset[str] = frozenset()
 
     def __contains__(self, parameter: object) -> bool:
         """Whether a parameter is left alone."""
@@ -66,6 +69,15 @@ class Ignored:
     def without(self, units: Mapping[str, nn.Module]) -> dict[str, nn.Module]:
         """The units that have a parameter that is not left alone."""
         return {name: module for name, module in units.items() if any(p not in self for p in module.parameters())}
+
+    def with_spread(self, parameters: Mapping[str, nn.Parameter]) -> Ignored:
+        """The same and some whose rows are spread over the ranks."""
+        return Ignored(self.parameters | dict(parameters), self.buffers, frozenset(parameters))
+
+    @property
+    def spread_gradients(self) -> list[torch.Tensor]:
+        """Of the rows that this rank holds."""
+        return [grad for name in sorted(self.spread) if (grad := self.parameters[name].grad) is not None]
 
     def below(self, path: str) -> Ignored:
         """The same as a part of a larger model, in which it lies at ``path``."""

@@ -222,7 +222,7 @@ def summary(model: nn.Module) -> Summary:
         backward_order=tuple(runtime.units[i].name for i in runtime.units_in_backward),
         num_wrong_prefetches=runtime.num_wrong_prefetches,
         buffers=str(runtime.buffers) if runtime.buffers is not None else "not synchronised",
-        ignored=tuple(runtime.ignored.parameters),
+        ignored=tuple(name for name in runtime.ignored.parameters if name not in runtime.ignored.spread),
         notes=runtime.notes,
         recomputed=runtime.recomputed,
         keeps=tuple(policy.save) if policy is not None else (),

@@ -36,6 +36,7 @@ from shardwise.spec.plan import ParallelPlan
 from shardwise.spec.strategies import canonical_name
 from shardwise.tensor.apply import apply_cuts
 from shardwise.tensor.cut import find_cuts
+from shardwise.tensor.rows import find_row_sharded, spread_rows, table_weights
 
 
 def parallelize(
@@ -75,6 +76,7 @@ def parallelize(
     ignored = find_ignored(model, plan.ignored)
     recompute.find(model, units, plan.recompute)  # what it refuses is refused before anyone is met
     check_cuts(model, plan, units)
+    tables = find_row_sharded(model, plan.row_sharded)
     device = _device(model, ignored)
     size = join_world(device).size()
     mesh = plan.mesh(size, ranks_per_machine(size))
@@ -90,7 +92,8 @@ def parallelize(
         fill_buffers(model, source, device)
         every = build.assign_parameters(model, ())[""]
         is_cut = max(plan.tp, plan.pp, plan.ep) > 1  # what is cut is whole before
-        fill_parameters(source, [entry for entry in every if is_cut or entry.parameter in ignored], device)
+        whole = ignored.with_spread(table_weights(tables))
+        fill_parameters(source, [entry for entry in every if is_cut or entry.parameter in whole], device)
     is_deferred = source is not None
     synchronise(model, None, comms.world, mode=plan.sync, groups=names, is_deferred=is_deferred, ignored=ignored.names)
     batch_norm.check(model, device, size, "sw.parallelize()")
@@ -205,7 +208,9 @@ def apply_plan(
         notes.append(apply_experts(mixtures, comms.ep, plan.expert_capacity, tp=place))
     if pipelined is not None:
         units = pipelined.drop_foreign(model, units)
-    ignored = find_ignored(model, plan.ignored)
+    tables = find_row_sharded(model, plan.row_sharded)
+    notes += spread_rows(tables, comms.world)
+    ignored = find_ignored(model, plan.ignored).with_spread(table_weights(tables))
     units = ignored.without(units)
     if plan.compile and comms.control.device.type != "meta":  # a dry run computes nothing
         compile_units(model, units)  # first, so that what is recomputed is the compiled forward

@@ -17,6 +17,7 @@ from shardwise.spec.offload import OffloadPolicy, offload_policy
 from shardwise.spec.precision import FULL_PRECISION, PrecisionPolicy
 from shardwise.spec.quantize import Quantization
 from shardwise.spec.recompute import RecomputePolicy, recompute_policy
+from shardwise.spec.rows import row_sharded_names
 from shardwise.spec.schedule import PipelinePolicy, pipeline_policy
 from shardwise.spec.styles import parse_table
 from shardwise.spec.wrap import WrapPolicy, wrap_policy
@@ -63,6 +64,9 @@ class ParallelPlan:
         ignored: What is left alone: neither sharded, compared over the ranks nor reduced, but each rank's own (experts,
             parts that another library moves). Shell patterns of module or parameter names (``*`` does not cross a dot;
             of a module everything below it is meant), modules, or parameters. ``fsdp.ignore`` has the details.
+        row_sharded: Embeddings whose rows are spread over all ranks, under any strategy of the rest: each rank holds a
+            range of them with gradients and optimizer state, and only the rows that a batch looks up travel
+            (``tensor.rows``). Shell patterns of module names.
         reshard_after_forward: ``"auto"`` (as the strategy says), ``True``, ``False``, or a number: after its forward a
             unit stays sharded over that many neighbouring ranks of ``dp_shard``, and backward gathers it from them.
         mp_policy: In which dtypes to compute and reduce; ``None``: the model's own, no cast. A mapping of the fields of
@@ -121,6 +125,7 @@ class ParallelPlan:
     sequence_parallel: bool = False
     auto_wrap_policy: str | WrapPolicy | Mapping[str, Any] = "auto"
     ignored: Any = ()
+    row_sharded: str | Sequence[str] = ()
     reshard_after_forward: str | bool | int = "auto"
     mp_policy: PrecisionPolicy | Mapping[str, Any] | None = None
     quantize_frozen: str = "none"
@@ -166,6 +171,8 @@ class ParallelPlan:
             )
         self._check_context()
         object.__setattr__(self, "ignored", ignored_entries(self.ignored))
+        object.__setattr__(self, "row_sharded", row_sharded_names(self.row_sharded))
+        self._check_rows()
         self._check_reshard()
         self._check_pipeline()
         self._check_experts()
@@ -186,6 +193,17 @@ class ParallelPlan:
             policy = parse(getattr(self, name))
             if not isinstance(getattr(self, name), str):
                 object.__setattr__(self, name, policy)
+
+    def _check_rows(self) -> None:
+        others = [f"{axis}={getattr(self, axis)}" for axis in ("tp", "pp", "cp", "ep") if getattr(self, axis) != 1]
+        if self.placements.is_threaded:
+            others.append(f"strategy={self.strategy!r}")
+        if self.row_sharded and others:
+            raise PlanError(
+                f"row_sharded={list(self.row_sharded)} with {', '.join(others)}: rows are spread over data-parallel"
+                " ranks, each with samples of its own.\n"
+                "  Leave row_sharded out, or use dp_shard and dp_replicate alone."
+            )
 
     def _check_pipeline(self) -> None:
         if self.pp > 1 and self.accumulation in {"sharded", "defer_replicate"}:

@@ -95,6 +95,9 @@ class ParallelSection(Section):
     ignored: list[str] = Field(
         default_factory=list, description="names of modules or parameters to leave alone, such as [blocks.*.experts]"
     )
+    row_sharded: list[str] = Field(
+        default_factory=list, description="names of embeddings whose rows are spread over all ranks"
+    )
     reshard_after_forward: bool | int | Literal["auto"] = Field(
         "auto", description="auto: as the strategy says; a number: kept sharded over so many ranks"
     )

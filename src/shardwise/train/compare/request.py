@@ -41,6 +41,7 @@ _OURS_ALONE = (
     "offload_policy",
     "activation_checkpointing",
     "ignored",
+    "row_sharded",
     "compile",
     "tp",
     "pp",
