@@ -26,6 +26,7 @@ def test_the_fields_are_those_that_this_version_honours() -> None:
         "sequence_parallel",
         "auto_wrap_policy",
         "ignored",
+        "row_sharded",
         "reshard_after_forward",
         "mp_policy",
         "quantize_frozen",
