@@ -51,6 +51,7 @@ _LAZY = {
     "gradient_sync": "shardwise.fsdp.api",
     "logical_shape": "shardwise.fsdp.api",
     "record_collectives": "shardwise.fsdp.api",
+    "record_pipeline": "shardwise.recipe.pipelined",
     "clip_grad_norm": "shardwise.fsdp.clip",
     "convert_sync_batchnorm": "shardwise.fsdp.batch_norm",
     "declare_elementwise": "shardwise.fsdp.optimizer",
@@ -117,6 +118,7 @@ __all__ = [
     "parallelize",
     "parity",
     "record_collectives",
+    "record_pipeline",
     "save",
     "summary",
     "train_step",
@@ -149,6 +151,7 @@ if TYPE_CHECKING:
     from shardwise.recipe.parallelize import parallelize
     from shardwise.recipe.parity import parity
     from shardwise.recipe.persist import load, save
+    from shardwise.recipe.pipelined import record_pipeline
     from shardwise.recipe.step import eval_step, train_step
     from shardwise.spec.errors import (
         CheckpointError,

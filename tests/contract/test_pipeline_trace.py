@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import time
 
 import pytest
@@ -107,3 +108,25 @@ def test_a_dry_run_sends_what_is_predicted(name, virtual):
         shared = [] if name == "zb-v" else [Copies("token_embedding.weight", (0, 1), 31 * HIDDEN * 4)]
         schedule = build(name, 2, NUM_MICROBATCHES, virtual)
         assert found == messages(schedule, rank // 2, [[each]] * (2 * virtual - 1), shared)
+
+
+def measure():
+    model = sw.parallelize(build_gpt(), sw.ParallelPlan(pp=2, pipeline="zb-v"))
+    with sw.record_pipeline(model) as steps:
+        sw.train_step(model, (tokens(), tokens()), num_microbatches=NUM_MICROBATCHES)
+        sw.eval_step(model, (tokens(), tokens()), num_microbatches=2)
+    sw.train_step(model, (tokens(), tokens()))
+    return [(step.schedule, step.timing, step.bubble, str(step)) for step in steps]
+
+
+def test_a_recorded_step_knows_when_every_rank_computed():
+    first, second = run_on_ranks(measure, 2, timeout_s=60)
+    assert first == second
+    assert len(first) == 2, "what is outside is not recorded"
+    for schedule, timing, bubble, drawing in first:
+        for rank, spans in enumerate(timing.spans):
+            assert tuple(span.action for span in spans) == schedule.computations(rank)
+            assert all(start <= end for start, end, _ in spans)
+            assert all(before.end <= after.start for before, after in itertools.pairwise(spans))
+        assert bubble >= 0
+        assert drawing.splitlines()[0].startswith("rank 0 ")

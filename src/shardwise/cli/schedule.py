@@ -30,9 +30,6 @@ Examples:
   shardwise schedule --pp 4 --microbatches 8 --schedule zb-v --forward 1 --backward-input 1.5 --communication 0.5
 """
 
-#: A drawing with more columns helps nobody.
-_MOST_COLUMNS = 5000
-
 
 def register(app: typer.Typer) -> None:
     """Add the verb."""
@@ -77,6 +74,7 @@ def _number(option: str, text: str) -> Fraction:
 
 def picture(built: Schedule, timing: Timing, durations: Durations) -> str:
     """The drawing, and below it what the schedule costs."""
+    from shardwise.spec.schedule.draw import rows
     from shardwise.spec.schedule.held import held
 
     v = built.num_virtual_stages
@@ -84,7 +82,7 @@ def picture(built: Schedule, timing: Timing, durations: Durations) -> str:
     lines = [
         f"{built.name}: {built.num_ranks} ranks, {stages} per rank, {built.num_microbatches} microbatches",
         "",
-        *_rows(built, timing),
+        *rows(built, timing),
         "",
         f"time         {float(timing.makespan):g}, of which each rank computes {float(timing.ideal):g}",
         f"bubble       {_both(timing.bubble, _closed(built, durations, is_inner=False))}",
@@ -101,35 +99,6 @@ def picture(built: Schedule, timing: Timing, durations: Durations) -> str:
     return "\n".join(lines)
 
 
-def _rows(built: Schedule, timing: Timing) -> list[str]:
-    """One line per rank, a column per unit of time."""
-    columns = max(spans[-1].end for spans in timing.spans)
-    if columns > _MOST_COLUMNS:
-        return [f"(not drawn: {columns} columns of time {_shown(timing.unit)})"]
-    width = 1 + max(len(_label(built, span.action)) for spans in timing.spans for span in spans)
-    return [
-        f"rank {rank:<{len(str(built.num_ranks - 1))}} {_row(built, spans, width, columns)}".rstrip()
-        for rank, spans in enumerate(timing.spans)
-    ]
-
-
-def _row(built: Schedule, spans: tuple[Span, ...], width: int, columns: int) -> str:
-    cells, place = "", 0
-    for start, end, action in spans:
-        label = _label(built, action)
-        cells += ".".ljust(width) * (start - place)
-        cells += (label + "-" * (width * (end - start - 1))).ljust(width * (end - start))
-        place = end
-    return cells + ".".ljust(width) * (columns - place)
-
-
-def _label(built: Schedule, action: Action) -> str:
-    letter = {"forward": "F", "backward": "B", "backward_input": "B", "backward_weight": "W"}[action.kind]
-    which = built.stages(built.ranks[action.stage]).index(action.stage)
-    stage = chr(ord("a") + which) if built.num_virtual_stages > 1 else ""
-    return f"{letter}{action.microbatch}{stage}"
-
-
 def _closed(built: Schedule, durations: Durations, *, is_inner: bool) -> Fraction | None:
     from shardwise.spec.schedule import closed
 
@@ -138,16 +107,14 @@ def _closed(built: Schedule, durations: Durations, *, is_inner: bool) -> Fractio
 
 
 def _both(found: Fraction, closed: Fraction | None) -> str:
-    expected = "no closed form for these times" if closed is None else f"closed form {_shown(closed)}"
-    return f"{float(found):.1%} of ideal time ({_shown(found)} simulated, {expected})"
+    from shardwise.spec.schedule.draw import shown
+
+    expected = "no closed form for these times" if closed is None else f"closed form {shown(closed)}"
+    return f"{float(found):.1%} of ideal time ({shown(found)} simulated, {expected})"
 
 
 def _per_rank(counts: list[int]) -> str:
     return " ".join(map(str, counts)) if len(set(counts)) > 1 else f"{counts[0]} on each rank"
-
-
-def _shown(value: Fraction) -> str:
-    return str(value) if value.denominator < 1000 else f"{float(value):.6g}"
 
 
 def _facts(built: Schedule, timing: Timing, durations: Durations) -> dict[str, Any]:

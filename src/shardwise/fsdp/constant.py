@@ -7,6 +7,7 @@ from collections.abc import Iterator
 
 from shardwise.fsdp.runtime import Runtime
 from shardwise.fsdp.unit import State
+from shardwise.fsdp.window import Window
 
 
 @contextlib.contextmanager
@@ -24,15 +25,15 @@ def constant_parameters(runtime: Runtime, call: str) -> Iterator[None]:
         StateError: A forward or a backward is under way.
     """
     runtime.settle(call)
-    was_open, held = runtime.is_window_open, runtime.holds_gathered
+    was_open = runtime.is_window_open
     if not was_open:
         runtime.refresh()
         runtime.is_window_open = True
-    runtime.holds_gathered = all(not unit.reshards_after_forward for unit in runtime.units)
+    runtime.window = Window(runtime)
     try:
         yield
     finally:
-        runtime.is_window_open, runtime.holds_gathered = was_open, held
+        runtime.is_window_open, runtime.window = was_open, None
         for unit in runtime.units:
             if unit.state is State.UNSHARDED and not unit.frames:
                 runtime.reshard(unit)

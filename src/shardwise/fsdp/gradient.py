@@ -78,6 +78,7 @@ class Gradient:
         self._local_views: BufferViews | None = None
         self._borrowed: Tensor | None = None
         self._written = [False] * len(group.shards)  # parameter i's elements of ``_local`` are this rank's gradient
+        self._shown: dict[int, Tensor] = {}  # views of ``_local`` that are .grad of full parameters
         self._used: list[bool] = []
         self._result: Tensor | None = None
         self._partial: Tensor | None = None  # summed over dp_shard by earlier microbatches, not over dp_replicate yet
@@ -130,7 +131,7 @@ class Gradient:
     def collect_one(self, index: int, pool: GradientPool) -> None:
         """Move the gradient of one parameter into the flat buffer and free it."""
         full = self.group.fulls[index]
-        if full.grad is None:  # the hook that calls this also fires for an undefined gradient
+        if full.grad is None or self._shown:  # the hook that calls this also fires for an undefined gradient
             return
         targets = self._begin(pool).by_param[index]
         sources = self._cut(index, full.grad)
@@ -150,8 +151,10 @@ class Gradient:
         terms: list[Tensor] = []
         for index, full in enumerate(self.group.fulls):
             grad = full.grad
-            if grad is None:
+            if grad is None or grad is self._shown.get(index):
                 continue
+            if index in self._shown:  # autograd has put the whole sum elsewhere
+                self._written[index] = False
             full.grad = None
             targets, sources = (add_to, terms) if written[index] else (copy_to, copies)
             written[index] = True
@@ -166,6 +169,22 @@ class Gradient:
             torch._foreach_add_(add_to, terms)
         if copies:
             torch._foreach_copy_(copy_to, copies)
+
+    def show(self) -> None:
+        """Let autograd add later gradients to those in the flat buffer itself, where one lies there in one piece.
+
+        It must not be moved until :meth:`reduce`.
+        """
+        if self._local_views is None or self._is_cast or len(self._shown) == len(self._written):
+            return
+        for index, views in enumerate(self._local_views.by_param):
+            if self._written[index] and index not in self._shown and len(views) == 1:
+                self._shown[index] = self.group.fulls[index].grad = views[0]
+
+    def _hide(self) -> None:
+        for index in self._shown:
+            self.group.fulls[index].grad = None
+        self._shown.clear()
 
     def local_views(self, index: int, pool: GradientPool) -> list[Tensor]:
         """This rank's gradient of one parameter, in the pieces in which the flat buffer holds it, to be changed there.
@@ -236,6 +255,7 @@ class Gradient:
         group = self.group
         comms = group.comms
         views = self._begin(pool)
+        self._hide()
         views.set_flags(self._written)
         if not all(self._written):
             missing = [t for i, is_there in enumerate(self._written) if not is_there for t in views.by_param[i]]
@@ -401,6 +421,7 @@ class Gradient:
 
     def drop(self, pool: GradientPool) -> None:
         """Forget gradients that a failed backward left behind."""
+        self._shown.clear()
         for full in self.group.fulls:
             full.grad = None
         self._written = [False] * len(self._written)

@@ -53,6 +53,7 @@ from shardwise.spec.prefetch import AgreedOrder
 if TYPE_CHECKING:
     from shardwise.fsdp.in_backward import UpdateInBackward
     from shardwise.fsdp.join import Join
+    from shardwise.fsdp.window import Window
 
 
 class Runtime:
@@ -104,8 +105,7 @@ class Runtime:
         self._handled: BaseException | None = None  # what the caller of the outermost forward is handling
         self.epoch = 0
         self.is_window_open = False  # microbatches are being accumulated: parameters have not changed
-        self.holds_gathered = False  # and what is gathered stays so (``fsdp.window``)
-        self.stage: int | None = None  # the pipeline stage that a pass in a window is of
+        self.window: Window | None = None  # the step of a pipeline that is under way
         self.is_in_backward = False
         self.had_sums = False  # sums of earlier microbatches were waiting when this backward began ...
         self._has_waited = False  # ... or when any did
@@ -129,6 +129,11 @@ class Runtime:
     def groups(self) -> Iterator[Group]:
         """Every group of every unit."""
         return (group for unit in self.units for group in unit.groups)
+
+    @property
+    def holds_gathered(self) -> bool:
+        """What is gathered stays so, and in its place (``fsdp.window``)."""
+        return self.window is not None and self.window.holds
 
     @property
     def accumulation(self) -> str:
@@ -176,6 +181,8 @@ class Runtime:
         Collective:
             All-gather of the unit on ``dp_shard`` where one is due, and of the next one (prefetch).
         """
+        if self.window is not None and self.window.rests:
+            return
         if torch_private.current_backward() != -1:
             self._ensure(unit)  # recomputation: the data must be there, nothing is entered, ordered or counted
             unit.is_unused = False
@@ -186,7 +193,8 @@ class Runtime:
         elif unit.parent is None and unit.frames and not path and threading.get_ident() == self._thread:
             mishaps.leave_frames(self)  # torch runs no hooks after a KeyboardInterrupt
         if self.num_frames == 0:
-            self._begin_forward((unit.index, path) if self.stage is None else stage_entry(self.stage))
+            stage = self.window.stage if self.window is not None else None
+            self._begin_forward((unit.index, path) if stage is None else stage_entry(stage))
         elif threading.get_ident() != self._thread:
             raise StateError(
                 f"unit {unit.name!r} was called from a second thread while a forward is under way in another.\n"
@@ -208,6 +216,8 @@ class Runtime:
 
     def after_forward(self, unit: Unit, member: Member, output: object) -> None:
         """``member`` of ``unit`` has run (``output`` is ``None`` where it raised)."""
+        if self.window is not None and self.window.rests:
+            return
         if torch_private.current_backward() != -1:
             since = unit.replays.pop()
             if torch.is_grad_enabled():  # a reentrant recomputation runs a backward of its own through these
@@ -221,15 +231,18 @@ class Runtime:
             attach_tickets(self, unit, output, since)
         elif self.trains:
             unit.num_silent += 1
-        member.num_frames -= 1
-        if member.num_frames <= 0:
-            member.swap_out()
-        if not unit.frames:
-            self.left.append(unit)
+        self._leave(unit, member)
         if self.num_frames == 0:
             self.saved.leave_forward()
             if output is not None or sys.exception() is self._handled:
                 self._end_forward()  # else it raised: what is under way is dropped by the next forward
+
+    def _leave(self, unit: Unit, member: Member) -> None:
+        member.num_frames -= 1
+        if member.num_frames <= 0 and not self.holds_gathered:
+            member.swap_out()
+        if not unit.frames:
+            self.left.append(unit)
 
     def settle(self, call: str) -> None:
         """Be between steps, for ``call``: what a backward left that raised is dropped.
@@ -459,11 +472,11 @@ class Runtime:
 
     def reshard(self, unit: Unit) -> None:
         """Release the unit's slots. Units with replicated parameters keep their data."""
-        unit.swap_out()
         self.num_wrong_prefetches += unit.is_unused
         unit.is_unused = False
         if self.holds_gathered:
             return
+        unit.swap_out()
         for group in unit.groups:
             group.release(poison=debug.is_on)
         if unit.state is State.UNSHARDED:
@@ -642,7 +655,8 @@ class Runtime:
                 self.wait(unit)
             if unit.state is State.UNSHARDED:
                 self.reshard(unit)
-            unit.swap_out()
+            if not self.holds_gathered:
+                unit.swap_out()
             unit.num_silent = unit.num_repeated = 0
             unit.has_run = False
         self.wait_for_host()  # the host is about to read the gradients

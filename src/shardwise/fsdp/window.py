@@ -16,8 +16,58 @@ from shardwise.fsdp.unit import State
 from shardwise.spec.errors import StateError
 
 
+class Window:
+    """One such step.
+
+    Args:
+        runtime: The engine.
+
+    Attributes:
+        holds: What is gathered stays gathered, and in its modules. Not where units are to be released after forward.
+        stage: The pipeline stage of the newest forward.
+        rests: Its units are all there: the hooks around them have nothing to do.
+    """
+
+    def __init__(self, runtime: Runtime) -> None:
+        self.holds = all(not unit.reshards_after_forward for unit in runtime.units)
+        self.stage: int | None = None
+        self.rests = False
+        self._runtime = runtime
+        self._stages_run: set[int] = set()
+
+    def enter(self, stage: int) -> None:
+        """The next forward is a pass through ``stage``.
+
+        The first pass gathers the stage's units, in an order of its own. Later passes find them there.
+        """
+        if self.stage is not None:
+            self._stages_run.add(self.stage)
+        self.stage = stage
+        self.rests = self.holds and stage in self._stages_run
+
+    def collect(self) -> None:
+        """Add what gradients there are on full parameters to those of earlier microbatches."""
+        runtime = self._runtime
+        for group in runtime.groups:
+            if group.wants_gradients:
+                group.gradient.collect(runtime.gradients)
+                if self.holds:
+                    group.gradient.show()
+
+    def reduce(self, before: Callable[[], None]) -> None:
+        """Reduce the gradients of every unit, last unit first, once ``before`` has been called."""
+        runtime = self._runtime
+        with torch.no_grad():
+            before()
+            for unit in reversed(runtime.units):
+                runtime.finalise(unit)
+            while runtime.reducing:
+                runtime.move_on()
+        runtime.wait_for_host()
+
+
 @contextlib.contextmanager
-def window(runtime: Runtime, before_reduction: Callable[[], None]) -> Iterator[None]:
+def window(runtime: Runtime, before_reduction: Callable[[], None]) -> Iterator[Window]:
     """Run several forwards and backwards on the same parameters, and reduce their gradients at the end.
 
     Args:
@@ -41,38 +91,21 @@ def window(runtime: Runtime, before_reduction: Callable[[], None]) -> Iterator[N
     if not runtime.is_window_open:
         runtime.refresh()
         runtime.is_window_open = True
-    runtime.holds_gathered = all(not unit.reshards_after_forward for unit in runtime.units)
+    runtime.window = opened = Window(runtime)
     runtime.syncs_gradients = False
     try:
-        yield
+        yield opened
     except BaseException:
         runtime.is_window_open = False
+        for unit in runtime.units:
+            unit.swap_out()
         raise
     finally:
-        runtime.holds_gathered, runtime.syncs_gradients, runtime.stage = False, syncs, None
+        runtime.window, runtime.syncs_gradients = None, syncs
     for unit in runtime.units:
         if unit.state is State.UNSHARDED:
             runtime.reshard(unit)
-    if not torch.is_grad_enabled():
+    if syncs and torch.is_grad_enabled():
+        opened.reduce(before_reduction)
+    if syncs or not torch.is_grad_enabled():
         runtime.is_window_open = False
-    elif syncs:
-        with torch.no_grad():
-            before_reduction()
-            for unit in reversed(runtime.units):
-                runtime.finalise(unit)
-            while runtime.reducing:
-                runtime.move_on()
-        runtime.wait_for_host()
-        runtime.is_window_open = False
-
-
-def enter_stage(runtime: Runtime, stage: int) -> None:
-    """The next forward in the window is a pass through ``stage``: its order of units is that stage's own."""
-    runtime.stage = stage
-
-
-def collect(runtime: Runtime) -> None:
-    """Add what gradients there are on full parameters to those of earlier microbatches."""
-    for group in runtime.groups:
-        if group.wants_gradients:
-            group.gradient.collect(runtime.gradients)

@@ -7,6 +7,7 @@ preceded by a header that tells the receiver shapes and dtypes.
 
 from __future__ import annotations
 
+import time
 from collections import deque
 from collections.abc import Callable, Hashable, Sequence
 from dataclasses import dataclass, field
@@ -80,12 +81,15 @@ class Interpreter:
 
     Attributes:
         peak_tapes: The most microbatches, counted once per stage, that were between forward and backward at a time.
+        spans: Where it is a list, the begin and the end of every computation are added to it, in seconds of the clock
+            ``time.perf_counter``.
     """
 
     def __init__(self, stages: Stages, comm: Comm, deferral: Deferral) -> None:
         self.stages = stages
         self.deferral = deferral
         self.peak_tapes = 0
+        self.spans: list[tuple[float, float]] | None = None
         self._comm = comm
         self._crossings: dict[tuple[Hashable, int], tuple[Crossing, ...]] = {}
 
@@ -162,6 +166,7 @@ class _Step:
         self._input_gradients: dict[tuple[int, int], list[Tensor]] = {}
         self._weights: dict[tuple[int, int], WeightGradients] = {}
         self._sends: deque[list[tuple[Handle, Tensor]]] = deque()
+        self._arrived_at = 0.0  # what the newest computation takes
         self._does = {
             Kind.RECEIVE_ACTIVATION: self._receive_activation,
             Kind.FORWARD: self._forward,
@@ -174,7 +179,10 @@ class _Step:
         }
 
     def do(self, action: Action) -> None:
+        self._arrived_at = time.perf_counter()
         self._does[action.kind](action)
+        if self._its.spans is not None and not action.kind.is_message:
+            self._its.spans.append((self._arrived_at, time.perf_counter()))
 
     def finish(self) -> None:
         for sends in (*self._sends, *(tape.sends for tape in self._tapes.values())):
@@ -224,6 +232,7 @@ class _Step:
             for handle, buffer in self._received.pop((stage, microbatch)):
                 handle.wait()
                 tensors.append(buffer)
+            self._arrived_at = time.perf_counter()
         else:  # the stage before is this rank's too
             tape = self._tapes[stage - 1, microbatch]
             tensors = [output.detach() for output in tape.outputs]
@@ -280,6 +289,8 @@ class _Step:
                     self._job.backward(outputs, gradients)
         if tape.weights is not None:
             self._weights[stage, microbatch] = tape.weights
+        else:
+            self._job.collect()
         for handle, _ in tape.sends:  # whoever gave the gradients has received them
             handle.wait()
         self._input_gradients[stage, microbatch] = [
@@ -300,6 +311,7 @@ class _Step:
         for handle, buffer in self._gradients.pop((stage, microbatch)):
             handle.wait()
             found.append(buffer)
+        self._arrived_at = time.perf_counter()
         return found
 
     def _send_gradient(self, action: Action) -> None:

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import functools
-from collections.abc import Callable, Mapping, Sequence
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -12,11 +14,12 @@ from torch import Tensor, nn
 
 from shardwise.comm.axes import Comms
 from shardwise.comm.base import Comm
+from shardwise.comm.control import agree, all_gather_json
 from shardwise.comm.dtype import dtype_name, torch_dtype
 from shardwise.fsdp import attach
 from shardwise.fsdp.copies import sum_over_copies
 from shardwise.fsdp.runtime import Runtime
-from shardwise.fsdp.window import collect, enter_stage, window
+from shardwise.fsdp.window import window
 from shardwise.fsdp.wrap import find_units
 from shardwise.pipeline.element import Element, find_elements, sketch
 from shardwise.pipeline.interpret import Interpreter, Job
@@ -24,8 +27,10 @@ from shardwise.pipeline.split import assign_stages, drop_foreign
 from shardwise.pipeline.stage import Stages
 from shardwise.pipeline.weight_gradient import Deferral
 from shardwise.recipe.batch import LossFn, call_model, forward_loss, split_batch
+from shardwise.spec.errors import StateError
 from shardwise.spec.plan import ParallelPlan
 from shardwise.spec.schedule import PipelinePolicy, Schedule, build, forward_only
+from shardwise.spec.schedule.measured import Measured, measured
 from shardwise.spec.slice import Slice, set_slice, slice_of
 
 #: ``call(model, part)``.
@@ -39,6 +44,38 @@ _LOSS_DTYPES = ("fp32", "fp64", "bf16", "fp16")
 def pipelined_of(model: nn.Module) -> Pipelined | None:
     """What :meth:`Pipelined.install` has left; ``None`` for a model that is whole on every rank."""
     return model.__dict__.get(_KEY)
+
+
+@contextlib.contextmanager
+def record_pipeline(model: nn.Module) -> Iterator[list[Measured]]:
+    """Measure when the ranks of a pipeline compute, in every step inside the context.
+
+    Times are those of the host: on a GPU, which computes later, they say when work was handed to it.
+
+    Args:
+        model: Parallelized with ``pp`` of 2 or more.
+
+    Yields:
+        A list to which every step adds what was measured on all ranks of this rank's pipeline: ``.bubble`` (idle time
+        over the longest that a rank computes), ``.closed_bubble``, ``.timing``; ``print`` draws it.
+
+    Collective:
+        In each step two all-gathers along ``pp`` more: of an integer before it, of JSON after it. All ranks must call.
+
+    Raises:
+        StateError: The model is no pipeline.
+    """
+    pipelined = pipelined_of(model)
+    if pipelined is None:
+        raise StateError(
+            f"sw.record_pipeline: {type(model).__name__} is whole on every rank.\n"
+            "  Call sw.parallelize with a plan of pp=2 or more first."
+        )
+    pipelined.measured = found = []
+    try:
+        yield found
+    finally:
+        pipelined.measured = None
 
 
 def find_stages(model: nn.Module, policy: PipelinePolicy, pp: int) -> tuple[list[Element], int]:
@@ -77,6 +114,7 @@ class Pipelined(attach.Uncopyable):
         self._copies: dict[nn.Parameter, tuple[int, ...]] = {}
         self._tp = (0, 1) if comms.tp is None else (comms.tp.rank, comms.tp.size)
         self._interpreter: Interpreter | None = None
+        self.measured: list[Measured] | None = None  # where steps are measured: what was
 
     @property
     def stages(self) -> tuple[int, ...]:
@@ -164,11 +202,24 @@ class Pipelined(attach.Uncopyable):
         count = len(parts)
         schedule = self._schedule(count) if torch.is_grad_enabled() else forward_only(self._usual.ranks, count)
         bound = functools.partial(call, model), functools.partial(loss, model)
-        with window(runtime, lambda: sum_over_copies(runtime, self._copies, self._comm)):
+        with window(runtime, lambda: sum_over_copies(runtime, self._copies, self._comm)) as opened:
             key, flow = self._interpreter.stages.flow(parts[0], call)
-            engine = functools.partial(enter_stage, runtime), functools.partial(collect, runtime)
-            job = Job(schedule, parts, *bound, key, flow, *engine, backward)
-            return self._interpreter.run(job)
+            job = Job(schedule, parts, *bound, key, flow, opened.enter, opened.collect, backward)
+            return self._run(self._interpreter, job)
+
+    def _run(self, interpreter: Interpreter, job: Job) -> list[Tensor]:
+        if self.measured is None:
+            return interpreter.run(job)
+        agree(self._comm, 0)  # so that all ranks begin together
+        spans = interpreter.spans = []
+        start = time.perf_counter()
+        try:
+            losses = interpreter.run(job)
+        finally:
+            interpreter.spans = None
+        mine = [[round((moment - start) * 1e6) for moment in span] for span in spans]
+        self.measured.append(measured(job.schedule, all_gather_json(self._comm, mine)))
+        return losses
 
     def _schedule(self, count: int) -> Schedule:
         return _built(self._policy.schedule, self._comm.size, count, self._policy.virtual_stages)

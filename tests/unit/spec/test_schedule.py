@@ -11,8 +11,19 @@ from hypothesis import strategies as st
 
 from shardwise.spec.errors import PlanError
 from shardwise.spec.plan import ParallelPlan
-from shardwise.spec.schedule import SCHEDULES, Action, Kind, PipelinePolicy, Schedule, build, check, closed
+from shardwise.spec.schedule import (
+    SCHEDULES,
+    Action,
+    Kind,
+    PipelinePolicy,
+    Schedule,
+    build,
+    check,
+    closed,
+    forward_only,
+)
 from shardwise.spec.schedule.held import Held, held, peak_bytes, peak_held
+from shardwise.spec.schedule.measured import measured as step_measured
 from shardwise.spec.schedule.simulate import Durations, simulate
 
 times = st.fractions(min_value=Fraction(1, 4), max_value=4, max_denominator=4)
@@ -301,3 +312,21 @@ def test_a_plan_takes_a_pipeline_with_pp_only():
         ParallelPlan(pp=2, pipeline=3)
     with pytest.raises(PlanError, match=r"takes microbatches in groups of pp=2, but num_microbatches=3"):
         ParallelPlan(pp=2, pipeline=PipelinePolicy("interleaved-1f1b", 3))
+
+
+def test_a_measured_step_tells_its_bubble_beside_the_closed_form_and_draws_itself():
+    schedule = build("1f1b", 2, 2)
+    # Rank 0: F0 F1 . B0 . B1; rank 1: . F0 B0 F1 B1, a backward as long as two forwards, 10 us each.
+    first = [(0, 10), (10, 20), (40, 60), (70, 90)]
+    second = [(10, 20), (20, 40), (40, 50), (50, 70)]
+    found = step_measured(schedule, [first, second])
+    assert found.bubble == pytest.approx((90 - 60) / 60)
+    assert found.closed_bubble == pytest.approx(1 / 2)
+    assert found.durations == Durations(Fraction(1, 100_000), Fraction(1, 100_000), Fraction(1, 100_000))
+    rows = str(found).splitlines()
+    assert rows[0].startswith("rank 0 F0-")
+    assert rows[1].startswith("rank 1 . ")
+    assert rows[2] == "time 0.1 ms, of which a rank computes 0.1 ms at most: bubble 50.0% of that (closed form 50.0%)"
+    assert step_measured(forward_only((0, 1), 1), [[(0, 1)], [(1, 2)]]).closed_bubble is None
+    with pytest.raises(ValueError, match="zip"):
+        step_measured(schedule, [first, second[:-1]])

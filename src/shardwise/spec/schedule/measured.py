@@ -1,0 +1,88 @@
+"""When the computations of a step really ran."""
+
+from __future__ import annotations
+
+import statistics
+from collections.abc import Sequence
+from dataclasses import dataclass
+from fractions import Fraction
+
+from shardwise.spec.schedule import closed
+from shardwise.spec.schedule.action import Kind, Schedule
+from shardwise.spec.schedule.draw import rows
+from shardwise.spec.schedule.policy import SCHEDULES
+from shardwise.spec.schedule.simulate import Durations, Span, Timing
+
+#: The columns of a drawing.
+_COLUMNS = 60
+
+
+@dataclass(frozen=True)
+class Measured:
+    """One step of a pipeline, as it ran.
+
+    Attributes:
+        schedule: What was to be done.
+        timing: When each rank computed: from the moment at which what a computation takes had arrived to its end.
+    """
+
+    schedule: Schedule
+    timing: Timing
+
+    @property
+    def bubble(self) -> float:
+        """Idle time over ideal time, the longest that a rank computes."""
+        return float(self.timing.bubble)
+
+    @property
+    def durations(self) -> Durations:
+        """The medians of what one stage takes for one microbatch; of a whole backward half for each of its parts."""
+        kinds = [Kind.FORWARD, Kind.BACKWARD_INPUT, Kind.BACKWARD_WEIGHT]
+        if self.schedule.is_split:
+            return Durations(*(self._median(kind) for kind in kinds))
+        half = self._median(Kind.BACKWARD) / 2
+        return Durations(self._median(Kind.FORWARD), half, half)
+
+    @property
+    def closed_bubble(self) -> float | None:
+        """What the closed form gives for these durations; ``None`` where there is none, as for evaluation."""
+        s = self.schedule
+        if s.name not in SCHEDULES:
+            return None
+        times = self.durations if s.name == "zb-h1" else Durations()
+        found = closed.bubble(s.name, s.num_ranks, s.num_microbatches, s.num_virtual_stages, times)
+        return None if found is None else float(found)
+
+    def _median(self, kind: Kind) -> Fraction:
+        found = [end - start for spans in self.timing.spans for start, end, action in spans if action.kind is kind]
+        return max(Fraction(statistics.median(found)), Fraction(1)) * self.timing.unit
+
+    def __str__(self) -> str:
+        expected = "" if self.closed_bubble is None else f" (closed form {self.closed_bubble:.1%})"
+        whole, ideal = (f"{float(time) * 1e3:.1f} ms" for time in (self.timing.makespan, self.timing.ideal))
+        below = f"time {whole}, of which a rank computes {ideal} at most: bubble {self.bubble:.1%} of that{expected}"
+        return "\n".join([*rows(self.schedule, _coarse(self.timing, _COLUMNS)), below])
+
+
+def measured(schedule: Schedule, spans: Sequence[Sequence[tuple[int, int]]]) -> Measured:
+    """From the begin and end of every computation of each rank, in order, in microseconds."""
+    timing = tuple(
+        tuple(Span(start, end, action) for (start, end), action in zip(found, schedule.computations(rank), strict=True))
+        for rank, found in enumerate(spans)
+    )
+    return Measured(schedule, Timing(timing, Fraction(1, 1_000_000)))
+
+
+def _coarse(timing: Timing, columns: int) -> Timing:
+    """The same with as many units of time: every computation has one at least."""
+    last = max(spans[-1].end for spans in timing.spans)
+    width = max(-(-last // columns), 1)
+    drawn = []
+    for spans in timing.spans:
+        place, row = 0, []
+        for start, end, action in spans:
+            begin = max(place, round(start / width))
+            place = max(begin + 1, round(end / width))
+            row.append(Span(begin, place, action))
+        drawn.append(tuple(row))
+    return Timing(tuple(drawn), timing.unit * width)
