@@ -89,17 +89,8 @@ def use_rings(model: nn.Module, rings: dict[str, Ring]) -> None:
 
 
 @contextlib.contextmanager
-def without_rings(model: Any) -> Iterator[None]:
-    """Inside, every rank attends to what it is given, as one process does.
-
-    Raises:
-        StateError: Gradients are wanted: what is computed again in backward would be so outside.
-    """
-    if torch.is_grad_enabled():
-        raise StateError(
-            f"cp: {type(model).__name__} was called with a key-value cache in training.\n"
-            "  Leave use_cache and past_key_values out, or generate under torch.no_grad()."
-        )
+def _without_rings(model: Any) -> Iterator[None]:
+    """Inside, every rank attends to what it is given, as one process does. What backward recomputes is outside."""
     model.set_attn_implementation("sdpa")
     try:
         yield
@@ -143,7 +134,12 @@ class CausalRoot(Root):
         given = dict(zip(self.__signature__.parameters, args, strict=False)) | kwargs
         given = {name: value for name, value in given.items() if value is not None}
         if given.get("use_cache") or "past_key_values" in given:
-            with without_rings(self.model):
+            if torch.is_grad_enabled() and not self.is_alone:
+                raise StateError(
+                    f"cp: {type(self.model).__name__} was called with a key-value cache in training.\n"
+                    "  Leave use_cache and past_key_values out, or generate under torch.no_grad()."
+                )
+            with _without_rings(self.model):
                 return self.compute(**given)
         flags = {name: given.pop(name) for name in _FLAGS if name in given}
         self._check(given, flags)

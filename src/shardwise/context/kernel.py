@@ -35,7 +35,7 @@ def attend(q: Tensor, k: Tensor, v: Tensor, scale: float, *, is_causal: bool) ->
         is_causal: Query ``i`` looks at keys ``0`` to ``i``.
     """
     k, v = (_for_all_heads(t, q) for t in (k, v))
-    if _is_fused(q, v):
+    if is_fused(q, k, v, is_causal=is_causal):
         if q.device.type == "cuda":
             out, lse = _aten._scaled_dot_product_flash_attention(q, k, v, 0.0, is_causal, scale=scale)[:2]  # noqa: SLF001
             return out, lse
@@ -60,7 +60,7 @@ def attend_backward(
     (q, k, v), (out, lse) = block, result
     num_heads = k.shape[1]
     k, v = (_for_all_heads(t, q) for t in (k, v))
-    if _is_fused(q, v):
+    if is_fused(q, k, v, is_causal=is_causal):
         dq, dk, dv = _fused_backward(grad, (q, k, v), result, scale, is_causal=is_causal)
     else:
         weights = (_scores(q, k, scale, is_causal=is_causal) - lse.unsqueeze(-1)).exp()
@@ -86,13 +86,12 @@ def _fused_backward(
     )
 
 
-def _is_fused(q: Tensor, v: Tensor) -> bool:
+def is_fused(q: Tensor, k: Tensor, v: Tensor, *, is_causal: bool) -> bool:
     """There is an operator that never holds the block's scores. Meta tensors stand for those of a CPU."""
-    if q.shape[-1] != v.shape[-1]:
-        return False
     if q.device.type == "cuda":
-        return q.dtype in {torch.float16, torch.bfloat16} and q.shape[-1] % 8 == 0 and q.shape[-1] <= 256
-    return q.device.type in {"cpu", "meta"}
+        case = torch.backends.cuda.SDPAParams(q, k, v, None, 0.0, is_causal, False)  # noqa: FBT003
+        return torch.backends.cuda.can_use_flash_attention(case)
+    return q.device.type in {"cpu", "meta"} and q.shape[-1] == v.shape[-1]
 
 
 def _scores(q: Tensor, k: Tensor, scale: float, *, is_causal: bool) -> Tensor:

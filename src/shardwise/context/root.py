@@ -35,7 +35,8 @@ class Root(ABC):
         self._own = model.__dict__.get("forward")  # somebody else's replacement of the class's method
         self._comm = comm
         self._multiple = multiple
-        self._has_compared = isinstance(comm, RecordComm)  # nobody is there to disagree
+        self.is_alone = isinstance(comm, RecordComm)  # nobody is there to talk to, and nothing is really computed
+        self._has_compared = self.is_alone
         self.__signature__ = inspect.signature(model.forward)
 
     @property
