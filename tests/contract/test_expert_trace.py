@@ -106,6 +106,19 @@ def test_what_a_step_sends_follows_from_the_counts(recorded, name):
         assert (sum(event[2] for event in edp) > 0) == (ep == 2 and "hsdp" not in name)  # else nobody shares experts
 
 
+def test_a_dry_run_sends_the_same_but_for_tokens_which_it_takes_to_choose_evenly(recorded):
+    ids = torch.zeros(BATCH, SEQ, dtype=torch.int64)
+    for rank in range(4):
+        run = sw.dry_run(build, sw.ParallelPlan(ep=2), world_size=4, rank=rank, batch=(ids, ids), backend="gloo")
+        events = [(e.kind, e.unit, e.sent_bytes, e.axis) for e in run.events]
+        assert [event for event in events if event[3] != "ep"] == recorded[rank]["zero3"][1]
+        even = [even_counts(BATCH * SEQ * 2, EXPERTS)] * 2
+        layers = [MixtureTraffic(f"blocks.{layer}.mlp", HIDDEN, rank % 2, even) for layer in range(LAYERS)]
+        expected = [event for layer in layers for event in layer.forward()]
+        expected += [event for layer in reversed(layers) for event in layer.backward()]
+        assert [event for event in events if event[3] == "ep"] == [tuple(event) for event in expected]
+
+
 def test_even_choices_send_all_but_one_part_of_the_rows():
     for ep in (2, 4, 8):
         sent = [even_counts(512 * 2, 8)] * ep

@@ -189,3 +189,51 @@ def test_four_ranks_that_share_experts_or_hold_one_each_equal_one_process():
         ),
         4,
     )
+
+
+def beside(options: dict[str, Any]) -> tuple[float, float, float]:
+    """On a rank: steps with another axis too against one process; differences of losses, norms, and on rank 0 values.
+
+    Every rank reads what its data-parallel coordinate says, in as many microbatches as one process accumulates.
+    """
+    case, rank = Case(max_norm=0.3), distributed.get_rank()
+    plan = sw.ParallelPlan(ep=2, **options)
+    mesh = plan.mesh(distributed.get_world_size())
+    count, readers = mesh.pp, mesh.data_parallel_size
+    plain, model = case.build(), sw.parallelize(case.build(), plan)
+    theirs, mine = optimizer_of(plain), optimizer_of(model)
+    found = [0.0, 0.0, 0.0]
+    for step in range(STEPS):
+        expected = 0.0
+        for reader in range(readers):
+            tokens_BT, targets_BT = batch(step, 0, reader)
+            for tokens, targets in zip(tokens_BT.chunk(count), targets_BT.chunk(count), strict=True):
+                loss = plain(tokens, targets) / (count * readers)
+                loss.backward()
+                expected += loss.item()
+        norm = torch.nn.utils.clip_grad_norm_(plain.parameters(), 0.3).item()
+        loss = sw.train_step(model, batch(step, 0, mesh.data_parallel_rank(rank)), num_microbatches=count).item()
+        found[0] = max(found[0], abs(loss - expected) / abs(expected))
+        found[1] = max(found[1], abs(sw.clip_grad_norm(model, 0.3).item() - norm) / norm)
+        for optimizer in (theirs, mine):
+            optimizer.step()
+            optimizer.zero_grad()
+    state = sw.full_state_dict(model)
+    if rank == 0:
+        assert list(state) == list(plain.state_dict())
+        found[2] = max((state[name] - value).abs().max().item() for name, value in plain.state_dict().items())
+    return found[0], found[1], found[2]
+
+
+def run_beside(every: tuple[dict[str, Any], ...]) -> list[tuple[float, float, float]]:
+    return [beside(options) for options in every]
+
+
+@pytest.mark.long
+def test_experts_beside_tensor_pipeline_and_context_parallelism_equal_one_process():
+    every = ({"tp": 2}, {"tp": 2, "strategy": "ddp"}, {"cp": 2}, {"pp": 2}, {"pp": 2, "strategy": "zero1"})
+    for found in run_on_ranks(run_beside, 4, every):
+        for options, (loss, norm, parameter) in zip(every, found, strict=True):
+            assert loss <= 1e-9, options
+            assert norm <= 1e-9, options
+            assert parameter <= 1e-8, options

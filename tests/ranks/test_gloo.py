@@ -7,6 +7,7 @@ import itertools
 import os
 import signal
 import time
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -105,6 +106,32 @@ def check_all_to_all():
                 assert_same_bits(slot, content(peer, cuts[-1], dtype)[own])
 
 
+def check_all_to_all_of_any_sizes():
+    """Each rank cuts as it likes: rank ``r`` sends ``(3r + 2s) % 5`` elements to rank ``s``, and to some nothing."""
+    comm = open_comm()
+
+    def size(source: int, target: int) -> int:
+        return (3 * source + 2 * target) % 5
+
+    def cuts_of(sizes: list[int]) -> list[int]:
+        return [0, *itertools.accumulate(sizes)]
+
+    ranks = range(comm.size)
+    for dtype in DTYPES:
+        cuts, out_cuts = ([f(rank) for rank in ranks] for f in (partial(size, comm.rank), lambda s: size(s, comm.rank)))
+        cuts, out_cuts = cuts_of(cuts), cuts_of(out_cuts)
+        out = torch.full((out_cuts[-1],), 99, dtype=dtype)
+        with comm.record() as events:
+            handle = comm.all_to_all(content(comm.rank, cuts[-1], dtype), out, unit="u", cuts=cuts, out_cuts=out_cuts)
+            handle.wait()
+        assert events[0].sent_bytes == (cuts[-1] - size(comm.rank, comm.rank)) * dtype.itemsize
+        for peer in ranks:
+            if peer != comm.rank:
+                theirs = cuts_of([size(peer, rank) for rank in ranks])
+                sent = content(peer, theirs[-1], dtype)[theirs[comm.rank] : theirs[comm.rank + 1]]
+                assert_same_bits(out[out_cuts[peer] : out_cuts[peer + 1]], sent)
+
+
 def check_from_and_to_one_rank():
     comm = open_comm()
     for numel, dtype, root in itertools.product(SLICES, DTYPES, {0, comm.size - 1}):
@@ -177,6 +204,7 @@ def check_results():
     check_reduce_scatter()
     check_all_reduce()
     check_all_to_all()
+    check_all_to_all_of_any_sizes()
     check_from_and_to_one_rank()
     check_uneven()
     check_large()

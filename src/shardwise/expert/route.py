@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 from shardwise.comm.base import Comm
+from shardwise.comm.record import RecordComm
 from shardwise.spec.routing import capacity, even_counts, local_range
 
 
@@ -72,9 +73,9 @@ def find_route(chosen_NK: Tensor, num_experts: int, factor: float | None, comm: 
     limit = capacity(factor, num_tokens, num_choices, num_experts)
     by_choice = chosen_NK.t().reshape(-1)
     order_S = by_choice.argsort(stable=True)
-    if chosen_NK.is_meta:
+    if chosen_NK.is_meta or isinstance(comm, RecordComm):  # without values, or peers: as if tokens chose evenly
         sent = even_counts(len(by_choice), num_experts, limit)
-        counts_E = torch.empty(num_experts, dtype=torch.int64, device="meta")
+        counts_E = torch.empty(num_experts, dtype=torch.int64, device=chosen_NK.device)
         order_S = order_S[: sum(sent)]
     else:
         counts_E = torch.bincount(by_choice, minlength=num_experts)
@@ -94,8 +95,8 @@ def _exchange_counts(counts_E: Tensor, sent: list[int], comm: Comm, unit: str) -
     arrived = torch.empty_like(counts_E)
     comm.all_to_all(counts_E, arrived, unit=unit, cuts=cuts, out_cuts=cuts).wait()
     start, stop = local_range(len(sent), comm.size, comm.rank)
-    if arrived.is_meta:
-        return [sent[start:stop]] * comm.size  # of all ranks alike
+    if isinstance(comm, RecordComm):
+        return [sent[start:stop]] * comm.size  # all ranks alike
     received = arrived.view(comm.size, each).tolist()
     received[comm.rank] = sent[start:stop]
     return received

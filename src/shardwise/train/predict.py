@@ -17,6 +17,8 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 
 from shardwise.comm.record import RecordComm
 from shardwise.context.apply import divide_sequences
+from shardwise.expert.apply import apply_experts
+from shardwise.expert.find import find_mixtures
 from shardwise.fsdp import attach, recompute, summary
 from shardwise.fsdp.average import ExponentialMovingAverage
 from shardwise.fsdp.wrap import find_units
@@ -80,6 +82,9 @@ def _measure(model: nn.Module, resolved: Resolved, device: torch.device, tp_rank
     if plan.cp > 1:
         comm = RecordComm("cp", rank=0, size=plan.cp, device=device)
         divide_sequences(model, comm, multiple=plan.tp if plan.sequence_parallel else 1)
+    if plan.routes_tokens:
+        comm = RecordComm("ep", rank=0, size=plan.ep, device=device) if plan.ep > 1 else None
+        apply_experts(find_mixtures(model, plan.ep, tp=plan.tp), comm, plan.expert_capacity)
     recompute.install(model, units, plan.recompute)
     for tensor in [*model.parameters(), *model.buffers()]:
         count.see(tensor)
