@@ -19,7 +19,7 @@ from shardwise.spec.footprint import Footprint, GroupShape, Replicas, footprint
 from shardwise.spec.granularity import ELEMENT
 from shardwise.spec.layout import ParamSpec, rank_bytes
 from shardwise.spec.slice import simplest
-from shardwise.spec.trace import Collective, UnitShape, step_trace
+from shardwise.spec.trace import Collective, UnitShape, step_trace, window_trace
 from shardwise.spec.waiting import Activations, backward_bytes
 
 
@@ -328,11 +328,21 @@ def _replicas(runtime: Runtime) -> Replicas | None:
 def predict_trace(
     runtime: Runtime, *, is_synchronising: bool = True, is_first_of_window: bool = True
 ) -> list[Collective]:
-    """The collectives of the next step on this rank, from the layouts and the recorded order alone."""
+    """The collectives of the next step on this rank, from the layouts and the recorded order alone.
+
+    Those of the data-parallel axes; of a pipeline where units stay gathered over the step, as they do by themselves.
+    """
     is_due = is_first_of_window and runtime.buffers is not None and runtime.buffers.is_due
     messages = runtime.buffers.messages() if is_due and runtime.buffers is not None else []
     control = runtime.comms.control
     before = sync_trace(messages, rank=control.rank, size=control.size, axis=control.axis)
+    if runtime.comms.pp is not None:
+        return before + window_trace(
+            unit_shapes(runtime),
+            rank=runtime.comms.gather.rank,
+            is_synchronising=is_synchronising,
+            replicas=_replicas(runtime),
+        )
     return before + step_trace(
         unit_shapes(runtime),
         rank=runtime.comms.gather.rank,

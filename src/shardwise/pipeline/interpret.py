@@ -83,6 +83,7 @@ class Interpreter:
         peak_tapes: The most microbatches, counted once per stage, that were between forward and backward at a time.
         spans: Where it is a list, the begin and the end of every computation are added to it, in seconds of the clock
             ``time.perf_counter``.
+        compute_dtype: In a dry run, of floating-point activations, where units cast: the trace knows the model's own.
     """
 
     def __init__(self, stages: Stages, comm: Comm, deferral: Deferral) -> None:
@@ -90,6 +91,7 @@ class Interpreter:
         self.deferral = deferral
         self.peak_tapes = 0
         self.spans: list[tuple[float, float]] | None = None
+        self.compute_dtype: torch.dtype | None = None
         self._comm = comm
         self._crossings: dict[tuple[Hashable, int], tuple[Crossing, ...]] = {}
 
@@ -330,7 +332,11 @@ class _Step:
         """What crosses, as the trace has it; there gradients are taken to be needed of all that can have one."""
         leaves = [self._flow.leaf(source) for source in self._flow.crossing[boundary]]
         found = [(leaf.shape, leaf.dtype) for leaf in leaves if leaf.dtype is not None]
-        return tuple(Crossing(shape, dtype, dtype.is_floating_point) for shape, dtype in found)
+        computed = self._its.compute_dtype
+        return tuple(
+            Crossing(shape, computed or dtype if dtype.is_floating_point else dtype, dtype.is_floating_point)
+            for shape, dtype in found
+        )
 
 
 def _shown(crossings: Sequence[Crossing]) -> str:

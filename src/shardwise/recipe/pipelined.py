@@ -18,6 +18,7 @@ from shardwise.comm.control import agree, all_gather_json
 from shardwise.comm.dtype import dtype_name, torch_dtype
 from shardwise.fsdp import attach
 from shardwise.fsdp.copies import sum_over_copies
+from shardwise.fsdp.precision import resolve
 from shardwise.fsdp.runtime import Runtime
 from shardwise.fsdp.window import window
 from shardwise.fsdp.wrap import find_units
@@ -152,6 +153,8 @@ class Pipelined(attach.Uncopyable):
         comm = None if device.type == "meta" else self._comm  # a dry run: nobody is there to disagree
         stages = Stages(model, self.sketch, self._elements, self._num_stages, device=device, comm=comm)
         self._interpreter = Interpreter(stages, self._comm, Deferral(model.modules() if self._usual.is_split else ()))
+        computed = resolve(attach.runtime_of(model, "sw.parallelize").options.policy, device).param_dtype
+        self._interpreter.compute_dtype = None if computed is None else torch_dtype(computed)
         model.__dict__[_KEY] = self
 
     def around(self) -> tuple[Interpreter, Comm, tuple[int, ...]]:

@@ -11,11 +11,12 @@ send the same together, and gradients of norms and of biases that are added afte
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 from shardwise.spec.errors import PlanError
 from shardwise.spec.footprint import own_part
+from shardwise.spec.stages import gpt_elements
 from shardwise.spec.trace import Collective
 
 
@@ -61,19 +62,34 @@ class TensorStep:
 
     def trace(self) -> list[Collective]:
         """In the order of issue."""
-        blocks = [f"blocks.{index}" for index in range(self.num_layers)]
-        trace = [self._sum("token_embedding")]
-        for block in blocks:
-            trace += self._forward(block)
-        trace += self._given("lm_head", is_backward=False)
-        trace.append(
-            Collective("all_gather", "loss", (self.size - 1) * 3 * self.num_tokens * self.loss_item_bytes, "tp")
-        )
-        trace += self._given("lm_head", is_backward=True)
-        trace += self._norm("final_norm")
-        for block in reversed(blocks):
-            trace += self._backward(block)
-        if self.divides_sequence:
+        elements = gpt_elements(self.num_layers)
+        return [*self.forward(elements), *self.backward(elements)]
+
+    def forward(self, elements: Sequence[str]) -> list[Collective]:
+        """Of a forward of neighbouring elements of the model, such as a pipeline stage's."""
+        trace: list[Collective] = []
+        for name in elements:
+            if name == "token_embedding":
+                trace.append(self._sum(name))
+            elif name == "lm_head":
+                trace += self._given(name, is_backward=False)
+                sent = (self.size - 1) * 3 * self.num_tokens * self.loss_item_bytes
+                trace.append(Collective("all_gather", "loss", sent, "tp"))
+            elif name.startswith("blocks."):
+                trace += self._forward(name)
+        return trace
+
+    def backward(self, elements: Sequence[str]) -> list[Collective]:
+        """... and of the backward."""
+        trace: list[Collective] = []
+        for name in reversed(elements):
+            if name == "lm_head":
+                trace += self._given(name, is_backward=True)
+            elif name == "final_norm":
+                trace += self._norm(name)
+            elif name.startswith("blocks."):
+                trace += self._backward(name)
+        if self.divides_sequence and "blocks.0" in elements:
             trace.append(self._move("all_gather", "blocks.0"))
         return trace
 

@@ -117,6 +117,27 @@ def step_trace(
     return step.trace
 
 
+def window_trace(
+    units: Mapping[int, UnitShape], *, rank: int, is_synchronising: bool = True, replicas: Replicas | None = None
+) -> list[Collective]:
+    """What the step of a pipeline issues on ``rank`` on the data-parallel axes, however many microbatches it has.
+
+    Every unit of the rank's stages is gathered when the first forward reaches it, and stays so; at the end of the step
+    every unit is reduced once, the last one first.
+
+    Args:
+        units: By number, in the order of forward.
+        rank: Coordinate on ``dp_shard``.
+        is_synchronising: False inside ``gradient_sync(model, False)``: nothing is reduced.
+        replicas: The groups over which sums go on; ``None``: there are none.
+    """
+    step = _Step(units, rank, is_synchronising=is_synchronising, is_first_of_window=True, replicas=replicas)
+    order = sorted(units)
+    step.forward(order)
+    step.reduce(order[::-1])
+    return step.trace
+
+
 class _Step:
     """Walks through one step.
 
@@ -170,6 +191,13 @@ class _Step:
                 self._need(later[0])
             self._recompute(unit)
         for unit in reversed(self._entered.copy()):
+            self._leave(unit)
+        self._go_on()
+
+    def reduce(self, order: Sequence[int]) -> None:
+        """Backward is over, and all gradients are there."""
+        for unit in order:
+            self._entered.append(unit)
             self._leave(unit)
         self._go_on()
 

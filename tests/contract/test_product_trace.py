@@ -1,0 +1,201 @@
+"""What a step sends on every axis of a mesh of pipeline, data- and tensor-parallel ranks is what is predicted."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Any
+from unittest import mock
+
+import pytest
+import torch
+from torch import Tensor, distributed, nn
+
+import shardwise as sw
+from shardwise.fsdp.attach import runtime_of
+from shardwise.fsdp.runtime import Runtime
+from shardwise.fsdp.summary import predict_trace, unit_shapes
+from shardwise.recipe import dry_run
+from shardwise.spec.footprint import Replicas
+from shardwise.spec.product_trace import ProductStep, loss_trace, totals
+from shardwise.spec.schedule import build as build_schedule
+from shardwise.spec.schedule.traffic import Copies, CrossingBytes, step_traffic
+from shardwise.spec.stages import gpt_stages
+from shardwise.spec.tensor_trace import TensorStep
+from shardwise.testing import run_on_ranks
+
+LAYERS, HIDDEN, VOCAB, SEQ, MICRO_BATCH, M = 8, 24, 33, 6, 2, 4
+STAGES_PER_RANK = {"interleaved-1f1b": 2, "zb-v": 2}
+Trace = dict[str, list[tuple[str, str, int, str]]]
+
+
+@dataclass(frozen=True)
+class Case:
+    """A plan, and how many ranks it is for."""
+
+    world: int
+    plan: dict[str, Any] = field(default_factory=dict)
+    tied: bool = False
+
+    @property
+    def pp(self) -> int:
+        return self.plan.get("pp", 1)
+
+    @property
+    def tp(self) -> int:
+        return self.plan.get("tp", 1)
+
+    @property
+    def schedule(self) -> str:
+        return self.plan.get("pipeline", "1f1b")
+
+    def build(self) -> nn.Module:
+        torch.manual_seed(0)
+        return sw.models.gpt(
+            "gpt-tiny",
+            num_layers=LAYERS,
+            hidden=HIDDEN,
+            num_heads=2,
+            vocab_size=VOCAB,
+            seq_len=SEQ,
+            tied=self.tied,
+        )
+
+    def predict(self, rank: int, runtime: Runtime, *, is_dry: bool) -> Trace:
+        """From the plan and the shape of the model; of the engine only what its units are."""
+        plan = sw.ParallelPlan(**self.plan)
+        mesh = plan.mesh(self.world)
+        at = mesh.coordinate(rank)
+        item_bytes = 2 if plan.mp_policy else 4
+        tensor = TensorStep(
+            LAYERS,
+            HIDDEN,
+            MICRO_BATCH * SEQ,
+            size=self.tp,
+            rank=at["tp"],
+            item_bytes=item_bytes,
+            is_recomputed=plan.activation_checkpointing == "full",
+        )
+        if self.pp == 1:
+            found = [*predict_trace(runtime), *(tensor.trace() if self.tp > 1 else [])]
+            return by_axis([*found, *([] if is_dry else loss_trace("dp_shard", at["dp_shard"], mesh.dp_shard))])
+        num_stages = self.pp * STAGES_PER_RANK.get(self.schedule, 1)
+        step = ProductStep(
+            build_schedule(self.schedule, self.pp, M, num_stages // self.pp),
+            at["pp"],
+            gpt_stages(LAYERS, 12 * HIDDEN**2, VOCAB * HIDDEN, num_stages),
+            MICRO_BATCH * SEQ * HIDDEN * item_bytes,
+            unit_shapes(runtime),
+            at["dp_shard"],
+            Replicas(mesh.dp_replicate, at["dp_replicate"]) if mesh.dp_replicate > 1 else None,
+            tensor if self.tp > 1 else None,
+            [Copies("token_embedding.weight", (0, self.pp - 1), VOCAB * HIDDEN * 4)] if self.tied else [],
+        )
+        found = [collective for axis in step.by_axis().values() for collective in axis]
+        samples = mesh.data_parallel_group(rank)
+        control = "dp" if mesh.dp_replicate > 1 else "dp_shard"
+        if not is_dry:
+            found += loss_trace(control, samples.index(rank), len(samples), pp_rank=at["pp"], pp=self.pp)
+        return by_axis(found)
+
+
+def by_axis(events: Any) -> Trace:
+    found: Trace = {}
+    for event in events:
+        found.setdefault(event.axis, []).append((event.kind, event.unit, event.sent_bytes, event.axis))
+    return found
+
+
+def tokens(rows: int) -> tuple[Tensor, Tensor]:
+    ids = torch.arange(rows * SEQ).view(rows, SEQ) % VOCAB
+    return ids, ids
+
+
+# -- real runs
+
+THREE = {"pp": 2, "tp": 2, "dp_shard": 2}
+REAL = (
+    Case(8, THREE),
+    Case(8, THREE | {"strategy": "zero1", "pipeline": "zb-v"}),
+    Case(8, {"pp": 2, "dp_shard": 4, "pipeline": "interleaved-1f1b", "activation_checkpointing": "full"}),
+    Case(8, {"tp": 2, "dp_shard": 4}),
+    Case(8, {"tp": 2, "dp_shard": 4, "strategy": "zero1"}),
+)
+
+
+def record() -> list[tuple[Trace, Trace]]:
+    """Of each case the events of the second step, and those predicted."""
+    results = []
+    for case in REAL:
+        model = sw.parallelize(case.build(), sw.ParallelPlan(**case.plan))
+        count = M if case.pp > 1 else 1
+        for _ in range(2):
+            with sw.record_collectives(model) as events:
+                sw.train_step(model, tokens(MICRO_BATCH * count), num_microbatches=count)
+            for parameter in model.parameters():
+                parameter.grad = None
+        predicted = case.predict(distributed.get_rank(), runtime_of(model, "test"), is_dry=False)
+        results.append((by_axis(events), predicted))
+    return results
+
+
+def test_on_eight_ranks_a_step_sends_what_is_predicted_on_every_axis():
+    for rank, results in enumerate(run_on_ranks(record, 8, timeout_s=200)):
+        for case, (recorded, predicted) in zip(REAL, results, strict=True):
+            assert recorded == predicted, (case, rank)
+
+
+# -- dry runs, of larger meshes
+
+DRY = (
+    Case(64, {"pp": 4, "tp": 2, "dp_replicate": 2, "dp_shard": 4, "strategy": "hsdp", "pipeline": "zb-h1"}),
+    Case(16, {"pp": 4, "tp": 2, "dp_shard": 2, "strategy": "zero2", "pipeline": "gpipe"}),
+    Case(8, THREE | {"mp_policy": sw.PrecisionPolicy(param_dtype="bf16"), "activation_checkpointing": "full"}),
+    Case(8, THREE | {"strategy": "ddp", "pipeline": "interleaved-1f1b"}),
+    Case(8, {"pp": 2, "dp_shard": 4, "strategy": "zero3"}, tied=True),
+)
+
+
+def dry(case: Case, rank: int) -> tuple[sw.DryRun, Runtime]:
+    models = []
+    real = dry_run.apply_plan
+
+    def see(model: nn.Module, *arguments: Any) -> None:
+        models.append(model)
+        real(model, *arguments)
+
+    with mock.patch.object(dry_run, "apply_plan", see):
+        plan = sw.ParallelPlan(**case.plan)
+        run = sw.dry_run(
+            case.build, plan, world_size=case.world, rank=rank, batch=tokens(MICRO_BATCH), num_microbatches=M
+        )
+    return run, runtime_of(models[0], "test")
+
+
+@pytest.mark.parametrize("case", DRY, ids=lambda case: f"{case.world}-{case.schedule}")
+def test_dry_runs_send_what_is_predicted_on_every_axis(case):
+    for rank in (case.world // 2 - 1, case.world - 1):
+        run, runtime = dry(case, rank)
+        assert by_axis(run.events) == case.predict(rank, runtime, is_dry=True), rank
+
+
+def test_the_number_of_microbatches_changes_nothing_on_the_data_parallel_axes():
+    """No unit is gathered or reduced twice, and the bytes are those of one microbatch under the same strategy."""
+    run, runtime = dry(DRY[0], 20)
+    traffic = {axis: totals_of(run, axis) for axis in ("dp_shard", "dp_replicate", "tp", "pp")}
+    units = [unit for unit in runtime.units if unit.groups]
+    assert {kind: count for kind, (count, _) in traffic["dp_shard"].items()} == {
+        "all_gather": len(units),
+        "reduce_scatter": len(units),
+    }
+    assert traffic["dp_replicate"]["all_reduce"][0] == len(units)
+    # two blocks a stage, each adding up 2 b s h four times: planner.md
+    (count, sent) = traffic["tp"]["all_reduce"]
+    assert (count, sent) == (M * 2 * 4, M * 2 * 4 * 2 * (2 - 1) * MICRO_BATCH * SEQ * HIDDEN * 4 // 2)
+    each = [[CrossingBytes(MICRO_BATCH * SEQ * HIDDEN * 4)]] * 3
+    expected = step_traffic(build_schedule("zb-h1", 4, M).ranks, M, 1, each)
+    assert traffic["pp"]["send"] == (expected.sent, expected.sent_bytes)
+    assert traffic["pp"]["receive"] == (expected.received, 0)
+
+
+def totals_of(run: sw.DryRun, axis: str) -> dict[str, tuple[int, int]]:
+    return totals([event for event in run.events if event.axis == axis])
