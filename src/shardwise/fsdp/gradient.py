@@ -175,7 +175,8 @@ class Gradient:
 
         It must not be moved until :meth:`reduce`.
         """
-        if self._local_views is None or self._is_cast or len(self._shown) == len(self._written):
+        is_other = self.group.compute_dtype is not self.group.reduce_dtype  # a gradient has the dtype of its parameter
+        if self._local_views is None or self._is_cast or is_other or len(self._shown) == len(self._written):
             return
         for index, views in enumerate(self._local_views.by_param):
             if self._written[index] and index not in self._shown and len(views) == 1:
