@@ -300,6 +300,6 @@ def test_what_cannot_be_cut_is_refused_before_any_rank_is_met():
     assert "no styles are known for Sequential" in unknown
     assert "tp_plan={pattern: style}" in unknown
     assert "'1' matches nothing in Sequential" in unmatched
-    assert "sequence_parallel=True is known for our GPT only, not for Sequential" in divided
+    assert "sequence_parallel=True is not known for Sequential, only for our GPT" in divided
     assert "a LayerNorm is not a linear layer" in kind
     assert "'lm_head.weight' is tied to 'token_embedding.weight'" in tied

@@ -12,11 +12,11 @@ from torch import Tensor, nn
 
 import shardwise as sw
 from shardwise.testing import run_on_ranks
-from tests.parity.test_tensor import Case, check
+from tests.parity.test_tensor import SEQUENCE, Case, check
 
 pytestmark = pytest.mark.preload("transformers.models.t5.modeling_t5", "transformers.models.mixtral.modeling_mixtral")
 
-VOCAB, SEQ = 41, 7
+VOCAB, SEQ = 41, 8
 #: Their norms compute in fp32 whatever the dtype.
 ROUNDS = ("llama", "qwen3", "mixtral", "t5")
 
@@ -42,7 +42,8 @@ class Family(Case):
         labels = ids.clone()
         labels[0, reader] = -100
         if self.name == "vit":
-            output = model(torch.randn(2, 3, 8, 8, generator=generator, dtype=self.dtype))
+            size = dict(self.model).get("image_size", 8)
+            output = model(torch.randn(2, 3, size, size, generator=generator, dtype=self.dtype))
             return F.cross_entropy(output.logits, ids[:, 0] % 4)
         inputs = {"input_ids": ids} | ({"decoder_input_ids": ids.flip(1)} if self.name == "t5" else {})
         if self.has_labels:
@@ -89,7 +90,9 @@ def _build(name: str, changes: dict[str, Any]) -> nn.Module:  # noqa: PLR0911 - 
     wide |= {"hidden_dropout_prob": 0.0, "attention_probs_dropout_prob": 0.0}
     if name == "bert":
         return tf.BertForMaskedLM(tf.BertConfig(vocab_size=VOCAB, max_position_embeddings=16, **(wide | changes)))
-    return tf.ViTForImageClassification(tf.ViTConfig(image_size=8, patch_size=4, num_labels=4, **(wide | changes)))
+    return tf.ViTForImageClassification(
+        tf.ViTConfig(**({"image_size": 8, "patch_size": 4, "num_labels": 4} | wide | changes))
+    )
 
 
 def test_every_family_equals_one_process():
@@ -104,6 +107,26 @@ def test_every_family_equals_one_process():
         Family(name="gpt2", has_labels=True, dtype=torch.float32),
         Family(name="t5", has_labels=True, dtype=torch.float32, max_norm=0.3, model=(("dropout_rate", 0.2),)),
         Family(name="t5", model=(("feed_forward_proj", "gated-gelu"), ("tie_word_embeddings", False))),
+    )
+
+
+def test_every_family_whose_positions_are_divided_equals_one_process():
+    rates = dict.fromkeys(("attn_pdrop", "embd_pdrop", "resid_pdrop"), 0.2)
+    check(
+        2,
+        Family(name="gpt2", plan=SEQUENCE, model=tuple(rates.items())),
+        Family(
+            name="bert",
+            plan=SEQUENCE,
+            model=(("attention_probs_dropout_prob", 0.2), ("hidden_dropout_prob", 0.1)),
+        ),
+        Family(name="vit", plan=SEQUENCE, model=(("image_size", 12), ("hidden_dropout_prob", 0.1))),
+        Family(name="llama", plan=SEQUENCE, model=(("attention_dropout", 0.2),)),
+        Family(name="qwen3", plan=SEQUENCE, has_labels=True, dtype=torch.float32, max_norm=0.3),
+        Family(name="mixtral", plan=SEQUENCE, has_labels=True, dtype=torch.float32, num_microbatches=2),
+        Family(
+            name="llama", plan=(*SEQUENCE, ("activation_checkpointing", "full")), model=(("num_key_value_heads", 1),)
+        ),
     )
 
 

@@ -27,6 +27,7 @@ from shardwise.pipeline.interpret import Interpreter, Job
 from shardwise.pipeline.split import assign_stages, drop_foreign
 from shardwise.pipeline.stage import Stages
 from shardwise.pipeline.weight_gradient import Deferral
+from shardwise.recipe.activations import cut_alone
 from shardwise.recipe.batch import LossFn, call_model, forward_loss, split_batch
 from shardwise.spec.errors import StateError
 from shardwise.spec.plan import ParallelPlan
@@ -112,6 +113,8 @@ class Pipelined(attach.Uncopyable):
         self._usual = self._schedule(policy.microbatches(comms.pp.size))
         self._elements, self._num_stages = find_stages(model, policy, comms.pp.size)
         self.sketch = sketch(model, self._elements)
+        if comms.tp is not None and plan.sequence_parallel:  # what goes from stage to stage is divided, too
+            cut_alone(self.sketch, plan, rank=comms.tp.rank, device=torch.device("meta"))
         self._copies: dict[nn.Parameter, tuple[int, ...]] = {}
         self._tp = (0, 1) if comms.tp is None else (comms.tp.rank, comms.tp.size)
         self._interpreter: Interpreter | None = None

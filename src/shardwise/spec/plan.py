@@ -58,7 +58,8 @@ class ParallelPlan:
             ``{"layers.*.up": "colwise", "layers.*.down": "rowwise"}``, beside and instead of what is known for the
             model's class. ``None``: as is known.
         sequence_parallel: With ``tp``: what lies between the divided layers (norms, dropout, the residual stream) is
-            divided over its ranks too, by positions. For our GPT.
+            divided over its ranks too, by positions. For our GPT, and GPT-2, BERT, ViT, Llama, Qwen3 and Mixtral of
+            transformers.
         auto_wrap_policy: ``"auto"`` (the model's repeated blocks), ``"none"``, or a wrap policy. A mapping with one of
             ``by_class: [names]``, ``by_size: numel``, ``by_name: [globs]`` is what configuration files write.
         ignored: What is left alone: neither sharded, compared over the ranks nor reduced, but each rank's own (experts,
@@ -163,11 +164,6 @@ class ParallelPlan:
             raise PlanError(
                 f"sequence_parallel={self.sequence_parallel!r} with tp={self.tp}: expected True or False, and True"
                 " divides positions over tp.\n  Set tp to 2 or more, or leave sequence_parallel at False."
-            )
-        if self.sequence_parallel and self.pp > 1:
-            raise PlanError(
-                f"sequence_parallel=True with pp={self.pp}: stages send whole activations in this version.\n"
-                "  Leave sequence_parallel at False, or set pp=1."
             )
         self._check_context()
         object.__setattr__(self, "ignored", ignored_entries(self.ignored))

@@ -20,7 +20,12 @@ style                               of a module or parameter at a pattern
 ``vocabulary_loss:NAME``            loss of our GPT, of the output projection that is called so beside it
 ``dropout_features``                ``nn.Dropout`` of features that are divided
 ``sequence_begin``                  from the first argument of this module on, activations are divided by positions
-``sequence_dropout``                ``nn.Dropout`` of activations that are
+``sequence_end``                    what this module gives has all positions again
+``sequence_last_norm``              the same of a norm, which still computes with this rank's positions
+``sequence_layers``                 what the layers in this module get and give is divided by positions
+``sequence_input``                  ... but this part of it gathers its first argument, once for all of its layers
+``sequence_whole``                  ... but this part of it computes with all positions, on every rank
+``sequence_dropout``                ``nn.Dropout`` of activations that are divided by positions
 ``replicate``                       left as it is
 ==================================  =================================================================================
 
@@ -52,6 +57,11 @@ STYLES = {
     "vocabulary_head": "",
     "dropout_features": "",
     "sequence_begin": "",
+    "sequence_end": "",
+    "sequence_last_norm": "",
+    "sequence_layers": "",
+    "sequence_input": "",
+    "sequence_whole": "",
     "sequence_dropout": "",
     "colwise_vocabulary": "",
     "vocabulary_loss": "names",
@@ -144,16 +154,67 @@ TABLES: dict[str, dict[str, str]] = {
 }
 
 
-#: What is added under sequence parallelism: between the first block's input and the output projection, activations are
-#: divided by positions.
+_NORM = "replicated_with_grad_allreduce"
+
+_LLAMA_LAYER = {
+    "": "sequence_layers",
+    "input_layernorm": _NORM,
+    "self_attn": "sequence_input",
+    "post_attention_layernorm": _NORM,
+    "mlp": "sequence_input",
+}
+_LLAMA_MODEL = {"layers.0": "sequence_begin", "norm": "sequence_last_norm"}
+
+#: What is added under sequence parallelism: between the first block's input and the output projection (of ours) or the
+#: last norm, activations are divided by positions. In a pattern ``-1`` is the last of a list of modules.
 SEQUENCE_TABLES: dict[str, dict[str, str]] = {
     "shardwise.models.transformer.GPT": {
         "blocks.0": "sequence_begin",
-        "blocks.*.attention_norm": "replicated_with_grad_allreduce",
-        "blocks.*.mlp_norm": "replicated_with_grad_allreduce",
-        "blocks.*.mlp.router": "replicated_with_grad_allreduce",
+        "blocks.*": "sequence_layers",
+        "blocks.*.attention_norm": _NORM,
+        "blocks.*.mlp_norm": _NORM,
+        "blocks.*.mlp.router": _NORM,
         "blocks.*.dropout": "sequence_dropout",
-        "final_norm": "replicated_with_grad_allreduce",
+        "final_norm": _NORM,
+        "lm_head": "sequence_layers",
+    },
+    "transformers.models.llama.modeling_llama.LlamaModel": _LLAMA_MODEL,
+    "transformers.models.llama.modeling_llama.LlamaDecoderLayer": _LLAMA_LAYER,
+    "transformers.models.qwen3.modeling_qwen3.Qwen3Model": _LLAMA_MODEL,
+    "transformers.models.qwen3.modeling_qwen3.Qwen3DecoderLayer": _LLAMA_LAYER,
+    "transformers.models.mixtral.modeling_mixtral.MixtralModel": _LLAMA_MODEL,
+    "transformers.models.mixtral.modeling_mixtral.MixtralDecoderLayer": _LLAMA_LAYER | {"mlp": "sequence_whole"},
+    "transformers.models.gpt2.modeling_gpt2.GPT2Model": {"h.0": "sequence_begin", "ln_f": "sequence_last_norm"},
+    "transformers.models.gpt2.modeling_gpt2.GPT2Block": {
+        "": "sequence_layers",
+        "ln_1": _NORM,
+        "attn": "sequence_input",
+        "attn.resid_dropout": "sequence_dropout",
+        "ln_2": _NORM,
+        "mlp": "sequence_input",
+        "mlp.dropout": "sequence_dropout",
+    },
+    "transformers.models.bert.modeling_bert.BertEncoder": {
+        "layer.0": "sequence_begin",
+        "layer.-1": "sequence_end",
+    },
+    "transformers.models.bert.modeling_bert.BertLayer": {
+        "": "sequence_layers",
+        "attention.self": "sequence_input",
+        "attention.output.dropout": "sequence_dropout",
+        "attention.output.LayerNorm": _NORM,
+        "intermediate": "sequence_input",
+        "output.dropout": "sequence_dropout",
+        "output.LayerNorm": _NORM,
+    },
+    "transformers.models.vit.modeling_vit.ViTModel": {"layers.0": "sequence_begin", "layernorm": "sequence_last_norm"},
+    "transformers.models.vit.modeling_vit.ViTLayer": {
+        "": "sequence_layers",
+        "layernorm_before": _NORM,
+        "attention": "sequence_input",
+        "layernorm_after": _NORM,
+        "mlp": "sequence_input",
+        "dropout": "sequence_dropout",
     },
 }
 

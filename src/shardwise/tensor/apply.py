@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import replace
-from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -14,7 +13,8 @@ from shardwise.spec.slice import Slice, set_slice
 from shardwise.tensor.cut import Cuts
 from shardwise.tensor.layer import Column, CopiedColumn, Layer, Row, SharedInput
 from shardwise.tensor.loss import CausalLoss, VocabularyHead, has_loss, loss_of
-from shardwise.tensor.pairs import gather_seq, own_seq, share
+from shardwise.tensor.pairs import gather_seq, share
+from shardwise.tensor.sequence import divide_sequence
 
 
 def apply_cuts(model: nn.Module, cuts: Cuts, comm: Comm) -> None:
@@ -31,13 +31,12 @@ def apply_cuts(model: nn.Module, cuts: Cuts, comm: Comm) -> None:
         if isinstance(layer, VocabularyHead) and has_loss(parent):
             CausalLoss(layer, loss_of(parent)).install(parent)
         if isinstance(layer, Column):
-            layer.way = replace(layer.way, divides_sequence=bool(cuts.begins))
+            layer.way = replace(layer.way, divides_sequence=cuts.divides_sequence(path))
         if isinstance(layer, Row):
-            layer.divides_sequence = bool(cuts.begins)
+            layer.divides_sequence = cuts.divides_sequence(path)
         layer.install()
-    _share_inputs(model, layers, gather_seq if cuts.begins else share)
-    for path in cuts.begins:
-        model.get_submodule(path).register_forward_pre_hook(_Divide(comm, path))
+    _share_inputs(model, layers, cuts)
+    divide_sequence(model, cuts.sequence, comm)
     for (path, name), value in cuts.attributes.items():
         setattr(model.get_submodule(path), name, value)
     for parameter in model.parameters():
@@ -47,31 +46,31 @@ def apply_cuts(model: nn.Module, cuts: Cuts, comm: Comm) -> None:
             set_slice(parameter, held)
 
 
-def _share_inputs(model: nn.Module, layers: Mapping[str, Layer], pair: Callable[[Tensor, Comm, str], Tensor]) -> None:
+def _share_inputs(model: nn.Module, layers: Mapping[str, Layer], cuts: Cuts) -> None:
     """Let the column-parallel layers of one module have one input together, where it has several."""
     siblings: dict[str, list[Column | CopiedColumn]] = {}
     for path, layer in layers.items():
         if isinstance(layer, Column | CopiedColumn):
             siblings.setdefault(_parent(path), []).append(layer)
     for path, columns in siblings.items():
-        if len(columns) > 1 or isinstance(columns[0], CopiedColumn):
+        first = columns[0]
+        if cuts.is_in("sequence_input", first.name):
+            shared = _as_given
+        elif len(columns) > 1 or isinstance(first, CopiedColumn):
+            pair = gather_seq if cuts.divides_sequence(first.name) else share
             shared = SharedInput(model.get_submodule(path), pair)
-            for layer in columns:
-                layer.shared = shared
+        else:
+            continue
+        for layer in columns:
+            layer.shared = shared
+
+
+def _as_given(x: Tensor, _comm: Comm, _unit: str) -> Tensor:
+    return x
 
 
 def _parent(path: str) -> str:
     return path.rpartition(".")[0]
-
-
-class _Divide:
-    """Forward pre-hook that leaves of the first argument this rank's positions."""
-
-    def __init__(self, comm: Comm, name: str) -> None:
-        self._place = comm, name
-
-    def __call__(self, _module: nn.Module, args: tuple[Any, ...]) -> tuple[Any, ...]:
-        return own_seq(args[0], *self._place), *args[1:]
 
 
 def take(whole: Tensor, held: Slice) -> Tensor:

@@ -42,8 +42,7 @@ class Cuts:
         uses: Every place that cuts a parameter, by ``id``: the module's ``id`` and the attribute, and its name there.
         stands: What replaces the forward of the module at a path.
         attributes: New values of attributes, by path and name.
-        begins: Modules from whose first argument on activations are divided by positions; none without sequence
-            parallelism.
+        sequence: Modules that have each of the styles of sequence parallelism that say what they get and give.
         notes: What a summary should say.
     """
 
@@ -54,8 +53,16 @@ class Cuts:
     uses: dict[int, dict[tuple[int, str], str]] = field(default_factory=dict)
     stands: dict[str, Stand] = field(default_factory=dict)
     attributes: dict[tuple[str, str], int] = field(default_factory=dict)
-    begins: list[str] = field(default_factory=list)
+    sequence: dict[str, list[str]] = field(default_factory=dict)
     notes: list[str] = field(default_factory=list)
+
+    def divides_sequence(self, path: str) -> bool:
+        """Whether what the layer at ``path`` gets and gives is divided by positions."""
+        return self.is_in("sequence_layers", path) and not self.is_in("sequence_whole", path)
+
+    def is_in(self, style: str, path: str) -> bool:
+        """Whether the module at ``path`` has this style of :attr:`sequence`, or one around it."""
+        return any(path == held or path.startswith(f"{held}.") for held in self.sequence.get(style, ()))
 
     def cut(self, module: nn.Module, path: str, attribute: str, *cuts: Cut, copy: int = 0, copies: int = 1) -> None:
         """Keep of a parameter what ``cuts`` say.
@@ -146,17 +153,24 @@ def _sites(model: nn.Module, table: Mapping[str, str] | None) -> list[_Site]:
 
 
 def _sequence_sites(model: nn.Module) -> list[_Site]:
-    table: dict[str, str] = {}
+    table: list[tuple[str, str]] = []  # a module may have several of these styles
     for path, module in model.named_modules():
         kind = type(module)
         for pattern, style in SEQUENCE_TABLES.get(f"{kind.__module__}.{kind.__qualname__}", {}).items():
-            table[_join(path, pattern)] = style
-    if not table:
+            table.append((_join(path, _counted(module, pattern)) if pattern else path, style))
+    if not any(style == "sequence_begin" for _, style in table):
         raise PlanError(
-            f"tensor parallelism: sequence_parallel=True is known for our GPT only, not for {type(model).__name__}.\n"
-            "  Set sequence_parallel=False."
+            f"tensor parallelism: sequence_parallel=True is not known for {type(model).__name__}, only for our GPT, and"
+            " for GPT-2, BERT, ViT, Llama, Qwen3 and Mixtral of transformers.\n  Set sequence_parallel=False."
         )
-    return list(_matches(table, dict(model.named_modules()), ()))
+    modules = dict(model.named_modules())
+    return [site for pattern, style in table for site in _matches({pattern: style}, modules, ())]
+
+
+def _counted(module: nn.Module, pattern: str) -> str:
+    """``pattern`` with the index of the last of a list where it has ``-1``."""
+    head, mark, tail = pattern.partition(".-1")
+    return f"{head}.{len(module.get_submodule(head)) - 1}{tail}" if mark else pattern  # type: ignore[arg-type]
 
 
 def _matches(table: Mapping[str, str], modules: Mapping[str, nn.Module], parameters: Sequence[str]) -> Iterator[_Site]:
@@ -390,8 +404,15 @@ def _replicate(site: _Site, cuts: Cuts) -> None:
     del site, cuts
 
 
-def _sequence_begin(site: _Site, cuts: Cuts) -> None:
-    cuts.begins.append(site.path)
+def _sequence(site: _Site, cuts: Cuts) -> None:
+    if hasattr(site.module, "crossattention"):
+        raise PlanError("sequence_parallel=True does not go with cross-attention.\n  Set sequence_parallel=False.")
+    cuts.sequence.setdefault(site.style.name, []).append(site.path)
+
+
+def _sequence_last_norm(site: _Site, cuts: Cuts) -> None:
+    cuts.sequence.setdefault("sequence_end", []).append(site.path)
+    cuts.stands[site.path] = SharedParameters
 
 
 def _sequence_dropout(site: _Site, cuts: Cuts) -> None:
@@ -415,7 +436,12 @@ _RULES: dict[str, Callable[[_Site, Cuts], Any]] = {
     "embedding_rowwise": _embedding_rowwise,
     "divide": _divide,
     "dropout_features": _dropout_features,
-    "sequence_begin": _sequence_begin,
+    "sequence_begin": _sequence,
+    "sequence_end": _sequence,
+    "sequence_last_norm": _sequence_last_norm,
+    "sequence_layers": _sequence,
+    "sequence_input": _sequence,
+    "sequence_whole": _sequence,
     "sequence_dropout": _sequence_dropout,
     "replicate": _replicate,
 }

@@ -113,7 +113,7 @@ class Column(Layer):
 
     def __init__(self, module: nn.Module, name: str, comm: Comm, *, sizes: Sequence[int] | None = None) -> None:
         super().__init__(module, name, comm)
-        self.shared: SharedInput | None = None
+        self.shared: Callable[[Tensor, Comm, str], Tensor] | None = None
         self.way = Way(comm, name, is_transposed(module))
         self._sizes = sizes
 

@@ -10,9 +10,10 @@ function             forward                  backward
 :func:`gather_seq`   all-gather, dim 1        reduce-scatter, dim 1
 :func:`scatter_seq`  reduce-scatter, dim 1    all-gather, dim 1
 :func:`own_seq`      this rank's part         all-gather, dim 1
+:func:`join_seq`     all-gather, dim 1        this rank's part
 ===================  =======================  =======================
 
-The last three are for sequence parallelism: what lies between the layers is divided by positions (dimension 1).
+The last four are for sequence parallelism: what lies between the layers is divided by positions (dimension 1).
 
 The tensors that the first two move are *replicated* on one side (the same on every rank) and on the other partial: each
 rank holds a term of the sum. Sums run in rank order, so a replicated tensor is the same to the last bit everywhere.
@@ -124,6 +125,15 @@ def own_seq(x: Tensor, comm: Comm, unit: str) -> Tensor:
     return _OwnSeq.apply(x, comm, unit) if comm.size > 1 else x
 
 
+def join_seq(x: Tensor, comm: Comm, unit: str) -> Tensor:
+    """All positions, for a computation that all ranks do alike.
+
+    Collective:
+        All-gather on ``tp``.
+    """
+    return _JoinSeq.apply(x, comm, unit) if comm.size > 1 else x
+
+
 def gathered_seq(x: Tensor, comm: Comm, unit: str) -> Tensor:
     """A new tensor with every rank's positions.
 
@@ -190,6 +200,10 @@ def joined(x: Tensor, sizes: Sequence[int], comm: Comm, unit: str) -> Tensor:
 
 def _own(x: Tensor, sizes: Sequence[int], rank: int) -> Tensor:
     return x.narrow(-1, sum(sizes[:rank]), sizes[rank])
+
+
+def _own_positions(x: Tensor, comm: Comm) -> Tensor:
+    return x.unflatten(1, (comm.size, -1))[:, comm.rank].clone(memory_format=torch.contiguous_format)
 
 
 class _Share(torch.autograd.Function):
@@ -284,8 +298,19 @@ class _OwnSeq(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor, comm: Comm, unit: str) -> Tensor:
         ctx.place = comm, unit
-        return x.unflatten(1, (comm.size, -1))[:, comm.rank].clone(memory_format=torch.contiguous_format)
+        return _own_positions(x, comm)
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None]:  # type: ignore[override]
         return gathered_seq(grad, *ctx.place), None, None
+
+
+class _JoinSeq(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, comm: Comm, unit: str) -> Tensor:
+        ctx.comm = comm
+        return gathered_seq(x, comm, unit)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None]:  # type: ignore[override]
+        return _own_positions(grad, ctx.comm), None, None
