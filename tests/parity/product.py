@@ -148,7 +148,8 @@ class Case:
     def flat(self) -> Case:
         """The same in as many microbatches, without the pipeline."""
         mesh = tuple((axis, size) for axis, size in self.mesh if axis != "pp")
-        return Case(mesh, self.strategy, None, IN_MICROBATCHES, self.dtype, self.model)
+        variant = dataclasses.replace(IN_MICROBATCHES, plan=self.variant.plan)
+        return Case(mesh, self.strategy, None, variant, self.dtype, self.model)
 
 
 @dataclass(frozen=True)
