@@ -161,8 +161,37 @@ def in_step(expected):
         sw.generate(model, [[rank]], max_new_tokens=2)
     with sw.record_collectives(model) as events:
         sw.generate(model, PROMPTS, max_new_tokens=4)
+    columns = sw.generate_stream(model, PROMPTS, max_new_tokens=2)
+    next(columns)
+    held = attachment_of(model).runtime
+    for group in held.groups:  # this rank has all of its part: it computes with the master, and copies nothing
+        place = group.master.untyped_storage().data_ptr()
+        assert all(full.untyped_storage().data_ptr() == place for full in group.fulls)
+    assert len(list(columns)) == 1
+    assert not any(full.data_ptr() == group.master.data_ptr() for group in held.groups for full in group.fulls)
     kinds = Counter((event.axis, event.kind) for event in events if event.axis == "tp")
     assert kinds == {("tp", "all_reduce"): 4 * (1 + 2 * LAYERS), ("tp", "all_gather"): 4}
+
+
+def kept(expected):
+    """On a rank: what stays gathered after forward is gathered once for all tokens; what does not, for each."""
+    model = sw.parallelize(build(), sw.ParallelPlan(reshard_after_forward=False))
+    for strategy, times in (("kept", 1), ("zero3", 4)):
+        if strategy == "zero3":
+            model = sw.parallelize(build(), sw.ParallelPlan())
+        with sw.record_collectives(model) as events:
+            assert sw.generate(model, PROMPTS, max_new_tokens=4) == [row[:4] for row in expected]
+        units = Counter(event.unit for event in events if event.kind == "all_gather")
+        named = {unit: count for unit, count in units.items() if unit not in {"control", "tokens"}}
+        assert set(named.values()) == {times}, (strategy, named)
+        assert len(named) > 2
+        assert not any(unit.is_swapped for unit in attachment_of(model).runtime.units)
+
+
+def test_what_stays_gathered_is_gathered_once():
+    expected, margin = one_process(Sampling())
+    assert margin > LEAST_MARGIN
+    run_on_ranks(kept, 2, expected, timeout_s=120)
 
 
 def over_stages(expected):

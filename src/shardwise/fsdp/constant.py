@@ -5,8 +5,12 @@ from __future__ import annotations
 import contextlib
 from collections.abc import Iterator
 
+import torch
+
+from shardwise.fsdp.group import Group
 from shardwise.fsdp.runtime import Runtime
-from shardwise.fsdp.unit import State
+from shardwise.fsdp.unit import State, Unit
+from shardwise.fsdp.view import contiguous_stride
 from shardwise.fsdp.window import Window
 
 
@@ -14,26 +18,70 @@ from shardwise.fsdp.window import Window
 def constant_parameters(runtime: Runtime, call: str) -> Iterator[None]:
     """Run forwards without grad between which no parameter changes.
 
-    Where units stay gathered after forward (``reshard_after_forward``), they do so to the end: each is gathered once,
-    and not for every forward.
+    Where every unit can be whole all the while (it is replicated, or stays gathered after forward, or this rank has all
+    of it), it is put into the modules at the beginning, and forwards go by the engine: they cost what the plain
+    model's do. Else units come and go as in any forward.
 
     Args:
         runtime: Of the model.
         call: What the user called.
 
+    Collective:
+        An all-gather on ``dp_shard`` of each unit that stays gathered after forward. All ranks must call.
+
     Raises:
         StateError: A forward or a backward is under way.
     """
     runtime.settle(call)
+    if runtime.join is not None or not all(_can_stay(unit) for unit in runtime.units):
+        yield
+        return
     was_open = runtime.is_window_open
-    if not was_open:
-        runtime.refresh()
-        runtime.is_window_open = True
-    runtime.window = Window(runtime)
+    runtime.refresh()
+    runtime.is_window_open = True
     try:
+        for unit in runtime.units:
+            _put(runtime, unit)
+        runtime.window = Window(runtime)
+        runtime.window.rests = True
         yield
     finally:
-        runtime.is_window_open, runtime.window = was_open, None
+        runtime.window, runtime.is_window_open = None, was_open
         for unit in runtime.units:
-            if unit.state is State.UNSHARDED and not unit.frames:
-                runtime.reshard(unit)
+            _take_back(runtime, unit)
+
+
+def _can_stay(unit: Unit) -> bool:
+    return unit.is_resident or not unit.reshards_after_forward or all(_is_here(group) for group in unit.groups)
+
+
+def _is_here(group: Group) -> bool:
+    """The whole parameters, as forward needs them, are this rank's master."""
+    return group.comms.gather.size == 1 and not group.is_apart and group.whole is None
+
+
+def _put(runtime: Runtime, unit: Unit) -> None:
+    if not unit.is_resident and all(_is_here(group) for group in unit.groups):
+        for group in unit.groups:
+            _point(group)
+    else:
+        runtime.unshard(unit)
+        unit.is_unused = False
+    unit.swap_in()
+
+
+def _take_back(runtime: Runtime, unit: Unit) -> None:
+    unit.swap_out()
+    if unit.state is State.UNSHARDED:
+        runtime.reshard(unit)
+    for group in unit.groups:
+        if group.slot is not None and _is_here(group):
+            group.use_slot(group.slot)
+
+
+@torch.no_grad()
+def _point(group: Group) -> None:
+    """Have the full parameters lie in the master, for a while."""
+    for full, spec, offset in zip(group.fulls, group.layout.params, group.layout.offsets, strict=True):
+        stride = spec.stride or contiguous_stride(spec.shape)
+        full.data = group.master.as_strided(spec.shape, stride, group.master.storage_offset() + offset)

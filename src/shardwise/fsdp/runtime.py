@@ -208,7 +208,7 @@ class Runtime:
                 if self.trains:
                     self._visit(self.units[index])
         self._release_left(but=unit)
-        self._unshard(unit)
+        self.unshard(unit)
         unit.is_unused = False
         member.num_frames += 1
         member.swap_in()
@@ -331,7 +331,7 @@ class Runtime:
     def _visit(self, unit: Unit) -> None:
         """Issue what the peers issue for a unit that this rank's forward skips."""
         self._release_left(but=unit)
-        self._unshard(unit)
+        self.unshard(unit)
         if not unit.frames:
             self.left.append(unit)
 
@@ -378,7 +378,7 @@ class Runtime:
                 return False
         return True
 
-    def _unshard(self, unit: Unit) -> None:
+    def unshard(self, unit: Unit) -> None:
         """Bring the unit's parameters up to date and wait for them."""
         if unit.state is State.UNSHARDED and (self._is_current(unit) or unit.frames[1:]):
             return
@@ -508,7 +508,7 @@ class Runtime:
             All-gather of the unit. All ranks must call.
         """
         self.epoch += 1
-        self._unshard(unit)
+        self.unshard(unit)
         unit.is_unused = False
         unit.swap_in()
 

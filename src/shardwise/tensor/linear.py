@@ -56,7 +56,9 @@ def column_linear(x: Tensor, weight: Tensor, bias: Tensor | None, way: Way) -> T
         In backward an all-reduce of the input's gradient on ``tp``, where it needs one. With positions divided, an
         all-gather of the input and in backward a reduce-scatter.
     """
-    return _ColumnLinear.apply(*_cast(x, weight, bias), way)
+    if torch.is_grad_enabled():
+        return _ColumnLinear.apply(*_cast(x, weight, bias), way)
+    return way.forward(gathered_seq(x, way.comm, way.unit) if way.divides_sequence else x, weight, bias)
 
 
 def linear_of(module: nn.Module) -> Any:

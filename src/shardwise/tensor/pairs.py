@@ -38,7 +38,7 @@ def share(x: Tensor, comm: Comm, unit: str) -> Tensor:
     Collective:
         In backward an all-reduce of the gradient on ``tp``, where ``x`` needs one.
     """
-    return _Share.apply(x, comm, unit) if comm.size > 1 else x
+    return _Share.apply(x, comm, unit) if comm.size > 1 and torch.is_grad_enabled() else x
 
 
 def share_copies(parameter: Tensor, place: tuple[int, int, int], comm: Comm, unit: str) -> Tensor:
@@ -62,7 +62,7 @@ def add_up(x: Tensor, comm: Comm, unit: str, bias: Tensor | None = None) -> Tens
     Collective:
         All-reduce on ``tp``.
     """
-    return _AddUp.apply(x, bias, comm, unit)
+    return _AddUp.apply(x, bias, comm, unit) if torch.is_grad_enabled() else _added_up(x, bias, comm, unit)
 
 
 def join_last(x: Tensor, sizes: Sequence[int], comm: Comm, unit: str) -> Tensor:
@@ -77,7 +77,9 @@ def join_last(x: Tensor, sizes: Sequence[int], comm: Comm, unit: str) -> Tensor:
     Collective:
         All-gather on ``tp``.
     """
-    return _JoinLast.apply(x, tuple(sizes), comm, unit) if comm.size > 1 else x
+    if comm.size == 1:
+        return x
+    return _JoinLast.apply(x, tuple(sizes), comm, unit) if torch.is_grad_enabled() else joined(x, sizes, comm, unit)
 
 
 def own_last(x: Tensor, sizes: Sequence[int], comm: Comm, unit: str) -> Tensor:
@@ -206,6 +208,11 @@ def _own_positions(x: Tensor, comm: Comm) -> Tensor:
     return x.unflatten(1, (comm.size, -1))[:, comm.rank].clone(memory_format=torch.contiguous_format)
 
 
+def _added_up(x: Tensor, bias: Tensor | None, comm: Comm, unit: str) -> Tensor:
+    y = summed(x, comm, unit)
+    return y if bias is None else y.add_(bias)
+
+
 class _Share(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor, comm: Comm, unit: str) -> Tensor:
@@ -240,8 +247,7 @@ class _AddUp(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor, bias: Tensor | None, comm: Comm, unit: str) -> Tensor:
         del ctx
-        y = summed(x, comm, unit)
-        return y if bias is None else y.add_(bias)
+        return _added_up(x, bias, comm, unit)
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, Tensor | None, None, None]:  # type: ignore[override]
