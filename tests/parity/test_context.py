@@ -62,6 +62,7 @@ def test_four_ranks_equal_one_process():
         divided(tp=2, max_norm=0.3, model=(("tied", True),)),
         divided(2, BY_POSITIONS, RECOMPUTED, tp=2),
         divided(2, ("dp_replicate", 2), strategy="hsdp"),
+        divided(2, ("ep", 2), model=(("num_experts", 4),), num_microbatches=2, max_norm=0.3),
         divided(kind=Family, name="qwen3", tp=2, has_labels=True, dtype=torch.float32),
     )
 

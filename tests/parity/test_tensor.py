@@ -111,7 +111,7 @@ def differences(case: Case) -> dict[str, float]:
         optimizer.step()
         optimizer.zero_grad()
     marks = {name: slice_of(parameter) for name, parameter in model.named_parameters()}
-    assert any(mark is not None for mark in marks.values()) == (case.tp > 1)
+    assert case.tp == 1 or any(mark is not None for mark in marks.values())
     whole = dict(plain.named_parameters(remove_duplicate=False))
     compared = 0
     for extent, values in HeldValues(model).extents:

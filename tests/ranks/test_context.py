@@ -72,6 +72,7 @@ def calls() -> list[str]:
         {"input_ids": ids(), "labels": ids(), "position_ids": torch.tensor([[0, 1, 2, 0, 1, 2]])},
         {"input_ids": ids(), "labels": ids(), "use_cache": True},
         {"input_ids": ids(), "output_hidden_states": True},
+        {"input_ids": ids(), "logits_to_keep": 1},
         {"inputs_embeds": torch.zeros(2, SEQ, 8)},
     ):
         with pytest.raises(StateError) as caught:
@@ -81,6 +82,7 @@ def calls() -> list[str]:
         {"input_ids": ids(), "labels": labels, "attention_mask": ends},
         {"input_ids": ids(), "labels": labels, "num_items_in_batch": 5},
         {"input_ids": ids(), "labels": labels, "return_dict": False},
+        {"input_ids": ids(), "labels": labels, "position_ids": torch.arange(3, 3 + SEQ)[None]},
     ):
         losses = [(output[0] if isinstance(output := m(**arguments), tuple) else output.loss) for m in (plain, model)]
         found.append(f"{abs(losses[0] - losses[1]).item() < 1e-6}")
@@ -168,14 +170,15 @@ def test_a_rank_without_targets_takes_part(found):
 
 def test_calls_of_transformers_models_mean_the_same_or_are_refused(found):
     for rank in found:
-        left, counted, packed, cache, hidden, embeds, *same = rank["calls"]
+        left, counted, packed, cache, hidden, kept, embeds, *same = rank["calls"]
         assert "attention_mask hides other tokens than padding at the end" in left
         assert left == counted
         assert "position_ids that do not go up by one" in packed
         assert "called with a key-value cache in training" in cache
         assert "called with output_hidden_states" in hidden
+        assert "called with logits_to_keep" in kept
         assert "called with inputs_embeds" in embeds
-        assert same == ["True"] * 4
+        assert same == ["True"] * 5
 
 
 def test_checkpoints_of_divided_sequences_load_under_other_plans(found):

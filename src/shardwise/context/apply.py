@@ -57,8 +57,8 @@ def divide_sequences(model: nn.Module, comm: Comm, *, multiple: int = 1) -> str:
         model.__dict__["forward"] = GPTRoot(model, comm, multiple)
     else:
         attentions = causal.attention_modules(model)
-        causal.use_rings(model, {path: Ring(comm, path) for path in attentions})
-        model.__dict__["forward"] = causal.CausalRoot(model, comm, multiple)
+        before = causal.use_rings(model, {path: Ring(comm, path) for path in attentions})
+        model.__dict__["forward"] = causal.CausalRoot(model, comm, multiple, before)
     return f"sequences: divided over cp={comm.size}, ring attention in {len(attentions)} modules"
 
 

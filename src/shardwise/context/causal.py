@@ -16,6 +16,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
+from shardwise.comm.base import Comm
 from shardwise.context.ring import Ring
 from shardwise.context.root import Root
 from shardwise.context.split import IGNORED
@@ -25,8 +26,11 @@ from shardwise.spec.errors import PlanError, StateError
 NAME = "shardwise_ring"
 
 _RING = "_shardwise_ring"
-#: Arguments that change nothing about how a sequence is divided.
-_FLAGS = ("return_dict", "output_router_logits", "output_attentions", "output_hidden_states", "use_cache")
+#: What a divided model may be called with, and its labels.
+_KNOWN = ("input_ids", "attention_mask", "position_ids", "token_type_ids", "labels", "shift_labels")
+#: What changes nothing about how a sequence is divided, and of what only being off is known.
+_NUMBERS = ("num_items_in_batch", "return_dict")
+_FLAGS = ("use_cache", "output_attentions", "output_hidden_states", "output_router_logits", "logits_to_keep")
 #: Arguments of attention that the ring has no form of.
 _FOREIGN = ("softcap", "sliding_window", "s_aux", "position_bias", "cache")
 
@@ -78,20 +82,22 @@ def attention_modules(model: nn.Module) -> dict[str, Any]:
     }
 
 
-def use_rings(model: nn.Module, rings: dict[str, Ring]) -> None:
-    """Have every attention module of ``model`` that is named use its ring."""
+def use_rings(model: nn.Module, rings: dict[str, Ring]) -> str:
+    """Have every attention module of ``model`` that is named use its ring. Returns the name of the attention before."""
     from transformers import AttentionInterface  # pyrefly: ignore[missing-import]
 
     AttentionInterface.register(NAME, _attend)
     for path, ring in rings.items():
         model.get_submodule(path).__dict__[_RING] = ring
+    before = cast("Any", model).config._attn_implementation  # noqa: SLF001 - it has no other name
     cast("Any", model).set_attn_implementation(NAME)
+    return before
 
 
 @contextlib.contextmanager
-def _without_rings(model: Any) -> Iterator[None]:
+def _without_rings(model: Any, attention: str) -> Iterator[None]:
     """Inside, every rank attends to what it is given, as one process does. What backward recomputes is outside."""
-    model.set_attn_implementation("sdpa")
+    model.set_attn_implementation(attention)
     try:
         yield
     finally:
@@ -118,12 +124,29 @@ def _attend(
             f"cp: {type(module).__name__} asks for attention with {', '.join(foreign) or 'is_causal=False'}; a ring"
             " computes plain causal attention.\n  Set cp=1 for this model."
         )
-    y_BHTD = module.__dict__[_RING](query, key, value, scale=scaling)
+    ring = module.__dict__.get(_RING)
+    if ring is None:
+        raise StateError(
+            f"a {type(module).__name__} was built from the configuration of a model under cp, but is not under cp.\n"
+            "  Build it from a configuration of its own (copy.deepcopy before sw.parallelize)."
+        )
+    y_BHTD = ring(query, key, value, scale=scaling)
     return y_BHTD.transpose(1, 2).contiguous(), None
 
 
 class CausalRoot(Root):
-    """Of a causal language model of transformers. With labels its outputs have no logits."""
+    """Of a causal language model of transformers. With labels its outputs have no logits.
+
+    Args:
+        model: The model.
+        comm: On ``cp``.
+        multiple: As for :class:`Root`.
+        attention: What it attends with where nothing is divided, by name.
+    """
+
+    def __init__(self, model: nn.Module, comm: Comm, multiple: int, attention: str) -> None:
+        super().__init__(model, comm, multiple)
+        self._attention = attention
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """The outputs, with the mean loss over whole sequences, or all logits.
@@ -139,43 +162,35 @@ class CausalRoot(Root):
                     f"cp: {type(self.model).__name__} was called with a key-value cache in training.\n"
                     "  Leave use_cache and past_key_values out, or generate under torch.no_grad()."
                 )
-            with _without_rings(self.model):
+            with _without_rings(self.model, self._attention):
                 return self.compute(**given)
-        flags = {name: given.pop(name) for name in _FLAGS if name in given}
-        self._check(given, flags)
-        ids_BT, labels_BT = given["input_ids"], given.get("labels")
-        division = self.divide(ids_BT)
-        call = {**flags, "use_cache": False, "position_ids": division.positions_T[None]}
-        call["input_ids"] = division.own(ids_BT)
-        if "token_type_ids" in given:
-            call["token_type_ids"] = division.own(given["token_type_ids"])
+        self._check(given)
         next_BT = _next_tokens(given)
         _check_mask(given.get("attention_mask"), next_BT)
-        if labels_BT is None or next_BT is None:
+        division = self.divide(given["input_ids"])
+        call = {name: division.own(given[name]) for name in ("input_ids", "token_type_ids") if name in given}
+        positions_BT = given.get("position_ids")
+        call["position_ids"] = division.positions_T[None] if positions_BT is None else division.own(positions_BT)
+        call |= {"use_cache": False} | {name: given[name] for name in ("return_dict",) if name in given}
+        if next_BT is None or "labels" not in given:
             return _changed(self.compute(**call), "logits", lambda logits: division.join(logits, "logits"))
         own_BT = division.own_targets(next_BT)
         output = self.compute(**call, labels=own_BT, shift_labels=own_BT)
         divisor = given.get("num_items_in_batch")
         output = _changed(output, "loss", lambda loss: division.mean_loss(loss, own_BT, next_BT, divisor))
-        return (
-            output[:1]
-            if isinstance(output, tuple)
-            else type(output)(**{k: v for k, v in output.items() if k != "logits"})
-        )
+        if isinstance(output, tuple):
+            return output[:1]
+        return type(output)(**{name: value for name, value in output.items() if name != "logits"})
 
-    def _check(self, given: dict[str, Any], flags: dict[str, Any]) -> None:
+    def _check(self, given: dict[str, Any]) -> None:
         name = type(self.model).__name__
-        known = {"input_ids", "labels", "shift_labels", "position_ids", "attention_mask", "token_type_ids"}
-        unknown = [key for key in given if key not in {*known, "num_items_in_batch", "logits_to_keep"}]
-        unknown += [
-            key for key in ("output_attentions", "output_hidden_states", "output_router_logits") if flags.get(key)
-        ]
-        unknown += ["logits_to_keep"] if not _is_zero(given.get("logits_to_keep", 0)) else []
+        unknown = [key for key in given if key not in {*_KNOWN, *_NUMBERS, *_FLAGS}]
+        unknown += [key for key in _FLAGS if isinstance(given.get(key), Tensor) or given.get(key)]
         if unknown or "input_ids" not in given:
             what = ", ".join(unknown) if unknown else "no input_ids"
             raise StateError(
                 f"cp: {name} was called with {what}; it is not known what that means for a part of a sequence.\n"
-                f"  Call it with input_ids, and {', '.join(sorted(known - {'input_ids'}))} where needed."
+                f"  Call it with {', '.join(_KNOWN)} only."
             )
         positions = given.get("position_ids")
         if positions is not None and not positions.is_meta and not bool((positions.diff(dim=-1) == 1).all()):
@@ -183,10 +198,6 @@ class CausalRoot(Root):
                 f"cp: {name} was called with position_ids that do not go up by one: sequences packed into one row would"
                 " attend to each other.\n  Leave position_ids out, or set cp=1."
             )
-
-
-def _is_zero(value: Any) -> bool:
-    return isinstance(value, int) and value == 0
 
 
 def _next_tokens(given: dict[str, Any]) -> Tensor | None:

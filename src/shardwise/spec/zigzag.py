@@ -2,8 +2,8 @@
 
 It is cut into ``2 * size`` chunks, of which rank ``r`` holds chunk ``r`` and chunk ``2 * size - 1 - r``: one early and
 one late. Under causal attention every rank then has the same work, where runs of equal length would leave the first
-rank idle most of the time (the ring with balanced halves: Brandon et al., "Striped Attention", arXiv 2311.09431,
-describe the imbalance; the pairing is that of Llama 3's training, arXiv 2407.21783, section 3.3.2). With ``size=2``::
+rank idle most of the time (Brandon et al., "Striped Attention", arXiv 2311.09431; the pairs are
+those of Llama 3's training, arXiv 2407.21783, section 3.3.2). With ``size=2``::
 
     chunk    0  1  2  3
     rank     0  1  1  0
