@@ -175,12 +175,12 @@ class Gradient:
 
         It must not be moved until :meth:`reduce`.
         """
-        is_other = self.group.compute_dtype is not self.group.reduce_dtype  # a gradient has the dtype of its parameter
-        if self._local_views is None or self._is_cast or is_other or len(self._shown) == len(self._written):
-            return
+        group = self.group
+        if self._local_views is None or group.compute_dtype is not group.reduce_dtype:
+            return  # a gradient has the dtype of its parameter
         for index, views in enumerate(self._local_views.by_param):
             if self._written[index] and index not in self._shown and len(views) == 1:
-                self._shown[index] = self.group.fulls[index].grad = views[0]
+                self._shown[index] = group.fulls[index].grad = views[0]
 
     def _hide(self) -> None:
         for index in self._shown:

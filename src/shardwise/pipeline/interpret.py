@@ -62,6 +62,7 @@ class Job:
         flow: What goes from stage to stage for them.
         enter: Is told the stage before each of its forwards.
         collect: Takes the gradients that are on weights.
+        scale: Of a loss before its backward, for fp16.
         backward: Goes from outputs with gradients, or from a loss, to the leaves.
     """
 
@@ -73,6 +74,7 @@ class Job:
     flow: Flow
     enter: Callable[[int], None]
     collect: Callable[[], None]
+    scale: Callable[[Tensor], Tensor]
     backward: Callable[..., None] = torch.autograd.backward
 
 
@@ -283,7 +285,7 @@ class _Step:
         tape = self._tapes.pop((stage, microbatch))
         with self._its.deferral.to(tape.weights):  # what is recomputed defers as well
             if stage == self._its.stages.num_stages - 1:
-                self._job.backward([tape.outputs[0] / len(self._job.parts)])
+                self._job.backward([self._job.scale(tape.outputs[0] / len(self._job.parts))])
             else:
                 gradients = self._take_gradients(stage, microbatch)
                 outputs = [output for output in tape.outputs if output.requires_grad]
@@ -291,8 +293,7 @@ class _Step:
                     self._job.backward(outputs, gradients)
         if tape.weights is not None:
             self._weights[stage, microbatch] = tape.weights
-        else:
-            self._job.collect()
+        self._job.collect()  # before another microbatch's come to them
         for handle, _ in tape.sends:  # whoever gave the gradients has received them
             handle.wait()
         self._input_gradients[stage, microbatch] = [

@@ -176,7 +176,7 @@ def dry_run(
         if pipelined is not None:
             loss_of = functools.partial(forward_loss, loss_fn=loss_fn)
             pipelined.losses(
-                model, [inputs] * num_microbatches, call_model, loss_of, torch_private.backward_under_modes
+                model, [inputs] * num_microbatches, call_model, loss_of, backward=torch_private.backward_under_modes
             )
             return
         for index in range(num_microbatches):

@@ -37,6 +37,7 @@ from shardwise.spec.slice import Slice, set_slice, slice_of
 
 #: ``call(model, part)``.
 Call = Callable[[Any, Any], Any]
+Scale = Callable[[Tensor], Tensor]
 
 _KEY = "_shardwise_pipelined"
 #: Dtypes that a loss may have, by the number that tells them to ranks that do not compute it.
@@ -46,6 +47,10 @@ _LOSS_DTYPES = ("fp32", "fp64", "bf16", "fp16")
 def pipelined_of(model: nn.Module) -> Pipelined | None:
     """What :meth:`Pipelined.install` has left; ``None`` for a model that is whole on every rank."""
     return model.__dict__.get(_KEY)
+
+
+def _as_it_is(loss: Tensor) -> Tensor:
+    return loss
 
 
 @contextlib.contextmanager
@@ -170,14 +175,19 @@ class Pipelined(attach.Uncopyable):
         """Of a step, unless the caller says otherwise."""
         return self._policy.microbatches(self._comm.size)
 
-    def step(self, model: nn.Module, batch: Any, loss_fn: LossFn | None, count: int | None) -> Tensor:
+    def step(
+        self, model: nn.Module, batch: Any, loss_fn: LossFn | None, count: int | None, scale: Scale = _as_it_is
+    ) -> Tensor:
         """``sw.train_step``, and where grad is off ``sw.eval_step``."""
         count = self.num_microbatches if count is None else count
-        return self.mean_loss(model, split_batch(batch, count), loss_fn)
+        return self.mean_loss(model, split_batch(batch, count), loss_fn, scale)
 
-    def mean_loss(self, model: nn.Module, parts: Sequence[Any], loss_fn: LossFn | None) -> Tensor:
+    def mean_loss(
+        self, model: nn.Module, parts: Sequence[Any], loss_fn: LossFn | None, scale: Scale = _as_it_is
+    ) -> Tensor:
         """The same on microbatches."""
-        losses = self.losses(model, parts, call_model, functools.partial(forward_loss, loss_fn=loss_fn))
+        loss = functools.partial(forward_loss, loss_fn=loss_fn)
+        losses = self.losses(model, parts, call_model, loss, scale=scale)
         return self._mean_loss(attach.runtime_of(model, "sw.train_step"), losses)
 
     def losses(
@@ -186,7 +196,9 @@ class Pipelined(attach.Uncopyable):
         parts: Sequence[Any],
         call: Call,
         loss: Call,
+        *,
         backward: Callable[..., None] = torch.autograd.backward,
+        scale: Scale = _as_it_is,
     ) -> list[Tensor]:
         """One step on microbatches: forwards and, where grad is on, backwards and the reduction of gradients.
 
@@ -196,6 +208,7 @@ class Pipelined(attach.Uncopyable):
             call: Calls the model with a microbatch: ``call(model, part)``.
             loss: The same, and gives the loss of it.
             backward: As ``torch.autograd.backward``.
+            scale: Of a gradient scaler. It is told a number on every rank, so that it begins everywhere.
 
         Returns:
             The losses of the microbatches on ranks of the last stage; nothing elsewhere.
@@ -205,12 +218,13 @@ class Pipelined(attach.Uncopyable):
         """
         runtime = attach.runtime_of(model, "sw.train_step")
         assert self._interpreter is not None
+        scale(torch.zeros((), device=runtime.comms.control.device))
         count = len(parts)
         schedule = self._schedule(count) if torch.is_grad_enabled() else forward_only(self._usual.ranks, count)
         bound = functools.partial(call, model), functools.partial(loss, model)
         with window(runtime, lambda: sum_over_copies(runtime, self._copies, self._comm)) as opened:
             key, flow = self._interpreter.stages.flow(parts[0], call)
-            job = Job(schedule, parts, *bound, key, flow, opened.enter, opened.collect, backward)
+            job = Job(schedule, parts, *bound, key, flow, opened.enter, opened.collect, scale, backward)
             return self._run(self._interpreter, job)
 
     def _run(self, interpreter: Interpreter, job: Job) -> list[Tensor]:

@@ -9,12 +9,18 @@ from torch import Tensor, nn
 
 from shardwise.fsdp import attach
 from shardwise.fsdp.api import gradient_sync
+from shardwise.fsdp.scaler import GradScaler
 from shardwise.recipe.batch import LossFn, forward_loss, split_batch
 from shardwise.recipe.pipelined import pipelined_of
 
 
 def train_step(
-    model: nn.Module, batch: Any, loss_fn: LossFn | None = None, num_microbatches: int | None = None
+    model: nn.Module,
+    batch: Any,
+    loss_fn: LossFn | None = None,
+    num_microbatches: int | None = None,
+    *,
+    scaler: GradScaler | None = None,
 ) -> Tensor:
     """Forward and backward on this rank's ``batch``; afterwards gradients are on the parameters.
 
@@ -28,6 +34,8 @@ def train_step(
         num_microbatches: ``None``: one; with ``pp`` those of ``plan.pipeline``. Microbatch losses are averaged
             unweighted. Without ``pp`` all but the last backward run under ``gradient_sync(model, False)``; with ``pp``
             gradients are added up and reduced once.
+        scaler: For fp16: gradients are those of the scaled loss. ``scaler.step(optimizer)`` and ``scaler.update()`` are
+            the caller's.
 
     Returns:
         The mean loss over microbatches and ranks, detached, the same value on every rank.
@@ -43,7 +51,8 @@ def train_step(
     runtime = attach.runtime_of(model, "sw.train_step")
     pipelined = pipelined_of(model)
     if pipelined is not None:
-        return pipelined.step(model, batch, loss_fn, num_microbatches)
+        how = {"scale": scaler.scale} if scaler is not None else {}
+        return pipelined.step(model, batch, loss_fn, num_microbatches, **how)
     count = 1 if num_microbatches is None else num_microbatches
     parts = split_batch(batch, count)
     synchronises = runtime.syncs_gradients  # false inside the caller's own gradient_sync(model, False)
@@ -52,7 +61,8 @@ def train_step(
     for index, part in enumerate(parts):
         with gradient_sync(model, synchronises and index == count - 1):
             loss = forward_loss(model, part, loss_fn)
-            (loss / count if count > 1 else loss).backward()
+            part_loss = loss / count if count > 1 else loss
+            (part_loss if scaler is None else scaler.scale(part_loss)).backward()
             total += loss.detach().double()
             dtype = loss.dtype
     mean = (total / count).reshape(1)

@@ -172,11 +172,12 @@ class _Trainer:
         )
         self.loss_of = loss_of(config)
         self.model, self.optimizer = self._build()
-        self.scaler = sw.GradScaler(device.type, enabled=needs_scaler(self.model))
-        if resolved.plan.pp > 1 and (self.scaler.is_enabled() or config.optimizer.in_backward):
+        is_scaled = any(control.all_json(needs_scaler(self.model)))  # a stage alone may be in fp16
+        self.scaler = sw.GradScaler(device.type, enabled=is_scaled)
+        if resolved.plan.pp > 1 and config.optimizer.in_backward:
             raise ConfigError(
-                "parallel.pp above 1 goes neither with fp16, whose loss is scaled, nor with optimizer.in_backward.\n"
-                "  Set parallel.mp_policy: {param_dtype: bf16}, or in_backward=false; or parallel.pp=1."
+                "optimizer.in_backward=true does not go with parallel.pp above 1: a step adds up gradients of several"
+                " microbatches first.\n  Set in_backward=false, or parallel.pp=1."
             )
         if self.scaler.is_enabled() and config.optimizer.in_backward:
             raise ConfigError(
@@ -340,7 +341,10 @@ class _Trainer:
         data_s = time.perf_counter() - started
         pipelined = pipelined_of(self.model)
         assert pipelined is not None
-        losses = pipelined.losses(self.model, parts, call_of(self.config), lambda m, part: self.loss_of(m, *part))
+        how = {"scale": self.scaler.scale} if self.scaler.is_enabled() else {}
+        losses = pipelined.losses(
+            self.model, parts, call_of(self.config), lambda m, part: self.loss_of(m, *part), **how
+        )
         total = torch.zeros((), device=self.device)
         for loss in losses:
             total += loss
