@@ -51,8 +51,9 @@ def train_step(
     runtime = attach.runtime_of(model, "sw.train_step")
     pipelined = pipelined_of(model)
     if pipelined is not None:
-        how = {"scale": scaler.scale} if scaler is not None else {}
-        return pipelined.step(model, batch, loss_fn, num_microbatches, **how)
+        if scaler is None:
+            return pipelined.step(model, batch, loss_fn, num_microbatches)
+        return pipelined.step(model, batch, loss_fn, num_microbatches, scaler.scale)
     count = 1 if num_microbatches is None else num_microbatches
     parts = split_batch(batch, count)
     synchronises = runtime.syncs_gradients  # false inside the caller's own gradient_sync(model, False)

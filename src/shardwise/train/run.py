@@ -341,10 +341,8 @@ class _Trainer:
         data_s = time.perf_counter() - started
         pipelined = pipelined_of(self.model)
         assert pipelined is not None
-        how = {"scale": self.scaler.scale} if self.scaler.is_enabled() else {}
-        losses = pipelined.losses(
-            self.model, parts, call_of(self.config), lambda m, part: self.loss_of(m, *part), **how
-        )
+        call, loss_of = call_of(self.config), lambda m, part: self.loss_of(m, *part)
+        losses = pipelined.losses(self.model, parts, call, loss_of, scale=self.scaler.scale)
         total = torch.zeros((), device=self.device)
         for loss in losses:
             total += loss
