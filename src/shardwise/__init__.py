@@ -54,6 +54,8 @@ _LAZY = {
     "record_pipeline": "shardwise.recipe.pipelined",
     "clip_grad_norm": "shardwise.fsdp.clip",
     "convert_sync_batchnorm": "shardwise.fsdp.batch_norm",
+    "data_parallel_rank": "shardwise.fsdp.api",
+    "data_parallel_size": "shardwise.fsdp.api",
     "declare_elementwise": "shardwise.fsdp.optimizer",
     "deferred_init": "shardwise.fsdp.deferred",
     "flat_parameters": "shardwise.fsdp.flat",
@@ -97,6 +99,8 @@ __all__ = [
     "block",
     "clip_grad_norm",
     "convert_sync_batchnorm",
+    "data_parallel_rank",
+    "data_parallel_size",
     "declare_elementwise",
     "declare_granularity",
     "deferred_init",
@@ -130,7 +134,13 @@ __all__ = [
 if TYPE_CHECKING:
     from shardwise import models
     from shardwise.comm.base import CollectiveEvent
-    from shardwise.fsdp.api import gradient_sync, logical_shape, record_collectives
+    from shardwise.fsdp.api import (
+        data_parallel_rank,
+        data_parallel_size,
+        gradient_sync,
+        logical_shape,
+        record_collectives,
+    )
     from shardwise.fsdp.average import ExponentialMovingAverage
     from shardwise.fsdp.batch_norm import convert_sync_batchnorm
     from shardwise.fsdp.clip import clip_grad_norm

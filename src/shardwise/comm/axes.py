@@ -102,6 +102,12 @@ class Comms:
         return self.num_replicas * self.reduce.size
 
     @property
+    def reader(self) -> tuple[int, int]:
+        """Which share of the samples this rank reads, and of how many shares: ranks of one model read the same."""
+        context = self.cp.size if self.cp is not None else 1
+        return self.control.rank // context, self.control.size // context
+
+    @property
     def sizes(self) -> dict[str, int]:
         """Size by mesh axis, outermost first; axes of one rank other than the data-parallel ones are left out."""
         context = self.cp.size if self.cp is not None else 1

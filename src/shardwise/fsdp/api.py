@@ -98,6 +98,27 @@ def _check_quantization(units: Iterable[Unit], quantization: Quantization) -> No
         )
 
 
+def data_parallel_rank(model: nn.Module) -> int:
+    """Which share of the samples this rank reads, from 0 to :func:`data_parallel_size` - 1.
+
+    A sampler of one's own divides the samples by these two, and a program seeds dropout by it: ranks that differ on
+    ``tp``, ``cp`` or ``pp`` alone compute one model together, from the same samples. Talks to nobody.
+
+    Raises:
+        StateError: The model is not parallelized.
+    """
+    return attach.runtime_of(model, "sw.data_parallel_rank").comms.reader[0]
+
+
+def data_parallel_size(model: nn.Module) -> int:
+    """Shares of the samples: ``dp_replicate * dp_shard``. Talks to nobody.
+
+    Raises:
+        StateError: The model is not parallelized.
+    """
+    return attach.runtime_of(model, "sw.data_parallel_size").comms.reader[1]
+
+
 @contextlib.contextmanager
 def gradient_sync(model: nn.Module, is_enabled: bool) -> Iterator[None]:  # noqa: FBT001 - the public contract
     """Accumulate gradients: put all backwards but the last of a step into ``with sw.gradient_sync(model, False)``.

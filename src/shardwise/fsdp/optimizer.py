@@ -16,7 +16,8 @@ from torch.optim.optimizer import register_optimizer_step_post_hook, register_op
 from shardwise.fsdp import attach, flat
 from shardwise.fsdp.flat import FlatParameter, group_of
 from shardwise.spec.errors import StateError
-from shardwise.spec.granularity import ELEMENT, TENSOR, Granularity, block, resolve_granularity
+from shardwise.spec.granularity import ELEMENT, TENSOR, Granularity, block, keeps, resolve_granularity
+from shardwise.spec.slice import Slice, slice_of
 
 if TYPE_CHECKING:
     from shardwise.fsdp.group import Group
@@ -191,12 +192,34 @@ def _check(optimizer: torch.optim.Optimizer) -> None:
                     f"  Build it on model.parameters(), or call sw.declare_elementwise({type(optimizer).__name__}) if"
                     " each element's update depends on that element alone."
                 )
+            held = slice_of(parameter)
+            if held is not None and not keeps(held, needed):
+                raise _cut_refusal(type(optimizer).__name__, needed, parameter, held)
             mark = attach.mark_of(parameter)
             owner = mark.group if mark is not None else None
             if mark is None or owner is None or not owner.row.shards_optimizer:
                 continue  # whole on every rank; decided by the layout, so that all ranks decide alike
             if needed is None or not owner.layout.granularity.covers(needed):
                 raise _refusal(type(optimizer).__name__, needed, owner, mark.index)
+
+
+def _cut_refusal(name: str, needed: Granularity | None, parameter: torch.nn.Parameter, held: Slice) -> StateError:
+    """Why the optimizer cannot work on a part of a tensor that tensor or expert parallelism made."""
+    mark = attach.mark_of(parameter)
+    title = ""
+    if mark is not None and mark.group is not None:
+        title = f" {mark.group.layout.params[mark.index].name!r}"
+    needs = "is not known to work element by element" if needed is None else f"needs every {_part(needed)} on one rank"
+    advice = f", or sw.declare_elementwise({name}) if that is what it is" if needed is None else ""
+    return StateError(
+        f"{name} {needs}, but of parameter{title} of logical shape {list(held.shape)} each rank of the model-parallel"
+        f" axes updates a part, this one {list(held.local_shape)}.\n"
+        f"  Set tp=1 (ep=1), or use an element-wise optimizer{advice}."
+    )
+
+
+def _part(needed: Granularity) -> str:
+    return "parameter whole" if needed == TENSOR else f"{needed} of a parameter"
 
 
 def _refusal(name: str, needed: Granularity | None, group: Group, index: int) -> StateError:
@@ -208,9 +231,8 @@ def _refusal(name: str, needed: Granularity | None, group: Group, index: int) ->
     )
     if needed is not None:
         value = f"sw.block({needed.numel})" if needed.kind == "block" else repr(needed.kind)
-        part = "parameter whole" if needed == TENSOR else f"{needed} of a parameter"
         return StateError(
-            f"{name} needs every {part} on one rank, but {place}\n"
+            f"{name} needs every {_part(needed)} on one rank, but {place}\n"
             f"  Use sw.ParallelPlan(granularity={value}), strategy 'ddp', or an element-wise optimizer."
         )
     part = {"element": "element by element", "tensor": "parameter by parameter"}.get(granularity.kind)

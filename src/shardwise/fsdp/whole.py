@@ -64,10 +64,12 @@ def full_parameters(
         with ``writeback`` a verdict and one scatter (broadcast) per group at the end. All ranks must enter and leave.
 
     Raises:
-        StateError: Inside a forward or backward, or of a unit that is gathered by hand; for an inner context that asks
+        StateError: Under tensor, expert or pipeline parallelism, whose modules work on parts of parameters, or hold
+            some of them only; inside a forward or backward, or of a unit that is gathered by hand; for an inner context that asks
             for more than an outer one gives; for parameters that were replaced, or trained, inside.
     """
     units = _units_in(module)
+    _check_layout(units)
     mode = Whole(is_written_back=writeback, is_on_root_only=rank0_only)
     fresh = _check_entry(units, mode)
     for runtime in {id(runtime): runtime for runtime, _ in fresh}.values():
@@ -110,6 +112,19 @@ def _units_in(module: nn.Module) -> list[tuple[Runtime, Unit]]:
         attach.runtime_of(module, "sw.full_parameters", on_shards=False)  # refuses a plain module
     order = {id(runtime): place for place, (runtime, _) in enumerate(found.values())}
     return sorted(found.values(), key=lambda pair: (order[id(pair[0])], pair[1].index))
+
+
+def _check_layout(units: Sequence[tuple[Runtime, Unit]]) -> None:
+    for runtime, unit in units:
+        axes = [axis for axis, comm in (("tp", runtime.comms.tp), ("pp", runtime.comms.pp)) if comm is not None]
+        if any(group.comms is not runtime.comms for group in unit.groups):
+            axes.append("ep")
+        if axes:
+            raise StateError(
+                f"sw.full_parameters() under {', '.join(axes)}: the modules of this rank work on a part of the model's"
+                " parameters, and could not use whole ones.\n"
+                "  Use sw.full_state_dict(model), which gathers the logical tensors of every layout."
+            )
 
 
 def _check_entry(units: Sequence[tuple[Runtime, Unit]], mode: Whole) -> list[tuple[Runtime, Unit]]:

@@ -34,6 +34,7 @@ from shardwise.spec.mesh import Mesh
 from shardwise.spec.offload import check_offload
 from shardwise.spec.plan import ParallelPlan
 from shardwise.spec.strategies import canonical_name
+from shardwise.tensor.agreement import Agreement
 from shardwise.tensor.apply import apply_cuts
 from shardwise.tensor.cut import find_cuts
 from shardwise.tensor.rows import find_row_sharded, spread_rows, table_weights
@@ -195,6 +196,8 @@ def apply_plan(
         size, rank = comms.tp.size, comms.tp.rank
         cuts = find_cuts(model, plan.tp_plan, size, rank, divides_sequence=plan.sequence_parallel)
         apply_cuts(model, cuts, comms.tp)
+        if comms.tp.device.type != "meta":
+            Agreement(comms.tp).install(model)
         notes += cuts.notes
     if comms.cp is not None:
         multiple = plan.tp if plan.sequence_parallel else 1

@@ -27,6 +27,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from shardwise.spec.errors import PlanError
+from shardwise.spec.slice import Slice
 
 #: The kinds, in the order of the table above.
 KINDS = ("element", "block", "row", "tensor")
@@ -92,6 +93,25 @@ def resolve_granularity(value: object) -> Granularity:
     if isinstance(value, list | tuple) and len(value) == 2 and value[0] == "block":
         return Granularity("block", value[1])
     raise PlanError(f"granularity={value!r} is none.\n{_USAGE}")
+
+
+def keeps(held: Slice, needed: Granularity | None) -> bool:
+    """Whether a rank's part of a tensor is made of whole parts such as ``needed``.
+
+    Args:
+        held: The part that tensor or expert parallelism left.
+        needed: ``None``: not known, then the tensor must be whole.
+    """
+    cuts = [cut for cut in held.cuts if cut.ranges != ((0, held.shape[cut.dim]),)]
+    if not cuts or needed == ELEMENT:
+        return True
+    if needed is None or needed == TENSOR:
+        return False
+    if needed.kind == "row":
+        return all(cut.dim < first_row_dim(len(held.shape)) for cut in cuts)
+    inner = math.prod(held.shape[1:])
+    edges = [edge * inner for cut in cuts for bounds in cut.ranges for edge in bounds]
+    return all(cut.dim == 0 for cut in cuts) and all(edge % needed.numel == 0 for edge in edges)
 
 
 def first_row_dim(num_dims: int) -> int:

@@ -81,7 +81,8 @@ class ParallelPlan:
         quantized_reduce: ``"int8"``: gradients are sent as int8 blocks to the rank that adds them up, in fp32 (ZeRO++'s
             qgZ). The mean over N ranks is off by at most the sum of the blocks' largest values over 254 N.
         granularity: What a rank's cut never divides, for the optimizer's sake: ``"element"``, ``"row"``,
-            ``sw.block(n)`` (in a file ``[block, n]``) or ``"tensor"``, which gives every parameter whole to one rank.
+            ``sw.block(n)`` (in a file ``[block, n]``) or ``"tensor"``, which gives every parameter whole to one rank
+            (of what tensor or expert parallelism has cut, this rank's part).
         offload_policy: What is kept on the host. ``"none"``; ``"cpu"``: masters, gradients and optimizer state; or an
             ``OffloadPolicy``, of which files write a mapping of the fields.
         activation_checkpointing: What is computed again in backward instead of being kept. ``"none"``; ``"full"``:

@@ -150,6 +150,10 @@ TABLES: dict[str, dict[str, str]] = {
         "v_proj": "colwise",
         "o_proj": "rowwise",
     },
+    "transformers.models.cohere.modeling_cohere.CohereAttention": {
+        "q_norm.weight": "colwise",  # (heads, width of a head); only with use_qk_norm
+        "k_norm.weight": "colwise",
+    },
     "transformers.models.vit.modeling_vit.ViTMLP": {"fc1": "colwise", "fc2": "rowwise"},
 }
 

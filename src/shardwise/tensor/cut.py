@@ -229,7 +229,33 @@ def _linear(site: _Site) -> tuple[int, int]:
         raise PlanError(
             f"a {type(site.module).__name__} is not a linear layer.\n  Give this style to linear layers only."
         )
+    _check_forward(site.module, nn.Linear, "Conv1D")
     return (1, 0) if is_transposed(site.module) else (0, 1)
+
+
+def _check_forward(module: nn.Module, base: type[nn.Module], name: str) -> None:
+    """Refuse a class whose own forward would be lost.
+
+    Raises:
+        PlanError: Its forward is that of ``base``, or of a class called ``name``, no longer.
+    """
+    known = [base.forward, *(kind.forward for kind in type(module).__mro__ if kind.__name__ == name)]
+    if type(module).forward not in known or "forward" in module.__dict__:
+        raise PlanError(
+            f"{type(module).__name__} has a forward of its own, in place of {base.__name__}'s, which would be lost.\n"
+            "  Leave it whole (tp_plan={name: 'replicate'}), or set tp=1."
+        )
+
+
+def _check_embedding(module: nn.Module) -> None:
+    """Refuse an embedding that does more than to look up rows, or to scale them.
+
+    Raises:
+        PlanError: It does.
+    """
+    # What transformers calls so gives nn.Embedding's rows, all times embed_scale.
+    scaled = next((kind.__name__ for kind in type(module).__mro__ if kind.__name__.endswith("ScaledWordEmbedding")), "")
+    _check_forward(module, nn.Embedding, scaled)
 
 
 def _features(site: _Site, dim: int) -> int:
@@ -289,6 +315,7 @@ def _embedding_heads(site: _Site, cuts: Cuts) -> None:
     weight = _held(site.module, "weight")
     if not isinstance(site.module, nn.Embedding) or weight is None:
         raise PlanError(f"a {type(site.module).__name__} is not an nn.Embedding.\n  Leave it out (tp_plan).")
+    _check_embedding(site.module)
     cuts.cut(site.module, site.path, "weight", Cut(1, even_ranges(weight.shape[1], cuts.size, cuts.rank)))
 
 
@@ -368,6 +395,7 @@ def _embedding_rowwise(site: _Site, cuts: Cuts) -> None:
         raise PlanError("only an nn.Embedding without max_norm and sparse gradients can be cut by its ids.")
     if module.scale_grad_by_freq:
         raise PlanError("an embedding with scale_grad_by_freq counts ids that other ranks hold.")
+    _check_embedding(module)
     _near_even_sizes(module.num_embeddings, cuts.size)
     start, stop = near_even_range(module.num_embeddings, cuts.size, cuts.rank)
     cuts.cut(module, site.path, "weight", Cut(0, ((start, stop),)))

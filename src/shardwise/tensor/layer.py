@@ -10,8 +10,8 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
 from typing import Any, NoReturn
 
+import torch
 from torch import Tensor, nn
-from torch.nn import functional as F
 
 from shardwise.comm.base import Comm
 from shardwise.spec.errors import StateError
@@ -72,28 +72,29 @@ class SharedInput:
     """
 
     def __init__(self, parent: nn.Module, pair: Callable[[Tensor, Comm, str], Tensor] = share) -> None:
-        self._depth = 0
+        self._is_inside = False
         self._pair = pair
-        self._held: list[tuple[Tensor, Tensor]] = []
+        self._held: list[tuple[Tensor, bool, Tensor]] = []
         parent.register_forward_pre_hook(self._enter)
         parent.register_forward_hook(self._leave, always_call=True)
 
     def _enter(self, _module: nn.Module, _args: object) -> None:
-        self._depth += 1
+        self._held.clear()  # a call that was interrupted has not left
+        self._is_inside = True
 
     def _leave(self, _module: nn.Module, _args: object, _output: object) -> None:
-        self._depth = max(0, self._depth - 1)
-        if not self._depth:
-            self._held.clear()
+        self._is_inside = False
+        self._held.clear()
 
     def __call__(self, x: Tensor, comm: Comm, unit: str) -> Tensor:
         """``x`` for a part of the computation, as :func:`share`."""
-        for seen, shared in self._held:
-            if seen is x:
+        has_grad = torch.is_grad_enabled()
+        for seen, had_grad, shared in self._held:
+            if seen is x and had_grad == has_grad:
                 return shared
         shared = self._pair(x, comm, unit)
-        if self._depth:
-            self._held.append((x, shared))
+        if self._is_inside:
+            self._held.append((x, has_grad, shared))
         return shared
 
 
@@ -228,13 +229,39 @@ class VocabularyEmbedding(Layer):
         self._start, self._stop = start, stop
 
     def __call__(self, ids: Tensor) -> Tensor:
-        """Ids to their rows."""
+        """Ids to their rows.
+
+        Raises:
+            IndexError: An id is none of the vocabulary's, as in ``nn.Embedding``.
+        """
         module = self.module
+        check_ids(ids, module.num_embeddings, f"{self.name!r}: an id")
         is_foreign = (ids < self._start) | (ids >= self._stop)
         local = (ids - self._start).masked_fill(is_foreign, 0)
         padding = module.padding_idx
-        if padding is not None:
-            # Row 0 stands in for foreign ids, but their outputs are replaced: no gradient comes from there.
-            padding = padding - self._start if self._start <= padding < self._stop else None
-        rows = F.embedding(local, module.weight, padding, scale_grad_by_freq=module.scale_grad_by_freq)
+        try:
+            if padding is not None:
+                # Row 0 stands in for foreign ids, but their outputs are replaced: no gradient comes from there.
+                module.padding_idx = padding - self._start if self._start <= padding < self._stop else None
+            rows = type(module).forward(module, local)
+        finally:
+            module.padding_idx = padding
         return add_up(rows.masked_fill(is_foreign.unsqueeze(-1), 0), self.comm, self.name)
+
+
+def check_ids(ids: Tensor, count: int, what: str, *, ignored: int | None = None) -> None:
+    """Refuse ids that no rank holds, which would pass as rows and logits of zeros.
+
+    Raises:
+        IndexError: On the CPU; on CUDA the kernel asserts, as those of torch do, without waiting for it.
+    """
+    if ids.device.type == "meta":
+        return
+    is_wrong = (ids < 0) | (ids >= count)
+    if ignored is not None:
+        is_wrong &= ids != ignored
+    if ids.device.type != "cpu":
+        torch._assert_async(~is_wrong.any())  # noqa: SLF001 - the only assertion that does not wait for the device
+    elif is_wrong.any():
+        found = int(ids[is_wrong][0])
+        raise IndexError(f"{what} is {found}, expected 0 to {count - 1}.\n  Check the tokenizer against the model.")

@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from shardwise.comm.base import Comm
-from shardwise.tensor.layer import Column, Layer
+from shardwise.tensor.layer import Column, Layer, check_ids
 from shardwise.tensor.pairs import join_last
 
 
@@ -47,7 +47,11 @@ class Vocabulary:
 
         Collective:
             All-gather on ``tp`` of three numbers for each position.
+
+        Raises:
+            IndexError: A target is none of the vocabulary's.
         """
+        check_ids(targets, sum(self.sizes), f"{unit!r}: a target", ignored=ignored)
         is_counted = targets != ignored
         losses = _CrossEntropy.apply(logits, targets, self, unit).masked_fill(~is_counted, 0)
         return losses.sum() / (is_counted.sum() if num_items is None else num_items)
@@ -182,6 +186,7 @@ class _CrossEntropy(torch.autograd.Function):
         found = x.new_empty(comm.size, 3, x.shape[0])
         largest, total, chosen = found[comm.rank]
         torch.amax(x, dim=1, out=largest)
+        largest.clamp_(min=torch.finfo(wide).min)  # where all are -inf, their distance from it is -inf and no NaN
         chosen.copy_(x.gather(1, local).squeeze(1).masked_fill_(~is_own, 0))
         torch.sum(x.sub_(largest.unsqueeze(1)).exp_(), dim=1, out=total)
         comm.all_gather(found.view(-1), unit=unit).wait()

@@ -17,11 +17,13 @@ from shardwise.spec.granularity import (
     Granularity,
     assign,
     block,
+    keeps,
     resolve_granularity,
     row_numel,
 )
 from shardwise.spec.layout import GroupLayout, ParamSpec, rank_bytes
 from shardwise.spec.plan import ParallelPlan
+from shardwise.spec.slice import Cut, Slice
 
 # -- what may be said
 
@@ -60,6 +62,22 @@ def test_what_is_whole_under_one_granularity_is_whole_under_those_that_cover_it(
     for granularity, expected in covered.items():
         assert {needed for needed in every if granularity.covers(needed)} == expected
     assert [str(granularity) for granularity in every] == ["element", "block of 64", "block of 256", "row", "tensor"]
+
+
+def test_what_tensor_parallelism_leaves_keeps_rows_or_blocks_or_nothing_whole():
+    columns, rows = Slice((6, 4), (Cut(1, ((0, 2),)),)), Slice((6, 4), (Cut(0, ((2, 4),)),))
+    whole, expert = Slice((6, 4), (Cut(0, ((0, 6),)),)), Slice((4, 6, 2), (Cut(0, ((1, 2),)),), is_expert=True)
+    kept = {
+        "columns": [keeps(columns, needed) for needed in (ELEMENT, ROW, TENSOR, None, block(4))],
+        "rows": [keeps(rows, needed) for needed in (ELEMENT, ROW, TENSOR, None, block(4), block(16))],
+        "expert": [keeps(expert, needed) for needed in (ELEMENT, ROW, TENSOR, None, block(4), block(24))],
+    }
+    assert kept == {
+        "columns": [True, False, False, False, False],
+        "rows": [True, True, False, False, True, False],
+        "expert": [True, True, False, False, True, False],
+    }
+    assert all(keeps(whole, needed) for needed in (ELEMENT, ROW, TENSOR, None, block(5)))
 
 
 def test_only_blocks_take_a_number():

@@ -1,0 +1,123 @@
+"""What goes wrong around tensor parallelism without a wrong shape: refused on all ranks, or right."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import distributed, nn
+from torch.nn import functional as F
+
+import shardwise as sw
+from shardwise.spec.errors import RankDisagreement, StateError
+from shardwise.testing import run_on_ranks
+
+SIZES = {"num_layers": 1, "hidden": 16, "num_heads": 2, "vocab_size": 9, "seq_len": 4}
+
+
+def cut(**changes: Any) -> nn.Module:
+    torch.manual_seed(0)
+    plan = {name: changes.pop(name) for name in ("strategy", "granularity") if name in changes}
+    return sw.parallelize(sw.models.gpt("gpt-tiny", **(SIZES | changes)), sw.ParallelPlan(tp=2, **plan))
+
+
+def ids(*values: int) -> torch.Tensor:
+    return torch.tensor([values or (1, 2, 3, 8)])
+
+
+def message(kind: type[Exception], call: Callable[[], object]) -> str:
+    with pytest.raises(kind) as caught:
+        call()
+    return str(caught.value)
+
+
+def ask() -> dict[str, str]:
+    rank, found = distributed.get_rank(), {}
+    other = cut()
+    found["batch"] = message(RankDisagreement, lambda: other(ids(1, 2, 3, rank)))
+    dropping = cut(dropout=0.1)
+    torch.manual_seed(rank)
+    dropping.eval()(ids())  # drops nothing yet
+    found["random state"] = message(RankDisagreement, lambda: dropping.train()(ids()))
+    torch.manual_seed(0)
+    model = cut()
+    found["id"] = message(IndexError, lambda: model(ids(1, 2, 3, 9)))
+    found["target"] = message(IndexError, lambda: model(ids(), ids(1, 2, 3, -1)))
+    model(ids(), ids(1, 2, 3, -100)).backward()
+    found["whole"] = message(StateError, lambda: sw.full_parameters(model).__enter__())
+    for name, plan in (("ddp", {"strategy": "ddp"}), ("tensor", {"granularity": "tensor"})):
+        matrices = cut(**plan)
+        matrices(ids(), ids()).backward()
+        muon = torch.optim.Muon([p for n, p in matrices.named_parameters() if n.endswith("up.weight")])
+        found[f"Muon, {name}"] = message(StateError, muon.step)
+    return found
+
+
+def test_every_rank_is_told():
+    first, second = run_on_ranks(ask, 2)
+    assert "got different batches" in first["batch"]
+    assert "sw.data_parallel_rank(model)" in first["batch"]
+    assert "different random states" in first["random state"]
+    assert "'token_embedding': an id is 9, expected 0 to 8" in first["id"]
+    assert "'loss': a target is -1, expected 0 to 8" in first["target"]
+    assert "sw.full_parameters() under tp" in first["whole"]
+    for kind in ("Muon, ddp", "Muon, tensor"):
+        assert "needs every parameter whole on one rank, but of parameter 'blocks.0.mlp.up.weight'" in first[kind]
+        assert "Set tp=1" in first[kind]
+    assert [*second] == [*first]
+    assert {name for name in first if first[name] != second[name]} == {"batch", "random state"}  # they name the rank
+
+
+class Scaled(nn.Linear):
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return super().forward(x) * 3
+
+
+def look() -> dict[str, Any]:
+    found: dict[str, Any] = {}
+    model = nn.Sequential(Scaled(4, 4), nn.Linear(4, 4))
+    plan = sw.ParallelPlan(tp=2, tp_plan={"0": "colwise", "1": "rowwise"})
+    found["subclass"] = message(sw.PlanError, lambda: sw.parallelize(model, plan))
+
+    from shardwise.fsdp.attach import runtime_of
+    from shardwise.tensor.loss import Vocabulary
+
+    comm = runtime_of(cut(), "test").comms.tp
+    assert comm is not None
+    whole = torch.randn(3, 8, generator=torch.Generator().manual_seed(1), dtype=torch.float64)
+    whole[:, 4:] = float("-inf")
+    own = whole.narrow(1, 4 * comm.rank, 4).clone().requires_grad_()
+    reference, targets = whole.clone().requires_grad_(), torch.tensor([0, 3, 1])
+    loss, expected = Vocabulary((4, 4), comm).cross_entropy(own, targets, "test"), F.cross_entropy(reference, targets)
+    loss.backward()
+    expected.backward()
+    assert own.grad is not None
+    assert reference.grad is not None
+    torch.testing.assert_close(loss, expected)
+    torch.testing.assert_close(own.grad, reference.grad.narrow(1, 4 * comm.rank, 4))
+
+    interrupted = cut()
+    calls = []
+
+    def interrupt(*_: object) -> None:
+        calls.append(None)
+        if len(calls) == 1:
+            raise KeyboardInterrupt
+
+    interrupted.get_submodule("blocks.0.attention.out").register_forward_hook(interrupt)
+    with pytest.raises(KeyboardInterrupt):
+        interrupted(ids(), ids())
+    torch.manual_seed(0)
+    found["plain"] = sw.models.gpt("gpt-tiny", **SIZES)(ids(), ids()).item()
+    found["loss"] = interrupted(ids(), ids()).item()
+    found["reader"] = sw.data_parallel_rank(interrupted), sw.data_parallel_size(interrupted)
+    return found
+
+
+def test_what_is_unusual_is_right():
+    for found in run_on_ranks(look, 2):
+        assert "Scaled has a forward of its own" in found["subclass"]
+        assert found["loss"] == pytest.approx(found["plain"], rel=1e-5)
+        assert found["reader"] == (0, 1)
