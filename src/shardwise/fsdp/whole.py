@@ -65,8 +65,8 @@ def full_parameters(
 
     Raises:
         StateError: Under tensor, expert or pipeline parallelism, whose modules work on parts of parameters, or hold
-            some of them only; inside a forward or backward, or of a unit that is gathered by hand; for an inner context that asks
-            for more than an outer one gives; for parameters that were replaced, or trained, inside.
+            some of them only; inside a forward or backward, or of a unit that is gathered by hand; for an inner context
+            that asks for more than an outer one gives; for parameters that were replaced, or trained, inside.
     """
     units = _units_in(module)
     _check_layout(units)
