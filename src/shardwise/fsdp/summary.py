@@ -120,7 +120,7 @@ class Summary:
 
     @property
     def num_parameters(self) -> int:
-        """Logical parameters of the model; with ``pp`` of this rank's stage."""
+        """Logical parameters of the model; with ``pp`` or ``ep`` those of this rank's stage and experts."""
         shapes = [shape for unit in self.units for group in unit.groups for _, shape, _ in group.parameters]
         return sum(_numel(shape) for shape in shapes)
 

@@ -145,8 +145,8 @@ def parity(
 
     Raises:
         StateError: There is no batch, or one cannot be cut into as many parts as there are ranks.
-        PlanError: A plan casts or quantizes, which the plain process does not; or it splits sums of a model that is in
-            neither fp32 nor fp64.
+        PlanError: A plan casts, quantizes or drops tokens, which the plain process does not; or it splits sums of a
+            model that is in neither fp32 nor fp64.
     """
     if not batches:
         raise StateError("sw.parity() got no batches.\n  Pass at least one global batch.")

@@ -15,8 +15,13 @@ def check_exact(plan: ParallelPlan, name: str) -> None:
     """Refuse to hold a plan against one process where they would differ by design.
 
     Raises:
-        PlanError: It casts or quantizes; ``name`` says which plan.
+        PlanError: It casts, quantizes or drops tokens; ``name`` says which plan.
     """
+    if plan.expert_capacity is not None:
+        raise PlanError(
+            f"{name}: expert_capacity={plan.expert_capacity} drops tokens, but what it is compared with does not.\n"
+            "  Compare without: expert_capacity=null."
+        )
     fields = ["mp_policy"] if plan.precision != FULL_PRECISION else []
     fields += [field for field in _QUANTIZED if getattr(plan, field) != "none"]
     if fields:

@@ -15,6 +15,7 @@ from shardwise.spec.precision import PrecisionPolicy
     [
         (ParallelPlan(mp_policy=PrecisionPolicy(param_dtype="bf16")), "here: mp_policy rounds numbers"),
         (ParallelPlan(quantized_reduce="int8"), "here: quantized_reduce rounds numbers"),
+        (ParallelPlan(expert_capacity=1.25), "here: expert_capacity=1.25 drops tokens"),
     ],
 )
 def test_plans_that_would_differ_are_refused(plan: ParallelPlan, said: str) -> None:

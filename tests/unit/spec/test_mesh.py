@@ -115,3 +115,21 @@ def test_inner_groups_are_runs_of_neighbours_on_dp_shard() -> None:
     assert mesh.inner_group(9, 2) == (8, 9)
     with pytest.raises(MeshError, match="inner groups of 4 ranks do not divide dp_shard=6"):
         mesh.inner_group(0, 4)
+
+
+@pytest.mark.parametrize("mesh", [Mesh(dp_shard=4, ep=2), Mesh(pp=2, dp_replicate=2, dp_shard=2, cp=2, tp=2, ep=4)])
+def test_ranks_with_the_same_experts_and_those_with_other_ones_make_up_a_shard_group(mesh: Mesh) -> None:
+    for rank in range(mesh.world_size):
+        same, others = mesh.expert_shard_group(rank), mesh.inner_group(rank, mesh.ep)
+        assert set(same) & set(others) == {rank}
+        assert len(same) * len(others) == mesh.shard_size
+        assert {other for each in same for other in mesh.inner_group(each, mesh.ep)} == set(mesh.shard_group(rank))
+        assert all(mesh.expert_shard_group(other) == same for other in same)
+    assert Mesh(dp_shard=4, ep=2).expert_shard_group(3) == (1, 3)
+
+
+def test_experts_are_divided_over_ranks_that_share_parameters_only() -> None:
+    with pytest.raises(MeshError, match=r"ep=4 does not divide the dp_shard=2 \* cp=1 = 2 ranks.*\n.*one of 1, 2"):
+        Mesh.build(4, dp_replicate=2, ep=4)
+    with pytest.raises(MeshError, match="axis ep has size 0"):
+        Mesh(ep=0)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import re
 
 import pytest
 
@@ -193,3 +194,21 @@ def test_sequence_parallelism_needs_ranks_to_divide_over() -> None:
     for wrong in ({"sequence_parallel": True}, {"tp": 2, "sequence_parallel": 1}):
         with pytest.raises(PlanError, match="expected True or False, and True divides positions over tp"):
             ParallelPlan(**wrong)
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"expert_capacity": 0}, "expert_capacity=0: expected None or a positive factor"),
+        ({"expert_capacity": True}, "expert_capacity=True: expected None or a positive factor"),
+        ({"ep": 2, "compile": True}, "ep=2 does not go with compile=True"),
+        ({"ep": 2, "strategy": "data_parallel"}, "ep=2 does not go with strategy 'data_parallel'"),
+        ({"ep": 2, "reshard_after_forward": 2}, "ep=2 does not go with reshard_after_forward=2"),
+        ({"ep": 2, "tp": 2, "sequence_parallel": True}, "ep=2 does not go with sequence_parallel=True"),
+        ({"expert_capacity": 1.25, "compile": True}, "expert_capacity=1.25 does not go with compile=True"),
+        ({"expert_capacity": 1.25, "cp": 2}, "expert_capacity=1.25 with cp=2: an expert would take other tokens"),
+    ],
+)
+def test_what_does_not_go_with_experts_is_refused(options: dict, message: str) -> None:
+    with pytest.raises(PlanError, match=re.escape(message)):
+        ParallelPlan(**options)
