@@ -22,7 +22,8 @@ CASES: dict[str, tuple[dict, dict]] = {
     "recomputed": ({}, {"activation_checkpointing": "full"}),
     "by positions": ({}, {"sequence_parallel": True}),
     "by positions, recomputed": ({"bias": False}, {"sequence_parallel": True, "activation_checkpointing": "full"}),
-    "experts": ({"num_experts": 2}, {"strategy": "ddp"}),
+    "experts": ({"num_experts": 3}, {"strategy": "ddp"}),
+    "experts, recomputed": ({"num_experts": 3, "bias": False}, {"activation_checkpointing": "full"}),
 }
 
 
@@ -70,10 +71,10 @@ def test_what_a_step_sends_is_what_its_shape_predicts(recorded, name):
             size=2,
             rank=rank % 2,
             item_bytes=2 if name == "16 bit" else 4,
-            num_experts=2 if name == "experts" else 0,
+            num_experts=3 if "experts" in name else 0,
             is_recomputed="recomputed" in name,
             divides_sequence="positions" in name,
-            has_bias=name != "by positions, recomputed",
+            has_bias=CASES[name][0].get("bias", True),
         )
         assert [event for event in events if event[3] == "tp"] == [tuple(event) for event in step.trace()]
         assert [event for event in events if event[3] != "tp"] == others

@@ -19,6 +19,7 @@ from shardwise.fsdp.state import HeldValues
 from shardwise.spec.errors import PlanError
 from shardwise.spec.slice import slice_of
 from shardwise.tensor.apply import take
+from shardwise.tensor.cut import find_cuts
 from shardwise.testing import run_on_ranks
 
 STEPS = 5
@@ -285,6 +286,14 @@ def refusals() -> list[str]:
         (nn.Sequential(nn.Linear(4, 4)), sw.ParallelPlan(tp=2, tp_plan={"0": "colwise"}, sequence_parallel=True)),
         (nn.Sequential(nn.LayerNorm(4)), sw.ParallelPlan(tp=2, tp_plan={"0": "colwise"})),
         (sw.models.gpt("gpt-nano"), sw.ParallelPlan(tp=2, tp_plan={"lm_head": "replicate", "loss": "replicate"})),
+        (
+            sw.models.gpt("gpt-nano"),
+            sw.ParallelPlan(
+                tp=2,
+                sequence_parallel=True,
+                tp_plan={"blocks.*.mlp.up": "replicate", "blocks.*.mlp.down": "replicate"},
+            ),
+        ),
     ):
         with pytest.raises(PlanError) as caught:
             sw.parallelize(model, plan)
@@ -294,12 +303,28 @@ def refusals() -> list[str]:
 
 
 def test_what_cannot_be_cut_is_refused_before_any_rank_is_met():
-    heads, width, unknown, unmatched, divided, kind, tied = refusals()
+    heads, width, unknown, unmatched, divided, kind, tied, whole = refusals()
     assert "'blocks.0.attention' (divide:num_heads) with tp=2: num_heads=1 is not divisible: 1 / 2 = 0.5" in heads
-    assert "'blocks.0.mlp.up' (colwise) with tp=2: a dimension of 31 cannot be divided evenly over 2 ranks" in width
+    assert (
+        "'blocks.0.mlp.up' (colwise) with tp=2: a dimension of 31 cannot be divided evenly over 2 ranks: 31 / 2 = 15.5"
+        in width
+    )
+    assert "Use a degree that divides it: 1, 31" in width
     assert "no styles are known for Sequential" in unknown
     assert "tp_plan={pattern: style}" in unknown
     assert "'1' matches nothing in Sequential" in unmatched
     assert "sequence_parallel=True is not known for Sequential, only for our GPT" in divided
     assert "a LayerNorm is not a linear layer" in kind
     assert "'lm_head.weight' is tied to 'token_embedding.weight'" in tied
+    assert "divides the positions that 'blocks.0.mlp.up.weight' is used for, but it is left whole" in whole
+
+
+@pytest.mark.parametrize("size", [2, 4])
+def test_a_vocabulary_that_no_degree_divides_is_cut_as_evenly_as_can_be(size):
+    with torch.device("meta"):
+        model = sw.models.gpt("gpt-nano", num_heads=4, vocab_size=50257, tied=True)
+    held = [find_cuts(model, None, size, rank).slices[id(model.lm_head.weight)] for rank in range(size)]
+    edges = [cut.ranges[0] for part in held for cut in part.cuts]
+    assert [start for start, _ in edges] == [0, *(stop for _, stop in edges[:-1])]
+    assert edges[-1][1] == 50257
+    assert {stop - start for start, stop in edges} == {50257 // size, 50257 // size + 1}

@@ -117,9 +117,12 @@ def even_ranges(size: int, parts: int, part: int, *, blocks: int = 1) -> tuple[t
         PlanError: It does not come out even.
     """
     if size % (blocks * parts):
-        shown = f"{blocks} x {size // blocks}" if blocks > 1 and size % blocks == 0 else str(size)
+        each = size // blocks if size % blocks == 0 else size
+        shown = f"{blocks} x {each}" if blocks > 1 and size % blocks == 0 else str(size)
+        divisors = ", ".join(str(degree) for degree in range(1, min(each, 64) + 1) if each % degree == 0)
         raise PlanError(
-            f"a dimension of {shown} cannot be divided evenly over {parts} ranks.\n  Use a degree that divides it."
+            f"a dimension of {shown} cannot be divided evenly over {parts} ranks: {each} / {parts} ="
+            f" {each / parts:.4g}.\n  Use a degree that divides it: {divisors}."
         )
     block, width = size // blocks, size // (blocks * parts)
     return tuple((index * block + part * width, index * block + (part + 1) * width) for index in range(blocks))

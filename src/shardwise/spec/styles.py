@@ -15,6 +15,7 @@ style                               of a module or parameter at a pattern
 ``embedding_heads``                 embedding of one number per head, its features divided; its output stays divided
 ``replicated_with_grad_allreduce``  of a module whose parameters are used with each rank's part: gradients are added up
 ``moe_tp_experts``                  experts whose stacked weights are divided: gets all inputs, adds up the outputs
+``mixture``                         our mixture of experts, whose experts are cut: adds up what all of them give at once
 ``vocabulary_head``                 as ``colwise_gather_output``, but where the model gets labels no rank has all logits
 ``colwise_vocabulary``              output projection, its ids divided as evenly as can be; its output stays divided
 ``vocabulary_loss:NAME``            loss of our GPT, of the output projection that is called so beside it
@@ -54,6 +55,7 @@ STYLES = {
     "embedding_heads": "",
     "replicated_with_grad_allreduce": "",
     "moe_tp_experts": "",
+    "mixture": "",
     "vocabulary_head": "",
     "dropout_features": "",
     "sequence_begin": "",
@@ -93,6 +95,7 @@ TABLES: dict[str, dict[str, str]] = {
         "lm_head": "colwise_vocabulary",
         "loss": "vocabulary_loss:lm_head",
     },
+    "shardwise.models.transformer.MixtureOfExperts": {"": "mixture"},
     "transformers.models.gpt2.modeling_gpt2.GPT2Block": {
         "attn": "divide:num_heads,split_size",
         "attn.c_attn": "packed_colwise:3",

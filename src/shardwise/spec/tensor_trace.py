@@ -3,7 +3,8 @@
 Of every block, forward adds up what attention and feed-forward give, and backward the gradients of what they were
 given: four all-reduces of batch x sequence x hidden elements (Narayanan et al., SC'21, section 3.2). Around the blocks
 there are two more, of the embedding's output and of the gradient before the output projection, and the loss gathers
-three numbers for each position.
+three numbers for each position. A mixture of experts adds up once, as a feed-forward does, and in backward the
+gradients of each token's weights besides.
 
 Under sequence parallelism each of the four is a reduce-scatter on the one side and an all-gather on the other, which
 send the same together, and gradients of norms and of biases that are added after a sum are added up by themselves.
@@ -101,17 +102,18 @@ class TensorStep:
     def _forward(self, block: str) -> Iterator[Collective]:
         yield from self._given(f"{block}.attention.qkv", is_backward=False)
         yield self._summed(f"{block}.attention.out")
-        for mlp in self._feed_forwards(block):
-            yield from self._given(f"{mlp}.up", is_backward=False)
-            yield self._summed(f"{mlp}.down")
+        first, last = self._feed_forward(block)
+        yield from self._given(first, is_backward=False)
+        yield self._summed(last)
 
     def _backward(self, block: str) -> Iterator[Collective]:
-        mlps = self._feed_forwards(block)
-        for mlp in reversed(mlps):
-            yield from self._spread(f"{mlp}.down")
-            if self.is_recomputed and mlp == mlps[-1]:  # backward now needs a tensor of the block for the first time
-                yield from list(self._forward(block))[:-1]
-            yield from self._given(f"{mlp}.up", is_backward=True)
+        first, last = self._feed_forward(block)
+        yield from self._spread(last)
+        if self.is_recomputed:  # backward now needs a tensor of the block for the first time
+            yield from list(self._forward(block))[:-1]
+        if self.num_experts:  # of each token's weights
+            yield self._sum(first, self.num_tokens * self.num_experts)
+        yield from self._given(first, is_backward=True)
         yield from self._norm(f"{block}.mlp_norm")
         yield from self._spread(f"{block}.attention.out")
         yield from self._given(f"{block}.attention.qkv", is_backward=True)
@@ -140,8 +142,9 @@ class TensorStep:
             for _ in range(1 + self.has_bias):
                 yield self._sum(unit, self.hidden)
 
-    def _feed_forwards(self, block: str) -> list[str]:
-        return [f"{block}.mlp.experts.{index}" for index in range(self.num_experts)] or [f"{block}.mlp"]
+    def _feed_forward(self, block: str) -> tuple[str, str]:
+        """The modules that its first and its last collective are for."""
+        return (f"{block}.mlp", f"{block}.mlp") if self.num_experts else (f"{block}.mlp.up", f"{block}.mlp.down")
 
     def _sum(self, unit: str, numel: int | None = None) -> Collective:
         numel = self.num_tokens * self.hidden if numel is None else numel

@@ -13,6 +13,7 @@ from shardwise.spec.slice import Slice, set_slice
 from shardwise.tensor.cut import Cuts
 from shardwise.tensor.layer import Column, CopiedColumn, Layer, Row, SharedInput
 from shardwise.tensor.loss import CausalLoss, VocabularyHead, has_loss, loss_of
+from shardwise.tensor.mixture import Mixture
 from shardwise.tensor.pairs import gather_seq, share
 from shardwise.tensor.sequence import divide_sequence
 
@@ -32,7 +33,7 @@ def apply_cuts(model: nn.Module, cuts: Cuts, comm: Comm) -> None:
             CausalLoss(layer, loss_of(parent)).install(parent)
         if isinstance(layer, Column):
             layer.way = replace(layer.way, divides_sequence=cuts.divides_sequence(path))
-        if isinstance(layer, Row):
+        if isinstance(layer, Row | Mixture):
             layer.divides_sequence = cuts.divides_sequence(path)
         layer.install()
     _share_inputs(model, layers, cuts)

@@ -25,6 +25,7 @@ from shardwise.tensor.layer import (
 )
 from shardwise.tensor.linear import is_transposed
 from shardwise.tensor.loss import GPTLoss, VocabularyHead, has_loss
+from shardwise.tensor.mixture import Mixture
 
 #: Makes what stands in for a module's forward.
 Stand = Callable[[nn.Module, str, Comm], Layer]
@@ -127,6 +128,7 @@ def find_cuts(
             "  Pass tp_plan={pattern: style} with patterns of its modules, or set tp=1."
         )
     _check_ties(model, cuts)
+    _check_positions(model, cuts)
     return cuts
 
 
@@ -212,6 +214,22 @@ def _check_ties(model: nn.Module, cuts: Cuts) -> None:
                     f"tensor parallelism: {_join(path, attribute)!r} is tied to {next(iter(uses.values()))!r}, which is"
                     f" cut, but has no style of its own.\n"
                     f"  Give {path!r} a style that cuts it alike, or leave both out (tp_plan)."
+                )
+
+
+def _check_positions(model: nn.Module, cuts: Cuts) -> None:
+    """Where positions are divided, gradients of parameters that are not cut are partial: somebody must add them up."""
+    for path, module in model.named_modules():
+        if not cuts.divides_sequence(path):
+            continue
+        stand = cuts.stands.get(path)
+        kind = stand.func if isinstance(stand, partial) else stand
+        for attribute, parameter in module.named_parameters(recurse=False):
+            if id(parameter) not in cuts.slices and kind not in {SharedParameters, Row}:
+                raise PlanError(
+                    f"tensor parallelism: sequence_parallel=True divides the positions that {_join(path, attribute)!r}"
+                    " is used for, but it is left whole (tp_plan).\n"
+                    "  Give it a style that cuts it, or set sequence_parallel=False."
                 )
 
 
@@ -325,6 +343,10 @@ def _replicated_with_grad_allreduce(site: _Site, cuts: Cuts) -> None:
 
 def _moe_tp_experts(site: _Site, cuts: Cuts) -> None:
     cuts.stands[site.path] = Experts
+
+
+def _mixture(site: _Site, cuts: Cuts) -> None:
+    cuts.stands[site.path] = Mixture
 
 
 def _packed_colwise(site: _Site, cuts: Cuts) -> None:
@@ -457,6 +479,7 @@ _RULES: dict[str, Callable[[_Site, Cuts], Any]] = {
     "embedding_heads": _embedding_heads,
     "replicated_with_grad_allreduce": _replicated_with_grad_allreduce,
     "moe_tp_experts": _moe_tp_experts,
+    "mixture": _mixture,
     "colwise_vocabulary": _colwise_vocabulary,
     "vocabulary_loss": _vocabulary_loss,
     "rowwise": _rowwise,

@@ -110,7 +110,10 @@ class Column(Layer):
     Attributes:
         shared: What its input goes through, where other layers read the same.
         way: How it computes and talks.
+        talks: As always, but while another layer does it for this one (``mixture``).
     """
+
+    talks = True
 
     def __init__(self, module: nn.Module, name: str, comm: Comm, *, sizes: Sequence[int] | None = None) -> None:
         super().__init__(module, name, comm)
@@ -121,6 +124,8 @@ class Column(Layer):
     def __call__(self, x: Tensor) -> Tensor:
         """(..., inputs), replicated, to (..., this rank's features), or all where it gathers."""
         module = self.module
+        if not self.talks:
+            return self.way.forward(x, module.weight, module.bias)
         if self.shared is None:
             y = column_linear(x, module.weight, module.bias, self.way)
         else:
@@ -195,9 +200,11 @@ class Row(Layer):
 
     Attributes:
         divides_sequence: The outputs are this rank's positions of the sum.
+        talks: As always, but while another layer adds up, and adds the bias (``mixture``).
     """
 
     divides_sequence = False
+    talks = True
 
     def __init__(self, module: nn.Module, name: str, comm: Comm, *, sizes: Sequence[int] | None = None) -> None:
         super().__init__(module, name, comm)
@@ -209,8 +216,11 @@ class Row(Layer):
         module = self.module
         if self._sizes is not None:
             x = own_last(x, self._sizes, self.comm, self.name)
+        partial = self._linear(x, module.weight, None)
+        if not self.talks:
+            return partial
         add_up_all = scatter_seq if self.divides_sequence else add_up
-        return add_up_all(self._linear(x, module.weight, None), self.comm, self.name, module.bias)
+        return add_up_all(partial, self.comm, self.name, module.bias)
 
 
 class VocabularyEmbedding(Layer):
