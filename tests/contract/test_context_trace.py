@@ -68,11 +68,10 @@ def test_what_a_step_sends_is_what_its_shape_predicts(recorded, name):
         assert [event for event in events if event[3] not in {"cp", "tp"}] == others
 
 
-@pytest.mark.parametrize("name", ["two", "16 bit", "recomputed"])
-def test_a_dry_run_sends_the_same(recorded, name):
-    for rank in (0, 3):
-        dry = sw.dry_run(build, sw.ParallelPlan(**CASES[name][0]), world_size=4, rank=rank, batch=tokens())
-        assert [(e.kind, e.unit, e.sent_bytes, e.axis) for e in dry.events] == recorded[rank][name][0]
+@pytest.mark.parametrize(("name", "rank"), [("16 bit", 0), ("recomputed", 3)])
+def test_a_dry_run_sends_the_same(recorded, name, rank):
+    dry = sw.dry_run(build, sw.ParallelPlan(**CASES[name][0]), world_size=4, rank=rank, batch=tokens())
+    assert [(e.kind, e.unit, e.sent_bytes, e.axis) for e in dry.events] == recorded[rank][name][0]
 
 
 STAGES = sw.ParallelPlan(cp=2, pp=2)
@@ -88,7 +87,8 @@ def record_stages() -> list[tuple]:
 
 def test_stages_send_what_a_dry_run_shows_for_each_microbatch():
     one = tuple(ids[:1] for ids in tokens())
-    for rank, events in enumerate(run_on_ranks(record_stages, 4)):
+    ranks = run_on_ranks(record_stages, 4)
+    for rank, events in ((0, ranks[0]), (3, ranks[3])):
         dry = sw.dry_run(build, STAGES, world_size=4, rank=rank, batch=one, num_microbatches=BATCH)
         assert [(e.kind, e.unit, e.sent_bytes, e.axis) for e in dry.events if e.axis == "cp"] == events
         step = ContextStep(LAYERS, HIDDEN, 1, SEQ, size=2, rank=rank % 2)

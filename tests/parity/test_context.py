@@ -15,6 +15,8 @@ from shardwise.context.split import Division
 from shardwise.fsdp.attach import runtime_of
 from shardwise.fsdp.clip import grad_norm
 from shardwise.fsdp.state import HeldValues
+from shardwise.spec.slice import slice_of
+from shardwise.tensor.apply import take
 from shardwise.testing import run_on_ranks
 from tests.parity.test_tensor import (
     SEQ,
@@ -126,19 +128,31 @@ def in_stages(cases: tuple[Case, ...]) -> list[tuple[float, float, float]]:
             optimizer.step()
             optimizer.zero_grad()
         whole, errors = dict(plain.named_parameters()), [0.0]
+        marks = {name: slice_of(parameter) for name, parameter in model.named_parameters()}
         for extent, values in HeldValues(model).extents:
-            local = whole[extent.name].detach().reshape(-1)[extent.start : extent.start + values.numel()]
+            mark, expected = marks[extent.name], whole[extent.name].detach()
+            local = (expected if mark is None else take(expected, mark)).reshape(-1)[extent.start :][: values.numel()]
             errors += [(local - values).abs().max().item()] if values.numel() else []
         found.append((*worst, max(errors)))
     return found
 
 
-def test_stages_of_divided_sequences_equal_one_process():
-    cases = (
-        divided(2, ("pp", 2), num_microbatches=2),
-        divided(2, ("pp", 2), ("pipeline", "zb-h1"), RECOMPUTED, strategy="zero1", num_microbatches=4),
-    )
-    for results in run_on_ranks(in_stages, 4, cases):
+def check_stages(world: int, *cases: Case) -> None:
+    for results in run_on_ranks(in_stages, world, cases, timeout_s=250):
         for loss, norm, parameter in results:
             assert max(loss, norm) < TOLERANCES[torch.float64][0]
             assert parameter < TOLERANCES[torch.float64][1]
+
+
+def test_stages_of_divided_sequences_equal_one_process():
+    check_stages(
+        4,
+        divided(2, ("pp", 2), num_microbatches=2),
+        divided(2, ("pp", 2), ("pipeline", "zb-h1"), RECOMPUTED, strategy="zero1", num_microbatches=4),
+    )
+
+
+@pytest.mark.long
+def test_all_axes_together_equal_one_process():
+    check_stages(8, divided(2, ("pp", 2), tp=2, num_microbatches=2), divided(4, ("pp", 2), num_microbatches=2))
+    check(8, divided(tp=2, num_microbatches=2, max_norm=0.3), divided(2, RECOMPUTED, tp=2, dtype=torch.float32))

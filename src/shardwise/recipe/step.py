@@ -42,8 +42,8 @@ def train_step(
 
     Collective:
         Those of forward and backward, and one all-reduce of a float64 for the loss. All ranks must call. With ``pp``
-        also the messages of its schedule, and a second all-reduce of two float64; the ranks of a pipeline must have
-        the same batch.
+        also the messages of its schedule, and a second all-reduce of two float64. Ranks that differ on ``pp``, ``cp``
+        or ``tp`` only must have the same batch.
 
     Raises:
         StateError: The batch cannot be split, or there is no scalar loss.
