@@ -20,7 +20,7 @@ import sys
 import threading
 import weakref
 from collections import deque
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -106,6 +106,7 @@ class Runtime:
         self.epoch = 0
         self.is_window_open = False  # microbatches are being accumulated: parameters have not changed
         self.window: Window | None = None  # the step of a pipeline that is under way
+        self.share_state: Callable[[], object] | None = None  # gives all stages what only one of them has
         self.is_in_backward = False
         self.had_sums = False  # sums of earlier microbatches were waiting when this backward began ...
         self._has_waited = False  # ... or when any did
@@ -496,10 +497,12 @@ class Runtime:
         """Have the model's buffers equal over the ranks now, not only at the next forward.
 
         Collective:
-            As :meth:`BufferSync.sync`, if one is due. All ranks must call.
+            As :meth:`BufferSync.sync`, if one is due, and of :attr:`share_state`. All ranks must call.
         """
         if self.buffers is not None and self.buffers.is_due:
             self.buffers.sync()
+        if self.share_state is not None:
+            self.share_state()
 
     def unshard_now(self, unit: Unit) -> None:
         """Gather a unit by hand; its module then holds the whole parameters until :meth:`reshard_now`.

@@ -61,24 +61,30 @@ class Element:
         return self.numel > 0
 
 
-def find_elements(model: nn.Module, blocks: Collection[str]) -> list[Element]:
+def find_elements(model: nn.Module, blocks: Collection[str], starts: Collection[str] = ()) -> list[Element]:
     """The elements of ``model`` in the order of registration.
 
     Args:
-        model: Whole.
+        model: Whole. The modules of one that is a ``Sequential`` itself are a chain.
         blocks: Names of the members of its chains; of those inside one another the outermost count.
+        starts: Names of modules with which stages are to begin: elements, whatever they are members of.
 
     Raises:
         PlanError: There are no blocks.
     """
-    outermost = [name for name in blocks if not any(name.startswith(f"{other}.") for other in blocks)]
+    modules = dict(model.named_modules(remove_duplicate=False))
+    found_blocks = {*blocks, *(name for name in starts if name and name in modules and _is_called(modules[name]))}
+    if not found_blocks and isinstance(model, nn.Sequential):
+        found_blocks = set(model._modules)  # noqa: SLF001 - names, in every form of Sequential
+    outermost = {name for name in found_blocks if not any(name.startswith(f"{other}.") for other in found_blocks)}
     if not outermost:
         raise PlanError(
             f"{type(model).__name__} has no chain of blocks that could be divided into pipeline stages.\n"
-            "  Put its blocks into a ModuleList or Sequential, or set pp=1."
+            "  Put its blocks into a ModuleList, make the model a Sequential, or name the modules with which stages"
+            " begin: PipelinePolicy(first_of_stage=...); or set pp=1."
         )
     found: dict[int, Element] = {}
-    for path, module in _called(model, set(outermost)):
+    for path, module in _called(model, outermost):
         known = found.get(id(module))
         if known is None:
             known = found[id(module)] = Element([], module, is_block=path in outermost)
@@ -92,16 +98,20 @@ def _called(model: nn.Module, blocks: Collection[str]) -> Iterator[tuple[str, nn
         if inside and path.startswith(f"{inside}."):
             continue
         holds_blocks = path == "" or any(block.startswith(f"{path}.") for block in blocks)
-        is_called = type(module).forward is not nn.Module.forward
-        if path in blocks or (is_called and not holds_blocks):
+        if path in blocks or (_is_called(module) and not holds_blocks):
             inside = path
             yield path, module
+
+
+def _is_called(module: nn.Module) -> bool:
+    return type(module).forward is not nn.Module.forward
 
 
 def sketch(model: nn.Module, elements: Iterable[Element]) -> nn.Module:
     """A copy of ``model`` on which shapes can be found: what elements hold takes no memory, it is on ``meta``.
 
-    Everything else is the model's own, but for parameters outside of all elements, which are zeros.
+    Everything else is a copy too, as a forward may write to buffers, but for parameters outside of all elements, which
+    are zeros.
 
     Raises:
         StateError: The model cannot be copied.
@@ -111,7 +121,7 @@ def sketch(model: nn.Module, elements: Iterable[Element]) -> nn.Module:
         for tensor in _tensors_of(element.module) if element.has_parameters else ():
             memo.setdefault(id(tensor), _on_meta(tensor))
     for tensor in _tensors_of(model):
-        memo.setdefault(id(tensor), _as_zeros(tensor) if isinstance(tensor, nn.Parameter) else tensor)
+        memo.setdefault(id(tensor), _as_zeros(tensor) if isinstance(tensor, nn.Parameter) else tensor.detach().clone())
     try:
         copied = copy.deepcopy(model, memo)
     except Exception as error:

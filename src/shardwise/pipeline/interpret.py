@@ -7,6 +7,7 @@ preceded by a header that tells the receiver shapes and dtypes.
 
 from __future__ import annotations
 
+import contextlib
 import time
 from collections import deque
 from collections.abc import Callable, Hashable, Sequence
@@ -18,6 +19,7 @@ from torch import Tensor
 
 from shardwise.comm.base import Comm, Handle
 from shardwise.comm.dtype import dtype_name, torch_dtype
+from shardwise.pipeline.draws import Draws
 from shardwise.pipeline.stage import Stages
 from shardwise.pipeline.trace import Flow, Source
 from shardwise.pipeline.weight_gradient import Deferral, WeightGradients
@@ -164,6 +166,7 @@ class _Step:
         self._flow = job.flow
         self._key = job.key
         self.losses: dict[int, Tensor] = {}
+        self._draws = Draws(interpreter.stages.device) if torch.is_grad_enabled() or interpreter.stages.trains else None
         self._tapes: dict[tuple[int, int], Tape] = {}
         self._received: dict[tuple[int, int], list[tuple[Handle, Tensor]]] = {}
         self._gradients: dict[tuple[int, int], list[tuple[Handle, Tensor]]] = {}
@@ -216,7 +219,8 @@ class _Step:
         weights = WeightGradients() if self._schedule.is_split else None
         forward = self._job.loss if is_last else self._job.call
         self._job.enter(stage)
-        with self._its.deferral.to(weights):
+        draws = self._draws.of(stage, microbatch) if self._draws is not None else contextlib.nullcontext()
+        with draws, self._its.deferral.to(weights):
             made = self._its.stages.run(stage, self._flow, received, lambda: forward(part))
         if is_last:
             self.losses[microbatch] = made

@@ -20,7 +20,7 @@ from shardwise.comm.base import Comm
 from shardwise.comm.control import agree, all_gather_json
 from shardwise.pipeline.element import Element, own_forward
 from shardwise.pipeline.split import StandIn
-from shardwise.pipeline.trace import Flow, Leaf, Source, Tracer, shape_key, zeros
+from shardwise.pipeline.trace import Flow, Leaf, Source, Tracer, inside_of_blocks, shape_key, zeros
 from shardwise.spec.errors import RankDisagreement, StateError
 
 
@@ -51,6 +51,7 @@ class Stages:
         self.elements = elements
         self._comm = comm
         self._flows: dict[Hashable, Flow] = {}
+        self.keepers: dict[str, int] = {}  # which stage has the state of an element that every stage holds
         self._tracer: Tracer | None = None
         self._pass: _Pass | None = None
         self._sketch = sketch
@@ -66,6 +67,12 @@ class Stages:
             for module in (element.module, element.sketch):
                 module.__dict__["forward"] = _ElementForward(me, index, module)
         model.__dict__["forward"] = _RootForward(self, model)
+
+    @property
+    def trains(self) -> bool:
+        """The model is in training mode."""
+        model = self._model()
+        return model is not None and model.training
 
     def flow(self, batch: Any, call: Callable[[nn.Module, Any], Any]) -> tuple[Hashable, Flow]:
         """What goes from stage to stage for batches of this shape.
@@ -96,12 +103,24 @@ class Stages:
                     "  Give the same batch to every rank of a pipeline, and build the same model."
                 )
             self._flows[key] = flow
+            self.keepers.update(flow.keepers)
         return key, self._flows[key]
 
     def _trace(self, batch: Any, call: Callable[[nn.Module, Any], Any]) -> Flow:
+        try:
+            return self._traced(batch, call, writes_in_place=False)
+        except RuntimeError:  # what takes no memory cannot be written to, which torch says in several ways
+            try:
+                return self._traced(batch, call, writes_in_place=True)
+            except NotImplementedError as error:
+                if "meta tensor" in str(error):
+                    raise inside_of_blocks() from error
+                raise
+
+    def _traced(self, batch: Any, call: Callable[[nn.Module, Any], Any], *, writes_in_place: bool) -> Flow:
         devices = [] if self.device.type != "cuda" else [self.device]
         with torch.random.fork_rng(devices=devices), torch.enable_grad():
-            self._tracer = Tracer(self.device)
+            self._tracer = Tracer(self.device, writes_in_place=writes_in_place)
             try:
                 output = call(self._sketch, batch)
                 return self._tracer.finish(output, self.num_stages)
@@ -181,13 +200,14 @@ class _Pass:
             return element.forward(*args, **kwargs)
         if call.stage == self._stage:
             return element.forward(*args, **kwargs)
-        received = self._received
+        received, flow = self._received, self._flow
 
         def give(place: int, leaf: Leaf) -> Any:
-            if (number, place) in received:
-                return received[number, place]
             assert leaf.dtype is not None
-            return zeros(leaf.shape, leaf.dtype, device)
+            given = received.get((number, place))
+            if given is None:
+                given = zeros(leaf.shape, leaf.dtype, device)
+            return given.clone(memory_format=torch.contiguous_format) if flow.writes_in_place else given
 
         return call.give(tree_flatten((args, kwargs))[0], give)
 
@@ -208,8 +228,10 @@ class _Pass:
         wanted = [source for source in self._flow.crossing[self._stage] if source[0] == number]
         if wanted:
             leaves = tree_flatten(output)[0]
+            goes_on = self._flow.writes_in_place and number != self._flow.last_call[self._stage]
             for source in wanted:
-                self._made[source] = leaves[source[1]]
+                leaf = leaves[source[1]]
+                self._made[source] = leaf.clone() if goes_on else leaf
 
     def handed_on(self) -> tuple[Tensor, ...]:
         every = {**self._received, **self._made}

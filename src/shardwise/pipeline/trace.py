@@ -7,13 +7,15 @@ a value was computed. All ranks trace the same model, and find the same.
 
 from __future__ import annotations
 
+import contextlib
+import copy
 import hashlib
 from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, fields, is_dataclass
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.utils._pytree import TreeSpec, tree_flatten, tree_unflatten
 
 from shardwise.pipeline.element import Element
@@ -50,6 +52,7 @@ class Call:
         leaves: What it returns; ``None`` for one that is run on every stage, because it depends on the batch alone.
         spec: Of the nest in which the leaves lie.
         stage: Which computes it.
+        keeps_state: It writes to buffers of an element that every stage has.
     """
 
     element: Element
@@ -57,6 +60,7 @@ class Call:
     leaves: list[Leaf] | None = None
     spec: TreeSpec | None = None
     stage: int = 0
+    keeps_state: bool = False
 
     def give(self, arguments: Sequence[Any], make: Callable[[int, Leaf], Any]) -> Any:
         """What it returns, new tensors being those that ``make`` gives."""
@@ -80,11 +84,18 @@ class Flow:
         crossing: For each stage but the last what it hands to the next one, in order: what it made, and what it was
             handed and later stages need.
         last_call: The number of each stage's last call.
+        writes_in_place: The model writes to what elements return or take: it needs memory of its own.
     """
 
     calls: list[Call]
     crossing: list[tuple[Source, ...]] = field(default_factory=list)
     last_call: list[int] = field(default_factory=list)
+    writes_in_place: bool = False
+
+    @property
+    def keepers(self) -> dict[str, int]:
+        """The stage that computes each element that writes to buffers and that every stage has, by name."""
+        return {call.element.name: call.stage for call in self.calls if call.keeps_state}
 
     def leaf(self, source: Source) -> Leaf:
         """Shape and dtype of what crosses, as the trace has it."""
@@ -101,10 +112,16 @@ class Flow:
 
 
 class Tracer:
-    """Follows one forward of the model's sketch, whose elements are to send their calls to :meth:`call`."""
+    """Follows one forward of the model's sketch, whose elements are to send their calls to :meth:`call`.
 
-    def __init__(self, device: torch.device) -> None:
+    Args:
+        device: Where activations are.
+        writes_in_place: Give what can be written to. It takes the memory of all activations.
+    """
+
+    def __init__(self, device: torch.device, *, writes_in_place: bool = False) -> None:
         self._device = device
+        self._writes_in_place = writes_in_place
         self._calls: list[Call] = []
         self._sources: dict[int, Source] = {}  # of placeholders, by id
         self._held: list[Tensor] = []  # so that no id is used again
@@ -114,10 +131,14 @@ class Tracer:
         arguments, spec = tree_flatten((args, dict(kwargs)))
         call = Call(element, frozenset(self._reached(arguments)))
         if not element.has_parameters:
+            assert element.sketch is not None
+            state, versions = _state_of(element.sketch), _versions(arguments)
             output = element.sketched(*args, **kwargs)
+            call.keeps_state = _state_of(element.sketch) != state
             leaves, _ = tree_flatten(output)
-            if not self._reached(leaves):
-                self._calls.append(call)  # it depends on the batch alone
+            # It depends on the batch alone, or changes what others hold on to: every stage runs it.
+            if _versions(arguments) != versions or not (call.keeps_state or self._reached(leaves)):
+                self._calls.append(call)
                 return output
         else:
             output = self._sketched(element, arguments, spec)
@@ -134,8 +155,11 @@ class Tracer:
         Raises:
             PlanError: The elements cannot be run stage by stage.
         """
-        flow = Flow(self._calls)
-        final = frozenset(self._reached(list(_tensors(output))))
+        tensors = list(_tensors(output))
+        if self._device.type != "meta" and any(tensor.is_meta for tensor in tensors):
+            raise inside_of_blocks()
+        flow = Flow(self._calls, writes_in_place=self._writes_in_place)
+        final = frozenset(self._reached(tensors))
         _settle(flow.calls)
         _check(flow.calls, num_stages)
         flow.crossing, flow.last_call = _crossing(flow.calls, final, num_stages)
@@ -143,27 +167,42 @@ class Tracer:
 
     def _sketched(self, element: Element, arguments: Sequence[Any], spec: TreeSpec) -> Any:
         """What the element's sketch returns, where arguments that it hands through are the arguments themselves."""
-        on_meta = [a.detach().to("meta") if isinstance(a, Tensor) else a for a in arguments]
-        args, kwargs = tree_unflatten(on_meta, spec)
-        given = {id(meta): real for meta, real in zip(on_meta, arguments, strict=True) if isinstance(meta, Tensor)}
+        others = [a if isinstance(a, Tensor) else _copied(a) for a in arguments]
+        given = [a.detach().to("meta") if isinstance(a, Tensor) else a for a in arguments]
+        before = _versions(given)
         try:
-            with torch.no_grad():
-                leaves, out_spec = tree_flatten(element.sketched(*args, **kwargs))
-        except Exception as error:
-            raise PlanError(
-                f"the shapes of what {element.name!r} returns could not be found on the meta device:"
-                f" {type(error).__name__}: {error}\n  A block of a pipeline must not look at values."
-            ) from error
-        return tree_unflatten([given.get(id(leaf), leaf) for leaf in leaves], out_spec)
+            leaves, out_spec = _run(element, given, spec)
+        except Exception as error:  # noqa: BLE001 - whatever it is, values may be what it lacks
+            given = [_real(a) if isinstance(a, Tensor) else b for a, b in zip(arguments, others, strict=True)]
+            before = _versions(given)
+            try:
+                with _filled(element, self._device):
+                    leaves, out_spec = _run(element, given, spec)
+            except Exception as second:
+                raise PlanError(
+                    f"the shapes of what {element.name!r} returns could not be found, neither on the meta device"
+                    f" ({type(error).__name__}: {error}) nor with zeros for weights and activations"
+                    f" ({type(second).__name__}: {second}).\n"
+                    "  Let it return tensors whose shapes follow from those that it takes, or set pp=1."
+                ) from second
+        own = {id(a): argument for a, argument in zip(given, arguments, strict=True) if isinstance(a, Tensor)}
+        if _versions(given) != before:
+            if not self._writes_in_place:
+                raise WritesInPlaceError
+            after = dict(_versions(given))
+            own = {key: argument for key, argument in own.items() if (key, after[key]) in before}
+        return tree_unflatten([own.get(id(leaf), leaf) for leaf in leaves], out_spec)
 
     def _placeholder(self, source: Source, leaf: Leaf) -> Tensor:
         assert leaf.dtype is not None
         made = zeros(leaf.shape, leaf.dtype, self._device)
         if made.dtype.is_floating_point or made.dtype.is_complex:
             made.requires_grad_()
+        elif self._writes_in_place:
+            made = made.contiguous()
         self._sources[id(made)] = source
         self._held.append(made)
-        return made
+        return _real(made, detach=False) if self._writes_in_place and made.requires_grad else made
 
     def _reached(self, values: Iterable[Any]) -> set[Source]:
         """The outputs of elements from which these were computed."""
@@ -187,6 +226,73 @@ class Tracer:
                     seen.add(below)
                     nodes.append(below)
         return found
+
+
+def inside_of_blocks() -> PlanError:
+    """What is said where a model has taken a tensor that lies inside a block, of which there is a sketch only."""
+    return PlanError(
+        "the model's forward uses or returns tensors from inside its blocks that the blocks do not return, such as"
+        " router logits or attention weights: a pipeline stage has only those of its own blocks.\n"
+        "  Switch that off (output_router_logits=False, output_attentions=False), or set pp=1."
+    )
+
+
+class WritesInPlaceError(RuntimeError):
+    """What a tracer gave was to be written to."""
+
+
+def _run(element: Element, arguments: Sequence[Any], spec: TreeSpec) -> tuple[list[Any], TreeSpec]:
+    args, kwargs = tree_unflatten(list(arguments), spec)
+    with torch.no_grad():
+        return tree_flatten(element.sketched(*args, **kwargs))
+
+
+@contextlib.contextmanager
+def _filled(element: Element, device: torch.device) -> Iterator[None]:
+    """Let what the element's sketch holds on ``meta`` be zeros."""
+    assert element.sketch is not None
+    found: dict[int, Tensor] = {}
+    places = []
+    for module in element.sketch.modules():
+        for name, tensor in (
+            *module.named_parameters(recurse=False, remove_duplicate=False),
+            *module.named_buffers(recurse=False, remove_duplicate=False),
+        ):
+            if tensor.is_meta:
+                places.append((module, name, tensor))
+    try:
+        for module, name, tensor in places:
+            if id(tensor) not in found:
+                filled = torch.zeros_like(tensor, device=device)
+                is_parameter = isinstance(tensor, nn.Parameter)
+                found[id(tensor)] = nn.Parameter(filled, requires_grad=False) if is_parameter else filled
+            setattr(module, name, found[id(tensor)])
+        yield
+    finally:
+        for module, name, tensor in places:
+            setattr(module, name, tensor)
+
+
+def _real(tensor: Tensor, *, detach: bool = True) -> Tensor:
+    """A copy with memory of its own."""
+    return (tensor.detach() if detach else tensor).clone(memory_format=torch.contiguous_format)
+
+
+def _copied(value: Any) -> Any:
+    """What the block may write to, such as a cache, as it is now."""
+    try:
+        return value if _is_constant(value) else copy.deepcopy(value)
+    except Exception:  # noqa: BLE001 - it copies itself as it likes
+        return value
+
+
+def _versions(values: Iterable[Any]) -> list[tuple[int, int]]:
+    """How often each tensor among ``values`` has been written to."""
+    return [(id(value), value._version) for value in values if isinstance(value, Tensor)]  # noqa: SLF001
+
+
+def _state_of(module: nn.Module) -> list[tuple[int, int]]:
+    return _versions(module.buffers())
 
 
 def zeros(shape: Sequence[int], dtype: torch.dtype, device: torch.device) -> Tensor:
@@ -241,7 +347,15 @@ def _first_use(number: int, calls: Sequence[Call], users: Sequence[set[int]]) ->
 
 
 def _check(calls: Sequence[Call], num_stages: int) -> None:
+    keepers: dict[str, int] = {}
     for call in calls:
+        if call.keeps_state and keepers.setdefault(call.element.name, call.stage) != call.stage:
+            raise PlanError(
+                f"{call.element.name!r} keeps state in buffers, and is called on pipeline"
+                f" stage {keepers[call.element.name]} and on stage {call.stage} of {num_stages}: each would"
+                " see a part only.\n"
+                "  Make it a module for each place, or set pp=1."
+            )
         for source, _ in call.inputs if call.leaves is not None else ():
             if calls[source].stage > call.stage:
                 raise PlanError(

@@ -6,6 +6,7 @@ import contextlib
 import dataclasses
 import functools
 import time
+import weakref
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
@@ -91,7 +92,7 @@ def find_stages(model: nn.Module, policy: PipelinePolicy, pp: int) -> tuple[list
     Raises:
         PlanError: The model cannot be divided.
     """
-    elements = find_elements(model, find_units(model, "auto"))
+    elements = find_elements(model, find_units(model, "auto"), policy.first_of_stage)
     count = pp * policy.virtual_stages
     assign_stages(elements, count, policy.first_of_stage)
     return elements, count
@@ -164,6 +165,25 @@ class Pipelined(attach.Uncopyable):
         computed = resolve(attach.runtime_of(model, "sw.parallelize").options.policy, device).param_dtype
         self._interpreter.compute_dtype = None if computed is None else torch_dtype(computed)
         model.__dict__[_KEY] = self
+        me = weakref.WeakMethod(self.share_state)
+        attach.runtime_of(model, "sw.parallelize").share_state = lambda: (share := me()) and share()
+
+    def share_state(self) -> None:
+        """Give every stage the buffers that one of them writes to: of running statistics without parameters.
+
+        Collective:
+            A broadcast along ``pp`` of each such buffer. All ranks must call.
+        """
+        assert self._interpreter is not None
+        stages = self._interpreter.stages
+        modules = {element.name: element.module for element in self._elements}
+        for name, stage in sorted(stages.keepers.items()):
+            root = self._usual.ranks[stage]
+            for key, buffer in modules[name].named_buffers():
+                flat = buffer.detach().contiguous().view(-1)
+                self._comm.broadcast(flat, root=root, unit=f"buffer {name}.{key}").wait()
+                if not buffer.is_contiguous():
+                    buffer.data.copy_(flat.view(buffer.shape))
 
     def around(self) -> tuple[Interpreter, Comm, tuple[int, ...]]:
         """What runs the stages, the Comm along ``pp``, and the rank of each stage."""

@@ -23,7 +23,7 @@ def split(model, num_stages, first_of_stage=()):
     models = [copy.deepcopy(model) for _ in range(num_stages)]
     found = []
     for stage, part in enumerate(models):
-        elements = find_elements(part, find_units(part, "auto"))
+        elements = find_elements(part, find_units(part, "auto"), first_of_stage)
         assign_stages(elements, num_stages, first_of_stage)
         copied = sketch(part, elements)
         drop_foreign(part, elements, {stage})
@@ -196,4 +196,155 @@ def test_the_model_cannot_be_called_directly():
 
 def test_a_model_without_blocks_is_refused():
     with pytest.raises(PlanError, match="no chain of blocks"):
-        split(nn.Sequential(nn.Linear(2, 2)), 2)
+        split(nn.ModuleDict({"only": nn.Linear(2, 2)}), 2)
+    with pytest.raises(PlanError, match="no pipeline stage can begin at '7'"):
+        split(layers(), 2, ("7",))
+
+
+def layers():
+    torch.manual_seed(4)
+    return nn.Sequential(*(module for _ in range(3) for module in (nn.Linear(4, 4), nn.ReLU(inplace=True))), Mean())
+
+
+class Mean(nn.Module):
+    def forward(self, x):
+        return x.square().mean()
+
+
+@pytest.mark.parametrize(("num_stages", "first"), [(2, ()), (3, ()), (2, ("2",)), (2, ("4",))])
+def test_a_sequential_of_layers_is_a_chain(num_stages, first):
+    check(layers(), (torch.randn(3, 4),), num_stages, first)
+
+
+class InPlace(Odd):
+    """Sums and activations written to what the blocks return, and a block that writes to what it takes."""
+
+    def __init__(self):
+        super().__init__()
+        self.relu = nn.ReLU(inplace=True)
+        self.blocks = nn.ModuleList(nn.Sequential(nn.Tanh(), nn.Linear(4, 4)) for _ in range(5))
+        self.blocks[3] = Adds()
+
+    def forward(self, x):
+        first = self.blocks[0](x)
+        first += self.scale
+        second = self.blocks[1](first)
+        second *= 2
+        third = self.relu(self.blocks[3](self.blocks[2](second)))
+        return self.blocks[4](third + first).square().mean()
+
+
+class Adds(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.layer = nn.Linear(4, 4)
+
+    def forward(self, x):
+        x = x.mul_(2)
+        x += self.layer(torch.ones_like(x))
+        return x
+
+
+@pytest.mark.parametrize("num_stages", [2, 3, 5])
+def test_what_is_written_in_place_is_what_it_is_in_one_process(num_stages):
+    check(InPlace(), (torch.randn(3, 4),), num_stages)
+
+
+class Counts(nn.Module):
+    """Running statistics without parameters."""
+
+    def __init__(self):
+        super().__init__()
+        self.register_buffer("mean", torch.zeros(4))
+        self.register_buffer("seen", torch.zeros((), dtype=torch.int64))
+
+    def forward(self, x):
+        if self.training:
+            with torch.no_grad():
+                self.mean.lerp_(x.mean(0), 0.25)
+                self.seen += 1
+        return x - self.mean
+
+
+class Stateful(Odd):
+    def __init__(self):
+        super().__init__()
+        self.first, self.last = Counts(), Counts()
+        self.register_buffer("calls", torch.zeros(()))
+
+    def forward(self, x):
+        self.calls += 1
+        x = self.first(x)
+        for block in self.blocks:
+            x = block(x)
+        return self.last(x).square().mean()
+
+
+def test_finding_shapes_leaves_buffers_alone():
+    model = Stateful()
+    parts = check(copy.deepcopy(model), (batch := torch.randn(3, 4),), 3)
+    model(batch)
+    for stage, (part, stages) in enumerate(parts):
+        assert stages.keepers == {"first": 0, "last": 2}
+        assert part.calls == 1
+        for name, where in stages.keepers.items():
+            ours, plain = getattr(part, name), getattr(model, name)
+            assert ours.seen == (where == stage)
+            assert torch.equal(ours.mean, plain.mean if where == stage else torch.zeros(4))
+
+
+def test_state_in_two_places_is_refused():
+    class Twice(Stateful):
+        def forward(self, x):
+            return self.last(self.blocks[4](self.last(self.blocks[0](x)))).sum()
+
+    for _, stages in split(Twice(), 2):
+        with pytest.raises(PlanError, match="'last' keeps state in buffers, and is called on pipeline stage 0 and on"):
+            stages.flow((torch.randn(3, 4),), call)
+
+
+class Shows(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.layer = nn.Linear(4, 4)
+
+    def forward(self, x):
+        self.inside = self.layer(x)
+        return self.inside.tanh()
+
+
+class Routed(nn.Module):
+    """Looks at values, of which there are none on the meta device."""
+
+    def __init__(self):
+        super().__init__()
+        self.router, self.expert = nn.Linear(4, 2), nn.Linear(4, 4)
+
+    def forward(self, x):
+        rows = (self.router(x)[:, 0] >= 0).nonzero().flatten()
+        return x.index_add(0, rows, self.expert(x[rows]))
+
+
+def test_what_blocks_do_not_return_is_refused():
+    class Collects(Odd):
+        def __init__(self, adds):
+            super().__init__()
+            self.adds = adds
+            self.blocks = nn.ModuleList(Shows() for _ in range(5))
+
+        def forward(self, x):
+            for block in self.blocks:
+                x = block(x)
+            inside = torch.stack([block.inside for block in self.blocks])
+            return x.sum() + inside.sum().to("cpu") if self.adds else {"loss": x.sum(), "inside": inside}
+
+    for adds in (True, False):
+        for _, stages in split(Collects(adds), 2):
+            with pytest.raises(PlanError, match="tensors from inside its blocks"):
+                stages.flow((torch.randn(3, 4),), call)
+
+
+def test_blocks_that_look_at_values():
+    model = Odd()
+    model.blocks = nn.ModuleList(Routed() for _ in range(5))
+    check(model.eval(), (torch.randn(3, 4),), 3)

@@ -1,0 +1,95 @@
+"""What stages of a pipeline have besides parameters: running statistics, random numbers."""
+
+from __future__ import annotations
+
+import functools
+
+import torch
+from torch import nn
+
+import shardwise as sw
+from shardwise.testing import run_on_ranks
+
+STEPS, NUM_MICROBATCHES = 2, 2
+
+
+class Net(nn.Module):
+    """Batch norm without parameters before and behind the blocks, and a dropout in each block."""
+
+    def __init__(self):
+        super().__init__()
+        torch.manual_seed(0)
+        self.norm = nn.BatchNorm1d(6, affine=False)
+        self.blocks = nn.ModuleList(nn.Sequential(nn.Linear(6, 6), nn.Dropout(0.5)) for _ in range(4))
+        self.last = nn.BatchNorm1d(6, affine=False)
+
+    def forward(self, x):
+        x = self.norm(x)
+        for block in self.blocks:
+            x = block(x)
+        return self.last(x).square().mean()
+
+
+def batch(step):
+    return torch.randn(16, 6, dtype=torch.float64, generator=torch.Generator().manual_seed(step))
+
+
+def note(masks, module, _args, output):
+    if module.training:
+        masks.append((output != 0).tolist())
+
+
+def train(rate, path):
+    model = Net().double()
+    for block in model.blocks:
+        block[1].p = rate
+    model = sw.parallelize(model, sw.ParallelPlan(pp=2))
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    torch.manual_seed(1)
+    masks, losses = [], []
+    for block in model.blocks:
+        if list(block.children()):
+            block[1].register_forward_hook(functools.partial(note, masks))
+    for step in range(STEPS):
+        losses.append(sw.train_step(model, (batch(step),), num_microbatches=NUM_MICROBATCHES).item())
+        optimizer.step()
+        optimizer.zero_grad()
+    drawn = torch.rand(()).item()
+    state = sw.full_state_dict(model)
+    sw.save(path, model, optimizer)
+    loaded = sw.parallelize(Net().double(), sw.ParallelPlan(pp=2))
+    sw.load(path, loaded)
+    evaluated = [sw.eval_step(each.eval(), (batch(9),)).item() for each in (model, loaded)]
+    return losses, evaluated, state, masks, drawn
+
+
+def test_running_statistics_are_those_of_one_process(tmp_path):
+    ranks = run_on_ranks(train, 2, 0.0, str(tmp_path / "saved"))
+    model = Net().double()
+    for block in model.blocks:
+        block[1].p = 0.0
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    for step in range(STEPS):
+        losses = [model(part) / NUM_MICROBATCHES for part in batch(step).chunk(NUM_MICROBATCHES)]
+        for loss in losses:
+            loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        assert [ranks[0][0][step], ranks[1][0][step]] == [sum(loss.item() for loss in losses)] * 2
+    for key, value in model.state_dict().items():
+        torch.testing.assert_close(ranks[0][2][key], value, rtol=0, atol=0, msg=key)
+    assert model.last.num_batches_tracked == STEPS * NUM_MICROBATCHES
+    with torch.no_grad():
+        evaluated = sum(model.eval()(part).item() for part in batch(9).chunk(2)) / 2
+    for _, found, *_ in ranks:
+        torch.testing.assert_close(torch.tensor(found), torch.tensor([evaluated] * 2), rtol=0, atol=0)
+
+
+def test_every_stage_and_microbatch_draws_for_itself(tmp_path):
+    ranks = run_on_ranks(train, 2, 0.5, str(tmp_path / "saved"))
+    masks = [str(mask) for _, _, _, found, _ in ranks for mask in found]
+    assert len(masks) == len(set(masks)) == 4 * STEPS * NUM_MICROBATCHES
+    drawn = {drawn for *_, drawn in ranks}
+    assert len(drawn) == 1, "whatever a stage draws, the states of the ranks stay the same"
+    again = run_on_ranks(train, 2, 0.5, str(tmp_path / "again"))
+    assert [found[0] for found in again] == [found[0] for found in ranks]
