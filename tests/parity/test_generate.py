@@ -12,7 +12,7 @@ import shardwise as sw
 from shardwise.fsdp.attach import attachment_of
 from shardwise.models.cache import KeyValueCache
 from shardwise.recipe.sampling import Draws, Sampling
-from shardwise.spec.errors import ConfigError, RankDisagreement
+from shardwise.spec.errors import ConfigError, RankDisagreement, StateError
 from shardwise.testing import run_on_ranks
 
 VOCAB, SEQ, LAYERS, NEW = 31, 24, 3, 9
@@ -161,6 +161,9 @@ def in_step(expected):
         sw.generate(model, [[rank]], max_new_tokens=2)
     with sw.record_collectives(model) as events:
         sw.generate(model, PROMPTS, max_new_tokens=4)
+    divided_positions = sw.parallelize(build(), sw.ParallelPlan(tp=2, sequence_parallel=True))
+    with pytest.raises(StateError, match="sequence_parallel=True divides positions"):
+        sw.generate(divided_positions, PROMPTS, max_new_tokens=2)
     columns = sw.generate_stream(model, PROMPTS, max_new_tokens=2)
     next(columns)
     held = attachment_of(model).runtime

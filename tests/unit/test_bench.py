@@ -6,7 +6,7 @@ import json
 
 import pytest
 
-from bench import counts, targets
+from bench import counts, generation, targets
 from shardwise.train.compare.request import PEERS
 
 MB = 1_000_000
@@ -93,3 +93,22 @@ def test_a_missed_target_of_time_is_profiled_once_for_each_pair(found, monkeypat
     # A unit cost of 0.125 and ratios of 0.5 miss these two; the resident ones that are missed have no profile.
     assert asked == [("host", 1, ("zero3", "torch-fsdp2")), ("wide", 2, ("zero3", "torch-fsdp2"))]
     assert set(texts) == {"host-1-zero3-torch-fsdp2", "wide-zero3-torch-fsdp2"}
+
+
+def test_generation_is_set_beside_transformers_and_one_process():
+    times = {"latency": [2.0, 4.0, 2.0], "throughput": [4.0, 4.0, 8.0]}
+    twice = {case: [2 * value for value in values] for case, values in times.items()}
+    tokens = {"latency": [[1, 2]], "throughput": [[1, 2]] * generation.BATCH}
+    found = {
+        1: {"times": {generation.ONE: times}, "tokens": {generation.ONE: tokens}},
+        2: {
+            "times": {generation.OURS: times, generation.THEIRS: twice, "pp=2": times},
+            "tokens": {generation.OURS: tokens, generation.THEIRS: tokens, "pp=2": tokens | {"latency": [[1, 3]]}},
+        },
+    }
+    text = generation.table(found, 2)
+    assert "| one process | 1000.00 | 4 | those of one process |" in text
+    assert "| pp=2 | 1000.00 | 4 | differ |" in text
+    assert "- latency: **2.00** (rounds: 2.00, 2.00, 2.00), reached" in text
+    found[2]["times"][generation.THEIRS] = times
+    assert "- throughput: **1.00** (rounds: 1.00, 1.00, 1.00), missed" in generation.table(found, 2)

@@ -370,4 +370,9 @@ def _runtime_of(model: nn.Module) -> Runtime | None:
     runtime = runtime_of(model, "sw.generate", on_shards=False)
     if runtime.row.is_threaded:
         raise StateError("sw.generate: replicas in one process have no cache each.\n  Use strategy='ddp'.")
+    if any(getattr(module.__dict__.get("forward"), "divides_sequence", False) for module in model.modules()):
+        raise StateError(
+            "sw.generate: sequence_parallel=True divides positions over tp, and a new token is one position.\n"
+            "  Load the checkpoint under a plan without it: checkpoints load under any plan."
+        )
     return runtime
