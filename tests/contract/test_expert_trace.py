@@ -108,7 +108,7 @@ def test_what_a_step_sends_follows_from_the_counts(recorded, name):
 
 def test_a_dry_run_sends_the_same_but_for_tokens_which_it_takes_to_choose_evenly(recorded):
     ids = torch.zeros(BATCH, SEQ, dtype=torch.int64)
-    for rank in range(4):
+    for rank in (0, 3):
         run = sw.dry_run(build, sw.ParallelPlan(ep=2), world_size=4, rank=rank, batch=(ids, ids), backend="gloo")
         events = [(e.kind, e.unit, e.sent_bytes, e.axis) for e in run.events]
         assert [event for event in events if event[3] != "ep"] == recorded[rank]["zero3"][1]

@@ -17,6 +17,7 @@ import shardwise as sw
 from shardwise.expert import exchange
 from shardwise.expert.route import Route
 from shardwise.fsdp import build as engine
+from shardwise.fsdp.state import HeldValues
 from shardwise.spec.errors import MeshError, PlanError, StateError
 from shardwise.testing import run_on_ranks
 from tests.parity.test_experts import Case, batch, differences, optimizer_of
@@ -80,16 +81,17 @@ def states_travel() -> None:
                 assert torch.equal(found[name], value), name
         else:
             assert not found
-        with sw.full_parameters(model):
-            held = {name: p.clone() for name, p in model.named_parameters() if ".experts." in name}
-        for name, value in held.items():
-            whole = dict(plain.named_parameters())[name]
-            if case.family == "mixtral":  # stacked: this rank's half
-                whole = whole.chunk(2)[distributed.get_rank()]
-            assert torch.equal(value, whole), name
+        with pytest.raises(StateError, match=r"sw.full_parameters\(\) under ep"), sw.full_parameters(model):
+            pass
+        own = slice(2 * distributed.get_rank(), 2 * distributed.get_rank() + 2)  # of four experts
+        for extent, values in HeldValues(model).extents:
+            if case.family == "mixtral" and ".experts." in extent.name:
+                assert torch.equal(values, dict(plain.named_parameters())[extent.name][own].reshape(-1))
+            elif ".experts." in extent.name:
+                assert int(extent.name.split(".experts.")[1][0]) in range(own.start, own.stop)
 
 
-def test_state_dicts_are_whole_and_full_parameters_those_of_this_rank():
+def test_state_dicts_are_whole_and_a_rank_holds_its_experts():
     run_on_ranks(states_travel, 2)
 
 
