@@ -162,7 +162,8 @@ def test_one_gradient_buffer_takes_one_unit_less_and_the_closed_form_says_so(wor
         for one, two, three in (results[:3], results[3:]):
             block = 4 * sum(parameter.numel() for parameter in build().blocks[0].parameters())
             saved = two[0]["reduce"] - one[0]["reduce"]
-            assert saved == pytest.approx(block, rel=0.01)
+            # One rank alone needs none: what it has collected is .grad.
+            assert saved == (pytest.approx(block, rel=0.01) if world > 1 else 0)
             assert three[0]["reduce"] == two[0]["reduce"]  # a third would never be needed
 
 

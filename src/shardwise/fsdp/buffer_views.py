@@ -22,6 +22,8 @@ class BufferViews:
                 self.by_param.append([buffer.as_strided(spec.shape, stride, offset)])
             else:
                 self.by_param.append([buffer[p.offset : p.offset + p.numel] for p in held])
+        # Where every gradient goes to one place: those places.
+        self.single = [views[0] for views in self.by_param] if all(len(v) == 1 for v in self.by_param) else None
         self.gaps = [buffer[start:stop] for start, stop in layout.gaps]
         self._headers = self._header_views(layout, buffer)
         count = len(layout.group.params)

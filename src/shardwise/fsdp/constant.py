@@ -5,12 +5,8 @@ from __future__ import annotations
 import contextlib
 from collections.abc import Iterator
 
-import torch
-
-from shardwise.fsdp.group import Group
 from shardwise.fsdp.runtime import Runtime
 from shardwise.fsdp.unit import State, Unit
-from shardwise.fsdp.view import contiguous_stride
 from shardwise.fsdp.window import Window
 
 
@@ -52,19 +48,16 @@ def constant_parameters(runtime: Runtime, call: str) -> Iterator[None]:
 
 
 def _can_stay(unit: Unit) -> bool:
-    return unit.is_resident or not unit.reshards_after_forward or all(_is_here(group) for group in unit.groups)
+    return unit.is_resident or not unit.reshards_after_forward or _is_whole(unit)
 
 
-def _is_here(group: Group) -> bool:
+def _is_whole(unit: Unit) -> bool:
     """The whole parameters, as forward needs them, are this rank's master."""
-    return group.comms.gather.size == 1 and not group.is_apart and group.whole is None
+    return all(group.is_alone and group.whole is None for group in unit.groups)
 
 
 def _put(runtime: Runtime, unit: Unit) -> None:
-    if not unit.is_resident and all(_is_here(group) for group in unit.groups):
-        for group in unit.groups:
-            _point(group)
-    else:
+    if unit.is_resident or not _is_whole(unit):
         runtime.unshard(unit)
         unit.is_unused = False
     unit.swap_in()
@@ -74,14 +67,3 @@ def _take_back(runtime: Runtime, unit: Unit) -> None:
     unit.swap_out()
     if unit.state is State.UNSHARDED:
         runtime.reshard(unit)
-    for group in unit.groups:
-        if group.slot is not None and _is_here(group):
-            group.use_slot(group.slot)
-
-
-@torch.no_grad()
-def _point(group: Group) -> None:
-    """Have the full parameters lie in the master, for a while."""
-    for full, spec, offset in zip(group.fulls, group.layout.params, group.layout.offsets, strict=True):
-        stride = spec.stride or contiguous_stride(spec.shape)
-        full.data = group.master.as_strided(spec.shape, stride, group.master.storage_offset() + offset)

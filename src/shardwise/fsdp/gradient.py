@@ -15,8 +15,8 @@ it over the groups, then one division. The second lies where ``.grad`` will be, 
 travel while the next units' gradients are collected.
 
 The full-size buffer is borrowed from the pool where the row pools gradients, and the group's own where it does not
-(``ddp``, ``zero1``: there ``.grad`` lives in it, reduced in place). While ``.grad`` occupies the group's own buffer, a
-further backward borrows one too.
+(``ddp``, ``zero1``, and wherever one rank's slice is the whole: there ``.grad`` lives in it, reduced in place). While
+``.grad`` occupies the group's own buffer, a further backward borrows one too.
 
 Where the optimizer steps inside backward (``in_backward``) ``.grad`` lives in borrowed buffers, from ``finish`` to
 ``release_home``.
@@ -61,6 +61,8 @@ class Gradient:
         self.pool_key: Hashable = (size_class(self.layout.numel), group.reduce_dtype, group.is_expert)
         self._is_cast = group.reduce_dtype is not group.dtype
         self._is_apart = self._is_cast or group.offload is not None  # .grad never lives in the buffer that is reduced
+        # Where one rank has all of it, .grad can be what was collected, with nothing copied.
+        self._is_pooled = group.row.pools_gradients and (group.layout.size > 1 or self._is_apart)
         self.divide_by(group.num_ranks)
         self._pieces = [[p for p in self.layout.pieces if p.index == i] for i in range(len(group.shards))]
         # Of these parameters this rank owns nothing: .grad stays None, and optimizers pass over them.
@@ -144,7 +146,17 @@ class Gradient:
 
     def collect(self, pool: GradientPool) -> None:
         """Move what gradients there are on the full parameters into the flat buffer, and free them."""
-        by_param, written = self._begin(pool).by_param, self._written
+        views, written = self._begin(pool), self._written
+        if views.single is not None and not any(written):
+            grads = [grad for full in self.group.fulls if (grad := full.grad) is not None]
+            is_dense = all([grad.layout is torch.strided for grad in grads])  # noqa: C419 - on a hot path
+            if is_dense and len(grads) == len(views.single):  # as in nearly every backward
+                for full in self.group.fulls:
+                    full.grad = None
+                self._written = [True] * len(written)
+                torch._foreach_copy_(views.single, grads)
+                return
+        by_param = views.by_param
         copy_to: list[Tensor] = []
         copies: list[Tensor] = []
         add_to: list[Tensor] = []
@@ -158,12 +170,12 @@ class Gradient:
             full.grad = None
             targets, sources = (add_to, terms) if written[index] else (copy_to, copies)
             written[index] = True
-            views = by_param[index]
-            if len(views) == 1 and grad.layout is torch.strided:
-                targets.append(views[0])
+            places = by_param[index]
+            if len(places) == 1 and grad.layout is torch.strided:
+                targets.append(places[0])
                 sources.append(grad)
             else:
-                targets += views
+                targets += places
                 sources += self._cut(index, grad)
         if terms:
             torch._foreach_add_(add_to, terms)
@@ -205,7 +217,7 @@ class Gradient:
         if self._local_views is not None:
             return self._local_views
         group = self.group
-        if group.row.pools_gradients or self._is_home_lent or (not self._is_apart and self._has_sums):
+        if self._is_pooled or self._is_home_lent or (not self._is_apart and self._has_sums):
             self._borrowed = pool.take(self.pool_key, group.reduce_dtype, group.device)
             self._local = self._borrowed
         else:
@@ -299,7 +311,7 @@ class Gradient:
         if not group.row.shards_optimizer:
             return buffer
         is_free = not (self._is_home_lent or self._is_apart or self._has_sums)
-        if group.row.pools_gradients and is_free and partial is None:
+        if self._is_pooled and is_free and partial is None:
             self._make_home()
             assert self._home is not None
             return self._home
@@ -343,7 +355,7 @@ class Gradient:
         if self._home is not None:
             return
         group, layout = self.group, self.layout
-        if not group.row.pools_gradients:
+        if not self._is_pooled:
             self._own = torch.zeros(layout.numel, dtype=group.reduce_dtype, device=group.device)
         if self._own is None or self._is_apart:
             self._home = group.home_zeros(layout.slice_numel(group.rank))

@@ -169,6 +169,16 @@ class Group:
         """Whole parameters are there only while the unit computes."""
         return self.row.shards_parameters
 
+    @property
+    def is_alone(self) -> bool:
+        """One rank's slice is the whole, in the form in which the unit computes: its slot is the master itself."""
+        return self.uses_slot and self.layout.size == 1 and self.held_as is None and not self.is_apart
+
+    @property
+    def standing(self) -> Tensor | None:
+        """Where the whole group lies for good; ``None`` where it is gathered from nothing."""
+        return self.master if self.is_alone else self.replica
+
     def values(self) -> Tensor:
         """The parameters in their own dtype, laid out as the master is; not to be written, it may be the master."""
         return self.master
@@ -220,6 +230,7 @@ class Group:
         for shard, view in zip(self.shards, self.views, strict=True):
             shard.data = view
         self._pointers = [view.data_ptr() for view in self.views]
+        self._are_all_somewhere = all(self._pointers)  # empty ones have no address
 
     def follow_shards(self) -> None:
         """Follow what the user changed on the shards: a ``.data`` of the same shape, ``requires_grad``.
@@ -227,6 +238,8 @@ class Group:
         Raises:
             StateError: A shard's dtype, device or shape was changed.
         """
+        if self._is_untouched():
+            return
         is_shown_whole = self.whole is not None
         for index, (shard, full, pointer) in enumerate(zip(self.shards, self.fulls, self._pointers, strict=True)):
             if shard.requires_grad is not full.requires_grad:
@@ -248,6 +261,14 @@ class Group:
                 view.copy_(shard.data)
                 shard.data = view
 
+    def _is_untouched(self) -> bool:
+        """Every shard lies where it was put and is trained or not as before: what is so in every step but few."""
+        return (
+            self._are_all_somewhere
+            and [shard.data_ptr() for shard in self.shards] == self._pointers
+            and [shard.requires_grad for shard in self.shards] == [full.requires_grad for full in self.fulls]
+        )
+
     def use_slot(self, slot: Slot | None) -> None:
         """Make the full parameters in ``slot`` (``None``: in the replica), or move them there."""
         self.slot = slot
@@ -257,6 +278,7 @@ class Group:
         else:
             self.gathered = slot.allocate(self.compute_dtype, self.device)[: self.layout.numel]
         self._own = self.gathered[self.layout.slice_of(self.rank)] if self.row.shards_optimizer else self.gathered
+        self._is_copied = (self.row.shards_parameters or self.is_apart) and not self.is_alone
         storage = self.gathered.untyped_storage()
         is_new = not self.fulls
         for index, (spec, offset) in enumerate(zip(self.layout.params, self.layout.offsets, strict=True)):
@@ -298,7 +320,7 @@ class Group:
         form = self.sent_as
         if form is not None:
             return gather_packed(self, comm, lambda own: quantize.pack(master, own, form))
-        if self.row.shards_parameters or self.is_apart:
+        if self._is_copied:
             self._own.copy_(master, non_blocking=True)
         if not self.row.shards_optimizer:
             return Done()
@@ -331,7 +353,7 @@ class Group:
         """Give the slot back. With ``poison`` its content is overwritten with NaN, so that a stale use shows."""
         if self.slot is None or self.slot.owner is not self:
             return
-        if poison and self.compute_dtype.is_floating_point:
+        if poison and self.compute_dtype.is_floating_point and not self.is_alone:
             self.gathered.fill_(float("nan"))
         self.slot.owner = None
 

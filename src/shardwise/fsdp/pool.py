@@ -85,6 +85,12 @@ class SlotPool:
         slot.members += 1
         return slot
 
+    def hold(self, buffer: Tensor) -> Slot:
+        """A slot that is storage which is there anyway."""
+        slot = self._new(buffer.numel())
+        slot.buffer = buffer
+        return slot
+
     def grow(self, numel: int) -> Slot:
         """A further slot, because more units turned out to be live at once than the class has slots."""
         self.num_grown += 1

@@ -242,6 +242,7 @@ class Runtime:
         member.num_frames -= 1
         if member.num_frames <= 0 and not self.holds_gathered:
             member.swap_out()
+            unit.has_swapped_in = False
         if not unit.frames:
             self.left.append(unit)
 

@@ -69,12 +69,12 @@ def _relate(units: Sequence[Unit]) -> None:
 
 def _deal_slots(runtime: Runtime) -> None:
     """Give every group its slot, and make the full parameters there."""
-    gathered = [(unit, group) for unit in runtime.units for group in unit.groups if group.uses_slot]
+    slots = {group: runtime.slots.hold(group.master) for group in runtime.groups if group.is_alone}
+    gathered = [(u, group) for u in runtime.units for group in u.groups if group.uses_slot and not group.is_alone]
     together = Counter((_slot_key(unit, group), unit.recomputed_in) for unit, group in gathered)
     for (key, place), count in together.items():
         if place is not None:
             runtime.slots.reserve(key, count)
-    slots = {}
     for unit, group in gathered:
         is_shared = unit.reshards_after_forward and unit.depth > 0
         slots[group] = runtime.slots.assign(_slot_key(unit, group), group.layout.numel, is_shared=is_shared)

@@ -160,6 +160,7 @@ class Unit:
         self.is_resident = False  # its parameters are replicated and never released
         self.reshards_if_nested: bool | None = None  # what fully_shard was told; None: as its place in the tree says
         self.state = State.SHARDED
+        self.has_swapped_in = False  # all members together, and none has been swapped out since
         self.handles: list[Handle] = []
         self.shows_logical_state = False  # the modules hold whole tensors: state_dict() and the like are right
         self.whole: Whole | None = None  # full_parameters shows the unit whole, or lets another rank do so
@@ -200,11 +201,15 @@ class Unit:
 
     def swap_in(self) -> None:
         """Put the full parameters into the modules of all members."""
+        if self.has_swapped_in:
+            return
+        self.has_swapped_in = True
         for member in self.members:
             member.swap_in()
 
     def swap_out(self) -> None:
         """Put the shards back into the modules of all members."""
+        self.has_swapped_in = False
         for member in self.members:
             member.swap_out()
 

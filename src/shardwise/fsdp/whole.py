@@ -2,7 +2,7 @@
 
 Inside, the Parameter objects that the model has anyway show the whole tensors, so that ``state_dict()``, ``p.norm()``
 and everything else of plain PyTorch sees the plain model. Where ranks hold slices the whole lies in fresh memory; where
-every rank holds a replica it lies there, and a copy brings the replica back at the end.
+every rank holds a replica, or the one rank all of it, it lies there, and a copy brings the replica back at the end.
 """
 
 from __future__ import annotations
@@ -174,9 +174,11 @@ class _Shown:
         whole = self._gather(to_root=mode.is_on_root_only)
         if whole is None:
             return
+        standing = group.standing
+        is_standing = standing is not None and _address(whole) == _address(standing)
         if offload_to_cpu:
             whole = whole.cpu()
-        if group.replica is not None and whole.untyped_storage().data_ptr() == _address(group.replica):
+        if is_standing:
             self._saved = whole.clone()
         group.whole = whole
         unit.shows_logical_state = True
@@ -191,11 +193,12 @@ class _Shown:
     def _gather(self, *, to_root: bool) -> Tensor | None:
         """The whole group in its master's dtype; ``None`` on ranks that are not to see it."""
         group, comm = self.group, self.group.comms.gather
-        if group.replica is not None and not group.is_apart:
+        standing = group.standing
+        if standing is not None and not group.is_apart:
             # Other ranks may see it as well, and a gather to one would leave their replicas behind.
             if group.row.shards_optimizer:
-                comm.all_gather(group.replica, unit=group.unit.name, cuts=group.layout.uneven_cuts).wait()
-            return group.replica if is_root_of(group) or not to_root else None
+                comm.all_gather(standing, unit=group.unit.name, cuts=group.layout.uneven_cuts).wait()
+            return standing if is_root_of(group) or not to_root else None
         if to_root:
             whole = gather_to_root(group)
             return whole.clone() if whole is group.master else whole
@@ -229,8 +232,8 @@ class _Shown:
         for shard, view in zip(group.shards, self._views, strict=False):
             if shard.data_ptr() != view.data_ptr() and shard.shape == view.shape:
                 view.copy_(shard.data)
-        if whole is not None and self._saved is not None and not keeps:
-            whole.copy_(self._saved)
+        if group.standing is not None and self._saved is not None and not keeps:
+            group.standing.copy_(self._saved)
         for shard, grad, view in zip(group.shards, self._grads, group.views, strict=False):
             shard.grad = None
             shard.data = view

@@ -160,7 +160,7 @@ class GroupShape:
         """Bytes of what ``.grad`` lives in, where that is not part of the buffer that is reduced."""
         if not self.is_trainable or self.updates_in_backward:
             return 0
-        is_apart = self.row.pools_gradients or self.is_reduced_apart
+        is_apart = self.pools_gradients or self.is_reduced_apart
         return self.item_bytes * self.reduce_layout.slice_numel(rank) if is_apart else 0
 
     def landing_bytes(self, rank: int, *, is_added: bool = False) -> int:
@@ -196,7 +196,14 @@ class GroupShape:
     @property
     def pools_gradients(self) -> bool:
         """Full gradients exist in pooled buffers only."""
-        return self.row.pools_gradients or self.updates_in_backward
+        is_pooled = self.row.pools_gradients and (self.layout.size > 1 or self.is_reduced_apart)
+        return is_pooled or self.updates_in_backward
+
+    @property
+    def is_alone(self) -> bool:
+        """One rank's slice is the whole, in the form in which the unit computes: nothing is gathered elsewhere."""
+        is_apart = self.is_cast or self.is_offloaded or self.held_as is not None
+        return self.row.shards_parameters and self.layout.size == 1 and not is_apart
 
     @property
     def reduce_layout(self) -> ReduceLayout:
@@ -290,7 +297,7 @@ def footprint(
             reduce = group.reduce_layout
             if not group.pools_gradients:
                 gradients += group.reduce_item_bytes * reduce.numel
-            elif "defer_replicate" in accumulations and group.is_reduced_apart:
+            if "defer_replicate" in accumulations and (group.is_reduced_apart or not group.pools_gradients):
                 # The sums that wait are not where .grad is.
                 gradients += group.reduce_item_bytes * reduce.slice_numel(place)
             held = _updated_numels(group, place)
@@ -341,7 +348,7 @@ def gathered_bytes(groups: Sequence[GroupShape], rank: int = 0) -> int:
     turns: dict[tuple[int, int, str, bool, str], list[int]] = {}
     together: Counter[tuple[tuple[int, int, str, bool, str], str | None]] = Counter()
     for group in groups:
-        if group.is_resident:
+        if group.is_resident or group.is_alone:
             continue
         numel, item = group.layout.numel, group.gather_item_bytes
         dtype = group.compute_dtype or group.master_dtype
@@ -632,7 +639,7 @@ def received_numel(group: GroupShape, rank: int, *, is_added: bool = False) -> i
     there.
     """
     is_apart = group.is_reduced_apart or group.updates_in_backward
-    goes_home = group.row.pools_gradients and not (is_apart or is_added)
+    goes_home = group.pools_gradients and not (is_apart or is_added)
     return summed_numel(group, rank) * max(group.layout.size - 1 - goes_home, 0)
 
 

@@ -86,7 +86,14 @@ def test_zeros_published_table_follows_from_the_same_shares(billions, world, sta
         assert mixed_gb == pytest.approx(published, rel=0.02)
 
 
-@pytest.mark.parametrize("world", [1, 2, 8])
+def test_one_rank_alone_computes_with_its_master_and_reduces_where_grad_is():
+    for preset in PRESETS:
+        held = footprint(model(preset, 1), rank=0)
+        assert (held.gathered, held.reduce) == (0, 0)
+        assert held.gradients == pytest.approx(4 * PSI, rel=1e-3)
+
+
+@pytest.mark.parametrize("world", [2, 8])
 def test_zero3_holds_two_blocks_and_the_root_gathered(world):
     assert footprint(model("zero3", world), rank=0).gathered == 4 * (2 * BLOCK + ROOT)
     assert footprint(model("shard_grad_op", world), rank=0).gathered == 4 * PSI
@@ -95,7 +102,7 @@ def test_zero3_holds_two_blocks_and_the_root_gathered(world):
 
 
 @pytest.mark.parametrize("preset", ["zero2", "shard_grad_op", "zero3"])
-@pytest.mark.parametrize("world", [1, 2, 8])
+@pytest.mark.parametrize("world", [2, 8])
 def test_pooled_gradients_take_two_blocks_and_the_root(preset, world):
     held = reduce_bytes(model(preset, world), rank=0, has_receive_buffers=False)
     assert held == 4 * (2 * (BLOCK + HEADER * world) + ROOT + HEADER * world)
@@ -179,10 +186,10 @@ def test_frozen_units_have_neither_gradients_nor_state():
 
 
 def test_blocks_of_different_sizes_have_slots_as_large_as_the_largest_that_uses_them():
-    groups = model("zero3", 1, root=0, blocks=(1024, 1000, 1010, 1020))
+    groups = model("zero3", 2, root=0, blocks=(1024, 1000, 1010, 1020))
     assert {size_class(group.layout.numel) for group in groups[1:]} == {1024}
     assert gathered_bytes(groups) == 4 * (1024 + 1024)
-    groups = model("zero3", 1, root=0, blocks=(1024, 2048, 4096))
+    groups = model("zero3", 2, root=0, blocks=(1024, 2048, 4096))
     assert gathered_bytes(groups) == 4 * (1024 + 2048 + 4096)
 
 
