@@ -24,7 +24,7 @@ from shardwise.pipeline.stage import Stages
 from shardwise.pipeline.trace import Flow, Source
 from shardwise.pipeline.weight_gradient import Deferral, WeightGradients
 from shardwise.spec.errors import StateError
-from shardwise.spec.schedule import Action, Kind, Schedule
+from shardwise.spec.schedule import Action, Schedule
 
 #: Gradients that may be on their way to the stage before while this rank computes.
 _SENDS_AHEAD = 2
@@ -113,7 +113,7 @@ class Interpreter:
         for action in job.schedule.actions[self._comm.rank]:
             step.do(action)
         step.finish()
-        return [step.losses[index].detach() for index in sorted(step.losses)]
+        return [step.losses[index] for index in sorted(step.losses)]
 
     def crossings(self, key: Hashable, boundary: int) -> tuple[Crossing, ...] | None:
         """What goes from stage ``boundary`` to the next, if that is known."""
@@ -174,20 +174,12 @@ class _Step:
         self._weights: dict[tuple[int, int], WeightGradients] = {}
         self._sends: deque[list[tuple[Handle, Tensor]]] = deque()
         self._arrived_at = 0.0  # what the newest computation takes
-        self._does = {
-            Kind.RECEIVE_ACTIVATION: self._receive_activation,
-            Kind.FORWARD: self._forward,
-            Kind.SEND_ACTIVATION: self._send_activation,
-            Kind.RECEIVE_GRADIENT: self._receive_gradient,
-            Kind.BACKWARD: self._backward,
-            Kind.BACKWARD_INPUT: self._backward,
-            Kind.BACKWARD_WEIGHT: self._backward_weight,
-            Kind.SEND_GRADIENT: self._send_gradient,
-        }
 
     def do(self, action: Action) -> None:
         self._arrived_at = time.perf_counter()
-        self._does[action.kind](action)
+        # No table of bound methods: a step that holds itself is freed, with all that was received, only when cycles are
+        # collected.
+        getattr(self, f"_{action.kind}")(action)
         if self._its.spans is not None and not action.kind.is_message:
             self._its.spans.append((self._arrived_at, time.perf_counter()))
 
@@ -223,7 +215,7 @@ class _Step:
         with draws, self._its.deferral.to(weights):
             made = self._its.stages.run(stage, self._flow, received, lambda: forward(part))
         if is_last:
-            self.losses[microbatch] = made
+            self.losses[microbatch] = made.detach()  # without the graph, whose leaves are what was received
         outputs = (made,) if is_last else made
         if not is_last:
             self._check(stage, outputs)
@@ -305,6 +297,8 @@ class _Step:
             for tensor in tape.received.values()
             if tensor.requires_grad
         ]
+
+    _backward_input = _backward
 
     def _backward_weight(self, action: Action) -> None:
         with torch.no_grad():

@@ -1,0 +1,81 @@
+"""Bytes of pipelines: what ranks hold at the peak of a step is what their dry runs and the closed forms say."""
+
+from __future__ import annotations
+
+import gc
+
+import pytest
+import torch
+
+import shardwise as sw
+from shardwise.fsdp import summary
+from shardwise.fsdp.attach import runtime_of
+from shardwise.testing import run_on_ranks
+from shardwise.train.compare.count import TensorCount
+
+SEQ, ROWS, NUM_MICROBATCHES = 16, 2, 8
+#: Schedule, strategy, what is recomputed.
+CASES = (
+    ("gpipe", "zero3", "none"),
+    ("1f1b", "ddp", "none"),
+    ("1f1b", "zero3", "full"),
+    ("interleaved-1f1b", "zero2", "none"),
+    ("zb-h1", "zero3", "none"),
+    ("zb-v", "zero1", "none"),
+)
+
+
+def build():
+    torch.manual_seed(0)
+    return sw.models.gpt("gpt-tiny", num_layers=8, hidden=32, num_heads=2, vocab_size=64, seq_len=SEQ, tied=False)
+
+
+def plan_of(case, pp):
+    schedule, strategy, recompute = case
+    pipeline = sw.PipelinePolicy(schedule, NUM_MICROBATCHES)
+    return sw.ParallelPlan(strategy=strategy, pp=pp, pipeline=pipeline, activation_checkpointing=recompute)
+
+
+def measure(cases, pp):
+    """The most that a step of the steady state holds beside what lies between steps; and what is predicted of that."""
+    found = []
+    tokens = torch.zeros(ROWS * NUM_MICROBATCHES, SEQ, dtype=torch.int64)
+    gc.collect()
+    gc.disable()  # what is held until cycles are collected is held
+    for case in cases:
+        with TensorCount("cpu") as count:
+            model = sw.parallelize(build(), plan_of(case, pp))
+            optimizer = torch.optim.AdamW(model.parameters())
+            between = []
+            for _ in range(3):
+                count.begin_peak()
+                before = count.live_bytes
+                sw.train_step(model, (tokens, tokens))
+                optimizer.step()
+                optimizer.zero_grad()
+                between.append(count.live_bytes)
+            step_bytes = count.peak_bytes - before
+            held = summary.predict(runtime_of(model, "test"), num_microbatches=NUM_MICROBATCHES).as_dict()
+            count.forget()
+        assert between[1] == between[2], "a step leaves nothing behind"
+        found.append((held, step_bytes))
+    return found
+
+
+def check(cases, pp):
+    ranks = run_on_ranks(measure, pp, cases, pp, timeout_s=200)
+    tokens = torch.zeros(ROWS, SEQ, dtype=torch.int64)
+    for place, case in enumerate(cases):
+        for rank, results in enumerate(ranks):
+            held, step_bytes = results[place]
+            dry = sw.dry_run(build, plan_of(case, pp), world_size=pp, rank=rank, batch=(tokens, tokens))
+            assert dry.bytes_by_category == held | {"activations": step_bytes}, (case, rank)
+
+
+def test_two_stages_hold_what_their_dry_runs_say():
+    check(CASES, 2)
+
+
+@pytest.mark.long
+def test_four_stages_hold_what_their_dry_runs_say():
+    check(CASES, 4)
