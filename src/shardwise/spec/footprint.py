@@ -12,9 +12,10 @@ shard_grad_op   4Ψ/N        4Ψ/N       8Ψ/N       4Ψ                        
 zero3           4Ψ/N        4Ψ/N       8Ψ/N       two units and the root                 two units and the root
 ==============  ==========  =========  =========  =====================================  ==============================
 
-N are the ranks of ``dp_shard``: on a mesh with ``dp_replicate`` (``hsdp``) those of one group. Kept sharded over k
-ranks after forward (``reshard_after_forward=k``), zero3 holds another 4Ψ/k gathered. Where the optimizer steps inside
-backward there are no gradients, and every row has the gradient buffers of zero3. Where a step has several microbatches,
+N are the ranks of ``dp_shard``: on a mesh with ``dp_replicate`` (``hsdp``) those of one group. Under ``ep`` the
+experts count by themselves, with Ψ/ep elements on N/ep ranks, and have slots and buffers of their own. Kept sharded
+over k ranks after forward (``reshard_after_forward=k``), zero3 holds another 4Ψ/k gathered. Where the optimizer steps
+inside backward there are no gradients, and every row has the gradient buffers of zero3. With several microbatches,
 ``unsharded`` accumulation gives rows that pool gradients buffers for all of them (4Ψ), and ``sharded`` gives ddp and
 zero1, whose ``.grad`` occupies their own, the buffers of the others. The first three columns are ZeRO's table 1 (arXiv
 1910.02054: 2+2+12 bytes in mixed precision) in single precision; the live units come on top. The functions here count

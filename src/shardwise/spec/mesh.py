@@ -215,8 +215,9 @@ class Mesh:
         return group[first : first + size]
 
     def __str__(self) -> str:
-        """The axes with more than one rank, for example ``pp=2 x dp_shard=4``."""
-        return " x ".join(f"{axis}={size}" for axis, size in self.sizes.items() if size != 1) or "dp_shard=1"
+        """The axes with more than one rank, for example ``pp=2 x dp_shard=4``, or ``dp_shard=4 (ep=2)``."""
+        axes = " x ".join(f"{axis}={size}" for axis, size in self.sizes.items() if size != 1) or "dp_shard=1"
+        return axes if self.ep == 1 else f"{axes} (ep={self.ep})"
 
     def _check(self, rank: int) -> None:
         if not 0 <= rank < self.world_size:

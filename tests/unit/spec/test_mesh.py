@@ -126,6 +126,7 @@ def test_ranks_with_the_same_experts_and_those_with_other_ones_make_up_a_shard_g
         assert {other for each in same for other in mesh.inner_group(each, mesh.ep)} == set(mesh.shard_group(rank))
         assert all(mesh.expert_shard_group(other) == same for other in same)
     assert Mesh(dp_shard=4, ep=2).expert_shard_group(3) == (1, 3)
+    assert str(Mesh(dp_shard=4, ep=2)) == "dp_shard=4 (ep=2)"
 
 
 def test_experts_are_divided_over_ranks_that_share_parameters_only() -> None:
