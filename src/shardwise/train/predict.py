@@ -2,14 +2,16 @@
 
 What the engine holds follows from its layout (``sw.summary(model).footprint``). Activations are found by running one
 microbatch forward and backward on fake tensors, where nothing is computed and nothing allocated, and following what
-would be held. A gradient is let go of as soon as it is complete: the engine's part counts it, and ``spec.waiting``
-those that wait for the end of their unit's backward.
+would be held; those of pipelines by a dry run of a whole step. A gradient is let go of as soon as it is complete: the
+engine's part counts it, and ``spec.waiting`` those that wait for the end of their unit's backward.
 """
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 # Fake tensors are documented (docs.pytorch.org/docs/stable/torch.compiler_fake_tensor.html) but have no public name.
 # Plain meta tensors will not do: attention chooses another kernel for them, which saves other tensors.
@@ -24,9 +26,11 @@ from shardwise.fsdp.average import ExponentialMovingAverage
 from shardwise.fsdp.wrap import find_units
 from shardwise.recipe import data_parallel
 from shardwise.recipe.activations import cut_alone, measure_activations
+from shardwise.recipe.dry_run import dry_run
 from shardwise.recipe.storage import StorageCount
+from shardwise.spec.errors import ShardwiseError
 from shardwise.spec.waiting import Activations
-from shardwise.train.build import build_model, loss_of
+from shardwise.train.build import build_model, logits_loss, loss_of
 from shardwise.train.check import Resolved
 from shardwise.train.control import Control
 
@@ -53,16 +57,47 @@ def predict(
     if average is not None:
         held["average"] = average.num_bytes - average.num_host_bytes
         held["host"] += average.num_host_bytes
-    activations = measure(resolved, device, tp_rank=0 if runtime.comms.tp is None else runtime.comms.tp.rank)
-    if activations is not None:
-        held["activations"] = summary.predict_activations(runtime, activations)
+    if resolved.plan.pp > 1:
+        held |= _in_stages(resolved, control, device)
+    else:
+        activations = measure(resolved, device, tp_rank=0 if runtime.comms.tp is None else runtime.comms.tp.rank)
+        if activations is not None:
+            held["activations"] = summary.predict_activations(runtime, activations)
     return max(control.all_json(held), key=lambda rank_held: sum(rank_held.values()))
 
 
+def _in_stages(resolved: Resolved, control: Control, device: torch.device) -> dict[str, int]:
+    """The activations of this rank's stages, as many microbatches as its schedule holds; none where that is not known.
+
+    Found by a dry run of the whole step: what is posted, pending and in flight is the schedule's.
+    """
+    batch, is_from_hf = resolved.batch, resolved.config.model.hf is not None
+    tokens_BT = torch.empty(batch.micro, resolved.config.data.seq_len or 1, dtype=torch.int64, device="meta")
+    generator = torch.get_rng_state()
+    try:
+        found = dry_run(
+            lambda: build_model(resolved, torch.device("meta")),
+            resolved.plan,
+            world_size=control.size,
+            rank=control.rank,
+            batch={"input_ids": tokens_BT} if is_from_hf else (tokens_BT, tokens_BT),
+            loss_fn=_logits_loss if is_from_hf else None,
+            backend="nccl" if device.type == "cuda" else "gloo",
+            num_microbatches=batch.accumulation,
+        )
+    except (ShardwiseError, RuntimeError, NotImplementedError, TypeError):
+        return {}
+    finally:
+        torch.set_rng_state(generator)
+    return {"activations": found.bytes_by_category["activations"]}
+
+
+def _logits_loss(output: Any, batch: Any) -> Tensor:
+    return logits_loss(output.logits, batch["input_ids"])
+
+
 def measure(resolved: Resolved, device: torch.device, *, tp_rank: int = 0) -> Activations | None:
-    """Activations and passing values of one microbatch; ``None`` where the model cannot run so, and with ``pp``."""
-    if resolved.plan.pp > 1:
-        return None  # a stage's own, times the microbatches in flight, are not counted yet
+    """Activations and passing values of one microbatch; ``None`` where the model cannot run so."""
     generator = torch.get_rng_state()
     try:
         with FakeTensorMode():
