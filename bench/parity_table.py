@@ -25,15 +25,16 @@ compared on every rank, and every element of every parameter at the end; what se
 
 - **bitwise**: no difference in any bit, which is demanded wherever no sum is split: data parallelism adds in the order
   of ranks and pipelines add in the order of microbatches, as the one process does.
-- Where sums are split (over `tp`, or over the stages that hold one tied parameter): the largest relative difference of
-  losses and of norms, and the largest absolute difference of a parameter's element, with what is allowed of each. In
-  bf16 that is an epsilon for losses, and twice the distance of one process in bf16 from one in fp32 for gradients (as
-  vectors, which bounds norms) and for parameters.
+- Where sums are split (over `tp`, `cp` and `ep`, or over the stages that hold one tied parameter): the largest relative
+  difference of losses and of norms, and the largest absolute difference of a parameter's element, with what is allowed
+  of each. In bf16 that is an epsilon for losses, and twice the distance of one process in bf16 from one in fp32 for
+  gradients (as vectors, which bounds norms) and for parameters.
 - **beside pp 1**: the same mesh without its pipeline, in as many microbatches. A pipeline divides no sum, so it must
   change no bit of what tensor parallelism gives, in bf16 neither.
 
 `accumulates`: two calls of `sw.train_step` before the optimizer's step; `clips`: to a norm of 0.3; `recomputes`: every
-block in backward; `tied`: the head is the embedding. Pipelines have 4 microbatches; bf16 has fp32 masters.
+block in backward; `tied`: the head is the embedding. Pipelines have 4 microbatches; bf16 has fp32 masters. `ep` divides
+the ranks of `dp_shard` and `cp`; its model has 4 experts in every block.
 
 Made by `make parity`, which runs all of this and fails where a row fails.
 """

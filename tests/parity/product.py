@@ -1,8 +1,9 @@
 """Products of parallel degrees against one plain process: the cases, both runs and how far apart they are.
 
 One process adds up the microbatches of every data-parallel rank, in the order and grouping in which the ranks do, so
-where no sum is split the two are equal to the last bit. Where a sum is split (over ``tp``, or over the stages that hold
-one tied parameter) it is the same sum in another order, and :data:`TOLERANCES` says how near it must come.
+where no sum is split the two are equal to the last bit. Where a sum is split (over ``tp``, ``cp`` and ``ep``, or over
+the stages that hold one tied parameter) it is the same sum in another order, and :data:`TOLERANCES` says how near it
+must come.
 """
 
 from __future__ import annotations
@@ -441,6 +442,13 @@ def cases() -> tuple[Case, ...]:
             tied=("1f1b",),
         ),
         *_rows({"dp_replicate": 2, "dp_shard": 2, "tp": 2}, "hsdp"),
+        *_rows({"cp": 2}, strategies=("ddp", "zero1", "zero2")),
+        *_rows({"dp_shard": 2, "ep": 2}, strategies=("ddp", "zero1", "zero2")),
+        *_brief({"dp_shard": 2, "cp": 2}, {"cp": 2, "tp": 2}, {"pp": 2, "cp": 2}),
+        *_brief(
+            {"dp_shard": 2, "tp": 2, "ep": 2}, {"pp": 2, "dp_shard": 2, "ep": 2}, {"cp": 2, "dp_shard": 2, "ep": 2}
+        ),
+        *_brief({"pp": 2, "cp": 2, "tp": 2}, {"pp": 2, "dp_shard": 2, "tp": 2, "ep": 2}),
         *_beside({"pp": 2, "tp": 2}, ("1f1b", "zb-v")),
         *_beside({"pp": 2, "dp_shard": 2, "tp": 2}, ("1f1b", "zb-v")),
         *_rows({"pp": 2, "dp_replicate": 2, "dp_shard": 2}, "hsdp", schedules=("1f1b",)),
@@ -457,19 +465,34 @@ def _rows(
     tied: tuple[str, ...] = (),
 ) -> list[Case]:
     """Every variant under ``strategy``, every schedule and strategy plain, fp32 beside fp64 where sums are split."""
-    sizes = tuple(mesh.items())
+    sizes, model = tuple(mesh.items()), _model(mesh)
     usual = "1f1b" if schedules else None
     splits = Case(sizes).splits_sums
     exact = "fp64" if splits else "fp32"
-    found = [Case(sizes, strategy, schedule, dtype=exact) for schedule in schedules or (None,)]
-    found += [Case(sizes, other, usual, dtype=exact) for other in strategies]
+    found = [Case(sizes, strategy, schedule, dtype=exact, model=model) for schedule in schedules or (None,)]
+    found += [Case(sizes, other, usual, dtype=exact, model=model) for other in strategies]
     for variant in (ACCUMULATES, CLIPS, RECOMPUTES, *variants):
-        found.append(Case(sizes, strategy, usual, variant, exact))
+        found.append(Case(sizes, strategy, usual, variant, exact, model))
     if splits:
-        found += [Case(sizes, strategy, usual, variant, "fp32") for variant in (PLAIN, CLIPS)]
-    found.append(Case(sizes, strategy, usual, dtype="bf16"))
-    found += [Case(sizes, strategy, schedule, dtype="fp64", model=(("tied", True),)) for schedule in tied]
+        found += [Case(sizes, strategy, usual, variant, "fp32", model) for variant in (PLAIN, CLIPS)]
+    found.append(Case(sizes, strategy, usual, dtype="bf16", model=model))
+    found += [Case(sizes, strategy, schedule, dtype="fp64", model=(*model, ("tied", True))) for schedule in tied]
     return found
+
+
+def _brief(*meshes: dict[str, int]) -> list[Case]:
+    """Two rows of each: all at once in fp64, and plain in fp32."""
+    everything = Variant("accumulates, clips, recomputes", 2, max_norm=0.3, plan=RECOMPUTES.plan)
+    found = []
+    for mesh in meshes:
+        schedule = "1f1b" if "pp" in mesh else None
+        for variant, dtype in ((everything, "fp64"), (PLAIN, "fp32")):
+            found.append(Case(tuple(mesh.items()), "zero3", schedule, variant, dtype, _model(mesh)))
+    return found
+
+
+def _model(mesh: dict[str, int]) -> tuple[tuple[str, Any], ...]:
+    return (("num_experts", 4),) if "ep" in mesh else ()
 
 
 def _beside(mesh: dict[str, int], schedules: tuple[str, ...]) -> list[Case]:

@@ -53,8 +53,10 @@ def test_the_table_has_every_mesh_schedule_and_variant():
     cases = product.cases()
     assert len(set(cases)) == len(cases)
     meshes = {case.mesh for case in cases}
-    assert {TP_PP, THREE, (("dp_replicate", 2), ("dp_shard", 2), ("tp", 2)), (("tp", 4),), (("pp", 4),)} <= meshes
-    for mesh in meshes:
+    wanted = {TP_PP, THREE, (("dp_replicate", 2), ("dp_shard", 2), ("tp", 2)), (("tp", 4),), (("pp", 4),), (("cp", 2),)}
+    wanted |= {(("dp_shard", 2), ("tp", 2)), (("pp", 2), ("dp_shard", 2)), (("dp_shard", 2), ("ep", 2))}
+    assert wanted <= meshes
+    for mesh in wanted:
         rows = [case for case in cases if case.mesh == mesh]
         assert {"plain", "accumulates", "clips", "recomputes"} <= {case.variant.name for case in rows}, mesh
         assert {"bf16", "fp32"} <= {case.dtype for case in rows}, mesh

@@ -13,6 +13,7 @@ from torch.utils import _pytree as pytree
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import shardwise as sw
+from shardwise.comm.record import RecordComm
 from shardwise.fsdp.attach import runtime_of
 from shardwise.fsdp.clip import grad_norm
 from shardwise.fsdp.state import HeldValues
@@ -20,6 +21,7 @@ from shardwise.spec.errors import PlanError
 from shardwise.spec.slice import slice_of
 from shardwise.tensor.apply import take
 from shardwise.tensor.cut import find_cuts
+from shardwise.tensor.linear import Way
 from shardwise.testing import run_on_ranks
 
 STEPS = 5
@@ -328,3 +330,12 @@ def test_a_vocabulary_that_no_degree_divides_is_cut_as_evenly_as_can_be(size):
     assert [start for start, _ in edges] == [0, *(stop for _, stop in edges[:-1])]
     assert edges[-1][1] == 50257
     assert {stop - start for start, stop in edges} == {50257 // size, 50257 // size + 1}
+
+
+@pytest.mark.parametrize("is_transposed", [False, True])
+def test_a_layer_without_tokens_has_gradients_without_rows(is_transposed):
+    """Under ep an expert may get none."""
+    way = Way(RecordComm("tp", rank=0, size=2, device="cpu"), "up", is_transposed=is_transposed)
+    weight = torch.ones(3, 5) if is_transposed else torch.ones(5, 3)
+    assert way.to_input(torch.ones(0, 5), weight).shape == (0, 3)
+    assert way.to_weight(torch.ones(0, 5), torch.ones(0, 3)).equal(torch.zeros_like(weight))

@@ -40,8 +40,8 @@ class Way:
 
     def to_input(self, grad: Tensor, weight: Tensor) -> Tensor:
         """The gradient of the input, (..., inputs)."""
-        rows = grad.reshape(-1, grad.shape[-1])
-        return rows.mm(weight.t() if self.is_transposed else weight).view(*grad.shape[:-1], -1)
+        made = grad.reshape(-1, grad.shape[-1]).mm(weight.t() if self.is_transposed else weight)
+        return made.view(*grad.shape[:-1], made.shape[-1])  # an expert may have no tokens, and -1 then no meaning
 
     def to_weight(self, grad: Tensor, x: Tensor) -> Tensor:
         """The gradient of the weight."""
