@@ -120,7 +120,8 @@ class _Linear(torch.autograd.Function):
     def backward(ctx: Any, *grad_outputs: Any) -> tuple[Tensor | None, ...]:  # pyrefly: ignore[bad-override]
         (grad,), how = grad_outputs, ctx.how
         given, weight = ctx.saved_tensors
-        rows, grads = given.reshape(-1, given.shape[-1]), grad.reshape(-1, grad.shape[-1])
+        # Detached, as a view would hold what it is a view of, and with that the graph, the stage's input and its gradient.
+        rows, grads = given.detach().reshape(-1, given.shape[-1]), grad.reshape(-1, grad.shape[-1])
         to_given = to_bias = None
         if ctx.needs_input_grad[0]:
             to_given = grads.mm(weight.t() if how.is_transposed else weight).view(given.shape)
