@@ -120,7 +120,7 @@ class _Linear(torch.autograd.Function):
     def backward(ctx: Any, *grad_outputs: Any) -> tuple[Tensor | None, ...]:  # pyrefly: ignore[bad-override]
         (grad,), how = grad_outputs, ctx.how
         given, weight = ctx.saved_tensors
-        # Detached, as a view would hold what it is a view of, and with that the graph, the stage's input and its gradient.
+        # Detached: a view would hold what it is a view of, and with that the graph, the input and its gradient.
         rows, grads = given.detach().reshape(-1, given.shape[-1]), grad.reshape(-1, grad.shape[-1])
         to_given = to_bias = None
         if ctx.needs_input_grad[0]:
