@@ -6,6 +6,7 @@ import gc
 
 import pytest
 import torch
+from torch import Tensor
 
 import shardwise as sw
 from shardwise.fsdp import recompute
@@ -16,17 +17,27 @@ from shardwise.recipe.activations import cut_alone, measure_activations
 from shardwise.recipe.storage import StorageCount
 from shardwise.spec.waiting import Activations
 from shardwise.testing import run_on_ranks
-from tests.contract.test_memory import Storages, batch, build, everything_alive, train
+from tests.contract.test_memory import SEQ, VOCAB, Storages, build, everything_alive, train
 
 pytestmark = pytest.mark.slow
 
 PLANS = {
     "tp": sw.ParallelPlan(tp=2),
     "by positions": sw.ParallelPlan(tp=2, sequence_parallel=True),
-    "recomputed": sw.ParallelPlan(tp=2, activation_checkpointing="full"),
     "by positions, recomputed": sw.ParallelPlan(tp=2, sequence_parallel=True, activation_checkpointing="full"),
-    "ddp": sw.ParallelPlan(tp=2, strategy="ddp"),
 }
+MORE_PLANS = PLANS | {
+    "recomputed": sw.ParallelPlan(tp=2, activation_checkpointing="full"),
+    "ddp": sw.ParallelPlan(tp=2, strategy="ddp"),
+    "tp=4": sw.ParallelPlan(tp=4),
+    "tp=4 by positions": sw.ParallelPlan(tp=4, sequence_parallel=True),
+}
+
+
+def batch() -> tuple[Tensor, Tensor]:
+    """The same on all ranks."""
+    tokens_BT = torch.randint(0, VOCAB, (2, SEQ), generator=torch.Generator().manual_seed(0))
+    return tokens_BT, tokens_BT.clone()
 
 
 def activations_of(plan: sw.ParallelPlan, rank: int) -> Activations:
@@ -45,7 +56,7 @@ def activations_of(plan: sw.ParallelPlan, rank: int) -> Activations:
 
 
 def measure_peak(plan: sw.ParallelPlan) -> dict[str, int]:
-    """Bytes after a backward and at the peak of a step, and those predicted; activations of all and of this part."""
+    """Bytes after a backward and at the peak of a step, and those predicted; activations of this part."""
     before = everything_alive()
     model = sw.parallelize(build(), plan)
     runtime = runtime_of(model, "test")
@@ -64,19 +75,18 @@ def measure_peak(plan: sw.ParallelPlan) -> dict[str, int]:
     comm = runtime.comms.tp
     assert comm is not None
     part = activations_of(plan, comm.rank)
-    whole = activations_of(sw.ParallelPlan(), 0)
     return {
         "held": held,
         "held, predicted": predict(runtime).total,
         "peak": peak,
         "peak, predicted": predict(runtime).total + predict_activations(runtime, part),
         "activations": part.peak_bytes,
-        "activations of the whole": whole.peak_bytes,
     }
 
 
 def measure_peaks(plans: dict[str, sw.ParallelPlan]) -> dict[str, dict[str, int]]:
-    return {name: measure_peak(plan) for name, plan in plans.items()}
+    whole = {"activations of the whole": activations_of(sw.ParallelPlan(), 0).peak_bytes}
+    return {name: measure_peak(plan) | whole for name, plan in plans.items()}
 
 
 def check(world: int, plans: dict[str, sw.ParallelPlan]) -> None:
@@ -93,6 +103,4 @@ def test_the_peak_under_tp_is_the_closed_form_and_the_activations_of_the_part():
 
 @pytest.mark.long
 def test_the_peak_under_more_ranks():
-    check(
-        4, PLANS | {"tp=4": sw.ParallelPlan(tp=4), "tp=4 by positions": sw.ParallelPlan(tp=4, sequence_parallel=True)}
-    )
+    check(4, MORE_PLANS)

@@ -31,15 +31,17 @@ class Agreement:
     def __init__(self, comm: Comm) -> None:
         self._comm = comm
         self._seen: set[bool] = set()
+        self._dropouts: list[Any] = []  # looked at in every step: a walk over all modules would take its time
 
     def install(self, model: nn.Module) -> None:
         """Look at the arguments of ``model`` from now on."""
+        self._dropouts = [module for module in model.modules() if "Dropout" in type(module).__name__]
         model.register_forward_pre_hook(self._look, with_kwargs=True)
 
     def _look(self, model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         if not torch.is_grad_enabled():
             return  # generation compares prompts by itself
-        may_drop = model.training and any(_drops(module) for module in model.modules())
+        may_drop = model.training and any(_drops(module) for module in self._dropouts)
         if may_drop in self._seen:
             return
         self._seen.add(may_drop)
@@ -61,7 +63,7 @@ class Agreement:
 
 
 def _drops(module: nn.Module) -> bool:
-    rate = getattr(module, "p", 0.0) if "Dropout" in type(module).__name__ else 0.0
+    rate = getattr(module, "p", 0.0)
     return isinstance(rate, float) and rate > 0
 
 
