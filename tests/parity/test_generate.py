@@ -128,6 +128,9 @@ def test_tokens_of_more_ranks_are_those_of_one_process(world):
         plans += [
             ("tp4", sw.ParallelPlan(tp=4), {}),
             ("dp2-tp2", sw.ParallelPlan(tp=2), {}),
+            ("pp4", sw.ParallelPlan(pp=4), {"num_layers": 4, "tied": False}),
+            ("dp2-pp2", sw.ParallelPlan(pp=2, strategy="zero1"), {}),
+            ("tp2-pp2", sw.ParallelPlan(pp=2, tp=2), {}),
             ("hsdp", sw.ParallelPlan(strategy="hsdp", dp_replicate=2), {}),
         ]
     run_on_ranks(generated, world, plans, results_of(plans, LEAST_MARGIN), timeout_s=200)
