@@ -25,11 +25,11 @@ train: {micro_batch_size: 1, steps: 10}
 def test_engines_take_turns_and_compute_the_same(tmp_path, monkeypatch, capfd):
     monkeypatch.chdir(tmp_path)
     (tmp_path / "run.yaml").write_text(RUN)
-    arguments = ["run.yaml", "--strategies", "zero3,ddp", "--peers", "single,torch-fsdp2", "--nproc", "2"]
+    arguments = ["run.yaml", "--strategies", "zero3,ddp", "--peers", "single", "--nproc", "2"]
     arguments += ["--rounds", "2", "--steps", "2", "--json", "out/result.json", "--markdown", "out/result.md"]
     assert main(["compare", *arguments]) == 0
     values = json.loads((tmp_path / "out" / "result.json").read_text())
-    zero3, ddp, single, torch_fsdp2 = values["rows"]
+    zero3, ddp, single = values["rows"]
     assert values["case"] == "small"
     assert values["losses"]["ours_bitwise"]
     assert max(values["losses"]["differences"].values()) <= 1e-6
@@ -40,7 +40,6 @@ def test_engines_take_turns_and_compute_the_same(tmp_path, monkeypatch, capfd):
     assert zero3["loss"] == ddp["loss"]
     assert len(zero3["loss"]) == 3 + 4
     assert zero3["loss"][: len(single["loss"])] == single["loss"]
-    assert torch_fsdp2["loss"] == pytest.approx(zero3["loss"], abs=1e-6)
     assert {"all_gather", "reduce_scatter"} <= set(zero3["collectives"])
     assert set(ddp["collectives"]) == {"all_reduce"}
     for row in (zero3, ddp):
@@ -55,7 +54,7 @@ def test_engines_take_turns_and_compute_the_same(tmp_path, monkeypatch, capfd):
 def test_torchs_other_engines_compute_the_same(tmp_path, monkeypatch, capfd):
     monkeypatch.chdir(tmp_path)
     (tmp_path / "run.yaml").write_text(RUN)
-    peers = ["torch-ddp", "torch-fsdp1", "torch-fsdp2-noreshard", "torch-zero1"]
+    peers = ["torch-ddp", "torch-fsdp1", "torch-fsdp2", "torch-fsdp2-noreshard", "torch-zero1"]
     arguments = ["run.yaml", "--strategies", "zero3", "--peers", ",".join(peers), "--nproc", "2"]
     assert main(["compare", *arguments, "--rounds", "1", "--steps", "2", "--json", "result.json"]) == 0
     values = json.loads((tmp_path / "result.json").read_text())
