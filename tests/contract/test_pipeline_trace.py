@@ -12,6 +12,7 @@ from torch import distributed
 import shardwise as sw
 from shardwise.fsdp.attach import runtime_of
 from shardwise.recipe.pipelined import pipelined_of
+from shardwise.spec.errors import RankDisagreement
 from shardwise.spec.schedule import build
 from shardwise.spec.schedule.held import peak_held
 from shardwise.spec.schedule.traffic import Copies, CrossingBytes, messages
@@ -40,7 +41,7 @@ def record(cases):
             sw.train_step(model, batch, num_microbatches=NUM_MICROBATCHES)
         kinds = {"send", "receive"}
         found = [(e.kind, e.unit, e.sent_bytes, e.axis) for e in events if e.axis == "pp" and e.kind in kinds]
-        gathers = [e.unit for e in events if e.kind == "all_gather"]
+        gathers = [e.unit for e in events if e.kind == "all_gather" and e.axis != "pp"]
         results.append(
             (
                 found,
@@ -67,17 +68,62 @@ def test_messages_and_activations_in_flight_are_those_predicted():
             assert len(gathers) == len(set(gathers)) == num_units, "a unit is gathered once a step"
 
 
+def told(step, *args, **options):
+    try:
+        step(*args, **options)
+    except RankDisagreement as error:
+        return str(error)
+    return None
+
+
+def disagreements():
+    is_odd = distributed.get_rank() == 1
+    found = []
+    model = sw.parallelize(build_gpt(), sw.ParallelPlan(pp=2))
+    usual, short = [(tokens(seq=seq), tokens(seq=seq)) for seq in (SEQ, SEQ - 1)]
+    for knows_all in (False, True):
+        if knows_all:
+            sw.train_step(model, short)
+            sw.eval_step(model, usual)
+        texts = [
+            told(sw.train_step, model, short if is_odd else usual),
+            told(sw.eval_step if is_odd else sw.train_step, model, usual),
+            told(sw.train_step, model, usual, num_microbatches=4 if is_odd else 2),
+            told(sw.train_step, model.train(not is_odd), usual),
+        ]
+        found.append(texts)
+        model.train()
+        sw.train_step(model, usual)
+    return found
+
+
 def disagree():
     model = sw.parallelize(build_gpt(), sw.ParallelPlan(pp=2))
     shorter = distributed.get_rank() == 1
     sw.train_step(model, (tokens(seq=SEQ - shorter), tokens(seq=SEQ - shorter)), num_microbatches=2)
 
 
+def test_ranks_that_disagree_about_a_step_say_so_and_go_on():
+    told_so = run_on_ranks(disagreements, 2, timeout_s=60)
+    assert told_so[0] == told_so[1]
+    for found in told_so[0]:
+        starts = "the ranks of a pipeline disagree about the step: rank 0 along pp has "
+        usual = "2 microbatches of [4, 6], [4, 6] with gradients in training mode, rank 1 "
+        assert all(text.startswith(starts + usual) for text in found)
+        ends = [text.removeprefix(starts + usual).partition(".\n")[0] for text in found]
+        assert ends == [
+            "2 microbatches of [4, 5], [4, 5] with gradients in training mode",
+            "2 microbatches of [4, 6], [4, 6] without gradients in training mode",
+            "4 microbatches of [2, 6], [2, 6] with gradients in training mode",
+            "2 microbatches of [4, 6], [4, 6] with gradients in evaluation mode",
+        ]
+
+
 def test_a_stage_that_disagrees_in_shape_ends_all_ranks_with_one_message():
     with pytest.raises(RankFailure) as caught:
         run_on_ranks(disagree, 2, timeout_s=60)
     text = str(caught.value)
-    shown = "rank 0 along pp has microbatches of [4, 6], [4, 6], rank 1 of [4, 5], [4, 5]"
+    shown = "rank 0 along pp has 2 microbatches of [4, 6], [4, 6] with gradients"
     assert text.count("RankDisagreement") >= 2
     assert shown in text
 

@@ -16,7 +16,7 @@ from shardwise.fsdp.runtime import Runtime
 from shardwise.fsdp.summary import predict_trace, unit_shapes
 from shardwise.recipe import dry_run
 from shardwise.spec.footprint import Replicas
-from shardwise.spec.product_trace import ProductStep, loss_trace, totals
+from shardwise.spec.product_trace import ProductStep, agreement_trace, loss_trace, totals
 from shardwise.spec.schedule import build as build_schedule
 from shardwise.spec.schedule.traffic import Copies, CrossingBytes, step_traffic
 from shardwise.spec.stages import gpt_stages
@@ -94,6 +94,7 @@ class Case:
         samples = mesh.data_parallel_group(rank)
         control = "dp" if mesh.dp_replicate > 1 else "dp_shard"
         if not is_dry:
+            found = [*agreement_trace(self.pp), *found]
             found += loss_trace(control, samples.index(rank), len(samples), pp_rank=at["pp"], pp=self.pp)
         return by_axis(found)
 

@@ -66,14 +66,13 @@ def grad_norm(runtime: Runtime) -> Tensor:
     sharded = torch.zeros(1, dtype=torch.float64, device=device)
     replicated = torch.zeros(1, dtype=torch.float64, device=device)
     experts = torch.zeros(1, dtype=torch.float64, device=device)  # replicated over fewer ranks
-    dtype = torch.float32
+    dtypes: set[torch.dtype] = set()
     for group in runtime.groups:
         total = sharded if group.row.shards_optimizer else replicated if group.comms is runtime.comms else experts
         for spec, shard in zip(group.layout.params, group.shards, strict=True):
             if shard.grad is None or not runtime.comms.counts(spec.slice):
                 continue
-            if group.dtype is torch.float64:
-                dtype = torch.float64
+            dtypes.add(group.dtype)
             _add_squares(total, shard.grad)
     comms = runtime.comms
     if comms.ep is not None:
@@ -89,7 +88,8 @@ def grad_norm(runtime: Runtime) -> Tensor:
             _add_squares(rows, grad)
         runtime.comms.world.all_reduce(rows, unit="grad_norm").wait()
         total += rows
-    return total.sqrt().to(dtype).squeeze(0)
+    dtypes = dtypes or {group.dtype for group in runtime.groups}  # a stage without gradients goes by what it holds
+    return total.sqrt().to(torch.float64 if torch.float64 in dtypes else torch.float32).squeeze(0)
 
 
 def _add_squares(total: Tensor, grad: Tensor) -> None:

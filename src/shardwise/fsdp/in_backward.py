@@ -54,9 +54,14 @@ def optimizer_in_backward(model: nn.Module, *optimizers: torch.optim.Optimizer) 
 
     Raises:
         StateError: A trained parameter is in no optimizer or in two, there are gradients, or an optimizer cannot work
-            on shards.
+            on shards; or the model is a pipeline, whose step has a backward for each microbatch.
     """
     runtime = attach.runtime_of(model, "sw.optimizer_in_backward")
+    if runtime.comms.pp is not None:
+        raise StateError(
+            "sw.optimizer_in_backward(): a pipeline's step has a backward for each microbatch, and updates follow the"
+            " last.\n  Call optimizer.step() after sw.train_step(), or set pp=1."
+        )
     _check(runtime, optimizers)
     runtime.update = UpdateInBackward(runtime, optimizers)
 

@@ -10,7 +10,7 @@ from __future__ import annotations
 import contextlib
 import time
 from collections import deque
-from collections.abc import Callable, Hashable, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -19,6 +19,7 @@ from torch import Tensor
 
 from shardwise.comm.base import Comm, Handle
 from shardwise.comm.dtype import dtype_name, torch_dtype
+from shardwise.pipeline.agreement import Agreement
 from shardwise.pipeline.draws import Draws
 from shardwise.pipeline.stage import Stages
 from shardwise.pipeline.trace import Flow, Source
@@ -60,8 +61,8 @@ class Job:
         parts: The microbatches, the same on every rank of the pipeline.
         call: Calls the model with a microbatch.
         loss: The same, and gives the loss of it.
-        key: Of the shapes of a microbatch.
-        flow: What goes from stage to stage for them.
+        flow: What goes from stage to stage for microbatches of this shape.
+        agreement: That the ranks do the same; ``None``: nobody is there.
         enter: Is told the stage before each of its forwards.
         collect: Takes the gradients that are on weights.
         scale: Of a loss before its backward, for fp16.
@@ -72,8 +73,8 @@ class Job:
     parts: Sequence[Any]
     call: Callable[[Any], Any]
     loss: Callable[[Any], Tensor]
-    key: Hashable
     flow: Flow
+    agreement: Agreement | None
     enter: Callable[[int], None]
     collect: Callable[[], None]
     scale: Callable[[Tensor], Tensor]
@@ -97,7 +98,6 @@ class Interpreter:
         self.spans: list[tuple[float, float]] | None = None
         self.compute_dtype: torch.dtype | None = None
         self._comm = comm
-        self._crossings: dict[tuple[Hashable, int], tuple[Crossing, ...]] = {}
 
     def run(self, job: Job) -> list[Tensor]:
         """One step.
@@ -106,22 +106,15 @@ class Interpreter:
             The losses of the microbatches in order, on the rank of the last stage; nothing elsewhere.
 
         Collective:
-            The messages of the schedule along ``pp``: for each tensor that crosses two stages on different ranks one
-            for each microbatch with what it holds, and one back with its gradient where it needs one.
+            Waits for the agreement before the first message. The messages of the schedule along ``pp``: for each
+            tensor that crosses two stages on different ranks one for each microbatch with what it holds, and one back
+            with its gradient where it needs one.
         """
         step = _Step(self, job)
         for action in job.schedule.actions[self._comm.rank]:
             step.do(action)
         step.finish()
         return [step.losses[index] for index in sorted(step.losses)]
-
-    def crossings(self, key: Hashable, boundary: int) -> tuple[Crossing, ...] | None:
-        """What goes from stage ``boundary`` to the next, if that is known."""
-        return self._crossings.get((key, boundary))
-
-    def learn(self, key: Hashable, boundary: int, crossings: tuple[Crossing, ...]) -> None:
-        """Remember what goes from stage ``boundary`` to the next."""
-        self._crossings[key, boundary] = crossings
 
     def send(self, tensor: Tensor, to: int, unit: str) -> tuple[Handle, Tensor]:
         """Start a send; the tensor must live until it has been waited for."""
@@ -164,7 +157,6 @@ class _Step:
         self._job = job
         self._schedule = job.schedule
         self._flow = job.flow
-        self._key = job.key
         self.losses: dict[int, Tensor] = {}
         self._draws = Draws(interpreter.stages.device) if torch.is_grad_enabled() or interpreter.stages.trains else None
         self._tapes: dict[tuple[int, int], Tape] = {}
@@ -188,17 +180,29 @@ class _Step:
             for handle, _ in sends:
                 handle.wait()
 
+    def _crossings(self, boundary: int) -> tuple[Crossing, ...] | None:
+        """What goes from stage ``boundary`` to the next, if that is known."""
+        return self._flow.learned.get((self._trained, boundary))
+
+    def _learn(self, boundary: int, crossings: tuple[Crossing, ...]) -> None:
+        self._flow.learned[self._trained, boundary] = crossings
+
+    @property
+    def _trained(self) -> int:
+        """Gradients go where parameters are trained: what stages know of each other holds for that."""
+        return 0 if self._job.agreement is None else self._job.agreement.wait()
+
     # -- forward
 
     def _receive_activation(self, action: Action) -> None:
         boundary, peer = action.stage - 1, action.peer
         assert peer is not None
         if self._its.stages.device.type == "meta":  # a dry run: nobody is there to tell
-            self._its.learn(self._key, boundary, self._traced(boundary))
-        elif self._its.crossings(self._key, boundary) is None:
+            self._learn(boundary, self._traced(boundary))
+        elif self._crossings(boundary) is None:
             count = len(self._flow.crossing[boundary])
-            self._its.learn(self._key, boundary, self._its.receive_header(boundary, count, peer))
-        crossings = self._its.crossings(self._key, boundary)
+            self._learn(boundary, self._its.receive_header(boundary, count, peer))
+        crossings = self._crossings(boundary)
         self._received[action.stage, action.microbatch] = [
             self._its.receive(crossing, peer, f"activation of stage {boundary}") for crossing in crossings or ()
         ]
@@ -238,7 +242,7 @@ class _Step:
             tensors = [output.detach() for output in tape.outputs]
             if not torch.is_grad_enabled():
                 del self._tapes[stage - 1, microbatch]
-        crossings = self._its.crossings(self._key, stage - 1) or ()
+        crossings = self._crossings(stage - 1) or ()
         for tensor, crossing in zip(tensors, crossings, strict=True):
             tensor.requires_grad_(crossing.requires_grad)
         return dict(zip(self._flow.crossing[stage - 1], tensors, strict=True))
@@ -246,9 +250,9 @@ class _Step:
     def _check(self, stage: int, outputs: Sequence[Tensor]) -> None:
         """What a stage gives has the shapes that the next stage was told."""
         made = tuple(Crossing(tuple(t.shape), t.dtype, t.requires_grad) for t in outputs)
-        known = self._its.crossings(self._key, stage)
+        known = self._crossings(stage)
         if known is None:
-            self._its.learn(self._key, stage, made)
+            self._learn(stage, made)
             if self._schedule.ranks[stage + 1] != self._schedule.ranks[stage]:
                 self._sends.append([self._its.send_header(stage, made, self._schedule.ranks[stage + 1])])
         elif made != known:
@@ -272,7 +276,7 @@ class _Step:
         assert action.peer is not None
         self._gradients[action.stage, action.microbatch] = [
             self._its.receive(crossing, action.peer, f"gradient of stage {action.stage}")
-            for crossing in self._its.crossings(self._key, action.stage) or ()
+            for crossing in self._crossings(action.stage) or ()
             if crossing.requires_grad
         ]
 

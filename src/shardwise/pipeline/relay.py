@@ -32,13 +32,12 @@ class Relay:
         self._kept: dict[tuple[int, Hashable], Sequence[Tensor]] = {}  # for a stage of this rank
         self._sends: deque[list[tuple[Handle, Tensor]]] = deque()
 
-    def run(self, stage: int, part: Hashable, key: Hashable, flow: Flow, forward: Callable[[], Any]) -> Any:
+    def run(self, stage: int, part: Hashable, flow: Flow, forward: Callable[[], Any]) -> Any:
         """One forward of a stage.
 
         Args:
             stage: Which of this rank's.
             part: Of the batch; what one stage makes of it the next one takes.
-            key: Of the flow.
             flow: What goes from stage to stage.
             forward: Calls the model.
 
@@ -49,10 +48,10 @@ class Relay:
             A message from the rank of the stage before, and one to that of the next stage, for each tensor that
             crosses. The first ones of a flow are preceded by shapes and dtypes.
         """
-        received = self._received(stage, part, key, flow)
+        received = self._received(stage, part, flow)
         made = self._its.stages.run(stage, flow, received, forward)
         if stage < self._its.stages.num_stages - 1:
-            self._hand_on(stage, part, key, made)
+            self._hand_on(stage, part, flow, made)
             return None
         return made
 
@@ -61,31 +60,31 @@ class Relay:
         while self._sends:
             self._wait_for_oldest()
 
-    def _received(self, stage: int, part: Hashable, key: Hashable, flow: Flow) -> dict[Source, Tensor]:
+    def _received(self, stage: int, part: Hashable, flow: Flow) -> dict[Source, Tensor]:
         if stage == 0:
             return {}
         boundary, source = stage - 1, self._ranks[stage - 1]
         crossing = flow.crossing[boundary]
         if source == self._comm.rank:
             return dict(zip(crossing, self._kept.pop((boundary, part)), strict=True))
-        shapes = self._its.crossings(key, boundary)
+        shapes = flow.learned.get(boundary)
         if shapes is None:
             shapes = self._its.receive_header(boundary, len(crossing), source)
-            self._its.learn(key, boundary, shapes)
+            flow.learned[boundary] = shapes
         posted = [self._its.receive(shape, source, f"activation of stage {boundary}") for shape in shapes]
         for handle, _ in posted:
             handle.wait()
         return dict(zip(crossing, (buffer for _, buffer in posted), strict=True))
 
-    def _hand_on(self, stage: int, part: Hashable, key: Hashable, made: Sequence[Tensor]) -> None:
+    def _hand_on(self, stage: int, part: Hashable, flow: Flow, made: Sequence[Tensor]) -> None:
         target = self._ranks[stage + 1]
         if target == self._comm.rank:
             self._kept[stage, part] = made
             return
         sends = []
-        if self._its.crossings(key, stage) is None:
+        if stage not in flow.learned:
             shapes = tuple(Crossing(tuple(tensor.shape), tensor.dtype, requires_grad=False) for tensor in made)
-            self._its.learn(key, stage, shapes)
+            flow.learned[stage] = shapes
             sends.append(self._its.send_header(stage, shapes, target))
         sends += [self._its.send(tensor, target, f"activation of stage {stage}") for tensor in made]
         self._sends.append(sends)

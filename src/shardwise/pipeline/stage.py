@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import inspect
 import weakref
+from collections import OrderedDict
 from collections.abc import Callable, Hashable, Mapping, Sequence
 from typing import Any
 
@@ -18,10 +19,14 @@ from torch.utils._pytree import tree_flatten
 
 from shardwise.comm.base import Comm
 from shardwise.comm.control import agree, all_gather_json
+from shardwise.pipeline.agreement import Agreement
 from shardwise.pipeline.element import Element, own_forward
 from shardwise.pipeline.split import StandIn
 from shardwise.pipeline.trace import Flow, Leaf, Source, Tracer, inside_of_blocks, shape_key, zeros
 from shardwise.spec.errors import RankDisagreement, StateError
+
+#: Kinds of batches that are remembered.
+_MAX_FLOWS = 256
 
 
 class Stages:
@@ -50,7 +55,7 @@ class Stages:
         self.device = device
         self.elements = elements
         self._comm = comm
-        self._flows: dict[Hashable, Flow] = {}
+        self._flows: OrderedDict[Hashable, Flow] = OrderedDict()
         self.keepers: dict[str, int] = {}  # which stage has the state of an element that every stage holds
         self._tracer: Tracer | None = None
         self._pass: _Pass | None = None
@@ -74,12 +79,21 @@ class Stages:
         model = self._model()
         return model is not None and model.training
 
-    def flow(self, batch: Any, call: Callable[[nn.Module, Any], Any]) -> tuple[Hashable, Flow]:
+    def key(self, batch: Any) -> Hashable:
+        """What batches of one flow have in common, in the model's mode: its text is the same on every rank."""
+        model = self._model()
+        assert model is not None
+        return shape_key(batch), model.training, torch.is_grad_enabled()
+
+    def flow(
+        self, batch: Any, call: Callable[[nn.Module, Any], Any], agreement: Agreement | None = None
+    ) -> tuple[Hashable, Flow]:
         """What goes from stage to stage for batches of this shape.
 
         Args:
             batch: A microbatch.
             call: Calls the model with it.
+            agreement: That the other ranks have a batch of this shape; waited for where the shape is new.
 
         Collective:
             All-gather of one integer along ``pp`` for a shape that is new. All ranks must call.
@@ -90,20 +104,25 @@ class Stages:
         """
         model = self._model()
         assert model is not None
-        key = shape_key(batch), model.training, torch.is_grad_enabled()
+        key = self.key(batch)
         if key not in self._flows:
+            if agreement is not None:
+                agreement.wait()
             self._sketch.train(model.training)
             flow = self._trace(batch, call)
             if self._comm is not None and len(set(found := agree(self._comm, flow.digest))) > 1:
                 odd = next(rank for rank, digest in enumerate(found) if digest != found[0])
-                shapes = all_gather_json(self._comm, _shapes(batch))
+                shapes = all_gather_json(self._comm, shown_shapes(batch))
                 raise RankDisagreement(
                     "the ranks of a pipeline disagree about what goes from stage to stage: rank 0 along pp has"
                     f" microbatches of {shapes[0]}, rank {odd} of {shapes[odd]}.\n"
                     "  Give the same batch to every rank of a pipeline, and build the same model."
                 )
             self._flows[key] = flow
+            if len(self._flows) > _MAX_FLOWS:  # on every rank alike
+                self._flows.popitem(last=False)
             self.keepers.update(flow.keepers)
+        self._flows.move_to_end(key)
         return key, self._flows[key]
 
     def _trace(self, batch: Any, call: Callable[[nn.Module, Any], Any]) -> Flow:
@@ -283,6 +302,7 @@ def _not_whole(what: str) -> StateError:
     )
 
 
-def _shapes(batch: Any) -> str:
+def shown_shapes(batch: Any) -> str:
+    """The shapes of a batch's tensors, for a message."""
     leaves = tree_flatten(batch)[0]
     return ", ".join(str(list(leaf.shape)) for leaf in leaves if isinstance(leaf, Tensor)) or "no tensors"

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import contextlib
 import copy
+import enum
 import hashlib
 from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, fields, is_dataclass
@@ -85,12 +86,14 @@ class Flow:
             handed and later stages need.
         last_call: The number of each stage's last call.
         writes_in_place: The model writes to what elements return or take: it needs memory of its own.
+        learned: What stages were told about each other's activations in steps of this kind.
     """
 
     calls: list[Call]
     crossing: list[tuple[Source, ...]] = field(default_factory=list)
     last_call: list[int] = field(default_factory=list)
     writes_in_place: bool = False
+    learned: dict[Hashable, Any] = field(default_factory=dict)
 
     @property
     def keepers(self) -> dict[str, int]:
@@ -405,5 +408,12 @@ def _tensors(value: Any, levels: int = 4) -> Iterator[Tensor]:
 def shape_key(batch: Any) -> Hashable:
     """What two batches of the same shapes have in common."""
     leaves, spec = tree_flatten(batch)
-    shapes = [(tuple(leaf.shape), leaf.dtype) if isinstance(leaf, Tensor) else repr(leaf) for leaf in leaves]
-    return str(spec), tuple(shapes)
+    return str(spec), tuple(_kind(leaf) for leaf in leaves)
+
+
+def _kind(leaf: Any) -> str:
+    if isinstance(leaf, Tensor):
+        return f"{list(leaf.shape)} {leaf.dtype}"
+    if _is_constant(leaf) or isinstance(leaf, (torch.dtype, torch.device, enum.Enum)):
+        return repr(leaf)
+    return f"{type(leaf).__module__}.{type(leaf).__qualname__}"  # what it is said to be may be its address

@@ -6,8 +6,12 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 from torch import Tensor, nn
+from torch.utils._pytree import tree_leaves
 
 from shardwise.spec.errors import StateError
+
+#: As transformers' trainer calls it.
+_NUM_ITEMS = "num_items_in_batch"
 
 LossFn = Callable[[Any, Any], Tensor]
 
@@ -41,14 +45,33 @@ def call_model(model: nn.Module, batch: Any) -> Any:
 def split_batch(batch: Any, count: int) -> list[Any]:
     """``count`` parts of a batch, every tensor in it cut evenly on dim 0.
 
+    A tensor without dimensions, and one of a single row beside others of several, goes into every part whole. The
+    number of items that transformers' models divide the sum of their losses by is divided by ``count``, as losses of
+    parts are averaged.
+
     Raises:
         StateError: A tensor's dim 0 is not divisible by ``count``.
     """
     if count < 1:
         raise StateError(f"num_microbatches={count}: expected at least 1.")
-    if count == 1:
-        return [batch]
+    return [batch] if count == 1 else _split(batch, count, num_rows(batch))
+
+
+def num_rows(batch: Any) -> int:
+    """Samples of a batch: the longest dim 0 of its tensors; 0 where there is none."""
+    return max((leaf.shape[0] for leaf in tree_leaves(batch) if isinstance(leaf, Tensor) and leaf.dim()), default=0)
+
+
+def fitting_count(batch: Any, count: int) -> int:
+    """The most parts, up to ``count``, that the samples of a batch can be cut into evenly."""
+    rows = num_rows(batch)
+    return next(fewer for fewer in range(max(1, min(count, rows)), 0, -1) if rows % fewer == 0)
+
+
+def _split(batch: Any, count: int, rows: int) -> list[Any]:
     if isinstance(batch, Tensor):
+        if rows and (batch.dim() == 0 or (batch.shape[0] == 1 and rows > 1)):
+            return [batch] * count
         if batch.dim() == 0 or batch.shape[0] % count:
             raise StateError(
                 f"a batch tensor of shape {list(batch.shape)} cannot be cut into {count} equal parts on dim 0.\n"
@@ -56,10 +79,12 @@ def split_batch(batch: Any, count: int) -> list[Any]:
             )
         return list(batch.chunk(count))
     if isinstance(batch, Mapping):
-        parts = {key: split_batch(value, count) for key, value in batch.items()}
+        parts = {key: _split(value, count, rows) for key, value in batch.items()}
+        if _NUM_ITEMS in batch and batch[_NUM_ITEMS] is not None:
+            parts[_NUM_ITEMS] = [batch[_NUM_ITEMS] / count] * count
         return [{key: part[index] for key, part in parts.items()} for index in range(count)]
     if isinstance(batch, (tuple, list)):
-        columns = [split_batch(value, count) for value in batch]
-        rows = [[column[index] for column in columns] for index in range(count)]
-        return [type(batch)(*row) if hasattr(batch, "_fields") else type(batch)(row) for row in rows]
+        columns = [_split(value, count, rows) for value in batch]
+        lines = [[column[index] for column in columns] for index in range(count)]
+        return [type(batch)(*row) if hasattr(batch, "_fields") else type(batch)(row) for row in lines]
     return [batch] * count

@@ -157,7 +157,7 @@ class Staged(Runner):
                 ids = part.new_BT if is_first else part.new_BT[:, :1]
                 call = partial(_trace, part.how.make_decoder)
                 batch = {"new tokens": ids, "is padded": any(part.padding)}
-                self._flows[part.index, is_first] = interpreter.stages.flow(batch, call)
+                _, self._flows[part.index, is_first] = interpreter.stages.flow(batch, call)
         self._has_begun: set[tuple[int, int]] = set()
         self._tokens: dict[int, tuple[Handle, Tensor]] = {}
         self._sends: list[tuple[Handle, Tensor]] = []
@@ -169,12 +169,12 @@ class Staged(Runner):
             As :meth:`Relay.run`; behind the last stage a message of eight bytes per row to every other rank.
         """
         place = part.index, stage
-        key, flow = self._flows[part.index, place not in self._has_begun]
+        flow = self._flows[part.index, place not in self._has_begun]
         self._has_begun.add(place)
         decoder = self._decoders[place]
         with torch.no_grad(), _uncompiled():
             forward = partial(decoder.call, self._model, part.new_BT)
-            output = self._relay.run(stage, part.index, key, flow, forward)
+            output = self._relay.run(stage, part.index, flow, forward)
             if stage == self.num_stages - 1:
                 self._send(part, part.choose(decoder.logits(output)))
         if self._receives_tokens_only:

@@ -23,13 +23,14 @@ from shardwise.fsdp.precision import resolve
 from shardwise.fsdp.runtime import Runtime
 from shardwise.fsdp.window import window
 from shardwise.fsdp.wrap import find_units
+from shardwise.pipeline.agreement import Agreement
 from shardwise.pipeline.element import Element, find_elements, sketch
 from shardwise.pipeline.interpret import Interpreter, Job
 from shardwise.pipeline.split import assign_stages, drop_foreign
-from shardwise.pipeline.stage import Stages
+from shardwise.pipeline.stage import Stages, shown_shapes
 from shardwise.pipeline.weight_gradient import Deferral
 from shardwise.recipe.activations import cut_alone
-from shardwise.recipe.batch import LossFn, call_model, forward_loss, split_batch
+from shardwise.recipe.batch import LossFn, call_model, fitting_count, forward_loss, split_batch
 from shardwise.spec.errors import StateError
 from shardwise.spec.plan import ParallelPlan
 from shardwise.spec.schedule import PipelinePolicy, Schedule, build, forward_only
@@ -124,6 +125,7 @@ class Pipelined(attach.Uncopyable):
         self._copies: dict[nn.Parameter, tuple[int, ...]] = {}
         self._tp = (0, 1) if comms.tp is None else (comms.tp.rank, comms.tp.size)
         self._interpreter: Interpreter | None = None
+        self._parameters: tuple[nn.Parameter, ...] = ()  # of this rank
         self.measured: list[Measured] | None = None  # where steps are measured: what was
 
     @property
@@ -165,6 +167,7 @@ class Pipelined(attach.Uncopyable):
         computed = resolve(attach.runtime_of(model, "sw.parallelize").options.policy, device).param_dtype
         self._interpreter.compute_dtype = None if computed is None else torch_dtype(computed)
         model.__dict__[_KEY] = self
+        self._parameters = tuple(model.parameters())
         me = weakref.WeakMethod(self.share_state)
         attach.runtime_of(model, "sw.parallelize").share_state = lambda: (share := me()) and share()
 
@@ -199,7 +202,9 @@ class Pipelined(attach.Uncopyable):
         self, model: nn.Module, batch: Any, loss_fn: LossFn | None, count: int | None, scale: Scale = _as_it_is
     ) -> Tensor:
         """``sw.train_step``, and where grad is off ``sw.eval_step``."""
-        count = self.num_microbatches if count is None else count
+        if count is None:
+            count = self.num_microbatches
+            count = count if torch.is_grad_enabled() else fitting_count(batch, count)
         return self.mean_loss(model, split_batch(batch, count), loss_fn, scale)
 
     def mean_loss(
@@ -234,7 +239,8 @@ class Pipelined(attach.Uncopyable):
             The losses of the microbatches on ranks of the last stage; nothing elsewhere.
 
         Collective:
-            As :meth:`Interpreter.run` and :func:`~shardwise.fsdp.window.window`. All ranks must call.
+            As :class:`Agreement`, :meth:`Interpreter.run` and :func:`~shardwise.fsdp.window.window`. All ranks must
+            call.
         """
         runtime = attach.runtime_of(model, "sw.train_step")
         assert self._interpreter is not None
@@ -243,9 +249,18 @@ class Pipelined(attach.Uncopyable):
         schedule = self._schedule(count) if torch.is_grad_enabled() else forward_only(self._usual.ranks, count)
         bound = functools.partial(call, model), functools.partial(loss, model)
         with window(runtime, lambda: sum_over_copies(runtime, self._copies, self._comm)) as opened:
-            key, flow = self._interpreter.stages.flow(parts[0], call)
-            job = Job(schedule, parts, *bound, key, flow, opened.enter, opened.collect, scale, backward)
+            stages = self._interpreter.stages
+            agreement = self._agree(stages, parts) if stages.device.type != "meta" else None
+            _, flow = stages.flow(parts[0], call, agreement)
+            job = Job(schedule, parts, *bound, flow, agreement, opened.enter, opened.collect, scale, backward)
             return self._run(self._interpreter, job)
+
+    def _agree(self, stages: Stages, parts: Sequence[Any]) -> Agreement:
+        key, count, trains = stages.key(parts[0]), len(parts), torch.is_grad_enabled()
+        mode = "training" if stages.trains else "evaluation"
+        shown = f"{count} microbatches of {shown_shapes(parts[0])} {'with' if trains else 'without'} gradients"
+        trained = bytes(parameter.requires_grad for parameter in self._parameters)
+        return Agreement(self._comm, f"{key!r} {count}", f"{shown} in {mode} mode", trained)
 
     def _run(self, interpreter: Interpreter, job: Job) -> list[Tensor]:
         if self.measured is None:

@@ -29,7 +29,9 @@ def train_step(
 
     Args:
         model: A parallelized model.
-        batch: This rank's samples; tensors are split on dim 0 into microbatches.
+        batch: This rank's samples; tensors are split on dim 0 into microbatches. Those without dimensions, or with one
+            row beside others of several, go into every microbatch whole. ``num_items_in_batch``, by which models of
+            transformers divide the sum of their losses, counts the whole batch: the loss is what it is in one piece.
         loss_fn: Gives a scalar from the output and the (micro)batch.
         num_microbatches: ``None``: one; with ``pp`` those of ``plan.pipeline``. Microbatch losses are averaged
             unweighted. Without ``pp`` all but the last backward run under ``gradient_sync(model, False)``; with ``pp``
@@ -81,7 +83,8 @@ def eval_step(
         model: A parallelized model.
         batch: As for :func:`train_step`.
         loss_fn: As for :func:`train_step`.
-        num_microbatches: As for :func:`train_step`.
+        num_microbatches: As for :func:`train_step`; with ``pp`` ``None`` takes as many, up to those of
+            ``plan.pipeline``, as divide the batch, so that the last batch may be smaller.
 
     Returns:
         The mean loss over microbatches and ranks, the same value on every rank.

@@ -100,6 +100,11 @@ def loss_trace(control: str, rank: int, size: int, *, pp_rank: int = 0, pp: int 
     return found
 
 
+def agreement_trace(pp: int) -> list[Collective]:
+    """What the ranks of a pipeline tell each other before a step: two integers each."""
+    return [Collective("all_gather", "step", (pp - 1) * 2 * 8, "pp")] if pp > 1 else []
+
+
 def _all_reduced(numel: int, size: int, rank: int) -> int:
     own = own_part(numel, size, rank)
     return numel - own + own * (size - 1)
