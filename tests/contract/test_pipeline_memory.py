@@ -10,6 +10,7 @@ import torch
 import shardwise as sw
 from shardwise.fsdp import summary
 from shardwise.fsdp.attach import runtime_of
+from shardwise.spec.schedule.held import peak_held
 from shardwise.testing import run_on_ranks
 from shardwise.train.compare.count import TensorCount
 
@@ -79,3 +80,22 @@ def test_two_stages_hold_what_their_dry_runs_say():
 @pytest.mark.long
 def test_four_stages_hold_what_their_dry_runs_say():
     check(CASES, 4)
+
+
+def activation_bytes(schedule, pp, rank, count):
+    plan = sw.ParallelPlan(pp=pp, pipeline=sw.PipelinePolicy(schedule, count))
+    tokens = torch.zeros(ROWS, SEQ, dtype=torch.int64)
+    run = sw.dry_run(build, plan, world_size=pp, rank=rank, batch=(tokens, tokens))
+    return run.bytes_by_category["activations"]
+
+
+@pytest.mark.parametrize("rank", [0, 2])
+def test_activations_are_those_of_the_microbatches_in_flight(rank):
+    """One takes what it takes alone, each further one what its forward keeps; and two gradients are on their way."""
+    alone, two = (activation_bytes("gpipe", 4, rank, count) for count in (1, 2))
+    message_bytes = 0 if rank == 0 else ROWS * SEQ * 32 * 4
+    for schedule, count in (("gpipe", 6), ("1f1b", 3), ("1f1b", 5), ("1f1b", 8)):
+        in_flight = peak_held(schedule, 4, count, 1, rank).activations
+        pending = min(2, count - in_flight) * message_bytes
+        expected = alone + (in_flight - 1) * (two - alone) + pending
+        assert activation_bytes(schedule, 4, rank, count) == expected, (schedule, count)
