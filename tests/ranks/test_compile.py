@@ -116,3 +116,28 @@ def test_what_cannot_be_compiled_is_refused():
         sw.ParallelPlan(compile=True, activation_checkpointing="selective")
     with pytest.raises(sw.PlanError, match="expected True or False"):
         sw.ParallelPlan(compile="max-autotune")
+
+
+def train_stages(pipeline: str) -> list[tuple[list[float], int]]:
+    quietly()
+    found = []
+    for is_compiled in (False, True):
+        model = sw.parallelize(models.build("gpt"), sw.ParallelPlan(pp=2, pipeline=pipeline, compile=is_compiled))
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        tokens, targets = models.batch(0, 0, 0)
+        batch = torch.cat([tokens, tokens]), torch.cat([targets, targets])
+        losses = []
+        for _ in range(STEPS):
+            losses.append(sw.train_step(model, batch, num_microbatches=2).item())
+            optimizer.step()
+            optimizer.zero_grad()
+        found.append((losses, torch._dynamo.utils.counters["stats"]["unique_graphs"]))
+    return found
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("pipeline", ["1f1b", "zb-v"])
+def test_compiled_stages_train_as_uncompiled_ones(pipeline: str) -> None:
+    for (eager, no_graphs), (compiled, graphs) in run_on_ranks(train_stages, 2, pipeline, timeout_s=250):
+        assert no_graphs == 0 < graphs
+        assert compiled == pytest.approx(eager, rel=LOSS_TOLERANCE)
