@@ -47,11 +47,16 @@ THREE = {"pp": 2, "dp_shard": 2, "tp": 2}
 PLANS: tuple[dict[str, Any], ...] = (
     THREE,
     THREE | {"strategy": "zero1", "pipeline": "zb-v"},
-    {"dp_replicate": 2, "dp_shard": 2, "tp": 2, "strategy": "hsdp"},
 )
 MORE: dict[int, tuple[dict[str, Any], ...]] = {
     4: ({"pp": 2, "tp": 2}, {"pp": 4, "strategy": "ddp"}, {"tp": 2, "dp_shard": 2, "strategy": "zero2"}),
-    8: (THREE | {"strategy": "ddp"}, THREE | {"strategy": "zero2"}, {"pp": 4, "dp_shard": 2}, {"tp": 4, "dp_shard": 2}),
+    8: (
+        {"dp_replicate": 2, "dp_shard": 2, "tp": 2, "strategy": "hsdp"},
+        THREE | {"strategy": "ddp"},
+        THREE | {"strategy": "zero2"},
+        {"pp": 4, "dp_shard": 2},
+        {"tp": 4, "dp_shard": 2},
+    ),
 }
 
 

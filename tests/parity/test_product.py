@@ -28,7 +28,6 @@ FEW = (
     Case(TP_PP, "zero3", "1f1b", is_beside_flat=True),
     Case(TP_PP, "zero3", "zb-v", product.SEQUENCE, is_beside_flat=True),
     Case(TP_PP, "zero1", "interleaved-1f1b", product.SEQUENCE, "fp64"),
-    Case((("pp", 2), ("dp_shard", 2)), "zero2", "1f1b", ACCUMULATES),
     Case(THREE, "zero3", "1f1b", ACCUMULATES, "fp64"),
 )
 
