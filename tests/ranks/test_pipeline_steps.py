@@ -114,6 +114,28 @@ def test_steps_that_differ_are_those_of_one_process():
             assert num_flows == 1 + len(BATCHES) + 3, "one for each kind of batch"
 
 
+def summaries():
+    frozen = Net()
+    for part in (frozen.embedding, frozen.blocks[0], frozen.blocks[1]):
+        part.requires_grad_(requires_grad=False)
+    model = sw.parallelize(frozen, sw.ParallelPlan(pp=2, pipeline=sw.PipelinePolicy(first_of_stage=("blocks.2",))))
+    return str(sw.summary(model)).splitlines(), len(torch.optim.AdamW(model.parameters()).param_groups[0]["params"])
+
+
+def test_summary_shows_which_stage_has_what():
+    lines = [
+        "pipeline stages:",
+        "  stage 1 of 2 on rank 0: embedding to blocks.1, 3 modules; 144 parameters, none of them trained",
+        "  stage 2 of 2 on rank 1: blocks.2 to head, 3 modules; 154 parameters",
+    ]
+    for rank, (found, num_parameters) in enumerate(run_on_ranks(summaries, 2)):
+        numel = (144, 154)[rank]
+        assert f"{numel} parameters of this rank in" in found[0]
+        assert f"on 1 data-parallel ranks (this is rank 0, rank {rank} of 2 in the world)" in found[0]
+        assert [line for line in found if line in lines] == lines
+        assert num_parameters
+
+
 def test_batches_that_cannot_be_cut_are_refused():
     with pytest.raises(StateError, match="cannot be cut into 2 equal parts"):
         split_batch({"ids": ids(3), "positions": torch.zeros(1)}, 2)

@@ -93,7 +93,8 @@ class Summary:
         keeps: Operators whose outputs are kept in them all the same, by name or family.
         updated: How the optimizer's step comes about.
         coordinate: On ``pp``, ``cp`` and ``tp``, where they have several ranks: this rank's position.
-        notes: What other parts of the recipe have to say.
+        notes: What other parts of the recipe have to say: of a pipeline which stage has what.
+        world_rank, num_world_ranks: This rank, and how many there are, over all axes.
     """
 
     units: tuple[UnitSummary, ...]
@@ -117,6 +118,8 @@ class Summary:
     updated: str = ""
     coordinate: dict[str, int] = dataclasses.field(default_factory=dict)
     notes: tuple[str, ...] = ()
+    world_rank: int = 0
+    num_world_ranks: int = 1
 
     @property
     def num_parameters(self) -> int:
@@ -131,6 +134,14 @@ class Summary:
         if replicas == 1:
             return ""
         return f", {replicas} groups (dp_replicate) of {self.mesh['dp_shard']} (dp_shard)"
+
+    @property
+    def _is_product(self) -> bool:
+        return self.num_world_ranks > self.world_size
+
+    @property
+    def _world(self) -> str:
+        return f", rank {self.world_rank} of {self.num_world_ranks} in the world" if self._is_product else ""
 
     @property
     def _place(self) -> list[str]:
@@ -148,8 +159,9 @@ class Summary:
     def __str__(self) -> str:
         lines = [
             (
-                f"{self.num_parameters:,} parameters in {len(self.units)} units on {self.world_size} ranks"
-                f"{self._groups} (this is rank {self.rank}); {self.placements}"
+                f"{self.num_parameters:,} parameters{' of this rank' * ('pp' in self.coordinate)} in {len(self.units)}"
+                f" units on {self.world_size} {'data-parallel ' * self._is_product}ranks"
+                f"{self._groups} (this is rank {self.rank}{self._world}); {self.placements}"
             ),
             *self._place,
             f"{'unit':<28}{'class':<20}{'params':>14}{'this rank':>14}{'padding':>9}  dtype, slot",
@@ -224,6 +236,8 @@ def summary(model: nn.Module) -> Summary:
         buffers=str(runtime.buffers) if runtime.buffers is not None else "not synchronised",
         ignored=tuple(name for name in runtime.ignored.parameters if name not in runtime.ignored.spread),
         notes=runtime.notes,
+        world_rank=runtime.comms.world.rank,
+        num_world_ranks=runtime.comms.world.size,
         recomputed=runtime.recomputed,
         keeps=tuple(policy.save) if policy is not None else (),
         updated=_update(runtime),

@@ -210,6 +210,7 @@ def apply_plan(
         place = (0, 1) if comms.tp is None else (comms.tp.rank, comms.tp.size)
         notes.append(apply_experts(mixtures, comms.ep, plan.expert_capacity, tp=place))
     if pipelined is not None:
+        notes += pipelined.notes
         units = pipelined.drop_foreign(model, units)
     tables = find_row_sharded(model, plan.row_sharded)
     notes += spread_rows(tables, comms.world)

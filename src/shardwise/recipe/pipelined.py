@@ -19,6 +19,7 @@ from shardwise.comm.control import agree, all_gather_json
 from shardwise.comm.dtype import dtype_name, torch_dtype
 from shardwise.fsdp import attach
 from shardwise.fsdp.copies import sum_over_copies
+from shardwise.fsdp.notice import tell_once
 from shardwise.fsdp.precision import resolve
 from shardwise.fsdp.runtime import Runtime
 from shardwise.fsdp.window import window
@@ -28,9 +29,11 @@ from shardwise.pipeline.element import Element, find_elements, sketch
 from shardwise.pipeline.interpret import Interpreter, Job
 from shardwise.pipeline.split import assign_stages, drop_foreign
 from shardwise.pipeline.stage import Stages, shown_shapes
+from shardwise.pipeline.trace import Flow
 from shardwise.pipeline.weight_gradient import Deferral
 from shardwise.recipe.activations import cut_alone
 from shardwise.recipe.batch import LossFn, call_model, fitting_count, forward_loss, split_batch
+from shardwise.recipe.stage_notes import describe_stages, untrained
 from shardwise.spec.errors import StateError
 from shardwise.spec.plan import ParallelPlan
 from shardwise.spec.schedule import PipelinePolicy, Schedule, build, forward_only
@@ -41,6 +44,8 @@ from shardwise.spec.slice import Slice, set_slice, slice_of
 Call = Callable[[Any, Any], Any]
 Scale = Callable[[Tensor], Tensor]
 
+#: Modules whose outputs a stage may hand on without a word; encoder and decoder of T5 and its biases are four.
+_FEW = 4
 _KEY = "_shardwise_pipelined"
 #: Dtypes that a loss may have, by the number that tells them to ranks that do not compute it.
 _LOSS_DTYPES = ("fp32", "fp64", "bf16", "fp16")
@@ -108,6 +113,7 @@ class Pipelined(attach.Uncopyable):
         comms: Of this rank.
 
     Attributes:
+        notes: For ``sw.summary``.
         sketch: A copy of the whole model on which shapes are found. What changes the model's shapes has to change it.
     """
 
@@ -122,6 +128,12 @@ class Pipelined(attach.Uncopyable):
         self.sketch = sketch(model, self._elements)
         if comms.tp is not None and plan.sequence_parallel:  # what goes from stage to stage is divided, too
             cut_alone(self.sketch, plan, rank=comms.tp.rank, device=torch.device("meta"))
+        self.notes = describe_stages(self._elements, self._usual.ranks, comms.world.size)
+        for rank in untrained(self._elements, self._usual.ranks):
+            tell_once(
+                f"pipeline rank {rank} has no trained parameters: an optimizer over those with requires_grad alone"
+                " would be empty there, which torch refuses; give it model.parameters(), of which it skips the others"
+            )
         self._copies: dict[nn.Parameter, tuple[int, ...]] = {}
         self._tp = (0, 1) if comms.tp is None else (comms.tp.rank, comms.tp.size)
         self._interpreter: Interpreter | None = None
@@ -252,6 +264,8 @@ class Pipelined(attach.Uncopyable):
             stages = self._interpreter.stages
             agreement = self._agree(stages, parts) if stages.device.type != "meta" else None
             _, flow = stages.flow(parts[0], call, agreement)
+            if not flow.learned:
+                _tell_crossings(flow)
             job = Job(schedule, parts, *bound, flow, agreement, opened.enter, opened.collect, scale, backward)
             return self._run(self._interpreter, job)
 
@@ -291,6 +305,19 @@ class Pipelined(attach.Uncopyable):
         told = torch.cat([mean, torch.full_like(mean, code)])
         self._comm.all_reduce(told, unit="loss").wait()
         return told[0].to(torch_dtype(_LOSS_DTYPES[int(told[1])]))
+
+
+def _tell_crossings(flow: Flow) -> None:
+    """Say where many tensors go from stage to stage, and why."""
+    for stage, sources in enumerate(flow.crossing):
+        names = {flow.calls[number].element.name for number, _ in sources}
+        if len(names) > _FEW:
+            tell_once(
+                f"pipeline stage {stage + 1} hands on what {len(names)} modules return, for each microbatch: the"
+                " model's forward adds them up between its blocks (x = x + block(x)). With sums inside the blocks one"
+                " tensor would do"
+            )
+            return
 
 
 @functools.lru_cache(maxsize=32)
