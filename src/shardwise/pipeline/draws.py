@@ -32,5 +32,10 @@ class Draws:
             return
         text = f"{self._seed} {stage} {microbatch}".encode()
         with torch.random.fork_rng(devices=self._devices):
-            torch.manual_seed(int.from_bytes(hashlib.blake2b(text, digest_size=7).digest()))
+            seed = int.from_bytes(hashlib.blake2b(text, digest_size=7).digest())
+            # torch.manual_seed also notes a traceback for every kind of device that is not in use: 0.5 ms each time.
+            torch.default_generator.manual_seed(seed)
+            for device in self._devices:
+                with torch.cuda.device(device):
+                    torch.cuda.manual_seed(seed)
             yield
