@@ -578,8 +578,8 @@ def disagree(act):
     ],
 )
 def test_ranks_that_issue_different_collectives_are_told_all_of_them(act, named, world):
-    for text, seconds in run_on_ranks(disagree, world, act, timeout_s=30):
-        assert seconds < 10
+    for text, seconds in run_on_ranks(disagree, world, act):
+        assert seconds < 30  # far above the stall that is allowed here, far below a process group's time-out
         for words in named:
             assert words.format(10 * world, 20 * world, 1_000_000 * world) in text
         assert f"  rank {world - 1}: " in text
