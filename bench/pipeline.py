@@ -151,7 +151,7 @@ def measure(schedules: list[str], rounds: int, steps: int) -> dict[str, Any]:
         for name, step in engines.items():
             losses[name] += [step(batch) for batch in data[:WARM_UP]]
         for turn in range(rounds):
-            for name, step in engines.items():
+            for name, step in list(engines.items())[:: -1 if turn % 2 else 1]:
                 distributed.barrier()
                 seconds[name].append([])
                 start_cpu = time.process_time()

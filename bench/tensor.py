@@ -52,7 +52,7 @@ ENGINES = (SINGLE, OURS, THEIRS)
 #: Steps that an engine makes in one turn, by case.
 STEPS = {"host": 5, "compute": 2}
 #: Largest relative difference of a loss from that of one process, in the first steps: sums are split, in fp32.
-LOSS_TOLERANCE, LOSS_STEPS = 1e-5, 5
+LOSS_TOLERANCE, LOSS_STEPS = 1e-5, 3
 
 
 @dataclass(frozen=True)

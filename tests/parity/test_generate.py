@@ -179,6 +179,38 @@ def in_step(expected):
     assert kinds == {("tp", "all_reduce"): 4 * (1 + 2 * LAYERS), ("tp", "all_gather"): 4}
 
 
+def held(expected):
+    """A stream that was left, but is still held, takes no gradients away; closed, it changes nothing."""
+    losses = {}
+    for kind in ("closed", "held"):
+        model = sw.parallelize(build(), sw.ParallelPlan(strategy="ddp"))
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        tokens = torch.arange(8).view(1, 8)
+        model(tokens, tokens).backward()
+        stream = sw.generate_stream(model, PROMPTS, max_new_tokens=4)
+        assert next(stream) == [row[0] for row in expected]
+        if kind == "held":
+            refused = (
+                lambda: model(tokens, tokens),
+                optimizer.step,
+                lambda: sw.generate(model, PROMPTS, max_new_tokens=4),
+            )
+            for call in refused:
+                with pytest.raises(StateError, match="sw.generate is under way"):
+                    call()
+            with torch.no_grad():
+                assert model(tokens, tokens).item() > 0
+        stream.close()
+        optimizer.step()
+        losses[kind] = model(tokens, tokens).item()
+    assert losses["held"] == losses["closed"]
+
+
+def test_training_is_refused_while_a_stream_is_neither_exhausted_nor_closed():
+    expected, _ = one_process(Sampling())
+    run_on_ranks(held, 1, expected, timeout_s=120)
+
+
 def kept(expected):
     """On a rank: what stays gathered after forward is gathered once for all tokens; what does not, for each."""
     model = sw.parallelize(build(), sw.ParallelPlan(reshard_after_forward=False))

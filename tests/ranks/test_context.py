@@ -136,6 +136,9 @@ def other_samples() -> str:
     tokens = torch.full((2, SEQ), distributed.get_rank())
     with pytest.raises(RankDisagreement) as caught:
         model(tokens, tokens)
+    model = sw.parallelize(build(), CP)
+    with pytest.raises(RankDisagreement):
+        model(ids(), tokens)
     return str(caught.value)
 
 
@@ -201,7 +204,7 @@ def test_the_summary_says_what_is_divided(found):
 def test_ranks_that_are_fed_by_their_number_in_the_world_are_told(found):
     for rank in found:
         text = rank["other samples"]
-        assert "the 2 ranks that divide each sequence were called with different tokens" in text
+        assert "the 2 ranks that divide each sequence were called with different tokens, or targets" in text
 
 
 def refusals() -> list[str]:

@@ -142,6 +142,14 @@ def of_unequal_batches() -> None:
     with torch.no_grad():
         logits = CASE.build().eval()(tokens)
         assert torch.allclose(model(tokens), logits, atol=1e-5)
+    if distributed.get_rank() == 1:
+        tokens = tokens[:0]
+    for plan in (sw.ParallelPlan(ep=2), sw.ParallelPlan(expert_capacity=1.0)):
+        model = sw.parallelize(CASE.build(), plan)
+        logits = model(tokens)
+        assert logits.shape[:2] == tokens.shape
+        logits.sum().backward()
+        assert torch.isfinite(sw.clip_grad_norm(model, 1.0))
 
 
 def test_ranks_may_have_different_numbers_of_tokens():

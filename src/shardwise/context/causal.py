@@ -167,7 +167,7 @@ class CausalRoot(Root):
         self._check(given)
         next_BT = _next_tokens(given)
         _check_mask(given.get("attention_mask"), next_BT)
-        division = self.divide(given["input_ids"])
+        division = self.divide(given["input_ids"], next_BT)
         call = {name: division.own(given[name]) for name in ("input_ids", "token_type_ids") if name in given}
         positions_BT = given.get("position_ids")
         call["position_ids"] = division.positions_T[None] if positions_BT is None else division.own(positions_BT)

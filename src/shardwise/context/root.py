@@ -49,21 +49,26 @@ class Root(ABC):
         model = self.model
         return (self._own or type(model).forward.__get__(model))(*args, **kwargs)
 
-    def divide(self, whole_BT: Tensor) -> Division:
+    def divide(self, whole_BT: Tensor, targets_BT: Tensor | None = None) -> Division:
         """How it is divided.
+
+        Args:
+            whole_BT: The tokens.
+            targets_BT: Of each.
 
         Collective:
             The first time an all-gather of one integer on ``cp``.
 
         Raises:
-            RankDisagreement: Other ranks were given other tokens.
+            RankDisagreement: Other ranks were given others.
         """
         if not self._has_compared:
             self._has_compared = True
-            digest = zlib.crc32(repr(whole_BT.tolist()).encode())
+            batch = [t.tolist() for t in (whole_BT, targets_BT) if t is not None]
+            digest = zlib.crc32(repr(batch).encode())
             if len(set(agree(self._comm, digest))) > 1:
                 raise RankDisagreement(
-                    f"cp: the {self._comm.size} ranks that divide each sequence were called with different tokens.\n"
+                    f"cp: the {self._comm.size} ranks that divide each sequence were called with different tokens, or targets.\n"
                     "  Give all ranks of a cp group the same batch: only ranks that differ on a data-parallel axis read"
                     " other samples."
                 )
@@ -87,7 +92,7 @@ class GPTRoot(Root):
         if cache is not None:
             return self.compute(tokens, targets, cache=cache)
         self.model.check(tokens, targets)
-        division = self.divide(tokens)
+        division = self.divide(tokens, targets)
         own_BT, positions_T = division.own(tokens), division.positions_T
         if targets is None:
             return division.join(self.compute(own_BT, positions=positions_T), "logits")

@@ -99,14 +99,14 @@ def _placed(rows_SC: Tensor, route: Route) -> Tensor:
     """Rows, sorted by expert, at the places of their choices: (K, N, C), zero where there is none."""
     num_tokens, num_choices = route.shape
     places = rows_SC.new_zeros(num_choices * num_tokens, rows_SC.shape[1])
-    return places.index_copy_(0, route.order, rows_SC).view(num_choices, num_tokens, -1)
+    return places.index_copy_(0, route.order, rows_SC).view(num_choices, num_tokens, rows_SC.shape[1])
 
 
 class _Dispatch(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x_NC: Tensor, route: Route) -> Tensor:
         ctx.route = route
-        return _go(x_NC.index_select(0, route.order % route.shape[0]), route)
+        return _go(x_NC.index_select(0, route.order % max(1, route.shape[0])), route)
 
     @staticmethod
     def backward(ctx: Any, grad_MC: Tensor) -> tuple[Tensor, None]:  # type: ignore[override]

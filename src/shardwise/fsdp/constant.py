@@ -26,7 +26,7 @@ def constant_parameters(runtime: Runtime, call: str) -> Iterator[None]:
         An all-gather on ``dp_shard`` of each unit that stays gathered after forward. All ranks must call.
 
     Raises:
-        StateError: A forward or a backward is under way.
+        StateError: A forward or a backward is under way. What trains, steps or works on shards inside raises as well.
     """
     runtime.settle(call)
     if runtime.join is not None or not all(_can_stay(unit) for unit in runtime.units):
@@ -39,7 +39,7 @@ def constant_parameters(runtime: Runtime, call: str) -> Iterator[None]:
         for unit in runtime.units:
             _put(runtime, unit)
         runtime.window = Window(runtime)
-        runtime.window.rests = True
+        runtime.window.rests, runtime.window.only_for = True, call
         yield
     finally:
         runtime.window, runtime.is_window_open = None, was_open

@@ -89,6 +89,15 @@ def leave_frames(runtime: Runtime) -> None:
     runtime.num_frames = 0
 
 
+def refuse_between(runtime: Runtime, what: str) -> None:
+    """Between the tokens of a stream the modules hold whole parameters, and gradients would be lost."""
+    if runtime.window is not None and runtime.window.only_for is not None:
+        raise StateError(
+            f"{what} while {runtime.window.only_for} is under way: its iterator is neither exhausted nor closed.\n"
+            "  Call its close(), or go on to its end, before."
+        )
+
+
 def refuse_whole(runtime: Runtime) -> None:
     """Inside full_parameters a forward may compute where every rank can, but not train."""
     shown = [unit.whole for unit in runtime.units if unit.whole is not None]

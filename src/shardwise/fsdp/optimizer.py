@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 
-from shardwise.fsdp import attach, flat
+from shardwise.fsdp import attach, flat, mishaps
 from shardwise.fsdp.flat import FlatParameter, group_of
 from shardwise.spec.errors import StateError
 from shardwise.spec.granularity import ELEMENT, TENSOR, Granularity, block, keeps, resolve_granularity
@@ -145,6 +145,7 @@ def _check_moment(runtime: Runtime) -> None:
         raise StateError(
             "optimizer.step() inside sw.full_parameters(): the optimizer's state is of shards.\n  Step outside of it."
         )
+    mishaps.refuse_between(runtime, "optimizer.step()")
     if any(group.gradient.is_local for group in runtime.groups):
         raise StateError(
             "optimizer.step() came before the gradients of accumulated microbatches were reduced over the ranks.\n"

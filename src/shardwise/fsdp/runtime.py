@@ -183,6 +183,8 @@ class Runtime:
             All-gather of the unit on ``dp_shard`` where one is due, and of the next one (prefetch).
         """
         if self.window is not None and self.window.rests:
+            if self.window.only_for is not None and torch.is_grad_enabled():
+                mishaps.refuse_between(self, "a forward with grad")
             return
         if torch_private.current_backward() != -1:
             self._ensure(unit)  # recomputation: the data must be there, nothing is entered, ordered or counted
@@ -253,6 +255,7 @@ class Runtime:
             StateError: A forward or a backward is under way.
         """
         self.wait_for_host()
+        mishaps.refuse_between(self, call)
         if self.num_frames > 0 or torch_private.current_backward() != -1:
             raise StateError(
                 f"{call} was called inside a forward or backward (or after a forward was interrupted).\n"

@@ -26,12 +26,14 @@ class Window:
         holds: What is gathered stays gathered, and in its modules. Not where units are to be released after forward.
         stage: The pipeline stage of the newest forward.
         rests: Its units are all there: the hooks around them have nothing to do.
+        only_for: The call that nothing but forwards without grad may come between, until it has ended.
     """
 
     def __init__(self, runtime: Runtime) -> None:
         self.holds = all(not unit.reshards_after_forward for unit in runtime.units)
         self.stage: int | None = None
         self.rests = False
+        self.only_for: str | None = None
         self._runtime = runtime
         self._stages_run: set[int] = set()
 

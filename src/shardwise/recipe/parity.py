@@ -124,13 +124,14 @@ def parity(
     first, then over the groups), divides by their number, clips and steps; buffers that forward changes become what
     rank 0's part makes of them. Under data-parallel plans on CPU in fp32 all of it is equal to the last bit, for models
     without dropout, whose results depend on the rank; ``data_parallel``, which cuts the batch, comes near to rounding.
-    Under ``pp`` too, where the process adds up the microbatches of each rank first. Where a sum is split, over ``tp``
-    or over the stages that hold one parameter, a row holds if it is as near as ``spec.exact.tolerance`` says.
+    Under ``pp`` too, where the process adds up the microbatches of each rank first. Where a sum is split, over ``tp``,
+    ``cp`` or ``ep``, or over the stages that hold one parameter, a row holds if it is as near as
+    ``spec.exact.tolerance`` says.
 
     Args:
         build_model: Builds the model; must give the same weights each time it is called (seed inside).
-        batches: One global batch per step; tensors are cut on dim 0, one part per rank (ranks of ``tp`` and ``pp`` read
-            the same), and with ``pp`` into microbatches.
+        batches: One global batch per step; tensors are cut on dim 0, one part per rank (ranks of ``tp``, ``cp``
+            and ``pp`` read the same), and with ``pp`` into microbatches.
         loss_fn: As for ``sw.train_step``.
         plans: What to compare; a mapping gives names.
         optimizer: From parameters to an element-wise optimizer; AdamW with lr 1e-3 by default.
