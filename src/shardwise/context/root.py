@@ -68,7 +68,8 @@ class Root(ABC):
             digest = zlib.crc32(repr(batch).encode())
             if len(set(agree(self._comm, digest))) > 1:
                 raise RankDisagreement(
-                    f"cp: the {self._comm.size} ranks that divide each sequence were called with different tokens, or targets.\n"
+                    f"cp: the {self._comm.size} ranks that divide each sequence were called with different tokens, or"
+                    " targets.\n"
                     "  Give all ranks of a cp group the same batch: only ranks that differ on a data-parallel axis read"
                     " other samples."
                 )

@@ -89,6 +89,12 @@ def leave_frames(runtime: Runtime) -> None:
     runtime.num_frames = 0
 
 
+def refuse_grad(runtime: Runtime) -> None:
+    """As :func:`refuse_between`, of a forward."""
+    if torch.is_grad_enabled():
+        refuse_between(runtime, "a forward with grad")
+
+
 def refuse_between(runtime: Runtime, what: str) -> None:
     """Between the tokens of a stream the modules hold whole parameters, and gradients would be lost."""
     if runtime.window is not None and runtime.window.only_for is not None:

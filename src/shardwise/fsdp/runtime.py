@@ -183,8 +183,7 @@ class Runtime:
             All-gather of the unit on ``dp_shard`` where one is due, and of the next one (prefetch).
         """
         if self.window is not None and self.window.rests:
-            if self.window.only_for is not None and torch.is_grad_enabled():
-                mishaps.refuse_between(self, "a forward with grad")
+            mishaps.refuse_grad(self)
             return
         if torch_private.current_backward() != -1:
             self._ensure(unit)  # recomputation: the data must be there, nothing is entered, ordered or counted
