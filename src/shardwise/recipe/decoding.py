@@ -104,7 +104,7 @@ def generate_stream(
     """:func:`generate`, token by token, as they come.
 
     Where several ranks generate, each must take all tokens, or all must stop after the same one. Until the iterator is
-    exhausted or closed (``close()``) the model is in eval mode, and training, or a step of an optimizer, may be refused.
+    exhausted or closed (``close()``) the model is in eval mode, and training or an optimizer's step may be refused.
 
     Yields:
         The next token of each row; ``None`` for rows that have ended.
