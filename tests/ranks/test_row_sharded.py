@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import re
 
 import pytest
 import torch
@@ -12,7 +13,7 @@ from torch import Tensor, nn
 import shardwise as sw
 from shardwise.fsdp.attach import runtime_of
 from shardwise.fsdp.summary import predict
-from shardwise.spec.errors import PlanError
+from shardwise.spec.errors import PlanError, StateError
 from shardwise.spec.rows import lookup_bytes, row_bounds
 from shardwise.testing import run_on_ranks
 
@@ -211,6 +212,8 @@ def test_what_cannot_be_spread_is_refused_by_name(model, pattern, message):
 def test_rows_are_spread_over_data_parallel_ranks_only():
     with pytest.raises(PlanError, match=r"row_sharded=\['table'\] with tp=2: rows are spread over data-parallel"):
         sw.ParallelPlan(row_sharded="table", tp=2)
+    with pytest.raises(PlanError, match=r"row_sharded=\['table'\] with compile=True: compiled units would break"):
+        sw.ParallelPlan(row_sharded="table", compile=True)
     with pytest.raises(PlanError, match="expected names of embeddings"):
         sw.ParallelPlan(row_sharded=[3])
 
@@ -220,3 +223,114 @@ def test_a_dry_run_takes_ids_that_are_all_different():
     dry = sw.dry_run(Recommender, plan, world_size=4, rank=1, batch=torch.zeros(8, 3, dtype=torch.int64))
     sent = [event.sent_bytes for event in dry.events if event.unit == "table"]
     assert sent == [8 * 18, 4 * WIDTH * 18, 4 * WIDTH * 18]
+
+
+def spread(**fields) -> Recommender:
+    return sw.parallelize(build(), sw.ParallelPlan(row_sharded=["table"], **fields))
+
+
+def rows_of(whole: Tensor) -> Tensor:
+    bounds = row_bounds(ROWS, dist.get_world_size())
+    return whole[bounds[dist.get_rank()] : bounds[dist.get_rank() + 1]]
+
+
+def computes_in_16_bit() -> None:
+    """Rows are cast after the lookup; gradients come back in the table's dtype, as in one process that does so."""
+    rank, world = dist.get_rank(), dist.get_world_size()
+    plain = build()
+    whole = plain.table.weight
+    plain.dense.bfloat16()
+    losses = []
+    for other in range(world):
+        rows = plain.table(sample(0, other, world)).bfloat16()
+        loss = plain.dense(rows.mean(1)).square().mean()
+        loss.backward()
+        losses.append(loss.item())
+    model = spread(mp_policy={"param_dtype": "bf16"})
+    assert model.table(sample(0, rank, world)).dtype is torch.bfloat16
+    loss = model(sample(0, rank, world))
+    loss.backward()
+    assert loss.item() == losses[rank]
+    assert model.table.weight.grad.dtype is torch.float32
+    assert torch.equal(model.table.weight.grad, rows_of(whole.grad / world))
+    raised = sw.parallelize(
+        build().bfloat16(), sw.ParallelPlan(row_sharded=["table"], mp_policy={"master_dtype": "fp32"})
+    )
+    assert raised.table.weight.dtype is torch.float32
+    raised(sample(0, rank, world)).backward()
+
+
+def averages(folder: str) -> None:
+    """Replicas of the dense part hold different rows: each writes its own."""
+    rank, world = dist.get_rank(), dist.get_world_size()
+    model = spread(strategy="hsdp", dp_replicate=2, dp_shard=1)
+    average = sw.ExponentialMovingAverage(model, 0.5)
+    optimizer = torch.optim.SGD(model.parameters(), lr=1.0)
+    expected = model.table.weight.detach().clone()
+    for step in range(2):
+        model(sample(step, rank, world)).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        average.update()
+        expected.lerp_(model.table.weight.detach(), 0.5)
+    own = model.table.weight.detach().clone()
+    assert not torch.equal(own, expected)
+    alone = torch.optim.SGD([model.table.weight], lr=1.0)
+    with average.swapped_in():
+        assert torch.equal(model.table.weight, expected)
+        averaged = {name: value.clone() for name, value in sw.full_state_dict(model).items()}
+        with pytest.raises(StateError, match="it would change the average"):
+            alone.step()
+    assert torch.equal(model.table.weight, own)
+    assert 0 <= average.num_bytes - sum(p.nbytes for p in model.parameters()) < 1024  # padding; rows are more
+    sw.save(f"{folder}/average", model, average=average)
+    for fields in ({"row_sharded": ["table"]}, {}):
+        again = sw.parallelize(Recommender(), sw.ParallelPlan(**fields))
+        loaded = sw.ExponentialMovingAverage(again)
+        sw.load(f"{folder}/average", again, average=loaded)
+        with loaded.swapped_in():
+            whole = sw.full_state_dict(again)
+        assert all(torch.equal(whole[name], value) for name, value in averaged.items())
+
+
+def refuses() -> None:
+    model = spread()
+    with pytest.raises(StateError, match=re.escape("lookups in rows on other ranks wait for every rank (row_sharded)")):  # noqa: SIM117
+        with sw.join(model):
+            pass
+    for module, name in ((model, "table.weight"), (model.table, "weight")):
+        with pytest.raises(StateError, match=f"of '{name}', of shape .* only .row_sharded"):  # noqa: SIM117
+            with sw.full_parameters(module):
+                pass
+    with sw.full_parameters(model.dense):
+        assert model.dense[0].weight.shape == (16, WIDTH)
+    with pytest.raises(
+        StateError, match=r"parameter 'table.weight' of logical shape .*\n  Leave it out of row_sharded"
+    ):
+        torch.optim.Adafactor([model.table.weight]).step()
+    optimizer = torch.optim.SGD(model.parameters())
+    with pytest.raises(StateError, match=r"'table.weight', whose rows are spread \(row_sharded\), would never be"):
+        sw.optimizer_in_backward(model, optimizer)
+    assert str(sw.summary(model)).startswith(f"{sum(p.numel() for p in build().parameters()):,} parameters in ")
+
+
+def misses_rows() -> None:
+    """All ranks raise together, and are in step afterwards."""
+    model = spread(strategy="ddp")
+    rank = dist.get_rank()
+    for ids, asked_for in ((torch.tensor([3, ROWS]), f"for 3 to {ROWS}"), (torch.tensor([-1, 2]), "for -1 to 2")):
+        shown = asked_for if rank == 1 else "for others"
+        with pytest.raises(IndexError, match=f"'table' has rows 0 to {ROWS - 1}, but was asked {shown} by rank 1"):
+            model.table(ids if rank == 1 else torch.tensor([1, ROWS - 1]))
+    assert torch.equal(model.table(torch.tensor([1, ROWS - 1])), build().table.weight[[1, ROWS - 1]])
+
+
+def is_used_with_everything_else(folder: str) -> None:
+    computes_in_16_bit()
+    averages(folder)
+    refuses()
+    misses_rows()
+
+
+def test_rows_go_with_precision_and_averages_and_refuse_what_needs_the_whole_table(tmp_path):
+    run_on_ranks(is_used_with_everything_else, 2, str(tmp_path))

@@ -13,11 +13,13 @@ from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from shardwise.fsdp import attach
 from shardwise.fsdp.group import Group
+from shardwise.fsdp.ignored_state import held_extent
 from shardwise.fsdp.optimizer import runtimes_of
 from shardwise.fsdp.runtime import Runtime
 from shardwise.fsdp.state import extent_of, owned_pieces
 from shardwise.spec.errors import StateError
 from shardwise.spec.extent import Extent
+from shardwise.spec.slice import slice_of
 
 #: Elements that are exchanged at a time: no second copy of the weights.
 _CHUNK_NUMEL = 1 << 20
@@ -36,10 +38,11 @@ class ExponentialMovingAverage:
             evaluate(model)  # sw.full_state_dict(model) gives the averaged weights here
         sw.save(path, model, optimizer, average=average)
 
-    Each rank keeps the average of what it updates, in one flat tensor per group, so an update is one fused operation
-    per unit and sends nothing. To the last bit it is what ``torch.optim.swa_utils.AveragedModel`` with
-    ``get_ema_multi_avg_fn`` holds in one process. 16-bit weights are averaged in fp32. Weights that are frozen when
-    this object is made, and buffers, are not averaged: evaluation takes the model's.
+    Each rank keeps the average of what it updates, in one flat tensor per group (and table of spread rows): an update
+    is one fused operation per unit and sends nothing. To the last bit it is what
+    ``torch.optim.swa_utils.AveragedModel`` with ``get_ema_multi_avg_fn`` holds in one process. 16-bit weights are
+    averaged in fp32. Weights that are frozen when this object is made, and buffers, are not averaged: evaluation takes
+    the model's.
 
     Args:
         model: A parallelized model; the average begins with its weights.
@@ -65,8 +68,12 @@ class ExponentialMovingAverage:
         for group in runtime.groups:
             if group.wants_gradients:
                 group.follow_shards()
-                dtype = torch.promote_types(group.dtype, torch.float32)
-                self._averages.append((weakref.ref(group), group.master.to(dtype, copy=True)))
+                self._averages.append((weakref.ref(group), _average_of(group.master)))
+        self._rows = {
+            name: _average_of(rows.detach().view(-1))
+            for name, rows in runtime.ignored.spread_parameters.items()
+            if rows.requires_grad
+        }
 
     @torch.no_grad()
     def update(self) -> None:
@@ -75,10 +82,9 @@ class ExponentialMovingAverage:
         Raises:
             StateError: Inside :meth:`swapped_in`, or of a forward or backward; or the model is gone.
         """
-        self._settled("update")
-        for group, average in self._pairs():
-            group.follow_shards()
-            average.lerp_(group.master.to(average.dtype), 1 - self.decay)
+        runtime = self._settled("update")
+        for weights, average in self._weights(runtime):
+            average.lerp_(weights.to(average.dtype), 1 - self.decay)
         self.num_updates += 1
 
     @contextlib.contextmanager
@@ -96,15 +102,15 @@ class ExponentialMovingAverage:
         """
         runtime = self._settled("swapped_in")
         hook = register_optimizer_step_pre_hook(_refuse_steps_of(weakref.ref(runtime)))
-        kept = [_swap(group, average) for group, average in self._pairs()]
+        kept = [_swap(weights, average) for weights, average in self._weights(runtime)]
         self._is_in = True
         runtime.invalidate()
         try:
             yield
         finally:
             hook.remove()
-            for (group, average), own in zip(self._pairs(), kept, strict=True):
-                _swap_back(group, average, own)
+            for (weights, average), own in zip(self._weights(runtime), kept, strict=True):
+                _swap_back(weights, average, own)
             self._is_in = False
             runtime.invalidate()
 
@@ -125,6 +131,18 @@ class ExponentialMovingAverage:
             assert group is not None
             yield group, average
 
+    def _weights(self, runtime: Runtime) -> Iterator[tuple[Tensor, Tensor]]:
+        """What is averaged, flat and as it lies here, with its average."""
+        for group, average in self._pairs():
+            group.follow_shards()
+            yield group.master, average
+        for rows, average in self._spread(runtime).values():
+            yield rows.detach().view(-1), average
+
+    def _spread(self, runtime: Runtime) -> dict[str, tuple[nn.Parameter, Tensor]]:
+        """This rank's rows of what is spread by rows, with their average, by name."""
+        return {name: (runtime.ignored.parameters[name], average) for name, average in self._rows.items()}
+
     # -- checkpoints
 
     def owned_extents(self) -> list[tuple[Extent, Tensor]]:
@@ -134,9 +152,13 @@ class ExponentialMovingAverage:
             StateError: As :meth:`update`.
         """
         runtime = self._settled("owned_extents")
+        spread = [
+            _spread_extent(name, rows, average.view(rows.shape))
+            for name, (rows, average) in self._spread(runtime).items()
+        ]
         if runtime.comms.replica:
-            return []
-        return [
+            return spread
+        return spread + [
             extent_of(group, index, _name(group, index), piece, group.held_view(index, average))
             for group, average in self._pairs()
             for index, piece in owned_pieces(runtime, group)
@@ -148,7 +170,7 @@ class ExponentialMovingAverage:
         Raises:
             StateError: As :meth:`update`.
         """
-        self._settled("fresh_extents")
+        runtime = self._settled("fresh_extents")
         fresh, extents = [], []
         for group, average in self._pairs():
             flat = torch.zeros_like(average)
@@ -156,18 +178,22 @@ class ExponentialMovingAverage:
             for piece in group.held:
                 view = group.held_view(piece.index, flat)
                 extents.append(extent_of(group, piece.index, _name(group, piece.index), piece, view))
+        for name, (rows, average) in self._spread(runtime).items():
+            fresh.append(torch.zeros_like(average))
+            extents.append(_spread_extent(name, rows, fresh[-1].view(rows.shape)))
         return fresh, extents
 
     def install(self, fresh: list[Tensor], settings: dict[str, Any]) -> None:
         """Take what was loaded."""
-        for (_, average), loaded in zip(self._averages, fresh, strict=True):
+        averages = [*(average for _, average in self._averages), *self._rows.values()]
+        for average, loaded in zip(averages, fresh, strict=True):
             average.copy_(loaded)
         self.decay, self.num_updates = settings["decay"], settings["num_updates"]
 
     @property
     def num_bytes(self) -> int:
         """Bytes of the average on this rank: those of the trained weights that it updates."""
-        return sum(average.nbytes for _, average in self._pairs())
+        return sum(average.nbytes for average in [*(average for _, average in self._pairs()), *self._rows.values()])
 
     @property
     def num_host_bytes(self) -> int:
@@ -184,15 +210,22 @@ def _name(group: Group, index: int) -> str:
     return f"average/{group.layout.params[index].name}"
 
 
+def _spread_extent(name: str, rows: nn.Parameter, average: Tensor) -> tuple[Extent, Tensor]:
+    return held_extent(f"average/{name}", average, slice_of(rows))
+
+
+def _average_of(weights: Tensor) -> Tensor:
+    return weights.to(torch.promote_types(weights.dtype, torch.float32), copy=True)
+
+
 @torch.no_grad()
-def _swap(group: Group, average: Tensor) -> Tensor | None:
+def _swap(weights: Tensor, average: Tensor) -> Tensor | None:
     """Exchange weights and average; where their dtypes differ, put the average into place and return the weights."""
-    group.follow_shards()
-    if average.dtype is not group.dtype:
-        own = group.master.clone()
-        group.master.copy_(average)
+    if average.dtype is not weights.dtype:
+        own = weights.clone()
+        weights.copy_(average)
         return own
-    for mine, other in zip(group.master.split(_CHUNK_NUMEL), average.split(_CHUNK_NUMEL), strict=True):
+    for mine, other in zip(weights.split(_CHUNK_NUMEL), average.split(_CHUNK_NUMEL), strict=True):
         chunk = mine.clone()
         mine.copy_(other)
         other.copy_(chunk)
@@ -200,17 +233,19 @@ def _swap(group: Group, average: Tensor) -> Tensor | None:
 
 
 @torch.no_grad()
-def _swap_back(group: Group, average: Tensor, own: Tensor | None) -> None:
+def _swap_back(weights: Tensor, average: Tensor, own: Tensor | None) -> None:
     if own is None:
-        _swap(group, average)
+        _swap(weights, average)
     else:
-        group.follow_shards()
-        group.master.copy_(own)
+        weights.copy_(own)
 
 
 def _refuse_steps_of(reference: weakref.ref[Runtime]) -> Any:
     def refuse(optimizer: torch.optim.Optimizer, _args: object, _kwargs: object) -> None:
-        if reference() in runtimes_of(optimizer):
+        runtime = reference()
+        spread = runtime.ignored.spread_parameters.values() if runtime is not None else ()
+        steps_on = {id(parameter) for settings in optimizer.param_groups for parameter in settings["params"]}
+        if runtime in runtimes_of(optimizer) or any(id(rows) in steps_on for rows in spread):
             raise StateError(
                 "optimizer.step() inside ExponentialMovingAverage.swapped_in(): it would change the average.\n"
                 "  Step outside of it."

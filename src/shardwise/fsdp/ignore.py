@@ -10,7 +10,7 @@ and parts that another library moves.
 ``sw.save``, ``sw.load``                    each rank's own, with optimizer state, where ranks differ (the checkpoint
                                             then loads on as many ranks); once, where all hold the same
 ``sw.clip_grad_norm``, ``sw.summary``       not part of the norm and not scaled (but :attr:`Ignored.spread`); named
-``sw.ExponentialMovingAverage``             not averaged: an evaluation takes the model's own
+``sw.ExponentialMovingAverage``             not averaged (but :attr:`Ignored.spread`): evaluation takes the model's own
 ==========================================  ============================================================================
 """
 
@@ -38,7 +38,7 @@ class Ignored:
         parameters: By name, of tied ones the first.
         buffers: Names of the buffers of ignored modules.
         spread: Names of the parameters of which every rank holds other rows, whose gradients have been reduced when
-            they come: part of the model's norm (``ParallelPlan.row_sharded``).
+            they come: part of the model's norm and average (``ParallelPlan.row_sharded``).
     """
 
     parameters: dict[str, nn.Parameter] = field(default_factory=dict)
@@ -75,9 +75,14 @@ class Ignored:
         return Ignored(self.parameters | dict(parameters), self.buffers, frozenset(parameters))
 
     @property
+    def spread_parameters(self) -> dict[str, nn.Parameter]:
+        """The rows that this rank holds, by name of the whole."""
+        return {name: self.parameters[name] for name in sorted(self.spread)}
+
+    @property
     def spread_gradients(self) -> list[torch.Tensor]:
         """Of the rows that this rank holds."""
-        return [grad for name in sorted(self.spread) if (grad := self.parameters[name].grad) is not None]
+        return [parameter.grad for parameter in self.spread_parameters.values() if parameter.grad is not None]
 
     def below(self, path: str) -> Ignored:
         """The same as a part of a larger model, in which it lies at ``path``."""

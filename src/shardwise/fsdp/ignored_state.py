@@ -61,11 +61,11 @@ class SavedIgnored:
             if not (is_own or (comm.rank == min(digests) if part is None else part.counts)):
                 continue
             stored = own_name(name, comm.rank) if is_own else name
-            self.extents.append(_held(stored, each.parameter, part))
+            self.extents.append(held_extent(stored, each.parameter, part))
             for key, value in each.tensors.items():
                 if part is not None and value.shape != each.parameter.shape:
                     problems.append(f"{key!r} of {name!r} has shape {list(value.shape)}, of which no whole can be made")
-                self.extents.append(_held(f"optimizer/{stored}/{key}", value, part))
+                self.extents.append(held_extent(f"optimizer/{stored}/{key}", value, part))
             if each.scalars:
                 mine[stored] = each.scalars
         for scalars, found in all_gather_json(comm, [mine, problems]):
@@ -110,7 +110,7 @@ class LoadedIgnored:
                 raise StateError(f"ignored parameter {name!r} is not contiguous and cannot be loaded in place.")
             part = slice_of(parameter)
             found = self._stored[parameter] = _find(name, place[0], place[1][name], stored)
-            self.extents.append(_held(found, parameter, part))
+            self.extents.append(held_extent(found, parameter, part))
             if parameter not in self._optimizer_of:
                 continue
             state = self._fresh[parameter] = {}
@@ -119,7 +119,7 @@ class LoadedIgnored:
                 if full_name.startswith("optimizer/") and owner == found:
                     shape = extent.shape if part is None else parameter.shape
                     state[key] = torch.zeros(shape, dtype=torch_dtype(extent.dtype), device=parameter.device)
-                    self.extents.append(_held(full_name, state[key], part))
+                    self.extents.append(held_extent(full_name, state[key], part))
 
     def install(self, scalars: Mapping[str, Mapping[str, Any]]) -> None:
         """Replace the optimizers' state by the fresh one and ``scalars``."""
@@ -155,7 +155,8 @@ class _Held:
         self.digest = f"{digest_of([parameter, *self.tensors.values()]).hex()} {sorted(self.scalars.items())}"
 
 
-def _held(name: str, tensor: Tensor, part: Slice | None) -> tuple[Extent, Tensor]:
+def held_extent(name: str, tensor: Tensor, part: Slice | None) -> tuple[Extent, Tensor]:
+    """The range of a tensor that lies here: all of it, or ``part``."""
     flat = tensor.detach().contiguous().view(-1)
     shape, cuts = (tuple(tensor.shape), ()) if part is None else (part.shape, simplest(part.shape, part.cuts))
     return Extent(name, shape, dtype_name(tensor.dtype), 0, flat.numel(), cuts=cuts), flat

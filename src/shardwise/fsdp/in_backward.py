@@ -95,12 +95,7 @@ def _check(runtime: Runtime, optimizers: tuple[torch.optim.Optimizer, ...]) -> N
                 "  Use an optimizer that takes them as they are."
             )
         accept(optimizer)
-    trained = [name for name, parameter in runtime.ignored.parameters.items() if parameter.requires_grad]
-    if trained:
-        raise StateError(
-            f"ignored parameter {trained[0]!r} would never be updated: it is not among what backward reduces.\n"
-            "  Do not ignore it, freeze it, or step after backward."
-        )
+    _check_ignored(runtime)
     given = [p for optimizer in optimizers for settings in optimizer.param_groups for p in settings["params"]]
     counts = Counter(id(p) for each in given for p in (each.shards if isinstance(each, FlatParameter) else (each,)))
     for group in runtime.groups:
@@ -118,6 +113,20 @@ def _check(runtime: Runtime, optimizers: tuple[torch.optim.Optimizer, ...]) -> N
                     " backward would leave it as it is, or update it twice.\n"
                     "  Give every trained parameter to one optimizer; call requires_grad_(False) on the others."
                 )
+
+
+def _check_ignored(runtime: Runtime) -> None:
+    trained = [name for name, parameter in runtime.ignored.parameters.items() if parameter.requires_grad]
+    if trained and trained[0] in runtime.ignored.spread:
+        raise StateError(
+            f"{trained[0]!r}, whose rows are spread (row_sharded), would never be updated: it belongs to no unit that"
+            " backward reduces.\n  Leave it out of row_sharded, freeze it, or step after backward."
+        )
+    if trained:
+        raise StateError(
+            f"ignored parameter {trained[0]!r} would never be updated: it is not among what backward reduces.\n"
+            "  Do not ignore it, freeze it, or step after backward."
+        )
 
 
 class UpdateInBackward:

@@ -116,6 +116,11 @@ def join(
             "sw.join(): experts on other ranks wait for the tokens of every rank (ep).\n"
             "  Use drop_last=True, or set ep=1."
         )
+    if runtime.ignored.spread:
+        raise StateError(
+            "sw.join(): lookups in rows on other ranks wait for every rank (row_sharded).\n"
+            "  Use drop_last=True, or leave row_sharded out."
+        )
     group = Join(
         runtime, model, optimizers, divides_by_all=divide_by_initial_world_size, throws=throw_on_early_termination
     )

@@ -205,17 +205,20 @@ def _check(optimizer: torch.optim.Optimizer) -> None:
 
 
 def _cut_refusal(name: str, needed: Granularity | None, parameter: torch.nn.Parameter, held: Slice) -> StateError:
-    """Why the optimizer cannot work on a part of a tensor that tensor or expert parallelism made."""
+    """Why the optimizer cannot work on a part of a tensor: of spread rows, or by tensor or expert parallelism."""
     mark = attach.mark_of(parameter)
-    title = ""
+    title = f" {held.names[0]!r}" if held.names else ""
     if mark is not None and mark.group is not None:
         title = f" {mark.group.layout.params[mark.index].name!r}"
     needs = "is not known to work element by element" if needed is None else f"needs every {_part(needed)} on one rank"
     advice = f", or sw.declare_elementwise({name}) if that is what it is" if needed is None else ""
+    is_spread = mark is None
+    ranks = "rank" if is_spread else "rank of the model-parallel axes"
+    whole = "Leave it out of row_sharded" if is_spread else "Set tp=1 (ep=1)"
     return StateError(
-        f"{name} {needs}, but of parameter{title} of logical shape {list(held.shape)} each rank of the model-parallel"
-        f" axes updates a part, this one {list(held.local_shape)}.\n"
-        f"  Set tp=1 (ep=1), or use an element-wise optimizer{advice}."
+        f"{name} {needs}, but of parameter{title} of logical shape {list(held.shape)} each {ranks} updates a part, this"
+        f" one {list(held.local_shape)}.\n"
+        f"  {whole}, or use an element-wise optimizer{advice}."
     )
 
 

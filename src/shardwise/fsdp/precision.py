@@ -85,7 +85,7 @@ class Policies:
         return self.heads[path]
 
     def group_dtypes(
-        self, parameter: nn.Parameter, uses: Sequence[tuple[nn.Module, str, str]]
+        self, parameter: Tensor, uses: Sequence[tuple[nn.Module, str, str]]
     ) -> tuple[torch.dtype, torch.dtype, torch.dtype]:
         """Dtypes of a parameter's group: master, compute, reduce. Batch norm's parameters keep their own.
 

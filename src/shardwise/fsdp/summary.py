@@ -18,7 +18,7 @@ from shardwise.spec.flat import flat_ranges
 from shardwise.spec.footprint import Footprint, GroupShape, Replicas, footprint
 from shardwise.spec.granularity import ELEMENT
 from shardwise.spec.layout import ParamSpec, rank_bytes
-from shardwise.spec.slice import simplest
+from shardwise.spec.slice import simplest, slice_of
 from shardwise.spec.trace import Collective, UnitShape, step_trace, window_trace
 from shardwise.spec.waiting import Activations, backward_bytes
 
@@ -89,6 +89,7 @@ class Summary:
             then did not run.
         buffers: How the model's buffers are kept equal over the ranks.
         ignored: Names of the parameters that are left alone.
+        row_sharded: Of those whose rows are spread over all ranks, the logical shapes by name.
         recomputed: Names of the modules whose forward is run again in backward.
         keeps: Operators whose outputs are kept in them all the same, by name or family.
         updated: How the optimizer's step comes about.
@@ -113,6 +114,7 @@ class Summary:
     buffers: str
     num_wrong_prefetches: int = 0
     ignored: tuple[str, ...] = ()
+    row_sharded: dict[str, tuple[int, ...]] = dataclasses.field(default_factory=dict)
     recomputed: tuple[str, ...] = ()
     keeps: tuple[str, ...] = ()
     updated: str = ""
@@ -125,7 +127,7 @@ class Summary:
     def num_parameters(self) -> int:
         """Logical parameters of the model; with ``pp`` or ``ep`` those of this rank's stage and experts."""
         shapes = [shape for unit in self.units for group in unit.groups for _, shape, _ in group.parameters]
-        return sum(_numel(shape) for shape in shapes)
+        return sum(_numel(shape) for shape in [*shapes, *self.row_sharded.values()])
 
     @property
     def _groups(self) -> str:
@@ -235,6 +237,9 @@ def summary(model: nn.Module) -> Summary:
         num_wrong_prefetches=runtime.num_wrong_prefetches,
         buffers=str(runtime.buffers) if runtime.buffers is not None else "not synchronised",
         ignored=tuple(name for name in runtime.ignored.parameters if name not in runtime.ignored.spread),
+        row_sharded={
+            name: held.shape for name, rows in runtime.ignored.spread_parameters.items() if (held := slice_of(rows))
+        },
         notes=runtime.notes,
         world_rank=runtime.comms.world.rank,
         num_world_ranks=runtime.comms.world.size,

@@ -22,6 +22,7 @@ from shardwise.fsdp.runtime import Runtime
 from shardwise.fsdp.unit import Unit
 from shardwise.fsdp.view import contiguous_stride
 from shardwise.spec.errors import StateError
+from shardwise.spec.slice import slice_of
 
 
 @dataclass(slots=True)
@@ -65,9 +66,11 @@ def full_parameters(
 
     Raises:
         StateError: Under tensor, expert or pipeline parallelism, whose modules work on parts of parameters, or hold
-            some of them only; inside a forward or backward, or of a unit that is gathered by hand; for an inner context
-            that asks for more than an outer one gives; for parameters that were replaced, or trained, inside.
+            some of them only; where ``module`` has an embedding whose rows are spread (``ParallelPlan.row_sharded``);
+            inside a forward or backward, or of a unit that is gathered by hand; for an inner context that asks for more
+            than an outer one gives; for parameters that were replaced, or trained, inside.
     """
+    _check_rows(module)
     units = _units_in(module)
     _check_layout(units)
     mode = Whole(is_written_back=writeback, is_on_root_only=rank0_only)
@@ -112,6 +115,17 @@ def _units_in(module: nn.Module) -> list[tuple[Runtime, Unit]]:
         attach.runtime_of(module, "sw.full_parameters", on_shards=False)  # refuses a plain module
     order = {id(runtime): place for place, (runtime, _) in enumerate(found.values())}
     return sorted(found.values(), key=lambda pair: (order[id(pair[0])], pair[1].index))
+
+
+def _check_rows(module: nn.Module) -> None:
+    for name, parameter in module.named_parameters():
+        held = slice_of(parameter)
+        if held is not None and attach.mark_of(parameter) is None:
+            raise StateError(
+                f"sw.full_parameters(): of {name!r}, of shape {list(held.shape)}, this rank's module holds and uses"
+                f" {list(held.local_shape)} only (row_sharded).\n"
+                "  Use sw.full_state_dict(model), or pass a module without it."
+            )
 
 
 def _check_layout(units: Sequence[tuple[Runtime, Unit]]) -> None:

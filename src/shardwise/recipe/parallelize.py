@@ -24,6 +24,7 @@ from shardwise.fsdp.ignore import NOTHING, Ignored, find_ignored
 from shardwise.fsdp.materialize import FromState, Init, Source, fill_buffers, fill_parameters, find_source
 from shardwise.fsdp.notice import tell_once
 from shardwise.fsdp.options import EngineOptions
+from shardwise.fsdp.precision import Policies
 from shardwise.fsdp.state import load_full_state_dict
 from shardwise.fsdp.sync import synchronise
 from shardwise.fsdp.wrap import find_units
@@ -213,7 +214,11 @@ def apply_plan(
         notes += pipelined.notes
         units = pipelined.drop_foreign(model, units)
     tables = find_row_sharded(model, plan.row_sharded)
-    notes += spread_rows(tables, comms.world)
+    if tables:
+        policies = Policies(model, plan.precision, comms.world.device)
+        notes += spread_rows(
+            tables, comms.world, lambda path, table: policies.group_dtypes(table.weight, [(table, path, "weight")])[:2]
+        )
     ignored = find_ignored(model, plan.ignored).with_spread(table_weights(tables))
     units = ignored.without(units)
     if plan.compile and comms.control.device.type != "meta":  # a dry run computes nothing

@@ -67,7 +67,7 @@ class ParallelPlan:
             of a module everything below it is meant), modules, or parameters. ``fsdp.ignore`` has the details.
         row_sharded: Embeddings whose rows are spread over all ranks, under any strategy of the rest: each rank holds a
             range of them with gradients and optimizer state, and only the rows that a batch looks up travel
-            (``tensor.rows``). Shell patterns of module names.
+            (``tensor.rows``). Shell patterns of module names. Not with ``tp``, ``cp``, ``pp``, ``ep``, ``compile``.
         reshard_after_forward: ``"auto"`` (as the strategy says), ``True``, ``False``, or a number: after its forward a
             unit stays sharded over that many neighbouring ranks of ``dp_shard``, and backward gathers it from them.
         mp_policy: In which dtypes to compute and reduce; ``None``: the model's own, no cast. A mapping of the fields of
@@ -200,6 +200,11 @@ class ParallelPlan:
                 f"row_sharded={list(self.row_sharded)} with {', '.join(others)}: rows are spread over data-parallel"
                 " ranks, each with samples of its own.\n"
                 "  Leave row_sharded out, or use dp_shard and dp_replicate alone."
+            )
+        if self.row_sharded and self.compile:
+            raise PlanError(
+                f"row_sharded={list(self.row_sharded)} with compile=True: compiled units would break at every lookup.\n"
+                "  Leave compile at False, or leave row_sharded out."
             )
 
     def _check_pipeline(self) -> None:

@@ -12,13 +12,14 @@ backward    gradients of the rows that I asked for          a row for each diffe
 ==========  ==============================================  ============================================
 
 Sums are those of one process that adds up the ranks' gradients in order and divides by their number, to the last bit;
-where a table is called several times in a forward, call by call.
+where a table is called several times in a forward, call by call. Rows and gradients travel in the table's own dtype;
+then rows are cast to what the policy computes in.
 """
 
 from __future__ import annotations
 
 import itertools
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from typing import Any
 
 import torch
@@ -32,6 +33,9 @@ from shardwise.spec.slice import Cut, Slice, set_slice
 from shardwise.spec.styles import matches
 from shardwise.tensor.apply import take
 from shardwise.tensor.layer import Layer
+
+#: What a rank tells instead of how many rows it asks for, where it asks for some that there are not.
+_OUTSIDE = -1
 
 
 def find_row_sharded(model: nn.Module, patterns: Iterable[str]) -> dict[str, nn.Embedding]:
@@ -84,12 +88,17 @@ def table_weights(tables: dict[str, nn.Embedding]) -> dict[str, nn.Parameter]:
     return {f"{path}.weight": weight for path, module in tables.items() for weight in module.parameters()}
 
 
-def spread_rows(tables: dict[str, nn.Embedding], comm: Comm) -> list[str]:
+def spread_rows(
+    tables: dict[str, nn.Embedding],
+    comm: Comm,
+    dtypes_of: Callable[[str, nn.Embedding], tuple[torch.dtype, torch.dtype]],
+) -> list[str]:
     """Leave in each embedding this rank's rows, and look the others up through ``comm``. In place; names stay.
 
     Args:
         tables: By path; whole, the same on every rank.
         comm: Over all ranks that train the model.
+        dtypes_of: In which dtypes a table is held, and its rows are handed on.
 
     Returns:
         What a summary should say.
@@ -97,10 +106,12 @@ def spread_rows(tables: dict[str, nn.Embedding], comm: Comm) -> list[str]:
     notes = []
     for path, module in tables.items():
         bounds = row_bounds(module.num_embeddings, comm.size)
-        held = Slice(tuple(module.weight.shape), (Cut(0, ((bounds[comm.rank], bounds[comm.rank + 1]),)),))
-        module.weight.data = take(module.weight.data, held)
+        cuts = (Cut(0, ((bounds[comm.rank], bounds[comm.rank + 1]),)),)
+        held = Slice(tuple(module.weight.shape), cuts, names=(f"{path}.weight",))
+        master, handed_on = dtypes_of(path, module)
+        module.weight.data = take(module.weight.data, held).to(master)
         set_slice(module.weight, held)
-        RowShardedEmbedding(module, path, comm, bounds).install()
+        RowShardedEmbedding(module, path, comm, bounds, handed_on).install()
         shown = f"{bounds[comm.rank]} to {bounds[comm.rank + 1]} of {module.num_embeddings}"
         notes.append(f"{path}: rows spread over {comm.size} ranks, here {shown}; those looked up travel")
     return notes
@@ -114,11 +125,13 @@ class RowShardedEmbedding(Layer):
         name: Its path.
         comm: Over all ranks that train the model.
         bounds: Where each rank's rows begin, and the end.
+        dtype: Of what it returns.
     """
 
-    def __init__(self, module: nn.Module, name: str, comm: Comm, bounds: tuple[int, ...]) -> None:
+    def __init__(self, module: nn.Module, name: str, comm: Comm, bounds: tuple[int, ...], dtype: torch.dtype) -> None:
         super().__init__(module, name, comm)
         self.bounds = bounds
+        self.dtype = dtype
 
     def __call__(self, ids: Tensor) -> Tensor:
         """Ids to their rows, as ``nn.Embedding``.
@@ -126,10 +139,14 @@ class RowShardedEmbedding(Layer):
         Collective:
             Three all-to-alls on the axis of all ranks, and one in backward: all ranks must call, and go backward
             through it, equally often. The bytes stand at the top of the file. The host waits for the counts.
+
+        Raises:
+            IndexError: A rank asks for rows that there are not; on every rank.
         """
         module = self.module
         wanted, inverse = _distinct(ids)
-        return _Lookup.apply(module.weight, wanted, inverse, _Route(self, wanted, module.padding_idx))
+        rows = _Lookup.apply(module.weight, wanted, inverse, _Route(self, wanted, module.padding_idx))
+        return rows.to(self.dtype)
 
 
 def _distinct(ids: Tensor) -> tuple[Tensor, Tensor]:
@@ -159,26 +176,28 @@ class _Route:
             self.cuts = self.asked_cuts = list(row_bounds(wanted.numel(), comm.size))
         else:
             edges = torch.tensor(bounds, dtype=wanted.dtype, device=wanted.device)
-            places = torch.searchsorted(wanted, edges).tolist()
-            if places[0] != 0 or places[-1] != wanted.numel():
-                raise IndexError(
-                    f"{self.name!r} has rows 0 to {bounds[-1] - 1}, but was asked for"
-                    f" {wanted[0].item()} to {wanted[-1].item()}."
-                )
-            self.cuts = places
-            self.asked_cuts = self._exchange_counts(places, wanted)
+            self.cuts = torch.searchsorted(wanted, edges).tolist()
+            self.asked_cuts = self._exchange_counts(wanted, bounds[-1])
         start = bounds[comm.rank]
         self.rows = self.to_owners(wanted) - start
 
-    def _exchange_counts(self, places: list[int], like: Tensor) -> list[int]:
-        counts = [stop - start for start, stop in itertools.pairwise(places)]
-        mine = torch.tensor(counts, dtype=torch.int64, device=like.device)
+    def _exchange_counts(self, wanted: Tensor, num_rows: int) -> list[int]:
+        counts = [stop - start for start, stop in itertools.pairwise(self.cuts)]
+        is_inside = self.cuts[0] == 0 and self.cuts[-1] == wanted.numel()
+        if not is_inside:
+            counts = [_OUTSIDE] * len(counts)  # the others would wait for this rank: all of them raise
+        mine = torch.tensor(counts, dtype=torch.int64, device=wanted.device)
         theirs = mine.clone()
         self.comm.all_to_all(mine, theirs, unit=self.name).wait()
-        asked = [0]
-        for rank, count in enumerate(theirs.tolist()):
-            asked.append(asked[-1] + (counts[rank] if rank == self.comm.rank else count))
-        return asked
+        told = theirs.tolist()
+        told[self.comm.rank] = counts[self.comm.rank]
+        if _OUTSIDE in told:
+            asked = f"for {wanted[0].item()} to {wanted[-1].item()}" if not is_inside else "for others"
+            who = [rank for rank, count in enumerate(told) if count == _OUTSIDE]
+            raise IndexError(
+                f"{self.name!r} has rows 0 to {num_rows - 1}, but was asked {asked} by rank {', '.join(map(str, who))}."
+            )
+        return [0, *itertools.accumulate(told)]
 
     def to_owners(self, values: Tensor) -> Tensor:
         """What I have for each row that I asked for, to its owner; returns what others have for mine, in rank order."""
