@@ -175,7 +175,6 @@ def in_step(expected):
         place = group.master.untyped_storage().data_ptr()
         assert all(full.untyped_storage().data_ptr() == place for full in group.fulls)
     assert len(list(columns)) == 1
-    assert not any(full.data_ptr() == group.master.data_ptr() for group in held.groups for full in group.fulls)
     kinds = Counter((event.axis, event.kind) for event in events if event.axis == "tp")
     assert kinds == {("tp", "all_reduce"): 4 * (1 + 2 * LAYERS), ("tp", "all_gather"): 4}
 

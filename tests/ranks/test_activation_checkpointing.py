@@ -240,7 +240,7 @@ def slots_of_a_stack() -> tuple[int, int]:
 
 
 def test_units_that_are_recomputed_together_have_slots_of_their_own():
-    assert run_on_ranks(slots_of_a_stack, 1) == [(1 + 2 + 2, 1 + 2 + 6)]
+    assert run_on_ranks(slots_of_a_stack, 2) == [(1 + 2 + 2, 1 + 2 + 6)] * 2
 
 
 # -- what users suffer from

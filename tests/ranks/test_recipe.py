@@ -146,7 +146,6 @@ def bad_steps():
         (torch.zeros(3, 8), {"num_microbatches": 2}),
         (torch.zeros(3, 8), {"num_microbatches": 0}),
         (torch.zeros(3, 8), {}),
-        ({"x": torch.zeros(4, 8), "k": torch.zeros(())}, {"num_microbatches": 2}),
     ):
         with pytest.raises(StateError) as caught:
             sw.train_step(model, batch, **options)
@@ -155,11 +154,10 @@ def bad_steps():
 
 
 def test_batches_that_cannot_be_split_and_losses_that_are_none_are_refused():
-    odd, zero, loss, scalar = run_on_ranks(bad_steps, 2)[0]
+    odd, zero, loss = run_on_ranks(bad_steps, 2)[0]
     assert odd.startswith("a batch tensor of shape [3, 8] cannot be cut into 2 equal parts on dim 0.")
     assert zero == "num_microbatches=0: expected at least 1."
     assert loss.startswith("Chain gave a tensor of shape [3, 3] where a scalar loss was expected.")
-    assert scalar.startswith("a batch tensor of shape [] cannot be cut into 2")
 
 
 # -- parity

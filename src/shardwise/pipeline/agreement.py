@@ -6,7 +6,7 @@ import hashlib
 
 import torch
 
-from shardwise.comm.base import Comm
+from shardwise.comm.base import Comm, Handle
 from shardwise.comm.control import all_gather_json
 from shardwise.spec.errors import RankDisagreement
 
@@ -26,11 +26,11 @@ class Agreement:
 
     def __init__(self, comm: Comm, step: str, shown: str, trained: bytes) -> None:
         self._comm, self._shown = comm, shown
-        self._told = torch.zeros(comm.size, 2, dtype=torch.int64)
-        self._told[comm.rank] = torch.tensor([_digest(step.encode()), _digest(trained)])
-        self._moved = self._told.to(comm.device)
-        self._handle = comm.all_gather(self._moved.view(-1), unit="step")
-        self._all_trained: int | None = None
+        told = torch.zeros(comm.size, 2, dtype=torch.int64)
+        told[comm.rank] = torch.tensor([_digest(step.encode()), _digest(trained)])
+        told = told.to(comm.device)
+        self._under_way: tuple[torch.Tensor, Handle] | None = told, comm.all_gather(told.view(-1), unit="step")
+        self._all_trained = 0
 
     def wait(self) -> int:
         """Wait for what the others have told.
@@ -44,9 +44,11 @@ class Agreement:
         Raises:
             RankDisagreement: They are about to do different steps; on all of them.
         """
-        if self._all_trained is None:
-            self._handle.wait()
-            rows = self._moved.tolist()
+        if self._under_way is not None:
+            told, handle = self._under_way
+            self._under_way = None  # it has no memory for the rest of the step
+            handle.wait()
+            rows = told.tolist()
             self._check([step for step, _ in rows])
             self._all_trained = _digest(repr([trained for _, trained in rows]).encode())
         return self._all_trained
