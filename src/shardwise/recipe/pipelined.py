@@ -71,7 +71,8 @@ def record_pipeline(model: nn.Module) -> Iterator[list[Measured]]:
 
     Yields:
         A list to which every step adds what was measured on all ranks of this rank's pipeline: ``.bubble`` (idle time
-        over the longest that a rank computes), ``.closed_bubble``, ``.timing``; ``print`` draws it.
+        over the longest that a rank computes), ``.undelayed_bubble``, ``.closed_bubble``, ``.timing``; ``print`` draws
+        it.
 
     Collective:
         In each step two all-gathers along ``pp`` more: of an integer before it, of JSON after it. All ranks must call.

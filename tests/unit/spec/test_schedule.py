@@ -321,7 +321,10 @@ def test_a_measured_step_tells_its_bubble_beside_the_closed_form_and_draws_itsel
     second = [(10, 20), (20, 40), (40, 50), (50, 70)]
     found = step_measured(schedule, [first, second])
     assert found.bubble == pytest.approx((90 - 60) / 60)
-    assert found.closed_bubble == pytest.approx(1 / 2)
+    assert found.closed_bubble == found.undelayed_bubble == pytest.approx(1 / 2)
+    late = [(start + 5, end + 5) for start, end in second]
+    delayed = step_measured(schedule, [[(0, 10), (10, 20), (45, 65), (75, 105)], late])  # and the last one took longer
+    assert (delayed.bubble, delayed.undelayed_bubble) == (pytest.approx(35 / 70), pytest.approx(30 / 70))
     assert found.durations == Durations(Fraction(1, 100_000), Fraction(1, 100_000), Fraction(1, 100_000))
     rows = str(found).splitlines()
     assert rows[0].startswith("rank 0 F0-")

@@ -11,7 +11,7 @@ from shardwise.spec.schedule import closed
 from shardwise.spec.schedule.action import Kind, Schedule
 from shardwise.spec.schedule.draw import rows
 from shardwise.spec.schedule.policy import SCHEDULES
-from shardwise.spec.schedule.simulate import Durations, Span, Timing
+from shardwise.spec.schedule.simulate import Durations, Span, Timing, without_delays
 
 #: The columns of a drawing.
 _COLUMNS = 60
@@ -33,6 +33,11 @@ class Measured:
     def bubble(self) -> float:
         """Idle time over ideal time, the longest that a rank computes."""
         return float(self.timing.bubble)
+
+    @property
+    def undelayed_bubble(self) -> float:
+        """What these very durations, as uneven as they were, would have given without any delay between them."""
+        return float(without_delays(self.schedule, self.timing).bubble)
 
     @property
     def durations(self) -> Durations:
