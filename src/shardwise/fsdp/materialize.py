@@ -16,7 +16,7 @@ from __future__ import annotations
 
 import warnings
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -90,10 +90,26 @@ def fill_parameters(source: Source, entries: Sequence[OwnedParameter], device: t
     """Give one unit's meta parameters their values. The Parameter objects stay."""
     empty = [entry for entry in entries if entry.parameter.is_meta]
     for entry, value in zip(empty, source.parameters(empty) if empty else (), strict=True):
-        held = entry.parameter
-        real = nn.Parameter(value.to(device), requires_grad=held.requires_grad)
-        real.__dict__.update(held.__dict__)
-        torch.utils.swap_tensors(held, real)
+        _become(entry.parameter, value.to(device))
+
+
+def fill_parts(
+    source: Source,
+    entries: Iterable[OwnedParameter],
+    device: torch.device,
+    part_of: Callable[[nn.Parameter, Tensor], Tensor],
+) -> None:
+    """Give each meta parameter a part of its value. One at a time is whole, on the CPU."""
+    for entry in entries:
+        if entry.parameter.is_meta:
+            (value,) = source.parameters([entry])
+            _become(entry.parameter, part_of(entry.parameter, value).to(device))
+
+
+def _become(held: nn.Parameter, value: Tensor) -> None:
+    real = nn.Parameter(value, requires_grad=held.requires_grad)
+    real.__dict__.update(held.__dict__)
+    torch.utils.swap_tensors(held, real)
 
 
 def fill_buffers(model: nn.Module, source: Source, device: torch.device) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Iterable, Mapping
 
 import torch
@@ -21,7 +22,7 @@ from shardwise.fsdp.attach import attachment_of
 from shardwise.fsdp.compile import compile_units
 from shardwise.fsdp.finish import finish
 from shardwise.fsdp.ignore import NOTHING, Ignored, find_ignored
-from shardwise.fsdp.materialize import FromState, Init, Source, fill_buffers, fill_parameters, find_source
+from shardwise.fsdp.materialize import FromState, Init, Source, fill_buffers, fill_parameters, fill_parts, find_source
 from shardwise.fsdp.notice import tell_once
 from shardwise.fsdp.options import EngineOptions
 from shardwise.fsdp.precision import Policies
@@ -36,7 +37,7 @@ from shardwise.spec.offload import check_offload
 from shardwise.spec.plan import ParallelPlan
 from shardwise.spec.strategies import canonical_name
 from shardwise.tensor.agreement import Agreement
-from shardwise.tensor.apply import apply_cuts
+from shardwise.tensor.apply import apply_cuts, part_of
 from shardwise.tensor.cut import find_cuts
 from shardwise.tensor.rows import find_row_sharded, spread_rows, table_weights
 
@@ -93,7 +94,7 @@ def parallelize(
         source.agree(comms.world, plan.sync)
         fill_buffers(model, source, device)
         every = build.assign_parameters(model, ())[""]
-        is_cut = max(plan.tp, plan.pp, plan.ep) > 1  # what is cut is whole before
+        is_cut = plan.ep > 1  # experts are whole before they are divided
         whole = ignored.with_spread(table_weights(tables))
         fill_parameters(source, [entry for entry in every if is_cut or entry.parameter in whole], device)
     is_deferred = source is not None
@@ -194,12 +195,7 @@ def apply_plan(
     pipelined = Pipelined(model, plan, comms) if comms.pp is not None else None
     notes: list[str] = []
     if comms.tp is not None:
-        size, rank = comms.tp.size, comms.tp.rank
-        cuts = find_cuts(model, plan.tp_plan, size, rank, divides_sequence=plan.sequence_parallel)
-        apply_cuts(model, cuts, comms.tp)
-        if comms.tp.device.type != "meta":
-            Agreement(comms.tp).install(model)
-        notes += cuts.notes
+        notes += _cut(model, plan, comms.tp, source)
     if comms.cp is not None:
         multiple = plan.tp if plan.sequence_parallel else 1
         notes.append(divide_sequences(model, comms.cp, multiple=multiple))
@@ -228,6 +224,17 @@ def apply_plan(
     finish(model, runtime, open_samples, sync_buffers=plan.sync_buffers)
     if pipelined is not None:
         pipelined.install(model, comms.control.device)
+
+
+def _cut(model: nn.Module, plan: ParallelPlan, comm: Comm, source: Source | None) -> list[str]:
+    """Leave this rank's part of what tensor parallelism divides; what is on meta gets no more than that."""
+    cuts = find_cuts(model, plan.tp_plan, comm.size, comm.rank, divides_sequence=plan.sequence_parallel)
+    if source is not None:
+        fill_parts(source, build.assign_parameters(model, ())[""], comm.device, functools.partial(part_of, cuts))
+    apply_cuts(model, cuts, comm)
+    if comm.device.type != "meta":
+        Agreement(comm).install(model)
+    return cuts.notes
 
 
 def engine_options(plan: ParallelPlan, ignored: Ignored = NOTHING) -> EngineOptions:

@@ -43,7 +43,8 @@ def apply_cuts(model: nn.Module, cuts: Cuts, comm: Comm) -> None:
     for parameter in model.parameters():
         held = cuts.slices.get(id(parameter))
         if held is not None:
-            parameter.data = take(parameter.data, held)
+            if tuple(parameter.shape) != held.local_shape:  # else it was filled with its part alone
+                parameter.data = take(parameter.data, held)
             set_slice(parameter, held)
 
 
@@ -72,6 +73,12 @@ def _as_given(x: Tensor, _comm: Comm, _unit: str) -> Tensor:
 
 def _parent(path: str) -> str:
     return path.rpartition(".")[0]
+
+
+def part_of(cuts: Cuts, parameter: nn.Parameter, value: Tensor) -> Tensor:
+    """Of the value that ``parameter`` is to have, this rank's part."""
+    held = cuts.slices.get(id(parameter))
+    return value if held is None else take(value, held)
 
 
 def take(whole: Tensor, held: Slice) -> Tensor:
