@@ -108,10 +108,11 @@ class ParallelPlan:
             ``"auto"`` broadcasts those that are saved with the model, under every strategy; what is not saved (masks,
             rotary frequencies) does not change.
         compile: Compile every unit that encloses no other (the root only where it is the one unit) by itself, with
-            ``torch.compile``. Not together with operators whose outputs are kept (``activation_checkpointing``).
+            ``torch.compile``. Not together with operators whose outputs are kept (``activation_checkpointing``), nor
+            with ``tp``, ``cp``, ``ep`` or ``row_sharded``, whose collectives lie inside of units.
 
     Raises:
-        PlanError: A value is out of range or belongs to a later version.
+        PlanError: A value is out of range, or does not go with another.
         PlacementError: The strategy is unknown.
     """
 
