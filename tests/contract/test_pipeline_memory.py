@@ -91,11 +91,13 @@ def activation_bytes(schedule, pp, rank, count):
 
 @pytest.mark.parametrize("rank", [0, 2])
 def test_activations_are_those_of_the_microbatches_in_flight(rank):
-    """One takes what it takes alone, each further one what its forward keeps; and two gradients are on their way."""
-    alone, two = (activation_bytes("gpipe", 4, rank, count) for count in (1, 2))
+    """Each takes what its forward keeps, beside one in its backward; one message is awaited, two gradients are sent."""
+    alone, two, three = (activation_bytes("gpipe", 4, rank, count) for count in (1, 2, 3))
+    awaited_bytes = ROWS * SEQ * 32 * 4
+    assert two == alone + (three - two) + awaited_bytes
     message_bytes = 0 if rank == 0 else ROWS * SEQ * 32 * 4
     for schedule, count in (("gpipe", 6), ("1f1b", 3), ("1f1b", 5), ("1f1b", 8)):
         in_flight = peak_held(schedule, 4, count, 1, rank).activations
         pending = min(2, count - in_flight) * message_bytes
-        expected = alone + (in_flight - 1) * (two - alone) + pending
+        expected = alone + (in_flight - 1) * (three - two) + awaited_bytes + pending
         assert activation_bytes(schedule, 4, rank, count) == expected, (schedule, count)

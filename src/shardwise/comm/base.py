@@ -117,7 +117,11 @@ class Comm(ABC):
         rank: This rank's coordinate on the axis.
         size: Number of ranks on the axis.
         device: Device of the buffers that it moves.
+        is_in_order: What is issued begins when all that was issued before is done, as on a stream. A receive that is
+            posted early then holds up what is sent after it.
     """
+
+    is_in_order = False
 
     def __init__(self, axis: str, rank: int, size: int, device: torch.device) -> None:
         self.axis = axis

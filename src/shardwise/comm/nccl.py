@@ -24,6 +24,8 @@ class NcclComm(Comm):
     Bytes sent are those of NCCL's ring algorithms; NCCL does not report what it really sends.
     """
 
+    is_in_order = True
+
     def __init__(
         self, group: dist.ProcessGroup, axis: str, device: torch.device, *, channel: str | None = None
     ) -> None:

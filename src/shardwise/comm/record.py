@@ -31,6 +31,7 @@ class RecordComm(Comm):
         if not 0 <= rank < size:
             raise CommError(f"rank {rank} is not one of 0 to {size - 1}.\n  Choose a rank below the number of ranks.")
         super().__init__(axis, rank, size, torch.device(device))
+        self.is_in_order = not receives
         self._receives = receives
         self._scratch = Scratch()
 

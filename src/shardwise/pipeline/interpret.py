@@ -1,8 +1,9 @@
 """Running a schedule: every action in its place, on one rank.
 
 A send is started in its place and waited for when what it carries is of no further use, or at the end of the step. A
-receive is posted in its place and waited for by the computation that takes it. The first message of a kind of batch is
-preceded by a header that tells the receiver shapes and dtypes.
+receive is posted one computation early, where the transport allows it, and waited for by the computation that takes it:
+posting in its place, when the message is there already, was measured to take 2 to 5 ms where Gloo's thread had yet to
+get a processor. The first message of a kind of batch is preceded by a header that tells the receiver shapes and dtypes.
 """
 
 from __future__ import annotations
@@ -25,7 +26,7 @@ from shardwise.pipeline.stage import Stages
 from shardwise.pipeline.trace import Flow, Source
 from shardwise.pipeline.weight_gradient import Deferral, WeightGradients
 from shardwise.spec.errors import StateError
-from shardwise.spec.schedule import Action, Schedule
+from shardwise.spec.schedule import Action, Kind, Schedule
 
 #: Gradients that may be on their way to the stage before while this rank computes.
 _SENDS_AHEAD = 2
@@ -111,7 +112,10 @@ class Interpreter:
             with its gradient where it needs one.
         """
         step = _Step(self, job)
-        for action in job.schedule.actions[self._comm.rank]:
+        rank = self._comm.rank
+        early = {} if self._comm.is_in_order else job.schedule.early(rank)
+        for place, action in enumerate(job.schedule.actions[rank]):
+            step.post(early.get(place, ()))
             step.do(action)
         step.finish()
         return [step.losses[index] for index in sorted(step.losses)]
@@ -175,6 +179,15 @@ class _Step:
         if self._its.spans is not None and not action.kind.is_message:
             self._its.spans.append((self._arrived_at, time.perf_counter()))
 
+    def post(self, receives: Sequence[Action]) -> None:
+        """Post receives before their place, as far as what they receive is known."""
+        for action in receives:
+            is_activation = action.kind is Kind.RECEIVE_ACTIVATION
+            is_traced = is_activation and self._its.stages.device.type == "meta"
+            if not is_traced and self._crossings(action.stage - is_activation) is None:
+                return
+            self.do(action)
+
     def finish(self) -> None:
         for sends in (*self._sends, *(tape.sends for tape in self._tapes.values())):
             for handle, _ in sends:
@@ -197,6 +210,8 @@ class _Step:
     def _receive_activation(self, action: Action) -> None:
         boundary, peer = action.stage - 1, action.peer
         assert peer is not None
+        if (action.stage, action.microbatch) in self._received:  # posted early
+            return
         if self._its.stages.device.type == "meta":  # a dry run: nobody is there to tell
             self._learn(boundary, self._traced(boundary))
         elif self._crossings(boundary) is None:
@@ -274,6 +289,8 @@ class _Step:
 
     def _receive_gradient(self, action: Action) -> None:
         assert action.peer is not None
+        if (action.stage, action.microbatch) in self._gradients:  # posted early
+            return
         self._gradients[action.stage, action.microbatch] = [
             self._its.receive(crossing, action.peer, f"gradient of stage {action.stage}")
             for crossing in self._crossings(action.stage) or ()

@@ -56,6 +56,23 @@ def test_messages_between_two_ranks_are_received_in_the_order_in_which_they_are_
         assert [m for m in sent if m[:2] == pair] == [m for m in received if m[:2] == pair]
 
 
+@settings(deadline=None)
+@given(cases())
+def test_receives_are_posted_one_computation_early(case):
+    schedule, _ = case
+    for rank, actions in enumerate(schedule.actions):
+        issued = schedule.issued(rank)
+        assert schedule.issued(rank, is_early=False) == actions
+        assert [a for a in issued if not a.kind.is_receive] == [a for a in actions if not a.kind.is_receive]
+        assert [a for a in issued if a.kind.is_receive] == [a for a in actions if a.kind.is_receive]
+        for receive in (action for action in actions if action.kind.is_receive):
+            in_place, early = (
+                sum(not before.kind.is_message for before in order[: order.index(receive)])
+                for order in (actions, issued)
+            )
+            assert early == max(in_place - 1, 0)
+
+
 def test_the_messages_of_a_step_in_order():
     crossings = [[CrossingBytes(10), CrossingBytes(3, has_gradient=False)], [CrossingBytes(20)]]
     trace = messages(build("1f1b", 3, 2), 1, crossings)

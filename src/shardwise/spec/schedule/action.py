@@ -78,8 +78,9 @@ class Schedule:
     Between two stages of one rank nothing is sent: what one made is simply there for the other.
 
     The order of messages is safe where a send waits until it is received and a receive until it is sent. It is faster
-    to let neither wait: a send is started in its place, a receive is posted in its place and waited for by the
-    computation that takes it. Messages from one rank to another are received in the order in which they are sent.
+    to let neither wait: a send is started in its place, a receive is posted in its place or earlier (:meth:`early`) and
+    waited for by the computation that takes it. Messages from one rank to another are received in the order in which
+    they are sent.
     """
 
     name: str
@@ -111,6 +112,40 @@ class Schedule:
     def stages(self, rank: int) -> tuple[int, ...]:
         """The stages of a rank, in the order of forward."""
         return tuple(stage for stage, owner in enumerate(self.ranks) if owner == rank)
+
+    def early(self, rank: int) -> dict[int, tuple[Action, ...]]:
+        """Which receives can be posted before which action: those behind a computation before it.
+
+        What comes while a rank computes then needs no moment between two computations. It is not for transports that
+        work in order, where what is sent later would wait behind the receive.
+
+        Returns:
+            By the place of a computation among the rank's actions the receives between it and the next computation.
+            Their order stays.
+        """
+        found: dict[int, list[Action]] = {}
+        newest = None
+        for place, action in enumerate(self.actions[rank]):
+            if not action.kind.is_message:
+                newest = place
+            elif action.kind.is_receive and newest is not None:
+                found.setdefault(newest, []).append(action)
+        return {place: tuple(receives) for place, receives in found.items()}
+
+    def issued(self, rank: int, *, is_early: bool = True) -> tuple[Action, ...]:
+        """The actions of a rank in the order in which it begins them.
+
+        Args:
+            rank: Which rank.
+            is_early: Receives are posted as :meth:`early` says.
+        """
+        early = self.early(rank) if is_early else {}
+        moved = {receive for receives in early.values() for receive in receives}
+        order: list[Action] = []
+        for place, action in enumerate(self.actions[rank]):
+            order += early.get(place, ())
+            order += () if action in moved else (action,)
+        return tuple(order)
 
     def computations(self, rank: int) -> tuple[Action, ...]:
         """What a rank computes, in order, without the messages."""

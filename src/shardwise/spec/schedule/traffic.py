@@ -48,7 +48,12 @@ class Traffic(NamedTuple):
 
 
 def messages(
-    schedule: Schedule, rank: int, crossing: Sequence[Sequence[CrossingBytes]], copies: Sequence[Copies] = ()
+    schedule: Schedule,
+    rank: int,
+    crossing: Sequence[Sequence[CrossingBytes]],
+    copies: Sequence[Copies] = (),
+    *,
+    is_early: bool = True,
 ) -> list[Collective]:
     """What ``rank`` sends and receives in one step.
 
@@ -60,12 +65,13 @@ def messages(
         rank: In the pipeline.
         crossing: For each stage but the last what it hands to the next.
         copies: Parameters that several stages hold: once a step the gradient of each copy goes to every other.
+        is_early: Receives are posted one computation early, as over Gloo.
 
     Returns:
         Without the headers that tell shapes before the first step of a kind of batch.
     """
     found = []
-    for action in schedule.actions[rank]:
+    for action in schedule.issued(rank, is_early=is_early):
         if not action.kind.is_message:
             continue
         is_gradient = action.kind in {Kind.SEND_GRADIENT, Kind.RECEIVE_GRADIENT}
