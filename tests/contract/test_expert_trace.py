@@ -6,15 +6,18 @@ from unittest import mock
 
 import pytest
 import torch
-from torch import Tensor, distributed
+from torch import Tensor, distributed, nn
 
 import shardwise as sw
 from shardwise.fsdp.attach import runtime_of
 from shardwise.fsdp.summary import predict_trace
 from shardwise.models.transformer import GPT
 from shardwise.spec.routing import MixtureTraffic, capacity, even_counts
+from shardwise.spec.slice import slice_of
 from shardwise.testing import run_on_ranks
 from tests.contract import test_memory
+
+pytestmark = pytest.mark.preload("transformers.models.mixtral.modeling_mixtral")
 
 BATCH, SEQ, HIDDEN, LAYERS, EXPERTS = 3, 6, 24, 3, 4
 CASES: dict[str, tuple[int, dict]] = {
@@ -33,8 +36,8 @@ def build() -> GPT:
     return sw.models.gpt("gpt-tiny", num_experts=EXPERTS, **sizes)
 
 
-def tokens() -> tuple[Tensor, Tensor]:
-    generator = torch.Generator().manual_seed(distributed.get_rank())
+def tokens(reader: int | None = None) -> tuple[Tensor, Tensor]:
+    generator = torch.Generator().manual_seed(distributed.get_rank() if reader is None else reader)
     ids = torch.randint(0, 33, (BATCH, SEQ), generator=generator)
     return ids, ids
 
@@ -70,9 +73,51 @@ def record() -> dict[str, tuple[list, list, list]]:
     return found
 
 
+def build_stacked() -> nn.Module:
+    import transformers
+
+    torch.manual_seed(0)
+    sizes = {"num_hidden_layers": LAYERS, "hidden_size": HIDDEN, "intermediate_size": 40, "vocab_size": 33}
+    sizes |= {"num_attention_heads": 2, "num_key_value_heads": 2, "num_experts_per_tok": 2}
+    return transformers.MixtralForCausalLM(transformers.MixtralConfig(**sizes, num_local_experts=EXPERTS))
+
+
+def record_stacked() -> tuple[list, list, list, set]:
+    """As :func:`record`, of experts that tp and ep cut both; and of these the elements and shapes on this rank."""
+    model = sw.parallelize(build_stacked(), sw.ParallelPlan(tp=2, ep=2))
+    counts: list[list[int]] = []
+    for name, module in model.named_modules():
+        if name.endswith("mlp.experts"):
+            module.register_forward_pre_hook(
+                lambda _module, given: counts.append(given[1].flatten().bincount(minlength=EXPERTS).tolist())
+            )
+    ids, _ = tokens(distributed.get_rank() // 2)
+    for _ in range(2):
+        counts.clear()
+        with sw.record_collectives(model) as events:
+            model(input_ids=ids, labels=ids).loss.backward()
+        for parameter in model.parameters():
+            parameter.grad = None
+    everyone: list = [None] * distributed.get_world_size()
+    distributed.all_gather_object(everyone, counts)
+    predicted = [tuple(collective) for collective in predict_trace(runtime_of(model, "test"))]
+    held = {p: slice_of(p) for name, p in model.named_parameters() if ".experts." in name}
+    shapes = {(p.numel(), mark.local_shape, mark.shape) for p, mark in held.items() if mark is not None}
+    return [(e.kind, e.unit, e.sent_bytes, e.axis) for e in events], predicted, everyone, shapes
+
+
+def record_all() -> tuple[dict[str, tuple[list, list, list]], tuple]:
+    return record(), record_stacked()
+
+
 @pytest.fixture(scope="module")
-def recorded() -> list[dict[str, tuple[list, list, list]]]:
-    return run_on_ranks(record, 4)
+def both() -> list[tuple[dict[str, tuple[list, list, list]], tuple]]:
+    return run_on_ranks(record_all, 4)
+
+
+@pytest.fixture(scope="module")
+def recorded(both) -> list[dict[str, tuple[list, list, list]]]:
+    return [of_ours for of_ours, _ in both]
 
 
 @pytest.mark.parametrize("name", CASES)
@@ -104,6 +149,33 @@ def test_what_a_step_sends_follows_from_the_counts(recorded, name):
         edp = [event for event in others if event[3] == "edp"]
         assert edp
         assert (sum(event[2] for event in edp) > 0) == (ep == 2 and "hsdp" not in name)  # else nobody shares experts
+
+
+def test_stacked_experts_under_tp_send_their_rows_once_a_rank_and_sums_of_tokens(both):
+    for rank, (_, (events, others, counts, shapes)) in enumerate(both):
+        group = [rank % 2, rank % 2 + 2]  # of ep: those with the same place on tp
+        assert counts[group[0]] != counts[group[1]], "ranks choose alike: a blind test"
+        assert counts[group[0]] == counts[1 - group[0]], "ranks of tp choose alike"
+        units = [f"model.layers.{layer}.mlp.experts" for layer in range(LAYERS)]
+        moved = [
+            MixtureTraffic(unit, HIDDEN, rank // 2, [counts[other][layer] for other in group])
+            for layer, unit in enumerate(units)
+        ]
+        num_bytes = BATCH * SEQ * HIDDEN * 4
+        expected = []
+        for unit, layer in zip(units, moved, strict=True):
+            expected += [*layer.forward(), ("all_reduce", unit, num_bytes, "tp")]
+        for unit, layer in zip(reversed(units), reversed(moved), strict=True):
+            weights = ("all_reduce", unit, BATCH * SEQ * 2 * 4, "tp")
+            expected += [weights, *layer.backward(), ("all_reduce", unit, num_bytes, "tp")]
+        found = [event for event in events if event[1] in units and event[3] in {"tp", "ep"}]
+        assert sorted(found) == sorted(tuple(event) for event in expected)
+        assert [event for event in found if event[3] == "ep"] == [tuple(e) for e in expected if tuple(e)[3] == "ep"]
+        assert [event for event in events if event[3] not in {"tp", "ep"}] == others
+        assert shapes == {  # a quarter of the experts' elements
+            (EXPERTS * 80 * HIDDEN // 4, (EXPERTS // 2, 40, HIDDEN), (EXPERTS, 80, HIDDEN)),
+            (EXPERTS * HIDDEN * 40 // 4, (EXPERTS // 2, HIDDEN, 20), (EXPERTS, HIDDEN, 40)),
+        }
 
 
 def test_a_dry_run_sends_the_same_but_for_tokens_which_it_takes_to_choose_evenly(recorded):

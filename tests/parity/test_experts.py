@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import contextlib
+import dataclasses
 import warnings
 from dataclasses import dataclass
 from typing import Any
@@ -9,6 +11,7 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, distributed, nn
+from torch.overrides import TorchFunctionMode
 
 import shardwise as sw
 from shardwise.fsdp.attach import runtime_of
@@ -16,6 +19,10 @@ from shardwise.fsdp.clip import grad_norm
 from shardwise.fsdp.state import HeldValues
 from shardwise.spec.slice import slice_of
 from shardwise.testing import run_on_ranks
+
+pytestmark = pytest.mark.preload(
+    "transformers.models.mixtral.modeling_mixtral", "transformers.models.qwen3_moe.modeling_qwen3_moe"
+)
 
 STEPS = 5
 VOCAB, SEQ = 31, 6
@@ -50,15 +57,17 @@ class Case:
         if self.dtype is torch.float64:
             sizes["experts_implementation"] = "eager"  # torch's grouped products are for narrower dtypes
         if self.family == "mixtral":
-            config = transformers.MixtralConfig(**sizes, num_local_experts=4, **dict(self.model))
+            config = transformers.MixtralConfig(**(sizes | dict(self.model)), num_local_experts=4)
             return transformers.MixtralForCausalLM(config).to(self.dtype)
         config = transformers.Qwen3MoeConfig(
-            **sizes, num_experts=4, moe_intermediate_size=24, head_dim=8, **dict(self.model)
+            **(sizes | dict(self.model)), num_experts=4, moe_intermediate_size=24, head_dim=8
         )
         return transformers.Qwen3MoeForCausalLM(config).to(self.dtype)
 
     def loss(self, model: nn.Module, step: int, microbatch: int, reader: int) -> Tensor:
-        tokens_BT, targets_BT = batch(step, microbatch, reader)
+        return self.loss_of(model, *batch(step, microbatch, reader))
+
+    def loss_of(self, model: nn.Module, tokens_BT: Tensor, targets_BT: Tensor) -> Tensor:
         if self.family == "gpt":
             return model(tokens_BT, targets_BT)
         return model(input_ids=tokens_BT, labels=tokens_BT).loss
@@ -192,16 +201,21 @@ def test_four_ranks_that_share_experts_or_hold_one_each_equal_one_process():
     )
 
 
-def beside(options: dict[str, Any]) -> tuple[float, float, float]:
+def beside(case: Case) -> tuple[float, float, float]:
     """On a rank: steps with another axis too against one process; differences of losses, norms, and on rank 0 values.
 
     Every rank reads what its data-parallel coordinate says, in as many microbatches as one process accumulates.
     """
-    case, rank = Case(max_norm=0.3), distributed.get_rank()
-    plan = sw.ParallelPlan(ep=2, **options)
+    rank = distributed.get_rank()
+    plan = sw.ParallelPlan(ep=2, strategy=case.strategy, expert_capacity=case.capacity, **dict(case.plan))
     mesh = plan.mesh(distributed.get_world_size())
-    count, readers = mesh.pp, mesh.data_parallel_size
+    count, readers = max(mesh.pp, case.num_microbatches), mesh.data_parallel_size
     plain, model = case.build(), sw.parallelize(case.build(), plan)
+    if case.capacity is not None:
+        find_and_apply(plain, case.capacity)
+    cuts = {len(mark.cuts) for mark in map(slice_of, model.parameters()) if mark is not None and mark.is_expert}
+    if case.family != "gpt":
+        assert cuts == {2 if plan.tp > 1 and plan.tp_plan is None else 1}
     theirs, mine = optimizer_of(plain), optimizer_of(model)
     found = [0.0, 0.0, 0.0]
     for step in range(STEPS):
@@ -209,11 +223,13 @@ def beside(options: dict[str, Any]) -> tuple[float, float, float]:
         for reader in range(readers):
             tokens_BT, targets_BT = batch(step, 0, reader)
             for tokens, targets in zip(tokens_BT.chunk(count), targets_BT.chunk(count), strict=True):
-                loss = plain(tokens, targets) / (count * readers)
+                loss = case.loss_of(plain, tokens, targets) / (count * readers)
                 loss.backward()
                 expected += loss.item()
         norm = torch.nn.utils.clip_grad_norm_(plain.parameters(), 0.3).item()
-        loss = sw.train_step(model, batch(step, 0, mesh.data_parallel_rank(rank)), num_microbatches=count).item()
+        read = batch(step, 0, mesh.data_parallel_rank(rank))
+        given = read if case.family == "gpt" else {"input_ids": read[0], "labels": read[0]}
+        loss = sw.train_step(model, given, num_microbatches=count).item()
         found[0] = max(found[0], abs(loss - expected) / abs(expected))
         found[1] = max(found[1], abs(sw.clip_grad_norm(model, 0.3).item() - norm) / norm)
         for optimizer in (theirs, mine):
@@ -226,15 +242,88 @@ def beside(options: dict[str, Any]) -> tuple[float, float, float]:
     return found[0], found[1], found[2]
 
 
-def run_beside(every: tuple[dict[str, Any], ...]) -> list[tuple[float, float, float]]:
-    return [beside(options) for options in every]
+class AllInDouble(TorchFunctionMode):
+    """Nothing of float64 is narrowed: models of transformers compute norms, scores and losses in float32 otherwise.
+
+    There a last bit of float64, by which sums in parts differ, now and then turns into one of float32.
+    """
+
+    def __torch_function__(self, function: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None) -> Any:
+        kwargs = dict(kwargs or {})
+        if args and isinstance(args[0], Tensor) and args[0].dtype is torch.float64:
+            if function is Tensor.float:
+                return args[0]
+            if function is Tensor.to:
+                args = tuple(torch.float64 if arg is torch.float32 else arg for arg in args)
+            if kwargs.get("dtype") is torch.float32:
+                kwargs["dtype"] = torch.float64
+        return function(*args, **kwargs)
+
+
+def run_beside(cases: tuple[Case, ...]) -> list[tuple[float, float, float]]:
+    warnings.filterwarnings("ignore", module="transformers")
+    found = []
+    for case in cases:
+        with AllInDouble() if case.dtype is torch.float64 else contextlib.nullcontext():
+            found.append(beside(case))
+    return found
+
+
+def check_beside(cases: tuple[Case, ...], size: int) -> None:
+    for found in run_on_ranks(run_beside, size, cases):
+        for case, (loss, norm, parameter) in zip(cases, found, strict=True):
+            relative, absolute = TOLERANCES[case.dtype]
+            assert loss <= relative, case
+            assert norm <= relative, case
+            assert parameter <= absolute, case
+
+
+TP = (("tp", 2),)
+#: A table that leaves experts whole on every rank of tp.
+WHOLE_EXPERTS = (
+    *TP,
+    ("tp_plan", {f"model.layers.*.mlp.experts{name}": "replicate" for name in ("", ".gate_up_proj", ".down_proj")}),
+)
+
+
+def test_stacked_experts_cut_by_tp_too_equal_one_process():
+    check_beside(
+        (
+            Case(family="mixtral", plan=TP),
+            Case(family="qwen3", strategy="ddp", capacity=0.7, plan=TP),
+            Case(family="mixtral", strategy="zero2", num_microbatches=2, plan=WHOLE_EXPERTS),
+            Case(family="mixtral", dtype=torch.float32, plan=(*TP, *RECOMPUTED)),
+        ),
+        4,
+    )
 
 
 @pytest.mark.long
 def test_experts_beside_tensor_pipeline_and_context_parallelism_equal_one_process():
-    every = ({"tp": 2}, {"tp": 2, "strategy": "ddp"}, {"cp": 2}, {"pp": 2}, {"pp": 2, "strategy": "zero1"})
-    for found in run_on_ranks(run_beside, 4, every):
-        for options, (loss, norm, parameter) in zip(every, found, strict=True):
-            assert loss <= 1e-9, options
-            assert norm <= 1e-9, options
-            assert parameter <= 1e-8, options
+    single = Case(dtype=torch.float32, family="mixtral")
+    check_beside(
+        (
+            Case(plan=TP),
+            Case(strategy="ddp", plan=TP),
+            Case(plan=(("cp", 2),)),
+            Case(plan=(("pp", 2),)),
+            Case(strategy="zero1", plan=(("pp", 2),)),
+            dataclasses.replace(single, strategy="zero1", num_microbatches=2, plan=TP),
+            dataclasses.replace(single, strategy="shard_grad_op", plan=(*TP, ("offload_policy", "cpu"))),
+            Case(family="mixtral", plan=(("pp", 2),), model=(("output_router_logits", False),)),
+        ),
+        4,
+    )
+
+
+@pytest.mark.long
+def test_stacked_experts_under_every_axis_equal_one_process():
+    silent = (("output_router_logits", False),)
+    check_beside(
+        (
+            Case(family="mixtral", plan=TP),
+            Case(family="mixtral", strategy="hsdp", plan=(*TP, ("dp_replicate", 2))),
+            Case(family="qwen3", plan=(*TP, ("pp", 2)), model=silent),
+        ),
+        8,
+    )

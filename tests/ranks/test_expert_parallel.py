@@ -22,13 +22,17 @@ from shardwise.spec.errors import MeshError, PlanError, StateError
 from shardwise.testing import run_on_ranks
 from tests.parity.test_experts import Case, batch, differences, optimizer_of
 
+pytestmark = pytest.mark.preload("transformers.models.mixtral.modeling_mixtral")
+
 CASE = Case(dtype=torch.float32)
 
 
-def train(model: nn.Module, optimizer: torch.optim.Optimizer, steps: range, case: Case) -> list[float]:
+def train(
+    model: nn.Module, optimizer: torch.optim.Optimizer, steps: range, case: Case, *, reader: int | None = None
+) -> list[float]:
     losses = []
     for step in steps:
-        loss = case.loss(model, step, 0, distributed.get_rank())
+        loss = case.loss(model, step, 0, distributed.get_rank() if reader is None else reader)
         loss.backward()
         losses.append(loss.item())
         optimizer.step()
@@ -40,20 +44,26 @@ def train(model: nn.Module, optimizer: torch.optim.Optimizer, steps: range, case
 
 
 def save_and_load(folder: str) -> None:
-    """Four steps; and two, a checkpoint, and two more with another ep: the same to fp32's rounding of sums."""
-    for family, ways in (("gpt", [(2, 1), (1, 4)]), ("mixtral", [(2, 4)])):
+    """Four steps; and two, a checkpoint, and two more with another ep: the same to fp32's rounding of sums.
+
+    With tp, ranks of which read the same, all do.
+    """
+    for family, ways in (
+        ("gpt", [((2, 1), (1, 1)), ((1, 1), (4, 1))]),
+        ("mixtral", [((2, 1), (4, 1)), ((2, 2), (4, 1)), ((4, 1), (2, 2))]),
+    ):
         case = dataclasses.replace(CASE, family=family)
-        for number, (first, second) in enumerate(ways):
-            path = Path(folder) / f"{case.family}-{number}"
-            model = sw.parallelize(case.build(), sw.ParallelPlan(ep=first))
+        for number, ((ep, tp), (other_ep, other_tp)) in enumerate(ways):
+            path, reader = Path(folder) / f"{case.family}-{number}", 0 if tp + other_tp > 2 else None
+            model = sw.parallelize(case.build(), sw.ParallelPlan(ep=ep, tp=tp))
             optimizer = optimizer_of(model)
-            train(model, optimizer, range(2), case)
+            train(model, optimizer, range(2), case, reader=reader)
             sw.save(path, model, optimizer)
-            expected, whole = train(model, optimizer, range(2, 4), case), sw.full_state_dict(model)
-            again = sw.parallelize(case.build(), sw.ParallelPlan(ep=second, strategy="zero1"))
+            expected, whole = train(model, optimizer, range(2, 4), case, reader=reader), sw.full_state_dict(model)
+            again = sw.parallelize(case.build(), sw.ParallelPlan(ep=other_ep, tp=other_tp, strategy="zero1"))
             optimizer = optimizer_of(again)
             sw.load(path, again, optimizer)
-            found, loaded = train(again, optimizer, range(2, 4), case), sw.full_state_dict(again)
+            found, loaded = train(again, optimizer, range(2, 4), case, reader=reader), sw.full_state_dict(again)
             assert found == pytest.approx(expected, rel=1e-5)
             assert list(loaded) == list(whole)
             for name, value in loaded.items():
@@ -93,6 +103,31 @@ def states_travel() -> None:
 
 def test_state_dicts_are_whole_and_a_rank_holds_its_experts():
     run_on_ranks(states_travel, 2)
+
+
+def stacked_states_travel() -> None:
+    """Experts that tp and ep cut both: a rank holds the very elements of its part, and gives them back."""
+    case, rank = dataclasses.replace(CASE, family="mixtral"), distributed.get_rank()
+    plain = case.build()
+    with torch.no_grad():
+        for parameter in plain.parameters():
+            parameter.mul_(1.25)
+    model = sw.parallelize(case.build(), sw.ParallelPlan(ep=2, tp=2))
+    sw.load_full_state_dict(model, plain.state_dict() if rank == 0 else {})
+    found = sw.full_state_dict(model)
+    assert rank > 0 or all(torch.equal(found[name], value) for name, value in plain.state_dict().items())
+    values = dict(plain.named_parameters())
+    held = {extent.name: value for extent, value in HeldValues(model).extents}
+    experts, columns = slice(2 * (rank // 2), 2 * (rank // 2) + 2), slice(12 * (rank % 2), 12 * (rank % 2) + 12)
+    for layer in range(3):
+        path = f"model.layers.{layer}.mlp.experts"
+        gates, ups = values[f"{path}.gate_up_proj"][experts].unflatten(1, (2, -1))[:, :, columns].unbind(1)
+        assert torch.equal(held[f"{path}.gate_up_proj"], torch.cat([gates, ups], 1).reshape(-1))
+        assert torch.equal(held[f"{path}.down_proj"], values[f"{path}.down_proj"][experts][..., columns].reshape(-1))
+
+
+def test_a_rank_holds_its_columns_of_its_experts():
+    run_on_ranks(stacked_states_travel, 4)
 
 
 # -- odd batches

@@ -5,6 +5,8 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Sequence
 
+from torch import nn
+
 from shardwise.comm.base import Comm
 from shardwise.expert.find import Mixture
 from shardwise.expert.layer import Mix, StackedMix
@@ -32,7 +34,7 @@ def apply_experts(
         layer = (StackedMix if mixture.is_stacked else Mix)(mixture, comm, capacity)
         if comm is not None:
             if mixture.is_stacked:
-                _cut_stack(mixture, comm)
+                _cut_stack(mixture, comm, tp)
             else:
                 _drop_foreign(mixture, comm, tp)
         layer.install()
@@ -51,17 +53,22 @@ def _drop_foreign(mixture: Mixture, comm: Comm, tp: tuple[int, int]) -> None:
         for module in expert.modules():
             for name, parameter in list(module.named_parameters(recurse=False)):
                 if is_here:
-                    held = slice_of(parameter) or Slice(tuple(parameter.shape), copy=tp[0], copies=tp[1])
-                    set_slice(parameter, dataclasses.replace(held, is_expert=True))
+                    set_slice(parameter, dataclasses.replace(_held(parameter, tp), is_expert=True))
                 else:
                     parameter.data = parameter.data.new_empty(0)  # whoever holds it holds no memory
                     module.register_parameter(name, None)
 
 
-def _cut_stack(mixture: Mixture, comm: Comm) -> None:
+def _held(parameter: nn.Parameter, tp: tuple[int, int]) -> Slice:
+    """What tensor parallelism has left of it."""
+    return slice_of(parameter) or Slice(tuple(parameter.shape), copy=tp[0], copies=tp[1])
+
+
+def _cut_stack(mixture: Mixture, comm: Comm, tp: tuple[int, int]) -> None:
     start, stop = local_range(mixture.num_experts, comm.size, comm.rank)
     for parameter in mixture.module.parameters():
-        shape = tuple(parameter.shape)
+        held = _held(parameter, tp)
         parameter.data = parameter.data[start:stop].clone()
-        set_slice(parameter, Slice(shape, (Cut(0, ((start, stop),)),), is_expert=True))
+        cuts = Cut(0, ((start, stop),)), *held.cuts
+        set_slice(parameter, dataclasses.replace(held, cuts=cuts, is_expert=True))
     mixture.module.__dict__["num_experts"] = stop - start

@@ -44,13 +44,12 @@ class Mixture:
             yield expert, start <= index < stop
 
 
-def find_mixtures(model: nn.Module, size: int, *, tp: int = 1, units: Iterable[str] = ()) -> list[Mixture]:
+def find_mixtures(model: nn.Module, size: int, *, units: Iterable[str] = ()) -> list[Mixture]:
     """The mixtures of ``model``, for ``size`` ranks of ``ep``.
 
     Args:
         model: The whole model.
         size: Ranks of ``ep``.
-        tp: Ranks of ``tp``, which cut experts too.
         units: Names of the model's units.
 
     Raises:
@@ -75,11 +74,6 @@ def find_mixtures(model: nn.Module, size: int, *, tp: int = 1, units: Iterable[s
             raise PlanError(
                 f"ep={size} does not divide the {mixture.num_experts} experts of {mixture.path!r}.\n"
                 f"  Set ep to one of {divisors}."
-            )
-        if mixture.is_stacked and tp > 1:
-            raise PlanError(
-                f"ep={size} with tp={tp}: the stacked experts of {mixture.path!r} cannot be cut both ways in this"
-                " version.\n  Set tp=1 or ep=1."
             )
         inside = next((unit for unit in units if unit.startswith(f"{mixture.path}.experts.")), None)
         if inside is not None:

@@ -104,6 +104,14 @@ class Mix(ExpertLayer):
 class StackedMix(ExpertLayer):
     """Experts in stacked parameters, of which this rank has a part: computed by the class's own forward."""
 
+    def install(self) -> None:
+        """Be the module's forward, or where ranks of ``tp`` share every expert what that calls: tokens stay apart."""
+        around = self.module.__dict__.get("forward")
+        if hasattr(around, "inner"):
+            around.inner = self  # of tensor.layer.Experts, which adds up once a token, after its experts were mixed
+        else:
+            super().install()
+
     def __call__(self, states_NC: Tensor, chosen_NK: Tensor, weights_NK: Tensor) -> Tensor:
         """Tokens, the experts that each has chosen, and the weights of the choices, to (N, C)."""
         return self._mix(states_NC, chosen_NK, weights_NK)

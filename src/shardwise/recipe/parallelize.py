@@ -171,7 +171,7 @@ def check_cuts(model: nn.Module, plan: ParallelPlan, units: Iterable[str]) -> No
         find_stages(model, plan.pipeline_policy, plan.pp)
     if plan.routes_tokens:
         ignored = find_ignored(model, plan.ignored)
-        for mixture in find_mixtures(model, plan.ep, tp=plan.tp, units=units):
+        for mixture in find_mixtures(model, plan.ep, units=units):
             if any(parameter in ignored for parameter in mixture.module.parameters()):
                 raise PlanError(
                     f"ep={plan.ep}: experts of {mixture.path!r} are ignored, so nobody would add up their gradients.\n"
@@ -203,7 +203,7 @@ def apply_plan(
             alone = RecordComm("cp", rank=comms.cp.rank, size=comms.cp.size, device="meta")
             divide_sequences(pipelined.sketch, alone, multiple=multiple)
     if plan.routes_tokens:
-        mixtures = find_mixtures(model, plan.ep, tp=plan.tp, units=units)
+        mixtures = find_mixtures(model, plan.ep, units=units)
         place = (0, 1) if comms.tp is None else (comms.tp.rank, comms.tp.size)
         notes.append(apply_experts(mixtures, comms.ep, plan.expert_capacity, tp=place))
     if pipelined is not None:

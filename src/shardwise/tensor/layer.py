@@ -8,6 +8,7 @@ from __future__ import annotations
 import weakref
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Any, NoReturn
 
 import torch
@@ -180,13 +181,21 @@ class SharedParameters(Layer):
 
 
 class Experts(Layer):
-    """Experts of whose stacked weights each rank holds a part: gets the states and the weights of the choices."""
+    """Experts of whose stacked weights each rank holds a part: gets the states and the weights of the choices.
+
+    Attributes:
+        inner: What computes with this rank's part, instead of the class's forward: of experts that ranks of ``ep``
+            share out too.
+    """
+
+    inner: Callable[..., Tensor] | None = None
 
     def __call__(self, states: Tensor, chosen: Tensor, weights: Tensor, *args: Any, **kwargs: Any) -> Tensor:
         """(tokens, width), (tokens, choices) and (tokens, choices), replicated, to (tokens, width), replicated."""
         module = self.module
         states, weights = share(states, self.comm, self.name), share(weights, self.comm, self.name)
-        return add_up(type(module).forward(module, states, chosen, weights, *args, **kwargs), self.comm, self.name)
+        compute = self.inner or partial(type(module).forward, module)
+        return add_up(compute(states, chosen, weights, *args, **kwargs), self.comm, self.name)
 
 
 class Row(Layer):

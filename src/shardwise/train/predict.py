@@ -119,7 +119,7 @@ def _measure(model: nn.Module, resolved: Resolved, device: torch.device, tp_rank
         divide_sequences(model, comm, multiple=plan.tp if plan.sequence_parallel else 1)
     if plan.routes_tokens:
         comm = RecordComm("ep", rank=0, size=plan.ep, device=device) if plan.ep > 1 else None
-        apply_experts(find_mixtures(model, plan.ep, tp=plan.tp), comm, plan.expert_capacity)
+        apply_experts(find_mixtures(model, plan.ep), comm, plan.expert_capacity)
     recompute.install(model, units, plan.recompute)
     for tensor in [*model.parameters(), *model.buffers()]:
         count.see(tensor)
