@@ -169,17 +169,18 @@ class Onlooker:
         # What is sent may also be the end of a stage's activations, or what gradients of weights are made of.
         stays = [output for tape in step._tapes.values() for output in tape.outputs]
         deferred = [*step._weights.values(), *(t.weights for t in step._tapes.values() if t.weights is not None)]
-        stays += [t for weights in deferred for _, terms in weights._terms.values() for pair in terms for t in pair]
+        terms = [pair for weights in deferred for _, pairs in weights._terms.values() for pair in pairs]
+        stays += [tensor for pair in terms for tensor in pair if tensor is not None]
         for tensor in stays:
             keys.pop(tensor.untyped_storage()._cdata, None)
         return sum(size for key, size in keys.items() if key not in self._before)
 
 
-def watch() -> dict[str, tuple[list[tuple[str, int, int]], int]]:
+def watch(schedules: tuple[str, ...], pp: int, tp: int = 1) -> dict[str, tuple[list[tuple[str, int, int]], int]]:
     """By schedule what was held after each action, and the most microbatches between forward and backward(s)."""
     found = {}
-    for name in SCHEDULES:
-        model = sw.parallelize(build(), sw.ParallelPlan(pp=PP, pipeline=name))
+    for name in schedules:
+        model = sw.parallelize(build(), sw.ParallelPlan(pp=pp, tp=tp, pipeline=name))
         batch = tokens(MICRO_BATCH * M)
         for _ in range(2):
             sw.train_step(model, batch, num_microbatches=M)
@@ -192,23 +193,28 @@ def watch() -> dict[str, tuple[list[tuple[str, int, int]], int]]:
     return found
 
 
+def changes(held: list[tuple[str, int, int]]) -> dict[tuple[str, int], int]:
+    """By kind of action and stage by how much each such action changes what is held: always by as much."""
+    found: dict[tuple[str, int], set[int]] = {}
+    before = 0
+    for kind, stage, size in held:
+        found.setdefault((kind, stage), set()).add(size - before)
+        before = size
+    assert before <= 4 * M, "what is left of a step: its losses"
+    assert all(len(sizes) == 1 for sizes in found.values()), found
+    return {what: sizes.pop() for what, sizes in found.items()}
+
+
 def test_activations_in_flight_are_those_that_the_schedule_says():
     num_tokens = MICRO_BATCH * SEQ
     handed_on = 4 * num_tokens * HIDDEN
     # of each token: 16 values of the residual stream's width, mean and deviation of two norms, and one for each head
     block = 4 * num_tokens * (16 * HIDDEN + 4 + HEADS)
-    for rank, found in enumerate(run_on_ranks(watch, PP, timeout_s=150)):
+    for rank, found in enumerate(run_on_ranks(watch, PP, tuple(SCHEDULES), PP, timeout_s=150)):
         for name, (held, most_in_flight) in found.items():
             schedule = build_schedule(name, PP, M, SCHEDULES[name])
             assert most_in_flight == peak_held(name, PP, M, SCHEDULES[name], rank).in_flight, (name, rank)
-            changes: dict[tuple[str, int], set[int]] = {}
-            before = 0
-            for kind, stage, size in held:
-                changes.setdefault((kind, stage), set()).add(size - before)
-                before = size
-            assert before <= 4 * M, "what is left of a step: its losses"
-            assert all(len(sizes) == 1 for sizes in changes.values()), (name, rank, changes)
-            change = {what: sizes.pop() for what, sizes in changes.items()}
+            change = changes(held)
             assert not any(size for (kind, _), size in change.items() if "send" in kind or "receive" in kind)
             whole = [change.get(("forward", stage), 0) for stage in range(schedule.num_stages)]
             kept = [size + change.get(("backward_input", stage), 0) for stage, size in enumerate(whole)]
@@ -218,3 +224,18 @@ def test_activations_in_flight_are_those_that_the_schedule_says():
                 is_own = schedule.ranks[stage - 1] == rank  # what the stage before made is counted there
                 received = 0 if is_own else handed_on
                 assert whole[stage] == received + LAYERS // schedule.num_stages * block, (name, rank)
+
+
+def test_between_its_two_backwards_a_stage_under_tp_keeps_what_the_gradients_of_its_weights_take():
+    pp, tp = 2, 2
+    for place, found in enumerate(run_on_ranks(watch, pp * tp, ("zb-h1", "zb-v"), pp, tp, timeout_s=150)):
+        rank = place // tp
+        for name, (held, most_in_flight) in found.items():
+            schedule = build_schedule(name, pp, M, SCHEDULES[name])
+            assert most_in_flight == peak_held(name, pp, M, SCHEDULES[name], rank).in_flight, (name, rank)
+            change = changes(held)
+            for stage in schedule.stages(rank):
+                # Of each token and block: what goes into four layers, and the gradients of what comes out of them.
+                whole, divided = 4 * HIDDEN, 12 * HIDDEN // tp
+                kept = 4 * MICRO_BATCH * SEQ * (whole + divided) * LAYERS // schedule.num_stages
+                assert change["backward_weight", stage] == -kept, (name, rank, stage)

@@ -25,6 +25,7 @@ TP_PP, THREE = (("pp", 2), ("tp", 2)), (("pp", 2), ("dp_shard", 2), ("tp", 2))
 FEW = (
     Case((("dp_shard", 2), ("tp", 2)), "zero1", None, CLIPS, "fp64"),
     Case(TP_PP, "zero3", "zb-v", CLIPS, "fp64"),
+    Case(TP_PP, "zero3", "zb-h1", product.RECOMPUTES, "fp64"),
     Case(TP_PP, "zero3", "1f1b", is_beside_flat=True),
     Case(TP_PP, "zero3", "zb-v", product.SEQUENCE, is_beside_flat=True),
     Case(TP_PP, "zero1", "interleaved-1f1b", product.SEQUENCE, "fp64"),

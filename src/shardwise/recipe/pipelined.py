@@ -39,6 +39,7 @@ from shardwise.spec.plan import ParallelPlan
 from shardwise.spec.schedule import PipelinePolicy, Schedule, build, forward_only
 from shardwise.spec.schedule.measured import Measured, measured
 from shardwise.spec.slice import Slice, set_slice, slice_of
+from shardwise.tensor.apply import defer_weights
 
 #: ``call(model, part)``.
 Call = Callable[[Any, Any], Any]
@@ -175,14 +176,27 @@ class Pipelined(attach.Uncopyable):
     def install(self, model: nn.Module, device: torch.device) -> None:
         """Have ``model`` run stage by stage. It has its engine by now."""
         comm = None if device.type == "meta" else self._comm  # a dry run: nobody is there to disagree
+        deferral = self._defer(model)  # layers that are elements, too: before those are replaced
         stages = Stages(model, self.sketch, self._elements, self._num_stages, device=device, comm=comm)
-        self._interpreter = Interpreter(stages, self._comm, Deferral(model.modules() if self._usual.is_split else ()))
+        self._interpreter = Interpreter(stages, self._comm, deferral)
         computed = resolve(attach.runtime_of(model, "sw.parallelize").options.policy, device).param_dtype
         self._interpreter.compute_dtype = None if computed is None else torch_dtype(computed)
         model.__dict__[_KEY] = self
         self._parameters = tuple(model.parameters())
         me = weakref.WeakMethod(self.share_state)
         attach.runtime_of(model, "sw.parallelize").share_state = lambda: (share := me()) and share()
+
+    def _defer(self, model: nn.Module) -> Deferral:
+        """Leave gradients of weights for later, where the schedule has a place for them.
+
+        Not a head's, which would keep the gradients of logits of several microbatches to save the stages before one
+        wait in a step: once gradients come, every rank has work at hand.
+        """
+        head = next((element.module for element in reversed(self._elements) if element.has_parameters), None)
+        layers = [module for module in model.modules() if module is not head] if self._usual.is_split else []
+        deferral = Deferral(layers)
+        defer_weights(layers, deferral)
+        return deferral
 
     def share_state(self) -> None:
         """Give every stage the buffers that one of them writes to: of running statistics without parameters.

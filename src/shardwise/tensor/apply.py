@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import replace
 
 import torch
@@ -12,6 +12,7 @@ from shardwise.comm.base import Comm
 from shardwise.spec.slice import Slice, set_slice
 from shardwise.tensor.cut import Cuts
 from shardwise.tensor.layer import Column, CopiedColumn, Layer, Row, SharedInput
+from shardwise.tensor.linear import Deferral
 from shardwise.tensor.loss import CausalLoss, VocabularyHead, has_loss, loss_of
 from shardwise.tensor.mixture import Mixture
 from shardwise.tensor.pairs import gather_seq, share
@@ -46,6 +47,17 @@ def apply_cuts(model: nn.Module, cuts: Cuts, comm: Comm) -> None:
             if tuple(parameter.shape) != held.local_shape:  # else it was filled with its part alone
                 parameter.data = take(parameter.data, held)
             set_slice(parameter, held)
+
+
+def defer_weights(modules: Iterable[nn.Module], deferral: Deferral) -> None:
+    """Have the linear layers among ``modules`` leave the gradients of what they hold to ``deferral``.
+
+    Where such a gradient must be summed over ranks it is computed in its place: what is left for later sends nothing.
+    """
+    for module in modules:
+        layer = module.__dict__.get("forward")
+        if isinstance(layer, Column | Row):
+            layer.defer(deferral)
 
 
 def _share_inputs(model: nn.Module, layers: Mapping[str, Layer], cuts: Cuts) -> None:

@@ -16,8 +16,8 @@ from torch import Tensor, nn
 
 from shardwise.comm.base import Comm
 from shardwise.spec.errors import StateError
-from shardwise.tensor.linear import Way, column_linear, is_transposed, linear_of
-from shardwise.tensor.pairs import add_up, join_last, own_last, scatter_seq, share, share_copies
+from shardwise.tensor.linear import Deferral, Way, column_linear, is_transposed, linear_of
+from shardwise.tensor.pairs import add_up, gather_seq, join_last, own_last, scatter_seq, share, share_copies
 
 
 class Layer(ABC):
@@ -121,16 +121,23 @@ class Column(Layer):
         self.shared: Callable[[Tensor, Comm, str], Tensor] | None = None
         self.way = Way(comm, name, is_transposed(module))
         self._sizes = sizes
+        self._linear = linear_of(module)
+
+    def defer(self, deferral: Deferral) -> None:
+        """Leave the gradients of weight and bias to ``deferral``: nothing is computed while the input's is summed."""
+        self._linear = partial(deferral.linear, is_transposed=self.way.is_transposed)
+        if self.shared is None:
+            self.shared = gather_seq if self.way.divides_sequence else share
 
     def __call__(self, x: Tensor) -> Tensor:
         """(..., inputs), replicated, to (..., this rank's features), or all where it gathers."""
         module = self.module
         if not self.talks:
-            return self.way.forward(x, module.weight, module.bias)
+            return self._linear(x, module.weight, module.bias)
         if self.shared is None:
             y = column_linear(x, module.weight, module.bias, self.way)
         else:
-            y = self.way.forward(self.shared(x, self.comm, self.name), module.weight, module.bias)
+            y = self._linear(self.shared(x, self.comm, self.name), module.weight, module.bias)
         return y if self._sizes is None else join_last(y, self._sizes, self.comm, self.name)
 
 
@@ -219,17 +226,26 @@ class Row(Layer):
         super().__init__(module, name, comm)
         self._sizes = sizes
         self._linear = linear_of(module)
+        self._add: Callable[[Tensor, Tensor], Tensor] | None = None  # the bias, where somebody else has its gradient
+
+    def defer(self, deferral: Deferral) -> None:
+        """Leave the gradients to ``deferral``, but that of a bias whose sum over the positions the ranks still have."""
+        self._linear = partial(deferral.linear, is_transposed=is_transposed(self.module))
+        self._add = None if self.divides_sequence else deferral.add
 
     def __call__(self, x: Tensor) -> Tensor:
         """(..., this rank's features) to (..., outputs), replicated."""
         module = self.module
         if self._sizes is not None:
             x = own_last(x, self._sizes, self.comm, self.name)
-        partial = self._linear(x, module.weight, None)
+        term = self._linear(x, module.weight, None)
         if not self.talks:
-            return partial
-        add_up_all = scatter_seq if self.divides_sequence else add_up
-        return add_up_all(partial, self.comm, self.name, module.bias)
+            return term
+        if self.divides_sequence:
+            return scatter_seq(term, self.comm, self.name, module.bias)
+        if self._add is None or module.bias is None:
+            return add_up(term, self.comm, self.name, module.bias)
+        return self._add(add_up(term, self.comm, self.name), module.bias)
 
 
 class VocabularyEmbedding(Layer):

@@ -7,7 +7,7 @@ meanwhile, and then waits.
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor, nn
@@ -16,6 +16,18 @@ from torch.nn import functional as F
 
 from shardwise.comm.base import Comm, Handle
 from shardwise.tensor.pairs import gathered_seq, start_scattered_seq, start_summed
+
+
+class Deferral(Protocol):
+    """Computes what layers do with their weights and biases, whose gradients it may leave for later."""
+
+    def linear(self, given: Tensor, weight: Tensor, bias: Tensor | None, *, is_transposed: bool) -> Tensor:
+        """As :meth:`Way.forward`."""
+        ...
+
+    def add(self, output: Tensor, bias: Tensor) -> Tensor:
+        """``output`` with ``bias`` added in place."""
+        ...
 
 
 @dataclass(frozen=True)

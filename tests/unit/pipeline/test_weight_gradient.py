@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import copy
 
+import pytest
 import torch
+import torch.nn.utils.parametrize
 from torch import nn
 
 from shardwise.pipeline.weight_gradient import Deferral, WeightGradients
@@ -39,11 +41,48 @@ def test_weights_come_later_and_are_the_same_to_the_last_bit():
         plain(x).backward()
         assert torch.equal(mine.grad, x.grad)
     assert model.first.weight.grad is None
-    assert torch.equal(model.first.bias.grad, plain.first.bias.grad)
+    assert model.first.bias.grad is None
     assert torch.equal(model.norm.weight.grad, plain.norm.weight.grad)
     for collects in left:
         collects.compute()
     assert torch.equal(model.first.weight.grad, plain.first.weight.grad)
+    assert torch.equal(model.first.bias.grad, plain.first.bias.grad)
+
+
+def test_a_bias_that_is_added_after_the_layer_comes_later():
+    deferral, collects = Deferral(()), WeightGradients()
+    weight, bias = torch.randn(6, 4, requires_grad=True), torch.randn(4, requires_grad=True)
+    x = torch.randn(2, 3, 6, requires_grad=True)
+    with deferral.to(collects):
+        total = deferral.linear(x, weight, None, is_transposed=True).clone()
+        y = deferral.add(total, bias)
+    y.square().sum().backward()
+    found, x.grad = x.grad, None
+    assert weight.grad is None
+    assert bias.grad is None
+    collects.compute()
+    late = weight.grad, bias.grad
+    weight.grad = bias.grad = None
+    ((x.reshape(-1, 6) @ weight).view(2, 3, 4) + bias).square().sum().backward()
+    assert torch.equal(found, x.grad)
+    assert torch.equal(late[0], weight.grad)
+    assert torch.equal(late[1], bias.grad)
+
+
+@pytest.mark.parametrize("computed", ["weight", "bias"])
+def test_what_is_computed_from_other_parameters_gets_its_gradient_from_autograd(computed):
+    class Half(nn.Module):
+        def forward(self, parameter):
+            return parameter / 2
+
+    layer = nn.Linear(4, 4)
+    torch.nn.utils.parametrize.register_parametrization(layer, computed, Half())
+    deferral, collects = Deferral([layer]), WeightGradients()
+    with deferral.to(collects):
+        loss = layer(torch.randn(2, 4)).square().sum()
+    loss.backward()
+    collects.compute()
+    assert all(parameter.grad is not None for parameter in layer.parameters())
 
 
 def test_without_a_place_to_collect_gradients_are_autograds():

@@ -1,0 +1,115 @@
+"""Zero-bubble schedules over tensor-parallel stages: weights get their gradients in W, the same to the last bit."""
+
+from __future__ import annotations
+
+from typing import Any
+from unittest import mock
+
+import pytest
+import torch
+
+import shardwise as sw
+from shardwise.fsdp.state import HeldValues
+from shardwise.pipeline import interpret
+from shardwise.testing import run_on_ranks
+
+pytest.importorskip("transformers")
+pytestmark = pytest.mark.preload("transformers.models.gpt2.modeling_gpt2", "transformers.models.llama.modeling_llama")
+
+NUM_MICROBATCHES = 3
+WEIGHT, BOTH = ("weight",), ("weight", "bias")
+#: Of each block the layers, and what of them is left to W.
+GPT = {"attention.qkv": BOTH, "attention.out": BOTH, "mlp.up": BOTH, "mlp.down": BOTH}
+EXPERTS = {
+    f"mlp.experts.{index}.{layer}": keys for index in range(2) for layer, keys in (("up", BOTH), ("down", WEIGHT))
+}
+LLAMA = ("self_attn.q_proj", "self_attn.o_proj", "mlp.gate_proj", "mlp.up_proj", "mlp.down_proj")
+CASES: dict[str, tuple[str, dict[str, tuple[str, ...]]]] = {
+    "gpt": ("blocks", GPT),
+    # a bias that is added to a part of the positions: its gradient is summed over ranks
+    "gpt by positions": ("blocks", GPT | {"attention.out": WEIGHT, "mlp.down": WEIGHT}),
+    # of the second layers' biases the weighted sum is one tensor
+    "experts": ("blocks", {"attention.qkv": BOTH, "attention.out": BOTH, "mlp.router": WEIGHT} | EXPERTS),
+    "gpt2": ("transformer.h", dict.fromkeys(("attn.c_attn", "attn.c_proj", "mlp.c_fc", "mlp.c_proj"), BOTH)),
+    # its one head of keys and values is on both ranks: their gradients are summed
+    "llama": ("model.layers", dict.fromkeys(LLAMA, WEIGHT)),
+}
+
+
+def build(name: str) -> torch.nn.Module:
+    import transformers as hf
+
+    torch.manual_seed(0)
+    if name == "gpt2":
+        sizes = {"n_embd": 16, "n_layer": 4, "n_head": 2, "n_positions": 8}
+        config = hf.GPT2Config(vocab_size=32, bos_token_id=0, eos_token_id=0, use_cache=False, **sizes)
+        return hf.GPT2LMHeadModel(config).eval()
+    if name == "llama":
+        sizes = {"hidden_size": 16, "num_hidden_layers": 4, "num_attention_heads": 2, "intermediate_size": 24}
+        return hf.LlamaForCausalLM(hf.LlamaConfig(vocab_size=32, num_key_value_heads=1, use_cache=False, **sizes))
+    num_experts = 2 if name == "experts" else 0
+    sizes = {"num_layers": 4, "hidden": 16, "num_heads": 4, "vocab_size": 32, "seq_len": 8}
+    return sw.models.gpt("gpt-tiny", tied=False, num_experts=num_experts, **sizes)
+
+
+def batch(name: str) -> Any:
+    ids = torch.randint(0, 32, (2 * NUM_MICROBATCHES, 8), generator=torch.Generator().manual_seed(1))
+    return {"input_ids": ids, "labels": ids} if name in {"gpt2", "llama"} else (ids, ids)
+
+
+def train(name: str, schedule: str) -> tuple[list[tuple[str, int, torch.Tensor]], list[tuple[int, int, list[str]]]]:
+    """The gradients of this rank, and of each W its stage, its microbatch and whose gradients it computes."""
+    by_positions = name == "gpt by positions"
+    plan = sw.ParallelPlan(pp=2, tp=2, pipeline=schedule, sequence_parallel=by_positions)
+    model = sw.parallelize(build(name), plan)
+    late: list[tuple[int, int, list[str]]] = []
+    compute = interpret._Step._backward_weight
+
+    def see(step: Any, action: Any) -> None:
+        names = {id(p): key for key, p in _computing(model)}
+        terms = step._weights[action.stage, action.microbatch]._terms
+        assert all(len(pairs) == 1 for _, pairs in terms.values())
+        late.append((action.stage, action.microbatch, sorted(names[key] for key in terms)))
+        compute(step, action)
+
+    with mock.patch.object(interpret._Step, "_backward_weight", see):
+        sw.train_step(model, batch(name), num_microbatches=NUM_MICROBATCHES)
+    parameters = dict(model.named_parameters())
+    extents = [extent for extent, _ in HeldValues(model).extents]
+    return [(e.name, e.start, parameters[e.name].grad.clone()) for e in extents if e.name in parameters], late
+
+
+def _computing(model: torch.nn.Module) -> list[tuple[str, torch.Tensor]]:
+    """What modules compute with, gathered, by name."""
+    found = []
+    for path, module in model.named_modules():
+        for key in BOTH:
+            value = getattr(module, key, None)
+            if isinstance(value, torch.Tensor):
+                found.append((f"{path}.{key}", value))
+    return found
+
+
+def train_all() -> dict[str, tuple[Any, Any, Any]]:
+    return {name: (train(name, "1f1b")[0], *train(name, "zb-h1"), train(name, "zb-v")[1]) for name in CASES}
+
+
+def test_w_computes_every_linear_layer_that_tp_has_cut():
+    for rank, results in enumerate(run_on_ranks(train_all, 4, timeout_s=200)):
+        for name, (at_once, deferred, late, late_v) in results.items():
+            assert at_once
+            for (key, start, expected), (other, other_start, found) in zip(at_once, deferred, strict=True):
+                assert (key, start) == (other, other_start)
+                assert torch.equal(expected, found), (name, rank, key)
+            blocks, layers = CASES[name]
+            halves = {0: (0, 1), 1: (2, 3)}
+            stage = rank // 2
+            wanted = names(blocks, layers, halves[stage])
+            assert late == [(stage, microbatch, wanted) for microbatch in range(NUM_MICROBATCHES)], (name, rank)
+            for part in (0, 3) if stage == 0 else (1, 2):
+                found_v = [(m, keys) for s, m, keys in late_v if s == part]
+                assert found_v == [(m, names(blocks, layers, (part,))) for m in range(NUM_MICROBATCHES)], (name, rank)
+
+
+def names(blocks: str, layers: dict[str, tuple[str, ...]], numbers: tuple[int, ...]) -> list[str]:
+    return sorted(f"{blocks}.{n}.{layer}.{key}" for n in numbers for layer, keys in layers.items() for key in keys)
