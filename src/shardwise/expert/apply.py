@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Sequence
-
-from torch import nn
+from collections.abc import Iterable, Sequence
 
 from shardwise.comm.base import Comm
 from shardwise.expert.find import Mixture
@@ -48,27 +46,43 @@ def apply_experts(
     )
 
 
+def own_experts(mixtures: Iterable[Mixture], comm: Comm) -> dict[int, slice | None]:
+    """Of every parameter of an expert, by ``id``, what is of this rank's experts: rows, all (``:``), or ``None``.
+
+    Args:
+        mixtures: Of the whole model.
+        comm: On ``ep``.
+    """
+    found: dict[int, slice | None] = {}
+    for mixture in mixtures:
+        if mixture.is_stacked:
+            own = slice(*local_range(mixture.num_experts, comm.size, comm.rank))
+            found |= {id(parameter): own for parameter in mixture.module.parameters()}
+        else:
+            for expert, is_here in mixture.experts(comm.size, comm.rank):
+                found |= {id(parameter): slice(None) if is_here else None for parameter in expert.parameters()}
+    return found
+
+
 def _drop_foreign(mixture: Mixture, comm: Comm, tp: tuple[int, int]) -> None:
     for expert, is_here in mixture.experts(comm.size, comm.rank):
         for module in expert.modules():
             for name, parameter in list(module.named_parameters(recurse=False)):
                 if is_here:
-                    set_slice(parameter, dataclasses.replace(_held(parameter, tp), is_expert=True))
+                    held = slice_of(parameter) or Slice(tuple(parameter.shape), copy=tp[0], copies=tp[1])
+                    set_slice(parameter, dataclasses.replace(held, is_expert=True))
                 else:
                     parameter.data = parameter.data.new_empty(0)  # whoever holds it holds no memory
                     module.register_parameter(name, None)
 
 
-def _held(parameter: nn.Parameter, tp: tuple[int, int]) -> Slice:
-    """What tensor parallelism has left of it."""
-    return slice_of(parameter) or Slice(tuple(parameter.shape), copy=tp[0], copies=tp[1])
-
-
 def _cut_stack(mixture: Mixture, comm: Comm, tp: tuple[int, int]) -> None:
     start, stop = local_range(mixture.num_experts, comm.size, comm.rank)
     for parameter in mixture.module.parameters():
-        held = _held(parameter, tp)
-        parameter.data = parameter.data[start:stop].clone()
+        shape = (mixture.num_experts, *parameter.shape[1:])
+        held = slice_of(parameter) or Slice(shape, copy=tp[0], copies=tp[1])
+        if parameter.shape == shape:  # else it was filled with its part alone
+            parameter.data = parameter.data[start:stop].clone()
         cuts = Cut(0, ((start, stop),)), *held.cuts
         set_slice(parameter, dataclasses.replace(held, cuts=cuts, is_expert=True))
     mixture.module.__dict__["num_experts"] = stop - start

@@ -162,11 +162,16 @@ class FromInit(Source):
 
     The values of a module are needed when its unit's turn comes, which is another order: in which state each module
     finds the generator is found out first, by initialising them one after the other and keeping nothing.
+
+    A module always initialises all that it owned on meta, in its shape of then, whatever has become of that: how far it
+    draws depends on it, and what has its values must not get others.
     """
 
     def __init__(self, model: nn.Module, init: Init | None) -> None:
         self._init = init or _reset
         self._paths = {module: path for path, module in model.named_modules() if _meta_tensors(module)}
+        self._owned = {module: _meta_tensors(module) for module in self._paths}
+        self._forms = {id(t): torch.empty_like(t) for owned in self._owned.values() for t in owned.values()}
         self._states: dict[nn.Module, Tensor] = {}
         self._fills: dict[nn.Module, set[int]] = {}  # ids of the tensors to which a module gives values
 
@@ -190,13 +195,12 @@ class FromInit(Source):
     def parameters(self, entries: Sequence[OwnedParameter]) -> list[Tensor]:
         """As :meth:`Source.parameters`."""
         wanted = {id(entry.parameter): entry.parameter for entry in entries}
-        users = {user for entry in entries for user, _, _ in entry.uses}
         values: dict[int, Tensor] = {}
         with torch.random.fork_rng(devices=[]):
             for module in self._paths:
-                if module in users:
+                given = wanted.keys() & self._fills[module]
+                if given:
                     torch.set_rng_state(self._states[module])
-                    given = wanted.keys() & self._fills[module]
                     values |= {key: value for key, value in self._initialised(module).items() if key in given}
         return [values[id(entry.parameter)] for entry in entries]
 
@@ -215,7 +219,7 @@ class FromInit(Source):
         """
         filled = set().union(*self._fills.values())
         for module in self._paths:
-            for name, tensor in _meta_tensors(module).items():
+            for name, tensor in self._owned[module].items():
                 if id(tensor) not in filled:
                     raise self._unfilled(module, name)
 
@@ -235,26 +239,24 @@ class FromInit(Source):
         return {key for key, one in first.items() if _is_same(one, second[key])}
 
     def _initialised(self, module: nn.Module, *, is_second: bool = False) -> dict[int, Tensor]:
-        """Values of the meta tensors that ``module`` owns, by ``id``; the module itself is left as it was."""
-        held = _meta_tensors(module)
+        """Values of the meta tensors that ``module`` owned, by ``id``; the module itself is left as it was."""
+        held = self._owned[module]
         if self._init is _reset and not callable(getattr(module, "reset_parameters", None)):
             raise self._unfilled(module, next(iter(held)))
         parameters: dict[str, Any] = torch_private.parameters_of(module)
         buffers: dict[str, Any] = torch_private.buffers_of(module)
+        tables = {name: parameters if name in parameters else buffers for name in held}
+        before = {name: table[name] for name, table in tables.items()}
         try:
             for name, tensor in held.items():
-                if isinstance(tensor, nn.Parameter):
-                    parameters[name] = nn.Parameter(
-                        _blank(tensor, is_second=is_second), requires_grad=tensor.requires_grad
-                    )
-                else:
-                    buffers[name] = _blank(tensor, is_second=is_second)
+                blank = _blank(self._forms[id(tensor)], is_second=is_second)
+                is_parameter = tables[name] is parameters
+                tables[name][name] = nn.Parameter(blank, requires_grad=tensor.requires_grad) if is_parameter else blank
             self._init(module)
-            values = {name: (parameters if name in parameters else buffers)[name].detach() for name in held}
+            return {id(tensor): tables[name][name].detach() for name, tensor in held.items()}
         finally:
-            for name, tensor in held.items():
-                (parameters if name in parameters else buffers)[name] = tensor
-        return {id(held[name]): value for name, value in values.items()}
+            for name, tensor in before.items():
+                tables[name][name] = tensor
 
     def _unfilled(self, module: nn.Module, name: str) -> StateError:
         path = self._paths[module]

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterable, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -73,7 +73,7 @@ def drop_foreign(model: nn.Module, elements: Iterable[Element], stages: Collecti
         The stages that hold a copy, ascending, of every parameter of this rank that several stages hold, by name.
     """
     holders = _holders(model, elements)
-    kept = {key for key, held in holders.items() if any(stage in stages for stage in held)}
+    kept = _kept(holders, stages)
     shared = {
         name: tuple(sorted(holders[id(parameter)]))
         for name, parameter in model.named_parameters()
@@ -89,6 +89,15 @@ def drop_foreign(model: nn.Module, elements: Iterable[Element], stages: Collecti
             setattr(model.get_submodule(parent), name, stand_in)
         element.module = stand_in
     return shared
+
+
+def held_parameters(model: nn.Module, elements: Iterable[Element], stages: Collection[int]) -> set[int]:
+    """Of a whole model, the ``id`` of every parameter that ``stages`` hold."""
+    return _kept(_holders(model, elements), stages)
+
+
+def _kept(holders: Mapping[int, set[int]], stages: Collection[int]) -> set[int]:
+    return {key for key, held in holders.items() if not held.isdisjoint(stages)}
 
 
 def _holders(model: nn.Module, elements: Iterable[Element]) -> dict[int, set[int]]:

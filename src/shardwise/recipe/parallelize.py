@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Callable, Iterable, Mapping
 
 import torch
@@ -12,9 +11,7 @@ from shardwise.comm.axes import Comms
 from shardwise.comm.base import Comm
 from shardwise.comm.launch import ranks_per_machine
 from shardwise.comm.open import Place, join_world
-from shardwise.comm.record import RecordComm
-from shardwise.context.apply import check_model, divide_sequences
-from shardwise.expert.apply import apply_experts
+from shardwise.context.apply import check_model
 from shardwise.expert.find import find_mixtures
 from shardwise.fsdp import batch_norm, build, recompute
 from shardwise.fsdp.api import shard_model
@@ -22,7 +19,7 @@ from shardwise.fsdp.attach import attachment_of
 from shardwise.fsdp.compile import compile_units
 from shardwise.fsdp.finish import finish
 from shardwise.fsdp.ignore import NOTHING, Ignored, find_ignored
-from shardwise.fsdp.materialize import FromState, Init, Source, fill_buffers, fill_parameters, fill_parts, find_source
+from shardwise.fsdp.materialize import FromState, Init, Source, fill_buffers, fill_parameters, find_source
 from shardwise.fsdp.notice import tell_once
 from shardwise.fsdp.options import EngineOptions
 from shardwise.fsdp.precision import Policies
@@ -30,14 +27,13 @@ from shardwise.fsdp.state import load_full_state_dict
 from shardwise.fsdp.sync import synchronise
 from shardwise.fsdp.wrap import find_units
 from shardwise.recipe import data_parallel
+from shardwise.recipe.divide import divide
 from shardwise.recipe.pipelined import Pipelined, find_stages
 from shardwise.spec.errors import PlanError, StateError
 from shardwise.spec.mesh import Mesh
 from shardwise.spec.offload import check_offload
 from shardwise.spec.plan import ParallelPlan
 from shardwise.spec.strategies import canonical_name
-from shardwise.tensor.agreement import Agreement
-from shardwise.tensor.apply import apply_cuts, part_of
 from shardwise.tensor.cut import find_cuts
 from shardwise.tensor.rows import find_row_sharded, spread_rows, table_weights
 
@@ -93,10 +89,9 @@ def parallelize(
     if source is not None:
         source.agree(comms.world, plan.sync)
         fill_buffers(model, source, device)
-        every = build.assign_parameters(model, ())[""]
-        is_cut = plan.ep > 1  # experts are whole before they are divided
         whole = ignored.with_spread(table_weights(tables))
-        fill_parameters(source, [entry for entry in every if is_cut or entry.parameter in whole], device)
+        entries = [entry for entry in build.assign_parameters(model, ())[""] if entry.parameter in whole]
+        fill_parameters(source, entries, device)
     is_deferred = source is not None
     synchronise(model, None, comms.world, mode=plan.sync, groups=names, is_deferred=is_deferred, ignored=ignored.names)
     batch_norm.check(model, device, size, "sw.parallelize()")
@@ -193,19 +188,7 @@ def apply_plan(
     Talks to nobody, so that a dry run can pass ``comms`` without peers.
     """
     pipelined = Pipelined(model, plan, comms) if comms.pp is not None else None
-    notes: list[str] = []
-    if comms.tp is not None:
-        notes += _cut(model, plan, comms.tp, source)
-    if comms.cp is not None:
-        multiple = plan.tp if plan.sequence_parallel else 1
-        notes.append(divide_sequences(model, comms.cp, multiple=multiple))
-        if pipelined is not None:
-            alone = RecordComm("cp", rank=comms.cp.rank, size=comms.cp.size, device="meta")
-            divide_sequences(pipelined.sketch, alone, multiple=multiple)
-    if plan.routes_tokens:
-        mixtures = find_mixtures(model, plan.ep, units=units)
-        place = (0, 1) if comms.tp is None else (comms.tp.rank, comms.tp.size)
-        notes.append(apply_experts(mixtures, comms.ep, plan.expert_capacity, tp=place))
+    notes = divide(model, plan, comms, units, pipelined=pipelined, source=source)
     if pipelined is not None:
         notes += pipelined.notes
         units = pipelined.drop_foreign(model, units)
@@ -224,17 +207,6 @@ def apply_plan(
     finish(model, runtime, open_samples, sync_buffers=plan.sync_buffers)
     if pipelined is not None:
         pipelined.install(model, comms.control.device)
-
-
-def _cut(model: nn.Module, plan: ParallelPlan, comm: Comm, source: Source | None) -> list[str]:
-    """Leave this rank's part of what tensor parallelism divides; what is on meta gets no more than that."""
-    cuts = find_cuts(model, plan.tp_plan, comm.size, comm.rank, divides_sequence=plan.sequence_parallel)
-    if source is not None:
-        fill_parts(source, build.assign_parameters(model, ())[""], comm.device, functools.partial(part_of, cuts))
-    apply_cuts(model, cuts, comm)
-    if comm.device.type != "meta":
-        Agreement(comm).install(model)
-    return cuts.notes
 
 
 def engine_options(plan: ParallelPlan, ignored: Ignored = NOTHING) -> EngineOptions:

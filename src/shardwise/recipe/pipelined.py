@@ -27,7 +27,7 @@ from shardwise.fsdp.wrap import find_units
 from shardwise.pipeline.agreement import Agreement
 from shardwise.pipeline.element import Element, find_elements, sketch
 from shardwise.pipeline.interpret import Interpreter, Job
-from shardwise.pipeline.split import assign_stages, drop_foreign
+from shardwise.pipeline.split import assign_stages, drop_foreign, held_parameters
 from shardwise.pipeline.stage import Stages, shown_shapes
 from shardwise.pipeline.trace import Flow
 from shardwise.pipeline.weight_gradient import Deferral
@@ -151,6 +151,10 @@ class Pipelined(attach.Uncopyable):
     def has_copies(self) -> bool:
         """Other stages hold parameters of this rank's too: their gradients are sums over stages."""
         return bool(self._copies)
+
+    def held_parameters(self, model: nn.Module) -> set[int]:
+        """Of the whole model, the ``id`` of every parameter of this rank's stages."""
+        return held_parameters(model, self._elements, self.stages)
 
     def drop_foreign(self, model: nn.Module, units: Mapping[str, nn.Module]) -> dict[str, nn.Module]:
         """Leave this rank's stages in ``model``; returns those of ``units`` that are left."""

@@ -44,7 +44,7 @@ def apply_cuts(model: nn.Module, cuts: Cuts, comm: Comm) -> None:
     for parameter in model.parameters():
         held = cuts.slices.get(id(parameter))
         if held is not None:
-            if tuple(parameter.shape) != held.local_shape:  # else it was filled with its part alone
+            if any(parameter.shape[cut.dim] != cut.size for cut in held.cuts):  # else it was filled with its part alone
                 parameter.data = take(parameter.data, held)
             set_slice(parameter, held)
 
