@@ -1,6 +1,4 @@
-"""Forwards of mixtures whose experts are divided. Each stands on its module's instance in place of the class's own.
-
-A layer reads its parameters from the module at each call: between steps those are other objects (``fsdp.unit``).
+"""Forwards of mixtures whose experts are divided.
 
 Shape suffixes: ``B`` batch, ``T`` sequence, ``N`` tokens, ``K`` choices of each, ``M`` rows that this rank's experts
 compute, ``E`` experts, ``C`` width.
@@ -8,22 +6,20 @@ compute, ``E`` experts, ``C`` width.
 
 from __future__ import annotations
 
-import weakref
-from abc import ABC, abstractmethod
-from typing import Any, NoReturn
+from abc import abstractmethod
 
 import torch
 from torch import Tensor
 
 from shardwise.comm.base import Comm
+from shardwise.comm.forward import Forward
 from shardwise.expert.exchange import combine, dispatch
 from shardwise.expert.find import Mixture
 from shardwise.expert.route import find_route
-from shardwise.spec.errors import StateError
 
 
-class ExpertLayer(ABC):
-    """What is called instead of ``module.forward``.
+class ExpertLayer(Forward):
+    """A mixture's.
 
     Args:
         mixture: The module, held weakly.
@@ -32,24 +28,10 @@ class ExpertLayer(ABC):
     """
 
     def __init__(self, mixture: Mixture, comm: Comm | None, capacity: float | None) -> None:
-        self._module = weakref.ref(mixture.module)
+        super().__init__(mixture.module, mixture.path)
         self._num_experts = mixture.num_experts
         self._capacity = capacity
-        self.name = mixture.path
         self.comm = comm
-
-    @property
-    def module(self) -> Any:
-        """The module. Whoever calls the layer has it."""
-        return self._module()
-
-    def install(self) -> None:
-        """Be the module's forward from now on."""
-        self.module.__dict__["forward"] = self
-
-    @abstractmethod
-    def __call__(self, *args: Any, **kwargs: Any) -> Tensor:
-        """The module's forward."""
 
     @abstractmethod
     def _compute(self, rows_MC: Tensor, counts: list[int]) -> Tensor:
@@ -64,19 +46,6 @@ class ExpertLayer(ABC):
         route = find_route(chosen_NK, self._num_experts, self._capacity, self.comm, self.name)
         y_KNC = combine(self._compute(dispatch(x_NC, route), route.by_expert), route)
         return (y_KNC * weights_NK.t().unsqueeze(-1)).sum(0).to(x_NC.dtype)
-
-    def __deepcopy__(self, _memo: object) -> NoReturn:
-        raise _copy_error("copied")
-
-    def __reduce_ex__(self, _protocol: object) -> NoReturn:
-        raise _copy_error("pickled")
-
-
-def _copy_error(what: str) -> StateError:
-    return StateError(
-        f"a module under expert parallelism cannot be {what}: it holds only this rank's experts.\n"
-        "  Use sw.full_state_dict(model) for the weights, and build the module anew."
-    )
 
 
 class Mix(ExpertLayer):

@@ -6,11 +6,12 @@ References back are weak, so that deleting the model frees its memory at once.
 from __future__ import annotations
 
 import weakref
-from typing import TYPE_CHECKING, NoReturn
+from typing import TYPE_CHECKING
 
 from torch import Tensor, nn
 
 from shardwise.spec.errors import StateError
+from shardwise.spec.uncopyable import Uncopyable
 
 if TYPE_CHECKING:
     from shardwise.fsdp.group import Group
@@ -21,38 +22,14 @@ _MODULE_KEY = "_shardwise"
 _PARAMETER_KEY = "_shardwise_mark"
 
 
-class Attachment:
-    """What a unit's module holds: its runtime and unit. It refuses to be copied, because shards cannot be."""
+class Attachment(Uncopyable):
+    """What a unit's module holds: its runtime and unit."""
 
     __slots__ = ("runtime", "unit")
 
     def __init__(self, runtime: Runtime, unit: Unit) -> None:
         self.runtime = runtime
         self.unit = unit
-
-    def __deepcopy__(self, _memo: object) -> NoReturn:
-        raise copy_error("copied")
-
-    def __reduce_ex__(self, _protocol: object) -> NoReturn:
-        raise copy_error("pickled")
-
-
-class Uncopyable:
-    """A hook that stops deepcopy and pickling of the module that it sits on."""
-
-    def __deepcopy__(self, _memo: object) -> NoReturn:
-        raise copy_error("copied")
-
-    def __reduce_ex__(self, _protocol: object) -> NoReturn:
-        raise copy_error("pickled")
-
-
-def copy_error(what: str) -> StateError:
-    """The error for copying or pickling a parallelized module."""
-    return StateError(
-        f"a parallelized module cannot be {what}: it holds only this rank's shards.\n"
-        "  Use sw.full_state_dict(model) for the weights (or sw.save for a checkpoint) and build the module anew."
-    )
 
 
 class Mark:

@@ -20,6 +20,7 @@ from torch import Tensor, nn
 
 from shardwise.fsdp import attach, torch_private
 from shardwise.spec.flat import FlatRange, flat_ranges
+from shardwise.spec.uncopyable import Uncopyable
 
 if TYPE_CHECKING:
     from shardwise.fsdp.group import Group
@@ -87,7 +88,7 @@ def _of_group(group: Group, kind: int) -> Iterator[nn.Parameter]:
         yield group.shards[own[0]]  # held elsewhere: tells whose optimizer it is on ranks that hold nothing at all
 
 
-class FlatParameter(attach.Uncopyable, nn.Parameter):
+class FlatParameter(Uncopyable, nn.Parameter):
     """A run of a group's parameters as one tensor, in this rank's master. The optimizer holds it; no module does.
 
     Attributes:

@@ -26,6 +26,7 @@ from shardwise.spec.offload import offload_policy as parse_offload
 from shardwise.spec.placement import PRESETS
 from shardwise.spec.plan import check_inner_size
 from shardwise.spec.precision import FULL_PRECISION, PrecisionPolicy
+from shardwise.spec.uncopyable import Uncopyable
 
 
 def fully_shard(
@@ -196,7 +197,7 @@ def _add_methods(module: nn.Module) -> None:
     methods["set_requires_gradient_sync"] = _UnitMethod(module, "set_requires_gradient_sync")
 
 
-class _UnitMethod(attach.Uncopyable):
+class _UnitMethod(Uncopyable):
     """A method that ``fully_shard`` adds to a module; it holds the module's attachment by weak reference."""
 
     def __init__(self, module: nn.Module, name: str) -> None:

@@ -17,7 +17,7 @@ from typing import Any
 
 from torch import nn
 
-from shardwise.fsdp.attach import Uncopyable
+from shardwise.spec.uncopyable import Uncopyable
 
 
 def keep_in_step(model: nn.Module) -> None:

@@ -18,8 +18,8 @@ import torch
 from torch import nn
 
 from shardwise.fsdp import torch_private
-from shardwise.fsdp.attach import Uncopyable
 from shardwise.spec.errors import StateError
+from shardwise.spec.uncopyable import Uncopyable
 
 if TYPE_CHECKING:
     from shardwise.fsdp.runtime import Runtime

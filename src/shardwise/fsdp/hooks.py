@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING
 from torch import Tensor, nn
 
 from shardwise.fsdp import torch_private
-from shardwise.fsdp.attach import Uncopyable
+from shardwise.spec.uncopyable import Uncopyable
 
 if TYPE_CHECKING:
     from shardwise.fsdp.group import Group

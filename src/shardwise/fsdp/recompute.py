@@ -22,10 +22,10 @@ from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _NormBase
 from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts, noop_context_fn
 
-from shardwise.fsdp.attach import Uncopyable
 from shardwise.fsdp.wrap import find_units
 from shardwise.spec.errors import PlanError, StateError
 from shardwise.spec.recompute import RecomputePolicy
+from shardwise.spec.uncopyable import Uncopyable
 
 #: Operators by family. Which of them an attention or a product becomes depends on device, dtype and torch's version.
 _FAMILIES: dict[str, tuple[str, ...]] = {

@@ -21,8 +21,8 @@ import torch
 from torch import Tensor, nn
 
 from shardwise.fsdp import torch_private
-from shardwise.fsdp.attach import Uncopyable
 from shardwise.spec.errors import PlanError, StateError
+from shardwise.spec.uncopyable import Uncopyable
 
 #: Replicas on a machine without GPUs, where nobody says how many.
 CPU_REPLICAS = 2

@@ -39,6 +39,7 @@ from shardwise.spec.plan import ParallelPlan
 from shardwise.spec.schedule import PipelinePolicy, Schedule, build, forward_only
 from shardwise.spec.schedule.measured import Measured, measured
 from shardwise.spec.slice import Slice, set_slice, slice_of
+from shardwise.spec.uncopyable import Uncopyable
 from shardwise.tensor.apply import defer_weights
 
 #: ``call(model, part)``.
@@ -106,7 +107,7 @@ def find_stages(model: nn.Module, policy: PipelinePolicy, pp: int) -> tuple[list
     return elements, count
 
 
-class Pipelined(attach.Uncopyable):
+class Pipelined(Uncopyable):
     """The stages of a model on this rank. Made from the whole model, before anything else changes it.
 
     Args:

@@ -1,64 +1,32 @@
-"""Forwards of layers whose weights are cut. Each stands on its module's instance in place of the class's own.
-
-A layer reads its parameters from the module at each call: between steps those are other objects (``fsdp.unit``).
-"""
+"""Forwards of layers whose weights are cut."""
 
 from __future__ import annotations
 
-import weakref
-from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
 from functools import partial
-from typing import Any, NoReturn
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from shardwise.comm.base import Comm
-from shardwise.spec.errors import StateError
+from shardwise.comm.forward import Forward
 from shardwise.tensor.linear import Deferral, Way, column_linear, is_transposed, linear_of
 from shardwise.tensor.pairs import add_up, gather_seq, join_last, own_last, scatter_seq, share, share_copies
 
 
-class Layer(ABC):
-    """What is called instead of ``module.forward``.
+class Layer(Forward):
+    """One that does with its part of the model what ``tp`` divides.
 
     Args:
-        module: The module; held weakly.
-        name: Its path, in traces.
+        module: The module.
+        name: Its path.
         comm: On ``tp``.
     """
 
     def __init__(self, module: nn.Module, name: str, comm: Comm) -> None:
-        self._module = weakref.ref(module)
-        self.name = name
+        super().__init__(module, name)
         self.comm = comm
-
-    @property
-    def module(self) -> Any:
-        """The module. Whoever calls the layer has it."""
-        return self._module()
-
-    def install(self) -> None:
-        """Be the module's forward from now on."""
-        self.module.__dict__["forward"] = self
-
-    @abstractmethod
-    def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        """The module's forward."""
-
-    def __deepcopy__(self, _memo: object) -> NoReturn:
-        raise _copy_error("copied")
-
-    def __reduce_ex__(self, _protocol: object) -> NoReturn:
-        raise _copy_error("pickled")
-
-
-def _copy_error(what: str) -> StateError:
-    return StateError(
-        f"a module under tensor parallelism cannot be {what}: it holds only this rank's part.\n"
-        "  Use sw.full_state_dict(model) for the weights, and build the module anew."
-    )
 
 
 class SharedInput:
