@@ -13,9 +13,9 @@ from torch import Tensor, distributed, nn
 import shardwise as sw
 from shardwise.fsdp.attach import runtime_of
 from shardwise.fsdp.runtime import Runtime
-from shardwise.fsdp.summary import predict_trace, unit_shapes
+from shardwise.fsdp.summary import group_shapes, predict_trace, unit_shapes
 from shardwise.recipe import dry_run
-from shardwise.spec.footprint import Replicas
+from shardwise.spec.footprint import Replicas, reduce_bytes
 from shardwise.spec.product_trace import ProductStep, agreement_trace, loss_trace, totals
 from shardwise.spec.schedule import build as build_schedule
 from shardwise.spec.schedule.traffic import Copies, CrossingBytes, step_traffic
@@ -60,6 +60,10 @@ class Case:
             tied=self.tied,
         )
 
+    def replicas(self, rank: int) -> Replicas | None:
+        mesh = sw.ParallelPlan(**self.plan).mesh(self.world)
+        return Replicas(mesh.dp_replicate, mesh.coordinate(rank)["dp_replicate"]) if mesh.dp_replicate > 1 else None
+
     def predict(self, rank: int, runtime: Runtime, *, is_dry: bool) -> Trace:
         """From the plan and the shape of the model; of the engine only what its units are."""
         plan = sw.ParallelPlan(**self.plan)
@@ -86,7 +90,7 @@ class Case:
             MICRO_BATCH * SEQ * HIDDEN * item_bytes,
             unit_shapes(runtime),
             at["dp_shard"],
-            Replicas(mesh.dp_replicate, at["dp_replicate"]) if mesh.dp_replicate > 1 else None,
+            self.replicas(rank),
             tensor if self.tp > 1 else None,
             [Copies("token_embedding.weight", (0, self.pp - 1), VOCAB * HIDDEN * 4)] if self.tied else [],
         )
@@ -177,6 +181,13 @@ def test_dry_runs_send_what_is_predicted_on_every_axis(case):
     for rank in (case.world // 2 - 1, case.world - 1):
         run, runtime = dry(case, rank)
         assert by_axis(run.events) == case.predict(rank, runtime, is_dry=True), rank
+        held_bytes = reduce_bytes(
+            group_shapes(runtime),
+            rank=runtime.comms.gather.rank,
+            replicas=case.replicas(rank),
+            accumulations={"unsharded"},
+        )
+        assert run.bytes_by_category["reduce"] == held_bytes, rank
 
 
 def test_the_number_of_microbatches_changes_nothing_on_the_data_parallel_axes():

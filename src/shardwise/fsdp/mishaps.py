@@ -47,6 +47,18 @@ def recover(runtime: Runtime) -> None:
         )
 
 
+def drop_later(runtime: Runtime, *, had_sums: bool) -> None:
+    """The step of a pipeline raised: the next call drops what it has added up, and waits for what it has under way.
+
+    Nobody waits here: peers may be waiting for this rank in turn.
+
+    Args:
+        runtime: Of the model.
+        had_sums: Gradients of earlier steps were waiting when it began, and are lost with its own.
+    """
+    runtime.is_in_backward, runtime.had_sums = True, had_sums
+
+
 def finish_strays(runtime: Runtime) -> None:
     """Reduce what no ticket announced: values that left a unit by a side door, and microbatches left over.
 

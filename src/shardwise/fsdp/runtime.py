@@ -20,7 +20,7 @@ import sys
 import threading
 import weakref
 from collections import deque
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -106,6 +106,7 @@ class Runtime:
         self.epoch = 0
         self.is_window_open = False  # microbatches are being accumulated: parameters have not changed
         self.window: Window | None = None  # the step of a pipeline that is under way
+        self.stages: Mapping[int, Sequence[Unit]] = {}  # units that belong to one stage of a pipeline alone, by stage
         self.share_state: Callable[[], object] | None = None  # gives all stages what only one of them has
         self.is_in_backward = False
         self.had_sums = False  # sums of earlier microbatches were waiting when this backward began ...
@@ -478,7 +479,7 @@ class Runtime:
         """Release the unit's slots. Units with replicated parameters keep their data."""
         self.num_wrong_prefetches += unit.is_unused
         unit.is_unused = False
-        if self.holds_gathered:
+        if self.window is not None and self.window.keeps(unit):
             return
         unit.swap_out()
         for group in unit.groups:
@@ -596,18 +597,30 @@ class Runtime:
 
         Collective:
             Reduce-scatter or all-reduce of each trained group on ``dp_shard``, where this backward synchronises; on
-            ``dp_replicate`` those of the unit before.
+            ``dp_replicate`` those of the unit before. In the step of a pipeline as :meth:`Window.leave`.
         """
         if unit in self.entered:
             self.entered.remove(unit)
         reduces = self.syncs_gradients or self.accumulates_sharded or self.defers_replicate
-        trained = [group for group in unit.groups if group.wants_gradients]
-        for group in trained:
-            group.gradient.collect(self.gradients)
+        for group in unit.groups:
+            if group.wants_gradients:
+                group.gradient.collect(self.gradients)
         if unit.state is State.UNSHARDING:
             self.wait(unit)
         self.reshard(unit)
-        if not (reduces and trained):
+        if reduces:
+            self.reduce(unit)
+        elif self.window is not None:
+            self.window.leave(unit)
+
+    def reduce(self, unit: Unit) -> None:
+        """Issue the reduction of a unit whose gradients have been collected.
+
+        Collective:
+            As :meth:`finalise`.
+        """
+        trained = [group for group in unit.groups if group.wants_gradients]
+        if not trained:
             return
         unit.move_to(State.REDUCING)
         if self.join is not None:
@@ -650,11 +663,8 @@ class Runtime:
             self._enter(self.units[index])
         for unit in reversed(self.entered.copy()):
             self.finalise(unit)
-        mishaps.finish_strays(self)
-        if self.join is not None:
-            self.join.ends_backward(has_more=not self.syncs_gradients)
-        while self.reducing:
-            self.move_on()
+        if self.window is None:  # else a stage waits for this backward to end, and nobody for the sums
+            self.finish_reductions()
         self._agree(self._backward, self.comms.control)
         for unit in self.units:
             if unit.state is State.UNSHARDING:
@@ -665,13 +675,21 @@ class Runtime:
                 unit.swap_out()
             unit.num_silent = unit.num_repeated = 0
             unit.has_run = False
-        self.wait_for_host()  # the host is about to read the gradients
         self.is_in_backward = False
         self.active = None
         self.is_window_open = not self.syncs_gradients
         if self.update is not None:
             self.invalidate()
         self.saved.leave_backward(sum(1 + order.num_changes for order in self._backward_orders.values()))
+
+    def finish_reductions(self) -> None:
+        """Every unit has been left: reduce what came otherwise, and wait for all that is under way."""
+        mishaps.finish_strays(self)
+        if self.join is not None:
+            self.join.ends_backward(has_more=not self.syncs_gradients)
+        while self.reducing:
+            self.move_on()
+        self.wait_for_host()  # the host is about to read the gradients
 
     def heal(self, unit: Unit) -> None:
         """Bring back the data of a unit for a saved tensor that would otherwise read another unit's."""

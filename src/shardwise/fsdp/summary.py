@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 from torch import nn
@@ -19,7 +20,7 @@ from shardwise.spec.footprint import Footprint, GroupShape, Replicas, footprint
 from shardwise.spec.granularity import ELEMENT
 from shardwise.spec.layout import ParamSpec, rank_bytes
 from shardwise.spec.slice import simplest, slice_of
-from shardwise.spec.trace import Collective, UnitShape, step_trace, window_trace
+from shardwise.spec.trace import Collective, UnitShape, step_trace, window_order, window_trace
 from shardwise.spec.waiting import Activations, backward_bytes
 
 
@@ -319,7 +320,7 @@ def predict(runtime: Runtime, *, optimizer_tensors: int = 2, num_microbatches: i
     held = footprint(
         group_shapes(runtime),
         rank=runtime.comms.gather.rank,
-        backward_order=runtime.units_in_backward or None,
+        backward_order=_reduction_order(runtime) or None,
         num_gradient_buffers=runtime.gradients.limit,
         optimizer_tensors=optimizer_tensors,
         has_receive_buffers=runtime.comms.gather.device.type == "cpu",
@@ -328,6 +329,18 @@ def predict(runtime: Runtime, *, optimizer_tensors: int = 2, num_microbatches: i
         ignored=runtime.ignored.specs,
     )
     return dataclasses.replace(held, reduce=held.reduce + _message_bytes(runtime))
+
+
+def _stages(runtime: Runtime) -> dict[int, list[int]]:
+    """The units that belong to one stage of a pipeline alone, by stage."""
+    return {stage: [unit.index for unit in units] for stage, units in runtime.stages.items()}
+
+
+def _reduction_order(runtime: Runtime) -> Sequence[int]:
+    """Empty before the first step of a model that is whole on every rank."""
+    if runtime.comms.pp is None:
+        return runtime.units_in_backward
+    return window_order((unit.index for unit in runtime.units), _stages(runtime))
 
 
 def _message_bytes(runtime: Runtime) -> int:
@@ -359,6 +372,7 @@ def predict_trace(
         return before + window_trace(
             unit_shapes(runtime),
             rank=runtime.comms.gather.rank,
+            stages=_stages(runtime),
             is_synchronising=is_synchronising,
             replicas=_replicas(runtime),
         )

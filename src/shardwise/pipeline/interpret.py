@@ -64,8 +64,10 @@ class Job:
         loss: The same, and gives the loss of it.
         flow: What goes from stage to stage for microbatches of this shape.
         agreement: That the ranks do the same; ``None``: nobody is there.
-        enter: Is told the stage before each of its forwards.
+        enter: Is told stage and microbatch before each forward, and each backward that begins.
         collect: Takes the gradients that are on weights.
+        end: Is told when the last backward of a stage is over. Where gradients of weights are still to be computed, it
+            is given what computes those of the weights that it names.
         scale: Of a loss before its backward, for fp16.
         backward: Goes from outputs with gradients, or from a loss, to the leaves.
     """
@@ -76,8 +78,9 @@ class Job:
     loss: Callable[[Any], Tensor]
     flow: Flow
     agreement: Agreement | None
-    enter: Callable[[int], None]
+    enter: Callable[[int, int], None]
     collect: Callable[[], None]
+    end: Callable[..., None]
     scale: Callable[[Tensor], Tensor]
     backward: Callable[..., None] = torch.autograd.backward
 
@@ -229,7 +232,7 @@ class _Step:
         is_last = stage == self._its.stages.num_stages - 1
         weights = WeightGradients() if self._schedule.is_split else None
         forward = self._job.loss if is_last else self._job.call
-        self._job.enter(stage)
+        self._job.enter(stage, microbatch)
         draws = self._draws.of(stage, microbatch) if self._draws is not None else contextlib.nullcontext()
         with draws, self._its.deferral.to(weights):
             made = self._its.stages.run(stage, self._flow, received, lambda: forward(part))
@@ -300,6 +303,7 @@ class _Step:
     def _backward(self, action: Action) -> None:
         stage, microbatch = action.stage, action.microbatch
         tape = self._tapes.pop((stage, microbatch))
+        self._job.enter(stage, microbatch)
         with self._its.deferral.to(tape.weights):  # what is recomputed defers as well
             if stage == self._its.stages.num_stages - 1:
                 self._job.backward([self._job.scale(tape.outputs[0] / len(self._job.parts))])
@@ -310,6 +314,8 @@ class _Step:
                     self._job.backward(outputs, gradients)
         if tape.weights is not None:
             self._weights[stage, microbatch] = tape.weights
+        elif self._is_last(microbatch):
+            self._job.end(stage)
         self._job.collect()  # before another microbatch's come to them
         for handle, _ in tape.sends:  # whoever gave the gradients has received them
             handle.wait()
@@ -323,8 +329,15 @@ class _Step:
 
     def _backward_weight(self, action: Action) -> None:
         with torch.no_grad():
-            self._weights.pop((action.stage, action.microbatch)).compute()
+            weights = self._weights.pop((action.stage, action.microbatch))
+            if self._is_last(action.microbatch):
+                self._job.end(action.stage, weights.compute)
+            weights.compute()
             self._job.collect()
+
+    def _is_last(self, microbatch: int) -> bool:
+        """Backwards of a stage come in the order of microbatches."""
+        return microbatch == len(self._job.parts) - 1
 
     def _take_gradients(self, stage: int, microbatch: int) -> list[Tensor]:
         if (stage, microbatch) not in self._gradients:  # the next stage is this rank's too

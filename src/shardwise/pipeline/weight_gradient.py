@@ -29,11 +29,17 @@ class WeightGradients:
         """The gradient of ``parameter`` has the term ``left @ right``, or the sum of the rows of ``left`` alone."""
         self._terms.setdefault(id(parameter), (parameter, []))[1].append((left, right))
 
-    def compute(self) -> None:
-        """Add every gradient to the parameter's ``.grad``: terms of one first, as autograd adds them."""
-        terms, self._terms = self._terms, {}
-        while terms:
-            _, (parameter, pairs) = terms.popitem()
+    def compute(self, parameters: Iterable[Tensor] | None = None) -> None:
+        """Add gradients to the parameters' ``.grad``: terms of one first, as autograd adds them.
+
+        Args:
+            parameters: Whose; ``None``: of all that are left.
+        """
+        keys = [*reversed(self._terms)] if parameters is None else [id(parameter) for parameter in parameters]
+        for key in keys:
+            if key not in self._terms:
+                continue
+            parameter, pairs = self._terms.pop(key)
             total = _term(*pairs[0])
             for pair in pairs[1:]:
                 total += _term(*pair)

@@ -22,6 +22,7 @@ from shardwise.fsdp.copies import sum_over_copies
 from shardwise.fsdp.notice import tell_once
 from shardwise.fsdp.precision import resolve
 from shardwise.fsdp.runtime import Runtime
+from shardwise.fsdp.unit import Unit
 from shardwise.fsdp.window import window
 from shardwise.fsdp.wrap import find_units
 from shardwise.pipeline.agreement import Agreement
@@ -189,7 +190,18 @@ class Pipelined(Uncopyable):
         model.__dict__[_KEY] = self
         self._parameters = tuple(model.parameters())
         me = weakref.WeakMethod(self.share_state)
-        attach.runtime_of(model, "sw.parallelize").share_state = lambda: (share := me()) and share()
+        runtime = attach.runtime_of(model, "sw.parallelize")
+        runtime.share_state = lambda: (share := me()) and share()
+        runtime.stages = {stage: tuple(self._own_units(runtime, stage)) for stage in self.stages}
+
+    def _own_units(self, runtime: Runtime, stage: int) -> Iterator[Unit]:
+        """The units that belong to ``stage`` alone: no other stage of any rank uses their parameters."""
+        own = [element.module for element in self._elements if element.stages == (stage,)]
+        inside = {id(module) for element in own for module in element.modules()}
+        for unit in runtime.units:
+            shards = {shard for group in unit.groups for shard in group.shards}
+            if all(id(member.module()) in inside for member in unit.members) and shards.isdisjoint(self._copies):
+                yield unit
 
     def _defer(self, model: nn.Module) -> Deferral:
         """Leave gradients of weights for later, where the schedule has a place for them.
@@ -280,14 +292,15 @@ class Pipelined(Uncopyable):
         count = len(parts)
         schedule = self._schedule(count) if torch.is_grad_enabled() else forward_only(self._usual.ranks, count)
         bound = functools.partial(call, model), functools.partial(loss, model)
-        with window(runtime, lambda: sum_over_copies(runtime, self._copies, self._comm)) as opened:
+        last = None if schedule.is_split else count - 1  # split, no backward of the input completes a unit
+        with window(runtime, lambda: sum_over_copies(runtime, self._copies, self._comm), last) as opened:
             stages = self._interpreter.stages
             agreement = self._agree(stages, parts) if stages.device.type != "meta" else None
             _, flow = stages.flow(parts[0], call, agreement)
             if not flow.learned:
                 _tell_crossings(flow)
-            job = Job(schedule, parts, *bound, flow, agreement, opened.enter, opened.collect, scale, backward)
-            return self._run(self._interpreter, job)
+            told = opened.enter, opened.collect, opened.end
+            return self._run(self._interpreter, Job(schedule, parts, *bound, flow, agreement, *told, scale, backward))
 
     def _agree(self, stages: Stages, parts: Sequence[Any]) -> Agreement:
         key, count, trains = stages.key(parts[0]), len(parts), torch.is_grad_enabled()

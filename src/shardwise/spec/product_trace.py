@@ -12,7 +12,8 @@ With ``m`` microbatches a rank issues in a step::
     pp            an activation to the next stage, a gradient to the one before,   m for each of its stages
                   and as many the other way
     pp            the gradient of a parameter that other stages hold, to each      1
-    dp_shard      the sum of every unit's gradients                                1
+    dp_shard      the sum of every unit's gradients, in the last backward of its   1
+                  stage; of the root's at the end
     dp_replicate  the sum of these over the groups                                 1
 
 Without a pipeline the engine accumulates as its strategy does, which ``spec.trace.step_trace`` predicts.

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from types import MappingProxyType
 from typing import NamedTuple
 
 from shardwise.spec.footprint import GroupShape, Replicas, own_part, summed_numel
@@ -117,24 +118,43 @@ def step_trace(
     return step.trace
 
 
+def window_order(units: Iterable[int], stages: Mapping[int, Collection[int]] = MappingProxyType({})) -> list[int]:
+    """The order in which units are reduced in the step of a pipeline.
+
+    In every schedule the last backward of a rank's later stage ends before that of an earlier one; units of one stage
+    go last first. Those of no single stage come at the end of the step.
+
+    Args:
+        units: Their numbers.
+        stages: The units that belong to one stage alone, by stage.
+    """
+    alone = [unit for stage in sorted(stages, reverse=True) for unit in sorted(stages[stage], reverse=True)]
+    return [*alone, *sorted(set(units).difference(alone), reverse=True)]
+
+
 def window_trace(
-    units: Mapping[int, UnitShape], *, rank: int, is_synchronising: bool = True, replicas: Replicas | None = None
+    units: Mapping[int, UnitShape],
+    *,
+    rank: int,
+    stages: Mapping[int, Collection[int]] = MappingProxyType({}),
+    is_synchronising: bool = True,
+    replicas: Replicas | None = None,
 ) -> list[Collective]:
     """What the step of a pipeline issues on ``rank`` on the data-parallel axes, however many microbatches it has.
 
-    Every unit of the rank's stages is gathered when the first forward reaches it, and stays so; at the end of the step
-    every unit is reduced once, the last one first.
+    Every unit of the rank's stages is gathered when the first forward reaches it, and stays so until it is reduced,
+    once: in the last backward of its stage, or at the end of the step.
 
     Args:
         units: By number, in the order of forward.
         rank: Coordinate on ``dp_shard``.
+        stages: As of :func:`window_order`. It makes no difference where what belongs to no single stage is the root.
         is_synchronising: False inside ``gradient_sync(model, False)``: nothing is reduced.
         replicas: The groups over which sums go on; ``None``: there are none.
     """
     step = _Step(units, rank, is_synchronising=is_synchronising, is_first_of_window=True, replicas=replicas)
-    order = sorted(units)
-    step.forward(order)
-    step.reduce(order[::-1])
+    step.forward(sorted(units))
+    step.reduce(window_order(units, stages))
     return step.trace
 
 
@@ -195,7 +215,7 @@ class _Step:
         self._go_on()
 
     def reduce(self, order: Sequence[int]) -> None:
-        """Backward is over, and all gradients are there."""
+        """All gradients of each unit are there when its turn comes."""
         for unit in order:
             self._entered.append(unit)
             self._leave(unit)

@@ -10,7 +10,9 @@ from shardwise.spec.footprint import GroupShape
 from shardwise.spec.granularity import ELEMENT, TENSOR, block
 from shardwise.spec.layout import GroupLayout, ParamSpec
 from shardwise.spec.placement import PRESETS
-from shardwise.spec.trace import UnitShape, gather_bytes, reduction_bytes, step_trace
+from shardwise.spec.schedule import Kind
+from shardwise.spec.schedule import build as build_schedule
+from shardwise.spec.trace import UnitShape, gather_bytes, reduction_bytes, step_trace, window_order, window_trace
 
 NUMEL = 6 * 64  # even at 1, 2, 3 and 6 ranks
 
@@ -104,3 +106,26 @@ def test_every_trained_unit_is_reduced_exactly_once_and_the_root_last(preset, nu
     assert sorted(event[1:] for event in reductions) == sorted(str(unit) for unit in range(num_blocks + 1))
     assert reductions[-1].endswith("0")
     assert found[-1] == reductions[-1]
+
+
+def test_in_a_pipeline_units_of_one_stage_are_reduced_first_those_of_later_stages_before():
+    assert window_order(range(5)) == [4, 3, 2, 1, 0]
+    assert window_order(range(7), {0: [1, 2], 3: [4, 5]}) == [5, 4, 2, 1, 6, 3, 0]
+    units = {unit: UnitShape(str(unit), frozenset({0, unit}), [shape("ddp", 2, unit=unit)]) for unit in range(4)}
+    found = window_trace(units, rank=0, stages={1: [2], 2: [1]})
+    assert [event.unit for event in found] == ["1", "2", "3", "0"]
+    assert [event.unit for event in window_trace(units, rank=0)] == ["3", "2", "1", "0"]
+
+
+@pytest.mark.parametrize("schedule", ["gpipe", "1f1b", "interleaved-1f1b", "zb-h1", "zb-v"])
+@pytest.mark.parametrize("pp", [2, 3, 4])
+def test_last_backwards_of_later_stages_come_first(schedule, pp):
+    """What ``window_order`` counts on; and each stage's is that of the last microbatch."""
+    virtual = 2 if schedule in {"interleaved-1f1b", "zb-v"} else 1
+    for count in (pp, 2 * pp, 12):
+        built = build_schedule(schedule, pp, count, virtual)
+        kind = Kind.BACKWARD_WEIGHT if built.is_split else Kind.BACKWARD
+        for actions in built.actions:
+            last = {action.stage: place for place, action in enumerate(actions) if action.kind is kind}
+            assert all(actions[place].microbatch == count - 1 for place in last.values())
+            assert sorted(last, key=last.__getitem__) == sorted(last, reverse=True)

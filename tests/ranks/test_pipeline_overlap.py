@@ -1,0 +1,250 @@
+"""A pipeline reduces a stage's gradients within its last backward: in order, to the last bit, and nothing is left."""
+
+from __future__ import annotations
+
+import contextlib
+import itertools
+from collections.abc import Iterator
+from typing import Any
+from unittest import mock
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+import shardwise as sw
+from shardwise.fsdp.attach import runtime_of
+from shardwise.fsdp.runtime import Runtime
+from shardwise.fsdp.summary import predict, predict_trace
+from shardwise.pipeline import interpret
+from shardwise.testing import run_on_ranks
+
+LAYERS, SEQ, M = 8, 6, 4
+#: Of two stages, or two times two, and two replicas.
+PLANS: tuple[dict[str, Any], ...] = (
+    {},
+    {"strategy": "ddp", "pipeline": "interleaved-1f1b"},
+    {"strategy": "hsdp", "dp_replicate": 2, "dp_shard": 1, "pipeline": "zb-v"},
+    {"pipeline": "interleaved-1f1b", "reshard_after_forward": True},
+)
+MORE: tuple[dict[str, Any], ...] = (
+    {"strategy": "zero1", "pipeline": "gpipe", "activation_checkpointing": "full"},
+    {"strategy": "zero2", "pipeline": "zb-h1"},
+    {"pipeline": "zb-v", "reshard_after_forward": True},
+    {"pipeline": "zb-h1", "mp_policy": sw.PrecisionPolicy(param_dtype="bf16"), "offload_policy": "cpu"},
+    {"strategy": "hsdp", "dp_replicate": 2, "dp_shard": 1, "pipeline": "interleaved-1f1b"},
+)
+
+
+def build(*, tied: bool = False) -> nn.Module:
+    torch.manual_seed(0)
+    shape = {"num_layers": LAYERS, "hidden": 24, "num_heads": 2, "vocab_size": 31, "seq_len": SEQ}
+    return sw.models.gpt("gpt-tiny", tied=tied, **shape)
+
+
+def batch(step: int = 0) -> tuple[Tensor, Tensor]:
+    seed = 10 * step + torch.distributed.get_rank() % 2  # another one for each replica
+    return tuple(torch.randint(0, 31, (2 * M, SEQ), generator=torch.Generator().manual_seed(seed)) for _ in range(2))
+
+
+def pipeline(options: dict[str, Any], *, tied: bool = False) -> nn.Module:
+    return sw.parallelize(build(tied=tied), sw.ParallelPlan(pp=2, merge_units=False, **options))
+
+
+@contextlib.contextmanager
+def at_the_end(model: nn.Module) -> Iterator[None]:
+    """Every reduction after every backward."""
+    runtime = runtime_of(model, "test")
+    stages, runtime.stages = runtime.stages, {}
+    yield
+    runtime.stages = stages
+
+
+def gradients(model: nn.Module) -> list[Tensor | None]:
+    found = [None if p.grad is None else p.grad.clone() for p in model.parameters()]
+    model.zero_grad()
+    return found
+
+
+def equal(some: list[Tensor | None], others: list[Tensor | None]) -> bool:
+    pairs = list(zip(some, others, strict=True))
+    assert any(one is not None for one, _ in pairs)
+    return all((a is None) is (b is None) and (a is None or torch.equal(a, b)) for a, b in pairs)
+
+
+# -- the same numbers, in the same bytes
+
+
+def steps(model: nn.Module, least: int) -> list[list[Tensor | None]]:
+    """Gradients of steps of several kinds."""
+    found = []
+    for count in (M, least, M):
+        sw.train_step(model, batch(count), num_microbatches=count)
+        found.append(gradients(model))
+    with sw.gradient_sync(model, False):
+        sw.train_step(model, batch(1), num_microbatches=M)
+    sw.eval_step(model, batch(2), num_microbatches=M)
+    sw.train_step(model, batch(3), num_microbatches=M)
+    sw.train_step(model, batch(4), num_microbatches=M)  # added to what is there
+    found.append(gradients(model))
+    return found
+
+
+def compare(plans: tuple[dict[str, Any], ...]) -> list[str]:
+    """What is not as it should be."""
+    wrong = []
+    for options in plans:
+        for tied in (False, True) if not options else (False,):
+            model = pipeline(options, tied=tied)
+            runtime = runtime_of(model, "test")
+            for step in range(2):
+                with sw.record_collectives(model) as events:
+                    sw.train_step(model, batch(step), num_microbatches=M)
+                model.zero_grad()
+            held_bytes = runtime.gradients.total_bytes + received_bytes(runtime)
+            checks = {"bytes": held_bytes == predict(runtime, num_microbatches=M).reduce}
+            if "reshard_after_forward" not in options:  # else units are gathered again and again
+                predicted = by_axis(predict_trace(runtime))
+                checks["trace"] = by_axis(events) == predicted != {}
+            least = 2 if options.get("pipeline") == "interleaved-1f1b" else 1
+            with at_the_end(model):
+                expected = steps(model, least)
+            found = steps(model, least)
+            checks["gradients"] = all(equal(a, b) for a, b in zip(expected, found, strict=True))
+            wrong += [f"{what} of {options}" for what, is_right in checks.items() if not is_right]
+    return wrong
+
+
+def by_axis(events: Any) -> dict[str, list[tuple[str, str, int]]]:
+    """Of the data-parallel axes."""
+    found: dict[str, list[tuple[str, str, int]]] = {}
+    for event in events:
+        if event.axis.startswith("dp_") and event.unit != "loss":
+            found.setdefault(event.axis, []).append((event.kind, event.unit, event.sent_bytes))
+    return found
+
+
+def received_bytes(runtime: Runtime) -> int:
+    """Bytes of the buffers that sums of gradients receive in."""
+    comms = {id(comm): comm for comm in runtime.comms}
+    free = [buffer for comm in comms.values() for buffer in comm._scratch.free]
+    return sum(buffer.nbytes for buffer in free if buffer.dtype is torch.float32)  # losses are in float64
+
+
+def test_gradients_are_those_of_a_reduction_at_the_end_and_bytes_and_order_are_predicted():
+    assert run_on_ranks(compare, 4, PLANS, timeout_s=200) == [[]] * 4
+
+
+@pytest.mark.long
+def test_so_it_is_under_further_plans():
+    assert run_on_ranks(compare, 4, MORE, timeout_s=200) == [[]] * 4
+
+
+# -- when
+
+
+def watch(options: dict[str, Any], tied: bool = False) -> list[str]:
+    """What a rank begins in the third step: computations, units that backward enters, reductions."""
+    model = pipeline(options, tied=tied)
+    events: list[Any] = []
+
+    def note(owner: type, name: str, text: Any) -> Any:
+        method = getattr(owner, name)
+
+        def call(self: Any, *arguments: Any) -> Any:
+            events.append(text(*arguments))
+            return method(self, *arguments)
+
+        return mock.patch.object(owner, name, call)
+
+    for step in range(3):
+        with contextlib.ExitStack() as stack:
+            if step == 2:
+                events = stack.enter_context(sw.record_collectives(model))
+                stack.enter_context(note(interpret._Step, "do", str))
+                stack.enter_context(note(Runtime, "on_ticket", lambda _call, unit: f"enter {unit.name}"))
+            sw.train_step(model, batch(), num_microbatches=M)
+    reductions = {"reduce_scatter", "all_reduce"}
+    return [
+        event if isinstance(event, str) else f"reduce {event.unit}"
+        for event in events
+        if isinstance(event, str) or (event.kind in reductions and event.axis.startswith("dp_"))
+    ]
+
+
+def watch_all() -> dict[str, list[str]]:
+    names = ("1f1b", "interleaved-1f1b", "zb-h1", "zb-v")
+    return {name: watch({"pipeline": name}) for name in names} | {"tied": watch({}, tied=True)}
+
+
+def after(events: list[str], event: str) -> list[str]:
+    return events[events.index(event) + 1 :]
+
+
+@pytest.fixture(scope="module")
+def seen() -> list[dict[str, list[str]]]:
+    return run_on_ranks(watch_all, 4, timeout_s=120)
+
+
+def test_a_unit_is_reduced_while_the_units_before_it_are_in_backward(seen):
+    for rank, events in enumerate(seen):
+        last = after(events["1f1b"], f"backward of stage {rank // 2}, microbatch {M - 1}")
+        last = [event for event in last if "gradient of" not in event and event not in {"enter root", "reduce loss"}]
+        own = [event.removeprefix("enter ") for event in last if event.startswith("enter ")]
+        assert len(own) == LAYERS // 2
+        expected = [f"enter {own[0]}"]
+        for left, entered in itertools.pairwise(own):
+            expected += [f"enter {entered}", f"reduce {left}"]
+        assert last == [*expected, f"reduce {own[-1]}", "reduce root"]
+
+
+def test_the_units_of_one_stage_are_reduced_before_the_backwards_of_another(seen):
+    for name, kind, stages in (
+        ("interleaved-1f1b", "backward", ((2, 0), (3, 1))),
+        ("zb-v", "backward weight", ((3, 0), (2, 1))),
+    ):
+        for rank, events in enumerate(seen):
+            later, earlier = (f"{kind} of stage {stage}, microbatch {M - 1}" for stage in stages[rank // 2])
+            between = after(events[name], later)
+            between = between[: between.index(earlier)]
+            assert sum(event.startswith("reduce ") for event in between) >= 2, (name, rank, between)
+
+
+def test_where_gradients_of_weights_come_later_a_unit_is_reduced_as_soon_as_it_has_them(seen):
+    for rank, events in enumerate(seen):
+        last = after(events["zb-h1"], f"backward weight of stage {rank // 2}, microbatch {M - 1}")
+        assert sum(event.startswith("reduce ") for event in last) > LAYERS // 2
+
+
+def test_nothing_but_tied_parameters_waits_for_another_stage(seen):
+    for rank, events in enumerate(seen):
+        last = after(events["tied"], f"backward of stage {rank // 2}, microbatch {M - 1}")
+        reduced = [event for event in last if event.startswith("reduce ")]
+        assert len(reduced) > LAYERS // 2
+
+
+# -- a step that fails
+
+
+def fail_and_go_on() -> list[bool]:
+    results = []
+    for options in ({}, {"strategy": "ddp", "pipeline": "zb-v"}):
+        model = pipeline(options)
+        runtime = runtime_of(model, "test")
+        sw.train_step(model, batch(), num_microbatches=M)
+        expected = gradients(model)
+        with (
+            mock.patch.object(interpret._Step, "finish", side_effect=OSError("at the end")),
+            pytest.raises(OSError, match="at the end"),
+        ):
+            sw.train_step(model, batch(1), num_microbatches=M)
+        results.append(bool(runtime.reducing))  # else this tests nothing
+        model.zero_grad()
+        sw.train_step(model, batch(), num_microbatches=M)
+        results += [equal(expected, gradients(model)), not runtime.reducing]
+        results.append(not any(group.gradient.is_local for group in runtime.groups))
+    return results
+
+
+def test_a_step_that_fails_leaves_nothing_to_the_next():
+    assert run_on_ranks(fail_and_go_on, 4, timeout_s=60) == [[True] * 8] * 4
