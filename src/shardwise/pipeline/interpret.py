@@ -66,8 +66,8 @@ class Job:
         agreement: That the ranks do the same; ``None``: nobody is there.
         enter: Is told stage and microbatch before each forward, and each backward that begins.
         collect: Takes the gradients that are on weights.
-        end: Is told when the last backward of a stage is over. Where gradients of weights are still to be computed, it
-            is given what computes those of the weights that it names.
+        end: Is told when the last backward of a stage is over. Where gradients are still to be computed, it
+            is given what computes those of the parameters that it names.
         scale: Of a loss before its backward, for fp16.
         backward: Goes from outputs with gradients, or from a loss, to the leaves.
     """
