@@ -340,7 +340,9 @@ def test_what_blocks_do_not_return_is_refused():
 
     for adds in (True, False):
         for _, stages in split(Collects(adds), 2):
-            with pytest.raises(PlanError, match=r"tensors from inside its blocks[^\n]*\n  Switch that off \(output_router_logits=False"):
+            with pytest.raises(
+                PlanError, match=r"tensors from inside its blocks[^\n]*\n  Switch that off \(output_router_logits=False"
+            ):
                 stages.flow((torch.randn(3, 4),), call)
 
 
