@@ -31,13 +31,13 @@ def build():
     return sw.models.gpt("gpt-tiny", num_layers=8, hidden=32, num_heads=2, vocab_size=64, seq_len=SEQ, tied=False)
 
 
-def plan_of(case, pp):
+def plan_of(case, pp, tp=1):
     schedule, strategy, recompute = case
     pipeline = sw.PipelinePolicy(schedule, NUM_MICROBATCHES)
-    return sw.ParallelPlan(strategy=strategy, pp=pp, pipeline=pipeline, activation_checkpointing=recompute)
+    return sw.ParallelPlan(strategy=strategy, pp=pp, tp=tp, pipeline=pipeline, activation_checkpointing=recompute)
 
 
-def measure(cases, pp):
+def measure(cases, pp, tp=1):
     """The most that a step of the steady state holds beside what lies between steps; and what is predicted of that."""
     found = []
     tokens = torch.zeros(ROWS * NUM_MICROBATCHES, SEQ, dtype=torch.int64)
@@ -45,7 +45,7 @@ def measure(cases, pp):
     gc.disable()  # what is held until cycles are collected is held
     for case in cases:
         with TensorCount("cpu") as count:
-            model = sw.parallelize(build(), plan_of(case, pp))
+            model = sw.parallelize(build(), plan_of(case, pp, tp))
             optimizer = torch.optim.AdamW(model.parameters())
             between = []
             for _ in range(3):
@@ -63,18 +63,23 @@ def measure(cases, pp):
     return found
 
 
-def check(cases, pp):
-    ranks = run_on_ranks(measure, pp, cases, pp, timeout_s=200)
+def check(cases, pp, tp=1):
+    ranks = run_on_ranks(measure, pp * tp, cases, pp, tp, timeout_s=200)
     tokens = torch.zeros(ROWS, SEQ, dtype=torch.int64)
     for place, case in enumerate(cases):
         for rank, results in enumerate(ranks):
             held, step_bytes = results[place]
-            dry = sw.dry_run(build, plan_of(case, pp), world_size=pp, rank=rank, batch=(tokens, tokens))
+            plan = plan_of(case, pp, tp)
+            dry = sw.dry_run(build, plan, world_size=pp * tp, rank=rank, batch=(tokens, tokens))
             assert dry.bytes_by_category == held | {"activations": step_bytes}, (case, rank)
 
 
 def test_two_stages_hold_what_their_dry_runs_say():
     check(CASES, 2)
+
+
+def test_tensor_parallel_stages_hold_what_their_dry_runs_say():
+    check(tuple((schedule, "zero3", "none") for schedule in ("gpipe", "zb-h1", "zb-v")), 2, tp=2)
 
 
 @pytest.mark.long

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import torch
 from torch import Tensor
@@ -42,7 +42,7 @@ class RecordComm(Comm):
 
     def _note(self, kind: str, unit: str, buffer: Tensor, sent_numel: int) -> Handle:
         self._event(kind, unit, buffer).sent_bytes = sent_numel * buffer.element_size()
-        return Done()
+        return _Under(buffer)
 
     def _cut(self, numel: int, index: int) -> int:
         return (index + 1) * numel // self.size - index * numel // self.size
@@ -65,7 +65,7 @@ class RecordComm(Comm):
         if is_apart(out, own):
             out.copy_(own)
         self._note("reduce_scatter", unit, buffer, buffer.numel() - own.numel())
-        return self._receive(own, out)
+        return self._reduce(buffer, own, out)
 
     def all_reduce(self, buffer: Tensor, *, unit: str, divisor: float = 1, out: Tensor | None = None) -> Handle:
         """As :meth:`Comm.all_reduce`."""
@@ -75,8 +75,8 @@ class RecordComm(Comm):
         if out is not None:
             out.copy_(buffer)
         # With Gloo it has a second phase, which finishes one reduction later.
-        received = self._receive(buffer[:own], (buffer if out is None else out)[:own])
-        return Chain(received, Done) if self._receives else Done()
+        reduced = self._reduce(buffer, buffer[:own], (buffer if out is None else out)[:own])
+        return Chain(reduced, Done) if self._receives else reduced
 
     def all_to_all(
         self,
@@ -122,22 +122,24 @@ class RecordComm(Comm):
         del source
         return self._note("receive", unit, buffer, 0)
 
-    def _receive(self, own: Tensor, out: Tensor) -> Handle:
-        """Hold what the peers' slices would be received into until the handle is waited for."""
+    def _reduce(self, buffer: Tensor, own: Tensor, out: Tensor) -> Handle:
+        """Hold what is sent, and what the peers' slices would be received into, until the handle is waited for."""
         num_received = self.size - 1 - is_apart(out, own)
         if not self._receives or num_received < 1:
-            return Done()
-        return _Received(self._scratch, self._scratch.take(own.numel() * num_received, own.dtype, own.device))
+            return _Under(buffer)
+        received = self._scratch.take(own.numel() * num_received, own.dtype, own.device)
+        return _Under(buffer, lambda: self._scratch.give(received))
 
 
-class _Received(Handle):
-    """Gives its receive buffer back when it is waited for."""
+class _Under(Handle):
+    """Holds what is sent, as a message under way does."""
 
-    def __init__(self, scratch: Scratch, buffer: Tensor) -> None:
-        self._scratch = scratch
-        self._buffer: Tensor | None = buffer
+    def __init__(self, sent: Tensor, finish: Callable[[], None] | None = None) -> None:
+        self._sent: Tensor | None = sent
+        self._finish = finish
 
     def wait(self) -> None:
-        if self._buffer is not None:
-            self._scratch.give(self._buffer)
-            self._buffer = None
+        self._sent = None
+        if self._finish is not None:
+            self._finish()
+            self._finish = None
