@@ -74,7 +74,7 @@ def check(size: int, plans: tuple[dict[str, object], ...], models: tuple[tuple[s
 
 def test_two_ranks_fill_their_parts_and_hold_no_more():
     # Their half, and what sharding needs for a unit of that.
-    check(2, PLANS, (("plain", "recorded"), ("tied", "recorded"), ("tied", "reset")), 0.85)
+    check(2, PLANS, (("plain", "recorded"), ("tied", "recorded"), ("tied", "reset")), 0.8)
 
 
 def test_two_ranks_fill_their_experts_and_hold_no_more():
