@@ -17,6 +17,7 @@ from shardwise.fsdp.attach import runtime_of
 from shardwise.fsdp.runtime import Runtime
 from shardwise.fsdp.summary import predict, predict_trace
 from shardwise.pipeline import interpret
+from shardwise.spec.errors import StateError
 from shardwise.testing import run_on_ranks
 
 LAYERS, SEQ, M = 8, 6, 4
@@ -248,3 +249,28 @@ def fail_and_go_on() -> list[bool]:
 
 def test_a_step_that_fails_leaves_nothing_to_the_next():
     assert run_on_ranks(fail_and_go_on, 4, timeout_s=60) == [[True] * 8] * 4
+
+
+def come_late() -> list[bool]:
+    """A gradient comes for a unit that has been reduced: it is refused, on every rank, and the next step is right."""
+    model = pipeline({})
+    runtime = runtime_of(model, "test")
+    sw.train_step(model, batch(), num_microbatches=M)
+    expected = gradients(model)
+    full = runtime.units[-1].groups[0].fulls[0]
+
+    def bring(_step: Any) -> None:
+        full.grad = torch.zeros_like(full)
+
+    with (
+        mock.patch.object(interpret._Step, "finish", bring),
+        pytest.raises(StateError, match=rf"arrived while unit '{runtime.units[-1].name}' was not gathered"),
+    ):
+        sw.train_step(model, batch(), num_microbatches=M)
+    model.zero_grad()
+    sw.train_step(model, batch(), num_microbatches=M)
+    return [full.grad is None, equal(expected, gradients(model))]
+
+
+def test_a_gradient_that_comes_after_its_unit_was_reduced_is_refused():
+    assert run_on_ranks(come_late, 4, timeout_s=60) == [[True] * 2] * 4
