@@ -147,7 +147,7 @@ class Onlooker:
         do = interpret._Step.do
         gc.collect()
         self._count.see_all_objects()
-        self._before = set(self._count._sizes)
+        self._before = {key for key, size in self._count._sizes.items() if size}
         base = self._count.live_bytes
 
         def see(step: Any, action: Any) -> None:
