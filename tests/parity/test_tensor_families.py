@@ -18,7 +18,7 @@ pytestmark = pytest.mark.preload("transformers.models.t5.modeling_t5", "transfor
 
 VOCAB, SEQ = 41, 8
 #: Their norms compute in fp32 whatever the dtype.
-ROUNDS = ("llama", "qwen3", "mixtral", "t5", "gemma2", "cohere")
+ROUNDS = ("llama", "qwen3", "mixtral", "t5", "gemma2", "cohere", "apertus")
 
 
 @dataclass(frozen=True)
@@ -82,6 +82,8 @@ def _build(name: str, changes: dict[str, Any]) -> nn.Module:  # noqa: PLR0911 - 
         return tf.Gemma2ForCausalLM(tf.Gemma2Config(**decoder, head_dim=4))
     if name == "cohere":  # norms of each head
         return tf.CohereForCausalLM(tf.CohereConfig(**decoder, use_qk_norm=True))
+    if name == "apertus":  # its activation learns two slopes
+        return tf.ApertusForCausalLM(tf.ApertusConfig(**decoder))
     if name == "gpt2":
         rates = dict.fromkeys(("attn_pdrop", "embd_pdrop", "resid_pdrop"), 0.0)
         sizes = {"vocab_size": VOCAB, "n_positions": 16, "n_embd": 16, "n_layer": 2, "n_head": 4, "use_cache": False}
@@ -110,6 +112,7 @@ def test_every_family_equals_one_process():
         Family(name="mixtral", has_labels=True, dtype=torch.float32, num_microbatches=2),
         Family(name="gemma2", has_labels=True, dtype=torch.float32),
         Family(name="cohere", has_labels=True, dtype=torch.float32),
+        Family(name="apertus", has_labels=True, dtype=torch.float32),
         Family(name="gpt2", has_labels=True, dtype=torch.float32),
         Family(name="t5", has_labels=True, dtype=torch.float32, max_norm=0.3, model=(("dropout_rate", 0.2),)),
         Family(name="t5", model=(("feed_forward_proj", "gated-gelu"), ("tie_word_embeddings", False))),

@@ -121,3 +121,63 @@ def test_what_is_unusual_is_right():
         assert "Scaled has a forward of its own" in found["subclass"]
         assert found["loss"] == pytest.approx(found["plain"], rel=1e-5)
         assert found["reader"] == (0, 1)
+
+
+class Learned(nn.Module):
+    """A block whose activation learns its slope between the layers that are cut."""
+
+    def __init__(self, num_slopes: int = 1) -> None:
+        super().__init__()
+        self.norm, self.up, self.act = nn.LayerNorm(4), nn.Linear(4, 8), nn.PReLU(num_slopes)
+        self.down = nn.Linear(8, 4)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return x + self.down(self.act(self.up(self.norm(x))))
+
+
+LAYERS = {"*.up": "colwise", "*.down": "rowwise"}
+SHARED = LAYERS | {"*.act": "replicated_with_grad_allreduce"}
+DIVIDED = LAYERS | {"*.act.weight": "colwise"}
+
+
+def learned(num_slopes: int = 1) -> nn.Module:
+    torch.manual_seed(0)
+    return nn.Sequential(Learned(num_slopes), Learned(num_slopes)).double()
+
+
+def trained(model: nn.Module) -> nn.Module:
+    optimizer = torch.optim.AdamW(model.parameters(), lr=0.1)
+    for _ in range(3):
+        model(torch.linspace(-1, 1, 12, dtype=torch.float64).view(3, 4)).pow(2).sum().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    return model
+
+
+def use_own_features() -> dict[str, Any]:
+    found: dict[str, Any] = {}
+    plans: dict[str, dict[str, Any]] = {
+        "ddp": {"strategy": "ddp"},
+        "zero3": {},
+        "recomputed": {"activation_checkpointing": "full"},
+        "16 bit": {"mp_policy": sw.PrecisionPolicy(param_dtype="bf16")},
+    }
+    for name, plan in plans.items():
+        model = sw.parallelize(learned().float(), sw.ParallelPlan(tp=2, tp_plan=LAYERS, **plan))
+        found[name] = message(RankDisagreement, lambda model=model: model(torch.ones(3, 4)).sum().backward())
+    for name, slopes, table in (("one", 1, SHARED), ("each", 8, DIVIDED)):
+        model = trained(sw.parallelize(learned(slopes), sw.ParallelPlan(tp=2, tp_plan=table)))
+        state, plain = sw.full_state_dict(model), trained(learned(slopes)).state_dict()
+        found[name] = max([0.0, *((state[key] - plain[key]).abs().max().item() for key in state)])
+    return found
+
+
+def test_parameters_that_are_used_with_own_features_are_refused_or_right():
+    first, second = run_on_ranks(use_own_features, 2)
+    for name in ("ddp", "zero3", "recomputed", "16 bit"):
+        assert first[name] == second[name]
+        assert "hold '1.act.weight' and 1 more whole, but got different gradients" in first[name]
+        assert "tp_plan={'*.act': 'replicated_with_grad_allreduce'}" in first[name]
+        assert "tp_plan={'*.act.weight': 'colwise'}" in first[name]
+    assert first["one"] < 1e-12
+    assert first["each"] < 1e-12

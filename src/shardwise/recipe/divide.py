@@ -17,6 +17,7 @@ from shardwise.fsdp.materialize import Source, fill_parts
 from shardwise.spec.plan import ParallelPlan
 from shardwise.tensor.agreement import Agreement
 from shardwise.tensor.apply import apply_cuts, part_of
+from shardwise.tensor.copies import Copies
 from shardwise.tensor.cut import Cuts, find_cuts
 
 if TYPE_CHECKING:
@@ -56,6 +57,7 @@ def divide(
         apply_cuts(model, cuts, tp)
         if tp.device.type != "meta":
             Agreement(tp).install(model)
+            Copies(tp).install(model)
         notes += cuts.notes
     if comms.cp is not None:
         multiple = plan.tp if plan.sequence_parallel else 1

@@ -157,6 +157,9 @@ TABLES: dict[str, dict[str, str]] = {
         "q_norm.weight": "colwise",  # (heads, width of a head); only with use_qk_norm
         "k_norm.weight": "colwise",
     },
+    "transformers.models.apertus.modeling_apertus.ApertusMLP": {
+        "act_fn": "replicated_with_grad_allreduce",  # xIELU learns its two slopes, of all features
+    },
     "transformers.models.vit.modeling_vit.ViTMLP": {"fc1": "colwise", "fc2": "rowwise"},
 }
 

@@ -1,0 +1,115 @@
+"""What all ranks of ``tp`` hold whole must get the same gradient on all of them. It is looked at once.
+
+A parameter that every rank uses with its own features, such as that of an activation between a column- and a
+row-parallel layer, gets on each a part of its gradient: every shape is right, and the copies drift apart. No table of
+styles can tell where a model's own code calls its modules, but the first gradients can.
+"""
+
+from __future__ import annotations
+
+import math
+import re
+from collections.abc import Sequence
+from functools import partial
+
+import torch
+from torch import Tensor, nn
+from torch.utils.hooks import RemovableHandle
+
+from shardwise.comm.base import Comm
+from shardwise.comm.control import all_gather_json
+from shardwise.spec.errors import RankDisagreement
+from shardwise.spec.slice import slice_of
+
+#: How far what should be the same may be apart: on the CPU nothing is, but elsewhere kernels may add in any order.
+_ROUNDING, _ROUNDING_16_BIT = 1e-3, 2e-2
+
+
+class Copies:
+    """Compares the first gradient of every parameter that is not cut, at the end of the backward that made it.
+
+    Args:
+        comm: On ``tp``.
+
+    Collective:
+        Two small all-gathers on ``tp`` at the end of a backward in which parameters got their first (finite) gradient.
+    """
+
+    def __init__(self, comm: Comm) -> None:
+        self._comm = comm
+        self._hooks: dict[str, RemovableHandle] = {}  # on parameters that are not compared yet
+        self._seen: dict[str, tuple[float, float, int, float]] = {}
+
+    def install(self, model: nn.Module) -> None:
+        """Look at the first gradients of what ``model``, already cut, holds whole."""
+        for path, module in model.named_modules():
+            whole = [name for name, parameter in module.named_parameters(recurse=False) if not _is_cut(parameter)]
+            if whole:
+                call = _FirstCall(self, path, whole)
+                call.handle = module.register_forward_hook(call)
+
+    def watch(self, name: str, parameter: Tensor) -> None:
+        """Look at the next gradient of ``parameter``."""
+        self._hooks[name] = parameter.register_hook(partial(self._note, name))
+
+    def _note(self, name: str, gradient: Tensor | None) -> None:
+        if gradient is None or gradient.layout != torch.strided or not gradient.numel():
+            self._hooks.pop(name).remove()  # none, where a linear layer's is computed later: those have divided shapes
+            return
+        if not self._seen:
+            # As at_end_of_backward in fsdp.torch_private, of a floor that this one does not see.
+            torch.autograd.Variable._execution_engine.queue_callback(self._compare)  # type: ignore[attr-defined]  # noqa: SLF001
+        rounding = _ROUNDING if gradient.element_size() > 2 else _ROUNDING_16_BIT
+        values = torch.view_as_real(gradient) if gradient.is_complex() else gradient
+        norm, total = torch.linalg.vector_norm(values).item(), values.sum().item()
+        self._seen[name] = norm, total, values.numel(), rounding
+
+    def _compare(self) -> None:
+        seen, self._seen = self._seen, {}
+        told = all_gather_json(self._comm, {name: found[:2] for name, found in seen.items()})
+        apart = []
+        for name, (_, _, numel, rounding) in seen.items():
+            found = [other.get(name, (0.0, 0.0)) for other in told]
+            if not all(math.isfinite(value) for pair in found for value in pair):
+                continue  # an overflow of 16 bit: the next gradient tells
+            self._hooks.pop(name).remove()
+            norms, sums = zip(*found, strict=True)
+            allowed = rounding * max(norms)
+            if max(norms) - min(norms) > allowed or max(sums) - min(sums) > allowed * math.sqrt(numel):
+                apart.append(name)
+        if apart:
+            name = apart[0]
+            more = f" and {len(apart) - 1} more" if len(apart) > 1 else ""
+            pattern = re.sub(r"\b\d+(?=\.)", "*", name)
+            raise RankDisagreement(
+                f"all {len(told)} ranks of a tensor-parallel group hold {name!r}{more} whole, but got different"
+                " gradients: each uses it with its own features or heads, as between a column- and a row-parallel"
+                " layer.\n"
+                f"  Have its gradients added up, tp_plan={{{pattern.rpartition('.')[0]!r}:"
+                " 'replicated_with_grad_allreduce'}, or, where it has one value per feature, divide it,"
+                f" tp_plan={{{pattern!r}: 'colwise'}}."
+            )
+
+
+class _FirstCall:
+    """Forward hook of a module: the parameters that autograd knows are there only while it runs (``fsdp.unit``)."""
+
+    def __init__(self, copies: Copies, path: str, names: Sequence[str]) -> None:
+        self.handle: RemovableHandle | None = None
+        self._copies, self._path, self._names = copies, path, names
+
+    def __call__(self, module: nn.Module, _args: object, _output: object) -> None:
+        """The module has run."""
+        if not torch.is_grad_enabled() or self.handle is None:
+            return
+        self.handle.remove()
+        self.handle = None
+        for name in self._names:
+            parameter = module._parameters[name]  # noqa: SLF001 - as it computed, whatever named_parameters shows
+            if parameter is not None and parameter.requires_grad:
+                self._copies.watch(f"{self._path}.{name}" if self._path else name, parameter)
+
+
+def _is_cut(parameter: nn.Parameter) -> bool:
+    held = slice_of(parameter)
+    return held is not None and bool(held.cuts)
