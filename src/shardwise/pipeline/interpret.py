@@ -304,7 +304,8 @@ class _Step:
         stage, microbatch = action.stage, action.microbatch
         tape = self._tapes.pop((stage, microbatch))
         self._job.enter(stage, microbatch)
-        with self._its.deferral.to(tape.weights):  # what is recomputed defers as well
+        again = self._its.stages.again(stage, self._flow, tape.received)
+        with again, self._its.deferral.to(tape.weights):  # what is recomputed defers as well
             if stage == self._its.stages.num_stages - 1:
                 self._job.backward([self._job.scale(tape.outputs[0] / len(self._job.parts))])
             else:

@@ -1,16 +1,19 @@
 """One rank's stages: how the model's own forward is run for one of them.
 
-Every element's ``forward`` is replaced on the instance. In a pass of stage ``s`` the elements of ``s`` compute. Those
-of other stages give what this rank received of them, or zeros where nobody needs it. After the stage's last element an
-exception ends the model's forward, inside the hooks of the model, for which the pass is an ordinary call.
+Every element's call is replaced on the instance. In a pass of stage ``s`` the elements of ``s`` compute, with their
+hooks. Those of other stages give what this rank received of them, or zeros where nobody needs it. After the stage's
+last element the next call of one ends the model's forward by an exception, inside the engine's hooks of the model, for
+which the pass is an ordinary call. What a checkpoint of the model's own computes again in backward is no call of a
+pass.
 """
 
 from __future__ import annotations
 
+import contextlib
 import inspect
 import weakref
 from collections import OrderedDict
-from collections.abc import Callable, Hashable, Mapping, Sequence
+from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -21,9 +24,10 @@ from shardwise.comm.base import Comm
 from shardwise.comm.control import agree, all_gather_json
 from shardwise.pipeline.agreement import Agreement
 from shardwise.pipeline.element import Element, own_forward
+from shardwise.pipeline.nested import nested_error, refused_nested
 from shardwise.pipeline.split import StandIn
-from shardwise.pipeline.trace import Flow, Leaf, Source, Tracer, inside_of_blocks, shape_key, zeros
-from shardwise.spec.errors import RankDisagreement, StateError
+from shardwise.pipeline.trace import Call, Flow, Leaf, Source, Tracer, inside_of_blocks, shape_key, zeros
+from shardwise.spec.errors import PlanError, RankDisagreement, StateError
 
 #: Kinds of batches that are remembered.
 _MAX_FLOWS = 256
@@ -58,7 +62,8 @@ class Stages:
         self._flows: OrderedDict[Hashable, Flow] = OrderedDict()
         self.keepers: dict[str, int] = {}  # which stage has the state of an element that every stage holds
         self._tracer: Tracer | None = None
-        self._pass: _Pass | None = None
+        self._without_grad: list[tuple[str, Tensor]] = []  # what elements gave that were called with grad off
+        self._pass: _Pass | _Again | None = None
         self._sketch = sketch
         self._model = weakref.ref(model)
         self._root = own_forward(model)
@@ -66,12 +71,13 @@ class Stages:
         for index, element in enumerate(elements):
             if not isinstance(element.module, StandIn):
                 element.forward = own_forward(element.module)
-                element.module.register_forward_hook(_AfterElement(me))
+                _replace_call(element.module, _ElementCall(me, index, element.module))
             assert element.sketch is not None
             element.sketched = own_forward(element.sketch)
             for module in (element.module, element.sketch):
                 module.__dict__["forward"] = _ElementForward(me, index, module)
         model.__dict__["forward"] = _RootForward(self, model)
+        _replace_call(model, _RootCall(me, model))
 
     @property
     def trains(self) -> bool:
@@ -126,6 +132,11 @@ class Stages:
         return key, self._flows[key]
 
     def _trace(self, batch: Any, call: Callable[[nn.Module, Any], Any]) -> Flow:
+        elements = [] if torch.is_grad_enabled() else [element.sketch for element in self.elements]
+        with refused_nested(self._sketch, elements):
+            return self._trace_twice(batch, call)
+
+    def _trace_twice(self, batch: Any, call: Callable[[nn.Module, Any], Any]) -> Flow:
         try:
             return self._traced(batch, call, writes_in_place=False)
         except RuntimeError:  # what takes no memory cannot be written to, which torch says in several ways
@@ -142,9 +153,20 @@ class Stages:
             self._tracer = Tracer(self.device, writes_in_place=writes_in_place)
             try:
                 output = call(self._sketch, batch)
+                for name, tensor in self._without_grad:
+                    if not tensor.is_leaf or not tensor.requires_grad:
+                        raise _reentrant(name)
                 return self._tracer.finish(output, self.num_stages)
             finally:
                 self._tracer = None
+                self._without_grad.clear()
+
+    def _traced_call(self, tracer: Tracer, element: Element, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        output = tracer.call(element, args, kwargs)
+        if not torch.is_grad_enabled():
+            made = (leaf for leaf in tree_flatten(output)[0] if isinstance(leaf, Tensor))
+            self._without_grad += [(element.name, leaf) for leaf in made if leaf.is_leaf and leaf.requires_grad]
+        return output
 
     def run(self, stage: int, flow: Flow, received: Mapping[Source, Tensor], forward: Callable[[], Any]) -> Any:
         """One pass of a stage.
@@ -165,28 +187,40 @@ class Stages:
         finally:
             self._pass = None
 
-    def call_element(self, element: Element, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """An element was called."""
+    @contextlib.contextmanager
+    def again(self, stage: int, flow: Flow, received: Mapping[Source, Tensor]) -> Iterator[None]:
+        """Around the backward of a pass: checkpoints of the model's own call elements there once more."""
+        self._pass = _Again(stage, flow, received)
+        try:
+            yield
+        finally:
+            self._pass = None
+
+    @property
+    def is_inner(self) -> bool:
+        """What runs is a pass of a stage that does not end with what the model returns."""
+        return isinstance(self._pass, _Pass) and not self._pass.is_last
+
+    def call_element(
+        self, element: Element, compute: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> Any:
+        """An element was called, which ``compute`` computes."""
         if self._tracer is not None:
-            return self._tracer.call(element, args, kwargs)
+            return self._traced_call(self._tracer, element, args, kwargs)
         if self._pass is None:
             raise _not_whole(element.name)
-        return self._pass.call(element, args, kwargs, self.device)
-
-    def after_element(self, output: Any) -> None:
-        """An element has returned ``output``."""
-        if self._pass is not None:
-            self._pass.after_call(output)
+        return self._pass.call(element, compute, args, kwargs, self.device)
 
     def call_root(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """The model was called."""
-        if self._pass is None:
+        if not isinstance(self._pass, _Pass):
             raise _not_whole("the model")
         self._pass.number = 0
         try:
-            return self._root(*args, **kwargs)
+            output = self._root(*args, **kwargs)
         except _StageEnd:
-            return self._pass.handed_on()
+            output = None
+        return output if self._pass.is_last else self._pass.handed_on()
 
 
 class _StageEnd(Exception):  # noqa: N818 - no error; an Exception, because torch then still runs hooks that ask for it
@@ -198,13 +232,34 @@ class _Pass:
 
     def __init__(self, stage: int, flow: Flow, received: Mapping[Source, Tensor], *, is_last: bool) -> None:
         self.number = 0  # of the next call
+        self.is_last = is_last
         self._stage = stage
         self._flow = flow
         self._received = received
-        self._is_last = is_last
         self._made: dict[Source, Tensor] = {}
+        self._has_grad = torch.is_grad_enabled()
+        self._without_grad: list[tuple[str, Tensor]] = []  # what was made with grad off
+        self._computing: Element | None = None
+        self._is_over = False
 
-    def call(self, element: Element, args: tuple[Any, ...], kwargs: dict[str, Any], device: torch.device) -> Any:
+    def call(
+        self,
+        element: Element,
+        compute: Callable[..., Any],
+        args: tuple[Any, ...],
+        kwargs: dict[str, Any],
+        device: torch.device,
+    ) -> Any:
+        """What the element returns.
+
+        Raises:
+            _StageEnd: The stage has computed everything. Not as soon as it has: what the last element returns may be
+                its last output only when whatever the model has put around the call, a checkpoint, has returned.
+        """
+        if self._computing is element:  # its forward, by its own call
+            return compute(*args, **kwargs)
+        if self._is_over:
+            raise _StageEnd
         number, self.number = self.number, self.number + 1
         flow = self._flow
         call = flow.calls[number] if number < len(flow.calls) else None
@@ -216,45 +271,109 @@ class _Pass:
                 "  Take out what chooses by value or at random (layer drop), or set pp=1."
             )
         if call.leaves is None:
-            return element.forward(*args, **kwargs)
-        if call.stage == self._stage:
-            return element.forward(*args, **kwargs)
-        received, flow = self._received, self._flow
+            return self._computed(element, compute, args, kwargs)
+        if call.stage != self._stage:
+            return _given(call, number, self._received, (args, kwargs), device, is_copied=flow.writes_in_place)
+        output = self._computed(element, compute, args, kwargs)
+        if not self.is_last:
+            self._keep(number, output)
+            self._is_over = number == flow.last_call[self._stage]
+        return output
 
-        def give(place: int, leaf: Leaf) -> Any:
-            assert leaf.dtype is not None
-            given = received.get((number, place))
-            if given is None:
-                given = zeros(leaf.shape, leaf.dtype, device)
-            return given.clone(memory_format=torch.contiguous_format) if flow.writes_in_place else given
-
-        return call.give(tree_flatten((args, kwargs))[0], give)
-
-    def after_call(self, output: Any) -> None:
-        """The newest call has returned ``output``, and the module's hooks have run.
-
-        Raises:
-            _StageEnd: It was the stage's last.
-        """
-        number, flow = self.number - 1, self._flow
-        if self._is_last or flow.calls[number].stage != self._stage or flow.calls[number].leaves is None:
-            return
-        self._keep(number, output)
-        if number == flow.last_call[self._stage]:
-            raise _StageEnd
+    def _computed(
+        self, element: Element, compute: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> Any:
+        self._computing = element
+        try:
+            return compute(*args, **kwargs)
+        finally:
+            self._computing = None
 
     def _keep(self, number: int, output: Any) -> None:
         wanted = [source for source in self._flow.crossing[self._stage] if source[0] == number]
         if wanted:
             leaves = tree_flatten(output)[0]
-            goes_on = self._flow.writes_in_place and number != self._flow.last_call[self._stage]
             for source in wanted:
                 leaf = leaves[source[1]]
-                self._made[source] = leaf.clone() if goes_on else leaf
+                if leaf.is_nested:
+                    raise nested_error(self._flow.calls[number].element.name)
+                self._made[source] = leaf.clone() if self._flow.writes_in_place else leaf
+                if self._has_grad and not torch.is_grad_enabled():
+                    self._without_grad.append((self._flow.calls[number].element.name, leaf))
 
     def handed_on(self) -> tuple[Tensor, ...]:
+        """What the stage gives to the next one."""
+        for name, leaf in self._without_grad:
+            if leaf.requires_grad:  # by now
+                raise _reentrant(name)
         every = {**self._received, **self._made}
         return tuple(every[source] for source in self._flow.crossing[self._stage])
+
+
+class _Again:
+    """The backward of a pass of one stage."""
+
+    def __init__(self, stage: int, flow: Flow, received: Mapping[Source, Tensor]) -> None:
+        self._stage = stage
+        self._flow = flow
+        self._received = received
+
+    def call(
+        self,
+        element: Element,
+        compute: Callable[..., Any],
+        args: tuple[Any, ...],
+        kwargs: dict[str, Any],
+        device: torch.device,
+    ) -> Any:
+        """What the element returned in the pass."""
+        flow = self._flow
+        calls = [(number, call) for number, call in enumerate(flow.calls) if call.element is element]
+        if all(call.leaves is None or call.stage == self._stage for _, call in calls):
+            return compute(*args, **kwargs)
+        if len(calls) > 1:
+            raise StateError(
+                f"a checkpoint in the model's forward computes {element.name!r} again, which the forward calls"
+                f" {len(calls)} times on several pipeline stages: which of them this is cannot be known.\n"
+                '  Checkpoint inside of it, or let shardwise do it: activation_checkpointing="full".'
+            )
+        ((number, call),) = calls
+        return _given(call, number, self._received, (args, kwargs), device, is_copied=flow.writes_in_place)
+
+
+def _given(
+    call: Call,
+    number: int,
+    received: Mapping[Source, Tensor],
+    arguments: Any,
+    device: torch.device,
+    *,
+    is_copied: bool,
+) -> Any:
+    """What a call on another stage gives here."""
+
+    def give(place: int, leaf: Leaf) -> Any:
+        assert leaf.dtype is not None
+        given = received.get((number, place))
+        if given is None:
+            given = zeros(leaf.shape, leaf.dtype, device)
+        return given.clone(memory_format=torch.contiguous_format) if is_copied else given
+
+    return call.give(tree_flatten(arguments)[0], give)
+
+
+class _ElementCall:
+    """Stands for the call of an element that this rank has, with its hooks."""
+
+    def __init__(self, stages: weakref.ref[Stages], index: int, module: nn.Module) -> None:
+        self._stages = stages
+        self._index = index
+        self._call = _own_call(module)
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        stages = self._stages()
+        assert stages is not None
+        return stages.call_element(stages.elements[self._index], self._call, args, kwargs)
 
 
 class _ElementForward:
@@ -269,19 +388,8 @@ class _ElementForward:
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         stages = self._stages()
         assert stages is not None
-        return stages.call_element(stages.elements[self._index], args, kwargs)
-
-
-class _AfterElement:
-    """Forward hook of an element, after all others."""
-
-    def __init__(self, stages: weakref.ref[Stages]) -> None:
-        self._stages = stages
-
-    def __call__(self, _module: nn.Module, _args: object, output: object) -> None:
-        stages = self._stages()
-        if stages is not None:
-            stages.after_element(output)
+        element = stages.elements[self._index]
+        return stages.call_element(element, element.forward, args, kwargs)
 
 
 class _RootForward:
@@ -295,10 +403,68 @@ class _RootForward:
         return self._stages.call_root(args, kwargs)
 
 
+class _RootCall:
+    """Stands for the call of the model, with its hooks: on inner stages those of the engine alone."""
+
+    def __init__(self, stages: weakref.ref[Stages], model: nn.Module) -> None:
+        self._stages = stages
+        self._model = weakref.ref(model)
+        self._call = _own_call(model)
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        stages, model = self._stages(), self._model()
+        assert model is not None
+        hides = stages is not None and stages.is_inner
+        with _hidden_hooks(model) if hides else contextlib.nullcontext():
+            return self._call(*args, **kwargs)
+
+
+@contextlib.contextmanager
+def _hidden_hooks(model: nn.Module) -> Iterator[None]:
+    """Without the user's hooks on what ``model`` returns: an inner stage returns activations."""
+    held = {name: model.__dict__[name] for name in ("_forward_hooks", "_backward_hooks", "_backward_pre_hooks")}
+    for name, hooks in held.items():
+        ours = ((key, hook) for key, hook in hooks.items() if getattr(hook, "__module__", "").startswith("shardwise."))
+        model.__dict__[name] = OrderedDict(ours)
+    try:
+        yield
+    finally:
+        model.__dict__.update(held)
+
+
+def _own_call(module: nn.Module) -> Callable[..., Any]:
+    """A module's call, hooks and all, by a weak reference to the module."""
+    compiled = module._compiled_call_impl  # noqa: SLF001 - what torch's own __call__ asks
+    if compiled is not None:
+        return compiled
+    reference, function = weakref.ref(module), type(module)._call_impl  # noqa: SLF001 - the same
+
+    def call(*args: Any, **kwargs: Any) -> Any:
+        held = reference()
+        assert held is not None
+        return function(held, *args, **kwargs)
+
+    return call
+
+
+def _replace_call(module: nn.Module, call: Callable[..., Any]) -> None:
+    """Have ``module(...)`` call ``call``: on the instance, whose class and ``forward`` others look at."""
+    compiled = module._compiled_call_impl  # noqa: SLF001
+    module.__dict__["_call_impl" if compiled is None else "_compiled_call_impl"] = call
+
+
 def _not_whole(what: str) -> StateError:
     return StateError(
         f"{what} was called, but this rank holds some of its pipeline stages only.\n"
         "  Call sw.train_step(model, batch, ...) on every rank, or sw.eval_step where nothing is trained."
+    )
+
+
+def _reentrant(name: str) -> PlanError:
+    return PlanError(
+        f"the model's forward calls {name!r} in a checkpoint with use_reentrant=True, which cuts off the gradients of"
+        " what pipeline stages send each other.\n"
+        '  Checkpoint with use_reentrant=False, or let shardwise do it: activation_checkpointing="full".'
     )
 
 

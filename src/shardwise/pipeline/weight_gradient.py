@@ -8,6 +8,7 @@ has time. Whatever else has parameters (norms, embeddings) is done with the inpu
 from __future__ import annotations
 
 import contextlib
+import inspect
 import weakref
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
@@ -121,9 +122,11 @@ class _LinearForward:
         self._deferral = deferral
         self._module = weakref.ref(module)
         self._is_transposed = _is_transposed(module)
+        self.__signature__ = inspect.signature(module.forward)
 
-    def __call__(self, given: Tensor) -> Tensor:
+    def __call__(self, *args: Any, **kwargs: Any) -> Tensor:
         module: Any = self._module()
+        (given,) = self.__signature__.bind(*args, **kwargs).args if kwargs or len(args) != 1 else args
         return self._deferral.linear(given, module.weight, module.bias, is_transposed=self._is_transposed)
 
 
