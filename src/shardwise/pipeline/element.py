@@ -7,6 +7,7 @@ every stage. An element without parameters is held by every stage.
 
 from __future__ import annotations
 
+import contextlib
 import copy
 import weakref
 from collections.abc import Callable, Collection, Iterable, Iterator
@@ -23,6 +24,25 @@ def _not_installed(*_args: Any, **_kwargs: Any) -> Any:
     raise StateError("an element of another stage was to be computed: this is a bug in shardwise.")
 
 
+@dataclass(frozen=True)
+class Lent:
+    """A parameter or buffer of a sketch.
+
+    Attributes:
+        name: As the element knows it.
+        registry: Of the module that has it: its parameters, or its buffers.
+        key: In there.
+        on_meta: Itself.
+        zeros: What is seen from outside of the element: zeros that take no memory, where activations are.
+    """
+
+    name: str
+    registry: dict[str, Any]
+    key: str
+    on_meta: Tensor
+    zeros: Tensor
+
+
 @dataclass(eq=False)
 class Element:
     """One of them.
@@ -35,6 +55,7 @@ class Element:
         stages: Those that hold it, ascending; none: all of them do.
         forward: Computes it, without the module's hooks.
         sketched: The same of the sketch.
+        lent: What the sketch holds on ``meta``, and shows as zeros to whoever looks at it from outside.
     """
 
     paths: list[str]
@@ -44,6 +65,7 @@ class Element:
     stages: tuple[int, ...] = ()
     forward: Callable[..., Any] = _not_installed
     sketched: Callable[..., Any] = _not_installed
+    lent: list[Lent] = field(default_factory=list, repr=False)
     numel: int = field(init=False)
 
     def __post_init__(self) -> None:
@@ -59,6 +81,18 @@ class Element:
     def has_parameters(self) -> bool:
         """It belongs to a stage, or to several that each hold a copy."""
         return self.numel > 0
+
+    @contextlib.contextmanager
+    def on_meta(self) -> Iterator[None]:
+        """Let the sketch compute shapes with what it holds on ``meta``."""
+        for lent in self.lent:
+            lent.registry[lent.key] = lent.on_meta
+        try:
+            yield
+        finally:
+            for lent in self.lent:
+                if lent.registry.get(lent.key) is lent.on_meta:
+                    lent.registry[lent.key] = lent.zeros
 
 
 def find_elements(model: nn.Module, blocks: Collection[str], starts: Collection[str] = ()) -> list[Element]:
@@ -152,9 +186,43 @@ def _on_meta(tensor: Tensor) -> Tensor:
     return empty
 
 
-def _as_zeros(parameter: nn.Parameter) -> nn.Parameter:
-    zeros = torch.zeros((), dtype=parameter.dtype, device=parameter.device).expand(parameter.shape)
-    return nn.Parameter(zeros, requires_grad=False)
+def _as_zeros(tensor: Tensor, device: torch.device | None = None) -> Tensor:
+    zeros = torch.zeros((), dtype=tensor.dtype, device=device or tensor.device).expand(tensor.shape)
+    return nn.Parameter(zeros, requires_grad=False) if isinstance(tensor, nn.Parameter) else zeros
+
+
+def lend_zeros(model: nn.Module, elements: Iterable[Element], device: torch.device) -> None:
+    """Let a sketch, looked at from outside of its elements, hold zeros where activations are, to compute with.
+
+    Args:
+        model: The sketch.
+        elements: Those of the model.
+        device: Where activations are.
+    """
+    lent: dict[int, Tensor] = {}
+    for element in elements:
+        if element.has_parameters and element.sketch is not None:
+            element.lent = [
+                Lent(name, registry, key, tensor, lent.setdefault(id(tensor), _as_zeros(tensor, device)))
+                for name, registry, key, tensor in _registered(element.sketch)
+                if tensor.is_meta
+            ]
+    own = {id(found.registry) for element in elements for found in element.lent}
+    for _, registry, key, tensor in _registered(model):
+        if tensor.is_meta and device.type != "meta" and id(registry) not in own:
+            is_parameter = isinstance(tensor, nn.Parameter)
+            registry[key] = _as_zeros(tensor, device) if is_parameter else torch.zeros_like(tensor, device=device)
+    for element in elements:
+        for found in element.lent:
+            found.registry[found.key] = found.zeros
+
+
+def _registered(model: nn.Module) -> Iterator[tuple[str, dict[str, Any], str, Tensor]]:
+    for path, module in model.named_modules():
+        for registry in (module._parameters, module._buffers):  # noqa: SLF001 - what setattr would check, has been
+            for key, tensor in registry.items():
+                if tensor is not None:
+                    yield f"{path}.{key}" if path else key, registry, key, tensor
 
 
 def own_forward(module: nn.Module) -> Callable[..., Any]:

@@ -23,7 +23,7 @@ from torch.utils._pytree import tree_flatten
 from shardwise.comm.base import Comm
 from shardwise.comm.control import agree, all_gather_json
 from shardwise.pipeline.agreement import Agreement
-from shardwise.pipeline.element import Element, own_forward
+from shardwise.pipeline.element import Element, lend_zeros, own_forward
 from shardwise.pipeline.nested import nested_error, refused_nested
 from shardwise.pipeline.split import StandIn
 from shardwise.pipeline.trace import Call, Flow, Leaf, Source, Tracer, inside_of_blocks, shape_key, zeros
@@ -76,6 +76,7 @@ class Stages:
             element.sketched = own_forward(element.sketch)
             for module in (element.module, element.sketch):
                 module.__dict__["forward"] = _ElementForward(me, index, module)
+        lend_zeros(sketch, elements, device)
         model.__dict__["forward"] = _RootForward(self, model)
         _replace_call(model, _RootCall(me, model))
 
@@ -150,13 +151,13 @@ class Stages:
     def _traced(self, batch: Any, call: Callable[[nn.Module, Any], Any], *, writes_in_place: bool) -> Flow:
         devices = [] if self.device.type != "cuda" else [self.device]
         with torch.random.fork_rng(devices=devices), torch.enable_grad():
-            self._tracer = Tracer(self.device, writes_in_place=writes_in_place)
+            self._tracer = Tracer(self.elements, self.device, writes_in_place=writes_in_place)
             try:
-                output = call(self._sketch, batch)
+                flow = self._tracer.run(lambda: call(self._sketch, batch), self._sketch, self.num_stages)
                 for name, tensor in self._without_grad:
                     if not tensor.is_leaf or not tensor.requires_grad:
                         raise _reentrant(name)
-                return self._tracer.finish(output, self.num_stages)
+                return flow
             finally:
                 self._tracer = None
                 self._without_grad.clear()

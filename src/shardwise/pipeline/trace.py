@@ -1,8 +1,8 @@
 """Which tensors go from stage to stage, for one shape of batch: found by a forward that computes nothing.
 
 Every element gives zeros that take no memory, of the shapes that its sketch on ``meta`` has; what the model does
-between its elements is really run on them. The zeros require grad, so that autograd tells from which elements' outputs
-a value was computed. All ranks trace the same model, and find the same.
+between its elements is really run on them. They are marked, and marks tell from which elements' outputs, and from which
+weights, a value was computed. All ranks trace the same model, and find the same.
 """
 
 from __future__ import annotations
@@ -20,10 +20,30 @@ from torch import Tensor, nn
 from torch.utils._pytree import TreeSpec, tree_flatten, tree_unflatten
 
 from shardwise.pipeline.element import Element
+from shardwise.pipeline.marks import Marks
 from shardwise.spec.errors import PlanError
 
 #: An output of an element: the number of the call that made it, and its place among the leaves of what that returned.
 Source = tuple[int, int]
+
+
+#: The mark of what lies inside an element.
+_INSIDE = "inside"
+
+
+@dataclass(frozen=True)
+class Weight:
+    """The mark of what an element holds, and the model's forward looks at from outside.
+
+    Attributes:
+        names: In the model: several where it is tied.
+        owner: The first element that holds it.
+        stages: All that have it.
+    """
+
+    names: tuple[str, ...]
+    owner: str
+    stages: tuple[int, ...]
 
 
 @dataclass(frozen=True)
@@ -50,6 +70,7 @@ class Call:
     Attributes:
         element: Which.
         inputs: Outputs of earlier calls from which its arguments were computed.
+        weights: What its arguments were computed from besides.
         leaves: What it returns; ``None`` for one that is run on every stage, because it depends on the batch alone.
         spec: Of the nest in which the leaves lie.
         stage: Which computes it.
@@ -58,6 +79,7 @@ class Call:
 
     element: Element
     inputs: frozenset[Source]
+    weights: frozenset[Weight] = frozenset()
     leaves: list[Leaf] | None = None
     spec: TreeSpec | None = None
     stage: int = 0
@@ -86,6 +108,7 @@ class Flow:
             handed and later stages need.
         last_call: The number of each stage's last call.
         writes_in_place: The model writes to what elements return or take: it needs memory of its own.
+        reads_values: The model looks at values of what elements return: it may take another path than was traced.
         learned: What stages were told about each other's activations in steps of this kind.
     """
 
@@ -93,6 +116,7 @@ class Flow:
     crossing: list[tuple[Source, ...]] = field(default_factory=list)
     last_call: list[int] = field(default_factory=list)
     writes_in_place: bool = False
+    reads_values: bool = False
     learned: dict[Hashable, Any] = field(default_factory=dict)
 
     @property
@@ -118,33 +142,49 @@ class Tracer:
     """Follows one forward of the model's sketch, whose elements are to send their calls to :meth:`call`.
 
     Args:
+        elements: Of the model, with stages.
         device: Where activations are.
         writes_in_place: Give what can be written to. It takes the memory of all activations.
     """
 
-    def __init__(self, device: torch.device, *, writes_in_place: bool = False) -> None:
+    def __init__(self, elements: Sequence[Element], device: torch.device, *, writes_in_place: bool = False) -> None:
         self._device = device
         self._writes_in_place = writes_in_place
         self._calls: list[Call] = []
-        self._sources: dict[int, Source] = {}  # of placeholders, by id
-        self._held: list[Tensor] = []  # so that no id is used again
+        self._marks = Marks(foreign=None if device.type == "meta" else _INSIDE)
+        for tensor, weight in _weights(elements):
+            self._marks.add(tensor, {weight})
+
+    def run(self, forward: Callable[[], Any], sketch: nn.Module, num_stages: int) -> Flow:
+        """Follow ``forward``, which calls ``sketch``.
+
+        Raises:
+            PlanError: The elements cannot be run stage by stage.
+        """
+        with self._marks.follow():
+            output = forward()
+        held = [value for module in _root_modules(sketch, self._calls) for value in vars(module).values()]
+        return self._finish([*_tensors(output), *_tensors(held)], num_stages)
 
     def call(self, element: Element, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
         """A call of ``element``; returns what stands for its result."""
         arguments, spec = tree_flatten((args, dict(kwargs)))
-        call = Call(element, frozenset(self._reached(arguments)))
+        call = Call(element, *self._reached(arguments))
         if not element.has_parameters:
             assert element.sketch is not None
             state, versions = _state_of(element.sketch), _versions(arguments)
             output = element.sketched(*args, **kwargs)
             call.keeps_state = _state_of(element.sketch) != state
             leaves, _ = tree_flatten(output)
+            found, weights = self._reached(leaves)
             # It depends on the batch alone, or changes what others hold on to: every stage runs it.
-            if _versions(arguments) != versions or not (call.keeps_state or self._reached(leaves)):
+            if _versions(arguments) != versions or not (call.keeps_state or found):
                 self._calls.append(call)
                 return output
+            call.inputs, call.weights = call.inputs | found, call.weights | weights
         else:
-            output = self._sketched(element, arguments, spec)
+            with self._marks.aside():
+                output = self._sketched(element, arguments, spec)
         leaves, call.spec = tree_flatten(output)
         places = {id(argument): place for place, argument in enumerate(arguments) if not _is_constant(argument)}
         call.leaves = [_leaf(leaf, places) for leaf in leaves]
@@ -152,19 +192,14 @@ class Tracer:
         self._calls.append(call)
         return call.give(arguments, lambda place, leaf: self._placeholder((number, place), leaf))
 
-    def finish(self, output: Any, num_stages: int) -> Flow:
-        """What the calls of the forward that gave ``output`` tell.
-
-        Raises:
-            PlanError: The elements cannot be run stage by stage.
-        """
-        tensors = list(_tensors(output))
-        if self._device.type != "meta" and any(tensor.is_meta for tensor in tensors):
-            raise inside_of_blocks()
+    def _finish(self, kept: Sequence[Tensor], num_stages: int) -> Flow:
         flow = Flow(self._calls, writes_in_place=self._writes_in_place)
-        final = frozenset(self._reached(tensors))
+        final, weights = self._reached(kept)
+        flow.reads_values = bool(self._marks.read)
         _settle(flow.calls)
         _check(flow.calls, num_stages)
+        _check_weights([(call.stage, call.weights) for call in flow.calls if call.leaves is not None], num_stages)
+        _check_weights([(num_stages - 1, weights)], num_stages)
         flow.crossing, flow.last_call = _crossing(flow.calls, final, num_stages)
         return flow
 
@@ -174,12 +209,13 @@ class Tracer:
         given = [a.detach().to("meta") if isinstance(a, Tensor) else a for a in arguments]
         before = _versions(given)
         try:
-            leaves, out_spec = _run(element, given, spec)
+            with element.on_meta():
+                leaves, out_spec = _run(element, given, spec)
         except Exception as error:  # noqa: BLE001 - whatever it is, values may be what it lacks
             given = [_real(a) if isinstance(a, Tensor) else b for a, b in zip(arguments, others, strict=True)]
             before = _versions(given)
             try:
-                with _filled(element, self._device):
+                with element.on_meta(), _filled(element, self._device):
                     leaves, out_spec = _run(element, given, spec)
             except Exception as second:
                 raise PlanError(
@@ -203,32 +239,16 @@ class Tracer:
             made.requires_grad_()
         elif self._writes_in_place:
             made = made.contiguous()
-        self._sources[id(made)] = source
-        self._held.append(made)
+        self._marks.add(made, {source})
         return _real(made, detach=False) if self._writes_in_place and made.requires_grad else made
 
-    def _reached(self, values: Iterable[Any]) -> set[Source]:
-        """The outputs of elements from which these were computed."""
-        found: set[Source] = set()
-        nodes: list[Any] = []
-        for value in values:
-            if not isinstance(value, Tensor):
-                continue
-            if id(value) in self._sources:
-                found.add(self._sources[id(value)])
-            elif value.grad_fn is not None:
-                nodes.append(value.grad_fn)
-        seen: set[Any] = set(nodes)
-        while nodes:
-            node = nodes.pop()
-            variable = getattr(node, "variable", None)
-            if variable is not None and id(variable) in self._sources:
-                found.add(self._sources[id(variable)])
-            for below, _ in node.next_functions:
-                if below is not None and below not in seen:
-                    seen.add(below)
-                    nodes.append(below)
-        return found
+    def _reached(self, values: Iterable[Any]) -> tuple[frozenset[Source], frozenset[Weight]]:
+        """The outputs of elements, and the weights, from which these were computed, or on which their being depends."""
+        marks = self._marks.of(values) | self._marks.read
+        if _INSIDE in marks:
+            raise inside_of_blocks()
+        weights = frozenset(mark for mark in marks if isinstance(mark, Weight))
+        return frozenset(mark for mark in marks if isinstance(mark, tuple)), weights
 
 
 def inside_of_blocks() -> PlanError:
@@ -368,6 +388,42 @@ def _check(calls: Sequence[Call], num_stages: int) -> None:
                     "  Name the first module of every stage: PipelinePolicy(first_of_stage=...), or register them in"
                     " the order of forward."
                 )
+
+
+def _check_weights(uses: Iterable[tuple[int, Iterable[Weight]]], num_stages: int) -> None:
+    """A weight is used by a stage that has it."""
+    for stage, weights in uses:
+        foreign = sorted((w for w in weights if stage not in w.stages), key=lambda weight: weight.names)
+        if not foreign:
+            continue
+        first, more = foreign[0], len(foreign) - 1
+        several = f" (and {more} more weights)" if more else ""
+        raise PlanError(
+            f"the model's own forward computes with {first.names[0]!r}{several}, which is held on pipeline stage"
+            f" {first.stages[0]}, for what stage {stage} of {num_stages} computes: a stage has only the weights of its"
+            f" own modules.\n  Have forward call {first.owner!r} instead of taking its weight; tie the weight to that"
+            " of a module that is called there (head.weight = embedding.weight); compute with it in a block; let both"
+            " be on one stage, PipelinePolicy(first_of_stage=...); leave a penalty over weights to the optimizer"
+            " (weight_decay); or set pp=1."
+        )
+
+
+def _weights(elements: Iterable[Element]) -> Iterator[tuple[Tensor, Weight]]:
+    """What elements hold, as it is seen from outside."""
+    found: dict[int, tuple[Tensor, Weight]] = {}
+    for element in elements:
+        for lent in element.lent:
+            name = f"{element.name}.{lent.name}"
+            tensor, weight = found.get(id(lent.zeros), (lent.zeros, Weight((), element.name, ())))
+            stages = tuple(sorted({*weight.stages, *element.stages}))
+            found[id(tensor)] = tensor, Weight((*weight.names, name), weight.owner, stages)
+    yield from found.values()
+
+
+def _root_modules(sketch: nn.Module, calls: Iterable[Call]) -> Iterator[nn.Module]:
+    """The modules whose own forward is run on every stage: what it leaves in their attributes is kept."""
+    inside = {id(m) for call in calls if call.element.sketch is not None for m in call.element.sketch.modules()}
+    return (module for module in sketch.modules() if id(module) not in inside)
 
 
 def _crossing(

@@ -52,7 +52,7 @@ def train(parts, batch):
     loss.backward()
     for stage in reversed(range(len(parts) - 1)):
         pairs = [
-            (out, held[stage + 1][0][source].grad)
+            (out, torch.zeros_like(out) if (grad := held[stage + 1][0][source].grad) is None else grad)
             for source, out in zip(flow.crossing[stage], held[stage][1], strict=True)
             if out.requires_grad
         ]
