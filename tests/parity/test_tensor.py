@@ -324,6 +324,34 @@ def test_what_cannot_be_cut_is_refused_before_any_rank_is_met():
     assert "divides the positions that 'blocks.0.mlp.up.weight' is used for, but it is left whole" in whole
 
 
+class Adapted(nn.Module):
+    """As a LoRA: a linear layer beside two small ones."""
+
+    def __init__(self, inputs: int, outputs: int) -> None:
+        super().__init__()
+        self.base_layer, self.first = nn.Linear(inputs, outputs), nn.Linear(inputs, 2)
+        self.second = nn.ModuleDict({"default": nn.Linear(2, outputs)})
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.base_layer(x) + self.second["default"](self.first(x))
+
+
+def test_what_is_inside_of_a_wrapped_linear_layer_is_named():
+    block = nn.ModuleDict({"up": Adapted(4, 8), "down": Adapted(8, 4)})
+    table: dict[str, str] = {"0.up": "colwise", "0.down": "rowwise"}
+    for path, style, small in (("up", "colwise", "second.default"), ("down", "rowwise", "first")):
+        with pytest.raises(PlanError) as caught:
+            find_cuts(nn.Sequential(block), table, 2)
+        told = {f"*.{path}": "replicate", f"*.{path}.base_layer": style, f"*.{path}.{small}": style}
+        assert f"'0.{path}' ({style}) with tp=2: a Adapted is not a linear layer, but has such inside" in str(
+            caught.value
+        )
+        assert f"tp_plan={told}." in str(caught.value)
+        del table[f"0.{path}"]
+        table |= told
+    assert len(find_cuts(nn.Sequential(block), table, 2).slices) == 6
+
+
 @pytest.mark.parametrize("size", [2, 4])
 def test_a_vocabulary_that_no_degree_divides_is_cut_as_evenly_as_can_be(size):
     with torch.device("meta"):

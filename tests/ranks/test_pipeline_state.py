@@ -1,13 +1,15 @@
-"""What stages of a pipeline have besides parameters: running statistics, random numbers."""
+"""What stages of a pipeline have besides parameters: running statistics, random numbers; and parameters of several."""
 
 from __future__ import annotations
 
 import functools
 
+import pytest
 import torch
 from torch import nn
 
 import shardwise as sw
+from shardwise.spec.errors import StateError
 from shardwise.testing import run_on_ranks
 
 STEPS, NUM_MICROBATCHES = 2, 2
@@ -93,3 +95,47 @@ def test_every_stage_and_microbatch_draws_for_itself(tmp_path):
     assert len(drawn) == 1, "whatever a stage draws, the states of the ranks stay the same"
     again = run_on_ranks(train, 2, 0.5, str(tmp_path / "again"))
     assert [found[0] for found in again] == [found[0] for found in ranks]
+
+
+class Block(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.norm, self.up, self.down = nn.LayerNorm(6), nn.Linear(6, 6), nn.Linear(6, 6)
+
+    def forward(self, x):
+        return x + self.down(self.up(self.norm(x)).relu())
+
+
+class Tied(nn.Module):
+    """The last block has a weight of the first between what is its own."""
+
+    def __init__(self):
+        super().__init__()
+        torch.manual_seed(0)
+        self.blocks = nn.ModuleList(Block() for _ in range(4))
+        self.blocks[3].up.weight = self.blocks[0].up.weight
+
+    def forward(self, x):
+        for block in self.blocks:
+            x = block(x)
+        return x.square().mean()
+
+
+def hold_ties():
+    model = sw.parallelize(Tied().double(), sw.ParallelPlan(pp=2))
+    sw.train_step(model, (batch(0),), num_microbatches=2)
+    with pytest.raises(StateError) as caught:
+        torch.optim.Adafactor(model.parameters()).step()
+    whole = sw.parallelize(Tied().double(), sw.ParallelPlan(pp=2, granularity="tensor"))
+    sw.train_step(whole, (batch(0),), num_microbatches=2)
+    torch.optim.Adafactor(whole.parameters()).step()
+    return list(sw.full_state_dict(model)), str(caught.value)
+
+
+def test_state_dicts_with_ties_between_stages_have_the_order_of_one_process():
+    ranks = run_on_ranks(hold_ties, 2)
+    assert ranks[0][0] == list(Tied().state_dict())
+    for _, refusal in ranks:
+        assert refusal.startswith("Adafactor needs every parameter whole on one rank, but parameter 'blocks.")
+        assert "is sharded by element: dp_shard is 1, so that this rank has all of it, but plans must not" in refusal
+        assert "Use sw.ParallelPlan(granularity='tensor')" in refusal

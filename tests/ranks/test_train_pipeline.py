@@ -22,7 +22,8 @@ def numbers(run: Path) -> tuple[list[float], list[float], float]:
 
 def test_two_stages_train_evaluate_and_save_as_one_process(tmp_path: Path) -> None:
     train_well(tmp_path, 1, ("--run-dir", "one"), config=CONFIG)
-    train_well(tmp_path, 2, ("--run-dir", "two", "--set", "parallel.pp=2"), config=CONFIG)
+    (out,) = train_well(tmp_path, 2, ("--run-dir", "two", "--set", "parallel.pp=2"), config=CONFIG)
+    assert "gpt-nano on 2 x cpu, zero3 on pp=2\n" in out
     assert numbers(tmp_path / "two") == numbers(tmp_path / "one")
 
 

@@ -61,7 +61,7 @@ def train(  # noqa: PLR0917  typer calls it by name
     from shardwise.comm.launch import read_world
 
     world = read_world()
-    draft, is_demo = read_config(config, overrides or [], run_dir=run_dir, is_resuming=resume is not None)
+    draft, is_demo = read_config(config, overrides or [], run_dir=run_dir, resume=resume)
     if world.source != "alone":
         if nproc is not None and world.source != "launcher":
             raise ConfigError(
@@ -83,7 +83,7 @@ def train(  # noqa: PLR0917  typer calls it by name
 
 
 def read_config(
-    config: Path | None, overrides: list[str], *, run_dir: Path | None = None, is_resuming: bool = False
+    config: Path | None, overrides: list[str], *, run_dir: Path | None = None, resume: str | None = None
 ) -> tuple[Draft, bool]:
     """The configuration that the arguments name, and whether it is the demo's.
 
@@ -94,8 +94,8 @@ def read_config(
     from shardwise.train.demo import DEMO
     from shardwise.train.rundir import CONFIG, choose
 
-    if config is None and is_resuming:
-        folder = choose(DEMO["name"], run_dir, is_resuming=True)
+    if config is None and resume is not None:
+        folder = choose(DEMO["name"], run_dir, is_resuming=True, wanted=resume)
         if (folder / CONFIG).is_file():
             return read_draft(folder / CONFIG, ["train.gradient_accumulation_steps=null", *overrides]), False
     if config is None:
@@ -158,7 +158,7 @@ def _launch(
     check_extras(resolved.config)
     if run_dir is not None:
         RunLock(run_dir).check()
-    directory = rundir.choose(resolved.config.name, run_dir, is_resuming=resume is not None)
+    directory = rundir.choose(resolved.config.name, run_dir, is_resuming=resume is not None, wanted=resume)
     RunLock(directory).check()
     if resume is not None:
         from shardwise.train.resume import check_config, find_checkpoint, saved_config

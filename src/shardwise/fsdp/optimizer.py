@@ -229,10 +229,11 @@ def _part(needed: Granularity) -> str:
 def _refusal(name: str, needed: Granularity | None, group: Group, index: int) -> StateError:
     """Why the optimizer cannot work on that parameter, and what to do."""
     spec, granularity = group.layout.params[index], group.layout.granularity
-    place = (
-        f"parameter {spec.name!r} of logical shape {list(spec.shape)} is sharded by {granularity}: this rank holds"
-        f" {group.held[index].numel} of its {spec.numel} elements."
-    )
+    size = group.layout.size
+    held = f"this rank holds {group.held[index].numel} of its {spec.numel} elements."
+    if size == 1:
+        held = "dp_shard is 1, so that this rank has all of it, but plans must not depend on that."
+    place = f"parameter {spec.name!r} of logical shape {list(spec.shape)} is sharded by {granularity}: {held}"
     if needed is not None:
         value = f"sw.block({needed.numel})" if needed.kind == "block" else repr(needed.kind)
         return StateError(

@@ -108,11 +108,19 @@ def in_module_order(model: nn.Module, state: Mapping[str, Any]) -> dict[str, Any
     """The entries in the order of the modules that they belong to, as the plain model's ``state_dict()`` has them."""
     places = {path: place for place, (path, _) in enumerate(model.named_modules(remove_duplicate=False))}
 
-    def place(key: str) -> int:
-        path = key
+    def known(key: str) -> str:
+        path = key.rpartition(".")[0]
         while path and path not in places:
             path = path.rpartition(".")[0]
-        return places.get(path, 0)
+        return path
+
+    # Of these rank 0 has no more than what is tied to its own: the order of the stage that has all of it counts.
+    partial = {known(key) for key in state if known(key) != key.rpartition(".")[0]} - {""}
+
+    def place(key: str) -> int:
+        parts = key.split(".")
+        above = (".".join(parts[:count]) for count in range(1, len(parts)))
+        return places[next((path for path in above if path in partial), known(key))]
 
     return {key: state[key] for key in sorted(state, key=place)}
 

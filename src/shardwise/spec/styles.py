@@ -312,6 +312,11 @@ def matches(pattern: str, name: str) -> bool:
     return re.fullmatch(r"\.".join(parts), name) is not None
 
 
+def generalized(name: str) -> str:
+    """The pattern of a module or parameter and its like in the other blocks: indices become ``*``."""
+    return re.sub(r"(?<![^.])\d+(?![^.])", "*", name)
+
+
 def near_even_range(size: int, parts: int, part: int) -> tuple[int, int]:
     """What rank ``part`` of ``parts`` holds of a dimension that is cut as evenly as can be."""
     return part * size // parts, (part + 1) * size // parts

@@ -8,7 +8,6 @@ styles can tell where a model's own code calls its modules, but the first gradie
 from __future__ import annotations
 
 import math
-import re
 from collections.abc import Sequence
 from functools import partial
 
@@ -20,6 +19,7 @@ from shardwise.comm.base import Comm
 from shardwise.comm.control import all_gather_json
 from shardwise.spec.errors import RankDisagreement
 from shardwise.spec.slice import slice_of
+from shardwise.spec.styles import generalized
 
 #: How far what should be the same may be apart: on the CPU nothing is, but elsewhere kernels may add in any order.
 _ROUNDING, _ROUNDING_16_BIT = 1e-3, 2e-2
@@ -80,7 +80,7 @@ class Copies:
         if apart:
             name = apart[0]
             more = f" and {len(apart) - 1} more" if len(apart) > 1 else ""
-            pattern = re.sub(r"\b\d+(?=\.)", "*", name)
+            pattern = generalized(name)
             raise RankDisagreement(
                 f"all {len(told)} ranks of a tensor-parallel group hold {name!r}{more} whole, but got different"
                 " gradients: each uses it with its own features or heads, as between a column- and a row-parallel"

@@ -12,7 +12,16 @@ from torch import nn
 from shardwise.comm.base import Comm
 from shardwise.spec.errors import PlanError
 from shardwise.spec.slice import Cut, Slice, even_ranges
-from shardwise.spec.styles import SEQUENCE_TABLES, TABLES, Style, matches, near_even_range, parse_style, translated
+from shardwise.spec.styles import (
+    SEQUENCE_TABLES,
+    TABLES,
+    Style,
+    generalized,
+    matches,
+    near_even_range,
+    parse_style,
+    translated,
+)
 from shardwise.tensor.dropout import FeatureDropout, HeadDropout, SequenceDropout, drops
 from shardwise.tensor.layer import (
     Column,
@@ -244,11 +253,25 @@ def _linear(site: _Site) -> tuple[int, int]:
     """
     weight = _held(site.module, "weight")
     if weight is None or weight.dim() != 2 or isinstance(site.module, nn.Embedding):
-        raise PlanError(
-            f"a {type(site.module).__name__} is not a linear layer.\n  Give this style to linear layers only."
-        )
+        raise PlanError(f"a {type(site.module).__name__} is not a linear layer{_advice_on_wrapper(site)}")
     _check_forward(site.module, nn.Linear, "Conv1D")
     return (1, 0) if is_transposed(site.module) else (0, 1)
+
+
+def _advice_on_wrapper(site: _Site) -> str:
+    """What to do where there should be a linear layer: perhaps one is inside, beside others (as of a LoRA)."""
+    inside = {
+        f"{site.path}.{name}": layer.weight.shape
+        for name, layer in site.module.named_modules()
+        if isinstance(layer, nn.Linear)
+    }
+    if not inside:
+        return ".\n  Give this style to linear layers only."
+    wrapped = max(inside.values(), key=lambda shape: shape.numel())
+    dim, style = (1, "rowwise") if site.style.name.startswith("rowwise") else (0, "colwise")
+    table = {site.path: "replicate"} | {path: style for path, shape in inside.items() if shape[dim] == wrapped[dim]}
+    entries = ", ".join(f"{generalized(path)!r}: {style!r}" for path, style in table.items())
+    return f", but has such inside.\n  Take the style from it and give one to those: tp_plan={{{entries}}}."
 
 
 def _check_forward(module: nn.Module, base: type[nn.Module], name: str) -> None:

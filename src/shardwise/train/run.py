@@ -117,7 +117,7 @@ def _open_directory(resolved: Resolved, run_dir: Path | None, resume: str | None
     chosen = (
         run_dir
         if run_dir is not None and is_again and resume is None
-        else rundir.choose(resolved.config.name, run_dir, is_resuming=resume is not None)
+        else rundir.choose(resolved.config.name, run_dir, is_resuming=resume is not None, wanted=resume)
     )
     rundir.create(chosen)
     return chosen
@@ -545,9 +545,10 @@ class _Trainer:
         say = self.progress.say
         kind = "cpu" if self.device.type == "cpu" else torch.cuda.get_device_name(self.device)
         name = config.model.preset or config.model.hf
-        mesh = f" on {self.resolved.mesh}" if self.resolved.mesh.dp_replicate > 1 else ""
+        mesh = self.resolved.mesh
+        axes = f" on {mesh}" if mesh.ep > 1 or mesh.dp_shard != mesh.world_size else ""
         say(
-            f"run {printable(self.directory)}: {name} on {self.control.size} x {kind}, {config.parallel.strategy}{mesh}"
+            f"run {printable(self.directory)}: {name} on {self.control.size} x {kind}, {config.parallel.strategy}{axes}"
         )
         tokens = f"{source.num_tokens:,} tokens in {len(source.files)} files" if source.files else "random tokens"
         say(f"data {printable(source.name)}: {tokens}; samples of {config.data.seq_len}")

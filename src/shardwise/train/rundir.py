@@ -31,8 +31,17 @@ def holds_run(directory: Path) -> bool:
     )
 
 
-def choose(name: str, given: Path | None, *, is_resuming: bool, base: Path = Path("runs")) -> Path:
+def choose(
+    name: str, given: Path | None, *, is_resuming: bool, wanted: str | None = None, base: Path = Path("runs")
+) -> Path:
     """The folder of a run. Nothing is created.
+
+    Args:
+        name: Of the run, where no folder is given.
+        given: ``--run-dir``.
+        is_resuming: The run has begun.
+        wanted: Which checkpoint, for messages.
+        base: Where folders of runs are that are not given.
 
     Raises:
         ConfigError: A new run would go into a folder that holds one.
@@ -40,7 +49,7 @@ def choose(name: str, given: Path | None, *, is_resuming: bool, base: Path = Pat
     """
     if given is not None:
         if is_resuming and not holds_run(given):
-            raise CheckpointError(f"{printable(given)} holds no run to resume.\n  Start it without --resume.")
+            raise CheckpointError(f"{printable(given)} holds no run to resume{_advice(wanted)}")
         if not is_resuming and holds_run(given):
             raise ConfigError(
                 f"{printable(given)} holds a run already.\n  Continue it with --resume, or name another folder."
@@ -55,6 +64,17 @@ def choose(name: str, given: Path | None, *, is_resuming: bool, base: Path = Pat
             )
         return taken[max(taken)]
     return base / name if not taken else base / f"{name}-{max(taken) + 1}"
+
+
+def _advice(wanted: str | None) -> str:
+    path = Path(wanted or "").expanduser()
+    others = [run for run in (path, path.parent.parent) if wanted is not None and path.is_dir() and holds_run(run)]
+    if not others:
+        return ".\n  Start it without --resume."
+    return (
+        f": {printable(str(wanted))} is of the run in {printable(others[0])}, and a run continues in its own folder.\n"
+        "  Name that one with --run-dir, or copy the whole folder and name the copy."
+    )
 
 
 def create(directory: Path) -> None:

@@ -44,6 +44,20 @@ def test_a_folder_that_is_named_is_taken_as_it_is(tmp_path: Path) -> None:
         rundir.choose("x", tmp_path / "b", is_resuming=True)
 
 
+def test_a_checkpoint_of_another_run_is_told_from_no_run(tmp_path: Path) -> None:
+    saved = begin(tmp_path / "a") / "checkpoints" / "step-00000001"
+    saved.mkdir(parents=True)
+    for wanted in (saved, tmp_path / "a"):
+        with pytest.raises(CheckpointError) as caught:
+            rundir.choose("x", tmp_path / "b", is_resuming=True, wanted=str(wanted))
+        assert f"{wanted} is of the run in {tmp_path / 'a'}, and a run continues in its own folder" in str(caught.value)
+        assert "or copy the whole folder and name the copy" in str(caught.value)
+        assert rundir.choose("x", tmp_path / "a", is_resuming=True, wanted=str(wanted)) == tmp_path / "a"
+    for wanted in ("latest", "step-00000001", str(tmp_path / "c")):
+        with pytest.raises(CheckpointError, match="Start it without --resume"):
+            rundir.choose("x", tmp_path / "b", is_resuming=True, wanted=wanted)
+
+
 def test_a_missing_run_names_those_that_exist(tmp_path: Path) -> None:
     begin(tmp_path / "other")
     with pytest.raises(CheckpointError, match=r"no run 'demo' to resume in .* There are: other"):
