@@ -14,7 +14,7 @@ from shardwise.spec.stages import balance
 
 
 def assign_stages(elements: Sequence[Element], num_stages: int, first_of_stage: Sequence[str] = ()) -> None:
-    """Set the stages of every element that has parameters: neighbours in the order of registration.
+    """Set the stages of every element that has parameters: neighbours in their order.
 
     Args:
         elements: Of the whole model.

@@ -384,9 +384,10 @@ def _check(calls: Sequence[Call], num_stages: int) -> None:
                 raise PlanError(
                     f"{call.element.name!r} on pipeline stage {call.stage} takes what {calls[source].element.name!r} on"
                     f" stage {calls[source].stage} of {num_stages} gives: the model's forward does not run its modules"
-                    " in the order in which they are registered.\n"
-                    "  Name the first module of every stage: PipelinePolicy(first_of_stage=...), or register them in"
-                    " the order of forward."
+                    " in the order in which they are registered, which is that of the stages.\n"
+                    f"  Register {calls[source].element.name!r} before {call.element.name!r}. A module that is deleted"
+                    " and set again comes last: norm = model.norm; del model.norm; model.norm = norm before"
+                    " sw.parallelize. Or let both be on one stage: PipelinePolicy(first_of_stage=...)."
                 )
 
 

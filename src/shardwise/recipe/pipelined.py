@@ -28,6 +28,7 @@ from shardwise.fsdp.wrap import find_units
 from shardwise.pipeline.agreement import Agreement
 from shardwise.pipeline.element import Element, find_elements, sketch
 from shardwise.pipeline.interpret import Interpreter, Job
+from shardwise.pipeline.order import in_order_of_calls
 from shardwise.pipeline.split import assign_stages, drop_foreign, held_parameters
 from shardwise.pipeline.stage import Stages, shown_shapes
 from shardwise.pipeline.trace import Flow
@@ -102,7 +103,7 @@ def find_stages(model: nn.Module, policy: PipelinePolicy, pp: int) -> tuple[list
     Raises:
         PlanError: The model cannot be divided.
     """
-    elements = find_elements(model, find_units(model, "auto"), policy.first_of_stage)
+    elements = in_order_of_calls(model, find_elements(model, find_units(model, "auto"), policy.first_of_stage))
     count = pp * policy.virtual_stages
     assign_stages(elements, count, policy.first_of_stage)
     return elements, count

@@ -10,12 +10,13 @@ import torch
 from torch import nn
 
 import shardwise as sw
-from shardwise.fsdp.wrap import find_units
-from shardwise.pipeline.element import find_elements, sketch
-from shardwise.pipeline.split import StandIn, assign_stages, drop_foreign
+from shardwise.pipeline.element import sketch
+from shardwise.pipeline.split import StandIn, drop_foreign
 from shardwise.pipeline.stage import Stages
+from shardwise.recipe.pipelined import find_stages
 from shardwise.recipe.step import forward_loss
 from shardwise.spec.errors import PlanError, StateError
+from shardwise.spec.schedule import PipelinePolicy
 
 
 def split(model, num_stages, first_of_stage=()):
@@ -23,8 +24,7 @@ def split(model, num_stages, first_of_stage=()):
     models = [copy.deepcopy(model) for _ in range(num_stages)]
     found = []
     for stage, part in enumerate(models):
-        elements = find_elements(part, find_units(part, "auto"), first_of_stage)
-        assign_stages(elements, num_stages, first_of_stage)
+        elements, _ = find_stages(part, PipelinePolicy(first_of_stage=first_of_stage), num_stages)
         copied = sketch(part, elements)
         drop_foreign(part, elements, {stage})
         found.append((part, Stages(part, copied, elements, num_stages, device=torch.device("cpu"), comm=None)))
@@ -114,10 +114,12 @@ def families():
     yield "vit", hf.ViTForImageClassification(vit), {"pixel_values": images, "labels": torch.tensor([0, 1])}
     t5 = hf.T5Config(vocab_size=64, d_model=16, d_kv=8, d_ff=24, num_layers=3, num_heads=2, decoder_start_token_id=0)
     yield "t5", hf.T5ForConditionalGeneration(t5), text
+    opt = {k: v for k, v in small.items() if k != "intermediate_size"} | {"ffn_dim": 24, "word_embed_proj_dim": 16}
+    yield "opt", hf.OPTForCausalLM(hf.OPTConfig(**opt, max_position_embeddings=32)), text
 
 
 @pytest.mark.parametrize("num_stages", [4, pytest.param(2, marks=pytest.mark.long)])
-@pytest.mark.parametrize("name", ["gpt2", "llama", "bert", "vit", "t5"])
+@pytest.mark.parametrize("name", ["gpt2", "llama", "bert", "vit", "t5", "opt"])
 def test_families(name, num_stages):
     model, batch = next((model, batch) for found, model, batch in families() if found == name)
     model.eval()  # without dropout
@@ -179,6 +181,46 @@ def test_an_order_that_stages_cannot_follow_is_refused():
     for _part, stages in split(Backwards(), 2):
         with pytest.raises(PlanError, match="does not run its modules in the order in which they are registered"):
             stages.flow((torch.randn(3, 4),), call)
+
+
+class NormFirst(Odd):
+    """Registers its norm before its blocks, as OPT."""
+
+    def __init__(self):
+        super().__init__()
+        blocks, self.norm = self.blocks, nn.LayerNorm(4)
+        del self.blocks
+        self.blocks = blocks
+
+    def forward(self, x):
+        for block in self.blocks:
+            x = block(x)
+        return self.norm(x).square().sum()
+
+
+class BringsInputs(NormFirst):
+    dummy_inputs = {"x": torch.ones(2, 4)}  # noqa: RUF012 - as transformers has it
+
+
+class BringsOthers(NormFirst):
+    """Its forward does not take them: the order is that of registration."""
+
+    dummy_inputs = {"y": torch.ones(2, 4)}  # noqa: RUF012
+
+
+def test_what_is_registered_before_it_is_called():
+    batch = (torch.randn(3, 4),)
+    for _part, stages in split(NormFirst(), 2):
+        with pytest.raises(PlanError, match=r"Register 'blocks\.4' before 'norm'\. A module that is deleted and set"):
+            stages.flow(batch, call)
+    model = NormFirst()
+    norm = model.norm
+    del model.norm
+    model.norm = norm
+    check(model, batch, 2)
+    check(BringsInputs(), batch, 3)
+    with pytest.raises(PlanError, match=r"Register 'blocks\.4' before 'norm'"):
+        check(BringsOthers(), batch, 3)
 
 
 class Backwards(Odd):
