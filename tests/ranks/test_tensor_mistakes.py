@@ -165,6 +165,9 @@ def use_own_features() -> dict[str, Any]:
     for name, plan in plans.items():
         model = sw.parallelize(learned().float(), sw.ParallelPlan(tp=2, tp_plan=LAYERS, **plan))
         found[name] = message(RankDisagreement, lambda model=model: model(torch.ones(3, 4)).sum().backward())
+    table = {"0.up": "colwise", "0.down": "rowwise", "*.act": "replicated_with_grad_allreduce"}
+    counted = sw.parallelize(learned(), sw.ParallelPlan(tp=2, tp_plan=table))
+    found["counted"] = message(RankDisagreement, lambda: counted(torch.ones(3, 4).double()).sum().backward())
     for name, slopes, table in (("one", 1, SHARED), ("each", 8, DIVIDED)):
         model = trained(sw.parallelize(learned(slopes), sw.ParallelPlan(tp=2, tp_plan=table)))
         state, plain = sw.full_state_dict(model), trained(learned(slopes)).state_dict()
@@ -179,5 +182,8 @@ def test_parameters_that_are_used_with_own_features_are_refused_or_right():
         assert "hold '1.act.weight' and 1 more whole, but got different gradients" in first[name]
         assert "tp_plan={'*.act': 'replicated_with_grad_allreduce'}" in first[name]
         assert "tp_plan={'*.act.weight': 'colwise'}" in first[name]
+    assert first["counted"] == second["counted"]
+    assert "use '1.act.weight' with the same values" in first["counted"]
+    assert "it would count 2 times.\n  Take the style from it: tp_plan={'*.act': 'replicate'}" in first["counted"]
     assert first["one"] < 1e-12
     assert first["each"] < 1e-12

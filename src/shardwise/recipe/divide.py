@@ -57,7 +57,7 @@ def divide(
         apply_cuts(model, cuts, tp)
         if tp.device.type != "meta":
             Agreement(tp).install(model)
-            Copies(tp).install(model)
+            Copies(tp).install(model, divides_sequence=plan.sequence_parallel)
         notes += cuts.notes
     if comms.cp is not None:
         multiple = plan.tp if plan.sequence_parallel else 1

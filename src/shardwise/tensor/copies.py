@@ -20,6 +20,7 @@ from shardwise.comm.control import all_gather_json
 from shardwise.spec.errors import RankDisagreement
 from shardwise.spec.slice import slice_of
 from shardwise.spec.styles import generalized
+from shardwise.tensor.layer import SharedParameters
 
 #: How far what should be the same may be apart: on the CPU nothing is, but elsewhere kernels may add in any order.
 _ROUNDING, _ROUNDING_16_BIT = 1e-3, 2e-2
@@ -39,56 +40,100 @@ class Copies:
         self._comm = comm
         self._hooks: dict[str, RemovableHandle] = {}  # on parameters that are not compared yet
         self._seen: dict[str, tuple[float, float, int, float]] = {}
+        self._parts: dict[str, tuple[float, float]] = {}  # what is going to be added up
+        self._backward = -1  # at whose end they are compared
+        self._adding: dict[str, SharedParameters] = {}  # by path
 
-    def install(self, model: nn.Module) -> None:
-        """Look at the first gradients of what ``model``, already cut, holds whole."""
+    def install(self, model: nn.Module, *, divides_sequence: bool) -> None:
+        """Look at the first gradients of what ``model``, already cut, holds whole.
+
+        Args:
+            model: Its modules are called from now on.
+            divides_sequence: Gradients are added up over positions too, which may well be alike on all ranks.
+        """
         for path, module in model.named_modules():
             whole = [name for name, parameter in module.named_parameters(recurse=False) if not _is_cut(parameter)]
             if whole:
                 call = _FirstCall(self, path, whole)
                 call.handle = module.register_forward_hook(call)
+            layer = module.__dict__.get("forward")
+            if isinstance(layer, SharedParameters) and not divides_sequence:
+                layer.watch = partial(self._watch_part, path)
+                self._adding[path] = layer
 
     def watch(self, name: str, parameter: Tensor) -> None:
         """Look at the next gradient of ``parameter``."""
         self._hooks[name] = parameter.register_hook(partial(self._note, name))
 
+    def _watch_part(self, path: str, name: str, parameter: Tensor) -> None:
+        if torch.is_grad_enabled() and parameter.requires_grad:
+            parameter.register_hook(partial(self._note_part, f"{path}.{name}"))
+
+    def _note_part(self, name: str, gradient: Tensor) -> None:
+        if name not in self._parts:
+            self._parts[name] = _norm_and_sum(gradient)
+
     def _note(self, name: str, gradient: Tensor | None) -> None:
         if gradient is None or gradient.layout != torch.strided or not gradient.numel():
             self._hooks.pop(name).remove()  # none, where a linear layer's is computed later: those have divided shapes
             return
-        if not self._seen:
-            # As at_end_of_backward in fsdp.torch_private, of a floor that this one does not see.
+        backward = torch._C._current_graph_task_id()  # noqa: SLF001 - both as in fsdp.torch_private, which is not below
+        if backward != self._backward:
+            self._backward = backward
             torch.autograd.Variable._execution_engine.queue_callback(self._compare)  # type: ignore[attr-defined]  # noqa: SLF001
         rounding = _ROUNDING if gradient.element_size() > 2 else _ROUNDING_16_BIT
-        values = torch.view_as_real(gradient) if gradient.is_complex() else gradient
-        norm, total = torch.linalg.vector_norm(values).item(), values.sum().item()
-        self._seen[name] = norm, total, values.numel(), rounding
+        self._seen[name] = *_norm_and_sum(gradient), gradient.numel(), rounding
 
     def _compare(self) -> None:
         seen, self._seen = self._seen, {}
-        told = all_gather_json(self._comm, {name: found[:2] for name, found in seen.items()})
-        apart = []
+        parts, self._parts = self._parts, {}
+        told = all_gather_json(self._comm, [{name: found[:2] for name, found in seen.items()}, parts])
+        apart, counted = [], []
         for name, (_, _, numel, rounding) in seen.items():
-            found = [other.get(name, (0.0, 0.0)) for other in told]
+            found = [other.get(name, (0.0, 0.0)) for other, _ in told]
             if not all(math.isfinite(value) for pair in found for value in pair):
                 continue  # an overflow of 16 bit: the next gradient tells
             self._hooks.pop(name).remove()
+            adding = self._adding.pop(name.rpartition(".")[0], None)
+            if adding is not None:
+                adding.watch = None
             norms, sums = zip(*found, strict=True)
             allowed = rounding * max(norms)
             if max(norms) - min(norms) > allowed or max(sums) - min(sums) > allowed * math.sqrt(numel):
                 apart.append(name)
+            if name in parts and norms[0] > 0 and all(other.get(name) == told[0][1].get(name) for _, other in told):
+                counted.append(name)
         if apart:
-            name = apart[0]
-            more = f" and {len(apart) - 1} more" if len(apart) > 1 else ""
-            pattern = generalized(name)
-            raise RankDisagreement(
-                f"all {len(told)} ranks of a tensor-parallel group hold {name!r}{more} whole, but got different"
-                " gradients: each uses it with its own features or heads, as between a column- and a row-parallel"
-                " layer.\n"
-                f"  Have its gradients added up, tp_plan={{{pattern.rpartition('.')[0]!r}:"
-                " 'replicated_with_grad_allreduce'}, or, where it has one value per feature, divide it,"
-                f" tp_plan={{{pattern!r}: 'colwise'}}."
-            )
+            raise RankDisagreement(self._say_apart(apart))
+        if counted:
+            raise RankDisagreement(self._say_counted(counted))
+
+    def _say_apart(self, names: list[str]) -> str:
+        pattern = generalized(names[0])
+        return (
+            f"all {self._comm.size} ranks of a tensor-parallel group hold {_first_of(names)} whole, but got different"
+            " gradients: each uses it with its own features or heads, as between a column- and a row-parallel layer.\n"
+            f"  Have its gradients added up, tp_plan={{{pattern.rpartition('.')[0]!r}:"
+            " 'replicated_with_grad_allreduce'}, or, where it has one value per feature, divide it,"
+            f" tp_plan={{{pattern!r}: 'colwise'}}."
+        )
+
+    def _say_counted(self, names: list[str]) -> str:
+        size = self._comm.size
+        return (
+            f"all {size} ranks of a tensor-parallel group use {_first_of(names)} with the same values, but the style"
+            f" 'replicated_with_grad_allreduce' adds up their gradients: it would count {size} times.\n"
+            f"  Take the style from it: tp_plan={{{generalized(names[0]).rpartition('.')[0]!r}: 'replicate'}}."
+        )
+
+
+def _first_of(names: list[str]) -> str:
+    return repr(names[0]) + (f" and {len(names) - 1} more" if len(names) > 1 else "")
+
+
+def _norm_and_sum(gradient: Tensor) -> tuple[float, float]:
+    values = torch.view_as_real(gradient) if gradient.is_complex() else gradient
+    return torch.linalg.vector_norm(values).item(), values.sum().item()
 
 
 class _FirstCall:

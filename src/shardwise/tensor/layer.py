@@ -139,7 +139,13 @@ class CopiedColumn(Layer):
 
 
 class SharedParameters(Layer):
-    """A module that all ranks hold, each using it with its part: the gradients of its parameters are added up."""
+    """A module that all ranks hold, each using it with its part: the gradients of its parameters are added up.
+
+    Attributes:
+        watch: Gets its parameters by name, as it is about to compute with them; their gradients are not added up yet.
+    """
+
+    watch: Callable[[str, Tensor], None] | None = None
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """As the class's forward."""
@@ -150,6 +156,8 @@ class SharedParameters(Layer):
             for name, parameter in before.items():
                 if parameter is not None:
                     held[name] = share(parameter, self.comm, self.name)
+                    if self.watch is not None:
+                        self.watch(name, held[name])
             return type(module).forward(module, *args, **kwargs)
         finally:
             held.update(before)
