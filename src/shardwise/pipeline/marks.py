@@ -14,7 +14,9 @@ import torch
 from torch import Tensor
 from torch.multiprocessing.reductions import StorageWeakRef
 from torch.overrides import TorchFunctionMode
+from torch.overrides import _get_current_function_mode as newest_function
 from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._python_dispatch import _get_current_dispatch_mode as newest_dispatch
 from torch.utils._pytree import tree_leaves
 
 #: What these return has no values of what they take.
@@ -43,20 +45,31 @@ class Marks:
         self.read: set[Hashable] = set()
         self._foreign = foreign
         self._found: dict[int, tuple[StorageWeakRef | Tensor, set[Hashable]]] = {}
+        self._modes: tuple[_Operations, _Reads] | None = None
         self._depth = 0  # how often it is set aside
 
     @contextlib.contextmanager
     def follow(self) -> Iterator[None]:
         """Every operation inside hands marks on."""
-        with _Operations(self), _Reads(self):
-            yield
+        self._modes = operations, reads = _Operations(self), _Reads(self)
+        try:
+            with operations, reads:
+                yield
+        finally:
+            self._modes = None
 
     @contextlib.contextmanager
     def aside(self) -> Iterator[None]:
         """Operations inside hand on nothing."""
         self._depth += 1
         try:
-            yield
+            with contextlib.ExitStack() as stack:
+                # Off the stack, as compiled modules run uncompiled under a mode; below another mode they pass on.
+                for mode, newest in zip(self._modes or (), (newest_dispatch(), newest_function()), strict=False):
+                    if mode is newest:
+                        mode.__exit__(None, None, None)
+                        stack.callback(mode.__enter__)
+                yield
         finally:
             self._depth -= 1
 

@@ -134,6 +134,10 @@ class StandIn(nn.Module):
                 raise
             return getattr(self.__dict__["sketch"], name)
 
+    def __getitem__(self, key: Any) -> Any:
+        """A member, where the module is a container."""
+        return self.__dict__["sketch"][key]
+
     def extra_repr(self) -> str:
         """What it stands for."""
         return f"{type(self.__dict__['sketch']).__name__} of another pipeline stage"

@@ -13,7 +13,7 @@ import contextlib
 import inspect
 import weakref
 from collections import OrderedDict
-from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -24,9 +24,21 @@ from shardwise.comm.base import Comm
 from shardwise.comm.control import agree, all_gather_json
 from shardwise.pipeline.agreement import Agreement
 from shardwise.pipeline.element import Element, lend_zeros, own_forward
+from shardwise.pipeline.marks import Marks
 from shardwise.pipeline.nested import nested_error, refused_nested
 from shardwise.pipeline.split import StandIn
-from shardwise.pipeline.trace import Call, Flow, Leaf, Source, Tracer, inside_of_blocks, shape_key, zeros
+from shardwise.pipeline.trace import (
+    Call,
+    Flow,
+    Leaf,
+    Source,
+    Tracer,
+    inside_of_blocks,
+    lent_weights,
+    shape_key,
+    tensors_in,
+    zeros,
+)
 from shardwise.spec.errors import PlanError, RankDisagreement, StateError
 
 #: Kinds of batches that are remembered.
@@ -182,9 +194,15 @@ class Stages:
             What the stage hands to the next one, in the order of ``flow.crossing``; of the last stage what ``forward``
             returns.
         """
-        self._pass = _Pass(stage, flow, received, is_last=stage == self.num_stages - 1)
+        self._pass = one = _Pass(stage, flow, received, is_last=stage == self.num_stages - 1)
         try:
-            return forward()
+            if flow.reads_values:
+                one.follow_marks(self.elements)
+            with contextlib.nullcontext() if one.marks is None else one.marks.follow():
+                made = forward()
+            if one.is_last:
+                one.refuse_foreign(tensors_in(made), "what the model returns")
+            return made
         finally:
             self._pass = None
 
@@ -234,6 +252,7 @@ class _Pass:
     def __init__(self, stage: int, flow: Flow, received: Mapping[Source, Tensor], *, is_last: bool) -> None:
         self.number = 0  # of the next call
         self.is_last = is_last
+        self.marks: Marks | None = None  # where forward looks at values: what no stage has given to this one
         self._stage = stage
         self._flow = flow
         self._received = received
@@ -274,8 +293,11 @@ class _Pass:
         if call.leaves is None:
             return self._computed(element, compute, args, kwargs)
         if call.stage != self._stage:
-            return _given(call, number, self._received, (args, kwargs), device, is_copied=flow.writes_in_place)
-        output = self._computed(element, compute, args, kwargs)
+            given = self._received, (args, kwargs), device
+            return _given(call, number, *given, is_copied=flow.writes_in_place, marks=self.marks)
+        self.refuse_foreign(tree_flatten((args, kwargs))[0], repr(element.name))
+        with contextlib.nullcontext() if self.marks is None else self.marks.aside():
+            output = self._computed(element, compute, args, kwargs)
         if not self.is_last:
             self._keep(number, output)
             self._is_over = number == flow.last_call[self._stage]
@@ -289,6 +311,28 @@ class _Pass:
             return compute(*args, **kwargs)
         finally:
             self._computing = None
+
+    def follow_marks(self, elements: Sequence[Element]) -> None:
+        """Mark what this stage has only zeros of: forward may take another path than the one that was traced."""
+        self.marks = Marks()
+        for tensor, weight in lent_weights(elements):
+            if self._stage not in weight.stages:
+                self.marks.add(tensor, {weight.owner})
+
+    def refuse_foreign(self, values: Iterable[Any], what: str) -> None:
+        """Raise where ``what`` would be computed from values that this stage does not have.
+
+        Raises:
+            StateError: They would be zeros.
+        """
+        names = self.marks.of(values) | self.marks.read if self.marks is not None else set()
+        if names:
+            raise StateError(
+                f"the model's forward computes {what} from what {min(map(str, names))!r} gives or holds, which it did"
+                " not need for the first batch of this shape: where forward chooses by the values of activations,"
+                " pipeline stages need the same path every time.\n"
+                "  Choose inside of a block, use torch.where, or set pp=1."
+            )
 
     def _keep(self, number: int, output: Any) -> None:
         wanted = [source for source in self._flow.crossing[self._stage] if source[0] == number]
@@ -350,6 +394,7 @@ def _given(
     device: torch.device,
     *,
     is_copied: bool,
+    marks: Marks | None = None,
 ) -> Any:
     """What a call on another stage gives here."""
 
@@ -358,6 +403,8 @@ def _given(
         given = received.get((number, place))
         if given is None:
             given = zeros(leaf.shape, leaf.dtype, device)
+            if marks is not None:
+                marks.add(given, {call.element.name})
         return given.clone(memory_format=torch.contiguous_format) if is_copied else given
 
     return call.give(tree_flatten(arguments)[0], give)

@@ -152,7 +152,7 @@ class Tracer:
         self._writes_in_place = writes_in_place
         self._calls: list[Call] = []
         self._marks = Marks(foreign=None if device.type == "meta" else _INSIDE)
-        for tensor, weight in _weights(elements):
+        for tensor, weight in lent_weights(elements):
             self._marks.add(tensor, {weight})
 
     def run(self, forward: Callable[[], Any], sketch: nn.Module, num_stages: int) -> Flow:
@@ -164,7 +164,7 @@ class Tracer:
         with self._marks.follow():
             output = forward()
         held = [value for module in _root_modules(sketch, self._calls) for value in vars(module).values()]
-        return self._finish([*_tensors(output), *_tensors(held)], num_stages)
+        return self._finish([*tensors_in(output), *tensors_in(held)], num_stages)
 
     def call(self, element: Element, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
         """A call of ``element``; returns what stands for its result."""
@@ -409,7 +409,7 @@ def _check_weights(uses: Iterable[tuple[int, Iterable[Weight]]], num_stages: int
         )
 
 
-def _weights(elements: Iterable[Element]) -> Iterator[tuple[Tensor, Weight]]:
+def lent_weights(elements: Iterable[Element]) -> Iterator[tuple[Tensor, Weight]]:
     """What elements hold, as it is seen from outside."""
     found: dict[int, tuple[Tensor, Weight]] = {}
     for element in elements:
@@ -445,7 +445,7 @@ def _crossing(
     return crossing, last_call
 
 
-def _tensors(value: Any, levels: int = 4) -> Iterator[Tensor]:
+def tensors_in(value: Any, levels: int = 4) -> Iterator[Tensor]:
     """Every tensor in an output of any common shape."""
     if isinstance(value, Tensor):
         yield value
@@ -459,7 +459,7 @@ def _tensors(value: Any, levels: int = 4) -> Iterator[Tensor]:
     else:
         return
     for part in parts if levels else ():
-        yield from _tensors(part, levels - 1)
+        yield from tensors_in(part, levels - 1)
 
 
 def shape_key(batch: Any) -> Hashable:

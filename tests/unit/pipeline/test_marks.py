@@ -8,8 +8,8 @@ from torch import nn
 from torch.nn import functional as F
 
 from shardwise.pipeline.marks import Marks
-from shardwise.spec.errors import PlanError
-from tests.unit.pipeline.test_stages import call, check, split
+from shardwise.spec.errors import PlanError, StateError
+from tests.unit.pipeline.test_stages import call, check, split, train
 
 
 class Net(nn.Module):
@@ -276,6 +276,36 @@ def test_weights_of_other_stages_are_refused_by_name(kind, weight, owner):
     for _, stages in split(kind(), 3):
         with pytest.raises(PlanError, match=rf"computes with '{weight}.*\n.*call '{owner}' instead of"):
             stages.flow((torch.arange(12).view(2, 6) % 11,), call)
+
+
+class Branch(Net):
+    """Where a value is above zero, which no placeholder's is, it takes an activation or a weight of another stage."""
+
+    def __init__(self, takes, bound=0.0):
+        super().__init__()
+        self.takes, self.bound = takes, bound
+
+    def forward(self, ids):
+        x = first = self.embedding(ids)
+        hidden = []
+        for place, block in enumerate(self.blocks):
+            x = block(x)
+            hidden.append(x)
+            if place == 3 and first.square().mean() > self.bound:
+                x = x + (hidden[0] if self.takes == "activation" else self.blocks[0][0].weight[0])
+        return self.head(x).sum()
+
+
+@pytest.mark.parametrize("takes", ["activation", "weight"])
+def test_a_path_by_value_that_was_not_traced_is_refused(takes):
+    batch = (torch.arange(12).view(2, 6) % 11,)
+    check(Branch(takes, bound=1e9), batch, 3)
+    parts = split(Branch(takes), 3)
+    assert all(stages.flow(batch, call)[1].reads_values for _, stages in parts)
+    with pytest.raises(
+        StateError, match=r"computes '?[\w. ]+'? from what 'blocks\.0' gives or holds, which it did not"
+    ):
+        train(parts, batch)
 
 
 def test_marks_go_with_memory():
