@@ -298,7 +298,7 @@ class _Exchange(Handle):
         source = self._line.ranks[peer]
         self.messages.append(("receive", source, self._tag, tensor.nbytes))
         try:
-            alias = tensor.detach()
+            alias = tensor.data  # with a count of writes of its own: it is written to after the wait
             self._receives.append((self._line.group.recv([alias], source, self._tag), alias))
         except RuntimeError as error:
             raise self._failure(error) from error
@@ -310,7 +310,7 @@ class _Exchange(Handle):
         self.messages.append(("send", target, self._tag, tensor.nbytes))
         event.sent_bytes += tensor.nbytes
         try:
-            alias = tensor.detach()
+            alias = tensor.data  # with a count of writes of its own: it is written to after the wait
             self._sends.append((self._line.group.send([alias], target, self._tag), alias))
         except RuntimeError as error:
             raise self._failure(error) from error

@@ -115,6 +115,7 @@ class Interpreter:
             with its gradient where it needs one.
         """
         step = _Step(self, job)
+        self.stages.buffers.begin()
         rank = self._comm.rank
         early = {} if self._comm.is_in_order else job.schedule.early(rank)
         for place, action in enumerate(job.schedule.actions[rank]):

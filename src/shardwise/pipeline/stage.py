@@ -26,6 +26,7 @@ from shardwise.pipeline.agreement import Agreement
 from shardwise.pipeline.element import Element, lend_zeros, own_forward
 from shardwise.pipeline.marks import Marks
 from shardwise.pipeline.nested import nested_error, refused_nested
+from shardwise.pipeline.root_state import StageBuffers
 from shardwise.pipeline.split import StandIn
 from shardwise.pipeline.trace import (
     Call,
@@ -55,6 +56,7 @@ class Stages:
         num_stages: Of all ranks.
         device: Where activations are.
         comm: Over the ranks of the pipeline, which must agree on what goes from stage to stage; ``None``: nobody.
+        held: The stages of this rank, where there are several.
     """
 
     def __init__(
@@ -66,6 +68,7 @@ class Stages:
         *,
         device: torch.device,
         comm: Comm | None,
+        held: Sequence[int] = (),
     ) -> None:
         self.num_stages = num_stages
         self.device = device
@@ -73,6 +76,8 @@ class Stages:
         self._comm = comm
         self._flows: OrderedDict[Hashable, Flow] = OrderedDict()
         self.keepers: dict[str, int] = {}  # which stage has the state of an element that every stage holds
+        self.buffers = StageBuffers(held)
+        self.on_last_stage: set[str] = set()  # buffers outside of all elements that are right there alone
         self._tracer: Tracer | None = None
         self._without_grad: list[tuple[str, Tensor]] = []  # what elements gave that were called with grad off
         self._pass: _Pass | _Again | None = None
@@ -91,6 +96,15 @@ class Stages:
         lend_zeros(sketch, elements, device)
         model.__dict__["forward"] = _RootForward(self, model)
         _replace_call(model, _RootCall(me, model))
+
+    def stage_state(self) -> Iterator[tuple[str, Tensor, int]]:
+        """Every buffer that each rank has and one stage alone computes: its name, itself, that stage."""
+        model = self._model()
+        assert model is not None
+        modules = {element.name: element.module for element in self.elements}
+        for name, stage in sorted(self.keepers.items()):
+            yield from ((f"{name}.{key}", buffer, stage) for key, buffer in modules[name].named_buffers())
+        yield from ((name, model.get_buffer(name), self.num_stages - 1) for name in sorted(self.on_last_stage))
 
     @property
     def trains(self) -> bool:
@@ -141,6 +155,7 @@ class Stages:
             if len(self._flows) > _MAX_FLOWS:  # on every rank alike
                 self._flows.popitem(last=False)
             self.keepers.update(flow.keepers)
+            self.on_last_stage.update(flow.on_last_stage)
         self._flows.move_to_end(key)
         return key, self._flows[key]
 
@@ -195,10 +210,13 @@ class Stages:
             returns.
         """
         self._pass = one = _Pass(stage, flow, received, is_last=stage == self.num_stages - 1)
+        model = self._model()
+        assert model is not None
         try:
             if flow.reads_values:
                 one.follow_marks(self.elements)
-            with contextlib.nullcontext() if one.marks is None else one.marks.follow():
+            follow = contextlib.nullcontext() if one.marks is None else one.marks.follow()
+            with self.buffers.of(stage, model, flow.written), follow:
                 made = forward()
             if one.is_last:
                 one.refuse_foreign(tensors_in(made), "what the model returns")

@@ -21,6 +21,7 @@ from torch.utils._pytree import TreeSpec, tree_flatten, tree_unflatten
 
 from shardwise.pipeline.element import Element
 from shardwise.pipeline.marks import Marks
+from shardwise.pipeline.root_state import Kept, RootState
 from shardwise.spec.errors import PlanError
 
 #: An output of an element: the number of the call that made it, and its place among the leaves of what that returned.
@@ -71,6 +72,7 @@ class Call:
         element: Which.
         inputs: Outputs of earlier calls from which its arguments were computed.
         weights: What its arguments were computed from besides.
+        state: The names of buffers outside of all elements from which they were.
         leaves: What it returns; ``None`` for one that is run on every stage, because it depends on the batch alone.
         spec: Of the nest in which the leaves lie.
         stage: Which computes it.
@@ -80,6 +82,7 @@ class Call:
     element: Element
     inputs: frozenset[Source]
     weights: frozenset[Weight] = frozenset()
+    state: frozenset[str] = frozenset()
     leaves: list[Leaf] | None = None
     spec: TreeSpec | None = None
     stage: int = 0
@@ -109,6 +112,8 @@ class Flow:
         last_call: The number of each stage's last call.
         writes_in_place: The model writes to what elements return or take: it needs memory of its own.
         reads_values: The model looks at values of what elements return: it may take another path than was traced.
+        written: Names of buffers outside of all elements that the model's forward writes to.
+        on_last_stage: Names of buffers outside of all elements that the last stage alone has right.
         learned: What stages were told about each other's activations in steps of this kind.
     """
 
@@ -117,6 +122,8 @@ class Flow:
     last_call: list[int] = field(default_factory=list)
     writes_in_place: bool = False
     reads_values: bool = False
+    written: tuple[str, ...] = ()
+    on_last_stage: tuple[str, ...] = ()
     learned: dict[Hashable, Any] = field(default_factory=dict)
 
     @property
@@ -151,6 +158,8 @@ class Tracer:
         self._device = device
         self._writes_in_place = writes_in_place
         self._calls: list[Call] = []
+        self._elements = elements
+        self._state: RootState | None = None
         self._marks = Marks(foreign=None if device.type == "meta" else _INSIDE)
         for tensor, weight in lent_weights(elements):
             self._marks.add(tensor, {weight})
@@ -161,15 +170,19 @@ class Tracer:
         Raises:
             PlanError: The elements cannot be run stage by stage.
         """
+        self._state = RootState(_outside(sketch, self._elements), self._marks)
         with self._marks.follow():
             output = forward()
+        self._state.look(len(self._calls))
         held = [value for module in _root_modules(sketch, self._calls) for value in vars(module).values()]
         return self._finish([*tensors_in(output), *tensors_in(held)], num_stages)
 
     def call(self, element: Element, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
         """A call of ``element``; returns what stands for its result."""
         arguments, spec = tree_flatten((args, dict(kwargs)))
-        call = Call(element, *self._reached(arguments))
+        assert self._state is not None
+        self._state.look(len(self._calls))
+        call = Call(element, *self._reached(arguments), self._kept(arguments))
         if not element.has_parameters:
             assert element.sketch is not None
             state, versions = _state_of(element.sketch), _versions(arguments)
@@ -195,12 +208,15 @@ class Tracer:
     def _finish(self, kept: Sequence[Tensor], num_stages: int) -> Flow:
         flow = Flow(self._calls, writes_in_place=self._writes_in_place)
         final, weights = self._reached(kept)
-        flow.reads_values = bool(self._marks.read)
+        flow.reads_values = any(not isinstance(mark, Kept) for mark in self._marks.read)
         _settle(flow.calls)
         _check(flow.calls, num_stages)
         _check_weights([(call.stage, call.weights) for call in flow.calls if call.leaves is not None], num_stages)
         _check_weights([(num_stages - 1, weights)], num_stages)
         flow.crossing, flow.last_call = _crossing(flow.calls, final, num_stages)
+        assert self._state is not None
+        flow.written = self._state.written
+        flow.on_last_stage = self._state.on_last_stage(flow.calls, flow.last_call, num_stages)
         return flow
 
     def _sketched(self, element: Element, arguments: Sequence[Any], spec: TreeSpec) -> Any:
@@ -249,6 +265,11 @@ class Tracer:
             raise inside_of_blocks()
         weights = frozenset(mark for mark in marks if isinstance(mark, Weight))
         return frozenset(mark for mark in marks if isinstance(mark, tuple)), weights
+
+    def _kept(self, values: Iterable[Any]) -> frozenset[str]:
+        """The buffers of the model's own from which these were computed, or on which their being depends."""
+        marks = self._marks.of(values) | self._marks.read
+        return frozenset(mark.name for mark in marks if isinstance(mark, Kept))
 
 
 def inside_of_blocks() -> PlanError:
@@ -419,6 +440,12 @@ def lent_weights(elements: Iterable[Element]) -> Iterator[tuple[Tensor, Weight]]
             stages = tuple(sorted({*weight.stages, *element.stages}))
             found[id(tensor)] = tensor, Weight((*weight.names, name), weight.owner, stages)
     yield from found.values()
+
+
+def _outside(sketch: nn.Module, elements: Iterable[Element]) -> Iterator[tuple[str, nn.Module]]:
+    """The modules of ``sketch`` outside of all elements, with their names."""
+    inside = {id(m) for element in elements if element.sketch is not None for m in element.sketch.modules()}
+    return ((name, module) for name, module in sketch.named_modules() if id(module) not in inside)
 
 
 def _root_modules(sketch: nn.Module, calls: Iterable[Call]) -> Iterator[nn.Module]:

@@ -184,7 +184,8 @@ class Pipelined(Uncopyable):
         """Have ``model`` run stage by stage. It has its engine by now."""
         comm = None if device.type == "meta" else self._comm  # a dry run: nobody is there to disagree
         deferral = self._defer(model)  # layers that are elements, too: before those are replaced
-        stages = Stages(model, self.sketch, self._elements, self._num_stages, device=device, comm=comm)
+        sketched = self.sketch, self._elements, self._num_stages
+        stages = Stages(model, *sketched, device=device, comm=comm, held=self.stages)
         self._interpreter = Interpreter(stages, self._comm, deferral)
         computed = resolve(attach.runtime_of(model, "sw.parallelize").options.policy, device).param_dtype
         self._interpreter.compute_dtype = None if computed is None else torch_dtype(computed)
@@ -217,21 +218,17 @@ class Pipelined(Uncopyable):
         return deferral
 
     def share_state(self) -> None:
-        """Give every stage the buffers that one of them writes to: of running statistics without parameters.
+        """Give every stage the buffers that one of them computes: running statistics, what the model's forward writes.
 
         Collective:
             A broadcast along ``pp`` of each such buffer. All ranks must call.
         """
         assert self._interpreter is not None
-        stages = self._interpreter.stages
-        modules = {element.name: element.module for element in self._elements}
-        for name, stage in sorted(stages.keepers.items()):
-            root = self._usual.ranks[stage]
-            for key, buffer in modules[name].named_buffers():
-                flat = buffer.detach().contiguous().view(-1)
-                self._comm.broadcast(flat, root=root, unit=f"buffer {name}.{key}").wait()
-                if not buffer.is_contiguous():
-                    buffer.data.copy_(flat.view(buffer.shape))
+        for name, buffer, stage in self._interpreter.stages.stage_state():
+            flat = buffer.detach().contiguous().view(-1)
+            self._comm.broadcast(flat, root=self._usual.ranks[stage], unit=f"buffer {name}").wait()
+            if not buffer.is_contiguous():
+                buffer.data.copy_(flat.view(buffer.shape))
 
     def around(self) -> tuple[Interpreter, Comm, tuple[int, ...]]:
         """What runs the stages, the Comm along ``pp``, and the rank of each stage."""

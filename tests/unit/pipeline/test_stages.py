@@ -335,6 +335,43 @@ def test_finding_shapes_leaves_buffers_alone():
             assert torch.equal(ours.mean, plain.mean if where == stage else torch.zeros(4))
 
 
+def test_a_buffer_that_an_earlier_stage_would_not_know_is_refused():
+    class Whitened(Odd):
+        def __init__(self):
+            super().__init__()
+            self.register_buffer("mean", torch.zeros(4))
+
+        def forward(self, x):
+            x = x - self.mean
+            for block in self.blocks:
+                x = block(x)
+            self.mean.lerp_(x.detach().mean(0), 0.5)
+            return x.sum()
+
+    class Warm(Whitened):
+        """What is read of it chooses the path."""
+
+        def forward(self, x):
+            x = x * 2 if self.mean.sum() > 0 else x
+            for block in self.blocks:
+                x = block(x)
+            self.mean += 1
+            return x.sum()
+
+    class Grows(Whitened):
+        def forward(self, x):
+            for block in self.blocks:
+                x = block(x)
+            self.mean = x.detach().flatten()
+            return x.sum()
+
+    said = {Whitened: "writes to the buffer 'mean'", Warm: "writes to the buffer 'mean'", Grows: "'mean' another shape"}
+    for kind, text in said.items():
+        for _, stages in split(kind(), 2):
+            with pytest.raises(PlanError, match=text):
+                stages.flow((torch.randn(3, 4),), call)
+
+
 def test_state_in_two_places_is_refused():
     class Twice(Stateful):
         def forward(self, x):
