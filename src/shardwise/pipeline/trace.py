@@ -425,8 +425,8 @@ def _check_weights(uses: Iterable[tuple[int, Iterable[Weight]]], num_stages: int
             f" {first.stages[0]}, for what stage {stage} of {num_stages} computes: a stage has only the weights of its"
             f" own modules.\n  Have forward call {first.owner!r} instead of taking its weight; tie the weight to that"
             " of a module that is called there (head.weight = embedding.weight); compute with it in a block; let both"
-            " be on one stage, PipelinePolicy(first_of_stage=...); leave a penalty over weights to the optimizer"
-            " (weight_decay); or set pp=1."
+            " be on one stage (register the module where it is used, or PipelinePolicy(first_of_stage=...)); leave a"
+            " penalty over weights to the optimizer (weight_decay); or set pp=1."
         )
 
 
