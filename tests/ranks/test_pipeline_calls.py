@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import dataclasses
+
 import pytest
 import torch
 from torch import nn
@@ -9,7 +11,7 @@ from torch.utils.checkpoint import checkpoint
 
 import shardwise as sw
 from shardwise.recipe.batch import split_batch
-from shardwise.spec.errors import PlanError
+from shardwise.spec.errors import PlanError, StateError
 from shardwise.testing import run_on_ranks
 from tests.unit.pipeline.test_stages import call, check, split
 
@@ -161,6 +163,43 @@ def test_a_reentrant_checkpoint_around_blocks_is_refused(computes, num_stages):
     for _, stages in split(Reentrant(), num_stages):
         with pytest.raises(PlanError, match=r"'blocks\.0' in a checkpoint with use_reentrant=True"):
             stages.flow((torch.randn(3, WIDTH),), call)
+
+
+def test_a_reentrant_checkpoint_is_refused_where_its_output_is_written_to():
+    """Shapes were found with copies, which do not tell."""
+
+    class Reentrant(Net):
+        def run(self, x):
+            for block in self.blocks:
+                x = checkpoint(block, x, use_reentrant=True) + 0
+                x += 1
+            return x
+
+        def forward(self, x):
+            y = self.last(self.run(self.first(x)))
+            y += 1
+            return y.square().mean()
+
+    model, stages = split(Reentrant(), 2)[0]
+    x = (torch.randn(3, WIDTH),)
+    _, flow = stages.flow(x, call)
+    assert flow.writes_in_place
+    with pytest.raises(PlanError, match="use_reentrant=True"):
+        stages.run(0, flow, {}, lambda: call(model, x))
+
+
+def test_a_block_of_two_stages_in_a_checkpoint_is_refused():
+    model, stages = split(Checkpointed(), 2)[0]
+    x = (torch.randn(3, WIDTH),)
+    _, flow = stages.flow(x, call)
+    made = stages.run(0, flow, {}, lambda: call(model, x))
+    (first,) = (each for each in flow.calls if each.element.name == "blocks.0")
+    flow.calls.append(dataclasses.replace(first, stage=1))
+    with (
+        stages.again(0, flow, {}),
+        pytest.raises(StateError, match=r"'blocks\.0' again, which the forward calls 2 times"),
+    ):
+        torch.autograd.backward(made, [torch.ones_like(each) for each in made])
 
 
 class Padded(nn.Module):
