@@ -113,3 +113,57 @@ def test_w_computes_every_linear_layer_that_tp_has_cut():
 
 def names(blocks: str, layers: dict[str, tuple[str, ...]], numbers: tuple[int, ...]) -> list[str]:
     return sorted(f"{blocks}.{n}.{layer}.{key}" for n in numbers for layer, keys in layers.items() for key in keys)
+
+
+class Careless(torch.nn.Module):
+    """Writes to what its layers give, and names their argument."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.up, self.down = torch.nn.Linear(8, 12), torch.nn.Linear(12, 8)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        y = self.down(input=self.up(input=x).relu_())
+        y += x
+        return y.mul_(0.5)
+
+
+class CarelessStack(torch.nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks = torch.nn.ModuleList(Careless() for _ in range(4))
+
+    def forward(self, x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
+        for block in self.blocks:
+            x = block(x)
+        return (x - y).square().mean()
+
+
+def train_careless() -> list[tuple[float, float]]:
+    """Of each schedule the loss of the third step, with that of one process."""
+    generator = torch.Generator().manual_seed(1)
+    x, y = (torch.randn(6, 3, 8, generator=generator, dtype=torch.float64) for _ in range(2))
+    found = []
+    for schedule in (None, "1f1b", "zb-h1"):
+        torch.manual_seed(0)
+        model: Any = CarelessStack().double()
+        if schedule is not None:
+            styles = {"blocks.*.up": "colwise", "blocks.*.down": "rowwise"}
+            model = sw.parallelize(model, sw.ParallelPlan(pp=2, tp=2, pipeline=schedule, tp_plan=styles))
+        optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
+        for _ in range(3):
+            if schedule is None:
+                loss = model(x, y)
+                loss.backward()
+            else:
+                loss = sw.train_step(model, (x, y), num_microbatches=3)
+            optimizer.step()
+            optimizer.zero_grad()
+        found.append(loss.item())
+    return [(loss, found[0]) for loss in found[1:]]
+
+
+def test_a_model_may_write_to_what_layers_under_tp_give_and_name_their_argument():
+    for losses in run_on_ranks(train_careless, 4, timeout_s=100):
+        for loss, expected in losses:
+            assert loss == pytest.approx(expected, rel=1e-12)

@@ -38,3 +38,9 @@ class Forward(Uncopyable, ABC):
     @abstractmethod
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """The module's forward."""
+
+
+def only(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """The one argument of a layer, given by position or by whatever name its class has for it."""
+    (given,) = (*args, *kwargs.values())
+    return given

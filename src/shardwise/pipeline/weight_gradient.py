@@ -143,7 +143,7 @@ class _Linear(torch.autograd.Function):
     def forward(ctx: Any, given: Tensor, weight: Tensor, bias: Tensor | None, how: _How) -> Tensor:
         ctx.save_for_backward(given, weight)
         ctx.weight, ctx.bias, ctx.how = weight, bias, how
-        return _linear(given, weight, bias, how.is_transposed)
+        return _linear(given, weight, bias, how.is_transposed).data  # no view: a model may write to it in place
 
     @staticmethod
     @once_differentiable

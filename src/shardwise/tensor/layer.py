@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from shardwise.comm.base import Comm
-from shardwise.comm.forward import Forward
+from shardwise.comm.forward import Forward, only
 from shardwise.tensor.linear import Deferral, Way, column_linear, is_transposed, linear_of
 from shardwise.tensor.pairs import add_up, gather_seq, join_last, own_last, scatter_seq, share, share_copies
 
@@ -97,9 +97,9 @@ class Column(Layer):
         if self.shared is None:
             self.shared = gather_seq if self.way.divides_sequence else share
 
-    def __call__(self, x: Tensor) -> Tensor:
+    def __call__(self, *args: Any, **kwargs: Any) -> Tensor:
         """(..., inputs), replicated, to (..., this rank's features), or all where it gathers."""
-        module = self.module
+        x, module = only(args, kwargs), self.module
         if not self.talks:
             return self._linear(x, module.weight, module.bias)
         if self.shared is None:
@@ -128,9 +128,9 @@ class CopiedColumn(Layer):
         self._place = place
         self._linear = linear_of(module)
 
-    def __call__(self, x: Tensor) -> Tensor:
+    def __call__(self, *args: Any, **kwargs: Any) -> Tensor:
         """(..., inputs), replicated, to (..., features of the head)."""
-        module = self.module
+        x, module = only(args, kwargs), self.module
         weight = share_copies(module.weight, self._place, self.comm, self.name)
         bias = module.bias
         if bias is not None:
@@ -209,9 +209,9 @@ class Row(Layer):
         self._linear = partial(deferral.linear, is_transposed=is_transposed(self.module))
         self._add = None if self.divides_sequence else deferral.add
 
-    def __call__(self, x: Tensor) -> Tensor:
+    def __call__(self, *args: Any, **kwargs: Any) -> Tensor:
         """(..., this rank's features) to (..., outputs), replicated."""
-        module = self.module
+        x, module = only(args, kwargs), self.module
         if self._sizes is not None:
             x = own_last(x, self._sizes, self.comm, self.name)
         term = self._linear(x, module.weight, None)
@@ -239,13 +239,13 @@ class VocabularyEmbedding(Layer):
         super().__init__(module, name, comm)
         self._start, self._stop = start, stop
 
-    def __call__(self, ids: Tensor) -> Tensor:
+    def __call__(self, *args: Any, **kwargs: Any) -> Tensor:
         """Ids to their rows.
 
         Raises:
             IndexError: An id is none of the vocabulary's, as in ``nn.Embedding``.
         """
-        module = self.module
+        ids, module = only(args, kwargs), self.module
         check_ids(ids, module.num_embeddings, f"{self.name!r}: an id")
         is_foreign = (ids < self._start) | (ids >= self._stop)
         local = (ids - self._start).masked_fill(is_foreign, 0)

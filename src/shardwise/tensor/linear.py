@@ -105,7 +105,7 @@ class _ColumnLinear(torch.autograd.Function):
         x = gathered_seq(x, way.comm, way.unit) if way.divides_sequence else x
         ctx.save_for_backward(x, weight)
         ctx.way = way
-        return way.forward(x, weight, bias)
+        return way.forward(x, weight, bias).data  # no view of what addmm made: a model may write to it in place
 
     @staticmethod
     @once_differentiable

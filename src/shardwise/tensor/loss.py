@@ -88,9 +88,9 @@ class VocabularyHead(Column):
         super().__init__(module, name, comm)
         self.vocabulary = Vocabulary(sizes, comm)
 
-    def __call__(self, x: Tensor) -> Tensor:
+    def __call__(self, *args: Any, **kwargs: Any) -> Tensor:
         """(..., inputs), replicated, to (..., all ids) or (..., ids of this rank)."""
-        y = super().__call__(x)
+        y = super().__call__(*args, **kwargs)
         self.has_given_part = self.is_local
         return y if self.is_local else join_last(y, self.vocabulary.sizes, self.comm, self.name)
 

@@ -27,6 +27,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from shardwise.comm.base import Comm
+from shardwise.comm.forward import only
 from shardwise.spec.errors import PlanError
 from shardwise.spec.rows import row_bounds
 from shardwise.spec.slice import Cut, Slice, set_slice
@@ -133,7 +134,7 @@ class RowShardedEmbedding(Layer):
         self.bounds = bounds
         self.dtype = dtype
 
-    def __call__(self, ids: Tensor) -> Tensor:
+    def __call__(self, *args: Any, **kwargs: Any) -> Tensor:
         """Ids to their rows, as ``nn.Embedding``.
 
         Collective:
@@ -143,7 +144,7 @@ class RowShardedEmbedding(Layer):
         Raises:
             IndexError: A rank asks for rows that there are not; on every rank.
         """
-        module = self.module
+        ids, module = only(args, kwargs), self.module
         wanted, inverse = _distinct(ids)
         rows = _Lookup.apply(module.weight, wanted, inverse, _Route(self, wanted, module.padding_idx))
         return rows.to(self.dtype)

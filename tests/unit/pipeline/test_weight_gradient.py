@@ -69,6 +69,18 @@ def test_a_bias_that_is_added_after_the_layer_comes_later():
     assert torch.equal(late[1], bias.grad)
 
 
+def test_a_model_may_write_to_what_a_layer_gives():
+    layer, x = nn.Linear(6, 4), torch.randn(2, 3, 6, requires_grad=True)
+    expected = torch.autograd.grad(layer(x).mul_(2).relu_().sum(), (x, layer.weight, layer.bias))
+    deferral, collects = Deferral([layer]), WeightGradients()
+    with deferral.to(collects):
+        loss = layer(input=x).mul_(2).relu_().sum()
+    loss.backward()
+    collects.compute()
+    for found, wanted in zip((x.grad, layer.weight.grad, layer.bias.grad), expected, strict=True):
+        assert torch.equal(found, wanted)
+
+
 @pytest.mark.parametrize("computed", ["weight", "bias"])
 def test_what_is_computed_from_other_parameters_gets_its_gradient_from_autograd(computed):
     class Half(nn.Module):
