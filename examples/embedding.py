@@ -7,6 +7,8 @@ batch looks up travel; the dense part is trained under ddp. torch's RPC tutorial
 own. The last lines compare: under ddp alone every rank holds the whole table and reduces all of its gradient.
 """
 
+import os
+
 import torch
 from torch import nn
 from torch.nn import functional as F
@@ -14,6 +16,10 @@ from torch.nn import functional as F
 import shardwise as sw
 
 ITEMS, WIDTH, BAG = 50_000, 32, 8
+DEVICE = torch.device("cpu")
+if torch.cuda.is_available():
+    DEVICE = torch.device("cuda", int(os.environ.get("LOCAL_RANK", "0")))
+    torch.cuda.set_device(DEVICE)
 
 
 class Recommender(nn.Module):
@@ -36,18 +42,19 @@ def batch(step: int, rank: int) -> tuple[torch.Tensor, torch.Tensor, torch.Tenso
     popular = (torch.rand(64, BAG + 1, generator=generator) ** 4 * (ITEMS // 200)).long() * 2
     taste = torch.randint(0, 2, (64, 1), generator=generator)
     seen, following = popular[:, :BAG] + taste, popular[:, BAG] + torch.randint(0, 2, (64,), generator=generator)
-    return seen, following, (following % 2 == taste.squeeze(1)).float()
+    is_liked = (following % 2 == taste.squeeze(1)).float()
+    return seen.to(DEVICE), following.to(DEVICE), is_liked.to(DEVICE)
 
 
 def train(plan: sw.ParallelPlan, steps: int = 30) -> tuple[list[float], int, int]:
     """Losses by step, bytes that this rank sent in the last step, and bytes of parameters that it holds."""
     torch.manual_seed(0)
-    model = sw.parallelize(Recommender(), plan)
+    model = sw.parallelize(Recommender().to(DEVICE), plan)
     optimizer = torch.optim.AdamW(model.parameters(), lr=2e-2)
     losses = []
     for step in range(steps):
         with sw.record_collectives(model) as events:
-            loss = model(*batch(step, torch.distributed.get_rank()))
+            loss = model(*batch(step, sw.data_parallel_rank(model)))
             loss.backward()
         optimizer.step()
         optimizer.zero_grad()
@@ -67,3 +74,4 @@ def main() -> None:
 
 if __name__ == "__main__":
     main()
+    torch.distributed.destroy_process_group()

@@ -6,6 +6,7 @@ FOLDER is a Hugging Face folder with a GPT-2 model; without one a small model is
 """
 
 import argparse
+import os
 from pathlib import Path
 
 import torch
@@ -15,6 +16,10 @@ from transformers.models.gpt2.modeling_gpt2 import GPT2Block
 import shardwise as sw
 
 SEQ, BATCH, MICROBATCHES = 64, 8, 2
+DEVICE = torch.device("cpu")
+if torch.cuda.is_available():
+    DEVICE = torch.device("cuda", int(os.environ.get("LOCAL_RANK", "0")))
+    torch.cuda.set_device(DEVICE)
 
 
 def build(folder: str | None) -> GPT2LMHeadModel:
@@ -39,26 +44,27 @@ def main() -> None:
         mp_policy=sw.PrecisionPolicy(param_dtype="auto"),  # bf16 where it is supported; masters stay fp32
         activation_checkpointing="full",
     )
-    model = sw.parallelize(build(options.model), plan)
+    model = sw.parallelize(build(options.model).to(DEVICE), plan)
     optimizer = torch.optim.AdamW(sw.flat_parameters(model), lr=3e-3)
-    rank = torch.distributed.get_rank()
+    is_first = torch.distributed.get_rank() == 0
     text = torch.tensor(list(Path(argparse.__file__).read_bytes()[:65536]))
-    generator = torch.Generator().manual_seed(rank)
+    generator = torch.Generator().manual_seed(sw.data_parallel_rank(model))  # every rank reads other parts of it
     for step in range(options.steps):
         starts = torch.randint(0, len(text) - SEQ, (BATCH,), generator=generator)
-        tokens = torch.stack([text[start : start + SEQ] for start in starts])
+        tokens = torch.stack([text[start : start + SEQ] for start in starts]).to(DEVICE)
         batch = {"input_ids": tokens, "labels": tokens}
         loss = sw.train_step(model, batch, num_microbatches=MICROBATCHES)  # the mean over all ranks
         sw.clip_grad_norm(model, 1.0)
         optimizer.step()
         optimizer.zero_grad()
-        if rank == 0 and step % 8 == 0:
+        if is_first and step % 8 == 0:
             print(f"step {step:2d}  loss {loss.item():.3f}")
     if options.checkpoint is not None:
         sw.save(options.checkpoint, model, optimizer, state={"step": options.steps})
-        if rank == 0:
+        if is_first:
             print(f"saved {options.checkpoint}")
 
 
 if __name__ == "__main__":
     main()
+    torch.distributed.destroy_process_group()

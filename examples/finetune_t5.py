@@ -7,6 +7,7 @@ tokenizer has to be downloaded; with a real checkpoint use its own. Every rank r
 """
 
 import argparse
+import os
 
 import torch
 from torch.utils.data import DataLoader, DistributedSampler
@@ -18,6 +19,10 @@ import shardwise as sw
 WORDS = ["zero", "one", "two", "three", "four", "five", "six", "seven", "eight", "nine"]
 PAIRS = [(f"say {n}", WORDS[n // 10] + " " + WORDS[n % 10]) for n in range(100)]
 PAD, END, LENGTH = 0, 1, 16
+DEVICE = torch.device("cpu")
+if torch.cuda.is_available():
+    DEVICE = torch.device("cuda", int(os.environ.get("LOCAL_RANK", "0")))
+    torch.cuda.set_device(DEVICE)
 
 
 def encode(text: str) -> list[int]:
@@ -31,7 +36,8 @@ def collate(pairs: list[tuple[str, str]]) -> dict[str, torch.Tensor]:
 
     inputs = block([source for source, _ in pairs], PAD)
     labels = block([target for _, target in pairs], -100)
-    return {"input_ids": inputs, "attention_mask": (inputs != PAD).long(), "labels": labels}
+    batch = {"input_ids": inputs, "attention_mask": (inputs != PAD).long(), "labels": labels}
+    return {name: tensor.to(DEVICE) for name, tensor in batch.items()}
 
 
 def build(folder: str | None) -> T5ForConditionalGeneration:
@@ -49,10 +55,11 @@ def main() -> None:
     options = parser.parse_args()
 
     plan = sw.ParallelPlan(strategy="full_shard", auto_wrap_policy=sw.wrap_by_class({T5Block}))
-    model = sw.parallelize(build(options.model), plan)
+    model = sw.parallelize(build(options.model).to(DEVICE), plan)
     optimizer = torch.optim.AdamW(model.parameters(), lr=3e-3)
-    rank = torch.distributed.get_rank()
-    sampler = DistributedSampler(PAIRS, seed=0)
+    is_first = torch.distributed.get_rank() == 0
+    rank, size = sw.data_parallel_rank(model), sw.data_parallel_size(model)
+    sampler = DistributedSampler(PAIRS, num_replicas=size, rank=rank)
     loader = DataLoader(PAIRS, batch_size=10, sampler=sampler, collate_fn=collate)
     for epoch in range(options.epochs):
         sampler.set_epoch(epoch)
@@ -64,16 +71,17 @@ def main() -> None:
             optimizer.step()
             optimizer.zero_grad()
             total += loss.item()
-        if rank == 0:
+        if is_first:
             print(f"epoch {epoch}  loss {total / len(loader):.3f}")
 
     model.eval()  # generate() gathers unit by unit; all ranks take part
     asked = collate(PAIRS[40:42])
     told = model.generate(input_ids=asked["input_ids"], attention_mask=asked["attention_mask"], max_new_tokens=LENGTH)
-    if rank == 0:
+    if is_first:
         for (source, _), row in zip(PAIRS[40:42], told.tolist(), strict=True):
             print(source, "->", bytes(token - 2 for token in row if token > END).decode(errors="replace"))
 
 
 if __name__ == "__main__":
     main()
+    torch.distributed.destroy_process_group()

@@ -7,6 +7,7 @@ are drawn as well: a bright square in one of four corners.
 """
 
 import argparse
+import os
 
 import torch
 from transformers import ViTConfig, ViTForImageClassification
@@ -14,6 +15,10 @@ from transformers import ViTConfig, ViTForImageClassification
 import shardwise as sw
 
 SIDE = 32
+DEVICE = torch.device("cpu")
+if torch.cuda.is_available():
+    DEVICE = torch.device("cuda", int(os.environ.get("LOCAL_RANK", "0")))
+    torch.cuda.set_device(DEVICE)
 
 
 def build(folder: str | None) -> ViTForImageClassification:
@@ -31,7 +36,7 @@ def pictures(count: int, generator: torch.Generator) -> dict[str, torch.Tensor]:
     for image, label in zip(images, labels.tolist(), strict=True):
         row, column = divmod(label, 2)
         image[:, row * half : (row + 1) * half, column * half : (column + 1) * half] += 2.0
-    return {"pixel_values": images, "labels": labels}
+    return {"pixel_values": images.to(DEVICE), "labels": labels.to(DEVICE)}
 
 
 def main() -> None:
@@ -40,27 +45,28 @@ def main() -> None:
     parser.add_argument("--steps", type=int, default=80)
     options = parser.parse_args()
 
-    plain = build(options.model)
+    plain = build(options.model).to(DEVICE)
     for name, parameter in plain.named_parameters():
         parameter.requires_grad_("embeddings" not in name and "layer.0." not in name)
     model = sw.parallelize(plain, sw.ParallelPlan(strategy="zero3", auto_wrap_policy=sw.wrap_by_class({"ViTLayer"})))
     optimizer = torch.optim.AdamW(model.parameters(), lr=5e-3)
-    rank = torch.distributed.get_rank()
-    generator = torch.Generator().manual_seed(rank)
+    is_first = torch.distributed.get_rank() == 0
+    generator = torch.Generator().manual_seed(sw.data_parallel_rank(model))  # every rank draws other pictures
     for step in range(options.steps):
         loss = model(**pictures(16, generator)).loss
         loss.backward()
         optimizer.step()
         optimizer.zero_grad()
-        if rank == 0 and step % 20 == 0:
+        if is_first and step % 20 == 0:
             print(f"step {step:2d}  loss {loss.item():.3f}")
     model.eval()
     with torch.no_grad():
         batch = pictures(64, generator)
         right = (model(pixel_values=batch["pixel_values"]).logits.argmax(1) == batch["labels"]).float().mean()
-    if rank == 0:
+    if is_first:
         print(f"accuracy on new pictures {right.item():.2f}")
 
 
 if __name__ == "__main__":
     main()
+    torch.distributed.destroy_process_group()

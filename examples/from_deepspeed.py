@@ -3,22 +3,29 @@
 torchrun --nproc-per-node 2 examples/from_deepspeed.py     # needs the extra shardwise[peers]
 """
 
+import os
+
 import deepspeed
 import torch
 from torch import nn
 
 import shardwise as sw
 
+DEVICE = torch.device("cpu")
+if torch.cuda.is_available():
+    DEVICE = torch.device("cuda", int(os.environ.get("LOCAL_RANK", "0")))
+    torch.cuda.set_device(DEVICE)
+
 
 def build() -> nn.Module:
     torch.manual_seed(0)
     layers = (nn.TransformerEncoderLayer(32, 4, 64, dropout=0.0, batch_first=True) for _ in range(5))
-    return nn.Sequential(nn.Linear(8, 32), *layers, nn.Linear(32, 1))
+    return nn.Sequential(nn.Linear(8, 32), *layers, nn.Linear(32, 1)).to(DEVICE)
 
 
 def batch(step: int) -> torch.Tensor:
     generator = torch.Generator().manual_seed(100 * step + torch.distributed.get_rank())
-    return torch.randn(4, 10, 8, generator=generator)
+    return torch.randn(4, 10, 8, generator=generator).to(DEVICE)
 
 
 def before() -> list[float]:
@@ -56,8 +63,9 @@ def after() -> list[float]:
 
 
 if __name__ == "__main__":
-    torch.distributed.init_process_group("gloo")
-    deepspeed.init_distributed(dist_backend="gloo", verbose=False)
+    backend = "nccl" if DEVICE.type == "cuda" else "gloo"
+    torch.distributed.init_process_group(backend)
+    deepspeed.init_distributed(dist_backend=backend, verbose=False)
     old, new = before(), after()
     if torch.distributed.get_rank() == 0:
         for step, (a, b) in enumerate(zip(old, new, strict=True)):

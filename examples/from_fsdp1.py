@@ -4,6 +4,7 @@ torchrun --nproc-per-node 2 examples/from_fsdp1.py
 """
 
 import functools
+import os
 
 import torch
 from torch import nn
@@ -12,16 +13,21 @@ from torch.distributed.fsdp.wrap import transformer_auto_wrap_policy
 
 import shardwise as sw
 
+DEVICE = torch.device("cpu")
+if torch.cuda.is_available():
+    DEVICE = torch.device("cuda", int(os.environ.get("LOCAL_RANK", "0")))
+    torch.cuda.set_device(DEVICE)
+
 
 def build() -> nn.Module:
     torch.manual_seed(0)
     layers = (nn.TransformerEncoderLayer(32, 4, 64, dropout=0.0, batch_first=True) for _ in range(5))
-    return nn.Sequential(nn.Linear(8, 32), *layers, nn.Linear(32, 1))
+    return nn.Sequential(nn.Linear(8, 32), *layers, nn.Linear(32, 1)).to(DEVICE)
 
 
 def batch(step: int) -> torch.Tensor:
     generator = torch.Generator().manual_seed(100 * step + torch.distributed.get_rank())
-    return torch.randn(4, 10, 8, generator=generator)
+    return torch.randn(4, 10, 8, generator=generator).to(DEVICE)
 
 
 def before() -> list[float]:
@@ -31,7 +37,7 @@ def before() -> list[float]:
         sharding_strategy=ShardingStrategy.FULL_SHARD,
         auto_wrap_policy=policy,
         use_orig_params=True,
-        device_id=torch.device("cpu"),
+        device_id=DEVICE,
     )
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
     losses = []
@@ -64,7 +70,7 @@ def after() -> list[float]:
 
 
 if __name__ == "__main__":
-    torch.distributed.init_process_group("gloo")
+    torch.distributed.init_process_group("nccl" if DEVICE.type == "cuda" else "gloo")
     old, new = before(), after()
     if torch.distributed.get_rank() == 0:
         for step, (a, b) in enumerate(zip(old, new, strict=True)):

@@ -3,6 +3,8 @@
 torchrun --nproc-per-node 2 examples/from_fsdp2.py
 """
 
+import os
+
 import torch
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
@@ -10,21 +12,26 @@ from torch.distributed.fsdp import fully_shard
 
 import shardwise as sw
 
+DEVICE = torch.device("cpu")
+if torch.cuda.is_available():
+    DEVICE = torch.device("cuda", int(os.environ.get("LOCAL_RANK", "0")))
+    torch.cuda.set_device(DEVICE)
+
 
 def build() -> nn.Module:
     torch.manual_seed(0)
     layers = (nn.TransformerEncoderLayer(32, 4, 64, dropout=0.0, batch_first=True) for _ in range(5))
-    return nn.Sequential(nn.Linear(8, 32), *layers, nn.Linear(32, 1))
+    return nn.Sequential(nn.Linear(8, 32), *layers, nn.Linear(32, 1)).to(DEVICE)
 
 
 def batch(step: int) -> torch.Tensor:
     generator = torch.Generator().manual_seed(100 * step + torch.distributed.get_rank())
-    return torch.randn(4, 10, 8, generator=generator)
+    return torch.randn(4, 10, 8, generator=generator).to(DEVICE)
 
 
 def before() -> list[float]:
     model = build()
-    mesh = init_device_mesh("cpu", (torch.distributed.get_world_size(),))
+    mesh = init_device_mesh(DEVICE.type, (torch.distributed.get_world_size(),))
     for layer in model[1:-1]:
         fully_shard(layer, mesh=mesh)
     fully_shard(model, mesh=mesh)
@@ -58,7 +65,7 @@ def after() -> list[float]:
 
 
 if __name__ == "__main__":
-    torch.distributed.init_process_group("gloo")
+    torch.distributed.init_process_group("nccl" if DEVICE.type == "cuda" else "gloo")
     old, new = before(), after()
     if torch.distributed.get_rank() == 0:
         for step, (a, b) in enumerate(zip(old, new, strict=True)):

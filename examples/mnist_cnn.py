@@ -5,12 +5,19 @@
 The digits are drawn (seven segments, shifted, with noise), so nothing is downloaded. All three compute the same.
 """
 
+import os
+
 import torch
 from torch import nn
 from torch.nn import functional as F
 
 import shardwise as sw
 from shardwise.train.memory import PeakTensorBytes
+
+DEVICE = torch.device("cpu")
+if torch.cuda.is_available():
+    DEVICE = torch.device("cuda", int(os.environ.get("LOCAL_RANK", "0")))
+    torch.cuda.set_device(DEVICE)
 
 SEGMENTS = ["abcdef", "bc", "abged", "abgcd", "fgbc", "afgcd", "afgedc", "abc", "abcdefg", "abcdfg"]
 BARS = {  # rows and columns of a 28 x 28 picture
@@ -32,7 +39,7 @@ def digits(count: int, generator: torch.Generator) -> tuple[torch.Tensor, torch.
             image[0][BARS[bar]] += 1.0
         dy, dx = torch.randint(-3, 4, (2,), generator=generator).tolist()
         image.copy_(image.roll((dy, dx), (1, 2)))
-    return images, labels
+    return images.to(DEVICE), labels.to(DEVICE)
 
 
 class Net(nn.Module):
@@ -63,9 +70,9 @@ PLANS = {
 def train(plan: sw.ParallelPlan, steps: int = 20) -> tuple[float, int]:
     """The last loss, and the most bytes of tensors that this rank held in a late step."""
     torch.manual_seed(0)
-    model = sw.parallelize(Net(), plan)
+    model = sw.parallelize(Net().to(DEVICE), plan)
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
-    generator = torch.Generator().manual_seed(torch.distributed.get_rank())
+    generator = torch.Generator().manual_seed(sw.data_parallel_rank(model))
 
     def step() -> float:
         loss = model(*digits(16, generator))
@@ -76,7 +83,7 @@ def train(plan: sw.ParallelPlan, steps: int = 20) -> tuple[float, int]:
 
     for _ in range(steps):
         step()
-    with PeakTensorBytes(torch.device("cpu")) as peak:
+    with PeakTensorBytes(DEVICE) as peak:
         last = step()
     return last, peak.peak_bytes
 
@@ -92,3 +99,4 @@ def main() -> None:
 
 if __name__ == "__main__":
     main()
+    torch.distributed.destroy_process_group()

@@ -1,8 +1,11 @@
 """What the README shows is run: a newcomer copies it."""
 
+import os
 import re
+import socket
 import subprocess
 import sys
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
@@ -16,8 +19,11 @@ def blocks(language: str) -> list[str]:
 
 
 def run(*command: str, cwd: Path) -> str:
-    done = subprocess.run(command, cwd=cwd, capture_output=True, text=True, timeout=120, check=False)
+    """What a command prints. A warning of Python in any of its processes is an error."""
+    environment = os.environ | {"PYTHONWARNINGS": "error", "OMP_NUM_THREADS": "1"}
+    done = subprocess.run(command, cwd=cwd, capture_output=True, text=True, timeout=120, check=False, env=environment)
     assert done.returncode == 0, done.stdout + done.stderr
+    assert not done.stderr
     return done.stdout
 
 
@@ -25,6 +31,37 @@ def run(*command: str, cwd: Path) -> str:
 def test_every_python_block_runs_as_it_is(text: str, tmp_path: Path) -> None:
     (tmp_path / "train.py").write_text(text)
     assert "in 7 units on 1 ranks" in run(sys.executable, "train.py", cwd=tmp_path)
+
+
+@pytest.mark.slow
+def test_the_loop_runs_under_torchrun_without_a_warning_and_rank_0_alone_prints_and_saves(tmp_path: Path) -> None:
+    (tmp_path / "train.py").write_text(blocks("python")[0])
+    torchrun = (sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2")
+    text = run(*torchrun, "train.py", cwd=tmp_path)
+    assert text.count("in 7 units on 2 ranks (this is rank 0)") == 1
+    assert len(re.findall(r"^epoch \d: loss", text, re.MULTILINE)) == 2
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["model.pt", "train.py"]
+
+
+@pytest.mark.slow
+def test_two_machines_meet_as_the_page_says(tmp_path: Path) -> None:
+    """The command of the page, with one process on each machine, both of them here."""
+    (tmp_path / "train.py").write_text(blocks("python")[0])
+    line = next(line for line in README.splitlines() if line.startswith("$ torchrun --nnodes 2") and "train.py" in line)
+    with socket.socket() as held:
+        held.bind(("127.0.0.1", 0))
+        port = held.getsockname()[1]
+    arguments = line.removeprefix("$ torchrun ").replace("HOST:29500", f"localhost:{port}")
+    arguments = arguments.replace("--nproc-per-node 8", "--nproc-per-node 1")
+    command = (sys.executable, "-m", "torch.distributed.run", *arguments.split())
+    with ThreadPoolExecutor(2) as machines:
+        texts = list(machines.map(lambda _: run(*command, cwd=tmp_path), range(2)))
+    assert sorted(text.count("in 7 units on 2 ranks (this is rank 0)") for text in texts) == [0, 1]
+
+
+def test_every_page_is_linked() -> None:
+    linked = set(re.findall(r"\]\(([^)#]+)\)", README))
+    assert {f"docs/{path.name}" for path in (ROOT / "docs").iterdir()} <= linked
 
 
 @pytest.mark.parametrize("text", blocks("yaml"))
