@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import json
+import re
 import subprocess
 import sys
 
@@ -225,6 +226,37 @@ def test_attention_saves_no_matrix_of_scores(mask, is_cuda, dtype):
         assert all(t.numel() <= q.numel() for t in saved)
 
 
+@pytest.mark.parametrize(
+    ("is_cuda", "dtype", "mask"),
+    [
+        (False, torch.float32, None),
+        (False, torch.float32, "float"),
+        (False, torch.bfloat16, "float"),
+        (True, torch.bfloat16, None),  # flash attention takes no mask, the memory-efficient kernel no grouped queries
+    ],
+)
+def test_grouped_queries_save_neither_scores_nor_repeated_keys(is_cuda, dtype, mask):
+    from shardwise.recipe.meta import FusedAttention
+
+    def saved_bytes(device):
+        heads = {"q": 8, "k": 2, "v": 2}
+        q, k, v = (torch.empty(1, n, 256, 16, dtype=dtype, device=device, requires_grad=True) for n in heads.values())
+        attn_mask = torch.zeros(1, 1, 256, 256, dtype=dtype, device=device) if mask else None
+        saved = []
+        with torch.autograd.graph.saved_tensors_hooks(lambda t: (saved.append(t), t)[1], lambda t: t):
+            output = torch.nn.functional.scaled_dot_product_attention(q, k, v, attn_mask=attn_mask, enable_gqa=True)
+        output.sum().backward()
+        assert (q.grad.shape, k.grad.shape, v.grad.shape) == (q.shape, k.shape, v.shape)
+        return sum(t.numel() * t.itemsize for t in saved)
+
+    with FusedAttention(is_cuda=is_cuda):
+        found = saved_bytes("meta")
+    if is_cuda:
+        assert found < 2 * (2 * 8 + 2 * 2) * 256 * 16 + 4 * 8 * 256 + 100
+    else:
+        assert found == saved_bytes("cpu")  # what the real kernel saves
+
+
 # -- any model, any world
 
 
@@ -316,6 +348,42 @@ def test_a_configuration_runs_dry_with_its_optimizer_its_microbatches_and_its_av
     momentum = found("--set", "optimizer.momentum=0.9")["bytes_by_category"]
     assert momentum["optimizer"] > 0
     assert found("--optimizer", "adamw")["bytes_by_category"]["optimizer"] > momentum["optimizer"]
+
+
+def test_the_bubble_of_a_pipeline_is_given_as_a_part_of_the_step(tmp_path, capsys):
+    config = tmp_path / "run.yaml"
+    config.write_text(
+        "model: {preset: gpt-nano, num_layers: 4}\ndata: {source: random}\n"
+        "parallel: {pp: 2}\ntrain: {micro_batch_size: 1, gradient_accumulation_steps: 3}\n"
+    )
+    assert main(["dry-run", str(config), "--world-size", "2"]) == 0
+    assert "pipeline bubble 25.0% of the step" in capsys.readouterr().out  # (p - 1) / (m + p - 1)
+
+
+def test_sgd_by_name_has_no_momentum(capsys):
+    assert main(["dry-run", "gpt-nano", "--world-size", "2", "--strategies", "ddp", "--optimizer", "sgd"]) == 0
+    _, header, row = capsys.readouterr().out.splitlines()[:3]
+    assert re.split(r"\s{2,}", row)[header.split().index("optimizer")] == "0 B"
+
+
+def test_a_folder_in_16_bit_has_masters_in_fp32(tmp_path, capsys):
+    transformers = pytest.importorskip("transformers", reason="the hf extra is not installed")
+    sizes = {"hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 2, "num_attention_heads": 4}
+    transformers.LlamaConfig(vocab_size=64, num_key_value_heads=2, dtype="bfloat16", **sizes).save_pretrained(tmp_path)
+    report = tmp_path / "dry.json"
+
+    def found(*more):
+        arguments = ["dry-run", str(tmp_path), "--world-size", "2", "--strategies", "zero3", "--json", str(report)]
+        assert main([*arguments, "--seq", "16", *more]) == 0, capsys.readouterr().err
+        return json.loads(report.read_text())[0]
+
+    whole = found()
+    masters = whole["bytes_by_category"]["parameters"]
+    assert masters == pytest.approx(4 * whole["num_parameters"] / 2, rel=0.1)
+    assert whole["bytes_by_category"]["optimizer"] == pytest.approx(2 * masters, rel=0.01)
+    wide = found("--precision", "fp32")
+    assert wide["bytes_by_category"]["parameters"] == pytest.approx(masters, rel=0.05)  # but for padding
+    assert wide["traffic"]["all_gather"][1] > 1.9 * whole["traffic"]["all_gather"][1]  # computed in bf16 by default
 
 
 @pytest.mark.parametrize("option", ["--world-size", "--gpus-per-node", "--micro-batch", "--seq"])

@@ -419,6 +419,23 @@ def small_calls():
     return found
 
 
+def long_names():
+    class ALayerWhoseClassHasALongName(nn.Linear):
+        pass
+
+    blocks = nn.ModuleList(ALayerWhoseClassHasALongName(4, 4) for _ in range(2))
+    model = nn.ModuleDict({"an_encoder_with_a_long_name": nn.ModuleDict({"layers": blocks})})
+    return str(sw.summary(sw.parallelize(model, sw.ParallelPlan(auto_wrap_policy=sw.wrap_by_name("*.layers.*")))))
+
+
+def test_names_in_the_summary_keep_to_their_columns():
+    header, *rows = run_on_ranks(long_names, 1)[0].splitlines()[1:4]
+    for row in rows:
+        name, kind = row.split()[:2]
+        assert kind in {"ModuleDict", "ALayerWhoseClassHasALongName"}
+        assert row.index(kind) == header.index("class") > row.index(name) + len(name)
+
+
 def test_summary_record_and_calls_on_a_plain_module():
     found = run_on_ranks(small_calls, 2)[0]
     text = found["after"]

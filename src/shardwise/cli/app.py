@@ -66,10 +66,19 @@ def run(arguments: Sequence[str] | None = None) -> int:
 
 
 def _version_option(
-    version: bool = typer.Option(False, "--version", help="Print the version and leave.", is_eager=True),  # noqa: FBT001, FBT003  typer's form
+    version: bool = typer.Option(  # noqa: FBT001  typer's form
+        False,  # noqa: FBT003
+        "--version",
+        help="Print the version and leave.",
+        is_eager=True,  # before typer asks for a verb
+        callback=lambda value: _show_version() if value else None,
+    ),
 ) -> None:
-    if version:
-        from importlib.metadata import version as installed
+    del version
 
-        typer.echo(f"shardwise {installed('shardwise')}")
-        raise typer.Exit
+
+def _show_version() -> None:
+    from importlib.metadata import version as installed
+
+    typer.echo(f"shardwise {installed('shardwise')}")
+    raise typer.Exit

@@ -14,6 +14,7 @@ from shardwise.cli.arguments import is_configuration
 from shardwise.cli.file import check_writable, write
 from shardwise.cli.show import show
 from shardwise.spec.errors import ConfigError
+from shardwise.spec.precision import dtype_name
 from shardwise.spec.units import size
 from shardwise.train.text import printable
 
@@ -59,7 +60,9 @@ def dry_run(  # noqa: PLR0917  typer's form
     seq: Annotated[int | None, typer.Option(help="Tokens per sample; by default the model's longest.")] = None,
     micro_batch: Annotated[int | None, typer.Option(help="Samples per rank and forward.")] = None,
     precision: Annotated[str | None, typer.Option(help="Parameters' dtype in computation: fp32, bf16, fp16.")] = None,
-    optimizer: Annotated[str | None, typer.Option(help="adamw, adam or sgd, instead of the configuration's.")] = None,
+    optimizer: Annotated[
+        str | None, typer.Option(help="adamw, adam or sgd, instead of the configuration's; sgd without momentum.")
+    ] = None,
     gpus_per_node: Annotated[int, typer.Option(help="What a group of hybrid sharding is by default.")] = 8,
     backend: Annotated[str, typer.Option(help="nccl, gloo, or auto: what this machine would use.")] = "nccl",
     json_file: Annotated[Path | None, typer.Option("--json", help="Also write everything, events too.")] = None,
@@ -79,7 +82,9 @@ def dry_run(  # noqa: PLR0917  typer's form
     check_writable(json_file)
     local_size = min(gpus_per_node, world_size)
     subject = _subject(model, world_size, local_size, overrides or [])
-    plans, left_out = _plans(subject.plan, strategies, precision, world_size=world_size, local_size=local_size)
+    plans, left_out = _plans(
+        subject.plan, strategies, precision or subject.compute_dtype, world_size=world_size, local_size=local_size
+    )
     tokens_BT = _tokens(micro_batch or subject.micro_batch, seq or subject.seq_len)
     results = [
         run_dry(
@@ -104,7 +109,10 @@ def dry_run(  # noqa: PLR0917  typer's form
 
 @dataclasses.dataclass(frozen=True)
 class _Subject:
-    """What is to be run: the model and how it is trained."""
+    """What is to be run: the model and how it is trained.
+
+    ``compute_dtype`` is that of the folder's weights, for which masters in fp32 are kept; ``None``: fp32.
+    """
 
     build: Callable[[], nn.Module]
     seq_len: int
@@ -113,6 +121,7 @@ class _Subject:
     optimizer: str | OptimizerFactory = "adamw"
     has_average: bool = False
     plan: ParallelPlan | None = None
+    compute_dtype: str | None = None
     is_from_hf: bool = False
 
 
@@ -143,7 +152,22 @@ def _from_preset(name: str) -> _Subject:
 def _from_folder(folder: Path) -> _Subject:
     from shardwise.train.build import model_from_folder
 
-    return _Subject(lambda: model_from_folder(folder, reads_weights=False), seq_len=_HF_SEQ, is_from_hf=True)
+    return _Subject(
+        lambda: model_from_folder(folder, reads_weights=False),
+        seq_len=_HF_SEQ,
+        compute_dtype=_stored_dtype(folder),
+        is_from_hf=True,
+    )
+
+
+def _stored_dtype(folder: Path) -> str | None:
+    """The 16-bit dtype that a folder's ``config.json`` names, if it does."""
+    try:
+        held = json.loads((folder / "config.json").read_text("utf-8"))
+        found = dtype_name(str(held.get("dtype") or held.get("torch_dtype")))
+    except (OSError, ValueError, AttributeError, ConfigError):
+        return None  # what is wrong with the folder is said where the model is built
+    return found if found in {"bf16", "fp16"} else None
 
 
 def _from_file(path: Path, world_size: int, local_size: int, overrides: list[str]) -> _Subject:
@@ -202,7 +226,7 @@ def _plans(
     names = [name.strip() for name in (strategies or "").split(",") if name.strip()]
     base = given or ParallelPlan()
     if precision is not None:
-        base = dataclasses.replace(base, mp_policy=PrecisionPolicy(param_dtype=precision))
+        base = dataclasses.replace(base, mp_policy=PrecisionPolicy(param_dtype=precision, master_dtype="fp32"))
     if given is not None and not names:
         return [base], []
     if names:
@@ -249,5 +273,10 @@ def table(results: list[DryRun]) -> str:
         f"{result.strategy}: "
         + ", ".join(f"{count} x {kind} ({size(sent)})" for kind, (count, sent) in result.traffic.items())
         for result in results
+    ]
+    lines += [
+        f"{result.strategy}: pipeline bubble {result.bubble_share:.1%} of the step, with stages that take equally long"
+        for result in results
+        if result.bubble_share is not None
     ]
     return "\n".join(lines)

@@ -78,6 +78,7 @@ def picture(built: Schedule, timing: Timing, durations: Durations) -> str:
     from shardwise.spec.schedule.held import held
 
     v = built.num_virtual_stages
+    outer = _closed(built, durations, is_inner=False)
     stages = "1 stage" if v == 1 else f"{v} stages"
     lines = [
         f"{built.name}: {built.num_ranks} ranks, {stages} per rank, {built.num_microbatches} microbatches",
@@ -85,7 +86,7 @@ def picture(built: Schedule, timing: Timing, durations: Durations) -> str:
         *rows(built, timing),
         "",
         f"time         {float(timing.makespan):g}, of which each rank computes {float(timing.ideal):g}",
-        f"bubble       {_both(timing.bubble, _closed(built, durations, is_inner=False))}",
+        f"bubble       {float(timing.bubble_share):.1%} of the step, {_both(timing.bubble, outer)}",
     ]
     inner = _closed(built, durations, is_inner=True)
     if timing.inner_bubble != timing.bubble:
@@ -131,6 +132,7 @@ def _facts(built: Schedule, timing: Timing, durations: Durations) -> dict[str, A
         "time": float(timing.makespan),
         "ideal_time": float(timing.ideal),
         "bubble": float(timing.bubble),
+        "bubble_share": float(timing.bubble_share),
         "closed_bubble": None if closed[0] is None else float(closed[0]),
         "inner_bubble": float(timing.inner_bubble),
         "closed_inner_bubble": None if closed[1] is None else float(closed[1]),

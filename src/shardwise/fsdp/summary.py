@@ -160,6 +160,8 @@ class Summary:
         return ["slices that this rank's shards are of:", *lines] if lines else []
 
     def __str__(self) -> str:
+        wide = max([26, *(2 * unit.depth + len(unit.name) for unit in self.units)]) + 2
+        typed = max([18, *(len(unit.type_name) for unit in self.units)]) + 2
         lines = [
             (
                 f"{self.num_parameters:,} parameters{' of this rank' * ('pp' in self.coordinate)} in {len(self.units)}"
@@ -167,7 +169,7 @@ class Summary:
                 f"{self._groups} (this is rank {self.rank}{self._world}); {self.placements}"
             ),
             *self._place,
-            f"{'unit':<28}{'class':<20}{'params':>14}{'this rank':>14}{'padding':>9}  dtype, slot",
+            f"{'unit':<{wide}}{'class':<{typed}}{'params':>14}{'this rank':>14}{'padding':>9}  dtype, slot",
         ]
         for unit in self.units:
             for group in unit.groups:
@@ -176,15 +178,16 @@ class Summary:
                 slot = "own" if group.slot is None else f"slot {group.slot}"
                 frozen = "" if group.is_trainable else ", frozen"
                 padding = f"{100 * group.padding_numel / max(group.numel, 1):.1f}%"
-                name = "  " * unit.depth + unit.name
+                name = f"{'  ' * unit.depth + unit.name:<{wide}}{unit.type_name:<{typed}}"
                 lines.append(
-                    f"{name:<28}{unit.type_name:<20}{numel:>14,}{held:>14,}{padding:>9}  {group.dtypes}{frozen}, {slot}"
+                    f"{name}{numel:>14,}{held:>14,}{padding:>9}  {group.dtypes}{frozen}, {slot}"
                     + ("" if unit.reshards_after_forward or group.slot is None else ", kept after forward")
                     + ("" if unit.inner_size is None else f", then over {unit.inner_size} ranks")
                     + (", on the host" if group.is_offloaded else "")
                 )
             if not unit.groups:
-                lines.append(f"{'  ' * unit.depth + unit.name:<28}{unit.type_name:<20}{0:>14}{0:>14}{'':>9}  -")
+                name = f"{'  ' * unit.depth + unit.name:<{wide}}{unit.type_name:<{typed}}"
+                lines.append(f"{name}{0:>14}{0:>14}{'':>9}  -")
         idle = f"; {self.num_idle_ranks} of {self.world_size} ranks own nothing" if self.num_idle_ranks else ""
         lines.append(f"cut by {self.granularity}: the fullest rank owns {self.imbalance:.3f} times the mean{idle}")
         lines.append(f"bytes on this rank: {self.footprint}")

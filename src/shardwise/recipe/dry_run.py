@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import functools
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -28,15 +28,16 @@ from shardwise.recipe.storage import StorageCount
 from shardwise.spec.errors import PlanError, StateError
 from shardwise.spec.mesh import Mesh
 from shardwise.spec.plan import ParallelPlan
+from shardwise.spec.schedule.simulate import Durations, simulate
 from shardwise.spec.units import size
 
 OptimizerFactory = Callable[[Iterable[nn.Parameter]], torch.optim.Optimizer]
 
-#: What ``optimizer`` may be by name: the trainer's, with the settings that have state.
+#: What ``optimizer`` may be by name, with torch's own settings.
 OPTIMIZERS: dict[str, OptimizerFactory] = {
     "adamw": lambda parameters: torch.optim.AdamW(parameters, lr=1e-3),
     "adam": lambda parameters: torch.optim.Adam(parameters, lr=1e-3),
-    "sgd": lambda parameters: torch.optim.SGD(parameters, lr=1e-3, momentum=0.9),
+    "sgd": lambda parameters: torch.optim.SGD(parameters, lr=1e-3),
 }
 BACKENDS = ("auto", "gloo", "nccl")
 
@@ -56,6 +57,8 @@ class DryRun:
         world_size: Of how many.
         strategy: The plan's, in words.
         num_parameters: Of the whole model.
+        bubble_share: With ``pp``: the part of the step's time in which the rank that computes longest waits, where all
+            stages take equally long and messages take no time; ``None`` without a pipeline.
     """
 
     events: list[CollectiveEvent]
@@ -65,6 +68,7 @@ class DryRun:
     world_size: int
     strategy: str
     num_parameters: int
+    bubble_share: float | None = None
 
     @property
     def traffic(self) -> dict[str, tuple[int, int]]:
@@ -88,6 +92,8 @@ class DryRun:
             + ", ".join(f"{name} {size(held)}" for name, held in self.bytes_by_category.items()),
         ]
         lines += [f"{count} x {kind}, {size(sent)} sent by this rank" for kind, (count, sent) in self.traffic.items()]
+        if self.bubble_share is not None:
+            lines.append(f"pipeline bubble {self.bubble_share:.1%} of the step, with stages that take equally long")
         return "\n".join(lines)
 
 
@@ -119,7 +125,7 @@ def dry_run(
         batch: This rank's samples of one microbatch, as for ``sw.train_step``; only shapes and dtypes count. By
             default, for our GPT, tokens and targets of shape (1, seq_len).
         loss_fn: As for ``sw.train_step``.
-        optimizer: ``"adamw"``, ``"adam"``, ``"sgd"`` (with momentum), or from parameters to an optimizer.
+        optimizer: ``"adamw"``, ``"adam"``, ``"sgd"`` (without momentum), or from parameters to an optimizer.
         ranks_per_machine: What a group of hybrid sharding is where the plan does not say.
         backend: ``"nccl"``, ``"gloo"`` (which also holds what its sums receive into), or ``"auto"``: what training on
             this machine would use.
@@ -199,7 +205,16 @@ def dry_run(
         held["host"] += average.num_host_bytes
     held["activations"] = seen.peak_bytes - before
     strategy = plan.strategy if isinstance(plan.strategy, str) else plan.placements.describe()
-    return DryRun(events, sum(held.values()) - held["host"], held, rank, world_size, strategy, count)
+    bubble = _bubble_share(plan, num_microbatches)
+    return DryRun(events, sum(held.values()) - held["host"], held, rank, world_size, strategy, count, bubble)
+
+
+def _bubble_share(plan: ParallelPlan, num_microbatches: int) -> float | None:
+    """See :class:`DryRun`."""
+    policy = plan.pipeline_policy
+    if policy is None:
+        return None
+    return float(simulate(replace(policy, num_microbatches=num_microbatches).build(plan.pp), Durations()).bubble_share)
 
 
 def record_comms(mesh: Mesh, rank: int, *, receives: bool, is_replicated: bool = False) -> Comms:

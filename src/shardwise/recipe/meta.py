@@ -74,18 +74,21 @@ class FusedAttention(TorchFunctionMode):
         enable_gqa: bool = False,  # noqa: FBT001, FBT002 - torch's signature
     ) -> Tensor | None:
         """The fused kernel's output, or ``None`` where the plain formula would be taken."""
-        is_even = query.dim() == 4 and query.shape[:2] == key.shape[:2] and query.shape[-1] == value.shape[-1]
-        needs_mask_gradient = attn_mask is not None and attn_mask.requires_grad
-        if not (query.is_meta and is_even) or enable_gqa or needs_mask_gradient:
+        is_even = query.dim() == 4 and query.shape[0] == key.shape[0] and query.shape[-1] == value.shape[-1]
+        if not (query.is_meta and is_even) or (attn_mask is not None and attn_mask.requires_grad):
             return None
+        is_grouped = query.shape[1] != key.shape[1]
+        if is_grouped and not (enable_gqa and query.shape[1] % key.shape[1] == 0):
+            return None  # the plain formula repeats keys and values, or says what is wrong
         if attn_mask is not None and attn_mask.dtype is torch.bool:
             attn_mask = torch.zeros_like(attn_mask, dtype=query.dtype)
+        is_flash = query.dtype in {torch.float16, torch.bfloat16} and attn_mask is None
+        if dropout_p if not self._is_cuda else is_grouped and not is_flash:
+            return None  # no dropout in the CPU's kernel, no grouped queries in the memory-efficient one
         if not self._is_cuda:
-            if dropout_p:
-                return None
             kernel = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu  # noqa: SLF001 - an operator's name
             return kernel(query, key, value, dropout_p, is_causal, attn_mask=attn_mask, scale=scale)[0]
-        if query.dtype in {torch.float16, torch.bfloat16} and attn_mask is None:
+        if is_flash:
             kernel = torch.ops.aten._scaled_dot_product_flash_attention  # noqa: SLF001 - an operator's name
             return kernel(query, key, value, dropout_p, is_causal, False, scale=scale)[0]  # noqa: FBT003
         if attn_mask is not None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import subprocess
 import sys
+from importlib import metadata
 from pathlib import Path
 
 import pytest
@@ -39,6 +40,11 @@ def test_help_of_every_verb_shows_an_example(capsys: pytest.CaptureFixture[str],
     assert code == 0
     assert "Example" in out
     assert "shardwise" in out.split("Example", 1)[1]
+
+
+def test_the_version_is_printed_without_a_verb(capsys: pytest.CaptureFixture[str]) -> None:
+    code, out, err = run(capsys, "--version")
+    assert (code, out, err) == (0, f"shardwise {metadata.version('shardwise')}\n", "")
 
 
 def test_every_verb_is_listed(capsys: pytest.CaptureFixture[str]) -> None:

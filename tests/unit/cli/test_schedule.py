@@ -26,7 +26,7 @@ def test_zb_h1_is_drawn(capsys: pytest.CaptureFixture[str]) -> None:
         "rank 2 .  .  F0 B0 F1 B1 F2 B2 W0 F3 B3 W1 W2 W3",
         "",
         "time         14, of which each rank computes 12",
-        "bubble       16.7% of ideal time (1/6 simulated, closed form 1/6)",
+        "bubble       14.3% of the step, 16.7% of ideal time (1/6 simulated, closed form 1/6)",
         "in flight    3 on each rank of 4, at most",
         "activations  3 2 1, until the input's gradient is there",
         "messages     4 8 4 sent, 16 in all",
@@ -36,7 +36,7 @@ def test_zb_h1_is_drawn(capsys: pytest.CaptureFixture[str]) -> None:
 def test_longer_actions_take_more_columns_and_letters_tell_stages_apart(capsys: pytest.CaptureFixture[str]) -> None:
     _, out, _ = run(capsys, "--pp", "2", "--forward", "0.5", "--backward-input", "0.5", "--backward-weight", "1/2")
     assert out.splitlines()[2:4] == ["rank 0 F0 F1 .  .  B0--- .  B1---", "rank 1 .  F0 B0--- F1 B1--- .  ."]
-    assert "bubble       50.0% of ideal time (1/2 simulated, closed form 1/2)" in out
+    assert "bubble       33.3% of the step, 50.0% of ideal time (1/2 simulated, closed form 1/2)" in out
     _, out, _ = run(capsys, "--pp", "2", "--microbatches", "3", "--schedule", "zb-v")
     assert out.splitlines()[2].startswith("rank 0 F0a F1a F2a F0b B0b W0b F1b")
     assert "inner bubble 0.0% of ideal time (0 simulated, closed form 0)" in out

@@ -329,7 +329,10 @@ def test_a_measured_step_tells_its_bubble_beside_the_closed_form_and_draws_itsel
     rows = str(found).splitlines()
     assert rows[0].startswith("rank 0 F0-")
     assert rows[1].startswith("rank 1 . ")
-    assert rows[2] == "time 0.1 ms, of which a rank computes 0.1 ms at most: bubble 50.0% of that (closed form 50.0%)"
+    assert rows[2] == (
+        "time 0.1 ms, of which a rank computes 0.1 ms at most: bubble 33.3% of the step, 50.0% of ideal time"
+        " (closed form 50.0%)"
+    )
     assert step_measured(forward_only((0, 1), 1), [[(0, 1)], [(1, 2)]]).closed_bubble is None
     with pytest.raises(ValueError, match="zip"):
         step_measured(schedule, [first, second[:-1]])

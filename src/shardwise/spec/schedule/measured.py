@@ -65,7 +65,11 @@ class Measured:
     def __str__(self) -> str:
         expected = "" if self.closed_bubble is None else f" (closed form {self.closed_bubble:.1%})"
         whole, ideal = (f"{float(time) * 1e3:.1f} ms" for time in (self.timing.makespan, self.timing.ideal))
-        below = f"time {whole}, of which a rank computes {ideal} at most: bubble {self.bubble:.1%} of that{expected}"
+        share = float(self.timing.bubble_share)
+        below = (
+            f"time {whole}, of which a rank computes {ideal} at most: bubble {share:.1%} of the step,"
+            f" {self.bubble:.1%} of ideal time{expected}"
+        )
         return "\n".join([*rows(self.schedule, _coarse(self.timing, _COLUMNS)), below])
 
 

@@ -101,6 +101,11 @@ class Timing:
         return (self.makespan - self.ideal) / self.ideal
 
     @property
+    def bubble_share(self) -> Fraction:
+        """Idle time over the time of the whole step: what a step would be shorter by if no rank ever waited."""
+        return (self.makespan - self.ideal) / self.makespan
+
+    @property
     def inner_bubble(self) -> Fraction:
         """The same between the first and the last computation of a rank, for the rank that waits longest there.
 
