@@ -2,15 +2,17 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable, Sequence
+
 import torch
 from torch import Tensor, nn
 
-from shardwise.fsdp import attach
+from shardwise.fsdp import attach, torch_private
 from shardwise.fsdp.in_backward import refuse
 from shardwise.fsdp.runtime import Runtime
 from shardwise.spec.errors import StateError
 
-#: Elements that are cast and squared at a time: no full-size temporary.
+#: On the CPU, elements that are cast to float64 at a time, so that they stay in the cache. CUDA casts in registers.
 _CHUNK_NUMEL = 1 << 16
 
 
@@ -18,8 +20,9 @@ def clip_grad_norm(model: nn.Module, max_norm: float) -> Tensor:
     """Scale the gradients so that their global 2-norm is at most ``max_norm``; returns the norm before that.
 
     Every gradient element is cast to float64, squared and added; the root is rounded to float32 (float64 models keep
-    float64). The coefficient is ``clamp(max_norm / (norm + 1e-6), max=1)`` in that dtype, and every gradient is
-    multiplied by it. In float32 neither depends on how the parameters are sharded. inf and nan pass through, as with
+    float64). One foreach call does this for all gradients of one dtype, however many units there are. The coefficient
+    is ``clamp(max_norm / (norm + 1e-6), max=1)`` in that dtype, and every gradient is multiplied by it. In float32
+    neither depends on how the parameters are sharded. inf and nan pass through, as with
     ``torch.nn.utils.clip_grad_norm_``.
 
     Parameters that are left alone (``ParallelPlan.ignored``) are not part of the norm and are not scaled; rows that are
@@ -62,43 +65,51 @@ def grad_norm(runtime: Runtime) -> Tensor:
     Collective:
         As :func:`clip_grad_norm`.
     """
-    device = runtime.comms.control.device
-    sharded = torch.zeros(1, dtype=torch.float64, device=device)
-    replicated = torch.zeros(1, dtype=torch.float64, device=device)
-    experts = torch.zeros(1, dtype=torch.float64, device=device)  # replicated over fewer ranks
+    comms, device = runtime.comms, runtime.comms.control.device
+    sharded: list[Tensor] = []
+    replicated: list[Tensor] = []
+    experts: list[Tensor] = []  # replicated over fewer ranks
     dtypes: set[torch.dtype] = set()
     for group in runtime.groups:
-        total = sharded if group.row.shards_optimizer else replicated if group.comms is runtime.comms else experts
+        grads = sharded if group.row.shards_optimizer else replicated if group.comms is comms else experts
         for spec, shard in zip(group.layout.params, group.shards, strict=True):
-            if shard.grad is None or not runtime.comms.counts(spec.slice):
-                continue
-            dtypes.add(group.dtype)
-            _add_squares(total, shard.grad)
-    comms = runtime.comms
+            if shard.grad is not None and comms.counts(spec.slice):
+                dtypes.add(group.dtype)
+                grads.append(shard.grad)
+    total = _sum_of_squares(experts, device)
     if comms.ep is not None:
-        comms.ep.all_reduce(experts, unit="grad_norm").wait()
+        comms.ep.all_reduce(total, unit="grad_norm").wait()
+    of_shards = _sum_of_squares(sharded, device)
     if runtime.row.shards_optimizer:
-        comms.reduce.all_reduce(sharded, unit="grad_norm").wait()
-    total = sharded + replicated + experts
-    for comm in runtime.comms.across:
+        comms.reduce.all_reduce(of_shards, unit="grad_norm").wait()
+    total += of_shards + _sum_of_squares(replicated, device)
+    for comm in comms.across:
         comm.all_reduce(total, unit="grad_norm").wait()
     if runtime.ignored.spread:
-        rows = torch.zeros_like(total)
-        for grad in runtime.ignored.spread_gradients:
-            _add_squares(rows, grad)
-        runtime.comms.world.all_reduce(rows, unit="grad_norm").wait()
+        rows = _sum_of_squares(runtime.ignored.spread_gradients, device)
+        comms.world.all_reduce(rows, unit="grad_norm").wait()
         total += rows
     dtypes = dtypes or {group.dtype for group in runtime.groups}  # a stage without gradients goes by what it holds
     return total.sqrt().to(torch.float64 if torch.float64 in dtypes else torch.float32).squeeze(0)
 
 
-def _add_squares(total: Tensor, grad: Tensor) -> None:
-    for chunk in _chunks(grad):
-        wide = chunk.double()
-        total += torch.dot(wide, wide)
+@torch.no_grad()
+def _sum_of_squares(grads: Iterable[Tensor], device: torch.device) -> Tensor:
+    """The sum of the squares of all elements, as one float64 on ``device``."""
+    alike: dict[tuple[torch.device, torch.dtype], list[Tensor]] = {}
+    for grad in grads:
+        real = torch.view_as_real(grad) if grad.is_complex() else grad
+        if real.numel():
+            alike.setdefault((real.device, real.dtype), []).extend(_pieces(real))
+    total = torch.zeros(1, dtype=torch.float64, device=device)
+    for pieces in alike.values():
+        norms = torch.stack(torch_private.norms(pieces, torch.float64))
+        total += torch.dot(norms, norms).to(device)
+    return total
 
 
-def _chunks(grad: Tensor) -> tuple[Tensor, ...]:
-    grad = torch.view_as_real(grad) if grad.is_complex() else grad
-    flat = grad.detach().reshape(-1) if grad.is_contiguous() else grad.detach().as_strided((grad.numel(),), (1,))
+def _pieces(grad: Tensor) -> Sequence[Tensor]:
+    if grad.device.type != "cpu" or grad.numel() <= _CHUNK_NUMEL:
+        return (grad,)
+    flat = grad.view(-1) if grad.is_contiguous() else grad.as_strided((grad.numel(),), (1,))
     return flat.split(_CHUNK_NUMEL)

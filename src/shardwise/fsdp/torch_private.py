@@ -37,6 +37,14 @@ def at_end_of_backward(callback: Callable[[], None]) -> None:
     torch.autograd.Variable._execution_engine.queue_callback(callback)
 
 
+def norms(tensors: list[Tensor], dtype: torch.dtype) -> list[Tensor]:
+    """The 2-norm of each tensor, computed in ``dtype``.
+
+    ``torch.nn.utils.get_total_norm`` makes the same foreach call, but in the dtype of the tensors.
+    """
+    return list(torch._foreach_norm(tensors, 2, dtype=dtype))
+
+
 def storage_identity(tensor: Tensor) -> int:
     """A number that two tensors share exactly when they share storage. ``data_ptr`` is 0 for all meta tensors."""
     return tensor.untyped_storage()._cdata
