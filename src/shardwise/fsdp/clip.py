@@ -7,7 +7,7 @@ from collections.abc import Iterable, Sequence
 import torch
 from torch import Tensor, nn
 
-from shardwise.fsdp import attach, torch_private
+from shardwise.fsdp import attach, partial, torch_private
 from shardwise.fsdp.in_backward import refuse
 from shardwise.fsdp.runtime import Runtime
 from shardwise.spec.errors import StateError
@@ -52,7 +52,8 @@ def clip_grad_norm(model: nn.Module, max_norm: float) -> Tensor:
         runtime.join.clips(max_norm)
     grads = [shard.grad for group in runtime.groups for shard in group.shards if shard.grad is not None]
     grads += runtime.ignored.spread_gradients
-    norm = grad_norm(runtime)
+    with partial.allowed():
+        norm = grad_norm(runtime)
     coefficient = torch.clamp(max_norm / (norm + 1e-6), max=1.0)
     for device in {grad.device for grad in grads}:  # some may be on the host
         torch._foreach_mul_([grad for grad in grads if grad.device == device], coefficient.to(device))

@@ -19,6 +19,7 @@ import torch
 from torch import Tensor, nn
 
 from shardwise.fsdp import attach, torch_private
+from shardwise.fsdp.partial import PartialGradient
 from shardwise.spec.flat import FlatRange, flat_ranges
 from shardwise.spec.uncopyable import Uncopyable
 
@@ -184,6 +185,7 @@ class FlatParameter(Uncopyable, nn.Parameter):
         home, views = group.gradient.home()
         if self._home is None or self._home[0] is not home:
             flat = home[self.span.start : self.span.stop]
+            flat = PartialGradient.of(flat) if group.holds_part else flat
             self._home = home, flat, [views[piece.index] for piece in self.span.pieces]
         return self._home
 

@@ -37,6 +37,7 @@ from shardwise.fsdp import torch_private
 from shardwise.fsdp.buffer_views import BufferViews
 from shardwise.fsdp.offload import host_zeros
 from shardwise.fsdp.packed import reduce_packed
+from shardwise.fsdp.partial import PartialGradient
 from shardwise.fsdp.pool import GradientPool
 from shardwise.fsdp.view import contiguous_stride, memory_order
 from shardwise.spec.errors import StateError
@@ -362,6 +363,10 @@ class Gradient:
         else:
             self._home = self._own[layout.slice_of(group.rank)]
         self._home_views = group.held_views(self._home)
+        if group.holds_part:
+            first = next((i for i, held in enumerate(group.held) if held.numel), None)
+            if first is not None:
+                self._home_views[first] = PartialGradient.of(self._home_views[first])
 
     # -- reducing -> empty
 

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 
-from shardwise.fsdp import attach, flat, mishaps
+from shardwise.fsdp import attach, flat, mishaps, partial
 from shardwise.fsdp.flat import FlatParameter, group_of
 from shardwise.spec.errors import StateError
 from shardwise.spec.granularity import ELEMENT, TENSOR, Granularity, block, keeps, resolve_granularity
@@ -137,6 +137,7 @@ def _before_step(optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> No
             "  Call the closure before optimizer.step(), or build the optimizer on model.parameters()."
         )
     flat.before_step(optimizer)
+    partial.allow(is_allowed=True)  # what an optimizer may look at is its own check above
 
 
 def _check_moment(runtime: Runtime) -> None:
@@ -155,6 +156,7 @@ def _check_moment(runtime: Runtime) -> None:
 
 def _after_step(optimizer: torch.optim.Optimizer, _args: Any, _kwargs: Any) -> None:
     flat.after_step(optimizer)
+    partial.allow(is_allowed=False)
     for runtime in runtimes_of(optimizer):
         if runtime.update is None or not runtime.update.is_stepping:
             runtime.invalidate()

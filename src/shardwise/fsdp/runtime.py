@@ -27,7 +27,7 @@ import torch
 
 from shardwise.comm.axes import Comms
 from shardwise.comm.base import Comm, Handle
-from shardwise.fsdp import debug, mishaps, torch_private
+from shardwise.fsdp import debug, mishaps, partial, torch_private
 from shardwise.fsdp.buffers import BufferSync
 from shardwise.fsdp.group import Group
 from shardwise.fsdp.hooks import Call, EndOfBackward, attach_tickets
@@ -563,6 +563,7 @@ class Runtime:
 
     def _begin_backward(self, entry: Entry) -> None:
         self.is_in_backward = True
+        partial.allow(is_allowed=False)  # an optimizer's step raised, or calls this in its closure
         self.had_sums = any(group.gradient.is_local for group in self.groups)
         self._has_waited |= self.had_sums
         self.generation += 1

@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor, nn
 
-from shardwise.fsdp import attach
+from shardwise.fsdp import attach, partial
 from shardwise.fsdp.in_backward import refuse
 from shardwise.fsdp.optimizer import runtimes_of
 from shardwise.spec.errors import StateError
@@ -77,7 +77,8 @@ class GradScaler(torch.amp.GradScaler):
                         f"parameter {group.layout.params[0].name!r} is kept in fp16: unscaled, its gradients would"
                         " vanish.\n  Keep masters in fp32: PrecisionPolicy(param_dtype='fp16', master_dtype='fp32')."
                     )
-        found = super()._unscale_grads_(optimizer, inv_scale, found_inf, allow_fp16)
+        with partial.allowed():
+            found = super()._unscale_grads_(optimizer, inv_scale, found_inf, allow_fp16)
         total = torch.zeros(1, dtype=torch.float32, device=found_inf.device)
         for value in found.values():
             total += value.to(total.device)

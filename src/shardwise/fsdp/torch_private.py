@@ -23,6 +23,21 @@ current_backward: Callable[[], int] = torch._C._current_graph_task_id
 next_sequence_number: Callable[[], int] = torch._C._autograd._get_sequence_nr
 
 
+#: Norms of a list of tensors, as ``torch.nn.utils.clip_grad_norm_`` takes them. Foreach functions have private names.
+foreach_norm: Callable[..., Any] = torch._foreach_norm
+
+#: Unscales gradients and looks for inf and nan in them. ``torch.amp.GradScaler`` has no public hook before it does so.
+unscale_gradients: Callable[..., Any] = torch._amp_foreach_non_finite_check_and_unscale_
+
+
+def as_plain(func: Callable[..., Any], types: Sequence[type], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """What ``func`` gives where a subclass of Tensor is taken for a plain one; the result is plain.
+
+    ``Tensor.__torch_function__`` would make results of the subclass; torch keeps the way around that private.
+    """
+    return torch._C._disabled_torch_function_impl(func, types, args, kwargs)
+
+
 def sequence_number(node: Any) -> int:
     """When an autograd node was made, in this thread's count. Nodes show it only under a private name."""
     return node._sequence_nr()
