@@ -21,6 +21,7 @@ def main(folder, what, code="0"):
     init_process_group(world, timeout_s=60)
     distributed.barrier()
     print(f"rank {world.rank} of {world.size}, attempt {world.restart_count}, {world.source}")
+    print(f"NCCL on {os.environ.get('NCCL_SOCKET_IFNAME')}, Gloo on {os.environ.get('GLOO_SOCKET_IFNAME')}")
     write(folder, f"pid-{world.restart_count}-{world.rank}", str(os.getpid()))
     if world.rank == 1:
         act(world, what, int(code))

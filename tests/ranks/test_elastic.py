@@ -56,7 +56,8 @@ def test_success_gives_0_and_a_log_for_every_rank(tmp_path, capfd):
     environ, handlers = dict(os.environ), [signal.getsignal(number) for number in (signal.SIGTERM, signal.SIGINT)]
     assert run(tmp_path, "finish") == 0
     for rank in (0, 1):
-        assert f"rank {rank} of 2, attempt 0, launcher\n" in (tmp_path / "logs" / f"rank-{rank}.log").read_text()
+        log = (tmp_path / "logs" / f"rank-{rank}.log").read_text()
+        assert f"rank {rank} of 2, attempt 0, launcher\nNCCL on lo, Gloo on lo\n" in log
         assert notes(tmp_path)[f"exit-{rank}.json"]["code"] == 0
     shown = capfd.readouterr()
     assert "rank 0 of 2" in shown.out

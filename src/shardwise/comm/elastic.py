@@ -31,7 +31,7 @@ from shardwise.comm.exit import (
     clear_exit_notes,
     read_exit_notes,
 )
-from shardwise.comm.launch import RENDEZVOUS_DIR, RESTART_COUNT
+from shardwise.comm.launch import RENDEZVOUS_DIR, RESTART_COUNT, loopback_interface
 from shardwise.comm.worker import LAUNCHER_PID
 from shardwise.spec.errors import ConfigError
 
@@ -128,6 +128,9 @@ def _worker_variables(private: Path, logs: Path, attempt: int, nproc: int) -> di
         # the addresses of the dead one: https://github.com/pytorch/pytorch/issues/173909
         "TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1",
     }
+    for name in ("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME"):
+        if name not in os.environ:
+            variables[name] = loopback_interface()
     if "OMP_NUM_THREADS" not in os.environ:
         variables["OMP_NUM_THREADS"] = str(max(1, _num_cores() // nproc))
     return variables

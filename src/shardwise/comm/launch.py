@@ -14,8 +14,10 @@ Who is asked, in this order:
 ``alone``      none of them: a world of one
 =============  =======================================================================================================
 
-A world on one machine listens on 127.0.0.1 only. A world on several listens on rank 0's own address, never on all
-interfaces, and its network must be private: whoever reaches the port can write the keys by which the ranks meet.
+The store of a world on one machine, and what Gloo opens while that world is joined, listen on 127.0.0.1 only; NCCL
+does where our own launcher started the processes (``comm.elastic`` sets ``NCCL_SOCKET_IFNAME`` for them). A world on
+several machines listens on rank 0's own address, never on all interfaces, and its network must be private: whoever
+reaches the port can write the keys by which the ranks meet.
 """
 
 from __future__ import annotations
@@ -27,7 +29,7 @@ import logging
 import os
 import re
 import socket
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -368,7 +370,7 @@ _has_initialized = False
 def init_process_group(
     world: World, device: torch.device | str = "cpu", *, timeout_s: float = DEFAULT_TIMEOUT_S
 ) -> None:
-    """Make torch.distributed's default group: NCCL for CUDA devices, Gloo otherwise.
+    """Make torch.distributed's default group: Gloo for host memory, and NCCL for CUDA devices where ``device`` is one.
 
     Does nothing where a default group exists already.
 
@@ -389,20 +391,18 @@ def init_process_group(
 
     if distributed.is_initialized():
         return
-    device = torch.device(device)
-    if world.is_single_node:
-        for name in ("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME"):
-            os.environ.setdefault(name, _loopback_interface())
     timeout = dt.timedelta(seconds=timeout_s)
     try:
-        distributed.init_process_group(
-            "nccl" if device.type == "cuda" else "gloo",
-            store=_store(world, timeout),
-            rank=world.rank,
-            world_size=world.size,
-            timeout=timeout,
-            device_id=device if device.type == "cuda" and device.index is not None else None,
-        )
+        with _gloo_on_loopback(world):
+            # No device_id: torch would connect all ranks over NCCL now, and split every later group off that
+            # communicator, which takes the whole world, not only the ranks of the group.
+            distributed.init_process_group(
+                "cpu:gloo,cuda:nccl" if torch.device(device).type == "cuda" else "gloo",
+                store=_store(world, timeout),
+                rank=world.rank,
+                world_size=world.size,
+                timeout=timeout,
+            )
     except (RuntimeError, OSError) as error:  # torch's DistError is a RuntimeError
         if isinstance(error, CommError):
             raise
@@ -499,7 +499,22 @@ def _is_loopback(address: str) -> bool:
     return address in {"localhost", "::1"} or address.startswith("127.")
 
 
-def _loopback_interface() -> str:
+@contextlib.contextmanager
+def _gloo_on_loopback(world: World) -> Iterator[None]:
+    """Gloo reads the interface when a group is made; the user's later groups are the user's own matter."""
+    name = "GLOO_SOCKET_IFNAME"
+    if not world.is_single_node or name in os.environ:
+        yield
+        return
+    os.environ[name] = loopback_interface()
+    try:
+        yield
+    finally:
+        del os.environ[name]
+
+
+def loopback_interface() -> str:
+    """Name of this machine's loopback interface."""
     with contextlib.suppress(OSError):
         names = [name for _, name in socket.if_nameindex()]
         return next((name for name in ("lo", "lo0") if name in names), "lo")

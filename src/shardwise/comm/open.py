@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-import itertools
+import zlib
+from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -11,6 +12,7 @@ import torch.distributed as dist
 
 from shardwise.comm.axes import DATA_PARALLEL, Comms, lay_out
 from shardwise.comm.base import Comm
+from shardwise.comm.communicator import communicator
 from shardwise.comm.gloo import GlooComm
 from shardwise.comm.launch import init_process_group, read_world
 from shardwise.comm.staged import StagedComm
@@ -18,7 +20,12 @@ from shardwise.comm.watch import StallWatch
 from shardwise.spec.errors import CommError, MeshError
 from shardwise.spec.mesh import Mesh
 
-_channels = itertools.count()
+#: The name of a channel lists up to so many ranks.
+_MAX_SHOWN = 8
+
+#: How many Comms of one purpose this process has opened over the same ranks on one axis. These ranks open them in the
+#: same order, whatever else each of them opens.
+_num_opened: Counter[tuple[str, str]] = Counter()
 
 
 def join_world(device: torch.device) -> dist.ProcessGroup:
@@ -39,9 +46,10 @@ def open_comms(
 ) -> tuple[Comm, Comm]:
     """The Comms for gathers and for reductions over ``group`` (the whole world where it is ``None``).
 
-    On NCCL each has a communicator of its own, so that a gather never queues behind a reduction. On Gloo messages go
-    from rank to rank and are told apart by their tags: every Comm uses the group as it is. Where the group has no NCCL,
-    tensors on a GPU go over Gloo by way of host memory (``comm.staged``).
+    On NCCL each has a communicator of its own, so that a gather never queues behind a reduction; Comms of other models
+    over the same ranks share both (``comm.communicator``). On Gloo messages go from rank to rank and are told apart by
+    their tags: every Comm uses the group as it is. Where the group has no NCCL, tensors on a GPU go over Gloo by way of
+    host memory (``comm.staged``).
 
     Collective:
         All ranks of the group must call, in the same order.
@@ -102,7 +110,7 @@ class Place:
             is_replicated: As for :func:`shardwise.comm.axes.lay_out`.
 
         Collective:
-            On CUDA every axis makes communicators: all ranks of the mesh must call, in the same order.
+            On CUDA every axis connects its ranks: all ranks of the mesh must call, in the same order.
 
         Raises:
             CommError: The group's backend cannot move tensors of this device.
@@ -135,9 +143,8 @@ class _Opener:
         self._device = device
         self._group = group
         self.own = group.rank()
-        self._number = next(_channels)
         backends = dist.get_backend_config(group)
-        self._is_nccl = device.type == "cuda" and "nccl" in backends
+        self._is_nccl = _is_moved_by_nccl(device, backends)
         if not self._is_nccl and "gloo" not in backends:
             raise CommError(
                 f"the process group's backend is {dist.get_backend(group)}, which does not move {device.type.upper()}"
@@ -151,16 +158,29 @@ class _Opener:
 
     def __call__(self, axis: str, purpose: str, ranks: Sequence[int]) -> Comm:
         """A Comm over ``ranks``."""
-        # The watch compares what was issued on one channel: groups of one axis need names of their own.
-        place = axis if len(ranks) == len(self.ranks) else f"{axis}@{ranks[0]}"
-        channel = f"{place}/{self._number}/{purpose}"
+        # Ranks tell messages and the watch compares histories by the channel's name: it is the same on all members, and
+        # no other Comm of this process has it.
+        world = dist.get_process_group_ranks(self._group)
+        place = f"{axis}{_shown([world[rank] for rank in ranks])}"
+        channel = f"{place}/{_num_opened[place, purpose]}/{purpose}"
+        _num_opened[place, purpose] += 1
         if self._is_nccl:
             from shardwise.comm.nccl import NcclComm  # needs a CUDA build only when it is used
 
-            world = dist.get_process_group_ranks(self._group)
-            members = [world[rank] for rank in ranks]
-            communicator = dist.new_group(members, backend="nccl", use_local_synchronization=True)
-            assert isinstance(communicator, dist.ProcessGroup)
-            return NcclComm(communicator, axis, self._device, channel=channel)
+            group = communicator(self._group, ranks, axis, purpose, self._device)
+            return NcclComm(group, axis, self._device, channel=channel)
         comm = GlooComm(self._group, axis, channel=channel, watch=self._watch, ranks=ranks)
         return StagedComm(comm, self._device) if self._device.type == "cuda" else comm
+
+
+def _is_moved_by_nccl(device: torch.device, backends: str) -> bool:
+    return device.type == "cuda" and "nccl" in backends
+
+
+def _shown(members: Sequence[int]) -> str:
+    """Ranks of the world in the name of a channel; nothing for all of them."""
+    if len(members) == dist.get_world_size():
+        return ""
+    if len(members) <= _MAX_SHOWN:
+        return "@" + ",".join(map(str, members))
+    return f"@{members[0]}..{members[-1]}:{zlib.crc32(repr(members).encode()):08x}"
