@@ -18,6 +18,15 @@ def blocks(language: str) -> list[str]:
     return re.findall(rf"^```{language}\n(.*?)^```", README, re.DOTALL | re.MULTILINE)
 
 
+def snippets() -> list[tuple[str, str]]:
+    """Python blocks of the pages under docs/, with the name of the page."""
+    return [
+        (page.name, text)
+        for page in sorted((ROOT / "docs").glob("*.md"))
+        for text in re.findall(r"^```python\n(.*?)^```", page.read_text(), re.DOTALL | re.MULTILINE)
+    ]
+
+
 def run(*command: str, cwd: Path) -> str:
     """What a command prints. A warning of Python in any of its processes is an error."""
     environment = os.environ | {"PYTHONWARNINGS": "error", "OMP_NUM_THREADS": "1"}
@@ -31,6 +40,13 @@ def run(*command: str, cwd: Path) -> str:
 def test_every_python_block_runs_as_it_is(text: str, tmp_path: Path) -> None:
     (tmp_path / "train.py").write_text(text)
     assert "in 7 units on 1 ranks" in run(sys.executable, "train.py", cwd=tmp_path)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("page", "text"), snippets(), ids=lambda value: value if value.endswith(".md") else "")
+def test_every_snippet_of_the_pages_runs_as_it_is(page: str, text: str, tmp_path: Path) -> None:
+    (tmp_path / "snippet.py").write_text(text)
+    run(sys.executable, "snippet.py", cwd=tmp_path)
 
 
 @pytest.mark.slow
