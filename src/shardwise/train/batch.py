@@ -63,9 +63,10 @@ def evaluate(
         ]
         pipelined = pipelined_of(model)
         if pipelined is None:
-            losses = [float(loss_of(model, *tensors)) for tensors in parts]
+            found = [loss_of(model, *tensors) for tensors in parts]
         else:
-            losses = [float(loss) for loss in pipelined.losses(model, parts, call, lambda m, p: loss_of(m, *p))]
+            found = pipelined.losses(model, parts, call, lambda m, p: loss_of(m, *p))
+        losses = torch.stack(list(found)).tolist() if found else []  # read once, when all have been computed
     finally:
         model.train(was_training)
     rows = [row for row in control.rows([sum(losses), float(bool(losses))]) if row[1]]

@@ -15,12 +15,14 @@ from shardwise.models.shape import PRESETS, GPTConfig, gpt_config
 from shardwise.spec.errors import ConfigError, PlanError, ShardwiseError
 from shardwise.spec.mesh import Mesh
 from shardwise.spec.plan import ParallelPlan
-from shardwise.train.config import Config, Draft, OptimizerSection, ScheduleSection, TrainSection, near
+from shardwise.train.config import Config, Draft, LogSection, OptimizerSection, ScheduleSection, TrainSection, near
 from shardwise.train.data import Source, check_size, find_source
 from shardwise.train.schedule import Schedule
 
 _DEFAULT_PRESET = "gpt-tiny"
 _DEFAULT_MICRO = 8
+#: ``log.every`` on a machine with GPUs, where the configuration does not say.
+GPU_LOG_EVERY = 10
 
 
 @dataclass(frozen=True, slots=True)
@@ -121,6 +123,7 @@ def resolve(draft: Draft, world_size: int, local_size: int | None = None, *, che
             "data": config.data.model_copy(update={"seq_len": seq_len}),
             "optimizer": optimizer,
             "schedule": _filled(config.schedule, schedule),
+            "log": _log(draft, config.log),
             "train": config.train.model_copy(
                 update={
                     "micro_batch_size": batch.micro,
@@ -356,6 +359,17 @@ def _sizes(  # noqa: PLR0911  a table of cases
             f"{steps * ranks}; use {_nearest(total, steps * ranks)}",
         )
     return Batch(total // (steps * ranks), steps, ranks)
+
+
+def _log(draft: Draft, section: LogSection) -> LogSection:
+    """Reading a loss makes the host wait for a GPU; on CPU it costs nothing."""
+    if "every" in draft.given("log") or not _has_gpus():
+        return section
+    return section.model_copy(update={"every": GPU_LOG_EVERY})
+
+
+def _has_gpus() -> bool:
+    return Path("/dev/nvidiactl").exists()
 
 
 def _nearest(total: int, unit: int) -> str:

@@ -193,7 +193,11 @@ class CheckpointSection(Section):
 class LogSection(Section):
     """What is shown and recorded."""
 
-    every: Positive = Field(1, description="steps between lines off a terminal; metrics.jsonl has every step")
+    every: Positive = Field(
+        1,
+        description="steps between lines, and between readings of what steps leave on the device; metrics.jsonl has"
+        " every step. Where it is not given, 10 on a machine with GPUs",
+    )
     tensorboard: bool | Literal["auto"] = Field("auto", description="auto: where tensorboard is installed")
     wandb: bool = Field(default=False, description="also send metrics to Weights & Biases (WANDB_* variables apply)")
 

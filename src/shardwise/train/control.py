@@ -6,10 +6,11 @@ A channel of its own on the run's device, so that it never mixes with the engine
 from __future__ import annotations
 
 import json
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any, TypeVar
 
 import torch
+from torch import Tensor
 
 from shardwise.comm.base import Comm
 from shardwise.comm.control import all_gather_json
@@ -78,14 +79,22 @@ class Control:
         """Every rank's ``value``, in rank order. One all-gather."""
         return list(all_gather_json(self.comm, value))
 
-    def rows(self, values: list[float]) -> list[list[float]]:
-        """Every rank's ``values`` (the same number on each), in rank order.
+    def rows(self, values: list[float], tensors: Sequence[Tensor | None] = ()) -> list[list[float]]:
+        """Every rank's ``values`` and then the values of its ``tensors`` (as many on each), in rank order.
+
+        Args:
+            values: Numbers.
+            tensors: Scalars, which may be on the device still; ``None`` is sent as 0.
 
         Collective:
-            One all-gather of 8 bytes per value and rank.
+            One all-gather of 8 bytes per value and rank. The host waits for the device.
         """
-        table = torch.zeros(self.size, len(values), dtype=torch.float64, device=self.comm.device)
-        table[self.rank] = torch.tensor(values, dtype=torch.float64)
+        device, count = self.comm.device, len(values)
+        table = torch.zeros(self.size, count + len(tensors), dtype=torch.float64, device=device)
+        table[self.rank, :count] = torch.tensor(values, dtype=torch.float64)
+        for place, tensor in enumerate(tensors, count):
+            if tensor is not None:
+                table[self.rank, place].copy_(tensor)
         self.comm.all_gather(table.view(-1), unit="step").wait()
         return table.tolist()
 

@@ -41,6 +41,8 @@ class Record:
         peak_memory_bytes: Most bytes of tensors held at once so far, the largest over the ranks.
         collective_bytes: Bytes that rank 0 sent in this step.
         loss_scale: What the loss was multiplied by for the backward; ``None`` where nothing is in fp16.
+        eval_loss: The held-out loss after this step, left out of the line where it was not taken. The one before the
+            first step is in ``summary.json``.
     """
 
     step: int
@@ -55,6 +57,7 @@ class Record:
     peak_memory_bytes: int
     collective_bytes: int
     loss_scale: float | None = None
+    eval_loss: float | None = None
 
 
 class MetricsFile:
@@ -96,6 +99,8 @@ class MetricsFile:
 def to_line(record: Record) -> str:
     """A record as its line of the file."""
     values: dict[str, Any] = asdict(record)
+    if record.eval_loss is None:
+        del values["eval_loss"]
     for key, value in values.items():
         if isinstance(value, float) and not math.isfinite(value):
             values[key] = None  # JSON has no infinity

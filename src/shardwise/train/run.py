@@ -5,12 +5,12 @@ from __future__ import annotations
 import contextlib
 import math
 import time
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 import shardwise as sw
 from shardwise.comm.exit import note_exit
@@ -39,13 +39,14 @@ from shardwise.train.save import Checkpoints
 from shardwise.train.stop import StopRequest, exit_code
 from shardwise.train.text import printable
 from shardwise.train.tokens import DataError
+from shardwise.train.unread import ReadStep, StepTime, UnreadStep, UnreadSteps
 
 #: On CPU, tensors are counted during this many first steps: all that is ever allocated is there by then.
 MEASURED_STEPS = 3
 
 
 class NonFiniteError(ShardwiseError):
-    """The loss or the gradient is not a finite number; nothing was updated."""
+    """The loss or the gradient is not a finite number; nothing was saved since."""
 
     exit_code = 80
 
@@ -145,7 +146,7 @@ class _Trainer:
         self.resolved, self.config, self.control = resolved, resolved.config, control
         self.directory, self.device, self.stop, self.is_demo = directory, device, stop, is_demo
         self.done = Progressed()
-        self.peak_bytes = 0
+        self.own_peak_bytes = 0  # of this rank
         self.made_steps = 0  # by this process
         self.timed_from = 0  # steps of this process that say nothing about speed
         self.trained_s = 0.0
@@ -206,6 +207,7 @@ class _Trainer:
     def run(self, resume: str | None) -> int:
         """Train to the end, or to a request to stop."""
         changes = self._begin(resume)
+        self.unread = UnreadSteps(self.control, self.config.log.every)
         self.progress = Progress(
             steps=self.config.train.steps,
             start=self.done.step,
@@ -266,16 +268,21 @@ class _Trainer:
 
     def _loop(self) -> Outcome:
         train, saving = self.config.train, self.config.checkpoint
-        if self.done.step == 0:
+        if self.done.step == 0 and train.eval_every:
             self._evaluate()
-        while self.done.step < train.steps:
-            signal_number = self._step()
-            is_last = self.done.step == train.steps
-            if train.eval_every and (is_last or self.done.step % train.eval_every == 0):
-                self._evaluate()
-            if signal_number and not is_last:
-                return self._stop(signal_number)
-            if (saving.every and self.done.step % saving.every == 0) or (is_last and saving.final):
+        step = self.done.step
+        while step < train.steps:
+            self._step(step)
+            step += 1
+            is_last = step == train.steps
+            evaluates = train.eval_every is not None and (is_last or step % train.eval_every == 0)
+            saves = bool(saving.every and step % saving.every == 0) or (is_last and saving.final)
+            if not (is_last or evaluates or saves or self.unread.is_due(step)):
+                continue
+            self._read(evaluates=evaluates)  # a checkpoint is of steps that were read: their values are finite
+            if self.unread.signal_number and not is_last:
+                return self._stop(self.unread.signal_number)
+            if saves:
                 self._save()
         if self.saves.failures and saving.final and self.saves.saved_step != self.done.step:
             raise StorageError(
@@ -283,44 +290,50 @@ class _Trainer:
             )
         return Outcome(0, "finished")
 
-    def _step(self) -> int:
-        """One step. Returns the signal that asked any rank to stop, 0 for none."""
-        started = time.perf_counter()
+    def _step(self, step: int) -> None:
+        """Make the step after ``step`` of them. What it finds stays on the device.
+
+        Collective:
+            The model's and its optimizer's.
+        """
+        clock = StepTime(self.device)
         is_measured = self.device.type == "cuda" or self.made_steps < MEASURED_STEPS
         with contextlib.ExitStack() as stack:
             events = stack.enter_context(sw.record_collectives(self.model))
             memory = stack.enter_context(PeakTensorBytes(self.device)) if is_measured else None
-            lr = self.config.optimizer.lr * self.resolved.schedule.ratio(self.done.step)
+            lr = self.config.optimizer.lr * self.resolved.schedule.ratio(step)
             set_lr(self.optimizer, lr)  # before the backward, which may be what updates
-            scale = self.scaler.get_scale()
-            loss, signal_number, data_s = self._forward_backward()
-            norm = None if self.config.optimizer.in_backward else self._update()
+            scale = self.scaler.get_scale() if self.scaler.is_enabled() else None
+            loss, data_s = self._forward_backward()
+            norm, is_skipped = (None, False) if self.config.optimizer.in_backward else self._update()
             if self.average is not None:
                 self.average.update()
         if memory is not None:
-            self.peak_bytes = max(self.peak_bytes, *(int(row[0]) for row in self.control.rows([memory.peak_bytes])))
+            self.own_peak_bytes = max(self.own_peak_bytes, memory.peak_bytes)
         self.made_steps += 1
-        self._record(
-            loss=loss,
-            norm=norm,
-            lr=lr,
-            scale=scale if self.scaler.is_enabled() else None,
-            step_s=time.perf_counter() - started,
-            data_s=data_s,
-            sent_bytes=sum(event.sent_bytes for event in events),
+        clock.stop()
+        self.unread.steps.append(
+            UnreadStep(
+                loss=loss,
+                num_losses=self.resolved.batch.accumulation,
+                norm=norm,
+                is_skipped=is_skipped,
+                time=clock,
+                lr=lr,
+                scale=scale,
+                data_s=data_s,
+                sent_bytes=sum(event.sent_bytes for event in events),
+            )
         )
-        return signal_number
 
-    def _forward_backward(self) -> tuple[float, int, float]:
-        """The mean loss over all ranks, the signal that any of them got, and the seconds spent on data here.
+    def _forward_backward(self) -> tuple[Tensor | None, float]:
+        """The sum of this rank's losses, on the device, and the seconds spent on data here.
 
         Gradients are ready then, or where backward updates, parameters are new.
         """
         if self.resolved.plan.pp > 1:
             return self._pipeline_step()
         accumulation = self.resolved.batch.accumulation
-        updates = self.config.optimizer.in_backward  # then there is one microbatch
-        found: tuple[float, int] | None = None
         total = torch.zeros((), device=self.device)
         data_s = 0.0
         for index, samples in enumerate(self.sampler.next_step()):
@@ -329,12 +342,11 @@ class _Trainer:
             data_s += time.perf_counter() - started
             with sw.gradient_sync(self.model, index == accumulation - 1):
                 loss = self.loss_of(self.model, inputs_BT, targets_BT)
-                found = self._exchange(float(loss.detach())) if updates else None
                 self.scaler.scale(loss / accumulation).backward()
             total += loss.detach()
-        return *(found or self._exchange(float(total) / accumulation)), data_s
+        return total, data_s
 
-    def _pipeline_step(self) -> tuple[float, int, float]:
+    def _pipeline_step(self) -> tuple[Tensor | None, float]:
         """:meth:`_forward_backward` of a model in stages."""
         started = time.perf_counter()
         parts = [to_tensors(self.data.train, samples, self.device) for samples in self.sampler.next_step()]
@@ -343,89 +355,100 @@ class _Trainer:
         assert pipelined is not None
         call, loss_of = call_of(self.config), lambda m, part: self.loss_of(m, *part)
         losses = pipelined.losses(self.model, parts, call, loss_of, scale=self.scaler.scale)
+        if not losses:
+            return None, data_s
         total = torch.zeros((), device=self.device)
         for loss in losses:
             total += loss
-        return *self._exchange(float(total) / len(losses) if losses else None), data_s
+        return total, data_s
 
-    def _exchange(self, loss: float | None) -> tuple[float, int]:
-        """The mean loss over all ranks that have one, and the signal that any rank got.
+    def _update(self) -> tuple[Tensor, bool]:
+        """Clip and step. Returns the norm before clipping, and whether loss scaling has skipped the step.
 
-        Raises:
-            NonFiniteError: A rank's loss is not finite.
-        """
-        rows = self.control.rows([loss or 0.0, float(loss is not None), float(self.stop.signal_number)])
-        losses = [row[0] for row in rows if row[1]]
-        self._check_finite("loss", losses)
-        return sum(losses) / len(losses), int(max(row[2] for row in rows))
-
-    def _update(self) -> float:
-        """Clip and step. Returns the norm before clipping.
-
-        Raises:
-            NonFiniteError: The norm is not finite, and loss scaling is not the reason.
+        In fp16 the host waits for the gradients here, as with torch's own ``GradScaler``.
         """
         self.scaler.unscale_(self.optimizer)
-        norm = float(sw.clip_grad_norm(self.model, self.config.train.clip_grad_norm or math.inf))
-        if not self.scaler.has_found_inf or self.scaler.get_scale() <= 1.0:  # a smaller scale would not help
-            self._check_finite("gradient norm", [norm])
+        norm = sw.clip_grad_norm(self.model, self.config.train.clip_grad_norm or math.inf)
+        is_skipped = self.scaler.has_found_inf and self.scaler.get_scale() > 1.0  # at 1 a smaller one would not help
         self.scaler.step(self.optimizer)
         self.scaler.update()
         self.optimizer.zero_grad()
-        return norm
+        return norm, is_skipped
 
-    def _check_finite(self, what: str, values: list[float]) -> None:
-        bad = [rank for rank, value in enumerate(values) if not math.isfinite(value)]
+    # --- what the steps have found -----------------------------------------------------------------------------------
+
+    def _read(self, *, evaluates: bool) -> None:
+        """Read what the steps since the last reading have found, record it, and take the held-out loss if asked.
+
+        Raises:
+            NonFiniteError: A loss or a norm is not finite. The steps before are recorded.
+
+        Collective:
+            One all-gather, and those of an evaluation.
+        """
+        found = self.unread.read(own_peak_bytes=self.own_peak_bytes, own_signal=self.stop.signal_number)
+        is_evaluated = False
+        for index, values in enumerate(found):
+            self._check_finite("loss", values.losses)
+            if values.norm is not None and not values.step.is_skipped:
+                self._check_finite("gradient norm", {0: values.norm})
+            record = self._take(values, made_steps=self.made_steps - len(found) + index + 1)
+            self.progress.step(record)
+            if evaluates and index == len(found) - 1:
+                record = replace(record, eval_loss=self._evaluate())
+                is_evaluated = True
+            if self.recorder is not None:
+                self.recorder.step(record)
+        assert is_evaluated == evaluates
+
+    def _check_finite(self, what: str, values: dict[int, float]) -> None:
+        bad = [rank for rank, value in values.items() if not math.isfinite(value)]
         if not bad:
             return
         where = f" on rank{'s' if len(bad) > 1 else ''} {', '.join(map(str, bad))}" if len(values) > 1 else ""
-        step = self.done.step + 1
         message = (
-            f"step {step}: the {what} is {values[bad[0]]}{where}. Nothing was updated; safe: {self._safe}.\n"
-            "  Lower optimizer.lr, lengthen schedule.warmup_steps, or look at the samples of this step."
+            f"step {self.done.step + 1}: the {what} is {values[bad[0]]}{where}. Nothing was saved since; safe:"
+            f" {self._safe}.\n"
+            "  Lower optimizer.lr, lengthen schedule.warmup_steps, or look at the samples of this step. A resume takes"
+            " another rate by --set optimizer.lr=..."
         )
         raise NonFiniteError(message)
+
+    @property
+    def peak_bytes(self) -> int:
+        """The most bytes of tensors that any rank has held, as of the last reading."""
+        return self.unread.peak_bytes
 
     @property
     def _safe(self) -> str:
         return f"checkpoint of step {self.saves.saved_step}" if self.saves.saved_step else "no checkpoint yet"
 
-    def _record(
-        self,
-        *,
-        loss: float,
-        norm: float | None,
-        lr: float,
-        scale: float | None,
-        step_s: float,
-        data_s: float,
-        sent_bytes: int,
-    ) -> None:
-        done, tokens = self.done, self.resolved.batch.total * (self.config.data.seq_len or 1)
+    def _take(self, values: ReadStep, *, made_steps: int) -> Record:
+        """Count a step that was read, the ``made_steps``-th of this process."""
+        done, step = self.done, values.step
+        tokens = self.resolved.batch.total * (self.config.data.seq_len or 1)
+        loss, step_s = sum(values.losses.values()) / len(values.losses), step.time.seconds()
         done.step += 1
         done.tokens += tokens
         done.first_loss = loss if done.first_loss is None else done.first_loss
         done.final_loss = loss
-        if self.made_steps > self.timed_from:
+        if made_steps > self.timed_from:
             self.trained_tokens += tokens
             self.trained_s += step_s
-        record = Record(
+        return Record(
             step=done.step,
             loss=loss,
-            grad_norm=norm,
-            lr=lr,
+            grad_norm=values.norm,
+            lr=step.lr,
             tokens=done.tokens,
             tokens_per_s=tokens / step_s,
             step_time_s=step_s,
-            data_time_s=data_s,
+            data_time_s=step.data_s,
             mfu=self._mfu(tokens / step_s),
             peak_memory_bytes=self.peak_bytes,
-            collective_bytes=sent_bytes,
-            loss_scale=scale,
+            collective_bytes=step.sent_bytes,
+            loss_scale=step.scale,
         )
-        if self.recorder is not None:
-            self.recorder.step(record)
-        self.progress.step(record)
 
     def _mfu(self, tokens_per_s: float) -> float | None:
         shape = self.resolved.model
@@ -438,9 +461,8 @@ class _Trainer:
             return None
         return tokens_per_s * flops_per_token(shape, self.config.data.seq_len or 1) / (peak * self.control.size)
 
-    def _evaluate(self) -> None:
-        if not self.config.train.eval_every:
-            return
+    def _evaluate(self) -> float:
+        """The held-out loss, of the averaged weights where there are any."""
         with self.average.swapped_in() if self.average is not None else contextlib.nullcontext():
             loss = evaluate(
                 self.model,
@@ -458,6 +480,7 @@ class _Trainer:
         if self.recorder is not None:
             self.recorder.held_out(done.step, loss)
         self.progress.say(f"step {done.step}  held-out loss {loss:.4f} ({self.num_held_out} samples)")
+        return loss
 
     def _save(self) -> None:
         if self.config.optimizer.in_backward:

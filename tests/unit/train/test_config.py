@@ -78,6 +78,13 @@ lr: 1
     assert "Nothing was started." in message
 
 
+def test_losses_are_logged_less_often_on_gpus_unless_told(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    assert resolved(tmp_path).config.log.every == 1
+    monkeypatch.setattr("shardwise.train.check._has_gpus", lambda: True)
+    assert resolved(tmp_path).config.log.every == 10
+    assert resolved(tmp_path, GOOD, "log.every=1").config.log.every == 1
+
+
 def test_words_and_odd_numbers_are_taken_by_declared_type(tmp_path: Path) -> None:
     assert resolved(tmp_path, GOOD + "name: 010\n").config.name == "010"
     assert resolved(tmp_path, GOOD + "name: 1e5\n").config.name == "1e5"

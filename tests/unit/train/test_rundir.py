@@ -129,6 +129,11 @@ def test_a_lock_that_was_taken_over_is_not_released_by_its_old_holder(tmp_path: 
     assert lock.path.exists()
 
 
+def test_a_held_out_loss_is_in_the_line_of_its_step_only() -> None:
+    assert json.loads(to_line(replace(record(1), eval_loss=2.5)))["eval_loss"] == 2.5
+    assert "eval_loss" not in json.loads(to_line(record(1)))
+
+
 def record(step: int, loss: float = 1.0) -> Record:
     return Record(step, loss, 1.0, 1e-3, step * 8, 100.0, 0.1, 0.0, None, 1000, 10)
 
