@@ -28,9 +28,6 @@ if TYPE_CHECKING:
 #: What is run where --strategies does not say, besides a configuration's own.
 STRATEGIES = ("ddp", "zero1", "zero2", "shard_grad_op", "zero3", "hsdp", "hybrid_shard_grad_op")
 
-#: Tokens per sample for a Hugging Face folder where --seq does not say.
-_HF_SEQ = 2048
-
 _HELP = """Run the real engine as one rank of many, without GPUs, peers or values, and print what it sends and holds.
 
 MODEL is a built-in name (gpt-175b, gpt-1t, ...), a run configuration, or a Hugging Face folder (causal language model).
@@ -57,7 +54,9 @@ def dry_run(  # noqa: PLR0917  typer's form
     world_size: Annotated[int, typer.Option(help="Ranks of the world to stand in for.")],
     rank: Annotated[int, typer.Option(help="Which of them to be.")] = 0,
     strategies: Annotated[str | None, typer.Option(help="Presets, separated by commas.")] = None,
-    seq: Annotated[int | None, typer.Option(help="Tokens per sample; by default the model's longest.")] = None,
+    seq: Annotated[
+        int | None, typer.Option(help="Tokens per sample; by default the model's, of folders 2,048.")
+    ] = None,
     micro_batch: Annotated[int | None, typer.Option(help="Samples per rank and forward.")] = None,
     precision: Annotated[str | None, typer.Option(help="Parameters' dtype in computation: fp32, bf16, fp16.")] = None,
     optimizer: Annotated[
@@ -151,10 +150,11 @@ def _from_preset(name: str) -> _Subject:
 
 def _from_folder(folder: Path) -> _Subject:
     from shardwise.train.build import model_from_folder
+    from shardwise.train.check import DEFAULT_SEQ_LEN
 
     return _Subject(
         lambda: model_from_folder(folder, reads_weights=False),
-        seq_len=_HF_SEQ,
+        seq_len=DEFAULT_SEQ_LEN,
         compute_dtype=_stored_dtype(folder),
         is_from_hf=True,
     )

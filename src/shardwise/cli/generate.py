@@ -112,7 +112,7 @@ def generate(  # noqa: PLR0917  typer calls it by name
     count = num_processes(nproc if nproc is not None else max(1, section.tp * section.pp) if section else 1)
     resolved = resolve(draft, count, checks_data=False)
     rows, _ = _rows(asked, trained)
-    _check(asked, rows, vocab_size=resolved.vocab_size, positions=trained.positions(resolved))
+    _check(asked, rows, vocab_size=resolved.vocab_size, positions=resolved.positions)
     if count == 1:
         raise typer.Exit(_work(asked, trained, world))
     raise typer.Exit(_launch(asked, count))

@@ -21,6 +21,8 @@ from shardwise.train.schedule import Schedule
 
 _DEFAULT_PRESET = "gpt-tiny"
 _DEFAULT_MICRO = 8
+#: ``data.seq_len`` where the configuration does not say: as long as the model allows, up to this.
+DEFAULT_SEQ_LEN = 2048
 #: ``log.every`` on a machine with GPUs, where the configuration does not say.
 GPU_LOG_EVERY = 10
 
@@ -56,6 +58,7 @@ class Resolved:
         mesh: Of this world.
         batch: Batch sizes.
         model: The shape of a built-in model, ``None`` for a Hugging Face folder.
+        positions: The longest sequence that the model takes, where that is known.
         vocab_size: Of the model.
         source: The data's files.
         schedule: The learning rate.
@@ -66,6 +69,7 @@ class Resolved:
     mesh: Mesh
     batch: Batch
     model: GPTConfig | None
+    positions: int | None
     vocab_size: int
     source: Source
     schedule: Schedule
@@ -133,7 +137,7 @@ def resolve(draft: Draft, world_size: int, local_size: int | None = None, *, che
             ),
         }
     )
-    return Resolved(config, plan, mesh, batch, model, vocab_size, source, schedule)
+    return Resolved(config, plan, mesh, batch, model, positions, vocab_size, source, schedule)
 
 
 #: Fields of the plan that mean something only beside others.
@@ -378,11 +382,12 @@ def _nearest(total: int, unit: int) -> str:
 
 
 def _seq_len(draft: Draft, positions: int | None) -> int:
+    """Tokens per sample. Attention and activations of models for 128k tokens would not fit by themselves."""
     section = draft.sections.get("data")
     if section is None:
         return 1
     if section.seq_len is None:
-        return positions if positions is not None and (positions <= 2048) else 128
+        return min(positions or DEFAULT_SEQ_LEN, DEFAULT_SEQ_LEN)
     if positions is not None and section.seq_len > positions:
         draft.problems.add(
             draft.where("data", "seq_len"),

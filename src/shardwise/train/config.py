@@ -56,7 +56,9 @@ class DataSection(Section):
     """Where tokens come from and how they are cut into samples."""
 
     source: str = Field("stdlib", description="path, folder or glob of text; a token file; 'stdlib' or 'random'")
-    seq_len: Annotated[int, Field(ge=1, le=10**7)] | None = Field(None, description="tokens per sample; the model's")
+    seq_len: Annotated[int, Field(ge=1, le=10**7)] | None = Field(
+        None, description="tokens per sample; the longest that the model takes, but at most 2,048"
+    )
     tokenizer: Literal["bytes"] = Field("bytes", description="how text becomes tokens: one token per byte")
     held_out: Annotated[float, Field(gt=0.0, lt=1.0)] = Field(
         0.05, description="last part of the tokens, not trained on"

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import csv
 import json
 import math
 from collections.abc import Iterator
@@ -14,13 +15,8 @@ from shardwise.models.shape import GPTConfig
 from shardwise.spec.errors import StorageError
 from shardwise.train.text import printable
 
-#: Dense peaks in FLOP/s of what an fp32 matrix product runs on: (plain fp32 units, TF32 tensor cores). Vendors'
-#: datasheets. A device that is not here has no known peak, and its MFU is null.
-PEAK_FLOPS: dict[str, tuple[float, float]] = {
-    "A100": (19.5e12, 156e12),
-    "H100 80GB HBM3": (67e12, 494.5e12),
-    "H200": (67e12, 494.5e12),
-}
+#: Dense peaks in TFLOP/s by device name, as torch gives it, and dtype; every row with its source.
+PEAKS = Path(__file__).with_name("peaks.csv")
 
 
 @dataclass(frozen=True, slots=True)
@@ -118,12 +114,20 @@ def flops_per_token(shape: GPTConfig, seq_len: int) -> float:
     return 6.0 * active + 12.0 * shape.num_layers * shape.hidden * seq_len
 
 
-def peak_flops(device_name: str, *, uses_tf32: bool) -> float | None:
-    """Dense peak of a device for fp32 matrix products; ``None`` where it is unknown."""
-    for name, peaks in PEAK_FLOPS.items():
-        if name in device_name and "PCIe" not in device_name and "NVL" not in device_name:
-            return peaks[uses_tf32]
-    return None
+def peak_flops(device_name: str, dtype: str, *, uses_tf32: bool) -> float | None:
+    """Dense peak in FLOP/s of a device for matrix products in ``dtype``; ``None`` where it is unknown.
+
+    Args:
+        device_name: As ``torch.cuda.get_device_name`` gives it; variants (PCIe, NVL) have names of their own.
+        dtype: Short name of the dtype that the products take.
+        uses_tf32: Products in fp32 go to the TF32 units, where the device has them.
+    """
+    with PEAKS.open(encoding="utf-8", newline="") as file:
+        row = next((row for row in csv.DictReader(file) if row["device_name"] == device_name), None)
+    if row is None or dtype not in {"bf16", "fp16", "fp32"}:
+        return None
+    found = row["tflops_tf32"] if dtype == "fp32" and uses_tf32 and row["tflops_tf32"] else row[f"tflops_{dtype}"]
+    return float(found) * 1e12 if found else None
 
 
 def _lines(path: Path) -> list[str]:

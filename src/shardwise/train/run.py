@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import collections
 import contextlib
 import math
 import time
@@ -13,9 +14,11 @@ import torch
 from torch import Tensor, nn
 
 import shardwise as sw
+from shardwise.comm.dtype import dtype_name
 from shardwise.comm.exit import note_exit
 from shardwise.comm.launch import World, init_process_group, shutdown
 from shardwise.comm.open import open_comms
+from shardwise.fsdp import attach
 from shardwise.fsdp.scaler import needs_scaler
 from shardwise.recipe.pipelined import pipelined_of
 from shardwise.spec.errors import ConfigError, ShardwiseError, StorageError
@@ -130,6 +133,23 @@ def _has_checkpoint(directory: Path) -> bool:
     return find_latest(directory).path is not None
 
 
+def _peak_flops(model: nn.Module, device: torch.device) -> float | None:
+    """The device's dense peak for the dtype that the model's matrix products run in."""
+    if device.type != "cuda":
+        return None
+    uses_tf32 = torch.get_float32_matmul_precision() != "highest"
+    return peak_flops(torch.cuda.get_device_name(device), product_dtype(model), uses_tf32=uses_tf32)
+
+
+def product_dtype(model: nn.Module) -> str:
+    """Short name of the dtype in which most of a parallelized model's weights of two or more dimensions compute."""
+    counts: collections.Counter[str] = collections.Counter()
+    for group in attach.runtime_of(model, "product_dtype").groups:
+        numel = sum(spec.numel for spec in group.layout.params if len(spec.shape) >= 2)
+        counts[dtype_name(group.compute_dtype)] += numel
+    return max(counts, key=counts.__getitem__, default="fp32")
+
+
 class _Trainer:
     """The loop and what it holds. Made once per process."""
 
@@ -185,6 +205,7 @@ class _Trainer:
                 "optimizer.in_backward=true, but the model is in fp16: its scaled gradients are looked at before the"
                 " update.\n  Set parallel.mp_policy: {param_dtype: bf16, master_dtype: fp32}, or in_backward=false."
             )
+        self.peak_flops = _peak_flops(self.model, device)
         decay = config.train.ema_decay
         self.average = None if decay is None else sw.ExponentialMovingAverage(self.model, decay)
         self.predicted_bytes = predict(resolved, self.model, self.average, control, device)
@@ -451,15 +472,12 @@ class _Trainer:
         )
 
     def _mfu(self, tokens_per_s: float) -> float | None:
+        """The share of the devices' dense peak; ``None`` where the model's FLOPs or the peak are not known."""
         shape = self.resolved.model
-        if self.device.type != "cuda" or shape is None or shape.num_experts:
+        if self.peak_flops is None or shape is None or shape.num_experts:
             return None
-        peak = peak_flops(
-            torch.cuda.get_device_name(self.device), uses_tf32=torch.get_float32_matmul_precision() != "highest"
-        )
-        if peak is None:
-            return None
-        return tokens_per_s * flops_per_token(shape, self.config.data.seq_len or 1) / (peak * self.control.size)
+        needed = flops_per_token(shape, self.config.data.seq_len or 1)
+        return tokens_per_s * needed / (self.peak_flops * self.control.size)
 
     def _evaluate(self) -> float:
         """The held-out loss, of the averaged weights where there are any."""
@@ -574,7 +592,9 @@ class _Trainer:
             f"run {printable(self.directory)}: {name} on {self.control.size} x {kind}, {config.parallel.strategy}{axes}"
         )
         tokens = f"{source.num_tokens:,} tokens in {len(source.files)} files" if source.files else "random tokens"
-        say(f"data {printable(source.name)}: {tokens}; samples of {config.data.seq_len}")
+        longer = self.resolved.positions or 0
+        more = f" (data.seq_len; the model takes up to {longer:,})" if longer > (config.data.seq_len or 1) else ""
+        say(f"data {printable(source.name)}: {tokens}; samples of {config.data.seq_len:,} tokens{more}")
         say(str(batch))
         if resume is not None:
             say(f"resumed at step {self.done.step}" + "".join(f"\n  {line}" for line in changes))

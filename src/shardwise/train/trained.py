@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import json
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -76,14 +75,6 @@ class Trained:
             "parallel": {"strategy": "zero3", "tp_plan": self.tp_plan},
         }
         return read_draft(None, overrides, base=base, title="the run")
-
-    def positions(self, resolved: Resolved) -> int | None:
-        """The longest sequence; ``None``: the model names none."""
-        if resolved.model is not None:
-            return resolved.model.seq_len
-        held = json.loads((Path(self.model["hf"]).expanduser() / "config.json").read_text("utf-8"))
-        found = held.get("max_position_embeddings", held.get("n_positions"))
-        return found if isinstance(found, int) and found > 0 else None
 
     def tokenizer(self) -> Tokenizer:
         """Of the folder; a run's tokens are bytes.

@@ -247,6 +247,16 @@ def test_a_hugging_face_folder_is_checked_without_loading_it(tmp_path: Path) -> 
     assert (result.vocab_size, result.config.data.seq_len, result.model) == (300, 32, None)
 
 
+@pytest.mark.parametrize(("positions", "expected"), [("131072", 2048), ("2048", 2048), ("100", 100), ("null", 2048)])
+def test_samples_of_models_for_long_texts_are_2048_tokens_unless_told(
+    tmp_path: Path, positions: str, expected: int
+) -> None:
+    (tmp_path / "config.json").write_text(f'{{"vocab_size": 300, "max_position_embeddings": {positions}}}')
+    found = resolved(tmp_path, GOOD, f"model.hf={tmp_path}")
+    assert found.config.data.seq_len == expected
+    assert found.positions == (None if positions == "null" else int(positions))
+
+
 def test_mutated_files_give_typed_errors_only(tmp_path: Path) -> None:
     source = (
         GOOD + "optimizer: {lr: 1e-4, betas: [0.9, 0.95]}\nmodel:\n  preset: gpt-tiny\n  num_layers: 2\n"

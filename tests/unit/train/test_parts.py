@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import csv
 import json
 import os
 import random
@@ -20,7 +21,7 @@ from shardwise.train import random_state
 from shardwise.train.build import build_model, build_optimizer, loss_of, parameter_groups, set_lr
 from shardwise.train.check import resolve
 from shardwise.train.config import OptimizerSection, read_draft
-from shardwise.train.metrics import flops_per_token, peak_flops
+from shardwise.train.metrics import PEAKS, flops_per_token, peak_flops
 from shardwise.train.predict import measure
 from shardwise.train.stop import INTERRUPTED, STOPPED, StopRequest, exit_code
 from shardwise.train.text import printable
@@ -105,10 +106,27 @@ def test_flops_follow_the_closed_form() -> None:
 
 
 def test_unknown_devices_have_no_peak() -> None:
-    assert peak_flops("NVIDIA H200", uses_tf32=True) == 494.5e12
-    assert peak_flops("NVIDIA H200", uses_tf32=False) == 67e12
-    assert peak_flops("NVIDIA H100 PCIe", uses_tf32=True) is None
-    assert peak_flops("Some other device", uses_tf32=True) is None
+    assert peak_flops("NVIDIA H200", "fp32", uses_tf32=True) == 494.5e12
+    assert peak_flops("NVIDIA H200", "fp32", uses_tf32=False) == 67e12
+    assert peak_flops("NVIDIA H100 80GB HBM3", "bf16", uses_tf32=False) == 989e12
+    assert peak_flops("NVIDIA H100 80GB HBM3", "fp16", uses_tf32=True) == 989e12
+    assert peak_flops("Tesla V100-SXM2-32GB", "fp32", uses_tf32=True) == 15.7e12  # it has no such units
+    for name, dtype in (("NVIDIA H100 PCIe", "bf16"), ("NVIDIA H200 NVL", "bf16"), ("Some other device", "fp32")):
+        assert peak_flops(name, dtype, uses_tf32=True) is None
+    assert peak_flops("Tesla V100-SXM2-32GB", "bf16", uses_tf32=True) is None
+    assert peak_flops("NVIDIA H200", "fp64", uses_tf32=True) is None
+
+
+def test_every_peak_has_its_source_and_is_dense() -> None:
+    with PEAKS.open(encoding="utf-8", newline="") as file:
+        rows = list(csv.DictReader(file))
+    assert len({row["device_name"] for row in rows}) == len(rows) > 5
+    for row in rows:
+        assert row["source"], row
+        halves = [float(row[f"tflops_{dtype}"]) for dtype in ("bf16", "fp16") if row[f"tflops_{dtype}"]]
+        assert len(set(halves)) == 1, row
+        if row["tflops_tf32"]:  # half as fast as 16 bit on every device that has it; with sparsity it would be as fast
+            assert float(row["tflops_tf32"]) == pytest.approx(halves[0] / 2, rel=0.01)
 
 
 @pytest.mark.parametrize(("number", "code"), [(signal.SIGTERM, STOPPED), (signal.SIGINT, INTERRUPTED)])
