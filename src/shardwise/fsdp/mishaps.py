@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import contextlib
+import sys
 from typing import TYPE_CHECKING
 
 import torch
 
 from shardwise.fsdp.unit import State, Unit
-from shardwise.spec.errors import StateError
+from shardwise.spec.errors import CommError, StateError
 
 if TYPE_CHECKING:
     from shardwise.fsdp.runtime import Runtime
@@ -45,6 +47,21 @@ def recover(runtime: Runtime) -> None:
             "a backward failed after it had updated some of the units: the parameters are of two different steps.\n"
             "  Load a checkpoint."
         )
+
+
+def wait_for_all(runtime: Runtime) -> None:
+    """The model is going: what is under way must have come before its memory is given to others.
+
+    Over Gloo a receive whose memory has gone also holds up every later message of the process group. Peers that work on
+    issue the same, so that the wait ends; where they do not, the watch ends it. The end of the process frees nothing
+    that anybody would be given.
+    """
+    if sys.is_finalizing():
+        return
+    handles = [handle for unit in runtime.units for handle in unit.handles]
+    for handle in [*handles, *(entry[2] for entry in runtime.reducing)]:
+        with contextlib.suppress(CommError):  # whoever communicates next is told
+            handle.wait()
 
 
 def drop_later(runtime: Runtime, *, had_sums: bool) -> None:

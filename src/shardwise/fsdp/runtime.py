@@ -68,6 +68,7 @@ class Runtime:
 
     def __init__(self, units: Sequence[Unit], row: Placements, comms: Comms, options: EngineOptions) -> None:
         self.units = list(units)
+        self.reducing: deque[tuple[Unit, Group, Handle]] = deque()
         self.row = row
         self.comms = comms
         for group in self.groups:
@@ -117,9 +118,12 @@ class Runtime:
         self.left: list[Unit] = []  # forward has left them, and entered no other unit since
         self.entered: list[Unit] = []
         self.active: Unit | None = None
-        self.reducing: deque[tuple[Unit, Group, Handle]] = deque()
         self.saved = SavedTensorGuard(self)
         self.hooks: list[Any] = []
+
+    def __del__(self) -> None:
+        """The model has been deleted."""
+        mishaps.wait_for_all(self)
 
     def remove(self) -> None:
         """Take the hooks off: the units now belong to another runtime."""
