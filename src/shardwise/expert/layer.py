@@ -15,7 +15,7 @@ from shardwise.comm.base import Comm
 from shardwise.comm.forward import Forward
 from shardwise.expert.exchange import combine, dispatch
 from shardwise.expert.find import Mixture
-from shardwise.expert.route import find_route
+from shardwise.expert.route import Route, find_route
 
 
 class ExpertLayer(Forward):
@@ -34,8 +34,8 @@ class ExpertLayer(Forward):
         self.comm = comm
 
     @abstractmethod
-    def _compute(self, rows_MC: Tensor, counts: list[int]) -> Tensor:
-        """Rows through this rank's experts, ``counts`` of them for each, in order."""
+    def _compute(self, rows_MC: Tensor, route: Route) -> Tensor:
+        """Rows through this rank's experts, ``route.by_expert`` of them for each, in order."""
 
     def _mix(self, x_NC: Tensor, chosen_NK: Tensor, weights_NK: Tensor) -> Tensor:
         """The weighted sum of what each token's experts give, (N, C).
@@ -44,7 +44,7 @@ class ExpertLayer(Forward):
             Three all-to-alls on ``ep``: of counts, of rows to experts, and back; two in backward.
         """
         route = find_route(chosen_NK, self._num_experts, self._capacity, self.comm, self.name)
-        y_KNC = combine(self._compute(dispatch(x_NC, route), route.by_expert), route)
+        y_KNC = combine(self._compute(dispatch(x_NC, route), route), route)
         return (y_KNC * weights_NK.t().unsqueeze(-1)).sum(0).to(x_NC.dtype)
 
 
@@ -63,10 +63,10 @@ class Mix(ExpertLayer):
         top_NK, chosen_NK = module.router(x_NC).topk(module.experts_per_token, dim=-1)
         return self._mix(x_NC, chosen_NK, top_NK.softmax(dim=-1)).view_as(x_BTC)
 
-    def _compute(self, rows_MC: Tensor, counts: list[int]) -> Tensor:
+    def _compute(self, rows_MC: Tensor, route: Route) -> Tensor:
         # An expert without tokens runs on none of them: its gradient is zero, not missing, as in the dense form.
         experts = self.module.experts
-        parts = zip(self._own, rows_MC.split(counts), strict=True)
+        parts = zip(self._own, rows_MC.split(route.by_expert), strict=True)
         return torch.cat([experts[index](part) for index, part in parts])
 
 
@@ -85,14 +85,13 @@ class StackedMix(ExpertLayer):
         """Tokens, the experts that each has chosen, and the weights of the choices, to (N, C)."""
         return self._mix(states_NC, chosen_NK, weights_NK)
 
-    def _compute(self, rows_MC: Tensor, counts: list[int]) -> Tensor:
+    def _compute(self, rows_MC: Tensor, route: Route) -> Tensor:
         module = self.module
         if not len(rows_MC):
             # As above: the gradients are zero. The class's forward would also cut the rows off from the graph, and
             # this rank would not take part in backward's exchange.
             return rows_MC + sum(parameter[:0].sum() for parameter in module.parameters())
-        which_M = torch.arange(len(counts), device=rows_MC.device)
-        counts_E = torch.tensor(counts, device=rows_MC.device)
-        which_M = which_M.repeat_interleave(counts_E, output_size=len(rows_MC))
+        which_M = torch.arange(len(route.counts), device=rows_MC.device)
+        which_M = which_M.repeat_interleave(route.counts, output_size=len(rows_MC))
         ones = rows_MC.new_ones(len(rows_MC), 1)
         return type(module).forward(module, rows_MC, which_M.unsqueeze(-1), ones)

@@ -1,6 +1,6 @@
 """Which rows go to which expert: the choices of this rank's tokens in the order in which they travel.
 
-Shape suffixes: ``N`` tokens, ``K`` choices of each, ``S`` rows that are sent, ``E`` experts.
+Shape suffixes: ``N`` tokens, ``K`` choices of each, ``S`` rows that are sent, ``E`` experts, ``R`` ranks of ``ep``.
 """
 
 from __future__ import annotations
@@ -26,6 +26,7 @@ class Route:
         order: The choices that are sent, by expert; choice ``k`` of token ``n`` is number ``k * N + n``.
         sent: Rows for each expert.
         received: By rank of ``ep``, rows that it sends to each of this rank's experts.
+        counts: Rows for each of this rank's experts, on the device.
     """
 
     unit: str
@@ -34,6 +35,7 @@ class Route:
     order: Tensor  # (S,)
     sent: list[int]
     received: list[list[int]]
+    counts: Tensor  # (E,), those of this rank
 
     @property
     def sent_by_rank(self) -> list[int]:
@@ -67,36 +69,39 @@ def find_route(chosen_NK: Tensor, num_experts: int, factor: float | None, comm: 
         unit: Name of the module that it is for.
 
     Collective:
-        All-to-all of the counts on ``ep``; the host waits for them.
+        All-to-all of the counts on ``ep``; the host waits for them, once.
     """
     num_tokens, num_choices = chosen_NK.shape
     limit = capacity(factor, num_tokens, num_choices, num_experts)
-    by_choice = chosen_NK.t().reshape(-1)
-    order_S = by_choice.argsort(stable=True)
+    sorted_S, order_S = chosen_NK.t().reshape(-1).sort(stable=True)
+    starts_E = torch.searchsorted(sorted_S, torch.arange(num_experts + 1, dtype=sorted_S.dtype, device=sorted_S.device))
+    counts_E = starts_E.diff()
+    if limit is not None:
+        counts_E = counts_E.clamp(max=limit)
+    arrived_RE = counts_E.unsqueeze(0) if comm is None else _exchange_counts(counts_E, comm, unit)
     if chosen_NK.is_meta or isinstance(comm, RecordComm):  # without values, or peers: as if tokens chose evenly
-        sent = even_counts(len(by_choice), num_experts, limit)
-        counts_E = torch.empty(num_experts, dtype=torch.int64, device=chosen_NK.device)
+        sent = even_counts(len(sorted_S), num_experts, limit)
+        start, stop = (0, num_experts) if comm is None else local_range(num_experts, comm.size, comm.rank)
+        received = [sent[start:stop]] * len(arrived_RE)
+        arrived_RE = torch.tensor(received, device=arrived_RE.device)
         order_S = order_S[: sum(sent)]
-    else:
-        counts_E = torch.bincount(by_choice, minlength=num_experts)
-        if limit is not None:
-            starts_E = counts_E.cumsum(0) - counts_E
-            place_S = torch.arange(len(order_S), device=order_S.device) - starts_E[by_choice[order_S]]
-            order_S = order_S[place_S < limit]
-            counts_E = counts_E.clamp(max=limit)
-        sent = counts_E.tolist()
-    received = [sent] if comm is None else _exchange_counts(counts_E, sent, comm, unit)
-    return Route(unit, comm, (num_tokens, num_choices), order_S, sent, received)
+    else:  # the one time that the host waits for the device
+        numbers = torch.cat([counts_E, arrived_RE.flatten()]).tolist()
+        sent, each = numbers[:num_experts], arrived_RE.shape[1]
+        received = [numbers[at : at + each] for at in range(num_experts, len(numbers), each)]
+        if sum(sent) < len(order_S):  # the rows that fit are a run of each expert's
+            skipped_E = starts_E[:-1] - (counts_E.cumsum(0) - counts_E)
+            places_S = torch.arange(sum(sent), device=order_S.device)
+            order_S = order_S[places_S + skipped_E.repeat_interleave(counts_E, output_size=sum(sent))]
+    return Route(unit, comm, (num_tokens, num_choices), order_S, sent, received, arrived_RE.sum(0))
 
 
-def _exchange_counts(counts_E: Tensor, sent: list[int], comm: Comm, unit: str) -> list[list[int]]:
-    each = len(sent) // comm.size
+def _exchange_counts(counts_E: Tensor, comm: Comm, unit: str) -> Tensor:
+    """By rank of ``ep``, the rows that it sends to each of this rank's experts."""
+    each = len(counts_E) // comm.size
     cuts = [rank * each for rank in range(comm.size + 1)]
     arrived = torch.empty_like(counts_E)
     comm.all_to_all(counts_E, arrived, unit=unit, cuts=cuts, out_cuts=cuts).wait()
-    start, stop = local_range(len(sent), comm.size, comm.rank)
-    if isinstance(comm, RecordComm):
-        return [sent[start:stop]] * comm.size  # all ranks alike
-    received = arrived.view(comm.size, each).tolist()
-    received[comm.rank] = sent[start:stop]
-    return received
+    arrived_RE = arrived.view(comm.size, each)
+    arrived_RE[comm.rank] = counts_E[cuts[comm.rank] : cuts[comm.rank + 1]]  # what is a rank's own is not moved
+    return arrived_RE

@@ -51,4 +51,6 @@ class BufferViews:
             return None  # every slice is empty
         header = self._headers[0]
         flags = [float(is_used) for is_used in used] + [0.0] * (header.shape[-1] - len(used))
-        return torch.tensor(flags, dtype=header.dtype, device=header.device)
+        # From pinned memory the copy is enqueued; the host does not wait.
+        made = torch.tensor(flags, dtype=header.dtype, pin_memory=header.is_cuda)
+        return made.to(header.device, non_blocking=True)

@@ -24,8 +24,9 @@ Where the optimizer steps inside backward (``in_backward``) ``.grad`` lives in b
 
 from __future__ import annotations
 
+import itertools
 import weakref
-from collections.abc import Hashable
+from collections.abc import Hashable, Iterable, Sequence
 from typing import TYPE_CHECKING
 
 import torch
@@ -86,6 +87,7 @@ class Gradient:
         self._result: Tensor | None = None
         self._partial: Tensor | None = None  # summed over dp_shard by earlier microbatches, not over dp_replicate yet
         self._partial_store: Tensor | None = None  # where that lies if it cannot lie in ``_home``
+        self._doubtful: list[int] = []  # parameters of which only the flags at ``_home`` say whether a rank used them
         self.has_added = False  # a reduced gradient was added to what an earlier backward had left in .grad
         self._landing: Tensor | None = None  # on the host, for a sum that cannot go straight to ``_home``
 
@@ -104,6 +106,8 @@ class Gradient:
     @property
     def _has_sums(self) -> bool:
         """Some ``.grad`` is there from an earlier backward, to be added to."""
+        if self._doubtful:
+            return True
         for shard in self.group.shards:  # noqa: SIM110 - on a hot path
             if shard.grad is not None:
                 return True
@@ -373,8 +377,8 @@ class Gradient:
     def finish(self, pool: GradientPool) -> None:
         """Put the reduced gradients on the shards: set where there was none, add where there was one.
 
-        A parameter that no rank used is left alone. Whether another rank used one that this rank did not is read from
-        the header, on CUDA with a host synchronisation; where this rank used every parameter nothing is read.
+        A parameter that no rank used is left alone. Whether another rank used one that this rank did not, the header
+        tells, on the device. The host does not wait for it: it asks at the end of backward (:func:`settle`).
         """
         group, result = self.group, self._result
         if result is None:
@@ -383,29 +387,64 @@ class Gradient:
             self._borrow_home(result, pool)
         self._make_home()
         assert self._home is not None
+        if self._doubtful:  # the second reduction of one backward
+            settle([self])
         is_home = result.data_ptr() == self._home.data_ptr()
-        if group.transfers is not None and not (is_home and all(self._used)):
+        if group.transfers is not None and not is_home:
             group.transfers.synchronise()  # the host is about to read it
+        self._put(result, is_home=is_home)
+        self._result = None
+        if self._is_home_lent:
+            settle([self])  # the optimizer steps now
+        else:
+            self._give_back(pool)
+
+    def _put(self, result: Tensor, *, is_home: bool) -> None:
+        """Put what was reduced on the shards, as far as the host knows that some rank has used them."""
+        group, used = self.group, self._used
+        assert self._home is not None
         views = self._home_views if is_home else group.held_views(result)
-        used = self._used
-        place = self.layout.place(group.rank)
+        flags = self._flags_in(result)
         # In a dry run nobody else is there.
-        if not all(used) and self.layout.header_numel(place) and not result.is_meta:
-            flags = result[self.layout.data_numel(place) :][: len(used)].tolist()
-            used = [mine or flag > 0 for mine, flag in zip(used, flags, strict=True)]
+        has_doubts = not all(used) and flags.numel() > 0 and not result.is_meta
         for index, shard in enumerate(group.shards):
-            if not used[index] or self._is_elsewhere[index]:
+            if self._is_elsewhere[index] or not (used[index] or has_doubts):
                 continue
             if shard.grad is not None:
-                shard.grad.add_(views[index])
+                shard.grad.add_(views[index])  # -0.0, where no rank used it, changes nothing
                 self.has_added = True
                 continue
             if not is_home:
                 self._home_views[index].copy_(views[index])
-            shard.grad = self._home_views[index]
-        self._result = None
-        if not self._is_home_lent:
-            self._give_back(pool)
+            if used[index]:
+                shard.grad = self._home_views[index]
+            else:
+                self._doubtful.append(index)
+        if self._doubtful and not is_home:
+            self._flags_in(self._home).copy_(flags)
+
+    def _flags_in(self, reduced: Tensor) -> Tensor:
+        """The flags in this rank's slice of what was reduced, or in what is laid out as that slice is."""
+        return reduced[self.layout.data_numel(self.layout.place(self.group.rank)) :][: len(self.group.shards)]
+
+    @property
+    def doubtful_flags(self) -> Tensor | None:
+        """The flags that the host has yet to read, if there are any."""
+        if not self._doubtful:
+            return None
+        assert self._home is not None
+        return self._flags_in(self._home)
+
+    def show_used(self, flags: Sequence[float]) -> None:
+        """Set ``.grad`` of the doubtful parameters that other ranks have used.
+
+        Args:
+            flags: What :attr:`doubtful_flags` holds.
+        """
+        for index in self._doubtful:
+            if flags[index] > 0:
+                self.group.shards[index].grad = self._home_views[index]
+        self._doubtful = []
 
     # -- .grad in borrowed buffers
 
@@ -444,6 +483,7 @@ class Gradient:
             full.grad = None
         self._written = [False] * len(self._written)
         self._local = self._local_views = self._result = self._partial = None
+        self._doubtful = []
         if self._is_home_lent:
             self.release_home(pool)
         self._give_back(pool)
@@ -452,3 +492,16 @@ class Gradient:
         if self._borrowed is not None:
             pool.give(self.pool_key, self._borrowed)
             self._borrowed = None
+
+
+def settle(gradients: Iterable[Gradient]) -> None:
+    """Read for which parameters other ranks have sent gradients, and set ``.grad`` there: with one wait a device."""
+    asking: dict[torch.device, list[tuple[Gradient, Tensor]]] = {}
+    for gradient in gradients:
+        flags = gradient.doubtful_flags
+        if flags is not None:
+            asking.setdefault(flags.device, []).append((gradient, flags))
+    for found in asking.values():
+        values = iter(torch.cat([flags.float() for _, flags in found]).tolist())
+        for gradient, flags in found:
+            gradient.show_used(list(itertools.islice(values, len(flags))))

@@ -319,8 +319,7 @@ class Join:
 
     def _follow_end(self, *, has_more: bool) -> None:
         """The others end their backward."""
-        while self._runtime.reducing:
-            self._runtime.move_on()
+        self._runtime.drain()
         self._runtime.is_window_open = has_more
 
     def _follow_backward(self, held: Sequence[int]) -> None:

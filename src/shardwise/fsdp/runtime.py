@@ -29,6 +29,7 @@ from shardwise.comm.axes import Comms
 from shardwise.comm.base import Comm, Handle
 from shardwise.fsdp import debug, mishaps, partial, torch_private
 from shardwise.fsdp.buffers import BufferSync
+from shardwise.fsdp.gradient import settle
 from shardwise.fsdp.group import Group
 from shardwise.fsdp.hooks import Call, EndOfBackward, attach_tickets
 from shardwise.fsdp.offload import Transfers
@@ -692,9 +693,14 @@ class Runtime:
         mishaps.finish_strays(self)
         if self.join is not None:
             self.join.ends_backward(has_more=not self.syncs_gradients)
+        self.drain()
+
+    def drain(self) -> None:
+        """Wait for every reduction under way, and for what the host is about to read of them."""
         while self.reducing:
             self.move_on()
-        self.wait_for_host()  # the host is about to read the gradients
+        self.wait_for_host()
+        settle(group.gradient for group in self.groups)
 
     def heal(self, unit: Unit) -> None:
         """Bring back the data of a unit for a saved tensor that would otherwise read another unit's."""
