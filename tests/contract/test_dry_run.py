@@ -206,6 +206,51 @@ def test_the_peak_is_that_of_a_real_run(preset):
     assert dry.bytes_by_category["activations"] > dry.peak_bytes / 4  # else this test would say little about them
 
 
+class Pair(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.second = nn.Linear(512, 512, bias=False), nn.Linear(512, 512, bias=False)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.second(self.first(x))
+
+
+def test_on_a_gpu_the_gradients_of_a_unit_are_moved_together():
+    plan = sw.ParallelPlan(auto_wrap_policy=sw.wrap_by_class(Pair))
+    held = {
+        backend: sw.dry_run(
+            lambda: nn.Sequential(*(Pair() for _ in range(4))),
+            plan,
+            world_size=2,
+            batch=torch.zeros(1, 512),
+            loss_fn=_summed,
+            backend=backend,
+        ).bytes_by_category["activations"]
+        for backend in ("gloo", "nccl")
+    }
+    assert held["nccl"] - held["gloo"] == 4 * 512 * 512  # the first to come waits for the other
+
+
+def test_on_gpus_more_small_units_travel_together_the_more_ranks_there_are():
+    def num_gathers(backend: str, world_size: int) -> int:
+        def build() -> nn.Module:
+            return nn.Sequential(*(Pair() for _ in range(32)))
+
+        plan = sw.ParallelPlan(auto_wrap_policy=sw.wrap_by_class(Pair))
+        batch = torch.zeros(1, 512)
+        dry = sw.dry_run(build, plan, world_size=world_size, batch=batch, loss_fn=_summed, backend=backend)
+        return sum(event.kind == "all_gather" for event in dry.events)
+
+    # Forward gathers each unit, and backward all but the last again.
+    assert num_gathers("gloo", 8) == num_gathers("nccl", 2) == 32 + 31
+    assert num_gathers("nccl", 4) == 16 + 15
+    assert num_gathers("nccl", 64) == 8 + 7
+
+
+def _summed(output: torch.Tensor, _: torch.Tensor) -> torch.Tensor:
+    return output.sum()
+
+
 @pytest.mark.parametrize("mask", [None, "bool", "float"])
 @pytest.mark.parametrize(("is_cuda", "dtype"), [(False, torch.float32), (True, torch.float32), (True, torch.bfloat16)])
 def test_attention_saves_no_matrix_of_scores(mask, is_cuda, dtype):

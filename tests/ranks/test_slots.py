@@ -262,7 +262,7 @@ def one_buffer():
     for strategy in presets():
         trained = compare(Chain, plain_loss, strategy, gradient_buffers=1)
         assert set(trained.runtime.gradients.num_buffers.values()) <= {1}
-        with mock.patch.object(start, "EAGER_NUMEL", 1):
+        with mock.patch.object(start, "eager_numel", return_value=1):
             for build in (Chain, Twice):
                 compare(build, plain_loss, strategy, gradient_buffers=1)
 

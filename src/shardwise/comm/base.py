@@ -130,6 +130,11 @@ class Comm(ABC):
         self.device = device
         self._listeners: list[list[CollectiveEvent]] = []
 
+    @property
+    def device_type(self) -> str:
+        """Type of the device of the buffers; in a dry run, of the device that the run stands in for."""
+        return self.device.type
+
     @abstractmethod
     def all_gather(self, buffer: Tensor, *, unit: str, cuts: Sequence[int] | None = None) -> Handle:
         """Fill every slice of ``buffer`` with its owner's content, in place.

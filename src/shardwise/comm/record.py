@@ -36,6 +36,13 @@ class RecordComm(Comm):
         self._scratch = Scratch()
 
     @property
+    def device_type(self) -> str:
+        """As :attr:`Comm.device_type`: sums that receive are those of the CPU."""
+        if self.device.type != "meta":
+            return self.device.type
+        return "cpu" if self._receives else "cuda"
+
+    @property
     def held_bytes(self) -> int:
         """Bytes of the receive buffers that are free now."""
         return sum(buffer.nbytes for buffer in self._scratch.free)

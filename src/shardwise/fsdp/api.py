@@ -58,6 +58,7 @@ def shard_model(
         owned,
         policies=policies,
         quantization=options.quantization,
+        comm=comms.gather,
         limit=options.merge_limit,
     )
     content = {names: [entry for name in names for entry in owned[name]] for names in merged}

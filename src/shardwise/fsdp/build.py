@@ -9,6 +9,7 @@ import torch
 from torch import nn
 
 from shardwise.comm.axes import Comms
+from shardwise.comm.base import Comm
 from shardwise.comm.dtype import dtype_name
 from shardwise.fsdp import attach, torch_private
 from shardwise.fsdp.frozen import FrozenGroup, is_quantizable
@@ -217,6 +218,7 @@ def merge_units(
     *,
     policies: Policies,
     quantization: Quantization,
+    comm: Comm,
     limit: int | None,
 ) -> list[tuple[str, ...]]:
     """The names of the units that travel together, the root alone and first.
@@ -230,11 +232,12 @@ def merge_units(
         owned: The parameters of each.
         policies: In which dtypes they compute and reduce.
         quantization: What is held in 8 bits.
-        limit: The most bytes of a merged unit; ``None``: as the size of the model says.
+        comm: Gathers the units.
+        limit: The most bytes of a merged unit; ``None``: as the size of the model, the device and the ranks say.
     """
     num_bytes = {name: sum(entry.parameter.nbytes for entry in entries) for name, entries in owned.items()}
     if limit is None:
-        limit = default_limit(sum(num_bytes.values()))
+        limit = default_limit(sum(num_bytes.values()), device_type=comm.device_type, num_ranks=comm.size)
     found = []
     for name in units:
         holds_units = any(other != name and is_below(other, name) for other in units)

@@ -49,10 +49,6 @@ from shardwise.spec.precision import divisors
 if TYPE_CHECKING:
     from shardwise.fsdp.group import Group
 
-#: A gradient of at least this many elements is copied (and freed) as soon as it arrives; smaller ones wait for the
-#: unit's boundary, where one foreach call copies them all. A hook costs tens of microseconds, a copy of this size more.
-EAGER_NUMEL = 1 << 18
-
 
 class Gradient:
     """Collects and reduces the gradients of ``group``."""

@@ -12,7 +12,6 @@ from torch import nn
 from shardwise.comm.axes import Comms
 from shardwise.fsdp import attach
 from shardwise.fsdp.build import ROOT, is_below
-from shardwise.fsdp.gradient import EAGER_NUMEL
 from shardwise.fsdp.group import Group
 from shardwise.fsdp.guard import install_guards
 from shardwise.fsdp.hooks import AfterForward, BeforeForward, eager_hook
@@ -23,6 +22,7 @@ from shardwise.fsdp.runtime import Runtime
 from shardwise.fsdp.unit import Unit
 from shardwise.spec.footprint import size_class
 from shardwise.spec.placement import Placements
+from shardwise.spec.waiting import eager_numel
 
 
 def start_runtime(
@@ -104,9 +104,10 @@ def _give_buffers(runtime: Runtime, unit: Unit) -> None:
 
 
 def _install_hooks(runtime: Runtime, unit: Unit) -> None:
+    least = eager_numel(runtime.comms.gather.device_type)
     for group in unit.groups:
         for index, full in enumerate(group.fulls):
-            if full.requires_grad and full.numel() >= EAGER_NUMEL:  # torch refuses a hook on others
+            if full.requires_grad and full.numel() >= least:  # torch refuses a hook on others
                 hook = eager_hook(weakref.ref(runtime), weakref.ref(group), index)
                 runtime.hooks.append(full.register_post_accumulate_grad_hook(hook))
     for member in unit.members:

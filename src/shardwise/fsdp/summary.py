@@ -10,7 +10,6 @@ from torch import nn
 
 from shardwise.comm.dtype import dtype_name
 from shardwise.fsdp import attach
-from shardwise.fsdp.gradient import EAGER_NUMEL
 from shardwise.fsdp.runtime import Runtime
 from shardwise.fsdp.unit import Unit
 from shardwise.spec.buffers import held_bytes, sync_trace
@@ -21,7 +20,7 @@ from shardwise.spec.granularity import ELEMENT
 from shardwise.spec.layout import ParamSpec, rank_bytes
 from shardwise.spec.slice import simplest, slice_of
 from shardwise.spec.trace import Collective, UnitShape, step_trace, window_order, window_trace
-from shardwise.spec.waiting import Activations, backward_bytes
+from shardwise.spec.waiting import Activations, backward_bytes, eager_numel
 
 
 @dataclass(frozen=True)
@@ -307,7 +306,8 @@ def unit_shapes(runtime: Runtime) -> dict[int, UnitShape]:
 
 def predict_activations(runtime: Runtime, activations: Activations) -> int:
     """What is held at the peak besides :func:`predict`'s bytes, gradients that wait for their unit included."""
-    return backward_bytes(activations, unit_shapes(runtime).values(), eager_numel=EAGER_NUMEL)
+    least_numel = eager_numel(runtime.comms.gather.device_type)
+    return backward_bytes(activations, unit_shapes(runtime).values(), least_numel=least_numel)
 
 
 def predict(runtime: Runtime, *, optimizer_tensors: int = 2, num_microbatches: int | None = None) -> Footprint:

@@ -96,8 +96,8 @@ class ParallelPlan:
             microbatches), the name of a schedule, or a ``PipelinePolicy``, of which files write a mapping of the
             fields.
         merge_units: Neighbouring units of a ``ModuleList`` or ``Sequential`` travel together up to this many bytes of
-            parameters: fewer messages, more memory. ``"auto"``: up to 2 MiB and an eighth of the model
-            (``spec.merge``); ``False``: every unit by itself.
+            parameters: fewer messages, more memory. ``"auto"``: up to 2 MiB, on CUDA 1 MiB a rank if that
+            is more, and an eighth of the model (``spec.merge``); ``False``: every unit by itself.
         gradient_buffers: Full-size gradient buffers per size of unit. With 2 the gradients of a unit are collected
             while those of the unit before are being reduced; 1 takes the least memory.
         sync: What to do where ranks hold different weights: ``"warn"`` sends rank 0's and warns once, ``"error"``

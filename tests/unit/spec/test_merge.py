@@ -72,6 +72,12 @@ def test_by_default_no_merged_unit_is_larger_than_a_part_of_the_model_or_a_fixed
         assert max(lengths(parts)) * size <= max(MERGED_BYTES, size)
 
 
+def test_on_cuda_units_are_merged_further_the_more_ranks_pass_slices_round():
+    limits = [default_limit(1 << 40, device_type="cuda", num_ranks=ranks) for ranks in (1, 2, 8, 64)]
+    assert limits == [MERGED_BYTES, MERGED_BYTES, 8 << 20, 64 << 20]
+    assert default_limit(1 << 24, device_type="cuda", num_ranks=64) == (1 << 24) // LEAST_UNITS
+
+
 def test_a_merged_unit_is_named_by_its_first_and_last():
     assert merged_name(["blocks.3"]) == "blocks.3"
     assert merged_name(["blocks.3", "blocks.4", "blocks.5"]) == "blocks.3-5"
