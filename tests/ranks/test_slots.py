@@ -6,11 +6,14 @@ from unittest import mock
 
 import pytest
 import torch
+import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor, nn
 
 import shardwise as sw
-from shardwise.fsdp import start
+from shardwise.fsdp import attach, start
+from shardwise.fsdp.runtime import Runtime
+from shardwise.fsdp.unit import Unit
 from shardwise.testing import run_on_ranks
 from tests.ranks.oracle import Block, Chain, compare, plain_loss, presets, sample
 
@@ -255,6 +258,28 @@ def uneven():
 @WORLDS
 def test_units_of_different_sizes_share_slots(world):
     run_on_ranks(uneven, world)
+
+
+def reductions_under_way(num_buffers: int) -> int:
+    """The most units whose reductions are under way at once."""
+    plan = sw.ParallelPlan(gradient_buffers=num_buffers, merge_units=False)
+    model = sw.parallelize(Chain(), plan)
+    runtime = attach.runtime_of(model, "test")
+    counts = []
+
+    def reduce(unit: Unit) -> None:
+        Runtime.reduce(runtime, unit)
+        counts.append(len({under_way for under_way, _, _ in runtime.reducing}))
+
+    with mock.patch.object(runtime, "reduce", reduce):
+        plain_loss(model, dist.get_rank(), 0).backward()
+    assert not runtime.reducing
+    return max(counts)
+
+
+@pytest.mark.parametrize("num_buffers", [1, 2, 3, 4])
+def test_all_gradient_buffers_but_one_travel_while_it_is_filled(num_buffers):
+    assert run_on_ranks(reductions_under_way, 2, num_buffers) == [max(num_buffers - 1, 1)] * 2
 
 
 def one_buffer():

@@ -632,8 +632,9 @@ class Runtime:
         if self.join is not None:
             self.join.reduces(unit, is_last=self.syncs_gradients)
         # The reductions before this one had a whole unit's backward to travel: moving them on first costs no time that
-        # could be measured, and their receive buffers serve again.
-        self.move_on()
+        # could be measured, and their receive buffers serve again. More than two gradient buffers give them longer.
+        is_in_phases = self.comms.replicate is not None  # the sum over the groups is due
+        self.move_on(num_kept=0 if is_in_phases else self.gradients.limit - 2)
         is_last = self.syncs_gradients or not self.defers_replicate
         for group in trained:
             handle = group.gradient.reduce(self.gradients, is_last=is_last)
@@ -642,9 +643,20 @@ class Runtime:
             while self.reducing:  # a rank that follows waits for the next word, not for this
                 self.move_on()
 
-    def move_on(self) -> None:
-        """Begin the next phase of every reduction under way, oldest first; finish those that have come to their end."""
+    def move_on(self, *, num_kept: int = 0) -> None:
+        """Begin the next phase of every reduction under way, oldest first; finish those that have come to their end.
+
+        Args:
+            num_kept: The reductions of so many units, the newest, are left to travel.
+        """
+        kept: set[Unit] = set()
+        for unit, _, _ in reversed(self.reducing):
+            if len(kept) >= num_kept:
+                break
+            kept.add(unit)
         for entry in tuple(self.reducing):
+            if entry[0] in kept:
+                break
             has_more = entry[2].advance()
             if not has_more and entry is self.reducing[0]:
                 self._drain_one()

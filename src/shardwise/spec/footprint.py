@@ -407,6 +407,7 @@ def reduce_bytes(
     """Bytes of pooled gradient buffers and receive buffers, found by walking through the backwards of a step.
 
     A unit takes its buffer while it runs; at its end the reductions before go one phase further, and its own is issued.
+    With more than two buffers those of the units just before are left to travel.
     Steps are repeated until none makes a further buffer.
     """
     trained = [group for group in groups if group.is_trainable]
@@ -539,7 +540,7 @@ class _Reductions:
                 self._take(key)
         if kind is _Backward.LOCAL:
             return
-        self._move_on()
+        self._move_on(num_kept=0 if self._replicas is not None else self._limit - 2)
         for group in groups:
             # What goes on over the groups lies where .grad will be, but for a cast or an offload: then it stays in the
             # pooled buffer. It does so as well where .grad itself will lie there, or is there already.
@@ -557,9 +558,12 @@ class _Reductions:
         while self._under_way:
             self._move_on()
 
-    def _move_on(self) -> None:
+    def _move_on(self, *, num_kept: int = 0) -> None:
+        """But for those of the newest units, which are left to travel."""
+        units = list(dict.fromkeys(reduction.group.unit for reduction in reversed(self._under_way)))[: max(num_kept, 0)]
         for reduction in self._under_way.copy():
-            self._advance(reduction)
+            if reduction.group.unit not in units:
+                self._advance(reduction)
 
     def _finish(self, reduction: _UnderWay) -> None:
         while reduction in self._under_way:

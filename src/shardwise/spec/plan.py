@@ -99,7 +99,8 @@ class ParallelPlan:
             parameters: fewer messages, more memory. ``"auto"``: up to 2 MiB, on CUDA 1 MiB a rank if that
             is more, and an eighth of the model (``spec.merge``); ``False``: every unit by itself.
         gradient_buffers: Full-size gradient buffers per size of unit. With 2 the gradients of a unit are collected
-            while those of the unit before are being reduced; 1 takes the least memory.
+            while those of the unit before are being reduced, with 3 those of the two units before, and so on; 1 takes
+            the least memory.
         sync: What to do where ranks hold different weights: ``"warn"`` sends rank 0's and warns once, ``"error"``
             refuses, ``"rank0"`` takes rank 0's and lets the other ranks hold meta tensors.
         sync_buffers: What happens, before the first forward after one in train mode, to buffers that each rank has
