@@ -14,7 +14,6 @@ from shardwise.cli.arguments import is_configuration
 from shardwise.cli.file import check_writable, write
 from shardwise.cli.show import show
 from shardwise.spec.errors import ConfigError
-from shardwise.spec.precision import dtype_name
 from shardwise.spec.units import size
 from shardwise.train.text import printable
 
@@ -149,25 +148,16 @@ def _from_preset(name: str) -> _Subject:
 
 
 def _from_folder(folder: Path) -> _Subject:
-    from shardwise.train.build import model_from_folder
-    from shardwise.train.check import DEFAULT_SEQ_LEN
+    from shardwise.train.check import DEFAULT_SEQ_LEN, stored_dtype
+    from shardwise.train.pretrained import model_from_folder
 
+    stored = stored_dtype(folder)
     return _Subject(
         lambda: model_from_folder(folder, reads_weights=False),
         seq_len=DEFAULT_SEQ_LEN,
-        compute_dtype=_stored_dtype(folder),
+        compute_dtype=stored if stored in {"bf16", "fp16"} else None,
         is_from_hf=True,
     )
-
-
-def _stored_dtype(folder: Path) -> str | None:
-    """The 16-bit dtype that a folder's ``config.json`` names, if it does."""
-    try:
-        held = json.loads((folder / "config.json").read_text("utf-8"))
-        found = dtype_name(str(held.get("dtype") or held.get("torch_dtype")))
-    except (OSError, ValueError, AttributeError, ConfigError):
-        return None  # what is wrong with the folder is said where the model is built
-    return found if found in {"bf16", "fp16"} else None
 
 
 def _from_file(path: Path, world_size: int, local_size: int, overrides: list[str]) -> _Subject:

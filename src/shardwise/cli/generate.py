@@ -110,7 +110,7 @@ def generate(  # noqa: PLR0917  typer calls it by name
     draft = trained.draft(asked.overrides)
     section: Any = draft.sections.get("parallel")
     count = num_processes(nproc if nproc is not None else max(1, section.tp * section.pp) if section else 1)
-    resolved = resolve(draft, count, checks_data=False)
+    resolved = resolve(draft, count, checks_data=False, raises_masters=trained.raises_masters)
     rows, _ = _rows(asked, trained)
     _check(asked, rows, vocab_size=resolved.vocab_size, positions=resolved.positions)
     if count == 1:
@@ -172,7 +172,13 @@ def _generate(asked: _Asked, trained: Trained, world: World) -> None:
     from shardwise.comm.launch import init_process_group, shutdown
     from shardwise.train.check import resolve
 
-    resolved = resolve(trained.draft(asked.overrides), world.size, world.ranks_per_machine, checks_data=False)
+    resolved = resolve(
+        trained.draft(asked.overrides),
+        world.size,
+        world.ranks_per_machine,
+        checks_data=False,
+        raises_masters=trained.raises_masters,
+    )
     rows, tokenizer = _rows(asked, trained)
     device = torch.device("cuda", world.local_rank) if torch.cuda.is_available() else torch.device("cpu")
     if device.type == "cuda":

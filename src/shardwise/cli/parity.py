@@ -77,7 +77,7 @@ def _launch(
 
     for name in names:
         ParallelPlan(strategy=name)
-    resolved = resolve(draft, nproc)
+    resolved = resolve(draft, nproc, raises_masters=False)
     for name, plan in under_strategies(resolved.plan, names).items():
         check_exact(plan, name)
         plan.mesh(nproc, nproc)
@@ -109,7 +109,7 @@ def _compare(draft: Draft, world: World, names: list[str], steps: int) -> int:
     from shardwise.train.data import open_data
     from shardwise.train.proof import compare_with_one_process
 
-    resolved = resolve(draft, world.size, world.ranks_per_machine)
+    resolved = resolve(draft, world.size, world.ranks_per_machine, raises_masters=False)
     config = resolved.config
     device = torch.device("cuda", world.local_rank) if torch.cuda.is_available() else torch.device("cpu")
     if device.type == "cuda":

@@ -6,6 +6,7 @@ source                        where values come from
 :class:`FromRecording`        the recorded construction, replayed (``sw.deferred_init``)
 :class:`FromInit`             a function called with each module that owns meta tensors, or its ``reset_parameters``
 :class:`FromState`            a state dict on rank 0, sent shard by shard once the units are there
+:class:`FromFiles`            files, of which every rank reads its own ranges once the units are there
 ============================  ======================================================================================
 
 Random numbers are drawn on the CPU, by every rank alike, so the values do not depend on the number of ranks. Whatever
@@ -16,22 +17,48 @@ from __future__ import annotations
 
 import warnings
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterable, Mapping, Sequence
-from typing import Any
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from typing import Any, Protocol, runtime_checkable
 
 import torch
 from torch import Tensor, nn
 
 from shardwise.comm.base import Comm
 from shardwise.comm.control import agree
+from shardwise.comm.dtype import dtype_name
 from shardwise.fsdp import torch_private
 from shardwise.fsdp.build import OwnedParameter
 from shardwise.fsdp.deferred import Recording, take_recording
 from shardwise.fsdp.sync import digest_of
 from shardwise.spec.errors import RankDisagreement, StateError
+from shardwise.spec.extent import Extent
 
 #: Initialises the parameters and buffers that a module owns directly.
 Init = Callable[[nn.Module], None]
+
+
+@runtime_checkable
+class Weights(Protocol):
+    """Tensors on disk, of which any range can be read.
+
+    Attributes:
+        digest: Equal on two ranks that see the same files.
+    """
+
+    @property
+    def digest(self) -> bytes: ...  # noqa: D102
+
+    def __contains__(self, name: str) -> bool:
+        """Whether there is a tensor of this name."""
+        ...
+
+    def read(self, pairs: Iterable[tuple[Extent, Tensor]]) -> None:
+        """Fill flat targets with their ranges."""
+        ...
+
+
+#: What ``sw.parallelize`` takes as ``init``.
+Given = Init | Mapping[str, Tensor] | Weights
 
 
 class Source(ABC):
@@ -50,12 +77,16 @@ class Source(ABC):
     def parameters(self, entries: Sequence[OwnedParameter]) -> list[Tensor]:
         """Values of meta parameters of one unit."""
 
+    def alone(self, entries: Sequence[OwnedParameter]) -> list[Tensor]:
+        """Values of meta parameters that the engine does not hold."""
+        return self.parameters(entries)
+
     @abstractmethod
     def buffer(self, module: nn.Module, name: str, path: str) -> Tensor:
         """Value of the meta buffer ``name`` of ``module``, which is at ``path``."""
 
 
-def find_source(model: nn.Module, init: Init | Mapping[str, Tensor] | None, *, is_sent: bool) -> Source | None:
+def find_source(model: nn.Module, init: Given | None, *, is_sent: bool) -> Source | None:
     """The source for the meta tensors of ``model``; ``None`` where there are none, or where nobody said what to do.
 
     Args:
@@ -79,8 +110,11 @@ def find_source(model: nn.Module, init: Init | Mapping[str, Tensor] | None, *, i
     )
     if not is_meta or (is_untold and (is_sent or is_partly_real)):
         return None  # weights that somebody forgot to load must not be drawn anew: what is on meta will be refused
-    if isinstance(init, Mapping):
-        return FromState(model, FromRecording(recording) if recording is not None else FromInit(model, None), init)
+    if isinstance(init, Mapping | Weights):
+        unsaved = _unsaved_buffers(model)
+        other = FromRecording(recording) if recording is not None else FromInit(model, None, only=unsaved)
+        kind: Any = FromState if isinstance(init, Mapping) else FromFiles
+        return kind(other if unsaved else None, unsaved, init)
     if recording is not None and init is None:
         return FromRecording(recording)
     return FromInit(model, init)
@@ -90,6 +124,13 @@ def fill_parameters(source: Source, entries: Sequence[OwnedParameter], device: t
     """Give one unit's meta parameters their values. The Parameter objects stay."""
     empty = [entry for entry in entries if entry.parameter.is_meta]
     for entry, value in zip(empty, source.parameters(empty) if empty else (), strict=True):
+        _become(entry.parameter, value.to(device))
+
+
+def fill_alone(source: Source, entries: Sequence[OwnedParameter], device: torch.device) -> None:
+    """:func:`fill_parameters` for parameters that the engine does not hold."""
+    empty = [entry for entry in entries if entry.parameter.is_meta]
+    for entry, value in zip(empty, source.alone(empty) if empty else (), strict=True):
         _become(entry.parameter, value.to(device))
 
 
@@ -165,11 +206,21 @@ class FromInit(Source):
 
     A module always initialises all that it owned on meta, in its shape of then, whatever has become of that: how far it
     draws depends on it, and what has its values must not get others.
+
+    Args:
+        model: The root.
+        init: The function; ``None``: ``reset_parameters``.
+        only: Ids of the tensors whose values will be asked for; ``None``: all.
     """
 
-    def __init__(self, model: nn.Module, init: Init | None) -> None:
+    def __init__(self, model: nn.Module, init: Init | None, *, only: Collection[int] | None = None) -> None:
         self._init = init or _reset
-        self._paths = {module: path for path, module in model.named_modules() if _meta_tensors(module)}
+        self._paths = {
+            module: path
+            for path, module in model.named_modules()
+            if any(only is None or id(tensor) in only for tensor in _meta_tensors(module).values())
+        }
+        self._only = only
         self._owned = {module: _meta_tensors(module) for module in self._paths}
         self._forms = {id(t): torch.empty_like(t) for owned in self._owned.values() for t in owned.values()}
         self._states: dict[nn.Module, Tensor] = {}
@@ -220,7 +271,7 @@ class FromInit(Source):
         filled = set().union(*self._fills.values())
         for module in self._paths:
             for name, tensor in self._owned[module].items():
-                if id(tensor) not in filled:
+                if id(tensor) not in filled and (self._only is None or id(tensor) in self._only):
                     raise self._unfilled(module, name)
 
     def _filled_by(self, module: nn.Module) -> set[int]:
@@ -275,22 +326,21 @@ class FromInit(Source):
 
 
 class FromState(Source):
-    """Leaves parameters empty, to be loaded from a state dict; what is not saved comes from another source."""
+    """Leaves parameters empty, to be loaded from a state dict; what is not saved comes from another source.
 
-    def __init__(self, model: nn.Module, other: Source, state: Mapping[str, Tensor]) -> None:
+    Args:
+        other: Of buffers that are not saved; ``None`` where there are none.
+        unsaved: Their ids.
+        state: The state dict; read on rank 0 only.
+    """
+
+    def __init__(self, other: Source | None, unsaved: Collection[int], state: Mapping[str, Tensor]) -> None:
         self.state = state
-        self._other = other
-        saved = {name for name, _ in model.named_buffers()}
-        for path, module in model.named_modules():
-            for name in torch_private.buffers_of(module):
-                if not torch_private.is_persistent(module, name):
-                    saved.discard(f"{path}.{name}" if path else name)
-        self._saved = saved
-        self._needs_other = any(b.is_meta and name not in saved for name, b in model.named_buffers())
+        self._other, self._unsaved = other, unsaved
 
     def agree(self, comm: Comm, mode: str) -> None:
         """As :meth:`Source.agree`; only for buffers that are not saved."""
-        if self._needs_other:
+        if self._other is not None:
             self._other.agree(comm, mode)
 
     def parameters(self, entries: Sequence[OwnedParameter]) -> list[Tensor]:
@@ -301,9 +351,57 @@ class FromState(Source):
         """As :meth:`Source.buffer`; memory without values for one that is saved."""
         buffer = torch_private.buffers_of(module)[name]
         assert buffer is not None
-        if (f"{path}.{name}" if path else name) in self._saved:
-            return torch.zeros_like(buffer, device="cpu")
-        return self._other.buffer(module, name, path)
+        if self._other is not None and id(buffer) in self._unsaved:
+            return self._other.buffer(module, name, path)
+        return self._saved_buffer(f"{path}.{name}" if path else name, buffer)
+
+    def _saved_buffer(self, name: str, buffer: Tensor) -> Tensor:
+        del name
+        return torch.zeros_like(buffer, device="cpu")
+
+
+class FromFiles(FromState):
+    """Leaves parameters empty as well: every rank reads what it holds of them from files, once it holds no more."""
+
+    def __init__(self, other: Source | None, unsaved: Collection[int], weights: Weights) -> None:
+        super().__init__(other, unsaved, {})
+        self.weights = weights
+
+    def agree(self, comm: Comm, mode: str) -> None:
+        """As :meth:`Source.agree`.
+
+        Raises:
+            RankDisagreement: The ranks see different files.
+        """
+        if len(set(agree(comm, int.from_bytes(self.weights.digest[:7])))) > 1:
+            raise RankDisagreement(
+                "the ranks see different files of weights.\n  Give every rank a copy of the same folder."
+            )
+        super().agree(comm, mode)
+
+    def alone(self, entries: Sequence[OwnedParameter]) -> list[Tensor]:
+        """Their values, whole."""
+        return [self._read(entry.names[0], entry.parameter) for entry in entries]
+
+    def _saved_buffer(self, name: str, buffer: Tensor) -> Tensor:
+        return self._read(name, buffer)
+
+    def _read(self, name: str, like: Tensor) -> Tensor:
+        value = torch.empty(like.shape, dtype=like.dtype)
+        extent = Extent(name, tuple(like.shape), dtype_name(like.dtype), 0, like.numel())
+        self.weights.read([(extent, value.view(-1))])
+        return value
+
+
+def _unsaved_buffers(model: nn.Module) -> set[int]:
+    """Ids of the meta buffers that a state dict does not hold."""
+    saved: set[int] = set()
+    found: set[int] = set()
+    for module in model.modules():
+        for name, buffer in torch_private.buffers_of(module).items():
+            if buffer is not None and buffer.is_meta:
+                (saved if torch_private.is_persistent(module, name) else found).add(id(buffer))
+    return found - saved
 
 
 def _is_same(one: Tensor, other: Tensor) -> bool:

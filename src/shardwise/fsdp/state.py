@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping
 from typing import Any
 
 import torch
@@ -28,6 +28,9 @@ from shardwise.fsdp.view import is_dense, memory_order
 from shardwise.spec.errors import StateError
 from shardwise.spec.extent import Extent
 from shardwise.spec.layout import Piece
+
+#: Begins the names of buffers in checkpoints.
+BUFFER = "buffer/"
 
 # -- whole state dicts
 
@@ -233,7 +236,7 @@ def owned_extents(model: nn.Module) -> list[tuple[Extent, Tensor]]:
             found.append(extent_of(group, index, group.layout.params[index].name, piece, views[index]))
     for name, buffer in buffers.items():
         flat = buffer.detach().contiguous().view(-1)
-        extent = Extent(f"buffer/{name}", tuple(buffer.shape), dtype_name(buffer.dtype), 0, flat.numel())
+        extent = Extent(f"{BUFFER}{name}", tuple(buffer.shape), dtype_name(buffer.dtype), 0, flat.numel())
         found.append((extent, flat))
     return found
 
@@ -287,10 +290,19 @@ class HeldValues:
             if not buffer.is_contiguous():
                 raise StateError(f"buffer {name!r} is not contiguous and cannot be loaded in place.")
             flat = buffer.detach().view(-1)
-            extent = Extent(f"buffer/{name}", tuple(buffer.shape), dtype_name(buffer.dtype), 0, flat.numel())
+            extent = Extent(f"{BUFFER}{name}", tuple(buffer.shape), dtype_name(buffer.dtype), 0, flat.numel())
             self.extents.append((extent, flat))
 
     def install(self) -> None:
         """Everything has been loaded."""
         for group, flat in self._flats:
             group.set_values(flat)
+
+
+def load_ranges(model: nn.Module, read: Callable[[list[tuple[Extent, Tensor]]], None]) -> None:
+    """Replace this rank's ranges of every parameter that the engine holds by what ``read`` puts into them."""
+    held = HeldValues(model)
+    with torch.no_grad():
+        read([(extent, flat) for extent, flat in held.extents if not extent.name.startswith(BUFFER)])
+        held.install()
+    attach.runtime_of(model, "sw.load").invalidate()

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Mapping
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 
 from shardwise.comm.axes import Comms
 from shardwise.comm.base import Comm
@@ -19,11 +19,11 @@ from shardwise.fsdp.attach import attachment_of
 from shardwise.fsdp.compile import compile_units
 from shardwise.fsdp.finish import finish
 from shardwise.fsdp.ignore import NOTHING, Ignored, find_ignored
-from shardwise.fsdp.materialize import FromState, Init, Source, fill_buffers, fill_parameters, find_source
+from shardwise.fsdp.materialize import FromFiles, FromState, Given, Source, fill_alone, fill_buffers, find_source
 from shardwise.fsdp.notice import tell_once
 from shardwise.fsdp.options import EngineOptions
 from shardwise.fsdp.precision import Policies
-from shardwise.fsdp.state import load_full_state_dict
+from shardwise.fsdp.state import load_full_state_dict, load_ranges
 from shardwise.fsdp.sync import synchronise
 from shardwise.fsdp.wrap import find_units
 from shardwise.recipe import data_parallel
@@ -38,9 +38,7 @@ from shardwise.tensor.cut import find_cuts
 from shardwise.tensor.rows import find_row_sharded, spread_rows, table_weights
 
 
-def parallelize(
-    model: nn.Module, plan: ParallelPlan | None = None, *, init: Init | Mapping[str, Tensor] | None = None
-) -> nn.Module:
+def parallelize(model: nn.Module, plan: ParallelPlan | None = None, *, init: Given | None = None) -> nn.Module:
     """Make ``model`` train as ``plan`` says, on every rank of the world.
 
     The model is changed in place: its class, names and ``forward`` stay; its Parameter objects stay too and become this
@@ -91,12 +89,14 @@ def parallelize(
         fill_buffers(model, source, device)
         whole = ignored.with_spread(table_weights(tables))
         entries = [entry for entry in build.assign_parameters(model, ())[""] if entry.parameter in whole]
-        fill_parameters(source, entries, device)
+        fill_alone(source, entries, device)
     is_deferred = source is not None
     synchronise(model, None, comms.world, mode=plan.sync, groups=names, is_deferred=is_deferred, ignored=ignored.names)
     batch_norm.check(model, device, size, "sw.parallelize()")
     apply_plan(model, plan, units, comms, lambda: place.open_samples(device), source=source)
-    if isinstance(source, FromState):
+    if isinstance(source, FromFiles):
+        load_ranges(model, source.weights.read)
+    elif isinstance(source, FromState):
         load_full_state_dict(model, source.state)
     if plan.placements.is_threaded:
         data_parallel.install(model)

@@ -71,7 +71,8 @@ class PrecisionPolicy:
     """In which dtypes a unit computes, reduces, and hands on.
 
     The master copy of a parameter, which the optimizer updates and which checkpoints hold, keeps the dtype that the
-    parameter has when it is parallelized. Batch norm computes in its own dtype whatever the policy says.
+    parameter has when it is parallelized, unless ``master_dtype`` raises it (``shardwise train`` sets it for Hugging
+    Face folders that store 16 bit). Batch norm computes in its own dtype whatever the policy says.
 
     Attributes:
         param_dtype: What parameters are cast to for gathering and computing. ``None``: no cast. ``"auto"``: ``bf16``
@@ -147,6 +148,15 @@ class PrecisionPolicy:
         if unknown:
             raise PlanError(f"{name} has no field {', '.join(unknown)}.\n  Its fields are: {', '.join(known)}.")
         return cls(**value)
+
+    def as_dict(self) -> dict[str, Any]:
+        """The fields that differ from the defaults, as a configuration file writes them."""
+        held = {field.name: getattr(self, field.name) for field in fields(self) if field.name != "overrides"}
+        usual = {field.name: field.default for field in fields(self)}
+        found = {name: value for name, value in held.items() if value != usual[name] or name == "param_dtype"}
+        if self.parts:
+            found["overrides"] = {name: part.as_dict() for name, part in self.parts}
+        return found
 
     def group_dtypes(self, dtype: str, *, keeps_own: bool) -> tuple[str, str, str]:
         """Dtypes of a group: master, compute, reduce.

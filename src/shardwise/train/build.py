@@ -11,26 +11,59 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 import shardwise as sw
+from shardwise.checkpoint.weights import WeightFiles
 from shardwise.fsdp.attach import attachment_of
-from shardwise.spec.errors import ConfigError
+from shardwise.fsdp.notice import tell_once
+from shardwise.spec.errors import StateError
 from shardwise.train.check import Resolved
 from shardwise.train.config import Config, OptimizerSection
+from shardwise.train.pretrained import NotNamedError, deferred_from_folder, model_from_folder
 from shardwise.train.text import printable
 
 #: ``loss(model, inputs_BT, targets_BT)``: the mean loss over the tokens of a microbatch.
 Loss = Callable[[nn.Module, Tensor, Tensor], Tensor]
 
 
-def build_model(resolved: Resolved, device: torch.device) -> nn.Module:
-    """The model, with the weights that the current random state draws, on ``device``."""
+def build_model(resolved: Resolved, device: torch.device, *, reads_weights: bool = True) -> nn.Module:
+    """The whole model, on ``device``, with the weights that its folder has, or that the current random state draws.
+
+    Args:
+        resolved: Says which model.
+        device: Where it is built.
+        reads_weights: False draws weights even where the folder has some. On meta there are none either way.
+    """
     section = resolved.config.model
     if section.hf is not None:
         folder = Path(section.hf).expanduser()
-        model = model_from_folder(folder, reads_weights=device.type != "meta")
+        model = model_from_folder(folder, reads_weights=reads_weights and device.type != "meta")
         return model if device.type == "cpu" else model.to(device)  # fake tensors cannot be moved, not even to the CPU
     from shardwise.models import gpt
 
     return gpt(section.preset or "gpt-tiny", device=device, **section.overrides)
+
+
+def defer_model(resolved: Resolved, device: torch.device) -> tuple[nn.Module, WeightFiles | None]:
+    """The model on meta, for ``sw.parallelize``: every rank then makes or reads the values that it owns.
+
+    The values are those of :func:`build_model` on the CPU under the same random state. A model whose construction
+    cannot be recorded, and files that transformers rearranges when it loads them, are loaded whole; a line says so.
+
+    Returns:
+        The model, and the files of its weights (``init`` of ``sw.parallelize``), ``None`` where values are drawn.
+
+    Raises:
+        ConfigError: As :func:`build_model`.
+    """
+    section, generator = resolved.config.model, torch.get_rng_state()
+    try:
+        if section.hf is not None:
+            return deferred_from_folder(Path(section.hf).expanduser())
+        return sw.deferred_init(lambda: build_model(resolved, torch.device("cpu"))), None
+    except (StateError, NotNamedError) as error:
+        name = f"model.hf={section.hf}" if section.hf is not None else f"model {section.preset}"
+        tell_once(f"every rank loads {printable(name)} whole, since {printable(str(error).splitlines()[0])}")
+        torch.set_rng_state(generator)
+        return build_model(resolved, device), None
 
 
 def loss_of(config: Config) -> Loss:
@@ -90,30 +123,3 @@ def _labels_loss(model: nn.Module, inputs_BT: Tensor, targets_BT: Tensor) -> Ten
 def logits_loss(logits_BTV: Tensor, targets_BT: Tensor) -> Tensor:
     """The mean cross entropy, in fp32, of a language model's logits."""
     return F.cross_entropy(logits_BTV.float().flatten(0, 1), targets_BT.flatten())
-
-
-def model_from_folder(folder: Path, *, reads_weights: bool = True) -> nn.Module:
-    """A Hugging Face causal language model: with the folder's weights, or where it has none with drawn ones.
-
-    Args:
-        folder: Holds ``config.json``, and ``*.safetensors`` with the weights.
-        reads_weights: False draws them even where the folder has some.
-
-    Raises:
-        ConfigError: transformers is not installed, or cannot load the folder.
-    """
-    try:
-        from transformers import AutoConfig, AutoModelForCausalLM  # pyrefly: ignore[missing-import]
-    except ImportError:
-        raise ConfigError("model.hf needs the transformers package.\n  Install shardwise[hf].") from None
-    options: dict[str, Any] = {"trust_remote_code": False, "local_files_only": True}
-    try:
-        if reads_weights and any(folder.glob("*.safetensors")):
-            return AutoModelForCausalLM.from_pretrained(folder, use_safetensors=True, dtype="auto", **options)
-        return AutoModelForCausalLM.from_config(AutoConfig.from_pretrained(folder, **options), trust_remote_code=False)
-    except (OSError, ValueError, KeyError, RuntimeError) as error:
-        reason = printable(str(error).splitlines()[0] if str(error) else type(error).__name__)
-        raise ConfigError(
-            f"model.hf={printable(folder)} cannot be loaded: {reason}\n"
-            "  Name a folder with config.json and safetensors files of a causal language model."
-        ) from None

@@ -15,6 +15,7 @@ from shardwise.models.shape import PRESETS, GPTConfig, gpt_config
 from shardwise.spec.errors import ConfigError, PlanError, ShardwiseError
 from shardwise.spec.mesh import Mesh
 from shardwise.spec.plan import ParallelPlan
+from shardwise.spec.precision import PrecisionPolicy, dtype_name
 from shardwise.train.config import Config, Draft, LogSection, OptimizerSection, ScheduleSection, TrainSection, near
 from shardwise.train.data import Source, check_size, find_source
 from shardwise.train.schedule import Schedule
@@ -62,6 +63,8 @@ class Resolved:
         vocab_size: Of the model.
         source: The data's files.
         schedule: The learning rate.
+        raised_from: The dtype in which a Hugging Face folder stores the weights, where the optimizer updates fp32
+            copies of them; ``None``: masters have the stored dtype.
     """
 
     config: Config
@@ -73,9 +76,17 @@ class Resolved:
     vocab_size: int
     source: Source
     schedule: Schedule
+    raised_from: str | None = None
 
 
-def resolve(draft: Draft, world_size: int, local_size: int | None = None, *, checks_data: bool = True) -> Resolved:
+def resolve(
+    draft: Draft,
+    world_size: int,
+    local_size: int | None = None,
+    *,
+    checks_data: bool = True,
+    raises_masters: bool = True,
+) -> Resolved:
     """Check ``draft`` for a world of ``world_size`` ranks and fill in what it leaves open.
 
     Args:
@@ -83,6 +94,8 @@ def resolve(draft: Draft, world_size: int, local_size: int | None = None, *, che
         world_size: Ranks.
         local_size: Ranks on each machine; by default all are on this one.
         checks_data: There must be enough data for a step of so many ranks.
+        raises_masters: Weights that a folder stores in 16 bit get fp32 masters, unless the configuration names a
+            ``master_dtype``.
 
     Raises:
         ConfigError: Something in the configuration is wrong; every mistake is listed with its line.
@@ -91,6 +104,9 @@ def resolve(draft: Draft, world_size: int, local_size: int | None = None, *, che
     problems, sections = draft.problems, draft.sections
     plan, mesh = _plan(draft, world_size, local_size or world_size)
     model, vocab_size, positions = _model(draft)
+    raised_from = None
+    if raises_masters and plan is not None and not problems.found:
+        plan, raised_from = _with_fp32_masters(draft, plan)
     optimizer = _optimizer(draft, sections.get("optimizer"))
     schedule = _schedule(draft, sections.get("schedule"), sections.get("train"))
     batch = _batch(draft, sections.get("train"), mesh, plan)
@@ -125,6 +141,9 @@ def resolve(draft: Draft, world_size: int, local_size: int | None = None, *, che
                 update={"preset": config.model.preset or (None if config.model.hf else _DEFAULT_PRESET)}
             ),
             "data": config.data.model_copy(update={"seq_len": seq_len}),
+            "parallel": config.parallel.model_copy(
+                update={"mp_policy": plan.precision.as_dict()} if raised_from is not None else {}
+            ),
             "optimizer": optimizer,
             "schedule": _filled(config.schedule, schedule),
             "log": _log(draft, config.log),
@@ -137,7 +156,7 @@ def resolve(draft: Draft, world_size: int, local_size: int | None = None, *, che
             ),
         }
     )
-    return Resolved(config, plan, mesh, batch, model, positions, vocab_size, source, schedule)
+    return Resolved(config, plan, mesh, batch, model, positions, vocab_size, source, schedule, raised_from)
 
 
 #: Fields of the plan that mean something only beside others.
@@ -229,6 +248,48 @@ def _hf_model(draft: Draft, section: Any) -> tuple[None, int, int | None]:  # no
         return fail("hf", f"{path} has an auto_map: the model needs code of its own, which is never run")
     positions = held.get("max_position_embeddings", held.get("n_positions"))
     return None, vocab, positions if isinstance(positions, int) and positions > 0 else None
+
+
+def _with_fp32_masters(draft: Draft, plan: ParallelPlan) -> tuple[ParallelPlan, str | None]:
+    """The plan with fp32 masters where the model's folder stores 16 bit, and that dtype.
+
+    Products run in the stored dtype, unless the configuration names a ``param_dtype``.
+    """
+    section = draft.sections.get("model")
+    stored = None if section is None or section.hf is None else stored_dtype(Path(section.hf).expanduser())
+    if stored not in {"bf16", "fp16"}:
+        return plan, None
+    policy = plan.precision if plan.mp_policy is not None else PrecisionPolicy(param_dtype=stored)
+    if policy.master_dtype is not None:
+        return plan, None
+    parts = {name: replace(part, master_dtype=part.master_dtype or "fp32") for name, part in policy.parts}
+    return replace(plan, mp_policy=replace(policy, master_dtype="fp32", overrides=parts)), stored
+
+
+def stored_dtype(folder: Path) -> str | None:
+    """The dtype in which a Hugging Face folder stores its weights: its configuration's, else that of its first file.
+
+    Returns:
+        The short name; ``None`` where neither says.
+    """
+    try:
+        held = json.loads((folder / "config.json").read_text("utf-8"))
+        named = held.get("dtype") or held.get("torch_dtype")
+        if isinstance(named, str):
+            return dtype_name(named)
+        name = "model.safetensors"
+        if not (folder / name).is_file():
+            name = min(json.loads((folder / f"{name}.index.json").read_text("utf-8"))["weight_map"].values())
+        with (folder / Path(name).name).open("rb") as file:
+            header = json.loads(file.read(int.from_bytes(file.read(8), "little")))
+        stored = [_FLOATING[entry["dtype"]] for entry in header.values() if entry.get("dtype") in _FLOATING]
+    except (OSError, ValueError, KeyError, TypeError, AttributeError, ShardwiseError):
+        return None  # what is wrong with the folder is said where it is read
+    return stored[0] if stored else None
+
+
+#: The floating-point dtypes of safetensors files.
+_FLOATING = {"F64": "fp64", "F32": "fp32", "BF16": "bf16", "F16": "fp16"}
 
 
 def _optimizer(draft: Draft, section: OptimizerSection | None) -> OptimizerSection | None:

@@ -101,7 +101,7 @@ def measure(resolved: Resolved, device: torch.device, *, tp_rank: int = 0) -> Ac
     generator = torch.get_rng_state()
     try:
         with FakeTensorMode():
-            return _measure(build_model(resolved, device), resolved, device, tp_rank)
+            return _measure(build_model(resolved, device, reads_weights=False), resolved, device, tp_rank)
     except (RuntimeError, NotImplementedError, TypeError, AssertionError):
         return None
     finally:

@@ -25,7 +25,7 @@ from shardwise.spec.errors import ConfigError, ShardwiseError, StorageError
 from shardwise.spec.units import size
 from shardwise.train import random_state, rundir
 from shardwise.train.batch import evaluate, held_out_samples, to_tensors
-from shardwise.train.build import build_model, build_optimizer, call_of, loss_of, parameter_groups, set_lr
+from shardwise.train.build import build_optimizer, call_of, defer_model, loss_of, parameter_groups, set_lr
 from shardwise.train.check import Resolved
 from shardwise.train.control import Control
 from shardwise.train.data import open_data
@@ -215,9 +215,9 @@ class _Trainer:
 
     def _build(self) -> tuple[nn.Module, torch.optim.Optimizer]:
         random_state.seed_all(self.config.train.seed)
-        model = build_model(self.resolved, self.device)
+        model, weights = defer_model(self.resolved, self.device)
         model.train()
-        model = sw.parallelize(model, self.resolved.plan)
+        model = sw.parallelize(model, self.resolved.plan, init=weights)
         optimizer = build_optimizer(self.config.optimizer, parameter_groups(self.config.optimizer, model))
         if self.config.optimizer.in_backward:
             sw.optimizer_in_backward(model, optimizer)
@@ -596,6 +596,12 @@ class _Trainer:
         more = f" (data.seq_len; the model takes up to {longer:,})" if longer > (config.data.seq_len or 1) else ""
         say(f"data {printable(source.name)}: {tokens}; samples of {config.data.seq_len:,} tokens{more}")
         say(str(batch))
+        if self.resolved.raised_from is not None:
+            stored = self.resolved.raised_from
+            say(
+                f"weights are stored in {stored}: the optimizer updates fp32 masters"
+                f" (parallel.mp_policy.master_dtype; {stored} there keeps 16 bit)"
+            )
         if resume is not None:
             say(f"resumed at step {self.done.step}" + "".join(f"\n  {line}" for line in changes))
 

@@ -49,6 +49,7 @@ class Trained:
         model: The configuration's section ``model``.
         source: Where the run's data came from.
         tp_plan: Of the run.
+        raises_masters: The run held fp32 masters of weights that its folder stores in 16 bit: its checkpoints do.
     """
 
     checkpoint: Path | None
@@ -56,6 +57,7 @@ class Trained:
     model: dict[str, Any]
     source: str | None = None
     tp_plan: dict[str, str] | None = None
+    raises_masters: bool = False
 
     def draft(self, overrides: Sequence[str]) -> Draft:
         """A configuration for generating: zero3 over all ranks, unless ``parallel.field=value`` says otherwise.
@@ -154,7 +156,15 @@ def find_trained(path: Path) -> Trained:
         checkpoint = find_checkpoint(path, "latest") if (path / CHECKPOINTS).is_dir() else path
         config = saved_config(checkpoint)
         parallel = config.get("parallel", {})
-        return Trained(checkpoint, None, config["model"], config["data"]["source"], parallel.get("tp_plan"))
+        policy = parallel.get("mp_policy") or {}
+        return Trained(
+            checkpoint,
+            None,
+            config["model"],
+            config["data"]["source"],
+            parallel.get("tp_plan"),
+            raises_masters=policy.get("master_dtype") == "fp32",
+        )
     if (path / "config.json").is_file():
         return Trained(None, path, {"hf": str(path)})
     what = "there is no such folder" if not path.is_dir() else "it holds no checkpoints, no manifest and no config.json"

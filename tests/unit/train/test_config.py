@@ -11,7 +11,7 @@ import pytest
 
 from shardwise.spec.errors import ConfigError, ShardwiseError
 from shardwise.spec.schedule import PipelinePolicy
-from shardwise.train.check import Resolved, resolve
+from shardwise.train.check import Resolved, resolve, stored_dtype
 from shardwise.train.config import Config, differences, read_draft, schema
 
 GOOD = "train: {steps: 10, micro_batch_size: 2, global_batch_size: 8}\ndata: {source: random}\n"
@@ -284,3 +284,40 @@ def test_mutated_files_give_typed_errors_only(tmp_path: Path) -> None:
 def test_reading_a_configuration_loads_no_torch() -> None:
     code = "import sys, shardwise.train.check, shardwise.train.data; sys.exit('torch' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0
+
+
+@pytest.mark.parametrize(
+    ("named", "given", "expected"),
+    [
+        ('"dtype": "bfloat16"', [], ("bf16", "bf16", "fp32")),
+        ('"torch_dtype": "float16"', [], ("fp16", "fp16", "fp32")),
+        ('"dtype": "float32"', [], (None, None, None)),
+        ('"dtype": null', [], (None, None, None)),
+        ('"dtype": "bfloat16"', ["{param_dtype: fp32}"], ("bf16", "fp32", "fp32")),
+        ('"dtype": "bfloat16"', ["{master_dtype: bf16}"], (None, "bf16", "bf16")),
+    ],
+)
+def test_weights_stored_in_16_bit_get_fp32_masters_unless_told_otherwise(tmp_path, named, given, expected) -> None:
+    (tmp_path / "config.json").write_text(f'{{"vocab_size": 256, "model_type": "llama", {named}}}')
+    overrides = [f"model.hf={tmp_path}", *(f"parallel.mp_policy={policy}" for policy in given)]
+    base = {"data": {"source": "random"}, "train": {"steps": 1}}
+    draft = read_draft(None, overrides, base=base, title="test")
+    found = resolve(draft, 1)
+    policy = found.plan.precision
+    assert (found.raised_from, policy.param_dtype, policy.master_dtype) == expected
+    held = found.config.parallel.mp_policy
+    assert (held or {}).get("master_dtype") == expected[2]
+    assert resolve(draft, 1, raises_masters=False).raised_from is None
+
+
+def test_the_dtype_of_a_folder_is_read_from_its_files_where_its_configuration_names_none(tmp_path) -> None:
+    header = b'{"a": {"dtype": "I64"}, "b": {"dtype": "F16"}}'
+    (tmp_path / "config.json").write_text('{"vocab_size": 256}')
+    assert stored_dtype(tmp_path) is None
+    (tmp_path / "model.safetensors").write_bytes(len(header).to_bytes(8, "little") + header)
+    assert stored_dtype(tmp_path) == "fp16"
+    (tmp_path / "model.safetensors").rename(tmp_path / "one.safetensors")
+    (tmp_path / "model.safetensors.index.json").write_text('{"weight_map": {"b": "one.safetensors"}}')
+    assert stored_dtype(tmp_path) == "fp16"
+    (tmp_path / "one.safetensors").write_bytes(b"x")
+    assert stored_dtype(tmp_path) is None

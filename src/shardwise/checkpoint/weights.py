@@ -1,0 +1,196 @@
+"""Plain safetensors files, as Hugging Face folders hold them: any range of any tensor, without reading the rest."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import math
+import os
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from shardwise.checkpoint.folder import RefusedError
+from shardwise.checkpoint.shard import CHUNK_BYTES, read_block
+from shardwise.comm.dtype import torch_dtype
+from shardwise.spec.errors import CheckpointError
+from shardwise.spec.extent import Extent, shared
+from shardwise.spec.precision import item_bytes
+
+#: The format's dtypes, in the order of its documentation (https://huggingface.co/docs/safetensors).
+_DTYPES = {
+    "F64": "fp64",
+    "F32": "fp32",
+    "F16": "fp16",
+    "BF16": "bf16",
+    "F8_E4M3": "fp8_e4m3",
+    "F8_E5M2": "fp8_e5m2",
+    "I64": "int64",
+    "I32": "int32",
+    "I16": "int16",
+    "I8": "int8",
+    "U8": "uint8",
+    "BOOL": "bool",
+}
+_SINGLE, _INDEX = "model.safetensors", "model.safetensors.index.json"
+_MAX_HEADER_BYTES = 100_000_000  # what the format allows
+
+
+@dataclass(frozen=True)
+class StoredTensor:
+    """A tensor in a file.
+
+    Attributes:
+        file: Its file's path.
+        dtype: Short name.
+        shape: Its shape; contiguous.
+        offset: Byte of the file at which its content starts.
+    """
+
+    file: Path
+    dtype: str
+    shape: tuple[int, ...]
+    offset: int
+
+
+@dataclass(frozen=True)
+class WeightFiles:
+    """The tensors of a folder's safetensors files, and the names under which a model asks for them.
+
+    Attributes:
+        tensors: By their names in the files.
+        digest: Hash of all headers: equal on two ranks that see the same files, up to the tensors' content.
+        keys: Name in the model to name in the files; empty until :meth:`named` has been called.
+        dtypes: Name in the model to the dtype that the plain model has there.
+    """
+
+    tensors: Mapping[str, StoredTensor]
+    digest: bytes
+    keys: Mapping[str, str]
+    dtypes: Mapping[str, torch.dtype]
+
+    @classmethod
+    def open(cls, folder: Path) -> WeightFiles | None:
+        """Read the headers of ``model.safetensors``, or of the files that its index names.
+
+        Returns:
+            ``None`` where the folder has neither.
+
+        Raises:
+            CheckpointError: A file is missing or damaged.
+        """
+        digest = hashlib.sha256()
+        tensors: dict[str, StoredTensor] = {}
+        for name in _file_names(folder):
+            path = folder / name
+            try:
+                header, begin, num_bytes = _header(path)
+                tensors |= {key: _stored(path, key, held, begin, num_bytes) for key, held in header.items()}
+            except (OSError, RefusedError, ValueError, KeyError, TypeError) as error:
+                reason = error.strerror if isinstance(error, OSError) else str(error)
+                raise CheckpointError(
+                    f"{path} is no safetensors file that can be read: {reason}.\n  Copy or download the folder again."
+                ) from None
+            digest.update(json.dumps([name, header, num_bytes], sort_keys=True).encode())
+        return cls(tensors, digest.digest(), {}, {}) if tensors else None
+
+    def named(self, keys: Mapping[str, str], dtypes: Mapping[str, torch.dtype]) -> WeightFiles:
+        """The same files with the names of a model's tensors."""
+        return WeightFiles(self.tensors, self.digest, keys, dtypes)
+
+    def __contains__(self, name: str) -> bool:
+        """Whether the model's ``name`` is in the files."""
+        return name in self.keys
+
+    def read(self, pairs: Iterable[tuple[Extent, Tensor]]) -> None:
+        """Fill each flat target with its range of the model's tensor, cast first to the plain model's dtype.
+
+        Beside the targets one range is held in the file's dtype, where that is another than the target's.
+
+        Raises:
+            CheckpointError: A file ends early or cannot be read.
+        """
+        by_file: dict[Path, list[tuple[StoredTensor, Extent, Tensor]]] = {}
+        for extent, target in pairs:
+            held = self.tensors[self.keys[extent.name]]
+            by_file.setdefault(held.file, []).append((held, extent, target))
+        for path, wanted in by_file.items():
+            try:
+                file = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
+                try:
+                    for held, extent, target in wanted:
+                        _read(file, held, extent, target, self.dtypes[extent.name])
+                finally:
+                    os.close(file)
+            except (OSError, RefusedError) as error:
+                reason = error.strerror if isinstance(error, OSError) else str(error)
+                raise CheckpointError(f"{path}: {reason}.\n  Copy or download the folder again.") from None
+
+    def has_same_content(self, one: str, other: str) -> bool:
+        """Whether two tensors of the files are equal, byte for byte."""
+        first, second = self.tensors[one], self.tensors[other]
+        if (first.dtype, first.shape) != (second.dtype, second.shape):
+            return False
+        with first.file.open("rb") as left, second.file.open("rb") as right:
+            left.seek(first.offset)
+            right.seek(second.offset)
+            rest = math.prod(first.shape) * item_bytes(first.dtype)
+            while rest > 0:
+                count = min(rest, CHUNK_BYTES)
+                if left.read(count) != right.read(count):
+                    return False
+                rest -= count
+        return True
+
+
+def _read(file: int, held: StoredTensor, extent: Extent, target: Tensor, dtype: torch.dtype) -> None:
+    stored = torch_dtype(held.dtype)
+    into = target if target.dtype is stored else torch.empty(target.numel(), dtype=stored)
+    whole = Extent(extent.name, held.shape, held.dtype, 0, math.prod(held.shape))
+    for block in shared(whole, extent):
+        read_block(file, held.offset, held.dtype, block, into)
+    if into is not target or dtype is not stored:
+        with torch.no_grad():
+            target.copy_(into.to(dtype))
+
+
+def _file_names(folder: Path) -> Sequence[str]:
+    if (folder / _SINGLE).is_file():
+        return [_SINGLE]
+    index = folder / _INDEX
+    if not index.is_file():
+        return []
+    try:
+        names = sorted(set(json.loads(index.read_text("utf-8"))["weight_map"].values()))
+        problem = None if all(Path(name).name == name for name in names) else "it names a file outside of the folder"
+    except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
+        problem, names = str(error), []
+    if problem is not None:
+        raise CheckpointError(f"{index} cannot be used: {problem}.\n  Copy or download the folder again.")
+    return names
+
+
+def _header(path: Path) -> tuple[dict[str, Any], int, int]:
+    """A file's header without metadata, the byte at which content starts, and the file's size."""
+    with path.open("rb") as file:
+        num_bytes = os.fstat(file.fileno()).st_size
+        length = int.from_bytes(file.read(8), "little")
+        if num_bytes < 8 or length > min(_MAX_HEADER_BYTES, num_bytes - 8):
+            raise ValueError(f"it has {num_bytes} bytes, its header is said to have {length}")
+        header = json.loads(file.read(length))
+    header.pop("__metadata__", None)
+    return header, 8 + length, num_bytes
+
+
+def _stored(path: Path, key: str, held: Any, begin: int, num_bytes: int) -> StoredTensor:
+    if held["dtype"] not in _DTYPES:
+        raise ValueError(f"{key} has dtype {held['dtype']}, which is not known")
+    dtype, shape = _DTYPES[held["dtype"]], tuple(int(size) for size in held["shape"])
+    start, stop = held["data_offsets"]
+    if start < 0 or begin + stop > num_bytes or stop - start != math.prod(shape) * item_bytes(dtype):
+        raise ValueError(f"{key} of shape {list(shape)} does not take bytes {start} to {stop} of its {num_bytes}")
+    return StoredTensor(path, dtype, shape, begin + start)

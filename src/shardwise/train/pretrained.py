@@ -1,0 +1,232 @@
+"""Hugging Face folders: the model on meta, and which tensor of the folder's files is which parameter of it.
+
+Names follow transformers' own loading: its renamings, the prefix of the base model, and ties. What needs more than
+names (merged or split tensors, new weights for those that are missing) is left to ``from_pretrained`` itself.
+"""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+
+import shardwise as sw
+from shardwise.checkpoint.weights import WeightFiles
+from shardwise.comm.dtype import torch_dtype
+from shardwise.fsdp.notice import tell_once
+from shardwise.spec.errors import ConfigError, ShardwiseError, StateError
+from shardwise.train.text import printable
+
+_MOST_SHOWN = 3
+
+
+class NotNamedError(Exception):
+    """The files hold the model in a form that only ``from_pretrained`` can read; the text says why."""
+
+
+def model_from_folder(folder: Path, *, reads_weights: bool = True) -> nn.Module:
+    """A Hugging Face causal language model, whole: with the folder's weights, or where it has none with drawn ones.
+
+    Args:
+        folder: Holds ``config.json``, and ``*.safetensors`` with the weights.
+        reads_weights: False draws them even where the folder has some, in the dtype that they have there.
+
+    Raises:
+        ConfigError: transformers is not installed, or cannot load the folder.
+    """
+    kind = _auto_model()
+    try:
+        if reads_weights and any(folder.glob("*.safetensors")):
+            return kind.from_pretrained(folder, use_safetensors=True, dtype="auto", **_OPTIONS)
+        config = _read_config(folder)
+        return kind.from_config(config, trust_remote_code=False, dtype=_dtype(config, WeightFiles.open(folder)))
+    except (OSError, ValueError, KeyError, RuntimeError) as error:
+        if isinstance(error, ShardwiseError):
+            raise
+        raise _refusal(folder, error) from None
+
+
+def deferred_from_folder(folder: Path) -> tuple[nn.Module, WeightFiles | None]:
+    """The same on meta, without a value read or drawn yet.
+
+    Returns:
+        The model, as ``sw.deferred_init`` gives it, and the files that hold its weights, for ``sw.parallelize(init=)``;
+        without files its values are drawn.
+
+    Raises:
+        ConfigError: As :func:`model_from_folder`.
+        NotNamedError: Only ``from_pretrained`` can read the files.
+        StateError: The construction cannot be recorded.
+    """
+    kind, files = _auto_model(), WeightFiles.open(folder)
+    if files is None and any(folder.glob("*.safetensors")):
+        raise NotNamedError("its files have other names than model.safetensors")
+    try:
+        config = _read_config(folder)
+        dtype = _dtype(config, files)
+        if files is None:
+            return sw.deferred_init(lambda: kind.from_config(config, trust_remote_code=False, dtype=dtype)), None
+        _check_plain(folder, config)
+        model = sw.deferred_init(lambda: _untied(kind, config, dtype))
+    except StateError:
+        raise
+    except (OSError, ValueError, KeyError, RuntimeError) as error:
+        raise _refusal(folder, error) from None
+    return model, _name(model, files, dtype)
+
+
+_OPTIONS: dict[str, Any] = {"trust_remote_code": False, "local_files_only": True}
+
+
+def _auto_model() -> Any:
+    try:
+        from transformers import AutoModelForCausalLM  # pyrefly: ignore[missing-import]
+    except ImportError:
+        raise ConfigError("model.hf needs the transformers package.\n  Install shardwise[hf].") from None
+    return AutoModelForCausalLM
+
+
+def _read_config(folder: Path) -> Any:
+    from transformers import AutoConfig  # pyrefly: ignore[missing-import]
+
+    return AutoConfig.from_pretrained(folder, **_OPTIONS)
+
+
+def _refusal(folder: Path, error: Exception) -> ConfigError:
+    reason = printable(str(error).splitlines()[0] if str(error) else type(error).__name__)
+    return ConfigError(
+        f"model.hf={printable(folder)} cannot be loaded: {reason}\n"
+        "  Name a folder with config.json and safetensors files of a causal language model."
+    )
+
+
+def _dtype(config: Any, files: WeightFiles | None) -> torch.dtype:
+    """What ``dtype="auto"`` is: the configuration's, or that of the first floating-point tensor in the files."""
+    named = getattr(config, "dtype", None)
+    if isinstance(named, str):
+        named = getattr(torch, named.removeprefix("torch."), None)
+    if isinstance(named, torch.dtype):
+        return named
+    stored = (torch_dtype(held.dtype) for held in (files.tensors.values() if files is not None else ()))
+    return next((dtype for dtype in stored if dtype.is_floating_point), torch.float32)
+
+
+def _check_plain(folder: Path, config: Any) -> None:
+    """Refuse what changes the model itself when it is loaded.
+
+    Raises:
+        NotNamedError: The weights are quantized, or belong to an adapter.
+    """
+    if getattr(config, "quantization_config", None) is not None:
+        raise NotNamedError("its weights are quantized")
+    if (folder / "adapter_config.json").is_file():
+        raise NotNamedError("it holds an adapter")
+
+
+def _untied(kind: Any, config: Any, dtype: torch.dtype) -> nn.Module:
+    """The model without drawn weights and without ties, as ``from_pretrained`` builds it before it reads."""
+    from transformers import initialization  # pyrefly: ignore[missing-import]
+
+    with initialization.no_init_weights(), initialization.no_tie_weights():
+        return kind.from_config(config, trust_remote_code=False, dtype=dtype)
+
+
+def _name(model: Any, files: WeightFiles, dtype: torch.dtype) -> WeightFiles:
+    """Find every parameter and saved buffer of ``model`` in the files, and tie what is tied there.
+
+    Raises:
+        NotNamedError: Something has no tensor of its shape.
+    """
+    if getattr(model, "_get_dtype_plan", lambda _: None)(dtype):  # "keep in fp32", the private plan of from_pretrained
+        raise NotNamedError(
+            f"transformers keeps some of its modules in fp32 beside {str(dtype).removeprefix('torch.')}"
+        )
+    empty = model.state_dict()
+    keys, unexpected = _renamed(model, files, empty)
+    missing = set(empty) - set(keys)
+    _tie(model, files, keys, missing)
+    if missing:
+        raise NotNamedError(f"{_shown(missing)} not in its files and will be drawn anew")
+    for name, key in keys.items():
+        if tuple(empty[name].shape) != files.tensors[key].shape or not empty[name].is_contiguous():
+            raise NotNamedError(f"{name} has shape {list(empty[name].shape)}, in its files {key} has another form")
+    keys |= {alias: keys[name] for name, alias in _aliases(model) if name in keys and alias not in keys}
+    ignored = _expected_to_be_left(model, unexpected)
+    if unexpected - ignored:
+        tell_once(f"{_shown(unexpected - ignored)} in the folder's files and not in the model, and left unread")
+    dtypes = {name: tensor.dtype for name, tensor in model.state_dict().items()}
+    return files.named(keys, dtypes)
+
+
+def _renamed(model: Any, files: WeightFiles, empty: dict[str, Any]) -> tuple[dict[str, str], set[str]]:
+    """Names in the model to names in the files, and the files' tensors that have no place in the model."""
+    try:
+        from transformers.conversion_mapping import (  # pyrefly: ignore[missing-import]
+            get_model_conversion_mapping,
+        )
+        from transformers.core_model_loading import (  # pyrefly: ignore[missing-import]
+            WeightRenaming,
+            rename_source_key,
+        )
+    except ImportError:
+        raise NotNamedError("this version of transformers does not say how it renames tensors") from None
+    transforms = get_model_conversion_mapping(model)
+    renamings = [each for each in transforms if isinstance(each, WeightRenaming)]
+    converters: list[Any] = [each for each in transforms if not isinstance(each, WeightRenaming)]
+    keys: dict[str, str] = {}
+    unexpected: set[str] = set()
+    for key in files.tensors:
+        name, pattern = rename_source_key(key, renamings, converters, model.base_model_prefix, empty)
+        if name not in empty and key in empty:
+            name, pattern = rename_source_key(key, [], [], model.base_model_prefix, empty)
+        if name not in empty:
+            unexpected.add(key)
+        elif pattern is not None or name in keys:
+            raise NotNamedError(f"transformers makes {name} of other tensors ({key} among them)")
+        else:
+            keys[name] = key
+    return keys, unexpected
+
+
+def _tie(model: Any, files: WeightFiles, keys: dict[str, str], missing: set[str]) -> None:
+    """Tie what transformers ties; of two tensors that the files both hold only those that are equal."""
+    for target, source in dict(model.all_tied_weights_keys).items():
+        if target in keys and source in keys and not files.has_same_content(keys[target], keys[source]):
+            model.all_tied_weights_keys.pop(target)
+            continue
+        if target in keys and source in keys:
+            missing.add(target)  # transformers leaves two tensors on meta untied
+            keys.pop(target)
+    model.tie_weights(missing_keys=missing, recompute_mapping=False)
+    missing -= {alias for name, alias in _aliases(model) if name in keys}
+
+
+def _aliases(model: nn.Module) -> list[tuple[str, str]]:
+    """Pairs of names that one parameter has, in both orders."""
+    by_id: dict[int, list[str]] = {}
+    for name, parameter in model.named_parameters(remove_duplicate=False):
+        by_id.setdefault(id(parameter), []).append(name)
+    return [(a, b) for names in by_id.values() if len(names) > 1 for a in names for b in names if a != b]
+
+
+def _expected_to_be_left(model: Any, keys: set[str]) -> set[str]:
+    """The names that transformers passes over in silence."""
+    patterns = list(getattr(model, "_keys_to_ignore_on_load_unexpected", None) or ())
+    return {
+        key for key in keys if any(re.search(p, key) for p in [*patterns, r"rotary_emb\.inv_freq", "position_ids$"])
+    }
+
+
+def _shown(names: set[str]) -> str:
+    listed = sorted(names)
+    more = (
+        f" and {len(listed) - _MOST_SHOWN} more are"
+        if len(listed) > _MOST_SHOWN
+        else " is"
+        if len(listed) == 1
+        else " are"
+    )
+    return printable(", ".join(listed[:_MOST_SHOWN])) + more
