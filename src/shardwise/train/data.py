@@ -1,8 +1,12 @@
 """Training data: text or token files as one long array of tokens, cut into samples, split into train and held-out.
 
 A *source* is a file, a folder (every visible file below it), a glob, a token file, ``stdlib`` (the source text of
-Python's own standard library) or ``random``. Files are taken in the order of their paths and are memory-mapped: nothing
-is copied before a batch asks for it. Text must be UTF-8 and becomes one token per byte.
+Python's own standard library) or ``random``. Files are taken in the order of their paths. Text must be UTF-8 and
+becomes one token per byte.
+
+A run starts in seconds however much data there is. Before the first step names and sizes are read, and of the content
+at most ``LOOKED_AT_BYTES`` of at most ``LOOKED_AT_FILES`` files, evenly spaced. A file is opened and mapped when a
+sample asks for it, and a sample's ids are compared with the vocabulary then.
 
 Sample ``i`` of a part is ``seq_len + 1`` tokens from ``i * seq_len`` on: inputs are all but the last, targets all but
 the first. The last ``held_out`` of the tokens is the held-out part, so the two share no token.
@@ -10,24 +14,44 @@ the first. The last ``held_out`` of the tokens is the held-out part, so the two 
 
 from __future__ import annotations
 
+import bisect
 import codecs
+import functools
 import glob
 import hashlib
+import itertools
 import os
 import sysconfig
 from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
+from typing import TypeVar
 
 import numpy as np
 
-from shardwise.train.tokens import DataError, check_tokens, is_token_file, map_tokens, read_header
+from shardwise.train.tokens import (
+    HEADER_BYTES,
+    DataError,
+    check_tokens,
+    is_token_file,
+    map_tokens,
+    read_header,
+    unknown_token,
+)
+
+T = TypeVar("T")
 
 #: Tokens of the byte-level tokenizer.
 BYTE_VOCAB = 256
 
 #: How much of the standard library's text is used unless ``max_bytes`` says otherwise.
 STDLIB_BYTES = 4_000_000
+
+#: What is opened and read before training begins: of more files, or more bytes, only so many.
+LOOKED_AT_FILES, LOOKED_AT_BYTES = 256, 1 << 24
+
+#: Files that are mapped at a time.
+MAPPED_FILES = 64
 
 _CHUNK = 1 << 22
 _LEFT_OUT = {"test", "tests", "idle_test", "__pycache__", "site-packages", "dist-packages", "lib2to3", "turtledemo"}
@@ -57,34 +81,46 @@ class Source:
         return sum(self.lengths)
 
     def check(self, vocab_size: int) -> None:
-        """Read everything once: text must be UTF-8, token ids must be below ``vocab_size``.
+        """Look at the data: text must be UTF-8, token ids must be below ``vocab_size``.
+
+        Of much data only the beginnings of some files are read; ids beyond are compared when their sample is read.
 
         Raises:
             DataError: File, line or position are named.
         """
-        for file, length in zip(self.files, self.lengths, strict=True):
+        for file, length, most in self._looked_at():
             if self.kind == "tokens":
-                check_tokens(file, vocab_size)
+                check_tokens(file, vocab_size, num_bytes=most)
             else:
-                _check_text(file, length)
+                _check_text(file, min(length, most))
 
     def fingerprint(self) -> str:
         """A hash that changes when the data does.
 
-        Covers kind, file names, lengths and content: all of it up to 256 MB, the first and last 4 MB of each file
-        beyond.
+        Covers kind, file names and lengths, and of the content what is looked at: of much data the beginnings and ends
+        of some files.
         """
         digest = hashlib.sha256(f"{self.kind}\0{self.vocab_size}\0".encode())
-        whole = sum(file.stat().st_size for file in self.files) <= 1 << 28
         for file, length in zip(self.files, self.lengths, strict=True):
+            digest.update(f"{file.name}\0{length}\0".encode())
+        for file, _, most in self._looked_at():
             size = file.stat().st_size
-            digest.update(f"{file.name}\0{length}\0{size}\0".encode())
+            digest.update(f"{size}\0".encode())
             with file.open("rb") as handle:
-                while block := handle.read(_CHUNK):
-                    digest.update(block)
-                    if not whole and handle.tell() < size - _CHUNK:
-                        handle.seek(max(handle.tell(), size - _CHUNK))
+                if size <= most:
+                    digest.update(handle.read())
+                    continue
+                digest.update(handle.read(most // 2))
+                handle.seek(size - most // 2)
+                digest.update(handle.read())
         return digest.hexdigest()
+
+    def _looked_at(self) -> list[tuple[Path, int, int]]:
+        """The files that are opened before training, their tokens, and how many bytes are read of each."""
+        held = _spaced(list(zip(self.files, self.lengths, strict=True)))
+        whole = sum(file.stat().st_size for file, _ in held) <= LOOKED_AT_BYTES
+        most = LOOKED_AT_BYTES if whole else LOOKED_AT_BYTES // len(held)
+        return [(file, length, most) for file, length in held]
 
 
 def find_source(name: str, *, max_bytes: int | None = None) -> Source:
@@ -99,29 +135,44 @@ def find_source(name: str, *, max_bytes: int | None = None) -> Source:
         return _text(name, _stdlib_files(), STDLIB_BYTES if max_bytes is None else max_bytes)
     try:
         files = _find_files(name)
-        kinds = [is_token_file(file) for file in files]
+        looked_at = _spaced(files)
+        kinds = [is_token_file(file) for file in looked_at]
         if any(kinds):
-            return _tokens(name, files, kinds, max_bytes)
+            if not all(kinds):
+                raise _mixed(looked_at[kinds.index(False)], name)
+            return _tokens(name, files, looked_at, max_bytes)
         return _text(name, files, max_bytes)
     except OSError as error:
         raise DataError(f"{error.filename}: {error.strerror}.\n  Check data.source and its permissions.") from None
 
 
-def _tokens(name: str, files: Sequence[Path], kinds: Sequence[bool], max_bytes: int | None) -> Source:
-    if not all(kinds):
-        other = files[list(kinds).index(False)]
-        raise DataError(f"{other}: a text file beside token files in {name!r}.\n  Keep them in separate folders.")
+def _spaced(items: Sequence[T]) -> list[T]:
+    """At most ``LOOKED_AT_FILES`` of them, evenly spaced, the first and the last among them."""
+    count = min(len(items), LOOKED_AT_FILES)
+    return [items[index * (len(items) - 1) // max(count - 1, 1)] for index in range(count)]
+
+
+def _mixed(file: Path, name: str) -> DataError:
+    return DataError(f"{file}: a text file beside token files in {name!r}.\n  Keep them in separate folders.")
+
+
+def _tokens(name: str, files: Sequence[Path], looked_at: Sequence[Path], max_bytes: int | None) -> Source:
     if max_bytes is not None:
         raise DataError(f"data.max_bytes is for text, and {name!r} holds token files.\n  Take max_bytes out.")
-    headers = [read_header(file) for file in files]
-    if sum(header.num_tokens for header in headers) == 0:
+    headers = {file: read_header(file) for file in looked_at}
+    usual = headers[looked_at[0]]
+    lengths = [
+        headers[file].num_tokens if file in headers else (file.stat().st_size - HEADER_BYTES) // usual.item_bytes
+        for file in files
+    ]
+    if sum(lengths) == 0:
         raise DataError(f"{files[0]}: no tokens.\n  Name another source.")
-    vocab = {header.vocab_size for header in headers}
+    vocab = {header.vocab_size for header in headers.values()}
     if len(vocab) > 1:
         raise DataError(
             f"the token files of {name!r} have different vocabularies: {sorted(vocab)}.\n  Use one of them."
         )
-    return Source(name, "tokens", tuple(files), tuple(header.num_tokens for header in headers), vocab.pop())
+    return Source(name, "tokens", tuple(files), tuple(lengths), vocab.pop())
 
 
 def _text(name: str, files: Iterable[Path], limit: int | None) -> Source:
@@ -204,12 +255,20 @@ class Part:
         start: First token of the part, counted over all files.
         num_tokens: Tokens of the part.
         seq_len: Tokens per sample.
+        vocab_size: Ids have to be below; ``None``: they are.
     """
 
-    arrays: tuple[np.ndarray, ...]
+    arrays: Sequence[np.ndarray]
     start: int
     num_tokens: int
     seq_len: int
+    vocab_size: int | None = None
+    _ends: list[int] = field(init=False, repr=False)
+
+    def __post_init__(self) -> None:
+        arrays = self.arrays
+        lengths = arrays.lengths if isinstance(arrays, MappedFiles) else [len(array) for array in arrays]
+        object.__setattr__(self, "_ends", list(itertools.accumulate(lengths)))
 
     @property
     def num_samples(self) -> int:
@@ -221,6 +280,7 @@ class Part:
 
         Raises:
             IndexError: There is no such sample.
+            DataError: A file of it is damaged, or an id is not in the vocabulary.
         """
         if not 0 <= index < self.num_samples:
             raise IndexError(index)
@@ -229,17 +289,20 @@ class Part:
     def _read(self, start: int, count: int) -> np.ndarray:
         out = np.empty(count, np.int64)
         done = 0
-        for array in self.arrays:
-            if start >= len(array):
-                start -= len(array)
-                continue
-            piece = array[start : start + count - done]
+        file = bisect.bisect_right(self._ends, start)
+        while done < count:
+            array, before = self.arrays[file], self._ends[file - 1] if file else 0
+            piece = array[start + done - before : start + count - before]
+            if self.vocab_size is not None and piece.size and int(piece.max()) >= self.vocab_size:
+                raise self._unknown(file, start + done - before, piece, self.vocab_size)
             out[done : done + len(piece)] = piece
             done += len(piece)
-            start = 0
-            if done == count:
-                return out
-        raise IndexError(start)
+            file += 1
+        return out
+
+    def _unknown(self, file: int, place: int, piece: np.ndarray, vocab_size: int) -> DataError:
+        path = self.arrays.files[file] if isinstance(self.arrays, MappedFiles) else file
+        return unknown_token(path, place, piece, vocab_size)
 
 
 @dataclass(frozen=True, slots=True)
@@ -268,7 +331,7 @@ class Data:
 
 
 def open_data(source: Source, *, seq_len: int, held_out: float, vocab_size: int, seed: int) -> Data:
-    """Map the files of a source and split them.
+    """Split a source. Its files are opened when samples are read.
 
     Raises:
         DataError: A part has no whole sample.
@@ -276,10 +339,10 @@ def open_data(source: Source, *, seq_len: int, held_out: float, vocab_size: int,
     if source.kind == "random":
         return Data(RandomPart(seed, 0, vocab_size, seq_len), RandomPart(seed, 1, vocab_size, seq_len))
     train_tokens = split_point(source.num_tokens, held_out, seq_len)
-    arrays = tuple(_open(source, file, length) for file, length in zip(source.files, source.lengths, strict=True))
+    arrays, below = MappedFiles(source), vocab_size if source.kind == "tokens" else None
     data = Data(
-        Part(arrays, 0, train_tokens, seq_len),
-        Part(arrays, train_tokens, source.num_tokens - train_tokens, seq_len),
+        Part(arrays, 0, train_tokens, seq_len, below),
+        Part(arrays, train_tokens, source.num_tokens - train_tokens, seq_len, below),
     )
     check_size(source, seq_len=seq_len, held_out=held_out, needed=1)
     return data
@@ -321,7 +384,43 @@ def tokenize(source: Source) -> Iterator[np.ndarray]:
             yield np.asarray(array[start : start + _CHUNK])
 
 
+class MappedFiles(Sequence[np.ndarray]):
+    """The tokens of each file of a source: mapped when they are first read, the ``MAPPED_FILES`` used last at a time.
+
+    Attributes:
+        files: In order.
+        lengths: Tokens of each.
+    """
+
+    def __init__(self, source: Source) -> None:
+        self.files, self.lengths = source.files, source.lengths
+        self._open = functools.lru_cache(MAPPED_FILES)(
+            lambda index: _open(source, self.files[index], self.lengths[index])
+        )
+
+    def __len__(self) -> int:
+        """Number of files."""
+        return len(self.files)
+
+    def __getitem__(self, index: int) -> np.ndarray:  # pyrefly: ignore[bad-override]
+        """The tokens of a file.
+
+        Raises:
+            DataError: It is damaged, or another than it was when the run began.
+        """
+        return self._open(index)
+
+
 def _open(source: Source, file: Path, length: int) -> np.ndarray:
     if source.kind == "tokens":
-        return map_tokens(file)
+        if not is_token_file(file):
+            raise _mixed(file, source.name)
+        tokens = map_tokens(file)
+        if len(tokens) != length:
+            raise DataError(
+                f"{file}: {len(tokens):,} tokens, but the other files of {source.name!r} are such that its size stands"
+                f" for {length:,}.\n  Write all of them with one vocabulary, and do not change them while a run reads"
+                " them."
+            )
+        return tokens
     return np.memmap(file, np.uint8, "r", shape=(length,))

@@ -83,21 +83,28 @@ def map_tokens(path: Path) -> np.ndarray:
     return np.memmap(path, _DTYPES[header.item_bytes], "r", offset=HEADER_BYTES, shape=(header.num_tokens,))
 
 
-def check_tokens(path: Path, vocab_size: int) -> None:
-    """Read every token once and refuse ids that the model has no embedding for. About 1 GB/s.
+def check_tokens(path: Path, vocab_size: int, *, num_bytes: int | None = None) -> None:
+    """Refuse ids that the model has no embedding for, in the first ``num_bytes`` of tokens or in all. About 1 GB/s.
 
     Raises:
         DataError: A token id is too large; file and position are named.
     """
-    tokens = map_tokens(path)
-    for start in range(0, len(tokens), _CHUNK):
-        chunk = tokens[start : start + _CHUNK]
+    header = read_header(path)
+    dtype = _DTYPES[header.item_bytes]
+    count = header.num_tokens if num_bytes is None else min(header.num_tokens, num_bytes // header.item_bytes)
+    for start in range(0, count, _CHUNK):
+        chunk = np.fromfile(path, dtype, min(_CHUNK, count - start), offset=HEADER_BYTES + start * header.item_bytes)
         if int(chunk.max()) >= vocab_size:
-            place = start + int(np.argmax(chunk >= vocab_size))
-            raise DataError(
-                f"{path}: token {place:,} is {int(tokens[place])}, but the vocabulary has {vocab_size:,} ids.\n"
-                "  Use a model whose vocab_size covers the file, or tokenize the text again."
-            )
+            raise unknown_token(path, start, chunk, vocab_size)
+
+
+def unknown_token(path: Path | int, start: int, chunk: np.ndarray, vocab_size: int) -> DataError:
+    """The error for a file's tokens from ``start`` on, of which one is not below ``vocab_size``."""
+    place = int(np.argmax(chunk >= vocab_size))
+    return DataError(
+        f"{path}: token {start + place:,} is {int(chunk[place])}, but the vocabulary has {vocab_size:,} ids.\n"
+        "  Use a model whose vocab_size covers the file, or tokenize the text again."
+    )
 
 
 def write_tokens(path: Path, chunks: Iterable[np.ndarray], *, vocab_size: int, should_replace: bool = False) -> int:

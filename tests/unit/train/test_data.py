@@ -2,6 +2,10 @@
 
 from __future__ import annotations
 
+import json
+import os
+import subprocess
+import sys
 from pathlib import Path
 
 import numpy as np
@@ -10,7 +14,17 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from shardwise.spec.errors import ConfigError
-from shardwise.train.data import Part, check_size, find_source, open_data, split_point, tokenize
+from shardwise.train.data import (
+    LOOKED_AT_BYTES,
+    LOOKED_AT_FILES,
+    MAPPED_FILES,
+    Part,
+    check_size,
+    find_source,
+    open_data,
+    split_point,
+    tokenize,
+)
 from shardwise.train.tokens import HEADER_BYTES, DataError, check_tokens, map_tokens, read_header, write_tokens
 
 
@@ -184,3 +198,107 @@ def test_text_beside_token_files_is_refused(tmp_path: Path) -> None:
     (tmp_path / "u.txt").write_text("x")
     with pytest.raises(DataError, match=r"u.txt: a text file beside token files"):
         find_source(str(tmp_path))
+
+
+# -- nothing is read before it is needed
+
+STARTED = """
+import json, sys
+from pathlib import Path
+from shardwise.train.check import resolve
+from shardwise.train.config import read_draft
+from shardwise.train.data import open_data
+
+def read_bytes():
+    return int(Path("/proc/self/io").read_text().split()[1])
+
+folder, opened = sys.argv[1], set()
+sys.addaudithook(lambda event, args: event == "open" and str(args[0]).startswith(folder) and opened.add(str(args[0])))
+settings = [f"data.source={folder}/*.data", "data.max_bytes=null", "model.preset=gpt-nano", "model.vocab_size=256"]
+before = read_bytes()
+resolved = resolve(read_draft(None, settings, base={}), 2)
+resolved.source.check(resolved.vocab_size)
+resolved.source.fingerprint()
+data = open_data(resolved.source, seq_len=16, held_out=0.05, vocab_size=resolved.vocab_size, seed=0)
+started, num_opened = read_bytes() - before, len(opened)
+for index in range(0, data.train.num_samples, data.train.num_samples // 2000 + 1):
+    data.train.sample(index)
+print(json.dumps([started, num_opened, len(opened), len(list(Path("/proc/self/map_files").iterdir()))]))
+"""
+
+
+def start(folder: Path) -> list[int]:
+    """Bytes read and files opened before the first sample; files opened after many, and files mapped then."""
+    done = subprocess.run([sys.executable, "-c", STARTED, str(folder)], capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
+    return json.loads(done.stdout)
+
+
+def test_of_a_large_token_file_little_is_read_before_training(tmp_path: Path) -> None:
+    path = tmp_path / "large.data"
+    write_tokens(path, [np.zeros(1, np.int64)], vocab_size=256)
+    num_tokens = 4 << 30
+    raw = path.read_bytes()[:24] + num_tokens.to_bytes(8, "little") + bytes(32)
+    path.write_bytes(raw)
+    os.truncate(path, HEADER_BYTES + 2 * num_tokens)  # sparse: 8 GiB that take no place
+    read, opened, *_ = start(tmp_path)
+    assert opened == 1
+    assert read < 3 * LOOKED_AT_BYTES  # of 512 times as much
+
+
+def test_of_many_files_few_are_opened_before_training_and_few_are_mapped_at_a_time(tmp_path: Path) -> None:
+    raw = None
+    for index in range(1500):
+        path = tmp_path / f"{index:05}.data"
+        if raw is None:
+            write_tokens(path, [np.arange(200)], vocab_size=256)
+            raw = path.read_bytes()
+        path.write_bytes(raw)
+    _, opened, in_the_end, mapped = start(tmp_path)
+    assert opened == LOOKED_AT_FILES
+    assert in_the_end > 1000
+    assert mapped < MAPPED_FILES + 400  # libraries are mapped too
+
+
+def test_an_unknown_id_that_nobody_looked_at_is_found_when_its_sample_is_read(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("shardwise.train.data.LOOKED_AT_BYTES", 64)
+    write_tokens(tmp_path / "t.bin", [np.zeros(1000, np.int64), np.array([300])], vocab_size=1000)
+    write_tokens(tmp_path / "u.bin", [np.zeros(100, np.int64)], vocab_size=1000)
+    find_source(str(tmp_path)).check(256)
+    train = data(tmp_path, held_out=0.01).train
+    train.sample(5)
+    with pytest.raises(DataError, match=r"t.bin: token 1,000 is 300, but the vocabulary has 256 ids"):
+        [train.sample(index) for index in range(train.num_samples)]
+
+
+def test_a_file_that_is_not_like_those_looked_at_is_refused_when_it_is_read(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("shardwise.train.data.LOOKED_AT_FILES", 2)
+    for name in "abc":
+        write_tokens(tmp_path / f"{name}.bin", [np.arange(100)], vocab_size=256)
+    (tmp_path / "b.bin").write_text("x" * 264)
+    train = data(tmp_path).train
+    with pytest.raises(DataError, match=r"b.bin: a text file beside token files"):
+        [train.sample(index) for index in range(train.num_samples)]
+    write_tokens(tmp_path / "b.bin", [np.arange(100)], vocab_size=100_000, should_replace=True)
+    train = data(tmp_path).train
+    with pytest.raises(DataError, match=r"b.bin: 100 tokens, but .* stands for 200"):
+        [train.sample(index) for index in range(train.num_samples)]
+
+
+def test_a_change_in_the_middle_of_small_data_and_at_the_ends_of_large_is_seen(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path = tmp_path / "a.txt"
+
+    def fingerprint(text: str) -> str:
+        path.write_text(text)
+        return find_source(str(path)).fingerprint()
+
+    texts = ["a" * 100, "b" + "a" * 99, "a" * 50 + "b" + "a" * 49, "a" * 99 + "b", "a" * 101]
+    assert len({fingerprint(text) for text in texts}) == 5
+    monkeypatch.setattr("shardwise.train.data.LOOKED_AT_BYTES", 20)
+    assert len({fingerprint(text) for text in texts}) == 4
