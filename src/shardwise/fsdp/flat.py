@@ -56,6 +56,7 @@ def flat_parameters(model: nn.Module, decay: DecayRule | None = None) -> list[di
         StateError: The model is not parallelized.
     """
     runtime = attach.runtime_of(model, "sw.flat_parameters")
+    runtime.follow_shards()
     groups: list[list[nn.Parameter]] = [[], []]
     is_there = [decay is None, False]
     for group in runtime.groups:

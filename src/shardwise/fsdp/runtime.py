@@ -268,6 +268,7 @@ class Runtime:
             )
         if self.is_in_backward:
             mishaps.recover(self)
+        self.follow_shards()
         if self.join is not None:
             self.join.check(call)
 
@@ -302,6 +303,13 @@ class Runtime:
             self.epoch += 1
             if self.buffers is not None:
                 self.buffers.forward_begins(may_change=self.may_change_buffers)
+        self.follow_shards()
+
+    def follow_shards(self) -> None:
+        """Take over what the user changed on the parameters: other memory (``p.data = ...``), which of them are trained.
+
+        ``model.to()`` a device that has another name for the same one (``cpu:0``) gives every parameter new memory.
+        """
         for group in self.groups:
             group.follow_shards()
 

@@ -53,6 +53,7 @@ def full_state_dict(model: nn.Module) -> dict[str, Any]:
         StateError: Modules of a later stage have extra state that JSON does not hold; on every rank alike.
     """
     runtime = attach.runtime_of(model, "sw.full_state_dict")
+    runtime.follow_shards()
     runtime.sync_buffers()
     world = runtime.comms.world
     told = StageState(model, runtime)
@@ -100,6 +101,7 @@ def load_full_state_dict(model: nn.Module, state: Mapping[str, Any], *, strict: 
             ranks, and nothing is loaded.
     """
     runtime = attach.runtime_of(model, "sw.load_full_state_dict")
+    runtime.follow_shards()
     world = runtime.comms.world
     # Every rank holds these whole: buffers, and parameters that are left alone.
     sliced = sliced_alone(runtime)
@@ -226,6 +228,7 @@ def owned_extents(model: nn.Module) -> list[tuple[Extent, Tensor]]:
         With ``pp``, an all-gather of the names of buffers.
     """
     runtime = attach.runtime_of(model, "sw.save")
+    runtime.follow_shards()
     buffers = _own_buffers(model, runtime)
     if runtime.comms.replica:
         return []
@@ -279,6 +282,7 @@ class HeldValues:
 
     def __init__(self, model: nn.Module) -> None:
         runtime = attach.runtime_of(model, "sw.load")
+        runtime.follow_shards()
         self.extents: list[tuple[Extent, Tensor]] = []
         self._flats: list[tuple[Group, Tensor]] = []
         for group in runtime.groups:
