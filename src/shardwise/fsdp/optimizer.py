@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 
-from shardwise.fsdp import attach, flat, mishaps, partial
+from shardwise.fsdp import added, attach, flat, mishaps, partial
 from shardwise.fsdp.flat import FlatParameter, group_of
 from shardwise.spec.errors import StateError
 from shardwise.spec.granularity import ELEMENT, TENSOR, Granularity, block, keeps, resolve_granularity
@@ -23,6 +23,9 @@ if TYPE_CHECKING:
     from shardwise.fsdp.group import Group
     from shardwise.fsdp.runtime import Runtime
     from shardwise.fsdp.unit import Unit
+
+#: The lists of parameters that an optimizer holds, by identity and length.
+Content = tuple[tuple[int, int], ...]
 
 #: What each optimizer must have whole. Classes of other packages by name, so that nothing is imported for them.
 _NEEDS: dict[type | str, Granularity] = {
@@ -45,13 +48,14 @@ _NEEDS: dict[type | str, Granularity] = {
 #: Optimizers with one scale for each ``block_size`` elements of their state.
 _BLOCKWISE = frozenset({"torchao.optim.adam.Adam8bit", "torchao.optim.adam.AdamW8bit"})
 
-_seen: weakref.WeakSet[torch.optim.Optimizer] = weakref.WeakSet()
+#: What each optimizer that has been checked held then.
+_seen: weakref.WeakKeyDictionary[torch.optim.Optimizer, Content] = weakref.WeakKeyDictionary()
 _installed = False
 
 #: What :func:`runtimes_of` has found, and in which lists of parameters.
-_runtimes: weakref.WeakKeyDictionary[
-    torch.optim.Optimizer, tuple[tuple[tuple[int, int], ...], list[weakref.ref[Runtime]]]
-] = weakref.WeakKeyDictionary()
+_runtimes: weakref.WeakKeyDictionary[torch.optim.Optimizer, tuple[Content, list[weakref.ref[Runtime]]]] = (
+    weakref.WeakKeyDictionary()
+)
 
 
 def declare_granularity(
@@ -108,11 +112,17 @@ def accept(optimizer: torch.optim.Optimizer) -> None:
         StateError: It cannot work on shards.
     """
     _check(optimizer)
-    _seen.add(optimizer)
+    _seen[optimizer] = _content_of(optimizer)
+
+
+def _content_of(optimizer: torch.optim.Optimizer) -> Content:
+    return tuple((id(params), len(params)) for params in (settings["params"] for settings in optimizer.param_groups))
 
 
 def _before_step(optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
-    for runtime in runtimes_of(optimizer):
+    runtimes = runtimes_of(optimizer)
+    is_inside_backward = False
+    for runtime in runtimes:
         runtime.wait_for_host()  # masters on the host are about to be written
         if runtime.update is not None:
             found_inf, _ = (vars(optimizer).pop(name, None) for name in ("found_inf", "grad_scale"))
@@ -122,14 +132,16 @@ def _before_step(optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> No
                     " gradients.\n  Compute in bf16, which needs no scaler, or step after backward."
                 )
             if runtime.update.is_stepping:
+                is_inside_backward = True
                 continue
         _check_moment(runtime)
         if runtime.join is not None:
             runtime.join.steps(optimizer)
-    if optimizer not in _seen:
+    if not is_inside_backward and _seen.get(optimizer) != (content := _content_of(optimizer)):
         _check(optimizer)
         _check_state(optimizer)
-        _seen.add(optimizer)
+        if added.check_optimizer(optimizer, runtimes):
+            _seen[optimizer] = content
     if any(given is not None for given in (*args[1:], kwargs.get("closure"))) and flat.flats_of(optimizer):
         raise StateError(
             f"{type(optimizer).__name__}.step(closure) with flat parameters: the gradients that the closure makes come"
@@ -165,7 +177,7 @@ def _after_step(optimizer: torch.optim.Optimizer, _args: Any, _kwargs: Any) -> N
 def runtimes_of(optimizer: torch.optim.Optimizer) -> list[Runtime]:
     """The engines whose parameters this optimizer updates, in the order of its parameters."""
     lists = [settings["params"] for settings in optimizer.param_groups]
-    content = tuple((id(params), len(params)) for params in lists)
+    content = _content_of(optimizer)
     known = _runtimes.get(optimizer)
     if known is not None and known[0] == content:
         runtimes = [reference() for reference in known[1]]

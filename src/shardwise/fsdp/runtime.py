@@ -27,7 +27,7 @@ import torch
 
 from shardwise.comm.axes import Comms
 from shardwise.comm.base import Comm, Handle
-from shardwise.fsdp import debug, mishaps, partial, torch_private
+from shardwise.fsdp import added, debug, mishaps, partial, torch_private
 from shardwise.fsdp.buffers import BufferSync
 from shardwise.fsdp.gradient import settle
 from shardwise.fsdp.group import Group
@@ -287,7 +287,10 @@ class Runtime:
         if self.join is not None:
             self.join.begins_forward(entry, trains=self.trains, may_change_buffers=self.may_change_buffers)
         self.entry = entry
+        added.refuse_ddp(self)
         self._order = (self._forward_orders if self.trains else self._eval_orders)[entry]
+        if self.trains and not self._order.is_recorded:
+            added.refuse_added(self)
         self._order.start()
         if self._version_counted != self.version:
             self._version_counted = self.version
@@ -306,7 +309,7 @@ class Runtime:
         self.follow_shards()
 
     def follow_shards(self) -> None:
-        """Take over what the user changed on the parameters: other memory (``p.data = ...``), which of them are trained.
+        """Take over what the user changed on the parameters: other memory (``p.data = ...``), what is trained.
 
         ``model.to()`` a device that has another name for the same one (``cpu:0``) gives every parameter new memory.
         """

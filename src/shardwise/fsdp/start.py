@@ -10,7 +10,7 @@ from collections.abc import Hashable, Mapping, Sequence
 from torch import nn
 
 from shardwise.comm.axes import Comms
-from shardwise.fsdp import attach
+from shardwise.fsdp import added, attach
 from shardwise.fsdp.build import ROOT, is_below
 from shardwise.fsdp.group import Group
 from shardwise.fsdp.guard import install_guards
@@ -43,6 +43,7 @@ def start_runtime(
             assert module is not None
             attach.attach_runtime(module, runtime, unit)
     install_guards(root, runtime)
+    added.watch(runtime, root)
     return runtime
 
 

@@ -7,11 +7,12 @@ Nothing else in shardwise may touch torch's private names.
 from __future__ import annotations
 
 from collections import OrderedDict, defaultdict
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.nn.parallel import DistributedDataParallel
 from torch.optim.optimizer import _foreach_supported_types
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
@@ -126,6 +127,21 @@ def apply_of(module: nn.Module) -> Callable[..., nn.Module]:
 def rnn_weight_names(module: nn.RNNBase) -> list[str]:
     """Names of the weights in the list that an RNN computes from, which it keeps beside its parameters."""
     return module._flat_weights_names
+
+
+def set_ignored_by_ddp(module: nn.Module, names: Iterable[str]) -> None:
+    """Give the names of parameters that ``DistributedDataParallel(module)`` is to leave out.
+
+    It asks the module for this private attribute; the method that sets it is private as well
+    (https://github.com/pytorch/pytorch/blob/v2.13.0/torch/nn/parallel/distributed.py).
+    """
+    module.__dict__.setdefault("_ddp_params_and_buffers_to_ignore", names)
+
+
+def parameters_of_ddp_forward() -> list[nn.Parameter]:
+    """What ``DistributedDataParallel`` synchronises, if its forward is under way; it does not tell in public."""
+    active = DistributedDataParallel._active_ddp_module
+    return active._module_parameters if active is not None else []
 
 
 def take_scale_as_attribute(optimizer: torch.optim.Optimizer) -> None:
