@@ -5,6 +5,7 @@
   ``generate`` calls by itself) the root is gathered for the call instead. These guards are on a module only while its
   unit is sharded, so a step does not pay for them.
 * ``state_dict``, ``load_state_dict``, ``copy.deepcopy`` and pickling are refused with what to use instead.
+* Methods of other libraries that rebuild weights (:data:`_REBUILDS`) are refused with what to do instead.
 * ``.to()``, ``.half()`` and the like are refused where they would change a parameter, and pass where they would not.
 """
 
@@ -24,6 +25,25 @@ from shardwise.spec.uncopyable import Uncopyable
 if TYPE_CHECKING:
     from shardwise.fsdp.runtime import Runtime
     from shardwise.fsdp.unit import Member, Owner, Unit
+
+
+_MERGES = (
+    "Call it, and save what it gives, inside `with sw.full_parameters(model):`; or before sw.parallelize(), on a plain"
+    " model that sw.full_state_dict(model) was loaded into."
+)
+
+_RESIZE = (
+    "Resize before sw.parallelize(). For weights trained here load sw.full_state_dict(model), or a state_dict() taken"
+    " inside `with sw.full_parameters(model):`, into a plain model, and resize that."
+)
+
+#: Methods that make new weights from those in the modules: what to do instead, and whether whole parameters are enough.
+_REBUILDS: dict[str, tuple[str, bool]] = {
+    "resize_token_embeddings": (_RESIZE, False),  # transformers; the others peft
+    "merge_and_unload": (_MERGES, True),
+    "merge_adapter": (_MERGES, True),
+    "unmerge_adapter": (_MERGES, True),
+}
 
 
 def install_guards(root: nn.Module, runtime: Runtime) -> None:
@@ -50,6 +70,10 @@ def install_guards(root: nn.Module, runtime: Runtime) -> None:
                 _guard_state(module, unit)
     if "_apply" not in root.__dict__:
         root.__dict__["_apply"] = _GuardedApply(root, runtime.units[0])
+    for module in root.modules():
+        for name in _REBUILDS.keys() - module.__dict__.keys():
+            if callable(getattr(type(module), name, None)):
+                module.__dict__[name] = _RebuildGuard(module, runtime.units[0], name)
 
 
 def _entries(root: nn.Module, unit: Unit) -> list[tuple[str, nn.Module]]:
@@ -139,6 +163,26 @@ def _guard_state(module: nn.Module, unit: Unit) -> None:
     module.register_load_state_dict_pre_hook(_StateDictGuard(unit, "load_state_dict"))
     if "_apply" not in module.__dict__:
         module.__dict__["_apply"] = _GuardedApply(module, unit)
+
+
+class _RebuildGuard(Uncopyable):
+    """Stands for a method of a module that makes new weights from what the parameters are."""
+
+    def __init__(self, module: nn.Module, root: Unit, name: str) -> None:
+        self._module = weakref.ref(module)
+        self._root = weakref.ref(root)
+        self._name = name
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        module, root = self._module(), self._root()
+        assert module is not None
+        advice, works_on_wholes = _REBUILDS[self._name]
+        if root is not None and not (works_on_wholes and root.shows_logical_state):
+            raise StateError(
+                f"{self._name}() of {type(module).__name__}, which is parallelized: it would make new weights from this"
+                f" rank's shards.\n  {advice}"
+            )
+        return getattr(type(module), self._name)(module, *args, **kwargs)
 
 
 class _GuardedApply(Uncopyable):

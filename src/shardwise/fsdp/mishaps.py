@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING
 
 import torch
 
+from shardwise.fsdp import torch_private
 from shardwise.fsdp.unit import State, Unit
 from shardwise.spec.errors import CommError, StateError
 
@@ -122,6 +123,19 @@ def refuse_grad(runtime: Runtime) -> None:
     """As :func:`refuse_between`, of a forward."""
     if torch.is_grad_enabled():
         refuse_between(runtime, "a forward with grad")
+
+
+def refuse_compiled(unit: Unit) -> None:
+    """Refuse a call of the unit from compiled code: the compiler would trace the engine.
+
+    Raises:
+        StateError: It is one.
+    """
+    if torch_private.is_in_compiled_code():
+        raise StateError(
+            f"unit {unit.name!r} was called inside torch.compile(), which would trace the engine's messages.\n"
+            "  Set sw.ParallelPlan(compile=True), which compiles the units, and leave torch.compile() out."
+        )
 
 
 def refuse_between(runtime: Runtime, what: str) -> None:

@@ -188,6 +188,7 @@ class Runtime:
         Collective:
             All-gather of the unit on ``dp_shard`` where one is due, and of the next one (prefetch).
         """
+        mishaps.refuse_compiled(unit)
         if self.window is not None and self.window.rests:
             mishaps.refuse_grad(self)
             return

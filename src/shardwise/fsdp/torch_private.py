@@ -39,6 +39,14 @@ def as_plain(func: Callable[..., Any], types: Sequence[type], args: tuple[Any, .
     return torch._C._disabled_torch_function_impl(func, types, args, kwargs)
 
 
+def is_in_compiled_code() -> bool:
+    """Whether ``torch.compile`` traces this call, or has given it up and runs it as it is.
+
+    ``torch.compiler.is_compiling`` is true in the first case only.
+    """
+    return torch.compiler.is_dynamo_compiling() or torch._C._dynamo.eval_frame.get_eval_frame_callback() is not None
+
+
 def sequence_number(node: Any) -> int:
     """When an autograd node was made, in this thread's count. Nodes show it only under a private name."""
     return node._sequence_nr()
