@@ -1,13 +1,16 @@
 """Measure generation: latency and throughput by layout, and decoding under tp=2 beside transformers' own.
 
+One row is also continued after prompts of several lengths: the time to its first token, and the time of each further
+one, tell which layout answers first.
+
 One small Llama with random weights is saved to a folder, and every engine loads it from there. Engines take turns
 within one run of one set of processes, each process with one thread; a ratio is taken in each round. Greedy tokens of
 all engines are compared. Writes ``bench/results/DATE-generation.md``, where that is there already with -2, -3, ...
 behind the name.
 
-    python -m bench.generation [--rounds 5] [--tokens 32] [--profile] [--out bench/results]
+    python -m bench.generation [--rounds 5] [--tokens 32] [--lengths 16 256 1024] [--profile] [--out bench/results]
 
-Takes about two minutes on two cores; nothing else should run meanwhile.
+Needs the extra shardwise[peers]. Takes about five minutes on two cores; nothing else should run meanwhile.
 """
 
 from __future__ import annotations
@@ -30,11 +33,13 @@ from bench.files import free_stem
 
 SIZES = {
     "vocab_size": 8192, "hidden_size": 512, "intermediate_size": 1408, "num_hidden_layers": 8,
-    "num_attention_heads": 8, "num_key_value_heads": 4, "max_position_embeddings": 256,
+    "num_attention_heads": 8, "num_key_value_heads": 4, "max_position_embeddings": 2048,
 }  # fmt: skip
 PROMPT_LENGTH, BATCH = 16, 8
 TARGET = 1.2
 ONE, OURS, THEIRS = "one process", "tp=2", "transformers, tp_plan='auto', 2 processes"
+#: Cases in which engines of others take part.
+SHARED = ("latency", "throughput")
 #: What runs on how many processes.
 ENGINES = {1: [ONE, "transformers, one process"], 2: [OURS, THEIRS, "pp=2", "zero3", "ddp"]}
 PLANS = {ONE: {}, OURS: {"tp": 2}, "pp=2": {"pp": 2}, "zero3": {}, "ddp": {"strategy": "ddp"}}
@@ -80,7 +85,7 @@ def engine(name: str, folder: Path) -> Generate:
     return generate
 
 
-def work(folder: Path, rounds: int, num_tokens: int, *, is_profiled: bool) -> None:
+def work(folder: Path, rounds: int, num_tokens: int, lengths: list[int], *, is_profiled: bool) -> None:
     """Time every engine of this many processes, in turns; the first rank writes what was found."""
     import torch
     import torch.distributed as dist
@@ -92,11 +97,16 @@ def work(folder: Path, rounds: int, num_tokens: int, *, is_profiled: bool) -> No
     generator = torch.Generator().manual_seed(1)
     prompts = torch.randint(SIZES["vocab_size"], (BATCH, PROMPT_LENGTH), generator=generator).tolist()
     cases = {"latency": (prompts[:1], num_tokens), "throughput": (prompts, num_tokens)}
-    tokens = {name: {case: run(*cases[case]) for case in cases} for name, run in engines.items()}
-    times: dict[str, dict[str, list[float]]] = {name: {case: [] for case in cases} for name in engines}
+    for length in lengths:
+        prompt = torch.randint(SIZES["vocab_size"], (1, length), generator=generator).tolist()
+        cases |= {f"first {length}": (prompt, 1), f"all {length}": (prompt, num_tokens)}
+    turns = {case: [name for name in engines if name in PLANS or case in SHARED] for case in cases}
+    tokens = {name: {case: run(*cases[case]) for case in cases if name in turns[case]} for name, run in engines.items()}
+    times: dict[str, dict[str, list[float]]] = {name: {case: [] for case in tokens[name]} for name in engines}
     for _ in range(rounds):
         for case, arguments in cases.items():
-            for name, run in engines.items():
+            for name in turns[case]:
+                run = engines[name]
                 dist.barrier()
                 start = time.perf_counter()
                 run(*arguments)
@@ -138,6 +148,23 @@ def launch(size: int, folder: Path, arguments: Sequence[str]) -> dict[str, Any]:
     return json.loads((folder / f"found-{size}.json").read_text("utf-8"))
 
 
+def by_length(times: dict[str, dict[str, list[float]]], num_tokens: int) -> list[str]:
+    """Lines with the time to the first token and of each further one, by layout and length of the prompt."""
+    lengths = [int(case.removeprefix("first ")) for case in times[ONE] if case.startswith("first ")]
+    if not lengths:
+        return []
+    heads = [f"prompt of {length}: first token, ms | each further one, ms" for length in lengths]
+    lines = [f"| layout (1 row) | {' | '.join(heads)} |", "|---" * (1 + 2 * len(lengths)) + "|"]
+    for name in PLANS:
+        cells = []
+        for length in lengths:
+            first = statistics.median(times[name][f"first {length}"])
+            further = (statistics.median(times[name][f"all {length}"]) - first) / (num_tokens - 1)
+            cells += [f"{1e3 * first:.0f}", f"{1e3 * further:.1f}"]
+        lines.append(f"| {name} | {' | '.join(cells)} |")
+    return ["", *lines]
+
+
 def table(found: dict[int, dict[str, Any]], num_tokens: int) -> str:
     """The results as text."""
     times = {name: held for each in found.values() for name, held in each["times"].items()}
@@ -149,8 +176,10 @@ def table(found: dict[int, dict[str, Any]], num_tokens: int) -> str:
     for name, held in times.items():
         latency = 1e3 * statistics.median(held["latency"]) / num_tokens
         throughput = BATCH * num_tokens / statistics.median(held["throughput"])
-        are_same = "those of one process" if tokens[name] == tokens[ONE] else "differ"
+        is_same = all(tokens[ONE][case] == rows for case, rows in tokens[name].items())
+        are_same = "those of one process" if is_same else "differ"
         lines.append(f"| {name} | {latency:.2f} | {throughput:.0f} | {are_same} |")
+    lines += by_length(times, num_tokens)
     ratios = {
         case: [theirs / ours for ours, theirs in zip(times[OURS][case], times[THEIRS][case], strict=True)]
         for case in ("latency", "throughput")
@@ -168,14 +197,16 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--tokens", type=int, default=32, help="new tokens of each row")
+    parser.add_argument("--lengths", type=int, nargs="*", default=[16, 256, 1024], help="of prompts of one row")
     parser.add_argument("--profile", action="store_true", help="print where the host's time goes, by engine")
     parser.add_argument("--out", type=Path, default=Path("bench/results"))
     parser.add_argument("--work", type=Path, help=argparse.SUPPRESS)
     given = parser.parse_args()
     if given.work:
-        work(given.work, given.rounds, given.tokens, is_profiled=given.profile)
+        work(given.work, given.rounds, given.tokens, given.lengths, is_profiled=given.profile)
         return
     arguments = [f"--rounds={given.rounds}", f"--tokens={given.tokens}", *["--profile"] * given.profile]
+    arguments += ["--lengths", *map(str, given.lengths)]
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
         save_model(folder)

@@ -75,6 +75,14 @@ def test_two_machines_meet_as_the_page_says(tmp_path: Path) -> None:
     assert sorted(text.count("in 7 units on 2 ranks (this is rank 0)") for text in texts) == [0, 1]
 
 
+def test_times_of_generation_are_those_of_the_file_that_is_linked() -> None:
+    page = (ROOT / "docs" / "inference.md").read_text()
+    shown = [line for line in page.splitlines() if line.startswith(("| one process ", "| tp=2", "| pp=2", "| ddp |"))]
+    measured = (ROOT / "docs" / re.findall(r"\]\(([^)]+-generation\.md)\)", page)[0]).read_text().splitlines()
+    assert len(shown) == 4
+    assert set(shown) <= set(measured)
+
+
 def test_every_page_is_linked() -> None:
     linked = set(re.findall(r"\]\(([^)#]+)\)", README))
     assert {f"docs/{path.name}" for path in (ROOT / "docs").iterdir()} <= linked

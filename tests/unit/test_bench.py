@@ -112,3 +112,11 @@ def test_generation_is_set_beside_transformers_and_one_process():
     assert "- latency: **2.00** (rounds: 2.00, 2.00, 2.00), reached" in text
     found[2]["times"][generation.THEIRS] = times
     assert "- throughput: **1.00** (rounds: 1.00, 1.00, 1.00), missed" in generation.table(found, 2)
+
+
+def test_the_first_token_and_further_ones_have_columns_by_length_of_the_prompt():
+    times = {name: {"first 16": [0.5, 0.1, 0.1], "all 16": [0.4, 0.5, 0.4]} for name in generation.PLANS}
+    lines = generation.by_length(times, 4)
+    assert lines[1] == "| layout (1 row) | prompt of 16: first token, ms | each further one, ms |"
+    assert lines[3] == "| one process | 100 | 100.0 |"
+    assert generation.by_length({generation.ONE: {"latency": [1.0]}}, 4) == []
