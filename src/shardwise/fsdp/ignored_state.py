@@ -16,8 +16,8 @@ from torch import Tensor, nn
 from shardwise.comm.axes import Comms
 from shardwise.comm.control import all_gather_json
 from shardwise.comm.dtype import dtype_name, torch_dtype
+from shardwise.fsdp.digest import digest_of
 from shardwise.fsdp.ignore import Ignored
-from shardwise.fsdp.sync import digest_of
 from shardwise.spec.errors import CheckpointError, StateError
 from shardwise.spec.extent import Extent
 from shardwise.spec.slice import Slice, simplest, slice_of
@@ -152,7 +152,7 @@ class _Held:
             for key, value in state.items()
             if isinstance(value, (int, float)) or (isinstance(value, Tensor) and value.dim() == 0)
         }
-        self.digest = f"{digest_of([parameter, *self.tensors.values()]).hex()} {sorted(self.scalars.items())}"
+        self.digest = f"{digest_of([parameter, *self.tensors.values()]).tolist()} {sorted(self.scalars.items())}"
 
 
 def held_extent(name: str, tensor: Tensor, part: Slice | None) -> tuple[Extent, Tensor]:

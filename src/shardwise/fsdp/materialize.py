@@ -29,7 +29,7 @@ from shardwise.comm.dtype import dtype_name
 from shardwise.fsdp import torch_private
 from shardwise.fsdp.build import OwnedParameter
 from shardwise.fsdp.deferred import Recording, take_recording
-from shardwise.fsdp.sync import digest_of
+from shardwise.fsdp.digest import digest_of
 from shardwise.spec.errors import RankDisagreement, StateError
 from shardwise.spec.extent import Extent
 
@@ -410,7 +410,7 @@ def _is_same(one: Tensor, other: Tensor) -> bool:
 
 def _agree_on_states(states: Sequence[Tensor], comm: Comm, mode: str) -> None:
     """Have generator states equal rank 0's, in place."""
-    numbers = agree(comm, int.from_bytes(digest_of(list(states))[:7]) if states else 0)
+    numbers = agree(comm, int(digest_of(states)[0]) if states else 0)
     if len(set(numbers)) == 1:
         return
     if mode == "error":

@@ -13,10 +13,9 @@ from torch import Tensor, nn
 from shardwise.comm.base import Comm
 from shardwise.comm.control import agree, all_gather_json
 from shardwise.fsdp import torch_private
+from shardwise.fsdp.digest import digest_of
 from shardwise.fsdp.view import is_dense, memory_order
 from shardwise.spec.errors import RankDisagreement, StateError
-
-_HASH_CHUNK_BYTES = 1 << 24
 
 
 def synchronise(
@@ -70,13 +69,11 @@ def _compare_values(tensors: dict[str, Tensor], comm: Comm, mode: str, groups: d
     """Compare hashes over the ranks, and send what differs."""
     units = groups or {name: [name] for name in tensors}
     units = {unit: [name for name in names if name in tensors] for unit, names in units.items()}
-    digests = torch.zeros(comm.size, len(units), 2, dtype=torch.int64)
+    moved = torch.zeros(comm.size, len(units), 2, dtype=torch.int64, device=comm.device)
     for index, names in enumerate(units.values()):
-        digest = digest_of([tensors[name] for name in names])
-        digests[comm.rank, index] = torch.frombuffer(bytearray(digest), dtype=torch.int64)
-    moved = digests.view(-1).to(comm.device)
-    comm.all_gather(moved, unit="sync").wait()
-    digests = moved.cpu().view(comm.size, len(units), 2)
+        moved[comm.rank, index] = digest_of([tensors[name] for name in names], comm.device)
+    comm.all_gather(moved.view(-1), unit="sync").wait()
+    digests = moved.cpu()
     differs = (digests != digests[0]).any(dim=2).any(dim=0).tolist()
     odd = [unit for unit, is_odd in zip(units, differs, strict=True) if is_odd]
     if not odd:
@@ -135,18 +132,6 @@ def _refuse_meta(tensors: dict[str, Tensor], comm: Comm) -> None:
             "  Give all of it values, or none: sw.deferred_init(build_model), sw.parallelize(..., init=...); or give"
             " the weights on rank 0 and set sync='rank0'."
         )
-
-
-def digest_of(tensors: list[Tensor]) -> bytes:
-    """16 bytes that tell contents apart."""
-    state = hashlib.blake2b(digest_size=16)
-    for tensor in tensors:
-        if tensor.numel() == 0:
-            continue
-        dense = tensor.detach() if is_dense(tensor) else tensor.detach().contiguous()
-        for chunk in memory_order(dense).view(torch.uint8).split(_HASH_CHUNK_BYTES):
-            state.update(chunk.cpu().numpy().data)
-    return state.digest()
 
 
 def _send(name: str, tensor: Tensor, comm: Comm) -> None:
