@@ -18,8 +18,8 @@ from torch import Tensor, nn
 
 from shardwise.comm.control import all_gather_json
 from shardwise.fsdp import attach, torch_private
+from shardwise.fsdp.digest import digest_of
 from shardwise.fsdp.flat import group_of
-from shardwise.fsdp.sync import digest_of
 from shardwise.spec.errors import StateError
 from shardwise.spec.uncopyable import Uncopyable
 
@@ -131,7 +131,7 @@ def _compare_gradients(parameters: list[Tensor], runtime: Runtime) -> bool:
     gradients = [
         p.grad if p.grad.layout is torch.strided else p.grad.to_dense() for p in parameters if p.grad is not None
     ]
-    digests = all_gather_json(runtime.comms.control, digest_of(gradients).hex())
+    digests = all_gather_json(runtime.comms.control, str(digest_of(gradients).tolist()))
     if len(set(digests)) > 1:
         shapes = ", ".join(str(list(p.shape)) for p in parameters[:3])
         raise StateError(
