@@ -9,7 +9,7 @@ WORKERS ?= 2
 
 .DEFAULT_GOAL := help
 .DELETE_ON_ERROR:
-.PHONY: help venv demo test test-all check bench models parity clean
+.PHONY: help venv demo test test-all fuzz check bench models parity clean
 
 test test-all check: export OMP_NUM_THREADS = 1
 
@@ -38,6 +38,12 @@ test: $(STAMP) ## everything that needs no GPU, but for the long matrices
 
 test-all: $(PEERS) ## everything, the long matrices and the peers too; GPU tests are skipped where there is none
 	@$(BIN)/python -m pytest -n $(WORKERS) --dist worksteal
+
+FIRST ?= $(shell date +%s)
+COUNT ?= 200
+
+fuzz: $(STAMP) ## random programs beside one plain process, FSDP2 as the judge of what is legal (FIRST=seed COUNT=200)
+	@OMP_NUM_THREADS=1 $(BIN)/python -m tests.fuzz $(FIRST) $(COUNT) --shrink
 
 check: $(STAMP) ## format, lint, types, floors and unit tests, in seconds
 	@$(BIN)/ruff format --check --quiet .

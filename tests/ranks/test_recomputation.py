@@ -240,3 +240,49 @@ def two_forwards():
 
 def test_a_whole_model_can_be_recomputed_and_two_recomputed_forwards_share_one_backward():
     run_on_ranks(two_forwards, 2)
+
+
+class GivesAnother(Block):
+    """Returns a second value beside its own."""
+
+    def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:
+        h = F.gelu(self.up(x))
+        return x + self.down(h), torch.sin(h).mean(-1)
+
+
+class Beside(Chain):
+    """The root returns the second values as they are; some blocks are left out, in other steps others."""
+
+    def __init__(self) -> None:
+        super().__init__(GivesAnother)
+        self.left_out: frozenset[int] = frozenset()
+
+    def forward(self, x: Tensor) -> tuple[Tensor, list[Tensor]]:
+        x, others = self.stem(x), []
+        for index, block in enumerate(self.blocks):
+            if index not in self.left_out:
+                x, other = checkpoint(block, x, use_reentrant=False)
+                others.append(other)
+        return self.head(x), others
+
+
+def through_second_values(model, rank, step):
+    """Backward begins in a block, not in the root; with the graph kept it comes a second time, through all."""
+    model.left_out = frozenset({2, 3} if step < 2 else {1})
+    y, others = model(sample(rank, step))
+    loss = others[0 if step % 2 else -1].cos().mean()
+    loss.backward(retain_graph=True)
+    yield loss
+    loss = y.square().mean() + sum(other.cos().mean() for other in others)
+    loss.backward()
+    yield loss
+
+
+def begin_in_a_block():
+    for strategy in presets():
+        compare(Beside, through_second_values, strategy)
+
+
+@WORLDS
+def test_backward_may_begin_in_a_recomputed_unit_whose_second_value_the_root_returns(world):
+    run_on_ranks(begin_in_a_block, world)

@@ -59,7 +59,8 @@ def attach_tickets(runtime: Runtime, unit: Unit, output: object, since: int, *, 
     """Put a ticket on every output that this call of ``unit`` has made.
 
     A module that hands an input through has not made that output: its ticket would fire much later, in the backward of
-    whoever made it.
+    whoever made it. Where a unit returns what a unit inside it has returned, the ticket of the outer one fires first:
+    backward enters units from the outside in, and the order of entries has the same first place for every loss.
 
     Args:
         runtime: What the ticket calls.
@@ -75,7 +76,7 @@ def attach_tickets(runtime: Runtime, unit: Unit, output: object, since: int, *, 
             continue
         if call is None:
             call = Call(runtime, unit, is_counted=is_counted)
-        tensor.register_hook(call)
+        torch_private.hook_first(tensor, call)
 
 
 class BeforeForward(Uncopyable):

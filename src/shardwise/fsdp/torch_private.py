@@ -122,6 +122,21 @@ def forward_pre_hooks_of(module: nn.Module) -> dict[int, Callable[..., object]]:
     return module._forward_pre_hooks
 
 
+def hook_first(tensor: Tensor, hook: Callable[[Tensor], None]) -> None:
+    """Register a gradient hook on a tensor that runs before those it has. ``Tensor.register_hook`` puts it behind them.
+
+    The dict of hooks is filled anew: autograd calls them in the order of insertion, whatever an ``OrderedDict`` says.
+    """
+    handle = tensor.register_hook(hook)
+    hooks = tensor._backward_hooks
+    assert hooks is not None
+    if len(hooks) > 1:
+        before = dict(hooks)
+        hooks.clear()
+        hooks[handle.id] = before.pop(handle.id)
+        hooks.update(before)
+
+
 def has_gradient_hooks(parameter: nn.Parameter) -> bool:
     """Whether the user put hooks on a parameter's gradient. Tensors do not tell in public."""
     return bool(parameter._backward_hooks) or bool(getattr(parameter, "_post_accumulate_grad_hooks", None))
