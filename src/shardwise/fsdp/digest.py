@@ -10,9 +10,8 @@ certain in its row; other contents, permuted ones too, have the same digest with
 
 from __future__ import annotations
 
-import functools
 import hashlib
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 
 import torch
 from torch import Tensor
@@ -25,19 +24,49 @@ _ROWS_ON_CPU, _ROWS_ON_DEVICE = 4, 256
 _LAST_LEVEL = 8  # of the sums of tensors
 
 
-def digest_of(tensors: Sequence[Tensor], device: torch.device | None = None) -> Tensor:
-    """Two int64 numbers that tell the contents, dtypes and sizes of ``tensors`` apart.
+def digest_of(tensors: Sequence[Tensor]) -> Tensor:
+    """As :meth:`Digester.of`, once."""
+    return Digester().of(tensors)
 
-    Args:
-        tensors: In an order that matters.
-        device: Of the result. By default that of the tensors, so that nobody waits.
-    """
-    held = [tensor.detach() for tensor in tensors if tensor.numel()]
-    header = hashlib.blake2b(repr([(tensor.dtype, tensor.numel()) for tensor in held]).encode(), digest_size=8)
-    target = device or (held[0].device if held else torch.device("cpu"))
-    sums = [_sums(_words(tensor), tensor.device, 0).to(target) for tensor in held]
-    total = _sums(torch.cat(sums).split(ROW_WORDS), target, _LAST_LEVEL) if sums else torch.zeros(2, dtype=torch.int64)
-    return total.to(target) + int.from_bytes(header.digest(), signed=True)
+
+class Digester:
+    """Makes digests. It holds the random numbers, 128 KiB for each level and device."""
+
+    def __init__(self) -> None:
+        self._tables: dict[tuple[int, torch.device], Tensor] = {}
+
+    def of(self, tensors: Sequence[Tensor], device: torch.device | None = None) -> Tensor:
+        """Two int64 numbers that tell the contents, dtypes and sizes of ``tensors`` apart.
+
+        Args:
+            tensors: In an order that matters.
+            device: Of the result. By default that of the tensors, so that nobody waits.
+        """
+        held = [tensor.detach() for tensor in tensors if tensor.numel()]
+        header = hashlib.blake2b(repr([(tensor.dtype, tensor.numel()) for tensor in held]).encode(), digest_size=8)
+        target = device or (held[0].device if held else torch.device("cpu"))
+        total = torch.zeros(2, dtype=torch.int64, device=target)
+        if held:
+            sums = torch.cat([self._sums(_words(tensor), tensor.device, 0).to(target) for tensor in held])
+            total = self._sums(sums.split(ROW_WORDS), target, _LAST_LEVEL)
+        return total + int.from_bytes(header.digest(), signed=True)
+
+    def _sums(self, pieces: Iterable[Tensor], device: torch.device, level: int) -> Tensor:
+        key = level, device
+        if key not in self._tables:
+            self._tables[key] = _table(level).to(device)
+        table = self._tables[key]
+        found: list[Tensor] = []
+        for words in pieces:
+            num_whole = words.numel() // ROW_WORDS * ROW_WORDS
+            for part in (words[:num_whole].view(-1, ROW_WORDS), words[num_whole:].view(1, -1)):
+                if part.numel():
+                    factors = table[: part.shape[1]]
+                    found.append(
+                        torch.stack([_products(part, factors), _products(part >> 32, factors)], dim=1).view(-1)
+                    )
+        sums = torch.cat(found)
+        return sums if sums.numel() == 2 else self._sums(sums.split(ROW_WORDS), device, level + 1)
 
 
 def _words(tensor: Tensor) -> Iterator[Tensor]:
@@ -56,27 +85,12 @@ def _words(tensor: Tensor) -> Iterator[Tensor]:
             yield last.view(torch.int64)
 
 
-def _sums(pieces: Iterator[Tensor] | Sequence[Tensor], device: torch.device, level: int) -> Tensor:
-    table = _table(level, device)
-    found: list[Tensor] = []
-    for words in pieces:
-        num_whole = words.numel() // ROW_WORDS * ROW_WORDS
-        for part in (words[:num_whole].view(-1, ROW_WORDS), words[num_whole:].view(1, -1)):
-            if part.numel():
-                factors = table[: part.shape[1]]
-                found.append(torch.stack([_products(part, factors), _products(part >> 32, factors)], dim=1).view(-1))
-    sums = torch.cat(found)
-    return sums if sums.numel() == 2 else _sums(sums.split(ROW_WORDS), device, level + 1)
-
-
 def _products(rows: Tensor, factors: Tensor) -> Tensor:
     """``rows @ factors`` modulo 2**64; CUDA has no products of integer matrices."""
     return torch.mv(rows, factors) if rows.device.type == "cpu" else (rows * factors).sum(dim=1)
 
 
-@functools.cache
-def _table(level: int, device: torch.device) -> Tensor:
+def _table(level: int) -> Tensor:
     generator = torch.Generator().manual_seed(level)
     limit = 1 << 62
-    numbers = torch.randint(-limit, limit, (ROW_WORDS,), dtype=torch.int64, generator=generator)
-    return (numbers * 2 + 1).to(device)
+    return torch.randint(-limit, limit, (ROW_WORDS,), dtype=torch.int64, generator=generator) * 2 + 1

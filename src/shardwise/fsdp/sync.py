@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from shardwise.comm.base import Comm
 from shardwise.comm.control import agree, all_gather_json
 from shardwise.fsdp import torch_private
-from shardwise.fsdp.digest import digest_of
+from shardwise.fsdp.digest import Digester
 from shardwise.fsdp.view import is_dense, memory_order
 from shardwise.spec.errors import RankDisagreement, StateError
 
@@ -70,8 +70,9 @@ def _compare_values(tensors: dict[str, Tensor], comm: Comm, mode: str, groups: d
     units = groups or {name: [name] for name in tensors}
     units = {unit: [name for name in names if name in tensors] for unit, names in units.items()}
     moved = torch.zeros(comm.size, len(units), 2, dtype=torch.int64, device=comm.device)
+    digester = Digester()
     for index, names in enumerate(units.values()):
-        moved[comm.rank, index] = digest_of([tensors[name] for name in names], comm.device)
+        moved[comm.rank, index] = digester.of([tensors[name] for name in names], comm.device)
     comm.all_gather(moved.view(-1), unit="sync").wait()
     digests = moved.cpu()
     differs = (digests != digests[0]).any(dim=2).any(dim=0).tolist()

@@ -23,7 +23,7 @@ def digest_in_python(data: bytes) -> list[int]:
     """Word by word, as the module's docstring says, without the header."""
 
     def sums(words: list[int], level: int) -> list[int]:
-        table = digest._table(level, torch.device("cpu")).tolist()
+        table = digest._table(level).tolist()
         found = []
         for start in range(0, len(words), ROW_WORDS):
             row = words[start : start + ROW_WORDS]
