@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Collection, Iterable, Sequence
 
 import torch
 from torch import Tensor, nn
@@ -29,7 +29,8 @@ def clip_grad_norm(model: nn.Module, max_norm: float) -> Tensor:
     spread over the ranks (``ParallelPlan.row_sharded``) are.
 
     Args:
-        model: A parallelized model after ``backward()``.
+        model: A parallelized model after ``backward()``. One of its units: the norm of the gradients below that module,
+            which alone are scaled; every rank must have it.
         max_norm: At least 0.
 
     Returns:
@@ -42,26 +43,51 @@ def clip_grad_norm(model: nn.Module, max_norm: float) -> Tensor:
 
     Raises:
         StateError: ``max_norm`` is negative or not a number, the model is not parallelized or updated in
-            backward.
+            backward, sums of accumulated microbatches have not been reduced; of a unit inside ``sw.join``.
     """
     if not max_norm >= 0:
         raise StateError(f"clip_grad_norm(max_norm={max_norm}): expected a number of at least 0.")
     runtime = attach.runtime_of(model, "sw.clip_grad_norm")
     refuse(runtime, "sw.clip_grad_norm()")
+    runtime.refuse_sums("sw.clip_grad_norm()")
+    part = _part_of(runtime, model)
     if runtime.join is not None:
+        if part is not None:
+            raise StateError(
+                "sw.clip_grad_norm() of a unit inside sw.join(): ranks without a batch clip the whole model.\n"
+                "  Pass the model."
+            )
         runtime.join.clips(max_norm)
-    grads = [shard.grad for group in runtime.groups for shard in group.shards if shard.grad is not None]
-    grads += runtime.ignored.spread_gradients
+    shards = (shard for group in runtime.groups for shard in group.shards)
+    grads = [
+        p.grad for p in (*shards, *runtime.ignored.spread_parameters.values()) if p.grad is not None and _is_in(part, p)
+    ]
     with partial.allowed():
-        norm = grad_norm(runtime)
+        norm = grad_norm(runtime, part)
     coefficient = torch.clamp(max_norm / (norm + 1e-6), max=1.0)
     for device in {grad.device for grad in grads}:  # some may be on the host
         torch._foreach_mul_([grad for grad in grads if grad.device == device], coefficient.to(device))
     return norm
 
 
-def grad_norm(runtime: Runtime) -> Tensor:
+def _part_of(runtime: Runtime, module: nn.Module) -> frozenset[int] | None:
+    """Identities of the parameters below ``module``; ``None`` for the whole model."""
+    attachment = attach.attachment_of(module)
+    if attachment is None or attachment.unit is runtime.units[0]:
+        return None
+    return frozenset(map(id, module.parameters()))
+
+
+def _is_in(part: Collection[int] | None, parameter: Tensor) -> bool:
+    return part is None or id(parameter) in part
+
+
+def grad_norm(runtime: Runtime, part: Collection[int] | None = None) -> Tensor:
     """The global 2-norm of the gradients on the shards.
+
+    Args:
+        runtime: Of the model.
+        part: Identities of the parameters that count; ``None``: all.
 
     Collective:
         As :func:`clip_grad_norm`.
@@ -74,7 +100,7 @@ def grad_norm(runtime: Runtime) -> Tensor:
     for group in runtime.groups:
         grads = sharded if group.row.shards_optimizer else replicated if group.comms is comms else experts
         for spec, shard in zip(group.layout.params, group.shards, strict=True):
-            if shard.grad is not None and comms.counts(spec.slice):
+            if shard.grad is not None and comms.counts(spec.slice) and _is_in(part, shard):
                 dtypes.add(group.dtype)
                 grads.append(shard.grad)
     total = _sum_of_squares(experts, device)
@@ -87,7 +113,8 @@ def grad_norm(runtime: Runtime) -> Tensor:
     for comm in comms.across:
         comm.all_reduce(total, unit="grad_norm").wait()
     if runtime.ignored.spread:
-        rows = _sum_of_squares(runtime.ignored.spread_gradients, device)
+        spread = runtime.ignored.spread_parameters.values()
+        rows = _sum_of_squares((p.grad for p in spread if p.grad is not None and _is_in(part, p)), device)
         comms.world.all_reduce(rows, unit="grad_norm").wait()
         total += rows
     dtypes = dtypes or {group.dtype for group in runtime.groups}  # a stage without gradients goes by what it holds

@@ -79,11 +79,6 @@ class Ignored:
         """The rows that this rank holds, by name of the whole."""
         return {name: self.parameters[name] for name in sorted(self.spread)}
 
-    @property
-    def spread_gradients(self) -> list[torch.Tensor]:
-        """Of the rows that this rank holds."""
-        return [parameter.grad for parameter in self.spread_parameters.values() if parameter.grad is not None]
-
     def below(self, path: str) -> Ignored:
         """The same as a part of a larger model, in which it lies at ``path``."""
         return Ignored(

@@ -159,11 +159,7 @@ def _check_moment(runtime: Runtime) -> None:
             "optimizer.step() inside sw.full_parameters(): the optimizer's state is of shards.\n  Step outside of it."
         )
     mishaps.refuse_between(runtime, "optimizer.step()")
-    if any(group.gradient.is_local for group in runtime.groups):
-        raise StateError(
-            "optimizer.step() came before the gradients of accumulated microbatches were reduced over the ranks.\n"
-            "  Run the last backward of a step outside of sw.gradient_sync(model, False)."
-        )
+    runtime.refuse_sums("optimizer.step()")
 
 
 def _after_step(optimizer: torch.optim.Optimizer, _args: Any, _kwargs: Any) -> None:

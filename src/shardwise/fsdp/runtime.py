@@ -309,6 +309,18 @@ class Runtime:
                 self.buffers.forward_begins(may_change=self.may_change_buffers)
         self.follow_shards()
 
+    def refuse_sums(self, call: str) -> None:
+        """Refuse ``call`` while gradients of accumulated microbatches are not in ``.grad``.
+
+        Raises:
+            StateError: Some are not.
+        """
+        if any(group.gradient.is_local for group in self.groups):
+            raise StateError(
+                f"{call} came before the gradients of accumulated microbatches were reduced over the ranks.\n"
+                "  Run the last backward of a step outside of sw.gradient_sync(model, False)."
+            )
+
     def follow_shards(self) -> None:
         """Take over what the user changed on the parameters: other memory (``p.data = ...``), what is trained.
 

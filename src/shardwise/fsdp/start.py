@@ -14,7 +14,7 @@ from shardwise.fsdp import added, attach
 from shardwise.fsdp.build import ROOT, is_below
 from shardwise.fsdp.group import Group
 from shardwise.fsdp.guard import install_guards
-from shardwise.fsdp.hooks import AfterForward, BeforeForward, eager_hook
+from shardwise.fsdp.hooks import AfterForward, BeforeForward, eager_hook, refuse_on_shard
 from shardwise.fsdp.inner import InnerShard
 from shardwise.fsdp.options import EngineOptions
 from shardwise.fsdp.packed import gathered_cuts, reduced_cuts
@@ -111,6 +111,10 @@ def _install_hooks(runtime: Runtime, unit: Unit) -> None:
             if full.requires_grad and full.numel() >= least:  # torch refuses a hook on others
                 hook = eager_hook(weakref.ref(runtime), weakref.ref(group), index)
                 runtime.hooks.append(full.register_post_accumulate_grad_hook(hook))
+        for index, shard in enumerate(group.shards):
+            if shard.requires_grad and group.holds_part:
+                refusal = refuse_on_shard(weakref.ref(group), index)
+                runtime.hooks.append(shard.register_post_accumulate_grad_hook(refusal))
     for member in unit.members:
         module = member.module()
         assert module is not None
