@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Iterable, Sequence
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -15,12 +16,14 @@ from shardwise.fsdp import attach, batch_norm, build, optimizer, precision, star
 from shardwise.fsdp.finish import finish
 from shardwise.fsdp.ignore import find_ignored
 from shardwise.fsdp.in_backward import refuse
+from shardwise.fsdp.notice import tell_once
 from shardwise.fsdp.offload import choose_units
 from shardwise.fsdp.options import EngineOptions
 from shardwise.fsdp.runtime import Runtime
 from shardwise.fsdp.sync import synchronise
 from shardwise.fsdp.unit import Unit
 from shardwise.spec.errors import MeshError, PlanError, StateError
+from shardwise.spec.foreign import translated
 from shardwise.spec.offload import OffloadPolicy
 from shardwise.spec.offload import offload_policy as parse_offload
 from shardwise.spec.placement import PRESETS
@@ -55,8 +58,10 @@ def fully_shard(
             dimensions is (replicate, shard): hybrid sharding. The outermost call takes the mesh of those inside.
         reshard_after_forward: Release the parameters between forward and backward. ``"auto"``: yes, but not for the
             outermost unit. A number: keep them sharded over so many neighbouring ranks.
-        mp_policy: In which dtypes this unit computes and reduces; ``None``: its own. Units below keep theirs.
-        offload_policy: What of this unit is kept on the host: ``"none"``, ``"cpu"`` or an ``OffloadPolicy``.
+        mp_policy: In which dtypes this unit computes and reduces; ``None``: its own. Units below keep theirs. torch's
+            ``MixedPrecisionPolicy`` is taken for the ``PrecisionPolicy`` that it is.
+        offload_policy: What of this unit is kept on the host: ``"none"``, ``"cpu"`` or an ``OffloadPolicy``; torch's
+            ``CPUOffloadPolicy`` is one.
         ignored_params: Parameters that are left alone (``ParallelPlan.ignored``), of other modules too. As with FSDP2,
             a call for an enclosing module takes them unless they are ignored there as well.
 
@@ -71,6 +76,7 @@ def fully_shard(
         PlanError: An argument is not possible here, or a batch norm does not work on several ranks.
         StateError: A parameter is used both inside a unit made earlier and outside of it (tied weights).
     """
+    mp_policy, offload_policy = _said(mp_policy), _said(offload_policy)
     if mp_policy is not None and mp_policy.overrides:
         raise PlanError(
             "fully_shard(mp_policy=...) takes the policy of one unit, without overrides.\n"
@@ -137,6 +143,14 @@ def fully_shard(
     finish(module, runtime, lambda: place.open_samples(device), sync_buffers="none")
     _add_methods(module)
     return module
+
+
+def _said(value: Any) -> Any:
+    """What an object of torch's FSDP2 is here, said once; anything else as it is."""
+    meant, note = translated(value)
+    if note is not None:
+        tell_once(note)
+    return meant
 
 
 def _is_in_a_unit(name: str, units: Iterable[str]) -> bool:

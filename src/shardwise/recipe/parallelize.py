@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import dataclasses
+import difflib
 from collections.abc import Callable, Iterable, Mapping
+from typing import Any
 
 import torch
 from torch import nn
@@ -38,7 +41,9 @@ from shardwise.tensor.cut import find_cuts
 from shardwise.tensor.rows import find_row_sharded, spread_rows, table_weights
 
 
-def parallelize(model: nn.Module, plan: ParallelPlan | None = None, *, init: Given | None = None) -> nn.Module:
+def parallelize(
+    model: nn.Module, plan: ParallelPlan | str | None = None, *, init: Given | None = None, **fields: Any
+) -> nn.Module:
     """Make ``model`` train as ``plan`` says, on every rank of the world.
 
     The model is changed in place: its class, names and ``forward`` stay; its Parameter objects stay too and become this
@@ -48,11 +53,13 @@ def parallelize(model: nn.Module, plan: ParallelPlan | None = None, *, init: Giv
 
     Args:
         model: Any ``nn.Module`` whose parameters are on one device.
-        plan: ``None`` means the defaults: zero3 over all ranks, units found automatically.
+        plan: ``None`` means the defaults: zero3 over all ranks, units found automatically. The name of a
+            strategy: that one, and the defaults.
         init: Where a model on ``meta`` gets its values, one unit at a time. ``None``: from its recorded construction
             (``sw.deferred_init``), else each module's ``reset_parameters()`` in the order of ``modules()``. A function:
             called with every module that owns meta tensors, on the CPU, to initialise those. A mapping: a state dict,
             looked at on rank 0 only and read group by group; it may load each value when it is asked for it.
+        **fields: Those of a ``ParallelPlan``, where none is given: ``sw.parallelize(model, strategy="zero2")``.
 
     Returns:
         ``model``.
@@ -65,9 +72,11 @@ def parallelize(model: nn.Module, plan: ParallelPlan | None = None, *, init: Giv
         StateError: The model holds something that cannot be sharded.
         RankDisagreement: The ranks hold different models.
     """
-    plan = plan or ParallelPlan()
+    plan = _plan_of(plan, fields)
     check_fresh(model)
     _tell_alias(plan.strategy)
+    for note in plan.notes:
+        tell_once(note)
     check_plan(plan)
     units = find_units(model, "none" if plan.placements.is_threaded else plan.wrap_policy)
     ignored = find_ignored(model, plan.ignored)
@@ -101,6 +110,29 @@ def parallelize(model: nn.Module, plan: ParallelPlan | None = None, *, init: Giv
     if plan.placements.is_threaded:
         data_parallel.install(model)
     return model
+
+
+def _plan_of(plan: ParallelPlan | str | None, fields: Mapping[str, Any]) -> ParallelPlan:
+    """The plan that the arguments of :func:`parallelize` mean."""
+    if (isinstance(plan, ParallelPlan) and fields) or (plan is not None and "strategy" in fields):
+        raise PlanError(
+            f"sw.parallelize() got a plan and {', '.join(fields)} beside it.\n"
+            "  Put all into the plan: sw.ParallelPlan(...)."
+        )
+    if isinstance(plan, ParallelPlan):
+        return plan
+    given: dict[str, Any] = {**({"strategy": plan} if plan is not None else {}), **fields}
+    known = [field.name for field in dataclasses.fields(ParallelPlan)]
+    for name in given:
+        if name not in known:
+            near = difflib.get_close_matches(name, known, n=1)
+            hint = f"Did you mean {near[0]!r}? " if near else ""
+            raise PlanError(f"sw.parallelize() and its plan have no {name!r}.\n  {hint}Fields: {', '.join(known)}.")
+    made = ParallelPlan(**given)
+    if given:
+        shown = ", ".join(f"{name}={getattr(made, name)!r}" for name in given)
+        tell_once(f"the plan is sw.ParallelPlan({shown})")
+    return made
 
 
 def check_fresh(model: nn.Module) -> None:

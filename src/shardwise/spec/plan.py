@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 from shardwise.spec.buffers import BUFFER_SYNCS
 from shardwise.spec.errors import MeshError, PlanError
+from shardwise.spec.foreign import translated
 from shardwise.spec.granularity import Granularity, resolve_granularity
 from shardwise.spec.ignore import ignored_entries
 from shardwise.spec.mesh import Mesh
@@ -148,6 +149,7 @@ class ParallelPlan:
 
     def __post_init__(self) -> None:
         """Check every field that can be checked without a model or a world."""
+        self._translate()
         for axis in ("dp_replicate", "cp", "tp", "pp", "ep"):
             size = getattr(self, axis)
             if isinstance(size, bool) or not isinstance(size, int) or size < 1:
@@ -182,6 +184,21 @@ class ParallelPlan:
         _one_of("sync_buffers", self.sync_buffers, BUFFER_SYNCS)
         self._check_compile(self.recompute)
         self._check_buffers()
+
+    def _translate(self) -> None:
+        """Replace objects of torch's FSDP by what they are here (``spec.foreign``)."""
+        notes = []
+        for name in ("strategy", "auto_wrap_policy", "mp_policy", "offload_policy", "activation_checkpointing"):
+            value, note = translated(getattr(self, name))
+            if note is not None:
+                object.__setattr__(self, name, value)
+                notes.append(note)
+        object.__setattr__(self, "_notes", tuple(notes))
+
+    @property
+    def notes(self) -> tuple[str, ...]:
+        """What objects of torch's FSDP became, in words."""
+        return vars(self)["_notes"]
 
     def _parse_policies(self) -> None:
         """Replace what files write by the policies that it means; words stay words."""
