@@ -212,7 +212,7 @@ from shardwise.train.data import open_data
 def read_bytes():
     return int(Path("/proc/self/io").read_text().split()[1])
 
-folder, opened = sys.argv[1], set()
+folder, num_samples, opened = sys.argv[1], int(sys.argv[2]), set()
 sys.addaudithook(lambda event, args: event == "open" and str(args[0]).startswith(folder) and opened.add(str(args[0])))
 settings = [f"data.source={folder}/*.data", "data.max_bytes=null", "model.preset=gpt-nano", "model.vocab_size=256"]
 before = read_bytes()
@@ -221,15 +221,16 @@ resolved.source.check(resolved.vocab_size)
 resolved.source.fingerprint()
 data = open_data(resolved.source, seq_len=16, held_out=0.05, vocab_size=resolved.vocab_size, seed=0)
 started, num_opened = read_bytes() - before, len(opened)
-for index in range(0, data.train.num_samples, data.train.num_samples // 2000 + 1):
+for index in range(0, data.train.num_samples, data.train.num_samples // num_samples + 1):
     data.train.sample(index)
 print(json.dumps([started, num_opened, len(opened), len(list(Path("/proc/self/map_files").iterdir()))]))
 """
 
 
-def start(folder: Path) -> list[int]:
-    """Bytes read and files opened before the first sample; files opened after many, and files mapped then."""
-    done = subprocess.run([sys.executable, "-c", STARTED, str(folder)], capture_output=True, text=True, check=False)
+def start(folder: Path, num_samples: int) -> list[int]:
+    """Bytes read and files opened before the first sample; files opened after so many, and files mapped then."""
+    command = [sys.executable, "-c", STARTED, str(folder), str(num_samples)]
+    done = subprocess.run(command, capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr
     return json.loads(done.stdout)
 
@@ -241,7 +242,7 @@ def test_of_a_large_token_file_little_is_read_before_training(tmp_path: Path) ->
     raw = path.read_bytes()[:24] + num_tokens.to_bytes(8, "little") + bytes(32)
     path.write_bytes(raw)
     os.truncate(path, HEADER_BYTES + 2 * num_tokens)  # sparse: 8 GiB that take no place
-    read, opened, *_ = start(tmp_path)
+    read, opened, *_ = start(tmp_path, 5)
     assert opened == 1
     assert read < 3 * LOOKED_AT_BYTES  # of 512 times as much
 
@@ -254,7 +255,7 @@ def test_of_many_files_few_are_opened_before_training_and_few_are_mapped_at_a_ti
             write_tokens(path, [np.arange(200)], vocab_size=256)
             raw = path.read_bytes()
         path.write_bytes(raw)
-    _, opened, in_the_end, mapped = start(tmp_path)
+    _, opened, in_the_end, mapped = start(tmp_path, 2000)
     assert opened == LOOKED_AT_FILES
     assert in_the_end > 1000
     assert mapped < MAPPED_FILES + 400  # libraries are mapped too
