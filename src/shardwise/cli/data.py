@@ -16,8 +16,9 @@ def register(app: typer.Typer) -> None:
     data.callback()(_group)
     data.command(
         "tokenize",
-        help="Write text as a token file: one token per byte, uint16, memory-mapped in training.\n\n"
-        "Example: shardwise data tokenize corpus/ corpus.tokens",
+        help="Write text as a token file, memory-mapped in training: one token per byte, or with --tokenizer what the"
+        " tokenizer of a Hugging Face folder makes of it.\n\n"
+        "Example: shardwise data tokenize corpus/ corpus.tokens --tokenizer models/llama",
     )(tokenize)
     app.add_typer(data, name="data")
 
@@ -32,19 +33,22 @@ def _group() -> None:
 def tokenize(
     source: Annotated[str, typer.Argument(help="File, folder or glob of UTF-8 text, or 'stdlib'.")],
     out: Annotated[Path, typer.Argument(help="The token file.")],
+    tokenizer: Annotated[str, typer.Option(help="'bytes', or a Hugging Face folder with a tokenizer.")] = "bytes",
     force: Annotated[bool, typer.Option("--force", help="Replace the file if it exists.")] = False,  # noqa: FBT002  typer's form
 ) -> None:
     """Write a token file."""
     from shardwise.spec.errors import StorageError
-    from shardwise.train.data import BYTE_VOCAB, find_source
-    from shardwise.train.data import tokenize as blocks
+    from shardwise.train.data import find_source
+    from shardwise.train.tokenizer import find_tokenizer
+    from shardwise.train.tokenizer import tokenize as blocks
     from shardwise.train.tokens import DataError, write_tokens
 
     found = find_source(source)
     if found.kind != "text":
         raise DataError(f"{source} is not text.\n  Name a file, folder or glob of text.")
+    held = find_tokenizer(tokenizer)
     try:
-        count = write_tokens(out, blocks(found), vocab_size=BYTE_VOCAB, should_replace=force)
+        count = write_tokens(out, blocks(found, held), vocab_size=held.vocab_size, should_replace=force)
     except OSError as error:
         raise StorageError(f"{out} cannot be written: {error.strerror}.\n  Name another place.") from None
-    show(f"{out}: {count:,} tokens from {len(found.files)} files, vocabulary {BYTE_VOCAB}")
+    show(f"{out}: {count:,} tokens from {len(found.files)} files, vocabulary {held.vocab_size:,}")

@@ -18,7 +18,8 @@ from shardwise.train.text import printable
 
 if TYPE_CHECKING:
     from shardwise.comm.launch import World
-    from shardwise.train.trained import Tokenizer, Trained
+    from shardwise.train.tokenizer import Tokenizer
+    from shardwise.train.trained import Trained
 
 _HELP = """Continue text with the model of a run, of a checkpoint, or of a Hugging Face folder.
 

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from shardwise.cli.show import show_error
+from shardwise.cli.show import show, show_error
 from shardwise.spec.errors import ConfigError, ShardwiseError
 from shardwise.train.text import printable
 
@@ -154,7 +154,7 @@ def _launch(
 
     if max_restarts < 0:
         raise ConfigError(f"--max-restarts {max_restarts}: expected 0 or more.\n  Set --max-restarts 0.")
-    resolved = resolve(draft, nproc)
+    resolved = resolve(draft, nproc, say=show)
     check_extras(resolved.config)
     if run_dir is not None:
         RunLock(run_dir).check()

@@ -7,6 +7,7 @@ The launcher calls :func:`resolve` before it starts a process, and every rank ca
 from __future__ import annotations
 
 import json
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -19,6 +20,7 @@ from shardwise.spec.precision import PrecisionPolicy, dtype_name
 from shardwise.train.config import Config, Draft, LogSection, OptimizerSection, ScheduleSection, TrainSection, near
 from shardwise.train.data import Source, check_size, find_source
 from shardwise.train.schedule import Schedule
+from shardwise.train.tokenizer import BYTES, find_tokenizer, has_tokenizer, tokenized
 
 _DEFAULT_PRESET = "gpt-tiny"
 _DEFAULT_MICRO = 8
@@ -86,6 +88,7 @@ def resolve(
     *,
     checks_data: bool = True,
     raises_masters: bool = True,
+    say: Callable[[str], None] | None = None,
 ) -> Resolved:
     """Check ``draft`` for a world of ``world_size`` ranks and fill in what it leaves open.
 
@@ -93,9 +96,10 @@ def resolve(
         draft: The configuration.
         world_size: Ranks.
         local_size: Ranks on each machine; by default all are on this one.
-        checks_data: There must be enough data for a step of so many ranks.
+        checks_data: There must be enough data for a step of so many ranks; text is tokenized to know.
         raises_masters: Weights that a folder stores in 16 bit get fp32 masters, unless the configuration names a
             ``master_dtype``.
+        say: Told what is done where it takes time.
 
     Raises:
         ConfigError: Something in the configuration is wrong; every mistake is listed with its line.
@@ -118,12 +122,23 @@ def resolve(
         raise AssertionError("a check failed without a message")
 
     config = draft.config()
+    tokens_by = _tokenizer(draft, config)
     source = find_source(config.data.source, max_bytes=config.data.max_bytes)
+    if source.kind == "text" and tokens_by is None:
+        problems.add(
+            draft.where("data", "tokenizer"),
+            f"{config.model.hf} holds no tokenizer, and data.source is text; name a folder that holds the model's"
+            " tokenizer, or 'bytes' for one token per byte",
+        )
+        problems.raise_if_any()
+    if source.kind == "text" and tokens_by not in {None, BYTES}:
+        source = _tokenized(draft, source, str(tokens_by), vocab_size, say, reads=checks_data)
     vocab = source.vocab_size or vocab_size
     if vocab > vocab_size:
         problems.add(
             draft.where("data", "source"),
-            f"its tokens have a vocabulary of {vocab:,}, the model's has {vocab_size:,}; set model.vocab_size={vocab}",
+            f"its tokens have a vocabulary of {vocab:,}, the model's has {vocab_size:,}; "
+            + (f"set model.vocab_size={vocab}" if config.model.hf is None else "tokenize the text with its tokenizer"),
         )
         problems.raise_if_any()
     at_once = batch.micro * batch.data_parallel_size
@@ -140,7 +155,7 @@ def resolve(
             "model": config.model.model_copy(
                 update={"preset": config.model.preset or (None if config.model.hf else _DEFAULT_PRESET)}
             ),
-            "data": config.data.model_copy(update={"seq_len": seq_len}),
+            "data": config.data.model_copy(update={"seq_len": seq_len, "tokenizer": tokens_by}),
             "parallel": config.parallel.model_copy(
                 update={"mp_policy": plan.precision.as_dict()} if raised_from is not None else {}
             ),
@@ -210,6 +225,37 @@ def _model(draft: Draft) -> tuple[GPTConfig | None, int, int | None]:
         draft.problems.add(draft.where("model", key), _inline(error))
         return None, 1 << 31, None
     return shape, shape.vocab_size, shape.seq_len
+
+
+def _tokenizer(draft: Draft, config: Config) -> str | None:
+    """The tokenizer's name: as given, else the model folder's own, else bytes; ``None``: the folder has none."""
+    if config.data.tokenizer is not None:
+        if config.data.tokenizer != BYTES and not has_tokenizer(Path(config.data.tokenizer).expanduser()):
+            draft.problems.add(
+                draft.where("data", "tokenizer"),
+                f"{config.data.tokenizer!r} is no folder with a tokenizer (tokenizer.json, vocab.json, ...);"
+                " name one, or 'bytes'",
+            )
+            draft.problems.raise_if_any()
+        return config.data.tokenizer
+    if config.model.hf is None:
+        return BYTES
+    return config.model.hf if has_tokenizer(Path(config.model.hf).expanduser()) else None
+
+
+def _tokenized(
+    draft: Draft, source: Source, name: str, vocab_size: int, say: Callable[[str], None] | None, *, reads: bool
+) -> Source:
+    """The source's tokens by the tokenizer of folder ``name``, whose vocabulary must fit the model's."""
+    tokenizer = find_tokenizer(name)
+    if tokenizer.vocab_size > vocab_size:
+        draft.problems.add(
+            draft.where("data", "tokenizer"),
+            f"the tokenizer of {name} has {tokenizer.vocab_size:,} ids, the model's embedding {vocab_size:,} rows; "
+            "use the tokenizer that the model was made for, or a model with as many rows",
+        )
+        draft.problems.raise_if_any()
+    return tokenized(source, name, tokenizer, say) if reads else replace(source, vocab_size=tokenizer.vocab_size)
 
 
 def _each_override(draft: Draft, preset: str, overrides: dict[str, Any]) -> bool:

@@ -59,7 +59,11 @@ class DataSection(Section):
     seq_len: Annotated[int, Field(ge=1, le=10**7)] | None = Field(
         None, description="tokens per sample; the longest that the model takes, but at most 2,048"
     )
-    tokenizer: Literal["bytes"] = Field("bytes", description="how text becomes tokens: one token per byte")
+    tokenizer: str | None = Field(
+        None,
+        description="how text becomes tokens: 'bytes' (one token per byte), or a Hugging Face folder with a tokenizer;"
+        " by default the model's own where model.hf is given, else bytes",
+    )
     held_out: Annotated[float, Field(gt=0.0, lt=1.0)] = Field(
         0.05, description="last part of the tokens, not trained on"
     )

@@ -2,7 +2,7 @@
 
 A *source* is a file, a folder (every visible file below it), a glob, a token file, ``stdlib`` (the source text of
 Python's own standard library) or ``random``. Files are taken in the order of their paths. Text must be UTF-8 and
-becomes one token per byte.
+becomes one token per byte, or what a tokenizer makes of it (``train.tokenizer``).
 
 A run starts in seconds however much data there is. Before the first step names and sizes are read, and of the content
 at most ``LOOKED_AT_BYTES`` of at most ``LOOKED_AT_FILES`` files, evenly spaced. A file is opened and mapped when a
@@ -22,7 +22,7 @@ import hashlib
 import itertools
 import os
 import sysconfig
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TypeVar
@@ -92,7 +92,7 @@ class Source:
             if self.kind == "tokens":
                 check_tokens(file, vocab_size, num_bytes=most)
             else:
-                _check_text(file, min(length, most))
+                check_text(file, min(length, most))
 
     def fingerprint(self) -> str:
         """A hash that changes when the data does.
@@ -227,7 +227,12 @@ def _stdlib_files() -> list[Path]:
     return sorted(files, key=lambda file: file.relative_to(root).as_posix())
 
 
-def _check_text(file: Path, length: int) -> None:
+def check_text(file: Path, length: int) -> None:
+    """Refuse a text file of which the first ``length`` bytes are not UTF-8.
+
+    Raises:
+        DataError: The line is named.
+    """
     decoder = codecs.getincrementaldecoder("utf-8")()
     line, left = 1, length
     with file.open("rb") as handle:
@@ -368,20 +373,11 @@ def check_size(source: Source, *, seq_len: int, held_out: float, needed: int, ne
         samples = max(0, (tokens - 1) // seq_len)
         if samples < least:
             raise DataError(
-                f"{source.files[0] if len(source.files) == 1 else source.name}: {source.num_tokens:,} tokens leave "
+                f"{source.name}: {source.num_tokens:,} tokens leave "
                 f"{tokens:,} for the {label} part, that is {samples:,} samples of {seq_len:,}; {least:,} "
                 f"{'is' if least == 1 else 'are'} needed.\n"
                 "  Use more text, a smaller data.seq_len, or a smaller global batch."
             )
-
-
-def tokenize(source: Source) -> Iterator[np.ndarray]:
-    """The tokens of a text source in blocks, checked on the way."""
-    for file, length in zip(source.files, source.lengths, strict=True):
-        _check_text(file, length)
-        array = _open(source, file, length)
-        for start in range(0, length, _CHUNK):
-            yield np.asarray(array[start : start + _CHUNK])
 
 
 class MappedFiles(Sequence[np.ndarray]):

@@ -6,7 +6,7 @@ import contextlib
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Any
 
 from shardwise.spec.errors import CheckpointError, ConfigError
 from shardwise.train.check import Resolved
@@ -14,29 +14,12 @@ from shardwise.train.config import Draft, read_draft
 from shardwise.train.data import BYTE_VOCAB, find_source
 from shardwise.train.resume import find_checkpoint, saved_config
 from shardwise.train.text import printable
+from shardwise.train.tokenizer import BYTES, Bytes, OfFolder, Tokenizer, find_tokenizer
 from shardwise.train.tokens import DataError
 
 if TYPE_CHECKING:
     import torch
     from torch import nn
-
-
-class Tokenizer(Protocol):
-    """Between text and token ids.
-
-    Attributes:
-        ends: Ids that end a text.
-    """
-
-    ends: tuple[int, ...]
-
-    def encode(self, text: str) -> list[int]:
-        """Text to ids."""
-        ...
-
-    def decode(self, ids: Sequence[int]) -> str:
-        """Ids to text."""
-        ...
 
 
 @dataclass(frozen=True, slots=True)
@@ -49,6 +32,7 @@ class Trained:
         model: The configuration's section ``model``.
         source: Where the run's data came from.
         tp_plan: Of the run.
+        tokens_by: The run's ``data.tokenizer``: ``bytes``, a folder, or ``None`` where it is not known.
         raises_masters: The run held fp32 masters of weights that its folder stores in 16 bit: its checkpoints do.
     """
 
@@ -58,6 +42,7 @@ class Trained:
     source: str | None = None
     tp_plan: dict[str, str] | None = None
     raises_masters: bool = False
+    tokens_by: str | None = BYTES
 
     def draft(self, overrides: Sequence[str]) -> Draft:
         """A configuration for generating: zero3 over all ranks, unless ``parallel.field=value`` says otherwise.
@@ -79,21 +64,24 @@ class Trained:
         return read_draft(None, overrides, base=base, title="the run")
 
     def tokenizer(self) -> Tokenizer:
-        """Of the folder; a run's tokens are bytes.
+        """The folder's, or the one that the run was trained with.
 
         Raises:
             ConfigError: The folder has none, or the run was trained on tokens whose text is not known.
         """
         if self.folder is not None:
             return OfFolder(self.folder)
-        try:
+        if self.tokens_by is not None and self.tokens_by != BYTES:
+            return find_tokenizer(self.tokens_by)
+        unknown = "tokens whose text is not known" if self.tokens_by is None else ""
+        with contextlib.suppress(DataError):  # the data has gone; text was bytes
             source = find_source(self.source or "stdlib")
-        except DataError:  # the data has gone; text was bytes
-            return Bytes()
-        if source.kind == "tokens" and source.vocab_size != BYTE_VOCAB:
+            if source.kind == "tokens" and source.vocab_size != BYTE_VOCAB:
+                unknown = f"token files with a vocabulary of {source.vocab_size:,}, whose text is not known"
+        if unknown:
             raise ConfigError(
-                f"the run was trained on token files with a vocabulary of {source.vocab_size:,}, whose text is not"
-                " known.\n  Give ids: --tokens '12 7 9'."
+                f"the run was trained on {unknown}.\n  Give ids: --tokens '12 7 9'. A run whose data.tokenizer names a"
+                " folder decodes with it."
             )
         return Bytes()
 
@@ -164,6 +152,7 @@ def find_trained(path: Path) -> Trained:
             config["data"]["source"],
             parallel.get("tp_plan"),
             raises_masters=policy.get("master_dtype") == "fp32",
+            tokens_by=config["data"].get("tokenizer"),
         )
     if (path / "config.json").is_file():
         return Trained(None, path, {"hf": str(path)})
@@ -172,50 +161,3 @@ def find_trained(path: Path) -> Trained:
         f"{printable(path)} is no run, checkpoint or Hugging Face folder: {what}.\n"
         "  Name a run's folder (runs/demo), a step-* folder in its checkpoints, or a folder with config.json."
     )
-
-
-class Bytes:
-    """One token per byte."""
-
-    ends = ()
-
-    def encode(self, text: str) -> list[int]:
-        """UTF-8."""
-        return list(text.encode())
-
-    def decode(self, ids: Sequence[int]) -> str:
-        """What is no byte, or no UTF-8, becomes U+FFFD."""
-        return bytes(token if token < BYTE_VOCAB else 0xFF for token in ids).decode("utf-8", "replace")
-
-
-class OfFolder:
-    """That of a Hugging Face folder.
-
-    Raises:
-        ConfigError: There is none that can be loaded.
-    """
-
-    def __init__(self, folder: Path) -> None:
-        try:
-            from transformers import AutoTokenizer  # pyrefly: ignore[missing-import]
-        except ImportError:
-            raise ConfigError(
-                "a Hugging Face folder needs the transformers package.\n  Install shardwise[hf]."
-            ) from None
-        try:
-            held: Any = AutoTokenizer.from_pretrained(folder, local_files_only=True, trust_remote_code=False)
-        except (OSError, ValueError, KeyError, TypeError) as error:
-            reason = printable(str(error).splitlines()[0] if str(error) else type(error).__name__)
-            raise ConfigError(
-                f"{printable(folder)} has no tokenizer that can be loaded: {reason}\n  Give ids: --tokens '12 7 9'."
-            ) from None
-        self._held, end = held, held.eos_token_id
-        self.ends: tuple[int, ...] = () if end is None else (end,)
-
-    def encode(self, text: str) -> list[int]:
-        """With what the tokenizer puts before a text."""
-        return list(self._held.encode(text))
-
-    def decode(self, ids: Sequence[int]) -> str:
-        """Without special tokens."""
-        return str(self._held.decode(list(ids), skip_special_tokens=True))

@@ -1,0 +1,239 @@
+"""Between text and token ids: one token per byte, or the tokenizer of a Hugging Face folder.
+
+Text of a run with a folder's tokenizer is tokenized once, before any process starts, into a token file that later runs
+over the same text find again: in ``shardwise/tokens`` below ``$XDG_CACHE_HOME`` or ``~/.cache``. What lies there may be
+deleted. Each file of the source is a document and ends with the tokenizer's end-of-text token, where it has one.
+"""
+
+from __future__ import annotations
+
+import codecs
+import fcntl
+import hashlib
+import os
+import re
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import Any, Protocol
+
+import numpy as np
+
+from shardwise.spec.errors import ConfigError, StorageError
+from shardwise.train.data import BYTE_VOCAB, Source, check_text
+from shardwise.train.text import printable
+from shardwise.train.tokens import read_header, write_tokens
+
+#: The name of the tokenizer that needs no folder.
+BYTES = "bytes"
+
+#: One of these in a folder makes it a tokenizer's.
+_FILES = ("tokenizer.json", "tokenizer.model", "vocab.json", "vocab.txt", "spiece.model", "sentencepiece.bpe.model")
+#: These decide about ids as well.
+_SETTINGS = ("tokenizer_config.json", "special_tokens_map.json", "added_tokens.json", "merges.txt")
+
+#: Characters that are handed to the tokenizer at a time: many pieces, which it works on side by side.
+_BLOCK, _PIECE = 1 << 23, 1 << 20
+
+
+class Tokenizer(Protocol):
+    """Between text and token ids.
+
+    Attributes:
+        ends: Ids that end a text.
+        vocab_size: All ids are below.
+    """
+
+    ends: tuple[int, ...]
+    vocab_size: int
+
+    def encode(self, text: str) -> list[int]:
+        """A prompt's ids."""
+        ...
+
+    def encode_pieces(self, texts: Sequence[str]) -> list[list[int]]:
+        """The ids of pieces of training text, with nothing put before or behind them."""
+        ...
+
+    def decode(self, ids: Sequence[int]) -> str:
+        """Ids to text."""
+        ...
+
+
+class Bytes:
+    """One token per byte."""
+
+    ends = ()
+    vocab_size = BYTE_VOCAB
+
+    def encode(self, text: str) -> list[int]:
+        """UTF-8."""
+        return list(text.encode())
+
+    def encode_pieces(self, texts: Sequence[str]) -> list[list[int]]:
+        """UTF-8."""
+        return [self.encode(text) for text in texts]
+
+    def decode(self, ids: Sequence[int]) -> str:
+        """What is no byte, or no UTF-8, becomes U+FFFD."""
+        return bytes(token if token < BYTE_VOCAB else 0xFF for token in ids).decode("utf-8", "replace")
+
+
+class OfFolder:
+    """The tokenizer of a Hugging Face folder.
+
+    Raises:
+        ConfigError: There is none that can be loaded.
+    """
+
+    def __init__(self, folder: Path) -> None:
+        try:
+            from transformers import AutoTokenizer  # pyrefly: ignore[missing-import]
+        except ImportError:
+            raise ConfigError(
+                "a Hugging Face folder needs the transformers package.\n  Install shardwise[hf]."
+            ) from None
+        try:
+            held: Any = AutoTokenizer.from_pretrained(folder, local_files_only=True, trust_remote_code=False)
+        except (OSError, ValueError, KeyError, TypeError, ImportError) as error:
+            reason = printable(str(error).splitlines()[0] if str(error) else type(error).__name__)
+            raise ConfigError(
+                f"{printable(folder)} has no tokenizer that can be loaded: {reason}\n"
+                "  Name a folder with a tokenizer.json; for `generate`, ids can be given: --tokens '12 7 9'."
+            ) from None
+        self._held, end = held, held.eos_token_id
+        self.ends: tuple[int, ...] = () if end is None else (end,)
+        self.vocab_size = 1 + max(held.get_vocab().values(), default=-1)
+
+    def encode(self, text: str) -> list[int]:
+        """With what the tokenizer puts before a text."""
+        return list(self._held.encode(text))
+
+    def encode_pieces(self, texts: Sequence[str]) -> list[list[int]]:
+        """Without special tokens."""
+        return self._held(list(texts), add_special_tokens=False, verbose=False)["input_ids"]
+
+    def decode(self, ids: Sequence[int]) -> str:
+        """Without special tokens."""
+        return str(self._held.decode(list(ids), skip_special_tokens=True))
+
+
+def has_tokenizer(folder: Path) -> bool:
+    """Whether a folder holds a tokenizer's files."""
+    return any((folder / name).is_file() for name in _FILES)
+
+
+def find_tokenizer(name: str) -> Tokenizer:
+    """``bytes``, or that of the folder ``name``.
+
+    Raises:
+        ConfigError: There is no such folder, or no tokenizer in it.
+    """
+    if name == BYTES:
+        return Bytes()
+    folder = Path(name).expanduser()
+    if not has_tokenizer(folder):
+        missing = "there is no such folder" if not folder.is_dir() else f"it holds none of {', '.join(_FILES)}"
+        raise ConfigError(
+            f"{printable(folder)} has no tokenizer: {missing}.\n"
+            f"  Name a Hugging Face folder with a tokenizer, or {BYTES!r}: one token per byte."
+        )
+    return OfFolder(folder)
+
+
+def tokenize(source: Source, tokenizer: Tokenizer) -> Iterator[np.ndarray]:
+    """The tokens of a text source in blocks; every file ends with the tokenizer's end-of-text token.
+
+    Text is cut where a line begins that does not begin with a space, so that pieces give the tokens of the whole.
+
+    Raises:
+        DataError: A file is not UTF-8.
+    """
+    for file, length in zip(source.files, source.lengths, strict=True):
+        for block in _blocks(file, length):
+            for ids in tokenizer.encode_pieces(_pieces(block)):
+                yield np.asarray(ids, np.int64)
+        if tokenizer.ends:
+            yield np.array(tokenizer.ends[:1], np.int64)
+
+
+def _blocks(file: Path, length: int) -> Iterator[str]:
+    """The text of a file; a character that ``length`` cuts in two is left out."""
+    decoder = codecs.getincrementaldecoder("utf-8")()
+    left, text = length, ""
+    with file.open("rb") as handle:
+        while left and (raw := handle.read(min(_BLOCK, left))):
+            left -= len(raw)
+            try:
+                text += decoder.decode(raw)
+            except UnicodeDecodeError:
+                check_text(file, length)  # names the line
+                raise
+            at = _last_cut(text)
+            if at:
+                yield text[:at]
+                text = text[at:]
+    if text:
+        yield text
+
+
+def _last_cut(text: str) -> int:
+    at = len(text)
+    while (at := text.rfind("\n", 0, at)) >= 0:
+        if at + 1 < len(text) and not text[at + 1].isspace():
+            return at + 1
+    return 0
+
+
+def _pieces(block: str) -> list[str]:
+    starts = [0]
+    for match in re.finditer(r"\n(?=\S)", block):
+        if match.end() - starts[-1] >= _PIECE:
+            starts.append(match.end())
+    return [block[start:end] for start, end in zip(starts, [*starts[1:], len(block)], strict=True) if start < end]
+
+
+def tokenized(source: Source, name: str, tokenizer: Tokenizer, say: Callable[[str], None] | None = None) -> Source:
+    """The tokens of a text source by the tokenizer of folder ``name``, from the cache or written there now.
+
+    Args:
+        source: Text.
+        name: The tokenizer's folder.
+        tokenizer: Of this folder.
+        say: Told what is done where it takes time.
+
+    Raises:
+        DataError: A file is not UTF-8.
+        StorageError: The cache cannot be written.
+    """
+    folder = Path(os.environ.get("XDG_CACHE_HOME") or "~/.cache").expanduser() / "shardwise" / "tokens"
+    path = folder / f"{_key(source, Path(name).expanduser())}.tokens"
+    try:
+        if not path.exists():
+            folder.mkdir(parents=True, exist_ok=True)
+            with path.with_suffix(".lock").open("w") as lock:
+                fcntl.flock(lock, fcntl.LOCK_EX)  # ranks that torchrun started come here together: one writes
+                if not path.exists():
+                    if say is not None:
+                        size = sum(file.stat().st_size for file in source.files)
+                        say(f"tokenizing {printable(source.name)}, {size:,} bytes, with {printable(name)}")
+                    write_tokens(path, tokenize(source, tokenizer), vocab_size=tokenizer.vocab_size)
+        header = read_header(path)
+    except OSError as error:
+        raise StorageError(
+            f"{printable(error.filename or path)} cannot be written: {error.strerror}.\n"
+            "  Set XDG_CACHE_HOME to a folder that can, or write a token file: shardwise data tokenize --tokenizer"
+            f" {printable(name)} {printable(source.name)} FILE."
+        ) from None
+    return replace(source, kind="tokens", files=(path,), lengths=(header.num_tokens,), vocab_size=header.vocab_size)
+
+
+def _key(source: Source, folder: Path) -> str:
+    """A hash over what decides about the tokens."""
+    digest = hashlib.sha256(b"1\0" + source.fingerprint().encode())
+    for file in source.files:
+        digest.update(f"{file.stat().st_mtime_ns}\0".encode())
+    for name in (*_FILES, *_SETTINGS):
+        if (folder / name).is_file():
+            digest.update(name.encode() + b"\0" + (folder / name).read_bytes())
+    return digest.hexdigest()[:40]

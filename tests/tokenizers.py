@@ -1,0 +1,40 @@
+"""Small tokenizers and models of Hugging Face's kinds, made on the spot."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+#: Lines of code and of prose, indented and not, with letters of more than one byte.
+TEXT = "".join(
+    f"def number_{i}(x):\n    return x + {i}\n\n\nOne hundred and {i} naïve lines, \t tabs\n  and more  \n"
+    for i in range(60)
+)
+
+
+def save_tokenizer(folder: Path, *, vocab_size: int = 300) -> Path:
+    """A byte-level BPE of ``vocab_size`` ids, trained on :data:`TEXT`."""
+    from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
+    from transformers import PreTrainedTokenizerFast
+
+    held = Tokenizer(models.BPE())
+    held.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    held.decoder = decoders.ByteLevel()
+    alphabet = pre_tokenizers.ByteLevel.alphabet()
+    trainer = trainers.BpeTrainer(vocab_size=vocab_size, special_tokens=["<end>"], initial_alphabet=alphabet)
+    held.train_from_iterator([TEXT], trainer)
+    PreTrainedTokenizerFast(tokenizer_object=held, eos_token="<end>").save_pretrained(folder)
+    return folder
+
+
+def save_model(folder: Path, *, vocab_size: int, seq_len: int = 64) -> Path:
+    """A small Llama with drawn weights."""
+    import torch
+    from transformers import LlamaConfig, LlamaForCausalLM
+
+    torch.manual_seed(0)
+    config = LlamaConfig(
+        vocab_size=vocab_size, hidden_size=32, intermediate_size=48, num_hidden_layers=2, num_attention_heads=4,
+        num_key_value_heads=2, max_position_embeddings=seq_len,
+    )  # fmt: skip
+    LlamaForCausalLM(config).save_pretrained(folder)
+    return folder
