@@ -12,6 +12,7 @@ import pytest
 
 ROOT = Path(__file__).parents[2]
 README = (ROOT / "README.md").read_text()
+TORCHRUN = (sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2")
 
 
 def blocks(language: str) -> list[str]:
@@ -44,16 +45,15 @@ def test_every_python_block_runs_as_it_is(text: str, tmp_path: Path) -> None:
 
 @pytest.mark.slow
 @pytest.mark.parametrize(("page", "text"), snippets(), ids=lambda value: value if value.endswith(".md") else "")
-def test_every_snippet_of_the_pages_runs_as_it_is(page: str, text: str, tmp_path: Path) -> None:
+def test_every_snippet_of_the_pages_runs_on_two_ranks(page: str, text: str, tmp_path: Path) -> None:
     (tmp_path / "snippet.py").write_text(text)
-    run(sys.executable, "snippet.py", cwd=tmp_path)
+    run(*TORCHRUN, "snippet.py", cwd=tmp_path)
 
 
 @pytest.mark.slow
 def test_the_loop_runs_under_torchrun_without_a_warning_and_rank_0_alone_prints_and_saves(tmp_path: Path) -> None:
     (tmp_path / "train.py").write_text(blocks("python")[0])
-    torchrun = (sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2")
-    text = run(*torchrun, "train.py", cwd=tmp_path)
+    text = run(*TORCHRUN, "train.py", cwd=tmp_path)
     assert text.count("in 7 units on 2 ranks (this is rank 0)") == 1
     assert len(re.findall(r"^epoch \d: loss", text, re.MULTILINE)) == 2
     assert sorted(path.name for path in tmp_path.iterdir()) == ["model.pt", "train.py"]

@@ -197,6 +197,7 @@ class Tied(nn.Module):
     [
         (Recommender, "tabel", "matches no module of Recommender.\n  Its embeddings: table."),
         (Recommender, "dense", "'dense' is a Sequential, not an nn.Embedding"),
+        (lambda: nn.Sequential(nn.EmbeddingBag(9, 2)), "0", "Use an nn.Embedding, and add up the rows of each bag"),
         (Tied, "table", "is tied to 'head', which needs all of its rows"),
         (lambda: nn.Sequential(nn.Embedding(4, 2, max_norm=1.0)), "0", "has max_norm=1.0"),
         (lambda: nn.Sequential(nn.Embedding(4, 2, scale_grad_by_freq=True)), "0", "has scale_grad_by_freq=True"),

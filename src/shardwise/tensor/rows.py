@@ -61,9 +61,12 @@ def find_row_sharded(model: nn.Module, patterns: Iterable[str]) -> dict[str, nn.
 
 def _checked(model: nn.Module, path: str, module: nn.Module) -> nn.Embedding:
     if not isinstance(module, nn.Embedding):
-        raise PlanError(
-            f"row_sharded: {path!r} is a {type(module).__name__}, not an nn.Embedding.\n  Name embeddings only."
+        advice = (
+            "Use an nn.Embedding, and add up the rows of each bag in forward (docs/migrating.md shows it)"
+            if isinstance(module, nn.EmbeddingBag)
+            else "Name embeddings only"
         )
+        raise PlanError(f"row_sharded: {path!r} is a {type(module).__name__}, not an nn.Embedding.\n  {advice}.")
     for option, value in (("max_norm", module.max_norm), ("scale_grad_by_freq", module.scale_grad_by_freq or None)):
         if value is not None:
             raise PlanError(
