@@ -203,8 +203,8 @@ def test_it_continues_on_another_world_and_under_another_strategy(
 
 def test_another_configuration_is_refused_with_a_table(whole: Path) -> None:
     folder = whole.parent
-    out = train(folder, "--run-dir", "whole", "--resume", "--set", "optimizer.lr=0.5", code=78)
-    assert "optimizer.lr  0.001        0.5" in out
+    out = train(folder, "--run-dir", "whole", "--resume", "--set", "train.seed=5", code=78)
+    assert "train.seed  0            5" in out
     out = train(folder, "--run-dir", "whole", code=78)
     assert "holds a run already" in out
 
@@ -214,6 +214,17 @@ def test_more_steps_may_be_asked_for(whole: Path, tmp_path: Path) -> None:
     train_well(tmp_path, 2, ("--run-dir", "run", "--resume", "--set", "train.steps=22", "--set", "log.every=5"))
     assert losses(tmp_path / "run")[:20] == losses(whole)
     assert len(losses(tmp_path / "run")) == 22
+
+
+def test_the_rate_and_the_clipping_may_be_changed_where_asked_for(whole: Path, tmp_path: Path) -> None:
+    shutil.copytree(whole, tmp_path / "run")
+    asked = ("optimizer.lr=1e-4", "schedule={name: constant}", "train.clip_grad_norm=0.5", "train.steps=22")
+    settings = (word for setting in (*asked, "train.eval_every=2") for word in ("--set", setting))
+    (text,) = train_well(tmp_path, 2, ("--run-dir", "run", "--resume", *settings))
+    for change in ("optimizer.lr: 0.001 -> 0.0001", "schedule.name: cosine -> constant", "clip_grad_norm: 1.0 -> 0.5"):
+        assert change in text
+    assert "train.eval_every: 10 -> 2" in text
+    assert [line["lr"] for line in metrics(tmp_path / "run")[20:]] == [1e-4, 1e-4]
 
 
 def test_a_damaged_shard_is_named_and_latest_good_goes_around_it(whole: Path, tmp_path: Path) -> None:

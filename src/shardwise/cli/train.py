@@ -163,7 +163,7 @@ def _launch(
     if resume is not None:
         from shardwise.train.resume import check_config, find_checkpoint, saved_config
 
-        check_config(saved_config(find_checkpoint(directory, resume)), resolved.config)
+        check_config(saved_config(find_checkpoint(directory, resume)), resolved.config, resolved.asked)
     resolved.source.check(resolved.vocab_size)
     rundir.create(directory)
 

@@ -67,6 +67,7 @@ class Resolved:
         schedule: The learning rate.
         raised_from: The dtype in which a Hugging Face folder stores the weights, where the optimizer updates fp32
             copies of them; ``None``: masters have the stored dtype.
+        asked: The keys, as ``section.field``, that ``--set`` gave.
     """
 
     config: Config
@@ -79,6 +80,7 @@ class Resolved:
     source: Source
     schedule: Schedule
     raised_from: str | None = None
+    asked: frozenset[str] = frozenset()
 
 
 def resolve(
@@ -171,7 +173,9 @@ def resolve(
             ),
         }
     )
-    return Resolved(config, plan, mesh, batch, model, positions, vocab_size, source, schedule, raised_from)
+    return Resolved(
+        config, plan, mesh, batch, model, positions, vocab_size, source, schedule, raised_from, draft.asked()
+    )
 
 
 #: Fields of the plan that mean something only beside others.

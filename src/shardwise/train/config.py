@@ -302,6 +302,16 @@ class Draft:
         node = self.tree.value.get(section)
         return set(node.value) if node is not None and node.kind == "map" else set()
 
+    def asked(self) -> frozenset[str]:
+        """The keys, as ``section.field``, that ``--set`` gave."""
+        given = {
+            (name, key): node.keys_at.get(key, "")
+            for name, node in self.tree.value.items()
+            if node.kind == "map"
+            for key in node.value
+        }
+        return frozenset(f"{name}.{key}" for (name, key), where in given.items() if where.startswith("--set"))
+
     def config(self) -> Config:
         """The whole configuration.
 

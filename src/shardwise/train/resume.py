@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import difflib
-from collections.abc import Mapping
+from collections.abc import Collection, Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -11,8 +11,11 @@ from shardwise.spec.errors import CheckpointError, ConfigError
 from shardwise.train.config import Config, differences
 from shardwise.train.text import printable
 
+#: Keys that may differ, and what may where ``--set`` asks for it: a change in a file may be an oversight.
 _FREE = (
     "train.steps",
+    "train.eval_every",
+    "train.eval_batches",
     "log",
     "checkpoint",
     "parallel",
@@ -20,6 +23,15 @@ _FREE = (
     "train.gradient_accumulation_steps",
     "optimizer.flat",  # the same numbers either way
     "optimizer.in_backward",
+)
+_ON_REQUEST = ("optimizer.lr", "schedule", "train.clip_grad_norm")
+#: What differs of these is said.
+_SAID = (
+    "parallel",
+    "train.micro_batch_size",
+    "train.gradient_accumulation_steps",
+    "train.eval_every",
+    "train.eval_batches",
 )
 
 
@@ -71,35 +83,44 @@ def saved_config(path: Path) -> Mapping[str, Any]:
     return config
 
 
-def check_config(saved: Mapping[str, Any], config: Config) -> list[str]:
+def check_config(saved: Mapping[str, Any], config: Config, asked: Collection[str] = ()) -> list[str]:
     """Compare a run's configuration with the one it is to continue under.
 
-    ``train.steps`` and everything in ``log`` and ``checkpoint`` may differ. The strategy, the cut of the global batch
-    over ranks and how the optimizer's update comes about may too, as checkpoints load on any of them; what changes is
-    returned, to be printed.
+    ``train.steps`` and everything in ``log`` and ``checkpoint`` may differ, and how often the held-out loss is taken.
+    The strategy, the cut of the global batch over ranks and how the optimizer's update comes about may too, as
+    checkpoints load on any of them. The learning rate, its schedule and clipping may where ``--set`` asks for it. What
+    changes is returned, to be printed.
+
+    Args:
+        saved: The run's.
+        config: What it is to continue under.
+        asked: Keys that ``--set`` gave.
 
     Returns:
-        One line for each change of ``parallel`` or of the cut of the batch.
+        One line for each change of ``parallel``, of the cut of the batch, of evaluation, and of what was asked for.
 
     Raises:
         ConfigError: Anything else differs; a table of all differences.
     """
     changed = differences(saved, config.model_dump(mode="json"))
     changed = [entry for entry in changed if entry[0] != "name"]
-    wrong = [entry for entry in changed if not any(entry[0] == key or entry[0].startswith(f"{key}.") for key in _FREE)]
+    requested = [key for key in _ON_REQUEST if any(_is_in(name, (key,)) for name in asked)]
+    wrong = [entry for entry in changed if not _is_in(entry[0], (*_FREE, *requested))]
     if wrong:
         rows = [("key", "the run has", "now"), *((key, _shown(old), _shown(new)) for key, old, new in wrong)]
         widths = [max(len(row[i]) for row in rows) for i in (0, 1)]
         table = "\n".join(f"  {key:<{widths[0]}}  {old:<{widths[1]}}  {new}" for key, old, new in rows)
         raise ConfigError(
             f"the configuration is not that of the run:\n{table}\n"
-            f"  Only {', '.join(_FREE)} may differ. Restore the others, or start a new run."
+            f"  Only {', '.join(_FREE)} may differ, and {', '.join(_ON_REQUEST)} where --set asks for it (--set"
+            " optimizer.lr=1e-4). Restore the others, or start a new run."
         )
-    return [
-        f"{key}: {_shown(old)} -> {_shown(new)}"
-        for key, old, new in changed
-        if key.startswith("parallel.") or key in {"train.micro_batch_size", "train.gradient_accumulation_steps"}
-    ]
+    return [f"{key}: {_shown(old)} -> {_shown(new)}" for key, old, new in changed if _is_in(key, (*_SAID, *requested))]
+
+
+def _is_in(key: str, keys: Iterable[str]) -> bool:
+    """``key`` is one of ``keys``, or a field of one."""
+    return any(key == name or key.startswith(f"{name}.") for name in keys)
 
 
 def _shown(value: Any) -> str:

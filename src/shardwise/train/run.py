@@ -258,7 +258,7 @@ class _Trainer:
             random_state.seed_all(random_state.rank_seed(self.config.train.seed, self.reader))
         else:
             path = Path(self.control.on_first(lambda: str(find_checkpoint(self.directory, resume))))
-            changes = self.control.on_first(lambda: check_config(saved_config(path), self.config))
+            changes = self.control.on_first(lambda: check_config(saved_config(path), self.config, self.resolved.asked))
             state = self.saves.load(path, self.model, self.optimizer, self.average)
             self.sampler.load_state(state["sampler"])
             saved_hash = state["data"]

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from shardwise.spec.errors import CheckpointError, ConfigError
-from shardwise.train.config import Config
+from shardwise.train.config import Config, read_draft
 from shardwise.train.resume import check_config, find_checkpoint
 
 
@@ -39,6 +39,33 @@ def test_how_the_optimizer_updates_may_differ() -> None:
 def test_another_strategy_or_cut_of_the_batch_is_allowed_and_told() -> None:
     lines = check_config(SAVED, changed(parallel={"strategy": "ddp"}, train={"micro_batch_size": 4}))
     assert lines == ["parallel.strategy: zero3 -> ddp", "train.micro_batch_size: (not set) -> 4"]
+
+
+def test_the_rate_its_schedule_and_clipping_may_differ_where_asked_for_and_are_told() -> None:
+    other = changed(optimizer={"lr": 1.0}, schedule={"name": "linear"}, train={"clip_grad_norm": None})
+    asked = {"optimizer.lr", "schedule.name", "train.clip_grad_norm"}
+    assert check_config(SAVED, other, asked) == [
+        "optimizer.lr: 0.0003 -> 1.0",
+        "schedule.name: cosine -> linear",
+        "train.clip_grad_norm: 1.0 -> (not set)",
+    ]
+    for key in asked:
+        with pytest.raises(ConfigError, match="where --set asks for it") as caught:
+            check_config(SAVED, other, asked - {key})
+        assert f"  {key}  " in str(caught.value)
+    with pytest.raises(ConfigError, match=r"optimizer.weight_decay"):
+        check_config(SAVED, changed(optimizer={"weight_decay": 1.0}), {"optimizer.weight_decay"})
+
+
+def test_what_was_asked_for_is_known_from_the_command_line_only(tmp_path: Path) -> None:
+    (tmp_path / "run.yaml").write_text("optimizer: {lr: 1e-3}\ntrain: {steps: 3}\n")
+    draft = read_draft(tmp_path / "run.yaml", ["optimizer.lr=1e-4", "schedule={name: linear}", "log.every=2"])
+    assert draft.asked() == {"optimizer.lr", "schedule.name", "log.every"}
+
+
+def test_how_often_the_held_out_loss_is_taken_may_differ_and_is_told() -> None:
+    lines = check_config(SAVED, changed(train={"eval_every": 7, "eval_batches": 2}))
+    assert lines == ["train.eval_every: 100 -> 7", "train.eval_batches: 8 -> 2"]
 
 
 def test_everything_else_is_refused_in_a_table() -> None:
