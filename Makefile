@@ -35,9 +35,13 @@ demo: $(STAMP) ## train a small GPT with ZeRO-3 on every local device (CPU: two 
 
 test: $(STAMP) ## everything that needs no GPU, but for the long matrices
 	@$(BIN)/python -m pytest -m 'not gpu and not long' -n $(WORKERS) --dist worksteal
+	@for transport in in-order early-free; do \
+	    $(BIN)/python -m pytest -m transports --transport $$transport -n $(WORKERS) --dist worksteal || exit 1; done
 
 test-all: $(PEERS) ## everything, the long matrices and the peers too; GPU tests are skipped where there is none
 	@$(BIN)/python -m pytest -n $(WORKERS) --dist worksteal
+	@for transport in in-order early-free; do \
+	    $(BIN)/python -m pytest -m 'not gpu' --transport $$transport -n $(WORKERS) --dist worksteal || exit 1; done
 
 FIRST ?= $(shell date +%s)
 COUNT ?= 200

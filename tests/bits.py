@@ -1,6 +1,8 @@
-"""Equality to the last bit."""
+"""Equality to the last bit, and how far from it."""
 
 from __future__ import annotations
+
+import math
 
 import torch
 from torch import Tensor
@@ -18,3 +20,8 @@ def same_bits(a: Tensor, b: Tensor) -> bool:
 
 def _bits(tensor: Tensor) -> Tensor:
     return tensor.detach().contiguous().view(_INTEGERS[tensor.itemsize])
+
+
+def worst(*values: float) -> float:
+    """The largest; infinite where one is not a number, which ``max`` passes over."""
+    return max(math.inf if math.isnan(value) else value for value in values)

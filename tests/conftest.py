@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gc
 import os
+from pathlib import Path
 
 import hypothesis
 import pytest
@@ -15,6 +16,35 @@ hypothesis.settings.load_profile("patient")
 # Before anything imports torch: thread pools read these once, when they are loaded.
 for _name in ("OMP_NUM_THREADS", "MKL_NUM_THREADS", "OPENBLAS_NUM_THREADS"):
     os.environ[_name] = "1"
+
+#: What runs on the debug transports (``shardwise.comm.debug``) too, by the beginning of a module's path in tests/.
+ON_TRANSPORTS = (
+    *("parity/test_context", "parity/test_experts", "parity/test_generate", "parity/test_pipeline"),
+    *("parity/test_product", "parity/test_tensor", "ranks/test_context", "ranks/test_deferred_weights"),
+    *("ranks/test_expert", "ranks/test_generat", "ranks/test_pipeline_calls", "ranks/test_pipeline_overlap"),
+    *("ranks/test_pipeline_state", "ranks/test_pipeline_steps", "ranks/test_row_sharded", "ranks/test_tensor_mistakes"),
+    *("ranks/test_tied_weights", "ranks/test_train_context", "ranks/test_train_pipeline"),
+)
+
+
+def pytest_addoption(parser: pytest.Parser) -> None:
+    parser.addoption(
+        "--transport",
+        choices=("in-order", "early-free"),
+        help="run the tests of model parallelism and generation, and no others, on this debug transport",
+    )
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    if config.getoption("transport"):
+        os.environ["SHARDWISE_TRANSPORT"] = config.getoption("transport")
+
+
+def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool | None:
+    if not config.getoption("transport") or collection_path.is_dir():
+        return None
+    place = collection_path.relative_to(config.rootpath / "tests").as_posix()
+    return None if place.startswith(ON_TRANSPORTS) else True
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:

@@ -25,6 +25,7 @@ from shardwise.spec.mesh import Mesh
 from shardwise.spec.slice import Slice
 from shardwise.tensor.apply import take
 from shardwise.testing import run_on_ranks
+from tests.bits import worst
 
 STEPS, LR = 5, 1e-3
 NUM_LAYERS, VOCAB, SEQ, MICRO_BATCH = 8, 31, 8, 2  # a vocabulary that no degree divides
@@ -389,16 +390,12 @@ def judge(case: Case, found: Distance) -> bool:
 
 def _relative(expected: list[float], got: list[float]) -> float:
     assert len(expected) == len(got) == STEPS
-    return _worst(abs(a - b) / abs(a) for a, b in zip(expected, got, strict=True))
+    return worst(*(abs(a - b) / abs(a) for a, b in zip(expected, got, strict=True)))
 
 
 def _largest(expected: dict[str, Tensor], got: dict[str, Tensor]) -> float:
     assert list(expected) == list(got)
-    return _worst((expected[name].double() - got[name].double()).abs().max().item() for name in expected)
-
-
-def _worst(values: Any) -> float:
-    return max(math.inf if math.isnan(value) else value for value in values)
+    return worst(*((expected[name].double() - got[name].double()).abs().max().item() for name in expected))
 
 
 def _assemble(like: dict[str, Tensor], ranks: list[RankNumbers], faults: list[str]) -> dict[str, Tensor]:

@@ -103,6 +103,7 @@ def test_two_stages_and_two_replicas():
     check(4, 2, cases)
 
 
+@pytest.mark.transports
 def test_four_stages():
     cases = [("gpt", {"strategy": "zero3", "pp": 4}), ("gpt", {"pp": 4, "pipeline": "gpipe"})]
     cases += [("frozen", {"strategy": "ddp", "pp": 4})]
@@ -111,6 +112,7 @@ def test_four_stages():
     assert [results[1]["peak"] for results in ranks] == [4, 4, 4, 4]  # GPipe
 
 
+@pytest.mark.transports
 def test_several_stages_of_a_rank():
     cases = [("gpt", {"strategy": s, "pp": 2, "pipeline": "interleaved-1f1b"}) for s in ("zero3", "zero1")]
     again = {"activation_checkpointing": "full"}
@@ -151,6 +153,7 @@ def train_tied(cases) -> list[tuple[list[float], list[float], list]]:
     return results
 
 
+@pytest.mark.transports
 def test_tied_parameters_get_the_sum_of_their_copies():
     ranks = run_on_ranks(train_tied, 4, TIED, timeout_s=120)
     for place, (options, world) in enumerate(TIED):

@@ -12,6 +12,11 @@ All ranks of a Comm must issue the same collectives in the same order. Each is s
 name of the unit that it serves, so that ranks that disagree are told apart instead of exchanging foreign data. Handles
 may be waited for in any order, but those of all-reduces in one order on all ranks: the second half of an all-reduce
 starts when its handle is waited for.
+
+**A handle keeps what it moves alive until it has been waited for.** The caller may drop its own references to buffers
+and results; it must keep the handle, and wait for it. Without the handle's references the memory could be given to
+another tensor while it is still read or written: on NCCL the host is far ahead of the GPU, and CUDA's allocator knows
+nothing of the stream that communicates.
 """
 
 from __future__ import annotations
@@ -19,7 +24,7 @@ from __future__ import annotations
 import contextlib
 import itertools
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -54,7 +59,7 @@ _UNHEARD = CollectiveEvent("", "", "", "")
 
 
 class Handle(ABC):
-    """A collective under way."""
+    """A collective under way. It keeps the tensors that it moves alive until it has been waited for."""
 
     @abstractmethod
     def wait(self) -> None:
@@ -76,6 +81,21 @@ class Done(Handle):
 
     def wait(self) -> None:
         """Return at once."""
+
+
+class Together(Handle):
+    """Several as one."""
+
+    __slots__ = ("_handles",)
+
+    def __init__(self, handles: Iterable[Handle]) -> None:
+        self._handles = tuple(handles)
+
+    def wait(self) -> None:
+        """As :meth:`Handle.wait`, of each."""
+        for handle in self._handles:
+            handle.wait()
+        self._handles = ()
 
 
 class Chain(Handle):
@@ -117,8 +137,9 @@ class Comm(ABC):
         rank: This rank's coordinate on the axis.
         size: Number of ranks on the axis.
         device: Device of the buffers that it moves.
-        is_in_order: What is issued begins when all that was issued before is done, as on a stream. A receive that is
-            posted early then holds up what is sent after it.
+        is_in_order: What is issued begins when all that was issued before is done, as on a stream. A receive then holds
+            up whatever is issued after it until its message has come. :meth:`exchange` and :meth:`expect` are right on
+            every transport; who chooses an order of messages by itself must ask.
     """
 
     is_in_order = False
@@ -234,6 +255,64 @@ class Comm(ABC):
         Collective:
             These two ranks only. Sends nothing.
         """
+
+    def expect(self, buffer: Tensor, *, source: int, unit: str) -> Handle:
+        """:meth:`receive` a message for which this rank will wait later, after it has communicated something else.
+
+        Where messages are received in any order the receive is posted at once. Where a transport works in order, which
+        the receive would hold up, it is posted when the handle is waited for. Nothing that ``source`` sends later may
+        be received before.
+
+        Collective:
+            As :meth:`receive`.
+        """
+        if not self.is_in_order:
+            return self.receive(buffer, source=source, unit=unit)
+        return Chain(Done(), lambda: self.receive(buffer, source=source, unit=unit))
+
+    def exchange(
+        self, sends: Sequence[tuple[Tensor, int]], receives: Sequence[tuple[Tensor, int]], *, unit: str
+    ) -> Handle:
+        """:meth:`send` and :meth:`receive` several messages as one collective, in which none waits for another.
+
+        This is the way to send to ranks that send too: on a transport that works in order, ranks that all receive first
+        (or all send first) would wait for each other for ever.
+
+        Args:
+            sends: Buffers, and the rank that each is for.
+            receives: Buffers, and the rank that sends each.
+            unit: What the messages serve, the same for all.
+
+        Returns:
+            One handle for all.
+
+        Collective:
+            This rank and those that it names, which must call too. Sends ``sends``.
+        """
+        handles = [self.send(buffer, to=to, unit=unit) for buffer, to in sends]
+        return Together([*handles, *(self.receive(buffer, source=source, unit=unit) for buffer, source in receives)])
+
+    def follow(self, first: Handle, then: Callable[[], Handle], arrived: Callable[[], object]) -> Handle:
+        """Issue a collective of this Comm on the result of another's.
+
+        Args:
+            first: The other one, under way. Its result is what ``then`` moves, without a computation in between.
+            then: Issues the collective: on a transport with streams at once, behind ``first``, while the host goes on;
+                else when the returned handle advances.
+            arrived: Is called when ``first`` has been waited for, as the returned handle advances.
+
+        Returns:
+            A handle of both, of which ``first`` is one phase.
+
+        Collective:
+            Whatever ``then`` issues.
+        """
+
+        def go_on() -> Handle:
+            arrived()
+            return then()
+
+        return Chain(first, go_on)
 
     def barrier(self) -> None:
         """Return when every rank has arrived. A one-element all-reduce."""

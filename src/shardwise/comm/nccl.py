@@ -1,13 +1,15 @@
 """Collectives over NCCL, in place on the flat buffers, on a stream of their own.
 
 A collective is ordered after everything that the compute stream had been given when it was issued, and ``wait`` makes
-the compute stream wait for it: the host never does. Buffers are persistent (``fsdp.pool``), so no ``record_stream`` is
+the compute stream wait for it: the host never does. A handle keeps its tensors until then, so no ``record_stream`` is
 needed.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import math
+from collections.abc import Callable, Sequence
+from enum import StrEnum
 from typing import Any, Self
 
 import torch
@@ -15,7 +17,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from shardwise.comm import progress
-from shardwise.comm.base import CollectiveEvent, Comm, Handle
+from shardwise.comm.base import Chain, CollectiveEvent, Comm, Handle
 
 
 class NcclComm(Comm):
@@ -42,7 +44,7 @@ class NcclComm(Comm):
     def all_gather(self, buffer: Tensor, *, unit: str, cuts: Sequence[int] | None = None) -> Handle:
         """As :meth:`Comm.all_gather`. Unequal slices go as one group of broadcasts, which torch makes of a list."""
         event = self._start("all_gather", unit, buffer)
-        with self._on_stream() as handle:
+        with self._on_stream(buffer) as handle:
             slices = self._slices(buffer, cuts)
             own = slices[self.rank]
             event.sent_bytes = own.nbytes * (self.size - 1)
@@ -57,23 +59,25 @@ class NcclComm(Comm):
     ) -> Handle:
         """As :meth:`Comm.reduce_scatter`. Unequal slices go as one group of reductions, which torch makes of a list."""
         event = self._start("reduce_scatter", unit, buffer)
-        with self._on_stream() as handle:
+        op, rest = self._op(divisor, buffer.dtype)
+        with self._on_stream(buffer, out) as handle:
             event.sent_bytes = buffer.nbytes - out.nbytes
             if cuts is None:
-                self._reduce_scatter(out, buffer, group=self._group)
+                self._reduce_scatter(out, buffer, op=op, group=self._group)
             else:
-                dist.reduce_scatter(out, list(self._slices(buffer, cuts)), group=self._group)
-            self._divide(out, divisor)
+                dist.reduce_scatter(out, list(self._slices(buffer, cuts)), op=op, group=self._group)
+            self._divide(out, rest)
         return handle
 
     def all_reduce(self, buffer: Tensor, *, unit: str, divisor: float = 1, out: Tensor | None = None) -> Handle:
         """As :meth:`Comm.all_reduce`."""
         event = self._start("all_reduce", unit, buffer)
-        with self._on_stream() as handle:
+        op, rest = self._op(divisor, buffer.dtype)
+        with self._on_stream(buffer, out) as handle:
             event.sent_bytes = 2 * buffer.nbytes * (self.size - 1) // self.size
             total = buffer if out is None else out.copy_(buffer)
-            dist.all_reduce(total, group=self._group)
-            self._divide(total, divisor)
+            dist.all_reduce(total, op=op, group=self._group)
+            self._divide(total, rest)
         return handle
 
     def all_to_all(
@@ -87,7 +91,7 @@ class NcclComm(Comm):
     ) -> Handle:
         """As :meth:`Comm.all_to_all`, as one group of sends and receives."""
         event = self._start("all_to_all", unit, buffer)
-        with self._on_stream() as handle:
+        with self._on_stream(buffer, out) as handle:
             slices = self._slices(buffer, cuts)
             event.sent_bytes = buffer.nbytes - slices[self.rank].nbytes
             dist.all_to_all(list(self._slices(out, out_cuts)), list(slices), group=self._group)
@@ -96,7 +100,7 @@ class NcclComm(Comm):
     def broadcast(self, buffer: Tensor, *, root: int, unit: str) -> Handle:
         """As :meth:`Comm.broadcast`."""
         event = self._start("broadcast", unit, buffer)
-        with self._on_stream() as handle:
+        with self._on_stream(buffer) as handle:
             event.sent_bytes = buffer.nbytes if self.rank == root else 0
             dist.broadcast(buffer, group=self._group, group_src=root)
         return handle
@@ -106,7 +110,7 @@ class NcclComm(Comm):
     ) -> Handle:
         """As :meth:`Comm.gather`."""
         event = self._start("gather", unit, shard)
-        with self._on_stream() as handle:
+        with self._on_stream(shard, out) as handle:
             event.sent_bytes = 0 if self.rank == root else shard.nbytes
             parts = None if out is None else list(self._slices(out, cuts))
             if cuts is None:
@@ -120,7 +124,7 @@ class NcclComm(Comm):
     ) -> Handle:
         """As :meth:`Comm.scatter`."""
         event = self._start("scatter", unit, out)
-        with self._on_stream() as handle:
+        with self._on_stream(buffer, out) as handle:
             event.sent_bytes = buffer.nbytes - out.nbytes if buffer is not None else 0
             parts = None if buffer is None else list(self._slices(buffer, cuts))
             if cuts is None:
@@ -132,7 +136,7 @@ class NcclComm(Comm):
     def send(self, buffer: Tensor, *, to: int, unit: str) -> Handle:
         """As :meth:`Comm.send`. NCCL tells messages apart by their order alone."""
         event = self._start("send", unit, buffer)
-        with self._on_stream() as handle:
+        with self._on_stream(buffer) as handle:
             event.sent_bytes = buffer.nbytes
             dist.send(buffer, group=self._group, group_dst=to)
         return handle
@@ -140,22 +144,55 @@ class NcclComm(Comm):
     def receive(self, buffer: Tensor, *, source: int, unit: str) -> Handle:
         """As :meth:`Comm.receive`."""
         self._start("receive", unit, buffer)
-        with self._on_stream() as handle:
+        with self._on_stream(buffer) as handle:
             dist.recv(buffer, group=self._group, group_src=source)
         return handle
+
+    def exchange(
+        self, sends: Sequence[tuple[Tensor, int]], receives: Sequence[tuple[Tensor, int]], *, unit: str
+    ) -> Handle:
+        """As :meth:`Comm.exchange`: one group of NCCL's, whose sends and receives begin together."""
+        messages = [(dist.isend, "send", *pair) for pair in sends] + [
+            (dist.irecv, "receive", *pair) for pair in receives
+        ]
+        for _, kind, buffer, _ in messages:
+            event = self._start(kind, unit, buffer)
+            event.sent_bytes = buffer.nbytes if kind == "send" else 0
+        with self._on_stream(*(buffer for _, _, buffer, _ in messages)) as handle:
+            self._group_of([(move, buffer, peer) for move, _, buffer, peer in messages])
+        return handle
+
+    def follow(self, first: Handle, then: Callable[[], Handle], arrived: Callable[[], object]) -> Handle:
+        """As :meth:`Comm.follow`: this Comm's stream waits for the other one's, and the compute stream for neither."""
+        if not isinstance(first, _StreamHandle):  # what it brings has yet to be added up on the compute stream
+            return super().follow(first, then, arrived)
+        with torch.cuda.stream(self._stream):
+            first.hold_up(self._stream)
+            second = then()
+
+        def go_on() -> Handle:
+            arrived()
+            return second
+
+        return Chain(first, go_on)
 
     def _point_to_point(self, here: Any, at_root: Any, own: Tensor, parts: list[Tensor] | None, root: int) -> None:
         """Move each rank's part from or to the root: torch's gather and scatter take parts of one size only."""
         peers = [(here, own, root)] if parts is None else [(at_root, part, peer) for peer, part in enumerate(parts)]
-        messages = [
-            dist.P2POp(move, tensor, group=self._group, group_peer=peer)
-            for move, tensor, peer in peers
-            if peer != self.rank and tensor.numel()
-        ]
+        messages = [message for message in peers if message[2] != self.rank]
         if parts is not None:
             source, target = (own, parts[root]) if here is dist.isend else (parts[root], own)
             target.copy_(source)
-        for work in dist.batch_isend_irecv(messages) if messages else ():
+        self._group_of(messages)
+
+    def _group_of(self, messages: Sequence[tuple[Any, Tensor, int]]) -> None:
+        """Sends and receives that begin together: function, buffer, and the other rank."""
+        group = [
+            dist.P2POp(move, tensor, group=self._group, group_peer=peer)
+            for move, tensor, peer in messages
+            if tensor.numel()
+        ]
+        for work in dist.batch_isend_irecv(group) if group else ():
             work.wait()
 
     def _start(self, kind: str, unit: str, buffer: Tensor) -> CollectiveEvent:
@@ -163,8 +200,17 @@ class NcclComm(Comm):
         self._sequence += 1
         return self._event(kind, unit, buffer)
 
-    def _on_stream(self) -> _StreamHandle:
-        return _StreamHandle(self._stream)
+    def _on_stream(self, *moved: Tensor | None) -> _StreamHandle:
+        return _StreamHandle(self._stream, moved)
+
+    def _op(self, divisor: float, dtype: torch.dtype) -> tuple[Any, float]:
+        """NCCL's operation for a sum that is divided, and what is left to divide it by."""
+        way = way_of_sum(divisor, self.size, dtype)
+        if way is Sum.PLAIN:
+            return dist.ReduceOp.SUM, divisor
+        if way is Sum.AVERAGE:
+            return dist.ReduceOp.AVG, 1
+        return dist._make_nccl_premul_sum(1 / divisor), 1  # noqa: SLF001 - FSDP2 uses it too; there is no other name
 
     def _divide(self, buffer: Tensor, divisor: float) -> None:
         """A true division: CUDA turns division by a Python number into a product with its reciprocal."""
@@ -176,11 +222,45 @@ class NcclComm(Comm):
         buffer.div_(self._divisors[key])
 
 
-class _StreamHandle(Handle):
-    """Work on the communication stream; also the context in which it is enqueued."""
+class Sum(StrEnum):
+    """Ways to sum and divide."""
 
-    def __init__(self, stream: torch.cuda.Stream) -> None:
+    PLAIN = "sum, then divide"
+    AVERAGE = "NCCL divides by the number of ranks"
+    SCALED = "NCCL multiplies every term while it reads it"
+
+
+def way_of_sum(divisor: float, size: int, dtype: torch.dtype) -> Sum:
+    """How NCCL is to compute a sum divided by ``divisor``, without a kernel of its own for the division.
+
+    Where the divisor is a power of two NCCL multiplies every term by its reciprocal as it reads it: this is exact, so
+    the result has the same bits. Any other divisor needs a true division of the sum (x/3 is not x * (1/3)).
+
+    Args:
+        divisor: Of the sum.
+        size: Ranks of the Comm.
+        dtype: Of the buffer. In fp16, whose exponents are few, scaled terms could underflow; whole numbers have no
+            reciprocal. torch hands NCCL the factor as a float, which is wrong for bf16: there the average alone is
+            right, where the divisor is the number of ranks.
+    """
+    if divisor == 1 or math.frexp(divisor)[0] != 0.5 or dtype not in {torch.float32, torch.float64, torch.bfloat16}:
+        return Sum.PLAIN
+    if divisor == size:
+        return Sum.AVERAGE
+    return Sum.PLAIN if dtype is torch.bfloat16 else Sum.SCALED
+
+
+class _StreamHandle(Handle):
+    """Work on the communication stream; also the context in which it is enqueued.
+
+    Args:
+        stream: The stream.
+        moved: What it reads and writes.
+    """
+
+    def __init__(self, stream: torch.cuda.Stream, moved: tuple[Tensor | None, ...]) -> None:
         self._stream = stream
+        self._moved = moved  # the allocator does not know that this stream uses them
         self._event: Any = None  # torch annotates record_event with its private base class
         self._context: torch.cuda.StreamContext | None = None
 
@@ -199,3 +279,9 @@ class _StreamHandle(Handle):
         if self._event is not None:
             torch.cuda.current_stream(self._stream.device).wait_event(self._event)
             self._event = None
+            self._moved = ()  # whatever gets their memory now is used behind the wait
+
+    def hold_up(self, stream: torch.cuda.Stream) -> None:
+        """Make another stream wait. The tensors are still kept for the compute stream's sake."""
+        if self._event is not None:
+            stream.wait_event(self._event)

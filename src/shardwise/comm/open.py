@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import zlib
 from collections import Counter
 from collections.abc import Sequence
@@ -13,6 +14,7 @@ import torch.distributed as dist
 from shardwise.comm.axes import DATA_PARALLEL, Comms, lay_out
 from shardwise.comm.base import Comm
 from shardwise.comm.communicator import communicator
+from shardwise.comm.debug import TRANSPORT, debugged
 from shardwise.comm.gloo import GlooComm
 from shardwise.comm.launch import init_process_group, read_world
 from shardwise.comm.staged import StagedComm
@@ -169,7 +171,10 @@ class _Opener:
 
             group = communicator(self._group, ranks, axis, purpose, self._device)
             return NcclComm(group, axis, self._device, channel=channel)
-        comm = GlooComm(self._group, axis, channel=channel, watch=self._watch, ranks=ranks)
+        transport = os.environ.get(TRANSPORT)
+        watch = None if transport else self._watch
+        comm: Comm = GlooComm(self._group, axis, channel=channel, watch=watch, ranks=ranks)
+        comm = debugged(comm, transport) if transport else comm
         return StagedComm(comm, self._device) if self._device.type == "cuda" else comm
 
 

@@ -55,9 +55,7 @@ class StagedComm(Comm):
             return self._inner.reduce_scatter(buffer, out, unit=unit, cuts=cuts)
         host = self._copy(buffer)
         own = self._slices(host, cuts)[self.rank]
-        return _Staged(
-            self._inner.reduce_scatter(host, own, unit=unit, divisor=divisor, cuts=cuts), [(out, own)], held=host
-        )
+        return _Staged(self._inner.reduce_scatter(host, own, unit=unit, divisor=divisor, cuts=cuts), [(out, own)])
 
     def all_reduce(self, buffer: Tensor, *, unit: str, divisor: float = 1, out: Tensor | None = None) -> Handle:
         """As :meth:`Comm.all_reduce`."""
@@ -82,7 +80,7 @@ class StagedComm(Comm):
         host, received = self._copy(buffer), self._empty(out)
         handle = self._inner.all_to_all(host, received, unit=unit, cuts=cuts, out_cuts=out_cuts)
         deliveries = self._of_others(self._slices(out, out_cuts), self._slices(received, out_cuts))
-        return _Staged(handle, deliveries, held=host)
+        return _Staged(handle, deliveries)
 
     def broadcast(self, buffer: Tensor, *, root: int, unit: str) -> Handle:
         """As :meth:`Comm.broadcast`."""
@@ -91,7 +89,7 @@ class StagedComm(Comm):
         is_root = self.rank == root
         host = self._copy(buffer) if is_root else self._empty(buffer)
         handle = self._inner.broadcast(host, root=root, unit=unit)
-        return _Staged(handle, [] if is_root else [(buffer, host)], held=host)
+        return _Staged(handle, [] if is_root else [(buffer, host)])
 
     def gather(
         self, shard: Tensor, out: Tensor | None, *, root: int, unit: str, cuts: Sequence[int] | None = None
@@ -99,7 +97,7 @@ class StagedComm(Comm):
         """As :meth:`Comm.gather`."""
         host, received = self._copy(shard), None if out is None else self._empty(out)
         handle = self._inner.gather(host, received, root=root, unit=unit, cuts=cuts)
-        return _Staged(handle, [] if out is None or received is None else [(out, received)], held=host)
+        return _Staged(handle, [] if out is None or received is None else [(out, received)])
 
     def scatter(
         self, buffer: Tensor | None, out: Tensor, *, root: int, unit: str, cuts: Sequence[int] | None = None
@@ -107,17 +105,25 @@ class StagedComm(Comm):
         """As :meth:`Comm.scatter`."""
         host, received = None if buffer is None else self._copy(buffer), self._empty(out)
         handle = self._inner.scatter(host, received, root=root, unit=unit, cuts=cuts)
-        return _Staged(handle, [(out, received)], held=host)
+        return _Staged(handle, [(out, received)])
 
     def send(self, buffer: Tensor, *, to: int, unit: str) -> Handle:
         """As :meth:`Comm.send`."""
-        host = self._copy(buffer)
-        return _Staged(self._inner.send(host, to=to, unit=unit), [], held=host)
+        return _Staged(self._inner.send(self._copy(buffer), to=to, unit=unit), [])
 
     def receive(self, buffer: Tensor, *, source: int, unit: str) -> Handle:
         """As :meth:`Comm.receive`."""
         host = self._empty(buffer)
         return _Staged(self._inner.receive(host, source=source, unit=unit), [(buffer, host)])
+
+    def exchange(
+        self, sends: Sequence[tuple[Tensor, int]], receives: Sequence[tuple[Tensor, int]], *, unit: str
+    ) -> Handle:
+        """As :meth:`Comm.exchange`."""
+        hosts = [(self._copy(buffer), to) for buffer, to in sends]
+        received = [(self._empty(buffer), source) for buffer, source in receives]
+        deliveries = [(buffer, host) for (buffer, _), (host, _) in zip(receives, received, strict=True)]
+        return _Staged(self._inner.exchange(hosts, received, unit=unit), deliveries)
 
     def close(self) -> None:
         """Close the other one."""
@@ -153,14 +159,16 @@ class StagedComm(Comm):
 
 
 class _Staged(Handle):
-    """A collective under way on the host, and what is to be copied to the device when it is done."""
+    """A collective under way on the host, and what is to be copied to the device when it is done.
 
-    __slots__ = ("_deliveries", "_held", "_inner")
+    What was sent from the device has been copied; the other handle keeps the copy alive.
+    """
 
-    def __init__(self, inner: Handle, deliveries: list[_Delivery], *, held: Tensor | None = None) -> None:
+    __slots__ = ("_deliveries", "_inner")
+
+    def __init__(self, inner: Handle, deliveries: list[_Delivery]) -> None:
         self._inner = inner
         self._deliveries = deliveries
-        self._held = held  # is being sent until the other one has been waited for
 
     def advance(self) -> bool:
         if self._inner.advance():
@@ -171,7 +179,6 @@ class _Staged(Handle):
     def wait(self) -> None:
         self._inner.wait()
         self._deliver()
-        self._held = None
 
     def _deliver(self) -> None:
         """Enqueue the copies on the current stream; whatever is enqueued there afterwards may read the result."""

@@ -58,18 +58,10 @@ class Ring:
 
     def pass_on(self, block: Tensor) -> _Hop:
         """Begin to send ``block`` to the next rank, and to receive as much from the one before."""
-        comm = self.comm
+        rank, size = self.comm.rank, self.comm.size
         received = torch.empty_like(block)
-
-        def send() -> Handle:
-            return comm.send(block, to=(comm.rank + 1) % comm.size, unit=self.unit)
-
-        def receive() -> Handle:
-            return comm.receive(received, source=(comm.rank - 1) % comm.size, unit=self.unit)
-
-        # Where messages run one after the other (NCCL), somebody has to listen first.
-        steps = (receive, send) if comm.rank % 2 else (send, receive)
-        return _Hop(received, tuple(step() for step in steps))
+        sends, receives = [(block, (rank + 1) % size)], [(received, (rank - 1) % size)]
+        return _Hop(received, self.comm.exchange(sends, receives, unit=self.unit))
 
 
 @dataclass(frozen=True)
@@ -77,12 +69,11 @@ class _Hop:
     """A block under way in each direction."""
 
     received: Tensor
-    handles: tuple[Handle, ...]
+    handle: Handle
 
     def wait(self) -> Tensor:
         """What has come; what was sent may be written again."""
-        for handle in self.handles:
-            handle.wait()
+        self.handle.wait()
         return self.received
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 
 from shardwise.comm.base import Comm
 from shardwise.fsdp.attach import mark_of
@@ -33,16 +33,10 @@ def sum_over_copies(runtime: Runtime, copies: Mapping[nn.Parameter, Sequence[int
             continue
         views = group.gradient.local_views(mark.index, runtime.gradients)
         own = torch.cat([memory_order(view) for view in views])
-        terms: dict[int, Tensor] = {comm.rank: own}
-        handles = []
         unit = f"copies of {group.layout.params[mark.index].name}"
-        for peer in ranks:
-            if peer != comm.rank:
-                terms[peer] = torch.empty_like(own)
-                handles.append(comm.receive(terms[peer], source=peer, unit=unit))
-        handles += [comm.send(own, to=peer, unit=unit) for peer in ranks if peer != comm.rank]
-        for handle in handles:
-            handle.wait()
+        terms = {peer: own if peer == comm.rank else torch.empty_like(own) for peer in ranks}
+        peers = [peer for peer in ranks if peer != comm.rank]
+        comm.exchange([(own, peer) for peer in peers], [(terms[peer], peer) for peer in peers], unit=unit).wait()
         total = terms[ranks[0]].clone()
         for peer in ranks[1:]:
             total += terms[peer]

@@ -303,8 +303,21 @@ class Gradient:
             inside = comms.reduce.all_reduce(buffer, unit=unit, divisor=after)
         if comms.replicate is None:
             return self._send_home(inside, pool)
-        replicate = comms.replicate
-        return Chain(inside, lambda: self._go_across(replicate, pool, partial, is_last=is_last))
+        return self._go_on(inside, comms.replicate, pool, partial, is_last=is_last)
+
+    def _go_on(
+        self, inside: Handle, replicate: Comm, pool: GradientPool, partial: Tensor | None, *, is_last: bool
+    ) -> Handle:
+        """What comes behind the sum inside the group: the sum over the groups, or over microbatches first."""
+        if partial is not None or not is_last:
+            return Chain(inside, lambda: self._add_up(replicate, pool, partial, is_last=is_last))
+        is_home = self._result is self._home
+
+        def arrived() -> None:
+            if is_home:
+                self._give_back(pool)  # the sum is not in the borrowed buffer
+
+        return replicate.follow(inside, lambda: self._go_across(replicate, pool), arrived)
 
     def _place_of_sum(self, buffer: Tensor, partial: Tensor | None) -> Tensor:
         """Where the sum over ``dp_shard`` goes: straight to where ``.grad`` lives if that is free, else in place."""
@@ -318,23 +331,27 @@ class Gradient:
             return self._home
         return buffer[self.layout.slice_of(group.rank)]
 
-    def _go_across(self, replicate: Comm, pool: GradientPool, partial: Tensor | None, *, is_last: bool) -> Handle:
-        """The sum inside the group is there: add it to that of earlier microbatches, and go on over the groups."""
+    def _add_up(self, replicate: Comm, pool: GradientPool, partial: Tensor | None, *, is_last: bool) -> Handle:
+        """The sum inside the group is there: add it to that of earlier microbatches; go on over the groups at last."""
         result = self._result
         assert result is not None
         if partial is not None:
             result = partial.add_(result)
-        elif not is_last and result is not self._home:
+        elif result is not self._home:
             if self._partial_store is None:
                 self._partial_store = torch.empty_like(result)
             result = self._partial_store.copy_(result)
-        if result is not self._result or result is self._home:
-            self._give_back(pool)  # the sum has left the borrowed buffer
+        self._give_back(pool)  # the sum has left the borrowed buffer
         if not is_last:
             self._partial, self._result = result, None
             return Done()
         self._result = result
-        across = replicate.all_reduce(result, unit=self.group.unit.name, divisor=self._divisors[1])
+        return self._go_across(replicate, pool)
+
+    def _go_across(self, replicate: Comm, pool: GradientPool) -> Handle:
+        """Add up the sums of the groups."""
+        assert self._result is not None
+        across = replicate.all_reduce(self._result, unit=self.group.unit.name, divisor=self._divisors[1])
         return self._send_home(across, pool)
 
     def _send_home(self, reduction: Handle, pool: GradientPool) -> Handle:

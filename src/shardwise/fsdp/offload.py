@@ -124,7 +124,9 @@ class Transfers:
             after.wait()
             target.copy_(source, non_blocking=True)
             self._events["down"] = self._down.record_event()
-        return _Event(self._events["down"], self.device, lambda: [pool.give(buffer) for buffer in held])
+        return _Event(
+            self._events["down"], self.device, lambda: [pool.give(buffer) for buffer in held], moved=(source, target)
+        )
 
     def synchronise(self) -> None:
         """Have the host wait until every copy has been made, so that it may read gradients and write masters."""
@@ -136,13 +138,21 @@ class Transfers:
 class _Event(Handle):
     """A copy on a stream of its own."""
 
-    def __init__(self, event: Any, device: torch.device, then: Callable[[], object] | None = None) -> None:
+    def __init__(
+        self,
+        event: Any,
+        device: torch.device,
+        then: Callable[[], object] | None = None,
+        moved: tuple[Tensor, ...] = (),
+    ) -> None:
         self._event = event
         self._device = device
         self._then = then
+        self._moved = moved
 
     def wait(self) -> None:
         torch.cuda.current_stream(self._device).wait_event(self._event)
+        self._moved = ()
         then, self._then = self._then, None
         if then is not None:
             then()

@@ -173,6 +173,7 @@ class _Step:
         self._input_gradients: dict[tuple[int, int], list[Tensor]] = {}
         self._weights: dict[tuple[int, int], WeightGradients] = {}
         self._sends: deque[list[tuple[Handle, Tensor]]] = deque()
+        self._untold: set[int] = set()  # stages whose shapes were learned in this step, and not sent yet
         self._arrived_at = 0.0  # what the newest computation takes
 
     def do(self, action: Action) -> None:
@@ -272,8 +273,7 @@ class _Step:
         known = self._crossings(stage)
         if known is None:
             self._learn(stage, made)
-            if self._schedule.ranks[stage + 1] != self._schedule.ranks[stage]:
-                self._sends.append([self._its.send_header(stage, made, self._schedule.ranks[stage + 1])])
+            self._untold.add(stage)
         elif made != known:
             raise StateError(
                 f"pipeline stage {stage} gave {_shown(made)} where it had given {_shown(known)} for a batch of the same"
@@ -283,6 +283,9 @@ class _Step:
     def _send_activation(self, action: Action) -> None:
         tape = self._tapes[action.stage, action.microbatch]
         assert action.peer is not None
+        if action.stage in self._untold:  # here, where the schedule has a send: a transport may work in order
+            self._untold.remove(action.stage)
+            self._sends.append([self._its.send_header(action.stage, self._crossings(action.stage) or (), action.peer)])
         unit = f"activation of stage {action.stage}"
         tape.sends = [self._its.send(output, action.peer, unit) for output in tape.outputs]
         if not torch.is_grad_enabled():

@@ -199,7 +199,7 @@ class Staged(Runner):
 
     def _receive(self, part: Part) -> None:
         buffer = torch.empty(part.new_BT.shape[0], dtype=torch.int64, device=part.new_BT.device)
-        self._tokens[part.index] = self._comm.receive(buffer, source=self._last_rank, unit="tokens"), buffer
+        self._tokens[part.index] = self._comm.expect(buffer, source=self._last_rank, unit="tokens"), buffer
 
     def _send(self, part: Part, tokens_B: Tensor) -> None:
         handles = [

@@ -78,9 +78,5 @@ class ContextStep:
                 yield from self._hop(unit, self.sum_item_bytes)
 
     def _hop(self, unit: str, item_bytes: int) -> Iterator[Collective]:
-        """Every other rank listens first."""
-        messages = [
-            Collective("send", unit, self.block_numel * item_bytes, "cp"),
-            Collective("receive", unit, 0, "cp"),
-        ]
-        yield from reversed(messages) if self.rank % 2 else messages
+        yield Collective("send", unit, self.block_numel * item_bytes, "cp")
+        yield Collective("receive", unit, 0, "cp")

@@ -62,6 +62,8 @@ _SECONDARY = (
     "failed to connect",
 )
 _OUTPUT_TAIL = 4000
+#: Chooses the transport of the ranks (``shardwise.comm.debug``): as the caller has it at the call.
+_TRANSPORT = "SHARDWISE_TRANSPORT"
 
 
 class RankFailure(AssertionError):  # noqa: N818 - named for what happened; it is a test's failure, not the library's error
@@ -96,6 +98,7 @@ class _Job:
     timeout_s: float
     process_group: bool
     warning_filters: list[Any]
+    transport: str | None
 
 
 @dataclasses.dataclass
@@ -171,6 +174,7 @@ class _Run:
                 self.timeout_s,
                 process_group,
                 list(warnings.filters),
+                os.environ.get(_TRANSPORT),
             )
             process = context.Process(target=_rank_main, args=(job, mine), name=f"rank-{rank}", daemon=True)
             process.start()
@@ -348,6 +352,9 @@ def _rank_main(job: _Job, requests: connection.Connection) -> None:
         LOCAL_WORLD_SIZE=str(job.world_size),
     )
     del os.environ["SHARDWISE_TESTING_PRELOAD"]
+    os.environ.pop(_TRANSPORT, None)
+    if job.transport is not None:
+        os.environ[_TRANSPORT] = job.transport
     sys.path[:] = job.path
     stacks = (directory / f"stacks-{job.rank}").open("w")
     faulthandler.enable(stacks)

@@ -88,8 +88,8 @@ def messages(
     for held in copies:
         others = [peer for peer in held.ranks if peer != rank]
         if rank in held.ranks:
-            found += [Collective("receive", f"copies of {held.name}", 0, "pp") for _ in others]
             found += [Collective("send", f"copies of {held.name}", held.num_bytes, "pp") for _ in others]
+            found += [Collective("receive", f"copies of {held.name}", 0, "pp") for _ in others]
     return found
 
 

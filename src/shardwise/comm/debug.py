@@ -1,0 +1,313 @@
+"""Two transports for tests, which show on the CPU what goes wrong on NCCL only.
+
+The variable ``SHARDWISE_TRANSPORT`` chooses one of them for every Comm over Gloo:
+
+=================  ===================================================================================================
+``in-order``       A Comm is a queue, as an NCCL stream is. What was issued begins when all that was issued before is
+                   done, and a send is done when the other rank has begun to receive it. Ranks that both receive first
+                   and send afterwards wait for each other for ever.
+``early-free``     A collective reads its buffers as late as possible and writes its result when its handle is waited
+                   for. It holds no tensor itself, as NCCL holds none: where memory was freed before the wait (CUDA's
+                   allocator may have given it to another tensor by then), NaN is sent.
+=================  ===================================================================================================
+
+Neither is fast, and neither watches for ranks that disagree as the plain transport does.
+"""
+
+from __future__ import annotations
+
+import queue
+import threading
+import weakref
+from abc import abstractmethod
+from collections import deque
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any, ClassVar
+
+import torch
+from torch import Tensor
+
+from shardwise.comm.base import Comm, Handle
+from shardwise.spec.errors import CommError, ConfigError
+
+#: The environment variable.
+TRANSPORT = "SHARDWISE_TRANSPORT"
+
+
+def debugged(comm: Comm, name: str) -> Comm:
+    """``comm`` as the transport ``name`` of this module.
+
+    Raises:
+        ConfigError: There is none of this name.
+    """
+    transports = {"in-order": InOrder, "early-free": EarlyFree}
+    if name not in transports:
+        raise ConfigError(
+            f"{TRANSPORT}={name!r} is not a transport.\n  Use one of {', '.join(transports)}, or unset it."
+        )
+    return transports[name](comm)
+
+
+class _Debug(Comm):
+    """Gives every collective to another Comm, in its own time."""
+
+    def __init__(self, inner: Comm) -> None:
+        super().__init__(inner.axis, inner.rank, inner.size, inner.device)
+        self._inner = inner
+
+    @abstractmethod
+    def _issue(self, kind: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Handle:
+        """Have the other Comm's method ``kind`` called."""
+
+    def all_gather(self, *args: Any, **kwargs: Any) -> Handle:
+        """As :meth:`Comm.all_gather`."""
+        return self._issue("all_gather", args, kwargs)
+
+    def reduce_scatter(self, *args: Any, **kwargs: Any) -> Handle:
+        """As :meth:`Comm.reduce_scatter`."""
+        return self._issue("reduce_scatter", args, kwargs)
+
+    def all_reduce(self, *args: Any, **kwargs: Any) -> Handle:
+        """As :meth:`Comm.all_reduce`."""
+        return self._issue("all_reduce", args, kwargs)
+
+    def all_to_all(self, *args: Any, **kwargs: Any) -> Handle:
+        """As :meth:`Comm.all_to_all`."""
+        return self._issue("all_to_all", args, kwargs)
+
+    def broadcast(self, *args: Any, **kwargs: Any) -> Handle:
+        """As :meth:`Comm.broadcast`."""
+        return self._issue("broadcast", args, kwargs)
+
+    def gather(self, *args: Any, **kwargs: Any) -> Handle:
+        """As :meth:`Comm.gather`."""
+        return self._issue("gather", args, kwargs)
+
+    def scatter(self, *args: Any, **kwargs: Any) -> Handle:
+        """As :meth:`Comm.scatter`."""
+        return self._issue("scatter", args, kwargs)
+
+    def send(self, *args: Any, **kwargs: Any) -> Handle:
+        """As :meth:`Comm.send`."""
+        return self._issue("send", args, kwargs)
+
+    def receive(self, *args: Any, **kwargs: Any) -> Handle:
+        """As :meth:`Comm.receive`."""
+        return self._issue("receive", args, kwargs)
+
+    def exchange(self, *args: Any, **kwargs: Any) -> Handle:
+        """As :meth:`Comm.exchange`."""
+        return self._issue("exchange", args, kwargs)
+
+    def close(self) -> None:
+        """As :meth:`Comm.close`."""
+        self._inner.close()
+
+
+# -- in order
+
+
+class InOrder(_Debug):
+    """A queue of collectives, which a thread of its own works off, as the GPU does the work on a stream."""
+
+    is_in_order = True
+
+    def __init__(self, inner: Comm) -> None:
+        super().__init__(inner)
+        self._queue: queue.SimpleQueue[_Queued | None] = queue.SimpleQueue()
+        threading.Thread(target=_work_off, args=(self._queue,), name=f"{inner.axis}-stream", daemon=True).start()
+        weakref.finalize(self, self._queue.put, None)
+
+    def _issue(self, kind: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Handle:
+        tensors = list(_tensors((*args, *kwargs.values())))
+        kinds = ["send"] * len(args[0]) + ["receive"] * len(args[1]) if kind == "exchange" else [kind]
+        events = [self._event(each, kwargs["unit"], tensor) for each, tensor in zip(kinds, tensors, strict=False)]
+        inner, is_inference = self._inner, torch.is_inference_mode_enabled()
+
+        def run() -> None:
+            # What of torch's state is a thread's own is that of whoever issues.
+            with torch.inference_mode(is_inference), torch.no_grad(), inner.record() as found:
+                getattr(inner, kind)(*args, **kwargs).wait()
+            for event, each in zip(events, found, strict=True):
+                event.sent_bytes += each.sent_bytes
+
+        handle = _Queued(run)
+        self._queue.put(handle)
+        return handle
+
+
+class _Queued(Handle):
+    def __init__(self, run: Callable[[], None]) -> None:
+        self._run: Callable[[], None] | None = run
+        self._is_done = threading.Event()
+        self._error: BaseException | None = None
+
+    def run(self) -> None:
+        assert self._run is not None
+        try:
+            self._run()
+        except BaseException as error:  # noqa: BLE001 - raised where it is waited for
+            self._error = error
+        self._is_done.set()
+
+    def wait(self) -> None:
+        self._is_done.wait()
+        self._run = None  # and all that it holds
+        if self._error is not None:
+            raise self._error
+
+
+def _work_off(handles: queue.SimpleQueue[_Queued | None]) -> None:
+    while (handle := handles.get()) is not None:
+        handle.run()
+        del handle  # what it holds is not needed until the next one comes
+
+
+# -- early free
+
+
+class EarlyFree(_Debug):
+    """Collectives that know their buffers by address only, and begin when something is waited for.
+
+    Attributes:
+        holds: A handle holds the tensors that it moves until it has been waited for, as the contract of Comm says.
+    """
+
+    is_in_order = False
+    holds: ClassVar[bool] = True
+
+    def _issue(self, kind: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Handle:
+        tensors = list(_tensors((*args, *kwargs.values())))
+        collective = _Collective(self._inner, kind, _map(_Place, args), _map(_Place, kwargs))
+        _issued.append(collective)
+        return _Freeing(collective, tensors if self.holds else [])
+
+    def record(self, events: Any = None) -> Any:
+        """As :meth:`Comm.record`."""
+        return self._inner.record(events)
+
+
+class _Place:
+    """Where a tensor is, without a reference to it."""
+
+    def __init__(self, tensor: Tensor) -> None:
+        assert tensor.is_contiguous()
+        self._storage = weakref.ref(tensor.untyped_storage())
+        self._offset, self._dtype = int(tensor.storage_offset()), tensor.dtype
+        self._shape, self._stride = tensor.shape, tensor.stride()
+
+    def find(self) -> Tensor | None:
+        """The tensor, unless its memory was freed."""
+        storage = self._storage()
+        end = (self._offset + self._shape.numel()) * self._dtype.itemsize
+        if storage is None or storage.nbytes() < end:
+            return None
+        return torch.empty(0, dtype=self._dtype).set_(storage, self._offset, self._shape, self._stride)
+
+    def copy(self) -> Tensor:
+        """What is there now; not a number (the largest, of whole numbers) where the memory was freed."""
+        found = self.find()
+        if found is not None:
+            return found.clone()
+        is_whole = not (self._dtype.is_floating_point or self._dtype.is_complex or self._dtype is torch.bool)
+        value = torch.iinfo(self._dtype).max if is_whole else float("nan")
+        return torch.full(self._shape, value, dtype=self._dtype)
+
+
+class _Collective:
+    """One collective, issued but perhaps not begun."""
+
+    def __init__(self, inner: Comm, kind: str, args: Any, kwargs: Any) -> None:
+        self._inner, self._kind = inner, kind
+        self._args, self._kwargs = args, kwargs
+        self._copies: list[tuple[_Place, Tensor]] = []
+        self._handle: Handle | None = None
+
+    def begin(self) -> None:
+        args, kwargs = _map(self._copy, self._args), _map(self._copy, self._kwargs)
+        self._handle = getattr(self._inner, self._kind)(*args, **kwargs)
+
+    def _copy(self, place: _Place) -> Tensor:
+        copy = place.copy()
+        self._copies.append((place, copy))
+        return copy
+
+    @torch.no_grad()
+    def advance(self) -> bool:
+        _begin_all()
+        assert self._handle is not None
+        if self._handle.advance():
+            return True
+        self._deliver()
+        return False
+
+    @torch.no_grad()
+    def wait(self) -> None:
+        _begin_all()
+        assert self._handle is not None
+        self._handle.wait()
+        self._deliver()
+
+    def _deliver(self) -> None:
+        """Write the results: what an exchange receives, of other collectives the last tensor."""
+        copies, self._copies = self._copies, []
+        num_sent = 1 if self._kind == "send" else len(self._args[0]) if self._kind == "exchange" else len(copies) - 1
+        for place, result in copies[max(0, num_sent) :]:
+            found = place.find()
+            if found is None:
+                raise CommError(
+                    f"{self._kind}({self._kwargs['unit']}) on {self._inner.axis}: the memory of its result was freed"
+                    " before its handle was waited for.\n  Keep the tensor or the handle until then."
+                )
+            found.copy_(result)
+
+
+#: A thread that begins and waits: what a caller has set for its own thread (inference mode, a mode that records what it
+#: computes for a checkpoint) sees nothing of it.
+_elsewhere = ThreadPoolExecutor(max_workers=1, thread_name_prefix="early-free")
+
+#: What this process has issued and not begun, on all Comms.
+_issued: deque[_Collective] = deque()
+
+
+def _begin_all() -> None:
+    """Whoever waits may wait for a peer that waits for anything of this."""
+    while _issued:
+        _issued.popleft().begin()
+
+
+class _Freeing(Handle):
+    def __init__(self, collective: _Collective, held: list[Tensor]) -> None:
+        self._collective = collective
+        self._held = held
+
+    def advance(self) -> bool:
+        return _elsewhere.submit(self._collective.advance).result()
+
+    def wait(self) -> None:
+        _elsewhere.submit(self._collective.wait).result()
+        self._held = []
+
+
+# -- arguments
+
+
+def _tensors(args: Iterable[Any]) -> Iterator[Tensor]:
+    """The tensors among arguments."""
+    for arg in args:
+        if isinstance(arg, Tensor):
+            yield arg
+        elif isinstance(arg, Sequence) and not isinstance(arg, str):
+            yield from _tensors(arg)
+
+
+def _map(function: Callable[[Any], Any], value: Any) -> Any:
+    """``value`` with the function's results in the place of tensors and of places."""
+    if isinstance(value, Tensor | _Place):
+        return function(value)
+    if isinstance(value, dict):
+        return {key: _map(function, each) for key, each in value.items()}
+    if isinstance(value, list | tuple):
+        return tuple(_map(function, each) for each in value)
+    return value
