@@ -48,6 +48,7 @@ _LAZY = {
     "generate": "shardwise.recipe.decoding",
     "generate_stream": "shardwise.recipe.decoding",
     "fully_shard": "shardwise.fsdp.fully_shard",
+    "register_fsdp_forward_method": "shardwise.fsdp.fully_shard",
     "gradient_sync": "shardwise.fsdp.api",
     "logical_shape": "shardwise.fsdp.api",
     "record_collectives": "shardwise.fsdp.api",
@@ -123,6 +124,7 @@ __all__ = [
     "parity",
     "record_collectives",
     "record_pipeline",
+    "register_fsdp_forward_method",
     "save",
     "summary",
     "train_step",
@@ -146,7 +148,7 @@ if TYPE_CHECKING:
     from shardwise.fsdp.clip import clip_grad_norm
     from shardwise.fsdp.deferred import deferred_init
     from shardwise.fsdp.flat import flat_parameters
-    from shardwise.fsdp.fully_shard import fully_shard
+    from shardwise.fsdp.fully_shard import fully_shard, register_fsdp_forward_method
     from shardwise.fsdp.in_backward import optimizer_in_backward
     from shardwise.fsdp.join import join
     from shardwise.fsdp.optimizer import declare_elementwise, declare_granularity

@@ -86,3 +86,134 @@ def spell_units():
 
 def test_units_take_the_policies_of_fsdp2():
     run_on_ranks(spell_units, 2)
+
+
+# -- methods of FSDP2
+
+
+class Coder(nn.Module):
+    """Has methods that read parameters beside its forward, one of them one-dimensional."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.randn(64, 64) / 8)
+        self.scale = nn.Parameter(torch.rand(64) + 0.5)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.decode(self.encode(x))
+
+    def encode(self, x: torch.Tensor) -> torch.Tensor:
+        return (x @ self.weight).tanh()
+
+    def decode(self, x: torch.Tensor) -> torch.Tensor:
+        return x @ self.weight.T * self.scale
+
+
+def coders() -> nn.Sequential:
+    torch.manual_seed(0)
+    return nn.Sequential(*(Coder() for _ in range(5)))
+
+
+def batch(rank: int) -> torch.Tensor:
+    return torch.randn(4, 64, generator=torch.Generator().manual_seed(rank))
+
+
+def by_methods(model: nn.Module, x: torch.Tensor) -> torch.Tensor:
+    return (model[3].decode(model[1].encode(x)) + model(x)).square().mean()
+
+
+def call_methods():
+    plain = coders()
+    losses = [by_methods(plain, batch(rank)) for rank in range(dist.get_world_size())]
+    for loss in losses:
+        (loss / dist.get_world_size()).backward()
+    model = coders()
+    for child in model:
+        sw.fully_shard(child)
+    sw.fully_shard(model)
+    for child in model:
+        for name in ("encode", "decode"):
+            sw.register_fsdp_forward_method(child, name)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    torch.optim.SGD(plain.parameters(), lr=0.1).step()
+    for step in range(3):
+        loss = by_methods(model, batch(dist.get_rank()))
+        if step == 0:
+            assert torch.equal(loss, losses[dist.get_rank()])
+        loss.backward()
+        if step == 0:
+            optimizer.step()
+            for name, tensor in sw.full_state_dict(model).items():
+                assert torch.allclose(tensor, plain.state_dict()[name], rtol=1e-6, atol=1e-7)
+        optimizer.zero_grad()
+    with torch.no_grad():
+        assert torch.allclose(model[2].encode(batch(0)), plain[2].encode(batch(0)), rtol=1e-5, atol=1e-6)
+    for module, name, message in (
+        (model[0], "encod", "there is no such method"),
+        (nn.ModuleList([model[0]]), "append", "the module is no unit, but holds parameters of one"),
+    ):
+        with pytest.raises(sw.StateError, match=message):
+            sw.register_fsdp_forward_method(module, name)
+    untouched = Coder()
+    sw.register_fsdp_forward_method(untouched, "encode")
+    assert "encode" not in vars(untouched)
+
+
+def test_registered_methods_gather_their_unit():
+    run_on_ranks(call_methods, 2)
+
+
+def set_everything():
+    model, plain = (coders() for _ in range(2))
+    for child in model:
+        sw.fully_shard(child)
+    sw.fully_shard(model)
+    for index, child in enumerate(model[:-1]):
+        child.set_modules_to_forward_prefetch([model[index + 1]])
+        model[index + 1].set_modules_to_backward_prefetch([child])
+    with pytest.raises(sw.StateError, match="got a Linear that is no unit"):
+        model.set_modules_to_forward_prefetch([nn.Linear(1, 1)])
+    with pytest.raises(sw.StateError, match=r"set_requires_all_reduce\(\) of unit '1'"):
+        model[1].set_requires_all_reduce(False)
+    for micro in range(3):
+        is_last = micro == 2
+        model.set_is_last_backward(is_last)
+        model.set_reshard_after_backward(is_last, recurse=True)
+        model.set_requires_gradient_sync(is_last, recurse=True)
+        model.set_requires_all_reduce(True)
+        model.set_requires_gradient_sync(is_last)
+        model(batch(10 * micro + dist.get_rank())).square().mean().backward()
+        for rank in range(2):
+            (plain(batch(10 * micro + rank)).square().mean() / 2).backward()
+    norm = torch.nn.utils.get_total_norm([p.grad for p in plain.parameters()])
+    assert torch.allclose(sw.clip_grad_norm(model, 1.0), norm, rtol=1e-5)
+    handle = model[2].unshard(async_op=True)
+    handle.wait()
+    assert model[2].weight.shape == (64, 64)
+    model[2].reshard()
+
+
+def test_what_fsdp2_asks_to_be_told_is_taken():
+    run_on_ranks(set_everything, 2)
+
+
+def defer_all_reduce():
+    model, plain = (coders() for _ in range(2))
+    mesh = dist.init_device_mesh("cpu", (2, 2), mesh_dim_names=("replicate", "shard"))
+    for child in model:
+        sw.fully_shard(child, mesh=mesh)
+    sw.fully_shard(model, mesh=mesh)
+    for micro in range(2):
+        with sw.record_collectives(model) as events:
+            model.set_requires_all_reduce(micro == 1)
+            model(batch(10 * micro + dist.get_rank())).square().mean().backward()
+        across = [event for event in events if event.kind == "all_reduce" and event.axis == "dp_replicate"]
+        assert bool(across) == (micro == 1)
+        for rank in range(4):
+            (plain(batch(10 * micro + rank)).square().mean() / 4).backward()
+    norm = torch.nn.utils.get_total_norm([p.grad for p in plain.parameters()])
+    assert torch.allclose(sw.clip_grad_norm(model, 1.0), norm, rtol=1e-5)
+
+
+def test_the_all_reduce_over_replicas_waits_until_it_is_required():
+    run_on_ranks(defer_all_reduce, 4)

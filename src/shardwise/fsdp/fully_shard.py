@@ -202,38 +202,173 @@ def _units_below(module: nn.Module) -> dict[str, Runtime]:
     return found
 
 
+def register_fsdp_forward_method(module: nn.Module, method_name: str) -> None:
+    """Have a method of a unit's module gather the unit, as its forward does, under FSDP2's name for it.
+
+    A method that reads parameters (``encode``, ``decode``) would otherwise compute with this rank's shards. A module
+    that is not parallelized is left as it is, as FSDP2 does.
+
+    Args:
+        module: A unit: from ``sw.fully_shard``, or one that ``auto_wrap_policy`` chose, or the model.
+        method_name: Of a method. It may be called by itself, and inside the model's forward.
+
+    Collective:
+        None here. A call of the method gathers the unit on ``dp_shard``, and its backward reduces: all ranks must call.
+
+    Raises:
+        StateError: The module has no such method, or is no unit but holds parameters of one.
+    """
+    if not callable(getattr(module, method_name, None)):
+        raise StateError(
+            f"register_fsdp_forward_method({type(module).__name__}, {method_name!r}): there is no such method.\n"
+            "  Pass the name of a method of the module."
+        )
+    if attach.attachment_of(module) is not None:
+        module.__dict__[method_name] = _ForwardMethod(module, method_name)
+    elif any(attach.mark_of(parameter) is not None for parameter in module.parameters()):
+        raise StateError(
+            f"register_fsdp_forward_method({type(module).__name__}, {method_name!r}): the module is no unit, but holds"
+            " parameters of one.\n  Pass the unit around it, or make it a unit (auto_wrap_policy, sw.fully_shard)."
+        )
+
+
+class _ForwardMethod(Uncopyable):
+    """Stands for a method of a unit's module: the unit is gathered around it, as around forward."""
+
+    def __init__(self, module: nn.Module, name: str) -> None:
+        self._module = weakref.ref(module)
+        self._name = name
+        own = module.__dict__.get(name)
+        self._own = own if not isinstance(own, _ForwardMethod) else None  # somebody else's replacement
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        module = self._module()
+        assert module is not None
+        method = self._own or getattr(type(module), self._name).__get__(module)
+        attachment = attach.attachment_of(module)
+        if attachment is None:
+            return method(*args, **kwargs)
+        runtime, unit = attachment.runtime, attachment.unit
+        member = next(member for member in unit.members if member.module() is module)
+        output = None
+        runtime.before_forward(unit, member, f"{member.path}.{self._name}()")
+        try:
+            output = method(*args, **kwargs)
+        finally:
+            runtime.after_forward(unit, member, output)
+        return output
+
+
+#: What ``fully_shard`` adds to a module.
+_METHODS = (
+    "unshard",
+    "reshard",
+    "set_requires_gradient_sync",
+    "set_requires_all_reduce",
+    "set_is_last_backward",
+    "set_reshard_after_backward",
+    "set_modules_to_forward_prefetch",
+    "set_modules_to_backward_prefetch",
+)
+
+
 def _add_methods(module: nn.Module) -> None:
-    methods = module.__dict__
-    attachment = attach.attachment_of(module)
-    assert attachment is not None
-    methods["unshard"] = _UnitMethod(module, "unshard")
-    methods["reshard"] = _UnitMethod(module, "reshard")
-    methods["set_requires_gradient_sync"] = _UnitMethod(module, "set_requires_gradient_sync")
+    for name in _METHODS:
+        module.__dict__[name] = _UnitMethod(module, name)
+
+
+class _Gathered:
+    """What ``unshard(async_op=True)`` gives: the unit is there already."""
+
+    def wait(self) -> None:
+        """Nothing is left to wait for."""
 
 
 class _UnitMethod(Uncopyable):
-    """A method that ``fully_shard`` adds to a module; it holds the module's attachment by weak reference."""
+    """A method that ``fully_shard`` adds to a module; it holds the module by weak reference.
+
+    What FSDP2 asks to be told and is so here anyway is taken and changes nothing: every backward waits for its
+    reductions (``set_is_last_backward``) and releases the units (``set_reshard_after_backward``), and units are
+    gathered ahead in the order that the first step has recorded (``set_modules_to_forward_prefetch``).
+    """
 
     def __init__(self, module: nn.Module, name: str) -> None:
         self._module = weakref.ref(module)
         self._name = name
 
-    def __call__(self, *args: bool) -> None:
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
         module = self._module()
         attachment = attach.attachment_of(module) if module is not None else None
         if attachment is None:
-            return
-        runtime, unit = attachment.runtime, attachment.unit
-        if self._name == "unshard":
-            runtime.unshard_now(unit)
-        elif self._name == "reshard":
-            runtime.reshard_now(unit)
-        else:
-            if unit.parent is not None:
+            return None
+        return getattr(self, f"_{self._name}")(attachment.runtime, attachment.unit, *args, **kwargs)
+
+    def _unshard(self, runtime: Runtime, unit: Unit, async_op: bool = False) -> _Gathered | None:  # noqa: FBT001, FBT002 - FSDP2's
+        runtime.unshard_now(unit)
+        return _Gathered() if async_op else None
+
+    def _reshard(self, runtime: Runtime, unit: Unit) -> None:
+        runtime.reshard_now(unit)
+
+    def _set_requires_gradient_sync(
+        self,
+        runtime: Runtime,
+        unit: Unit,
+        requires_gradient_sync: bool,  # noqa: FBT001 - FSDP2's
+        *,
+        recurse: bool = True,
+    ) -> None:
+        self._check_root(unit, recurse=recurse)
+        if not requires_gradient_sync:
+            refuse(runtime, f"{self._name}(False)")
+        runtime.syncs_gradients = bool(requires_gradient_sync)
+        runtime.defers_replicate = runtime.options.defers_replicate
+
+    def _set_requires_all_reduce(
+        self,
+        runtime: Runtime,
+        unit: Unit,
+        requires_all_reduce: bool,  # noqa: FBT001 - FSDP2's
+        *,
+        recurse: bool = True,
+    ) -> None:
+        """After ``False`` each backward is summed over ``dp_shard`` only, as ``accumulation="defer_replicate"``."""
+        self._check_root(unit, recurse=recurse)
+        if runtime.comms.replicate is None:
+            return  # there is no all-reduce
+        if not requires_all_reduce:
+            refuse(runtime, f"{self._name}(False)")
+        runtime.defers_replicate = True
+        runtime.syncs_gradients = bool(requires_all_reduce)
+
+    def _set_is_last_backward(self, runtime: Runtime, unit: Unit, is_last_backward: bool) -> None:  # noqa: FBT001 - FSDP2's
+        """Nothing to set: every backward ends when its reductions have."""
+
+    def _set_reshard_after_backward(
+        self,
+        runtime: Runtime,
+        unit: Unit,
+        reshard_after_backward: bool,  # noqa: FBT001 - FSDP2's
+        *,
+        recurse: bool = True,
+    ) -> None:
+        """Nothing to set: units are released after backward, and gathered again by the next forward."""
+
+    def _set_modules_to_forward_prefetch(self, _runtime: Runtime, unit: Unit, modules: Sequence[nn.Module]) -> None:
+        """Nothing to set: one unit is gathered ahead, in the order that the first step has recorded."""
+        for module in modules:
+            if attach.attachment_of(module) is None:
                 raise StateError(
-                    f"set_requires_gradient_sync() of unit {unit.name!r}: the units of a model are reduced together.\n"
-                    "  Call it on the outermost module that sw.fully_shard was called for."
+                    f"{self._name}() of unit {unit.name!r} got a {type(module).__name__} that is no unit.\n"
+                    "  Pass modules that sw.fully_shard was called for."
                 )
-            if not args[0]:
-                refuse(runtime, "set_requires_gradient_sync(False)")
-            runtime.syncs_gradients = bool(args[0])
+
+    _set_modules_to_backward_prefetch = _set_modules_to_forward_prefetch
+
+    def _check_root(self, unit: Unit, *, recurse: bool) -> None:
+        if unit.parent is not None or not recurse:
+            raise StateError(
+                f"{self._name}() of unit {unit.name!r}{'' if recurse else ' with recurse=False'}: the units of a model"
+                " are reduced together.\n"
+                "  Call it on the outermost module that sw.fully_shard was called for."
+            )

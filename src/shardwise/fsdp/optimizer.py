@@ -91,7 +91,41 @@ def needed_by(optimizer: torch.optim.Optimizer) -> Granularity | None:
     name = f"{cls.__module__}.{cls.__qualname__}"
     if name in _BLOCKWISE:
         return block(optimizer.__dict__["block_size"])
-    return _NEEDS.get(cls) or _NEEDS.get(name)
+    return _NEEDS.get(cls) or _NEEDS.get(name) or _needed_by_bitsandbytes(optimizer, name)
+
+
+def _needed_by_bitsandbytes(optimizer: torch.optim.Optimizer, name: str) -> Granularity | None:
+    """Its optimizers with 32-bit state work element by element, unless an update is scaled by a tensor's norm."""
+    settings = vars(optimizer).get("args")
+    if not name.startswith("bitsandbytes.optim.") or settings is None:
+        return None
+    if getattr(settings, "max_unorm", 0) > 0 or getattr(settings, "percentile_clipping", 100) < 100:
+        return TENSOR
+    return ELEMENT if _bits_of(optimizer) == 32 else None
+
+
+def _bits_of(optimizer: torch.optim.Optimizer) -> int:
+    return int(getattr(vars(optimizer).get("args"), "optim_bits", 32))
+
+
+def _check_bits(optimizer: torch.optim.Optimizer) -> None:
+    """Refuse 8-bit state of bitsandbytes on shards.
+
+    Raises:
+        StateError: That is what it has.
+    """
+    cls = type(optimizer)
+    if not cls.__module__.startswith("bitsandbytes.optim") or _bits_of(optimizer) != 8:
+        return
+    given = (p for settings in optimizer.param_groups for p in settings["params"])
+    if any((owner := group_of(parameter)) is not None and owner.row.shards_optimizer for parameter in given):
+        raise StateError(
+            f"bitsandbytes' {cls.__name__} keeps its state in blocks of 8 bit, with one scale each, and chooses by a"
+            " tensor's size which state is kept so: on shards it would round otherwise than on whole parameters, and"
+            " its state could not be saved by name.\n"
+            "  Use torchao.optim.AdamW8bit, or a 32-bit optimizer (bitsandbytes' with optim_bits=32, torch's with"
+            " fused=True); offload_policy='cpu' keeps the state on the host. Under strategy='ddp' it works as it is."
+        )
 
 
 def install_checks() -> None:
@@ -111,6 +145,7 @@ def accept(optimizer: torch.optim.Optimizer) -> None:
     Raises:
         StateError: It cannot work on shards.
     """
+    _check_bits(optimizer)
     _check(optimizer)
     _seen[optimizer] = _content_of(optimizer)
 
@@ -138,6 +173,7 @@ def _before_step(optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> No
         if runtime.join is not None:
             runtime.join.steps(optimizer)
     if not is_inside_backward and _seen.get(optimizer) != (content := _content_of(optimizer)):
+        _check_bits(optimizer)
         _check(optimizer)
         _check_state(optimizer)
         if added.check_optimizer(optimizer, runtimes):
