@@ -68,6 +68,7 @@ _LAZY = {
     "full_parameters": "shardwise.fsdp.whole",
     "join": "shardwise.fsdp.join",
     "DataParallel": "shardwise.recipe.data_parallel",
+    "DistributedSampler": "shardwise.train.sampler",
 }
 _MODULES = {"models"}
 
@@ -78,6 +79,7 @@ __all__ = [
     "CommTimeout",
     "ConfigError",
     "DataParallel",
+    "DistributedSampler",
     "DryRun",
     "ExponentialMovingAverage",
     "GradScaler",
@@ -187,6 +189,7 @@ if TYPE_CHECKING:
     from shardwise.spec.recompute import RecomputePolicy
     from shardwise.spec.schedule import PipelinePolicy
     from shardwise.spec.wrap import wrap_by_class, wrap_by_name, wrap_by_size
+    from shardwise.train.sampler import DistributedSampler
 
 
 def __getattr__(name: str) -> Any:

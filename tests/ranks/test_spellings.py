@@ -217,3 +217,23 @@ def defer_all_reduce():
 
 def test_the_all_reduce_over_replicas_waits_until_it_is_required():
     run_on_ranks(defer_all_reduce, 4)
+
+
+# -- samplers
+
+
+def read_by_model():
+    found = []
+    for plan in (sw.ParallelPlan(), sw.ParallelPlan(tp=2)):
+        torch.manual_seed(0)
+        model = sw.parallelize(sw.models.gpt("gpt-nano", num_layers=2), plan)
+        found.append(list(sw.DistributedSampler(11, model=model)))
+    found.append(list(sw.DistributedSampler(11)))
+    return found
+
+
+def test_the_sampler_takes_its_share_from_the_model():
+    (first, whole, alone), (second, same, other) = run_on_ranks(read_by_model, 2)
+    assert sorted(first + second) == list(range(11)) == sorted(whole)
+    assert whole == same  # ranks of tp read the same samples
+    assert (first, second) == (alone, other)

@@ -19,7 +19,7 @@ Permutations are never materialised: a keyed Feistel network on ``2k`` bits, wal
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping, Sized
 from dataclasses import dataclass
 from typing import Any
 
@@ -140,3 +140,130 @@ class Sampler:
         if isinstance(position, bool) or not isinstance(position, int) or position < 0:
             raise CheckpointError(f"the checkpoint's sampler has position={position!r}.\n  Resume from another one.")
         self.position = position
+
+
+class DistributedSampler:
+    """Which samples of a data set this rank reads, for ``DataLoader(data, batch_size, sampler=...)``.
+
+    Every sample is read once in an epoch, by one rank: nothing is repeated to fill up, and nothing is left out unless
+    ``drop_last`` says so. The order of an epoch depends on ``seed`` and the epoch alone; rank ``r`` of ``n`` takes
+    places ``r, r + n, r + 2n, ...`` of it, so that batches of one size over all ranks together hold the same samples on
+    any number of ranks, and a run may continue on another number. ::
+
+        sampler = sw.DistributedSampler(data, model=model)
+        loader = DataLoader(data, batch_size=8, sampler=sampler)
+        for epoch in range(epochs):
+            sampler.set_epoch(epoch)
+            for batch in loader:
+                ...
+
+    Where the ranks do not divide the data, the first ranks have one sample more than the others: train under
+    ``sw.join(model)``, or set ``drop_last=True``.
+
+    Args:
+        data: A data set with a length, or the number of samples.
+        model: A parallelized model: its ``sw.data_parallel_rank`` and ``sw.data_parallel_size`` are taken, which differ
+            from rank and world size under ``tp``, ``cp`` and ``pp``.
+        num_replicas: Without ``model``: how many ranks read different samples. ``None``: the ranks of
+            ``torch.distributed``, or one.
+        rank: This one among them.
+        shuffle: ``False``: the order of the data set, in every epoch.
+        seed: Of the orders.
+        drop_last: Leave out what the ranks do not divide, fewer samples than there are ranks; with ``shuffle`` other
+            ones in each epoch.
+
+    Raises:
+        ConfigError: There are no samples, or ``rank`` is not below ``num_replicas``.
+    """
+
+    def __init__(
+        self,
+        data: Sized | int,
+        *,
+        model: Any = None,
+        num_replicas: int | None = None,
+        rank: int | None = None,
+        shuffle: bool = True,
+        seed: int = 0,
+        drop_last: bool = False,
+    ) -> None:
+        self.num_samples = data if isinstance(data, int) else len(data)
+        self.rank, self.num_replicas = _place_of(model, rank, num_replicas)
+        self.shuffle, self.seed, self.drop_last = shuffle, seed, drop_last
+        self.epoch = 0
+        self._start = 0  # places of this epoch that all ranks together have consumed before
+        self._num_given = 0  # by this rank since
+        if self.num_samples < 1 or not 0 <= self.rank < self.num_replicas:
+            raise ConfigError(
+                f"DistributedSampler of {self.num_samples} samples for rank {self.rank} of {self.num_replicas}.\n"
+                "  Give it at least one sample, and ranks from 0 to num_replicas - 1."
+            )
+
+    def __len__(self) -> int:
+        """Samples that this rank has left to read in this epoch."""
+        return len(self._places)
+
+    @property
+    def _places(self) -> range:
+        end = self.num_samples
+        if self.drop_last:
+            end -= (end - self._start) % self.num_replicas
+        return range(self._start + self.rank, end, self.num_replicas)
+
+    def __iter__(self) -> Iterator[int]:
+        """This rank's samples of the epoch, from where it was loaded."""
+        order = Permutation(self.num_samples, seed=self.seed, epoch=self.epoch) if self.shuffle else None
+        self._num_given = 0
+        for place in self._places:
+            self._num_given += 1
+            yield place if order is None else order[place]
+
+    def set_epoch(self, epoch: int) -> None:
+        """Take the order of ``epoch`` from now on; another one than before begins at its first sample."""
+        if epoch != self.epoch:
+            self.epoch, self._start, self._num_given = epoch, 0, 0
+
+    def state_dict(self, consumed: int | None = None) -> dict[str, Any]:
+        """Where the epoch is, for any number of ranks.
+
+        Args:
+            consumed: Samples that this rank has trained with since the epoch began (or was loaded), the same number on
+                every rank: batches times their size. ``None``: what the iterator has given, which with
+                ``DataLoader(num_workers=...)`` is more, as workers read ahead.
+        """
+        given = self._num_given if consumed is None else consumed
+        position = min(self._start + given * self.num_replicas, self.num_samples)
+        return {"epoch": self.epoch, "position": position, "seed": self.seed, "num_samples": self.num_samples}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Continue where :meth:`state_dict` was taken, on any number of ranks; the next iteration begins there.
+
+        Raises:
+            CheckpointError: The state belongs to other data or another seed.
+        """
+        for key in ("seed", "num_samples"):
+            if state.get(key) != getattr(self, key):
+                raise CheckpointError(
+                    f"the sampler's state has {key}={state.get(key)!r}, this one {getattr(self, key)}.\n"
+                    "  Continue with the data and the seed that it was taken with."
+                )
+        self.epoch, self._start, self._num_given = int(state["epoch"]), int(state["position"]), 0
+
+
+def _place_of(model: Any, rank: int | None, num_replicas: int | None) -> tuple[int, int]:
+    """Which share of the samples is read here, of how many."""
+    if (rank is None) != (num_replicas is None) or (model is not None and rank is not None):
+        raise ConfigError(
+            "DistributedSampler: rank and num_replicas are given together, or a model, which knows both.\n"
+            "  Pass model=model, or both numbers."
+        )
+    if rank is not None and num_replicas is not None:
+        return rank, num_replicas
+    if model is not None:
+        from shardwise.fsdp.api import data_parallel_rank, data_parallel_size
+
+        return data_parallel_rank(model), data_parallel_size(model)
+    from torch import distributed as dist
+
+    is_there = dist.is_available() and dist.is_initialized()
+    return (dist.get_rank(), dist.get_world_size()) if is_there else (0, 1)
