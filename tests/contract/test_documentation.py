@@ -2,6 +2,7 @@
 
 import os
 import re
+import runpy
 import socket
 import subprocess
 import sys
@@ -9,6 +10,8 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
+
+from shardwise.testing import run_on_ranks
 
 ROOT = Path(__file__).parents[2]
 README = (ROOT / "README.md").read_text()
@@ -26,6 +29,10 @@ def snippets() -> list[tuple[str, str]]:
         for page in sorted((ROOT / "docs").glob("*.md"))
         for text in re.findall(r"^```python\n(.*?)^```", page.read_text(), re.DOTALL | re.MULTILINE)
     ]
+
+
+def run_file(path: str) -> None:
+    runpy.run_path(path, run_name="__main__")
 
 
 def run(*command: str, cwd: Path) -> str:
@@ -47,7 +54,7 @@ def test_every_python_block_runs_as_it_is(text: str, tmp_path: Path) -> None:
 @pytest.mark.parametrize(("page", "text"), snippets(), ids=lambda value: value if value.endswith(".md") else "")
 def test_every_snippet_of_the_pages_runs_on_two_ranks(page: str, text: str, tmp_path: Path) -> None:
     (tmp_path / "snippet.py").write_text(text)
-    run(*TORCHRUN, "snippet.py", cwd=tmp_path)
+    run_on_ranks(run_file, 2, str(tmp_path / "snippet.py"))
 
 
 @pytest.mark.slow
@@ -59,20 +66,29 @@ def test_the_loop_runs_under_torchrun_without_a_warning_and_rank_0_alone_prints_
     assert sorted(path.name for path in tmp_path.iterdir()) == ["model.pt", "train.py"]
 
 
-@pytest.mark.slow
-def test_two_machines_meet_as_the_page_says(tmp_path: Path) -> None:
-    """The command of the page, with one process on each machine, both of them here."""
-    (tmp_path / "train.py").write_text(blocks("python")[0])
-    line = next(line for line in README.splitlines() if line.startswith("$ torchrun --nnodes 2") and "train.py" in line)
+def machines(arguments: str, cwd: Path) -> list[str]:
+    """What torchrun prints on two machines with one process each, both of them here."""
     with socket.socket() as held:
         held.bind(("127.0.0.1", 0))
         port = held.getsockname()[1]
-    arguments = line.removeprefix("$ torchrun ").replace("HOST:29500", f"localhost:{port}")
-    arguments = arguments.replace("--nproc-per-node 8", "--nproc-per-node 1")
+    arguments = arguments.replace("HOST:29500", f"localhost:{port}").replace("--nproc-per-node 8", "--nproc-per-node 1")
     command = (sys.executable, "-m", "torch.distributed.run", *arguments.split())
-    with ThreadPoolExecutor(2) as machines:
-        texts = list(machines.map(lambda _: run(*command, cwd=tmp_path), range(2)))
+    with ThreadPoolExecutor(2) as pool:
+        return list(pool.map(lambda _: run(*command, cwd=cwd), range(2)))
+
+
+@pytest.mark.slow
+def test_two_machines_meet_as_the_page_says(tmp_path: Path) -> None:
+    loop, command = re.findall(
+        r"^\$ torchrun (--nnodes 2 .*?(?:train.py|--run-dir \S+))$", README, re.DOTALL | re.MULTILINE
+    )
+    (tmp_path / "train.py").write_text(blocks("python")[0])
+    (tmp_path / "run.yaml").write_text(blocks("yaml")[0])
+    texts = machines(loop, tmp_path)
     assert sorted(text.count("in 7 units on 2 ranks (this is rank 0)") for text in texts) == [0, 1]
+    short = command.replace("\\\n", " ").replace("/shared/runs/first", "first --set train.steps=2")
+    assert sorted(text.count("finished 2 steps") for text in machines(short, tmp_path)) == [0, 1]
+    assert (tmp_path / "first" / "checkpoints" / "step-00000002").is_dir()
 
 
 def test_times_of_generation_are_those_of_the_file_that_is_linked() -> None:
