@@ -298,6 +298,7 @@ def test_ranks_that_wait_for_each_other_are_told_so_at_this_and_every_further_co
 
 
 def thread_after_end():
+    dist.barrier()  # a rank that leaves while another connects to it fails that one
     found = watch.StallWatch.of(dist.group.WORLD)
     was_alive = found._thread.is_alive()
     found.end()
@@ -369,7 +370,9 @@ def test_what_a_rank_has_issued_is_known_however_long_ago_it_was():
     behind, there = ({"dp_shard": 400, "dp": newest} for newest in (2, 3))
     waiting = status(wanted, {"dp_shard": 9, "dp": 3}, [1])
     for newest in (behind, {"dp_shard": 400}):
-        text = watch._absence({0: waiting, 1: status(None, newest, elsewhere="barrier")})
+        statuses = {0: waiting, 1: status(None, newest, elsewhere="barrier")}
+        text = watch._absence(statuses, statuses)
         assert text is not None
         assert text.startswith("rank 1 waits in torch.distributed's barrier, while rank 0 waits for it in all_reduce")
-    assert watch._absence({0: waiting, 1: status(None, there, elsewhere="barrier")}) is None
+    statuses = {0: waiting, 1: status(None, there, elsewhere="barrier")}
+    assert watch._absence(statuses, statuses) is None

@@ -314,9 +314,15 @@ class Comm(ABC):
 
         return Chain(first, go_on)
 
+    @property
+    def host(self) -> Comm:
+        """Moves host memory between the same ranks, for small messages that the host waits for; else this Comm."""
+        return self
+
     def barrier(self) -> None:
         """Return when every rank has arrived. A one-element all-reduce."""
-        self.all_reduce(torch.zeros(1, dtype=torch.int64, device=self.device), unit="barrier").wait()
+        value = torch.zeros(1, dtype=torch.int64, device=self.host.device)
+        self.host.all_reduce(value, unit="barrier").wait()
 
     def close(self) -> None:  # noqa: B027 - not every transport holds something
         """Release threads and connections. The Comm must not be used afterwards."""

@@ -18,6 +18,7 @@ def agree(comm: Comm, code: int) -> list[int]:
     Collective:
         One all-gather of eight bytes per rank. All ranks must call.
     """
+    comm = comm.host
     buffer = torch.zeros(comm.size, dtype=torch.int64, device=comm.device)
     buffer[comm.rank] = code
     comm.all_gather(buffer, unit="control").wait()
@@ -30,6 +31,7 @@ def all_gather_json(comm: Comm, value: Any) -> list[Any]:
     Collective:
         Two all-gathers: the lengths, then texts padded to the longest. All ranks must call.
     """
+    comm = comm.host
     text = json.dumps(value, separators=(",", ":")).encode()
     lengths = agree(comm, len(text))
     longest = max(lengths)

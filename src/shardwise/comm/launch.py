@@ -415,13 +415,18 @@ def init_process_group(
 
 
 def shutdown() -> None:
-    """Destroy the default group if :func:`init_process_group` made it. A group made by the user stays."""
+    """Destroy the default group if :func:`init_process_group` made it. A group made by the user stays.
+
+    Where a device waits for a peer that will not come, nothing is destroyed: torch would wait for the device.
+    """
     global _has_initialized  # noqa: PLW0603 - see init_process_group
     if not _has_initialized:
         return
     from torch import distributed
 
-    if distributed.is_initialized():
+    from shardwise.comm.watch import is_any_stuck
+
+    if distributed.is_initialized() and not is_any_stuck():
         distributed.destroy_process_group()
     _has_initialized = False
 

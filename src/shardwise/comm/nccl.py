@@ -7,8 +7,9 @@ needed.
 
 from __future__ import annotations
 
+import contextlib
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from enum import StrEnum
 from typing import Any, Self
 
@@ -16,26 +17,41 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from shardwise.comm import progress
 from shardwise.comm.base import Chain, CollectiveEvent, Comm, Handle
+from shardwise.comm.ledger import Ledger
+from shardwise.comm.progress import Issued
 
 
 class NcclComm(Comm):
     """Collectives over the ranks of an NCCL process group.
 
     Bytes sent are those of NCCL's ring algorithms; NCCL does not report what it really sends.
+
+    Args:
+        group: An NCCL process group of the ranks of this axis.
+        axis: Name of the mesh axis.
+        device: Of the tensors.
+        ledger: Notes what is issued; by default one that nobody watches.
+        host: Moves host memory between the same ranks, where there is a transport for it.
     """
 
     is_in_order = True
 
     def __init__(
-        self, group: dist.ProcessGroup, axis: str, device: torch.device, *, channel: str | None = None
+        self,
+        group: dist.ProcessGroup,
+        axis: str,
+        device: torch.device,
+        *,
+        ledger: Ledger | None = None,
+        host: Comm | None = None,
     ) -> None:
         super().__init__(axis, group.rank(), group.size(), device)
-        self.channel = channel or axis
+        self._ledger = ledger or Ledger(axis, self.rank, range(self.size), None)
+        self._host = host
+        self._newest: Issued | None = None
         self._group = group
         self._stream = torch.cuda.Stream(device, priority=-1)
-        self._sequence = 0
         self._divisors: dict[tuple[float, torch.dtype], Tensor] = {}
         # torch 2.13 renamed the in-place calls and deprecates the old names.
         self._gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
@@ -90,7 +106,7 @@ class NcclComm(Comm):
         out_cuts: Sequence[int] | None = None,
     ) -> Handle:
         """As :meth:`Comm.all_to_all`, as one group of sends and receives."""
-        event = self._start("all_to_all", unit, buffer)
+        event = self._start("all_to_all", unit, buffer, None if out_cuts is None else (0,))
         with self._on_stream(buffer, out) as handle:
             slices = self._slices(buffer, cuts)
             event.sent_bytes = buffer.nbytes - slices[self.rank].nbytes
@@ -109,7 +125,7 @@ class NcclComm(Comm):
         self, shard: Tensor, out: Tensor | None, *, root: int, unit: str, cuts: Sequence[int] | None = None
     ) -> Handle:
         """As :meth:`Comm.gather`."""
-        event = self._start("gather", unit, shard)
+        event = self._start("gather", unit, shard, cuts)
         with self._on_stream(shard, out) as handle:
             event.sent_bytes = 0 if self.rank == root else shard.nbytes
             parts = None if out is None else list(self._slices(out, cuts))
@@ -123,7 +139,7 @@ class NcclComm(Comm):
         self, buffer: Tensor | None, out: Tensor, *, root: int, unit: str, cuts: Sequence[int] | None = None
     ) -> Handle:
         """As :meth:`Comm.scatter`."""
-        event = self._start("scatter", unit, out)
+        event = self._start("scatter", unit, out, cuts)
         with self._on_stream(buffer, out) as handle:
             event.sent_bytes = buffer.nbytes - out.nbytes if buffer is not None else 0
             parts = None if buffer is None else list(self._slices(buffer, cuts))
@@ -135,7 +151,8 @@ class NcclComm(Comm):
 
     def send(self, buffer: Tensor, *, to: int, unit: str) -> Handle:
         """As :meth:`Comm.send`. NCCL tells messages apart by their order alone."""
-        event = self._start("send", unit, buffer)
+        self._newest = self._ledger.message(unit, buffer.numel(), to=to)
+        event = self._event("send", unit, buffer)
         with self._on_stream(buffer) as handle:
             event.sent_bytes = buffer.nbytes
             dist.send(buffer, group=self._group, group_dst=to)
@@ -143,7 +160,8 @@ class NcclComm(Comm):
 
     def receive(self, buffer: Tensor, *, source: int, unit: str) -> Handle:
         """As :meth:`Comm.receive`."""
-        self._start("receive", unit, buffer)
+        self._newest = self._ledger.message(unit, buffer.numel(), source=source)
+        self._event("receive", unit, buffer)
         with self._on_stream(buffer) as handle:
             dist.recv(buffer, group=self._group, group_src=source)
         return handle
@@ -155,8 +173,10 @@ class NcclComm(Comm):
         messages = [(dist.isend, "send", *pair) for pair in sends] + [
             (dist.irecv, "receive", *pair) for pair in receives
         ]
-        for _, kind, buffer, _ in messages:
-            event = self._start(kind, unit, buffer)
+        for _, kind, buffer, peer in messages:
+            way = {"to": peer} if kind == "send" else {"source": peer}
+            self._newest = self._ledger.message(unit, buffer.numel(), **way)
+            event = self._event(kind, unit, buffer)
             event.sent_bytes = buffer.nbytes if kind == "send" else 0
         with self._on_stream(*(buffer for _, _, buffer, _ in messages)) as handle:
             self._group_of([(move, buffer, peer) for move, _, buffer, peer in messages])
@@ -195,13 +215,30 @@ class NcclComm(Comm):
         for work in dist.batch_isend_irecv(group) if group else ():
             work.wait()
 
-    def _start(self, kind: str, unit: str, buffer: Tensor) -> CollectiveEvent:
-        progress.note(progress.Issued(self.channel, self._sequence, kind, unit, buffer.numel()))
-        self._sequence += 1
+    @property
+    def host(self) -> Comm:
+        """As :attr:`Comm.host`."""
+        return self if self._host is None else self._host
+
+    @contextlib.contextmanager
+    def record(self, events: list[CollectiveEvent] | None = None) -> Iterator[list[CollectiveEvent]]:
+        """As :meth:`Comm.record`, with what goes through host memory."""
+        with super().record(events) as found, contextlib.ExitStack() as stack:
+            if self._host is not None:
+                stack.enter_context(self._host.record(found))
+            yield found
+
+    def _start(self, kind: str, unit: str, buffer: Tensor, cuts: Sequence[int] | None = None) -> CollectiveEvent:
+        """Note a collective. Where ranks pass slices of different sizes, its elements are those of the whole."""
+        self._newest = self._ledger.collective(kind, unit, buffer.numel() if cuts is None else cuts[-1])
         return self._event(kind, unit, buffer)
 
-    def _on_stream(self, *moved: Tensor | None) -> _StreamHandle:
-        return _StreamHandle(self._stream, moved)
+    @contextlib.contextmanager
+    def _on_stream(self, *moved: Tensor | None) -> Iterator[_StreamHandle]:
+        with _StreamHandle(self._stream, moved) as handle:
+            yield handle
+        if self._newest is not None:
+            self._ledger.follow(self._newest, handle.is_done)
 
     def _op(self, divisor: float, dtype: torch.dtype) -> tuple[Any, float]:
         """NCCL's operation for a sum that is divided, and what is left to divide it by."""
@@ -262,6 +299,7 @@ class _StreamHandle(Handle):
         self._stream = stream
         self._moved = moved  # the allocator does not know that this stream uses them
         self._event: Any = None  # torch annotates record_event with its private base class
+        self._recorded: Any = None  # the same, also after the wait
         self._context: torch.cuda.StreamContext | None = None
 
     def __enter__(self) -> Self:
@@ -273,7 +311,12 @@ class _StreamHandle(Handle):
     def __exit__(self, *error: object) -> None:
         assert self._context is not None
         self._context.__exit__(*error)
-        self._event = self._stream.record_event()
+        self._event = self._recorded = self._stream.record_event()
+
+    def is_done(self) -> bool:
+        """Whether the device has done it. Any thread may ask."""
+        event = self._recorded
+        return event is None or event.query()
 
     def wait(self) -> None:
         if self._event is not None:

@@ -13,10 +13,11 @@ import torch.distributed as dist
 
 from shardwise.comm.axes import DATA_PARALLEL, Comms, lay_out
 from shardwise.comm.base import Comm
-from shardwise.comm.communicator import communicator
+from shardwise.comm.communicator import communicator, timeout_s_of
 from shardwise.comm.debug import TRANSPORT, debugged
 from shardwise.comm.gloo import GlooComm
 from shardwise.comm.launch import init_process_group, read_world
+from shardwise.comm.ledger import Ledger
 from shardwise.comm.staged import StagedComm
 from shardwise.comm.watch import StallWatch
 from shardwise.spec.errors import CommError, MeshError
@@ -152,7 +153,10 @@ class _Opener:
                 f"the process group's backend is {dist.get_backend(group)}, which does not move {device.type.upper()}"
                 " tensors.\n  Call torch.distributed.init_process_group('gloo') (or 'cpu:gloo,cuda:nccl')."
             )
-        self._watch = StallWatch.of(group) if not self._is_nccl and group.size() > 1 else None
+        self._has_gloo = "gloo" in backends
+        self._watch = StallWatch.of(group) if group.size() > 1 else None
+        if self._watch is not None and self._is_nccl:
+            self._watch.limit_s = timeout_s_of(group, device)
 
     def by_place(self, axis: str, purpose: str, places: Sequence[int]) -> Comm:
         """A Comm over the ranks at these places of ``ranks``."""
@@ -170,7 +174,11 @@ class _Opener:
             from shardwise.comm.nccl import NcclComm  # needs a CUDA build only when it is used
 
             group = communicator(self._group, ranks, axis, purpose, self._device)
-            return NcclComm(group, axis, self._device, channel=channel)
+            ledger = Ledger(channel, ranks.index(self.own), ranks, self._watch)
+            host = None
+            if self._has_gloo:
+                host = GlooComm(self._group, axis, channel=f"{channel}/host", watch=self._watch, ranks=ranks)
+            return NcclComm(group, axis, self._device, ledger=ledger, host=host)
         transport = os.environ.get(TRANSPORT)
         watch = None if transport else self._watch
         comm: Comm = GlooComm(self._group, axis, channel=channel, watch=watch, ranks=ranks)

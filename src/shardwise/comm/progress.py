@@ -33,8 +33,8 @@ class Issued:
         return f"{self.channel} #{self.sequence} {self.kind}({self.unit}, {self.numel} elements)"
 
 
-#: The newest collectives of this process, oldest first.
-history: deque[Issued] = deque(maxlen=64)
+#: The newest collectives of this process, oldest first. The host may be some hundreds ahead of the device.
+history: deque[Issued] = deque(maxlen=1024)
 
 #: By channel: the sequence number of its newest collective. Unlike the history it forgets nothing.
 newest: dict[str, int] = {}

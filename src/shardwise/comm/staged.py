@@ -125,6 +125,11 @@ class StagedComm(Comm):
         deliveries = [(buffer, host) for (buffer, _), (host, _) in zip(receives, received, strict=True)]
         return _Staged(self._inner.exchange(hosts, received, unit=unit), deliveries)
 
+    @property
+    def host(self) -> Comm:
+        """The other one."""
+        return self._inner
+
     def close(self) -> None:
         """Close the other one."""
         self._inner.close()

@@ -8,6 +8,12 @@ certain, and so do two that each wait for something that the other has not issue
 The finder writes its verdict into the store. Each rank then answers its peers' open messages with dummies, which wakes
 their main threads; they see the verdict and raise RankDisagreement, all of them. Nothing is sent while all is well.
 
+On a device (``comm.ledger``) the host does not wait, or waits where nothing can wake it. There a collective is overdue
+that the device has not done while nothing else of it was done either. The ranks compare as above; that they wait for
+each other in a ring is no proof, as their hosts go on, until the time limit has passed: then it is a disagreement, and
+anything else a time-out. The next collective that this rank would issue raises it. A host that issues none, as it
+waits for the device, cannot be woken: the process says why and where it is, and ends with the error's exit code.
+
 A rank that had fewer batches than the others ends, or waits in a collective of torch's own (a barrier after the loop),
 while they wait for it here. A process therefore leaves word when it ends in order, and the thread looks whether its
 main thread stands in torch.distributed.
@@ -18,10 +24,12 @@ from __future__ import annotations
 import atexit
 import contextlib
 import json
+import math
 import os
 import sys
 import threading
 import time
+import traceback
 import weakref
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any, ClassVar
@@ -30,11 +38,12 @@ import torch
 import torch.distributed as dist
 
 from shardwise.comm import progress
-from shardwise.comm.exit import LOG_DIR
+from shardwise.comm.exit import LOG_DIR, note_exit
 from shardwise.spec.errors import CommError, CommTimeout, RankDisagreement
 
 if TYPE_CHECKING:
     from shardwise.comm.gloo import _Exchange
+    from shardwise.comm.ledger import Ledger
 
 #: A wait of this long is looked into.
 STALL_S = 3.0
@@ -47,6 +56,12 @@ IDLE_INTERVAL_S = 4.0
 _END_S = 5.0
 #: How long a rank whose peer is gone looks whether that peer has left word.
 LAST_WORD_S = 2.0
+
+#: How long a host that cannot be told of a verdict on what its device waits for is left alone.
+GRACE_S = 10.0
+
+#: Collectives that are published: of the newest, and around the one that is overdue.
+_MAX_PUBLISHED = 64
 
 _KEY = "shardwise/stall"
 
@@ -61,7 +76,8 @@ class StallWatch:
     """Watches the waits of this process on one process group.
 
     Attributes:
-        verdict: The disagreement, once one was found.
+        verdict: The disagreement or time-out, once one was found.
+        limit_s: How long a device may wait for its peers.
     """
 
     _of_group: ClassVar[weakref.WeakKeyDictionary[dist.ProcessGroup, StallWatch]] = weakref.WeakKeyDictionary()
@@ -77,6 +93,11 @@ class StallWatch:
         self._idle_since = 0.0
         self._elsewhere: tuple[int, str, float] | None = None  # a frame of torch.distributed, its name, seen since
         self.verdict: CommError | None = None
+        self.limit_s = math.inf
+        self._ledgers: list[weakref.ref[Ledger]] = []
+        self._overdue: tuple[progress.Issued, Sequence[int], float] | None = None  # its ledger's peers, seen since
+        self._is_told = False  # the main thread has raised the verdict
+        self._verdict_since = math.inf
         self._ends = threading.Event()
         self._thread = threading.Thread(target=self._run, name="shardwise-stall-watch", daemon=True)
         self._thread.start()
@@ -99,14 +120,32 @@ class StallWatch:
         self._ends.set()
         self._thread.join(timeout=_END_S)
 
+    def follow(self, ledger: Ledger) -> None:
+        """Look whether the device does what ``ledger`` notes."""
+        self._ledgers = [held for held in self._ledgers if held() is not None] + [weakref.ref(ledger)]
+
+    def check(self) -> None:
+        """Something is about to be issued.
+
+        Raises:
+            RankDisagreement, CommTimeout: What was issued before will not end.
+        """
+        if self.verdict is not None:
+            self._is_told = True
+            raise self.verdict
+
+    @property
+    def is_stuck(self) -> bool:
+        """The device waits for what will not come: whoever waits for the device now waits for ever."""
+        return self.verdict is not None and self._overdue is not None
+
     def entered(self, exchange: _Exchange) -> None:
         """The main thread is about to wait for ``exchange``.
 
         Raises:
             RankDisagreement: The ranks disagree already: the wait would not end.
         """
-        if self.verdict is not None:
-            raise self.verdict
+        self.check()
         self._waiting = (exchange, time.monotonic())
 
     def left(self) -> None:
@@ -118,8 +157,7 @@ class StallWatch:
         waiting, self._waiting = self._waiting, None
         if waiting is not None and _is_stalled(waiting):
             self._read_verdict()
-        if self.verdict is not None:
-            raise self.verdict
+        self.check()
 
     def failure(self, what: str, message: str) -> CommError:
         """The error for a wait that torch ended with ``message``."""
@@ -127,6 +165,7 @@ class StallWatch:
         with contextlib.suppress(Exception):
             self._read_verdict()
         if self.verdict is not None:
+            self._is_told = True
             return self.verdict
         if "imed out" in message or "timeout" in message.lower():
             with contextlib.suppress(Exception):
@@ -179,7 +218,9 @@ class StallWatch:
     def _look(self) -> None:
         waiting = self._waiting
         now = time.monotonic()
-        if waiting is None or not _is_stalled(waiting):
+        self._look_at_device(now)
+        is_overdue = self._overdue is not None and now - self._overdue[2] >= STALL_S
+        if not is_overdue and (waiting is None or not _is_stalled(waiting)):
             if now - self._idle_since > IDLE_INTERVAL_S:
                 self._idle_since = now
                 if self._store.check(["ask"]):
@@ -192,19 +233,51 @@ class StallWatch:
         self._store.set("ask", "1")
         self._read_verdict()
         if self.verdict is None:
-            self._compare()
+            self._compare(is_late=self._overdue is not None and now - self._overdue[2] >= self.limit_s)
         if self.verdict is not None:
             self._answer()
+            self._verdict_since = min(self._verdict_since, now)
+            if is_overdue and not self._is_told and now - self._verdict_since >= GRACE_S:
+                self._leave(self.verdict)
+
+    def _look_at_device(self, now: float) -> None:
+        """Find what is overdue, and since when nothing before it was done."""
+        ledgers = [ledger for held in list(self._ledgers) if (ledger := held()) is not None]
+        found = [(issued, ledger.peers) for ledger in ledgers if (issued := ledger.oldest(now - STALL_S)) is not None]
+        if not found:
+            self._overdue = None
+            return
+        issued, peers = min(found, key=lambda each: each[0].issued_at_s)
+        if self._overdue is None or self._overdue[0] is not issued:
+            self._overdue = issued, peers, now
+
+    def _leave(self, verdict: CommError) -> None:
+        """End the process: its main thread waits for the device, which waits for ever."""
+        text = f"{type(verdict).__name__}: {verdict}"
+        frame = sys._current_frames().get(threading.main_thread().ident or 0)  # noqa: SLF001 - it is documented
+        where = "".join(traceback.format_stack(frame)) if frame is not None else ""
+        note_exit(verdict.exit_code, text)
+        with contextlib.suppress(Exception):
+            sys.stderr.write(f"The main thread waits for the device (most recent call last):\n{where}{text}\n")
+        _flush()
+        os._exit(verdict.exit_code)
 
     def _publish(self) -> None:
-        waiting = self._waiting
+        waiting, overdue = self._waiting, self._overdue
+        last, waits_for, peers = progress.last(), None, []
+        if waiting is not None:
+            waits_for, peers = _as_row(waiting[0].issued), sorted({peer for _, peer, _, _ in waiting[0].messages})
+        elif overdue is not None:
+            waits_for, peers = _as_row(overdue[0]), list(overdue[1])
+            last += f"; the device has been in {overdue[0]} for {time.monotonic() - overdue[2]:.1f} s"
         status = {
             "elsewhere": self._torch_collective(),
-            "last": progress.last(),
-            "waits_for": None if waiting is None else _as_row(waiting[0].issued),
-            "issued": [_as_row(issued) for issued in list(progress.history)],
+            "last": last,
+            "waits_for": waits_for,
+            "is_blocked": waiting is not None,  # else the host may go on
+            "issued": _published(list(progress.history), None if overdue is None else overdue[0]),
             "newest": dict(progress.newest),
-            "peers": sorted({peer for _, peer, _, _ in waiting[0].messages}) if waiting else [],
+            "peers": peers,
             # What is not stalled is not answered: ``left`` looks for a verdict after a stall only.
             "messages": [list(message) for message in waiting[0].messages] if waiting and _is_stalled(waiting) else [],
         }
@@ -235,17 +308,34 @@ class StallWatch:
 
     def _read_verdict(self) -> None:
         if self.verdict is None and self._store.check(["verdict"]):
-            self.verdict = RankDisagreement(self._store.get("verdict").decode())
+            kind, text = json.loads(self._store.get("verdict"))
+            self.verdict = (CommTimeout if kind == CommTimeout.__name__ else RankDisagreement)(text)
 
-    def _compare(self) -> None:
+    def _compare(self, *, is_late: bool) -> None:
+        """Look for a verdict in what all ranks have published.
+
+        Args:
+            is_late: The device has waited for as long as it may.
+        """
         statuses = {rank: status for rank in range(self._size) if (status := self._status_of(rank))}
-        text, advice = _conflict(statuses) or _deadlock(statuses), _OTHER_PATHS
+        blocked = {rank: status for rank, status in statuses.items() if is_late or status["is_blocked"]}
+        text, advice = _conflict(statuses) or _deadlock(blocked), _OTHER_PATHS
         if text is None:
-            text, advice = _absence(statuses), _FEWER_BATCHES
+            text, advice = _absence(blocked, statuses), _FEWER_BATCHES
         if text is not None:
-            text += f"\n  {advice}"
-            self._store.set("verdict", text)
-            self.verdict = RankDisagreement(text)
+            self._find(RankDisagreement(f"{text}\n  {advice}"))
+        elif is_late and self._overdue is not None:
+            self._find(
+                CommTimeout(
+                    f"{self._overdue[0]}: the device has waited for its peers for {self.limit_s:g} s. Where the ranks"
+                    f" are:\n{self.describe()}\n"
+                    "  Look at the rank that is elsewhere: its log, and whether its process still runs."
+                )
+            )
+
+    def _find(self, verdict: CommError) -> None:
+        self._store.set("verdict", json.dumps([type(verdict).__name__, str(verdict)]))
+        self.verdict = verdict
 
     def _answer(self) -> None:
         """Complete the open messages of the peers with dummies, so that their main threads wake up."""
@@ -266,11 +356,35 @@ class StallWatch:
                 self._kept.append((dummy, call([dummy], rank, tag)))
 
 
+def is_any_stuck() -> bool:
+    """Whether a device of this process waits for what will not come."""
+    return any(watch.is_stuck for watch in list(StallWatch._of_group.values()))  # noqa: SLF001 - of this module
+
+
 def _end(watch_ref: weakref.ref[StallWatch]) -> None:
     _leave_word(watch_ref)
     watch = watch_ref()
     if watch is not None:
         watch.end()
+        if watch.is_stuck and watch.verdict is not None:  # torch would wait for the device
+            _flush()
+            os._exit(watch.verdict.exit_code)
+
+
+def _flush() -> None:
+    for stream in (sys.stdout, sys.stderr):
+        with contextlib.suppress(Exception):
+            stream.flush()
+
+
+def _published(history: Sequence[progress.Issued], overdue: progress.Issued | None) -> list[list[Any]]:
+    """Rows of the newest collectives, and of those around the one that is overdue: the host may be far ahead of it."""
+    shown = list(history[-_MAX_PUBLISHED:])
+    if overdue is not None:
+        place = next((place for place, issued in enumerate(history) if issued is overdue), 0)
+        around = history[max(0, place - _MAX_PUBLISHED // 2) : place + _MAX_PUBLISHED // 2]
+        shown = list({id(issued): issued for issued in [*around, *shown]}.values())
+    return [_as_row(issued) for issued in shown]
 
 
 def _is_stalled(waiting: tuple[_Exchange, float]) -> bool:
@@ -317,9 +431,9 @@ def _deadlock(statuses: Mapping[int, dict[str, Any]]) -> str | None:
     return f"ranks wait for each other in different collectives:\n{shown}"
 
 
-def _absence(statuses: Mapping[int, dict[str, Any]]) -> str | None:
+def _absence(blocked: Mapping[int, dict[str, Any]], statuses: Mapping[int, dict[str, Any]]) -> str | None:
     """A rank waits here for one that stands in a collective of torch's own, over all ranks: that one waits for it."""
-    for rank, status in statuses.items():
+    for rank, status in blocked.items():
         for peer in status["peers"]:
             other = statuses.get(peer)
             if other is None or other["elsewhere"] is None or _has_issued(other, status["waits_for"]):

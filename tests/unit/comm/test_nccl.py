@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import weakref
 from collections.abc import Iterator
 from types import SimpleNamespace
@@ -11,9 +12,11 @@ from unittest import mock
 import pytest
 import torch
 
-from shardwise.comm import nccl
+from shardwise.comm import nccl, progress
 from shardwise.comm.base import Done
+from shardwise.comm.ledger import Ledger
 from shardwise.comm.nccl import NcclComm, Sum, way_of_sum
+from shardwise.spec.errors import RankDisagreement
 
 NUMEL = 4
 
@@ -121,3 +124,35 @@ def test_terms_divided_before_the_sum_give_the_bits_of_a_divided_sum_for_powers_
         total += term
     is_exact = way_of_sum(divisor, divisor, dtype) is not Sum.PLAIN
     assert torch.equal(before, total / divisor) is is_exact
+
+
+def test_what_ranks_compare_is_the_same_on_both_ends_of_a_message_and_where_parts_differ(comm):
+    """Rank 0 of two: messages are numbered by their way, and collectives by the elements of the whole."""
+    comm.send(new(), to=1, unit="u")
+    comm.receive(new(), source=1, unit="u")
+    comm.exchange([(new(), 1)], [(new(), 1)], unit="v")
+    comm.gather(new()[:1], new(), root=0, unit="w", cuts=(0, 1, NUMEL))
+    comm.all_to_all(new(), new(), unit="x", cuts=(0, 1, NUMEL), out_cuts=(0, 3, NUMEL))
+    rows = [(each.channel, each.sequence, each.kind, each.unit, each.numel) for each in list(progress.history)[-6:]]
+    assert rows == [
+        ("tp/0>1", 0, "message", "u", NUMEL),
+        ("tp/1>0", 0, "message", "u", NUMEL),
+        ("tp/0>1", 1, "message", "v", NUMEL),
+        ("tp/1>0", 1, "message", "v", NUMEL),
+        ("tp", 0, "gather", "w", NUMEL),
+        ("tp", 1, "all_to_all", "x", 0),
+    ]
+
+
+def test_the_ledger_asks_the_device_and_raises_what_the_watch_has_found(comm):
+    watch = mock.Mock()
+    comm._ledger = Ledger("tp", 0, [0, 1], watch)
+    first, second = (comm.all_reduce(new(), unit=unit) for unit in "ab")
+    first._recorded.query.return_value = second._recorded.query.return_value = False
+    first._recorded = mock.Mock(query=lambda: True)
+    assert comm._ledger.oldest(0.0) is None  # both are newer
+    assert comm._ledger.oldest(math.inf).unit == "b"
+    watch.check.side_effect = RankDisagreement("ranks issued different collectives")
+    with pytest.raises(RankDisagreement):
+        comm.all_gather(new(), unit="c")
+    assert progress.history[-1].unit == "b"
