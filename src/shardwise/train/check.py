@@ -7,6 +7,7 @@ The launcher calls :func:`resolve` before it starts a process, and every rank ca
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -291,13 +292,43 @@ def _hf_model(draft: Draft, section: Any) -> tuple[None, int, int | None]:  # no
         return fail("hf", f"no readable {path}; name a folder with a Hugging Face model (nothing is downloaded)")
     except (ValueError, RecursionError):
         return fail("hf", f"{path} is not JSON")
-    vocab = held.get("vocab_size") if isinstance(held, dict) else None
+    if not isinstance(held, dict):
+        return fail("hf", f"{path} is not a configuration: expected a mapping")
+    reason = _not_causal(held)
+    if reason is not None:
+        return fail("hf", f"{path}: {reason}")
+    vocab = held.get("vocab_size")
     if isinstance(vocab, bool) or not isinstance(vocab, int) or vocab < 1:
-        return fail("hf", f"{path} names no vocab_size: not a language model")
+        return fail("hf", f"{path} names no vocab_size: not a language model; {_OWN_LOOP}")
     if "auto_map" in held:
         return fail("hf", f"{path} has an auto_map: the model needs code of its own, which is never run")
     positions = held.get("max_position_embeddings", held.get("n_positions"))
     return None, vocab, positions if isinstance(positions, int) and positions > 0 else None
+
+
+_OWN_LOOP = "`shardwise train` trains causal language models; train it in a loop of your own with sw.parallelize"
+#: Model types whose language-modelling head sees the tokens that it is to predict unless ``is_decoder`` is set.
+_ENCODERS = {
+    *("bert", "bert-generation", "big_bird", "camembert", "data2vec-text", "electra", "ernie", "megatron-bert"),
+    *("rembert", "roberta", "roberta-prelayernorm", "roc_bert", "roformer", "xlm-roberta", "xlm-roberta-xl", "xmod"),
+}
+
+
+def _not_causal(held: dict[str, Any]) -> str | None:
+    """Why a folder's configuration is not that of a causal language model; ``None`` where nothing says so."""
+    kinds = held.get("architectures")
+    name = str(kinds[0]) if isinstance(kinds, list) and kinds else str(held.get("model_type", "the model"))
+    if held.get("is_encoder_decoder") is True:
+        return f"{name} has an encoder and a decoder; {_OWN_LOOP} (examples/finetune_t5.py)"
+    if held.get("model_type") in _ENCODERS and held.get("is_decoder") is not True:
+        return (
+            f"{name} is an encoder: every position sees the token that it would have to predict; {_OWN_LOOP}, or set"
+            " is_decoder: true there to make it causal"
+        )
+    if re.search("For(?!CausalLM)[A-Z]", name):
+        vision = " (examples/finetune_vit.py)" if "Image" in name else ""
+        return f"{name} is made for another task; {_OWN_LOOP}{vision}, or export its language model by itself"
+    return None
 
 
 def _with_fp32_masters(draft: Draft, plan: ParallelPlan) -> tuple[ParallelPlan, str | None]:

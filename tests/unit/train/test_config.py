@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import json
 import random
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -284,6 +286,40 @@ def test_mutated_files_give_typed_errors_only(tmp_path: Path) -> None:
 def test_reading_a_configuration_loads_no_torch() -> None:
     code = "import sys, shardwise.train.check, shardwise.train.data; sys.exit('torch' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0
+
+
+@pytest.mark.parametrize(
+    ("held", "reason"),
+    [
+        (
+            {"model_type": "t5", "is_encoder_decoder": True, "architectures": ["T5ForConditionalGeneration"]},
+            "T5ForConditionalGeneration has an encoder and a decoder; .* with sw.parallelize .examples/finetune_t5.py",
+        ),
+        ({"model_type": "bert", "architectures": ["BertForMaskedLM"]}, "every position sees the token that it would"),
+        ({"model_type": "roberta"}, "roberta is an encoder: .*set is_decoder: true"),
+        ({"model_type": "distilbert", "architectures": ["DistilBertForMaskedLM"]}, "is made for another task"),
+        ({"model_type": "vit", "architectures": ["ViTForImageClassification"]}, "examples/finetune_vit.py"),
+        ({"model_type": "vit", "vocab_size": None}, "names no vocab_size: not a language model; .*a loop of your own"),
+    ],
+)
+def test_a_folder_of_another_kind_of_model_is_refused_with_what_to_do(tmp_path, held, reason) -> None:
+    (tmp_path / "config.json").write_text(json.dumps({"vocab_size": 256, **held}))
+    assert re.search(reason, mistakes(tmp_path, GOOD, f"model.hf={tmp_path}"))
+
+
+@pytest.mark.parametrize(
+    "held",
+    [
+        {"model_type": "bert", "is_decoder": True, "architectures": ["BertLMHeadModel"]},
+        {"model_type": "llama", "architectures": ["LlamaForCausalLM"]},
+        {"model_type": "llama", "architectures": ["LlamaModel"]},
+        {"model_type": "gpt2", "architectures": ["GPT2LMHeadModel"]},
+        {"model_type": "xglm"},
+    ],
+)
+def test_a_folder_of_a_causal_language_model_is_taken(tmp_path, held) -> None:
+    (tmp_path / "config.json").write_text(json.dumps({"vocab_size": 256, **held}))
+    assert resolved(tmp_path, GOOD, f"model.hf={tmp_path}").vocab_size == 256
 
 
 @pytest.mark.parametrize(
