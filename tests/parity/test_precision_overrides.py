@@ -9,6 +9,7 @@ import torch
 from torch import Tensor, distributed, nn
 
 import shardwise as sw
+from shardwise.checkpoint import open_checkpoint
 from shardwise.fsdp import debug
 from shardwise.fsdp.attach import runtime_of
 from shardwise.fsdp.precision import cast_floating
@@ -240,3 +241,42 @@ def test_torchtitan_674_batch_norm_stays_fp32_and_buffers_follow_their_own_polic
     assert not torch.equal(state["stages.1.1.running_mean"], Convolutional().state_dict()["stages.1.1.running_mean"])
     ((_, held),) = run_on_ranks(train_convolutional, 1, preset, "bf16")
     assert [name for name, dtype in held.items() if dtype is BF16] == ["frequencies"]
+
+
+def save_and_load_cast_buffers(path: str, pp: int) -> tuple[dict[str, torch.dtype], list[bool]]:
+    """Dtypes of buffers in the state dict (rank 0's), and whether loading brings the values back."""
+    torch.manual_seed(0)
+    model = nn.Sequential(Scaled(), Scaled(), Scaled(), Scaled())
+    policy = sw.PrecisionPolicy(param_dtype=None, reduce_dtype=None, buffer_dtype="bf16")
+    sw.parallelize(model, sw.ParallelPlan(pp=pp, mp_policy=policy))
+    held = {name: buffer for name, buffer in model.named_buffers() if not buffer.is_meta}
+    assert {buffer.dtype for buffer in held.values()} == {BF16}
+    before = {name: buffer.clone() for name, buffer in held.items()}
+    state = sw.full_state_dict(model)
+    sw.save(path, model)
+    same = []
+    for load in (lambda: sw.load(path, model), lambda: sw.load_full_state_dict(model, state)):
+        for buffer in held.values():
+            buffer.zero_()
+        load()
+        same += [torch.equal(dict(model.named_buffers())[name], value) for name, value in before.items()]
+    return {name: value.dtype for name, value in state.items() if name.endswith("factor")}, same
+
+
+class Scaled(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(4, 4)
+        self.register_buffer("factor", torch.rand(4))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.linear(x) * self.factor.to(x.dtype)
+
+
+@pytest.mark.parametrize("pp", [1, 2])
+def test_state_dicts_and_checkpoints_hold_buffers_in_the_dtype_that_they_had(pp: int, tmp_path) -> None:
+    ranks = run_on_ranks(save_and_load_cast_buffers, 2, str(tmp_path / "saved"), pp)
+    assert ranks[0][0] == {f"{index}.factor": FP32 for index in range(4)}
+    assert all(all(same) and len(same) >= 4 for _, same in ranks)
+    found = {name: extent.dtype for name, extent in open_checkpoint(tmp_path / "saved").tensors.items()}
+    assert {dtype for name, dtype in found.items() if name.startswith("buffer/")} == {"fp32"}

@@ -41,11 +41,13 @@ class Part:
         spec: As the root holds it: whole, or a slice.
         offset: Where it begins.
         counts: Of the roots that hold the same, this is the first.
+        is_trained: It requires a gradient now.
     """
 
     spec: ParamSpec
     offset: int
     counts: bool
+    is_trained: bool = True
 
     def _view(self, flat: Tensor) -> Tensor:
         stride = self.spec.stride or contiguous_stride(self.spec.shape)
@@ -96,7 +98,8 @@ class Parcel:
         """What a root has of a group."""
         layout, counts = group.layout, runtime.comms.counts
         parts = tuple(
-            Part(spec, offset, counts(spec.slice)) for spec, offset in zip(layout.params, layout.offsets, strict=True)
+            Part(spec, offset, counts(spec.slice), shard.requires_grad)
+            for spec, offset, shard in zip(layout.params, layout.offsets, group.shards, strict=True)
         )
         return cls(group.unit.name, dtype_name(group.dtype), layout.numel, parts)
 
@@ -104,12 +107,16 @@ class Parcel:
     def alone(cls, name: str, parameter: nn.Parameter, held: Slice) -> Parcel:
         """An ignored parameter of which this rank holds a slice."""
         spec = ParamSpec(name, tuple(parameter.shape), dtype_name(parameter.dtype), slice=held)
-        return cls(f"ignored {name}", spec.dtype, spec.numel, (Part(spec, 0, held.counts),))
+        return cls(f"ignored {name}", spec.dtype, spec.numel, (Part(spec, 0, held.counts, parameter.requires_grad),))
 
     @property
     def counts(self) -> bool:
         """Some of it is this root's to give."""
         return any(part.counts for part in self.parts)
+
+    def only_trained(self) -> Parcel:
+        """The same message; only trained parameters are taken from it."""
+        return dataclasses.replace(self, parts=tuple(part for part in self.parts if part.is_trained))
 
     def room(self, device: torch.device) -> Tensor:
         """Memory for it; what no parameter takes is zero."""
@@ -218,7 +225,9 @@ def _problems(found: Survey) -> Iterator[str]:
 
 
 def _parcel(packed: dict[str, Any]) -> Parcel:
-    parts = tuple(Part(_spec(part["spec"]), part["offset"], part["counts"]) for part in packed["parts"])
+    parts = tuple(
+        Part(_spec(part["spec"]), part["offset"], part["counts"], part["is_trained"]) for part in packed["parts"]
+    )
     return Parcel(packed["unit"], packed["dtype"], packed["numel"], parts)
 
 
@@ -249,8 +258,13 @@ def _spec(packed: dict[str, Any]) -> ParamSpec:
 # -- to world rank 0
 
 
-def collect(runtime: Runtime, found: Survey) -> dict[str, Tensor]:
+def collect(runtime: Runtime, found: Survey, *, trainable_only: bool = False) -> dict[str, Tensor]:
     """Every parameter that is not ignored, or of which ranks hold slices, by name, whole and on the CPU.
+
+    Args:
+        runtime: Of the model.
+        found: What all ranks hold.
+        trainable_only: Leave out frozen parameters. Groups of them alone are neither gathered nor sent.
 
     Returns:
         All of them on world rank 0, ``{}`` elsewhere.
@@ -261,13 +275,14 @@ def collect(runtime: Runtime, found: Survey) -> dict[str, Tensor]:
     """
     world = runtime.comms.world
     whole: dict[str, Tensor] = {}
-    for parcel, flat in _gathered(runtime, found):
+    for parcel, flat in _gathered(runtime, found, trainable_only=trainable_only):
         if world.rank == 0:
             _put(parcel, flat, whole)
         elif parcel.counts:
             world.send(flat, to=0, unit=parcel.unit).wait()
     if world.rank == 0:
-        for source, parcel in _foreign(found):
+        for source, held in _foreign(found):
+            parcel = held.only_trained() if trainable_only else held
             if parcel.counts:
                 flat = parcel.room(world.device)
                 world.receive(flat, source=source, unit=parcel.unit).wait()
@@ -275,14 +290,17 @@ def collect(runtime: Runtime, found: Survey) -> dict[str, Tensor]:
     return whole
 
 
-def _gathered(runtime: Runtime, found: Survey) -> Iterator[tuple[Parcel, Tensor]]:
+def _gathered(runtime: Runtime, found: Survey, *, trainable_only: bool) -> Iterator[tuple[Parcel, Tensor]]:
     """What this rank passes on, if it is a root, one at a time."""
     for group in _in_order(runtime):
+        if trainable_only and not any(shard.requires_grad for shard in group.shards):
+            continue
         flat = gather_to_root(group)
         if flat is not None and is_root_of(group):
-            yield Parcel.of(runtime, group), flat
+            parcel = Parcel.of(runtime, group)
+            yield parcel.only_trained() if trainable_only else parcel, flat
     for parcel, parameter in _own_alone(runtime, found):
-        yield parcel, parameter.detach().contiguous().view(-1)
+        yield parcel.only_trained() if trainable_only else parcel, parameter.detach().contiguous().view(-1)
 
 
 def _own_alone(runtime: Runtime, found: Survey) -> Iterator[tuple[Parcel, nn.Parameter]]:

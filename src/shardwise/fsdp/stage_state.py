@@ -17,6 +17,7 @@ from torch import Tensor, nn
 from shardwise.comm.base import Comm
 from shardwise.comm.dtype import dtype_name, torch_dtype
 from shardwise.fsdp.assemble import Survey, is_first_of_stage, sliced_alone
+from shardwise.fsdp.precision import saved_dtypes
 from shardwise.fsdp.runtime import Runtime
 from shardwise.spec.errors import StateError
 
@@ -41,9 +42,11 @@ class StageState:
         }
         with whole_tensors_in(runtime, on_meta) as shown:
             state = model.state_dict(keep_vars=True)
+        dtypes = saved_dtypes(model)
         names = shown | {id(parameter): name for name, parameter in sliced_alone(runtime).items()}
         for key, value in state.items():
-            self._add(key, value, names.get(id(value)))
+            is_cast = key in dtypes and isinstance(value, Tensor)
+            self._add(key, value.to(dtypes[key]) if is_cast else value, names.get(id(value)))
 
     def _add(self, key: str, value: Any, name: str | None) -> None:
         if name is not None:
@@ -87,13 +90,14 @@ def later_stages(world: Comm, found: Survey, whole: Mapping[str, Tensor]) -> dic
     Args:
         world: All ranks.
         found: What they hold.
-        whole: The parameters by name.
+        whole: The parameters by name; others are left out.
     """
     state: dict[str, Any] = {}
     for source in sorted(found.more):
         for key, kind, *rest in found.more[source] or ():
             if kind == "parameter":
-                state[key] = whole[rest[0]]
+                if rest[0] in whole:
+                    state[key] = whole[rest[0]]
             elif kind == "value":
                 state[key] = rest[0]
             else:

@@ -13,6 +13,7 @@ from shardwise.comm.dtype import dtype_name, torch_dtype
 from shardwise.fsdp import attach, torch_private
 from shardwise.fsdp.assemble import Survey, collect, is_first_of_stage, is_root, sliced_alone, spread, survey, value_of
 from shardwise.fsdp.group import Group
+from shardwise.fsdp.precision import saved_dtypes
 from shardwise.fsdp.runtime import Runtime
 from shardwise.fsdp.stage_state import (
     StageState,
@@ -35,10 +36,15 @@ BUFFER = "buffer/"
 # -- whole state dicts
 
 
-def full_state_dict(model: nn.Module) -> dict[str, Any]:
+def full_state_dict(model: nn.Module, *, trainable_only: bool = False) -> dict[str, Any]:
     """The plain model's ``state_dict()``: its keys, shapes and dtypes, tied names and buffers included, on the CPU.
 
     Slices and stages are put together: the result is that of the whole model, whatever the mesh.
+
+    Args:
+        model: A parallelized model.
+        trainable_only: Leave out parameters that require no gradient (as torch's ``ignore_frozen_params`` does), such
+            as the base below adapters; what is frozen is not gathered.
 
     Returns:
         The whole of it on rank 0 of the world, ``{}`` elsewhere.
@@ -59,21 +65,35 @@ def full_state_dict(model: nn.Module) -> dict[str, Any]:
     told = StageState(model, runtime)
     found = survey(runtime, told.entries)
     refuse_opaque(found)
-    whole = collect(runtime, found)
+    whole = collect(runtime, found, trainable_only=trainable_only)
     if world.rank > 0:
         told.send(world)
         return {}
-    with whole_tensors_in(runtime, whole):
+    with whole_tensors_in(runtime, _left_out(runtime, whole) | whole):
         state = model.state_dict()
+    if trainable_only:
+        frozen = {name for name, p in runtime.ignored.parameters.items() if not p.requires_grad}
+        state = {key: value for key, value in state.items() if key not in frozen and not _is_meta(value)}
     copies = {tensor.untyped_storage().data_ptr() for tensor in whole.values()}
     taken = {key: _taken(value, copies) if isinstance(value, Tensor) else value for key, value in state.items()}
-    taken |= {name: whole[name] for name in sliced_alone(runtime)}
+    taken |= {key: taken[key].to(dtype) for key, dtype in saved_dtypes(model).items() if key in taken}
+    taken |= {name: whole[name] for name in sliced_alone(runtime) if name in whole}
     later = later_stages(world, found, whole)
     state = in_module_order(model, later | taken) if later else taken
     if runtime.comms.ep is None:
         return state
     foreign = {name: tensor for name, tensor in whole.items() if name not in state}  # experts that others hold
     return beside_siblings(state, foreign)
+
+
+def _left_out(runtime: Runtime, whole: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """Stand-ins on meta for parameters that were not gathered."""
+    specs = [spec for group in runtime.groups for spec in group.layout.params if spec.name not in whole]
+    return {spec.name: torch.empty(spec.logical_shape, device="meta") for spec in specs}
+
+
+def _is_meta(value: Any) -> bool:
+    return isinstance(value, Tensor) and value.is_meta
 
 
 def _taken(tensor: Tensor, copies: Collection[int]) -> Tensor:
@@ -237,9 +257,10 @@ def owned_extents(model: nn.Module) -> list[tuple[Extent, Tensor]]:
         views = group.value_views(group.values())
         for index, piece in owned_pieces(runtime, group):
             found.append(extent_of(group, index, group.layout.params[index].name, piece, views[index]))
+    dtypes = saved_dtypes(model)
     for name, buffer in buffers.items():
-        flat = buffer.detach().contiguous().view(-1)
-        extent = Extent(f"{BUFFER}{name}", tuple(buffer.shape), dtype_name(buffer.dtype), 0, flat.numel())
+        flat = buffer.detach().to(dtypes.get(name, buffer.dtype)).contiguous().view(-1)
+        extent = Extent(f"{BUFFER}{name}", tuple(buffer.shape), dtype_name(flat.dtype), 0, flat.numel())
         found.append((extent, flat))
     return found
 
@@ -274,13 +295,17 @@ def extent_of(group: Group, index: int, name: str, piece: Piece, held: Tensor) -
 class HeldValues:
     """Everything that this rank holds of parameters and buffers, as targets to load into.
 
-    They are the live tensors, but for quantized weights, which :meth:`install` makes of what was loaded.
+    They are the live tensors, but for quantized weights and cast buffers: :meth:`install` makes those of what was read.
+
+    Args:
+        model: A parallelized model.
+        stored: What will be read. Buffers that are there in the dtype to which they were cast are taken as they are.
 
     Attributes:
         extents: This rank's ranges, with the tensors.
     """
 
-    def __init__(self, model: nn.Module) -> None:
+    def __init__(self, model: nn.Module, stored: Mapping[str, Extent] | None = None) -> None:
         runtime = attach.runtime_of(model, "sw.load")
         runtime.follow_shards()
         self.extents: list[tuple[Extent, Tensor]] = []
@@ -290,17 +315,25 @@ class HeldValues:
             views = group.value_views(self._flats[-1][1])
             for spec, piece, view in zip(group.layout.params, group.held, views, strict=True):
                 self.extents.append((spec.extent(piece.start, piece.stop), memory_order(view)))
+        self._casts: list[tuple[Tensor, Tensor]] = []
+        dtypes = saved_dtypes(model)
         for name, buffer in _buffers(model).items():
             if not buffer.is_contiguous():
                 raise StateError(f"buffer {name!r} is not contiguous and cannot be loaded in place.")
-            flat = buffer.detach().view(-1)
-            extent = Extent(f"{BUFFER}{name}", tuple(buffer.shape), dtype_name(buffer.dtype), 0, flat.numel())
+            live, saved = buffer.detach().view(-1), (stored or {}).get(f"{BUFFER}{name}")
+            is_as_stored = saved is not None and saved.dtype == dtype_name(buffer.dtype)
+            flat = live if is_as_stored else live.to(dtypes.get(name, buffer.dtype))
+            if flat is not live:
+                self._casts.append((live, flat))
+            extent = Extent(f"{BUFFER}{name}", tuple(buffer.shape), dtype_name(flat.dtype), 0, flat.numel())
             self.extents.append((extent, flat))
 
     def install(self) -> None:
         """Everything has been loaded."""
         for group, flat in self._flats:
             group.set_values(flat)
+        for live, flat in self._casts:
+            live.copy_(flat)
 
 
 def load_ranges(model: nn.Module, read: Callable[[list[tuple[Extent, Tensor]]], None]) -> None:

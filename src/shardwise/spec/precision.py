@@ -81,7 +81,8 @@ class PrecisionPolicy:
             Microbatches that a rank adds up before it sends (``accumulation="unsharded"``) are added in it too; means
             that have been reduced (``"sharded"``) are added in the master's dtype.
         output_dtype: What floating-point outputs of the root are cast to. ``None``: no cast.
-        buffer_dtype: What floating-point buffers are cast to, once. ``None``: no cast.
+        buffer_dtype: What floating-point buffers are cast to, once. State dicts and checkpoints hold them in the dtype
+            that they had before. ``None``: no cast.
         cast_forward_inputs: Cast floating-point inputs of every unit to ``param_dtype``.
         master_dtype: ``None``: the parameter's own. ``"fp32"`` raises 16-bit parameters.
         overrides: Other policies for parts of the model, by qualified name of a module or a shell pattern (``*`` does
