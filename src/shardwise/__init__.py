@@ -67,6 +67,7 @@ _LAZY = {
     "summary": "shardwise.fsdp.summary",
     "full_parameters": "shardwise.fsdp.whole",
     "join": "shardwise.fsdp.join",
+    "newest_checkpoint": "shardwise.checkpoint.store",
     "DataParallel": "shardwise.recipe.data_parallel",
     "DistributedSampler": "shardwise.train.sampler",
 }
@@ -121,6 +122,7 @@ __all__ = [
     "load_full_state_dict",
     "logical_shape",
     "models",
+    "newest_checkpoint",
     "optimizer_in_backward",
     "parallelize",
     "parity",
@@ -137,6 +139,7 @@ __all__ = [
 
 if TYPE_CHECKING:
     from shardwise import models
+    from shardwise.checkpoint.store import newest_checkpoint
     from shardwise.comm.base import CollectiveEvent
     from shardwise.fsdp.api import (
         data_parallel_rank,

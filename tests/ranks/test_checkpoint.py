@@ -10,6 +10,7 @@ from pathlib import Path
 import pytest
 import torch
 
+import shardwise as sw
 from shardwise.checkpoint import find_latest, folder, open_checkpoint, retain, step_directory, write, writer
 from shardwise.comm.open import open_comms
 from shardwise.spec.errors import CheckpointError, CommError, StorageError
@@ -142,3 +143,45 @@ def test_death_at_any_point_leaves_this_checkpoint_or_the_one_before_whole(tmp_p
             "step-00000020",
         ]
         run_on_ranks(load, 2, tmp_path, 20)
+
+
+def save_often(folder):
+    """Save five steps and keep two; what an interrupted save has left goes as well."""
+    torch.manual_seed(0)
+    model = sw.parallelize(torch.nn.Linear(8, 8))
+    found = []
+    for step in range(1, 6):
+        if step == 4:
+            (folder / "step-00000003.tmp-0123456789abcdef").mkdir(exist_ok=True)
+        if sw.data_parallel_rank(model) == 0 and step == 5:
+            (folder / "notes").mkdir()
+        with torch.no_grad():
+            model.weight.fill_(step)
+        path = sw.save(folder / f"step-{step:08d}", model, keep=2)
+        found.append(sorted(each.name for each in folder.iterdir()))
+        assert sw.newest_checkpoint(folder) == path
+    assert sw.load(sw.newest_checkpoint(folder), model) == {}
+    assert set(model.weight.flatten().tolist()) <= {5.0}
+    errors = []
+    for path, keep in ((folder / "other", 2), (folder / "step-00000006", 0)):
+        try:
+            sw.save(path, model, keep=keep)
+        except CheckpointError as error:
+            errors.append(str(error))
+    return found, errors
+
+
+def test_save_keeps_as_many_as_it_is_told_and_the_newest_is_found(tmp_path):
+    assert sw.newest_checkpoint(tmp_path) is None
+    for found, errors in run_on_ranks(save_often, 2, tmp_path):
+        steps = [[int(name[5:]) for name in names if name.startswith("step-") and "tmp" not in name] for names in found]
+        assert steps == [[1], [1, 2], [2, 3], [3, 4], [4, 5]]
+        assert not any("tmp" in name or "trash" in name for names in found for name in names)
+        assert "notes" in found[-1]
+        assert all("expected a folder named by its step, and at least 1 to keep" in error for error in errors)
+        assert len(errors) == 2
+    (shard,) = (tmp_path / "step-00000005").glob("*r00000*")
+    shard.write_bytes(b"")
+    with pytest.raises(CheckpointError, match=r"the newest checkpoint of .* cannot be used"):
+        sw.newest_checkpoint(tmp_path)
+    assert sw.newest_checkpoint(tmp_path, allow_older=True) == tmp_path / "step-00000004"

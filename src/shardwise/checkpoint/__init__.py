@@ -14,9 +14,11 @@ from shardwise.checkpoint.store import (
     Latest,
     Retained,
     find_latest,
+    newest_checkpoint,
     publish_latest,
     retain,
     step_directory,
+    step_of,
 )
 from shardwise.checkpoint.writer import write
 
@@ -31,9 +33,11 @@ __all__ = [
     "describe_summary",
     "find_latest",
     "inspect",
+    "newest_checkpoint",
     "open_checkpoint",
     "publish_latest",
     "retain",
     "step_directory",
+    "step_of",
     "write",
 ]

@@ -4,7 +4,8 @@ It is written last, so a folder with a manifest is complete. A hash of the manif
 bit in a learning rate is found as one in a weight is.
 
 Format version 2 has slices of tensors, which tensor and expert parallelism make: ``"slices": [[[0, 0, 64, 128, 192]]]``
-says that elements of slice 0 are counted in rows 0 to 64 and 128 to 192. Version 1 has none, and is read as ever.
+says that elements of slice 0 are counted in rows 0 to 64 and 128 to 192. Version 3 writes equal pieces of ranks at
+equal distances as one run, so that the manifest hardly grows with the number of ranks. Older versions are read as ever.
 """
 
 from __future__ import annotations
@@ -17,7 +18,7 @@ import math
 import re
 from collections import defaultdict
 from collections.abc import Iterable, Iterator, Mapping
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, Literal, NamedTuple
 
 import pydantic
 from pydantic import BaseModel, ConfigDict, Field, StringConstraints
@@ -31,8 +32,10 @@ from shardwise.spec.precision import ITEM_BYTES
 from shardwise.spec.slice import Cut, simplest
 
 MANIFEST_NAME = "manifest.json"
-FORMAT_VERSION = 2
-_READ_VERSIONS = (1, 2)
+FORMAT_VERSION = 3
+_READ_VERSIONS = (1, 2, 3)
+#: Fewer pieces than this are not worth a run.
+_SHORTEST_RUN = 4
 
 #: Largest manifest that is read, and most values in it. What they allow to be built in memory stays below 0.5 GB.
 MAX_MANIFEST_BYTES = 64 * 2**20
@@ -74,14 +77,15 @@ class TensorEntry(_Strict):
         dtype: Short name.
         stride: Where it is dense but not contiguous in the usual order.
         pieces: ``[rank, start, stop]`` of each range in memory order, or ``[rank, start, stop, slice]`` of one in a
-            slice; together exactly the whole tensor.
+            slice; together exactly the whole tensor. Two more numbers, ``count`` and ``rank_step``, make it a run:
+            ``count`` pieces of this length one after the other, of ranks that are ``rank_step`` apart.
         slices: Of each slice the dimensions that it cuts, ascending: ``[dim, start, stop, start, stop, ...]``.
     """
 
     shape: _Dims
     dtype: Annotated[str, Field(max_length=32)]
     stride: _Dims | None = None
-    pieces: list[Annotated[list[_Natural], Field(min_length=3, max_length=4)]]
+    pieces: list[Annotated[list[_Natural], Field(min_length=3, max_length=6)]]
     slices: list[list[Annotated[list[_Natural], Field(min_length=1)]]] | None = None
 
     @functools.cached_property
@@ -94,11 +98,69 @@ class TensorEntry(_Strict):
     def extents(self, name: str) -> Iterator[tuple[int, Piece, Extent]]:
         """Every piece with the rank that wrote it, as the file has it and as what it holds."""
         stride = None if self.stride is None else tuple(self.stride)
-        for rank, start, stop, *number in self.pieces:
-            index = number[0] if number else -1
-            cuts = self.cuts[index] if number else ()
-            extent = Extent(name, tuple(self.shape), self.dtype, start, stop, stride, cuts)
-            yield rank, Piece(name, self.dtype, start, stop, index), extent
+        for run in self.runs:
+            cuts = self.cuts[run.slice] if run.slice >= 0 else ()
+            for index in range(run.count):
+                piece = run.piece(index, name, self.dtype)
+                extent = Extent(name, tuple(self.shape), self.dtype, piece.start, piece.stop, stride, cuts)
+                yield run.rank + index * run.rank_step, piece, extent
+
+    @functools.cached_property
+    def runs(self) -> tuple[Run, ...]:
+        """The pieces, a single one as a run of its own."""
+        return tuple(Run.read(held) for held in self.pieces)
+
+
+class Run(NamedTuple):
+    """Pieces of one length, one after the other, of ranks at equal distances.
+
+    Attributes:
+        rank: Of the first piece.
+        start: Its first element.
+        stop: One past its last.
+        slice: In which they are counted; -1: in the whole.
+        count: How many there are.
+        rank_step: From the rank of one to that of the next.
+    """
+
+    rank: int
+    start: int
+    stop: int
+    slice: int = -1
+    count: int = 1
+    rank_step: int = 1
+
+    @classmethod
+    def read(cls, held: list[int]) -> Run:
+        """From a list of the manifest."""
+        rank, start, stop, *rest = held
+        number = rest.pop(0) if len(rest) % 2 else -1
+        return cls(rank, start, stop, number, *rest)
+
+    def written(self) -> list[int]:
+        """As a list of the manifest."""
+        number = [] if self.slice < 0 else [self.slice]
+        return [self.rank, self.start, self.stop, *number, *([] if self.count == 1 else [self.count, self.rank_step])]
+
+    @property
+    def end(self) -> int:
+        """One past the last element of all of them."""
+        return self.start + self.count * (self.stop - self.start)
+
+    @property
+    def last_rank(self) -> int:
+        """Of the last piece."""
+        return self.rank + (self.count - 1) * self.rank_step
+
+    def piece(self, index: int, name: str, dtype: str) -> Piece:
+        """One of them."""
+        length = self.stop - self.start
+        return Piece(name, dtype, self.start + index * length, self.stop + index * length, self.slice)
+
+    def of_rank(self, rank: int) -> int | None:
+        """The index of the piece of ``rank``; ``None`` where it has none."""
+        index, rest = divmod(rank - self.rank, self.rank_step)
+        return index if rest == 0 and 0 <= index < self.count else None
 
 
 class Manifest(_Strict):
@@ -119,7 +181,7 @@ class Manifest(_Strict):
     """
 
     format: Literal["shardwise-checkpoint"] = "shardwise-checkpoint"
-    format_version: Literal[1, 2] = FORMAT_VERSION
+    format_version: Literal[1, 2, 3] = FORMAT_VERSION
     save_id: _SaveId
     run_id: Annotated[str, Field(max_length=256)]
     step: _Natural
@@ -131,16 +193,29 @@ class Manifest(_Strict):
     checksum: _Hash = "0" * 64
 
     @functools.cached_property
-    def layouts(self) -> list[Layout]:
-        """What each rank's file must look like."""
-        pieces: list[list[Piece]] = [[] for _ in range(self.world_size)]
-        for name, entry in self.tensors.items():
-            for rank, start, stop, *number in entry.pieces:
-                pieces[rank].append(Piece(name, entry.dtype, start, stop, *number))
-        return [
-            layout(save_id=self.save_id, run_id=self.run_id, step=self.step, rank=rank, pieces=held)
-            for rank, held in enumerate(pieces)
-        ]
+    def _layouts(self) -> dict[int, Layout]:
+        return {}
+
+    def layout_of(self, rank: int) -> Layout:
+        """What the file of ``rank`` must look like."""
+        if rank not in self._layouts:
+            pieces = [
+                run.piece(index, name, entry.dtype)
+                for name, entry in self.tensors.items()
+                for run in entry.runs
+                if (index := run.of_rank(rank)) is not None
+            ]
+            self._layouts[rank] = layout(
+                save_id=self.save_id, run_id=self.run_id, step=self.step, rank=rank, pieces=pieces
+            )
+        return self._layouts[rank]
+
+    def size_problem(self, rank: int) -> str | None:
+        """What is wrong with the size that the file of ``rank`` is said to have, or ``None``."""
+        entry, plan = self.files[rank], self.layout_of(rank)
+        if entry.bytes == plan.file_bytes:
+            return None
+        return f"{entry.name} is said to have {entry.bytes} bytes, its tensors make {plan.file_bytes}"
 
 
 def is_checkpoint_file(name: str) -> bool:
@@ -201,8 +276,8 @@ def combine(extents: Mapping[int, Iterable[Extent]]) -> tuple[dict[str, TensorEn
     for rank, held in extents.items():
         for extent in held:
             owner, known = first.setdefault(extent.name, (rank, extent))
-            ours, theirs = describe(extent), describe(known)
-            if ours != theirs:
+            if (extent.shape, extent.dtype, extent.stride) != (known.shape, known.dtype, known.stride):
+                ours, theirs = describe(extent), describe(known)
                 problems.append(f"{extent.name}: rank {rank} has {ours}, rank {owner} has {theirs}")
             elif extent.numel:
                 pieces[extent.name][extent.cuts].append((extent.start, extent.stop, rank))
@@ -211,15 +286,32 @@ def combine(extents: Mapping[int, Iterable[Extent]]) -> tuple[dict[str, TensorEn
         held = {cuts: sorted(pieces[name][cuts]) for cuts in sorted(pieces[name], key=_by_place)}
         problems += _whole(name, extent.shape, held)
         slices = [cuts for cuts in held if cuts]
-        numbers = {cuts: [number] for number, cuts in enumerate(slices)} | {(): []}
+        numbers = {cuts: number for number, cuts in enumerate(slices)} | {(): -1}
         entries[name] = TensorEntry(
             shape=list(extent.shape),
             dtype=extent.dtype,
             stride=None if extent.stride is None else list(extent.stride),
-            pieces=[[rank, start, stop, *numbers[cuts]] for cuts in held for start, stop, rank in held[cuts]],
+            pieces=[run.written() for cuts in held for run in _runs(held[cuts], numbers[cuts])],
             slices=[[[cut.dim, *itertools.chain(*cut.ranges)] for cut in cuts] for cuts in slices] or None,
         )
     return entries, problems
+
+
+def _runs(held: list[tuple[int, int, int]], number: int) -> Iterator[Run]:
+    """Sorted ``(start, stop, rank)`` of one slice, with equal neighbours put together."""
+    place = 0
+    while place < len(held):
+        start, stop, rank = held[place]
+        length, count = stop - start, 1
+        step = held[place + 1][2] - rank if place + 1 < len(held) else 0
+        while step > 0 and place + count < len(held):
+            if held[place + count] != (start + count * length, stop + count * length, rank + count * step):
+                break
+            count += 1
+        if count < _SHORTEST_RUN:
+            count, step = 1, 1
+        yield Run(rank, start, stop, number, count, step)
+        place += count
 
 
 def _by_place(cuts: tuple[Cut, ...]) -> list[tuple[int, tuple[tuple[int, int], ...]]]:
@@ -297,17 +389,26 @@ def _problems(manifest: Manifest) -> list[str]:
         if entry.name != expected:
             problems.append(f"file {rank} is called {_short(repr(entry.name))}, expected {expected!r}")
     for name, entry in manifest.tensors.items():
-        if manifest.format_version == 1 and (entry.slices is not None or any(len(p) > 3 for p in entry.pieces)):
-            problems.append(f"{name}: it has slices, which format version 1 has not")
+        problem = _version_problem(entry, manifest.format_version)
+        if problem is not None:
+            problems.append(f"{name}: {problem}")
         else:
             problems += _tensor_problems(name, entry, manifest.world_size)
     if problems:
         return problems
-    return [
-        f"{entry.name} is said to have {entry.bytes} bytes, its tensors make {plan.file_bytes}"
-        for entry, plan in zip(manifest.files, manifest.layouts, strict=True)
-        if entry.bytes != plan.file_bytes
-    ]
+    if any(run.count > 1 for entry in manifest.tensors.values() for run in entry.runs):
+        return []  # of very many files; each is compared when it is opened
+    found = (manifest.size_problem(rank) for rank in range(manifest.world_size))
+    return [problem for problem in found if problem is not None]
+
+
+def _version_problem(entry: TensorEntry, version: int) -> str | None:
+    """What a tensor has that its format version has not, or ``None``."""
+    if version == 1 and (entry.slices is not None or any(len(piece) > 3 for piece in entry.pieces)):
+        return "it has slices, which format version 1 has not"
+    if version == 2 and any(len(piece) > 4 for piece in entry.pieces):
+        return "it has runs, which format version 2 has not"
+    return None
 
 
 def _tensor_problems(name: str, entry: TensorEntry, world_size: int) -> list[str]:
@@ -317,14 +418,16 @@ def _tensor_problems(name: str, entry: TensorEntry, world_size: int) -> list[str
         return [problem]
     if whole.logical_numel >= _MAX_NUMEL:
         return [f"{name}: shape {whole.shape} is too large"]
-    if any(piece[0] >= world_size for piece in entry.pieces):
+    if any(run.count < 1 or run.rank_step < 1 or run.last_rank >= world_size for run in entry.runs):
         return [f"{name}: a piece belongs to a rank beyond {world_size - 1}"]
     problem = _slices_problem(whole, entry)
     if problem is not None:
         return [f"{name}: {problem}"]
     held: dict[tuple[Cut, ...], list[tuple[int, int, int]]] = {cuts: [] for cuts in entry.cuts}
-    for rank, start, stop, *number in entry.pieces:
-        held.setdefault(entry.cuts[number[0]] if number else (), []).append((start, stop, rank))
+    for run in entry.runs:
+        if run.count > 1 and run.start >= run.stop:
+            return [f"{name}: the range {run.start} to {run.stop} is empty"]
+        held.setdefault(entry.cuts[run.slice] if run.slice >= 0 else (), []).append((run.start, run.end, run.rank))
     return _whole(name, whole.shape, held)
 
 
@@ -332,7 +435,7 @@ def _slices_problem(whole: Extent, entry: TensorEntry) -> str | None:
     """What is wrong with the slices of a tensor, each by itself, or ``None``."""
     if any(len(cut) % 2 == 0 for held in entry.slices or () for cut in held):
         return "a cut is no dimension with ranges"
-    if any(number >= len(entry.cuts) for _, _, _, *numbers in entry.pieces for number in numbers):
+    if any(run.slice >= len(entry.cuts) for run in entry.runs):
         return f"a piece belongs to a slice beyond {len(entry.cuts) - 1}"
     if len(set(entry.cuts)) < len(entry.cuts) or () in entry.cuts:
         return "a slice is listed twice, or is none"

@@ -37,6 +37,8 @@ from shardwise.spec.precision import item_bytes
 from shardwise.spec.units import size
 
 _MOST_LINES = 40
+#: Beginnings of names, and what a summary calls the tensors.
+_KINDS = {"optimizer": "optimizer", "buffer": "buffers", "rank": "ranks"}
 
 
 def open_checkpoint(path: str | os.PathLike[str], *, comm: Comm | None = None) -> Checkpoint:
@@ -255,12 +257,13 @@ class Checkpoint:
         """The step, run, world and strategy, and how much of what there is, as plain values.
 
         ``strategy`` and ``mesh`` are what ``data`` says under these keys, ``None`` where it says nothing. ``tensors``
-        counts by kind: ``parameters``, ``buffers``, ``optimizer``; each with number, elements and bytes. ``slices`` has
-        the tensors that were saved in slices: of each the shape and what every slice takes.
+        counts by kind: ``parameters``, ``buffers``, ``optimizer``, ``ranks`` (what each rank has of its own); each with
+        number, elements and bytes. ``slices`` has the tensors that were saved in slices: of each the shape and what
+        every slice takes.
         """
         kinds: dict[str, Counter[str]] = {}
         for name, whole in self.tensors.items():
-            kind = {"optimizer": "optimizer", "buffer": "buffers"}.get(name.split("/")[0], "parameters")
+            kind = _KINDS.get(name.split("/")[0], "parameters")
             found = kinds.setdefault(kind, Counter(number=0, numel=0, bytes=0))
             found.update(number=1, numel=whole.numel, bytes=whole.numel * item_bytes(whole.dtype))
         return {
@@ -350,6 +353,9 @@ class Checkpoint:
         with folders.open_for_reading(folder, entry.name) as (file, status):
             if status.st_size != entry.bytes:
                 raise RefusedError(f"the file has {status.st_size} bytes, expected {entry.bytes}")
+            problem = self.manifest.size_problem(rank)
+            if problem is not None:
+                raise RefusedError(problem)
             yield file, (status.st_dev, status.st_ino, status.st_mtime_ns, status.st_ctime_ns)
 
     def _check_size(self, rank: int, folder: int) -> None:
@@ -358,13 +364,13 @@ class Checkpoint:
 
     def _check_header(self, rank: int, folder: int) -> None:
         with self._opened(rank, folder) as (file, _):
-            check_header(file, self.manifest.layouts[rank])
+            check_header(file, self.manifest.layout_of(rank))
 
     def _check_content(self, rank: int, folder: int) -> None:
         with self._opened(rank, folder) as (file, state):
             if self._verified.get(rank) == state:
                 return
-            check_header(file, self.manifest.layouts[rank])
+            check_header(file, self.manifest.layout_of(rank))
             entry = self.manifest.files[rank]
             found = hash_file(file, entry.bytes)
             if found != entry.sha256:
@@ -373,7 +379,7 @@ class Checkpoint:
 
     def _copy(self, rank: int, folder: int, copies: list[_Copy]) -> None:
         with self._opened(rank, folder) as (file, _):
-            plan = self.manifest.layouts[rank]
+            plan = self.manifest.layout_of(rank)
             check_header(file, plan)
             for copy in copies:
                 read_block(file, plan.offsets[copy.piece], copy.piece.dtype, copy.block, copy.target)

@@ -41,6 +41,30 @@ def step_directory(root: str | os.PathLike[str], step: int) -> Path:
     return Path(root) / CHECKPOINTS / f"step-{step:08d}"
 
 
+def checkpoints_of(root: str | os.PathLike[str]) -> Path:
+    """The folder with the checkpoints of ``root``: a run's ``checkpoints``, or where there is none ``root`` itself."""
+    root = Path(root)
+    return root / CHECKPOINTS if (root / CHECKPOINTS).is_dir() else root
+
+
+def newest_checkpoint(path: str | os.PathLike[str], *, allow_older: bool = False) -> Path | None:
+    """The newest checkpoint of a run, for ``sw.load``. Each rank may call it; nothing is sent.
+
+    Args:
+        path: A run's folder, or any folder with checkpoints named ``step-00000100``.
+        allow_older: Take an older one where the newest is damaged. Only manifests and sizes are compared here;
+            ``sw.load`` compares hashes.
+
+    Returns:
+        Its folder; ``None`` where ``path`` holds no checkpoint.
+
+    Raises:
+        CheckpointError: No checkpoint is good, or the newest is not and ``allow_older`` is false.
+    """
+    found = find_latest(path)
+    return found.require(allow_older=allow_older) if found.path is not None or found.rejected else None
+
+
 def publish_latest(root: str | os.PathLike[str], step_dir: str | os.PathLike[str]) -> None:
     """Point ``LATEST`` to a published checkpoint, in one step. One rank calls this.
 
@@ -49,7 +73,7 @@ def publish_latest(root: str | os.PathLike[str], step_dir: str | os.PathLike[str
         StorageError: The disk refuses.
     """
     root, target = Path(root), Path(step_dir)
-    if _step_of(target.name) is None or target.absolute().parent != (root / CHECKPOINTS).absolute():
+    if step_of(target.name) is None or target.absolute().parent != (root / CHECKPOINTS).absolute():
         raise CheckpointError(f"{target} is not one of the checkpoints of {root}.")
     open_checkpoint(target)
     part = f".{LATEST}-{secrets.token_hex(8)}"
@@ -99,7 +123,8 @@ class Latest:
         if self.path is not None:
             raise CheckpointError(
                 f"the newest checkpoint of {self.root} cannot be used:{reasons}\n"
-                f"  The newest good one is {self.path.name}; it is used only when you say so (--resume latest-good)."
+                f"  The newest good one is {self.path.name}; it is used only when you say so"
+                " (--resume latest-good, or allow_older=True)."
             )
         if self.rejected:
             raise CheckpointError(
@@ -116,7 +141,7 @@ def find_latest(root: str | os.PathLike[str], *, verify: bool = False) -> Latest
     """Find the newest good checkpoint of a run by looking at the checkpoints themselves.
 
     Args:
-        root: The run's folder.
+        root: The run's folder, or the folder that holds the checkpoints.
         verify: Also compare the hashes of all files; otherwise manifests and sizes are checked.
 
     Returns:
@@ -169,7 +194,7 @@ def retain(
     One rank calls this, when no save is under way and no other run uses the folder.
 
     Args:
-        root: The run's folder.
+        root: The run's folder, or the folder that holds the checkpoints.
         keep: How many to keep; 1 counts as 2.
         known_good: Checkpoints that the caller has verified itself since they were written, so that they need not be
             read again: those of ``Retained.good``, and one just verified by all ranks together.
@@ -182,7 +207,7 @@ def retain(
         raise CheckpointError(f"keep={keep} would leave no checkpoint.\n  Set it to at least 1.")
     root = Path(root)
     listing = _list(root)
-    work = _Removal(root / CHECKPOINTS)
+    work = _Removal(checkpoints_of(root))
     good: list[Path] = []
     old: list[Checkpoint] = []
     known = {path.absolute() for path in known_good}
@@ -248,15 +273,16 @@ class _Listing:
 
 def _list(root: Path) -> _Listing:
     listing = _Listing()
-    for name in _names(root / CHECKPOINTS):
-        path = root / CHECKPOINTS / name
-        if _step_of(name) is not None:
+    folder = checkpoints_of(root)
+    for name in _names(folder):
+        path = folder / name
+        if step_of(name) is not None:
             listing.steps.append(path)
         elif _TEMPORARY.fullmatch(name):
             listing.unfinished.append(path)
         elif _TRASH.fullmatch(name):
             listing.trash.append(path)
-    listing.steps.sort(key=lambda path: _step_of(path.name) or 0)
+    listing.steps.sort(key=lambda path: step_of(path.name) or 0)
     listing.pointer_parts = [root / name for name in _names(root) if _POINTER_PART.fullmatch(name)]
     return listing
 
@@ -269,7 +295,8 @@ def _names(path: Path) -> list[str]:
         return []
 
 
-def _step_of(name: str) -> int | None:
+def step_of(name: str) -> int | None:
+    """The step in the name of a checkpoint's folder; ``None`` for another name."""
     match = _STEP.fullmatch(name)
     if match is None or name != f"step-{int(match[1]):08d}":
         return None
@@ -282,7 +309,7 @@ def _judge(path: Path, *, verify: bool) -> tuple[Checkpoint | None, str]:
         if path.is_symlink():
             return None, "it is a symbolic link"
         found = open_checkpoint(path)
-        if found.step != _step_of(path.name):
+        if found.step != step_of(path.name):
             return None, f"its manifest is that of step {found.step}"
         if verify:
             found.verify()

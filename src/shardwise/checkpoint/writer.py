@@ -37,9 +37,9 @@ from shardwise.checkpoint.manifest import (
 )
 from shardwise.checkpoint.shard import Piece, layout, shard_name, write_shard
 from shardwise.comm.base import Comm
-from shardwise.comm.control import all_gather_json
+from shardwise.comm.control import broadcast_json, gather_json, scatter_json
 from shardwise.comm.dtype import dtype_name
-from shardwise.spec.errors import CheckpointError, StorageError
+from shardwise.spec.errors import CheckpointError, ShardwiseError, StorageError
 from shardwise.spec.extent import Extent
 from shardwise.spec.precision import item_bytes
 from shardwise.spec.slice import Cut
@@ -84,18 +84,22 @@ def write(
         CommError: A peer is gone. What was written stays behind in ``<directory>.tmp-*``, which ``retain`` removes.
 
     Collective:
-        Three all-gathers of small JSON. All ranks must call in the same order.
+        Two exchanges of small JSON: gathers to rank 0, which combines what the ranks hold, and broadcasts of what it
+        found. Where there are slices, a scatter of their numbers. What a rank other than 0 receives does not grow with
+        the number of ranks. All ranks must call in the same order.
     """
     save = _Save(Path(directory), comm, step=step, run_id=run_id, private=private)
     with save.removing_on_failure():
         save.prepare(tensors, data, rank_data)
-        save.write_own_file()
-        save.publish()
+        save.write_and_publish()
     return save.directory
 
 
 class _Save:
-    """One save on one rank: ``prepare``, ``write_own_file``, ``publish``, each ended by an exchange of outcomes."""
+    """One save on one rank: ``prepare`` and ``write_and_publish``, each ended by an exchange of outcomes.
+
+    What all ranks report goes to rank 0 alone, which combines it and tells all how it went.
+    """
 
     def __init__(self, directory: Path, comm: Comm, *, step: int, run_id: str, private: bool) -> None:
         self.directory = directory
@@ -107,7 +111,7 @@ class _Save:
         self.temporary: Path | None = None
         self.pieces: dict[Piece, Tensor] = {}
         self.entries: dict[str, TensorEntry] = {}
-        self.files: list[FileEntry] = []
+        self._slice_numbers: list[list[tuple[str, Any, int]]] = []  # on rank 0, by rank: name, cuts, their number
         self.data: dict[str, Any] = {}
         self.rank_data: list[Any] | None = None
 
@@ -134,32 +138,50 @@ class _Save:
                 found |= self._make_temporary()
             return found
 
-        reports = self._exchange(local)
-        self.save_id = reports[0]["save_id"]
+        answer = self._exchange(local, self._combine)
+        self.save_id = answer["save_id"]
         self.temporary = self._temporary_path(self.save_id)
+        numbers = scatter_json(self.comm, self._slice_numbers) if answer["has_slices"] else []
+        slices = {(name, _cuts(cuts)): number for name, cuts, number in numbers}
+        for extent, tensor in tensors:
+            if extent.numel:
+                number = slices[extent.name, extent.cuts] if extent.cuts else -1
+                self.pieces[Piece(extent.name, extent.dtype, extent.start, extent.stop, number)] = tensor
+
+    def _combine(self, reports: list[dict[str, Any]]) -> dict[str, Any]:
+        """On rank 0: put together what all ranks hold, and refuse what is not a whole state or does not fit."""
         problems = _disagreements(reports)
-        extents = {rank: [_unpacked(held) for held in report["extents"]] for rank, report in enumerate(reports)}
+        extents = {rank: [_unpacked(held) for held in report.pop("extents")] for rank, report in enumerate(reports)}
         self.entries, uncovered = combine(extents)
         problems += uncovered
         if problems:
             lines = "".join(f"\n  - {problem}" for problem in problems[:20])
             more = f"\n  - and {len(problems) - 20} more" if len(problems) > 20 else ""
-            raise CheckpointError(f"{self._subject()}: what the ranks gave does not make one state:{lines}{more}")
+            raise _ToldError(CheckpointError, f"what the ranks gave does not make one state:{lines}{more}")
         needed, free = sum(report["bytes"] for report in reports), reports[0]["free"]
         if needed > free:
-            raise StorageError(
-                f"{self._subject()}: no space left on device: {size(needed)} needed, {size(free)} free.{_AFTERWARDS}"
+            raise _ToldError(
+                StorageError, f"no space left on device: {size(needed)} needed, {size(free)} free.{_AFTERWARDS}"
             )
-        mine = dict(tensors)
-        for name, entry in self.entries.items():
-            for rank, piece, extent in entry.extents(name):
-                if rank == self.comm.rank:
-                    self.pieces[piece] = mine[extent]
         if reports[0]["rank_data"] is not None:
             self.rank_data = [report["rank_data"] for report in reports]
+        has_slices = any(entry.slices for entry in self.entries.values())
+        if has_slices:
+            known = {
+                name: {cuts: number for number, cuts in enumerate(entry.cuts)} for name, entry in self.entries.items()
+            }
+            self._slice_numbers = [
+                [
+                    (name, _plain_cuts(cuts), known[name][cuts])
+                    for name, cuts in dict.fromkeys((held.name, held.cuts) for held in extents[rank] if held.numel)
+                    if cuts
+                ]
+                for rank in range(self.comm.size)
+            ]
+        return {"save_id": reports[0]["save_id"], "has_slices": has_slices}
 
-    def write_own_file(self) -> None:
-        """Write this rank's file."""
+    def write_and_publish(self) -> None:
+        """Write this rank's file; when all are there rank 0 publishes them."""
         rank = self.comm.rank
 
         def local() -> dict[str, Any]:
@@ -174,17 +196,7 @@ class _Save:
                 raise
             return {"name": name, "bytes": plan.file_bytes, "sha256": digest}
 
-        self.files = [FileEntry.model_validate(report) for report in self._exchange(local)]
-
-    def publish(self) -> None:
-        """On rank 0: write the manifest and rename the folder. Everyone learns how it went."""
-
-        def local() -> dict[str, Any]:
-            if self.comm.rank == 0:
-                self._publish()
-            return {}
-
-        self._exchange(local)
+        self._exchange(local, self._publish)
 
     @contextlib.contextmanager
     def removing_on_failure(self) -> Iterator[None]:
@@ -199,14 +211,15 @@ class _Save:
                 raise error.cause from None
             raise
 
-    def _publish(self) -> None:
+    def _publish(self, reports: list[dict[str, Any]]) -> None:
+        """On rank 0: write the manifest and rename the folder."""
         assert self.temporary is not None
         manifest = Manifest(
             save_id=self.save_id,
             run_id=self.run_id,
             step=self.step,
             world_size=self.comm.size,
-            files=self.files,
+            files=[FileEntry.model_validate(report) for report in reports],
             tensors=self.entries,
             data=self.data,
             rank_data=self.rank_data,
@@ -258,11 +271,16 @@ class _Save:
         if problems:
             raise CheckpointError("; ".join(problems[:10]))
 
-    def _exchange(self, local: Callable[[], dict[str, Any]]) -> list[dict[str, Any]]:
-        """Run this rank's part, tell all ranks the outcome, and raise on all of them if it failed on any.
+    def _exchange(
+        self, local: Callable[[], dict[str, Any]], decide: Callable[[list[dict[str, Any]]], dict[str, Any] | None]
+    ) -> dict[str, Any]:
+        """Run this rank's part, have rank 0 decide on what all report, and raise on all if anything failed on any.
 
         Returns:
-            Every rank's result.
+            What rank 0 decided.
+
+        Collective:
+            A gather of small JSON to rank 0 and a broadcast from there.
         """
         interrupt: BaseException | None = None
         try:
@@ -272,21 +290,52 @@ class _Save:
         except BaseException as error:  # noqa: BLE001 - raised again below, when the others know
             interrupt = error
             report = {"problem": f"interrupted by {type(error).__name__}", "is_storage": False}
-        reports = all_gather_json(self.comm, report)
-        failed = [(rank, report) for rank, report in enumerate(reports) if "problem" in report]
+        reports = gather_json(self.comm, report)
+        verdict: dict[str, Any] = {}
+        if self.comm.rank == 0:
+            try:
+                verdict = self._verdict(reports, decide)
+            except BaseException as error:  # noqa: BLE001 - as above
+                interrupt = error
+                verdict = _failed({"0": f"interrupted by {type(error).__name__}"}, is_storage=False)
+        verdict = broadcast_json(self.comm, verdict)
         if interrupt is not None:
             raise _Interrupted(interrupt)
-        if failed:
-            kind = StorageError if all(report["is_storage"] for _, report in failed) else CheckpointError
-            causes: dict[str, list[str]] = {}
-            for rank, report in failed:
-                causes.setdefault(report["problem"], []).append(str(rank))
-            told = "; ".join(f"rank {', '.join(ranks)}: {cause}" for cause, ranks in causes.items())
-            raise kind(f"{self._subject()}: {told}.{_AFTERWARDS}")
-        return [report["result"] for report in reports]
+        if "failed" in verdict:
+            raise (StorageError if verdict["is_storage"] else CheckpointError)(
+                f"{self._subject()}: {verdict['failed']}"
+            )
+        return verdict["answer"] or {}
+
+    @staticmethod
+    def _verdict(
+        reports: list[dict[str, Any]], decide: Callable[[list[dict[str, Any]]], dict[str, Any] | None]
+    ) -> dict[str, Any]:
+        """What rank 0 tells all ranks: what it decided, or what failed."""
+        failed = [(rank, report) for rank, report in enumerate(reports) if "problem" in report]
+        if not failed:
+            try:
+                return {"answer": decide([report["result"] for report in reports])}
+            except _ToldError as told:
+                return {"failed": told.text, "is_storage": told.kind is StorageError}
+            except Exception as error:  # noqa: BLE001 - as in _exchange
+                failed = [(0, {"problem": _problem(error), "is_storage": isinstance(error, OSError)})]
+        causes: dict[str, list[str]] = {}
+        for rank, report in failed:
+            causes.setdefault(str(report["problem"]), []).append(str(rank))
+        by_ranks = {", ".join(ranks): cause for cause, ranks in causes.items()}
+        return _failed(by_ranks, is_storage=all(report["is_storage"] for _, report in failed))
 
     def _subject(self) -> str:
         return f"step {self.step} was not saved to {self.directory}"
+
+
+class _ToldError(Exception):
+    """What rank 0 refuses after looking at the reports of all ranks: the error's class and text."""
+
+    def __init__(self, kind: type[ShardwiseError], text: str) -> None:
+        super().__init__()
+        self.kind, self.text = kind, text
 
 
 class _Interrupted(BaseException):
@@ -300,8 +349,21 @@ class _Interrupted(BaseException):
 _AFTERWARDS = "\n  Nothing was published; earlier checkpoints are as they were. Remove the cause, then save again."
 
 
+def _failed(causes: dict[str, str], *, is_storage: bool) -> dict[str, Any]:
+    told = "; ".join(f"rank {ranks}: {cause}" for ranks, cause in causes.items())
+    return {"failed": f"{told}.{_AFTERWARDS}", "is_storage": is_storage}
+
+
+def _plain_cuts(cuts: tuple[Cut, ...]) -> list[Any]:
+    return [(cut.dim, cut.ranges) for cut in cuts]
+
+
+def _cuts(packed: Sequence[Any]) -> tuple[Cut, ...]:
+    return tuple(Cut(dim, tuple((first, last) for first, last in ranges)) for dim, ranges in packed)
+
+
 def _packed(extent: Extent) -> list[Any]:
-    cuts = [(cut.dim, cut.ranges) for cut in extent.cuts]
+    cuts = _plain_cuts(extent.cuts)
     named = (extent.name, extent.shape, extent.dtype, extent.start, extent.stop)
     return [*named, extent.stride, cuts] if cuts or extent.stride is not None else [*named]
 
@@ -309,8 +371,7 @@ def _packed(extent: Extent) -> list[Any]:
 def _unpacked(packed: list[Any]) -> Extent:
     name, shape, dtype, start, stop, *unusual = packed
     stride, cuts = unusual or (None, ())
-    found = tuple(Cut(dim, tuple((first, last) for first, last in ranges)) for dim, ranges in cuts)
-    return Extent(name, tuple(shape), dtype, start, stop, None if stride is None else tuple(stride), found)
+    return Extent(name, tuple(shape), dtype, start, stop, None if stride is None else tuple(stride), _cuts(cuts))
 
 
 def _problem(error: Exception) -> str:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -41,6 +42,74 @@ def all_gather_json(comm: Comm, value: Any) -> list[Any]:
     comm.all_gather(moved, unit="control").wait()
     rows = moved.cpu().view(comm.size, longest)
     return [json.loads(bytes(row[:length].tolist())) for row, length in zip(rows, lengths, strict=True)]
+
+
+def gather_json(comm: Comm, value: Any, *, root: int = 0) -> list[Any]:
+    """Every rank's ``value`` (anything that JSON can hold), in rank order, on ``root``; ``[]`` elsewhere.
+
+    Collective:
+        A gather of lengths, a broadcast of the longest, and a gather of texts padded to it. Ranks other than ``root``
+        receive eight bytes. All ranks must call.
+    """
+    text = _encoded(value)
+    is_root = comm.rank == root
+    lengths = torch.zeros(comm.size, dtype=torch.int64, device=comm.device) if is_root else None
+    own = torch.tensor([text.numel()], dtype=torch.int64, device=comm.device)
+    comm.gather(own, lengths, root=root, unit="control").wait()
+    longest = own if lengths is None else lengths.max().view(1)
+    comm.broadcast(longest, root=root, unit="control").wait()
+    padded = torch.zeros(int(longest), dtype=torch.uint8)
+    padded[: text.numel()] = text
+    rows = torch.zeros(comm.size * int(longest), dtype=torch.uint8, device=comm.device) if is_root else None
+    comm.gather(padded.to(comm.device), rows, root=root, unit="control").wait()
+    if rows is None or lengths is None:
+        return []
+    held = rows.cpu().view(comm.size, -1)
+    return [_decoded(row[:length]) for row, length in zip(held, lengths.tolist(), strict=True)]
+
+
+def broadcast_json(comm: Comm, value: Any, *, root: int = 0) -> Any:
+    """The ``value`` of ``root`` (anything that JSON can hold), on every rank.
+
+    Collective:
+        Two broadcasts: the length, then the text. All ranks must call.
+    """
+    text = _encoded(value if comm.rank == root else None)
+    length = torch.tensor([text.numel()], dtype=torch.int64, device=comm.device)
+    comm.broadcast(length, root=root, unit="control").wait()
+    moved = (
+        text.to(comm.device) if comm.rank == root else torch.zeros(int(length), dtype=torch.uint8, device=comm.device)
+    )
+    comm.broadcast(moved, root=root, unit="control").wait()
+    return _decoded(moved.cpu())
+
+
+def scatter_json(comm: Comm, values: Sequence[Any], *, root: int = 0) -> Any:
+    """Of the ``values`` on ``root``, one for each rank, this rank's; elsewhere ``values`` is not looked at.
+
+    Collective:
+        A broadcast of the longest text's length, and a scatter of texts padded to it. All ranks must call.
+    """
+    texts = [_encoded(value) for value in values] if comm.rank == root else []
+    longest = torch.tensor([max((text.numel() for text in texts), default=0)], dtype=torch.int64, device=comm.device)
+    comm.broadcast(longest, root=root, unit="control").wait()
+    rows = None
+    if comm.rank == root:
+        rows = torch.full((comm.size, int(longest)), ord(" "), dtype=torch.uint8)
+        for row, text in zip(rows, texts, strict=True):
+            row[: text.numel()] = text
+        rows = rows.view(-1).to(comm.device)
+    own = torch.zeros(int(longest), dtype=torch.uint8, device=comm.device)
+    comm.scatter(rows, own, root=root, unit="control").wait()
+    return _decoded(own.cpu())
+
+
+def _encoded(value: Any) -> torch.Tensor:
+    return torch.frombuffer(bytearray(json.dumps(value, separators=(",", ":")).encode()), dtype=torch.uint8)
+
+
+def _decoded(text: torch.Tensor) -> Any:
+    return json.loads(text.numpy().tobytes())
 
 
 def fail_together(comm: Comm, error: ShardwiseError | None) -> None:

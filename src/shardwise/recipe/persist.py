@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import uuid
+import weakref
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -11,19 +12,24 @@ from typing import Any
 import torch
 from torch import nn
 
-from shardwise.checkpoint import Checkpoint, open_checkpoint, write
+from shardwise.checkpoint import Checkpoint, open_checkpoint, plain, retain, step_of, write
 from shardwise.comm.control import fail_together
 from shardwise.fsdp import attach
 from shardwise.fsdp import optimizer as checks
 from shardwise.fsdp import state as states
 from shardwise.fsdp.average import ExponentialMovingAverage
 from shardwise.fsdp.ignored_state import LoadedIgnored, SavedIgnored, count_holders
+from shardwise.fsdp.notice import tell_once
 from shardwise.fsdp.optimizer_state import OptimizerState, optimizer_extents, optimizer_scalars
+from shardwise.fsdp.runtime import Runtime
 from shardwise.spec.errors import CheckpointError, ShardwiseError
+from shardwise.spec.extent import Extent
 
 Optimizers = torch.optim.Optimizer | Sequence[torch.optim.Optimizer]
 
-_OPTIMIZER, _AVERAGE = "optimizer", "average"
+_OPTIMIZER, _AVERAGE, _RANK = "optimizer", "average", "rank"
+#: Most values in the state of one rank.
+_MAX_ITEMS = 10**6
 
 
 def save(
@@ -33,6 +39,8 @@ def save(
     *,
     state: dict[str, Any] | None = None,
     average: ExponentialMovingAverage | None = None,
+    rank_state: dict[str, Any] | None = None,
+    keep: int | None = None,
 ) -> Path:
     """Write a checkpoint: parameters, buffers, optimizer state, averaged weights, and ``state``, as logical tensors.
 
@@ -43,6 +51,10 @@ def save(
         state: Anything that JSON can hold (and bytes), equal on all ranks; ``step`` and ``run_id`` in it, where there,
             also go into the manifest.
         average: Of the model's weights.
+        rank_state: As ``state``, but this rank's own, such as the state of its random number generators.
+        keep: Remove older checkpoints beside this one, but for the newest ``keep``, and what interrupted saves left.
+            Two verified ones are always left. The folders must be named by their steps, ``step-00000100``;
+            ``sw.newest_checkpoint`` finds the newest. ``None`` removes nothing.
 
     Returns:
         The folder.
@@ -56,6 +68,12 @@ def save(
         CheckpointError, StorageError: On every rank alike; then nothing is left behind.
     """
     runtime = attach.runtime_of(model, "sw.save")
+    path, named_step = Path(path), step_of(Path(path).name)
+    if keep is not None and (keep < 1 or named_step is None):
+        raise CheckpointError(
+            f"sw.save({path}, keep={keep}): expected a folder named by its step, and at least 1 to keep.\n"
+            '  Call sw.save(folder / f"step-{step:08d}", ..., keep=3).'
+        )
     runtime.sync_buffers()
     state = dict(state or {})
     data: dict[str, Any] = {
@@ -75,9 +93,42 @@ def save(
     if average is not None:
         data[_AVERAGE] = average.settings
         tensors += average.owned_extents()
-    step = state.get("step", 0)
+    if rank_state is not None:
+        packed = plain.dumps(plain.pack(rank_state, "rank_state"))
+        held = torch.frombuffer(bytearray(packed), dtype=torch.uint8)
+        tensors.append((_rank_extent(runtime.comms.world.rank, held.numel()), held))
+    step = state.get("step", named_step or 0)
     run_id = str(state.get("run_id") or uuid.UUID(int=0))
-    return write(Path(path), runtime.comms.world, tensors, data, step=int(step), run_id=run_id)
+    write(path, runtime.comms.world, tensors, data, step=int(step), run_id=run_id)
+    if keep is not None:
+        _retain(path, runtime, keep, run_id)
+    return path
+
+
+def _rank_extent(rank: int, num_bytes: int) -> Extent:
+    return Extent(f"{_RANK}/{rank:05d}", (num_bytes,), "uint8", 0, num_bytes)
+
+
+#: Checkpoints that this process has verified, by runtime.
+_verified: weakref.WeakKeyDictionary[Runtime, tuple[Path, ...]] = weakref.WeakKeyDictionary()
+
+
+def _retain(path: Path, runtime: Runtime, keep: int, run_id: str) -> None:
+    """Have rank 0 remove what is older than the kept ones.
+
+    Collective:
+        An all-gather of JSON.
+    """
+    problem: ShardwiseError | None = None
+    if runtime.comms.world.rank == 0:
+        try:
+            kept = retain(path.parent, keep, known_good=_verified.get(runtime, ()), run_id=run_id)
+            _verified[runtime] = kept.good
+            for refused, reason in kept.refused:
+                tell_once(f"checkpoint {refused.name} is left: {reason}")
+        except ShardwiseError as error:
+            problem = error
+    fail_together(runtime.comms.world, problem)
 
 
 def load(
@@ -99,7 +150,8 @@ def load(
         verify: Compare every file that is read with the hash in the manifest first.
 
     Returns:
-        The ``state`` given to :func:`save`.
+        The ``state`` given to :func:`save`; under ``rank_state`` what this rank gave there, where as many ranks load as
+        have saved.
 
     Collective:
         Each rank reads the ranges that it holds; what is sent is small JSON. All ranks must call.
@@ -124,7 +176,7 @@ def load(
         checkpoint.read_into(targets.extents, ignored=targets.unread, verify=verify, comm=comm)
     targets.install()
     runtime.invalidate()
-    return checkpoint.data["state"]
+    return checkpoint.data["state"] | targets.rank_state()
 
 
 class _Targets:
@@ -149,10 +201,15 @@ class _Targets:
         runtime = attach.runtime_of(model, "sw.load")
         place = (runtime.comms.world.rank, holders)
         self._data, self._optimizers, self._average = checkpoint.data, optimizers, average
-        self._held = states.HeldValues(model)
+        self._held = states.HeldValues(model, checkpoint.tensors)
         self._own = LoadedIgnored(runtime.ignored, optimizers, place, checkpoint.tensors)
         self.extents = [*self._held.extents, *self._own.extents]
-        self.unread = {f"{_OPTIMIZER}/", f"{_AVERAGE}/"}
+        self.unread = {f"{_OPTIMIZER}/", f"{_AVERAGE}/", f"{_RANK}/"}
+        self._rank_state: torch.Tensor | None = None
+        own = checkpoint.tensors.get(_rank_extent(runtime.comms.world.rank, 0).name)
+        if own is not None and checkpoint.world_size == runtime.comms.world.size:
+            self._rank_state = torch.empty(own.numel, dtype=torch.uint8)
+            self.extents.append((own, self._rank_state))
         if optimizers:
             self._state = self._state_of(model, checkpoint)
             self.extents += self._state.extents
@@ -180,6 +237,13 @@ class _Targets:
                 + "\n  Load it with the granularity that it was saved with, with 'tensor', or without the optimizer."
             )
         return fresh
+
+    def rank_state(self) -> dict[str, Any]:
+        """What this rank alone gets back, by its key; nothing where there is none."""
+        if self._rank_state is None:
+            return {}
+        raw = self._rank_state.numpy().tobytes()
+        return {"rank_state": plain.unpack(plain.loads(raw, max_items=_MAX_ITEMS))}
 
     def install(self) -> None:
         """Everything has been read."""

@@ -263,7 +263,7 @@ class _Trainer:
             self.sampler.load_state(state["sampler"])
             saved_hash = state["data"]
             self.done = Progressed(**{**state["progress"], "step": state["step"]})
-            self._restore_random(state["random"])
+            self._restore_random(state)
             if self.scaler.is_enabled() and state.get("scaler"):  # empty: the run was not in fp16 before
                 self.scaler.load_state_dict(state["scaler"])
         if saved_hash != self.fingerprint:
@@ -279,10 +279,14 @@ class _Trainer:
         self.recorder = Recorder(self.directory, self.config, self.done.step) if self.control.is_first else None
         return changes
 
-    def _restore_random(self, states: Any) -> None:
+    def _restore_random(self, state: dict[str, Any]) -> None:
         """The same world: every rank's generators as they were. Another: fresh ones, by seed, rank and step."""
-        if isinstance(states, list) and len(states) == self.control.size:
-            random_state.restore(states[self.control.rank], self.device)
+        held = state.get("rank_state", {}).get("random")
+        everyones = state.get("random")  # of all ranks, in checkpoints of earlier versions
+        if held is None and isinstance(everyones, list) and len(everyones) == self.control.size:
+            held = everyones[self.control.rank]
+        if held is not None:
+            random_state.restore(held, self.device)
         else:
             seed = random_state.rank_seed(self.config.train.seed, self.reader, self.done.step)
             random_state.seed_all(seed)

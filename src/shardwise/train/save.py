@@ -54,10 +54,10 @@ class Checkpoints:
         path = step_directory(self._run_dir, step)
         if self.saved_step == step:
             return None
-        generators = self._control.all_json(random_state.capture(self._device))
-        held = {**state, "step": step, "run_id": self._run_id, "random": generators}
+        held = {**state, "step": step, "run_id": self._run_id}
+        own = {"random": random_state.capture(self._device)}
         try:
-            sw.save(path, model, optimizer, state=held, average=average)
+            sw.save(path, model, optimizer, state=held, average=average, rank_state=own)
             refused = self._control.on_first(lambda: self._publish(path))
         except StorageError as error:
             kept = f"step {self.saved_step} is kept" if self.saved_step else "there is no earlier checkpoint"

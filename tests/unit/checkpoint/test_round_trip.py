@@ -163,7 +163,7 @@ def test_files_are_ordinary_safetensors(tmp_path):
 def test_content_is_aligned_to_its_elements(tmp_path):
     save(tmp_path / "s", sample(), 1)
     manifest = open_checkpoint(tmp_path / "s").manifest
-    for piece, offset in manifest.layouts[0].offsets.items():
+    for piece, offset in manifest.layout_of(0).offsets.items():
         assert offset % ITEM_BYTES[piece.dtype] == 0
 
 

@@ -19,12 +19,17 @@ class ThreadComm(Comm):
     def __init__(self, rank: int, size: int, barrier: threading.Barrier, board: dict[int, torch.Tensor]) -> None:
         super().__init__("dp_shard", rank, size, torch.device("cpu"))
         self._barrier, self._board = barrier, board
+        self.received_bytes = 0
 
-    def _all(self, tensor: torch.Tensor) -> list[torch.Tensor]:
+    def _all(self, tensor: torch.Tensor, *, is_read: bool = True, only: int | None = None) -> list[torch.Tensor]:
+        """What all ranks gave, or rank ``only``; nothing where it is not read."""
         self._board[self.rank] = tensor.clone()
-        self._barrier.wait(20)
-        found = [self._board[rank] for rank in range(self.size)]
-        self._barrier.wait(20)
+        self._barrier.wait(60)
+        ranks = () if not is_read else range(self.size) if only is None else (only,)
+        found = [self._board[rank] for rank in ranks]
+        self._barrier.wait(60)
+        if only is None:
+            self.received_bytes += sum(each.nbytes for rank, each in enumerate(found) if rank != self.rank)
         return found
 
     def all_gather(self, buffer, *, unit):
@@ -38,7 +43,8 @@ class ThreadComm(Comm):
         return Done()
 
     def broadcast(self, buffer, *, root, unit):
-        buffer.copy_(self._all(buffer)[root])
+        buffer.copy_(self._all(buffer, only=root)[0])
+        self.received_bytes += buffer.nbytes * (self.rank != root)
         return Done()
 
     def reduce_scatter(self, buffer, out, *, unit, divisor=1):
@@ -47,11 +53,17 @@ class ThreadComm(Comm):
     def all_to_all(self, buffer, out, *, unit, cuts=None):
         raise NotImplementedError
 
-    def gather(self, shard, out, *, root, unit):
-        raise NotImplementedError
+    def gather(self, shard, out, *, root, unit, cuts=None):
+        found = self._all(shard, is_read=self.rank == root)
+        if out is not None:
+            out.copy_(torch.cat([each.view(-1) for each in found]))
+        return Done()
 
-    def scatter(self, buffer, out, *, root, unit):
-        raise NotImplementedError
+    def scatter(self, buffer, out, *, root, unit, cuts=None):
+        everything = self._all(out if buffer is None else buffer, only=root)
+        out.copy_(everything[0].view(self.size, -1)[self.rank])
+        self.received_bytes += out.nbytes * (self.rank != root)
+        return Done()
 
     def send(self, buffer, *, to, unit):
         raise NotImplementedError
