@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import os
 import warnings
 from collections.abc import Iterator, Mapping
 
@@ -435,3 +436,43 @@ def test_whole_number_and_boolean_buffers_are_filled_or_named():
 def test_init_for_a_model_that_has_values_is_refused():
     with pytest.raises(sw.StateError, match="it would do nothing"):
         sw.parallelize(nn.Linear(2, 2), init=fill_with_ones)
+
+
+class Bare(nn.Module):
+    """Parameters of its own and no ``reset_parameters``; beside it a module with a buffer that is not saved."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.randn(6, 6))
+        self.register_buffer("saved", torch.rand(6))
+        self.noise = Noise()
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x @ self.weight * self.saved + self.noise.table
+
+
+class Noise(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("table", torch.empty(6), persistent=False)
+        self.reset_parameters()
+
+    def reset_parameters(self) -> None:
+        nn.init.constant_(self.table, 3.0)
+
+
+def filled_from_a_state_dict() -> list[bool]:
+    torch.manual_seed(2)
+    plain = nn.Sequential(Bare(), Bare(), nn.Linear(6, 2))
+    with torch.device("meta"):
+        model = nn.Sequential(Bare(), Bare(), nn.Linear(6, 2))
+    state = plain.state_dict() if os.environ["RANK"] == "0" else {}
+    model = sw.parallelize(model, sw.ParallelPlan(auto_wrap_policy=sw.wrap_by_class({Bare})), init=state)
+    found = whole(model)
+    return [torch.equal(found[name], value) for name, value in all_values(plain).items()]
+
+
+def test_a_complete_state_dict_suffices_for_modules_that_cannot_reset_their_parameters():
+    for same in run_on_ranks(filled_from_a_state_dict, 2):
+        assert len(same) == 8
+        assert all(same)
