@@ -163,8 +163,8 @@ def save_often(folder):
     model = sw.parallelize(torch.nn.Linear(8, 8))
     found = []
     for step in range(1, 6):
-        if step == 4:
-            (folder / "step-00000003.tmp-0123456789abcdef").mkdir(exist_ok=True)
+        if sw.data_parallel_rank(model) == 0 and step == 4:
+            (folder / "step-00000003.tmp-0123456789abcdef").mkdir()
         if sw.data_parallel_rank(model) == 0 and step == 5:
             (folder / "notes").mkdir()
         with torch.no_grad():
