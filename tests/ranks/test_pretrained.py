@@ -202,7 +202,7 @@ def test_a_folder_stored_in_16_bit_trains_with_fp32_masters_and_says_so(tmp_path
     dtypes = {}
     for run in ("raised", "kept"):
         path = tmp_path / run / "checkpoints" / "step-00000003"
-        dtypes[run] = {extent.dtype for extent in open_checkpoint(path).tensors.values() if extent.shape}
+        dtypes[run] = {extent.dtype for extent in open_checkpoint(path).tensors.values() if extent.dtype != "uint8"}
         assert main(["generate", str(tmp_path / run), "--tokens", "1 2 3", "--max-new-tokens", "2"]) == 0
     assert dtypes == {"raised": {"fp32"}, "kept": {"bf16"}}
     train_well(tmp_path, 2, ("--run-dir", "raised", "--resume", "--set", "train.steps=4"), config=config)
