@@ -35,8 +35,13 @@ def open_folder(path: str | os.PathLike[str], *, follow: bool = True, parent: in
 
 
 @contextlib.contextmanager
-def open_for_reading(folder: int, name: str) -> Iterator[tuple[int, os.stat_result]]:
+def open_for_reading(folder: int, name: str, *, allows_links: bool = False) -> Iterator[tuple[int, os.stat_result]]:
     """Open the regular file ``name`` of ``folder``.
+
+    Args:
+        folder: Descriptor of the folder.
+        name: Plain name.
+        allows_links: The file may have several hard links: checkpoints share it.
 
     Yields:
         Its descriptor and its status.
@@ -45,7 +50,7 @@ def open_for_reading(folder: int, name: str) -> Iterator[tuple[int, os.stat_resu
         RefusedError: It is missing, unreadable, a link, has several links, or is no regular file.
     """
     try:
-        _check_regular(os.stat(name, dir_fd=folder, follow_symlinks=False))
+        _check_regular(os.stat(name, dir_fd=folder, follow_symlinks=False), allows_links=allows_links)
         # Non-blocking: should a pipe have taken its place in between, opening must not wait for a writer.
         file = os.open(name, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC, dir_fd=folder)
     except FileNotFoundError:
@@ -54,7 +59,7 @@ def open_for_reading(folder: int, name: str) -> Iterator[tuple[int, os.stat_resu
         raise RefusedError(f"the file cannot be opened: {error.strerror}") from None
     try:
         status = os.fstat(file)
-        _check_regular(status)
+        _check_regular(status, allows_links=allows_links)
         yield file, status
     finally:
         os.close(file)
@@ -97,6 +102,22 @@ def write_file(folder: int, name: str, content: bytes, *, private: bool) -> None
         os.fsync(file)
     finally:
         os.close(file)
+
+
+def link(source: Path, folder: int, name: str, num_bytes: int) -> bool:
+    """Give the regular file ``source`` the further name ``name`` in an open folder, if it has ``num_bytes`` bytes.
+
+    Returns:
+        Whether that was done: the file may be missing, and not every file system has hard links.
+    """
+    try:
+        status = source.stat(follow_symlinks=False)
+        if not stat.S_ISREG(status.st_mode) or status.st_size != num_bytes:
+            return False
+        os.link(source, name, dst_dir_fd=folder, follow_symlinks=False)
+    except OSError:
+        return False
+    return True
 
 
 def sync_folder(path: str | os.PathLike[str]) -> None:
@@ -149,10 +170,10 @@ def exists(path: Path) -> bool:
     return os.path.lexists(path)
 
 
-def _check_regular(status: os.stat_result) -> None:
+def _check_regular(status: os.stat_result, *, allows_links: bool) -> None:
     if stat.S_ISLNK(status.st_mode):
         raise RefusedError("it is a symbolic link")
     if not stat.S_ISREG(status.st_mode):
         raise RefusedError("it is not a regular file")
-    if status.st_nlink != 1:
+    if status.st_nlink != 1 and not allows_links:
         raise RefusedError(f"it has {status.st_nlink} hard links, expected one")

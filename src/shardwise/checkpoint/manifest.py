@@ -5,7 +5,9 @@ bit in a learning rate is found as one in a weight is.
 
 Format version 2 has slices of tensors, which tensor and expert parallelism make: ``"slices": [[[0, 0, 64, 128, 192]]]``
 says that elements of slice 0 are counted in rows 0 to 64 and 128 to 192. Version 3 writes equal pieces of ranks at
-equal distances as one run, so that the manifest hardly grows with the number of ranks. Older versions are read as ever.
+equal distances as one run, so that the manifest hardly grows with the number of ranks, and has files of frozen
+parameters: they are named by their content, and checkpoints that hold the same share them as hard links. Older versions
+are read as ever.
 """
 
 from __future__ import annotations
@@ -26,7 +28,7 @@ from pydantic import BaseModel, ConfigDict, Field, StringConstraints
 from shardwise.checkpoint import folder as folders
 from shardwise.checkpoint import plain
 from shardwise.checkpoint.folder import RefusedError
-from shardwise.checkpoint.shard import Layout, Piece, layout, shard_name
+from shardwise.checkpoint.shard import Layout, Piece, frozen_layout, frozen_name, layout, shard_name
 from shardwise.spec.extent import MAX_CELLS, Extent, describe_cuts, tiling_problems
 from shardwise.spec.precision import ITEM_BYTES
 from shardwise.spec.slice import Cut, simplest
@@ -42,6 +44,7 @@ MAX_MANIFEST_BYTES = 64 * 2**20
 MAX_MANIFEST_ITEMS = 4 * 10**6
 
 _MAX_NUMEL = 2**60
+_FROZEN_FILE = re.compile(r"frozen-[0-9a-f]{16}-r[0-9]{5,9}\.safetensors")
 _SHARD_FILE = re.compile(r"shard-[0-9a-f]{16}-r[0-9]{5,9}\.safetensors")
 
 _Natural = Annotated[int, Field(ge=0, lt=_MAX_NUMEL)]
@@ -80,6 +83,7 @@ class TensorEntry(_Strict):
             slice; together exactly the whole tensor. Two more numbers, ``count`` and ``rank_step``, make it a run:
             ``count`` pieces of this length one after the other, of ranks that are ``rank_step`` apart.
         slices: Of each slice the dimensions that it cuts, ascending: ``[dim, start, stop, start, stop, ...]``.
+        is_frozen: Its pieces are in the files of frozen parameters.
     """
 
     shape: _Dims
@@ -87,6 +91,7 @@ class TensorEntry(_Strict):
     stride: _Dims | None = None
     pieces: list[Annotated[list[_Natural], Field(min_length=3, max_length=6)]]
     slices: list[list[Annotated[list[_Natural], Field(min_length=1)]]] | None = None
+    is_frozen: bool = False
 
     @functools.cached_property
     def cuts(self) -> tuple[tuple[Cut, ...], ...]:
@@ -174,6 +179,7 @@ class Manifest(_Strict):
         step: The step after which it was saved.
         world_size: Ranks that saved it; there are as many files, in rank order.
         files: One entry for each rank.
+        frozen: Files of frozen parameters, one for each rank, or ``None``.
         tensors: By logical name.
         data: State that is no tensor, the same for all ranks, packed as ``checkpoint.plain`` does.
         rank_data: State that each rank has of its own, by rank, or ``None``.
@@ -187,6 +193,7 @@ class Manifest(_Strict):
     step: _Natural
     world_size: Annotated[int, Field(ge=1, lt=10**9)]
     files: list[FileEntry]
+    frozen: list[FileEntry] | None = None
     tensors: dict[_Name, TensorEntry]
     data: dict[str, Any]
     rank_data: list[Any] | None = None
@@ -196,23 +203,39 @@ class Manifest(_Strict):
     def _layouts(self) -> dict[int, Layout]:
         return {}
 
-    def layout_of(self, rank: int) -> Layout:
-        """What the file of ``rank`` must look like."""
-        if rank not in self._layouts:
+    @functools.cached_property
+    def all_files(self) -> list[FileEntry]:
+        """Every file: those of the ranks, then those of frozen parameters."""
+        return [*self.files, *(self.frozen or [])]
+
+    def extents(self, name: str) -> Iterator[tuple[int, Piece, Extent]]:
+        """Every piece of a tensor, with the number of its file in ``all_files``."""
+        entry = self.tensors[name]
+        first = self.world_size if entry.is_frozen else 0
+        for rank, piece, extent in entry.extents(name):
+            yield first + rank, piece, extent
+
+    def layout_of(self, number: int) -> Layout:
+        """What a file of ``all_files`` must look like."""
+        if number not in self._layouts:
+            is_frozen, rank = divmod(number, self.world_size)
             pieces = [
                 run.piece(index, name, entry.dtype)
                 for name, entry in self.tensors.items()
+                if entry.is_frozen == bool(is_frozen)
                 for run in entry.runs
                 if (index := run.of_rank(rank)) is not None
             ]
-            self._layouts[rank] = layout(
-                save_id=self.save_id, run_id=self.run_id, step=self.step, rank=rank, pieces=pieces
+            self._layouts[number] = (
+                frozen_layout(rank, pieces)
+                if is_frozen
+                else layout(save_id=self.save_id, run_id=self.run_id, step=self.step, rank=rank, pieces=pieces)
             )
-        return self._layouts[rank]
+        return self._layouts[number]
 
-    def size_problem(self, rank: int) -> str | None:
-        """What is wrong with the size that the file of ``rank`` is said to have, or ``None``."""
-        entry, plan = self.files[rank], self.layout_of(rank)
+    def size_problem(self, number: int) -> str | None:
+        """What is wrong with the size that a file of ``all_files`` is said to have, or ``None``."""
+        entry, plan = self.all_files[number], self.layout_of(number)
         if entry.bytes == plan.file_bytes:
             return None
         return f"{entry.name} is said to have {entry.bytes} bytes, its tensors make {plan.file_bytes}"
@@ -220,7 +243,7 @@ class Manifest(_Strict):
 
 def is_checkpoint_file(name: str) -> bool:
     """Whether a file of this name can be part of a checkpoint."""
-    return name == MANIFEST_NAME or _SHARD_FILE.fullmatch(name) is not None
+    return name == MANIFEST_NAME or any(kind.fullmatch(name) for kind in (_SHARD_FILE, _FROZEN_FILE))
 
 
 def extent_problem(extent: Extent) -> str | None:
@@ -388,6 +411,7 @@ def _problems(manifest: Manifest) -> list[str]:
         expected = shard_name(manifest.save_id, rank)
         if entry.name != expected:
             problems.append(f"file {rank} is called {_short(repr(entry.name))}, expected {expected!r}")
+    problems += _frozen_problems(manifest)
     for name, entry in manifest.tensors.items():
         problem = _version_problem(entry, manifest.format_version)
         if problem is not None:
@@ -398,8 +422,25 @@ def _problems(manifest: Manifest) -> list[str]:
         return problems
     if any(run.count > 1 for entry in manifest.tensors.values() for run in entry.runs):
         return []  # of very many files; each is compared when it is opened
-    found = (manifest.size_problem(rank) for rank in range(manifest.world_size))
+    found = (manifest.size_problem(number) for number in range(len(manifest.all_files)))
     return [problem for problem in found if problem is not None]
+
+
+def _frozen_problems(manifest: Manifest) -> list[str]:
+    held = manifest.frozen
+    if held is None:
+        names = [name for name, entry in manifest.tensors.items() if entry.is_frozen]
+        return [f"{names[0]}: it is frozen, but there are no files of frozen parameters"] if names else []
+    if manifest.format_version < FORMAT_VERSION:
+        return [f"it has files of frozen parameters, which format version {manifest.format_version} has not"]
+    if len(held) != manifest.world_size:
+        return [f"it lists {len(held)} files of frozen parameters for {manifest.world_size} ranks"]
+    expected = [frozen_name(entry.sha256, rank) for rank, entry in enumerate(held)]
+    return [
+        f"file {rank} of frozen parameters is called {_short(repr(entry.name))}, expected {name!r}"
+        for rank, (entry, name) in enumerate(zip(held, expected, strict=True))
+        if entry.name != name
+    ]
 
 
 def _version_problem(entry: TensorEntry, version: int) -> str | None:

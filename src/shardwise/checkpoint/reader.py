@@ -186,7 +186,7 @@ class Checkpoint:
         Raises:
             CheckpointError: Every file that is not as it should be.
         """
-        self._agree(self._check(range(self.world_size), self._check_size), None)
+        self._agree(self._check(range(len(self.manifest.all_files)), self._check_size), None)
 
     def verify(self, comm: Comm | None = None) -> None:
         """Check every file's size, header and hash against the manifest, which has shown full coverage when opened.
@@ -200,7 +200,7 @@ class Checkpoint:
         Collective:
             With ``comm``, one exchange of small JSON.
         """
-        self._verify(range(self.world_size), comm)
+        self._verify(range(len(self.manifest.all_files)), comm)
 
     def read_into(
         self,
@@ -249,7 +249,7 @@ class Checkpoint:
         return ReadReport(
             missing=tuple(missing),
             unexpected=tuple(unexpected),
-            files=tuple(self.manifest.files[rank].name for rank in ranks),
+            files=tuple(self.manifest.all_files[rank].name for rank in ranks),
             bytes=sum(c.block.numel * item_bytes(c.piece.dtype) for rank in ranks for c in plan.copies[rank]),
         )
 
@@ -281,8 +281,9 @@ class Checkpoint:
                 for name, entry in self.manifest.tensors.items()
                 if entry.cuts
             },
-            "bytes": sum(entry.bytes for entry in self.manifest.files),
-            "files": [entry.model_dump() for entry in self.manifest.files],
+            "bytes": sum(entry.bytes for entry in self.manifest.all_files),
+            "frozen_bytes": sum(entry.bytes for entry in self.manifest.frozen or ()),
+            "files": [entry.model_dump() for entry in self.manifest.all_files],
             "data_keys": sorted(self.data),
         }
 
@@ -322,7 +323,7 @@ class Checkpoint:
             if saved is None or (saved.shape, saved.dtype, saved.stride) != (extent.shape, extent.dtype, extent.stride):
                 plan.wrong.append([extent.name, "not there" if saved is None else describe(saved), describe(extent)])
                 continue
-            for rank, piece, held in self.manifest.tensors[extent.name].extents(extent.name):
+            for rank, piece, held in self.manifest.extents(extent.name):
                 for block in shared(held, extent):
                     plan.copies.setdefault(rank, []).append(_Copy(piece, block, target))
         return plan
@@ -340,7 +341,8 @@ class Checkpoint:
                     try:
                         look(rank, folder)
                     except RefusedError as error:
-                        problems.append(f"{self.manifest.files[rank].name} (rank {rank} wrote it): {error}")
+                        name = self.manifest.all_files[rank].name
+                        problems.append(f"{name} (rank {rank % self.world_size} wrote it): {error}")
         except OSError as error:
             problems.append(f"the folder cannot be read: {error.strerror}")
         except Exception as error:  # noqa: BLE001 - the other ranks must learn of it and not wait
@@ -349,8 +351,8 @@ class Checkpoint:
 
     @contextlib.contextmanager
     def _opened(self, rank: int, folder: int) -> Iterator[tuple[int, tuple[int, ...]]]:
-        entry = self.manifest.files[rank]
-        with folders.open_for_reading(folder, entry.name) as (file, status):
+        entry, is_shared = self.manifest.all_files[rank], rank >= self.world_size
+        with folders.open_for_reading(folder, entry.name, allows_links=is_shared) as (file, status):
             if status.st_size != entry.bytes:
                 raise RefusedError(f"the file has {status.st_size} bytes, expected {entry.bytes}")
             problem = self.manifest.size_problem(rank)
@@ -371,7 +373,7 @@ class Checkpoint:
             if self._verified.get(rank) == state:
                 return
             check_header(file, self.manifest.layout_of(rank))
-            entry = self.manifest.files[rank]
+            entry = self.manifest.all_files[rank]
             found = hash_file(file, entry.bytes)
             if found != entry.sha256:
                 raise RefusedError(f"its content has the hash {found}, expected {entry.sha256}")
@@ -443,6 +445,7 @@ def describe_summary(summary: dict[str, Any]) -> str:
     """A summary as a few lines of text."""
     strategy, mesh = summary["strategy"], summary["mesh"]
     over = " x ".join(f"{axis}={count}" for axis, count in mesh.items() if count != 1) if isinstance(mesh, dict) else ""
+    is_shared = summary["frozen_bytes"] > 0
     lines = [
         f"checkpoint  {summary['path']}",
         f"step        {summary['step']}",
@@ -450,7 +453,8 @@ def describe_summary(summary: dict[str, Any]) -> str:
         f"saved by    {summary['world_size']} ranks"
         + ("" if strategy is None else f", {ascii(strategy)[:200]}")
         + (f", {ascii(over)[1:-1][:200]}" if over else ""),
-        f"files       {len(summary['files'])}, {size(summary['bytes'])}",
+        f"files       {len(summary['files'])}, {size(summary['bytes'])}"
+        + (f", of which {size(summary['frozen_bytes'])} frozen, shared with other checkpoints" * is_shared),
     ]
     lines += [
         f"{kind:<11} {found['number']} tensors, {found['numel']:,} elements, {size(found['bytes'])}"

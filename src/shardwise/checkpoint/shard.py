@@ -88,13 +88,27 @@ def shard_name(save_id: str, rank: int) -> str:
     return f"shard-{save_id}-r{rank:05d}.safetensors"
 
 
+def frozen_name(sha256: str, rank: int) -> str:
+    """Name of the file with a rank's frozen parameters, which has the hash ``sha256``."""
+    return f"frozen-{sha256[:16]}-r{rank:05d}.safetensors"
+
+
+def frozen_layout(rank: int, pieces: Iterable[Piece]) -> Layout:
+    """The layout of that file. It says nothing about the save, so that several checkpoints can share it."""
+    return _layout({"rank": str(rank), "format": "pt"}, pieces)
+
+
 def layout(*, save_id: str, run_id: str, step: int, rank: int, pieces: Iterable[Piece]) -> Layout:
     """The layout of the file that holds ``pieces``, none of them empty: widest elements first, then by name and range.
 
     (So every piece is aligned to its element, as the format asks for.)
     """
-    ordered = sorted(pieces, key=lambda piece: (-item_bytes(piece.dtype), piece.name, piece.slice, piece.start))
     metadata = {"save_id": save_id, "run_id": run_id, "step": str(step), "rank": str(rank), "format": "pt"}
+    return _layout(metadata, pieces)
+
+
+def _layout(metadata: dict[str, str], pieces: Iterable[Piece]) -> Layout:
+    ordered = sorted(pieces, key=lambda piece: (-item_bytes(piece.dtype), piece.name, piece.slice, piece.start))
     entries: dict[str, object] = {"__metadata__": metadata}
     begins = []
     end = 0
@@ -132,6 +146,14 @@ def write_shard(folder: int, name: str, plan: Layout, content: dict[Piece, Tenso
         os.fsync(file)
     finally:
         os.close(file)
+    return digest.hexdigest()
+
+
+def hash_content(plan: Layout, content: dict[Piece, Tensor]) -> str:
+    """The hash that the file will have."""
+    digest = hashlib.sha256()
+    for chunk in _chunks(plan, content):
+        digest.update(chunk)
     return digest.hexdigest()
 
 

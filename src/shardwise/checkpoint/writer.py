@@ -5,6 +5,7 @@
     checkpoints/step-00000100.tmp-<save id>/     created by rank 0; nobody looks in here
         shard-<save id>-r00000.safetensors       each rank its own: written, hashed, fsynced
         shard-<save id>-r00001.safetensors
+        frozen-<hash>-r00000.safetensors         frozen parameters: a hard link to the file of a checkpoint beside it
         manifest.json                            rank 0, when all files are there
     checkpoints/step-00000100/                   the same folder, renamed: the commit
 """
@@ -14,9 +15,10 @@ from __future__ import annotations
 import contextlib
 import hashlib
 import os
+import re
 import secrets
 import shutil
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -35,7 +37,15 @@ from shardwise.checkpoint.manifest import (
     extent_problem,
     is_checkpoint_file,
 )
-from shardwise.checkpoint.shard import Piece, layout, shard_name, write_shard
+from shardwise.checkpoint.shard import (
+    Piece,
+    frozen_layout,
+    frozen_name,
+    hash_content,
+    layout,
+    shard_name,
+    write_shard,
+)
 from shardwise.comm.base import Comm
 from shardwise.comm.control import broadcast_json, gather_json, scatter_json
 from shardwise.comm.dtype import dtype_name
@@ -55,6 +65,7 @@ def write(
     step: int,
     run_id: str,
     rank_data: dict[str, Any] | None = None,
+    frozen: Collection[str] = (),
     private: bool = False,
 ) -> Path:
     """Save one checkpoint, or raise the same error on every rank and leave nothing behind.
@@ -72,6 +83,8 @@ def write(
         step: The step after which this is the state.
         run_id: Names the run.
         rank_data: State of this rank alone, such as its random number generators'; on every rank or on none.
+        frozen: Names of tensors that hardly ever change. They go into a file of their own, named by its content; where
+            a checkpoint in the same folder holds that very file it gets a hard link, and nothing is written.
         private: Give no other user access (0700 and 0600) instead of what the umask leaves.
 
     Returns:
@@ -90,7 +103,7 @@ def write(
     """
     save = _Save(Path(directory), comm, step=step, run_id=run_id, private=private)
     with save.removing_on_failure():
-        save.prepare(tensors, data, rank_data)
+        save.prepare(tensors, data, rank_data, frozen)
         save.write_and_publish()
     return save.directory
 
@@ -110,13 +123,19 @@ class _Save:
         self.save_id = ""
         self.temporary: Path | None = None
         self.pieces: dict[Piece, Tensor] = {}
+        self.frozen_pieces: dict[Piece, Tensor] = {}
+        self.has_frozen = False
         self.entries: dict[str, TensorEntry] = {}
         self._slice_numbers: list[list[tuple[str, Any, int]]] = []  # on rank 0, by rank: name, cuts, their number
         self.data: dict[str, Any] = {}
         self.rank_data: list[Any] | None = None
 
     def prepare(
-        self, tensors: Sequence[tuple[Extent, Tensor]], data: dict[str, Any], rank_data: dict[str, Any] | None
+        self,
+        tensors: Sequence[tuple[Extent, Tensor]],
+        data: dict[str, Any],
+        rank_data: dict[str, Any] | None,
+        frozen: Collection[str],
     ) -> None:
         """Agree on what will be written, and prove that it is whole, before a byte of it is."""
 
@@ -132,7 +151,12 @@ class _Save:
                 "data": hashlib.sha256(plain.dumps(self.data)).hexdigest(),
                 "rank_data": None if rank_data is None else plain.pack(rank_data, "rank_data"),
                 "extents": [_packed(extent) for extent, _ in tensors],
-                "bytes": sum(extent.numel * item_bytes(extent.dtype) for extent, _ in tensors),
+                "frozen": sorted({extent.name for extent, _ in tensors if extent.name in frozen}),
+                "bytes": sum(
+                    extent.numel * item_bytes(extent.dtype)
+                    for extent, _ in tensors
+                    if extent.name not in frozen or not self._shared(f"-r{self.comm.rank:05d}.safetensors")
+                ),
             }
             if self.comm.rank == 0:
                 found |= self._make_temporary()
@@ -146,7 +170,9 @@ class _Save:
         for extent, tensor in tensors:
             if extent.numel:
                 number = slices[extent.name, extent.cuts] if extent.cuts else -1
-                self.pieces[Piece(extent.name, extent.dtype, extent.start, extent.stop, number)] = tensor
+                held = self.frozen_pieces if extent.name in frozen else self.pieces
+                held[Piece(extent.name, extent.dtype, extent.start, extent.stop, number)] = tensor
+        self.has_frozen = answer["has_frozen"]
 
     def _combine(self, reports: list[dict[str, Any]]) -> dict[str, Any]:
         """On rank 0: put together what all ranks hold, and refuse what is not a whole state or does not fit."""
@@ -154,6 +180,12 @@ class _Save:
         extents = {rank: [_unpacked(held) for held in report.pop("extents")] for rank, report in enumerate(reports)}
         self.entries, uncovered = combine(extents)
         problems += uncovered
+        frozen = {name for report in reports for name in report["frozen"]}
+        for rank, held in extents.items():
+            if frozen:
+                both = {extent.name for extent in held if extent.numel} & frozen
+                problems += [f"{n}: not frozen on rank {rank}" for n in sorted(both - set(reports[rank]["frozen"]))]
+        self.entries |= {name: self.entries[name].model_copy(update={"is_frozen": True}) for name in frozen}
         if problems:
             lines = "".join(f"\n  - {problem}" for problem in problems[:20])
             more = f"\n  - and {len(problems) - 20} more" if len(problems) > 20 else ""
@@ -178,7 +210,7 @@ class _Save:
                 ]
                 for rank in range(self.comm.size)
             ]
-        return {"save_id": reports[0]["save_id"], "has_slices": has_slices}
+        return {"save_id": reports[0]["save_id"], "has_slices": has_slices, "has_frozen": bool(frozen)}
 
     def write_and_publish(self) -> None:
         """Write this rank's file; when all are there rank 0 publishes them."""
@@ -191,12 +223,29 @@ class _Save:
             try:
                 with folders.open_folder(self.temporary, follow=False) as folder:
                     digest = write_shard(folder, name, plan, self.pieces, private=self.private)
+                    frozen = self._write_frozen(folder) if self.has_frozen else None
             except OSError as error:
                 error.filename = self.temporary / name
                 raise
-            return {"name": name, "bytes": plan.file_bytes, "sha256": digest}
+            return {"own": {"name": name, "bytes": plan.file_bytes, "sha256": digest}, "frozen": frozen}
 
         self._exchange(local, self._publish)
+
+    def _write_frozen(self, folder: int) -> dict[str, Any]:
+        """Link the file of frozen parameters that a checkpoint beside this one holds, or write it."""
+        plan = frozen_layout(self.comm.rank, self.frozen_pieces)
+        digest = hash_content(plan, self.frozen_pieces)
+        name = frozen_name(digest, self.comm.rank)
+        if not any(folders.link(path, folder, name, plan.file_bytes) for path in self._shared(name)):
+            written = write_shard(folder, name, plan, self.frozen_pieces, private=self.private)
+            if written != digest:
+                raise CheckpointError(f"frozen parameters of rank {self.comm.rank} changed while they were saved")
+        return {"name": name, "bytes": plan.file_bytes, "sha256": digest}
+
+    def _shared(self, ending: str) -> list[Path]:
+        """Files of frozen parameters with this end of the name in the checkpoints beside this one, newest first."""
+        beside = sorted(self.directory.parent.glob("*/frozen-*"), reverse=True)
+        return [path for path in beside if path.name.endswith(ending) and _UNPUBLISHED.search(path.parent.name) is None]
 
     @contextlib.contextmanager
     def removing_on_failure(self) -> Iterator[None]:
@@ -219,7 +268,8 @@ class _Save:
             run_id=self.run_id,
             step=self.step,
             world_size=self.comm.size,
-            files=[FileEntry.model_validate(report) for report in reports],
+            files=[FileEntry.model_validate(report["own"]) for report in reports],
+            frozen=[FileEntry.model_validate(report["frozen"]) for report in reports] if self.has_frozen else None,
             tensors=self.entries,
             data=self.data,
             rank_data=self.rank_data,
@@ -328,6 +378,10 @@ class _Save:
 
     def _subject(self) -> str:
         return f"step {self.step} was not saved to {self.directory}"
+
+
+#: Folders of saves and deletions under way.
+_UNPUBLISHED = re.compile(r"\.tmp-|^\.trash-")
 
 
 class _ToldError(Exception):

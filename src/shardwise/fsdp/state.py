@@ -274,6 +274,17 @@ def _own_buffers(model: nn.Module, runtime: Runtime) -> dict[str, Tensor]:
     return held if is_first_of_stage(runtime) else {}
 
 
+def frozen_names(model: nn.Module) -> set[str]:
+    """The names of parameters that require no gradient, of those that the engine holds on this rank."""
+    runtime = attach.runtime_of(model, "sw.save")
+    return {
+        spec.name
+        for group in runtime.groups
+        for spec, shard in zip(group.layout.params, group.shards, strict=True)
+        if not shard.requires_grad
+    }
+
+
 def owned_pieces(runtime: Runtime, group: Group) -> Iterator[tuple[int, Piece]]:
     """Of each parameter that counts here, its index and the piece that this rank writes; none where that is empty."""
     rank = group.rank

@@ -44,6 +44,10 @@ def save(
 ) -> Path:
     """Write a checkpoint: parameters, buffers, optimizer state, averaged weights, and ``state``, as logical tensors.
 
+    Parameters that require no gradient are in files of their own, named by their content: checkpoints in one folder
+    share them as hard links, so they are written once. A checkpoint is complete by itself all the same, and any of them
+    can be removed or copied.
+
     Args:
         path: A folder that does not exist yet.
         model: A parallelized model.
@@ -99,7 +103,7 @@ def save(
         tensors.append((_rank_extent(runtime.comms.world.rank, held.numel()), held))
     step = state.get("step", named_step or 0)
     run_id = str(state.get("run_id") or uuid.UUID(int=0))
-    write(path, runtime.comms.world, tensors, data, step=int(step), run_id=run_id)
+    write(path, runtime.comms.world, tensors, data, step=int(step), run_id=run_id, frozen=states.frozen_names(model))
     if keep is not None:
         _retain(path, runtime, keep, run_id)
     return path
