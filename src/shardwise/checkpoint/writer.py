@@ -144,6 +144,7 @@ class _Save:
                 raise CheckpointError(f"{self.run_id!r} is no name for a run")
             self._check_tensors(tensors)
             self.data = plain.pack(data)
+            linked = frozen if self._shared(f"-r{self.comm.rank:05d}.safetensors") else ()
             found: dict[str, Any] = {
                 "target": self.directory.name,
                 "step": self.step,
@@ -153,9 +154,7 @@ class _Save:
                 "extents": [_packed(extent) for extent, _ in tensors],
                 "frozen": sorted({extent.name for extent, _ in tensors if extent.name in frozen}),
                 "bytes": sum(
-                    extent.numel * item_bytes(extent.dtype)
-                    for extent, _ in tensors
-                    if extent.name not in frozen or not self._shared(f"-r{self.comm.rank:05d}.safetensors")
+                    extent.numel * item_bytes(extent.dtype) for extent, _ in tensors if extent.name not in linked
                 ),
             }
             if self.comm.rank == 0:

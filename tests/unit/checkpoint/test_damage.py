@@ -226,6 +226,12 @@ def set_in(*keys, value):
         (set_in("files", 0, "bytes", value=5), "is said to have 5 bytes, its tensors make"),
         (set_in("files", 0, "extra", value=5), "files.0.extra: Extra inputs are not permitted"),
         (set_in("surprise", value=5), "surprise: Extra inputs are not permitted"),
+        (set_in("tensors", "scale", "is_frozen", value=True), "scale: it is frozen, but there are no files of frozen"),
+        (set_in("frozen", value=[]), "it lists 0 files of frozen parameters for 3 ranks"),
+        (
+            set_in("frozen", value=[{"name": "../x", "bytes": 1, "sha256": "0" * 64}] * 3),
+            r"file 0 of frozen parameters is called '../x', expected 'frozen-0000000000000000-r00000.safetensors'",
+        ),
         (set_in("rank_data", value=[1]), "it has the state of 1 ranks, expected 3"),
         (set_in("tensors", "scale", "shape", value=[10**6] * 3), "scale.shape: |is too large|no rank holds"),
         (set_in("tensors", "scale", "shape", value=[2**59] * 60), "scale: shape .* is too large"),
