@@ -34,9 +34,12 @@ def validate(
     from shardwise.cli.train import num_processes
     from shardwise.train.check import resolve
     from shardwise.train.config import read_draft
+    from shardwise.train.rehearsal import rehearse
 
-    resolved = resolve(read_draft(config, overrides or []), num_processes(nproc))
+    count = num_processes(nproc)
+    resolved = resolve(read_draft(config, overrides or []), count)
     resolved.source.check(resolved.vocab_size)
+    rehearse(resolved, count)
     show(resolved.config.to_yaml().rstrip())
     show(f"# {resolved.batch}")
     show(f"# {resolved.mesh}, {resolved.source.num_tokens:,} tokens in {len(resolved.source.files)} files")

@@ -151,6 +151,7 @@ def _launch(
     from shardwise.train.check import resolve
     from shardwise.train.lock import RunLock
     from shardwise.train.recorder import check_extras
+    from shardwise.train.rehearsal import rehearse
 
     if max_restarts < 0:
         raise ConfigError(f"--max-restarts {max_restarts}: expected 0 or more.\n  Set --max-restarts 0.")
@@ -165,6 +166,7 @@ def _launch(
 
         check_config(saved_config(find_checkpoint(directory, resume)), resolved.config, resolved.asked)
     resolved.source.check(resolved.vocab_size)
+    rehearse(resolved, nproc)
     rundir.create(directory)
 
     from shardwise.comm.elastic import launch

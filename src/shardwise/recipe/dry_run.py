@@ -22,12 +22,12 @@ from shardwise.fsdp.runtime import Runtime
 from shardwise.fsdp.wrap import find_units
 from shardwise.recipe.batch import LossFn, call_model, forward_loss
 from shardwise.recipe.meta import FusedAttention, build_on_meta, without_values
-from shardwise.recipe.parallelize import apply_plan, check_cuts, check_fresh, check_plan
+from shardwise.recipe.parallelize import apply_plan, check_cuts, check_fresh
 from shardwise.recipe.pipelined import pipelined_of
 from shardwise.recipe.storage import StorageCount
 from shardwise.spec.errors import PlanError, StateError
 from shardwise.spec.mesh import Mesh
-from shardwise.spec.plan import ParallelPlan
+from shardwise.spec.plan import ParallelPlan, check_plan
 from shardwise.spec.schedule.simulate import Durations, simulate
 from shardwise.spec.units import size
 
@@ -148,29 +148,13 @@ def dry_run(
         num_microbatches = 1 if plan.pipeline_policy is None else plan.pipeline_policy.microbatches(plan.pp)
     if num_microbatches < 1:
         raise PlanError(f"num_microbatches={num_microbatches}: expected at least 1.\n  Set num_microbatches=1.")
-    check_plan(plan)
     if plan.placements.is_threaded:
         raise PlanError(
             f"strategy={plan.strategy!r} runs replicas on the devices of one process, but a dry run stands in for one"
             " rank of a world and computes nothing.\n  Use ddp, with a process for each device."
         )
-    mesh = plan.mesh(world_size, ranks_per_machine)
-    mesh.coordinate(rank)
-    model = build_on_meta(build_model)
-    check_fresh(model)
-    units = find_units(model, plan.wrap_policy)
-    check_cuts(model, plan, units)
-    count = sum(parameter.numel() for parameter in model.parameters())
+    model, count = _applied(build_model, plan, plan.mesh(world_size, ranks_per_machine), rank, receives=not is_cuda)
     inputs = without_values(batch) if batch is not None else _default_batch(model)
-    comms = record_comms(mesh, rank, receives=not is_cuda, is_replicated=plan.is_replicated)
-    samples = mesh.data_parallel_group(rank)
-    apply_plan(
-        model,
-        plan,
-        units,
-        comms,
-        lambda: RecordComm(DATA_PARALLEL, rank=samples.index(rank), size=len(samples), device="meta"),
-    )
     runtime = attach.runtime_of(model, "sw.dry_run")
     stepper = make_optimizer(model.parameters())
 
@@ -207,6 +191,48 @@ def dry_run(
     strategy = plan.strategy if isinstance(plan.strategy, str) else plan.placements.describe()
     bubble = _bubble_share(plan, num_microbatches)
     return DryRun(events, sum(held.values()) - held["host"], held, rank, world_size, strategy, count, bubble)
+
+
+def rehearse(
+    build_model: Callable[[], nn.Module],
+    plan: ParallelPlan,
+    *,
+    world_size: int,
+    ranks_per_machine: int | None = None,
+) -> None:
+    """Apply a plan to a model on meta, as the first rank of each pipeline stage would, and forget it.
+
+    What does not fit together is refused in the words, and by the code, of ``sw.parallelize``, without its processes.
+
+    Raises:
+        PlanError, MeshError: The plan does not fit the model or the world.
+    """
+    mesh = plan.mesh(world_size, ranks_per_machine)
+    for stage in range(plan.pp):
+        _applied(build_model, plan, mesh, stage * (world_size // plan.pp), receives=False)
+
+
+def _applied(
+    build_model: Callable[[], nn.Module], plan: ParallelPlan, mesh: Mesh, rank: int, *, receives: bool
+) -> tuple[nn.Module, int]:
+    """The model on meta under ``plan`` as ``rank`` would hold it, and the number of parameters of the whole model."""
+    check_plan(plan)
+    mesh.coordinate(rank)
+    model = build_on_meta(build_model)
+    check_fresh(model)
+    units = find_units(model, plan.wrap_policy)
+    check_cuts(model, plan, units)
+    count = sum(parameter.numel() for parameter in model.parameters())
+    comms = record_comms(mesh, rank, receives=receives, is_replicated=plan.is_replicated)
+    samples = mesh.data_parallel_group(rank)
+    apply_plan(
+        model,
+        plan,
+        units,
+        comms,
+        lambda: RecordComm(DATA_PARALLEL, rank=samples.index(rank), size=len(samples), device="meta"),
+    )
+    return model, count
 
 
 def _bubble_share(plan: ParallelPlan, num_microbatches: int) -> float | None:

@@ -34,8 +34,7 @@ from shardwise.recipe.divide import divide
 from shardwise.recipe.pipelined import Pipelined, find_stages
 from shardwise.spec.errors import PlanError, StateError
 from shardwise.spec.mesh import Mesh
-from shardwise.spec.offload import check_offload
-from shardwise.spec.plan import ParallelPlan
+from shardwise.spec.plan import ParallelPlan, check_plan
 from shardwise.spec.strategies import canonical_name
 from shardwise.tensor.cut import find_cuts
 from shardwise.tensor.rows import find_row_sharded, spread_rows, table_weights
@@ -148,38 +147,6 @@ def check_fresh(model: nn.Module) -> None:
                 f"{type(model).__name__}{place} is parallelized already.\n"
                 "  Call sw.parallelize once, on the whole model; to change the plan, build the model again."
             )
-
-
-def check_plan(plan: ParallelPlan) -> None:
-    """Refuse what cannot be combined.
-
-    Raises:
-        PlanError: ``reshard_after_forward`` was given for a strategy that keeps parameters whole, ``quantized_gather``
-            for one that gathers nothing, units for one that has none, or ``offload_policy`` asks for shards that it
-            does not have.
-    """
-    if plan.reshard_after_forward != "auto" and not plan.placements.shards_parameters:
-        raise PlanError(
-            f"reshard_after_forward={plan.reshard_after_forward} has no meaning for strategy {plan.strategy!r}:"
-            " it keeps parameters whole.\n  Leave it at 'auto', or use zero3 or shard_grad_op."
-        )
-    if plan.placements.is_threaded and (plan.recompute is not None or plan.compile):
-        raise PlanError(
-            f"strategy {plan.strategy!r} runs copies of the model's modules: activation_checkpointing and compile do"
-            " not act on them.\n  Leave them out, or use ddp."
-        )
-    for name, harmless in (("auto_wrap_policy", ("auto", "none")), ("merge_units", ("auto", False))):
-        if plan.placements.is_threaded and getattr(plan, name) not in harmless:
-            raise PlanError(
-                f"{name}={getattr(plan, name)!r} has no meaning for strategy {plan.strategy!r}: the whole model is one"
-                " unit.\n  Leave it out, or use ddp."
-            )
-    if plan.quantized_gather != "none" and not plan.placements.shards_optimizer:
-        raise PlanError(
-            f"quantized_gather={plan.quantized_gather!r} has no meaning for strategy {plan.strategy!r}: nothing is"
-            " gathered.\n  Leave it out; quantized_reduce works under every strategy."
-        )
-    check_offload(plan.offload, plan.placements)
 
 
 def check_cuts(model: nn.Module, plan: ParallelPlan, units: Iterable[str]) -> None:

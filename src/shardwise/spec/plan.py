@@ -14,7 +14,7 @@ from shardwise.spec.foreign import translated
 from shardwise.spec.granularity import Granularity, resolve_granularity
 from shardwise.spec.ignore import ignored_entries
 from shardwise.spec.mesh import Mesh
-from shardwise.spec.offload import OffloadPolicy, offload_policy
+from shardwise.spec.offload import OffloadPolicy, check_offload, offload_policy
 from shardwise.spec.precision import FULL_PRECISION, PrecisionPolicy
 from shardwise.spec.quantize import Quantization
 from shardwise.spec.recompute import RecomputePolicy, recompute_policy
@@ -463,3 +463,35 @@ def _one_of(name: str, value: object, choices: tuple[str, ...]) -> None:
     if value not in choices:
         shown = ", ".join(repr(choice) for choice in choices)
         raise PlanError(f"{name}={value!r}: expected one of {shown}.\n  Set {name} to one of them.")
+
+
+def check_plan(plan: ParallelPlan) -> None:
+    """Refuse what cannot be combined.
+
+    Raises:
+        PlanError: ``reshard_after_forward`` was given for a strategy that keeps parameters whole, ``quantized_gather``
+            for one that gathers nothing, units for one that has none, or ``offload_policy`` asks for shards that it
+            does not have.
+    """
+    if plan.reshard_after_forward != "auto" and not plan.placements.shards_parameters:
+        raise PlanError(
+            f"reshard_after_forward={plan.reshard_after_forward} has no meaning for strategy {plan.strategy!r}:"
+            " it keeps parameters whole.\n  Leave it at 'auto', or use zero3 or shard_grad_op."
+        )
+    if plan.placements.is_threaded and (plan.recompute is not None or plan.compile):
+        raise PlanError(
+            f"strategy {plan.strategy!r} runs copies of the model's modules: activation_checkpointing and compile do"
+            " not act on them.\n  Leave them out, or use ddp."
+        )
+    for name, harmless in (("auto_wrap_policy", ("auto", "none")), ("merge_units", ("auto", False))):
+        if plan.placements.is_threaded and getattr(plan, name) not in harmless:
+            raise PlanError(
+                f"{name}={getattr(plan, name)!r} has no meaning for strategy {plan.strategy!r}: the whole model is one"
+                " unit.\n  Leave it out, or use ddp."
+            )
+    if plan.quantized_gather != "none" and not plan.placements.shards_optimizer:
+        raise PlanError(
+            f"quantized_gather={plan.quantized_gather!r} has no meaning for strategy {plan.strategy!r}: nothing is"
+            " gathered.\n  Leave it out; quantized_reduce works under every strategy."
+        )
+    check_offload(plan.offload, plan.placements)

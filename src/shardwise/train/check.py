@@ -14,9 +14,9 @@ from pathlib import Path
 from typing import Any
 
 from shardwise.models.shape import PRESETS, GPTConfig, gpt_config
-from shardwise.spec.errors import ConfigError, PlanError, ShardwiseError
+from shardwise.spec.errors import ConfigError, MeshError, PlanError, ShardwiseError
 from shardwise.spec.mesh import Mesh
-from shardwise.spec.plan import ParallelPlan
+from shardwise.spec.plan import ParallelPlan, check_plan
 from shardwise.spec.precision import PrecisionPolicy, dtype_name
 from shardwise.train.config import Config, Draft, LogSection, OptimizerSection, ScheduleSection, TrainSection, near
 from shardwise.train.data import Source, check_size, find_source
@@ -117,7 +117,7 @@ def resolve(
     optimizer = _optimizer(draft, sections.get("optimizer"))
     schedule = _schedule(draft, sections.get("schedule"), sections.get("train"))
     batch = _batch(draft, sections.get("train"), mesh, plan)
-    seq_len = _seq_len(draft, positions)
+    seq_len = _seq_len(draft, positions, plan)
     if optimizer is not None and optimizer.in_backward:
         _in_backward(draft, sections.get("train"), plan, batch)
     problems.raise_if_any()
@@ -199,9 +199,12 @@ def _plan(draft: Draft, world_size: int, local_size: int) -> tuple[ParallelPlan 
         return None, None
     try:
         plan = ParallelPlan(**values)
-        return plan, plan.mesh(world_size, local_size)
+        mesh = plan.mesh(world_size, local_size)
+        check_plan(plan)
+        return plan, mesh  # noqa: TRY300  both may be refused
     except ShardwiseError as error:
-        name = next((name for name in values if str(error).startswith(f"{name}=")), "dp_shard")
+        usual = "dp_shard" if isinstance(error, MeshError) else "strategy"
+        name = next((name for name in values if str(error).startswith(f"{name}=")), usual)
         draft.problems.add(draft.where("parallel", name), _inline(error))
         return None, None
 
@@ -402,6 +405,8 @@ def _in_backward(draft: Draft, train: TrainSection | None, plan: ParallelPlan | 
             "set train.gradient_accumulation_steps=1"
         )
     if plan is not None:
+        if plan.pp > 1:
+            reasons.append("a pipeline adds up gradients of several microbatches first; set parallel.pp=1")
         policies = [plan.precision, *(part for _, part in plan.precision.parts)]
         if any("fp16" in {policy.param_dtype, policy.reduce_dtype} for policy in policies):
             reasons.append("fp16's scaled gradients are looked at before the update; use bf16")
@@ -523,13 +528,21 @@ def _nearest(total: int, unit: int) -> str:
     return f"{low} or {low + unit}" if low else f"{unit}"
 
 
-def _seq_len(draft: Draft, positions: int | None) -> int:
+def _seq_len(draft: Draft, positions: int | None, plan: ParallelPlan | None) -> int:
     """Tokens per sample. Attention and activations of models for 128k tokens would not fit by themselves."""
     section = draft.sections.get("data")
     if section is None:
         return 1
+    divisor = plan.tp if plan is not None and plan.sequence_parallel and plan.cp == 1 else 1  # cp pads
     if section.seq_len is None:
-        return min(positions or DEFAULT_SEQ_LEN, DEFAULT_SEQ_LEN)
+        longest = min(positions or DEFAULT_SEQ_LEN, DEFAULT_SEQ_LEN)
+        return max(longest // divisor, 1) * divisor
+    if section.seq_len % divisor:
+        draft.problems.add(
+            draft.where("data", "seq_len"),
+            f"{section.seq_len} tokens are not a multiple of tp={divisor}, over which sequence_parallel divides them;"
+            f" use {_nearest(section.seq_len, divisor)}",
+        )
     if positions is not None and section.seq_len > positions:
         draft.problems.add(
             draft.where("data", "seq_len"),

@@ -195,11 +195,6 @@ class _Trainer:
         self.model, self.optimizer = self._build()
         is_scaled = any(control.all_json(needs_scaler(self.model)))  # a stage alone may be in fp16
         self.scaler = sw.GradScaler(device.type, enabled=is_scaled)
-        if resolved.plan.pp > 1 and config.optimizer.in_backward:
-            raise ConfigError(
-                "optimizer.in_backward=true does not go with parallel.pp above 1: a step adds up gradients of several"
-                " microbatches first.\n  Set in_backward=false, or parallel.pp=1."
-            )
         if self.scaler.is_enabled() and config.optimizer.in_backward:
             raise ConfigError(
                 "optimizer.in_backward=true, but the model is in fp16: its scaled gradients are looked at before the"

@@ -1,0 +1,79 @@
+"""What does not fit the model is refused by the command itself, before a process is started."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from shardwise.cli import main
+
+GOOD = "data: {source: random}\ntrain: {steps: 1}\nmodel: {preset: gpt-nano, num_layers: 3}\n"  # two heads
+
+
+@pytest.fixture(autouse=True)
+def _never_launched(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    def launch(*_args: object, **_options: object) -> int:
+        raise AssertionError("a process would have been started")
+
+    monkeypatch.setattr("shardwise.comm.elastic.launch", launch)
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "run.yaml").write_text(GOOD)
+
+
+@pytest.mark.parametrize(
+    ("nproc", "settings", "message"),
+    [
+        (3, ["parallel.tp=3"], "num_heads=2 is not divisible"),
+        (6, ["parallel.pp=6"], "cannot be divided into 6 pipeline stages"),
+        (2, ["parallel.ep=2"], "no mixture of experts"),
+        (2, ["parallel.ep=2", "model.num_experts=3"], "ep=2 does not divide the 3 experts"),
+        (4, ["parallel.tp=3"], "axes tp=3 make groups of 3 ranks"),
+        (2, ["parallel.expert_capacity=1.5"], "no mixture of experts"),
+        (2, ["parallel.auto_wrap_policy={by_class: [Nothing]}"], "matches no module of GPT"),
+        (2, ["parallel.activation_checkpointing={by_class: [Nothing]}"], "matches no module of GPT"),
+        (2, ["parallel.ignored=[nothing]"], "'nothing' matches no module and no parameter"),
+        (2, ["parallel.row_sharded=[nothing]"], "'nothing' matches no module"),
+        (2, ["parallel.mp_policy={overrides: {nothing: {}}}"], "no module of GPT has such a name"),
+        (2, ["parallel.tp=2", "parallel.sequence_parallel=true", "data.seq_len=7"], "not a multiple of tp=2"),
+        (2, ["parallel.quantize_frozen=int8"], "no frozen weight"),
+        (2, ["parallel.strategy=ddp", "parallel.reshard_after_forward=true"], "it keeps parameters whole"),
+        (2, ["parallel.strategy=ddp", "parallel.quantized_gather=int8"], "nothing is gathered"),
+        (
+            2,
+            ["parallel.pp=2", "optimizer.in_backward=true", "train.clip_grad_norm=null"],
+            "a pipeline adds up gradients of several microbatches",
+        ),
+    ],
+)
+def test_a_plan_that_does_not_fit_the_model_starts_nothing(
+    nproc: int, settings: list[str], message: str, capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    overrides = [word for setting in settings for word in ("--set", setting)]
+    for verb in ("train", "validate"):
+        assert main([verb, "run.yaml", "--nproc", str(nproc), *overrides]) == 78
+        assert message in capsys.readouterr().err
+    assert [path.name for path in tmp_path.iterdir()] == ["run.yaml"]
+
+
+def test_a_hugging_face_folder_is_rehearsed_without_its_weights(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    transformers = pytest.importorskip("transformers", reason="the hf extra is not installed")
+    sizes = {"hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2, "num_attention_heads": 4}
+    transformers.LlamaConfig(vocab_size=64, num_key_value_heads=2, **sizes).save_pretrained(tmp_path / "llama")
+    (tmp_path / "run.yaml").write_text("model: {hf: llama}\ndata: {source: random}\nparallel: {tp: 3}\n")
+    assert main(["train", "run.yaml", "--nproc", "3"]) == 78
+    assert "4 heads of 8 cannot be divided" in capsys.readouterr().err
+
+
+def test_a_plan_that_any_model_fits_loads_no_torch(tmp_path: Path) -> None:
+    code = (
+        "import sys; from shardwise.cli import main;"
+        " code = main(['validate', 'run.yaml', '--set', 'parallel.mp_policy={param_dtype: bf16}']);"
+        " sys.exit(code or 'torch' in sys.modules)"
+    )
+    done = subprocess.run([sys.executable, "-c", code], cwd=tmp_path, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
