@@ -64,6 +64,13 @@ $(PEERS): $(STAMP)
 bench: $(PEERS) ## compare with torch's own engines and DeepSpeed; writes bench/results/DATE.md and .json
 	@OMP_NUM_THREADS=1 $(BIN)/python -m bench.targets --profile
 
+gpu: $(STAMP) ## on a machine with GPUs: tests marked gpu, then our engines beside torch's; writes bench/results/DATE-gpu.md
+	@gpus=$$($(BIN)/python -W ignore -m bench.gpu --count) || exit 2; \
+	    rm -f .venv/gpu-tests.xml; \
+	    $(BIN)/python -m pytest -m gpu -q --junitxml=.venv/gpu-tests.xml tests; tests=$$?; \
+	    $(BIN)/python -m torch.distributed.run --standalone --nproc-per-node $$gpus -m bench.gpu \
+	    --tests .venv/gpu-tests.xml && exit $$tests
+
 models: $(STAMP) ## train every model of the matrix under every strategy; writes docs/models.md
 	@PYTHONPATH=. OMP_NUM_THREADS=1 $(BIN)/python bench/models.py
 
