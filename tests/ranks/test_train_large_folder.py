@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import subprocess
 import sys
 import sysconfig
@@ -102,6 +103,9 @@ def test_each_rank_stays_below_a_third_of_the_states(tmp_path: Path) -> None:
     resident_bytes = resident.stop()
     assert process.returncode == 0, out
     assert "loads" not in out  # nothing was read whole
+    tokens = re.search(r"data stdlib: ([\d,]+) tokens", out)
+    assert tokens is not None
+    assert int(tokens[1].replace(",", "")) < 100_000  # of 200,000 bytes: the folder's own tokenizer
     summary = json.loads((tmp_path / "run" / "summary.json").read_text())
     states = STATE_BYTES * numel
     print(
