@@ -178,13 +178,13 @@ def wide_batch() -> tuple[torch.Tensor, torch.Tensor]:
     return tokens_BT, tokens_BT.clone()
 
 
-def measured_peak(preset: str) -> int:
+def measured_peak(plan: sw.ParallelPlan) -> int:
     """The most bytes of tensors that forward and backward of the third step hold, found from outside."""
     count = StorageCount("cpu")
     count.see_all_objects()
     others = count.live_bytes
     count.forget()
-    model = sw.parallelize(build_wide(), plan_of(preset))
+    model = sw.parallelize(build_wide(), plan)
     optimizer = torch.optim.AdamW(model.parameters())
     inputs = wide_batch()
     for _ in range(2):
@@ -198,10 +198,12 @@ def measured_peak(preset: str) -> int:
     return count.peak_bytes - others - sum(tensor.nbytes for tensor in inputs)
 
 
-@pytest.mark.parametrize("preset", ["ddp", "zero3"])
-def test_the_peak_is_that_of_a_real_run(preset):
-    dry = sw.dry_run(build_wide, plan_of(preset), world_size=2, batch=wide_batch(), backend="gloo")
-    for measured in run_on_ranks(measured_peak, 2, preset):
+@pytest.mark.parametrize("keeps_buffers", [True, False])
+@pytest.mark.parametrize("preset", ["ddp", "zero2", "zero3"])
+def test_the_peak_is_that_of_a_real_run(preset, keeps_buffers):
+    plan = sw.ParallelPlan(strategy=preset, keep_buffers=keeps_buffers)
+    dry = sw.dry_run(build_wide, plan, world_size=2, batch=wide_batch(), backend="gloo")
+    for measured in run_on_ranks(measured_peak, 2, plan):
         assert dry.peak_bytes == pytest.approx(measured, rel=0.02)
     assert dry.bytes_by_category["activations"] > dry.peak_bytes / 4  # else this test would say little about them
 

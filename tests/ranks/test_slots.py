@@ -15,7 +15,7 @@ from shardwise.fsdp import attach, start
 from shardwise.fsdp.runtime import Runtime
 from shardwise.fsdp.unit import Unit
 from shardwise.testing import run_on_ranks
-from tests.ranks.oracle import Block, Chain, compare, plain_loss, presets, sample
+from tests.ranks.oracle import Block, Chain, compare, plain_loss, planned, presets, sample
 
 WORLDS = pytest.mark.parametrize("world", [2, 3])
 
@@ -280,6 +280,22 @@ def reductions_under_way(num_buffers: int) -> int:
 @pytest.mark.parametrize("num_buffers", [1, 2, 3, 4])
 def test_all_gradient_buffers_but_one_travel_while_it_is_filled(num_buffers):
     assert run_on_ranks(reductions_under_way, 2, num_buffers) == [max(num_buffers - 1, 1)] * 2
+
+
+def nothing_kept():
+    """With and without gradients of several microbatches, and where a value is used after its unit was released."""
+    with planned(keep_buffers=False):
+        for strategy in presets():
+            for build in (Chain, Twice, ThereAndBack):
+                trained = compare(build, plain_loss, strategy)
+                slots = [slot for slot in trained.runtime.slots.slots if slot.buffer is not None]
+                assert all(slot.buffer.untyped_storage().nbytes() == 0 for slot in slots)
+                assert trained.runtime.gradients.total_bytes == 0
+
+
+@WORLDS
+def test_memory_that_is_not_kept_is_allocated_anew_with_the_same_results(world):
+    run_on_ranks(nothing_kept, world)
 
 
 def one_buffer():

@@ -385,6 +385,18 @@ class Gradient:
             if first is not None:
                 self._home_views[first] = PartialGradient.of(self._home_views[first])
 
+    def free(self) -> None:
+        """Free what ``.grad`` lived in, once it is gone; not what flat parameters hold, nor what is on the host."""
+        group = self.group
+        if self._home is None or self._is_home_lent or group.flat_kinds or group.offload is not None:
+            return
+        if self.is_local or self._has_sums:
+            return
+        if self._own is not None:
+            self._views.pop(torch_private.storage_identity(self._own), None)
+        self._home = self._own = None
+        self._home_views = []
+
     # -- reducing -> empty
 
     def finish(self, pool: GradientPool) -> None:

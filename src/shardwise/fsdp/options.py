@@ -28,6 +28,7 @@ class EngineOptions:
             not over ``dp_replicate``.
         num_gradient_buffers: Full-size gradient buffers per size class: two let a reduction run while the next unit's
             gradients are collected.
+        keeps_buffers: Slots, gradient buffers and what ``.grad`` lives in stay allocated from step to step.
         recompute: What is computed again in backward; ``None``: nothing.
         merge_limit: Small units are merged up to this many bytes of parameters; ``None``: as ``spec.merge`` says.
         ignored: What is left alone.
@@ -41,6 +42,7 @@ class EngineOptions:
     accumulates_sharded: bool | None = None
     defers_replicate: bool = False
     num_gradient_buffers: int = 2
+    keeps_buffers: bool = True
     recompute: RecomputePolicy | None = None
     merge_limit: int | None = 0
     ignored: Ignored = NOTHING

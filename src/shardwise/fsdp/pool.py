@@ -1,7 +1,8 @@
 """Reusable storage: slots for gathered parameters, buffers for gradients on their way to a reduction.
 
-Nothing here is freed or allocated in the steady state. A unit keeps its slot for life, so that a tensor which autograd
-saved in forward finds its own data again in backward.
+Nothing here is freed or allocated in the steady state, unless the plan says ``keep_buffers=False``: then the memory of
+a slot or buffer that nobody uses is given back to torch's allocator, and allocated again for its next use. A unit keeps
+its slot for life, so that a tensor which autograd saved in forward finds its own data again in backward.
 """
 
 from __future__ import annotations
@@ -24,13 +25,18 @@ if TYPE_CHECKING:
 class Slot:
     """Storage for one gathered group at a time.
 
-    ``members`` counts the groups that will ever use it.
+    Attributes:
+        numel: Its elements.
+        buffer: The storage.
+        members: The groups that will ever use it.
+        is_kept: It stays allocated; else only while it has an owner. Views of it stay good.
     """
 
-    __slots__ = ("_owner", "buffer", "members", "numel")
+    __slots__ = ("_owner", "buffer", "is_kept", "members", "numel")
 
-    def __init__(self) -> None:
+    def __init__(self, *, is_kept: bool = True) -> None:
         self.numel = 0
+        self.is_kept = is_kept
         self._owner: weakref.ref[Group] | None = None
         self.buffer: Tensor | None = None
         self.members = 0
@@ -43,12 +49,26 @@ class Slot:
     @owner.setter
     def owner(self, group: Group | None) -> None:
         self._owner = weakref.ref(group) if group is not None else None
+        if not self.is_kept and self.buffer is not None:
+            (free if group is None else restore)(self.buffer)
 
     def allocate(self, dtype: torch.dtype, device: torch.device) -> Tensor:
         """The storage, allocated and touched at the first call."""
         if self.buffer is None:
             self.buffer = torch.zeros(self.numel, dtype=dtype, device=device)
         return self.buffer
+
+
+def free(buffer: Tensor) -> None:
+    """Give the memory of ``buffer`` back to torch's allocator. The tensor and its views stay, without content."""
+    buffer.untyped_storage().resize_(0)
+
+
+def restore(buffer: Tensor) -> None:
+    """Have memory for ``buffer`` again, with any content, where it was freed."""
+    storage = buffer.untyped_storage()
+    if storage.nbytes() < buffer.nbytes:
+        storage.resize_(buffer.nbytes)
 
 
 class SlotPool:
@@ -58,8 +78,9 @@ class SlotPool:
     units in a recomputed module: a class has at least as many slots as such a module has groups of it.
     """
 
-    def __init__(self, slots_per_class: int = SLOTS_PER_CLASS) -> None:
+    def __init__(self, slots_per_class: int = SLOTS_PER_CLASS, *, keeps: bool = True) -> None:
         self.slots_per_class = slots_per_class
+        self._keeps = keeps
         self.slots: list[Slot] = []
         self.num_grown = 0
         self._classes: dict[Hashable, list[Slot]] = {}
@@ -88,6 +109,7 @@ class SlotPool:
     def hold(self, buffer: Tensor) -> Slot:
         """A slot that is storage which is there anyway."""
         slot = self._new(buffer.numel())
+        slot.is_kept = True
         slot.buffer = buffer
         return slot
 
@@ -97,7 +119,7 @@ class SlotPool:
         return self._new(numel)
 
     def _new(self, numel: int) -> Slot:
-        slot = Slot()
+        slot = Slot(is_kept=self._keeps)
         slot.numel = numel
         self.slots.append(slot)
         return slot
@@ -110,10 +132,12 @@ class GradientPool:
         limit: Buffers per (size class, dtype). A group that needs one while all are on their way waits for the oldest
             reduction; if none is on its way (an enclosing unit, or local accumulation, holds them) the pool grows.
         drain: Finishes the oldest reduction under way; returns False if there is none.
+        keeps: Buffers that nobody uses stay allocated.
     """
 
-    def __init__(self, limit: int, drain: Callable[[], bool]) -> None:
+    def __init__(self, limit: int, drain: Callable[[], bool], *, keeps: bool = True) -> None:
         self.limit = limit
+        self.keeps = keeps
         self._drain = weakref.WeakMethod(drain)  # it is a method of whoever holds this pool
         self._sizes: dict[Hashable, int] = {}
         self._free: dict[Hashable, deque[Tensor]] = {}
@@ -133,23 +157,28 @@ class GradientPool:
 
     def take(self, key: Hashable, dtype: torch.dtype, device: torch.device) -> Tensor:
         """A buffer of at least the announced number of elements. Its content is whatever the last user left."""
-        free = self._free.setdefault(key, deque())
+        unused = self._free.setdefault(key, deque())
         drain = self._drain()
-        while not free and self.num_buffers.get(key, 0) >= self.limit and drain is not None and drain():
+        while not unused and self.num_buffers.get(key, 0) >= self.limit and drain is not None and drain():
             pass
-        if free:
-            return free.popleft()
+        if unused:
+            buffer = unused.popleft()
+            restore(buffer)
+            return buffer
         self.num_buffers[key] = self.num_buffers.get(key, 0) + 1
         return torch.zeros(self._sizes[key], dtype=dtype, device=device)
 
     def give(self, key: Hashable, buffer: Tensor) -> None:
         """Return a buffer. The newest comes out first: it is the one that the caches hold."""
+        if not self.keeps:
+            free(buffer)
         self._free[key].appendleft(buffer)
 
     @property
     def total_bytes(self) -> int:
         """Bytes of the buffers that lie in the pool now, and of all packed ones."""
-        return sum(b.nbytes for free in self._free.values() for b in free) + self.packed.total_bytes
+        unused = (buffer for buffers in self._free.values() for buffer in buffers)
+        return sum(buffer.untyped_storage().nbytes() for buffer in unused) + self.packed.total_bytes
 
 
 class PackedPool:

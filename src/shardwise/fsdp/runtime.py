@@ -86,9 +86,9 @@ class Runtime:
         self.join: Join | None = None  # what ranks without a batch are told
         self.notes: tuple[str, ...] = ()  # what else a summary says
         self.recomputed: tuple[str, ...] = ()  # names of the modules whose forward is run again in backward
-        self.slots = SlotPool()
+        self.slots = SlotPool(keeps=options.keeps_buffers)
         self.packed = PackedPool()
-        self.gradients = GradientPool(options.num_gradient_buffers, self._drain_one)
+        self.gradients = GradientPool(options.num_gradient_buffers, self._drain_one, keeps=options.keeps_buffers)
         offloaded = [group for group in self.groups if group.offload is not None]
         self.transfers = Transfers(offloaded, comms.gather.device) if offloaded else None
         self._forward_orders = forward_orders(self.units)
@@ -328,6 +328,13 @@ class Runtime:
         """
         for group in self.groups:
             group.follow_shards()
+        self.free_gradients()
+
+    def free_gradients(self) -> None:
+        """Free what ``.grad`` lived in, where nothing is kept for the next step."""
+        if not self.options.keeps_buffers:
+            for group in self.groups:
+                group.gradient.free()
 
     def _end_forward(self) -> None:
         if self.trains and self.row.shards_optimizer:
@@ -632,6 +639,8 @@ class Runtime:
         if unit in self.entered:
             self.entered.remove(unit)
         reduces = self.syncs_gradients or self.accumulates_sharded or self.defers_replicate
+        if reduces and not self.options.keeps_buffers:
+            self.move_on(num_kept=self._num_travelling)  # before this unit takes its buffer
         for group in unit.groups:
             if group.wants_gradients:
                 group.gradient.collect(self.gradients)
@@ -657,8 +666,8 @@ class Runtime:
             self.join.reduces(unit, is_last=self.syncs_gradients)
         # The reductions before this one had a whole unit's backward to travel: moving them on first costs no time that
         # could be measured, and their receive buffers serve again. More than two gradient buffers give them longer.
-        is_in_phases = self.comms.replicate is not None  # the sum over the groups is due
-        self.move_on(num_kept=0 if is_in_phases else self.gradients.limit - 2)
+        if self.options.keeps_buffers or self.window is not None:  # else finalise has done so
+            self.move_on(num_kept=self._num_travelling)
         is_last = self.syncs_gradients or not self.defers_replicate
         for group in trained:
             handle = group.gradient.reduce(self.gradients, is_last=is_last)
@@ -666,6 +675,13 @@ class Runtime:
         if self.join is not None and self.join.is_short:
             while self.reducing:  # a rank that follows waits for the next word, not for this
                 self.move_on()
+
+    @property
+    def _num_travelling(self) -> int:
+        """Units whose reductions are left to travel while another one's is issued."""
+        if self.comms.replicate is not None:
+            return 0  # the sum over the groups is due
+        return self.gradients.limit - 2
 
     def move_on(self, *, num_kept: int = 0) -> None:
         """Begin the next phase of every reduction under way, oldest first; finish those that have come to their end.

@@ -81,6 +81,8 @@ def _deal_slots(runtime: Runtime) -> None:
         slots[group] = runtime.slots.assign(_slot_key(unit, group), group.layout.numel, is_shared=is_shared)
     for group in runtime.groups:
         group.use_slot(slots.get(group))
+    for slot in runtime.slots.slots:
+        slot.owner = None  # where slots are not kept, this frees them
 
 
 def _slot_key(unit: Unit, group: Group) -> Hashable:
@@ -105,7 +107,7 @@ def _give_buffers(runtime: Runtime, unit: Unit) -> None:
 
 
 def _install_hooks(runtime: Runtime, unit: Unit) -> None:
-    least = eager_numel(runtime.comms.gather.device_type)
+    least = eager_numel(runtime.comms.gather.device_type, keeps_buffers=runtime.options.keeps_buffers)
     for group in unit.groups:
         for index, full in enumerate(group.fulls):
             if full.requires_grad and full.numel() >= least:  # torch refuses a hook on others

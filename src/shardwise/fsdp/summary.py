@@ -306,7 +306,7 @@ def unit_shapes(runtime: Runtime) -> dict[int, UnitShape]:
 
 def predict_activations(runtime: Runtime, activations: Activations) -> int:
     """What is held at the peak besides :func:`predict`'s bytes, gradients that wait for their unit included."""
-    least_numel = eager_numel(runtime.comms.gather.device_type)
+    least_numel = eager_numel(runtime.comms.gather.device_type, keeps_buffers=runtime.options.keeps_buffers)
     return backward_bytes(activations, unit_shapes(runtime).values(), least_numel=least_numel)
 
 

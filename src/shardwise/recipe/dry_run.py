@@ -178,6 +178,7 @@ def dry_run(
         forward_and_backward()  # records the order of units and makes the buffers; the next step is as every later one
         stepper.step()
         stepper.zero_grad()
+        runtime.free_gradients()
         held = _held_bytes(runtime, stepper)
         with record_collectives(model) as events, StorageCount("meta", sees_arguments=False) as seen:
             seen.see_all_objects()

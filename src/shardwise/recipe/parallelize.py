@@ -220,6 +220,7 @@ def engine_options(plan: ParallelPlan, ignored: Ignored = NOTHING) -> EngineOpti
         accumulates_sharded=_accumulates_sharded(plan),
         defers_replicate=plan.accumulation == "defer_replicate",
         num_gradient_buffers=plan.gradient_buffers,
+        keeps_buffers=plan.keep_buffers,
         recompute=plan.recompute,
         merge_limit=plan.merge_limit,
         ignored=ignored,

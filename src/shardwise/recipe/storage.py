@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import gc
 import weakref
-from typing import Any
+from types import TracebackType
+from typing import Any, Self
 
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -12,7 +13,7 @@ from torch.utils._pytree import tree_iter
 
 
 class StorageCount(TorchDispatchMode):
-    """Counts distinct live storages of one device type.
+    """Counts distinct live storages of one device type, and follows those that are resized in place.
 
     Args:
         device_type: Which.
@@ -37,6 +38,26 @@ class StorageCount(TorchDispatchMode):
                     self.see(value)
         return result
 
+    def __enter__(self) -> Self:
+        """Begin to count."""
+        self._resize = resize = torch.UntypedStorage.resize_  # it does not pass through the dispatcher
+
+        def resize_and_see(storage: torch.UntypedStorage, size: int) -> Any:
+            result = resize(storage, size)
+            if storage.device.type == self.device_type:
+                self._note(storage)
+            return result
+
+        torch.UntypedStorage.resize_ = resize_and_see  # pyrefly: ignore[bad-assignment]
+        return super().__enter__()
+
+    def __exit__(
+        self, exc_type: type[BaseException] | None, exc_val: BaseException | None, exc_tb: TracebackType | None
+    ) -> None:
+        """Stop counting."""
+        torch.UntypedStorage.resize_ = self._resize
+        super().__exit__(exc_type, exc_val, exc_tb)
+
     def see_all_objects(self) -> None:
         """Count what lives already, as far as Python holds it."""
         for held in gc.get_objects():
@@ -51,6 +72,9 @@ class StorageCount(TorchDispatchMode):
             storage = tensor.untyped_storage()
         except (NotImplementedError, RuntimeError):
             return  # sparse and other tensors without a storage
+        self._note(storage)
+
+    def _note(self, storage: torch.UntypedStorage) -> None:
         key, size = storage._cdata, storage.nbytes()  # noqa: SLF001  the storage's identity; it has no public name
         known = self._sizes.get(key)
         if known is None:

@@ -102,6 +102,10 @@ class ParallelPlan:
         gradient_buffers: Full-size gradient buffers per size of unit. With 2 the gradients of a unit are collected
             while those of the unit before are being reduced, with 3 those of the two units before, and so on; 1 takes
             the least memory.
+        keep_buffers: Memory for gathered units, gradient buffers and gradients stays allocated from step to step, so
+            that on the CPU no page is touched anew. ``False``: it is given back to torch's allocator when nothing is in
+            it, and forward's activations can lie there. The most that is held at once is then told by
+            ``sw.dry_run``; ``sw.summary`` tells the most of each category, which are not all there at once.
         sync: What to do where ranks hold different weights: ``"warn"`` sends rank 0's and warns once, ``"error"``
             refuses, ``"rank0"`` takes rank 0's and lets the other ranks hold meta tensors.
         sync_buffers: What happens, before the first forward after one in train mode, to buffers that each rank has
@@ -143,6 +147,7 @@ class ParallelPlan:
     pipeline: PipelinePolicy | Mapping[str, Any] | str | None = None
     merge_units: str | bool | int = "auto"
     gradient_buffers: int = 2
+    keep_buffers: bool = True
     sync: str = "warn"
     sync_buffers: str = "auto"
     compile: bool = False
@@ -304,6 +309,8 @@ class ParallelPlan:
                 f"gradient_buffers={self.gradient_buffers!r}: expected a positive integer.\n"
                 "  Use 2, or 1 for the least memory."
             )
+        if not isinstance(self.keep_buffers, bool):
+            raise PlanError(f"keep_buffers={self.keep_buffers!r}: expected True or False.\n  Leave it at True.")
 
     @property
     def placements(self) -> Placements:

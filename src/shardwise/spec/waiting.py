@@ -12,18 +12,22 @@ equal units of w bytes are all there is, a falls from A in L equal parts: the la
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 
 from shardwise.spec.trace import UnitShape
 
 
-def eager_numel(device_type: str) -> int:
+def eager_numel(device_type: str, *, keeps_buffers: bool = True) -> int:
     """Elements of the smallest gradient that is moved as soon as it is there.
 
     A hook takes the host tens of microseconds; smaller gradients are moved together, by one foreach call at the end of
-    their unit. On the CPU a copy of 512 x 512 elements takes longer than the hook, on a GPU one of 8,192 x 8,192.
+    their unit. On the CPU a copy of 512 x 512 elements takes longer than the hook, on a GPU one of 8,192 x 8,192. Where
+    buffers are not kept all are moved together: the first would bring the buffer for its whole unit into memory.
     """
+    if not keeps_buffers:
+        return sys.maxsize
     return 1 << 18 if device_type == "cpu" else 1 << 26
 
 

@@ -135,6 +135,9 @@ class ParallelSection(Section):
         "auto", description="small units that follow one another travel together up to so many bytes; false: never"
     )
     gradient_buffers: int = Field(2, description="full-size gradient buffers per size of unit; 1: least memory")
+    keep_buffers: bool = Field(
+        default=True, description="buffers stay allocated from step to step; false: less memory, slower on the CPU"
+    )
     sync: str = Field("warn", description="warn, error or rank0: what to do where ranks hold different weights")
     sync_buffers: str = Field(
         "auto", description="auto, broadcast, mean or none: buffers that training changes, such as batch norm's"

@@ -40,6 +40,7 @@ def test_the_fields_are_those_that_this_version_honours() -> None:
         "pipeline",
         "merge_units",
         "gradient_buffers",
+        "keep_buffers",
         "sync",
         "sync_buffers",
         "compile",
