@@ -14,7 +14,7 @@ import shardwise as sw
 from shardwise.fsdp.runtime import Runtime
 from shardwise.spec.errors import StateError
 from shardwise.testing import RankFailure, run_on_ranks
-from tests.ranks.oracle import PRESETS, SHARDED, Block, Chain, compare, plain_loss, presets, sample
+from tests.ranks.oracle import PRESETS, SHARDED, Block, Chain, compare, plain_loss, planned, presets, sample
 
 WORLDS = pytest.mark.parametrize("world", [2, 3])
 
@@ -494,3 +494,13 @@ def unused_on_all_ranks():
 
 def test_a_parameter_that_no_rank_used_keeps_no_gradient():
     run_on_ranks(unused_on_all_ranks, 3)
+
+
+def nothing_kept():
+    with planned(keep_buffers=False, only=("zero1", "zero3")):
+        for scenario in (outputs_of_others, repeated_backwards, exceptions, used_flags):
+            scenario()
+
+
+def test_memory_that_is_not_kept_is_there_whenever_it_is_needed():
+    run_on_ranks(nothing_kept, 2)

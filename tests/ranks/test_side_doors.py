@@ -12,7 +12,7 @@ import shardwise as sw
 from shardwise.fsdp import attach
 from shardwise.spec.errors import StateError
 from shardwise.testing import run_on_ranks
-from tests.ranks.oracle import SHARDED, Block, Chain, compare, plain_loss, presets, sample
+from tests.ranks.oracle import SHARDED, Block, Chain, compare, plain_loss, planned, presets, sample
 
 WORLDS = pytest.mark.parametrize("world", [2, 3])
 
@@ -91,6 +91,16 @@ def hide(is_checked):
 @WORLDS
 def test_hidden_values_and_losses_kept_on_modules_are_right_in_every_step(world, is_checked):
     run_on_ranks(hide, world, is_checked)
+
+
+def hide_where_nothing_is_kept():
+    with planned(keep_buffers=False, only=("zero3",)):
+        hide(is_checked=False)
+        assert all(text.startswith("right") for text in hide_later_as_users_run_it())
+
+
+def test_hidden_values_are_right_where_memory_is_not_kept():
+    run_on_ranks(hide_where_nothing_is_kept, 2)
 
 
 def hide_later():

@@ -26,3 +26,22 @@ def test_the_predicted_peak_has_what_microbatches_take(tmp_path: Path) -> None:
     for strategy, _ in RUNS:
         found = summary(tmp_path / strategy)
         assert found["peak_memory_bytes"] == pytest.approx(found["predicted_peak_memory_bytes"], rel=0.02), strategy
+
+
+def test_the_predicted_peak_has_what_is_allocated_within_a_step(tmp_path: Path) -> None:
+    arguments = [
+        (
+            "--run-dir",
+            name,
+            "--set",
+            f"parallel.keep_buffers={keeps}",
+            "--set",
+            f"train.gradient_accumulation_steps={n}",
+        )
+        for name, keeps, n in (("kept", "true", 1), ("once", "false", 1), ("thrice", "false", 3))
+    ]
+    train_well(tmp_path, 2, *arguments, config=CONFIG)
+    kept, once, thrice = (summary(tmp_path / name) for name in ("kept", "once", "thrice"))
+    for found in (kept, once, thrice):
+        assert found["peak_memory_bytes"] == pytest.approx(found["predicted_peak_memory_bytes"], rel=0.02)
+    assert once["peak_memory_bytes"] < 0.9 * kept["peak_memory_bytes"]

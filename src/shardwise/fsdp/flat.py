@@ -184,11 +184,14 @@ class FlatParameter(Uncopyable, nn.Parameter):
         if group is None:
             return None
         home, views = group.gradient.home()
-        if self._home is None or self._home[0] is not home:
-            flat = home[self.span.start : self.span.stop]
-            flat = PartialGradient.of(flat) if group.holds_part else flat
-            self._home = home, flat, [views[piece.index] for piece in self.span.pieces]
-        return self._home
+        if self._home is not None and self._home[0] is home:
+            return self._home
+        flat = home[self.span.start : self.span.stop]
+        flat = PartialGradient.of(flat) if group.holds_part else flat
+        found = home, flat, [views[piece.index] for piece in self.span.pieces]
+        if group.gradient.keeps_home:
+            self._home = found
+        return found
 
 
 torch_private.allow_foreach(FlatParameter)

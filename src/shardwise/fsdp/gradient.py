@@ -73,6 +73,7 @@ class Gradient:
         self._home_views: list[Tensor] = []
         self._home_key: Hashable = None  # of a buffer for ``_home`` in the pool, where one is needed
         self._is_home_lent = False
+        self.keeps_home = True  # ... from step to step
         self._lent: dict[int, tuple[Tensor, list[Tensor]]] = {}
         self._local: Tensor | None = None
         self._local_views: BufferViews | None = None
@@ -386,11 +387,8 @@ class Gradient:
                 self._home_views[first] = PartialGradient.of(self._home_views[first])
 
     def free(self) -> None:
-        """Free what ``.grad`` lived in, once it is gone; not what flat parameters hold, nor what is on the host."""
-        group = self.group
-        if self._home is None or self._is_home_lent or group.flat_kinds or group.offload is not None:
-            return
-        if self.is_local or self._has_sums:
+        """Free what ``.grad`` lived in, once it is gone."""
+        if self.keeps_home or self._home is None or self._is_home_lent or self.is_local or self._has_sums:
             return
         if self._own is not None:
             self._views.pop(torch_private.storage_identity(self._own), None)

@@ -332,9 +332,8 @@ class Runtime:
 
     def free_gradients(self) -> None:
         """Free what ``.grad`` lived in, where nothing is kept for the next step."""
-        if not self.options.keeps_buffers:
-            for group in self.groups:
-                group.gradient.free()
+        for group in self.groups:
+            group.gradient.free()
 
     def _end_forward(self) -> None:
         if self.trains and self.row.shards_optimizer:

@@ -6,7 +6,8 @@ through its outputs (hidden in an opaque object, stored on a module, used by the
 
 So saved tensors that lie in a slot are recorded with their group, and where the slot holds something else when they are
 read, the unit is brought back first. That costs tens of microseconds per block: it is on until a pass has been recorded
-without a change of the order of units, stays on for a model that ever needed it, and always while debugging.
+without a change of the order of units, stays on for a model that ever needed it, and always while debugging or where
+slots are freed (``keep_buffers=False``).
 """
 
 from __future__ import annotations
@@ -37,8 +38,10 @@ class SavedTensorGuard:
 
     @property
     def is_on(self) -> bool:
-        """Whether the next forward that trains is watched."""
-        return debug.is_on or self.num_healed > 0 or not self._is_settled
+        """Whether the next forward that trains is watched: always where a slot that is not in use has no memory."""
+        runtime = self._runtime()
+        keeps = runtime is None or runtime.options.keeps_buffers
+        return debug.is_on or self.num_healed > 0 or not self._is_settled or not keeps
 
     def enter_forward(self, *, is_known: bool) -> None:
         """An outermost forward that trains begins; ``is_known``: there was one through the same module before."""

@@ -92,6 +92,7 @@ def _slot_key(unit: Unit, group: Group) -> Hashable:
 def _give_buffers(runtime: Runtime, unit: Unit) -> None:
     """What gathers and reductions of a unit need besides its slots."""
     for group in unit.groups:
+        group.gradient.keeps_home = runtime.options.keeps_buffers or group.offload is not None
         if unit.inner_size is not None:
             group.inner = InnerShard(group.gathered, group.layout, runtime.comms.inner_comm(unit.inner_size))
         if group.sent_as is not None:

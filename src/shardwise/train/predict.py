@@ -2,8 +2,9 @@
 
 What the engine holds follows from its layout (``sw.summary(model).footprint``). Activations are found by running one
 microbatch forward and backward on fake tensors, where nothing is computed and nothing allocated, and following what
-would be held; those of pipelines by a dry run of a whole step. A gradient is let go of as soon as it is complete: the
-engine's part counts it, and ``spec.waiting`` those that wait for the end of their unit's backward.
+would be held; those of pipelines, and where buffers are not kept, by a dry run of a whole step. A gradient is let go
+of as soon as it is complete: the engine's part counts it, and ``spec.waiting`` those that wait for the end of their
+unit's backward.
 """
 
 from __future__ import annotations
@@ -57,8 +58,8 @@ def predict(
     if average is not None:
         held["average"] = average.num_bytes - average.num_host_bytes
         held["host"] += average.num_host_bytes
-    if resolved.plan.pp > 1:
-        held |= _in_stages(resolved, control, device)
+    if resolved.plan.pp > 1 or not resolved.plan.keep_buffers:
+        held |= _run_dry(resolved, control, device)
     else:
         activations = measure(resolved, device, tp_rank=0 if runtime.comms.tp is None else runtime.comms.tp.rank)
         if activations is not None:
@@ -66,10 +67,11 @@ def predict(
     return max(control.all_json(held), key=lambda rank_held: sum(rank_held.values()))
 
 
-def _in_stages(resolved: Resolved, control: Control, device: torch.device) -> dict[str, int]:
-    """The activations of this rank's stages, as many microbatches as its schedule holds; none where that is not known.
+def _run_dry(resolved: Resolved, control: Control, device: torch.device) -> dict[str, int]:
+    """What only a dry run of the whole step tells, by category; nothing where the model cannot run dry.
 
-    Found by a dry run of the whole step: what is posted, pending and in flight is the schedule's.
+    The activations of this rank's stages, as many microbatches as its schedule holds. Where buffers are not kept, also
+    what stays of them between steps: what is allocated in a step counts as activations.
     """
     batch, is_from_hf = resolved.batch, resolved.config.model.hf is not None
     tokens_BT = torch.empty(batch.micro, resolved.config.data.seq_len or 1, dtype=torch.int64, device="meta")
@@ -89,7 +91,8 @@ def _in_stages(resolved: Resolved, control: Control, device: torch.device) -> di
         return {}
     finally:
         torch.set_rng_state(generator)
-    return {"activations": found.bytes_by_category["activations"]}
+    names = ("activations",) if resolved.plan.keep_buffers else ("gradients", "gathered", "reduce", "activations")
+    return {name: found.bytes_by_category[name] for name in names}
 
 
 def _logits_loss(output: Any, batch: Any) -> Tensor:

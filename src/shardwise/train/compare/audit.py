@@ -17,6 +17,7 @@ from shardwise.spec.waiting import Activations
 from shardwise.train.compare.count import TensorCount
 from shardwise.train.compare.engine import Engine
 from shardwise.train.compare.request import OURS, Entrant
+from shardwise.train.compare.variant import parse
 from shardwise.train.compare.workload import Workload
 
 #: Steps to the steady state, and steps of it, under the count.
@@ -57,6 +58,8 @@ def audit(entrant: Entrant, workload: Workload, batches: Sequence[tuple[Tensor, 
             count.forget()
     if entrant.engine == OURS:
         result |= _of_ours(engine, batches[0], activations)
+        if not parse(entrant.strategy).applied_to(workload.plan).keep_buffers:
+            result |= _run_dry(entrant, workload, batches[0])
     del engine
     gc.collect()
     return result
@@ -78,6 +81,16 @@ def _of_ours(engine: Engine, batch: tuple[Tensor, Tensor], activations: Activati
         "activation_bytes": None if activations is None else summary.predict_activations(runtime, activations),
         "num_units": len(found.units) - 1,
     }
+
+
+def _run_dry(entrant: Entrant, workload: Workload, batch: tuple[Tensor, Tensor]) -> dict[str, Any]:
+    """The bytes of an engine that keeps no buffers; not known for a configuration, whose model may have no loss."""
+    if workload.case.config is not None:
+        return {"predicted": None, "activation_bytes": None}
+    world, rank = torch.distributed.get_world_size(), torch.distributed.get_rank()
+    plan = parse(entrant.strategy).applied_to(workload.plan)
+    held = sw.dry_run(workload.model, plan, world_size=world, rank=rank, batch=batch).bytes_by_category
+    return {"predicted": held, "activation_bytes": held.pop("activations")}
 
 
 def _by_kind(events: Iterable[tuple[str, int]]) -> dict[str, dict[str, int]]:
