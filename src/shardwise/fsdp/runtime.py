@@ -32,6 +32,7 @@ from shardwise.fsdp.buffers import BufferSync
 from shardwise.fsdp.gradient import settle
 from shardwise.fsdp.group import Group
 from shardwise.fsdp.hooks import Call, EndOfBackward, attach_tickets
+from shardwise.fsdp.label import begin, end, label
 from shardwise.fsdp.offload import Transfers
 from shardwise.fsdp.options import EngineOptions
 from shardwise.fsdp.order import (
@@ -222,6 +223,7 @@ class Runtime:
         member.num_frames += 1
         member.swap_in()
         self._prefetch(self._order)
+        begin(unit.labels, "forward", unit.name)
 
     def after_forward(self, unit: Unit, member: Member, output: object) -> None:
         """``member`` of ``unit`` has run (``output`` is ``None`` where it raised)."""
@@ -234,6 +236,7 @@ class Runtime:
             return
         if not unit.frames:
             return  # the forward never got through before_forward
+        end(unit.labels)
         since = unit.frames.pop()
         self.num_frames -= 1
         if torch.is_grad_enabled():
@@ -451,9 +454,10 @@ class Runtime:
             All-gather on ``dp_shard``, or among the neighbours that keep the group sharded (``is_inner``).
         """
         group.epoch = self.epoch
-        if is_inner and group.inner is not None:
-            return group.inner.gather(group.gathered, unit=group.unit.name)
-        return group.gather()
+        with label("gather", group.unit.name):
+            if is_inner and group.inner is not None:
+                return group.inner.gather(group.gathered, unit=group.unit.name)
+            return group.gather()
 
     def claim(self, group: Group) -> None:
         """Make ``group`` the owner of its slot; whoever lies there is evicted, or, if it computes, keeps it."""
@@ -477,9 +481,11 @@ class Runtime:
 
     def wait(self, unit: Unit) -> None:
         """Wait for the gathers of a unit."""
-        for handle in unit.handles:
-            handle.wait()
-        unit.handles.clear()
+        if unit.handles:
+            with label("wait", unit.name):
+                for handle in unit.handles:
+                    handle.wait()
+            unit.handles.clear()
         unit.move_to(State.UNSHARDED)
 
     def _prefetch(self, order: AgreedOrder) -> None:
@@ -614,13 +620,14 @@ class Runtime:
 
     def _enter(self, unit: Unit) -> None:
         """Backward is now in ``unit``: finalise what it has left, and have this unit's parameters there."""
-        for other in self.entered.copy():
-            if other.index not in unit.family and not self._is_outstanding(other):
-                self.finalise(other)
-        self.active = unit
-        if unit not in self.entered:
-            self.entered.append(unit)
-        self._ensure(unit)
+        with label("backward", unit.name):
+            for other in self.entered.copy():
+                if other.index not in unit.family and not self._is_outstanding(other):
+                    self.finalise(other)
+            self.active = unit
+            if unit not in self.entered:
+                self.entered.append(unit)
+            self._ensure(unit)
 
     def _is_outstanding(self, unit: Unit) -> bool:
         """Backward will come to this unit again, in an earlier call of it."""
@@ -669,7 +676,8 @@ class Runtime:
             self.move_on(num_kept=self._num_travelling)
         is_last = self.syncs_gradients or not self.defers_replicate
         for group in trained:
-            handle = group.gradient.reduce(self.gradients, is_last=is_last)
+            with label("reduce", unit.name):
+                handle = group.gradient.reduce(self.gradients, is_last=is_last)
             self.reducing.append((unit, group, handle))
         if self.join is not None and self.join.is_short:
             while self.reducing:  # a rank that follows waits for the next word, not for this

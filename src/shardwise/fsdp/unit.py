@@ -24,6 +24,7 @@ from typing import TYPE_CHECKING
 from torch import nn
 
 from shardwise.fsdp import torch_private
+from shardwise.fsdp.label import Labels
 from shardwise.spec.errors import StateError
 
 if TYPE_CHECKING:
@@ -166,6 +167,7 @@ class Unit:
         self.whole: Whole | None = None  # full_parameters shows the unit whole, or lets another rank do so
         self.is_unused = False  # gathered, or being gathered, and nothing has been computed with it since
         self.frames: list[int] = []  # one for each forward under way: autograd's sequence number at its start
+        self.labels: Labels = []  # of the forwards under way, in a profile
         self.replays: list[int] = []  # the same for recomputations, which run inside a backward
         self.has_run = False  # in a forward that trains, since the last backward
         self.num_outstanding = 0  # forward calls whose backward has not begun
@@ -216,6 +218,7 @@ class Unit:
     def clear_frames(self) -> None:
         """No forward call is under way any more."""
         self.frames.clear()
+        self.labels.clear()
         for member in self.members:
             member.num_frames = 0
 
