@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import sys
+import threading
 from typing import TYPE_CHECKING
 
 import torch
@@ -136,6 +137,30 @@ def refuse_compiled(unit: Unit) -> None:
             f"unit {unit.name!r} was called inside torch.compile(), which would trace the engine's messages.\n"
             "  Set sw.ParallelPlan(compile=True), which compiles the units, and leave torch.compile() out."
         )
+
+
+def refuse_distributed_autograd(forward_thread: int) -> None:
+    """Refuse a backward of ``torch.distributed.autograd``, which keeps gradients in a context of its own.
+
+    A plain backward on the CPU runs in the thread that calls it, while other processes' may pass through this one.
+
+    Args:
+        forward_thread: Where forward ran.
+
+    Raises:
+        StateError: This is one.
+    """
+    if not torch_private.is_in_distributed_autograd() or threading.get_ident() == forward_thread:
+        return
+    text = (
+        "dist_autograd.backward() reached a parallelized model: it keeps gradients in its context, where they are not"
+        " summed over the ranks, and DistributedOptimizer does not know this rank's shards.\n"
+        "  Run two backwards: x = remote.detach().requires_grad_(); loss_of(model(x)).backward(); optimizer.step() for"
+        " the model, then dist_autograd.backward(context, [(remote * x.grad).sum()]) for the remote modules. For a huge"
+        " embedding sw.ParallelPlan(row_sharded=[...]) needs no remote module."
+    )
+    sys.stderr.write(f"shardwise: StateError: {text}\n")  # of an exception RPC tells the user "python_error" alone
+    raise StateError(text)
 
 
 def refuse_between(runtime: Runtime, what: str) -> None:

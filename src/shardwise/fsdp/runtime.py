@@ -603,6 +603,7 @@ class Runtime:
         return version == self._version_counted
 
     def _begin_backward(self, entry: Entry) -> None:
+        mishaps.refuse_distributed_autograd(self._thread)
         self.is_in_backward = True
         partial.allow(is_allowed=False)  # an optimizer's step raised, or calls this in its closure
         self.had_sums = any(group.gradient.is_local for group in self.groups)

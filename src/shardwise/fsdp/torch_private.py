@@ -69,6 +69,22 @@ def norms(tensors: list[Tensor], dtype: torch.dtype) -> list[Tensor]:
     return list(torch._foreach_norm(tensors, 2, dtype=dtype))
 
 
+def is_in_distributed_autograd() -> bool:
+    """Whether a backward of ``torch.distributed.autograd`` is under way in this process.
+
+    It runs hooks in threads that do not know its context; the engine's count of them has a private name.
+    """
+    if not _has_rpc_agent():
+        return False
+    return int(torch._C._distributed_autograd._get_debug_info()["num_current_backward_passes"]) > 0
+
+
+#: Whether RPC was started in this process; builds of torch without RPC have no such function.
+_has_rpc_agent: Callable[[], bool] = getattr(
+    getattr(torch._C, "_distributed_rpc", None), "_is_current_rpc_agent_set", lambda: False
+)
+
+
 def storage_identity(tensor: Tensor) -> int:
     """A number that two tensors share exactly when they share storage. ``data_ptr`` is 0 for all meta tensors."""
     return tensor.untyped_storage()._cdata
