@@ -76,6 +76,7 @@ def test_a_run_leaves_what_the_contract_names(whole: Path) -> None:
         path.name for path in whole.iterdir()
     }
     assert not (whole / "run.lock").exists()
+    assert "order of gathers" in (whole / "model.txt").read_text()
     assert (whole / "LATEST").read_text().strip() == "checkpoints/step-00000020"
     assert sorted(path.name for path in (whole / "checkpoints").iterdir()) == [
         f"step-{step:08d}" for step in (5, 10, 15, 20)

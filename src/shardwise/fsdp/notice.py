@@ -8,6 +8,16 @@ import sys
 _told: set[str] = set()
 
 
+def cpu_notice(device_type: str, num_gpus: int) -> str | None:
+    """What to tell of a model on a device of this type on a machine with so many GPUs; ``None``: nothing."""
+    if device_type != "cpu" or num_gpus == 0:
+        return None
+    return (
+        f"the model is on the CPU, but this machine has {num_gpus} GPU{'s' if num_gpus > 1 else ''}: it is trained"
+        " on the CPU. Move it to this rank's GPU before: model.to(torch.device('cuda', int(os.environ['LOCAL_RANK'])))"
+    )
+
+
 def tell_once(text: str) -> None:
     """Print ``text`` on rank 0, unless that has been done before."""
     if text in _told:

@@ -23,7 +23,7 @@ from shardwise.fsdp.compile import compile_units
 from shardwise.fsdp.finish import finish
 from shardwise.fsdp.ignore import NOTHING, Ignored, find_ignored
 from shardwise.fsdp.materialize import FromFiles, FromState, Given, Source, fill_alone, fill_buffers, find_source
-from shardwise.fsdp.notice import tell_once
+from shardwise.fsdp.notice import cpu_notice, tell_once
 from shardwise.fsdp.options import EngineOptions
 from shardwise.fsdp.precision import Policies
 from shardwise.fsdp.state import load_full_state_dict, load_ranges
@@ -83,6 +83,8 @@ def parallelize(
     check_cuts(model, plan, units)
     tables = find_row_sharded(model, plan.row_sharded)
     device = _device(model, ignored)
+    if (notice := cpu_notice(device.type, torch.cuda.device_count())) is not None:
+        tell_once(notice)
     size = join_world(device).size()
     mesh = plan.mesh(size, ranks_per_machine(size))
     _tell_mesh(plan, mesh)

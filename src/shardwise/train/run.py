@@ -546,6 +546,7 @@ class _Trainer:
         rundir.replace_text(self.directory / rundir.CONFIG, self.config.to_yaml())
         plan = self.config.parallel.model_dump(mode="json")
         batch = self.resolved.batch
+        rundir.replace_text(self.directory / rundir.MODEL, f"{sw.summary(self.model)}\n")
         rundir.replace_json(
             self.directory / rundir.PLAN,
             {
@@ -593,6 +594,7 @@ class _Trainer:
         tokens = f"{source.num_tokens:,} tokens in {len(source.files)} files" if source.files else "random tokens"
         longer = self.resolved.positions or 0
         more = f" (data.seq_len; the model takes up to {longer:,})" if longer > (config.data.seq_len or 1) else ""
+        say(f"model {str(sw.summary(self.model)).splitlines()[0]}; more in {printable(self.directory / rundir.MODEL)}")
         say(f"data {printable(source.name)}: {tokens}; samples of {config.data.seq_len:,} tokens{more}")
         say(str(batch))
         if self.resolved.raised_from is not None:

@@ -18,6 +18,7 @@ from shardwise.spec.errors import CheckpointError, ConfigError, StorageError
 from shardwise.train.text import printable
 
 CONFIG, PLAN, METRICS, SUMMARY = "config.yaml", "plan.json", "metrics.jsonl", "summary.json"
+MODEL = "model.txt"
 LOGS, CHECKPOINTS, EVENTS, WANDB_ID = "logs", "checkpoints", "events", "wandb-id"
 
 
