@@ -255,6 +255,7 @@ def over_stages(expected):
         sw.generate(model, [[torch.distributed.get_rank()]], max_new_tokens=2)
 
 
+@pytest.mark.transports
 def test_over_a_pipeline_rows_end_early_and_taking_may_stop_anywhere():
     expected, margin = one_process(Sampling(), num_layers=4, tied=False)
     assert margin > LEAST_MARGIN

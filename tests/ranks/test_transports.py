@@ -57,29 +57,27 @@ def test_on_the_plain_transport_they_do_not():
     run_on_ranks(receive_then_send, 2)
 
 
-def exchange_and_expect():
+def exchange():
     comm, _ = open_comms(CPU)
     size, rank = comm.size, comm.rank
     after, before = (rank + 1) % size, (rank - 1) % size
     found = [torch.empty(3) for _ in range(3)]
     with comm.record() as events:
-        comm.exchange([(torch.full((3,), float(rank)), after)], [(found[0], before)], unit="u").wait()
-        expected = comm.expect(found[1], source=after, unit="v")  # it holds up nothing
-        both = [(torch.full((3,), 10.0 + rank), after)], [(found[2], before)]
-        comm.exchange(*both, unit="w").wait()
-        if rank:
-            expected.wait()  # rank 0 sends first
-        comm.send(torch.full((3,), 20.0 + rank), to=before, unit="v").wait()
-        expected.wait()
-    assert [each.unique().item() for each in found] == [before, 20.0 + after, 10.0 + before]
-    return [(event.kind, event.unit, event.sent_bytes) for event in events if event.unit != "v"]
+        comm.exchange([(torch.full((3,), float(rank)), after, "u")], [(found[0], before, "u")]).wait()
+        sends = [(torch.full((3,), 10.0 + rank), after, "v"), (torch.full((3,), 20.0 + rank), before, "w")]
+        handle = comm.exchange(sends, [(found[1], before, "v"), (found[2], after, "w")])
+        handle.arrived()
+        assert [each.unique().item() for each in found] == [before, 10.0 + before, 20.0 + after]
+        handle.wait()
+    return [(event.kind, event.unit, event.sent_bytes) for event in events]
 
 
 @pytest.mark.parametrize("transport", ["", "in-order", "early-free"], indirect=True)
 @pytest.mark.usefixtures("transport")
-def test_what_is_exchanged_or_expected_holds_up_nobody_on_any_transport():
-    for events in run_on_ranks(exchange_and_expect, 3):
-        assert events == [("send", "u", 12), ("receive", "u", 0), ("send", "w", 12), ("receive", "w", 0)]
+def test_messages_of_an_exchange_do_not_wait_for_each_other_on_any_transport():
+    for events in run_on_ranks(exchange, 3):
+        assert events[:2] == [("send", "u", 12), ("receive", "u", 0)]
+        assert events[2:] == [("send", "v", 12), ("send", "w", 12), ("receive", "v", 0), ("receive", "w", 0)]
 
 
 def tied_over_stages():
@@ -88,10 +86,10 @@ def tied_over_stages():
     sw.train_step(model, models.batch(0, 0, 0), num_microbatches=1)
 
 
-def one_by_one(comm, sends, receives, *, unit):
+def one_by_one(comm, sends, receives):
     """As tied weights were exchanged once."""
-    handles = [comm.receive(buffer, source=source, unit=unit) for buffer, source in receives]
-    handles += [comm.send(buffer, to=to, unit=unit) for buffer, to in sends]
+    handles = [comm.receive(buffer, source=source, unit=unit) for buffer, source, unit in receives]
+    handles += [comm.send(buffer, to=to, unit=unit) for buffer, to, unit in sends]
     for handle in handles:
         handle.wait()
     return mock.Mock()
@@ -187,7 +185,7 @@ def kept(wrap):
         "broadcast": seen(lambda a, _: comm.broadcast(a, root=0, unit="u")),
         "gather": seen(lambda a, b: comm.gather(a[:4], b if is_root else None, root=0, unit="u")),
         "scatter": seen(lambda a, b: comm.scatter(a if is_root else None, b[:4], root=0, unit="u")),
-        "exchange": seen(lambda a, b: comm.exchange([(a, other)], [(b, other)], unit="u")),
+        "exchange": seen(lambda a, b: comm.exchange([(a, other, "u")], [(b, other, "u")])),
         "message": seen(lambda a, _: comm.send(a, to=1, unit="u") if is_root else comm.receive(a, source=0, unit="u")),
     }
 

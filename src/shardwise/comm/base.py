@@ -24,7 +24,7 @@ from __future__ import annotations
 import contextlib
 import itertools
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -75,6 +75,10 @@ class Handle(ABC):
         """
         return False
 
+    def arrived(self) -> None:
+        """Wait for the result only: what is sent may still be read, and :meth:`wait` must be called some time."""
+        self.wait()
+
 
 class Done(Handle):
     """The handle of something that is finished already."""
@@ -83,19 +87,26 @@ class Done(Handle):
         """Return at once."""
 
 
-class Together(Handle):
-    """Several as one."""
+class Exchange(Handle):
+    """Messages in both directions, each under way by itself."""
 
-    __slots__ = ("_handles",)
+    __slots__ = ("_receives", "_sends")
 
-    def __init__(self, handles: Iterable[Handle]) -> None:
-        self._handles = tuple(handles)
+    def __init__(self, sends: Sequence[Handle], receives: Sequence[Handle]) -> None:
+        self._sends, self._receives = sends, receives
+
+    def arrived(self) -> None:
+        """As :meth:`Handle.arrived`."""
+        for handle in self._receives:
+            handle.wait()
+        self._receives = ()
 
     def wait(self) -> None:
-        """As :meth:`Handle.wait`, of each."""
-        for handle in self._handles:
+        """As :meth:`Handle.wait`."""
+        self.arrived()
+        for handle in self._sends:
             handle.wait()
-        self._handles = ()
+        self._sends = ()
 
 
 class Chain(Handle):
@@ -129,6 +140,10 @@ class Chain(Handle):
         self._second.wait()
 
 
+#: A buffer, the other rank, and the unit that the message serves.
+Message = tuple[Tensor, int, str]
+
+
 class Comm(ABC):
     """Collectives over the ranks of one mesh axis.
 
@@ -138,8 +153,7 @@ class Comm(ABC):
         size: Number of ranks on the axis.
         device: Device of the buffers that it moves.
         is_in_order: What is issued begins when all that was issued before is done, as on a stream. A receive then holds
-            up whatever is issued after it until its message has come. :meth:`exchange` and :meth:`expect` are right on
-            every transport; who chooses an order of messages by itself must ask.
+            up whatever is issued after it until its message has come. :meth:`exchange` is right on every transport.
     """
 
     is_in_order = False
@@ -256,32 +270,15 @@ class Comm(ABC):
             These two ranks only. Sends nothing.
         """
 
-    def expect(self, buffer: Tensor, *, source: int, unit: str) -> Handle:
-        """:meth:`receive` a message for which this rank will wait later, after it has communicated something else.
-
-        Where messages are received in any order the receive is posted at once. Where a transport works in order, which
-        the receive would hold up, it is posted when the handle is waited for. Nothing that ``source`` sends later may
-        be received before.
-
-        Collective:
-            As :meth:`receive`.
-        """
-        if not self.is_in_order:
-            return self.receive(buffer, source=source, unit=unit)
-        return Chain(Done(), lambda: self.receive(buffer, source=source, unit=unit))
-
-    def exchange(
-        self, sends: Sequence[tuple[Tensor, int]], receives: Sequence[tuple[Tensor, int]], *, unit: str
-    ) -> Handle:
+    def exchange(self, sends: Sequence[Message], receives: Sequence[Message]) -> Handle:
         """:meth:`send` and :meth:`receive` several messages as one collective, in which none waits for another.
 
         This is the way to send to ranks that send too: on a transport that works in order, ranks that all receive first
         (or all send first) would wait for each other for ever.
 
         Args:
-            sends: Buffers, and the rank that each is for.
-            receives: Buffers, and the rank that sends each.
-            unit: What the messages serve, the same for all.
+            sends: Buffers, for each the rank that it is for, and the unit.
+            receives: Buffers, for each the rank that sends it, and the unit.
 
         Returns:
             One handle for all.
@@ -289,8 +286,8 @@ class Comm(ABC):
         Collective:
             This rank and those that it names, which must call too. Sends ``sends``.
         """
-        handles = [self.send(buffer, to=to, unit=unit) for buffer, to in sends]
-        return Together([*handles, *(self.receive(buffer, source=source, unit=unit) for buffer, source in receives)])
+        sent = [self.send(buffer, to=to, unit=unit) for buffer, to, unit in sends]
+        return Exchange(sent, [self.receive(buffer, source=source, unit=unit) for buffer, source, unit in receives])
 
     def follow(self, first: Handle, then: Callable[[], Handle], arrived: Callable[[], object]) -> Handle:
         """Issue a collective of this Comm on the result of another's.

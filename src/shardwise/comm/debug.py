@@ -121,8 +121,11 @@ class InOrder(_Debug):
 
     def _issue(self, kind: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Handle:
         tensors = list(_tensors((*args, *kwargs.values())))
-        kinds = ["send"] * len(args[0]) + ["receive"] * len(args[1]) if kind == "exchange" else [kind]
-        events = [self._event(each, kwargs["unit"], tensor) for each, tensor in zip(kinds, tensors, strict=False)]
+        if kind == "exchange":
+            events = [self._event("send", unit, buffer) for buffer, _, unit in args[0]]
+            events += [self._event("receive", unit, buffer) for buffer, _, unit in args[1]]
+        else:
+            events = [self._event(kind, kwargs["unit"], tensors[0])]
         inner, is_inference = self._inner, torch.is_inference_mode_enabled()
 
         def run() -> None:
@@ -256,9 +259,10 @@ class _Collective:
         for place, result in copies[max(0, num_sent) :]:
             found = place.find()
             if found is None:
+                unit = self._kwargs.get("unit", "messages")
                 raise CommError(
-                    f"{self._kind}({self._kwargs['unit']}) on {self._inner.axis}: the memory of its result was freed"
-                    " before its handle was waited for.\n  Keep the tensor or the handle until then."
+                    f"{self._kind}({unit}) on {self._inner.axis}: the memory of its result was freed before its handle"
+                    " was waited for.\n  Keep the tensor or the handle until then."
                 )
             found.copy_(result)
 

@@ -17,7 +17,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from shardwise.comm.base import Chain, CollectiveEvent, Comm, Handle
+from shardwise.comm.base import Chain, CollectiveEvent, Comm, Handle, Message
 from shardwise.comm.ledger import Ledger
 from shardwise.comm.progress import Issued
 
@@ -166,20 +166,17 @@ class NcclComm(Comm):
             dist.recv(buffer, group=self._group, group_src=source)
         return handle
 
-    def exchange(
-        self, sends: Sequence[tuple[Tensor, int]], receives: Sequence[tuple[Tensor, int]], *, unit: str
-    ) -> Handle:
+    def exchange(self, sends: Sequence[Message], receives: Sequence[Message]) -> Handle:
         """As :meth:`Comm.exchange`: one group of NCCL's, whose sends and receives begin together."""
-        messages = [(dist.isend, "send", *pair) for pair in sends] + [
-            (dist.irecv, "receive", *pair) for pair in receives
-        ]
-        for _, kind, buffer, peer in messages:
-            way = {"to": peer} if kind == "send" else {"source": peer}
-            self._newest = self._ledger.message(unit, buffer.numel(), **way)
-            event = self._event(kind, unit, buffer)
-            event.sent_bytes = buffer.nbytes if kind == "send" else 0
-        with self._on_stream(*(buffer for _, _, buffer, _ in messages)) as handle:
-            self._group_of([(move, buffer, peer) for move, _, buffer, peer in messages])
+        for buffer, to, unit in sends:
+            self._newest = self._ledger.message(unit, buffer.numel(), to=to)
+            self._event("send", unit, buffer).sent_bytes = buffer.nbytes
+        for buffer, source, unit in receives:
+            self._newest = self._ledger.message(unit, buffer.numel(), source=source)
+            self._event("receive", unit, buffer)
+        with self._on_stream(*(buffer for buffer, _, _ in (*sends, *receives))) as handle:
+            messages = [(dist.isend, buffer, to) for buffer, to, _ in sends]
+            self._group_of(messages + [(dist.irecv, buffer, source) for buffer, source, _ in receives])
         return handle
 
     def follow(self, first: Handle, then: Callable[[], Handle], arrived: Callable[[], object]) -> Handle:

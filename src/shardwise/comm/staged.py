@@ -16,7 +16,7 @@ from collections.abc import Iterator, Sequence
 import torch
 from torch import Tensor
 
-from shardwise.comm.base import CollectiveEvent, Comm, Handle
+from shardwise.comm.base import CollectiveEvent, Comm, Handle, Message
 
 #: Where a received part goes, and where it lies on the host.
 _Delivery = tuple[Tensor, Tensor]
@@ -116,14 +116,12 @@ class StagedComm(Comm):
         host = self._empty(buffer)
         return _Staged(self._inner.receive(host, source=source, unit=unit), [(buffer, host)])
 
-    def exchange(
-        self, sends: Sequence[tuple[Tensor, int]], receives: Sequence[tuple[Tensor, int]], *, unit: str
-    ) -> Handle:
+    def exchange(self, sends: Sequence[Message], receives: Sequence[Message]) -> Handle:
         """As :meth:`Comm.exchange`."""
-        hosts = [(self._copy(buffer), to) for buffer, to in sends]
-        received = [(self._empty(buffer), source) for buffer, source in receives]
-        deliveries = [(buffer, host) for (buffer, _), (host, _) in zip(receives, received, strict=True)]
-        return _Staged(self._inner.exchange(hosts, received, unit=unit), deliveries)
+        sent = [(self._copy(buffer), to, unit) for buffer, to, unit in sends]
+        received = [(self._empty(buffer), source, unit) for buffer, source, unit in receives]
+        deliveries = [(target[0], host[0]) for target, host in zip(receives, received, strict=True)]
+        return _Staged(self._inner.exchange(sent, received), deliveries)
 
     @property
     def host(self) -> Comm:

@@ -60,8 +60,8 @@ class Ring:
         """Begin to send ``block`` to the next rank, and to receive as much from the one before."""
         rank, size = self.comm.rank, self.comm.size
         received = torch.empty_like(block)
-        sends, receives = [(block, (rank + 1) % size)], [(received, (rank - 1) % size)]
-        return _Hop(received, self.comm.exchange(sends, receives, unit=self.unit))
+        sends = [(block, (rank + 1) % size, self.unit)]
+        return _Hop(received, self.comm.exchange(sends, [(received, (rank - 1) % size, self.unit)]))
 
 
 @dataclass(frozen=True)

@@ -62,8 +62,7 @@ def clip_grad_norm(model: nn.Module, max_norm: float) -> Tensor:
     grads = [
         p.grad for p in (*shards, *runtime.ignored.spread_parameters.values()) if p.grad is not None and _is_in(part, p)
     ]
-    with partial.allowed():
-        norm = grad_norm(runtime, part)
+    norm = grad_norm(runtime, part)
     coefficient = torch.clamp(max_norm / (norm + 1e-6), max=1.0)
     for device in {grad.device for grad in grads}:  # some may be on the host
         torch._foreach_mul_([grad for grad in grads if grad.device == device], coefficient.to(device))
@@ -82,6 +81,7 @@ def _is_in(part: Collection[int] | None, parameter: Tensor) -> bool:
     return part is None or id(parameter) in part
 
 
+@partial.allowed()
 def grad_norm(runtime: Runtime, part: Collection[int] | None = None) -> Tensor:
     """The global 2-norm of the gradients on the shards.
 

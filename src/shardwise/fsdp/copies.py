@@ -36,7 +36,8 @@ def sum_over_copies(runtime: Runtime, copies: Mapping[nn.Parameter, Sequence[int
         unit = f"copies of {group.layout.params[mark.index].name}"
         terms = {peer: own if peer == comm.rank else torch.empty_like(own) for peer in ranks}
         peers = [peer for peer in ranks if peer != comm.rank]
-        comm.exchange([(own, peer) for peer in peers], [(terms[peer], peer) for peer in peers], unit=unit).wait()
+        sends, receives = [(own, peer, unit) for peer in peers], [(terms[peer], peer, unit) for peer in peers]
+        comm.exchange(sends, receives).wait()
         total = terms[ranks[0]].clone()
         for peer in ranks[1:]:
             total += terms[peer]

@@ -92,6 +92,7 @@ class Interpreter:
         peak_tapes: The most microbatches, counted once per stage, that were between forward and backward at a time.
         spans: Where it is a list, the begin and the end of every computation are added to it, in seconds of the clock
             ``time.perf_counter``.
+        comm: Along ``pp``.
         compute_dtype: In a dry run, of floating-point activations, where units cast: the trace knows the model's own.
     """
 
@@ -101,7 +102,7 @@ class Interpreter:
         self.peak_tapes = 0
         self.spans: list[tuple[float, float]] | None = None
         self.compute_dtype: torch.dtype | None = None
-        self._comm = comm
+        self.comm = comm
 
     def run(self, job: Job) -> list[Tensor]:
         """One step.
@@ -116,8 +117,8 @@ class Interpreter:
         """
         step = _Step(self, job)
         self.stages.buffers.begin()
-        rank = self._comm.rank
-        early = {} if self._comm.is_in_order else job.schedule.early(rank)
+        rank = self.comm.rank
+        early = {} if self.comm.is_in_order else job.schedule.early(rank)
         for place, action in enumerate(job.schedule.actions[rank]):
             step.post(early.get(place, ()))
             step.do(action)
@@ -127,15 +128,15 @@ class Interpreter:
     def send(self, tensor: Tensor, to: int, unit: str) -> tuple[Handle, Tensor]:
         """Start a send; the tensor must live until it has been waited for."""
         flat = tensor.detach().contiguous().view(-1)
-        return self._comm.send(flat, to=to, unit=unit), flat
+        return self.comm.send(flat, to=to, unit=unit), flat
 
     def receive(self, like: Crossing, source: int, unit: str) -> tuple[Handle, Tensor]:
         """Post a receive."""
         buffer = torch.empty(like.shape, dtype=like.dtype, device=self.stages.device)
-        return self._comm.receive(buffer.view(-1), source=source, unit=unit), buffer
+        return self.comm.receive(buffer.view(-1), source=source, unit=unit), buffer
 
-    def send_header(self, stage: int, made: Sequence[Crossing], to: int) -> tuple[Handle, Tensor]:
-        """Tell the rank of the next stage what ``stage`` will send it."""
+    def header(self, stage: int, made: Sequence[Crossing]) -> Tensor:
+        """What tells the rank of the next stage what ``stage`` will send it."""
         rows = []
         for crossing in made:
             if len(crossing.shape) > _MAX_DIMS:
@@ -143,18 +144,19 @@ class Interpreter:
             shape = [*crossing.shape, *[0] * (_MAX_DIMS - len(crossing.shape))]
             code = _DTYPES.index(dtype_name(crossing.dtype))
             rows.append([code, int(crossing.requires_grad), len(crossing.shape), *shape])
-        header = torch.tensor(rows, dtype=torch.int64, device=self.stages.device)
-        return self.send(header, to, f"shapes of stage {stage}")
+        return torch.tensor(rows, dtype=torch.int64, device=self.stages.device)
 
-    def receive_header(self, boundary: int, count: int, source: int) -> tuple[Crossing, ...]:
-        """Be told what stage ``boundary`` will send: of ``count`` tensors shape and dtype."""
-        like = Crossing((count, 3 + _MAX_DIMS), torch.int64, requires_grad=False)
-        handle, header = self.receive(like, source, f"shapes of stage {boundary}")
-        handle.wait()
-        return tuple(
-            Crossing(tuple(shape[:num_dims]), torch_dtype(_DTYPES[code]), bool(needs_grad))
-            for code, needs_grad, num_dims, *shape in header.tolist()
-        )
+    def empty_header(self, count: int) -> Tensor:
+        """Room for the header of ``count`` tensors."""
+        return torch.empty(count, 3 + _MAX_DIMS, dtype=torch.int64, device=self.stages.device)
+
+
+def read_header(header: Tensor) -> tuple[Crossing, ...]:
+    """The tensors that a header tells of."""
+    return tuple(
+        Crossing(tuple(shape[:num_dims]), torch_dtype(_DTYPES[code]), bool(needs_grad))
+        for code, needs_grad, num_dims, *shape in header.tolist()
+    )
 
 
 class _Step:
@@ -220,8 +222,9 @@ class _Step:
         if self._its.stages.device.type == "meta":  # a dry run: nobody is there to tell
             self._learn(boundary, self._traced(boundary))
         elif self._crossings(boundary) is None:
-            count = len(self._flow.crossing[boundary])
-            self._learn(boundary, self._its.receive_header(boundary, count, peer))
+            header = self._its.empty_header(len(self._flow.crossing[boundary]))
+            self._its.comm.receive(header.view(-1), source=peer, unit=f"shapes of stage {boundary}").wait()
+            self._learn(boundary, read_header(header))
         crossings = self._crossings(boundary)
         self._received[action.stage, action.microbatch] = [
             self._its.receive(crossing, peer, f"activation of stage {boundary}") for crossing in crossings or ()
@@ -285,7 +288,8 @@ class _Step:
         assert action.peer is not None
         if action.stage in self._untold:  # here, where the schedule has a send: a transport may work in order
             self._untold.remove(action.stage)
-            self._sends.append([self._its.send_header(action.stage, self._crossings(action.stage) or (), action.peer)])
+            header = self._its.header(action.stage, self._crossings(action.stage) or ())
+            self._sends.append([self._its.send(header, action.peer, f"shapes of stage {action.stage}")])
         unit = f"activation of stage {action.stage}"
         tape.sends = [self._its.send(output, action.peer, unit) for output in tape.outputs]
         if not torch.is_grad_enabled():

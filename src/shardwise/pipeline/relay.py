@@ -4,16 +4,25 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Callable, Hashable, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
+import torch
 from torch import Tensor
 
-from shardwise.comm.base import Comm, Handle
-from shardwise.pipeline.interpret import Crossing, Interpreter
+from shardwise.comm.base import Comm, Handle, Message
+from shardwise.pipeline.interpret import Crossing, Interpreter, read_header
 from shardwise.pipeline.trace import Flow, Source
 
-#: Activations that may be on their way to the next stage while this rank computes.
-_SENDS_AHEAD = 2
+#: Exchanges whose sends may be under way while this rank computes.
+_AHEAD = 2
+
+
+class Crossed(NamedTuple):
+    """What crosses from ``stage`` to the next for one part of the batch."""
+
+    stage: int
+    part: Hashable
+    flow: Flow
 
 
 class Relay:
@@ -30,7 +39,8 @@ class Relay:
         self._comm = comm
         self._ranks = tuple(ranks)
         self._kept: dict[tuple[int, Hashable], Sequence[Tensor]] = {}  # for a stage of this rank
-        self._sends: deque[list[tuple[Handle, Tensor]]] = deque()
+        self._made: list[tuple[Crossed, Sequence[Tensor]]] = []  # for one of another rank, since the last exchange
+        self._under_way: deque[Handle] = deque()
 
     def run(self, stage: int, part: Hashable, flow: Flow, forward: Callable[[], Any]) -> Any:
         """One forward of a stage.
@@ -43,54 +53,72 @@ class Relay:
 
         Returns:
             Of the last stage what ``forward`` returns.
+        """
+        received: dict[Source, Tensor] = {}
+        if stage:
+            received = dict(zip(flow.crossing[stage - 1], self._kept.pop((stage - 1, part)), strict=True))
+        made = self._its.stages.run(stage, flow, received, forward)
+        if stage == self._its.stages.num_stages - 1:
+            return made
+        if self._ranks[stage + 1] == self._comm.rank:
+            self._kept[stage, part] = made
+        else:
+            self._made.append((Crossed(stage, part, flow), made))
+        return None
+
+    def exchange(self, expected: Sequence[Crossed], sends: Sequence[Message], receives: Sequence[Message]) -> None:
+        """Send what was made since the last call, and receive what comes next.
+
+        Args:
+            expected: What was made for this rank on others since then.
+            sends: Further messages, which go first.
+            receives: Likewise.
 
         Collective:
-            A message from the rank of the stage before, and one to that of the next stage, for each tensor that
-            crosses. The first ones of a flow are preceded by shapes and dtypes.
+            An exchange with the ranks of the stages before and behind: a message for each tensor that crosses. The
+            first ones of a flow are preceded by an exchange of shapes and dtypes.
         """
-        received = self._received(stage, part, flow)
-        made = self._its.stages.run(stage, flow, received, forward)
-        if stage < self._its.stages.num_stages - 1:
-            self._hand_on(stage, part, flow, made)
-            return None
-        return made
+        expected = [each for each in expected if self._ranks[each.stage] != self._comm.rank]
+        self._tell(expected)
+        made, self._made = self._made, []
+        sends, receives = list(sends), list(receives)
+        for (stage, _, _), tensors in made:
+            to, unit = self._ranks[stage + 1], f"activation of stage {stage}"
+            sends += [(tensor.detach().contiguous().view(-1), to, unit) for tensor in tensors]
+        for stage, part, flow in expected:
+            shapes = flow.learned[stage]
+            buffers = [torch.empty(s.shape, dtype=s.dtype, device=self._its.stages.device) for s in shapes]
+            self._kept[stage, part] = buffers
+            unit = f"activation of stage {stage}"
+            receives += [(buffer.view(-1), self._ranks[stage], unit) for buffer in buffers]
+        if not sends and not receives:
+            return
+        handle = self._comm.exchange(sends, receives)
+        handle.arrived()
+        self._under_way.append(handle)
+        while len(self._under_way) > _AHEAD:
+            self._under_way.popleft().wait()
 
     def finish(self) -> None:
         """Wait until everything has been received."""
-        while self._sends:
-            self._wait_for_oldest()
+        assert not self._made
+        while self._under_way:
+            self._under_way.popleft().wait()
 
-    def _received(self, stage: int, part: Hashable, flow: Flow) -> dict[Source, Tensor]:
-        if stage == 0:
-            return {}
-        boundary, source = stage - 1, self._ranks[stage - 1]
-        crossing = flow.crossing[boundary]
-        if source == self._comm.rank:
-            return dict(zip(crossing, self._kept.pop((boundary, part)), strict=True))
-        shapes = flow.learned.get(boundary)
-        if shapes is None:
-            shapes = self._its.receive_header(boundary, len(crossing), source)
-            flow.learned[boundary] = shapes
-        posted = [self._its.receive(shape, source, f"activation of stage {boundary}") for shape in shapes]
-        for handle, _ in posted:
-            handle.wait()
-        return dict(zip(crossing, (buffer for _, buffer in posted), strict=True))
-
-    def _hand_on(self, stage: int, part: Hashable, flow: Flow, made: Sequence[Tensor]) -> None:
-        target = self._ranks[stage + 1]
-        if target == self._comm.rank:
-            self._kept[stage, part] = made
-            return
-        sends = []
-        if stage not in flow.learned:
-            shapes = tuple(Crossing(tuple(tensor.shape), tensor.dtype, requires_grad=False) for tensor in made)
-            flow.learned[stage] = shapes
-            sends.append(self._its.send_header(stage, shapes, target))
-        sends += [self._its.send(tensor, target, f"activation of stage {stage}") for tensor in made]
-        self._sends.append(sends)
-        if len(self._sends) > _SENDS_AHEAD:
-            self._wait_for_oldest()
-
-    def _wait_for_oldest(self) -> None:
-        for handle, _ in self._sends.popleft():
-            handle.wait()
+    def _tell(self, expected: Sequence[Crossed]) -> None:
+        """Shapes and dtypes of what crosses for the first time."""
+        sends, receives, headers = [], [], []
+        for (stage, _, flow), tensors in self._made:
+            if stage not in flow.learned:
+                flow.learned[stage] = tuple(Crossing(tuple(t.shape), t.dtype, requires_grad=False) for t in tensors)
+                header = self._its.header(stage, flow.learned[stage])
+                sends.append((header.view(-1), self._ranks[stage + 1], f"shapes of stage {stage}"))
+        for stage, _, flow in expected:
+            if stage not in flow.learned:
+                header = self._its.empty_header(len(flow.crossing[stage]))
+                headers.append((stage, flow, header))
+                receives.append((header.view(-1), self._ranks[stage], f"shapes of stage {stage}"))
+        if sends or receives:
+            self._comm.exchange(sends, receives).wait()
+        for stage, flow, header in headers:
+            flow.learned[stage] = read_header(header)

@@ -7,6 +7,7 @@ ranks divide the rows between them, or have prompts of their own, as many as the
 from __future__ import annotations
 
 import hashlib
+import itertools
 import json
 from collections.abc import Collection, Iterator, Sequence
 from contextlib import nullcontext
@@ -24,7 +25,7 @@ from shardwise.recipe.pipelined import pipelined_of
 from shardwise.recipe.sampling import Sampling
 from shardwise.recipe.shares import Shares
 from shardwise.spec.errors import ConfigError, RankDisagreement, ShardwiseError, StateError
-from shardwise.spec.schedule.decode import Turn, turns
+from shardwise.spec.schedule.decode import Turn, slots
 
 Prompts = Tensor | Sequence[Sequence[int]]
 
@@ -232,44 +233,67 @@ class _Columns:
 
     def run(self, num_steps: int) -> Iterator[list[int | None]]:
         """The columns."""
-        parts, runner, step = self._parts, self._runner, 0
-        order = turns(runner.stages, runner.num_stages, len(parts), num_steps)
+        parts, runner = self._parts, self._runner
+        rest = slots(runner.stages, runner.num_stages, len(parts), num_steps)
+        slot: tuple[Turn, ...] = ()
         try:
-            for step, index, stage in order:
-                if step and stage == runner.stages[0]:
-                    self._take(parts[index])
-                    if index == len(parts) - 1:
-                        yield self._whole_column()
-                        if all(part.is_over for part in parts):
-                            runner.finish()
-                            return
-                self._compute(index, stage)
+            for slot in rest:
+                # A part's tokens say whether it goes on. The first stage receives them in this slot; other ranks have
+                # them, and need to know before they receive the part's activations.
+                if runner.stages[0] == 0:
+                    self._exchange(slot)
+                for column in self._begin(slot):
+                    yield column
+                    if all(part.is_over for part in parts):
+                        runner.finish()
+                        return
+                if runner.stages[0] != 0:
+                    self._exchange(slot)
+                self._compute(slot)
         except GeneratorExit:  # on every rank alike
-            self._abandon(order, step)
+            self._abandon(slot, rest)
             raise
         for part in parts:
             self._take(part, is_last=True)
         runner.finish()
         yield self._whole_column()
 
-    def _abandon(self, order: Iterator[Turn], step: int) -> None:
-        """Nobody takes more tokens, but all parts except the last are under way in ``step``: go through with them."""
-        for each, index, stage in order:
-            if each == step and index < len(self._parts) - 1:
-                self._compute(index, stage)
+    def _begin(self, slot: Sequence[Turn]) -> Iterator[list[int | None]]:
+        """Take the tokens of a part that begins its next step; the column that is then complete."""
+        for step, index, stage in slot:
+            if step and stage == self._runner.stages[0]:
+                self._take(self._parts[index])
+                if index == len(self._parts) - 1:
+                    yield self._whole_column()
+
+    def _abandon(self, slot: tuple[Turn, ...], rest: Iterator[tuple[Turn, ...]]) -> None:
+        """Nobody takes more tokens, but all parts except the last are under way in the step that has begun: finish it.
+
+        Args:
+            slot: Where it was found, before its computations.
+            rest: What comes behind.
+        """
+        first, last = self._runner.stages[0], len(self._parts) - 1
+        step = next(turn.step for turn in slot if turn.stage == first)
+        for each in itertools.chain([slot], rest):
+            under_way = [turn for turn in each if turn.step == step and turn.part < last]
+            if each is not slot or first:
+                self._exchange(under_way)
+            self._compute(under_way)
         for part in self._parts[:-1]:
             if not part.is_over:
                 self._runner.take(part)
         self._runner.finish()
 
-    def _compute(self, index: int, stage: int) -> None:
-        part, runner = self._parts[index], self._runner
-        if part.is_over:
-            return
-        if stage == runner.num_stages:
-            runner.expect(part)
-        else:
-            runner.compute(part, stage)
+    def _exchange(self, turns: Sequence[Turn]) -> None:
+        parts = self._parts
+        self._runner.exchange([(parts[turn.part], turn.stage) for turn in turns if not parts[turn.part].is_over])
+
+    def _compute(self, turns: Sequence[Turn]) -> None:
+        for _, index, stage in turns:
+            part = self._parts[index]
+            if not part.is_over and stage < self._runner.num_stages:
+                self._runner.compute(part, stage)
 
     def _take(self, part: Part, *, is_last: bool = False) -> None:
         """Put the newest tokens of a part into the column, and see whether it goes on."""

@@ -17,9 +17,9 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
-from shardwise.comm.base import Comm, Done, Handle
+from shardwise.comm.base import Comm
 from shardwise.pipeline.interpret import Interpreter
-from shardwise.pipeline.relay import Relay
+from shardwise.pipeline.relay import Crossed, Relay
 from shardwise.recipe.decoder import Decoder, MakeDecoder
 from shardwise.recipe.sampling import Draws, Sampling
 
@@ -95,8 +95,12 @@ class Runner(ABC):
     def compute(self, part: Part, stage: int) -> None:
         """Take the part's new tokens through a stage of this rank."""
 
-    def expect(self, part: Part) -> None:  # noqa: B027 - not every runner receives
-        """The part's tokens have been chosen on some rank."""
+    def exchange(self, turns: Sequence[tuple[Part, int]]) -> None:  # noqa: B027 - not every runner communicates
+        """Before the next turns of this rank: send what was made since the last ones, and receive what these take.
+
+        Args:
+            turns: Parts and stages; behind the last stage a part's tokens arrive.
+        """
 
     @abstractmethod
     def take(self, part: Part) -> list[int]:
@@ -146,7 +150,6 @@ class Staged(Runner):
         self._model, self._comm = model, comm
         self._relay = Relay(interpreter, comm, ranks)
         self._last_rank = ranks[-1]
-        self._receives_tokens_only = comm.rank != ranks[-1] and len(ranks) == comm.size  # from that rank
         self.num_stages = len(ranks)
         self.stages = tuple(stage for stage, rank in enumerate(ranks) if rank == comm.rank)
         layers = {stage: _layers(interpreter, stage) for stage in self.stages}
@@ -159,61 +162,55 @@ class Staged(Runner):
                 batch = {"new tokens": ids, "is padded": any(part.padding)}
                 _, self._flows[part.index, is_first] = interpreter.stages.flow(batch, call)
         self._has_begun: set[tuple[int, int]] = set()
-        self._tokens: dict[int, tuple[Handle, Tensor]] = {}
-        self._sends: list[tuple[Handle, Tensor]] = []
+        self._tokens: dict[int, Tensor] = {}
+        self._chosen: list[Tensor] = []  # since the last exchange
 
-    def compute(self, part: Part, stage: int) -> None:
-        """As :meth:`Runner.compute`.
+    def exchange(self, turns: Sequence[tuple[Part, int]]) -> None:
+        """As :meth:`Runner.exchange`.
 
         Collective:
-            As :meth:`Relay.run`; behind the last stage a message of eight bytes per row to every other rank.
+            As :meth:`Relay.exchange`; from the rank of the last stage also a message of eight bytes per row to every
+            other rank.
         """
+        others = [rank for rank in range(self._comm.size) if rank != self._last_rank]
+        sends = [(tokens_B, rank, "tokens") for tokens_B in self._chosen for rank in others]
+        self._chosen = []
+        receives, expected = [], []
+        for part, stage in turns:
+            if stage == self.num_stages and self._comm.rank != self._last_rank:
+                buffer = torch.empty(part.new_BT.shape[0], dtype=torch.int64, device=part.new_BT.device)
+                self._tokens[part.index] = buffer
+                receives.append((buffer, self._last_rank, "tokens"))
+            elif 0 < stage < self.num_stages:
+                expected.append(Crossed(stage - 1, part.index, self._flow(part, stage)))
+        self._relay.exchange(expected, sends, receives)
+
+    def compute(self, part: Part, stage: int) -> None:
+        """As :meth:`Runner.compute`."""
         place = part.index, stage
-        flow = self._flows[part.index, place not in self._has_begun]
+        flow = self._flow(part, stage)
         self._has_begun.add(place)
         decoder = self._decoders[place]
         with torch.no_grad(), _uncompiled():
             forward = partial(decoder.call, self._model, part.new_BT)
             output = self._relay.run(stage, part.index, flow, forward)
             if stage == self.num_stages - 1:
-                self._send(part, part.choose(decoder.logits(output)))
-        if self._receives_tokens_only:
-            self._receive(part)  # posted early: the tokens come at once
-
-    def expect(self, part: Part) -> None:
-        """As :meth:`Runner.expect`."""
-        if self._comm.rank != self._last_rank and not self._receives_tokens_only:
-            self._receive(part)
+                self._tokens[part.index] = part.choose(decoder.logits(output))
+                self._chosen.append(self._tokens[part.index])
 
     def take(self, part: Part) -> list[int]:
         """As :meth:`Runner.take`."""
-        handle, tokens_B = self._tokens.pop(part.index)
-        handle.wait()
+        tokens_B = self._tokens.pop(part.index)
         part.new_BT = tokens_B[:, None]
         return tokens_B.tolist()
 
     def finish(self) -> None:
         """As :meth:`Runner.finish`."""
         self._relay.finish()
-        self._wait_for_sends(0)
 
-    def _receive(self, part: Part) -> None:
-        buffer = torch.empty(part.new_BT.shape[0], dtype=torch.int64, device=part.new_BT.device)
-        self._tokens[part.index] = self._comm.expect(buffer, source=self._last_rank, unit="tokens"), buffer
-
-    def _send(self, part: Part, tokens_B: Tensor) -> None:
-        handles = [
-            (self._comm.send(tokens_B, to=rank, unit="tokens"), tokens_B)
-            for rank in range(self._comm.size)
-            if rank != self._last_rank
-        ]
-        self._tokens[part.index] = Done(), tokens_B
-        self._sends += handles
-        self._wait_for_sends(2 * len(handles))
-
-    def _wait_for_sends(self, but: int) -> None:
-        while len(self._sends) > but:
-            self._sends.pop(0)[0].wait()
+    def _flow(self, part: Part, stage: int) -> Any:
+        """What goes from stage to stage in the part's next forward of a stage."""
+        return self._flows[part.index, (part.index, stage) not in self._has_begun]
 
 
 def _trace(make_decoder: MakeDecoder, model: nn.Module, batch: Any) -> Any:

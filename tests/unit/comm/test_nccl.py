@@ -51,7 +51,7 @@ COLLECTIVES = {
     "scatter": lambda comm, a, b: comm.scatter(a, b[:2], root=0, unit="u"),
     "send": lambda comm, a, _: comm.send(a, to=1, unit="u"),
     "receive": lambda comm, a, _: comm.receive(a, source=1, unit="u"),
-    "exchange": lambda comm, a, b: comm.exchange([(a, 1)], [(b, 1)], unit="u"),
+    "exchange": lambda comm, a, b: comm.exchange([(a, 1, "u")], [(b, 1, "u")]),
 }
 
 
@@ -130,7 +130,7 @@ def test_what_ranks_compare_is_the_same_on_both_ends_of_a_message_and_where_part
     """Rank 0 of two: messages are numbered by their way, and collectives by the elements of the whole."""
     comm.send(new(), to=1, unit="u")
     comm.receive(new(), source=1, unit="u")
-    comm.exchange([(new(), 1)], [(new(), 1)], unit="v")
+    comm.exchange([(new(), 1, "v")], [(new(), 1, "v")])
     comm.gather(new()[:1], new(), root=0, unit="w", cuts=(0, 1, NUMEL))
     comm.all_to_all(new(), new(), unit="x", cuts=(0, 1, NUMEL), out_cuts=(0, 3, NUMEL))
     rows = [(each.channel, each.sequence, each.kind, each.unit, each.numel) for each in list(progress.history)[-6:]]

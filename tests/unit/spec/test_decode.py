@@ -2,13 +2,19 @@
 
 from __future__ import annotations
 
+import itertools
 from collections import defaultdict
 
 from hypothesis import given
 from hypothesis import strategies as st
 
 from shardwise.spec.schedule.action import folded_ranks, looped_ranks
-from shardwise.spec.schedule.decode import Turn, divide, turns
+from shardwise.spec.schedule.decode import Turn, divide, slots
+
+
+def turns(*args):
+    return itertools.chain.from_iterable(slots(*args))
+
 
 PLACES = st.one_of(
     st.builds(looped_ranks, st.integers(1, 4), st.integers(1, 3)), st.builds(folded_ranks, st.integers(1, 4))
