@@ -63,6 +63,8 @@ class Inner(nn.Module):
             return out
         if node.gives == "through":
             return out, x if side is None else side
+        if node.gives in ("weight", "view"):
+            return out, self.down.weight if node.gives == "weight" else self.up.bias[1:]
         other = torch.sin(h).mean(-1)
         return (out, other) if node.gives == "side" else {"out": out, "more": [other]}
 
@@ -89,9 +91,13 @@ def unpack(out: Any) -> tuple[Tensor, Tensor | None, list[Tensor]]:
 
 def call(block: Inner, x: Tensor, side: Tensor | None) -> Any:
     how = block.node.recompute
-    if how == "reentrant" and block.node.gives == "mapping":
-        how = "plain"  # torch's reentrant one cuts off what is not a tuple of tensors
+    if how == "reentrant" and (block.node.gives == "mapping" or _gives_parameters(block)):
+        how = "plain"  # torch's reentrant one cuts off what is not a tuple of tensors, and ties itself to parameters
     return _recomputed(block, how, x, side)
+
+
+def _gives_parameters(module: nn.Module) -> bool:
+    return any(isinstance(each, Inner) and each.node.gives in ("weight", "view") for each in module.modules())
 
 
 def _recomputed(fn: Any, how: str, *args: Any) -> Any:
@@ -137,6 +143,7 @@ class Model(nn.Module):
             x, sides = self._run(chosen, x, None)
         else:
             start, stop, how = segment
+            how = "plain" if _gives_parameters(self) else how
             x, sides = self._run(chosen[:start], x, None)
             held = sides[-1] if sides else None
             x, *more = _recomputed(lambda a, b: _flat(self._run(chosen[start:stop], a, b)), how, x, held)

@@ -20,7 +20,8 @@ class Node:
     Attributes:
         wide: Width inside.
         gives: What forward returns: ``plain`` a tensor, ``side`` a tuple with a second value, ``mapping`` a dict with a
-            list in it, ``through`` a tuple with its second input unchanged.
+            list in it, ``through`` a tuple with its second input unchanged, ``weight`` a tuple with one of its
+            parameters, ``view`` with a part of one.
         takes_side: It computes with the newest second value of a block before.
         recompute: How the caller recomputes it: ``no``, ``reentrant`` or ``plain`` (not reentrant).
         inside: The same of a part of its forward.
@@ -188,7 +189,7 @@ def _node(draw: random.Random, wide: int | None, recompute: str, *, skips_alone:
     skips = draw.choice([2, 3]) if depth == 0 and chance(0.15) else 0
     return Node(
         wide=wide or draw.choice([4, 9, 12, 20, 33]),
-        gives=draw.choice(["plain"] * 4 + ["side", "side", "mapping", "through"]),
+        gives=draw.choice(["plain"] * 4 + ["side", "side", "mapping", "through", draw.choice(["weight", "view"])]),
         takes_side=chance(0.3),
         recompute=recompute if recompute != "no" else draw.choice(["no"] * 7 + ["reentrant", "plain", "plain"]),
         inside=draw.choice(["no"] * 9 + ["reentrant", "plain"]),

@@ -167,14 +167,14 @@ def search(programs: Iterable[Program], *, batch: int = 20, judges: bool = True)
     for program in programs:
         waiting.setdefault(program.world, []).append(program)
     for world, found in waiting.items():
-        start = 0
-        while start < len(found):
-            failed = _first_failure(found[start : start + batch], world)
+        done = 0
+        while done < len(found):
+            failed = _first_failure(found[done : done + batch], world)
             if failed is None:
-                start += batch
+                done += batch
                 continue
             index, failure = failed
-            start += index + 1
+            done += index + 1
             if judges:
                 failure.judgement = judgement(failure.program)
             yield failure

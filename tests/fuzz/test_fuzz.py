@@ -48,6 +48,12 @@ FOUND = {
             steps=((Op(), Op("backward", loss="first")), (Op(), Op("backward", loss="side"))),
         ),
     ),
+    # The slot is another unit's by the time that the value is used. Under ddp no ticket told that there was a backward.
+    "a unit returns its parameter": (
+        Program(nodes=(Node(gives="weight"), *(Node(),) * 4), steps=((Op(), Op("backward", loss="both")),)),
+        Program(strategy="ddp", nodes=(Node(gives="weight"),), steps=((Op(), Op("backward", loss="first")),)),
+        Program(nodes=(Node(gives="view"), *(Node(),) * 4), steps=((Op(), Op("backward", loss="side")),)),
+    ),
 }
 
 

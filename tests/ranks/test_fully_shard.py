@@ -410,3 +410,22 @@ def reshard_choices():
 
 def test_parameters_are_gathered_again_in_backward_only_where_they_were_released():
     run_on_ranks(reshard_choices, 2)
+
+
+def offload_where_there_is_nothing():
+    def build():
+        torch.manual_seed(2)
+        model = nn.Sequential(*(Block() for _ in range(3)))
+        model.empty = nn.Parameter(torch.zeros(0))
+        return model
+
+    def shard(model):
+        for block in model:
+            sw.fully_shard(block, offload_policy="cpu")
+        return sw.fully_shard(model, offload_policy="cpu")
+
+    compare(build, plain_loss, parallelize=shard)
+
+
+def test_a_unit_that_owns_no_elements_can_be_told_to_offload():
+    run_on_ranks(offload_where_there_is_nothing, 2)

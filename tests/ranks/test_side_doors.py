@@ -214,3 +214,60 @@ def test_a_submodule_called_outside_its_units_forward_is_refused_with_name_and_s
     assert zero1.startswith(f"{start}is a shard [1, ")
     assert zero3.startswith(f"{start}is a shard [1, ")
     assert "Call 'blocks.2' or the model" in zero3
+
+
+class GivesWeight(nn.Module):
+    """An embedding that returns its weight too, for a head that is tied by hand, or a part of it."""
+
+    def __init__(self, is_view: bool, is_named: bool) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.randn(11, 8))
+        self.is_view, self.is_named = is_view, is_named
+
+    def forward(self, ids: Tensor) -> tuple[Tensor, Tensor] | dict[str, list[Tensor]]:
+        x, weight = F.embedding(ids, self.weight), self.weight[1:] if self.is_view else self.weight
+        return {"both": [x, weight]} if self.is_named else (x, weight)
+
+
+class TiedByHand(nn.Module):
+    def __init__(self, is_view: bool, is_named: bool) -> None:
+        super().__init__()
+        torch.manual_seed(4)
+        self.embedding = GivesWeight(is_view, is_named)
+        self.blocks = nn.ModuleList(Block() for _ in range(5))
+
+    def forward(self, ids: Tensor) -> Tensor:
+        given = self.embedding(ids)
+        x, weight = given["both"] if isinstance(given, dict) else given
+        for block in self.blocks:
+            x = block(x)
+        return x @ weight.T
+
+
+def predict(model, rank, step):
+    ids = torch.arange(12).view(3, 4).add(rank + step) % 10
+    with torch.no_grad():
+        before = model(ids)
+    loss = F.cross_entropy(model(ids).flatten(0, 1), ids.flatten())
+    loss.backward()
+    yield before, loss
+
+
+def tie_by_hand(is_view):
+    units = sw.wrap_by_class({GivesWeight, Block})
+    for strategy in presets():
+        for is_named in (False, True):
+            compare(lambda flag=is_named: TiedByHand(is_view, flag), predict, strategy, auto_wrap_policy=units)
+    compare(lambda: TiedByHand(is_view, is_named=False), predict, parallelize=shard_each)
+
+
+def shard_each(model):
+    for module in (model.embedding, *model.blocks):
+        sw.fully_shard(module)
+    return sw.fully_shard(model)
+
+
+@pytest.mark.parametrize("is_view", [False, True])
+@WORLDS
+def test_a_unit_may_return_its_parameter_or_a_view_of_it(world, is_view):
+    run_on_ranks(tie_by_hand, world, is_view)

@@ -173,9 +173,9 @@ def _comms_for(
 
 
 def _unit_offload(given: OffloadPolicy | str, owned: Sequence[build.OwnedParameter]) -> OffloadPolicy | None:
-    """What ``fully_shard(offload_policy=...)`` means for one unit."""
+    """What ``fully_shard(offload_policy=...)`` means for one unit; ``None`` where it owns no elements."""
     policy = parse_offload(given)
-    if policy is None:
+    if policy is None or not any(entry.parameter.numel() for entry in owned):
         return None
     if policy.ratio != 1:
         raise PlanError(

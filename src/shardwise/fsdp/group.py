@@ -18,7 +18,7 @@ from torch import Tensor, nn
 
 from shardwise.comm.axes import Comms
 from shardwise.comm.base import Comm, Done, Handle
-from shardwise.fsdp import quantize
+from shardwise.fsdp import quantize, torch_private
 from shardwise.fsdp.gradient import Gradient
 from shardwise.fsdp.inner import InnerShard
 from shardwise.fsdp.offload import Transfers, host_zeros
@@ -45,6 +45,7 @@ class Group:
         row: Placements in force (a frozen group of a replicated row is held whole on every rank).
         shards: The original Parameter objects.
         fulls: Their stand-ins in the gathered buffer.
+        gathered_in: Identity of the gathered buffer's storage.
         master: This rank's flat slice of the parameters; the whole of them where the optimizer is replicated.
         held_as: Form in which the master is held (``spec.quantize``); ``None``: its own dtype.
         sent_as: Form in which they are gathered; ``None``: the compute dtype.
@@ -288,6 +289,7 @@ class Group:
         self._own = self.gathered[self.layout.slice_of(self.rank)] if self.row.shards_optimizer else self.gathered
         self._is_copied = (self.row.shards_parameters or self.is_apart) and not self.is_alone
         storage = self.gathered.untyped_storage()
+        self.gathered_in = torch_private.storage_identity(self.gathered)
         is_new = not self.fulls
         for index, (spec, offset) in enumerate(zip(self.layout.params, self.layout.offsets, strict=True)):
             # set_ gives a version counter of its own: refilling the slot does not trip autograd's check.

@@ -19,6 +19,7 @@ import torch
 from torch import nn
 
 from shardwise.fsdp import torch_private
+from shardwise.fsdp.hooks import without_slots
 from shardwise.spec.errors import StateError
 from shardwise.spec.uncopyable import Uncopyable
 
@@ -133,9 +134,11 @@ class _EntryGuard(Uncopyable):
             return
         runtime.before_forward(unit, unit.members[0], self._path)
 
-        def leave(_module: nn.Module, _args: object, output: object) -> None:
+        def leave(_module: nn.Module, _args: object, output: object) -> object:
             handle.remove()
+            output = without_slots(unit, output)
             runtime.after_forward(unit, unit.members[0], output)
+            return output
 
         handle = module.register_forward_hook(leave, always_call=True)
 

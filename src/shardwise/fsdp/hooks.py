@@ -11,9 +11,11 @@ from dataclasses import fields, is_dataclass
 from types import ModuleType
 from typing import TYPE_CHECKING
 
+import torch
 from torch import Tensor, nn
 
 from shardwise.fsdp import torch_private
+from shardwise.fsdp.precision import replace_tensors
 from shardwise.spec.errors import StateError
 from shardwise.spec.uncopyable import Uncopyable
 
@@ -98,11 +100,30 @@ class BeforeForward(Uncopyable):
 class AfterForward(BeforeForward):
     """Forward hook of a unit's module."""
 
-    def __call__(self, _module: nn.Module, _args: object, output: object = None) -> None:
-        """The module has run."""
+    def __call__(self, _module: nn.Module, _args: object, output: object = None) -> object:
+        """The module has run. Returns what it is to return instead of ``output``."""
         runtime, unit, member = self._runtime(), self._unit(), self._member()
         if runtime is not None and unit is not None and member is not None:
+            output = without_slots(unit, output)
             runtime.after_forward(unit, member, output)
+        return output
+
+
+def without_slots(unit: Unit, output: object) -> object:
+    """``output`` of a call of ``unit`` with copies of the unit's own parameters, and of views of them.
+
+    They lie in a slot, which other units use as soon as this one is released. Where parameters are replicated they stay
+    where they are; a parameter itself becomes a view, on which a ticket can be put.
+    """
+    uses_slot = {group.gathered_in: group.uses_slot for group in unit.groups}
+
+    def change(tensor: Tensor) -> Tensor:
+        is_in_slot = uses_slot.get(torch_private.storage_identity(tensor)) if tensor.layout is torch.strided else None
+        if is_in_slot:
+            return tensor.clone()
+        return tensor.view_as(tensor) if is_in_slot is not None and tensor.is_leaf else tensor
+
+    return replace_tensors(output, change) if uses_slot else output
 
 
 def eager_hook(

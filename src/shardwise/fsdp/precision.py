@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import copy as copying
 import dataclasses
-from collections.abc import Collection, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -165,28 +165,37 @@ def install_casts(module: nn.Module, policy: PrecisionPolicy, *, casts_output: b
 
 def cast_floating(value: Any, dtype: torch.dtype) -> Any:
     """Cast every floating-point tensor in a value of any common shape; what holds none is returned as it is."""
+
+    def cast(tensor: Tensor) -> Tensor:
+        return tensor.to(dtype) if tensor.is_floating_point() and tensor.dtype is not dtype else tensor
+
+    return replace_tensors(value, cast)
+
+
+def replace_tensors(value: Any, change: Callable[[Tensor], Tensor]) -> Any:
+    """``value``, of any common shape, with ``change(tensor)`` for every tensor in it; itself where none is changed."""
     if isinstance(value, Tensor):
-        return value.to(dtype) if value.is_floating_point() and value.dtype is not dtype else value
+        return change(value)
     if isinstance(value, (tuple, list)):
-        return _cast_sequence(value, dtype)
+        return _replace_in_sequence(value, change)
     if isinstance(value, Mapping):
-        return _cast_mapping(value, dtype)
+        return _replace_in_mapping(value, change)
     if dataclasses.is_dataclass(value) and not isinstance(value, type):
         held = {field.name: getattr(value, field.name) for field in dataclasses.fields(value) if field.init}
-        changed = _changed(held, dtype)
+        changed = _changed(held, change)
         return dataclasses.replace(value, **changed) if changed else value
     return value
 
 
-def _cast_sequence(value: tuple[Any, ...] | list[Any], dtype: torch.dtype) -> Any:
-    items = [cast_floating(item, dtype) for item in value]
+def _replace_in_sequence(value: tuple[Any, ...] | list[Any], change: Callable[[Tensor], Tensor]) -> Any:
+    items = [replace_tensors(item, change) for item in value]
     if all(new is old for new, old in zip(items, value, strict=True)):
         return value
     return type(value)(*items) if hasattr(value, "_fields") else type(value)(items)
 
 
-def _cast_mapping(value: Mapping[str, Any], dtype: torch.dtype) -> Any:
-    changed = _changed(value, dtype)
+def _replace_in_mapping(value: Mapping[str, Any], change: Callable[[Tensor], Tensor]) -> Any:
+    changed = _changed(value, change)
     if not changed:
         return value
     copy: Any = copying.copy(value)  # transformers' ModelOutput keeps items and attributes alike when items are set
@@ -195,5 +204,5 @@ def _cast_mapping(value: Mapping[str, Any], dtype: torch.dtype) -> Any:
     return copy
 
 
-def _changed(value: Mapping[str, Any], dtype: torch.dtype) -> dict[str, Any]:
-    return {key: new for key, item in value.items() if (new := cast_floating(item, dtype)) is not item}
+def _changed(value: Mapping[str, Any], change: Callable[[Tensor], Tensor]) -> dict[str, Any]:
+    return {key: new for key, item in value.items() if (new := replace_tensors(item, change)) is not item}
