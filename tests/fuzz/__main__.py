@@ -15,9 +15,13 @@ def main() -> int:
     parser.add_argument("count", type=int, nargs="?", default=200, help="how many seeds (default: 200)")
     parser.add_argument("--world", type=int, default=None, help="number of ranks (default: as the seed says)")
     parser.add_argument("--shrink", action="store_true", help="cut down what fails")
+    parser.add_argument("--may-differ", action="store_true", help="ranks may leave out different blocks")
     given = parser.parse_args()
     failures = []
-    for failure in search(generate(seed, given.world) for seed in range(given.first, given.first + given.count)):
+    for failure in search(
+        generate(seed, given.world, may_differ=given.may_differ)
+        for seed in range(given.first, given.first + given.count)
+    ):
         failures.append(failure)
         print(f"seed {failure.program.seed}: {failure.message}\n  FSDP2: {failure.judgement}", flush=True)
         if given.shrink:

@@ -137,8 +137,8 @@ def _text(value: Any) -> str:
 # -- from a seed
 
 
-def generate(seed: int, world: int | None = None) -> Program:
-    """The program of a seed."""
+def generate(seed: int, world: int | None = None, *, may_differ: bool = False) -> Program:
+    """The program of a seed; ``may_differ``: ranks may leave out different blocks, which the engine may refuse."""
     draw = random.Random(seed)
     chance = lambda p: draw.random() < p  # noqa: E731
     route = draw.choice(["parallelize"] * 4 + ["fully_shard"])
@@ -148,7 +148,7 @@ def generate(seed: int, world: int | None = None) -> Program:
     alike = chance(0.5)  # blocks of one size share slots
     wide = draw.choice([6, 12, 20])
     recompute_all = draw.choice(["no"] * 5 + ["reentrant", "plain"])
-    skips_alone = route == "parallelize" and chance(0.15)
+    skips_alone = chance(0.15) and route == "parallelize" and may_differ
     nodes = tuple(
         _node(draw, wide if alike else None, recompute_all, skips_alone=skips_alone) for _ in range(draw.randint(2, 7))
     )
