@@ -79,7 +79,10 @@ def attach_tickets(runtime: Runtime, unit: Unit, output: object, since: int, *, 
             continue
         if call is None:
             call = Call(runtime, unit, is_counted=is_counted)
-        torch_private.hook_first(tensor, call)
+        if tensor._backward_hooks:  # noqa: SLF001 - of a unit inside, or the user's
+            torch_private.hook_first(tensor, call)
+        else:
+            tensor.register_hook(call)
 
 
 class BeforeForward(Uncopyable):
@@ -104,7 +107,9 @@ class AfterForward(BeforeForward):
         """The module has run. Returns what it is to return instead of ``output``."""
         runtime, unit, member = self._runtime(), self._unit(), self._member()
         if runtime is not None and unit is not None and member is not None:
-            output = without_slots(unit, output)
+            # As a rule it is one computed tensor: no parameter, which is a leaf, and no view, which has a base.
+            if not isinstance(output, Tensor) or output.grad_fn is None or output._base is not None:  # noqa: SLF001
+                output = without_slots(unit, output)
             runtime.after_forward(unit, member, output)
         return output
 
