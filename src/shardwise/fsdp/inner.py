@@ -13,7 +13,6 @@ from __future__ import annotations
 
 import itertools
 
-import torch
 from torch import Tensor
 
 from shardwise.comm.base import Comm, Handle
@@ -39,7 +38,7 @@ class InnerShard:
         cuts = layout.inner_cuts(comm.size)
         self._range = slice(cuts[comm.rank], cuts[comm.rank + 1])
         self._uneven_cuts = cuts if len({stop - start for start, stop in itertools.pairwise(cuts)}) > 1 else None
-        self.buffer = torch.zeros_like(gathered[self._range])
+        self.buffer = gathered.new_zeros(cuts[comm.rank + 1] - cuts[comm.rank])  # gathered may have no memory now
 
     def keep(self, gathered: Tensor, epoch: int) -> None:
         """Copy this rank's slice out of the gathered buffer, which is about to be released."""
