@@ -8,7 +8,9 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 import shardwise as sw
+from shardwise.comm.base import Handle
 from shardwise.fsdp.attach import runtime_of
+from shardwise.fsdp.offload import Transfers
 from shardwise.fsdp.summary import predict
 from shardwise.testing import run_on_ranks
 from tests.parity import models
@@ -259,3 +261,47 @@ def refuse_both():
 
 def test_updates_inside_backward_are_refused():
     run_on_ranks(refuse_both, 1)
+
+
+def send_late(transfers: Transfers, copies: list[tuple[Tensor, Tensor]]) -> None:
+    """Copies to the host are there when the host has waited, and not before, as on CUDA."""
+
+    class Waited(Handle):
+        def __init__(self, source: Tensor, target: Tensor, after: Handle) -> None:
+            self._source, self._target, self._after = source, target, after
+
+        def wait(self) -> None:
+            self._after.wait()
+            copies.append((self._source.clone(), self._target))
+
+    def synchronise() -> None:
+        for source, target in copies:
+            target.copy_(source)
+        copies.clear()
+
+    transfers.send = lambda source, target, after, _pool: Waited(source, target, after)  # type: ignore[method-assign]
+    transfers.synchronise = synchronise  # type: ignore[method-assign]
+
+
+def reduce_twice():
+    """Each rank has gradients of the parameter that the other owns; a later reduction adds to an earlier one."""
+    rank = dist.get_rank()
+    module = nn.Module()
+    module.first, module.second = (nn.Parameter(torch.ones(64)) for _ in range(2))
+    model = sw.parallelize(module, sw.ParallelPlan(offload_policy="cpu"))
+    runtime = runtime_of(model, "test")
+    (group,) = runtime.groups
+    send_late(runtime.transfers, [])
+    for _ in range(2):
+        group.fulls[1 - rank].grad = torch.ones(64)
+        group.gradient.collect(runtime.gradients)
+        group.gradient.reduce(runtime.gradients).wait()
+        group.gradient.finish(runtime.gradients)
+    runtime.drain()
+    grad = group.shards[rank].grad
+    assert grad is not None
+    assert grad.flatten().tolist() == [1.0] * 64  # twice the mean over two ranks
+
+
+def test_flags_on_the_host_are_read_when_their_copy_has_been_waited_for():
+    run_on_ranks(reduce_twice, 2)

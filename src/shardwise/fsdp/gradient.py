@@ -410,11 +410,11 @@ class Gradient:
             self._borrow_home(result, pool)
         self._make_home()
         assert self._home is not None
+        is_home = result.data_ptr() == self._home.data_ptr()
+        if group.transfers is not None and (self._doubtful or not is_home):
+            group.transfers.synchronise()  # the host is about to read it
         if self._doubtful:  # the second reduction of one backward
             settle([self])
-        is_home = result.data_ptr() == self._home.data_ptr()
-        if group.transfers is not None and not is_home:
-            group.transfers.synchronise()  # the host is about to read it
         self._put(result, is_home=is_home)
         self._result = None
         if self._is_home_lent:
