@@ -1,5 +1,6 @@
 """fp16 with a gradient scaler: one decision on all ranks, the range of sums, parity with one process."""
 
+import contextlib
 from dataclasses import dataclass, field
 
 import pytest
@@ -7,7 +8,9 @@ import torch
 from torch import Tensor, distributed, nn
 
 import shardwise as sw
+from shardwise.fsdp import partial
 from shardwise.fsdp.scaler import needs_scaler
+from shardwise.spec.errors import StateError
 from shardwise.testing import run_on_ranks
 from tests.parity import models
 
@@ -39,7 +42,15 @@ def step_with_an_inf(preset: str, scaler: torch.amp.GradScaler) -> tuple[bool, f
         x[100] = float("inf")  # rank 1 owns element 100
     scaler.scale(model(x)).backward()
     before = model.weight.detach().clone()
-    scaler.step(optimizer)
+    is_torchs = type(scaler) is torch.amp.GradScaler
+    if is_torchs and preset != "ddp":
+        with pytest.raises(StateError, match=r"torch\.amp\.GradScaler on a parallelized model"):
+            scaler.step(optimizer)
+        model.zero_grad()
+        scaler = torch.amp.GradScaler("cpu", init_scale=8.0)
+        scaler.scale(model(x)).backward()
+    with partial.allowed() if is_torchs else contextlib.nullcontext():
+        scaler.step(optimizer)
     scaler.update()
     return not torch.equal(before, model.weight), scaler.get_scale(), sw.full_state_dict(model)
 
@@ -58,7 +69,7 @@ def test_pytorch_116054_an_inf_in_one_shard_stops_the_step_on_every_rank() -> No
     for preset in PRESETS:
         assert [results[preset][0][:2] for results in ranks] == [(False, 4.0), (False, 4.0)], preset
         assert torch.equal(ranks[0][preset][0][2]["weight"], torch.ones(128)), preset
-    # The negative control: torch's own looks at the shard alone, and one half of the model moves on.
+    # The negative control: torch's own, were it not refused, looks at the shard alone, and half of the model moves on.
     assert [results["zero3"][1][:2] for results in ranks] == [(True, 8.0), (False, 4.0)]
 
 
