@@ -9,7 +9,7 @@ WORKERS ?= 2
 
 .DEFAULT_GOAL := help
 .DELETE_ON_ERROR:
-.PHONY: help venv demo test test-all fuzz check bench models parity clean
+.PHONY: help venv demo test test-all fuzz check replay bench gpu models parity clean
 
 test test-all check: export OMP_NUM_THREADS = 1
 
@@ -60,6 +60,9 @@ $(PEERS): $(STAMP)
 	@echo "installing the peers"
 	@$(BIN)/python -m pip install -qq --disable-pip-version-check -c constraints.txt -e '.[peers]'
 	@touch $@
+
+replay: $(STAMP) ## the runs on record (tests/replay) once more: shows what differs; ARGS=--write puts them on record
+	@OMP_NUM_THREADS=1 $(BIN)/python -m tests.replay $(ARGS)
 
 bench: $(PEERS) ## compare with torch's own engines and DeepSpeed; writes bench/results/DATE.md and .json
 	@OMP_NUM_THREADS=1 $(BIN)/python -m bench.targets --profile

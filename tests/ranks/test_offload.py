@@ -117,7 +117,7 @@ def refuse():
     with pytest.raises(sw.PlanError, match="offload_policy='disk'"):
         sw.fully_shard(Block(), offload_policy="disk")
     with pytest.raises(sw.PlanError, match="nothing to offload: there are no parameters"):
-        sw.fully_shard(nn.Sequential(nn.GELU()), offload_policy="cpu")
+        sw.parallelize(nn.Sequential(nn.GELU()), sw.ParallelPlan(offload_policy="cpu"))
 
 
 def test_what_means_nothing_is_refused():
