@@ -376,3 +376,22 @@ def test_what_a_rank_has_issued_is_known_however_long_ago_it_was():
         assert text.startswith("rank 1 waits in torch.distributed's barrier, while rank 0 waits for it in all_reduce")
     statuses = {0: waiting, 1: status(None, there, elsewhere="barrier")}
     assert watch._absence(statuses, statuses) is None
+
+
+def answers() -> list[bool]:
+    """Whether this rank publishes where it is: when a peer asks, a look later, and when the peer asks anew."""
+    seen = watch.StallWatch.of(dist.group.WORLD)
+    seen._ends.set()
+    seen._thread.join()
+    found = []
+    for asked in ("1 2.5", None, "1 3.0"):
+        seen._store.set("rank-0", "nothing")
+        if asked is not None:
+            seen._store.set("ask", asked)
+        seen._publish_if_asked()
+        found.append(seen._store.get("rank-0") != b"nothing")
+    return found
+
+
+def test_after_a_stall_has_passed_nobody_publishes_any_more() -> None:
+    assert run_on_ranks(answers, 1) == [[True, False, True]]

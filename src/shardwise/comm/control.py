@@ -51,6 +51,7 @@ def gather_json(comm: Comm, value: Any, *, root: int = 0) -> list[Any]:
         A gather of lengths, a broadcast of the longest, and a gather of texts padded to it. Ranks other than ``root``
         receive eight bytes. All ranks must call.
     """
+    comm = comm.host
     text = _encoded(value)
     is_root = comm.rank == root
     lengths = torch.zeros(comm.size, dtype=torch.int64, device=comm.device) if is_root else None
@@ -74,6 +75,7 @@ def broadcast_json(comm: Comm, value: Any, *, root: int = 0) -> Any:
     Collective:
         Two broadcasts: the length, then the text. All ranks must call.
     """
+    comm = comm.host
     text = _encoded(value if comm.rank == root else None)
     length = torch.tensor([text.numel()], dtype=torch.int64, device=comm.device)
     comm.broadcast(length, root=root, unit="control").wait()
@@ -90,6 +92,7 @@ def scatter_json(comm: Comm, values: Sequence[Any], *, root: int = 0) -> Any:
     Collective:
         A broadcast of the longest text's length, and a scatter of texts padded to it. All ranks must call.
     """
+    comm = comm.host
     texts = [_encoded(value) for value in values] if comm.rank == root else []
     longest = torch.tensor([max((text.numel() for text in texts), default=0)], dtype=torch.int64, device=comm.device)
     comm.broadcast(longest, root=root, unit="control").wait()

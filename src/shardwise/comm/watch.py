@@ -98,6 +98,7 @@ class StallWatch:
         self._overdue: tuple[progress.Issued, Sequence[int], float] | None = None  # its ledger's peers, seen since
         self._is_told = False  # the main thread has raised the verdict
         self._verdict_since = math.inf
+        self._last_asked: bytes | None = None  # what a peer had asked when this rank last published
         self._ends = threading.Event()
         self._thread = threading.Thread(target=self._run, name="shardwise-stall-watch", daemon=True)
         self._thread.start()
@@ -223,14 +224,12 @@ class StallWatch:
         if not is_overdue and (waiting is None or not _is_stalled(waiting)):
             if now - self._idle_since > IDLE_INTERVAL_S:
                 self._idle_since = now
-                if self._store.check(["ask"]):
-                    self._publish()
-                    self._read_verdict()
+                self._publish_if_asked()
                 if self.verdict is not None:  # a peer may wait for this rank, which is elsewhere
                     self._answer()
             return
         self._publish()
-        self._store.set("ask", "1")
+        self._store.set("ask", f"{self._rank} {now}")
         self._read_verdict()
         if self.verdict is None:
             self._compare(is_late=self._overdue is not None and now - self._overdue[2] >= self.limit_s)
@@ -239,6 +238,14 @@ class StallWatch:
             self._verdict_since = min(self._verdict_since, now)
             if is_overdue and not self._is_told and now - self._verdict_since >= GRACE_S:
                 self._leave(self.verdict)
+
+    def _publish_if_asked(self) -> None:
+        """Answer a peer that has stalled. It asks anew at each look, so once it goes on nobody publishes any more."""
+        asked = self._store.get("ask") if self._store.check(["ask"]) else None
+        if asked != self._last_asked:
+            self._last_asked = asked
+            self._publish()
+            self._read_verdict()
 
     def _look_at_device(self, now: float) -> None:
         """Find what is overdue, and since when nothing before it was done."""
