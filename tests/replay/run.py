@@ -140,9 +140,9 @@ def _digest(parts: list[str]) -> str:
 
 
 def _digests_of_files(folder: Path) -> list[dict[str, str]]:
-    """Of each file with tensors, in the order of their names' ends: names of files hold an id of the run."""
+    """Of each file with tensors, by rank and then by kind: what else a file's name holds differs from run to run."""
     found = []
-    for path in sorted(folder.rglob("*.safetensors"), key=lambda path: path.stem[-6:]):
+    for path in sorted(folder.rglob("*.safetensors"), key=lambda path: path.stem.split("-")[::-2]):
         with safe_open(path, "pt") as file:
             tensors = {name: file.get_tensor(name) for name in sorted(file.keys())}
         names = [f"{name} {tensor.dtype} {list(tensor.shape)}" for name, tensor in tensors.items()]
