@@ -69,6 +69,7 @@ def _run_parts(
     """Each part by what ``call`` makes of a replica of its own; the outputs."""
     devices = devices[: len(parts)]
     replicas = replicate(model, devices)
+    parts = [_moved(part, device) for part, device in zip(parts, devices, strict=True)]
     outputs = _run([_Job(call(replica), *part) for replica, part in zip(replicas, parts, strict=True)], devices)
     _keep_buffers(model, replicas[0])
     return outputs
@@ -332,6 +333,14 @@ def _part(value: Any, place: int, num_parts: int, count: int, dim: int) -> Any:
     if not items:
         return value
     return _rebuilt(value, [_part(item, place, num_parts, count, dim) for item in items])
+
+
+def _moved(value: Any, device: torch.device) -> Any:
+    """``value`` with its tensors on ``device``."""
+    if isinstance(value, Tensor):
+        return value if _is_at(value, device) else value.to(device)
+    items = _items(value)
+    return _rebuilt(value, [_moved(item, device) for item in items]) if items else value
 
 
 def gather(outputs: Sequence[Any], device: torch.device, dim: int, *, samples: Sequence[int] | None = None) -> Any:

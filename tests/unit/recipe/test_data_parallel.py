@@ -123,6 +123,18 @@ def test_parameters_are_shared_on_their_own_device_and_threads_are_one_per_devic
     assert [thread for _, thread in seen] == [threading.current_thread()] * 2
 
 
+def test_each_replica_gets_its_part_of_the_batch_on_its_own_device():
+    seen = []
+
+    class Looks(nn.Linear):
+        def forward(self, x, *, scale):
+            seen.append((self.weight.device.type, x.device.type, scale.device.type))
+            return torch.zeros(x.shape)  # a meta tensor would have no values to give back
+
+    sw.DataParallel(Looks(2, 2), ["cpu", "meta"])(torch.ones(4, 2), scale=torch.tensor(2.0))
+    assert sorted(seen) == [("cpu",) * 3, ("meta",) * 3]
+
+
 # -- what goes in and comes out
 
 
