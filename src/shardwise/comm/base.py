@@ -170,6 +170,11 @@ class Comm(ABC):
         """Type of the device of the buffers; in a dry run, of the device that the run stands in for."""
         return self.device.type
 
+    @property
+    def held_bytes(self) -> int:
+        """Bytes of buffers of its own that it keeps to receive in, and that are free now."""
+        return 0
+
     @abstractmethod
     def all_gather(self, buffer: Tensor, *, unit: str, cuts: Sequence[int] | None = None) -> Handle:
         """Fill every slice of ``buffer`` with its owner's content, in place.

@@ -56,6 +56,11 @@ class _Debug(Comm):
         super().__init__(inner.axis, inner.rank, inner.size, inner.device)
         self._inner = inner
 
+    @property
+    def held_bytes(self) -> int:
+        """As :attr:`Comm.held_bytes`."""
+        return self._inner.held_bytes
+
     @abstractmethod
     def _issue(self, kind: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Handle:
         """Have the other Comm's method ``kind`` called."""

@@ -71,6 +71,11 @@ class GlooComm(Comm):
         # Peers in an order that differs from rank to rank, so that not all send to rank 0 first.
         self._peers = tuple((self.rank + step) % self.size for step in range(1, self.size))
 
+    @property
+    def held_bytes(self) -> int:
+        """As :attr:`Comm.held_bytes`."""
+        return self._scratch.num_bytes
+
     def all_gather(self, buffer: Tensor, *, unit: str, cuts: Sequence[int] | None = None) -> Handle:
         """As :meth:`Comm.all_gather`."""
         stamp = self._start("all_gather", unit, buffer)

@@ -44,8 +44,8 @@ class RecordComm(Comm):
 
     @property
     def held_bytes(self) -> int:
-        """Bytes of the receive buffers that are free now."""
-        return sum(buffer.nbytes for buffer in self._scratch.free)
+        """As :attr:`Comm.held_bytes`."""
+        return self._scratch.num_bytes
 
     def _note(self, kind: str, unit: str, buffer: Tensor, sent_numel: int) -> Handle:
         self._event(kind, unit, buffer).sent_bytes = sent_numel * buffer.element_size()

@@ -41,6 +41,11 @@ class Scratch:
         """The buffers that are free now."""
         return [buffer for buffers in self._free.values() for buffer in buffers]
 
+    @property
+    def num_bytes(self) -> int:
+        """Bytes of those."""
+        return sum(buffer.nbytes for buffer in self.free)
+
 
 def is_apart(out: Tensor, own: Tensor) -> bool:
     """A sum goes to ``out``, which is not this rank's own term: a peer's slice can be received there."""

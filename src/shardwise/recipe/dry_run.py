@@ -17,8 +17,7 @@ from shardwise.comm.record import RecordComm
 from shardwise.fsdp import attach, torch_private
 from shardwise.fsdp.api import gradient_sync, record_collectives
 from shardwise.fsdp.average import ExponentialMovingAverage
-from shardwise.fsdp.flat import group_of
-from shardwise.fsdp.runtime import Runtime
+from shardwise.fsdp.held import held_bytes
 from shardwise.fsdp.wrap import find_units
 from shardwise.recipe.batch import LossFn, call_model, forward_loss
 from shardwise.recipe.meta import FusedAttention, build_on_meta, without_values
@@ -179,7 +178,7 @@ def dry_run(
         stepper.step()
         stepper.zero_grad()
         runtime.free_gradients()
-        held = _held_bytes(runtime, stepper)
+        held = held_bytes(runtime, [stepper])
         with record_collectives(model) as events, StorageCount("meta", sees_arguments=False) as seen:
             seen.see_all_objects()
             before = seen.live_bytes
@@ -280,45 +279,6 @@ def _default_batch(model: nn.Module) -> tuple[Tensor, Tensor]:
         )
     tokens_BT = torch.empty(1, model.config.seq_len, dtype=torch.int64, device="meta")
     return tokens_BT, tokens_BT
-
-
-def _held_bytes(runtime: Runtime, optimizer: torch.optim.Optimizer) -> dict[str, int]:
-    """Bytes of the distinct storages that the engine and the optimizer hold, by category."""
-    seen: set[int] = set()
-
-    def take(tensors: Iterable[Tensor | None]) -> int:
-        total = 0
-        for tensor in tensors:
-            if tensor is None:
-                continue
-            storage = tensor.untyped_storage()
-            if storage._cdata not in seen:  # noqa: SLF001 - the storage's identity; it has no public name
-                seen.add(storage._cdata)  # noqa: SLF001
-                total += storage.nbytes()
-        return total
-
-    groups, ignored = list(runtime.groups), runtime.ignored.parameters.values()
-    offloaded = [group for group in groups if group.offload is not None]
-    state: dict[bool, list[Tensor]] = {True: [], False: []}  # of what is offloaded, and of the rest
-    for parameter, held in optimizer.state.items():
-        owner = group_of(parameter)
-        is_offloaded = owner is not None and owner.offload is not None
-        state[is_offloaded] += [value for value in held.values() if isinstance(value, Tensor)]
-    stages = runtime.transfers.stages if runtime.transfers is not None else ()
-    host = take([*state[True], *(t for g in offloaded for t in (g.master, *g.gradient.home_buffers))])
-    return {
-        "parameters": take(t for group in groups for t in (group.master, group.replica, group.resident))
-        + take(ignored),
-        "gradients": take(tensor for group in groups for tensor in group.gradient.held_buffers)
-        + take(parameter.grad for parameter in ignored),
-        "optimizer": take(state[False]),
-        "gathered": take([*(slot.buffer for slot in runtime.slots.slots), *stages])
-        + take(group.inner.buffer for group in groups if group.inner is not None)
-        + runtime.packed.total_bytes,
-        "reduce": runtime.gradients.total_bytes
-        + sum(comm.held_bytes for comm in runtime.comms if isinstance(comm, RecordComm)),
-        "host": host,
-    }
 
 
 @contextlib.contextmanager

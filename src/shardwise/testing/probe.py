@@ -1,0 +1,261 @@
+"""What an engine holds and has done, for tests: the one door from a test to the inside of a parallelized model.
+
+::
+
+    model = sw.parallelize(build(), sw.ParallelPlan(strategy="zero3"))
+    with sw.record_collectives(model) as events:
+        model(x).sum().backward()
+    seen = probe(model)
+    assert [tuple(event) for event in events] == seen.predicted_collectives()
+    for shard in seen.shards:
+        assert torch.equal(shard.values, shard.part_of(plain_values[shard.name]))
+
+A probe looks at the live engine: what it says is true when it is asked. It changes nothing, sends nothing, and is valid
+as long as the model.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from shardwise.fsdp import debug
+from shardwise.fsdp.attach import runtime_of
+from shardwise.fsdp.flat import states_by_name
+from shardwise.fsdp.group import Group
+from shardwise.fsdp.held import held_bytes
+from shardwise.fsdp.optimizer_state import optimizer_extents
+from shardwise.fsdp.state import HeldValues, owned_extents
+from shardwise.fsdp.summary import predict, predict_trace
+from shardwise.fsdp.unit import State, Unit
+from shardwise.fsdp.view import memory_order
+from shardwise.spec.extent import Extent
+from shardwise.spec.trace import Collective
+
+#: Inside ``with checks():`` what is released is filled with NaN and saved tensors are checked in every step. Slow.
+checks = debug.checks
+
+
+def probe(model: nn.Module) -> Probe:
+    """Look inside a parallelized model.
+
+    Raises:
+        StateError: The module is not parallelized.
+    """
+    return Probe(model)
+
+
+class Shard:
+    """One parameter on this rank.
+
+    Attributes:
+        name: Its full name, as in the plain model.
+        unit: The name of its unit.
+        parameter: What the optimizer sees: the parameter object of the module, with this rank's elements.
+        start, stop: This rank's range of the parameter's elements, in memory order.
+        shape: Of the whole parameter (where ``tp`` splits it, of the split).
+        stride: Of the whole parameter, where it is not contiguous.
+    """
+
+    def __init__(self, group: Group, index: int) -> None:
+        spec, piece = group.layout.params[index], group.held[index]
+        self.name, self.unit = spec.name, group.unit.name
+        self.parameter: nn.Parameter = group.shards[index]
+        self.start, self.stop = piece.start, piece.stop
+        self.shape, self.stride = spec.shape, spec.stride
+
+    @property
+    def numel(self) -> int:
+        """Elements on this rank."""
+        return self.stop - self.start
+
+    @property
+    def values(self) -> Tensor:
+        """This rank's elements, flat, in memory order: a view."""
+        return memory_order(self.parameter)
+
+    @property
+    def grad(self) -> Tensor | None:
+        """Their gradients, likewise."""
+        return None if self.parameter.grad is None else memory_order(self.parameter.grad)
+
+    def part_of(self, whole: Tensor) -> Tensor:
+        """The elements of a tensor of the parameter's whole shape that this rank holds, flat, in memory order."""
+        whole = whole.detach()
+        if self.stride is None:
+            return memory_order(whole.contiguous())[self.start : self.stop]
+        laid_out = torch.empty_strided(self.shape, self.stride, dtype=whole.dtype, device=whole.device)
+        return memory_order(laid_out.copy_(whole))[self.start : self.stop]
+
+
+class UnitView:
+    """One unit: what is gathered, computed and reduced together.
+
+    Attributes:
+        name: As in traces and summaries.
+        module_types: Class names of its modules; several where small neighbours travel together.
+    """
+
+    def __init__(self, unit: Unit) -> None:
+        self._unit = unit
+        self.name = unit.name
+        self.module_types = tuple(type(member.module()).__name__ for member in unit.members)
+
+    @property
+    def state(self) -> str:
+        """``sharded``, ``unsharding`` (its gather is under way), ``unsharded``, ... (``fsdp.unit.State``)."""
+        return str(self._unit.state)
+
+    @property
+    def is_gathered(self) -> bool:
+        """Whole parameters are there, or on their way."""
+        return self._unit.state is not State.SHARDED
+
+    @property
+    def shows_whole_parameters(self) -> bool:
+        """The modules hold whole parameters at this moment."""
+        return self._unit.is_swapped
+
+    @property
+    def num_open_forwards(self) -> int:
+        """Forward calls that have begun and not ended."""
+        return len(self._unit.frames)
+
+    @property
+    def padded_numel(self) -> int:
+        """Elements that its gather moves in all, over all ranks."""
+        return sum(group.layout.numel for group in self._unit.groups)
+
+
+class Probe:
+    """What :func:`probe` gives."""
+
+    def __init__(self, model: nn.Module) -> None:
+        self._model = model
+        self._runtime = runtime_of(model, "shardwise.testing.probe", on_shards=False)
+
+    # -- what there is
+
+    @property
+    def units(self) -> tuple[UnitView, ...]:
+        """The units, outermost first; the first is the root."""
+        return tuple(UnitView(unit) for unit in self._runtime.units)
+
+    @property
+    def shards(self) -> tuple[Shard, ...]:
+        """Every parameter that the engine holds, unit by unit."""
+        return tuple(Shard(group, i) for group in self._runtime.groups for i in range(len(group.shards)))
+
+    @property
+    def ignored(self) -> Mapping[str, nn.Parameter]:
+        """The parameters that the engine leaves alone (``ParallelPlan.ignored``), by name."""
+        return self._runtime.ignored.parameters
+
+    @property
+    def axes(self) -> dict[str, int]:
+        """Sizes of the mesh's axes that have several ranks (and of ``dp_replicate`` and ``dp_shard``), by name."""
+        return self._runtime.comms.sizes
+
+    @property
+    def shard_group_size(self) -> int:
+        """Ranks over which a unit is cut."""
+        return self._runtime.comms.gather.size
+
+    @property
+    def replica(self) -> int:
+        """Which of the groups along ``dp_replicate`` this rank is in."""
+        return self._runtime.comms.replica
+
+    @property
+    def accumulation(self) -> str:
+        """How microbatches are added up: ``sharded``, ``unsharded`` or ``defer_replicate``."""
+        return self._runtime.accumulation
+
+    # -- values
+
+    def extents(self) -> list[tuple[Extent, Tensor]]:
+        """What this rank holds of parameters and buffers: where it lies in the plain model, with live views of it."""
+        return HeldValues(self._model).extents
+
+    def owned_extents(self, *optimizers: torch.optim.Optimizer) -> list[tuple[Extent, Tensor]]:
+        """What this rank writes to a checkpoint: over all ranks every element once.
+
+        Collective:
+            With ``pp``, an all-gather of the names of buffers: all ranks must call.
+        """
+        return owned_extents(self._model) + optimizer_extents(self._model, optimizers)
+
+    # -- what is held
+
+    @property
+    def gathered(self) -> tuple[str, ...]:
+        """Names of the units whose whole parameters are there now, or on their way."""
+        return tuple(unit.name for unit in self.units if unit.is_gathered)
+
+    @property
+    def num_open_forwards(self) -> int:
+        """Forward calls of units that have begun and not ended."""
+        return self._runtime.num_frames
+
+    @property
+    def num_healed(self) -> int:
+        """Tensors saved for backward whose data had to be brought back so far."""
+        return self._runtime.saved.num_healed
+
+    @property
+    def slots(self) -> tuple[Tensor, ...]:
+        """The buffers that units are gathered into, one unit after the other, as far as they have been made."""
+        return tuple(slot.buffer for slot in self._runtime.slots.slots if slot.buffer is not None)
+
+    def held_bytes(self, *optimizers: torch.optim.Optimizer) -> dict[str, int]:
+        """Bytes of this rank's storages now, by category, each storage once.
+
+        Returns:
+            ``parameters`` (what optimizers update, and what strategies keep whole), ``gradients`` (``.grad`` and sums
+            that wait), ``optimizer`` (of ``optimizers``), ``gathered`` (slots), ``reduce`` (buffers in which gradients
+            are collected and received) and ``host`` (of the first three, what is offloaded).
+        """
+        return held_bytes(self._runtime, optimizers)
+
+    # -- what is sent
+
+    @property
+    def agreed_orders(self) -> dict[str, tuple[str, ...]]:
+        """The orders of units that ranks have agreed on: ``forward`` (of gathers) and ``backward`` (of reductions)."""
+        runtime = self._runtime
+        names = [unit.name for unit in runtime.units]
+        orders = {"forward": runtime.units_in_forward, "backward": runtime.units_in_backward}
+        return {way: tuple(names[index] for index in order) for way, order in orders.items()}
+
+    def predicted_collectives(
+        self, *, is_synchronising: bool = True, is_first_of_window: bool = True
+    ) -> list[Collective]:
+        """The data-parallel collectives of the next step on this rank, by arithmetic from layouts and agreed orders.
+
+        Args:
+            is_synchronising: Gradients are reduced in it (``sw.gradient_sync``).
+            is_first_of_window: It is the first microbatch since the parameters changed.
+        """
+        return predict_trace(self._runtime, is_synchronising=is_synchronising, is_first_of_window=is_first_of_window)
+
+    def predicted_bytes(self, *, optimizer_tensors: int = 2, num_microbatches: int | None = None) -> dict[str, int]:
+        """What :meth:`held_bytes` is to be after a backward, by arithmetic.
+
+        Args:
+            optimizer_tensors: State tensors of each parameter.
+            num_microbatches: Of a step, all but the last without reduction; ``None``: as many as there have been.
+        """
+        return predict(self._runtime, optimizer_tensors=optimizer_tensors, num_microbatches=num_microbatches).as_dict()
+
+    @property
+    def num_updates(self) -> int:
+        """Optimizer steps that the engine has seen."""
+        return self._runtime.version
+
+
+def optimizer_state(optimizer: torch.optim.Optimizer) -> Mapping[Tensor, Mapping[str, Any]]:
+    """An optimizer's state by parameter (:attr:`Shard.parameter`), also where it was given ``sw.flat_parameters``."""
+    return states_by_name(optimizer)
