@@ -71,6 +71,29 @@ def uneven():
         joint(x, torch.ones(4))
 
 
+def exchanges():
+    model = sw.parallelize(Scalar(), sw.ParallelPlan(strategy="data_parallel"))
+    num_bytes = sum(4 * parameter.numel() for parameter in model.parameters())
+    x = sample(0, 0, 6, 8)
+    for _ in range(2):
+        with sw.record_collectives(model) as events:
+            sw.train_step(model, x)
+        assert sum(event.sent_bytes for event in events if event.axis != "devices") == 0
+        assert [(event.kind, event.unit, event.sent_bytes) for event in events if event.axis == "devices"] == [
+            ("scatter", "inputs", x.nbytes // 2),
+            ("broadcast", "parameters", num_bytes),
+            ("gather", "outputs", 4),
+            ("scatter", "gradients of outputs", 4),
+            ("reduce", "gradients", num_bytes),
+        ]
+    return str(sw.summary(model))
+
+
+def test_a_step_records_the_exchanges_between_replicas_and_the_summary_says_which_device_does_what():
+    found = run_on_ranks(exchanges, 1)[0]
+    assert "replicas on cpu, cpu: the first device keeps the parameters, gradients and optimizer state" in found
+
+
 def test_replicas_with_different_numbers_of_samples_count_by_their_samples():
     run_on_ranks(uneven, 1)
 

@@ -35,16 +35,17 @@ from shardwise.comm.dtype import dtype_name
 
 @dataclass(slots=True)
 class CollectiveEvent:
-    """One collective as it was issued by this rank.
+    """One collective as it was issued by this rank, or one exchange of ``data_parallel`` between devices.
 
     Attributes:
         kind: ``all_gather``, ``reduce_scatter``, ``all_to_all``, ``all_reduce``, ``broadcast``, ``gather``,
-            ``scatter``, ``send`` or ``receive``.
-        axis: Mesh axis, for example ``dp_shard``.
+            ``scatter``, ``send`` or ``receive``; of ``data_parallel`` also ``reduce``.
+        axis: Mesh axis, for example ``dp_shard``; ``devices`` of ``data_parallel``.
         unit: Name of the unit (or purpose) that the collective serves.
         dtype: Short dtype name of what travels.
         sent_bytes: Bytes that this rank handed to the transport, counted where they were sent. Complete once the
-            collective's handle has been waited for.
+            collective's handle has been waited for. Of ``data_parallel``: bytes between the first replica and all
+            others together, also where replicas share a device and nothing is copied.
     """
 
     kind: str
@@ -144,7 +145,37 @@ class Chain(Handle):
 Message = tuple[Tensor, int, str]
 
 
-class Comm(ABC):
+class Recorder:
+    """Makes an event of every exchange while somebody listens.
+
+    Attributes:
+        axis: What the exchanges go along.
+    """
+
+    def __init__(self, axis: str) -> None:
+        self.axis = axis
+        self._listeners: list[list[CollectiveEvent]] = []
+
+    @contextlib.contextmanager
+    def record(self, events: list[CollectiveEvent] | None = None) -> Iterator[list[CollectiveEvent]]:
+        """Collect an event for every exchange that is issued inside the context, in order, in ``events``."""
+        events = [] if events is None else events
+        self._listeners.append(events)
+        try:
+            yield events
+        finally:
+            self._listeners = [held for held in self._listeners if held is not events]
+
+    def _event(self, kind: str, unit: str, buffer: Tensor) -> CollectiveEvent:
+        if not self._listeners:
+            return _UNHEARD
+        event = CollectiveEvent(kind, self.axis, unit, dtype_name(buffer.dtype))
+        for events in self._listeners:
+            events.append(event)
+        return event
+
+
+class Comm(Recorder, ABC):
     """Collectives over the ranks of one mesh axis.
 
     Attributes:
@@ -159,11 +190,10 @@ class Comm(ABC):
     is_in_order = False
 
     def __init__(self, axis: str, rank: int, size: int, device: torch.device) -> None:
-        self.axis = axis
+        super().__init__(axis)
         self.rank = rank
         self.size = size
         self.device = device
-        self._listeners: list[list[CollectiveEvent]] = []
 
     @property
     def device_type(self) -> str:
@@ -326,29 +356,11 @@ class Comm(ABC):
         value = torch.zeros(1, dtype=torch.int64, device=self.host.device)
         self.host.all_reduce(value, unit="barrier").wait()
 
-    def close(self) -> None:  # noqa: B027 - not every transport holds something
+    def close(self) -> None:
         """Release threads and connections. The Comm must not be used afterwards."""
-
-    @contextlib.contextmanager
-    def record(self, events: list[CollectiveEvent] | None = None) -> Iterator[list[CollectiveEvent]]:
-        """Collect an event for every collective that is issued inside the context, in order, in ``events``."""
-        events = [] if events is None else events
-        self._listeners.append(events)
-        try:
-            yield events
-        finally:
-            self._listeners = [held for held in self._listeners if held is not events]
 
     def _slices(self, buffer: Tensor, cuts: Sequence[int] | None) -> Sequence[Tensor]:
         """The slices of ``buffer``, as views."""
         if cuts is None:
             return buffer.view(self.size, -1).unbind(0)
         return [buffer[start:stop] for start, stop in itertools.pairwise(cuts)]
-
-    def _event(self, kind: str, unit: str, buffer: Tensor) -> CollectiveEvent:
-        if not self._listeners:
-            return _UNHEARD
-        event = CollectiveEvent(kind, self.axis, unit, dtype_name(buffer.dtype))
-        for events in self._listeners:
-            events.append(event)
-        return event

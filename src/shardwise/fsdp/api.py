@@ -164,10 +164,16 @@ def record_collectives(model: nn.Module) -> Iterator[list[CollectiveEvent]]:
     """Collect an event for every collective of this model, in the order of issue on this rank.
 
     ``sent_bytes`` of an event is complete once the collective has finished; after ``backward()`` all of its are.
+    ``data_parallel`` and ``sw.DataParallel`` communicate with no other process: their events, on the axis ``devices``,
+    are the exchanges between the first replica and the others.
     """
-    runtime = attach.runtime_of(model, "sw.record_collectives", on_shards=False)
+    recorder = attach.recorder_of(model)
+    recorders = [recorder] if recorder is not None else []
+    if recorder is None or attach.attachment_of(model) is not None:
+        runtime = attach.runtime_of(model, "sw.record_collectives", on_shards=False)
+        recorders += [*runtime.comms, *batch_norm.comms_of(model)]
     events: list[CollectiveEvent] = []
     with contextlib.ExitStack() as stack:
-        for comm in [*runtime.comms, *batch_norm.comms_of(model)]:
-            stack.enter_context(comm.record(events))
+        for each in recorders:
+            stack.enter_context(each.record(events))
         yield events

@@ -14,11 +14,13 @@ from shardwise.spec.errors import StateError
 from shardwise.spec.uncopyable import Uncopyable
 
 if TYPE_CHECKING:
+    from shardwise.comm.base import Recorder
     from shardwise.fsdp.group import Group
     from shardwise.fsdp.runtime import Runtime
     from shardwise.fsdp.unit import Unit
 
 _MODULE_KEY = "_shardwise"
+_RECORDER_KEY = "_shardwise_recorder"
 _PARAMETER_KEY = "_shardwise_mark"
 
 
@@ -55,6 +57,16 @@ def attach_runtime(module: nn.Module, runtime: Runtime, unit: Unit) -> None:
 def attachment_of(module: nn.Module) -> Attachment | None:
     """What :func:`attach_runtime` attached, or ``None``."""
     return module.__dict__.get(_MODULE_KEY)
+
+
+def attach_recorder(module: nn.Module, recorder: Recorder) -> None:
+    """Let ``module`` hold what records the exchanges of its forward."""
+    module.__dict__[_RECORDER_KEY] = recorder
+
+
+def recorder_of(module: nn.Module) -> Recorder | None:
+    """What :func:`attach_recorder` attached, or ``None``."""
+    return module.__dict__.get(_RECORDER_KEY)
 
 
 def runtime_of(module: nn.Module, call: str, *, on_shards: bool = True) -> Runtime:

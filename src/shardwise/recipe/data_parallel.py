@@ -4,6 +4,22 @@ Each forward scatters the batch, replicates the parameters to the devices, runs 
 Backward adds the replicas' gradients up, in their order, on the parameters of the first device. All of it goes through
 one process and one interpreter, and parameters travel in every step: ``ddp`` with one process per device is faster.
 
+A step makes five exchanges, and ``sw.record_collectives`` shows them (axis ``devices``). The first device is at one end
+of each:
+
+=============  ===========================  ===============================================
+event          unit                         the first device
+=============  ===========================  ===============================================
+``scatter``    ``inputs``                   sends each replica its part
+``broadcast``  ``parameters``, ``buffers``  sends them to every replica
+``gather``     ``outputs``                  receives those of every replica
+``scatter``    ``gradients of outputs``     sends each replica its own
+``reduce``     ``gradients``                receives and adds those of every replica
+=============  ===========================  ===============================================
+
+The first device also computes what the program makes of the outputs (a loss outside of the model), holds the gradients
+and the optimizer's state, and makes the optimizer's step. The others hold copied parameters from forward to backward.
+
 On one device several replicas run one after the other: that shows the mechanism where there is no second device, and
 numbers do not depend on threads.
 """
@@ -14,13 +30,14 @@ import contextlib
 import dataclasses
 import threading
 import weakref
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from shardwise.fsdp import torch_private
+from shardwise.comm.base import CollectiveEvent, Recorder
+from shardwise.fsdp import attach, torch_private
 from shardwise.spec.errors import PlanError, StateError
 from shardwise.spec.uncopyable import Uncopyable
 
@@ -52,6 +69,8 @@ class DataParallel(nn.Module):
         self.devices = _resolve(devices)
         self.dim = dim
         _check_placement(module, self.devices[0])
+        self._exchanges = Exchanges()
+        attach.attach_recorder(self, self._exchanges)
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         """The module's outputs on the whole batch, on the first device.
@@ -60,47 +79,85 @@ class DataParallel(nn.Module):
             Exception: Whatever a replica raised first, in the order of replicas, with a note that names it.
         """
         parts = scatter((args, kwargs), len(self.devices), self.dim)
-        return gather(_run_parts(self.module, parts, self.devices, lambda replica: replica), self.devices[0], self.dim)
+        outputs = _run_parts(self.module, parts, self.devices, lambda replica: replica, self._exchanges)
+        return gather(outputs, self.devices[0], self.dim, exchanges=self._exchanges)
+
+
+class Exchanges(Recorder):
+    """What passes between the first replica and the others."""
+
+    def __init__(self) -> None:
+        super().__init__("devices")
+
+    def note(self, kind: str, unit: str, tensors: Iterable[Tensor]) -> None:
+        """One event for each dtype of ``tensors``: what the replicas but the first receive or send."""
+        if not self._listeners:
+            return
+        events: dict[torch.dtype, CollectiveEvent] = {}
+        for tensor in tensors:
+            if tensor.dtype not in events:
+                events[tensor.dtype] = self._event(kind, unit, tensor)
+            events[tensor.dtype].sent_bytes += tensor.nbytes
 
 
 def _run_parts(
-    model: nn.Module, parts: Sequence[Any], devices: Sequence[torch.device], call: Callable[[nn.Module], Any]
+    model: nn.Module,
+    parts: Sequence[Any],
+    devices: Sequence[torch.device],
+    call: Callable[[nn.Module], Any],
+    exchanges: Exchanges,
 ) -> list[Any]:
     """Each part by what ``call`` makes of a replica of its own; the outputs."""
     devices = devices[: len(parts)]
-    replicas = replicate(model, devices)
     parts = [_moved(part, device) for part, device in zip(parts, devices, strict=True)]
+    exchanges.note("scatter", "inputs", _tensors(parts[1:]))
+    for tensor in _tensors(parts[1:]):
+        if tensor.requires_grad and tensor.dim():
+            tensor.register_hook(lambda grad: exchanges.note("gather", "gradients of inputs", [grad]))
+    replicas = replicate(model, devices, exchanges)
     outputs = _run([_Job(call(replica), *part) for replica, part in zip(replicas, parts, strict=True)], devices)
     _keep_buffers(model, replicas[0])
+    exchanges.note("gather", "outputs", _tensors(outputs[1:]))
     return outputs
 
 
-def install(model: nn.Module, devices: Devices | None = None) -> None:
+def install(model: nn.Module, devices: Devices | None = None) -> str:
     """Have ``model`` itself, whose parameters the engine holds, run as replicas.
 
     Outputs without dimensions are averaged over the samples of the replicas, as a mean over the whole batch.
+
+    Returns:
+        A line for the model's summary: which device does what.
 
     Raises:
         PlanError: As :class:`DataParallel`.
     """
     resolved = _resolve(devices)
     _check_placement(model, resolved[0])
-    model.__dict__["forward"] = _ReplicatedForward(model, resolved)
+    exchanges = Exchanges()
+    attach.attach_recorder(model, exchanges)
+    model.__dict__["forward"] = _ReplicatedForward(model, resolved, exchanges)
+    return (
+        f"replicas on {', '.join(map(str, resolved))}: the first device keeps the parameters, gradients and optimizer"
+        " state, sends inputs and parameters, receives outputs, adds the gradients of all replicas and makes the"
+        " optimizer's step; the others only run forward and backward of their part"
+    )
 
 
 class _ReplicatedForward(Uncopyable):
     """Stands for ``model.forward``."""
 
-    def __init__(self, model: nn.Module, devices: tuple[torch.device, ...]) -> None:
+    def __init__(self, model: nn.Module, devices: tuple[torch.device, ...], exchanges: Exchanges) -> None:
         self._model = weakref.ref(model)
         self._devices = devices
+        self._exchanges = exchanges
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         model = self._model()
         assert model is not None
         parts = scatter((args, kwargs), len(self._devices), 0)
-        outputs = _run_parts(model, parts, self._devices, _Unhooked)
-        return gather(outputs, self._devices[0], 0, samples=_samples(parts))
+        outputs = _run_parts(model, parts, self._devices, _Unhooked, self._exchanges)
+        return gather(outputs, self._devices[0], 0, samples=_samples(parts), exchanges=self._exchanges)
 
 
 class _Unhooked:
@@ -143,7 +200,7 @@ def _check_placement(module: nn.Module, first: torch.device) -> None:
 # -- parameters
 
 
-def replicate(module: nn.Module, devices: Sequence[torch.device]) -> list[nn.Module]:
+def replicate(module: nn.Module, devices: Sequence[torch.device], exchanges: Exchanges) -> list[nn.Module]:
     """Shallow copies of ``module``, with parameters that pass their gradients on to its own.
 
     A parameter is copied to every other device, and shared on its own. Buffers of the first replica are the module's.
@@ -151,9 +208,11 @@ def replicate(module: nn.Module, devices: Sequence[torch.device]) -> list[nn.Mod
     modules = list(module.modules())
     places = {id(each): place for place, each in enumerate(modules)}
     parameters = {id(p): p for each in modules for p in torch_private.parameters_of(each).values() if p is not None}
-    spread = _Spread.apply(tuple(devices), *parameters.values()) if parameters else ()
+    spread = _Spread.apply(tuple(devices), exchanges, *parameters.values()) if parameters else ()
     count = len(parameters)
+    exchanges.note("broadcast", "parameters", spread[count:])
     replicas = []
+    copied: list[Tensor] = []
     for index, device in enumerate(devices):
         here = dict(zip(parameters, spread[index * count : (index + 1) * count], strict=True))
         copies = [torch_private.replica_of(each) for each in modules]
@@ -171,7 +230,9 @@ def replicate(module: nn.Module, devices: Sequence[torch.device]) -> list[nn.Mod
                     if id(buffer) not in buffers:
                         buffers[id(buffer)] = buffer.detach().to(device, copy=True)
                     torch_private.buffers_of(copy)[name] = buffers[id(buffer)]
+        copied += buffers.values()
         replicas.append(copies[0])
+    exchanges.note("broadcast", "buffers", copied)
     return replicas
 
 
@@ -179,7 +240,10 @@ class _Spread(torch.autograd.Function):
     """From parameters to one of each per device; back, the sum of their gradients in the order of devices."""
 
     @staticmethod
-    def forward(ctx: Any, devices: tuple[torch.device, ...], *parameters: Tensor) -> tuple[Tensor, ...]:
+    def forward(
+        ctx: Any, devices: tuple[torch.device, ...], exchanges: Exchanges, *parameters: Tensor
+    ) -> tuple[Tensor, ...]:
+        ctx.exchanges = exchanges
         ctx.homes = [parameter.device for parameter in parameters]
         ctx.set_materialize_grads(False)
         fixed = [i for i, parameter in enumerate(parameters) if not parameter.requires_grad]
@@ -190,6 +254,7 @@ class _Spread(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, *grad_outputs: Any) -> tuple[Tensor | None, ...]:
         count = len(ctx.homes)
+        ctx.exchanges.note("reduce", "gradients", (grad for grad in grad_outputs[count:] if grad is not None))
         sums: list[Tensor | None] = []
         for index, home in enumerate(ctx.homes):
             total = None
@@ -197,7 +262,7 @@ class _Spread(torch.autograd.Function):
                 if grad is not None:
                     total = grad.to(home) if total is None else total + grad.to(home)
             sums.append(total)
-        return (None, *sums)
+        return (None, None, *sums)
 
 
 def _is_at(tensor: Tensor, device: torch.device) -> bool:
@@ -343,7 +408,14 @@ def _moved(value: Any, device: torch.device) -> Any:
     return _rebuilt(value, [_moved(item, device) for item in items]) if items else value
 
 
-def gather(outputs: Sequence[Any], device: torch.device, dim: int, *, samples: Sequence[int] | None = None) -> Any:
+def gather(
+    outputs: Sequence[Any],
+    device: torch.device,
+    dim: int,
+    *,
+    samples: Sequence[int] | None = None,
+    exchanges: Exchanges | None = None,
+) -> Any:
     """The replicas' outputs as one, on ``device``.
 
     Args:
@@ -351,6 +423,7 @@ def gather(outputs: Sequence[Any], device: torch.device, dim: int, *, samples: S
         device: Where the result is.
         dim: Along which tensors are joined.
         samples: Of each replica: numbers without dimensions are averaged over them. ``None`` joins these to a vector.
+        exchanges: Learns of the gradients that backward sends to the replicas.
 
     Raises:
         StateError: They do not have the same form, or the numbers of samples are needed and not known (``samples`` is
@@ -361,16 +434,34 @@ def gather(outputs: Sequence[Any], device: torch.device, dim: int, *, samples: S
         names = ", ".join(type(output).__name__ for output in outputs)
         raise StateError(f"DataParallel: the replicas gave {names}.\n  Let every replica give the same form.")
     if isinstance(first, Tensor):
-        moved = [output.to(device) for output in outputs]
-        if first.dim():
-            return torch.cat(moved, dim)
-        return torch.stack(moved) if samples is None or not first.is_floating_point() else _mean(moved, samples)
+        joined = _join([output.to(device) for output in outputs], dim, samples)
+        if exchanges is not None and joined.requires_grad and len(outputs) > 1:
+            _note_gradients(exchanges, joined, outputs)
+        return joined
     columns = [list(_items(output)) for output in outputs]
     if not columns[0]:
         return first if all(output == first for output in outputs) else list(outputs)
     if len({len(column) for column in columns}) > 1:
         raise StateError("DataParallel: the replicas gave containers of different lengths.\n  Let them give the same.")
-    return _rebuilt(first, [gather(row, device, dim, samples=samples) for row in zip(*columns, strict=True)])
+    return _rebuilt(
+        first, [gather(row, device, dim, samples=samples, exchanges=exchanges) for row in zip(*columns, strict=True)]
+    )
+
+
+def _join(values: list[Tensor], dim: int, samples: Sequence[int] | None) -> Tensor:
+    if values[0].dim():
+        return torch.cat(values, dim)
+    return torch.stack(values) if samples is None or not values[0].is_floating_point() else _mean(values, samples)
+
+
+def _note_gradients(exchanges: Exchanges, joined: Tensor, outputs: Sequence[Tensor]) -> None:
+    """Have backward note what it sends to the replicas that gave ``outputs[1:]``."""
+    shapes = [output.shape for output in outputs[1:]]
+    joined.register_hook(
+        lambda grad: exchanges.note(
+            "scatter", "gradients of outputs", (grad.new_empty(s, device="meta") for s in shapes)
+        )
+    )
 
 
 def _mean(values: Sequence[Tensor], samples: Sequence[int]) -> Tensor:

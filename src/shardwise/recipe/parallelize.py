@@ -18,7 +18,7 @@ from shardwise.context.apply import check_model
 from shardwise.expert.find import find_mixtures
 from shardwise.fsdp import batch_norm, build, recompute
 from shardwise.fsdp.api import shard_model
-from shardwise.fsdp.attach import attachment_of
+from shardwise.fsdp.attach import attachment_of, runtime_of
 from shardwise.fsdp.compile import compile_units
 from shardwise.fsdp.finish import finish
 from shardwise.fsdp.ignore import NOTHING, Ignored, find_ignored
@@ -109,7 +109,7 @@ def parallelize(
     elif isinstance(source, FromState):
         load_full_state_dict(model, source.state)
     if plan.placements.is_threaded:
-        data_parallel.install(model)
+        runtime_of(model, "sw.parallelize").notes += (data_parallel.install(model),)
     return model
 
 

@@ -135,6 +135,55 @@ def test_each_replica_gets_its_part_of_the_batch_on_its_own_device():
     assert sorted(seen) == [("cpu",) * 3, ("meta",) * 3]
 
 
+# -- what is recorded
+
+
+class Normed(nn.Module):
+    """A trained and a frozen parameter, buffers of two dtypes, two outputs of which one takes part in the loss."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(6, 3)
+        self.linear.bias.requires_grad_(False)
+        self.norm = nn.BatchNorm1d(3, affine=False)
+
+    def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:
+        y = self.norm(self.linear(x))
+        return y, y.detach().sum()
+
+
+def recorded(model, *inputs):
+    with sw.record_collectives(model) as events:
+        model(*inputs)[0].square().sum().backward()
+    assert {event.axis for event in events} <= {"devices"}
+    return [(event.kind, event.unit, event.dtype, event.sent_bytes) for event in events]
+
+
+@pytest.mark.parametrize("devices", [["cpu"] * 2, ["cpu:0", "cpu:1", "cpu:0"]])
+def test_the_exchanges_of_a_step_are_recorded_with_their_bytes(devices):
+    model, others = sw.DataParallel(Normed(), devices), len(devices) - 1
+    expected = [
+        ("scatter", "inputs", "fp32", others * 2 * 6 * 4),  # two samples of six numbers for each replica
+        ("broadcast", "parameters", "fp32", others * (18 + 3) * 4),
+        ("broadcast", "buffers", "fp32", others * (3 + 3) * 4),
+        ("broadcast", "buffers", "int64", others * 8),
+        ("gather", "outputs", "fp32", others * (2 * 3 + 1) * 4),
+        ("scatter", "gradients of outputs", "fp32", others * 2 * 3 * 4),
+        ("reduce", "gradients", "fp32", others * 18 * 4),
+    ]
+    x = torch.randn(2 * len(devices), 6, generator=torch.Generator().manual_seed(0))
+    assert recorded(model, x) == expected
+    ours = recorded(model, x.requires_grad_())
+    sent_back = [event for event in ours if event[:2] == ("gather", "gradients of inputs")]
+    assert sent_back == [("gather", "gradients of inputs", "fp32", 2 * 6 * 4)] * others
+    assert sorted(ours) == sorted(expected + sent_back)
+
+
+def test_a_single_replica_exchanges_nothing():
+    assert recorded(sw.DataParallel(Normed(), ["cpu"]), torch.randn(4, 6)) == []
+    assert recorded(sw.DataParallel(Normed().eval(), ["cpu"] * 2), torch.randn(1, 6)) == []  # one sample, one part
+
+
 # -- what goes in and comes out
 
 
