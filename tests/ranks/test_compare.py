@@ -10,6 +10,7 @@ import pytest
 import torch
 
 from shardwise.cli import main
+from shardwise.models import gpt
 from shardwise.testing import run_on_ranks
 from shardwise.train.compare.request import make_requests
 
@@ -48,6 +49,33 @@ def test_engines_take_turns_and_compute_the_same(tmp_path, monkeypatch, capfd):
     assert "equal to the last bit" in shown.out
     assert "round 2 of 2" in shown.err
     assert "compare run.yaml" not in (tmp_path / "out" / "result.json").read_text()
+
+
+@pytest.mark.slow
+def test_replicas_in_one_process_are_timed_beside_ddp(tmp_path, monkeypatch, capfd):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "run.yaml").write_text(RUN)
+    arguments = ["run.yaml", "--strategies", "data_parallel,ddp", "--peers", "", "--nproc", "2"]
+    assert main(["compare", *arguments, "--rounds", "1", "--steps", "2", "--json", "result.json"]) == 0
+    values = json.loads((tmp_path / "result.json").read_text())
+    ddp, replicas = values["rows"]
+    assert (ddp["strategy"], ddp["world_size"]) == ("ddp", 2)
+    assert (replicas["strategy"], replicas["world_size"]) == ("data_parallel", 1)
+    assert values["losses"]["differences"]["shardwise data_parallel"] <= 1e-6
+    assert len(replicas["step_time_s"]["all"]) == 2
+    sent = {exchange: entry["sent_bytes"] for exchange, entry in replicas["collectives"].items()}
+    num_bytes = sum(4 * each.numel() for each in gpt("gpt-nano", num_layers=3).parameters())
+    assert num_bytes <= ddp["collectives"]["all_reduce"]["sent_bytes"] <= 1.05 * num_bytes  # with its padding
+    assert sent == {
+        "scatter inputs": 2 * 8 * 8,  # the second replica's tokens and targets, 8 bytes each
+        "broadcast parameters": num_bytes,
+        "gather outputs": 4,
+        "scatter gradients of outputs": 4,
+        "reduce gradients": num_bytes,
+    }
+    shown = capfd.readouterr().out
+    assert "sent per step by shardwise data_parallel, all by way of its first device: scatter inputs 128 B" in shown
+    assert "sent per step by shardwise ddp, each rank: all_reduce" in shown
 
 
 @pytest.mark.long

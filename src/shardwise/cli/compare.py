@@ -26,6 +26,9 @@ _HELP = """Time engines in turns, A B C A B C, and print medians, per-round rati
 Cases: host (48 tiny layers: what hooks and launches cost), compute (arithmetic), wide (communication); all three where
 neither --case nor CONFIG is given. CONFIG gives the model and the data of a run configuration instead.
 
+The strategy data_parallel is one process with a replica (and a thread) for each of the --nproc ranks, and gets the
+batches of all of them in one.
+
 Peers: single, torch-ddp, torch-fsdp1, torch-fsdp2, torch-fsdp2-noreshard, torch-zero1; and with the extra
 shardwise[peers] installed deepspeed-1, deepspeed-2, deepspeed-3 (deepspeed: all three).
 
@@ -34,6 +37,8 @@ Examples:
   shardwise compare --case wide --peers torch-ddp,torch-fsdp2,deepspeed
 
   shardwise compare --case host --strategies zero3,zero3+flat,zero3+reshard_after_forward=false
+
+  shardwise compare --case compute --strategies ddp,data_parallel --peers torch-ddp
 
   shardwise compare run.yaml --strategies ddp,zero1,zero3 --rounds 8 --json result.json
 """

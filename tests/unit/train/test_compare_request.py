@@ -79,7 +79,7 @@ def test_a_request_survives_json():
         (["FULL"], "the peers (single, torch-ddp, torch-fsdp1, torch-fsdp2) train the model as it is"),
         (["--case", "host", "--strategies", "zero3,zero3+dp_shard=3"], "dp_shard=3"),
         (["--case", "host", "--strategies", "zero3+reshard_after_forward=3"], "reshard_after_forward=3"),
-        (["--case", "host", "--strategies", "data_parallel"], "runs replicas in one process"),
+        (["--case", "host", "--strategies", "data_parallel+dp_shard=2"], "dp_shard=2"),
         (["RUN", "--strategies", "hsdp+dp_replicate=4"], "dp_replicate=4"),
         (["--case", "host", "--strategies", "zero3+mp_policy={param_dtype: bf61}"], "bf61"),
     ],

@@ -144,7 +144,7 @@ def test_the_text_shows_times_memory_traffic_and_losses():
     assert "3.0 kB in 6" in shown
     assert "1.75 (1.50 to 2.00)" in shown
     assert "equal to the last bit" in shown
-    assert "largest difference to a peer: 0" in shown
+    assert "largest difference to ours: 0" in shown
     lines = str(table.engines(result())).splitlines()
     assert lines[0].startswith("engine")
     assert len({len(line) for line in lines}) == 1 or all(line == line.rstrip() for line in lines)

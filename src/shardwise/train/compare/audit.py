@@ -38,7 +38,7 @@ def audit(entrant: Entrant, workload: Workload, batches: Sequence[tuple[Tensor, 
     """
     device = workload.device
     result: dict[str, Any] = {"collectives": None, "predicted": None, "activation_bytes": None}
-    activations = _activations(workload, batches[0]) if entrant.engine == OURS else None
+    activations = _activations(workload, batches[0]) if entrant.engine == OURS and not entrant.is_threaded else None
     if device.type == "cuda":
         torch.cuda.empty_cache()
     with TensorCount("cpu") if device.type == "cpu" else contextlib.nullcontext() as count:
@@ -56,7 +56,9 @@ def audit(entrant: Entrant, workload: Workload, batches: Sequence[tuple[Tensor, 
         else:
             result["peak_tensor_bytes"] = count.peak_bytes
             count.forget()
-    if entrant.engine == OURS:
+    if entrant.is_threaded:
+        result |= _of_replicas(engine, batches[0])
+    elif entrant.engine == OURS:
         result |= _of_ours(engine, batches[0], activations)
         if not parse(entrant.strategy).applied_to(workload.plan).keep_buffers:
             result |= _run_dry(entrant, workload, batches[0])
@@ -81,6 +83,14 @@ def _of_ours(engine: Engine, batch: tuple[Tensor, Tensor], activations: Activati
         "activation_bytes": None if activations is None else summary.predict_activations(runtime, activations),
         "num_units": len(found.units) - 1,
     }
+
+
+def _of_replicas(engine: Engine, batch: tuple[Tensor, Tensor]) -> dict[str, Any]:
+    """The exchanges of one step between the devices of one process. No formula says what replicas hold."""
+    with sw.record_collectives(engine.model) as events:
+        engine.step(batch)
+    exchanges = [event for event in events if event.axis == "devices"]
+    return {"collectives": _by_kind((f"{event.kind} {event.unit}", event.sent_bytes) for event in exchanges)}
 
 
 def _run_dry(entrant: Entrant, workload: Workload, batch: tuple[Tensor, Tensor]) -> dict[str, Any]:

@@ -9,6 +9,7 @@ from torch import Tensor, nn
 
 import shardwise as sw
 from shardwise.fsdp.wrap import find_units
+from shardwise.recipe import data_parallel
 from shardwise.spec.wrap import WrapPolicy
 from shardwise.train.compare.peer import BUILDS
 from shardwise.train.compare.request import OURS, Entrant
@@ -37,6 +38,8 @@ class Engine:
         if entrant.engine == OURS:
             variant = parse(entrant.strategy)
             sharded = sw.parallelize(model, variant.applied_to(workload.plan))
+            if variant.is_threaded:
+                data_parallel.install(sharded, workload.devices)  # a thread for each, on the CPU too
             parameters = sw.flat_parameters(sharded) if variant.is_flat else sharded.parameters()
             optimizer = torch.optim.AdamW(parameters, lr=LEARNING_RATE)
             self.trainee = Trainee.with_optimizer(sharded, optimizer)

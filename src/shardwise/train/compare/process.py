@@ -72,7 +72,10 @@ class Process:
             init_process_group(world, self.device, timeout_s=TIMEOUT_S)
         self.workload = Workload(self.request, self.device)
         num_steps = max(WARM_UP_STEPS + self.request.rounds * self.request.case.steps, AUDIT_STEPS)
-        self.batches = [self.workload.batch(step, self.rank) for step in range(num_steps)]
+        is_threaded, batch = self.entrant.is_threaded, self.workload.batch
+        self.batches = [
+            self.workload.whole_batch(step) if is_threaded else batch(step, self.rank) for step in range(num_steps)
+        ]
         _load_what_is_loaded_late(self.device)
         if self.entrant.engine.startswith("deepspeed"):
             deepspeed.load()
@@ -100,7 +103,7 @@ class Process:
         self.engine = None
         gc.collect()
         result = audit(self.entrant, self.workload, self.batches)
-        if self.entrant.engine == OURS:
+        if self.entrant.engine == OURS and not self.entrant.is_threaded:
             result["group_size"] = self._group_size(self.entrant)
         if self.entrant.engine == SINGLE:
             result["losses"] = self._one_process()
@@ -144,7 +147,8 @@ class Process:
 
     def _one_process(self) -> dict[int, list[list[float]]]:
         """Losses by step and rank of one process that takes every rank's batch, for every grouping of our sums."""
-        sizes = {self._group_size(entrant) for entrant in self.request.entrants if entrant.engine == OURS}
+        ours = [each for each in self.request.entrants if each.engine == OURS and not each.is_threaded]
+        sizes = {self._group_size(entrant) for entrant in ours}
         found: dict[int, list[list[float]]] = {}
         for size in sizes or {self.request.num_ranks}:
             engine = Engine(self.entrant, self.workload)

@@ -65,6 +65,11 @@ class Entrant:
         """What tables call it; a peer's engine says its strategy."""
         return f"{OURS} {self.strategy}" if self.engine == OURS else self.engine
 
+    @property
+    def is_threaded(self) -> bool:
+        """Whether one process runs a replica for each rank that the others have."""
+        return self.engine == OURS and parse(self.strategy).is_threaded
+
 
 @dataclass(frozen=True, slots=True)
 class Request:
@@ -72,8 +77,8 @@ class Request:
 
     Attributes:
         case: What is trained.
-        entrants: Our strategies first, then the peers.
-        num_ranks: Ranks of every engine but ``single``.
+        entrants: Our strategies first (``data_parallel`` behind the others), then the peers.
+        num_ranks: Ranks of every engine but ``single``; replicas of ``data_parallel``.
         rounds: Turns of every engine.
     """
 
@@ -94,7 +99,7 @@ class Request:
 
     def size_of(self, entrant: Entrant) -> int:
         """Ranks of an entrant."""
-        return 1 if entrant.engine == SINGLE else self.num_ranks
+        return 1 if entrant.engine == SINGLE or entrant.is_threaded else self.num_ranks
 
 
 def turns(num_entrants: int, round_index: int) -> list[int]:
@@ -140,8 +145,9 @@ def make_requests(
         chosen = [case]
         _check_fair(config, plan, peers)
     for variant in variants.values():
-        variant.applied_to(plan).mesh(num_ranks, num_ranks)  # all on this machine
-    entrants = [Entrant(OURS, name) for name in variants]
+        size = 1 if variant.is_threaded else num_ranks
+        variant.applied_to(plan).mesh(size, size)  # all on this machine
+    entrants = sorted((Entrant(OURS, name) for name in variants), key=lambda entrant: entrant.is_threaded)
     entrants += [Entrant(peer, PEERS[peer]) for peer in dict.fromkeys(peers)]
     return [Request(_with_steps(case, steps), tuple(entrants), num_ranks, rounds) for case in chosen]
 

@@ -30,7 +30,8 @@ class Verdict:
         is_bitwise: Every loss of every rank is the same under each of our strategies that adds gradients in the same
             groups of ranks, and, over the steps that it made, in one plain process that adds them likewise.
         group_sizes: Ranks of such a group, under each of our strategies.
-        differences: By peer, how far the last common loss (mean over ranks) is from ours.
+        differences: By peer, and of ``data_parallel``, how far the last common loss (mean over ranks) is from that of
+            our first strategy.
     """
 
     is_bitwise: bool
@@ -124,7 +125,7 @@ def judge(
     Args:
         entrants: Ours first.
         losses: By entrant, step and rank.
-        group_sizes: Of our strategies: ranks whose gradients are added up first.
+        group_sizes: Of our strategies but ``data_parallel``: ranks whose gradients are added up first.
         alone: Losses of one process by the group size with which it adds; empty where it does not take part.
     """
     first = losses[0]
@@ -136,7 +137,7 @@ def judge(
             is_bitwise = is_bitwise and list(losses[place][:common]) == list(other[:common])
     for entrant, other in zip(entrants, losses, strict=True):
         common = min(len(first), len(other))
-        if entrant.engine != OURS:
+        if entrant.engine != OURS or entrant.is_threaded:
             gap = abs(_mean(first[common - 1]) - _mean(other[common - 1]))
             differences[entrant.name] = gap if gap == gap else float("inf")  # noqa: PLR0124  not a number
     return Verdict(is_bitwise, tuple(group_sizes), differences)
@@ -150,7 +151,7 @@ def _row(
 ) -> dict[str, Any]:
     times = [seconds for turn in rounds for seconds in turn]
     checks = [part["check"] for part in parts]
-    is_ours = entrant.engine == OURS
+    is_predicted = entrant.engine == OURS and not entrant.is_threaded
     return {
         "engine": entrant.engine,
         "strategy": entrant.strategy,
@@ -163,7 +164,7 @@ def _row(
         "predicted_bytes": _categories(checks[0]),
         "collectives": checks[0]["collectives"],
         "predicted_collectives": checks[0].get("predicted_collectives"),
-        "trace_is_predicted": all(check["trace_is_predicted"] for check in checks) if is_ours else None,
+        "trace_is_predicted": all(check["trace_is_predicted"] for check in checks) if is_predicted else None,
         "num_units": checks[0].get("num_units"),
         "loss": [_mean(step) for step in losses],
     }

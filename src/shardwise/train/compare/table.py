@@ -12,6 +12,9 @@ from shardwise.train.compare.request import OURS
 from shardwise.train.compare.result import LOSS_TOLERANCE, Result
 from shardwise.train.text import printable
 
+#: By whether the engine is one process with a replica for each device.
+_SENDERS = {False: "each rank", True: "all by way of its first device"}
+
 
 @dataclass(frozen=True, slots=True)
 class Grid:
@@ -73,7 +76,7 @@ def notes(result: Result) -> list[str]:
         f"{result.request.rounds} rounds of {case.steps} steps, engines in turns",
         f"ratios are of the {mark} step of each round: their median (lowest to highest)",
     ]
-    if OURS in {row["engine"] for row in result.rows}:
+    if verdict.group_sizes:
         lines.append(
             f"losses of {OURS}'s strategies{' and of one process' if 'single' in verdict.differences else ''}: "
             + ("equal to the last bit" if verdict.is_bitwise else "they DIFFER")
@@ -83,7 +86,12 @@ def notes(result: Result) -> list[str]:
         worst = max(verdict.differences, key=lambda name: verdict.differences[name])
         gap = verdict.differences[worst]
         mark = "" if gap <= LOSS_TOLERANCE else f", MORE than {LOSS_TOLERANCE:g}"
-        lines.append(f"last common loss, largest difference to a peer: {gap:.3g} ({worst}){mark}")
+        lines.append(f"last common loss, largest difference to ours: {gap:.3g} ({worst}){mark}")
+    lines += [
+        f"sent per step by {row['engine']} {row['strategy']}, {_SENDERS[entrant.is_threaded]}: {_exchanges(row)}"
+        for entrant, row in zip(result.request.entrants, result.rows, strict=True)
+        if row["collectives"]
+    ]
     costs = unit_costs(result)
     if costs:
         lines.append("step time above one plain process: " + ", ".join(f"{k} {_ms(v)}" for k, v in costs.items()))
@@ -149,6 +157,10 @@ def _cells(row: Mapping[str, Any]) -> tuple[str, ...]:
 def _traffic(sent: Mapping[str, Mapping[str, int]]) -> str:
     count = sum(entry["count"] for entry in sent.values())
     return f"{size(sum(entry['sent_bytes'] for entry in sent.values()))} in {count}"
+
+
+def _exchanges(row: Mapping[str, Any]) -> str:
+    return ", ".join(f"{kind} {size(entry['sent_bytes'])}" for kind, entry in row["collectives"].items())
 
 
 def _ratio(ratio: Mapping[str, Any]) -> str:

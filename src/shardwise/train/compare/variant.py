@@ -33,6 +33,11 @@ class Variant:
     is_flat: bool = False
     fields: dict[str, Any] = field(default_factory=dict)
 
+    @property
+    def is_threaded(self) -> bool:
+        """Whether this is ``data_parallel``, which is one process."""
+        return self.applied_to(ParallelPlan()).placements.is_threaded
+
     def applied_to(self, plan: ParallelPlan) -> ParallelPlan:
         """``plan`` with this strategy and these fields."""
         return dataclasses.replace(plan, strategy=self.strategy, **self.fields)

@@ -65,6 +65,16 @@ class Workload:
         """The mean loss over the tokens of a batch."""
         return model(inputs_BT, targets_BT) if self._loss is None else self._loss(model, inputs_BT, targets_BT)
 
+    def whole_batch(self, step: int) -> tuple[Tensor, Tensor]:
+        """The batches of all ranks at a step, in the order of ranks, as one."""
+        inputs, targets = zip(*(self.batch(step, rank) for rank in range(self.num_ranks)), strict=True)
+        return torch.cat(inputs), torch.cat(targets)
+
+    @property
+    def devices(self) -> list[torch.device]:
+        """A device for each rank, for one process that has them all."""
+        return [torch.device(self.device.type, index) for index in range(self.num_ranks)]
+
     def batch(self, step: int, rank: int) -> tuple[Tensor, Tensor]:
         """Inputs and targets of a rank at a step, both (B, T)."""
         first = (step * self.num_ranks + rank) * self.case.batch
