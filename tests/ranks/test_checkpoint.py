@@ -199,3 +199,19 @@ def test_save_keeps_as_many_as_it_is_told_and_the_newest_is_found(tmp_path):
     with pytest.raises(CheckpointError, match=r"the newest checkpoint of .* cannot be used"):
         sw.newest_checkpoint(tmp_path)
     assert sw.newest_checkpoint(tmp_path, allow_older=True) == tmp_path / "step-00000004"
+
+
+def on_a_disk_of_its_own(path):
+    model = sw.parallelize(torch.nn.Linear(4, 4), sw.ParallelPlan(strategy="zero3"))
+    path = Path(path, f"disk-{torch.distributed.get_rank()}", "checkpoint")
+    path.parent.mkdir()
+    with pytest.raises(StorageError) as caught:
+        sw.save(path, model)
+    return str(caught.value)
+
+
+def test_a_rank_that_does_not_see_the_folder_of_rank_0_says_so(tmp_path):
+    for text in run_on_ranks(on_a_disk_of_its_own, 2, str(tmp_path)):
+        assert "rank 1: this rank does not find the folder that rank 0 has made" in text
+        assert "file system that all machines share" in text
+    assert not list(tmp_path.glob("*/*"))

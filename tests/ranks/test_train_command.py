@@ -17,6 +17,7 @@ from pathlib import Path
 
 import pytest
 
+from shardwise.train import rundir
 from tests.ranks.train_here import CONFIG, losses, metrics, summary, train_here, train_well
 
 
@@ -276,3 +277,28 @@ def test_a_lost_worker_is_replaced_where_restarts_are_allowed(whole: Path, tmp_p
         os.kill(workers(process.pid)[-1], signal.SIGKILL)
         assert process.wait(200) == 0
     assert losses(run) == losses(whole)
+
+
+def each_rank_on_a_machine_of_its_own() -> None:
+    """As torchrun on two machines, each with a disk of its own (the second rank's folder)."""
+    rundir.APPEARS_S = 0.3
+    os.environ |= {"GROUP_WORLD_SIZE": "2", "LOCAL_RANK": "0", "LOCAL_WORLD_SIZE": "1"}
+    if os.environ["RANK"] == "1":
+        Path("disk").mkdir()
+        shutil.copy("run.yaml", "disk")
+        os.chdir("disk")
+
+
+def test_a_folder_that_machines_do_not_share_is_refused_before_the_first_step(tmp_path: Path) -> None:
+    shared, apart = str(tmp_path / "shared"), "apart"
+    plain = ("--set", "train.steps=2", "--set", "train.eval_every=null", "--run-dir")
+    (code, text), (shared_code, _) = train_here(
+        tmp_path, 2, [*plain, apart], [*plain, shared], before=each_rank_on_a_machine_of_its_own
+    )
+    assert code == 74
+    assert "the run's folder is not one folder for all machines: rank 1 does not find in" in text
+    assert "Name a folder of a file system that all machines share, with --run-dir." in text
+    assert not (tmp_path / "apart" / "metrics.jsonl").exists()
+    assert shared_code == 0
+    for folder in (tmp_path / "apart", tmp_path / "shared"):
+        assert not list(folder.glob(".shared-*"))

@@ -225,6 +225,12 @@ class _Save:
                     frozen = self._write_frozen(folder) if self.has_frozen else None
             except OSError as error:
                 error.filename = self.temporary / name
+                if isinstance(error, FileNotFoundError) and not folders.exists(self.temporary):
+                    error.filename = self.temporary
+                    error.strerror = (
+                        "this rank does not find the folder that rank 0 has made (all ranks need the same folder, of a"
+                        " file system that all machines share)"
+                    )
                 raise
             return {"own": {"name": name, "bytes": plan.file_bytes, "sha256": digest}, "frozen": frozen}
 

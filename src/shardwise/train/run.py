@@ -103,6 +103,8 @@ def train(resolved: Resolved, *, world: World, run_dir: Path | None, resume: str
         control = Control(open_comms(device, "control")[0])
         control.check_same([resolved.config.model_dump(mode="json"), torch.__version__], "configuration or torch")
         directory = Path(control.on_first(lambda: str(_open_directory(resolved, run_dir, resume, world))))
+        if world.num_nodes > 1:
+            _check_shared(control, directory, world)
         if control.is_first:
             lock = RunLock(directory)
             stack.callback(lock.release)
@@ -125,6 +127,33 @@ def _open_directory(resolved: Resolved, run_dir: Path | None, resume: str | None
     )
     rundir.create(chosen)
     return chosen
+
+
+def _check_shared(control: Control, directory: Path, world: World) -> None:
+    """Refuse a run's folder that is not the same one on all machines: one rank of each looks for a file of rank 0.
+
+    Raises:
+        StorageError: On every rank, naming the ranks that do not find it.
+
+    Collective:
+        Two all-gathers of small JSON.
+    """
+    name = control.on_first(lambda: rundir.leave_probe(directory))
+    try:
+        has_found = world.local_rank != 0 or rundir.finds(directory, name)
+        where = [None if has_found else str(directory.absolute())]
+        missing = {rank: path for rank, (path,) in enumerate(control.all_json(where)) if path is not None}
+    finally:
+        if control.is_first:
+            (directory / name).unlink(missing_ok=True)
+    if missing:
+        rank, path = next(iter(missing.items()))
+        ranks = f"rank {rank} does" if len(missing) == 1 else f"ranks {', '.join(map(str, missing))} do"
+        raise StorageError(
+            f"the run's folder is not one folder for all machines: {ranks} not find in {printable(path)} what rank 0"
+            " wrote there. Checkpoints would be spread over the machines' own disks.\n"
+            "  Name a folder of a file system that all machines share, with --run-dir."
+        )
 
 
 def _has_checkpoint(directory: Path) -> bool:

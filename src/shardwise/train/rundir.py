@@ -10,6 +10,8 @@ from __future__ import annotations
 import json
 import os
 import re
+import secrets
+import time
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -18,6 +20,8 @@ from shardwise.spec.errors import CheckpointError, ConfigError, StorageError
 from shardwise.train.text import printable
 
 CONFIG, PLAN, METRICS, SUMMARY = "config.yaml", "plan.json", "metrics.jsonl", "summary.json"
+#: Network file systems may remember for so long that a file or folder was not there.
+APPEARS_S = 40.0
 MODEL = "model.txt"
 LOGS, CHECKPOINTS, EVENTS, WANDB_ID = "logs", "checkpoints", "events", "wandb-id"
 
@@ -95,6 +99,23 @@ def create(directory: Path) -> None:
             f"{printable(error.filename or directory)} cannot be written: {error.strerror}.\n"
             "  Name a folder that can, with --run-dir."
         ) from None
+
+
+def leave_probe(directory: Path) -> str:
+    """Make an empty file of a new name in ``directory``; its name."""
+    name = f".shared-{secrets.token_hex(8)}"
+    (directory / name).touch()
+    return name
+
+
+def finds(directory: Path, name: str) -> bool:
+    """Whether ``directory`` has the file, on this machine too; waits while the file system may not know of it yet."""
+    end = time.monotonic() + APPEARS_S
+    while not (directory / name).exists():
+        if time.monotonic() > end:
+            return False
+        time.sleep(0.1)
+    return True
 
 
 def replace_text(path: Path, text: str) -> None:
