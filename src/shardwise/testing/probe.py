@@ -34,6 +34,7 @@ from shardwise.fsdp.unit import State, Unit
 from shardwise.fsdp.view import memory_order
 from shardwise.spec.extent import Extent
 from shardwise.spec.trace import Collective
+from shardwise.tensor.apply import take
 
 #: Inside ``with checks():`` what is released is filled with NaN and saved tensors are checked in every step. Slow.
 checks = debug.checks
@@ -56,8 +57,8 @@ class Shard:
         unit: The name of its unit.
         parameter: What the optimizer sees: the parameter object of the module, with this rank's elements.
         start, stop: This rank's range of the parameter's elements, in memory order.
-        shape: Of the whole parameter (where ``tp`` splits it, of the split).
-        stride: Of the whole parameter, where it is not contiguous.
+        shape: Of the parameter in this rank's module: the whole one, or what tensor or expert parallelism left of it.
+        stride: Likewise, where it is not contiguous.
     """
 
     def __init__(self, group: Group, index: int) -> None:
@@ -66,6 +67,7 @@ class Shard:
         self.parameter: nn.Parameter = group.shards[index]
         self.start, self.stop = piece.start, piece.stop
         self.shape, self.stride = spec.shape, spec.stride
+        self._cuts = spec.slice
 
     @property
     def numel(self) -> int:
@@ -83,8 +85,8 @@ class Shard:
         return None if self.parameter.grad is None else memory_order(self.parameter.grad)
 
     def part_of(self, whole: Tensor) -> Tensor:
-        """The elements of a tensor of the parameter's whole shape that this rank holds, flat, in memory order."""
-        whole = whole.detach()
+        """The elements of a tensor of the plain parameter's shape that this rank holds, flat, in memory order."""
+        whole = whole.detach() if self._cuts is None else take(whole.detach(), self._cuts)
         if self.stride is None:
             return memory_order(whole.contiguous())[self.start : self.stop]
         laid_out = torch.empty_strided(self.shape, self.stride, dtype=whole.dtype, device=whole.device)
@@ -163,6 +165,11 @@ class Probe:
     def shard_group_size(self) -> int:
         """Ranks over which a unit is cut."""
         return self._runtime.comms.gather.size
+
+    @property
+    def reader(self) -> tuple[int, int]:
+        """Which share of the samples this rank reads, and of how many: ranks of one model read the same."""
+        return self._runtime.comms.reader
 
     @property
     def replica(self) -> int:

@@ -1,0 +1,473 @@
+"""One plain process beside the ranks: what a parallelized model must equal, to the last bit or as near as sums allow.
+
+Every rank trains the parallelized model on its own data and, beside it, one plain copy of the model for each share of
+the data, on everybody's data. The copies' gradients are added up in rank order (inside each group first where there is
+``dp_replicate``), divided by the number of shares and applied once: that is "one process". After every backward and
+every step values, gradients, parameters and optimizer state are compared.
+
+::
+
+    def script(model, reader, step):  # on a plain copy and on the parallelized model alike
+        return model(sample(reader, step)).square().mean()
+
+
+    def on_a_rank():
+        plan = sw.ParallelPlan(strategy="zero3")
+        compare_with_one_process(build, script, lambda model: sw.parallelize(model, plan))
+
+
+    run_on_ranks(on_a_rank, 2)
+
+A *script* is what is done in one step: ``script(model, reader, step)`` returns the loss, of which backward is called;
+or it is a generator that runs its backwards itself and yields what is to be compared after each of them: a tensor, a
+list of tensors, :class:`Waiting` or :class:`Mean`. Ranks of one reader (along ``tp``, ``pp``, ``cp``) have the same
+data.
+
+Where a layout splits a sum that one process makes in one go (``tp``, ``cp``, ``ep``, parameters shared by stages), pass
+a ``tolerance`` (``shardwise.spec.exact.tolerance``): values and norms are then compared relatively and parameters
+absolutely; gradients and optimizer state are not.
+"""
+
+from __future__ import annotations
+
+import inspect
+import itertools
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+import shardwise as sw
+from shardwise.fsdp import torch_private
+from shardwise.fsdp.attach import attachment_of
+from shardwise.fsdp.optimizer import needed_by
+from shardwise.fsdp.view import memory_order
+from shardwise.recipe.batch import LossFn, forward_loss, split_batch
+from shardwise.spec.exact import Tolerance
+from shardwise.spec.granularity import row_numel
+from shardwise.testing.probe import Probe, Shard, checks, optimizer_state, probe
+
+Script = Callable[[nn.Module, int, int], Any]
+OptimizerFactory = Callable[[Any], torch.optim.Optimizer]
+
+#: Integers as wide as an element.
+_INTEGERS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
+
+
+class Waiting(list):
+    """Values to compare after a backward that does not synchronise, or after none: no gradients are due."""
+
+
+class Mean(list):
+    """Values of which a rank has the mean over all readers, as ``sw.train_step`` gives it."""
+
+
+@dataclass
+class Comparison:
+    """What is left after :func:`compare_with_one_process`, for further looks.
+
+    Attributes:
+        model: Parallelized and trained.
+        plain: This rank's copy.
+        optimizer: Of ``model``.
+        probe: Of ``model``.
+    """
+
+    model: nn.Module
+    plain: nn.Module
+    optimizer: torch.optim.Optimizer
+    probe: Probe
+
+
+def same_bits(a: Tensor, b: Tensor) -> bool:
+    """Whether shapes, dtypes and all bits are the same: -0.0 is not 0.0 here, and a NaN is itself."""
+    if a.shape != b.shape or a.dtype != b.dtype:
+        return False
+    return torch.equal(_bits(a), _bits(b))
+
+
+def train_step(
+    model: nn.Module, batch: Any, loss_fn: LossFn | None = None, num_microbatches: int | None = None
+) -> Mean:
+    """``sw.train_step`` for scripts: on a plain copy the same is done by hand. To be yielded.
+
+    On a plain copy microbatches are added up before anything else is, as under ``pp`` and where
+    ``accumulation="unsharded"``.
+    """
+    if attachment_of(model) is not None:
+        return Mean([sw.train_step(model, batch, loss_fn, num_microbatches)])
+    parts = split_batch(batch, num_microbatches or 1)
+    total = torch.zeros((), dtype=torch.float64)
+    for part in parts:
+        loss = forward_loss(model, part, loss_fn)
+        (loss / len(parts) if len(parts) > 1 else loss).backward()
+        total += loss.detach().double()
+    return Mean([total / len(parts)])
+
+
+def compare_with_one_process(
+    build: Callable[..., nn.Module],
+    script: Script,
+    parallelize: Callable[[nn.Module], object],
+    *,
+    steps: int = 4,
+    optimizer: OptimizerFactory | None = None,
+    parameters: Callable[[nn.Module], Any] = nn.Module.parameters,
+    given: Callable[[nn.Module], Any] | None = None,
+    between: Callable[[nn.Module, int], None] | None = None,
+    max_norm: float | None = None,
+    tolerance: Tolerance | None = None,
+    is_checked: bool = True,
+    heals: bool = False,
+    shares_buffers: bool = True,
+    builds_by_rank: bool = False,
+    where: str = "",
+) -> Comparison:
+    """Train a parallelized model and plain copies of it, and compare everything; to be called inside ``run_on_ranks``.
+
+    Parameters that the plan ignores are each rank's own: a rank's copy steps on its own gradients of them.
+
+    Args:
+        build: Builds the model, with the same weights each time.
+        script: What is done in a step.
+        parallelize: Makes the model a parallel one, in place.
+        steps: Optimizer steps.
+        optimizer: From parameters to an optimizer; by default AdamW with lr 1e-2.
+        parameters: From the plain model to what its optimizer gets.
+        given: The same for the parallelized model; by default as for the plain one.
+        between: Called with the model and the number of the step after each step, on either side.
+        max_norm: Gradients are clipped to it before the step, and their norms compared.
+        tolerance: Compare with it, where sums are split; ``None``: to the last bit.
+        is_checked: Fill released buffers with NaN and check saved tensors (``checks``).
+        heals: Saved tensors may have to be brought back; else none may.
+        shares_buffers: Every copy's buffers are those that the first copy had, as the plan keeps them equal.
+        builds_by_rank: ``build`` takes the rank: ranks differ in what is ignored.
+        where: For messages.
+
+    Returns:
+        What is left.
+
+    Collective:
+        Those of training. All ranks must call.
+
+    Raises:
+        AssertionError: Something differs; the message says what, and in which step.
+    """
+    make = optimizer or (lambda params: torch.optim.AdamW(params, lr=1e-2))
+    rank = torch.distributed.get_rank()
+    model = build(*([rank] if builds_by_rank else []))
+    parallelize(model)
+    inside = probe(model)
+    reader, num_readers = inside.reader
+    copies = [build(*([other] if builds_by_rank else [])) for other in range(num_readers)]
+    shares = _share_buffers(copies) if shares_buffers else []
+    reference = make(parameters(copies[0]))
+    ours = make((given or parameters)(model))
+    alone = _Alone(copies, inside, make)
+    judge = _Judge(copies, reference, model, ours, inside, tolerance)
+    where = where or "comparison"
+    with checks(is_enabled=is_checked):
+        for step in range(steps):
+            place = f"{where}, step {step}"
+            _one_step(judge, script, step=step, place=place)
+            if max_norm is not None:
+                judge.clip(max_norm, f"{place}: norm")
+            alone.step(place)
+            reference.step()
+            ours.step()
+            judge.parameters(f"{place}, after the optimizer")
+            judge.optimizers(place)
+            alone.compare(reference, ours, f"{place}, after the optimizer")
+            reference.zero_grad()
+            ours.zero_grad()
+            _spread(copies, but=inside.ignored)
+            if between is not None:
+                for each in copies:
+                    between(each, step)
+                between(model, step)
+    for share in shares:
+        share()
+    if not heals:
+        assert inside.num_healed == 0, f"{where}: {inside.num_healed} saved tensors had lost their data"
+    return Comparison(model, copies[reader], ours, inside)
+
+
+@dataclass
+class _Judge:
+    """Holds the two sides of a comparison, and says where they differ.
+
+    Attributes:
+        copies: Plain, one for each reader; the first is the one process.
+        reference: The optimizer of the first copy.
+        model: The parallelized model.
+        ours: Its optimizer.
+        inside: Its probe.
+        tolerance: ``None``: to the last bit.
+    """
+
+    copies: Sequence[nn.Module]
+    reference: torch.optim.Optimizer
+    model: nn.Module
+    ours: torch.optim.Optimizer
+    inside: Probe
+    tolerance: Tolerance | None
+
+    def __post_init__(self) -> None:
+        self.named = dict(self.copies[0].named_parameters(remove_duplicate=False))
+
+    def values(self, expected: Sequence[Any], got: Any, where: str) -> None:
+        """What each copy's script yielded, and this rank's."""
+        if isinstance(got, Mean):
+            means = zip(*expected, strict=True)
+            for index, (all_of_it, value) in enumerate(zip(means, got, strict=True)):
+                total = torch.stack([each.double() for each in all_of_it]).sum(0)
+                mean = (total / len(expected)).to(value.dtype)
+                self._value(mean, value, f"{where}: mean {index}")
+            return
+        mine = expected[self.inside.reader[0]]
+        for index, (a, b) in enumerate(zip(_listed(mine), _listed(got), strict=True)):
+            self._value(a.detach(), b.detach(), f"{where}: value {index}")
+
+    def _value(self, expected: Tensor, got: Tensor, where: str) -> None:
+        if self.tolerance is None:
+            assert same_bits(expected, got), f"{where} is {got}, not {expected}"
+            return
+        expected, got = expected.double(), got.double()
+        apart = ((got - expected).abs().max() / expected.abs().max()).item()
+        assert apart <= self.tolerance.relative, f"{where} is {got}, not {expected}: {apart:.1e} apart"
+
+    def gradients(self, total: dict[str, Tensor], where: str) -> None:
+        """``.grad`` of every parameter here is its part of ``total``; where no reader used one there is none."""
+        for shard in self.inside.shards:
+            grad = shard.grad
+            if shard.name not in total:
+                assert grad is None, f"{where}: {shard.name} has a gradient, but no rank used it"
+                continue
+            if grad is None:
+                assert shard.numel == 0, f"{where}: {shard.name} has no gradient"
+                continue
+            if self.tolerance is not None:
+                continue
+            expected = shard.part_of(total[shard.name].expand(self.named[shard.name].shape))
+            assert same_bits(grad, expected), (
+                f"{where}: gradient of {shard.name} is off by {(grad - expected).abs().max()}"
+            )
+
+    def clip(self, max_norm: float, where: str) -> None:
+        """Clip both sides, and compare the norms."""
+        got = sw.clip_grad_norm(self.model, max_norm)
+        grads = [p.grad for p in self.copies[0].parameters() if p.grad is not None]
+        wide = torch.stack([grad.double().square().sum() for grad in grads]).sum().sqrt()
+        norm = wide.to(got.dtype)
+        coefficient = torch.clamp(max_norm / (norm + 1e-6), max=1.0)
+        for grad in grads:
+            grad.mul_(coefficient)
+        self._value(norm, got, where)
+
+    def parameters(self, where: str) -> None:
+        """Every parameter here is its part of the plain one."""
+        for shard in self.inside.shards:
+            expected, got = shard.part_of(self.named[shard.name]), shard.values
+            if self.tolerance is None:
+                assert same_bits(got, expected), f"{where}: {shard.name} is off by {(got - expected).abs().max()}"
+            elif shard.numel:
+                apart = (got.double() - expected.double()).abs().max().item()
+                assert apart <= self.tolerance.absolute, f"{where}: {shard.name} is off by {apart:.1e}"
+
+    def optimizers(self, where: str) -> None:
+        """The optimizer's state of every parameter here is its part of the plain one's."""
+        if self.tolerance is not None:
+            return
+        states = optimizer_state(self.ours)
+        for shard in self.inside.shards:
+            if shard.numel == 0:
+                continue  # the optimizer may or may not keep something of an empty piece
+            plain = self.named[shard.name]
+            expected, got = self.reference.state.get(plain, {}), states.get(shard.parameter, {})
+            assert expected.keys() == got.keys(), f"{where}: optimizer state of {shard.name} has {list(got)}"
+            for key, value in expected.items():
+                what = f"{where}: {key} of {shard.name}"
+                if not isinstance(value, Tensor) or value.dim() == 0:
+                    assert value == got[key], what
+                elif value.shape != plain.shape or torch_private.wrapped_tensors(value):
+                    for part, here in _parts(value, got[key]):
+                        assert same_bits(here.flatten(), self._share_of_state(part, here, shard)), what
+                else:
+                    assert same_bits(memory_order(got[key]), shard.part_of(value)), what
+
+    def _share_of_state(self, whole: Tensor, here: Tensor, shard: Shard) -> Tensor:
+        """What a rank must hold of a state with one value per element, per row or block, or of another shape."""
+        if whole.shape == shard.shape:
+            return shard.part_of(whole)
+        if here.numel() == whole.numel():
+            return whole.flatten()
+        needed = needed_by(self.reference)
+        assert needed is not None
+        part = needed.numel if needed.kind == "block" else row_numel(shard.shape)
+        return whole.flatten()[shard.start // part : -(-shard.stop // part)]
+
+
+def _parts(value: Tensor, got: Tensor) -> Iterator[tuple[Tensor, Tensor]]:
+    """The plain tensors of two states, side by side."""
+    wrapped, theirs = torch_private.wrapped_tensors(value), torch_private.wrapped_tensors(got)
+    assert (wrapped is None) == (theirs is None)
+    if wrapped is None or theirs is None:
+        return iter([(value, got)])
+    return iter([(tensor, theirs[name]) for name, tensor in wrapped.items()])
+
+
+# -- one step
+
+
+def _one_step(judge: _Judge, script: Script, *, step: int, place: str) -> None:
+    copies, inside = judge.copies, judge.inside
+    size = inside.axes["dp_shard"]
+    groups = [copies[first : first + size] for first in range(0, len(copies), size)]
+    runs = [_Run(script, each, index, step) for index, each in enumerate(copies)]
+    mine = _Run(script, judge.model, inside.reader[0], step)
+    total: dict[str, Tensor] = {}
+    for index in itertools.count():
+        expected = [run.advance() for run in runs]
+        got = mine.advance()
+        if got is _END:
+            assert expected[inside.reader[0]] is _END, f"{place}: the script ended early"
+            break
+        at = f"{place}, backward {index}"
+        judge.values(expected, got, at)
+        is_waiting = isinstance(got, Waiting) and inside.accumulation == "unsharded"
+        for name, grad in {} if is_waiting else _summed(groups, but=inside.ignored).items():
+            total[name] = total[name] + grad if name in total else grad
+        judge.gradients(total, at)
+    for name, parameter in copies[0].named_parameters():
+        if name not in inside.ignored:
+            parameter.grad = total.get(name)
+
+
+_END = object()
+
+
+class _Run:
+    """A script under way, with a stream of random numbers of its own."""
+
+    def __init__(self, script: Script, model: nn.Module, reader: int, step: int) -> None:
+        is_generator = inspect.isgeneratorfunction(script)
+        run = script(model, reader, step) if is_generator else _by_loss(script, model, reader, step)
+        self._iterator: Iterator[Any] = run
+        self._random = torch.Generator().manual_seed(31 * step + reader).get_state()
+
+    def advance(self) -> Any:
+        """Run to the next value; ``_END`` where there is none."""
+        torch.set_rng_state(self._random)
+        value = next(self._iterator, _END)
+        self._random = torch.get_rng_state()
+        return value
+
+
+def _by_loss(script: Script, model: nn.Module, reader: int, step: int) -> Iterator[Any]:
+    loss = script(model, reader, step)
+    loss.backward()
+    yield loss
+
+
+def _listed(value: Any) -> list[Tensor]:
+    return [value] if isinstance(value, Tensor) else list(value)
+
+
+def _bits(tensor: Tensor) -> Tensor:
+    return tensor.detach().contiguous().view(_INTEGERS[tensor.itemsize])
+
+
+# -- the copies
+
+
+def _summed(groups: Iterable[Sequence[nn.Module]], *, but: Collection[str]) -> dict[str, Tensor]:
+    """The copies' gradients, added in rank order, group by group, and divided; they are taken from the copies."""
+    total: dict[str, Tensor] = {}
+    count = 0
+    for group in groups:
+        count += len(group)
+        summed: dict[str, Tensor] = {}
+        for each in group:
+            for name, parameter in each.named_parameters():
+                if name in but:
+                    continue
+                grad, parameter.grad = parameter.grad, None
+                if grad is not None:
+                    summed[name] = summed[name] + grad if name in summed else grad.clone()
+        for name, grad in summed.items():
+            total[name] = total[name] + grad if name in total else grad
+    return {name: grad / count for name, grad in total.items()}
+
+
+def _spread(copies: Sequence[nn.Module], *, but: Collection[str]) -> None:
+    """All copies get the first one's parameters."""
+    with torch.no_grad():
+        for each in copies[1:]:
+            for (name, target), source in zip(each.named_parameters(), copies[0].parameters(), strict=True):
+                if name not in but:
+                    target.copy_(source)
+
+
+def _share_buffers(copies: Sequence[nn.Module]) -> list[Callable[[], None]]:
+    """Before each forward every copy takes over the saved buffers that the first one had before that forward.
+
+    Returns what ends that, after a last time.
+    """
+    names = [name for name in copies[0].state_dict() if name in dict(copies[0].named_buffers())]
+    if not names:
+        return []
+    history: list[dict[str, Tensor]] = []
+
+    def share(each: nn.Module) -> Callable[[], None]:
+        turns = itertools.count()
+
+        def before(*_: object) -> None:
+            turn, buffers = next(turns), dict(each.named_buffers())
+            if each is copies[0]:
+                history.append({name: buffers[name].clone() for name in names})
+            for name in names:
+                buffers[name].data.copy_(history[turn][name])
+
+        handle = each.register_forward_pre_hook(before)
+
+        def end() -> None:
+            before()
+            handle.remove()
+
+        return end
+
+    return [share(each) for each in copies]
+
+
+class _Alone:
+    """The ignored parameters of every copy, which no other rank's gradients reach."""
+
+    def __init__(self, copies: Sequence[nn.Module], inside: Probe, optimizer: OptimizerFactory) -> None:
+        self.held, self.reader = inside.ignored, inside.reader[0]
+        self.copies = [{name: dict(each.named_parameters())[name] for name in self.held} for each in copies]
+        # Those of the first copy are in the reference optimizer.
+        self.optimizers = [optimizer(list(each.values())) for each in self.copies[1:]] if self.held else []
+
+    def step(self, place: str) -> None:
+        """Compare the gradients, and step on them."""
+        for name, expected in self.copies[self.reader].items():
+            got = self.held[name].grad
+            assert (got is None) == (expected.grad is None), f"{place}: gradient of {name}, which is ignored"
+            if got is not None and expected.grad is not None:
+                assert same_bits(got, expected.grad), f"{place}: gradient of {name}, which is ignored"
+        for each in self.optimizers:
+            each.step()
+
+    def compare(self, reference: torch.optim.Optimizer, ours: torch.optim.Optimizer, place: str) -> None:
+        """Compare parameters and optimizer state."""
+        for name, expected in self.copies[self.reader].items():
+            assert same_bits(self.held[name], expected), f"{place}: {name}, which is ignored"
+            states = (self.optimizers[self.reader - 1] if self.reader else reference).state.get(expected, {})
+            got = ours.state.get(self.held[name], {})
+            assert states.keys() == got.keys(), f"{place}: state of {name}, which is ignored"
+            for key, value in states.items():
+                assert same_bits(value, got[key]), f"{place}: {key} of {name}, which is ignored"
+        for each in self.optimizers:
+            each.zero_grad()
