@@ -20,7 +20,7 @@ from shardwise.fsdp import attach
 from shardwise.fsdp.group import Group
 from shardwise.fsdp.runtime import Runtime
 from shardwise.fsdp.view import memory_order
-from shardwise.testing import Comparison, Waiting, compare_with_one_process, probe
+from shardwise.testing import Comparison, Waiting, compare_with_one_process, probe, same_bits
 
 __all__ = ["Waiting"]
 
@@ -158,6 +158,13 @@ def held_part(group: Group, index: int, whole: Tensor) -> Tensor:
     if spec.stride is not None:
         whole = torch.empty_strided(spec.shape, spec.stride, dtype=whole.dtype).copy_(whole)
     return memory_order(whole.detach().contiguous() if spec.stride is None else whole)[piece.start : piece.stop]
+
+
+def _compare_parameters(plain: nn.Module, runtime: Runtime, where: str) -> None:
+    parameters = dict(plain.named_parameters())
+    for name, group, index in shards_of(runtime):
+        expected, got = held_part(group, index, parameters[name]), memory_order(group.shards[index])
+        assert same_bits(got, expected), f"{where}: {name} is off by {(got - expected).abs().max()}"
 
 
 # -- models and data
