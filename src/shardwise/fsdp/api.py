@@ -133,8 +133,10 @@ def gradient_sync(model: nn.Module, is_enabled: bool) -> Iterator[None]:  # noqa
       microbatches before; the backward outside also sums over ``dp_replicate`` and divides by the number of ranks.
 
     Between the first backward inside and the one outside, parameters must not change: gathered copies are reused. Sums
-    that wait for their reduction are not in ``.grad``: ``zero_grad()`` does not drop them, and ``optimizer.step()`` is
-    refused while there are any.
+    that wait for their reduction are not in ``.grad``: reading it raises, and so do ``optimizer.step()`` and
+    ``sw.clip_grad_norm`` while there are any. ``zero_grad()`` of the model, or of an optimizer over a part of it, drops
+    them as on one process: the microbatches so far are given up. All ranks must call it. With accumulation
+    ``unsharded`` a rank that alone calls it drops what it has added up itself.
 
     Collective:
         None by itself. All ranks must use it alike.

@@ -11,6 +11,7 @@ parameters themselves take its place in the optimizer for good, with views of it
 
 from __future__ import annotations
 
+import functools
 import weakref
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, Self
@@ -20,6 +21,7 @@ from torch import Tensor, nn
 
 from shardwise.fsdp import attach, torch_private
 from shardwise.fsdp.partial import PartialGradient
+from shardwise.fsdp.waiting import WaitingGradient
 from shardwise.spec.flat import FlatRange, flat_ranges
 from shardwise.spec.uncopyable import Uncopyable
 
@@ -136,6 +138,8 @@ class FlatParameter(Uncopyable, nn.Parameter):
             return self._fixed
         if all(shard.grad is None for shard in self.shards):
             return None
+        if self._waits:
+            return WaitingGradient.of(self, functools.partial(_zero_waiting, weakref.ref(self)))
         home = self._find_home()
         if home is None:
             return None
@@ -155,7 +159,7 @@ class FlatParameter(Uncopyable, nn.Parameter):
     def grad(self, value: Tensor | None) -> None:
         self._fixed = None
         if value is None:
-            for shard in self.shards:
+            for shard in self._all_shards() if self._waits else self.shards:
                 shard.grad = None
             return
         home = self._find_home()
@@ -179,6 +183,27 @@ class FlatParameter(Uncopyable, nn.Parameter):
         assert group is not None
         return [group.held_view(piece.index, tensor, first=self.span.start) for piece in self.span.pieces]
 
+    @property
+    def _waits(self) -> bool:
+        """Sums of accumulated microbatches wait for their reduction."""
+        group = self.group
+        return group is not None and group.gradient.is_local
+
+    def zero_waiting(self) -> None:
+        """Zero the gradients of the parameters while their sums wait."""
+        for shard in self._all_shards():
+            if shard.grad is not None:
+                shard.grad.zero_()
+
+    def _all_shards(self) -> Iterator[nn.Parameter]:
+        """The parameters, and those of the same kind of which this rank owns nothing: it has sums of them as well."""
+        yield from self.shards
+        group = self.group
+        if group is not None:
+            for shard, held, kind in zip(group.shards, group.held, group.flat_kinds or (), strict=True):
+                if kind == self.span.kind and held.numel == 0:
+                    yield shard
+
     def _find_home(self) -> tuple[Tensor, Tensor, list[Tensor]] | None:
         group = self.group
         if group is None:
@@ -195,6 +220,12 @@ class FlatParameter(Uncopyable, nn.Parameter):
 
 
 torch_private.allow_foreach(FlatParameter)
+
+
+def _zero_waiting(flat_ref: weakref.ref[FlatParameter]) -> None:
+    flat = flat_ref()
+    if flat is not None:
+        flat.zero_waiting()
 
 
 def group_of(parameter: Tensor) -> Group | None:

@@ -18,12 +18,16 @@ The full-size buffer is borrowed from the pool where the row pools gradients, an
 (``ddp``, ``zero1``, and wherever one rank's slice is the whole: there ``.grad`` lives in it, reduced in place). While
 ``.grad`` occupies the group's own buffer, a further backward borrows one too.
 
+Between backwards, ``.grad`` of a group with sums in ``local`` or ``partial`` is a stand-in (``waiting``), by whose
+absence the next backward sees which sums ``zero_grad()`` has dropped.
+
 Where the optimizer steps inside backward (``in_backward``) ``.grad`` lives in borrowed buffers, from ``finish`` to
 ``release_home``.
 """
 
 from __future__ import annotations
 
+import functools
 import itertools
 import weakref
 from collections.abc import Hashable, Iterable, Sequence
@@ -41,6 +45,7 @@ from shardwise.fsdp.packed import reduce_packed
 from shardwise.fsdp.partial import PartialGradient
 from shardwise.fsdp.pool import GradientPool
 from shardwise.fsdp.view import contiguous_stride, memory_order
+from shardwise.fsdp.waiting import WaitingGradient
 from shardwise.spec.errors import StateError
 from shardwise.spec.footprint import size_class
 from shardwise.spec.layout import ReduceLayout
@@ -86,6 +91,8 @@ class Gradient:
         self._partial_store: Tensor | None = None  # where that lies if it cannot lie in ``_home``
         self._doubtful: list[int] = []  # parameters of which only the flags at ``_home`` say whether a rank used them
         self.has_added = False  # a reduced gradient was added to what an earlier backward had left in .grad
+        self._stand_ins: dict[int, WaitingGradient] = {}  # what .grad of parameter i is while sums wait ...
+        self._hidden: dict[int, Tensor | None] = {}  # ... and what it was before; empty while no stand-in is shown
         self._landing: Tensor | None = None  # on the host, for a sum that cannot go straight to ``_home``
 
     @property
@@ -499,8 +506,82 @@ class Gradient:
         self._home_views = []
         self._give_back(pool)
 
+    # -- .grad while sums wait
+
+    def show_waiting(self) -> None:
+        """While sums wait for their reduction, have ``.grad`` of every trained parameter be a stand-in."""
+        if not self.is_local:
+            return
+        for index, shard in enumerate(self.group.shards):
+            if not shard.requires_grad:
+                continue
+            stand_in = self._stand_ins.get(index)
+            if stand_in is None:
+                zero = functools.partial(_zero_waiting, weakref.ref(self), index)
+                stand_in = self._stand_ins[index] = WaitingGradient.of(shard, zero)
+            self._hidden[index] = shard.grad
+            shard.grad = stand_in
+
+    def zero_waiting(self, index: int) -> None:
+        """``zero_()`` was called on the stand-in of a parameter: its ``.grad`` is zeros where it would be there."""
+        shard, before = self.group.shards[index], self._hidden.get(index)
+        is_used = self._written[index] or (self._partial is not None and self._used[index])
+        if before is not None:
+            shard.grad = before.zero_()
+        elif is_used and not self._is_elsewhere[index]:
+            zeros = torch.zeros_like(shard)
+            shard.grad = PartialGradient.of(zeros) if self.group.holds_part else zeros
+        else:
+            shard.grad = None
+
+    def hide_waiting(self) -> None:
+        """Undo :meth:`show_waiting`, where the stand-ins are still there."""
+        if self.group.whole is not None:
+            return  # full_parameters() has taken every .grad away, and brings it back
+        for index, before in self._hidden.items():
+            shard = self.group.shards[index]
+            if shard.grad is self._stand_ins[index]:
+                shard.grad = before
+        self._hidden.clear()
+
+    def drop_zeroed(self, pool: GradientPool) -> None:
+        """Drop the sums of parameters whose ``.grad`` was zeroed, removed or replaced while the sums waited."""
+        group = self.group
+        if not self._hidden or group.whole is not None:
+            return
+        zeroed = {index for index in self._hidden if group.shards[index].grad is not self._stand_ins[index]}
+        if zeroed and group.flat_kinds is not None:
+            zeroed |= self._zeroed_elsewhere(zeroed, group.flat_kinds)
+        if len(zeroed) == len(self._hidden):
+            self.drop(pool)
+            return
+        for index in zeroed:
+            del self._hidden[index]
+            self._written[index] = False
+            if self._shown.pop(index, None) is not None:
+                group.fulls[index].grad = None
+            if self._partial is not None:
+                self._used[index] = False
+                group.held_view(index, self._partial).zero_().neg_()
+                self._flags_in(self._partial)[index] = 0
+
+    def _zeroed_elsewhere(self, zeroed: set[int], kinds: Sequence[int | None]) -> set[int]:
+        """The parameters that an optimizer over flat ones has zeroed and of whose kind this rank owns nothing.
+
+        Such an optimizer holds the first of them only.
+        """
+        found: set[int] = set()
+        for kind in (0, 1):
+            own = [index for index, other in enumerate(kinds) if other == kind]
+            if own and own[0] in zeroed and not any(self.group.held[index].numel for index in own):
+                found |= self._hidden.keys() & own
+        for index in found:
+            self.group.shards[index].grad = None
+        return found
+
     def drop(self, pool: GradientPool) -> None:
-        """Forget gradients that a failed backward left behind."""
+        """Forget gradients that are not on the shards: a backward failed, or ``zero_grad()`` has dropped them."""
+        self.hide_waiting()
         self._shown.clear()
         for full in self.group.fulls:
             full.grad = None
@@ -515,6 +596,12 @@ class Gradient:
         if self._borrowed is not None:
             pool.give(self.pool_key, self._borrowed)
             self._borrowed = None
+
+
+def _zero_waiting(gradient_ref: weakref.ref[Gradient], index: int) -> None:
+    gradient = gradient_ref()
+    if gradient is not None:
+        gradient.zero_waiting(index)
 
 
 def settle(gradients: Iterable[Gradient]) -> None:

@@ -96,6 +96,7 @@ def _check(runtime: Runtime, optimizers: tuple[torch.optim.Optimizer, ...]) -> N
             )
         accept(optimizer)
     _check_ignored(runtime)
+    runtime.drop_zeroed()
     given = [p for optimizer in optimizers for settings in optimizer.param_groups for p in settings["params"]]
     counts = Counter(id(p) for each in given for p in (each.shards if isinstance(each, FlatParameter) else (each,)))
     for group in runtime.groups:

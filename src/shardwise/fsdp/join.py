@@ -332,6 +332,7 @@ class Join:
         if _Held.SOME in held or (_Held.NONE not in held and not self._has_stepped):
             return
         self._has_stepped = False
+        self._runtime.hide_waiting()  # sums wait, whatever the others hold
         for group in self._runtime.groups:
             for shard in group.shards:
                 shard.grad = None

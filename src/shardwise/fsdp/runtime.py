@@ -312,12 +312,29 @@ class Runtime:
                 self.buffers.forward_begins(may_change=self.may_change_buffers)
         self.follow_shards()
 
+    def drop_zeroed(self) -> None:
+        """Drop the sums of accumulated microbatches for which ``zero_grad()`` was called since the last backward."""
+        for group in self.groups:
+            group.gradient.drop_zeroed(self.gradients)
+
+    def hide_waiting(self) -> None:
+        """A backward begins: let ``.grad`` be what it is, also where sums wait, once zeroed sums are dropped."""
+        self.drop_zeroed()
+        for group in self.groups:
+            group.gradient.hide_waiting()
+
+    def show_waiting(self) -> None:
+        """Let ``.grad`` be a stand-in wherever sums wait, so that ``zero_grad()`` is noticed."""
+        for group in self.groups:
+            group.gradient.show_waiting()
+
     def refuse_sums(self, call: str) -> None:
         """Refuse ``call`` while gradients of accumulated microbatches are not in ``.grad``.
 
         Raises:
             StateError: Some are not.
         """
+        self.drop_zeroed()
         if any(group.gradient.is_local for group in self.groups):
             raise StateError(
                 f"{call} came before the gradients of accumulated microbatches were reduced over the ranks.\n"
@@ -606,6 +623,8 @@ class Runtime:
         mishaps.refuse_distributed_autograd(self._thread)
         self.is_in_backward = True
         partial.allow(is_allowed=False)  # an optimizer's step raised, or calls this in its closure
+        if self.window is None:
+            self.hide_waiting()
         self.had_sums = any(group.gradient.is_local for group in self.groups)
         self._has_waited |= self.had_sums
         self.generation += 1
@@ -744,6 +763,8 @@ class Runtime:
         self.is_in_backward = False
         self.active = None
         self.is_window_open = not self.syncs_gradients
+        if self.is_window_open and self.window is None:
+            self.show_waiting()
         if self.update is not None:
             self.invalidate()
         self.saved.leave_backward(sum(1 + order.num_changes for order in self._backward_orders.values()))

@@ -66,6 +66,7 @@ class GradScaler(torch.amp.GradScaler):
         runtimes = runtimes_of(optimizer)
         for runtime in runtimes:
             refuse(runtime, "sw.GradScaler")
+            runtime.refuse_sums("sw.GradScaler's unscale_()")
             if runtime.join is not None:
                 raise StateError(
                     "sw.GradScaler inside sw.join(): a rank without a batch would not learn the scale.\n"

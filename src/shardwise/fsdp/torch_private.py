@@ -27,6 +27,12 @@ next_sequence_number: Callable[[], int] = torch._C._autograd._get_sequence_nr
 #: Norms of a list of tensors, as ``torch.nn.utils.clip_grad_norm_`` takes them. Foreach functions have private names.
 foreach_norm: Callable[..., Any] = torch._foreach_norm
 
+#: Zeroes a list of tensors, as ``optimizer.zero_grad(set_to_none=False)`` does; as ``__torch_dispatch__`` is given it.
+foreach_zero: Callable[..., Any] = torch.ops.aten._foreach_zero_.default
+
+#: For a subclass of Tensor that has ``__torch_dispatch__`` only.
+disabled_torch_function: Any = torch._C._disabled_torch_function_impl
+
 #: Unscales gradients and looks for inf and nan in them. ``torch.amp.GradScaler`` has no public hook before it does so.
 unscale_gradients: Callable[..., Any] = torch._amp_foreach_non_finite_check_and_unscale_
 
@@ -37,6 +43,15 @@ def as_plain(func: Callable[..., Any], types: Sequence[type], args: tuple[Any, .
     ``Tensor.__torch_function__`` would make results of the subclass; torch keeps the way around that private.
     """
     return torch._C._disabled_torch_function_impl(func, types, args, kwargs)
+
+
+def empty_subclass(cls: type[Tensor], like: Tensor) -> Any:
+    """A tensor of a subclass that has ``__torch_dispatch__``, with the shape, dtype and device of ``like``: no memory.
+
+    torch documents ``_make_wrapper_subclass`` for such subclasses, under a private name.
+    """
+    strides = (0,) * like.dim()
+    return Tensor._make_wrapper_subclass(cls, like.shape, strides=strides, dtype=like.dtype, device=like.device)
 
 
 def is_in_compiled_code() -> bool:

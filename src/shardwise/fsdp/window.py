@@ -154,6 +154,7 @@ def window(runtime: Runtime, before_reduction: Callable[[], None], last: int | N
             " go with it.\n  Leave them out, or set pp=1."
         )
     runtime.settle("sw.train_step")
+    runtime.hide_waiting()
     runtime.trains = torch.is_grad_enabled()
     syncs = runtime.syncs_gradients
     if not runtime.is_window_open:
@@ -181,3 +182,4 @@ def window(runtime: Runtime, before_reduction: Callable[[], None], last: int | N
         runtime.window, runtime.syncs_gradients = None, syncs
     if syncs or not torch.is_grad_enabled():
         runtime.is_window_open = False
+    runtime.show_waiting()
