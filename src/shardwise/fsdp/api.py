@@ -84,7 +84,7 @@ def shard_model(
         )
         units[names[0]].recomputed_in = recompute.enclosing(names[0], recomputed)
     _check_quantization(units.values(), options.quantization)
-    runtime = start.start_runtime(model, start.nest(units), row, comms, options)
+    runtime = start.start_runtime(model, start.nest(units.values()), row, comms, options)
     runtime.recomputed = recomputed
     return runtime
 

@@ -17,7 +17,7 @@ from shardwise.fsdp.group import Group
 from shardwise.fsdp.ignore import NOTHING, Ignored
 from shardwise.fsdp.options import EngineOptions
 from shardwise.fsdp.precision import Policies
-from shardwise.fsdp.unit import Owner, Unit
+from shardwise.fsdp.unit import Member, Owner, Unit
 from shardwise.fsdp.view import is_dense
 from shardwise.fsdp.wrap import chain_of
 from shardwise.spec.errors import StateError
@@ -193,13 +193,16 @@ def make_unit(
         for index, entry in enumerate(entries):
             fulls[id(entry.parameter)] = (group, index)
             attach.mark(entry.parameter, group, index)
-    for member in unit.members:
-        owners: dict[int, Owner] = {}
-        for entry in owned[member.path]:
+    owners: dict[Member, dict[int, Owner]] = {member: {} for member in unit.members}
+    for owning in unit.members:
+        for entry in owned[owning.path]:
             for user, path, attribute in entry.uses:
-                owner = owners.setdefault(id(user), Owner(user, path, {}))
+                # A parameter may be tied to one of another member (sw.fully_shard of a list).
+                member = next((other for other in unit.members if is_below(path, other.path)), owning)
+                owner = owners[member].setdefault(id(user), Owner(user, path, {}))
                 owner.shards[attribute] = entry.parameter
-        member.owners = list(owners.values())
+    for member in unit.members:
+        member.owners = list(owners[member].values())
     unit.reshards_after_forward &= any(group.uses_slot for group in unit.groups) or row.shards_parameters
     return unit
 

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import weakref
-from collections.abc import Iterable, Sequence
-from typing import Any
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any, TypeVar
 
 import torch
 import torch.distributed as dist
@@ -24,6 +25,7 @@ from shardwise.fsdp.sync import synchronise
 from shardwise.fsdp.unit import Unit
 from shardwise.spec.errors import MeshError, PlanError, StateError
 from shardwise.spec.foreign import translated
+from shardwise.spec.merge import merged_name
 from shardwise.spec.offload import OffloadPolicy
 from shardwise.spec.offload import offload_policy as parse_offload
 from shardwise.spec.placement import PRESETS
@@ -31,16 +33,18 @@ from shardwise.spec.plan import check_inner_size
 from shardwise.spec.precision import FULL_PRECISION, PrecisionPolicy
 from shardwise.spec.uncopyable import Uncopyable
 
+_ModuleOrList = TypeVar("_ModuleOrList", nn.Module, Sequence[nn.Module])
+
 
 def fully_shard(
-    module: nn.Module,
+    module: _ModuleOrList,
     *,
     mesh: dist.ProcessGroup | dist.DeviceMesh | None = None,
     reshard_after_forward: str | bool | int = "auto",
     mp_policy: PrecisionPolicy | None = None,
     offload_policy: OffloadPolicy | str = "none",
     ignored_params: Iterable[nn.Parameter] | None = None,
-) -> nn.Module:
+) -> _ModuleOrList:
     """Make ``module`` a unit of its own, as FSDP2's function of this name: children first, the root last.
 
     Parameters below ``module`` that earlier calls have made units stay with those; the rest is this unit's. The module
@@ -48,12 +52,17 @@ def fully_shard(
     called on the outermost module: after ``False`` backward sends nothing, and every rank adds up its gradients in
     full-size buffers, until a backward after ``True`` reduces the sums.
 
+    A list of modules becomes one unit, as with FSDP2: ``sw.fully_shard([model.norm, model.output])``. The unit is
+    gathered when the first of these modules runs, and released when forward goes on with another unit; where one of
+    them runs after that it is gathered again. In backward it is released when all of them have been left. A module
+    inside another one of the list counts as part of that. ``sw.fully_shard`` must follow for a module around all.
+
     As with FSDP2, buffers are each rank's own: batch norm's running statistics drift apart. Convert those with
     ``sw.convert_sync_batchnorm`` first (its ranks are connected here), or use ``sw.parallelize``, which keeps buffers
     equal.
 
     Args:
-        module: Any module with plain dense parameters on one device.
+        module: Any module with plain dense parameters on one device, or a list of such modules.
         mesh: The ranks to shard over: a process group, a ``DeviceMesh``, or ``None`` for the world. A mesh of two
             dimensions is (replicate, shard): hybrid sharding. The outermost call takes the mesh of those inside.
         reshard_after_forward: Release the parameters between forward and backward. ``"auto"``: yes, but not for the
@@ -66,7 +75,7 @@ def fully_shard(
             a call for an enclosing module takes them unless they are ignored there as well.
 
     Returns:
-        ``module`` itself.
+        What was given, the module or the list.
 
     Collective:
         Compares the values over the ranks and sends rank 0's where they differ. All ranks must call, in one order.
@@ -82,39 +91,22 @@ def fully_shard(
             "fully_shard(mp_policy=...) takes the policy of one unit, without overrides.\n"
             "  Call fully_shard on the modules that differ first, each with its policy; or use sw.parallelize."
         )
-    children = _units_below(module)
-    inside = {id(parameter) for parameter in module.parameters()}
-    ignored = find_ignored(module, [p for p in ignored_params or () if id(p) in inside])
-    fresh = build.assign_parameters(module, [], ignored)[""]
-    held = {
-        id(shard): (start.name_below(path, unit.name), unit)
-        for path, runtime in children.items()
-        for unit in runtime.units
-        for group in unit.groups
-        for shard in group.shards
-    }
-    own = [entry for entry in fresh if id(entry.parameter) not in held]
-    for entry in fresh:
-        if id(entry.parameter) not in held:
-            continue
-        name, unit = held[id(entry.parameter)]
-        inside = {id(owner.module()) for owner in unit.owners}
-        outside = [use for (user, _, _), use in zip(entry.uses, entry.names, strict=True) if id(user) not in inside]
-        if outside:
-            raise StateError(
-                f"parameter {outside[0]!r} is tied to one of unit {name!r}, which does not cover all its uses.\n"
-                "  Use sw.parallelize(model, plan), which finds the lowest unit that covers them, or do not make that"
-                " module a unit."
-            )
+    modules = _modules_of(module)
+    root = modules[""] if "" in modules else nn.ModuleList(modules.values())
+    children = _units_below(root, modules.values())
+    inside = {id(parameter) for parameter in root.parameters()}
+    ignored = find_ignored(root, [p for p in ignored_params or () if id(p) in inside])
+    fresh = build.assign_parameters(root, [], ignored)[""]
+    own = _outside_of(children, fresh)
     build.check_parameters(own)
     offload = _unit_offload(offload_policy, own)
     device = next((e.parameter.device for e in fresh), torch.device("cpu"))
     place = Place.of(mesh, device)
-    comms = _comms_for(mesh, place, device, children.values())
-    batch_norm.check(module, device, comms.num_ranks, "sw.fully_shard()")
+    comms = _comms_for(mesh, place, device, [child.runtime for child in children])
+    batch_norm.check(root, device, comms.num_ranks, "sw.fully_shard()")
     if isinstance(reshard_after_forward, int) and not isinstance(reshard_after_forward, bool):
         check_inner_size(reshard_after_forward, comms.gather.size)
-    synchronise(module, {id(entry.parameter) for entry in own}, comms.control, mode="warn")
+    synchronise(root, {id(entry.parameter) for entry in own}, comms.control, mode="warn")
     row = PRESETS["hsdp" if comms.replicate is not None else "zero3"]
     options = EngineOptions(
         policy=mp_policy or FULL_PRECISION,
@@ -124,25 +116,40 @@ def fully_shard(
         offload=offload,
     )
     optimizer.install_checks()
-    policies = precision.Policies(module, options.policy, comms.gather.device)
-    policies.cast_buffers(module, [name for name, _ in module.named_buffers() if _is_in_a_unit(name, children)])
-    policies.install_casts(module, [])
-    unit = build.make_unit(
-        {"": module}, {"": own}, row, comms, options, policies=policies, is_offloaded=offload is not None
-    )
-    units: dict[str, Unit] = {"": unit}
-    for path, runtime in children.items():
-        runtime.remove()
-        for child in runtime.units:
-            start.rename(child, path)
-            if child is runtime.units[0] and child.reshards_if_nested is not False:
-                child.reshards_after_forward = True
-            units[child.name] = child
+    policies = precision.Policies(root, options.policy, comms.gather.device)
+    policies.cast_buffers(root, [name for name, _ in root.named_buffers() if _is_in_a_unit(name, children)])
+    for part in modules.values():
+        precision.install_casts(part, policies.at(""), casts_output=True)
+    owned = _by_module(own, modules)
+    unit = build.make_unit(modules, owned, row, comms, options, policies=policies, is_offloaded=offload is not None)
     unit.reshards_if_nested = None if reshard_after_forward == "auto" else unit.reshards_after_forward
-    runtime = start.start_runtime(module, start.nest(units), row, comms, options)
-    finish(module, runtime, lambda: place.open_samples(device), sync_buffers="none")
-    _add_methods(module)
+    is_list = "" not in modules
+    units = [build.make_unit({"": root}, {"": []}, row, comms, options, policies=policies), unit] if is_list else [unit]
+    for child in children:
+        child.runtime.remove()
+        for inner in child.units:
+            start.rename(inner, child.places)
+            if inner is child.runtime.units[0] and inner.reshards_if_nested is not False:
+                inner.reshards_after_forward = True
+            units.append(inner)
+    runtime = start.start_runtime(root, start.nest(units), row, comms, options)
+    runtime.has_root = not is_list
+    finish(root, runtime, lambda: place.open_samples(device), sync_buffers="none")
+    for part in modules.values():
+        _add_methods(part)
     return module
+
+
+def _modules_of(given: nn.Module | Sequence[nn.Module]) -> dict[str, nn.Module]:
+    """The module under the path ``""``; of a list those that lie in no other one, by number."""
+    if isinstance(given, nn.Module):
+        return {"": given}
+    modules = list(dict.fromkeys(given))
+    inner = {id(below) for module in modules for below in module.modules() if below is not module}
+    modules = [module for module in modules if id(module) not in inner]
+    if not modules:
+        raise PlanError("fully_shard([]): expected a module, or a list of at least one.\n  Leave the call out.")
+    return {"": modules[0]} if len(modules) == 1 else {str(i): module for i, module in enumerate(modules)}
 
 
 def _said(value: Any) -> Any:
@@ -153,8 +160,49 @@ def _said(value: Any) -> Any:
     return meant
 
 
-def _is_in_a_unit(name: str, units: Iterable[str]) -> bool:
-    return any(name.startswith(f"{path}.") for path in units)
+def _outside_of(children: Sequence[_Child], fresh: Iterable[build.OwnedParameter]) -> list[build.OwnedParameter]:
+    """The parameters that belong to no unit below.
+
+    Raises:
+        StateError: One that does is used outside of that unit as well.
+    """
+    held = {
+        id(shard): (child.name_of(unit), unit)
+        for child in children
+        for unit in child.units
+        for group in unit.groups
+        for shard in group.shards
+    }
+    own = []
+    for entry in fresh:
+        if id(entry.parameter) not in held:
+            own.append(entry)
+            continue
+        name, unit = held[id(entry.parameter)]
+        inside = {id(owner.module()) for owner in unit.owners}
+        outside = [use for (user, _, _), use in zip(entry.uses, entry.names, strict=True) if id(user) not in inside]
+        if outside:
+            raise StateError(
+                f"parameter {outside[0]!r} is tied to one of unit {name!r}, which does not cover all its uses.\n"
+                "  Use sw.parallelize(model, plan), which finds the lowest unit that covers them, or do not make that"
+                " module a unit."
+            )
+    return own
+
+
+def _by_module(
+    own: Iterable[build.OwnedParameter], modules: Mapping[str, nn.Module]
+) -> dict[str, list[build.OwnedParameter]]:
+    """The parameters of a unit by the first of its modules that uses them."""
+    owned: dict[str, list[build.OwnedParameter]] = {path: [] for path in modules}
+    for entry in own:
+        _, user, _ = entry.uses[0]
+        owned[next(path for path in modules if path == "" or build.is_below(user, path))].append(entry)
+    return owned
+
+
+def _is_in_a_unit(name: str, children: Iterable[_Child]) -> bool:
+    return any(name.startswith(f"{path}.") for child in children for path in child.places.values())
 
 
 def _comms_for(
@@ -186,20 +234,53 @@ def _unit_offload(given: OffloadPolicy | str, owned: Sequence[build.OwnedParamet
     return policy
 
 
-def _units_below(module: nn.Module) -> dict[str, Runtime]:
-    """The outermost runtimes below ``module``, by path."""
-    if attach.attachment_of(module) is not None:
-        raise StateError(
-            f"{type(module).__name__} is a unit already.\n  Call sw.fully_shard once per module, children first."
-        )
-    found: dict[str, Runtime] = {}
-    for path, child in module.named_modules():
-        attachment = attach.attachment_of(child)
-        if attachment is None or any(path.startswith(f"{other}.") for other in found):
+@dataclass(frozen=True, slots=True)
+class _Child:
+    """What earlier calls have made of modules below another one.
+
+    Attributes:
+        runtime: Of these units.
+        places: Where the modules of the outermost one lie now, by their paths in that runtime.
+    """
+
+    runtime: Runtime
+    places: dict[str, str] = field(default_factory=dict)
+
+    @property
+    def units(self) -> list[Unit]:
+        """The units, without the list that several modules of one unit were in."""
+        return self.runtime.units if self.runtime.has_root else self.runtime.units[1:]
+
+    def name_of(self, unit: Unit) -> str:
+        """The name of a unit, seen from the module around all."""
+        return merged_name([start.move_below(member.path, self.places) for member in unit.members])
+
+
+def _units_below(root: nn.Module, modules: Iterable[nn.Module]) -> list[_Child]:
+    """The outermost runtimes below ``root``, which holds ``modules``, or is the only one of them."""
+    for module in modules:
+        if attach.attachment_of(module) is not None:
+            raise StateError(
+                f"{type(module).__name__} is a unit already.\n  Call sw.fully_shard once per module, children first."
+            )
+    found: dict[Runtime, _Child] = {}
+    for path, module in root.named_modules():
+        attachment = attach.attachment_of(module)
+        if attachment is None or any(
+            path.startswith(f"{other}.") for c in found.values() for other in c.places.values()
+        ):
             continue
         refuse(attachment.runtime, "sw.fully_shard() of what encloses a trained model")
-        found[path] = attachment.runtime
-    return found
+        member = next(member for member in attachment.unit.members if member.module() is module)
+        found.setdefault(attachment.runtime, _Child(attachment.runtime)).places[member.path] = path
+    for child in found.values():
+        for member in child.units[0].members:
+            if member.path not in child.places:
+                raise StateError(
+                    f"sw.fully_shard made one unit of {child.units[0].type_name}, but not all of them are below this"
+                    f" {type(root).__name__}.\n  Call sw.fully_shard for a module around all of them."
+                )
+    return list(found.values())
 
 
 def register_fsdp_forward_method(module: nn.Module, method_name: str) -> None:

@@ -172,6 +172,21 @@ def refuse_between(runtime: Runtime, what: str) -> None:
         )
 
 
+def refuse_rootless(runtime: Runtime) -> None:
+    """Refuse a forward of modules that are one unit while nothing around them is one.
+
+    Raises:
+        StateError: There is no unit around them.
+    """
+    if not runtime.has_root:
+        names = ", ".join(unit.type_name for unit in runtime.units[1:] if unit.depth == 1)
+        raise StateError(
+            f"a forward of {names}: sw.fully_shard made one unit of these modules, but no module around them is a"
+            " unit.\n"
+            "  Call sw.fully_shard(model) for the model that holds them before the first forward."
+        )
+
+
 def refuse_whole(runtime: Runtime) -> None:
     """Inside full_parameters a forward may compute where every rank can, but not train."""
     shown = [unit.whole for unit in runtime.units if unit.whole is not None]

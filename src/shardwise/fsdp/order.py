@@ -94,7 +94,8 @@ def find_layer_lists(units: Sequence[Unit], path: str = "") -> list[LayerList]:
     assert root is not None
     found: dict[tuple[str, str], list[int]] = {}
     for index, unit in enumerate(units[1:], 1):
-        place = _list_of(root, unit.path)
+        places = {_list_of(root, member.path) for member in unit.members}
+        place = places.pop() if len(places) == 1 else None  # sw.fully_shard of a list takes modules from anywhere
         if place is not None and f"{place[0]}.".startswith(f"{path}." if path else ""):
             found.setdefault(place, []).append(index)
     inner_first = sorted(found, key=lambda place: -len(place[0]))

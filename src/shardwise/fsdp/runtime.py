@@ -68,6 +68,8 @@ class Runtime:
         options: How the engine is to work.
     """
 
+    has_root = True  # else fully_shard was called for a list of modules, and not yet for a module around them
+
     def __init__(self, units: Sequence[Unit], row: Placements, comms: Comms, options: EngineOptions) -> None:
         self.units = list(units)
         self.reducing: deque[tuple[Unit, Group, Handle]] = deque()
@@ -277,6 +279,7 @@ class Runtime:
             self.join.check(call)
 
     def _begin_forward(self, entry: Entry) -> None:
+        mishaps.refuse_rootless(self)
         mishaps.refuse_whole(self)
         self._thread = threading.get_ident()
         self._handled = sys.exception()

@@ -5,13 +5,13 @@ from __future__ import annotations
 import dataclasses
 import weakref
 from collections import Counter
-from collections.abc import Hashable, Mapping, Sequence
+from collections.abc import Hashable, Iterable, Mapping, Sequence
 
 from torch import nn
 
 from shardwise.comm.axes import Comms
 from shardwise.fsdp import added, attach
-from shardwise.fsdp.build import ROOT, is_below
+from shardwise.fsdp.build import is_below
 from shardwise.fsdp.group import Group
 from shardwise.fsdp.guard import install_guards
 from shardwise.fsdp.hooks import AfterForward, BeforeForward, eager_hook, refuse_on_shard
@@ -21,6 +21,7 @@ from shardwise.fsdp.packed import gathered_cuts, reduced_cuts
 from shardwise.fsdp.runtime import Runtime
 from shardwise.fsdp.unit import Unit
 from shardwise.spec.footprint import size_class
+from shardwise.spec.merge import merged_name
 from shardwise.spec.placement import Placements
 from shardwise.spec.waiting import eager_numel
 
@@ -132,33 +133,51 @@ def _link_fulls(unit: Unit) -> None:
         owner.fulls = {attribute: by_shard[id(shard)] for attribute, shard in owner.shards.items()}
 
 
-def name_below(prefix: str, name: str) -> str:
-    """The name, seen from the root, of a unit that has ``name`` in the model at ``prefix``."""
-    return prefix if name == ROOT else f"{prefix}.{name}"
+def move_below(path: str, places: Mapping[str, str]) -> str:
+    """Where ``path`` of a model that was built by itself lies once parts of that model lie at other places.
+
+    Args:
+        path: Of a module or a parameter.
+        places: The new path of each part, by its path in the model that was built by itself (``""``: all of it).
+    """
+    part = max((other for other in places if other == "" or is_below(path, other)), key=len)
+    rest = path[len(part) :].removeprefix(".")
+    return f"{places[part]}.{rest}" if rest else places[part]
 
 
-def rename(unit: Unit, prefix: str) -> None:
-    """Put ``prefix`` before the names of a unit that was built as the root of its own model."""
-    unit.name = name_below(prefix, unit.name)
+def rename(unit: Unit, places: Mapping[str, str]) -> None:
+    """Give a unit that was built in a model by itself the names of the model around it, as :func:`move_below`."""
     for group in unit.groups:
         params = tuple(
             dataclasses.replace(
-                spec, name=f"{prefix}.{spec.name}", aliases=tuple(f"{prefix}.{alias}" for alias in spec.aliases)
+                spec,
+                name=move_below(spec.name, places),
+                aliases=tuple(move_below(alias, places) for alias in spec.aliases),
             )
             for spec in group.layout.params
         )
         group.relabel(dataclasses.replace(group.layout, params=params))
     for named in (*unit.members, *unit.owners):
-        named.path = f"{prefix}.{named.path}" if named.path else prefix
+        named.path = move_below(named.path, places)
+    unit.name = merged_name([member.path for member in unit.members])
 
 
-def nest(units: Mapping[str, Unit]) -> list[Unit]:
+def nest(units: Iterable[Unit]) -> list[Unit]:
     """Set every unit's parent from the paths; returns them outermost first, in order of registration."""
-    for path, unit in units.items():
-        if path == "":
-            unit.parent = None
-            continue
-        above = [other for other in units if other != path and (other == "" or is_below(path, other))]
-        unit.parent = units[max(above, key=len)]
-    root = [unit for path, unit in units.items() if path == ""]
-    return root + [unit for path, unit in units.items() if path != ""]
+    units = list(units)
+    for unit in units:
+        above = {
+            place: other for other in units if other is not unit and (place := _place_above(other, unit)) is not None
+        }
+        unit.parent = above[max(above, key=len)] if above else None
+    return [unit for unit in units if unit.parent is None] + [unit for unit in units if unit.parent is not None]
+
+
+def _place_above(outer: Unit, unit: Unit) -> str | None:
+    """The path of the member of ``outer`` that ``unit``, or its first member, lies in; ``None`` if it does not."""
+    paths = [member.path for member in outer.members]
+    if paths == [""]:
+        return ""
+    if not all(any(is_below(member.path, path) for path in paths) for member in unit.members):
+        return None
+    return next(path for path in paths if is_below(unit.path, path))
