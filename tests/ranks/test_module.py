@@ -135,6 +135,7 @@ def refusals():
             "state_dict": model.state_dict,
             "inner state_dict": model.blocks[1].up.state_dict,
             "unit state_dict": model.blocks[1].state_dict,
+            "list state_dict": model.blocks.state_dict,
             "load_state_dict": lambda model=model: model.load_state_dict(Chain().state_dict()),
             "deepcopy": lambda model=model: copy.deepcopy(model),
             "deepcopy of a unit": lambda model=model: copy.deepcopy(model.blocks[2]),
@@ -165,8 +166,11 @@ def test_state_dict_copies_pickles_and_conversions_are_refused_with_what_to_use(
     assert texts["state_dict"] == (
         "state_dict() of Chain would give slices: its parameters are sharded.\n"
         "  Use sw.full_state_dict(model) or sw.save(path, model, optimizer)."
-    ) or texts["state_dict"].startswith("state_dict() of ")
-    for name in ("inner state_dict", "unit state_dict", "state_dict"):
+    )
+    assert texts["load_state_dict"].startswith("load_state_dict() of Chain would need slices: ")
+    for name, called in (("list", "ModuleList"), ("unit", "Block"), ("inner", "Linear")):
+        assert texts[f"{name} state_dict"].startswith(f"state_dict() of {called} would give slices: ")
+    for name in ("inner state_dict", "unit state_dict", "list state_dict", "state_dict"):
         assert "would give slices: its parameters are sharded" in texts[name]
         assert texts[name].endswith("Use sw.full_state_dict(model) or sw.save(path, model, optimizer).")
     assert "Use sw.load_full_state_dict(model, state) or sw.load(path, model)." in texts["load_state_dict"]

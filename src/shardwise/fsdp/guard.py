@@ -12,7 +12,7 @@
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -69,6 +69,7 @@ def install_guards(root: nn.Module, runtime: Runtime) -> None:
             if not owner.is_guarded:
                 owner.is_guarded = True
                 _guard_state(module, unit)
+    _guard_containers(root, members)
     if "_apply" not in root.__dict__:
         root.__dict__["_apply"] = _GuardedApply(root, runtime.units[0])
     for module in root.modules():
@@ -144,13 +145,13 @@ class _EntryGuard(Uncopyable):
 
 
 class _StateDictGuard(Uncopyable):
-    def __init__(self, unit: Unit, name: str) -> None:
-        self._unit = weakref.ref(unit)
+    def __init__(self, units: Sequence[Unit], name: str) -> None:
+        self._units = [weakref.ref(unit) for unit in units]
         self._name = name
 
     def __call__(self, module: nn.Module, *_args: object, **_kwargs: object) -> None:
-        unit = self._unit()
-        if unit is None or unit.shows_logical_state or not any(g.row.shards_optimizer for g in unit.groups):
+        units = [unit for held in self._units if (unit := held()) is not None and not unit.shows_logical_state]
+        if not any(group.row.shards_optimizer for unit in units for group in unit.groups):
             return
         ours, instead = {
             "state_dict": ("would give slices", "sw.full_state_dict(model) or sw.save(path, model, optimizer)"),
@@ -161,9 +162,23 @@ class _StateDictGuard(Uncopyable):
         )
 
 
+def _guard_state_dicts(module: nn.Module, units: Sequence[Unit]) -> None:
+    module.register_state_dict_pre_hook(_StateDictGuard(units, "state_dict"))
+    module.register_load_state_dict_pre_hook(_StateDictGuard(units, "load_state_dict"))
+
+
+def _guard_containers(root: nn.Module, members: Sequence[tuple[Unit, Member]]) -> None:
+    """Have the modules around those that own parameters refuse, so that an error names the module that was called."""
+    owned = [(unit, owner.path) for unit, member in members for owner in member.owners]
+    paths = {path for _, path in owned}
+    for path, module in root.named_modules():
+        below = {id(unit): unit for unit, own in owned if not path or own.startswith(f"{path}.")}
+        if below and path not in paths:
+            _guard_state_dicts(module, list(below.values()))
+
+
 def _guard_state(module: nn.Module, unit: Unit) -> None:
-    module.register_state_dict_pre_hook(_StateDictGuard(unit, "state_dict"))
-    module.register_load_state_dict_pre_hook(_StateDictGuard(unit, "load_state_dict"))
+    _guard_state_dicts(module, [unit])
     if "_apply" not in module.__dict__:
         module.__dict__["_apply"] = _GuardedApply(module, unit)
 
