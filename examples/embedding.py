@@ -3,8 +3,24 @@
     torchrun --nproc-per-node 4 examples/embedding.py
 
 The rows of the table are spread over all ranks, with their gradients and optimizer state, and only the rows that a
-batch looks up travel; the dense part is trained under ddp. torch's RPC tutorial puts such a table on a server of its
-own. The last lines compare: under ddp alone every rank holds the whole table and reduces all of its gradient.
+batch looks up travel; the dense part is trained under ddp. The last lines compare: under ddp alone every rank holds the
+whole table and reduces all of its gradient.
+
+This is the model of torch's tutorial "Combining Distributed DataParallel with Distributed RPC Framework": an embedding
+bag apart from a dense trunk that several trainers share. Its parts and those of this file:
+
+    tutorial                                                this file
+    remote = RemoteModule("ps", nn.EmbeddingBag, ...)       self.items = nn.Embedding(...), row_sharded=["items"]
+    trunk = DDP(nn.Linear(...))                             self.dense, strategy="ddp"
+    hybrid(indices, offsets): trunk(remote(...))            Recommender.forward: the mean of each bag, then the trunk
+    DistributedOptimizer(optim.SGD, rrefs, lr=0.05)         torch.optim.AdamW(model.parameters(), lr=2e-2)
+    with dist_autograd.context() as context_id:
+        dist_autograd.backward(context_id, [loss])          loss.backward()
+        optimizer.step(context_id)                          optimizer.step()
+    a server, a master and two trainers, rpc.init_rpc       trainers alone, torchrun
+
+``dist_autograd.backward`` of a parallelized model raises a StateError: gradients in an RPC's context are not summed
+over the ranks. Where remote modules have to stay, the error names the two backwards that train both.
 """
 
 import os
