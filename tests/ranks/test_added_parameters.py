@@ -6,6 +6,10 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import nn
+from torch.distributed._composable.replicate_with_fsdp import replicate
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import FullyShardedDataParallel, fully_shard
+from torch.distributed.fsdp.wrap import ModuleWrapPolicy
 from torch.nn.parallel import DistributedDataParallel
 
 import shardwise as sw
@@ -150,6 +154,36 @@ def inside_ddp():
 
 def test_ddp_around_shards_is_refused():
     run_on_ranks(inside_ddp, 2)
+
+
+def inside_fsdp(strategy):
+    model = parallelized(strategy)
+    before = [p.detach().clone() for p in model.parameters()]
+    cpu, mesh = torch.device("cpu"), init_device_mesh("cpu", (2,))
+    policy = ModuleWrapPolicy({nn.Linear})
+    for wrap in (
+        lambda: FullyShardedDataParallel(model, device_id=cpu),
+        lambda: FullyShardedDataParallel(model, device_id=cpu, use_orig_params=True),
+        lambda: FullyShardedDataParallel(model, device_id=cpu, auto_wrap_policy=policy),
+        lambda: FullyShardedDataParallel(Wrapper(model), device_id=cpu),
+        lambda: FullyShardedDataParallel(model.blocks[0], device_id=cpu),
+        lambda: fully_shard(model, mesh=mesh),
+        lambda: fully_shard(model.blocks[0], mesh=mesh),
+        lambda: fully_shard([model.blocks[0], model.blocks[1]], mesh=mesh),
+        lambda: fully_shard(Wrapper(model), mesh=mesh),
+        lambda: replicate(model, mesh=mesh),
+    ):
+        with pytest.raises(StateError, match=r"torch's FSDP around Chain, which is parallelized"):
+            wrap()
+    assert all(torch.equal(a, b) for a, b in zip(before, model.parameters(), strict=True))
+    model(sample(dist.get_rank(), 0)).square().mean().backward()
+    plain = fully_shard(nn.Linear(2, 2), mesh=mesh)
+    plain(torch.ones(1, 2)).sum().backward()
+
+
+@pytest.mark.parametrize("strategy", ["zero3", "ddp"])
+def test_torchs_fsdp_around_a_parallelized_model_is_refused(strategy):
+    run_on_ranks(inside_fsdp, 2, strategy)
 
 
 def beside_ddp():

@@ -1,7 +1,8 @@
 """Parameters that nobody would synchronise: those that came into a model, or beside it, after it was parallelized.
 
 Each rank would train its own: an adapter or a head registered later, a plain module whose parameters are in the same
-optimizer. And ``DistributedDataParallel`` around shards, which would send rank 0's shards to the others.
+optimizer. And ``DistributedDataParallel`` around shards, which would send rank 0's shards to the others, or torch's
+FSDP, which would cut them again.
 
 Looked for in the first forward of each kind, and when an optimizer steps with parameters that it has not stepped with
 before: nothing is asked in a step like the one before.
@@ -9,6 +10,7 @@ before: nothing is asked in a step like the one before.
 
 from __future__ import annotations
 
+import functools
 import weakref
 from collections.abc import Callable, Iterator
 from typing import TYPE_CHECKING, NoReturn
@@ -33,6 +35,7 @@ def watch(runtime: Runtime, root: nn.Module) -> None:
     """Have optimizers that step from now on compared with what is registered below ``root``."""
     _runtimes.add(runtime)
     torch_private.set_ignored_by_ddp(root, _RefusesDDP(root))
+    torch_private.set_refusal_of_fsdp(root, functools.partial(_refuse_fsdp, type(root).__name__))
 
 
 def refuse_added(runtime: Runtime, only: Callable[[nn.Parameter], bool] = lambda _: True) -> None:
@@ -77,6 +80,14 @@ def _refuse_ddp(name: str) -> NoReturn:
         f"torch's DistributedDataParallel around {name}, which is parallelized: it would send rank 0's shards to the"
         " other ranks.\n"
         "  Leave it out: sw.parallelize() sums gradients over the ranks. If it has been built, build the model again."
+    )
+
+
+def _refuse_fsdp(name: str) -> NoReturn:
+    raise StateError(
+        f"torch's FSDP around {name}, which is parallelized: it would cut this rank's shards once more.\n"
+        "  Leave out FullyShardedDataParallel, torch's fully_shard and replicate: sw.parallelize() shards the model as"
+        " its strategy says."
     )
 
 

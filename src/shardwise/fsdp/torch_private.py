@@ -12,6 +12,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.distributed._composable.contract import REGISTRY_KEY
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim.optimizer import _foreach_supported_types
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
@@ -190,6 +191,44 @@ def set_ignored_by_ddp(module: nn.Module, names: Iterable[str]) -> None:
     (https://github.com/pytorch/pytorch/blob/v2.13.0/torch/nn/parallel/distributed.py).
     """
     module.__dict__.setdefault("_ddp_params_and_buffers_to_ignore", names)
+
+
+def set_refusal_of_fsdp(module: nn.Module, refuse: Callable[[], object]) -> None:
+    """Have torch's FSDP1 and FSDP2 (``fully_shard``, ``replicate``) call ``refuse`` as they take ``module`` in.
+
+    FSDP1 asks each parameter for ``_fsdp_flattened``, as a condition; FSDP2 looks into the registry of composable
+    functions of each module. Neither has a public hook before it changes the module
+    (https://github.com/pytorch/pytorch/blob/v2.13.0/torch/distributed/fsdp/_init_utils.py, ``_get_orig_params``;
+    https://github.com/pytorch/pytorch/blob/v2.13.0/torch/distributed/_composable/contract.py).
+    """
+    refusal = _Refusal(refuse)
+    for each in module.modules():
+        if next(each.parameters(), None) is not None:
+            each.__dict__.setdefault(REGISTRY_KEY, _RefusingRegistry(refuse))
+    for parameter in module.parameters():
+        parameter.__dict__.setdefault("_fsdp_flattened", refusal)
+
+
+class _Refusal:
+    def __init__(self, refuse: Callable[[], object]) -> None:
+        self._refuse = refuse
+
+    def __bool__(self) -> bool:
+        self._refuse()
+        return True
+
+
+class _RefusingRegistry(dict[str, Any]):
+    """Names of composable functions that have been applied to a module; raises when asked for one that shards."""
+
+    def __init__(self, refuse: Callable[[], object]) -> None:
+        super().__init__()
+        self._refuse = refuse
+
+    def __contains__(self, name: object) -> bool:
+        if name in ("fully_shard", "replicate"):
+            self._refuse()
+        return super().__contains__(name)
 
 
 def parameters_of_ddp_forward() -> list[nn.Parameter]:
