@@ -341,10 +341,11 @@ def test_a_construction_that_reads_values_is_refused_by_operation_and_line(build
         sw.deferred_init(build)
 
 
-class NoReset(nn.Module):
+class NoInit(nn.Module):
     def __init__(self) -> None:
         super().__init__()
         self.scale = nn.Parameter(torch.ones(3))
+        self.register_buffer("frequencies", 1.0 / torch.arange(1, 4), persistent=False)
 
 
 class Forgets(nn.Module):
@@ -361,7 +362,7 @@ class Forgets(nn.Module):
 
 def refusal(name: str) -> str:
     with torch.device("meta"):
-        model = nn.Sequential({"NoReset": NoReset, "Forgets": Forgets}[name]())
+        model = nn.Sequential({"NoInit": NoInit, "Forgets": Forgets}[name]())
     with pytest.raises(sw.StateError) as error:
         sw.parallelize(model)
     return str(error.value)
@@ -370,7 +371,10 @@ def refusal(name: str) -> str:
 @pytest.mark.parametrize(
     ("name", "said"),
     [
-        ("NoReset", "'0.scale' is on the meta device and would stay without values: NoReset has no reset_parameters()"),
+        (
+            "NoInit",
+            "'0.scale' is on the meta device and would stay without values: NoInit has no reset_parameters()",
+        ),
         ("Forgets", "'0.frequencies' is on the meta device and would stay without values: Forgets.reset_parameters()"),
     ],
 )
@@ -476,3 +480,59 @@ def test_a_complete_state_dict_suffices_for_modules_that_cannot_reset_their_para
     for same in run_on_ranks(filled_from_a_state_dict, 2):
         assert len(same) == 8
         assert all(same)
+
+
+def build_bare() -> nn.Module:
+    torch.manual_seed(2)
+    model = nn.Sequential(Bare(), Bare(), nn.Linear(6, 2))
+    model[1].weight = model[0].weight
+    return model
+
+
+def loaded_afterwards(path: str) -> list[str]:
+    """``sw.parallelize`` of a model on meta, and then the state dict, or a checkpoint."""
+    plain, rank, refused = build_bare(), int(os.environ["RANK"]), []
+    x = torch.ones(3, 6)
+    saved = sw.parallelize(build_bare())
+    sw.save(path, saved)
+    for way in ("state", "parts", "checkpoint"):
+        with torch.device("meta"):
+            model = build_bare()
+        model = sw.parallelize(model, auto_wrap_policy=sw.wrap_by_class({Bare}))
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        state = plain.state_dict() if rank == 0 else {}
+        if way == "parts":
+            first = {name: value for name, value in state.items() if name.startswith("0.")}
+            sw.load_full_state_dict(model, first, strict=False)
+        for call in (
+            lambda model=model: model(x),
+            lambda model=model: sw.full_state_dict(model),
+            lambda model=model: sw.save(f"{path}-2", model),
+            lambda model=model: sw.full_parameters(model).__enter__(),
+        ):
+            with pytest.raises(sw.StateError) as error:
+                call()
+            refused.append(str(error.value))
+        if way == "checkpoint":
+            sw.load(path, model)
+        else:
+            sw.load_full_state_dict(model, state, strict=way == "state")
+        other = build_bare()
+        step = torch.optim.SGD(other.parameters(), lr=0.1)
+        for trained, stepping in ((model, optimizer), (other, step)):
+            trained(x).square().mean().backward()
+            stepping.step()
+        found, expected = whole(model), all_values(other)
+        assert all(torch.equal(found[name], value) for name, value in expected.items()), way
+    return refused
+
+
+def test_a_model_on_meta_may_be_loaded_after_it_was_parallelized(tmp_path):
+    for refused in run_on_ranks(loaded_afterwards, 2, str(tmp_path / "checkpoint")):
+        assert len(refused) == 12
+        calls = ("a forward", "sw.full_state_dict()", "sw.save()", "sw.full_parameters()")
+        assert all(text.startswith(f"{calls[index % 4]}: ") for index, text in enumerate(refused))
+        assert "5 tensors of the model" in refused[0]
+        assert "since Bare has no reset_parameters() ('0.weight')" in refused[0]
+        assert "3 tensors of the model" in refused[4]
+        assert "'1.saved' among them" in refused[4]

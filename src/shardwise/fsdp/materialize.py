@@ -7,6 +7,7 @@ source                        where values come from
 :class:`FromInit`             a function called with each module that owns meta tensors, or its ``reset_parameters``
 :class:`FromState`            a state dict on rank 0, sent shard by shard once the units are there
 :class:`FromFiles`            files, of which every rank reads its own ranges once the units are there
+:class:`FromLater`            a state dict or a checkpoint that the caller loads afterwards
 ============================  ======================================================================================
 
 Random numbers are drawn on the CPU, by every rank alike, so the values do not depend on the number of ranks. Whatever
@@ -18,6 +19,7 @@ from __future__ import annotations
 import warnings
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any, Protocol, runtime_checkable
 
 import torch
@@ -117,6 +119,9 @@ def find_source(model: nn.Module, init: Given | None, *, is_sent: bool) -> Sourc
         return kind(other if unsaved else None, unsaved, init)
     if recording is not None and init is None:
         return FromRecording(recording)
+    if init is None and (reason := _no_reset(model)) is not None:
+        unsaved = _unsaved_buffers(model)
+        return FromLater(FromInit(model, None, only=unsaved) if unsaved else None, unsaved, reason, _saved_names(model))
     return FromInit(model, init)
 
 
@@ -391,6 +396,79 @@ class FromFiles(FromState):
         extent = Extent(name, tuple(like.shape), dtype_name(like.dtype), 0, like.numel())
         self.weights.read([(extent, value.view(-1))])
         return value
+
+
+class FromLater(FromState):
+    """Leaves parameters empty until the caller loads them; what is not saved comes from another source.
+
+    Args:
+        other: As of :class:`FromState`.
+        unsaved: As there.
+        reason: Why the first of the parameters cannot be initialised here.
+        names: The names of each tensor that has no values.
+    """
+
+    def __init__(
+        self, other: Source | None, unsaved: Collection[int], reason: str, names: Collection[frozenset[str]]
+    ) -> None:
+        super().__init__(other, unsaved, {})
+        self.unfilled = Unfilled(reason, set(names))
+
+
+@dataclass
+class Unfilled:
+    """The tensors of a parallelized model that have no values yet.
+
+    Attributes:
+        reason: Why they were not initialised.
+        names: All names of each of them.
+    """
+
+    reason: str
+    names: set[frozenset[str]]
+
+    def fill(self, names: Iterable[str]) -> None:
+        """Tensors with these names have been loaded."""
+        loaded = set(names)
+        self.names = {each for each in self.names if not each & loaded}
+
+    def refuse(self, call: str) -> None:
+        """Refuse ``call``, which needs values.
+
+        Raises:
+            StateError: Some tensors have none.
+        """
+        if self.names:
+            first = min(name for each in self.names for name in each)
+            raise StateError(
+                f"{call}: {len(self.names)} tensors of the model were built on the meta device and have no values yet,"
+                f" {first!r} among them; sw.parallelize() did not initialise them, since {self.reason}.\n"
+                "  Call sw.load_full_state_dict(model, state) or sw.load(path, model) first, build the model with"
+                " sw.deferred_init(build_model), or pass sw.parallelize(..., init=...): a function that initialises"
+                " what a module owns, or a state dict."
+            )
+
+
+def _no_reset(model: nn.Module) -> str | None:
+    """Which module with meta tensors that are saved cannot initialise them; ``None``: all of them can."""
+    unsaved = _unsaved_buffers(model)
+    for path, module in model.named_modules():
+        owned = {name: tensor for name, tensor in _meta_tensors(module).items() if id(tensor) not in unsaved}
+        if owned and not callable(getattr(module, "reset_parameters", None)):
+            name = next(iter(owned))
+            return f"{type(module).__name__} has no reset_parameters() ({(f'{path}.{name}' if path else name)!r})"
+    return None
+
+
+def _saved_names(model: nn.Module) -> list[frozenset[str]]:
+    """All names of every meta tensor that a state dict holds."""
+    unsaved = _unsaved_buffers(model)
+    found: dict[int, list[str]] = {}
+    for path, module in model.named_modules(remove_duplicate=False):
+        for name, tensor in _meta_tensors(module).items():
+            if id(tensor) not in unsaved:
+                found.setdefault(id(tensor), []).append(f"{path}.{name}" if path else name)
+    return [frozenset(names) for names in found.values()]
 
 
 def _unsaved_buffers(model: nn.Module) -> set[int]:

@@ -55,6 +55,7 @@ from shardwise.spec.prefetch import AgreedOrder
 if TYPE_CHECKING:
     from shardwise.fsdp.in_backward import UpdateInBackward
     from shardwise.fsdp.join import Join
+    from shardwise.fsdp.materialize import Unfilled
     from shardwise.fsdp.window import Window
 
 
@@ -68,6 +69,7 @@ class Runtime:
         options: How the engine is to work.
     """
 
+    unfilled: Unfilled | None = None  # what was built on meta and waits for a state dict
     has_root = True  # else fully_shard was called for a list of modules, and not yet for a module around them
 
     def __init__(self, units: Sequence[Unit], row: Placements, comms: Comms, options: EngineOptions) -> None:
@@ -266,6 +268,7 @@ class Runtime:
             StateError: A forward or a backward is under way.
         """
         self.wait_for_host()
+        self.refuse_unfilled(call)
         mishaps.refuse_between(self, call)
         if self.num_frames > 0 or torch_private.current_backward() != -1:
             raise StateError(
@@ -280,6 +283,7 @@ class Runtime:
 
     def _begin_forward(self, entry: Entry) -> None:
         mishaps.refuse_rootless(self)
+        self.refuse_unfilled("a forward")
         mishaps.refuse_whole(self)
         self._thread = threading.get_ident()
         self._handled = sys.exception()
@@ -330,6 +334,15 @@ class Runtime:
         """Let ``.grad`` be a stand-in wherever sums wait, so that ``zero_grad()`` is noticed."""
         for group in self.groups:
             group.gradient.show_waiting()
+
+    def refuse_unfilled(self, call: str) -> None:
+        """Refuse ``call`` while parameters have no values.
+
+        Raises:
+            StateError: Some have none.
+        """
+        if self.unfilled is not None:
+            self.unfilled.refuse(call)
 
     def refuse_sums(self, call: str) -> None:
         """Refuse ``call`` while gradients of accumulated microbatches are not in ``.grad``.

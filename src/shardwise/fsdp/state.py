@@ -59,6 +59,7 @@ def full_state_dict(model: nn.Module, *, trainable_only: bool = False) -> dict[s
         StateError: Modules of a later stage have extra state that JSON does not hold; on every rank alike.
     """
     runtime = attach.runtime_of(model, "sw.full_state_dict")
+    runtime.refuse_unfilled("sw.full_state_dict()")
     runtime.follow_shards()
     runtime.sync_buffers()
     world = runtime.comms.world
@@ -153,6 +154,8 @@ def load_full_state_dict(model: nn.Module, state: Mapping[str, Any], *, strict: 
                     value = state[name].detach().to(world.device, torch_dtype(dtype))
                     world.send(as_bytes(value), to=target, unit=f"buffer {name}").wait()
     _load_extra_state(model, extra, is_stage=runtime.comms.pp is not None)
+    if runtime.unfilled is not None:
+        runtime.unfilled.fill(names)
     runtime.invalidate()
 
 
@@ -248,6 +251,7 @@ def owned_extents(model: nn.Module) -> list[tuple[Extent, Tensor]]:
         With ``pp``, an all-gather of the names of buffers.
     """
     runtime = attach.runtime_of(model, "sw.save")
+    runtime.refuse_unfilled("sw.save()")
     runtime.follow_shards()
     buffers = _own_buffers(model, runtime)
     if runtime.comms.replica:

@@ -22,7 +22,16 @@ from shardwise.fsdp.attach import attachment_of, runtime_of
 from shardwise.fsdp.compile import compile_units
 from shardwise.fsdp.finish import finish
 from shardwise.fsdp.ignore import NOTHING, Ignored, find_ignored
-from shardwise.fsdp.materialize import FromFiles, FromState, Given, Source, fill_alone, fill_buffers, find_source
+from shardwise.fsdp.materialize import (
+    FromFiles,
+    FromLater,
+    FromState,
+    Given,
+    Source,
+    fill_alone,
+    fill_buffers,
+    find_source,
+)
 from shardwise.fsdp.notice import cpu_notice, tell_once
 from shardwise.fsdp.options import EngineOptions
 from shardwise.fsdp.precision import Policies
@@ -55,9 +64,11 @@ def parallelize(
         plan: ``None`` means the defaults: zero3 over all ranks, units found automatically. The name of a
             strategy: that one, and the defaults.
         init: Where a model on ``meta`` gets its values, one unit at a time. ``None``: from its recorded construction
-            (``sw.deferred_init``), else each module's ``reset_parameters()`` in the order of ``modules()``. A function:
-            called with every module that owns meta tensors, on the CPU, to initialise those. A mapping: a state dict,
-            looked at on rank 0 only and read group by group; it may load each value when it is asked for it.
+            (``sw.deferred_init``), else each module's ``reset_parameters()`` in the order of ``modules()``; where a
+            module has none, nothing is initialised: parameters have no values until ``sw.load_full_state_dict`` or
+            ``sw.load`` brings all of them, and a forward before that raises. A function: called with every module that
+            owns meta tensors, on the CPU, to initialise those. A mapping: a state dict, looked at on rank 0 only and
+            read group by group; it may load each value when it is asked for it.
         **fields: Those of a ``ParallelPlan``, where none is given: ``sw.parallelize(model, strategy="zero2")``.
 
     Returns:
@@ -104,7 +115,9 @@ def parallelize(
     synchronise(model, None, comms.world, mode=plan.sync, groups=names, is_deferred=is_deferred, ignored=ignored.names)
     batch_norm.check(model, device, size, "sw.parallelize()")
     apply_plan(model, plan, units, comms, lambda: place.open_samples(device), source=source)
-    if isinstance(source, FromFiles):
+    if isinstance(source, FromLater):
+        runtime_of(model, "sw.parallelize").unfilled = source.unfilled
+    elif isinstance(source, FromFiles):
         load_ranges(model, source.weights.read)
     elif isinstance(source, FromState):
         load_full_state_dict(model, source.state)

@@ -179,6 +179,7 @@ def load(
     with torch.no_grad():
         checkpoint.read_into(targets.extents, ignored=targets.unread, verify=verify, comm=comm)
     targets.install()
+    runtime.unfilled = None
     runtime.invalidate()
     return checkpoint.data["state"] | targets.rank_state()
 
