@@ -435,8 +435,8 @@ class Gradient:
         assert self._home is not None
         views = self._home_views if is_home else group.held_views(result)
         flags = self._flags_in(result)
-        # In a dry run nobody else is there.
-        has_doubts = not all(used) and flags.numel() > 0 and not result.is_meta
+        # One rank alone has no doubts; in a dry run nobody else is there.
+        has_doubts = not all(used) and group.num_ranks > 1 and flags.numel() > 0 and not result.is_meta
         for index, shard in enumerate(group.shards):
             if self._is_elsewhere[index] or not (used[index] or has_doubts):
                 continue
