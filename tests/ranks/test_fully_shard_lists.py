@@ -147,6 +147,10 @@ def refusals():
         texts[name] = str(caught.value)
 
     attempt("empty", lambda: sw.fully_shard([]), PlanError)
+    attempt("compiled", lambda: sw.fully_shard(torch.compile(nn.Linear(4, 4), backend="eager")), PlanError)
+    compiled = nn.Linear(4, 4)
+    compiled.compile(backend="eager")
+    attempt("compiled in place", lambda: sw.fully_shard([nn.Linear(4, 4), compiled]), PlanError)
     model = Decoder()
     sw.fully_shard([model.norm, model.output])
     attempt("twice", lambda: sw.fully_shard([model.output, model.layers[0]]))
@@ -164,6 +168,8 @@ def refusals():
 def test_what_cannot_be_one_unit_is_refused():
     texts = run_on_ranks(refusals, 2)[0]
     assert texts["empty"].startswith("fully_shard([]): expected a module, or a list of at least one.")
+    assert texts["compiled"].startswith("fully_shard got a OptimizedModule that torch.compile() has made or changed")
+    assert "sw.ParallelPlan(compile=True)" in texts["compiled in place"]
     assert texts["twice"].startswith("Linear is a unit already.")
     assert "sw.fully_shard made one unit of these modules, but no module around them is" in texts["rootless"]
     assert "but not all of them are below this Sequential" in texts["apart"]

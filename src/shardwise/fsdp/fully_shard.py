@@ -13,7 +13,7 @@ from torch import nn
 
 from shardwise.comm.axes import Comms
 from shardwise.comm.open import Place
-from shardwise.fsdp import attach, batch_norm, build, optimizer, precision, start
+from shardwise.fsdp import attach, batch_norm, build, optimizer, precision, start, torch_private
 from shardwise.fsdp.finish import finish
 from shardwise.fsdp.ignore import find_ignored
 from shardwise.fsdp.in_backward import refuse
@@ -92,6 +92,7 @@ def fully_shard(
             "  Call fully_shard on the modules that differ first, each with its policy; or use sw.parallelize."
         )
     modules = _modules_of(module)
+    _refuse_compiled(modules.values())
     root = modules[""] if "" in modules else nn.ModuleList(modules.values())
     children = _units_below(root, modules.values())
     inside = {id(parameter) for parameter in root.parameters()}
@@ -150,6 +151,22 @@ def _modules_of(given: nn.Module | Sequence[nn.Module]) -> dict[str, nn.Module]:
     if not modules:
         raise PlanError("fully_shard([]): expected a module, or a list of at least one.\n  Leave the call out.")
     return {"": modules[0]} if len(modules) == 1 else {str(i): module for i, module in enumerate(modules)}
+
+
+def _refuse_compiled(modules: Iterable[nn.Module]) -> None:
+    """Refuse modules whose calls are compiled: the compiler would trace the unit's hooks.
+
+    Raises:
+        PlanError: One is.
+    """
+    for module in modules:
+        if torch_private.is_compiled_module(module):
+            raise PlanError(
+                f"fully_shard got a {type(module).__name__} that torch.compile() has made or changed: calling it would"
+                " trace the engine's messages.\n"
+                "  Leave torch.compile() out and call sw.parallelize(model, sw.ParallelPlan(compile=True)), which"
+                " compiles unit by unit; or compile functions that the module calls."
+            )
 
 
 def _said(value: Any) -> Any:

@@ -6,6 +6,7 @@ Nothing else in shardwise may touch torch's private names.
 
 from __future__ import annotations
 
+import sys
 from collections import OrderedDict, defaultdict
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
@@ -61,6 +62,12 @@ def is_in_compiled_code() -> bool:
     ``torch.compiler.is_compiling`` is true in the first case only.
     """
     return torch.compiler.is_dynamo_compiling() or torch._C._dynamo.eval_frame.get_eval_frame_callback() is not None
+
+
+def is_compiled_module(module: torch.nn.Module) -> bool:
+    """Whether ``torch.compile(module)`` gave this module, or ``module.compile()`` was called on it."""
+    dynamo = sys.modules.get("torch._dynamo")  # which nothing here shall load: it takes a second
+    return module._compiled_call_impl is not None or (dynamo is not None and isinstance(module, dynamo.OptimizedModule))
 
 
 def sequence_number(node: Any) -> int:
