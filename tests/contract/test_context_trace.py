@@ -7,11 +7,9 @@ import torch
 from torch import Tensor, distributed
 
 import shardwise as sw
-from shardwise.fsdp.attach import runtime_of
-from shardwise.fsdp.summary import predict_trace
 from shardwise.models.transformer import GPT
 from shardwise.spec.context_trace import ContextStep
-from shardwise.testing import run_on_ranks
+from shardwise.testing import probe, run_on_ranks
 
 BATCH, SEQ, HIDDEN, LAYERS = 3, 9, 24, 3
 #: By name: the plan, how many ranks share the heads, and what else is known of the step.
@@ -45,7 +43,7 @@ def record() -> dict[str, tuple[list, list]]:
                 model(*tokens()).backward()
             for parameter in model.parameters():
                 parameter.grad = None
-        predicted = [tuple(collective) for collective in predict_trace(runtime_of(model, "test"))]
+        predicted = [tuple(collective) for collective in probe(model).predicted_collectives()]
         found[name] = [(e.kind, e.unit, e.sent_bytes, e.axis) for e in events], predicted
     distributed.barrier()
     return found

@@ -14,8 +14,8 @@ from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import shardwise as sw
-from shardwise.fsdp import attach, clip
-from shardwise.testing import run_on_ranks
+from shardwise.fsdp import clip
+from shardwise.testing import probe, run_on_ranks
 
 PRESETS = ("ddp", "zero1", "zero3")
 
@@ -85,7 +85,7 @@ def calls_of_clipping(preset: str, count: int) -> tuple[int, int]:
     model(torch.ones(2, 1024)).sum().backward()
     with Calls() as calls:
         sw.clip_grad_norm(model, 1.0)
-    return calls.counts.total(), len(list(attach.runtime_of(model, "test").groups))
+    return calls.counts.total(), sum(len(shape.groups) for shape in probe(model).unit_shapes.values())
 
 
 def clipping() -> dict[str, list[tuple[int, int]]]:
@@ -165,7 +165,7 @@ def reads_of_unused(preset: str, num_microbatches: int) -> tuple[Counter[str], s
     torch.manual_seed(0)
     plan = sw.ParallelPlan(strategy=preset, auto_wrap_policy=sw.wrap_by_class(Branches), merge_units=False)
     model = sw.parallelize(nn.Sequential(*(Branches() for _ in range(4))), plan)
-    assert len(attach.runtime_of(model, "test").units) == 5
+    assert len(probe(model).units) == 5
     with HostReads() as host:
         for _ in range(num_microbatches):
             model(torch.ones(2, 8)).sum().backward()

@@ -15,11 +15,8 @@ from torch import distributed, nn
 import shardwise as sw
 from shardwise.cli import main
 from shardwise.cli.dry_run import STRATEGIES
-from shardwise.fsdp.attach import runtime_of
-from shardwise.fsdp.summary import predict
-from shardwise.recipe.storage import StorageCount
 from shardwise.spec.errors import MeshError
-from shardwise.testing import run_on_ranks
+from shardwise.testing import StorageCount, probe, run_on_ranks
 from tests.parity import models
 from tests.parity.training import PRESETS
 
@@ -46,7 +43,7 @@ def real_step(name: str, plan: sw.ParallelPlan, num_microbatches: int = 1) -> tu
                     model(*models.batch(step, index, distributed.get_rank())).backward()
         optimizer.step()
         optimizer.zero_grad()
-    return as_rows(events), predict(runtime_of(model, "test")).as_dict()
+    return as_rows(events), probe(model).predicted_bytes()
 
 
 def every_real_step() -> dict:

@@ -9,12 +9,10 @@ import torch
 from torch import Tensor, distributed, nn
 
 import shardwise as sw
-from shardwise.fsdp.attach import runtime_of
-from shardwise.fsdp.summary import predict_trace
 from shardwise.models.transformer import GPT
 from shardwise.spec.routing import MixtureTraffic, capacity, even_counts
 from shardwise.spec.slice import slice_of
-from shardwise.testing import run_on_ranks
+from shardwise.testing import probe, run_on_ranks
 from tests.contract import test_memory
 
 pytestmark = pytest.mark.preload("transformers.models.mixtral.modeling_mixtral")
@@ -68,7 +66,7 @@ def record() -> dict[str, tuple[list, list, list]]:
                 parameter.grad = None
         everyone: list = [None] * distributed.get_world_size()
         distributed.all_gather_object(everyone, counts)
-        predicted = [tuple(collective) for collective in predict_trace(runtime_of(model, "test"))]
+        predicted = [tuple(collective) for collective in probe(model).predicted_collectives()]
         found[name] = [(e.kind, e.unit, e.sent_bytes, e.axis) for e in events], predicted, everyone
     return found
 
@@ -100,7 +98,7 @@ def record_stacked() -> tuple[list, list, list, set]:
             parameter.grad = None
     everyone: list = [None] * distributed.get_world_size()
     distributed.all_gather_object(everyone, counts)
-    predicted = [tuple(collective) for collective in predict_trace(runtime_of(model, "test"))]
+    predicted = [tuple(collective) for collective in probe(model).predicted_collectives()]
     held = {p: slice_of(p) for name, p in model.named_parameters() if ".experts." in name}
     shapes = {(p.numel(), mark.local_shape, mark.shape) for p, mark in held.items() if mark is not None}
     return [(e.kind, e.unit, e.sent_bytes, e.axis) for e in events], predicted, everyone, shapes

@@ -21,12 +21,9 @@ from torch.utils._pytree import tree_iter
 
 import shardwise as sw
 from shardwise.comm.gloo import GlooComm
-from shardwise.fsdp.attach import runtime_of
-from shardwise.fsdp.summary import predict, predict_activations
 from shardwise.recipe.activations import measure_activations
-from shardwise.recipe.storage import StorageCount
 from shardwise.spec.waiting import Activations
-from shardwise.testing import run_on_ranks
+from shardwise.testing import StorageCount, probe, run_on_ranks
 from tests.parity import models
 from tests.parity.training import PRESETS
 
@@ -126,12 +123,12 @@ def measure_categories(
         backward(model, inputs, num_microbatches)
     for hook in hooks:
         hook.remove()
-    groups = list(runtime_of(model, "test").groups)
+    seen = probe(model)
     parameters = Storages().see(model.parameters())
     gradients = Storages().see(parameter.grad for parameter in model.parameters())
-    gradients.see(group.gradient._partial_store for group in groups)
+    gradients.see(seen.waiting_sums)
     state = Storages().see(value for held in optimizer.state.values() for value in held.values())
-    computed_with.see(group.inner.buffer for group in groups if group.inner is not None)
+    computed_with.see(seen.kept_shards)
     gathered = computed_with.without(parameters)
     buffers = reduced.without(gradients)
     known = (before, Storages().see(inputs), parameters, gradients, state, gathered, buffers)
@@ -146,7 +143,7 @@ def measure_categories(
         "reduce": buffers.num_bytes + sum(received.values()),
         "host": 0,
     }
-    return measured, predict(runtime_of(model, "test")).as_dict()
+    return measured, seen.predicted_bytes()
 
 
 def measure_gradient_buffers():
@@ -279,7 +276,7 @@ def measure_total(name: str, preset: str) -> tuple[int, int]:
     train(model, optimizer, inputs, 2)
     model(*inputs).backward()
     held = everything_alive().without(before, Storages().see(inputs)).num_bytes
-    return held, predict(runtime_of(model, "test")).total
+    return held, sum(probe(model).predicted_bytes().values())
 
 
 def measure_totals(names):
@@ -314,9 +311,9 @@ def measure_peak(preset: str, seq_len: int, activations: Activations) -> tuple[i
         train(model, optimizer, inputs, 1)
     peak = count.peak_bytes - before.num_bytes - Storages().see(inputs).num_bytes
     count.forget()
-    runtime = runtime_of(model, "test")
-    in_backward = predict_activations(runtime, activations)
-    return peak, predict(runtime).total + in_backward, in_backward
+    seen = probe(model)
+    in_backward = seen.predicted_backward_bytes(activations)
+    return peak, sum(seen.predicted_bytes().values()) + in_backward, in_backward
 
 
 def plain_activations(seq_len: int) -> Activations:

@@ -7,9 +7,7 @@ import torch
 from torch import distributed, nn
 
 import shardwise as sw
-from shardwise.fsdp.attach import runtime_of
-from shardwise.fsdp.summary import group_shapes, predict
-from shardwise.testing import run_on_ranks
+from shardwise.testing import probe, run_on_ranks
 from tests.contract.test_memory import SEQ, SMALL_BYTES, Storages, batch, build, everything_alive, train
 from tests.parity.training import PRESETS
 
@@ -44,16 +42,17 @@ def measure(plan: sw.ParallelPlan) -> tuple[dict[str, int], dict[str, int]]:
     rest = everything_alive().without(before, Storages().see(inputs), host, kept)
     large = sum(size for size in rest.values() if size > SMALL_BYTES)
     assert sum(rest.values()) - large <= 8 * SMALL_BYTES  # flags: a header for each view of a gradient buffer
-    predicted = predict(runtime_of(model, "test"))
-    shapes = group_shapes(runtime_of(model, "test"))
+    predicted = probe(model).predicted_bytes()
+    shapes = [shape for unit in probe(model).unit_shapes.values() for shape in unit.groups]
     landings = sum(shape.landing_bytes(distributed.get_rank()) for shape in shapes)
+    predicted_on_device = sum(predicted.values()) - predicted["host"]
     on_host = sum(p.numel() for name, p in model.named_parameters() if name in offloaded)
     numbers = {
-        "host": host.num_bytes + landings - predicted.host,
-        "device": kept.num_bytes + large - landings - predicted.on_device,
+        "host": host.num_bytes + landings - predicted["host"],
+        "device": kept.num_bytes + large - landings - predicted_on_device,
         "share": round(100 * on_host / max(1, sum(p.numel() for p in model.parameters()))),
     }
-    return numbers, predicted.as_dict()
+    return numbers, predicted
 
 
 #: Preset, policy, dtypes: each preset with each policy at two ranks, with one at one.

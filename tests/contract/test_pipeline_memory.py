@@ -8,10 +8,8 @@ import pytest
 import torch
 
 import shardwise as sw
-from shardwise.fsdp import summary
-from shardwise.fsdp.attach import runtime_of
 from shardwise.spec.schedule.held import peak_held
-from shardwise.testing import run_on_ranks
+from shardwise.testing import probe, run_on_ranks
 from shardwise.train.compare.count import TensorCount
 
 SEQ, ROWS, NUM_MICROBATCHES = 16, 2, 8
@@ -56,7 +54,7 @@ def measure(cases, pp, tp=1):
                 optimizer.zero_grad()
                 between.append(count.live_bytes)
             step_bytes = count.peak_bytes - before
-            held = summary.predict(runtime_of(model, "test"), num_microbatches=NUM_MICROBATCHES).as_dict()
+            held = probe(model).predicted_bytes(num_microbatches=NUM_MICROBATCHES)
             count.forget()
         assert between[1] == between[2], "a step leaves nothing behind"
         found.append((held, step_bytes))

@@ -10,13 +10,11 @@ import torch
 from torch import distributed
 
 import shardwise as sw
-from shardwise.fsdp.attach import runtime_of
-from shardwise.recipe.pipelined import pipelined_of
 from shardwise.spec.errors import RankDisagreement
 from shardwise.spec.schedule import build
 from shardwise.spec.schedule.held import peak_held
 from shardwise.spec.schedule.traffic import Copies, CrossingBytes, messages
-from shardwise.testing import RankFailure, run_on_ranks
+from shardwise.testing import RankFailure, probe, run_on_ranks
 
 HIDDEN, SEQ, MICRO_BATCH, NUM_MICROBATCHES = 24, 6, 2, 4
 CASES = (("gpipe", 2, 1), ("1f1b", 2, 1), ("interleaved-1f1b", 2, 2), ("zb-h1", 2, 1), ("zb-v", 2, 2))
@@ -45,9 +43,9 @@ def record(cases):
         results.append(
             (
                 found,
-                pipelined_of(model)._interpreter.peak_tapes,
+                probe(model).peak_microbatches,
                 gathers,
-                sum(bool(unit.groups) for unit in runtime_of(model, "t").units),
+                sum(unit.padded_numel > 0 for unit in probe(model).units),
             )
         )
     return results

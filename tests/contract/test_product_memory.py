@@ -11,16 +11,12 @@ import torch
 from torch import Tensor, nn
 
 import shardwise as sw
-from shardwise.fsdp.attach import runtime_of
-from shardwise.fsdp.runtime import Runtime
-from shardwise.fsdp.summary import predict
 from shardwise.pipeline import interpret
-from shardwise.recipe.storage import StorageCount
 from shardwise.spec.schedule import Kind
 from shardwise.spec.schedule import build as build_schedule
 from shardwise.spec.schedule.held import peak_bytes, peak_held
 from shardwise.spec.stages import gpt_stages
-from shardwise.testing import run_on_ranks
+from shardwise.testing import Probe, StorageCount, probe, run_on_ranks
 from tests.contract.test_memory import Storages
 
 pytestmark = pytest.mark.slow
@@ -74,13 +70,13 @@ def measure(plans: tuple[dict[str, Any], ...]) -> list[dict[str, dict[str, int]]
                 optimizer.step()
                 optimizer.zero_grad()
         gradients = Storages().see(parameter.grad for parameter in model.parameters())
-        gradients.see(group.gradient._partial_store for group in runtime_of(model, "test").groups)
+        gradients.see(probe(model).waiting_sums)
         held = {
             "parameters": Storages().see(model.parameters()).num_bytes,
             "gradients": gradients.num_bytes,
             "optimizer": Storages().see(v for state in optimizer.state.values() for v in state.values()).num_bytes,
         }
-        results.append({"held": held, "predicted": predict(runtime_of(model, "test")).as_dict()})
+        results.append({"held": held, "predicted": probe(model).predicted_bytes()})
     return results
 
 
@@ -137,10 +133,10 @@ SCHEDULES = {"gpipe": 1, "1f1b": 1, "interleaved-1f1b": 2, "zb-h1": 1, "zb-v": 2
 class Onlooker:
     """Notes after each action of a step what is held besides what travels and what was there before."""
 
-    def __init__(self, runtime: Runtime) -> None:
+    def __init__(self, seen: Probe) -> None:
         self.held: list[tuple[Kind, int, int]] = []
         self.most_in_flight = 0
-        self._runtime = runtime
+        self._seen = seen
         self._count = StorageCount("cpu")
 
     def watch(self, model: nn.Module, batch: tuple[Tensor, Tensor]) -> None:
@@ -164,7 +160,7 @@ class Onlooker:
         travels = [*step._received.values(), *step._gradients.values(), *step._sends]
         found = [tensor for messages in travels for _, tensor in messages]
         found += [tensor for tensors in step._input_gradients.values() for tensor in tensors]
-        found += [full.grad for group in self._runtime.groups for full in group.fulls if full.grad is not None]
+        found += [shard.whole.grad for shard in self._seen.shards if shard.whole.grad is not None]
         keys = {t.untyped_storage()._cdata: t.untyped_storage().nbytes() for t in found}
         # What is sent may also be the end of a stage's activations, or what gradients of weights are made of.
         stays = [output for tape in step._tapes.values() for output in tape.outputs]
@@ -186,7 +182,7 @@ def watch(schedules: tuple[str, ...], pp: int, tp: int = 1) -> dict[str, tuple[l
             sw.train_step(model, batch, num_microbatches=M)
             for parameter in model.parameters():
                 parameter.grad = None
-        onlooker = Onlooker(runtime_of(model, "test"))
+        onlooker = Onlooker(probe(model))
         onlooker.watch(model, batch)
         held = [(str(kind), stage, size) for kind, stage, size in onlooker.held]
         found[name] = held, onlooker.most_in_flight

@@ -11,9 +11,6 @@ import torch
 from torch import Tensor, distributed, nn
 
 import shardwise as sw
-from shardwise.fsdp.attach import runtime_of
-from shardwise.fsdp.runtime import Runtime
-from shardwise.fsdp.summary import group_shapes, predict_trace, unit_shapes
 from shardwise.recipe import dry_run
 from shardwise.spec.footprint import Replicas, reduce_bytes
 from shardwise.spec.product_trace import ProductStep, agreement_trace, loss_trace, totals
@@ -21,7 +18,7 @@ from shardwise.spec.schedule import build as build_schedule
 from shardwise.spec.schedule.traffic import Copies, CrossingBytes, step_traffic
 from shardwise.spec.stages import gpt_stages
 from shardwise.spec.tensor_trace import TensorStep
-from shardwise.testing import run_on_ranks
+from shardwise.testing import Probe, probe, run_on_ranks
 
 LAYERS, HIDDEN, VOCAB, SEQ, MICRO_BATCH, M = 8, 24, 33, 6, 2, 4
 STAGES_PER_RANK = {"interleaved-1f1b": 2, "zb-v": 2}
@@ -64,7 +61,7 @@ class Case:
         mesh = sw.ParallelPlan(**self.plan).mesh(self.world)
         return Replicas(mesh.dp_replicate, mesh.coordinate(rank)["dp_replicate"]) if mesh.dp_replicate > 1 else None
 
-    def predict(self, rank: int, runtime: Runtime, *, is_dry: bool) -> Trace:
+    def predict(self, rank: int, seen: Probe, *, is_dry: bool) -> Trace:
         """From the plan and the shape of the model; of the engine only what its units are."""
         plan = sw.ParallelPlan(**self.plan)
         mesh = plan.mesh(self.world)
@@ -80,7 +77,7 @@ class Case:
             is_recomputed=plan.activation_checkpointing == "full",
         )
         if self.pp == 1:
-            found = [*predict_trace(runtime), *(tensor.trace() if self.tp > 1 else [])]
+            found = [*seen.predicted_collectives(), *(tensor.trace() if self.tp > 1 else [])]
             return by_axis([*found, *([] if is_dry else loss_trace("dp_shard", at["dp_shard"], mesh.dp_shard))])
         num_stages = self.pp * STAGES_PER_RANK.get(self.schedule, 1)
         step = ProductStep(
@@ -88,7 +85,7 @@ class Case:
             at["pp"],
             gpt_stages(LAYERS, 12 * HIDDEN**2, VOCAB * HIDDEN, num_stages),
             MICRO_BATCH * SEQ * HIDDEN * item_bytes,
-            unit_shapes(runtime),
+            seen.unit_shapes,
             at["dp_shard"],
             self.replicas(rank),
             tensor if self.tp > 1 else None,
@@ -138,7 +135,7 @@ def record() -> list[tuple[Trace, Trace]]:
                 sw.train_step(model, tokens(MICRO_BATCH * count), num_microbatches=count)
             for parameter in model.parameters():
                 parameter.grad = None
-        predicted = case.predict(distributed.get_rank(), runtime_of(model, "test"), is_dry=False)
+        predicted = case.predict(distributed.get_rank(), probe(model), is_dry=False)
         results.append((by_axis(events), predicted))
     return results
 
@@ -160,7 +157,7 @@ DRY = (
 )
 
 
-def dry(case: Case, rank: int) -> tuple[sw.DryRun, Runtime]:
+def dry(case: Case, rank: int) -> tuple[sw.DryRun, Probe]:
     models = []
     real = dry_run.apply_plan
 
@@ -173,17 +170,17 @@ def dry(case: Case, rank: int) -> tuple[sw.DryRun, Runtime]:
         run = sw.dry_run(
             case.build, plan, world_size=case.world, rank=rank, batch=tokens(MICRO_BATCH), num_microbatches=M
         )
-    return run, runtime_of(models[0], "test")
+    return run, probe(models[0])
 
 
 @pytest.mark.parametrize("case", DRY, ids=lambda case: f"{case.world}-{case.schedule}")
 def test_dry_runs_send_what_is_predicted_on_every_axis(case):
     for rank in (case.world // 2 - 1, case.world - 1):
-        run, runtime = dry(case, rank)
-        assert by_axis(run.events) == case.predict(rank, runtime, is_dry=True), rank
+        run, seen = dry(case, rank)
+        assert by_axis(run.events) == case.predict(rank, seen, is_dry=True), rank
         held_bytes = reduce_bytes(
-            group_shapes(runtime),
-            rank=runtime.comms.gather.rank,
+            [shape for unit in seen.unit_shapes.values() for shape in unit.groups],
+            rank=sw.ParallelPlan(**case.plan).mesh(case.world).coordinate(rank)["dp_shard"],
             replicas=case.replicas(rank),
             accumulations={"unsharded"},
         )
@@ -192,9 +189,9 @@ def test_dry_runs_send_what_is_predicted_on_every_axis(case):
 
 def test_the_number_of_microbatches_changes_nothing_on_the_data_parallel_axes():
     """No unit is gathered or reduced twice, and the bytes are those of one microbatch under the same strategy."""
-    run, runtime = dry(DRY[0], 20)
+    run, seen = dry(DRY[0], 20)
     traffic = {axis: totals_of(run, axis) for axis in ("dp_shard", "dp_replicate", "tp", "pp")}
-    units = [unit for unit in runtime.units if unit.groups]
+    units = [unit for unit in seen.units if unit.padded_numel]
     assert {kind: count for kind, (count, _) in traffic["dp_shard"].items()} == {
         "all_gather": len(units),
         "reduce_scatter": len(units),

@@ -9,10 +9,7 @@ import torch
 from torch import nn
 
 import shardwise as sw
-from shardwise.fsdp.attach import runtime_of
-from shardwise.fsdp.frozen import FrozenGroup
-from shardwise.fsdp.summary import predict
-from shardwise.testing import run_on_ranks
+from shardwise.testing import probe, run_on_ranks
 from tests.contract.test_memory import SMALL_BYTES, Storages, batch, everything_alive, train
 from tests.parity.models import LowRank
 from tests.parity.training import PRESETS
@@ -58,15 +55,15 @@ def measure(preset: str, form: str, kind: str) -> dict[str, object]:
     with sw.record_collectives(model) as events:
         model(*inputs).backward()
     held = everything_alive().without(before, Storages().see(inputs)).num_bytes if is_weighed else None
-    runtime = runtime_of(model, "test")
+    seen = probe(model)
     linear = {name for name, m in model.named_modules() if isinstance(m, nn.Linear)}
-    frozen = [g for g in runtime.groups if any(spec.name.rpartition(".")[0] in linear for spec in g.layout.params)]
-    frozen = [g for g in frozen if isinstance(g, FrozenGroup) or (form == "none" and not g.is_trainable)]
+    frozen = [shard for shard in seen.shards if shard.name.rpartition(".")[0] in linear]
+    frozen = [shard for shard in frozen if shard.held_as or (form == "none" and not shard.parameter.requires_grad)]
     return {
         "held": held,
-        "predicted": predict(runtime).total,
-        "categories": predict(runtime).as_dict(),
-        "frozen": sum(group.master.nbytes for group in frozen),
+        "predicted": sum(seen.predicted_bytes().values()),
+        "categories": seen.predicted_bytes(),
+        "frozen": Storages().see(shard.parameter for shard in frozen).num_bytes,
         "events": [(event.kind, event.unit, event.dtype, event.sent_bytes) for event in events],
     }
 

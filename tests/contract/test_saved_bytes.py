@@ -9,8 +9,7 @@ import torch
 from torch import nn
 
 import shardwise as sw
-from shardwise.recipe.storage import StorageCount
-from shardwise.testing import run_on_ranks
+from shardwise.testing import StorageCount, run_on_ranks
 
 BATCH, SEQ, HIDDEN, HEADS, LAYERS = 2, 48, 64, 4, 6
 ROW = BATCH * SEQ * 4  # bytes of one feature of every token

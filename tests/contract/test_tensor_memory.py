@@ -7,16 +7,14 @@ import gc
 import pytest
 import torch
 from torch import Tensor
+from torch.distributed import get_rank, get_world_size
 
 import shardwise as sw
 from shardwise.fsdp import recompute
-from shardwise.fsdp.attach import runtime_of
-from shardwise.fsdp.summary import predict, predict_activations
 from shardwise.fsdp.wrap import find_units
 from shardwise.recipe.activations import cut_alone, measure_activations
-from shardwise.recipe.storage import StorageCount
 from shardwise.spec.waiting import Activations
-from shardwise.testing import run_on_ranks
+from shardwise.testing import StorageCount, probe, run_on_ranks
 from tests.contract.test_memory import SEQ, VOCAB, Storages, build, everything_alive, train
 
 pytestmark = pytest.mark.slow
@@ -59,7 +57,6 @@ def measure_peak(plan: sw.ParallelPlan) -> dict[str, int]:
     """Bytes after a backward and at the peak of a step, and those predicted; activations of this part."""
     before = everything_alive()
     model = sw.parallelize(build(), plan)
-    runtime = runtime_of(model, "test")
     optimizer = torch.optim.AdamW(model.parameters())
     inputs = batch()
     train(model, optimizer, inputs, 2)
@@ -72,14 +69,13 @@ def measure_peak(plan: sw.ParallelPlan) -> dict[str, int]:
     count.forget()
     model(*inputs).backward()
     held = everything_alive().without(before, Storages().see(inputs)).num_bytes
-    comm = runtime.comms.tp
-    assert comm is not None
-    part = activations_of(plan, comm.rank)
+    part = activations_of(plan, plan.mesh(get_world_size()).coordinate(get_rank())["tp"])
+    predicted = sum(probe(model).predicted_bytes().values())
     return {
         "held": held,
-        "held, predicted": predict(runtime).total,
+        "held, predicted": predicted,
         "peak": peak,
-        "peak, predicted": predict(runtime).total + predict_activations(runtime, part),
+        "peak, predicted": predicted + probe(model).predicted_backward_bytes(part),
         "activations": part.peak_bytes,
     }
 

@@ -9,11 +9,9 @@ import torch
 from torch import Tensor, distributed
 
 import shardwise as sw
-from shardwise.fsdp.attach import runtime_of
-from shardwise.fsdp.summary import predict_trace
 from shardwise.models.transformer import GPT
 from shardwise.spec.tensor_trace import TensorStep
-from shardwise.testing import run_on_ranks
+from shardwise.testing import probe, run_on_ranks
 
 BATCH, SEQ, HIDDEN, LAYERS = 3, 6, 24, 3
 CASES: dict[str, tuple[dict, dict]] = {
@@ -49,7 +47,7 @@ def record() -> dict[str, tuple[list, list]]:
                 model(*tokens()).backward()
             for parameter in model.parameters():
                 parameter.grad = None
-        predicted = [tuple(collective) for collective in predict_trace(runtime_of(model, "test"))]
+        predicted = [tuple(collective) for collective in probe(model).predicted_collectives()]
         found[name] = [(e.kind, e.unit, e.sent_bytes, e.axis) for e in events], predicted
     distributed.barrier()
     return found

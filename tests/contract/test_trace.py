@@ -9,9 +9,7 @@ import torch
 from torch import distributed
 
 import shardwise as sw
-from shardwise.fsdp.attach import runtime_of
-from shardwise.fsdp.summary import predict_trace
-from shardwise.testing import run_on_ranks
+from shardwise.testing import probe, run_on_ranks
 from tests.parity import models
 from tests.parity.training import PRESETS
 
@@ -35,7 +33,7 @@ def record(name: str, preset: str, accumulation: str, num_microbatches: int, **o
     policy = models.wrap_policy(name)
     plan = sw.ParallelPlan(strategy=preset, accumulation=accumulation, auto_wrap_policy=policy, **options)
     model = sw.parallelize(build(name), plan)
-    runtime = runtime_of(model, "test")
+    seen = probe(model)
     optimizer = torch.optim.SGD(model.parameters(), lr=1e-2)
     rank = distributed.get_rank()
     recorded: list[list[tuple]] = []
@@ -48,9 +46,8 @@ def record(name: str, preset: str, accumulation: str, num_microbatches: int, **o
             if step == 1:
                 assert {event.dtype for event in events} <= {"fp32"}
                 recorded.append([(event.kind, event.unit, event.sent_bytes, event.axis) for event in events])
-                trace = predict_trace(
-                    runtime,
-                    is_synchronising=is_last or runtime.accumulates_sharded,
+                trace = seen.predicted_collectives(
+                    is_synchronising=is_last or seen.accumulation == "sharded",
                     is_first_of_window=microbatch == 0,
                 )
                 predicted.append([tuple(collective) for collective in trace])

@@ -18,13 +18,9 @@ import torch
 from torch import Tensor, distributed, nn
 
 import shardwise as sw
-from shardwise.comm.dtype import dtype_name
-from shardwise.fsdp.state import HeldValues
 from shardwise.spec.extent import Extent
 from shardwise.spec.mesh import Mesh
-from shardwise.spec.slice import Slice
-from shardwise.tensor.apply import take
-from shardwise.testing import run_on_ranks
+from shardwise.testing import part_of, probe, run_on_ranks
 from tests.bits import worst
 
 STEPS, LR = 5, 1e-3
@@ -313,7 +309,7 @@ def _train(case: Case) -> RankNumbers:
         numbers.norms.append(sw.clip_grad_norm(model, case.variant.max_norm).item())
         optimizer.step()
         optimizer.zero_grad()
-    numbers.held = [(extent, values.clone()) for extent, values in HeldValues(model).extents]
+    numbers.held = [(extent, values.clone()) for extent, values in probe(model).extents()]
     return numbers
 
 
@@ -321,7 +317,9 @@ def as_held(parameters: dict[str, Tensor]) -> list[tuple[Extent, Tensor]]:
     """Whole parameters as one rank would hold them."""
     held = []
     for name, value in parameters.items():
-        extent = Extent(name, tuple(value.shape), dtype_name(value.dtype), 0, value.numel())
+        extent = Extent(
+            name, tuple(value.shape), {torch.float64: "fp64", torch.float32: "fp32"}[value.dtype], 0, value.numel()
+        )
         held.append((extent, value.flatten().clone()))
     return held
 
@@ -404,8 +402,7 @@ def _assemble(like: dict[str, Tensor], ranks: list[RankNumbers], faults: list[st
     for rank, numbers in enumerate(ranks):
         for extent, values in numbers.held:
             target = whole[extent.name]
-            places = take(torch.arange(target.numel()).view(target.shape), Slice(extent.shape, extent.cuts))
-            places = places.view(-1)[extent.start : extent.stop]
+            places = part_of(extent, torch.arange(target.numel()).view(target.shape))
             flat = target.view(-1)
             known = flat[places]
             if not torch.equal(torch.where(known.isnan(), values, known), values):

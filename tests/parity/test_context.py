@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from typing import Any
 from unittest import mock
 
@@ -12,12 +13,7 @@ from torch import Tensor
 import shardwise as sw
 from shardwise.context import ring, root
 from shardwise.context.split import Division
-from shardwise.fsdp.attach import runtime_of
-from shardwise.fsdp.clip import grad_norm
-from shardwise.fsdp.state import HeldValues
-from shardwise.spec.slice import slice_of
-from shardwise.tensor.apply import take
-from shardwise.testing import run_on_ranks
+from shardwise.testing import part_of, probe, run_on_ranks
 from tests.bits import worst
 from tests.parity.test_tensor import (
     SEQ,
@@ -123,18 +119,16 @@ def in_stages(cases: tuple[Case, ...]) -> list[tuple[float, float, float]]:
             parts = [batch(number, place, 0) for place in range(count)]
             whole = tuple(torch.cat(each) for each in zip(*parts, strict=True))
             loss = sw.train_step(model, whole, num_microbatches=count).item()
-            norm = grad_norm(runtime_of(model, "test")).item()
+            norm = sw.clip_grad_norm(model, math.inf).item()
             expected = sum(losses[number * count : (number + 1) * count])
             seen = abs(loss / expected - 1), abs(norm / norms[number] - 1)
             largest = [worst(*pair) for pair in zip(largest, seen, strict=True)]
             optimizer.step()
             optimizer.zero_grad()
         whole, errors = dict(plain.named_parameters()), [0.0]
-        marks = {name: slice_of(parameter) for name, parameter in model.named_parameters()}
-        for extent, values in HeldValues(model).extents:
-            mark, expected = marks[extent.name], whole[extent.name].detach()
-            local = (expected if mark is None else take(expected, mark)).reshape(-1)[extent.start :][: values.numel()]
-            errors += [(local - values).abs().max().item()] if values.numel() else []
+        for extent, values in probe(model).extents():
+            expected = part_of(extent, whole[extent.name])
+            errors += [(expected - values).abs().max().item()] if values.numel() else []
         found.append((*largest, worst(*errors)))
     return found
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import math
 import warnings
 from dataclasses import dataclass
 from typing import Any
@@ -14,11 +15,8 @@ from torch import Tensor, distributed, nn
 from torch.overrides import TorchFunctionMode
 
 import shardwise as sw
-from shardwise.fsdp.attach import runtime_of
-from shardwise.fsdp.clip import grad_norm
-from shardwise.fsdp.state import HeldValues
 from shardwise.spec.slice import slice_of
-from shardwise.testing import run_on_ranks
+from shardwise.testing import part_of, probe, run_on_ranks
 from tests.bits import worst
 
 pytestmark = pytest.mark.preload(
@@ -126,20 +124,14 @@ def differences(case: Case) -> dict[str, float]:
                 loss.backward()
             expected = losses[(step * size + reader) * case.num_microbatches + microbatch]
             found["loss"] = worst(found["loss"], abs(loss.item() - expected) / abs(expected))
-        norm = (
-            grad_norm(runtime_of(model, "test")) if case.max_norm is None else sw.clip_grad_norm(model, case.max_norm)
-        )
+        norm = sw.clip_grad_norm(model, math.inf) if case.max_norm is None else sw.clip_grad_norm(model, case.max_norm)
         found["norm"] = worst(found["norm"], abs(norm.item() - norms[step]) / norms[step])
         optimizer.step()
         optimizer.zero_grad()
     marks = {name: slice_of(parameter) for name, parameter in model.named_parameters()}
     compared = 0
-    for extent, values in HeldValues(model).extents:
-        expected, mark = whole[extent.name].detach(), marks[extent.name]
-        if mark is not None and mark.cuts:
-            ((start, stop),) = mark.cuts[0].ranges
-            expected = expected[start:stop]
-        error = (expected.reshape(-1)[extent.start : extent.start + values.numel()] - values).abs()
+    for extent, values in probe(model).extents():
+        error = (part_of(extent, whole[extent.name]) - values).abs()
         compared += values.numel()
         found["parameter"] = worst(found["parameter"], error.max().item() if error.numel() else 0.0)
     assert compared

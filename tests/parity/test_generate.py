@@ -10,11 +10,10 @@ import pytest
 import torch
 
 import shardwise as sw
-from shardwise.fsdp.attach import attachment_of
 from shardwise.models.cache import KeyValueCache
 from shardwise.recipe.sampling import Draws, Sampling
 from shardwise.spec.errors import ConfigError, RankDisagreement, StateError
-from shardwise.testing import run_on_ranks
+from shardwise.testing import probe, run_on_ranks
 
 VOCAB, SEQ, LAYERS, NEW = 31, 24, 3, 9
 PROMPTS = [[5, 3, 8], [1], [9, 9, 2, 30, 7, 4, 4], [12, 0]]
@@ -170,10 +169,8 @@ def in_step(expected):
         sw.generate(divided_positions, PROMPTS, max_new_tokens=2)
     columns = sw.generate_stream(model, PROMPTS, max_new_tokens=2)
     next(columns)
-    held = attachment_of(model).runtime
-    for group in held.groups:  # this rank has all of its part: it computes with the master, and copies nothing
-        place = group.master.untyped_storage().data_ptr()
-        assert all(full.untyped_storage().data_ptr() == place for full in group.fulls)
+    for shard in probe(model).shards:  # this rank has all of its part: it computes with that, and copies nothing
+        assert shard.whole.untyped_storage().data_ptr() == shard.parameter.untyped_storage().data_ptr()
     assert len(list(columns)) == 1
     kinds = Counter((event.axis, event.kind) for event in events if event.axis == "tp")
     assert kinds == {("tp", "all_reduce"): 4 * (1 + 2 * LAYERS), ("tp", "all_gather"): 4}
@@ -221,7 +218,7 @@ def kept(expected):
         named = {unit: count for unit, count in units.items() if unit not in {"control", "tokens"}}
         assert set(named.values()) == {times}, (strategy, named)
         assert len(named) > 2
-        assert not any(unit.is_swapped for unit in attachment_of(model).runtime.units)
+        assert not any(unit.shows_whole_parameters for unit in probe(model).units)
 
 
 def test_what_stays_gathered_is_gathered_once():
@@ -286,7 +283,7 @@ def divided(expected, drawn):
         assert sw.generate(model, PROMPTS[2:3], max_new_tokens=NEW) == expected[2:3], plan
         assert sw.generate(model, PROMPTS, max_new_tokens=NEW, **SAMPLED) == drawn, plan
         if group < 4:  # each data-parallel rank has prompts of its own, of which another has fewer
-            place = attachment_of(model).runtime.comms.control.rank
+            place = sw.data_parallel_rank(model)
             own = [place] if place else [1, 2, 3]
             got = sw.generate(model, [PROMPTS[row] for row in own], max_new_tokens=NEW, eos=ends)
             assert got == [cut[row] for row in own], (plan, rank)

@@ -15,11 +15,9 @@ from torch import Tensor, distributed, nn
 
 import shardwise as sw
 from shardwise.comm.base import Handle
-from shardwise.fsdp.attach import runtime_of
 from shardwise.fsdp.group import Group
 from shardwise.fsdp.offload import Transfers
-from shardwise.fsdp.summary import predict_trace
-from shardwise.testing import run_on_ranks
+from shardwise.testing import probe, run_on_ranks
 from tests.parity import models
 from tests.parity.training import PRESETS, VARIANTS, RankNumbers, differences, train_plain, train_ranks
 
@@ -176,7 +174,7 @@ def train_mixed(preset: str, policy: str | sw.OffloadPolicy, dtypes: tuple[str, 
         optimizer.step()
         optimizer.zero_grad()
     sent = [(event.kind, event.unit, event.sent_bytes, event.axis) for event in events]
-    assert sent == [tuple(event) for event in predict_trace(runtime_of(model, "test"), is_first_of_window=False)]
+    assert sent == [tuple(event) for event in probe(model).predicted_collectives(is_first_of_window=False)]
     return [numbers, sent, list(sw.full_state_dict(model).values())]
 
 

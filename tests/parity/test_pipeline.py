@@ -2,16 +2,14 @@
 
 from __future__ import annotations
 
+import math
+
 import pytest
 import torch
 from torch import Tensor
 
 import shardwise as sw
-from shardwise.fsdp.attach import runtime_of
-from shardwise.fsdp.clip import grad_norm
-from shardwise.fsdp.state import HeldValues
-from shardwise.recipe.pipelined import pipelined_of
-from shardwise.testing import run_on_ranks
+from shardwise.testing import probe, run_on_ranks
 from tests.parity import models
 from tests.parity.training import STEPS, Variant, make_optimizer, train_plain
 
@@ -38,21 +36,21 @@ def train(name: str, options: dict) -> dict:
     clips = options.pop("clips", True)
     model = sw.parallelize(models.build(name), sw.ParallelPlan(**options))
     optimizer = make_optimizer(model.parameters())
-    runtime = runtime_of(model, "test")
+    replica = sw.data_parallel_rank(model)
     losses, norms = [], []
     for step in range(STEPS):
-        loss = sw.train_step(model, batch(step, runtime.comms.control.rank), num_microbatches=NUM_MICROBATCHES)
+        loss = sw.train_step(model, batch(step, replica), num_microbatches=NUM_MICROBATCHES)
         losses.append(loss.item())
-        norms.append((sw.clip_grad_norm(model, MAX_NORM) if clips else grad_norm(runtime)).item())
+        norms.append(sw.clip_grad_norm(model, MAX_NORM if clips else math.inf).item())
         optimizer.step()
         optimizer.zero_grad()
-    evaluated = sw.eval_step(model, batch(0, runtime.comms.control.rank), num_microbatches=2).item()
+    evaluated = sw.eval_step(model, batch(0, replica), num_microbatches=2).item()
     return {
         "losses": losses,
         "norms": norms,
         "evaluated": evaluated,
-        "pieces": [(e.name, e.start, tensor.clone()) for e, tensor in HeldValues(model).extents],
-        "peak": pipelined_of(model)._interpreter.peak_tapes,
+        "pieces": [(e.name, e.start, tensor.clone()) for e, tensor in probe(model).extents()],
+        "peak": probe(model).peak_microbatches,
     }
 
 
@@ -142,14 +140,14 @@ def train_tied(cases) -> list[tuple[list[float], list[float], list]]:
         torch.manual_seed(5)
         model = sw.parallelize(models.build("tied").double(), sw.ParallelPlan(**options))
         optimizer = make_optimizer(model.parameters())
-        comms = runtime_of(model, "test").comms
+        replica = sw.data_parallel_rank(model)
         losses, norms = [], []
         for step in range(STEPS):
-            losses.append(sw.train_step(model, batch(step, comms.control.rank), num_microbatches=4).item())
+            losses.append(sw.train_step(model, batch(step, replica), num_microbatches=4).item())
             norms.append(sw.clip_grad_norm(model, MAX_NORM).item())
             optimizer.step()
             optimizer.zero_grad()
-        results.append((losses, norms, [(e.name, e.start, t.clone()) for e, t in HeldValues(model).extents]))
+        results.append((losses, norms, [(e.name, e.start, t.clone()) for e, t in probe(model).extents()]))
     return results
 
 

@@ -7,9 +7,7 @@ import torch
 import torch.nn.functional as F
 
 import shardwise as sw
-from shardwise.fsdp.attach import runtime_of
-from shardwise.fsdp.state import HeldValues
-from shardwise.testing import run_on_ranks
+from shardwise.testing import probe, run_on_ranks
 
 pytest.importorskip("transformers")
 pytestmark = pytest.mark.preload("transformers.models.t5.modeling_t5", "transformers.generation")
@@ -73,7 +71,7 @@ def train(plans):
     for name, options in plans.items():
         model = sw.parallelize(build(name), sw.ParallelPlan(**options))
         optimizer = optimizer_of(model)
-        replica = runtime_of(model, "test").comms.control.rank
+        replica = sw.data_parallel_rank(model)
         losses, norms = [], []
         for step in range(STEPS):
             losses.append(sw.train_step(model, batch(name, step, replica), loss_fn, NUM_MICROBATCHES).item())
@@ -81,7 +79,7 @@ def train(plans):
             optimizer.step()
             optimizer.zero_grad()
         evaluated = sw.eval_step(model, batch(name, 0, replica), loss_fn, NUM_MICROBATCHES).item()
-        pieces = [(e.name, e.start, tensor.clone()) for e, tensor in HeldValues(model).extents]
+        pieces = [(e.name, e.start, tensor.clone()) for e, tensor in probe(model).extents()]
         results[name] = losses, norms, evaluated, pieces
     return results
 

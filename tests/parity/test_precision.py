@@ -7,11 +7,9 @@ import torch
 from torch import Tensor, distributed, nn
 
 import shardwise as sw
-from shardwise.fsdp import debug, notice
-from shardwise.fsdp.attach import runtime_of
+from shardwise.fsdp import notice
 from shardwise.fsdp.precision import resolve
-from shardwise.fsdp.summary import predict, predict_trace
-from shardwise.testing import run_on_ranks
+from shardwise.testing import checks, probe, run_on_ranks
 from tests.parity import models
 
 PRESETS = ("ddp", "zero1", "zero2", "shard_grad_op", "zero3")
@@ -46,13 +44,13 @@ def train(preset: str, param_dtype: str, reduce_dtype: str) -> Numbers:
         optimizer.step()
         optimizer.zero_grad()
     sent = [(event.kind, event.unit, event.sent_bytes, event.axis) for event in events]
-    numbers.as_predicted = sent == [tuple(event) for event in predict_trace(runtime_of(model, "test"))]
+    numbers.as_predicted = sent == [tuple(event) for event in probe(model).predicted_collectives()]
     numbers.state = sw.full_state_dict(model)
     return numbers
 
 
 def train_every_preset(param_dtype: str, reduce_dtype: str) -> dict[str, Numbers]:
-    with debug.checks():
+    with checks():
         return {preset: train(preset, param_dtype, reduce_dtype) for preset in PRESETS}
 
 
@@ -164,14 +162,9 @@ def bytes_held(preset: str) -> tuple[int, int]:
         model(*models.batch(step, 0, distributed.get_rank())).backward()
         optimizer.step()
         optimizer.zero_grad()
-    runtime = runtime_of(model, "test")
-    held = {}
-    for group in runtime.groups:
-        gradients = [value for value in vars(group.gradient).values() if isinstance(value, Tensor)]
-        for tensor in (group.master, group.gathered, *gradients):
-            held[tensor.untyped_storage().data_ptr()] = tensor.untyped_storage().nbytes()
-    predicted = predict(runtime)
-    return sum(held.values()), predicted.parameters + predicted.gradients + predicted.gathered
+    seen, categories = probe(model), ("parameters", "gradients", "gathered")
+    held, predicted = seen.held_bytes(), seen.predicted_bytes()
+    return sum(held[each] for each in categories), sum(predicted[each] for each in categories)
 
 
 @pytest.mark.parametrize("preset", PRESETS)

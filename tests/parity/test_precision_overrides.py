@@ -10,11 +10,8 @@ from torch import Tensor, distributed, nn
 
 import shardwise as sw
 from shardwise.checkpoint import open_checkpoint
-from shardwise.fsdp import debug
-from shardwise.fsdp.attach import runtime_of
 from shardwise.fsdp.precision import cast_floating
-from shardwise.fsdp.summary import predict_trace
-from shardwise.testing import run_on_ranks
+from shardwise.testing import checks, probe, run_on_ranks
 from tests.parity import models
 
 PRESETS = ("ddp", "zero1", "zero2", "shard_grad_op", "zero3")
@@ -52,13 +49,13 @@ def train(preset: str) -> Numbers:
         optimizer.step()
         optimizer.zero_grad()
     sent = [(event.kind, event.unit, event.sent_bytes, event.axis) for event in events]
-    numbers.as_predicted = sent == [tuple(event) for event in predict_trace(runtime_of(model, "test"))]
+    numbers.as_predicted = sent == [tuple(event) for event in probe(model).predicted_collectives()]
     numbers.state = sw.full_state_dict(model)
     return numbers
 
 
 def train_every_preset() -> dict[str, Numbers]:
-    with debug.checks():
+    with checks():
         return {preset: train(preset) for preset in PRESETS}
 
 

@@ -7,10 +7,7 @@ import torch
 from torch import Tensor, distributed, nn
 
 import shardwise as sw
-from shardwise.fsdp import debug
-from shardwise.fsdp.attach import runtime_of
-from shardwise.fsdp.summary import predict_trace
-from shardwise.testing import run_on_ranks
+from shardwise.testing import checks, probe, run_on_ranks
 from tests.parity import models
 
 EVERYTHING = {"quantize_frozen": "int8", "quantized_gather": "int8", "quantized_reduce": "int8"}
@@ -33,7 +30,7 @@ def train(plan: sw.ParallelPlan, *, updates_in_backward: bool = False, fused: bo
             optimizer.step()
             optimizer.zero_grad()
     sent = [(event.kind, event.unit, event.sent_bytes, event.axis) for event in events]
-    assert sent == [tuple(event) for event in predict_trace(runtime_of(model, "test"))]
+    assert sent == [tuple(event) for event in probe(model).predicted_collectives()]
     with torch.no_grad():
         losses.append(model(*models.batch(9, 0, 0)).item())
     return [losses, sw.full_state_dict(model)]
@@ -43,7 +40,7 @@ def train_combinations() -> dict[str, dict[str, list[object]]]:
     zero3 = {"strategy": "zero3", **EVERYTHING}
     ddp = {"strategy": "ddp", **WITHOUT_GATHER}
     inner = {"kept over two ranks": {"reshard_after_forward": 2}} if distributed.get_world_size() > 2 else {}
-    with debug.checks():
+    with checks():
         return {
             "zero3": {
                 "plain": train(sw.ParallelPlan(**zero3)),

@@ -9,10 +9,7 @@ import torch
 from torch import Tensor, distributed, nn
 
 import shardwise as sw
-from shardwise.fsdp import debug
-from shardwise.fsdp.attach import runtime_of
-from shardwise.fsdp.summary import predict_trace
-from shardwise.testing import run_on_ranks
+from shardwise.testing import checks, probe, run_on_ranks
 from tests.parity import models
 from tests.parity.test_quantized_weights import through_int8
 
@@ -59,14 +56,14 @@ def train(plan: sw.ParallelPlan, name: str = "tied", num_microbatches: int = 1) 
         optimizer.step()
         optimizer.zero_grad()
     sent = [(event.kind, event.unit, event.sent_bytes, event.axis) for event in events]
-    predicted = predict_trace(runtime_of(model, "test"), is_first_of_window=num_microbatches == 1)
+    predicted = probe(model).predicted_collectives(is_first_of_window=num_microbatches == 1)
     numbers.as_predicted = sent == [tuple(event) for event in predicted]
     numbers.state = sw.full_state_dict(model)
     return numbers
 
 
 def train_all(presets: tuple[str, ...]) -> dict[tuple, Numbers]:
-    with debug.checks():
+    with checks():
         return {(preset, *case): train(plan_of(preset, *case)) for preset in presets for case in CASES}
 
 

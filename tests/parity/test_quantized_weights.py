@@ -10,11 +10,7 @@ import torch
 from torch import Tensor, distributed, nn
 
 import shardwise as sw
-from shardwise.fsdp import debug
-from shardwise.fsdp.attach import runtime_of
-from shardwise.fsdp.frozen import FrozenGroup
-from shardwise.fsdp.summary import predict_trace
-from shardwise.testing import run_on_ranks
+from shardwise.testing import checks, probe, run_on_ranks
 from tests.parity import models
 
 PRESETS = ("ddp", "zero1", "zero2", "shard_grad_op", "zero3")
@@ -74,13 +70,13 @@ def train(preset: str, form: str, param_dtype: str) -> Numbers:
         optimizer.step()
         optimizer.zero_grad()
     sent = [(event.kind, event.unit, event.sent_bytes, event.axis) for event in events]
-    numbers.as_predicted = sent == [tuple(event) for event in predict_trace(runtime_of(model, "test"))]
+    numbers.as_predicted = sent == [tuple(event) for event in probe(model).predicted_collectives()]
     numbers.state = sw.full_state_dict(model)
     return numbers
 
 
 def train_all(presets: tuple[str, ...], cases: tuple[tuple[str, str], ...]) -> dict[tuple[str, str, str], Numbers]:
-    with debug.checks():
+    with checks():
         return {(preset, *case): train(preset, *case) for preset in presets for case in cases}
 
 
@@ -211,7 +207,7 @@ class Mixed(nn.Module):
 
 def which_are_quantized(preset: str) -> tuple[set[str], str]:
     model = sw.parallelize(Mixed(), sw.ParallelPlan(strategy=preset, quantize_frozen="int8"))
-    groups = [group for group in runtime_of(model, "test").groups if isinstance(group, FrozenGroup)]
+    names = {shard.name for shard in probe(model).shards if shard.held_as}
     plain = Mixed()
     for name in ("linear", "transposed", "turned"):
         module = plain.get_submodule(name)
@@ -224,7 +220,7 @@ def which_are_quantized(preset: str) -> tuple[set[str], str]:
     state = sw.full_state_dict(model)
     for name, value in plain.state_dict().items():
         assert torch.equal(state[name], value), name
-    return {spec.name for group in groups for spec in group.layout.params}, str(sw.summary(model))
+    return names, str(sw.summary(model))
 
 
 @pytest.mark.parametrize("preset", ["ddp", "zero3"])
@@ -288,10 +284,9 @@ def test_large_frozen_weights_train_like_small_ones() -> None:
 def masters(model: nn.Module) -> dict[str, Tensor]:
     """The codes that this rank holds of every quantized weight, with where they begin."""
     return {
-        f"{spec.name}@{piece.start}": shard.detach().clone().view(-1)
-        for group in runtime_of(model, "test").groups
-        if isinstance(group, FrozenGroup)
-        for spec, piece, shard in zip(group.layout.params, group.held, group.shards, strict=True)
+        f"{shard.name}@{shard.start}": shard.parameter.detach().clone().view(-1)
+        for shard in probe(model).shards
+        if shard.held_as
     }
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import warnings
 from dataclasses import dataclass
 from typing import Any
@@ -15,15 +16,11 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 import shardwise as sw
 from shardwise.comm.record import RecordComm
-from shardwise.fsdp.attach import runtime_of
-from shardwise.fsdp.clip import grad_norm
-from shardwise.fsdp.state import HeldValues
 from shardwise.spec.errors import PlanError
 from shardwise.spec.slice import slice_of
-from shardwise.tensor.apply import take
 from shardwise.tensor.cut import find_cuts
 from shardwise.tensor.linear import Way
-from shardwise.testing import run_on_ranks
+from shardwise.testing import part_of, probe, run_on_ranks
 from tests.bits import worst
 
 STEPS = 5
@@ -109,9 +106,7 @@ def differences(case: Case) -> dict[str, float]:
                 loss.backward()
             expected = losses[(step * num_readers + reader) * case.num_microbatches + microbatch]
             found["loss"] = worst(found["loss"], abs(loss.item() - expected) / abs(expected))
-        norm = (
-            grad_norm(runtime_of(model, "test")) if case.max_norm is None else sw.clip_grad_norm(model, case.max_norm)
-        )
+        norm = sw.clip_grad_norm(model, math.inf) if case.max_norm is None else sw.clip_grad_norm(model, case.max_norm)
         found["norm"] = worst(found["norm"], abs(norm.item() - norms[step]) / norms[step])
         optimizer.step()
         optimizer.zero_grad()
@@ -119,12 +114,10 @@ def differences(case: Case) -> dict[str, float]:
     assert case.tp == 1 or any(mark is not None for mark in marks.values())
     whole = dict(plain.named_parameters(remove_duplicate=False))
     compared = 0
-    for extent, values in HeldValues(model).extents:
+    for extent, values in probe(model).extents():
         if extent.name.startswith("buffer/"):
             continue
-        mark, expected = marks[extent.name], whole[extent.name].detach()
-        local = (expected if mark is None else take(expected, mark)).reshape(-1)
-        error = (local[extent.start : extent.start + values.numel()] - values).abs()
+        error = (part_of(extent, whole[extent.name]) - values).abs()
         compared += values.numel()
         found["parameter"] = worst(found["parameter"], error.max().item() if error.numel() else 0.0)
     assert compared
@@ -135,7 +128,7 @@ def differences(case: Case) -> dict[str, float]:
 def _unequal_copies(model: nn.Module, marks: dict[str, Any], tp: int) -> float:
     """Number of parameters that several ranks of tp hold, but not as the same bits."""
     copies = {name: distributed.get_rank() % tp if mark is None else mark.copy for name, mark in marks.items()}
-    held = {e.name: v.clone() for e, v in HeldValues(model).extents}
+    held = {e.name: v.clone() for e, v in probe(model).extents()}
     everyone: list[Any] = [None] * distributed.get_world_size()
     distributed.all_gather_object(everyone, held)
     firsts = {name: everyone[distributed.get_rank() - copy][name] for name, copy in copies.items() if name in held}
@@ -242,14 +235,11 @@ def start_values() -> list[bool]:
         empty = sw.models.gpt("gpt-tiny", **sizes)
     for model, sync in ((other, "warn"), (deferred, "warn"), (empty, "rank0")):
         sw.parallelize(model, sw.ParallelPlan(tp=2, strategy="ddp", sync=sync))
-        held = {extent.name: values for extent, values in HeldValues(model).extents}
-        marks = {name: slice_of(parameter) for name, parameter in model.named_parameters()}
-        found.append(
-            all(
-                torch.equal((plain[name] if mark is None else take(plain[name].data, mark)).reshape(-1), held[name])
-                for name, mark in marks.items()
-            )
-        )
+        held = {
+            extent.name: torch.equal(part_of(extent, plain[extent.name]), values)
+            for extent, values in probe(model).extents()
+        }
+        found.append(all(held[name] for name, _ in model.named_parameters()))
     return found
 
 

@@ -11,12 +11,7 @@ import torch
 from torch import Tensor, distributed, nn
 
 import shardwise as sw
-from shardwise.fsdp import debug
-from shardwise.fsdp.attach import runtime_of
-from shardwise.fsdp.clip import grad_norm
-from shardwise.fsdp.flat import states_by_name
-from shardwise.fsdp.optimizer_state import optimizer_extents
-from shardwise.fsdp.state import HeldValues, owned_extents
+from shardwise.testing import checks, optimizer_state, probe
 from tests.bits import same_bits
 from tests.parity import models
 
@@ -195,7 +190,7 @@ def train_ranks(
     """The same on this rank of the world, with a strategy and further fields of the plan."""
     rank = distributed.get_rank()
     numbers = RankNumbers()
-    with debug.checks(is_enabled=is_debugging):
+    with checks(is_enabled=is_debugging):
         model = sw.parallelize(
             models.build(name),
             sw.ParallelPlan(
@@ -219,17 +214,17 @@ def train_ranks(
             if is_in_backward:
                 assert all(parameter.grad is None for parameter in model.parameters())
             elif variant.max_norm is None:
-                numbers.norms.append(grad_norm(runtime_of(model, "test")).item())
+                numbers.norms.append(sw.clip_grad_norm(model, math.inf).item())
             else:
                 numbers.norms.append(sw.clip_grad_norm(model, variant.max_norm).item())
             optimizer.step()
             optimizer.zero_grad()
-        extents = owned_extents(model) + optimizer_extents(model, [optimizer])
+        extents = probe(model).owned_extents(optimizer)
         # clone: results travel with their storage, and this one is the whole flat buffer
         numbers.pieces = [(e.name, e.start, tensor.clone()) for e, tensor in extents]
-        numbers.replica = runtime_of(model, "test").comms.replica
-        numbers.held = [(e.name, e.start, tensor.clone()) for e, tensor in HeldValues(model).extents]
-        states = states_by_name(optimizer)
+        numbers.replica = probe(model).replica
+        numbers.held = [(e.name, e.start, tensor.clone()) for e, tensor in probe(model).extents()]
+        states = optimizer_state(optimizer)
         numbers.steps = {
             key: states[parameter]["step"].item() for key, parameter in model.named_parameters() if parameter in states
         }

@@ -1,8 +1,10 @@
 """Tools for tests of distributed code. Nothing else in shardwise imports this package."""
 
+from shardwise.recipe.storage import StorageCount
 from shardwise.testing.oracle import Comparison, Mean, Waiting, compare_with_one_process, same_bits, train_step
-from shardwise.testing.probe import Probe, Shard, UnitView, checks, optimizer_state, probe
+from shardwise.testing.probe import Probe, Shard, UnitView, checks, optimizer_state, part_of, probe
 from shardwise.testing.ranks import RankFailure, run_on_ranks
+from shardwise.testing.stalls import report_stalls_after
 
 __all__ = [
     "Comparison",
@@ -10,12 +12,15 @@ __all__ = [
     "Probe",
     "RankFailure",
     "Shard",
+    "StorageCount",
     "UnitView",
     "Waiting",
     "checks",
     "compare_with_one_process",
     "optimizer_state",
+    "part_of",
     "probe",
+    "report_stalls_after",
     "run_on_ranks",
     "same_bits",
     "train_step",

@@ -16,6 +16,7 @@ as long as the model.
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Mapping
 from typing import Any
 
@@ -28,12 +29,16 @@ from shardwise.fsdp.flat import states_by_name
 from shardwise.fsdp.group import Group
 from shardwise.fsdp.held import held_bytes
 from shardwise.fsdp.optimizer_state import optimizer_extents
+from shardwise.fsdp.order import units_in
 from shardwise.fsdp.state import HeldValues, owned_extents
-from shardwise.fsdp.summary import predict, predict_trace
+from shardwise.fsdp.summary import predict, predict_activations, predict_trace, unit_shapes
 from shardwise.fsdp.unit import State, Unit
 from shardwise.fsdp.view import memory_order
+from shardwise.recipe.pipelined import pipelined_of
 from shardwise.spec.extent import Extent
-from shardwise.spec.trace import Collective
+from shardwise.spec.slice import Slice
+from shardwise.spec.trace import Collective, UnitShape
+from shardwise.spec.waiting import Activations
 from shardwise.tensor.apply import take
 
 #: Inside ``with checks():`` what is released is filled with NaN and saved tensors are checked in every step. Slow.
@@ -56,18 +61,22 @@ class Shard:
         name: Its full name, as in the plain model.
         unit: The name of its unit.
         parameter: What the optimizer sees: the parameter object of the module, with this rank's elements.
+        whole: What takes its place in the module while its unit computes; its memory is there only then.
         start, stop: This rank's range of the parameter's elements, in memory order.
         shape: Of the parameter in this rank's module: the whole one, or what tensor or expert parallelism left of it.
         stride: Likewise, where it is not contiguous.
+        held_as: Form in which it is held where that is not its own dtype (``ParallelPlan.quantize_frozen``).
     """
 
     def __init__(self, group: Group, index: int) -> None:
         spec, piece = group.layout.params[index], group.held[index]
         self.name, self.unit = spec.name, group.unit.name
         self.parameter: nn.Parameter = group.shards[index]
+        self.whole: nn.Parameter = group.fulls[index]
         self.start, self.stop = piece.start, piece.stop
         self.shape, self.stride = spec.shape, spec.stride
         self._cuts = spec.slice
+        self.held_as = group.held_as
 
     @property
     def numel(self) -> int:
@@ -177,6 +186,11 @@ class Probe:
         return self._runtime.comms.replica
 
     @property
+    def unit_shapes(self) -> dict[int, UnitShape]:
+        """What arithmetic needs to know of every unit (``shardwise.spec``), by number, the root 0."""
+        return unit_shapes(self._runtime)
+
+    @property
     def accumulation(self) -> str:
         """How microbatches are added up: ``sharded``, ``unsharded`` or ``defer_replicate``."""
         return self._runtime.accumulation
@@ -203,6 +217,17 @@ class Probe:
         return tuple(unit.name for unit in self.units if unit.is_gathered)
 
     @property
+    def reducing(self) -> tuple[str, ...]:
+        """Names of the units whose gradients are being reduced now, oldest first."""
+        return tuple(dict.fromkeys(unit.name for unit, _, _ in self._runtime.reducing))
+
+    @property
+    def waiting(self) -> tuple[str, ...]:
+        """Names of the units whose gradients wait for their reduction, or the rest of it: not yet in ``.grad``."""
+        groups = self._runtime.groups
+        return tuple(dict.fromkeys(group.unit.name for group in groups if group.gradient.is_local))
+
+    @property
     def num_open_forwards(self) -> int:
         """Forward calls of units that have begun and not ended."""
         return self._runtime.num_frames
@@ -216,6 +241,23 @@ class Probe:
     def slots(self) -> tuple[Tensor, ...]:
         """The buffers that units are gathered into, one unit after the other, as far as they have been made."""
         return tuple(slot.buffer for slot in self._runtime.slots.slots if slot.buffer is not None)
+
+    @property
+    def kept_shards(self) -> tuple[Tensor, ...]:
+        """What units keep of their parameters between forward and backward (``reshard_after_forward=k``)."""
+        return tuple(group.inner.buffer for group in self._runtime.groups if group.inner is not None)
+
+    @property
+    def waiting_sums(self) -> tuple[Tensor, ...]:
+        """Buffers in which sums over ``dp_shard`` wait for later microbatches (accumulation ``defer_replicate``)."""
+        stores = (group.gradient._partial_store for group in self._runtime.groups)  # noqa: SLF001
+        return tuple(store for store in stores if store is not None)
+
+    def weak_references(self) -> list[weakref.ref[Any]]:
+        """Of the engine's own objects and buffers: once model and probe are gone, all of these are dead."""
+        runtime = self._runtime
+        masters = (group.master for group in runtime.groups)
+        return [weakref.ref(held) for held in (runtime, *runtime.units, *runtime.groups, *masters, *self.slots)]
 
     def held_bytes(self, *optimizers: torch.optim.Optimizer) -> dict[str, int]:
         """Bytes of this rank's storages now, by category, each storage once.
@@ -231,11 +273,15 @@ class Probe:
 
     @property
     def agreed_orders(self) -> dict[str, tuple[str, ...]]:
-        """The orders of units that ranks have agreed on: ``forward`` (of gathers) and ``backward`` (of reductions)."""
-        runtime = self._runtime
-        names = [unit.name for unit in runtime.units]
-        orders = {"forward": runtime.units_in_forward, "backward": runtime.units_in_backward}
-        return {way: tuple(names[index] for index in order) for way, order in orders.items()}
+        """The orders of units through the whole model, as this rank has come to know them.
+
+        Returns:
+            ``forward`` (of gathers in forwards that train), ``evaluation`` (in others) and ``backward`` (of
+            reductions); empty before the first.
+        """
+        names = [unit.name for unit in self._runtime.units]
+        ways = zip(("forward", "evaluation", "backward"), self._runtime.all_orders, strict=True)
+        return {way: tuple(names[index] for index in units_in(orders)) for way, orders in ways}
 
     def predicted_collectives(
         self, *, is_synchronising: bool = True, is_first_of_window: bool = True
@@ -257,10 +303,31 @@ class Probe:
         """
         return predict(self._runtime, optimizer_tensors=optimizer_tensors, num_microbatches=num_microbatches).as_dict()
 
+    def predicted_backward_bytes(self, activations: Activations) -> int:
+        """What a step holds at its peak besides :meth:`predicted_bytes`, by arithmetic.
+
+        Args:
+            activations: What the plain model holds in a forward and backward, and when each gradient is there.
+        """
+        return predict_activations(self._runtime, activations)
+
+    @property
+    def peak_microbatches(self) -> int:
+        """Of a pipeline: the most microbatches, counted once a stage, between forward and backward at a time."""
+        pipelined = pipelined_of(self._model)
+        interpreter = None if pipelined is None else pipelined._interpreter  # noqa: SLF001
+        return 0 if interpreter is None else interpreter.peak_tapes
+
     @property
     def num_updates(self) -> int:
         """Optimizer steps that the engine has seen."""
         return self._runtime.version
+
+
+def part_of(extent: Extent, whole: Tensor) -> Tensor:
+    """The elements of a plain model's tensor that an extent names, flat: of its slice, where it has cuts."""
+    held = take(whole.detach(), Slice(extent.shape, extent.cuts)) if extent.cuts else whole.detach()
+    return memory_order(held)[extent.start : extent.stop]
 
 
 def optimizer_state(optimizer: torch.optim.Optimizer) -> Mapping[Tensor, Mapping[str, Any]]:
