@@ -14,13 +14,13 @@ from torch import distributed, nn
 
 import shardwise as sw
 from shardwise.cli import main
-from shardwise.cli.dry_run import STRATEGIES
 from shardwise.spec.errors import MeshError
 from shardwise.testing import StorageCount, probe, run_on_ranks
 from tests.parity import models
 from tests.parity.training import PRESETS
 
 NAMES = ("gpt", "tied", "frozen")
+STRATEGIES = ("ddp", "zero1", "zero2", "shard_grad_op", "zero3", "hsdp", "hybrid_shard_grad_op")
 BF16 = sw.PrecisionPolicy(param_dtype="bf16")
 
 

@@ -11,7 +11,6 @@ import functools
 import gc
 import sys
 from collections.abc import Iterable
-from unittest import mock
 
 import pytest
 import torch
@@ -20,7 +19,6 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_iter
 
 import shardwise as sw
-from shardwise.comm.gloo import GlooComm
 from shardwise.recipe.activations import measure_activations
 from shardwise.spec.waiting import Activations
 from shardwise.testing import StorageCount, probe, run_on_ranks
@@ -100,27 +98,13 @@ def measure_categories(
     if is_in_backward:
         sw.optimizer_in_backward(model, optimizer)
     inputs = batch()
-    computed_with, reduced = Storages(), Storages()
-    reduce_scatter, all_reduce = GlooComm.reduce_scatter, GlooComm.all_reduce
-
-    def see_scatter(comm, buffer, out, **named):
-        reduced.see([buffer])
-        return reduce_scatter(comm, buffer, out, **named)
-
-    def see_reduce(comm, buffer, **named):
-        reduced.see([buffer])
-        return all_reduce(comm, buffer, **named)
-
+    computed_with = Storages()
     hooks = [
         module.register_forward_pre_hook(lambda module, _: computed_with.see(module.parameters()) and None)
         for module in (model, *model.blocks)
     ]
-    with (
-        mock.patch.object(GlooComm, "reduce_scatter", see_scatter),
-        mock.patch.object(GlooComm, "all_reduce", see_reduce),
-    ):
-        train(model, optimizer, inputs, 2, num_microbatches)
-        backward(model, inputs, num_microbatches)
+    train(model, optimizer, inputs, 2, num_microbatches)
+    backward(model, inputs, num_microbatches)
     for hook in hooks:
         hook.remove()
     seen = probe(model)
@@ -130,17 +114,15 @@ def measure_categories(
     state = Storages().see(value for held in optimizer.state.values() for value in held.values())
     computed_with.see(seen.kept_shards)
     gathered = computed_with.without(parameters)
-    buffers = reduced.without(gradients)
-    known = (before, Storages().see(inputs), parameters, gradients, state, gathered, buffers)
-    rest = everything_alive().without(*known)
-    received = {key: size for key, size in rest.items() if size > SMALL_BYTES}
-    assert sum(rest.values()) - sum(received.values()) <= 4 * SMALL_BYTES
+    rest = everything_alive().without(before, Storages().see(inputs), parameters, gradients, state, gathered)
+    buffers = {key: size for key, size in rest.items() if size > SMALL_BYTES}
+    assert sum(rest.values()) - sum(buffers.values()) <= 4 * SMALL_BYTES
     measured = {
         "parameters": parameters.num_bytes,
         "gradients": gradients.num_bytes,
         "optimizer": state.num_bytes,
         "gathered": gathered.num_bytes,
-        "reduce": buffers.num_bytes + sum(received.values()),
+        "reduce": sum(buffers.values()),
         "host": 0,
     }
     return measured, seen.predicted_bytes()

@@ -9,8 +9,7 @@ import torch
 
 import shardwise as sw
 from shardwise.spec.schedule.held import peak_held
-from shardwise.testing import probe, run_on_ranks
-from shardwise.train.compare.count import TensorCount
+from shardwise.testing import StorageCount, probe, run_on_ranks
 
 SEQ, ROWS, NUM_MICROBATCHES = 16, 2, 8
 #: Schedule, strategy, what is recomputed.
@@ -42,7 +41,7 @@ def measure(cases, pp, tp=1):
     gc.collect()
     gc.disable()  # what is held until cycles are collected is held
     for case in cases:
-        with TensorCount("cpu") as count:
+        with StorageCount("cpu") as count:
             model = sw.parallelize(build(), plan_of(case, pp, tp))
             optimizer = torch.optim.AdamW(model.parameters())
             between = []

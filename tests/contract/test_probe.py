@@ -8,7 +8,7 @@ from torch import distributed
 
 import shardwise as sw
 from shardwise.spec.errors import StateError
-from shardwise.testing import optimizer_state, probe, run_on_ranks
+from shardwise.testing import optimizer_state, part_of, probe, run_on_ranks
 from tests.parity import models
 
 PLANS = {
@@ -76,6 +76,37 @@ def test_what_a_probe_sees_is_what_happened_and_what_is_predicted(name: str) -> 
             for (key, start, stop, _), other in zip(first, second, strict=True)
         }
         assert owned == {key: numel for key, _, _, numel in first}
+
+
+def look_at_extents() -> bool:
+    plain = models.build("gpt")
+    whole = {key: value.detach().clone() for key, value in plain.named_parameters()}
+    held = probe(sw.parallelize(plain, sw.ParallelPlan(tp=2))).extents()
+    assert any(extent.cuts for extent, _ in held)
+    return all(torch.equal(part_of(extent, whole[extent.name]), values) for extent, values in held)
+
+
+def test_the_part_of_an_extent_is_what_a_rank_holds_of_it():
+    assert run_on_ranks(look_at_extents, 2) == [True, True]
+
+
+def accumulate() -> tuple[bool, bool, bool]:
+    """Whether all units wait within a step, and none after it; whether the engine goes with its model."""
+    model = sw.parallelize(models.build("gpt"), sw.ParallelPlan(strategy="ddp"))
+    seen, waits = probe(model), []
+    for is_last in (False, True):
+        with sw.gradient_sync(model, is_last):
+            model(*models.batch(0, 0, distributed.get_rank())).backward()
+        waits.append(seen.waiting)
+        assert seen.reducing == ()
+    names, engine = tuple(unit.name for unit in seen.units), seen.weak_references()
+    assert all(held() is not None for held in engine)
+    del model, seen
+    return waits[0] == names, waits[1] == (), all(held() is None for held in engine)
+
+
+def test_sums_wait_until_they_are_reduced_and_the_engine_goes_with_its_model():
+    assert run_on_ranks(accumulate, 2) == [(True, True, True)] * 2
 
 
 def test_a_plain_module_has_no_inside() -> None:

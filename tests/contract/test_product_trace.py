@@ -4,14 +4,12 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 from typing import Any
-from unittest import mock
 
 import pytest
 import torch
 from torch import Tensor, distributed, nn
 
 import shardwise as sw
-from shardwise.recipe import dry_run
 from shardwise.spec.footprint import Replicas, reduce_bytes
 from shardwise.spec.product_trace import ProductStep, agreement_trace, loss_trace, totals
 from shardwise.spec.schedule import build as build_schedule
@@ -159,17 +157,13 @@ DRY = (
 
 def dry(case: Case, rank: int) -> tuple[sw.DryRun, Probe]:
     models = []
-    real = dry_run.apply_plan
 
-    def see(model: nn.Module, *arguments: Any) -> None:
-        models.append(model)
-        real(model, *arguments)
+    def build() -> nn.Module:
+        models.append(case.build())
+        return models[-1]
 
-    with mock.patch.object(dry_run, "apply_plan", see):
-        plan = sw.ParallelPlan(**case.plan)
-        run = sw.dry_run(
-            case.build, plan, world_size=case.world, rank=rank, batch=tokens(MICRO_BATCH), num_microbatches=M
-        )
+    plan = sw.ParallelPlan(**case.plan)
+    run = sw.dry_run(build, plan, world_size=case.world, rank=rank, batch=tokens(MICRO_BATCH), num_microbatches=M)
     return run, probe(models[0])
 
 

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 
 from torch import distributed
 
-from shardwise.testing import RankFailure, run_on_ranks
+from shardwise.testing import RankFailure, probe, run_on_ranks
 from tests.parity.families import FAMILIES
 from tests.ranks.oracle import PRESETS, compare
 
@@ -71,16 +71,14 @@ def train(name: str, way: str, names: tuple[str, ...]) -> tuple[int, dict[str, i
     """On a rank: train under each strategy beside one plain process; returns what was found of the model."""
     warnings.simplefilter("ignore")
     family = FAMILIES[name]
-    runtime = None
+    num_units = 0
     num_parameters, classes = 0, {}
     for strategy in names:
         options = family.wrappings[way] | ({"dp_replicate": 2} if strategy in HYBRID else {})
         trained = compare(family.build, family.loss, strategy, steps=STEPS, **options)
-        runtime = trained.runtime
+        units = probe(trained.model).units
         num_parameters = sum(parameter.numel() for parameter in trained.plain.parameters())
-        modules = [member.module() for unit in runtime.units[1:] for member in unit.members]
-        kinds = [type(module).__name__ for module in modules]
-        classes = {kind: kinds.count(kind) for kind in kinds}
-    assert runtime is not None
+        kinds = [kind for unit in units[1:] for kind in unit.module_types]
+        classes, num_units = {kind: kinds.count(kind) for kind in kinds}, len(units)
     distributed.barrier()
-    return num_parameters, classes, len(runtime.units)
+    return num_parameters, classes, num_units

@@ -7,9 +7,8 @@ import torch
 from torch import Tensor, distributed, nn
 
 import shardwise as sw
-from shardwise.fsdp import notice
 from shardwise.fsdp.precision import resolve
-from shardwise.testing import checks, probe, run_on_ranks
+from shardwise.testing import checks, forget_notices, probe, run_on_ranks
 from tests.parity import models
 
 PRESETS = ("ddp", "zero1", "zero2", "shard_grad_op", "zero3")
@@ -180,7 +179,7 @@ def test_a_dtype_that_is_none_is_refused_by_name(field: str) -> None:
 
 
 def test_auto_means_bf16_where_the_device_supports_it_and_says_so(capfd: pytest.CaptureFixture[str]) -> None:
-    notice._told.clear()
+    forget_notices()
     assert sw.bf16_supported("cpu")
     for _ in range(2):
         assert resolve(sw.PrecisionPolicy(param_dtype="auto"), torch.device("cpu")).param_dtype == "bf16"
@@ -198,7 +197,7 @@ def test_on_a_gpu_auto_looks_at_the_device_and_at_nccl(
     version: tuple[int, ...],
     chosen: str,
 ) -> None:
-    notice._told.clear()
+    forget_notices()
     monkeypatch.setattr(torch.cuda, "is_bf16_supported", lambda: computes)
     monkeypatch.setattr(torch.cuda.nccl, "version", lambda: version)
     monkeypatch.setattr(torch.cuda, "get_device_name", lambda _device: "NVIDIA Example")

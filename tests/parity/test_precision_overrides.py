@@ -10,7 +10,6 @@ from torch import Tensor, distributed, nn
 
 import shardwise as sw
 from shardwise.checkpoint import open_checkpoint
-from shardwise.fsdp.precision import cast_floating
 from shardwise.testing import checks, probe, run_on_ranks
 from tests.parity import models
 
@@ -80,7 +79,9 @@ def build_low() -> nn.Module:
             inputs[f"blocks.{index}.{norm}"] = FP32
             outputs[f"blocks.{index}.{norm}"] = dtype
     for name, dtype in inputs.items():
-        low.get_submodule(name).register_forward_pre_hook(lambda _m, args, to=dtype: cast_floating(args, to))
+        low.get_submodule(name).register_forward_pre_hook(
+            lambda _m, args, to=dtype: tuple(arg.to(to) if arg.is_floating_point() else arg for arg in args)
+        )
     for name, dtype in outputs.items():
         low.get_submodule(name).register_forward_hook(lambda _m, _a, out, to=dtype: out.to(to))
     return low

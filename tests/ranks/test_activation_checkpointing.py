@@ -18,10 +18,8 @@ from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import (
 )
 
 import shardwise as sw
-from shardwise.fsdp.attach import runtime_of
-from shardwise.fsdp.summary import predict, predict_trace
-from shardwise.testing import run_on_ranks
-from tests.ranks.oracle import Block, Chain, Trained, compare, plain_loss, presets, sample
+from shardwise.testing import probe, run_on_ranks
+from tests.ranks.oracle import Block, Chain, compare, plain_loss, presets, sample
 
 HAS_TRANSFORMERS = importlib.util.find_spec("transformers") is not None
 needs_transformers = pytest.mark.skipif(not HAS_TRANSFORMERS, reason="transformers is not installed (the extra `hf`)")
@@ -136,7 +134,7 @@ def trace_of(model: nn.Module, *, steps: int = 2) -> tuple[list[tuple[str, str, 
         optimizer.step()
         optimizer.zero_grad()
     trace = [(event.kind, event.unit, event.sent_bytes, event.axis) for event in events]
-    return trace, trace == [tuple(event) for event in predict_trace(runtime_of(model, "test"))]
+    return trace, trace == [tuple(event) for event in probe(model).predicted_collectives()]
 
 
 def compare_traces():
@@ -201,11 +199,6 @@ NESTED = {
 }
 
 
-def gathered_bytes_held(trained: Trained) -> int:
-    slots = {id(slot): slot for slot in trained.runtime.slots.slots}
-    return sum(slot.buffer.nbytes for slot in slots.values() if slot.buffer is not None)
-
-
 def nest_units() -> dict[str, tuple[bool, bool]]:
     """By case, whether the trace is that without recomputation, in order."""
     found = {}
@@ -220,7 +213,9 @@ def nest_units() -> dict[str, tuple[bool, bool]]:
             trained = compare(
                 build, plain_loss, strategy, steps=3, auto_wrap_policy=policy, activation_checkpointing="full"
             )
-            assert gathered_bytes_held(trained) == predict(trained.runtime).gathered, (name, strategy)
+            seen = probe(trained.model)
+            held = sum(slot.nbytes for slot in seen.slots)
+            assert held == seen.predicted_bytes()["gathered"], (name, strategy)
     return found
 
 

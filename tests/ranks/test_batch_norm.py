@@ -9,11 +9,8 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 import shardwise as sw
-from shardwise.fsdp.attach import runtime_of
-from shardwise.fsdp.batch_norm import SyncBatchNorm
-from shardwise.fsdp.summary import predict_trace
 from shardwise.spec.errors import PlanError, StateError
-from shardwise.testing import run_on_ranks
+from shardwise.testing import probe, run_on_ranks
 from tests.ranks.oracle import presets, sample
 
 #: Rounding of sums in another order, as shares of the largest element; measured: 1e-15 and 2e-7.
@@ -57,7 +54,7 @@ def like_one_process(dtype, sizes):
     for strategy in presets():
         plain = Convolutional().to(dtype)
         model = sw.convert_sync_batchnorm(Convolutional().to(dtype))
-        assert sum(isinstance(m, SyncBatchNorm) for m in model.modules()) == 3
+        assert sum(type(m).__name__ == "SyncBatchNorm" for m in model.modules()) == 3
         sw.parallelize(model, sw.ParallelPlan(strategy=strategy, auto_wrap_policy=sw.wrap_by_name("body", "features")))
         optimizers = [torch.optim.SGD(each.parameters(), lr=1e-3) for each in (plain, model)]
         for step in range(3):
@@ -153,7 +150,7 @@ def test_it_works_in_mixed_precision():
 
 def traffic():
     model = sw.parallelize(sw.convert_sync_batchnorm(Recomputed()), sw.ParallelPlan(strategy="ddp"))
-    runtime = runtime_of(model, "test")
+    seen = probe(model)
     x = sample(dist.get_rank(), 0, 4, 8)
     sent = []
     for _ in range(2):
@@ -165,7 +162,9 @@ def traffic():
             for event in events
             if event.unit != "sync_batch_norm"
         ]
-    assert others == [tuple(collective) for collective in predict_trace(runtime)]  # its statistics are not synchronised
+    assert others == [
+        tuple(collective) for collective in seen.predicted_collectives()
+    ]  # its statistics are not synchronised
     assert sw.summary(model).buffers == "not synchronised: none is saved with the model (auto)"
     return sent
 

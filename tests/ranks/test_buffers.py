@@ -10,9 +10,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 import shardwise as sw
-from shardwise.fsdp.attach import runtime_of
-from shardwise.fsdp.summary import predict_trace
-from shardwise.testing import run_on_ranks
+from shardwise.testing import probe, run_on_ranks
 from tests.contract.test_memory import SMALL_BYTES, Storages, everything_alive, train
 from tests.ranks.oracle import PRESETS, Chain, plain_loss, presets, sample
 
@@ -124,7 +122,7 @@ def record(mode, accumulation):
     for strategy in ("ddp", "zero3"):
         plan = sw.ParallelPlan(strategy=strategy, sync_buffers=mode, accumulation=accumulation)
         model = sw.parallelize(build(), plan)
-        runtime = runtime_of(model, "test")
+        seen = probe(model)
         optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
         steps = []
         for step in range(3):
@@ -133,7 +131,7 @@ def record(mode, accumulation):
                     is_first = microbatch == 0
                     is_synchronising = not is_first or accumulation == "sharded"
                     options = {"is_synchronising": is_synchronising, "is_first_of_window": is_first}
-                    predicted = [tuple(c[:3]) for c in predict_trace(runtime, **options)]
+                    predicted = [tuple(c[:3]) for c in seen.predicted_collectives(**options)]
                     events = events_of(model, train_on, sample(rank, step))
                     if step:
                         assert events == predicted, f"{strategy}, step {step}, microbatch {microbatch}"

@@ -9,8 +9,7 @@ import torch
 from torch import Tensor, nn
 
 import shardwise as sw
-from shardwise.testing import run_on_ranks
-from shardwise.train.compare.count import TensorCount
+from shardwise.testing import StorageCount, run_on_ranks
 
 pytestmark = pytest.mark.preload("transformers.models.mixtral.modeling_mixtral")
 
@@ -51,7 +50,7 @@ def fill(
         for name, how in models:
             model = build_on_meta(name, how)
             gc.collect()
-            with TensorCount("cpu") as count:
+            with StorageCount("cpu") as count:
                 model = sw.parallelize(model, sw.ParallelPlan(**plan))
             peaks.append((name, count.peak_bytes))
             state = sw.full_state_dict(model)

@@ -9,9 +9,8 @@ import pytest
 import torch
 
 import shardwise as sw
-from shardwise.fsdp.state import HeldValues
 from shardwise.pipeline import interpret
-from shardwise.testing import run_on_ranks
+from shardwise.testing import probe, run_on_ranks
 
 pytest.importorskip("transformers")
 pytestmark = pytest.mark.preload("transformers.models.gpt2.modeling_gpt2", "transformers.models.llama.modeling_llama")
@@ -75,7 +74,7 @@ def train(name: str, schedule: str) -> tuple[list[tuple[str, int, torch.Tensor]]
     with mock.patch.object(interpret._Step, "_backward_weight", see):
         sw.train_step(model, batch(name), num_microbatches=NUM_MICROBATCHES)
     parameters = dict(model.named_parameters())
-    extents = [extent for extent, _ in HeldValues(model).extents]
+    extents = [extent for extent, _ in probe(model).extents()]
     return [(e.name, e.start, parameters[e.name].grad.clone()) for e in extents if e.name in parameters], late
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 import time
+from unittest import mock
 
 import pytest
 import torch
@@ -12,10 +13,9 @@ from torch import Tensor, nn
 
 import shardwise as sw
 from shardwise.comm import watch
-from shardwise.fsdp import attach
-from shardwise.fsdp.order import ROOT_ENTRY
 from shardwise.spec.errors import RankDisagreement
-from shardwise.testing import run_on_ranks
+from shardwise.spec.prefetch import AgreedOrder
+from shardwise.testing import probe, report_stalls_after, run_on_ranks
 from tests.ranks.oracle import Block, Chain, compare, plain_loss, presets, sample, seeded
 
 WORLDS = pytest.mark.parametrize("world", [2, 3])
@@ -199,10 +199,12 @@ def shuffle(model, rank, step):
 
 def shuffles():
     for strategy in ("zero2", "zero3"):
-        runtime = compare(lambda: Shuffled(num_blocks=8), shuffle, strategy, steps=30).runtime
-        for order in (runtime.forward_order, runtime.backward_order):
-            assert order._kept_since > 0  # the ranks have agreed on what to keep
-            assert len(order.units) <= 2 * 17 + 8  # a block may be in the recorded path twice: expected, and run later
+        with mock.patch.object(AgreedOrder, "keep", autospec=True, side_effect=AgreedOrder.keep) as keep:
+            trained = compare(lambda: Shuffled(num_blocks=8), shuffle, strategy, steps=30)
+        assert len({id(call.args[0]) for call in keep.call_args_list}) == 2  # the ranks have agreed on what to keep
+        for way in ("forward", "backward"):
+            order = probe(trained.model).agreed_orders[way]
+            assert len(order) <= 2 * 17 + 8  # a block may be in the recorded path twice: expected, and run later
 
 
 def test_an_order_that_always_changes_does_not_grow_for_ever():
@@ -211,7 +213,7 @@ def test_an_order_that_always_changes_does_not_grow_for_ever():
 
 def choose_by_rank(stall_s):
     """A unit that only one rank runs, in the first step and, where it is new, in a later one."""
-    watch.STALL_S, watch.INTERVAL_S = stall_s, 0.1
+    report_stalls_after(stall_s)
     rank = dist.get_rank()
     model = sw.parallelize(Branching(), sw.ParallelPlan(auto_wrap_policy=BY_BLOCK))
     for step in range(2):
@@ -229,7 +231,7 @@ def test_a_way_that_one_rank_alone_takes_ends_in_a_disagreement_that_names_the_u
 
 
 def diverge(strategy, stall_s):
-    watch.STALL_S, watch.INTERVAL_S = stall_s, 0.1
+    report_stalls_after(stall_s)
     rank = dist.get_rank()
     model = sw.parallelize(Wanders(), sw.ParallelPlan(strategy=strategy))
     with pytest.raises(RankDisagreement) as caught:
@@ -248,7 +250,7 @@ def test_in_the_first_step_another_order_is_a_disagreement_that_all_ranks_report
 
 def diverge_later(stall_s):
     """In a later step rank 1 runs a unit once more than the others ever did."""
-    watch.STALL_S, watch.INTERVAL_S = stall_s, 0.1
+    report_stalls_after(stall_s)
     rank = dist.get_rank()
     model = sw.parallelize(Skips())
     for step in range(2):
@@ -280,7 +282,7 @@ def test_a_unit_that_one_rank_alone_runs_is_a_disagreement_that_all_ranks_report
 
 def cross(stall_s):
     """Two models, called in another order by either rank: both wait for what the other has not begun."""
-    watch.STALL_S, watch.INTERVAL_S = stall_s, 0.1
+    report_stalls_after(stall_s)
     rank = dist.get_rank()
     models = [sw.parallelize(Chain()), sw.parallelize(Chain())]
     texts = []
@@ -340,7 +342,7 @@ def wander_alone():
         plan = sw.ParallelPlan(
             strategy="hsdp", dp_replicate=2, dp_shard=1, auto_wrap_policy=layers, merge_units=False, sync_buffers="none"
         )
-        runtime = attach.runtime_of(sw.parallelize(model, plan), "test")
+        seen = probe(sw.parallelize(model, plan))
         model(torch.ones(1, 8), range(5)).sum().backward()
         for step in range(60):
             order = torch.randperm(5, generator=seeded(step)).tolist() if rank == 0 else range(5)
@@ -348,8 +350,7 @@ def wander_alone():
                 loss = model(torch.ones(1, 8), order).sum()
             if is_frozen:
                 loss.backward()
-        orders = runtime.all_orders[0 if is_frozen else 1]
-        lengths.append(len(orders[ROOT_ENTRY].units))
+        lengths.append(len(seen.agreed_orders["forward" if is_frozen else "evaluation"]))
         model(torch.ones(1, 8), range(5)).sum().backward()
     return lengths
 

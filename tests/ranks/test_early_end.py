@@ -11,9 +11,8 @@ import pytest
 import torch.distributed as dist
 
 import shardwise as sw
-from shardwise.comm import watch
 from shardwise.spec.errors import CommError, RankDisagreement
-from shardwise.testing import run_on_ranks
+from shardwise.testing import report_stalls_after, run_on_ranks
 from tests.ranks.oracle import Chain, plain_loss
 
 ROOT = Path(__file__).parents[2]
@@ -21,7 +20,6 @@ ROOT = Path(__file__).parents[2]
 SCRIPT = """
 import sys, torch, torch.distributed as dist
 import shardwise as sw
-from shardwise.comm import watch
 from tests.ranks.oracle import Chain, plain_loss
 
 model = sw.parallelize(Chain(), sw.ParallelPlan(strategy=sys.argv[1]))
@@ -63,7 +61,7 @@ def test_a_rank_that_failed_has_not_ended(tmp_path):
 
 def barrier(strategy):
     """Rank 1 leaves the loop and waits for the others in a barrier of torch's own."""
-    watch.STALL_S, watch.INTERVAL_S, watch.IDLE_INTERVAL_S = 0.6, 0.1, 0.2
+    report_stalls_after(0.6, idle_interval_s=0.2)
     rank = dist.get_rank()
     model = sw.parallelize(Chain(), sw.ParallelPlan(strategy=strategy))
     for step in range(2):
@@ -87,7 +85,7 @@ def test_a_rank_that_waits_in_a_barrier_after_its_last_batch_is_named(strategy):
 
 def goes_on():
     """Rank 1 leaves the loop and calls something else of ours."""
-    watch.STALL_S, watch.INTERVAL_S = 0.6, 0.1
+    report_stalls_after(0.6)
     rank = dist.get_rank()
     model = sw.parallelize(Chain())
     for step in range(2):

@@ -11,12 +11,11 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 import shardwise as sw
-from shardwise.fsdp import attach
 from shardwise.spec.errors import CheckpointError, StateError
-from shardwise.testing import run_on_ranks
+from shardwise.testing import probe, run_on_ranks
 from tests.blockwise import BLOCK, TORCHAO, Int8Momentum, torchao_adamw
 from tests.parity import models
-from tests.ranks.oracle import compare, held_part, shards_of
+from tests.ranks.oracle import compare
 
 SHARDING = ("zero1", "zero2", "shard_grad_op", "zero3")
 
@@ -142,12 +141,12 @@ def small_pieces() -> dict[str, tuple[int, int, bool, bool]]:
                 optimizer.step()
                 optimizer.zero_grad()
     parameters, found = dict(plain.named_parameters()), {}
-    for name, group, index in shards_of(attach.runtime_of(model, "test")):
-        shard = group.shards[index]
-        state = optimizers[1].state[shard] if shard.numel() else {}
+    for shard in probe(model).shards:
+        whole = parameters[shard.name]
+        state = optimizers[1].state[shard.parameter] if shard.numel else {}
         is_quantized = type(state.get("exp_avg")) is not Tensor
-        is_same = torch.equal(shard.flatten(), held_part(group, index, parameters[name]))
-        found[name] = (parameters[name].numel(), shard.numel(), is_quantized, is_same)
+        is_same = torch.equal(shard.values, shard.part_of(whole))
+        found[shard.name] = (whole.numel(), shard.numel, is_quantized, is_same)
     return found
 
 

@@ -7,6 +7,7 @@ import json
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 from unittest import mock
 
 import pytest
@@ -15,11 +16,9 @@ from torch import Tensor, distributed, nn
 
 import shardwise as sw
 from shardwise.expert import exchange
-from shardwise.expert.route import Route
 from shardwise.fsdp import build as engine
-from shardwise.fsdp.state import HeldValues
 from shardwise.spec.errors import MeshError, PlanError, StateError
-from shardwise.testing import run_on_ranks
+from shardwise.testing import probe, run_on_ranks
 from tests.parity.test_experts import Case, batch, differences, optimizer_of
 
 pytestmark = pytest.mark.preload("transformers.models.mixtral.modeling_mixtral")
@@ -94,7 +93,7 @@ def states_travel() -> None:
         with pytest.raises(StateError, match=r"sw.full_parameters\(\) under ep"), sw.full_parameters(model):
             pass
         own = slice(2 * distributed.get_rank(), 2 * distributed.get_rank() + 2)  # of four experts
-        for extent, values in HeldValues(model).extents:
+        for extent, values in probe(model).extents():
             if case.family == "mixtral" and ".experts." in extent.name:
                 assert torch.equal(values, dict(plain.named_parameters())[extent.name][own].reshape(-1))
             elif ".experts." in extent.name:
@@ -117,7 +116,7 @@ def stacked_states_travel() -> None:
     found = sw.full_state_dict(model)
     assert rank > 0 or all(torch.equal(found[name], value) for name, value in plain.state_dict().items())
     values = dict(plain.named_parameters())
-    held = {extent.name: value for extent, value in HeldValues(model).extents}
+    held = {extent.name: value for extent, value in probe(model).extents()}
     experts, columns = slice(2 * (rank // 2), 2 * (rank // 2) + 2), slice(12 * (rank % 2), 12 * (rank % 2) + 12)
     for layer in range(3):
         path = f"model.layers.{layer}.mlp.experts"
@@ -303,7 +302,7 @@ def with_mistakes() -> dict[str, dict[str, float]]:
         found["divisor of the ranks that share experts"] = differences(case)
     returned = exchange._return
 
-    def in_order_of_arrival(rows: Tensor, route: Route) -> Tensor:
+    def in_order_of_arrival(rows: Tensor, route: Any) -> Tensor:
         return returned(rows.flip(0), route)
 
     with mock.patch.object(exchange, "_return", in_order_of_arrival):

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import copy
 import gc
-import weakref
 from unittest import mock
 
 import pytest
@@ -13,13 +12,11 @@ import torch.distributed as dist
 from torch import nn
 
 import shardwise as sw
-from shardwise.fsdp import attach, flat
-from shardwise.fsdp import optimizer as checks
-from shardwise.fsdp.flat import FlatParameter, states_by_name
-from shardwise.fsdp.summary import predict
+from shardwise.fsdp import flat
+from shardwise.fsdp.flat import FlatParameter
 from shardwise.spec.errors import StateError
-from shardwise.testing import run_on_ranks
-from tests.ranks.oracle import PRESETS, Block, Chain, compare, plain_loss, presets, sample, shards_of
+from shardwise.testing import optimizer_state, probe, run_on_ranks
+from tests.ranks.oracle import PRESETS, Block, Chain, compare, plain_loss, presets, sample
 
 
 def is_matrix(_name, parameter):
@@ -303,12 +300,11 @@ def loaded(folder, is_flat):
     model = sw.parallelize(Chain(), sw.ParallelPlan(strategy="zero1"))
     optimizer = STORED["adamw"](flat_groups(model) if is_flat else two_groups(model))
     assert sw.load(folder, model, optimizer) == {"step": 2}
-    runtime = attach.runtime_of(model, "test")
-    states = states_by_name(optimizer)
+    states = optimizer_state(optimizer)
     return {
-        (name, key): (group.held[index].start, value.flatten().clone() if value.dim() else value.item())
-        for name, group, index in shards_of(runtime)
-        for key, value in states.get(group.shards[index], {}).items()
+        (shard.name, key): (shard.start, value.flatten().clone() if value.dim() else value.item())
+        for shard in probe(model).shards
+        for key, value in states.get(shard.parameter, {}).items()
     }, num_flat(optimizer)
 
 
@@ -371,7 +367,7 @@ def known_everywhere():
     model(torch.ones(1, 2)).sum().backward()
     optimizer.step()
     optimizer.zero_grad()
-    return num_flat(optimizer), len(checks.runtimes_of(optimizer))
+    return num_flat(optimizer), probe(model).num_updates
 
 
 def test_the_optimizer_is_known_to_be_the_models_on_ranks_that_hold_nothing():
@@ -414,10 +410,10 @@ def lifetimes():
     model = sw.parallelize(Chain(), sw.ParallelPlan(strategy="zero3"))
     optimizer = torch.optim.AdamW(sw.flat_parameters(model), lr=1e-2)
     train(model, optimizer, plain_loss, 0, 2)
-    runtime = weakref.ref(attach.runtime_of(model, "test"))
+    engine = probe(model).weak_references()
     gc.disable()
     del model
-    was_freed = runtime() is None
+    was_freed = all(held() is None for held in engine)
     gc.enable()
     optimizer.step()  # nothing has a gradient any longer
     optimizer.zero_grad()
@@ -434,7 +430,7 @@ def state_bytes(strategy):
     optimizer = torch.optim.AdamW(flat_groups(model), lr=1e-2)
     train(model, optimizer, plain_loss, 0, 1)
     held = sum(value.nbytes for state in optimizer.state.values() for value in state.values())
-    return held, predict(attach.runtime_of(model, "test")).optimizer
+    return held, probe(model).predicted_bytes()["optimizer"]
 
 
 def every_states_bytes():

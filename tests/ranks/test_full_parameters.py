@@ -10,10 +10,8 @@ import torch.distributed as dist
 from torch import nn
 
 import shardwise as sw
-from shardwise.fsdp.attach import runtime_of
 from shardwise.spec.errors import StateError
-from shardwise.testing import run_on_ranks
-from shardwise.train.memory import StorageCount
+from shardwise.testing import StorageCount, probe, run_on_ranks
 from tests.parity import models
 from tests.ranks.oracle import PRESETS, Chain, compare, plain_loss, presets, sample
 
@@ -179,7 +177,7 @@ def parts():
         with torch.no_grad():  # the part by itself, which outside is a StateError
             assert torch.equal(model.blocks[3].up(x), Chain().blocks[3].up(x))
             assert torch.equal(model(x), Chain()(x))
-    numel = runtime_of(model, "test").units[4].groups[0].layout.numel
+    numel = probe(model).units[4].padded_numel
     assert (events[0].kind, events[0].unit, events[0].sent_bytes) == ("all_gather", "blocks.3", numel // 2 * 4)
     assert "blocks.3" not in [event.unit for event in events[1:]]
 

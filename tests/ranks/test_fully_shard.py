@@ -11,9 +11,8 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 import shardwise as sw
-from shardwise.fsdp import attach
 from shardwise.spec.errors import PlanError, StateError
-from shardwise.testing import run_on_ranks
+from shardwise.testing import probe, run_on_ranks
 from tests.ranks.oracle import Block, Chain, compare, compare_local_sums, plain_loss, sample
 
 WORLDS = pytest.mark.parametrize("world", [1, 2, 3])
@@ -39,7 +38,7 @@ def some_units(model):
 
 
 def names(trained):
-    return [unit.name for unit in trained.runtime.units]
+    return [unit.name for unit in probe(trained.model).units]
 
 
 def lines_but_buffers(model):
@@ -51,14 +50,18 @@ def bottom_up_units():
     same = compare(Chain, plain_loss)
     ours = compare(Chain, plain_loss, parallelize=bottom_up)
     assert names(ours) == names(same)
-    for a, b in zip(same.runtime.units, ours.runtime.units, strict=True):
+    for a, b in zip(sw.summary(same.model).units, sw.summary(ours.model).units, strict=True):
         assert a.reshards_after_forward == b.reshards_after_forward, a.name
-        assert [g.layout for g in a.groups] == [g.layout for g in b.groups]
+    layouts = [
+        [[group.layout for group in unit.groups] for unit in probe(each.model).unit_shapes.values()]
+        for each in (same, ours)
+    ]
+    assert layouts[0] == layouts[1]
     assert lines_but_buffers(ours.model) == lines_but_buffers(same.model)
     for flag in (True, False):
         compare(Chain, plain_loss, parallelize=lambda m, flag=flag: bottom_up(m, reshard_after_forward=flag))
     nested = compare(Chain, plain_loss, parallelize=grandchildren_too)
-    assert len(nested.runtime.units) == 11
+    assert len(probe(nested.model).units) == 11
     compare(Chain, plain_loss, parallelize=some_units)
     events = []
     for model in (same.model, ours.model):
@@ -207,10 +210,10 @@ def meshes():
     mesh = dist.init_device_mesh("cpu", (world,))
     whole = bottom_up(Chain(), mesh=mesh)
     plain_loss(whole, rank, 0).backward()
-    assert attach.runtime_of(whole, "test").comms.gather.size == world
+    assert probe(whole).shard_group_size == world
     model = bottom_up(Chain(), mesh=half if rank < 2 else rest)
-    comm = attach.runtime_of(model, "test").comms.gather
-    assert comm.size == (2 if rank < 2 else world - 2)
+    size = probe(model).shard_group_size
+    assert size == (2 if rank < 2 else world - 2)
     plain = Chain()
     total = None
     for other in range(2) if rank < 2 else range(2, world):
@@ -221,7 +224,7 @@ def meshes():
     plain_loss(model, rank, 0).backward()
     norm = sw.clip_grad_norm(model, 1e9)
     part = model.blocks[0].up.weight.grad
-    return rank, None if part is None else part.flatten(), (total / comm.size).flatten(), norm
+    return rank, None if part is None else part.flatten(), (total / size).flatten(), norm
 
 
 def test_units_can_live_on_some_ranks_only():

@@ -14,13 +14,12 @@ import pytest
 import torch
 from torch import Tensor, distributed
 
-from shardwise.comm import watch
 from shardwise.comm.base import Handle
 from shardwise.comm.gloo import CHUNK_NUMEL, GlooComm
 from shardwise.comm.open import open_comms
 from shardwise.comm.record import RecordComm
 from shardwise.spec.errors import CommError, CommTimeout, RankDisagreement
-from shardwise.testing import RankFailure, run_on_ranks
+from shardwise.testing import RankFailure, report_stalls_after, run_on_ranks
 
 #: Elements of one slice: nothing, one, odd, two chunks and a bit.
 SLICES = (0, 1, 7, 2 * CHUNK_NUMEL + 5)
@@ -485,7 +484,7 @@ def test_a_dead_peer_ends_the_collective_with_its_name(world, tmp_path):
 
 
 def shorten_watch():
-    watch.STALL_S, watch.INTERVAL_S, watch.IDLE_INTERVAL_S = 0.4, 0.1, 0.2
+    report_stalls_after(0.4, idle_interval_s=0.2)
 
 
 def stay_away():

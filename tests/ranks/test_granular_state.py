@@ -10,9 +10,8 @@ import torch
 from torch import Tensor, nn
 
 import shardwise as sw
-from shardwise.fsdp import optimizer as checks
 from shardwise.spec.errors import CheckpointError, StateError
-from shardwise.testing import run_on_ranks
+from shardwise.testing import forget_declaration, run_on_ranks
 from tests.blockwise import BLOCK, Int8Momentum, RowAdagrad
 from tests.parity import models
 
@@ -130,7 +129,7 @@ def refuse(folder: str) -> dict[str, str]:
         with pytest.raises(CheckpointError) as caught:
             sw.save(f"{folder}/{cls.__name__}", model, optimizer)
         texts[cls.__name__] = str(caught.value)
-        del checks._NEEDS[cls]
+        forget_declaration(cls)
 
     sw.declare_granularity(RowAdagrad, "row")
     whole = sw.parallelize(models.build("gpt"), sw.ParallelPlan(granularity="row"))
@@ -151,7 +150,7 @@ def refuse(folder: str) -> dict[str, str]:
     after = sw.full_state_dict(split)
     assert not fresh.state
     assert all(torch.equal(before[key], after[key]) for key in before)
-    del checks._NEEDS[RowAdagrad]
+    forget_declaration(RowAdagrad)
     return texts
 
 

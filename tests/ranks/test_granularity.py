@@ -11,10 +11,8 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 import shardwise as sw
-from shardwise.fsdp import optimizer as checks
-from shardwise.fsdp.optimizer import declare_granularity
 from shardwise.spec.errors import PlanError, StateError
-from shardwise.testing import run_on_ranks
+from shardwise.testing import forget_declaration, run_on_ranks
 from tests.blockwise import RowAdagrad
 from tests.parity import models
 from tests.ranks.oracle import Chain, compare, plain_loss, sample
@@ -107,11 +105,11 @@ def test_muon_and_adafactor_are_bitwise_for_every_model_and_preset(world):
 
 
 def muon_that_nobody_stops():
-    declare_granularity(torch.optim.Muon, "element")
+    sw.declare_granularity(torch.optim.Muon, "element")
     try:
         compare_model("gpt", "zero3", optimizer=muon)
     finally:
-        declare_granularity(torch.optim.Muon, "tensor")
+        sw.declare_granularity(torch.optim.Muon, "tensor")
 
 
 def test_the_comparison_sees_a_matrix_optimizer_that_works_on_slices():
@@ -187,7 +185,7 @@ def test_with_blocks_a_rank_holds_a_run_of_elements():
 
 
 def rows():
-    declare_granularity(RowAdagrad, "row")
+    sw.declare_granularity(RowAdagrad, "row")
     for strategy in SHARDING:
         for granularity in ("row", "tensor"):
             compare_model("gpt", strategy, granularity=granularity, optimizer=RowAdagrad)
@@ -196,7 +194,7 @@ def rows():
         with pytest.raises(StateError) as caught:
             compare_model("gpt", "zero3", granularity=granularity, optimizer=RowAdagrad)
         messages[str(granularity)] = str(caught.value)
-    del checks._NEEDS[RowAdagrad]
+    forget_declaration(RowAdagrad)
     return messages
 
 
@@ -251,9 +249,9 @@ def test_an_optimizer_is_refused_exactly_where_what_it_needs_is_cut_or_unknown()
 
 def test_declaring_takes_a_class_and_a_granularity():
     with pytest.raises(PlanError, match="granularity='column' is none"):
-        declare_granularity(RowAdagrad, "column")
+        sw.declare_granularity(RowAdagrad, "column")
     with pytest.raises(TypeError, match="an optimizer class is expected, got 'RowAdagrad'"):
-        declare_granularity("RowAdagrad", "row")  # type: ignore[arg-type]
+        sw.declare_granularity("RowAdagrad", "row")  # type: ignore[arg-type]
 
 
 # -- everything else that goes by the layout

@@ -17,10 +17,9 @@ import shardwise as sw
 from shardwise.checkpoint import open_checkpoint
 from shardwise.comm import watch
 from shardwise.comm.gloo import GlooComm
-from shardwise.fsdp import attach, notice
 from shardwise.spec.errors import MeshError, PlanError, RankDisagreement, StateError
-from shardwise.testing import run_on_ranks
-from tests.ranks.oracle import Block, Chain, adamw, compare, held_part, plain_loss, sample, shards_of
+from shardwise.testing import forget_notices, probe, report_stalls_after, run_on_ranks
+from tests.ranks.oracle import Block, Chain, adamw, compare, plain_loss, sample
 from tests.ranks.test_disagreement import Skips, Wanders, skip_at_the_ends, skip_from_step_two_on
 from tests.ranks.test_fully_shard import bottom_up
 
@@ -123,7 +122,7 @@ def mean_by_hand(plain, window):
 def deferred(*, is_zeroed):
     """Two windows of three microbatches; the second finds its place free, or gradients there to be added to."""
     model, plain = hsdp(Picks(), accumulation="defer_replicate"), Picks()
-    runtime = attach.runtime_of(model, "test")
+    seen = probe(model)
     expected: dict[str, torch.Tensor] = {}
     for window in range(2):
         expected = {} if is_zeroed else expected
@@ -131,13 +130,12 @@ def deferred(*, is_zeroed):
         for micro in range(3):
             with sw.gradient_sync(model, micro == 2):
                 picked_loss(model, dist.get_rank(), window, micro).backward()
-            assert {group.gradient.is_local for group in runtime.groups} == {micro != 2}
-        for name, group, index in shards_of(runtime):
-            grad = group.shards[index].grad
-            if name not in expected or not group.held[index].numel:
-                assert grad is None, name
+            assert seen.waiting == (tuple(unit.name for unit in seen.units) if micro != 2 else ())
+        for shard in seen.shards:
+            if shard.name not in expected or not shard.numel:
+                assert shard.grad is None, shard.name
             else:
-                assert torch.equal(grad.flatten(), held_part(group, index, expected[name])), name
+                assert torch.equal(shard.grad, shard.part_of(expected[shard.name])), shard.name
         if is_zeroed:
             model.zero_grad()
 
@@ -332,7 +330,7 @@ def test_parity_adds_as_the_plan_groups_the_ranks():
 
 
 def diverge(odd_rank):
-    watch.STALL_S, watch.INTERVAL_S = 0.6, 0.1
+    report_stalls_after(0.6)
     rank = dist.get_rank()
     model = hsdp(Wanders())
     with pytest.raises(RankDisagreement) as caught:
@@ -387,8 +385,8 @@ def differ_across_groups():
     found = sw.full_state_dict(model)
     plain = Chain().state_dict()
     assert rank or all(torch.equal(found[name], value) for name, value in plain.items())
-    for name, group, index in shards_of(attach.runtime_of(model, "test")):
-        assert torch.equal(group.shards[index].flatten(), held_part(group, index, plain[name]))
+    for shard in probe(model).shards:
+        assert torch.equal(shard.values, shard.part_of(plain[shard.name]))
     odd = Chain()
     with torch.no_grad():
         odd.blocks[2].up.weight.add_(float(rank == 2))
@@ -396,8 +394,8 @@ def differ_across_groups():
         hsdp(odd, sync="error")
     meta = Chain() if rank == 0 else Chain().to("meta")
     hsdp(meta, sync="rank0")
-    for name, group, index in shards_of(attach.runtime_of(meta, "test")):
-        assert torch.equal(group.shards[index].flatten(), held_part(group, index, plain[name]))
+    for shard in probe(meta).shards:
+        assert torch.equal(shard.values, shard.part_of(plain[shard.name]))
     return [str(each.message) for each in caught]
 
 
@@ -412,13 +410,13 @@ def default_meshes():
     os.environ |= {"WORLD_SIZE": "4", "RANK": str(dist.get_rank()), "MASTER_ADDR": "node-0"}
     for local_size in ("2", "4", "1", "3"):
         os.environ |= {"LOCAL_WORLD_SIZE": local_size, "LOCAL_RANK": str(dist.get_rank() % int(local_size))}
-        notice._told.clear()
+        forget_notices()
         lines: list[str] = []
         with mock.patch("sys.stderr") as stderr:
             stderr.write = lines.append
             try:
                 model = sw.parallelize(Chain(), sw.ParallelPlan(strategy="hsdp"))
-                found[local_size] = attach.runtime_of(model, "test").comms.sizes, lines
+                found[local_size] = probe(model).axes, lines
             except MeshError as error:
                 found[local_size] = str(error), lines
     return found
@@ -448,11 +446,11 @@ def by_mesh():
     assert sw.summary(ours.model).units == sw.summary(same.model).units
     assert sw.summary(ours.model).footprint == sw.summary(same.model).footprint
     assert "2 groups (dp_replicate) of 2 (dp_shard)" in str(sw.summary(ours.model))
-    assert ours.runtime.row.is_hybrid
+    assert probe(ours.model).placements.is_hybrid
     inner = compare(Chain, plain_loss, parallelize=lambda model: bottom_up(model, reshard_after_forward=2))
-    assert [unit.inner_size for unit in inner.runtime.units] == [2] * 6
+    assert [unit.inner_size for unit in sw.summary(inner.model).units] == [2] * 6
     mixed = compare(Chain, plain_loss, parallelize=some_inner)
-    assert [unit.inner_size for unit in mixed.runtime.units] == [None, None, 2, None, None, None]
+    assert [unit.inner_size for unit in sw.summary(mixed.model).units] == [None, None, 2, None, None, None]
     texts = {}
 
     def attempt(name, call, kind):
@@ -504,19 +502,17 @@ def move_state():
         assert bool(state) == (rank == 0)
         changed = {name: value + 1 for name, value in plain.state_dict().items()}
         sw.load_full_state_dict(model, changed if rank == 0 else {})
-        for name, group, index in shards_of(attach.runtime_of(model, "test")):
-            assert torch.equal(group.shards[index].flatten(), held_part(group, index, changed[name]))
+        for shard in probe(model).shards:
+            assert torch.equal(shard.values, shard.part_of(changed[shard.name]))
         partly = {"stem.bias": torch.full((8,), 9.0)}
         sw.load_full_state_dict(model, partly if rank == 0 else {}, strict=False)
-        for name, group, index in shards_of(attach.runtime_of(model, "test")):
-            expected = partly.get(name, changed[name])
-            assert torch.equal(group.shards[index].flatten(), held_part(group, index, expected))
+        for shard in probe(model).shards:
+            assert torch.equal(shard.values, shard.part_of(partly.get(shard.name, changed[shard.name])))
         with sw.full_parameters(model, writeback=True):
             for parameter in model.parameters():
                 parameter.data.mul_(2 if rank == 0 else 3)  # rank 0's are taken
-        for name, group, index in shards_of(attach.runtime_of(model, "test")):
-            expected = 2 * partly.get(name, changed[name])
-            assert torch.equal(group.shards[index].flatten(), held_part(group, index, expected))
+        for shard in probe(model).shards:
+            assert torch.equal(shard.values, shard.part_of(2 * partly.get(shard.name, changed[shard.name])))
         with sw.full_parameters(model, rank0_only=True):
             shapes = [p.shape for p in model.parameters()] == [p.shape for p in plain.parameters()]
             assert shapes or rank or strategy == "ddp"
@@ -566,13 +562,12 @@ def _train(model, optimizer, steps):
 def _whole(model, optimizer):
     """Every range that this rank holds, of parameters and optimizer state."""
     found = []
-    for name, group, index in shards_of(attach.runtime_of(model, "test")):
-        shard, piece = group.shards[index], group.held[index]
-        if piece.numel:
-            state = optimizer.state[shard]
-            for key, value in (("", shard), *((key, state[key]) for key in ("exp_avg", "exp_avg_sq"))):
-                found.append((name, key, piece.start, value.detach().flatten().clone()))
-            found.append((name, "step", 0, state["step"].reshape(1)))
+    for shard in probe(model).shards:
+        if shard.numel:
+            state = optimizer.state[shard.parameter]
+            for key, value in (("", shard.parameter), *((key, state[key]) for key in ("exp_avg", "exp_avg_sq"))):
+                found.append((shard.name, key, shard.start, value.detach().flatten().clone()))
+            found.append((shard.name, "step", 0, state["step"].reshape(1)))
     return found
 
 

@@ -10,9 +10,8 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 import shardwise as sw
-from shardwise.fsdp import attach
 from shardwise.spec.errors import CheckpointError, PlanError, StateError
-from shardwise.testing import run_on_ranks
+from shardwise.testing import probe, run_on_ranks
 from tests.ranks.oracle import Block, Chain, adamw, compare, plain_loss, presets, sample
 
 
@@ -78,8 +77,9 @@ def by_object():
         assert block.expert.weight.shape == (8, 8)
         assert (block.norm.running_mean == rank).all()
     assert model.tower.weight.shape == (8, 8)
-    assert attach.mark_of(model.tower.weight) is None
-    assert attach.mark_of(model.tower.bias) is not None
+    sharded = {shard.name for shard in probe(model).shards}
+    assert "tower.weight" not in sharded
+    assert "tower.bias" in sharded
     for step in range(2):
         plain_loss(model, rank, step).backward()
     means = [torch.zeros(8) for _ in range(dist.get_world_size())]
@@ -114,9 +114,9 @@ def by_unit():
 def fully_sharded():
     for block in (model := by_unit()).blocks:
         assert block.expert.weight.shape == (8, 8)
-    rank, runtime = dist.get_rank(), attach.runtime_of(model, "test")
-    assert len(runtime.ignored.parameters) == 5 * 4
-    assert "blocks.4.expert.bias" in runtime.ignored.parameters
+    rank, ignored = dist.get_rank(), probe(model).ignored
+    assert len(ignored) == 5 * 4
+    assert "blocks.4.expert.bias" in ignored
     optimizer = adamw(model.parameters())
     reference = sw.parallelize(Experts(rank), sw.ParallelPlan(ignored=OWN))
     other = adamw(reference.parameters())
@@ -162,7 +162,7 @@ def step_all(model, optimizer, steps):
 
 
 def held(model, optimizer):
-    own = attach.runtime_of(model, "test").ignored.parameters
+    own = probe(model).ignored
     return {
         name: (p.detach().clone(), {k: v.clone() for k, v in optimizer.state.get(p, {}).items()})
         for name, p in own.items()
@@ -293,7 +293,7 @@ def on_meta(how):
         sw.parallelize(model, sw.ParallelPlan(ignored=ignored), init=plain.state_dict())
     assert torch.equal(model.blocks[2].up.weight, plain.blocks[2].up.weight)
     assert torch.equal(model.stem.weight, plain.stem.weight)
-    assert attach.mark_of(model.stem.weight) is None
+    assert "stem.weight" not in {shard.name for shard in probe(model).shards}
 
 
 @pytest.mark.parametrize("how", ["recorded", "state"])

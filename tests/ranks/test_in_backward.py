@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import gc
-import weakref
 
 import pytest
 import torch
@@ -13,12 +12,12 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 import shardwise as sw
-from shardwise.fsdp import attach, debug
+from shardwise.fsdp import attach
 from shardwise.fsdp.flat import FlatParameter
 from shardwise.fsdp.optimizer import runtimes_of
 from shardwise.fsdp.runtime import Runtime
 from shardwise.spec.errors import StateError
-from shardwise.testing import run_on_ranks
+from shardwise.testing import checks, probe, run_on_ranks
 from tests.ranks.oracle import PRESETS, Block, Chain, plain_loss, sample
 from tests.ranks.test_flat import Branching, by_rank, by_step, flat_groups, two_groups
 from tests.ranks.test_side_doors import Boxed, KeepsLoss, with_aux_loss
@@ -43,7 +42,7 @@ def differing(build, script, strategy, *, make=adamw, given=flat_groups, **optio
         optimizer = make(given(model))
         if is_in_backward:
             sw.optimizer_in_backward(model, optimizer)
-        with debug.checks():
+        with checks():
             train(model, optimizer, script)
         states.append(sw.full_state_dict(model))
     assert states[0].keys() == states[1].keys()
@@ -368,7 +367,7 @@ def late_gradient(strategy):
     block = model.blocks[-1]
     optimizer = adamw(sw.flat_parameters(model))
     sw.optimizer_in_backward(model, optimizer)
-    full = attach.runtime_of(model, "test").units[-1].owners[0].fulls["late"]
+    full = next(shard.whole for shard in probe(model).shards if shard.name == "blocks.4.late")
     module = block.__dict__["_parameters"]
     shard, module["late"] = module["late"], full  # as a value that had left the unit earlier
     x = sample(0, 0)
@@ -389,12 +388,12 @@ def held_gradients(strategy, is_in_backward):
     optimizer = adamw(sw.flat_parameters(model))
     if is_in_backward:
         sw.optimizer_in_backward(model, optimizer)
-    most = [0]
+    most, parameters = [0], [shard.parameter for shard in probe(model).shards]
     drain = Runtime._drain_one
 
     def watched(runtime):
         result = drain(runtime)
-        most[0] = max(most[0], sum(p.grad.nbytes for g in runtime.groups for p in g.shards if p.grad is not None))
+        most[0] = max(most[0], sum(p.grad.nbytes for p in parameters if p.grad is not None))
         return result
 
     Runtime._drain_one = watched
@@ -402,10 +401,7 @@ def held_gradients(strategy, is_in_backward):
         train(model, optimizer, plain_loss, 0, 3)
     finally:
         Runtime._drain_one = drain
-    buffers = sum(
-        b.nbytes for g in attach.runtime_of(model, "test").groups for b in g.gradient.held_buffers if b is not None
-    )
-    return most[0], buffers
+    return most[0], probe(model).held_bytes()["gradients"]
 
 
 def every_held():
@@ -429,10 +425,10 @@ def lifetimes():
     )
     assert runtimes_of(optimizer) == [attach.runtime_of(model, "test")]
     assert all(isinstance(p, FlatParameter) for p in optimizer.param_groups[0]["params"])
-    runtime = weakref.ref(attach.runtime_of(model, "test"))
+    engine = probe(model).weak_references()
     gc.disable()
     del model
-    was_freed = runtime() is None
+    was_freed = all(held() is None for held in engine)
     gc.enable()
     return was_freed
 

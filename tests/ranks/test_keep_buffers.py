@@ -13,9 +13,7 @@ import torch
 from torch import Tensor, distributed, nn
 
 import shardwise as sw
-from shardwise.fsdp.attach import runtime_of
-from shardwise.fsdp.runtime import Runtime
-from shardwise.testing import run_on_ranks
+from shardwise.testing import probe, run_on_ranks
 from tests.bits import same_bits
 from tests.parity import models
 
@@ -144,13 +142,11 @@ def train(run: Run, *, keeps: bool) -> tuple[list[Any], dict[str, Tensor], int]:
     """Numbers of each step, what is saved of the model, and the bytes that the engine holds between steps."""
     plan = sw.ParallelPlan(keep_buffers=keeps, **run.plan)
     model, reader = sw.parallelize(build(run), plan), reader_of(plan)
-    runtime = runtime_of(model, "test")
     optimizer = torch.optim.AdamW(sw.flat_parameters(model) if run.is_flat else model.parameters(), lr=1e-2)
     if run.is_in_backward:
         sw.optimizer_in_backward(model, optimizer)
     average = sw.ExponentialMovingAverage(model, decay=0.5) if run.is_watched else None
     numbers: list[Any] = []
-    held = 0
     for step in range(STEPS):
         for call in range(run.calls):
             is_last = call == run.calls - 1
@@ -164,8 +160,8 @@ def train(run: Run, *, keeps: bool) -> tuple[list[Any], dict[str, Tensor], int]:
         if average is not None:
             average.update()
             numbers += look(run, model, average, reader)
-        held = held_bytes(runtime)
     state = dict(sw.full_state_dict(model))
+    held = sum(size for name, size in probe(model).held_bytes().items() if name in {"gathered", "gradients", "reduce"})
     if average is not None:
         with average.swapped_in():
             state |= {f"average {name}": value for name, value in sw.full_state_dict(model).items()}
@@ -183,18 +179,6 @@ def look(run: Run, model: nn.Module, average: sw.ExponentialMovingAverage, reade
             for parameter in model.parameters():
                 parameter.mul_(0.9)
     return found
-
-
-def held_bytes(runtime: Runtime) -> int:
-    """Bytes of the slots, of unused gradient buffers and of where gradients live, as the next forward finds them."""
-    runtime.free_gradients()
-    slots = sum(
-        slot.buffer.untyped_storage().nbytes()
-        for slot in runtime.slots.slots
-        if slot.buffer is not None and not any(group.slot is slot and group.is_alone for group in runtime.groups)
-    )
-    homes = [b for group in runtime.groups for b in group.gradient.held_buffers if b is not None]
-    return slots + runtime.gradients.total_bytes + sum(b.untyped_storage().nbytes() for b in homes)
 
 
 def differing(runs: dict[str, Run]) -> dict[str, str]:

@@ -12,25 +12,23 @@ from torch import Tensor, distributed, nn
 
 import shardwise as sw
 from shardwise.checkpoint import open_checkpoint
-from shardwise.cli.app import run
+from shardwise.cli import main
 from shardwise.comm.axes import Comms
-from shardwise.comm.dtype import torch_dtype
 from shardwise.comm.open import Place
 from shardwise.fsdp.api import shard_model
 from shardwise.fsdp.ignore import find_ignored
-from shardwise.fsdp.optimizer_state import optimizer_extents
 from shardwise.fsdp.options import EngineOptions
-from shardwise.fsdp.state import HeldValues
 from shardwise.spec.errors import StateError
 from shardwise.spec.extent import Extent
 from shardwise.spec.granularity import ELEMENT, ROW, Granularity
 from shardwise.spec.mesh import Mesh
 from shardwise.spec.placement import PRESETS
 from shardwise.spec.slice import Cut, Slice, even_ranges, set_slice
-from shardwise.testing import run_on_ranks
+from shardwise.testing import probe, run_on_ranks
 from tests.blockwise import RowAdagrad
 
 HIDDEN, HEADS, ROWS = 12, 4, 22
+DTYPES = {"fp32": torch.float32, "int64": torch.int64}
 
 
 class Block(nn.Module):
@@ -162,9 +160,7 @@ def train(model: nn.Module, optimizer: torch.optim.Optimizer, average: sw.Expone
 def logical(path: str) -> dict[str, Tensor]:
     """Every tensor of a checkpoint, whole, in the order of its memory."""
     checkpoint = open_checkpoint(path)
-    found = {
-        name: torch.zeros(extent.numel, dtype=torch_dtype(extent.dtype)) for name, extent in checkpoint.tensors.items()
-    }
+    found = {name: torch.zeros(extent.numel, dtype=DTYPES[extent.dtype]) for name, extent in checkpoint.tensors.items()}
     checkpoint.read_into([(extent, found[name]) for name, extent in checkpoint.tensors.items()])
     return found
 
@@ -181,7 +177,7 @@ def part_of(extent: Extent, flat: Tensor) -> Tensor:
 
 def wrong(model: nn.Module, optimizers: list[torch.optim.Optimizer], reference: dict[str, Tensor]) -> list[str]:
     """What this rank holds that is not its part of the reference."""
-    held = [*HeldValues(model).extents, *optimizer_extents(model, optimizers)]
+    held = [*probe(model).extents(), *probe(model).owned_extents(*optimizers)]
     return [extent.name for extent, flat in held if not torch.equal(flat, part_of(extent, reference[extent.name]))]
 
 
@@ -237,7 +233,7 @@ def load_everywhere(folder: str) -> dict[Any, list[str]]:
 
 def wrong_average(model: nn.Module, average: sw.ExponentialMovingAverage, reference: dict[str, Tensor]) -> list[str]:
     with average.swapped_in():
-        held = [(extent, flat) for extent, flat in HeldValues(model).extents if not extent.name.startswith("buffer/")]
+        held = [(extent, flat) for extent, flat in probe(model).extents() if not extent.name.startswith("buffer/")]
         return [e.name for e, flat in held if not torch.equal(flat, part_of(e, reference[f"average/{e.name}"]))]
 
 
@@ -377,12 +373,12 @@ def test_rows_and_tables_are_logical_and_what_one_stage_cannot_do_ends_all(tmp_p
     assert "blocks.*.kv.weight (4): all of [6, 12], copy 2 of 2" in lines
     assert "this rank holds pipeline stage 2 of 2 (pp)" in every[2]["pp2 x dp2"]
     capsys.readouterr()
-    assert run(["checkpoint", "inspect", str(tmp_path / "tp2 x dp2")]) == 0
+    assert main(["checkpoint", "inspect", str(tmp_path / "tp2 x dp2")]) == 0
     shown = capsys.readouterr().out
     assert "saved by    4 ranks, " in shown
     assert "dp_shard=2 x tp=2" in shown
     assert "  embedding.weight: [0:7 of 22, :] [7:22 of 22, :]" in shown
-    assert run(["checkpoint", "verify", str(tmp_path / "tp2 x dp2")]) == 0
+    assert main(["checkpoint", "verify", str(tmp_path / "tp2 x dp2")]) == 0
     shown = capsys.readouterr().out
     assert "good, 4 files, step 0, " in shown
     assert "tensors in slices" in shown

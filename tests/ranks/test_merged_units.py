@@ -7,9 +7,8 @@ import torch
 from torch import Tensor, nn
 
 import shardwise as sw
-from shardwise.fsdp.attach import runtime_of
 from shardwise.spec.errors import StateError
-from shardwise.testing import run_on_ranks
+from shardwise.testing import probe, run_on_ranks
 from tests.ranks import (
     test_activation_checkpointing,
     test_behaviour,
@@ -210,9 +209,9 @@ def use_members():
     model(x)
     hook.remove()
     alone, whole = model.blocks[2](x), model(x)
-    unit = runtime_of(model, "test").units[1]
-    assert not unit.is_swapped
-    assert not unit.frames
+    unit = probe(model).units[1]
+    assert not unit.shows_whole_parameters
+    assert not unit.num_open_forwards
     alone.sum().backward()
     whole.sum().backward()
     return texts

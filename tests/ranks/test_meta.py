@@ -12,8 +12,7 @@ import torch
 from torch import Tensor, distributed, nn
 
 import shardwise as sw
-from shardwise.recipe.storage import StorageCount
-from shardwise.testing import run_on_ranks
+from shardwise.testing import StorageCount, run_on_ranks
 from tests.bits import same_bits
 from tests.parity import models
 from tests.parity.families import FAMILIES, PRELOAD_ALL

@@ -10,10 +10,8 @@ import torch
 from torch import Tensor, nn
 
 import shardwise as sw
-from shardwise.fsdp import attach
-from shardwise.recipe.storage import StorageCount
 from shardwise.spec.errors import StateError
-from shardwise.testing import run_on_ranks
+from shardwise.testing import StorageCount, checks, probe, run_on_ranks
 from tests.ranks.oracle import PRESETS, SHARDED, Block, Chain, compare, plain_loss, presets, sample
 
 SPLIT = ("zero1", "zero2", "shard_grad_op", "zero3")
@@ -528,14 +526,14 @@ def test_ranks_with_other_weights_take_rank_zeros_or_refuse():
 
 def forgetting():
     """Slots hold NaN between steps: nothing outside of a forward can see them."""
-    from shardwise.fsdp import debug
 
     for strategy in SHARDED:
-        with debug.checks():
+        with checks():
             model = sw.parallelize(Chain(), sw.ParallelPlan(strategy=strategy))
             plain_loss(model, 0, 0).backward()
-            runtime = attach.runtime_of(model, "test")
-            assert all(slot.owner is None and slot.buffer.isnan().any() for slot in runtime.slots.slots)
+            assert probe(model).gathered == ()
+            assert probe(model).slots
+            assert all(slot.isnan().any() for slot in probe(model).slots)
             assert not any(p.isnan().any() for p in model.parameters())
 
 

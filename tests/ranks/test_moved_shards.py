@@ -7,7 +7,6 @@ import torch
 import torch.distributed as dist
 
 import shardwise as sw
-from shardwise.fsdp.flat import flat_parameters
 from shardwise.testing import run_on_ranks
 from tests.ranks.oracle import Chain, sample
 
@@ -83,7 +82,7 @@ def read_after_change(strategy, path):
         assert all(bool((t == 3).all()) for t in sw.full_state_dict(model).values())
     for p in model.parameters():
         p.data = torch.full_like(p, 4.0)
-    flats = [p for group in flat_parameters(model) for p in group["params"]]
+    flats = [p for group in sw.flat_parameters(model) for p in group["params"]]
     assert all(bool((p == 4).all()) or p.numel() == 0 for p in model.parameters())
     for flat, stands_for in ((flat, getattr(flat, "shards", ())) for flat in flats):
         assert all(bool((part == 4).all()) for part in (flat.cut(flat) if stands_for else ()))

@@ -11,8 +11,7 @@ import shardwise as sw
 from shardwise.comm.base import Handle
 from shardwise.fsdp.attach import runtime_of
 from shardwise.fsdp.offload import Transfers
-from shardwise.fsdp.summary import predict
-from shardwise.testing import run_on_ranks
+from shardwise.testing import probe, run_on_ranks
 from tests.parity import models
 from tests.parity.training import PRESETS
 from tests.ranks.oracle import Block, Chain, compare, plain_loss, sample
@@ -33,7 +32,7 @@ def by_hand():
     shown = str(sw.summary(trained.model))
     assert shown.count(", on the host") == 3
     assert "before activations; " in shown
-    assert len({id(group.transfers) for group in trained.runtime.groups if group.offload}) == 1
+    assert len({id(group.transfers) for group in runtime_of(trained.model, "test").groups if group.offload}) == 1
 
 
 @pytest.mark.parametrize("world", [1, 2])
@@ -52,7 +51,8 @@ class Adapted(Chain):
 def frozen_alone():
     policy = sw.OffloadPolicy(gradients=False, optimizer=False)
     trained = compare(Adapted, plain_loss, "zero3", offload_policy=policy)
-    assert [bool(group.offload) for group in trained.runtime.groups] == [False, True, True, True, False, False]
+    groups = [group for unit in sw.summary(trained.model).units for group in unit.groups]
+    assert [group.is_offloaded for group in groups] == [False, True, True, True, False, False]
     with pytest.raises(sw.PlanError, match="nothing to offload: there are no frozen parameters"):
         sw.parallelize(Chain(), sw.ParallelPlan(offload_policy=policy))
 
@@ -200,7 +200,7 @@ def train_beside(options: dict, policy: str | sw.OffloadPolicy) -> tuple[list, l
         with average.swapped_in(), torch.no_grad():
             found.append(model(*models.batch(step, 3, dist.get_rank())).item())
     # Without accumulation, as the dry run is that they are compared with.
-    predicted = predict(runtime_of(model, "test"), num_microbatches=1).as_dict()
+    predicted = probe(model).predicted_bytes(num_microbatches=1)
     return found, list(sw.full_state_dict(model).values()), predicted
 
 

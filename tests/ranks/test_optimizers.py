@@ -8,11 +8,9 @@ import torch.distributed as dist
 from torch import nn
 
 import shardwise as sw
-from shardwise.fsdp import attach
-from shardwise.fsdp import optimizer as checks
 from shardwise.spec.errors import StateError
-from shardwise.testing import run_on_ranks
-from tests.ranks.oracle import PRESETS, Block, Chain, compare, held_part, plain_loss, presets, sample, shards_of
+from shardwise.testing import forget_declaration, probe, run_on_ranks
+from tests.ranks.oracle import PRESETS, Block, Chain, compare, plain_loss, presets, sample
 
 WORLDS = pytest.mark.parametrize("world", [2, 3])
 SPLIT = ("zero1", "zero2", "shard_grad_op", "zero3")
@@ -129,7 +127,7 @@ def declared():
         compare(Chain, plain_loss, strategy, optimizer=lambda p: Harmless(p, lr=0.1))
     with pytest.raises(TypeError, match="an optimizer class is expected"):
         sw.declare_elementwise("Harmless")
-    del checks._NEEDS[Harmless]
+    forget_declaration(Harmless)
 
 
 def test_a_stranger_is_right_under_ddp_and_a_declared_one_everywhere():
@@ -176,10 +174,9 @@ def norms():
             assert got.dtype is torch.float32
             assert got.shape == ()
             assert torch.equal(got, expected), f"{strategy}: {got} is not {expected}"
-            for name, group, index in shards_of(attach.runtime_of(model, "test")):
-                grad = group.shards[index].grad
-                if grad is not None:
-                    assert torch.equal(grad.flatten(), held_part(group, index, grads[name])), f"{strategy}: {name}"
+            for shard in probe(model).shards:
+                if shard.grad is not None:
+                    assert torch.equal(shard.grad, shard.part_of(grads[shard.name])), f"{strategy}: {shard.name}"
 
 
 @pytest.mark.parametrize("world", [1, 2, 3])
@@ -292,11 +289,11 @@ def two_models_in_one_group():
     found = scaler.has_found_inf
     optimizer.zero_grad()
     # Both models know that the parameters have changed.
-    versions = [attach.runtime_of(model, "test").version for model in (first, second)]
+    versions = [probe(model).num_updates for model in (first, second)]
     second(first(x)).sum().backward()
     optimizer.step()
     optimizer.zero_grad()
-    steps = [attach.runtime_of(model, "test").version - v for model, v in zip((first, second), versions, strict=True)]
+    steps = [probe(model).num_updates - v for model, v in zip((first, second), versions, strict=True)]
     # A model that joins later is seen as well; its microbatches are not reduced yet.
     third = sw.parallelize(nn.Linear(64, 64), sw.ParallelPlan(strategy="ddp"))
     optimizer.add_param_group({"params": list(third.parameters())})

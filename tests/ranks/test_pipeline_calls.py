@@ -10,7 +10,6 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 import shardwise as sw
-from shardwise.recipe.batch import split_batch
 from shardwise.spec.errors import PlanError, StateError
 from shardwise.testing import run_on_ranks
 from tests.unit.pipeline.test_stages import call, check, split
@@ -120,7 +119,10 @@ def one_process(model):
     optimizer = torch.optim.SGD(model.parameters(), lr=0.5)
     found = []
     for step in range(STEPS):
-        losses = [model(*part) / NUM_MICROBATCHES for part in split_batch(batch(step), NUM_MICROBATCHES)]
+        losses = [
+            model(*part) / NUM_MICROBATCHES
+            for part in zip(*(each.chunk(NUM_MICROBATCHES) for each in batch(step)), strict=True)
+        ]
         for loss in losses:
             loss.backward()
         found.append(sum(loss.item() for loss in losses))
@@ -128,7 +130,11 @@ def one_process(model):
         optimizer.step()
         optimizer.zero_grad()
     with torch.no_grad():
-        return [*found, sum(model(*part).item() for part in split_batch(batch(), NUM_MICROBATCHES)) / NUM_MICROBATCHES]
+        return [
+            *found,
+            sum(model(*part).item() for part in zip(*(each.chunk(NUM_MICROBATCHES) for each in batch()), strict=True))
+            / NUM_MICROBATCHES,
+        ]
 
 
 @pytest.mark.filterwarnings("ignore:Full backward hook is firing")

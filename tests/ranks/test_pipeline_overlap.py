@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import collections
 import contextlib
 import itertools
 import os
@@ -15,12 +16,11 @@ from torch import Tensor, nn
 
 import shardwise as sw
 from shardwise.comm.debug import TRANSPORT
-from shardwise.fsdp.attach import runtime_of
 from shardwise.fsdp.runtime import Runtime
-from shardwise.fsdp.summary import predict, predict_trace
+from shardwise.fsdp.window import Window
 from shardwise.pipeline import interpret
 from shardwise.spec.errors import StateError
-from shardwise.testing import run_on_ranks
+from shardwise.testing import probe, run_on_ranks
 
 LAYERS, SEQ, M = 8, 6, 4
 #: Of two stages, or two times two, and two replicas.
@@ -55,12 +55,10 @@ def pipeline(options: dict[str, Any], *, tied: bool = False) -> nn.Module:
 
 
 @contextlib.contextmanager
-def at_the_end(model: nn.Module) -> Iterator[None]:
+def at_the_end() -> Iterator[None]:
     """Every reduction after every backward."""
-    runtime = runtime_of(model, "test")
-    stages, runtime.stages = runtime.stages, {}
-    yield
-    runtime.stages = stages
+    with mock.patch.object(Window, "_of_stage", side_effect=lambda _stage: collections.deque()):
+        yield
 
 
 def gradients(model: nn.Module) -> list[Tensor | None]:
@@ -99,20 +97,19 @@ def compare(plans: tuple[dict[str, Any], ...]) -> list[str]:
     for options in plans:
         for tied in (False, True) if not options else (False,):
             model = pipeline(options, tied=tied)
-            runtime = runtime_of(model, "test")
+            seen = probe(model)
             for step in range(2):
                 with sw.record_collectives(model) as events:
                     sw.train_step(model, batch(step), num_microbatches=M)
                 model.zero_grad()
             checks = {}
             if TRANSPORT not in os.environ:  # where sums are received is the plain transport's
-                held_bytes = runtime.gradients.total_bytes + received_bytes(runtime)
-                checks["bytes"] = held_bytes == predict(runtime, num_microbatches=M).reduce
+                checks["bytes"] = seen.held_bytes()["reduce"] == seen.predicted_bytes(num_microbatches=M)["reduce"]
             if "reshard_after_forward" not in options:  # else units are gathered again and again
-                predicted = by_axis(predict_trace(runtime))
+                predicted = by_axis(seen.predicted_collectives())
                 checks["trace"] = by_axis(events) == predicted != {}
             least = 2 if options.get("pipeline") == "interleaved-1f1b" else 1
-            with at_the_end(model):
+            with at_the_end():
                 expected = steps(model, least)
             found = steps(model, least)
             checks["gradients"] = all(equal(a, b) for a, b in zip(expected, found, strict=True))
@@ -127,13 +124,6 @@ def by_axis(events: Any) -> dict[str, list[tuple[str, str, int]]]:
         if event.axis.startswith("dp_") and event.unit != "loss":
             found.setdefault(event.axis, []).append((event.kind, event.unit, event.sent_bytes))
     return found
-
-
-def received_bytes(runtime: Runtime) -> int:
-    """Bytes of the buffers that sums of gradients receive in."""
-    comms = {id(comm): comm for comm in runtime.comms}
-    free = [buffer for comm in comms.values() for buffer in comm._scratch.free]
-    return sum(buffer.nbytes for buffer in free if buffer.dtype is torch.float32)  # losses are in float64
 
 
 def test_gradients_are_those_of_a_reduction_at_the_end_and_bytes_and_order_are_predicted():
@@ -235,7 +225,7 @@ def fail_and_go_on() -> list[bool]:
     results = []
     for options in ({}, {"strategy": "ddp", "pipeline": "zb-v"}):
         model = pipeline(options)
-        runtime = runtime_of(model, "test")
+        seen = probe(model)
         sw.train_step(model, batch(), num_microbatches=M)
         expected = gradients(model)
         with (
@@ -243,11 +233,11 @@ def fail_and_go_on() -> list[bool]:
             pytest.raises(OSError, match="at the end"),
         ):
             sw.train_step(model, batch(1), num_microbatches=M)
-        results.append(bool(runtime.reducing))  # else this tests nothing
+        results.append(bool(seen.reducing))  # else this tests nothing
         model.zero_grad()
         sw.train_step(model, batch(), num_microbatches=M)
-        results += [equal(expected, gradients(model)), not runtime.reducing]
-        results.append(not any(group.gradient.is_local for group in runtime.groups))
+        results += [equal(expected, gradients(model)), not seen.reducing]
+        results.append(not seen.waiting)
     return results
 
 
@@ -258,17 +248,17 @@ def test_a_step_that_fails_leaves_nothing_to_the_next():
 def come_late() -> list[bool]:
     """A gradient comes for a unit that has been reduced: it is refused, on every rank, and the next step is right."""
     model = pipeline({})
-    runtime = runtime_of(model, "test")
+    last = probe(model).units[-1].name
     sw.train_step(model, batch(), num_microbatches=M)
     expected = gradients(model)
-    full = runtime.units[-1].groups[0].fulls[0]
+    full = next(shard.whole for shard in probe(model).shards if shard.unit == last)
 
     def bring(_step: Any) -> None:
         full.grad = torch.zeros_like(full)
 
     with (
         mock.patch.object(interpret._Step, "finish", bring),
-        pytest.raises(StateError, match=rf"arrived while unit '{runtime.units[-1].name}' was not gathered"),
+        pytest.raises(StateError, match=rf"arrived while unit '{last}' was not gathered"),
     ):
         sw.train_step(model, batch(), num_microbatches=M)
     model.zero_grad()

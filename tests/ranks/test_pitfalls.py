@@ -13,7 +13,7 @@ from torch import Tensor, nn
 import shardwise as sw
 from shardwise.fsdp.runtime import Runtime
 from shardwise.spec.errors import StateError
-from shardwise.testing import RankFailure, run_on_ranks
+from shardwise.testing import RankFailure, probe, run_on_ranks
 from tests.ranks.oracle import PRESETS, SHARDED, Block, Chain, compare, plain_loss, planned, presets, sample
 
 WORLDS = pytest.mark.parametrize("world", [2, 3])
@@ -25,7 +25,7 @@ WORLDS = pytest.mark.parametrize("world", [2, 3])
 def train_with_every_preset():
     for strategy in PRESETS:
         trained = compare(Chain, plain_loss, strategy)
-        assert len(trained.runtime.units) == 6
+        assert len(probe(trained.model).units) == 6
 
 
 @pytest.mark.parametrize("world", [1, 2, 3])
@@ -111,7 +111,7 @@ def outputs_of_others():
     for strategy in presets():
         nested = sw.wrap_by_class({Wrapper, Block})
         trained = compare(lambda: Chain(Wrapper), plain_loss, strategy, auto_wrap_policy=nested)
-        assert len(trained.runtime.units) == 11
+        assert len(probe(trained.model).units) == 11
         compare(SharedBias, plain_loss, strategy)
         compare(lambda: Chain(Identity), with_every_second_block_off, strategy)
 
@@ -360,16 +360,10 @@ def frees():
             plain_loss(model, 0, step).backward()
             optimizer.step()
             optimizer.zero_grad()
-        from shardwise.fsdp import attach
-
-        runtime = attach.runtime_of(model, "test")
-        watched = [weakref.ref(runtime), weakref.ref(model), weakref.ref(model.blocks[3].up)]
-        watched += [weakref.ref(group.master) for group in runtime.groups]
-        watched += [weakref.ref(unit) for unit in runtime.units]
-        watched += [weakref.ref(slot.buffer) for slot in runtime.slots.slots]
+        watched = [weakref.ref(model), weakref.ref(model.blocks[3].up), *probe(model).weak_references()]
         watched += [weakref.ref(p) for p in model.parameters()]
         assert all(ref() is not None for ref in watched)
-        del model, optimizer, runtime
+        del model, optimizer
         left = [ref() for ref in watched if ref() is not None]
         assert not left, f"{strategy}: {len(left)} of {len(watched)} objects live on, such as {type(left[0])}"
 
@@ -420,7 +414,7 @@ def containers():
     for strategy in presets():
         compare(Loops, plain_loss, strategy)
         compare(LoopsOverHolders, plain_loss, strategy)
-    return [unit.name for unit in compare(LoopsOverHolders, plain_loss, steps=1).runtime.units]
+    return [unit.name for unit in probe(compare(LoopsOverHolders, plain_loss, steps=1).model).units]
 
 
 @WORLDS

@@ -12,9 +12,8 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 import shardwise as sw
-from shardwise.fsdp import attach
 from shardwise.spec.errors import CheckpointError, StateError
-from shardwise.testing import run_on_ranks
+from shardwise.testing import probe, run_on_ranks
 from tests.ranks.oracle import (
     PRESETS,
     Block,
@@ -24,7 +23,6 @@ from tests.ranks.oracle import (
     plain_loss,
     presets,
     sample,
-    shards_of,
 )
 
 WORLDS = pytest.mark.parametrize("world", [1, 2, 3])
@@ -41,9 +39,16 @@ def accumulate(model, rank, step):
         yield loss
 
 
+def is_parallelized(model):
+    try:
+        return probe(model) is not None
+    except StateError:
+        return False
+
+
 def accumulate_sharded(model, rank, step):
     for micro in range(3):
-        if attach.attachment_of(model) is not None:
+        if is_parallelized(model):
             with sw.gradient_sync(model, micro == 2):
                 loss = plain_loss(model, rank, 10 * step + micro)
                 loss.backward()
@@ -249,16 +254,15 @@ def write(folder, strategy, kind):
 def whole_optimizer(model, optimizer):
     """This rank's optimizer state by name: (first element, elements) of each tensor, and scalars."""
     found = {}
-    for name, group, index in shards_of(attach.runtime_of(model, "test")):
-        piece = group.held[index]
-        if piece.numel == 0:
+    for shard in probe(model).shards:
+        if shard.numel == 0:
             continue
-        for key, value in optimizer.state.get(group.shards[index], {}).items():
+        for key, value in optimizer.state.get(shard.parameter, {}).items():
             if isinstance(value, Tensor) and value.dim():
                 flat = value.as_strided((value.numel(),), (1,)).clone()
-                found[name, key] = (piece.start, flat)
+                found[shard.name, key] = (shard.start, flat)
             else:
-                found[name, key] = (0, torch.as_tensor(value).reshape(1).clone())
+                found[shard.name, key] = (0, torch.as_tensor(value).reshape(1).clone())
     return found
 
 

@@ -11,11 +11,9 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 import shardwise as sw
-from shardwise.fsdp.attach import runtime_of
-from shardwise.fsdp.summary import predict
 from shardwise.spec.errors import PlanError, StateError
 from shardwise.spec.rows import lookup_bytes, row_bounds
-from shardwise.testing import run_on_ranks
+from shardwise.testing import probe, run_on_ranks
 
 ROWS, WIDTH, STEPS = 103, 6, 4
 STRATEGIES = ("ddp", "zero3")
@@ -107,7 +105,7 @@ def train(strategy: str, folder: str) -> dict:
     again = sw.parallelize(Recommender(), sw.ParallelPlan(strategy=strategy, row_sharded=["table"]))
     sw.load_full_state_dict(again, whole)
     assert torch.equal(again.table.weight, model.table.weight)
-    held = predict(runtime_of(model, "test"))
+    held = probe(model).predicted_bytes()
     assert torch.is_inference_mode_enabled() is False
     with torch.no_grad():
         evaluated = model(sample(9, rank, world)).item()
@@ -119,7 +117,7 @@ def train(strategy: str, folder: str) -> dict:
         "moments": {key: value.clone() for key, value in moments.items()},
         "rows": tuple(model.table.weight.shape),
         "shown": str(sw.summary(model)),
-        "parameters": held.parameters,
+        "parameters": held["parameters"],
         "evaluated": evaluated,
     }
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from typing import Any
 from unittest import mock
 
 import pytest
@@ -11,10 +12,9 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 import shardwise as sw
-from shardwise.fsdp import attach, start
+from shardwise.fsdp import start
 from shardwise.fsdp.runtime import Runtime
-from shardwise.fsdp.unit import Unit
-from shardwise.testing import run_on_ranks
+from shardwise.testing import probe, run_on_ranks
 from tests.ranks.oracle import Block, Chain, compare, plain_loss, planned, presets, sample
 
 WORLDS = pytest.mark.parametrize("world", [2, 3])
@@ -74,10 +74,11 @@ def frozen():
             compare(lambda build=build: freeze(build(), ["blocks.0", "blocks.2", "blocks.3"]), plain_loss, strategy)
             compare(lambda build=build: freeze(build(), ["stem", "blocks.0", "blocks.1"]), plain_loss, strategy)
         trained = compare(lambda: freeze(Chain(), ["up", "stem"]), plain_loss, strategy)
-        assert all(sum(group.is_trainable for group in unit.groups) == 1 for unit in trained.runtime.units)
-        frozen_shards = [s for g in trained.runtime.groups if not g.is_trainable for s in g.shards]
+        seen = probe(trained.model)
+        assert all(sum(group.is_trainable for group in unit.groups) == 1 for unit in sw.summary(trained.model).units)
+        frozen_shards = [shard.parameter for shard in seen.shards if not shard.parameter.requires_grad]
         assert all(shard.grad is None and shard not in trained.optimizer.state for shard in frozen_shards)
-        assert all(g.gradient._home is None for g in trained.runtime.groups if not g.is_trainable)
+        assert seen.held_bytes()["gradients"] == seen.predicted_bytes()["gradients"]  # none of frozen ones
 
 
 @WORLDS
@@ -118,8 +119,9 @@ NESTED = sw.wrap_by_class({"Family", "Parent", "Block"})
 def nested():
     for strategy in presets():
         trained = compare(lambda: Chain(Family, 3), plain_loss, strategy, auto_wrap_policy=NESTED)
-        assert len(trained.runtime.units) == 13
-        assert max(unit.depth for unit in trained.runtime.units) == 3
+        units = sw.summary(trained.model).units
+        assert len(units) == 13
+        assert max(unit.depth for unit in units) == 3
         compare(lambda: Chain(Family, 3), plain_loss, strategy, auto_wrap_policy=sw.wrap_by_size(1), steps=3)
         compare(lambda: Chain(Family, 3), two_forwards, strategy, auto_wrap_policy=NESTED, steps=3)
 
@@ -252,7 +254,7 @@ class Uneven(Chain):
 def uneven():
     for strategy in presets():
         trained = compare(Uneven, plain_loss, strategy)
-    assert len(trained.runtime.slots.slots) < len(trained.runtime.units)
+    assert sw.summary(trained.model).num_slots < len(probe(trained.model).units)
 
 
 @WORLDS
@@ -264,16 +266,16 @@ def reductions_under_way(num_buffers: int) -> int:
     """The most units whose reductions are under way at once."""
     plan = sw.ParallelPlan(gradient_buffers=num_buffers, merge_units=False)
     model = sw.parallelize(Chain(), plan)
-    runtime = attach.runtime_of(model, "test")
-    counts = []
+    seen, counts = probe(model), []
+    issue = Runtime.reduce
 
-    def reduce(unit: Unit) -> None:
-        Runtime.reduce(runtime, unit)
-        counts.append(len({under_way for under_way, _, _ in runtime.reducing}))
+    def reduce(runtime: Runtime, unit: Any) -> None:
+        issue(runtime, unit)
+        counts.append(len(seen.reducing))
 
-    with mock.patch.object(runtime, "reduce", reduce):
+    with mock.patch.object(Runtime, "reduce", reduce):
         plain_loss(model, dist.get_rank(), 0).backward()
-    assert not runtime.reducing
+    assert not seen.reducing
     return max(counts)
 
 
@@ -288,9 +290,8 @@ def nothing_kept():
         for strategy in presets():
             for build in (Chain, Twice, ThereAndBack):
                 trained = compare(build, plain_loss, strategy)
-                slots = [slot for slot in trained.runtime.slots.slots if slot.buffer is not None]
-                assert all(slot.buffer.untyped_storage().nbytes() == 0 for slot in slots)
-                assert trained.runtime.gradients.total_bytes == 0
+                seen = probe(trained.model)
+                assert all(b.untyped_storage().nbytes() == 0 for b in (*seen.slots, *seen.gradient_buffers))
 
 
 @WORLDS
@@ -302,7 +303,8 @@ def one_buffer():
     """Also where gradients that are moved at once want it while the reduction before, or the root, has it."""
     for strategy in presets():
         trained = compare(Chain, plain_loss, strategy, gradient_buffers=1)
-        assert set(trained.runtime.gradients.num_buffers.values()) <= {1}
+        buffers = probe(trained.model).gradient_buffers
+        assert len({buffer.numel() for buffer in buffers}) == len(buffers)  # one of each size
         with mock.patch.object(start, "eager_numel", return_value=1):
             for build in (Chain, Twice):
                 compare(build, plain_loss, strategy, gradient_buffers=1)

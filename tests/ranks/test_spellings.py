@@ -14,9 +14,8 @@ from torch.distributed import fsdp
 from torch.distributed.fsdp.wrap import transformer_auto_wrap_policy
 
 import shardwise as sw
-from shardwise.fsdp import attach, notice
 from shardwise.spec.errors import PlanError
-from shardwise.testing import run_on_ranks
+from shardwise.testing import forget_notices, probe, run_on_ranks
 from tests.ranks.oracle import Block, Chain, sample
 
 
@@ -48,12 +47,12 @@ def spell_plans():
         expected = trained(sw.parallelize(build(), sw.ParallelPlan(strategy=strategy, auto_wrap_policy=policy)))
         for plan, fields in given:
             model = sw.parallelize(build(), plan, **fields)
-            assert attach.runtime_of(model, "test").row == sw.ParallelPlan(strategy=strategy).placements
+            assert probe(model).placements == sw.ParallelPlan(strategy=strategy).placements
             for name, tensor in trained(model).items():
                 assert torch.equal(tensor, expected[name])
     said = io.StringIO()
     with contextlib.redirect_stderr(said):
-        notice._told.clear()
+        forget_notices()
         for _ in range(2):
             sw.parallelize(build(), strategy="zero3", auto_wrap_policy=fsdp1)
     for wrong, message in (

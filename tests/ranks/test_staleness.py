@@ -8,9 +8,8 @@ from torch import nn
 from torch.nn.utils import parameters_to_vector, vector_to_parameters
 
 import shardwise as sw
-from shardwise.fsdp import attach
 from shardwise.spec.errors import StateError
-from shardwise.testing import run_on_ranks
+from shardwise.testing import probe, run_on_ranks
 from tests.ranks.oracle import PRESETS, Chain, compare, plain_loss, presets, sample
 
 WORLDS = pytest.mark.parametrize("world", [2, 3])
@@ -159,7 +158,7 @@ def from_another_thread():
     thread = threading.Thread(target=call)
     thread.start()
     thread.join()
-    assert attach.runtime_of(model, "test").num_frames == 0
+    assert probe(model).num_open_forwards == 0
     return [f"{type(error).__name__}: {error}" for error in caught]
 
 

@@ -11,7 +11,9 @@ from torch import distributed, nn
 from torch.nn import functional as F
 
 import shardwise as sw
+from shardwise.comm.open import open_comms
 from shardwise.spec.errors import RankDisagreement, StateError
+from shardwise.tensor.loss import Vocabulary
 from shardwise.testing import run_on_ranks
 
 SIZES = {"num_layers": 1, "hidden": 16, "num_heads": 2, "vocab_size": 9, "seq_len": 4}
@@ -81,11 +83,7 @@ def look() -> dict[str, Any]:
     plan = sw.ParallelPlan(tp=2, tp_plan={"0": "colwise", "1": "rowwise"})
     found["subclass"] = message(sw.PlanError, lambda: sw.parallelize(model, plan))
 
-    from shardwise.fsdp.attach import runtime_of
-    from shardwise.tensor.loss import Vocabulary
-
-    comm = runtime_of(cut(), "test").comms.tp
-    assert comm is not None
+    comm, _ = open_comms(torch.device("cpu"))
     whole = torch.randn(3, 8, generator=torch.Generator().manual_seed(1), dtype=torch.float64)
     whole[:, 4:] = float("-inf")
     own = whole.narrow(1, 4 * comm.rank, 4).clone().requires_grad_()

@@ -9,11 +9,10 @@ import torch
 import torch.distributed as dist
 
 import shardwise as sw
-from shardwise.fsdp import attach
 from shardwise.spec.errors import StateError
-from shardwise.testing import run_on_ranks
+from shardwise.testing import probe, run_on_ranks
 from tests.parity.families import FAMILIES, LLAMA, PRELOAD, T5, VOCAB, build_transformers
-from tests.ranks.oracle import PRESETS, compare, shards_of
+from tests.ranks.oracle import PRESETS, compare
 
 pytestmark = PRELOAD
 
@@ -41,14 +40,13 @@ def every_row_is_updated():
     for strategy in PRESETS:
         trained = compare(llama, FAMILIES["Llama"].loss, strategy, steps=2)  # gradients of every rank's rows, too
         fresh = dict(llama().named_parameters())[TIED]
-        for name, group, index in shards_of(trained.runtime):
-            if name != TIED:
+        for shard in probe(trained.model).shards:
+            if shard.name != TIED:
                 continue
-            piece = group.held[index]
-            held = group.shards[index].detach().flatten()
-            assert held.numel() == piece.numel
-            start = fresh.detach().flatten()[piece.start : piece.stop]
-            assert (held != start).all(), f"{strategy}: rank {rank} holds elements that were never updated"
+            assert shard.values.numel() == shard.numel
+            assert (shard.values != shard.part_of(fresh)).all(), (
+                f"{strategy}: rank {rank} holds elements that were never updated"
+            )
         model = trained.model
         assert model.lm_head.weight is model.model.embed_tokens.weight
         state = sw.full_state_dict(model)
@@ -89,8 +87,9 @@ def carved_tail():
             auto_wrap_policy=policy,
             activation_checkpointing=checkpointing,
         )
-        owner = attach.mark_of(trained.model.lm_head.weight).group.unit
-        assert owner.parent is None
+        seen = probe(trained.model)
+        (owner,) = (shard.unit for shard in seen.shards if shard.parameter is trained.model.lm_head.weight)
+        assert owner == seen.units[0].name
     model = qwen3()
     sw.fully_shard(model.model.embed_tokens)
     with pytest.raises(StateError, match=r"'lm_head.weight' is tied to one of unit 'model.embed_tokens'"):

@@ -8,13 +8,11 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 import shardwise as sw
-from shardwise.comm import watch
-from shardwise.fsdp import debug
-from shardwise.fsdp.attach import runtime_of
 from shardwise.spec.errors import CommError, RankDisagreement, StateError
-from shardwise.testing import run_on_ranks
+from shardwise.testing import checks, probe, report_stalls_after, run_on_ranks
+from tests.bits import same_bits
 from tests.parity import families, models
-from tests.ranks.oracle import Chain, _compare_parameters, adamw, plain_loss, presets, sample
+from tests.ranks.oracle import Chain, adamw, plain_loss, presets, sample
 from tests.ranks.test_disagreement import Skips
 
 
@@ -53,6 +51,12 @@ def one_process(copies, loss_of, optimizer, parts, divisor, *, max_norm=None):
     return losses, norm
 
 
+def compare_parameters(plain, model, where):
+    parameters = dict(plain.named_parameters())
+    for shard in probe(model).shards:
+        assert same_bits(shard.values, shard.part_of(parameters[shard.name])), f"{where}: {shard.name}"
+
+
 def train(build, strategy, counts, *, loss_of=plain_loss, by_all=True, max_norm=None, prepare=None, **options):
     """Two epochs of uneven numbers of batches, and some steps together; compared with one process after each.
 
@@ -63,8 +67,7 @@ def train(build, strategy, counts, *, loss_of=plain_loss, by_all=True, max_norm=
     reference = adamw(copies[0].parameters())
     model = sw.parallelize(build(), sw.ParallelPlan(strategy=strategy, **options))
     optimizer = prepare(model) if prepare else adamw(model.parameters())
-    runtime = runtime_of(model, "test")
-    with debug.checks():
+    with checks():
         for epoch in range(2):
             where = f"{strategy}, {counts}, epoch {epoch}"
             seen = []
@@ -84,14 +87,14 @@ def train(build, strategy, counts, *, loss_of=plain_loss, by_all=True, max_norm=
                     mine = losses[[r for r, _ in parts].index(rank)]
                     assert torch.equal(seen[step][0], mine), f"{where}, loss of step {step}"
                     assert norm is None or torch.equal(seen[step][1], norm), f"{where}, norm of step {step}"
-            _compare_parameters(copies[0], runtime, where)
+            compare_parameters(copies[0], model, where)
             counts = counts[::-1]
         for step in (50, 51):
             one_process(copies, loss_of, reference, [(r, step) for r in range(world)], world)
             loss_of(model, rank, step).backward()
             optimizer.step()
             optimizer.zero_grad()
-        _compare_parameters(copies[0], runtime, f"{where}, afterwards")
+        compare_parameters(copies[0], model, f"{where}, afterwards")
 
 
 def train_all(counts):
@@ -206,7 +209,7 @@ def accumulates(strategy, accumulation):
         reference.step()
         reference.zero_grad()
         spread(copies)
-    _compare_parameters(copies[0], runtime_of(model, "test"), f"{strategy}, {accumulation}")
+    compare_parameters(copies[0], model, f"{strategy}, {accumulation}")
 
 
 def _sum_of(copies, groups):
@@ -445,7 +448,7 @@ def test_an_exception_on_one_rank_ends_the_others_as_well():
 
 def differ(stall_s):
     """Two ranks that have batches do different things."""
-    watch.STALL_S, watch.INTERVAL_S = stall_s, 0.1
+    report_stalls_after(stall_s)
     rank = dist.get_rank()
     model = sw.parallelize(Chain())
 

@@ -13,12 +13,29 @@ from torch.utils._pytree import tree_iter
 
 
 class StorageCount(TorchDispatchMode):
-    """Counts distinct live storages of one device type, and follows those that are resized in place.
+    """Bytes of tensors that live inside a ``with`` block, and the most of them at once.
+
+    Every operation is seen by a dispatch mode. A storage counts once, however many tensors show it, from when it is
+    first seen until it is freed, and with its new size where it is resized in place::
+
+        count = StorageCount("cpu")
+        count.see_all_objects()  # what lives already; else only what the block touches is counted
+        before = count.live_bytes
+        with count:
+            model(x).sum().backward()
+        print(count.live_bytes - before, count.peak_bytes - before)
+        count.forget()
+
+    What is allocated below torch's dispatcher is not seen. Operations take about half as long again.
 
     Args:
-        device_type: Which.
+        device_type: Of the tensors that count.
         sees_arguments: Also look at what operations are given. Not needed where everything that lived before was shown
             by :meth:`see_all_objects`: whatever comes later is the result of an operation.
+
+    Attributes:
+        live_bytes: What lives now.
+        peak_bytes: The most since the count or :meth:`begin_peak` began.
     """
 
     def __init__(self, device_type: str, *, sees_arguments: bool = True) -> None:

@@ -1,6 +1,7 @@
 """Tools for tests of distributed code. Nothing else in shardwise imports this package."""
 
 from shardwise.recipe.storage import StorageCount
+from shardwise.testing.forget import forget_declaration, forget_notices
 from shardwise.testing.oracle import Comparison, Mean, Waiting, compare_with_one_process, same_bits, train_step
 from shardwise.testing.probe import Probe, Shard, UnitView, checks, optimizer_state, part_of, probe
 from shardwise.testing.ranks import RankFailure, run_on_ranks
@@ -17,6 +18,8 @@ __all__ = [
     "Waiting",
     "checks",
     "compare_with_one_process",
+    "forget_declaration",
+    "forget_notices",
     "optimizer_state",
     "part_of",
     "probe",

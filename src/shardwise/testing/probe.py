@@ -36,6 +36,7 @@ from shardwise.fsdp.unit import State, Unit
 from shardwise.fsdp.view import memory_order
 from shardwise.recipe.pipelined import pipelined_of
 from shardwise.spec.extent import Extent
+from shardwise.spec.placement import Placements
 from shardwise.spec.slice import Slice
 from shardwise.spec.trace import Collective, UnitShape
 from shardwise.spec.waiting import Activations
@@ -132,8 +133,8 @@ class UnitView:
 
     @property
     def num_open_forwards(self) -> int:
-        """Forward calls that have begun and not ended."""
-        return len(self._unit.frames)
+        """Forward calls that have begun and not ended, recomputations in backward among them."""
+        return len(self._unit.frames) + len(self._unit.replays)
 
     @property
     def padded_numel(self) -> int:
@@ -184,6 +185,16 @@ class Probe:
     def replica(self) -> int:
         """Which of the groups along ``dp_replicate`` this rank is in."""
         return self._runtime.comms.replica
+
+    @property
+    def placements(self) -> Placements:
+        """How the strategy holds parameters, gradients and optimizer state."""
+        return self._runtime.row
+
+    @property
+    def transports(self) -> tuple[str, ...]:
+        """Class names of what carries the collectives, one for each group of ranks and purpose."""
+        return tuple(type(comm).__name__ for comm in self._runtime.comms)
 
     @property
     def unit_shapes(self) -> dict[int, UnitShape]:
@@ -241,6 +252,12 @@ class Probe:
     def slots(self) -> tuple[Tensor, ...]:
         """The buffers that units are gathered into, one unit after the other, as far as they have been made."""
         return tuple(slot.buffer for slot in self._runtime.slots.slots if slot.buffer is not None)
+
+    @property
+    def gradient_buffers(self) -> tuple[Tensor, ...]:
+        """The buffers in which whole units' gradients are collected and reduced, but for those in use now."""
+        unused = self._runtime.gradients._free.values()  # noqa: SLF001
+        return tuple(buffer for buffers in unused for buffer in buffers)
 
     @property
     def kept_shards(self) -> tuple[Tensor, ...]:
