@@ -38,6 +38,7 @@ ABOUT = {
     "ranks/test_compare.py": "train.compare",
     "ranks/test_frozen_files.py": "checkpoint",
     "ranks/test_pretrained.py": "checkpoint train",
+    "ranks/test_train_command.py": "train.rundir",
     "ranks/test_train_fp16.py": "checkpoint",
     "ranks/test_train_tokenizer.py": "train.resume train.tokenizer",
     "ranks/test_train_unread.py": "train.run train.unread",

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 
 from torch import distributed
 
-from shardwise.testing import RankFailure, probe, run_on_ranks
+from shardwise.testing import RankFailure, run_on_ranks
 from tests.parity.families import FAMILIES
 from tests.ranks.oracle import PRESETS, compare
 
@@ -76,7 +76,7 @@ def train(name: str, way: str, names: tuple[str, ...]) -> tuple[int, dict[str, i
     for strategy in names:
         options = family.wrappings[way] | ({"dp_replicate": 2} if strategy in HYBRID else {})
         trained = compare(family.build, family.loss, strategy, steps=STEPS, **options)
-        units = probe(trained.model).units
+        units = trained.probe.units
         num_parameters = sum(parameter.numel() for parameter in trained.plain.parameters())
         kinds = [kind for unit in units[1:] for kind in unit.module_types]
         classes, num_units = {kind: kinds.count(kind) for kind in kinds}, len(units)

@@ -16,12 +16,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 import shardwise as sw
-from shardwise.fsdp import attach
-from shardwise.fsdp.group import Group
-from shardwise.fsdp.runtime import Runtime
-from shardwise.fsdp.view import memory_order
-from shardwise.fsdp.waiting import WaitingGradient
-from shardwise.testing import Comparison, Waiting, compare_with_one_process, probe, same_bits
+from shardwise.testing import Comparison, Waiting, compare_with_one_process, probe
 
 __all__ = ["Waiting"]
 
@@ -62,18 +57,6 @@ def adamw(parameters: Any) -> torch.optim.Optimizer:
 _OF_THE_ORACLE = inspect.signature(compare_with_one_process).parameters.keys()
 
 
-class Trained(Comparison):
-    """A comparison, with the runtime for tests that do not ask the probe yet."""
-
-    @property
-    def runtime(self) -> Runtime:
-        return attach.runtime_of(self.model, "test")
-
-    @property
-    def num_healed(self) -> int:
-        return self.probe.num_healed
-
-
 def compare(
     build: Callable[..., nn.Module],
     script: Script,
@@ -82,7 +65,7 @@ def compare(
     parallelize: Callable[[nn.Module], nn.Module] | None = None,
     steps: int = 4,
     **options: Any,
-) -> Trained:
+) -> Comparison:
     """Train under ``strategy`` and as one process (``shardwise.testing.compare_with_one_process``).
 
     Args:
@@ -95,7 +78,7 @@ def compare(
     """
     own = {name: options.pop(name) for name in list(options) if name in _OF_THE_ORACLE}
     plan = sw.ParallelPlan(strategy=strategy, **_options | options) if parallelize is None else None
-    found = compare_with_one_process(
+    return compare_with_one_process(
         build,
         script,
         parallelize or (lambda model: sw.parallelize(model, plan)),
@@ -105,7 +88,6 @@ def compare(
         where=f"{strategy} on {dist.get_world_size()} ranks",
         **own,
     )
-    return Trained(**vars(found))
 
 
 def compare_local_sums(
@@ -135,7 +117,7 @@ def compare_local_sums(
             kinds = {event.kind for event in events if "reduce" in event.kind}
             assert bool(kinds) == (micro == 2), f"{where}: {kinds} in microbatch {micro}"
             if micro < 2:
-                assert all(p.grad is None or isinstance(p.grad, WaitingGradient) for p in model.parameters())
+                assert all(shard.grad is None for shard in probe(model).shards)  # nothing that can be read
         for shard in probe(model).shards:
             total = None
             for plain in copies:
@@ -144,28 +126,6 @@ def compare_local_sums(
             if shard.grad is not None:
                 assert torch.equal(shard.grad, shard.part_of(total / world)), f"{where}: {shard.name}"
         model.zero_grad()
-
-
-def shards_of(runtime: Runtime) -> Iterator[tuple[str, Group, int]]:
-    """Every parameter's name, its group and its place in it."""
-    for group in runtime.groups:
-        for index, spec in enumerate(group.layout.params):
-            yield spec.name, group, index
-
-
-def held_part(group: Group, index: int, whole: Tensor) -> Tensor:
-    """The elements of a parameter's ``whole`` tensor that this rank holds, in the order of memory."""
-    spec, piece = group.layout.params[index], group.held[index]
-    if spec.stride is not None:
-        whole = torch.empty_strided(spec.shape, spec.stride, dtype=whole.dtype).copy_(whole)
-    return memory_order(whole.detach().contiguous() if spec.stride is None else whole)[piece.start : piece.stop]
-
-
-def _compare_parameters(plain: nn.Module, runtime: Runtime, where: str) -> None:
-    parameters = dict(plain.named_parameters())
-    for name, group, index in shards_of(runtime):
-        expected, got = held_part(group, index, parameters[name]), memory_order(group.shards[index])
-        assert same_bits(got, expected), f"{where}: {name} is off by {(got - expected).abs().max()}"
 
 
 # -- models and data

@@ -213,7 +213,7 @@ def nest_units() -> dict[str, tuple[bool, bool]]:
             trained = compare(
                 build, plain_loss, strategy, steps=3, auto_wrap_policy=policy, activation_checkpointing="full"
             )
-            seen = probe(trained.model)
+            seen = trained.probe
             held = sum(slot.nbytes for slot in seen.slots)
             assert held == seen.predicted_bytes()["gathered"], (name, strategy)
     return found

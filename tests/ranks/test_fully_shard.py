@@ -38,7 +38,7 @@ def some_units(model):
 
 
 def names(trained):
-    return [unit.name for unit in probe(trained.model).units]
+    return [unit.name for unit in trained.probe.units]
 
 
 def lines_but_buffers(model):
@@ -53,15 +53,14 @@ def bottom_up_units():
     for a, b in zip(sw.summary(same.model).units, sw.summary(ours.model).units, strict=True):
         assert a.reshards_after_forward == b.reshards_after_forward, a.name
     layouts = [
-        [[group.layout for group in unit.groups] for unit in probe(each.model).unit_shapes.values()]
-        for each in (same, ours)
+        [[group.layout for group in unit.groups] for unit in each.probe.unit_shapes.values()] for each in (same, ours)
     ]
     assert layouts[0] == layouts[1]
     assert lines_but_buffers(ours.model) == lines_but_buffers(same.model)
     for flag in (True, False):
         compare(Chain, plain_loss, parallelize=lambda m, flag=flag: bottom_up(m, reshard_after_forward=flag))
     nested = compare(Chain, plain_loss, parallelize=grandchildren_too)
-    assert len(probe(nested.model).units) == 11
+    assert len(nested.probe.units) == 11
     compare(Chain, plain_loss, parallelize=some_units)
     events = []
     for model in (same.model, ours.model):

@@ -446,7 +446,7 @@ def by_mesh():
     assert sw.summary(ours.model).units == sw.summary(same.model).units
     assert sw.summary(ours.model).footprint == sw.summary(same.model).footprint
     assert "2 groups (dp_replicate) of 2 (dp_shard)" in str(sw.summary(ours.model))
-    assert probe(ours.model).placements.is_hybrid
+    assert ours.probe.placements.is_hybrid
     inner = compare(Chain, plain_loss, parallelize=lambda model: bottom_up(model, reshard_after_forward=2))
     assert [unit.inner_size for unit in sw.summary(inner.model).units] == [2] * 6
     mixed = compare(Chain, plain_loss, parallelize=some_inner)

@@ -25,7 +25,7 @@ WORLDS = pytest.mark.parametrize("world", [2, 3])
 def train_with_every_preset():
     for strategy in PRESETS:
         trained = compare(Chain, plain_loss, strategy)
-        assert len(probe(trained.model).units) == 6
+        assert len(trained.probe.units) == 6
 
 
 @pytest.mark.parametrize("world", [1, 2, 3])
@@ -111,7 +111,7 @@ def outputs_of_others():
     for strategy in presets():
         nested = sw.wrap_by_class({Wrapper, Block})
         trained = compare(lambda: Chain(Wrapper), plain_loss, strategy, auto_wrap_policy=nested)
-        assert len(probe(trained.model).units) == 11
+        assert len(trained.probe.units) == 11
         compare(SharedBias, plain_loss, strategy)
         compare(lambda: Chain(Identity), with_every_second_block_off, strategy)
 
@@ -414,7 +414,7 @@ def containers():
     for strategy in presets():
         compare(Loops, plain_loss, strategy)
         compare(LoopsOverHolders, plain_loss, strategy)
-    return [unit.name for unit in probe(compare(LoopsOverHolders, plain_loss, steps=1).model).units]
+    return [unit.name for unit in compare(LoopsOverHolders, plain_loss, steps=1).probe.units]
 
 
 @WORLDS

@@ -9,7 +9,7 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint, checkpoint_sequential
 
 import shardwise as sw
-from shardwise.testing import probe, run_on_ranks
+from shardwise.testing import run_on_ranks
 from tests.ranks.oracle import Block, Chain, compare, plain_loss, presets, sample
 
 WORLDS = pytest.mark.parametrize("world", [2, 3])
@@ -142,10 +142,10 @@ class Early(Chain):
 def stop_early():
     for strategy in presets():
         trained = compare(Early, plain_loss, strategy)
-        assert not any(unit.num_open_forwards for unit in probe(trained.model).units)
+        assert not any(unit.num_open_forwards for unit in trained.probe.units)
         with torch.no_grad():  # what follows is not taken for a recomputation
             trained.model(sample(0, 9))
-        assert probe(trained.model).num_open_forwards == 0
+        assert trained.probe.num_open_forwards == 0
 
 
 def test_a_recomputation_that_stops_early_leaves_no_frame_behind():

@@ -121,7 +121,7 @@ def hide_later_as_users_run_it():
         except StateError as error:
             found.append(str(error))
         else:
-            found.append(f"right, {trained.num_healed} healed")
+            found.append(f"right, {trained.probe.num_healed} healed")
     return found
 
 

@@ -74,7 +74,7 @@ def frozen():
             compare(lambda build=build: freeze(build(), ["blocks.0", "blocks.2", "blocks.3"]), plain_loss, strategy)
             compare(lambda build=build: freeze(build(), ["stem", "blocks.0", "blocks.1"]), plain_loss, strategy)
         trained = compare(lambda: freeze(Chain(), ["up", "stem"]), plain_loss, strategy)
-        seen = probe(trained.model)
+        seen = trained.probe
         assert all(sum(group.is_trainable for group in unit.groups) == 1 for unit in sw.summary(trained.model).units)
         frozen_shards = [shard.parameter for shard in seen.shards if not shard.parameter.requires_grad]
         assert all(shard.grad is None and shard not in trained.optimizer.state for shard in frozen_shards)
@@ -254,7 +254,7 @@ class Uneven(Chain):
 def uneven():
     for strategy in presets():
         trained = compare(Uneven, plain_loss, strategy)
-    assert sw.summary(trained.model).num_slots < len(probe(trained.model).units)
+    assert sw.summary(trained.model).num_slots < len(trained.probe.units)
 
 
 @WORLDS
@@ -290,7 +290,7 @@ def nothing_kept():
         for strategy in presets():
             for build in (Chain, Twice, ThereAndBack):
                 trained = compare(build, plain_loss, strategy)
-                seen = probe(trained.model)
+                seen = trained.probe
                 assert all(b.untyped_storage().nbytes() == 0 for b in (*seen.slots, *seen.gradient_buffers))
 
 
@@ -303,7 +303,7 @@ def one_buffer():
     """Also where gradients that are moved at once want it while the reduction before, or the root, has it."""
     for strategy in presets():
         trained = compare(Chain, plain_loss, strategy, gradient_buffers=1)
-        buffers = probe(trained.model).gradient_buffers
+        buffers = trained.probe.gradient_buffers
         assert len({buffer.numel() for buffer in buffers}) == len(buffers)  # one of each size
         with mock.patch.object(start, "eager_numel", return_value=1):
             for build in (Chain, Twice):

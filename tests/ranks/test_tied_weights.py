@@ -10,7 +10,7 @@ import torch.distributed as dist
 
 import shardwise as sw
 from shardwise.spec.errors import StateError
-from shardwise.testing import probe, run_on_ranks
+from shardwise.testing import run_on_ranks
 from tests.parity.families import FAMILIES, LLAMA, PRELOAD, T5, VOCAB, build_transformers
 from tests.ranks.oracle import PRESETS, compare
 
@@ -40,7 +40,7 @@ def every_row_is_updated():
     for strategy in PRESETS:
         trained = compare(llama, FAMILIES["Llama"].loss, strategy, steps=2)  # gradients of every rank's rows, too
         fresh = dict(llama().named_parameters())[TIED]
-        for shard in probe(trained.model).shards:
+        for shard in trained.probe.shards:
             if shard.name != TIED:
                 continue
             assert shard.values.numel() == shard.numel
@@ -87,7 +87,7 @@ def carved_tail():
             auto_wrap_policy=policy,
             activation_checkpointing=checkpointing,
         )
-        seen = probe(trained.model)
+        seen = trained.probe
         (owner,) = (shard.unit for shard in seen.shards if shard.parameter is trained.model.lm_head.weight)
         assert owner == seen.units[0].name
     model = qwen3()

@@ -34,6 +34,7 @@ from shardwise.fsdp.state import HeldValues, owned_extents
 from shardwise.fsdp.summary import predict, predict_activations, predict_trace, unit_shapes
 from shardwise.fsdp.unit import State, Unit
 from shardwise.fsdp.view import memory_order
+from shardwise.fsdp.waiting import WaitingGradient
 from shardwise.recipe.pipelined import pipelined_of
 from shardwise.spec.extent import Extent
 from shardwise.spec.placement import Placements
@@ -91,8 +92,9 @@ class Shard:
 
     @property
     def grad(self) -> Tensor | None:
-        """Their gradients, likewise."""
-        return None if self.parameter.grad is None else memory_order(self.parameter.grad)
+        """Their gradients, likewise; ``None`` while a sum of microbatches waits for its reduction."""
+        grad = self.parameter.grad
+        return None if grad is None or isinstance(grad, WaitingGradient) else memory_order(grad)
 
     def part_of(self, whole: Tensor) -> Tensor:
         """The elements of a tensor of the plain parameter's shape that this rank holds, flat, in memory order."""
