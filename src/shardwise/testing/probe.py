@@ -262,6 +262,12 @@ class Probe:
         return tuple(buffer for buffers in unused for buffer in buffers)
 
     @property
+    def receive_buffers(self) -> tuple[Tensor, ...]:
+        """Where the transport needs some (Gloo): the buffers in which sums are received, but for those in use now."""
+        scratches = (getattr(comm, "_scratch", None) for comm in self._runtime.comms)
+        return tuple(buffer for scratch in scratches if scratch is not None for buffer in scratch.free)
+
+    @property
     def kept_shards(self) -> tuple[Tensor, ...]:
         """What units keep of their parameters between forward and backward (``reshard_after_forward=k``)."""
         return tuple(group.inner.buffer for group in self._runtime.groups if group.inner is not None)
