@@ -9,9 +9,8 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 import shardwise as sw
-from shardwise.fsdp import attach
 from shardwise.spec.errors import PlanError, StateError
-from shardwise.testing import run_on_ranks
+from shardwise.testing import probe, run_on_ranks
 from tests.ranks.oracle import adamw, compare
 
 WORLDS = pytest.mark.parametrize("world", [1, 2, 3])
@@ -79,7 +78,7 @@ def with_units_inside(model):
 
 def same_numbers():
     ours = compare(Decoder, loss, parallelize=apply_fsdp)
-    assert [unit.name for unit in ours.runtime.units] == [
+    assert [unit.name for unit in ours.probe.units] == [
         "root",
         "tok_embeddings",
         *(f"layers.{i}" for i in range(5)),
@@ -90,7 +89,7 @@ def same_numbers():
     compare(recomputed, loss, parallelize=apply_fsdp)
     compare(recomputed, loss, parallelize=lambda model: apply_fsdp(model, reshard_after_forward=True))
     ours = compare(Decoder, loss, parallelize=with_units_inside)
-    above = {unit.name: unit.parent.name for unit in ours.runtime.units[1:]}
+    above = {unit.name: unit.parent for unit in ours.probe.units[1:]}
     assert above == {"layers.3-norm": "root", "layers.3.0": "layers.3-norm", "layers.0-1": "root"}
     state = sw.full_state_dict(ours.model)
     assert not dist.get_rank() or not state
@@ -105,8 +104,7 @@ def test_a_list_of_modules_is_one_unit(world):
 
 def same_numbers_tied():
     ours = compare(tied, loss, parallelize=apply_fsdp_to_tied)
-    unit = next(unit for unit in ours.runtime.units if unit.name == "tok_embeddings-output")
-    assert [spec.name for group in unit.groups for spec in group.layout.params] == [
+    assert [shard.name for shard in ours.probe.shards if shard.unit == "tok_embeddings-output"] == [
         "tok_embeddings.weight",
         "norm.weight",
         "norm.bias",
@@ -161,7 +159,8 @@ def refusals():
     optimizer = adamw(apply_to.parameters())
     loss(apply_to, dist.get_rank(), 0).backward()
     optimizer.step()
-    assert attach.runtime_of(model.norm, "test") is attach.runtime_of(model, "test")
+    pairs = zip(probe(model.norm).shards, probe(model).shards, strict=True)
+    assert all(one.parameter is other.parameter for one, other in pairs)  # one engine
     return texts
 
 

@@ -110,12 +110,14 @@ class UnitView:
 
     Attributes:
         name: As in traces and summaries.
+        parent: Name of the unit around it; ``None``: it is the root.
         module_types: Class names of its modules; several where small neighbours travel together.
     """
 
     def __init__(self, unit: Unit) -> None:
         self._unit = unit
         self.name = unit.name
+        self.parent = None if unit.parent is None else unit.parent.name
         self.module_types = tuple(type(member.module()).__name__ for member in unit.members)
 
     @property
