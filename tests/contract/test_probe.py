@@ -99,6 +99,7 @@ def accumulate() -> tuple[bool, bool, bool]:
             model(*models.batch(0, 0, distributed.get_rank())).backward()
         waits.append(seen.waiting)
         assert seen.reducing == ()
+        assert {(shard.waits, shard.grad is None) for shard in seen.shards} == {(not is_last, not is_last)}
     names, engine = tuple(unit.name for unit in seen.units), seen.weak_references()
     assert all(held() is not None for held in engine)
     del model, seen

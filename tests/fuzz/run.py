@@ -18,6 +18,7 @@ from torch.distributed.fsdp import fully_shard as torch_fully_shard
 
 import shardwise as sw
 from shardwise.testing import RankFailure, run_on_ranks
+from shardwise.testing import oracle as one_process
 from tests.fuzz.model import Model, Unit, script
 from tests.fuzz.program import Program, smaller
 from tests.fuzz.transport import delayed
@@ -64,7 +65,7 @@ def run(program: Program) -> None:
             stack.enter_context(delayed(program.seed * 7 + dist.get_rank()))
         warnings.simplefilter("ignore")  # of reentrant recomputations without anything that requires grad
         if not program.is_exact:
-            stack.enter_context(mock.patch.object(oracle, "same_bits", _is_close))
+            stack.enter_context(mock.patch.object(one_process, "same_bits", _is_close))
             options["optimizer"] = _sgd
         oracle.compare(
             lambda: Model(program),
@@ -130,11 +131,11 @@ def judge(program: Program) -> None:
         shards = list(model.parameters())  # the module holds others while it computes
         optimizers = [torch.optim.SGD(each, lr=0.01) for each in (copies[0].parameters(), shards)]
         for step in range(len(program.steps)):
-            runs = [oracle._Run(script(program), each, other, step) for other, each in enumerate(copies)]
-            mine = oracle._Run(script(program), model, rank, step)
+            runs = [one_process._Run(script(program), each, other, step) for other, each in enumerate(copies)]
+            mine = one_process._Run(script(program), model, rank, step)
             while True:
                 expected, got = [each.advance() for each in runs], mine.advance()
-                if got is oracle._END:
+                if got is one_process._END:
                     break
                 for a, b in zip(expected[rank], got, strict=True):
                     assert torch.allclose(a, b, rtol=1e-4, atol=1e-5), f"step {step}: values"
@@ -143,7 +144,7 @@ def judge(program: Program) -> None:
             for optimizer in optimizers:
                 optimizer.step()
                 optimizer.zero_grad()
-            oracle._spread(copies, but=())
+            one_process._spread(copies, but=())
             for each in copies:
                 each.zero_grad()
 

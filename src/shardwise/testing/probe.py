@@ -92,9 +92,13 @@ class Shard:
 
     @property
     def grad(self) -> Tensor | None:
-        """Their gradients, likewise; ``None`` while a sum of microbatches waits for its reduction."""
-        grad = self.parameter.grad
-        return None if grad is None or isinstance(grad, WaitingGradient) else memory_order(grad)
+        """Their gradients, likewise; ``None`` while :attr:`waits`."""
+        return None if self.parameter.grad is None or self.waits else memory_order(self.parameter.grad)
+
+    @property
+    def waits(self) -> bool:
+        """A sum of microbatches waits for its reduction: until then the gradient cannot be read."""
+        return isinstance(self.parameter.grad, WaitingGradient)
 
     def part_of(self, whole: Tensor) -> Tensor:
         """The elements of a tensor of the plain parameter's shape that this rank holds, flat, in memory order."""
