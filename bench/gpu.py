@@ -37,12 +37,12 @@ from torch.profiler import ProfilerActivity, profile, record_function
 
 import shardwise as sw
 from bench.files import free_stem
+from shardwise.api.summary import predict, predict_activations
 from shardwise.comm.base import Handle
-from shardwise.comm.launch import init_process_group, read_world, shutdown
-from shardwise.fsdp.attach import runtime_of
-from shardwise.fsdp.summary import predict, predict_activations
-from shardwise.recipe.activations import measure_activations
-from shardwise.spec.waiting import Activations
+from shardwise.engine.attach import runtime_of
+from shardwise.launch.world import init_process_group, read_world, shutdown
+from shardwise.measure.activations import measure_activations
+from shardwise.spec.memory.activations import Activations
 
 WARM_UP_STEPS, PROFILED_STEPS = 4, 3
 #: Ours, and torch's beside which they stand.

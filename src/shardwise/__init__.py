@@ -17,7 +17,7 @@ _LAZY = {
     "PipelinePolicy": "shardwise.spec.schedule",
     "PrecisionPolicy": "shardwise.spec.precision",
     "RecomputePolicy": "shardwise.spec.recompute",
-    "bf16_supported": "shardwise.fsdp.precision",
+    "bf16_supported": "shardwise.features.precision",
     "block": "shardwise.spec.granularity",
     "wrap_by_class": "shardwise.spec.wrap",
     "wrap_by_name": "shardwise.spec.wrap",
@@ -35,40 +35,40 @@ _LAZY = {
     "CommTimeout": "shardwise.spec.errors",
     "CheckpointError": "shardwise.spec.errors",
     "CollectiveEvent": "shardwise.comm.base",
-    "optimizer_in_backward": "shardwise.fsdp.in_backward",
-    "ExponentialMovingAverage": "shardwise.fsdp.average",
-    "parallelize": "shardwise.recipe.parallelize",
-    "save": "shardwise.recipe.persist",
-    "load": "shardwise.recipe.persist",
-    "eval_step": "shardwise.recipe.step",
-    "train_step": "shardwise.recipe.step",
-    "dry_run": "shardwise.recipe.dry_run",
-    "DryRun": "shardwise.recipe.dry_run",
-    "parity": "shardwise.recipe.parity",
-    "generate": "shardwise.recipe.decoding",
-    "generate_stream": "shardwise.recipe.decoding",
-    "fully_shard": "shardwise.fsdp.fully_shard",
-    "register_fsdp_forward_method": "shardwise.fsdp.fully_shard",
-    "gradient_sync": "shardwise.fsdp.api",
-    "logical_shape": "shardwise.fsdp.api",
-    "record_collectives": "shardwise.fsdp.api",
-    "record_pipeline": "shardwise.recipe.pipelined",
-    "clip_grad_norm": "shardwise.fsdp.clip",
-    "convert_sync_batchnorm": "shardwise.fsdp.batch_norm",
-    "data_parallel_rank": "shardwise.fsdp.api",
-    "data_parallel_size": "shardwise.fsdp.api",
-    "declare_elementwise": "shardwise.fsdp.optimizer",
-    "deferred_init": "shardwise.fsdp.deferred",
-    "flat_parameters": "shardwise.fsdp.flat",
-    "declare_granularity": "shardwise.fsdp.optimizer",
-    "full_state_dict": "shardwise.fsdp.state",
-    "load_full_state_dict": "shardwise.fsdp.state",
-    "GradScaler": "shardwise.fsdp.scaler",
-    "summary": "shardwise.fsdp.summary",
-    "full_parameters": "shardwise.fsdp.whole",
-    "join": "shardwise.fsdp.join",
+    "optimizer_in_backward": "shardwise.features.in_backward",
+    "ExponentialMovingAverage": "shardwise.optim.average",
+    "parallelize": "shardwise.api.parallelize",
+    "save": "shardwise.api.save",
+    "load": "shardwise.api.save",
+    "eval_step": "shardwise.api.train_step",
+    "train_step": "shardwise.api.train_step",
+    "dry_run": "shardwise.api.dry_run",
+    "DryRun": "shardwise.api.dry_run",
+    "parity": "shardwise.api.parity",
+    "generate": "shardwise.generation.decode",
+    "generate_stream": "shardwise.generation.decode",
+    "fully_shard": "shardwise.api.fully_shard",
+    "register_fsdp_forward_method": "shardwise.api.fully_shard",
+    "gradient_sync": "shardwise.engine.api",
+    "logical_shape": "shardwise.engine.api",
+    "record_collectives": "shardwise.engine.api",
+    "record_pipeline": "shardwise.pipeline.pipelined",
+    "clip_grad_norm": "shardwise.optim.clip",
+    "convert_sync_batchnorm": "shardwise.features.batch_norm",
+    "data_parallel_rank": "shardwise.engine.api",
+    "data_parallel_size": "shardwise.engine.api",
+    "declare_elementwise": "shardwise.optim.checks",
+    "deferred_init": "shardwise.init.deferred",
+    "flat_parameters": "shardwise.optim.flat_parameters",
+    "declare_granularity": "shardwise.optim.checks",
+    "full_state_dict": "shardwise.state.model",
+    "load_full_state_dict": "shardwise.state.model",
+    "GradScaler": "shardwise.optim.scaler",
+    "summary": "shardwise.api.summary",
+    "full_parameters": "shardwise.state.full_parameters",
+    "join": "shardwise.features.uneven",
     "newest_checkpoint": "shardwise.checkpoint.store",
-    "DataParallel": "shardwise.recipe.data_parallel",
+    "DataParallel": "shardwise.api.data_parallel",
     "DistributedSampler": "shardwise.train.sampler",
 }
 _MODULES = {"models"}
@@ -139,37 +139,35 @@ __all__ = [
 
 if TYPE_CHECKING:
     from shardwise import models
+    from shardwise.api.data_parallel import DataParallel
+    from shardwise.api.dry_run import DryRun, dry_run
+    from shardwise.api.fully_shard import fully_shard, register_fsdp_forward_method
+    from shardwise.api.parallelize import parallelize
+    from shardwise.api.parity import parity
+    from shardwise.api.save import load, save
+    from shardwise.api.summary import summary
+    from shardwise.api.train_step import eval_step, train_step
     from shardwise.checkpoint.store import newest_checkpoint
     from shardwise.comm.base import CollectiveEvent
-    from shardwise.fsdp.api import (
+    from shardwise.engine.api import (
         data_parallel_rank,
         data_parallel_size,
         gradient_sync,
         logical_shape,
         record_collectives,
     )
-    from shardwise.fsdp.average import ExponentialMovingAverage
-    from shardwise.fsdp.batch_norm import convert_sync_batchnorm
-    from shardwise.fsdp.clip import clip_grad_norm
-    from shardwise.fsdp.deferred import deferred_init
-    from shardwise.fsdp.flat import flat_parameters
-    from shardwise.fsdp.fully_shard import fully_shard, register_fsdp_forward_method
-    from shardwise.fsdp.in_backward import optimizer_in_backward
-    from shardwise.fsdp.join import join
-    from shardwise.fsdp.optimizer import declare_elementwise, declare_granularity
-    from shardwise.fsdp.precision import bf16_supported
-    from shardwise.fsdp.scaler import GradScaler
-    from shardwise.fsdp.state import full_state_dict, load_full_state_dict
-    from shardwise.fsdp.summary import summary
-    from shardwise.fsdp.whole import full_parameters
-    from shardwise.recipe.data_parallel import DataParallel
-    from shardwise.recipe.decoding import generate, generate_stream
-    from shardwise.recipe.dry_run import DryRun, dry_run
-    from shardwise.recipe.parallelize import parallelize
-    from shardwise.recipe.parity import parity
-    from shardwise.recipe.persist import load, save
-    from shardwise.recipe.pipelined import record_pipeline
-    from shardwise.recipe.step import eval_step, train_step
+    from shardwise.features.batch_norm import convert_sync_batchnorm
+    from shardwise.features.in_backward import optimizer_in_backward
+    from shardwise.features.precision import bf16_supported
+    from shardwise.features.uneven import join
+    from shardwise.generation.decode import generate, generate_stream
+    from shardwise.init.deferred import deferred_init
+    from shardwise.optim.average import ExponentialMovingAverage
+    from shardwise.optim.checks import declare_elementwise, declare_granularity
+    from shardwise.optim.clip import clip_grad_norm
+    from shardwise.optim.flat_parameters import flat_parameters
+    from shardwise.optim.scaler import GradScaler
+    from shardwise.pipeline.pipelined import record_pipeline
     from shardwise.spec.errors import (
         CheckpointError,
         CommError,
@@ -192,6 +190,8 @@ if TYPE_CHECKING:
     from shardwise.spec.recompute import RecomputePolicy
     from shardwise.spec.schedule import PipelinePolicy
     from shardwise.spec.wrap import wrap_by_class, wrap_by_name, wrap_by_size
+    from shardwise.state.full_parameters import full_parameters
+    from shardwise.state.model import full_state_dict, load_full_state_dict
     from shardwise.train.sampler import DistributedSampler
 
 

@@ -8,7 +8,7 @@ from torch import Tensor, distributed
 
 import shardwise as sw
 from shardwise.models.transformer import GPT
-from shardwise.spec.context_trace import ContextStep
+from shardwise.spec.traffic.context import ContextStep
 from shardwise.testing import probe, run_on_ranks
 
 BATCH, SEQ, HIDDEN, LAYERS = 3, 9, 24, 3

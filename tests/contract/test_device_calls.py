@@ -14,7 +14,7 @@ from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import shardwise as sw
-from shardwise.fsdp import clip
+from shardwise.optim import clip
 from shardwise.testing import probe, run_on_ranks
 
 PRESETS = ("ddp", "zero1", "zero3")

@@ -253,7 +253,7 @@ def _summed(output: torch.Tensor, _: torch.Tensor) -> torch.Tensor:
 @pytest.mark.parametrize("mask", [None, "bool", "float"])
 @pytest.mark.parametrize(("is_cuda", "dtype"), [(False, torch.float32), (True, torch.float32), (True, torch.bfloat16)])
 def test_attention_saves_no_matrix_of_scores(mask, is_cuda, dtype):
-    from shardwise.recipe.meta import FusedAttention
+    from shardwise.measure.meta import FusedAttention
 
     q, k, v = (torch.empty(2, 4, 256, 16, dtype=dtype, device="meta", requires_grad=True) for _ in range(3))
     kinds = {"bool": torch.bool, "float": dtype}
@@ -280,7 +280,7 @@ def test_attention_saves_no_matrix_of_scores(mask, is_cuda, dtype):
     ],
 )
 def test_grouped_queries_save_neither_scores_nor_repeated_keys(is_cuda, dtype, mask):
-    from shardwise.recipe.meta import FusedAttention
+    from shardwise.measure.meta import FusedAttention
 
     def saved_bytes(device):
         heads = {"q": 8, "k": 2, "v": 2}

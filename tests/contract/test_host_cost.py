@@ -18,8 +18,8 @@ import torch
 
 import shardwise as sw
 from shardwise.comm.gloo import GlooComm
-from shardwise.fsdp.runtime import Runtime
-from shardwise.fsdp.unit import Unit
+from shardwise.engine.engine import Runtime
+from shardwise.engine.unit import Unit
 from shardwise.testing import run_on_ranks
 from shardwise.train.compare.case import CASES
 from tests.parity.training import PRESETS

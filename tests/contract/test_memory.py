@@ -19,8 +19,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_iter
 
 import shardwise as sw
-from shardwise.recipe.activations import measure_activations
-from shardwise.spec.waiting import Activations
+from shardwise.measure.activations import measure_activations
+from shardwise.spec.memory.activations import Activations
 from shardwise.testing import StorageCount, probe, run_on_ranks
 from tests.parity import models
 from tests.parity.training import PRESETS

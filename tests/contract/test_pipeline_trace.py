@@ -13,7 +13,7 @@ import shardwise as sw
 from shardwise.spec.errors import RankDisagreement
 from shardwise.spec.schedule import build
 from shardwise.spec.schedule.held import peak_held
-from shardwise.spec.schedule.traffic import Copies, CrossingBytes, messages
+from shardwise.spec.traffic.pipeline import Copies, CrossingBytes, messages
 from shardwise.testing import RankFailure, probe, run_on_ranks
 
 HIDDEN, SEQ, MICRO_BATCH, NUM_MICROBATCHES = 24, 6, 2, 4

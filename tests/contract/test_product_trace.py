@@ -10,12 +10,12 @@ import torch
 from torch import Tensor, distributed, nn
 
 import shardwise as sw
-from shardwise.spec.footprint import Replicas, reduce_bytes
-from shardwise.spec.product_trace import ProductStep, agreement_trace, loss_trace, totals
+from shardwise.spec.memory.footprint import Replicas, reduce_bytes
 from shardwise.spec.schedule import build as build_schedule
-from shardwise.spec.schedule.traffic import Copies, CrossingBytes, step_traffic
 from shardwise.spec.stages import gpt_stages
-from shardwise.spec.tensor_trace import TensorStep
+from shardwise.spec.traffic.pipeline import Copies, CrossingBytes, step_traffic
+from shardwise.spec.traffic.product import ProductStep, agreement_trace, loss_trace, totals
+from shardwise.spec.traffic.tensor import TensorStep
 from shardwise.testing import Probe, probe, run_on_ranks
 
 LAYERS, HIDDEN, VOCAB, SEQ, MICRO_BATCH, M = 8, 24, 33, 6, 2, 4

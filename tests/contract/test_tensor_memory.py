@@ -10,10 +10,10 @@ from torch import Tensor
 from torch.distributed import get_rank, get_world_size
 
 import shardwise as sw
-from shardwise.fsdp import recompute
-from shardwise.fsdp.wrap import find_units
-from shardwise.recipe.activations import cut_alone, measure_activations
-from shardwise.spec.waiting import Activations
+from shardwise.engine.wrap import find_units
+from shardwise.features import recompute
+from shardwise.measure.activations import cut_alone, measure_activations
+from shardwise.spec.memory.activations import Activations
 from shardwise.testing import StorageCount, probe, run_on_ranks
 from tests.contract.test_memory import SEQ, VOCAB, Storages, build, everything_alive, train
 

@@ -10,7 +10,7 @@ from torch import Tensor, distributed
 
 import shardwise as sw
 from shardwise.models.transformer import GPT
-from shardwise.spec.tensor_trace import TensorStep
+from shardwise.spec.traffic.tensor import TensorStep
 from shardwise.testing import probe, run_on_ranks
 
 BATCH, SEQ, HIDDEN, LAYERS = 3, 6, 24, 3

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 import shardwise as sw
-from shardwise.fsdp import attach
+from shardwise.engine import attach
 from tests.fuzz.program import Node, Op, Program
 from tests.ranks.oracle import Waiting, sample
 

@@ -17,7 +17,7 @@ from torch import Tensor, nn
 
 import shardwise as sw
 from shardwise.comm.nccl import NcclComm
-from shardwise.fsdp import debug
+from shardwise.features import debug
 from shardwise.testing import run_on_ranks
 
 #: About a millisecond: a step of this model computes for less.

@@ -5,8 +5,8 @@ import torch
 from torch import nn
 
 import shardwise as sw
-from shardwise.fsdp.attach import runtime_of
-from shardwise.fsdp.summary import predict
+from shardwise.api.summary import predict
+from shardwise.engine.attach import runtime_of
 from shardwise.testing import run_on_ranks
 
 STRATEGIES = ("ddp", "zero1", "zero2", "shard_grad_op", "zero3", "hsdp")

@@ -17,8 +17,8 @@ from torch import Tensor, nn
 
 import shardwise as sw
 from shardwise.comm import watch
-from shardwise.comm.launch import World, init_process_group
 from shardwise.comm.open import open_comms
+from shardwise.launch.world import World, init_process_group
 from shardwise.spec.errors import CommTimeout, RankDisagreement
 from shardwise.testing import RankFailure, run_on_ranks
 from tests.ranks.test_join import free_port

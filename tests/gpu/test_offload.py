@@ -8,9 +8,9 @@ from torch import nn
 from torch.profiler import ProfilerActivity, profile
 
 import shardwise as sw
-from shardwise.fsdp import packed
-from shardwise.fsdp.attach import runtime_of
-from shardwise.fsdp.summary import predict
+from shardwise.api.summary import predict
+from shardwise.engine.attach import runtime_of
+from shardwise.forms import packed
 from shardwise.testing import run_on_ranks
 
 POLICIES = ("cpu", sw.OffloadPolicy(ratio=0.5), sw.OffloadPolicy(parameters=False))

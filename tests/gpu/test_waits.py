@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 
 import shardwise as sw
-from shardwise.comm.launch import World, init_process_group
+from shardwise.launch.world import World, init_process_group
 from shardwise.testing import run_on_ranks
 from tests.ranks.test_join import free_port
 

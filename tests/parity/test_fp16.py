@@ -8,8 +8,8 @@ import torch
 from torch import Tensor, distributed, nn
 
 import shardwise as sw
-from shardwise.fsdp import partial
-from shardwise.fsdp.scaler import needs_scaler
+from shardwise.optim import partial
+from shardwise.optim.scaler import needs_scaler
 from shardwise.spec.errors import StateError
 from shardwise.testing import run_on_ranks
 from tests.parity import models

@@ -10,8 +10,8 @@ import pytest
 import torch
 
 import shardwise as sw
+from shardwise.generation.sample import Draws, Sampling
 from shardwise.models.cache import KeyValueCache
-from shardwise.recipe.sampling import Draws, Sampling
 from shardwise.spec.errors import ConfigError, RankDisagreement, StateError
 from shardwise.testing import probe, run_on_ranks
 

@@ -9,7 +9,7 @@ import torch
 
 from shardwise.comm.base import Done
 from shardwise.comm.gloo import GlooComm
-from shardwise.fsdp.inner import InnerShard
+from shardwise.forms.inner import InnerShard
 from shardwise.testing import run_on_ranks
 from tests.parity import models
 from tests.parity.training import PRESETS, VARIANTS, RankNumbers, Variant, differences, train_plain, train_ranks

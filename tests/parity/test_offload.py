@@ -15,8 +15,8 @@ from torch import Tensor, distributed, nn
 
 import shardwise as sw
 from shardwise.comm.base import Handle
-from shardwise.fsdp.group import Group
-from shardwise.fsdp.offload import Transfers
+from shardwise.engine.group import Group
+from shardwise.forms.host import Transfers
 from shardwise.testing import probe, run_on_ranks
 from tests.parity import models
 from tests.parity.training import PRESETS, VARIANTS, RankNumbers, differences, train_plain, train_ranks

@@ -10,7 +10,7 @@ from torch import distributed
 
 from shardwise.comm.base import Done
 from shardwise.comm.gloo import GlooComm
-from shardwise.fsdp.group import Group
+from shardwise.engine.group import Group
 from shardwise.testing import run_on_ranks
 from tests.parity import models
 from tests.parity.training import PRESETS, VARIANTS, RankNumbers, Variant, differences, train_plain, train_ranks

@@ -7,7 +7,7 @@ import torch
 from torch import Tensor, distributed, nn
 
 import shardwise as sw
-from shardwise.fsdp.precision import resolve
+from shardwise.features.precision import resolve
 from shardwise.testing import checks, forget_notices, probe, run_on_ranks
 from tests.parity import models
 

@@ -10,8 +10,8 @@ from pathlib import Path
 
 from torch import distributed
 
-from shardwise.comm.exit import note_exit
-from shardwise.comm.launch import init_process_group, read_world, shutdown
+from shardwise.launch.exit_codes import note_exit
+from shardwise.launch.world import init_process_group, read_world, shutdown
 
 
 def main(folder, what, code="0"):

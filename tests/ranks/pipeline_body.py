@@ -10,8 +10,8 @@ from pathlib import Path
 import torch
 
 import shardwise as sw
-from shardwise.comm.exit import note_exit
-from shardwise.comm.launch import init_process_group, read_world, shutdown
+from shardwise.launch.exit_codes import note_exit
+from shardwise.launch.world import init_process_group, read_world, shutdown
 from shardwise.pipeline import interpret
 from shardwise.spec.errors import ShardwiseError
 from shardwise.spec.schedule import Kind

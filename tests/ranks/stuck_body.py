@@ -13,9 +13,9 @@ import torch.distributed as dist
 
 from shardwise.comm import watch
 from shardwise.comm.base import Done
-from shardwise.comm.launch import init_process_group, read_world, shutdown
 from shardwise.comm.ledger import Ledger
 from shardwise.comm.record import RecordComm
+from shardwise.launch.world import init_process_group, read_world, shutdown
 
 
 class Stuck(RecordComm):

@@ -12,7 +12,7 @@ from pathlib import Path
 
 import pytest
 
-from shardwise.comm.elastic import launch
+from shardwise.launch.elastic import launch
 from shardwise.spec.errors import ConfigError
 
 ROOT = Path(__file__).parents[2]
@@ -134,7 +134,7 @@ def launcher(tmp_path):
     def start(what):
         code = (
             "import sys\n"
-            "from shardwise.comm.elastic import launch\n"
+            "from shardwise.launch.elastic import launch\n"
             f"sys.exit(launch({BODY!r}, [{str(tmp_path)!r}, {what!r}], 2, log_dir={str(tmp_path / 'logs')!r}))\n"
         )
         with (tmp_path / "launcher.log").open("w") as log:

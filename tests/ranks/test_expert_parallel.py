@@ -15,8 +15,8 @@ import torch
 from torch import Tensor, distributed, nn
 
 import shardwise as sw
+from shardwise.engine import build as engine
 from shardwise.expert import exchange
-from shardwise.fsdp import build as engine
 from shardwise.spec.errors import MeshError, PlanError, StateError
 from shardwise.testing import probe, run_on_ranks
 from tests.parity.test_experts import Case, batch, differences, optimizer_of

@@ -12,8 +12,8 @@ import torch.distributed as dist
 from torch import nn
 
 import shardwise as sw
-from shardwise.fsdp import flat
-from shardwise.fsdp.flat import FlatParameter
+from shardwise.optim import flat_parameters
+from shardwise.optim.flat_parameters import FlatParameter
 from shardwise.spec.errors import StateError
 from shardwise.testing import optimizer_state, probe, run_on_ranks
 from tests.ranks.oracle import PRESETS, Block, Chain, compare, plain_loss, presets, sample
@@ -447,5 +447,5 @@ def test_bytes_of_state_are_the_closed_form_padding_inside_a_range_included(worl
 def test_an_optimizer_of_other_parameters_is_left_alone():
     parameter = nn.Parameter(torch.ones(3))
     optimizer = torch.optim.SGD([parameter], lr=0.1)
-    flat.before_step(optimizer)
+    flat_parameters.before_step(optimizer)
     assert optimizer.param_groups[0]["params"] == [parameter]

@@ -12,10 +12,10 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 import shardwise as sw
-from shardwise.fsdp import attach
-from shardwise.fsdp.flat import FlatParameter
-from shardwise.fsdp.optimizer import runtimes_of
-from shardwise.fsdp.runtime import Runtime
+from shardwise.engine import attach
+from shardwise.engine.engine import Runtime
+from shardwise.optim.checks import runtimes_of
+from shardwise.optim.flat_parameters import FlatParameter
 from shardwise.spec.errors import StateError
 from shardwise.testing import checks, probe, run_on_ranks
 from tests.ranks.oracle import PRESETS, Block, Chain, plain_loss, sample

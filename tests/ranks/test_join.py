@@ -9,7 +9,7 @@ import socket
 import pytest
 from torch import distributed
 
-from shardwise.comm.launch import World, init_process_group, read_world, shutdown
+from shardwise.launch.world import World, init_process_group, read_world, shutdown
 from shardwise.spec.errors import CommError
 from shardwise.testing import run_on_ranks
 from tests.ranks.test_elastic import LOOPBACK, listeners

@@ -15,9 +15,9 @@ from shardwise.checkpoint import open_checkpoint
 from shardwise.cli import main
 from shardwise.comm.axes import Comms
 from shardwise.comm.open import Place
-from shardwise.fsdp.api import shard_model
-from shardwise.fsdp.ignore import find_ignored
-from shardwise.fsdp.options import EngineOptions
+from shardwise.engine.api import shard_model
+from shardwise.engine.ignore import find_ignored
+from shardwise.engine.options import EngineOptions
 from shardwise.spec.errors import StateError
 from shardwise.spec.extent import Extent
 from shardwise.spec.granularity import ELEMENT, ROW, Granularity

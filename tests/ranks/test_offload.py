@@ -9,8 +9,8 @@ from torch import Tensor, nn
 
 import shardwise as sw
 from shardwise.comm.base import Handle
-from shardwise.fsdp.attach import runtime_of
-from shardwise.fsdp.offload import Transfers
+from shardwise.engine.attach import runtime_of
+from shardwise.forms.host import Transfers
 from shardwise.testing import probe, run_on_ranks
 from tests.parity import models
 from tests.parity.training import PRESETS

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from shardwise.comm.elastic import launch
+from shardwise.launch.elastic import launch
 
 ROOT = Path(__file__).parents[2]
 

@@ -16,8 +16,8 @@ from torch import Tensor, nn
 
 import shardwise as sw
 from shardwise.comm.debug import TRANSPORT
-from shardwise.fsdp.runtime import Runtime
-from shardwise.fsdp.window import Window
+from shardwise.engine.engine import Runtime
+from shardwise.features.pipeline_step import Window
 from shardwise.pipeline import interpret
 from shardwise.spec.errors import StateError
 from shardwise.testing import probe, run_on_ranks

@@ -11,7 +11,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 import shardwise as sw
-from shardwise.fsdp.runtime import Runtime
+from shardwise.engine.engine import Runtime
 from shardwise.spec.errors import StateError
 from shardwise.testing import RankFailure, probe, run_on_ranks
 from tests.ranks.oracle import PRESETS, SHARDED, Block, Chain, compare, plain_loss, planned, presets, sample

@@ -8,7 +8,7 @@ import torch.distributed as dist
 from torch.profiler import ProfilerActivity, profile
 
 import shardwise as sw
-from shardwise.fsdp import label
+from shardwise.engine import label
 from shardwise.testing import run_on_ranks
 from tests.ranks.oracle import Chain, plain_loss
 

@@ -12,8 +12,8 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 import shardwise as sw
-from shardwise.fsdp import start
-from shardwise.fsdp.runtime import Runtime
+from shardwise.engine import start
+from shardwise.engine.engine import Runtime
 from shardwise.testing import probe, run_on_ranks
 from tests.ranks.oracle import Block, Chain, compare, plain_loss, planned, presets, sample
 

@@ -8,7 +8,7 @@ import pytest
 import torch.distributed as dist
 
 from shardwise.comm import watch
-from shardwise.comm.elastic import launch
+from shardwise.launch.elastic import launch
 from shardwise.spec.errors import CommTimeout, RankDisagreement
 from shardwise.testing import run_on_ranks
 from tests.ranks.stuck_body import Stuck, hasten

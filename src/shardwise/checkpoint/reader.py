@@ -34,7 +34,7 @@ from shardwise.comm.dtype import dtype_name
 from shardwise.spec.errors import CheckpointError
 from shardwise.spec.extent import Block, Extent, describe_cuts, list_alike, shared
 from shardwise.spec.precision import item_bytes
-from shardwise.spec.units import size
+from shardwise.spec.text import size
 
 _MOST_LINES = 40
 #: Beginnings of names, and what a summary calls the tensors.

@@ -53,7 +53,7 @@ from shardwise.spec.errors import CheckpointError, ShardwiseError, StorageError
 from shardwise.spec.extent import Extent
 from shardwise.spec.precision import item_bytes
 from shardwise.spec.slice import Cut
-from shardwise.spec.units import size
+from shardwise.spec.text import size
 
 
 def write(

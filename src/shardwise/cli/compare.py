@@ -67,7 +67,7 @@ def compare(  # noqa: PLR0917  typer calls it by name
     markdown_file: Annotated[Path | None, typer.Option("--markdown", help="Write the tables as Markdown.")] = None,
 ) -> None:
     """Compare."""
-    from shardwise.comm.launch import read_world
+    from shardwise.launch.world import read_world
     from shardwise.train.compare.request import make_requests
 
     world = read_world()

@@ -14,14 +14,14 @@ from shardwise.cli.arguments import is_configuration
 from shardwise.cli.file import check_writable, write
 from shardwise.cli.show import show
 from shardwise.spec.errors import ConfigError
-from shardwise.spec.units import size
+from shardwise.spec.text import size
 from shardwise.train.text import printable
 
 if TYPE_CHECKING:
     import torch
     from torch import Tensor, nn
 
-    from shardwise.recipe.dry_run import DryRun, OptimizerFactory
+    from shardwise.api.dry_run import DryRun, OptimizerFactory
     from shardwise.spec.plan import ParallelPlan
 
 #: What is run where --strategies does not say, besides a configuration's own.
@@ -67,7 +67,7 @@ def dry_run(  # noqa: PLR0917  typer's form
     overrides: Annotated[list[str] | None, typer.Option("--set", help="section.field=value, with a file.")] = None,
 ) -> None:
     """Run dry."""
-    from shardwise.recipe.dry_run import dry_run as run_dry
+    from shardwise.api.dry_run import dry_run as run_dry
 
     for option, value in (
         ("--world-size", world_size),

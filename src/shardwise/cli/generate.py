@@ -17,7 +17,7 @@ from shardwise.spec.errors import ConfigError, ShardwiseError
 from shardwise.train.text import printable
 
 if TYPE_CHECKING:
-    from shardwise.comm.launch import World
+    from shardwise.launch.world import World
     from shardwise.train.tokenizer import Tokenizer
     from shardwise.train.trained import Trained
 
@@ -84,7 +84,7 @@ def generate(  # noqa: PLR0917  typer calls it by name
     as_json: Annotated[bool, typer.Option("--json", help="Print tokens and text as JSON.")] = False,  # noqa: FBT002  typer's form
 ) -> None:
     """Generate."""
-    from shardwise.comm.launch import read_world
+    from shardwise.launch.world import read_world
     from shardwise.train.check import resolve
     from shardwise.train.trained import find_trained
 
@@ -134,8 +134,8 @@ def _rows(asked: _Asked, trained: Trained) -> tuple[list[list[int]], Tokenizer |
 
 
 def _check(asked: _Asked, rows: Sequence[Sequence[int]], *, vocab_size: int, positions: int | None) -> None:
-    from shardwise.recipe.decoding import check_fit
-    from shardwise.recipe.sampling import Sampling
+    from shardwise.generation.decode import check_fit
+    from shardwise.generation.sample import Sampling
 
     Sampling(*(asked.sampling[name] for name in ("temperature", "top_k", "top_p")))
     check_fit(rows, asked.max_new_tokens, vocab_size=vocab_size, positions=positions)
@@ -144,7 +144,7 @@ def _check(asked: _Asked, rows: Sequence[Sequence[int]], *, vocab_size: int, pos
 def _launch(asked: _Asked, nproc: int) -> int:
     import tempfile
 
-    from shardwise.comm.elastic import launch
+    from shardwise.launch.elastic import launch
 
     with tempfile.TemporaryDirectory(prefix="shardwise-generate-") as logs:
         return launch("shardwise", asked.words(), nproc, log_dir=Path(logs))
@@ -152,7 +152,7 @@ def _launch(asked: _Asked, nproc: int) -> int:
 
 def _work(asked: _Asked, trained: Trained, world: World) -> int:
     """Be one of the workers, or the only process."""
-    from shardwise.comm.exit import note_exit
+    from shardwise.launch.exit_codes import note_exit
 
     try:
         _generate(asked, trained, world)
@@ -170,7 +170,7 @@ def _generate(asked: _Asked, trained: Trained, world: World) -> None:
     import torch
 
     import shardwise as sw
-    from shardwise.comm.launch import init_process_group, shutdown
+    from shardwise.launch.world import init_process_group, shutdown
     from shardwise.train.check import resolve
 
     resolved = resolve(

@@ -12,7 +12,7 @@ from shardwise.cli.train import num_processes, read_config
 from shardwise.spec.errors import ConfigError, ShardwiseError
 
 if TYPE_CHECKING:
-    from shardwise.comm.launch import World
+    from shardwise.launch.world import World
     from shardwise.train.config import Draft
 
 #: What is compared where --strategies does not say.
@@ -49,7 +49,7 @@ def parity(
     overrides: Annotated[list[str] | None, typer.Option("--set", help="section.field=value, repeatable.")] = None,
 ) -> None:
     """Compare."""
-    from shardwise.comm.launch import read_world
+    from shardwise.launch.world import read_world
 
     world = read_world()
     names = [name.strip() for name in strategies.split(",") if name.strip()]
@@ -69,7 +69,7 @@ def _launch(
     """Check everything, then start the workers."""
     import tempfile
 
-    from shardwise.comm.elastic import launch
+    from shardwise.launch.elastic import launch
     from shardwise.spec.exact import check_exact
     from shardwise.spec.plan import ParallelPlan
     from shardwise.train.alternatives import under_strategies
@@ -90,7 +90,7 @@ def _launch(
 
 
 def _work(draft: Draft, world: World, names: list[str], steps: int) -> int:
-    from shardwise.comm.exit import note_exit
+    from shardwise.launch.exit_codes import note_exit
 
     try:
         return _compare(draft, world, names, steps)
@@ -104,7 +104,7 @@ def _work(draft: Draft, world: World, names: list[str], steps: int) -> int:
 def _compare(draft: Draft, world: World, names: list[str], steps: int) -> int:
     import torch
 
-    from shardwise.comm.launch import init_process_group, shutdown
+    from shardwise.launch.world import init_process_group, shutdown
     from shardwise.train.check import resolve
     from shardwise.train.data import open_data
     from shardwise.train.proof import compare_with_one_process

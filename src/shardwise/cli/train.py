@@ -16,7 +16,7 @@ from shardwise.spec.errors import ConfigError, ShardwiseError
 from shardwise.train.text import printable
 
 if TYPE_CHECKING:
-    from shardwise.comm.launch import World
+    from shardwise.launch.world import World
     from shardwise.train.config import Draft
 
 #: Where there is no GPU, this many processes share the CPU unless --nproc says otherwise.
@@ -58,7 +58,7 @@ def train(  # noqa: PLR0917  typer calls it by name
     max_restarts: Annotated[int, typer.Option(help="Start all workers again this often after one was lost.")] = 0,
 ) -> None:
     """Train."""
-    from shardwise.comm.launch import read_world
+    from shardwise.launch.world import read_world
 
     world = read_world()
     draft, is_demo = read_config(config, overrides or [], run_dir=run_dir, resume=resume)
@@ -169,7 +169,7 @@ def _launch(
     rehearse(resolved, nproc)
     rundir.create(directory)
 
-    from shardwise.comm.elastic import launch
+    from shardwise.launch.elastic import launch
 
     arguments = ["train", f"--run-dir={directory}"]
     arguments += [f"--resume={resume}"] if resume is not None else []
@@ -180,7 +180,7 @@ def _launch(
 
 def _work(draft: Draft, world: World, run_dir: Path | None, resume: str | None, *, is_demo: bool) -> int:
     """Be one of the workers. Rank 0 shows errors; every rank says to the launcher how it ends."""
-    from shardwise.comm.exit import note_exit
+    from shardwise.launch.exit_codes import note_exit
     from shardwise.train.check import resolve
     from shardwise.train.recorder import check_extras
 

@@ -1,6 +1,6 @@
 """A module's forward that talks to other ranks: it stands on the instance in place of the class's own.
 
-It reads its parameters from the module at each call: between steps those are other objects (``fsdp.unit``).
+It reads its parameters from the module at each call: between steps those are other objects (``engine.unit``).
 """
 
 from __future__ import annotations

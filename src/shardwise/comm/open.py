@@ -16,10 +16,10 @@ from shardwise.comm.base import Comm
 from shardwise.comm.communicator import communicator, timeout_s_of
 from shardwise.comm.debug import TRANSPORT, debugged
 from shardwise.comm.gloo import GlooComm
-from shardwise.comm.launch import init_process_group, read_world
 from shardwise.comm.ledger import Ledger
 from shardwise.comm.staged import StagedComm
 from shardwise.comm.watch import StallWatch
+from shardwise.launch.world import init_process_group, read_world
 from shardwise.spec.errors import CommError, MeshError
 from shardwise.spec.mesh import Mesh
 

@@ -12,7 +12,7 @@ class Scratch:
     """The receive buffers of one Comm that are free, by dtype, smallest first.
 
     A buffer serves every sum that it is large enough for. As reductions follow one another, one buffer per dtype is
-    left, as large as the largest sum (``spec.footprint`` counts on that).
+    left, as large as the largest sum (``spec.memory.footprint`` counts on that).
     """
 
     def __init__(self) -> None:

@@ -38,7 +38,8 @@ import torch
 import torch.distributed as dist
 
 from shardwise.comm import progress
-from shardwise.comm.exit import LOG_DIR, note_exit
+from shardwise.launch.exit_codes import LOG_DIR, note_exit
+from shardwise.launch.world import hold_group_while
 from shardwise.spec.errors import CommError, CommTimeout, RankDisagreement
 
 if TYPE_CHECKING:
@@ -368,6 +369,9 @@ def is_any_stuck() -> bool:
     return any(watch.is_stuck for watch in list(StallWatch._of_group.values()))  # noqa: SLF001 - of this module
 
 
+hold_group_while(is_any_stuck)  # torch would wait for the device
+
+
 def _end(watch_ref: weakref.ref[StallWatch]) -> None:
     _leave_word(watch_ref)
     watch = watch_ref()
@@ -480,7 +484,7 @@ def _lacks(status: Mapping[str, Any], wanted: Sequence[Any] | None) -> bool:
 
 
 def _leave_word(watch_ref: weakref.ref[StallWatch]) -> None:
-    """At the end of this process. Workers of our launcher say how they end in another way (``comm.exit``)."""
+    """At the end of this process. Workers of our launcher say how they end in another way (``launch.exit_codes``)."""
     watch = watch_ref()
     has_failed = getattr(sys, "last_value", None) is not None
     if watch is None or has_failed or os.environ.get(LOG_DIR):

@@ -21,7 +21,7 @@ from torch import Tensor
 from shardwise.comm.base import Comm, Handle
 from shardwise.comm.dtype import dtype_name, torch_dtype
 from shardwise.pipeline.agreement import Agreement
-from shardwise.pipeline.draws import Draws
+from shardwise.pipeline.rng_streams import Draws
 from shardwise.pipeline.stage import Stages
 from shardwise.pipeline.trace import Flow, Source
 from shardwise.pipeline.weight_gradient import Deferral, WeightGradients

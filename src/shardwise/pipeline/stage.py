@@ -24,10 +24,10 @@ from shardwise.comm.base import Comm
 from shardwise.comm.control import agree, all_gather_json
 from shardwise.pipeline.agreement import Agreement
 from shardwise.pipeline.element import Element, lend_zeros, own_forward
-from shardwise.pipeline.marks import Marks
+from shardwise.pipeline.model_buffers import StageBuffers
 from shardwise.pipeline.nested import nested_error, refused_nested
-from shardwise.pipeline.root_state import StageBuffers
 from shardwise.pipeline.split import StandIn
+from shardwise.pipeline.taint import Marks
 from shardwise.pipeline.trace import (
     Call,
     Flow,

@@ -20,8 +20,8 @@ from torch import Tensor, nn
 from torch.utils._pytree import TreeSpec, tree_flatten, tree_unflatten
 
 from shardwise.pipeline.element import Element
-from shardwise.pipeline.marks import Marks
-from shardwise.pipeline.root_state import Kept, RootState
+from shardwise.pipeline.model_buffers import Kept, RootState
+from shardwise.pipeline.taint import Marks
 from shardwise.spec.errors import PlanError
 
 #: An output of an element: the number of the call that made it, and its place among the leaves of what that returned.

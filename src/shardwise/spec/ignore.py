@@ -1,4 +1,4 @@
-"""What of a model the engine leaves alone, as users name it. ``fsdp.ignore`` finds it in a model."""
+"""What of a model the engine leaves alone, as users name it. ``engine.ignore`` finds it in a model."""
 
 from __future__ import annotations
 

@@ -8,7 +8,6 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-from shardwise.spec.buffers import BUFFER_SYNCS
 from shardwise.spec.errors import MeshError, PlanError
 from shardwise.spec.foreign import translated
 from shardwise.spec.granularity import Granularity, resolve_granularity
@@ -21,6 +20,7 @@ from shardwise.spec.recompute import RecomputePolicy, recompute_policy
 from shardwise.spec.rows import row_sharded_names
 from shardwise.spec.schedule import PipelinePolicy, pipeline_policy
 from shardwise.spec.styles import parse_table
+from shardwise.spec.traffic.buffers import BUFFER_SYNCS
 from shardwise.spec.wrap import WrapPolicy, wrap_policy
 
 if TYPE_CHECKING:
@@ -65,10 +65,10 @@ class ParallelPlan:
             ``by_class: [names]``, ``by_size: numel``, ``by_name: [globs]`` is what configuration files write.
         ignored: What is left alone: neither sharded, compared over the ranks nor reduced, but each rank's own (experts,
             parts that another library moves). Shell patterns of module or parameter names (``*`` does not cross a dot;
-            of a module everything below it is meant), modules, or parameters. ``fsdp.ignore`` has the details.
+            of a module everything below it is meant), modules, or parameters. ``engine.ignore`` has the details.
         row_sharded: Embeddings whose rows are spread over all ranks, under any strategy of the rest: each rank holds a
             range of them with gradients and optimizer state, and only the rows that a batch looks up travel
-            (``tensor.rows``). Shell patterns of module names. Not with ``tp``, ``cp``, ``pp``, ``ep``, ``compile``.
+            (``embedding.rows``). Shell patterns of module names. Not with ``tp``, ``cp``, ``pp``, ``ep``, ``compile``.
         reshard_after_forward: ``"auto"`` (as the strategy says), ``True``, ``False``, or a number: after its forward a
             unit stays sharded over that many neighbouring ranks of ``dp_shard``, and backward gathers it from them.
         mp_policy: In which dtypes to compute and reduce; ``None``: the model's own, no cast. A mapping of the fields of

@@ -9,7 +9,7 @@ from typing import Any
 from shardwise.spec.errors import PlanError
 from shardwise.spec.wrap import WrapByClass, WrapByName, WrapBySize, WrapPolicy, wrap_policy
 
-#: Families of operators that ``RecomputePolicy.save`` knows by name; what is in them is said in ``fsdp.recompute``.
+#: Families of operators that ``RecomputePolicy.save`` knows by name; what is in them is said in ``features.recompute``.
 OPERATOR_FAMILIES = ("matmul", "attention")
 
 _USAGE = (

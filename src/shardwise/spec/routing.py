@@ -18,8 +18,8 @@ import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
-from shardwise.spec.footprint import own_part
-from shardwise.spec.trace import Collective
+from shardwise.spec.memory.footprint import own_part
+from shardwise.spec.traffic.data import Collective
 
 #: Bytes of one count.
 COUNT_BYTES = 8

@@ -1,4 +1,4 @@
-"""Which modules become units: the policies as plain data. ``fsdp.wrap`` applies them to a model."""
+"""Which modules become units: the policies as plain data. ``engine.wrap`` applies them to a model."""
 
 from __future__ import annotations
 

@@ -77,7 +77,7 @@ class Copies:
         if gradient is None or gradient.layout != torch.strided or not gradient.numel():
             self._hooks.pop(name).remove()  # none, where a linear layer's is computed later: those have divided shapes
             return
-        backward = torch._C._current_graph_task_id()  # noqa: SLF001 - both as in fsdp.torch_private, which is not below
+        backward = torch._C._current_graph_task_id()  # noqa: SLF001 - both as in engine.torch_private, which is not below
         if backward != self._backward:
             self._backward = backward
             torch.autograd.Variable._execution_engine.queue_callback(self._compare)  # type: ignore[attr-defined]  # noqa: SLF001
@@ -137,7 +137,7 @@ def _norm_and_sum(gradient: Tensor) -> tuple[float, float]:
 
 
 class _FirstCall:
-    """Forward hook of a module: the parameters that autograd knows are there only while it runs (``fsdp.unit``)."""
+    """Forward hook of a module: the parameters that autograd knows are there only while it runs (``engine.unit``)."""
 
     def __init__(self, copies: Copies, path: str, names: Sequence[str]) -> None:
         self.handle: RemovableHandle | None = None

@@ -1,6 +1,6 @@
 """Tools for tests of distributed code. Nothing else in shardwise imports this package."""
 
-from shardwise.recipe.storage import StorageCount
+from shardwise.measure.storage import StorageCount
 from shardwise.testing.forget import forget_declaration, forget_notices
 from shardwise.testing.oracle import Comparison, Mean, Waiting, compare_with_one_process, same_bits, train_step
 from shardwise.testing.probe import Probe, Shard, UnitView, checks, optimizer_state, part_of, probe

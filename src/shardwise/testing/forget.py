@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import torch
 
-from shardwise.fsdp import notice, optimizer
+from shardwise.engine import notice
+from shardwise.optim import checks
 
 
 def forget_notices() -> None:
@@ -14,4 +15,4 @@ def forget_notices() -> None:
 
 def forget_declaration(optimizer_class: type[torch.optim.Optimizer]) -> None:
     """Take ``sw.declare_elementwise`` or ``sw.declare_granularity`` of a class back."""
-    del optimizer._NEEDS[optimizer_class]  # noqa: SLF001
+    del checks._NEEDS[optimizer_class]  # noqa: SLF001

@@ -40,11 +40,11 @@ import torch
 from torch import Tensor, nn
 
 import shardwise as sw
-from shardwise.fsdp import torch_private
-from shardwise.fsdp.attach import attachment_of
-from shardwise.fsdp.optimizer import needed_by
-from shardwise.fsdp.view import memory_order
-from shardwise.recipe.batch import LossFn, forward_loss, split_batch
+from shardwise.engine import torch_private
+from shardwise.engine.attach import attachment_of
+from shardwise.engine.batch import LossFn, forward_loss, split_batch
+from shardwise.engine.view import memory_order
+from shardwise.optim.checks import needed_by
 from shardwise.spec.exact import Tolerance
 from shardwise.spec.granularity import row_numel
 from shardwise.testing.probe import Probe, Shard, checks, optimizer_state, probe

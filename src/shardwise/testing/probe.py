@@ -23,24 +23,24 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from shardwise.fsdp import debug
-from shardwise.fsdp.attach import runtime_of
-from shardwise.fsdp.flat import states_by_name
-from shardwise.fsdp.group import Group
-from shardwise.fsdp.held import held_bytes
-from shardwise.fsdp.optimizer_state import optimizer_extents
-from shardwise.fsdp.order import units_in
-from shardwise.fsdp.state import HeldValues, owned_extents
-from shardwise.fsdp.summary import predict, predict_activations, predict_trace, unit_shapes
-from shardwise.fsdp.unit import State, Unit
-from shardwise.fsdp.view import memory_order
-from shardwise.fsdp.waiting import WaitingGradient
-from shardwise.recipe.pipelined import pipelined_of
+from shardwise.api.summary import predict, predict_activations, predict_trace, unit_shapes
+from shardwise.engine.attach import runtime_of
+from shardwise.engine.group import Group
+from shardwise.engine.order import units_in
+from shardwise.engine.unit import State, Unit
+from shardwise.engine.view import memory_order
+from shardwise.features import debug
+from shardwise.features.waiting_gradient import WaitingGradient
+from shardwise.optim.flat_parameters import states_by_name
+from shardwise.pipeline.pipelined import pipelined_of
 from shardwise.spec.extent import Extent
+from shardwise.spec.memory.activations import Activations
 from shardwise.spec.placement import Placements
 from shardwise.spec.slice import Slice
-from shardwise.spec.trace import Collective, UnitShape
-from shardwise.spec.waiting import Activations
+from shardwise.spec.traffic.data import Collective, UnitShape
+from shardwise.state.held import held_bytes
+from shardwise.state.model import HeldValues, owned_extents
+from shardwise.state.optimizer import optimizer_extents
 from shardwise.tensor.apply import take
 
 #: Inside ``with checks():`` what is released is filled with NaN and saved tensors are checked in every step. Slow.
@@ -126,7 +126,7 @@ class UnitView:
 
     @property
     def state(self) -> str:
-        """``sharded``, ``unsharding`` (its gather is under way), ``unsharded``, ... (``fsdp.unit.State``)."""
+        """``sharded``, ``unsharding`` (its gather is under way), ``unsharded``, ... (``engine.unit.State``)."""
         return str(self._unit.state)
 
     @property

@@ -8,8 +8,8 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from shardwise.fsdp import attach
-from shardwise.recipe.pipelined import Call, pipelined_of
+from shardwise.engine import attach
+from shardwise.pipeline.pipelined import Call, pipelined_of
 from shardwise.train.build import Loss
 from shardwise.train.check import Batch
 from shardwise.train.control import Control

@@ -12,8 +12,8 @@ from torch.nn import functional as F
 
 import shardwise as sw
 from shardwise.checkpoint.weights import WeightFiles
-from shardwise.fsdp.attach import attachment_of
-from shardwise.fsdp.notice import tell_once
+from shardwise.engine.attach import attachment_of
+from shardwise.engine.notice import tell_once
 from shardwise.spec.errors import StateError
 from shardwise.train.check import Resolved
 from shardwise.train.config import Config, OptimizerSection

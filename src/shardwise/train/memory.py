@@ -13,7 +13,7 @@ from typing import Self
 
 import torch
 
-from shardwise.recipe.storage import StorageCount
+from shardwise.measure.storage import StorageCount
 
 
 class PeakTensorBytes:

@@ -3,8 +3,8 @@
 What the engine holds follows from its layout (``sw.summary(model).footprint``). Activations are found by running one
 microbatch forward and backward on fake tensors, where nothing is computed and nothing allocated, and following what
 would be held; those of pipelines, and where buffers are not kept, by a dry run of a whole step. A gradient is let go
-of as soon as it is complete: the engine's part counts it, and ``spec.waiting`` those that wait for the end of their
-unit's backward.
+of as soon as it is complete: the engine's part counts it, and ``spec.memory.activations`` those that wait for the end
+of their unit's backward.
 """
 
 from __future__ import annotations
@@ -18,19 +18,20 @@ from torch import Tensor, nn
 # Plain meta tensors will not do: attention chooses another kernel for them, which saves other tensors.
 from torch._subclasses.fake_tensor import FakeTensorMode
 
+from shardwise.api import data_parallel, summary
+from shardwise.api.dry_run import dry_run
 from shardwise.comm.record import RecordComm
 from shardwise.context.apply import divide_sequences
+from shardwise.engine import attach
+from shardwise.engine.wrap import find_units
 from shardwise.expert.apply import apply_experts
 from shardwise.expert.find import find_mixtures
-from shardwise.fsdp import attach, recompute, summary
-from shardwise.fsdp.average import ExponentialMovingAverage
-from shardwise.fsdp.wrap import find_units
-from shardwise.recipe import data_parallel
-from shardwise.recipe.activations import cut_alone, measure_activations
-from shardwise.recipe.dry_run import dry_run
-from shardwise.recipe.storage import StorageCount
+from shardwise.features import recompute
+from shardwise.measure.activations import cut_alone, measure_activations
+from shardwise.measure.storage import StorageCount
+from shardwise.optim.average import ExponentialMovingAverage
 from shardwise.spec.errors import ShardwiseError
-from shardwise.spec.waiting import Activations
+from shardwise.spec.memory.activations import Activations
 from shardwise.train.build import build_model, logits_loss, loss_of
 from shardwise.train.check import Resolved
 from shardwise.train.control import Control

@@ -10,7 +10,7 @@ import torch
 from torch import nn
 
 import shardwise as sw
-from shardwise.recipe.parity import ParityReport
+from shardwise.api.parity import ParityReport
 from shardwise.train.alternatives import under_strategies
 from shardwise.train.batch import to_tensors
 from shardwise.train.build import build_model, build_optimizer, parameter_groups

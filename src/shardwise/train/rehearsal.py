@@ -20,7 +20,7 @@ def rehearse(resolved: Resolved, world_size: int, local_size: int | None = None)
         return
     import torch
 
-    from shardwise.recipe.dry_run import rehearse as apply
+    from shardwise.api.dry_run import rehearse as apply
     from shardwise.train.build import build_model
 
     try:

@@ -15,14 +15,14 @@ from torch import Tensor, nn
 
 import shardwise as sw
 from shardwise.comm.dtype import dtype_name
-from shardwise.comm.exit import note_exit
-from shardwise.comm.launch import World, init_process_group, shutdown
 from shardwise.comm.open import open_comms
-from shardwise.fsdp import attach
-from shardwise.fsdp.scaler import needs_scaler
-from shardwise.recipe.pipelined import pipelined_of
+from shardwise.engine import attach
+from shardwise.launch.exit_codes import note_exit
+from shardwise.launch.world import World, init_process_group, shutdown
+from shardwise.optim.scaler import needs_scaler
+from shardwise.pipeline.pipelined import pipelined_of
 from shardwise.spec.errors import ConfigError, ShardwiseError, StorageError
-from shardwise.spec.units import size
+from shardwise.spec.text import size
 from shardwise.train import random_state, rundir
 from shardwise.train.batch import evaluate, held_out_samples, to_tensors
 from shardwise.train.build import build_optimizer, call_of, defer_model, loss_of, parameter_groups, set_lr

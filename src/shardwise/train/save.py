@@ -11,7 +11,7 @@ from torch import nn
 
 import shardwise as sw
 from shardwise.checkpoint import CHECKPOINTS, open_checkpoint, publish_latest, retain, step_directory
-from shardwise.fsdp.average import ExponentialMovingAverage
+from shardwise.optim.average import ExponentialMovingAverage
 from shardwise.spec.errors import CheckpointError, StorageError
 from shardwise.train import random_state
 from shardwise.train.control import Control

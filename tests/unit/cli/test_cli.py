@@ -110,7 +110,7 @@ def test_mistakes_end_with_78_in_one_block_and_start_nothing(
 def test_parity_finds_a_mesh_that_is_none_before_it_starts_a_process(
     capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("shardwise.comm.elastic.launch", lambda *_, **__: pytest.fail("workers were started"))
+    monkeypatch.setattr("shardwise.launch.elastic.launch", lambda *_, **__: pytest.fail("workers were started"))
     assert main(["parity", "--nproc", "2", "--strategies", "zero3,data_parallel"]) == 78
     assert "runs replicas in one process, but the world has 2" in capsys.readouterr().err
 

@@ -5,9 +5,9 @@ import signal
 
 import pytest
 
-from shardwise.comm.elastic import _can_restart, _find_cause
-from shardwise.comm.exit import ExitNote, clear_exit_notes, note_exit, read_exit_notes
-from shardwise.comm.worker import _Tee
+from shardwise.launch.elastic import _can_restart, _find_cause
+from shardwise.launch.exit_codes import ExitNote, clear_exit_notes, note_exit, read_exit_notes
+from shardwise.launch.worker import _Tee
 
 CLOSED = "RuntimeError: Connection closed by peer [127.0.0.1]:1234"
 

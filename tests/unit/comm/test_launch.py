@@ -4,7 +4,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from shardwise.comm.launch import World, expand_nodelist, read_world
+from shardwise.launch.world import World, expand_nodelist, read_world
 from shardwise.spec.errors import ConfigError, MeshError
 
 TORCHRUN = {

@@ -7,7 +7,7 @@ import torch
 from torch import nn
 from torch.nn import functional as F
 
-from shardwise.pipeline.marks import Marks
+from shardwise.pipeline.taint import Marks
 from shardwise.spec.errors import PlanError, StateError
 from tests.unit.pipeline.test_stages import call, check, split, train
 

@@ -10,11 +10,11 @@ import torch
 from torch import nn
 
 import shardwise as sw
+from shardwise.api.train_step import forward_loss
 from shardwise.pipeline.element import sketch
+from shardwise.pipeline.pipelined import find_stages
 from shardwise.pipeline.split import StandIn, drop_foreign
 from shardwise.pipeline.stage import Stages
-from shardwise.recipe.pipelined import find_stages
-from shardwise.recipe.step import forward_loss
 from shardwise.spec.errors import PlanError, StateError
 from shardwise.spec.schedule import PipelinePolicy
 

@@ -8,7 +8,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from shardwise.spec.footprint import (
+from shardwise.spec.granularity import TENSOR
+from shardwise.spec.layout import GroupLayout, ParamSpec
+from shardwise.spec.memory.footprint import (
     Footprint,
     GroupShape,
     footprint,
@@ -16,8 +18,6 @@ from shardwise.spec.footprint import (
     reduce_bytes,
     size_class,
 )
-from shardwise.spec.granularity import TENSOR
-from shardwise.spec.layout import GroupLayout, ParamSpec
 from shardwise.spec.placement import PRESETS
 
 #: Elements of the root and of each block of the even model: multiples of 64 for up to 64 ranks.

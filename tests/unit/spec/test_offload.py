@@ -9,8 +9,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from shardwise.spec.errors import PlanError
-from shardwise.spec.footprint import GroupShape, footprint
 from shardwise.spec.layout import GroupLayout, ParamSpec
+from shardwise.spec.memory.footprint import GroupShape, footprint
 from shardwise.spec.offload import OffloadPolicy, check_offload, choose, offload_policy
 from shardwise.spec.placement import PRESETS
 from shardwise.spec.plan import ParallelPlan

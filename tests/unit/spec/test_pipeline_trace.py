@@ -8,7 +8,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from shardwise.spec.schedule import SCHEDULES, build
-from shardwise.spec.schedule.traffic import CrossingBytes, Traffic, messages, step_traffic
+from shardwise.spec.traffic.pipeline import CrossingBytes, Traffic, messages, step_traffic
 
 shapes = st.builds(CrossingBytes, st.integers(1, 100), st.booleans())
 

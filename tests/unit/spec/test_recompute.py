@@ -7,12 +7,12 @@ import dataclasses
 import pytest
 
 from shardwise.spec.errors import PlanError
-from shardwise.spec.footprint import GroupShape, gathered_bytes
 from shardwise.spec.layout import GroupLayout, ParamSpec
+from shardwise.spec.memory.footprint import GroupShape, gathered_bytes
 from shardwise.spec.placement import PRESETS
 from shardwise.spec.plan import ParallelPlan
 from shardwise.spec.recompute import OPERATOR_FAMILIES, RecomputePolicy, recompute_policy
-from shardwise.spec.trace import UnitShape, step_trace
+from shardwise.spec.traffic.data import UnitShape, step_trace
 from shardwise.spec.wrap import WrapByName, wrap_by_class, wrap_by_name
 
 

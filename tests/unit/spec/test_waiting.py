@@ -6,11 +6,11 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from shardwise.spec.footprint import GroupShape
 from shardwise.spec.layout import GroupLayout, ParamSpec
+from shardwise.spec.memory.activations import Activations, backward_bytes
+from shardwise.spec.memory.footprint import GroupShape
 from shardwise.spec.placement import PRESETS
-from shardwise.spec.trace import UnitShape
-from shardwise.spec.waiting import Activations, backward_bytes
+from shardwise.spec.traffic.data import UnitShape
 
 EAGER = 1 << 18
 

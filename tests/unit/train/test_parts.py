@@ -16,7 +16,7 @@ from torch import nn
 
 from shardwise.models.shape import PRESETS
 from shardwise.spec.errors import CheckpointError
-from shardwise.spec.units import size
+from shardwise.spec.text import size
 from shardwise.train import random_state
 from shardwise.train.build import build_model, build_optimizer, loss_of, parameter_groups, set_lr
 from shardwise.train.check import resolve

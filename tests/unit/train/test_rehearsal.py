@@ -18,7 +18,7 @@ def _never_launched(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     def launch(*_args: object, **_options: object) -> int:
         raise AssertionError("a process would have been started")
 
-    monkeypatch.setattr("shardwise.comm.elastic.launch", launch)
+    monkeypatch.setattr("shardwise.launch.elastic.launch", launch)
     monkeypatch.chdir(tmp_path)
     (tmp_path / "run.yaml").write_text(GOOD)
 

@@ -11,9 +11,10 @@ import torch
 from torch import Tensor
 
 import shardwise as sw
-from shardwise.fsdp import attach, summary
-from shardwise.recipe.activations import measure_activations
-from shardwise.spec.waiting import Activations
+from shardwise.api import summary
+from shardwise.engine import attach
+from shardwise.measure.activations import measure_activations
+from shardwise.spec.memory.activations import Activations
 from shardwise.train.compare.count import TensorCount
 from shardwise.train.compare.engine import Engine
 from shardwise.train.compare.request import OURS, Entrant

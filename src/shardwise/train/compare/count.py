@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass, is_traceable_wrapper_subclass_type
 
-from shardwise.recipe.storage import StorageCount
+from shardwise.measure.storage import StorageCount
 
 
 class TensorCount(StorageCount):

@@ -8,8 +8,8 @@ import torch
 from torch import Tensor, nn
 
 import shardwise as sw
-from shardwise.fsdp.wrap import find_units
-from shardwise.recipe import data_parallel
+from shardwise.api import data_parallel
+from shardwise.engine.wrap import find_units
 from shardwise.spec.wrap import WrapPolicy
 from shardwise.train.compare.peer import BUILDS
 from shardwise.train.compare.request import OURS, Entrant

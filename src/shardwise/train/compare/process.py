@@ -26,8 +26,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from shardwise.comm.launch import init_process_group, read_world, shutdown
-from shardwise.comm.process import die_with_parent
+from shardwise.launch.process import die_with_parent
+from shardwise.launch.world import init_process_group, read_world, shutdown
 from shardwise.spec.errors import ShardwiseError
 from shardwise.train.compare import deepspeed
 from shardwise.train.compare.audit import AUDIT_STEPS, audit

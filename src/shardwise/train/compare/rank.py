@@ -16,8 +16,8 @@ import sys
 from pathlib import Path
 from typing import Any
 
-from shardwise.comm.exit import note_exit
-from shardwise.comm.launch import RENDEZVOUS_DIR
+from shardwise.launch.exit_codes import note_exit
+from shardwise.launch.world import RENDEZVOUS_DIR
 from shardwise.spec.errors import ShardwiseError
 from shardwise.train.compare.request import Request, turns
 

@@ -181,7 +181,7 @@ def _against_others(entrants: Sequence[Entrant], index: int, marks: Sequence[Seq
 
 
 def predicted_bytes(checks: Sequence[Mapping[str, Any]]) -> int | None:
-    """The layout's bytes, and those of activations and waiting gradients (``spec.waiting``), on the fullest rank."""
+    """The layout's bytes and those of activations and waiting gradients (``spec.memory``), on the fullest rank."""
     totals = [sum(categories.values()) for check in checks if (categories := _categories(check)) is not None]
     return max(totals) if len(totals) == len(checks) else None
 

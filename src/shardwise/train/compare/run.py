@@ -7,7 +7,7 @@ import shutil
 import tempfile
 from pathlib import Path
 
-from shardwise.comm.elastic import launch
+from shardwise.launch.elastic import launch
 from shardwise.spec.errors import ShardwiseError
 from shardwise.train.compare.machine import machine_facts
 from shardwise.train.compare.request import Request

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from statistics import median
 from typing import Any
 
-from shardwise.spec.units import size
+from shardwise.spec.text import size
 from shardwise.train.compare.request import OURS
 from shardwise.train.compare.result import LOSS_TOLERANCE, Result
 from shardwise.train.text import printable

@@ -1,0 +1,477 @@
+"""The baseline that the field started from: one process, one thread per device, as ``torch.nn.DataParallel``.
+
+Each forward scatters the batch, replicates the parameters to the devices, runs the replicas, and gathers their outputs.
+Backward adds the replicas' gradients up, in their order, on the parameters of the first device. All of it goes through
+one process and one interpreter, and parameters travel in every step: ``ddp`` with one process per device is faster.
+
+A step makes five exchanges, and ``sw.record_collectives`` shows them (axis ``devices``). The first device is at one end
+of each:
+
+=============  ===========================  ===============================================
+event          unit                         the first device
+=============  ===========================  ===============================================
+``scatter``    ``inputs``                   sends each replica its part
+``broadcast``  ``parameters``, ``buffers``  sends them to every replica
+``gather``     ``outputs``                  receives those of every replica
+``scatter``    ``gradients of outputs``     sends each replica its own
+``reduce``     ``gradients``                receives and adds those of every replica
+=============  ===========================  ===============================================
+
+The first device also computes what the program makes of the outputs (a loss outside of the model), holds the gradients
+and the optimizer's state, and makes the optimizer's step. The others hold copied parameters from forward to backward.
+
+On one device several replicas run one after the other: that shows the mechanism where there is no second device, and
+numbers do not depend on threads.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import threading
+import weakref
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from shardwise.comm.base import CollectiveEvent, Recorder
+from shardwise.engine import attach, torch_private
+from shardwise.spec.errors import PlanError, StateError
+from shardwise.spec.uncopyable import Uncopyable
+
+#: Replicas on a machine without GPUs, where nobody says how many.
+CPU_REPLICAS = 2
+
+Devices = Sequence[torch.device | str | int]
+
+
+class DataParallel(nn.Module):
+    """Runs ``module`` on parts of a batch, one per device.
+
+    Args:
+        module: Its parameters and buffers are on the first device.
+        devices: By default all GPUs, or the CPU twice. One thread runs the replicas of one device, in order.
+        dim: Along which tensors are cut, and outputs joined. Tensors without dimensions, and everything that is not a
+            tensor, go to every replica as they are; outputs without dimensions are joined to a vector.
+
+    Attributes:
+        module: What was given; ``state_dict()`` has its names below ``module.``.
+
+    Raises:
+        PlanError: A parameter or buffer is not on the first device.
+    """
+
+    def __init__(self, module: nn.Module, devices: Devices | None = None, dim: int = 0) -> None:
+        super().__init__()
+        self.module = module
+        self.devices = _resolve(devices)
+        self.dim = dim
+        _check_placement(module, self.devices[0])
+        self._exchanges = Exchanges()
+        attach.attach_recorder(self, self._exchanges)
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        """The module's outputs on the whole batch, on the first device.
+
+        Raises:
+            Exception: Whatever a replica raised first, in the order of replicas, with a note that names it.
+        """
+        parts = scatter((args, kwargs), len(self.devices), self.dim)
+        outputs = _run_parts(self.module, parts, self.devices, lambda replica: replica, self._exchanges)
+        return gather(outputs, self.devices[0], self.dim, exchanges=self._exchanges)
+
+
+class Exchanges(Recorder):
+    """What passes between the first replica and the others."""
+
+    def __init__(self) -> None:
+        super().__init__("devices")
+
+    def note(self, kind: str, unit: str, tensors: Iterable[Tensor]) -> None:
+        """One event for each dtype of ``tensors``: what the replicas but the first receive or send."""
+        if not self._listeners:
+            return
+        events: dict[torch.dtype, CollectiveEvent] = {}
+        for tensor in tensors:
+            if tensor.dtype not in events:
+                events[tensor.dtype] = self._event(kind, unit, tensor)
+            events[tensor.dtype].sent_bytes += tensor.nbytes
+
+
+def _run_parts(
+    model: nn.Module,
+    parts: Sequence[Any],
+    devices: Sequence[torch.device],
+    call: Callable[[nn.Module], Any],
+    exchanges: Exchanges,
+) -> list[Any]:
+    """Each part by what ``call`` makes of a replica of its own; the outputs."""
+    devices = devices[: len(parts)]
+    parts = [_moved(part, device) for part, device in zip(parts, devices, strict=True)]
+    exchanges.note("scatter", "inputs", _tensors(parts[1:]))
+    for tensor in _tensors(parts[1:]):
+        if tensor.requires_grad and tensor.dim():
+            tensor.register_hook(lambda grad: exchanges.note("gather", "gradients of inputs", [grad]))
+    replicas = replicate(model, devices, exchanges)
+    outputs = _run([_Job(call(replica), *part) for replica, part in zip(replicas, parts, strict=True)], devices)
+    _keep_buffers(model, replicas[0])
+    exchanges.note("gather", "outputs", _tensors(outputs[1:]))
+    return outputs
+
+
+def install(model: nn.Module, devices: Devices | None = None) -> str:
+    """Have ``model`` itself, whose parameters the engine holds, run as replicas.
+
+    Outputs without dimensions are averaged over the samples of the replicas, as a mean over the whole batch.
+
+    Returns:
+        A line for the model's summary: which device does what.
+
+    Raises:
+        PlanError: As :class:`DataParallel`.
+    """
+    resolved = _resolve(devices)
+    _check_placement(model, resolved[0])
+    exchanges = Exchanges()
+    attach.attach_recorder(model, exchanges)
+    model.__dict__["forward"] = _ReplicatedForward(model, resolved, exchanges)
+    return (
+        f"replicas on {', '.join(map(str, resolved))}: the first device keeps the parameters, gradients and optimizer"
+        " state, sends inputs and parameters, receives outputs, adds the gradients of all replicas and makes the"
+        " optimizer's step; the others only run forward and backward of their part"
+    )
+
+
+class _ReplicatedForward(Uncopyable):
+    """Stands for ``model.forward``."""
+
+    def __init__(self, model: nn.Module, devices: tuple[torch.device, ...], exchanges: Exchanges) -> None:
+        self._model = weakref.ref(model)
+        self._devices = devices
+        self._exchanges = exchanges
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        model = self._model()
+        assert model is not None
+        parts = scatter((args, kwargs), len(self._devices), 0)
+        outputs = _run_parts(model, parts, self._devices, _Unhooked, self._exchanges)
+        return gather(outputs, self._devices[0], 0, samples=_samples(parts), exchanges=self._exchanges)
+
+
+class _Unhooked:
+    """A replica's forward without the hooks of the model: those have run around the whole."""
+
+    def __init__(self, replica: nn.Module) -> None:
+        replica.__dict__.pop("forward", None)  # this file's own
+        self._replica = replica
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        return self._replica.forward(*args, **kwargs)
+
+
+def _samples(parts: Sequence[Any]) -> list[int]:
+    """How many samples each part has; none where its tensors do not agree and the parts are not alike."""
+    sizes = [{tensor.shape[0] for tensor in _tensors(part) if tensor.dim()} for part in parts]
+    if all(each == sizes[0] for each in sizes):
+        return [1] * len(parts)
+    return [each.pop() for each in sizes] if all(len(each) == 1 for each in sizes) else []
+
+
+def _resolve(devices: Devices | None) -> tuple[torch.device, ...]:
+    if devices is None:
+        count = torch.cuda.device_count() if torch.cuda.is_available() else 0
+        devices = [torch.device("cuda", index) for index in range(count)] or ["cpu"] * CPU_REPLICAS
+    if not devices:
+        raise PlanError("DataParallel(devices=[]): expected at least one.\n  Name devices, or leave it out.")
+    return tuple(torch.device("cuda", each) if isinstance(each, int) else torch.device(each) for each in devices)
+
+
+def _check_placement(module: nn.Module, first: torch.device) -> None:
+    for name, tensor in (*module.named_parameters(), *module.named_buffers()):
+        if not _is_at(tensor, first):
+            raise PlanError(
+                f"DataParallel: {name!r} is on {tensor.device}, the first device is {first}.\n"
+                f"  Call module.to({str(first)!r}) first."
+            )
+
+
+# -- parameters
+
+
+def replicate(module: nn.Module, devices: Sequence[torch.device], exchanges: Exchanges) -> list[nn.Module]:
+    """Shallow copies of ``module``, with parameters that pass their gradients on to its own.
+
+    A parameter is copied to every other device, and shared on its own. Buffers of the first replica are the module's.
+    """
+    modules = list(module.modules())
+    places = {id(each): place for place, each in enumerate(modules)}
+    parameters = {id(p): p for each in modules for p in torch_private.parameters_of(each).values() if p is not None}
+    spread = _Spread.apply(tuple(devices), exchanges, *parameters.values()) if parameters else ()
+    count = len(parameters)
+    exchanges.note("broadcast", "parameters", spread[count:])
+    replicas = []
+    copied: list[Tensor] = []
+    for index, device in enumerate(devices):
+        here = dict(zip(parameters, spread[index * count : (index + 1) * count], strict=True))
+        copies = [torch_private.replica_of(each) for each in modules]
+        buffers: dict[int, Tensor] = {}
+        for each, copy in zip(modules, copies, strict=True):
+            for name, child in torch_private.children_of(each).items():
+                torch_private.children_of(copy)[name] = copies[places[id(child)]] if child is not None else None
+            for name, parameter in torch_private.parameters_of(each).items():
+                if parameter is None:
+                    torch_private.parameters_of(copy)[name] = None
+                else:
+                    setattr(copy, name, here[id(parameter)])
+            for name, buffer in torch_private.buffers_of(each).items():
+                if index and buffer is not None:  # what a replica writes there is its own
+                    if id(buffer) not in buffers:
+                        buffers[id(buffer)] = buffer.detach().to(device, copy=True)
+                    torch_private.buffers_of(copy)[name] = buffers[id(buffer)]
+        copied += buffers.values()
+        replicas.append(copies[0])
+    exchanges.note("broadcast", "buffers", copied)
+    return replicas
+
+
+class _Spread(torch.autograd.Function):
+    """From parameters to one of each per device; back, the sum of their gradients in the order of devices."""
+
+    @staticmethod
+    def forward(
+        ctx: Any, devices: tuple[torch.device, ...], exchanges: Exchanges, *parameters: Tensor
+    ) -> tuple[Tensor, ...]:
+        ctx.exchanges = exchanges
+        ctx.homes = [parameter.device for parameter in parameters]
+        ctx.set_materialize_grads(False)
+        fixed = [i for i, parameter in enumerate(parameters) if not parameter.requires_grad]
+        spread = [p.view_as(p) if _is_at(p, device) else p.to(device) for device in devices for p in parameters]
+        ctx.mark_non_differentiable(*(spread[k * len(parameters) + i] for k in range(len(devices)) for i in fixed))
+        return tuple(spread)
+
+    @staticmethod
+    def backward(ctx: Any, *grad_outputs: Any) -> tuple[Tensor | None, ...]:
+        count = len(ctx.homes)
+        ctx.exchanges.note("reduce", "gradients", (grad for grad in grad_outputs[count:] if grad is not None))
+        sums: list[Tensor | None] = []
+        for index, home in enumerate(ctx.homes):
+            total = None
+            for grad in grad_outputs[index::count]:
+                if grad is not None:
+                    total = grad.to(home) if total is None else total + grad.to(home)
+            sums.append(total)
+        return (None, None, *sums)
+
+
+def _is_at(tensor: Tensor, device: torch.device) -> bool:
+    """The CPU is one device, whatever number it is given."""
+    return tensor.device.type == device.type == "cpu" or tensor.device == device
+
+
+def _keep_buffers(module: nn.Module, replica: nn.Module) -> None:
+    """A buffer that the first replica has replaced, instead of writing to it, is the module's as well."""
+    for own, copy in zip(module.modules(), replica.modules(), strict=True):
+        torch_private.buffers_of(own).update(torch_private.buffers_of(copy))
+
+
+# -- running
+
+
+class _Job:
+    """One replica's call, and what came of it."""
+
+    def __init__(self, call: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> None:
+        self.call, self.args, self.kwargs = call, args, kwargs
+        self.output: Any = None
+        self.error: Exception | None = None
+
+    def run(self) -> None:
+        try:
+            self.output = self.call(*self.args, **self.kwargs)
+        except Exception as error:  # noqa: BLE001 - raised again where the caller is
+            self.error = error
+
+
+def _run(jobs: Sequence[_Job], devices: Sequence[torch.device]) -> list[Any]:
+    """Run every job, those of one device in order, devices side by side; returns the outputs."""
+    context = _Context(devices[0].type)
+    by_device: dict[torch.device, list[_Job]] = {}
+    for device, job in zip(devices, jobs, strict=True):
+        by_device.setdefault(device, []).append(job)
+
+    def work(device: torch.device, mine: Sequence[_Job]) -> None:
+        with context.again(device):
+            for job in mine:
+                job.run()
+
+    if len(by_device) == 1:
+        work(devices[0], jobs)
+    else:
+        threads = [threading.Thread(target=work, args=pair) for pair in by_device.items()]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join()
+    for place, (device, job) in enumerate(zip(devices, jobs, strict=True)):
+        if job.error is not None:
+            job.error.add_note(f"in replica {place} of {len(jobs)}, on {device}")
+            raise job.error
+    return [job.output for job in jobs]
+
+
+class _Context:
+    """What of the caller's state belongs to a thread, and has to be set in another."""
+
+    def __init__(self, device_type: str) -> None:
+        self._grad = torch.is_grad_enabled()
+        self._type = device_type
+        self._autocast = torch.is_autocast_enabled(device_type)
+        self._dtype = torch.get_autocast_dtype(device_type)
+
+    @contextlib.contextmanager
+    def again(self, device: torch.device) -> Iterator[None]:
+        """The same state, on ``device``."""
+        with contextlib.ExitStack() as stack:
+            if device.type == "cuda":
+                stack.enter_context(torch.cuda.device(device))
+            stack.enter_context(torch.set_grad_enabled(self._grad))
+            stack.enter_context(
+                torch.autocast(self._type, dtype=self._dtype, enabled=self._autocast, cache_enabled=False)
+            )
+            yield
+
+
+# -- batches
+
+
+def scatter(value: tuple[tuple[Any, ...], Mapping[str, Any]], count: int, dim: int) -> list[Any]:
+    """``value`` in at most ``count`` parts: as many as its tensors give when they are cut as evenly as can be.
+
+    Raises:
+        StateError: Its tensors give different numbers of parts.
+    """
+    counts = {len(tensor.chunk(count, dim)) for tensor in _tensors(value) if tensor.dim()}
+    if len(counts) > 1:
+        shapes = ", ".join(str(list(tensor.shape)) for tensor in _tensors(value))
+        raise StateError(
+            f"DataParallel: the batch's tensors {shapes} cannot be cut into as many parts along dim {dim}.\n"
+            "  Give them the same number of samples."
+        )
+    num_parts = counts.pop() if counts else 1
+    return [_part(value, place, num_parts, count, dim) for place in range(num_parts)]
+
+
+def _tensors(value: Any) -> Iterator[Tensor]:
+    if isinstance(value, Tensor):
+        yield value
+    for part in _items(value):
+        yield from _tensors(part)
+
+
+def _items(value: Any) -> Sequence[Any]:
+    if isinstance(value, Mapping):
+        return list(value.values())
+    if isinstance(value, (tuple, list)):
+        return value
+    if dataclasses.is_dataclass(value) and not isinstance(value, type):
+        return [getattr(value, field.name) for field in dataclasses.fields(value)]
+    return ()
+
+
+def _rebuilt(like: Any, items: Sequence[Any]) -> Any:
+    """``items`` in a container like ``like``."""
+    if isinstance(like, Mapping):
+        kind: Any = type(like)
+        return kind(dict(zip(like, items, strict=True)))
+    if isinstance(like, (tuple, list)):
+        return type(like)(*items) if hasattr(like, "_fields") else type(like)(items)
+    names = [field.name for field in dataclasses.fields(like)]
+    return dataclasses.replace(like, **dict(zip(names, items, strict=True)))
+
+
+def _part(value: Any, place: int, num_parts: int, count: int, dim: int) -> Any:
+    if isinstance(value, Tensor):
+        return value.chunk(count, dim)[place] if value.dim() else value
+    items = _items(value)
+    if not items:
+        return value
+    return _rebuilt(value, [_part(item, place, num_parts, count, dim) for item in items])
+
+
+def _moved(value: Any, device: torch.device) -> Any:
+    """``value`` with its tensors on ``device``."""
+    if isinstance(value, Tensor):
+        return value if _is_at(value, device) else value.to(device)
+    items = _items(value)
+    return _rebuilt(value, [_moved(item, device) for item in items]) if items else value
+
+
+def gather(
+    outputs: Sequence[Any],
+    device: torch.device,
+    dim: int,
+    *,
+    samples: Sequence[int] | None = None,
+    exchanges: Exchanges | None = None,
+) -> Any:
+    """The replicas' outputs as one, on ``device``.
+
+    Args:
+        outputs: Of the replicas, in order.
+        device: Where the result is.
+        dim: Along which tensors are joined.
+        samples: Of each replica: numbers without dimensions are averaged over them. ``None`` joins these to a vector.
+        exchanges: Learns of the gradients that backward sends to the replicas.
+
+    Raises:
+        StateError: They do not have the same form, or the numbers of samples are needed and not known (``samples`` is
+            empty).
+    """
+    first = outputs[0]
+    if any(type(output) is not type(first) for output in outputs):
+        names = ", ".join(type(output).__name__ for output in outputs)
+        raise StateError(f"DataParallel: the replicas gave {names}.\n  Let every replica give the same form.")
+    if isinstance(first, Tensor):
+        joined = _join([output.to(device) for output in outputs], dim, samples)
+        if exchanges is not None and joined.requires_grad and len(outputs) > 1:
+            _note_gradients(exchanges, joined, outputs)
+        return joined
+    columns = [list(_items(output)) for output in outputs]
+    if not columns[0]:
+        return first if all(output == first for output in outputs) else list(outputs)
+    if len({len(column) for column in columns}) > 1:
+        raise StateError("DataParallel: the replicas gave containers of different lengths.\n  Let them give the same.")
+    return _rebuilt(
+        first, [gather(row, device, dim, samples=samples, exchanges=exchanges) for row in zip(*columns, strict=True)]
+    )
+
+
+def _join(values: list[Tensor], dim: int, samples: Sequence[int] | None) -> Tensor:
+    if values[0].dim():
+        return torch.cat(values, dim)
+    return torch.stack(values) if samples is None or not values[0].is_floating_point() else _mean(values, samples)
+
+
+def _note_gradients(exchanges: Exchanges, joined: Tensor, outputs: Sequence[Tensor]) -> None:
+    """Have backward note what it sends to the replicas that gave ``outputs[1:]``."""
+    shapes = [output.shape for output in outputs[1:]]
+    joined.register_hook(
+        lambda grad: exchanges.note(
+            "scatter", "gradients of outputs", (grad.new_empty(s, device="meta") for s in shapes)
+        )
+    )
+
+
+def _mean(values: Sequence[Tensor], samples: Sequence[int]) -> Tensor:
+    if not samples:
+        raise StateError(
+            "DataParallel: the replicas' losses cannot be averaged: the batch is cut unevenly, and its tensors do not"
+            " say how many samples each replica had.\n"
+            "  Give all tensors the same number of samples, or one that the number of devices divides."
+        )
+    stacked = torch.stack(list(values))
+    if len(set(samples)) == 1:
+        return stacked.mean()
+    return (stacked * (stacked.new_tensor(samples) / sum(samples))).sum()

@@ -1,0 +1,102 @@
+"""Dividing a model over the ranks of ``tp``, ``cp`` and ``ep``; what is on meta gets this rank's part of its values."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import TYPE_CHECKING
+
+from torch import Tensor, nn
+
+from shardwise.comm.axes import Comms
+from shardwise.comm.record import RecordComm
+from shardwise.context.apply import divide_sequences
+from shardwise.engine.build import assign_parameters
+from shardwise.expert.apply import apply_experts, own_experts
+from shardwise.expert.find import Mixture, find_mixtures
+from shardwise.init.materialize import Source, fill_parts
+from shardwise.spec.plan import ParallelPlan
+from shardwise.tensor.agreement import Agreement
+from shardwise.tensor.apply import apply_cuts, part_of
+from shardwise.tensor.copies import Copies
+from shardwise.tensor.cut import Cuts, find_cuts
+
+if TYPE_CHECKING:
+    from shardwise.pipeline.pipelined import Pipelined
+
+
+def divide(
+    model: nn.Module,
+    plan: ParallelPlan,
+    comms: Comms,
+    units: Mapping[str, nn.Module],
+    *,
+    pipelined: Pipelined | None,
+    source: Source | None,
+) -> list[str]:
+    """Leave this rank's parts of parameters in ``model``, in place, with forwards that talk to the other ranks.
+
+    Args:
+        model: Whole.
+        plan: What to divide.
+        comms: Of this rank.
+        units: Of the whole model.
+        pipelined: Its stages, which are still all there.
+        source: Of the values of what is on meta.
+
+    Returns:
+        What a summary should say.
+    """
+    notes: list[str] = []
+    tp, cuts = comms.tp, None
+    if tp is not None:
+        cuts = find_cuts(model, plan.tp_plan, tp.size, tp.rank, divides_sequence=plan.sequence_parallel)
+    mixtures = find_mixtures(model, plan.ep, units=units) if plan.routes_tokens else []
+    if source is not None:
+        _fill(model, source, comms, cuts, mixtures, pipelined)
+    if tp is not None and cuts is not None:
+        apply_cuts(model, cuts, tp)
+        if tp.device.type != "meta":
+            Agreement(tp).install(model)
+            Copies(tp).install(model, divides_sequence=plan.sequence_parallel)
+        notes += cuts.notes
+    if comms.cp is not None:
+        multiple = plan.tp if plan.sequence_parallel else 1
+        notes.append(divide_sequences(model, comms.cp, multiple=multiple))
+        if pipelined is not None:
+            alone = RecordComm("cp", rank=comms.cp.rank, size=comms.cp.size, device="meta")
+            divide_sequences(pipelined.sketch, alone, multiple=multiple)
+    if mixtures:
+        place = (0, 1) if tp is None else (tp.rank, tp.size)
+        notes.append(apply_experts(mixtures, comms.ep, plan.expert_capacity, tp=place))
+    return notes
+
+
+def _fill(  # noqa: PLR0917 - all that divides a parameter
+    model: nn.Module,
+    source: Source,
+    comms: Comms,
+    cuts: Cuts | None,
+    mixtures: Sequence[Mixture],
+    pipelined: Pipelined | None,
+) -> None:
+    """Give what is on meta and about to be cut the values of this rank's part of it.
+
+    What is not cut gets its values from the engine, unit by unit, but under tensor parallelism, which may also change
+    how a module would initialise it. What this rank is going to drop gets none.
+    """
+    own = own_experts(mixtures, comms.ep) if comms.ep is not None else {}
+    held = None if pipelined is None else pipelined.held_parameters(model)
+
+    def is_cut(parameter: nn.Parameter) -> bool:
+        rows = own.get(id(parameter), slice(None))
+        is_here = rows is not None and (held is None or id(parameter) in held)
+        return is_here and (cuts is not None or rows != slice(None))
+
+    def part(parameter: nn.Parameter, value: Tensor) -> Tensor:
+        rows = own.get(id(parameter))
+        if rows is not None and rows != slice(None):
+            value = value[rows].clone()
+        return value if cuts is None else part_of(cuts, parameter, value)
+
+    entries = assign_parameters(model, ())[""]
+    fill_parts(source, [entry for entry in entries if is_cut(entry.parameter)], comms.world.device, part)

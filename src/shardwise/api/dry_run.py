@@ -1,0 +1,294 @@
+"""The real engine as one rank of many, without the others: meta tensors, and Comms that only record."""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from shardwise.api.parallelize import apply_plan, check_cuts, check_fresh
+from shardwise.comm.axes import DATA_PARALLEL, Comms, lay_out
+from shardwise.comm.base import CollectiveEvent
+from shardwise.comm.record import RecordComm
+from shardwise.engine import attach, torch_private
+from shardwise.engine.api import gradient_sync, record_collectives
+from shardwise.engine.batch import LossFn, call_model, forward_loss
+from shardwise.engine.wrap import find_units
+from shardwise.measure.meta import FusedAttention, build_on_meta, without_values
+from shardwise.measure.storage import StorageCount
+from shardwise.optim.average import ExponentialMovingAverage
+from shardwise.pipeline.pipelined import pipelined_of
+from shardwise.spec.errors import PlanError, StateError
+from shardwise.spec.mesh import Mesh
+from shardwise.spec.plan import ParallelPlan, check_plan
+from shardwise.spec.schedule.simulate import Durations, simulate
+from shardwise.spec.text import size
+from shardwise.state.held import held_bytes
+
+OptimizerFactory = Callable[[Iterable[nn.Parameter]], torch.optim.Optimizer]
+
+#: What ``optimizer`` may be by name, with torch's own settings.
+OPTIMIZERS: dict[str, OptimizerFactory] = {
+    "adamw": lambda parameters: torch.optim.AdamW(parameters, lr=1e-3),
+    "adam": lambda parameters: torch.optim.Adam(parameters, lr=1e-3),
+    "sgd": lambda parameters: torch.optim.SGD(parameters, lr=1e-3),
+}
+BACKENDS = ("auto", "gloo", "nccl")
+
+
+@dataclass(frozen=True)
+class DryRun:
+    """What one rank would send and hold in a step of the steady state.
+
+    Attributes:
+        events: Every collective of the step, in order.
+        peak_bytes: The most that the device holds at once in forward and backward: the sum of all categories but host.
+        bytes_by_category: ``parameters``, ``gradients``, ``optimizer`` (owned shards only), ``gathered``, ``reduce``
+            (gradient buffers, and with Gloo what sums receive into), ``host`` (what is offloaded), ``average`` (where
+            there is one) and ``activations`` (the most that forward and backward hold besides: what autograd saves and
+            what passes by).
+        rank: Which rank.
+        world_size: Of how many.
+        strategy: The plan's, in words.
+        num_parameters: Of the whole model.
+        bubble_share: With ``pp``: the part of the step's time in which the rank that computes longest waits, where all
+            stages take equally long and messages take no time; ``None`` without a pipeline.
+    """
+
+    events: list[CollectiveEvent]
+    peak_bytes: int
+    bytes_by_category: dict[str, int]
+    rank: int
+    world_size: int
+    strategy: str
+    num_parameters: int
+    bubble_share: float | None = None
+
+    @property
+    def traffic(self) -> dict[str, tuple[int, int]]:
+        """Number of collectives and bytes sent by this rank, by kind, and by axis where that is not ``dp_shard``."""
+        found: dict[str, tuple[int, int]] = {}
+        for event in self.events:
+            what = event.kind if event.axis == "dp_shard" else f"{event.kind} on {event.axis}"
+            count, sent = found.get(what, (0, 0))
+            found[what] = count + 1, sent + event.sent_bytes
+        return found
+
+    @property
+    def sent_bytes(self) -> int:
+        """All bytes that this rank sends in the step."""
+        return sum(event.sent_bytes for event in self.events)
+
+    def __str__(self) -> str:
+        lines = [
+            f"{self.num_parameters:,} parameters, {self.strategy}, rank {self.rank} of {self.world_size}",
+            f"peak {size(self.peak_bytes)}: "
+            + ", ".join(f"{name} {size(held)}" for name, held in self.bytes_by_category.items()),
+        ]
+        lines += [f"{count} x {kind}, {size(sent)} sent by this rank" for kind, (count, sent) in self.traffic.items()]
+        if self.bubble_share is not None:
+            lines.append(f"pipeline bubble {self.bubble_share:.1%} of the step, with stages that take equally long")
+        return "\n".join(lines)
+
+
+def dry_run(
+    build_model: Callable[[], nn.Module],
+    plan: ParallelPlan | None = None,
+    *,
+    world_size: int,
+    rank: int = 0,
+    batch: Any = None,
+    loss_fn: LossFn | None = None,
+    optimizer: str | OptimizerFactory = "adamw",
+    backend: str = "auto",
+    ranks_per_machine: int | None = None,
+    num_microbatches: int | None = None,
+    has_average: bool = False,
+) -> DryRun:
+    """Train a few steps as ``rank`` of ``world_size``, alone and without values; says what is sent and held.
+
+    The engine is the real one: its units, hooks, buffers and order of collectives. Tensors are on ``meta`` and nobody
+    is talked to, so GPT-1T on 1,024 ranks takes seconds and no memory to speak of. Values are not known: a model that
+    branches on them cannot run.
+
+    Args:
+        build_model: Builds the model; called under ``torch.device("meta")``.
+        plan: ``None`` means the defaults.
+        world_size: Ranks of the world to stand in for.
+        rank: Which of them to be.
+        batch: This rank's samples of one microbatch, as for ``sw.train_step``; only shapes and dtypes count. By
+            default, for our GPT, tokens and targets of shape (1, seq_len).
+        loss_fn: As for ``sw.train_step``.
+        optimizer: ``"adamw"``, ``"adam"``, ``"sgd"`` (without momentum), or from parameters to an optimizer.
+        ranks_per_machine: What a group of hybrid sharding is where the plan does not say.
+        backend: ``"nccl"``, ``"gloo"`` (which also holds what its sums receive into), or ``"auto"``: what training on
+            this machine would use.
+        num_microbatches: Forwards and backwards of a step, all but the last under ``sw.gradient_sync(model, False)``;
+            with ``pp`` they go through the pipeline. ``None``: one, with ``pp`` those of ``plan.pipeline``.
+        has_average: A ``sw.ExponentialMovingAverage`` is held as well (category ``average``).
+
+    Returns:
+        Events and bytes of one step of the steady state.
+
+    Raises:
+        PlanError, MeshError: The plan does not fit the world, or is ``data_parallel``; ``batch`` is missing; an unknown
+            optimizer or backend; ``num_microbatches`` below 1.
+        StateError: The model cannot run without values, or holds what cannot be sharded.
+    """
+    plan = plan or ParallelPlan()
+    make_optimizer = _optimizer_factory(optimizer)
+    is_cuda = _resolve_backend(backend) == "nccl"
+    if num_microbatches is None:
+        num_microbatches = 1 if plan.pipeline_policy is None else plan.pipeline_policy.microbatches(plan.pp)
+    if num_microbatches < 1:
+        raise PlanError(f"num_microbatches={num_microbatches}: expected at least 1.\n  Set num_microbatches=1.")
+    if plan.placements.is_threaded:
+        raise PlanError(
+            f"strategy={plan.strategy!r} runs replicas on the devices of one process, but a dry run stands in for one"
+            " rank of a world and computes nothing.\n  Use ddp, with a process for each device."
+        )
+    model, count = _applied(build_model, plan, plan.mesh(world_size, ranks_per_machine), rank, receives=not is_cuda)
+    inputs = without_values(batch) if batch is not None else _default_batch(model)
+    runtime = attach.runtime_of(model, "sw.dry_run")
+    stepper = make_optimizer(model.parameters())
+
+    average = ExponentialMovingAverage(model) if has_average else None
+
+    pipelined = pipelined_of(model)
+
+    def forward_and_backward() -> None:
+        if pipelined is not None:
+            loss_of = functools.partial(forward_loss, loss_fn=loss_fn)
+            pipelined.losses(
+                model, [inputs] * num_microbatches, call_model, loss_of, backward=torch_private.backward_under_modes
+            )
+            return
+        for index in range(num_microbatches):
+            with gradient_sync(model, index == num_microbatches - 1):
+                loss = forward_loss(model, inputs, loss_fn)
+                torch_private.backward_under_modes([loss / num_microbatches if num_microbatches > 1 else loss])
+
+    with FusedAttention(is_cuda=is_cuda), _named_errors(model):
+        forward_and_backward()  # records the order of units and makes the buffers; the next step is as every later one
+        stepper.step()
+        stepper.zero_grad()
+        runtime.free_gradients()
+        held = held_bytes(runtime, [stepper])
+        with record_collectives(model) as events, StorageCount("meta", sees_arguments=False) as seen:
+            seen.see_all_objects()
+            before = seen.live_bytes
+            forward_and_backward()
+        seen.forget()
+    if average is not None:
+        held["average"] = average.num_bytes - average.num_host_bytes
+        held["host"] += average.num_host_bytes
+    held["activations"] = seen.peak_bytes - before
+    strategy = plan.strategy if isinstance(plan.strategy, str) else plan.placements.describe()
+    bubble = _bubble_share(plan, num_microbatches)
+    return DryRun(events, sum(held.values()) - held["host"], held, rank, world_size, strategy, count, bubble)
+
+
+def rehearse(
+    build_model: Callable[[], nn.Module],
+    plan: ParallelPlan,
+    *,
+    world_size: int,
+    ranks_per_machine: int | None = None,
+) -> None:
+    """Apply a plan to a model on meta, as the first rank of each pipeline stage would, and forget it.
+
+    What does not fit together is refused in the words, and by the code, of ``sw.parallelize``, without its processes.
+
+    Raises:
+        PlanError, MeshError: The plan does not fit the model or the world.
+    """
+    mesh = plan.mesh(world_size, ranks_per_machine)
+    for stage in range(plan.pp):
+        _applied(build_model, plan, mesh, stage * (world_size // plan.pp), receives=False)
+
+
+def _applied(
+    build_model: Callable[[], nn.Module], plan: ParallelPlan, mesh: Mesh, rank: int, *, receives: bool
+) -> tuple[nn.Module, int]:
+    """The model on meta under ``plan`` as ``rank`` would hold it, and the number of parameters of the whole model."""
+    check_plan(plan)
+    mesh.coordinate(rank)
+    model = build_on_meta(build_model)
+    check_fresh(model)
+    units = find_units(model, plan.wrap_policy)
+    check_cuts(model, plan, units)
+    count = sum(parameter.numel() for parameter in model.parameters())
+    comms = record_comms(mesh, rank, receives=receives, is_replicated=plan.is_replicated)
+    samples = mesh.data_parallel_group(rank)
+    apply_plan(
+        model,
+        plan,
+        units,
+        comms,
+        lambda: RecordComm(DATA_PARALLEL, rank=samples.index(rank), size=len(samples), device="meta"),
+    )
+    return model, count
+
+
+def _bubble_share(plan: ParallelPlan, num_microbatches: int) -> float | None:
+    """See :class:`DryRun`."""
+    policy = plan.pipeline_policy
+    if policy is None:
+        return None
+    return float(simulate(replace(policy, num_microbatches=num_microbatches).build(plan.pp), Durations()).bubble_share)
+
+
+def record_comms(mesh: Mesh, rank: int, *, receives: bool, is_replicated: bool = False) -> Comms:
+    """The Comms of ``rank`` on ``mesh`` that record and move nothing."""
+
+    def open_axis(axis: str, _purpose: str, ranks: Sequence[int]) -> RecordComm:
+        return RecordComm(axis, rank=ranks.index(rank), size=len(ranks), device="meta", receives=receives)
+
+    return lay_out(mesh, rank, open_axis, is_replicated=is_replicated)
+
+
+def _optimizer_factory(optimizer: str | OptimizerFactory) -> OptimizerFactory:
+    if not isinstance(optimizer, str):
+        return optimizer
+    if optimizer not in OPTIMIZERS:
+        raise PlanError(
+            f"optimizer={optimizer!r}: expected one of {', '.join(OPTIMIZERS)}, or a function from parameters to an"
+            " optimizer.\n  Pass for example optimizer=lambda params: torch.optim.Adagrad(params)."
+        )
+    return OPTIMIZERS[optimizer]
+
+
+def _resolve_backend(backend: str) -> str:
+    if backend not in BACKENDS:
+        raise PlanError(f"backend={backend!r}: expected one of {', '.join(BACKENDS)}.\n  Leave it at 'auto'.")
+    return ("nccl" if torch.cuda.is_available() else "gloo") if backend == "auto" else backend
+
+
+def _default_batch(model: nn.Module) -> tuple[Tensor, Tensor]:
+    from shardwise.models.transformer import GPT
+
+    if not isinstance(model, GPT):
+        raise PlanError(
+            f"sw.dry_run() got no batch for a {type(model).__name__}; only our GPT has one by default.\n"
+            "  Pass batch=..., as to sw.train_step(); its values do not count."
+        )
+    tokens_BT = torch.empty(1, model.config.seq_len, dtype=torch.int64, device="meta")
+    return tokens_BT, tokens_BT
+
+
+@contextlib.contextmanager
+def _named_errors(model: nn.Module) -> Iterator[None]:
+    try:
+        yield
+    except (NotImplementedError, RuntimeError) as error:
+        if isinstance(error, StateError):
+            raise
+        raise StateError(
+            f"{type(model).__name__} cannot run without values: {str(error).strip().splitlines()[0]}\n"
+            "  sw.dry_run needs a forward that reads no tensor's values (.item(), boolean masks, `if` on a tensor)."
+        ) from error

@@ -1,0 +1,474 @@
+"""The per-unit building block: what FSDP2 calls ``fully_shard``, one module at a time, children first."""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any, TypeVar
+
+import torch
+import torch.distributed as dist
+from torch import nn
+
+from shardwise.comm.axes import Comms
+from shardwise.comm.open import Place
+from shardwise.engine import attach, build, start, torch_private
+from shardwise.engine.engine import Runtime
+from shardwise.engine.finish import finish
+from shardwise.engine.ignore import find_ignored
+from shardwise.engine.notice import tell_once
+from shardwise.engine.options import EngineOptions
+from shardwise.engine.unit import Unit
+from shardwise.features import batch_norm, precision
+from shardwise.features.in_backward import refuse
+from shardwise.forms.host import choose_units
+from shardwise.init.sync import synchronise
+from shardwise.optim import checks
+from shardwise.spec.errors import MeshError, PlanError, StateError
+from shardwise.spec.foreign import translated
+from shardwise.spec.merge import merged_name
+from shardwise.spec.offload import OffloadPolicy
+from shardwise.spec.offload import offload_policy as parse_offload
+from shardwise.spec.placement import PRESETS
+from shardwise.spec.plan import check_inner_size
+from shardwise.spec.precision import FULL_PRECISION, PrecisionPolicy
+from shardwise.spec.uncopyable import Uncopyable
+
+_ModuleOrList = TypeVar("_ModuleOrList", nn.Module, Sequence[nn.Module])
+
+
+def fully_shard(
+    module: _ModuleOrList,
+    *,
+    mesh: dist.ProcessGroup | dist.DeviceMesh | None = None,
+    reshard_after_forward: str | bool | int = "auto",
+    mp_policy: PrecisionPolicy | None = None,
+    offload_policy: OffloadPolicy | str = "none",
+    ignored_params: Iterable[nn.Parameter] | None = None,
+) -> _ModuleOrList:
+    """Make ``module`` a unit of its own, as FSDP2's function of this name: children first, the root last.
+
+    Parameters below ``module`` that earlier calls have made units stay with those; the rest is this unit's. The module
+    keeps its class and gains ``unshard()``, ``reshard()`` and ``set_requires_gradient_sync(bool)``, which is to be
+    called on the outermost module: after ``False`` backward sends nothing, and every rank adds up its gradients in
+    full-size buffers, until a backward after ``True`` reduces the sums.
+
+    A list of modules becomes one unit, as with FSDP2: ``sw.fully_shard([model.norm, model.output])``. The unit is
+    gathered when the first of these modules runs, and released when forward goes on with another unit; where one of
+    them runs after that it is gathered again. In backward it is released when all of them have been left. A module
+    inside another one of the list counts as part of that. ``sw.fully_shard`` must follow for a module around all.
+
+    As with FSDP2, buffers are each rank's own: batch norm's running statistics drift apart. Convert those with
+    ``sw.convert_sync_batchnorm`` first (its ranks are connected here), or use ``sw.parallelize``, which keeps buffers
+    equal.
+
+    Args:
+        module: Any module with plain dense parameters on one device, or a list of such modules.
+        mesh: The ranks to shard over: a process group, a ``DeviceMesh``, or ``None`` for the world. A mesh of two
+            dimensions is (replicate, shard): hybrid sharding. The outermost call takes the mesh of those inside.
+        reshard_after_forward: Release the parameters between forward and backward. ``"auto"``: yes, but not for the
+            outermost unit. A number: keep them sharded over so many neighbouring ranks.
+        mp_policy: In which dtypes this unit computes and reduces; ``None``: its own. Units below keep theirs. torch's
+            ``MixedPrecisionPolicy`` is taken for the ``PrecisionPolicy`` that it is.
+        offload_policy: What of this unit is kept on the host: ``"none"``, ``"cpu"`` or an ``OffloadPolicy``; torch's
+            ``CPUOffloadPolicy`` is one.
+        ignored_params: Parameters that are left alone (``ParallelPlan.ignored``), of other modules too. As with FSDP2,
+            a call for an enclosing module takes them unless they are ignored there as well.
+
+    Returns:
+        What was given, the module or the list.
+
+    Collective:
+        Compares the values over the ranks and sends rank 0's where they differ. All ranks must call, in one order.
+
+    Raises:
+        MeshError: The mesh cannot be sharded over.
+        PlanError: An argument is not possible here, or a batch norm does not work on several ranks.
+        StateError: A parameter is used both inside a unit made earlier and outside of it (tied weights).
+    """
+    mp_policy, offload_policy = _said(mp_policy), _said(offload_policy)
+    if mp_policy is not None and mp_policy.overrides:
+        raise PlanError(
+            "fully_shard(mp_policy=...) takes the policy of one unit, without overrides.\n"
+            "  Call fully_shard on the modules that differ first, each with its policy; or use sw.parallelize."
+        )
+    modules = _modules_of(module)
+    _refuse_compiled(modules.values())
+    root = modules[""] if "" in modules else nn.ModuleList(modules.values())
+    children = _units_below(root, modules.values())
+    inside = {id(parameter) for parameter in root.parameters()}
+    ignored = find_ignored(root, [p for p in ignored_params or () if id(p) in inside])
+    fresh = build.assign_parameters(root, [], ignored)[""]
+    own = _outside_of(children, fresh)
+    build.check_parameters(own)
+    offload = _unit_offload(offload_policy, own)
+    device = next((e.parameter.device for e in fresh), torch.device("cpu"))
+    place = Place.of(mesh, device)
+    comms = _comms_for(mesh, place, device, [child.runtime for child in children])
+    batch_norm.check(root, device, comms.num_ranks, "sw.fully_shard()")
+    if isinstance(reshard_after_forward, int) and not isinstance(reshard_after_forward, bool):
+        check_inner_size(reshard_after_forward, comms.gather.size)
+    synchronise(root, {id(entry.parameter) for entry in own}, comms.control, mode="warn")
+    row = PRESETS["hsdp" if comms.replicate is not None else "zero3"]
+    options = EngineOptions(
+        policy=mp_policy or FULL_PRECISION,
+        reshard_after_forward=reshard_after_forward,
+        accumulates_sharded=False,
+        ignored=ignored,
+        offload=offload,
+    )
+    checks.install_checks()
+    policies = precision.Policies(root, options.policy, comms.gather.device)
+    policies.cast_buffers(root, [name for name, _ in root.named_buffers() if _is_in_a_unit(name, children)])
+    for part in modules.values():
+        precision.install_casts(part, policies.at(""), casts_output=True)
+    owned = _by_module(own, modules)
+    unit = build.make_unit(modules, owned, row, comms, options, policies=policies, is_offloaded=offload is not None)
+    unit.reshards_if_nested = None if reshard_after_forward == "auto" else unit.reshards_after_forward
+    is_list = "" not in modules
+    units = [build.make_unit({"": root}, {"": []}, row, comms, options, policies=policies), unit] if is_list else [unit]
+    for child in children:
+        child.runtime.remove()
+        for inner in child.units:
+            start.rename(inner, child.places)
+            if inner is child.runtime.units[0] and inner.reshards_if_nested is not False:
+                inner.reshards_after_forward = True
+            units.append(inner)
+    runtime = start.start_runtime(root, start.nest(units), row, comms, options)
+    runtime.has_root = not is_list
+    finish(root, runtime, lambda: place.open_samples(device), sync_buffers="none")
+    for part in modules.values():
+        _add_methods(part)
+    return module
+
+
+def _modules_of(given: nn.Module | Sequence[nn.Module]) -> dict[str, nn.Module]:
+    """The module under the path ``""``; of a list those that lie in no other one, by number."""
+    if isinstance(given, nn.Module):
+        return {"": given}
+    modules = list(dict.fromkeys(given))
+    inner = {id(below) for module in modules for below in module.modules() if below is not module}
+    modules = [module for module in modules if id(module) not in inner]
+    if not modules:
+        raise PlanError("fully_shard([]): expected a module, or a list of at least one.\n  Leave the call out.")
+    return {"": modules[0]} if len(modules) == 1 else {str(i): module for i, module in enumerate(modules)}
+
+
+def _refuse_compiled(modules: Iterable[nn.Module]) -> None:
+    """Refuse modules whose calls are compiled: the compiler would trace the unit's hooks.
+
+    Raises:
+        PlanError: One is.
+    """
+    for module in modules:
+        if torch_private.is_compiled_module(module):
+            raise PlanError(
+                f"fully_shard got a {type(module).__name__} that torch.compile() has made or changed: calling it would"
+                " trace the engine's messages.\n"
+                "  Leave torch.compile() out and call sw.parallelize(model, sw.ParallelPlan(compile=True)), which"
+                " compiles unit by unit; or compile functions that the module calls."
+            )
+
+
+def _said(value: Any) -> Any:
+    """What an object of torch's FSDP2 is here, said once; anything else as it is."""
+    meant, note = translated(value)
+    if note is not None:
+        tell_once(note)
+    return meant
+
+
+def _outside_of(children: Sequence[_Child], fresh: Iterable[build.OwnedParameter]) -> list[build.OwnedParameter]:
+    """The parameters that belong to no unit below.
+
+    Raises:
+        StateError: One that does is used outside of that unit as well.
+    """
+    held = {
+        id(shard): (child.name_of(unit), unit)
+        for child in children
+        for unit in child.units
+        for group in unit.groups
+        for shard in group.shards
+    }
+    own = []
+    for entry in fresh:
+        if id(entry.parameter) not in held:
+            own.append(entry)
+            continue
+        name, unit = held[id(entry.parameter)]
+        inside = {id(owner.module()) for owner in unit.owners}
+        outside = [use for (user, _, _), use in zip(entry.uses, entry.names, strict=True) if id(user) not in inside]
+        if outside:
+            raise StateError(
+                f"parameter {outside[0]!r} is tied to one of unit {name!r}, which does not cover all its uses.\n"
+                "  Use sw.parallelize(model, plan), which finds the lowest unit that covers them, or do not make that"
+                " module a unit."
+            )
+    return own
+
+
+def _by_module(
+    own: Iterable[build.OwnedParameter], modules: Mapping[str, nn.Module]
+) -> dict[str, list[build.OwnedParameter]]:
+    """The parameters of a unit by the first of its modules that uses them."""
+    owned: dict[str, list[build.OwnedParameter]] = {path: [] for path in modules}
+    for entry in own:
+        _, user, _ = entry.uses[0]
+        owned[next(path for path in modules if path == "" or build.is_below(user, path))].append(entry)
+    return owned
+
+
+def _is_in_a_unit(name: str, children: Iterable[_Child]) -> bool:
+    return any(name.startswith(f"{path}.") for child in children for path in child.places.values())
+
+
+def _comms_for(
+    mesh: dist.ProcessGroup | dist.DeviceMesh | None, place: Place, device: torch.device, children: Iterable[Runtime]
+) -> Comms:
+    """The Comms of units below, or new ones over ``mesh``, which is ``place``."""
+    below = next((runtime.comms for runtime in children), None)
+    if below is None:
+        return place.open(device, is_replicated=isinstance(mesh, dist.DeviceMesh) and mesh.ndim == 2)
+    if mesh is not None and (place.mesh.dp_replicate, place.mesh.dp_shard) != tuple(below.sizes.values()):
+        raise MeshError(
+            f"the mesh is {place.mesh}, but units below lie on {' x '.join(f'{k}={n}' for k, n in below.sizes.items())}"
+            ".\n  Give every call of sw.fully_shard on a model the same mesh."
+        )
+    return below
+
+
+def _unit_offload(given: OffloadPolicy | str, owned: Sequence[build.OwnedParameter]) -> OffloadPolicy | None:
+    """What ``fully_shard(offload_policy=...)`` means for one unit; ``None`` where it owns no elements."""
+    policy = parse_offload(given)
+    if policy is None or not any(entry.parameter.numel() for entry in owned):
+        return None
+    if policy.ratio != 1:
+        raise PlanError(
+            f"fully_shard(offload_policy=...) with ratio={policy.ratio}: a ratio chooses among the units of a model.\n"
+            "  Give the policy to the units that are to be offloaded, or use sw.parallelize."
+        )
+    choose_units({build.ROOT: owned}, PRESETS["zero3"], policy)
+    return policy
+
+
+@dataclass(frozen=True, slots=True)
+class _Child:
+    """What earlier calls have made of modules below another one.
+
+    Attributes:
+        runtime: Of these units.
+        places: Where the modules of the outermost one lie now, by their paths in that runtime.
+    """
+
+    runtime: Runtime
+    places: dict[str, str] = field(default_factory=dict)
+
+    @property
+    def units(self) -> list[Unit]:
+        """The units, without the list that several modules of one unit were in."""
+        return self.runtime.units if self.runtime.has_root else self.runtime.units[1:]
+
+    def name_of(self, unit: Unit) -> str:
+        """The name of a unit, seen from the module around all."""
+        return merged_name([start.move_below(member.path, self.places) for member in unit.members])
+
+
+def _units_below(root: nn.Module, modules: Iterable[nn.Module]) -> list[_Child]:
+    """The outermost runtimes below ``root``, which holds ``modules``, or is the only one of them."""
+    for module in modules:
+        if attach.attachment_of(module) is not None:
+            raise StateError(
+                f"{type(module).__name__} is a unit already.\n  Call sw.fully_shard once per module, children first."
+            )
+    found: dict[Runtime, _Child] = {}
+    for path, module in root.named_modules():
+        attachment = attach.attachment_of(module)
+        if attachment is None or any(
+            path.startswith(f"{other}.") for c in found.values() for other in c.places.values()
+        ):
+            continue
+        refuse(attachment.runtime, "sw.fully_shard() of what encloses a trained model")
+        member = next(member for member in attachment.unit.members if member.module() is module)
+        found.setdefault(attachment.runtime, _Child(attachment.runtime)).places[member.path] = path
+    for child in found.values():
+        for member in child.units[0].members:
+            if member.path not in child.places:
+                raise StateError(
+                    f"sw.fully_shard made one unit of {child.units[0].type_name}, but not all of them are below this"
+                    f" {type(root).__name__}.\n  Call sw.fully_shard for a module around all of them."
+                )
+    return list(found.values())
+
+
+def register_fsdp_forward_method(module: nn.Module, method_name: str) -> None:
+    """Have a method of a unit's module gather the unit, as its forward does, under FSDP2's name for it.
+
+    A method that reads parameters (``encode``, ``decode``) would otherwise compute with this rank's shards. A module
+    that is not parallelized is left as it is, as FSDP2 does.
+
+    Args:
+        module: A unit: from ``sw.fully_shard``, or one that ``auto_wrap_policy`` chose, or the model.
+        method_name: Of a method. It may be called by itself, and inside the model's forward.
+
+    Collective:
+        None here. A call of the method gathers the unit on ``dp_shard``, and its backward reduces: all ranks must call.
+
+    Raises:
+        StateError: The module has no such method, or is no unit but holds parameters of one.
+    """
+    if not callable(getattr(module, method_name, None)):
+        raise StateError(
+            f"register_fsdp_forward_method({type(module).__name__}, {method_name!r}): there is no such method.\n"
+            "  Pass the name of a method of the module."
+        )
+    if attach.attachment_of(module) is not None:
+        module.__dict__[method_name] = _ForwardMethod(module, method_name)
+    elif any(attach.mark_of(parameter) is not None for parameter in module.parameters()):
+        raise StateError(
+            f"register_fsdp_forward_method({type(module).__name__}, {method_name!r}): the module is no unit, but holds"
+            " parameters of one.\n  Pass the unit around it, or make it a unit (auto_wrap_policy, sw.fully_shard)."
+        )
+
+
+class _ForwardMethod(Uncopyable):
+    """Stands for a method of a unit's module: the unit is gathered around it, as around forward."""
+
+    def __init__(self, module: nn.Module, name: str) -> None:
+        self._module = weakref.ref(module)
+        self._name = name
+        own = module.__dict__.get(name)
+        self._own = own if not isinstance(own, _ForwardMethod) else None  # somebody else's replacement
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        module = self._module()
+        assert module is not None
+        method = self._own or getattr(type(module), self._name).__get__(module)
+        attachment = attach.attachment_of(module)
+        if attachment is None:
+            return method(*args, **kwargs)
+        runtime, unit = attachment.runtime, attachment.unit
+        member = next(member for member in unit.members if member.module() is module)
+        output = None
+        runtime.before_forward(unit, member, f"{member.path}.{self._name}()")
+        try:
+            output = method(*args, **kwargs)
+        finally:
+            runtime.after_forward(unit, member, output)
+        return output
+
+
+#: What ``fully_shard`` adds to a module.
+_METHODS = (
+    "unshard",
+    "reshard",
+    "set_requires_gradient_sync",
+    "set_requires_all_reduce",
+    "set_is_last_backward",
+    "set_reshard_after_backward",
+    "set_modules_to_forward_prefetch",
+    "set_modules_to_backward_prefetch",
+)
+
+
+def _add_methods(module: nn.Module) -> None:
+    for name in _METHODS:
+        module.__dict__[name] = _UnitMethod(module, name)
+
+
+class _Gathered:
+    """What ``unshard(async_op=True)`` gives: the unit is there already."""
+
+    def wait(self) -> None:
+        """Nothing is left to wait for."""
+
+
+class _UnitMethod(Uncopyable):
+    """A method that ``fully_shard`` adds to a module; it holds the module by weak reference.
+
+    What FSDP2 asks to be told and is so here anyway is taken and changes nothing: every backward waits for its
+    reductions (``set_is_last_backward``) and releases the units (``set_reshard_after_backward``), and units are
+    gathered ahead in the order that the first step has recorded (``set_modules_to_forward_prefetch``).
+    """
+
+    def __init__(self, module: nn.Module, name: str) -> None:
+        self._module = weakref.ref(module)
+        self._name = name
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        module = self._module()
+        attachment = attach.attachment_of(module) if module is not None else None
+        if attachment is None:
+            return None
+        return getattr(self, f"_{self._name}")(attachment.runtime, attachment.unit, *args, **kwargs)
+
+    def _unshard(self, runtime: Runtime, unit: Unit, async_op: bool = False) -> _Gathered | None:  # noqa: FBT001, FBT002 - FSDP2's
+        runtime.unshard_now(unit)
+        return _Gathered() if async_op else None
+
+    def _reshard(self, runtime: Runtime, unit: Unit) -> None:
+        runtime.reshard_now(unit)
+
+    def _set_requires_gradient_sync(
+        self,
+        runtime: Runtime,
+        unit: Unit,
+        requires_gradient_sync: bool,  # noqa: FBT001 - FSDP2's
+        *,
+        recurse: bool = True,
+    ) -> None:
+        self._check_root(unit, recurse=recurse)
+        if not requires_gradient_sync:
+            refuse(runtime, f"{self._name}(False)")
+        runtime.syncs_gradients = bool(requires_gradient_sync)
+        runtime.defers_replicate = runtime.options.defers_replicate
+
+    def _set_requires_all_reduce(
+        self,
+        runtime: Runtime,
+        unit: Unit,
+        requires_all_reduce: bool,  # noqa: FBT001 - FSDP2's
+        *,
+        recurse: bool = True,
+    ) -> None:
+        """After ``False`` each backward is summed over ``dp_shard`` only, as ``accumulation="defer_replicate"``."""
+        self._check_root(unit, recurse=recurse)
+        if runtime.comms.replicate is None:
+            return  # there is no all-reduce
+        if not requires_all_reduce:
+            refuse(runtime, f"{self._name}(False)")
+        runtime.defers_replicate = True
+        runtime.syncs_gradients = bool(requires_all_reduce)
+
+    def _set_is_last_backward(self, runtime: Runtime, unit: Unit, is_last_backward: bool) -> None:  # noqa: FBT001 - FSDP2's
+        """Nothing to set: every backward ends when its reductions have."""
+
+    def _set_reshard_after_backward(
+        self,
+        runtime: Runtime,
+        unit: Unit,
+        reshard_after_backward: bool,  # noqa: FBT001 - FSDP2's
+        *,
+        recurse: bool = True,
+    ) -> None:
+        """Nothing to set: units are released after backward, and gathered again by the next forward."""
+
+    def _set_modules_to_forward_prefetch(self, _runtime: Runtime, unit: Unit, modules: Sequence[nn.Module]) -> None:
+        """Nothing to set: one unit is gathered ahead, in the order that the first step has recorded."""
+        for module in modules:
+            if attach.attachment_of(module) is None:
+                raise StateError(
+                    f"{self._name}() of unit {unit.name!r} got a {type(module).__name__} that is no unit.\n"
+                    "  Pass modules that sw.fully_shard was called for."
+                )
+
+    _set_modules_to_backward_prefetch = _set_modules_to_forward_prefetch
+
+    def _check_root(self, unit: Unit, *, recurse: bool) -> None:
+        if unit.parent is not None or not recurse:
+            raise StateError(
+                f"{self._name}() of unit {unit.name!r}{'' if recurse else ' with recurse=False'}: the units of a model"
+                " are reduced together.\n"
+                "  Call it on the outermost module that sw.fully_shard was called for."
+            )

@@ -1,0 +1,279 @@
+"""The recipe: from a plain model and a plan to a model that trains on every rank of the world."""
+
+from __future__ import annotations
+
+import dataclasses
+import difflib
+from collections.abc import Callable, Iterable, Mapping
+from typing import Any
+
+import torch
+from torch import nn
+
+from shardwise.api import data_parallel
+from shardwise.api.divide import divide
+from shardwise.comm.axes import Comms
+from shardwise.comm.base import Comm
+from shardwise.comm.open import Place, join_world
+from shardwise.context.apply import check_model
+from shardwise.embedding.rows import find_row_sharded, spread_rows, table_weights
+from shardwise.engine import build
+from shardwise.engine.api import shard_model
+from shardwise.engine.attach import attachment_of, runtime_of
+from shardwise.engine.finish import finish
+from shardwise.engine.ignore import NOTHING, Ignored, find_ignored
+from shardwise.engine.notice import cpu_notice, tell_once
+from shardwise.engine.options import EngineOptions
+from shardwise.engine.wrap import find_units
+from shardwise.expert.find import find_mixtures
+from shardwise.features import batch_norm, recompute
+from shardwise.features.compile import compile_units
+from shardwise.features.precision import Policies
+from shardwise.init.materialize import (
+    FromFiles,
+    FromLater,
+    FromState,
+    Given,
+    Source,
+    fill_alone,
+    fill_buffers,
+    find_source,
+)
+from shardwise.init.sync import synchronise
+from shardwise.launch.world import ranks_per_machine
+from shardwise.pipeline.pipelined import Pipelined, find_stages
+from shardwise.spec.errors import PlanError, StateError
+from shardwise.spec.mesh import Mesh
+from shardwise.spec.plan import ParallelPlan, check_plan
+from shardwise.spec.strategies import canonical_name
+from shardwise.state.model import load_full_state_dict, load_ranges
+from shardwise.tensor.cut import find_cuts
+
+
+def parallelize(
+    model: nn.Module, plan: ParallelPlan | str | None = None, *, init: Given | None = None, **fields: Any
+) -> nn.Module:
+    """Make ``model`` train as ``plan`` says, on every rank of the world.
+
+    The model is changed in place: its class, names and ``forward`` stay; its Parameter objects stay too and become this
+    rank's shards, so an optimizer built before (without state) keeps working. Joins the world that the environment
+    describes (torchrun, Slurm, Kubeflow), or uses the process group that exists, or is a world of one. Over an existing
+    group without NCCL a model on a GPU communicates by way of host memory (ranks may then share the GPU).
+
+    Args:
+        model: Any ``nn.Module`` whose parameters are on one device.
+        plan: ``None`` means the defaults: zero3 over all ranks, units found automatically. The name of a
+            strategy: that one, and the defaults.
+        init: Where a model on ``meta`` gets its values, one unit at a time. ``None``: from its recorded construction
+            (``sw.deferred_init``), else each module's ``reset_parameters()`` in the order of ``modules()``; where a
+            module has none, nothing is initialised: parameters have no values until ``sw.load_full_state_dict`` or
+            ``sw.load`` brings all of them, and a forward before that raises. A function: called with every module that
+            owns meta tensors, on the CPU, to initialise those. A mapping: a state dict, looked at on rank 0 only and
+            read group by group; it may load each value when it is asked for it.
+        **fields: Those of a ``ParallelPlan``, where none is given: ``sw.parallelize(model, strategy="zero2")``.
+
+    Returns:
+        ``model``.
+
+    Collective:
+        Compares the models and their values over the ranks (``plan.sync``). All ranks must call.
+
+    Raises:
+        PlanError, MeshError: The plan does not fit the model or the world.
+        StateError: The model holds something that cannot be sharded.
+        RankDisagreement: The ranks hold different models.
+    """
+    plan = _plan_of(plan, fields)
+    check_fresh(model)
+    _tell_alias(plan.strategy)
+    for note in plan.notes:
+        tell_once(note)
+    check_plan(plan)
+    units = find_units(model, "none" if plan.placements.is_threaded else plan.wrap_policy)
+    ignored = find_ignored(model, plan.ignored)
+    recompute.find(model, units, plan.recompute)  # what it refuses is refused before anyone is met
+    check_cuts(model, plan, units)
+    tables = find_row_sharded(model, plan.row_sharded)
+    device = _device(model, ignored)
+    if (notice := cpu_notice(device.type, torch.cuda.device_count())) is not None:
+        tell_once(notice)
+    size = join_world(device).size()
+    mesh = plan.mesh(size, ranks_per_machine(size))
+    _tell_mesh(plan, mesh)
+    place = Place(mesh)
+    comms = place.open(device, is_replicated=plan.is_replicated)
+    owned = build.assign_parameters(model, units, ignored)
+    names = {unit or build.ROOT: [entry.names[0] for entry in entries] for unit, entries in owned.items()}
+    names["buffers"] = [name for name, _ in model.named_buffers()]
+    source = find_source(model, init, is_sent=plan.sync == "rank0")
+    if source is not None:
+        source.agree(comms.world, plan.sync)
+        fill_buffers(model, source, device)
+        whole = ignored.with_spread(table_weights(tables))
+        entries = [entry for entry in build.assign_parameters(model, ())[""] if entry.parameter in whole]
+        fill_alone(source, entries, device)
+    is_deferred = source is not None
+    synchronise(model, None, comms.world, mode=plan.sync, groups=names, is_deferred=is_deferred, ignored=ignored.names)
+    batch_norm.check(model, device, size, "sw.parallelize()")
+    apply_plan(model, plan, units, comms, lambda: place.open_samples(device), source=source)
+    if isinstance(source, FromLater):
+        runtime_of(model, "sw.parallelize").unfilled = source.unfilled
+    elif isinstance(source, FromFiles):
+        load_ranges(model, source.weights.read)
+    elif isinstance(source, FromState):
+        load_full_state_dict(model, source.state)
+    if plan.placements.is_threaded:
+        runtime_of(model, "sw.parallelize").notes += (data_parallel.install(model),)
+    return model
+
+
+def _plan_of(plan: ParallelPlan | str | None, fields: Mapping[str, Any]) -> ParallelPlan:
+    """The plan that the arguments of :func:`parallelize` mean."""
+    if (isinstance(plan, ParallelPlan) and fields) or (plan is not None and "strategy" in fields):
+        raise PlanError(
+            f"sw.parallelize() got a plan and {', '.join(fields)} beside it.\n"
+            "  Put all into the plan: sw.ParallelPlan(...)."
+        )
+    if isinstance(plan, ParallelPlan):
+        return plan
+    given: dict[str, Any] = {**({"strategy": plan} if plan is not None else {}), **fields}
+    known = [field.name for field in dataclasses.fields(ParallelPlan)]
+    for name in given:
+        if name not in known:
+            near = difflib.get_close_matches(name, known, n=1)
+            hint = f"Did you mean {near[0]!r}? " if near else ""
+            raise PlanError(f"sw.parallelize() and its plan have no {name!r}.\n  {hint}Fields: {', '.join(known)}.")
+    made = ParallelPlan(**given)
+    if given:
+        shown = ", ".join(f"{name}={getattr(made, name)!r}" for name in given)
+        tell_once(f"the plan is sw.ParallelPlan({shown})")
+    return made
+
+
+def check_fresh(model: nn.Module) -> None:
+    """Refuse a model that is parallelized already.
+
+    Raises:
+        StateError: It is, or a part of it.
+    """
+    for path, module in model.named_modules():
+        if attachment_of(module) is not None:
+            place = f" (its {path!r})" if path else ""
+            raise StateError(
+                f"{type(model).__name__}{place} is parallelized already.\n"
+                "  Call sw.parallelize once, on the whole model; to change the plan, build the model again."
+            )
+
+
+def check_cuts(model: nn.Module, plan: ParallelPlan, units: Iterable[str]) -> None:
+    """Refuse a model that tensor parallelism cannot cut, a pipeline not divide, or that has no experts to divide.
+
+    Nor may its sequences be such as cannot be divided, where they are to be.
+
+    Raises:
+        PlanError: It cannot.
+    """
+    if plan.tp > 1:
+        find_cuts(model, plan.tp_plan, plan.tp, divides_sequence=plan.sequence_parallel)
+    if plan.cp > 1:
+        check_model(model)
+    if plan.pipeline_policy is not None:
+        find_stages(model, plan.pipeline_policy, plan.pp)
+    if plan.routes_tokens:
+        ignored = find_ignored(model, plan.ignored)
+        for mixture in find_mixtures(model, plan.ep, units=units):
+            if any(parameter in ignored for parameter in mixture.module.parameters()):
+                raise PlanError(
+                    f"ep={plan.ep}: experts of {mixture.path!r} are ignored, so nobody would add up their gradients.\n"
+                    "  Leave them out of ignored, or set ep=1 and move tokens by yourself."
+                )
+
+
+def apply_plan(
+    model: nn.Module,
+    plan: ParallelPlan,
+    units: Mapping[str, nn.Module],
+    comms: Comms,
+    open_samples: Callable[[], Comm],
+    *,
+    source: Source | None = None,
+) -> None:
+    """Everything in :func:`parallelize` that is done after the ranks have met and agreed on the model.
+
+    Talks to nobody, so that a dry run can pass ``comms`` without peers.
+    """
+    pipelined = Pipelined(model, plan, comms) if comms.pp is not None else None
+    notes = divide(model, plan, comms, units, pipelined=pipelined, source=source)
+    if pipelined is not None:
+        notes += pipelined.notes
+        units = pipelined.drop_foreign(model, units)
+    tables = find_row_sharded(model, plan.row_sharded)
+    if tables:
+        policies = Policies(model, plan.precision, comms.world.device)
+        notes += spread_rows(
+            tables, comms.world, lambda path, table: policies.group_dtypes(table.weight, [(table, path, "weight")])[:2]
+        )
+    ignored = find_ignored(model, plan.ignored).with_spread(table_weights(tables))
+    units = ignored.without(units)
+    if plan.compile and comms.control.device.type != "meta":  # a dry run computes nothing
+        compile_units(model, units)  # first, so that what is recomputed is the compiled forward
+    runtime = shard_model(model, units, plan.placements, comms, engine_options(plan, ignored), source=source)
+    runtime.notes = tuple(notes)
+    finish(model, runtime, open_samples, sync_buffers=plan.sync_buffers)
+    if pipelined is not None:
+        pipelined.install(model, comms.control.device)
+
+
+def engine_options(plan: ParallelPlan, ignored: Ignored = NOTHING) -> EngineOptions:
+    """What the plan says to the engine."""
+    # A pipeline runs a unit once for every microbatch: it stays gathered over the step unless told otherwise.
+    stays = plan.pp > 1 and plan.reshard_after_forward == "auto"
+    return EngineOptions(
+        policy=plan.precision,
+        quantization=plan.quantization,
+        reshard_after_forward=False if stays else plan.reshard_after_forward,
+        granularity=plan.cut_granularity,
+        accumulates_sharded=_accumulates_sharded(plan),
+        defers_replicate=plan.accumulation == "defer_replicate",
+        num_gradient_buffers=plan.gradient_buffers,
+        keeps_buffers=plan.keep_buffers,
+        recompute=plan.recompute,
+        merge_limit=plan.merge_limit,
+        ignored=ignored,
+        offload=plan.offload,
+    )
+
+
+def _accumulates_sharded(plan: ParallelPlan) -> bool | None:
+    """``None``: as the strategy does by itself."""
+    if plan.pp > 1:
+        return False
+    return plan.accumulation == "sharded" if plan.accumulation in {"sharded", "unsharded"} else None
+
+
+def _tell_alias(strategy: object) -> None:
+    """Print once what another library's name for a strategy is called here."""
+    if isinstance(strategy, str) and canonical_name(strategy) != strategy.lower():
+        tell_once(f"strategy {strategy!r} is {canonical_name(strategy)!r} here")
+
+
+def _tell_mesh(plan: ParallelPlan, mesh: Mesh) -> None:
+    """Print the mesh that a hybrid strategy got without being told one."""
+    if not plan.placements.is_hybrid or plan.dp_replicate > 1 or mesh.data_parallel_size == 1:
+        return
+    is_alone = mesh.dp_replicate == 1 and plan.dp_shard == -1
+    note = " (one machine: nothing is replicated; set dp_replicate for several groups)" if is_alone else ""
+    tell_once(f"{plan.strategy}: dp_replicate={mesh.dp_replicate} x dp_shard={mesh.dp_shard}{note}")
+
+
+def _device(model: nn.Module, ignored: Ignored) -> torch.device:
+    tensors = {**dict(model.named_parameters()), **dict(model.named_buffers())}
+    devices = {t.device for name, t in tensors.items() if not (t.is_meta or name in ignored.names)}
+    if len(devices) > 1:
+        raise PlanError(
+            f"the model's tensors lie on several devices: {', '.join(sorted(map(str, devices)))}.\n"
+            "  Move the model to this rank's device before sw.parallelize()."
+        )
+    if devices:
+        return devices.pop()
+    return torch.device("cpu") if not torch.cuda.is_available() else torch.device("cuda", torch.cuda.current_device())

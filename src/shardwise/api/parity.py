@@ -1,0 +1,389 @@
+"""Proof on the user's own model: every plan against one plain process."""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import math
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from shardwise.api.parallelize import parallelize
+from shardwise.comm.control import all_gather_json
+from shardwise.comm.dtype import dtype_name
+from shardwise.comm.open import join_world, open_comms
+from shardwise.engine.batch import LossFn, forward_loss, split_batch
+from shardwise.launch.world import ranks_per_machine
+from shardwise.optim.clip import clip_grad_norm
+from shardwise.pipeline.pipelined import pipelined_of
+from shardwise.spec.errors import StateError
+from shardwise.spec.exact import check_exact, splits_sums, tolerance
+from shardwise.spec.plan import ParallelPlan
+from shardwise.state.model import full_state_dict
+
+OptimizerFactory = Callable[[Iterable[Any]], torch.optim.Optimizer]
+
+
+@dataclass(frozen=True)
+class ParityRow:
+    """One plan beside one process.
+
+    Attributes:
+        plan: Name of the plan.
+        world_size: Ranks.
+        steps: Optimizer steps.
+        losses, norms, parameters: Whether all were bitwise equal.
+        largest_difference: Of all losses, norms and parameters, the largest absolute difference.
+        where: What differs most; empty where nothing does.
+        relative: Of losses and norms the largest relative difference.
+        absolute: Of parameters the largest absolute difference.
+        allowed: How large these two may be; ``None``: everything must be bitwise equal.
+    """
+
+    plan: str
+    world_size: int
+    steps: int
+    losses: bool
+    norms: bool
+    parameters: bool
+    largest_difference: float
+    where: str
+    relative: float = 0.0
+    absolute: float = 0.0
+    allowed: tuple[float, float] | None = None
+
+    @property
+    def is_bitwise(self) -> bool:
+        """Everything was equal to the last bit."""
+        return self.losses and self.norms and self.parameters
+
+    @property
+    def holds(self) -> bool:
+        """Equal to the last bit, or where sums are split as near as is allowed."""
+        if self.is_bitwise or self.allowed is None:
+            return self.is_bitwise
+        return self.relative <= self.allowed[0] and self.absolute <= self.allowed[1]
+
+    @property
+    def verdict(self) -> str:
+        """The largest difference, and what is allowed where that is not nothing."""
+        if self.is_bitwise:
+            return "0 (bitwise)"
+        worst = f"{self.largest_difference:.3g} ({self.where})"
+        if self.allowed is None:
+            return worst
+        return (
+            f"{worst}; losses and norms {self.relative:.1e} of {self.allowed[0]:.1g} allowed, parameters"
+            f" {self.absolute:.1e} of {self.allowed[1]:.1g}"
+        )
+
+
+@dataclass(frozen=True)
+class ParityReport:
+    """The rows of :func:`parity`; ``str()`` gives the table."""
+
+    rows: tuple[ParityRow, ...]
+
+    @property
+    def is_bitwise(self) -> bool:
+        """Every plan was equal to one process to the last bit."""
+        return all(row.is_bitwise for row in self.rows)
+
+    @property
+    def holds(self) -> bool:
+        """Every plan was equal to the last bit, or where it splits sums as near as is allowed."""
+        return all(row.holds for row in self.rows)
+
+    def __str__(self) -> str:
+        lines = [f"{'plan':<22}{'ranks':>6}{'steps':>6}  {'losses':<8}{'norms':<8}{'parameters':<12}largest difference"]
+        for row in self.rows:
+            other = "near" if row.holds else "DIFFER"
+            losses, norms, parameters = ("equal" if s else other for s in (row.losses, row.norms, row.parameters))
+            marks = f"{losses:<8}{norms:<8}{parameters:<12}"
+            lines.append(f"{row.plan:<22}{row.world_size:>6}{row.steps:>6}  {marks}{row.verdict}")
+        return "\n".join(lines)
+
+
+def parity(
+    build_model: Callable[[], nn.Module],
+    batches: Sequence[Any],
+    loss_fn: LossFn | None,
+    plans: Sequence[ParallelPlan] | Mapping[str, ParallelPlan],
+    *,
+    optimizer: OptimizerFactory | None = None,
+    parameters: Callable[[nn.Module], Iterable[Any]] = nn.Module.parameters,
+    max_norm: float = 1.0,
+) -> ParityReport:
+    """Train under every plan and in one plain process, and compare losses, gradient norms and parameters.
+
+    The plain process adds up the ranks' gradients in rank order (for a plan with ``dp_replicate`` inside each group
+    first, then over the groups), divides by their number, clips and steps; buffers that forward changes become what
+    rank 0's part makes of them. Under data-parallel plans on CPU in fp32 all of it is equal to the last bit, for models
+    without dropout, whose results depend on the rank; ``data_parallel``, which cuts the batch, comes near to rounding.
+    Under ``pp`` too, where the process adds up the microbatches of each rank first. Where a sum is split, over ``tp``,
+    ``cp`` or ``ep``, or over the stages that hold one parameter, a row holds if it is as near as
+    ``spec.exact.tolerance`` says.
+
+    Args:
+        build_model: Builds the model; must give the same weights each time it is called (seed inside).
+        batches: One global batch per step; tensors are cut on dim 0, one part per rank (ranks of ``tp``, ``cp``
+            and ``pp`` read the same), and with ``pp`` into microbatches.
+        loss_fn: As for ``sw.train_step``.
+        plans: What to compare; a mapping gives names.
+        optimizer: From parameters to an element-wise optimizer; AdamW with lr 1e-3 by default.
+        parameters: From a model, plain or parallelized, to what its optimizer gets.
+        max_norm: Gradients are clipped to this norm, so that clipping is compared too.
+
+    Returns:
+        The report, the same on every rank.
+
+    Collective:
+        Those of the training runs. All ranks must call.
+
+    Raises:
+        StateError: There is no batch, or one cannot be cut into as many parts as there are ranks.
+        PlanError: A plan casts, quantizes or drops tokens, which the plain process does not; or it splits sums of a
+            model that is in neither fp32 nor fp64.
+    """
+    if not batches:
+        raise StateError("sw.parity() got no batches.\n  Pass at least one global batch.")
+    named = plans if isinstance(plans, Mapping) else _named(plans)
+    for name, plan in named.items():
+        check_exact(plan, name)
+    make = optimizer or (lambda parameters: torch.optim.AdamW(parameters, lr=1e-3))
+    probe = build_model()
+    device = next((p.device for p in probe.parameters()), torch.device("cpu"))
+    dtypes = sorted({dtype_name(p.dtype) for p in probe.parameters() if p.requires_grad})
+    del probe
+    group = join_world(device)
+    rank, size = group.rank(), group.size()
+    local_size = ranks_per_machine(size)
+    meshes = {name: plan.mesh(size, local_size) for name, plan in named.items()}
+
+    @functools.cache
+    def job(num_readers: int, num_microbatches: int) -> _Job:
+        parts = [[split_batch(p, num_microbatches) for p in split_batch(batch, num_readers)] for batch in batches]
+        return _Job(build_model, parts, loss_fn, lambda model: make(parameters(model)), max_norm)
+
+    @functools.cache
+    def one_process(num_readers: int, num_microbatches: int, group_size: int) -> _Run:
+        return _one_process(job(num_readers, num_microbatches), group_size)
+
+    control = open_comms(device)[0]
+    rows = []
+    for name, plan in named.items():
+        mesh = meshes[name]
+        its_job = job(mesh.data_parallel_size, _num_microbatches(plan))
+        expected = one_process(mesh.data_parallel_size, _num_microbatches(plan), mesh.dp_shard)
+        reader = mesh.data_parallel_rank(rank)
+        got = _one_plan(its_job, plan, reader)
+        row = _compare(name, size, expected, got, reader=reader, rank=rank)
+        found = all_gather_json(control, {"row": vars(row), "splits": splits_sums(plan) or got.splits_sums})
+        merged = _merge([ParityRow(**values["row"]) for values in found])
+        if any(values["splits"] for values in found):
+            limits = [tolerance(dtype, expected.lr) for dtype in dtypes]
+            allowed = max(limit.relative for limit in limits), max(limit.absolute for limit in limits)
+            merged = dataclasses.replace(merged, allowed=allowed)
+        rows.append(merged)
+    return ParityReport(tuple(rows))
+
+
+def _num_microbatches(plan: ParallelPlan) -> int:
+    """Of a step of a rank."""
+    return 1 if plan.pipeline_policy is None else plan.pipeline_policy.microbatches(plan.pp)
+
+
+@dataclass
+class _Run:
+    """What a run computed.
+
+    Attributes:
+        losses: By step, of a rank: the one that it knows. In a pipeline that is the mean of all.
+        norms: By step.
+        parameters: At the end, on rank 0.
+        lr: The largest learning rate.
+        splits_sums: The model's own doing: stages share a parameter.
+        has_mean: ``losses`` are means over all ranks.
+    """
+
+    losses: list[float]
+    norms: list[float]
+    parameters: dict[str, Tensor]
+    lr: float
+    splits_sums: bool = False
+    has_mean: bool = False
+    by_reader: list[list[float]] = field(default_factory=list)  # of one process, by step; likewise means
+    means: list[float] = field(default_factory=list)
+
+
+@dataclass(frozen=True)
+class _Job:
+    build_model: Callable[[], nn.Module]
+    parts: Sequence[Sequence[Sequence[Any]]]  # by step, reader (ranks that differ on a data-parallel axis), microbatch
+    loss_fn: LossFn | None
+    make_optimizer: Callable[[nn.Module], torch.optim.Optimizer]
+    max_norm: float
+
+
+def _one_process(job: _Job, group_size: int) -> _Run:
+    """A reader's microbatches are added up, then the readers of each group of ``group_size``, then the groups."""
+    model = job.build_model()
+    optimizer = job.make_optimizer(model)
+    parameters = [p for p in model.parameters() if p.requires_grad]
+    run = _Run([], [], {}, _largest_rate(optimizer))
+    for readers in job.parts:
+        losses = []
+        before = [buffer.clone() for buffer in model.buffers()]
+        kept: list[Tensor] = []
+        total: dict[nn.Parameter, Tensor] = {}
+        group: dict[nn.Parameter, Tensor] = {}
+        size, dtype = len(readers), torch.float32
+        for reader, microbatches in enumerate(readers):
+            _put_buffers(model, before)
+            count = len(microbatches)
+            sum_of_losses = 0.0
+            for microbatch in microbatches:
+                loss = forward_loss(model, microbatch, job.loss_fn)
+                (loss / count if count > 1 else loss).backward()
+                sum_of_losses += loss.item()
+                dtype = loss.dtype
+            losses.append(sum_of_losses / count)
+            kept = kept or [buffer.clone() for buffer in model.buffers()]
+            _add(group, _take_gradients(parameters))
+            if (reader + 1) % group_size == 0:
+                _add(total, group)
+                group = {}
+        _put_buffers(model, kept)
+        for parameter, grad in total.items():
+            parameter.grad = grad
+        grads = [p.grad for p in parameters if p.grad is not None]
+        for grad in grads:
+            grad.div_(torch.tensor(size, dtype=grad.dtype, device=grad.device))
+        wide = torch.stack([grad.double().square().sum() for grad in grads]).sum().sqrt() if grads else torch.zeros(())
+        norm = wide.to(torch.float64 if any(g.dtype is torch.float64 for g in grads) else torch.float32)
+        coefficient = torch.clamp(job.max_norm / (norm + 1e-6), max=1.0)
+        for grad in grads:
+            grad.mul_(coefficient)
+        optimizer.step()
+        optimizer.zero_grad()
+        run.by_reader.append(losses)
+        run.means.append(torch.tensor(sum(losses) / size, dtype=torch.float64).to(dtype).item())
+        run.norms.append(norm.item())
+    run.parameters = {name: value.cpu() for name, value in model.state_dict().items() if isinstance(value, Tensor)}
+    return run
+
+
+def _take_gradients(parameters: Sequence[nn.Parameter]) -> dict[nn.Parameter, Tensor]:
+    taken = {parameter: parameter.grad for parameter in parameters if parameter.grad is not None}
+    for parameter in taken:
+        parameter.grad = None
+    return taken
+
+
+def _add(total: dict[nn.Parameter, Tensor], more: dict[nn.Parameter, Tensor]) -> None:
+    for parameter, grad in more.items():
+        total[parameter] = total[parameter].add_(grad) if parameter in total else grad
+
+
+def _largest_rate(optimizer: torch.optim.Optimizer) -> float:
+    return max(float(group["lr"]) for group in optimizer.param_groups)
+
+
+def _put_buffers(model: nn.Module, values: Sequence[Tensor]) -> None:
+    for buffer, value in zip(model.buffers(), values, strict=True):
+        buffer.data.copy_(value)
+
+
+def _one_plan(job: _Job, plan: ParallelPlan, reader: int) -> _Run:
+    model = parallelize(job.build_model(), plan)
+    optimizer = job.make_optimizer(model)
+    pipelined = pipelined_of(model)
+    shares = pipelined is not None and pipelined.has_copies
+    run = _Run([], [], {}, _largest_rate(optimizer), splits_sums=shares, has_mean=pipelined is not None)
+    for readers in job.parts:
+        if pipelined is not None:
+            loss = pipelined.mean_loss(model, readers[reader], job.loss_fn)
+        else:
+            (microbatch,) = readers[reader]
+            loss = forward_loss(model, microbatch, job.loss_fn)
+            loss.backward()
+        norm = clip_grad_norm(model, job.max_norm)
+        optimizer.step()
+        optimizer.zero_grad()
+        run.losses.append(loss.item())
+        run.norms.append(norm.item())
+    run.parameters = {name: v for name, v in full_state_dict(model).items() if isinstance(v, Tensor)}
+    return run
+
+
+def _compare(name: str, size: int, expected: _Run, got: _Run, *, reader: int, rank: int) -> ParityRow:
+    differences: dict[str, float] = {"": 0.0}
+    known = expected.means if got.has_mean else [losses[reader] for losses in expected.by_reader]
+    losses, norms = (list(zip(*pair, strict=True)) for pair in ((known, got.losses), (expected.norms, got.norms)))
+    for kind, pairs in (("loss", losses), ("norm", norms)):
+        for step, (a, b) in enumerate(pairs):
+            if a != b:
+                differences[f"{kind} of step {step}"] = abs(a - b)
+    same_parameters, absolute = True, 0.0
+    if rank == 0:
+        same_parameters = expected.parameters.keys() == got.parameters.keys()
+        absolute = 0.0 if same_parameters else math.inf
+        for key, value in expected.parameters.items():
+            other = got.parameters.get(key)
+            if other is None or not torch.equal(value, other):
+                same_parameters = False
+                gap = math.inf if other is None else (value.double() - other.double()).abs().max().item()
+                differences[key] = gap
+                absolute = max(absolute, _or_inf(gap))
+    where = max(differences, key=lambda key: _or_inf(differences[key]))
+    return ParityRow(
+        plan=name,
+        world_size=size,
+        steps=len(got.losses),
+        losses=all(a == b for a, b in losses),
+        norms=all(a == b for a, b in norms),
+        parameters=same_parameters,
+        largest_difference=differences[where],
+        where=where,
+        relative=max(_or_inf(abs(a - b) / abs(a)) if a != b and a else float(a != b) for a, b in losses + norms),
+        absolute=absolute,
+    )
+
+
+def _or_inf(value: float) -> float:
+    """What is not a number counts as the worst."""
+    return math.inf if math.isnan(value) else value
+
+
+def _merge(rows: Sequence[ParityRow]) -> ParityRow:
+    """The verdict over all ranks: each compared its own losses, rank 0 the parameters."""
+    worst = max(rows, key=lambda row: row.largest_difference)
+    return ParityRow(
+        plan=worst.plan,
+        world_size=worst.world_size,
+        steps=worst.steps,
+        losses=all(row.losses for row in rows),
+        norms=all(row.norms for row in rows),
+        parameters=all(row.parameters for row in rows),
+        largest_difference=worst.largest_difference,
+        where=worst.where,
+        relative=max(row.relative for row in rows),
+        absolute=max(row.absolute for row in rows),
+    )
+
+
+def _named(plans: Sequence[ParallelPlan]) -> dict[str, ParallelPlan]:
+    """Plans by strategy; several of one strategy are numbered."""
+    named: dict[str, ParallelPlan] = {}
+    for plan in plans:
+        base = plan.strategy if isinstance(plan.strategy, str) else plan.placements.describe()
+        name, number = base, 1
+        while name in named:
+            number += 1
+            name = f"{base} ({number})"
+        named[name] = plan
+    return named

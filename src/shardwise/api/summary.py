@@ -1,0 +1,435 @@
+"""What was made of a model, for reading."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from torch import nn
+
+from shardwise.comm.dtype import dtype_name
+from shardwise.engine import attach
+from shardwise.engine.engine import Runtime
+from shardwise.engine.unit import Unit
+from shardwise.spec.extent import describe_cuts, list_alike
+from shardwise.spec.flat import flat_ranges
+from shardwise.spec.granularity import ELEMENT
+from shardwise.spec.layout import ParamSpec, rank_bytes
+from shardwise.spec.memory.activations import Activations, backward_bytes, eager_numel
+from shardwise.spec.memory.footprint import Footprint, GroupShape, Replicas, footprint
+from shardwise.spec.slice import simplest, slice_of
+from shardwise.spec.traffic.buffers import held_bytes, sync_trace
+from shardwise.spec.traffic.data import Collective, UnitShape, step_trace, window_order, window_trace
+
+
+@dataclass(frozen=True)
+class GroupSummary:
+    """One group: its parameters (name, logical shape, elements of it on this rank), dtype, padding and slot.
+
+    Of a slice the logical shape is that of the whole; ``slices`` says, for each name, what of it this rank's ``tp``
+    coordinate holds.
+    """
+
+    parameters: tuple[tuple[str, tuple[int, ...], int], ...]
+    dtype: str
+    compute_dtype: str
+    reduce_dtype: str
+    is_trainable: bool
+    numel: int
+    shard_numel: int
+    padding_numel: int
+    slot: int | None
+    held_as: str | None = None
+    sent_as: str | None = None
+    reduced_as: str | None = None
+    is_offloaded: bool = False
+    slices: dict[str, str] = dataclasses.field(default_factory=dict)
+
+    @property
+    def dtypes(self) -> str:
+        """``fp32``, or ``fp32>bf16>fp32`` for master, compute and reduce where they differ; what is quantized."""
+        every = (self.dtype, self.compute_dtype, self.reduce_dtype)
+        shown = self.dtype if len(set(every)) == 1 else ">".join(every)
+        held = f", held as {self.held_as}" if self.held_as else ""
+        sent = f", sent as {self.sent_as}" if self.sent_as else ""
+        return (
+            shown + held + sent + (f", reduced as {self.reduced_as}" if self.reduced_as and self.is_trainable else "")
+        )
+
+
+@dataclass(frozen=True)
+class UnitSummary:
+    """One unit."""
+
+    name: str
+    type_name: str
+    depth: int
+    reshards_after_forward: bool
+    inner_size: int | None
+    groups: tuple[GroupSummary, ...]
+
+
+@dataclass(frozen=True)
+class Summary:
+    """What :func:`summary` returns; ``str()`` is for reading.
+
+    Attributes:
+        units: Outermost first.
+        rank, world_size: Of the data-parallel axes together.
+        mesh: Their sizes.
+        placements: Of parameters, gradients and optimizer state.
+        granularity: What no cut divides.
+        imbalance: Sharded bytes of the fullest rank over the mean of all ranks; 1 where nothing is sharded.
+        num_idle_ranks: Ranks that own none of what is sharded.
+        footprint: Bytes on this rank by category.
+        num_slots, num_grown_slots: The pool, and how many slots it had to add because units were live at once.
+        forward_order, backward_order: Names of the units as they are gathered; empty before the first step.
+        num_wrong_prefetches: Gathers so far, ahead of their use or for the sake of other ranks, of units that this rank
+            then did not run.
+        buffers: How the model's buffers are kept equal over the ranks.
+        ignored: Names of the parameters that are left alone.
+        row_sharded: Of those whose rows are spread over all ranks, the logical shapes by name.
+        recomputed: Names of the modules whose forward is run again in backward.
+        keeps: Operators whose outputs are kept in them all the same, by name or family.
+        updated: How the optimizer's step comes about.
+        coordinate: On ``pp``, ``cp`` and ``tp``, where they have several ranks: this rank's position.
+        notes: What other parts of the recipe have to say: of a pipeline which stage has what.
+        world_rank, num_world_ranks: This rank, and how many there are, over all axes.
+    """
+
+    units: tuple[UnitSummary, ...]
+    rank: int
+    world_size: int
+    mesh: dict[str, int]
+    placements: str
+    granularity: str
+    imbalance: float
+    num_idle_ranks: int
+    footprint: Footprint
+    num_slots: int
+    num_grown_slots: int
+    forward_order: tuple[str, ...]
+    backward_order: tuple[str, ...]
+    buffers: str
+    num_wrong_prefetches: int = 0
+    ignored: tuple[str, ...] = ()
+    row_sharded: dict[str, tuple[int, ...]] = dataclasses.field(default_factory=dict)
+    recomputed: tuple[str, ...] = ()
+    keeps: tuple[str, ...] = ()
+    updated: str = ""
+    coordinate: dict[str, int] = dataclasses.field(default_factory=dict)
+    notes: tuple[str, ...] = ()
+    world_rank: int = 0
+    num_world_ranks: int = 1
+
+    @property
+    def num_parameters(self) -> int:
+        """Logical parameters of the model; with ``pp`` or ``ep`` those of this rank's stage and experts."""
+        shapes = [shape for unit in self.units for group in unit.groups for _, shape, _ in group.parameters]
+        return sum(_numel(shape) for shape in [*shapes, *self.row_sharded.values()])
+
+    @property
+    def _groups(self) -> str:
+        """How the ranks are grouped, where they are."""
+        replicas = self.mesh["dp_replicate"]
+        if replicas == 1:
+            return ""
+        return f", {replicas} groups (dp_replicate) of {self.mesh['dp_shard']} (dp_shard)"
+
+    @property
+    def _is_product(self) -> bool:
+        return self.num_world_ranks > self.world_size
+
+    @property
+    def _world(self) -> str:
+        return f", rank {self.world_rank} of {self.num_world_ranks} in the world" if self._is_product else ""
+
+    @property
+    def _place(self) -> list[str]:
+        """Which stage, which part of a sequence and which slices this rank holds."""
+        words = {"pp": "pipeline stage", "cp": "part of each sequence", "tp": "slice"}
+        shown = [f"{words[axis]} {at + 1} of {self.mesh[axis]} ({axis})" for axis, at in self.coordinate.items()]
+        return [f"this rank holds {', '.join(shown)}"] if shown else []
+
+    @property
+    def _slices(self) -> list[str]:
+        slices = {name: text for unit in self.units for group in unit.groups for name, text in group.slices.items()}
+        lines = [f"  {line}" for line in list_alike(slices)]
+        return ["slices that this rank's shards are of:", *lines] if lines else []
+
+    def __str__(self) -> str:
+        wide = max([26, *(2 * unit.depth + len(unit.name) for unit in self.units)]) + 2
+        typed = max([18, *(len(unit.type_name) for unit in self.units)]) + 2
+        lines = [
+            (
+                f"{self.num_parameters:,} parameters{' of this rank' * ('pp' in self.coordinate)} in {len(self.units)}"
+                f" units on {self.world_size} {'data-parallel ' * self._is_product}ranks"
+                f"{self._groups} (this is rank {self.rank}{self._world}); {self.placements}"
+            ),
+            *self._place,
+            f"{'unit':<{wide}}{'class':<{typed}}{'params':>14}{'this rank':>14}{'padding':>9}  dtype, slot",
+        ]
+        for unit in self.units:
+            for group in unit.groups:
+                numel = sum(_numel(shape) for _, shape, _ in group.parameters)
+                held = sum(count for _, _, count in group.parameters)
+                slot = "own" if group.slot is None else f"slot {group.slot}"
+                frozen = "" if group.is_trainable else ", frozen"
+                padding = f"{100 * group.padding_numel / max(group.numel, 1):.1f}%"
+                name = f"{'  ' * unit.depth + unit.name:<{wide}}{unit.type_name:<{typed}}"
+                lines.append(
+                    f"{name}{numel:>14,}{held:>14,}{padding:>9}  {group.dtypes}{frozen}, {slot}"
+                    + ("" if unit.reshards_after_forward or group.slot is None else ", kept after forward")
+                    + ("" if unit.inner_size is None else f", then over {unit.inner_size} ranks")
+                    + (", on the host" if group.is_offloaded else "")
+                )
+            if not unit.groups:
+                name = f"{'  ' * unit.depth + unit.name:<{wide}}{unit.type_name:<{typed}}"
+                lines.append(f"{name}{0:>14}{0:>14}{'':>9}  -")
+        idle = f"; {self.num_idle_ranks} of {self.world_size} ranks own nothing" if self.num_idle_ranks else ""
+        lines.append(f"cut by {self.granularity}: the fullest rank owns {self.imbalance:.3f} times the mean{idle}")
+        lines.append(f"bytes on this rank: {self.footprint}")
+        grown = f", {self.num_grown_slots} of them because more units were live at once" if self.num_grown_slots else ""
+        lines.append(f"pool: {self.num_slots} slots for gathered parameters{grown}")
+        lines.append(f"buffers: {self.buffers}")
+        lines += [*self._slices, *self.notes]
+        if self.ignored:
+            more = f" and {len(self.ignored) - 8} more" if len(self.ignored) > 8 else ""
+            lines.append(f"ignored (whole, this rank's own): {' '.join(self.ignored[:8])}{more}")
+        if self.recomputed:
+            kept = f", but for what {', '.join(self.keeps)} give" if self.keeps else ""
+            lines.append(f"recomputed in backward: {' '.join(self.recomputed)}{kept}")
+        if self.updated:
+            lines.append(f"updated {self.updated}")
+        if self.forward_order:
+            lines.append(f"gathered in forward:  {' '.join(self.forward_order)}")
+        if self.backward_order:
+            lines.append(f"gathered in backward: {' '.join(self.backward_order)}")
+        else:
+            lines.append("order of gathers: recorded in the first step")
+        if self.num_wrong_prefetches:
+            lines.append(f"gathered, but not run on this rank: {self.num_wrong_prefetches:,} times so far")
+        return "\n".join(lines)
+
+
+def summary(model: nn.Module) -> Summary:
+    """Units, shapes, dtypes, who owns what, padding, bytes per rank, pool and prefetch order of a parallelized model.
+
+    Collective:
+        None: every rank knows its own.
+    """
+    runtime = attach.runtime_of(model, "sw.summary", on_shards=False)
+    sharded = [group.layout for group in runtime.groups if group.row.shards_optimizer and group.layout.logical_numel]
+    owned = rank_bytes(sharded)
+    policy = runtime.options.recompute
+    return Summary(
+        units=tuple(_unit(runtime, unit) for unit in runtime.units),
+        rank=runtime.comms.control.rank,
+        world_size=runtime.comms.num_ranks,
+        mesh=runtime.comms.sizes,
+        placements=runtime.row.describe(),
+        granularity=str(sharded[0].granularity if sharded else ELEMENT),
+        imbalance=max(owned) * len(owned) / sum(owned) if owned else 1.0,
+        num_idle_ranks=owned.count(0),
+        footprint=predict(runtime),
+        num_slots=len(runtime.slots.slots),
+        num_grown_slots=runtime.slots.num_grown,
+        forward_order=tuple(runtime.units[i].name for i in runtime.units_in_forward),
+        backward_order=tuple(runtime.units[i].name for i in runtime.units_in_backward),
+        num_wrong_prefetches=runtime.num_wrong_prefetches,
+        buffers=str(runtime.buffers) if runtime.buffers is not None else "not synchronised",
+        ignored=tuple(name for name in runtime.ignored.parameters if name not in runtime.ignored.spread),
+        row_sharded={
+            name: held.shape for name, rows in runtime.ignored.spread_parameters.items() if (held := slice_of(rows))
+        },
+        notes=runtime.notes,
+        world_rank=runtime.comms.world.rank,
+        num_world_ranks=runtime.comms.world.size,
+        recomputed=runtime.recomputed,
+        keeps=tuple(policy.save) if policy is not None else (),
+        updated=_update(runtime),
+        coordinate={
+            axis: comm.rank for axis in ("pp", "cp", "tp") if (comm := getattr(runtime.comms, axis)) is not None
+        },
+    )
+
+
+def _update(runtime: Runtime) -> str:
+    """In words, what ``flat_parameters`` and ``optimizer_in_backward`` have changed."""
+    flat = [group for group in runtime.groups if group.flat_kinds is not None]
+    count = sum(len(flat_ranges(group.held, group.flat_kinds)) for group in flat if group.flat_kinds)
+    names = sum(piece.numel > 0 for group in flat for piece in group.held)
+    how = [f"as {count} flat tensors instead of {names} by name"] if flat else []
+    how += ["inside backward, unit by unit"] if runtime.update is not None else []
+    return ", ".join(how)
+
+
+def group_shapes(runtime: Runtime) -> list[GroupShape]:
+    """What the arithmetic of ``spec`` needs to know of every group."""
+    return [
+        GroupShape(
+            unit=unit.index,
+            layout=group.layout,
+            row=group.row,
+            depth=unit.depth,
+            reshards=unit.reshards_after_forward,
+            is_trainable=group.wants_gradients,
+            compute_dtype=dtype_name(group.compute_dtype),
+            reduce_dtype=dtype_name(group.reduce_dtype),
+            held_as=group.held_as,
+            sent_as=group.sent_as,
+            reduced_as=group.reduced_as,
+            flat_kinds=group.flat_kinds,
+            recomputed_in=unit.recomputed_in,
+            inner_size=unit.inner_size or 0,
+            updates_in_backward=runtime.update is not None,
+            is_offloaded=group.offload is not None,
+            keeps_shard=group.resident is not None,
+            ep=1 if group.comms is runtime.comms or runtime.comms.ep is None else runtime.comms.ep.size,
+        )
+        for unit in runtime.units
+        for group in unit.groups
+    ]
+
+
+def unit_shapes(runtime: Runtime) -> dict[int, UnitShape]:
+    """... and of every unit, by number."""
+    shapes: dict[int, list[GroupShape]] = {}
+    for shape in group_shapes(runtime):
+        shapes.setdefault(shape.unit, []).append(shape)
+    return {
+        unit.index: UnitShape(unit.name, unit.family, shapes.get(unit.index, []), unit.recomputed_in)
+        for unit in runtime.units
+    }
+
+
+def predict_activations(runtime: Runtime, activations: Activations) -> int:
+    """What is held at the peak besides :func:`predict`'s bytes, gradients that wait for their unit included."""
+    least_numel = eager_numel(runtime.comms.gather.device_type, keeps_buffers=runtime.options.keeps_buffers)
+    return backward_bytes(activations, unit_shapes(runtime).values(), least_numel=least_numel)
+
+
+def predict(runtime: Runtime, *, optimizer_tensors: int = 2, num_microbatches: int | None = None) -> Footprint:
+    """The closed-form bytes of this rank, from the layouts alone.
+
+    Args:
+        runtime: Of the model.
+        optimizer_tensors: State tensors per parameter.
+        num_microbatches: Of a step, all but the last under ``gradient_sync(model, False)``; ``None``: as many as there
+            have been.
+    """
+    planned = {runtime.accumulation} if num_microbatches is not None and num_microbatches > 1 else set()
+    held = footprint(
+        group_shapes(runtime),
+        rank=runtime.comms.gather.rank,
+        backward_order=_reduction_order(runtime) or None,
+        num_gradient_buffers=runtime.gradients.limit,
+        optimizer_tensors=optimizer_tensors,
+        has_receive_buffers=runtime.comms.gather.device.type == "cpu",
+        replicas=_replicas(runtime),
+        accumulations=runtime.accumulations if num_microbatches is None else planned,
+        ignored=runtime.ignored.specs,
+    )
+    return dataclasses.replace(held, reduce=held.reduce + _message_bytes(runtime))
+
+
+def _stages(runtime: Runtime) -> dict[int, list[int]]:
+    """The units that belong to one stage of a pipeline alone, by stage."""
+    return {stage: [unit.index for unit in units] for stage, units in runtime.stages.items()}
+
+
+def _reduction_order(runtime: Runtime) -> Sequence[int]:
+    """Empty before the first step of a model that is whole on every rank."""
+    if runtime.comms.pp is None:
+        return runtime.units_in_backward
+    return window_order((unit.index for unit in runtime.units), _stages(runtime))
+
+
+def _message_bytes(runtime: Runtime) -> int:
+    """Bytes held for the model's buffers to be sent in."""
+    comm = runtime.comms.control
+    messages = runtime.buffers.messages() if runtime.buffers is not None else []
+    return held_bytes(messages, rank=comm.rank, size=comm.size, has_receive_buffers=comm.device.type == "cpu")
+
+
+def _replicas(runtime: Runtime) -> Replicas | None:
+    comms = runtime.comms
+    if comms.replicate is None:
+        return None
+    return Replicas(comms.num_replicas, comms.replica, is_deferred=runtime.defers_replicate)
+
+
+def predict_trace(
+    runtime: Runtime, *, is_synchronising: bool = True, is_first_of_window: bool = True
+) -> list[Collective]:
+    """The collectives of the next step on this rank, from the layouts and the recorded order alone.
+
+    Those of the data-parallel axes; of a pipeline where units stay gathered over the step, as they do by themselves.
+    """
+    is_due = is_first_of_window and runtime.buffers is not None and runtime.buffers.is_due
+    messages = runtime.buffers.messages() if is_due and runtime.buffers is not None else []
+    control = runtime.comms.control
+    before = sync_trace(messages, rank=control.rank, size=control.size, axis=control.axis)
+    if runtime.comms.pp is not None:
+        return before + window_trace(
+            unit_shapes(runtime),
+            rank=runtime.comms.gather.rank,
+            stages=_stages(runtime),
+            is_synchronising=is_synchronising,
+            replicas=_replicas(runtime),
+        )
+    return before + step_trace(
+        unit_shapes(runtime),
+        rank=runtime.comms.gather.rank,
+        forward_order=runtime.units_in_forward or [unit.index for unit in runtime.units],
+        backward_order=runtime.units_in_backward,
+        is_synchronising=is_synchronising,
+        is_first_of_window=is_first_of_window,
+        replicas=_replicas(runtime),
+    )
+
+
+def _unit(runtime: Runtime, unit: Unit) -> UnitSummary:
+    slots = {id(slot): number for number, slot in enumerate(runtime.slots.slots)}
+    groups = []
+    for group in unit.groups:
+        held = {piece.index: piece.numel for piece in group.held}
+        groups.append(
+            GroupSummary(
+                parameters=tuple(
+                    (spec.name, spec.logical_shape, held.get(index, 0))
+                    for index, spec in enumerate(group.layout.params)
+                ),
+                dtype=dtype_name(group.dtype),
+                compute_dtype=dtype_name(group.compute_dtype),
+                reduce_dtype=dtype_name(group.reduce_dtype),
+                is_trainable=group.is_trainable,
+                numel=group.layout.numel,
+                shard_numel=group.layout.slice_numel(group.rank),
+                padding_numel=group.layout.padding_numel,
+                slot=slots.get(id(group.slot)) if group.slot is not None else None,
+                held_as=group.held_as,
+                sent_as=group.sent_as,
+                reduced_as=group.reduced_as,
+                is_offloaded=group.offload is not None,
+                slices={spec.name: _slice(spec) for spec in group.layout.params if spec.slice is not None},
+            )
+        )
+    return UnitSummary(
+        unit.name, unit.type_name, unit.depth, unit.reshards_after_forward, unit.inner_size, tuple(groups)
+    )
+
+
+def _slice(spec: ParamSpec) -> str:
+    held = spec.slice
+    assert held is not None
+    part = describe_cuts(held.shape, simplest(held.shape, held.cuts)) if held.cuts else f"all of {list(held.shape)}"
+    return part + (f", copy {held.copy + 1} of {held.copies}" if held.copies > 1 else "")
+
+
+def _numel(shape: tuple[int, ...]) -> int:
+    count = 1
+    for extent in shape:
+        count *= extent
+    return count

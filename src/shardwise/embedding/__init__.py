@@ -1,0 +1,1 @@
+"""Embeddings whose rows are spread over all ranks."""

@@ -1,0 +1,107 @@
+"""The threads from a user's objects back to the engine: module to runtime, parameter to group.
+
+References back are weak, so that deleting the model frees its memory at once.
+"""
+
+from __future__ import annotations
+
+import weakref
+from typing import TYPE_CHECKING
+
+from torch import Tensor, nn
+
+from shardwise.spec.errors import StateError
+from shardwise.spec.uncopyable import Uncopyable
+
+if TYPE_CHECKING:
+    from shardwise.comm.base import Recorder
+    from shardwise.engine.engine import Runtime
+    from shardwise.engine.group import Group
+    from shardwise.engine.unit import Unit
+
+_MODULE_KEY = "_shardwise"
+_RECORDER_KEY = "_shardwise_recorder"
+_PARAMETER_KEY = "_shardwise_mark"
+
+
+class Attachment(Uncopyable):
+    """What a unit's module holds: its runtime and unit."""
+
+    __slots__ = ("runtime", "unit")
+
+    def __init__(self, runtime: Runtime, unit: Unit) -> None:
+        self.runtime = runtime
+        self.unit = unit
+
+
+class Mark:
+    """What a sharded parameter knows of its origin."""
+
+    __slots__ = ("_group", "index")
+
+    def __init__(self, group: Group, index: int) -> None:
+        self._group = weakref.ref(group)
+        self.index = index
+
+    @property
+    def group(self) -> Group | None:
+        """The group, while its model lives."""
+        return self._group()
+
+
+def attach_runtime(module: nn.Module, runtime: Runtime, unit: Unit) -> None:
+    """Let ``module`` hold its runtime."""
+    module.__dict__[_MODULE_KEY] = Attachment(runtime, unit)
+
+
+def attachment_of(module: nn.Module) -> Attachment | None:
+    """What :func:`attach_runtime` attached, or ``None``."""
+    return module.__dict__.get(_MODULE_KEY)
+
+
+def attach_recorder(module: nn.Module, recorder: Recorder) -> None:
+    """Let ``module`` hold what records the exchanges of its forward."""
+    module.__dict__[_RECORDER_KEY] = recorder
+
+
+def recorder_of(module: nn.Module) -> Recorder | None:
+    """What :func:`attach_recorder` attached, or ``None``."""
+    return module.__dict__.get(_RECORDER_KEY)
+
+
+def runtime_of(module: nn.Module, call: str, *, on_shards: bool = True) -> Runtime:
+    """The runtime that ``module`` is the root (or a unit) of.
+
+    Args:
+        module: What the user passed.
+        call: The function that the user called.
+        on_shards: It works on shards, and so not inside ``full_parameters``.
+
+    Raises:
+        StateError: The module is not parallelized, or shows whole parameters where ``call`` needs shards.
+    """
+    attachment = attachment_of(module)
+    if attachment is None:
+        raise StateError(
+            f"{call} got a {type(module).__name__} that is not parallelized.\n"
+            "  Call model = sw.parallelize(model, plan) first, and pass that model."
+        )
+    runtime = attachment.runtime
+    if on_shards and any(unit.whole is not None for unit in runtime.units):
+        raise StateError(
+            f"{call} works on shards, but sw.full_parameters() shows whole parameters now.\n"
+            "  Call it outside; inside, use module.state_dict() and the parameters themselves."
+        )
+    if runtime.join is not None:
+        runtime.join.check(call)
+    return runtime
+
+
+def mark(parameter: nn.Parameter, group: Group, index: int) -> None:
+    """Let a shard know its group."""
+    setattr(parameter, _PARAMETER_KEY, Mark(group, index))
+
+
+def mark_of(parameter: Tensor) -> Mark | None:
+    """What :func:`mark` left, or ``None`` for a parameter that is not ours."""
+    return parameter.__dict__.get(_PARAMETER_KEY) if hasattr(parameter, "__dict__") else None

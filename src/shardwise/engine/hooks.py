@@ -1,0 +1,202 @@
+"""What torch calls: before and after a unit's forward, when backward reaches a call of it, at the end of backward.
+
+Each holds the runtime by weak reference, and hands over to it.
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from dataclasses import fields, is_dataclass
+from types import ModuleType
+from typing import TYPE_CHECKING
+
+import torch
+from torch import Tensor, nn
+
+from shardwise.engine import torch_private
+from shardwise.features.precision import replace_tensors
+from shardwise.spec.errors import StateError
+from shardwise.spec.uncopyable import Uncopyable
+
+if TYPE_CHECKING:
+    from shardwise.engine.engine import Runtime
+    from shardwise.engine.group import Group
+    from shardwise.engine.unit import Member, Unit
+
+
+class Call:
+    """One forward call of a unit, as a hook on each of its outputs."""
+
+    __slots__ = ("_is_counted", "_runtime", "_unit", "entry", "generation", "is_repeated", "version")
+
+    def __init__(self, runtime: Runtime, unit: Unit, *, is_counted: bool) -> None:
+        self._runtime = weakref.ref(runtime)
+        self._unit = weakref.ref(unit)
+        self._is_counted = is_counted
+        self.is_repeated = not is_counted  # made by a reentrant recomputation
+        self.generation = -1
+        self.version = runtime.version
+        self.entry = runtime.entry
+        if is_counted:
+            unit.num_outstanding += 1
+
+    def __call__(self, _grad: Tensor) -> None:
+        """Backward has reached the call."""
+        runtime, unit = self._runtime(), self._unit()
+        if runtime is not None and unit is not None:
+            runtime.on_ticket(self, unit)
+
+    def leave(self) -> None:
+        """This call is not outstanding any longer."""
+        runtime, unit = self._runtime(), self._unit()
+        if self._is_counted and runtime is not None and unit is not None:
+            unit.num_outstanding -= runtime.counts(self.version)
+            self._is_counted = False
+
+    def __del__(self) -> None:
+        self.leave()
+
+
+def attach_tickets(runtime: Runtime, unit: Unit, output: object, since: int, *, is_counted: bool = True) -> None:
+    """Put a ticket on every output that this call of ``unit`` has made.
+
+    A module that hands an input through has not made that output: its ticket would fire much later, in the backward of
+    whoever made it. Where a unit returns what a unit inside it has returned, the ticket of the outer one fires first:
+    backward enters units from the outside in, and the order of entries has the same first place for every loss.
+
+    Args:
+        runtime: What the ticket calls.
+        unit: Whose call it was.
+        output: Of the call, of any shape.
+        since: Autograd's sequence number when the call began.
+        is_counted: Not a repetition.
+    """
+    call: Call | None = None
+    for tensor in tensors_of(output):
+        node = tensor.grad_fn
+        if node is None or torch_private.sequence_number(node) < since:
+            continue
+        if call is None:
+            call = Call(runtime, unit, is_counted=is_counted)
+        if tensor._backward_hooks:  # noqa: SLF001 - of a unit inside, or the user's
+            torch_private.hook_first(tensor, call)
+        else:
+            tensor.register_hook(call)
+
+
+class BeforeForward(Uncopyable):
+    """Forward pre-hook of a unit's module."""
+
+    def __init__(self, runtime: Runtime, unit: Unit, member: Member) -> None:
+        self._runtime = weakref.ref(runtime)
+        self._unit = weakref.ref(unit)
+        self._member = weakref.ref(member)
+
+    def __call__(self, _module: nn.Module, _args: object) -> None:
+        """The module is about to run."""
+        runtime, unit, member = self._runtime(), self._unit(), self._member()
+        if runtime is not None and unit is not None and member is not None:
+            runtime.before_forward(unit, member)
+
+
+class AfterForward(BeforeForward):
+    """Forward hook of a unit's module."""
+
+    def __call__(self, _module: nn.Module, _args: object, output: object = None) -> object:
+        """The module has run. Returns what it is to return instead of ``output``."""
+        runtime, unit, member = self._runtime(), self._unit(), self._member()
+        if runtime is not None and unit is not None and member is not None:
+            # As a rule it is one computed tensor: no parameter, which is a leaf, and no view, which has a base.
+            if not isinstance(output, Tensor) or output.grad_fn is None or output._base is not None:  # noqa: SLF001
+                output = without_slots(unit, output)
+            runtime.after_forward(unit, member, output)
+        return output
+
+
+def without_slots(unit: Unit, output: object) -> object:
+    """``output`` of a call of ``unit`` with copies of the unit's own parameters, and of views of them.
+
+    They lie in a slot, which other units use as soon as this one is released. Where parameters are replicated they stay
+    where they are; a parameter itself becomes a view, on which a ticket can be put.
+    """
+    uses_slot = {group.gathered_in: group.uses_slot for group in unit.groups}
+
+    def change(tensor: Tensor) -> Tensor:
+        is_in_slot = uses_slot.get(torch_private.storage_identity(tensor)) if tensor.layout is torch.strided else None
+        if is_in_slot:
+            return tensor.clone()
+        return tensor.view_as(tensor) if is_in_slot is not None and tensor.is_leaf else tensor
+
+    return replace_tensors(output, change) if uses_slot else output
+
+
+def eager_hook(
+    runtime_ref: weakref.ref[Runtime], group_ref: weakref.ref[Group], index: int
+) -> Callable[[Tensor], None]:
+    """A hook that collects the gradient of a large parameter of a group as soon as it has arrived."""
+
+    def collect(_parameter: Tensor) -> None:
+        runtime, group = runtime_ref(), group_ref()
+        if runtime is not None and group is not None:
+            runtime.collect_eagerly(group, index)
+
+    return collect
+
+
+def refuse_on_shard(group_ref: weakref.ref[Group], index: int) -> Callable[[Tensor], None]:
+    """A hook that refuses a gradient that autograd brings to a shard: somebody has computed with the shard's values."""
+
+    def refuse(parameter: Tensor) -> None:
+        group = group_ref()
+        if group is None or group.whole is not None:
+            return
+        parameter.grad = None
+        spec = group.layout.params[index]
+        raise StateError(
+            f"a gradient came for this rank's shard of {spec.name!r} (logical shape {list(spec.logical_shape)}): the"
+            " loss was computed with the parameter outside of its unit's forward (a penalty, a method of the module),"
+            " where each rank has a part of its values.\n"
+            "  Compute it inside the forward of the unit, have the method gathered with"
+            " sw.register_fsdp_forward_method(module, name), or use the optimizer's weight_decay."
+        )
+
+    return refuse
+
+
+class EndOfBackward:
+    """What a backward calls at its end."""
+
+    def __init__(self, runtime: Runtime) -> None:
+        self._runtime = weakref.ref(runtime)
+
+    def __call__(self) -> None:
+        """Backward has ended."""
+        runtime = self._runtime()
+        if runtime is not None:
+            runtime.end_backward()
+
+
+def tensors_of(value: object, levels: int = 3) -> Iterator[Tensor]:
+    """Every tensor that requires grad in an output of any common shape; objects are looked into, ``levels`` deep."""
+    if isinstance(value, Tensor):
+        if value.requires_grad:
+            yield value
+        return
+    parts = _parts(value)
+    is_open = hasattr(value, "__dict__") and not isinstance(value, (type, nn.Module, ModuleType))
+    if parts is None and levels and is_open:
+        parts, levels = tuple(vars(value).values()), levels - 1
+    for part in parts or ():
+        yield from tensors_of(part, levels)
+
+
+def _parts(value: object) -> Iterable[object] | None:
+    """What a container holds; ``None`` for anything else."""
+    if isinstance(value, Mapping):
+        return value.values()
+    if isinstance(value, (tuple, list, set)):
+        return value
+    if is_dataclass(value) and not isinstance(value, type):
+        return [getattr(value, field.name, None) for field in fields(value)]
+    return None

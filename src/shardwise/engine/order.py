@@ -1,0 +1,128 @@
+"""The agreed orders of a model, one for each way into it, and the lists of layers that they know of."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+from torch import nn
+
+from shardwise.engine.unit import Unit
+from shardwise.engine.wrap import is_called
+from shardwise.spec.layer_lists import LayerList
+from shardwise.spec.prefetch import AgreedOrder
+
+#: Where a forward comes in: a unit's number, and the path of the module in it that was called ("": the unit's own).
+Entry = tuple[int, str]
+ROOT_ENTRY: Entry = (0, "")
+#: Of the passes through one pipeline stage of a model: ``(_STAGES, "2")``, no unit's.
+_STAGES = -1
+
+
+def stage_entry(stage: int) -> Entry:
+    """Of the passes through a pipeline stage: they all take one path, in which no layer is left out."""
+    return _STAGES, str(stage)
+
+
+class Orders(dict[Entry, AgreedOrder]):
+    """One order for each entry: the module through which a forward comes in, or came in that is now run backward.
+
+    Args:
+        make: Makes the order of an entry that comes for the first time.
+    """
+
+    def __init__(self, make: Callable[[Entry], AgreedOrder]) -> None:
+        super().__init__()
+        self._make = make
+
+    def __missing__(self, entry: Entry) -> AgreedOrder:
+        """A new order."""
+        self[entry] = order = self._make(entry)
+        return order
+
+    def known(self) -> list[list[Any]]:
+        """Entry and recorded order of each, as JSON holds them."""
+        return [[*entry, list(order.units)] for entry, order in self.items() if order.is_recorded]
+
+    def take(self, known: Sequence[list[Any]]) -> None:
+        """Take over what :meth:`known` gave on another rank."""
+        for index, path, units in known:
+            self[index, path].take(units)
+
+
+def forward_orders(units: Sequence[Unit]) -> Orders:
+    """Of gathers where the model trains."""
+    return Orders(lambda entry: AgreedOrder(_layer_lists(units, entry)))
+
+
+def eval_orders() -> Orders:
+    """Of gathers where it does not; only to prefetch."""
+    return Orders(lambda _entry: AgreedOrder())
+
+
+def backward_orders(units: Sequence[Unit]) -> Orders:
+    """Of the units that backward enters."""
+
+    def make(entry: Entry) -> AgreedOrder:
+        lists = [layers.reversed() for layers in _layer_lists(units, entry)]
+        return AgreedOrder(lists, lambda index: units[index].has_run)
+
+    return Orders(make)
+
+
+def units_in(orders: Orders) -> tuple[int, ...]:
+    """The units of an order through the whole model, or one stage after the other."""
+    stages = [order.units for (index, _), order in orders.items() if index == _STAGES]
+    return tuple(dict.fromkeys(unit for units in stages for unit in units)) or orders[ROOT_ENTRY].units
+
+
+def _layer_lists(units: Sequence[Unit], entry: Entry) -> list[LayerList]:
+    index, path = entry
+    return [] if index == _STAGES else find_layer_lists(units, path or units[index].path)
+
+
+def find_layer_lists(units: Sequence[Unit], path: str = "") -> list[LayerList]:
+    """The lists of layers that were made units, at ``path`` and below, those of inner modules first.
+
+    ``units[0]`` is the root.
+
+    One is what a module holds in one ``nn.ModuleList``, lists in that list included: the module calls its members in
+    the order of registration. Members of an ``nn.ModuleDict`` are alternatives, and those of an ``nn.Sequential`` are
+    never left out.
+    """
+    root = units[0].members[0].module()
+    assert root is not None
+    found: dict[tuple[str, str], list[int]] = {}
+    for index, unit in enumerate(units[1:], 1):
+        places = {_list_of(root, member.path) for member in unit.members}
+        place = places.pop() if len(places) == 1 else None  # sw.fully_shard of a list takes modules from anywhere
+        if place is not None and f"{place[0]}.".startswith(f"{path}." if path else ""):
+            found.setdefault(place, []).append(index)
+    inner_first = sorted(found, key=lambda place: -len(place[0]))
+    return [
+        _layer_list(units, place[0], found[place]) for place in inner_first if _num_modules(units, found[place]) > 1
+    ]
+
+
+def _num_modules(units: Sequence[Unit], indices: Sequence[int]) -> int:
+    return sum(len(units[index].members) for index in indices)
+
+
+def _list_of(root: nn.Module, name: str) -> tuple[str, str] | None:
+    """The module that calls the unit at ``name``, and the attribute of it that lists the unit."""
+    scope, _, child = name.rpartition(".")
+    is_listed = False
+    while scope and not is_called(holder := root.get_submodule(scope)):
+        if isinstance(holder, nn.ModuleDict):
+            return None
+        is_listed = True
+        scope, _, child = scope.rpartition(".")
+    return (scope, child) if is_listed else None
+
+
+def _layer_list(units: Sequence[Unit], scope: str, indices: Sequence[int]) -> LayerList:
+    def inside(path: str) -> list[int]:
+        return [index for index, unit in enumerate(units) if index and unit.path.startswith(path)]
+
+    members = tuple((index, *inside(f"{units[index].path}.")) for index in indices)
+    return LayerList(members, frozenset(inside(f"{scope}." if scope else "")))

@@ -1,0 +1,229 @@
+"""A unit: one wrapped module, or several small ones, whose parameters are gathered, released and reduced together.
+
+===========  =====================================  ==========================================
+state        parameters                             the module holds
+===========  =====================================  ==========================================
+SHARDED      only this rank's slice is valid        the shards
+UNSHARDING   being gathered                         the shards
+UNSHARDED    whole, in the gathered buffer          the full ones while the unit computes
+REDUCING     as SHARDED; gradients are on the way   the shards
+===========  =====================================  ==========================================
+
+Where parameters are replicated (``ddp``, ``zero1``, ``zero2``) the states are the same; the gathered buffer is then the
+replica, which is brought up to date instead of being gathered from nothing.
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections import Counter
+from collections.abc import Callable, Iterable, Iterator, Mapping, MutableMapping, Sequence
+from enum import StrEnum
+from typing import TYPE_CHECKING
+
+from torch import nn
+
+from shardwise.engine import torch_private
+from shardwise.engine.label import Labels
+from shardwise.spec.errors import StateError
+
+if TYPE_CHECKING:
+    from shardwise.comm.base import Handle
+    from shardwise.engine.engine import Runtime
+    from shardwise.engine.group import Group
+    from shardwise.state.full_parameters import Whole
+
+
+class State(StrEnum):
+    """Where a unit's parameters are."""
+
+    SHARDED = "sharded"
+    UNSHARDING = "unsharding"
+    UNSHARDED = "unsharded"
+    REDUCING = "reducing"
+
+
+#: The only moves there are. (UNSHARDED, UNSHARDING) brings a replica or a kept unit up to date; (UNSHARDING, SHARDED)
+#: drops a prefetch that nobody used; (SHARDED, REDUCING) completes gradients of a unit that was evicted meanwhile.
+LEGAL_MOVES: frozenset[tuple[State, State]] = frozenset(
+    {
+        (State.SHARDED, State.UNSHARDING),
+        (State.UNSHARDING, State.UNSHARDED),
+        (State.UNSHARDED, State.UNSHARDING),
+        (State.UNSHARDED, State.SHARDED),
+        (State.UNSHARDING, State.SHARDED),
+        (State.UNSHARDED, State.REDUCING),
+        (State.SHARDED, State.REDUCING),
+        (State.REDUCING, State.SHARDED),
+    }
+)
+
+
+class Owner:
+    """A module that holds parameters of a unit, and what goes into its ``_parameters`` in either form."""
+
+    __slots__ = ("flat_weights", "fulls", "is_guarded", "module", "parameters", "path", "shards")
+
+    def __init__(self, module: nn.Module, path: str, shards: dict[str, nn.Parameter]) -> None:
+        self.module = weakref.ref(module)
+        self.path = path
+        self.parameters = torch_private.parameters_of(
+            module
+        )  # the dict, not the module: a unit must not keep its module alive
+        self.shards = shards
+        self.is_guarded = False  # its state_dict and the like refuse
+        self.fulls: dict[str, nn.Parameter] = {}
+        # RNNs read their weights from a list of their own.
+        self.flat_weights = torch_private.rnn_weight_names(module) if isinstance(module, nn.RNNBase) else None
+
+    def put(self, parameters: dict[str, nn.Parameter]) -> None:
+        """Make the module compute with ``parameters``."""
+        self.parameters.update(parameters)
+        if self.flat_weights is not None:
+            module = self.module()
+            if module is not None:
+                module.__dict__["_flat_weights"] = [self.parameters.get(name) for name in self.flat_weights]
+
+
+#: Forward pre-hooks that are there only while a member holds shards: (the module's hooks, the guard).
+Guards = Sequence[tuple[MutableMapping[int, Callable[..., object]], Callable[..., object]]]
+
+
+class Member:
+    """One module of a unit. It holds the full parameters while it computes, and the shards while its neighbours do."""
+
+    __slots__ = ("__weakref__", "guard_key", "guards", "is_swapped", "module", "num_frames", "owners", "path")
+
+    def __init__(self, path: str, module: nn.Module) -> None:
+        self.path = path
+        self.module = weakref.ref(module)
+        self.owners: list[Owner] = []
+        self.guards: Guards = ()
+        self.guard_key = -1  # of the guards among a module's forward pre-hooks; negative, as torch's own are not
+        self.is_swapped = False
+        self.num_frames = 0  # forward calls under way
+
+    def set_guards(self, guards: Guards, key: int) -> None:
+        """Replace the guards; they are on, under ``key``, while the shards are in the modules."""
+        for hooks, _ in self.guards:
+            hooks.pop(self.guard_key, None)
+        self.guards, self.guard_key = guards, key
+        if not self.is_swapped:
+            for hooks, guard in self.guards:
+                hooks[self.guard_key] = guard
+
+    def swap_in(self) -> None:
+        """Put the full parameters into the modules, and take the guards off."""
+        if self.is_swapped:
+            return
+        self.is_swapped = True
+        for owner in self.owners:
+            owner.put(owner.fulls)
+        for hooks, _ in self.guards:
+            hooks.pop(self.guard_key, None)
+
+    def swap_out(self) -> None:
+        """Put the shards back into the modules, and the guards on."""
+        if not self.is_swapped:
+            return
+        self.is_swapped = False
+        for owner in self.owners:
+            owner.put(owner.shards)
+        for hooks, guard in self.guards:
+            hooks[self.guard_key] = guard
+
+
+class Unit:
+    """Bookkeeping of one unit; what it does is in ``runtime`` and ``group``.
+
+    Args:
+        name: In traces and summaries.
+        modules: Its modules by path: one, or the neighbours that were merged (``spec.merge``), none inside another.
+        reshards: It is released between forward and backward.
+        inner_size: It then stays sharded over so many ranks of ``dp_shard``.
+    """
+
+    def __init__(
+        self, name: str, modules: Mapping[str, nn.Module], *, reshards: bool, inner_size: int | None = None
+    ) -> None:
+        self.name = name
+        self.members = [Member(path, module) for path, module in modules.items()]
+        self.type_name = _type_name(modules.values())
+        self.runtime: weakref.ref[Runtime] | None = None
+        self.index = 0
+        self.parent: Unit | None = None
+        self.depth = 0
+        self.family: frozenset[int] = frozenset()  # indices of its ancestors, its descendants and itself
+        self.groups: list[Group] = []
+        self.reshards_after_forward = reshards
+        self.recomputed_in: str | None = None  # a module around it whose forward is run again in backward
+        self.inner_size = inner_size if reshards else None
+        self.is_resident = False  # its parameters are replicated and never released
+        self.reshards_if_nested: bool | None = None  # what fully_shard was told; None: as its place in the tree says
+        self.state = State.SHARDED
+        self.has_swapped_in = False  # all members together, and none has been swapped out since
+        self.handles: list[Handle] = []
+        self.shows_logical_state = False  # the modules hold whole tensors: state_dict() and the like are right
+        self.whole: Whole | None = None  # full_parameters shows the unit whole, or lets another rank do so
+        self.is_unused = False  # gathered, or being gathered, and nothing has been computed with it since
+        self.frames: list[int] = []  # one for each forward under way: autograd's sequence number at its start
+        self.labels: Labels = []  # of the forwards under way, in a profile
+        self.replays: list[int] = []  # the same for recomputations, which run inside a backward
+        self.has_run = False  # in a forward that trains, since the last backward
+        self.num_outstanding = 0  # forward calls whose backward has not begun
+        self.num_silent = 0  # calls without grad in forwards that train: a reentrant recomputation may repeat them ...
+        self.num_repeated = 0  # ... and has done so, in this backward, this often
+        self.updated_in = -1  # the backward in which its parameters were updated
+        self.healed_in = -1  # the backward in which data was brought back for a value that had left by a side door
+
+    @property
+    def path(self) -> str:
+        """Of its first module."""
+        return self.members[0].path
+
+    @property
+    def owners(self) -> Iterator[Owner]:
+        """The modules that hold parameters of the unit."""
+        return (owner for member in self.members for owner in member.owners)
+
+    @property
+    def is_swapped(self) -> bool:
+        """Some member holds the full parameters."""
+        return any(member.is_swapped for member in self.members)
+
+    def move_to(self, state: State) -> None:
+        """Change the state.
+
+        Raises:
+            StateError: There is no such move.
+        """
+        if (self.state, state) not in LEGAL_MOVES:
+            raise StateError(f"unit {self.name!r} cannot go from {self.state} to {state}: this is a bug in shardwise.")
+        self.state = state
+
+    def swap_in(self) -> None:
+        """Put the full parameters into the modules of all members."""
+        if self.has_swapped_in:
+            return
+        self.has_swapped_in = True
+        for member in self.members:
+            member.swap_in()
+
+    def swap_out(self) -> None:
+        """Put the shards back into the modules of all members."""
+        self.has_swapped_in = False
+        for member in self.members:
+            member.swap_out()
+
+    def clear_frames(self) -> None:
+        """No forward call is under way any more."""
+        self.frames.clear()
+        self.labels.clear()
+        for member in self.members:
+            member.num_frames = 0
+
+
+def _type_name(modules: Iterable[nn.Module]) -> str:
+    """``Block``, or ``6 x Block`` for a unit of six."""
+    counts = Counter(type(module).__name__ for module in modules)
+    return ", ".join(name if counts.total() == 1 else f"{count} x {name}" for name, count in counts.items())

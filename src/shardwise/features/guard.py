@@ -1,0 +1,226 @@
+"""What a parallelized module refuses, or does right, outside of its forward: never silently a slice.
+
+* A module called outside its unit's forward would compute with a shard: refused with the parameter's name and shape.
+  For modules that use parameters of the root unit (embeddings, heads, the encoder of an encoder-decoder model, which
+  ``generate`` calls by itself) the root is gathered for the call instead. These guards are on a module only while its
+  unit is sharded, so a step does not pay for them.
+* ``state_dict``, ``load_state_dict``, ``copy.deepcopy`` and pickling are refused with what to use instead.
+* Methods of other libraries that rebuild weights (:data:`_REBUILDS`) are refused with what to do instead.
+* ``.to()``, ``.half()`` and the like are refused where they would change a parameter, and pass where they would not.
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import nn
+
+from shardwise.engine import torch_private
+from shardwise.engine.hooks import without_slots
+from shardwise.spec.errors import StateError
+from shardwise.spec.uncopyable import Uncopyable
+
+if TYPE_CHECKING:
+    from shardwise.engine.engine import Runtime
+    from shardwise.engine.unit import Member, Owner, Unit
+
+
+_MERGES = (
+    "Call it, and save what it gives, inside `with sw.full_parameters(model):`; or before sw.parallelize(), on a plain"
+    " model that sw.full_state_dict(model) was loaded into."
+)
+
+_RESIZE = (
+    "Resize before sw.parallelize(). For weights trained here load sw.full_state_dict(model), or a state_dict() taken"
+    " inside `with sw.full_parameters(model):`, into a plain model, and resize that."
+)
+
+#: Methods that make new weights from those in the modules: what to do instead, and whether whole parameters are enough.
+_REBUILDS: dict[str, tuple[str, bool]] = {
+    "resize_token_embeddings": (_RESIZE, False),  # transformers; the others peft
+    "merge_and_unload": (_MERGES, True),
+    "merge_adapter": (_MERGES, True),
+    "unmerge_adapter": (_MERGES, True),
+}
+
+
+def install_guards(root: nn.Module, runtime: Runtime) -> None:
+    """Install every guard on the modules below ``root``."""
+    members = [(unit, member) for unit in runtime.units for member in unit.members]
+    unit_modules = {id(member.module()) for _, member in members}
+    for unit, member in members:
+        owners = [(owner, module) for owner in member.owners if (module := owner.module()) is not None]
+        if unit.parent is None:
+            guarded = [(module, _EntryGuard(runtime, unit, path)) for path, module in _entries(root, unit)]
+        else:
+            guarded = [(module, _OutsideGuard(unit, member, owner)) for owner, module in owners]
+        member.set_guards(
+            [
+                (torch_private.forward_pre_hooks_of(module), guard)
+                for module, guard in guarded
+                if id(module) not in unit_modules
+            ],
+            key=-1 - unit.index,
+        )
+        for owner, module in owners:
+            if not owner.is_guarded:
+                owner.is_guarded = True
+                _guard_state(module, unit)
+    _guard_containers(root, members)
+    if "_apply" not in root.__dict__:
+        root.__dict__["_apply"] = _GuardedApply(root, runtime.units[0])
+    for module in root.modules():
+        for name in _REBUILDS.keys() - module.__dict__.keys():
+            if callable(getattr(type(module), name, None)):
+                module.__dict__[name] = _RebuildGuard(module, runtime.units[0], name)
+
+
+def _entries(root: nn.Module, unit: Unit) -> list[tuple[str, nn.Module]]:
+    """The modules through which parameters of the root unit can be reached without calling the root."""
+    paths = {owner.path for owner in unit.owners}
+    return [
+        (path, module)
+        for path, module in root.named_modules()
+        if path and any(owned == path or owned.startswith(f"{path}.") for owned in paths)
+    ]
+
+
+class _OutsideGuard(Uncopyable):
+    """Forward pre-hook of a module whose parameters are shards at the moment.
+
+    Where a rank holds them whole (``ddp``) the module may compute but not train: gradients would stay on this rank.
+    """
+
+    def __init__(self, unit: Unit, member: Member, owner: Owner) -> None:
+        self._unit = weakref.ref(unit)
+        self._member = weakref.ref(member)
+        self._attributes = tuple(owner.shards)
+        self._path = owner.path
+
+    def __call__(self, module: nn.Module, _args: object) -> None:
+        unit, member = self._unit(), self._member()
+        if unit is None or member is None or member.is_swapped:
+            return
+        is_split = any(group.row.shards_optimizer and group.whole is None for group in unit.groups)
+        if not (is_split or torch.is_grad_enabled()):
+            return
+        attribute = self._attributes[0]
+        name = f"{self._path}.{attribute}"
+        shard = torch_private.parameters_of(module)[attribute]
+        shapes = {spec.name: spec.logical_shape for group in unit.groups for spec in group.layout.params}
+        shape = shapes.get(name)
+        logical = f" of logical shape {list(shape)}" if shape is not None else ""
+        held = f"is a shard {list(shard.shape) if shard is not None else None} now" if is_split else "would train alone"
+        raise StateError(
+            f"{type(module).__name__} {self._path!r} was called outside the forward of its unit {member.path!r}: its"
+            f" parameter {name!r}{logical} {held}.\n"
+            f"  Call {member.path!r} or the model, or make {self._path!r} a unit of its own (auto_wrap_policy)."
+        )
+
+
+class _EntryGuard(Uncopyable):
+    """Forward pre-hook of a module that uses parameters of the root unit: gathers the root for this call."""
+
+    def __init__(self, runtime: Runtime, unit: Unit, path: str) -> None:
+        self._runtime = weakref.ref(runtime)
+        self._unit = weakref.ref(unit)
+        self._path = path
+
+    def __call__(self, module: nn.Module, _args: object) -> None:
+        runtime, unit = self._runtime(), self._unit()
+        if runtime is None or unit is None or unit.is_swapped:
+            return
+        runtime.before_forward(unit, unit.members[0], self._path)
+
+        def leave(_module: nn.Module, _args: object, output: object) -> object:
+            handle.remove()
+            output = without_slots(unit, output)
+            runtime.after_forward(unit, unit.members[0], output)
+            return output
+
+        handle = module.register_forward_hook(leave, always_call=True)
+
+
+class _StateDictGuard(Uncopyable):
+    def __init__(self, units: Sequence[Unit], name: str) -> None:
+        self._units = [weakref.ref(unit) for unit in units]
+        self._name = name
+
+    def __call__(self, module: nn.Module, *_args: object, **_kwargs: object) -> None:
+        units = [unit for held in self._units if (unit := held()) is not None and not unit.shows_logical_state]
+        if not any(group.row.shards_optimizer for unit in units for group in unit.groups):
+            return
+        ours, instead = {
+            "state_dict": ("would give slices", "sw.full_state_dict(model) or sw.save(path, model, optimizer)"),
+            "load_state_dict": ("would need slices", "sw.load_full_state_dict(model, state) or sw.load(path, model)"),
+        }[self._name]
+        raise StateError(
+            f"{self._name}() of {type(module).__name__} {ours}: its parameters are sharded.\n  Use {instead}."
+        )
+
+
+def _guard_state_dicts(module: nn.Module, units: Sequence[Unit]) -> None:
+    module.register_state_dict_pre_hook(_StateDictGuard(units, "state_dict"))
+    module.register_load_state_dict_pre_hook(_StateDictGuard(units, "load_state_dict"))
+
+
+def _guard_containers(root: nn.Module, members: Sequence[tuple[Unit, Member]]) -> None:
+    """Have the modules around those that own parameters refuse, so that an error names the module that was called."""
+    owned = [(unit, owner.path) for unit, member in members for owner in member.owners]
+    paths = {path for _, path in owned}
+    for path, module in root.named_modules():
+        below = {id(unit): unit for unit, own in owned if not path or own.startswith(f"{path}.")}
+        if below and path not in paths:
+            _guard_state_dicts(module, list(below.values()))
+
+
+def _guard_state(module: nn.Module, unit: Unit) -> None:
+    _guard_state_dicts(module, [unit])
+    if "_apply" not in module.__dict__:
+        module.__dict__["_apply"] = _GuardedApply(module, unit)
+
+
+class _RebuildGuard(Uncopyable):
+    """Stands for a method of a module that makes new weights from what the parameters are."""
+
+    def __init__(self, module: nn.Module, root: Unit, name: str) -> None:
+        self._module = weakref.ref(module)
+        self._root = weakref.ref(root)
+        self._name = name
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        module, root = self._module(), self._root()
+        assert module is not None
+        advice, works_on_wholes = _REBUILDS[self._name]
+        if root is not None and not (works_on_wholes and root.shows_logical_state):
+            raise StateError(
+                f"{self._name}() of {type(module).__name__}, which is parallelized: it would make new weights from this"
+                f" rank's shards.\n  {advice}"
+            )
+        return getattr(type(module), self._name)(module, *args, **kwargs)
+
+
+class _GuardedApply(Uncopyable):
+    """Stands for ``module._apply``, through which ``.to()``, ``.half()``, ``.cuda()`` and the like go."""
+
+    def __init__(self, module: nn.Module, unit: Unit) -> None:
+        self._module = weakref.ref(module)
+        self._unit = weakref.ref(unit)
+
+    def __call__(self, fn: Callable[[torch.Tensor], torch.Tensor], recurse: bool = True) -> Any:  # noqa: FBT001, FBT002 - torch's signature
+        module, unit = self._module(), self._unit()
+        assert module is not None
+        if unit is not None:
+            for group in unit.groups:
+                probe = torch.empty(0, dtype=group.dtype, device=group.master.device)
+                result = fn(probe)
+                if result.dtype != probe.dtype or result.device != probe.device:
+                    raise StateError(
+                        f"{type(module).__name__} is parallelized: its parameters cannot go from {probe.dtype} on"
+                        f" {probe.device} to {result.dtype} on {result.device}.\n"
+                        "  Convert or move the model before sw.parallelize()."
+                    )
+        return torch_private.apply_of(module)(fn, recurse)

@@ -1,0 +1,190 @@
+"""The optimizer's step inside backward: a group is updated as soon as its gradients are reduced, and they are let go.
+
+Gradients then exist for one unit at a time, in the buffers in which they travel. Nothing in the numbers changes: an
+update needs no gradient but its own, and a unit is reduced when backward has left it for good.
+"""
+
+from __future__ import annotations
+
+import inspect
+from collections import Counter
+from collections.abc import Iterator
+from typing import TYPE_CHECKING
+
+import torch
+from torch import nn
+
+from shardwise.engine import attach, torch_private
+from shardwise.optim.checks import accept
+from shardwise.optim.flat_parameters import FlatParameter, group_of, split
+from shardwise.spec.errors import StateError
+
+if TYPE_CHECKING:
+    from shardwise.engine.engine import Runtime
+    from shardwise.engine.group import Group
+    from shardwise.engine.pool import GradientPool
+
+
+def optimizer_in_backward(model: nn.Module, *optimizers: torch.optim.Optimizer) -> None:
+    """Have ``backward()`` update the parameters, unit by unit, so that gradients never exist for the whole model.
+
+    ::
+
+        optimizer = torch.optim.AdamW(sw.flat_parameters(model), lr=3e-4)
+        sw.optimizer_in_backward(model, optimizer)
+        schedule = torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, 1000)
+        for batch in batches:
+            model(**batch).loss.backward()  # forward, backward and update
+            schedule.step()
+
+    The numbers are those of ``optimizer.step()`` after backward, to the last bit. The optimizer stays what it is: its
+    parameter groups may be changed between steps, schedulers work, ``sw.save`` and ``sw.load`` take it. ``.grad`` is
+    ``None`` after backward, so that ``optimizer.step()`` and ``zero_grad()`` find nothing to do and may stay in a loop.
+
+    What needs all gradients before the first update is refused from now on: ``sw.clip_grad_norm``,
+    ``sw.gradient_sync(model, False)`` (every backward is a step) and gradient scalers. If a backward raises, units that
+    it has left are updated already.
+
+    Args:
+        model: A parallelized model without gradients.
+        optimizers: Together they hold every trained parameter once, by name or as ``sw.flat_parameters`` gives them.
+
+    Collective:
+        None: backward issues what it always does.
+
+    Raises:
+        StateError: A trained parameter is in no optimizer or in two, there are gradients, or an optimizer cannot work
+            on shards; or the model is a pipeline, whose step has a backward for each microbatch.
+    """
+    runtime = attach.runtime_of(model, "sw.optimizer_in_backward")
+    if runtime.comms.pp is not None:
+        raise StateError(
+            "sw.optimizer_in_backward(): a pipeline's step has a backward for each microbatch, and updates follow the"
+            " last.\n  Call optimizer.step() after sw.train_step(), or set pp=1."
+        )
+    _check(runtime, optimizers)
+    runtime.update = UpdateInBackward(runtime, optimizers)
+
+
+def refuse(runtime: Runtime, call: str) -> None:
+    """Refuse what needs all gradients at once.
+
+    Raises:
+        StateError: The model is updated inside backward.
+    """
+    if runtime.update is not None:
+        raise StateError(
+            f"{call} needs the gradients of the whole model, but sw.optimizer_in_backward() updates each unit as soon"
+            f" as its own are there.\n  Leave {call} out, or step after backward."
+        )
+
+
+def _check(runtime: Runtime, optimizers: tuple[torch.optim.Optimizer, ...]) -> None:
+    if runtime.update is not None:
+        raise StateError("the model is updated inside backward already.\n  Call sw.optimizer_in_backward() once.")
+    if runtime.transfers is not None:
+        raise StateError(
+            "sw.optimizer_in_backward() lets gradients live in the device's buffers, but offload_policy keeps them on"
+            " the host.\n  Use one of the two: on the host gradients cost no device memory."
+        )
+    for optimizer in optimizers:
+        closure = inspect.signature(optimizer.step).parameters.get("closure")
+        if closure is not None and closure.default is inspect.Parameter.empty:
+            raise StateError(
+                f"{type(optimizer).__name__}.step() needs a closure that computes all gradients anew.\n"
+                "  Use an optimizer that takes them as they are."
+            )
+        accept(optimizer)
+    _check_ignored(runtime)
+    runtime.drop_zeroed()
+    given = [p for optimizer in optimizers for settings in optimizer.param_groups for p in settings["params"]]
+    counts = Counter(id(p) for each in given for p in (each.shards if isinstance(each, FlatParameter) else (each,)))
+    for group in runtime.groups:
+        for spec, piece, shard in zip(group.layout.params, group.held, group.shards, strict=True):
+            if shard.grad is not None or group.gradient.is_local:
+                raise StateError(
+                    f"parameter {spec.name!r} has a gradient, which would be lost.\n"
+                    "  Call sw.optimizer_in_backward() before the first backward, or after zero_grad()."
+                )
+            count = counts[id(shard)]
+            is_wanted = shard.requires_grad and (piece.numel > 0 or group.flat_kinds is None)
+            if count > 1 or (count == 0 and is_wanted):
+                raise StateError(
+                    f"parameter {spec.name!r} is in {count} of the optimizers given to sw.optimizer_in_backward();"
+                    " backward would leave it as it is, or update it twice.\n"
+                    "  Give every trained parameter to one optimizer; call requires_grad_(False) on the others."
+                )
+
+
+def _check_ignored(runtime: Runtime) -> None:
+    trained = [name for name, parameter in runtime.ignored.parameters.items() if parameter.requires_grad]
+    if trained and trained[0] in runtime.ignored.spread:
+        raise StateError(
+            f"{trained[0]!r}, whose rows are spread (row_sharded), would never be updated: it belongs to no unit that"
+            " backward reduces.\n  Leave it out of row_sharded, freeze it, or step after backward."
+        )
+    if trained:
+        raise StateError(
+            f"ignored parameter {trained[0]!r} would never be updated: it is not among what backward reduces.\n"
+            "  Do not ignore it, freeze it, or step after backward."
+        )
+
+
+class UpdateInBackward:
+    """What the runtime asks for the update of a group.
+
+    Attributes:
+        is_stepping: An optimizer is stepping for this object, not for the user.
+        optimizers: What updates.
+    """
+
+    def __init__(self, runtime: Runtime, optimizers: tuple[torch.optim.Optimizer, ...]) -> None:
+        self.is_stepping = False
+        self.optimizers = optimizers
+        self._parts: dict[Group, list[list[nn.Parameter]]] = {}  # of each group, by parameter group of each optimizer
+        self._num_parameters = -1
+        for optimizer in optimizers:
+            torch_private.take_scale_as_attribute(optimizer)
+        for group in runtime.groups:
+            group.gradient.lend_home(runtime.gradients)
+
+    def apply(self, group: Group, pool: GradientPool) -> None:
+        """Update the parameters of a group that have a gradient, and let the gradients go."""
+        if any(shard.grad is not None for shard in group.shards):
+            flats = [p for part in self._parts_of(group) for p in part if isinstance(p, FlatParameter)]
+            if any(flat.is_partial for flat in flats):
+                for optimizer in self.optimizers:
+                    split(optimizer, lambda flat: flat.group is group and flat.is_partial)
+            parts = iter(self._parts_of(group))
+            self.is_stepping = True
+            try:
+                for optimizer in self.optimizers:
+                    _step_on(optimizer, parts)
+            finally:
+                self.is_stepping = False
+        group.gradient.release_home(pool)
+
+    def _parts_of(self, group: Group) -> list[list[nn.Parameter]]:
+        lists = [settings["params"] for optimizer in self.optimizers for settings in optimizer.param_groups]
+        count = sum(map(len, lists))
+        if count != self._num_parameters:  # the first step, or a flat parameter was split into names
+            self._num_parameters = count
+            self._parts.clear()
+            for place, params in enumerate(lists):
+                for parameter in params:
+                    owner = group_of(parameter)
+                    if owner is not None:
+                        self._parts.setdefault(owner, [[] for _ in lists])[place].append(parameter)
+        return self._parts.get(group) or [[] for _ in lists]
+
+
+def _step_on(optimizer: torch.optim.Optimizer, parts: Iterator[list[nn.Parameter]]) -> None:
+    """One step of ``optimizer`` as if it had only the next ``parts``."""
+    whole = [settings["params"] for settings in optimizer.param_groups]
+    try:
+        for settings in optimizer.param_groups:
+            settings["params"] = next(parts)
+        optimizer.step()
+    finally:
+        for settings, params in zip(optimizer.param_groups, whole, strict=True):
+            settings["params"] = params

@@ -1,0 +1,212 @@
+"""What goes wrong in a step: forwards and backwards that raised, gradients without a ticket, uses that are refused."""
+
+from __future__ import annotations
+
+import contextlib
+import sys
+import threading
+from typing import TYPE_CHECKING
+
+import torch
+
+from shardwise.engine import torch_private
+from shardwise.engine.unit import State, Unit
+from shardwise.spec.errors import CommError, StateError
+
+if TYPE_CHECKING:
+    from shardwise.engine.engine import Runtime
+
+
+def recover(runtime: Runtime) -> None:
+    """A backward raised before its end: drop what it left and start afresh."""
+    while runtime.reducing:
+        runtime.reducing.popleft()[2].wait()  # the buffer is in flight; what it brings is dropped below
+    for unit in runtime.units:
+        if unit.state is State.REDUCING:
+            unit.move_to(State.SHARDED)
+        if unit.state is State.UNSHARDING:
+            runtime.wait(unit)
+        runtime.reshard(unit)
+        unit.clear_frames()
+        unit.replays.clear()
+        unit.num_silent = unit.num_repeated = 0
+        unit.has_run = False
+        for group in unit.groups:
+            group.gradient.drop(runtime.gradients)
+    runtime.entered.clear()
+    runtime.left.clear()
+    runtime.is_in_backward = False
+    runtime.active = None
+    runtime.num_frames = 0
+    if runtime.had_sums:
+        raise StateError(
+            "a backward failed while gradients were being accumulated: the sums of the earlier microbatches are"
+            " lost.\n"
+            "  Call zero_grad() and begin the step again."
+        )
+    if any(unit.updated_in == runtime.generation for unit in runtime.units):
+        raise StateError(
+            "a backward failed after it had updated some of the units: the parameters are of two different steps.\n"
+            "  Load a checkpoint."
+        )
+
+
+def wait_for_all(runtime: Runtime) -> None:
+    """The model is going: what is under way must have come before its memory is given to others.
+
+    Over Gloo a receive whose memory has gone also holds up every later message of the process group. Peers that work on
+    issue the same, so that the wait ends; where they do not, the watch ends it. The end of the process frees nothing
+    that anybody would be given.
+    """
+    if sys.is_finalizing():
+        return
+    handles = [handle for unit in runtime.units for handle in unit.handles]
+    for handle in [*handles, *(entry[2] for entry in runtime.reducing)]:
+        with contextlib.suppress(CommError):  # whoever communicates next is told
+            handle.wait()
+
+
+def drop_later(runtime: Runtime, *, had_sums: bool) -> None:
+    """The step of a pipeline raised: the next call drops what it has added up, and waits for what it has under way.
+
+    Nobody waits here: peers may be waiting for this rank in turn.
+
+    Args:
+        runtime: Of the model.
+        had_sums: Gradients of earlier steps were waiting when it began, and are lost with its own.
+    """
+    runtime.is_in_backward, runtime.had_sums = True, had_sums
+
+
+def finish_strays(runtime: Runtime) -> None:
+    """Reduce what no ticket announced: values that left a unit by a side door, and microbatches left over.
+
+    Raises:
+        StateError: A gradient came for a unit whose parameters had been released: it cannot be trusted.
+    """
+    for unit in runtime.units:
+        trained = [group for group in unit.groups if group.wants_gradients]
+        strays = [
+            spec
+            for group in trained
+            for spec, full in zip(group.layout.params, group.fulls, strict=True)
+            if full.grad is not None
+        ]
+        was_kept = unit.state is State.UNSHARDED and not unit.reshards_after_forward
+        is_released = not unit.is_resident and not was_kept and unit.healed_in != runtime.generation
+        if strays and (is_released or unit.updated_in == runtime.generation):
+            for group in trained:
+                for full in group.fulls:
+                    full.grad = None
+            when = "while unit {!r} was not gathered" if is_released else "after unit {!r} had been updated"
+            raise StateError(
+                f"a gradient for {strays[0].name!r} (logical shape {list(strays[0].shape)}) arrived"
+                f" {when.format(unit.name)}: a value left the unit otherwise than through its outputs.\n"
+                "  Return the value from the unit's forward, or wrap the module that uses it as well."
+            )
+        if strays or (runtime.syncs_gradients and any(group.gradient.is_local for group in trained)):
+            runtime.finalise(unit)
+
+
+def leave_frames(runtime: Runtime) -> None:
+    """A forward was left without its hooks: nothing is under way any more."""
+    runtime.saved.leave_forward()
+    runtime.left.clear()
+    for unit in runtime.units:
+        unit.clear_frames()
+        if unit.state is State.UNSHARDING:
+            runtime.wait(unit)
+        runtime.reshard(unit)
+    runtime.num_frames = 0
+
+
+def refuse_grad(runtime: Runtime) -> None:
+    """As :func:`refuse_between`, of a forward."""
+    if torch.is_grad_enabled():
+        refuse_between(runtime, "a forward with grad")
+
+
+def refuse_compiled(unit: Unit) -> None:
+    """Refuse a call of the unit from compiled code: the compiler would trace the engine.
+
+    Raises:
+        StateError: It is one.
+    """
+    if torch_private.is_in_compiled_code():
+        raise StateError(
+            f"unit {unit.name!r} was called inside torch.compile(), which would trace the engine's messages.\n"
+            "  Set sw.ParallelPlan(compile=True), which compiles the units, and leave torch.compile() out."
+        )
+
+
+def refuse_distributed_autograd(forward_thread: int) -> None:
+    """Refuse a backward of ``torch.distributed.autograd``, which keeps gradients in a context of its own.
+
+    A plain backward on the CPU runs in the thread that calls it, while other processes' may pass through this one.
+
+    Args:
+        forward_thread: Where forward ran.
+
+    Raises:
+        StateError: This is one.
+    """
+    if not torch_private.is_in_distributed_autograd() or threading.get_ident() == forward_thread:
+        return
+    text = (
+        "dist_autograd.backward() reached a parallelized model: it keeps gradients in its context, where they are not"
+        " summed over the ranks, and DistributedOptimizer does not know this rank's shards.\n"
+        "  Run two backwards: x = remote.detach().requires_grad_(); loss_of(model(x)).backward(); optimizer.step() for"
+        " the model, then dist_autograd.backward(context, [(remote * x.grad).sum()]) for the remote modules. For a huge"
+        " embedding sw.ParallelPlan(row_sharded=[...]) needs no remote module."
+    )
+    sys.stderr.write(f"shardwise: StateError: {text}\n")  # of an exception RPC tells the user "python_error" alone
+    raise StateError(text)
+
+
+def refuse_between(runtime: Runtime, what: str) -> None:
+    """Between the tokens of a stream the modules hold whole parameters, and gradients would be lost."""
+    if runtime.window is not None and runtime.window.only_for is not None:
+        raise StateError(
+            f"{what} while {runtime.window.only_for} is under way: its iterator is neither exhausted nor closed.\n"
+            "  Call its close(), or go on to its end, before."
+        )
+
+
+def refuse_rootless(runtime: Runtime) -> None:
+    """Refuse a forward of modules that are one unit while nothing around them is one.
+
+    Raises:
+        StateError: There is no unit around them.
+    """
+    if not runtime.has_root:
+        names = ", ".join(unit.type_name for unit in runtime.units[1:] if unit.depth == 1)
+        raise StateError(
+            f"a forward of {names}: sw.fully_shard made one unit of these modules, but no module around them is a"
+            " unit.\n"
+            "  Call sw.fully_shard(model) for the model that holds them before the first forward."
+        )
+
+
+def refuse_whole(runtime: Runtime) -> None:
+    """Inside full_parameters a forward may compute where every rank can, but not train."""
+    shown = [unit.whole for unit in runtime.units if unit.whole is not None]
+    if shown and (torch.is_grad_enabled() or any(whole.is_on_root_only for whole in shown)):
+        raise StateError(
+            "a forward with grad, or on some ranks only, inside sw.full_parameters(): gradients could not be"
+            " reduced.\n"
+            "  Train outside of it; inside, use torch.no_grad(), without rank0_only."
+        )
+
+
+def check_not_updated(runtime: Runtime, unit: Unit) -> None:
+    """Backward needs the parameters with which forward has computed.
+
+    Raises:
+        StateError: The optimizer has changed them, as backward seemed to have left the unit.
+    """
+    if unit.updated_in == runtime.generation:
+        raise StateError(
+            f"backward came back to unit {unit.name!r} after its parameters had been updated: a value left the unit"
+            " otherwise than through its outputs.\n"
+            "  Return the value from the unit's forward, or do without sw.optimizer_in_backward()."
+        )

@@ -1,0 +1,160 @@
+"""Buffers that training changes (batch norm's running statistics and the like), kept equal over the ranks.
+
+Each rank's forward changes its own. Before the next forward, whatever it is for, one rank's are sent to all, or their
+mean is taken: rank 0's before the forward are then everybody's, and an evaluation gives the same on every rank.
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Collection, Sequence
+
+import torch
+from torch import Tensor, nn
+
+from shardwise.comm.base import Comm
+from shardwise.comm.dtype import dtype_name
+from shardwise.engine import torch_private
+from shardwise.features.batch_norm import SyncBatchNorm
+from shardwise.spec.traffic.buffers import BUFFERS, BufferMessage
+
+
+class BufferSync:
+    """Sends the buffers of a model, coalesced into one message per dtype.
+
+    Args:
+        model: The model. Which of its buffers are sent is decided now; their values are looked up at each sync.
+        mode: A field value of ``ParallelPlan.sync_buffers``.
+        comm: Over all ranks that train one model.
+        ignored: Names of buffers that are left alone.
+
+    Attributes:
+        mode: What ``"auto"`` became: ``"broadcast"``, ``"mean"`` or ``"none"``.
+        is_auto: It was ``"auto"``.
+        is_due: A forward that may have changed them has run since the last sync.
+    """
+
+    def __init__(self, model: nn.Module, mode: str, comm: Comm, ignored: Collection[str] = ()) -> None:
+        self.is_auto = mode == "auto"
+        selected = _select(model, ignored, saved_only=self.is_auto) if mode != "none" else []
+        self._held = [(torch_private.buffers_of(module), key) for module, key in selected]
+        self._holders = [weakref.ref(module) for module in dict.fromkeys(module for module, _ in selected)]
+        self.mode = ("broadcast" if self.is_auto else mode) if self._held else "none"
+        self.is_due = False
+        self._comm = comm
+        self.set_sources(range(comm.size))
+        self._flats: dict[tuple[str, torch.dtype], Tensor] = {}
+
+    def set_sources(self, ranks: Sequence[int]) -> None:
+        """Whose buffers count: those of the ranks that have a batch. The first one's are sent."""
+        self._root, self._num_sources = ranks[0], len(ranks)
+        self._is_source = self._comm.rank in ranks
+
+    @property
+    def has_holder_in_training(self) -> bool:
+        """A module with buffers is in training mode, in which a forward may change them, also one without grad."""
+        return any(module.training for holder in self._holders if (module := holder()) is not None)
+
+    def forward_begins(self, *, may_change: bool) -> None:
+        """An outermost forward is about to run, on every rank.
+
+        Args:
+            may_change: It trains, or some module with buffers is in training mode.
+
+        Collective:
+            As :meth:`sync`, if one is due.
+        """
+        if self.is_due:
+            self.sync()
+        self.is_due = may_change and bool(self._held)
+
+    def sync(self) -> None:
+        """Make the buffers equal.
+
+        Collective:
+            A broadcast from one rank for each dtype; with ``"mean"`` also an all-reduce for each floating one. All
+            ranks must call.
+        """
+        self.is_due = False
+        for dtype, tensors in self._by_dtype().items():
+            self._sync_dtype(dtype, tensors)
+
+    @torch.no_grad()
+    def _sync_dtype(self, dtype: torch.dtype, tensors: list[Tensor]) -> None:
+        numel = sum(tensor.numel() for tensor in tensors)
+        if numel == 0:
+            return
+        device = tensors[0].device
+        flat = self._flat("values", numel, dtype, device)
+        pieces = [
+            piece.view(tensor.shape)
+            for piece, tensor in zip(flat.split([tensor.numel() for tensor in tensors]), tensors, strict=True)
+        ]
+        torch._foreach_copy_(pieces, tensors)
+        is_averaged = self.mode == "mean" and _is_averaged(dtype)
+        own = self._flat("differences", numel, dtype, device).copy_(flat) if is_averaged else flat
+        self._comm.broadcast(
+            flat.view(torch.uint8) if dtype is torch.bool else flat, root=self._root, unit=BUFFERS
+        ).wait()
+        if is_averaged:
+            # The root's value plus the mean difference: what is equal on all ranks, infinite or not, stays as it is.
+            is_same = own == flat
+            own.sub_(flat).masked_fill_(is_same, 0)
+            if not self._is_source:
+                own.zero_()
+            self._comm.all_reduce(own, unit=BUFFERS, divisor=self._num_sources).wait()
+            flat.add_(own)
+        torch._foreach_copy_(tensors, pieces)
+
+    def messages(self) -> list[BufferMessage]:
+        """What a sync sends, for the arithmetic of ``spec``."""
+        found = []
+        for dtype, tensors in self._by_dtype().items():
+            numel = sum(tensor.numel() for tensor in tensors)
+            is_averaged = self.mode == "mean" and _is_averaged(dtype)
+            found.append(BufferMessage(dtype_name(dtype), numel, is_averaged=is_averaged))
+        return [message for message in found if message.numel]
+
+    def __str__(self) -> str:
+        if self.mode == "none":
+            return "not synchronised" + (": none is saved with the model (auto)" if self.is_auto else "")
+        count = sum(len(tensors) for tensors in self._by_dtype().values())
+        which = "that are saved with the model (auto)" if self.is_auto else "in all"
+        how = "rank 0's are sent" if self.mode == "broadcast" else "averaged over the ranks"
+        return f"{count} {which}; {how} before the first forward after one in train mode"
+
+    def _by_dtype(self) -> dict[torch.dtype, list[Tensor]]:
+        """The buffers as they are now, each once. ``.data``: autograd must not take a sync for a change by the user."""
+        found: dict[torch.dtype, list[Tensor]] = {}
+        seen: set[int] = set()
+        for buffers, key in self._held:
+            tensor = buffers.get(key)
+            if tensor is not None and id(tensor) not in seen:
+                seen.add(id(tensor))
+                found.setdefault(tensor.dtype, []).append(tensor.data)
+        return found
+
+    def _flat(self, use: str, numel: int, dtype: torch.dtype, device: torch.device) -> Tensor:
+        flat = self._flats.get((use, dtype))
+        if flat is None or flat.numel() != numel:
+            flat = self._flats[use, dtype] = torch.empty(numel, dtype=dtype, device=device)
+        return flat
+
+
+def _is_averaged(dtype: torch.dtype) -> bool:
+    return dtype.is_floating_point or dtype.is_complex
+
+
+def _select(model: nn.Module, ignored: Collection[str], *, saved_only: bool) -> list[tuple[nn.Module, str]]:
+    """The buffers to send, by module and key; modules that synchronise themselves are left out.
+
+    What is not saved with the model can be computed anew (masks, rotary frequencies): training does not change it.
+    """
+    return [
+        (module, key)
+        for path, module in model.named_modules()
+        if not isinstance(module, (nn.SyncBatchNorm, SyncBatchNorm))
+        for key in torch_private.buffers_of(module)
+        if (f"{path}.{key}" if path else key) not in ignored
+        and (not saved_only or torch_private.is_persistent(module, key))
+    ]

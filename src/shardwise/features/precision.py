@@ -1,0 +1,208 @@
+"""Applying a precision policy: dtypes of groups, casts of inputs, outputs and buffers."""
+
+from __future__ import annotations
+
+import copy as copying
+import dataclasses
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn.modules.batchnorm import _BatchNorm
+
+from shardwise.comm.dtype import dtype_name, torch_dtype
+from shardwise.engine.notice import tell_once
+from shardwise.engine.wrap import name_matcher
+from shardwise.spec.errors import PlanError
+from shardwise.spec.precision import PrecisionPolicy
+
+#: NCCL reduces bf16 from this version on.
+_NCCL_BF16 = (2, 10)
+
+
+def bf16_supported(device: torch.device | str | None = None) -> bool:
+    """Whether ``device`` computes in bf16, and on GPUs whether NCCL reduces it (it does from 2.10 on).
+
+    Args:
+        device: By default CUDA where there is one, else the CPU, which always does.
+    """
+    device = torch.device(device or ("cuda" if torch.cuda.is_available() else "cpu"))
+    if device.type != "cuda":
+        return True
+    return torch.cuda.is_bf16_supported() and _nccl_version() >= _NCCL_BF16
+
+
+def _nccl_version() -> tuple[int, ...]:
+    return tuple(torch.cuda.nccl.version())[:2]
+
+
+def resolve(policy: PrecisionPolicy, device: torch.device) -> PrecisionPolicy:
+    """The policy with ``"auto"`` decided for ``device``; what it became is printed once."""
+    if policy.param_dtype != "auto":
+        return policy
+    chosen = "bf16" if bf16_supported(device) else "fp32"
+    why = "the CPU"
+    if device.type == "cuda":
+        why = f"{torch.cuda.get_device_name(device)}, NCCL {'.'.join(map(str, _nccl_version()))}"
+    tell_once(f"param_dtype 'auto' is {chosen} here ({why})")
+    return dataclasses.replace(policy, param_dtype=chosen)
+
+
+class Policies:
+    """Which policy is in force where in ``model``.
+
+    Attributes:
+        heads: Where a policy begins: the paths of modules that an override names, and the root's, ``""``.
+
+    Raises:
+        PlanError: An override matches no module, or two match one.
+    """
+
+    def __init__(self, model: nn.Module, policy: PrecisionPolicy, device: torch.device) -> None:
+        self.heads: dict[str, PrecisionPolicy] = {"": resolve(policy, device)}
+        names = [name for name, _ in model.named_modules(remove_duplicate=False) if name]
+        for pattern, part in policy.parts:
+            matches = name_matcher(pattern)
+            hits = [name for name in names if matches(name)]
+            if not hits:
+                raise PlanError(
+                    f"mp_policy overrides {pattern!r}, but no module of {type(model).__name__} has such a name.\n"
+                    f"  Names in it: {', '.join(names[:8])}{', ...' if len(names) > 8 else ''}."
+                )
+            twice = [name for name in hits if name in self.heads]
+            if twice:
+                raise PlanError(
+                    f"mp_policy overrides {twice[0]!r} twice: {pattern!r} and an earlier pattern match it.\n"
+                    "  Leave one of them out."
+                )
+            self.heads |= dict.fromkeys(hits, resolve(part, device))
+
+    def at(self, path: str) -> PrecisionPolicy:
+        """The policy of the module at ``path``: the nearest that begins at it or above it."""
+        while path not in self.heads:
+            path = path.rpartition(".")[0]
+        return self.heads[path]
+
+    def group_dtypes(
+        self, parameter: Tensor, uses: Sequence[tuple[nn.Module, str, str]]
+    ) -> tuple[torch.dtype, torch.dtype, torch.dtype]:
+        """Dtypes of a parameter's group: master, compute, reduce. Batch norm's parameters keep their own.
+
+        Args:
+            parameter: Before it is sharded.
+            uses: Every module that has it, the module's path, and the attribute.
+
+        Raises:
+            PlanError: Its uses lie under different policies.
+        """
+        keeps_own = any(isinstance(user, _BatchNorm) for user, _, _ in uses)
+        own = dtype_name(parameter.dtype)
+        found = {path: self.at(path).group_dtypes(own, keeps_own=keeps_own) for _, path, _ in uses}
+        if len(set(found.values())) > 1:
+            shown = "; ".join(
+                f"{path!r} computes in {names[1]}, reduces in {names[2]}" for path, names in found.items()
+            )
+            raise PlanError(
+                f"mp_policy overrides do not agree about a parameter that is tied: {shown}.\n"
+                "  Name every module that uses it in the overrides, with the same policy."
+            )
+        master, compute, reduce = next(iter(found.values()))
+        return torch_dtype(master), torch_dtype(compute), torch_dtype(reduce)
+
+    def cast_buffers(self, model: nn.Module, ignored: Collection[str] = ()) -> None:
+        """Cast floating-point buffers to ``buffer_dtype``, but for batch norm's statistics and those ``ignored``."""
+        for path, module in model.named_modules():
+            name = self.at(path).buffer_dtype
+            if name is None or isinstance(module, _BatchNorm):
+                continue
+            for key, buffer in module.named_buffers(recurse=False):
+                if buffer.is_floating_point() and (f"{path}.{key}" if path else key) not in ignored:
+                    module.__dict__.setdefault(_BUFFER_DTYPES, {}).setdefault(key, buffer.dtype)
+                    setattr(module, key, buffer.to(torch_dtype(name)))
+
+    def install_casts(self, model: nn.Module, units: Iterable[str]) -> None:
+        """Cast the inputs of units and of parts with a policy of their own, and the outputs of these parts.
+
+        Called before the engine's own hooks are there, so that a ticket sits on what a unit really returns.
+        """
+        for path in dict.fromkeys([*self.heads, *units]):
+            install_casts(model.get_submodule(path), self.at(path), casts_output=path in self.heads)
+
+
+#: Where a module keeps the dtypes that its buffers had before they were cast.
+_BUFFER_DTYPES = "_shardwise_buffer_dtypes"
+
+
+def saved_dtypes(model: nn.Module) -> dict[str, torch.dtype]:
+    """The dtypes of buffers in state dicts and checkpoints, by name, where ``buffer_dtype`` has cast the buffers."""
+    return {
+        f"{path}.{key}" if path else key: dtype
+        for path, module in model.named_modules(remove_duplicate=False)
+        for key, dtype in module.__dict__.get(_BUFFER_DTYPES, {}).items()
+    }
+
+
+def install_casts(module: nn.Module, policy: PrecisionPolicy, *, casts_output: bool) -> list[Any]:
+    """Hooks that cast what goes into a module, and what comes out of it. Returns their handles."""
+    handles: list[Any] = []
+    if policy.param_dtype is not None and policy.cast_forward_inputs and not isinstance(module, _BatchNorm):
+        compute = torch_dtype(policy.param_dtype)
+
+        def before(_module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, dict[str, Any]]:
+            return cast_floating(args, compute), cast_floating(kwargs, compute)
+
+        handles.append(module.register_forward_pre_hook(before, with_kwargs=True))
+    if policy.output_dtype is not None and casts_output:
+        handed_on = torch_dtype(policy.output_dtype)
+
+        def after(_module: nn.Module, _args: object, output: Any) -> Any:
+            return cast_floating(output, handed_on)
+
+        handles.append(module.register_forward_hook(after))
+    return handles
+
+
+def cast_floating(value: Any, dtype: torch.dtype) -> Any:
+    """Cast every floating-point tensor in a value of any common shape; what holds none is returned as it is."""
+
+    def cast(tensor: Tensor) -> Tensor:
+        return tensor.to(dtype) if tensor.is_floating_point() and tensor.dtype is not dtype else tensor
+
+    return replace_tensors(value, cast)
+
+
+def replace_tensors(value: Any, change: Callable[[Tensor], Tensor]) -> Any:
+    """``value``, of any common shape, with ``change(tensor)`` for every tensor in it; itself where none is changed."""
+    if isinstance(value, Tensor):
+        return change(value)
+    if isinstance(value, (tuple, list)):
+        return _replace_in_sequence(value, change)
+    if isinstance(value, Mapping):
+        return _replace_in_mapping(value, change)
+    if dataclasses.is_dataclass(value) and not isinstance(value, type):
+        held = {field.name: getattr(value, field.name) for field in dataclasses.fields(value) if field.init}
+        changed = _changed(held, change)
+        return dataclasses.replace(value, **changed) if changed else value
+    return value
+
+
+def _replace_in_sequence(value: tuple[Any, ...] | list[Any], change: Callable[[Tensor], Tensor]) -> Any:
+    items = [replace_tensors(item, change) for item in value]
+    if all(new is old for new, old in zip(items, value, strict=True)):
+        return value
+    return type(value)(*items) if hasattr(value, "_fields") else type(value)(items)
+
+
+def _replace_in_mapping(value: Mapping[str, Any], change: Callable[[Tensor], Tensor]) -> Any:
+    changed = _changed(value, change)
+    if not changed:
+        return value
+    copy: Any = copying.copy(value)  # transformers' ModelOutput keeps items and attributes alike when items are set
+    for key, item in changed.items():
+        copy[key] = item
+    return copy
+
+
+def _changed(value: Mapping[str, Any], change: Callable[[Tensor], Tensor]) -> dict[str, Any]:
+    return {key: new for key, item in value.items() if (new := replace_tensors(item, change)) is not item}

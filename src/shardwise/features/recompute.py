@@ -1,0 +1,235 @@
+"""Activation checkpointing: a module's forward is run again in backward instead of keeping what it computed.
+
+What is wrapped is the module's ``forward``, not the module: names and classes stay, and the hooks around it (gathers,
+casts, tickets) run once. When backward reaches the module's outputs its ticket has brought the unit's parameters back;
+the recomputation finds them there. It gathers only the units inside the module, which stay until their own backward:
+they never share a slot (:func:`enclosing`). Running statistics of batch norms are those of one run, as is dropout.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import inspect
+import sys
+import weakref
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from contextlib import AbstractContextManager
+from typing import Any, Self
+
+import torch
+from torch import Tensor, nn
+from torch.nn.modules.batchnorm import _NormBase
+from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts, noop_context_fn
+
+from shardwise.engine.wrap import find_units
+from shardwise.spec.errors import PlanError, StateError
+from shardwise.spec.recompute import RecomputePolicy
+from shardwise.spec.uncopyable import Uncopyable
+
+#: Operators by family. Which of them an attention or a product becomes depends on device, dtype and torch's version.
+_FAMILIES: dict[str, tuple[str, ...]] = {
+    "matmul": (
+        "aten.mm",
+        "aten.addmm",
+        "aten.bmm",
+        "aten.baddbmm",
+        "aten.linear",
+        "aten._addmm_activation",
+        "aten._scaled_mm",
+        "aten._grouped_mm",
+    ),
+    "attention": (
+        "aten._scaled_dot_product_flash_attention",
+        "aten._scaled_dot_product_flash_attention_for_cpu",
+        "aten._scaled_dot_product_efficient_attention",
+        "aten._scaled_dot_product_cudnn_attention",
+        "aten._scaled_dot_product_fused_attention_overrideable",
+    ),
+}
+
+_ContextFn = Callable[[], tuple[AbstractContextManager[Any], AbstractContextManager[Any]]]
+
+
+def find(model: nn.Module, units: Mapping[str, nn.Module], policy: RecomputePolicy | None) -> dict[str, nn.Module]:
+    """The modules of ``model`` that ``policy`` recomputes, by name.
+
+    Args:
+        model: The root.
+        units: The units below it, by name.
+        policy: ``None``: nothing is recomputed.
+
+    Raises:
+        PlanError: The policy names nothing, a module inside another, an operator that does not exist, or operators
+            for a module that encloses units.
+    """
+    if policy is None:
+        return {}
+    found = _named(model, units, policy)
+    _context_fn(policy)
+    for name in found if policy.save else ():
+        inside = [unit for unit in units if unit.startswith(f"{name}.")]
+        if inside:
+            raise PlanError(
+                f"activation_checkpointing keeps outputs of operators in {name!r}, which encloses the unit"
+                f" {inside[0]!r}: operators of its gather would be counted with those of the model.\n"
+                "  Name modules without units inside, or use 'full'."
+            )
+    return found
+
+
+def install(model: nn.Module, units: Mapping[str, nn.Module], policy: RecomputePolicy | None) -> tuple[str, ...]:
+    """Have modules of ``model`` recomputed as :func:`find` says. Returns their names."""
+    found = find(model, units, policy)
+    if policy is not None:
+        context_fn = _context_fn(policy)
+        for module in found.values():
+            module.__dict__["forward"] = _Recomputed(module, context_fn)
+    return tuple(found)
+
+
+def enclosing(name: str, recomputed: Iterable[str]) -> str | None:
+    """The recomputed module that encloses unit ``name``, if there is one."""
+    return next((path for path in recomputed if name.startswith(f"{path}.")), None)
+
+
+def _named(model: nn.Module, units: Mapping[str, nn.Module], policy: RecomputePolicy) -> dict[str, nn.Module]:
+    if isinstance(policy.modules, str):
+        found = {name: module for name, module in units.items() if not any(name.startswith(f"{u}.") for u in units)}
+        if not found:
+            raise PlanError(
+                "activation_checkpointing recomputes units, but the model has none below its root.\n"
+                "  Choose an auto_wrap_policy, or name modules: activation_checkpointing=sw.wrap_by_class({Block})."
+            )
+    else:
+        assert not isinstance(policy.modules, Mapping)  # RecomputePolicy has replaced it
+        found = find_units(model, policy.modules)
+        for name in found:
+            outer = enclosing(name, found)
+            if outer is not None:
+                raise PlanError(
+                    f"activation_checkpointing names {outer!r} and, inside it, {name!r}, which would be computed three"
+                    " times.\n  Name one of them."
+                )
+    return dict(list(found.items())[:: policy.every])
+
+
+class _Recomputed(Uncopyable):
+    """Stands for a module's ``forward``."""
+
+    def __init__(self, module: nn.Module, context_fn: _ContextFn) -> None:
+        self._module = weakref.ref(module)
+        self._own = module.__dict__.get("forward")  # somebody else's replacement of the class's method
+        norms = [weakref.ref(m) for m in module.modules() if isinstance(m, _NormBase) and m.track_running_stats]
+        self._context_fn = functools.partial(_keeping_statistics, norms, context_fn) if norms else context_fn
+        self.__signature__ = inspect.signature(module.forward)
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        module = self._module()
+        assert module is not None
+        forward = self._own or type(module).forward.__get__(module)
+        if not torch.is_grad_enabled():
+            return forward(*args, **kwargs)
+        args, kwargs = _without_caches(module, args, kwargs)
+
+        # The keywords go through as an argument: there torch looks for the devices whose generators it has to keep.
+        def run(keywords: dict[str, Any], *positional: Any) -> Any:
+            return forward(*positional, **keywords)
+
+        return checkpoint(run, kwargs, *args, use_reentrant=False, context_fn=self._context_fn)
+
+
+def _without_caches(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, dict[str, Any]]:
+    """The arguments without transformers' key-value caches, which a second run would fill a second time.
+
+    transformers' own checkpointing leaves them out as well.
+
+    Raises:
+        StateError: A cache holds something, so that the module would compute something else without it.
+    """
+    caches = sys.modules.get("transformers.cache_utils")
+    if caches is None or getattr(module, "_can_checkpoint_with_cache", False):
+        return args, kwargs
+    values = [*args, *kwargs.values()]
+    held = [value for value in values if isinstance(value, caches.Cache)]
+    if not held:
+        return args, kwargs
+    if any(cache.get_seq_length() for cache in held):
+        raise StateError(
+            f"{type(module).__name__} is recomputed in backward, but was given a key-value cache that holds tokens.\n"
+            "  Pass use_cache=False and no past_key_values in training, or set activation_checkpointing='none'."
+        )
+
+    def keep(value: Any) -> Any:
+        return None if isinstance(value, caches.Cache) else value
+
+    kept = {name: keep(value) for name, value in kwargs.items()}
+    if kept.get("use_cache"):
+        kept["use_cache"] = False
+    return tuple(keep(value) for value in args), kept
+
+
+class _Statistics(contextlib.ExitStack):
+    """Around a recomputation: what batch norms have counted is afterwards what it was."""
+
+    def __init__(self, norms: Sequence[weakref.ref[_NormBase]], inner: AbstractContextManager[Any]) -> None:
+        super().__init__()
+        self._norms = norms
+        self._inner = inner
+
+    def __enter__(self) -> Self:
+        buffers = [buffer for ref in self._norms if (norm := ref()) is not None for buffer in norm.buffers()]
+        self.callback(_restore, [(buffer, buffer.clone()) for buffer in buffers])
+        self.enter_context(self._inner)
+        return self
+
+
+def _restore(copies: Sequence[tuple[Tensor, Tensor]]) -> None:
+    for buffer, copy in copies:
+        buffer.copy_(copy)
+
+
+def _keeping_statistics(
+    norms: Sequence[weakref.ref[_NormBase]], context_fn: _ContextFn
+) -> tuple[AbstractContextManager[Any], AbstractContextManager[Any]]:
+    forward, again = context_fn()
+    return forward, _Statistics(norms, again)
+
+
+# -- operators
+
+
+def _context_fn(policy: RecomputePolicy) -> _ContextFn:
+    if not policy.save:
+        return noop_context_fn
+    saved = {operator for name in policy.save for operator in _operators(name)}
+
+    def decide(_context: Any, operator: Any, *_args: Any, **_kwargs: Any) -> CheckpointPolicy:
+        return CheckpointPolicy.MUST_SAVE if operator in saved else CheckpointPolicy.PREFER_RECOMPUTE
+
+    return functools.partial(create_selective_checkpoint_contexts, decide)
+
+
+def _operators(name: str) -> list[Any]:
+    """Every overload of the operators that ``name`` means."""
+    if name in _FAMILIES:
+        return [operator for member in _FAMILIES[name] for operator in _overloads(member)]
+    found = _overloads(name)
+    if not found:
+        raise PlanError(
+            f"activation_checkpointing: torch has no operator {name!r}.\n"
+            "  Names are those under torch.ops: 'aten.gelu', 'aten.gelu.default', 'my_library.my_op'."
+        )
+    return found
+
+
+def _overloads(name: str) -> list[Any]:
+    library, _, rest = name.partition(".")
+    operator, _, overload = rest.partition(".")
+    packet = getattr(getattr(torch.ops, library), operator, None)
+    if packet is None:
+        return []
+    if overload:
+        only = getattr(packet, overload, None)
+        return [] if only is None else [only]
+    return [getattr(packet, known) for known in packet.overloads()]

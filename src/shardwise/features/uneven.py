@@ -1,0 +1,496 @@
+"""Ranks with different numbers of batches: those that have run out follow those that have not.
+
+Inside ``join`` every outermost forward begins with a word to all ranks (three integers each). A rank that has left its
+loop says so with the same words, and listens. While any rank listens, the others say what they are about to issue, each
+gather, each reduction, each step of the optimizer, and the listeners do the same: with their shards, and with gradients
+that are -0.0, the exact identity of addition. When nobody has anything left to say, all leave together.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import struct
+import zlib
+from collections.abc import Callable, Iterator, Sequence
+from enum import IntEnum
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor, nn
+
+from shardwise.comm.control import all_gather_json
+from shardwise.engine import attach
+from shardwise.features import batch_norm, debug, mishaps
+from shardwise.optim.clip import clip_grad_norm
+from shardwise.spec.errors import CommError, RankDisagreement, StateError
+
+if TYPE_CHECKING:
+    from shardwise.engine.engine import Runtime
+    from shardwise.engine.group import Group
+    from shardwise.engine.order import Entry
+    from shardwise.engine.unit import Unit
+
+#: What communicates in ways that a rank without a batch does not follow.
+_NOT_FOLLOWED = ("sw.save", "sw.load", "sw.full_state_dict", "sw.load_full_state_dict", "sw.full_parameters()")
+
+_ADVICE = "Give every rank as many batches (drop_last=True), or use sw.join(model, optimizer)."
+
+
+class Word(IntEnum):
+    """What a rank says. Two integers go with it."""
+
+    LEFT = 0  #: it has no batch left
+    FAILED = 1  #: an exception took it out of the loop
+    FORWARD = 2  #: 1 if it trains, 2 if it may change buffers, 3 for both; a hash of the module that was called
+    GATHER = 3  #: number of the unit; place of the group in it, twice, plus one if the inner group is gathered
+    BACKWARD = 4  #: which gradients there are to add to, as ``_Held``; ranks may differ
+    REDUCE = 5  #: number of the unit; whether this is the last microbatch
+    END = 6  #: of a backward; whether more microbatches follow
+    CLIP = 7  #: bits of the norm
+    LOSS = 8  #: a mean over the ranks
+    STEP = 9  #: place of the optimizer
+    REFUSED = 10  #: place in ``_NOT_FOLLOWED``
+
+
+class _Held(IntEnum):
+    """What ``.grad`` of a rank's shards is. Nothing tells when ``zero_grad()`` is called."""
+
+    NONE = 0
+    SOME = 1
+    UNKNOWN = 2  #: the rank owns no element that is trained
+
+
+@contextlib.contextmanager
+def join(
+    model: nn.Module,
+    *optimizers: torch.optim.Optimizer,
+    divide_by_initial_world_size: bool = True,
+    throw_on_early_termination: bool = False,
+) -> Iterator[None]:
+    """Let ranks have different numbers of batches, as ``torch.distributed.algorithms.Join`` and DDP's ``join``.
+
+    ::
+
+        with sw.join(model, optimizer):
+            for batch in my_batches:  # some ranks have more of them
+                model(**batch).loss.backward()
+                sw.clip_grad_norm(model, 1.0)
+                optimizer.step()
+                optimizer.zero_grad()
+
+    A rank whose loop has ended stays at the end of the context and takes part in what the others do: forward and
+    backward (with gradients of zero), ``sw.clip_grad_norm``, ``sw.train_step``'s loss, ``optimizer.step()`` of the
+    optimizers named here with the others' settings. All ranks leave the context together. It also serves evaluation and
+    ``generate()``, where no optimizer is needed; ``generate()`` then keeps no further step with other ranks.
+
+    While a rank has no batch left, ``sw.save`` and whatever else works on the whole model is refused; do it outside of
+    the context. A scheduler that steps with every batch steps more often on some ranks: set rates by a count that all
+    ranks share. Gradient scalers and batch norm over all ranks are refused.
+
+    Args:
+        model: A parallelized model.
+        optimizers: Those that step inside.
+        divide_by_initial_world_size: Sums of gradients are divided by the number of all ranks; else by the number of
+            ranks that still have a batch, and every sample weighs the same.
+        throw_on_early_termination: Raise on all ranks as soon as one has no batch left and another begins one.
+
+    Collective:
+        A small all-gather for each outermost forward; once a rank has no batch left, for each collective. All ranks
+        must enter.
+
+    Raises:
+        RankDisagreement: ``throw_on_early_termination``, or ranks that have batches do different things.
+        CommError: Another rank has left by an exception.
+        StateError: The context is entered twice; the optimizers' settings differ; something that is refused.
+    """
+    runtime = attach.runtime_of(model, "sw.join")
+    runtime.settle("sw.join()")
+    if runtime.join is not None:
+        raise StateError("sw.join() inside sw.join() of the same model.\n  Leave one out.")
+    if batch_norm.comms_of(model) and not throw_on_early_termination:
+        raise StateError(
+            "sw.join(): batch norm over all ranks needs samples of every rank.\n"
+            "  Use plain batch norm, drop_last=True, or sw.join(..., throw_on_early_termination=True)."
+        )
+    if runtime.comms.ep is not None:
+        raise StateError(
+            "sw.join(): experts on other ranks wait for the tokens of every rank (ep).\n"
+            "  Use drop_last=True, or set ep=1."
+        )
+    if runtime.ignored.spread:
+        raise StateError(
+            "sw.join(): lookups in rows on other ranks wait for every rank (row_sharded).\n"
+            "  Use drop_last=True, or leave row_sharded out."
+        )
+    group = Join(
+        runtime, model, optimizers, divides_by_all=divide_by_initial_world_size, throws=throw_on_early_termination
+    )
+    with _generating_alone(model):
+        runtime.join = group
+        try:
+            yield
+        except BaseException:
+            group.fail()
+            raise
+        else:
+            group.follow()
+        finally:
+            runtime.join = None
+            group.restore()
+
+
+@contextlib.contextmanager
+def _generating_alone(model: nn.Module) -> Iterator[None]:
+    """Without the collective of its own by which transformers keeps ``generate()`` in step over the ranks.
+
+    A rank without a batch has no part in it; and inside ``join`` ranks may call the model more or less often.
+    """
+    key = "_is_fsdp_managed_module"
+    before = model.__dict__.get(key)
+    if before is not None:
+        model.__dict__[key] = False
+    try:
+        yield
+    finally:
+        if before is not None:
+            model.__dict__[key] = before
+
+
+class Join:
+    """One context on this rank.
+
+    Attributes:
+        is_short: Some rank has no batch left.
+        active: Ranks that had one at the last outermost forward.
+    """
+
+    def __init__(
+        self,
+        runtime: Runtime,
+        model: nn.Module,
+        optimizers: Sequence[torch.optim.Optimizer],
+        *,
+        divides_by_all: bool,
+        throws: bool,
+    ) -> None:
+        self.is_short = False
+        self._runtime = runtime
+        self._model = model
+        self._optimizers = tuple(optimizers) if runtime.update is None else runtime.update.optimizers
+        self._divides_by_all = divides_by_all
+        self._throws = throws
+        self._comm = runtime.comms.control
+        self.active = list(range(self._comm.size))
+        self._is_listening = False
+        self._is_over = False
+        self._has_stepped = False
+        settings = [[_settings(group) for group in optimizer.param_groups] for optimizer in self._optimizers]
+        everyone = all_gather_json(self._comm, settings) if settings else [settings]
+        odd = next((rank for rank, theirs in enumerate(everyone) if theirs != everyone[0]), None)
+        if odd is not None:
+            raise StateError(
+                f"sw.join(): the optimizers of rank 0 and rank {odd} have different settings: {everyone[0]} and"
+                f" {everyone[odd]}.\n"
+                "  Step schedulers equally often on every rank, for example by a count of steps that all ranks share."
+            )
+
+    # -- a rank that has a batch
+
+    def begins_forward(self, entry: Entry, *, trains: bool, may_change_buffers: bool) -> None:
+        """An outermost forward is about to begin.
+
+        Collective:
+            One all-gather of three integers per rank. All ranks of the context must call.
+        """
+        what = trains + 2 * may_change_buffers
+        self._count(self._say(Word.FORWARD, what, zlib.crc32(repr(entry).encode()), is_always=True))
+
+    def gathers(self, unit: Unit, group: Group, *, is_inner: bool) -> None:
+        """A group's all-gather is about to be issued."""
+        if group.row.shards_optimizer and group.whole is None:
+            self._say(Word.GATHER, unit.index, 2 * unit.groups.index(group) + is_inner)
+
+    def begins_backward(self) -> None:
+        """Backward has reached its first unit."""
+        if self._say(Word.BACKWARD, self._held) and self._runtime.update is not None:
+            self._share_settings()
+
+    def reduces(self, unit: Unit, *, is_last: bool) -> None:
+        """The reductions of a unit are about to be issued."""
+        self._say(Word.REDUCE, unit.index, int(is_last))
+
+    def ends_backward(self, *, has_more: bool) -> None:
+        """Backward has entered its last unit, and reduced it."""
+        self._say(Word.END, int(has_more))
+
+    def clips(self, max_norm: float) -> None:
+        """The norm of the gradients is about to be computed."""
+        self._say(Word.CLIP, _bits(max_norm))
+
+    def count_for_loss(self) -> int:
+        """A mean over the ranks is about to be computed; returns by how many to divide."""
+        self._say(Word.LOSS)
+        return len(self.active)
+
+    def steps(self, optimizer: torch.optim.Optimizer) -> None:
+        """An optimizer is about to step.
+
+        Raises:
+            StateError: It was not named.
+        """
+        place = next((i for i, known in enumerate(self._optimizers) if known is optimizer), None)
+        if place is None:
+            raise StateError(
+                f"{type(optimizer).__name__}.step() inside sw.join(), which does not know it: a rank without a batch"
+                " could not step.\n  Call sw.join(model, optimizer)."
+            )
+        if self._say(Word.STEP, place):
+            self._share_settings()
+
+    def check(self, call: str) -> None:
+        """Refuse what a rank without a batch does not follow.
+
+        Raises:
+            StateError: On all ranks.
+        """
+        if self.is_short and call in _NOT_FOLLOWED:
+            self._say(Word.REFUSED, _NOT_FOLLOWED.index(call))
+            self._refuse(call)
+
+    def fail(self) -> None:
+        """An exception leaves the context on this rank."""
+        if self.is_short and not self._is_over and not self._is_listening:
+            with contextlib.suppress(CommError):
+                self._say(Word.FAILED)
+
+    # -- a rank that has none
+
+    def follow(self) -> None:
+        """Do what the others do, until they have no batch left either.
+
+        Collective:
+            What the others issue.
+        """
+        self._is_listening = True
+        mishaps.leave_frames(self._runtime)
+        while spoken := self._spoken(self._exchange(Word.LEFT)):
+            word, first, second = next(iter(spoken.values()))
+            self._do(Word(word), first, second, spoken)
+        if self.is_short:
+            self._take_over()
+
+    def _do(self, word: Word, first: int, second: int, spoken: dict[int, list[int]]) -> None:
+        if word is Word.FORWARD:
+            self._count(spoken)
+        follow: dict[Word, Callable[[], object]] = {
+            Word.FORWARD: lambda: self._follow_forward(trains=bool(first & 1), may_change_buffers=bool(first & 2)),
+            Word.GATHER: lambda: self._follow_gather(first, second // 2, is_inner=bool(second % 2)),
+            Word.BACKWARD: lambda: self._follow_backward([row[1] for row in spoken.values()]),
+            Word.REDUCE: lambda: self._follow_reduction(first, is_last=bool(second)),
+            Word.END: lambda: self._follow_end(has_more=bool(first)),
+            Word.CLIP: lambda: clip_grad_norm(self._model, _number(first)),
+            Word.LOSS: self._follow_loss,
+            Word.STEP: lambda: self._follow_step(self._optimizers[first]),
+            Word.REFUSED: lambda: self._refuse(_NOT_FOLLOWED[first]),
+        }
+        follow[word]()
+
+    def _follow_forward(self, *, trains: bool, may_change_buffers: bool) -> None:
+        """An outermost forward begins on the others."""
+        self._runtime.trains, self._runtime.may_change_buffers = trains, may_change_buffers
+        self._runtime.refresh()
+
+    def _follow_gather(self, index: int, place: int, *, is_inner: bool) -> None:
+        """The others gather a group of a unit: take part."""
+        runtime = self._runtime
+        group = runtime.units[index].groups[place]
+        if group.slot is not None and group.slot.owner is not group:
+            runtime.claim(group)
+        runtime.gather(group, is_inner=is_inner).wait()
+        if runtime.trains and group.inner is not None and not is_inner:
+            group.inner.keep(group.gathered, runtime.epoch)
+        group.release(poison=debug.is_on)
+
+    def _follow_reduction(self, index: int, *, is_last: bool) -> None:
+        """The others reduce a unit: add nothing, or what earlier microbatches have left here."""
+        runtime = self._runtime
+        before, runtime.syncs_gradients = runtime.syncs_gradients, is_last
+        runtime.finalise(runtime.units[index])
+        runtime.syncs_gradients = before
+
+    def _follow_end(self, *, has_more: bool) -> None:
+        """The others end their backward."""
+        self._runtime.drain()
+        self._runtime.is_window_open = has_more
+
+    def _follow_backward(self, held: Sequence[int]) -> None:
+        if self._runtime.update is not None:
+            self._share_settings()
+        self._follow_zero_grad(held)
+
+    def _follow_zero_grad(self, held: Sequence[int]) -> None:
+        """Let gradients go if the others have."""
+        if _Held.SOME in held or (_Held.NONE not in held and not self._has_stepped):
+            return
+        self._has_stepped = False
+        self._runtime.hide_waiting()  # sums wait, whatever the others hold
+        for group in self._runtime.groups:
+            for shard in group.shards:
+                shard.grad = None
+
+    @property
+    def _held(self) -> _Held:
+        trained = [shard for group in self._runtime.groups for shard in group.shards if shard.requires_grad]
+        if any(shard.grad is not None for shard in trained):
+            return _Held.SOME
+        return _Held.NONE if any(shard.numel() for shard in trained) else _Held.UNKNOWN
+
+    def _follow_loss(self) -> None:
+        nothing = torch.zeros(1, dtype=torch.float64, device=self._comm.device)
+        self._comm.all_reduce(nothing, unit="loss", divisor=len(self.active)).wait()
+
+    def _follow_step(self, optimizer: torch.optim.Optimizer) -> None:
+        self._share_settings()
+        optimizer.step()
+        self._has_stepped = True
+
+    # -- both
+
+    def restore(self) -> None:
+        """Undo what held inside the context."""
+        runtime = self._runtime
+        for group in runtime.groups:
+            group.gradient.divide_by(group.num_ranks)
+        if runtime.buffers is not None:
+            runtime.buffers.set_sources(range(self._comm.size))
+
+    def _say(self, word: Word, first: int = 0, second: int = 0, *, is_always: bool = False) -> dict[int, list[int]]:
+        """Tell what is about to be issued, where anybody listens; returns what all that have a batch have said."""
+        if self._is_listening or not (self.is_short or is_always):
+            return {}
+        return self._spoken(self._exchange(word, first, second))
+
+    def _exchange(self, word: Word, first: int = 0, second: int = 0) -> list[list[int]]:
+        comm = self._comm
+        rows = torch.zeros(comm.size, 3, dtype=torch.int64)
+        rows[comm.rank] = torch.tensor([word, first, second])
+        moved = rows.view(-1).to(comm.device)
+        comm.all_gather(moved, unit="join").wait()
+        return moved.view(comm.size, 3).tolist()
+
+    def _spoken(self, rows: list[list[int]]) -> dict[int, list[int]]:
+        """What the ranks that have a batch have said, by rank; it must be the same.
+
+        Raises:
+            CommError: One has failed.
+            RankDisagreement: It is not the same.
+        """
+        spoken = {rank: row for rank, row in enumerate(rows) if row[0] != Word.LEFT}
+        failed = [rank for rank, row in spoken.items() if row[0] == Word.FAILED]
+        self._is_over = bool(failed) or len({_meaning(row) for row in spoken.values()}) > 1
+        if self._comm.rank in failed:
+            return spoken
+        if failed:
+            raise CommError(
+                f"rank {failed[0]} has left sw.join() by an exception.\n"
+                "  Look for the first error among the ranks' logs."
+            )
+        if self._is_over:
+            shown = "\n".join(f"  rank {rank}: {self._describe(row)}" for rank, row in spoken.items())
+            raise RankDisagreement(
+                f"ranks inside sw.join() do different things:\n{shown}\n"
+                "  Let every rank that has a batch run the same model and call the same functions."
+            )
+        return spoken
+
+    def _describe(self, row: list[int]) -> str:
+        word, first, second = row
+        if word in {Word.GATHER, Word.REDUCE}:
+            return f"{Word(word).name.lower()} of unit {self._runtime.units[first].name!r}"
+        return f"{Word(word).name.lower()} ({first}, {second})"
+
+    def _count(self, spoken: dict[int, list[int]]) -> None:
+        """An outermost forward begins on the ranks that have spoken.
+
+        Raises:
+            RankDisagreement: Others have no batch left, and are not to be waited for.
+        """
+        if len(spoken) == self._comm.size:
+            return
+        left = next(rank for rank in range(self._comm.size) if rank not in spoken)
+        if self._throws:
+            self._is_over = True
+            raise RankDisagreement(
+                f"rank {next(iter(spoken))} has another batch, rank {left} has none left.\n  {_ADVICE}"
+            )
+        if len(spoken) == len(self.active) and self.is_short:
+            return
+        self.is_short = True
+        self.active = list(spoken)
+        if not self._divides_by_all:
+            for group in self._runtime.groups:
+                group.gradient.divide_by(len(self.active))
+        if self._runtime.buffers is not None:
+            self._runtime.buffers.set_sources(self.active)
+
+    def _share_settings(self) -> None:
+        """Take over the optimizers' settings of a rank that has a batch: a scheduler may have changed them."""
+        mine = [[_settings(group) for group in optimizer.param_groups] for optimizer in self._optimizers]
+        theirs = all_gather_json(self._comm, mine)[self.active[0]]
+        if self._is_listening:
+            for optimizer, groups in zip(self._optimizers, theirs, strict=True):
+                for group, settings in zip(optimizer.param_groups, groups, strict=True):
+                    _put_settings(group, settings)
+
+    def _take_over(self) -> None:
+        """All have left: what only the last ones know becomes everybody's.
+
+        Collective:
+            The recorded orders, as JSON; the buffers.
+        """
+        runtime, last = self._runtime, self.active[0]
+        known = all_gather_json(self._comm, [[orders.known() for orders in runtime.all_orders], self._held])
+        for orders, recorded in zip(runtime.all_orders, known[last][0], strict=True):
+            orders.take(recorded)
+        self._follow_zero_grad([known[rank][1] for rank in self.active])
+        runtime.sync_buffers()
+
+    def _refuse(self, call: str) -> None:
+        self._is_over = True
+        left = next(rank for rank in range(self._comm.size) if rank not in self.active)
+        raise StateError(
+            f"{call} inside sw.join() after rank {left} has run out of batches: it could not take part.\n"
+            "  Call it outside of sw.join()."
+        )
+
+
+def _meaning(row: list[int]) -> tuple[int, ...]:
+    """What ranks that have a batch must all say."""
+    return (row[0],) if row[0] == Word.BACKWARD else tuple(row)
+
+
+def _settings(group: dict[str, Any]) -> dict[str, Any]:
+    """A parameter group's settings as JSON holds them."""
+    held = {key: float(value) if isinstance(value, Tensor) else value for key, value in group.items()}
+    return {
+        key: list(value) if isinstance(value, tuple) else value
+        for key, value in held.items()
+        if isinstance(value, (bool, int, float, str, tuple, type(None)))
+    }
+
+
+def _put_settings(group: dict[str, Any], settings: dict[str, Any]) -> None:
+    for key, value in settings.items():
+        own = group.get(key)
+        if isinstance(own, Tensor):
+            own.fill_(value)
+        else:
+            group[key] = tuple(value) if isinstance(value, list) else value
+
+
+def _bits(number: float) -> int:
+    return struct.unpack("<q", struct.pack("<d", number))[0]
+
+
+def _number(bits: int) -> float:
+    return struct.unpack("<d", struct.pack("<q", bits))[0]

@@ -1,0 +1,1 @@
+"""Inference: choosing tokens, decoding with a cache, over a pipeline too."""

@@ -1,0 +1,402 @@
+"""Generating tokens: a prompt goes through the model once, then each new token by itself, with a cache.
+
+Every rank runs the same loop. Ranks that hold parts of one model (``tp``, ``pp``) have the same rows; data-parallel
+ranks divide the rows between them, or have prompts of their own, as many as they like, and go in step.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import itertools
+import json
+from collections.abc import Collection, Iterator, Sequence
+from contextlib import nullcontext
+
+import torch
+from torch import Tensor, nn
+
+from shardwise.comm.control import all_gather_json, fail_together
+from shardwise.engine.attach import attachment_of, runtime_of
+from shardwise.engine.engine import Runtime
+from shardwise.features.constant import constant_parameters
+from shardwise.generation.chunks import How, Part, Runner, Staged, Whole
+from shardwise.generation.decoder import decoder_of
+from shardwise.generation.rows import Shares
+from shardwise.generation.sample import Sampling
+from shardwise.pipeline.pipelined import pipelined_of
+from shardwise.spec.errors import ConfigError, RankDisagreement, ShardwiseError, StateError
+from shardwise.spec.schedule.decode import Turn, slots
+
+Prompts = Tensor | Sequence[Sequence[int]]
+
+
+def generate(
+    model: nn.Module,
+    prompts: Prompts,
+    *,
+    max_new_tokens: int,
+    temperature: float = 0.0,
+    top_k: int | None = None,
+    top_p: float | None = None,
+    seed: int | None = None,
+    eos: int | Sequence[int] | None = None,
+) -> list[list[int]]:
+    """Continue prompts token by token.
+
+    A parallelized model generates under its plan. All ranks must call, with the same ``max_new_tokens``; ranks that
+    hold parts of one model (``tp``, ``pp``) with the same arguments. Data-parallel ranks may pass the same prompts, of
+    which each then generates some, and all get all tokens; or each its own. Over a pipeline the rows go through the
+    stages in as many parts as the plan has microbatches, so that all stages work at a time.
+
+    Args:
+        model: Our GPT, or a causal language model of transformers; plain or parallelized. Dropout is off meanwhile.
+        prompts: Token ids, a tensor (B, T) or a list for each row; lengths may differ, none may be empty.
+        max_new_tokens: At most so many for each row; with the longest prompt they must fit the model's positions.
+        temperature: 0 takes the likeliest token, more draws: logits are divided by it.
+        top_k: Draw among so many of the likeliest.
+        top_p: Draw among the fewest likeliest that have this probability together (after ``top_k``).
+        seed: Of the draws, which depend on it, the row and the number of the token only: tokens are the same on every
+            rank and layout, as far as logits are. ``None`` takes one from torch's generator on the first rank.
+        eos: Id, or ids, after which a row ends.
+
+    Returns:
+        For each row its new tokens, ``eos`` included where the row ended so.
+
+    Collective:
+        Those of one forward for each new token, and an all-gather of small JSON at the beginning. Data-parallel ranks
+        all-gather eight bytes for each new token of a row where they share the rows, and eight bytes for each token
+        where they have rows of their own and ``eos``. Over a pipeline messages go from stage to stage, and the tokens
+        from the last stage to every rank.
+
+    Raises:
+        ConfigError: Prompts or options make no sense, or do not fit the model.
+        StateError: The model cannot generate.
+        RankDisagreement: Ranks that must be in step were called with different arguments.
+    """
+    rows: list[list[int]] | None = None
+    for column in generate_stream(
+        model,
+        prompts,
+        max_new_tokens=max_new_tokens,
+        temperature=temperature,
+        top_k=top_k,
+        top_p=top_p,
+        seed=seed,
+        eos=eos,
+    ):
+        rows = [[] for _ in column] if rows is None else rows
+        for row, token in zip(rows, column, strict=True):
+            if token is not None:
+                row.append(token)
+    return rows or []
+
+
+def generate_stream(
+    model: nn.Module,
+    prompts: Prompts,
+    *,
+    max_new_tokens: int,
+    temperature: float = 0.0,
+    top_k: int | None = None,
+    top_p: float | None = None,
+    seed: int | None = None,
+    eos: int | Sequence[int] | None = None,
+) -> Iterator[list[int | None]]:
+    """:func:`generate`, token by token, as they come.
+
+    Where several ranks generate, each must take all tokens, or all must stop after the same one. Until the iterator is
+    exhausted or closed (``close()``) the model is in eval mode, and training or an optimizer's step may be refused.
+
+    Yields:
+        The next token of each row; ``None`` for rows that have ended.
+
+    Raises:
+        ConfigError, StateError, RankDisagreement: As :func:`generate`, before the first token.
+    """
+    runtime = _runtime_of(model)
+    problem: ShardwiseError | None = None
+    job: _Job | None = None
+    try:
+        job = _Job(model, prompts, max_new_tokens, Sampling(temperature, top_k, top_p), seed, eos, runtime)
+    except ShardwiseError as error:
+        problem = error
+    if runtime is None and problem is not None:
+        raise problem
+    if runtime is not None:
+        fail_together(runtime.comms.world, problem)
+    assert job is not None
+    job.meet()
+    return job.run()
+
+
+class _Job:
+    """One call, checked.
+
+    Raises:
+        ConfigError: Prompts or options make no sense, or do not fit the model.
+        StateError: The model cannot generate.
+    """
+
+    def __init__(  # noqa: PLR0917 - made in one place
+        self,
+        model: nn.Module,
+        prompts: Prompts,
+        max_new_tokens: int,
+        sampling: Sampling,
+        seed: int | None,
+        eos: int | Sequence[int] | None,
+        runtime: Runtime | None,
+    ) -> None:
+        self._model, self._runtime = model, runtime
+        make_decoder, vocab_size, positions = decoder_of(model)
+        self._rows = rows_of(prompts)
+        self._ends = frozenset(() if eos is None else [eos] if isinstance(eos, int) else eos)
+        check_fit(self._rows, max_new_tokens, vocab_size=vocab_size, positions=positions)
+        check_ids(sorted(self._ends), vocab_size, "eos")
+        self._is_own_seed = seed is None
+        seed = int(torch.randint(1 << 62, ())) if seed is None and sampling.temperature else seed or 0
+        self._how = How(make_decoder, sampling, seed, max_new_tokens)
+        self._told = [{"digest": "", "num_rows": len(self._rows)}]  # by data-parallel rank
+
+    def meet(self) -> None:
+        """Compare with the other ranks what must be the same, and share out the rows, before any of them computes.
+
+        Raises:
+            RankDisagreement: Something is not the same; on every rank.
+        """
+        if self._runtime is None or self._runtime.comms.world.size == 1:
+            return
+        comms, steps = self._runtime.comms, [self._how.max_new_tokens, bool(self._ends)]
+        said = [self._rows, repr(self._how.sampling), sorted(self._ends), None if self._is_own_seed else self._how.seed]
+        digest = hashlib.sha256(json.dumps(said).encode()).hexdigest()
+        mine = {"reader": comms.control.rank, "digest": digest, "steps": steps, "seed": self._how.seed}
+        told = all_gather_json(comms.world, mine | {"num_rows": len(self._rows)})
+        firsts: dict[int, int] = {}
+        for rank, other in enumerate(told):
+            if other["steps"] != told[0]["steps"]:
+                raise RankDisagreement(
+                    f"sw.generate: rank 0 has max_new_tokens={told[0]['steps'][0]} and"
+                    f" {'an' if told[0]['steps'][1] else 'no'} eos, rank {rank} {other['steps'][0]} and"
+                    f" {'an' if other['steps'][1] else 'no'} eos.\n  Pass the same on every rank."
+                )
+            first = firsts.setdefault(other["reader"], rank)
+            if other["digest"] != told[first]["digest"]:
+                raise RankDisagreement(
+                    f"sw.generate: ranks {first} and {rank} hold parts of the same model, but were called with"
+                    " different prompts or options.\n  Pass the same on all ranks of a tp and pp group."
+                )
+        if self._is_own_seed:
+            self._how = self._how._replace(seed=told[0]["seed"])
+        self._told = [told[firsts[reader]] for reader in sorted(firsts)]
+
+    def run(self) -> Iterator[list[int | None]]:
+        """The loop."""
+        trained = [module for module in self._model.modules() if module.training]
+        self._model.eval()
+        try:
+            with nullcontext() if self._runtime is None else constant_parameters(self._runtime, "sw.generate"):
+                yield from _Columns(*self._prepared(), self._ends).run(self._how.max_new_tokens)
+        finally:
+            for module in trained:
+                module.training = True
+
+    def _prepared(self) -> tuple[Shares, list[Part], Runner]:
+        """The rows, shared out and put into parts, and what computes them."""
+        pipelined, runtime = pipelined_of(self._model), self._runtime
+        comm = None if runtime is None or runtime.comms.control.size == 1 else runtime.comms.control
+        device = next(self._model.parameters()).device if runtime is None else runtime.comms.world.device
+        shares = Shares(
+            [told["num_rows"] for told in self._told],
+            comm,
+            is_divided=len({told["digest"] for told in self._told}) == 1 and len(self._rows) > 1,
+            max_parts=1 if pipelined is None else pipelined.num_microbatches,
+        )
+        parts = []
+        for index in range(shares.num_parts):
+            rows = shares.own(index)
+            parts.append(Part(index, rows, [self._rows[row] for row in rows], self._how, device))
+        if pipelined is None:
+            return shares, parts, Whole(self._model, parts)
+        return shares, parts, Staged(self._model, parts, *pipelined.around())
+
+
+class _Columns:
+    """New tokens of all rows, column by column, while the parts go through the stages of this rank.
+
+    Each rank does what the others do, with its rows and stages.
+    """
+
+    def __init__(self, shares: Shares, parts: Sequence[Part], runner: Runner, ends: Collection[int]) -> None:
+        self._shares, self._parts, self._runner, self._ends = shares, parts, runner, ends
+        self._is_live = [True] * shares.num_rows
+        self._column: list[int | None] = [None] * shares.num_rows
+
+    def run(self, num_steps: int) -> Iterator[list[int | None]]:
+        """The columns."""
+        parts, runner = self._parts, self._runner
+        rest = slots(runner.stages, runner.num_stages, len(parts), num_steps)
+        slot: tuple[Turn, ...] = ()
+        try:
+            for slot in rest:
+                # A part's tokens say whether it goes on. The first stage receives them in this slot; other ranks have
+                # them, and need to know before they receive the part's activations.
+                if runner.stages[0] == 0:
+                    self._exchange(slot)
+                for column in self._begin(slot):
+                    yield column
+                    if all(part.is_over for part in parts):
+                        runner.finish()
+                        return
+                if runner.stages[0] != 0:
+                    self._exchange(slot)
+                self._compute(slot)
+        except GeneratorExit:  # on every rank alike
+            self._abandon(slot, rest)
+            raise
+        for part in parts:
+            self._take(part, is_last=True)
+        runner.finish()
+        yield self._whole_column()
+
+    def _begin(self, slot: Sequence[Turn]) -> Iterator[list[int | None]]:
+        """Take the tokens of a part that begins its next step; the column that is then complete."""
+        for step, index, stage in slot:
+            if step and stage == self._runner.stages[0]:
+                self._take(self._parts[index])
+                if index == len(self._parts) - 1:
+                    yield self._whole_column()
+
+    def _abandon(self, slot: tuple[Turn, ...], rest: Iterator[tuple[Turn, ...]]) -> None:
+        """Nobody takes more tokens, but all parts except the last are under way in the step that has begun: finish it.
+
+        Args:
+            slot: Where it was found, before its computations.
+            rest: What comes behind.
+        """
+        first, last = self._runner.stages[0], len(self._parts) - 1
+        step = next(turn.step for turn in slot if turn.stage == first)
+        for each in itertools.chain([slot], rest):
+            under_way = [turn for turn in each if turn.step == step and turn.part < last]
+            if each is not slot or first:
+                self._exchange(under_way)
+            self._compute(under_way)
+        for part in self._parts[:-1]:
+            if not part.is_over:
+                self._runner.take(part)
+        self._runner.finish()
+
+    def _exchange(self, turns: Sequence[Turn]) -> None:
+        parts = self._parts
+        self._runner.exchange([(parts[turn.part], turn.stage) for turn in turns if not parts[turn.part].is_over])
+
+    def _compute(self, turns: Sequence[Turn]) -> None:
+        for _, index, stage in turns:
+            part = self._parts[index]
+            if not part.is_over and stage < self._runner.num_stages:
+                self._runner.compute(part, stage)
+
+    def _take(self, part: Part, *, is_last: bool = False) -> None:
+        """Put the newest tokens of a part into the column, and see whether it goes on."""
+        if part.is_over:
+            return
+        tokens = self._runner.take(part)[: part.num_rows]
+        for row, token in self._shares.exchange(part.index, tokens).items():
+            if self._is_live[row]:
+                self._column[row] = token
+                self._is_live[row] = token not in self._ends
+        part.is_over = bool(self._ends) and not is_last and self._shares.is_over(part.index, self._is_live)
+
+    def _whole_column(self) -> list[int | None]:
+        column = self._column
+        self._column = [None for _ in column]
+        return column
+
+
+def rows_of(prompts: Prompts) -> list[list[int]]:
+    """Token ids of each row.
+
+    Raises:
+        ConfigError: They are no rows of whole numbers.
+    """
+    if isinstance(prompts, Tensor):
+        if prompts.dim() != 2 or prompts.is_floating_point() or prompts.is_complex():
+            raise ConfigError(
+                f"prompts have shape {tuple(prompts.shape)} and dtype {prompts.dtype}, expected ids (batch, seq).\n"
+                "  Pass token ids, or a list of ids for each row."
+            )
+        return prompts.tolist()
+    rows: list[list[int]] = []
+    for number, prompt in enumerate(prompts):
+        row = prompt.tolist() if isinstance(prompt, Tensor) else prompt
+        if isinstance(row, str) or not isinstance(row, Sequence) or not all(isinstance(token, int) for token in row):
+            raise ConfigError(
+                f"prompt {number} is {row!r}, expected a list of token ids.\n  Tokenize text before sw.generate()."
+            )
+        rows.append([*row])
+    return rows
+
+
+def check_fit(rows: Sequence[Sequence[int]], max_new_tokens: int, *, vocab_size: int, positions: int | None) -> None:
+    """Refuse what the model cannot take.
+
+    Args:
+        rows: Token ids of each prompt.
+        max_new_tokens: How many are to follow.
+        vocab_size: Of the model.
+        positions: The longest sequence of the model; ``None``: it has no limit.
+
+    Raises:
+        ConfigError: There is no prompt, one is empty or too long, or has an id that the model has no embedding for.
+    """
+    if isinstance(max_new_tokens, bool) or max_new_tokens < 1:
+        raise ConfigError(f"max_new_tokens={max_new_tokens}: expected at least 1.\n  Set it to 1 or more.")
+    if not rows:
+        raise ConfigError("there are no prompts.\n  Pass at least one.")
+    for number, row in enumerate(rows):
+        if not row:
+            raise ConfigError(f"prompt {number} is empty.\n  Begin with at least one token.")
+        if positions is not None and len(row) > positions:
+            raise ConfigError(
+                f"prompt {number} has {len(row)} tokens, the model {positions} positions.\n  Shorten the prompt."
+            )
+        check_ids(row, vocab_size, f"prompt {number}")
+    longest = max(map(len, rows))
+    if positions is not None and longest + max_new_tokens - 1 > positions:
+        raise ConfigError(
+            f"{longest} tokens of prompt and max_new_tokens={max_new_tokens}, of which the last needs no position, take"
+            f" {longest + max_new_tokens - 1} positions; the model has {positions}.\n"
+            f"  Set max_new_tokens to {positions - longest + 1} or less, or shorten the prompt."
+        )
+
+
+def check_ids(ids: Sequence[int], vocab_size: int, where: str) -> None:
+    """Refuse ids that the model does not know.
+
+    Raises:
+        ConfigError: There are some.
+    """
+    for place, token in enumerate(ids):
+        if not 0 <= token < vocab_size:
+            raise ConfigError(
+                f"{where}: token {place} is {token}, the model knows 0 to {vocab_size - 1}.\n"
+                "  Use the tokenizer that the model was trained with."
+            )
+
+
+def _runtime_of(model: nn.Module) -> Runtime | None:
+    """Of a parallelized model; ``None`` for a plain one.
+
+    Raises:
+        StateError: Under its plan it cannot generate.
+    """
+    if attachment_of(model) is None:
+        return None
+    runtime = runtime_of(model, "sw.generate", on_shards=False)
+    if runtime.row.is_threaded:
+        raise StateError("sw.generate: replicas in one process have no cache each.\n  Use strategy='ddp'.")
+    if any(getattr(module.__dict__.get("forward"), "divides_sequence", False) for module in model.modules()):
+        raise StateError(
+            "sw.generate: sequence_parallel=True divides positions over tp, and a new token is one position.\n"
+            "  Load the checkpoint under a plan without it: checkpoints load under any plan."
+        )
+    return runtime

@@ -1,0 +1,96 @@
+"""Digests of tensors, computed where they are: two numbers of 64 bits that tell contents apart.
+
+The bytes are read as words of 64 bits, in rows of ``ROW_WORDS``. A row gives two sums modulo 2**64: of its words, each
+times an odd random number of its place, and of the upper halves of its words, likewise. (In a product modulo 2**64 only
+what the lower half of a word holds meets all bits of the factor.) The sums are words in turn, until one row is left.
+
+Integer sums are exact in every order, so that a digest is the same on every device. One changed bit changes it for
+certain in its row; other contents, permuted ones too, have the same digest with a probability of about 2**-32.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Iterable, Iterator, Sequence
+
+import torch
+from torch import Tensor
+
+from shardwise.engine.view import is_dense, memory_order
+
+ROW_WORDS = 1 << 14
+#: Rows at a time: what a processor's cache holds; on other devices few launches, and 32 MB of products.
+_ROWS_ON_CPU, _ROWS_ON_DEVICE = 4, 256
+_LAST_LEVEL = 8  # of the sums of tensors
+
+
+def digest_of(tensors: Sequence[Tensor]) -> Tensor:
+    """As :meth:`Digester.of`, once."""
+    return Digester().of(tensors)
+
+
+class Digester:
+    """Makes digests. It holds the random numbers, 128 KiB for each level and device."""
+
+    def __init__(self) -> None:
+        self._tables: dict[tuple[int, torch.device], Tensor] = {}
+
+    def of(self, tensors: Sequence[Tensor], device: torch.device | None = None) -> Tensor:
+        """Two int64 numbers that tell the contents, dtypes and sizes of ``tensors`` apart.
+
+        Args:
+            tensors: In an order that matters.
+            device: Of the result. By default that of the tensors, so that nobody waits.
+        """
+        held = [tensor.detach() for tensor in tensors if tensor.numel()]
+        header = hashlib.blake2b(repr([(tensor.dtype, tensor.numel()) for tensor in held]).encode(), digest_size=8)
+        target = device or (held[0].device if held else torch.device("cpu"))
+        total = torch.zeros(2, dtype=torch.int64, device=target)
+        if held:
+            sums = torch.cat([self._sums(_words(tensor), tensor.device, 0).to(target) for tensor in held])
+            total = self._sums(sums.split(ROW_WORDS), target, _LAST_LEVEL)
+        return total + int.from_bytes(header.digest(), signed=True)
+
+    def _sums(self, pieces: Iterable[Tensor], device: torch.device, level: int) -> Tensor:
+        key = level, device
+        if key not in self._tables:
+            self._tables[key] = _table(level).to(device)
+        table = self._tables[key]
+        found: list[Tensor] = []
+        for words in pieces:
+            num_whole = words.numel() // ROW_WORDS * ROW_WORDS
+            for part in (words[:num_whole].view(-1, ROW_WORDS), words[num_whole:].view(1, -1)):
+                if part.numel():
+                    factors = table[: part.shape[1]]
+                    found.append(
+                        torch.stack([_products(part, factors), _products(part >> 32, factors)], dim=1).view(-1)
+                    )
+        sums = torch.cat(found)
+        return sums if sums.numel() == 2 else self._sums(sums.split(ROW_WORDS), device, level + 1)
+
+
+def _words(tensor: Tensor) -> Iterator[Tensor]:
+    """The memory of a tensor in pieces of whole rows, in order; what is left at the end is filled with zeros."""
+    data = memory_order(tensor if is_dense(tensor) else tensor.contiguous()).view(torch.uint8)
+    is_aligned = data.storage_offset() % 8 == 0
+    rows = _ROWS_ON_CPU if data.device.type == "cpu" else _ROWS_ON_DEVICE
+    for piece in data.split(rows * ROW_WORDS * 8):
+        num_left = piece.numel() % 8
+        whole = piece[: piece.numel() - num_left]
+        if whole.numel():
+            yield (whole if is_aligned else whole.clone()).view(torch.int64)
+        if num_left:
+            last = torch.zeros(8, dtype=torch.uint8, device=data.device)
+            last[:num_left] = piece[-num_left:]
+            yield last.view(torch.int64)
+
+
+def _products(rows: Tensor, factors: Tensor) -> Tensor:
+    """``rows @ factors`` modulo 2**64; CUDA has no products of integer matrices."""
+    return torch.mv(rows, factors) if rows.device.type == "cpu" else (rows * factors).sum(dim=1)
+
+
+def _table(level: int) -> Tensor:
+    generator = torch.Generator().manual_seed(level)
+    limit = 1 << 62
+    return torch.randint(-limit, limit, (ROW_WORDS,), dtype=torch.int64, generator=generator) * 2 + 1

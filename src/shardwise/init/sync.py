@@ -1,0 +1,177 @@
+"""Equal values on every rank before sharding, so that differently seeded ranks cannot train a mixture."""
+
+from __future__ import annotations
+
+import hashlib
+import warnings
+from collections.abc import Collection
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from shardwise.comm.base import Comm
+from shardwise.comm.control import agree, all_gather_json
+from shardwise.engine import torch_private
+from shardwise.engine.view import is_dense, memory_order
+from shardwise.init.digest import Digester
+from shardwise.spec.errors import RankDisagreement, StateError
+
+
+def synchronise(
+    module: nn.Module,
+    parameter_ids: Collection[int] | None,
+    comm: Comm,
+    *,
+    mode: str,
+    groups: dict[str, list[str]] | None = None,
+    is_deferred: bool = False,
+    ignored: Collection[str] = (),
+) -> None:
+    """Make parameters and buffers of ``module`` equal to rank 0's.
+
+    Args:
+        module: The model, not sharded yet.
+        parameter_ids: ``id`` of the parameters to look at; ``None`` for all.
+        comm: Over the ranks that must agree.
+        mode: ``"warn"``: what differs is sent, with one warning. ``"error"``: refuse. ``"rank0"``: rank 0's values are
+            sent whatever the others hold, which may be meta tensors.
+        groups: Names of the tensors by unit; each is compared and sent as one. ``None``: one by one.
+        is_deferred: Meta tensors get their values later, the same on every rank; only the others are compared.
+        ignored: Names of the tensors that are neither compared nor sent. They must have values.
+
+    Collective:
+        The layouts are compared first (all-gather of a text), then one hash per unit (all-gather of 16 bytes each);
+        units that differ are broadcast from rank 0. All ranks must call.
+
+    Raises:
+        RankDisagreement: The ranks hold models of different names, shapes or dtypes.
+        StateError: Values differ and ``mode`` is ``"error"``.
+    """
+    every = _tensors(module, parameter_ids)
+    _refuse_meta({name: tensor for name, tensor in every.items() if name in ignored}, comm)
+    tensors = {name: tensor for name, tensor in every.items() if name not in ignored}
+    _compare_layouts(tensors, comm)
+    if is_deferred:
+        tensors = {name: tensor for name, tensor in tensors.items() if not tensor.is_meta}
+    elif mode == "rank0":
+        tensors = _materialize(module, tensors, comm)
+        for name, tensor in tensors.items():
+            _send(name, tensor, comm)
+        return
+    else:
+        _refuse_meta(tensors, comm)
+    if comm.size > 1:
+        _compare_values(tensors, comm, mode, groups)
+
+
+def _compare_values(tensors: dict[str, Tensor], comm: Comm, mode: str, groups: dict[str, list[str]] | None) -> None:
+    """Compare hashes over the ranks, and send what differs."""
+    units = groups or {name: [name] for name in tensors}
+    units = {unit: [name for name in names if name in tensors] for unit, names in units.items()}
+    moved = torch.zeros(comm.size, len(units), 2, dtype=torch.int64, device=comm.device)
+    digester = Digester()
+    for index, names in enumerate(units.values()):
+        moved[comm.rank, index] = digester.of([tensors[name] for name in names], comm.device)
+    comm.all_gather(moved.view(-1), unit="sync").wait()
+    digests = moved.cpu()
+    differs = (digests != digests[0]).any(dim=2).any(dim=0).tolist()
+    odd = [unit for unit, is_odd in zip(units, differs, strict=True) if is_odd]
+    if not odd:
+        return
+    shown = ", ".join(repr(name) for name in odd[:4]) + (f" and {len(odd) - 4} more" if len(odd) > 4 else "")
+    if mode == "error":
+        raise StateError(
+            f"the ranks hold different values for {shown}.\n"
+            "  Seed every rank alike, load the same weights everywhere, or set sync='warn' to take rank 0's."
+        )
+    for unit in odd:
+        for name in units[unit]:
+            _send(name, tensors[name], comm)
+    if comm.rank == 0:
+        warnings.warn(
+            f"the ranks held different values for {shown}; rank 0's were sent to all. Seed every rank alike to avoid"
+            " this.",
+            stacklevel=3,
+        )
+
+
+def _tensors(module: nn.Module, parameter_ids: Collection[int] | None) -> dict[str, Tensor]:
+    found: dict[str, Tensor] = {
+        name: parameter
+        for name, parameter in module.named_parameters()
+        if parameter_ids is None or id(parameter) in parameter_ids
+    }
+    return found | dict(module.named_buffers())
+
+
+def _compare_layouts(tensors: dict[str, Tensor], comm: Comm) -> None:
+    mine = [f"{name} {list(t.shape)} {t.dtype} {list(t.stride())}" for name, t in tensors.items()]
+    digest = int.from_bytes(hashlib.blake2b("\n".join(mine).encode(), digest_size=7).digest())
+    if len(set(agree(comm, digest))) == 1:
+        return
+    everyone = all_gather_json(comm, mine)
+    for rank, theirs in enumerate(everyone):
+        if theirs != everyone[0]:
+            here = next((a for a in everyone[0] if a not in theirs), None)
+            there = next((b for b in theirs if b not in everyone[0]), None)
+            raise RankDisagreement(
+                f"the ranks hold different models: rank 0 has {here or 'nothing more'}, rank {rank} has"
+                f" {there or 'nothing more'} (or the same in another order).\n"
+                "  Build the same model, in the same dtype, on every rank."
+            )
+
+
+def _refuse_meta(tensors: dict[str, Tensor], comm: Comm) -> None:
+    if not tensors:
+        return
+    empty = [name for name, tensor in tensors.items() if tensor.is_meta]
+    if any(agree(comm, len(empty))):
+        shown = f"{empty[0]!r}" if empty else "a tensor of another rank"
+        raise StateError(
+            f"{shown} is on the meta device: it has no values to shard.\n"
+            "  Give all of it values, or none: sw.deferred_init(build_model), sw.parallelize(..., init=...); or give"
+            " the weights on rank 0 and set sync='rank0'."
+        )
+
+
+def _send(name: str, tensor: Tensor, comm: Comm) -> None:
+    if tensor.numel() == 0:
+        return
+    data = tensor.detach()
+    flat = memory_order(data) if is_dense(data) else data.contiguous().view(-1)
+    travels = flat.view(torch.uint8) if flat.dtype is torch.bool else flat
+    comm.broadcast(travels, root=0, unit=f"sync {name}").wait()
+    if flat.data_ptr() != data.data_ptr():
+        data.copy_(flat.view(data.shape))
+
+
+def _materialize(module: nn.Module, tensors: dict[str, Tensor], comm: Comm) -> dict[str, Tensor]:
+    """Give meta tensors of ranks other than 0 storage on rank 0's kind of device."""
+    is_bad = comm.rank == 0 and any(tensor.is_meta for tensor in tensors.values())
+    if any(agree(comm, int(is_bad))):
+        raise StateError("sync='rank0' needs real weights on rank 0, but some are on the meta device there.")
+    made: dict[str, Tensor] = {}
+    seen: dict[int, Tensor] = {}
+    for owner in module.modules():
+        tables: tuple[dict[str, Any], ...] = (torch_private.parameters_of(owner), torch_private.buffers_of(owner))
+        for held in tables:
+            for key, tensor in held.items():
+                if tensor is None or not tensor.is_meta:
+                    continue
+                if id(tensor) not in seen:
+                    real = torch.empty_strided(tensor.shape, tensor.stride(), dtype=tensor.dtype, device=comm.device)
+                    # The Parameter object stays: an optimizer built before holds it.
+                    if isinstance(tensor, nn.Parameter):
+                        replacement = nn.Parameter(real, requires_grad=tensor.requires_grad)
+                        torch.utils.swap_tensors(tensor, replacement)
+                        seen[id(tensor)] = tensor
+                    else:
+                        seen[id(tensor)] = real
+                        held[key] = real
+                else:
+                    held[key] = seen[id(tensor)]
+    for name in tensors:
+        path, _, key = name.rpartition(".")
+        made[name] = getattr(module.get_submodule(path), key)
+    return made

@@ -1,0 +1,131 @@
+"""What our launcher starts: ``python -m shardwise.launch.worker MODULE ARGS...`` runs ``MODULE`` as ``python -m`` does.
+
+Around it: the worker dies with its launcher, writes to its rank's log file (rank 0 to the terminal too), and leaves a
+note with its exit code. Nothing here imports torch, so that a worker is bound to its launcher from its first moment.
+"""
+
+from __future__ import annotations
+
+import faulthandler
+import os
+import re
+import runpy
+import sys
+import traceback
+from pathlib import Path
+from typing import TextIO
+
+from shardwise.launch.exit_codes import LOG_DIR, note_exit
+from shardwise.launch.process import die_with_parent
+
+#: The process that a worker must not outlive.
+LAUNCHER_PID = "SHARDWISE_LAUNCHER_PID"
+
+_CONTROL = re.compile(r"\x1b\[[0-9;?]*[ -/]*[@-~]|\x1b[@-Z\\-_]|\x07")
+
+
+class _Tee:
+    """Writes to the terminal as it is, and to a log without colours, cursor movements and overwritten lines."""
+
+    def __init__(self, terminal: TextIO, log: TextIO) -> None:
+        self._terminal = terminal
+        self._log = log
+        self._line = ""
+
+    def write(self, text: str) -> int:
+        written = self._terminal.write(text)
+        *lines, self._line = (self._line + text).split("\n")
+        for line in lines:
+            self._log.write(_plain(line) + "\n")
+        self._line = self._line[self._line.rfind("\r") + 1 :]
+        return written
+
+    def flush(self) -> None:
+        self._terminal.flush()
+        self._log.flush()
+
+    def finish(self) -> None:
+        """Write what has no end of line."""
+        if _plain(self._line):
+            self._log.write(_plain(self._line) + "\n")
+        self._line = ""
+        self.flush()
+
+    def __getattr__(self, name: str) -> object:
+        return getattr(self._terminal, name)
+
+
+def _plain(line: str) -> str:
+    kept = line.rstrip("\r")
+    return _CONTROL.sub("", kept[kept.rfind("\r") + 1 :])
+
+
+def _open_log(rank: int) -> TextIO:
+    """The rank's log file. Ranks other than 0 write nothing else, C++ included."""
+    directory = os.environ.get(LOG_DIR)
+    path = Path(directory) / f"rank-{rank}.log" if directory else Path(os.devnull)
+    log = path.open("a", buffering=1, errors="backslashreplace")
+    if rank == 0:
+        sys.stdout = _Tee(sys.stdout, log)
+        sys.stderr = _Tee(sys.stderr, log)
+    else:
+        sys.stdout.flush()
+        sys.stderr.flush()
+        os.dup2(log.fileno(), 1)
+        os.dup2(log.fileno(), 2)
+    return log
+
+
+def main(arguments: list[str]) -> int:
+    """Run ``arguments[0]`` as ``python -m`` would. Returns the exit code."""
+    die_with_parent(int(os.environ.get(LAUNCHER_PID) or os.getppid()))
+    rank = int(os.environ.get("RANK", "0"))
+    log = _open_log(rank)
+    faulthandler.enable(log)
+    module, *rest = arguments
+    sys.argv = [module, *rest]
+    try:
+        runpy.run_module(module, run_name="__main__", alter_sys=True)
+        code, reason, is_shown = 0, "finished", True
+    except SystemExit as end:
+        code, reason = _code_of(end)
+        is_shown = rank == 0
+        if isinstance(end.code, str):
+            print(end.code, file=sys.stderr)  # noqa: T201 - as the interpreter does
+    except KeyboardInterrupt:
+        code, reason, is_shown = 130, "interrupted", False
+    except BaseException as error:  # noqa: BLE001 - whatever it is, the launcher is to know
+        code, is_shown = getattr(error, "exit_code", 1), False
+        reason = "".join(traceback.format_exception_only(error)).strip()
+        log.write("".join(_traceback(error)))
+    note_exit(code, reason, is_shown=is_shown)
+    for stream in (sys.stdout, sys.stderr):
+        if isinstance(stream, _Tee):
+            stream.finish()
+        else:
+            stream.flush()
+    log.flush()
+    return code
+
+
+def _code_of(end: SystemExit) -> tuple[int, str]:
+    if end.code is None or end.code == 0:
+        return 0, "finished"
+    if isinstance(end.code, int):
+        return end.code, f"left with exit code {end.code}"
+    return 1, str(end.code)
+
+
+def _traceback(error: BaseException) -> list[str]:
+    """The traceback without the frames of this module and of runpy."""
+    trace = error.__traceback__
+    while trace is not None and trace.tb_next is not None:
+        name = trace.tb_frame.f_code.co_filename
+        if name != __file__ and "runpy" not in name:
+            break
+        trace = trace.tb_next
+    return traceback.format_exception(type(error), error, trace)
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))

@@ -1,0 +1,531 @@
+"""Join the world that the environment describes.
+
+:func:`read_world` turns environment variables into a :class:`World`; it is pure, so that every launcher's variables can
+be tested as a dictionary. :func:`init_process_group` makes torch.distributed's default group from it.
+
+Who is asked, in this order:
+
+=============  =======================================================================================================
+``launcher``   RANK, WORLD_SIZE, ... and SHARDWISE_RENDEZVOUS_DIR: our own ``launch.elastic``
+``torchrun``   RANK, WORLD_SIZE, LOCAL_RANK, LOCAL_WORLD_SIZE, MASTER_ADDR, MASTER_PORT and TORCHELASTIC_*
+``kubeflow``   RANK, WORLD_SIZE, MASTER_ADDR, MASTER_PORT or PET_*, one process in each pod of a PyTorchJob
+``variables``  RANK and WORLD_SIZE from anywhere else
+``slurm``      SLURM_PROCID, SLURM_NTASKS, SLURM_LOCALID, SLURM_JOB_NODELIST: tasks of ``srun``
+``alone``      none of them: a world of one
+=============  =======================================================================================================
+
+The store of a world on one machine, and what Gloo opens while that world is joined, listen on 127.0.0.1 only; NCCL
+does where our own launcher started the processes (``launch.elastic`` sets ``NCCL_SOCKET_IFNAME`` for them). A world on
+several machines listens on rank 0's own address, never on all interfaces, and its network must be private: whoever
+reaches the port can write the keys by which the ranks meet.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import datetime as dt
+import itertools
+import logging
+import os
+import re
+import socket
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from shardwise.launch.process import die_with_parent
+from shardwise.spec.errors import CommError, ConfigError, MeshError
+
+if TYPE_CHECKING:
+    import torch
+    from torch.distributed import Store
+
+__all__ = ["World", "die_with_parent", "expand_nodelist", "init_process_group", "read_world", "shutdown"]
+
+#: Where our own launcher lets the ranks of one machine meet: a directory that only this user can enter.
+RENDEZVOUS_DIR = "SHARDWISE_RENDEZVOUS_DIR"
+#: How many times our own launcher has started this run anew.
+RESTART_COUNT = "SHARDWISE_RESTART_COUNT"
+
+DEFAULT_TIMEOUT_S = 300.0
+_LOOPBACK = "127.0.0.1"
+_DEFAULT_PORT = 29500
+_logger = logging.getLogger("shardwise")
+
+
+@dataclass(frozen=True, slots=True)
+class World:
+    """This process among all processes of the run.
+
+    Attributes:
+        rank: From 0 to ``size - 1``.
+        size: Number of processes.
+        local_rank: From 0 to ``local_size - 1`` on this machine; the index of its device.
+        local_size: Number of processes on this machine.
+        num_nodes: Number of machines.
+        master_addr: Where rank 0 can be reached.
+        master_port: Its port; 0 where none is needed.
+        source: Who described the world, a name of the table at the top of this module.
+        restart_count: How many times the run has been started anew by its launcher.
+    """
+
+    rank: int = 0
+    size: int = 1
+    local_rank: int = 0
+    local_size: int = 1
+    num_nodes: int = 1
+    master_addr: str = _LOOPBACK
+    master_port: int = 0
+    source: str = "alone"
+    restart_count: int = 0
+
+    @property
+    def is_single_node(self) -> bool:
+        """Whether all processes run on one machine."""
+        return self.num_nodes == 1
+
+    @property
+    def ranks_per_machine(self) -> int | None:
+        """Ranks on each machine; ``None`` where they differ from machine to machine."""
+        return self.local_size if self.local_size * self.num_nodes == self.size else None
+
+
+def read_world(environ: Mapping[str, str] | None = None) -> World:
+    """The world that ``environ`` (by default this process's environment) describes.
+
+    Raises:
+        ConfigError: A variable is missing or is not what it should be.
+        MeshError: Variables contradict each other.
+    """
+    variables = _Variables(dict(os.environ if environ is None else environ))
+    if variables.has("RANK") or variables.has("WORLD_SIZE"):
+        world = _from_rank_variables(variables)
+    elif variables.has("SLURM_PROCID"):
+        world = _from_slurm(variables)
+    elif variables.has("PET_NODE_RANK"):
+        world = _from_pet(variables)
+    else:
+        return World()
+    _check(world)
+    return world
+
+
+def ranks_per_machine(size: int) -> int | None:
+    """How many of the world's ``size`` ranks each machine runs; ``None`` where the environment does not say."""
+    with contextlib.suppress(ConfigError, MeshError):
+        world = read_world()
+        if world.size == size:
+            return world.ranks_per_machine
+    return None
+
+
+@dataclass(frozen=True)
+class _Variables:
+    """Environment variables with errors that name them."""
+
+    environ: dict[str, str] = field(repr=False)
+
+    def has(self, name: str) -> bool:
+        return self.environ.get(name, "").strip() != ""
+
+    def text(self, *names: str) -> str | None:
+        return next((self.environ[name].strip() for name in names if self.has(name)), None)
+
+    def number(self, *names: str, minimum: int = 0) -> int | None:
+        """The first of ``names`` that is set, as a number."""
+        for name in names:
+            if self.has(name):
+                text = self.environ[name].strip()
+                if not re.fullmatch(r"[0-9]{1,9}", text) or int(text) < minimum:
+                    message = f"{name}={text!r} in the environment is not a whole number of at least {minimum}."
+                    raise ConfigError(f"{message}\n  Set {name} to a number, or unset it.")
+                return int(text)
+        return None
+
+    def required(self, *names: str, beside: str, minimum: int = 0) -> int:
+        number = self.number(*names, minimum=minimum)
+        if number is None:
+            raise ConfigError(
+                f"{beside} is set in the environment, but {names[0]} is not.\n"
+                f"  Set {names[0]} too, or start with torchrun, which sets all of them; or unset {beside}."
+            )
+        return number
+
+
+def _from_rank_variables(variables: _Variables) -> World:
+    rank = variables.required("RANK", beside="WORLD_SIZE")
+    size = variables.required("WORLD_SIZE", beside="RANK", minimum=1)
+    address, port = variables.text("MASTER_ADDR", "PET_MASTER_ADDR"), _port(variables, "MASTER_PORT", "PET_MASTER_PORT")
+    if variables.has(RENDEZVOUS_DIR):
+        source = "launcher"
+    elif variables.has("TORCHELASTIC_RUN_ID"):
+        source = "torchrun"
+    elif variables.has("PET_NODE_RANK"):
+        source = "kubeflow"
+    else:
+        source = "variables"
+    if address is None and size > 1 and source != "launcher":
+        raise ConfigError(
+            f"WORLD_SIZE={size} in the environment, but MASTER_ADDR is not set: the ranks cannot find each other.\n"
+            "  Set MASTER_ADDR and MASTER_PORT to rank 0's machine and a free port, or start with torchrun."
+        )
+    local_rank, local_size = _local_of_rank_variables(variables, rank, size, source, address or _LOOPBACK)
+    num_nodes = variables.number("GROUP_WORLD_SIZE", minimum=1) or _num_nodes(size, local_size)
+    return World(
+        rank=rank,
+        size=size,
+        local_rank=local_rank,
+        local_size=local_size,
+        num_nodes=num_nodes,
+        master_addr=address or _LOOPBACK,
+        master_port=port if port is not None else (0 if source == "launcher" or size == 1 else _DEFAULT_PORT),
+        source=source,
+        restart_count=variables.number(RESTART_COUNT, "TORCHELASTIC_RESTART_COUNT") or 0,
+    )
+
+
+def _local_of_rank_variables(variables: _Variables, rank: int, size: int, source: str, address: str) -> tuple[int, int]:
+    local_rank = variables.number("LOCAL_RANK")
+    local_size = variables.number("LOCAL_WORLD_SIZE", "LOCAL_SIZE", minimum=1)
+    if local_rank is not None and local_size is not None:
+        return local_rank, local_size
+    if source == "kubeflow":
+        processes = variables.text("PET_NPROC_PER_NODE") or "1"
+        if processes != "1":
+            raise ConfigError(
+                f"PET_NPROC_PER_NODE={processes} asks for several processes in each pod, but LOCAL_RANK is not set.\n"
+                "  Let the pod's command be `torchrun -m shardwise ...`: torchrun reads the PET_ variables."
+            )
+        return 0, 1
+    if _is_loopback(address) or size == 1:  # all on this machine
+        return rank if local_rank is None else local_rank, size if local_size is None else local_size
+    if local_rank is None:
+        return 0, local_size or 1  # one process for each machine
+    raise ConfigError(
+        f"LOCAL_RANK={local_rank} is set in the environment, but LOCAL_WORLD_SIZE is not.\n"
+        "  Set LOCAL_WORLD_SIZE to the number of processes on this machine, or start with torchrun."
+    )
+
+
+def _from_pet(variables: _Variables) -> World:
+    """Kubeflow's variables without RANK: they are torchrun's arguments; one process in each pod can do without it."""
+    nodes, processes = variables.text("PET_NNODES") or "1", variables.text("PET_NPROC_PER_NODE") or "1"
+    if not nodes.isdecimal() or processes != "1":
+        raise ConfigError(
+            f"PET_NNODES={nodes} and PET_NPROC_PER_NODE={processes} describe a world that only torchrun can build.\n"
+            "  Let the pod's command be `torchrun -m shardwise ...`: torchrun reads the PET_ variables."
+        )
+    size = variables.required("PET_NNODES", beside="PET_NODE_RANK", minimum=1)
+    address = variables.text("PET_MASTER_ADDR", "MASTER_ADDR")
+    if address is None and size > 1:
+        raise ConfigError(
+            f"PET_NNODES={size}, but PET_MASTER_ADDR is not set: the pods cannot find each other.\n"
+            "  Set PET_MASTER_ADDR and PET_MASTER_PORT, or let the pod's command be `torchrun -m shardwise ...`."
+        )
+    return World(
+        rank=variables.required("PET_NODE_RANK", beside="PET_NNODES"),
+        size=size,
+        num_nodes=size,
+        master_addr=address or _LOOPBACK,
+        master_port=_port(variables, "PET_MASTER_PORT", "MASTER_PORT") or (_DEFAULT_PORT if size > 1 else 0),
+        source="kubeflow",
+    )
+
+
+def _from_slurm(variables: _Variables) -> World:
+    rank = variables.required("SLURM_PROCID", beside="SLURM_PROCID")
+    size = variables.required("SLURM_STEP_NUM_TASKS", "SLURM_NTASKS", "SLURM_NPROCS", beside="SLURM_PROCID", minimum=1)
+    nodes_text = variables.text("SLURM_STEP_NODELIST", "SLURM_JOB_NODELIST", "SLURM_NODELIST")
+    hosts = expand_nodelist(nodes_text) if nodes_text is not None else []
+    num_nodes = variables.number("SLURM_STEP_NUM_NODES", "SLURM_NNODES", "SLURM_JOB_NUM_NODES", minimum=1)
+    num_nodes = num_nodes or len(hosts) or 1
+    if hosts and len(hosts) != num_nodes:
+        raise MeshError(
+            f"Slurm says {num_nodes} nodes, but its node list {nodes_text!r} names {len(hosts)}.\n"
+            "  Unset the SLURM_ variables, or start the processes with srun."
+        )
+    address, port = variables.text("MASTER_ADDR"), _port(variables, "MASTER_PORT")
+    if address is None:
+        if num_nodes > 1 and not hosts:
+            raise ConfigError(
+                f"Slurm says {num_nodes} nodes, but neither SLURM_JOB_NODELIST nor MASTER_ADDR is set.\n"
+                "  Set MASTER_ADDR to the host of rank 0."
+            )
+        address = hosts[0] if num_nodes > 1 else _LOOPBACK
+    if port is None:
+        port = 15000 + (variables.number("SLURM_JOB_ID", "SLURM_JOBID") or 0) % 20000 if size > 1 else 0
+    return World(
+        rank=rank,
+        size=size,
+        local_rank=variables.required("SLURM_LOCALID", beside="SLURM_PROCID"),
+        local_size=_slurm_local_size(variables, size, num_nodes),
+        num_nodes=num_nodes,
+        master_addr=address,
+        master_port=port,
+        source="slurm",
+        restart_count=variables.number("SLURM_RESTART_COUNT") or 0,
+    )
+
+
+def _slurm_local_size(variables: _Variables, size: int, num_nodes: int) -> int:
+    """Tasks on this node, from ``SLURM_TASKS_PER_NODE`` such as ``4(x2),3`` where it is set."""
+    name = "SLURM_STEP_TASKS_PER_NODE" if variables.has("SLURM_STEP_TASKS_PER_NODE") else "SLURM_TASKS_PER_NODE"
+    text = variables.text(name)
+    if text is not None:
+        counts: list[int] = []
+        for item in text.split(","):
+            match = re.fullmatch(r"([0-9]{1,6})(?:\(x([0-9]{1,6})\))?", item.strip())
+            if match is None:
+                raise ConfigError(
+                    f"{name}={text!r} in the environment is not of the form 4(x2),3.\n"
+                    "  Start the processes with srun, which sets it."
+                )
+            counts += [int(match[1])] * int(match[2] or 1)
+        node = variables.number("SLURM_NODEID") or 0
+        if node < len(counts) and sum(counts) == size:
+            return counts[node]
+    per_node = variables.number("SLURM_NTASKS_PER_NODE", minimum=1)
+    if per_node is not None and per_node * num_nodes == size:
+        return per_node
+    if size % num_nodes:
+        raise MeshError(
+            f"Slurm says {size} tasks on {num_nodes} nodes, but not how many there are on this one.\n"
+            "  Start with srun --ntasks-per-node=N."
+        )
+    return size // num_nodes
+
+
+def expand_nodelist(text: str) -> list[str]:
+    """The hosts of a Slurm node list: ``"n[01-03,7],gpu-[1-2]-ib"`` gives n01, n02, n03, n7, gpu-1-ib, gpu-2-ib.
+
+    Raises:
+        ConfigError: Unbalanced brackets or a malformed range.
+    """
+    hosts: list[str] = []
+    for item in re.findall(r"(?:[^,\[\]]|\[[^\[\]]*\])+|[\[\]]", text):
+        parts = re.split(r"\[([^\[\]]*)\]", item)
+        if any(set(part) & set("[]") for part in parts):
+            raise ConfigError(f"node list {text!r} has unbalanced brackets.\n  Expected a form such as node[01-04,7].")
+        choices = [_expand_ranges(part, text) if i % 2 else [part] for i, part in enumerate(parts)]
+        hosts += ["".join(combination).strip() for combination in itertools.product(*choices)]
+    if not hosts:
+        raise ConfigError(f"node list {text!r} names no host.\n  Expected a form such as node[01-04,7].")
+    return hosts
+
+
+def _expand_ranges(ranges: str, text: str) -> list[str]:
+    names: list[str] = []
+    for item in ranges.split(","):
+        match = re.fullmatch(r"\s*([0-9]{1,9})(?:-([0-9]{1,9}))?\s*", item)
+        first, last = (match[1], match[2] or match[1]) if match else ("0", "0")
+        if match is None or int(last) < int(first) or int(last) - int(first) > 1_000_000:
+            raise ConfigError(
+                f"node list {text!r} has a malformed range {item!r}.\n  Expected a form such as node[01-04,7]."
+            )
+        names += [str(number).zfill(len(first)) for number in range(int(first), int(last) + 1)]
+    return names
+
+
+def _port(variables: _Variables, *names: str) -> int | None:
+    port = variables.number(*names)
+    if port is not None and not 1 <= port <= 65535:
+        raise ConfigError(f"{names[0]}={port} in the environment is not a port.\n  Use a number from 1 to 65535.")
+    return port
+
+
+def _num_nodes(size: int, local_size: int) -> int:
+    return -(-size // local_size)
+
+
+def _check(world: World) -> None:
+    """Everything that can be seen to be wrong before anyone waits for anyone."""
+    if world.rank >= world.size:
+        raise MeshError(
+            f"rank {world.rank} is not in a world of {world.size} (variables of {world.source}).\n"
+            f"  Ranks go from 0 to {world.size - 1}: correct RANK or WORLD_SIZE."
+        )
+    if world.local_size > world.size:
+        raise MeshError(
+            f"{world.local_size} processes on this machine are more than the {world.size} of the whole world "
+            f"(variables of {world.source}).\n  Correct LOCAL_WORLD_SIZE or WORLD_SIZE."
+        )
+    if world.local_rank >= world.local_size:
+        raise MeshError(
+            f"local rank {world.local_rank} is not among the {world.local_size} processes of this machine "
+            f"(variables of {world.source}).\n  Correct LOCAL_RANK or LOCAL_WORLD_SIZE."
+        )
+    if world.num_nodes == 1 and world.local_size != world.size:
+        raise MeshError(
+            f"one machine with {world.local_size} processes does not make a world of {world.size} "
+            f"(variables of {world.source}).\n  Correct LOCAL_WORLD_SIZE or WORLD_SIZE."
+        )
+
+
+# --- joining ----------------------------------------------------------------------------------------------------------
+
+_has_initialized = False
+#: See :func:`hold_group_while`.
+_held_while: list[Callable[[], bool]] = []
+
+
+def init_process_group(
+    world: World, device: torch.device | str = "cpu", *, timeout_s: float = DEFAULT_TIMEOUT_S
+) -> None:
+    """Make torch.distributed's default group: Gloo for host memory, and NCCL for CUDA devices where ``device`` is one.
+
+    Does nothing where a default group exists already.
+
+    Args:
+        world: What :func:`read_world` returned.
+        device: The device that this rank computes on.
+        timeout_s: How long a rank waits for its peers, here and in every collective.
+
+    Raises:
+        CommError: The ranks did not find each other, or rank 0 cannot listen where it should.
+
+    Collective:
+        All ranks of the world must call.
+    """
+    global _has_initialized  # noqa: PLW0603 - torch.distributed's default group is a global too; this says whose it is
+    import torch
+    from torch import distributed
+
+    if distributed.is_initialized():
+        return
+    timeout = dt.timedelta(seconds=timeout_s)
+    try:
+        with _gloo_on_loopback(world):
+            # No device_id: torch would connect all ranks over NCCL now, and split every later group off that
+            # communicator, which takes the whole world, not only the ranks of the group.
+            distributed.init_process_group(
+                "cpu:gloo,cuda:nccl" if torch.device(device).type == "cuda" else "gloo",
+                store=_store(world, timeout),
+                rank=world.rank,
+                world_size=world.size,
+                timeout=timeout,
+            )
+    except (RuntimeError, OSError) as error:  # torch's DistError is a RuntimeError
+        if isinstance(error, CommError):
+            raise
+        raise CommError(
+            f"rank {world.rank} of {world.size} could not join the others at {world.master_addr}:{world.master_port} "
+            f"({world.source}) within {timeout_s:g} s: {error}\n"
+            "  See whether every rank was started, and whether this address and port can be reached from all machines."
+        ) from error
+    _has_initialized = True
+
+
+def hold_group_while(is_needed: Callable[[], bool]) -> None:
+    """Let :func:`shutdown` leave the default group as it is while ``is_needed()``."""
+    _held_while.append(is_needed)
+
+
+def shutdown() -> None:
+    """Destroy the default group if :func:`init_process_group` made it. A group made by the user stays.
+
+    Where a device waits for a peer that will not come, nothing is destroyed: torch would wait for the device.
+    """
+    global _has_initialized  # noqa: PLW0603 - see init_process_group
+    if not _has_initialized:
+        return
+    from torch import distributed
+
+    if distributed.is_initialized() and not any(is_needed() for is_needed in _held_while):
+        distributed.destroy_process_group()
+    _has_initialized = False
+
+
+def _store(world: World, timeout: dt.timedelta) -> Store:
+    """Where the ranks meet. Keys of one attempt are never those of the attempt before it."""
+    from torch import distributed
+
+    if world.size == 1:
+        return distributed.HashStore()
+    directory = os.environ.get(RENDEZVOUS_DIR)
+    if directory and world.is_single_node:
+        store = distributed.FileStore(str(Path(directory) / f"pg-{world.restart_count}"), world.size)
+        store.set_timeout(timeout)
+        return store
+    if os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True":
+        store = distributed.TCPStore(world.master_addr, world.master_port, world.size, is_master=False, timeout=timeout)
+    else:
+        store = _tcp_store(world, timeout)
+    return distributed.PrefixStore(f"shardwise/attempt-{world.restart_count}", store)
+
+
+def _tcp_store(world: World, timeout: dt.timedelta) -> Store:
+    from torch import distributed
+
+    address = _LOOPBACK if world.is_single_node else world.master_addr
+    if world.rank != 0:
+        return distributed.TCPStore(address, world.master_port, world.size, is_master=False, timeout=timeout)
+    if not world.is_single_node:
+        _logger.warning(
+            "rank 0 listens on %s:%d; the network between the ranks must be private.", address, world.master_port
+        )
+    listener = _listen(_LOOPBACK if world.is_single_node else _own_address(address), world.master_port)
+    return distributed.TCPStore(
+        listener.getsockname()[0],
+        world.master_port,
+        world.size,
+        is_master=True,
+        timeout=timeout,
+        master_listen_fd=listener.detach(),  # the store closes it
+        wait_for_workers=False,
+    )
+
+
+def _listen(address: str, port: int) -> socket.socket:
+    family = socket.AF_INET6 if ":" in address else socket.AF_INET
+    listener = socket.socket(family, socket.SOCK_STREAM)
+    try:
+        listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        listener.bind((address, port))
+        listener.listen(2048)
+    except OSError as error:
+        listener.close()
+        raise CommError(
+            f"rank 0 cannot listen on {address}:{port}: {error.strerror}.\n"
+            "  Set MASTER_PORT to a free port, and MASTER_ADDR to an address of the machine of rank 0."
+        ) from error
+    return listener
+
+
+def _own_address(address: str) -> str:
+    """The numeric address on which rank 0 of several machines listens: the one it was given, never all interfaces."""
+    if _is_loopback(address):  # some launchers tell rank 0 "localhost" and the others its name
+        address = socket.gethostname()
+    try:
+        return str(socket.getaddrinfo(address, None, type=socket.SOCK_STREAM)[0][4][0])
+    except OSError as error:
+        raise CommError(
+            f"the address {address!r} of rank 0 is not known here: {error}.\n  Set MASTER_ADDR to a name or number "
+            "that every machine can resolve."
+        ) from error
+
+
+def _is_loopback(address: str) -> bool:
+    return address in {"localhost", "::1"} or address.startswith("127.")
+
+
+@contextlib.contextmanager
+def _gloo_on_loopback(world: World) -> Iterator[None]:
+    """Gloo reads the interface when a group is made; the user's later groups are the user's own matter."""
+    name = "GLOO_SOCKET_IFNAME"
+    if not world.is_single_node or name in os.environ:
+        yield
+        return
+    os.environ[name] = loopback_interface()
+    try:
+        yield
+    finally:
+        del os.environ[name]
+
+
+def loopback_interface() -> str:
+    """Name of this machine's loopback interface."""
+    with contextlib.suppress(OSError):
+        names = [name for _, name in socket.if_nameindex()]
+        return next((name for name in ("lo", "lo0") if name in names), "lo")
+    return "lo"

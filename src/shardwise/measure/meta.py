@@ -1,0 +1,97 @@
+"""Models and batches without values, and the attention kernels that a real device would choose for them."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+from torch.overrides import TorchFunctionMode
+from torch.utils._pytree import tree_map
+
+from shardwise.engine import torch_private
+
+
+def build_on_meta(build_model: Callable[[], nn.Module]) -> nn.Module:
+    """What ``build_model`` builds, with meta tensors only. Ties stay, whatever device the model was built on."""
+    with torch.device("meta"):
+        model = build_model()
+    moved: dict[int, Any] = {}
+    for module in model.modules():
+        for name, parameter in torch_private.parameters_of(module).items():
+            if parameter is not None and not parameter.is_meta:
+                if id(parameter) not in moved:
+                    empty = nn.Parameter(parameter.detach().to("meta"), requires_grad=parameter.requires_grad)
+                    moved[id(parameter)] = parameter, empty  # held, so that no other object gets its id
+                torch_private.parameters_of(module)[name] = moved[id(parameter)][1]
+        for name, buffer in torch_private.buffers_of(module).items():
+            if buffer is not None and not buffer.is_meta:
+                if id(buffer) not in moved:
+                    moved[id(buffer)] = buffer, buffer.to("meta")
+                torch_private.buffers_of(module)[name] = moved[id(buffer)][1]
+    return model
+
+
+def without_values(batch: Any) -> Any:
+    """``batch`` with every tensor on meta."""
+    return tree_map(lambda value: value.to("meta") if isinstance(value, Tensor) else value, batch)
+
+
+class FusedAttention(TorchFunctionMode):
+    """Lets scaled dot-product attention on meta take the fused kernel that the device would take.
+
+    Meta tensors would go through the plain formula, which saves the matrix of scores for backward. The fused kernels
+    save their inputs, the output and one number per row.
+
+    Args:
+        is_cuda: Stand for a GPU (flash attention in 16 bit, memory-efficient attention otherwise) or for the CPU (its
+            flash kernel, which takes no dropout).
+    """
+
+    def __init__(self, *, is_cuda: bool) -> None:
+        super().__init__()
+        self._is_cuda = is_cuda
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        if func is F.scaled_dot_product_attention:
+            output = self._attend(*args, **kwargs)
+            if output is not None:
+                return output
+        return func(*args, **kwargs)
+
+    def _attend(  # noqa: PLR0917 - torch's signature
+        self,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        attn_mask: Tensor | None = None,
+        dropout_p: float = 0.0,
+        is_causal: bool = False,  # noqa: FBT001, FBT002 - torch's signature
+        scale: float | None = None,
+        enable_gqa: bool = False,  # noqa: FBT001, FBT002 - torch's signature
+    ) -> Tensor | None:
+        """The fused kernel's output, or ``None`` where the plain formula would be taken."""
+        is_even = query.dim() == 4 and query.shape[0] == key.shape[0] and query.shape[-1] == value.shape[-1]
+        if not (query.is_meta and is_even) or (attn_mask is not None and attn_mask.requires_grad):
+            return None
+        is_grouped = query.shape[1] != key.shape[1]
+        if is_grouped and not (enable_gqa and query.shape[1] % key.shape[1] == 0):
+            return None  # the plain formula repeats keys and values, or says what is wrong
+        if attn_mask is not None and attn_mask.dtype is torch.bool:
+            attn_mask = torch.zeros_like(attn_mask, dtype=query.dtype)
+        is_flash = query.dtype in {torch.float16, torch.bfloat16} and attn_mask is None
+        if dropout_p if not self._is_cuda else is_grouped and not is_flash:
+            return None  # no dropout in the CPU's kernel, no grouped queries in the memory-efficient one
+        if not self._is_cuda:
+            kernel = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu  # noqa: SLF001 - an operator's name
+            return kernel(query, key, value, dropout_p, is_causal, attn_mask=attn_mask, scale=scale)[0]
+        if is_flash:
+            kernel = torch.ops.aten._scaled_dot_product_flash_attention  # noqa: SLF001 - an operator's name
+            return kernel(query, key, value, dropout_p, is_causal, False, scale=scale)[0]  # noqa: FBT003
+        if attn_mask is not None:
+            attn_mask = attn_mask.expand(*query.shape[:3], key.shape[2])
+        kernel = torch.ops.aten._scaled_dot_product_efficient_attention  # noqa: SLF001 - an operator's name
+        return kernel(query, key, value, attn_mask, True, dropout_p, is_causal, scale=scale)[0]  # noqa: FBT003

@@ -1,0 +1,1 @@
+"""What meets shards at an optimizer's step: checks, flat parameters, clipping, loss scaling, averages."""

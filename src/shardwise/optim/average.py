@@ -1,0 +1,254 @@
+"""An exponential moving average of the weights, sharded as the optimizer's state is."""
+
+from __future__ import annotations
+
+import contextlib
+import weakref
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.optim.optimizer import register_optimizer_step_pre_hook
+
+from shardwise.engine import attach
+from shardwise.engine.engine import Runtime
+from shardwise.engine.group import Group
+from shardwise.optim.checks import runtimes_of
+from shardwise.spec.errors import StateError
+from shardwise.spec.extent import Extent
+from shardwise.spec.slice import slice_of
+from shardwise.state.ignored import held_extent
+from shardwise.state.model import extent_of, owned_pieces
+
+#: Elements that are exchanged at a time: no second copy of the weights.
+_CHUNK_NUMEL = 1 << 20
+
+
+class ExponentialMovingAverage:
+    """Weights that follow the model's slowly: ``average = decay * average + (1 - decay) * weights`` at each update.
+
+    ::
+
+        average = sw.ExponentialMovingAverage(model, decay=0.999)
+        for batch in batches:
+            train_one_step(model, batch)
+            average.update()
+        with average.swapped_in():
+            evaluate(model)  # sw.full_state_dict(model) gives the averaged weights here
+        sw.save(path, model, optimizer, average=average)
+
+    Each rank keeps the average of what it updates, in one flat tensor per group (and table of spread rows): an update
+    is one fused operation per unit and sends nothing. To the last bit it is what
+    ``torch.optim.swa_utils.AveragedModel`` with ``get_ema_multi_avg_fn`` holds in one process. 16-bit weights are
+    averaged in fp32. Weights that are frozen when this object is made, and buffers, are not averaged: evaluation takes
+    the model's.
+
+    Args:
+        model: A parallelized model; the average begins with its weights.
+        decay: From 0 up to, but not, 1. The attribute may be changed between updates.
+
+    Attributes:
+        decay: As given.
+        num_updates: Updates so far.
+
+    Raises:
+        StateError: ``decay`` is out of range, or the model is not parallelized.
+    """
+
+    def __init__(self, model: nn.Module, decay: float = 0.999) -> None:
+        if not 0 <= decay < 1:
+            raise StateError(f"ExponentialMovingAverage(decay={decay}): expected a number from 0 up to, but not, 1.")
+        self.decay = decay
+        self.num_updates = 0
+        self._model = weakref.ref(model)
+        self._is_in = False
+        runtime = attach.runtime_of(model, "sw.ExponentialMovingAverage")
+        self._averages: list[tuple[weakref.ref[Group], Tensor]] = []
+        for group in runtime.groups:
+            if group.wants_gradients:
+                group.follow_shards()
+                self._averages.append((weakref.ref(group), _average_of(group.master)))
+        self._rows = {
+            name: _average_of(rows.detach().view(-1))
+            for name, rows in runtime.ignored.spread_parameters.items()
+            if rows.requires_grad
+        }
+
+    @torch.no_grad()
+    def update(self) -> None:
+        """Move the average towards the weights, after an optimizer's step.
+
+        Raises:
+            StateError: Inside :meth:`swapped_in`, or of a forward or backward; or the model is gone.
+        """
+        runtime = self._settled("update")
+        for weights, average in self._weights(runtime):
+            average.lerp_(weights.to(average.dtype), 1 - self.decay)
+        self.num_updates += 1
+
+    @contextlib.contextmanager
+    def swapped_in(self) -> Iterator[None]:
+        """Have the model hold the average inside, and its own weights again afterwards.
+
+        Weights and average change places; for 16-bit weights a copy is kept meanwhile. Forwards, ``sw.full_state_dict``
+        and ``sw.save`` work with the average inside. An optimizer's step, and updating the average, are refused.
+
+        Collective:
+            None by itself; the next forward gathers anew. All ranks must enter and leave.
+
+        Raises:
+            StateError: Inside another one, or of a forward or backward; or the model is gone.
+        """
+        runtime = self._settled("swapped_in")
+        hook = register_optimizer_step_pre_hook(_refuse_steps_of(weakref.ref(runtime)))
+        kept = [_swap(weights, average) for weights, average in self._weights(runtime)]
+        self._is_in = True
+        runtime.invalidate()
+        try:
+            yield
+        finally:
+            hook.remove()
+            for (weights, average), own in zip(self._weights(runtime), kept, strict=True):
+                _swap_back(weights, average, own)
+            self._is_in = False
+            runtime.invalidate()
+
+    def _settled(self, call: str) -> Runtime:
+        call = f"ExponentialMovingAverage.{call}()"
+        model = self._model()
+        if model is None:
+            raise StateError(f"{call}: the model is gone.\n  Keep it for as long as its average is used.")
+        if self._is_in:
+            raise StateError(f"{call} inside swapped_in(): the model holds the average.\n  Call it outside.")
+        runtime = attach.runtime_of(model, call)
+        runtime.settle(call)
+        return runtime
+
+    def _pairs(self) -> Iterator[tuple[Group, Tensor]]:
+        for reference, average in self._averages:
+            group = reference()
+            assert group is not None
+            yield group, average
+
+    def _weights(self, runtime: Runtime) -> Iterator[tuple[Tensor, Tensor]]:
+        """What is averaged, flat and as it lies here, with its average."""
+        for group, average in self._pairs():
+            group.follow_shards()
+            yield group.master, average
+        for rows, average in self._spread(runtime).values():
+            yield rows.detach().view(-1), average
+
+    def _spread(self, runtime: Runtime) -> dict[str, tuple[nn.Parameter, Tensor]]:
+        """This rank's rows of what is spread by rows, with their average, by name."""
+        return {name: (runtime.ignored.parameters[name], average) for name, average in self._rows.items()}
+
+    # -- checkpoints
+
+    def owned_extents(self) -> list[tuple[Extent, Tensor]]:
+        """What this rank writes to a checkpoint: ranges of ``average/<parameter name>``.
+
+        Raises:
+            StateError: As :meth:`update`.
+        """
+        runtime = self._settled("owned_extents")
+        spread = [
+            _spread_extent(name, rows, average.view(rows.shape))
+            for name, (rows, average) in self._spread(runtime).items()
+        ]
+        if runtime.comms.replica:
+            return spread
+        return spread + [
+            extent_of(group, index, _name(group, index), piece, group.held_view(index, average))
+            for group, average in self._pairs()
+            for index, piece in owned_pieces(runtime, group)
+        ]
+
+    def fresh_extents(self) -> tuple[list[Tensor], list[tuple[Extent, Tensor]]]:
+        """New averages for :meth:`install`, and this rank's ranges of the stored tensors as targets to load into.
+
+        Raises:
+            StateError: As :meth:`update`.
+        """
+        runtime = self._settled("fresh_extents")
+        fresh, extents = [], []
+        for group, average in self._pairs():
+            flat = torch.zeros_like(average)
+            fresh.append(flat)
+            for piece in group.held:
+                view = group.held_view(piece.index, flat)
+                extents.append(extent_of(group, piece.index, _name(group, piece.index), piece, view))
+        for name, (rows, average) in self._spread(runtime).items():
+            fresh.append(torch.zeros_like(average))
+            extents.append(_spread_extent(name, rows, fresh[-1].view(rows.shape)))
+        return fresh, extents
+
+    def install(self, fresh: list[Tensor], settings: dict[str, Any]) -> None:
+        """Take what was loaded."""
+        averages = [*(average for _, average in self._averages), *self._rows.values()]
+        for average, loaded in zip(averages, fresh, strict=True):
+            average.copy_(loaded)
+        self.decay, self.num_updates = settings["decay"], settings["num_updates"]
+
+    @property
+    def num_bytes(self) -> int:
+        """Bytes of the average on this rank: those of the trained weights that it updates."""
+        return sum(average.nbytes for average in [*(average for _, average in self._pairs()), *self._rows.values()])
+
+    @property
+    def num_host_bytes(self) -> int:
+        """Of these, bytes on the host: where the weights are offloaded."""
+        return sum(average.nbytes for group, average in self._pairs() if group.offload is not None)
+
+    @property
+    def settings(self) -> dict[str, Any]:
+        """What a checkpoint holds beside the tensors."""
+        return {"decay": self.decay, "num_updates": self.num_updates}
+
+
+def _name(group: Group, index: int) -> str:
+    return f"average/{group.layout.params[index].name}"
+
+
+def _spread_extent(name: str, rows: nn.Parameter, average: Tensor) -> tuple[Extent, Tensor]:
+    return held_extent(f"average/{name}", average, slice_of(rows))
+
+
+def _average_of(weights: Tensor) -> Tensor:
+    return weights.to(torch.promote_types(weights.dtype, torch.float32), copy=True)
+
+
+@torch.no_grad()
+def _swap(weights: Tensor, average: Tensor) -> Tensor | None:
+    """Exchange weights and average; where their dtypes differ, put the average into place and return the weights."""
+    if average.dtype is not weights.dtype:
+        own = weights.clone()
+        weights.copy_(average)
+        return own
+    for mine, other in zip(weights.split(_CHUNK_NUMEL), average.split(_CHUNK_NUMEL), strict=True):
+        chunk = mine.clone()
+        mine.copy_(other)
+        other.copy_(chunk)
+    return None
+
+
+@torch.no_grad()
+def _swap_back(weights: Tensor, average: Tensor, own: Tensor | None) -> None:
+    if own is None:
+        _swap(weights, average)
+    else:
+        weights.copy_(own)
+
+
+def _refuse_steps_of(reference: weakref.ref[Runtime]) -> Any:
+    def refuse(optimizer: torch.optim.Optimizer, _args: object, _kwargs: object) -> None:
+        runtime = reference()
+        spread = runtime.ignored.spread_parameters.values() if runtime is not None else ()
+        steps_on = {id(parameter) for settings in optimizer.param_groups for parameter in settings["params"]}
+        if runtime in runtimes_of(optimizer) or any(id(rows) in steps_on for rows in spread):
+            raise StateError(
+                "optimizer.step() inside ExponentialMovingAverage.swapped_in(): it would change the average.\n"
+                "  Step outside of it."
+            )
+
+    return refuse

@@ -1,0 +1,302 @@
+"""Flat tensors for the optimizer: one per run of a group's parameters instead of one per name.
+
+A flat parameter is a view of this rank's master, over parameters that lie next to each other in it and belong to one
+weight-decay group. Element-wise optimizers compute the same numbers on it, in one kernel call instead of one per name.
+Its ``.grad`` is a view of where the gradients of those parameters live: there is one set of gradients, under two names.
+
+What an optimizer does not do for a parameter without a gradient (no decay, no count of steps) cannot be said of a part
+of a tensor. A flat parameter of which only some parameters have a gradient is therefore *split* before the step: the
+parameters themselves take its place in the optimizer for good, with views of its state.
+"""
+
+from __future__ import annotations
+
+import functools
+import weakref
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import TYPE_CHECKING, Any, Self
+
+import torch
+from torch import Tensor, nn
+
+from shardwise.engine import attach, torch_private
+from shardwise.features.waiting_gradient import WaitingGradient
+from shardwise.optim.partial import PartialGradient
+from shardwise.spec.flat import FlatRange, flat_ranges
+from shardwise.spec.uncopyable import Uncopyable
+
+if TYPE_CHECKING:
+    from shardwise.engine.group import Group
+
+#: From a parameter's name and its shard to whether weight decay acts on it.
+DecayRule = Callable[[str, nn.Parameter], bool]
+
+
+def flat_parameters(model: nn.Module, decay: DecayRule | None = None) -> list[dict[str, Any]]:
+    """Parameter groups for an optimizer with one flat tensor per unit and weight-decay group instead of one per name.
+
+    The numbers are those of an optimizer over ``model.parameters()``, to the last bit (with ``fused=True`` up to the
+    last bit of elements at the end of a parameter, which fused kernels compute differently), and so are checkpoints:
+    optimizer state is saved and loaded by name. Give the result to one element-wise optimizer. Frozen parameters are
+    left out; those that are left alone (``ParallelPlan.ignored``) stay as they are. Parameters that no rank used in a
+    step are skipped as always: their tensor is then split into names.
+
+    Args:
+        model: A parallelized model.
+        decay: ``decay(name, parameter)`` says whether weight decay acts on a parameter, of tied ones under the first
+            name. Those on which it does not come in a group of their own with ``weight_decay=0.0``. ``None``: one group
+            with the optimizer's weight decay.
+
+    Returns:
+        One or two groups, the decayed parameters first. Both are there on every rank as soon as the model has
+        parameters of both kinds, whatever this rank holds of them.
+
+    Collective:
+        None.
+
+    Raises:
+        StateError: The model is not parallelized.
+    """
+    runtime = attach.runtime_of(model, "sw.flat_parameters")
+    runtime.follow_shards()
+    groups: list[list[nn.Parameter]] = [[], []]
+    is_there = [decay is None, False]
+    for group in runtime.groups:
+        kinds: list[int | None] = []
+        for spec, shard in zip(group.layout.params, group.shards, strict=True):
+            is_decayed = decay is None or bool(decay(spec.name, shard))
+            kinds.append(int(not is_decayed) if shard.requires_grad else None)
+        group.flat_kinds = tuple(kinds)
+        for kind in range(2):
+            is_there[kind] = is_there[kind] or kind in kinds
+            groups[kind] += _of_group(group, kind)
+    for name, parameter in runtime.ignored.parameters.items():
+        if parameter.requires_grad:
+            kind = int(decay is not None and not decay(name, parameter))
+            groups[kind].append(parameter)
+            is_there[kind] = True
+    made: list[dict[str, Any]] = [{"params": groups[0]}, {"params": groups[1], "weight_decay": 0.0}]
+    return [settings for settings, is_used in zip(made, is_there, strict=True) if is_used]
+
+
+def _of_group(group: Group, kind: int) -> Iterator[nn.Parameter]:
+    assert group.flat_kinds is not None
+    for span in flat_ranges(group.held, group.flat_kinds):
+        if span.kind == kind:
+            yield FlatParameter.of(group, span)
+    own = [index for index, other in enumerate(group.flat_kinds) if other == kind]
+    empty = [index for index in own if group.layout.params[index].numel == 0]
+    for index in empty:
+        yield group.shards[index]  # no range holds it, but optimizers keep state of it
+    if own and not empty and not any(group.held[index].numel for index in own):
+        yield group.shards[own[0]]  # held elsewhere: tells whose optimizer it is on ranks that hold nothing at all
+
+
+class FlatParameter(Uncopyable, nn.Parameter):
+    """A run of a group's parameters as one tensor, in this rank's master. The optimizer holds it; no module does.
+
+    Attributes:
+        span: The run.
+        shards: The parameters that it stands for.
+    """
+
+    span: FlatRange
+    shards: tuple[nn.Parameter, ...]
+    _group: weakref.ref[Group]
+    _home: tuple[Tensor, Tensor, list[Tensor]] | None
+    _fixed: Tensor | None
+
+    @classmethod
+    def of(cls, group: Group, span: FlatRange) -> Self:
+        """A view of the group's master."""
+        made = cls(group.master[span.start : span.stop])
+        made.span = span
+        made.shards = tuple(group.shards[piece.index] for piece in span.pieces)
+        made._group = weakref.ref(group)
+        made._home = None  # where gradients live, and views of it: one of the run, one for each parameter
+        made._fixed = None
+        return made
+
+    @property
+    def group(self) -> Group | None:
+        """The group, while its model lives."""
+        return self._group()
+
+    @property
+    def is_partial(self) -> bool:
+        """Some of its parameters have a gradient and some have none."""
+        first = self.shards[0].grad is None
+        for shard in self.shards:  # noqa: SIM110 - on a hot path
+            if (shard.grad is None) is not first:
+                return True
+        return False
+
+    @property
+    def grad(self) -> Tensor | None:  # pyrefly: ignore[bad-override]
+        """The gradients of its parameters, as one view of the memory that they live in; ``None`` if all are."""
+        if self._fixed is not None:
+            return self._fixed
+        if all(shard.grad is None for shard in self.shards):
+            return None
+        if self._waits:
+            return WaitingGradient.of(self, functools.partial(_zero_waiting, weakref.ref(self)))
+        home = self._find_home()
+        if home is None:
+            return None
+        _, flat, views = home
+        for shard, view in zip(self.shards, views, strict=True):
+            grad = shard.grad
+            if grad is view:
+                continue
+            if grad is None:
+                view.zero_()
+            else:  # somebody has replaced it
+                view.copy_(grad)
+                shard.grad = view
+        return flat
+
+    @grad.setter
+    def grad(self, value: Tensor | None) -> None:
+        self._fixed = None
+        if value is None:
+            for shard in self._all_shards() if self._waits else self.shards:
+                shard.grad = None
+            return
+        home = self._find_home()
+        if home is not None:
+            home[1].copy_(value)
+            for shard, view in zip(self.shards, home[2], strict=True):
+                shard.grad = view
+
+    def fix_gradient(self) -> None:
+        """For the length of a step, which asks several times, ``grad`` is what it is now."""
+        self._fixed = None
+        self._fixed = self.grad
+
+    def release_gradient(self) -> None:
+        """Undo :meth:`fix_gradient`."""
+        self._fixed = None
+
+    def cut(self, tensor: Tensor) -> list[Tensor]:
+        """Views of a tensor of this one's shape, for each of its parameters as the parameter itself is held."""
+        group = self.group
+        assert group is not None
+        return [group.held_view(piece.index, tensor, first=self.span.start) for piece in self.span.pieces]
+
+    @property
+    def _waits(self) -> bool:
+        """Sums of accumulated microbatches wait for their reduction."""
+        group = self.group
+        return group is not None and group.gradient.is_local
+
+    def zero_waiting(self) -> None:
+        """Zero the gradients of the parameters while their sums wait."""
+        for shard in self._all_shards():
+            if shard.grad is not None:
+                shard.grad.zero_()
+
+    def _all_shards(self) -> Iterator[nn.Parameter]:
+        """The parameters, and those of the same kind of which this rank owns nothing: it has sums of them as well."""
+        yield from self.shards
+        group = self.group
+        if group is not None:
+            for shard, held, kind in zip(group.shards, group.held, group.flat_kinds or (), strict=True):
+                if kind == self.span.kind and held.numel == 0:
+                    yield shard
+
+    def _find_home(self) -> tuple[Tensor, Tensor, list[Tensor]] | None:
+        group = self.group
+        if group is None:
+            return None
+        home, views = group.gradient.home()
+        if self._home is not None and self._home[0] is home:
+            return self._home
+        flat = home[self.span.start : self.span.stop]
+        flat = PartialGradient.of(flat) if group.holds_part else flat
+        found = home, flat, [views[piece.index] for piece in self.span.pieces]
+        if group.gradient.keeps_home:
+            self._home = found
+        return found
+
+
+torch_private.allow_foreach(FlatParameter)
+
+
+def _zero_waiting(flat_ref: weakref.ref[FlatParameter]) -> None:
+    flat = flat_ref()
+    if flat is not None:
+        flat.zero_waiting()
+
+
+def group_of(parameter: Tensor) -> Group | None:
+    """The group of a shard or of a flat parameter, ``None`` for a parameter that is not ours."""
+    if isinstance(parameter, FlatParameter):
+        return parameter.group
+    mark = attach.mark_of(parameter)
+    return mark.group if mark is not None else None
+
+
+def flats_of(optimizer: torch.optim.Optimizer) -> list[FlatParameter]:
+    """The flat parameters that an optimizer holds."""
+    return [p for settings in optimizer.param_groups for p in settings["params"] if isinstance(p, FlatParameter)]
+
+
+def before_step(optimizer: torch.optim.Optimizer) -> None:
+    """Split what has to be split before a step."""
+    if any(flat.is_partial for flat in flats_of(optimizer)):
+        split(optimizer, lambda flat: flat.is_partial)
+    for flat in flats_of(optimizer):
+        flat.fix_gradient()
+
+
+def after_step(optimizer: torch.optim.Optimizer) -> None:
+    """The step is over."""
+    for flat in flats_of(optimizer):
+        flat.release_gradient()
+
+
+# -- between flat and by name
+
+
+def split(optimizer: torch.optim.Optimizer, is_split: Callable[[FlatParameter], bool]) -> None:
+    """Put the parameters themselves, with views of the state, where the optimizer holds a flat one."""
+    for settings in optimizer.param_groups:
+        params: list[nn.Parameter] = settings["params"]
+        chosen = {id(p) for p in params if isinstance(p, FlatParameter) and is_split(p)}
+        if not chosen:
+            continue
+        kept: list[nn.Parameter] = []
+        for parameter in params:
+            if not isinstance(parameter, FlatParameter) or id(parameter) not in chosen:
+                kept.append(parameter)
+                continue
+            parts = parameter.shards
+            for shard, state in zip(parts, _cut_state(parameter, optimizer.state.pop(parameter, {})), strict=True):
+                if state:
+                    optimizer.state[shard] = state
+            kept += parts
+        params[:] = kept  # the list stays: schedulers and the user may hold it
+
+
+def states_by_name(optimizer: torch.optim.Optimizer) -> Mapping[Tensor, Mapping[str, Any]]:
+    """The optimizer's state by parameter, as if it held no flat ones: views where it has one value per element."""
+    found: dict[Tensor, Mapping[str, Any]] = {}
+    for parameter, state in optimizer.state.items():
+        if isinstance(parameter, FlatParameter):
+            found |= zip(parameter.shards, _cut_state(parameter, state), strict=True)
+        else:
+            found[parameter] = state
+    return found
+
+
+def _cut_state(flat: FlatParameter, state: Mapping[str, Any]) -> Sequence[dict[str, Any]]:
+    """The state of each parameter: views where it has one value per element, else copies."""
+    parts: list[dict[str, Any]] = [{} for _ in flat.span.pieces]
+    for key, value in state.items():
+        if isinstance(value, Tensor) and value.shape == flat.shape:
+            values = flat.cut(value)
+        else:
+            values = [value.clone() if isinstance(value, Tensor) else value for _ in parts]
+        for part, own in zip(parts, values, strict=True):
+            part[key] = own
+    return parts

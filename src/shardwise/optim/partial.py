@@ -1,0 +1,100 @@
+"""The gradient of a shard that refuses what would give one rank's number: norms, and checks for inf and nan.
+
+Nothing in torch asks a Parameter before ``torch.nn.utils.clip_grad_norm_`` or ``torch.amp.GradScaler`` read its
+gradient. So on every rank one gradient of each group is a :class:`PartialGradient`. It computes as a plain tensor does;
+of a call that is refused it is one argument, and raises before there is a number. ``docs/adr/0011`` has the
+alternatives.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import copy
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from shardwise.engine import torch_private
+from shardwise.spec.errors import StateError
+
+_NORMS = frozenset(
+    {
+        torch.norm,
+        torch.linalg.norm,
+        torch.linalg.vector_norm,
+        torch.linalg.matrix_norm,
+        torch.Tensor.norm,
+        torch_private.foreach_norm,
+    }
+)
+_CHECKS = frozenset({torch_private.unscale_gradients})
+
+_is_allowed = False
+
+
+def allow(*, is_allowed: bool) -> bool:
+    """Whether norms of one rank's part are what is wanted from now on, as in an optimizer's step; returns what was."""
+    global _is_allowed
+    before, _is_allowed = _is_allowed, is_allowed
+    return before
+
+
+@contextlib.contextmanager
+def allowed() -> Iterator[None]:
+    """Inside, norms of one rank's part are what the caller wants: they are added up over the ranks."""
+    before = allow(is_allowed=True)
+    try:
+        yield
+    finally:
+        allow(is_allowed=before)
+
+
+class PartialGradient(Tensor):
+    """A part of a gradient, in memory that a plain tensor has as well. What is computed from it is plain."""
+
+    is_sparse = False  # optimizers ask at every step; found here, the question costs nothing
+
+    @classmethod
+    def of(cls, gradient: Tensor) -> Tensor:
+        """The same memory."""
+        return gradient.as_subclass(cls)
+
+    @classmethod
+    def __torch_function__(
+        cls,
+        func: Callable[..., Any],
+        types: Sequence[type],
+        args: tuple[Any, ...] = (),
+        kwargs: dict[str, Any] | None = None,
+    ) -> Any:
+        """Refuse what needs the other parts as well.
+
+        Raises:
+            StateError: It is a norm, or a search for inf and nan.
+        """
+        if not _is_allowed and (func in _NORMS or func in _CHECKS):
+            raise StateError(_refusal(func))
+        return torch_private.as_plain(func, types, args, kwargs or {})
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Tensor:
+        return copy.deepcopy(self.as_subclass(Tensor), memo)
+
+    def __reduce_ex__(self, proto: Any) -> Any:
+        return self.as_subclass(Tensor).__reduce_ex__(proto)
+
+
+def _refusal(func: Callable[..., Any]) -> str:
+    if func in _CHECKS:
+        return (
+            "torch.amp.GradScaler on a parallelized model: each rank would look for inf and nan in its own part of the"
+            " gradients, and ranks that find none would step while others skip.\n"
+            "  Use sw.GradScaler(), which takes the same arguments."
+        )
+    return (
+        "the norm of a gradient (torch.nn.utils.clip_grad_norm_, p.grad.norm()) on a parallelized model: this rank"
+        " holds a part of the gradients, so every rank would get a number of its own.\n"
+        "  Call norm = sw.clip_grad_norm(model, max_norm); with max_norm=float('inf') it changes nothing. Where a"
+        " trainer clips by itself, switch that off and call it before optimizer.step()."
+    )

@@ -1,0 +1,115 @@
+"""Scaling the loss for fp16, with one decision on all ranks about gradients that are not finite."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor, nn
+
+from shardwise.engine import attach
+from shardwise.features.in_backward import refuse
+from shardwise.optim import partial
+from shardwise.optim.checks import runtimes_of
+from shardwise.spec.errors import StateError
+
+
+class GradScaler(torch.amp.GradScaler):
+    """torch's ``GradScaler`` for a parallelized model: what is found on one rank counts on all of them.
+
+    Gradients in fp16 vanish below 6e-8 and overflow above 65504, so the loss is multiplied by a scale that is as large
+    as the gradients bear: a step whose gradients hold an inf or nan is skipped and the scale falls, after
+    ``growth_interval`` good steps it grows. Where gradients are sharded, an inf lies in one rank's shard only. A scaler
+    that looks at its own shard alone would skip on that rank and step on the others, and the ranks train different
+    models from then on. Here ``unscale_`` (which ``step`` calls where nobody has) adds up what every rank has found. ::
+
+        scaler.scale(loss).backward()
+        scaler.unscale_(optimizer)
+        sw.clip_grad_norm(model, 1.0)
+        scaler.step(optimizer)
+        scaler.update()
+
+    Args:
+        device: ``"cuda"`` or ``"cpu"``; by default CUDA where there is one.
+        init_scale: The scale of the first step.
+        growth_factor: Of the scale after ``growth_interval`` steps without inf or nan.
+        backoff_factor: Of the scale after a step with one.
+        growth_interval: Steps.
+        enabled: ``False``: every method does what it would without scaling.
+
+    Collective:
+        One all-reduce of one float32 for each ``unscale_``, where gradients are sharded, parameters ignored or experts
+        divided, and one on each of ``tp`` and ``pp`` where there are any. All ranks must call.
+    """
+
+    def __init__(  # noqa: PLR0917 - torch's signature
+        self,
+        device: str | None = None,
+        init_scale: float = 2.0**16,
+        growth_factor: float = 2.0,
+        backoff_factor: float = 0.5,
+        growth_interval: int = 2000,
+        enabled: bool = True,  # noqa: FBT001, FBT002 - torch's signature
+    ) -> None:
+        device = device or ("cuda" if torch.cuda.is_available() else "cpu")
+        super().__init__(device, init_scale, growth_factor, backoff_factor, growth_interval, enabled)
+
+    def _unscale_grads_(
+        self,
+        optimizer: torch.optim.Optimizer,
+        inv_scale: Tensor,
+        found_inf: Tensor,
+        allow_fp16: bool,  # noqa: FBT001 - torch's signature
+    ) -> dict[torch.device, Tensor]:
+        """As torch's, and then the same on all ranks.
+
+        This is where ``torch.distributed.fsdp.sharded_grad_scaler`` departs from its base class too: whatever needs the
+        finding, also fused optimizers, gets it from here. There is no public place between finding and using it.
+        """
+        runtimes = runtimes_of(optimizer)
+        for runtime in runtimes:
+            refuse(runtime, "sw.GradScaler")
+            runtime.refuse_sums("sw.GradScaler's unscale_()")
+            if runtime.join is not None:
+                raise StateError(
+                    "sw.GradScaler inside sw.join(): a rank without a batch would not learn the scale.\n"
+                    "  Compute in bf16, which needs no scaler, or give every rank as many batches."
+                )
+            for group in runtime.groups:
+                if group.dtype is torch.float16 and group.wants_gradients and not allow_fp16:
+                    raise StateError(
+                        f"parameter {group.layout.params[0].name!r} is kept in fp16: unscaled, its gradients would"
+                        " vanish.\n  Keep masters in fp32: PrecisionPolicy(param_dtype='fp16', master_dtype='fp32')."
+                    )
+        with partial.allowed():
+            found = super()._unscale_grads_(optimizer, inv_scale, found_inf, allow_fp16)
+        total = torch.zeros(1, dtype=torch.float32, device=found_inf.device)
+        for value in found.values():
+            total += value.to(total.device)
+        for runtime in runtimes:
+            # Ranks of one shard group share out the gradients; of ignored parameters every rank has its own.
+            comm = runtime.comms.control if runtime.ignored.parameters else runtime.comms.reduce
+            has_own = runtime.row.shards_optimizer or runtime.ignored.parameters or runtime.comms.ep
+            if has_own:  # else all have looked at the same
+                shared = total.to(comm.device)
+                comm.all_reduce(shared, unit="found_inf").wait()
+                total = shared.to(total.device)
+            for comm in runtime.comms.across:
+                shared = total.to(comm.device)
+                comm.all_reduce(shared, unit="found_inf").wait()
+                total = shared.to(total.device)
+        return {found_inf.device: total.squeeze(0)}  # also on a rank that owns no gradient
+
+    @property
+    def has_found_inf(self) -> bool:
+        """The gradients unscaled since the last ``update`` hold an inf or nan on some rank: their step is skipped."""
+        if not self.is_enabled():
+            return False
+        found = [v for state in self._per_optimizer_states.values() for v in state["found_inf_per_device"].values()]
+        return any(value.item() != 0 for value in found)
+
+
+def needs_scaler(model: nn.Module) -> bool:
+    """Whether gradients of ``model`` are computed or reduced in fp16."""
+    runtime = attach.runtime_of(model, "needs_scaler")
+    return any(
+        torch.float16 in (group.compute_dtype, group.reduce_dtype) for group in runtime.groups if group.wants_gradients
+    )

@@ -1,0 +1,356 @@
+"""A model of which every rank holds some stages: dividing it, and its training step."""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import functools
+import time
+import weakref
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from shardwise.comm.axes import Comms
+from shardwise.comm.base import Comm
+from shardwise.comm.control import agree, all_gather_json
+from shardwise.comm.dtype import dtype_name, torch_dtype
+from shardwise.engine import attach
+from shardwise.engine.batch import LossFn, call_model, fitting_count, forward_loss, split_batch
+from shardwise.engine.engine import Runtime
+from shardwise.engine.notice import tell_once
+from shardwise.engine.unit import Unit
+from shardwise.engine.wrap import find_units
+from shardwise.features.pipeline_step import window
+from shardwise.features.precision import resolve
+from shardwise.features.tied_stages import sum_over_copies
+from shardwise.measure.activations import cut_alone
+from shardwise.pipeline.agreement import Agreement
+from shardwise.pipeline.element import Element, find_elements, sketch
+from shardwise.pipeline.interpret import Interpreter, Job
+from shardwise.pipeline.notes import describe_stages, untrained
+from shardwise.pipeline.order import in_order_of_calls
+from shardwise.pipeline.split import assign_stages, drop_foreign, held_parameters
+from shardwise.pipeline.stage import Stages, shown_shapes
+from shardwise.pipeline.trace import Flow
+from shardwise.pipeline.weight_gradient import Deferral
+from shardwise.spec.errors import StateError
+from shardwise.spec.plan import ParallelPlan
+from shardwise.spec.schedule import PipelinePolicy, Schedule, build, forward_only
+from shardwise.spec.schedule.measured import Measured, measured
+from shardwise.spec.slice import Slice, set_slice, slice_of
+from shardwise.spec.uncopyable import Uncopyable
+from shardwise.tensor.apply import defer_weights
+
+#: ``call(model, part)``.
+Call = Callable[[Any, Any], Any]
+Scale = Callable[[Tensor], Tensor]
+
+#: Modules whose outputs a stage may hand on without a word; encoder and decoder of T5 and its biases are four.
+_FEW = 4
+_KEY = "_shardwise_pipelined"
+#: Dtypes that a loss may have, by the number that tells them to ranks that do not compute it.
+_LOSS_DTYPES = ("fp32", "fp64", "bf16", "fp16")
+
+
+def pipelined_of(model: nn.Module) -> Pipelined | None:
+    """What :meth:`Pipelined.install` has left; ``None`` for a model that is whole on every rank."""
+    return model.__dict__.get(_KEY)
+
+
+def _as_it_is(loss: Tensor) -> Tensor:
+    return loss
+
+
+@contextlib.contextmanager
+def record_pipeline(model: nn.Module) -> Iterator[list[Measured]]:
+    """Measure when the ranks of a pipeline compute, in every step inside the context.
+
+    Times are those of the host: on a GPU, which computes later, they say when work was handed to it.
+
+    Args:
+        model: Parallelized with ``pp`` of 2 or more.
+
+    Yields:
+        A list to which every step adds what was measured on all ranks of this rank's pipeline: ``.bubble`` (idle time
+        over the longest that a rank computes), ``.undelayed_bubble``, ``.closed_bubble``, ``.timing``; ``print`` draws
+        it.
+
+    Collective:
+        In each step two all-gathers along ``pp`` more: of an integer before it, of JSON after it. All ranks must call.
+
+    Raises:
+        StateError: The model is no pipeline.
+    """
+    pipelined = pipelined_of(model)
+    if pipelined is None:
+        raise StateError(
+            f"sw.record_pipeline: {type(model).__name__} is whole on every rank.\n"
+            "  Call sw.parallelize with a plan of pp=2 or more first."
+        )
+    pipelined.measured = found = []
+    try:
+        yield found
+    finally:
+        pipelined.measured = None
+
+
+def find_stages(model: nn.Module, policy: PipelinePolicy, pp: int) -> tuple[list[Element], int]:
+    """The elements of a whole model, with their stages, and how many stages there are.
+
+    Raises:
+        PlanError: The model cannot be divided.
+    """
+    elements = in_order_of_calls(model, find_elements(model, find_units(model, "auto"), policy.first_of_stage))
+    count = pp * policy.virtual_stages
+    assign_stages(elements, count, policy.first_of_stage)
+    return elements, count
+
+
+class Pipelined(Uncopyable):
+    """The stages of a model on this rank. Made from the whole model, before anything else changes it.
+
+    Args:
+        model: Whole, and the same on every rank.
+        plan: With ``pp`` of 2 or more.
+        comms: Of this rank.
+
+    Attributes:
+        notes: For ``sw.summary``.
+        sketch: A copy of the whole model on which shapes are found. What changes the model's shapes has to change it.
+    """
+
+    def __init__(self, model: nn.Module, plan: ParallelPlan, comms: Comms) -> None:
+        policy = plan.pipeline_policy
+        assert policy is not None
+        assert comms.pp is not None
+        self._policy = policy
+        self._comm = comms.pp
+        self._usual = self._schedule(policy.microbatches(comms.pp.size))
+        self._elements, self._num_stages = find_stages(model, policy, comms.pp.size)
+        self.sketch = sketch(model, self._elements)
+        if comms.tp is not None and plan.sequence_parallel:  # what goes from stage to stage is divided, too
+            cut_alone(self.sketch, plan, rank=comms.tp.rank, device=torch.device("meta"))
+        self.notes = describe_stages(self._elements, self._usual.ranks, comms.world.size)
+        for rank in untrained(self._elements, self._usual.ranks):
+            tell_once(
+                f"pipeline rank {rank} has no trained parameters: an optimizer over those with requires_grad alone"
+                " would be empty there, which torch refuses; give it model.parameters(), of which it skips the others"
+            )
+        self._copies: dict[nn.Parameter, tuple[int, ...]] = {}
+        self._tp = (0, 1) if comms.tp is None else (comms.tp.rank, comms.tp.size)
+        self._interpreter: Interpreter | None = None
+        self._parameters: tuple[nn.Parameter, ...] = ()  # of this rank
+        self.measured: list[Measured] | None = None  # where steps are measured: what was
+
+    @property
+    def stages(self) -> tuple[int, ...]:
+        """Those of this rank."""
+        return self._usual.stages(self._comm.rank)
+
+    @property
+    def has_copies(self) -> bool:
+        """Other stages hold parameters of this rank's too: their gradients are sums over stages."""
+        return bool(self._copies)
+
+    def held_parameters(self, model: nn.Module) -> set[int]:
+        """Of the whole model, the ``id`` of every parameter of this rank's stages."""
+        return held_parameters(model, self._elements, self.stages)
+
+    def drop_foreign(self, model: nn.Module, units: Mapping[str, nn.Module]) -> dict[str, nn.Module]:
+        """Leave this rank's stages in ``model``; returns those of ``units`` that are left."""
+        ranks = self._usual.ranks
+        shared = drop_foreign(model, self._elements, self.stages)
+        parameters = dict(model.named_parameters())
+        for name, stages in shared.items():
+            holders = tuple(sorted({ranks[stage] for stage in stages}))
+            if len(holders) > 1:
+                self._copies[parameters[name]] = holders
+                self._count_once(parameters[name], holders)
+        left = {id(module) for module in model.modules()}
+        return {name: module for name, module in units.items() if id(module) in left}
+
+    def _count_once(self, parameter: nn.Parameter, holders: Sequence[int]) -> None:
+        """Let sums over all ranks count a parameter that several stages hold on the first of them."""
+        tp_rank, tp_size = self._tp
+        held = slice_of(parameter) or Slice(tuple(parameter.shape), copy=tp_rank, copies=tp_size)
+        place = holders.index(self._comm.rank)
+        copy, copies = place * held.copies + held.copy, len(holders) * held.copies
+        set_slice(parameter, dataclasses.replace(held, copy=copy, copies=copies))
+
+    def install(self, model: nn.Module, device: torch.device) -> None:
+        """Have ``model`` run stage by stage. It has its engine by now."""
+        comm = None if device.type == "meta" else self._comm  # a dry run: nobody is there to disagree
+        deferral = self._defer(model)  # layers that are elements, too: before those are replaced
+        sketched = self.sketch, self._elements, self._num_stages
+        stages = Stages(model, *sketched, device=device, comm=comm, held=self.stages)
+        self._interpreter = Interpreter(stages, self._comm, deferral)
+        computed = resolve(attach.runtime_of(model, "sw.parallelize").options.policy, device).param_dtype
+        self._interpreter.compute_dtype = None if computed is None else torch_dtype(computed)
+        model.__dict__[_KEY] = self
+        self._parameters = tuple(model.parameters())
+        me = weakref.WeakMethod(self.share_state)
+        runtime = attach.runtime_of(model, "sw.parallelize")
+        runtime.share_state = lambda: (share := me()) and share()
+        runtime.stages = {stage: tuple(self._own_units(runtime, stage)) for stage in self.stages}
+
+    def _own_units(self, runtime: Runtime, stage: int) -> Iterator[Unit]:
+        """The units that belong to ``stage`` alone: no other stage of any rank uses their parameters."""
+        own = [element.module for element in self._elements if element.stages == (stage,)]
+        inside = {id(module) for element in own for module in element.modules()}
+        for unit in runtime.units:
+            shards = {shard for group in unit.groups for shard in group.shards}
+            if all(id(member.module()) in inside for member in unit.members) and shards.isdisjoint(self._copies):
+                yield unit
+
+    def _defer(self, model: nn.Module) -> Deferral:
+        """Leave gradients of weights for later, where the schedule has a place for them.
+
+        Not a head's, which would keep the gradients of logits of several microbatches to save the stages before one
+        wait in a step: once gradients come, every rank has work at hand.
+        """
+        head = next((element.module for element in reversed(self._elements) if element.has_parameters), None)
+        layers = [module for module in model.modules() if module is not head] if self._usual.is_split else []
+        deferral = Deferral(layers)
+        defer_weights(layers, deferral)
+        return deferral
+
+    def share_state(self) -> None:
+        """Give every stage the buffers that one of them computes: running statistics, what the model's forward writes.
+
+        Collective:
+            A broadcast along ``pp`` of each such buffer. All ranks must call.
+        """
+        assert self._interpreter is not None
+        for name, buffer, stage in self._interpreter.stages.stage_state():
+            flat = buffer.detach().contiguous().view(-1)
+            self._comm.broadcast(flat, root=self._usual.ranks[stage], unit=f"buffer {name}").wait()
+            if not buffer.is_contiguous():
+                buffer.data.copy_(flat.view(buffer.shape))
+
+    def around(self) -> tuple[Interpreter, Comm, tuple[int, ...]]:
+        """What runs the stages, the Comm along ``pp``, and the rank of each stage."""
+        assert self._interpreter is not None
+        return self._interpreter, self._comm, self._usual.ranks
+
+    @property
+    def num_microbatches(self) -> int:
+        """Of a step, unless the caller says otherwise."""
+        return self._policy.microbatches(self._comm.size)
+
+    def step(
+        self, model: nn.Module, batch: Any, loss_fn: LossFn | None, count: int | None, scale: Scale = _as_it_is
+    ) -> Tensor:
+        """``sw.train_step``, and where grad is off ``sw.eval_step``."""
+        if count is None:
+            count = self.num_microbatches
+            count = count if torch.is_grad_enabled() else fitting_count(batch, count)
+        return self.mean_loss(model, split_batch(batch, count), loss_fn, scale)
+
+    def mean_loss(
+        self, model: nn.Module, parts: Sequence[Any], loss_fn: LossFn | None, scale: Scale = _as_it_is
+    ) -> Tensor:
+        """The same on microbatches."""
+        loss = functools.partial(forward_loss, loss_fn=loss_fn)
+        losses = self.losses(model, parts, call_model, loss, scale=scale)
+        return self._mean_loss(attach.runtime_of(model, "sw.train_step"), losses)
+
+    def losses(
+        self,
+        model: nn.Module,
+        parts: Sequence[Any],
+        call: Call,
+        loss: Call,
+        *,
+        backward: Callable[..., None] = torch.autograd.backward,
+        scale: Scale = _as_it_is,
+    ) -> list[Tensor]:
+        """One step on microbatches: forwards and, where grad is on, backwards and the reduction of gradients.
+
+        Args:
+            model: The model.
+            parts: The microbatches, of one shape, the same on every rank of the pipeline.
+            call: Calls the model with a microbatch: ``call(model, part)``.
+            loss: The same, and gives the loss of it.
+            backward: As ``torch.autograd.backward``.
+            scale: Of a gradient scaler. It is told a number on every rank, so that it begins everywhere.
+
+        Returns:
+            The losses of the microbatches on ranks of the last stage; nothing elsewhere.
+
+        Collective:
+            As :class:`Agreement`, :meth:`Interpreter.run` and :func:`~shardwise.features.pipeline_step.window`. All
+            ranks must call.
+        """
+        runtime = attach.runtime_of(model, "sw.train_step")
+        assert self._interpreter is not None
+        scale(torch.zeros((), device=runtime.comms.control.device))
+        count = len(parts)
+        schedule = self._schedule(count) if torch.is_grad_enabled() else forward_only(self._usual.ranks, count)
+        bound = functools.partial(call, model), functools.partial(loss, model)
+        last = None if schedule.is_split else count - 1  # split, no backward of the input completes a unit
+        with window(runtime, lambda: sum_over_copies(runtime, self._copies, self._comm), last) as opened:
+            stages = self._interpreter.stages
+            agreement = self._agree(stages, parts) if stages.device.type != "meta" else None
+            _, flow = stages.flow(parts[0], call, agreement)
+            if not flow.learned:
+                _tell_crossings(flow)
+            told = opened.enter, opened.collect, opened.end
+            return self._run(self._interpreter, Job(schedule, parts, *bound, flow, agreement, *told, scale, backward))
+
+    def _agree(self, stages: Stages, parts: Sequence[Any]) -> Agreement:
+        key, count, trains = stages.key(parts[0]), len(parts), torch.is_grad_enabled()
+        mode = "training" if stages.trains else "evaluation"
+        shown = f"{count} microbatches of {shown_shapes(parts[0])} {'with' if trains else 'without'} gradients"
+        trained = bytes(parameter.requires_grad for parameter in self._parameters)
+        return Agreement(self._comm, f"{key!r} {count}", f"{shown} in {mode} mode", trained)
+
+    def _run(self, interpreter: Interpreter, job: Job) -> list[Tensor]:
+        if self.measured is None:
+            return interpreter.run(job)
+        agree(self._comm, 0)  # so that all ranks begin together
+        spans = interpreter.spans = []
+        start = time.perf_counter()
+        try:
+            losses = interpreter.run(job)
+        finally:
+            interpreter.spans = None
+        mine = [[round((moment - start) * 1e6) for moment in span] for span in spans]
+        self.measured.append(measured(job.schedule, all_gather_json(self._comm, mine)))
+        return losses
+
+    def _schedule(self, count: int) -> Schedule:
+        return _built(self._policy.schedule, self._comm.size, count, self._policy.virtual_stages)
+
+    def _mean_loss(self, runtime: Runtime, losses: Sequence[Tensor]) -> Tensor:
+        """The mean over microbatches and data-parallel ranks, on every rank of every stage."""
+        device = runtime.comms.control.device
+        total = torch.zeros((), dtype=torch.float64, device=device)
+        for loss in losses:
+            total += loss.double()
+        mean = (total / max(len(losses), 1)).reshape(1)
+        runtime.comms.control.all_reduce(mean, unit="loss", divisor=runtime.comms.num_ranks).wait()
+        code = float(_LOSS_DTYPES.index(dtype_name(losses[0].dtype))) if losses else 0.0
+        told = torch.cat([mean, torch.full_like(mean, code)])
+        self._comm.all_reduce(told, unit="loss").wait()
+        return told[0].to(torch_dtype(_LOSS_DTYPES[int(told[1])]))
+
+
+def _tell_crossings(flow: Flow) -> None:
+    """Say where many tensors go from stage to stage, and why."""
+    for stage, sources in enumerate(flow.crossing):
+        names = {flow.calls[number].element.name for number, _ in sources}
+        if len(names) > _FEW:
+            tell_once(
+                f"pipeline stage {stage + 1} hands on what {len(names)} modules return, for each microbatch: the"
+                " model's forward adds them up between its blocks (x = x + block(x)). With sums inside the blocks one"
+                " tensor would do"
+            )
+            return
+
+
+@functools.lru_cache(maxsize=32)
+def _built(schedule: str, pp: int, count: int, virtual: int) -> Schedule:
+    return build(schedule, pp, count, virtual)

@@ -1,0 +1,1 @@
+"""The collectives of a step, predicted: data, tensor, context and pipeline parallelism, and their products."""

@@ -1,0 +1,267 @@
+"""The collectives of one training step, predicted from layouts and order alone: kind, axis, unit, bytes, sequence."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from types import MappingProxyType
+from typing import NamedTuple
+
+from shardwise.spec.memory.footprint import GroupShape, Replicas, own_part, summed_numel
+from shardwise.spec.quantize import summed_cuts
+
+
+class Collective(NamedTuple):
+    """One predicted collective: what it is, for which unit, the bytes that this rank sends, and along which axis."""
+
+    kind: str
+    unit: str
+    sent_bytes: int
+    axis: str = "dp_shard"
+
+
+@dataclass(frozen=True)
+class UnitShape:
+    """A unit as the arithmetic sees it.
+
+    Attributes:
+        name: As in the events that are recorded.
+        family: Numbers of its ancestors, its descendants and itself.
+        groups: Its groups.
+        recomputed_in: Name of a module around it that is recomputed in backward.
+    """
+
+    name: str
+    family: frozenset[int]
+    groups: Sequence[GroupShape]
+    recomputed_in: str | None = None
+
+    @property
+    def is_released(self) -> bool:
+        """Its parameters are released between forward and backward."""
+        return any(group.row.shards_parameters and group.reshards for group in self.groups)
+
+
+def gather_bytes(group: GroupShape, rank: int) -> int:
+    """Bytes that a rank sends in the all-gather of a group: its slice, to every other rank."""
+    return (group.layout.size - 1) * group.slice_bytes(group.place(rank))
+
+
+def reduction_bytes(group: GroupShape, rank: int) -> int:
+    """Bytes that a rank sends to reduce a group: every slice but its own; an all-reduce also spreads its own.
+
+    Quantized, the spreading is a collective of its own.
+    """
+    if group.reduced_as is not None:
+        return sum(group.summed_bytes) - group.summed_bytes[group.place(rank)]
+    if not group.row.shards_optimizer:
+        return _all_reduced(group.reduce_layout.numel, group.layout.size, group.place(rank)) * group.reduce_item_bytes
+    return (group.reduce_layout.numel - summed_numel(group, rank)) * group.reduce_item_bytes
+
+
+def spread_bytes(group: GroupShape, rank: int) -> int:
+    """Bytes that a rank sends to spread its part of a sum that was sent quantized."""
+    cuts, place = summed_cuts(group.reduce_layout), group.place(rank)
+    return (group.layout.size - 1) * (cuts[place + 1] - cuts[place]) * group.reduce_item_bytes
+
+
+def inner_gather_bytes(group: GroupShape, rank: int) -> int:
+    """Bytes that a rank sends to gather a group that was kept sharded over an inner group of ranks."""
+    return (group.inner_size - 1) * group.inner_numel(group.place(rank)) * group.gather_item_bytes
+
+
+def replicate_bytes(group: GroupShape, rank: int, replicas: Replicas) -> int:
+    """Bytes that a rank sends to go on with a sum over the groups: an all-reduce of what it holds of it."""
+    held = group.reduce_layout.slice_numel(group.place(rank))
+    return _all_reduced(held, replicas.size, replicas.rank) * group.reduce_item_bytes
+
+
+def _all_reduced(numel: int, size: int, rank: int) -> int:
+    """Elements that a rank sends to all-reduce ``numel``: all parts but its own to be added, its own to be spread."""
+    own = own_part(numel, size, rank)
+    return numel - own + own * (size - 1)
+
+
+def step_trace(
+    units: Mapping[int, UnitShape],
+    *,
+    rank: int,
+    forward_order: Sequence[int],
+    backward_order: Sequence[int],
+    is_synchronising: bool = True,
+    is_first_of_window: bool = True,
+    replicas: Replicas | None = None,
+) -> list[Collective]:
+    """What one forward and backward issue on ``rank``, in order, once the order is recorded.
+
+    Forward gathers every unit in its order, each once; a prefetch does not change the sequence. Backward gathers what
+    was released, one unit ahead, and reduces a unit when it enters one that is neither above nor below it. Where a
+    module that encloses units is recomputed, its units are gathered in the order of forward when backward reaches it. A
+    sum that goes on over the groups does so when the next unit is reduced.
+
+    Args:
+        units: By number.
+        rank: Coordinate on ``dp_shard``.
+        forward_order: Unit numbers in the order of their forward calls.
+        backward_order: Unit numbers as backward enters them.
+        is_synchronising: Gradients are reduced; false inside ``gradient_sync(model, False)`` where sums stay local, or
+            inside the group (``replicas.is_deferred``).
+        is_first_of_window: Replicated parameters are brought up to date; false for the later microbatches of an
+            accumulation.
+        replicas: The groups over which sums go on; ``None``: there are none.
+    """
+    step = _Step(
+        units, rank, is_synchronising=is_synchronising, is_first_of_window=is_first_of_window, replicas=replicas
+    )
+    step.forward(forward_order)
+    step.backward(backward_order)
+    return step.trace
+
+
+def window_order(units: Iterable[int], stages: Mapping[int, Collection[int]] = MappingProxyType({})) -> list[int]:
+    """The order in which units are reduced in the step of a pipeline.
+
+    In every schedule the last backward of a rank's later stage ends before that of an earlier one; units of one stage
+    go last first. Those of no single stage come at the end of the step.
+
+    Args:
+        units: Their numbers.
+        stages: The units that belong to one stage alone, by stage.
+    """
+    alone = [unit for stage in sorted(stages, reverse=True) for unit in sorted(stages[stage], reverse=True)]
+    return [*alone, *sorted(set(units).difference(alone), reverse=True)]
+
+
+def window_trace(
+    units: Mapping[int, UnitShape],
+    *,
+    rank: int,
+    stages: Mapping[int, Collection[int]] = MappingProxyType({}),
+    is_synchronising: bool = True,
+    replicas: Replicas | None = None,
+) -> list[Collective]:
+    """What the step of a pipeline issues on ``rank`` on the data-parallel axes, however many microbatches it has.
+
+    Every unit of the rank's stages is gathered when the first forward reaches it, and stays so until it is reduced,
+    once: in the last backward of its stage, or at the end of the step.
+
+    Args:
+        units: By number, in the order of forward.
+        rank: Coordinate on ``dp_shard``.
+        stages: As of :func:`window_order`. It makes no difference where what belongs to no single stage is the root.
+        is_synchronising: False inside ``gradient_sync(model, False)``: nothing is reduced.
+        replicas: The groups over which sums go on; ``None``: there are none.
+    """
+    step = _Step(units, rank, is_synchronising=is_synchronising, is_first_of_window=True, replicas=replicas)
+    step.forward(sorted(units))
+    step.reduce(window_order(units, stages))
+    return step.trace
+
+
+class _Step:
+    """Walks through one step.
+
+    ``resident``: units whose gathered buffer is up to date. ``kept``: those that an inner group of ranks holds.
+    """
+
+    def __init__(
+        self,
+        units: Mapping[int, UnitShape],
+        rank: int,
+        *,
+        is_synchronising: bool,
+        is_first_of_window: bool,
+        replicas: Replicas | None,
+    ) -> None:
+        self.trace: list[Collective] = []
+        self._units = units
+        self._rank = rank
+        self._replicas = replicas
+        self._goes_on = replicas is not None and is_synchronising
+        self._reduces = is_synchronising or (replicas is not None and replicas.is_deferred)
+        self._refreshes = is_first_of_window
+        self._resident: set[int] = set()
+        self._kept: set[int] = set()
+        self._entered: list[int] = []
+        self._recomputed: set[str] = set()
+        self._forward_order: Sequence[int] = ()
+        self._reducing: list[tuple[str, GroupShape]] = []
+
+    def forward(self, order: Sequence[int]) -> None:
+        self._forward_order = order
+        if not self._refreshes:  # the microbatch before has left them there
+            self._kept = {unit for unit in order[:-1] if self._units[unit].is_released}
+        for place, unit in enumerate(order):
+            self._need(unit)
+            is_last = place == len(order) - 1
+            if self._units[unit].is_released and not is_last:
+                self._resident.discard(unit)
+                self._kept.add(unit)
+
+    def backward(self, order: Sequence[int]) -> None:
+        for place, unit in enumerate(order):
+            later = order[place + 1 :]
+            for other in [other for other in self._entered if other not in self._units[unit].family]:
+                if other not in later:
+                    self._leave(other)
+            self._need(unit)
+            if unit not in self._entered:
+                self._entered.append(unit)
+            if later:
+                self._need(later[0])
+            self._recompute(unit)
+        for unit in reversed(self._entered.copy()):
+            self._leave(unit)
+        self._go_on()
+
+    def reduce(self, order: Sequence[int]) -> None:
+        """All gradients of each unit are there when its turn comes."""
+        for unit in order:
+            self._entered.append(unit)
+            self._leave(unit)
+        self._go_on()
+
+    def _recompute(self, entered: int) -> None:
+        """Backward has reached the module called ``entered``, or the last unit in one: it is run again."""
+        for place in (self._units[entered].name, self._units[entered].recomputed_in):
+            if place is not None and place not in self._recomputed:
+                self._recomputed.add(place)
+                for unit in self._forward_order:
+                    if self._units[unit].recomputed_in == place:
+                        self._need(unit)
+
+    def _need(self, unit: int) -> None:
+        if unit in self._resident:
+            return
+        self._resident.add(unit)
+        shape = self._units[unit]
+        for group in shape.groups:
+            if group.inner_size and unit in self._kept:
+                sent = inner_gather_bytes(group, self._rank)
+                self.trace.append(Collective("all_gather", shape.name, sent, "dp_shard_inner"))
+            elif group.row.shards_optimizer and (group.row.shards_parameters or self._refreshes):
+                self.trace.append(Collective("all_gather", shape.name, gather_bytes(group, self._rank), group.axis))
+
+    def _leave(self, unit: int) -> None:
+        self._entered.remove(unit)
+        shape = self._units[unit]
+        trained = [group for group in shape.groups if group.is_trainable and self._reduces]
+        if trained:
+            self._go_on()
+        for group in trained:
+            sent = reduction_bytes(group, self._rank)
+            kind = group.row.gradient_move if group.reduced_as is None else "all_to_all"
+            self.trace.append(Collective(kind, shape.name, sent, group.axis))
+            self._reducing.append((shape.name, group))
+        if any(group.row.shards_parameters for group in shape.groups):
+            self._resident.discard(unit)
+
+    def _go_on(self) -> None:
+        """The sums under way are there inside their group: on they go over the groups."""
+        for name, group in self._reducing:
+            if group.reduced_as is not None and not group.row.shards_optimizer:
+                self.trace.append(Collective("all_gather", name, spread_bytes(group, self._rank), group.axis))
+            if self._goes_on and self._replicas is not None:
+                sent = replicate_bytes(group, self._rank, self._replicas)
+                self.trace.append(Collective("all_reduce", name, sent, "dp_replicate"))
+        self._reducing.clear()

@@ -1,0 +1,132 @@
+"""The messages of one step of a pipeline: kind, what for, bytes, in the order in which a rank issues them."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import NamedTuple
+
+from shardwise.spec.schedule.action import Kind, Schedule
+from shardwise.spec.traffic.data import Collective
+
+
+@dataclass(frozen=True)
+class CrossingBytes:
+    """A tensor of one microbatch that goes from a stage to the next.
+
+    Attributes:
+        num_bytes: Of what it holds.
+        has_gradient: As many bytes come back.
+    """
+
+    num_bytes: int
+    has_gradient: bool = True
+
+
+@dataclass(frozen=True)
+class Copies:
+    """A parameter that several stages hold.
+
+    Attributes:
+        name: Its name.
+        ranks: In the pipeline, of those that hold it.
+        num_bytes: Of its whole gradient, in the dtype in which gradients are added up.
+    """
+
+    name: str
+    ranks: Sequence[int]
+    num_bytes: int
+
+
+class Traffic(NamedTuple):
+    """Messages of one rank in one step, and their bytes."""
+
+    sent: int
+    sent_bytes: int
+    received: int
+    received_bytes: int
+
+
+def messages(
+    schedule: Schedule,
+    rank: int,
+    crossing: Sequence[Sequence[CrossingBytes]],
+    copies: Sequence[Copies] = (),
+    *,
+    is_early: bool = True,
+) -> list[Collective]:
+    """What ``rank`` sends and receives in one step.
+
+    In a chain of blocks one tensor of ``batch * sequence * hidden`` elements crosses every boundary: a rank with one
+    stage between two others then issues four messages for each microbatch, two of them sent.
+
+    Args:
+        schedule: Of the step.
+        rank: In the pipeline.
+        crossing: For each stage but the last what it hands to the next.
+        copies: Parameters that several stages hold: once a step the gradient of each copy goes to every other.
+        is_early: Receives are posted one computation early, as over Gloo.
+
+    Returns:
+        Without the headers that tell shapes before the first step of a kind of batch.
+    """
+    found = []
+    for action in schedule.issued(rank, is_early=is_early):
+        if not action.kind.is_message:
+            continue
+        is_gradient = action.kind in {Kind.SEND_GRADIENT, Kind.RECEIVE_GRADIENT}
+        # A boundary has the number of the stage before it: of the sender's for activations, of the receiver's for
+        # gradients.
+        boundary = action.stage - (action.kind in {Kind.RECEIVE_ACTIVATION, Kind.SEND_GRADIENT})
+        unit = f"{'gradient' if is_gradient else 'activation'} of stage {boundary}"
+        kind = "send" if action.kind.is_send else "receive"
+        found += [
+            Collective(kind, unit, tensor.num_bytes if action.kind.is_send else 0, "pp")
+            for tensor in crossing[boundary]
+            if tensor.has_gradient or not is_gradient
+        ]
+    for held in copies:
+        others = [peer for peer in held.ranks if peer != rank]
+        if rank in held.ranks:
+            found += [Collective("send", f"copies of {held.name}", held.num_bytes, "pp") for _ in others]
+            found += [Collective("receive", f"copies of {held.name}", 0, "pp") for _ in others]
+    return found
+
+
+def step_traffic(
+    ranks: Sequence[int], num_microbatches: int, rank: int, crossings: Sequence[Sequence[CrossingBytes]]
+) -> Traffic:
+    """The messages between stages, counted, in closed form: they depend on where stages are, not on the schedule.
+
+    For every microbatch and every stage whose next stage is on another rank, its rank sends what crosses and receives
+    the gradients; the next stage's rank does the opposite. With one tensor of ``b`` bytes from stage to stage, ``p``
+    ranks and ``m`` microbatches, both directions together:
+
+    ====================================  ====================  =======================================
+    schedule                              messages of a step    sent by a rank
+    ====================================  ====================  =======================================
+    ``gpipe``, ``1f1b``, ``zb-h1``        2m (p - 1)            m at either end, 2m between
+    ``interleaved-1f1b``                  2m (vp - 1)           m (2v - 1) at either end, 2mv between
+    ``zb-v``                              4m (p - 1)            2m at either end, 4m between
+    ====================================  ====================  =======================================
+
+    of ``b`` bytes each. With one rank there are none.
+
+    Args:
+        ranks: Of each stage (``Schedule.ranks``).
+        num_microbatches: Of the step.
+        rank: Which rank.
+        crossings: What goes from stage to stage.
+    """
+    sent = sent_bytes = received = received_bytes = 0
+    for stage, passed in enumerate(crossings):
+        source, target = ranks[stage], ranks[stage + 1]
+        if source == target or rank not in {source, target}:
+            continue
+        there = [crossing.num_bytes for crossing in passed]
+        back = [crossing.num_bytes for crossing in passed if crossing.has_gradient]
+        out, into = (there, back) if rank == source else (back, there)
+        sent, sent_bytes = sent + len(out), sent_bytes + sum(out)
+        received, received_bytes = received + len(into), received_bytes + sum(into)
+    m = num_microbatches
+    return Traffic(m * sent, m * sent_bytes, m * received, m * received_bytes)

@@ -1,0 +1,260 @@
+"""Whole parameters inside a context: what FSDP calls ``summon_full_params``.
+
+Inside, the Parameter objects that the model has anyway show the whole tensors, so that ``state_dict()``, ``p.norm()``
+and everything else of plain PyTorch sees the plain model. Where ranks hold slices the whole lies in fresh memory; where
+every rank holds a replica, or the one rank all of it, it lies there, and a copy brings the replica back at the end.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor, nn
+
+from shardwise.comm.control import all_gather_json
+from shardwise.engine import attach
+from shardwise.engine.engine import Runtime
+from shardwise.engine.group import Group
+from shardwise.engine.unit import Unit
+from shardwise.engine.view import contiguous_stride
+from shardwise.spec.errors import StateError
+from shardwise.spec.slice import slice_of
+from shardwise.state.assemble import gather_to_root, is_root_of, send_group
+
+
+@dataclass(slots=True)
+class Whole:
+    """How a unit is shown whole at the moment."""
+
+    is_written_back: bool
+    is_on_root_only: bool
+    has_computed: bool = False  # a forward inside has used the whole values
+
+
+@contextlib.contextmanager
+def full_parameters(
+    module: nn.Module,
+    writeback: bool = False,  # noqa: FBT001, FBT002 - the public contract
+    *,
+    rank0_only: bool = False,
+    offload_to_cpu: bool = False,
+) -> Iterator[None]:
+    """Show whole parameters inside the context, as FSDP1's ``summon_full_params``.
+
+    Inside, ``module.state_dict()``, ``module.parameters()`` and arithmetic on parameters are as in the plain model, in
+    the master's dtype. A forward without grad computes with what the parameters then hold, changed or not, and sends
+    nothing for them. ``.grad`` is ``None``. Training, ``optimizer.step()``, and what works on shards (``sw.save``,
+    ``sw.clip_grad_norm``, ``sw.full_state_dict``, ...) are refused.
+
+    All units that hold a parameter of ``module`` are gathered at once: the memory of ``module``'s parameters comes on
+    top of everything else. For a state dict alone ``sw.full_state_dict`` streams.
+
+    Args:
+        module: A parallelized model, or any module in it; units inside are included.
+        writeback: Keep changes made inside. Rank 0's values are sent to all ranks, so that ranks that changed them
+            differently cannot come to hold a mixture. Otherwise, and when an exception leaves the context, changes are
+            dropped.
+        rank0_only: Show them on rank 0 only; elsewhere the parameters stay shards, and no forward runs inside.
+        offload_to_cpu: Show them in host memory; the device holds one group at a time.
+
+    Collective:
+        One all-gather per group (a gather to rank 0 for sharded parameters with ``rank0_only``), nothing for ``ddp``;
+        with ``writeback`` a verdict and one scatter (broadcast) per group at the end. All ranks must enter and leave.
+
+    Raises:
+        StateError: Under tensor, expert or pipeline parallelism, whose modules work on parts of parameters, or hold
+            some of them only; where ``module`` has an embedding whose rows are spread (``ParallelPlan.row_sharded``);
+            inside a forward or backward, or of a unit that is gathered by hand; for an inner context that asks for more
+            than an outer one gives; for parameters that were replaced, or trained, inside.
+    """
+    _check_rows(module)
+    units = _units_in(module)
+    _check_layout(units)
+    mode = Whole(is_written_back=writeback, is_on_root_only=rank0_only)
+    fresh = _check_entry(units, mode)
+    for runtime in {id(runtime): runtime for runtime, _ in fresh}.values():
+        runtime.sync_buffers()
+    shown: list[_Shown] = []
+    try:
+        for runtime, group in ((runtime, group) for runtime, unit in fresh for group in unit.groups):
+            shown.append(_Shown(runtime, group, mode, offload_to_cpu=offload_to_cpu))
+        yield
+    except BaseException:
+        _close(fresh, shown, keeps=False)
+        raise
+    problems = [problem for each in shown for problem in each.problems()]
+    if writeback and fresh:
+        problems = [p for found in all_gather_json(fresh[0][0].comms.control, problems) for p in found]
+    wholes = _close(fresh, shown, keeps=writeback and not problems)
+    if problems:
+        raise StateError(
+            f"sw.full_parameters: {problems[0]}.\n"
+            "  Change values in place (p.copy_(...), p.data = ...); train and replace parameters outside of it."
+        )
+    if writeback:
+        for each, whole in zip(shown, wholes, strict=True):
+            send_group(each.group, whole if is_root_of(each.group) else None)
+    for runtime in {id(runtime): runtime for runtime, _ in fresh}.values():
+        if writeback or mode.has_computed:
+            runtime.invalidate()
+
+
+def _units_in(module: nn.Module) -> list[tuple[Runtime, Unit]]:
+    """The units that hold a parameter of ``module``, by runtime and number."""
+    found: dict[int, tuple[Runtime, Unit]] = {}
+    for parameter in module.parameters():
+        mark = attach.mark_of(parameter)
+        group = mark.group if mark is not None else None
+        runtime = group.unit.runtime() if group is not None and group.unit.runtime is not None else None
+        if group is not None and runtime is not None:
+            found[id(group.unit)] = (runtime, group.unit)
+    if not found:
+        attach.runtime_of(module, "sw.full_parameters", on_shards=False)  # refuses a plain module
+    order = {id(runtime): place for place, (runtime, _) in enumerate(found.values())}
+    return sorted(found.values(), key=lambda pair: (order[id(pair[0])], pair[1].index))
+
+
+def _check_rows(module: nn.Module) -> None:
+    for name, parameter in module.named_parameters():
+        held = slice_of(parameter)
+        if held is not None and attach.mark_of(parameter) is None:
+            raise StateError(
+                f"sw.full_parameters(): of {name!r}, of shape {list(held.shape)}, this rank's module holds and uses"
+                f" {list(held.local_shape)} only (row_sharded).\n"
+                "  Use sw.full_state_dict(model), or pass a module without it."
+            )
+
+
+def _check_layout(units: Sequence[tuple[Runtime, Unit]]) -> None:
+    for runtime, unit in units:
+        axes = [axis for axis, comm in (("tp", runtime.comms.tp), ("pp", runtime.comms.pp)) if comm is not None]
+        if any(group.comms is not runtime.comms for group in unit.groups):
+            axes.append("ep")
+        if axes:
+            raise StateError(
+                f"sw.full_parameters() under {', '.join(axes)}: the modules of this rank work on a part of the model's"
+                " parameters, and could not use whole ones.\n"
+                "  Use sw.full_state_dict(model), which gathers the logical tensors of every layout."
+            )
+
+
+def _check_entry(units: Sequence[tuple[Runtime, Unit]], mode: Whole) -> list[tuple[Runtime, Unit]]:
+    """The units that are not whole yet."""
+    for runtime, unit in units:
+        runtime.settle("sw.full_parameters()")
+        outer = unit.whole
+        if outer is None and unit.is_swapped:
+            raise StateError(
+                f"sw.full_parameters(): unit {unit.name!r} was gathered by hand.\n  Call its reshard() first."
+            )
+        if outer is not None and mode.is_written_back and not outer.is_written_back:
+            raise StateError(
+                f"sw.full_parameters(writeback=True) inside one without it: changes to unit {unit.name!r} would be"
+                " dropped.\n  Give the outer one writeback=True."
+            )
+        if outer is not None and outer.is_on_root_only and not mode.is_on_root_only:
+            raise StateError(
+                f"sw.full_parameters() inside one with rank0_only=True: unit {unit.name!r} is whole on rank 0 only.\n"
+                "  Leave rank0_only out of the outer one."
+            )
+    return [(runtime, unit) for runtime, unit in units if unit.whole is None]
+
+
+def _close(units: Sequence[tuple[Runtime, Unit]], shown: Sequence[_Shown], *, keeps: bool) -> list[Tensor | None]:
+    """Put the shards back; returns what the groups held at the end. Replicas keep it with ``keeps``."""
+    wholes = [each.close(keeps=keeps) for each in shown]
+    for _, unit in units:
+        unit.whole = None
+        unit.shows_logical_state = False
+        for owner in unit.owners:
+            owner.put(owner.shards)
+    return wholes
+
+
+class _Shown:
+    """One group, shown whole from its construction until :meth:`close`."""
+
+    def __init__(self, runtime: Runtime, group: Group, mode: Whole, *, offload_to_cpu: bool) -> None:
+        self.runtime = runtime
+        self.group = group
+        self._views: list[Tensor] = []
+        self._grads: list[Tensor | None] = []
+        self._saved: Tensor | None = None
+        unit = group.unit
+        unit.whole = mode
+        whole = self._gather(to_root=mode.is_on_root_only)
+        if whole is None:
+            return
+        standing = group.standing
+        is_standing = standing is not None and _address(whole) == _address(standing)
+        if offload_to_cpu:
+            whole = whole.cpu()
+        if is_standing:
+            self._saved = whole.clone()
+        group.whole = whole
+        unit.shows_logical_state = True
+        for shard, spec, offset in zip(group.shards, group.layout.params, group.layout.offsets, strict=True):
+            stride = spec.stride or contiguous_stride(spec.shape)
+            view = whole.as_strided(spec.shape, stride, whole.storage_offset() + offset)
+            self._views.append(view)
+            self._grads.append(shard.grad)
+            shard.grad = None
+            shard.data = view
+
+    def _gather(self, *, to_root: bool) -> Tensor | None:
+        """The whole group in its master's dtype; ``None`` on ranks that are not to see it."""
+        group, comm = self.group, self.group.comms.gather
+        standing = group.standing
+        if standing is not None and not group.is_apart:
+            # Other ranks may see it as well, and a gather to one would leave their replicas behind.
+            if group.row.shards_optimizer:
+                comm.all_gather(standing, unit=group.unit.name, cuts=group.layout.uneven_cuts).wait()
+            return standing if is_root_of(group) or not to_root else None
+        if to_root:
+            whole = gather_to_root(group)
+            return whole.clone() if whole is group.master else whole
+        if not group.row.shards_optimizer:
+            return group.values().clone()
+        whole = torch.empty(group.layout.numel, dtype=group.dtype, device=comm.device)
+        whole[group.layout.slice_of(comm.rank)].copy_(group.values())
+        comm.all_gather(whole, unit=group.unit.name, cuts=group.layout.uneven_cuts).wait()
+        return whole
+
+    def problems(self) -> list[str]:
+        """What was done inside that cannot be taken over. Values set by ``p.data = ...`` are."""
+        found = []
+        held = {id(p) for owner in self.group.unit.owners for p in owner.parameters.values() if p is not None}
+        for shard, spec, view in zip(self.group.shards, self.group.layout.params, self._views, strict=False):
+            if id(shard) not in held:
+                found.append(f"parameter {spec.name!r} was replaced by another object")
+            elif shard.shape != view.shape or shard.dtype != view.dtype:
+                found.append(
+                    f"parameter {spec.name!r} became {list(shard.shape)} {shard.dtype}, from {list(view.shape)}"
+                    f" {view.dtype}"
+                )
+            elif shard.grad is not None:
+                found.append(f"a gradient for {spec.name!r} arrived inside")
+        return found
+
+    @torch.no_grad()
+    def close(self, *, keeps: bool) -> Tensor | None:
+        """Point the parameters at their shards again; returns the whole group as it was left."""
+        group, whole = self.group, self.group.whole
+        for shard, view in zip(group.shards, self._views, strict=False):
+            if shard.data_ptr() != view.data_ptr() and shard.shape == view.shape:
+                view.copy_(shard.data)
+        if group.standing is not None and self._saved is not None and not keeps:
+            group.standing.copy_(self._saved)
+        for shard, grad, view in zip(group.shards, self._grads, group.views, strict=False):
+            shard.grad = None
+            shard.data = view
+            shard.grad = grad
+        group.whole = None
+        return whole
+
+
+def _address(tensor: Tensor) -> int:
+    return tensor.untyped_storage().data_ptr()

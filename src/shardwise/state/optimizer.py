@@ -1,0 +1,392 @@
+"""An optimizer's state as ranges of logical tensors, for checkpoints.
+
+================================  ==============================================  ====================================
+state of a parameter              stored as                                       loads where
+================================  ==============================================  ====================================
+one value per element             a tensor of the parameter's shape               anywhere
+one per row or block, of an       one value for each row or block of the whole    no row or block is cut, by slices
+optimizer that works on those     parameter                                       neither
+another tensor, such as the       itself, by the rank that holds the parameter    the parameter lies whole on a rank
+factors of a matrix               whole
+a number                          JSON                                            anywhere
+================================  ==============================================  ====================================
+
+A tensor subclass that wraps plain tensors (8-bit codes and their scales) is stored as those: ``<key>.<attribute>``. One
+that is neither per element nor per block is a table that all pieces share.
+"""
+
+from __future__ import annotations
+
+import math
+from collections import defaultdict
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from shardwise.comm.control import all_gather_json
+from shardwise.comm.dtype import dtype_name, torch_dtype
+from shardwise.engine import attach, torch_private
+from shardwise.engine.group import Group
+from shardwise.engine.view import memory_order
+from shardwise.optim.checks import needed_by
+from shardwise.optim.flat_parameters import FlatParameter, split, states_by_name
+from shardwise.spec.errors import CheckpointError
+from shardwise.spec.extent import Extent
+from shardwise.spec.granularity import Granularity, first_row_dim, row_numel
+from shardwise.spec.layout import Piece
+from shardwise.spec.slice import Cut
+from shardwise.state.ignored import as_scalar
+from shardwise.state.model import owned_pieces
+
+#: What torch's optimizers keep once per parameter, as a tensor without dimensions. Of a parameter that has none either,
+#: nothing else tells it from the state of its one element.
+_PER_PARAMETER = frozenset({"step", "mu_product", "eta", "mu"})
+
+
+def _is_elementwise(key: str, value: object, held: Tensor) -> bool:
+    """Whether optimizer state has one value for each element of the parameter that is held as ``held``."""
+    return isinstance(value, Tensor) and value.shape == held.shape and (value.dim() > 0 or key not in _PER_PARAMETER)
+
+
+@dataclass(frozen=True, slots=True)
+class _Place:
+    """Elements ``start`` to ``stop`` of a logical tensor of ``shape``, or of a slice of it."""
+
+    shape: tuple[int, ...]
+    start: int
+    stop: int
+    stride: tuple[int, ...] | None = None
+    cuts: tuple[Cut, ...] = ()
+
+
+class _Held:
+    """The shapes that state of one parameter may have, given the piece of it that a rank holds."""
+
+    def __init__(self, group: Group, index: int, needed: Granularity | None) -> None:
+        self.spec = group.layout.params[index]
+        self.piece = group.held[index]
+        self.view = group.views[index]
+        self._part = None  # elements of a row or block, where the optimizer works on those
+        if needed is not None and self.spec.stride is None:
+            self._part = {"block": needed.numel, "row": row_numel(self.spec.logical_shape)}.get(needed.kind)
+
+    @property
+    def cuts(self) -> tuple[Cut, ...]:
+        """Which slice of the logical tensor the parameter is."""
+        return self.spec.extent(0, 0).cuts
+
+    @property
+    def is_whole(self) -> bool:
+        """All of the logical parameter is here."""
+        return self.piece.numel == self.spec.numel and not self.cuts
+
+    @property
+    def has_origin(self) -> bool:
+        """The logical tensor's first element lies in this slice: of all slices, in one."""
+        return all(any(start == 0 for start, _ in cut.ranges) for cut in self.cuts)
+
+    def place(self, shape: tuple[int, ...]) -> _Place | None:
+        """Where state of ``shape`` belongs; ``None`` if nothing but the whole parameter can have it."""
+        if shape == tuple(self.view.shape):
+            extent = self.spec.extent(self.piece.start, self.piece.stop)
+            return _Place(extent.shape, extent.start, extent.stop, extent.stride, extent.cuts)
+        for local, whole, cuts in self._per_part():
+            if shape == local and self._part:
+                return _Place(whole, self.piece.start // self._part, -(-self.piece.stop // self._part), cuts=cuts)
+        return _Place(shape, 0, math.prod(shape)) if self.is_whole else None
+
+    def shape(self, stored: tuple[int, ...]) -> tuple[int, ...] | None:
+        """The shape that state has here whose logical tensor has shape ``stored``; ``None`` if it cannot be here."""
+        if stored == self.spec.logical_shape:
+            return tuple(self.view.shape)
+        if self.is_whole:
+            return stored
+        return next((local for local, whole, _ in self._per_part() if whole == stored), None)
+
+    def _per_part(self) -> Iterator[tuple[tuple[int, ...], tuple[int, ...], tuple[Cut, ...]]]:
+        """Shapes with one value per row or block: here, and of the whole parameter, and what of that is this slice."""
+        if not self._part:
+            return
+        logical = self.spec.logical_shape
+        cuts = self._cuts_of_parts(self._part)
+        if cuts is not None:
+            yield (-(-self.piece.numel // self._part),), (-(-math.prod(logical) // self._part),), cuts
+        first = first_row_dim(len(logical))
+        ones = (1,) * (len(logical) - first)
+        if ones and all(cut.dim < first for cut in self.cuts):
+            yield (*self.view.shape[:first], *ones), (*logical[:first], *ones), self.cuts
+
+    def _cuts_of_parts(self, part: int) -> tuple[Cut, ...] | None:
+        """Which rows or blocks are those of this slice, where it consists of whole ones; ``None`` where it does not."""
+        if not self.cuts:
+            return ()
+        inner = math.prod(self.spec.logical_shape[1:])
+        ranges = [(start * inner, stop * inner) for start, stop in self.cuts[0].ranges]
+        if len(self.cuts) > 1 or self.cuts[0].dim or any(edge % part for span in ranges for edge in span):
+            return None
+        return (Cut(0, tuple((start // part, stop // part) for start, stop in ranges)),)
+
+
+def _tensors(state: Mapping[str, Any], view: Tensor) -> Iterator[tuple[str, Tensor, bool]]:
+    """The tensors of a parameter's state that are more than a number; the last says whether one is part of another."""
+    for key, value in state.items():
+        if not isinstance(value, Tensor) or (value.dim() == 0 and not _is_elementwise(key, value, view)):
+            continue
+        inner = torch_private.wrapped_tensors(value)
+        if inner is None:
+            yield key, value, False
+        else:
+            yield from ((f"{key}.{attribute}", tensor, True) for attribute, tensor in inner.items())
+
+
+# -- saving
+
+
+def optimizer_extents(model: nn.Module, optimizers: Sequence[torch.optim.Optimizer]) -> list[tuple[Extent, Tensor]]:
+    """What this rank writes of the optimizers' state: ``optimizer/<parameter name>/<key>``, as ``owned_extents``."""
+    runtime = attach.runtime_of(model, "sw.save")
+    if runtime.comms.replica:
+        return []
+    found: list[tuple[Extent, Tensor]] = []
+    for optimizer in optimizers:
+        needed, states = needed_by(optimizer), states_by_name(optimizer)
+        for group in runtime.groups:
+            for index, piece in owned_pieces(runtime, group):
+                state = states.get(group.shards[index])
+                if state:
+                    found += _written(_Held(group, index, needed), piece, state)
+    return found
+
+
+def _written(held: _Held, owned: Piece, state: Mapping[str, Any]) -> Iterator[tuple[Extent, Tensor]]:
+    """What the owner of a piece writes of a parameter's state; of what several ranks hold alike, the first does."""
+    for key, value, is_inner in _tensors(state, held.view):
+        place = held.place(tuple(value.shape))
+        is_alike = owned.numel < held.piece.numel  # the parameter is whole on every rank
+        is_table = place is None and is_inner
+        if is_table:
+            place, is_alike = _Place(tuple(value.shape), 0, value.numel()), True
+        if place is None:
+            continue  # optimizer_scalars has refused it
+        flat, stride = _in_order(value, place, held)
+        start, stop = place.start, place.stop
+        if is_alike and place.shape == held.spec.logical_shape:
+            start, stop, flat = owned.start, owned.stop, flat[owned.start : owned.stop]
+        elif (is_alike and owned.start > 0) or (is_table and not held.has_origin):
+            continue
+        name = f"optimizer/{held.spec.name}/{key}"
+        yield Extent(name, place.shape, dtype_name(value.dtype), start, stop, stride, place.cuts), flat
+
+
+def _in_order(value: Tensor, place: _Place, held: _Held) -> tuple[Tensor, tuple[int, ...] | None]:
+    """The elements in the order of the logical tensor's memory, and its strides where they are unusual."""
+    value, stride = value.detach(), place.stride
+    if stride is None:
+        return value.contiguous().view(-1), None
+    steps = zip(value.shape, value.stride(), held.view.stride(), strict=True)
+    is_all = value.shape == held.view.shape and value.numel() == held.spec.numel
+    if is_all and any(here != there for extent, here, there in steps if extent > 1):
+        return value.contiguous().view(-1), None  # the whole, laid out in another way than the parameter
+    return memory_order(value), stride
+
+
+def optimizer_scalars(model: nn.Module, optimizers: Sequence[torch.optim.Optimizer]) -> dict[str, dict[str, float]]:
+    """Per-parameter state that is a number: ``{parameter name: {key: value}}``.
+
+    Collective:
+        One all-gather of a JSON text over the world: a parameter's scalars are known to ranks that hold a piece. All
+        ranks must call; all get the whole.
+
+    Raises:
+        CheckpointError: There is state that cannot be put together again; on every rank alike.
+    """
+    runtime = attach.runtime_of(model, "sw.save")
+    mine: dict[str, dict[str, float]] = {}
+    problems: list[str] = []
+    for optimizer in optimizers:
+        needed, states = needed_by(optimizer), states_by_name(optimizer)
+        for group in runtime.groups:
+            for index, shard in enumerate(group.shards):
+                held, state = _Held(group, index, needed), states.get(shard, {})
+                if not state or held.view.numel() == 0 < held.spec.numel:
+                    continue  # some optimizers keep state of an empty piece, which never steps
+                scalars = {
+                    key: value.item() if isinstance(value, Tensor) else value
+                    for key, value in state.items()
+                    if isinstance(value, (int, float))
+                    or (isinstance(value, Tensor) and value.dim() == 0 and not _is_elementwise(key, value, held.view))
+                }
+                if scalars:
+                    mine[held.spec.name] = scalars
+                problems += _unsaved(type(optimizer).__name__, held, state)
+    everyone = all_gather_json(runtime.comms.world, [mine, problems])
+    found = list(dict.fromkeys(problem for _, problems in everyone for problem in problems))
+    if found:
+        is_cut = runtime.comms.tp is not None
+        better = "an optimizer with a value per element" if is_cut else "granularity='tensor' or strategy 'ddp'"
+        raise CheckpointError(
+            "optimizer state cannot be saved:\n"
+            + "\n".join(f"  - {problem}" for problem in found[:8])
+            + f"\n  Use {better}, or save without the optimizer."
+        )
+    merged: dict[str, dict[str, float]] = {}
+    for part, _ in everyone:
+        merged |= part
+    return merged
+
+
+def _unsaved(name: str, held: _Held, state: Mapping[str, Any]) -> Iterator[str]:
+    """What of a parameter's state no checkpoint could hold."""
+    for key, value in state.items():
+        if value is not None and not isinstance(value, (int, float, Tensor)):
+            yield f"{key!r} of {held.spec.name!r} in {name} is a {type(value).__name__}, not a tensor or number"
+    for key, value, is_inner in _tensors(state, held.view):
+        if held.place(tuple(value.shape)) is None and not is_inner:
+            yield (
+                f"{key!r} of {held.spec.name!r} in {name} has shape {list(value.shape)}, but a rank holds a piece of"
+                f" that parameter only ({list(held.view.shape)} of {list(held.spec.logical_shape)})"
+            )
+
+
+# -- loading
+
+
+def _room_for(extent: Extent, held: _Held) -> Tensor | None:
+    """An empty tensor for this rank's range of a stored one; ``None`` if it cannot have any."""
+    if extent.shape == held.spec.logical_shape:
+        return torch.zeros_like(held.view, dtype=torch_dtype(extent.dtype))
+    shape = held.shape(extent.shape)
+    return None if shape is None else torch.zeros(shape, dtype=torch_dtype(extent.dtype), device=held.view.device)
+
+
+class OptimizerState:
+    """Fresh optimizer state as a checkpoint names it: filled first, installed when everything has been read.
+
+    Args:
+        model: A parallelized model.
+        optimizers: Built on its parameters.
+        stored: ``optimizer/<parameter name>/<key>`` of every stored tensor, as the extent of all of it.
+
+    Attributes:
+        extents: This rank's ranges of the stored tensors, as targets to load into.
+        problems: What of the stored state this rank cannot take.
+    """
+
+    def __init__(
+        self, model: nn.Module, optimizers: Sequence[torch.optim.Optimizer], stored: Mapping[str, Extent]
+    ) -> None:
+        self.extents: list[tuple[Extent, Tensor]] = []
+        self.problems: list[str] = []
+        self._parts = [_StateOfOne(model, optimizer, stored) for optimizer in optimizers]
+        for part in self._parts:
+            self.extents += part.extents
+            self.problems += part.problems
+
+    def install(self, scalars: Mapping[str, Mapping[str, float]]) -> None:
+        """Replace the optimizers' state by the fresh one and ``scalars`` (:func:`optimizer_scalars`)."""
+        for part in self._parts:
+            part.install(scalars)
+
+
+class _StateOfOne:
+    """As :class:`OptimizerState`, for one optimizer."""
+
+    def __init__(self, model: nn.Module, optimizer: torch.optim.Optimizer, stored: Mapping[str, Extent]) -> None:
+        runtime = attach.runtime_of(model, "sw.load")
+        self.extents: list[tuple[Extent, Tensor]] = []
+        self.problems: list[str] = []
+        self._optimizer = optimizer
+        self._names: dict[nn.Parameter, str] = {}
+        self._fresh: dict[str, dict[str, Any]] = {}
+        keys: defaultdict[str, dict[str, Extent]] = defaultdict(dict)
+        for full_name, extent in stored.items():
+            name, _, key = full_name.removeprefix("optimizer/").rpartition("/")
+            keys[name][key] = extent
+        self._settings = {
+            parameter: settings for settings in optimizer.param_groups for parameter in settings["params"]
+        }
+        self._flats = {parameter: {} for parameter in self._settings if isinstance(parameter, FlatParameter)}
+        mine = {id(parameter) for parameter in self._settings}
+        mine |= {id(shard) for flat in self._flats for shard in flat.shards}
+        for group in runtime.groups:
+            for index, piece in enumerate(group.held):
+                spec, shard = group.layout.params[index], group.shards[index]
+                if id(shard) in mine and not piece.numel == 0 < spec.numel:
+                    self._names[shard] = spec.name
+                    self._fresh[spec.name] = {}
+        for flat in self._flats:
+            self._allocate_flat(flat, keys)
+        needed = needed_by(optimizer)
+        for group in runtime.groups:
+            for index, shard in enumerate(group.shards):
+                if shard in self._names:
+                    self._allocate(_Held(group, index, needed), shard, keys[self._names[shard]])
+
+    def _allocate_flat(self, flat: FlatParameter, keys: Mapping[str, Mapping[str, Extent]]) -> None:
+        """Let the parameters of a flat one share its tensors, where the same was stored of all of them."""
+        names = [self._names[shard] for shard in flat.shards]
+        stored = [{key: extent.dtype for key, extent in keys.get(name, {}).items()} for name in names]
+        if any(other != stored[0] for other in stored):
+            return
+        for key, dtype in stored[0].items():
+            whole = self._flats[flat][key] = torch.zeros_like(flat, dtype=torch_dtype(dtype), requires_grad=False)
+            for name, part in zip(names, flat.cut(whole), strict=True):
+                self._fresh[name][key] = part
+
+    def _allocate(self, held: _Held, shard: nn.Parameter, stored: Mapping[str, Extent]) -> None:
+        """Make room for what is stored of one parameter."""
+        state = self._fresh[held.spec.name]
+        wrapped: dict[str, Tensor] = {}
+        if any("." in key for key in stored):
+            made = torch_private.state_after_step(self._optimizer, self._settings[shard], held.view)
+            state |= {key: value for key, value in made.items() if any(k.startswith(f"{key}.") for k in stored)}
+            wrapped = {key: tensor for key, tensor, is_inner in _tensors(state, held.view) if is_inner}
+        for key, extent in stored.items():
+            target = wrapped.get(key)
+            if target is None and key.rpartition(".")[0] not in state:  # else stored as what it is not here
+                target = state[key] if key in state else _room_for(extent, held)
+                if target is not None:
+                    state[key] = target
+            place = None if target is None else held.place(tuple(target.shape))
+            if place is None and key in wrapped:
+                place = _Place(extent.shape, 0, extent.numel)  # a table that all pieces share
+            if target is None or place is None or place.shape != extent.shape:
+                self.problems.append(
+                    f"{key!r} of {held.spec.name!r} is stored with shape {list(extent.shape)}, which a rank that holds"
+                    f" {list(held.view.shape)} of {list(held.spec.logical_shape)} cannot take"
+                )
+                continue
+            flat, stride = _in_order(target, place, held)
+            assert flat.data_ptr() == target.data_ptr()
+            found = Extent(extent.name, place.shape, extent.dtype, place.start, place.stop, stride, place.cuts)
+            self.extents.append((found, flat))
+
+    def install(self, scalars: Mapping[str, Mapping[str, float]]) -> None:
+        """Replace the optimizer's state.
+
+        A flat parameter whose parameters have been updated differently often is split into their names.
+        """
+        of_flat: dict[FlatParameter, dict[str, Any]] = {}
+        for flat, state in self._flats.items():
+            names = [self._names[shard] for shard in flat.shards]
+            first = scalars.get(names[0], {})
+            is_alike = all(
+                self._fresh[name].keys() == state.keys() and scalars.get(name, {}) == first for name in names
+            )
+            if is_alike:
+                of_flat[flat] = state | {key: as_scalar(value) for key, value in first.items()}
+        split(self._optimizer, lambda flat: flat not in of_flat)
+        whole = {id(shard) for flat in of_flat for shard in flat.shards}
+        by_name = {
+            shard: self._fresh[name] | {key: as_scalar(value) for key, value in scalars.get(name, {}).items()}
+            for shard, name in self._names.items()
+            if id(shard) not in whole
+        }
+        for parameter, state in (*of_flat.items(), *by_name.items()):
+            if state:
+                self._optimizer.state[parameter] = state
+            else:
+                self._optimizer.state.pop(parameter, None)
