@@ -39,7 +39,7 @@ import shardwise as sw
 from bench.files import free_stem
 from shardwise.api.summary import predict, predict_activations
 from shardwise.comm.base import Handle
-from shardwise.engine.attach import runtime_of
+from shardwise.engine.attach import engine_of
 from shardwise.launch.world import init_process_group, read_world, shutdown
 from shardwise.measure.activations import measure_activations
 from shardwise.spec.memory.activations import Activations
@@ -205,7 +205,7 @@ def trainer(
         optimizer.zero_grad()
         return loss.detach()
 
-    num_units = len(runtime_of(wrapped, "bench").units) if engine in OURS else 0
+    num_units = len(engine_of(wrapped, "bench").units) if engine in OURS else 0
     return Trainer(wrapped, step, num_units)
 
 
@@ -256,7 +256,7 @@ def take_turn(  # noqa: PLR0917 - in the order of trainer's
         seconds.append(time.perf_counter() - start)
     predicted = None
     if engine in OURS:
-        runtime = runtime_of(trained.model, "bench")
+        runtime = engine_of(trained.model, "bench")
         predicted = predict(runtime).on_device + predict_activations(runtime, activations)
     is_cuda = device.type == "cuda"
     return Turn(

@@ -18,14 +18,14 @@ import torch
 
 import shardwise as sw
 from shardwise.comm.gloo import GlooComm
-from shardwise.engine.engine import Runtime
+from shardwise.engine.engine import Engine
 from shardwise.engine.unit import Unit
 from shardwise.testing import run_on_ranks
 from shardwise.train.compare.case import CASES
 from tests.parity.training import PRESETS
 
 WATCHED: dict[type, tuple[str, ...]] = {
-    Runtime: ("before_forward", "after_forward", "on_ticket", "end_backward"),
+    Engine: ("before_forward", "after_forward", "on_ticket", "end_backward"),
     Unit: ("move_to",),
     GlooComm: ("all_gather", "reduce_scatter", "all_reduce"),
 }

@@ -6,7 +6,7 @@ from torch import nn
 
 import shardwise as sw
 from shardwise.api.summary import predict
-from shardwise.engine.attach import runtime_of
+from shardwise.engine.attach import engine_of
 from shardwise.testing import run_on_ranks
 
 STRATEGIES = ("ddp", "zero1", "zero2", "shard_grad_op", "zero3", "hsdp")
@@ -84,7 +84,7 @@ def held_and_predicted(strategy: str) -> tuple[int, int]:
         optimizer.zero_grad()
     del batch
     torch.cuda.synchronize()
-    return torch.cuda.memory_allocated() - before, predict(runtime_of(model, "test")).total
+    return torch.cuda.memory_allocated() - before, predict(engine_of(model, "test")).total
 
 
 @pytest.mark.parametrize("strategy", STRATEGIES)

@@ -5,7 +5,7 @@ import torch
 from torch import Tensor, nn
 
 import shardwise as sw
-from shardwise.engine.attach import runtime_of
+from shardwise.engine.attach import engine_of
 from shardwise.forms.quantize import empty_packed, pack, sum_packed, unpack
 from shardwise.testing import run_on_ranks
 
@@ -48,7 +48,7 @@ def train(plan: sw.ParallelPlan, scaler: torch.amp.GradScaler) -> tuple[list[flo
         scaler.update()
         optimizer.zero_grad()
         losses.append(loss.item())
-    assert {group.held_as for group in runtime_of(model, "test").groups} == {None, "int8"}
+    assert {group.held_as for group in engine_of(model, "test").groups} == {None, "int8"}
     return losses, kinds, sw.full_state_dict(model)
 
 

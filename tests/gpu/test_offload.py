@@ -9,7 +9,7 @@ from torch.profiler import ProfilerActivity, profile
 
 import shardwise as sw
 from shardwise.api.summary import predict
-from shardwise.engine.attach import runtime_of
+from shardwise.engine.attach import engine_of
 from shardwise.forms import packed
 from shardwise.testing import run_on_ranks
 
@@ -79,7 +79,7 @@ def memory(policy: str | sw.OffloadPolicy) -> tuple[int, int, int, bool]:
     torch.cuda.synchronize()
     is_pinned = all(p.is_pinned() for p in model.parameters() if p.device.type == "cpu" and p.numel())
     held = torch.cuda.memory_allocated() - before
-    return held, torch.cuda.max_memory_allocated() - before, predict(runtime_of(model, "test")).on_device, is_pinned
+    return held, torch.cuda.max_memory_allocated() - before, predict(engine_of(model, "test")).on_device, is_pinned
 
 
 def measure_memory() -> list[tuple[int, int, int, bool]]:

@@ -11,7 +11,7 @@ from torch import Tensor, distributed, nn
 
 import shardwise as sw
 from shardwise.comm.staged import StagedComm
-from shardwise.engine.attach import runtime_of
+from shardwise.engine.attach import engine_of
 from shardwise.testing import run_on_ranks
 
 STRATEGIES = ("ddp", "zero1", "zero2", "shard_grad_op", "zero3")
@@ -52,7 +52,7 @@ def one_process(world: int, device: torch.device) -> tuple[list[list[float]], di
 
 def train(strategy: str, device: torch.device) -> tuple[list[float], dict[str, Tensor]]:
     model = sw.parallelize(build(device), sw.ParallelPlan(strategy=strategy))
-    is_staged = {isinstance(comm, StagedComm) for comm in runtime_of(model, "test").comms}
+    is_staged = {isinstance(comm, StagedComm) for comm in engine_of(model, "test").comms}
     assert is_staged == {device.type == "cuda"}
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
     losses = []

@@ -10,7 +10,7 @@ import pytest
 import torch
 
 import shardwise as sw
-from shardwise.generation.sample import Draws, Sampling
+from shardwise.generation.sample import RngStreams, Sampling
 from shardwise.models.cache import KeyValueCache
 from shardwise.spec.errors import ConfigError, RankDisagreement, StateError
 from shardwise.testing import probe, run_on_ranks
@@ -39,7 +39,7 @@ def one_process(sampling, seed=0, **overrides):
     that was drawn, and of what top_k and top_p keep from what they do not.
     """
     model, rows, margins = build(**overrides).eval(), [], []
-    draws = Draws(seed, range(len(PROMPTS)))
+    draws = RngStreams(seed, range(len(PROMPTS)))
     caches = [KeyValueCache(SEQ) for _ in PROMPTS]
     inputs = [torch.tensor([prompt]) for prompt in PROMPTS]
     rows = [[] for _ in PROMPTS]

@@ -99,8 +99,8 @@ def train_without_gathering_for_backward() -> RankNumbers:
     gather = Group.gather
 
     def skip_in_backward(group):
-        runtime = group.unit.runtime()
-        return Done() if runtime.is_in_backward else gather(group)
+        engine = group.unit.engine()
+        return Done() if engine.is_in_backward else gather(group)
 
     with mock.patch.object(Group, "gather", skip_in_backward):
         return train_ranks("gpt", "zero3", VARIANTS[0])

@@ -18,7 +18,7 @@ from shardwise.comm.record import RecordComm
 from shardwise.spec.errors import PlanError
 from shardwise.spec.slice import slice_of
 from shardwise.tensor.cut import find_cuts
-from shardwise.tensor.linear import Way
+from shardwise.tensor.linear import ColumnPlan
 from shardwise.testing import part_of, probe, run_on_ranks
 from tests.bits import worst
 
@@ -357,7 +357,7 @@ def test_a_vocabulary_that_no_degree_divides_is_cut_as_evenly_as_can_be(size):
 @pytest.mark.parametrize("is_transposed", [False, True])
 def test_a_layer_without_tokens_has_gradients_without_rows(is_transposed):
     """Under ep an expert may get none."""
-    way = Way(RecordComm("tp", rank=0, size=2, device="cpu"), "up", is_transposed=is_transposed)
+    way = ColumnPlan(RecordComm("tp", rank=0, size=2, device="cpu"), "up", is_transposed=is_transposed)
     weight = torch.ones(3, 5) if is_transposed else torch.ones(5, 3)
     assert way.to_input(torch.ones(0, 5), weight).shape == (0, 3)
     assert way.to_weight(torch.ones(0, 5), torch.ones(0, 3)).equal(torch.zeros_like(weight))

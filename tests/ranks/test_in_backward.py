@@ -13,8 +13,8 @@ from torch.utils.checkpoint import checkpoint
 
 import shardwise as sw
 from shardwise.engine import attach
-from shardwise.engine.engine import Runtime
-from shardwise.optim.checks import runtimes_of
+from shardwise.engine.engine import Engine
+from shardwise.optim.checks import engines_of
 from shardwise.optim.flat_parameters import FlatParameter
 from shardwise.spec.errors import StateError
 from shardwise.testing import checks, probe, run_on_ranks
@@ -325,14 +325,14 @@ def come_back(strategy):
     model = sw.parallelize(Chain(), sw.ParallelPlan(strategy=strategy))
     optimizer = adamw(sw.flat_parameters(model))
     sw.optimizer_in_backward(model, optimizer)
-    runtime = attach.runtime_of(model, "test")
-    unit = runtime.units[-1]
+    engine = attach.engine_of(model, "test")
+    unit = engine.units[-1]
     seen = []
 
     def back(_grad):
-        assert unit.updated_in == runtime.generation
+        assert unit.updated_in == engine.generation
         seen.append(unit.name)
-        runtime.heal(unit)
+        engine.heal(unit)
 
     x = model.stem.register_forward_hook(lambda _module, _args, out: out.register_hook(back) and None)
     with pytest.raises(StateError) as caught:
@@ -389,18 +389,18 @@ def held_gradients(strategy, is_in_backward):
     if is_in_backward:
         sw.optimizer_in_backward(model, optimizer)
     most, parameters = [0], [shard.parameter for shard in probe(model).shards]
-    drain = Runtime._drain_one
+    drain = Engine._drain_one
 
-    def watched(runtime):
-        result = drain(runtime)
+    def watched(engine):
+        result = drain(engine)
         most[0] = max(most[0], sum(p.grad.nbytes for p in parameters if p.grad is not None))
         return result
 
-    Runtime._drain_one = watched
+    Engine._drain_one = watched
     try:
         train(model, optimizer, plain_loss, 0, 3)
     finally:
-        Runtime._drain_one = drain
+        Engine._drain_one = drain
     return most[0], probe(model).held_bytes()["gradients"]
 
 
@@ -423,7 +423,7 @@ def lifetimes():
     assert "\nupdated as 6 flat tensors instead of 24 by name, inside backward, unit by unit\n" in str(
         sw.summary(model)
     )
-    assert runtimes_of(optimizer) == [attach.runtime_of(model, "test")]
+    assert engines_of(optimizer) == [attach.engine_of(model, "test")]
     assert all(isinstance(p, FlatParameter) for p in optimizer.param_groups[0]["params"])
     engine = probe(model).weak_references()
     gc.disable()

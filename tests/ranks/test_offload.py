@@ -9,7 +9,7 @@ from torch import Tensor, nn
 
 import shardwise as sw
 from shardwise.comm.base import Handle
-from shardwise.engine.attach import runtime_of
+from shardwise.engine.attach import engine_of
 from shardwise.forms.host import Transfers
 from shardwise.testing import probe, run_on_ranks
 from tests.parity import models
@@ -32,7 +32,7 @@ def by_hand():
     shown = str(sw.summary(trained.model))
     assert shown.count(", on the host") == 3
     assert "before activations; " in shown
-    assert len({id(group.transfers) for group in runtime_of(trained.model, "test").groups if group.offload}) == 1
+    assert len({id(group.transfers) for group in engine_of(trained.model, "test").groups if group.offload}) == 1
 
 
 @pytest.mark.parametrize("world", [1, 2])
@@ -289,15 +289,15 @@ def reduce_twice():
     module = nn.Module()
     module.first, module.second = (nn.Parameter(torch.ones(64)) for _ in range(2))
     model = sw.parallelize(module, sw.ParallelPlan(offload_policy="cpu"))
-    runtime = runtime_of(model, "test")
-    (group,) = runtime.groups
-    send_late(runtime.transfers, [])
+    engine = engine_of(model, "test")
+    (group,) = engine.groups
+    send_late(engine.transfers, [])
     for _ in range(2):
         group.fulls[1 - rank].grad = torch.ones(64)
-        group.gradient.collect(runtime.gradients)
-        group.gradient.reduce(runtime.gradients).wait()
-        group.gradient.finish(runtime.gradients)
-    runtime.drain()
+        group.gradient.collect(engine.gradients)
+        group.gradient.reduce(engine.gradients).wait()
+        group.gradient.finish(engine.gradients)
+    engine.drain()
     grad = group.shards[rank].grad
     assert grad is not None
     assert grad.flatten().tolist() == [1.0] * 64  # twice the mean over two ranks

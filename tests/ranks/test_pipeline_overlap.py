@@ -16,8 +16,8 @@ from torch import Tensor, nn
 
 import shardwise as sw
 from shardwise.comm.debug import TRANSPORT
-from shardwise.engine.engine import Runtime
-from shardwise.features.pipeline_step import Window
+from shardwise.engine.engine import Engine
+from shardwise.features.pipeline_step import PipelineStep
 from shardwise.pipeline import interpret
 from shardwise.spec.errors import StateError
 from shardwise.testing import probe, run_on_ranks
@@ -57,7 +57,7 @@ def pipeline(options: dict[str, Any], *, tied: bool = False) -> nn.Module:
 @contextlib.contextmanager
 def at_the_end() -> Iterator[None]:
     """Every reduction after every backward."""
-    with mock.patch.object(Window, "_of_stage", side_effect=lambda _stage: collections.deque()):
+    with mock.patch.object(PipelineStep, "_of_stage", side_effect=lambda _stage: collections.deque()):
         yield
 
 
@@ -159,7 +159,7 @@ def watch(options: dict[str, Any], tied: bool = False) -> list[str]:
             if step == 2:
                 events = stack.enter_context(sw.record_collectives(model))
                 stack.enter_context(note(interpret._Step, "do", str))
-                stack.enter_context(note(Runtime, "on_ticket", lambda _call, unit: f"enter {unit.name}"))
+                stack.enter_context(note(Engine, "on_ticket", lambda _call, unit: f"enter {unit.name}"))
             sw.train_step(model, batch(), num_microbatches=M)
     reductions = {"reduce_scatter", "all_reduce"}
     return [

@@ -11,7 +11,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 import shardwise as sw
-from shardwise.engine.engine import Runtime
+from shardwise.engine.engine import Engine
 from shardwise.spec.errors import StateError
 from shardwise.testing import RankFailure, probe, run_on_ranks
 from tests.ranks.oracle import PRESETS, SHARDED, Block, Chain, compare, plain_loss, planned, presets, sample
@@ -34,10 +34,10 @@ def test_a_chain_of_blocks_trains_like_one_process(world):
 
 
 def train_without_gathering_again():
-    def lazy(self: Runtime, unit: Any) -> None:
+    def lazy(self: Engine, unit: Any) -> None:
         unit.swap_in()
 
-    Runtime._ensure = lazy
+    Engine._ensure = lazy
     compare(Chain, plain_loss, "zero3", is_checked=False)
 
 

@@ -19,7 +19,7 @@ from shardwise.cli import main
 from shardwise.spec.errors import CheckpointError
 from shardwise.testing import run_on_ranks
 from shardwise.train.build import build_model, defer_model
-from shardwise.train.check import Resolved, resolve
+from shardwise.train.check import RunConfig, resolve
 from shardwise.train.config import read_draft
 from shardwise.train.memory import PeakTensorBytes
 from shardwise.train.random_state import seed_all
@@ -59,7 +59,7 @@ def folder_of(name: str, folder: Path) -> str:
     return str(path)
 
 
-def resolved_for(folder: str, world: int, **parallel: Any) -> Resolved:
+def resolved_for(folder: str, world: int, **parallel: Any) -> RunConfig:
     base = {
         "model": {"hf": folder},
         "data": {"source": "random", "seq_len": 8},

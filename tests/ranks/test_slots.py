@@ -13,7 +13,7 @@ from torch import Tensor, nn
 
 import shardwise as sw
 from shardwise.engine import start
-from shardwise.engine.engine import Runtime
+from shardwise.engine.engine import Engine
 from shardwise.testing import probe, run_on_ranks
 from tests.ranks.oracle import Block, Chain, compare, plain_loss, planned, presets, sample
 
@@ -210,7 +210,7 @@ class Parallel(nn.Module):
         return self.join(a, b)
 
 
-class Crossing(Parallel):
+class BoundaryTensor(Parallel):
     """Each branch feeds the other, and the first outputs are used again at the end."""
 
     def forward(self, x: Tensor) -> Tensor:
@@ -234,7 +234,7 @@ class Dense(Chain):
 
 def branches():
     for strategy in presets():
-        for build in (Parallel, Crossing, Dense):
+        for build in (Parallel, BoundaryTensor, Dense):
             compare(build, plain_loss, strategy)
 
 
@@ -267,13 +267,13 @@ def reductions_under_way(num_buffers: int) -> int:
     plan = sw.ParallelPlan(gradient_buffers=num_buffers, merge_units=False)
     model = sw.parallelize(Chain(), plan)
     seen, counts = probe(model), []
-    issue = Runtime.reduce
+    issue = Engine.reduce
 
-    def reduce(runtime: Runtime, unit: Any) -> None:
-        issue(runtime, unit)
+    def reduce(engine: Engine, unit: Any) -> None:
+        issue(engine, unit)
         counts.append(len(seen.reducing))
 
-    with mock.patch.object(Runtime, "reduce", reduce):
+    with mock.patch.object(Engine, "reduce", reduce):
         plain_loss(model, dist.get_rank(), 0).backward()
     assert not seen.reducing
     return max(counts)

@@ -18,7 +18,7 @@ from shardwise.comm import debug
 from shardwise.comm.open import open_comms
 from shardwise.comm.staged import StagedComm
 from shardwise.spec.errors import CommError, ConfigError
-from shardwise.tensor.linear import Way, column_linear
+from shardwise.tensor.linear import ColumnPlan, column_linear
 from shardwise.testing import RankFailure, run_on_ranks
 from tests.parity import models
 
@@ -118,7 +118,7 @@ def backward_of_a_column(holds):
     x, weight = torch.randn(4, 6, requires_grad=True), torch.randn(8, 6)
     own = weight.chunk(comm.size)[comm.rank].clone().requires_grad_()
     with mock.patch.object(debug.EarlyFree, "holds", holds):
-        column_linear(x, own, None, Way(comm, "layer", is_transposed=False)).sum().backward()
+        column_linear(x, own, None, ColumnPlan(comm, "layer", is_transposed=False)).sum().backward()
     assert torch.equal(own.grad, x.detach().sum(0).expand(4, 6))
     return x.grad, weight.sum(0).expand(4, 6)
 

@@ -18,7 +18,7 @@ from shardwise.spec.plan import ParallelPlan
 from shardwise.tensor.agreement import Agreement
 from shardwise.tensor.apply import apply_cuts, part_of
 from shardwise.tensor.copies import Copies
-from shardwise.tensor.cut import Cuts, find_cuts
+from shardwise.tensor.cut import ShardingPlan, find_cuts
 
 if TYPE_CHECKING:
     from shardwise.pipeline.pipelined import Pipelined
@@ -75,7 +75,7 @@ def _fill(  # noqa: PLR0917 - all that divides a parameter
     model: nn.Module,
     source: Source,
     comms: Comms,
-    cuts: Cuts | None,
+    cuts: ShardingPlan | None,
     mixtures: Sequence[Mixture],
     pipelined: Pipelined | None,
 ) -> None:

@@ -154,7 +154,7 @@ def dry_run(
         )
     model, count = _applied(build_model, plan, plan.mesh(world_size, ranks_per_machine), rank, receives=not is_cuda)
     inputs = without_values(batch) if batch is not None else _default_batch(model)
-    runtime = attach.runtime_of(model, "sw.dry_run")
+    engine = attach.engine_of(model, "sw.dry_run")
     stepper = make_optimizer(model.parameters())
 
     average = ExponentialMovingAverage(model) if has_average else None
@@ -177,8 +177,8 @@ def dry_run(
         forward_and_backward()  # records the order of units and makes the buffers; the next step is as every later one
         stepper.step()
         stepper.zero_grad()
-        runtime.free_gradients()
-        held = held_bytes(runtime, [stepper])
+        engine.free_gradients()
+        held = held_bytes(engine, [stepper])
         with record_collectives(model) as events, StorageCount("meta", sees_arguments=False) as seen:
             seen.see_all_objects()
             before = seen.live_bytes

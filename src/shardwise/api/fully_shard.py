@@ -14,7 +14,7 @@ from torch import nn
 from shardwise.comm.axes import Comms
 from shardwise.comm.open import Place
 from shardwise.engine import attach, build, start, torch_private
-from shardwise.engine.engine import Runtime
+from shardwise.engine.engine import Engine
 from shardwise.engine.finish import finish
 from shardwise.engine.ignore import find_ignored
 from shardwise.engine.notice import tell_once
@@ -105,7 +105,7 @@ def fully_shard(
     offload = _unit_offload(offload_policy, own)
     device = next((e.parameter.device for e in fresh), torch.device("cpu"))
     place = Place.of(mesh, device)
-    comms = _comms_for(mesh, place, device, [child.runtime for child in children])
+    comms = _comms_for(mesh, place, device, [child.engine for child in children])
     batch_norm.check(root, device, comms.num_ranks, "sw.fully_shard()")
     if isinstance(reshard_after_forward, int) and not isinstance(reshard_after_forward, bool):
         check_inner_size(reshard_after_forward, comms.gather.size)
@@ -129,15 +129,15 @@ def fully_shard(
     is_list = "" not in modules
     units = [build.make_unit({"": root}, {"": []}, row, comms, options, policies=policies), unit] if is_list else [unit]
     for child in children:
-        child.runtime.remove()
+        child.engine.remove()
         for inner in child.units:
             start.rename(inner, child.places)
-            if inner is child.runtime.units[0] and inner.reshards_if_nested is not False:
+            if inner is child.engine.units[0] and inner.reshards_if_nested is not False:
                 inner.reshards_after_forward = True
             units.append(inner)
-    runtime = start.start_runtime(root, start.nest(units), row, comms, options)
-    runtime.has_root = not is_list
-    finish(root, runtime, lambda: place.open_samples(device), sync_buffers="none")
+    engine = start.start_engine(root, start.nest(units), row, comms, options)
+    engine.has_root = not is_list
+    finish(root, engine, lambda: place.open_samples(device), sync_buffers="none")
     for part in modules.values():
         _add_methods(part)
     return module
@@ -225,10 +225,10 @@ def _is_in_a_unit(name: str, children: Iterable[_Child]) -> bool:
 
 
 def _comms_for(
-    mesh: dist.ProcessGroup | dist.DeviceMesh | None, place: Place, device: torch.device, children: Iterable[Runtime]
+    mesh: dist.ProcessGroup | dist.DeviceMesh | None, place: Place, device: torch.device, children: Iterable[Engine]
 ) -> Comms:
     """The Comms of units below, or new ones over ``mesh``, which is ``place``."""
-    below = next((runtime.comms for runtime in children), None)
+    below = next((engine.comms for engine in children), None)
     if below is None:
         return place.open(device, is_replicated=isinstance(mesh, dist.DeviceMesh) and mesh.ndim == 2)
     if mesh is not None and (place.mesh.dp_replicate, place.mesh.dp_shard) != tuple(below.sizes.values()):
@@ -258,17 +258,17 @@ class _Child:
     """What earlier calls have made of modules below another one.
 
     Attributes:
-        runtime: Of these units.
+        engine: Of these units.
         places: Where the modules of the outermost one lie now, by their paths in that runtime.
     """
 
-    runtime: Runtime
+    engine: Engine
     places: dict[str, str] = field(default_factory=dict)
 
     @property
     def units(self) -> list[Unit]:
         """The units, without the list that several modules of one unit were in."""
-        return self.runtime.units if self.runtime.has_root else self.runtime.units[1:]
+        return self.engine.units if self.engine.has_root else self.engine.units[1:]
 
     def name_of(self, unit: Unit) -> str:
         """The name of a unit, seen from the module around all."""
@@ -282,16 +282,16 @@ def _units_below(root: nn.Module, modules: Iterable[nn.Module]) -> list[_Child]:
             raise StateError(
                 f"{type(module).__name__} is a unit already.\n  Call sw.fully_shard once per module, children first."
             )
-    found: dict[Runtime, _Child] = {}
+    found: dict[Engine, _Child] = {}
     for path, module in root.named_modules():
         attachment = attach.attachment_of(module)
         if attachment is None or any(
             path.startswith(f"{other}.") for c in found.values() for other in c.places.values()
         ):
             continue
-        refuse(attachment.runtime, "sw.fully_shard() of what encloses a trained model")
+        refuse(attachment.engine, "sw.fully_shard() of what encloses a trained model")
         member = next(member for member in attachment.unit.members if member.module() is module)
-        found.setdefault(attachment.runtime, _Child(attachment.runtime)).places[member.path] = path
+        found.setdefault(attachment.engine, _Child(attachment.engine)).places[member.path] = path
     for child in found.values():
         for member in child.units[0].members:
             if member.path not in child.places:
@@ -348,14 +348,14 @@ class _ForwardMethod(Uncopyable):
         attachment = attach.attachment_of(module)
         if attachment is None:
             return method(*args, **kwargs)
-        runtime, unit = attachment.runtime, attachment.unit
+        engine, unit = attachment.engine, attachment.unit
         member = next(member for member in unit.members if member.module() is module)
         output = None
-        runtime.before_forward(unit, member, f"{member.path}.{self._name}()")
+        engine.before_forward(unit, member, f"{member.path}.{self._name}()")
         try:
             output = method(*args, **kwargs)
         finally:
-            runtime.after_forward(unit, member, output)
+            engine.after_forward(unit, member, output)
         return output
 
 
@@ -401,18 +401,18 @@ class _UnitMethod(Uncopyable):
         attachment = attach.attachment_of(module) if module is not None else None
         if attachment is None:
             return None
-        return getattr(self, f"_{self._name}")(attachment.runtime, attachment.unit, *args, **kwargs)
+        return getattr(self, f"_{self._name}")(attachment.engine, attachment.unit, *args, **kwargs)
 
-    def _unshard(self, runtime: Runtime, unit: Unit, async_op: bool = False) -> _Gathered | None:  # noqa: FBT001, FBT002 - FSDP2's
-        runtime.unshard_now(unit)
+    def _unshard(self, engine: Engine, unit: Unit, async_op: bool = False) -> _Gathered | None:  # noqa: FBT001, FBT002 - FSDP2's
+        engine.unshard_now(unit)
         return _Gathered() if async_op else None
 
-    def _reshard(self, runtime: Runtime, unit: Unit) -> None:
-        runtime.reshard_now(unit)
+    def _reshard(self, engine: Engine, unit: Unit) -> None:
+        engine.reshard_now(unit)
 
     def _set_requires_gradient_sync(
         self,
-        runtime: Runtime,
+        engine: Engine,
         unit: Unit,
         requires_gradient_sync: bool,  # noqa: FBT001 - FSDP2's
         *,
@@ -420,13 +420,13 @@ class _UnitMethod(Uncopyable):
     ) -> None:
         self._check_root(unit, recurse=recurse)
         if not requires_gradient_sync:
-            refuse(runtime, f"{self._name}(False)")
-        runtime.syncs_gradients = bool(requires_gradient_sync)
-        runtime.defers_replicate = runtime.options.defers_replicate
+            refuse(engine, f"{self._name}(False)")
+        engine.syncs_gradients = bool(requires_gradient_sync)
+        engine.defers_replicate = engine.options.defers_replicate
 
     def _set_requires_all_reduce(
         self,
-        runtime: Runtime,
+        engine: Engine,
         unit: Unit,
         requires_all_reduce: bool,  # noqa: FBT001 - FSDP2's
         *,
@@ -434,19 +434,19 @@ class _UnitMethod(Uncopyable):
     ) -> None:
         """After ``False`` each backward is summed over ``dp_shard`` only, as ``accumulation="defer_replicate"``."""
         self._check_root(unit, recurse=recurse)
-        if runtime.comms.replicate is None:
+        if engine.comms.replicate is None:
             return  # there is no all-reduce
         if not requires_all_reduce:
-            refuse(runtime, f"{self._name}(False)")
-        runtime.defers_replicate = True
-        runtime.syncs_gradients = bool(requires_all_reduce)
+            refuse(engine, f"{self._name}(False)")
+        engine.defers_replicate = True
+        engine.syncs_gradients = bool(requires_all_reduce)
 
-    def _set_is_last_backward(self, runtime: Runtime, unit: Unit, is_last_backward: bool) -> None:  # noqa: FBT001 - FSDP2's
+    def _set_is_last_backward(self, engine: Engine, unit: Unit, is_last_backward: bool) -> None:  # noqa: FBT001 - FSDP2's
         """Nothing to set: every backward ends when its reductions have."""
 
     def _set_reshard_after_backward(
         self,
-        runtime: Runtime,
+        engine: Engine,
         unit: Unit,
         reshard_after_backward: bool,  # noqa: FBT001 - FSDP2's
         *,
@@ -454,7 +454,7 @@ class _UnitMethod(Uncopyable):
     ) -> None:
         """Nothing to set: units are released after backward, and gathered again by the next forward."""
 
-    def _set_modules_to_forward_prefetch(self, _runtime: Runtime, unit: Unit, modules: Sequence[nn.Module]) -> None:
+    def _set_modules_to_forward_prefetch(self, _engine: Engine, unit: Unit, modules: Sequence[nn.Module]) -> None:
         """Nothing to set: one unit is gathered ahead, in the order that the first step has recorded."""
         for module in modules:
             if attach.attachment_of(module) is None:

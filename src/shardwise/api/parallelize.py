@@ -19,7 +19,7 @@ from shardwise.context.apply import check_model
 from shardwise.embedding.rows import find_row_sharded, spread_rows, table_weights
 from shardwise.engine import build
 from shardwise.engine.api import shard_model
-from shardwise.engine.attach import attachment_of, runtime_of
+from shardwise.engine.attach import attachment_of, engine_of
 from shardwise.engine.finish import finish
 from shardwise.engine.ignore import NOTHING, Ignored, find_ignored
 from shardwise.engine.notice import cpu_notice, tell_once
@@ -117,13 +117,13 @@ def parallelize(
     batch_norm.check(model, device, size, "sw.parallelize()")
     apply_plan(model, plan, units, comms, lambda: place.open_samples(device), source=source)
     if isinstance(source, FromLater):
-        runtime_of(model, "sw.parallelize").unfilled = source.unfilled
+        engine_of(model, "sw.parallelize").unfilled = source.unfilled
     elif isinstance(source, FromFiles):
         load_ranges(model, source.weights.read)
     elif isinstance(source, FromState):
         load_full_state_dict(model, source.state)
     if plan.placements.is_threaded:
-        runtime_of(model, "sw.parallelize").notes += (data_parallel.install(model),)
+        engine_of(model, "sw.parallelize").notes += (data_parallel.install(model),)
     return model
 
 
@@ -217,9 +217,9 @@ def apply_plan(
     units = ignored.without(units)
     if plan.compile and comms.control.device.type != "meta":  # a dry run computes nothing
         compile_units(model, units)  # first, so that what is recomputed is the compiled forward
-    runtime = shard_model(model, units, plan.placements, comms, engine_options(plan, ignored), source=source)
-    runtime.notes = tuple(notes)
-    finish(model, runtime, open_samples, sync_buffers=plan.sync_buffers)
+    engine = shard_model(model, units, plan.placements, comms, engine_options(plan, ignored), source=source)
+    engine.notes = tuple(notes)
+    finish(model, engine, open_samples, sync_buffers=plan.sync_buffers)
     if pipelined is not None:
         pipelined.install(model, comms.control.device)
 

@@ -15,7 +15,7 @@ from torch import nn
 from shardwise.checkpoint import Checkpoint, open_checkpoint, plain, retain, step_of, write
 from shardwise.comm.control import fail_together
 from shardwise.engine import attach
-from shardwise.engine.engine import Runtime
+from shardwise.engine.engine import Engine
 from shardwise.engine.notice import tell_once
 from shardwise.optim import checks
 from shardwise.optim.average import ExponentialMovingAverage
@@ -71,22 +71,22 @@ def save(
     Raises:
         CheckpointError, StorageError: On every rank alike; then nothing is left behind.
     """
-    runtime = attach.runtime_of(model, "sw.save")
+    engine = attach.engine_of(model, "sw.save")
     path, named_step = Path(path), step_of(Path(path).name)
     if keep is not None and (keep < 1 or named_step is None):
         raise CheckpointError(
             f"sw.save({path}, keep={keep}): expected a folder named by its step, and at least 1 to keep.\n"
             '  Call sw.save(folder / f"step-{step:08d}", ..., keep=3).'
         )
-    runtime.sync_buffers()
+    engine.sync_buffers()
     state = dict(state or {})
     data: dict[str, Any] = {
         "state": state,
-        "strategy": runtime.row.describe(),
-        "mesh": runtime.comms.sizes,
+        "strategy": engine.row.describe(),
+        "mesh": engine.comms.sizes,
     }
     optimizers = _listed(optimizer)
-    ignored = SavedIgnored(runtime.ignored, optimizers, runtime.comms)
+    ignored = SavedIgnored(engine.ignored, optimizers, engine.comms)
     if optimizers:
         data[_OPTIMIZER] = {
             "class": _class_names(optimizers),
@@ -100,12 +100,12 @@ def save(
     if rank_state is not None:
         packed = plain.dumps(plain.pack(rank_state, "rank_state"))
         held = torch.frombuffer(bytearray(packed), dtype=torch.uint8)
-        tensors.append((_rank_extent(runtime.comms.world.rank, held.numel()), held))
+        tensors.append((_rank_extent(engine.comms.world.rank, held.numel()), held))
     step = state.get("step", named_step or 0)
     run_id = str(state.get("run_id") or uuid.UUID(int=0))
-    write(path, runtime.comms.world, tensors, data, step=int(step), run_id=run_id, frozen=states.frozen_names(model))
+    write(path, engine.comms.world, tensors, data, step=int(step), run_id=run_id, frozen=states.frozen_names(model))
     if keep is not None:
-        _retain(path, runtime, keep, run_id)
+        _retain(path, engine, keep, run_id)
     return path
 
 
@@ -114,25 +114,25 @@ def _rank_extent(rank: int, num_bytes: int) -> Extent:
 
 
 #: Checkpoints that this process has verified, by runtime.
-_verified: weakref.WeakKeyDictionary[Runtime, tuple[Path, ...]] = weakref.WeakKeyDictionary()
+_verified: weakref.WeakKeyDictionary[Engine, tuple[Path, ...]] = weakref.WeakKeyDictionary()
 
 
-def _retain(path: Path, runtime: Runtime, keep: int, run_id: str) -> None:
+def _retain(path: Path, engine: Engine, keep: int, run_id: str) -> None:
     """Have rank 0 remove what is older than the kept ones.
 
     Collective:
         An all-gather of JSON.
     """
     problem: ShardwiseError | None = None
-    if runtime.comms.world.rank == 0:
+    if engine.comms.world.rank == 0:
         try:
-            kept = retain(path.parent, keep, known_good=_verified.get(runtime, ()), run_id=run_id)
-            _verified[runtime] = kept.good
+            kept = retain(path.parent, keep, known_good=_verified.get(engine, ()), run_id=run_id)
+            _verified[engine] = kept.good
             for refused, reason in kept.refused:
                 tell_once(f"checkpoint {refused.name} is left: {reason}")
         except ShardwiseError as error:
             problem = error
-    fail_together(runtime.comms.world, problem)
+    fail_together(engine.comms.world, problem)
 
 
 def load(
@@ -164,10 +164,10 @@ def load(
         CheckpointError: The checkpoint is missing, damaged, or of another model or optimizer, or holds no average; on
             every rank alike, and then model, optimizer and average are as they were.
     """
-    runtime = attach.runtime_of(model, "sw.load")
-    comm = runtime.comms.world
+    engine = attach.engine_of(model, "sw.load")
+    comm = engine.comms.world
     checkpoint = open_checkpoint(path, comm=comm)
-    holders = count_holders(runtime.ignored, runtime.comms)
+    holders = count_holders(engine.ignored, engine.comms)
     problem: ShardwiseError | None = None
     targets: _Targets | None = None
     try:  # what one rank cannot take, another stage may
@@ -179,8 +179,8 @@ def load(
     with torch.no_grad():
         checkpoint.read_into(targets.extents, ignored=targets.unread, verify=verify, comm=comm)
     targets.install()
-    runtime.unfilled = None
-    runtime.invalidate()
+    engine.unfilled = None
+    engine.invalidate()
     return checkpoint.data["state"] | targets.rank_state()
 
 
@@ -203,16 +203,16 @@ class _Targets:
         average: ExponentialMovingAverage | None,
         holders: Mapping[str, int],
     ) -> None:
-        runtime = attach.runtime_of(model, "sw.load")
-        place = (runtime.comms.world.rank, holders)
+        engine = attach.engine_of(model, "sw.load")
+        place = (engine.comms.world.rank, holders)
         self._data, self._optimizers, self._average = checkpoint.data, optimizers, average
         self._held = states.HeldValues(model, checkpoint.tensors)
-        self._own = LoadedIgnored(runtime.ignored, optimizers, place, checkpoint.tensors)
+        self._own = LoadedIgnored(engine.ignored, optimizers, place, checkpoint.tensors)
         self.extents = [*self._held.extents, *self._own.extents]
         self.unread = {f"{_OPTIMIZER}/", f"{_AVERAGE}/", f"{_RANK}/"}
         self._rank_state: torch.Tensor | None = None
-        own = checkpoint.tensors.get(_rank_extent(runtime.comms.world.rank, 0).name)
-        if own is not None and checkpoint.world_size == runtime.comms.world.size:
+        own = checkpoint.tensors.get(_rank_extent(engine.comms.world.rank, 0).name)
+        if own is not None and checkpoint.world_size == engine.comms.world.size:
             self._rank_state = torch.empty(own.numel, dtype=torch.uint8)
             self.extents.append((own, self._rank_state))
         if optimizers:

@@ -10,7 +10,7 @@ from torch import nn
 
 from shardwise.comm.dtype import dtype_name
 from shardwise.engine import attach
-from shardwise.engine.engine import Runtime
+from shardwise.engine.engine import Engine
 from shardwise.engine.unit import Unit
 from shardwise.spec.extent import describe_cuts, list_alike
 from shardwise.spec.flat import flat_ranges
@@ -219,53 +219,53 @@ def summary(model: nn.Module) -> Summary:
     Collective:
         None: every rank knows its own.
     """
-    runtime = attach.runtime_of(model, "sw.summary", on_shards=False)
-    sharded = [group.layout for group in runtime.groups if group.row.shards_optimizer and group.layout.logical_numel]
+    engine = attach.engine_of(model, "sw.summary", on_shards=False)
+    sharded = [group.layout for group in engine.groups if group.row.shards_optimizer and group.layout.logical_numel]
     owned = rank_bytes(sharded)
-    policy = runtime.options.recompute
+    policy = engine.options.recompute
     return Summary(
-        units=tuple(_unit(runtime, unit) for unit in runtime.units),
-        rank=runtime.comms.control.rank,
-        world_size=runtime.comms.num_ranks,
-        mesh=runtime.comms.sizes,
-        placements=runtime.row.describe(),
+        units=tuple(_unit(engine, unit) for unit in engine.units),
+        rank=engine.comms.control.rank,
+        world_size=engine.comms.num_ranks,
+        mesh=engine.comms.sizes,
+        placements=engine.row.describe(),
         granularity=str(sharded[0].granularity if sharded else ELEMENT),
         imbalance=max(owned) * len(owned) / sum(owned) if owned else 1.0,
         num_idle_ranks=owned.count(0),
-        footprint=predict(runtime),
-        num_slots=len(runtime.slots.slots),
-        num_grown_slots=runtime.slots.num_grown,
-        forward_order=tuple(runtime.units[i].name for i in runtime.units_in_forward),
-        backward_order=tuple(runtime.units[i].name for i in runtime.units_in_backward),
-        num_wrong_prefetches=runtime.num_wrong_prefetches,
-        buffers=str(runtime.buffers) if runtime.buffers is not None else "not synchronised",
-        ignored=tuple(name for name in runtime.ignored.parameters if name not in runtime.ignored.spread),
+        footprint=predict(engine),
+        num_slots=len(engine.slots.slots),
+        num_grown_slots=engine.slots.num_grown,
+        forward_order=tuple(engine.units[i].name for i in engine.units_in_forward),
+        backward_order=tuple(engine.units[i].name for i in engine.units_in_backward),
+        num_wrong_prefetches=engine.num_wrong_prefetches,
+        buffers=str(engine.buffers) if engine.buffers is not None else "not synchronised",
+        ignored=tuple(name for name in engine.ignored.parameters if name not in engine.ignored.spread),
         row_sharded={
-            name: held.shape for name, rows in runtime.ignored.spread_parameters.items() if (held := slice_of(rows))
+            name: held.shape for name, rows in engine.ignored.spread_parameters.items() if (held := slice_of(rows))
         },
-        notes=runtime.notes,
-        world_rank=runtime.comms.world.rank,
-        num_world_ranks=runtime.comms.world.size,
-        recomputed=runtime.recomputed,
+        notes=engine.notes,
+        world_rank=engine.comms.world.rank,
+        num_world_ranks=engine.comms.world.size,
+        recomputed=engine.recomputed,
         keeps=tuple(policy.save) if policy is not None else (),
-        updated=_update(runtime),
+        updated=_update(engine),
         coordinate={
-            axis: comm.rank for axis in ("pp", "cp", "tp") if (comm := getattr(runtime.comms, axis)) is not None
+            axis: comm.rank for axis in ("pp", "cp", "tp") if (comm := getattr(engine.comms, axis)) is not None
         },
     )
 
 
-def _update(runtime: Runtime) -> str:
+def _update(engine: Engine) -> str:
     """In words, what ``flat_parameters`` and ``optimizer_in_backward`` have changed."""
-    flat = [group for group in runtime.groups if group.flat_kinds is not None]
+    flat = [group for group in engine.groups if group.flat_kinds is not None]
     count = sum(len(flat_ranges(group.held, group.flat_kinds)) for group in flat if group.flat_kinds)
     names = sum(piece.numel > 0 for group in flat for piece in group.held)
     how = [f"as {count} flat tensors instead of {names} by name"] if flat else []
-    how += ["inside backward, unit by unit"] if runtime.update is not None else []
+    how += ["inside backward, unit by unit"] if engine.update is not None else []
     return ", ".join(how)
 
 
-def group_shapes(runtime: Runtime) -> list[GroupShape]:
+def group_shapes(engine: Engine) -> list[GroupShape]:
     """What the arithmetic of ``spec`` needs to know of every group."""
     return [
         GroupShape(
@@ -283,115 +283,115 @@ def group_shapes(runtime: Runtime) -> list[GroupShape]:
             flat_kinds=group.flat_kinds,
             recomputed_in=unit.recomputed_in,
             inner_size=unit.inner_size or 0,
-            updates_in_backward=runtime.update is not None,
+            updates_in_backward=engine.update is not None,
             is_offloaded=group.offload is not None,
             keeps_shard=group.resident is not None,
-            ep=1 if group.comms is runtime.comms or runtime.comms.ep is None else runtime.comms.ep.size,
+            ep=1 if group.comms is engine.comms or engine.comms.ep is None else engine.comms.ep.size,
         )
-        for unit in runtime.units
+        for unit in engine.units
         for group in unit.groups
     ]
 
 
-def unit_shapes(runtime: Runtime) -> dict[int, UnitShape]:
+def unit_shapes(engine: Engine) -> dict[int, UnitShape]:
     """... and of every unit, by number."""
     shapes: dict[int, list[GroupShape]] = {}
-    for shape in group_shapes(runtime):
+    for shape in group_shapes(engine):
         shapes.setdefault(shape.unit, []).append(shape)
     return {
         unit.index: UnitShape(unit.name, unit.family, shapes.get(unit.index, []), unit.recomputed_in)
-        for unit in runtime.units
+        for unit in engine.units
     }
 
 
-def predict_activations(runtime: Runtime, activations: Activations) -> int:
+def predict_activations(engine: Engine, activations: Activations) -> int:
     """What is held at the peak besides :func:`predict`'s bytes, gradients that wait for their unit included."""
-    least_numel = eager_numel(runtime.comms.gather.device_type, keeps_buffers=runtime.options.keeps_buffers)
-    return backward_bytes(activations, unit_shapes(runtime).values(), least_numel=least_numel)
+    least_numel = eager_numel(engine.comms.gather.device_type, keeps_buffers=engine.options.keeps_buffers)
+    return backward_bytes(activations, unit_shapes(engine).values(), least_numel=least_numel)
 
 
-def predict(runtime: Runtime, *, optimizer_tensors: int = 2, num_microbatches: int | None = None) -> Footprint:
+def predict(engine: Engine, *, optimizer_tensors: int = 2, num_microbatches: int | None = None) -> Footprint:
     """The closed-form bytes of this rank, from the layouts alone.
 
     Args:
-        runtime: Of the model.
+        engine: Of the model.
         optimizer_tensors: State tensors per parameter.
         num_microbatches: Of a step, all but the last under ``gradient_sync(model, False)``; ``None``: as many as there
             have been.
     """
-    planned = {runtime.accumulation} if num_microbatches is not None and num_microbatches > 1 else set()
+    planned = {engine.accumulation} if num_microbatches is not None and num_microbatches > 1 else set()
     held = footprint(
-        group_shapes(runtime),
-        rank=runtime.comms.gather.rank,
-        backward_order=_reduction_order(runtime) or None,
-        num_gradient_buffers=runtime.gradients.limit,
+        group_shapes(engine),
+        rank=engine.comms.gather.rank,
+        backward_order=_reduction_order(engine) or None,
+        num_gradient_buffers=engine.gradients.limit,
         optimizer_tensors=optimizer_tensors,
-        has_receive_buffers=runtime.comms.gather.device.type == "cpu",
-        replicas=_replicas(runtime),
-        accumulations=runtime.accumulations if num_microbatches is None else planned,
-        ignored=runtime.ignored.specs,
+        has_receive_buffers=engine.comms.gather.device.type == "cpu",
+        replicas=_replicas(engine),
+        accumulations=engine.accumulations if num_microbatches is None else planned,
+        ignored=engine.ignored.specs,
     )
-    return dataclasses.replace(held, reduce=held.reduce + _message_bytes(runtime))
+    return dataclasses.replace(held, reduce=held.reduce + _message_bytes(engine))
 
 
-def _stages(runtime: Runtime) -> dict[int, list[int]]:
+def _stages(engine: Engine) -> dict[int, list[int]]:
     """The units that belong to one stage of a pipeline alone, by stage."""
-    return {stage: [unit.index for unit in units] for stage, units in runtime.stages.items()}
+    return {stage: [unit.index for unit in units] for stage, units in engine.stages.items()}
 
 
-def _reduction_order(runtime: Runtime) -> Sequence[int]:
+def _reduction_order(engine: Engine) -> Sequence[int]:
     """Empty before the first step of a model that is whole on every rank."""
-    if runtime.comms.pp is None:
-        return runtime.units_in_backward
-    return window_order((unit.index for unit in runtime.units), _stages(runtime))
+    if engine.comms.pp is None:
+        return engine.units_in_backward
+    return window_order((unit.index for unit in engine.units), _stages(engine))
 
 
-def _message_bytes(runtime: Runtime) -> int:
+def _message_bytes(engine: Engine) -> int:
     """Bytes held for the model's buffers to be sent in."""
-    comm = runtime.comms.control
-    messages = runtime.buffers.messages() if runtime.buffers is not None else []
+    comm = engine.comms.control
+    messages = engine.buffers.messages() if engine.buffers is not None else []
     return held_bytes(messages, rank=comm.rank, size=comm.size, has_receive_buffers=comm.device.type == "cpu")
 
 
-def _replicas(runtime: Runtime) -> Replicas | None:
-    comms = runtime.comms
+def _replicas(engine: Engine) -> Replicas | None:
+    comms = engine.comms
     if comms.replicate is None:
         return None
-    return Replicas(comms.num_replicas, comms.replica, is_deferred=runtime.defers_replicate)
+    return Replicas(comms.num_replicas, comms.replica, is_deferred=engine.defers_replicate)
 
 
 def predict_trace(
-    runtime: Runtime, *, is_synchronising: bool = True, is_first_of_window: bool = True
+    engine: Engine, *, is_synchronising: bool = True, is_first_of_window: bool = True
 ) -> list[Collective]:
     """The collectives of the next step on this rank, from the layouts and the recorded order alone.
 
     Those of the data-parallel axes; of a pipeline where units stay gathered over the step, as they do by themselves.
     """
-    is_due = is_first_of_window and runtime.buffers is not None and runtime.buffers.is_due
-    messages = runtime.buffers.messages() if is_due and runtime.buffers is not None else []
-    control = runtime.comms.control
+    is_due = is_first_of_window and engine.buffers is not None and engine.buffers.is_due
+    messages = engine.buffers.messages() if is_due and engine.buffers is not None else []
+    control = engine.comms.control
     before = sync_trace(messages, rank=control.rank, size=control.size, axis=control.axis)
-    if runtime.comms.pp is not None:
+    if engine.comms.pp is not None:
         return before + window_trace(
-            unit_shapes(runtime),
-            rank=runtime.comms.gather.rank,
-            stages=_stages(runtime),
+            unit_shapes(engine),
+            rank=engine.comms.gather.rank,
+            stages=_stages(engine),
             is_synchronising=is_synchronising,
-            replicas=_replicas(runtime),
+            replicas=_replicas(engine),
         )
     return before + step_trace(
-        unit_shapes(runtime),
-        rank=runtime.comms.gather.rank,
-        forward_order=runtime.units_in_forward or [unit.index for unit in runtime.units],
-        backward_order=runtime.units_in_backward,
+        unit_shapes(engine),
+        rank=engine.comms.gather.rank,
+        forward_order=engine.units_in_forward or [unit.index for unit in engine.units],
+        backward_order=engine.units_in_backward,
         is_synchronising=is_synchronising,
         is_first_of_window=is_first_of_window,
-        replicas=_replicas(runtime),
+        replicas=_replicas(engine),
     )
 
 
-def _unit(runtime: Runtime, unit: Unit) -> UnitSummary:
-    slots = {id(slot): number for number, slot in enumerate(runtime.slots.slots)}
+def _unit(engine: Engine, unit: Unit) -> UnitSummary:
+    slots = {id(slot): number for number, slot in enumerate(engine.slots.slots)}
     groups = []
     for group in unit.groups:
         held = {piece.index: piece.numel for piece in group.held}

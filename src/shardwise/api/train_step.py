@@ -50,7 +50,7 @@ def train_step(
     Raises:
         StateError: The batch cannot be split, or there is no scalar loss.
     """
-    runtime = attach.runtime_of(model, "sw.train_step")
+    engine = attach.engine_of(model, "sw.train_step")
     pipelined = pipelined_of(model)
     if pipelined is not None:
         if scaler is None:
@@ -58,8 +58,8 @@ def train_step(
         return pipelined.step(model, batch, loss_fn, num_microbatches, scaler.scale)
     count = 1 if num_microbatches is None else num_microbatches
     parts = split_batch(batch, count)
-    synchronises = runtime.syncs_gradients  # false inside the caller's own gradient_sync(model, False)
-    total = torch.zeros((), dtype=torch.float64, device=runtime.comms.control.device)
+    synchronises = engine.syncs_gradients  # false inside the caller's own gradient_sync(model, False)
+    total = torch.zeros((), dtype=torch.float64, device=engine.comms.control.device)
     dtype = torch.float32
     for index, part in enumerate(parts):
         with gradient_sync(model, synchronises and index == count - 1):
@@ -69,8 +69,8 @@ def train_step(
             total += loss.detach().double()
             dtype = loss.dtype
     mean = (total / count).reshape(1)
-    num_ranks = runtime.comms.num_ranks if runtime.join is None else runtime.join.count_for_loss()
-    runtime.comms.control.all_reduce(mean, unit="loss", divisor=num_ranks).wait()
+    num_ranks = engine.comms.num_ranks if engine.join is None else engine.join.count_for_loss()
+    engine.comms.control.all_reduce(mean, unit="loss", divisor=num_ranks).wait()
     return mean.squeeze(0).to(dtype)
 
 
@@ -95,12 +95,12 @@ def eval_step(
     Raises:
         StateError: As :func:`train_step`.
     """
-    runtime = attach.runtime_of(model, "sw.eval_step")
+    engine = attach.engine_of(model, "sw.eval_step")
     pipelined = pipelined_of(model)
     with torch.no_grad():
         if pipelined is not None:
             return pipelined.step(model, batch, loss_fn, num_microbatches)
         losses = [forward_loss(model, part, loss_fn) for part in split_batch(batch, num_microbatches or 1)]
         mean = torch.stack([loss.double() for loss in losses]).mean().reshape(1)
-    runtime.comms.control.all_reduce(mean, unit="loss", divisor=runtime.comms.num_ranks).wait()
+    engine.comms.control.all_reduce(mean, unit="loss", divisor=engine.comms.num_ranks).wait()
     return mean.squeeze(0).to(losses[0].dtype)

@@ -13,7 +13,7 @@ from shardwise.spec.errors import ConfigError, ShardwiseError
 
 if TYPE_CHECKING:
     from shardwise.launch.world import World
-    from shardwise.train.config import Draft
+    from shardwise.train.config import RawConfig
 
 #: What is compared where --strategies does not say.
 STRATEGIES = ("ddp", "zero1", "zero2", "shard_grad_op", "zero3")
@@ -64,7 +64,7 @@ def parity(
 
 
 def _launch(
-    draft: Draft, nproc: int, config: Path | None, *, overrides: list[str], names: list[str], steps: int
+    draft: RawConfig, nproc: int, config: Path | None, *, overrides: list[str], names: list[str], steps: int
 ) -> int:
     """Check everything, then start the workers."""
     import tempfile
@@ -89,7 +89,7 @@ def _launch(
         return launch("shardwise", arguments, nproc, log_dir=Path(logs))
 
 
-def _work(draft: Draft, world: World, names: list[str], steps: int) -> int:
+def _work(draft: RawConfig, world: World, names: list[str], steps: int) -> int:
     from shardwise.launch.exit_codes import note_exit
 
     try:
@@ -101,7 +101,7 @@ def _work(draft: Draft, world: World, names: list[str], steps: int) -> int:
         return error.exit_code
 
 
-def _compare(draft: Draft, world: World, names: list[str], steps: int) -> int:
+def _compare(draft: RawConfig, world: World, names: list[str], steps: int) -> int:
     import torch
 
     from shardwise.launch.world import init_process_group, shutdown

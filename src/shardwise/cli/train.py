@@ -17,7 +17,7 @@ from shardwise.train.text import printable
 
 if TYPE_CHECKING:
     from shardwise.launch.world import World
-    from shardwise.train.config import Draft
+    from shardwise.train.config import RawConfig
 
 #: Where there is no GPU, this many processes share the CPU unless --nproc says otherwise.
 CPU_PROCESSES = 2
@@ -84,7 +84,7 @@ def train(  # noqa: PLR0917  typer calls it by name
 
 def read_config(
     config: Path | None, overrides: list[str], *, run_dir: Path | None = None, resume: str | None = None
-) -> tuple[Draft, bool]:
+) -> tuple[RawConfig, bool]:
     """The configuration that the arguments name, and whether it is the demo's.
 
     Without a file, a run that is resumed by its folder brings its own ``config.yaml``; how it cuts the global batch
@@ -137,7 +137,7 @@ def _num_gpus() -> int:
 
 
 def _launch(
-    draft: Draft,
+    draft: RawConfig,
     nproc: int,
     config: Path | None,
     overrides: list[str],
@@ -178,7 +178,7 @@ def _launch(
     return launch("shardwise", arguments, nproc, max_restarts=max_restarts, log_dir=directory / rundir.LOGS)
 
 
-def _work(draft: Draft, world: World, run_dir: Path | None, resume: str | None, *, is_demo: bool) -> int:
+def _work(draft: RawConfig, world: World, run_dir: Path | None, resume: str | None, *, is_demo: bool) -> int:
     """Be one of the workers. Rank 0 shows errors; every rank says to the launcher how it ends."""
     from shardwise.launch.exit_codes import note_exit
     from shardwise.train.check import resolve

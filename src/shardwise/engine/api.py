@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from shardwise.comm.axes import Comms
 from shardwise.comm.base import CollectiveEvent
 from shardwise.engine import attach, build, start
-from shardwise.engine.engine import Runtime
+from shardwise.engine.engine import Engine
 from shardwise.engine.options import EngineOptions
 from shardwise.engine.unit import Unit
 from shardwise.features import batch_norm, precision, recompute
@@ -34,7 +34,7 @@ def shard_model(
     options: EngineOptions,
     *,
     source: Source | None = None,
-) -> Runtime:
+) -> Engine:
     """Turn ``model`` into units, in place. Every rank must hold the same values already (``init.sync``).
 
     Args:
@@ -86,9 +86,9 @@ def shard_model(
         )
         units[names[0]].recomputed_in = recompute.enclosing(names[0], recomputed)
     _check_quantization(units.values(), options.quantization)
-    runtime = start.start_runtime(model, start.nest(units.values()), row, comms, options)
-    runtime.recomputed = recomputed
-    return runtime
+    engine = start.start_engine(model, start.nest(units.values()), row, comms, options)
+    engine.recomputed = recomputed
+    return engine
 
 
 def _check_quantization(units: Iterable[Unit], quantization: Quantization) -> None:
@@ -110,7 +110,7 @@ def data_parallel_rank(model: nn.Module) -> int:
     Raises:
         StateError: The model is not parallelized.
     """
-    return attach.runtime_of(model, "sw.data_parallel_rank").comms.reader[0]
+    return attach.engine_of(model, "sw.data_parallel_rank").comms.reader[0]
 
 
 def data_parallel_size(model: nn.Module) -> int:
@@ -119,7 +119,7 @@ def data_parallel_size(model: nn.Module) -> int:
     Raises:
         StateError: The model is not parallelized.
     """
-    return attach.runtime_of(model, "sw.data_parallel_size").comms.reader[1]
+    return attach.engine_of(model, "sw.data_parallel_size").comms.reader[1]
 
 
 @contextlib.contextmanager
@@ -143,14 +143,14 @@ def gradient_sync(model: nn.Module, is_enabled: bool) -> Iterator[None]:  # noqa
     Collective:
         None by itself. All ranks must use it alike.
     """
-    runtime = attach.runtime_of(model, "sw.gradient_sync", on_shards=False)
+    engine = attach.engine_of(model, "sw.gradient_sync", on_shards=False)
     if not is_enabled:
-        refuse(runtime, "sw.gradient_sync(model, False)")
-    before, runtime.syncs_gradients = runtime.syncs_gradients, is_enabled
+        refuse(engine, "sw.gradient_sync(model, False)")
+    before, engine.syncs_gradients = engine.syncs_gradients, is_enabled
     try:
         yield
     finally:
-        runtime.syncs_gradients = before
+        engine.syncs_gradients = before
 
 
 def logical_shape(parameter: Tensor) -> torch.Size:
@@ -174,8 +174,8 @@ def record_collectives(model: nn.Module) -> Iterator[list[CollectiveEvent]]:
     recorder = attach.recorder_of(model)
     recorders = [recorder] if recorder is not None else []
     if recorder is None or attach.attachment_of(model) is not None:
-        runtime = attach.runtime_of(model, "sw.record_collectives", on_shards=False)
-        recorders += [*runtime.comms, *batch_norm.comms_of(model)]
+        engine = attach.engine_of(model, "sw.record_collectives", on_shards=False)
+        recorders += [*engine.comms, *batch_norm.comms_of(model)]
     events: list[CollectiveEvent] = []
     with contextlib.ExitStack() as stack:
         for each in recorders:

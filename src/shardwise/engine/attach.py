@@ -15,7 +15,7 @@ from shardwise.spec.uncopyable import Uncopyable
 
 if TYPE_CHECKING:
     from shardwise.comm.base import Recorder
-    from shardwise.engine.engine import Runtime
+    from shardwise.engine.engine import Engine
     from shardwise.engine.group import Group
     from shardwise.engine.unit import Unit
 
@@ -27,10 +27,10 @@ _PARAMETER_KEY = "_shardwise_mark"
 class Attachment(Uncopyable):
     """What a unit's module holds: its runtime and unit."""
 
-    __slots__ = ("runtime", "unit")
+    __slots__ = ("engine", "unit")
 
-    def __init__(self, runtime: Runtime, unit: Unit) -> None:
-        self.runtime = runtime
+    def __init__(self, engine: Engine, unit: Unit) -> None:
+        self.engine = engine
         self.unit = unit
 
 
@@ -49,13 +49,13 @@ class Mark:
         return self._group()
 
 
-def attach_runtime(module: nn.Module, runtime: Runtime, unit: Unit) -> None:
+def attach_engine(module: nn.Module, engine: Engine, unit: Unit) -> None:
     """Let ``module`` hold its runtime."""
-    module.__dict__[_MODULE_KEY] = Attachment(runtime, unit)
+    module.__dict__[_MODULE_KEY] = Attachment(engine, unit)
 
 
 def attachment_of(module: nn.Module) -> Attachment | None:
-    """What :func:`attach_runtime` attached, or ``None``."""
+    """What :func:`attach_engine` attached, or ``None``."""
     return module.__dict__.get(_MODULE_KEY)
 
 
@@ -69,7 +69,7 @@ def recorder_of(module: nn.Module) -> Recorder | None:
     return module.__dict__.get(_RECORDER_KEY)
 
 
-def runtime_of(module: nn.Module, call: str, *, on_shards: bool = True) -> Runtime:
+def engine_of(module: nn.Module, call: str, *, on_shards: bool = True) -> Engine:
     """The runtime that ``module`` is the root (or a unit) of.
 
     Args:
@@ -86,15 +86,15 @@ def runtime_of(module: nn.Module, call: str, *, on_shards: bool = True) -> Runti
             f"{call} got a {type(module).__name__} that is not parallelized.\n"
             "  Call model = sw.parallelize(model, plan) first, and pass that model."
         )
-    runtime = attachment.runtime
-    if on_shards and any(unit.whole is not None for unit in runtime.units):
+    engine = attachment.engine
+    if on_shards and any(unit.whole is not None for unit in engine.units):
         raise StateError(
             f"{call} works on shards, but sw.full_parameters() shows whole parameters now.\n"
             "  Call it outside; inside, use module.state_dict() and the parameters themselves."
         )
-    if runtime.join is not None:
-        runtime.join.check(call)
-    return runtime
+    if engine.join is not None:
+        engine.join.check(call)
+    return engine
 
 
 def mark(parameter: nn.Parameter, group: Group, index: int) -> None:

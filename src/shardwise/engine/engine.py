@@ -56,12 +56,12 @@ from shardwise.spec.prefetch import AgreedOrder
 
 if TYPE_CHECKING:
     from shardwise.features.in_backward import UpdateInBackward
-    from shardwise.features.pipeline_step import Window
+    from shardwise.features.pipeline_step import PipelineStep
     from shardwise.features.uneven import Join
     from shardwise.init.materialize import Unfilled
 
 
-class Runtime:
+class Engine:
     """The engine of one model.
 
     Args:
@@ -113,8 +113,8 @@ class Runtime:
         self._thread = 0
         self._handled: BaseException | None = None  # what the caller of the outermost forward is handling
         self.epoch = 0
-        self.is_window_open = False  # microbatches are being accumulated: parameters have not changed
-        self.window: Window | None = None  # the step of a pipeline that is under way
+        self.parameters_are_unchanged = False  # microbatches are being accumulated: parameters have not changed
+        self.window: PipelineStep | None = None  # the step of a pipeline that is under way
         self.stages: Mapping[int, Sequence[Unit]] = {}  # units that belong to one stage of a pipeline alone, by stage
         self.share_state: Callable[[], object] | None = None  # gives all stages what only one of them has
         self.is_in_backward = False
@@ -315,7 +315,7 @@ class Runtime:
 
     def refresh(self) -> None:
         """What is gathered from now on is what the masters hold now."""
-        if not self.is_window_open:
+        if not self.parameters_are_unchanged:
             self.epoch += 1
             if self.buffers is not None:
                 self.buffers.forward_begins(may_change=self.may_change_buffers)
@@ -570,7 +570,7 @@ class Runtime:
 
     def invalidate(self) -> None:
         """The masters have been written: what is gathered, or was, is out of date."""
-        self.is_window_open = False
+        self.parameters_are_unchanged = False
         self.version += 1
 
     def sync_buffers(self) -> None:
@@ -678,7 +678,7 @@ class Runtime:
 
         Collective:
             Reduce-scatter or all-reduce of each trained group on ``dp_shard``, where this backward synchronises; on
-            ``dp_replicate`` those of the unit before. In the step of a pipeline as :meth:`Window.leave`.
+            ``dp_replicate`` those of the unit before. In the step of a pipeline as :meth:`PipelineStep.leave`.
         """
         if unit in self.entered:
             self.entered.remove(unit)
@@ -780,8 +780,8 @@ class Runtime:
             unit.has_run = False
         self.is_in_backward = False
         self.active = None
-        self.is_window_open = not self.syncs_gradients
-        if self.is_window_open and self.window is None:
+        self.parameters_are_unchanged = not self.syncs_gradients
+        if self.parameters_are_unchanged and self.window is None:
             self.show_waiting()
         if self.update is not None:
             self.invalidate()

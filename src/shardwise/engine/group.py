@@ -169,9 +169,9 @@ class Group:
     @property
     def holds_part(self) -> bool:
         """Other ranks hold other parts of the model's gradients: of this group's, or of other parameters."""
-        runtime = self.unit.runtime() if self.unit.runtime is not None else None
+        engine = self.unit.engine() if self.unit.engine is not None else None
         is_divided = bool(self.comms.across) or self.comms.ep is not None
-        is_divided = is_divided or (runtime is not None and bool(runtime.ignored.spread))
+        is_divided = is_divided or (engine is not None and bool(engine.ignored.spread))
         return is_divided or (self.row.shards_optimizer and self.layout.size > 1)
 
     @property

@@ -20,7 +20,7 @@ from shardwise.spec.errors import StateError
 from shardwise.spec.uncopyable import Uncopyable
 
 if TYPE_CHECKING:
-    from shardwise.engine.engine import Runtime
+    from shardwise.engine.engine import Engine
     from shardwise.engine.group import Group
     from shardwise.engine.unit import Member, Unit
 
@@ -28,37 +28,37 @@ if TYPE_CHECKING:
 class Call:
     """One forward call of a unit, as a hook on each of its outputs."""
 
-    __slots__ = ("_is_counted", "_runtime", "_unit", "entry", "generation", "is_repeated", "version")
+    __slots__ = ("_engine", "_is_counted", "_unit", "entry", "generation", "is_repeated", "version")
 
-    def __init__(self, runtime: Runtime, unit: Unit, *, is_counted: bool) -> None:
-        self._runtime = weakref.ref(runtime)
+    def __init__(self, engine: Engine, unit: Unit, *, is_counted: bool) -> None:
+        self._engine = weakref.ref(engine)
         self._unit = weakref.ref(unit)
         self._is_counted = is_counted
         self.is_repeated = not is_counted  # made by a reentrant recomputation
         self.generation = -1
-        self.version = runtime.version
-        self.entry = runtime.entry
+        self.version = engine.version
+        self.entry = engine.entry
         if is_counted:
             unit.num_outstanding += 1
 
     def __call__(self, _grad: Tensor) -> None:
         """Backward has reached the call."""
-        runtime, unit = self._runtime(), self._unit()
-        if runtime is not None and unit is not None:
-            runtime.on_ticket(self, unit)
+        engine, unit = self._engine(), self._unit()
+        if engine is not None and unit is not None:
+            engine.on_ticket(self, unit)
 
     def leave(self) -> None:
         """This call is not outstanding any longer."""
-        runtime, unit = self._runtime(), self._unit()
-        if self._is_counted and runtime is not None and unit is not None:
-            unit.num_outstanding -= runtime.counts(self.version)
+        engine, unit = self._engine(), self._unit()
+        if self._is_counted and engine is not None and unit is not None:
+            unit.num_outstanding -= engine.counts(self.version)
             self._is_counted = False
 
     def __del__(self) -> None:
         self.leave()
 
 
-def attach_tickets(runtime: Runtime, unit: Unit, output: object, since: int, *, is_counted: bool = True) -> None:
+def attach_tickets(engine: Engine, unit: Unit, output: object, since: int, *, is_counted: bool = True) -> None:
     """Put a ticket on every output that this call of ``unit`` has made.
 
     A module that hands an input through has not made that output: its ticket would fire much later, in the backward of
@@ -66,7 +66,7 @@ def attach_tickets(runtime: Runtime, unit: Unit, output: object, since: int, *, 
     backward enters units from the outside in, and the order of entries has the same first place for every loss.
 
     Args:
-        runtime: What the ticket calls.
+        engine: What the ticket calls.
         unit: Whose call it was.
         output: Of the call, of any shape.
         since: Autograd's sequence number when the call began.
@@ -78,7 +78,7 @@ def attach_tickets(runtime: Runtime, unit: Unit, output: object, since: int, *, 
         if node is None or torch_private.sequence_number(node) < since:
             continue
         if call is None:
-            call = Call(runtime, unit, is_counted=is_counted)
+            call = Call(engine, unit, is_counted=is_counted)
         if tensor._backward_hooks:  # noqa: SLF001 - of a unit inside, or the user's
             torch_private.hook_first(tensor, call)
         else:
@@ -88,16 +88,16 @@ def attach_tickets(runtime: Runtime, unit: Unit, output: object, since: int, *, 
 class BeforeForward(Uncopyable):
     """Forward pre-hook of a unit's module."""
 
-    def __init__(self, runtime: Runtime, unit: Unit, member: Member) -> None:
-        self._runtime = weakref.ref(runtime)
+    def __init__(self, engine: Engine, unit: Unit, member: Member) -> None:
+        self._engine = weakref.ref(engine)
         self._unit = weakref.ref(unit)
         self._member = weakref.ref(member)
 
     def __call__(self, _module: nn.Module, _args: object) -> None:
         """The module is about to run."""
-        runtime, unit, member = self._runtime(), self._unit(), self._member()
-        if runtime is not None and unit is not None and member is not None:
-            runtime.before_forward(unit, member)
+        engine, unit, member = self._engine(), self._unit(), self._member()
+        if engine is not None and unit is not None and member is not None:
+            engine.before_forward(unit, member)
 
 
 class AfterForward(BeforeForward):
@@ -105,12 +105,12 @@ class AfterForward(BeforeForward):
 
     def __call__(self, _module: nn.Module, _args: object, output: object = None) -> object:
         """The module has run. Returns what it is to return instead of ``output``."""
-        runtime, unit, member = self._runtime(), self._unit(), self._member()
-        if runtime is not None and unit is not None and member is not None:
+        engine, unit, member = self._engine(), self._unit(), self._member()
+        if engine is not None and unit is not None and member is not None:
             # As a rule it is one computed tensor: no parameter, which is a leaf, and no view, which has a base.
             if not isinstance(output, Tensor) or output.grad_fn is None or output._base is not None:  # noqa: SLF001
                 output = without_slots(unit, output)
-            runtime.after_forward(unit, member, output)
+            engine.after_forward(unit, member, output)
         return output
 
 
@@ -131,15 +131,13 @@ def without_slots(unit: Unit, output: object) -> object:
     return replace_tensors(output, change) if uses_slot else output
 
 
-def eager_hook(
-    runtime_ref: weakref.ref[Runtime], group_ref: weakref.ref[Group], index: int
-) -> Callable[[Tensor], None]:
+def eager_hook(runtime_ref: weakref.ref[Engine], group_ref: weakref.ref[Group], index: int) -> Callable[[Tensor], None]:
     """A hook that collects the gradient of a large parameter of a group as soon as it has arrived."""
 
     def collect(_parameter: Tensor) -> None:
-        runtime, group = runtime_ref(), group_ref()
-        if runtime is not None and group is not None:
-            runtime.collect_eagerly(group, index)
+        engine, group = runtime_ref(), group_ref()
+        if engine is not None and group is not None:
+            engine.collect_eagerly(group, index)
 
     return collect
 
@@ -167,14 +165,14 @@ def refuse_on_shard(group_ref: weakref.ref[Group], index: int) -> Callable[[Tens
 class EndOfBackward:
     """What a backward calls at its end."""
 
-    def __init__(self, runtime: Runtime) -> None:
-        self._runtime = weakref.ref(runtime)
+    def __init__(self, engine: Engine) -> None:
+        self._engine = weakref.ref(engine)
 
     def __call__(self) -> None:
         """Backward has ended."""
-        runtime = self._runtime()
-        if runtime is not None:
-            runtime.end_backward()
+        engine = self._engine()
+        if engine is not None:
+            engine.end_backward()
 
 
 def tensors_of(value: object, levels: int = 3) -> Iterator[Tensor]:

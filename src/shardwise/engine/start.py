@@ -12,7 +12,7 @@ from torch import nn
 from shardwise.comm.axes import Comms
 from shardwise.engine import attach
 from shardwise.engine.build import is_below
-from shardwise.engine.engine import Runtime
+from shardwise.engine.engine import Engine
 from shardwise.engine.group import Group
 from shardwise.engine.hooks import AfterForward, BeforeForward, eager_hook, refuse_on_shard
 from shardwise.engine.options import EngineOptions
@@ -27,33 +27,33 @@ from shardwise.spec.merge import merged_name
 from shardwise.spec.placement import Placements
 
 
-def start_runtime(
+def start_engine(
     root: nn.Module, units: Sequence[Unit], row: Placements, comms: Comms, options: EngineOptions
-) -> Runtime:
+) -> Engine:
     """Make the runtime of ``units`` (the root first), and attach it to their modules."""
-    runtime = Runtime(units, row, comms, options)
-    _number(runtime)
+    engine = Engine(units, row, comms, options)
+    _number(engine)
     _relate(units)
-    _deal_slots(runtime)
+    _deal_slots(engine)
     for unit in units:
         unit.is_resident = not row.shards_parameters and all(group.slot is None for group in unit.groups)
-        _give_buffers(runtime, unit)
-        _install_hooks(runtime, unit)
+        _give_buffers(engine, unit)
+        _install_hooks(engine, unit)
         _link_fulls(unit)
         for member in unit.members:
             module = member.module()
             assert module is not None
-            attach.attach_runtime(module, runtime, unit)
-    install_guards(root, runtime)
-    added.watch(runtime, root)
-    return runtime
+            attach.attach_engine(module, engine, unit)
+    install_guards(root, engine)
+    added.watch(engine, root)
+    return engine
 
 
-def _number(runtime: Runtime) -> None:
-    me = weakref.ref(runtime)
-    for index, unit in enumerate(runtime.units):
+def _number(engine: Engine) -> None:
+    me = weakref.ref(engine)
+    for index, unit in enumerate(engine.units):
         unit.index = index
-        unit.runtime = me
+        unit.engine = me
 
 
 def _relate(units: Sequence[Unit]) -> None:
@@ -70,20 +70,20 @@ def _relate(units: Sequence[Unit]) -> None:
         unit.family |= below
 
 
-def _deal_slots(runtime: Runtime) -> None:
+def _deal_slots(engine: Engine) -> None:
     """Give every group its slot, and make the full parameters there."""
-    slots = {group: runtime.slots.hold(group.master) for group in runtime.groups if group.is_alone}
-    gathered = [(u, group) for u in runtime.units for group in u.groups if group.uses_slot and not group.is_alone]
+    slots = {group: engine.slots.hold(group.master) for group in engine.groups if group.is_alone}
+    gathered = [(u, group) for u in engine.units for group in u.groups if group.uses_slot and not group.is_alone]
     together = Counter((_slot_key(unit, group), unit.recomputed_in) for unit, group in gathered)
     for (key, place), count in together.items():
         if place is not None:
-            runtime.slots.reserve(key, count)
+            engine.slots.reserve(key, count)
     for unit, group in gathered:
         is_shared = unit.reshards_after_forward and unit.depth > 0
-        slots[group] = runtime.slots.assign(_slot_key(unit, group), group.layout.numel, is_shared=is_shared)
-    for group in runtime.groups:
+        slots[group] = engine.slots.assign(_slot_key(unit, group), group.layout.numel, is_shared=is_shared)
+    for group in engine.groups:
         group.use_slot(slots.get(group))
-    for slot in runtime.slots.slots:
+    for slot in engine.slots.slots:
         slot.owner = None  # where slots are not kept, this frees them
 
 
@@ -91,40 +91,40 @@ def _slot_key(unit: Unit, group: Group) -> Hashable:
     return unit.depth, size_class(group.layout.numel), group.compute_dtype, group.is_trainable, group.is_expert
 
 
-def _give_buffers(runtime: Runtime, unit: Unit) -> None:
+def _give_buffers(engine: Engine, unit: Unit) -> None:
     """What gathers and reductions of a unit need besides its slots."""
     for group in unit.groups:
-        group.gradient.keeps_home = runtime.options.keeps_buffers or group.offload is not None
+        group.gradient.keeps_home = engine.options.keeps_buffers or group.offload is not None
         if unit.inner_size is not None:
-            group.inner = InnerShard(group.gathered, group.layout, runtime.comms.inner_comm(unit.inner_size))
+            group.inner = InnerShard(group.gathered, group.layout, engine.comms.inner_comm(unit.inner_size))
         if group.sent_as is not None:
-            group.packed_pool = runtime.packed
-            runtime.packed.announce(gathered_cuts(group)[-1])
+            group.packed_pool = engine.packed
+            engine.packed.announce(gathered_cuts(group)[-1])
         if not group.layout.params:
             continue
         if group.reduced_as is not None:
             places = reduced_cuts(group)
-            runtime.gradients.packed.announce(places[-1])
-            runtime.gradients.packed.announce(group.layout.size * (places[group.rank + 1] - places[group.rank]))
-        runtime.gradients.announce(group.gradient.pool_key, group.reduce_layout.numel)
+            engine.gradients.packed.announce(places[-1])
+            engine.gradients.packed.announce(group.layout.size * (places[group.rank + 1] - places[group.rank]))
+        engine.gradients.announce(group.gradient.pool_key, group.reduce_layout.numel)
 
 
-def _install_hooks(runtime: Runtime, unit: Unit) -> None:
-    least = eager_numel(runtime.comms.gather.device_type, keeps_buffers=runtime.options.keeps_buffers)
+def _install_hooks(engine: Engine, unit: Unit) -> None:
+    least = eager_numel(engine.comms.gather.device_type, keeps_buffers=engine.options.keeps_buffers)
     for group in unit.groups:
         for index, full in enumerate(group.fulls):
             if full.requires_grad and full.numel() >= least:  # torch refuses a hook on others
-                hook = eager_hook(weakref.ref(runtime), weakref.ref(group), index)
-                runtime.hooks.append(full.register_post_accumulate_grad_hook(hook))
+                hook = eager_hook(weakref.ref(engine), weakref.ref(group), index)
+                engine.hooks.append(full.register_post_accumulate_grad_hook(hook))
         for index, shard in enumerate(group.shards):
             if shard.requires_grad and group.holds_part:
                 refusal = refuse_on_shard(weakref.ref(group), index)
-                runtime.hooks.append(shard.register_post_accumulate_grad_hook(refusal))
+                engine.hooks.append(shard.register_post_accumulate_grad_hook(refusal))
     for member in unit.members:
         module = member.module()
         assert module is not None
-        runtime.hooks.append(module.register_forward_pre_hook(BeforeForward(runtime, unit, member), prepend=True))
-        runtime.hooks.append(module.register_forward_hook(AfterForward(runtime, unit, member), always_call=True))
+        engine.hooks.append(module.register_forward_pre_hook(BeforeForward(engine, unit, member), prepend=True))
+        engine.hooks.append(module.register_forward_hook(AfterForward(engine, unit, member), always_call=True))
 
 
 def _link_fulls(unit: Unit) -> None:

@@ -29,7 +29,7 @@ from shardwise.spec.errors import StateError
 
 if TYPE_CHECKING:
     from shardwise.comm.base import Handle
-    from shardwise.engine.engine import Runtime
+    from shardwise.engine.engine import Engine
     from shardwise.engine.group import Group
     from shardwise.state.full_parameters import Whole
 
@@ -134,7 +134,7 @@ class Member:
 
 
 class Unit:
-    """Bookkeeping of one unit; what it does is in ``runtime`` and ``group``.
+    """Bookkeeping of one unit; what it does is in ``engine`` and ``group``.
 
     Args:
         name: In traces and summaries.
@@ -149,7 +149,7 @@ class Unit:
         self.name = name
         self.members = [Member(path, module) for path, module in modules.items()]
         self.type_name = _type_name(modules.values())
-        self.runtime: weakref.ref[Runtime] | None = None
+        self.engine: weakref.ref[Engine] | None = None
         self.index = 0
         self.parent: Unit | None = None
         self.depth = 0

@@ -26,34 +26,34 @@ from shardwise.spec.errors import StateError
 from shardwise.spec.uncopyable import Uncopyable
 
 if TYPE_CHECKING:
-    from shardwise.engine.engine import Runtime
+    from shardwise.engine.engine import Engine
 
-_runtimes: weakref.WeakSet[Runtime] = weakref.WeakSet()
+_engines: weakref.WeakSet[Engine] = weakref.WeakSet()
 
 
-def watch(runtime: Runtime, root: nn.Module) -> None:
+def watch(engine: Engine, root: nn.Module) -> None:
     """Have optimizers that step from now on compared with what is registered below ``root``."""
-    _runtimes.add(runtime)
+    _engines.add(engine)
     torch_private.set_ignored_by_ddp(root, _RefusesDDP(root))
     torch_private.set_refusal_of_fsdp(root, functools.partial(_refuse_fsdp, type(root).__name__))
 
 
-def refuse_added(runtime: Runtime, only: Callable[[nn.Parameter], bool] = lambda _: True) -> None:
+def refuse_added(engine: Engine, only: Callable[[nn.Parameter], bool] = lambda _: True) -> None:
     """Refuse trained parameters in the model that are no unit's, where several ranks train.
 
     Args:
-        runtime: Of the model.
+        engine: Of the model.
         only: Which of them count.
 
     Raises:
         StateError: There is one.
     """
-    root = runtime.units[0].members[0].module()
-    if root is None or runtime.comms.world.size == 1:
+    root = engine.units[0].members[0].module()
+    if root is None or engine.comms.world.size == 1:
         return
-    known = {id(p) for group in runtime.groups for p in (*group.shards, *group.fulls)}
+    known = {id(p) for group in engine.groups for p in (*group.shards, *group.fulls)}
     for name, parameter in root.named_parameters():
-        is_ours = id(parameter) in known or parameter in runtime.ignored
+        is_ours = id(parameter) in known or parameter in engine.ignored
         if not is_ours and parameter.requires_grad and only(parameter):
             raise StateError(
                 f"parameter {name!r} of shape {list(parameter.shape)} was added after sw.parallelize(): no rank would"
@@ -63,7 +63,7 @@ def refuse_added(runtime: Runtime, only: Callable[[nn.Parameter], bool] = lambda
             )
 
 
-def refuse_ddp(runtime: Runtime) -> None:
+def refuse_ddp(engine: Engine) -> None:
     """Refuse a forward inside a ``DistributedDataParallel`` that has parameters of this model.
 
     Raises:
@@ -71,7 +71,7 @@ def refuse_ddp(runtime: Runtime) -> None:
     """
     held = torch_private.parameters_of_ddp_forward()
     if any(attach.mark_of(parameter) is not None for parameter in held):
-        root = runtime.units[0].members[0].module()
+        root = engine.units[0].members[0].module()
         _refuse_ddp(type(root).__name__)
 
 
@@ -104,7 +104,7 @@ class _RefusesDDP(Uncopyable):
 # -- at an optimizer's step
 
 
-def check_optimizer(optimizer: torch.optim.Optimizer, runtimes: list[Runtime]) -> bool:
+def check_optimizer(optimizer: torch.optim.Optimizer, engines: list[Engine]) -> bool:
     """Refuse an optimizer that would train parameters on each rank alone.
 
     Those registered in a parallelized model are refused. Others beside it may be synchronised by other means: their
@@ -112,7 +112,7 @@ def check_optimizer(optimizer: torch.optim.Optimizer, runtimes: list[Runtime]) -
 
     Args:
         optimizer: Before a step.
-        runtimes: Whose parameters it has as well.
+        engines: Whose parameters it has as well.
 
     Returns:
         All of its parameters have been decided about; not so before those beside a model have gradients.
@@ -127,22 +127,22 @@ def check_optimizer(optimizer: torch.optim.Optimizer, runtimes: list[Runtime]) -
     others = {id(p): p for p in given if group_of(p) is None and p.requires_grad}
     if not others:
         return True
-    for runtime in tuple(_runtimes):
-        current = runtime.units[0].runtime
-        if current is not None and current() is runtime:
-            refuse_added(runtime, only=lambda parameter: id(parameter) in others)
-    known = {id(p) for runtime in runtimes for p in runtime.ignored.parameters.values()}
+    for engine in tuple(_engines):
+        current = engine.units[0].engine
+        if current is not None and current() is engine:
+            refuse_added(engine, only=lambda parameter: id(parameter) in others)
+    known = {id(p) for engine in engines for p in engine.ignored.parameters.values()}
     beside = [p for key, p in others.items() if key not in known and type(p.data) is torch.Tensor]
-    if not beside or not runtimes or runtimes[0].comms.control.size == 1:
+    if not beside or not engines or engines[0].comms.control.size == 1:
         return True
-    return _compare_gradients(beside, runtimes[0])
+    return _compare_gradients(beside, engines[0])
 
 
-def _compare_gradients(parameters: list[Tensor], runtime: Runtime) -> bool:
+def _compare_gradients(parameters: list[Tensor], engine: Engine) -> bool:
     gradients = [
         p.grad if p.grad.layout is torch.strided else p.grad.to_dense() for p in parameters if p.grad is not None
     ]
-    digests = all_gather_json(runtime.comms.control, str(digest_of(gradients).tolist()))
+    digests = all_gather_json(engine.comms.control, str(digest_of(gradients).tolist()))
     if len(set(digests)) > 1:
         shapes = ", ".join(str(list(p.shape)) for p in parameters[:3])
         raise StateError(

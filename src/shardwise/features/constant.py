@@ -5,13 +5,13 @@ from __future__ import annotations
 import contextlib
 from collections.abc import Iterator
 
-from shardwise.engine.engine import Runtime
+from shardwise.engine.engine import Engine
 from shardwise.engine.unit import State, Unit
-from shardwise.features.pipeline_step import Window
+from shardwise.features.pipeline_step import PipelineStep
 
 
 @contextlib.contextmanager
-def constant_parameters(runtime: Runtime, call: str) -> Iterator[None]:
+def constant_parameters(engine: Engine, call: str) -> Iterator[None]:
     """Run forwards without grad between which no parameter changes.
 
     Where every unit can be whole all the while (it is replicated, or stays gathered after forward, or this rank has all
@@ -19,7 +19,7 @@ def constant_parameters(runtime: Runtime, call: str) -> Iterator[None]:
     model's do. Else units come and go as in any forward.
 
     Args:
-        runtime: Of the model.
+        engine: Of the model.
         call: What the user called.
 
     Collective:
@@ -28,23 +28,23 @@ def constant_parameters(runtime: Runtime, call: str) -> Iterator[None]:
     Raises:
         StateError: A forward or a backward is under way. What trains, steps or works on shards inside raises as well.
     """
-    runtime.settle(call)
-    if runtime.join is not None or not all(_can_stay(unit) for unit in runtime.units):
+    engine.settle(call)
+    if engine.join is not None or not all(_can_stay(unit) for unit in engine.units):
         yield
         return
-    was_open = runtime.is_window_open
-    runtime.refresh()
-    runtime.is_window_open = True
+    was_open = engine.parameters_are_unchanged
+    engine.refresh()
+    engine.parameters_are_unchanged = True
     try:
-        for unit in runtime.units:
-            _put(runtime, unit)
-        runtime.window = Window(runtime)
-        runtime.window.rests, runtime.window.only_for = True, call
+        for unit in engine.units:
+            _put(engine, unit)
+        engine.window = PipelineStep(engine)
+        engine.window.rests, engine.window.only_for = True, call
         yield
     finally:
-        runtime.window, runtime.is_window_open = None, was_open
-        for unit in runtime.units:
-            _take_back(runtime, unit)
+        engine.window, engine.parameters_are_unchanged = None, was_open
+        for unit in engine.units:
+            _take_back(engine, unit)
 
 
 def _can_stay(unit: Unit) -> bool:
@@ -56,14 +56,14 @@ def _is_whole(unit: Unit) -> bool:
     return all(group.is_alone and group.whole is None for group in unit.groups)
 
 
-def _put(runtime: Runtime, unit: Unit) -> None:
+def _put(engine: Engine, unit: Unit) -> None:
     if unit.is_resident or not _is_whole(unit):
-        runtime.unshard(unit)
+        engine.unshard(unit)
         unit.is_unused = False
     unit.swap_in()
 
 
-def _take_back(runtime: Runtime, unit: Unit) -> None:
+def _take_back(engine: Engine, unit: Unit) -> None:
     unit.swap_out()
     if unit.state is State.UNSHARDED:
-        runtime.reshard(unit)
+        engine.reshard(unit)

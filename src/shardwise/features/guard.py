@@ -24,7 +24,7 @@ from shardwise.spec.errors import StateError
 from shardwise.spec.uncopyable import Uncopyable
 
 if TYPE_CHECKING:
-    from shardwise.engine.engine import Runtime
+    from shardwise.engine.engine import Engine
     from shardwise.engine.unit import Member, Owner, Unit
 
 
@@ -47,14 +47,14 @@ _REBUILDS: dict[str, tuple[str, bool]] = {
 }
 
 
-def install_guards(root: nn.Module, runtime: Runtime) -> None:
+def install_guards(root: nn.Module, engine: Engine) -> None:
     """Install every guard on the modules below ``root``."""
-    members = [(unit, member) for unit in runtime.units for member in unit.members]
+    members = [(unit, member) for unit in engine.units for member in unit.members]
     unit_modules = {id(member.module()) for _, member in members}
     for unit, member in members:
         owners = [(owner, module) for owner in member.owners if (module := owner.module()) is not None]
         if unit.parent is None:
-            guarded = [(module, _EntryGuard(runtime, unit, path)) for path, module in _entries(root, unit)]
+            guarded = [(module, _EntryGuard(engine, unit, path)) for path, module in _entries(root, unit)]
         else:
             guarded = [(module, _OutsideGuard(unit, member, owner)) for owner, module in owners]
         member.set_guards(
@@ -71,11 +71,11 @@ def install_guards(root: nn.Module, runtime: Runtime) -> None:
                 _guard_state(module, unit)
     _guard_containers(root, members)
     if "_apply" not in root.__dict__:
-        root.__dict__["_apply"] = _GuardedApply(root, runtime.units[0])
+        root.__dict__["_apply"] = _GuardedApply(root, engine.units[0])
     for module in root.modules():
         for name in _REBUILDS.keys() - module.__dict__.keys():
             if callable(getattr(type(module), name, None)):
-                module.__dict__[name] = _RebuildGuard(module, runtime.units[0], name)
+                module.__dict__[name] = _RebuildGuard(module, engine.units[0], name)
 
 
 def _entries(root: nn.Module, unit: Unit) -> list[tuple[str, nn.Module]]:
@@ -124,21 +124,21 @@ class _OutsideGuard(Uncopyable):
 class _EntryGuard(Uncopyable):
     """Forward pre-hook of a module that uses parameters of the root unit: gathers the root for this call."""
 
-    def __init__(self, runtime: Runtime, unit: Unit, path: str) -> None:
-        self._runtime = weakref.ref(runtime)
+    def __init__(self, engine: Engine, unit: Unit, path: str) -> None:
+        self._engine = weakref.ref(engine)
         self._unit = weakref.ref(unit)
         self._path = path
 
     def __call__(self, module: nn.Module, _args: object) -> None:
-        runtime, unit = self._runtime(), self._unit()
-        if runtime is None or unit is None or unit.is_swapped:
+        engine, unit = self._engine(), self._unit()
+        if engine is None or unit is None or unit.is_swapped:
             return
-        runtime.before_forward(unit, unit.members[0], self._path)
+        engine.before_forward(unit, unit.members[0], self._path)
 
         def leave(_module: nn.Module, _args: object, output: object) -> object:
             handle.remove()
             output = without_slots(unit, output)
-            runtime.after_forward(unit, unit.members[0], output)
+            engine.after_forward(unit, unit.members[0], output)
             return output
 
         handle = module.register_forward_hook(leave, always_call=True)

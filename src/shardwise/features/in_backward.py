@@ -20,7 +20,7 @@ from shardwise.optim.flat_parameters import FlatParameter, group_of, split
 from shardwise.spec.errors import StateError
 
 if TYPE_CHECKING:
-    from shardwise.engine.engine import Runtime
+    from shardwise.engine.engine import Engine
     from shardwise.engine.group import Group
     from shardwise.engine.pool import GradientPool
 
@@ -56,33 +56,33 @@ def optimizer_in_backward(model: nn.Module, *optimizers: torch.optim.Optimizer) 
         StateError: A trained parameter is in no optimizer or in two, there are gradients, or an optimizer cannot work
             on shards; or the model is a pipeline, whose step has a backward for each microbatch.
     """
-    runtime = attach.runtime_of(model, "sw.optimizer_in_backward")
-    if runtime.comms.pp is not None:
+    engine = attach.engine_of(model, "sw.optimizer_in_backward")
+    if engine.comms.pp is not None:
         raise StateError(
             "sw.optimizer_in_backward(): a pipeline's step has a backward for each microbatch, and updates follow the"
             " last.\n  Call optimizer.step() after sw.train_step(), or set pp=1."
         )
-    _check(runtime, optimizers)
-    runtime.update = UpdateInBackward(runtime, optimizers)
+    _check(engine, optimizers)
+    engine.update = UpdateInBackward(engine, optimizers)
 
 
-def refuse(runtime: Runtime, call: str) -> None:
+def refuse(engine: Engine, call: str) -> None:
     """Refuse what needs all gradients at once.
 
     Raises:
         StateError: The model is updated inside backward.
     """
-    if runtime.update is not None:
+    if engine.update is not None:
         raise StateError(
             f"{call} needs the gradients of the whole model, but sw.optimizer_in_backward() updates each unit as soon"
             f" as its own are there.\n  Leave {call} out, or step after backward."
         )
 
 
-def _check(runtime: Runtime, optimizers: tuple[torch.optim.Optimizer, ...]) -> None:
-    if runtime.update is not None:
+def _check(engine: Engine, optimizers: tuple[torch.optim.Optimizer, ...]) -> None:
+    if engine.update is not None:
         raise StateError("the model is updated inside backward already.\n  Call sw.optimizer_in_backward() once.")
-    if runtime.transfers is not None:
+    if engine.transfers is not None:
         raise StateError(
             "sw.optimizer_in_backward() lets gradients live in the device's buffers, but offload_policy keeps them on"
             " the host.\n  Use one of the two: on the host gradients cost no device memory."
@@ -95,11 +95,11 @@ def _check(runtime: Runtime, optimizers: tuple[torch.optim.Optimizer, ...]) -> N
                 "  Use an optimizer that takes them as they are."
             )
         accept(optimizer)
-    _check_ignored(runtime)
-    runtime.drop_zeroed()
+    _check_ignored(engine)
+    engine.drop_zeroed()
     given = [p for optimizer in optimizers for settings in optimizer.param_groups for p in settings["params"]]
     counts = Counter(id(p) for each in given for p in (each.shards if isinstance(each, FlatParameter) else (each,)))
-    for group in runtime.groups:
+    for group in engine.groups:
         for spec, piece, shard in zip(group.layout.params, group.held, group.shards, strict=True):
             if shard.grad is not None or group.gradient.is_local:
                 raise StateError(
@@ -116,9 +116,9 @@ def _check(runtime: Runtime, optimizers: tuple[torch.optim.Optimizer, ...]) -> N
                 )
 
 
-def _check_ignored(runtime: Runtime) -> None:
-    trained = [name for name, parameter in runtime.ignored.parameters.items() if parameter.requires_grad]
-    if trained and trained[0] in runtime.ignored.spread:
+def _check_ignored(engine: Engine) -> None:
+    trained = [name for name, parameter in engine.ignored.parameters.items() if parameter.requires_grad]
+    if trained and trained[0] in engine.ignored.spread:
         raise StateError(
             f"{trained[0]!r}, whose rows are spread (row_sharded), would never be updated: it belongs to no unit that"
             " backward reduces.\n  Leave it out of row_sharded, freeze it, or step after backward."
@@ -138,15 +138,15 @@ class UpdateInBackward:
         optimizers: What updates.
     """
 
-    def __init__(self, runtime: Runtime, optimizers: tuple[torch.optim.Optimizer, ...]) -> None:
+    def __init__(self, engine: Engine, optimizers: tuple[torch.optim.Optimizer, ...]) -> None:
         self.is_stepping = False
         self.optimizers = optimizers
         self._parts: dict[Group, list[list[nn.Parameter]]] = {}  # of each group, by parameter group of each optimizer
         self._num_parameters = -1
         for optimizer in optimizers:
             torch_private.take_scale_as_attribute(optimizer)
-        for group in runtime.groups:
-            group.gradient.lend_home(runtime.gradients)
+        for group in engine.groups:
+            group.gradient.lend_home(engine.gradients)
 
     def apply(self, group: Group, pool: GradientPool) -> None:
         """Update the parameters of a group that have a gradient, and let the gradients go."""

@@ -14,44 +14,44 @@ from shardwise.engine.unit import State, Unit
 from shardwise.spec.errors import CommError, StateError
 
 if TYPE_CHECKING:
-    from shardwise.engine.engine import Runtime
+    from shardwise.engine.engine import Engine
 
 
-def recover(runtime: Runtime) -> None:
+def recover(engine: Engine) -> None:
     """A backward raised before its end: drop what it left and start afresh."""
-    while runtime.reducing:
-        runtime.reducing.popleft()[2].wait()  # the buffer is in flight; what it brings is dropped below
-    for unit in runtime.units:
+    while engine.reducing:
+        engine.reducing.popleft()[2].wait()  # the buffer is in flight; what it brings is dropped below
+    for unit in engine.units:
         if unit.state is State.REDUCING:
             unit.move_to(State.SHARDED)
         if unit.state is State.UNSHARDING:
-            runtime.wait(unit)
-        runtime.reshard(unit)
+            engine.wait(unit)
+        engine.reshard(unit)
         unit.clear_frames()
         unit.replays.clear()
         unit.num_silent = unit.num_repeated = 0
         unit.has_run = False
         for group in unit.groups:
-            group.gradient.drop(runtime.gradients)
-    runtime.entered.clear()
-    runtime.left.clear()
-    runtime.is_in_backward = False
-    runtime.active = None
-    runtime.num_frames = 0
-    if runtime.had_sums:
+            group.gradient.drop(engine.gradients)
+    engine.entered.clear()
+    engine.left.clear()
+    engine.is_in_backward = False
+    engine.active = None
+    engine.num_frames = 0
+    if engine.had_sums:
         raise StateError(
             "a backward failed while gradients were being accumulated: the sums of the earlier microbatches are"
             " lost.\n"
             "  Call zero_grad() and begin the step again."
         )
-    if any(unit.updated_in == runtime.generation for unit in runtime.units):
+    if any(unit.updated_in == engine.generation for unit in engine.units):
         raise StateError(
             "a backward failed after it had updated some of the units: the parameters are of two different steps.\n"
             "  Load a checkpoint."
         )
 
 
-def wait_for_all(runtime: Runtime) -> None:
+def wait_for_all(engine: Engine) -> None:
     """The model is going: what is under way must have come before its memory is given to others.
 
     Over Gloo a receive whose memory has gone also holds up every later message of the process group. Peers that work on
@@ -60,31 +60,31 @@ def wait_for_all(runtime: Runtime) -> None:
     """
     if sys.is_finalizing():
         return
-    handles = [handle for unit in runtime.units for handle in unit.handles]
-    for handle in [*handles, *(entry[2] for entry in runtime.reducing)]:
+    handles = [handle for unit in engine.units for handle in unit.handles]
+    for handle in [*handles, *(entry[2] for entry in engine.reducing)]:
         with contextlib.suppress(CommError):  # whoever communicates next is told
             handle.wait()
 
 
-def drop_later(runtime: Runtime, *, had_sums: bool) -> None:
+def drop_later(engine: Engine, *, had_sums: bool) -> None:
     """The step of a pipeline raised: the next call drops what it has added up, and waits for what it has under way.
 
     Nobody waits here: peers may be waiting for this rank in turn.
 
     Args:
-        runtime: Of the model.
+        engine: Of the model.
         had_sums: Gradients of earlier steps were waiting when it began, and are lost with its own.
     """
-    runtime.is_in_backward, runtime.had_sums = True, had_sums
+    engine.is_in_backward, engine.had_sums = True, had_sums
 
 
-def finish_strays(runtime: Runtime) -> None:
+def finish_strays(engine: Engine) -> None:
     """Reduce what no ticket announced: values that left a unit by a side door, and microbatches left over.
 
     Raises:
         StateError: A gradient came for a unit whose parameters had been released: it cannot be trusted.
     """
-    for unit in runtime.units:
+    for unit in engine.units:
         trained = [group for group in unit.groups if group.wants_gradients]
         strays = [
             spec
@@ -93,8 +93,8 @@ def finish_strays(runtime: Runtime) -> None:
             if full.grad is not None
         ]
         was_kept = unit.state is State.UNSHARDED and not unit.reshards_after_forward
-        is_released = not unit.is_resident and not was_kept and unit.healed_in != runtime.generation
-        if strays and (is_released or unit.updated_in == runtime.generation):
+        is_released = not unit.is_resident and not was_kept and unit.healed_in != engine.generation
+        if strays and (is_released or unit.updated_in == engine.generation):
             for group in trained:
                 for full in group.fulls:
                     full.grad = None
@@ -104,26 +104,26 @@ def finish_strays(runtime: Runtime) -> None:
                 f" {when.format(unit.name)}: a value left the unit otherwise than through its outputs.\n"
                 "  Return the value from the unit's forward, or wrap the module that uses it as well."
             )
-        if strays or (runtime.syncs_gradients and any(group.gradient.is_local for group in trained)):
-            runtime.finalise(unit)
+        if strays or (engine.syncs_gradients and any(group.gradient.is_local for group in trained)):
+            engine.finalise(unit)
 
 
-def leave_frames(runtime: Runtime) -> None:
+def leave_frames(engine: Engine) -> None:
     """A forward was left without its hooks: nothing is under way any more."""
-    runtime.saved.leave_forward()
-    runtime.left.clear()
-    for unit in runtime.units:
+    engine.saved.leave_forward()
+    engine.left.clear()
+    for unit in engine.units:
         unit.clear_frames()
         if unit.state is State.UNSHARDING:
-            runtime.wait(unit)
-        runtime.reshard(unit)
-    runtime.num_frames = 0
+            engine.wait(unit)
+        engine.reshard(unit)
+    engine.num_frames = 0
 
 
-def refuse_grad(runtime: Runtime) -> None:
+def refuse_grad(engine: Engine) -> None:
     """As :func:`refuse_between`, of a forward."""
     if torch.is_grad_enabled():
-        refuse_between(runtime, "a forward with grad")
+        refuse_between(engine, "a forward with grad")
 
 
 def refuse_compiled(unit: Unit) -> None:
@@ -163,23 +163,23 @@ def refuse_distributed_autograd(forward_thread: int) -> None:
     raise StateError(text)
 
 
-def refuse_between(runtime: Runtime, what: str) -> None:
+def refuse_between(engine: Engine, what: str) -> None:
     """Between the tokens of a stream the modules hold whole parameters, and gradients would be lost."""
-    if runtime.window is not None and runtime.window.only_for is not None:
+    if engine.window is not None and engine.window.only_for is not None:
         raise StateError(
-            f"{what} while {runtime.window.only_for} is under way: its iterator is neither exhausted nor closed.\n"
+            f"{what} while {engine.window.only_for} is under way: its iterator is neither exhausted nor closed.\n"
             "  Call its close(), or go on to its end, before."
         )
 
 
-def refuse_rootless(runtime: Runtime) -> None:
+def refuse_rootless(engine: Engine) -> None:
     """Refuse a forward of modules that are one unit while nothing around them is one.
 
     Raises:
         StateError: There is no unit around them.
     """
-    if not runtime.has_root:
-        names = ", ".join(unit.type_name for unit in runtime.units[1:] if unit.depth == 1)
+    if not engine.has_root:
+        names = ", ".join(unit.type_name for unit in engine.units[1:] if unit.depth == 1)
         raise StateError(
             f"a forward of {names}: sw.fully_shard made one unit of these modules, but no module around them is a"
             " unit.\n"
@@ -187,9 +187,9 @@ def refuse_rootless(runtime: Runtime) -> None:
         )
 
 
-def refuse_whole(runtime: Runtime) -> None:
+def refuse_whole(engine: Engine) -> None:
     """Inside full_parameters a forward may compute where every rank can, but not train."""
-    shown = [unit.whole for unit in runtime.units if unit.whole is not None]
+    shown = [unit.whole for unit in engine.units if unit.whole is not None]
     if shown and (torch.is_grad_enabled() or any(whole.is_on_root_only for whole in shown)):
         raise StateError(
             "a forward with grad, or on some ranks only, inside sw.full_parameters(): gradients could not be"
@@ -198,13 +198,13 @@ def refuse_whole(runtime: Runtime) -> None:
         )
 
 
-def check_not_updated(runtime: Runtime, unit: Unit) -> None:
+def check_not_updated(engine: Engine, unit: Unit) -> None:
     """Backward needs the parameters with which forward has computed.
 
     Raises:
         StateError: The optimizer has changed them, as backward seemed to have left the unit.
     """
-    if unit.updated_in == runtime.generation:
+    if unit.updated_in == engine.generation:
         raise StateError(
             f"backward came back to unit {unit.name!r} after its parameters had been updated: a value left the unit"
             " otherwise than through its outputs.\n"

@@ -16,17 +16,17 @@ from collections.abc import Callable, Iterator, Sequence
 import torch
 from torch import Tensor
 
-from shardwise.engine.engine import Runtime
+from shardwise.engine.engine import Engine
 from shardwise.engine.unit import State, Unit
 from shardwise.features import mishaps
 from shardwise.spec.errors import StateError
 
 
-class Window:
+class PipelineStep:
     """One such step.
 
     Args:
-        runtime: The engine.
+        engine: The engine.
         last: The microbatch whose backward through a stage is to reduce its units as it leaves them; ``None``: no
             backward is.
         synchronises: Gradients are reduced in this window.
@@ -39,13 +39,13 @@ class Window:
         only_for: The call that nothing but forwards without grad may come between, until it has ended.
     """
 
-    def __init__(self, runtime: Runtime, last: int | None = None, *, synchronises: bool = False) -> None:
-        self.holds = all(not unit.reshards_after_forward for unit in runtime.units)
+    def __init__(self, engine: Engine, last: int | None = None, *, synchronises: bool = False) -> None:
+        self.holds = all(not unit.reshards_after_forward for unit in engine.units)
         self.stage: int | None = None
         self.rests = False
         self.only_for: str | None = None
         self.has_gradients = False  # of this window's own backwards
-        self._runtime = runtime
+        self._engine = engine
         self._last = last if synchronises else None
         self._synchronises = synchronises
         self._due: deque[Unit] = deque()  # to be reduced in the backward under way, in this order
@@ -72,14 +72,14 @@ class Window:
         """The engine has left ``unit``, and collected its gradients: reduce what is due, as far as that has been left.
 
         Collective:
-            As :meth:`Runtime.reduce`, in a last backward.
+            As :meth:`Engine.reduce`, in a last backward.
         """
         self._left.add(unit)
         while self._due and self._due[0] in self._left:
             ready = self._due.popleft()
             self._reduced.add(ready)
-            self._runtime.reshard(ready)
-            self._runtime.reduce(ready)
+            self._engine.reshard(ready)
+            self._engine.reduce(ready)
 
     @torch.no_grad()
     def end(self, stage: int, compute: Callable[[Sequence[Tensor]], None] | None = None) -> None:
@@ -90,7 +90,7 @@ class Window:
             compute: Where gradients of weights are still to be computed, does so for the weights that it is given.
 
         Collective:
-            As :meth:`Runtime.reduce`; not where this window does not synchronise.
+            As :meth:`Engine.reduce`; not where this window does not synchronise.
         """
         if not self._synchronises:
             return
@@ -99,17 +99,17 @@ class Window:
         for unit in tuple(self._due):
             if compute is not None:
                 compute([full for group in unit.groups for full in group.fulls])
-            self._runtime.finalise(unit)
+            self._engine.finalise(unit)
 
     def collect(self) -> None:
         """Add what gradients there are on full parameters to those of earlier microbatches."""
         self.has_gradients = True
-        for unit in self._runtime.units:
+        for unit in self._engine.units:
             if unit in self._reduced:
                 continue
             for group in unit.groups:
                 if group.wants_gradients:
-                    group.gradient.collect(self._runtime.gradients)
+                    group.gradient.collect(self._engine.gradients)
                     if self.holds:
                         group.gradient.show()
 
@@ -119,27 +119,27 @@ class Window:
         Raises:
             StateError: A gradient has come for a unit that had been reduced.
         """
-        runtime = self._runtime
+        engine = self._engine
         with torch.no_grad():
             before()
-            for unit in reversed(runtime.units):
+            for unit in reversed(engine.units):
                 if unit not in self._reduced:
-                    runtime.finalise(unit)
-            runtime.finish_reductions()
+                    engine.finalise(unit)
+            engine.finish_reductions()
 
     def _of_stage(self, stage: int) -> deque[Unit]:
-        return deque(unit for unit in reversed(self._runtime.stages.get(stage, ())) if unit not in self._reduced)
+        return deque(unit for unit in reversed(self._engine.stages.get(stage, ())) if unit not in self._reduced)
 
 
 @contextlib.contextmanager
-def window(runtime: Runtime, before_reduction: Callable[[], None], last: int | None = None) -> Iterator[Window]:
+def window(engine: Engine, before_reduction: Callable[[], None], last: int | None = None) -> Iterator[PipelineStep]:
     """Run several forwards and backwards on the same parameters, and reduce their gradients.
 
     Args:
-        runtime: Of a model whose forwards train, unless grad is off.
+        engine: Of a model whose forwards train, unless grad is off.
         before_reduction: Called when all gradients of this rank are added up, before what belongs to several stages is
             reduced.
-        last: As of :class:`Window`.
+        last: As of :class:`PipelineStep`.
 
     Collective:
         With grad: the reduction of every unit, last unit first. In the last backward of a stage those that belong to it
@@ -148,38 +148,38 @@ def window(runtime: Runtime, before_reduction: Callable[[], None], last: int | N
     Raises:
         StateError: The optimizer steps inside backward.
     """
-    if runtime.update is not None or runtime.join is not None:
+    if engine.update is not None or engine.join is not None:
         raise StateError(
             "a pipeline step adds up the gradients of its microbatches: sw.optimizer_in_backward() and sw.join() do not"
             " go with it.\n  Leave them out, or set pp=1."
         )
-    runtime.settle("sw.train_step")
-    runtime.hide_waiting()
-    runtime.trains = torch.is_grad_enabled()
-    syncs = runtime.syncs_gradients
-    if not runtime.is_window_open:
-        runtime.refresh()
-        runtime.is_window_open = True
-    had_sums = any(group.gradient.is_local for group in runtime.groups)
-    runtime.window = opened = Window(runtime, last, synchronises=syncs and torch.is_grad_enabled())
-    runtime.syncs_gradients = False
+    engine.settle("sw.train_step")
+    engine.hide_waiting()
+    engine.trains = torch.is_grad_enabled()
+    syncs = engine.syncs_gradients
+    if not engine.parameters_are_unchanged:
+        engine.refresh()
+        engine.parameters_are_unchanged = True
+    had_sums = any(group.gradient.is_local for group in engine.groups)
+    engine.window = opened = PipelineStep(engine, last, synchronises=syncs and torch.is_grad_enabled())
+    engine.syncs_gradients = False
     try:
         yield opened
-        runtime.window, runtime.syncs_gradients = None, syncs
-        for unit in runtime.units:
+        engine.window, engine.syncs_gradients = None, syncs
+        for unit in engine.units:
             if unit.state is State.UNSHARDED:
-                runtime.reshard(unit)
+                engine.reshard(unit)
         if syncs and torch.is_grad_enabled():
             opened.reduce(before_reduction)
     except BaseException:
-        runtime.is_window_open = False
-        for unit in runtime.units:
+        engine.parameters_are_unchanged = False
+        for unit in engine.units:
             unit.swap_out()
-        if opened.has_gradients or runtime.reducing:
-            mishaps.drop_later(runtime, had_sums=had_sums)
+        if opened.has_gradients or engine.reducing:
+            mishaps.drop_later(engine, had_sums=had_sums)
         raise
     finally:
-        runtime.window, runtime.syncs_gradients = None, syncs
+        engine.window, engine.syncs_gradients = None, syncs
     if syncs or not torch.is_grad_enabled():
-        runtime.is_window_open = False
-    runtime.show_waiting()
+        engine.parameters_are_unchanged = False
+    engine.show_waiting()

@@ -23,15 +23,15 @@ from shardwise.features import debug
 from shardwise.spec.errors import StateError
 
 if TYPE_CHECKING:
-    from shardwise.engine.engine import Runtime
+    from shardwise.engine.engine import Engine
     from shardwise.engine.group import Group
 
 
 class SavedTensorGuard:
-    """Packs and unpacks the tensors that autograd saves in a forward of ``runtime``'s model."""
+    """Packs and unpacks the tensors that autograd saves in a forward of ``engine``'s model."""
 
-    def __init__(self, runtime: Runtime) -> None:
-        self._runtime = weakref.ref(runtime)
+    def __init__(self, engine: Engine) -> None:
+        self._engine = weakref.ref(engine)
         self._context: torch.autograd.graph.saved_tensors_hooks | None = None
         self._changes_seen = -1
         self._is_settled = False
@@ -40,19 +40,19 @@ class SavedTensorGuard:
     @property
     def is_on(self) -> bool:
         """Whether the next forward that trains is watched: always where a slot that is not in use has no memory."""
-        runtime = self._runtime()
-        keeps = runtime is None or runtime.options.keeps_buffers
+        engine = self._engine()
+        keeps = engine is None or engine.options.keeps_buffers
         return debug.is_on or self.num_healed > 0 or not self._is_settled or not keeps
 
     def enter_forward(self, *, is_known: bool) -> None:
         """An outermost forward that trains begins; ``is_known``: there was one through the same module before."""
-        runtime = self._runtime()
-        if runtime is None or not runtime.slots.slots or (is_known and not self.is_on) or self._context is not None:
+        engine = self._engine()
+        if engine is None or not engine.slots.slots or (is_known and not self.is_on) or self._context is not None:
             return
         if torch_private.has_saved_tensor_hooks():
             return  # somebody outside the model has plans for its saved tensors; ours would take their place
         owners = {
-            torch_private.storage_identity(slot.buffer): slot for slot in runtime.slots.slots if slot.buffer is not None
+            torch_private.storage_identity(slot.buffer): slot for slot in engine.slots.slots if slot.buffer is not None
         }
         me = weakref.ref(self)
 
@@ -87,10 +87,10 @@ class SavedTensorGuard:
 
     def check(self, group: Group) -> None:
         """A saved tensor of ``group`` is about to be read: have its data there."""
-        slot, runtime = group.slot, self._runtime()
-        if runtime is None or slot is None or (slot.owner is group and not group.unit.handles):
+        slot, engine = group.slot, self._engine()
+        if engine is None or slot is None or (slot.owner is group and not group.unit.handles):
             return
         if torch_private.current_backward() == -1:
             raise StateError(f"saved tensors of unit {group.unit.name!r} can be read only inside backward().")
         self.num_healed += 1
-        runtime.heal(group.unit)
+        engine.heal(group.unit)

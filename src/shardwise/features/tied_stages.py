@@ -9,17 +9,17 @@ from torch import nn
 
 from shardwise.comm.base import Comm
 from shardwise.engine.attach import mark_of
-from shardwise.engine.engine import Runtime
+from shardwise.engine.engine import Engine
 from shardwise.engine.view import memory_order
 
 
-def sum_over_copies(runtime: Runtime, copies: Mapping[nn.Parameter, Sequence[int]], comm: Comm) -> None:
+def sum_over_copies(engine: Engine, copies: Mapping[nn.Parameter, Sequence[int]], comm: Comm) -> None:
     """Add up the local gradients of parameters over the ranks that hold a copy, before they are reduced.
 
     Every copy gets the same sum, in the order of ranks, so that copies stay equal to the last bit.
 
     Args:
-        runtime: Of the model.
+        engine: Of the model.
         copies: The ranks along ``comm`` that hold a copy, ascending, by parameter; in one order on all of them.
         comm: Along ``pp``.
 
@@ -31,7 +31,7 @@ def sum_over_copies(runtime: Runtime, copies: Mapping[nn.Parameter, Sequence[int
         group = mark.group if mark is not None else None
         if mark is None or group is None or not group.wants_gradients:
             continue
-        views = group.gradient.local_views(mark.index, runtime.gradients)
+        views = group.gradient.local_views(mark.index, engine.gradients)
         own = torch.cat([memory_order(view) for view in views])
         unit = f"copies of {group.layout.params[mark.index].name}"
         terms = {peer: own if peer == comm.rank else torch.empty_like(own) for peer in ranks}

@@ -25,7 +25,7 @@ from shardwise.optim.clip import clip_grad_norm
 from shardwise.spec.errors import CommError, RankDisagreement, StateError
 
 if TYPE_CHECKING:
-    from shardwise.engine.engine import Runtime
+    from shardwise.engine.engine import Engine
     from shardwise.engine.group import Group
     from shardwise.engine.order import Entry
     from shardwise.engine.unit import Unit
@@ -103,30 +103,30 @@ def join(
         CommError: Another rank has left by an exception.
         StateError: The context is entered twice; the optimizers' settings differ; something that is refused.
     """
-    runtime = attach.runtime_of(model, "sw.join")
-    runtime.settle("sw.join()")
-    if runtime.join is not None:
+    engine = attach.engine_of(model, "sw.join")
+    engine.settle("sw.join()")
+    if engine.join is not None:
         raise StateError("sw.join() inside sw.join() of the same model.\n  Leave one out.")
     if batch_norm.comms_of(model) and not throw_on_early_termination:
         raise StateError(
             "sw.join(): batch norm over all ranks needs samples of every rank.\n"
             "  Use plain batch norm, drop_last=True, or sw.join(..., throw_on_early_termination=True)."
         )
-    if runtime.comms.ep is not None:
+    if engine.comms.ep is not None:
         raise StateError(
             "sw.join(): experts on other ranks wait for the tokens of every rank (ep).\n"
             "  Use drop_last=True, or set ep=1."
         )
-    if runtime.ignored.spread:
+    if engine.ignored.spread:
         raise StateError(
             "sw.join(): lookups in rows on other ranks wait for every rank (row_sharded).\n"
             "  Use drop_last=True, or leave row_sharded out."
         )
     group = Join(
-        runtime, model, optimizers, divides_by_all=divide_by_initial_world_size, throws=throw_on_early_termination
+        engine, model, optimizers, divides_by_all=divide_by_initial_world_size, throws=throw_on_early_termination
     )
     with _generating_alone(model):
-        runtime.join = group
+        engine.join = group
         try:
             yield
         except BaseException:
@@ -135,7 +135,7 @@ def join(
         else:
             group.follow()
         finally:
-            runtime.join = None
+            engine.join = None
             group.restore()
 
 
@@ -166,7 +166,7 @@ class Join:
 
     def __init__(
         self,
-        runtime: Runtime,
+        engine: Engine,
         model: nn.Module,
         optimizers: Sequence[torch.optim.Optimizer],
         *,
@@ -174,12 +174,12 @@ class Join:
         throws: bool,
     ) -> None:
         self.is_short = False
-        self._runtime = runtime
+        self._engine = engine
         self._model = model
-        self._optimizers = tuple(optimizers) if runtime.update is None else runtime.update.optimizers
+        self._optimizers = tuple(optimizers) if engine.update is None else engine.update.optimizers
         self._divides_by_all = divides_by_all
         self._throws = throws
-        self._comm = runtime.comms.control
+        self._comm = engine.comms.control
         self.active = list(range(self._comm.size))
         self._is_listening = False
         self._is_over = False
@@ -212,7 +212,7 @@ class Join:
 
     def begins_backward(self) -> None:
         """Backward has reached its first unit."""
-        if self._say(Word.BACKWARD, self._held) and self._runtime.update is not None:
+        if self._say(Word.BACKWARD, self._held) and self._engine.update is not None:
             self._share_settings()
 
     def reduces(self, unit: Unit, *, is_last: bool) -> None:
@@ -272,7 +272,7 @@ class Join:
             What the others issue.
         """
         self._is_listening = True
-        mishaps.leave_frames(self._runtime)
+        mishaps.leave_frames(self._engine)
         while spoken := self._spoken(self._exchange(Word.LEFT)):
             word, first, second = next(iter(spoken.values()))
             self._do(Word(word), first, second, spoken)
@@ -297,34 +297,34 @@ class Join:
 
     def _follow_forward(self, *, trains: bool, may_change_buffers: bool) -> None:
         """An outermost forward begins on the others."""
-        self._runtime.trains, self._runtime.may_change_buffers = trains, may_change_buffers
-        self._runtime.refresh()
+        self._engine.trains, self._engine.may_change_buffers = trains, may_change_buffers
+        self._engine.refresh()
 
     def _follow_gather(self, index: int, place: int, *, is_inner: bool) -> None:
         """The others gather a group of a unit: take part."""
-        runtime = self._runtime
-        group = runtime.units[index].groups[place]
+        engine = self._engine
+        group = engine.units[index].groups[place]
         if group.slot is not None and group.slot.owner is not group:
-            runtime.claim(group)
-        runtime.gather(group, is_inner=is_inner).wait()
-        if runtime.trains and group.inner is not None and not is_inner:
-            group.inner.keep(group.gathered, runtime.epoch)
+            engine.claim(group)
+        engine.gather(group, is_inner=is_inner).wait()
+        if engine.trains and group.inner is not None and not is_inner:
+            group.inner.keep(group.gathered, engine.epoch)
         group.release(poison=debug.is_on)
 
     def _follow_reduction(self, index: int, *, is_last: bool) -> None:
         """The others reduce a unit: add nothing, or what earlier microbatches have left here."""
-        runtime = self._runtime
-        before, runtime.syncs_gradients = runtime.syncs_gradients, is_last
-        runtime.finalise(runtime.units[index])
-        runtime.syncs_gradients = before
+        engine = self._engine
+        before, engine.syncs_gradients = engine.syncs_gradients, is_last
+        engine.finalise(engine.units[index])
+        engine.syncs_gradients = before
 
     def _follow_end(self, *, has_more: bool) -> None:
         """The others end their backward."""
-        self._runtime.drain()
-        self._runtime.is_window_open = has_more
+        self._engine.drain()
+        self._engine.parameters_are_unchanged = has_more
 
     def _follow_backward(self, held: Sequence[int]) -> None:
-        if self._runtime.update is not None:
+        if self._engine.update is not None:
             self._share_settings()
         self._follow_zero_grad(held)
 
@@ -333,14 +333,14 @@ class Join:
         if _Held.SOME in held or (_Held.NONE not in held and not self._has_stepped):
             return
         self._has_stepped = False
-        self._runtime.hide_waiting()  # sums wait, whatever the others hold
-        for group in self._runtime.groups:
+        self._engine.hide_waiting()  # sums wait, whatever the others hold
+        for group in self._engine.groups:
             for shard in group.shards:
                 shard.grad = None
 
     @property
     def _held(self) -> _Held:
-        trained = [shard for group in self._runtime.groups for shard in group.shards if shard.requires_grad]
+        trained = [shard for group in self._engine.groups for shard in group.shards if shard.requires_grad]
         if any(shard.grad is not None for shard in trained):
             return _Held.SOME
         return _Held.NONE if any(shard.numel() for shard in trained) else _Held.UNKNOWN
@@ -358,11 +358,11 @@ class Join:
 
     def restore(self) -> None:
         """Undo what held inside the context."""
-        runtime = self._runtime
-        for group in runtime.groups:
+        engine = self._engine
+        for group in engine.groups:
             group.gradient.divide_by(group.num_ranks)
-        if runtime.buffers is not None:
-            runtime.buffers.set_sources(range(self._comm.size))
+        if engine.buffers is not None:
+            engine.buffers.set_sources(range(self._comm.size))
 
     def _say(self, word: Word, first: int = 0, second: int = 0, *, is_always: bool = False) -> dict[int, list[int]]:
         """Tell what is about to be issued, where anybody listens; returns what all that have a batch have said."""
@@ -406,7 +406,7 @@ class Join:
     def _describe(self, row: list[int]) -> str:
         word, first, second = row
         if word in {Word.GATHER, Word.REDUCE}:
-            return f"{Word(word).name.lower()} of unit {self._runtime.units[first].name!r}"
+            return f"{Word(word).name.lower()} of unit {self._engine.units[first].name!r}"
         return f"{Word(word).name.lower()} ({first}, {second})"
 
     def _count(self, spoken: dict[int, list[int]]) -> None:
@@ -428,10 +428,10 @@ class Join:
         self.is_short = True
         self.active = list(spoken)
         if not self._divides_by_all:
-            for group in self._runtime.groups:
+            for group in self._engine.groups:
                 group.gradient.divide_by(len(self.active))
-        if self._runtime.buffers is not None:
-            self._runtime.buffers.set_sources(self.active)
+        if self._engine.buffers is not None:
+            self._engine.buffers.set_sources(self.active)
 
     def _share_settings(self) -> None:
         """Take over the optimizers' settings of a rank that has a batch: a scheduler may have changed them."""
@@ -448,12 +448,12 @@ class Join:
         Collective:
             The recorded orders, as JSON; the buffers.
         """
-        runtime, last = self._runtime, self.active[0]
-        known = all_gather_json(self._comm, [[orders.known() for orders in runtime.all_orders], self._held])
-        for orders, recorded in zip(runtime.all_orders, known[last][0], strict=True):
+        engine, last = self._engine, self.active[0]
+        known = all_gather_json(self._comm, [[orders.known() for orders in engine.all_orders], self._held])
+        for orders, recorded in zip(engine.all_orders, known[last][0], strict=True):
             orders.take(recorded)
         self._follow_zero_grad([known[rank][1] for rank in self.active])
-        runtime.sync_buffers()
+        engine.sync_buffers()
 
     def _refuse(self, call: str) -> None:
         self._is_over = True

@@ -20,7 +20,7 @@ from torch import Tensor, nn
 from shardwise.comm.base import Comm
 from shardwise.generation.decoder import Decoder, MakeDecoder
 from shardwise.generation.relay import Crossed, Relay
-from shardwise.generation.sample import Draws, Sampling
+from shardwise.generation.sample import RngStreams, Sampling
 from shardwise.pipeline.interpret import Interpreter
 
 
@@ -68,7 +68,7 @@ class Part:
         self.new_BT = torch.tensor(padded, device=device)
         self.is_over = False
         self.how = how
-        self._draws = Draws(how.seed, numbers or [0])
+        self._draws = RngStreams(how.seed, numbers or [0])
 
     def decoder(self, layers: Collection[int] | None = None) -> Decoder:
         """A new one."""

@@ -16,8 +16,8 @@ import torch
 from torch import Tensor, nn
 
 from shardwise.comm.control import all_gather_json, fail_together
-from shardwise.engine.attach import attachment_of, runtime_of
-from shardwise.engine.engine import Runtime
+from shardwise.engine.attach import attachment_of, engine_of
+from shardwise.engine.engine import Engine
 from shardwise.features.constant import constant_parameters
 from shardwise.generation.chunks import How, Part, Runner, Staged, Whole
 from shardwise.generation.decoder import decoder_of
@@ -113,17 +113,17 @@ def generate_stream(
     Raises:
         ConfigError, StateError, RankDisagreement: As :func:`generate`, before the first token.
     """
-    runtime = _runtime_of(model)
+    engine = _runtime_of(model)
     problem: ShardwiseError | None = None
     job: _Job | None = None
     try:
-        job = _Job(model, prompts, max_new_tokens, Sampling(temperature, top_k, top_p), seed, eos, runtime)
+        job = _Job(model, prompts, max_new_tokens, Sampling(temperature, top_k, top_p), seed, eos, engine)
     except ShardwiseError as error:
         problem = error
-    if runtime is None and problem is not None:
+    if engine is None and problem is not None:
         raise problem
-    if runtime is not None:
-        fail_together(runtime.comms.world, problem)
+    if engine is not None:
+        fail_together(engine.comms.world, problem)
     assert job is not None
     job.meet()
     return job.run()
@@ -145,9 +145,9 @@ class _Job:
         sampling: Sampling,
         seed: int | None,
         eos: int | Sequence[int] | None,
-        runtime: Runtime | None,
+        engine: Engine | None,
     ) -> None:
-        self._model, self._runtime = model, runtime
+        self._model, self._engine = model, engine
         make_decoder, vocab_size, positions = decoder_of(model)
         self._rows = rows_of(prompts)
         self._ends = frozenset(() if eos is None else [eos] if isinstance(eos, int) else eos)
@@ -164,9 +164,9 @@ class _Job:
         Raises:
             RankDisagreement: Something is not the same; on every rank.
         """
-        if self._runtime is None or self._runtime.comms.world.size == 1:
+        if self._engine is None or self._engine.comms.world.size == 1:
             return
-        comms, steps = self._runtime.comms, [self._how.max_new_tokens, bool(self._ends)]
+        comms, steps = self._engine.comms, [self._how.max_new_tokens, bool(self._ends)]
         said = [self._rows, repr(self._how.sampling), sorted(self._ends), None if self._is_own_seed else self._how.seed]
         digest = hashlib.sha256(json.dumps(said).encode()).hexdigest()
         mine = {"reader": comms.control.rank, "digest": digest, "steps": steps, "seed": self._how.seed}
@@ -194,7 +194,7 @@ class _Job:
         trained = [module for module in self._model.modules() if module.training]
         self._model.eval()
         try:
-            with nullcontext() if self._runtime is None else constant_parameters(self._runtime, "sw.generate"):
+            with nullcontext() if self._engine is None else constant_parameters(self._engine, "sw.generate"):
                 yield from _Columns(*self._prepared(), self._ends).run(self._how.max_new_tokens)
         finally:
             for module in trained:
@@ -202,9 +202,9 @@ class _Job:
 
     def _prepared(self) -> tuple[Shares, list[Part], Runner]:
         """The rows, shared out and put into parts, and what computes them."""
-        pipelined, runtime = pipelined_of(self._model), self._runtime
-        comm = None if runtime is None or runtime.comms.control.size == 1 else runtime.comms.control
-        device = next(self._model.parameters()).device if runtime is None else runtime.comms.world.device
+        pipelined, engine = pipelined_of(self._model), self._engine
+        comm = None if engine is None or engine.comms.control.size == 1 else engine.comms.control
+        device = next(self._model.parameters()).device if engine is None else engine.comms.world.device
         shares = Shares(
             [told["num_rows"] for told in self._told],
             comm,
@@ -383,7 +383,7 @@ def check_ids(ids: Sequence[int], vocab_size: int, where: str) -> None:
             )
 
 
-def _runtime_of(model: nn.Module) -> Runtime | None:
+def _runtime_of(model: nn.Module) -> Engine | None:
     """Of a parallelized model; ``None`` for a plain one.
 
     Raises:
@@ -391,12 +391,12 @@ def _runtime_of(model: nn.Module) -> Runtime | None:
     """
     if attachment_of(model) is None:
         return None
-    runtime = runtime_of(model, "sw.generate", on_shards=False)
-    if runtime.row.is_threaded:
+    engine = engine_of(model, "sw.generate", on_shards=False)
+    if engine.row.is_threaded:
         raise StateError("sw.generate: replicas in one process have no cache each.\n  Use strategy='ddp'.")
     if any(getattr(module.__dict__.get("forward"), "divides_sequence", False) for module in model.modules()):
         raise StateError(
             "sw.generate: sequence_parallel=True divides positions over tp, and a new token is one position.\n"
             "  Load the checkpoint under a plan without it: checkpoints load under any plan."
         )
-    return runtime
+    return engine

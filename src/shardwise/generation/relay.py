@@ -10,8 +10,8 @@ import torch
 from torch import Tensor
 
 from shardwise.comm.base import Comm, Handle, Message
-from shardwise.pipeline.interpret import Crossing, Interpreter, read_header
-from shardwise.pipeline.trace import Flow, Source
+from shardwise.pipeline.interpret import BoundaryTensor, Interpreter, read_header
+from shardwise.pipeline.trace import Source, StageFlow
 
 #: Exchanges whose sends may be under way while this rank computes.
 _AHEAD = 2
@@ -22,7 +22,7 @@ class Crossed(NamedTuple):
 
     stage: int
     part: Hashable
-    flow: Flow
+    flow: StageFlow
 
 
 class Relay:
@@ -42,7 +42,7 @@ class Relay:
         self._made: list[tuple[Crossed, Sequence[Tensor]]] = []  # for one of another rank, since the last exchange
         self._under_way: deque[Handle] = deque()
 
-    def run(self, stage: int, part: Hashable, flow: Flow, forward: Callable[[], Any]) -> Any:
+    def run(self, stage: int, part: Hashable, flow: StageFlow, forward: Callable[[], Any]) -> Any:
         """One forward of a stage.
 
         Args:
@@ -110,7 +110,9 @@ class Relay:
         sends, receives, headers = [], [], []
         for (stage, _, flow), tensors in self._made:
             if stage not in flow.learned:
-                flow.learned[stage] = tuple(Crossing(tuple(t.shape), t.dtype, requires_grad=False) for t in tensors)
+                flow.learned[stage] = tuple(
+                    BoundaryTensor(tuple(t.shape), t.dtype, requires_grad=False) for t in tensors
+                )
                 header = self._its.header(stage, flow.learned[stage])
                 sends.append((header.view(-1), self._ranks[stage + 1], f"shapes of stage {stage}"))
         for stage, _, flow in expected:

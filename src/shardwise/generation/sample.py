@@ -87,7 +87,7 @@ class Sampling:
         return torch.searchsorted(edges_BV, at_B[:, None], right=True).squeeze(-1)
 
 
-class Draws:
+class RngStreams:
     """Uniform numbers for the rows of a batch, each row by itself.
 
     Args:

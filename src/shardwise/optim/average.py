@@ -12,9 +12,9 @@ from torch import Tensor, nn
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from shardwise.engine import attach
-from shardwise.engine.engine import Runtime
+from shardwise.engine.engine import Engine
 from shardwise.engine.group import Group
-from shardwise.optim.checks import runtimes_of
+from shardwise.optim.checks import engines_of
 from shardwise.spec.errors import StateError
 from shardwise.spec.extent import Extent
 from shardwise.spec.slice import slice_of
@@ -63,15 +63,15 @@ class ExponentialMovingAverage:
         self.num_updates = 0
         self._model = weakref.ref(model)
         self._is_in = False
-        runtime = attach.runtime_of(model, "sw.ExponentialMovingAverage")
+        engine = attach.engine_of(model, "sw.ExponentialMovingAverage")
         self._averages: list[tuple[weakref.ref[Group], Tensor]] = []
-        for group in runtime.groups:
+        for group in engine.groups:
             if group.wants_gradients:
                 group.follow_shards()
                 self._averages.append((weakref.ref(group), _average_of(group.master)))
         self._rows = {
             name: _average_of(rows.detach().view(-1))
-            for name, rows in runtime.ignored.spread_parameters.items()
+            for name, rows in engine.ignored.spread_parameters.items()
             if rows.requires_grad
         }
 
@@ -82,8 +82,8 @@ class ExponentialMovingAverage:
         Raises:
             StateError: Inside :meth:`swapped_in`, or of a forward or backward; or the model is gone.
         """
-        runtime = self._settled("update")
-        for weights, average in self._weights(runtime):
+        engine = self._settled("update")
+        for weights, average in self._weights(engine):
             average.lerp_(weights.to(average.dtype), 1 - self.decay)
         self.num_updates += 1
 
@@ -100,30 +100,30 @@ class ExponentialMovingAverage:
         Raises:
             StateError: Inside another one, or of a forward or backward; or the model is gone.
         """
-        runtime = self._settled("swapped_in")
-        hook = register_optimizer_step_pre_hook(_refuse_steps_of(weakref.ref(runtime)))
-        kept = [_swap(weights, average) for weights, average in self._weights(runtime)]
+        engine = self._settled("swapped_in")
+        hook = register_optimizer_step_pre_hook(_refuse_steps_of(weakref.ref(engine)))
+        kept = [_swap(weights, average) for weights, average in self._weights(engine)]
         self._is_in = True
-        runtime.invalidate()
+        engine.invalidate()
         try:
             yield
         finally:
             hook.remove()
-            for (weights, average), own in zip(self._weights(runtime), kept, strict=True):
+            for (weights, average), own in zip(self._weights(engine), kept, strict=True):
                 _swap_back(weights, average, own)
             self._is_in = False
-            runtime.invalidate()
+            engine.invalidate()
 
-    def _settled(self, call: str) -> Runtime:
+    def _settled(self, call: str) -> Engine:
         call = f"ExponentialMovingAverage.{call}()"
         model = self._model()
         if model is None:
             raise StateError(f"{call}: the model is gone.\n  Keep it for as long as its average is used.")
         if self._is_in:
             raise StateError(f"{call} inside swapped_in(): the model holds the average.\n  Call it outside.")
-        runtime = attach.runtime_of(model, call)
-        runtime.settle(call)
-        return runtime
+        engine = attach.engine_of(model, call)
+        engine.settle(call)
+        return engine
 
     def _pairs(self) -> Iterator[tuple[Group, Tensor]]:
         for reference, average in self._averages:
@@ -131,17 +131,17 @@ class ExponentialMovingAverage:
             assert group is not None
             yield group, average
 
-    def _weights(self, runtime: Runtime) -> Iterator[tuple[Tensor, Tensor]]:
+    def _weights(self, engine: Engine) -> Iterator[tuple[Tensor, Tensor]]:
         """What is averaged, flat and as it lies here, with its average."""
         for group, average in self._pairs():
             group.follow_shards()
             yield group.master, average
-        for rows, average in self._spread(runtime).values():
+        for rows, average in self._spread(engine).values():
             yield rows.detach().view(-1), average
 
-    def _spread(self, runtime: Runtime) -> dict[str, tuple[nn.Parameter, Tensor]]:
+    def _spread(self, engine: Engine) -> dict[str, tuple[nn.Parameter, Tensor]]:
         """This rank's rows of what is spread by rows, with their average, by name."""
-        return {name: (runtime.ignored.parameters[name], average) for name, average in self._rows.items()}
+        return {name: (engine.ignored.parameters[name], average) for name, average in self._rows.items()}
 
     # -- checkpoints
 
@@ -151,17 +151,17 @@ class ExponentialMovingAverage:
         Raises:
             StateError: As :meth:`update`.
         """
-        runtime = self._settled("owned_extents")
+        engine = self._settled("owned_extents")
         spread = [
             _spread_extent(name, rows, average.view(rows.shape))
-            for name, (rows, average) in self._spread(runtime).items()
+            for name, (rows, average) in self._spread(engine).items()
         ]
-        if runtime.comms.replica:
+        if engine.comms.replica:
             return spread
         return spread + [
             extent_of(group, index, _name(group, index), piece, group.held_view(index, average))
             for group, average in self._pairs()
-            for index, piece in owned_pieces(runtime, group)
+            for index, piece in owned_pieces(engine, group)
         ]
 
     def fresh_extents(self) -> tuple[list[Tensor], list[tuple[Extent, Tensor]]]:
@@ -170,7 +170,7 @@ class ExponentialMovingAverage:
         Raises:
             StateError: As :meth:`update`.
         """
-        runtime = self._settled("fresh_extents")
+        engine = self._settled("fresh_extents")
         fresh, extents = [], []
         for group, average in self._pairs():
             flat = torch.zeros_like(average)
@@ -178,7 +178,7 @@ class ExponentialMovingAverage:
             for piece in group.held:
                 view = group.held_view(piece.index, flat)
                 extents.append(extent_of(group, piece.index, _name(group, piece.index), piece, view))
-        for name, (rows, average) in self._spread(runtime).items():
+        for name, (rows, average) in self._spread(engine).items():
             fresh.append(torch.zeros_like(average))
             extents.append(_spread_extent(name, rows, fresh[-1].view(rows.shape)))
         return fresh, extents
@@ -240,12 +240,12 @@ def _swap_back(weights: Tensor, average: Tensor, own: Tensor | None) -> None:
         weights.copy_(own)
 
 
-def _refuse_steps_of(reference: weakref.ref[Runtime]) -> Any:
+def _refuse_steps_of(reference: weakref.ref[Engine]) -> Any:
     def refuse(optimizer: torch.optim.Optimizer, _args: object, _kwargs: object) -> None:
-        runtime = reference()
-        spread = runtime.ignored.spread_parameters.values() if runtime is not None else ()
+        engine = reference()
+        spread = engine.ignored.spread_parameters.values() if engine is not None else ()
         steps_on = {id(parameter) for settings in optimizer.param_groups for parameter in settings["params"]}
-        if runtime in runtimes_of(optimizer) or any(id(rows) in steps_on for rows in spread):
+        if engine in engines_of(optimizer) or any(id(rows) in steps_on for rows in spread):
             raise StateError(
                 "optimizer.step() inside ExponentialMovingAverage.swapped_in(): it would change the average.\n"
                 "  Step outside of it."

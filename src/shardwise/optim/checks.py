@@ -22,7 +22,7 @@ from shardwise.spec.granularity import ELEMENT, TENSOR, Granularity, block, keep
 from shardwise.spec.slice import Slice, slice_of
 
 if TYPE_CHECKING:
-    from shardwise.engine.engine import Runtime
+    from shardwise.engine.engine import Engine
     from shardwise.engine.group import Group
     from shardwise.engine.unit import Unit
 
@@ -54,8 +54,8 @@ _BLOCKWISE = frozenset({"torchao.optim.adam.Adam8bit", "torchao.optim.adam.AdamW
 _seen: weakref.WeakKeyDictionary[torch.optim.Optimizer, Content] = weakref.WeakKeyDictionary()
 _installed = False
 
-#: What :func:`runtimes_of` has found, and in which lists of parameters.
-_runtimes: weakref.WeakKeyDictionary[torch.optim.Optimizer, tuple[Content, list[weakref.ref[Runtime]]]] = (
+#: What :func:`engines_of` has found, and in which lists of parameters.
+_engines: weakref.WeakKeyDictionary[torch.optim.Optimizer, tuple[Content, list[weakref.ref[Engine]]]] = (
     weakref.WeakKeyDictionary()
 )
 
@@ -157,28 +157,28 @@ def _content_of(optimizer: torch.optim.Optimizer) -> Content:
 
 
 def _before_step(optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
-    runtimes = runtimes_of(optimizer)
+    engines = engines_of(optimizer)
     is_inside_backward = False
-    for runtime in runtimes:
-        runtime.wait_for_host()  # masters on the host are about to be written
-        if runtime.update is not None:
+    for engine in engines:
+        engine.wait_for_host()  # masters on the host are about to be written
+        if engine.update is not None:
             found_inf, _ = (vars(optimizer).pop(name, None) for name in ("found_inf", "grad_scale"))
             if found_inf is not None:
                 raise StateError(
                     "a gradient scaler came after sw.optimizer_in_backward() had updated the parameters with scaled"
                     " gradients.\n  Compute in bf16, which needs no scaler, or step after backward."
                 )
-            if runtime.update.is_stepping:
+            if engine.update.is_stepping:
                 is_inside_backward = True
                 continue
-        _check_moment(runtime)
-        if runtime.join is not None:
-            runtime.join.steps(optimizer)
+        _check_moment(engine)
+        if engine.join is not None:
+            engine.join.steps(optimizer)
     if not is_inside_backward and _seen.get(optimizer) != (content := _content_of(optimizer)):
         _check_bits(optimizer)
         _check(optimizer)
         _check_state(optimizer)
-        if added.check_optimizer(optimizer, runtimes):
+        if added.check_optimizer(optimizer, engines):
             _seen[optimizer] = content
     if any(given is not None for given in (*args[1:], kwargs.get("closure"))) and flat_parameters.flats_of(optimizer):
         raise StateError(
@@ -190,42 +190,42 @@ def _before_step(optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> No
     partial.allow(is_allowed=True)  # what an optimizer may look at is its own check above
 
 
-def _check_moment(runtime: Runtime) -> None:
+def _check_moment(engine: Engine) -> None:
     """Refuse a step at a time when the shards or their gradients are not what they should be."""
-    if any(unit.whole is not None for unit in runtime.units):
+    if any(unit.whole is not None for unit in engine.units):
         raise StateError(
             "optimizer.step() inside sw.full_parameters(): the optimizer's state is of shards.\n  Step outside of it."
         )
-    mishaps.refuse_between(runtime, "optimizer.step()")
-    runtime.refuse_sums("optimizer.step()")
+    mishaps.refuse_between(engine, "optimizer.step()")
+    engine.refuse_sums("optimizer.step()")
 
 
 def _after_step(optimizer: torch.optim.Optimizer, _args: Any, _kwargs: Any) -> None:
     flat_parameters.after_step(optimizer)
     partial.allow(is_allowed=False)
-    for runtime in runtimes_of(optimizer):
-        if runtime.update is None or not runtime.update.is_stepping:
-            runtime.invalidate()
+    for engine in engines_of(optimizer):
+        if engine.update is None or not engine.update.is_stepping:
+            engine.invalidate()
 
 
-def runtimes_of(optimizer: torch.optim.Optimizer) -> list[Runtime]:
+def engines_of(optimizer: torch.optim.Optimizer) -> list[Engine]:
     """The engines whose parameters this optimizer updates, in the order of its parameters."""
     lists = [settings["params"] for settings in optimizer.param_groups]
     content = _content_of(optimizer)
-    known = _runtimes.get(optimizer)
+    known = _engines.get(optimizer)
     if known is not None and known[0] == content:
-        runtimes = [reference() for reference in known[1]]
-        if all(runtime is not None and _runtime_of(runtime.units[0]) is runtime for runtime in runtimes):
-            return [runtime for runtime in runtimes if runtime is not None]
+        engines = [reference() for reference in known[1]]
+        if all(engine is not None and _runtime_of(engine.units[0]) is engine for engine in engines):
+            return [engine for engine in engines if engine is not None]
     owners = dict.fromkeys(group_of(parameter) for params in lists for parameter in params)
     found = (_runtime_of(owner.unit) for owner in owners if owner is not None)
-    distinct = list(dict.fromkeys(runtime for runtime in found if runtime is not None))
-    _runtimes[optimizer] = content, [weakref.ref(runtime) for runtime in distinct]
+    distinct = list(dict.fromkeys(engine for engine in found if engine is not None))
+    _engines[optimizer] = content, [weakref.ref(engine) for engine in distinct]
     return distinct
 
 
-def _runtime_of(unit: Unit) -> Runtime | None:
-    return unit.runtime() if unit.runtime is not None else None
+def _runtime_of(unit: Unit) -> Engine | None:
+    return unit.engine() if unit.engine is not None else None
 
 
 def _check(optimizer: torch.optim.Optimizer) -> None:

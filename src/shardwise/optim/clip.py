@@ -8,7 +8,7 @@ import torch
 from torch import Tensor, nn
 
 from shardwise.engine import attach, torch_private
-from shardwise.engine.engine import Runtime
+from shardwise.engine.engine import Engine
 from shardwise.features.in_backward import refuse
 from shardwise.optim import partial
 from shardwise.spec.errors import StateError
@@ -48,32 +48,32 @@ def clip_grad_norm(model: nn.Module, max_norm: float) -> Tensor:
     """
     if not max_norm >= 0:
         raise StateError(f"clip_grad_norm(max_norm={max_norm}): expected a number of at least 0.")
-    runtime = attach.runtime_of(model, "sw.clip_grad_norm")
-    refuse(runtime, "sw.clip_grad_norm()")
-    runtime.refuse_sums("sw.clip_grad_norm()")
-    part = _part_of(runtime, model)
-    if runtime.join is not None:
+    engine = attach.engine_of(model, "sw.clip_grad_norm")
+    refuse(engine, "sw.clip_grad_norm()")
+    engine.refuse_sums("sw.clip_grad_norm()")
+    part = _part_of(engine, model)
+    if engine.join is not None:
         if part is not None:
             raise StateError(
                 "sw.clip_grad_norm() of a unit inside sw.join(): ranks without a batch clip the whole model.\n"
                 "  Pass the model."
             )
-        runtime.join.clips(max_norm)
-    shards = (shard for group in runtime.groups for shard in group.shards)
+        engine.join.clips(max_norm)
+    shards = (shard for group in engine.groups for shard in group.shards)
     grads = [
-        p.grad for p in (*shards, *runtime.ignored.spread_parameters.values()) if p.grad is not None and _is_in(part, p)
+        p.grad for p in (*shards, *engine.ignored.spread_parameters.values()) if p.grad is not None and _is_in(part, p)
     ]
-    norm = grad_norm(runtime, part)
+    norm = grad_norm(engine, part)
     coefficient = torch.clamp(max_norm / (norm + 1e-6), max=1.0)
     for device in {grad.device for grad in grads}:  # some may be on the host
         torch._foreach_mul_([grad for grad in grads if grad.device == device], coefficient.to(device))
     return norm
 
 
-def _part_of(runtime: Runtime, module: nn.Module) -> frozenset[int] | None:
+def _part_of(engine: Engine, module: nn.Module) -> frozenset[int] | None:
     """Identities of the parameters below ``module``; ``None`` for the whole model."""
     attachment = attach.attachment_of(module)
-    if attachment is None or attachment.unit is runtime.units[0]:
+    if attachment is None or attachment.unit is engine.units[0]:
         return None
     return frozenset(map(id, module.parameters()))
 
@@ -83,22 +83,22 @@ def _is_in(part: Collection[int] | None, parameter: Tensor) -> bool:
 
 
 @partial.allowed()
-def grad_norm(runtime: Runtime, part: Collection[int] | None = None) -> Tensor:
+def grad_norm(engine: Engine, part: Collection[int] | None = None) -> Tensor:
     """The global 2-norm of the gradients on the shards.
 
     Args:
-        runtime: Of the model.
+        engine: Of the model.
         part: Identities of the parameters that count; ``None``: all.
 
     Collective:
         As :func:`clip_grad_norm`.
     """
-    comms, device = runtime.comms, runtime.comms.control.device
+    comms, device = engine.comms, engine.comms.control.device
     sharded: list[Tensor] = []
     replicated: list[Tensor] = []
     experts: list[Tensor] = []  # replicated over fewer ranks
     dtypes: set[torch.dtype] = set()
-    for group in runtime.groups:
+    for group in engine.groups:
         grads = sharded if group.row.shards_optimizer else replicated if group.comms is comms else experts
         for spec, shard in zip(group.layout.params, group.shards, strict=True):
             if shard.grad is not None and comms.counts(spec.slice) and _is_in(part, shard):
@@ -108,17 +108,17 @@ def grad_norm(runtime: Runtime, part: Collection[int] | None = None) -> Tensor:
     if comms.ep is not None:
         comms.ep.all_reduce(total, unit="grad_norm").wait()
     of_shards = _sum_of_squares(sharded, device)
-    if runtime.row.shards_optimizer:
+    if engine.row.shards_optimizer:
         comms.reduce.all_reduce(of_shards, unit="grad_norm").wait()
     total += of_shards + _sum_of_squares(replicated, device)
     for comm in comms.across:
         comm.all_reduce(total, unit="grad_norm").wait()
-    if runtime.ignored.spread:
-        spread = runtime.ignored.spread_parameters.values()
+    if engine.ignored.spread:
+        spread = engine.ignored.spread_parameters.values()
         rows = _sum_of_squares((p.grad for p in spread if p.grad is not None and _is_in(part, p)), device)
         comms.world.all_reduce(rows, unit="grad_norm").wait()
         total += rows
-    dtypes = dtypes or {group.dtype for group in runtime.groups}  # a stage without gradients goes by what it holds
+    dtypes = dtypes or {group.dtype for group in engine.groups}  # a stage without gradients goes by what it holds
     return total.sqrt().to(torch.float64 if torch.float64 in dtypes else torch.float32).squeeze(0)
 
 

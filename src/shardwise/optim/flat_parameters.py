@@ -57,11 +57,11 @@ def flat_parameters(model: nn.Module, decay: DecayRule | None = None) -> list[di
     Raises:
         StateError: The model is not parallelized.
     """
-    runtime = attach.runtime_of(model, "sw.flat_parameters")
-    runtime.follow_shards()
+    engine = attach.engine_of(model, "sw.flat_parameters")
+    engine.follow_shards()
     groups: list[list[nn.Parameter]] = [[], []]
     is_there = [decay is None, False]
-    for group in runtime.groups:
+    for group in engine.groups:
         kinds: list[int | None] = []
         for spec, shard in zip(group.layout.params, group.shards, strict=True):
             is_decayed = decay is None or bool(decay(spec.name, shard))
@@ -70,7 +70,7 @@ def flat_parameters(model: nn.Module, decay: DecayRule | None = None) -> list[di
         for kind in range(2):
             is_there[kind] = is_there[kind] or kind in kinds
             groups[kind] += _of_group(group, kind)
-    for name, parameter in runtime.ignored.parameters.items():
+    for name, parameter in engine.ignored.parameters.items():
         if parameter.requires_grad:
             kind = int(decay is not None and not decay(name, parameter))
             groups[kind].append(parameter)

@@ -8,7 +8,7 @@ from torch import Tensor, nn
 from shardwise.engine import attach
 from shardwise.features.in_backward import refuse
 from shardwise.optim import partial
-from shardwise.optim.checks import runtimes_of
+from shardwise.optim.checks import engines_of
 from shardwise.spec.errors import StateError
 
 
@@ -64,16 +64,16 @@ class GradScaler(torch.amp.GradScaler):
         This is where ``torch.distributed.fsdp.sharded_grad_scaler`` departs from its base class too: whatever needs the
         finding, also fused optimizers, gets it from here. There is no public place between finding and using it.
         """
-        runtimes = runtimes_of(optimizer)
-        for runtime in runtimes:
-            refuse(runtime, "sw.GradScaler")
-            runtime.refuse_sums("sw.GradScaler's unscale_()")
-            if runtime.join is not None:
+        engines = engines_of(optimizer)
+        for engine in engines:
+            refuse(engine, "sw.GradScaler")
+            engine.refuse_sums("sw.GradScaler's unscale_()")
+            if engine.join is not None:
                 raise StateError(
                     "sw.GradScaler inside sw.join(): a rank without a batch would not learn the scale.\n"
                     "  Compute in bf16, which needs no scaler, or give every rank as many batches."
                 )
-            for group in runtime.groups:
+            for group in engine.groups:
                 if group.dtype is torch.float16 and group.wants_gradients and not allow_fp16:
                     raise StateError(
                         f"parameter {group.layout.params[0].name!r} is kept in fp16: unscaled, its gradients would"
@@ -84,15 +84,15 @@ class GradScaler(torch.amp.GradScaler):
         total = torch.zeros(1, dtype=torch.float32, device=found_inf.device)
         for value in found.values():
             total += value.to(total.device)
-        for runtime in runtimes:
+        for engine in engines:
             # Ranks of one shard group share out the gradients; of ignored parameters every rank has its own.
-            comm = runtime.comms.control if runtime.ignored.parameters else runtime.comms.reduce
-            has_own = runtime.row.shards_optimizer or runtime.ignored.parameters or runtime.comms.ep
+            comm = engine.comms.control if engine.ignored.parameters else engine.comms.reduce
+            has_own = engine.row.shards_optimizer or engine.ignored.parameters or engine.comms.ep
             if has_own:  # else all have looked at the same
                 shared = total.to(comm.device)
                 comm.all_reduce(shared, unit="found_inf").wait()
                 total = shared.to(total.device)
-            for comm in runtime.comms.across:
+            for comm in engine.comms.across:
                 shared = total.to(comm.device)
                 comm.all_reduce(shared, unit="found_inf").wait()
                 total = shared.to(total.device)
@@ -109,7 +109,7 @@ class GradScaler(torch.amp.GradScaler):
 
 def needs_scaler(model: nn.Module) -> bool:
     """Whether gradients of ``model`` are computed or reduced in fp16."""
-    runtime = attach.runtime_of(model, "needs_scaler")
+    engine = attach.engine_of(model, "needs_scaler")
     return any(
-        torch.float16 in (group.compute_dtype, group.reduce_dtype) for group in runtime.groups if group.wants_gradients
+        torch.float16 in (group.compute_dtype, group.reduce_dtype) for group in engine.groups if group.wants_gradients
     )

@@ -21,9 +21,9 @@ from torch import Tensor
 from shardwise.comm.base import Comm, Handle
 from shardwise.comm.dtype import dtype_name, torch_dtype
 from shardwise.pipeline.agreement import Agreement
-from shardwise.pipeline.rng_streams import Draws
+from shardwise.pipeline.rng_streams import RngStreams
 from shardwise.pipeline.stage import Stages
-from shardwise.pipeline.trace import Flow, Source
+from shardwise.pipeline.trace import Source, StageFlow
 from shardwise.pipeline.weight_gradient import Deferral, WeightGradients
 from shardwise.spec.errors import StateError
 from shardwise.spec.schedule import Action, Kind, Schedule
@@ -35,7 +35,7 @@ _DTYPES = ("fp32", "bf16", "fp16", "fp64", "int64", "int32", "bool", "uint8", "i
 
 
 @dataclass(frozen=True)
-class Crossing:
+class BoundaryTensor:
     """One tensor that goes from a stage to the next."""
 
     shape: tuple[int, ...]
@@ -44,7 +44,7 @@ class Crossing:
 
 
 @dataclass
-class Tape:
+class SavedMicrobatch:
     """What a stage keeps of a microbatch from its forward to its backward."""
 
     received: dict[Source, Tensor]
@@ -54,7 +54,7 @@ class Tape:
 
 
 @dataclass(frozen=True)
-class Job:
+class Step:
     """What one step is.
 
     Attributes:
@@ -76,7 +76,7 @@ class Job:
     parts: Sequence[Any]
     call: Callable[[Any], Any]
     loss: Callable[[Any], Tensor]
-    flow: Flow
+    flow: StageFlow
     agreement: Agreement | None
     enter: Callable[[int, int], None]
     collect: Callable[[], None]
@@ -104,7 +104,7 @@ class Interpreter:
         self.compute_dtype: torch.dtype | None = None
         self.comm = comm
 
-    def run(self, job: Job) -> list[Tensor]:
+    def run(self, job: Step) -> list[Tensor]:
         """One step.
 
         Returns:
@@ -130,12 +130,12 @@ class Interpreter:
         flat = tensor.detach().contiguous().view(-1)
         return self.comm.send(flat, to=to, unit=unit), flat
 
-    def receive(self, like: Crossing, source: int, unit: str) -> tuple[Handle, Tensor]:
+    def receive(self, like: BoundaryTensor, source: int, unit: str) -> tuple[Handle, Tensor]:
         """Post a receive."""
         buffer = torch.empty(like.shape, dtype=like.dtype, device=self.stages.device)
         return self.comm.receive(buffer.view(-1), source=source, unit=unit), buffer
 
-    def header(self, stage: int, made: Sequence[Crossing]) -> Tensor:
+    def header(self, stage: int, made: Sequence[BoundaryTensor]) -> Tensor:
         """What tells the rank of the next stage what ``stage`` will send it."""
         rows = []
         for crossing in made:
@@ -151,10 +151,10 @@ class Interpreter:
         return torch.empty(count, 3 + _MAX_DIMS, dtype=torch.int64, device=self.stages.device)
 
 
-def read_header(header: Tensor) -> tuple[Crossing, ...]:
+def read_header(header: Tensor) -> tuple[BoundaryTensor, ...]:
     """The tensors that a header tells of."""
     return tuple(
-        Crossing(tuple(shape[:num_dims]), torch_dtype(_DTYPES[code]), bool(needs_grad))
+        BoundaryTensor(tuple(shape[:num_dims]), torch_dtype(_DTYPES[code]), bool(needs_grad))
         for code, needs_grad, num_dims, *shape in header.tolist()
     )
 
@@ -162,14 +162,16 @@ def read_header(header: Tensor) -> tuple[Crossing, ...]:
 class _Step:
     """One run of a schedule."""
 
-    def __init__(self, interpreter: Interpreter, job: Job) -> None:
+    def __init__(self, interpreter: Interpreter, job: Step) -> None:
         self._its = interpreter
         self._job = job
         self._schedule = job.schedule
         self._flow = job.flow
         self.losses: dict[int, Tensor] = {}
-        self._draws = Draws(interpreter.stages.device) if torch.is_grad_enabled() or interpreter.stages.trains else None
-        self._tapes: dict[tuple[int, int], Tape] = {}
+        self._draws = (
+            RngStreams(interpreter.stages.device) if torch.is_grad_enabled() or interpreter.stages.trains else None
+        )
+        self._tapes: dict[tuple[int, int], SavedMicrobatch] = {}
         self._received: dict[tuple[int, int], list[tuple[Handle, Tensor]]] = {}
         self._gradients: dict[tuple[int, int], list[tuple[Handle, Tensor]]] = {}
         self._input_gradients: dict[tuple[int, int], list[Tensor]] = {}
@@ -200,11 +202,11 @@ class _Step:
             for handle, _ in sends:
                 handle.wait()
 
-    def _crossings(self, boundary: int) -> tuple[Crossing, ...] | None:
+    def _crossings(self, boundary: int) -> tuple[BoundaryTensor, ...] | None:
         """What goes from stage ``boundary`` to the next, if that is known."""
         return self._flow.learned.get((self._trained, boundary))
 
-    def _learn(self, boundary: int, crossings: tuple[Crossing, ...]) -> None:
+    def _learn(self, boundary: int, crossings: tuple[BoundaryTensor, ...]) -> None:
         self._flow.learned[self._trained, boundary] = crossings
 
     @property
@@ -246,7 +248,7 @@ class _Step:
         outputs = (made,) if is_last else made
         if not is_last:
             self._check(stage, outputs)
-        self._tapes[stage, microbatch] = Tape(received, outputs, weights=weights)
+        self._tapes[stage, microbatch] = SavedMicrobatch(received, outputs, weights=weights)
         self._its.peak_tapes = max(self._its.peak_tapes, len(self._tapes))
         if not torch.is_grad_enabled() and is_last:
             del self._tapes[stage, microbatch]
@@ -272,7 +274,7 @@ class _Step:
 
     def _check(self, stage: int, outputs: Sequence[Tensor]) -> None:
         """What a stage gives has the shapes that the next stage was told."""
-        made = tuple(Crossing(tuple(t.shape), t.dtype, t.requires_grad) for t in outputs)
+        made = tuple(BoundaryTensor(tuple(t.shape), t.dtype, t.requires_grad) for t in outputs)
         known = self._crossings(stage)
         if known is None:
             self._learn(stage, made)
@@ -370,16 +372,16 @@ class _Step:
             for handle, _ in self._sends.popleft():
                 handle.wait()
 
-    def _traced(self, boundary: int) -> tuple[Crossing, ...]:
+    def _traced(self, boundary: int) -> tuple[BoundaryTensor, ...]:
         """What crosses, as the trace has it; there gradients are taken to be needed of all that can have one."""
         leaves = [self._flow.leaf(source) for source in self._flow.crossing[boundary]]
         found = [(leaf.shape, leaf.dtype) for leaf in leaves if leaf.dtype is not None]
         computed = self._its.compute_dtype
         return tuple(
-            Crossing(shape, computed or dtype if dtype.is_floating_point else dtype, dtype.is_floating_point)
+            BoundaryTensor(shape, computed or dtype if dtype.is_floating_point else dtype, dtype.is_floating_point)
             for shape, dtype in found
         )
 
 
-def _shown(crossings: Sequence[Crossing]) -> str:
+def _shown(crossings: Sequence[BoundaryTensor]) -> str:
     return ", ".join(f"{list(crossing.shape)} {dtype_name(crossing.dtype)}" for crossing in crossings)

@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING
 
 from torch import Tensor, nn
 
-from shardwise.pipeline.taint import Marks
+from shardwise.pipeline.taint import Taint
 from shardwise.spec.errors import PlanError
 
 if TYPE_CHECKING:
@@ -33,7 +33,7 @@ class Kept:
     name: str
 
 
-class RootState:
+class ModelBuffers:
     """Looks at the buffers of a sketch while its forward is followed.
 
     Args:
@@ -41,7 +41,7 @@ class RootState:
         marks: Of the values of this forward; every buffer gets one.
     """
 
-    def __init__(self, modules: Iterable[tuple[str, nn.Module]], marks: Marks) -> None:
+    def __init__(self, modules: Iterable[tuple[str, nn.Module]], marks: Taint) -> None:
         self._marks = marks
         self._places = [
             (f"{path}.{key}" if path else key, module, key)

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 from shardwise.pipeline.element import Element, lend_zeros, own_forward, sketch
 from shardwise.pipeline.split import device_of
-from shardwise.pipeline.trace import Flow, Tracer
+from shardwise.pipeline.trace import StageFlow, Tracer
 
 
 def in_order_of_calls(model: nn.Module, elements: Sequence[Element]) -> list[Element]:
@@ -38,7 +38,7 @@ def in_order_of_calls(model: nn.Module, elements: Sequence[Element]) -> list[Ele
     return [element for _, element in sorted(zip(places, elements, strict=True), key=lambda pair: pair[0])]
 
 
-def _followed(model: nn.Module, elements: Sequence[Element], inputs: Mapping[str, Any]) -> Flow:
+def _followed(model: nn.Module, elements: Sequence[Element], inputs: Mapping[str, Any]) -> StageFlow:
     device = torch.device("cpu") if device_of(model).type == "meta" else device_of(model)
     padding = getattr(getattr(model, "config", None), "pad_token_id", None)
     token = 3 if padding != 3 else 4  # any but padding, of which the model would warn
@@ -53,7 +53,7 @@ def _followed(model: nn.Module, elements: Sequence[Element], inputs: Mapping[str
 
 def _traced(
     model: nn.Module, elements: Sequence[Element], batch: Mapping[str, Tensor], device: torch.device, **options: bool
-) -> Flow:
+) -> StageFlow:
     drawn = [Element(element.paths, element.module, stages=(0,)) for element in elements]
     copied = sketch(model, drawn).eval()
     tracer = Tracer(drawn, device, **options)

@@ -19,7 +19,7 @@ from shardwise.comm.control import agree, all_gather_json
 from shardwise.comm.dtype import dtype_name, torch_dtype
 from shardwise.engine import attach
 from shardwise.engine.batch import LossFn, call_model, fitting_count, forward_loss, split_batch
-from shardwise.engine.engine import Runtime
+from shardwise.engine.engine import Engine
 from shardwise.engine.notice import tell_once
 from shardwise.engine.unit import Unit
 from shardwise.engine.wrap import find_units
@@ -29,12 +29,12 @@ from shardwise.features.tied_stages import sum_over_copies
 from shardwise.measure.activations import cut_alone
 from shardwise.pipeline.agreement import Agreement
 from shardwise.pipeline.element import Element, find_elements, sketch
-from shardwise.pipeline.interpret import Interpreter, Job
+from shardwise.pipeline.interpret import Interpreter, Step
 from shardwise.pipeline.notes import describe_stages, untrained
 from shardwise.pipeline.order import in_order_of_calls
 from shardwise.pipeline.split import assign_stages, drop_foreign, held_parameters
 from shardwise.pipeline.stage import Stages, shown_shapes
-from shardwise.pipeline.trace import Flow
+from shardwise.pipeline.trace import StageFlow
 from shardwise.pipeline.weight_gradient import Deferral
 from shardwise.spec.errors import StateError
 from shardwise.spec.plan import ParallelPlan
@@ -187,20 +187,20 @@ class Pipelined(Uncopyable):
         sketched = self.sketch, self._elements, self._num_stages
         stages = Stages(model, *sketched, device=device, comm=comm, held=self.stages)
         self._interpreter = Interpreter(stages, self._comm, deferral)
-        computed = resolve(attach.runtime_of(model, "sw.parallelize").options.policy, device).param_dtype
+        computed = resolve(attach.engine_of(model, "sw.parallelize").options.policy, device).param_dtype
         self._interpreter.compute_dtype = None if computed is None else torch_dtype(computed)
         model.__dict__[_KEY] = self
         self._parameters = tuple(model.parameters())
         me = weakref.WeakMethod(self.share_state)
-        runtime = attach.runtime_of(model, "sw.parallelize")
-        runtime.share_state = lambda: (share := me()) and share()
-        runtime.stages = {stage: tuple(self._own_units(runtime, stage)) for stage in self.stages}
+        engine = attach.engine_of(model, "sw.parallelize")
+        engine.share_state = lambda: (share := me()) and share()
+        engine.stages = {stage: tuple(self._own_units(engine, stage)) for stage in self.stages}
 
-    def _own_units(self, runtime: Runtime, stage: int) -> Iterator[Unit]:
+    def _own_units(self, engine: Engine, stage: int) -> Iterator[Unit]:
         """The units that belong to ``stage`` alone: no other stage of any rank uses their parameters."""
         own = [element.module for element in self._elements if element.stages == (stage,)]
         inside = {id(module) for element in own for module in element.modules()}
-        for unit in runtime.units:
+        for unit in engine.units:
             shards = {shard for group in unit.groups for shard in group.shards}
             if all(id(member.module()) in inside for member in unit.members) and shards.isdisjoint(self._copies):
                 yield unit
@@ -255,7 +255,7 @@ class Pipelined(Uncopyable):
         """The same on microbatches."""
         loss = functools.partial(forward_loss, loss_fn=loss_fn)
         losses = self.losses(model, parts, call_model, loss, scale=scale)
-        return self._mean_loss(attach.runtime_of(model, "sw.train_step"), losses)
+        return self._mean_loss(attach.engine_of(model, "sw.train_step"), losses)
 
     def losses(
         self,
@@ -284,21 +284,21 @@ class Pipelined(Uncopyable):
             As :class:`Agreement`, :meth:`Interpreter.run` and :func:`~shardwise.features.pipeline_step.window`. All
             ranks must call.
         """
-        runtime = attach.runtime_of(model, "sw.train_step")
+        engine = attach.engine_of(model, "sw.train_step")
         assert self._interpreter is not None
-        scale(torch.zeros((), device=runtime.comms.control.device))
+        scale(torch.zeros((), device=engine.comms.control.device))
         count = len(parts)
         schedule = self._schedule(count) if torch.is_grad_enabled() else forward_only(self._usual.ranks, count)
         bound = functools.partial(call, model), functools.partial(loss, model)
         last = None if schedule.is_split else count - 1  # split, no backward of the input completes a unit
-        with window(runtime, lambda: sum_over_copies(runtime, self._copies, self._comm), last) as opened:
+        with window(engine, lambda: sum_over_copies(engine, self._copies, self._comm), last) as opened:
             stages = self._interpreter.stages
             agreement = self._agree(stages, parts) if stages.device.type != "meta" else None
             _, flow = stages.flow(parts[0], call, agreement)
             if not flow.learned:
                 _tell_crossings(flow)
             told = opened.enter, opened.collect, opened.end
-            return self._run(self._interpreter, Job(schedule, parts, *bound, flow, agreement, *told, scale, backward))
+            return self._run(self._interpreter, Step(schedule, parts, *bound, flow, agreement, *told, scale, backward))
 
     def _agree(self, stages: Stages, parts: Sequence[Any]) -> Agreement:
         key, count, trains = stages.key(parts[0]), len(parts), torch.is_grad_enabled()
@@ -307,7 +307,7 @@ class Pipelined(Uncopyable):
         trained = bytes(parameter.requires_grad for parameter in self._parameters)
         return Agreement(self._comm, f"{key!r} {count}", f"{shown} in {mode} mode", trained)
 
-    def _run(self, interpreter: Interpreter, job: Job) -> list[Tensor]:
+    def _run(self, interpreter: Interpreter, job: Step) -> list[Tensor]:
         if self.measured is None:
             return interpreter.run(job)
         agree(self._comm, 0)  # so that all ranks begin together
@@ -324,21 +324,21 @@ class Pipelined(Uncopyable):
     def _schedule(self, count: int) -> Schedule:
         return _built(self._policy.schedule, self._comm.size, count, self._policy.virtual_stages)
 
-    def _mean_loss(self, runtime: Runtime, losses: Sequence[Tensor]) -> Tensor:
+    def _mean_loss(self, engine: Engine, losses: Sequence[Tensor]) -> Tensor:
         """The mean over microbatches and data-parallel ranks, on every rank of every stage."""
-        device = runtime.comms.control.device
+        device = engine.comms.control.device
         total = torch.zeros((), dtype=torch.float64, device=device)
         for loss in losses:
             total += loss.double()
         mean = (total / max(len(losses), 1)).reshape(1)
-        runtime.comms.control.all_reduce(mean, unit="loss", divisor=runtime.comms.num_ranks).wait()
+        engine.comms.control.all_reduce(mean, unit="loss", divisor=engine.comms.num_ranks).wait()
         code = float(_LOSS_DTYPES.index(dtype_name(losses[0].dtype))) if losses else 0.0
         told = torch.cat([mean, torch.full_like(mean, code)])
         self._comm.all_reduce(told, unit="loss").wait()
         return told[0].to(torch_dtype(_LOSS_DTYPES[int(told[1])]))
 
 
-def _tell_crossings(flow: Flow) -> None:
+def _tell_crossings(flow: StageFlow) -> None:
     """Say where many tensors go from stage to stage, and why."""
     for stage, sources in enumerate(flow.crossing):
         names = {flow.calls[number].element.name for number, _ in sources}

@@ -9,7 +9,7 @@ from collections.abc import Iterator
 import torch
 
 
-class Draws:
+class RngStreams:
     """The streams of one step.
 
     The ranks of a pipeline have the same random state as a rule: they read the same samples. One number of it is the

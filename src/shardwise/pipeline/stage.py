@@ -27,12 +27,12 @@ from shardwise.pipeline.element import Element, lend_zeros, own_forward
 from shardwise.pipeline.model_buffers import StageBuffers
 from shardwise.pipeline.nested import nested_error, refused_nested
 from shardwise.pipeline.split import StandIn
-from shardwise.pipeline.taint import Marks
+from shardwise.pipeline.taint import Taint
 from shardwise.pipeline.trace import (
     Call,
-    Flow,
     Leaf,
     Source,
+    StageFlow,
     Tracer,
     inside_of_blocks,
     lent_weights,
@@ -74,7 +74,7 @@ class Stages:
         self.device = device
         self.elements = elements
         self._comm = comm
-        self._flows: OrderedDict[Hashable, Flow] = OrderedDict()
+        self._flows: OrderedDict[Hashable, StageFlow] = OrderedDict()
         self.keepers: dict[str, int] = {}  # which stage has the state of an element that every stage holds
         self.buffers = StageBuffers(held)
         self.on_last_stage: set[str] = set()  # buffers outside of all elements that are right there alone
@@ -120,7 +120,7 @@ class Stages:
 
     def flow(
         self, batch: Any, call: Callable[[nn.Module, Any], Any], agreement: Agreement | None = None
-    ) -> tuple[Hashable, Flow]:
+    ) -> tuple[Hashable, StageFlow]:
         """What goes from stage to stage for batches of this shape.
 
         Args:
@@ -159,12 +159,12 @@ class Stages:
         self._flows.move_to_end(key)
         return key, self._flows[key]
 
-    def _trace(self, batch: Any, call: Callable[[nn.Module, Any], Any]) -> Flow:
+    def _trace(self, batch: Any, call: Callable[[nn.Module, Any], Any]) -> StageFlow:
         elements = [] if torch.is_grad_enabled() else [element.sketch for element in self.elements]
         with refused_nested(self._sketch, elements):
             return self._trace_twice(batch, call)
 
-    def _trace_twice(self, batch: Any, call: Callable[[nn.Module, Any], Any]) -> Flow:
+    def _trace_twice(self, batch: Any, call: Callable[[nn.Module, Any], Any]) -> StageFlow:
         try:
             return self._traced(batch, call, writes_in_place=False)
         except RuntimeError:  # what takes no memory cannot be written to, which torch says in several ways
@@ -175,7 +175,7 @@ class Stages:
                     raise inside_of_blocks() from error
                 raise
 
-    def _traced(self, batch: Any, call: Callable[[nn.Module, Any], Any], *, writes_in_place: bool) -> Flow:
+    def _traced(self, batch: Any, call: Callable[[nn.Module, Any], Any], *, writes_in_place: bool) -> StageFlow:
         devices = [] if self.device.type != "cuda" else [self.device]
         with torch.random.fork_rng(devices=devices), torch.enable_grad():
             self._tracer = Tracer(self.elements, self.device, writes_in_place=writes_in_place)
@@ -196,7 +196,7 @@ class Stages:
             self._without_grad += [(element.name, leaf) for leaf in made if leaf.is_leaf and leaf.requires_grad]
         return output
 
-    def run(self, stage: int, flow: Flow, received: Mapping[Source, Tensor], forward: Callable[[], Any]) -> Any:
+    def run(self, stage: int, flow: StageFlow, received: Mapping[Source, Tensor], forward: Callable[[], Any]) -> Any:
         """One pass of a stage.
 
         Args:
@@ -225,7 +225,7 @@ class Stages:
             self._pass = None
 
     @contextlib.contextmanager
-    def again(self, stage: int, flow: Flow, received: Mapping[Source, Tensor]) -> Iterator[None]:
+    def again(self, stage: int, flow: StageFlow, received: Mapping[Source, Tensor]) -> Iterator[None]:
         """Around the backward of a pass: checkpoints of the model's own call elements there once more."""
         self._pass = _Again(stage, flow, received)
         try:
@@ -267,10 +267,10 @@ class _StageEnd(Exception):  # noqa: N818 - no error; an Exception, because torc
 class _Pass:
     """One pass of one stage."""
 
-    def __init__(self, stage: int, flow: Flow, received: Mapping[Source, Tensor], *, is_last: bool) -> None:
+    def __init__(self, stage: int, flow: StageFlow, received: Mapping[Source, Tensor], *, is_last: bool) -> None:
         self.number = 0  # of the next call
         self.is_last = is_last
-        self.marks: Marks | None = None  # where forward looks at values: what no stage has given to this one
+        self.marks: Taint | None = None  # where forward looks at values: what no stage has given to this one
         self._stage = stage
         self._flow = flow
         self._received = received
@@ -332,7 +332,7 @@ class _Pass:
 
     def follow_marks(self, elements: Sequence[Element]) -> None:
         """Mark what this stage has only zeros of: forward may take another path than the one that was traced."""
-        self.marks = Marks()
+        self.marks = Taint()
         for tensor, weight in lent_weights(elements):
             if self._stage not in weight.stages:
                 self.marks.add(tensor, {weight.owner})
@@ -376,7 +376,7 @@ class _Pass:
 class _Again:
     """The backward of a pass of one stage."""
 
-    def __init__(self, stage: int, flow: Flow, received: Mapping[Source, Tensor]) -> None:
+    def __init__(self, stage: int, flow: StageFlow, received: Mapping[Source, Tensor]) -> None:
         self._stage = stage
         self._flow = flow
         self._received = received
@@ -412,7 +412,7 @@ def _given(
     device: torch.device,
     *,
     is_copied: bool,
-    marks: Marks | None = None,
+    marks: Taint | None = None,
 ) -> Any:
     """What a call on another stage gives here."""
 

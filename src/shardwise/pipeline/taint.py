@@ -31,7 +31,7 @@ _SHAPES_ALONE = frozenset(
 _READING = frozenset({Tensor.tolist, Tensor.numpy})
 
 
-class Marks:
+class Taint:
     """Follows marks while it is entered.
 
     Args:
@@ -112,7 +112,7 @@ class Marks:
 class _Operations(TorchDispatchMode):
     supports_higher_order_operators = True
 
-    def __init__(self, marks: Marks) -> None:
+    def __init__(self, marks: Taint) -> None:
         super().__init__()
         self._marks = marks
 
@@ -132,7 +132,7 @@ class _Operations(TorchDispatchMode):
 
 
 class _Reads(TorchFunctionMode):
-    def __init__(self, marks: Marks) -> None:
+    def __init__(self, marks: Taint) -> None:
         super().__init__()
         self._marks = marks
 

@@ -20,8 +20,8 @@ from torch import Tensor, nn
 from torch.utils._pytree import TreeSpec, tree_flatten, tree_unflatten
 
 from shardwise.pipeline.element import Element
-from shardwise.pipeline.model_buffers import Kept, RootState
-from shardwise.pipeline.taint import Marks
+from shardwise.pipeline.model_buffers import Kept, ModelBuffers
+from shardwise.pipeline.taint import Taint
 from shardwise.spec.errors import PlanError
 
 #: An output of an element: the number of the call that made it, and its place among the leaves of what that returned.
@@ -102,7 +102,7 @@ class Call:
 
 
 @dataclass
-class Flow:
+class StageFlow:
     """What was found.
 
     Attributes:
@@ -159,18 +159,18 @@ class Tracer:
         self._writes_in_place = writes_in_place
         self._calls: list[Call] = []
         self._elements = elements
-        self._state: RootState | None = None
-        self._marks = Marks(foreign=None if device.type == "meta" else _INSIDE)
+        self._state: ModelBuffers | None = None
+        self._marks = Taint(foreign=None if device.type == "meta" else _INSIDE)
         for tensor, weight in lent_weights(elements):
             self._marks.add(tensor, {weight})
 
-    def run(self, forward: Callable[[], Any], sketch: nn.Module, num_stages: int) -> Flow:
+    def run(self, forward: Callable[[], Any], sketch: nn.Module, num_stages: int) -> StageFlow:
         """Follow ``forward``, which calls ``sketch``.
 
         Raises:
             PlanError: The elements cannot be run stage by stage.
         """
-        self._state = RootState(_outside(sketch, self._elements), self._marks)
+        self._state = ModelBuffers(_outside(sketch, self._elements), self._marks)
         with self._marks.follow():
             output = forward()
         self._state.look(len(self._calls))
@@ -205,8 +205,8 @@ class Tracer:
         self._calls.append(call)
         return call.give(arguments, lambda place, leaf: self._placeholder((number, place), leaf))
 
-    def _finish(self, kept: Sequence[Tensor], num_stages: int) -> Flow:
-        flow = Flow(self._calls, writes_in_place=self._writes_in_place)
+    def _finish(self, kept: Sequence[Tensor], num_stages: int) -> StageFlow:
+        flow = StageFlow(self._calls, writes_in_place=self._writes_in_place)
         final, weights = self._reached(kept)
         flow.reads_values = any(not isinstance(mark, Kept) for mark in self._marks.read)
         _settle(flow.calls)

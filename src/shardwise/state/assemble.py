@@ -24,7 +24,7 @@ from torch import Tensor, nn
 from shardwise.comm.base import Comm
 from shardwise.comm.control import all_gather_json
 from shardwise.comm.dtype import dtype_name, torch_dtype
-from shardwise.engine.engine import Runtime
+from shardwise.engine.engine import Engine
 from shardwise.engine.group import Group
 from shardwise.engine.view import contiguous_stride
 from shardwise.spec.errors import StateError
@@ -94,9 +94,9 @@ class Parcel:
     parts: tuple[Part, ...]
 
     @classmethod
-    def of(cls, runtime: Runtime, group: Group) -> Parcel:
+    def of(cls, engine: Engine, group: Group) -> Parcel:
         """What a root has of a group."""
-        layout, counts = group.layout, runtime.comms.counts
+        layout, counts = group.layout, engine.comms.counts
         parts = tuple(
             Part(spec, offset, counts(spec.slice), shard.requires_grad)
             for spec, offset, shard in zip(layout.params, layout.offsets, group.shards, strict=True)
@@ -145,9 +145,9 @@ class Survey:
                 yield from parcel.parts
 
 
-def is_root(runtime: Runtime) -> bool:
+def is_root(engine: Engine) -> bool:
     """Whether this rank passes on what its data-parallel ranks hold."""
-    return runtime.comms.control.rank == 0
+    return engine.comms.control.rank == 0
 
 
 def is_root_of(group: Group) -> bool:
@@ -155,26 +155,26 @@ def is_root_of(group: Group) -> bool:
     return group.comms.control.rank == 0
 
 
-def is_first_of_stage(runtime: Runtime) -> bool:
+def is_first_of_stage(engine: Engine) -> bool:
     """Whether this rank speaks for its stage: of buffers and names, which all ranks of a stage have alike."""
-    return is_root(runtime) and (runtime.comms.tp is None or runtime.comms.tp.rank == 0)
+    return is_root(engine) and (engine.comms.tp is None or engine.comms.tp.rank == 0)
 
 
-def _in_order(runtime: Runtime) -> list[Group]:
+def _in_order(engine: Engine) -> list[Group]:
     """Every group, experts last: a root of experts that waits for rank 0 has done its part for all other groups."""
-    return sorted(runtime.groups, key=lambda group: group.comms is not runtime.comms)
+    return sorted(engine.groups, key=lambda group: group.comms is not engine.comms)
 
 
-def sliced_alone(runtime: Runtime) -> dict[str, nn.Parameter]:
+def sliced_alone(engine: Engine) -> dict[str, nn.Parameter]:
     """The ignored parameters of which each rank holds a slice."""
-    return {name: p for name, p in runtime.ignored.parameters.items() if slice_of(p) is not None}
+    return {name: p for name, p in engine.ignored.parameters.items() if slice_of(p) is not None}
 
 
-def survey(runtime: Runtime, more: Any = None) -> Survey:
+def survey(engine: Engine, more: Any = None) -> Survey:
     """Learn what every root holds.
 
     Args:
-        runtime: Of the model.
+        engine: Of the model.
         more: What else a root has to say, as JSON holds it.
 
     Collective:
@@ -184,18 +184,18 @@ def survey(runtime: Runtime, more: Any = None) -> Survey:
     Raises:
         StateError: What the ranks hold does not make whole tensors; on every rank alike.
     """
-    world = runtime.comms.world
-    groups = tuple(Parcel.of(runtime, group) for group in _in_order(runtime) if is_root_of(group))
-    own = sliced_alone(runtime)
+    world = engine.comms.world
+    groups = tuple(Parcel.of(engine, group) for group in _in_order(engine) if is_root_of(group))
+    own = sliced_alone(engine)
     alone = tuple(Parcel.alone(name, p, held) for name, p in own.items() if (held := slice_of(p)) is not None)
-    if not (runtime.comms.across or runtime.comms.ep or alone):
+    if not (engine.comms.across or engine.comms.ep or alone):
         return Survey({world.rank: groups}, {}, {world.rank: more})
     told = all_gather_json(
         world,
         [
             [dataclasses.asdict(parcel) for parcel in groups],
             [dataclasses.asdict(parcel) for parcel in alone],
-            more if is_root(runtime) else None,
+            more if is_root(engine) else None,
         ],
     )
     found = Survey(
@@ -258,11 +258,11 @@ def _spec(packed: dict[str, Any]) -> ParamSpec:
 # -- to world rank 0
 
 
-def collect(runtime: Runtime, found: Survey, *, trainable_only: bool = False) -> dict[str, Tensor]:
+def collect(engine: Engine, found: Survey, *, trainable_only: bool = False) -> dict[str, Tensor]:
     """Every parameter that is not ignored, or of which ranks hold slices, by name, whole and on the CPU.
 
     Args:
-        runtime: Of the model.
+        engine: Of the model.
         found: What all ranks hold.
         trainable_only: Leave out frozen parameters. Groups of them alone are neither gathered nor sent.
 
@@ -273,9 +273,9 @@ def collect(runtime: Runtime, found: Survey, *, trainable_only: bool = False) ->
         A gather per group to its root, which sends it on to world rank 0. Besides the result, world rank 0 holds one
         group at a time. All ranks must call.
     """
-    world = runtime.comms.world
+    world = engine.comms.world
     whole: dict[str, Tensor] = {}
-    for parcel, flat in _gathered(runtime, found, trainable_only=trainable_only):
+    for parcel, flat in _gathered(engine, found, trainable_only=trainable_only):
         if world.rank == 0:
             _put(parcel, flat, whole)
         elif parcel.counts:
@@ -290,22 +290,22 @@ def collect(runtime: Runtime, found: Survey, *, trainable_only: bool = False) ->
     return whole
 
 
-def _gathered(runtime: Runtime, found: Survey, *, trainable_only: bool) -> Iterator[tuple[Parcel, Tensor]]:
+def _gathered(engine: Engine, found: Survey, *, trainable_only: bool) -> Iterator[tuple[Parcel, Tensor]]:
     """What this rank passes on, if it is a root, one at a time."""
-    for group in _in_order(runtime):
+    for group in _in_order(engine):
         if trainable_only and not any(shard.requires_grad for shard in group.shards):
             continue
         flat = gather_to_root(group)
         if flat is not None and is_root_of(group):
-            parcel = Parcel.of(runtime, group)
+            parcel = Parcel.of(engine, group)
             yield parcel.only_trained() if trainable_only else parcel, flat
-    for parcel, parameter in _own_alone(runtime, found):
+    for parcel, parameter in _own_alone(engine, found):
         yield parcel.only_trained() if trainable_only else parcel, parameter.detach().contiguous().view(-1)
 
 
-def _own_alone(runtime: Runtime, found: Survey) -> Iterator[tuple[Parcel, nn.Parameter]]:
-    parcels = found.alone.get(runtime.comms.world.rank, ())
-    return zip(parcels, sliced_alone(runtime).values(), strict=True)
+def _own_alone(engine: Engine, found: Survey) -> Iterator[tuple[Parcel, nn.Parameter]]:
+    parcels = found.alone.get(engine.comms.world.rank, ())
+    return zip(parcels, sliced_alone(engine).values(), strict=True)
 
 
 def _foreign(found: Survey) -> Iterator[tuple[int, Parcel]]:
@@ -342,11 +342,11 @@ def gather_to_root(group: Group) -> Tensor | None:
 # -- from world rank 0
 
 
-def spread(runtime: Runtime, found: Survey, state: Mapping[str, Any], names: Sequence[str]) -> None:
+def spread(engine: Engine, found: Survey, state: Mapping[str, Any], names: Sequence[str]) -> None:
     """Replace what every rank holds by its part of the logical tensors on world rank 0.
 
     Args:
-        runtime: Of the model.
+        engine: Of the model.
         found: What all ranks hold.
         state: On world rank 0: tensors by name.
         names: What is in it, on every rank. Parameters that are not keep their values.
@@ -355,10 +355,10 @@ def spread(runtime: Runtime, found: Survey, state: Mapping[str, Any], names: Seq
         A message to every other root and a scatter (broadcast where whole parameters are held) per group. Besides
         ``state``, world rank 0 holds one group at a time. All ranks must call.
     """
-    world, present = runtime.comms.world, set(names)
-    for group in _in_order(runtime):
-        _spread_group(runtime, group, state, present)
-    for parcel, parameter in _own_alone(runtime, found):
+    world, present = engine.comms.world, set(names)
+    for group in _in_order(engine):
+        _spread_group(engine, group, state, present)
+    for parcel, parameter in _own_alone(engine, found):
         if _is_in(present, parcel.parts[0].spec):
             with torch.no_grad():
                 parameter.copy_(_arrived(world, parcel, state, parameter.device).view(parameter.shape))
@@ -368,15 +368,15 @@ def spread(runtime: Runtime, found: Survey, state: Mapping[str, Any], names: Seq
                 world.send(_filled(parcel, state, parcel.room(world.device)), to=target, unit=parcel.unit).wait()
 
 
-def _spread_group(runtime: Runtime, group: Group, state: Mapping[str, Any], present: set[str]) -> None:
-    parcel = Parcel.of(runtime, group)
+def _spread_group(engine: Engine, group: Group, state: Mapping[str, Any], present: set[str]) -> None:
+    parcel = Parcel.of(engine, group)
     there = [part for part in parcel.parts if _is_in(present, part.spec)]
     if not there:
         return
     is_partly = len(there) < len(parcel.parts)
     flat = gather_to_root(group) if is_partly else None
     if is_root_of(group):
-        arrived = _arrived(runtime.comms.world, parcel, state, group.device)
+        arrived = _arrived(engine.comms.world, parcel, state, group.device)
         if flat is not None:
             flat = flat.clone()
             for part in there:

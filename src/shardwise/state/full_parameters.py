@@ -16,7 +16,7 @@ from torch import Tensor, nn
 
 from shardwise.comm.control import all_gather_json
 from shardwise.engine import attach
-from shardwise.engine.engine import Runtime
+from shardwise.engine.engine import Engine
 from shardwise.engine.group import Group
 from shardwise.engine.unit import Unit
 from shardwise.engine.view import contiguous_stride
@@ -75,12 +75,12 @@ def full_parameters(
     _check_layout(units)
     mode = Whole(is_written_back=writeback, is_on_root_only=rank0_only)
     fresh = _check_entry(units, mode)
-    for runtime in {id(runtime): runtime for runtime, _ in fresh}.values():
-        runtime.sync_buffers()
+    for engine in {id(engine): engine for engine, _ in fresh}.values():
+        engine.sync_buffers()
     shown: list[_Shown] = []
     try:
-        for runtime, group in ((runtime, group) for runtime, unit in fresh for group in unit.groups):
-            shown.append(_Shown(runtime, group, mode, offload_to_cpu=offload_to_cpu))
+        for engine, group in ((engine, group) for engine, unit in fresh for group in unit.groups):
+            shown.append(_Shown(engine, group, mode, offload_to_cpu=offload_to_cpu))
         yield
     except BaseException:
         _close(fresh, shown, keeps=False)
@@ -97,23 +97,23 @@ def full_parameters(
     if writeback:
         for each, whole in zip(shown, wholes, strict=True):
             send_group(each.group, whole if is_root_of(each.group) else None)
-    for runtime in {id(runtime): runtime for runtime, _ in fresh}.values():
+    for engine in {id(engine): engine for engine, _ in fresh}.values():
         if writeback or mode.has_computed:
-            runtime.invalidate()
+            engine.invalidate()
 
 
-def _units_in(module: nn.Module) -> list[tuple[Runtime, Unit]]:
+def _units_in(module: nn.Module) -> list[tuple[Engine, Unit]]:
     """The units that hold a parameter of ``module``, by runtime and number."""
-    found: dict[int, tuple[Runtime, Unit]] = {}
+    found: dict[int, tuple[Engine, Unit]] = {}
     for parameter in module.parameters():
         mark = attach.mark_of(parameter)
         group = mark.group if mark is not None else None
-        runtime = group.unit.runtime() if group is not None and group.unit.runtime is not None else None
-        if group is not None and runtime is not None:
-            found[id(group.unit)] = (runtime, group.unit)
+        engine = group.unit.engine() if group is not None and group.unit.engine is not None else None
+        if group is not None and engine is not None:
+            found[id(group.unit)] = (engine, group.unit)
     if not found:
-        attach.runtime_of(module, "sw.full_parameters", on_shards=False)  # refuses a plain module
-    order = {id(runtime): place for place, (runtime, _) in enumerate(found.values())}
+        attach.engine_of(module, "sw.full_parameters", on_shards=False)  # refuses a plain module
+    order = {id(engine): place for place, (engine, _) in enumerate(found.values())}
     return sorted(found.values(), key=lambda pair: (order[id(pair[0])], pair[1].index))
 
 
@@ -128,10 +128,10 @@ def _check_rows(module: nn.Module) -> None:
             )
 
 
-def _check_layout(units: Sequence[tuple[Runtime, Unit]]) -> None:
-    for runtime, unit in units:
-        axes = [axis for axis, comm in (("tp", runtime.comms.tp), ("pp", runtime.comms.pp)) if comm is not None]
-        if any(group.comms is not runtime.comms for group in unit.groups):
+def _check_layout(units: Sequence[tuple[Engine, Unit]]) -> None:
+    for engine, unit in units:
+        axes = [axis for axis, comm in (("tp", engine.comms.tp), ("pp", engine.comms.pp)) if comm is not None]
+        if any(group.comms is not engine.comms for group in unit.groups):
             axes.append("ep")
         if axes:
             raise StateError(
@@ -141,10 +141,10 @@ def _check_layout(units: Sequence[tuple[Runtime, Unit]]) -> None:
             )
 
 
-def _check_entry(units: Sequence[tuple[Runtime, Unit]], mode: Whole) -> list[tuple[Runtime, Unit]]:
+def _check_entry(units: Sequence[tuple[Engine, Unit]], mode: Whole) -> list[tuple[Engine, Unit]]:
     """The units that are not whole yet."""
-    for runtime, unit in units:
-        runtime.settle("sw.full_parameters()")
+    for engine, unit in units:
+        engine.settle("sw.full_parameters()")
         outer = unit.whole
         if outer is None and unit.is_swapped:
             raise StateError(
@@ -160,10 +160,10 @@ def _check_entry(units: Sequence[tuple[Runtime, Unit]], mode: Whole) -> list[tup
                 f"sw.full_parameters() inside one with rank0_only=True: unit {unit.name!r} is whole on rank 0 only.\n"
                 "  Leave rank0_only out of the outer one."
             )
-    return [(runtime, unit) for runtime, unit in units if unit.whole is None]
+    return [(engine, unit) for engine, unit in units if unit.whole is None]
 
 
-def _close(units: Sequence[tuple[Runtime, Unit]], shown: Sequence[_Shown], *, keeps: bool) -> list[Tensor | None]:
+def _close(units: Sequence[tuple[Engine, Unit]], shown: Sequence[_Shown], *, keeps: bool) -> list[Tensor | None]:
     """Put the shards back; returns what the groups held at the end. Replicas keep it with ``keeps``."""
     wholes = [each.close(keeps=keeps) for each in shown]
     for _, unit in units:
@@ -177,8 +177,8 @@ def _close(units: Sequence[tuple[Runtime, Unit]], shown: Sequence[_Shown], *, ke
 class _Shown:
     """One group, shown whole from its construction until :meth:`close`."""
 
-    def __init__(self, runtime: Runtime, group: Group, mode: Whole, *, offload_to_cpu: bool) -> None:
-        self.runtime = runtime
+    def __init__(self, engine: Engine, group: Group, mode: Whole, *, offload_to_cpu: bool) -> None:
+        self.engine = engine
         self.group = group
         self._views: list[Tensor] = []
         self._grads: list[Tensor | None] = []

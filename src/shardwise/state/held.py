@@ -7,11 +7,11 @@ from collections.abc import Iterable, Sequence
 import torch
 from torch import Tensor
 
-from shardwise.engine.engine import Runtime
+from shardwise.engine.engine import Engine
 from shardwise.optim.flat_parameters import group_of
 
 
-def held_bytes(runtime: Runtime, optimizers: Sequence[torch.optim.Optimizer]) -> dict[str, int]:
+def held_bytes(engine: Engine, optimizers: Sequence[torch.optim.Optimizer]) -> dict[str, int]:
     """Bytes of this rank's distinct storages, by category.
 
     Returns:
@@ -32,14 +32,14 @@ def held_bytes(runtime: Runtime, optimizers: Sequence[torch.optim.Optimizer]) ->
                 total += storage.nbytes()
         return total
 
-    groups, ignored = list(runtime.groups), runtime.ignored.parameters.values()
+    groups, ignored = list(engine.groups), engine.ignored.parameters.values()
     offloaded = [group for group in groups if group.offload is not None]
     state: dict[bool, list[Tensor]] = {True: [], False: []}  # of what is offloaded, and of the rest
     for parameter, held in (item for optimizer in optimizers for item in optimizer.state.items()):
         owner = group_of(parameter)
         is_offloaded = owner is not None and owner.offload is not None
         state[is_offloaded] += [value for value in held.values() if isinstance(value, Tensor)]
-    stages = runtime.transfers.stages if runtime.transfers is not None else ()
+    stages = engine.transfers.stages if engine.transfers is not None else ()
     host = take([*state[True], *(t for g in offloaded for t in (g.master, *g.gradient.home_buffers))])
     return {
         "parameters": take(t for group in groups for t in (group.master, group.replica, group.resident))
@@ -47,9 +47,9 @@ def held_bytes(runtime: Runtime, optimizers: Sequence[torch.optim.Optimizer]) ->
         "gradients": take(tensor for group in groups for tensor in group.gradient.held_buffers)
         + take(parameter.grad for parameter in ignored),
         "optimizer": take(state[False]),
-        "gathered": take([*(slot.buffer for slot in runtime.slots.slots), *stages])
+        "gathered": take([*(slot.buffer for slot in engine.slots.slots), *stages])
         + take(group.inner.buffer for group in groups if group.inner is not None)
-        + runtime.packed.total_bytes,
-        "reduce": runtime.gradients.total_bytes + sum(comm.held_bytes for comm in runtime.comms),
+        + engine.packed.total_bytes,
+        "reduce": engine.gradients.total_bytes + sum(comm.held_bytes for comm in engine.comms),
         "host": host,
     }

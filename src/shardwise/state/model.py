@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from shardwise.comm.control import all_gather_json
 from shardwise.comm.dtype import dtype_name, torch_dtype
 from shardwise.engine import attach, torch_private
-from shardwise.engine.engine import Runtime
+from shardwise.engine.engine import Engine
 from shardwise.engine.group import Group
 from shardwise.engine.view import is_dense, memory_order
 from shardwise.features.precision import saved_dtypes
@@ -58,38 +58,38 @@ def full_state_dict(model: nn.Module, *, trainable_only: bool = False) -> dict[s
     Raises:
         StateError: Modules of a later stage have extra state that JSON does not hold; on every rank alike.
     """
-    runtime = attach.runtime_of(model, "sw.full_state_dict")
-    runtime.refuse_unfilled("sw.full_state_dict()")
-    runtime.follow_shards()
-    runtime.sync_buffers()
-    world = runtime.comms.world
-    told = StageState(model, runtime)
-    found = survey(runtime, told.entries)
+    engine = attach.engine_of(model, "sw.full_state_dict")
+    engine.refuse_unfilled("sw.full_state_dict()")
+    engine.follow_shards()
+    engine.sync_buffers()
+    world = engine.comms.world
+    told = StageState(model, engine)
+    found = survey(engine, told.entries)
     refuse_opaque(found)
-    whole = collect(runtime, found, trainable_only=trainable_only)
+    whole = collect(engine, found, trainable_only=trainable_only)
     if world.rank > 0:
         told.send(world)
         return {}
-    with whole_tensors_in(runtime, _left_out(runtime, whole) | whole):
+    with whole_tensors_in(engine, _left_out(engine, whole) | whole):
         state = model.state_dict()
     if trainable_only:
-        frozen = {name for name, p in runtime.ignored.parameters.items() if not p.requires_grad}
+        frozen = {name for name, p in engine.ignored.parameters.items() if not p.requires_grad}
         state = {key: value for key, value in state.items() if key not in frozen and not _is_meta(value)}
     copies = {tensor.untyped_storage().data_ptr() for tensor in whole.values()}
     taken = {key: _taken(value, copies) if isinstance(value, Tensor) else value for key, value in state.items()}
     taken |= {key: taken[key].to(dtype) for key, dtype in saved_dtypes(model).items() if key in taken}
-    taken |= {name: whole[name] for name in sliced_alone(runtime) if name in whole}
+    taken |= {name: whole[name] for name in sliced_alone(engine) if name in whole}
     later = later_stages(world, found, whole)
     state = in_module_order(model, later | taken) if later else taken
-    if runtime.comms.ep is None:
+    if engine.comms.ep is None:
         return state
     foreign = {name: tensor for name, tensor in whole.items() if name not in state}  # experts that others hold
     return beside_siblings(state, foreign)
 
 
-def _left_out(runtime: Runtime, whole: Mapping[str, Tensor]) -> dict[str, Tensor]:
+def _left_out(engine: Engine, whole: Mapping[str, Tensor]) -> dict[str, Tensor]:
     """Stand-ins on meta for parameters that were not gathered."""
-    specs = [spec for group in runtime.groups for spec in group.layout.params if spec.name not in whole]
+    specs = [spec for group in engine.groups for spec in group.layout.params if spec.name not in whole]
     return {spec.name: torch.empty(spec.logical_shape, device="meta") for spec in specs}
 
 
@@ -121,15 +121,15 @@ def load_full_state_dict(model: nn.Module, state: Mapping[str, Any], *, strict: 
         StateError: Names are missing or unexpected, shapes differ, or extra state is none that JSON holds; on all
             ranks, and nothing is loaded.
     """
-    runtime = attach.runtime_of(model, "sw.load_full_state_dict")
-    runtime.follow_shards()
-    world = runtime.comms.world
+    engine = attach.engine_of(model, "sw.load_full_state_dict")
+    engine.follow_shards()
+    world = engine.comms.world
     # Every rank holds these whole: buffers, and parameters that are left alone.
-    sliced = sliced_alone(runtime)
-    wholes = {name: p.detach() for name, p in runtime.ignored.parameters.items() if name not in sliced}
+    sliced = sliced_alone(engine)
+    wholes = {name: p.detach() for name, p in engine.ignored.parameters.items() if name not in sliced}
     wholes |= _buffers(model)
     found = survey(
-        runtime,
+        engine,
         [[[name, list(tensor.shape), dtype_name(tensor.dtype)] for name, tensor in wholes.items()], _names(model)],
     )
     problems = _misfits(found, state, strict=strict) if world.rank == 0 else []
@@ -142,21 +142,21 @@ def load_full_state_dict(model: nn.Module, state: Mapping[str, Any], *, strict: 
             f"the state dict does not fit the model ({len(verdict)} differences):\n{shown}{more}\n"
             "  Load a state dict of this very model, or pass strict=False to skip missing and unexpected names."
         )
-    spread(runtime, found, state, names)
+    spread(engine, found, state, names)
     present = set(names)
     for name, tensor in wholes.items():
         if name in present:
-            _load_whole(runtime, name, tensor, state)
+            _load_whole(engine, name, tensor, state)
     if world.rank == 0:
         for target in sorted(found.more.keys() - {0}):
             for name, _, dtype in found.more[target][0]:
                 if name in present:
                     value = state[name].detach().to(world.device, torch_dtype(dtype))
                     world.send(as_bytes(value), to=target, unit=f"buffer {name}").wait()
-    _load_extra_state(model, extra, is_stage=runtime.comms.pp is not None)
-    if runtime.unfilled is not None:
-        runtime.unfilled.fill(names)
-    runtime.invalidate()
+    _load_extra_state(model, extra, is_stage=engine.comms.pp is not None)
+    if engine.unfilled is not None:
+        engine.unfilled.fill(names)
+    engine.invalidate()
 
 
 def _buffers(model: nn.Module) -> dict[str, Tensor]:
@@ -204,12 +204,12 @@ def _misfits(found: Survey, state: Mapping[str, Any], *, strict: bool) -> list[s
     return problems
 
 
-def _load_whole(runtime: Runtime, name: str, tensor: Tensor, state: Mapping[str, Any]) -> None:
+def _load_whole(engine: Engine, name: str, tensor: Tensor, state: Mapping[str, Any]) -> None:
     """Bring a buffer, or a parameter that every rank holds whole, from rank 0 to the ranks that hold it."""
-    comms = runtime.comms
+    comms = engine.comms
     if comms.world.rank == 0:
         tensor.copy_(state[name])
-    elif is_root(runtime):
+    elif is_root(engine):
         sent = torch.empty(tensor.shape, dtype=tensor.dtype, device=comms.world.device)
         comms.world.receive(as_bytes(sent), source=0, unit=f"buffer {name}").wait()
         tensor.copy_(sent)
@@ -250,16 +250,16 @@ def owned_extents(model: nn.Module) -> list[tuple[Extent, Tensor]]:
     Collective:
         With ``pp``, an all-gather of the names of buffers.
     """
-    runtime = attach.runtime_of(model, "sw.save")
-    runtime.refuse_unfilled("sw.save()")
-    runtime.follow_shards()
-    buffers = _own_buffers(model, runtime)
-    if runtime.comms.replica:
+    engine = attach.engine_of(model, "sw.save")
+    engine.refuse_unfilled("sw.save()")
+    engine.follow_shards()
+    buffers = _own_buffers(model, engine)
+    if engine.comms.replica:
         return []
     found: list[tuple[Extent, Tensor]] = []
-    for group in runtime.groups:
+    for group in engine.groups:
         views = group.value_views(group.values())
-        for index, piece in owned_pieces(runtime, group):
+        for index, piece in owned_pieces(engine, group):
             found.append(extent_of(group, index, group.layout.params[index].name, piece, views[index]))
     dtypes = saved_dtypes(model)
     for name, buffer in buffers.items():
@@ -269,32 +269,32 @@ def owned_extents(model: nn.Module) -> list[tuple[Extent, Tensor]]:
     return found
 
 
-def _own_buffers(model: nn.Module, runtime: Runtime) -> dict[str, Tensor]:
+def _own_buffers(model: nn.Module, engine: Engine) -> dict[str, Tensor]:
     """The buffers that this rank writes: of its stage's, those that no earlier stage has."""
-    held, pp = _buffers(model), runtime.comms.pp
+    held, pp = _buffers(model), engine.comms.pp
     if pp is not None:
         before = {name for names in all_gather_json(pp, list(held))[: pp.rank] for name in names}
         held = {name: buffer for name, buffer in held.items() if name not in before}
-    return held if is_first_of_stage(runtime) else {}
+    return held if is_first_of_stage(engine) else {}
 
 
 def frozen_names(model: nn.Module) -> set[str]:
     """The names of parameters that require no gradient, of those that the engine holds on this rank."""
-    runtime = attach.runtime_of(model, "sw.save")
+    engine = attach.engine_of(model, "sw.save")
     return {
         spec.name
-        for group in runtime.groups
+        for group in engine.groups
         for spec, shard in zip(group.layout.params, group.shards, strict=True)
         if not shard.requires_grad
     }
 
 
-def owned_pieces(runtime: Runtime, group: Group) -> Iterator[tuple[int, Piece]]:
+def owned_pieces(engine: Engine, group: Group) -> Iterator[tuple[int, Piece]]:
     """Of each parameter that counts here, its index and the piece that this rank writes; none where that is empty."""
     rank = group.rank
     for index, piece in enumerate(group.layout.owned_by_param(rank)):
         spec = group.layout.params[index]
-        if runtime.comms.counts(spec.slice) and (piece.numel or (spec.numel == 0 and rank == 0)):
+        if engine.comms.counts(spec.slice) and (piece.numel or (spec.numel == 0 and rank == 0)):
             yield index, piece
 
 
@@ -321,11 +321,11 @@ class HeldValues:
     """
 
     def __init__(self, model: nn.Module, stored: Mapping[str, Extent] | None = None) -> None:
-        runtime = attach.runtime_of(model, "sw.load")
-        runtime.follow_shards()
+        engine = attach.engine_of(model, "sw.load")
+        engine.follow_shards()
         self.extents: list[tuple[Extent, Tensor]] = []
         self._flats: list[tuple[Group, Tensor]] = []
-        for group in runtime.groups:
+        for group in engine.groups:
             self._flats.append((group, group.values()))
             views = group.value_views(self._flats[-1][1])
             for spec, piece, view in zip(group.layout.params, group.held, views, strict=True):
@@ -357,4 +357,4 @@ def load_ranges(model: nn.Module, read: Callable[[list[tuple[Extent, Tensor]]], 
     with torch.no_grad():
         read([(extent, flat) for extent, flat in held.extents if not extent.name.startswith(BUFFER)])
         held.install()
-    attach.runtime_of(model, "sw.load").invalidate()
+    attach.engine_of(model, "sw.load").invalidate()

@@ -147,14 +147,14 @@ def _tensors(state: Mapping[str, Any], view: Tensor) -> Iterator[tuple[str, Tens
 
 def optimizer_extents(model: nn.Module, optimizers: Sequence[torch.optim.Optimizer]) -> list[tuple[Extent, Tensor]]:
     """What this rank writes of the optimizers' state: ``optimizer/<parameter name>/<key>``, as ``owned_extents``."""
-    runtime = attach.runtime_of(model, "sw.save")
-    if runtime.comms.replica:
+    engine = attach.engine_of(model, "sw.save")
+    if engine.comms.replica:
         return []
     found: list[tuple[Extent, Tensor]] = []
     for optimizer in optimizers:
         needed, states = needed_by(optimizer), states_by_name(optimizer)
-        for group in runtime.groups:
-            for index, piece in owned_pieces(runtime, group):
+        for group in engine.groups:
+            for index, piece in owned_pieces(engine, group):
                 state = states.get(group.shards[index])
                 if state:
                     found += _written(_Held(group, index, needed), piece, state)
@@ -203,12 +203,12 @@ def optimizer_scalars(model: nn.Module, optimizers: Sequence[torch.optim.Optimiz
     Raises:
         CheckpointError: There is state that cannot be put together again; on every rank alike.
     """
-    runtime = attach.runtime_of(model, "sw.save")
+    engine = attach.engine_of(model, "sw.save")
     mine: dict[str, dict[str, float]] = {}
     problems: list[str] = []
     for optimizer in optimizers:
         needed, states = needed_by(optimizer), states_by_name(optimizer)
-        for group in runtime.groups:
+        for group in engine.groups:
             for index, shard in enumerate(group.shards):
                 held, state = _Held(group, index, needed), states.get(shard, {})
                 if not state or held.view.numel() == 0 < held.spec.numel:
@@ -222,10 +222,10 @@ def optimizer_scalars(model: nn.Module, optimizers: Sequence[torch.optim.Optimiz
                 if scalars:
                     mine[held.spec.name] = scalars
                 problems += _unsaved(type(optimizer).__name__, held, state)
-    everyone = all_gather_json(runtime.comms.world, [mine, problems])
+    everyone = all_gather_json(engine.comms.world, [mine, problems])
     found = list(dict.fromkeys(problem for _, problems in everyone for problem in problems))
     if found:
-        is_cut = runtime.comms.tp is not None
+        is_cut = engine.comms.tp is not None
         better = "an optimizer with a value per element" if is_cut else "granularity='tensor' or strategy 'ddp'"
         raise CheckpointError(
             "optimizer state cannot be saved:\n"
@@ -295,7 +295,7 @@ class _StateOfOne:
     """As :class:`OptimizerState`, for one optimizer."""
 
     def __init__(self, model: nn.Module, optimizer: torch.optim.Optimizer, stored: Mapping[str, Extent]) -> None:
-        runtime = attach.runtime_of(model, "sw.load")
+        engine = attach.engine_of(model, "sw.load")
         self.extents: list[tuple[Extent, Tensor]] = []
         self.problems: list[str] = []
         self._optimizer = optimizer
@@ -311,7 +311,7 @@ class _StateOfOne:
         self._flats = {parameter: {} for parameter in self._settings if isinstance(parameter, FlatParameter)}
         mine = {id(parameter) for parameter in self._settings}
         mine |= {id(shard) for flat in self._flats for shard in flat.shards}
-        for group in runtime.groups:
+        for group in engine.groups:
             for index, piece in enumerate(group.held):
                 spec, shard = group.layout.params[index], group.shards[index]
                 if id(shard) in mine and not piece.numel == 0 < spec.numel:
@@ -320,7 +320,7 @@ class _StateOfOne:
         for flat in self._flats:
             self._allocate_flat(flat, keys)
         needed = needed_by(optimizer)
-        for group in runtime.groups:
+        for group in engine.groups:
             for index, shard in enumerate(group.shards):
                 if shard in self._names:
                     self._allocate(_Held(group, index, needed), shard, keys[self._names[shard]])

@@ -16,7 +16,7 @@ from torch import Tensor, nn
 
 from shardwise.comm.base import Comm
 from shardwise.comm.dtype import dtype_name, torch_dtype
-from shardwise.engine.engine import Runtime
+from shardwise.engine.engine import Engine
 from shardwise.features.precision import saved_dtypes
 from shardwise.spec.errors import StateError
 from shardwise.state.assemble import Survey, is_first_of_stage, sliced_alone
@@ -30,20 +30,20 @@ class StageState:
             ``[key, "opaque", type]`` for what cannot be sent.
     """
 
-    def __init__(self, model: nn.Module, runtime: Runtime) -> None:
+    def __init__(self, model: nn.Module, engine: Engine) -> None:
         self.entries: list[list[Any]] = []
         self._tensors: list[Tensor] = []
-        pp = runtime.comms.pp
-        if pp is None or pp.rank == 0 or not is_first_of_stage(runtime):
+        pp = engine.comms.pp
+        if pp is None or pp.rank == 0 or not is_first_of_stage(engine):
             return
-        specs = [spec for group in runtime.groups for spec in group.layout.params]
+        specs = [spec for group in engine.groups for spec in group.layout.params]
         on_meta = {
             spec.name: torch.empty(spec.logical_shape, dtype=torch_dtype(spec.dtype), device="meta") for spec in specs
         }
-        with whole_tensors_in(runtime, on_meta) as shown:
+        with whole_tensors_in(engine, on_meta) as shown:
             state = model.state_dict(keep_vars=True)
         dtypes = saved_dtypes(model)
-        names = shown | {id(parameter): name for name, parameter in sliced_alone(runtime).items()}
+        names = shown | {id(parameter): name for name, parameter in sliced_alone(engine).items()}
         for key, value in state.items():
             is_cast = key in dtypes and isinstance(value, Tensor)
             self._add(key, value.to(dtypes[key]) if is_cast else value, names.get(id(value)))
@@ -148,7 +148,7 @@ def beside_siblings(state: Mapping[str, Any], more: Mapping[str, Any]) -> dict[s
 
 
 @contextlib.contextmanager
-def whole_tensors_in(runtime: Runtime, whole: Mapping[str, Tensor]) -> Iterator[dict[int, str]]:
+def whole_tensors_in(engine: Engine, whole: Mapping[str, Tensor]) -> Iterator[dict[int, str]]:
     """Let the modules show whole parameters, so that torch's own ``state_dict`` walks them, hooks and all.
 
     Yields:
@@ -156,18 +156,18 @@ def whole_tensors_in(runtime: Runtime, whole: Mapping[str, Tensor]) -> Iterator[
     """
     shown: dict[int, nn.Parameter] = {}
     names: dict[int, str] = {}
-    for group in runtime.groups:
+    for group in engine.groups:
         for shard, spec in zip(group.shards, group.layout.params, strict=True):
             parameter = shown[id(shard)] = nn.Parameter(whole[spec.name], requires_grad=shard.requires_grad)
             names[id(parameter)] = spec.name
-    for unit in runtime.units:
+    for unit in engine.units:
         unit.shows_logical_state = True
         for owner in unit.owners:
             owner.parameters.update({attribute: shown[id(shard)] for attribute, shard in owner.shards.items()})
     try:
         yield names
     finally:
-        for unit in runtime.units:
+        for unit in engine.units:
             unit.shows_logical_state = False
             for member in unit.members:
                 for owner in member.owners:

@@ -10,7 +10,7 @@ from torch import Tensor, nn
 
 from shardwise.comm.base import Comm
 from shardwise.spec.slice import Slice, set_slice
-from shardwise.tensor.cut import Cuts
+from shardwise.tensor.cut import ShardingPlan
 from shardwise.tensor.layer import Column, CopiedColumn, Layer, Row, SharedInput
 from shardwise.tensor.linear import Deferral
 from shardwise.tensor.loss import CausalLoss, VocabularyHead, has_loss, loss_of
@@ -19,7 +19,7 @@ from shardwise.tensor.pairs import gather_seq, share
 from shardwise.tensor.sequence import divide_sequence
 
 
-def apply_cuts(model: nn.Module, cuts: Cuts, comm: Comm) -> None:
+def apply_cuts(model: nn.Module, cuts: ShardingPlan, comm: Comm) -> None:
     """Cut ``model`` in place. Parameter objects, names and classes stay.
 
     Args:
@@ -27,7 +27,7 @@ def apply_cuts(model: nn.Module, cuts: Cuts, comm: Comm) -> None:
         cuts: Of this rank.
         comm: On ``tp``.
     """
-    layers = {path: make(model.get_submodule(path), path, comm) for path, make in cuts.stands.items()}
+    layers = {path: make(model.get_submodule(path), path, comm) for path, make in cuts.replaced_forwards.items()}
     for path, layer in layers.items():
         parent = model.get_submodule(_parent(path))
         if isinstance(layer, VocabularyHead) and has_loss(parent):
@@ -60,7 +60,7 @@ def defer_weights(modules: Iterable[nn.Module], deferral: Deferral) -> None:
             layer.defer(deferral)
 
 
-def _share_inputs(model: nn.Module, layers: Mapping[str, Layer], cuts: Cuts) -> None:
+def _share_inputs(model: nn.Module, layers: Mapping[str, Layer], cuts: ShardingPlan) -> None:
     """Let the column-parallel layers of one module have one input together, where it has several."""
     siblings: dict[str, list[Column | CopiedColumn]] = {}
     for path, layer in layers.items():
@@ -87,7 +87,7 @@ def _parent(path: str) -> str:
     return path.rpartition(".")[0]
 
 
-def part_of(cuts: Cuts, parameter: nn.Parameter, value: Tensor) -> Tensor:
+def part_of(cuts: ShardingPlan, parameter: nn.Parameter, value: Tensor) -> Tensor:
     """Of the value that ``parameter`` is to have, this rank's part."""
     held = cuts.slices.get(id(parameter))
     return value if held is None else take(value, held)

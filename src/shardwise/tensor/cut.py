@@ -41,7 +41,7 @@ Stand = Callable[[nn.Module, str, Comm], Layer]
 
 
 @dataclass
-class Cuts:
+class ShardingPlan:
     """What tensor parallelism does to a model on one rank.
 
     Attributes:
@@ -50,7 +50,7 @@ class Cuts:
         rank: This one.
         slices: What is kept of each parameter, by ``id``.
         uses: Every place that cuts a parameter, by ``id``: the module's ``id`` and the attribute, and its name there.
-        stands: What replaces the forward of the module at a path.
+        replaced_forwards: What replaces the forward of the module at a path.
         attributes: New values of attributes, by path and name.
         sequence: Modules that have each of the styles of sequence parallelism that say what they get and give.
         notes: What a summary should say.
@@ -61,7 +61,7 @@ class Cuts:
     rank: int
     slices: dict[int, Slice] = field(default_factory=dict)
     uses: dict[int, dict[tuple[int, str], str]] = field(default_factory=dict)
-    stands: dict[str, Stand] = field(default_factory=dict)
+    replaced_forwards: dict[str, Stand] = field(default_factory=dict)
     attributes: dict[tuple[str, str], int] = field(default_factory=dict)
     sequence: dict[str, list[str]] = field(default_factory=dict)
     notes: list[str] = field(default_factory=list)
@@ -110,7 +110,7 @@ class _Site:
 
 def find_cuts(
     model: nn.Module, table: Mapping[str, str] | None, size: int, rank: int = 0, *, divides_sequence: bool = False
-) -> Cuts:
+) -> ShardingPlan:
     """What is to be done on ``rank`` of ``size``.
 
     Args:
@@ -123,7 +123,7 @@ def find_cuts(
     Raises:
         PlanError: There is no table, it does not fit the model, or something cannot be divided.
     """
-    cuts = Cuts(model, size, rank)
+    cuts = ShardingPlan(model, size, rank)
     for site in [*_sites(model, table), *(_sequence_sites(model) if divides_sequence else ())]:
         try:
             _RULES[site.style.name](site, cuts)
@@ -214,7 +214,7 @@ def known_table(model: nn.Module) -> dict[str, str]:
     return table
 
 
-def _check_ties(model: nn.Module, cuts: Cuts) -> None:
+def _check_ties(model: nn.Module, cuts: ShardingPlan) -> None:
     for path, module in model.named_modules():
         for attribute, parameter in module.named_parameters(recurse=False, remove_duplicate=False):
             uses = cuts.uses.get(id(parameter))
@@ -226,12 +226,12 @@ def _check_ties(model: nn.Module, cuts: Cuts) -> None:
                 )
 
 
-def _check_positions(model: nn.Module, cuts: Cuts) -> None:
+def _check_positions(model: nn.Module, cuts: ShardingPlan) -> None:
     """Where positions are divided, gradients of parameters that are not cut are partial: somebody must add them up."""
     for path, module in model.named_modules():
         if not cuts.divides_sequence(path):
             continue
-        stand = cuts.stands.get(path)
+        stand = cuts.replaced_forwards.get(path)
         kind = stand.func if isinstance(stand, partial) else stand
         for attribute, parameter in module.named_parameters(recurse=False):
             if id(parameter) not in cuts.slices and kind not in {SharedParameters, Row}:
@@ -305,7 +305,7 @@ def _features(site: _Site, dim: int) -> int:
     return weight.shape[dim]
 
 
-def _colwise(site: _Site, cuts: Cuts, *, blocks: int = 1) -> None:
+def _colwise(site: _Site, cuts: ShardingPlan, *, blocks: int = 1) -> None:
     if site.attribute is not None:  # a stack of weights: (..., outputs, inputs)
         parameter = _held(site.module, site.attribute)
         assert parameter is not None
@@ -317,10 +317,10 @@ def _colwise(site: _Site, cuts: Cuts, *, blocks: int = 1) -> None:
     ranges = even_ranges(_features(site, outputs), cuts.size, cuts.rank, blocks=blocks)
     cuts.cut(site.module, site.path, "weight", Cut(outputs, ranges))
     cuts.cut(site.module, site.path, "bias", Cut(0, ranges))
-    cuts.stands[site.path] = Column
+    cuts.replaced_forwards[site.path] = Column
 
 
-def _colwise_heads(site: _Site, cuts: Cuts, *, is_shared: bool = False) -> None:
+def _colwise_heads(site: _Site, cuts: ShardingPlan, *, is_shared: bool = False) -> None:
     """Whole heads; those of keys and values are on several ranks where there are fewer than ranks."""
     outputs, _ = _linear(site)
     features, parent = _features(site, outputs), site.path.rpartition(".")[0]
@@ -342,17 +342,17 @@ def _colwise_heads(site: _Site, cuts: Cuts, *, is_shared: bool = False) -> None:
     ranges = ((head * width, (head + 1) * width),)
     for attribute, dim in (("weight", outputs), ("bias", 0)):
         cuts.cut(site.module, site.path, attribute, Cut(dim, ranges), copy=cuts.rank % copies, copies=copies)
-    cuts.stands[site.path] = partial(CopiedColumn, place=(outputs, features, head * width))
+    cuts.replaced_forwards[site.path] = partial(CopiedColumn, place=(outputs, features, head * width))
     groups = getattr(cuts.model.get_submodule(parent), "num_key_value_groups", None)
     if isinstance(groups, int):
         cuts.attributes[parent, "num_key_value_groups"] = groups // copies
 
 
-def _colwise_kv_heads(site: _Site, cuts: Cuts) -> None:
+def _colwise_kv_heads(site: _Site, cuts: ShardingPlan) -> None:
     _colwise_heads(site, cuts, is_shared=True)
 
 
-def _embedding_heads(site: _Site, cuts: Cuts) -> None:
+def _embedding_heads(site: _Site, cuts: ShardingPlan) -> None:
     weight = _held(site.module, "weight")
     if not isinstance(site.module, nn.Embedding) or weight is None:
         raise PlanError(f"a {type(site.module).__name__} is not an nn.Embedding.\n  Leave it out (tp_plan).")
@@ -360,23 +360,23 @@ def _embedding_heads(site: _Site, cuts: Cuts) -> None:
     cuts.cut(site.module, site.path, "weight", Cut(1, even_ranges(weight.shape[1], cuts.size, cuts.rank)))
 
 
-def _replicated_with_grad_allreduce(site: _Site, cuts: Cuts) -> None:
-    cuts.stands[site.path] = SharedParameters
+def _replicated_with_grad_allreduce(site: _Site, cuts: ShardingPlan) -> None:
+    cuts.replaced_forwards[site.path] = SharedParameters
 
 
-def _moe_tp_experts(site: _Site, cuts: Cuts) -> None:
-    cuts.stands[site.path] = Experts
+def _moe_tp_experts(site: _Site, cuts: ShardingPlan) -> None:
+    cuts.replaced_forwards[site.path] = Experts
 
 
-def _mixture(site: _Site, cuts: Cuts) -> None:
-    cuts.stands[site.path] = Mixture
+def _mixture(site: _Site, cuts: ShardingPlan) -> None:
+    cuts.replaced_forwards[site.path] = Mixture
 
 
-def _packed_colwise(site: _Site, cuts: Cuts) -> None:
+def _packed_colwise(site: _Site, cuts: ShardingPlan) -> None:
     _colwise(site, cuts, blocks=site.style.count)
 
 
-def _colwise_vocabulary(site: _Site, cuts: Cuts) -> tuple[int, ...]:
+def _colwise_vocabulary(site: _Site, cuts: ShardingPlan) -> tuple[int, ...]:
     """Sizes by rank."""
     if site.attribute is not None:
         parameter = _held(site.module, site.attribute)
@@ -390,32 +390,32 @@ def _colwise_vocabulary(site: _Site, cuts: Cuts) -> tuple[int, ...]:
     ranges = (near_even_range(sum(sizes), cuts.size, cuts.rank),)
     cuts.cut(site.module, site.path, "weight", Cut(outputs, ranges))
     cuts.cut(site.module, site.path, "bias", Cut(0, ranges))
-    cuts.stands[site.path] = Column
+    cuts.replaced_forwards[site.path] = Column
     return sizes
 
 
-def _colwise_gather_output(site: _Site, cuts: Cuts) -> None:
+def _colwise_gather_output(site: _Site, cuts: ShardingPlan) -> None:
     cuts.notes.append(f"output of {site.path!r}: gathered, whole on every rank of tp")
-    cuts.stands[site.path] = partial(Column, sizes=_colwise_vocabulary(site, cuts))
+    cuts.replaced_forwards[site.path] = partial(Column, sizes=_colwise_vocabulary(site, cuts))
 
 
-def _vocabulary_head(site: _Site, cuts: Cuts) -> None:
+def _vocabulary_head(site: _Site, cuts: ShardingPlan) -> None:
     cuts.notes.append(
         f"output of {site.path!r}: with labels each rank has its part, and .logits is None; else gathered"
     )
-    cuts.stands[site.path] = partial(VocabularyHead, sizes=_colwise_vocabulary(site, cuts))
+    cuts.replaced_forwards[site.path] = partial(VocabularyHead, sizes=_colwise_vocabulary(site, cuts))
 
 
-def _vocabulary_loss(site: _Site, cuts: Cuts) -> None:
+def _vocabulary_loss(site: _Site, cuts: ShardingPlan) -> None:
     head = _join(site.path.rpartition(".")[0], site.style.argument)
     cuts.notes.append(f"output of {head!r}: with targets each rank has its part; else gathered")
     found = [mark for parameter, mark in cuts.slices.items() if _join(head, "weight") in cuts.uses[parameter].values()]
     if not found:
         raise PlanError(f"{head!r} is not divided by its ids.\n  Give it the style colwise_vocabulary, before this.")
-    cuts.stands[site.path] = partial(GPTLoss, sizes=_near_even_sizes(found[0].shape[0], cuts.size))
+    cuts.replaced_forwards[site.path] = partial(GPTLoss, sizes=_near_even_sizes(found[0].shape[0], cuts.size))
 
 
-def _rowwise(site: _Site, cuts: Cuts, *, splits: bool = False) -> None:
+def _rowwise(site: _Site, cuts: ShardingPlan, *, splits: bool = False) -> None:
     if site.attribute is not None:
         parameter = _held(site.module, site.attribute)
         assert parameter is not None
@@ -427,14 +427,14 @@ def _rowwise(site: _Site, cuts: Cuts, *, splits: bool = False) -> None:
     _, inputs = _linear(site)
     features = _features(site, inputs)
     cuts.cut(site.module, site.path, "weight", Cut(inputs, even_ranges(features, cuts.size, cuts.rank)))
-    cuts.stands[site.path] = partial(Row, sizes=(features // cuts.size,) * cuts.size if splits else None)
+    cuts.replaced_forwards[site.path] = partial(Row, sizes=(features // cuts.size,) * cuts.size if splits else None)
 
 
-def _rowwise_split_input(site: _Site, cuts: Cuts) -> None:
+def _rowwise_split_input(site: _Site, cuts: ShardingPlan) -> None:
     _rowwise(site, cuts, splits=True)
 
 
-def _embedding_rowwise(site: _Site, cuts: Cuts) -> None:
+def _embedding_rowwise(site: _Site, cuts: ShardingPlan) -> None:
     module = site.module
     if not isinstance(module, nn.Embedding) or module.max_norm is not None or module.sparse:
         raise PlanError("only an nn.Embedding without max_norm and sparse gradients can be cut by its ids.")
@@ -444,10 +444,10 @@ def _embedding_rowwise(site: _Site, cuts: Cuts) -> None:
     _near_even_sizes(module.num_embeddings, cuts.size)
     start, stop = near_even_range(module.num_embeddings, cuts.size, cuts.rank)
     cuts.cut(module, site.path, "weight", Cut(0, ((start, stop),)))
-    cuts.stands[site.path] = partial(VocabularyEmbedding, start=start, stop=stop)
+    cuts.replaced_forwards[site.path] = partial(VocabularyEmbedding, start=start, stop=stop)
 
 
-def _divide(site: _Site, cuts: Cuts) -> None:
+def _divide(site: _Site, cuts: ShardingPlan) -> None:
     for name in site.style.names:
         value = getattr(site.module, name, None)
         if isinstance(value, bool) or not isinstance(value, int):
@@ -462,37 +462,37 @@ def _divide(site: _Site, cuts: Cuts) -> None:
     _drop_own_heads(site.module, site.path, cuts)
 
 
-def _drop_own_heads(attention: nn.Module, path: str, cuts: Cuts) -> None:
+def _drop_own_heads(attention: nn.Module, path: str, cuts: ShardingPlan) -> None:
     if drops(attention):
-        cuts.stands[path] = HeadDropout
+        cuts.replaced_forwards[path] = HeadDropout
 
 
-def _dropout_features(site: _Site, cuts: Cuts) -> None:
+def _dropout_features(site: _Site, cuts: ShardingPlan) -> None:
     if not isinstance(site.module, nn.Dropout):
         raise PlanError(f"a {type(site.module).__name__} is not an nn.Dropout.\n  Leave it out (tp_plan).")
-    cuts.stands[site.path] = FeatureDropout
+    cuts.replaced_forwards[site.path] = FeatureDropout
 
 
-def _replicate(site: _Site, cuts: Cuts) -> None:
+def _replicate(site: _Site, cuts: ShardingPlan) -> None:
     del site, cuts
 
 
-def _sequence(site: _Site, cuts: Cuts) -> None:
+def _sequence(site: _Site, cuts: ShardingPlan) -> None:
     if hasattr(site.module, "crossattention"):
         raise PlanError("sequence_parallel=True does not go with cross-attention.\n  Set sequence_parallel=False.")
     cuts.sequence.setdefault(site.style.name, []).append(site.path)
 
 
-def _sequence_last_norm(site: _Site, cuts: Cuts) -> None:
+def _sequence_last_norm(site: _Site, cuts: ShardingPlan) -> None:
     cuts.sequence.setdefault("sequence_end", []).append(site.path)
-    cuts.stands[site.path] = SharedParameters
+    cuts.replaced_forwards[site.path] = SharedParameters
 
 
-def _sequence_dropout(site: _Site, cuts: Cuts) -> None:
-    cuts.stands[site.path] = SequenceDropout
+def _sequence_dropout(site: _Site, cuts: ShardingPlan) -> None:
+    cuts.replaced_forwards[site.path] = SequenceDropout
 
 
-_RULES: dict[str, Callable[[_Site, Cuts], Any]] = {
+_RULES: dict[str, Callable[[_Site, ShardingPlan], Any]] = {
     "colwise": _colwise,
     "packed_colwise": _packed_colwise,
     "colwise_heads": _colwise_heads,

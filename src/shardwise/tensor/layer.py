@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 from shardwise.comm.base import Comm
 from shardwise.comm.forward import Forward, only
-from shardwise.tensor.linear import Deferral, Way, column_linear, is_transposed, linear_of
+from shardwise.tensor.linear import ColumnPlan, Deferral, column_linear, is_transposed, linear_of
 from shardwise.tensor.pairs import add_up, gather_seq, join_last, own_last, scatter_seq, share, share_copies
 
 
@@ -87,7 +87,7 @@ class Column(Layer):
     def __init__(self, module: nn.Module, name: str, comm: Comm, *, sizes: Sequence[int] | None = None) -> None:
         super().__init__(module, name, comm)
         self.shared: Callable[[Tensor, Comm, str], Tensor] | None = None
-        self.way = Way(comm, name, is_transposed(module))
+        self.way = ColumnPlan(comm, name, is_transposed(module))
         self._sizes = sizes
         self._linear = linear_of(module)
 

@@ -22,7 +22,7 @@ class Deferral(Protocol):
     """Computes what layers do with their weights and biases, whose gradients it may leave for later."""
 
     def linear(self, given: Tensor, weight: Tensor, bias: Tensor | None, *, is_transposed: bool) -> Tensor:
-        """As :meth:`Way.forward`."""
+        """As :meth:`ColumnPlan.forward`."""
         ...
 
     def add(self, output: Tensor, bias: Tensor) -> Tensor:
@@ -31,7 +31,7 @@ class Deferral(Protocol):
 
 
 @dataclass(frozen=True)
-class Way:
+class ColumnPlan:
     """How a column-parallel layer computes and talks.
 
     Attributes:
@@ -61,7 +61,7 @@ class Way:
         return rows.t().mm(grads) if self.is_transposed else grads.t().mm(rows)
 
 
-def column_linear(x: Tensor, weight: Tensor, bias: Tensor | None, way: Way) -> Tensor:
+def column_linear(x: Tensor, weight: Tensor, bias: Tensor | None, way: ColumnPlan) -> Tensor:
     """This rank's features of a replicated input.
 
     Collective:
@@ -101,7 +101,7 @@ def _cast(*tensors: Tensor | None) -> tuple[Tensor | None, ...]:
 
 class _ColumnLinear(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None, way: Way) -> Tensor:
+    def forward(ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None, way: ColumnPlan) -> Tensor:
         x = gathered_seq(x, way.comm, way.unit) if way.divides_sequence else x
         ctx.save_for_backward(x, weight)
         ctx.way = way

@@ -24,7 +24,7 @@ import torch
 from torch import Tensor, nn
 
 from shardwise.api.summary import predict, predict_activations, predict_trace, unit_shapes
-from shardwise.engine.attach import runtime_of
+from shardwise.engine.attach import engine_of
 from shardwise.engine.group import Group
 from shardwise.engine.order import units_in
 from shardwise.engine.unit import State, Unit
@@ -155,64 +155,64 @@ class Probe:
 
     def __init__(self, model: nn.Module) -> None:
         self._model = model
-        self._runtime = runtime_of(model, "shardwise.testing.probe", on_shards=False)
+        self._engine = engine_of(model, "shardwise.testing.probe", on_shards=False)
 
     # -- what there is
 
     @property
     def units(self) -> tuple[UnitView, ...]:
         """The units, outermost first; the first is the root."""
-        return tuple(UnitView(unit) for unit in self._runtime.units)
+        return tuple(UnitView(unit) for unit in self._engine.units)
 
     @property
     def shards(self) -> tuple[Shard, ...]:
         """Every parameter that the engine holds, unit by unit."""
-        return tuple(Shard(group, i) for group in self._runtime.groups for i in range(len(group.shards)))
+        return tuple(Shard(group, i) for group in self._engine.groups for i in range(len(group.shards)))
 
     @property
     def ignored(self) -> Mapping[str, nn.Parameter]:
         """The parameters that the engine leaves alone (``ParallelPlan.ignored``), by name."""
-        return self._runtime.ignored.parameters
+        return self._engine.ignored.parameters
 
     @property
     def axes(self) -> dict[str, int]:
         """Sizes of the mesh's axes that have several ranks (and of ``dp_replicate`` and ``dp_shard``), by name."""
-        return self._runtime.comms.sizes
+        return self._engine.comms.sizes
 
     @property
     def shard_group_size(self) -> int:
         """Ranks over which a unit is cut."""
-        return self._runtime.comms.gather.size
+        return self._engine.comms.gather.size
 
     @property
     def reader(self) -> tuple[int, int]:
         """Which share of the samples this rank reads, and of how many: ranks of one model read the same."""
-        return self._runtime.comms.reader
+        return self._engine.comms.reader
 
     @property
     def replica(self) -> int:
         """Which of the groups along ``dp_replicate`` this rank is in."""
-        return self._runtime.comms.replica
+        return self._engine.comms.replica
 
     @property
     def placements(self) -> Placements:
         """How the strategy holds parameters, gradients and optimizer state."""
-        return self._runtime.row
+        return self._engine.row
 
     @property
     def transports(self) -> tuple[str, ...]:
         """Class names of what carries the collectives, one for each group of ranks and purpose."""
-        return tuple(type(comm).__name__ for comm in self._runtime.comms)
+        return tuple(type(comm).__name__ for comm in self._engine.comms)
 
     @property
     def unit_shapes(self) -> dict[int, UnitShape]:
         """What arithmetic needs to know of every unit (``shardwise.spec``), by number, the root 0."""
-        return unit_shapes(self._runtime)
+        return unit_shapes(self._engine)
 
     @property
     def accumulation(self) -> str:
         """How microbatches are added up: ``sharded``, ``unsharded`` or ``defer_replicate``."""
-        return self._runtime.accumulation
+        return self._engine.accumulation
 
     # -- values
 
@@ -238,57 +238,57 @@ class Probe:
     @property
     def reducing(self) -> tuple[str, ...]:
         """Names of the units whose gradients are being reduced now, oldest first."""
-        return tuple(dict.fromkeys(unit.name for unit, _, _ in self._runtime.reducing))
+        return tuple(dict.fromkeys(unit.name for unit, _, _ in self._engine.reducing))
 
     @property
     def waiting(self) -> tuple[str, ...]:
         """Names of the units whose gradients wait for their reduction, or the rest of it: not yet in ``.grad``."""
-        groups = self._runtime.groups
+        groups = self._engine.groups
         return tuple(dict.fromkeys(group.unit.name for group in groups if group.gradient.is_local))
 
     @property
     def num_open_forwards(self) -> int:
         """Forward calls of units that have begun and not ended."""
-        return self._runtime.num_frames
+        return self._engine.num_frames
 
     @property
     def num_healed(self) -> int:
         """Tensors saved for backward whose data had to be brought back so far."""
-        return self._runtime.saved.num_healed
+        return self._engine.saved.num_healed
 
     @property
     def slots(self) -> tuple[Tensor, ...]:
         """The buffers that units are gathered into, one unit after the other, as far as they have been made."""
-        return tuple(slot.buffer for slot in self._runtime.slots.slots if slot.buffer is not None)
+        return tuple(slot.buffer for slot in self._engine.slots.slots if slot.buffer is not None)
 
     @property
     def gradient_buffers(self) -> tuple[Tensor, ...]:
         """The buffers in which whole units' gradients are collected and reduced, but for those in use now."""
-        unused = self._runtime.gradients._free.values()  # noqa: SLF001
+        unused = self._engine.gradients._free.values()  # noqa: SLF001
         return tuple(buffer for buffers in unused for buffer in buffers)
 
     @property
     def receive_buffers(self) -> tuple[Tensor, ...]:
         """Where the transport needs some (Gloo): the buffers in which sums are received, but for those in use now."""
-        scratches = (getattr(comm, "_scratch", None) for comm in self._runtime.comms)
+        scratches = (getattr(comm, "_scratch", None) for comm in self._engine.comms)
         return tuple(buffer for scratch in scratches if scratch is not None for buffer in scratch.free)
 
     @property
     def kept_shards(self) -> tuple[Tensor, ...]:
         """What units keep of their parameters between forward and backward (``reshard_after_forward=k``)."""
-        return tuple(group.inner.buffer for group in self._runtime.groups if group.inner is not None)
+        return tuple(group.inner.buffer for group in self._engine.groups if group.inner is not None)
 
     @property
     def waiting_sums(self) -> tuple[Tensor, ...]:
         """Buffers in which sums over ``dp_shard`` wait for later microbatches (accumulation ``defer_replicate``)."""
-        stores = (group.gradient._partial_store for group in self._runtime.groups)  # noqa: SLF001
+        stores = (group.gradient._partial_store for group in self._engine.groups)  # noqa: SLF001
         return tuple(store for store in stores if store is not None)
 
     def weak_references(self) -> list[weakref.ref[Any]]:
         """Of the engine's own objects and buffers: once model and probe are gone, all of these are dead."""
-        runtime = self._runtime
-        masters = (group.master for group in runtime.groups)
-        return [weakref.ref(held) for held in (runtime, *runtime.units, *runtime.groups, *masters, *self.slots)]
+        engine = self._engine
+        masters = (group.master for group in engine.groups)
+        return [weakref.ref(held) for held in (engine, *engine.units, *engine.groups, *masters, *self.slots)]
 
     def held_bytes(self, *optimizers: torch.optim.Optimizer) -> dict[str, int]:
         """Bytes of this rank's storages now, by category, each storage once.
@@ -298,7 +298,7 @@ class Probe:
             that wait), ``optimizer`` (of ``optimizers``), ``gathered`` (slots), ``reduce`` (buffers in which gradients
             are collected and received) and ``host`` (of the first three, what is offloaded).
         """
-        return held_bytes(self._runtime, optimizers)
+        return held_bytes(self._engine, optimizers)
 
     # -- what is sent
 
@@ -310,8 +310,8 @@ class Probe:
             ``forward`` (of gathers in forwards that train), ``evaluation`` (in others) and ``backward`` (of
             reductions); empty before the first.
         """
-        names = [unit.name for unit in self._runtime.units]
-        ways = zip(("forward", "evaluation", "backward"), self._runtime.all_orders, strict=True)
+        names = [unit.name for unit in self._engine.units]
+        ways = zip(("forward", "evaluation", "backward"), self._engine.all_orders, strict=True)
         return {way: tuple(names[index] for index in units_in(orders)) for way, orders in ways}
 
     def predicted_collectives(
@@ -323,7 +323,7 @@ class Probe:
             is_synchronising: Gradients are reduced in it (``sw.gradient_sync``).
             is_first_of_window: It is the first microbatch since the parameters changed.
         """
-        return predict_trace(self._runtime, is_synchronising=is_synchronising, is_first_of_window=is_first_of_window)
+        return predict_trace(self._engine, is_synchronising=is_synchronising, is_first_of_window=is_first_of_window)
 
     def predicted_bytes(self, *, optimizer_tensors: int = 2, num_microbatches: int | None = None) -> dict[str, int]:
         """What :meth:`held_bytes` is to be after a backward, by arithmetic.
@@ -332,7 +332,7 @@ class Probe:
             optimizer_tensors: State tensors of each parameter.
             num_microbatches: Of a step, all but the last without reduction; ``None``: as many as there have been.
         """
-        return predict(self._runtime, optimizer_tensors=optimizer_tensors, num_microbatches=num_microbatches).as_dict()
+        return predict(self._engine, optimizer_tensors=optimizer_tensors, num_microbatches=num_microbatches).as_dict()
 
     def predicted_backward_bytes(self, activations: Activations) -> int:
         """What a step holds at its peak besides :meth:`predicted_bytes`, by arithmetic.
@@ -340,7 +340,7 @@ class Probe:
         Args:
             activations: What the plain model holds in a forward and backward, and when each gradient is there.
         """
-        return predict_activations(self._runtime, activations)
+        return predict_activations(self._engine, activations)
 
     @property
     def peak_microbatches(self) -> int:
@@ -352,7 +352,7 @@ class Probe:
     @property
     def num_updates(self) -> int:
         """Optimizer steps that the engine has seen."""
-        return self._runtime.version
+        return self._engine.version
 
 
 def part_of(extent: Extent, whole: Tensor) -> Tensor:

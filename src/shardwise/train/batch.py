@@ -51,7 +51,7 @@ def evaluate(
     Collective:
         The model's forwards, then one all-gather of 16 bytes per rank.
     """
-    device = attach.runtime_of(model, "evaluate").comms.control.device  # parameters may be kept elsewhere
+    device = attach.engine_of(model, "evaluate").comms.control.device  # parameters may be kept elsewhere
     at_once = batch.micro * batch.data_parallel_size
     stride = part.num_samples // count
     was_training = model.training

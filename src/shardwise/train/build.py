@@ -15,7 +15,7 @@ from shardwise.checkpoint.weights import WeightFiles
 from shardwise.engine.attach import attachment_of
 from shardwise.engine.notice import tell_once
 from shardwise.spec.errors import StateError
-from shardwise.train.check import Resolved
+from shardwise.train.check import RunConfig
 from shardwise.train.config import Config, OptimizerSection
 from shardwise.train.pretrained import NotNamedError, deferred_from_folder, model_from_folder
 from shardwise.train.text import printable
@@ -24,7 +24,7 @@ from shardwise.train.text import printable
 Loss = Callable[[nn.Module, Tensor, Tensor], Tensor]
 
 
-def build_model(resolved: Resolved, device: torch.device, *, reads_weights: bool = True) -> nn.Module:
+def build_model(resolved: RunConfig, device: torch.device, *, reads_weights: bool = True) -> nn.Module:
     """The whole model, on ``device``, with the weights that its folder has, or that the current random state draws.
 
     Args:
@@ -42,7 +42,7 @@ def build_model(resolved: Resolved, device: torch.device, *, reads_weights: bool
     return gpt(section.preset or "gpt-tiny", device=device, **section.overrides)
 
 
-def defer_model(resolved: Resolved, device: torch.device) -> tuple[nn.Module, WeightFiles | None]:
+def defer_model(resolved: RunConfig, device: torch.device) -> tuple[nn.Module, WeightFiles | None]:
     """The model on meta, for ``sw.parallelize``: every rank then makes or reads the values that it owns.
 
     The values are those of :func:`build_model` on the CPU under the same random state. A model whose construction

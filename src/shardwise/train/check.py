@@ -18,7 +18,7 @@ from shardwise.spec.errors import ConfigError, MeshError, PlanError, ShardwiseEr
 from shardwise.spec.mesh import Mesh
 from shardwise.spec.plan import ParallelPlan, check_plan
 from shardwise.spec.precision import PrecisionPolicy, dtype_name
-from shardwise.train.config import Config, Draft, LogSection, OptimizerSection, ScheduleSection, TrainSection, near
+from shardwise.train.config import Config, LogSection, OptimizerSection, RawConfig, ScheduleSection, TrainSection, near
 from shardwise.train.data import Source, check_size, find_source
 from shardwise.train.schedule import Schedule
 from shardwise.train.tokenizer import BYTES, find_tokenizer, has_tokenizer, tokenized
@@ -53,7 +53,7 @@ class Batch:
 
 
 @dataclass(frozen=True, slots=True)
-class Resolved:
+class RunConfig:
     """A configuration with nothing left open.
 
     Attributes:
@@ -85,14 +85,14 @@ class Resolved:
 
 
 def resolve(
-    draft: Draft,
+    draft: RawConfig,
     world_size: int,
     local_size: int | None = None,
     *,
     checks_data: bool = True,
     raises_masters: bool = True,
     say: Callable[[str], None] | None = None,
-) -> Resolved:
+) -> RunConfig:
     """Check ``draft`` for a world of ``world_size`` ranks and fill in what it leaves open.
 
     Args:
@@ -174,7 +174,7 @@ def resolve(
             ),
         }
     )
-    return Resolved(
+    return RunConfig(
         config, plan, mesh, batch, model, positions, vocab_size, source, schedule, raised_from, draft.asked()
     )
 
@@ -183,7 +183,7 @@ def resolve(
 _READ_WITH = {"pipeline": ("pp",), "sequence_parallel": ("tp",)}
 
 
-def _plan(draft: Draft, world_size: int, local_size: int) -> tuple[ParallelPlan | None, Mesh | None]:
+def _plan(draft: RawConfig, world_size: int, local_size: int) -> tuple[ParallelPlan | None, Mesh | None]:
     section = draft.sections.get("parallel")
     if section is None:
         return None, None
@@ -209,7 +209,7 @@ def _plan(draft: Draft, world_size: int, local_size: int) -> tuple[ParallelPlan 
         return None, None
 
 
-def _model(draft: Draft) -> tuple[GPTConfig | None, int, int | None]:
+def _model(draft: RawConfig) -> tuple[GPTConfig | None, int, int | None]:
     """The built-in shape or None, the vocabulary, and the longest sequence where one is known."""
     section = draft.sections.get("model")
     if section is None:
@@ -235,7 +235,7 @@ def _model(draft: Draft) -> tuple[GPTConfig | None, int, int | None]:
     return shape, shape.vocab_size, shape.seq_len
 
 
-def _tokenizer(draft: Draft, config: Config) -> str | None:
+def _tokenizer(draft: RawConfig, config: Config) -> str | None:
     """The tokenizer's name: as given, else the model folder's own, else bytes; ``None``: the folder has none."""
     if config.data.tokenizer is not None:
         if config.data.tokenizer != BYTES and not has_tokenizer(Path(config.data.tokenizer).expanduser()):
@@ -252,7 +252,7 @@ def _tokenizer(draft: Draft, config: Config) -> str | None:
 
 
 def _tokenized(
-    draft: Draft, source: Source, name: str, vocab_size: int, say: Callable[[str], None] | None, *, reads: bool
+    draft: RawConfig, source: Source, name: str, vocab_size: int, say: Callable[[str], None] | None, *, reads: bool
 ) -> Source:
     """The source's tokens by the tokenizer of folder ``name``, whose vocabulary must fit the model's."""
     tokenizer = find_tokenizer(name)
@@ -266,7 +266,7 @@ def _tokenized(
     return tokenized(source, name, tokenizer, say) if reads else replace(source, vocab_size=tokenizer.vocab_size)
 
 
-def _each_override(draft: Draft, preset: str, overrides: dict[str, Any]) -> bool:
+def _each_override(draft: RawConfig, preset: str, overrides: dict[str, Any]) -> bool:
     found = False
     for key, value in overrides.items():
         if key in {"hidden", "num_heads", "num_experts", "experts_per_token"} and type(value) is int and value > 0:
@@ -279,7 +279,7 @@ def _each_override(draft: Draft, preset: str, overrides: dict[str, Any]) -> bool
     return found
 
 
-def _hf_model(draft: Draft, section: Any) -> tuple[None, int, int | None]:  # noqa: PLR0911  a list of refusals
+def _hf_model(draft: RawConfig, section: Any) -> tuple[None, int, int | None]:  # noqa: PLR0911  a list of refusals
     def fail(key: str, message: str) -> tuple[None, int, None]:
         draft.problems.add(draft.where("model", key), message)
         return None, 1 << 31, None
@@ -334,7 +334,7 @@ def _not_causal(held: dict[str, Any]) -> str | None:
     return None
 
 
-def _with_fp32_masters(draft: Draft, plan: ParallelPlan) -> tuple[ParallelPlan, str | None]:
+def _with_fp32_masters(draft: RawConfig, plan: ParallelPlan) -> tuple[ParallelPlan, str | None]:
     """The plan with fp32 masters where the model's folder stores 16 bit, and that dtype.
 
     Products run in the stored dtype, unless the configuration names a ``param_dtype``.
@@ -376,7 +376,7 @@ def stored_dtype(folder: Path) -> str | None:
 _FLOATING = {"F64": "fp64", "F32": "fp32", "BF16": "bf16", "F16": "fp16"}
 
 
-def _optimizer(draft: Draft, section: OptimizerSection | None) -> OptimizerSection | None:
+def _optimizer(draft: RawConfig, section: OptimizerSection | None) -> OptimizerSection | None:
     if section is None:
         return None
     foreign = {"sgd": ("betas", "eps")}.get(section.name, ("momentum",))
@@ -392,7 +392,7 @@ def _optimizer(draft: Draft, section: OptimizerSection | None) -> OptimizerSecti
     return section.model_copy(update={"betas": section.betas or (0.9, 0.95), "eps": section.eps or 1e-8})
 
 
-def _in_backward(draft: Draft, train: TrainSection | None, plan: ParallelPlan | None, batch: Batch | None) -> None:
+def _in_backward(draft: RawConfig, train: TrainSection | None, plan: ParallelPlan | None, batch: Batch | None) -> None:
     """Report what needs the gradients of the whole model, or of several microbatches, before the update."""
     reasons = []
     if train is not None and train.clip_grad_norm is not None:
@@ -418,7 +418,7 @@ def _in_backward(draft: Draft, train: TrainSection | None, plan: ParallelPlan | 
         draft.problems.add(draft.where("optimizer", "in_backward"), reason)
 
 
-def _schedule(draft: Draft, section: ScheduleSection | None, train: TrainSection | None) -> Schedule | None:
+def _schedule(draft: RawConfig, section: ScheduleSection | None, train: TrainSection | None) -> Schedule | None:
     if section is None or train is None:
         return None
     steps = train.steps
@@ -452,7 +452,7 @@ def _filled(section: ScheduleSection, schedule: Schedule) -> ScheduleSection:
     return section.model_copy(update={"min_lr_ratio": schedule.min_lr_ratio})
 
 
-def _batch(draft: Draft, train: TrainSection | None, mesh: Mesh | None, plan: ParallelPlan | None) -> Batch | None:
+def _batch(draft: RawConfig, train: TrainSection | None, mesh: Mesh | None, plan: ParallelPlan | None) -> Batch | None:
     batch = _sizes(draft, train, mesh, plan)
     policy = plan.pipeline_policy if plan is not None else None
     if batch is None or policy is None or plan is None:
@@ -473,7 +473,7 @@ def _batch(draft: Draft, train: TrainSection | None, mesh: Mesh | None, plan: Pa
 
 
 def _sizes(  # noqa: PLR0911  a table of cases
-    draft: Draft, train: TrainSection | None, mesh: Mesh | None, plan: ParallelPlan | None
+    draft: RawConfig, train: TrainSection | None, mesh: Mesh | None, plan: ParallelPlan | None
 ) -> Batch | None:
     if train is None or mesh is None:
         return None
@@ -512,7 +512,7 @@ def _sizes(  # noqa: PLR0911  a table of cases
     return Batch(total // (steps * ranks), steps, ranks)
 
 
-def _log(draft: Draft, section: LogSection) -> LogSection:
+def _log(draft: RawConfig, section: LogSection) -> LogSection:
     """Reading a loss makes the host wait for a GPU; on CPU it costs nothing."""
     if "every" in draft.given("log") or not _has_gpus():
         return section
@@ -528,7 +528,7 @@ def _nearest(total: int, unit: int) -> str:
     return f"{low} or {low + unit}" if low else f"{unit}"
 
 
-def _seq_len(draft: Draft, positions: int | None, plan: ParallelPlan | None) -> int:
+def _seq_len(draft: RawConfig, positions: int | None, plan: ParallelPlan | None) -> int:
     """Tokens per sample. Attention and activations of models for 128k tokens would not fit by themselves."""
     section = draft.sections.get("data")
     if section is None:

@@ -248,7 +248,7 @@ class Config(BaseModel):
 
 
 @dataclass(slots=True)
-class Problems:
+class ConfigErrors:
     """Mistakes found so far, in the order of the file."""
 
     title: str
@@ -273,7 +273,7 @@ class Problems:
 
 
 @dataclass(slots=True)
-class Draft:
+class RawConfig:
     """A configuration that has been read, with what is needed to report further mistakes at the right line.
 
     Attributes:
@@ -287,7 +287,7 @@ class Draft:
     title: str
     folder: Path
     sections: dict[str, Any]
-    problems: Problems
+    problems: ConfigErrors
     tree: Node
 
     def where(self, *path: str) -> str:
@@ -327,7 +327,7 @@ class Draft:
 
 def read_draft(
     path: str | Path | None, overrides: Sequence[str] = (), *, base: Mapping[str, Any] | None = None, title: str = ""
-) -> Draft:
+) -> RawConfig:
     """Read a configuration file (or the mapping ``base``), lay ``--set`` values on it, and take it apart by section.
 
     Args:
@@ -347,16 +347,16 @@ def read_draft(
     else:
         path = Path(path)
         tree, folder, stem, title = _read_chain(path, ()), path.parent, path.stem, str(path)
-    problems = Problems(title or "the configuration")
+    problems = ConfigErrors(title or "the configuration")
     for override in overrides:
         try:
             tree = merge(tree, _override(override))
         except Problem as problem:
             where, _, message = str(problem).partition(": ")
             problems.add(where, message)
-    sections = _sections(tree, problems, Draft(problems.title, folder, {}, problems, tree))
+    sections = _sections(tree, problems, RawConfig(problems.title, folder, {}, problems, tree))
     sections.setdefault("name", stem if _is_name(stem) else "run")
-    return Draft(problems.title, folder, sections, problems, tree)
+    return RawConfig(problems.title, folder, sections, problems, tree)
 
 
 def schema() -> dict[str, Any]:
@@ -423,7 +423,7 @@ def _override(text: str) -> Node:
     return node
 
 
-def _sections(tree: Node, problems: Problems, draft: Draft) -> dict[str, Any]:
+def _sections(tree: Node, problems: ConfigErrors, draft: RawConfig) -> dict[str, Any]:
     good: dict[str, Any] = {}
     known = ["name", "extends", *SECTIONS]
     for key, node in tree.value.items():
@@ -451,7 +451,7 @@ def _sections(tree: Node, problems: Problems, draft: Draft) -> dict[str, Any]:
     return good
 
 
-def _section(name: str, section: type[Section], node: Node, problems: Problems, draft: Draft) -> Section:
+def _section(name: str, section: type[Section], node: Node, problems: ConfigErrors, draft: RawConfig) -> Section:
     hints = typing.get_type_hints(section, include_extras=True)
     data = {key: _lower(item, hints.get(key, Any)) for key, item in node.value.items()}
     if name == "model":
@@ -587,4 +587,4 @@ def differences(old: Mapping[str, Any], new: Mapping[str, Any], prefix: str = ""
     return result
 
 
-__all__ = ["SECTIONS", "Config", "Draft", "Problems", "differences", "near", "read_draft", "schema", "walk"]
+__all__ = ["SECTIONS", "Config", "ConfigErrors", "RawConfig", "differences", "near", "read_draft", "schema", "walk"]

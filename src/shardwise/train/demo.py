@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     import torch
 
-    from shardwise.train.check import Resolved
+    from shardwise.train.check import RunConfig
     from shardwise.train.data import Data
 
 #: About a minute on two slow CPU cores; held-out loss falls from 5.4 to about 2.1 nats per byte.
@@ -33,7 +33,7 @@ DEMO: dict[str, Any] = {
 PARITY_STEPS = 3
 
 
-def parity_line(resolved: Resolved, data: Data, device: torch.device) -> str:
+def parity_line(resolved: RunConfig, data: Data, device: torch.device) -> str:
     """Train the run's model anew for a few steps, under its plan and in one process, and say whether they are equal.
 
     Collective:

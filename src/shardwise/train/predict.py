@@ -33,12 +33,12 @@ from shardwise.optim.average import ExponentialMovingAverage
 from shardwise.spec.errors import ShardwiseError
 from shardwise.spec.memory.activations import Activations
 from shardwise.train.build import build_model, logits_loss, loss_of
-from shardwise.train.check import Resolved
+from shardwise.train.check import RunConfig
 from shardwise.train.control import Control
 
 
 def predict(
-    resolved: Resolved,
+    resolved: RunConfig,
     model: nn.Module,
     average: ExponentialMovingAverage | None,
     control: Control,
@@ -53,7 +53,7 @@ def predict(
     """
     section = resolved.config.optimizer
     num_states = int(bool(section.momentum)) if section.name == "sgd" else 2
-    runtime = attach.runtime_of(model, "predict")
+    runtime = attach.engine_of(model, "predict")
     accumulation = resolved.batch.accumulation
     held = summary.predict(runtime, optimizer_tensors=num_states, num_microbatches=accumulation).as_dict()
     if average is not None:
@@ -68,7 +68,7 @@ def predict(
     return max(control.all_json(held), key=lambda rank_held: sum(rank_held.values()))
 
 
-def _run_dry(resolved: Resolved, control: Control, device: torch.device) -> dict[str, int]:
+def _run_dry(resolved: RunConfig, control: Control, device: torch.device) -> dict[str, int]:
     """What only a dry run of the whole step tells, by category; nothing where the model cannot run dry.
 
     The activations of this rank's stages, as many microbatches as its schedule holds. Where buffers are not kept, also
@@ -100,7 +100,7 @@ def _logits_loss(output: Any, batch: Any) -> Tensor:
     return logits_loss(output.logits, batch["input_ids"])
 
 
-def measure(resolved: Resolved, device: torch.device, *, tp_rank: int = 0) -> Activations | None:
+def measure(resolved: RunConfig, device: torch.device, *, tp_rank: int = 0) -> Activations | None:
     """Activations and passing values of one microbatch; ``None`` where the model cannot run so."""
     generator = torch.get_rng_state()
     try:
@@ -112,7 +112,7 @@ def measure(resolved: Resolved, device: torch.device, *, tp_rank: int = 0) -> Ac
         torch.set_rng_state(generator)
 
 
-def _measure(model: nn.Module, resolved: Resolved, device: torch.device, tp_rank: int) -> Activations:
+def _measure(model: nn.Module, resolved: RunConfig, device: torch.device, tp_rank: int) -> Activations:
     count = StorageCount(device.type)
     if resolved.plan.placements.is_threaded:
         data_parallel.install(model)  # what the replicas compute, and the gradients of each

@@ -14,13 +14,13 @@ from shardwise.api.parity import ParityReport
 from shardwise.train.alternatives import under_strategies
 from shardwise.train.batch import to_tensors
 from shardwise.train.build import build_model, build_optimizer, parameter_groups
-from shardwise.train.check import Resolved
+from shardwise.train.check import RunConfig
 from shardwise.train.data import Data
 from shardwise.train.random_state import seed_all
 
 
 def compare_with_one_process(
-    resolved: Resolved, data: Data, device: torch.device, *, strategies: Sequence[str], num_steps: int
+    resolved: RunConfig, data: Data, device: torch.device, *, strategies: Sequence[str], num_steps: int
 ) -> ParityReport:
     """Train the run's model anew for a few steps under each strategy and in one process.
 

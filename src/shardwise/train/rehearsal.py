@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from shardwise.spec.errors import ConfigError, MeshError, PlanError
 from shardwise.spec.plan import ParallelPlan
-from shardwise.train.check import Resolved
+from shardwise.train.check import RunConfig
 
 
-def rehearse(resolved: Resolved, world_size: int, local_size: int | None = None) -> None:
+def rehearse(resolved: RunConfig, world_size: int, local_size: int | None = None) -> None:
     """Apply the plan to the model on meta where the plan names parts of the model, or divides it by them.
 
     Degrees against heads, layers and experts, names of modules: everything that ``sw.parallelize`` would refuse in the

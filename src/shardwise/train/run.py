@@ -26,7 +26,7 @@ from shardwise.spec.text import size
 from shardwise.train import random_state, rundir
 from shardwise.train.batch import evaluate, held_out_samples, to_tensors
 from shardwise.train.build import build_optimizer, call_of, defer_model, loss_of, parameter_groups, set_lr
-from shardwise.train.check import Resolved
+from shardwise.train.check import RunConfig
 from shardwise.train.control import Control
 from shardwise.train.data import open_data
 from shardwise.train.demo import parity_line
@@ -78,7 +78,7 @@ class Outcome:
     reason: str
 
 
-def train(resolved: Resolved, *, world: World, run_dir: Path | None, resume: str | None, is_demo: bool = False) -> int:
+def train(resolved: RunConfig, *, world: World, run_dir: Path | None, resume: str | None, is_demo: bool = False) -> int:
     """Train on this rank and return the exit code.
 
     Args:
@@ -116,7 +116,7 @@ def train(resolved: Resolved, *, world: World, run_dir: Path | None, resume: str
         return _Trainer(resolved, control, directory, device, stop, is_demo=is_demo).run(resume)
 
 
-def _open_directory(resolved: Resolved, run_dir: Path | None, resume: str | None, world: World) -> Path:
+def _open_directory(resolved: RunConfig, run_dir: Path | None, resume: str | None, world: World) -> Path:
     is_again = resume is not None or world.restart_count > 0
     if run_dir is not None:
         RunLock(run_dir).check()
@@ -173,7 +173,7 @@ def _peak_flops(model: nn.Module, device: torch.device) -> float | None:
 def product_dtype(model: nn.Module) -> str:
     """Short name of the dtype in which most of a parallelized model's weights of two or more dimensions compute."""
     counts: collections.Counter[str] = collections.Counter()
-    for group in attach.runtime_of(model, "product_dtype").groups:
+    for group in attach.engine_of(model, "product_dtype").groups:
         numel = sum(spec.numel for spec in group.layout.params if len(spec.shape) >= 2)
         counts[dtype_name(group.compute_dtype)] += numel
     return max(counts, key=counts.__getitem__, default="fp32")
@@ -184,7 +184,7 @@ class _Trainer:
 
     def __init__(
         self,
-        resolved: Resolved,
+        resolved: RunConfig,
         control: Control,
         directory: Path,
         device: torch.device,

@@ -9,8 +9,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from shardwise.spec.errors import CheckpointError, ConfigError
-from shardwise.train.check import Resolved
-from shardwise.train.config import Draft, read_draft
+from shardwise.train.check import RunConfig
+from shardwise.train.config import RawConfig, read_draft
 from shardwise.train.data import BYTE_VOCAB, find_source
 from shardwise.train.resume import find_checkpoint, saved_config
 from shardwise.train.text import printable
@@ -44,7 +44,7 @@ class Trained:
     raises_masters: bool = False
     tokens_by: str | None = BYTES
 
-    def draft(self, overrides: Sequence[str]) -> Draft:
+    def draft(self, overrides: Sequence[str]) -> RawConfig:
         """A configuration for generating: zero3 over all ranks, unless ``parallel.field=value`` says otherwise.
 
         Raises:
@@ -102,7 +102,7 @@ class Trained:
         )
 
     @contextlib.contextmanager
-    def built(self, resolved: Resolved, device: torch.device, *, is_averaged: bool = False) -> Iterator[nn.Module]:
+    def built(self, resolved: RunConfig, device: torch.device, *, is_averaged: bool = False) -> Iterator[nn.Module]:
         """The model under ``resolved``'s plan, with its weights, for a rank of the world.
 
         Args:

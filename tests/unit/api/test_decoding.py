@@ -6,7 +6,7 @@ import pytest
 import torch
 
 import shardwise as sw
-from shardwise.generation.sample import Draws, Sampling
+from shardwise.generation.sample import RngStreams, Sampling
 from shardwise.models.cache import KeyValueCache
 from shardwise.spec.errors import ConfigError, StateError
 
@@ -111,7 +111,7 @@ def test_the_distribution_is_that_of_temperature_top_k_and_top_p():
 
 def test_draws_have_the_frequencies_of_the_distribution():
     logits = torch.tensor([0.3, 1.7, -1.0, 0.9]).repeat(20_000, 1)
-    chosen = Sampling(1.3, top_k=3).choose(logits, Draws(11, range(20_000)).next())
+    chosen = Sampling(1.3, top_k=3).choose(logits, RngStreams(11, range(20_000)).next())
     expected = Sampling(1.3, top_k=3).probabilities(logits[:1])[0]
     found = torch.bincount(chosen, minlength=4).double() / 20_000
     assert found[2] == 0

@@ -10,7 +10,7 @@ from shardwise.api.dry_run import record_comms
 from shardwise.api.parallelize import apply_plan
 from shardwise.comm.axes import DATA_PARALLEL
 from shardwise.comm.record import RecordComm
-from shardwise.engine.attach import runtime_of
+from shardwise.engine.attach import engine_of
 from shardwise.engine.batch import call_model
 from shardwise.engine.wrap import find_units
 from shardwise.pipeline.pipelined import pipelined_of
@@ -29,14 +29,14 @@ def first_rank_of_two():
 
 def test_a_step_that_fails_leaves_the_shards_in_the_modules():
     model = first_rank_of_two()
-    runtime, pipelined = runtime_of(model, "test"), pipelined_of(model)
+    engine, pipelined = engine_of(model, "test"), pipelined_of(model)
     assert pipelined is not None
     seen = []
 
     def call(model, part):
         seen.append(part)  # the first is the trace
         if len(seen) > 2:
-            assert all(unit.is_swapped for unit in runtime.units if unit.groups), "they stay between passes"
+            assert all(unit.is_swapped for unit in engine.units if unit.groups), "they stay between passes"
         if len(seen) == 4:
             raise OSError("the device is gone")
         return call_model(model, part)
@@ -45,7 +45,7 @@ def test_a_step_that_fails_leaves_the_shards_in_the_modules():
     with pytest.raises(OSError, match="the device is gone"):
         pipelined.losses(model, parts, call, call)
     assert len(seen) == 4
-    assert not any(unit.is_swapped for unit in runtime.units)
+    assert not any(unit.is_swapped for unit in engine.units)
 
 
 def test_only_a_pipeline_is_recorded():

@@ -7,7 +7,7 @@ import torch
 from torch import nn
 from torch.nn import functional as F
 
-from shardwise.pipeline.taint import Marks
+from shardwise.pipeline.taint import Taint
 from shardwise.spec.errors import PlanError, StateError
 from tests.unit.pipeline.test_stages import call, check, split, train
 
@@ -309,7 +309,7 @@ def test_a_path_by_value_that_was_not_traced_is_refused(takes):
 
 
 def test_marks_go_with_memory():
-    marks, other = Marks(), torch.ones(3)
+    marks, other = Taint(), torch.ones(3)
     marks.add(tensor := torch.ones(2, 3, requires_grad=True), {"a"})
     marks.add(other, {"b"})
     with marks.follow():

@@ -13,7 +13,7 @@ import pytest
 
 from shardwise.spec.errors import ConfigError, ShardwiseError
 from shardwise.spec.schedule import PipelinePolicy
-from shardwise.train.check import Resolved, resolve, stored_dtype
+from shardwise.train.check import RunConfig, resolve, stored_dtype
 from shardwise.train.config import Config, differences, read_draft, schema
 
 GOOD = "train: {steps: 10, micro_batch_size: 2, global_batch_size: 8}\ndata: {source: random}\n"
@@ -25,7 +25,7 @@ def write(folder: Path, text: str, name: str = "run.yaml") -> Path:
     return path
 
 
-def resolved(folder: Path, text: str = GOOD, *overrides: str, world_size: int = 2) -> Resolved:
+def resolved(folder: Path, text: str = GOOD, *overrides: str, world_size: int = 2) -> RunConfig:
     return resolve(read_draft(write(folder, text), overrides), world_size)
 
 

@@ -12,7 +12,7 @@ import pytest
 from shardwise.cli import main
 from shardwise.spec.errors import ConfigError
 from shardwise.train import tokenizer as module
-from shardwise.train.check import Resolved, resolve
+from shardwise.train.check import RunConfig, resolve
 from shardwise.train.config import read_draft
 from shardwise.train.data import find_source
 from shardwise.train.tokenizer import Bytes, OfFolder, find_tokenizer, has_tokenizer, tokenize
@@ -39,7 +39,7 @@ def folder(tmp_path: Path) -> Path:
     return save_tokenizer(tmp_path / "tokenizer")
 
 
-def resolved(text: Path, *settings: str, said: list[str] | None = None) -> Resolved:
+def resolved(text: Path, *settings: str, said: list[str] | None = None) -> RunConfig:
     base: dict[str, Any] = {"data": {"source": str(text), "seq_len": 8}, "train": {"micro_batch_size": 1}}
     return resolve(read_draft(None, settings, base=base), 2, say=None if said is None else said.append)
 

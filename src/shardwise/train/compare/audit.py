@@ -72,7 +72,7 @@ def _of_ours(engine: Engine, batch: tuple[Tensor, Tensor], activations: Activati
     """Collectives of one step, and what follows from the layout alone."""
     with sw.record_collectives(engine.model) as events:
         engine.step(batch)
-    runtime = attach.runtime_of(engine.model, "compare")
+    runtime = attach.engine_of(engine.model, "compare")
     recorded = [(event.kind, event.unit, event.sent_bytes, event.axis) for event in events]
     trace = [tuple(collective) for collective in summary.predict_trace(runtime)]
     found = sw.summary(engine.model)

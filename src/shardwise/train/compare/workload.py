@@ -11,7 +11,7 @@ from shardwise.models import gpt, gpt_config
 from shardwise.spec.plan import ParallelPlan
 from shardwise.train import build
 from shardwise.train.batch import to_tensors
-from shardwise.train.check import Resolved, resolve
+from shardwise.train.check import RunConfig, resolve
 from shardwise.train.compare.case import SEED, Case
 from shardwise.train.compare.request import Request
 from shardwise.train.config import read_draft
@@ -35,7 +35,7 @@ class Workload:
         self.case: Case = request.case
         self.num_ranks = request.num_ranks
         self.device = device
-        self._resolved: Resolved | None = None
+        self._resolved: RunConfig | None = None
         self.plan = ParallelPlan()
         self._loss = None
         if self.case.config is None:
