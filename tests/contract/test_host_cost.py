@@ -133,7 +133,8 @@ def count_calls(**plan: object) -> tuple[float, int]:
     return calls / case.model["num_layers"], len(on_parameters)
 
 
-ENGINE = tuple(str(Path(sw.__file__).parent / floor) for floor in ("fsdp", "comm", "spec"))
+FLOORS = ("engine", "forms", "features", "optim", "comm", "spec")
+ENGINE = tuple(str(Path(sw.__file__).parent / floor) for floor in FLOORS)
 
 
 def count_both() -> tuple[tuple[float, int], tuple[float, int]]:

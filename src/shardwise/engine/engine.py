@@ -72,6 +72,7 @@ class Engine:
     """
 
     unfilled: Unfilled | None = None  # what was built on meta and waits for a state dict
+    _shows_waiting = False  # some .grad is a stand-in for a sum that waits
     has_root = True  # else fully_shard was called for a list of modules, and not yet for a module around them
 
     def __init__(self, units: Sequence[Unit], row: Placements, comms: Comms, options: EngineOptions) -> None:
@@ -323,19 +324,23 @@ class Engine:
 
     def drop_zeroed(self) -> None:
         """Drop the sums of accumulated microbatches for which ``zero_grad()`` was called since the last backward."""
-        for group in self.groups:
-            group.gradient.drop_zeroed(self.gradients)
+        if self._shows_waiting:
+            for group in self.groups:
+                group.gradient.drop_zeroed(self.gradients)
 
     def hide_waiting(self) -> None:
         """A backward begins: let ``.grad`` be what it is, also where sums wait, once zeroed sums are dropped."""
-        self.drop_zeroed()
-        for group in self.groups:
-            group.gradient.hide_waiting()
+        if self._shows_waiting:
+            self.drop_zeroed()
+            for group in self.groups:
+                group.gradient.hide_waiting()
+            self._shows_waiting = any(group.gradient.shows_waiting for group in self.groups)
 
     def show_waiting(self) -> None:
         """Let ``.grad`` be a stand-in wherever sums wait, so that ``zero_grad()`` is noticed."""
         for group in self.groups:
             group.gradient.show_waiting()
+            self._shows_waiting |= group.gradient.shows_waiting
 
     def refuse_unfilled(self, call: str) -> None:
         """Refuse ``call`` while parameters have no values.

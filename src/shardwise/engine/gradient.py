@@ -508,6 +508,11 @@ class Gradient:
 
     # -- .grad while sums wait
 
+    @property
+    def shows_waiting(self) -> bool:
+        """``.grad`` of some parameter is a stand-in, or was one when it was last looked at."""
+        return bool(self._hidden)
+
     def show_waiting(self) -> None:
         """While sums wait for their reduction, have ``.grad`` of every trained parameter be a stand-in."""
         if not self.is_local:
