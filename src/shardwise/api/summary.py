@@ -261,7 +261,7 @@ def _update(engine: Engine) -> str:
     count = sum(len(flat_ranges(group.held, group.flat_kinds)) for group in flat if group.flat_kinds)
     names = sum(piece.numel > 0 for group in flat for piece in group.held)
     how = [f"as {count} flat tensors instead of {names} by name"] if flat else []
-    how += ["inside backward, unit by unit"] if engine.update is not None else []
+    how += ["inside backward, unit by unit"] if engine.updates_in_backward else []
     return ", ".join(how)
 
 
@@ -283,7 +283,7 @@ def group_shapes(engine: Engine) -> list[GroupShape]:
             flat_kinds=group.flat_kinds,
             recomputed_in=unit.recomputed_in,
             inner_size=unit.inner_size or 0,
-            updates_in_backward=engine.update is not None,
+            updates_in_backward=engine.updates_in_backward,
             is_offloaded=group.offload is not None,
             keeps_shard=group.resident is not None,
             ep=1 if group.comms is engine.comms or engine.comms.ep is None else engine.comms.ep.size,

@@ -69,8 +69,8 @@ def train_step(
             total += loss.detach().double()
             dtype = loss.dtype
     mean = (total / count).reshape(1)
-    num_ranks = engine.comms.num_ranks if engine.join is None else engine.join.count_for_loss()
-    engine.comms.control.all_reduce(mean, unit="loss", divisor=num_ranks).wait()
+    engine.announce("the mean of losses")
+    engine.comms.control.all_reduce(mean, unit="loss", divisor=engine.num_terms).wait()
     return mean.squeeze(0).to(dtype)
 
 

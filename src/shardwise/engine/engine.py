@@ -32,6 +32,7 @@ from shardwise.engine.gradient import settle
 from shardwise.engine.group import Group
 from shardwise.engine.hooks import Call, EndOfBackward, attach_tickets
 from shardwise.engine.label import begin, end, label
+from shardwise.engine.observer import Observer
 from shardwise.engine.options import EngineOptions
 from shardwise.engine.order import (
     ROOT_ENTRY,
@@ -55,9 +56,7 @@ from shardwise.spec.placement import Placements
 from shardwise.spec.prefetch import AgreedOrder
 
 if TYPE_CHECKING:
-    from shardwise.features.in_backward import UpdateInBackward
     from shardwise.features.pipeline_step import PipelineStep
-    from shardwise.features.uneven import Join
     from shardwise.init.materialize import Unfilled
 
 
@@ -72,6 +71,7 @@ class Engine:
     """
 
     unfilled: Unfilled | None = None  # what was built on meta and waits for a state dict
+    notes: tuple[str, ...] = ()  # what else a summary says
     _shows_waiting = False  # some .grad is a stand-in for a sum that waits
     has_root = True  # else fully_shard was called for a list of modules, and not yet for a module around them
 
@@ -91,8 +91,9 @@ class Engine:
         self.syncs_gradients = True
         self.ignored = options.ignored  # parameters that are left alone
         self.buffers: BufferSync | None = None  # keeps the model's buffers equal over the ranks
-        self.join: Join | None = None  # what ranks without a batch are told
-        self.notes: tuple[str, ...] = ()  # what else a summary says
+        self.observers: tuple[Observer, ...] = ()  # what attaches from outside
+        self.num_terms = comms.num_ranks  # of a mean over the ranks: those that have a batch
+        self.ranks_follow = False  # some rank only follows what others tell it: nothing may be left under way
         self.recomputed: tuple[str, ...] = ()  # names of the modules whose forward is run again in backward
         self.slots = SlotPool(keeps=options.keeps_buffers)
         self.packed = PackedPool()
@@ -103,7 +104,6 @@ class Engine:
         self._eval_orders = eval_orders()
         self._backward_orders = backward_orders(self.units)
         self.entry = ROOT_ENTRY  # of the newest outermost forward
-        self.update: UpdateInBackward | None = None  # where the optimizer steps inside backward
         self.version = 0  # counts optimizer steps: backward of an earlier version would be wrong
         self._order = self.forward_order
         self._backward = self.backward_order
@@ -149,6 +149,11 @@ class Engine:
     def holds_gathered(self) -> bool:
         """What is gathered stays so, and in its place (``features.pipeline_step``)."""
         return self.window is not None and self.window.holds
+
+    @property
+    def updates_in_backward(self) -> bool:
+        """Optimizers step inside backward, and so nobody ever sees all gradients."""
+        return any(observer.updates_in_backward for observer in self.observers)
 
     @property
     def accumulation(self) -> str:
@@ -281,8 +286,12 @@ class Engine:
         if self.is_in_backward:
             mishaps.recover(self)
         self.follow_shards()
-        if self.join is not None:
-            self.join.check(call)
+        self.announce(call)
+
+    def announce(self, call: str, argument: object = None) -> None:
+        """Tell the observers what the user has called between steps; they may refuse it."""
+        for observer in self.observers:
+            observer.before_call(self, call, argument)
 
     def _begin_forward(self, entry: Entry) -> None:
         mishaps.refuse_rootless(self)
@@ -298,8 +307,8 @@ class Engine:
             self.reshard(self.left.pop())
         self.trains = torch.is_grad_enabled()
         self.may_change_buffers = self.trains or (self.buffers is not None and self.buffers.has_holder_in_training)
-        if self.join is not None:
-            self.join.begins_forward(entry, trains=self.trains, may_change_buffers=self.may_change_buffers)
+        for observer in self.observers:
+            observer.forward_begins(self, entry)
         self.entry = entry
         added.refuse_ddp(self)
         self._order = (self._forward_orders if self.trains else self._eval_orders)[entry]
@@ -406,7 +415,7 @@ class Engine:
             All-reduce of two integers for each place of the order, on ``dp_shard`` at the end of a forward that trains,
             over all data-parallel ranks at the end of a backward; only where the paths through the model keep changing.
         """
-        if order.is_overgrown and not (self.join is not None and self.join.is_short):
+        if order.is_overgrown and not self.ranks_follow:
             marks = torch.tensor(order.marks(), device=comm.device)
             comm.all_reduce(marks, unit="order").wait()
             order.keep(marks.tolist())
@@ -481,8 +490,8 @@ class Engine:
             if group.slot is not None and group.slot.owner is not group:
                 self.claim(group)
             is_inner = group.inner is not None and group.inner.epoch == self.epoch
-            if self.join is not None:
-                self.join.gathers(unit, group, is_inner=is_inner)
+            for observer in self.observers:
+                observer.before_gather(self, unit, group, is_inner=is_inner)
             unit.handles.append(self.gather(group, is_inner=is_inner))
             unit.is_unused = True
         unit.move_to(State.UNSHARDING)
@@ -654,8 +663,8 @@ class Engine:
         self.entered.clear()
         self._backward = self._backward_orders[entry]
         self._backward.start()
-        if self.join is not None:
-            self.join.begins_backward()
+        for observer in self.observers:
+            observer.backward_begins(self)
         end = EndOfBackward(self)
         # The backward holds it until it has ended, or has raised.
         torch_private.at_end_of_backward(end)
@@ -711,8 +720,8 @@ class Engine:
         if not trained:
             return
         unit.move_to(State.REDUCING)
-        if self.join is not None:
-            self.join.reduces(unit, is_last=self.syncs_gradients)
+        for observer in self.observers:
+            observer.before_reduce(self, unit)
         # The reductions before this one had a whole unit's backward to travel: moving them on first costs no time that
         # could be measured, and their receive buffers serve again. More than two gradient buffers give them longer.
         if self.options.keeps_buffers or self.window is not None:  # else finalise has done so
@@ -722,9 +731,8 @@ class Engine:
             with label("reduce", unit.name):
                 handle = group.gradient.reduce(self.gradients, is_last=is_last)
             self.reducing.append((unit, group, handle))
-        if self.join is not None and self.join.is_short:
-            while self.reducing:  # a rank that follows waits for the next word, not for this
-                self.move_on()
+        while self.reducing and self.ranks_follow:  # a rank that follows waits for the next word, not for this
+            self.move_on()
 
     @property
     def _num_travelling(self) -> int:
@@ -758,9 +766,8 @@ class Engine:
         unit, group, handle = self.reducing.popleft()
         handle.wait()
         group.gradient.finish(self.gradients)
-        if self.update is not None:
-            self.update.apply(group, self.gradients)
-            unit.updated_in = self.generation
+        for observer in self.observers:
+            observer.reduced(self, unit, group)
         if unit.state is State.REDUCING and not (self.reducing and self.reducing[0][0] is unit):
             unit.move_to(State.SHARDED)
         return True
@@ -788,16 +795,14 @@ class Engine:
         self.parameters_are_unchanged = not self.syncs_gradients
         if self.parameters_are_unchanged and self.window is None:
             self.show_waiting()
-        if self.update is not None:
-            self.invalidate()
         self.saved.leave_backward(sum(1 + order.num_changes for order in self._backward_orders.values()))
 
     def finish_reductions(self) -> None:
         """Every unit has been left: reduce what came otherwise, and wait for all that is under way."""
         mishaps.finish_strays(self)
-        if self.join is not None:
-            self.join.ends_backward(has_more=not self.syncs_gradients)
         self.drain()
+        for observer in self.observers:
+            observer.backward_ended(self)
 
     def drain(self) -> None:
         """Wait for every reduction under way, and for what the host is about to read of them."""

@@ -29,7 +29,9 @@ def constant_parameters(engine: Engine, call: str) -> Iterator[None]:
         StateError: A forward or a backward is under way. What trains, steps or works on shards inside raises as well.
     """
     engine.settle(call)
-    if engine.join is not None or not all(_can_stay(unit) for unit in engine.units):
+    if any(observer.sees_every_gather for observer in engine.observers) or not all(
+        _can_stay(unit) for unit in engine.units
+    ):
         yield
         return
     was_open = engine.parameters_are_unchanged

@@ -15,6 +15,7 @@ import torch
 from torch import nn
 
 from shardwise.engine import attach, torch_private
+from shardwise.engine.observer import Observer
 from shardwise.optim.checks import accept
 from shardwise.optim.flat_parameters import FlatParameter, group_of, split
 from shardwise.spec.errors import StateError
@@ -22,7 +23,7 @@ from shardwise.spec.errors import StateError
 if TYPE_CHECKING:
     from shardwise.engine.engine import Engine
     from shardwise.engine.group import Group
-    from shardwise.engine.pool import GradientPool
+    from shardwise.engine.unit import Unit
 
 
 def optimizer_in_backward(model: nn.Module, *optimizers: torch.optim.Optimizer) -> None:
@@ -63,7 +64,12 @@ def optimizer_in_backward(model: nn.Module, *optimizers: torch.optim.Optimizer) 
             " last.\n  Call optimizer.step() after sw.train_step(), or set pp=1."
         )
     _check(engine, optimizers)
-    engine.update = UpdateInBackward(engine, optimizers)
+    engine.observers += (UpdateInBackward(engine, optimizers),)
+
+
+def optimizers_in_backward(engine: Engine) -> tuple[torch.optim.Optimizer, ...] | None:
+    """What updates the model inside backward; ``None`` where nothing does."""
+    return next((each.optimizers for each in engine.observers if isinstance(each, UpdateInBackward)), None)
 
 
 def refuse(engine: Engine, call: str) -> None:
@@ -72,7 +78,7 @@ def refuse(engine: Engine, call: str) -> None:
     Raises:
         StateError: The model is updated inside backward.
     """
-    if engine.update is not None:
+    if engine.updates_in_backward:
         raise StateError(
             f"{call} needs the gradients of the whole model, but sw.optimizer_in_backward() updates each unit as soon"
             f" as its own are there.\n  Leave {call} out, or step after backward."
@@ -80,7 +86,7 @@ def refuse(engine: Engine, call: str) -> None:
 
 
 def _check(engine: Engine, optimizers: tuple[torch.optim.Optimizer, ...]) -> None:
-    if engine.update is not None:
+    if engine.updates_in_backward:
         raise StateError("the model is updated inside backward already.\n  Call sw.optimizer_in_backward() once.")
     if engine.transfers is not None:
         raise StateError(
@@ -130,16 +136,16 @@ def _check_ignored(engine: Engine) -> None:
         )
 
 
-class UpdateInBackward:
-    """What the runtime asks for the update of a group.
+class UpdateInBackward(Observer):
+    """Updates a group as soon as its gradients are reduced.
 
     Attributes:
-        is_stepping: An optimizer is stepping for this object, not for the user.
         optimizers: What updates.
     """
 
+    updates_in_backward = True
+
     def __init__(self, engine: Engine, optimizers: tuple[torch.optim.Optimizer, ...]) -> None:
-        self.is_stepping = False
         self.optimizers = optimizers
         self._parts: dict[Group, list[list[nn.Parameter]]] = {}  # of each group, by parameter group of each optimizer
         self._num_parameters = -1
@@ -148,7 +154,7 @@ class UpdateInBackward:
         for group in engine.groups:
             group.gradient.lend_home(engine.gradients)
 
-    def apply(self, group: Group, pool: GradientPool) -> None:
+    def reduced(self, engine: Engine, unit: Unit, group: Group) -> None:
         """Update the parameters of a group that have a gradient, and let the gradients go."""
         if any(shard.grad is not None for shard in group.shards):
             flats = [p for part in self._parts_of(group) for p in part if isinstance(p, FlatParameter)]
@@ -162,7 +168,12 @@ class UpdateInBackward:
                     _step_on(optimizer, parts)
             finally:
                 self.is_stepping = False
-        group.gradient.release_home(pool)
+        group.gradient.release_home(engine.gradients)
+        unit.updated_in = engine.generation
+
+    def backward_ended(self, engine: Engine) -> None:
+        """What is gathered is out of date."""
+        engine.invalidate()
 
     def _parts_of(self, group: Group) -> list[list[nn.Parameter]]:
         lists = [settings["params"] for optimizer in self.optimizers for settings in optimizer.param_groups]

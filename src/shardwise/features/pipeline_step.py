@@ -148,7 +148,7 @@ def window(engine: Engine, before_reduction: Callable[[], None], last: int | Non
     Raises:
         StateError: The optimizer steps inside backward.
     """
-    if engine.update is not None or engine.join is not None:
+    if engine.observers:
         raise StateError(
             "a pipeline step adds up the gradients of its microbatches: sw.optimizer_in_backward() and sw.join() do not"
             " go with it.\n  Leave them out, or set pp=1."

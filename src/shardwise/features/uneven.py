@@ -20,7 +20,9 @@ from torch import Tensor, nn
 
 from shardwise.comm.control import all_gather_json
 from shardwise.engine import attach
+from shardwise.engine.observer import Observer
 from shardwise.features import batch_norm, debug, mishaps
+from shardwise.features.in_backward import optimizers_in_backward
 from shardwise.optim.clip import clip_grad_norm
 from shardwise.spec.errors import CommError, RankDisagreement, StateError
 
@@ -105,7 +107,7 @@ def join(
     """
     engine = attach.engine_of(model, "sw.join")
     engine.settle("sw.join()")
-    if engine.join is not None:
+    if any(isinstance(observer, Join) for observer in engine.observers):
         raise StateError("sw.join() inside sw.join() of the same model.\n  Leave one out.")
     if batch_norm.comms_of(model) and not throw_on_early_termination:
         raise StateError(
@@ -126,7 +128,7 @@ def join(
         engine, model, optimizers, divides_by_all=divide_by_initial_world_size, throws=throw_on_early_termination
     )
     with _generating_alone(model):
-        engine.join = group
+        engine.observers += (group,)
         try:
             yield
         except BaseException:
@@ -135,7 +137,7 @@ def join(
         else:
             group.follow()
         finally:
-            engine.join = None
+            engine.observers = tuple(observer for observer in engine.observers if observer is not group)
             group.restore()
 
 
@@ -156,13 +158,14 @@ def _generating_alone(model: nn.Module) -> Iterator[None]:
             model.__dict__[key] = before
 
 
-class Join:
+class Join(Observer):
     """One context on this rank.
 
     Attributes:
-        is_short: Some rank has no batch left.
-        active: Ranks that had one at the last outermost forward.
+        active: Ranks that had a batch at the last outermost forward.
     """
+
+    sees_every_gather = True
 
     def __init__(
         self,
@@ -173,10 +176,9 @@ class Join:
         divides_by_all: bool,
         throws: bool,
     ) -> None:
-        self.is_short = False
         self._engine = engine
         self._model = model
-        self._optimizers = tuple(optimizers) if engine.update is None else engine.update.optimizers
+        self._optimizers = optimizers_in_backward(engine) or tuple(optimizers)
         self._divides_by_all = divides_by_all
         self._throws = throws
         self._comm = engine.comms.control
@@ -196,43 +198,65 @@ class Join:
 
     # -- a rank that has a batch
 
-    def begins_forward(self, entry: Entry, *, trains: bool, may_change_buffers: bool) -> None:
+    @property
+    def is_short(self) -> bool:
+        """Some rank has no batch left."""
+        return self._engine.ranks_follow
+
+    def forward_begins(self, engine: Engine, entry: Entry) -> None:
         """An outermost forward is about to begin.
 
         Collective:
             One all-gather of three integers per rank. All ranks of the context must call.
         """
-        what = trains + 2 * may_change_buffers
+        what = engine.trains + 2 * engine.may_change_buffers
         self._count(self._say(Word.FORWARD, what, zlib.crc32(repr(entry).encode()), is_always=True))
 
-    def gathers(self, unit: Unit, group: Group, *, is_inner: bool) -> None:
+    def before_gather(self, engine: Engine, unit: Unit, group: Group, *, is_inner: bool) -> None:  # noqa: ARG002
         """A group's all-gather is about to be issued."""
         if group.row.shards_optimizer and group.whole is None:
             self._say(Word.GATHER, unit.index, 2 * unit.groups.index(group) + is_inner)
 
-    def begins_backward(self) -> None:
+    def backward_begins(self, engine: Engine) -> None:
         """Backward has reached its first unit."""
-        if self._say(Word.BACKWARD, self._held) and self._engine.update is not None:
+        if self._say(Word.BACKWARD, self._held) and engine.updates_in_backward:
             self._share_settings()
 
-    def reduces(self, unit: Unit, *, is_last: bool) -> None:
+    def before_reduce(self, engine: Engine, unit: Unit) -> None:
         """The reductions of a unit are about to be issued."""
-        self._say(Word.REDUCE, unit.index, int(is_last))
+        self._say(Word.REDUCE, unit.index, int(engine.syncs_gradients))
 
-    def ends_backward(self, *, has_more: bool) -> None:
+    def backward_ended(self, engine: Engine) -> None:
         """Backward has entered its last unit, and reduced it."""
-        self._say(Word.END, int(has_more))
+        self._say(Word.END, int(not engine.syncs_gradients))
 
-    def clips(self, max_norm: float) -> None:
-        """The norm of the gradients is about to be computed."""
-        self._say(Word.CLIP, _bits(max_norm))
+    def before_call(self, engine: Engine, call: str, argument: object = None) -> None:  # noqa: ARG002
+        """Tell ranks without a batch what they have to follow, and refuse what they cannot.
 
-    def count_for_loss(self) -> int:
-        """A mean over the ranks is about to be computed; returns by how many to divide."""
-        self._say(Word.LOSS)
-        return len(self.active)
+        Raises:
+            StateError: On all ranks, of what they cannot.
+        """
+        if isinstance(argument, torch.optim.Optimizer):
+            self._steps(argument)
+        elif call == "sw.clip_grad_norm" and isinstance(argument, float):
+            self._say(Word.CLIP, _bits(argument))
+        elif call == "sw.clip_grad_norm of a unit":
+            raise StateError(
+                "sw.clip_grad_norm() of a unit inside sw.join(): ranks without a batch clip the whole model.\n"
+                "  Pass the model."
+            )
+        elif call == "sw.GradScaler":
+            raise StateError(
+                "sw.GradScaler inside sw.join(): a rank without a batch would not learn the scale.\n"
+                "  Compute in bf16, which needs no scaler, or give every rank as many batches."
+            )
+        elif call == "the mean of losses":
+            self._say(Word.LOSS)
+        elif self.is_short and call in _NOT_FOLLOWED:
+            self._say(Word.REFUSED, _NOT_FOLLOWED.index(call))
+            self._refuse(call)
 
-    def steps(self, optimizer: torch.optim.Optimizer) -> None:
+    def _steps(self, optimizer: torch.optim.Optimizer) -> None:
         """An optimizer is about to step.
 
         Raises:
@@ -246,16 +270,6 @@ class Join:
             )
         if self._say(Word.STEP, place):
             self._share_settings()
-
-    def check(self, call: str) -> None:
-        """Refuse what a rank without a batch does not follow.
-
-        Raises:
-            StateError: On all ranks.
-        """
-        if self.is_short and call in _NOT_FOLLOWED:
-            self._say(Word.REFUSED, _NOT_FOLLOWED.index(call))
-            self._refuse(call)
 
     def fail(self) -> None:
         """An exception leaves the context on this rank."""
@@ -324,7 +338,7 @@ class Join:
         self._engine.parameters_are_unchanged = has_more
 
     def _follow_backward(self, held: Sequence[int]) -> None:
-        if self._engine.update is not None:
+        if self._engine.updates_in_backward:
             self._share_settings()
         self._follow_zero_grad(held)
 
@@ -359,6 +373,7 @@ class Join:
     def restore(self) -> None:
         """Undo what held inside the context."""
         engine = self._engine
+        engine.ranks_follow, engine.num_terms = False, engine.comms.num_ranks
         for group in engine.groups:
             group.gradient.divide_by(group.num_ranks)
         if engine.buffers is not None:
@@ -425,8 +440,9 @@ class Join:
             )
         if len(spoken) == len(self.active) and self.is_short:
             return
-        self.is_short = True
+        self._engine.ranks_follow = True
         self.active = list(spoken)
+        self._engine.num_terms = len(self.active)
         if not self._divides_by_all:
             for group in self._engine.groups:
                 group.gradient.divide_by(len(self.active))

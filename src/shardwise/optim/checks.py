@@ -161,19 +161,18 @@ def _before_step(optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> No
     is_inside_backward = False
     for engine in engines:
         engine.wait_for_host()  # masters on the host are about to be written
-        if engine.update is not None:
+        if engine.updates_in_backward:
             found_inf, _ = (vars(optimizer).pop(name, None) for name in ("found_inf", "grad_scale"))
             if found_inf is not None:
                 raise StateError(
                     "a gradient scaler came after sw.optimizer_in_backward() had updated the parameters with scaled"
                     " gradients.\n  Compute in bf16, which needs no scaler, or step after backward."
                 )
-            if engine.update.is_stepping:
+            if _is_stepping(engine):
                 is_inside_backward = True
                 continue
         _check_moment(engine)
-        if engine.join is not None:
-            engine.join.steps(optimizer)
+        engine.announce("optimizer.step()", optimizer)
     if not is_inside_backward and _seen.get(optimizer) != (content := _content_of(optimizer)):
         _check_bits(optimizer)
         _check(optimizer)
@@ -204,8 +203,13 @@ def _after_step(optimizer: torch.optim.Optimizer, _args: Any, _kwargs: Any) -> N
     flat_parameters.after_step(optimizer)
     partial.allow(is_allowed=False)
     for engine in engines_of(optimizer):
-        if engine.update is None or not engine.update.is_stepping:
+        if not _is_stepping(engine):
             engine.invalidate()
+
+
+def _is_stepping(engine: Engine) -> bool:
+    """The step comes from inside backward."""
+    return any(observer.is_stepping for observer in engine.observers)
 
 
 def engines_of(optimizer: torch.optim.Optimizer) -> list[Engine]:

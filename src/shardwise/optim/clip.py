@@ -52,13 +52,7 @@ def clip_grad_norm(model: nn.Module, max_norm: float) -> Tensor:
     refuse(engine, "sw.clip_grad_norm()")
     engine.refuse_sums("sw.clip_grad_norm()")
     part = _part_of(engine, model)
-    if engine.join is not None:
-        if part is not None:
-            raise StateError(
-                "sw.clip_grad_norm() of a unit inside sw.join(): ranks without a batch clip the whole model.\n"
-                "  Pass the model."
-            )
-        engine.join.clips(max_norm)
+    engine.announce("sw.clip_grad_norm" if part is None else "sw.clip_grad_norm of a unit", float(max_norm))
     shards = (shard for group in engine.groups for shard in group.shards)
     grads = [
         p.grad for p in (*shards, *engine.ignored.spread_parameters.values()) if p.grad is not None and _is_in(part, p)

@@ -68,11 +68,7 @@ class GradScaler(torch.amp.GradScaler):
         for engine in engines:
             refuse(engine, "sw.GradScaler")
             engine.refuse_sums("sw.GradScaler's unscale_()")
-            if engine.join is not None:
-                raise StateError(
-                    "sw.GradScaler inside sw.join(): a rank without a batch would not learn the scale.\n"
-                    "  Compute in bf16, which needs no scaler, or give every rank as many batches."
-                )
+            engine.announce("sw.GradScaler")
             for group in engine.groups:
                 if group.dtype is torch.float16 and group.wants_gradients and not allow_fp16:
                     raise StateError(
