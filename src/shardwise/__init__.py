@@ -49,14 +49,14 @@ _LAZY = {
     "generate_stream": "shardwise.generation.decode",
     "fully_shard": "shardwise.api.fully_shard",
     "register_fsdp_forward_method": "shardwise.api.fully_shard",
-    "gradient_sync": "shardwise.engine.api",
-    "logical_shape": "shardwise.engine.api",
-    "record_collectives": "shardwise.engine.api",
+    "gradient_sync": "shardwise.api.model",
+    "logical_shape": "shardwise.api.model",
+    "record_collectives": "shardwise.api.model",
     "record_pipeline": "shardwise.pipeline.pipelined",
     "clip_grad_norm": "shardwise.optim.clip",
     "convert_sync_batchnorm": "shardwise.features.batch_norm",
-    "data_parallel_rank": "shardwise.engine.api",
-    "data_parallel_size": "shardwise.engine.api",
+    "data_parallel_rank": "shardwise.api.model",
+    "data_parallel_size": "shardwise.api.model",
     "declare_elementwise": "shardwise.optim.checks",
     "deferred_init": "shardwise.init.deferred",
     "flat_parameters": "shardwise.optim.flat_parameters",
@@ -142,6 +142,13 @@ if TYPE_CHECKING:
     from shardwise.api.data_parallel import DataParallel
     from shardwise.api.dry_run import DryRun, dry_run
     from shardwise.api.fully_shard import fully_shard, register_fsdp_forward_method
+    from shardwise.api.model import (
+        data_parallel_rank,
+        data_parallel_size,
+        gradient_sync,
+        logical_shape,
+        record_collectives,
+    )
     from shardwise.api.parallelize import parallelize
     from shardwise.api.parity import parity
     from shardwise.api.save import load, save
@@ -149,13 +156,6 @@ if TYPE_CHECKING:
     from shardwise.api.train_step import eval_step, train_step
     from shardwise.checkpoint.store import newest_checkpoint
     from shardwise.comm.base import CollectiveEvent
-    from shardwise.engine.api import (
-        data_parallel_rank,
-        data_parallel_size,
-        gradient_sync,
-        logical_shape,
-        record_collectives,
-    )
     from shardwise.features.batch_norm import convert_sync_batchnorm
     from shardwise.features.in_backward import optimizer_in_backward
     from shardwise.features.precision import bf16_supported

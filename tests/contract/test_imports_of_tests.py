@@ -52,7 +52,7 @@ ABOUT = {
     "ranks/test_profile.py": "engine.label",
     # models cut by hand, and the cuts
     "parity/test_tensor.py": "comm.record tensor",
-    "ranks/test_logical_state.py": "checkpoint comm.axes comm.open engine.api engine.ignore engine.options",
+    "ranks/test_logical_state.py": "checkpoint comm.axes comm.open api.shard engine.ignore engine.options",
     "ranks/test_tensor_mistakes.py": "comm.open tensor.loss",
     # activations of a plain model, attention on meta, choices of tokens, microbatches
     "contract/test_dry_run.py": "measure.meta",

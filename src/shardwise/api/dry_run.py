@@ -11,12 +11,12 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from shardwise.api.model import gradient_sync, record_collectives
 from shardwise.api.parallelize import apply_plan, check_cuts, check_fresh
 from shardwise.comm.axes import DATA_PARALLEL, Comms, lay_out
 from shardwise.comm.base import CollectiveEvent
 from shardwise.comm.record import RecordComm
 from shardwise.engine import attach, torch_private
-from shardwise.engine.api import gradient_sync, record_collectives
 from shardwise.engine.batch import LossFn, call_model, forward_loss
 from shardwise.engine.wrap import find_units
 from shardwise.measure.meta import FusedAttention, build_on_meta, without_values

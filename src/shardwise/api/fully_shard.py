@@ -11,11 +11,11 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
+from shardwise.api.shard import finish
 from shardwise.comm.axes import Comms
 from shardwise.comm.open import Place
 from shardwise.engine import attach, build, start, torch_private
 from shardwise.engine.engine import Engine
-from shardwise.engine.finish import finish
 from shardwise.engine.ignore import find_ignored
 from shardwise.engine.notice import tell_once
 from shardwise.engine.options import EngineOptions

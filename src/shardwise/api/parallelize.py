@@ -12,15 +12,14 @@ from torch import nn
 
 from shardwise.api import data_parallel
 from shardwise.api.divide import divide
+from shardwise.api.shard import finish, shard_model
 from shardwise.comm.axes import Comms
 from shardwise.comm.base import Comm
 from shardwise.comm.open import Place, join_world
 from shardwise.context.apply import check_model
 from shardwise.embedding.rows import find_row_sharded, spread_rows, table_weights
 from shardwise.engine import build
-from shardwise.engine.api import shard_model
 from shardwise.engine.attach import attachment_of, engine_of
-from shardwise.engine.finish import finish
 from shardwise.engine.ignore import NOTHING, Ignored, find_ignored
 from shardwise.engine.notice import cpu_notice, tell_once
 from shardwise.engine.options import EngineOptions

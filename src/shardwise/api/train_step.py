@@ -7,8 +7,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from shardwise.api.model import gradient_sync
 from shardwise.engine import attach
-from shardwise.engine.api import gradient_sync
 from shardwise.engine.batch import LossFn, forward_loss, split_batch
 from shardwise.optim.scaler import GradScaler
 from shardwise.pipeline.pipelined import pipelined_of

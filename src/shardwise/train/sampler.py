@@ -260,7 +260,7 @@ def _place_of(model: Any, rank: int | None, num_replicas: int | None) -> tuple[i
     if rank is not None and num_replicas is not None:
         return rank, num_replicas
     if model is not None:
-        from shardwise.engine.api import data_parallel_rank, data_parallel_size
+        from shardwise.api.model import data_parallel_rank, data_parallel_size
 
         return data_parallel_rank(model), data_parallel_size(model)
     from torch import distributed as dist

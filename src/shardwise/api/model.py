@@ -1,104 +1,18 @@
-"""From a model and its units to the engine, and what users call on a parallelized module."""
+"""What users ask of a parallelized module, and tell it: who reads what, what is sent, when gradients are summed."""
 
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterator
 
 import torch
 from torch import Tensor, nn
 
-from shardwise.comm.axes import Comms
 from shardwise.comm.base import CollectiveEvent
-from shardwise.engine import attach, build, start
-from shardwise.engine.engine import Engine
-from shardwise.engine.options import EngineOptions
-from shardwise.engine.unit import Unit
-from shardwise.features import batch_norm, precision, recompute
+from shardwise.engine import attach
+from shardwise.features import batch_norm
 from shardwise.features.in_backward import refuse
-from shardwise.forms.host import choose_units
-from shardwise.init.materialize import Source, fill_parameters
-from shardwise.optim import checks
-from shardwise.spec.errors import PlanError
-from shardwise.spec.granularity import TENSOR
-from shardwise.spec.placement import Placements
-from shardwise.spec.quantize import Quantization
 from shardwise.spec.slice import slice_of
-
-
-def shard_model(
-    model: nn.Module,
-    unit_modules: Mapping[str, nn.Module],
-    row: Placements,
-    comms: Comms,
-    options: EngineOptions,
-    *,
-    source: Source | None = None,
-) -> Engine:
-    """Turn ``model`` into units, in place. Every rank must hold the same values already (``init.sync``).
-
-    Args:
-        model: The root.
-        unit_modules: The other units, by qualified name.
-        row: Placements of the strategy.
-        comms: For gathers and for reductions, on each axis.
-        options: How the engine is to work.
-        source: Gives meta parameters their values, unit by unit.
-
-    Raises:
-        PlanError: There is nothing to quantize, or nothing to offload.
-        StateError: The model holds something that cannot be sharded.
-    """
-    checks.install_checks()
-    owned = build.assign_parameters(model, unit_modules, options.ignored)
-    allows_meta = source is not None or comms.gather.device.type == "meta"
-    build.check_parameters((entry for entries in owned.values() for entry in entries), allows_meta=allows_meta)
-    policies = precision.Policies(model, options.policy, comms.gather.device)
-    merged = build.merge_units(
-        model,
-        unit_modules,
-        owned,
-        policies=policies,
-        quantization=options.quantization,
-        comm=comms.gather,
-        limit=options.merge_limit,
-    )
-    content = {names: [entry for name in names for entry in owned[name]] for names in merged}
-    on_host = choose_units(content, row, options.offload) if options.offload is not None else set()
-    policies.cast_buffers(model, options.ignored.buffers)
-    policies.install_casts(model, unit_modules)
-    recomputed = recompute.install(model, unit_modules, options.recompute)
-    modules = {"": model, **unit_modules}
-    ranks = build.assign_ranks(owned.values(), row, comms) if options.granularity == TENSOR else {}
-    units: dict[str, Unit] = {}
-    for names, entries in content.items():
-        if source is not None:
-            fill_parameters(source, entries, comms.gather.device)
-        units[names[0]] = build.make_unit(
-            {name: modules[name] for name in names},
-            owned,
-            row,
-            comms,
-            options,
-            policies=policies,
-            ranks=ranks,
-            is_offloaded=names in on_host,
-        )
-        units[names[0]].recomputed_in = recompute.enclosing(names[0], recomputed)
-    _check_quantization(units.values(), options.quantization)
-    engine = start.start_engine(model, start.nest(units.values()), row, comms, options)
-    engine.recomputed = recomputed
-    return engine
-
-
-def _check_quantization(units: Iterable[Unit], quantization: Quantization) -> None:
-    """Refuse a wish that comes to nothing."""
-    is_held = any(group.held_as is not None for unit in units for group in unit.groups)
-    if quantization.frozen != "none" and not is_held:
-        raise PlanError(
-            f"quantize_frozen={quantization.frozen!r}, but the model has no frozen weight of a linear layer that would"
-            " become smaller.\n  Freeze weights first (requires_grad_(False)), or leave quantize_frozen out."
-        )
 
 
 def data_parallel_rank(model: nn.Module) -> int:
@@ -135,7 +49,7 @@ def gradient_sync(model: nn.Module, is_enabled: bool) -> Iterator[None]:  # noqa
       microbatches before; the backward outside also sums over ``dp_replicate`` and divides by the number of ranks.
 
     Between the first backward inside and the one outside, parameters must not change: gathered copies are reused. Sums
-    that wait for their reduction are not in ``.grad``: reading it raises, and so do ``checks.step()`` and
+    that wait for their reduction are not in ``.grad``: reading it raises, and so do ``optimizer.step()`` and
     ``sw.clip_grad_norm`` while there are any. ``zero_grad()`` of the model, or of an optimizer over a part of it, drops
     them as on one process: the microbatches so far are given up. All ranks must call it. With accumulation
     ``unsharded`` a rank that alone calls it drops what it has added up itself.
