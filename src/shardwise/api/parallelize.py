@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import difflib
 from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
@@ -45,6 +44,7 @@ from shardwise.spec.errors import PlanError, StateError
 from shardwise.spec.mesh import Mesh
 from shardwise.spec.plan import ParallelPlan, check_plan
 from shardwise.spec.strategies import canonical_name
+from shardwise.spec.text import did_you_mean
 from shardwise.state.model import load_full_state_dict, load_ranges
 from shardwise.tensor.cut import find_cuts
 
@@ -139,9 +139,8 @@ def _plan_of(plan: ParallelPlan | str | None, fields: Mapping[str, Any]) -> Para
     known = [field.name for field in dataclasses.fields(ParallelPlan)]
     for name in given:
         if name not in known:
-            near = difflib.get_close_matches(name, known, n=1)
-            hint = f"Did you mean {near[0]!r}? " if near else ""
-            raise PlanError(f"sw.parallelize() and its plan have no {name!r}.\n  {hint}Fields: {', '.join(known)}.")
+            hint = did_you_mean(name, known)
+            raise PlanError(f"sw.parallelize() and its plan have no {name!r}.\n {hint} Fields: {', '.join(known)}.")
     made = ParallelPlan(**given)
     if given:
         shown = ", ".join(f"{name}={getattr(made, name)!r}" for name in given)

@@ -6,7 +6,6 @@ Nothing of the model is touched before everything that can be known to be wrong 
 from __future__ import annotations
 
 import contextlib
-import difflib
 import os
 from collections import Counter
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
@@ -34,7 +33,7 @@ from shardwise.comm.dtype import dtype_name
 from shardwise.spec.errors import CheckpointError
 from shardwise.spec.extent import Block, Extent, describe_cuts, list_alike, shared
 from shardwise.spec.precision import item_bytes
-from shardwise.spec.text import size
+from shardwise.spec.text import similar, size
 
 _MOST_LINES = 40
 #: Beginnings of names, and what a summary calls the tensors.
@@ -435,7 +434,7 @@ def _suggest(directory: Path) -> str:
         names = sorted(entry.name for entry in directory.parent.iterdir() if entry.is_dir())
     except OSError:
         return f"There is no folder {directory.parent} either."
-    near = difflib.get_close_matches(directory.name, names, n=3, cutoff=0.5)
+    near = similar(directory.name, names)
     if near:
         return f"Near it there is {', '.join(near)}."
     return f"{directory.parent} holds {', '.join(names[:8]) if names else 'no folder'}."

@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import dataclasses
-import difflib
 from dataclasses import dataclass
 from typing import Any
 
 from shardwise.spec.errors import ConfigError
+from shardwise.spec.text import did_you_mean
 
 #: Mixtral's choice. Another value without experts is refused, because it would do nothing.
 DEFAULT_EXPERTS_PER_TOKEN = 2
@@ -23,8 +23,7 @@ def _count(items: list[str], noun: str = "problem") -> str:
 
 
 def _meant(name: str, known: Any) -> str:
-    near = difflib.get_close_matches(name, list(known), n=1)
-    return f"\n  Did you mean {near[0]!r}?" if near else f"\n  Use one of: {', '.join(known)}."
+    return "\n " + (did_you_mean(name, known) or f" Use one of: {', '.join(known)}.")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-import difflib
-
 from shardwise.spec.errors import PlacementError
 from shardwise.spec.placement import PRESETS, Placements
+from shardwise.spec.text import did_you_mean
 
 #: Other spellings (FSDP1, DeepSpeed, Lightning), by lower-case name.
 ALIASES: dict[str, str] = {
@@ -34,10 +33,8 @@ def canonical_name(strategy: str) -> str:
     name = strategy.strip().lower()
     name = ALIASES.get(name, name)
     if name not in PRESETS:
-        known = [*PRESETS, *ALIASES]
-        near = difflib.get_close_matches(name, known, n=1)
-        hint = f"Did you mean {near[0]!r}? " if near else ""
-        raise PlacementError(f"unknown strategy {strategy!r}.\n  {hint}Known: {', '.join(PRESETS)}.")
+        hint = did_you_mean(name, [*PRESETS, *ALIASES])
+        raise PlacementError(f"unknown strategy {strategy!r}.\n {hint} Known: {', '.join(PRESETS)}.")
     return name
 
 

@@ -1,6 +1,9 @@
-"""How quantities are put into words."""
+"""How quantities and hints are put into words."""
 
 from __future__ import annotations
+
+import difflib
+from collections.abc import Iterable
 
 
 def size(num_bytes: float) -> str:
@@ -10,3 +13,21 @@ def size(num_bytes: float) -> str:
             return f"{num_bytes:.0f} {unit}" if unit == "B" else f"{num_bytes:.1f} {unit}"
         num_bytes /= 1000
     return f"{num_bytes:.1f} TB"
+
+
+def similar(word: str, known: Iterable[str], *, most: int = 3, cutoff: float = 0.5) -> list[str]:
+    """The known words most like ``word``, the nearest first.
+
+    Args:
+        word: What was given.
+        known: The words that exist.
+        most: Number of words to return at most.
+        cutoff: Least similarity of a returned word, from 0 (nothing in common) to 1 (equal).
+    """
+    return difflib.get_close_matches(word, list(known), n=most, cutoff=cutoff)
+
+
+def did_you_mean(word: str, known: Iterable[str]) -> str:
+    """The hint `` Did you mean 'x'?`` (it begins with a blank), or an empty string where no known word is similar."""
+    near = similar(word, known, most=1, cutoff=0.6)
+    return f" Did you mean {near[0]!r}?" if near else ""

@@ -18,7 +18,8 @@ from shardwise.spec.errors import ConfigError, MeshError, PlanError, ShardwiseEr
 from shardwise.spec.mesh import Mesh
 from shardwise.spec.plan import ParallelPlan, check_plan
 from shardwise.spec.precision import PrecisionPolicy, dtype_name
-from shardwise.train.config import Config, LogSection, OptimizerSection, RawConfig, ScheduleSection, TrainSection, near
+from shardwise.spec.text import did_you_mean
+from shardwise.train.config import Config, LogSection, OptimizerSection, RawConfig, ScheduleSection, TrainSection
 from shardwise.train.data import Source, check_size, find_source
 from shardwise.train.schedule import Schedule
 from shardwise.train.tokenizer import BYTES, find_tokenizer, has_tokenizer, tokenized
@@ -221,7 +222,7 @@ def _model(draft: RawConfig) -> tuple[GPTConfig | None, int, int | None]:
         names = ", ".join(PRESETS)
         draft.problems.add(
             draft.where("model", "preset"),
-            f"unknown preset {preset!r}.{near(preset, PRESETS) or f' Use one of {names}.'}",
+            f"unknown preset {preset!r}.{did_you_mean(preset, PRESETS) or f' Use one of {names}.'}",
         )
         return None, 1 << 31, None
     try:

@@ -9,7 +9,6 @@ Reading goes in three steps, none of which starts a process or imports torch:
 
 from __future__ import annotations
 
-import difflib
 import math
 import types
 import typing
@@ -23,6 +22,7 @@ import yaml
 from pydantic import BaseModel, ConfigDict, Field, Strict
 
 from shardwise.spec.errors import ConfigError
+from shardwise.spec.text import did_you_mean
 from shardwise.train.tree import Node, Problem, merge, parse_yaml, read_tree, walk
 
 Positive = Annotated[int, Field(ge=1, le=10**12)]
@@ -372,12 +372,6 @@ def schema() -> dict[str, Any]:
     return result
 
 
-def near(word: str, known: Iterable[str]) -> str:
-    """`` Did you mean 'x'?`` or nothing."""
-    match = difflib.get_close_matches(word, list(known), n=1, cutoff=0.6)
-    return f" Did you mean {match[0]!r}?" if match else ""
-
-
 def _is_name(stem: str) -> bool:
     return (
         bool(stem)
@@ -438,7 +432,7 @@ def _sections(tree: Node, problems: ConfigErrors, draft: RawConfig) -> dict[str,
                 good["name"] = "run"
         elif key not in SECTIONS:
             fields = [(name, f) for name, section in SECTIONS.items() for f in section.model_fields if f == key]
-            hint = f" Did you mean {fields[0][0]}.{key}?" if fields else near(key, known)
+            hint = f" Did you mean {fields[0][0]}.{key}?" if fields else did_you_mean(key, known)
             problems.add(tree.keys_at.get(key, draft.title), f"unknown section {key!r}.{hint}")
     for name, section in SECTIONS.items():
         node = tree.value.get(name)
@@ -457,7 +451,7 @@ def _section(name: str, section: type[Section], node: Node, problems: ConfigErro
     if name == "model":
         known = _override_schema()
         for key in [key for key in data if key not in section.model_fields and key not in known]:
-            hint = near(key, [*section.model_fields, *known])
+            hint = did_you_mean(key, [*section.model_fields, *known])
             problems.add(draft.where(name, key), f"unknown key.{hint}")
             del data[key]
     try:
@@ -519,7 +513,7 @@ def _explain(key: str, detail: Any, section: type[Section], node: Node) -> str:
     context = detail.get("ctx", {})
     if kind == "extra_forbidden":
         home = [other for other, held in SECTIONS.items() if key in held.model_fields]
-        hint = near(key, section.model_fields) or (f" Did you mean {home[0]}.{key}?" if home else "")
+        hint = did_you_mean(key, section.model_fields) or (f" Did you mean {home[0]}.{key}?" if home else "")
         return f"unknown key.{hint}"
     item = node.value.get(key)
     shown = repr(item.text) if item is not None and item.text is not None else repr(item.plain() if item else got)
@@ -536,7 +530,7 @@ def _explain(key: str, detail: Any, section: type[Section], node: Node) -> str:
         and bool not in set(_leaves(declared))
     ):
         choices = [str(value) for value in _literals(declared)]
-        hint = near(str(got), choices)
+        hint = did_you_mean(str(got), choices)
         return f"expected one of {', '.join(choices)}, got {shown}.{hint}"
     return f"expected {_describe(declared)}, got {shown}"
 
@@ -587,4 +581,4 @@ def differences(old: Mapping[str, Any], new: Mapping[str, Any], prefix: str = ""
     return result
 
 
-__all__ = ["SECTIONS", "Config", "ConfigErrors", "RawConfig", "differences", "near", "read_draft", "schema", "walk"]
+__all__ = ["SECTIONS", "Config", "ConfigErrors", "RawConfig", "differences", "read_draft", "schema", "walk"]

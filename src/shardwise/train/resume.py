@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-import difflib
 from collections.abc import Collection, Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
 from shardwise.spec.errors import CheckpointError, ConfigError
+from shardwise.spec.text import similar
 from shardwise.train.config import Config, differences
 from shardwise.train.text import printable
 
@@ -57,7 +57,7 @@ def find_checkpoint(run_dir: Path, wanted: str) -> Path:
     there = [path.name for path in (run_dir / CHECKPOINTS).glob("step-*")] if run_dir.is_dir() else []
     parent = Path(wanted).expanduser().parent
     there += [path.name for path in parent.glob("step-*")] if parent.is_dir() else []
-    close = difflib.get_close_matches(Path(wanted).name, there, n=3, cutoff=0.4)
+    close = similar(Path(wanted).name, there)
     hint = f" Near: {', '.join(close)}." if close else ""
     raise CheckpointError(
         f"--resume {printable(wanted)}: there is no such checkpoint.{printable(hint)}\n"

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import difflib
 import importlib.util
 from collections.abc import Collection, Sequence
 from dataclasses import asdict, dataclass, replace
@@ -12,6 +11,7 @@ from typing import Any, Self
 from shardwise.spec.errors import ConfigError
 from shardwise.spec.exact import check_exact
 from shardwise.spec.plan import ParallelPlan
+from shardwise.spec.text import did_you_mean
 from shardwise.train.compare.case import CASES, Case
 from shardwise.train.compare.variant import canonical, parse
 from shardwise.train.text import printable
@@ -201,8 +201,7 @@ def _check_names(option: str, given: Sequence[str], known: Collection[str]) -> N
     unknown = [name for name in given if name not in known]
     if not unknown:
         return
-    near = difflib.get_close_matches(unknown[0], known, n=1)
     raise ConfigError(
         f"{option}: {', '.join(printable(repr(name)) for name in unknown)} {'is' if len(unknown) == 1 else 'are'} not"
-        f" known.{f' Did you mean {near[0]!r}?' if near else ''}\n  Use one of {', '.join(known)}."
+        f" known.{did_you_mean(unknown[0], known)}\n  Use one of {', '.join(known)}."
     )

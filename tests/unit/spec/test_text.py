@@ -1,0 +1,19 @@
+import pytest
+
+from shardwise.models.shape import gpt_config
+from shardwise.spec.errors import ConfigError, PlacementError
+from shardwise.spec.strategies import canonical_name
+from shardwise.spec.text import did_you_mean, similar
+
+
+def test_a_hint_names_the_most_similar_word_or_is_empty():
+    assert did_you_mean("hiden", ["heads", "hidden"]) == " Did you mean 'hidden'?"
+    assert not did_you_mean("xyz", ["heads", "hidden"])
+    assert similar("step-00000021", ["other", "step-00000020", "step-00000011"]) == ["step-00000020", "step-00000011"]
+
+
+def test_a_message_without_a_hint_keeps_its_indentation():
+    with pytest.raises(PlacementError, match=r"unknown strategy 'qqq'\.\n  Known: ddp"):
+        canonical_name("qqq")
+    with pytest.raises(ConfigError, match=r"unknown model preset 'qqq'\.\n  Use one of: "):
+        gpt_config("qqq")
