@@ -259,7 +259,7 @@ class _Child:
 
     Attributes:
         engine: Of these units.
-        places: Where the modules of the outermost one lie now, by their paths in that runtime.
+        places: Where the modules of the outermost one lie now, by their paths in that engine.
     """
 
     engine: Engine

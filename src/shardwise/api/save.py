@@ -113,7 +113,7 @@ def _rank_extent(rank: int, num_bytes: int) -> Extent:
     return Extent(f"{_RANK}/{rank:05d}", (num_bytes,), "uint8", 0, num_bytes)
 
 
-#: Checkpoints that this process has verified, by runtime.
+#: Checkpoints that this process has verified, by engine.
 _verified: weakref.WeakKeyDictionary[Engine, tuple[Path, ...]] = weakref.WeakKeyDictionary()
 
 

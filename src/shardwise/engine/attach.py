@@ -1,4 +1,4 @@
-"""The threads from a user's objects back to the engine: module to runtime, parameter to group.
+"""The threads from a user's objects back to the engine: module to engine, parameter to group.
 
 References back are weak, so that deleting the model frees its memory at once.
 """
@@ -25,7 +25,7 @@ _PARAMETER_KEY = "_shardwise_mark"
 
 
 class Attachment(Uncopyable):
-    """What a unit's module holds: its runtime and unit."""
+    """What a unit's module holds: its engine and unit."""
 
     __slots__ = ("engine", "unit")
 
@@ -50,7 +50,7 @@ class Mark:
 
 
 def attach_engine(module: nn.Module, engine: Engine, unit: Unit) -> None:
-    """Let ``module`` hold its runtime."""
+    """Let ``module`` hold its engine."""
     module.__dict__[_MODULE_KEY] = Attachment(engine, unit)
 
 
@@ -70,7 +70,7 @@ def recorder_of(module: nn.Module) -> Recorder | None:
 
 
 def engine_of(module: nn.Module, call: str, *, on_shards: bool = True) -> Engine:
-    """The runtime that ``module`` is the root (or a unit) of.
+    """The engine that ``module`` is the root (or a unit) of.
 
     Args:
         module: What the user passed.

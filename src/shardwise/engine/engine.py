@@ -115,7 +115,7 @@ class Engine:
         self._handled: BaseException | None = None  # what the caller of the outermost forward is handling
         self.epoch = 0
         self.parameters_are_unchanged = False  # microbatches are being accumulated: parameters have not changed
-        self.window: PipelineStep | None = None  # the step of a pipeline that is under way
+        self.pipeline_step: PipelineStep | None = None  # the step of a pipeline that is under way
         self.stages: Mapping[int, Sequence[Unit]] = {}  # units that belong to one stage of a pipeline alone, by stage
         self.share_state: Callable[[], object] | None = None  # gives all stages what only one of them has
         self.is_in_backward = False
@@ -135,7 +135,7 @@ class Engine:
         mishaps.wait_for_all(self)
 
     def remove(self) -> None:
-        """Take the hooks off: the units now belong to another runtime."""
+        """Take the hooks off: the units now belong to another engine."""
         for hook in self.hooks:
             hook.remove()
         self.hooks.clear()
@@ -148,7 +148,7 @@ class Engine:
     @property
     def holds_gathered(self) -> bool:
         """What is gathered stays so, and in its place (``features.pipeline_step``)."""
-        return self.window is not None and self.window.holds
+        return self.pipeline_step is not None and self.pipeline_step.holds
 
     @property
     def updates_in_backward(self) -> bool:
@@ -202,7 +202,7 @@ class Engine:
             All-gather of the unit on ``dp_shard`` where one is due, and of the next one (prefetch).
         """
         mishaps.refuse_compiled(unit)
-        if self.window is not None and self.window.rests:
+        if self.pipeline_step is not None and self.pipeline_step.rests:
             mishaps.refuse_grad(self)
             return
         if torch_private.current_backward() != -1:
@@ -215,7 +215,7 @@ class Engine:
         elif unit.parent is None and unit.frames and not path and threading.get_ident() == self._thread:
             mishaps.leave_frames(self)  # torch runs no hooks after a KeyboardInterrupt
         if self.num_frames == 0:
-            stage = self.window.stage if self.window is not None else None
+            stage = self.pipeline_step.stage if self.pipeline_step is not None else None
             self._begin_forward((unit.index, path) if stage is None else stage_entry(stage))
         elif threading.get_ident() != self._thread:
             raise StateError(
@@ -239,7 +239,7 @@ class Engine:
 
     def after_forward(self, unit: Unit, member: Member, output: object) -> None:
         """``member`` of ``unit`` has run (``output`` is ``None`` where it raised)."""
-        if self.window is not None and self.window.rests:
+        if self.pipeline_step is not None and self.pipeline_step.rests:
             return
         if torch_private.current_backward() != -1:
             since = unit.replays.pop()
@@ -569,7 +569,7 @@ class Engine:
         """Release the unit's slots. Units with replicated parameters keep their data."""
         self.num_wrong_prefetches += unit.is_unused
         unit.is_unused = False
-        if self.window is not None and self.window.keeps(unit):
+        if self.pipeline_step is not None and self.pipeline_step.keeps(unit):
             return
         unit.swap_out()
         for group in unit.groups:
@@ -655,7 +655,7 @@ class Engine:
         mishaps.refuse_distributed_autograd(self._thread)
         self.is_in_backward = True
         partial.allow(is_allowed=False)  # an optimizer's step raised, or calls this in its closure
-        if self.window is None:
+        if self.pipeline_step is None:
             self.hide_waiting()
         self.had_sums = any(group.gradient.is_local for group in self.groups)
         self._has_waited |= self.had_sums
@@ -707,8 +707,8 @@ class Engine:
         self.reshard(unit)
         if reduces:
             self.reduce(unit)
-        elif self.window is not None:
-            self.window.leave(unit)
+        elif self.pipeline_step is not None:
+            self.pipeline_step.leave(unit)
 
     def reduce(self, unit: Unit) -> None:
         """Issue the reduction of a unit whose gradients have been collected.
@@ -724,7 +724,7 @@ class Engine:
             observer.before_reduce(self, unit)
         # The reductions before this one had a whole unit's backward to travel: moving them on first costs no time that
         # could be measured, and their receive buffers serve again. More than two gradient buffers give them longer.
-        if self.options.keeps_buffers or self.window is not None:  # else finalise has done so
+        if self.options.keeps_buffers or self.pipeline_step is not None:  # else finalise has done so
             self.move_on(num_kept=self._num_travelling)
         is_last = self.syncs_gradients or not self.defers_replicate
         for group in trained:
@@ -778,7 +778,7 @@ class Engine:
             self._enter(self.units[index])
         for unit in reversed(self.entered.copy()):
             self.finalise(unit)
-        if self.window is None:  # else a stage waits for this backward to end, and nobody for the sums
+        if self.pipeline_step is None:  # else a stage waits for this backward to end, and nobody for the sums
             self.finish_reductions()
         self._agree(self._backward, self.comms.control)
         for unit in self.units:
@@ -793,7 +793,7 @@ class Engine:
         self.is_in_backward = False
         self.active = None
         self.parameters_are_unchanged = not self.syncs_gradients
-        if self.parameters_are_unchanged and self.window is None:
+        if self.parameters_are_unchanged and self.pipeline_step is None:
             self.show_waiting()
         self.saved.leave_backward(sum(1 + order.num_changes for order in self._backward_orders.values()))
 

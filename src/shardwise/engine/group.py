@@ -42,7 +42,7 @@ class Group:
     Attributes:
         layout: Flat layout of the gathered buffer.
         reduce_layout: Flat layout of the gradient buffer.
-        comms: Over the ranks that hold the same parameters; the runtime sets it.
+        comms: Over the ranks that hold the same parameters; the engine sets it.
         row: Placements in force (a frozen group of a replicated row is held whole on every rank).
         shards: The original Parameter objects.
         fulls: Their stand-ins in the gathered buffer.

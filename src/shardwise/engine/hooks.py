@@ -1,6 +1,6 @@
 """What torch calls: before and after a unit's forward, when backward reaches a call of it, at the end of backward.
 
-Each holds the runtime by weak reference, and hands over to it.
+Each holds the engine by weak reference, and hands over to it.
 """
 
 from __future__ import annotations

@@ -30,7 +30,7 @@ from shardwise.spec.placement import Placements
 def start_engine(
     root: nn.Module, units: Sequence[Unit], row: Placements, comms: Comms, options: EngineOptions
 ) -> Engine:
-    """Make the runtime of ``units`` (the root first), and attach it to their modules."""
+    """Make the engine of ``units`` (the root first), and attach it to their modules."""
     engine = Engine(units, row, comms, options)
     _number(engine)
     _relate(units)

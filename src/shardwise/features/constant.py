@@ -40,11 +40,11 @@ def constant_parameters(engine: Engine, call: str) -> Iterator[None]:
     try:
         for unit in engine.units:
             _put(engine, unit)
-        engine.window = PipelineStep(engine)
-        engine.window.rests, engine.window.only_for = True, call
+        engine.pipeline_step = PipelineStep(engine)
+        engine.pipeline_step.rests, engine.pipeline_step.only_for = True, call
         yield
     finally:
-        engine.window, engine.parameters_are_unchanged = None, was_open
+        engine.pipeline_step, engine.parameters_are_unchanged = None, was_open
         for unit in engine.units:
             _take_back(engine, unit)
 

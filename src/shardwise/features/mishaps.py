@@ -165,9 +165,10 @@ def refuse_distributed_autograd(forward_thread: int) -> None:
 
 def refuse_between(engine: Engine, what: str) -> None:
     """Between the tokens of a stream the modules hold whole parameters, and gradients would be lost."""
-    if engine.window is not None and engine.window.only_for is not None:
+    step = engine.pipeline_step
+    if step is not None and step.only_for is not None:
         raise StateError(
-            f"{what} while {engine.window.only_for} is under way: its iterator is neither exhausted nor closed.\n"
+            f"{what} while {step.only_for} is under way: its iterator is neither exhausted nor closed.\n"
             "  Call its close(), or go on to its end, before."
         )
 

@@ -1,6 +1,6 @@
 """A step of several forwards that are followed by several backwards, as pipelines make them.
 
-Inside a window parameters do not change: what is gathered stays so from the first forward that needs it on, and
+Inside a step parameters do not change: what is gathered stays so from the first forward that needs it on, and
 gradients are added up on this rank. They are reduced once. In the last backward of a stage the engine leaves its units
 one by one, as in any backward, and each is released and reduced behind what is still computed: that of the units before
 it, and of other stages. They go in a fixed order, the last first, so that the order of collectives depends on nobody's
@@ -29,7 +29,7 @@ class PipelineStep:
         engine: The engine.
         last: The microbatch whose backward through a stage is to reduce its units as it leaves them; ``None``: no
             backward is.
-        synchronises: Gradients are reduced in this window.
+        synchronises: Gradients are reduced in this step.
 
     Attributes:
         holds: What is gathered stays gathered, and in its modules. Not where units are to be released after forward.
@@ -44,7 +44,7 @@ class PipelineStep:
         self.stage: int | None = None
         self.rests = False
         self.only_for: str | None = None
-        self.has_gradients = False  # of this window's own backwards
+        self.has_gradients = False  # of this step's own backwards
         self._engine = engine
         self._last = last if synchronises else None
         self._synchronises = synchronises
@@ -90,7 +90,7 @@ class PipelineStep:
             compute: Where gradients of weights are still to be computed, does so for the weights that it is given.
 
         Collective:
-            As :meth:`Engine.reduce`; not where this window does not synchronise.
+            As :meth:`Engine.reduce`; not where this step does not synchronise.
         """
         if not self._synchronises:
             return
@@ -132,7 +132,7 @@ class PipelineStep:
 
 
 @contextlib.contextmanager
-def window(engine: Engine, before_reduction: Callable[[], None], last: int | None = None) -> Iterator[PipelineStep]:
+def open_step(engine: Engine, before_reduction: Callable[[], None], last: int | None = None) -> Iterator[PipelineStep]:
     """Run several forwards and backwards on the same parameters, and reduce their gradients.
 
     Args:
@@ -161,11 +161,11 @@ def window(engine: Engine, before_reduction: Callable[[], None], last: int | Non
         engine.refresh()
         engine.parameters_are_unchanged = True
     had_sums = any(group.gradient.is_local for group in engine.groups)
-    engine.window = opened = PipelineStep(engine, last, synchronises=syncs and torch.is_grad_enabled())
+    engine.pipeline_step = opened = PipelineStep(engine, last, synchronises=syncs and torch.is_grad_enabled())
     engine.syncs_gradients = False
     try:
         yield opened
-        engine.window, engine.syncs_gradients = None, syncs
+        engine.pipeline_step, engine.syncs_gradients = None, syncs
         for unit in engine.units:
             if unit.state is State.UNSHARDED:
                 engine.reshard(unit)
@@ -179,7 +179,7 @@ def window(engine: Engine, before_reduction: Callable[[], None], last: int | Non
             mishaps.drop_later(engine, had_sums=had_sums)
         raise
     finally:
-        engine.window, engine.syncs_gradients = None, syncs
+        engine.pipeline_step, engine.syncs_gradients = None, syncs
     if syncs or not torch.is_grad_enabled():
         engine.parameters_are_unchanged = False
     engine.show_waiting()

@@ -23,7 +23,7 @@ from shardwise.engine.engine import Engine
 from shardwise.engine.notice import tell_once
 from shardwise.engine.unit import Unit
 from shardwise.engine.wrap import find_units
-from shardwise.features.pipeline_step import window
+from shardwise.features.pipeline_step import open_step
 from shardwise.features.precision import resolve
 from shardwise.features.tied_stages import sum_over_copies
 from shardwise.measure.activations import cut_alone
@@ -281,7 +281,7 @@ class Pipelined(Uncopyable):
             The losses of the microbatches on ranks of the last stage; nothing elsewhere.
 
         Collective:
-            As :class:`Agreement`, :meth:`Interpreter.run` and :func:`~shardwise.features.pipeline_step.window`. All
+            As :class:`Agreement`, :meth:`Interpreter.run` and :func:`~shardwise.features.pipeline_step.open_step`. All
             ranks must call.
         """
         engine = attach.engine_of(model, "sw.train_step")
@@ -291,7 +291,7 @@ class Pipelined(Uncopyable):
         schedule = self._schedule(count) if torch.is_grad_enabled() else forward_only(self._usual.ranks, count)
         bound = functools.partial(call, model), functools.partial(loss, model)
         last = None if schedule.is_split else count - 1  # split, no backward of the input completes a unit
-        with window(engine, lambda: sum_over_copies(engine, self._copies, self._comm), last) as opened:
+        with open_step(engine, lambda: sum_over_copies(engine, self._copies, self._comm), last) as opened:
             stages = self._interpreter.stages
             agreement = self._agree(stages, parts) if stages.device.type != "meta" else None
             _, flow = stages.flow(parts[0], call, agreement)

@@ -1,1 +1,1 @@
-"""Plain data and arithmetic that planning and the runtime share. Nothing here imports torch."""
+"""Plain data and arithmetic that planning and the engine share. Nothing here imports torch."""

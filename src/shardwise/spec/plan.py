@@ -1,4 +1,4 @@
-"""How to train: one frozen description that planning, the runtime, checkpoints and configuration share."""
+"""How to train: one frozen description that planning, the engine, checkpoints and configuration share."""
 
 from __future__ import annotations
 

@@ -103,7 +103,7 @@ def full_parameters(
 
 
 def _units_in(module: nn.Module) -> list[tuple[Engine, Unit]]:
-    """The units that hold a parameter of ``module``, by runtime and number."""
+    """The units that hold a parameter of ``module``, by engine and number."""
     found: dict[int, tuple[Engine, Unit]] = {}
     for parameter in module.parameters():
         mark = attach.mark_of(parameter)

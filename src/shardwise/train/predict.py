@@ -53,18 +53,18 @@ def predict(
     """
     section = resolved.config.optimizer
     num_states = int(bool(section.momentum)) if section.name == "sgd" else 2
-    runtime = attach.engine_of(model, "predict")
+    engine = attach.engine_of(model, "predict")
     accumulation = resolved.batch.accumulation
-    held = summary.predict(runtime, optimizer_tensors=num_states, num_microbatches=accumulation).as_dict()
+    held = summary.predict(engine, optimizer_tensors=num_states, num_microbatches=accumulation).as_dict()
     if average is not None:
         held["average"] = average.num_bytes - average.num_host_bytes
         held["host"] += average.num_host_bytes
     if resolved.plan.pp > 1 or not resolved.plan.keep_buffers:
         held |= _run_dry(resolved, control, device)
     else:
-        activations = measure(resolved, device, tp_rank=0 if runtime.comms.tp is None else runtime.comms.tp.rank)
+        activations = measure(resolved, device, tp_rank=0 if engine.comms.tp is None else engine.comms.tp.rank)
         if activations is not None:
-            held["activations"] = summary.predict_activations(runtime, activations)
+            held["activations"] = summary.predict_activations(engine, activations)
     return max(control.all_json(held), key=lambda rank_held: sum(rank_held.values()))
 
 
