@@ -1,6 +1,65 @@
-"""The engine: when units are gathered, released and reduced. One unit's step, in the order of time.
+"""The engine: when parameters are gathered and released, and when gradients are reduced.
 
-``build`` makes units (``unit``) and groups (``group``) of a module; ``hooks`` tells the engine (``engine``) when
-forward and backward come to a unit; ``order`` and ``spec.prefetch`` say which is next; ``gradient`` takes gradients
-from autograd to the shards; ``pool`` lends both their memory.
+A *unit* is what is gathered together: one wrapped module, or several small neighbours. Its parameters that share
+dtype and trainability are a *group*, which is one flat buffer, one collective each way. A rank holds a slice of the
+buffer for good, the *master*; the parameters that the optimizer sees are views of it, the *shards*. While the unit
+computes, its modules hold views of a whole buffer, a *slot*, which the all-gather has filled.
+
+One training step of one unit under zero3, in the order of time, with the method that does it:
+
+==============================  =======================================================================================
+moment                          what happens
+==============================  =======================================================================================
+forward comes to the unit       ``hooks`` calls ``Engine.before_forward``: the all-gather is issued, unless a prefetch
+                                has done so, and waited for; the modules get the whole parameters; the all-gather of the
+                                unit that is next in the agreed order is issued
+forward has left the unit       ``Engine.after_forward`` hangs a *ticket*, a hook, on each output. The unit is released
+                                when forward enters another one
+backward comes to the unit      the ticket calls ``Engine.on_ticket``: the unit is gathered again, and the next one of
+                                the backward's order is prefetched
+backward enters another unit    ``Engine.finalise``: the gradients are copied into a flat buffer (``Gradient.collect``),
+                                the unit is released, the reduce-scatter is issued (``Gradient.reduce``)
+a later unit is reduced         ``Engine.move_on``: sums that have arrived become ``.grad`` (``Gradient.finish``)
+the end of backward             ``Engine.end_backward``: what is left is finalised, every sum is waited for
+==============================  =======================================================================================
+
+Where to read: ``unit`` and ``group`` (what there is), ``gradient`` (a table of its states), ``engine`` (the moments),
+``order`` with ``spec.prefetch`` (which unit is next), ``pool`` (whose memory it is), ``hooks`` (what torch calls),
+``build`` and ``start`` (from modules to units to an engine), ``observer`` (what attaches from outside).
+
+[Note: Streams and lifetimes]
+
+On CUDA the engine itself uses one stream, the one that the model computes on. Each ``Comm`` has a stream of its own: a
+collective starts after everything that the compute stream had been given when it was issued, and ``Handle.wait`` makes
+the compute stream wait for it; the host does not wait. Copies from and to the host have two more streams
+(``forms.host``). From this follows who may free or overwrite what:
+
+* A handle keeps the tensors that it moves until it has been waited for. Whoever issues a collective keeps the handle
+  and waits for it, on every path, also after an exception and when the model is deleted (``mishaps.wait_for_all``).
+* A slot belongs to one group at a time (``Slot.owner``), and a unit has the same slot for life: what autograd saved
+  in forward finds its data there again in backward. Another unit may take a slot over only when its owner is neither
+  computing nor being entered by backward (``Engine.claim``, ``Engine._prefetch``). The next gather into it is issued
+  after the computation that read it, and so runs after it.
+* A gradient buffer is borrowed from the pool by ``Gradient.collect`` and given back by ``Gradient.finish``, that is,
+  after its reduction has been waited for. When all are lent, the oldest reduction is finished first.
+* ``.grad`` lives in memory of the group (its *home*), which the next backward overwrites: keep a copy, not a
+  reference.
+
+[Note: Agreed order]
+
+Ranks must issue the same collectives in the same order, though data may lead them along different paths. The first
+pass records the order in which units were gathered (forward) and entered (backward); later passes follow it on every
+rank. A rank that skips a unit still gathers it, and reduces zeros for it; a unit that the order does not know is
+inserted where it came. No rank removes a unit by itself. So nothing is sent to agree, except where paths keep
+changing and the order has grown to twice its first length: then the ranks exchange what they have used. Each way into
+the model (the root, a unit that is called by itself, a stage of a pipeline) has an order of its own
+(``order.Orders``). ADR 6 says why.
+
+[Note: Missing gradients]
+
+A parameter that no rank used must keep ``.grad`` at ``None``; one that only another rank used must get that rank's
+gradient. So gradients travel with one flag for each parameter of a slice, in the same message (``spec.layout``'s
+``ReduceLayout``, ADR 5). What this rank has no gradient for it sends as -0.0, the one number that changes nothing
+when it is added. Only where this rank used less than all parameters are the flags read, once, at the end of backward
+(``gradient.settle``): otherwise the host waits for nothing.
 """
