@@ -17,6 +17,7 @@ import shardwise as sw
 from shardwise.comm.dtype import dtype_name
 from shardwise.comm.open import open_comms
 from shardwise.engine import attach
+from shardwise.engine.notice import tell_once
 from shardwise.launch.exit_codes import note_exit
 from shardwise.launch.world import World, init_process_group, shutdown
 from shardwise.optim.scaler import needs_scaler
@@ -108,7 +109,9 @@ def train(resolved: RunConfig, *, world: World, run_dir: Path | None, resume: st
         if control.is_first:
             lock = RunLock(directory)
             stack.callback(lock.release)
-        control.on_first(lambda: lock.acquire())  # noqa: PLW0108  the name is bound on rank 0 only
+        note = control.on_first(lambda: lock.acquire())  # noqa: PLW0108  the name is bound on rank 0 only
+        if note:
+            tell_once(note)
         if world.source != "launcher":  # our launcher has read all of the data before it started this process
             control.on_first(lambda: resolved.source.check(resolved.vocab_size))
         if world.restart_count and resume is None:

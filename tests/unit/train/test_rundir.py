@@ -2,18 +2,21 @@
 
 from __future__ import annotations
 
+import errno
+import fcntl
 import json
 import os
+import signal
 import subprocess
 import sys
-from dataclasses import asdict, replace
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
 from shardwise.spec.errors import CheckpointError, ConfigError, StorageError
 from shardwise.train import rundir
-from shardwise.train.lock import Holder, RunLock, RunLockedError
+from shardwise.train.lock import RunLock, RunLockedError
 from shardwise.train.metrics import MetricsFile, Record, to_line
 
 
@@ -79,8 +82,8 @@ def test_a_folder_that_cannot_be_written_is_refused_at_the_start(tmp_path: Path)
 
 
 def test_a_second_run_is_refused_and_told_who_holds_the_folder(tmp_path: Path) -> None:
-    code = "import sys, pathlib; from shardwise.train.lock import RunLock; RunLock(pathlib.Path(sys.argv[1])).acquire()"
-    code += "; print(); sys.stdin.read()"
+    code = "import sys, pathlib; from shardwise.train.lock import RunLock; lock = RunLock(pathlib.Path(sys.argv[1]))"
+    code += "; lock.acquire(); print(); sys.stdin.read()"
     with subprocess.Popen(
         [sys.executable, "-c", code, str(tmp_path)], stdin=subprocess.PIPE, stdout=subprocess.PIPE
     ) as other:
@@ -99,34 +102,112 @@ def test_a_second_run_is_refused_and_told_who_holds_the_folder(tmp_path: Path) -
     assert not lock.path.exists()
 
 
-@pytest.mark.parametrize(
-    ("change", "is_gone"),
-    [({"boot_id": "another"}, True), ({"started": 1}, True), ({"pid": 2**22 - 1}, True), ({"host": "elsewhere"}, None)],
-)
-def test_a_holder_is_judged_by_host_boot_and_start_time(change: dict[str, object], *, is_gone: bool | None) -> None:
-    assert replace(Holder.this_process(), **change).is_gone() is is_gone
+@pytest.mark.parametrize("leave", ["subprocess.Popen(['sleep', '60'])", "os.fork() or time.sleep(60)"])
+def test_a_child_that_outlives_the_holder_does_not_keep_the_lock(tmp_path: Path, leave: str) -> None:
+    code = f"""
+import os, pathlib, subprocess, sys, time
+from shardwise.train.lock import RunLock
+lock = RunLock(pathlib.Path(sys.argv[1]))
+lock.acquire()
+os.setpgid(0, 0)
+{leave}
+print("ready", flush=True)
+os.kill(os.getpid(), 9)
+"""
+    with subprocess.Popen([sys.executable, "-c", code, str(tmp_path)], stdout=subprocess.PIPE) as holder:
+        assert holder.stdout is not None
+        holder.stdout.readline()
+        holder.wait(30)
+        try:
+            os.killpg(holder.pid, 0)  # the child is alive
+            lock = RunLock(tmp_path)
+            assert lock.acquire() is None
+            lock.release()
+        finally:
+            os.killpg(holder.pid, signal.SIGKILL)
 
 
-def test_a_lock_of_another_host_is_kept_and_the_way_out_is_named(tmp_path: Path) -> None:
-    held = asdict(replace(Holder.this_process(), host="else\x1b[31mwhere"))
-    (tmp_path / "run.lock").write_text(json.dumps(held))
-    with pytest.raises(RunLockedError, match=r"else\\x1b\[31mwhere.*\n.*another machine.*remove"):
-        RunLock(tmp_path).acquire()
+def test_a_lock_that_is_held_on_another_host_names_the_way_out(tmp_path: Path) -> None:
+    with (tmp_path / "run.lock").open("w") as file:
+        fcntl.flock(file, fcntl.LOCK_EX)
+        file.write("process 5 on else\x1b[31mwhere, since 2026-01-01 00:00:00\n")
+        file.flush()
+        with pytest.raises(RunLockedError, match=r"process 5 on else\\x1b\[31mwhere.*\n.*another machine.*remove"):
+            RunLock(tmp_path).acquire()
+        (tmp_path / "run.lock").unlink()
+        lock = RunLock(tmp_path)
+        lock.acquire()
+    with pytest.raises(RunLockedError, match=f"process {os.getpid()} on "):
+        RunLock(tmp_path).check()
+    lock.release()
 
 
-@pytest.mark.parametrize("text", ["", "[]", "{}", '{"pid": "x"}', "\0"])
-def test_an_unreadable_lock_is_not_taken_over(tmp_path: Path, text: str) -> None:
+@pytest.mark.parametrize("text", ["", "[]", '{"pid": 1, "host": "x"}', "\0", "process 5 on elsewhere, since 2026"])
+def test_a_file_that_nobody_has_locked_is_taken_over(tmp_path: Path, text: str) -> None:
     (tmp_path / "run.lock").write_text(text)
-    with pytest.raises(RunLockedError):
-        RunLock(tmp_path).acquire()
+    RunLock(tmp_path).check()
+    assert (tmp_path / "run.lock").read_text() == text
+    lock = RunLock(tmp_path)
+    note = lock.acquire()
+    assert (note is None) == (not text)
+    assert note is None or ("was left by" in note and "\0" not in note)
+    with pytest.raises(RunLockedError, match=f"another run: process {os.getpid()} on "):
+        RunLock(tmp_path).check()
+    lock.release()
+    assert list(tmp_path.iterdir()) == []
 
 
 def test_a_lock_that_was_taken_over_is_not_released_by_its_old_holder(tmp_path: Path) -> None:
+    old, new = RunLock(tmp_path), RunLock(tmp_path)
+    old.acquire()
+    old.path.unlink()
+    new.acquire()
+    old.release()
+    with pytest.raises(RunLockedError):
+        old.acquire()
+    new.release()
+
+
+def test_a_file_that_its_holder_removes_meanwhile_is_not_what_is_locked(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    first, second = RunLock(tmp_path), RunLock(tmp_path)
+    first.acquire()
+    flock = fcntl.flock
+
+    def release_and_lock(file: object, operation: int) -> None:
+        first.release()
+        flock(file, operation)  # type: ignore[arg-type]
+
+    monkeypatch.setattr(fcntl, "flock", release_and_lock)
+    second.acquire()
+    monkeypatch.undo()
+    with pytest.raises(RunLockedError):
+        RunLock(tmp_path).check()
+    second.release()
+
+
+@pytest.mark.parametrize("number", [errno.ENOSYS, errno.EOPNOTSUPP, errno.ENOLCK])
+def test_where_the_file_system_has_no_locks_the_run_goes_on_and_says_so(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, number: int
+) -> None:
+    def refuse(*_: object) -> None:
+        raise OSError(number, os.strerror(number))
+
+    monkeypatch.setattr(fcntl, "flock", refuse)
     lock = RunLock(tmp_path)
-    lock.acquire()
-    lock.path.write_text(json.dumps(asdict(replace(Holder.this_process(), pid=os.getppid()))))
+    note = lock.acquire()
+    assert note is not None
+    assert f"without locks ({os.strerror(number)}): a second run in it is not refused" in note
     lock.release()
-    assert lock.path.exists()
+    assert not lock.path.exists()
+
+
+def test_a_lock_that_cannot_be_written_is_refused(tmp_path: Path) -> None:
+    (tmp_path / "run.lock").mkdir()
+    with pytest.raises(StorageError, match="cannot be written: Is a directory") as caught:
+        RunLock(tmp_path).acquire()
+    assert caught.value.exit_code == 74
 
 
 def test_a_held_out_loss_is_in_the_line_of_its_step_only() -> None:
