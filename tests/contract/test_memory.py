@@ -11,6 +11,7 @@ import functools
 import gc
 import sys
 from collections.abc import Iterable
+from pathlib import Path
 
 import pytest
 import torch
@@ -344,9 +345,15 @@ class EngineAllocations(TorchDispatchMode):
         given = Storages().see(tree_iter((args, kwargs)))
         new = Storages().see(tree_iter(result)).without(given)
         place = _caller() if new.num_bytes else ""
-        if "/shardwise/fsdp/" in place or "/shardwise/comm/" in place:
+        if place.startswith(PACKAGE):
             self.found.append((new.num_bytes, f"{func} at {place}"))
         return result
+
+
+#: The folders of the engine and what attaches to it: not of models, nor of what calls the engine.
+PACKAGE = tuple(
+    f"{Path(sw.__file__).parent / name}/" for name in ("engine", "forms", "features", "state", "init", "optim", "comm")
+)
 
 
 def _caller() -> str:
