@@ -5,7 +5,8 @@ PYTHON ?= python3
 BIN := .venv/bin
 STAMP := .venv/.installed
 PEERS := .venv/.peers
-WORKERS ?= 2
+# One more than the cores of the machine that tests it: ranks that wait for each other leave a core idle.
+WORKERS ?= 3
 
 .DEFAULT_GOAL := help
 .DELETE_ON_ERROR:
