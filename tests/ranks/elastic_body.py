@@ -11,6 +11,7 @@ from pathlib import Path
 from torch import distributed
 
 from shardwise.launch.exit_codes import note_exit
+from shardwise.launch.file import replace
 from shardwise.launch.world import init_process_group, read_world, shutdown
 
 
@@ -50,9 +51,7 @@ def save_and_leave():
 
 
 def write(folder, name, text):
-    part = Path(folder) / f"part-{name}"
-    part.write_text(text)
-    part.rename(Path(folder) / name)
+    replace(Path(folder) / name, text)
 
 
 if __name__ == "__main__":

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import stat
 from pathlib import Path
 
+from shardwise.launch.file import replace
 from shardwise.spec.errors import ConfigError, StorageError
 from shardwise.train.text import printable
 
@@ -28,15 +30,16 @@ def check_writable(path: Path | None) -> None:
 
 
 def write(path: Path, content: str) -> None:
-    """Replace ``path`` by a file with ``content``.
+    """Replace ``path`` by a file with ``content``; a link, a pipe or a device is written to and stays.
 
     Raises:
         StorageError: It cannot be written.
     """
-    part = path.with_name(path.name + ".part")
     try:
-        part.write_text(content, "utf-8")
-        part.replace(path)
+        if path.exists() and not stat.S_ISREG(path.lstat().st_mode):
+            path.write_text(content, "utf-8")
+        else:
+            replace(path, content)
     except OSError as error:
         raise _unwritable(path, error) from None
 

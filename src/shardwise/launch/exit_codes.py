@@ -24,6 +24,8 @@ import time
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
+from shardwise.launch.file import replace
+
 #: Directory of logs and exit notes, set by our launcher.
 LOG_DIR = "SHARDWISE_LOG_DIR"
 
@@ -76,9 +78,7 @@ def note_exit(code: int, reason: str, *, step: int | None = None, is_shown: bool
     if path.exists():
         return
     note = ExitNote(code, rank, step, reason, is_shown, time.time())
-    part = path.with_suffix(".part")
-    part.write_text(json.dumps(asdict(note)) + "\n")
-    part.replace(path)
+    replace(path, json.dumps(asdict(note)) + "\n")
 
 
 def read_exit_notes(directory: Path) -> dict[int, ExitNote]:

@@ -44,6 +44,8 @@ from multiprocessing import connection, get_context
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from shardwise.launch.file import replace
+
 if TYPE_CHECKING:
     from collections.abc import Callable
     from multiprocessing.context import ForkServerProcess
@@ -368,9 +370,7 @@ def _rank_main(job: _Job, requests: connection.Connection) -> None:
         outcome.raised_at = time.time()
         outcome.cause = "".join(traceback.format_exception_only(error)).strip()
         outcome.trace = "".join(_without_own_frames(error))
-    part = directory / f"part-{job.rank}"
-    part.write_bytes(pickle.dumps(outcome))
-    part.rename(directory / f"outcome-{job.rank}")
+    replace(directory / f"outcome-{job.rank}", pickle.dumps(outcome))
     sys.stdout.flush()
     sys.stderr.flush()
     os._exit(0 if outcome.result is not None else 1)  # no teardown of torch: it takes longer than most tests
@@ -414,9 +414,7 @@ def _answer(requests: connection.Connection, directory: Path, rank: int) -> None
         text = importlib.import_module("shardwise.comm.progress").last()
     except (ImportError, AttributeError):
         return
-    part = directory / f"progress-part-{rank}"
-    part.write_text(str(text))
-    part.rename(directory / f"progress-{rank}")
+    replace(directory / f"progress-{rank}", str(text))
 
 
 def _without_own_frames(error: BaseException) -> list[str]:

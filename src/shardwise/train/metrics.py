@@ -11,6 +11,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any, TextIO
 
+from shardwise.launch.file import replace
 from shardwise.models.shape import GPTConfig
 from shardwise.spec.errors import StorageError
 from shardwise.train.text import printable
@@ -68,9 +69,7 @@ class MetricsFile:
         self.path = path
         with self._refusals():
             kept = [line for line in _lines(path) if _step(line) <= keep_steps]
-            part = path.with_name(f".{path.name}.part")
-            part.write_text("".join(f"{line}\n" for line in kept))
-            part.replace(path)
+            replace(path, "".join(f"{line}\n" for line in kept))
             self._file: TextIO = path.open("a", buffering=1)
 
     def write(self, record: Record) -> None:

@@ -16,6 +16,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+from shardwise.launch.file import replace
 from shardwise.spec.errors import CheckpointError, ConfigError, StorageError
 from shardwise.train.text import printable
 
@@ -124,13 +125,8 @@ def replace_text(path: Path, text: str) -> None:
     Raises:
         StorageError: The disk refuses.
     """
-    part = path.with_name(f".{path.name}.part")
     try:
-        with part.open("w", encoding="utf-8") as file:
-            file.write(text)
-            file.flush()
-            os.fsync(file.fileno())
-        part.replace(path)
+        replace(path, text, is_durable=True)
     except OSError as error:
         raise StorageError(
             f"{printable(path)} cannot be written: {error.strerror}.\n  Free space on the disk."

@@ -13,15 +13,14 @@
 
 from __future__ import annotations
 
-import os
 import struct
-import tempfile
 from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
 
 import numpy as np
 
+from shardwise.launch.file import replacing
 from shardwise.spec.errors import CheckpointError, ConfigError
 
 MAGIC = b"SWTOKENS"
@@ -120,24 +119,13 @@ def write_tokens(path: Path, chunks: Iterable[np.ndarray], *, vocab_size: int, s
         raise ConfigError(f"{path} exists.\n  Name another file, or pass --force to replace it.")
     item_bytes = 2 if vocab_size <= 1 << 16 else 4
     count = 0
-    handle, temporary = tempfile.mkstemp(prefix=f".{path.name}.", dir=path.parent)
-    try:
-        with os.fdopen(handle, "wb") as file:
-            file.write(bytes(HEADER_BYTES))
-            for chunk in chunks:
-                file.write(_packed(chunk, item_bytes, vocab_size))
-                count += len(chunk)
-            file.seek(0)
-            file.write(_HEADER.pack(MAGIC, 1, item_bytes, vocab_size, count, bytes(32)))
-            file.flush()
-            os.fsync(file.fileno())
-        umask = os.umask(0)
-        os.umask(umask)
-        Path(temporary).chmod(0o666 & ~umask)
-        Path(temporary).replace(path)
-    except BaseException:
-        Path(temporary).unlink(missing_ok=True)
-        raise
+    with replacing(path, is_durable=True) as file:
+        file.write(bytes(HEADER_BYTES))
+        for chunk in chunks:
+            file.write(_packed(chunk, item_bytes, vocab_size))
+            count += len(chunk)
+        file.seek(0)
+        file.write(_HEADER.pack(MAGIC, 1, item_bytes, vocab_size, count, bytes(32)))
     return count
 
 

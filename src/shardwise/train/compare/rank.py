@@ -17,6 +17,7 @@ from pathlib import Path
 from typing import Any
 
 from shardwise.launch.exit_codes import note_exit
+from shardwise.launch.file import replace
 from shardwise.launch.world import RENDEZVOUS_DIR
 from shardwise.spec.errors import ShardwiseError
 from shardwise.train.compare.request import Request, turns
@@ -98,9 +99,7 @@ def run(request_path: Path, folder: Path) -> None:
             if rank < request.size_of(entrant):
                 children[index] = _start(request, index, request_path, folder)
         found = _play(request, children, is_talking=rank == 0)
-        part = folder / f"part-{rank}"
-        part.write_text(json.dumps(found), "utf-8")
-        part.replace(folder / f"rank-{rank}.json")
+        replace(folder / f"rank-{rank}.json", json.dumps(found))
     finally:
         for child in children.values():
             child.close()
