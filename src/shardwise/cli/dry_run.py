@@ -14,7 +14,7 @@ from shardwise.cli.arguments import is_configuration
 from shardwise.cli.file import check_writable, write
 from shardwise.cli.show import show
 from shardwise.spec.errors import ConfigError
-from shardwise.spec.text import size
+from shardwise.spec.text import aligned, size
 from shardwise.train.text import printable
 
 if TYPE_CHECKING:
@@ -252,13 +252,10 @@ def table(results: list[DryRun]) -> str:
         ]
         for result in results
     ]
-    widths = [max(len(row[place]) for row in [header, *rows]) for place in range(len(header))]
     lines = [
-        f"{first.num_parameters:,} parameters, rank {first.rank} of {first.world_size}, one step of the steady state"
+        f"{first.num_parameters:,} parameters, rank {first.rank} of {first.world_size}, one step of the steady state",
+        *aligned([header, *rows]),
     ]
-    for row in [header, *rows]:
-        cells = [row[0].ljust(widths[0]), *(cell.rjust(width) for cell, width in zip(row[1:], widths[1:], strict=True))]
-        lines.append("  ".join(cells))
     lines += [
         f"{result.strategy}: "
         + ", ".join(f"{count} x {kind} ({size(sent)})" for kind, (count, sent) in result.traffic.items())

@@ -1,9 +1,9 @@
-"""How quantities and hints are put into words."""
+"""How quantities, hints and tables are put into text."""
 
 from __future__ import annotations
 
 import difflib
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 
 
 def size(num_bytes: float) -> str:
@@ -13,6 +13,17 @@ def size(num_bytes: float) -> str:
             return f"{num_bytes:.0f} {unit}" if unit == "B" else f"{num_bytes:.1f} {unit}"
         num_bytes /= 1000
     return f"{num_bytes:.1f} TB"
+
+
+def aligned(rows: Iterable[Sequence[str]]) -> list[str]:
+    """Lines of a table, columns two blanks apart: the first column is a name, on the left; the others are numbers."""
+    columns = list(zip(*rows, strict=True))
+    widths = [max(len(cell) for cell in column) for column in columns]
+    padded = [
+        [cell.rjust(width) if place else cell.ljust(width) for cell in column]
+        for place, (column, width) in enumerate(zip(columns, widths, strict=True))
+    ]
+    return ["  ".join(row).rstrip() for row in zip(*padded, strict=True)]
 
 
 def similar(word: str, known: Iterable[str], *, most: int = 3, cutoff: float = 0.5) -> list[str]:

@@ -3,7 +3,7 @@ import pytest
 from shardwise.models.shape import gpt_config
 from shardwise.spec.errors import ConfigError, PlacementError
 from shardwise.spec.strategies import canonical_name
-from shardwise.spec.text import did_you_mean, similar
+from shardwise.spec.text import aligned, did_you_mean, similar
 
 
 def test_a_hint_names_the_most_similar_word_or_is_empty():
@@ -17,3 +17,7 @@ def test_a_message_without_a_hint_keeps_its_indentation():
         canonical_name("qqq")
     with pytest.raises(ConfigError, match=r"unknown model preset 'qqq'\.\n  Use one of: "):
         gpt_config("qqq")
+
+
+def test_a_table_has_names_on_the_left_and_numbers_on_the_right():
+    assert aligned([("a", "number"), ("longer", "1"), ("b", "")]) == ["a       number", "longer       1", "b"]

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from statistics import median
 from typing import Any
 
-from shardwise.spec.text import size
+from shardwise.spec.text import aligned, size
 from shardwise.train.compare.request import OURS
 from shardwise.train.compare.result import LOSS_TOLERANCE, Result
 from shardwise.train.text import printable
@@ -25,14 +25,7 @@ class Grid:
 
     def __str__(self) -> str:
         """Columns aligned by spaces."""
-        widths = [max(len(row[place]) for row in (self.header, *self.rows)) for place in range(len(self.header))]
-        return "\n".join(
-            "  ".join(
-                cell.ljust(width) if place == 0 else cell.rjust(width)
-                for place, (cell, width) in enumerate(zip(row, widths, strict=True))
-            ).rstrip()
-            for row in (self.header, *self.rows)
-        )
+        return "\n".join(aligned((self.header, *self.rows)))
 
     def markdown(self) -> str:
         """A Markdown table."""
