@@ -6,13 +6,14 @@ from unittest import mock
 
 import pytest
 import torch
+from torch import Tensor
 
 from shardwise.comm.base import Done
 from shardwise.comm.gloo import GlooComm
 from shardwise.forms.inner import InnerShard
-from shardwise.testing import run_on_ranks
+from shardwise.testing import RankFailure, run_on_ranks
 from tests.parity import models
-from tests.parity.training import PRESETS, VARIANTS, RankNumbers, Variant, differences, train_plain, train_ranks
+from tests.parity.training import PRESETS, VARIANTS, Variant, train
 
 HYBRID = ("hsdp", "hybrid_shard_grad_op")
 PLAIN, SHARDED, UNSHARDED, CLIPS = VARIANTS
@@ -27,30 +28,15 @@ EVERY = tuple(
 )
 
 
-@pytest.fixture(autouse=True)
-def _one_thread():
-    """Kernels cut sums by threads; the ranks have one."""
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(before)
-
-
-def train_all(name: str, cases, options) -> list[RankNumbers]:
+def train_all(name: str, cases, options) -> None:
     """One run after the other; released slots are NaN in half of them."""
-    return [
-        train_ranks(name, preset, variant, is_debugging=place % 2 == 0, **options)
-        for place, (preset, variant) in enumerate(cases)
-    ]
+    for place, (preset, variant) in enumerate(cases):
+        train(name, preset, variant, is_debugging=place % 2 == 0, **options)
 
 
 def check(name: str, world: int, num_groups: int, cases, **options) -> None:
     options.setdefault("dp_replicate", num_groups)
-    ranks = run_on_ranks(train_all, world, name, cases, options, timeout_s=250)
-    for place, (preset, variant) in enumerate(cases):
-        expected = train_plain(name, variant, world, num_groups)
-        found = differences(expected, [results[place] for results in ranks])
-        assert not found, f"{preset}, {variant.name}, {num_groups} groups of {world // num_groups}: {found}"
+    run_on_ranks(train_all, world, name, cases, options, timeout_s=250)
 
 
 @pytest.mark.parametrize("name", ["tied", "odd", "frozen"])
@@ -109,32 +95,35 @@ OTHERS = (
 )
 
 
-def train_others() -> list[RankNumbers]:
-    return [train_ranks("tied", preset, PLAIN, **options) for preset, options in OTHERS]
+def train_others() -> None:
+    for preset, options in OTHERS:
+        train("tied", preset, PLAIN, **options)
 
 
 def test_other_features_go_with_both_axes():
-    ranks = run_on_ranks(train_others, 4, timeout_s=150)
-    expected = {groups: train_plain("tied", PLAIN, 4, groups) for groups in (1, 2)}
-    for place, (preset, options) in enumerate(OTHERS):
-        found = differences(expected[options.get("dp_replicate", 1)], [results[place] for results in ranks])
-        assert not found, f"{preset}, {options}: {found}"
+    run_on_ranks(train_others, 4, timeout_s=150)
 
 
 # -- negative controls
 
 
+def grouped_in_several_ways() -> list[Tensor]:
+    """One weight of the plain process after each."""
+    deferred, sharded = (Variant(mode, 2, mode) for mode in ("defer_replicate", "sharded"))
+    ways = ((PLAIN, 1), (PLAIN, 4), (PLAIN, 2), (deferred, 2), (sharded, 2))  # and groups
+    trained = [train("gpt", "hsdp", variant, dp_replicate=1, dp_shard=4 // groups) for variant, groups in ways]
+    return [result.plain.blocks[0].mlp.up.weight.detach() for result in trained]
+
+
 def test_adding_over_the_groups_first_would_differ():
     """And so would any sum in rank order: the tests above tell the groupings apart."""
-    flat, grouped, columns = (train_plain("gpt", PLAIN, *how).tensors for how in ((4, 1), (4, 2), (4, 4)))
-    assert all(torch.equal(a, b) for a, b in zip(flat.values(), columns.values(), strict=True))
-    assert not torch.equal(flat["blocks.0.mlp.up.weight"], grouped["blocks.0.mlp.up.weight"])
-    deferred, sharded = (train_plain("gpt", Variant(mode, 2, mode), 4, 2) for mode in ("defer_replicate", "sharded"))
-    name = "blocks.0.mlp.up.weight"
-    assert not torch.equal(deferred.tensors[name], sharded.tensors[name])
+    flat, columns, grouped, deferred, sharded = run_on_ranks(grouped_in_several_ways, 4)[0]
+    assert torch.equal(flat, columns)
+    assert not torch.equal(flat, grouped)
+    assert not torch.equal(deferred, sharded)
 
 
-def train_without_the_sum_over_the_groups() -> RankNumbers:
+def train_without_the_sum_over_the_groups() -> None:
     all_reduce = GlooComm.all_reduce
 
     def divide_only(comm, buffer, *, unit, divisor=1):
@@ -144,10 +133,17 @@ def train_without_the_sum_over_the_groups() -> RankNumbers:
         return Done()
 
     with mock.patch.object(GlooComm, "all_reduce", divide_only):
-        return train_ranks("gpt", "hsdp", PLAIN, dp_replicate=2)
+        train("gpt", "hsdp", PLAIN, dp_replicate=2)
 
 
-def train_without_keeping_the_inner_shard() -> RankNumbers:
+def test_without_the_sum_over_the_groups_every_gradient_differs():
+    with pytest.raises(RankFailure, match="step 0, backward 0: gradients are off") as caught:
+        run_on_ranks(train_without_the_sum_over_the_groups, 4)
+    trained = [name for name, _ in models.build("gpt").named_parameters()]
+    assert [name for name in trained if f"'{name}'" not in str(caught.value)] == []
+
+
+def train_without_keeping_the_inner_shard() -> None:
     """Backward gathers inside the inner group whatever lies there: zeros, or an earlier step's parameters."""
     keep = InnerShard.keep
 
@@ -155,15 +151,11 @@ def train_without_keeping_the_inner_shard() -> RankNumbers:
         keep(inner, gathered, epoch) if inner.epoch < 0 else setattr(inner, "epoch", epoch)
 
     with mock.patch.object(InnerShard, "keep", keep_once):
-        return train_ranks("gpt", "zero3", PLAIN, reshard_after_forward=2)
+        train("gpt", "zero3", PLAIN, reshard_after_forward=2)
 
 
-@pytest.mark.parametrize(
-    ("train", "num_groups"), [(train_without_the_sum_over_the_groups, 2), (train_without_keeping_the_inner_shard, 1)]
-)
-def test_without_it_every_block_differs(train, num_groups):
-    ranks = run_on_ranks(train, 4)
-    expected = train_plain("gpt", PLAIN, 4, num_groups)
-    found = differences(expected, ranks)
-    trained = [name for name in expected.tensors if "blocks." in name]
-    assert [name for name in trained if name not in found] == []
+def test_without_keeping_the_inner_shard_the_second_backward_differs():
+    with pytest.raises(RankFailure, match="step 1, backward 0: gradients are off") as caught:
+        run_on_ranks(train_without_keeping_the_inner_shard, 4)
+    kept = [name for name, _ in models.build("gpt").named_parameters() if name.startswith("blocks.0.")]
+    assert [name for name in kept if f"'{name}'" not in str(caught.value)] == []

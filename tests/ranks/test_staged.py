@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from unittest import mock
 
@@ -17,11 +18,11 @@ from shardwise.comm.gloo import GlooComm
 from shardwise.comm.open import open_comms
 from shardwise.comm.staged import StagedComm
 from shardwise.spec.errors import CommError
-from shardwise.testing import probe, run_on_ranks
+from shardwise.testing import optimizer_state, probe, run_on_ranks
 from tests.bits import same_bits
 from tests.gpu import test_staged as on_a_gpu
 from tests.parity import models
-from tests.parity.training import VARIANTS, RankNumbers, train_ranks
+from tests.parity.training import make_optimizer
 from tests.ranks import test_gloo
 
 CPU = torch.device("cpu")
@@ -100,13 +101,26 @@ def stage_everything() -> mock._patch:
     return mock.patch.object(opening, "GlooComm", lambda *given, **named: StagedComm(GlooComm(*given, **named), CPU))
 
 
-def train(preset: str, **options: object) -> tuple[RankNumbers, list[tuple]]:
-    numbers = train_ranks("tied", preset, VARIANTS[0], **options)
+def train(preset: str, **options: object) -> tuple[dict[tuple[str, int], Tensor], list[tuple]]:
+    """Five steps: every number by name and first element, and the last step's collectives."""
     model = sw.parallelize(models.build("tied"), sw.ParallelPlan(strategy=preset, **options))
+    optimizer = make_optimizer(model.parameters())
     is_staged = opening.GlooComm is not GlooComm
     assert {name == "StagedComm" for name in probe(model).transports} == {is_staged}
-    with sw.record_collectives(model) as events:
-        model(*models.batch(0, 0, dist.get_rank())).backward()
+    numbers: dict[tuple[str, int], Tensor] = {}
+    for step in range(5):
+        with sw.record_collectives(model) as events:
+            loss = model(*models.batch(step, 0, dist.get_rank()))
+            loss.backward()
+        numbers["loss", step] = loss.detach()
+        numbers["norm", step] = sw.clip_grad_norm(model, math.inf)
+        optimizer.step()
+        optimizer.zero_grad()
+    states = optimizer_state(optimizer)
+    numbers |= {(f"step/{name}", 0): states[p]["step"] for name, p in model.named_parameters() if p in states}
+    numbers |= {(extent.name, extent.start): values for extent, values in probe(model).owned_extents(optimizer)}
+    numbers |= {(f"held/{extent.name}", extent.start): values for extent, values in probe(model).extents()}
+    numbers |= {(f"whole/{name}", 0): value for name, value in sw.full_state_dict(model).items()}
     return numbers, [(e.kind, e.axis, e.unit, e.dtype, e.sent_bytes) for e in events]
 
 
@@ -116,12 +130,11 @@ def differing(preset: str, options: dict[str, object]) -> list[str]:
     with stage_everything():
         numbers, events = train(preset, **options)
     assert direct_events
+    assert numbers.keys() == direct.keys()
     found = [] if events == direct_events else ["events"]
-    found += [name for name in ("losses", "norms", "steps") if getattr(direct, name) != getattr(numbers, name)]
-    for name in ("pieces", "held"):
-        pairs = zip(getattr(direct, name), getattr(numbers, name), strict=True)
-        found += [f"{name} of {a[0]}" for a, b in pairs if a[:2] != b[:2] or not same_bits(a[2], b[2])]
-    return found + [name for name, value in direct.whole.items() if not same_bits(value, numbers.whole[name])]
+    return found + [
+        f"{name} from {start}" for (name, start), v in direct.items() if not same_bits(v, numbers[name, start])
+    ]
 
 
 HYBRID = {"dp_replicate": 2}

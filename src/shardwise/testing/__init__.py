@@ -2,7 +2,15 @@
 
 from shardwise.measure.storage import StorageCount
 from shardwise.testing.forget import forget_declaration, forget_notices
-from shardwise.testing.oracle import Comparison, Mean, Waiting, compare_with_one_process, same_bits, train_step
+from shardwise.testing.oracle import (
+    Comparison,
+    Mean,
+    Waiting,
+    compare_with_one_process,
+    gradient_sync,
+    same_bits,
+    train_step,
+)
 from shardwise.testing.probe import Probe, Shard, UnitView, checks, optimizer_state, part_of, probe
 from shardwise.testing.ranks import RankFailure, run_on_ranks
 from shardwise.testing.stalls import report_stalls_after
@@ -20,6 +28,7 @@ __all__ = [
     "compare_with_one_process",
     "forget_declaration",
     "forget_notices",
+    "gradient_sync",
     "optimizer_state",
     "part_of",
     "probe",

@@ -3,7 +3,8 @@
 Every rank trains the parallelized model on its own data and, beside it, one plain copy of the model for each share of
 the data, on everybody's data. The copies' gradients are added up in rank order (inside each group first where there is
 ``dp_replicate``), divided by the number of shares and applied once: that is "one process". After every backward and
-every step values, gradients, parameters and optimizer state are compared.
+every step values, gradients, parameters and optimizer state are compared; at the end also ``sw.full_state_dict``, that
+the ranks own every element exactly once, and that ranks which hold the same elements hold the same bits.
 
 ::
 
@@ -30,9 +31,12 @@ absolutely; gradients and optimizer state are not.
 
 from __future__ import annotations
 
+import contextlib
+import hashlib
 import inspect
 import itertools
-from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
+import math
+from collections.abc import Callable, Collection, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -47,7 +51,7 @@ from shardwise.engine.view import memory_order
 from shardwise.optim.checks import needed_by
 from shardwise.spec.exact import Tolerance
 from shardwise.spec.granularity import row_numel
-from shardwise.testing.probe import Probe, Shard, checks, optimizer_state, probe
+from shardwise.testing.probe import Probe, Shard, checks, optimizer_state, part_of, probe
 
 Script = Callable[[nn.Module, int, int], Any]
 OptimizerFactory = Callable[[Any], torch.optim.Optimizer]
@@ -73,12 +77,14 @@ class Comparison:
         plain: This rank's copy.
         optimizer: Of ``model``.
         probe: Of ``model``.
+        norms: Of the gradients in each step, before clipping; empty without ``max_norm``.
     """
 
     model: nn.Module
     plain: nn.Module
     optimizer: torch.optim.Optimizer
     probe: Probe
+    norms: list[float]
 
 
 def same_bits(a: Tensor, b: Tensor) -> bool:
@@ -107,6 +113,14 @@ def train_step(
     return Mean([total / len(parts)])
 
 
+@contextlib.contextmanager
+def gradient_sync(model: nn.Module, is_enabled: bool) -> Iterator[None]:  # noqa: FBT001 - as sw.gradient_sync
+    """``sw.gradient_sync`` for scripts: on a plain copy it does nothing. Backwards inside, if disabled, are Waiting."""
+    is_plain = attachment_of(model) is None
+    with contextlib.nullcontext() if is_plain else sw.gradient_sync(model, is_enabled):
+        yield
+
+
 def compare_with_one_process(
     build: Callable[..., nn.Module],
     script: Script,
@@ -118,6 +132,7 @@ def compare_with_one_process(
     given: Callable[[nn.Module], Any] | None = None,
     between: Callable[[nn.Module, int], None] | None = None,
     max_norm: float | None = None,
+    in_backward: bool = False,
     tolerance: Tolerance | None = None,
     is_checked: bool = True,
     heals: bool = False,
@@ -138,7 +153,9 @@ def compare_with_one_process(
         parameters: From the plain model to what its optimizer gets.
         given: The same for the parallelized model; by default as for the plain one.
         between: Called with the model and the number of the step after each step, on either side.
-        max_norm: Gradients are clipped to it before the step, and their norms compared.
+        max_norm: Gradients are clipped to it before the step, and their norms compared (``math.inf``: only compared).
+        in_backward: The parallelized model's optimizer steps inside backward (``sw.optimizer_in_backward``): after it
+            there must be no gradient.
         tolerance: Compare with it, where sums are split; ``None``: to the last bit.
         is_checked: Fill released buffers with NaN and check saved tensors (``checks``).
         heals: Saved tensors may have to be brought back; else none may.
@@ -150,7 +167,7 @@ def compare_with_one_process(
         What is left.
 
     Collective:
-        Those of training. All ranks must call.
+        Those of training and of ``sw.full_state_dict``, and an all-gather of what each rank holds. All ranks must call.
 
     Raises:
         AssertionError: Something differs; the message says what, and in which step.
@@ -165,15 +182,17 @@ def compare_with_one_process(
     shares = _share_buffers(copies) if shares_buffers else []
     reference = make(parameters(copies[0]))
     ours = make((given or parameters)(model))
+    if in_backward:
+        sw.optimizer_in_backward(model, ours)
     alone = _Alone(copies, inside, make)
-    judge = _Judge(copies, reference, model, ours, inside, tolerance)
-    where = where or "comparison"
+    judge = _Judge(copies, reference, model, ours, inside, tolerance, in_backward)
+    where, norms = where or "comparison", []
     with checks(is_enabled=is_checked):
         for step in range(steps):
             place = f"{where}, step {step}"
             _one_step(judge, script, step=step, place=place)
             if max_norm is not None:
-                judge.clip(max_norm, f"{place}: norm")
+                norms.append(judge.clip(max_norm, f"{place}: norm"))
             alone.step(place)
             reference.step()
             ours.step()
@@ -189,9 +208,11 @@ def compare_with_one_process(
                 between(model, step)
     for share in shares:
         share()
+    judge.ownership(where)
+    judge.full_state(where)
     if not heals:
         assert inside.num_healed == 0, f"{where}: {inside.num_healed} saved tensors had lost their data"
-    return Comparison(model, copies[reader], ours, inside)
+    return Comparison(model, copies[reader], ours, inside, norms)
 
 
 @dataclass
@@ -205,6 +226,7 @@ class _Judge:
         ours: Its optimizer.
         inside: Its probe.
         tolerance: ``None``: to the last bit.
+        in_backward: ``ours`` steps inside backward.
     """
 
     copies: Sequence[nn.Module]
@@ -213,6 +235,7 @@ class _Judge:
     ours: torch.optim.Optimizer
     inside: Probe
     tolerance: Tolerance | None
+    in_backward: bool
 
     def __post_init__(self) -> None:
         self.named = dict(self.copies[0].named_parameters(remove_duplicate=False))
@@ -240,8 +263,12 @@ class _Judge:
 
     def gradients(self, total: dict[str, Tensor], where: str) -> None:
         """``.grad`` of every parameter here is its part of ``total``; where no reader used one there is none."""
+        apart: dict[str, float] = {}
         for shard in self.inside.shards:
             grad = shard.grad
+            if self.in_backward:
+                assert grad is None, f"{where}: {shard.name} still has a gradient, though its update was in backward"
+                continue
             if shard.name not in total:
                 assert grad is None, f"{where}: {shard.name} has a gradient, but no rank used it"
                 continue
@@ -251,12 +278,12 @@ class _Judge:
             if self.tolerance is not None:
                 continue
             expected = shard.part_of(total[shard.name].expand(self.named[shard.name].shape))
-            assert same_bits(grad, expected), (
-                f"{where}: gradient of {shard.name} is off by {(grad - expected).abs().max()}"
-            )
+            if not same_bits(grad, expected):
+                apart[shard.name] = (grad - expected).abs().max().item()
+        assert not apart, f"{where}: gradients are off by: {apart}"
 
-    def clip(self, max_norm: float, where: str) -> None:
-        """Clip both sides, and compare the norms."""
+    def clip(self, max_norm: float, where: str) -> float:
+        """Clip both sides, and compare the norms; returns that of one process."""
         got = sw.clip_grad_norm(self.model, max_norm)
         grads = [p.grad for p in self.copies[0].parameters() if p.grad is not None]
         wide = torch.stack([grad.double().square().sum() for grad in grads]).sum().sqrt()
@@ -265,16 +292,12 @@ class _Judge:
         for grad in grads:
             grad.mul_(coefficient)
         self._value(norm, got, where)
+        return norm.item()
 
     def parameters(self, where: str) -> None:
         """Every parameter here is its part of the plain one."""
         for shard in self.inside.shards:
-            expected, got = shard.part_of(self.named[shard.name]), shard.values
-            if self.tolerance is None:
-                assert same_bits(got, expected), f"{where}: {shard.name} is off by {(got - expected).abs().max()}"
-            elif shard.numel:
-                apart = (got.double() - expected.double()).abs().max().item()
-                assert apart <= self.tolerance.absolute, f"{where}: {shard.name} is off by {apart:.1e}"
+            self._state(shard.part_of(self.named[shard.name]), shard.values, f"{where}: {shard.name}")
 
     def optimizers(self, where: str) -> None:
         """The optimizer's state of every parameter here is its part of the plain one's."""
@@ -296,6 +319,45 @@ class _Judge:
                         assert same_bits(here.flatten(), self._share_of_state(part, here, shard)), what
                 else:
                     assert same_bits(memory_order(got[key]), shard.part_of(value)), what
+
+    def ownership(self, where: str) -> None:
+        """Over all ranks every element has one owner, and ranks that hold the same elements hold the same bits."""
+        owned = [extent for extent, _ in self.inside.owned_extents(self.ours)]
+        extents = self.inside.extents()
+        # Buffers are what this rank's last forward has made of them.
+        held = {extent: _digest(values) for extent, values in extents if not extent.name.startswith("buffer/")}
+        everyone: list[Any] = [None] * torch.distributed.get_world_size()
+        torch.distributed.all_gather_object(everyone, (owned, held))
+        owners: dict[str, Tensor] = {}
+        for extent in itertools.chain.from_iterable(owned for owned, _ in everyone):
+            whole = torch.arange(math.prod(extent.shape)).view(extent.shape)
+            owners.setdefault(extent.name, torch.zeros(whole.numel(), dtype=torch.int32))[part_of(extent, whole)] += 1
+        for name, parameter in self.copies[0].named_parameters():
+            if name not in self.inside.ignored and parameter.numel():
+                assert name in owners, f"{where}: {name} is on no rank"
+                for key, value in self.reference.state.get(parameter, {}).items():
+                    if not isinstance(value, Tensor) or torch_private.wrapped_tensors(value):
+                        continue  # a number, or several tensors under names of their own
+                    if value.shape == parameter.shape != ():
+                        assert f"optimizer/{name}/{key}" in owners, f"{where}: {key} of {name} is on no rank"
+        for name, count in owners.items():
+            assert bool((count == 1).all()), f"{where}: an element of {name} has no owner, or two"
+        for rank, (_, theirs) in enumerate(everyone):
+            for extent in held.keys() & theirs.keys():
+                assert held[extent] == theirs[extent], f"{where}: rank {rank} has other values of {extent.name}"
+
+    def full_state(self, where: str) -> None:
+        """``sw.full_state_dict`` on rank 0 is the plain model's state dict."""
+        plain = self.copies[0].state_dict()
+        for name, got in sw.full_state_dict(self.model).items():
+            self._state(plain[name], got, f"{where}: {name} of the full state dict")
+
+    def _state(self, expected: Tensor, got: Tensor, where: str) -> None:
+        if self.tolerance is None:
+            assert same_bits(got, expected), f"{where} is off by {(got - expected).abs().max()}"
+        elif got.numel():
+            apart = (got.double() - expected.double()).abs().max().item()
+            assert apart <= self.tolerance.absolute, f"{where} is off by {apart:.1e}"
 
     def _share_of_state(self, whole: Tensor, here: Tensor, shard: Shard) -> Tensor:
         """What a rank must hold of a state with one value per element, per row or block, or of another shape."""
@@ -328,6 +390,7 @@ def _one_step(judge: _Judge, script: Script, *, step: int, place: str) -> None:
     runs = [_Run(script, each, index, step) for index, each in enumerate(copies)]
     mine = _Run(script, judge.model, inside.reader[0], step)
     total: dict[str, Tensor] = {}
+    waiting: list[dict[str, Tensor]] = [{} for _ in groups]  # each group's sum of what is not divided yet
     for index in itertools.count():
         expected = [run.advance() for run in runs]
         got = mine.advance()
@@ -336,9 +399,15 @@ def _one_step(judge: _Judge, script: Script, *, step: int, place: str) -> None:
             break
         at = f"{place}, backward {index}"
         judge.values(expected, got, at)
-        is_waiting = isinstance(got, Waiting) and inside.accumulation == "unsharded"
-        for name, grad in {} if is_waiting else _summed(groups, but=inside.ignored).items():
-            total[name] = total[name] + grad if name in total else grad
+        if not isinstance(got, Waiting) or inside.accumulation != "unsharded":
+            for summed, group in zip(waiting, groups, strict=True):
+                _add(summed, _summed(group, but=inside.ignored))
+        if not isinstance(got, Waiting) or inside.accumulation == "sharded":
+            quotient: dict[str, Tensor] = {}
+            for summed in waiting:
+                _add(quotient, summed)
+                summed.clear()
+            _add(total, {name: grad / len(copies) for name, grad in quotient.items()})
         judge.gradients(total, at)
     for name, parameter in copies[0].named_parameters():
         if name not in inside.ignored:
@@ -375,6 +444,10 @@ def _listed(value: Any) -> list[Tensor]:
     return [value] if isinstance(value, Tensor) else list(value)
 
 
+def _digest(tensor: Tensor) -> bytes:
+    return hashlib.sha256(_bits(tensor).cpu().numpy().tobytes()).digest()
+
+
 def _bits(tensor: Tensor) -> Tensor:
     return tensor.detach().contiguous().view(_INTEGERS[tensor.itemsize])
 
@@ -382,23 +455,20 @@ def _bits(tensor: Tensor) -> Tensor:
 # -- the copies
 
 
-def _summed(groups: Iterable[Sequence[nn.Module]], *, but: Collection[str]) -> dict[str, Tensor]:
-    """The copies' gradients, added in rank order, group by group, and divided; they are taken from the copies."""
-    total: dict[str, Tensor] = {}
-    count = 0
-    for group in groups:
-        count += len(group)
-        summed: dict[str, Tensor] = {}
-        for each in group:
-            for name, parameter in each.named_parameters():
-                if name in but:
-                    continue
-                grad, parameter.grad = parameter.grad, None
-                if grad is not None:
-                    summed[name] = summed[name] + grad if name in summed else grad.clone()
-        for name, grad in summed.items():
-            total[name] = total[name] + grad if name in total else grad
-    return {name: grad / count for name, grad in total.items()}
+def _summed(group: Sequence[nn.Module], *, but: Collection[str]) -> dict[str, Tensor]:
+    """The copies' gradients, added in rank order; they are taken from the copies."""
+    summed: dict[str, Tensor] = {}
+    for each in group:
+        taken = {name: p for name, p in each.named_parameters() if name not in but and p.grad is not None}
+        _add(summed, {name: p.grad for name, p in taken.items() if p.grad is not None})
+        for parameter in taken.values():
+            parameter.grad = None
+    return summed
+
+
+def _add(total: dict[str, Tensor], more: dict[str, Tensor]) -> None:
+    for name, grad in more.items():
+        total[name] = total[name] + grad if name in total else grad
 
 
 def _spread(copies: Sequence[nn.Module], *, but: Collection[str]) -> None:
