@@ -19,7 +19,7 @@ PUBLIC = ("shardwise.models", "shardwise.spec", "shardwise.testing")
 #: Test files, and the internal modules that they are about (below ``shardwise``; a package stands for all in it).
 ABOUT = {
     # launching, rendezvous, transports, stalls
-    "ranks/elastic_body.py": "launch.exit_codes launch.world",
+    "ranks/elastic_body.py": "launch",
     "ranks/pipeline_body.py": "launch.exit_codes launch.world pipeline.interpret",
     "ranks/stuck_body.py": "comm launch",
     "ranks/test_communicators.py": "comm",
