@@ -10,7 +10,7 @@ from torch import Tensor, nn
 import shardwise as sw
 from shardwise.testing import run_on_ranks
 from tests.contract import test_memory as memory
-from tests.parity.training import PRESETS
+from tests.ranks.oracle import PRESETS
 
 pytestmark = pytest.mark.slow
 

@@ -17,7 +17,7 @@ from shardwise.cli import main
 from shardwise.spec.errors import MeshError
 from shardwise.testing import StorageCount, probe, run_on_ranks
 from tests.parity import models
-from tests.parity.training import PRESETS
+from tests.ranks.oracle import PRESETS
 
 NAMES = ("gpt", "tied", "frozen")
 STRATEGIES = ("ddp", "zero1", "zero2", "shard_grad_op", "zero3", "hsdp", "hybrid_shard_grad_op")

@@ -22,7 +22,7 @@ from shardwise.engine.engine import Engine
 from shardwise.engine.unit import Unit
 from shardwise.testing import run_on_ranks
 from shardwise.train.compare.case import CASES
-from tests.parity.training import PRESETS
+from tests.ranks.oracle import PRESETS
 
 WATCHED: dict[type, tuple[str, ...]] = {
     Engine: ("before_forward", "after_forward", "on_ticket", "end_backward"),

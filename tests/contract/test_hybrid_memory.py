@@ -7,7 +7,7 @@ import pytest
 import shardwise as sw
 from shardwise.testing import run_on_ranks
 from tests.contract.test_memory import build, measure_categories
-from tests.parity.training import PRESETS
+from tests.ranks.oracle import PRESETS
 
 pytestmark = pytest.mark.slow
 

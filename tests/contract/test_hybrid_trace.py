@@ -8,7 +8,7 @@ import pytest
 
 from shardwise.testing import run_on_ranks
 from tests.contract.test_trace import B0, B1, B2, B3, B4, CASES, FORWARD, GATHER, REDUCE_SCATTER, record
-from tests.parity.training import PRESETS
+from tests.ranks.oracle import PRESETS
 
 HYBRID = ("hsdp", "hybrid_shard_grad_op")
 Event = tuple[str, str, int, str]  # kind, unit, bytes sent by this rank, axis

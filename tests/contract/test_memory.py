@@ -24,7 +24,7 @@ from shardwise.measure.activations import measure_activations
 from shardwise.spec.memory.activations import Activations
 from shardwise.testing import StorageCount, probe, run_on_ranks
 from tests.parity import models
-from tests.parity.training import PRESETS
+from tests.ranks.oracle import PRESETS
 
 pytestmark = pytest.mark.slow
 

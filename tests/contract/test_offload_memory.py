@@ -9,7 +9,7 @@ from torch import distributed, nn
 import shardwise as sw
 from shardwise.testing import probe, run_on_ranks
 from tests.contract.test_memory import SEQ, SMALL_BYTES, Storages, batch, build, everything_alive, train
-from tests.parity.training import PRESETS
+from tests.ranks.oracle import PRESETS
 
 pytestmark = pytest.mark.slow
 

@@ -12,7 +12,7 @@ import shardwise as sw
 from shardwise.testing import probe, run_on_ranks
 from tests.contract.test_memory import SMALL_BYTES, Storages, batch, everything_alive, train
 from tests.parity.models import LowRank
-from tests.parity.training import PRESETS
+from tests.ranks.oracle import PRESETS
 
 #: The form, and the model: one in 16 bit, an fp32 model with or without bf16 compute.
 CASES = (

@@ -11,7 +11,7 @@ from torch import distributed
 import shardwise as sw
 from shardwise.testing import probe, run_on_ranks
 from tests.parity import models
-from tests.parity.training import PRESETS
+from tests.ranks.oracle import PRESETS
 
 Event = tuple[str, str, int]  # kind, unit, bytes sent by this rank; those recorded and predicted also name the axis
 

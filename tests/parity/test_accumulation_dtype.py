@@ -9,8 +9,7 @@ import torch
 from torch import Tensor, distributed, nn
 
 import shardwise as sw
-from shardwise.testing import run_on_ranks
-from tests.bits import same_bits
+from shardwise.testing import run_on_ranks, same_bits
 from tests.parity import models
 
 PRESETS = ("ddp", "zero1", "zero2", "shard_grad_op", "zero3")

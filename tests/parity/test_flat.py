@@ -6,7 +6,8 @@ import pytest
 
 from shardwise.testing import run_on_ranks
 from tests.parity import models
-from tests.parity.training import PRESETS, VARIANTS, train
+from tests.parity.training import VARIANTS, train
+from tests.ranks.oracle import PRESETS
 
 
 def train_flat(name: str) -> None:

@@ -13,7 +13,8 @@ from shardwise.comm.gloo import GlooComm
 from shardwise.forms.inner import InnerShard
 from shardwise.testing import RankFailure, run_on_ranks
 from tests.parity import models
-from tests.parity.training import PRESETS, VARIANTS, Variant, train
+from tests.parity.training import VARIANTS, Variant, train
+from tests.ranks.oracle import PRESETS
 
 HYBRID = ("hsdp", "hybrid_shard_grad_op")
 PLAIN, SHARDED, UNSHARDED, CLIPS = VARIANTS

@@ -9,7 +9,8 @@ import pytest
 
 from shardwise.testing import run_on_ranks
 from tests.parity import models
-from tests.parity.training import PRESETS, VARIANTS, train
+from tests.parity.training import VARIANTS, train
+from tests.ranks.oracle import PRESETS
 
 #: Preset, flat parameters or not, further fields of the plan.
 Case = tuple[str, bool, dict[str, Any]]

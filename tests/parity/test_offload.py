@@ -19,7 +19,8 @@ from shardwise.engine.group import Group
 from shardwise.forms.host import Transfers
 from shardwise.testing import RankFailure, probe, run_on_ranks
 from tests.parity import models
-from tests.parity.training import PRESETS, VARIANTS, train
+from tests.parity.training import VARIANTS, train
+from tests.ranks.oracle import PRESETS
 
 POLICIES: dict[str, str | sw.OffloadPolicy] = {
     "cpu": "cpu",

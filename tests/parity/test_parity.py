@@ -13,7 +13,8 @@ from shardwise.comm.gloo import GlooComm
 from shardwise.engine.group import Group
 from shardwise.testing import RankFailure, run_on_ranks
 from tests.parity import models
-from tests.parity.training import PRESETS, VARIANTS, Variant, train
+from tests.parity.training import VARIANTS, Variant, train
+from tests.ranks.oracle import PRESETS
 
 
 def train_every_way(name: str) -> None:

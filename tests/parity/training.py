@@ -14,8 +14,6 @@ import shardwise as sw
 from shardwise.testing import Comparison, Waiting, compare_with_one_process, gradient_sync, same_bits
 from tests.parity import models
 
-PRESETS = ("ddp", "zero1", "zero2", "shard_grad_op", "zero3")
-
 
 @dataclass(frozen=True)
 class Variant:

@@ -13,8 +13,7 @@ import torch
 from torch import Tensor, distributed, nn
 
 import shardwise as sw
-from shardwise.testing import probe, run_on_ranks
-from tests.bits import same_bits
+from shardwise.testing import probe, run_on_ranks, same_bits
 from tests.parity import models
 
 pytestmark = pytest.mark.slow

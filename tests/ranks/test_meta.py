@@ -12,11 +12,10 @@ import torch
 from torch import Tensor, distributed, nn
 
 import shardwise as sw
-from shardwise.testing import StorageCount, run_on_ranks
-from tests.bits import same_bits
+from shardwise.testing import StorageCount, run_on_ranks, same_bits
 from tests.parity import models
 from tests.parity.families import FAMILIES, PRELOAD_ALL
-from tests.parity.training import PRESETS
+from tests.ranks.oracle import PRESETS
 
 SEED = 11
 

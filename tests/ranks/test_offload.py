@@ -13,8 +13,7 @@ from shardwise.engine.attach import engine_of
 from shardwise.forms.host import Transfers
 from shardwise.testing import probe, run_on_ranks
 from tests.parity import models
-from tests.parity.training import PRESETS
-from tests.ranks.oracle import Block, Chain, compare, plain_loss, sample
+from tests.ranks.oracle import PRESETS, Block, Chain, compare, plain_loss, sample
 
 
 def shard_by_hand(model: nn.Module) -> nn.Module:

@@ -18,8 +18,7 @@ from shardwise.comm.gloo import GlooComm
 from shardwise.comm.open import open_comms
 from shardwise.comm.staged import StagedComm
 from shardwise.spec.errors import CommError
-from shardwise.testing import optimizer_state, probe, run_on_ranks
-from tests.bits import same_bits
+from shardwise.testing import optimizer_state, probe, run_on_ranks, same_bits
 from tests.gpu import test_staged as on_a_gpu
 from tests.parity import models
 from tests.parity.training import make_optimizer

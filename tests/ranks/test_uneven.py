@@ -9,8 +9,7 @@ from torch import Tensor, nn
 
 import shardwise as sw
 from shardwise.spec.errors import CommError, RankDisagreement, StateError
-from shardwise.testing import checks, probe, report_stalls_after, run_on_ranks
-from tests.bits import same_bits
+from shardwise.testing import checks, probe, report_stalls_after, run_on_ranks, same_bits
 from tests.parity import families, models
 from tests.ranks.oracle import Chain, adamw, plain_loss, presets, sample
 from tests.ranks.test_disagreement import Skips

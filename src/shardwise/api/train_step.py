@@ -69,7 +69,8 @@ def train_step(
             total += loss.detach().double()
             dtype = loss.dtype
     mean = (total / count).reshape(1)
-    engine.announce("the mean of losses")
+    for observer in engine.observers:
+        observer.before_mean(engine)
     engine.comms.control.all_reduce(mean, unit="loss", divisor=engine.num_terms).wait()
     return mean.squeeze(0).to(dtype)
 

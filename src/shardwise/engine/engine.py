@@ -288,10 +288,10 @@ class Engine:
         self.follow_shards()
         self.announce(call)
 
-    def announce(self, call: str, argument: object = None) -> None:
+    def announce(self, call: str) -> None:
         """Tell the observers what the user has called between steps; they may refuse it."""
         for observer in self.observers:
-            observer.before_call(self, call, argument)
+            observer.before_call(self, call)
 
     def _begin_forward(self, entry: Entry) -> None:
         mishaps.refuse_rootless(self)

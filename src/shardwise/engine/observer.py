@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
+import torch
+
 if TYPE_CHECKING:
     from shardwise.engine.engine import Engine
     from shardwise.engine.group import Group
@@ -44,5 +46,14 @@ class Observer:
     def backward_ended(self, engine: Engine) -> None:
         """Every unit's gradients are on their shards."""
 
-    def before_call(self, engine: Engine, call: str, argument: object = None) -> None:
-        """The user has called ``call`` (``"sw.save"``, ``"optimizer.step()"``, ...) between steps: may refuse it."""
+    def before_call(self, engine: Engine, call: str) -> None:
+        """The user has called the function ``call`` (``"sw.save"``, ...) between steps: may refuse it."""
+
+    def before_norm(self, engine: Engine, max_norm: float, *, is_of_part: bool) -> None:
+        """The norm of all gradients, or of those of a part of the model, is about to be computed."""
+
+    def before_step(self, engine: Engine, optimizer: torch.optim.Optimizer) -> None:
+        """An optimizer is about to step, outside of backward."""
+
+    def before_mean(self, engine: Engine) -> None:
+        """A mean over ``engine.num_terms`` ranks is about to be taken: of losses."""

@@ -230,33 +230,39 @@ class Join(Observer):
         """Backward has entered its last unit, and reduced it."""
         self._say(Word.END, int(not engine.syncs_gradients))
 
-    def before_call(self, engine: Engine, call: str, argument: object = None) -> None:  # noqa: ARG002
-        """Tell ranks without a batch what they have to follow, and refuse what they cannot.
+    def before_call(self, engine: Engine, call: str) -> None:  # noqa: ARG002
+        """Refuse what ranks without a batch cannot follow.
 
         Raises:
-            StateError: On all ranks, of what they cannot.
+            StateError: On all ranks.
         """
-        if isinstance(argument, torch.optim.Optimizer):
-            self._steps(argument)
-        elif call == "sw.clip_grad_norm" and isinstance(argument, float):
-            self._say(Word.CLIP, _bits(argument))
-        elif call == "sw.clip_grad_norm of a unit":
-            raise StateError(
-                "sw.clip_grad_norm() of a unit inside sw.join(): ranks without a batch clip the whole model.\n"
-                "  Pass the model."
-            )
-        elif call == "sw.GradScaler":
+        if call == "sw.GradScaler":
             raise StateError(
                 "sw.GradScaler inside sw.join(): a rank without a batch would not learn the scale.\n"
                 "  Compute in bf16, which needs no scaler, or give every rank as many batches."
             )
-        elif call == "the mean of losses":
-            self._say(Word.LOSS)
-        elif self.is_short and call in _NOT_FOLLOWED:
+        if self.is_short and call in _NOT_FOLLOWED:
             self._say(Word.REFUSED, _NOT_FOLLOWED.index(call))
             self._refuse(call)
 
-    def _steps(self, optimizer: torch.optim.Optimizer) -> None:
+    def before_norm(self, engine: Engine, max_norm: float, *, is_of_part: bool) -> None:  # noqa: ARG002
+        """The norm of the gradients is about to be computed.
+
+        Raises:
+            StateError: Of a part only.
+        """
+        if is_of_part:
+            raise StateError(
+                "sw.clip_grad_norm() of a unit inside sw.join(): ranks without a batch clip the whole model.\n"
+                "  Pass the model."
+            )
+        self._say(Word.CLIP, _bits(max_norm))
+
+    def before_mean(self, engine: Engine) -> None:  # noqa: ARG002
+        """A mean over the ranks is about to be computed."""
+        self._say(Word.LOSS)
+
+    def before_step(self, engine: Engine, optimizer: torch.optim.Optimizer) -> None:  # noqa: ARG002
         """An optimizer is about to step.
 
         Raises:

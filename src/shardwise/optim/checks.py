@@ -172,7 +172,8 @@ def _before_step(optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> No
                 is_inside_backward = True
                 continue
         _check_moment(engine)
-        engine.announce("optimizer.step()", optimizer)
+        for observer in engine.observers:
+            observer.before_step(engine, optimizer)
     if not is_inside_backward and _seen.get(optimizer) != (content := _content_of(optimizer)):
         _check_bits(optimizer)
         _check(optimizer)

@@ -52,7 +52,8 @@ def clip_grad_norm(model: nn.Module, max_norm: float) -> Tensor:
     refuse(engine, "sw.clip_grad_norm()")
     engine.refuse_sums("sw.clip_grad_norm()")
     part = _part_of(engine, model)
-    engine.announce("sw.clip_grad_norm" if part is None else "sw.clip_grad_norm of a unit", float(max_norm))
+    for observer in engine.observers:
+        observer.before_norm(engine, max_norm, is_of_part=part is not None)
     shards = (shard for group in engine.groups for shard in group.shards)
     grads = [
         p.grad for p in (*shards, *engine.ignored.spread_parameters.values()) if p.grad is not None and _is_in(part, p)

@@ -102,7 +102,10 @@ class RunLock:
         return f"{path} was left by {holder}, which does not hold it any more: taken over" if is_elsewhere else None
 
     def _is_in_place(self, file: TextIO) -> bool:
-        return self.path.exists() and os.path.samestat(os.fstat(file.fileno()), self.path.stat())
+        try:
+            return os.path.samestat(os.fstat(file.fileno()), self.path.stat())
+        except FileNotFoundError:
+            return False
 
 
 def _host() -> str:
