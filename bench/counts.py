@@ -11,9 +11,9 @@ from typing import Any
 import torch
 from torch import distributed
 
+from bench.compare.case import CASES
+from bench.compare.request import OURS, Entrant, Request
 from shardwise.testing import run_on_ranks
-from shardwise.train.compare.case import CASES
-from shardwise.train.compare.request import OURS, Entrant, Request
 
 WORLDS = (2, 3, 4)
 PRESETS = ("ddp", "zero1", "zero2", "shard_grad_op", "zero3")
@@ -49,8 +49,8 @@ def count(case: str, world: int) -> list[Count]:
 def audit_all(case: str, names: tuple[str, ...]) -> list[dict[str, Any]]:
     """On a rank."""
     # Here, as the peers' imports warn and take seconds.
-    from shardwise.train.compare.audit import AUDIT_STEPS, audit
-    from shardwise.train.compare.workload import Workload
+    from bench.compare.audit import AUDIT_STEPS, audit
+    from bench.compare.workload import Workload
 
     torch.set_num_threads(1)
     entrants = tuple(Entrant(OURS, name) for name in names)

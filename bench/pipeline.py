@@ -25,10 +25,10 @@ from torch import Tensor, distributed, nn
 from torch.distributed import pipelining
 
 import shardwise as sw
+from bench.compare.machine import machine_facts
 from bench.files import free_stem
 from shardwise.models.transformer import GPT, Loss
 from shardwise.testing import run_on_ranks
-from shardwise.train.compare.machine import machine_facts
 
 PP, MICROBATCHES = 2, 8
 MODEL = {"num_layers": 8, "hidden": 384, "num_heads": 6, "vocab_size": 128, "seq_len": 128, "tied": False}

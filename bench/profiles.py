@@ -10,9 +10,9 @@ import torch
 from torch import distributed
 from torch.profiler import ProfilerActivity, profile
 
+from bench.compare.case import CASES, WARM_UP_STEPS
+from bench.compare.request import OURS, PEERS, Entrant, Request
 from shardwise.testing import run_on_ranks
-from shardwise.train.compare.case import CASES, WARM_UP_STEPS
-from shardwise.train.compare.request import OURS, PEERS, Entrant, Request
 
 STEPS = 3
 ROWS = 25
@@ -32,8 +32,8 @@ def profiles(case: str, world: int, names: tuple[str, str]) -> str:
 def profile_steps(case: str, entrant: Entrant) -> str:
     """On a rank: steps of the steady state under torch's profiler, then as many under Python's."""
     # Here, as the peers' imports warn and take seconds.
-    from shardwise.train.compare.engine import Engine
-    from shardwise.train.compare.workload import Workload
+    from bench.compare.engine import Engine
+    from bench.compare.workload import Workload
 
     torch.set_num_threads(1)
     rank, world = distributed.get_rank(), distributed.get_world_size()

@@ -39,12 +39,12 @@ from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, 
 from torch.distributed.tensor.placement_types import Replicate
 
 import shardwise as sw
+from bench.compare.case import CASES, SEED, WARM_UP_STEPS, Case
+from bench.compare.machine import machine_facts
+from bench.compare.trainee import LEARNING_RATE, Trainee
 from bench.files import free_stem
 from shardwise.models.transformer import Attention
 from shardwise.testing import run_on_ranks
-from shardwise.train.compare.case import CASES, SEED, WARM_UP_STEPS, Case
-from shardwise.train.compare.machine import machine_facts
-from shardwise.train.compare.trainee import LEARNING_RATE, Trainee
 
 TP = 2
 OURS, THEIRS, SINGLE = "shardwise", "torch-dtensor", "single"

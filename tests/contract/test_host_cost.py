@@ -17,11 +17,11 @@ from unittest import mock
 import torch
 
 import shardwise as sw
+from bench.compare.case import CASES
 from shardwise.comm.gloo import GlooComm
 from shardwise.engine.engine import Engine
 from shardwise.engine.unit import Unit
 from shardwise.testing import run_on_ranks
-from shardwise.train.compare.case import CASES
 from tests.ranks.oracle import PRESETS
 
 WATCHED: dict[type, tuple[str, ...]] = {

@@ -32,10 +32,9 @@ ABOUT = {
     "ranks/test_staged.py": "comm",
     "ranks/test_stuck_devices.py": "launch.elastic comm.watch",
     "ranks/test_transports.py": "comm tensor.linear",
-    # checkpoints, the trainer, comparisons with other engines
+    # checkpoints, the trainer
     "parity/test_precision_overrides.py": "checkpoint",
     "ranks/test_checkpoint.py": "checkpoint comm.open",
-    "ranks/test_compare.py": "train.compare",
     "ranks/test_frozen_files.py": "checkpoint",
     "ranks/test_pretrained.py": "checkpoint train",
     "ranks/test_train_command.py": "train.rundir",
@@ -44,7 +43,7 @@ ABOUT = {
     "ranks/test_train_unread.py": "train.run train.unread",
     # one part of the engine, or a count of what it does
     "contract/test_device_calls.py": "optim.clip",
-    "contract/test_host_cost.py": "comm.gloo engine.engine engine.unit train.compare",
+    "contract/test_host_cost.py": "comm.gloo engine.engine engine.unit",
     "parity/test_fp16.py": "optim.partial optim.scaler",
     "parity/test_precision.py": "features.precision",
     "ranks/test_flat.py": "optim.flat_parameters",

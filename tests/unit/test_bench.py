@@ -7,7 +7,7 @@ import json
 import pytest
 
 from bench import counts, generation, targets
-from shardwise.train.compare.request import PEERS
+from bench.compare.request import PEERS
 
 MB = 1_000_000
 

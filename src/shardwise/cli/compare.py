@@ -1,25 +1,17 @@
-"""``compare``: our engine and torch's own in turns, on the same model and data."""
+"""``compare``: our engine and others in turns, on the same model and data. The harness is ``bench/compare``."""
 
 from __future__ import annotations
 
-import datetime as dt
-import json
+import importlib
 import shlex
 import sys
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import Annotated, Any
 
 import typer
 
-from shardwise.cli.file import check_writable, write
-from shardwise.cli.show import show
 from shardwise.cli.train import num_processes
 from shardwise.spec.errors import ConfigError
-from shardwise.train.compare.variant import split
-from shardwise.train.text import printable
-
-if TYPE_CHECKING:
-    from shardwise.train.compare.result import Result
 
 _HELP = """Time engines in turns, A B C A B C, and print medians, per-round ratios and memory.
 
@@ -68,7 +60,6 @@ def compare(  # noqa: PLR0917  typer calls it by name
 ) -> None:
     """Compare."""
     from shardwise.launch.world import read_world
-    from shardwise.train.compare.request import make_requests
 
     world = read_world()
     if world.source != "alone":
@@ -76,58 +67,32 @@ def compare(  # noqa: PLR0917  typer calls it by name
             f"compare starts its own processes, but {world.source} has started this one as one of {world.size}.\n"
             "  Call it once, without a launcher, with --nproc."
         )
-    requests = make_requests(
-        cases=_names(case),
+    _harness().compare(
+        cases=case,
         config=config,
-        strategies=_names(strategies),
-        peers=_names(peers),
+        strategies=strategies,
+        peers=peers,
         num_ranks=num_processes(nproc),
         rounds=rounds,
         steps=steps,
+        json_file=json_file,
+        markdown_file=markdown_file,
+        command=shlex.join(["shardwise", *sys.argv[1:]]),
     )
-    for path in (json_file, markdown_file):
-        check_writable(path)
-
-    from shardwise.train.compare.run import run
-    from shardwise.train.compare.table import markdown
-
-    results = []
-    for request in requests:
-        results.append(run(request))
-        _print(results[-1])
-        # After each case, so that what was measured is not lost with what comes after it.
-        if json_file is not None:
-            found: list[dict[str, Any]] = [result.as_dict() for result in results]
-            write(json_file, json.dumps(found[0] if len(requests) == 1 else found, indent=1) + "\n")
-        if markdown_file is not None:
-            date = dt.datetime.now(tz=dt.UTC).date().isoformat()
-            write(markdown_file, markdown(results, date=date, command=_command()))
 
 
-def _print(result: Result) -> None:
-    from shardwise.train.compare import table
+def _harness() -> Any:
+    """The module ``bench.compare.verb`` of the repository that this package is run from.
 
-    if not sys.stdout.isatty():
-        show(table.text(result) + "\n")
-        return
-    from rich.console import Console
-    from rich.table import Table
-
-    console = Console()
-    for title, grid in ((str(result.request.case), table.engines(result)), ("", table.comparisons(result))):
-        shown = Table(title=printable(title) or None, title_justify="left", title_style="bold")
-        for place, name in enumerate(grid.header):
-            shown.add_column(name, justify="right" if place else "left")
-        for row in grid.rows:
-            shown.add_row(*row)
-        console.print(shown)
-    for note in table.notes(result):
-        console.print(note, highlight=False, markup=False)
-
-
-def _names(text: str | None) -> list[str]:
-    return [name.strip() for name in split(text or "", ",") if name.strip()]
-
-
-def _command() -> str:
-    return shlex.join(["shardwise", *sys.argv[1:]])
+    Raises:
+        ConfigError: The package is installed without the repository.
+    """
+    root = Path(__file__).parents[3]
+    if not (root / "bench" / "compare" / "verb.py").is_file():
+        raise ConfigError(
+            "compare needs the benchmark harness (bench/), which is in the repository and not in the installed"
+            " package.\n  Clone the repository and install it from there: pip install -e '.[peers]'."
+        )
+    if str(root) not in sys.path:
+        sys.path.insert(0, str(root))
+    return importlib.import_module("bench.compare.verb")

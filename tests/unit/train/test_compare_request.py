@@ -8,13 +8,13 @@ import sys
 
 import pytest
 
+from bench.compare.case import CASES
+from bench.compare.request import OURS, PEERS, SINGLE, Entrant, Request, make_requests, turns
+from bench.compare.variant import parse, split
 from shardwise.cli import main
 from shardwise.models import gpt_config
 from shardwise.spec.errors import ConfigError
 from shardwise.spec.plan import ParallelPlan
-from shardwise.train.compare.case import CASES
-from shardwise.train.compare.request import OURS, PEERS, SINGLE, Entrant, Request, make_requests, turns
-from shardwise.train.compare.variant import parse, split
 
 RUN = "model: {preset: gpt-nano}\ndata: {source: random, seq_len: 8}\ntrain: {micro_batch_size: 3, steps: 10}\n"
 
@@ -86,7 +86,7 @@ def test_a_request_survives_json():
 )
 def test_mistakes_leave_with_78_before_a_process_starts(tmp_path, monkeypatch, capsys, arguments, said):
     monkeypatch.setattr(subprocess, "Popen", lambda *_, **__: pytest.fail("a process was started"))
-    monkeypatch.setattr("shardwise.train.compare.run.launch", lambda *_, **__: pytest.fail("workers were started"))
+    monkeypatch.setattr("bench.compare.run.launch", lambda *_, **__: pytest.fail("workers were started"))
     (tmp_path / "run.yaml").write_text(RUN)
     (tmp_path / "bf16.yaml").write_text(RUN + "parallel: {mp_policy: {param_dtype: bf16}}\n")
     (tmp_path / "full.yaml").write_text(RUN + "parallel: {activation_checkpointing: full, compile: true}\n")
@@ -126,7 +126,7 @@ def test_turns_are_permutations_that_start_later_and_run_both_ways():
 
 def test_asking_needs_no_torch():
     code = (
-        "import sys\nfrom shardwise.train.compare.request import make_requests\nmake_requests(num_ranks=2)\n"
+        "import sys\nfrom bench.compare.request import make_requests\nmake_requests(num_ranks=2)\n"
         "assert 'torch' not in sys.modules"
     )
     subprocess.run([sys.executable, "-c", code], check=True)
@@ -180,7 +180,7 @@ NAMED = "zero3+auto_wrap_policy={by_class: [Block, GPTBlock]}+flat"
 def test_values_are_yaml_whose_commas_and_capitals_stay(monkeypatch):
     """Up to the request, by the verb; nothing is started."""
     asked = []
-    monkeypatch.setattr("shardwise.train.compare.run.run", lambda request: asked.append(request) or sys.exit(0))
+    monkeypatch.setattr("bench.compare.run.run", lambda request: asked.append(request) or sys.exit(0))
     main(["compare", "--case", "host", "--peers", "single", "--strategies", f"ddp, {MIXED} ,{NAMED},ddp"])
     (request,) = asked
     ours = [entrant.strategy for entrant in request.entrants if entrant.engine == OURS]

@@ -7,9 +7,9 @@ import math
 
 import pytest
 
-from shardwise.train.compare import table
-from shardwise.train.compare.request import make_requests
-from shardwise.train.compare.result import judge, make_result, merge_rounds, predicted_bytes, ratios
+from bench.compare import table
+from bench.compare.request import make_requests
+from bench.compare.result import judge, make_result, merge_rounds, predicted_bytes, ratios
 
 SENT = {"all_gather": {"count": 4, "sent_bytes": 2048}, "reduce_scatter": {"count": 2, "sent_bytes": 1000}}
 

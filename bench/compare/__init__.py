@@ -10,4 +10,5 @@
 ``count``     bytes of tensors, seen from outside
 ``result``    from measurements to rows: medians, ratios, sums
 ``table``     rows as text, as a terminal's table and as Markdown
+``verb``      what ``shardwise compare`` calls
 """

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from statistics import median
 from typing import Any
 
-from shardwise.train.compare.request import OURS, SINGLE, Entrant, Request
+from bench.compare.request import OURS, SINGLE, Entrant, Request
 
 #: What one rank found out about one entrant: the answers of ``compare.process``.
 Found = Mapping[str, Any]

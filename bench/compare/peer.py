@@ -13,8 +13,8 @@ from torch.distributed.fsdp.wrap import transformer_auto_wrap_policy
 from torch.distributed.optim import ZeroRedundancyOptimizer
 from torch.nn.parallel import DistributedDataParallel
 
-from shardwise.train.compare import deepspeed
-from shardwise.train.compare.trainee import LEARNING_RATE, Trainee
+from bench.compare import deepspeed
+from bench.compare.trainee import LEARNING_RATE, Trainee
 
 #: From a plain model, the modules that become units, and the device, to a model that trains.
 Build = Callable[[nn.Module, list[nn.Module], torch.device], Trainee]

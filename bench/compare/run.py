@@ -3,18 +3,20 @@
 from __future__ import annotations
 
 import json
+import os
 import shutil
 import tempfile
 from pathlib import Path
 
+from bench.compare.machine import machine_facts
+from bench.compare.request import Request
+from bench.compare.result import Result, make_result
 from shardwise.launch.elastic import launch
 from shardwise.spec.errors import ShardwiseError
-from shardwise.train.compare.machine import machine_facts
-from shardwise.train.compare.request import Request
-from shardwise.train.compare.result import Result, make_result
 
-_ENTRY = "shardwise.train.compare.rank"
+_ENTRY = "bench.compare.rank"
 _ENVIRONMENT = dict.fromkeys(("OMP_NUM_THREADS", "MKL_NUM_THREADS", "OPENBLAS_NUM_THREADS"), "1")
+_ROOT = Path(__file__).parents[2]
 
 
 class ComparisonFailed(ShardwiseError):  # noqa: N818  named for what happened
@@ -36,7 +38,9 @@ def run(request: Request) -> Result:
     try:
         path = folder / "request.json"
         path.write_text(json.dumps(request.as_dict()), "utf-8")
-        code = launch(_ENTRY, [str(path), str(folder)], request.num_ranks, env=_ENVIRONMENT, grace_s=5)
+        found_in = os.pathsep.join([str(_ROOT), *filter(None, [os.environ.get("PYTHONPATH")])])
+        environment = _ENVIRONMENT | {"PYTHONPATH": found_in}  # the workers import this package by its name
+        code = launch(_ENTRY, [str(path), str(folder)], request.num_ranks, env=environment, grace_s=5)
         if code:
             raise ComparisonFailed(code)
         found = [

@@ -11,15 +11,15 @@ import torch
 from torch import Tensor
 
 import shardwise as sw
+from bench.compare.count import TensorCount
+from bench.compare.engine import Engine
+from bench.compare.request import OURS, Entrant
+from bench.compare.variant import parse
+from bench.compare.workload import Workload
 from shardwise.api import summary
 from shardwise.engine import attach
 from shardwise.measure.activations import measure_activations
 from shardwise.spec.memory.activations import Activations
-from shardwise.train.compare.count import TensorCount
-from shardwise.train.compare.engine import Engine
-from shardwise.train.compare.request import OURS, Entrant
-from shardwise.train.compare.variant import parse
-from shardwise.train.compare.workload import Workload
 
 #: Steps to the steady state, and steps of it, under the count.
 SETTLE_STEPS, COUNTED_STEPS = 2, 2

@@ -8,14 +8,14 @@ import torch
 from torch import Tensor, nn
 
 import shardwise as sw
+from bench.compare.peer import BUILDS
+from bench.compare.request import OURS, Entrant
+from bench.compare.trainee import LEARNING_RATE, Trainee
+from bench.compare.variant import parse
+from bench.compare.workload import Workload
 from shardwise.api import data_parallel
 from shardwise.engine.wrap import find_units
 from shardwise.spec.wrap import WrapPolicy
-from shardwise.train.compare.peer import BUILDS
-from shardwise.train.compare.request import OURS, Entrant
-from shardwise.train.compare.trainee import LEARNING_RATE, Trainee
-from shardwise.train.compare.variant import parse
-from shardwise.train.compare.workload import Workload
 
 
 class Engine:

@@ -8,12 +8,12 @@ from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any, Self
 
+from bench.compare.case import CASES, Case
+from bench.compare.variant import canonical, parse
 from shardwise.spec.errors import ConfigError
 from shardwise.spec.exact import check_exact
 from shardwise.spec.plan import ParallelPlan
 from shardwise.spec.text import did_you_mean
-from shardwise.train.compare.case import CASES, Case
-from shardwise.train.compare.variant import canonical, parse
 from shardwise.train.text import printable
 
 OURS = "shardwise"
@@ -55,7 +55,7 @@ _CONFIG_STEPS = 5
 
 @dataclass(frozen=True, slots=True)
 class Entrant:
-    """One engine under one strategy; of ours with what else differs (``train.compare.variant``)."""
+    """One engine under one strategy; of ours with what else differs (``bench.compare.variant``)."""
 
     engine: str
     strategy: str

@@ -7,13 +7,13 @@ from pathlib import Path
 import torch
 from torch import Tensor, nn
 
+from bench.compare.case import SEED, Case
+from bench.compare.request import Request
 from shardwise.models import gpt, gpt_config
 from shardwise.spec.plan import ParallelPlan
 from shardwise.train import build
 from shardwise.train.batch import to_tensors
 from shardwise.train.check import RunConfig, resolve
-from shardwise.train.compare.case import SEED, Case
-from shardwise.train.compare.request import Request
 from shardwise.train.config import read_draft
 from shardwise.train.data import RandomPart, open_data
 

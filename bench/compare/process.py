@@ -1,4 +1,4 @@
-"""One engine on one rank: ``python -m shardwise.train.compare.process REQUEST ENTRANT``.
+"""One engine on one rank: ``python -m bench.compare.process REQUEST ENTRANT``.
 
 Takes orders as lines on stdin and answers each with a line of JSON on stdout:
 
@@ -26,16 +26,16 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from bench.compare import deepspeed
+from bench.compare.audit import AUDIT_STEPS, audit
+from bench.compare.case import WARM_UP_STEPS
+from bench.compare.engine import Engine
+from bench.compare.request import OURS, SINGLE, Entrant, Request
+from bench.compare.variant import parse
+from bench.compare.workload import Workload
 from shardwise.launch.process import die_with_parent
 from shardwise.launch.world import init_process_group, read_world, shutdown
 from shardwise.spec.errors import ShardwiseError
-from shardwise.train.compare import deepspeed
-from shardwise.train.compare.audit import AUDIT_STEPS, audit
-from shardwise.train.compare.case import WARM_UP_STEPS
-from shardwise.train.compare.engine import Engine
-from shardwise.train.compare.request import OURS, SINGLE, Entrant, Request
-from shardwise.train.compare.variant import parse
-from shardwise.train.compare.workload import Workload
 
 #: Peers of a rank that is still at another engine's turn are waited for.
 TIMEOUT_S = 1800.0

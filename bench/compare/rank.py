@@ -1,4 +1,4 @@
-"""One worker of a comparison: ``python -m shardwise.train.compare.rank REQUEST FOLDER``.
+"""One worker of a comparison: ``python -m bench.compare.rank REQUEST FOLDER``.
 
 It owns one process per entrant and gives them their turns. All entrants of a case are alive at once, each in processes
 of its own that block in ``read`` while others have their turn: no engine inherits another's heap, caches or threads,
@@ -16,13 +16,13 @@ import sys
 from pathlib import Path
 from typing import Any
 
+from bench.compare.request import Request, turns
 from shardwise.launch.exit_codes import note_exit
 from shardwise.launch.file import replace
 from shardwise.launch.world import RENDEZVOUS_DIR
 from shardwise.spec.errors import ShardwiseError
-from shardwise.train.compare.request import Request, turns
 
-_MODULE = "shardwise.train.compare.process"
+_MODULE = "bench.compare.process"
 
 
 class EngineError(ShardwiseError):

@@ -10,7 +10,7 @@ from collections.abc import Callable
 import torch
 from torch import Tensor, nn
 
-from shardwise.train.compare.trainee import LEARNING_RATE, Trainee
+from bench.compare.trainee import LEARNING_RATE, Trainee
 
 
 def load() -> None:

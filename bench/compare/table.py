@@ -7,9 +7,9 @@ from dataclasses import dataclass
 from statistics import median
 from typing import Any
 
+from bench.compare.request import OURS
+from bench.compare.result import LOSS_TOLERANCE, Result
 from shardwise.spec.text import aligned, size
-from shardwise.train.compare.request import OURS
-from shardwise.train.compare.result import LOSS_TOLERANCE, Result
 from shardwise.train.text import printable
 
 #: By whether the engine is one process with a replica for each device.
