@@ -9,7 +9,7 @@ WORKERS ?= 2
 
 .DEFAULT_GOAL := help
 .DELETE_ON_ERROR:
-.PHONY: help venv demo test test-all fuzz check replay bench gpu models parity clean
+.PHONY: help venv demo test test-all fuzz check size replay bench gpu models parity clean
 
 test test-all check: export OMP_NUM_THREADS = 1
 
@@ -60,6 +60,9 @@ $(PEERS): $(STAMP)
 	@echo "installing the peers"
 	@$(BIN)/python -m pip install -qq --disable-pip-version-check -c constraints.txt -e '.[peers]'
 	@touch $@
+
+size: $(STAMP) ## lines by package, largest classes and functions, import cycles: a report, nothing fails
+	@$(BIN)/python -m bench.size
 
 replay: $(STAMP) ## the runs on record (tests/replay) once more: shows what differs; ARGS=--write puts them on record
 	@OMP_NUM_THREADS=1 $(BIN)/python -m tests.replay $(ARGS)

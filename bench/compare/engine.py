@@ -15,7 +15,7 @@ from bench.compare.variant import parse
 from bench.compare.workload import Workload
 from shardwise.api import data_parallel
 from shardwise.engine.wrap import find_units
-from shardwise.spec.wrap import WrapPolicy
+from shardwise.spec.policies import WrapPolicy
 
 
 class Engine:

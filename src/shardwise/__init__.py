@@ -13,15 +13,15 @@ __version__ = "0.1.0"
 _LAZY = {
     "ParallelPlan": "shardwise.spec.plan",
     "Placements": "shardwise.spec.placement",
-    "OffloadPolicy": "shardwise.spec.offload",
+    "OffloadPolicy": "shardwise.spec.policies",
     "PipelinePolicy": "shardwise.spec.schedule",
     "PrecisionPolicy": "shardwise.spec.precision",
-    "RecomputePolicy": "shardwise.spec.recompute",
+    "RecomputePolicy": "shardwise.spec.policies",
     "bf16_supported": "shardwise.features.precision",
     "block": "shardwise.spec.granularity",
-    "wrap_by_class": "shardwise.spec.wrap",
-    "wrap_by_name": "shardwise.spec.wrap",
-    "wrap_by_size": "shardwise.spec.wrap",
+    "wrap_by_class": "shardwise.spec.policies",
+    "wrap_by_name": "shardwise.spec.policies",
+    "wrap_by_size": "shardwise.spec.policies",
     "ShardwiseError": "shardwise.spec.errors",
     "ConfigError": "shardwise.spec.errors",
     "PlanError": "shardwise.spec.errors",
@@ -183,13 +183,11 @@ if TYPE_CHECKING:
         StorageError,
     )
     from shardwise.spec.granularity import block
-    from shardwise.spec.offload import OffloadPolicy
     from shardwise.spec.placement import Placements
     from shardwise.spec.plan import ParallelPlan
+    from shardwise.spec.policies import OffloadPolicy, RecomputePolicy, wrap_by_class, wrap_by_name, wrap_by_size
     from shardwise.spec.precision import PrecisionPolicy
-    from shardwise.spec.recompute import RecomputePolicy
     from shardwise.spec.schedule import PipelinePolicy
-    from shardwise.spec.wrap import wrap_by_class, wrap_by_name, wrap_by_size
     from shardwise.state.full_parameters import full_parameters
     from shardwise.state.model import full_state_dict, load_full_state_dict
     from shardwise.train.sampler import DistributedSampler

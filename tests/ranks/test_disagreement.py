@@ -14,7 +14,7 @@ from torch import Tensor, nn
 import shardwise as sw
 from shardwise.comm import watch
 from shardwise.spec.errors import RankDisagreement
-from shardwise.spec.prefetch import AgreedOrder
+from shardwise.spec.order import AgreedOrder
 from shardwise.testing import probe, report_stalls_after, run_on_ranks
 from tests.ranks.oracle import Block, Chain, compare, plain_loss, presets, sample, seeded
 

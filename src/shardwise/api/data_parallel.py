@@ -38,8 +38,7 @@ from torch import Tensor, nn
 
 from shardwise.comm.base import CollectiveEvent, Recorder
 from shardwise.engine import attach, torch_private
-from shardwise.spec.errors import PlanError, StateError
-from shardwise.spec.uncopyable import Uncopyable
+from shardwise.spec.errors import PlanError, StateError, Uncopyable
 
 #: Replicas on a machine without GPUs, where nobody says how many.
 CPU_REPLICAS = 2

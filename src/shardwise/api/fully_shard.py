@@ -25,15 +25,14 @@ from shardwise.features.in_backward import refuse
 from shardwise.forms.host import choose_units
 from shardwise.init.sync import synchronise
 from shardwise.optim import checks
-from shardwise.spec.errors import MeshError, PlanError, StateError
+from shardwise.spec.errors import MeshError, PlanError, StateError, Uncopyable
 from shardwise.spec.foreign import translated
 from shardwise.spec.merge import merged_name
-from shardwise.spec.offload import OffloadPolicy
-from shardwise.spec.offload import offload_policy as parse_offload
 from shardwise.spec.placement import PRESETS
 from shardwise.spec.plan import check_inner_size
+from shardwise.spec.policies import OffloadPolicy
+from shardwise.spec.policies import offload_policy as parse_offload
 from shardwise.spec.precision import FULL_PRECISION, PrecisionPolicy
-from shardwise.spec.uncopyable import Uncopyable
 
 _ModuleOrList = TypeVar("_ModuleOrList", nn.Module, Sequence[nn.Module])
 

@@ -42,8 +42,8 @@ from shardwise.launch.world import ranks_per_machine
 from shardwise.pipeline.pipelined import Pipelined, find_stages
 from shardwise.spec.errors import PlanError, StateError
 from shardwise.spec.mesh import Mesh
+from shardwise.spec.placement import canonical_name
 from shardwise.spec.plan import ParallelPlan, check_plan
-from shardwise.spec.strategies import canonical_name
 from shardwise.spec.text import did_you_mean
 from shardwise.state.model import load_full_state_dict, load_ranges
 from shardwise.tensor.cut import find_cuts

@@ -13,14 +13,20 @@ from shardwise.engine import attach
 from shardwise.engine.engine import Engine
 from shardwise.engine.unit import Unit
 from shardwise.spec.extent import describe_cuts, list_alike
-from shardwise.spec.flat import flat_ranges
 from shardwise.spec.granularity import ELEMENT
-from shardwise.spec.layout import ParamSpec, rank_bytes
+from shardwise.spec.layout import ParamSpec, flat_ranges, rank_bytes
 from shardwise.spec.memory.activations import Activations, backward_bytes, eager_numel
 from shardwise.spec.memory.footprint import Footprint, GroupShape, Replicas, footprint
 from shardwise.spec.slice import simplest, slice_of
-from shardwise.spec.traffic.buffers import held_bytes, sync_trace
-from shardwise.spec.traffic.data import Collective, UnitShape, step_trace, window_order, window_trace
+from shardwise.spec.traffic.data import (
+    Collective,
+    UnitShape,
+    held_bytes,
+    step_trace,
+    sync_trace,
+    window_order,
+    window_trace,
+)
 
 
 @dataclass(frozen=True)

@@ -11,7 +11,7 @@ from typing import Any
 
 from torch import nn
 
-from shardwise.spec.uncopyable import Uncopyable
+from shardwise.spec.errors import Uncopyable
 
 
 class Forward(Uncopyable, ABC):

@@ -24,7 +24,7 @@ the end of backward             ``Engine.end_backward``: what is left is finalis
 ==============================  =======================================================================================
 
 Where to read: ``unit`` and ``group`` (what there is), ``gradient`` (a table of its states), ``engine`` (the moments),
-``order`` with ``spec.prefetch`` (which unit is next), ``pool`` (whose memory it is), ``hooks`` (what torch calls),
+``order`` with ``spec.order`` (which unit is next), ``pool`` (whose memory it is), ``hooks`` (what torch calls),
 ``build`` and ``start`` (from modules to units to an engine), ``observer`` (what attaches from outside).
 
 [Note: Streams and lifetimes]

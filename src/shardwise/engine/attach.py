@@ -10,8 +10,7 @@ from typing import TYPE_CHECKING
 
 from torch import Tensor, nn
 
-from shardwise.spec.errors import StateError
-from shardwise.spec.uncopyable import Uncopyable
+from shardwise.spec.errors import StateError, Uncopyable
 
 if TYPE_CHECKING:
     from shardwise.comm.base import Recorder

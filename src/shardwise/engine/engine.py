@@ -11,7 +11,7 @@ full, which would order the collectives differently on ranks that use different 
 
 **End of backward.** Finalises what is left, waits for the reductions, and puts the gradients on the shards.
 
-The order of gathers and of entries is agreed (``spec.prefetch``): recorded in the first pass, followed later.
+The order of gathers and of entries is agreed (``spec.order``): recorded in the first pass, followed later.
 """
 
 from __future__ import annotations
@@ -52,8 +52,8 @@ from shardwise.features.saved import SavedTensorGuard
 from shardwise.forms.host import Transfers
 from shardwise.optim import partial
 from shardwise.spec.errors import StateError
+from shardwise.spec.order import AgreedOrder
 from shardwise.spec.placement import Placements
-from shardwise.spec.prefetch import AgreedOrder
 
 if TYPE_CHECKING:
     from shardwise.features.pipeline_step import PipelineStep

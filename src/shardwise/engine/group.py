@@ -28,8 +28,8 @@ from shardwise.forms.inner import InnerShard
 from shardwise.forms.packed import gather_packed
 from shardwise.spec.errors import StateError
 from shardwise.spec.layout import GroupLayout, ReduceLayout
-from shardwise.spec.offload import OffloadPolicy
 from shardwise.spec.placement import Placements
+from shardwise.spec.policies import OffloadPolicy
 from shardwise.spec.quantize import NO_QUANTIZATION, Quantization
 
 if TYPE_CHECKING:

@@ -16,8 +16,7 @@ from torch import Tensor, nn
 
 from shardwise.engine import torch_private
 from shardwise.features.precision import replace_tensors
-from shardwise.spec.errors import StateError
-from shardwise.spec.uncopyable import Uncopyable
+from shardwise.spec.errors import StateError, Uncopyable
 
 if TYPE_CHECKING:
     from shardwise.engine.engine import Engine

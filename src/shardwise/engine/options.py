@@ -6,10 +6,9 @@ from dataclasses import dataclass
 
 from shardwise.engine.ignore import NOTHING, Ignored
 from shardwise.spec.granularity import ELEMENT, Granularity
-from shardwise.spec.offload import OffloadPolicy
+from shardwise.spec.policies import OffloadPolicy, RecomputePolicy
 from shardwise.spec.precision import FULL_PRECISION, PrecisionPolicy
 from shardwise.spec.quantize import NO_QUANTIZATION, Quantization
-from shardwise.spec.recompute import RecomputePolicy
 
 
 @dataclass(frozen=True)

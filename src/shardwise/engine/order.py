@@ -9,8 +9,7 @@ from torch import nn
 
 from shardwise.engine.unit import Unit
 from shardwise.engine.wrap import is_called
-from shardwise.spec.layer_lists import LayerList
-from shardwise.spec.prefetch import AgreedOrder
+from shardwise.spec.order import AgreedOrder, LayerList
 
 #: Where a forward comes in: a unit's number, and the path of the module in it that was called ("": the unit's own).
 Entry = tuple[int, str]

@@ -13,7 +13,7 @@ from collections.abc import Callable, Iterator
 from torch import nn
 
 from shardwise.spec.errors import PlanError
-from shardwise.spec.wrap import WrapByClass, WrapByName, WrapBySize, WrapPolicy
+from shardwise.spec.policies import WrapByClass, WrapByName, WrapBySize, WrapPolicy
 
 #: Modules whose forward is never called: they only hold others.
 _CONTAINERS = (nn.ModuleList, nn.ModuleDict, nn.ParameterList, nn.ParameterDict)
@@ -34,7 +34,7 @@ def find_units(model: nn.Module, policy: str | WrapPolicy) -> dict[str, nn.Modul
 
     Args:
         model: Any module.
-        policy: ``"auto"``, ``"none"``, or a policy of ``spec.wrap``.
+        policy: ``"auto"``, ``"none"``, or a policy of ``spec.policies``.
 
     Raises:
         PlanError: A policy that names something and finds nothing, with what it might have meant.

@@ -22,8 +22,7 @@ from shardwise.comm.control import all_gather_json
 from shardwise.engine import attach, torch_private
 from shardwise.init.digest import digest_of
 from shardwise.optim.flat_parameters import group_of
-from shardwise.spec.errors import StateError
-from shardwise.spec.uncopyable import Uncopyable
+from shardwise.spec.errors import StateError, Uncopyable
 
 if TYPE_CHECKING:
     from shardwise.engine.engine import Engine

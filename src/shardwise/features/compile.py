@@ -16,7 +16,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from shardwise.spec.uncopyable import Uncopyable
+from shardwise.spec.errors import Uncopyable
 
 
 def compile_units(model: nn.Module, units: Mapping[str, nn.Module]) -> tuple[str, ...]:

@@ -17,7 +17,7 @@ from typing import Any
 
 from torch import nn
 
-from shardwise.spec.uncopyable import Uncopyable
+from shardwise.spec.errors import Uncopyable
 
 
 def keep_in_step(model: nn.Module) -> None:

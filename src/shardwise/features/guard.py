@@ -20,8 +20,7 @@ from torch import nn
 
 from shardwise.engine import torch_private
 from shardwise.engine.hooks import without_slots
-from shardwise.spec.errors import StateError
-from shardwise.spec.uncopyable import Uncopyable
+from shardwise.spec.errors import StateError, Uncopyable
 
 if TYPE_CHECKING:
     from shardwise.engine.engine import Engine

@@ -16,7 +16,7 @@ from shardwise.comm.base import Comm
 from shardwise.comm.dtype import dtype_name
 from shardwise.engine import torch_private
 from shardwise.features.batch_norm import SyncBatchNorm
-from shardwise.spec.traffic.buffers import BUFFERS, BufferMessage
+from shardwise.spec.traffic.data import BUFFERS, BufferMessage
 
 
 class BufferSync:

@@ -23,9 +23,8 @@ from torch.nn.modules.batchnorm import _NormBase
 from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts, noop_context_fn
 
 from shardwise.engine.wrap import find_units
-from shardwise.spec.errors import PlanError, StateError
-from shardwise.spec.recompute import RecomputePolicy
-from shardwise.spec.uncopyable import Uncopyable
+from shardwise.spec.errors import PlanError, StateError, Uncopyable
+from shardwise.spec.policies import RecomputePolicy
 
 #: Operators by family. Which of them an attention or a product becomes depends on device, dtype and torch's version.
 _FAMILIES: dict[str, tuple[str, ...]] = {

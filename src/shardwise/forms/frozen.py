@@ -23,8 +23,8 @@ from shardwise.forms import quantize
 from shardwise.forms.host import host_zeros
 from shardwise.forms.packed import gather_packed
 from shardwise.spec.layout import GroupLayout
-from shardwise.spec.offload import OffloadPolicy
 from shardwise.spec.placement import Placements
+from shardwise.spec.policies import OffloadPolicy
 
 if TYPE_CHECKING:
     from shardwise.engine.unit import Unit

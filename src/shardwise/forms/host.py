@@ -22,8 +22,8 @@ from torch import Tensor
 
 from shardwise.comm.base import Done, Handle
 from shardwise.spec.errors import PlanError
-from shardwise.spec.offload import OffloadPolicy, choose
 from shardwise.spec.placement import Placements
+from shardwise.spec.policies import OffloadPolicy, choose
 
 if TYPE_CHECKING:
     from shardwise.engine.build import OwnedParameter

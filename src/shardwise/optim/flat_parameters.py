@@ -22,8 +22,8 @@ from torch import Tensor, nn
 from shardwise.engine import attach, torch_private
 from shardwise.features.waiting_gradient import WaitingGradient
 from shardwise.optim.partial import PartialGradient
-from shardwise.spec.flat import FlatRange, flat_ranges
-from shardwise.spec.uncopyable import Uncopyable
+from shardwise.spec.errors import Uncopyable
+from shardwise.spec.layout import FlatRange, flat_ranges
 
 if TYPE_CHECKING:
     from shardwise.engine.group import Group

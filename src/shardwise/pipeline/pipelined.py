@@ -36,12 +36,11 @@ from shardwise.pipeline.split import assign_stages, drop_foreign, held_parameter
 from shardwise.pipeline.stage import Stages, shown_shapes
 from shardwise.pipeline.trace import StageFlow
 from shardwise.pipeline.weight_gradient import Deferral
-from shardwise.spec.errors import StateError
+from shardwise.spec.errors import StateError, Uncopyable
 from shardwise.spec.plan import ParallelPlan
 from shardwise.spec.schedule import PipelinePolicy, Schedule, build, forward_only
 from shardwise.spec.schedule.measured import Measured, measured
 from shardwise.spec.slice import Slice, set_slice, slice_of
-from shardwise.spec.uncopyable import Uncopyable
 from shardwise.tensor.apply import defer_weights
 
 #: ``call(model, part)``.

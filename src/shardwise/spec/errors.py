@@ -20,6 +20,8 @@ A message names the subject, what was expected, what was found, where, and on a 
 
 from __future__ import annotations
 
+from typing import NoReturn
+
 
 class ShardwiseError(Exception):
     """Base of every exception that shardwise raises on purpose.
@@ -91,3 +93,22 @@ class StorageError(ShardwiseError, OSError):
     """A disk or folder cannot be used: no space, no permission, gone."""
 
     exit_code = 74
+
+
+class Uncopyable:
+    """Stops deepcopy and pickling of the module that it sits on."""
+
+    __slots__ = ()
+
+    def __deepcopy__(self, _memo: object) -> NoReturn:
+        raise _error("copied")
+
+    def __reduce_ex__(self, _protocol: object) -> NoReturn:
+        raise _error("pickled")
+
+
+def _error(what: str) -> StateError:
+    return StateError(
+        f"a parallelized module cannot be {what}: it holds only this rank's shards.\n"
+        "  Use sw.full_state_dict(model) for the weights (or sw.save for a checkpoint) and build the module anew."
+    )

@@ -5,7 +5,7 @@ They are known by module and class name: planning loads no torch.
 ===============================================  =====================================================================
 torch                                            here
 ===============================================  =====================================================================
-``ShardingStrategy.FULL_SHARD``, ...             the strategy of that name (``spec.strategies``)
+``ShardingStrategy.FULL_SHARD``, ...             the strategy of that name (``spec.placement``)
 ``MixedPrecision``, ``MixedPrecisionPolicy``     ``PrecisionPolicy``; a ``reduce_dtype`` of ``None`` is ``param_dtype``
 ``CPUOffload``, ``CPUOffloadPolicy``             ``OffloadPolicy``, or none
 ``transformer_auto_wrap_policy``,                ``wrap_by_class``
@@ -22,10 +22,9 @@ from collections.abc import Callable
 from typing import Any
 
 from shardwise.spec.errors import PlanError
-from shardwise.spec.offload import OffloadPolicy
+from shardwise.spec.placement import canonical_name
+from shardwise.spec.policies import OffloadPolicy, wrap_by_class, wrap_by_size
 from shardwise.spec.precision import PrecisionPolicy
-from shardwise.spec.strategies import canonical_name
-from shardwise.spec.wrap import wrap_by_class, wrap_by_size
 
 _TORCH = "torch.distributed.fsdp"
 

@@ -11,17 +11,23 @@ from typing import TYPE_CHECKING, Any
 from shardwise.spec.errors import MeshError, PlanError
 from shardwise.spec.foreign import translated
 from shardwise.spec.granularity import Granularity, resolve_granularity
-from shardwise.spec.ignore import ignored_entries
 from shardwise.spec.mesh import Mesh
-from shardwise.spec.offload import OffloadPolicy, check_offload, offload_policy
+from shardwise.spec.policies import (
+    OffloadPolicy,
+    RecomputePolicy,
+    WrapPolicy,
+    check_offload,
+    ignored_entries,
+    offload_policy,
+    recompute_policy,
+    wrap_policy,
+)
 from shardwise.spec.precision import FULL_PRECISION, PrecisionPolicy
 from shardwise.spec.quantize import Quantization
-from shardwise.spec.recompute import RecomputePolicy, recompute_policy
 from shardwise.spec.rows import row_sharded_names
 from shardwise.spec.schedule import PipelinePolicy, pipeline_policy
 from shardwise.spec.styles import parse_table
-from shardwise.spec.traffic.buffers import BUFFER_SYNCS
-from shardwise.spec.wrap import WrapPolicy, wrap_policy
+from shardwise.spec.traffic.data import BUFFER_SYNCS
 
 if TYPE_CHECKING:
     from shardwise.spec.placement import Placements
@@ -315,7 +321,7 @@ class ParallelPlan:
     @property
     def placements(self) -> Placements:
         """Where parameters, gradients and optimizer state live."""
-        from shardwise.spec.strategies import resolve_strategy  # placement is read only when a strategy is asked for
+        from shardwise.spec.placement import resolve_strategy  # placement is read only when a strategy is asked for
 
         return resolve_strategy(self.strategy)
 

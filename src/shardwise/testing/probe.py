@@ -35,9 +35,10 @@ from shardwise.optim.flat_parameters import states_by_name
 from shardwise.pipeline.pipelined import pipelined_of
 from shardwise.spec.extent import Extent
 from shardwise.spec.memory.activations import Activations
+from shardwise.spec.memory.footprint import UnitShape
 from shardwise.spec.placement import Placements
 from shardwise.spec.slice import Slice
-from shardwise.spec.traffic.data import Collective, UnitShape
+from shardwise.spec.traffic.data import Collective
 from shardwise.state.held import held_bytes
 from shardwise.state.model import HeldValues, owned_extents
 from shardwise.state.optimizer import optimizer_extents

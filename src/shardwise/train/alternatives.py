@@ -7,8 +7,8 @@ from collections.abc import Sequence
 from typing import Any
 
 from shardwise.spec.errors import PlanError
-from shardwise.spec.offload import check_offload
 from shardwise.spec.plan import ParallelPlan
+from shardwise.spec.policies import check_offload
 
 #: What says how the model is cut and what is done to its modules: nothing where one process runs copies of it.
 _OF_UNITS = ("auto_wrap_policy", "merge_units", "activation_checkpointing", "compile")

@@ -7,8 +7,7 @@ import itertools
 from hypothesis import given
 from hypothesis import strategies as st
 
-from shardwise.spec.flat import flat_ranges
-from shardwise.spec.layout import GroupLayout, ParamSpec
+from shardwise.spec.layout import GroupLayout, ParamSpec, flat_ranges
 
 shapes = st.lists(st.tuples(st.integers(0, 200)), min_size=1, max_size=8)
 

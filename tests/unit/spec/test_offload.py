@@ -11,9 +11,9 @@ from hypothesis import strategies as st
 from shardwise.spec.errors import PlanError
 from shardwise.spec.layout import GroupLayout, ParamSpec
 from shardwise.spec.memory.footprint import GroupShape, footprint
-from shardwise.spec.offload import OffloadPolicy, check_offload, choose, offload_policy
 from shardwise.spec.placement import PRESETS
 from shardwise.spec.plan import ParallelPlan
+from shardwise.spec.policies import OffloadPolicy, check_offload, choose, offload_policy
 
 
 def test_words_and_mappings_mean_policies() -> None:

@@ -9,8 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from shardwise.spec.errors import PlacementError
-from shardwise.spec.placement import PRESETS, Placement, Placements
-from shardwise.spec.strategies import ALIASES, canonical_name, resolve_strategy
+from shardwise.spec.placement import ALIASES, PRESETS, Placement, Placements, canonical_name, resolve_strategy
 
 R, P, S = Placement.REPLICATE, Placement.PARTIAL, Placement.SHARD
 

@@ -10,7 +10,7 @@ import pytest
 from shardwise.spec.errors import MeshError, PlacementError, PlanError
 from shardwise.spec.mesh import Mesh
 from shardwise.spec.plan import ParallelPlan, plan_fields
-from shardwise.spec.wrap import WrapByClass, WrapByName, WrapBySize
+from shardwise.spec.policies import WrapByClass, WrapByName, WrapBySize
 
 
 def test_the_fields_are_those_that_this_version_honours() -> None:

@@ -7,8 +7,7 @@ import itertools
 from hypothesis import given
 from hypothesis import strategies as st
 
-from shardwise.spec.layer_lists import LayerList
-from shardwise.spec.prefetch import AgreedOrder
+from shardwise.spec.order import AgreedOrder, LayerList
 
 
 def follow(order: AgreedOrder, path: list[int]) -> list[int]:

@@ -8,12 +8,18 @@ import pytest
 
 from shardwise.spec.errors import PlanError
 from shardwise.spec.layout import GroupLayout, ParamSpec
-from shardwise.spec.memory.footprint import GroupShape, gathered_bytes
+from shardwise.spec.memory.footprint import GroupShape, UnitShape, gathered_bytes
 from shardwise.spec.placement import PRESETS
 from shardwise.spec.plan import ParallelPlan
-from shardwise.spec.recompute import OPERATOR_FAMILIES, RecomputePolicy, recompute_policy
-from shardwise.spec.traffic.data import UnitShape, step_trace
-from shardwise.spec.wrap import WrapByName, wrap_by_class, wrap_by_name
+from shardwise.spec.policies import (
+    OPERATOR_FAMILIES,
+    RecomputePolicy,
+    WrapByName,
+    recompute_policy,
+    wrap_by_class,
+    wrap_by_name,
+)
+from shardwise.spec.traffic.data import step_trace
 
 
 def test_words_wrap_policies_and_mappings_mean_policies() -> None:

@@ -2,7 +2,7 @@ import pytest
 
 from shardwise.models.shape import gpt_config
 from shardwise.spec.errors import ConfigError, PlacementError
-from shardwise.spec.strategies import canonical_name
+from shardwise.spec.placement import canonical_name
 from shardwise.spec.text import aligned, did_you_mean, similar
 
 

@@ -8,11 +8,11 @@ from hypothesis import strategies as st
 
 from shardwise.spec.granularity import ELEMENT, TENSOR, block
 from shardwise.spec.layout import GroupLayout, ParamSpec
-from shardwise.spec.memory.footprint import GroupShape
+from shardwise.spec.memory.footprint import GroupShape, UnitShape
 from shardwise.spec.placement import PRESETS
 from shardwise.spec.schedule import Kind
 from shardwise.spec.schedule import build as build_schedule
-from shardwise.spec.traffic.data import UnitShape, gather_bytes, reduction_bytes, step_trace, window_order, window_trace
+from shardwise.spec.traffic.data import gather_bytes, reduction_bytes, step_trace, window_order, window_trace
 
 NUMEL = 6 * 64  # even at 1, 2, 3 and 6 ranks
 

@@ -8,9 +8,8 @@ from hypothesis import strategies as st
 
 from shardwise.spec.layout import GroupLayout, ParamSpec
 from shardwise.spec.memory.activations import Activations, backward_bytes
-from shardwise.spec.memory.footprint import GroupShape
+from shardwise.spec.memory.footprint import GroupShape, UnitShape
 from shardwise.spec.placement import PRESETS
-from shardwise.spec.traffic.data import UnitShape
 
 EAGER = 1 << 18
 

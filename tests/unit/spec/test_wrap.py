@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from shardwise.spec.errors import PlanError
-from shardwise.spec.wrap import WrapByClass, WrapByName, WrapBySize, wrap_by_class, wrap_by_name, wrap_by_size
+from shardwise.spec.policies import WrapByClass, WrapByName, WrapBySize, wrap_by_class, wrap_by_name, wrap_by_size
 
 
 class Layer:

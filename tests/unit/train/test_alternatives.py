@@ -8,9 +8,8 @@ import pytest
 
 from shardwise.cli import main
 from shardwise.cli.parity import STRATEGIES
-from shardwise.spec.offload import OffloadPolicy
 from shardwise.spec.plan import ParallelPlan
-from shardwise.spec.wrap import wrap_by_class
+from shardwise.spec.policies import OffloadPolicy, wrap_by_class
 from shardwise.train.alternatives import under_strategies
 
 

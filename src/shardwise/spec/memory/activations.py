@@ -16,7 +16,7 @@ import sys
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 
-from shardwise.spec.traffic.data import UnitShape
+from shardwise.spec.memory.footprint import UnitShape
 
 
 def eager_numel(device_type: str, *, keeps_buffers: bool = True) -> int:

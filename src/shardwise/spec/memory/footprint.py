@@ -32,8 +32,7 @@ from collections.abc import Collection, Sequence
 from dataclasses import dataclass, fields
 from functools import cached_property
 
-from shardwise.spec.flat import flat_ranges
-from shardwise.spec.layout import GroupLayout, ParamSpec, ReduceLayout
+from shardwise.spec.layout import GroupLayout, ParamSpec, ReduceLayout, flat_ranges
 from shardwise.spec.placement import Placements
 from shardwise.spec.precision import item_bytes
 from shardwise.spec.quantize import packed_bytes, packed_cuts, summed_cuts
@@ -66,7 +65,7 @@ class GroupShape:
         held_as: Form in which a frozen master is held (``spec.quantize``); ``None``: its own dtype.
         sent_as: Form in which it is gathered; ``None``: the compute dtype.
         reduced_as: Form in which its gradients are sent to be added up; ``None``: the reduce dtype.
-        flat_kinds: Weight-decay group of each parameter where the optimizer sees flat runs of them (``spec.flat``).
+        flat_kinds: Weight-decay group of each parameter where the optimizer sees flat runs of them (``spec.layout``).
         recomputed_in: Name of a module around its unit that is recomputed in backward.
         inner_size: Ranks over which it stays sharded after forward; 0: it is released, or kept whole.
         updates_in_backward: Its gradients live in pooled buffers only, until the optimizer's step inside backward.
@@ -215,6 +214,28 @@ class GroupShape:
         """Elements that a rank keeps after forward, where an inner group of ranks keeps it all."""
         cuts = self.layout.inner_cuts(self.inner_size)
         return cuts[rank % self.inner_size + 1] - cuts[rank % self.inner_size]
+
+
+@dataclass(frozen=True)
+class UnitShape:
+    """A unit as the arithmetic sees it.
+
+    Attributes:
+        name: As in the events that are recorded.
+        family: Numbers of its ancestors, its descendants and itself.
+        groups: Its groups.
+        recomputed_in: Name of a module around it that is recomputed in backward.
+    """
+
+    name: str
+    family: frozenset[int]
+    groups: Sequence[GroupShape]
+    recomputed_in: str | None = None
+
+    @property
+    def is_released(self) -> bool:
+        """Its parameters are released between forward and backward."""
+        return any(group.row.shards_parameters and group.reshards for group in self.groups)
 
 
 @dataclass(frozen=True)

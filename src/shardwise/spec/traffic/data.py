@@ -7,7 +7,8 @@ from dataclasses import dataclass
 from types import MappingProxyType
 from typing import NamedTuple
 
-from shardwise.spec.memory.footprint import GroupShape, Replicas, own_part, summed_numel
+from shardwise.spec.memory.footprint import GroupShape, Replicas, UnitShape, own_part, summed_numel
+from shardwise.spec.precision import item_bytes
 from shardwise.spec.quantize import summed_cuts
 
 
@@ -18,28 +19,6 @@ class Collective(NamedTuple):
     unit: str
     sent_bytes: int
     axis: str = "dp_shard"
-
-
-@dataclass(frozen=True)
-class UnitShape:
-    """A unit as the arithmetic sees it.
-
-    Attributes:
-        name: As in the events that are recorded.
-        family: Numbers of its ancestors, its descendants and itself.
-        groups: Its groups.
-        recomputed_in: Name of a module around it that is recomputed in backward.
-    """
-
-    name: str
-    family: frozenset[int]
-    groups: Sequence[GroupShape]
-    recomputed_in: str | None = None
-
-    @property
-    def is_released(self) -> bool:
-        """Its parameters are released between forward and backward."""
-        return any(group.row.shards_parameters and group.reshards for group in self.groups)
 
 
 def gather_bytes(group: GroupShape, rank: int) -> int:
@@ -265,3 +244,63 @@ class _Step:
                 sent = replicate_bytes(group, self._rank, self._replicas)
                 self.trace.append(Collective("all_reduce", name, sent, "dp_replicate"))
         self._reducing.clear()
+
+
+#: What ``sync_buffers`` may be. ``auto``: those that are saved with the model are broadcast.
+BUFFER_SYNCS = ("auto", "broadcast", "mean", "none")
+
+#: The unit that these collectives are said to serve.
+BUFFERS = "buffers"
+
+
+@dataclass(frozen=True)
+class BufferMessage:
+    """The buffers of one dtype, in one flat message.
+
+    Attributes:
+        dtype: Of the buffers; ``bool`` travels as bytes.
+        numel: Elements of all of them.
+        is_averaged: After the broadcast, the mean difference from what was sent is all-reduced.
+    """
+
+    dtype: str
+    numel: int
+    is_averaged: bool = False
+
+    @property
+    def item_bytes(self) -> int:
+        """Bytes of one element."""
+        return _ITEM_BYTES.get(self.dtype) or item_bytes(self.dtype)
+
+
+#: Dtypes that buffers have and parameters do not.
+_ITEM_BYTES = {"bool": 1, "uint8": 1, "int8": 1, "int16": 2, "int32": 4, "int64": 8, "complex64": 8, "complex128": 16}
+
+
+def sync_trace(messages: Sequence[BufferMessage], *, rank: int, size: int, axis: str = "dp_shard") -> list[Collective]:
+    """The collectives of one sync on ``rank`` of ``axis``, with rank 0 as the root."""
+    trace = []
+    for message in messages:
+        sent = message.numel * (size - 1) if rank == 0 else 0
+        trace.append(Collective("broadcast", BUFFERS, sent * message.item_bytes, axis))
+        if message.is_averaged:
+            own = _own_numel(message.numel, rank, size)
+            sent = message.numel - own + own * (size - 1)
+            trace.append(Collective("all_reduce", BUFFERS, sent * message.item_bytes, axis))
+    return trace
+
+
+def held_bytes(messages: Sequence[BufferMessage], *, rank: int, size: int, has_receive_buffers: bool) -> int:
+    """Bytes of the flat messages, which persist, and of what sums are received into."""
+    total = 0
+    for message in messages:
+        numel = message.numel
+        if message.is_averaged:
+            numel += message.numel
+            numel += _own_numel(message.numel, rank, size) * (size - 1) if has_receive_buffers else 0
+        total += numel * message.item_bytes
+    return total
+
+
+def _own_numel(numel: int, rank: int, size: int) -> int:
+    return (rank + 1) * numel // size - rank * numel // size

@@ -25,9 +25,9 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from shardwise.spec.memory.footprint import Replicas, own_part
+from shardwise.spec.memory.footprint import Replicas, UnitShape, own_part
 from shardwise.spec.schedule import Kind, Schedule
-from shardwise.spec.traffic.data import Collective, UnitShape, window_trace
+from shardwise.spec.traffic.data import Collective, window_trace
 from shardwise.spec.traffic.pipeline import Copies, CrossingBytes, messages
 from shardwise.spec.traffic.tensor import TensorStep
 
