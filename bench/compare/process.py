@@ -33,7 +33,7 @@ from bench.compare.engine import Engine
 from bench.compare.request import OURS, SINGLE, Entrant, Request
 from bench.compare.variant import parse
 from bench.compare.workload import Workload
-from shardwise.launch.process import die_with_parent
+from shardwise.launch.worker import die_with_parent
 from shardwise.launch.world import init_process_group, read_world, shutdown
 from shardwise.spec.errors import ShardwiseError
 

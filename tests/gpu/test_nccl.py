@@ -16,8 +16,8 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 import shardwise as sw
-from shardwise.comm import watch
-from shardwise.comm.open import open_comms
+from shardwise.comm import stall
+from shardwise.comm.axes import open_comms
 from shardwise.launch.world import World, init_process_group
 from shardwise.spec.errors import CommTimeout, RankDisagreement
 from shardwise.testing import RankFailure, run_on_ranks
@@ -106,11 +106,11 @@ def test_two_ranks_train_as_one_process_does() -> None:
 def go_wrong(device_name: str, port: int, what: str) -> str:
     """Ranks issue different collectives, or one of them none; the host goes on until it is told."""
     device = join(device_name, port)
-    watch.STALL_S, watch.INTERVAL_S, watch.IDLE_INTERVAL_S = 0.6, 0.1, 0.2
+    stall.STALL_S, stall.INTERVAL_S, stall.IDLE_INTERVAL_S = 0.6, 0.1, 0.2
     rank = dist.get_rank()
     comm, _ = open_comms(device)
     comm.barrier()
-    watch.StallWatch.of(dist.group.WORLD).limit_s = 3.0 if what == "silent" else 60.0
+    stall.StallWatch.of(dist.group.WORLD).limit_s = 3.0 if what == "silent" else 60.0
     size = 1 << 20
     kinds: dict[str, Any] = {
         "blocks.1": lambda: comm.all_gather(torch.zeros(2 * size, device=device), unit="blocks.1"),

@@ -11,10 +11,10 @@ import time
 import torch
 import torch.distributed as dist
 
-from shardwise.comm import watch
+from shardwise.comm import stall
 from shardwise.comm.base import Done
-from shardwise.comm.ledger import Ledger
 from shardwise.comm.record import RecordComm
+from shardwise.comm.stall import Ledger
 from shardwise.launch.world import init_process_group, read_world, shutdown
 
 
@@ -24,7 +24,7 @@ class Stuck(RecordComm):
     def __init__(self, limit_s, num_done=0):
         world = dist.group.WORLD
         super().__init__("dp_shard", rank=world.rank(), size=world.size())
-        self._watch = watch.StallWatch.of(world)
+        self._watch = stall.StallWatch.of(world)
         self._watch.limit_s = limit_s
         self._ledger = Ledger("dp_shard/0/gather", self.rank, range(self.size), self._watch)
         self.num_done, self.num_issued = num_done, 0
@@ -41,7 +41,7 @@ class Stuck(RecordComm):
 
 
 def hasten(stall_s=0.4):
-    watch.STALL_S, watch.INTERVAL_S, watch.IDLE_INTERVAL_S, watch.GRACE_S = stall_s, 0.1, 0.2, 1.0
+    stall.STALL_S, stall.INTERVAL_S, stall.IDLE_INTERVAL_S, stall.GRACE_S = stall_s, 0.1, 0.2, 1.0
 
 
 def main(what):

@@ -12,7 +12,7 @@ import torch
 
 import shardwise as sw
 from shardwise.checkpoint import find_latest, folder, open_checkpoint, retain, step_directory, write, writer
-from shardwise.comm.open import open_comms
+from shardwise.comm.axes import open_comms
 from shardwise.spec.errors import CheckpointError, CommError, StorageError
 from shardwise.spec.extent import Extent
 from shardwise.testing import RankFailure, run_on_ranks

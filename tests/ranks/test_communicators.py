@@ -13,9 +13,9 @@ import torch.distributed as dist
 from torch.distributed import distributed_c10d as c10d
 
 import shardwise as sw
+from shardwise.comm import axes as opening
 from shardwise.comm import nccl
-from shardwise.comm import open as opening
-from shardwise.comm.communicator import communicator, timeout_s_of
+from shardwise.comm.axes import communicator, timeout_s_of
 from shardwise.comm.gloo import GlooComm
 from shardwise.spec.errors import CommError
 from shardwise.testing import run_on_ranks
@@ -73,7 +73,7 @@ def alone():
     store = dist.HashStore()
     dist.init_process_group("fake", store=store, rank=0, world_size=2)
     failing = mock.patch.object(c10d, "_new_process_group_helper", side_effect=RuntimeError("wait timeout"))
-    timeout = mock.patch("shardwise.comm.communicator.timeout_s_of", return_value=7.0)
+    timeout = mock.patch("shardwise.comm.axes.timeout_s_of", return_value=7.0)
     try:
         with failing, timeout:
             communicator(dist.group.WORLD, [0, 1], "dp_shard", "gather", CPU, backend="gloo")

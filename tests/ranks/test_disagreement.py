@@ -12,7 +12,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 import shardwise as sw
-from shardwise.comm import watch
+from shardwise.comm import stall
 from shardwise.spec.errors import RankDisagreement
 from shardwise.spec.order import AgreedOrder
 from shardwise.testing import probe, report_stalls_after, run_on_ranks
@@ -301,7 +301,7 @@ def test_ranks_that_wait_for_each_other_are_told_so_at_this_and_every_further_co
 
 def thread_after_end():
     dist.barrier()  # a rank that leaves while another connects to it fails that one
-    found = watch.StallWatch.of(dist.group.WORLD)
+    found = stall.StallWatch.of(dist.group.WORLD)
     was_alive = found._thread.is_alive()
     found.end()
     return was_alive, found._thread.is_alive()
@@ -372,16 +372,16 @@ def test_what_a_rank_has_issued_is_known_however_long_ago_it_was():
     waiting = status(wanted, {"dp_shard": 9, "dp": 3}, [1])
     for newest in (behind, {"dp_shard": 400}):
         statuses = {0: waiting, 1: status(None, newest, elsewhere="barrier")}
-        text = watch._absence(statuses, statuses)
+        text = stall._absence(statuses, statuses)
         assert text is not None
         assert text.startswith("rank 1 waits in torch.distributed's barrier, while rank 0 waits for it in all_reduce")
     statuses = {0: waiting, 1: status(None, there, elsewhere="barrier")}
-    assert watch._absence(statuses, statuses) is None
+    assert stall._absence(statuses, statuses) is None
 
 
 def answers() -> list[bool]:
     """Whether this rank publishes where it is: when a peer asks, a look later, and when the peer asks anew."""
-    seen = watch.StallWatch.of(dist.group.WORLD)
+    seen = stall.StallWatch.of(dist.group.WORLD)
     seen._ends.set()
     seen._thread.join()
     found = []

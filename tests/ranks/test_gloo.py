@@ -14,9 +14,9 @@ import pytest
 import torch
 from torch import Tensor, distributed
 
+from shardwise.comm.axes import open_comms
 from shardwise.comm.base import Handle
 from shardwise.comm.gloo import CHUNK_NUMEL, GlooComm
-from shardwise.comm.open import open_comms
 from shardwise.comm.record import RecordComm
 from shardwise.spec.errors import CommError, CommTimeout, RankDisagreement
 from shardwise.testing import RankFailure, report_stalls_after, run_on_ranks

@@ -15,7 +15,7 @@ from torch import nn
 
 import shardwise as sw
 from shardwise.checkpoint import open_checkpoint
-from shardwise.comm import watch
+from shardwise.comm import stall
 from shardwise.comm.gloo import GlooComm
 from shardwise.spec.errors import MeshError, PlanError, RankDisagreement, StateError
 from shardwise.testing import forget_notices, probe, report_stalls_after, run_on_ranks
@@ -362,13 +362,13 @@ def test_a_ring_of_waits_over_several_groups_is_a_disagreement():
         3: status("dp_shard@2", 7, [2]),
         2: status("dp_replicate@0", 2, [0]),
     }
-    text = watch._deadlock(ring)
+    text = stall._deadlock(ring)
     assert text is not None
     assert [line.split(":")[0] for line in text.splitlines()[1:]] == ["  rank 0", "  rank 1", "  rank 2", "  rank 3"]
     late = {**ring, 2: {**ring[2], "newest": {**ring[2]["newest"], "dp_shard@2": 7}}}
-    assert watch._deadlock(late) is None
+    assert stall._deadlock(late) is None
     # Ranks of different groups lack each other's collectives by right.
-    assert watch._deadlock({0: status("dp_shard@0", 5, [1]), 2: status("dp_shard@2", 5, [3])}) is None
+    assert stall._deadlock({0: status("dp_shard@0", 5, [1]), 2: status("dp_shard@2", 5, [3])}) is None
 
 
 # -- meeting

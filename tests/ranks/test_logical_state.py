@@ -14,8 +14,7 @@ import shardwise as sw
 from shardwise.api.shard import shard_model
 from shardwise.checkpoint import open_checkpoint
 from shardwise.cli import main
-from shardwise.comm.axes import Comms
-from shardwise.comm.open import Place
+from shardwise.comm.axes import Comms, Place
 from shardwise.engine.ignore import find_ignored
 from shardwise.engine.options import EngineOptions
 from shardwise.spec.errors import StateError

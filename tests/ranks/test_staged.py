@@ -12,10 +12,10 @@ import torch.distributed as dist
 from torch import Tensor
 
 import shardwise as sw
-from shardwise.comm import open as opening
+from shardwise.comm import axes as opening
+from shardwise.comm.axes import open_comms
 from shardwise.comm.base import Comm
 from shardwise.comm.gloo import GlooComm
-from shardwise.comm.open import open_comms
 from shardwise.comm.staged import StagedComm
 from shardwise.spec.errors import CommError
 from shardwise.testing import optimizer_state, probe, run_on_ranks, same_bits

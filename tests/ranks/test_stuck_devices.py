@@ -7,7 +7,7 @@ import time
 import pytest
 import torch.distributed as dist
 
-from shardwise.comm import watch
+from shardwise.comm import stall
 from shardwise.launch.elastic import launch
 from shardwise.spec.errors import CommTimeout, RankDisagreement
 from shardwise.testing import run_on_ranks
@@ -76,7 +76,7 @@ def slow():
     for _ in range(12):
         time.sleep(0.7)
         comm.num_done += 1
-    found = watch.StallWatch.of(dist.group.WORLD)
+    found = stall.StallWatch.of(dist.group.WORLD)
     was_overdue = found._store.check(["ask"])
     comm.gather_unit("blocks.1")
     dist.barrier()

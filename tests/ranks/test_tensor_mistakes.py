@@ -11,7 +11,7 @@ from torch import distributed, nn
 from torch.nn import functional as F
 
 import shardwise as sw
-from shardwise.comm.open import open_comms
+from shardwise.comm.axes import open_comms
 from shardwise.spec.errors import RankDisagreement, StateError
 from shardwise.tensor.loss import Vocabulary
 from shardwise.testing import run_on_ranks

@@ -15,7 +15,7 @@ import torch.distributed as dist
 
 import shardwise as sw
 from shardwise.comm import debug
-from shardwise.comm.open import open_comms
+from shardwise.comm.axes import open_comms
 from shardwise.comm.staged import StagedComm
 from shardwise.spec.errors import CommError, ConfigError
 from shardwise.tensor.linear import ColumnPlan, column_linear

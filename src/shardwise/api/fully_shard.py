@@ -12,8 +12,7 @@ import torch.distributed as dist
 from torch import nn
 
 from shardwise.api.shard import finish
-from shardwise.comm.axes import Comms
-from shardwise.comm.open import Place
+from shardwise.comm.axes import Comms, Place
 from shardwise.engine import attach, build, start, torch_private
 from shardwise.engine.engine import Engine
 from shardwise.engine.ignore import find_ignored

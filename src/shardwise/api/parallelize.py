@@ -12,9 +12,8 @@ from torch import nn
 from shardwise.api import data_parallel
 from shardwise.api.divide import divide
 from shardwise.api.shard import finish, shard_model
-from shardwise.comm.axes import Comms
+from shardwise.comm.axes import Comms, Place, join_world
 from shardwise.comm.base import Comm
-from shardwise.comm.open import Place, join_world
 from shardwise.context.apply import check_model
 from shardwise.embedding.rows import find_row_sharded, spread_rows, table_weights
 from shardwise.engine import build

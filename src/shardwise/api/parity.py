@@ -13,9 +13,9 @@ import torch
 from torch import Tensor, nn
 
 from shardwise.api.parallelize import parallelize
+from shardwise.comm.axes import join_world, open_comms
 from shardwise.comm.control import all_gather_json
 from shardwise.comm.dtype import dtype_name
-from shardwise.comm.open import join_world, open_comms
 from shardwise.engine.batch import LossFn, forward_loss, split_batch
 from shardwise.launch.world import ranks_per_machine
 from shardwise.optim.clip import clip_grad_norm

@@ -11,6 +11,7 @@ A direct exchange was measured faster than a ring at 2, 4 and 8 ranks.
 
 from __future__ import annotations
 
+import bisect
 import zlib
 from collections import deque
 from collections.abc import Callable, Sequence
@@ -21,19 +22,18 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from shardwise.comm import progress
+from shardwise.comm import stall
 from shardwise.comm.base import Chain, CollectiveEvent, Comm, Done, Handle
-from shardwise.comm.scratch import Scratch, is_apart
 from shardwise.spec.errors import CommError
 
 if TYPE_CHECKING:
-    from shardwise.comm.watch import StallWatch
+    from shardwise.comm.stall import StallWatch
 
 #: Sums run in chunks of this many elements, so that a chunk stays in the cache from the first addition to the division.
 CHUNK_NUMEL = 1 << 15
 
 _DONE = Done()
-_Stamp = tuple[CollectiveEvent, progress.Issued, int]  # its event, its place in the sequence, its tag
+_Stamp = tuple[CollectiveEvent, stall.Issued, int]  # its event, its place in the sequence, its tag
 _TAG_SEQUENCE_BITS = 15
 _TAG_HASH_BITS = 15
 _TAG_SECOND_PHASE = 1 << (_TAG_SEQUENCE_BITS + _TAG_HASH_BITS)
@@ -46,7 +46,7 @@ class GlooComm(Comm):
         group: A Gloo process group that holds the ranks of this axis.
         axis: Name of the mesh axis.
         channel: Name in messages about this Comm, where an axis has more than one.
-        watch: Notices stalls and tells ranks that disagree (``comm.watch``).
+        watch: Notices stalls and tells ranks that disagree (``comm.stall``).
         ranks: Those of the group's ranks that lie on the axis with this one, in coordinate order; by default all. As
             messages go point to point, an axis needs no process group of its own.
     """
@@ -204,24 +204,24 @@ class GlooComm(Comm):
         self._sequence = sequence + 1
         return event, *self._stamp(self.channel, sequence, kind, unit, numel)
 
-    def _pass(self, source: int, target: int, unit: str, buffer: Tensor) -> tuple[progress.Issued, int]:
+    def _pass(self, source: int, target: int, unit: str, buffer: Tensor) -> tuple[stall.Issued, int]:
         """Stamp a message from one rank to another, alike on both: each way has a sequence of its own."""
         way = f"{self.channel}/{source}>{target}"
         sequence = self._num_passed.get(way, 0)
         self._num_passed[way] = sequence + 1
         return self._stamp(way, sequence, "message", unit, buffer.numel())
 
-    def _stamp(self, channel: str, sequence: int, kind: str, unit: str, numel: int) -> tuple[progress.Issued, int]:
+    def _stamp(self, channel: str, sequence: int, kind: str, unit: str, numel: int) -> tuple[stall.Issued, int]:
         key = (channel, kind, unit, numel)
         code = self._hashes.get(key)
         if code is None:
             code = zlib.crc32(repr(key).encode()) & ((1 << _TAG_HASH_BITS) - 1)
             self._hashes[key] = code
-        issued = progress.Issued(channel, sequence, kind, unit, numel)
-        progress.note(issued)
+        issued = stall.Issued(channel, sequence, kind, unit, numel)
+        stall.note(issued)
         return issued, ((sequence & ((1 << _TAG_SEQUENCE_BITS) - 1)) << _TAG_HASH_BITS) | code
 
-    def _exchange(self, issued: progress.Issued, tag: int) -> _Exchange:
+    def _exchange(self, issued: stall.Issued, tag: int) -> _Exchange:
         return _Exchange(self._line, issued, tag)
 
     def _spread(self, slices: Sequence[Tensor], stamp: _Stamp) -> _Exchange:
@@ -288,7 +288,7 @@ class _Exchange(Handle):
 
     __slots__ = ("_line", "_receives", "_sends", "_tag", "issued", "messages", "on_received")
 
-    def __init__(self, line: _Line, issued: progress.Issued, tag: int) -> None:
+    def __init__(self, line: _Line, issued: stall.Issued, tag: int) -> None:
         self._line = line
         self.issued = issued
         self._tag = tag
@@ -334,7 +334,7 @@ class _Exchange(Handle):
             self._wait(self._sends)
 
     def _wait(self, messages: list[tuple[dist.Work, Tensor]]) -> None:
-        progress.waiting = self.issued
+        stall.waiting = self.issued
         watch = self._line.watch
         if watch is not None:
             watch.entered(self)
@@ -344,7 +344,7 @@ class _Exchange(Handle):
         except RuntimeError as error:
             raise self._failure(error) from error
         finally:
-            progress.waiting = None
+            stall.waiting = None
         if watch is not None:
             watch.left()
         for _, alias in messages:
@@ -386,3 +386,52 @@ def _sum_in_order(terms: Sequence[Tensor], out: Tensor, divisor: float, *, own: 
             torch.div(total, divisor, out=target)
         elif len(terms) == 1:
             target.copy_(total)
+
+
+class Scratch:
+    """The receive buffers of one Comm that are free, by dtype, smallest first.
+
+    A buffer serves every sum that it is large enough for. As reductions follow one another, one buffer per dtype is
+    left, as large as the largest sum (``spec.memory.footprint`` counts on that).
+    """
+
+    def __init__(self) -> None:
+        self._free: dict[torch.dtype, list[Tensor]] = {}
+
+    def take(self, numel: int, dtype: torch.dtype, device: torch.device) -> Tensor:
+        """The smallest free buffer of at least ``numel`` elements; else a new one, in the place of the largest."""
+        free = self._free.setdefault(dtype, [])
+        index = bisect.bisect_left(free, numel, key=Tensor.numel)
+        if index < len(free):
+            return free.pop(index)
+        if free:
+            free.pop()
+        return torch.empty(numel, dtype=dtype, device=device)
+
+    def give(self, buffer: Tensor) -> None:
+        """Return a buffer that :meth:`take` gave out."""
+        bisect.insort(self._free[buffer.dtype], buffer, key=Tensor.numel)
+
+    def clear(self) -> None:
+        """Forget all buffers."""
+        self._free.clear()
+
+    @property
+    def free(self) -> list[Tensor]:
+        """The buffers that are free now."""
+        return [buffer for buffers in self._free.values() for buffer in buffers]
+
+    @property
+    def num_bytes(self) -> int:
+        """Bytes of those."""
+        return sum(buffer.nbytes for buffer in self.free)
+
+
+def is_apart(out: Tensor, own: Tensor) -> bool:
+    """A sum goes to ``out``, which is not this rank's own term: a peer's slice can be received there."""
+    return _place(out) != _place(own)
+
+
+def _place(tensor: Tensor) -> tuple[int, int]:
+    storage = tensor.untyped_storage()
+    return storage._cdata, int(tensor.storage_offset())  # noqa: SLF001 - addresses of meta tensors are all 0

@@ -18,8 +18,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from shardwise.comm.base import Chain, CollectiveEvent, Comm, Handle, Message
-from shardwise.comm.ledger import Ledger
-from shardwise.comm.progress import Issued
+from shardwise.comm.stall import Issued, Ledger
 
 
 class NcclComm(Comm):

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from shardwise.comm.base import Chain, Comm, Done, Handle
-from shardwise.comm.scratch import Scratch, is_apart
+from shardwise.comm.gloo import Scratch, is_apart
 from shardwise.spec.errors import CommError
 
 

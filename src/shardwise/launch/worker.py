@@ -6,22 +6,59 @@ note with its exit code. Nothing here imports torch, so that a worker is bound t
 
 from __future__ import annotations
 
+import ctypes
 import faulthandler
 import os
 import re
 import runpy
+import signal
 import sys
+import threading
+import time
 import traceback
 from pathlib import Path
 from typing import TextIO
 
 from shardwise.launch.exit_codes import LOG_DIR, note_exit
-from shardwise.launch.process import die_with_parent
 
 #: The process that a worker must not outlive.
 LAUNCHER_PID = "SHARDWISE_LAUNCHER_PID"
 
+_PR_SET_PDEATHSIG = 1
+_POLL_S = 0.5
+
 _CONTROL = re.compile(r"\x1b\[[0-9;?]*[ -/]*[@-~]|\x1b[@-Z\\-_]|\x07")
+
+
+def die_with_parent(parent_pid: int | None = None) -> None:
+    """End this process with SIGKILL as soon as its parent is gone.
+
+    Call it as the first thing in a worker. A training worker that outlives its launcher keeps a device, and writes
+    checkpoints beside those of the run that replaces it.
+
+    Args:
+        parent_pid: The parent to watch, where it may have died before this call; by default whoever is the parent now.
+    """
+    parent = parent_pid if parent_pid is not None else os.getppid()
+    if not _ask_the_kernel():
+        threading.Thread(target=_watch, args=(parent,), name="parent-watch", daemon=True).start()
+    if os.getppid() != parent:  # it went before the kernel knew that we care
+        os.kill(os.getpid(), signal.SIGKILL)
+
+
+def _ask_the_kernel() -> bool:
+    if sys.platform != "linux":
+        return False
+    try:
+        return ctypes.CDLL(None, use_errno=True).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0) == 0
+    except (OSError, AttributeError):
+        return False
+
+
+def _watch(parent: int) -> None:
+    while os.getppid() == parent:
+        time.sleep(_POLL_S)
+    os.kill(os.getpid(), signal.SIGKILL)
 
 
 class _Tee:

@@ -34,14 +34,13 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from shardwise.launch.process import die_with_parent
 from shardwise.spec.errors import CommError, ConfigError, MeshError
 
 if TYPE_CHECKING:
     import torch
     from torch.distributed import Store
 
-__all__ = ["World", "die_with_parent", "expand_nodelist", "init_process_group", "read_world", "shutdown"]
+__all__ = ["World", "expand_nodelist", "init_process_group", "read_world", "shutdown"]
 
 #: Where our own launcher lets the ranks of one machine meet: a directory that only this user can enter.
 RENDEZVOUS_DIR = "SHARDWISE_RENDEZVOUS_DIR"

@@ -1,7 +1,6 @@
 """Tools for tests of distributed code. Nothing else in shardwise imports this package."""
 
 from shardwise.measure.storage import StorageCount
-from shardwise.testing.forget import forget_declaration, forget_notices
 from shardwise.testing.oracle import (
     Comparison,
     Mean,
@@ -13,7 +12,7 @@ from shardwise.testing.oracle import (
 )
 from shardwise.testing.probe import Probe, Shard, UnitView, checks, optimizer_state, part_of, probe
 from shardwise.testing.ranks import RankFailure, run_on_ranks
-from shardwise.testing.stalls import report_stalls_after
+from shardwise.testing.settings import forget_declaration, forget_notices, report_stalls_after
 
 __all__ = [
     "Comparison",

@@ -19,7 +19,7 @@ Life of a rank, as its directory shows it (all files are written to a temporary 
 ``out-R``           file descriptors 1 and 2 of rank R
 ``outcome-R``       pickled :class:`_Outcome`: the result, or the traceback and when it was raised
 ``stacks-R``        Python stacks of every thread, written by faulthandler on SIGUSR1 (even inside a C call)
-``progress-R``      last collective, written by a thread on request, where ``shardwise.comm.progress`` exists
+``progress-R``      last collective, written by a thread on request, where ``shardwise.comm.stall`` exists
 ==================  ================================================================================
 """
 
@@ -411,7 +411,7 @@ def _answer(requests: connection.Connection, directory: Path, rank: int) -> None
     except (EOFError, OSError):
         os.killpg(0, signal.SIGKILL)
     try:
-        text = importlib.import_module("shardwise.comm.progress").last()
+        text = importlib.import_module("shardwise.comm.stall").last_collective()
     except (ImportError, AttributeError):
         return
     replace(directory / f"progress-{rank}", str(text))

@@ -14,8 +14,8 @@ import torch
 from torch import Tensor, nn
 
 import shardwise as sw
+from shardwise.comm.axes import open_comms
 from shardwise.comm.dtype import dtype_name
-from shardwise.comm.open import open_comms
 from shardwise.engine import attach
 from shardwise.engine.notice import tell_once
 from shardwise.launch.exit_codes import note_exit

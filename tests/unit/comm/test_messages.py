@@ -5,8 +5,7 @@ from __future__ import annotations
 import torch
 import torch.distributed as dist
 
-from shardwise.comm.axes import WORLD
-from shardwise.comm.open import Place, open_comms
+from shardwise.comm.axes import WORLD, Place, open_comms
 from shardwise.comm.record import RecordComm
 from shardwise.spec.mesh import Mesh
 from shardwise.testing import run_on_ranks

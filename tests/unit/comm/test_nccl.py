@@ -12,10 +12,10 @@ from unittest import mock
 import pytest
 import torch
 
-from shardwise.comm import nccl, progress
+from shardwise.comm import nccl, stall
 from shardwise.comm.base import Done
-from shardwise.comm.ledger import Ledger
 from shardwise.comm.nccl import NcclComm, Sum, way_of_sum
+from shardwise.comm.stall import Ledger
 from shardwise.spec.errors import RankDisagreement
 
 NUMEL = 4
@@ -133,7 +133,7 @@ def test_what_ranks_compare_is_the_same_on_both_ends_of_a_message_and_where_part
     comm.exchange([(new(), 1, "v")], [(new(), 1, "v")])
     comm.gather(new()[:1], new(), root=0, unit="w", cuts=(0, 1, NUMEL))
     comm.all_to_all(new(), new(), unit="x", cuts=(0, 1, NUMEL), out_cuts=(0, 3, NUMEL))
-    rows = [(each.channel, each.sequence, each.kind, each.unit, each.numel) for each in list(progress.history)[-6:]]
+    rows = [(each.channel, each.sequence, each.kind, each.unit, each.numel) for each in list(stall.history)[-6:]]
     assert rows == [
         ("tp/0>1", 0, "message", "u", NUMEL),
         ("tp/1>0", 0, "message", "u", NUMEL),
@@ -155,4 +155,4 @@ def test_the_ledger_asks_the_device_and_raises_what_the_watch_has_found(comm):
     watch.check.side_effect = RankDisagreement("ranks issued different collectives")
     with pytest.raises(RankDisagreement):
         comm.all_gather(new(), unit="c")
-    assert progress.history[-1].unit == "b"
+    assert stall.history[-1].unit == "b"

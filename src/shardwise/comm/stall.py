@@ -8,7 +8,7 @@ certain, and so do two that each wait for something that the other has not issue
 The finder writes its verdict into the store. Each rank then answers its peers' open messages with dummies, which wakes
 their main threads; they see the verdict and raise RankDisagreement, all of them. Nothing is sent while all is well.
 
-On a device (``comm.ledger``) the host does not wait, or waits where nothing can wake it. There a collective is overdue
+On a device (:class:`Ledger`) the host does not wait, or waits where nothing can wake it. There a collective is overdue
 that the device has not done while nothing else of it was done either. The ranks compare as above; that they wait for
 each other in a ring is no proof, as their hosts go on, until the time limit has passed: then it is a disagreement, and
 anything else a time-out. The next collective that this rank would issue raises it. A host that issues none, as it
@@ -31,20 +31,153 @@ import threading
 import time
 import traceback
 import weakref
-from collections.abc import Mapping, Sequence
+from collections import Counter, deque
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, ClassVar
 
 import torch
 import torch.distributed as dist
 
-from shardwise.comm import progress
 from shardwise.launch.exit_codes import LOG_DIR, note_exit
 from shardwise.launch.world import hold_group_while
 from shardwise.spec.errors import CommError, CommTimeout, RankDisagreement
 
 if TYPE_CHECKING:
     from shardwise.comm.gloo import _Exchange
-    from shardwise.comm.ledger import Ledger
+
+
+# -- what this process has issued: plain objects, which any thread may read
+
+
+@dataclass(slots=True)
+class Issued:
+    """One collective of one Comm.
+
+    Attributes:
+        channel: Name of the Comm.
+        sequence: Its place in that Comm's order, from 0.
+        kind: Kind of collective.
+        unit: What it serves.
+        numel: Elements of the buffer.
+    """
+
+    channel: str
+    sequence: int
+    kind: str
+    unit: str
+    numel: int
+    issued_at_s: float = field(default_factory=time.monotonic)
+
+    def __str__(self) -> str:
+        return f"{self.channel} #{self.sequence} {self.kind}({self.unit}, {self.numel} elements)"
+
+
+#: The newest collectives of this process, oldest first. The host may be some hundreds ahead of the device.
+history: deque[Issued] = deque(maxlen=1024)
+
+#: By channel: the sequence number of its newest collective. Unlike the history it forgets nothing.
+newest: dict[str, int] = {}
+
+#: The collective that some thread is waiting for at the moment.
+waiting: Issued | None = None
+
+
+def note(issued: Issued) -> None:
+    """A collective has been issued."""
+    history.append(issued)
+    newest[issued.channel] = issued.sequence
+
+
+def last_collective() -> str:
+    """One line: the last collective, and whether this process is waiting for one."""
+    if waiting is not None:
+        return f"waiting in {waiting} for {time.monotonic() - waiting.issued_at_s:.1f} s"
+    if history:
+        return f"not in a collective; last issued {history[-1]}"
+    return "no collective yet"
+
+
+#: Of one Comm. Where older ones are stuck, so are those that came after them.
+_MAX_UNDER_WAY = 256
+
+
+class Ledger:
+    """The collectives of one Comm.
+
+    Args:
+        channel: Name of the Comm, the same on all its ranks.
+        rank: This rank's coordinate on the axis.
+        ranks: Those of the watched process group that the Comm connects, in coordinate order.
+        watch: Compares the ranks; ``None``: nobody does.
+
+    Attributes:
+        peers: The other ranks, in the numbers of the watched process group.
+    """
+
+    def __init__(self, channel: str, rank: int, ranks: Sequence[int], watch: StallWatch | None) -> None:
+        self.peers = [peer for place, peer in enumerate(ranks) if place != rank]
+        self._channel = channel
+        self._rank = rank
+        self._watch = watch
+        self._num_issued: Counter[str] = Counter()
+        self._under_way: deque[tuple[Issued, Callable[[], bool]]] = deque(maxlen=_MAX_UNDER_WAY)
+        if watch is not None:
+            watch.follow(self)
+
+    def collective(self, kind: str, unit: str, numel: int) -> Issued:
+        """Note a collective of all ranks, which is about to be issued.
+
+        Raises:
+            RankDisagreement, CommTimeout: The watch has found that an earlier one will not end.
+        """
+        return self._note(self._channel, kind, unit, numel)
+
+    def message(self, unit: str, numel: int, *, to: int | None = None, source: int | None = None) -> Issued:
+        """Note a message to or from another rank; each way between two ranks has an order of its own.
+
+        Raises:
+            RankDisagreement, CommTimeout: As :meth:`collective`.
+        """
+        sender, receiver = (self._rank if rank is None else rank for rank in (source, to))
+        return self._note(f"{self._channel}/{sender}>{receiver}", "message", unit, numel)
+
+    def follow(self, issued: Issued, is_done: Callable[[], bool]) -> None:
+        """It has been issued; ``is_done`` asks the device, without waiting."""
+        if self._watch is not None:
+            self._under_way.append((issued, is_done))
+
+    def oldest(self, before_s: float) -> Issued | None:
+        """The oldest collective that the device has not done, of those issued before ``before_s``.
+
+        What came later is not asked about: asking disturbs a capture of CUDA graphs.
+        """
+        while self._under_way:
+            issued, is_done = self._under_way[0]
+            if issued.issued_at_s > before_s:
+                return None
+            if not _is_done(is_done):
+                return issued
+            self._under_way.popleft()
+        return None
+
+    def _note(self, channel: str, kind: str, unit: str, numel: int) -> Issued:
+        if self._watch is not None:
+            self._watch.check()
+        issued = Issued(channel, self._num_issued[channel], kind, unit, numel)
+        self._num_issued[channel] += 1
+        note(issued)
+        return issued
+
+
+def _is_done(ask: Callable[[], bool]) -> bool:
+    try:
+        return ask()
+    except RuntimeError:  # the event belongs to a captured graph, or the device has failed, which others will say
+        return True
+
+
+# -- the watch
 
 #: A wait of this long is looked into.
 STALL_S = 3.0
@@ -96,7 +229,7 @@ class StallWatch:
         self.verdict: CommError | None = None
         self.limit_s = math.inf
         self._ledgers: list[weakref.ref[Ledger]] = []
-        self._overdue: tuple[progress.Issued, Sequence[int], float] | None = None  # its ledger's peers, seen since
+        self._overdue: tuple[Issued, Sequence[int], float] | None = None  # its ledger's peers, seen since
         self._is_told = False  # the main thread has raised the verdict
         self._verdict_since = math.inf
         self._last_asked: bytes | None = None  # what a peer had asked when this rank last published
@@ -272,7 +405,7 @@ class StallWatch:
 
     def _publish(self) -> None:
         waiting, overdue = self._waiting, self._overdue
-        last, waits_for, peers = progress.last(), None, []
+        last, waits_for, peers = last_collective(), None, []
         if waiting is not None:
             waits_for, peers = _as_row(waiting[0].issued), sorted({peer for _, peer, _, _ in waiting[0].messages})
         elif overdue is not None:
@@ -283,8 +416,8 @@ class StallWatch:
             "last": last,
             "waits_for": waits_for,
             "is_blocked": waiting is not None,  # else the host may go on
-            "issued": _published(list(progress.history), None if overdue is None else overdue[0]),
-            "newest": dict(progress.newest),
+            "issued": _published(list(history), None if overdue is None else overdue[0]),
+            "newest": dict(newest),
             "peers": peers,
             # What is not stalled is not answered: ``left`` looks for a verdict after a stall only.
             "messages": [list(message) for message in waiting[0].messages] if waiting and _is_stalled(waiting) else [],
@@ -350,7 +483,7 @@ class StallWatch:
         group = self._group()
         if group is None:
             return
-        mine = [_as_row(issued) for issued in list(progress.history)]
+        mine = [_as_row(issued) for issued in list(history)]
         for rank in range(self._size):
             status = self._status_of(rank) if rank != self._rank else None
             if not status or not status["messages"] or status["waits_for"] in mine:
@@ -388,7 +521,7 @@ def _flush() -> None:
             stream.flush()
 
 
-def _published(history: Sequence[progress.Issued], overdue: progress.Issued | None) -> list[list[Any]]:
+def _published(history: Sequence[Issued], overdue: Issued | None) -> list[list[Any]]:
     """Rows of the newest collectives, and of those around the one that is overdue: the host may be far ahead of it."""
     shown = list(history[-_MAX_PUBLISHED:])
     if overdue is not None:
@@ -402,7 +535,7 @@ def _is_stalled(waiting: tuple[_Exchange, float]) -> bool:
     return time.monotonic() - waiting[1] >= STALL_S
 
 
-def _as_row(issued: progress.Issued) -> list[Any]:
+def _as_row(issued: Issued) -> list[Any]:
     """A collective as JSON."""
     return [issued.channel, issued.sequence, issued.kind, issued.unit, issued.numel]
 
