@@ -55,3 +55,15 @@ def profile_a_forward_that_raises():
 
 def test_a_forward_that_raised_leaves_no_open_range():
     assert all(count > 0 for count in run_on_ranks(profile_a_forward_that_raises, 2))
+
+
+def events_of_messages():
+    model = sw.parallelize(Chain(num_blocks=5))
+    with profile(activities=[ProfilerActivity.CPU]) as found:
+        plain_loss(model, dist.get_rank(), 0).backward()
+    return [event.name for event in found.events() if event.name.startswith("gloo:")]
+
+
+def test_a_message_has_no_range_of_its_own():
+    # torch would end it at the wait, into freed memory if the profile has ended before: no such range may begin.
+    assert run_on_ranks(events_of_messages, 2) == [[], []]
