@@ -67,7 +67,7 @@ ABOUT = {
     "parity/test_offload.py": "comm.base engine.group forms.host",
     "parity/test_parity.py": "comm engine.group",
     "ranks/test_deferred_weights.py": "pipeline.interpret",
-    "ranks/test_expert_parallel.py": "expert.exchange engine.build",
+    "ranks/test_expert_parallel.py": "expert.route engine.build",
     "ranks/test_hybrid.py": "checkpoint comm",
     "ranks/test_offload.py": "comm.base engine.attach forms.host",
     "ranks/test_pipeline_overlap.py": "comm.debug engine.engine features.pipeline_step pipeline.interpret",

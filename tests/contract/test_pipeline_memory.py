@@ -8,7 +8,7 @@ import pytest
 import torch
 
 import shardwise as sw
-from shardwise.spec.schedule.held import peak_held
+from shardwise.spec.schedule.closed import peak_held
 from shardwise.testing import StorageCount, probe, run_on_ranks
 
 SEQ, ROWS, NUM_MICROBATCHES = 16, 2, 8

@@ -12,7 +12,7 @@ from torch import distributed
 import shardwise as sw
 from shardwise.spec.errors import RankDisagreement
 from shardwise.spec.schedule import build
-from shardwise.spec.schedule.held import peak_held
+from shardwise.spec.schedule.closed import peak_held
 from shardwise.spec.traffic.pipeline import Copies, CrossingBytes, messages
 from shardwise.testing import RankFailure, probe, run_on_ranks
 

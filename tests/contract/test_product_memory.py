@@ -14,7 +14,7 @@ import shardwise as sw
 from shardwise.pipeline import interpret
 from shardwise.spec.schedule import Kind
 from shardwise.spec.schedule import build as build_schedule
-from shardwise.spec.schedule.held import peak_bytes, peak_held
+from shardwise.spec.schedule.closed import peak_bytes, peak_held
 from shardwise.spec.stages import gpt_stages
 from shardwise.testing import Probe, StorageCount, probe, run_on_ranks
 from tests.contract.test_memory import Storages

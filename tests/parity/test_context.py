@@ -12,7 +12,7 @@ from torch import Tensor
 
 import shardwise as sw
 from shardwise.context import ring, root
-from shardwise.context.split import Division
+from shardwise.context.root import Division
 from shardwise.testing import part_of, probe, run_on_ranks
 from tests.bits import worst
 from tests.parity.test_tensor import (

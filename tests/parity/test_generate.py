@@ -11,7 +11,7 @@ import torch
 
 import shardwise as sw
 from shardwise.generation.sample import RngStreams, Sampling
-from shardwise.models.cache import KeyValueCache
+from shardwise.models.transformer import KeyValueCache
 from shardwise.spec.errors import ConfigError, RankDisagreement, StateError
 from shardwise.testing import probe, run_on_ranks
 

@@ -16,7 +16,7 @@ from torch import Tensor, distributed, nn
 
 import shardwise as sw
 from shardwise.engine import build as engine
-from shardwise.expert import exchange
+from shardwise.expert import route as expert_route
 from shardwise.spec.errors import MeshError, PlanError, StateError
 from shardwise.testing import probe, run_on_ranks
 from tests.parity.test_experts import Case, batch, differences, optimizer_of
@@ -300,12 +300,12 @@ def with_mistakes() -> dict[str, dict[str, float]]:
 
     with mock.patch.object(engine, "Group", by_fewer):
         found["divisor of the ranks that share experts"] = differences(case)
-    returned = exchange._return
+    returned = expert_route._return
 
     def in_order_of_arrival(rows: Tensor, route: Any) -> Tensor:
         return returned(rows.flip(0), route)
 
-    with mock.patch.object(exchange, "_return", in_order_of_arrival):
+    with mock.patch.object(expert_route, "_return", in_order_of_arrival):
         found["results to other tokens"] = differences(case)
     return found
 

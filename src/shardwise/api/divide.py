@@ -12,7 +12,7 @@ from shardwise.comm.record import RecordComm
 from shardwise.context.apply import divide_sequences
 from shardwise.engine.build import assign_parameters
 from shardwise.expert.apply import apply_experts, own_experts
-from shardwise.expert.find import Mixture, find_mixtures
+from shardwise.expert.layer import Mixture, find_mixtures
 from shardwise.init.materialize import Source, fill_parts
 from shardwise.spec.plan import ParallelPlan
 from shardwise.tensor.agreement import Agreement

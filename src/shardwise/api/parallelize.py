@@ -22,7 +22,7 @@ from shardwise.engine.ignore import NOTHING, Ignored, find_ignored
 from shardwise.engine.notice import cpu_notice, tell_once
 from shardwise.engine.options import EngineOptions
 from shardwise.engine.wrap import find_units
-from shardwise.expert.find import find_mixtures
+from shardwise.expert.layer import find_mixtures
 from shardwise.features import batch_norm, recompute
 from shardwise.features.compile import compile_units
 from shardwise.features.precision import Policies

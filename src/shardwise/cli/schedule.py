@@ -12,7 +12,7 @@ from shardwise.cli.show import show
 from shardwise.spec.errors import PlanError
 
 if TYPE_CHECKING:
-    from shardwise.spec.schedule.action import Action, Schedule
+    from shardwise.spec.schedule.actions import Action, Schedule
     from shardwise.spec.schedule.simulate import Durations, Span, Timing
 
 _HELP = """Draw what the ranks of a pipeline do and when, a row per rank and a column per unit of time.
@@ -74,8 +74,8 @@ def _number(option: str, text: str) -> Fraction:
 
 def picture(built: Schedule, timing: Timing, durations: Durations) -> str:
     """The drawing, and below it what the schedule costs."""
-    from shardwise.spec.schedule.draw import rows
-    from shardwise.spec.schedule.held import held
+    from shardwise.spec.schedule.closed import held
+    from shardwise.spec.schedule.measured import rows
 
     v = built.num_virtual_stages
     outer = _closed(built, durations, is_inner=False)
@@ -108,7 +108,7 @@ def _closed(built: Schedule, durations: Durations, *, is_inner: bool) -> Fractio
 
 
 def _both(found: Fraction, closed: Fraction | None) -> str:
-    from shardwise.spec.schedule.draw import shown
+    from shardwise.spec.schedule.measured import shown
 
     expected = "no closed form for these times" if closed is None else f"closed form {shown(closed)}"
     return f"{float(found):.1%} of ideal time ({shown(found)} simulated, {expected})"
@@ -120,7 +120,7 @@ def _per_rank(counts: list[int]) -> str:
 
 def _facts(built: Schedule, timing: Timing, durations: Durations) -> dict[str, Any]:
     """Everything, as plain data; times and bubbles as numbers."""
-    from shardwise.spec.schedule.held import held
+    from shardwise.spec.schedule.closed import held
 
     when = {span.action: span for spans in timing.spans for span in spans}
     closed = [_closed(built, durations, is_inner=is_inner) for is_inner in (False, True)]

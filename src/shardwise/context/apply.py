@@ -2,13 +2,20 @@
 
 from __future__ import annotations
 
-from torch import nn
+import contextlib
+import inspect
+import sys
+from collections.abc import Iterator
+from typing import Any, cast
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
 
 from shardwise.comm.base import Comm
-from shardwise.context import causal
 from shardwise.context.ring import Ring
-from shardwise.context.root import GPTRoot
-from shardwise.spec.errors import PlanError
+from shardwise.context.root import IGNORED, GPTRoot, Root
+from shardwise.spec.errors import PlanError, StateError
 
 #: Attributes of modules that hold a rate of dropout.
 _RATES = ("dropout", "attention_dropout", "attn_dropout")
@@ -21,7 +28,7 @@ def check_model(model: nn.Module) -> None:
         PlanError: It cannot.
     """
     name = type(model).__name__
-    if not _is_gpt(model) and not causal.is_causal_model(model):
+    if not _is_gpt(model) and not is_causal_model(model):
         raise PlanError(
             "cp divides the sequences of our GPT, and of causal language models of transformers such as GPT-2, Llama"
             f" and Qwen3; {name} is none of them.\n"
@@ -36,7 +43,7 @@ def check_model(model: nn.Module) -> None:
                 " attn_pdrop=0, embd_pdrop=0, resid_pdrop=0), or set cp=1."
             )
     if not _is_gpt(model):
-        causal.check_config(model)
+        check_config(model)
 
 
 def divide_sequences(model: nn.Module, comm: Comm, *, multiple: int = 1) -> str:
@@ -56,11 +63,222 @@ def divide_sequences(model: nn.Module, comm: Comm, *, multiple: int = 1) -> str:
             module.__dict__["attend"] = Ring(comm, path)
         model.__dict__["forward"] = GPTRoot(model, comm, multiple)
     else:
-        attentions = causal.attention_modules(model)
-        before = causal.use_rings(model, {path: Ring(comm, path) for path in attentions})
-        model.__dict__["forward"] = causal.CausalRoot(model, comm, multiple, before)
+        attentions = attention_modules(model)
+        before = use_rings(model, {path: Ring(comm, path) for path in attentions})
+        model.__dict__["forward"] = CausalRoot(model, comm, multiple, before)
     return f"sequences: divided over cp={comm.size}, ring attention in {len(attentions)} modules"
 
 
 def _is_gpt(model: nn.Module) -> bool:
     return type(model).__name__ == "GPT" and type(model).__module__.startswith("shardwise.")
+
+
+#: The name of our attention in transformers' registry.
+NAME = "shardwise_ring"
+
+_RING = "_shardwise_ring"
+#: What a divided model may be called with, and its labels.
+_KNOWN = ("input_ids", "attention_mask", "position_ids", "token_type_ids", "labels", "shift_labels")
+#: What changes nothing about how a sequence is divided, and of what only being off is known.
+_NUMBERS = ("num_items_in_batch", "return_dict")
+_FLAGS = ("use_cache", "output_attentions", "output_hidden_states", "output_router_logits", "logits_to_keep")
+#: Arguments of attention that the ring has no form of.
+_FOREIGN = ("softcap", "sliding_window", "s_aux", "position_bias", "cache")
+
+
+def is_causal_model(model: nn.Module) -> bool:
+    """Whether it is a model of transformers whose loss is of the next token, and whose attention is called by name."""
+    if "transformers" not in sys.modules or not getattr(model, "_supports_attention_backend", False):
+        return False
+    takes = inspect.signature(type(model).forward).parameters
+    loss = getattr(model, "loss_function", None)
+    return {"input_ids", "labels", "position_ids"} <= set(takes) and getattr(loss, "__name__", "") == "ForCausalLMLoss"
+
+
+def check_config(model: nn.Module) -> None:
+    """Refuse attention that is not plain causal attention in every layer.
+
+    Raises:
+        PlanError: It is not.
+    """
+    config: Any = model.config
+    kinds = set(getattr(config, "layer_types", None) or ()) - {"full_attention"}
+    modules = attention_modules(model)
+    if kinds:
+        why = f"its layers are of the kinds {', '.join(sorted(kinds))}"
+    elif not getattr(config, "layer_types", None) and getattr(config, "sliding_window", None) is not None:
+        why = f"its attention has a sliding_window={config.sliding_window}"
+    elif getattr(config, "attn_logit_softcapping", None) is not None:
+        why = f"its scores are capped (attn_logit_softcapping={config.attn_logit_softcapping})"
+    elif any(name.rpartition(".")[2] == "sinks" for name, _ in model.named_parameters()):
+        why = "its attention has sinks"
+    elif getattr(config, "is_encoder_decoder", False) or getattr(config, "add_cross_attention", False):
+        why = "it attends to an encoder"
+    elif getattr(config, "output_router_logits", False):
+        why = "it adds a loss of its routers (output_router_logits)"
+    elif len(modules) != config.num_hidden_layers or not all(m.is_causal for m in modules.values()):
+        why = f"{len(modules)} causal attention modules were found in {config.num_hidden_layers} layers"
+    else:
+        return
+    raise PlanError(
+        f"cp: {type(model).__name__} is not served: {why}; a ring computes plain causal attention.\n"
+        "  Set cp=1: dp_shard then takes the ranks, and activation_checkpointing='full' saves memory too."
+    )
+
+
+def attention_modules(model: nn.Module) -> dict[str, Any]:
+    """Those that call attention by name, by path."""
+    return {
+        path: module for path, module in model.named_modules() if isinstance(getattr(module, "is_causal", None), bool)
+    }
+
+
+def use_rings(model: nn.Module, rings: dict[str, Ring]) -> str:
+    """Have every attention module of ``model`` that is named use its ring. Returns the name of the attention before."""
+    from transformers import AttentionInterface  # pyrefly: ignore[missing-import]
+
+    AttentionInterface.register(NAME, _attend)
+    for path, ring in rings.items():
+        model.get_submodule(path).__dict__[_RING] = ring
+    before = cast("Any", model).config._attn_implementation  # noqa: SLF001 - it has no other name
+    cast("Any", model).set_attn_implementation(NAME)
+    return before
+
+
+@contextlib.contextmanager
+def _without_rings(model: Any, attention: str) -> Iterator[None]:
+    """Inside, every rank attends to what it is given, as one process does. What backward recomputes is outside."""
+    model.set_attn_implementation(attention)
+    try:
+        yield
+    finally:
+        model.set_attn_implementation(NAME)
+
+
+def _attend(
+    module: Any,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attention_mask: Tensor | None,
+    *,
+    scaling: float | None = None,
+    dropout: float = 0.0,
+    is_causal: bool | None = None,
+    **kwargs: Any,
+) -> tuple[Tensor, None]:
+    """The registry's form: (B, H, T, D) to (B, T, H, D)."""
+    foreign = [name for name in _FOREIGN if kwargs.get(name) is not None]
+    foreign += ["attention_mask"] * (attention_mask is not None) + ["dropout"] * (dropout > 0)
+    if foreign or is_causal is False:
+        raise StateError(
+            f"cp: {type(module).__name__} asks for attention with {', '.join(foreign) or 'is_causal=False'}; a ring"
+            " computes plain causal attention.\n  Set cp=1 for this model."
+        )
+    ring = module.__dict__.get(_RING)
+    if ring is None:
+        raise StateError(
+            f"a {type(module).__name__} was built from the configuration of a model under cp, but is not under cp.\n"
+            "  Build it from a configuration of its own (copy.deepcopy before sw.parallelize)."
+        )
+    y_BHTD = ring(query, key, value, scale=scaling)
+    return y_BHTD.transpose(1, 2).contiguous(), None
+
+
+class CausalRoot(Root):
+    """Of a causal language model of transformers. With labels its outputs have no logits.
+
+    Args:
+        model: The model.
+        comm: On ``cp``.
+        multiple: As for :class:`Root`.
+        attention: What it attends with where nothing is divided, by name.
+    """
+
+    def __init__(self, model: nn.Module, comm: Comm, multiple: int, attention: str) -> None:
+        super().__init__(model, comm, multiple)
+        self._attention = attention
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        """The outputs, with the mean loss over whole sequences, or all logits.
+
+        Raises:
+            StateError: There is an argument whose meaning for a part of a sequence is not known.
+        """
+        given = dict(zip(self.__signature__.parameters, args, strict=False)) | kwargs
+        given = {name: value for name, value in given.items() if value is not None}
+        if given.get("use_cache") or "past_key_values" in given:
+            if torch.is_grad_enabled() and not self.is_alone:
+                raise StateError(
+                    f"cp: {type(self.model).__name__} was called with a key-value cache in training.\n"
+                    "  Leave use_cache and past_key_values out, or generate under torch.no_grad()."
+                )
+            with _without_rings(self.model, self._attention):
+                return self.compute(**given)
+        self._check(given)
+        next_BT = _next_tokens(given)
+        _check_mask(given.get("attention_mask"), next_BT)
+        division = self.divide(given["input_ids"], next_BT)
+        call = {name: division.own(given[name]) for name in ("input_ids", "token_type_ids") if name in given}
+        positions_BT = given.get("position_ids")
+        call["position_ids"] = division.positions_T[None] if positions_BT is None else division.own(positions_BT)
+        call |= {"use_cache": False} | {name: given[name] for name in ("return_dict",) if name in given}
+        if next_BT is None or "labels" not in given:
+            return _changed(self.compute(**call), "logits", lambda logits: division.join(logits, "logits"))
+        own_BT = division.own_targets(next_BT)
+        output = self.compute(**call, labels=own_BT, shift_labels=own_BT)
+        divisor = given.get("num_items_in_batch")
+        output = _changed(output, "loss", lambda loss: division.mean_loss(loss, own_BT, next_BT, divisor))
+        if isinstance(output, tuple):
+            return output[:1]
+        return type(output)(**{name: value for name, value in output.items() if name != "logits"})
+
+    def _check(self, given: dict[str, Any]) -> None:
+        name = type(self.model).__name__
+        unknown = [key for key in given if key not in {*_KNOWN, *_NUMBERS, *_FLAGS}]
+        unknown += [key for key in _FLAGS if isinstance(given.get(key), Tensor) or given.get(key)]
+        if unknown or "input_ids" not in given:
+            what = ", ".join(unknown) if unknown else "no input_ids"
+            raise StateError(
+                f"cp: {name} was called with {what}; it is not known what that means for a part of a sequence.\n"
+                f"  Call it with {', '.join(_KNOWN)} only."
+            )
+        positions = given.get("position_ids")
+        if positions is not None and not positions.is_meta and not bool((positions.diff(dim=-1) == 1).all()):
+            raise StateError(
+                f"cp: {name} was called with position_ids that do not go up by one: sequences packed into one row would"
+                " attend to each other.\n  Leave position_ids out, or set cp=1."
+            )
+
+
+def _next_tokens(given: dict[str, Any]) -> Tensor | None:
+    """The label of the token after each position, as transformers shifts them, but over the whole sequence."""
+    if "shift_labels" in given:
+        return given["shift_labels"]
+    labels = given.get("labels")
+    return None if labels is None else F.pad(labels, (0, 1), value=IGNORED)[:, 1:]
+
+
+def _check_mask(mask_BT: Tensor | None, next_BT: Tensor | None) -> None:
+    """Under causal attention, padding at the end that no label counts changes nothing, and needs no mask.
+
+    Raises:
+        StateError: It masks something else.
+    """
+    if mask_BT is None or mask_BT.is_meta:
+        return
+    is_hidden = mask_BT == 0
+    is_bad = mask_BT.dim() != 2 or bool((is_hidden[:, :-1] & ~is_hidden[:, 1:]).any())
+    if is_bad or (next_BT is not None and bool((is_hidden & (next_BT != IGNORED)).any())):
+        raise StateError(
+            "cp: attention_mask hides other tokens than padding at the end of a row whose labels are -100.\n"
+            "  Pad on the right, with labels of -100; or set cp=1."
+        )
+
+
+def _changed(output: Any, name: str, change: Any) -> Any:
+    """``output``, of which the loss or the logits (its first value) is another."""
+    if isinstance(output, tuple):
+        return (change(output[0]), *output[1:])
+    output[name] = change(output[name])
+    return output

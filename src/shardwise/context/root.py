@@ -10,15 +10,17 @@ import inspect
 import weakref
 import zlib
 from abc import ABC, abstractmethod
+from collections.abc import Sequence
 from typing import Any
 
+import torch
 from torch import Tensor, nn
 
 from shardwise.comm.base import Comm
 from shardwise.comm.control import agree
 from shardwise.comm.record import RecordComm
-from shardwise.context.split import Division
 from shardwise.spec.errors import RankDisagreement
+from shardwise.spec.zigzag import own_ranges, padded_length
 
 
 class Root(ABC):
@@ -100,3 +102,108 @@ class GPTRoot(Root):
         own_targets_BT = division.own_targets(targets)
         loss = self.compute(own_BT, own_targets_BT, positions=positions_T)
         return division.mean_loss(loss, own_targets_BT, targets)
+
+
+#: The target that leaves a position out, as ``F.cross_entropy`` has it.
+IGNORED = -100
+
+
+class Division:
+    """How sequences of one length are divided.
+
+    Sequences that do not come out even are continued with their last token, and targets that leave it out. Under causal
+    attention no other position sees that.
+
+    Args:
+        length: Of the sequences.
+        comm: On ``cp``.
+        multiple: What every rank's number of positions has to be a multiple of.
+        device: Of what is divided.
+    """
+
+    def __init__(self, length: int, comm: Comm, *, multiple: int, device: torch.device) -> None:
+        self.length = length
+        self.comm = comm
+        self.padded = padded_length(length, comm.size, multiple)
+        ranges = own_ranges(self.padded, comm.size, comm.rank)
+        places_T = torch.cat([torch.arange(start, stop, device=device) for start, stop in ranges])
+        self.positions_T = places_T.clamp(max=length - 1)
+        self._is_padding_T = places_T >= length
+
+    def own(self, whole_BT: Tensor) -> Tensor:
+        """This rank's positions, (B, own T, ...) of (B, T, ...)."""
+        return whole_BT.index_select(1, self.positions_T)
+
+    def own_targets(self, whole_BT: Tensor) -> Tensor:
+        """Likewise, with targets that leave padding out."""
+        own_BT = self.own(whole_BT)
+        return own_BT if self.padded == self.length else own_BT.masked_fill(self._is_padding_T, IGNORED)
+
+    def join(self, own_BTV: Tensor, unit: str) -> Tensor:
+        """The whole sequence, (B, T, V), from every rank's positions.
+
+        Collective:
+            All-gather on ``cp``; in backward a reduce-scatter of the gradient.
+        """
+        return _Join.apply(own_BTV, self, unit)
+
+    def mean_loss(self, loss: Tensor, own_BT: Tensor, whole_BT: Tensor, divisor: Any = None) -> Tensor:
+        """The mean loss over the whole sequence's targets that count, the same value on every rank.
+
+        Args:
+            loss: The mean over this rank's.
+            own_BT: This rank's targets.
+            whole_BT: All targets, of which every rank knows the number.
+            divisor: What the sum of losses is divided by instead.
+
+        Collective:
+            All-reduce of one float64 on ``cp``.
+        """
+        num_all = (whole_BT != IGNORED).sum() if divisor is None else divisor
+        return _MeanLoss.apply(loss, (own_BT != IGNORED).sum(), num_all, self.comm)
+
+
+class _MeanLoss(torch.autograd.Function):
+    """Backward gives every rank the gradient of its own share, times the ranks: the engine averages over them."""
+
+    @staticmethod
+    def forward(ctx: Any, loss: Tensor, num_own: Tensor, num_all: Any, comm: Comm) -> Tensor:
+        # A mean over nothing is not a number.
+        total = torch.where(num_own > 0, loss.double() * num_own, 0.0).reshape(1)
+        comm.all_reduce(total, unit="loss").wait()
+        ctx.weight = num_own.double() * comm.size / num_all
+        return (total / num_all).to(loss.dtype).squeeze(0)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None, None]:  # type: ignore[override]
+        return (grad * ctx.weight).to(grad.dtype), None, None, None
+
+
+class _Join(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, own_BTV: Tensor, division: Division, unit: str) -> Tensor:
+        ctx.division, ctx.unit = division, unit
+        comm = division.comm
+        buffer = own_BTV.new_empty(comm.size, *own_BTV.shape)
+        buffer[comm.rank].copy_(own_BTV)
+        comm.all_gather(buffer.view(-1), unit=unit).wait()
+        return in_order(buffer.unbind(0))[:, : division.length]
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None]:  # type: ignore[override]
+        division, comm = ctx.division, ctx.division.comm
+        whole = grad.new_zeros(grad.shape[0], division.padded, *grad.shape[2:])
+        whole[:, : division.length] = grad
+        parts = [
+            torch.cat([whole[:, start:stop] for start, stop in own_ranges(division.padded, comm.size, rank)], dim=1)
+            for rank in range(comm.size)
+        ]
+        own = torch.empty_like(parts[0])
+        comm.reduce_scatter(torch.stack(parts).view(-1), own.view(-1), unit=ctx.unit).wait()
+        return own, None, None
+
+
+def in_order(parts: Sequence[Tensor]) -> Tensor:
+    """The ranks' positions (dimension 1) as one sequence."""
+    halves = [part.chunk(2, dim=1) for part in parts]
+    return torch.cat([early for early, _ in halves] + [late for _, late in reversed(halves)], dim=1)

@@ -27,13 +27,12 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from shardwise.comm.base import Comm
-from shardwise.comm.forward import only
 from shardwise.spec.errors import PlanError
 from shardwise.spec.rows import row_bounds
 from shardwise.spec.slice import Cut, Slice, set_slice
 from shardwise.spec.styles import matches
 from shardwise.tensor.apply import take
-from shardwise.tensor.layer import Layer
+from shardwise.tensor.layer import Layer, only
 
 #: What a rank tells instead of how many rows it asks for, where it asks for some that there are not.
 _OUTSIDE = -1

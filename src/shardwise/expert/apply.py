@@ -6,8 +6,7 @@ import dataclasses
 from collections.abc import Iterable, Sequence
 
 from shardwise.comm.base import Comm
-from shardwise.expert.find import Mixture
-from shardwise.expert.layer import Mix, StackedMix
+from shardwise.expert.layer import Mix, Mixture, StackedMix
 from shardwise.spec.routing import local_range
 from shardwise.spec.slice import Cut, Slice, set_slice, slice_of
 

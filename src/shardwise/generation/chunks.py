@@ -7,9 +7,10 @@ chooses the tokens and sends them to the others; the first embeds them.
 
 from __future__ import annotations
 
+import itertools
 import sys
 from abc import ABC, abstractmethod
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from functools import partial
 from typing import Any, NamedTuple
@@ -18,6 +19,7 @@ import torch
 from torch import Tensor, nn
 
 from shardwise.comm.base import Comm
+from shardwise.comm.control import agree
 from shardwise.generation.decoder import Decoder, MakeDecoder
 from shardwise.generation.relay import Crossed, Relay
 from shardwise.generation.sample import RngStreams, Sampling
@@ -236,3 +238,96 @@ def _uncompiled() -> AbstractContextManager[object]:
     if "torch._dynamo" not in sys.modules:  # nothing is compiled, and to load it takes seconds
         return nullcontext()
     return torch.compiler.set_stance("force_eager")
+
+
+class Shares:
+    """The rows of a batch by data-parallel rank, in parts that go through the model one after the other.
+
+    Args:
+        num_rows: Of each data-parallel rank's batch.
+        comm: Over the data-parallel ranks; ``None`` where there is one only.
+        is_divided: They have one batch, and each generates some rows of it. Else each has rows of its own.
+        max_parts: Into so many parts at most. All ranks have equally many, of which some may be empty.
+    """
+
+    def __init__(self, num_rows: Sequence[int], comm: Comm | None, *, is_divided: bool, max_parts: int) -> None:
+        self._comm = comm
+        self._is_divided = is_divided
+        self._rank = 0 if comm is None else comm.rank
+        self.num_rows = num_rows[self._rank]
+        shares = divide(self.num_rows, len(num_rows)) if is_divided else [range(count) for count in num_rows]
+        num_parts = min(max_parts, max(map(len, shares)))
+        self._parts = [[share[part.start : part.stop] for part in divide(len(share), num_parts)] for share in shares]
+        self.num_parts = num_parts
+
+    def own(self, part: int) -> range:
+        """This rank's rows in a part."""
+        return self._parts[self._rank][part]
+
+    def exchange(self, part: int, tokens: Sequence[int]) -> dict[int, int]:
+        """The new tokens of a part, by row: those of this rank's rows, which are given, and the others'.
+
+        Collective:
+            Where the rows are divided an all-gather of eight bytes for each on the data-parallel axes.
+        """
+        if not self._is_divided or self._comm is None:
+            return dict(zip(self.own(part), tokens, strict=True))
+        every = [rows[part] for rows in self._parts]
+        width = max(map(len, every))
+        buffer = torch.zeros(len(every), width, dtype=torch.int64, device=self._comm.device)
+        buffer[self._rank, : len(tokens)] = torch.tensor(tokens, dtype=torch.int64)
+        self._comm.all_gather(buffer.view(-1), unit="tokens").wait()
+        return {
+            row: token
+            for rows, found in zip(every, buffer.tolist(), strict=True)
+            for row, token in zip(rows, found[: len(rows)], strict=True)
+        }
+
+    def is_over(self, part: int, is_live: Sequence[bool]) -> bool:
+        """Whether all rows of a part have ended, on every rank.
+
+        Collective:
+            Where each rank has rows of its own an all-gather of eight bytes on the data-parallel axes.
+        """
+        if self._comm is None or self._is_divided:
+            return not any(is_live[row] for rows in self._parts for row in rows[part])
+        return not any(agree(self._comm, int(any(is_live[row] for row in self.own(part)))))
+
+
+class Turn(NamedTuple):
+    """One computation of one stage: ``part`` of the batch, for its new token number ``step``.
+
+    With ``stage`` behind the last one: here the tokens arrive that the last stage has chosen.
+    """
+
+    step: int
+    part: int
+    stage: int
+
+
+def slots(stages: Sequence[int], num_stages: int, num_parts: int, num_steps: int) -> Iterator[tuple[Turn, ...]]:
+    """What the rank that holds ``stages`` does, one time after the other; at some times nothing.
+
+    Stage ``s`` takes part ``j`` of step ``t`` at time ``t * max(num_parts, num_stages) + j + s``, after the stage
+    before and after all of step ``t - 1`` of that part, which gives the token that goes in. From ``num_stages`` parts
+    on no stage of a rank's only one ever waits: a part's token is there when its turn comes.
+
+    What is made at one time is taken at the next. A rank that, between two times, sends all that it has made and
+    receives all that its next turns take, as one exchange, never waits in a circle, not even where messages wait for
+    each other: both ends of a message are between the same two times. Messages from one rank to another are then
+    received in the order in which they were sent.
+    """
+    period = max(num_parts, num_stages)
+    for time in range((num_steps - 1) * period + num_parts + num_stages):
+        places = [(*divmod(time - stage, period), stage) for stage in (num_stages, *sorted(stages, reverse=True))]
+        yield tuple(Turn(*place) for place in places if 0 <= place[0] < num_steps and place[1] < num_parts)
+
+
+def divide(count: int, num_shares: int) -> list[range]:
+    """``count`` rows in ``num_shares`` runs of neighbours, as even as can be, the larger ones first.
+
+    Where there are fewer rows than shares the last ones are empty.
+    """
+    least, more = divmod(count, num_shares)
+    starts = [share * least + min(share, more) for share in range(num_shares + 1)]
+    return [range(start, stop) for start, stop in itertools.pairwise(starts)]

@@ -19,13 +19,11 @@ from shardwise.comm.control import all_gather_json, fail_together
 from shardwise.engine.attach import attachment_of, engine_of
 from shardwise.engine.engine import Engine
 from shardwise.features.constant import constant_parameters
-from shardwise.generation.chunks import How, Part, Runner, Staged, Whole
+from shardwise.generation.chunks import How, Part, Runner, Shares, Staged, Turn, Whole, slots
 from shardwise.generation.decoder import decoder_of
-from shardwise.generation.rows import Shares
 from shardwise.generation.sample import Sampling
 from shardwise.pipeline.pipelined import pipelined_of
 from shardwise.spec.errors import ConfigError, RankDisagreement, ShardwiseError, StateError
-from shardwise.spec.schedule.decode import Turn, slots
 
 Prompts = Tensor | Sequence[Sequence[int]]
 

@@ -13,8 +13,7 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor, nn
 
-from shardwise.models.cache import KeyValueCache
-from shardwise.models.transformer import GPT
+from shardwise.models.transformer import GPT, KeyValueCache
 from shardwise.spec.errors import StateError
 
 

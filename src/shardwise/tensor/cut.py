@@ -28,13 +28,13 @@ from shardwise.tensor.layer import (
     CopiedColumn,
     Experts,
     Layer,
+    Mixture,
     Row,
     SharedParameters,
     VocabularyEmbedding,
 )
 from shardwise.tensor.linear import is_transposed
 from shardwise.tensor.loss import GPTLoss, VocabularyHead, has_loss
-from shardwise.tensor.mixture import Mixture
 
 #: Makes what stands in for a module's forward.
 Stand = Callable[[nn.Module, str, Comm], Layer]

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+import contextlib
+import weakref
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 from typing import Any
 
@@ -10,9 +13,41 @@ import torch
 from torch import Tensor, nn
 
 from shardwise.comm.base import Comm
-from shardwise.comm.forward import Forward, only
+from shardwise.spec.errors import Uncopyable
 from shardwise.tensor.linear import ColumnPlan, Deferral, column_linear, is_transposed, linear_of
 from shardwise.tensor.pairs import add_up, gather_seq, join_last, own_last, scatter_seq, share, share_copies
+
+
+class Forward(Uncopyable, ABC):
+    """What is called instead of ``module.forward``.
+
+    Args:
+        module: The module; held weakly.
+        name: Its path, in traces.
+    """
+
+    def __init__(self, module: nn.Module, name: str) -> None:
+        self._module = weakref.ref(module)
+        self.name = name
+
+    @property
+    def module(self) -> Any:
+        """The module. Whoever calls its forward has it."""
+        return self._module()
+
+    def install(self) -> None:
+        """Be the module's forward from now on."""
+        self.module.__dict__["forward"] = self
+
+    @abstractmethod
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        """The module's forward."""
+
+
+def only(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """The one argument of a layer, given by position or by whatever name its class has for it."""
+    (given,) = (*args, *kwargs.values())
+    return given
 
 
 class Layer(Forward):
@@ -276,3 +311,58 @@ def check_ids(ids: Tensor, count: int, what: str, *, ignored: int | None = None)
     elif is_wrong.any():
         found = int(ids[is_wrong][0])
         raise IndexError(f"{what} is {found}, expected 0 to {count - 1}.\n  Check the tokenizer against the model.")
+
+
+class Mixture(Layer):
+    """Stands in for a ``MixtureOfExperts``.
+
+    Attributes:
+        divides_sequence: It gets and gives this rank's positions.
+    """
+
+    divides_sequence = False
+
+    def __call__(self, x_BTC: Tensor) -> Tensor:
+        """(B, T, C), replicated, to the same.
+
+        Collective:
+            One all-reduce on ``tp``, and two in backward: of the input's gradient and of the experts' weights'. With
+            positions divided, two all-gathers and a reduce-scatter, and in backward the opposite, after an all-reduce
+            of the experts' biases' gradients.
+        """
+        module, place = self.module, (self.comm, self.name)
+        layers = [(_forward(expert.up), _forward(expert.down)) for expert in module.experts]
+        if not all(isinstance(up, Column) and isinstance(down, Row) for up, down in layers):
+            return type(module).forward(module, x_BTC)  # a table of the user's leaves experts whole
+        scores_BTE = module.router(x_BTC)
+        top_BTK, chosen_BTK = scores_BTE.topk(module.experts_per_token, dim=-1)
+        own_BTE = torch.zeros_like(scores_BTE).scatter(-1, chosen_BTK, top_BTK.softmax(dim=-1))
+        given = gather_seq if self.divides_sequence else share
+        x_BTC, weight_BTE = given(x_BTC, *place), given(own_BTE, *place)
+        y_BTC = torch.zeros_like(x_BTC)
+        for expert, (up, down), weight_BT in zip(module.experts, layers, weight_BTE.unbind(dim=-1), strict=True):
+            with _alone(up, down):
+                y_BTC = y_BTC + weight_BT.unsqueeze(-1) * expert(x_BTC)
+        biases = [expert.down.bias for expert in module.experts]
+        if biases[0] is None:
+            return scatter_seq(y_BTC, *place) if self.divides_sequence else add_up(y_BTC, *place)
+        bias_EC = torch.stack(biases)
+        if self.divides_sequence:
+            after_BTC = own_BTE @ share(bias_EC, *place)
+            return scatter_seq(y_BTC, *place) + after_BTC
+        after_BTC = own_BTE @ bias_EC
+        return add_up(y_BTC, *place) + after_BTC
+
+
+def _forward(module: nn.Module) -> Any:
+    return module.__dict__.get("forward")
+
+
+@contextlib.contextmanager
+def _alone(up: Column, down: Row) -> Iterator[None]:
+    """Have an expert take what it is given and give its part of the sum. A recomputation of it alone need not know."""
+    up.talks = down.talks = False
+    try:
+        yield
+    finally:
+        up.talks = down.talks = True

@@ -25,7 +25,7 @@ from shardwise.context.apply import divide_sequences
 from shardwise.engine import attach
 from shardwise.engine.wrap import find_units
 from shardwise.expert.apply import apply_experts
-from shardwise.expert.find import find_mixtures
+from shardwise.expert.layer import find_mixtures
 from shardwise.features import recompute
 from shardwise.measure.activations import cut_alone, measure_activations
 from shardwise.measure.storage import StorageCount

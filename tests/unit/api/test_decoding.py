@@ -7,7 +7,7 @@ import torch
 
 import shardwise as sw
 from shardwise.generation.sample import RngStreams, Sampling
-from shardwise.models.cache import KeyValueCache
+from shardwise.models.transformer import KeyValueCache
 from shardwise.spec.errors import ConfigError, StateError
 
 VOCAB, SEQ = 31, 24

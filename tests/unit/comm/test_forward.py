@@ -11,8 +11,8 @@ import pytest
 import torch
 from torch import nn
 
-from shardwise.comm.forward import Forward
 from shardwise.spec.errors import StateError
+from shardwise.tensor.layer import Forward
 
 
 class Twice(Forward):

@@ -15,7 +15,7 @@ from shardwise.comm.base import Comm, Done, Handle
 from shardwise.comm.record import RecordComm
 from shardwise.context import kernel
 from shardwise.context.ring import Ring
-from shardwise.context.split import Division, in_order
+from shardwise.context.root import Division, in_order
 
 
 class Wires(RecordComm):

@@ -7,8 +7,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from shardwise.expert.exchange import combine, dispatch
-from shardwise.expert.route import find_route
+from shardwise.expert.route import combine, dispatch, find_route
 from shardwise.spec.routing import capacity, local_range
 
 

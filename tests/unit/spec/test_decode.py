@@ -8,8 +8,8 @@ from collections import defaultdict
 from hypothesis import given
 from hypothesis import strategies as st
 
-from shardwise.spec.schedule.action import folded_ranks, looped_ranks
-from shardwise.spec.schedule.decode import Turn, divide, slots
+from shardwise.generation.chunks import Turn, divide, slots
+from shardwise.spec.schedule.actions import folded_ranks, looped_ranks
 
 
 def turns(*args):

@@ -22,7 +22,7 @@ from shardwise.spec.schedule import (
     closed,
     forward_only,
 )
-from shardwise.spec.schedule.held import Held, held, peak_bytes, peak_held
+from shardwise.spec.schedule.closed import Held, held, peak_bytes, peak_held
 from shardwise.spec.schedule.measured import measured as step_measured
 from shardwise.spec.schedule.simulate import Durations, simulate
 

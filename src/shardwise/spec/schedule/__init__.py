@@ -1,9 +1,8 @@
 """Pipeline schedules as data: built and checked by arithmetic, run by ``pipeline``."""
 
-from shardwise.spec.schedule.action import Action, Kind, Schedule
+from shardwise.spec.schedule.actions import Action, Kind, Schedule
+from shardwise.spec.schedule.builders import SCHEDULES, PipelinePolicy, build, forward_only, pipeline_policy
 from shardwise.spec.schedule.check import check
-from shardwise.spec.schedule.forward_only import forward_only
-from shardwise.spec.schedule.policy import SCHEDULES, PipelinePolicy, build, pipeline_policy
 
 __all__ = [
     "SCHEDULES",

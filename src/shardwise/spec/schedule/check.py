@@ -6,7 +6,7 @@ from collections import Counter
 from collections.abc import Iterator
 
 from shardwise.spec.errors import PlanError
-from shardwise.spec.schedule.action import Action, Kind, Schedule
+from shardwise.spec.schedule.actions import Action, Kind, Schedule
 from shardwise.spec.schedule.simulate import Durations, simulate
 
 

@@ -10,7 +10,7 @@ from fractions import Fraction
 from typing import NamedTuple
 
 from shardwise.spec.errors import PlanError
-from shardwise.spec.schedule.action import Action, Kind, Schedule
+from shardwise.spec.schedule.actions import Action, Kind, Schedule
 
 _SENT_BY = {Kind.RECEIVE_ACTIVATION: Kind.SEND_ACTIVATION, Kind.RECEIVE_GRADIENT: Kind.SEND_GRADIENT}
 

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
-from shardwise.spec.schedule.action import Kind, Schedule
+from shardwise.spec.schedule.actions import Kind, Schedule
 from shardwise.spec.traffic.data import Collective
 
 

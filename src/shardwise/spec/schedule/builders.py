@@ -1,0 +1,348 @@
+"""How a plan says what pipeline it wants, and the choice of the builder."""
+
+from __future__ import annotations
+
+import functools
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, fields
+
+from shardwise.spec.errors import PlanError
+from shardwise.spec.schedule.actions import Action, Kind, Orders, Schedule, check_positive, folded_ranks, looped_ranks
+from shardwise.spec.schedule.simulate import Durations, simulate
+
+#: Names of schedules.
+SCHEDULES = ("gpipe", "1f1b", "interleaved-1f1b", "zb-h1", "zb-v")
+
+
+@dataclass(frozen=True, slots=True)
+class PipelinePolicy:
+    """How microbatches go through the stages of a pipeline.
+
+    Attributes:
+        schedule: ``"gpipe"``: all forwards, then all backwards. ``"1f1b"``: the same bubble, and activations of at most
+            ``pp`` microbatches. ``"interleaved-1f1b"``: several stages per rank, a smaller bubble for more messages.
+            ``"zb-h1"``: 1F1B with backward in two parts and a third of its bubble where forward and both parts take
+            the same time. ``"zb-v"``: two stages per rank in the shape of a V, then no bubble from ``2 pp - 1``
+            microbatches on.
+        num_microbatches: Into how many microbatches a step is cut; ``None``: as many as there are ranks in a pipeline.
+            ``interleaved-1f1b`` takes multiples of that number.
+        num_virtual_stages: Stages of each rank; ``None``: 2 for ``interleaved-1f1b`` (where it may be more) and
+            ``zb-v``, 1 for the others.
+        first_of_stage: The module with which each stage but the first begins: the name of a block, or of a module
+            beside the blocks, such as a head. Empty: stages are balanced by the matrix products of a token.
+
+    Raises:
+        PlanError: A value is out of range, or does not go with the schedule.
+    """
+
+    schedule: str = "1f1b"
+    num_microbatches: int | None = None
+    num_virtual_stages: int | None = None
+    first_of_stage: tuple[str, ...] = ()
+
+    def __post_init__(self) -> None:
+        if self.schedule not in SCHEDULES:
+            raise PlanError(
+                f"schedule={self.schedule!r}: there is no such pipeline schedule.\n  Use one of {', '.join(SCHEDULES)}."
+            )
+        for name in ("num_microbatches", "num_virtual_stages"):
+            if getattr(self, name) is not None:
+                check_positive(name, getattr(self, name))
+        _ = self.virtual_stages
+        object.__setattr__(self, "first_of_stage", tuple(self.first_of_stage))
+
+    @property
+    def virtual_stages(self) -> int:
+        """Stages of each rank."""
+        usual = 2 if self.schedule in {"interleaved-1f1b", "zb-v"} else 1
+        given = usual if self.num_virtual_stages is None else self.num_virtual_stages
+        if self.schedule == "interleaved-1f1b":
+            if given < 2:
+                raise PlanError(
+                    f"schedule='interleaved-1f1b' interleaves the stages of a rank, but num_virtual_stages={given}.\n"
+                    "  Set num_virtual_stages=2 or more, or use schedule='1f1b'."
+                )
+        elif given != usual:
+            has = "one stage" if usual == 1 else "two stages"
+            raise PlanError(
+                f"schedule={self.schedule!r} has {has} per rank, but num_virtual_stages={given}.\n"
+                "  Leave num_virtual_stages out, or use schedule='interleaved-1f1b'."
+            )
+        return given
+
+    def microbatches(self, pp: int) -> int:
+        """Microbatches of a step in a pipeline of ``pp`` ranks."""
+        return pp if self.num_microbatches is None else self.num_microbatches
+
+    def check(self, pp: int) -> None:
+        """Refuse numbers that do not go together in a pipeline of ``pp`` ranks.
+
+        Raises:
+            PlanError: They do not.
+        """
+        check_positive("pp", pp)
+        m = self.microbatches(pp)
+        if self.schedule == "interleaved-1f1b" and m % pp:
+            below = m // pp * pp
+            use = f"{below} or {below + pp}" if below else f"{pp}"
+            raise PlanError(
+                f"schedule='interleaved-1f1b' takes microbatches in groups of pp={pp}, but num_microbatches={m} ="
+                f" {m // pp} x {pp} + {m % pp}.\n"
+                f"  Set num_microbatches={use}, or use schedule='1f1b'."
+            )
+
+    def build(self, pp: int) -> Schedule:
+        """The schedule for a pipeline of ``pp`` ranks.
+
+        Raises:
+            PlanError: The number of microbatches does not go with the schedule and ``pp``.
+        """
+        check_positive("pp", pp)
+        return build(self.schedule, pp, self.microbatches(pp), self.virtual_stages)
+
+
+def build(schedule: str, pp: int, num_microbatches: int, num_virtual_stages: int | None = None) -> Schedule:
+    """The actions of every rank in one step.
+
+    Args:
+        schedule: One of ``SCHEDULES``.
+        pp: Ranks of the pipeline.
+        num_microbatches: Microbatches of the step.
+        num_virtual_stages: Stages of each rank; ``None``: as the schedule says.
+
+    Raises:
+        PlanError: The numbers do not go together.
+    """
+    policy = PipelinePolicy(schedule, num_microbatches, num_virtual_stages)
+    policy.check(pp)
+    virtual = policy.virtual_stages
+    if schedule == "zb-v":
+        return with_messages(schedule, zb_v(pp, num_microbatches), num_microbatches, folded_ranks(pp))
+    if schedule == "interleaved-1f1b":
+        orders = interleaved(pp, num_microbatches, virtual)
+    else:
+        orders = _ONE_STAGE_PER_RANK[schedule](pp, num_microbatches)
+    return with_messages(schedule, orders, num_microbatches, looped_ranks(pp, virtual))
+
+
+def pipeline_policy(value: object) -> PipelinePolicy:
+    """The policy that ``pipeline`` means: ``None``, the name of a schedule, a policy, or a mapping of its fields.
+
+    Raises:
+        PlanError: The value means none.
+    """
+    if value is None:
+        return PipelinePolicy()
+    if isinstance(value, PipelinePolicy):
+        return value
+    if isinstance(value, str):
+        return PipelinePolicy(schedule=value)
+    known = tuple(field.name for field in fields(PipelinePolicy))
+    if not isinstance(value, Mapping):
+        raise PlanError(
+            f"pipeline={value!r}: expected the name of a schedule, or a PipelinePolicy (in a file a mapping of its"
+            f" fields).\n  Its fields are: {', '.join(known)}."
+        )
+    unknown = [str(key) for key in value if key not in known]
+    if unknown:
+        raise PlanError(f"pipeline has no field {', '.join(unknown)}.\n  Its fields are: {', '.join(known)}.")
+    return PipelinePolicy(**value)
+
+
+def with_messages(name: str, orders: Orders, num_microbatches: int, ranks: Sequence[int]) -> Schedule:
+    """The schedule that computes in these orders, with a message wherever the next stage is on another rank.
+
+    All computations and messages are put into one order over all ranks: by the time at which a computation starts, and
+    a message at the time at which what it carries is made, when every part of a computation takes one unit of time and
+    a message none. Both ends of a message have its place in that one order. A rank that follows its part of it, and
+    waits at every message for the other end, therefore never waits in a circle: of all that is still to be done, the
+    first in the order has both its ranks free.
+    """
+    plain = Schedule(name, tuple(tuple(order) for order in orders), num_microbatches, tuple(ranks))
+    timing = simulate(plain, Durations())
+    placed: list[tuple[int, int, int, int, int, Action]] = []
+    for rank, order in enumerate(timing.spans):
+        for span in order:
+            action = span.action
+            placed.append((span.start, 1, 0, action.stage, rank, action))
+            for owner, end in _message(action, plain):
+                kind_first = 0 if action.kind is Kind.FORWARD else 1
+                placed.append((span.end, 0, kind_first, action.stage, owner, end))
+    actions: list[list[Action]] = [[] for _ in orders]
+    for *_, owner, action in sorted(placed, key=lambda item: item[:4]):
+        actions[owner].append(action)
+    return Schedule(name, tuple(tuple(order) for order in actions), num_microbatches, tuple(ranks))
+
+
+def _message(made_by: Action, schedule: Schedule) -> list[tuple[int, Action]]:
+    """Both ends of the message that follows a computation, each with its rank; none where nothing is sent."""
+    stage, j = made_by.stage, made_by.microbatch
+    if made_by.kind is Kind.FORWARD:
+        send, receive, other = Kind.SEND_ACTIVATION, Kind.RECEIVE_ACTIVATION, stage + 1
+    elif made_by.kind.gives_input_gradient:
+        send, receive, other = Kind.SEND_GRADIENT, Kind.RECEIVE_GRADIENT, stage - 1
+    else:
+        return []
+    if not 0 <= other < schedule.num_stages or schedule.ranks[other] == schedule.ranks[stage]:
+        return []
+    source, target = schedule.ranks[stage], schedule.ranks[other]
+    return [(source, Action(send, stage, j, target)), (target, Action(receive, other, j, source))]
+
+
+def gpipe(pp: int, num_microbatches: int) -> list[list[Action]]:
+    """All forwards, then all backwards (Huang et al. 2018, arXiv 1811.06965).
+
+    Backwards go through the microbatches in the order of forward, so that gradients are added up as one process that
+    accumulates adds them.
+    """
+    return [
+        [Action(kind, rank, j) for kind in (Kind.FORWARD, Kind.BACKWARD) for j in range(num_microbatches)]
+        for rank in range(pp)
+    ]
+
+
+def one_forward_one_backward(pp: int, num_microbatches: int) -> list[list[Action]]:
+    """As many forwards as there are stages after this one, then a forward and a backward in turn, then the backwards.
+
+    Narayanan et al. 2021, arXiv 2104.04473 ("PipeDream-Flush"). A rank holds the activations of at most ``pp - rank``
+    microbatches, where GPipe holds all.
+    """
+    orders = []
+    for rank in range(pp):
+        ahead = min(pp - rank - 1, num_microbatches)
+        order = [Action(Kind.FORWARD, rank, j) for j in range(ahead)]
+        for j in range(num_microbatches - ahead):
+            order += [Action(Kind.FORWARD, rank, j + ahead), Action(Kind.BACKWARD, rank, j)]
+        order += [Action(Kind.BACKWARD, rank, j) for j in range(num_microbatches - ahead, num_microbatches)]
+        orders.append(order)
+    return orders
+
+
+def interleaved(pp: int, num_microbatches: int, num_virtual_stages: int) -> list[list[Action]]:
+    """Rank ``r`` has stages ``r``, ``pp + r``, ``2 pp + r``, ... (Narayanan et al. 2021, arXiv 2104.04473).
+
+    Microbatches go in groups of ``pp``: a whole group through the first stage of a rank, then through its second, and
+    so on; backward takes a rank's stages in reverse. The bubble is that of 1F1B over ``v``, the messages are ``v``
+    times as many.
+    """
+    group = pp * num_virtual_stages
+    total = num_microbatches * num_virtual_stages
+
+    def place(turn: int, rank: int, *, is_backward: bool) -> tuple[int, int]:
+        """Stage and microbatch of the forward or backward that has the ``turn``-th turn on a rank."""
+        groups, within = divmod(turn, group)
+        chunk, microbatch = divmod(within, pp)
+        if is_backward:
+            chunk = num_virtual_stages - 1 - chunk
+        return chunk * pp + rank, groups * pp + microbatch
+
+    orders = []
+    for rank in range(pp):
+        ahead = min(forwards_ahead(pp, rank, num_virtual_stages), total)
+        forwards = [Action(Kind.FORWARD, *place(turn, rank, is_backward=False)) for turn in range(total)]
+        backwards = [Action(Kind.BACKWARD, *place(turn, rank, is_backward=True)) for turn in range(total)]
+        order = forwards[:ahead]
+        for forward, backward in zip(forwards[ahead:], backwards, strict=False):
+            order += [forward, backward]
+        orders.append(order + backwards[total - ahead :])
+    return orders
+
+
+def forwards_ahead(pp: int, rank: int, num_virtual_stages: int) -> int:
+    """Forwards of a rank before it runs a forward and a backward in turn.
+
+    A group in all stages but its last, and two for each rank after it: until its first gradient comes back.
+    """
+    return 2 * (pp - rank - 1) + (num_virtual_stages - 1) * pp
+
+
+F, I, W = Kind.FORWARD, Kind.BACKWARD_INPUT, Kind.BACKWARD_WEIGHT  # noqa: E741  the field's letters
+
+
+def zb_h1(pp: int, num_microbatches: int) -> list[list[Action]]:
+    """1F1B with the weights' gradients of rank ``r`` ``r`` microbatches late.
+
+    Input gradients reach the rank before W sooner, and what is late fills the time at the end in which 1F1B waits. A
+    rank holds no more than 1F1B's first: ``pp - r`` microbatches between F and I, and ``r`` between I and W.
+    """
+    orders = []
+    for rank in range(pp):
+        ahead = min(pp - rank - 1, num_microbatches)
+        order = [Action(F, rank, j) for j in range(ahead)]
+        for j in range(num_microbatches):
+            if ahead + j < num_microbatches:
+                order.append(Action(F, rank, ahead + j))
+            order.append(Action(I, rank, j))
+            if j >= rank:
+                order.append(Action(W, rank, j - rank))
+        order += [Action(W, rank, j) for j in range(max(num_microbatches - rank, 0), num_microbatches)]
+        orders.append(order)
+    return orders
+
+
+def zb_v(pp: int, num_microbatches: int) -> list[list[Action]]:
+    """Two stages per rank, the model folded into a V: the first and the last stage share rank 0.
+
+    Each row below is one phase of rank ``r``; lower case is its first stage (number ``r``), upper case its second
+    (``2 pp - 1 - r``):
+
+    ===================  =================================================================================
+    f, 2(p - r) - 1 x    until the first microbatch has come down the V and back
+    F f, r x             both ways
+    F I W, p - r x       backward has begun at the end, which is on rank 0, but not come back to stage ``r``
+    f i w F I W          all six in turn, and so on without f once there is nothing left to begin
+    i I, r x             forwards are over: input gradients first, as other ranks wait for them
+    i w, p - r x         ... of the first stage alone
+    W, w, r x each       what is late
+    ===================  =================================================================================
+
+    With fewer than ``2 pp - 1`` microbatches the order is that for so many, with the missing ones left out.
+    """
+    room = max(num_microbatches, 2 * pp - 1)
+    orders = []
+    for rank in range(pp):
+        first, second = rank, 2 * pp - 1 - rank
+        back = [(F, second), (I, second), (W, second)]
+        turns = [(F, first)] * (2 * (pp - rank) - 1)
+        turns += [(F, second), (F, first)] * rank
+        turns += back * (pp - rank)
+        turns += [(F, first), (I, first), (W, first), *back] * (room - 2 * pp + 1 + rank)
+        turns += [(I, first), (W, first), *back] * (pp - 1 - rank)
+        turns += [(I, first), (I, second)] * rank
+        turns += [(I, first), (W, first)] * (pp - rank)
+        turns += [(W, second)] * rank + [(W, first)] * rank
+        done: Counter[tuple[Kind, int]] = Counter()
+        order = []
+        for kind, stage in turns:
+            if done[kind, stage] < num_microbatches:
+                order.append(Action(kind, stage, done[kind, stage]))
+            done[kind, stage] += 1
+        orders.append(order)
+    return orders
+
+
+@functools.lru_cache(maxsize=32)
+def forward_only(ranks: tuple[int, ...], num_microbatches: int) -> Schedule:
+    """Every rank computes what can be there first: microbatch ``j`` reaches stage ``s`` at time ``j + s``.
+
+    Args:
+        ranks: Of each stage.
+        num_microbatches: Any number.
+    """
+    orders = [
+        [
+            Action(Kind.FORWARD, stage, j)
+            for _, stage, j in sorted(
+                (stage + j, stage, j)
+                for stage, owner in enumerate(ranks)
+                for j in range(num_microbatches)
+                if owner == rank
+            )
+        ]
+        for rank in range(max(ranks) + 1)
+    ]
+    return with_messages("forward-only", orders, num_microbatches, ranks)
+
+
+_ONE_STAGE_PER_RANK = {"gpipe": gpipe, "1f1b": one_forward_one_backward, "zb-h1": zb_h1}
