@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -32,99 +32,97 @@ from shardwise.spec.traffic.data import BUFFER_SYNCS
 if TYPE_CHECKING:
     from shardwise.spec.placement import Placements
 
-#: How microbatches are accumulated; what ``auto`` becomes depends on the strategy.
+#: How the gradients of microbatches are added up; ``auto`` depends on the strategy.
 ACCUMULATIONS = ("auto", "sharded", "unsharded", "defer_replicate")
 
-#: What happens at ``parallelize`` where ranks hold different weights.
+#: What ``parallelize`` does where ranks have different weights.
 SYNCS = ("warn", "error", "rank0")
 
 
 @dataclass(frozen=True)
 class ParallelPlan:
-    """Which strategy, on which mesh, wrapped how.
+    """Which strategy, on how many ranks of each axis, in which dtypes, with which units.
+
+    Every policy can be given as the object, or as the mapping of its fields that a configuration file writes.
 
     Attributes:
-        strategy: A preset name or alias in any case (``ddp``, ``zero1``, ``zero2``, ``shard_grad_op``, ``zero3``,
-            ``hsdp``, ``hybrid_shard_grad_op``; ``data_parallel``, replicas in one process), or a ``Placements``.
-        dp_replicate: Groups of ranks that each hold the model as the strategy says. Gradients are summed inside each
-            group, then over the groups. ``hsdp`` and ``hybrid_shard_grad_op`` with 1 take what ``dp_shard`` leaves of
-            the world; where that says nothing either, a group is the ranks of one machine.
-        dp_shard: Ranks of a group: the axis on which the strategy's placements act. ``-1``: what is left of the world.
-        cp: Context-parallel ranks, which each compute with a part of every sequence and read the same samples. They
-            share the parameters as ``dp_shard`` ranks do. For our GPT and causal language models of transformers.
-        tp: Tensor-parallel ranks, which each hold a part of the large weights and compute with it.
-        pp: Ranks of a pipeline, which each hold some of the model's stages. Such a model is run by ``sw.train_step``
-            and ``sw.eval_step``; it adds up the gradients of the microbatches and reduces them once.
-        ep: Expert-parallel ranks: neighbours among the ``dp_shard * cp`` ranks that share parameters, each of which
-            holds a part of every mixture's experts and gets the tokens for them from the others. Only ranks with the
-            same experts shard or replicate those, as the strategy says.
-        expert_capacity: ``None``: every token gets to the experts that it chose. A factor: of a rank's batch of n
-            tokens with k choices each, an expert of E takes the first ``ceil(factor * n * k / E)``, first choices
-            before second ones, in the order of tokens; the others add nothing. It acts with any ``ep``, 1 too.
-        tp_plan: How ``tp`` cuts the model: a mapping from name patterns to styles (``spec.styles``), such as
-            ``{"layers.*.up": "colwise", "layers.*.down": "rowwise"}``, beside and instead of what is known for the
-            model's class. ``None``: as is known.
-        sequence_parallel: With ``tp``: what lies between the divided layers (norms, dropout, the residual stream) is
-            divided over its ranks too, by positions. For our GPT, and GPT-2, BERT, ViT, Llama, Qwen3 and Mixtral of
-            transformers.
-        auto_wrap_policy: ``"auto"`` (the model's repeated blocks), ``"none"``, or a wrap policy. A mapping with one of
-            ``by_class: [names]``, ``by_size: numel``, ``by_name: [globs]`` is what configuration files write.
-        ignored: What is left alone: neither sharded, compared over the ranks nor reduced, but each rank's own (experts,
-            parts that another library moves). Shell patterns of module or parameter names (``*`` does not cross a dot;
-            of a module everything below it is meant), modules, or parameters. ``engine.ignore`` has the details.
-        row_sharded: Embeddings whose rows are spread over all ranks, under any strategy of the rest: each rank holds a
-            range of them with gradients and optimizer state, and only the rows that a batch looks up travel
-            (``embedding.rows``). Shell patterns of module names. Not with ``tp``, ``cp``, ``pp``, ``ep``, ``compile``.
-        reshard_after_forward: ``"auto"`` (as the strategy says), ``True``, ``False``, or a number: after its forward a
-            unit stays sharded over that many neighbouring ranks of ``dp_shard``, and backward gathers it from them.
-        mp_policy: In which dtypes to compute and reduce; ``None``: the model's own, no cast. A mapping of the fields of
-            ``PrecisionPolicy`` is what configuration files write. Its ``overrides`` are for parts of the model.
-        quantize_frozen: ``"int8"``: frozen weights of linear layers are held and gathered as int8 blocks, and unpacked
-            while their unit computes (``spec.quantize``); ``"bf16"``: the same in 16 bit. Both also where parameters
-            are replicated. State dicts and checkpoints hold what is read from them, in the dtype that the weights had.
-        quantized_gather: ``"int8"``: parameters are sent as int8 blocks when they are gathered (ZeRO++'s qwZ). Every
-            rank computes with what is read from the blocks, its own part too; the optimizer updates the master. Frozen
-            parameters that all ranks hold anyway are not gathered, and stay as they are.
-        quantized_reduce: ``"int8"``: gradients are sent as int8 blocks to the rank that adds them up, in fp32 (ZeRO++'s
-            qgZ). The mean over N ranks is off by at most the sum of the blocks' largest values over 254 N.
-        granularity: What a rank's cut never divides, for the optimizer's sake: ``"element"``, ``"row"``,
-            ``sw.block(n)`` (in a file ``[block, n]``) or ``"tensor"``, which gives every parameter whole to one rank
-            (of what tensor or expert parallelism has cut, this rank's part).
-        offload_policy: What is kept on the host. ``"none"``; ``"cpu"``: masters, gradients and optimizer state; or an
-            ``OffloadPolicy``, of which files write a mapping of the fields.
-        activation_checkpointing: What is computed again in backward instead of being kept. ``"none"``; ``"full"``:
-            every unit; ``"selective"``: every unit, but for what matrix products and attention give; a wrap policy: the
-            modules that it names; or a ``RecomputePolicy``. Files write one of the strings, the mapping of a wrap
-            policy, or a mapping of the fields of ``RecomputePolicy``.
-        accumulation: ``"auto"``, ``"sharded"`` (every microbatch is reduced, and the means are added in the master's
-            dtype), ``"unsharded"`` (a rank adds its microbatches in ``reduce_dtype``, and only the last sends), or
-            ``"defer_replicate"`` (every microbatch is reduced inside its group, the last also over the groups).
-        pipeline: With ``pp`` of 2 or more: how microbatches go through the stages. ``None`` (1F1B with ``pp``
-            microbatches), the name of a schedule, or a ``PipelinePolicy``, of which files write a mapping of the
-            fields.
-        merge_units: Neighbouring units of a ``ModuleList`` or ``Sequential`` travel together up to this many bytes of
-            parameters: fewer messages, more memory. ``"auto"``: up to 2 MiB, on CUDA 1 MiB a rank if that
-            is more, and an eighth of the model (``spec.merge``); ``False``: every unit by itself.
-        gradient_buffers: Full-size gradient buffers per size of unit. With 2 the gradients of a unit are collected
-            while those of the unit before are being reduced, with 3 those of the two units before, and so on; 1 takes
-            the least memory.
-        keep_buffers: Memory for gathered units, gradient buffers and gradients stays allocated from step to step, so
-            that on the CPU no page is touched anew. ``False``: it is given back to torch's allocator when nothing is in
-            it, and forward's activations can lie there. The most that is held at once is then told by
-            ``sw.dry_run``; ``sw.summary`` tells the most of each category, which are not all there at once.
-        sync: What to do where ranks hold different weights: ``"warn"`` sends rank 0's and warns once, ``"error"``
-            refuses, ``"rank0"`` takes rank 0's and lets the other ranks hold meta tensors.
-        sync_buffers: What happens, before the first forward after one in train mode, to buffers that each rank has
-            changed by itself, such as batch norm's running statistics: ``"broadcast"`` sends rank 0's, ``"mean"``
-            averages those of floating point over the ranks and sends rank 0's others, ``"none"`` leaves them alone.
-            ``"auto"`` broadcasts those that are saved with the model, under every strategy; what is not saved (masks,
-            rotary frequencies) does not change.
-        compile: Compile every unit that encloses no other (the root only where it is the one unit) by itself, with
-            ``torch.compile``. Not together with operators whose outputs are kept (``activation_checkpointing``), nor
-            with ``tp``, ``cp``, ``ep`` or ``row_sharded``, whose collectives lie inside of units.
+        strategy: A preset (``ddp``, ``zero1``, ``zero2``, ``shard_grad_op``, ``zero3``, ``hsdp``,
+            ``hybrid_shard_grad_op``, or ``data_parallel``: replicas in one process), an alias (``fsdp``,
+            ``FULL_SHARD``, ...; case does not matter), or a ``Placements``.
+        dp_replicate: Number of groups of ranks that each hold the model as the strategy says. Gradients are summed
+            inside each group, then over the groups. For ``hsdp`` and ``hybrid_shard_grad_op`` 1 means: as many groups
+            as ``dp_shard`` leaves, and if ``dp_shard`` is -1, one group for each machine.
+        dp_shard: Ranks of a group, the axis on which the strategy acts. ``-1``: the rest of the world.
+        cp: Context-parallel ranks. Each computes a part of every sequence; all of them read the same samples, and
+            share parameters as ``dp_shard`` ranks do. For our GPT and causal language models of transformers.
+        tp: Tensor-parallel ranks. Each holds and multiplies a part of the large weights.
+        pp: Pipeline ranks. Each holds some stages of the model. Train with ``sw.train_step``, evaluate with
+            ``sw.eval_step``. Gradients of the microbatches are added up and reduced once.
+        ep: Expert-parallel ranks: neighbours among the ``dp_shard * cp`` ranks. Each holds a part of the experts of
+            every mixture and receives their tokens from the others. Ranks with the same experts shard or replicate
+            them as the strategy says.
+        expert_capacity: ``None``: an expert takes every token that chose it. A factor f: of a rank's n tokens with k
+            choices each, one of E experts takes the first ``ceil(f * n * k / E)``, first choices before second ones,
+            in the order of the tokens; the mixture adds nothing to the other tokens. Acts with ``ep=1`` too.
+        tp_plan: How ``tp`` cuts the model: name patterns and styles (``spec.styles``), such as
+            ``{"layers.*.up": "colwise", "layers.*.down": "rowwise"}``. They take precedence over what is known for the
+            model's class. ``None``: only what is known.
+        sequence_parallel: With ``tp``: norms, dropout and the residual stream between the cut layers are divided by
+            positions. For our GPT, and GPT-2, BERT, ViT, Llama, Qwen3 and Mixtral of transformers.
+        auto_wrap_policy: Which modules become units: ``"auto"`` (the model's repeated blocks), ``"none"``, or one of
+            ``sw.wrap_by_class``, ``sw.wrap_by_size``, ``sw.wrap_by_name``. In a file: ``by_class: [names]``,
+            ``by_size: numel``, ``by_name: [patterns]``.
+        ignored: Modules and parameters that are neither sharded, compared over the ranks, nor reduced: each rank keeps
+            its own. Given as objects, or as shell patterns of their names (``*`` does not cross a dot; a module
+            includes everything below it).
+        row_sharded: Name patterns of embeddings whose rows, with gradients and optimizer state, are spread over all
+            ranks under any strategy; only the rows that a batch looks up are sent (``embedding.rows``). Not with
+            ``tp``, ``cp``, ``pp``, ``ep``, ``compile``.
+        reshard_after_forward: ``True``: a unit is released after its forward and gathered again in backward. ``False``:
+            it stays gathered. ``"auto"``: as the strategy says. A number: after forward, each run of so many
+            neighbouring ranks of ``dp_shard`` keeps the unit between them, and backward gathers it from those.
+        mp_policy: Dtypes of computing and reducing. ``None``: the model's own.
+        quantize_frozen: ``"int8"``: frozen weights of linear layers are held and gathered as int8 blocks
+            (``spec.quantize``) and unpacked while their unit computes. ``"bf16"``: the same in 16 bit. State dicts and
+            checkpoints hold the unpacked values in the weights' original dtype.
+        quantized_gather: ``"int8"``: parameters are gathered as int8 blocks (qwZ of ZeRO++, arXiv 2306.10209). Every
+            rank computes with the unpacked values, its own slice included; the optimizer updates the master. Frozen
+            parameters that every rank holds whole are not gathered and stay exact.
+        quantized_reduce: ``"int8"``: gradients are sent as int8 blocks and added in fp32 (qgZ of ZeRO++). The mean
+            over N ranks is off by at most the sum of the blocks' largest absolute values over 254 N.
+        granularity: The smallest part of a parameter that is never divided over ranks, for optimizers whose update
+            needs it: ``"element"``, ``"row"``, ``sw.block(n)`` (in a file ``[block, n]``), or ``"tensor"``.
+        offload_policy: What is kept in host memory. ``"none"``; ``"cpu"``: masters, gradients and optimizer state; or
+            an ``OffloadPolicy``.
+        activation_checkpointing: What is recomputed in backward instead of being kept. ``"none"``; ``"full"``: every
+            unit; ``"selective"``: every unit, except outputs of matrix products and attention; a wrap policy: the
+            modules that it names; or a ``RecomputePolicy``.
+        accumulation: How the microbatches of a step are added up. ``"sharded"``: every microbatch is reduced, and the
+            means are added in the master's dtype. ``"unsharded"``: each rank adds its microbatches in ``reduce_dtype``
+            and reduces once. ``"defer_replicate"``: every microbatch is reduced inside its group, the last one also
+            over the groups. ``"auto"``: as suits the strategy.
+        pipeline: With ``pp`` of 2 or more: the schedule, by name or as a ``PipelinePolicy``. ``None``: 1F1B with ``pp``
+            microbatches.
+        merge_units: Neighbouring units of a ``ModuleList`` or ``Sequential`` are gathered and reduced together up to
+            this many bytes of parameters: fewer messages, more memory. ``"auto"``: up to 2 MiB (on CUDA 1 MiB a rank
+            if that is more), and at most an eighth of the model (``spec.merge``). ``False``: every unit by itself.
+        gradient_buffers: Number of full-size gradient buffers for each size of unit. With n, the gradients of a unit
+            are collected while those of the n - 1 units before are being reduced; 1 takes the least memory.
+        keep_buffers: ``True``: memory of gathered units, gradient buffers and gradients stays allocated from step to
+            step. ``False``: it returns to torch's allocator when it is empty, so that activations can use it.
+            ``sw.dry_run`` then tells the peak; ``sw.summary`` tells the peak of each category.
+        sync: Where ranks have different weights: ``"warn"`` sends rank 0's and warns once, ``"error"`` refuses,
+            ``"rank0"`` sends rank 0's; the other ranks may then hold meta tensors.
+        sync_buffers: What happens to buffers that each rank has changed, such as running statistics of batch norm,
+            before the first forward after one in train mode: ``"broadcast"`` sends rank 0's, ``"mean"`` averages those
+            of floating point and sends rank 0's others, ``"none"`` leaves them alone. ``"auto"`` broadcasts those that
+            are saved with the model.
+        compile: Compiles every unit that encloses no other with ``torch.compile``. Not with ``tp``, ``cp``, ``ep`` or
+            ``row_sharded``, whose collectives are inside units, nor with a ``RecomputePolicy`` that saves outputs of
+            operators.
 
     Raises:
-        PlanError: A value is out of range, or does not go with another.
+        PlanError: A value is out of range, or two values cannot be combined.
         PlacementError: The strategy is unknown.
     """
 
@@ -159,93 +157,90 @@ class ParallelPlan:
     compile: bool = False
 
     def __post_init__(self) -> None:
-        """Check every field that can be checked without a model or a world."""
+        """Replace what files and other libraries write by policies, and check what needs neither model nor world."""
         self._translate()
-        for axis in ("dp_replicate", "cp", "tp", "pp", "ep"):
-            size = getattr(self, axis)
-            if isinstance(size, bool) or not isinstance(size, int) or size < 1:
-                raise PlanError(f"{axis}={size!r}: expected a positive integer.\n  Set {axis}=1.")
-        if isinstance(self.dp_shard, bool) or not isinstance(self.dp_shard, int):
-            raise PlanError(
-                f"dp_shard={self.dp_shard!r}: expected an integer.\n  Use -1 for what is left of the world."
-            )
-        if self.dp_shard != -1 and self.dp_shard < 1:
-            raise PlanError(
-                f"dp_shard={self.dp_shard}: expected a positive integer or -1.\n  Use -1 for what is left of the world."
-            )
+        self._check_degrees()
         _ = self.placements
-        self._parse_policies()
-        object.__setattr__(self, "tp_plan", parse_table(self.tp_plan))
+        self._set("auto_wrap_policy", wrap_policy(self.auto_wrap_policy, "auto_wrap_policy"))
+        if self.mp_policy is not None:
+            self._set("mp_policy", PrecisionPolicy.parse(self.mp_policy))
+        for name, parse in (("offload_policy", offload_policy), ("activation_checkpointing", recompute_policy)):
+            policy = parse(getattr(self, name))
+            if not isinstance(getattr(self, name), str):  # "none", "cpu", "full" stay as they were given
+                self._set(name, policy)
+        self._set("tp_plan", parse_table(self.tp_plan))
+        self._set("ignored", ignored_entries(self.ignored))
+        self._set("row_sharded", row_sharded_names(self.row_sharded))
+        self._set("granularity", resolve_granularity(self.granularity))
+        _ = self.quantization
+        _one_of("accumulation", self.accumulation, ACCUMULATIONS)
+        _one_of("sync", self.sync, SYNCS)
+        _one_of("sync_buffers", self.sync_buffers, BUFFER_SYNCS)
+        self._check_values()
+        self._check_pipeline()
+        self._check_experts()
+        for message in self._conflicts():
+            raise PlanError(message)
+
+    def _set(self, name: str, value: object) -> None:
+        object.__setattr__(self, name, value)
+
+    def _translate(self) -> None:
+        """Replace objects of torch's FSDP by their counterparts (``spec.foreign``)."""
+        notes = []
+        for name in ("strategy", "auto_wrap_policy", "mp_policy", "offload_policy", "activation_checkpointing"):
+            value, note = translated(getattr(self, name))
+            if note is not None:
+                self._set(name, value)
+                notes.append(note)
+        self._set("_notes", tuple(notes))
+
+    def _check_degrees(self) -> None:
+        for axis in ("dp_replicate", "cp", "tp", "pp", "ep"):
+            if not _is_positive(getattr(self, axis)):
+                raise PlanError(f"{axis}={getattr(self, axis)!r}: expected a positive integer.\n  Set {axis}=1.")
+        if self.dp_shard != -1 and not _is_positive(self.dp_shard):
+            raise PlanError(
+                f"dp_shard={self.dp_shard!r}: expected a positive integer or -1.\n  Use -1 for what is left of the"
+                " world."
+            )
+
+    def _check_values(self) -> None:
         if not isinstance(self.sequence_parallel, bool) or (self.sequence_parallel and self.tp == 1):
             raise PlanError(
                 f"sequence_parallel={self.sequence_parallel!r} with tp={self.tp}: expected True or False, and True"
                 " divides positions over tp.\n  Set tp to 2 or more, or leave sequence_parallel at False."
             )
-        self._check_context()
-        object.__setattr__(self, "ignored", ignored_entries(self.ignored))
-        object.__setattr__(self, "row_sharded", row_sharded_names(self.row_sharded))
-        self._check_rows()
-        self._check_reshard()
-        self._check_pipeline()
-        self._check_experts()
-        _ = self.quantization
-        object.__setattr__(self, "granularity", resolve_granularity(self.granularity))
-        _one_of("accumulation", self.accumulation, ACCUMULATIONS)
-        _one_of("sync", self.sync, SYNCS)
-        _one_of("sync_buffers", self.sync_buffers, BUFFER_SYNCS)
-        self._check_compile(self.recompute)
-        self._check_buffers()
-
-    def _translate(self) -> None:
-        """Replace objects of torch's FSDP by what they are here (``spec.foreign``)."""
-        notes = []
-        for name in ("strategy", "auto_wrap_policy", "mp_policy", "offload_policy", "activation_checkpointing"):
-            value, note = translated(getattr(self, name))
-            if note is not None:
-                object.__setattr__(self, name, value)
-                notes.append(note)
-        object.__setattr__(self, "_notes", tuple(notes))
-
-    @property
-    def notes(self) -> tuple[str, ...]:
-        """What objects of torch's FSDP became, in words."""
-        return vars(self)["_notes"]
-
-    def _parse_policies(self) -> None:
-        """Replace what files write by the policies that it means; words stay words."""
-        object.__setattr__(self, "auto_wrap_policy", wrap_policy(self.auto_wrap_policy, "auto_wrap_policy"))
-        if self.mp_policy is not None:
-            object.__setattr__(self, "mp_policy", PrecisionPolicy.parse(self.mp_policy))
-        for name, parse in (("offload_policy", offload_policy), ("activation_checkpointing", recompute_policy)):
-            policy = parse(getattr(self, name))
-            if not isinstance(getattr(self, name), str):
-                object.__setattr__(self, name, policy)
-
-    def _check_rows(self) -> None:
-        others = [f"{axis}={getattr(self, axis)}" for axis in ("tp", "pp", "cp", "ep") if getattr(self, axis) != 1]
-        if self.placements.is_threaded:
-            others.append(f"strategy={self.strategy!r}")
-        if self.row_sharded and others:
+        reshard = self.reshard_after_forward
+        if not isinstance(reshard, int) and reshard != "auto":
             raise PlanError(
-                f"row_sharded={list(self.row_sharded)} with {', '.join(others)}: rows are spread over data-parallel"
-                " ranks, each with samples of its own.\n"
-                "  Leave row_sharded out, or use dp_shard and dp_replicate alone."
+                f"reshard_after_forward={reshard!r}: expected 'auto', True, False or a number of ranks.\n"
+                "  Leave it at 'auto'."
             )
-        if self.row_sharded and self.compile:
+        if isinstance(reshard, int) and not isinstance(reshard, bool) and reshard < 2:
             raise PlanError(
-                f"row_sharded={list(self.row_sharded)} with compile=True: compiled units would break at every lookup.\n"
-                "  Leave compile at False, or leave row_sharded out."
+                f"reshard_after_forward={reshard}: the ranks that share a unit after its forward are at least 2.\n"
+                "  Use False to keep units whole on every rank."
             )
+        if not (self.merge_units in ("auto", False) or _is_positive(self.merge_units)):
+            raise PlanError(
+                f"merge_units={self.merge_units!r}: expected 'auto', False or a number of bytes.\n"
+                "  Use False to keep every unit by itself."
+            )
+        if not _is_positive(self.gradient_buffers):
+            raise PlanError(
+                f"gradient_buffers={self.gradient_buffers!r}: expected a positive integer.\n"
+                "  Use 2, or 1 for the least memory."
+            )
+        for name, usual in (("keep_buffers", True), ("compile", False)):
+            if not isinstance(getattr(self, name), bool):
+                raise PlanError(f"{name}={getattr(self, name)!r}: expected True or False.\n  Leave it at {usual}.")
 
     def _check_pipeline(self) -> None:
         if self.pp > 1 and self.accumulation in {"sharded", "defer_replicate"}:
             raise PlanError(
                 f"accumulation={self.accumulation!r} with pp={self.pp}: a pipeline adds up the gradients of a step's"
                 " microbatches and reduces them once.\n  Leave accumulation at 'auto'."
-            )
-        if self.pp > 1 and self.placements.is_threaded:
-            raise PlanError(
-                f"strategy {self.strategy!r} runs in one process, but pp={self.pp}.\n  Use ddp, or set pp=1."
             )
         if self.pipeline is None:
             return
@@ -257,13 +252,7 @@ class ParallelPlan:
             )
         policy.check(self.pp)
         if not isinstance(self.pipeline, str):
-            object.__setattr__(self, "pipeline", policy)
-
-    def _check_context(self) -> None:
-        if self.cp > 1 and self.placements.is_threaded:
-            raise PlanError(
-                f"strategy {self.strategy!r} runs in one process, but cp={self.cp}.\n  Use ddp, or set cp=1."
-            )
+            self._set("pipeline", policy)
 
     def _check_experts(self) -> None:
         capacity = self.expert_capacity
@@ -289,51 +278,59 @@ class ParallelPlan:
             if is_refused:
                 raise PlanError(f"{given} does not go with {what} in this version.\n  {advice}, or set ep=1.")
 
-    def _check_compile(self, policy: RecomputePolicy | None) -> None:
-        if not isinstance(self.compile, bool):
-            raise PlanError(f"compile={self.compile!r}: expected True or False.\n  Leave it at False.")
+    def _conflicts(self) -> Iterator[str]:
+        """Messages about fields that cannot be combined."""
+        is_threaded = self.placements.is_threaded
+        others = [f"{axis}={getattr(self, axis)}" for axis in ("tp", "pp", "cp", "ep") if getattr(self, axis) != 1]
+        others += [f"strategy={self.strategy!r}"] if is_threaded else []
+        if self.row_sharded and others:
+            yield (
+                f"row_sharded={list(self.row_sharded)} with {', '.join(others)}: rows are spread over data-parallel"
+                " ranks, each with samples of its own.\n"
+                "  Leave row_sharded out, or use dp_shard and dp_replicate alone."
+            )
+        if self.row_sharded and self.compile:
+            yield (
+                f"row_sharded={list(self.row_sharded)} with compile=True: compiled units would break at every lookup.\n"
+                "  Leave compile at False, or leave row_sharded out."
+            )
+        for axis in ("pp", "cp"):
+            if is_threaded and getattr(self, axis) > 1:
+                size = getattr(self, axis)
+                yield f"strategy {self.strategy!r} runs in one process, but {axis}={size}.\n  Use ddp, or set {axis}=1."
         for axis in ("tp", "cp"):
             if self.compile and getattr(self, axis) > 1:
-                raise PlanError(
+                yield (
                     f"compile=True with {axis}={getattr(self, axis)}: compiled units would break at every collective.\n"
                     f"  Leave compile at False, or set {axis}=1."
                 )
-        if self.compile and policy is not None and policy.save:
-            raise PlanError(
+        if self.compile and self.recompute is not None and self.recompute.save:
+            yield (
                 "compile=True with operators whose outputs are kept: a compiled unit no longer calls them one by one.\n"
                 "  Use activation_checkpointing='full', or compile=False."
             )
 
-    def _check_buffers(self) -> None:
-        if not (self.merge_units in ("auto", False) or _is_positive(self.merge_units)):
-            raise PlanError(
-                f"merge_units={self.merge_units!r}: expected 'auto', False or a number of bytes.\n"
-                "  Use False to keep every unit by itself."
-            )
-        if not _is_positive(self.gradient_buffers):
-            raise PlanError(
-                f"gradient_buffers={self.gradient_buffers!r}: expected a positive integer.\n"
-                "  Use 2, or 1 for the least memory."
-            )
-        if not isinstance(self.keep_buffers, bool):
-            raise PlanError(f"keep_buffers={self.keep_buffers!r}: expected True or False.\n  Leave it at True.")
+    @property
+    def notes(self) -> tuple[str, ...]:
+        """One sentence for each object of torch's FSDP that was replaced by its counterpart."""
+        return vars(self)["_notes"]
 
     @property
     def placements(self) -> Placements:
         """Where parameters, gradients and optimizer state live."""
-        from shardwise.spec.placement import resolve_strategy  # placement is read only when a strategy is asked for
+        from shardwise.spec.placement import resolve_strategy  # loaded only when a strategy is asked for
 
         return resolve_strategy(self.strategy)
 
     @property
     def precision(self) -> PrecisionPolicy:
-        """``mp_policy`` as a policy, whatever it was given as."""
+        """``mp_policy`` as a policy."""
         assert not isinstance(self.mp_policy, Mapping)  # __post_init__ has replaced it
         return self.mp_policy or FULL_PRECISION
 
     @property
     def quantization(self) -> Quantization:
-        """What is quantized.
+        """The three fields about quantization as one object.
 
         Raises:
             PlanError: A form is unknown.
@@ -342,7 +339,7 @@ class ParallelPlan:
 
     @property
     def cut_granularity(self) -> Granularity:
-        """``granularity``, whatever it was given as."""
+        """``granularity`` as an object."""
         return resolve_granularity(self.granularity)
 
     @property
@@ -357,37 +354,41 @@ class ParallelPlan:
 
     @property
     def pipeline_policy(self) -> PipelinePolicy | None:
-        """``pipeline`` as a policy; ``None`` where there is no pipeline."""
+        """``pipeline`` as a policy; ``None`` where ``pp`` is 1."""
         return pipeline_policy(self.pipeline) if self.pp > 1 else None
 
     @property
     def routes_tokens(self) -> bool:
-        """Mixtures of experts send tokens to the experts that they chose, or drop some."""
+        """Mixtures of experts send tokens to other ranks, or drop some."""
         return self.ep > 1 or self.expert_capacity is not None
 
     @property
     def wrap_policy(self) -> str | WrapPolicy:
-        """``auto_wrap_policy``, where a mapping has become the policy that it describes."""
+        """``auto_wrap_policy`` as a policy, ``"auto"`` or ``"none"``."""
         assert not isinstance(self.auto_wrap_policy, Mapping)  # __post_init__ has replaced it
         return self.auto_wrap_policy
 
     @property
     def is_replicated(self) -> bool:
-        """Gradients are also summed over ``dp_replicate``, be it over one group only."""
+        """Gradients are also summed over ``dp_replicate``, which may have one rank."""
         return self.placements.is_hybrid or self.dp_replicate > 1
 
     @property
     def inner_size(self) -> int | None:
-        """Ranks that share a unit after its forward, where ``reshard_after_forward`` is a number."""
+        """Ranks that keep a unit between them after forward, where ``reshard_after_forward`` is a number."""
         return None if isinstance(self.reshard_after_forward, bool | str) else self.reshard_after_forward
 
     @property
     def merge_limit(self) -> int | None:
-        """The most bytes of parameters in a merged unit; 0: none is merged, ``None``: as the size of the model says."""
+        """The most bytes of parameters in a merged unit; 0: no merging, ``None``: depends on the model's size."""
         return None if self.merge_units == "auto" else int(self.merge_units)
 
     def mesh(self, world_size: int, local_size: int | None = None) -> Mesh:
-        """The mesh of this plan on ``world_size`` ranks, ``local_size`` of them on each machine where that is known.
+        """The mesh of this plan.
+
+        Args:
+            world_size: Number of ranks.
+            local_size: Ranks on each machine; ``None``: not known.
 
         Raises:
             MeshError: The degrees do not make the world.
@@ -419,7 +420,7 @@ class ParallelPlan:
         return mesh
 
     def _machine(self, world_size: int, local_size: int | None) -> int:
-        """Ranks of a machine, which are a group of hybrid sharding unless the plan says otherwise."""
+        """Ranks of a machine: the default size of a group of hybrid sharding."""
         if world_size == 1:
             return 1
         if local_size is None or world_size % local_size:
@@ -431,27 +432,12 @@ class ParallelPlan:
             )
         return local_size
 
-    def _check_reshard(self) -> None:
-        value = self.reshard_after_forward
-        if isinstance(value, bool) or value == "auto":
-            return
-        if not isinstance(value, int):
-            raise PlanError(
-                f"reshard_after_forward={value!r}: expected 'auto', True, False or a number of ranks.\n"
-                "  Leave it at 'auto'."
-            )
-        if value < 2:
-            raise PlanError(
-                f"reshard_after_forward={value}: the ranks that share a unit after its forward are at least 2.\n"
-                "  Use False to keep units whole on every rank."
-            )
-
 
 def check_inner_size(size: int, dp_shard: int) -> None:
     """Refuse a number as ``reshard_after_forward`` that does not cut ``dp_shard`` into inner groups.
 
     Raises:
-        PlanError: It is 1, ``dp_shard`` itself, or no divisor of it.
+        PlanError: ``size`` is 1, ``dp_shard`` itself, or no divisor of it.
     """
     if 1 < size < dp_shard and dp_shard % size == 0:
         return
@@ -468,23 +454,13 @@ def plan_fields() -> tuple[str, ...]:
     return tuple(field.name for field in dataclasses.fields(ParallelPlan))
 
 
-def _is_positive(value: object) -> bool:
-    return isinstance(value, int) and not isinstance(value, bool) and value > 0
-
-
-def _one_of(name: str, value: object, choices: tuple[str, ...]) -> None:
-    if value not in choices:
-        shown = ", ".join(repr(choice) for choice in choices)
-        raise PlanError(f"{name}={value!r}: expected one of {shown}.\n  Set {name} to one of them.")
-
-
 def check_plan(plan: ParallelPlan) -> None:
-    """Refuse what cannot be combined.
+    """Refuse fields that mean nothing for the strategy.
 
     Raises:
-        PlanError: ``reshard_after_forward`` was given for a strategy that keeps parameters whole, ``quantized_gather``
-            for one that gathers nothing, units for one that has none, or ``offload_policy`` asks for shards that it
-            does not have.
+        PlanError: ``reshard_after_forward`` for a strategy that keeps parameters whole, ``quantized_gather`` for one
+            that gathers nothing, units or recomputation for replicas in one process, or an ``offload_policy`` about
+            shards that the strategy does not have.
     """
     if plan.reshard_after_forward != "auto" and not plan.placements.shards_parameters:
         raise PlanError(
@@ -508,3 +484,13 @@ def check_plan(plan: ParallelPlan) -> None:
             " gathered.\n  Leave it out; quantized_reduce works under every strategy."
         )
     check_offload(plan.offload, plan.placements)
+
+
+def _is_positive(value: object) -> bool:
+    return isinstance(value, int) and not isinstance(value, bool) and value > 0
+
+
+def _one_of(name: str, value: object, choices: tuple[str, ...]) -> None:
+    if value not in choices:
+        shown = ", ".join(repr(choice) for choice in choices)
+        raise PlanError(f"{name}={value!r}: expected one of {shown}.\n  Set {name} to one of them.")
