@@ -17,7 +17,7 @@ from bench.compare.request import OURS, Entrant
 from bench.compare.variant import parse
 from bench.compare.workload import Workload
 from shardwise.api import summary
-from shardwise.engine import attach
+from shardwise.engine.unit import engine_of
 from shardwise.measure.activations import measure_activations
 from shardwise.spec.memory.activations import Activations
 
@@ -72,7 +72,7 @@ def _of_ours(engine: Engine, batch: tuple[Tensor, Tensor], activations: Activati
     """Collectives of one step, and what follows from the layout alone."""
     with sw.record_collectives(engine.model) as events:
         engine.step(batch)
-    runtime = attach.engine_of(engine.model, "compare")
+    runtime = engine_of(engine.model, "compare")
     recorded = [(event.kind, event.unit, event.sent_bytes, event.axis) for event in events]
     trace = [tuple(collective) for collective in summary.predict_trace(runtime)]
     found = sw.summary(engine.model)

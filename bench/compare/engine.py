@@ -14,7 +14,7 @@ from bench.compare.trainee import LEARNING_RATE, Trainee
 from bench.compare.variant import parse
 from bench.compare.workload import Workload
 from shardwise.api import data_parallel
-from shardwise.engine.wrap import find_units
+from shardwise.features.wrap import find_units
 from shardwise.spec.policies import WrapPolicy
 
 

@@ -47,18 +47,18 @@ ABOUT = {
     "parity/test_fp16.py": "optim.partial optim.scaler",
     "parity/test_precision.py": "features.precision",
     "ranks/test_flat.py": "optim.flat_parameters",
-    "ranks/test_in_backward.py": "engine.attach optim.flat_parameters optim.checks engine.engine",
-    "ranks/test_profile.py": "engine.label",
+    "ranks/test_in_backward.py": "engine.unit optim.flat_parameters optim.checks engine.engine",
+    "ranks/test_profile.py": "engine.hooks",
     # models cut by hand, and the cuts
     "parity/test_tensor.py": "comm.record tensor",
-    "ranks/test_logical_state.py": "checkpoint comm.axes api.shard engine.ignore engine.options",
+    "ranks/test_logical_state.py": "checkpoint comm.axes api.shard features.ignored",
     "ranks/test_tensor_mistakes.py": "comm.axes tensor.loss",
     # activations of a plain model, attention on meta, choices of tokens, microbatches
     "contract/test_dry_run.py": "measure.meta",
     "contract/test_memory.py": "measure.activations",
-    "contract/test_tensor_memory.py": "features.recompute engine.wrap measure.activations",
+    "contract/test_tensor_memory.py": "features.recompute features.wrap measure.activations",
     "parity/test_generate.py": "generation.sample",
-    "ranks/test_pipeline_steps.py": "engine.batch pipeline.pipelined",
+    "ranks/test_pipeline_steps.py": "pipeline.batch pipeline.pipelined",
     # faults that are injected, and steps that are watched from within
     "contract/test_product_memory.py": "pipeline.interpret",
     "parity/test_context.py": "context",
@@ -69,10 +69,10 @@ ABOUT = {
     "ranks/test_deferred_weights.py": "pipeline.interpret",
     "ranks/test_expert_parallel.py": "expert.route engine.build",
     "ranks/test_hybrid.py": "checkpoint comm",
-    "ranks/test_offload.py": "comm.base engine.attach forms.host",
+    "ranks/test_offload.py": "comm.base engine.unit forms.host",
     "ranks/test_pipeline_overlap.py": "comm.debug engine.engine features.pipeline_step pipeline.interpret",
     "ranks/test_pitfalls.py": "engine.engine",
-    "ranks/test_slots.py": "engine.engine engine.start",
+    "ranks/test_slots.py": "engine.build engine.engine",
 }
 
 

@@ -10,8 +10,8 @@ from torch import Tensor
 from torch.distributed import get_rank, get_world_size
 
 import shardwise as sw
-from shardwise.engine.wrap import find_units
 from shardwise.features import recompute
+from shardwise.features.wrap import find_units
 from shardwise.measure.activations import cut_alone, measure_activations
 from shardwise.spec.memory.activations import Activations
 from shardwise.testing import StorageCount, probe, run_on_ranks

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 import shardwise as sw
-from shardwise.engine import attach
+from shardwise.engine.unit import attachment_of
 from tests.fuzz.program import Node, Op, Program
 from tests.ranks.oracle import Waiting, sample
 
@@ -289,7 +289,7 @@ def _loss(out: Any, kind: str, program: Program) -> Tensor:
 
 
 def _sync(model: Model, *, is_on: bool) -> contextlib.AbstractContextManager[None]:
-    if attach.attachment_of(model) is not None:
+    if attachment_of(model) is not None:
         return sw.gradient_sync(model, is_on)
     if hasattr(model, "set_requires_gradient_sync"):  # FSDP2
         model.set_requires_gradient_sync(is_on)

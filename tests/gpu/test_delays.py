@@ -17,7 +17,7 @@ from torch import Tensor, nn
 
 import shardwise as sw
 from shardwise.comm.nccl import NcclComm
-from shardwise.features import debug
+from shardwise.features import safety
 from shardwise.testing import run_on_ranks
 
 #: About a millisecond: a step of this model computes for less.
@@ -54,7 +54,7 @@ def slow_nccl() -> Iterator[None]:
             yield handle
             torch.cuda._sleep(CYCLES)
 
-    with mock.patch.object(NcclComm, "_on_stream", slow), debug.checks():
+    with mock.patch.object(NcclComm, "_on_stream", slow), safety.checks():
         yield
 
 

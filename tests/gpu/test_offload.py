@@ -9,7 +9,7 @@ from torch.profiler import ProfilerActivity, profile
 
 import shardwise as sw
 from shardwise.api.summary import predict
-from shardwise.engine.attach import engine_of
+from shardwise.engine.unit import engine_of
 from shardwise.forms import packed
 from shardwise.testing import run_on_ranks
 

@@ -12,8 +12,8 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 import shardwise as sw
-from shardwise.engine import attach
 from shardwise.engine.engine import Engine
+from shardwise.engine.unit import engine_of
 from shardwise.optim.checks import engines_of
 from shardwise.optim.flat_parameters import FlatParameter
 from shardwise.spec.errors import StateError
@@ -325,7 +325,7 @@ def come_back(strategy):
     model = sw.parallelize(Chain(), sw.ParallelPlan(strategy=strategy))
     optimizer = adamw(sw.flat_parameters(model))
     sw.optimizer_in_backward(model, optimizer)
-    engine = attach.engine_of(model, "test")
+    engine = engine_of(model, "test")
     unit = engine.units[-1]
     seen = []
 
@@ -423,7 +423,7 @@ def lifetimes():
     assert "\nupdated as 6 flat tensors instead of 24 by name, inside backward, unit by unit\n" in str(
         sw.summary(model)
     )
-    assert engines_of(optimizer) == [attach.engine_of(model, "test")]
+    assert engines_of(optimizer) == [engine_of(model, "test")]
     assert all(isinstance(p, FlatParameter) for p in optimizer.param_groups[0]["params"])
     engine = probe(model).weak_references()
     gc.disable()

@@ -15,12 +15,12 @@ from shardwise.api.shard import shard_model
 from shardwise.checkpoint import open_checkpoint
 from shardwise.cli import main
 from shardwise.comm.axes import Comms, Place
-from shardwise.engine.ignore import find_ignored
-from shardwise.engine.options import EngineOptions
+from shardwise.features.ignored import find_ignored
 from shardwise.spec.errors import StateError
 from shardwise.spec.extent import Extent
 from shardwise.spec.granularity import ELEMENT, ROW, Granularity
 from shardwise.spec.mesh import Mesh
+from shardwise.spec.options import EngineOptions
 from shardwise.spec.placement import PRESETS
 from shardwise.spec.slice import Cut, Slice, even_ranges, set_slice
 from shardwise.testing import probe, run_on_ranks
@@ -293,8 +293,8 @@ def share_a_table(folder: str) -> list[str]:
             ignored = ["table"]
         ranks = None if is_shared else [rank]
         comms = Place(Mesh(dp_shard=4 if is_shared else 1), ranks=ranks).open(torch.device("cpu"))
-        options = EngineOptions(ignored=find_ignored(model, ignored))
-        shard_model(model, {}, PRESETS["ddp" if is_shared else "zero3"], comms, options)
+        row = PRESETS["ddp" if is_shared else "zero3"]
+        shard_model(model, {}, row, comms, EngineOptions(), ignored=find_ignored(model, ignored))
         return model, torch.optim.AdamW(model.parameters(), lr=1e-2)
 
     model, optimizer = make(is_shared=True)

@@ -9,7 +9,7 @@ from torch import Tensor, nn
 
 import shardwise as sw
 from shardwise.comm.base import Handle
-from shardwise.engine.attach import engine_of
+from shardwise.engine.unit import engine_of
 from shardwise.forms.host import Transfers
 from shardwise.testing import probe, run_on_ranks
 from tests.parity import models

@@ -8,7 +8,7 @@ import torch.distributed as dist
 from torch.profiler import ProfilerActivity, profile
 
 import shardwise as sw
-from shardwise.engine import label
+from shardwise.engine import hooks
 from shardwise.testing import run_on_ranks
 from tests.ranks.oracle import Chain, plain_loss
 
@@ -23,7 +23,7 @@ def profile_a_step():
     for event in found.events():
         if event.name.startswith("shardwise::"):
             spans.setdefault(event.name, []).append((event.time_range.start, event.time_range.end))
-    is_quiet = label.label("gather", "x") is label._NOTHING
+    is_quiet = hooks.label("gather", "x") is hooks._NOTHING
     products = [event.time_range.start for event in found.events() if event.name == "aten::addmm"]
     return spans, products, is_quiet, sw.summary(model).units
 

@@ -12,7 +12,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 import shardwise as sw
-from shardwise.engine import start
+from shardwise.engine import build as engine_build
 from shardwise.engine.engine import Engine
 from shardwise.testing import probe, run_on_ranks
 from tests.ranks.oracle import Block, Chain, compare, plain_loss, planned, presets, sample
@@ -305,7 +305,7 @@ def one_buffer():
         trained = compare(Chain, plain_loss, strategy, gradient_buffers=1)
         buffers = trained.probe.gradient_buffers
         assert len({buffer.numel() for buffer in buffers}) == len(buffers)  # one of each size
-        with mock.patch.object(start, "eager_numel", return_value=1):
+        with mock.patch.object(engine_build, "eager_numel", return_value=1):
             for build in (Chain, Twice):
                 compare(build, plain_loss, strategy, gradient_buffers=1)
 

@@ -36,8 +36,9 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from shardwise import torch_private
+from shardwise.api.model import attach_recorder
 from shardwise.comm.base import CollectiveEvent, Recorder
-from shardwise.engine import attach, torch_private
 from shardwise.spec.errors import PlanError, StateError, Uncopyable
 
 #: Replicas on a machine without GPUs, where nobody says how many.
@@ -69,7 +70,7 @@ class DataParallel(nn.Module):
         self.dim = dim
         _check_placement(module, self.devices[0])
         self._exchanges = Exchanges()
-        attach.attach_recorder(self, self._exchanges)
+        attach_recorder(self, self._exchanges)
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         """The module's outputs on the whole batch, on the first device.
@@ -134,7 +135,7 @@ def install(model: nn.Module, devices: Devices | None = None) -> str:
     resolved = _resolve(devices)
     _check_placement(model, resolved[0])
     exchanges = Exchanges()
-    attach.attach_recorder(model, exchanges)
+    attach_recorder(model, exchanges)
     model.__dict__["forward"] = _ReplicatedForward(model, resolved, exchanges)
     return (
         f"replicas on {', '.join(map(str, resolved))}: the first device keeps the parameters, gradients and optimizer"

@@ -11,17 +11,18 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from shardwise import torch_private
 from shardwise.api.model import gradient_sync, record_collectives
 from shardwise.api.parallelize import apply_plan, check_cuts, check_fresh
 from shardwise.comm.axes import DATA_PARALLEL, Comms, lay_out
 from shardwise.comm.base import CollectiveEvent
 from shardwise.comm.record import RecordComm
-from shardwise.engine import attach, torch_private
-from shardwise.engine.batch import LossFn, call_model, forward_loss
-from shardwise.engine.wrap import find_units
+from shardwise.engine.unit import engine_of
+from shardwise.features.wrap import find_units
 from shardwise.measure.meta import FusedAttention, build_on_meta, without_values
 from shardwise.measure.storage import StorageCount
 from shardwise.optim.average import ExponentialMovingAverage
+from shardwise.pipeline.batch import LossFn, call_model, forward_loss
 from shardwise.pipeline.pipelined import pipelined_of
 from shardwise.spec.errors import PlanError, StateError
 from shardwise.spec.mesh import Mesh
@@ -154,7 +155,7 @@ def dry_run(
         )
     model, count = _applied(build_model, plan, plan.mesh(world_size, ranks_per_machine), rank, receives=not is_cuda)
     inputs = without_values(batch) if batch is not None else _default_batch(model)
-    engine = attach.engine_of(model, "sw.dry_run")
+    engine = engine_of(model, "sw.dry_run")
     stepper = make_optimizer(model.parameters())
 
     average = ExponentialMovingAverage(model) if has_average else None

@@ -11,22 +11,23 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
+from shardwise import torch_private
 from shardwise.api.shard import finish
 from shardwise.comm.axes import Comms, Place
-from shardwise.engine import attach, build, start, torch_private
+from shardwise.engine import build
 from shardwise.engine.engine import Engine
-from shardwise.engine.ignore import find_ignored
-from shardwise.engine.notice import tell_once
-from shardwise.engine.options import EngineOptions
-from shardwise.engine.unit import Unit
+from shardwise.engine.unit import Unit, attachment_of, mark_of
 from shardwise.features import batch_norm, precision
+from shardwise.features.ignored import find_ignored
 from shardwise.features.in_backward import refuse
 from shardwise.forms.host import choose_units
 from shardwise.init.sync import synchronise
+from shardwise.launch.notice import tell_once
 from shardwise.optim import checks
 from shardwise.spec.errors import MeshError, PlanError, StateError, Uncopyable
 from shardwise.spec.foreign import translated
 from shardwise.spec.merge import merged_name
+from shardwise.spec.options import EngineOptions
 from shardwise.spec.placement import PRESETS
 from shardwise.spec.plan import check_inner_size
 from shardwise.spec.policies import OffloadPolicy
@@ -113,7 +114,6 @@ def fully_shard(
         policy=mp_policy or FULL_PRECISION,
         reshard_after_forward=reshard_after_forward,
         accumulates_sharded=False,
-        ignored=ignored,
         offload=offload,
     )
     checks.install_checks()
@@ -129,11 +129,11 @@ def fully_shard(
     for child in children:
         child.engine.remove()
         for inner in child.units:
-            start.rename(inner, child.places)
+            build.rename(inner, child.places)
             if inner is child.engine.units[0] and inner.reshards_if_nested is not False:
                 inner.reshards_after_forward = True
             units.append(inner)
-    engine = start.start_engine(root, start.nest(units), row, comms, options)
+    engine = build.start_engine(root, build.nest(units), row, comms, options, ignored=ignored)
     engine.has_root = not is_list
     finish(root, engine, lambda: place.open_samples(device), sync_buffers="none")
     for part in modules.values():
@@ -270,19 +270,19 @@ class _Child:
 
     def name_of(self, unit: Unit) -> str:
         """The name of a unit, seen from the module around all."""
-        return merged_name([start.move_below(member.path, self.places) for member in unit.members])
+        return merged_name([build.move_below(member.path, self.places) for member in unit.members])
 
 
 def _units_below(root: nn.Module, modules: Iterable[nn.Module]) -> list[_Child]:
     """The outermost runtimes below ``root``, which holds ``modules``, or is the only one of them."""
     for module in modules:
-        if attach.attachment_of(module) is not None:
+        if attachment_of(module) is not None:
             raise StateError(
                 f"{type(module).__name__} is a unit already.\n  Call sw.fully_shard once per module, children first."
             )
     found: dict[Engine, _Child] = {}
     for path, module in root.named_modules():
-        attachment = attach.attachment_of(module)
+        attachment = attachment_of(module)
         if attachment is None or any(
             path.startswith(f"{other}.") for c in found.values() for other in c.places.values()
         ):
@@ -321,9 +321,9 @@ def register_fsdp_forward_method(module: nn.Module, method_name: str) -> None:
             f"register_fsdp_forward_method({type(module).__name__}, {method_name!r}): there is no such method.\n"
             "  Pass the name of a method of the module."
         )
-    if attach.attachment_of(module) is not None:
+    if attachment_of(module) is not None:
         module.__dict__[method_name] = _ForwardMethod(module, method_name)
-    elif any(attach.mark_of(parameter) is not None for parameter in module.parameters()):
+    elif any(mark_of(parameter) is not None for parameter in module.parameters()):
         raise StateError(
             f"register_fsdp_forward_method({type(module).__name__}, {method_name!r}): the module is no unit, but holds"
             " parameters of one.\n  Pass the unit around it, or make it a unit (auto_wrap_policy, sw.fully_shard)."
@@ -343,7 +343,7 @@ class _ForwardMethod(Uncopyable):
         module = self._module()
         assert module is not None
         method = self._own or getattr(type(module), self._name).__get__(module)
-        attachment = attach.attachment_of(module)
+        attachment = attachment_of(module)
         if attachment is None:
             return method(*args, **kwargs)
         engine, unit = attachment.engine, attachment.unit
@@ -396,7 +396,7 @@ class _UnitMethod(Uncopyable):
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         module = self._module()
-        attachment = attach.attachment_of(module) if module is not None else None
+        attachment = attachment_of(module) if module is not None else None
         if attachment is None:
             return None
         return getattr(self, f"_{self._name}")(attachment.engine, attachment.unit, *args, **kwargs)
@@ -455,7 +455,7 @@ class _UnitMethod(Uncopyable):
     def _set_modules_to_forward_prefetch(self, _engine: Engine, unit: Unit, modules: Sequence[nn.Module]) -> None:
         """Nothing to set: one unit is gathered ahead, in the order that the first step has recorded."""
         for module in modules:
-            if attach.attachment_of(module) is None:
+            if attachment_of(module) is None:
                 raise StateError(
                     f"{self._name}() of unit {unit.name!r} got a {type(module).__name__} that is no unit.\n"
                     "  Pass modules that sw.fully_shard was called for."

@@ -8,8 +8,8 @@ from collections.abc import Iterator
 import torch
 from torch import Tensor, nn
 
-from shardwise.comm.base import CollectiveEvent
-from shardwise.engine import attach
+from shardwise.comm.base import CollectiveEvent, Recorder
+from shardwise.engine.unit import attachment_of, engine_of, mark_of
 from shardwise.features import batch_norm
 from shardwise.features.in_backward import refuse
 from shardwise.spec.slice import slice_of
@@ -24,7 +24,7 @@ def data_parallel_rank(model: nn.Module) -> int:
     Raises:
         StateError: The model is not parallelized.
     """
-    return attach.engine_of(model, "sw.data_parallel_rank").comms.reader[0]
+    return engine_of(model, "sw.data_parallel_rank").comms.reader[0]
 
 
 def data_parallel_size(model: nn.Module) -> int:
@@ -33,7 +33,7 @@ def data_parallel_size(model: nn.Module) -> int:
     Raises:
         StateError: The model is not parallelized.
     """
-    return attach.engine_of(model, "sw.data_parallel_size").comms.reader[1]
+    return engine_of(model, "sw.data_parallel_size").comms.reader[1]
 
 
 @contextlib.contextmanager
@@ -57,7 +57,7 @@ def gradient_sync(model: nn.Module, is_enabled: bool) -> Iterator[None]:  # noqa
     Collective:
         None by itself. All ranks must use it alike.
     """
-    engine = attach.engine_of(model, "sw.gradient_sync", on_shards=False)
+    engine = engine_of(model, "sw.gradient_sync", on_shards=False)
     if not is_enabled:
         refuse(engine, "sw.gradient_sync(model, False)")
     before, engine.syncs_gradients = engine.syncs_gradients, is_enabled
@@ -69,7 +69,7 @@ def gradient_sync(model: nn.Module, is_enabled: bool) -> Iterator[None]:  # noqa
 
 def logical_shape(parameter: Tensor) -> torch.Size:
     """The shape that a parameter has in the plain model, for a shard or a slice and for any other tensor."""
-    mark = attach.mark_of(parameter)
+    mark = mark_of(parameter)
     group = mark.group if mark is not None else None
     if mark is None or group is None:
         held = slice_of(parameter)
@@ -85,13 +85,26 @@ def record_collectives(model: nn.Module) -> Iterator[list[CollectiveEvent]]:
     ``data_parallel`` and ``sw.DataParallel`` communicate with no other process: their events, on the axis ``devices``,
     are the exchanges between the first replica and the others.
     """
-    recorder = attach.recorder_of(model)
+    recorder = recorder_of(model)
     recorders = [recorder] if recorder is not None else []
-    if recorder is None or attach.attachment_of(model) is not None:
-        engine = attach.engine_of(model, "sw.record_collectives", on_shards=False)
+    if recorder is None or attachment_of(model) is not None:
+        engine = engine_of(model, "sw.record_collectives", on_shards=False)
         recorders += [*engine.comms, *batch_norm.comms_of(model)]
     events: list[CollectiveEvent] = []
     with contextlib.ExitStack() as stack:
         for each in recorders:
             stack.enter_context(each.record(events))
         yield events
+
+
+_RECORDER_KEY = "_shardwise_recorder"
+
+
+def attach_recorder(module: nn.Module, recorder: Recorder) -> None:
+    """Let ``module`` hold what records the exchanges of its forward."""
+    module.__dict__[_RECORDER_KEY] = recorder
+
+
+def recorder_of(module: nn.Module) -> Recorder | None:
+    """What :func:`attach_recorder` attached, or ``None``."""
+    return module.__dict__.get(_RECORDER_KEY)

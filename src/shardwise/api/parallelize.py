@@ -17,15 +17,13 @@ from shardwise.comm.base import Comm
 from shardwise.context.apply import check_model
 from shardwise.embedding.rows import find_row_sharded, spread_rows, table_weights
 from shardwise.engine import build
-from shardwise.engine.attach import attachment_of, engine_of
-from shardwise.engine.ignore import NOTHING, Ignored, find_ignored
-from shardwise.engine.notice import cpu_notice, tell_once
-from shardwise.engine.options import EngineOptions
-from shardwise.engine.wrap import find_units
+from shardwise.engine.unit import Ignored, attachment_of, engine_of
 from shardwise.expert.layer import find_mixtures
 from shardwise.features import batch_norm, recompute
 from shardwise.features.compile import compile_units
+from shardwise.features.ignored import find_ignored
 from shardwise.features.precision import Policies
+from shardwise.features.wrap import find_units
 from shardwise.init.materialize import (
     FromFiles,
     FromLater,
@@ -37,10 +35,12 @@ from shardwise.init.materialize import (
     find_source,
 )
 from shardwise.init.sync import synchronise
+from shardwise.launch.notice import cpu_notice, tell_once
 from shardwise.launch.world import ranks_per_machine
 from shardwise.pipeline.pipelined import Pipelined, find_stages
 from shardwise.spec.errors import PlanError, StateError
 from shardwise.spec.mesh import Mesh
+from shardwise.spec.options import EngineOptions
 from shardwise.spec.placement import canonical_name
 from shardwise.spec.plan import ParallelPlan, check_plan
 from shardwise.spec.text import did_you_mean
@@ -214,14 +214,14 @@ def apply_plan(
     units = ignored.without(units)
     if plan.compile and comms.control.device.type != "meta":  # a dry run computes nothing
         compile_units(model, units)  # first, so that what is recomputed is the compiled forward
-    engine = shard_model(model, units, plan.placements, comms, engine_options(plan, ignored), source=source)
+    engine = shard_model(model, units, plan.placements, comms, engine_options(plan), ignored=ignored, source=source)
     engine.notes = tuple(notes)
     finish(model, engine, open_samples, sync_buffers=plan.sync_buffers)
     if pipelined is not None:
         pipelined.install(model, comms.control.device)
 
 
-def engine_options(plan: ParallelPlan, ignored: Ignored = NOTHING) -> EngineOptions:
+def engine_options(plan: ParallelPlan) -> EngineOptions:
     """What the plan says to the engine."""
     # A pipeline runs a unit once for every microbatch: it stays gathered over the step unless told otherwise.
     stays = plan.pp > 1 and plan.reshard_after_forward == "auto"
@@ -236,7 +236,6 @@ def engine_options(plan: ParallelPlan, ignored: Ignored = NOTHING) -> EngineOpti
         keeps_buffers=plan.keep_buffers,
         recompute=plan.recompute,
         merge_limit=plan.merge_limit,
-        ignored=ignored,
         offload=plan.offload,
     )
 

@@ -16,9 +16,9 @@ from shardwise.api.parallelize import parallelize
 from shardwise.comm.axes import join_world, open_comms
 from shardwise.comm.control import all_gather_json
 from shardwise.comm.dtype import dtype_name
-from shardwise.engine.batch import LossFn, forward_loss, split_batch
 from shardwise.launch.world import ranks_per_machine
 from shardwise.optim.clip import clip_grad_norm
+from shardwise.pipeline.batch import LossFn, forward_loss, split_batch
 from shardwise.pipeline.pipelined import pipelined_of
 from shardwise.spec.errors import StateError
 from shardwise.spec.exact import check_exact, splits_sums, tolerance

@@ -14,9 +14,9 @@ from torch import nn
 
 from shardwise.checkpoint import Checkpoint, open_checkpoint, plain, retain, step_of, write
 from shardwise.comm.control import fail_together
-from shardwise.engine import attach
 from shardwise.engine.engine import Engine
-from shardwise.engine.notice import tell_once
+from shardwise.engine.unit import engine_of
+from shardwise.launch.notice import tell_once
 from shardwise.optim import checks
 from shardwise.optim.average import ExponentialMovingAverage
 from shardwise.spec.errors import CheckpointError, ShardwiseError
@@ -71,7 +71,7 @@ def save(
     Raises:
         CheckpointError, StorageError: On every rank alike; then nothing is left behind.
     """
-    engine = attach.engine_of(model, "sw.save")
+    engine = engine_of(model, "sw.save")
     path, named_step = Path(path), step_of(Path(path).name)
     if keep is not None and (keep < 1 or named_step is None):
         raise CheckpointError(
@@ -164,7 +164,7 @@ def load(
         CheckpointError: The checkpoint is missing, damaged, or of another model or optimizer, or holds no average; on
             every rank alike, and then model, optimizer and average are as they were.
     """
-    engine = attach.engine_of(model, "sw.load")
+    engine = engine_of(model, "sw.load")
     comm = engine.comms.world
     checkpoint = open_checkpoint(path, comm=comm)
     holders = count_holders(engine.ignored, engine.comms)
@@ -203,7 +203,7 @@ class _Targets:
         average: ExponentialMovingAverage | None,
         holders: Mapping[str, int],
     ) -> None:
-        engine = attach.engine_of(model, "sw.load")
+        engine = engine_of(model, "sw.load")
         place = (engine.comms.world.rank, holders)
         self._data, self._optimizers, self._average = checkpoint.data, optimizers, average
         self._held = states.HeldValues(model, checkpoint.tensors)

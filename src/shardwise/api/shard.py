@@ -2,24 +2,27 @@
 
 from __future__ import annotations
 
+import inspect
+import weakref
 from collections.abc import Callable, Iterable, Mapping
+from typing import Any
 
 from torch import nn
 
 from shardwise.comm.axes import Comms
 from shardwise.comm.base import Comm
-from shardwise.engine import build, start
+from shardwise.engine import build
 from shardwise.engine.engine import Engine
-from shardwise.engine.options import EngineOptions
-from shardwise.engine.unit import Unit
+from shardwise.engine.unit import NOTHING, Ignored, Unit
 from shardwise.features import batch_norm, precision, recompute
-from shardwise.features.generate_calls import keep_in_step
 from shardwise.features.module_buffers import BufferSync
+from shardwise.features.wrap import assign_ranks, merge_units
 from shardwise.forms.host import choose_units
 from shardwise.init.materialize import Source, fill_parameters
 from shardwise.optim import checks
-from shardwise.spec.errors import PlanError
+from shardwise.spec.errors import PlanError, Uncopyable
 from shardwise.spec.granularity import TENSOR
+from shardwise.spec.options import EngineOptions
 from shardwise.spec.placement import Placements
 from shardwise.spec.quantize import Quantization
 
@@ -31,6 +34,7 @@ def shard_model(
     comms: Comms,
     options: EngineOptions,
     *,
+    ignored: Ignored = NOTHING,
     source: Source | None = None,
 ) -> Engine:
     """Turn ``model`` into units, in place. Every rank must hold the same values already (``init.sync``).
@@ -41,6 +45,7 @@ def shard_model(
         row: Placements of the strategy.
         comms: For gathers and for reductions, on each axis.
         options: How the engine is to work.
+        ignored: What is left alone.
         source: Gives meta parameters their values, unit by unit.
 
     Raises:
@@ -48,11 +53,11 @@ def shard_model(
         StateError: The model holds something that cannot be sharded.
     """
     checks.install_checks()
-    owned = build.assign_parameters(model, unit_modules, options.ignored)
+    owned = build.assign_parameters(model, unit_modules, ignored)
     allows_meta = source is not None or comms.gather.device.type == "meta"
     build.check_parameters((entry for entries in owned.values() for entry in entries), allows_meta=allows_meta)
     policies = precision.Policies(model, options.policy, comms.gather.device)
-    merged = build.merge_units(
+    merged = merge_units(
         model,
         unit_modules,
         owned,
@@ -63,11 +68,11 @@ def shard_model(
     )
     content = {names: [entry for name in names for entry in owned[name]] for names in merged}
     on_host = choose_units(content, row, options.offload) if options.offload is not None else set()
-    policies.cast_buffers(model, options.ignored.buffers)
+    policies.cast_buffers(model, ignored.buffers)
     policies.install_casts(model, unit_modules)
     recomputed = recompute.install(model, unit_modules, options.recompute)
     modules = {"": model, **unit_modules}
-    ranks = build.assign_ranks(owned.values(), row, comms) if options.granularity == TENSOR else {}
+    ranks = assign_ranks(owned.values(), row, comms) if options.granularity == TENSOR else {}
     units: dict[str, Unit] = {}
     for names, entries in content.items():
         if source is not None:
@@ -84,7 +89,7 @@ def shard_model(
         )
         units[names[0]].recomputed_in = recompute.enclosing(names[0], recomputed)
     _check_quantization(units.values(), options.quantization)
-    engine = start.start_engine(model, start.nest(units.values()), row, comms, options)
+    engine = build.start_engine(model, build.nest(units.values()), row, comms, options, ignored=ignored)
     engine.recomputed = recomputed
     return engine
 
@@ -115,3 +120,30 @@ def finish(model: nn.Module, engine: Engine, open_samples: Callable[[], Comm], *
     batch_norm.connect(model, open_samples)
     if engine.comms.num_ranks > 1:
         keep_in_step(model)
+
+
+def keep_in_step(model: nn.Module) -> None:
+    """Have ``generate``, of the model or of one inside it, call its model equally often on every rank."""
+    for module in model.modules():
+        generate = getattr(type(module), "generate", None)
+        if not callable(generate):
+            continue
+        module.__dict__["_is_fsdp_managed_module"] = True
+        argument = inspect.signature(generate).parameters.get("synced_gpus")
+        if argument is not None and argument.default is False:
+            module.__dict__["generate"] = _Synced(module, generate)
+
+
+class _Synced(Uncopyable):
+    """Stands for ``model.generate``, with ``synced_gpus`` on unless the caller says otherwise."""
+
+    def __init__(self, model: nn.Module, generate: Callable[..., Any]) -> None:
+        self._model = weakref.ref(model)
+        self._generate = generate
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        model = self._model()
+        assert model is not None
+        if "synced_gpus" not in inspect.signature(self._generate).bind_partial(model, *args, **kwargs).arguments:
+            kwargs["synced_gpus"] = model.__dict__["_is_fsdp_managed_module"]  # not inside sw.join
+        return self._generate(model, *args, **kwargs)

@@ -9,9 +9,8 @@ from dataclasses import dataclass
 from torch import nn
 
 from shardwise.comm.dtype import dtype_name
-from shardwise.engine import attach
 from shardwise.engine.engine import Engine
-from shardwise.engine.unit import Unit
+from shardwise.engine.unit import Unit, engine_of
 from shardwise.spec.extent import describe_cuts, list_alike
 from shardwise.spec.granularity import ELEMENT
 from shardwise.spec.layout import ParamSpec, flat_ranges, rank_bytes
@@ -225,7 +224,7 @@ def summary(model: nn.Module) -> Summary:
     Collective:
         None: every rank knows its own.
     """
-    engine = attach.engine_of(model, "sw.summary", on_shards=False)
+    engine = engine_of(model, "sw.summary", on_shards=False)
     sharded = [group.layout for group in engine.groups if group.row.shards_optimizer and group.layout.logical_numel]
     owned = rank_bytes(sharded)
     policy = engine.options.recompute

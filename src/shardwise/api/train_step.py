@@ -8,9 +8,9 @@ import torch
 from torch import Tensor, nn
 
 from shardwise.api.model import gradient_sync
-from shardwise.engine import attach
-from shardwise.engine.batch import LossFn, forward_loss, split_batch
+from shardwise.engine.unit import engine_of
 from shardwise.optim.scaler import GradScaler
+from shardwise.pipeline.batch import LossFn, forward_loss, split_batch
 from shardwise.pipeline.pipelined import pipelined_of
 
 
@@ -50,7 +50,7 @@ def train_step(
     Raises:
         StateError: The batch cannot be split, or there is no scalar loss.
     """
-    engine = attach.engine_of(model, "sw.train_step")
+    engine = engine_of(model, "sw.train_step")
     pipelined = pipelined_of(model)
     if pipelined is not None:
         if scaler is None:
@@ -96,7 +96,7 @@ def eval_step(
     Raises:
         StateError: As :func:`train_step`.
     """
-    engine = attach.engine_of(model, "sw.eval_step")
+    engine = engine_of(model, "sw.eval_step")
     pipelined = pipelined_of(model)
     with torch.no_grad():
         if pipelined is not None:

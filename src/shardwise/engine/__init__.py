@@ -24,8 +24,8 @@ the end of backward             ``Engine.end_backward``: what is left is finalis
 ==============================  =======================================================================================
 
 Where to read: ``unit`` and ``group`` (what there is), ``gradient`` (a table of its states), ``engine`` (the moments),
-``order`` with ``spec.order`` (which unit is next), ``pool`` (whose memory it is), ``hooks`` (what torch calls),
-``build`` and ``start`` (from modules to units to an engine), ``observer`` (what attaches from outside).
+``order`` with ``spec.order`` (which unit is next), ``pool`` (whose memory it is), ``hooks`` (what torch calls, and what
+attaches from outside), ``build`` (from modules to units to an engine).
 
 [Note: Streams and lifetimes]
 
@@ -35,7 +35,7 @@ the compute stream wait for it; the host does not wait. Copies from and to the h
 (``forms.host``). From this follows who may free or overwrite what:
 
 * A handle keeps the tensors that it moves until it has been waited for. Whoever issues a collective keeps the handle
-  and waits for it, on every path, also after an exception and when the model is deleted (``mishaps.wait_for_all``).
+  and waits for it, on every path, also after an exception and when the model is deleted (``safety.wait_for_all``).
 * A slot belongs to one group at a time (``Slot.owner``), and a unit has the same slot for life: what autograd saved
   in forward finds its data there again in backward. Another unit may take a slot over only when its owner is neither
   computing nor being entered by backward (``Engine.claim``, ``Engine._prefetch``). The next gather into it is issued

@@ -2,28 +2,36 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+import dataclasses
+import weakref
+from collections import Counter
+from collections.abc import Hashable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 
 import torch
 from torch import nn
 
+from shardwise import torch_private
 from shardwise.comm.axes import Comms
-from shardwise.comm.base import Comm
 from shardwise.comm.dtype import dtype_name
-from shardwise.engine import attach, torch_private
+from shardwise.engine.engine import Engine
 from shardwise.engine.group import Group
-from shardwise.engine.ignore import NOTHING, Ignored
-from shardwise.engine.options import EngineOptions
-from shardwise.engine.unit import Member, Owner, Unit
-from shardwise.engine.view import is_dense
-from shardwise.engine.wrap import chain_of
+from shardwise.engine.hooks import AfterForward, BeforeForward, eager_hook, refuse_on_shard
+from shardwise.engine.pool import is_dense
+from shardwise.engine.unit import NOTHING, Ignored, Member, Owner, Unit, attach_engine, mark, mark_of
+from shardwise.features import guard
+from shardwise.features.guard import install_guards
 from shardwise.features.precision import Policies
 from shardwise.forms.frozen import FrozenGroup, is_quantizable
+from shardwise.forms.inner import InnerShard
+from shardwise.forms.packed import gathered_cuts, reduced_cuts
 from shardwise.spec.errors import StateError
-from shardwise.spec.granularity import ELEMENT, assign
+from shardwise.spec.granularity import ELEMENT
 from shardwise.spec.layout import GroupLayout, ParamSpec
-from shardwise.spec.merge import Mergeable, default_limit, merge, merged_name
+from shardwise.spec.memory.activations import eager_numel
+from shardwise.spec.memory.footprint import size_class
+from shardwise.spec.merge import merged_name
+from shardwise.spec.options import EngineOptions
 from shardwise.spec.placement import PRESETS, Placements
 from shardwise.spec.quantize import NO_QUANTIZATION, Quantization
 from shardwise.spec.slice import slice_of
@@ -120,7 +128,7 @@ def check_parameters(parameters: Iterable[OwnedParameter], *, allows_meta: bool 
                 f"parameter {name!r} carries a hook, which would never fire: gradients arrive on its stand-in.\n"
                 "  Remove the hook, or work on .grad after backward()."
             )
-        if attach.mark_of(parameter) is not None:
+        if mark_of(parameter) is not None:
             raise StateError(
                 f"parameter {name!r} is sharded already.\n"
                 "  Parallelize a model once; to change the plan, build it again."
@@ -157,7 +165,7 @@ def make_unit(
     kinds: dict[Kind, list[OwnedParameter]] = {}
     for path in modules:
         for entry in owned[path]:
-            kinds.setdefault(_kind(entry, policies, quantization), []).append(entry)
+            kinds.setdefault(kind_of(entry, policies, quantization), []).append(entry)
     fulls: dict[int, tuple[Group, int]] = {}
     for (dtypes, is_trainable, form, _), found in kinds.items():
         over = comms.of(slice_of(found[0].parameter))
@@ -192,7 +200,7 @@ def make_unit(
         unit.groups.append(group)
         for index, entry in enumerate(entries):
             fulls[id(entry.parameter)] = (group, index)
-            attach.mark(entry.parameter, group, index)
+            mark(entry.parameter, group, index)
     owners: dict[Member, dict[int, Owner]] = {member: {} for member in unit.members}
     for owning in unit.members:
         for entry in owned[owning.path]:
@@ -207,72 +215,12 @@ def make_unit(
     return unit
 
 
-def _kind(entry: OwnedParameter, policies: Policies, quantization: Quantization) -> Kind:
+def kind_of(entry: OwnedParameter, policies: Policies, quantization: Quantization) -> Kind:
+    """What a parameter must have in common with the others of its group."""
     dtypes = policies.group_dtypes(entry.parameter, entry.uses)
     form = quantization.frozen if is_quantizable(entry.parameter, entry.uses, quantization.frozen) else "none"
     held = slice_of(entry.parameter)
     return dtypes, entry.parameter.requires_grad, form, held is not None and held.is_expert
-
-
-def merge_units(
-    root: nn.Module,
-    units: Mapping[str, nn.Module],
-    owned: Mapping[str, Sequence[OwnedParameter]],
-    *,
-    policies: Policies,
-    quantization: Quantization,
-    comm: Comm,
-    limit: int | None,
-) -> list[tuple[str, ...]]:
-    """The names of the units that travel together, the root alone and first.
-
-    Members of one ``ModuleList`` or ``Sequential`` that hold no other unit may be merged, but not alternatives, of
-    which a rank may run some only.
-
-    Args:
-        root: The model.
-        units: The units found in it, without the root.
-        owned: The parameters of each.
-        policies: In which dtypes they compute and reduce.
-        quantization: What is held in 8 bits.
-        comm: Gathers the units.
-        limit: The most bytes of a merged unit; ``None``: as the size of the model, the device and the ranks say.
-    """
-    num_bytes = {name: sum(entry.parameter.nbytes for entry in entries) for name, entries in owned.items()}
-    if limit is None:
-        limit = default_limit(sum(num_bytes.values()), device_type=comm.device_type, num_ranks=comm.size)
-    found = []
-    for name in units:
-        holds_units = any(other != name and is_below(other, name) for other in units)
-        kind = frozenset(_kind(entry, policies, quantization) for entry in owned[name])
-        found.append(Mergeable(name, None if holds_units else chain_of(root, name), kind, num_bytes[name]))
-    return [("",), *merge(found, limit)]
-
-
-#: What a trained parameter weighs against a frozen one: itself, its gradient and two states of its optimizer.
-_TRAINED_WEIGHT = 4
-
-
-def assign_ranks(owned: Iterable[Sequence[OwnedParameter]], row: Placements, comms: Comms) -> dict[int, int]:
-    """A rank for every parameter that will be sharded, whole, over the units: balanced over the whole model.
-
-    Experts that fewer ranks share are balanced by themselves.
-
-    Returns:
-        The rank, by ``id`` of the parameter.
-    """
-    if not row.shards_optimizer:
-        return {}
-    parameters = [entry.parameter for entries in owned for entry in entries]
-    sharded: dict[int, list[nn.Parameter]] = {}
-    for p in parameters:
-        if p.requires_grad or row.shards_parameters:
-            sharded.setdefault(comms.of(slice_of(p)).gather.size, []).append(p)
-    ranks: dict[int, int] = {}
-    for size, group in sharded.items():
-        weights = [p.nbytes * (_TRAINED_WEIGHT if p.requires_grad else 1) for p in group]
-        ranks |= {id(p): rank for p, rank in zip(group, assign(weights, size), strict=True)}
-    return ranks
 
 
 def _spec(entry: OwnedParameter, dtype: torch.dtype) -> ParamSpec:
@@ -287,3 +235,166 @@ def _spec(entry: OwnedParameter, dtype: torch.dtype) -> ParamSpec:
         aliases=tuple(names[1:]),
         slice=held,
     )
+
+
+def start_engine(
+    root: nn.Module,
+    units: Sequence[Unit],
+    row: Placements,
+    comms: Comms,
+    options: EngineOptions,
+    *,
+    ignored: Ignored = NOTHING,
+) -> Engine:
+    """Make the engine of ``units`` (the root first), and attach it to their modules."""
+    engine = Engine(units, row, comms, options, ignored)
+    _number(engine)
+    _relate(units)
+    _deal_slots(engine)
+    for unit in units:
+        unit.is_resident = not row.shards_parameters and all(group.slot is None for group in unit.groups)
+        _give_buffers(engine, unit)
+        _install_hooks(engine, unit)
+        _link_fulls(unit)
+        for member in unit.members:
+            module = member.module()
+            assert module is not None
+            attach_engine(module, engine, unit)
+    install_guards(root, engine)
+    guard.watch(engine, root)
+    return engine
+
+
+def _number(engine: Engine) -> None:
+    me = weakref.ref(engine)
+    for index, unit in enumerate(engine.units):
+        unit.index = index
+        unit.engine = me
+
+
+def _relate(units: Sequence[Unit]) -> None:
+    """Tell every unit who is above and below it."""
+    for unit in units:
+        above, ancestor = set(), unit.parent
+        while ancestor is not None:
+            above.add(ancestor.index)
+            ancestor = ancestor.parent
+        unit.depth = len(above)
+        unit.family = frozenset({unit.index, *above})
+    for unit in units:
+        below = {other.index for other in units if unit.index in other.family}
+        unit.family |= below
+
+
+def _deal_slots(engine: Engine) -> None:
+    """Give every group its slot, and make the full parameters there."""
+    slots = {group: engine.slots.hold(group.master) for group in engine.groups if group.is_alone}
+    gathered = [(u, group) for u in engine.units for group in u.groups if group.uses_slot and not group.is_alone]
+    together = Counter((_slot_key(unit, group), unit.recomputed_in) for unit, group in gathered)
+    for (key, place), count in together.items():
+        if place is not None:
+            engine.slots.reserve(key, count)
+    for unit, group in gathered:
+        is_shared = unit.reshards_after_forward and unit.depth > 0
+        slots[group] = engine.slots.assign(_slot_key(unit, group), group.layout.numel, is_shared=is_shared)
+    for group in engine.groups:
+        group.use_slot(slots.get(group))
+    for slot in engine.slots.slots:
+        slot.owner = None  # where slots are not kept, this frees them
+
+
+def _slot_key(unit: Unit, group: Group) -> Hashable:
+    return unit.depth, size_class(group.layout.numel), group.compute_dtype, group.is_trainable, group.is_expert
+
+
+def _give_buffers(engine: Engine, unit: Unit) -> None:
+    """What gathers and reductions of a unit need besides its slots."""
+    for group in unit.groups:
+        group.gradient.keeps_home = engine.options.keeps_buffers or group.offload is not None
+        if unit.inner_size is not None:
+            group.inner = InnerShard(group.gathered, group.layout, engine.comms.inner_comm(unit.inner_size))
+        if group.sent_as is not None:
+            group.packed_pool = engine.packed
+            engine.packed.announce(gathered_cuts(group)[-1])
+        if not group.layout.params:
+            continue
+        if group.reduced_as is not None:
+            places = reduced_cuts(group)
+            engine.gradients.packed.announce(places[-1])
+            engine.gradients.packed.announce(group.layout.size * (places[group.rank + 1] - places[group.rank]))
+        engine.gradients.announce(group.gradient.pool_key, group.reduce_layout.numel)
+
+
+def _install_hooks(engine: Engine, unit: Unit) -> None:
+    least = eager_numel(engine.comms.gather.device_type, keeps_buffers=engine.options.keeps_buffers)
+    for group in unit.groups:
+        for index, full in enumerate(group.fulls):
+            if full.requires_grad and full.numel() >= least:  # torch refuses a hook on others
+                hook = eager_hook(weakref.ref(engine), weakref.ref(group), index)
+                engine.hooks.append(full.register_post_accumulate_grad_hook(hook))
+        for index, shard in enumerate(group.shards):
+            if shard.requires_grad and group.holds_part:
+                refusal = refuse_on_shard(weakref.ref(group), index)
+                engine.hooks.append(shard.register_post_accumulate_grad_hook(refusal))
+    for member in unit.members:
+        module = member.module()
+        assert module is not None
+        engine.hooks.append(module.register_forward_pre_hook(BeforeForward(engine, unit, member), prepend=True))
+        engine.hooks.append(module.register_forward_hook(AfterForward(engine, unit, member), always_call=True))
+
+
+def _link_fulls(unit: Unit) -> None:
+    """Tell the unit's modules which full parameters replace their shards (after the slots were dealt out)."""
+    by_shard = {id(shard): full for group in unit.groups for shard, full in zip(group.shards, group.fulls, strict=True)}
+    for owner in unit.owners:
+        owner.fulls = {attribute: by_shard[id(shard)] for attribute, shard in owner.shards.items()}
+
+
+def move_below(path: str, places: Mapping[str, str]) -> str:
+    """Where ``path`` of a model that was built by itself lies once parts of that model lie at other places.
+
+    Args:
+        path: Of a module or a parameter.
+        places: The new path of each part, by its path in the model that was built by itself (``""``: all of it).
+    """
+    part = max((other for other in places if other == "" or is_below(path, other)), key=len)
+    rest = path[len(part) :].removeprefix(".")
+    return f"{places[part]}.{rest}" if rest else places[part]
+
+
+def rename(unit: Unit, places: Mapping[str, str]) -> None:
+    """Give a unit that was built in a model by itself the names of the model around it, as :func:`move_below`."""
+    for group in unit.groups:
+        params = tuple(
+            dataclasses.replace(
+                spec,
+                name=move_below(spec.name, places),
+                aliases=tuple(move_below(alias, places) for alias in spec.aliases),
+            )
+            for spec in group.layout.params
+        )
+        group.relabel(dataclasses.replace(group.layout, params=params))
+    for named in (*unit.members, *unit.owners):
+        named.path = move_below(named.path, places)
+    unit.name = merged_name([member.path for member in unit.members])
+
+
+def nest(units: Iterable[Unit]) -> list[Unit]:
+    """Set every unit's parent from the paths; returns them outermost first, in order of registration."""
+    units = list(units)
+    for unit in units:
+        above = {
+            place: other for other in units if other is not unit and (place := _place_above(other, unit)) is not None
+        }
+        unit.parent = above[max(above, key=len)] if above else None
+    return [unit for unit in units if unit.parent is None] + [unit for unit in units if unit.parent is not None]
+
+
+def _place_above(outer: Unit, unit: Unit) -> str | None:
+    """The path of the member of ``outer`` that ``unit``, or its first member, lies in; ``None`` if it does not."""
+    paths = [member.path for member in outer.members]
+    if paths == [""]:
+        return ""
+    if not all(any(is_below(member.path, path) for path in paths) for member in unit.members):
+        return None
+    return next(path for path in paths if is_below(unit.path, path))

@@ -25,15 +25,12 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
+from shardwise import torch_private
 from shardwise.comm.axes import Comms
 from shardwise.comm.base import Comm, Handle
-from shardwise.engine import torch_private
 from shardwise.engine.gradient import settle
 from shardwise.engine.group import Group
-from shardwise.engine.hooks import Call, EndOfBackward, attach_tickets
-from shardwise.engine.label import begin, end, label
-from shardwise.engine.observer import Observer
-from shardwise.engine.options import EngineOptions
+from shardwise.engine.hooks import Call, EndOfBackward, Observer, attach_tickets, begin, end, label
 from shardwise.engine.order import (
     ROOT_ENTRY,
     Entry,
@@ -45,13 +42,14 @@ from shardwise.engine.order import (
     units_in,
 )
 from shardwise.engine.pool import GradientPool, PackedPool, SlotPool
-from shardwise.engine.unit import Member, State, Unit
-from shardwise.features import added, debug, mishaps
+from shardwise.engine.unit import NOTHING, Ignored, Member, State, Unit
+from shardwise.features import guard, safety
 from shardwise.features.module_buffers import BufferSync
-from shardwise.features.saved import SavedTensorGuard
+from shardwise.features.safety import SavedTensorGuard
 from shardwise.forms.host import Transfers
 from shardwise.optim import partial
 from shardwise.spec.errors import StateError
+from shardwise.spec.options import EngineOptions
 from shardwise.spec.order import AgreedOrder
 from shardwise.spec.placement import Placements
 
@@ -75,7 +73,9 @@ class Engine:
     _shows_waiting = False  # some .grad is a stand-in for a sum that waits
     has_root = True  # else fully_shard was called for a list of modules, and not yet for a module around them
 
-    def __init__(self, units: Sequence[Unit], row: Placements, comms: Comms, options: EngineOptions) -> None:
+    def __init__(
+        self, units: Sequence[Unit], row: Placements, comms: Comms, options: EngineOptions, ignored: Ignored = NOTHING
+    ) -> None:
         self.units = list(units)
         self.reducing: deque[tuple[Unit, Group, Handle]] = deque()
         self.row = row
@@ -89,7 +89,7 @@ class Engine:
             row.pools_gradients and not self.defers_replicate if is_default else bool(options.accumulates_sharded)
         )
         self.syncs_gradients = True
-        self.ignored = options.ignored  # parameters that are left alone
+        self.ignored = ignored  # parameters that are left alone
         self.buffers: BufferSync | None = None  # keeps the model's buffers equal over the ranks
         self.observers: tuple[Observer, ...] = ()  # what attaches from outside
         self.num_terms = comms.num_ranks  # of a mean over the ranks: those that have a batch
@@ -132,7 +132,7 @@ class Engine:
 
     def __del__(self) -> None:
         """The model has been deleted."""
-        mishaps.wait_for_all(self)
+        safety.wait_for_all(self)
 
     def remove(self) -> None:
         """Take the hooks off: the units now belong to another engine."""
@@ -201,9 +201,9 @@ class Engine:
         Collective:
             All-gather of the unit on ``dp_shard`` where one is due, and of the next one (prefetch).
         """
-        mishaps.refuse_compiled(unit)
+        safety.refuse_compiled(unit)
         if self.pipeline_step is not None and self.pipeline_step.rests:
-            mishaps.refuse_grad(self)
+            safety.refuse_grad(self)
             return
         if torch_private.current_backward() != -1:
             self._ensure(unit)  # recomputation: the data must be there, nothing is entered, ordered or counted
@@ -211,9 +211,9 @@ class Engine:
             unit.replays.append(torch_private.next_sequence_number())
             return
         if self.is_in_backward:
-            mishaps.recover(self)
+            safety.recover(self)
         elif unit.parent is None and unit.frames and not path and threading.get_ident() == self._thread:
-            mishaps.leave_frames(self)  # torch runs no hooks after a KeyboardInterrupt
+            safety.leave_frames(self)  # torch runs no hooks after a KeyboardInterrupt
         if self.num_frames == 0:
             stage = self.pipeline_step.stage if self.pipeline_step is not None else None
             self._begin_forward((unit.index, path) if stage is None else stage_entry(stage))
@@ -277,14 +277,14 @@ class Engine:
         """
         self.wait_for_host()
         self.refuse_unfilled(call)
-        mishaps.refuse_between(self, call)
+        safety.refuse_between(self, call)
         if self.num_frames > 0 or torch_private.current_backward() != -1:
             raise StateError(
                 f"{call} was called inside a forward or backward (or after a forward was interrupted).\n"
                 "  Call it between steps."
             )
         if self.is_in_backward:
-            mishaps.recover(self)
+            safety.recover(self)
         self.follow_shards()
         self.announce(call)
 
@@ -294,9 +294,9 @@ class Engine:
             observer.before_call(self, call)
 
     def _begin_forward(self, entry: Entry) -> None:
-        mishaps.refuse_rootless(self)
+        safety.refuse_rootless(self)
         self.refuse_unfilled("a forward")
-        mishaps.refuse_whole(self)
+        safety.refuse_whole(self)
         self._thread = threading.get_ident()
         self._handled = sys.exception()
         for unit in self.units:
@@ -310,10 +310,10 @@ class Engine:
         for observer in self.observers:
             observer.forward_begins(self, entry)
         self.entry = entry
-        added.refuse_ddp(self)
+        guard.refuse_ddp(self)
         self._order = (self._forward_orders if self.trains else self._eval_orders)[entry]
         if self.trains and not self._order.is_recorded:
-            added.refuse_added(self)
+            guard.refuse_added(self)
         self._order.start()
         if self._version_counted != self.version:
             self._version_counted = self.version
@@ -483,7 +483,7 @@ class Engine:
             while unit.state is State.REDUCING:
                 self._drain_one()
         if self.is_in_backward:
-            mishaps.check_not_updated(self, unit)
+            safety.check_not_updated(self, unit)
         for group in unit.groups:
             if not group.needs_refresh or (group.slot is None and group.epoch == self.epoch):
                 continue
@@ -573,7 +573,7 @@ class Engine:
             return
         unit.swap_out()
         for group in unit.groups:
-            group.release(poison=debug.is_on)
+            group.release(poison=safety.is_on)
         if unit.state is State.UNSHARDED:
             unit.move_to(State.SHARDED)
 
@@ -623,7 +623,7 @@ class Engine:
             StateError: Double backward, or the parameters were changed since that call's forward.
         """
         if self.is_in_backward and self._end is not None and self._end() is None:
-            mishaps.recover(self)  # a backward that raised began before this one, which is not inside of it
+            safety.recover(self)  # a backward that raised began before this one, which is not inside of it
         if self.is_in_backward and call.generation == self.generation:
             return
         if torch.is_grad_enabled():
@@ -652,7 +652,7 @@ class Engine:
         return version == self._version_counted
 
     def _begin_backward(self, entry: Entry) -> None:
-        mishaps.refuse_distributed_autograd(self._thread)
+        safety.refuse_distributed_autograd(self._thread)
         self.is_in_backward = True
         partial.allow(is_allowed=False)  # an optimizer's step raised, or calls this in its closure
         if self.pipeline_step is None:
@@ -799,7 +799,7 @@ class Engine:
 
     def finish_reductions(self) -> None:
         """Every unit has been left: reduce what came otherwise, and wait for all that is under way."""
-        mishaps.finish_strays(self)
+        safety.finish_strays(self)
         self.drain()
         for observer in self.observers:
             observer.backward_ended(self)

@@ -16,13 +16,12 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor, nn
 
+from shardwise import torch_private
 from shardwise.comm.axes import Comms
 from shardwise.comm.base import Comm, Done, Handle
-from shardwise.engine import torch_private
 from shardwise.engine.gradient import Gradient
-from shardwise.engine.pool import PackedPool, Slot
-from shardwise.engine.view import contiguous_stride, memory_order
-from shardwise.forms import quantize
+from shardwise.engine.pool import PackedPool, Slot, contiguous_stride, memory_order
+from shardwise.forms import packed
 from shardwise.forms.host import Transfers, host_zeros
 from shardwise.forms.inner import InnerShard
 from shardwise.forms.packed import gather_packed
@@ -330,7 +329,7 @@ class Group:
         """Put what this rank has of the parameters into the gathered buffer, and issue the all-gather."""
         form = self.sent_as
         if form is not None:
-            return gather_packed(self, comm, lambda own: quantize.pack(master, own, form))
+            return gather_packed(self, comm, lambda own: packed.pack(master, own, form))
         if self._is_copied:
             self._own.copy_(master, non_blocking=True)
         if not self.row.shards_optimizer:

@@ -8,7 +8,6 @@ from typing import Any
 from torch import nn
 
 from shardwise.engine.unit import Unit
-from shardwise.engine.wrap import is_called
 from shardwise.spec.order import AgreedOrder, LayerList
 
 #: Where a forward comes in: a unit's number, and the path of the module in it that was called ("": the unit's own).
@@ -125,3 +124,12 @@ def _layer_list(units: Sequence[Unit], scope: str, indices: Sequence[int]) -> La
 
     members = tuple((index, *inside(f"{units[index].path}.")) for index in indices)
     return LayerList(members, frozenset(inside(f"{scope}." if scope else "")))
+
+
+#: Modules whose forward is never called: they only hold others.
+CONTAINERS = (nn.ModuleList, nn.ModuleDict, nn.ParameterList, nn.ParameterDict)
+
+
+def is_called(module: nn.Module) -> bool:
+    """Whether the module can be called at all: containers, and classes without a ``forward``, only hold others."""
+    return not isinstance(module, CONTAINERS) and type(module).forward is not nn.Module.forward

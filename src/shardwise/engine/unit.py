@@ -15,17 +15,21 @@ replica, which is brought up to date instead of being gathered from nothing.
 
 from __future__ import annotations
 
+import functools
 import weakref
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, MutableMapping, Sequence
+from dataclasses import dataclass, field
 from enum import StrEnum
 from typing import TYPE_CHECKING
 
-from torch import nn
+from torch import Tensor, nn
 
-from shardwise.engine import torch_private
-from shardwise.engine.label import Labels
-from shardwise.spec.errors import StateError
+from shardwise import torch_private
+from shardwise.comm.dtype import dtype_name
+from shardwise.engine.hooks import Labels
+from shardwise.spec.errors import StateError, Uncopyable
+from shardwise.spec.layout import ParamSpec
 
 if TYPE_CHECKING:
     from shardwise.comm.base import Handle
@@ -227,3 +231,139 @@ def _type_name(modules: Iterable[nn.Module]) -> str:
     """``Block``, or ``6 x Block`` for a unit of six."""
     counts = Counter(type(module).__name__ for module in modules)
     return ", ".join(name if counts.total() == 1 else f"{count} x {name}" for name, count in counts.items())
+
+
+@dataclass(frozen=True)
+class Ignored:
+    """What is left alone.
+
+    Attributes:
+        parameters: By name, of tied ones the first.
+        buffers: Names of the buffers of ignored modules.
+        spread: Names of the parameters of which every rank holds other rows, whose gradients have been reduced when
+            they come: part of the model's norm and average (``ParallelPlan.row_sharded``).
+    """
+
+    parameters: dict[str, nn.Parameter] = field(default_factory=dict)
+    buffers: frozenset[str] = frozenset()
+    spread: frozenset[str] = frozenset()
+
+    def __contains__(self, parameter: object) -> bool:
+        """Whether a parameter is left alone."""
+        return id(parameter) in self._ids
+
+    @functools.cached_property
+    def _ids(self) -> frozenset[int]:
+        return frozenset(map(id, self.parameters.values()))
+
+    @property
+    def names(self) -> frozenset[str]:
+        """Of parameters and buffers."""
+        return self.buffers | self.parameters.keys()
+
+    @property
+    def specs(self) -> list[ParamSpec]:
+        """The parameters as the arithmetic sees them."""
+        return [
+            ParamSpec(name, tuple(p.shape), dtype_name(p.dtype), is_trainable=p.requires_grad)
+            for name, p in self.parameters.items()
+        ]
+
+    def without(self, units: Mapping[str, nn.Module]) -> dict[str, nn.Module]:
+        """The units that have a parameter that is not left alone."""
+        return {name: module for name, module in units.items() if any(p not in self for p in module.parameters())}
+
+    def with_spread(self, parameters: Mapping[str, nn.Parameter]) -> Ignored:
+        """The same and some whose rows are spread over the ranks."""
+        return Ignored(self.parameters | dict(parameters), self.buffers, frozenset(parameters))
+
+    @property
+    def spread_parameters(self) -> dict[str, nn.Parameter]:
+        """The rows that this rank holds, by name of the whole."""
+        return {name: self.parameters[name] for name in sorted(self.spread)}
+
+    def below(self, path: str) -> Ignored:
+        """The same as a part of a larger model, in which it lies at ``path``."""
+        return Ignored(
+            {f"{path}.{name}": parameter for name, parameter in self.parameters.items()},
+            frozenset(f"{path}.{name}" for name in self.buffers),
+        )
+
+
+#: What is left alone where nothing is named.
+NOTHING = Ignored()
+
+_MODULE_KEY = "_shardwise"
+_PARAMETER_KEY = "_shardwise_mark"
+
+
+class Attachment(Uncopyable):
+    """What a unit's module holds: its engine and unit."""
+
+    __slots__ = ("engine", "unit")
+
+    def __init__(self, engine: Engine, unit: Unit) -> None:
+        self.engine = engine
+        self.unit = unit
+
+
+class Mark:
+    """What a sharded parameter knows of its origin."""
+
+    __slots__ = ("_group", "index")
+
+    def __init__(self, group: Group, index: int) -> None:
+        self._group = weakref.ref(group)
+        self.index = index
+
+    @property
+    def group(self) -> Group | None:
+        """The group, while its model lives."""
+        return self._group()
+
+
+def attach_engine(module: nn.Module, engine: Engine, unit: Unit) -> None:
+    """Let ``module`` hold its engine."""
+    module.__dict__[_MODULE_KEY] = Attachment(engine, unit)
+
+
+def attachment_of(module: nn.Module) -> Attachment | None:
+    """What :func:`attach_engine` attached, or ``None``."""
+    return module.__dict__.get(_MODULE_KEY)
+
+
+def engine_of(module: nn.Module, call: str, *, on_shards: bool = True) -> Engine:
+    """The engine that ``module`` is the root (or a unit) of.
+
+    Args:
+        module: What the user passed.
+        call: The function that the user called.
+        on_shards: It works on shards, and so not inside ``full_parameters``.
+
+    Raises:
+        StateError: The module is not parallelized, or shows whole parameters where ``call`` needs shards.
+    """
+    attachment = attachment_of(module)
+    if attachment is None:
+        raise StateError(
+            f"{call} got a {type(module).__name__} that is not parallelized.\n"
+            "  Call model = sw.parallelize(model, plan) first, and pass that model."
+        )
+    engine = attachment.engine
+    if on_shards and any(unit.whole is not None for unit in engine.units):
+        raise StateError(
+            f"{call} works on shards, but sw.full_parameters() shows whole parameters now.\n"
+            "  Call it outside; inside, use module.state_dict() and the parameters themselves."
+        )
+    engine.announce(call)
+    return engine
+
+
+def mark(parameter: nn.Parameter, group: Group, index: int) -> None:
+    """Let a shard know its group."""
+    setattr(parameter, _PARAMETER_KEY, Mark(group, index))
+
+
+def mark_of(parameter: Tensor) -> Mark | None:
+    """What :func:`mark` left, or ``None`` for a parameter that is not ours."""
+    return parameter.__dict__.get(_PARAMETER_KEY) if hasattr(parameter, "__dict__") else None

@@ -14,9 +14,9 @@ from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 from torch.nn.modules.batchnorm import _BatchNorm
 
+from shardwise import torch_private
 from shardwise.comm.base import Comm
-from shardwise.engine import torch_private
-from shardwise.engine.attach import attachment_of
+from shardwise.engine.unit import attachment_of
 from shardwise.spec.errors import PlanError, StateError
 
 #: What the collectives are said to serve.

@@ -14,8 +14,9 @@ from typing import TYPE_CHECKING
 import torch
 from torch import nn
 
-from shardwise.engine import attach, torch_private
-from shardwise.engine.observer import Observer
+from shardwise import torch_private
+from shardwise.engine.hooks import Observer
+from shardwise.engine.unit import engine_of
 from shardwise.optim.checks import accept
 from shardwise.optim.flat_parameters import FlatParameter, group_of, split
 from shardwise.spec.errors import StateError
@@ -57,7 +58,7 @@ def optimizer_in_backward(model: nn.Module, *optimizers: torch.optim.Optimizer) 
         StateError: A trained parameter is in no optimizer or in two, there are gradients, or an optimizer cannot work
             on shards; or the model is a pipeline, whose step has a backward for each microbatch.
     """
-    engine = attach.engine_of(model, "sw.optimizer_in_backward")
+    engine = engine_of(model, "sw.optimizer_in_backward")
     if engine.comms.pp is not None:
         raise StateError(
             "sw.optimizer_in_backward(): a pipeline's step has a backward for each microbatch, and updates follow the"

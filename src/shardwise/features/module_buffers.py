@@ -12,9 +12,9 @@ from collections.abc import Collection, Sequence
 import torch
 from torch import Tensor, nn
 
+from shardwise import torch_private
 from shardwise.comm.base import Comm
 from shardwise.comm.dtype import dtype_name
-from shardwise.engine import torch_private
 from shardwise.features.batch_norm import SyncBatchNorm
 from shardwise.spec.traffic.data import BUFFERS, BufferMessage
 

@@ -11,14 +11,16 @@ from __future__ import annotations
 
 import contextlib
 from collections import deque
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
+from shardwise.comm.base import Comm
 from shardwise.engine.engine import Engine
-from shardwise.engine.unit import State, Unit
-from shardwise.features import mishaps
+from shardwise.engine.pool import memory_order
+from shardwise.engine.unit import State, Unit, mark_of
+from shardwise.features import safety
 from shardwise.spec.errors import StateError
 
 
@@ -176,10 +178,103 @@ def open_step(engine: Engine, before_reduction: Callable[[], None], last: int | 
         for unit in engine.units:
             unit.swap_out()
         if opened.has_gradients or engine.reducing:
-            mishaps.drop_later(engine, had_sums=had_sums)
+            safety.drop_later(engine, had_sums=had_sums)
         raise
     finally:
         engine.pipeline_step, engine.syncs_gradients = None, syncs
     if syncs or not torch.is_grad_enabled():
         engine.parameters_are_unchanged = False
     engine.show_waiting()
+
+
+@contextlib.contextmanager
+def constant_parameters(engine: Engine, call: str) -> Iterator[None]:
+    """Run forwards without grad between which no parameter changes.
+
+    Where every unit can be whole all the while (it is replicated, or stays gathered after forward, or this rank has all
+    of it), it is put into the modules at the beginning, and forwards go by the engine: they cost what the plain
+    model's do. Else units come and go as in any forward.
+
+    Args:
+        engine: Of the model.
+        call: What the user called.
+
+    Collective:
+        An all-gather on ``dp_shard`` of each unit that stays gathered after forward. All ranks must call.
+
+    Raises:
+        StateError: A forward or a backward is under way. What trains, steps or works on shards inside raises as well.
+    """
+    engine.settle(call)
+    if any(observer.sees_every_gather for observer in engine.observers) or not all(
+        _can_stay(unit) for unit in engine.units
+    ):
+        yield
+        return
+    was_open = engine.parameters_are_unchanged
+    engine.refresh()
+    engine.parameters_are_unchanged = True
+    try:
+        for unit in engine.units:
+            _put(engine, unit)
+        engine.pipeline_step = PipelineStep(engine)
+        engine.pipeline_step.rests, engine.pipeline_step.only_for = True, call
+        yield
+    finally:
+        engine.pipeline_step, engine.parameters_are_unchanged = None, was_open
+        for unit in engine.units:
+            _take_back(engine, unit)
+
+
+def _can_stay(unit: Unit) -> bool:
+    return unit.is_resident or not unit.reshards_after_forward or _is_whole(unit)
+
+
+def _is_whole(unit: Unit) -> bool:
+    """The whole parameters, as forward needs them, are this rank's master."""
+    return all(group.is_alone and group.whole is None for group in unit.groups)
+
+
+def _put(engine: Engine, unit: Unit) -> None:
+    if unit.is_resident or not _is_whole(unit):
+        engine.unshard(unit)
+        unit.is_unused = False
+    unit.swap_in()
+
+
+def _take_back(engine: Engine, unit: Unit) -> None:
+    unit.swap_out()
+    if unit.state is State.UNSHARDED:
+        engine.reshard(unit)
+
+
+def sum_over_copies(engine: Engine, copies: Mapping[nn.Parameter, Sequence[int]], comm: Comm) -> None:
+    """Add up the local gradients of parameters over the ranks that hold a copy, before they are reduced.
+
+    Every copy gets the same sum, in the order of ranks, so that copies stay equal to the last bit.
+
+    Args:
+        engine: Of the model.
+        copies: The ranks along ``comm`` that hold a copy, ascending, by parameter; in one order on all of them.
+        comm: Along ``pp``.
+
+    Collective:
+        Between the ranks of each parameter: the whole gradient from each to each.
+    """
+    for parameter, ranks in copies.items():
+        mark = mark_of(parameter)
+        group = mark.group if mark is not None else None
+        if mark is None or group is None or not group.wants_gradients:
+            continue
+        views = group.gradient.local_views(mark.index, engine.gradients)
+        own = torch.cat([memory_order(view) for view in views])
+        unit = f"copies of {group.layout.params[mark.index].name}"
+        terms = {peer: own if peer == comm.rank else torch.empty_like(own) for peer in ranks}
+        peers = [peer for peer in ranks if peer != comm.rank]
+        sends, receives = [(own, peer, unit) for peer in peers], [(terms[peer], peer, unit) for peer in peers]
+        comm.exchange(sends, receives).wait()
+        total = terms[ranks[0]].clone()
+        for peer in ranks[1:]:
+            total += terms[peer]
+        for view, part in zip(views, total.split([view.numel() for view in views]), strict=True):
+            memory_order(view).copy_(part)

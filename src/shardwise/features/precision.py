@@ -12,9 +12,9 @@ from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _BatchNorm
 
 from shardwise.comm.dtype import dtype_name, torch_dtype
-from shardwise.engine.notice import tell_once
-from shardwise.engine.wrap import name_matcher
+from shardwise.launch.notice import tell_once
 from shardwise.spec.errors import PlanError
+from shardwise.spec.policies import name_matcher
 from shardwise.spec.precision import PrecisionPolicy
 
 #: NCCL reduces bf16 from this version on.

@@ -22,7 +22,7 @@ from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _NormBase
 from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts, noop_context_fn
 
-from shardwise.engine.wrap import find_units
+from shardwise.features.wrap import find_units
 from shardwise.spec.errors import PlanError, StateError, Uncopyable
 from shardwise.spec.policies import RecomputePolicy
 

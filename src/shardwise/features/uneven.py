@@ -19,9 +19,9 @@ import torch
 from torch import Tensor, nn
 
 from shardwise.comm.control import all_gather_json
-from shardwise.engine import attach
-from shardwise.engine.observer import Observer
-from shardwise.features import batch_norm, debug, mishaps
+from shardwise.engine.hooks import Observer
+from shardwise.engine.unit import engine_of
+from shardwise.features import batch_norm, safety
 from shardwise.features.in_backward import optimizers_in_backward
 from shardwise.optim.clip import clip_grad_norm
 from shardwise.spec.errors import CommError, RankDisagreement, StateError
@@ -105,7 +105,7 @@ def join(
         CommError: Another rank has left by an exception.
         StateError: The context is entered twice; the optimizers' settings differ; something that is refused.
     """
-    engine = attach.engine_of(model, "sw.join")
+    engine = engine_of(model, "sw.join")
     engine.settle("sw.join()")
     if any(isinstance(observer, Join) for observer in engine.observers):
         raise StateError("sw.join() inside sw.join() of the same model.\n  Leave one out.")
@@ -292,7 +292,7 @@ class Join(Observer):
             What the others issue.
         """
         self._is_listening = True
-        mishaps.leave_frames(self._engine)
+        safety.leave_frames(self._engine)
         while spoken := self._spoken(self._exchange(Word.LEFT)):
             word, first, second = next(iter(spoken.values()))
             self._do(Word(word), first, second, spoken)
@@ -329,7 +329,7 @@ class Join(Observer):
         engine.gather(group, is_inner=is_inner).wait()
         if engine.trains and group.inner is not None and not is_inner:
             group.inner.keep(group.gathered, engine.epoch)
-        group.release(poison=debug.is_on)
+        group.release(poison=safety.is_on)
 
     def _follow_reduction(self, index: int, *, is_last: bool) -> None:
         """The others reduce a unit: add nothing, or what earlier microbatches have left here."""

@@ -19,9 +19,8 @@ from torch import Tensor, nn
 
 from shardwise.comm.base import Done, Handle
 from shardwise.engine.group import Group
-from shardwise.forms import quantize
 from shardwise.forms.host import host_zeros
-from shardwise.forms.packed import gather_packed
+from shardwise.forms.packed import codes_of, empty_packed, gather_packed, pack, unpack
 from shardwise.spec.layout import GroupLayout
 from shardwise.spec.placement import Placements
 from shardwise.spec.policies import OffloadPolicy
@@ -82,8 +81,8 @@ class FrozenGroup(Group):
         is_whole = not self.row.shards_optimizer
         flat = torch.zeros(self.master_numel, dtype=self.dtype, device=self.device)
         self._fill(flat, whole=is_whole)
-        packed = quantize.empty_packed(flat.numel(), self._form, self.dtype, self.device)
-        quantize.pack(flat, packed, self._form)
+        packed = empty_packed(flat.numel(), self._form, self.dtype, self.device)
+        pack(flat, packed, self._form)
         if self.offload is None:
             return packed
         return host_zeros(packed.numel(), packed.dtype, self.device, pins=self.offload.pin_memory).copy_(packed)
@@ -91,7 +90,7 @@ class FrozenGroup(Group):
     @property
     def elements(self) -> Tensor:
         """The codes."""
-        return quantize.codes_of(self.master, self.master_numel, self._form)
+        return codes_of(self.master, self.master_numel, self._form)
 
     @property
     def uses_slot(self) -> bool:
@@ -106,12 +105,12 @@ class FrozenGroup(Group):
     def values(self) -> Tensor:
         """The parameters as they are read from the codes, in the dtype that they had, in fresh memory."""
         flat = torch.empty(self.master_numel, dtype=self.dtype, device=self.master.device)
-        quantize.unpack(self.master, flat, self._form, self.dtype)
+        unpack(self.master, flat, self._form, self.dtype)
         return flat
 
     def set_values(self, flat: Tensor) -> None:
         """Pack ``flat``."""
-        quantize.pack(flat.to(self.master.device), self.master, self._form)
+        pack(flat.to(self.master.device), self.master, self._form)
 
     def gather(self) -> Handle:
         """Issue the all-gather of the packed bytes, and unpack when it is waited for.
@@ -123,7 +122,7 @@ class FrozenGroup(Group):
         if self.whole is not None:
             return self._take_whole(self.whole)
         if not self.row.shards_optimizer:
-            quantize.unpack(self.master, self.gathered, self._form, self.dtype)
+            unpack(self.master, self.gathered, self._form, self.dtype)
             return Done()
         comm = self.comms.gather
         with self.transfers.upward() if self.transfers is not None else contextlib.nullcontext():

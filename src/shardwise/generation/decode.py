@@ -16,9 +16,9 @@ import torch
 from torch import Tensor, nn
 
 from shardwise.comm.control import all_gather_json, fail_together
-from shardwise.engine.attach import attachment_of, engine_of
 from shardwise.engine.engine import Engine
-from shardwise.features.constant import constant_parameters
+from shardwise.engine.unit import attachment_of, engine_of
+from shardwise.features.pipeline_step import constant_parameters
 from shardwise.generation.chunks import How, Part, Runner, Shares, Staged, Turn, Whole, slots
 from shardwise.generation.decoder import decoder_of
 from shardwise.generation.sample import Sampling

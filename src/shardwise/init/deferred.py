@@ -23,7 +23,7 @@ from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_iter, tree_map
 
-from shardwise.engine import torch_private
+from shardwise import torch_private
 from shardwise.spec.errors import StateError
 
 #: Initialisers of ``torch.nn.init`` that do nothing on meta. Each is recorded as one operation.

@@ -16,7 +16,7 @@ from collections.abc import Iterable, Iterator, Sequence
 import torch
 from torch import Tensor
 
-from shardwise.engine.view import is_dense, memory_order
+from shardwise.engine.pool import is_dense, memory_order
 
 ROW_WORDS = 1 << 14
 #: Rows at a time: what a processor's cache holds; on other devices few launches, and 32 MB of products.

@@ -25,10 +25,10 @@ from typing import Any, Protocol, runtime_checkable
 import torch
 from torch import Tensor, nn
 
+from shardwise import torch_private
 from shardwise.comm.base import Comm
 from shardwise.comm.control import agree
 from shardwise.comm.dtype import dtype_name
-from shardwise.engine import torch_private
 from shardwise.engine.build import OwnedParameter
 from shardwise.init.deferred import Recording, take_recording
 from shardwise.init.digest import digest_of

@@ -10,10 +10,10 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from shardwise import torch_private
 from shardwise.comm.base import Comm
 from shardwise.comm.control import agree, all_gather_json
-from shardwise.engine import torch_private
-from shardwise.engine.view import is_dense, memory_order
+from shardwise.engine.pool import is_dense, memory_order
 from shardwise.init.digest import Digester
 from shardwise.spec.errors import RankDisagreement, StateError
 

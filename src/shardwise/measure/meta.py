@@ -11,7 +11,7 @@ from torch.nn import functional as F
 from torch.overrides import TorchFunctionMode
 from torch.utils._pytree import tree_map
 
-from shardwise.engine import torch_private
+from shardwise import torch_private
 
 
 def build_on_meta(build_model: Callable[[], nn.Module]) -> nn.Module:

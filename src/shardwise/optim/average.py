@@ -11,9 +11,9 @@ import torch
 from torch import Tensor, nn
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
-from shardwise.engine import attach
 from shardwise.engine.engine import Engine
 from shardwise.engine.group import Group
+from shardwise.engine.unit import engine_of
 from shardwise.optim.checks import engines_of
 from shardwise.spec.errors import StateError
 from shardwise.spec.extent import Extent
@@ -63,7 +63,7 @@ class ExponentialMovingAverage:
         self.num_updates = 0
         self._model = weakref.ref(model)
         self._is_in = False
-        engine = attach.engine_of(model, "sw.ExponentialMovingAverage")
+        engine = engine_of(model, "sw.ExponentialMovingAverage")
         self._averages: list[tuple[weakref.ref[Group], Tensor]] = []
         for group in engine.groups:
             if group.wants_gradients:
@@ -121,7 +121,7 @@ class ExponentialMovingAverage:
             raise StateError(f"{call}: the model is gone.\n  Keep it for as long as its average is used.")
         if self._is_in:
             raise StateError(f"{call} inside swapped_in(): the model holds the average.\n  Call it outside.")
-        engine = attach.engine_of(model, call)
+        engine = engine_of(model, call)
         engine.settle(call)
         return engine
 

@@ -13,8 +13,8 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 
-from shardwise.engine import attach
-from shardwise.features import added, mishaps
+from shardwise.engine.unit import mark_of
+from shardwise.features import guard, safety
 from shardwise.optim import flat_parameters, partial
 from shardwise.optim.flat_parameters import FlatParameter, group_of
 from shardwise.spec.errors import StateError
@@ -178,7 +178,7 @@ def _before_step(optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> No
         _check_bits(optimizer)
         _check(optimizer)
         _check_state(optimizer)
-        if added.check_optimizer(optimizer, engines):
+        if guard.check_optimizer(optimizer, engines):
             _seen[optimizer] = content
     if any(given is not None for given in (*args[1:], kwargs.get("closure"))) and flat_parameters.flats_of(optimizer):
         raise StateError(
@@ -196,7 +196,7 @@ def _check_moment(engine: Engine) -> None:
         raise StateError(
             "optimizer.step() inside sw.full_parameters(): the optimizer's state is of shards.\n  Step outside of it."
         )
-    mishaps.refuse_between(engine, "optimizer.step()")
+    safety.refuse_between(engine, "optimizer.step()")
     engine.refuse_sums("optimizer.step()")
 
 
@@ -249,7 +249,7 @@ def _check(optimizer: torch.optim.Optimizer) -> None:
             held = slice_of(parameter)
             if held is not None and not keeps(held, needed):
                 raise _cut_refusal(type(optimizer).__name__, needed, parameter, held)
-            mark = attach.mark_of(parameter)
+            mark = mark_of(parameter)
             owner = mark.group if mark is not None else None
             if mark is None or owner is None or not owner.row.shards_optimizer:
                 continue  # whole on every rank; decided by the layout, so that all ranks decide alike
@@ -259,7 +259,7 @@ def _check(optimizer: torch.optim.Optimizer) -> None:
 
 def _cut_refusal(name: str, needed: Granularity | None, parameter: torch.nn.Parameter, held: Slice) -> StateError:
     """Why the optimizer cannot work on a part of a tensor: of spread rows, or by tensor or expert parallelism."""
-    mark = attach.mark_of(parameter)
+    mark = mark_of(parameter)
     title = f" {held.names[0]!r}" if held.names else ""
     if mark is not None and mark.group is not None:
         title = f" {mark.group.layout.params[mark.index].name!r}"
@@ -305,7 +305,7 @@ def _refusal(name: str, needed: Granularity | None, group: Group, index: int) ->
 
 def _check_state(optimizer: torch.optim.Optimizer) -> None:
     for parameter, state in optimizer.state.items():
-        mark = attach.mark_of(parameter)
+        mark = mark_of(parameter)
         owner = mark.group if mark is not None else None
         if mark is None or owner is None:
             continue

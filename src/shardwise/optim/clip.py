@@ -7,8 +7,9 @@ from collections.abc import Collection, Iterable, Sequence
 import torch
 from torch import Tensor, nn
 
-from shardwise.engine import attach, torch_private
+from shardwise import torch_private
 from shardwise.engine.engine import Engine
+from shardwise.engine.unit import attachment_of, engine_of
 from shardwise.features.in_backward import refuse
 from shardwise.optim import partial
 from shardwise.spec.errors import StateError
@@ -48,7 +49,7 @@ def clip_grad_norm(model: nn.Module, max_norm: float) -> Tensor:
     """
     if not max_norm >= 0:
         raise StateError(f"clip_grad_norm(max_norm={max_norm}): expected a number of at least 0.")
-    engine = attach.engine_of(model, "sw.clip_grad_norm")
+    engine = engine_of(model, "sw.clip_grad_norm")
     refuse(engine, "sw.clip_grad_norm()")
     engine.refuse_sums("sw.clip_grad_norm()")
     part = _part_of(engine, model)
@@ -67,7 +68,7 @@ def clip_grad_norm(model: nn.Module, max_norm: float) -> Tensor:
 
 def _part_of(engine: Engine, module: nn.Module) -> frozenset[int] | None:
     """Identities of the parameters below ``module``; ``None`` for the whole model."""
-    attachment = attach.attachment_of(module)
+    attachment = attachment_of(module)
     if attachment is None or attachment.unit is engine.units[0]:
         return None
     return frozenset(map(id, module.parameters()))

@@ -19,7 +19,8 @@ from typing import TYPE_CHECKING, Any, Self
 import torch
 from torch import Tensor, nn
 
-from shardwise.engine import attach, torch_private
+from shardwise import torch_private
+from shardwise.engine.unit import engine_of, mark_of
 from shardwise.features.waiting_gradient import WaitingGradient
 from shardwise.optim.partial import PartialGradient
 from shardwise.spec.errors import Uncopyable
@@ -57,7 +58,7 @@ def flat_parameters(model: nn.Module, decay: DecayRule | None = None) -> list[di
     Raises:
         StateError: The model is not parallelized.
     """
-    engine = attach.engine_of(model, "sw.flat_parameters")
+    engine = engine_of(model, "sw.flat_parameters")
     engine.follow_shards()
     groups: list[list[nn.Parameter]] = [[], []]
     is_there = [decay is None, False]
@@ -232,7 +233,7 @@ def group_of(parameter: Tensor) -> Group | None:
     """The group of a shard or of a flat parameter, ``None`` for a parameter that is not ours."""
     if isinstance(parameter, FlatParameter):
         return parameter.group
-    mark = attach.mark_of(parameter)
+    mark = mark_of(parameter)
     return mark.group if mark is not None else None
 
 

@@ -16,7 +16,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from shardwise.engine import torch_private
+from shardwise import torch_private
 from shardwise.spec.errors import StateError
 
 _NORMS = frozenset(

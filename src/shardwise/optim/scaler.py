@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor, nn
 
-from shardwise.engine import attach
+from shardwise.engine.unit import engine_of
 from shardwise.features.in_backward import refuse
 from shardwise.optim import partial
 from shardwise.optim.checks import engines_of
@@ -105,7 +105,7 @@ class GradScaler(torch.amp.GradScaler):
 
 def needs_scaler(model: nn.Module) -> bool:
     """Whether gradients of ``model`` are computed or reduced in fp16."""
-    engine = attach.engine_of(model, "needs_scaler")
+    engine = engine_of(model, "needs_scaler")
     return any(
         torch.float16 in (group.compute_dtype, group.reduce_dtype) for group in engine.groups if group.wants_gradients
     )

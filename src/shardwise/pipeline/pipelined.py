@@ -17,17 +17,15 @@ from shardwise.comm.axes import Comms
 from shardwise.comm.base import Comm
 from shardwise.comm.control import agree, all_gather_json
 from shardwise.comm.dtype import dtype_name, torch_dtype
-from shardwise.engine import attach
-from shardwise.engine.batch import LossFn, call_model, fitting_count, forward_loss, split_batch
 from shardwise.engine.engine import Engine
-from shardwise.engine.notice import tell_once
-from shardwise.engine.unit import Unit
-from shardwise.engine.wrap import find_units
-from shardwise.features.pipeline_step import open_step
+from shardwise.engine.unit import Unit, engine_of
+from shardwise.features.pipeline_step import open_step, sum_over_copies
 from shardwise.features.precision import resolve
-from shardwise.features.tied_stages import sum_over_copies
+from shardwise.features.wrap import find_units
+from shardwise.launch.notice import tell_once
 from shardwise.measure.activations import cut_alone
 from shardwise.pipeline.agreement import Agreement
+from shardwise.pipeline.batch import LossFn, call_model, fitting_count, forward_loss, split_batch
 from shardwise.pipeline.element import Element, find_elements, sketch
 from shardwise.pipeline.interpret import Interpreter, Step
 from shardwise.pipeline.split import assign_stages, drop_foreign, held_parameters, in_order_of_calls
@@ -184,12 +182,12 @@ class Pipelined(Uncopyable):
         sketched = self.sketch, self._elements, self._num_stages
         stages = Stages(model, *sketched, device=device, comm=comm, held=self.stages)
         self._interpreter = Interpreter(stages, self._comm, deferral)
-        computed = resolve(attach.engine_of(model, "sw.parallelize").options.policy, device).param_dtype
+        computed = resolve(engine_of(model, "sw.parallelize").options.policy, device).param_dtype
         self._interpreter.compute_dtype = None if computed is None else torch_dtype(computed)
         model.__dict__[_KEY] = self
         self._parameters = tuple(model.parameters())
         me = weakref.WeakMethod(self.share_state)
-        engine = attach.engine_of(model, "sw.parallelize")
+        engine = engine_of(model, "sw.parallelize")
         engine.share_state = lambda: (share := me()) and share()
         engine.stages = {stage: tuple(self._own_units(engine, stage)) for stage in self.stages}
 
@@ -252,7 +250,7 @@ class Pipelined(Uncopyable):
         """The same on microbatches."""
         loss = functools.partial(forward_loss, loss_fn=loss_fn)
         losses = self.losses(model, parts, call_model, loss, scale=scale)
-        return self._mean_loss(attach.engine_of(model, "sw.train_step"), losses)
+        return self._mean_loss(engine_of(model, "sw.train_step"), losses)
 
     def losses(
         self,
@@ -281,7 +279,7 @@ class Pipelined(Uncopyable):
             As :class:`Agreement`, :meth:`Interpreter.run` and :func:`~shardwise.features.pipeline_step.open_step`. All
             ranks must call.
         """
-        engine = attach.engine_of(model, "sw.train_step")
+        engine = engine_of(model, "sw.train_step")
         assert self._interpreter is not None
         scale(torch.zeros((), device=engine.comms.control.device))
         count = len(parts)

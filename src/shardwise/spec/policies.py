@@ -1,11 +1,12 @@
 """What a plan may say of units, recomputation, offloading and ignored parameters, as plain data.
 
-``engine.wrap``, ``features.recompute``, ``forms.host`` and ``engine.ignore`` apply them to a model.
+``features.wrap``, ``features.recompute``, ``forms.host`` and ``features.ignored`` apply them to a model.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+import re
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, fields
 from typing import Any
 
@@ -335,3 +336,10 @@ def ignored_entries(value: Any) -> tuple[Any, ...]:
                 "  Write for example ignored=['blocks.*.experts'] or ignored=[model.vision_tower]; [] ignores nothing."
             )
     return entries
+
+
+def name_matcher(pattern: str) -> Callable[[str], bool]:
+    """Tells whether a qualified name matches a shell pattern, in which ``*`` does not cross a dot."""
+    parts = [re.escape(part).replace(r"\*", "[^.]*").replace(r"\?", "[^.]") for part in pattern.split(".")]
+    expression = re.compile(r"\.".join(parts))
+    return lambda name: expression.fullmatch(name) is not None

@@ -26,7 +26,7 @@ from shardwise.comm.control import all_gather_json
 from shardwise.comm.dtype import dtype_name, torch_dtype
 from shardwise.engine.engine import Engine
 from shardwise.engine.group import Group
-from shardwise.engine.view import contiguous_stride
+from shardwise.engine.pool import contiguous_stride
 from shardwise.spec.errors import StateError
 from shardwise.spec.extent import logical_stride, tiling_problems
 from shardwise.spec.layout import ParamSpec

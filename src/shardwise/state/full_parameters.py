@@ -15,11 +15,10 @@ import torch
 from torch import Tensor, nn
 
 from shardwise.comm.control import all_gather_json
-from shardwise.engine import attach
 from shardwise.engine.engine import Engine
 from shardwise.engine.group import Group
-from shardwise.engine.unit import Unit
-from shardwise.engine.view import contiguous_stride
+from shardwise.engine.pool import contiguous_stride
+from shardwise.engine.unit import Unit, engine_of, mark_of
 from shardwise.spec.errors import StateError
 from shardwise.spec.slice import slice_of
 from shardwise.state.assemble import gather_to_root, is_root_of, send_group
@@ -106,13 +105,13 @@ def _units_in(module: nn.Module) -> list[tuple[Engine, Unit]]:
     """The units that hold a parameter of ``module``, by engine and number."""
     found: dict[int, tuple[Engine, Unit]] = {}
     for parameter in module.parameters():
-        mark = attach.mark_of(parameter)
+        mark = mark_of(parameter)
         group = mark.group if mark is not None else None
         engine = group.unit.engine() if group is not None and group.unit.engine is not None else None
         if group is not None and engine is not None:
             found[id(group.unit)] = (engine, group.unit)
     if not found:
-        attach.engine_of(module, "sw.full_parameters", on_shards=False)  # refuses a plain module
+        engine_of(module, "sw.full_parameters", on_shards=False)  # refuses a plain module
     order = {id(engine): place for place, (engine, _) in enumerate(found.values())}
     return sorted(found.values(), key=lambda pair: (order[id(pair[0])], pair[1].index))
 
@@ -120,7 +119,7 @@ def _units_in(module: nn.Module) -> list[tuple[Engine, Unit]]:
 def _check_rows(module: nn.Module) -> None:
     for name, parameter in module.named_parameters():
         held = slice_of(parameter)
-        if held is not None and attach.mark_of(parameter) is None:
+        if held is not None and mark_of(parameter) is None:
             raise StateError(
                 f"sw.full_parameters(): of {name!r}, of shape {list(held.shape)}, this rank's module holds and uses"
                 f" {list(held.local_shape)} only (row_sharded).\n"

@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from shardwise.comm.axes import Comms
 from shardwise.comm.control import all_gather_json
 from shardwise.comm.dtype import dtype_name, torch_dtype
-from shardwise.engine.ignore import Ignored
+from shardwise.engine.unit import Ignored
 from shardwise.init.digest import digest_of
 from shardwise.spec.errors import CheckpointError, StateError
 from shardwise.spec.extent import Extent

@@ -8,12 +8,13 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from shardwise import torch_private
 from shardwise.comm.control import all_gather_json
 from shardwise.comm.dtype import dtype_name, torch_dtype
-from shardwise.engine import attach, torch_private
 from shardwise.engine.engine import Engine
 from shardwise.engine.group import Group
-from shardwise.engine.view import is_dense, memory_order
+from shardwise.engine.pool import is_dense, memory_order
+from shardwise.engine.unit import engine_of
 from shardwise.features.precision import saved_dtypes
 from shardwise.spec.errors import StateError
 from shardwise.spec.extent import Extent
@@ -58,7 +59,7 @@ def full_state_dict(model: nn.Module, *, trainable_only: bool = False) -> dict[s
     Raises:
         StateError: Modules of a later stage have extra state that JSON does not hold; on every rank alike.
     """
-    engine = attach.engine_of(model, "sw.full_state_dict")
+    engine = engine_of(model, "sw.full_state_dict")
     engine.refuse_unfilled("sw.full_state_dict()")
     engine.follow_shards()
     engine.sync_buffers()
@@ -121,7 +122,7 @@ def load_full_state_dict(model: nn.Module, state: Mapping[str, Any], *, strict: 
         StateError: Names are missing or unexpected, shapes differ, or extra state is none that JSON holds; on all
             ranks, and nothing is loaded.
     """
-    engine = attach.engine_of(model, "sw.load_full_state_dict")
+    engine = engine_of(model, "sw.load_full_state_dict")
     engine.follow_shards()
     world = engine.comms.world
     # Every rank holds these whole: buffers, and parameters that are left alone.
@@ -250,7 +251,7 @@ def owned_extents(model: nn.Module) -> list[tuple[Extent, Tensor]]:
     Collective:
         With ``pp``, an all-gather of the names of buffers.
     """
-    engine = attach.engine_of(model, "sw.save")
+    engine = engine_of(model, "sw.save")
     engine.refuse_unfilled("sw.save()")
     engine.follow_shards()
     buffers = _own_buffers(model, engine)
@@ -280,7 +281,7 @@ def _own_buffers(model: nn.Module, engine: Engine) -> dict[str, Tensor]:
 
 def frozen_names(model: nn.Module) -> set[str]:
     """The names of parameters that require no gradient, of those that the engine holds on this rank."""
-    engine = attach.engine_of(model, "sw.save")
+    engine = engine_of(model, "sw.save")
     return {
         spec.name
         for group in engine.groups
@@ -321,7 +322,7 @@ class HeldValues:
     """
 
     def __init__(self, model: nn.Module, stored: Mapping[str, Extent] | None = None) -> None:
-        engine = attach.engine_of(model, "sw.load")
+        engine = engine_of(model, "sw.load")
         engine.follow_shards()
         self.extents: list[tuple[Extent, Tensor]] = []
         self._flats: list[tuple[Group, Tensor]] = []
@@ -357,4 +358,4 @@ def load_ranges(model: nn.Module, read: Callable[[list[tuple[Extent, Tensor]]], 
     with torch.no_grad():
         read([(extent, flat) for extent, flat in held.extents if not extent.name.startswith(BUFFER)])
         held.install()
-    attach.engine_of(model, "sw.load").invalidate()
+    engine_of(model, "sw.load").invalidate()

@@ -26,11 +26,12 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from shardwise import torch_private
 from shardwise.comm.control import all_gather_json
 from shardwise.comm.dtype import dtype_name, torch_dtype
-from shardwise.engine import attach, torch_private
 from shardwise.engine.group import Group
-from shardwise.engine.view import memory_order
+from shardwise.engine.pool import memory_order
+from shardwise.engine.unit import engine_of
 from shardwise.optim.checks import needed_by
 from shardwise.optim.flat_parameters import FlatParameter, split, states_by_name
 from shardwise.spec.errors import CheckpointError
@@ -147,7 +148,7 @@ def _tensors(state: Mapping[str, Any], view: Tensor) -> Iterator[tuple[str, Tens
 
 def optimizer_extents(model: nn.Module, optimizers: Sequence[torch.optim.Optimizer]) -> list[tuple[Extent, Tensor]]:
     """What this rank writes of the optimizers' state: ``optimizer/<parameter name>/<key>``, as ``owned_extents``."""
-    engine = attach.engine_of(model, "sw.save")
+    engine = engine_of(model, "sw.save")
     if engine.comms.replica:
         return []
     found: list[tuple[Extent, Tensor]] = []
@@ -203,7 +204,7 @@ def optimizer_scalars(model: nn.Module, optimizers: Sequence[torch.optim.Optimiz
     Raises:
         CheckpointError: There is state that cannot be put together again; on every rank alike.
     """
-    engine = attach.engine_of(model, "sw.save")
+    engine = engine_of(model, "sw.save")
     mine: dict[str, dict[str, float]] = {}
     problems: list[str] = []
     for optimizer in optimizers:
@@ -295,7 +296,7 @@ class _StateOfOne:
     """As :class:`OptimizerState`, for one optimizer."""
 
     def __init__(self, model: nn.Module, optimizer: torch.optim.Optimizer, stored: Mapping[str, Extent]) -> None:
-        engine = attach.engine_of(model, "sw.load")
+        engine = engine_of(model, "sw.load")
         self.extents: list[tuple[Extent, Tensor]] = []
         self.problems: list[str] = []
         self._optimizer = optimizer

@@ -44,11 +44,11 @@ import torch
 from torch import Tensor, nn
 
 import shardwise as sw
-from shardwise.engine import torch_private
-from shardwise.engine.attach import attachment_of
-from shardwise.engine.batch import LossFn, forward_loss, split_batch
-from shardwise.engine.view import memory_order
+from shardwise import torch_private
+from shardwise.engine.pool import memory_order
+from shardwise.engine.unit import attachment_of
 from shardwise.optim.checks import needed_by
+from shardwise.pipeline.batch import LossFn, forward_loss, split_batch
 from shardwise.spec.exact import Tolerance
 from shardwise.spec.granularity import row_numel
 from shardwise.testing.probe import Probe, Shard, checks, optimizer_state, part_of, probe

@@ -24,12 +24,11 @@ import torch
 from torch import Tensor, nn
 
 from shardwise.api.summary import predict, predict_activations, predict_trace, unit_shapes
-from shardwise.engine.attach import engine_of
 from shardwise.engine.group import Group
 from shardwise.engine.order import units_in
-from shardwise.engine.unit import State, Unit
-from shardwise.engine.view import memory_order
-from shardwise.features import debug
+from shardwise.engine.pool import memory_order
+from shardwise.engine.unit import State, Unit, engine_of
+from shardwise.features import safety
 from shardwise.features.waiting_gradient import WaitingGradient
 from shardwise.optim.flat_parameters import states_by_name
 from shardwise.pipeline.pipelined import pipelined_of
@@ -45,7 +44,7 @@ from shardwise.state.optimizer import optimizer_extents
 from shardwise.tensor.apply import take
 
 #: Inside ``with checks():`` what is released is filled with NaN and saved tensors are checked in every step. Slow.
-checks = debug.checks
+checks = safety.checks
 
 
 def probe(model: nn.Module) -> Probe:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 
 from shardwise.comm import stall
-from shardwise.engine import notice
+from shardwise.launch import notice
 from shardwise.optim import checks
 
 

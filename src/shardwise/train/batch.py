@@ -8,7 +8,7 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from shardwise.engine import attach
+from shardwise.engine.unit import engine_of
 from shardwise.pipeline.pipelined import Call, pipelined_of
 from shardwise.train.build import Loss
 from shardwise.train.check import Batch
@@ -51,7 +51,7 @@ def evaluate(
     Collective:
         The model's forwards, then one all-gather of 16 bytes per rank.
     """
-    device = attach.engine_of(model, "evaluate").comms.control.device  # parameters may be kept elsewhere
+    device = engine_of(model, "evaluate").comms.control.device  # parameters may be kept elsewhere
     at_once = batch.micro * batch.data_parallel_size
     stride = part.num_samples // count
     was_training = model.training

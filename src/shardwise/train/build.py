@@ -12,8 +12,8 @@ from torch.nn import functional as F
 
 import shardwise as sw
 from shardwise.checkpoint.weights import WeightFiles
-from shardwise.engine.attach import attachment_of
-from shardwise.engine.notice import tell_once
+from shardwise.engine.unit import attachment_of
+from shardwise.launch.notice import tell_once
 from shardwise.spec.errors import StateError
 from shardwise.train.check import RunConfig
 from shardwise.train.config import Config, OptimizerSection

@@ -22,11 +22,11 @@ from shardwise.api import data_parallel, summary
 from shardwise.api.dry_run import dry_run
 from shardwise.comm.record import RecordComm
 from shardwise.context.apply import divide_sequences
-from shardwise.engine import attach
-from shardwise.engine.wrap import find_units
+from shardwise.engine.unit import engine_of
 from shardwise.expert.apply import apply_experts
 from shardwise.expert.layer import find_mixtures
 from shardwise.features import recompute
+from shardwise.features.wrap import find_units
 from shardwise.measure.activations import cut_alone, measure_activations
 from shardwise.measure.storage import StorageCount
 from shardwise.optim.average import ExponentialMovingAverage
@@ -53,7 +53,7 @@ def predict(
     """
     section = resolved.config.optimizer
     num_states = int(bool(section.momentum)) if section.name == "sgd" else 2
-    engine = attach.engine_of(model, "predict")
+    engine = engine_of(model, "predict")
     accumulation = resolved.batch.accumulation
     held = summary.predict(engine, optimizer_tensors=num_states, num_microbatches=accumulation).as_dict()
     if average is not None:

@@ -16,7 +16,7 @@ from torch import nn
 import shardwise as sw
 from shardwise.checkpoint.weights import WeightFiles
 from shardwise.comm.dtype import torch_dtype
-from shardwise.engine.notice import tell_once
+from shardwise.launch.notice import tell_once
 from shardwise.spec.errors import ConfigError, ShardwiseError, StateError
 from shardwise.train.text import printable
 

@@ -16,9 +16,9 @@ from torch import Tensor, nn
 import shardwise as sw
 from shardwise.comm.axes import open_comms
 from shardwise.comm.dtype import dtype_name
-from shardwise.engine import attach
-from shardwise.engine.notice import tell_once
+from shardwise.engine.unit import engine_of
 from shardwise.launch.exit_codes import note_exit
+from shardwise.launch.notice import tell_once
 from shardwise.launch.world import World, init_process_group, shutdown
 from shardwise.optim.scaler import needs_scaler
 from shardwise.pipeline.pipelined import pipelined_of
@@ -176,7 +176,7 @@ def _peak_flops(model: nn.Module, device: torch.device) -> float | None:
 def product_dtype(model: nn.Module) -> str:
     """Short name of the dtype in which most of a parallelized model's weights of two or more dimensions compute."""
     counts: collections.Counter[str] = collections.Counter()
-    for group in attach.engine_of(model, "product_dtype").groups:
+    for group in engine_of(model, "product_dtype").groups:
         numel = sum(spec.numel for spec in group.layout.params if len(spec.shape) >= 2)
         counts[dtype_name(group.compute_dtype)] += numel
     return max(counts, key=counts.__getitem__, default="fp32")

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 import shardwise as sw
-from shardwise.engine import notice
+from shardwise.launch import notice
 from shardwise.testing import run_on_ranks
 
 

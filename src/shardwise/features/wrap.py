@@ -8,21 +8,22 @@ from __future__ import annotations
 
 import re
 from collections import Counter
-from collections.abc import Callable, Iterator
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 
 from torch import nn
 
+from shardwise.comm.axes import Comms
+from shardwise.comm.base import Comm
+from shardwise.engine.build import OwnedParameter, is_below, kind_of
+from shardwise.engine.order import CONTAINERS, is_called
+from shardwise.features.precision import Policies
 from shardwise.spec.errors import PlanError
-from shardwise.spec.policies import WrapByClass, WrapByName, WrapBySize, WrapPolicy
-
-#: Modules whose forward is never called: they only hold others.
-_CONTAINERS = (nn.ModuleList, nn.ModuleDict, nn.ParameterList, nn.ParameterDict)
-
-
-def is_called(module: nn.Module) -> bool:
-    """Whether the module can be called at all: containers, and classes without a ``forward``, only hold others."""
-    return not isinstance(module, _CONTAINERS) and type(module).forward is not nn.Module.forward
-
+from shardwise.spec.granularity import assign
+from shardwise.spec.merge import Mergeable, default_limit, merge
+from shardwise.spec.placement import Placements
+from shardwise.spec.policies import WrapByClass, WrapByName, WrapBySize, WrapPolicy, name_matcher
+from shardwise.spec.quantize import Quantization
+from shardwise.spec.slice import slice_of
 
 #: Names of containers whose children are alternatives of which a forward may use some only. Ranks may choose
 #: differently, so such a container is never split: what is gathered must not depend on a rank's data.
@@ -95,13 +96,6 @@ def _by_name(model: nn.Module, policy: WrapByName) -> dict[str, nn.Module]:
     return {name: module for name, module in candidates.items() if name in found}
 
 
-def name_matcher(pattern: str) -> Callable[[str], bool]:
-    """Tells whether a qualified name matches a shell pattern, in which ``*`` does not cross a dot."""
-    parts = [re.escape(part).replace(r"\*", "[^.]*").replace(r"\?", "[^.]") for part in pattern.split(".")]
-    expression = re.compile(r"\.".join(parts))
-    return lambda name: expression.fullmatch(name) is not None
-
-
 def _by_size(model: nn.Module, policy: WrapBySize) -> dict[str, nn.Module]:
     """Bottom up: a module is a unit once the parameters below it that are not in a unit yet reach the size."""
     found: dict[str, nn.Module] = {}
@@ -109,7 +103,7 @@ def _by_size(model: nn.Module, policy: WrapBySize) -> dict[str, nn.Module]:
 
     def free_parameters(module: nn.Module, name: str) -> dict[int, int]:
         free = {id(p): p.numel() for p in module.parameters(recurse=False)}
-        splits = not (isinstance(module, _CONTAINERS) and _ALTERNATIVES.search(name.rpartition(".")[2]))
+        splits = not (isinstance(module, CONTAINERS) and _ALTERNATIVES.search(name.rpartition(".")[2]))
         for child_name, child in module.named_children():
             path = f"{name}.{child_name}" if name else child_name
             if splits:
@@ -156,7 +150,7 @@ def _automatic(model: nn.Module) -> dict[str, nn.Module]:
 
 
 def _collect_chains(module: nn.Module, name: str, found: dict[str, nn.Module]) -> None:
-    if _ALTERNATIVES.search(name.rpartition(".")[2]) and isinstance(module, (*_CONTAINERS, nn.Sequential)):
+    if _ALTERNATIVES.search(name.rpartition(".")[2]) and isinstance(module, (*CONTAINERS, nn.Sequential)):
         return
     if isinstance(module, (nn.ModuleList, nn.Sequential)):
         blocks = _repeated_blocks(module)
@@ -190,3 +184,64 @@ def _members(holder: nn.Module) -> Iterator[tuple[str, nn.Module]]:
             yield name, child
         elif not (_ALTERNATIVES.search(name) or isinstance(child, nn.ModuleDict)):
             yield from ((f"{name}.{path}", member) for path, member in _members(child))
+
+
+def merge_units(
+    root: nn.Module,
+    units: Mapping[str, nn.Module],
+    owned: Mapping[str, Sequence[OwnedParameter]],
+    *,
+    policies: Policies,
+    quantization: Quantization,
+    comm: Comm,
+    limit: int | None,
+) -> list[tuple[str, ...]]:
+    """The names of the units that travel together, the root alone and first.
+
+    Members of one ``ModuleList`` or ``Sequential`` that hold no other unit may be merged, but not alternatives, of
+    which a rank may run some only.
+
+    Args:
+        root: The model.
+        units: The units found in it, without the root.
+        owned: The parameters of each.
+        policies: In which dtypes they compute and reduce.
+        quantization: What is held in 8 bits.
+        comm: Gathers the units.
+        limit: The most bytes of a merged unit; ``None``: as the size of the model, the device and the ranks say.
+    """
+    num_bytes = {name: sum(entry.parameter.nbytes for entry in entries) for name, entries in owned.items()}
+    if limit is None:
+        limit = default_limit(sum(num_bytes.values()), device_type=comm.device_type, num_ranks=comm.size)
+    found = []
+    for name in units:
+        holds_units = any(other != name and is_below(other, name) for other in units)
+        kind = frozenset(kind_of(entry, policies, quantization) for entry in owned[name])
+        found.append(Mergeable(name, None if holds_units else chain_of(root, name), kind, num_bytes[name]))
+    return [("",), *merge(found, limit)]
+
+
+#: What a trained parameter weighs against a frozen one: itself, its gradient and two states of its optimizer.
+_TRAINED_WEIGHT = 4
+
+
+def assign_ranks(owned: Iterable[Sequence[OwnedParameter]], row: Placements, comms: Comms) -> dict[int, int]:
+    """A rank for every parameter that will be sharded, whole, over the units: balanced over the whole model.
+
+    Experts that fewer ranks share are balanced by themselves.
+
+    Returns:
+        The rank, by ``id`` of the parameter.
+    """
+    if not row.shards_optimizer:
+        return {}
+    parameters = [entry.parameter for entries in owned for entry in entries]
+    sharded: dict[int, list[nn.Parameter]] = {}
+    for p in parameters:
+        if p.requires_grad or row.shards_parameters:
+            sharded.setdefault(comms.of(slice_of(p)).gather.size, []).append(p)
+    ranks: dict[int, int] = {}
+    for size, group in sharded.items():
+        weights = [p.nbytes * (_TRAINED_WEIGHT if p.requires_grad else 1) for p in group]
+        ranks |= {id(p): rank for p, rank in zip(group, assign(weights, size), strict=True)}
+    return ranks

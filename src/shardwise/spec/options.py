@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from shardwise.engine.ignore import NOTHING, Ignored
 from shardwise.spec.granularity import ELEMENT, Granularity
 from shardwise.spec.policies import OffloadPolicy, RecomputePolicy
 from shardwise.spec.precision import FULL_PRECISION, PrecisionPolicy
@@ -30,7 +29,6 @@ class EngineOptions:
         keeps_buffers: Slots, gradient buffers and what ``.grad`` lives in stay allocated from step to step.
         recompute: What is computed again in backward; ``None``: nothing.
         merge_limit: Small units are merged up to this many bytes of parameters; ``None``: as ``spec.merge`` says.
-        ignored: What is left alone.
         offload: What is kept on the host; ``None``: nothing.
     """
 
@@ -44,7 +42,6 @@ class EngineOptions:
     keeps_buffers: bool = True
     recompute: RecomputePolicy | None = None
     merge_limit: int | None = 0
-    ignored: Ignored = NOTHING
     offload: OffloadPolicy | None = None
 
     def reshards(self, *, default: bool) -> tuple[bool, int | None]:
