@@ -40,7 +40,7 @@ from bench.files import free_stem
 from shardwise.api.summary import predict, predict_activations
 from shardwise.comm.base import Handle
 from shardwise.engine.unit import engine_of
-from shardwise.launch.world import init_process_group, read_world, shutdown
+from shardwise.launch.world import join, read_world, shutdown
 from shardwise.measure.activations import measure_activations
 from shardwise.spec.memory.activations import Activations
 
@@ -532,9 +532,7 @@ def main() -> None:
         print(torch.cuda.device_count())
         return
     world = read_world()
-    device = torch.device("cuda", world.local_rank)
-    torch.cuda.set_device(device)
-    init_process_group(world, device)
+    device = join(world)
     models = [measure(name, device, options.rounds, options.steps) for name in options.models]
     if world.rank == 0:
         link = f"{LINK_BYTES_PER_S * 8 / 1e9:.0f} Gb/s between {LINK_RANKS} ranks, by kernels that wait as long"

@@ -34,7 +34,7 @@ from bench.compare.request import OURS, SINGLE, Entrant, Request
 from bench.compare.variant import parse
 from bench.compare.workload import Workload
 from shardwise.launch.worker import die_with_parent
-from shardwise.launch.world import init_process_group, read_world, shutdown
+from shardwise.launch.world import join, own_device, read_world, shutdown
 from shardwise.spec.errors import ShardwiseError
 
 #: Peers of a rank that is still at another engine's turn are waited for.
@@ -65,11 +65,7 @@ class Process:
         """Make the engine and take the first steps."""
         world = read_world()
         torch.set_num_threads(1)
-        self.device = torch.device("cuda", world.local_rank) if torch.cuda.is_available() else torch.device("cpu")
-        if self.device.type == "cuda":
-            torch.cuda.set_device(self.device)
-        if self.entrant.engine != SINGLE:
-            init_process_group(world, self.device, timeout_s=TIMEOUT_S)
+        self.device = own_device(world) if self.entrant.engine == SINGLE else join(world, timeout_s=TIMEOUT_S)
         self.workload = Workload(self.request, self.device)
         num_steps = max(WARM_UP_STEPS + self.request.rounds * self.request.case.steps, AUDIT_STEPS)
         is_threaded, batch = self.entrant.is_threaded, self.workload.batch

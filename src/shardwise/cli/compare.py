@@ -10,7 +10,7 @@ from typing import Annotated, Any
 
 import typer
 
-from shardwise.cli.train import num_processes
+from shardwise.launch.elastic import num_workers
 from shardwise.spec.errors import ConfigError
 
 _HELP = """Time engines in turns, A B C A B C, and print medians, per-round ratios and memory.
@@ -72,7 +72,7 @@ def compare(  # noqa: PLR0917  typer calls it by name
         config=config,
         strategies=strategies,
         peers=peers,
-        num_ranks=num_processes(nproc),
+        num_ranks=num_workers(nproc),
         rounds=rounds,
         steps=steps,
         json_file=json_file,

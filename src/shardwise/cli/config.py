@@ -31,12 +31,12 @@ def validate(
     overrides: Annotated[list[str] | None, typer.Option("--set", help="section.field=value, repeatable.")] = None,
 ) -> None:
     """Check a configuration."""
-    from shardwise.cli.train import num_processes
+    from shardwise.launch.elastic import num_workers
     from shardwise.train.check import resolve
     from shardwise.train.config import read_draft
     from shardwise.train.rehearsal import rehearse
 
-    count = num_processes(nproc)
+    count = num_workers(nproc)
     resolved = resolve(read_draft(config, overrides or []), count)
     resolved.source.check(resolved.vocab_size)
     rehearse(resolved, count)

@@ -12,8 +12,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from shardwise.cli.show import show_error
-from shardwise.cli.train import num_processes
-from shardwise.spec.errors import ConfigError, ShardwiseError
+from shardwise.spec.errors import ConfigError
 from shardwise.train.text import printable
 
 if TYPE_CHECKING:
@@ -84,6 +83,7 @@ def generate(  # noqa: PLR0917  typer calls it by name
     as_json: Annotated[bool, typer.Option("--json", help="Print tokens and text as JSON.")] = False,  # noqa: FBT002  typer's form
 ) -> None:
     """Generate."""
+    from shardwise.launch.elastic import launch, num_workers
     from shardwise.launch.world import read_world
     from shardwise.train.check import resolve
     from shardwise.train.trained import find_trained
@@ -110,13 +110,13 @@ def generate(  # noqa: PLR0917  typer calls it by name
         raise typer.Exit(_work(asked, trained, world))
     draft = trained.draft(asked.overrides)
     section: Any = draft.sections.get("parallel")
-    count = num_processes(nproc if nproc is not None else max(1, section.tp * section.pp) if section else 1)
+    count = num_workers(nproc if nproc is not None else max(1, section.tp * section.pp) if section else 1)
     resolved = resolve(draft, count, checks_data=False, raises_masters=trained.raises_masters)
     rows, _ = _rows(asked, trained)
     _check(asked, rows, vocab_size=resolved.vocab_size, positions=resolved.positions)
     if count == 1:
         raise typer.Exit(_work(asked, trained, world))
-    raise typer.Exit(_launch(asked, count))
+    raise typer.Exit(launch("shardwise", asked.words(), count))
 
 
 def _rows(asked: _Asked, trained: Trained) -> tuple[list[list[int]], Tokenizer | None]:
@@ -141,36 +141,16 @@ def _check(asked: _Asked, rows: Sequence[Sequence[int]], *, vocab_size: int, pos
     check_fit(rows, asked.max_new_tokens, vocab_size=vocab_size, positions=positions)
 
 
-def _launch(asked: _Asked, nproc: int) -> int:
-    import tempfile
-
-    from shardwise.launch.elastic import launch
-
-    with tempfile.TemporaryDirectory(prefix="shardwise-generate-") as logs:
-        return launch("shardwise", asked.words(), nproc, log_dir=Path(logs))
-
-
 def _work(asked: _Asked, trained: Trained, world: World) -> int:
     """Be one of the workers, or the only process."""
-    from shardwise.launch.exit_codes import note_exit
+    from shardwise.launch.exit_codes import run_worker
 
-    try:
-        _generate(asked, trained, world)
-    except ShardwiseError as error:
-        if world.source == "alone":
-            raise
-        if world.rank == 0:
-            show_error(error)
-        note_exit(error.exit_code, str(error), is_shown=world.rank == 0)
-        return error.exit_code
-    return 0
+    return run_worker(lambda: _generate(asked, trained, world), world, show_error)
 
 
-def _generate(asked: _Asked, trained: Trained, world: World) -> None:
-    import torch
-
+def _generate(asked: _Asked, trained: Trained, world: World) -> int:
     import shardwise as sw
-    from shardwise.launch.world import init_process_group, shutdown
+    from shardwise.launch.world import join, shutdown
     from shardwise.train.check import resolve
 
     resolved = resolve(
@@ -181,10 +161,7 @@ def _generate(asked: _Asked, trained: Trained, world: World) -> None:
         raises_masters=trained.raises_masters,
     )
     rows, tokenizer = _rows(asked, trained)
-    device = torch.device("cuda", world.local_rank) if torch.cuda.is_available() else torch.device("cpu")
-    if device.type == "cuda":
-        torch.cuda.set_device(device)
-    init_process_group(world, device)
+    device = join(world)
     try:
         with trained.built(resolved, device, is_averaged=asked.is_averaged) as model:
             ends = None if tokenizer is None or not tokenizer.ends else tokenizer.ends
@@ -200,6 +177,7 @@ def _generate(asked: _Asked, trained: Trained, world: World) -> None:
             _finish(asked, rows, new, tokenizer)
     finally:
         shutdown()
+    return 0
 
 
 def _text(ids: Sequence[int], tokenizer: Tokenizer | None) -> str:

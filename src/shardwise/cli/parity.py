@@ -8,8 +8,8 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from shardwise.cli.show import show_error
-from shardwise.cli.train import num_processes, read_config
-from shardwise.spec.errors import ConfigError, ShardwiseError
+from shardwise.cli.train import read_config
+from shardwise.spec.errors import ConfigError
 
 if TYPE_CHECKING:
     from shardwise.launch.world import World
@@ -49,6 +49,7 @@ def parity(
     overrides: Annotated[list[str] | None, typer.Option("--set", help="section.field=value, repeatable.")] = None,
 ) -> None:
     """Compare."""
+    from shardwise.launch.elastic import num_workers
     from shardwise.launch.world import read_world
 
     world = read_world()
@@ -60,15 +61,13 @@ def parity(
     draft, _ = read_config(config, overrides or [])
     if world.source != "alone":
         raise typer.Exit(_work(draft, world, names, steps))
-    raise typer.Exit(_launch(draft, num_processes(nproc), config, overrides=overrides or [], names=names, steps=steps))
+    raise typer.Exit(_launch(draft, num_workers(nproc), config, overrides=overrides or [], names=names, steps=steps))
 
 
 def _launch(
     draft: RawConfig, nproc: int, config: Path | None, *, overrides: list[str], names: list[str], steps: int
 ) -> int:
     """Check everything, then start the workers."""
-    import tempfile
-
     from shardwise.launch.elastic import launch
     from shardwise.spec.exact import check_exact
     from shardwise.spec.plan import ParallelPlan
@@ -85,36 +84,24 @@ def _launch(
     arguments = ["parity", f"--strategies={','.join(names)}", f"--steps={steps}"]
     arguments += [f"--set={override}" for override in overrides]
     arguments += [str(config)] if config is not None else []
-    with tempfile.TemporaryDirectory(prefix="shardwise-parity-") as logs:
-        return launch("shardwise", arguments, nproc, log_dir=Path(logs))
+    return launch("shardwise", arguments, nproc)
 
 
 def _work(draft: RawConfig, world: World, names: list[str], steps: int) -> int:
-    from shardwise.launch.exit_codes import note_exit
+    from shardwise.launch.exit_codes import run_worker
 
-    try:
-        return _compare(draft, world, names, steps)
-    except ShardwiseError as error:
-        if world.rank == 0:
-            show_error(error)
-        note_exit(error.exit_code, str(error), is_shown=world.rank == 0)
-        return error.exit_code
+    return run_worker(lambda: _compare(draft, world, names, steps), world, show_error)
 
 
 def _compare(draft: RawConfig, world: World, names: list[str], steps: int) -> int:
-    import torch
-
-    from shardwise.launch.world import init_process_group, shutdown
+    from shardwise.launch.world import join, shutdown
     from shardwise.train.check import resolve
     from shardwise.train.data import open_data
     from shardwise.train.proof import compare_with_one_process
 
     resolved = resolve(draft, world.size, world.ranks_per_machine, raises_masters=False)
     config = resolved.config
-    device = torch.device("cuda", world.local_rank) if torch.cuda.is_available() else torch.device("cpu")
-    if device.type == "cuda":
-        torch.cuda.set_device(device)
-    init_process_group(world, device)
+    device = join(world)
     try:
         data = open_data(
             resolved.source,

@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import os
 import sys
-import time
 import traceback
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
@@ -12,17 +10,12 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from shardwise.cli.show import show, show_error
-from shardwise.spec.errors import ConfigError, ShardwiseError
+from shardwise.spec.errors import ConfigError
 from shardwise.train.text import printable
 
 if TYPE_CHECKING:
     from shardwise.launch.world import World
     from shardwise.train.config import RawConfig
-
-#: Where there is no GPU, this many processes share the CPU unless --nproc says otherwise.
-CPU_PROCESSES = 2
-#: More processes than this per core cannot be what was meant.
-MOST_PER_CORE = 8
 
 _HELP = """Train a model; without CONFIG the built-in demo.
 
@@ -58,6 +51,7 @@ def train(  # noqa: PLR0917  typer calls it by name
     max_restarts: Annotated[int, typer.Option(help="Start all workers again this often after one was lost.")] = 0,
 ) -> None:
     """Train."""
+    from shardwise.launch.elastic import num_workers
     from shardwise.launch.world import read_world
 
     world = read_world()
@@ -72,7 +66,7 @@ def train(  # noqa: PLR0917  typer calls it by name
     raise typer.Exit(
         _launch(
             draft,
-            num_processes(nproc),
+            num_workers(nproc),
             config,
             overrides or [],
             run_dir=run_dir,
@@ -101,39 +95,6 @@ def read_config(
     if config is None:
         return read_draft(None, overrides, base=DEMO, title="the demo"), True
     return read_draft(config, overrides), False
-
-
-def num_processes(nproc: int | None) -> int:
-    """How many processes to start on this machine.
-
-    Raises:
-        ConfigError: ``nproc`` makes no sense here; with the arithmetic.
-    """
-    gpus = _num_gpus()
-    if nproc is None:
-        return gpus or CPU_PROCESSES
-    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
-    if nproc < 1:
-        raise ConfigError(f"--nproc {nproc}: cannot start {nproc} processes, at least 1 is needed.\n  Set --nproc 1.")
-    if gpus and nproc > gpus:
-        raise ConfigError(
-            f"--nproc {nproc}: {nproc} processes need {nproc} GPUs, this machine has {gpus}.\n  Set --nproc {gpus}."
-        )
-    if not gpus and nproc > MOST_PER_CORE * cores:
-        raise ConfigError(
-            f"--nproc {nproc}: {cores} cores take at most {cores} * {MOST_PER_CORE} = {MOST_PER_CORE * cores} "
-            f"processes.\n  Set --nproc {cores}."
-        )
-    return nproc
-
-
-def _num_gpus() -> int:
-    """Visible CUDA devices; torch is loaded only where the machine has any."""
-    if not Path("/dev/nvidia0").exists() and not Path("/dev/nvidiactl").exists():
-        return 0
-    import torch
-
-    return torch.cuda.device_count()
 
 
 def _launch(
@@ -179,24 +140,20 @@ def _launch(
 
 
 def _work(draft: RawConfig, world: World, run_dir: Path | None, resume: str | None, *, is_demo: bool) -> int:
-    """Be one of the workers. Rank 0 shows errors; every rank says to the launcher how it ends."""
-    from shardwise.launch.exit_codes import note_exit
+    """Be one of the workers."""
+    from shardwise.launch.exit_codes import run_worker
     from shardwise.train.check import resolve
     from shardwise.train.recorder import check_extras
 
-    try:
+    def work() -> int:
         resolved = resolve(draft, world.size, world.ranks_per_machine)
         check_extras(resolved.config)
         from shardwise.train.run import train as train_here
 
         return train_here(resolved, world=world, run_dir=run_dir, resume=resume, is_demo=is_demo)
-    except ShardwiseError as error:
-        if world.rank == 0:
-            show_error(error)
-        else:
-            time.sleep(0.5)  # where all ranks raise the same, rank 0 has shown it and its note comes first
-        note_exit(error.exit_code, str(error), is_shown=world.rank == 0)
-        return error.exit_code
+
+    try:
+        return run_worker(work, world, show_error)
     except Exception:
         if world.source != "launcher" and run_dir is not None:
             path = run_dir / "logs" / f"rank-{world.rank}.log"

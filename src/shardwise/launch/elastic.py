@@ -40,6 +40,10 @@ _RESTARTABLE = {1, PEER_LOST, TIMED_OUT}
 #: Signals by which a process dies on its own account; SIGABRT is often how a library takes the death of a peer.
 _OTHERS_KILL_WITH = {signal.SIGTERM, signal.SIGINT, signal.SIGABRT, signal.SIGHUP, signal.SIGQUIT}
 _LOG_TAIL_LINES = 12
+#: Where there is no GPU, this many processes share the CPU unless --nproc says otherwise.
+_CPU_WORKERS = 2
+#: More processes than this per core cannot be what was meant.
+_MOST_PER_CORE = 8
 
 
 @dataclass(frozen=True, slots=True)
@@ -114,6 +118,39 @@ def launch(
         return cause.code
     finally:
         shutil.rmtree(private, ignore_errors=True)
+
+
+def num_workers(nproc: int | None = None) -> int:
+    """How many workers to start on this machine: ``nproc``, by default one for each GPU, else two.
+
+    Raises:
+        ConfigError: ``nproc`` makes no sense here; with the arithmetic.
+    """
+    gpus = _num_gpus()
+    if nproc is None:
+        return gpus or _CPU_WORKERS
+    cores = _num_cores()
+    if nproc < 1:
+        raise ConfigError(f"--nproc {nproc}: cannot start {nproc} processes, at least 1 is needed.\n  Set --nproc 1.")
+    if gpus and nproc > gpus:
+        raise ConfigError(
+            f"--nproc {nproc}: {nproc} processes need {nproc} GPUs, this machine has {gpus}.\n  Set --nproc {gpus}."
+        )
+    if not gpus and nproc > _MOST_PER_CORE * cores:
+        raise ConfigError(
+            f"--nproc {nproc}: {cores} cores take at most {cores} * {_MOST_PER_CORE} = {_MOST_PER_CORE * cores} "
+            f"processes.\n  Set --nproc {cores}."
+        )
+    return nproc
+
+
+def _num_gpus() -> int:
+    """Visible CUDA devices; torch is loaded only where the machine has any."""
+    if not Path("/dev/nvidia0").exists() and not Path("/dev/nvidiactl").exists():
+        return 0
+    import torch
+
+    return torch.cuda.device_count()
 
 
 def _worker_variables(private: Path, logs: Path, attempt: int, nproc: int) -> dict[str, str]:

@@ -21,15 +21,24 @@ from __future__ import annotations
 import json
 import os
 import time
+from collections.abc import Callable
 from dataclasses import asdict, dataclass
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from shardwise.launch.file import replace
+from shardwise.spec.errors import ShardwiseError
+
+if TYPE_CHECKING:
+    from shardwise.launch.world import World
 
 #: Directory of logs and exit notes, set by our launcher.
 LOG_DIR = "SHARDWISE_LOG_DIR"
 
 FINISHED, STOPPED, PEER_LOST, TIMED_OUT = 0, 75, 81, 82
+
+#: Where all ranks raise the same, rank 0 has shown it and its note comes first.
+_AFTER_RANK_0_S = 0.5
 
 #: What a rank sees when a peer is gone: a consequence, not a cause.
 PEER_LOST_TEXTS = ("Connection closed by peer", "Connection reset by peer", "Broken pipe", "Socket closed")
@@ -79,6 +88,29 @@ def note_exit(code: int, reason: str, *, step: int | None = None, is_shown: bool
         return
     note = ExitNote(code, rank, step, reason, is_shown, time.time())
     replace(path, json.dumps(asdict(note)) + "\n")
+
+
+def run_worker(work: Callable[[], int], world: World, show: Callable[[ShardwiseError], object]) -> int:
+    """Run one rank's part of a command.
+
+    Args:
+        work: This rank's part; returns the exit code.
+        world: This rank among the others.
+        show: Prints an error; called on rank 0 alone, as most errors are the same on all ranks.
+
+    Returns:
+        The exit code with which the process is to leave. For a ShardwiseError it is the error's, and the launcher finds
+        it in a note; other exceptions are raised.
+    """
+    try:
+        return work()
+    except ShardwiseError as error:
+        if world.rank == 0:
+            show(error)
+        else:
+            time.sleep(_AFTER_RANK_0_S)
+        note_exit(error.exit_code, str(error), is_shown=world.rank == 0)
+        return error.exit_code
 
 
 def read_exit_notes(directory: Path) -> dict[int, ExitNote]:

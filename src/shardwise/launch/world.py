@@ -415,6 +415,38 @@ def init_process_group(
     _has_initialized = True
 
 
+def own_device(world: World) -> torch.device:
+    """The device of this rank, made the current one: a GPU of its own, or the CPU where there is none."""
+    import torch
+
+    if not torch.cuda.is_available():
+        return torch.device("cpu")
+    device = torch.device("cuda", world.local_rank)
+    torch.cuda.set_device(device)
+    return device
+
+
+def join(world: World, *, timeout_s: float = DEFAULT_TIMEOUT_S) -> torch.device:
+    """Take this rank's device and join the default process group, which :func:`shutdown` leaves.
+
+    Args:
+        world: What :func:`read_world` returned.
+        timeout_s: How long a rank waits for its peers, here and in every collective.
+
+    Returns:
+        The device of this rank.
+
+    Raises:
+        CommError: As :func:`init_process_group`.
+
+    Collective:
+        All ranks of the world must call.
+    """
+    device = own_device(world)
+    init_process_group(world, device, timeout_s=timeout_s)
+    return device
+
+
 def hold_group_while(is_needed: Callable[[], bool]) -> None:
     """Let :func:`shutdown` leave the default group as it is while ``is_needed()``."""
     _held_while.append(is_needed)

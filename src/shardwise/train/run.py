@@ -19,7 +19,7 @@ from shardwise.comm.dtype import dtype_name
 from shardwise.engine.unit import engine_of
 from shardwise.launch.exit_codes import note_exit
 from shardwise.launch.notice import tell_once
-from shardwise.launch.world import World, init_process_group, shutdown
+from shardwise.launch.world import World, join, shutdown
 from shardwise.optim.scaler import needs_scaler
 from shardwise.pipeline.pipelined import pipelined_of
 from shardwise.spec.errors import ConfigError, ShardwiseError, StorageError
@@ -95,10 +95,7 @@ def train(resolved: RunConfig, *, world: World, run_dir: Path | None, resume: st
     Collective:
         Every rank of the world must call.
     """
-    device = torch.device("cuda", world.local_rank) if torch.cuda.is_available() else torch.device("cpu")
-    if device.type == "cuda":
-        torch.cuda.set_device(device)
-    init_process_group(world, device)
+    device = join(world)
     with StopRequest() as stop, contextlib.ExitStack() as stack:
         stack.callback(shutdown)
         control = Control(open_comms(device, "control")[0])
