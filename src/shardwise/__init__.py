@@ -15,7 +15,7 @@ _LAZY = {
     "Placements": "shardwise.spec.placement",
     "OffloadPolicy": "shardwise.spec.policies",
     "PipelinePolicy": "shardwise.spec.schedule",
-    "PrecisionPolicy": "shardwise.spec.precision",
+    "PrecisionPolicy": "shardwise.spec.policies",
     "RecomputePolicy": "shardwise.spec.policies",
     "bf16_supported": "shardwise.features.precision",
     "block": "shardwise.spec.granularity",
@@ -185,8 +185,14 @@ if TYPE_CHECKING:
     from shardwise.spec.granularity import block
     from shardwise.spec.placement import Placements
     from shardwise.spec.plan import ParallelPlan
-    from shardwise.spec.policies import OffloadPolicy, RecomputePolicy, wrap_by_class, wrap_by_name, wrap_by_size
-    from shardwise.spec.precision import PrecisionPolicy
+    from shardwise.spec.policies import (
+        OffloadPolicy,
+        PrecisionPolicy,
+        RecomputePolicy,
+        wrap_by_class,
+        wrap_by_name,
+        wrap_by_size,
+    )
     from shardwise.spec.schedule import PipelinePolicy
     from shardwise.state.full_parameters import full_parameters
     from shardwise.state.model import full_state_dict, load_full_state_dict

@@ -30,9 +30,8 @@ from shardwise.spec.merge import merged_name
 from shardwise.spec.options import EngineOptions
 from shardwise.spec.placement import PRESETS
 from shardwise.spec.plan import check_inner_size
-from shardwise.spec.policies import OffloadPolicy
+from shardwise.spec.policies import FULL_PRECISION, OffloadPolicy, PrecisionPolicy
 from shardwise.spec.policies import offload_policy as parse_offload
-from shardwise.spec.precision import FULL_PRECISION, PrecisionPolicy
 
 _ModuleOrList = TypeVar("_ModuleOrList", nn.Module, Sequence[nn.Module])
 

@@ -211,7 +211,7 @@ def _plans(
     """The plans to run, and a note for each strategy that nobody has named and that does not fit the world."""
     from shardwise.spec.errors import MeshError
     from shardwise.spec.plan import ParallelPlan
-    from shardwise.spec.precision import PrecisionPolicy
+    from shardwise.spec.policies import PrecisionPolicy
 
     names = [name.strip() for name in (strategies or "").split(",") if name.strip()]
     base = given or ParallelPlan()

@@ -14,8 +14,7 @@ from torch.nn.modules.batchnorm import _BatchNorm
 from shardwise.comm.dtype import dtype_name, torch_dtype
 from shardwise.launch.notice import tell_once
 from shardwise.spec.errors import PlanError
-from shardwise.spec.policies import name_matcher
-from shardwise.spec.precision import PrecisionPolicy
+from shardwise.spec.policies import PrecisionPolicy, name_matcher
 
 #: NCCL reduces bf16 from this version on.
 _NCCL_BF16 = (2, 10)

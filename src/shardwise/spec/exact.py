@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 from shardwise.spec.errors import PlanError
 from shardwise.spec.plan import ParallelPlan
-from shardwise.spec.precision import FULL_PRECISION
+from shardwise.spec.policies import FULL_PRECISION
 
 _QUANTIZED = ("quantize_frozen", "quantized_gather", "quantized_reduce")
 

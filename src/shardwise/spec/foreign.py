@@ -23,8 +23,7 @@ from typing import Any
 
 from shardwise.spec.errors import PlanError
 from shardwise.spec.placement import canonical_name
-from shardwise.spec.policies import OffloadPolicy, wrap_by_class, wrap_by_size
-from shardwise.spec.precision import PrecisionPolicy
+from shardwise.spec.policies import OffloadPolicy, PrecisionPolicy, wrap_by_class, wrap_by_size
 
 _TORCH = "torch.distributed.fsdp"
 

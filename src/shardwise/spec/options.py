@@ -5,8 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from shardwise.spec.granularity import ELEMENT, Granularity
-from shardwise.spec.policies import OffloadPolicy, RecomputePolicy
-from shardwise.spec.precision import FULL_PRECISION, PrecisionPolicy
+from shardwise.spec.policies import FULL_PRECISION, OffloadPolicy, PrecisionPolicy, RecomputePolicy
 from shardwise.spec.quantize import NO_QUANTIZATION, Quantization
 
 

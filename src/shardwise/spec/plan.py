@@ -13,16 +13,18 @@ from shardwise.spec.foreign import translated
 from shardwise.spec.granularity import Granularity, resolve_granularity
 from shardwise.spec.mesh import Mesh
 from shardwise.spec.policies import (
+    FULL_PRECISION,
     OffloadPolicy,
+    PrecisionPolicy,
     RecomputePolicy,
     WrapPolicy,
     check_offload,
     ignored_entries,
+    is_positive,
     offload_policy,
     recompute_policy,
     wrap_policy,
 )
-from shardwise.spec.precision import FULL_PRECISION, PrecisionPolicy
 from shardwise.spec.quantize import Quantization
 from shardwise.spec.rows import row_sharded_names
 from shardwise.spec.schedule import PipelinePolicy, pipeline_policy
@@ -197,9 +199,9 @@ class ParallelPlan:
 
     def _check_degrees(self) -> None:
         for axis in ("dp_replicate", "cp", "tp", "pp", "ep"):
-            if not _is_positive(getattr(self, axis)):
+            if not is_positive(getattr(self, axis)):
                 raise PlanError(f"{axis}={getattr(self, axis)!r}: expected a positive integer.\n  Set {axis}=1.")
-        if self.dp_shard != -1 and not _is_positive(self.dp_shard):
+        if self.dp_shard != -1 and not is_positive(self.dp_shard):
             raise PlanError(
                 f"dp_shard={self.dp_shard!r}: expected a positive integer or -1.\n  Use -1 for what is left of the"
                 " world."
@@ -222,12 +224,12 @@ class ParallelPlan:
                 f"reshard_after_forward={reshard}: the ranks that share a unit after its forward are at least 2.\n"
                 "  Use False to keep units whole on every rank."
             )
-        if not (self.merge_units in ("auto", False) or _is_positive(self.merge_units)):
+        if not (self.merge_units in ("auto", False) or is_positive(self.merge_units)):
             raise PlanError(
                 f"merge_units={self.merge_units!r}: expected 'auto', False or a number of bytes.\n"
                 "  Use False to keep every unit by itself."
             )
-        if not _is_positive(self.gradient_buffers):
+        if not is_positive(self.gradient_buffers):
             raise PlanError(
                 f"gradient_buffers={self.gradient_buffers!r}: expected a positive integer.\n"
                 "  Use 2, or 1 for the least memory."
@@ -484,10 +486,6 @@ def check_plan(plan: ParallelPlan) -> None:
             " gathered.\n  Leave it out; quantized_reduce works under every strategy."
         )
     check_offload(plan.offload, plan.placements)
-
-
-def _is_positive(value: object) -> bool:
-    return isinstance(value, int) and not isinstance(value, bool) and value > 0
 
 
 def _one_of(name: str, value: object, choices: tuple[str, ...]) -> None:

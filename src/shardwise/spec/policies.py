@@ -1,22 +1,47 @@
-"""What a plan may say of units, recomputation, offloading and ignored parameters, as plain data.
-
-``features.wrap``, ``features.recompute``, ``forms.host`` and ``features.ignored`` apply them to a model.
-"""
+"""The policies of a plan as plain data: units, dtypes, recomputation, offloading, ignored parameters."""
 
 from __future__ import annotations
 
-import re
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, fields
-from typing import Any
+from typing import Any, TypeVar
 
-from shardwise.spec.errors import PlanError
+from shardwise.spec.errors import ConfigError, PlanError
 from shardwise.spec.placement import Placements
+from shardwise.spec.precision import FLOATING, dtype_name, item_bytes
+
+_Policy = TypeVar("_Policy")
+
+
+def from_fields(policy: type[_Policy], value: Mapping[Any, Any], name: str) -> _Policy:
+    """A policy from the mapping of its fields that a configuration file writes.
+
+    Raises:
+        PlanError: The policy has no such field, or a value is wrong; ``name`` is the field of the plan.
+    """
+    known = field_names(policy)
+    unknown = [str(key) for key in value if key not in known]
+    if unknown:
+        raise PlanError(f"{name} has no field {', '.join(unknown)}.\n  Its fields are: {', '.join(known)}.")
+    return policy(**value)
+
+
+def field_names(policy: Any) -> tuple[str, ...]:
+    """The names of the fields of a policy."""
+    return tuple(field.name for field in fields(policy))
+
+
+def is_positive(value: object) -> bool:
+    """Whether a value is an integer of at least 1 (``True`` is none)."""
+    return isinstance(value, int) and not isinstance(value, bool) and value > 0
+
+
+# -- units
 
 
 @dataclass(frozen=True, slots=True)
 class WrapByClass:
-    """Every module of one of these classes is a unit. Classes are given as such or by class name."""
+    """Every module of one of these classes is a unit. ``classes`` holds classes or names of classes."""
 
     classes: tuple[type | str, ...]
 
@@ -32,7 +57,7 @@ class WrapByClass:
 
 @dataclass(frozen=True, slots=True)
 class WrapBySize:
-    """Bottom up, a module with at least ``min_num_params`` parameters that no unit below it holds yet is a unit."""
+    """Bottom up, a module becomes a unit once at least ``min_num_params`` of its parameters are in no unit below it."""
 
     min_num_params: int
 
@@ -57,7 +82,7 @@ def wrap_by_class(classes: Iterable[type | str] | type | str) -> WrapByClass:
     """A policy that makes every module of the given classes a unit, for example ``wrap_by_class({T5Block})``.
 
     Raises:
-        PlanError: No class is given, or something that is neither a class nor a class name.
+        PlanError: No class is given, or something that is neither a class nor the name of one.
     """
     given = (classes,) if isinstance(classes, (type, str)) else tuple(classes)
     if not given:
@@ -69,12 +94,12 @@ def wrap_by_class(classes: Iterable[type | str] | type | str) -> WrapByClass:
 
 
 def wrap_by_size(min_num_params: int) -> WrapBySize:
-    """A policy that makes modules units from ``min_num_params`` parameters on.
+    """A policy that makes modules with at least ``min_num_params`` parameters units, bottom up.
 
     Raises:
-        PlanError: The number is not a positive whole number.
+        PlanError: The number is not a positive integer.
     """
-    if isinstance(min_num_params, bool) or not isinstance(min_num_params, int) or min_num_params < 1:
+    if not is_positive(min_num_params):
         raise PlanError(
             f"wrap_by_size(min_num_params={min_num_params!r}): expected a whole number of at least 1.\n"
             "  A transformer block of hidden size h has about 12 h^2 parameters; start there."
@@ -94,14 +119,12 @@ def wrap_by_name(*patterns: str) -> WrapByName:
 
 
 def wrap_policy(value: object, field: str) -> str | WrapPolicy:
-    """A policy, ``"auto"`` or ``"none"``, from one of these or the mapping that a configuration file writes.
+    """A wrap policy, ``"auto"`` or ``"none"``, from one of these or from the mapping that a configuration file writes.
 
     Raises:
         PlanError: The value of ``field`` is none of these.
     """
-    if isinstance(value, WrapByClass | WrapBySize | WrapByName) or (
-        isinstance(value, str) and value in {"auto", "none"}
-    ):
+    if isinstance(value, WrapPolicy) or (isinstance(value, str) and value in {"auto", "none"}):
         return value
     usage = (
         "  Use 'auto', 'none', wrap_by_class(...), wrap_by_size(...), wrap_by_name(...), or in a file one of "
@@ -111,7 +134,7 @@ def wrap_policy(value: object, field: str) -> str | WrapPolicy:
         raise PlanError(f"{field}={value!r} is not a wrap policy.\n{usage}")
     key, content = next(iter(value.items()))
     if key == "by_size":
-        if isinstance(content, bool) or not isinstance(content, int) or content < 1:
+        if not is_positive(content):
             raise PlanError(f"{field} by_size={content!r}: expected a positive number of elements.\n{usage}")
         return WrapBySize(content)
     names = [content] if isinstance(content, str) else content
@@ -120,10 +143,142 @@ def wrap_policy(value: object, field: str) -> str | WrapPolicy:
     return WrapByClass(tuple(names)) if key == "by_class" else WrapByName(tuple(names))
 
 
-#: Families of operators that ``RecomputePolicy.save`` knows by name; what is in them is said in ``features.recompute``.
+def ignored_entries(value: Any) -> tuple[Any, ...]:
+    """``ParallelPlan.ignored`` as a tuple of name patterns, modules and parameters.
+
+    Raises:
+        PlanError: An entry is none of these.
+    """
+    entries = tuple(value) if isinstance(value, (list, tuple, set, frozenset)) else (value,)
+    for entry in entries:
+        is_name = isinstance(entry, str) and bool(entry)
+        is_object = not isinstance(entry, type) and (hasattr(entry, "named_modules") or hasattr(entry, "requires_grad"))
+        if not (is_name or is_object):
+            raise PlanError(
+                f"ignored={value!r}: expected names of modules or parameters, modules, or parameters.\n"
+                "  Write for example ignored=['blocks.*.experts'] or ignored=[model.vision_tower]; [] ignores nothing."
+            )
+    return entries
+
+
+# -- dtypes
+
+
+@dataclass(frozen=True, slots=True)
+class PrecisionPolicy:
+    """Dtypes in which units compute and reduce. Dtypes are names: ``fp64``, ``fp32``, ``bf16``, ``fp16``.
+
+    The master copy of a parameter, which the optimizer updates and checkpoints hold, keeps the parameter's dtype unless
+    ``master_dtype`` raises it. Batch norm computes in its own dtype under every policy.
+
+    Attributes:
+        param_dtype: Parameters are cast to it before they are gathered, and compute in it. ``None``: no cast.
+            ``"auto"``: ``bf16`` where the device (and on GPUs NCCL) supports it, else ``fp32``.
+        reduce_dtype: Local gradient buffers and their sums over ranks have it, and it is what is sent. ``None``: the
+            master's dtype. With ``accumulation="unsharded"`` microbatches are added in it too; with ``"sharded"``
+            reduced means are added in the master's dtype.
+        output_dtype: Floating-point outputs of the root are cast to it. ``None``: no cast.
+        buffer_dtype: Floating-point buffers are cast to it, once. State dicts and checkpoints hold them in their
+            original dtype. ``None``: no cast.
+        cast_forward_inputs: Whether floating-point inputs of every unit are cast to ``param_dtype``.
+        master_dtype: ``"fp32"`` raises 16-bit parameters. ``None``: the parameter's own dtype.
+        overrides: Other policies for parts of the model, by qualified name of a module or a shell pattern (``*`` does
+            not cross a dot): ``PrecisionPolicy(overrides={"head": PrecisionPolicy(param_dtype="fp32")})``. A part is
+            the module and everything below it; of two that match, the longer name wins. Inputs of the part are cast to
+            its ``param_dtype``, outputs to its ``output_dtype``; inside a unit, set that to what the unit continues in.
+
+    Raises:
+        PlanError: A dtype is unknown, or a part has overrides of its own.
+    """
+
+    param_dtype: str | None = "bf16"
+    reduce_dtype: str | None = "fp32"
+    output_dtype: str | None = None
+    buffer_dtype: str | None = None
+    cast_forward_inputs: bool = True
+    master_dtype: str | None = None
+    overrides: Mapping[str, PrecisionPolicy | Mapping[str, Any]] | tuple[tuple[str, PrecisionPolicy], ...] = ()
+
+    def __post_init__(self) -> None:
+        parts = self.overrides.items() if isinstance(self.overrides, Mapping) else self.overrides
+        policies = tuple((str(name), PrecisionPolicy.parse(part, f"overrides[{name!r}]")) for name, part in parts)
+        object.__setattr__(self, "overrides", policies)
+        for name, part in policies:
+            if part.overrides or not name:
+                raise PlanError(
+                    f"PrecisionPolicy(overrides=...): {name!r} has overrides of its own, or no name.\n"
+                    "  Give every part of the model by its full name, side by side."
+                )
+        for field in ("param_dtype", "reduce_dtype", "output_dtype", "buffer_dtype", "master_dtype"):
+            value = getattr(self, field)
+            if value is None or (value == "auto" and field == "param_dtype"):
+                continue
+            try:
+                name = dtype_name(str(value))
+            except ConfigError:
+                name = None
+            if name not in FLOATING:
+                raise PlanError(
+                    f"PrecisionPolicy({field}={value!r}) is no floating-point dtype.\n"
+                    f"  Use one of: {', '.join(FLOATING)}, or None."
+                )
+            object.__setattr__(self, field, name)
+
+    @property
+    def parts(self) -> tuple[tuple[str, PrecisionPolicy], ...]:
+        """``overrides`` as pairs."""
+        assert isinstance(self.overrides, tuple)  # __post_init__ has replaced them
+        return self.overrides
+
+    @classmethod
+    def parse(cls, value: object, name: str = "mp_policy") -> PrecisionPolicy:
+        """A policy from a policy, or from the mapping of its fields that a configuration file writes.
+
+        Raises:
+            PlanError: The value is neither, or a field is unknown or wrong; ``name`` is the field of the plan.
+        """
+        if isinstance(value, cls):
+            return value
+        if not isinstance(value, Mapping):
+            raise PlanError(
+                f"{name}={value!r}: expected a PrecisionPolicy or a mapping of its fields.\n"
+                f"  Its fields are: {', '.join(field_names(cls))}."
+            )
+        return from_fields(cls, value, name)
+
+    def as_dict(self) -> dict[str, Any]:
+        """``param_dtype`` and the fields that differ from the defaults, as a configuration file writes them."""
+        usual = {field.name: field.default for field in fields(self) if field.name != "overrides"}
+        held = {name: getattr(self, name) for name in usual}
+        found = {name: value for name, value in held.items() if value != usual[name] or name == "param_dtype"}
+        if self.parts:
+            found["overrides"] = {name: part.as_dict() for name, part in self.parts}
+        return found
+
+    def group_dtypes(self, dtype: str, *, keeps_own: bool) -> tuple[str, str, str]:
+        """Dtypes of a group: master, compute, reduce.
+
+        Args:
+            dtype: Dtype of the parameters as the model has them.
+            keeps_own: Whether the parameters compute in their own dtype, as batch norm's do.
+        """
+        if dtype not in FLOATING:
+            return dtype, dtype, dtype
+        master = self.master_dtype if self.master_dtype and item_bytes(dtype) < item_bytes(self.master_dtype) else dtype
+        compute = master if keeps_own or self.param_dtype is None else self.param_dtype
+        return master, compute, master if keeps_own or self.reduce_dtype is None else self.reduce_dtype
+
+
+#: No cast anywhere.
+FULL_PRECISION = PrecisionPolicy(param_dtype=None, reduce_dtype=None)
+
+
+# -- recomputation
+
+#: Families of operators that ``RecomputePolicy.save`` knows by name; ``features.recompute`` lists the operators.
 OPERATOR_FAMILIES = ("matmul", "attention")
 
-_USAGE = (
+_RECOMPUTE_USAGE = (
     "  Use 'none', 'full', 'selective', a wrap policy that names modules, or RecomputePolicy(modules=..., every=...,"
     " save=...)."
 )
@@ -134,11 +289,10 @@ class RecomputePolicy:
     """Which modules are recomputed in backward, and which operators' outputs are kept all the same.
 
     Attributes:
-        modules: ``"units"``, the outermost units below the root, or a wrap policy (in a file, the mapping that
-            describes one) for modules of any other cut.
-        every: Every how many-th of those modules is recomputed, the first one included.
+        modules: ``"units"``, the outermost units below the root; or a wrap policy that chooses other modules.
+        every: n recomputes every n-th of those modules, beginning with the first.
         save: Operators whose outputs are kept, so that only the rest is recomputed: ``"matmul"``, ``"attention"``, or
-            operators by name (``"aten.gelu"``, ``"my_library.my_op.default"``). Empty: everything is recomputed.
+            names of operators (``"aten.gelu"``, ``"my_library.my_op.default"``). Empty: everything is recomputed.
 
     Raises:
         PlanError: A value is none of these.
@@ -151,7 +305,7 @@ class RecomputePolicy:
     def __post_init__(self) -> None:
         if self.modules != "units":
             object.__setattr__(self, "modules", _modules(self.modules))
-        if isinstance(self.every, bool) or not isinstance(self.every, int) or self.every < 1:
+        if not is_positive(self.every):
             raise PlanError(
                 f"RecomputePolicy(every={self.every!r}): expected a whole number of at least 1.\n"
                 "  2 recomputes every second module."
@@ -175,51 +329,58 @@ _WORDS = {"none": None, "full": RecomputePolicy(), "selective": RecomputePolicy(
 
 
 def recompute_policy(value: object) -> RecomputePolicy | None:
-    """The policy that ``activation_checkpointing`` means; ``None`` where nothing is recomputed.
+    """``ParallelPlan.activation_checkpointing`` as a policy; ``None`` where nothing is recomputed.
 
     Raises:
-        PlanError: The value means none.
+        PlanError: The value is none.
     """
     if isinstance(value, str) and value in _WORDS:
         return _WORDS[value]
     if isinstance(value, RecomputePolicy):
         return value
-    if isinstance(value, WrapByClass | WrapBySize | WrapByName):
+    if isinstance(value, WrapPolicy):
         return RecomputePolicy(modules=value)
     if not isinstance(value, Mapping):
-        raise PlanError(f"activation_checkpointing={value!r} is no policy.\n{_USAGE}")
-    known = tuple(field.name for field in fields(RecomputePolicy))
-    if any(key in known for key in value):
-        unknown = [str(key) for key in value if key not in known]
-        if unknown:
-            raise PlanError(
-                f"activation_checkpointing has no field {', '.join(unknown)}.\n  Its fields are: {', '.join(known)}."
-            )
-        return RecomputePolicy(**value)
+        raise PlanError(f"activation_checkpointing={value!r} is no policy.\n{_RECOMPUTE_USAGE}")
+    if any(key in field_names(RecomputePolicy) for key in value):
+        return from_fields(RecomputePolicy, value, "activation_checkpointing")
     return RecomputePolicy(modules=_modules(value))
 
 
 def _modules(value: object) -> WrapPolicy:
     policy = wrap_policy(value, "activation_checkpointing")
     if isinstance(policy, str):
-        raise PlanError(f"activation_checkpointing: modules={policy!r} names no modules.\n{_USAGE}")
+        raise PlanError(f"activation_checkpointing: modules={policy!r} names no modules.\n{_RECOMPUTE_USAGE}")
     return policy
+
+
+# -- offloading
 
 
 @dataclass(frozen=True, slots=True)
 class OffloadPolicy:
-    """What lives on the host.
+    """What is kept in host memory instead of on the compute device.
+
+    ====================  ===========================  ======================================  ===================
+    group of a unit       on the host                  on the device                           sent to the device
+    ====================  ===========================  ======================================  ===================
+    trained, sharded      master, gradients, state     slot and gradient buffer while it runs  master, each gather
+    parameters=False      the same                     also the shard, in the compute dtype    master, once a step
+    trained, replicated   master, gradients, state     replica; gradient buffer                master, once a step
+    frozen, sharded       shard                        slot while it runs                      shard, each gather
+    ====================  ===========================  ======================================  ===================
+
+    Every reduced gradient is sent to the host.
 
     Attributes:
-        parameters: Shards go back to the device for each gather. ``False``: of what the optimizer updates on the host,
-            the device keeps its shard in the compute dtype, so that it is sent once after each update; frozen shards
-            stay on the device. ``"auto"``: ``True`` where the strategy shards parameters; where it replicates them, the
-            replica is on the device by definition.
-        gradients: Where ``.grad`` lives: where the optimizer works.
-        optimizer: The optimizer updates masters, and keeps its state, on the host, with the host's processor. ``False``
-            offloads frozen parameters alone.
-        ratio: The fraction of the bytes to offload. Whole units are chosen, spread evenly over the model.
-        pin_memory: With CUDA, in page-locked memory, from which copies are asynchronous.
+        parameters: ``True``: shards are on the host, and are sent to the device for each gather. ``False``: the device
+            keeps its shard of what the optimizer updates in the compute dtype, and receives it once after each update;
+            frozen shards stay on the device. ``"auto"``: ``True`` for strategies that shard parameters.
+        gradients: Whether ``.grad`` is on the host. Must equal ``optimizer``.
+        optimizer: Whether masters and optimizer state are on the host, and the host's processor updates them.
+            ``False`` offloads frozen parameters alone.
+        ratio: Fraction of the bytes to offload, above 0 and at most 1. Whole units are chosen, spread over the model.
+        pin_memory: With CUDA: use page-locked memory, from which copies are asynchronous.
 
     Raises:
         PlanError: A value is out of range, or the combination offloads nothing or cannot work.
@@ -251,7 +412,7 @@ class OffloadPolicy:
             raise PlanError("OffloadPolicy offloads nothing.\n  Set offload_policy='none'.")
 
     def covers(self, row: Placements, *, is_trainable: bool) -> bool:
-        """Whether a group of this row is kept on the host, if its unit is chosen."""
+        """Whether a group with these placements is kept on the host if its unit is chosen."""
         if is_trainable:
             return self.optimizer
         return row.shards_parameters and bool(self.parameters)
@@ -262,34 +423,28 @@ class OffloadPolicy:
 
 
 def offload_policy(value: object) -> OffloadPolicy | None:
-    """The policy that ``offload_policy`` means; ``None`` where nothing is offloaded.
+    """``ParallelPlan.offload_policy`` as a policy; ``None`` where nothing is offloaded.
 
     Raises:
-        PlanError: The value means none.
+        PlanError: The value is none.
     """
-    if value == "none":
-        return None
-    if value == "cpu":
-        return OffloadPolicy()
+    if isinstance(value, str) and value in {"none", "cpu"}:
+        return OffloadPolicy() if value == "cpu" else None
     if isinstance(value, OffloadPolicy):
         return value
-    known = tuple(field.name for field in fields(OffloadPolicy))
     if not isinstance(value, Mapping):
         raise PlanError(
             f"offload_policy={value!r}: expected 'none', 'cpu', or an OffloadPolicy (in a file a mapping of its"
-            f" fields).\n  Its fields are: {', '.join(known)}."
+            f" fields).\n  Its fields are: {', '.join(field_names(OffloadPolicy))}."
         )
-    unknown = [str(key) for key in value if key not in known]
-    if unknown:
-        raise PlanError(f"offload_policy has no field {', '.join(unknown)}.\n  Its fields are: {', '.join(known)}.")
-    return OffloadPolicy(**value)
+    return from_fields(OffloadPolicy, value, "offload_policy")
 
 
 def check_offload(policy: OffloadPolicy | None, row: Placements) -> None:
-    """Refuse a policy that means nothing for a strategy.
+    """Refuse a policy about shards for a strategy that keeps parameters whole.
 
     Raises:
-        PlanError: It does.
+        PlanError: It is one.
     """
     if policy is None or row.shards_parameters:
         return
@@ -307,7 +462,7 @@ def check_offload(policy: OffloadPolicy | None, row: Placements) -> None:
 
 
 def choose(sizes: Sequence[int], ratio: float) -> list[bool]:
-    """Which of some units are offloaded, so that their bytes come to ``ratio`` of all, spread evenly over the units.
+    """Which units of these sizes in bytes are offloaded: ``ratio`` of all bytes, spread evenly over the units.
 
     The sum is off by at most half of the largest unit.
     """
@@ -318,28 +473,3 @@ def choose(sizes: Sequence[int], ratio: float) -> list[bool]:
         due -= size if is_chosen else 0
         chosen.append(is_chosen)
     return chosen
-
-
-def ignored_entries(value: Any) -> tuple[Any, ...]:
-    """``ParallelPlan.ignored`` as a tuple of name patterns, modules and parameters.
-
-    Raises:
-        PlanError: Something is none of these.
-    """
-    entries = tuple(value) if isinstance(value, (list, tuple, set, frozenset)) else (value,)
-    for entry in entries:
-        is_name = isinstance(entry, str) and bool(entry)
-        is_object = not isinstance(entry, type) and (hasattr(entry, "named_modules") or hasattr(entry, "requires_grad"))
-        if not (is_name or is_object):
-            raise PlanError(
-                f"ignored={value!r}: expected names of modules or parameters, modules, or parameters.\n"
-                "  Write for example ignored=['blocks.*.experts'] or ignored=[model.vision_tower]; [] ignores nothing."
-            )
-    return entries
-
-
-def name_matcher(pattern: str) -> Callable[[str], bool]:
-    """Tells whether a qualified name matches a shell pattern, in which ``*`` does not cross a dot."""
-    parts = [re.escape(part).replace(r"\*", "[^.]*").replace(r"\?", "[^.]") for part in pattern.split(".")]
-    expression = re.compile(r"\.".join(parts))
-    return lambda name: expression.fullmatch(name) is not None

@@ -17,7 +17,8 @@ from shardwise.models.shape import PRESETS, GPTConfig, gpt_config
 from shardwise.spec.errors import ConfigError, MeshError, PlanError, ShardwiseError
 from shardwise.spec.mesh import Mesh
 from shardwise.spec.plan import ParallelPlan, check_plan
-from shardwise.spec.precision import PrecisionPolicy, dtype_name
+from shardwise.spec.policies import PrecisionPolicy
+from shardwise.spec.precision import dtype_name
 from shardwise.spec.text import did_you_mean
 from shardwise.train.config import Config, LogSection, OptimizerSection, RawConfig, ScheduleSection, TrainSection
 from shardwise.train.data import Source, check_size, find_source

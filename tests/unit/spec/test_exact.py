@@ -7,7 +7,7 @@ import pytest
 from shardwise.spec.errors import PlanError
 from shardwise.spec.exact import Tolerance, check_exact, splits_sums, tolerance
 from shardwise.spec.plan import ParallelPlan
-from shardwise.spec.precision import PrecisionPolicy
+from shardwise.spec.policies import PrecisionPolicy
 
 
 @pytest.mark.parametrize(

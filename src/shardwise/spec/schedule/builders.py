@@ -5,9 +5,10 @@ from __future__ import annotations
 import functools
 from collections import Counter
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, fields
+from dataclasses import dataclass
 
 from shardwise.spec.errors import PlanError
+from shardwise.spec.policies import field_names, from_fields
 from shardwise.spec.schedule.actions import Action, Kind, Orders, Schedule, check_positive, folded_ranks, looped_ranks
 from shardwise.spec.schedule.simulate import Durations, simulate
 
@@ -138,16 +139,12 @@ def pipeline_policy(value: object) -> PipelinePolicy:
         return value
     if isinstance(value, str):
         return PipelinePolicy(schedule=value)
-    known = tuple(field.name for field in fields(PipelinePolicy))
     if not isinstance(value, Mapping):
         raise PlanError(
             f"pipeline={value!r}: expected the name of a schedule, or a PipelinePolicy (in a file a mapping of its"
-            f" fields).\n  Its fields are: {', '.join(known)}."
+            f" fields).\n  Its fields are: {', '.join(field_names(PipelinePolicy))}."
         )
-    unknown = [str(key) for key in value if key not in known]
-    if unknown:
-        raise PlanError(f"pipeline has no field {', '.join(unknown)}.\n  Its fields are: {', '.join(known)}.")
-    return PipelinePolicy(**value)
+    return from_fields(PipelinePolicy, value, "pipeline")
 
 
 def with_messages(name: str, orders: Orders, num_microbatches: int, ranks: Sequence[int]) -> Schedule:
