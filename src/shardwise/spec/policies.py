@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+import re
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, fields
 from typing import Any, TypeVar
 
@@ -159,6 +160,13 @@ def ignored_entries(value: Any) -> tuple[Any, ...]:
                 "  Write for example ignored=['blocks.*.experts'] or ignored=[model.vision_tower]; [] ignores nothing."
             )
     return entries
+
+
+def name_matcher(pattern: str) -> Callable[[str], bool]:
+    """A function that tells whether a qualified name matches a shell pattern, in which ``*`` does not cross a dot."""
+    parts = [re.escape(part).replace(r"\*", "[^.]*").replace(r"\?", "[^.]") for part in pattern.split(".")]
+    expression = re.compile(r"\.".join(parts))
+    return lambda name: expression.fullmatch(name) is not None
 
 
 # -- dtypes
