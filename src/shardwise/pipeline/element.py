@@ -1,8 +1,8 @@
 """The elements of a model: the modules that its forward calls one after the other.
 
-The blocks of its chains are elements, and beside them the largest modules that hold no block: embeddings, norms, heads,
-dropouts. What holds blocks (the model itself, a decoder, a ``ModuleList``) is no element: its own forward is run on
-every stage. An element without parameters is held by every stage.
+The blocks of its chains are elements, and beside them the largest modules that contain no block: embeddings, norms,
+heads, dropouts. A module that contains blocks (the model itself, a decoder, a ``ModuleList``) is no element: its own
+forward runs on every stage. Every stage has the elements without parameters.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ import copy
 import weakref
 from collections.abc import Callable, Collection, Iterable, Iterator
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -24,16 +24,11 @@ def _not_installed(*_args: Any, **_kwargs: Any) -> Any:
     raise StateError("an element of another stage was to be computed: this is a bug in shardwise.")
 
 
-@dataclass(frozen=True)
-class Lent:
-    """A parameter or buffer of a sketch.
+class Lent(NamedTuple):
+    """A parameter or buffer of a sketch: its name, the registry and key under which its module has it, and its forms.
 
-    Attributes:
-        name: As the element knows it.
-        registry: Of the module that has it: its parameters, or its buffers.
-        key: In there.
-        on_meta: Itself.
-        zeros: What is seen from outside of the element: zeros that take no memory, where activations are.
+    ``on_meta`` is the tensor itself. ``zeros`` is what the model's forward sees from outside of the element: zeros that
+    take no memory, on the device of activations.
     """
 
     name: str
@@ -45,17 +40,17 @@ class Lent:
 
 @dataclass(eq=False)
 class Element:
-    """One of them.
+    """One element.
 
     Attributes:
-        paths: Where it is registered; the first gives it its name.
-        module: Itself, or what stands for it.
-        sketch: Its copy, on which shapes can be found.
+        paths: Where it is registered; the first is its name.
+        module: The module, or the stand-in for a module of another stage.
+        sketch: Its copy without memory, on which shapes are found.
         is_block: It is a member of a chain.
-        stages: Those that hold it, ascending; none: all of them do.
-        forward: Computes it, without the module's hooks.
+        stages: The stages that have it, ascending; empty: all of them.
+        forward: Computes it without the module's hooks.
         sketched: The same of the sketch.
-        lent: What the sketch holds on ``meta``, and shows as zeros to whoever looks at it from outside.
+        lent: The parameters and buffers of the sketch.
     """
 
     paths: list[str]
@@ -74,24 +69,26 @@ class Element:
 
     @property
     def name(self) -> str:
-        """Where it was registered first."""
+        """The first path."""
         return self.paths[0]
 
     @property
     def has_parameters(self) -> bool:
-        """It belongs to a stage, or to several that each hold a copy."""
+        """Whether it belongs to certain stages."""
         return self.numel > 0
 
     @contextlib.contextmanager
-    def on_meta(self) -> Iterator[None]:
-        """Let the sketch compute shapes with what it holds on ``meta``."""
-        for lent in self.lent:
-            lent.registry[lent.key] = lent.on_meta
+    def holding(self, *, values: bool) -> Iterator[None]:
+        """Let the sketch compute with its tensors on ``meta``, or with zeros that have memory."""
+        memory = {id(lent.zeros): as_real(lent.zeros) for lent in self.lent} if values else {}
+        shown = [memory[id(lent.zeros)] if values else lent.on_meta for lent in self.lent]
+        for lent, tensor in zip(self.lent, shown, strict=True):
+            lent.registry[lent.key] = tensor
         try:
             yield
         finally:
-            for lent in self.lent:
-                if lent.registry.get(lent.key) is lent.on_meta:
+            for lent, tensor in zip(self.lent, shown, strict=True):
+                if lent.registry.get(lent.key) is tensor:
                     lent.registry[lent.key] = lent.zeros
 
 
@@ -99,9 +96,9 @@ def find_elements(model: nn.Module, blocks: Collection[str], starts: Collection[
     """The elements of ``model`` in the order of registration.
 
     Args:
-        model: Whole. The modules of one that is a ``Sequential`` itself are a chain.
-        blocks: Names of the members of its chains; of those inside one another the outermost count.
-        starts: Names of modules with which stages are to begin: elements, whatever they are members of.
+        model: The whole model. The modules of a ``Sequential`` are a chain.
+        blocks: Names of the members of its chains; of blocks inside blocks the outermost count.
+        starts: Names of modules with which stages begin; these are elements, too.
 
     Raises:
         PlanError: There are no blocks.
@@ -119,9 +116,7 @@ def find_elements(model: nn.Module, blocks: Collection[str], starts: Collection[
         )
     found: dict[int, Element] = {}
     for path, module in _called(model, outermost):
-        known = found.get(id(module))
-        if known is None:
-            known = found[id(module)] = Element([], module, is_block=path in outermost)
+        known = found.setdefault(id(module), Element([], module, is_block=path in outermost))
         known.paths.append(path)
     return list(found.values())
 
@@ -142,10 +137,9 @@ def _is_called(module: nn.Module) -> bool:
 
 
 def sketch(model: nn.Module, elements: Iterable[Element]) -> nn.Module:
-    """A copy of ``model`` on which shapes can be found: what elements hold takes no memory, it is on ``meta``.
+    """A copy of ``model`` for finding shapes: what elements hold is on ``meta`` and takes no memory.
 
-    Everything else is a copy too, as a forward may write to buffers, but for parameters outside of all elements, which
-    are zeros.
+    Everything else is copied, as a forward may write to buffers. Parameters outside of all elements become zeros.
 
     Raises:
         StateError: The model cannot be copied.
@@ -180,25 +174,29 @@ def _tensors_of(model: nn.Module) -> list[Tensor]:
 
 
 def _on_meta(tensor: Tensor) -> Tensor:
-    empty = torch.empty_strided(tensor.shape, tensor.stride(), dtype=tensor.dtype, device="meta")
-    if isinstance(tensor, nn.Parameter):
-        return nn.Parameter(empty, requires_grad=False)
-    return empty
+    return _like(tensor, torch.empty_strided(tensor.shape, tensor.stride(), dtype=tensor.dtype, device="meta"))
 
 
 def _as_zeros(tensor: Tensor, device: torch.device | None = None) -> Tensor:
-    zeros = torch.zeros((), dtype=tensor.dtype, device=device or tensor.device).expand(tensor.shape)
-    return nn.Parameter(zeros, requires_grad=False) if isinstance(tensor, nn.Parameter) else zeros
+    return _like(tensor, zeros(tensor.shape, tensor.dtype, device or tensor.device))
+
+
+def _like(tensor: Tensor, made: Tensor) -> Tensor:
+    return nn.Parameter(made, requires_grad=False) if isinstance(tensor, nn.Parameter) else made
+
+
+def zeros(shape: Iterable[int], dtype: torch.dtype, device: torch.device) -> Tensor:
+    """Zeros that take the memory of one element."""
+    return torch.zeros((), dtype=dtype, device=device).expand(tuple(shape))
+
+
+def as_real(tensor: Tensor) -> Tensor:
+    """A detached copy with memory for all elements."""
+    return _like(tensor, tensor.detach().clone(memory_format=torch.contiguous_format))
 
 
 def lend_zeros(model: nn.Module, elements: Iterable[Element], device: torch.device) -> None:
-    """Let a sketch, looked at from outside of its elements, hold zeros where activations are, to compute with.
-
-    Args:
-        model: The sketch.
-        elements: Those of the model.
-        device: Where activations are.
-    """
+    """Let a sketch show zeros on the device of activations to the model's forward, which reads devices and dtypes."""
     lent: dict[int, Tensor] = {}
     for element in elements:
         if element.has_parameters and element.sketch is not None:
@@ -219,7 +217,7 @@ def lend_zeros(model: nn.Module, elements: Iterable[Element], device: torch.devi
 
 def _registered(model: nn.Module) -> Iterator[tuple[str, dict[str, Any], str, Tensor]]:
     for path, module in model.named_modules():
-        for registry in (module._parameters, module._buffers):  # noqa: SLF001 - what setattr would check, has been
+        for registry in (module._parameters, module._buffers):  # noqa: SLF001 - setattr would check again
             for key, tensor in registry.items():
                 if tensor is not None:
                     yield f"{path}.{key}" if path else key, registry, key, tensor

@@ -116,7 +116,6 @@ class Interpreter:
             with its gradient where it needs one.
         """
         step = _Step(self, job)
-        self.stages.buffers.begin()
         rank = self.comm.rank
         early = {} if self.comm.is_in_order else job.schedule.early(rank)
         for place, action in enumerate(job.schedule.actions[rank]):

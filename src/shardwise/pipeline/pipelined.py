@@ -180,7 +180,7 @@ class Pipelined(Uncopyable):
         comm = None if device.type == "meta" else self._comm  # a dry run: nobody is there to disagree
         deferral = self._defer(model)  # layers that are elements, too: before those are replaced
         sketched = self.sketch, self._elements, self._num_stages
-        stages = Stages(model, *sketched, device=device, comm=comm, held=self.stages)
+        stages = Stages(model, *sketched, device=device, comm=comm)
         self._interpreter = Interpreter(stages, self._comm, deferral)
         computed = resolve(engine_of(model, "sw.parallelize").options.policy, device).param_dtype
         self._interpreter.compute_dtype = None if computed is None else torch_dtype(computed)

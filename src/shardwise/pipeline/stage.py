@@ -1,19 +1,20 @@
-"""One rank's stages: how the model's own forward is run for one of them.
+"""One rank's stages: how the model's own forward runs for one of them.
 
 Every element's call is replaced on the instance. In a pass of stage ``s`` the elements of ``s`` compute, with their
-hooks. Those of other stages give what this rank received of them, or zeros where nobody needs it. After the stage's
-last element the next call of one ends the model's forward by an exception, inside the engine's hooks of the model, for
-which the pass is an ordinary call. What a checkpoint of the model's own computes again in backward is no call of a
-pass.
+hooks. Elements of other stages return what this rank received of them, or zeros that nothing uses. After the stage's
+last element the next call of an element ends the model's forward by an exception, inside the engine's hooks of the
+model, for which the pass is an ordinary call. What a checkpoint around elements computes again in backward (our GPT
+with ``activation_checkpointing=True``) is no call of a pass.
 """
 
 from __future__ import annotations
 
 import contextlib
+import functools
 import inspect
 import weakref
 from collections import OrderedDict
-from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -23,23 +24,9 @@ from torch.utils._pytree import tree_flatten
 from shardwise.comm.base import Comm
 from shardwise.comm.control import agree, all_gather_json
 from shardwise.pipeline.agreement import Agreement
-from shardwise.pipeline.element import Element, lend_zeros, own_forward
-from shardwise.pipeline.model_buffers import StageBuffers
-from shardwise.pipeline.nested import nested_error, refused_nested
+from shardwise.pipeline.element import Element, lend_zeros, own_forward, zeros
 from shardwise.pipeline.split import StandIn
-from shardwise.pipeline.taint import Taint
-from shardwise.pipeline.trace import (
-    Call,
-    Leaf,
-    Source,
-    StageFlow,
-    Tracer,
-    inside_of_blocks,
-    lent_weights,
-    shape_key,
-    tensors_in,
-    zeros,
-)
+from shardwise.pipeline.trace import Call, Leaf, Source, StageFlow, Tracer, inside_of_blocks, shape_key
 from shardwise.spec.errors import PlanError, RankDisagreement, StateError
 
 #: Kinds of batches that are remembered.
@@ -50,13 +37,12 @@ class Stages:
     """The stages of a model, of which this rank holds some.
 
     Args:
-        model: What :func:`~shardwise.pipeline.split.drop_foreign` has left of it.
-        sketch: Its sketch, whole.
+        model: The model that :func:`~shardwise.pipeline.split.drop_foreign` left on this rank.
+        sketch: The sketch of the whole model.
         elements: Its elements, with their stages.
-        num_stages: Of all ranks.
+        num_stages: Stages of all ranks.
         device: Where activations are.
-        comm: Over the ranks of the pipeline, which must agree on what goes from stage to stage; ``None``: nobody.
-        held: The stages of this rank, where there are several.
+        comm: The axis ``pp``, whose ranks must agree on what goes from stage to stage; ``None``: there are no peers.
     """
 
     def __init__(
@@ -68,18 +54,16 @@ class Stages:
         *,
         device: torch.device,
         comm: Comm | None,
-        held: Sequence[int] = (),
     ) -> None:
         self.num_stages = num_stages
         self.device = device
         self.elements = elements
         self._comm = comm
         self._flows: OrderedDict[Hashable, StageFlow] = OrderedDict()
-        self.keepers: dict[str, int] = {}  # which stage has the state of an element that every stage holds
-        self.buffers = StageBuffers(held)
-        self.on_last_stage: set[str] = set()  # buffers outside of all elements that are right there alone
+        self.keepers: dict[str, int] = {}  # the stage that has the state of an element that every stage holds
         self._tracer: Tracer | None = None
-        self._without_grad: list[tuple[str, Tensor]] = []  # what elements gave that were called with grad off
+        self.traces_evaluation = False
+        self._without_grad: list[tuple[str, Tensor]] = []  # outputs of elements that were called with grad off
         self._pass: _Pass | _Again | None = None
         self._sketch = sketch
         self._model = weakref.ref(model)
@@ -93,18 +77,19 @@ class Stages:
             element.sketched = own_forward(element.sketch)
             for module in (element.module, element.sketch):
                 module.__dict__["forward"] = _ElementForward(me, index, module)
+        ids = {id(element.sketch) for element in elements}
+        for encoder in sketch.modules():
+            if isinstance(encoder, nn.TransformerEncoder) and any(id(layer) in ids for layer in encoder.layers):
+                encoder.register_forward_pre_hook(functools.partial(_refuse_nested, me), with_kwargs=True)
         lend_zeros(sketch, elements, device)
         model.__dict__["forward"] = _RootForward(self, model)
         _replace_call(model, _RootCall(me, model))
 
     def stage_state(self) -> Iterator[tuple[str, Tensor, int]]:
         """Every buffer that each rank has and one stage alone computes: its name, itself, that stage."""
-        model = self._model()
-        assert model is not None
         modules = {element.name: element.module for element in self.elements}
         for name, stage in sorted(self.keepers.items()):
             yield from ((f"{name}.{key}", buffer, stage) for key, buffer in modules[name].named_buffers())
-        yield from ((name, model.get_buffer(name), self.num_stages - 1) for name in sorted(self.on_last_stage))
 
     @property
     def trains(self) -> bool:
@@ -155,16 +140,11 @@ class Stages:
             if len(self._flows) > _MAX_FLOWS:  # on every rank alike
                 self._flows.popitem(last=False)
             self.keepers.update(flow.keepers)
-            self.on_last_stage.update(flow.on_last_stage)
         self._flows.move_to_end(key)
         return key, self._flows[key]
 
     def _trace(self, batch: Any, call: Callable[[nn.Module, Any], Any]) -> StageFlow:
-        elements = [] if torch.is_grad_enabled() else [element.sketch for element in self.elements]
-        with refused_nested(self._sketch, elements):
-            return self._trace_twice(batch, call)
-
-    def _trace_twice(self, batch: Any, call: Callable[[nn.Module, Any], Any]) -> StageFlow:
+        self.traces_evaluation = not torch.is_grad_enabled()
         try:
             return self._traced(batch, call, writes_in_place=False)
         except RuntimeError:  # what takes no memory cannot be written to, which torch says in several ways
@@ -209,18 +189,9 @@ class Stages:
             What the stage hands to the next one, in the order of ``flow.crossing``; of the last stage what ``forward``
             returns.
         """
-        self._pass = one = _Pass(stage, flow, received, is_last=stage == self.num_stages - 1)
-        model = self._model()
-        assert model is not None
+        self._pass = _Pass(stage, flow, received, is_last=stage == self.num_stages - 1)
         try:
-            if flow.reads_values:
-                one.follow_marks(self.elements)
-            follow = contextlib.nullcontext() if one.marks is None else one.marks.follow()
-            with self.buffers.of(stage, model, flow.written), follow:
-                made = forward()
-            if one.is_last:
-                one.refuse_foreign(tensors_in(made), "what the model returns")
-            return made
+            return forward()
         finally:
             self._pass = None
 
@@ -270,7 +241,6 @@ class _Pass:
     def __init__(self, stage: int, flow: StageFlow, received: Mapping[Source, Tensor], *, is_last: bool) -> None:
         self.number = 0  # of the next call
         self.is_last = is_last
-        self.marks: Taint | None = None  # where forward looks at values: what no stage has given to this one
         self._stage = stage
         self._flow = flow
         self._received = received
@@ -311,11 +281,8 @@ class _Pass:
         if call.leaves is None:
             return self._computed(element, compute, args, kwargs)
         if call.stage != self._stage:
-            given = self._received, (args, kwargs), device
-            return _given(call, number, *given, is_copied=flow.writes_in_place, marks=self.marks)
-        self.refuse_foreign(tree_flatten((args, kwargs))[0], repr(element.name))
-        with contextlib.nullcontext() if self.marks is None else self.marks.aside():
-            output = self._computed(element, compute, args, kwargs)
+            return _given(call, number, self._received, (args, kwargs), device, is_copied=flow.writes_in_place)
+        output = self._computed(element, compute, args, kwargs)
         if not self.is_last:
             self._keep(number, output)
             self._is_over = number == flow.last_call[self._stage]
@@ -330,36 +297,12 @@ class _Pass:
         finally:
             self._computing = None
 
-    def follow_marks(self, elements: Sequence[Element]) -> None:
-        """Mark what this stage has only zeros of: forward may take another path than the one that was traced."""
-        self.marks = Taint()
-        for tensor, weight in lent_weights(elements):
-            if self._stage not in weight.stages:
-                self.marks.add(tensor, {weight.owner})
-
-    def refuse_foreign(self, values: Iterable[Any], what: str) -> None:
-        """Raise where ``what`` would be computed from values that this stage does not have.
-
-        Raises:
-            StateError: They would be zeros.
-        """
-        names = self.marks.of(values) | self.marks.read if self.marks is not None else set()
-        if names:
-            raise StateError(
-                f"the model's forward computes {what} from what {min(map(str, names))!r} gives or holds, which it did"
-                " not need for the first batch of this shape: where forward chooses by the values of activations,"
-                " pipeline stages need the same path every time.\n"
-                "  Choose inside of a block, use torch.where, or set pp=1."
-            )
-
     def _keep(self, number: int, output: Any) -> None:
         wanted = [source for source in self._flow.crossing[self._stage] if source[0] == number]
         if wanted:
             leaves = tree_flatten(output)[0]
             for source in wanted:
                 leaf = leaves[source[1]]
-                if leaf.is_nested:
-                    raise nested_error(self._flow.calls[number].element.name)
                 self._made[source] = leaf.clone() if self._flow.writes_in_place else leaf
                 if self._has_grad and not torch.is_grad_enabled():
                     self._without_grad.append((self._flow.calls[number].element.name, leaf))
@@ -412,17 +355,14 @@ def _given(
     device: torch.device,
     *,
     is_copied: bool,
-    marks: Taint | None = None,
 ) -> Any:
-    """What a call on another stage gives here."""
+    """What a call on another stage returns here."""
 
     def give(place: int, leaf: Leaf) -> Any:
         assert leaf.dtype is not None
         given = received.get((number, place))
         if given is None:
             given = zeros(leaf.shape, leaf.dtype, device)
-            if marks is not None:
-                marks.add(given, {call.element.name})
         return given.clone(memory_format=torch.contiguous_format) if is_copied else given
 
     return call.give(tree_flatten(arguments)[0], give)
@@ -496,6 +436,20 @@ def _hidden_hooks(model: nn.Module) -> Iterator[None]:
         yield
     finally:
         model.__dict__.update(held)
+
+
+def _refuse_nested(reference: weakref.ref[Stages], encoder: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+    """Forward pre-hook of an encoder's sketch: raise on every rank where the model would make a nested tensor."""
+    stages = reference()
+    given = inspect.signature(encoder.forward).bind(*args, **kwargs).arguments
+    makes_them = encoder.enable_nested_tensor and encoder.use_nested_tensor and not encoder.training
+    is_padded = given.get("src_key_padding_mask") is not None and given.get("mask") is None
+    if stages is not None and stages.traces_evaluation and makes_them and is_padded:
+        raise PlanError(
+            "nn.TransformerEncoder makes a nested tensor, which pipeline stages cannot send each other.\n"
+            "  It does so in evaluation with src_key_padding_mask: build it with enable_nested_tensor=False; or set"
+            " pp=1."
+        )
 
 
 def _own_call(module: nn.Module) -> Callable[..., Any]:

@@ -1,7 +1,8 @@
-"""Which values were computed from which: marks on tensors, handed on by every operation.
+"""Which activations a value was computed from: marks on tensors that every operation copies to its results.
 
-Autograd alone does not tell: what is detached, compared or rounded has no graph, and is computed from something all the
-same. Marks lie on the memory of tensors, so that views, detached ones and what was written in place carry them.
+The autograd graph does not tell: what is detached, compared or rounded has no graph. Marks belong to the memory of a
+tensor, so that views, detached tensors and tensors written in place carry them. Needed by models that compute between
+their blocks: the residual sum and the mask of transformers' GPT-2 and T5, the masks of Mask2Former.
 """
 
 from __future__ import annotations
@@ -14,69 +15,53 @@ import torch
 from torch import Tensor
 from torch.multiprocessing.reductions import StorageWeakRef
 from torch.overrides import TorchFunctionMode
-from torch.overrides import _get_current_function_mode as newest_function
 from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._python_dispatch import _get_current_dispatch_mode as newest_dispatch
 from torch.utils._pytree import tree_leaves
 
-#: What these return has no values of what they take.
+#: Operations whose results have the shapes of their arguments, and none of their values; and a question about a padding
+#: mask that ``nn.TransformerEncoder`` asks with the activations beside it.
 _SHAPES_ALONE = frozenset(
     f"aten::{name}"
     for name in (
         *("zeros_like", "ones_like", "full_like", "empty_like", "rand_like", "randn_like", "randint_like"),
         *("new_zeros", "new_ones", "new_full", "new_empty", "new_empty_strided"),
+        "_nested_tensor_from_mask_left_aligned",
     )
 )
-#: These give values to Python without an operation.
+#: Methods that give values to Python without an operation.
 _READING = frozenset({Tensor.tolist, Tensor.numpy})
 
 
 class Taint:
-    """Follows marks while it is entered.
+    """Follows marks inside :meth:`follow`.
 
     Args:
-        foreign: The mark of tensors on ``meta`` that have none, where those are not to be computed with.
-
-    Attributes:
-        read: Marks of what Python has looked at (``.item()``, ``if``): everything since may depend on it.
+        read: Makes the error to raise where Python reads values (``.item()``, ``if x.any():``) that have these marks.
+        unmarked: Makes the error to raise where a tensor on ``meta`` without marks is used; ``None``: such tensors are
+            ordinary ones, as in a dry run.
     """
 
-    def __init__(self, foreign: Hashable | None = None) -> None:
-        self.read: set[Hashable] = set()
-        self._foreign = foreign
+    def __init__(
+        self, read: Callable[[set[Hashable]], Exception], unmarked: Callable[[], Exception] | None = None
+    ) -> None:
+        self._read, self._unmarked = read, unmarked
         self._found: dict[int, tuple[StorageWeakRef | Tensor, set[Hashable]]] = {}
-        self._modes: tuple[_Operations, _Reads] | None = None
-        self._depth = 0  # how often it is set aside
+        self.is_aside = False
 
     @contextlib.contextmanager
     def follow(self) -> Iterator[None]:
         """Every operation inside hands marks on."""
-        self._modes = operations, reads = _Operations(self), _Reads(self)
-        try:
-            with operations, reads:
-                yield
-        finally:
-            self._modes = None
+        with _Operations(self), _Reads(self):
+            yield
 
     @contextlib.contextmanager
     def aside(self) -> Iterator[None]:
         """Operations inside hand on nothing."""
-        self._depth += 1
+        self.is_aside = True
         try:
-            with contextlib.ExitStack() as stack:
-                # Off the stack, as compiled modules run uncompiled under a mode; below another mode they pass on.
-                for mode, newest in zip(self._modes or (), (newest_dispatch(), newest_function()), strict=False):
-                    if mode is newest:
-                        mode.__exit__(None, None, None)
-                        stack.callback(mode.__enter__)
-                yield
+            yield
         finally:
-            self._depth -= 1
-
-    @property
-    def is_aside(self) -> bool:
-        """Operations hand on nothing now."""
-        return self._depth > 0
+            self.is_aside = False
 
     def add(self, tensor: Tensor, marks: Iterable[Hashable]) -> None:
         """Mark a tensor, and all that share its memory."""
@@ -92,19 +77,24 @@ class Taint:
             marks = self._found.get(_memory(value)[0])
             if marks is not None:
                 found |= marks[1]
-            elif value.is_meta and self._foreign is not None:
-                found.add(self._foreign)
+            elif value.is_meta and self._unmarked is not None:
+                raise self._unmarked()
         return found
 
+    def read(self, values: Iterable[Any]) -> None:
+        """Python reads ``values``."""
+        if marks := self.of(values):
+            raise self._read(marks)
+
     def after(self, arguments: Sequence[Any], result: Any) -> None:
-        """``result`` has been computed from ``arguments``."""
+        """``result`` was computed from ``arguments``."""
         marks = self.of(arguments)
         if not marks:
             return
         made = [leaf for leaf in tree_leaves(result) if leaf is not None]
         tensors = [leaf for leaf in made if isinstance(leaf, Tensor)]
         if made and not tensors:
-            self.read |= marks
+            raise self._read(marks)
         for tensor in tensors:
             self.add(tensor, marks)
 
@@ -112,38 +102,38 @@ class Taint:
 class _Operations(TorchDispatchMode):
     supports_higher_order_operators = True
 
-    def __init__(self, marks: Taint) -> None:
+    def __init__(self, taint: Taint) -> None:
         super().__init__()
-        self._marks = marks
+        self._taint = taint
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
         result = func(*args, **kwargs)
         schema = getattr(func, "_schema", None)
-        if self._marks.is_aside or (schema is not None and schema.name in _SHAPES_ALONE):
+        if self._taint.is_aside or (schema is not None and schema.name in _SHAPES_ALONE):
             return result
         arguments = tree_leaves((args, kwargs))
-        self._marks.after(arguments, result)
-        if schema is not None and schema.is_mutable:  # what is written to need not be returned
+        self._taint.after(arguments, result)
+        if schema is not None and schema.is_mutable:  # an argument that is written to need not be returned
             given = {**dict(zip((argument.name for argument in schema.arguments), args, strict=False)), **kwargs}
             written = [a.name for a in schema.arguments if a.alias_info is not None and a.alias_info.is_write]
-            self._marks.after(arguments, [given[name] for name in written if name in given])
+            self._taint.after(arguments, [given[name] for name in written if name in given])
         return result
 
 
 class _Reads(TorchFunctionMode):
-    def __init__(self, marks: Taint) -> None:
+    def __init__(self, taint: Taint) -> None:
         super().__init__()
-        self._marks = marks
+        self._taint = taint
 
     def __torch_function__(self, func: Callable[..., Any], types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        if func in _READING and not self._marks.is_aside:
-            self._marks.read |= self._marks.of(args)
+        if func in _READING and not self._taint.is_aside:
+            self._taint.read(args)
         return func(*args, **(kwargs or {}))
 
 
 def _memory(tensor: Tensor) -> tuple[int, StorageWeakRef | Tensor]:
-    """What stands for a tensor's memory, and what keeps the number from being used again."""
+    """A number for a tensor's memory, and what keeps that number from being used again."""
     if tensor.layout is torch.strided:
         with contextlib.suppress(NotImplementedError):
             held = StorageWeakRef(tensor.untyped_storage())

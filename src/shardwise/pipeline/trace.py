@@ -1,13 +1,17 @@
 """Which tensors go from stage to stage, for one shape of batch: found by a forward that computes nothing.
 
-Every element gives zeros that take no memory, of the shapes that its sketch on ``meta`` has; what the model does
-between its elements is really run on them. They are marked, and marks tell from which elements' outputs, and from which
-weights, a value was computed. All ranks trace the same model, and find the same.
+Every element returns zeros that take no memory, of the shapes that its sketch on ``meta`` returns. What the model
+computes between its elements really runs on these zeros, and marks (``taint``) tell from which elements' outputs a
+value was computed. All ranks trace the same model, and find the same.
+
+A stage has the weights of its own modules, runs the model's forward up to its last element, and sees zeros in place of
+what other stages compute. So these are refused (docs/adr/0013-what-a-pipeline-follows.md): values of activations that
+Python reads, weights of elements that the model's forward takes instead of calling the element, buffers outside of all
+elements that it writes to, and tensors from inside of elements.
 """
 
 from __future__ import annotations
 
-import contextlib
 import copy
 import enum
 import hashlib
@@ -19,8 +23,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils._pytree import TreeSpec, tree_flatten, tree_unflatten
 
-from shardwise.pipeline.element import Element
-from shardwise.pipeline.model_buffers import Kept, ModelBuffers
+from shardwise.pipeline.element import Element, zeros
 from shardwise.pipeline.taint import Taint
 from shardwise.spec.errors import PlanError
 
@@ -28,23 +31,12 @@ from shardwise.spec.errors import PlanError
 Source = tuple[int, int]
 
 
-#: The mark of what lies inside an element.
-_INSIDE = "inside"
-
-
-@dataclass(frozen=True)
+@dataclass(frozen=True, order=True)
 class Weight:
-    """The mark of what an element holds, and the model's forward looks at from outside.
-
-    Attributes:
-        names: In the model: several where it is tied.
-        owner: The first element that holds it.
-        stages: All that have it.
-    """
+    """The mark of a tensor that an element holds: its names in the model, and the first element that holds it."""
 
     names: tuple[str, ...]
     owner: str
-    stages: tuple[int, ...]
 
 
 @dataclass(frozen=True)
@@ -52,9 +44,9 @@ class Leaf:
     """One leaf of what a call returns.
 
     Attributes:
-        argument: The leaf of the arguments that it is, handed through; ``None`` for something new.
-        shape: Of a new tensor.
-        dtype: Of a new tensor; ``None``: it is the constant ``value``.
+        argument: The leaf of the arguments that is handed through; ``None``: something new.
+        shape: The shape of a new tensor.
+        dtype: The dtype of a new tensor; ``None``: the leaf is the constant ``value``.
         value: A constant.
     """
 
@@ -69,27 +61,23 @@ class Call:
     """One call of an element.
 
     Attributes:
-        element: Which.
+        element: The element.
         inputs: Outputs of earlier calls from which its arguments were computed.
-        weights: What its arguments were computed from besides.
-        state: The names of buffers outside of all elements from which they were.
-        leaves: What it returns; ``None`` for one that is run on every stage, because it depends on the batch alone.
-        spec: Of the nest in which the leaves lie.
-        stage: Which computes it.
-        keeps_state: It writes to buffers of an element that every stage has.
+        leaves: What it returns; ``None`` for a call that runs on every stage, because it depends on the batch alone.
+        spec: The structure in which the leaves lie.
+        stage: The stage that computes it.
+        keeps_state: It writes to buffers of an element that every stage has, such as ``BatchNorm1d(affine=False)``.
     """
 
     element: Element
     inputs: frozenset[Source]
-    weights: frozenset[Weight] = frozenset()
-    state: frozenset[str] = frozenset()
     leaves: list[Leaf] | None = None
     spec: TreeSpec | None = None
     stage: int = 0
     keeps_state: bool = False
 
     def give(self, arguments: Sequence[Any], make: Callable[[int, Leaf], Any]) -> Any:
-        """What it returns, new tensors being those that ``make`` gives."""
+        """What the call returns, with new tensors from ``make``."""
         assert self.leaves is not None
         assert self.spec is not None
         given = []
@@ -103,27 +91,22 @@ class Call:
 
 @dataclass
 class StageFlow:
-    """What was found.
+    """What a trace found.
 
     Attributes:
-        calls: Of elements, in order.
-        crossing: For each stage but the last what it hands to the next one, in order: what it made, and what it was
-            handed and later stages need.
+        calls: Calls of elements, in order.
+        crossing: For each stage but the last what it sends to the next one, in order: what it made, and what it
+            received and later stages need.
         last_call: The number of each stage's last call.
-        writes_in_place: The model writes to what elements return or take: it needs memory of its own.
-        reads_values: The model looks at values of what elements return: it may take another path than was traced.
-        written: Names of buffers outside of all elements that the model's forward writes to.
-        on_last_stage: Names of buffers outside of all elements that the last stage alone has right.
-        learned: What stages were told about each other's activations in steps of this kind.
+        writes_in_place: The model writes to what elements return or take, as torchvision's VGG does
+            (``nn.ReLU(inplace=True)``): stand-ins need memory of their own.
+        learned: What the stages told each other about their activations in steps of this kind.
     """
 
     calls: list[Call]
     crossing: list[tuple[Source, ...]] = field(default_factory=list)
     last_call: list[int] = field(default_factory=list)
     writes_in_place: bool = False
-    reads_values: bool = False
-    written: tuple[str, ...] = ()
-    on_last_stage: tuple[str, ...] = ()
     learned: dict[Hashable, Any] = field(default_factory=dict)
 
     @property
@@ -132,7 +115,7 @@ class StageFlow:
         return {call.element.name: call.stage for call in self.calls if call.keeps_state}
 
     def leaf(self, source: Source) -> Leaf:
-        """Shape and dtype of what crosses, as the trace has it."""
+        """Shape and dtype of a tensor that crosses, as the trace has it."""
         leaves = self.calls[source[0]].leaves
         assert leaves is not None
         return leaves[source[1]]
@@ -146,12 +129,12 @@ class StageFlow:
 
 
 class Tracer:
-    """Follows one forward of the model's sketch, whose elements are to send their calls to :meth:`call`.
+    """Follows one forward of the model's sketch, whose elements send their calls to :meth:`call`.
 
     Args:
-        elements: Of the model, with stages.
+        elements: The elements of the model, with stages.
         device: Where activations are.
-        writes_in_place: Give what can be written to. It takes the memory of all activations.
+        writes_in_place: Stand-ins can be written to; they take the memory of all activations.
     """
 
     def __init__(self, elements: Sequence[Element], device: torch.device, *, writes_in_place: bool = False) -> None:
@@ -159,9 +142,8 @@ class Tracer:
         self._writes_in_place = writes_in_place
         self._calls: list[Call] = []
         self._elements = elements
-        self._state: ModelBuffers | None = None
-        self._marks = Taint(foreign=None if device.type == "meta" else _INSIDE)
-        for tensor, weight in lent_weights(elements):
+        self._marks = Taint(self._read_error, None if device.type == "meta" else inside_of_blocks)
+        for tensor, weight in _lent_weights(elements):
             self._marks.add(tensor, {weight})
 
     def run(self, forward: Callable[[], Any], sketch: nn.Module, num_stages: int) -> StageFlow:
@@ -170,31 +152,41 @@ class Tracer:
         Raises:
             PlanError: The elements cannot be run stage by stage.
         """
-        self._state = ModelBuffers(_outside(sketch, self._elements), self._marks)
+        inside = {id(m) for element in self._elements if element.sketch is not None for m in element.sketch.modules()}
+        outside = [(name, module) for name, module in sketch.named_modules() if id(module) not in inside]
+        buffers = [
+            (f"{path}.{key}" if path else key, module._buffers, key, buffer, buffer._version)  # noqa: SLF001 - torch has no public question
+            for path, module in outside
+            for key, buffer in module.named_buffers(recurse=False)
+        ]
         with self._marks.follow():
             output = forward()
-        self._state.look(len(self._calls))
-        held = [value for module in _root_modules(sketch, self._calls) for value in vars(module).values()]
-        return self._finish([*tensors_in(output), *tensors_in(held)], num_stages)
+        for name, registry, key, buffer, version in buffers:
+            if registry.get(key) is not buffer or buffer._version != version:  # noqa: SLF001 - the same
+                raise _written_buffer(name)
+        held = [value for _, module in outside for value in vars(module).values()]
+        final = self._reached([*tensors_in(output), *tensors_in(held)])
+        flow = StageFlow(self._calls, writes_in_place=self._writes_in_place)
+        _settle(flow.calls)
+        _check(flow.calls, num_stages)
+        flow.crossing, flow.last_call = _crossing(flow.calls, final, num_stages)
+        return flow
 
     def call(self, element: Element, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
-        """A call of ``element``; returns what stands for its result."""
+        """A call of ``element``; returns a stand-in for its result."""
         arguments, spec = tree_flatten((args, dict(kwargs)))
-        assert self._state is not None
-        self._state.look(len(self._calls))
-        call = Call(element, *self._reached(arguments), self._kept(arguments))
+        call = Call(element, self._reached(arguments))
         if not element.has_parameters:
             assert element.sketch is not None
-            state, versions = _state_of(element.sketch), _versions(arguments)
+            state, versions = _versions(element.sketch.buffers()), _versions(arguments)
             output = element.sketched(*args, **kwargs)
-            call.keeps_state = _state_of(element.sketch) != state
-            leaves, _ = tree_flatten(output)
-            found, weights = self._reached(leaves)
-            # It depends on the batch alone, or changes what others hold on to: every stage runs it.
+            call.keeps_state = _versions(element.sketch.buffers()) != state
+            found = self._reached(tree_flatten(output)[0])
+            # It depends on the batch alone, or changes what others refer to: every stage runs it.
             if _versions(arguments) != versions or not (call.keeps_state or found):
                 self._calls.append(call)
                 return output
-            call.inputs, call.weights = call.inputs | found, call.weights | weights
+            call.inputs |= found
         else:
             with self._marks.aside():
                 output = self._sketched(element, arguments, spec)
@@ -205,33 +197,21 @@ class Tracer:
         self._calls.append(call)
         return call.give(arguments, lambda place, leaf: self._placeholder((number, place), leaf))
 
-    def _finish(self, kept: Sequence[Tensor], num_stages: int) -> StageFlow:
-        flow = StageFlow(self._calls, writes_in_place=self._writes_in_place)
-        final, weights = self._reached(kept)
-        flow.reads_values = any(not isinstance(mark, Kept) for mark in self._marks.read)
-        _settle(flow.calls)
-        _check(flow.calls, num_stages)
-        _check_weights([(call.stage, call.weights) for call in flow.calls if call.leaves is not None], num_stages)
-        _check_weights([(num_stages - 1, weights)], num_stages)
-        flow.crossing, flow.last_call = _crossing(flow.calls, final, num_stages)
-        assert self._state is not None
-        flow.written = self._state.written
-        flow.on_last_stage = self._state.on_last_stage(flow.calls, flow.last_call, num_stages)
-        return flow
-
     def _sketched(self, element: Element, arguments: Sequence[Any], spec: TreeSpec) -> Any:
         """What the element's sketch returns, where arguments that it hands through are the arguments themselves."""
         others = [a if isinstance(a, Tensor) else _copied(a) for a in arguments]
         given = [a.detach().to("meta") if isinstance(a, Tensor) else a for a in arguments]
         before = _versions(given)
         try:
-            with element.on_meta():
+            with element.holding(values=False):
                 leaves, out_spec = _run(element, given, spec)
-        except Exception as error:  # noqa: BLE001 - whatever it is, values may be what it lacks
-            given = [_real(a) if isinstance(a, Tensor) else b for a, b in zip(arguments, others, strict=True)]
+        except Exception as error:  # noqa: BLE001 - whatever it is, the element may need values, as Mixtral's experts do
+            given = [
+                _with_memory(a.detach()) if isinstance(a, Tensor) else b for a, b in zip(arguments, others, strict=True)
+            ]
             before = _versions(given)
             try:
-                with element.on_meta(), _filled(element, self._device):
+                with element.holding(values=True):
                     leaves, out_spec = _run(element, given, spec)
             except Exception as second:
                 raise PlanError(
@@ -256,24 +236,41 @@ class Tracer:
         elif self._writes_in_place:
             made = made.contiguous()
         self._marks.add(made, {source})
-        return _real(made, detach=False) if self._writes_in_place and made.requires_grad else made
+        return _with_memory(made) if self._writes_in_place and made.requires_grad else made
 
-    def _reached(self, values: Iterable[Any]) -> tuple[frozenset[Source], frozenset[Weight]]:
-        """The outputs of elements, and the weights, from which these were computed, or on which their being depends."""
-        marks = self._marks.of(values) | self._marks.read
-        if _INSIDE in marks:
-            raise inside_of_blocks()
-        weights = frozenset(mark for mark in marks if isinstance(mark, Weight))
-        return frozenset(mark for mark in marks if isinstance(mark, tuple)), weights
+    def _reached(self, values: Iterable[Any]) -> frozenset[Source]:
+        """The outputs of elements from which ``values`` were computed.
 
-    def _kept(self, values: Iterable[Any]) -> frozenset[str]:
-        """The buffers of the model's own from which these were computed, or on which their being depends."""
-        marks = self._marks.of(values) | self._marks.read
-        return frozenset(mark.name for mark in marks if isinstance(mark, Kept))
+        Raises:
+            PlanError: They were computed from a weight of an element, too.
+        """
+        marks = self._marks.of(values)
+        _refuse_weights(marks)
+        return frozenset(mark for mark in marks if isinstance(mark, tuple))
+
+    def _read_error(self, marks: set[Hashable]) -> PlanError:
+        _refuse_weights(marks)
+        first = min(mark for mark in marks if isinstance(mark, tuple))
+        return PlanError(
+            f"the model's own forward reads values of what {self._calls[first[0]].element.name!r} returns (x.item(),"
+            " x.tolist(), if x.any()), but only one pipeline stage has these values: others would take another path.\n"
+            "  Read them inside of a block, use torch.where, or set pp=1."
+        )
+
+
+def _refuse_weights(marks: Iterable[Hashable]) -> None:
+    weights = sorted(mark for mark in marks if isinstance(mark, Weight))
+    if weights:
+        several = f" (and {len(weights) - 1} more weights)" if len(weights) > 1 else ""
+        raise PlanError(
+            f"the model's own forward computes with {weights[0].names[0]!r}{several}, but a pipeline stage has only the"
+            f" weights of its own modules.\n  Have forward call {weights[0].owner!r} instead of taking its weight;"
+            " compute with it in a block; leave a penalty over weights to the optimizer (weight_decay); or set pp=1."
+        )
 
 
 def inside_of_blocks() -> PlanError:
-    """What is said where a model has taken a tensor that lies inside a block, of which there is a sketch only."""
+    """The error of a model that takes a tensor from inside a block, of which there is a sketch only."""
     return PlanError(
         "the model's forward uses or returns tensors from inside its blocks that the blocks do not return, such as"
         " router logits or attention weights: a pipeline stage has only those of its own blocks.\n"
@@ -281,8 +278,16 @@ def inside_of_blocks() -> PlanError:
     )
 
 
+def _written_buffer(name: str) -> PlanError:
+    return PlanError(
+        f"the model's own forward writes to the buffer {name!r} (self.{name.rpartition('.')[2]}.add_(...)), which every"
+        " pipeline stage would do with other values.\n"
+        "  Keep the buffer in the block that computes what is written to it, or set pp=1."
+    )
+
+
 class WritesInPlaceError(RuntimeError):
-    """What a tracer gave was to be written to."""
+    """A stand-in without memory of its own was to be written to."""
 
 
 def _run(element: Element, arguments: Sequence[Any], spec: TreeSpec) -> tuple[list[Any], TreeSpec]:
@@ -291,57 +296,21 @@ def _run(element: Element, arguments: Sequence[Any], spec: TreeSpec) -> tuple[li
         return tree_flatten(element.sketched(*args, **kwargs))
 
 
-@contextlib.contextmanager
-def _filled(element: Element, device: torch.device) -> Iterator[None]:
-    """Let what the element's sketch holds on ``meta`` be zeros."""
-    assert element.sketch is not None
-    found: dict[int, Tensor] = {}
-    places = []
-    for module in element.sketch.modules():
-        for name, tensor in (
-            *module.named_parameters(recurse=False, remove_duplicate=False),
-            *module.named_buffers(recurse=False, remove_duplicate=False),
-        ):
-            if tensor.is_meta:
-                places.append((module, name, tensor))
-    try:
-        for module, name, tensor in places:
-            if id(tensor) not in found:
-                filled = torch.zeros_like(tensor, device=device)
-                is_parameter = isinstance(tensor, nn.Parameter)
-                found[id(tensor)] = nn.Parameter(filled, requires_grad=False) if is_parameter else filled
-            setattr(module, name, found[id(tensor)])
-        yield
-    finally:
-        for module, name, tensor in places:
-            setattr(module, name, tensor)
-
-
-def _real(tensor: Tensor, *, detach: bool = True) -> Tensor:
-    """A copy with memory of its own."""
-    return (tensor.detach() if detach else tensor).clone(memory_format=torch.contiguous_format)
+def _with_memory(tensor: Tensor) -> Tensor:
+    return tensor.clone(memory_format=torch.contiguous_format)
 
 
 def _copied(value: Any) -> Any:
-    """What the block may write to, such as a cache, as it is now."""
+    """An argument that the block may write to, such as a cache, as it is now."""
     try:
         return value if _is_constant(value) else copy.deepcopy(value)
-    except Exception:  # noqa: BLE001 - it copies itself as it likes
+    except Exception:  # noqa: BLE001 - objects copy themselves as they like
         return value
 
 
 def _versions(values: Iterable[Any]) -> list[tuple[int, int]]:
     """How often each tensor among ``values`` has been written to."""
     return [(id(value), value._version) for value in values if isinstance(value, Tensor)]  # noqa: SLF001
-
-
-def _state_of(module: nn.Module) -> list[tuple[int, int]]:
-    return _versions(module.buffers())
-
-
-def zeros(shape: Sequence[int], dtype: torch.dtype, device: torch.device) -> Tensor:
-    """Zeros that take the memory of one."""
-    return torch.zeros((), dtype=dtype, device=device).expand(tuple(shape))
 
 
 def _is_constant(value: Any) -> bool:
@@ -412,46 +381,14 @@ def _check(calls: Sequence[Call], num_stages: int) -> None:
                 )
 
 
-def _check_weights(uses: Iterable[tuple[int, Iterable[Weight]]], num_stages: int) -> None:
-    """A weight is used by a stage that has it."""
-    for stage, weights in uses:
-        foreign = sorted((w for w in weights if stage not in w.stages), key=lambda weight: weight.names)
-        if not foreign:
-            continue
-        first, more = foreign[0], len(foreign) - 1
-        several = f" (and {more} more weights)" if more else ""
-        raise PlanError(
-            f"the model's own forward computes with {first.names[0]!r}{several}, which is held on pipeline stage"
-            f" {first.stages[0]}, for what stage {stage} of {num_stages} computes: a stage has only the weights of its"
-            f" own modules.\n  Have forward call {first.owner!r} instead of taking its weight; tie the weight to that"
-            " of a module that is called there (head.weight = embedding.weight); compute with it in a block; let both"
-            " be on one stage (register the module where it is used, or PipelinePolicy(first_of_stage=...)); leave a"
-            " penalty over weights to the optimizer (weight_decay); or set pp=1."
-        )
-
-
-def lent_weights(elements: Iterable[Element]) -> Iterator[tuple[Tensor, Weight]]:
-    """What elements hold, as it is seen from outside."""
+def _lent_weights(elements: Iterable[Element]) -> Iterator[tuple[Tensor, Weight]]:
+    """The zeros that stand for what elements hold, each with its mark."""
     found: dict[int, tuple[Tensor, Weight]] = {}
     for element in elements:
         for lent in element.lent:
-            name = f"{element.name}.{lent.name}"
-            tensor, weight = found.get(id(lent.zeros), (lent.zeros, Weight((), element.name, ())))
-            stages = tuple(sorted({*weight.stages, *element.stages}))
-            found[id(tensor)] = tensor, Weight((*weight.names, name), weight.owner, stages)
+            tensor, weight = found.get(id(lent.zeros), (lent.zeros, Weight((), element.name)))
+            found[id(tensor)] = tensor, Weight((*weight.names, f"{element.name}.{lent.name}"), weight.owner)
     yield from found.values()
-
-
-def _outside(sketch: nn.Module, elements: Iterable[Element]) -> Iterator[tuple[str, nn.Module]]:
-    """The modules of ``sketch`` outside of all elements, with their names."""
-    inside = {id(m) for element in elements if element.sketch is not None for m in element.sketch.modules()}
-    return ((name, module) for name, module in sketch.named_modules() if id(module) not in inside)
-
-
-def _root_modules(sketch: nn.Module, calls: Iterable[Call]) -> Iterator[nn.Module]:
-    """The modules whose own forward is run on every stage: what it leaves in their attributes is kept."""
-    inside = {id(m) for call in calls if call.element.sketch is not None for m in call.element.sketch.modules()}
-    return (module for module in sketch.modules() if id(module) not in inside)
 
 
 def _crossing(
