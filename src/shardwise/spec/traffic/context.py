@@ -1,9 +1,9 @@
 """The collectives on ``cp`` of one training step of our GPT, predicted from its shape alone.
 
-With ``n`` ranks, a layer's forward sends ``n - 1`` blocks, each the keys and values of ``tokens / n`` positions. Its
-backward sends as many again, and behind them as many blocks of gradients, which travel in fp32 where activations have
-16 bit. A rank so sends ``3 (n - 1) * 2 * tokens / n * kv_width`` elements for a layer and step, whatever the length of
-the sequence: the arithmetic of attention, which grows with its square, hides them ever better.
+With n ranks, a layer's forward sends n - 1 blocks, each the keys and values of tokens / n positions. Its backward
+sends them once more, and n - 1 blocks of gradients, in fp32 where activations have 16 bit. A rank so sends
+``3 (n - 1) * 2 * tokens / n * kv_width`` elements for each layer and step. That grows with the length of the sequence;
+the computation of attention, beside which blocks are sent, grows with its square.
 """
 
 from __future__ import annotations
@@ -11,8 +11,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import dataclass
 
-from shardwise.spec.memory.footprint import own_part
-from shardwise.spec.traffic.data import Collective
+from shardwise.spec.traffic.data import Collective, all_reduced_numel
 from shardwise.spec.zigzag import padded_length
 
 
@@ -22,15 +21,15 @@ class ContextStep:
 
     Attributes:
         num_layers: Blocks.
-        kv_width: Heads of the keys, times their width, on this rank.
+        kv_width: Number of key heads times their width, on this rank.
         batch: Sequences.
-        length: Their tokens, as they are given to every rank of ``cp``.
+        length: Tokens of a whole sequence.
         size: Ranks of ``cp``.
-        rank: This one.
-        item_bytes: Of an element of the activations.
-        sum_item_bytes: Of an element of the gradients that travel: at least 4.
-        is_recomputed: Each block is computed again in backward.
-        multiple: What every rank's number of positions is a multiple of besides: ``tp`` under sequence parallelism.
+        rank: Coordinate on ``cp``.
+        item_bytes: Bytes of an element of the activations.
+        sum_item_bytes: Bytes of an element of the gradients that are sent: at least 4.
+        is_recomputed: Each block is recomputed in backward.
+        multiple: A rank's number of positions is a multiple of this: ``tp`` under sequence parallelism.
     """
 
     num_layers: int
@@ -48,8 +47,7 @@ class ContextStep:
         """In the order of issue."""
         units = [f"blocks.{index}.attention" for index in range(self.num_layers)]
         trace = [message for unit in units for message in self._forward(unit)]
-        own = own_part(1, self.size, self.rank)
-        trace.append(Collective("all_reduce", "loss", (1 - own + own * (self.size - 1)) * 8, "cp"))
+        trace.append(Collective("all_reduce", "loss", all_reduced_numel(1, self.size, self.rank) * 8, "cp"))
         for unit in reversed(units):
             if self.is_recomputed:
                 trace += self._forward(unit)

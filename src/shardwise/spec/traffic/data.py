@@ -13,7 +13,7 @@ from shardwise.spec.quantize import summed_cuts
 
 
 class Collective(NamedTuple):
-    """One predicted collective: what it is, for which unit, the bytes that this rank sends, and along which axis."""
+    """One predicted collective: its kind, the unit that it serves, the bytes that this rank sends, and the axis."""
 
     kind: str
     unit: str
@@ -27,19 +27,21 @@ def gather_bytes(group: GroupShape, rank: int) -> int:
 
 
 def reduction_bytes(group: GroupShape, rank: int) -> int:
-    """Bytes that a rank sends to reduce a group: every slice but its own; an all-reduce also spreads its own.
+    """Bytes that a rank sends to reduce a group: every slice but its own; in an all-reduce also its own to every other.
 
-    Quantized, the spreading is a collective of its own.
+    Where sums are sent quantized, the second part of an all-reduce is a collective of its own (:func:`spread_bytes`).
     """
     if group.reduced_as is not None:
         return sum(group.summed_bytes) - group.summed_bytes[group.place(rank)]
     if not group.row.shards_optimizer:
-        return _all_reduced(group.reduce_layout.numel, group.layout.size, group.place(rank)) * group.reduce_item_bytes
+        return (
+            all_reduced_numel(group.reduce_layout.numel, group.layout.size, group.place(rank)) * group.reduce_item_bytes
+        )
     return (group.reduce_layout.numel - summed_numel(group, rank)) * group.reduce_item_bytes
 
 
 def spread_bytes(group: GroupShape, rank: int) -> int:
-    """Bytes that a rank sends to spread its part of a sum that was sent quantized."""
+    """Bytes that a rank sends to gather the parts of a sum that was sent quantized: its part, to every other rank."""
     cuts, place = summed_cuts(group.reduce_layout), group.place(rank)
     return (group.layout.size - 1) * (cuts[place + 1] - cuts[place]) * group.reduce_item_bytes
 
@@ -50,13 +52,13 @@ def inner_gather_bytes(group: GroupShape, rank: int) -> int:
 
 
 def replicate_bytes(group: GroupShape, rank: int, replicas: Replicas) -> int:
-    """Bytes that a rank sends to go on with a sum over the groups: an all-reduce of what it holds of it."""
+    """Bytes that a rank sends to sum a group over ``dp_replicate``: an all-reduce of its reduced slice."""
     held = group.reduce_layout.slice_numel(group.place(rank))
-    return _all_reduced(held, replicas.size, replicas.rank) * group.reduce_item_bytes
+    return all_reduced_numel(held, replicas.size, replicas.rank) * group.reduce_item_bytes
 
 
-def _all_reduced(numel: int, size: int, rank: int) -> int:
-    """Elements that a rank sends to all-reduce ``numel``: all parts but its own to be added, its own to be spread."""
+def all_reduced_numel(numel: int, size: int, rank: int) -> int:
+    """Elements that a rank sends in an all-reduce of ``numel``: all parts but its own, then its own to every other."""
     own = own_part(numel, size, rank)
     return numel - own + own * (size - 1)
 
@@ -71,23 +73,23 @@ def step_trace(
     is_first_of_window: bool = True,
     replicas: Replicas | None = None,
 ) -> list[Collective]:
-    """What one forward and backward issue on ``rank``, in order, once the order is recorded.
+    """The collectives of one forward and backward on ``rank``, in order, after the first step.
 
-    Forward gathers every unit in its order, each once; a prefetch does not change the sequence. Backward gathers what
-    was released, one unit ahead, and reduces a unit when it enters one that is neither above nor below it. Where a
-    module that encloses units is recomputed, its units are gathered in the order of forward when backward reaches it. A
-    sum that goes on over the groups does so when the next unit is reduced.
+    Forward gathers every unit once, in its order; a prefetch does not change the sequence. Backward gathers released
+    units again, one unit ahead, and reduces a unit when it enters one that neither encloses it nor lies in it. Where a
+    module that encloses units is recomputed, its units are gathered in the order of forward when backward reaches the
+    module. A sum over ``dp_replicate`` is issued when the next unit is reduced.
 
     Args:
         units: By number.
         rank: Coordinate on ``dp_shard``.
         forward_order: Unit numbers in the order of their forward calls.
         backward_order: Unit numbers as backward enters them.
-        is_synchronising: Gradients are reduced; false inside ``gradient_sync(model, False)`` where sums stay local, or
-            inside the group (``replicas.is_deferred``).
-        is_first_of_window: Replicated parameters are brought up to date; false for the later microbatches of an
-            accumulation.
-        replicas: The groups over which sums go on; ``None``: there are none.
+        is_synchronising: Whether gradients are reduced; ``False`` inside ``gradient_sync(model, False)``, where sums
+            stay on the rank, or inside the group (``replicas.is_deferred``).
+        is_first_of_window: Whether replicated parameters are gathered after an update of the optimizer; ``False`` for
+            the later microbatches of an accumulation.
+        replicas: Coordinate on ``dp_replicate``; ``None``: gradients are not summed over it.
     """
     step = _Step(
         units, rank, is_synchronising=is_synchronising, is_first_of_window=is_first_of_window, replicas=replicas
@@ -98,14 +100,14 @@ def step_trace(
 
 
 def window_order(units: Iterable[int], stages: Mapping[int, Collection[int]] = MappingProxyType({})) -> list[int]:
-    """The order in which units are reduced in the step of a pipeline.
+    """The order in which a pipeline's step reduces units: later stages first, in a stage the last unit first.
 
-    In every schedule the last backward of a rank's later stage ends before that of an earlier one; units of one stage
-    go last first. Those of no single stage come at the end of the step.
+    In every schedule the last backward of a rank's later stage ends before that of an earlier one. Units that belong to
+    no single stage are reduced at the end of the step.
 
     Args:
-        units: Their numbers.
-        stages: The units that belong to one stage alone, by stage.
+        units: Numbers of all units.
+        stages: By stage, the units that belong to it alone.
     """
     alone = [unit for stage in sorted(stages, reverse=True) for unit in sorted(stages[stage], reverse=True)]
     return [*alone, *sorted(set(units).difference(alone), reverse=True)]
@@ -119,17 +121,17 @@ def window_trace(
     is_synchronising: bool = True,
     replicas: Replicas | None = None,
 ) -> list[Collective]:
-    """What the step of a pipeline issues on ``rank`` on the data-parallel axes, however many microbatches it has.
+    """The collectives of a pipeline's step on the data-parallel axes, for any number of microbatches.
 
-    Every unit of the rank's stages is gathered when the first forward reaches it, and stays so until it is reduced,
-    once: in the last backward of its stage, or at the end of the step.
+    Every unit of the rank's stages is gathered once, when the first forward reaches it, and reduced once: in the last
+    backward of its stage, or at the end of the step.
 
     Args:
         units: By number, in the order of forward.
         rank: Coordinate on ``dp_shard``.
-        stages: As of :func:`window_order`. It makes no difference where what belongs to no single stage is the root.
-        is_synchronising: False inside ``gradient_sync(model, False)``: nothing is reduced.
-        replicas: The groups over which sums go on; ``None``: there are none.
+        stages: As in :func:`window_order`; not needed where only the root belongs to no single stage.
+        is_synchronising: ``False`` inside ``gradient_sync(model, False)``: nothing is reduced.
+        replicas: Coordinate on ``dp_replicate``; ``None``: gradients are not summed over it.
     """
     step = _Step(units, rank, is_synchronising=is_synchronising, is_first_of_window=True, replicas=replicas)
     step.forward(sorted(units))
@@ -140,7 +142,8 @@ def window_trace(
 class _Step:
     """Walks through one step.
 
-    ``resident``: units whose gathered buffer is up to date. ``kept``: those that an inner group of ranks holds.
+    ``_resident`` are the units whose gathered buffer is up to date, ``_kept`` those that stay sharded over an inner
+    group of ranks (``reshard_after_forward`` as a number).
     """
 
     def __init__(
@@ -194,14 +197,14 @@ class _Step:
         self._go_on()
 
     def reduce(self, order: Sequence[int]) -> None:
-        """All gradients of each unit are there when its turn comes."""
+        """Reduce units in this order; all gradients are there."""
         for unit in order:
             self._entered.append(unit)
             self._leave(unit)
         self._go_on()
 
     def _recompute(self, entered: int) -> None:
-        """Backward has reached the module called ``entered``, or the last unit in one: it is run again."""
+        """Gather what is recomputed when backward enters a unit: the module of that name, or one around the unit."""
         for place in (self._units[entered].name, self._units[entered].recomputed_in):
             if place is not None and place not in self._recomputed:
                 self._recomputed.add(place)
@@ -236,7 +239,7 @@ class _Step:
             self._resident.discard(unit)
 
     def _go_on(self) -> None:
-        """The sums under way are there inside their group: on they go over the groups."""
+        """Continue the sums that are complete inside their group: over ``dp_replicate``."""
         for name, group in self._reducing:
             if group.reduced_as is not None and not group.row.shards_optimizer:
                 self.trace.append(Collective("all_gather", name, spread_bytes(group, self._rank), group.axis))
@@ -249,7 +252,7 @@ class _Step:
 #: What ``sync_buffers`` may be. ``auto``: those that are saved with the model are broadcast.
 BUFFER_SYNCS = ("auto", "broadcast", "mean", "none")
 
-#: The unit that these collectives are said to serve.
+#: The unit that is named in collectives about buffers.
 BUFFERS = "buffers"
 
 
@@ -258,9 +261,9 @@ class BufferMessage:
     """The buffers of one dtype, in one flat message.
 
     Attributes:
-        dtype: Of the buffers; ``bool`` travels as bytes.
-        numel: Elements of all of them.
-        is_averaged: After the broadcast, the mean difference from what was sent is all-reduced.
+        dtype: Dtype of the buffers; ``bool`` is sent as bytes.
+        numel: Elements of all buffers together.
+        is_averaged: After rank 0's values are broadcast, the ranks' differences from them are averaged (all-reduce).
     """
 
     dtype: str
@@ -270,37 +273,28 @@ class BufferMessage:
     @property
     def item_bytes(self) -> int:
         """Bytes of one element."""
-        return _ITEM_BYTES.get(self.dtype) or item_bytes(self.dtype)
-
-
-#: Dtypes that buffers have and parameters do not.
-_ITEM_BYTES = {"bool": 1, "uint8": 1, "int8": 1, "int16": 2, "int32": 4, "int64": 8, "complex64": 8, "complex128": 16}
+        return item_bytes(self.dtype)
 
 
 def sync_trace(messages: Sequence[BufferMessage], *, rank: int, size: int, axis: str = "dp_shard") -> list[Collective]:
-    """The collectives of one sync on ``rank`` of ``axis``, with rank 0 as the root."""
+    """The collectives that make buffers equal, as ``rank`` of ``axis`` issues them; rank 0 is the root."""
     trace = []
     for message in messages:
         sent = message.numel * (size - 1) if rank == 0 else 0
         trace.append(Collective("broadcast", BUFFERS, sent * message.item_bytes, axis))
         if message.is_averaged:
-            own = _own_numel(message.numel, rank, size)
-            sent = message.numel - own + own * (size - 1)
+            sent = all_reduced_numel(message.numel, size, rank)
             trace.append(Collective("all_reduce", BUFFERS, sent * message.item_bytes, axis))
     return trace
 
 
 def held_bytes(messages: Sequence[BufferMessage], *, rank: int, size: int, has_receive_buffers: bool) -> int:
-    """Bytes of the flat messages, which persist, and of what sums are received into."""
+    """Bytes of the flat messages, which stay allocated, and of the receive buffers of averages."""
     total = 0
     for message in messages:
         numel = message.numel
         if message.is_averaged:
             numel += message.numel
-            numel += _own_numel(message.numel, rank, size) * (size - 1) if has_receive_buffers else 0
+            numel += own_part(message.numel, size, rank) * (size - 1) if has_receive_buffers else 0
         total += numel * message.item_bytes
     return total
-
-
-def _own_numel(numel: int, rank: int, size: int) -> int:
-    return (rank + 1) * numel // size - rank * numel // size

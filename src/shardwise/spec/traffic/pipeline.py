@@ -1,4 +1,4 @@
-"""The messages of one step of a pipeline: kind, what for, bytes, in the order in which a rank issues them."""
+"""The messages of one step of a pipeline, in the order in which a rank issues them."""
 
 from __future__ import annotations
 
@@ -12,11 +12,11 @@ from shardwise.spec.traffic.data import Collective
 
 @dataclass(frozen=True)
 class CrossingBytes:
-    """A tensor of one microbatch that goes from a stage to the next.
+    """A tensor of one microbatch that is sent from a stage to the next.
 
     Attributes:
-        num_bytes: Of what it holds.
-        has_gradient: As many bytes come back.
+        num_bytes: Size of the tensor.
+        has_gradient: Whether its gradient, of the same size, is sent back.
     """
 
     num_bytes: int
@@ -28,9 +28,9 @@ class Copies:
     """A parameter that several stages hold.
 
     Attributes:
-        name: Its name.
-        ranks: In the pipeline, of those that hold it.
-        num_bytes: Of its whole gradient, in the dtype in which gradients are added up.
+        name: Name of the parameter.
+        ranks: Pipeline ranks that hold it.
+        num_bytes: Bytes of its whole gradient, in the dtype in which gradients are added up.
     """
 
     name: str
@@ -55,20 +55,18 @@ def messages(
     *,
     is_early: bool = True,
 ) -> list[Collective]:
-    """What ``rank`` sends and receives in one step.
+    """The messages that ``rank`` sends and receives in one step.
 
     In a chain of blocks one tensor of ``batch * sequence * hidden`` elements crosses every boundary: a rank with one
-    stage between two others then issues four messages for each microbatch, two of them sent.
+    stage between two others then issues four messages for each microbatch, two of them sent. The headers that announce
+    shapes before the first step with a new kind of batch are not included.
 
     Args:
-        schedule: Of the step.
-        rank: In the pipeline.
-        crossing: For each stage but the last what it hands to the next.
-        copies: Parameters that several stages hold: once a step the gradient of each copy goes to every other.
-        is_early: Receives are posted one computation early, as over Gloo.
-
-    Returns:
-        Without the headers that tell shapes before the first step of a kind of batch.
+        schedule: The step's schedule.
+        rank: Coordinate on ``pp``.
+        crossing: For each stage but the last, the tensors that it sends to the next.
+        copies: Parameters that several stages hold: once a step each rank sends its gradient of them to the others.
+        is_early: Whether receives are posted one computation early, as over Gloo.
     """
     found = []
     for action in schedule.issued(rank, is_early=is_early):
@@ -96,11 +94,12 @@ def messages(
 def step_traffic(
     ranks: Sequence[int], num_microbatches: int, rank: int, crossings: Sequence[Sequence[CrossingBytes]]
 ) -> Traffic:
-    """The messages between stages, counted, in closed form: they depend on where stages are, not on the schedule.
+    """Number and bytes of the messages between stages, in closed form.
 
-    For every microbatch and every stage whose next stage is on another rank, its rank sends what crosses and receives
-    the gradients; the next stage's rank does the opposite. With one tensor of ``b`` bytes from stage to stage, ``p``
-    ranks and ``m`` microbatches, both directions together:
+    They depend on which rank has which stage, not on the order of the computations. For every microbatch and every
+    stage whose next stage is on another rank, the stage's rank sends the tensors and receives their gradients, and the
+    next stage's rank does the opposite. With one tensor of ``b`` bytes from stage to stage, ``p`` ranks with ``v``
+    stages each and ``m`` microbatches, both directions together:
 
     ====================================  ====================  =======================================
     schedule                              messages of a step    sent by a rank
@@ -113,10 +112,10 @@ def step_traffic(
     of ``b`` bytes each. With one rank there are none.
 
     Args:
-        ranks: Of each stage (``Schedule.ranks``).
-        num_microbatches: Of the step.
-        rank: Which rank.
-        crossings: What goes from stage to stage.
+        ranks: The rank of each stage (``Schedule.ranks``).
+        num_microbatches: Microbatches of the step.
+        rank: The rank whose messages are counted.
+        crossings: For each stage but the last, the tensors that it sends to the next.
     """
     sent = sent_bytes = received = received_bytes = 0
     for stage, passed in enumerate(crossings):

@@ -25,9 +25,9 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from shardwise.spec.memory.footprint import Replicas, UnitShape, own_part
+from shardwise.spec.memory.footprint import Replicas, UnitShape
 from shardwise.spec.schedule import Kind, Schedule
-from shardwise.spec.traffic.data import Collective, window_trace
+from shardwise.spec.traffic.data import Collective, all_reduced_numel, window_trace
 from shardwise.spec.traffic.pipeline import Copies, CrossingBytes, messages
 from shardwise.spec.traffic.tensor import TensorStep
 
@@ -36,17 +36,17 @@ _LOSS_BYTES = 8
 
 @dataclass(frozen=True)
 class ProductStep:
-    """A training step in a pipeline.
+    """A training step of our GPT in a pipeline.
 
     Attributes:
-        schedule: Of the step.
+        schedule: The step's schedule.
         rank: Coordinate on ``pp``.
-        stages: The elements of every stage (``spec.stages.gpt_stages``).
-        activation_bytes: Of what one stage hands to the next, for one microbatch.
-        units: Of this rank, by number.
+        stages: By stage, names of the modules in it (``spec.stages.gpt_stages``).
+        activation_bytes: Bytes that one stage sends to the next for one microbatch.
+        units: This rank's units, by number.
         shard_rank: Coordinate on ``dp_shard``.
-        replicas: The groups over which sums go on, with ``dp_replicate``.
-        tensor: One microbatch on ``tp``; ``None``: there is one rank.
+        replicas: Coordinate on ``dp_replicate``; ``None``: it has one rank.
+        tensor: One microbatch on ``tp``; ``None``: it has one rank.
         copies: Parameters that several stages hold.
     """
 
@@ -61,7 +61,7 @@ class ProductStep:
     copies: Sequence[Copies] = ()
 
     def by_axis(self) -> dict[str, list[Collective]]:
-        """What this rank issues on each axis; of axes with one rank nothing."""
+        """The collectives of this rank by axis; axes with one rank are left out."""
         crossing = [[CrossingBytes(self.activation_bytes)]] * (len(self.stages) - 1)
         found = [
             *window_trace(self.units, rank=self.shard_rank, replicas=self.replicas),
@@ -74,7 +74,7 @@ class ProductStep:
         return axes
 
     def _tensor(self) -> list[Collective]:
-        """Weights' gradients, where they come later, need no other rank of ``tp``."""
+        """Collectives on ``tp``; computing the gradients of weights, where that is an action of its own, has none."""
         trace: list[Collective] = []
         for action in self.schedule.actions[self.rank] if self.tensor is not None else ():
             assert self.tensor is not None
@@ -86,33 +86,28 @@ class ProductStep:
 
 
 def loss_trace(control: str, rank: int, size: int, *, pp_rank: int = 0, pp: int = 1) -> list[Collective]:
-    """What ``sw.train_step`` adds for the mean loss to be known to all; in a pipeline with its dtype.
+    """The all-reduces by which ``sw.train_step`` tells every rank the mean loss (and in a pipeline its dtype).
 
     Args:
-        control: Axis of all data-parallel ranks: ``dp_shard``, with replicas ``dp``.
-        rank: Coordinate on it.
-        size: Its ranks.
+        control: Axis of all data-parallel ranks: ``dp_shard``, or with replicas ``dp``.
+        rank: Coordinate on ``control``.
+        size: Ranks of ``control``.
         pp_rank: Coordinate on ``pp``.
-        pp: Its ranks.
+        pp: Ranks of ``pp``.
     """
-    found = [Collective("all_reduce", "loss", _all_reduced(1, size, rank) * _LOSS_BYTES, control)]
+    found = [Collective("all_reduce", "loss", all_reduced_numel(1, size, rank) * _LOSS_BYTES, control)]
     if pp > 1:
-        found.append(Collective("all_reduce", "loss", _all_reduced(2, pp, pp_rank) * _LOSS_BYTES, "pp"))
+        found.append(Collective("all_reduce", "loss", all_reduced_numel(2, pp, pp_rank) * _LOSS_BYTES, "pp"))
     return found
 
 
 def agreement_trace(pp: int) -> list[Collective]:
-    """What the ranks of a pipeline tell each other before a step: two integers each."""
+    """The all-gather by which the ranks of a pipeline compare two integers each before a step."""
     return [Collective("all_gather", "step", (pp - 1) * 2 * 8, "pp")] if pp > 1 else []
 
 
-def _all_reduced(numel: int, size: int, rank: int) -> int:
-    own = own_part(numel, size, rank)
-    return numel - own + own * (size - 1)
-
-
 def totals(trace: Iterable[Any]) -> dict[str, tuple[int, int]]:
-    """Number of collectives and bytes sent, by kind; of events that were recorded too."""
+    """Number of collectives and bytes sent by kind, of predicted collectives or recorded events."""
     found: dict[str, tuple[int, int]] = {}
     for collective in trace:
         count, sent = found.get(collective.kind, (0, 0))

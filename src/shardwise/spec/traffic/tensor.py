@@ -1,13 +1,12 @@
 """The collectives on ``tp`` of one training step of our GPT, predicted from its shape alone.
 
-Of every block, forward adds up what attention and feed-forward give, and backward the gradients of what they were
-given: four all-reduces of batch x sequence x hidden elements (Narayanan et al., SC'21, section 3.2). Around the blocks
-there are two more, of the embedding's output and of the gradient before the output projection, and the loss gathers
-three numbers for each position. A mixture of experts adds up once, as a feed-forward does, and in backward the
-gradients of each token's weights besides.
+Each block issues four all-reduces of batch x sequence x hidden elements: forward sums the outputs of attention and of
+the feed-forward, backward the gradients of their inputs (Narayanan et al., SC'21, section 3.2). Two more sum the
+output of the embedding and the gradient before the output projection, and the loss gathers three numbers for each
+position. A mixture of experts counts as one feed-forward; its backward also sums the gradients of the routing weights.
 
-Under sequence parallelism each of the four is a reduce-scatter on the one side and an all-gather on the other, which
-send the same together, and gradients of norms and of biases that are added after a sum are added up by themselves.
+Under sequence parallelism each of the four becomes a reduce-scatter and an all-gather, which together send as much.
+Gradients of norms, and of biases that are added after a sum, are then all-reduced by themselves.
 """
 
 from __future__ import annotations
@@ -16,9 +15,8 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 from shardwise.spec.errors import PlanError
-from shardwise.spec.memory.footprint import own_part
 from shardwise.spec.stages import gpt_elements
-from shardwise.spec.traffic.data import Collective
+from shardwise.spec.traffic.data import Collective, all_reduced_numel
 
 
 @dataclass(frozen=True)
@@ -29,14 +27,14 @@ class TensorStep:
         num_layers: Blocks.
         hidden: Width of the residual stream.
         num_tokens: Batch times sequence, on this rank.
-        item_bytes: Of an element of the activations.
-        loss_item_bytes: Of an element in the loss: 4, or 8 where logits are float64.
         size: Ranks of ``tp``.
-        rank: This one.
-        num_experts: Of a block's mixture; 0: there is none.
-        is_recomputed: Each block is computed again in backward, up to the last tensor that backward needs.
-        divides_sequence: Sequence parallelism, which is counted here for blocks without experts.
-        has_bias: The model has biases.
+        rank: Coordinate on ``tp``.
+        item_bytes: Bytes of an element of the activations.
+        loss_item_bytes: Bytes of an element in the loss: 4, or 8 where logits are float64.
+        num_experts: Experts of a block's mixture; 0: a plain feed-forward.
+        is_recomputed: Each block is recomputed in backward, up to the last tensor that backward needs.
+        divides_sequence: Sequence parallelism; predicted for blocks without experts.
+        has_bias: Whether the model has biases.
 
     Raises:
         PlanError: Sequence parallelism with experts.
@@ -67,7 +65,7 @@ class TensorStep:
         return [*self.forward(elements), *self.backward(elements)]
 
     def forward(self, elements: Sequence[str]) -> list[Collective]:
-        """Of a forward of neighbouring elements of the model, such as a pipeline stage's."""
+        """The collectives of a forward through neighbouring modules, such as those of a pipeline stage."""
         trace: list[Collective] = []
         for name in elements:
             if name == "token_embedding":
@@ -81,7 +79,7 @@ class TensorStep:
         return trace
 
     def backward(self, elements: Sequence[str]) -> list[Collective]:
-        """... and of the backward."""
+        """The collectives of a backward through neighbouring modules."""
         trace: list[Collective] = []
         for name in reversed(elements):
             if name == "lm_head":
@@ -120,18 +118,18 @@ class TensorStep:
         yield from self._norm(f"{block}.attention_norm")
 
     def _given(self, unit: str, *, is_backward: bool) -> Iterator[Collective]:
-        """What a column-parallel layer is given."""
+        """Collectives on the input of a column-parallel layer."""
         if self.divides_sequence:
             yield self._move("reduce_scatter" if is_backward else "all_gather", unit)
         elif is_backward:
             yield self._sum(unit)
 
     def _summed(self, unit: str) -> Collective:
-        """What a row-parallel layer gives, in forward."""
+        """The collective on the output of a row-parallel layer, in forward."""
         return self._move("reduce_scatter", unit) if self.divides_sequence else self._sum(unit)
 
     def _spread(self, unit: str) -> Iterator[Collective]:
-        """The gradient of that, after the bias's."""
+        """Collectives on the gradient of a row-parallel layer's output, the bias's first."""
         if self.divides_sequence:
             if self.has_bias:
                 yield self._sum(unit, self.hidden)
@@ -143,15 +141,14 @@ class TensorStep:
                 yield self._sum(unit, self.hidden)
 
     def _feed_forward(self, block: str) -> tuple[str, str]:
-        """The modules that its first and its last collective are for."""
+        """The modules that the first and the last collective of a feed-forward serve."""
         return (f"{block}.mlp", f"{block}.mlp") if self.num_experts else (f"{block}.mlp.up", f"{block}.mlp.down")
 
     def _sum(self, unit: str, numel: int | None = None) -> Collective:
         numel = self.num_tokens * self.hidden if numel is None else numel
-        own = own_part(numel, self.size, self.rank)
-        return Collective("all_reduce", unit, (numel - own + own * (self.size - 1)) * self.item_bytes, "tp")
+        return Collective("all_reduce", unit, all_reduced_numel(numel, self.size, self.rank) * self.item_bytes, "tp")
 
     def _move(self, kind: str, unit: str) -> Collective:
-        """Of equal parts each rank sends one to every other, its own or theirs."""
+        """An all-gather or reduce-scatter of equal parts: each rank sends one part to every other."""
         part = self.num_tokens * self.hidden // self.size
         return Collective(kind, unit, part * (self.size - 1) * self.item_bytes, "tp")
