@@ -174,14 +174,14 @@ def _check_fair(path: Path, plan: ParallelPlan, peers: Sequence[str]) -> None:
 
 
 def _from_config(path: Path, num_ranks: int) -> tuple[ParallelPlan, Case]:
-    from shardwise.train.check import resolve
-    from shardwise.train.config import read_draft
+    from shardwise.train.config import read_config
+    from shardwise.train.resolve import resolve
 
-    resolved = resolve(read_draft(path, []), num_ranks, raises_masters=False)
+    resolved = resolve(read_config(path, []), num_ranks, raises_masters=False)
     resolved.source.check(resolved.vocab_size)
     return resolved.plan, Case(
         resolved.config.name,
-        seq_len=resolved.config.data.seq_len or 1,
+        seq_len=resolved.seq_len,
         batch=resolved.batch.micro,
         steps=_CONFIG_STEPS,
         config=str(path.resolve()),

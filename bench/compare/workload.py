@@ -13,9 +13,9 @@ from shardwise.models import gpt, gpt_config
 from shardwise.spec.plan import ParallelPlan
 from shardwise.train import build
 from shardwise.train.batch import to_tensors
-from shardwise.train.check import RunConfig, resolve
-from shardwise.train.config import read_draft
+from shardwise.train.config import read_config
 from shardwise.train.data import RandomPart, open_data
+from shardwise.train.resolve import RunConfig, resolve
 
 
 class Workload:
@@ -42,7 +42,7 @@ class Workload:
             self._part = RandomPart(SEED, 0, self.case.model["vocab_size"], self.case.seq_len)
             return
         resolved = self._resolved = resolve(
-            read_draft(Path(self.case.config), []), request.num_ranks, raises_masters=False
+            read_config(Path(self.case.config), []), request.num_ranks, raises_masters=False
         )
         self.plan, config = resolved.plan, resolved.config
         self._loss = build.loss_of(config)

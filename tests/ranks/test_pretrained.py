@@ -19,10 +19,10 @@ from shardwise.cli import main
 from shardwise.spec.errors import CheckpointError
 from shardwise.testing import run_on_ranks
 from shardwise.train.build import build_model, defer_model
-from shardwise.train.check import RunConfig, resolve
-from shardwise.train.config import read_draft
+from shardwise.train.config import read_config
 from shardwise.train.memory import PeakTensorBytes
 from shardwise.train.random_state import seed_all
+from shardwise.train.resolve import RunConfig, resolve
 from tests.ranks.train_here import train_well
 
 pytest.importorskip("transformers", reason="the hf extra is not installed")
@@ -66,7 +66,7 @@ def resolved_for(folder: str, world: int, **parallel: Any) -> RunConfig:
         "parallel": parallel,
         "train": {"steps": 1, "micro_batch_size": 1, "gradient_accumulation_steps": parallel.get("pp", 1)},
     }
-    return resolve(read_draft(None, base=base, title="test"), world, raises_masters=False)
+    return resolve(read_config(None, base=base, title="test"), world, raises_masters=False)
 
 
 def counting(read_at: Callable[..., None], count: list[int]) -> Callable[..., None]:

@@ -32,12 +32,12 @@ def validate(
 ) -> None:
     """Check a configuration."""
     from shardwise.launch.elastic import num_workers
-    from shardwise.train.check import resolve
-    from shardwise.train.config import read_draft
+    from shardwise.train.config import read_config
     from shardwise.train.rehearsal import rehearse
+    from shardwise.train.resolve import resolve
 
     count = num_workers(nproc)
-    resolved = resolve(read_draft(config, overrides or []), count)
+    resolved = resolve(read_config(config, overrides or []), count)
     resolved.source.check(resolved.vocab_size)
     rehearse(resolved, count)
     show(resolved.config.to_yaml().rstrip())

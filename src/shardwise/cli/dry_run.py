@@ -148,8 +148,8 @@ def _from_preset(name: str) -> _Subject:
 
 
 def _from_folder(folder: Path) -> _Subject:
-    from shardwise.train.check import DEFAULT_SEQ_LEN, stored_dtype
     from shardwise.train.pretrained import model_from_folder
+    from shardwise.train.resolve import DEFAULT_SEQ_LEN, stored_dtype
 
     stored = stored_dtype(folder)
     return _Subject(
@@ -164,10 +164,10 @@ def _from_file(path: Path, world_size: int, local_size: int, overrides: list[str
     import torch
 
     from shardwise.train.build import build_model, build_optimizer, parameter_groups
-    from shardwise.train.check import resolve
-    from shardwise.train.config import read_draft
+    from shardwise.train.config import read_config
+    from shardwise.train.resolve import resolve
 
-    resolved = resolve(read_draft(path, overrides), world_size, local_size, checks_data=False)
+    resolved = resolve(read_config(path, overrides), world_size, local_size, checks_data=False)
     config = resolved.config
     built: list[nn.Module] = []  # the newest model, whose parameters the optimizer groups
 
@@ -180,7 +180,7 @@ def _from_file(path: Path, world_size: int, local_size: int, overrides: list[str
 
     return _Subject(
         build,
-        seq_len=config.data.seq_len or 1,
+        seq_len=resolved.seq_len,
         micro_batch=resolved.batch.micro,
         num_microbatches=resolved.batch.accumulation,
         optimizer=make_optimizer,

@@ -85,7 +85,7 @@ def generate(  # noqa: PLR0917  typer calls it by name
     """Generate."""
     from shardwise.launch.elastic import launch, num_workers
     from shardwise.launch.world import read_world
-    from shardwise.train.check import resolve
+    from shardwise.train.resolve import resolve
     from shardwise.train.trained import find_trained
 
     sampling = {"temperature": temperature, "top_k": top_k, "top_p": top_p, "seed": seed}
@@ -109,8 +109,8 @@ def generate(  # noqa: PLR0917  typer calls it by name
     if world.source != "alone":
         raise typer.Exit(_work(asked, trained, world))
     draft = trained.draft(asked.overrides)
-    section: Any = draft.sections.get("parallel")
-    count = num_workers(nproc if nproc is not None else max(1, section.tp * section.pp) if section else 1)
+    section = draft.config.parallel
+    count = num_workers(nproc if nproc is not None else max(1, section.tp * section.pp))
     resolved = resolve(draft, count, checks_data=False, raises_masters=trained.raises_masters)
     rows, _ = _rows(asked, trained)
     _check(asked, rows, vocab_size=resolved.vocab_size, positions=resolved.positions)
@@ -151,7 +151,7 @@ def _work(asked: _Asked, trained: Trained, world: World) -> int:
 def _generate(asked: _Asked, trained: Trained, world: World) -> int:
     import shardwise as sw
     from shardwise.launch.world import join, shutdown
-    from shardwise.train.check import resolve
+    from shardwise.train.resolve import resolve
 
     resolved = resolve(
         trained.draft(asked.overrides),

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from shardwise.cli.show import show_error
-from shardwise.cli.train import read_config
+from shardwise.cli.train import named_config
 from shardwise.spec.errors import ConfigError
 
 if TYPE_CHECKING:
@@ -58,7 +58,7 @@ def parity(
         raise ConfigError(f"--steps {steps}: expected at least 1.\n  Set --steps 3.")
     if not names:
         raise ConfigError(f"--strategies {strategies!r} names none.\n  Use some of: {', '.join(STRATEGIES)}.")
-    draft, _ = read_config(config, overrides or [])
+    draft, _ = named_config(config, overrides or [])
     if world.source != "alone":
         raise typer.Exit(_work(draft, world, names, steps))
     raise typer.Exit(_launch(draft, num_workers(nproc), config, overrides=overrides or [], names=names, steps=steps))
@@ -72,7 +72,7 @@ def _launch(
     from shardwise.spec.exact import check_exact
     from shardwise.spec.plan import ParallelPlan
     from shardwise.train.alternatives import under_strategies
-    from shardwise.train.check import resolve
+    from shardwise.train.resolve import resolve
 
     for name in names:
         ParallelPlan(strategy=name)
@@ -95,9 +95,9 @@ def _work(draft: RawConfig, world: World, names: list[str], steps: int) -> int:
 
 def _compare(draft: RawConfig, world: World, names: list[str], steps: int) -> int:
     from shardwise.launch.world import join, shutdown
-    from shardwise.train.check import resolve
     from shardwise.train.data import open_data
     from shardwise.train.proof import compare_with_one_process
+    from shardwise.train.resolve import resolve
 
     resolved = resolve(draft, world.size, world.ranks_per_machine, raises_masters=False)
     config = resolved.config
@@ -105,7 +105,7 @@ def _compare(draft: RawConfig, world: World, names: list[str], steps: int) -> in
     try:
         data = open_data(
             resolved.source,
-            seq_len=config.data.seq_len or 1,
+            seq_len=resolved.seq_len,
             held_out=config.data.held_out,
             vocab_size=resolved.vocab_size,
             seed=config.train.seed,

@@ -55,7 +55,7 @@ def train(  # noqa: PLR0917  typer calls it by name
     from shardwise.launch.world import read_world
 
     world = read_world()
-    draft, is_demo = read_config(config, overrides or [], run_dir=run_dir, resume=resume)
+    draft, is_demo = named_config(config, overrides or [], run_dir=run_dir, resume=resume)
     if world.source != "alone":
         if nproc is not None and world.source != "launcher":
             raise ConfigError(
@@ -76,7 +76,7 @@ def train(  # noqa: PLR0917  typer calls it by name
     )
 
 
-def read_config(
+def named_config(
     config: Path | None, overrides: list[str], *, run_dir: Path | None = None, resume: str | None = None
 ) -> tuple[RawConfig, bool]:
     """The configuration that the arguments name, and whether it is the demo's.
@@ -84,17 +84,17 @@ def read_config(
     Without a file, a run that is resumed by its folder brings its own ``config.yaml``; how it cuts the global batch
     into microbatches is derived anew, as the world may have changed.
     """
-    from shardwise.train.config import read_draft
+    from shardwise.train.config import read_config
     from shardwise.train.demo import DEMO
     from shardwise.train.rundir import CONFIG, choose
 
     if config is None and resume is not None:
         folder = choose(DEMO["name"], run_dir, is_resuming=True, wanted=resume)
         if (folder / CONFIG).is_file():
-            return read_draft(folder / CONFIG, ["train.gradient_accumulation_steps=null", *overrides]), False
+            return read_config(folder / CONFIG, ["train.gradient_accumulation_steps=null", *overrides]), False
     if config is None:
-        return read_draft(None, overrides, base=DEMO, title="the demo"), True
-    return read_draft(config, overrides), False
+        return read_config(None, overrides, base=DEMO, title="the demo"), True
+    return read_config(config, overrides), False
 
 
 def _launch(
@@ -109,10 +109,10 @@ def _launch(
 ) -> int:
     """Check all that can be checked, choose the folder, start the workers and wait for them."""
     from shardwise.train import rundir
-    from shardwise.train.check import resolve
     from shardwise.train.lock import RunLock
     from shardwise.train.recorder import check_extras
     from shardwise.train.rehearsal import rehearse
+    from shardwise.train.resolve import resolve
 
     if max_restarts < 0:
         raise ConfigError(f"--max-restarts {max_restarts}: expected 0 or more.\n  Set --max-restarts 0.")
@@ -142,8 +142,8 @@ def _launch(
 def _work(draft: RawConfig, world: World, run_dir: Path | None, resume: str | None, *, is_demo: bool) -> int:
     """Be one of the workers."""
     from shardwise.launch.exit_codes import run_worker
-    from shardwise.train.check import resolve
     from shardwise.train.recorder import check_extras
+    from shardwise.train.resolve import resolve
 
     def work() -> int:
         resolved = resolve(draft, world.size, world.ranks_per_machine)

@@ -11,9 +11,9 @@ from torch import Tensor, nn
 from shardwise.engine.unit import engine_of
 from shardwise.pipeline.pipelined import Call, pipelined_of
 from shardwise.train.build import Loss
-from shardwise.train.check import Batch
 from shardwise.train.control import Control
 from shardwise.train.data import Part, RandomPart
+from shardwise.train.resolve import Batch
 
 
 def to_tensors(part: Part | RandomPart, samples: Sequence[int], device: torch.device) -> tuple[Tensor, Tensor]:

@@ -15,9 +15,9 @@ from shardwise.checkpoint.weights import WeightFiles
 from shardwise.engine.unit import attachment_of
 from shardwise.launch.notice import tell_once
 from shardwise.spec.errors import StateError
-from shardwise.train.check import RunConfig
 from shardwise.train.config import Config, OptimizerSection
 from shardwise.train.pretrained import NotNamedError, deferred_from_folder, model_from_folder
+from shardwise.train.resolve import RunConfig
 from shardwise.train.text import printable
 
 #: ``loss(model, inputs_BT, targets_BT)``: the mean loss over the tokens of a microbatch.

@@ -1,29 +1,33 @@
 """The configuration of a run: sections, fields, and a reader that reports every mistake at once.
 
-Reading goes in three steps, none of which starts a process or imports torch:
-
-1. files to a tree that remembers lines (``train.tree``), ``extends:`` and ``--set`` laid on top of each other;
-2. the tree to the typed sections below (unknown keys are errors, values are taken by declared type);
-3. checks across sections, against the world, the model and the data (``train.check``).
+Reading goes in three steps, none of which starts a process or imports torch: files to plain values that remember lines
+(``train.document``), ``extends:`` and ``--set`` laid on top of each other; the values to the sections below, by
+pydantic; checks across sections, against the world, the model and the data (``train.resolve``).
 """
 
 from __future__ import annotations
 
-import math
+import dataclasses
+import functools
+import operator
+import re
 import types
 import typing
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Annotated, Any, Literal
+from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 import pydantic
 import yaml
 from pydantic import BaseModel, ConfigDict, Field, Strict
 
+from shardwise.models.shape import GPTConfig
 from shardwise.spec.errors import ConfigError
+from shardwise.spec.placement import Placements
+from shardwise.spec.plan import ParallelPlan
 from shardwise.spec.text import did_you_mean
-from shardwise.train.tree import Node, Problem, merge, parse_yaml, read_tree, walk
+from shardwise.train.document import Document, Problem, parse_yaml, read_document
 
 Positive = Annotated[int, Field(ge=1, le=10**12)]
 Count = Annotated[int, Field(ge=0, le=10**12)]
@@ -70,79 +74,35 @@ class DataSection(Section):
     max_bytes: Positive | None = Field(None, description="use the first bytes of the text only; stdlib: 4,000,000")
 
 
-class ParallelSection(Section):
-    """The fields of ``ParallelPlan``."""
+#: The types that a file can hold; of the plan's other types there are always one or two of these beside.
+_WRITTEN = {str: str, int: int, float: float, bool: bool, type(None): None, Mapping: dict, Sequence: list}
 
-    strategy: str = Field(
-        "zero3",
-        description="ddp, zero1, zero2, shard_grad_op, zero3, hsdp, hybrid_shard_grad_op, data_parallel (with one "
-        "process), or an alias of these",
+
+_BLOCKS = re.MULTILINE | re.DOTALL
+
+
+def _parallel_section() -> type[Section]:
+    """The fields of ``ParallelPlan``, with its defaults and words, as files write them."""
+    hints = typing.get_type_hints(ParallelPlan, localns={"Placements": Placements})
+    words = re.findall(
+        r"^        (\w+): (.*?)(?=^        \w+: |^\s*Raises:)", ParallelPlan.__doc__ or "", re.MULTILINE | re.DOTALL
     )
-    dp_replicate: int = Field(
-        1, description="groups that each hold the model; for hsdp 1 means what dp_shard leaves, by default the machines"
-    )
-    dp_shard: int = Field(-1, description="ranks of a group; -1: what is left")
-    cp: int = Field(1, description="ranks that each compute with a part of every sequence")
-    tp: int = Field(1, description="ranks that each hold a part of the large weights and compute with it")
-    pp: int = Field(1, description="ranks of a pipeline, which each hold some of the model's stages")
-    ep: int = Field(1, description="ranks that each hold a part of the experts of every mixture, and exchange tokens")
-    expert_capacity: float | None = Field(
-        None, description="tokens that an expert takes of a rank's batch, times its even share; null: all"
-    )
-    tp_plan: dict[str, str] | None = Field(
-        None, description="how tp cuts the model: styles by name pattern; null: as is known for its class"
-    )
-    sequence_parallel: bool = Field(
-        default=False, description="with tp: norms, dropout and the residual stream are divided too, by positions"
-    )
-    auto_wrap_policy: str | dict[str, Any] = Field(
-        "auto", description="auto, none, {by_class: [names]}, {by_size: numel} or {by_name: [globs]}"
-    )
-    ignored: list[str] = Field(
-        default_factory=list, description="names of modules or parameters to leave alone, such as [blocks.*.experts]"
-    )
-    row_sharded: list[str] = Field(
-        default_factory=list, description="names of embeddings whose rows are spread over all ranks"
-    )
-    reshard_after_forward: bool | int | Literal["auto"] = Field(
-        "auto", description="auto: as the strategy says; a number: kept sharded over so many ranks"
-    )
-    mp_policy: dict[str, Any] | None = Field(
-        None, description="mixed precision: the fields of PrecisionPolicy, such as {param_dtype: bf16}; null: no cast"
-    )
-    quantize_frozen: str = Field(
-        "none", description="none, int8 or bf16: how frozen linear weights are held and gathered"
-    )
-    quantized_gather: str = Field("none", description="none or int8: how parameters are sent to be gathered")
-    quantized_reduce: str = Field("none", description="none or int8: how gradients are sent to be added up")
-    granularity: str | list[Any] = Field(
-        "element", description="element, row, [block, n] or tensor: what a cut never divides, for the optimizer's sake"
-    )
-    offload_policy: str | dict[str, Any] = Field(
-        "none", description="none, cpu, or the fields of OffloadPolicy such as {ratio: 0.5}: what is kept on the host"
-    )
-    activation_checkpointing: str | dict[str, Any] = Field(
-        "none",
-        description="none, full, selective, a wrap policy such as {by_class: [Block]}, or RecomputePolicy's fields",
-    )
-    accumulation: str = Field("auto", description="auto, sharded, unsharded or defer_replicate")
-    pipeline: str | dict[str, Any] | None = Field(
-        None,
-        description="with pp: gpipe, 1f1b, interleaved-1f1b, zb-h1, zb-v, or PipelinePolicy's fields, such as"
-        " {schedule: zb-h1, num_microbatches: 8}",
-    )
-    merge_units: int | bool | Literal["auto"] = Field(
-        "auto", description="small units that follow one another travel together up to so many bytes; false: never"
-    )
-    gradient_buffers: int = Field(2, description="full-size gradient buffers per size of unit; 1: least memory")
-    keep_buffers: bool = Field(
-        default=True, description="buffers stay allocated from step to step; false: less memory, slower on the CPU"
-    )
-    sync: str = Field("warn", description="warn, error or rank0: what to do where ranks hold different weights")
-    sync_buffers: str = Field(
-        "auto", description="auto, broadcast, mean or none: buffers that training changes, such as batch norm's"
-    )
-    compile: bool = Field(default=False, description="compile the model unit by unit")
+    described = {name: " ".join(text.split()).replace("``", "") for name, text in words}
+    fields: dict[str, Any] = {}
+    for each in dataclasses.fields(ParallelPlan):
+        hint = hints[each.name]
+        parts = typing.get_args(hint) if isinstance(hint, types.UnionType) else (hint,)
+        kinds = [_WRITTEN[kind] for part in parts if (kind := typing.get_origin(part) or part) in _WRITTEN]
+        written = functools.reduce(operator.or_, kinds) if kinds else list[str]
+        default = [] if each.default == () else each.default
+        fields[each.name] = written, Field(default, description=described.get(each.name))
+    return pydantic.create_model("ParallelSection", __base__=Section, **fields)
+
+
+if TYPE_CHECKING:
+    ParallelSection = Any
+else:
+    ParallelSection = _parallel_section()
 
 
 class OptimizerSection(Section):
@@ -211,24 +171,13 @@ class LogSection(Section):
     wandb: bool = Field(default=False, description="also send metrics to Weights & Biases (WANDB_* variables apply)")
 
 
-SECTIONS: dict[str, type[Section]] = {
-    "model": ModelSection,
-    "data": DataSection,
-    "parallel": ParallelSection,
-    "optimizer": OptimizerSection,
-    "schedule": ScheduleSection,
-    "train": TrainSection,
-    "checkpoint": CheckpointSection,
-    "log": LogSection,
-}
+_NAME = r"^[A-Za-z0-9][A-Za-z0-9._-]{0,99}$"
 
 
-class Config(BaseModel):
+class Config(Section):
     """A whole run."""
 
-    model_config = ConfigDict(extra="forbid", strict=True, frozen=True)
-
-    name: Annotated[str, Field(pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]{0,99}$")] = Field(
+    name: Annotated[str, Field(pattern=_NAME)] = Field(
         "run", description="of the run: letters, digits, dot, dash, underscore. The file's own name where not given"
     )
     model: ModelSection = Field(default_factory=ModelSection)
@@ -272,63 +221,51 @@ class ConfigErrors:
         raise ConfigError("\n".join(lines))
 
 
+_SECTIONS: dict[str, Any] = {name: held.annotation for name, held in Config.model_fields.items() if name != "name"}
+
+
 @dataclass(slots=True)
 class RawConfig:
     """A configuration that has been read, with what is needed to report further mistakes at the right line.
 
     Attributes:
         title: The file's name, for messages.
-        folder: Relative paths in the configuration are relative to the current folder; this is where the file lies.
-        sections: Those sections that are valid by themselves; ``name`` too.
-        problems: What was wrong with the others.
-        tree: All values with their places.
+        document: All values with their places.
+        problems: The mistakes so far.
+        config: The values that are right by themselves; a wrong one has its default here.
     """
 
     title: str
-    folder: Path
-    sections: dict[str, Any]
+    document: Document
     problems: ConfigErrors
-    tree: Node
+    config: Config = field(default_factory=Config)
 
     def where(self, *path: str) -> str:
         """Where ``path`` (or the nearest thing that holds it) was written, with the dotted name of the key."""
-        node, at = self.tree, self.title
-        for key in path:
-            if node.kind != "map" or key not in node.value:
-                break
-            at = node.keys_at.get(key, at)
-            node = node.value[key]
-        return at if at.startswith("--set") else f"{at}: {'.'.join(path)}"
+        places = self.document.where
+        at = next((places[path[:n]] for n in range(len(path), 0, -1) if path[:n] in places), self.title)
+        is_known = path[0] in Config.model_fields
+        return f"{at}: {'.'.join(path)}" if is_known and not at.startswith("--set") else at
+
+    def fail(self, section: str, key: str, message: str) -> None:
+        """Record a mistake in a field."""
+        self.problems.add(self.where(section, key), message)
 
     def given(self, section: str) -> set[str]:
         """The keys of a section that somebody wrote."""
-        node = self.tree.value.get(section)
-        return set(node.value) if node is not None and node.kind == "map" else set()
+        held = self.document.values.get(section)
+        return set(held) if isinstance(held, dict) else set()
 
     def asked(self) -> frozenset[str]:
         """The keys, as ``section.field``, that ``--set`` gave."""
-        given = {
-            (name, key): node.keys_at.get(key, "")
-            for name, node in self.tree.value.items()
-            if node.kind == "map"
-            for key in node.value
-        }
-        return frozenset(f"{name}.{key}" for (name, key), where in given.items() if where.startswith("--set"))
-
-    def config(self) -> Config:
-        """The whole configuration.
-
-        Raises:
-            ConfigError: Something is wrong; all mistakes are listed.
-        """
-        self.problems.raise_if_any()
-        return Config(**self.sections)
+        found = self.document.where.items()
+        return frozenset(".".join(path) for path, at in found if len(path) == 2 and at.startswith("--set"))
 
 
-def read_draft(
+def read_config(
     path: str | Path | None, overrides: Sequence[str] = (), *, base: Mapping[str, Any] | None = None, title: str = ""
 ) -> RawConfig:
-    """Read a configuration file (or the mapping ``base``), lay ``--set`` values on it, and take it apart by section.
+    """Read a configuration file (or the mapping ``base``), lay ``--set`` values on it, and check every field by itself.
 
     Args:
         path: A YAML or TOML file; ``None`` reads ``base``.
@@ -337,26 +274,129 @@ def read_draft(
         title: Name of ``base`` in messages.
 
     Raises:
-        ConfigError: The file cannot be read at all. Wrong values are collected in the draft instead.
+        ConfigError: The file cannot be read at all. Wrong values are collected in the result instead.
     """
-    if path is None:
-        tree = parse_yaml(yaml.safe_dump(dict(base or {})), title, where=title)
-        folder, stem = Path.cwd(), "run"
-        if tree.kind != "map":
-            tree = Node("map", title, {})
-    else:
-        path = Path(path)
-        tree, folder, stem, title = _read_chain(path, ()), path.parent, path.stem, str(path)
-    problems = ConfigErrors(title or "the configuration")
+    document = Document(dict(base or {})) if path is None else _read_chain(Path(path), ())
+    title = (title or "the configuration") if path is None else str(path)
+    raw = RawConfig(title, document, ConfigErrors(title))
     for override in overrides:
         try:
-            tree = merge(tree, _override(override))
+            _lay_override(document, override)
         except Problem as problem:
-            where, _, message = str(problem).partition(": ")
-            problems.add(where, message)
-    sections = _sections(tree, problems, RawConfig(problems.title, folder, {}, problems, tree))
-    sections.setdefault("name", stem if _is_name(stem) else "run")
-    return RawConfig(problems.title, folder, sections, problems, tree)
+            raw.problems.add(problem.where, problem.message)
+    stem = "run" if path is None else Path(path).stem
+    document.values = {"name": stem if re.fullmatch(_NAME, stem) else "run", **document.values}
+    raw.config = _checked(raw)
+    return raw
+
+
+def _read_chain(path: Path, seen: tuple[Path, ...]) -> Document:
+    """A file laid on the one that it extends."""
+    document = read_document(path)
+    where, name = document.where.get(("extends",)), document.values.pop("extends", None)
+    if name is None:
+        return document
+    if not isinstance(name, str):
+        raise ConfigError(f"{where}: extends takes the path of one file.\n  Correct the file.")
+    base, chain = (path.parent / name).resolve(), (*seen, path.resolve())
+    if base in chain:
+        shown = " -> ".join(str(step.name) for step in (*chain[chain.index(base) :], base))
+        raise ConfigError(f"{where}: extends goes in a circle: {shown}.\n  Take one of them out.")
+    if len(chain) > 16:
+        raise ConfigError(f"{where}: extends goes through more than 16 files.\n  Flatten them.")
+    if not base.is_file():
+        raise ConfigError(f"{where}: extends names {name!r}, which is no file.\n  The path is relative to {path.name}.")
+    below = _read_chain(base, chain)
+    below.lay(document)
+    return below
+
+
+def _lay_override(document: Document, text: str) -> None:
+    key, equals, written = text.partition("=")
+    path = tuple(key.strip().split("."))
+    where = f"--set {key.strip()}"
+    if not equals or not all(path):
+        raise Problem(f"--set {text}", "expected section.field=value")
+    if path == ("extends",):
+        raise Problem(where, "extends can only be written in a file")
+    try:
+        given = parse_yaml(written, "--set")
+    except Problem as problem:
+        raise Problem(where, problem.message) from None
+    value = given.values
+    for part in reversed(path):
+        value = {part: value}
+    keys = [path[:n] for n in range(min(2, len(path)), len(path) + 1)] + [path + inner for inner in given.where]
+    texts = {path + inner: text for inner, text in given.texts.items()}
+    document.lay(Document(value, dict.fromkeys(keys, where), texts))
+    document.where.setdefault(path[:1], where)
+
+
+def _checked(raw: RawConfig) -> Config:
+    """The values that are right by themselves; the others are reported, and take their defaults."""
+    values = {key: dict(held) if isinstance(held, dict) else held for key, held in raw.document.values.items()}
+    values = {key: {} if held is None and key in _SECTIONS else held for key, held in values.items()}
+    if isinstance(model := values.get("model"), dict):
+        known = [*ModelSection.model_fields, *_override_schema()]
+        for key in [key for key in model if key not in known]:
+            raw.fail("model", key, f"unknown key.{did_you_mean(key, known)}")
+            del model[key]
+    while True:
+        try:
+            return Config.model_validate(values)
+        except pydantic.ValidationError as error:
+            details: dict[tuple[str, ...], list[Any]] = {}
+            for detail in error.errors(include_url=False):
+                details.setdefault(tuple(str(part) for part in detail["loc"][:2]), []).append(detail)
+            for path, found in details.items():
+                *above, key = path
+                section = values[above[0]] if above else values
+                text = raw.document.texts.get(path)
+                if (
+                    text is not None
+                    and not isinstance(section[key], str)
+                    and any(d["type"] == "string_type" for d in found)
+                ):
+                    section[key] = text  # text is declared: an unquoted word or number is that text
+                    continue
+                raw.problems.add(raw.where(*path), _explain(path, found, text if text is not None else section[key]))
+                del section[key]
+
+
+_BOUNDS = {"greater_than": "more than", "greater_than_equal": "at least", "less_than": "less than"}
+_BOUNDS |= {"less_than_equal": "at most"}
+_EXPECTED = {
+    "int_type": "a whole number",
+    "int_from_float": "a whole number",
+    "float_type": "a number",
+    "finite_number": "a finite number",
+    "bool_type": "true or false",
+    "string_type": "text",
+    "dict_type": "a mapping",
+    "list_type": "a list",
+    "tuple_type": "a list of two numbers",
+}
+
+
+def _explain(path: tuple[str, ...], details: Sequence[Any], got: Any) -> str:
+    """What was expected in place of ``got``; of a union each branch has reported its own mismatch."""
+    key, kind, context = path[-1], details[0]["type"], details[0].get("ctx", {})
+    if kind == "extra_forbidden":
+        homes = [f"{name}.{key}" for name, section in _SECTIONS.items() if key in section.model_fields]
+        known = Config.model_fields if len(path) == 1 else _SECTIONS[path[0]].model_fields
+        hint = did_you_mean(key, [*known, "extends"]) or (f" Did you mean {homes[0]}?" if homes else "")
+        return f"unknown key.{hint}" if len(path) > 1 else f"unknown section {key!r}.{hint}"
+    if kind == "model_type":
+        return f"expected the fields of section {key}, got {got!r}"
+    if path == ("name",):
+        return f"{got!r} is no name of a run: 1 to 100 letters, digits, dots, dashes or underscores"
+    if kind in _BOUNDS:
+        return f"expected {_BOUNDS[kind]} {next(iter(context.values())):,}, got {got!r}"
+    choices = [word for detail in details for word in re.findall("'(.*?)'", detail.get("ctx", {}).get("expected", ""))]
+    kinds = [_EXPECTED.get(detail["type"], detail["msg"]) for detail in details if detail["type"] != "literal_error"]
+    if choices and not kinds:
+        return f"expected one of {', '.join(choices)}, got {got!r}.{did_you_mean(str(got), choices)}"
+    return f"expected {' or '.join(dict.fromkeys([*kinds, *choices]))}, got {got!r}"
 
 
 def schema() -> dict[str, Any]:
@@ -372,213 +412,10 @@ def schema() -> dict[str, Any]:
     return result
 
 
-def _is_name(stem: str) -> bool:
-    return (
-        bool(stem)
-        and stem[0].isalnum()
-        and stem.isascii()
-        and len(stem) <= 100
-        and all(c.isalnum() or c in "._-" for c in stem)
-    )
-
-
-def _read_chain(path: Path, seen: tuple[Path, ...]) -> Node:
-    tree = read_tree(path)
-    node = tree.value.pop("extends", None)
-    if node is None:
-        return tree
-    if node.kind != "scalar" or not isinstance(node.value, str):
-        raise ConfigError(f"{node.where}: extends takes the path of one file.\n  Correct the file.")
-    base = (path.parent / node.value).resolve()
-    chain = (*seen, path.resolve())
-    if base in chain:
-        shown = " -> ".join(str(step.name) for step in (*chain[chain.index(base) :], base))
-        raise ConfigError(f"{node.where}: extends goes in a circle: {shown}.\n  Take one of them out.")
-    if len(chain) > 16:
-        raise ConfigError(f"{node.where}: extends goes through more than 16 files.\n  Flatten them.")
-    if not base.is_file():
-        raise ConfigError(
-            f"{node.where}: extends names {node.value!r}, which is no file.\n  The path is relative to {path.name}."
-        )
-    return merge(_read_chain(base, chain), tree)
-
-
-def _override(text: str) -> Node:
-    key, equals, value = text.partition("=")
-    path = key.strip().split(".")
-    where = f"--set {key.strip()}"
-    if not equals or not all(path):
-        raise Problem(f"--set {text}", "expected section.field=value")
-    if path == ["extends"]:
-        raise Problem(where, "extends can only be written in a file")
-    node = parse_yaml(value, "--set", where=where)
-    for part in reversed(path):
-        node = Node("map", where, {part: node}, keys_at={part: where})
-    return node
-
-
-def _sections(tree: Node, problems: ConfigErrors, draft: RawConfig) -> dict[str, Any]:
-    good: dict[str, Any] = {}
-    known = ["name", "extends", *SECTIONS]
-    for key, node in tree.value.items():
-        if key == "name":
-            try:
-                good["name"] = Config(name=_lower(node, str)).name
-            except pydantic.ValidationError:
-                problems.add(
-                    draft.where("name"),
-                    f"{node.value!r} is no name of a run: 1 to 100 letters, digits, dots, dashes or underscores",
-                )
-                good["name"] = "run"
-        elif key not in SECTIONS:
-            fields = [(name, f) for name, section in SECTIONS.items() for f in section.model_fields if f == key]
-            hint = f" Did you mean {fields[0][0]}.{key}?" if fields else did_you_mean(key, known)
-            problems.add(tree.keys_at.get(key, draft.title), f"unknown section {key!r}.{hint}")
-    for name, section in SECTIONS.items():
-        node = tree.value.get(name)
-        if node is None or (node.kind == "scalar" and node.value is None):
-            node = Node("map", draft.title, {})
-        if node.kind != "map":
-            problems.add(draft.where(name), f"expected the fields of section {name}, got {node.value!r}")
-            continue
-        good[name] = _section(name, section, node, problems, draft)
-    return good
-
-
-def _section(name: str, section: type[Section], node: Node, problems: ConfigErrors, draft: RawConfig) -> Section:
-    hints = typing.get_type_hints(section, include_extras=True)
-    data = {key: _lower(item, hints.get(key, Any)) for key, item in node.value.items()}
-    if name == "model":
-        known = _override_schema()
-        for key in [key for key in data if key not in section.model_fields and key not in known]:
-            hint = did_you_mean(key, [*section.model_fields, *known])
-            problems.add(draft.where(name, key), f"unknown key.{hint}")
-            del data[key]
-    try:
-        return section(**data)
-    except pydantic.ValidationError as error:
-        wrong: set[str] = set()
-        for detail in error.errors(include_url=False):
-            key = str(detail["loc"][0]) if detail["loc"] else ""
-            if key in wrong:
-                continue  # each branch of a union reports its own mismatch; the first says enough
-            wrong.add(key)
-            problems.add(draft.where(name, key), _explain(key, detail, section, node))
-    # What is right is kept, so that checks across sections report their mistakes in the same go.
-    return section(**{key: value for key, value in data.items() if key not in wrong})
-
-
+@functools.cache
 def _override_schema() -> dict[str, Any]:
-    import dataclasses
-
-    from shardwise.models.shape import GPTConfig
-
-    hints = typing.get_type_hints(GPTConfig)
-    fields = {f.name: hints[f.name] for f in dataclasses.fields(GPTConfig) if f.init}
-    fields.pop("name", None)
+    """The schema of the fields of a built-in model."""
     return {
         name: {**pydantic.TypeAdapter(hint).json_schema(), "description": "replaces the preset's value"}
-        for name, hint in fields.items()
+        for name, hint in typing.get_type_hints(GPTConfig).items()
     }
-
-
-def _lower(node: Node, declared: Any) -> Any:
-    """The plain value of ``node`` for a field of type ``declared``: unquoted text stays text where text is declared."""
-    if node.kind == "map":
-        return {key: _lower(item, Any) for key, item in node.value.items()}
-    if node.kind == "list":
-        return [_lower(item, Any) for item in node.value]
-    takes = set(_leaves(declared))
-    if node.text is not None and str in takes and type(node.value) not in takes:
-        return node.text
-    return node.value
-
-
-def _leaves(declared: Any) -> Iterable[type]:
-    origin = typing.get_origin(declared)
-    if origin is Annotated:
-        yield from _leaves(typing.get_args(declared)[0])
-    elif origin in (typing.Union, types.UnionType):
-        for part in typing.get_args(declared):
-            yield from _leaves(part)
-    elif origin is Literal:
-        for value in typing.get_args(declared):
-            yield type(value)
-    elif isinstance(declared, type):
-        yield declared
-
-
-def _explain(key: str, detail: Any, section: type[Section], node: Node) -> str:
-    kind, got = detail["type"], detail.get("input")
-    context = detail.get("ctx", {})
-    if kind == "extra_forbidden":
-        home = [other for other, held in SECTIONS.items() if key in held.model_fields]
-        hint = did_you_mean(key, section.model_fields) or (f" Did you mean {home[0]}.{key}?" if home else "")
-        return f"unknown key.{hint}"
-    item = node.value.get(key)
-    shown = repr(item.text) if item is not None and item.text is not None else repr(item.plain() if item else got)
-    declared = typing.get_type_hints(section, include_extras=True).get(key, Any)
-    bounds = {"greater_than": "gt", "greater_than_equal": "ge", "less_than": "lt", "less_than_equal": "le"}
-    words = {"gt": "more than", "ge": "at least", "lt": "less than", "le": "at most"}
-    if kind in bounds:
-        return f"expected {words[bounds[kind]]} {context[bounds[kind]]:,}, got {shown}"
-    if kind == "finite_number":
-        return f"expected a finite number, got {shown}"
-    if (
-        kind == "literal_error"
-        and {type(value) for value in _literals(declared)} == {str}
-        and bool not in set(_leaves(declared))
-    ):
-        choices = [str(value) for value in _literals(declared)]
-        hint = did_you_mean(str(got), choices)
-        return f"expected one of {', '.join(choices)}, got {shown}.{hint}"
-    return f"expected {_describe(declared)}, got {shown}"
-
-
-def _literals(declared: Any) -> list[Any]:
-    origin = typing.get_origin(declared)
-    if origin is Literal:
-        return list(typing.get_args(declared))
-    if origin in (typing.Union, types.UnionType):
-        return [value for part in typing.get_args(declared) for value in _literals(part)]
-    return []
-
-
-def _describe(declared: Any) -> str:
-    names = {int: "a whole number", float: "a number", bool: "true or false", str: "text", dict: "a mapping"}
-    names |= {tuple: "a list of two numbers from 0 to 1", type(None): "null"}
-    parts: list[str] = []
-
-    def collect(kind: Any) -> None:
-        origin = typing.get_origin(kind)
-        if origin is Annotated:
-            collect(typing.get_args(kind)[0])
-        elif origin in (typing.Union, types.UnionType):
-            for part in typing.get_args(kind):
-                collect(part)
-        elif origin is Literal:
-            parts.extend(str(value) for value in typing.get_args(kind))
-        else:
-            parts.append(names.get(origin or kind, str(kind)))
-
-    collect(declared)
-    if "true or false" in parts and len(parts) > 1:
-        parts[parts.index("true or false") : parts.index("true or false") + 1] = ["true", "false"]
-    return parts[0] if len(parts) == 1 else f"{', '.join(parts[:-1])} or {parts[-1]}"
-
-
-def differences(old: Mapping[str, Any], new: Mapping[str, Any], prefix: str = "") -> list[tuple[str, Any, Any]]:
-    """Dotted key, old value and new value of everything that differs between two nested mappings."""
-    result: list[tuple[str, Any, Any]] = []
-    for key in [*old, *(k for k in new if k not in old)]:
-        left, right = old.get(key), new.get(key)
-        if isinstance(left, Mapping) and isinstance(right, Mapping):
-            result += differences(left, right, f"{prefix}{key}.")
-        elif left != right and not (
-            isinstance(left, float) and isinstance(right, float) and math.isnan(left) and math.isnan(right)
-        ):
-            result.append((f"{prefix}{key}", left, right))
-    return result
-
-
-__all__ = ["SECTIONS", "Config", "ConfigErrors", "RawConfig", "differences", "read_draft", "schema", "walk"]

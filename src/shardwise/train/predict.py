@@ -33,8 +33,8 @@ from shardwise.optim.average import ExponentialMovingAverage
 from shardwise.spec.errors import ShardwiseError
 from shardwise.spec.memory.activations import Activations
 from shardwise.train.build import build_model, logits_loss, loss_of
-from shardwise.train.check import RunConfig
 from shardwise.train.control import Control
+from shardwise.train.resolve import RunConfig
 
 
 def predict(
@@ -75,7 +75,7 @@ def _run_dry(resolved: RunConfig, control: Control, device: torch.device) -> dic
     what stays of them between steps: what is allocated in a step counts as activations.
     """
     batch, is_from_hf = resolved.batch, resolved.config.model.hf is not None
-    tokens_BT = torch.empty(batch.micro, resolved.config.data.seq_len or 1, dtype=torch.int64, device="meta")
+    tokens_BT = torch.empty(batch.micro, resolved.seq_len, dtype=torch.int64, device="meta")
     generator = torch.get_rng_state()
     try:
         found = dry_run(
@@ -127,7 +127,7 @@ def _measure(model: nn.Module, resolved: RunConfig, device: torch.device, tp_ran
     recompute.install(model, units, plan.recompute)
     for tensor in [*model.parameters(), *model.buffers()]:
         count.see(tensor)
-    shape = (resolved.batch.micro, resolved.config.data.seq_len or 1)
+    shape = (resolved.batch.micro, resolved.seq_len)
 
     def forward_and_backward() -> None:
         inputs_BT, targets_BT = (torch.zeros(shape, dtype=torch.int64, device=device) for _ in range(2))

@@ -14,9 +14,9 @@ from shardwise.api.parity import ParityReport
 from shardwise.train.alternatives import under_strategies
 from shardwise.train.batch import to_tensors
 from shardwise.train.build import build_model, build_optimizer, parameter_groups
-from shardwise.train.check import RunConfig
 from shardwise.train.data import Data
 from shardwise.train.random_state import seed_all
+from shardwise.train.resolve import RunConfig
 
 
 def compare_with_one_process(

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from shardwise.spec.errors import ConfigError, MeshError, PlanError
 from shardwise.spec.plan import ParallelPlan
-from shardwise.train.check import RunConfig
+from shardwise.train.resolve import RunConfig
 
 
 def rehearse(resolved: RunConfig, world_size: int, local_size: int | None = None) -> None:

@@ -8,7 +8,7 @@ from typing import Any
 
 from shardwise.spec.errors import CheckpointError, ConfigError
 from shardwise.spec.text import similar
-from shardwise.train.config import Config, differences
+from shardwise.train.config import Config
 from shardwise.train.text import printable
 
 #: Keys that may differ, and what may where ``--set`` asks for it: a change in a file may be an oversight.
@@ -116,6 +116,18 @@ def check_config(saved: Mapping[str, Any], config: Config, asked: Collection[str
             " optimizer.lr=1e-4). Restore the others, or start a new run."
         )
     return [f"{key}: {_shown(old)} -> {_shown(new)}" for key, old, new in changed if _is_in(key, (*_SAID, *requested))]
+
+
+def differences(old: Mapping[str, Any], new: Mapping[str, Any], prefix: str = "") -> list[tuple[str, Any, Any]]:
+    """Dotted key, old value and new value of everything that differs between two nested mappings."""
+    result: list[tuple[str, Any, Any]] = []
+    for key in [*old, *(k for k in new if k not in old)]:
+        left, right = old.get(key), new.get(key)
+        if isinstance(left, Mapping) and isinstance(right, Mapping):
+            result += differences(left, right, f"{prefix}{key}.")
+        elif left != right:
+            result.append((f"{prefix}{key}", left, right))
+    return result
 
 
 def _is_in(key: str, keys: Iterable[str]) -> bool:

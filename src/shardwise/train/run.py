@@ -27,7 +27,6 @@ from shardwise.spec.text import size
 from shardwise.train import random_state, rundir
 from shardwise.train.batch import evaluate, held_out_samples, to_tensors
 from shardwise.train.build import build_optimizer, call_of, defer_model, loss_of, parameter_groups, set_lr
-from shardwise.train.check import RunConfig
 from shardwise.train.control import Control
 from shardwise.train.data import open_data
 from shardwise.train.demo import parity_line
@@ -37,6 +36,7 @@ from shardwise.train.metrics import Record, flops_per_token, peak_flops
 from shardwise.train.predict import predict
 from shardwise.train.progress import Progress
 from shardwise.train.recorder import Recorder
+from shardwise.train.resolve import RunConfig
 from shardwise.train.resume import check_config, find_checkpoint, saved_config
 from shardwise.train.sampler import Sampler
 from shardwise.train.save import Checkpoints
@@ -203,7 +203,7 @@ class _Trainer:
         config, batch, mesh = self.config, resolved.batch, resolved.mesh
         self.data = open_data(
             resolved.source,
-            seq_len=config.data.seq_len or 1,
+            seq_len=resolved.seq_len,
             held_out=config.data.held_out,
             vocab_size=resolved.vocab_size,
             seed=config.train.seed,
@@ -475,7 +475,7 @@ class _Trainer:
     def _take(self, values: ReadStep, *, made_steps: int) -> Record:
         """Count a step that was read, the ``made_steps``-th of this process."""
         done, step = self.done, values.step
-        tokens = self.resolved.batch.total * (self.config.data.seq_len or 1)
+        tokens = self.resolved.batch.total * self.resolved.seq_len
         loss, step_s = sum(values.losses.values()) / len(values.losses), step.time.seconds()
         done.step += 1
         done.tokens += tokens
@@ -504,7 +504,7 @@ class _Trainer:
         shape = self.resolved.model
         if self.peak_flops is None or shape is None or shape.num_experts:
             return None
-        needed = flops_per_token(shape, self.config.data.seq_len or 1)
+        needed = flops_per_token(shape, self.resolved.seq_len)
         return tokens_per_s * needed / (self.peak_flops * self.control.size)
 
     def _evaluate(self) -> float:
@@ -622,7 +622,7 @@ class _Trainer:
         )
         tokens = f"{source.num_tokens:,} tokens in {len(source.files)} files" if source.files else "random tokens"
         longer = self.resolved.positions or 0
-        more = f" (data.seq_len; the model takes up to {longer:,})" if longer > (config.data.seq_len or 1) else ""
+        more = f" (data.seq_len; the model takes up to {longer:,})" if longer > self.resolved.seq_len else ""
         say(f"model {str(sw.summary(self.model)).splitlines()[0]}; more in {printable(self.directory / rundir.MODEL)}")
         say(f"data {printable(source.name)}: {tokens}; samples of {config.data.seq_len:,} tokens{more}")
         say(str(batch))

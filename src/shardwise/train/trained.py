@@ -9,9 +9,9 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from shardwise.spec.errors import CheckpointError, ConfigError
-from shardwise.train.check import RunConfig
-from shardwise.train.config import RawConfig, read_draft
+from shardwise.train.config import RawConfig, read_config
 from shardwise.train.data import BYTE_VOCAB, find_source
+from shardwise.train.resolve import RunConfig
 from shardwise.train.resume import find_checkpoint, saved_config
 from shardwise.train.text import printable
 from shardwise.train.tokenizer import BYTES, Bytes, OfFolder, Tokenizer, find_tokenizer
@@ -61,7 +61,7 @@ class Trained:
             "data": {"source": "random"},  # no data is read
             "parallel": {"strategy": "zero3", "tp_plan": self.tp_plan},
         }
-        return read_draft(None, overrides, base=base, title="the run")
+        return read_config(None, overrides, base=base, title="the run")
 
     def tokenizer(self) -> Tokenizer:
         """The folder's, or the one that the run was trained with.

@@ -71,11 +71,13 @@ def test_the_demo_says_why_it_does_not_compare() -> None:
     """The comparison comes after training, which must not fail for it."""
     import torch
 
-    from shardwise.train.check import resolve
-    from shardwise.train.config import read_draft
+    from shardwise.train.config import read_config
     from shardwise.train.demo import parity_line
+    from shardwise.train.resolve import resolve
 
-    draft = read_draft(None, ["parallel.mp_policy={param_dtype: bf16}"], base={"data": {"source": "random"}}, title="t")
+    draft = read_config(
+        None, ["parallel.mp_policy={param_dtype: bf16}"], base={"data": {"source": "random"}}, title="t"
+    )
     line = parity_line(resolve(draft, 1), data=None, device=torch.device("cpu"))
     assert line.startswith("not compared with one process: zero3: mp_policy rounds numbers")
 

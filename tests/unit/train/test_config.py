@@ -13,8 +13,9 @@ import pytest
 
 from shardwise.spec.errors import ConfigError, ShardwiseError
 from shardwise.spec.schedule import PipelinePolicy
-from shardwise.train.check import RunConfig, resolve, stored_dtype
-from shardwise.train.config import Config, differences, read_draft, schema
+from shardwise.train.config import Config, read_config, schema
+from shardwise.train.resolve import RunConfig, resolve, stored_dtype
+from shardwise.train.resume import differences
 
 GOOD = "train: {steps: 10, micro_batch_size: 2, global_batch_size: 8}\ndata: {source: random}\n"
 
@@ -26,7 +27,7 @@ def write(folder: Path, text: str, name: str = "run.yaml") -> Path:
 
 
 def resolved(folder: Path, text: str = GOOD, *overrides: str, world_size: int = 2) -> RunConfig:
-    return resolve(read_draft(write(folder, text), overrides), world_size)
+    return resolve(read_config(write(folder, text), overrides), world_size)
 
 
 def mistakes(folder: Path, text: str, *overrides: str, world_size: int = 2) -> str:
@@ -82,7 +83,7 @@ lr: 1
 
 def test_losses_are_logged_less_often_on_gpus_unless_told(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     assert resolved(tmp_path).config.log.every == 1
-    monkeypatch.setattr("shardwise.train.check._has_gpus", lambda: True)
+    monkeypatch.setattr("shardwise.train.resolve._has_gpus", lambda: True)
     assert resolved(tmp_path).config.log.every == 10
     assert resolved(tmp_path, GOOD, "log.every=1").config.log.every == 1
 
@@ -199,25 +200,25 @@ def test_files_build_on_files_and_circles_are_refused(tmp_path: Path) -> None:
     (tmp_path / "sub").mkdir()
     write(tmp_path, GOOD + "optimizer: {lr: 0.5, weight_decay: 0.2}\n", "base.yaml")
     write(tmp_path / "sub", "extends: ../base.yaml\noptimizer:\n  lr: 0.25\n", "run.yaml")
-    config = resolve(read_draft(tmp_path / "sub" / "run.yaml"), 2).config
+    config = resolve(read_config(tmp_path / "sub" / "run.yaml"), 2).config
     assert (config.optimizer.lr, config.optimizer.weight_decay, config.train.steps) == (0.25, 0.2, 10)
     write(tmp_path, "extends: b.yaml\n", "a.yaml")
     write(tmp_path, "extends: a.yaml\n", "b.yaml")
     with pytest.raises(ConfigError, match=r"extends goes in a circle: a.yaml -> b.yaml -> a.yaml"):
-        read_draft(tmp_path / "a.yaml")
+        read_config(tmp_path / "a.yaml")
     write(tmp_path, "extends: none.yaml\n", "c.yaml")
     with pytest.raises(ConfigError, match=r"c.yaml:1: extends names 'none.yaml', which is no file"):
-        read_draft(tmp_path / "c.yaml")
+        read_config(tmp_path / "c.yaml")
 
 
 def test_toml_is_read_too(tmp_path: Path) -> None:
     path = write(tmp_path, '[data]\nsource = "random"\n[train]\nsteps = 3\nmicro_batch_size = 1\n', "run.toml")
-    assert resolve(read_draft(path), 2).batch.total == 2
+    assert resolve(read_config(path), 2).batch.total == 2
 
 
 def test_the_resolved_file_reads_back_to_the_same_run(tmp_path: Path) -> None:
     first = resolved(tmp_path, GOOD + "model: {num_layers: 2}\n", "optimizer.name=sgd", "parallel.strategy=FSDP").config
-    again = resolve(read_draft(write(tmp_path, first.to_yaml(), "again.yaml")), 2).config
+    again = resolve(read_config(write(tmp_path, first.to_yaml(), "again.yaml")), 2).config
     assert again == first
     assert differences(first.model_dump(), again.model_dump()) == []
 
@@ -278,13 +279,13 @@ def test_mutated_files_give_typed_errors_only(tmp_path: Path) -> None:
         path = tmp_path / "fuzz.yaml"
         path.write_bytes(bytes(data))
         try:
-            resolve(read_draft(path), 2)
+            resolve(read_config(path), 2)
         except ShardwiseError as error:
             assert error.exit_code in {65, 78}  # noqa: PT017  most mutations are legal
 
 
 def test_reading_a_configuration_loads_no_torch() -> None:
-    code = "import sys, shardwise.train.check, shardwise.train.data; sys.exit('torch' in sys.modules)"
+    code = "import sys, shardwise.train.resolve, shardwise.train.data; sys.exit('torch' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0
 
 
@@ -337,7 +338,7 @@ def test_weights_stored_in_16_bit_get_fp32_masters_unless_told_otherwise(tmp_pat
     (tmp_path / "config.json").write_text(f'{{"vocab_size": 256, "model_type": "llama", {named}}}')
     overrides = [f"model.hf={tmp_path}", *(f"parallel.mp_policy={policy}" for policy in given)]
     base = {"data": {"source": "random"}, "train": {"steps": 1}}
-    draft = read_draft(None, overrides, base=base, title="test")
+    draft = read_config(None, overrides, base=base, title="test")
     found = resolve(draft, 1)
     policy = found.plan.precision
     assert (found.raised_from, policy.param_dtype, policy.master_dtype) == expected

@@ -205,8 +205,8 @@ def test_text_beside_token_files_is_refused(tmp_path: Path) -> None:
 STARTED = """
 import json, sys
 from pathlib import Path
-from shardwise.train.check import resolve
-from shardwise.train.config import read_draft
+from shardwise.train.resolve import resolve
+from shardwise.train.config import read_config
 from shardwise.train.data import open_data
 
 def read_bytes():
@@ -216,7 +216,7 @@ folder, num_samples, opened = sys.argv[1], int(sys.argv[2]), set()
 sys.addaudithook(lambda event, args: event == "open" and str(args[0]).startswith(folder) and opened.add(str(args[0])))
 settings = [f"data.source={folder}/*.data", "data.max_bytes=null", "model.preset=gpt-nano", "model.vocab_size=256"]
 before = read_bytes()
-resolved = resolve(read_draft(None, settings, base={}), 2)
+resolved = resolve(read_config(None, settings, base={}), 2)
 resolved.source.check(resolved.vocab_size)
 resolved.source.fingerprint()
 data = open_data(resolved.source, seq_len=16, held_out=0.05, vocab_size=resolved.vocab_size, seed=0)

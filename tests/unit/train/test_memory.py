@@ -8,10 +8,10 @@ import pytest
 import torch
 
 from shardwise.train.build import build_model
-from shardwise.train.check import resolve
-from shardwise.train.config import read_draft
+from shardwise.train.config import read_config
 from shardwise.train.memory import PeakTensorBytes
 from shardwise.train.predict import measure
+from shardwise.train.resolve import resolve
 
 CPU = torch.device("cpu")
 
@@ -78,7 +78,7 @@ def test_saved_activations_and_gradients_count() -> None:
 @pytest.mark.parametrize("extra", [[], ["model.dropout=0.1"], ["model.activation_checkpointing=true"]])
 def test_predicted_activations_are_those_of_a_real_step(extra: list[str]) -> None:
     base = {"data": {"source": "random"}, "train": {"steps": 1, "micro_batch_size": 3}}
-    resolved = resolve(read_draft(None, extra, base=base, title="test"), 1)
+    resolved = resolve(read_config(None, extra, base=base, title="test"), 1)
     model = build_model(resolved, CPU)
     for parameter in model.parameters():
         parameter.register_post_accumulate_grad_hook(lambda p: setattr(p, "grad", None))
@@ -94,7 +94,7 @@ def test_predicted_activations_are_those_of_a_real_step(extra: list[str]) -> Non
 
 def test_predicting_leaves_the_random_state_alone() -> None:
     base = {"data": {"source": "random"}, "train": {"steps": 1}}
-    resolved = resolve(read_draft(None, base=base, title="test"), 1)
+    resolved = resolve(read_config(None, base=base, title="test"), 1)
     before = torch.get_rng_state()
     assert measure(resolved, CPU)
     assert torch.equal(before, torch.get_rng_state())

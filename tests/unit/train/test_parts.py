@@ -19,10 +19,10 @@ from shardwise.spec.errors import CheckpointError
 from shardwise.spec.text import size
 from shardwise.train import random_state
 from shardwise.train.build import build_model, build_optimizer, loss_of, parameter_groups, set_lr
-from shardwise.train.check import resolve
-from shardwise.train.config import OptimizerSection, read_draft
+from shardwise.train.config import OptimizerSection, read_config
 from shardwise.train.metrics import PEAKS, flops_per_token, peak_flops
 from shardwise.train.predict import measure
+from shardwise.train.resolve import resolve
 from shardwise.train.stop import INTERRUPTED, STOPPED, StopRequest, exit_code
 from shardwise.train.text import printable
 
@@ -147,7 +147,7 @@ def test_a_hugging_face_folder_is_built_offline_from_its_configuration(tmp_path:
         ' "max_position_embeddings": 32}'
     )
     base = {"model": {"hf": str(tmp_path)}, "data": {"source": "random"}, "train": {"steps": 1}}
-    resolved = resolve(read_draft(None, base=base, title="test"), 1)
+    resolved = resolve(read_config(None, base=base, title="test"), 1)
     random_state.seed_all(0)
     model = build_model(resolved, CPU)
     tokens = torch.zeros(2, 9, dtype=torch.int64)

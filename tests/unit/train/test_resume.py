@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from shardwise.spec.errors import CheckpointError, ConfigError
-from shardwise.train.config import Config, read_draft
+from shardwise.train.config import Config, read_config
 from shardwise.train.resume import check_config, find_checkpoint
 
 
@@ -59,7 +59,7 @@ def test_the_rate_its_schedule_and_clipping_may_differ_where_asked_for_and_are_t
 
 def test_what_was_asked_for_is_known_from_the_command_line_only(tmp_path: Path) -> None:
     (tmp_path / "run.yaml").write_text("optimizer: {lr: 1e-3}\ntrain: {steps: 3}\n")
-    draft = read_draft(tmp_path / "run.yaml", ["optimizer.lr=1e-4", "schedule={name: linear}", "log.every=2"])
+    draft = read_config(tmp_path / "run.yaml", ["optimizer.lr=1e-4", "schedule={name: linear}", "log.every=2"])
     assert draft.asked() == {"optimizer.lr", "schedule.name", "log.every"}
 
 

@@ -12,9 +12,9 @@ import pytest
 from shardwise.cli import main
 from shardwise.spec.errors import ConfigError
 from shardwise.train import tokenizer as module
-from shardwise.train.check import RunConfig, resolve
-from shardwise.train.config import read_draft
+from shardwise.train.config import read_config
 from shardwise.train.data import find_source
+from shardwise.train.resolve import RunConfig, resolve
 from shardwise.train.tokenizer import Bytes, OfFolder, find_tokenizer, has_tokenizer, tokenize
 from shardwise.train.tokens import DataError, map_tokens, read_header
 from tests.tokenizers import TEXT, save_model, save_tokenizer
@@ -41,7 +41,7 @@ def folder(tmp_path: Path) -> Path:
 
 def resolved(text: Path, *settings: str, said: list[str] | None = None) -> RunConfig:
     base: dict[str, Any] = {"data": {"source": str(text), "seq_len": 8}, "train": {"micro_batch_size": 1}}
-    return resolve(read_draft(None, settings, base=base), 2, say=None if said is None else said.append)
+    return resolve(read_config(None, settings, base=base), 2, say=None if said is None else said.append)
 
 
 def test_a_folder_gives_its_ids_back_as_text_and_knows_its_size_and_end(folder: Path) -> None:

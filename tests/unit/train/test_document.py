@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from shardwise.spec.errors import ConfigError
-from shardwise.train.tree import Problem, merge, parse_toml, parse_yaml, plain_scalar, read_tree
+from shardwise.train.document import Problem, parse_toml, parse_yaml, plain_scalar, read_document
 
 
 @pytest.mark.parametrize(
@@ -41,9 +41,9 @@ def test_plain_scalars_follow_the_core_schema(text: str, value: object) -> None:
 
 
 def test_every_value_knows_its_line() -> None:
-    tree = parse_yaml("a:\n  b: 1\n  c: [1,\n    2]\n", "run.yaml")
-    assert tree.value["a"].value["c"].value[1].where == "run.yaml:4"
-    assert tree.value["a"].keys_at == {"b": "run.yaml:2", "c": "run.yaml:3"}
+    where = parse_yaml("a:\n  b: 1\n  c: [1,\n    2]\n", "run.yaml").where
+    assert where["a", "c", "1"] == "run.yaml:4"
+    assert (where["a", "b"], where["a", "c"]) == ("run.yaml:2", "run.yaml:3")
 
 
 @pytest.mark.parametrize(
@@ -54,12 +54,12 @@ def test_every_value_knows_its_line() -> None:
         ("a: !include x", "f:1: tags such as"),
         ("a: 1\n---\nb: 2", "f:2: a second document"),
         ("[" * 5000, "nested more than 24 levels"),
-        ("a: &x [*x]", "nested more than 24 levels"),
+        ("a: &x [*x]", "stands for nothing that ends before it"),
         ("a: &x {b: 1}\nc:\n  <<: *x", "merge keys"),
         ("{[1]: 2}", "a key must be plain text"),
         ("a: b: c", "not valid YAML"),
         ("a: \x00", "not valid YAML"),
-        ("a: [*x" + ", *x" * 200 + "]", "aliases"),
+        ("x: &x 1\na: [*x" + ", *x" * 200 + "]", "aliases"),
     ],
 )
 def test_what_is_refused_is_refused_with_its_place(text: str, message: str) -> None:
@@ -78,9 +78,9 @@ def test_an_alias_bomb_is_refused_at_once() -> None:
 
 
 def test_toml_gives_the_same_tree_with_lines() -> None:
-    tree = parse_toml("name = 'x'\n[optimizer]\nlr = 1e-5\nbetas = [0.9, 0.95]\n", "run.toml")
-    assert tree.plain() == {"name": "x", "optimizer": {"lr": 1e-5, "betas": [0.9, 0.95]}}
-    assert tree.value["optimizer"].keys_at["lr"] == "run.toml:3"
+    document = parse_toml("name = 'x'\n[optimizer]\nlr = 1e-5\nbetas = [0.9, 0.95]\n", "run.toml")
+    assert document.values == {"name": "x", "optimizer": {"lr": 1e-5, "betas": [0.9, 0.95]}}
+    assert document.where["optimizer", "lr"] == "run.toml:3"
 
 
 def test_duplicate_toml_keys_name_both_lines() -> None:
@@ -89,24 +89,31 @@ def test_duplicate_toml_keys_name_both_lines() -> None:
 
 
 def test_merging_goes_key_by_key_and_the_later_place_wins() -> None:
-    tree = merge(parse_yaml("a: {b: 1, c: 2}", "base"), parse_yaml("a: {c: 3}", "over"))
-    assert tree.plain() == {"a": {"b": 1, "c": 3}}
-    assert tree.value["a"].keys_at == {"b": "base:1", "c": "over:1"}
+    document = parse_yaml("a: {b: 1, c: 2}", "base")
+    document.lay(parse_yaml("a: {c: 3}", "over"))
+    assert document.values == {"a": {"b": 1, "c": 3}}
+    assert (document.where["a", "b"], document.where["a", "c"]) == ("base:1", "over:1")
+
+
+def test_an_anchor_stands_for_its_value_wherever_it_is_named() -> None:
+    document = parse_yaml("a: &x {b: [1]}\nc: *x\n", "run.yaml")
+    document.lay(parse_yaml("a: {b: 2}", "over"))
+    assert document.values == {"a": {"b": 2}, "c": {"b": [1]}}
 
 
 def test_files_that_cannot_be_a_configuration_are_refused(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match=r"does not exist"):
-        read_tree(tmp_path / "none.yaml")
+        read_document(tmp_path / "none.yaml")
     with pytest.raises(ConfigError, match=r"is a folder"):
-        read_tree(tmp_path)
+        read_document(tmp_path)
     (tmp_path / "big.yaml").write_text("a: " + "x" * (1 << 20))
     with pytest.raises(ConfigError, match=r"at most 1,048,576"):
-        read_tree(tmp_path / "big.yaml")
+        read_document(tmp_path / "big.yaml")
     (tmp_path / "latin.yaml").write_bytes(b"a: 1\nb: \xff\n")
     with pytest.raises(ConfigError, match=r"latin.yaml:2: not UTF-8"):
-        read_tree(tmp_path / "latin.yaml")
+        read_document(tmp_path / "latin.yaml")
     (tmp_path / "list.yaml").write_text("- 1\n")
     with pytest.raises(ConfigError, match=r"expected sections"):
-        read_tree(tmp_path / "list.yaml")
+        read_document(tmp_path / "list.yaml")
     (tmp_path / "empty.yaml").write_text("# nothing\n")
-    assert read_tree(tmp_path / "empty.yaml").plain() == {}
+    assert read_document(tmp_path / "empty.yaml").values == {}
