@@ -19,6 +19,7 @@ from shardwise.comm.base import CollectiveEvent
 from shardwise.comm.record import RecordComm
 from shardwise.engine.unit import engine_of
 from shardwise.features.wrap import find_units
+from shardwise.measure.held import held_bytes
 from shardwise.measure.meta import FusedAttention, build_on_meta, without_values
 from shardwise.measure.storage import StorageCount
 from shardwise.optim.average import ExponentialMovingAverage
@@ -29,7 +30,6 @@ from shardwise.spec.mesh import Mesh
 from shardwise.spec.plan import ParallelPlan, check_plan
 from shardwise.spec.schedule.simulate import Durations, simulate
 from shardwise.spec.text import size
-from shardwise.state.held import held_bytes
 
 OptimizerFactory = Callable[[Iterable[nn.Parameter]], torch.optim.Optimizer]
 

@@ -206,7 +206,7 @@ class _Targets:
         engine = engine_of(model, "sw.load")
         place = (engine.comms.world.rank, holders)
         self._data, self._optimizers, self._average = checkpoint.data, optimizers, average
-        self._held = states.HeldValues(model, checkpoint.tensors)
+        self._held = states.held_values(model, checkpoint.tensors)
         self._own = LoadedIgnored(engine.ignored, optimizers, place, checkpoint.tensors)
         self.extents = [*self._held.extents, *self._own.extents]
         self.unread = {f"{_OPTIMIZER}/", f"{_AVERAGE}/", f"{_RANK}/"}
@@ -225,7 +225,7 @@ class _Targets:
                     f"checkpoint {checkpoint.path} holds no averaged weights.\n"
                     "  Call sw.load without average, and begin one anew."
                 )
-            self._averages, extents = average.fresh_extents()
+            self._averages, extents = average.fresh()
             self.extents += extents
             self.unread.discard(f"{_AVERAGE}/")
 
@@ -252,8 +252,7 @@ class _Targets:
 
     def install(self) -> None:
         """Everything has been read."""
-        with torch.no_grad():
-            self._held.install()
+        self._held.install()
         if self._optimizers:
             saved = self._data[_OPTIMIZER]
             self._state.install(saved["scalars"])

@@ -29,9 +29,10 @@ from shardwise.checkpoint import folder as folders
 from shardwise.checkpoint import plain
 from shardwise.checkpoint.folder import RefusedError
 from shardwise.checkpoint.shard import Layout, Piece, frozen_layout, frozen_name, layout, shard_name
-from shardwise.spec.extent import MAX_CELLS, Extent, describe_cuts, tiling_problems
+from shardwise.spec.extent import MAX_CELLS, Extent, describe_cuts
 from shardwise.spec.precision import ITEM_BYTES
 from shardwise.spec.slice import Cut, simplest
+from shardwise.state.extents import coverage_problems
 
 MANIFEST_NAME = "manifest.json"
 FORMAT_VERSION = 3
@@ -307,7 +308,7 @@ def combine(extents: Mapping[int, Iterable[Extent]]) -> tuple[dict[str, TensorEn
     entries = {}
     for name, (_, extent) in first.items():
         held = {cuts: sorted(pieces[name][cuts]) for cuts in sorted(pieces[name], key=_by_place)}
-        problems += _whole(name, extent.shape, held)
+        problems += coverage_problems(name, extent.shape, held)
         slices = [cuts for cuts in held if cuts]
         numbers = {cuts: number for number, cuts in enumerate(slices)} | {(): -1}
         entries[name] = TensorEntry(
@@ -469,7 +470,7 @@ def _tensor_problems(name: str, entry: TensorEntry, world_size: int) -> list[str
         if run.count > 1 and run.start >= run.stop:
             return [f"{name}: the range {run.start} to {run.stop} is empty"]
         held.setdefault(entry.cuts[run.slice] if run.slice >= 0 else (), []).append((run.start, run.end, run.rank))
-    return _whole(name, whole.shape, held)
+    return coverage_problems(name, whole.shape, held)
 
 
 def _slices_problem(whole: Extent, entry: TensorEntry) -> str | None:
@@ -482,34 +483,6 @@ def _slices_problem(whole: Extent, entry: TensorEntry) -> str | None:
         return "a slice is listed twice, or is none"
     problems = (_cuts_problem(dataclasses.replace(whole, cuts=cuts)) for cuts in entry.cuts)
     return next((problem for problem in problems if problem is not None), None)
-
-
-def _whole(name: str, shape: tuple[int, ...], held: Mapping[tuple[Cut, ...], list[tuple[int, int, int]]]) -> list[str]:
-    """What keeps the ranges ``(start, stop, rank)`` of each slice from being exactly the whole tensor."""
-    problems = []
-    for cuts, ranges in held.items():
-        numel = Extent(name, shape, "", 0, 0, cuts=cuts).slice_numel
-        problems += _coverage(f"{name}{describe_cuts(shape, cuts)}" if cuts else name, numel, ranges)
-    return problems or (tiling_problems(name, shape, list(held)) if held else _coverage(name, math.prod(shape), []))
-
-
-def _coverage(name: str, numel: int, held: list[tuple[int, int, int]]) -> list[str]:
-    """Gaps and overlaps of sorted ``(start, stop, rank)`` in ``numel`` elements."""
-    problems = []
-    end, last = 0, -1
-    for start, stop, rank in held:
-        if start > end:
-            problems.append(f"{name}: no rank holds elements {end} to {start}")
-        elif start < end:
-            problems.append(f"{name}: elements {start} to {min(end, stop)} are held by rank {last} and by rank {rank}")
-        if start >= stop:
-            problems.append(f"{name}: the range {start} to {stop} is empty")
-        end, last = max(end, stop), rank
-    if end < numel:
-        problems.append(f"{name}: no rank holds elements {end} to {numel}")
-    elif end > numel:
-        problems.append(f"{name}: element {end - 1} is outside of its {numel}")
-    return problems
 
 
 def _checksum(content: Mapping[str, Any]) -> str:

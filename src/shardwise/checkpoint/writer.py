@@ -52,8 +52,8 @@ from shardwise.comm.dtype import dtype_name
 from shardwise.spec.errors import CheckpointError, ShardwiseError, StorageError
 from shardwise.spec.extent import Extent
 from shardwise.spec.precision import item_bytes
-from shardwise.spec.slice import Cut
 from shardwise.spec.text import size
+from shardwise.state.extents import packed, unpacked, unpacked_cuts
 
 
 def write(
@@ -151,7 +151,7 @@ class _Save:
                 "run_id": self.run_id,
                 "data": hashlib.sha256(plain.dumps(self.data)).hexdigest(),
                 "rank_data": None if rank_data is None else plain.pack(rank_data, "rank_data"),
-                "extents": [_packed(extent) for extent, _ in tensors],
+                "extents": [packed(extent) for extent, _ in tensors],
                 "frozen": sorted({extent.name for extent, _ in tensors if extent.name in frozen}),
                 "bytes": sum(
                     extent.numel * item_bytes(extent.dtype) for extent, _ in tensors if extent.name not in linked
@@ -165,7 +165,7 @@ class _Save:
         self.save_id = answer["save_id"]
         self.temporary = self._temporary_path(self.save_id)
         numbers = scatter_json(self.comm, self._slice_numbers) if answer["has_slices"] else []
-        slices = {(name, _cuts(cuts)): number for name, cuts, number in numbers}
+        slices = {(name, unpacked_cuts(cuts)): number for name, cuts, number in numbers}
         for extent, tensor in tensors:
             if extent.numel:
                 number = slices[extent.name, extent.cuts] if extent.cuts else -1
@@ -176,7 +176,7 @@ class _Save:
     def _combine(self, reports: list[dict[str, Any]]) -> dict[str, Any]:
         """On rank 0: put together what all ranks hold, and refuse what is not a whole state or does not fit."""
         problems = _disagreements(reports)
-        extents = {rank: [_unpacked(held) for held in report.pop("extents")] for rank, report in enumerate(reports)}
+        extents = {rank: [unpacked(held) for held in report.pop("extents")] for rank, report in enumerate(reports)}
         self.entries, uncovered = combine(extents)
         problems += uncovered
         frozen = {name for report in reports for name in report["frozen"]}
@@ -203,7 +203,7 @@ class _Save:
             }
             self._slice_numbers = [
                 [
-                    (name, _plain_cuts(cuts), known[name][cuts])
+                    (name, [(cut.dim, cut.ranges) for cut in cuts], known[name][cuts])
                     for name, cuts in dict.fromkeys((held.name, held.cuts) for held in extents[rank] if held.numel)
                     if cuts
                 ]
@@ -411,26 +411,6 @@ _AFTERWARDS = "\n  Nothing was published; earlier checkpoints are as they were. 
 def _failed(causes: dict[str, str], *, is_storage: bool) -> dict[str, Any]:
     told = "; ".join(f"rank {ranks}: {cause}" for ranks, cause in causes.items())
     return {"failed": f"{told}.{_AFTERWARDS}", "is_storage": is_storage}
-
-
-def _plain_cuts(cuts: tuple[Cut, ...]) -> list[Any]:
-    return [(cut.dim, cut.ranges) for cut in cuts]
-
-
-def _cuts(packed: Sequence[Any]) -> tuple[Cut, ...]:
-    return tuple(Cut(dim, tuple((first, last) for first, last in ranges)) for dim, ranges in packed)
-
-
-def _packed(extent: Extent) -> list[Any]:
-    cuts = _plain_cuts(extent.cuts)
-    named = (extent.name, extent.shape, extent.dtype, extent.start, extent.stop)
-    return [*named, extent.stride, cuts] if cuts or extent.stride is not None else [*named]
-
-
-def _unpacked(packed: list[Any]) -> Extent:
-    name, shape, dtype, start, stop, *unusual = packed
-    stride, cuts = unusual or (None, ())
-    return Extent(name, tuple(shape), dtype, start, stop, None if stride is None else tuple(stride), _cuts(cuts))
 
 
 def _problem(error: Exception) -> str:

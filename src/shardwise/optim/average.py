@@ -16,11 +16,12 @@ from shardwise.engine.group import Group
 from shardwise.engine.unit import engine_of
 from shardwise.optim.checks import engines_of
 from shardwise.spec.errors import StateError
-from shardwise.spec.extent import Extent
 from shardwise.spec.slice import slice_of
-from shardwise.state.ignored import held_extent
-from shardwise.state.model import extent_of, owned_pieces
+from shardwise.state.extents import Pairs
+from shardwise.state.held import extent_of, owned_pieces, pairs_of
 
+#: Begins the names of averages in checkpoints.
+_AVERAGE = "average/"
 #: Elements that are exchanged at a time: no second copy of the weights.
 _CHUNK_NUMEL = 1 << 20
 
@@ -145,43 +146,36 @@ class ExponentialMovingAverage:
 
     # -- checkpoints
 
-    def owned_extents(self) -> list[tuple[Extent, Tensor]]:
+    def owned_extents(self) -> Pairs:
         """What this rank writes to a checkpoint: ranges of ``average/<parameter name>``.
 
         Raises:
             StateError: As :meth:`update`.
         """
         engine = self._settled("owned_extents")
-        spread = [
-            _spread_extent(name, rows, average.view(rows.shape))
-            for name, (rows, average) in self._spread(engine).items()
-        ]
-        if engine.comms.replica:
-            return spread
-        return spread + [
-            extent_of(group, index, _name(group, index), piece, group.held_view(index, average))
-            for group, average in self._pairs()
-            for index, piece in owned_pieces(engine, group)
-        ]
+        found: Pairs = []
+        for name, (rows, average) in self._spread(engine).items():
+            found.append((extent_of(f"{_AVERAGE}{name}", average, rows.shape, slice_of(rows)), average))
+        for group, average in self._pairs():
+            found += pairs_of(group, owned_pieces(engine, group), average, _AVERAGE)
+        return found
 
-    def fresh_extents(self) -> tuple[list[Tensor], list[tuple[Extent, Tensor]]]:
+    def fresh(self) -> tuple[list[Tensor], Pairs]:
         """New averages for :meth:`install`, and this rank's ranges of the stored tensors as targets to load into.
 
         Raises:
             StateError: As :meth:`update`.
         """
-        engine = self._settled("fresh_extents")
-        fresh, extents = [], []
+        engine = self._settled("fresh")
+        made: list[Tensor] = []
+        extents: Pairs = []
         for group, average in self._pairs():
-            flat = torch.zeros_like(average)
-            fresh.append(flat)
-            for piece in group.held:
-                view = group.held_view(piece.index, flat)
-                extents.append(extent_of(group, piece.index, _name(group, piece.index), piece, view))
+            made.append(torch.zeros_like(average))
+            extents += pairs_of(group, group.held, made[-1], _AVERAGE)
         for name, (rows, average) in self._spread(engine).items():
-            fresh.append(torch.zeros_like(average))
-            extents.append(_spread_extent(name, rows, fresh[-1].view(rows.shape)))
-        return fresh, extents
+            made.append(torch.zeros_like(average))
+            extents.append((extent_of(f"{_AVERAGE}{name}", made[-1], rows.shape, slice_of(rows)), made[-1]))
+        return made, extents
 
     def install(self, fresh: list[Tensor], settings: dict[str, Any]) -> None:
         """Take what was loaded."""
@@ -204,14 +198,6 @@ class ExponentialMovingAverage:
     def settings(self) -> dict[str, Any]:
         """What a checkpoint holds beside the tensors."""
         return {"decay": self.decay, "num_updates": self.num_updates}
-
-
-def _name(group: Group, index: int) -> str:
-    return f"average/{group.layout.params[index].name}"
-
-
-def _spread_extent(name: str, rows: nn.Parameter, average: Tensor) -> tuple[Extent, Tensor]:
-    return held_extent(f"average/{name}", average, slice_of(rows))
 
 
 def _average_of(weights: Tensor) -> Tensor:

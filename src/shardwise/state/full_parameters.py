@@ -21,7 +21,8 @@ from shardwise.engine.pool import contiguous_stride
 from shardwise.engine.unit import Unit, engine_of, mark_of
 from shardwise.spec.errors import StateError
 from shardwise.spec.slice import slice_of
-from shardwise.state.assemble import gather_to_root, is_root_of, send_group
+from shardwise.state.extents import gather, scatter, survey
+from shardwise.state.held import gathered_pieces, of_group
 
 
 @dataclass(slots=True)
@@ -60,8 +61,9 @@ def full_parameters(
         offload_to_cpu: Show them in host memory; the device holds one group at a time.
 
     Collective:
-        One all-gather per group (a gather to rank 0 for sharded parameters with ``rank0_only``), nothing for ``ddp``;
-        with ``writeback`` a verdict and one scatter (broadcast) per group at the end. All ranks must enter and leave.
+        One all-gather per group, nothing for ``ddp``. With ``rank0_only`` sharded parameters are gathered on rank 0 as
+        by ``sw.full_state_dict``; with ``writeback`` rank 0's values are scattered at the end as by
+        ``sw.load_full_state_dict``. All ranks must enter and leave.
 
     Raises:
         StateError: Under tensor, expert or pipeline parallelism, whose modules work on parts of parameters, or hold
@@ -74,12 +76,14 @@ def full_parameters(
     _check_layout(units)
     mode = Whole(is_written_back=writeback, is_on_root_only=rank0_only)
     fresh = _check_entry(units, mode)
-    for engine in {id(engine): engine for engine, _ in fresh}.values():
-        engine.sync_buffers()
+    by_engine: dict[Engine, list[Group]] = {}
+    for engine, unit in fresh:
+        by_engine.setdefault(engine, []).extend(unit.groups)
     shown: list[_Shown] = []
     try:
-        for engine, group in ((engine, group) for engine, unit in fresh for group in unit.groups):
-            shown.append(_Shown(engine, group, mode, offload_to_cpu=offload_to_cpu))
+        for engine, groups in by_engine.items():
+            engine.sync_buffers()
+            shown.extend(_show(engine, groups, mode, offload_to_cpu=offload_to_cpu))
         yield
     except BaseException:
         _close(fresh, shown, keeps=False)
@@ -87,16 +91,19 @@ def full_parameters(
     problems = [problem for each in shown for problem in each.problems()]
     if writeback and fresh:
         problems = [p for found in all_gather_json(fresh[0][0].comms.control, problems) for p in found]
-    wholes = _close(fresh, shown, keeps=writeback and not problems)
+    _close(fresh, shown, keeps=writeback and not problems)
     if problems:
         raise StateError(
             f"sw.full_parameters: {problems[0]}.\n"
             "  Change values in place (p.copy_(...), p.data = ...); train and replace parameters outside of it."
         )
-    if writeback:
-        for each, whole in zip(shown, wholes, strict=True):
-            send_group(each.group, whole if is_root_of(each.group) else None)
-    for engine in {id(engine): engine for engine, _ in fresh}.values():
+    for engine, groups in by_engine.items():
+        if writeback:
+            holdings = [of_group(group) for group in groups]
+            reports, _ = survey(engine.comms.world, holdings, lambda _: None)
+            values = {name: view for each in shown if each.group in groups for name, view in each.views.items()}
+            names = [spec.name for group in groups for spec in group.layout.params]
+            scatter(engine.comms.world, holdings, reports, values, names)
         if writeback or mode.has_computed:
             engine.invalidate()
 
@@ -162,29 +169,79 @@ def _check_entry(units: Sequence[tuple[Engine, Unit]], mode: Whole) -> list[tupl
     return [(engine, unit) for engine, unit in units if unit.whole is None]
 
 
-def _close(units: Sequence[tuple[Engine, Unit]], shown: Sequence[_Shown], *, keeps: bool) -> list[Tensor | None]:
-    """Put the shards back; returns what the groups held at the end. Replicas keep it with ``keeps``."""
-    wholes = [each.close(keeps=keeps) for each in shown]
+def _show(engine: Engine, groups: Sequence[Group], mode: Whole, *, offload_to_cpu: bool) -> Iterator[_Shown]:
+    """Gather groups and show them, one after the other, or with ``rank0_only`` all of them on rank 0."""
+    is_root = engine.comms.world.rank == 0
+    apart = [group for group in groups if group.standing is None or group.is_apart] if mode.is_on_root_only else []
+    wholes: dict[Group, Tensor] = {}
+    views: dict[str, Tensor] = {}
+    if is_root:
+        for group in apart:
+            wholes[group] = torch.empty(
+                group.layout.numel, dtype=group.dtype, device="cpu" if offload_to_cpu else group.device
+            )
+            views |= _views(group, wholes[group])
+    if apart:
+        holdings = [of_group(group, gathered_pieces(engine, group)) for group in apart]
+        reports, _ = survey(engine.comms.world, holdings, lambda _: None)
+        gather(engine.comms.world, holdings, reports, lambda extent: views[extent.name])
+    for group in groups:
+        whole = wholes.get(group) if group in apart else _gathered(group)
+        yield _Shown(group, whole if is_root or not mode.is_on_root_only else None, mode, offload_to_cpu=offload_to_cpu)
+
+
+def _gathered(group: Group) -> Tensor:
+    """The whole group in its master's dtype, on every rank."""
+    comm, standing = group.comms.gather, group.standing
+    if standing is not None and not group.is_apart:
+        # With rank0_only as well: a gather to one rank would leave the replicas of the others behind.
+        if group.row.shards_optimizer:
+            comm.all_gather(standing, unit=group.unit.name, cuts=group.layout.uneven_cuts).wait()
+        return standing
+    if not group.row.shards_optimizer:
+        return group.values().clone()
+    whole = torch.empty(group.layout.numel, dtype=group.dtype, device=comm.device)
+    whole[group.layout.slice_of(comm.rank)].copy_(group.values())
+    comm.all_gather(whole, unit=group.unit.name, cuts=group.layout.uneven_cuts).wait()
+    return whole
+
+
+def _views(group: Group, whole: Tensor) -> dict[str, Tensor]:
+    """The parameters in the whole group, by name."""
+    return {
+        spec.name: whole.as_strided(
+            spec.shape, spec.stride or contiguous_stride(spec.shape), whole.storage_offset() + offset
+        )
+        for spec, offset in zip(group.layout.params, group.layout.offsets, strict=True)
+    }
+
+
+def _close(units: Sequence[tuple[Engine, Unit]], shown: Sequence[_Shown], *, keeps: bool) -> None:
+    """Put the shards back. Replicas keep what the parameters hold with ``keeps``."""
+    for each in shown:
+        each.close(keeps=keeps)
     for _, unit in units:
         unit.whole = None
         unit.shows_logical_state = False
         for owner in unit.owners:
             owner.put(owner.shards)
-    return wholes
 
 
 class _Shown:
-    """One group, shown whole from its construction until :meth:`close`."""
+    """One group, shown whole from its construction until :meth:`close`; nothing is shown where ``whole`` is ``None``.
 
-    def __init__(self, engine: Engine, group: Group, mode: Whole, *, offload_to_cpu: bool) -> None:
-        self.engine = engine
+    Attributes:
+        group: The group.
+        views: The whole parameters, by name.
+    """
+
+    def __init__(self, group: Group, whole: Tensor | None, mode: Whole, *, offload_to_cpu: bool) -> None:
         self.group = group
-        self._views: list[Tensor] = []
+        self.views: dict[str, Tensor] = {}
         self._grads: list[Tensor | None] = []
         self._saved: Tensor | None = None
         unit = group.unit
         unit.whole = mode
-        whole = self._gather(to_root=mode.is_on_root_only)
         if whole is None:
             return
         standing = group.standing
@@ -195,54 +252,32 @@ class _Shown:
             self._saved = whole.clone()
         group.whole = whole
         unit.shows_logical_state = True
-        for shard, spec, offset in zip(group.shards, group.layout.params, group.layout.offsets, strict=True):
-            stride = spec.stride or contiguous_stride(spec.shape)
-            view = whole.as_strided(spec.shape, stride, whole.storage_offset() + offset)
-            self._views.append(view)
+        self.views = _views(group, whole)
+        for shard, view in zip(group.shards, self.views.values(), strict=True):
             self._grads.append(shard.grad)
             shard.grad = None
             shard.data = view
-
-    def _gather(self, *, to_root: bool) -> Tensor | None:
-        """The whole group in its master's dtype; ``None`` on ranks that are not to see it."""
-        group, comm = self.group, self.group.comms.gather
-        standing = group.standing
-        if standing is not None and not group.is_apart:
-            # Other ranks may see it as well, and a gather to one would leave their replicas behind.
-            if group.row.shards_optimizer:
-                comm.all_gather(standing, unit=group.unit.name, cuts=group.layout.uneven_cuts).wait()
-            return standing if is_root_of(group) or not to_root else None
-        if to_root:
-            whole = gather_to_root(group)
-            return whole.clone() if whole is group.master else whole
-        if not group.row.shards_optimizer:
-            return group.values().clone()
-        whole = torch.empty(group.layout.numel, dtype=group.dtype, device=comm.device)
-        whole[group.layout.slice_of(comm.rank)].copy_(group.values())
-        comm.all_gather(whole, unit=group.unit.name, cuts=group.layout.uneven_cuts).wait()
-        return whole
 
     def problems(self) -> list[str]:
         """What was done inside that cannot be taken over. Values set by ``p.data = ...`` are."""
         found = []
         held = {id(p) for owner in self.group.unit.owners for p in owner.parameters.values() if p is not None}
-        for shard, spec, view in zip(self.group.shards, self.group.layout.params, self._views, strict=False):
+        for shard, (name, view) in zip(self.group.shards, self.views.items(), strict=False):
             if id(shard) not in held:
-                found.append(f"parameter {spec.name!r} was replaced by another object")
+                found.append(f"parameter {name!r} was replaced by another object")
             elif shard.shape != view.shape or shard.dtype != view.dtype:
                 found.append(
-                    f"parameter {spec.name!r} became {list(shard.shape)} {shard.dtype}, from {list(view.shape)}"
-                    f" {view.dtype}"
+                    f"parameter {name!r} became {list(shard.shape)} {shard.dtype}, from {list(view.shape)} {view.dtype}"
                 )
             elif shard.grad is not None:
-                found.append(f"a gradient for {spec.name!r} arrived inside")
+                found.append(f"a gradient for {name!r} arrived inside")
         return found
 
     @torch.no_grad()
-    def close(self, *, keeps: bool) -> Tensor | None:
-        """Point the parameters at their shards again; returns the whole group as it was left."""
-        group, whole = self.group, self.group.whole
-        for shard, view in zip(group.shards, self._views, strict=False):
+    def close(self, *, keeps: bool) -> None:
+        """Point the parameters at their shards again; the whole group stays as it was left in :attr:`views`."""
+        group = self.group
+        for shard, view in zip(group.shards, self.views.values(), strict=False):
             if shard.data_ptr() != view.data_ptr() and shard.shape == view.shape:
                 view.copy_(shard.data)
         if group.standing is not None and self._saved is not None and not keeps:
@@ -252,7 +287,6 @@ class _Shown:
             shard.data = view
             shard.grad = grad
         group.whole = None
-        return whole
 
 
 def _address(tensor: Tensor) -> int:

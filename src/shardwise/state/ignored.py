@@ -15,12 +15,14 @@ from torch import Tensor, nn
 
 from shardwise.comm.axes import Comms
 from shardwise.comm.control import all_gather_json
-from shardwise.comm.dtype import dtype_name, torch_dtype
+from shardwise.comm.dtype import torch_dtype
 from shardwise.engine.unit import Ignored
 from shardwise.init.digest import digest_of
 from shardwise.spec.errors import CheckpointError, StateError
 from shardwise.spec.extent import Extent
-from shardwise.spec.slice import Slice, simplest, slice_of
+from shardwise.spec.slice import Slice, slice_of
+from shardwise.state.extents import Pairs
+from shardwise.state.held import extent_of
 
 
 class SavedIgnored:
@@ -44,7 +46,7 @@ class SavedIgnored:
     """
 
     def __init__(self, ignored: Ignored, optimizers: Sequence[torch.optim.Optimizer], comms: Comms) -> None:
-        self.extents: list[tuple[Extent, Tensor]] = []
+        self.extents: Pairs = []
         self.scalars: dict[str, dict[str, Any]] = {}
         if not ignored.parameters and comms.pp is None:
             return
@@ -61,11 +63,11 @@ class SavedIgnored:
             if not (is_own or (comm.rank == min(digests) if part is None else part.counts)):
                 continue
             stored = own_name(name, comm.rank) if is_own else name
-            self.extents.append(held_extent(stored, each.parameter, part))
+            self.extents.append(_pair(stored, each.parameter, part))
             for key, value in each.tensors.items():
                 if part is not None and value.shape != each.parameter.shape:
                     problems.append(f"{key!r} of {name!r} has shape {list(value.shape)}, of which no whole can be made")
-                self.extents.append(held_extent(f"optimizer/{stored}/{key}", value, part))
+                self.extents.append(_pair(f"optimizer/{stored}/{key}", value, part))
             if each.scalars:
                 mine[stored] = each.scalars
         for scalars, found in all_gather_json(comm, [mine, problems]):
@@ -99,7 +101,7 @@ class LoadedIgnored:
         place: tuple[int, Mapping[str, int]],
         stored: Mapping[str, Extent],
     ) -> None:
-        self.extents: list[tuple[Extent, Tensor]] = []
+        self.extents: Pairs = []
         self._fresh: dict[nn.Parameter, dict[str, Any]] = {}
         self._stored: dict[nn.Parameter, str] = {}
         self._optimizer_of = {
@@ -110,7 +112,7 @@ class LoadedIgnored:
                 raise StateError(f"ignored parameter {name!r} is not contiguous and cannot be loaded in place.")
             part = slice_of(parameter)
             found = self._stored[parameter] = _find(name, place[0], place[1][name], stored)
-            self.extents.append(held_extent(found, parameter, part))
+            self.extents.append(_pair(found, parameter, part))
             if parameter not in self._optimizer_of:
                 continue
             state = self._fresh[parameter] = {}
@@ -119,7 +121,7 @@ class LoadedIgnored:
                 if full_name.startswith("optimizer/") and owner == found:
                     shape = extent.shape if part is None else parameter.shape
                     state[key] = torch.zeros(shape, dtype=torch_dtype(extent.dtype), device=parameter.device)
-                    self.extents.append(held_extent(full_name, state[key], part))
+                    self.extents.append(_pair(full_name, state[key], part))
 
     def install(self, scalars: Mapping[str, Mapping[str, Any]]) -> None:
         """Replace the optimizers' state by the fresh one and ``scalars``."""
@@ -155,11 +157,9 @@ class _Held:
         self.digest = f"{digest_of([parameter, *self.tensors.values()]).tolist()} {sorted(self.scalars.items())}"
 
 
-def held_extent(name: str, tensor: Tensor, part: Slice | None) -> tuple[Extent, Tensor]:
-    """The range of a tensor that lies here: all of it, or ``part``."""
+def _pair(name: str, tensor: Tensor, part: Slice | None) -> tuple[Extent, Tensor]:
     flat = tensor.detach().contiguous().view(-1)
-    shape, cuts = (tuple(tensor.shape), ()) if part is None else (part.shape, simplest(part.shape, part.cuts))
-    return Extent(name, shape, dtype_name(tensor.dtype), 0, flat.numel(), cuts=cuts), flat
+    return extent_of(name, flat, tensor.shape, part), flat
 
 
 def count_holders(ignored: Ignored, comms: Comms) -> dict[str, int]:

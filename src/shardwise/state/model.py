@@ -1,107 +1,243 @@
-"""A parallelized model's weights as logical tensors, and as the ranges that checkpoints hold."""
+"""A parallelized model's weights: as the plain model's state dict on rank 0, and as the ranges of checkpoints.
+
+A module's ``state_dict`` may be its own work: hooks that rename, extra state. So every pipeline stage lets torch walk
+its own modules, and later stages send rank 0 a list of their entries: names of gathered tensors, and other values as
+JSON.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterator, Mapping
+import contextlib
+import json
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from shardwise import torch_private
 from shardwise.comm.control import all_gather_json
 from shardwise.comm.dtype import dtype_name, torch_dtype
 from shardwise.engine.engine import Engine
-from shardwise.engine.group import Group
-from shardwise.engine.pool import is_dense, memory_order
 from shardwise.engine.unit import engine_of
 from shardwise.features.precision import saved_dtypes
 from shardwise.spec.errors import StateError
 from shardwise.spec.extent import Extent
-from shardwise.spec.layout import Piece
-from shardwise.state.assemble import Survey, collect, is_first_of_stage, is_root, sliced_alone, spread, survey, value_of
-from shardwise.state.stages import (
-    StageState,
-    as_bytes,
-    beside_siblings,
-    in_module_order,
-    is_json,
-    later_stages,
-    refuse_opaque,
-    whole_tensors_in,
+from shardwise.state.extents import Pairs, Report, Targets, gather, refuse_gaps, scatter, survey
+from shardwise.state.held import (
+    BUFFER,
+    extent_of,
+    gathered_pieces,
+    in_order,
+    is_first_of_stage,
+    of_group,
+    of_sliced,
+    of_tensor,
+    owned_pieces,
+    pairs_of,
+    persistent_buffers,
+    sliced_parameters,
 )
 
-#: Begins the names of buffers in checkpoints.
-BUFFER = "buffer/"
+_EXTRA_STATE = "_extra_state"
+#: Begins the names under which later pipeline stages send tensors that are no parameters.
+_STAGE = "stage/"
 
 # -- whole state dicts
 
 
 def full_state_dict(model: nn.Module, *, trainable_only: bool = False) -> dict[str, Any]:
-    """The plain model's ``state_dict()``: its keys, shapes and dtypes, tied names and buffers included, on the CPU.
+    """Return the plain model's ``state_dict()``: its keys, shapes and dtypes, tied names and buffers, on the CPU.
 
-    Slices and stages are put together: the result is that of the whole model, whatever the mesh.
+    Shards, slices and pipeline stages are put together: the result is that of the whole model, whatever the mesh.
 
     Args:
         model: A parallelized model.
         trainable_only: Leave out parameters that require no gradient (as torch's ``ignore_frozen_params`` does), such
-            as the base below adapters; what is frozen is not gathered.
+            as the base below adapters; frozen parameters are not gathered.
 
     Returns:
-        The whole of it on rank 0 of the world, ``{}`` elsewhere.
+        The state dict on rank 0 of the world, ``{}`` elsewhere.
 
     Collective:
-        One gather to the first data-parallel rank per group, unit by unit: every other rank that shares its
-        ``dp_shard`` sends its shards once. With ``tp``, ``pp`` or ``ep`` it is sent on to rank 0 of the world,
-        which is told in JSON what belongs where. Besides the result, rank 0 holds one group at a time. All ranks must
-        call.
+        A gather of JSON (about 100 bytes for each range of a parameter that a rank owns) and a broadcast of a verdict,
+        then one message to rank 0 for each range: every element is sent once. Nothing is sent for parameters that rank
+        0 holds whole. Besides the result, rank 0 holds one range at a time. All ranks must call.
 
     Raises:
-        StateError: Modules of a later stage have extra state that JSON does not hold; on every rank alike.
+        StateError: Modules of a later stage have extra state that JSON does not hold, or the ranks do not hold whole
+            tensors; on every rank alike.
     """
     engine = engine_of(model, "sw.full_state_dict")
     engine.refuse_unfilled("sw.full_state_dict()")
     engine.follow_shards()
     engine.sync_buffers()
     world = engine.comms.world
-    told = StageState(model, engine)
-    found = survey(engine, told.entries)
-    refuse_opaque(found)
-    whole = collect(engine, found, trainable_only=trainable_only)
+    entries, tensors = _stage_entries(model, engine)
+
+    def is_chosen(parameter: nn.Parameter) -> bool:
+        return parameter.requires_grad or not trainable_only
+
+    groups = [(group, gathered_pieces(engine, group)) for group in in_order(engine)]
+    holdings = [
+        of_group(group, chosen)
+        for group, pieces in groups
+        if (chosen := [piece for piece in pieces if is_chosen(group.shards[piece.index])])
+    ]
+    holdings += of_sliced(engine, lambda parameter, part: part.counts and is_chosen(parameter))
+    holdings += [of_tensor(f"{_STAGE}{key}", tensor, copies=None) for key, tensor in tensors.items()]
+    reports, _ = survey(world, holdings, _refuse_partial, more=entries)
+    whole = gather(world, holdings, reports)
     if world.rank > 0:
-        told.send(world)
         return {}
-    with whole_tensors_in(engine, _left_out(engine, whole) | whole):
+    with _whole_tensors_in(engine, _left_out(engine, whole) | whole):
         state = model.state_dict()
     if trainable_only:
         frozen = {name for name, p in engine.ignored.parameters.items() if not p.requires_grad}
         state = {key: value for key, value in state.items() if key not in frozen and not _is_meta(value)}
-    copies = {tensor.untyped_storage().data_ptr() for tensor in whole.values()}
-    taken = {key: _taken(value, copies) if isinstance(value, Tensor) else value for key, value in state.items()}
-    taken |= {key: taken[key].to(dtype) for key, dtype in saved_dtypes(model).items() if key in taken}
-    taken |= {name: whole[name] for name in sliced_alone(engine) if name in whole}
-    later = later_stages(world, found, whole)
-    state = in_module_order(model, later | taken) if later else taken
+    gathered = {tensor.untyped_storage().data_ptr() for tensor in whole.values()}
+    state = {key: _taken(value, gathered) if isinstance(value, Tensor) else value for key, value in state.items()}
+    state |= {key: state[key].to(dtype) for key, dtype in saved_dtypes(model).items() if key in state}
+    state |= {name: whole[name] for name in sliced_parameters(engine) if name in whole}
+    later = {
+        key: whole[held] if kind == "tensor" else held
+        for report in reports
+        for key, kind, held in report.more
+        if kind == "value" or held in whole
+    }
+    state = _in_module_order(model, later | state) if later else state
     if engine.comms.ep is None:
         return state
-    foreign = {name: tensor for name, tensor in whole.items() if name not in state}  # experts that others hold
-    return beside_siblings(state, foreign)
+    experts = {name: tensor for name, tensor in whole.items() if name not in state and not name.startswith(_STAGE)}
+    return _beside_siblings(state, experts)
+
+
+def _refuse_partial(reports: list[Report]) -> None:
+    refuse_gaps(reports)
+    opaque = [(key, held) for report in reports for key, kind, held in report.more if kind == "opaque"]
+    if opaque:
+        shown = "".join(f"\n  {key}: a {kind}" for key, kind in opaque[:12])
+        raise StateError(
+            f"modules of later pipeline stages have state that JSON does not hold:{shown}\n"
+            "  Let get_extra_state() return numbers, strings, lists and dicts; or use sw.save()."
+        )
+
+
+def _stage_entries(model: nn.Module, engine: Engine) -> tuple[list[list[Any]], dict[str, Tensor]]:
+    """The entries of the state dict of a later pipeline stage, of others none; and the tensors that are no parameters.
+
+    An entry is ``[key, "tensor", name]``, ``[key, "value", value]``, or ``[key, "opaque", type]`` where JSON does not
+    hold the value.
+    """
+    entries: list[list[Any]] = []
+    tensors: dict[str, Tensor] = {}
+    pp = engine.comms.pp
+    if pp is None or pp.rank == 0 or not is_first_of_stage(engine):
+        return entries, tensors
+    dtypes = saved_dtypes(model)
+    with _whole_tensors_in(engine, _left_out(engine, {})) as names:
+        state = model.state_dict(keep_vars=True)
+    names |= {id(parameter): name for name, parameter in sliced_parameters(engine).items()}
+    for key, value in state.items():
+        if id(value) in names:
+            entries.append([key, "tensor", names[id(value)]])
+        elif isinstance(value, Tensor) and not value.is_meta:
+            entries.append([key, "tensor", f"{_STAGE}{key}"])
+            tensors[key] = value.detach().to(dtypes.get(key, value.dtype))
+        elif _is_json(value):
+            entries.append([key, "value", value])
+        else:
+            entries.append([key, "opaque", type(value).__name__])
+    return entries, tensors
 
 
 def _left_out(engine: Engine, whole: Mapping[str, Tensor]) -> dict[str, Tensor]:
     """Stand-ins on meta for parameters that were not gathered."""
     specs = [spec for group in engine.groups for spec in group.layout.params if spec.name not in whole]
-    return {spec.name: torch.empty(spec.logical_shape, device="meta") for spec in specs}
+    return {spec.name: torch.empty(spec.logical_shape, dtype=torch_dtype(spec.dtype), device="meta") for spec in specs}
 
 
 def _is_meta(value: Any) -> bool:
     return isinstance(value, Tensor) and value.is_meta
 
 
-def _taken(tensor: Tensor, copies: Collection[int]) -> Tensor:
+def _taken(tensor: Tensor, gathered: set[int]) -> Tensor:
     """``tensor`` on the CPU, in memory that the model does not use."""
-    is_live = tensor.device.type == "cpu" and tensor.untyped_storage().data_ptr() not in copies
+    is_live = tensor.device.type == "cpu" and tensor.untyped_storage().data_ptr() not in gathered
     return tensor.clone() if is_live else tensor.cpu()
+
+
+@contextlib.contextmanager
+def _whole_tensors_in(engine: Engine, whole: Mapping[str, Tensor]) -> Iterator[dict[int, str]]:
+    """Let the modules show whole parameters, so that torch's own ``state_dict`` walks them, hooks and all.
+
+    Yields:
+        The name of each parameter that is shown, by its ``id``.
+    """
+    shown: dict[int, nn.Parameter] = {}
+    names: dict[int, str] = {}
+    for group in engine.groups:
+        for shard, spec in zip(group.shards, group.layout.params, strict=True):
+            parameter = shown[id(shard)] = nn.Parameter(whole[spec.name], requires_grad=shard.requires_grad)
+            names[id(parameter)] = spec.name
+    for unit in engine.units:
+        unit.shows_logical_state = True
+        for owner in unit.owners:
+            owner.parameters.update({attribute: shown[id(shard)] for attribute, shard in owner.shards.items()})
+    try:
+        yield names
+    finally:
+        for unit in engine.units:
+            unit.shows_logical_state = False
+            for member in unit.members:
+                for owner in member.owners:
+                    owner.parameters.update(owner.fulls if member.is_swapped else owner.shards)
+
+
+def _in_module_order(model: nn.Module, state: Mapping[str, Any]) -> dict[str, Any]:
+    """The entries in the order of the modules that they belong to, as the plain model's ``state_dict()`` has them."""
+    places = {path: place for place, (path, _) in enumerate(model.named_modules(remove_duplicate=False))}
+
+    def known(key: str) -> str:
+        path = key.rpartition(".")[0]
+        while path and path not in places:
+            path = path.rpartition(".")[0]
+        return path
+
+    # Of these rank 0 has no more than what is tied to its own: the order of the stage that has all of it counts.
+    partial = {known(key) for key in state if known(key) != key.rpartition(".")[0]} - {""}
+
+    def place(key: str) -> int:
+        parts = key.split(".")
+        above = (".".join(parts[:count]) for count in range(1, len(parts)))
+        return places[next((path for path in above if path in partial), known(key))]
+
+    return {key: state[key] for key in sorted(state, key=place)}
+
+
+def _beside_siblings(state: Mapping[str, Any], more: Mapping[str, Any]) -> dict[str, Any]:
+    """``state`` and ``more``, each new entry after those with which it shares most of its path."""
+    tree: dict[str, Any] = {}
+    for key in (*state, *more):
+        node = tree
+        for part in key.split("."):
+            node = node.setdefault(part, {})
+
+    def walk(node: dict[str, Any], path: str) -> Iterator[str]:
+        if not node:
+            yield path
+        for part, below in node.items():
+            yield from walk(below, f"{path}.{part}" if path else part)
+
+    both = {**state, **more}
+    return {key: both[key] for key in walk(tree, "")}
+
+
+def _is_json(value: Any) -> bool:
+    """Whether a value comes back from JSON as it was."""
+    try:
+        return bool(json.loads(json.dumps(value)) == value)
+    except (TypeError, ValueError, RuntimeError):
+        return False
 
 
 def load_full_state_dict(model: nn.Module, state: Mapping[str, Any], *, strict: bool = True) -> None:
@@ -109,14 +245,14 @@ def load_full_state_dict(model: nn.Module, state: Mapping[str, Any], *, strict: 
 
     Args:
         model: A parallelized model.
-        state: On rank 0 of the world the logical tensors by name; not looked at on the other ranks.
+        state: On rank 0 of the world the logical tensors by name; ignored on the other ranks.
         strict: Refuse missing and unexpected names.
 
     Collective:
-        A verdict of rank 0, then one scatter (broadcast where whole parameters are held) per group, and a broadcast on
-        ``dp_replicate`` where there are replicas, one broadcast per buffer, and the modules' extra state as JSON. With
-        ``tp`` or ``pp`` rank 0 first sends each group and buffer to the first data-parallel rank that needs it. Besides
-        ``state``, rank 0 holds one group at a time. All ranks must call.
+        A gather of JSON (about 100 bytes for each range of a tensor on each rank), a broadcast of a verdict with the
+        names and the modules' extra state, then one message from rank 0 for each range and a broadcast to the ranks
+        that hold copies (replicas, and all data-parallel ranks where parameters are not sharded). Besides ``state``,
+        rank 0 holds one range at a time. All ranks must call.
 
     Raises:
         StateError: Names are missing or unexpected, shapes differ, or extra state is none that JSON holds; on all
@@ -124,53 +260,23 @@ def load_full_state_dict(model: nn.Module, state: Mapping[str, Any], *, strict: 
     """
     engine = engine_of(model, "sw.load_full_state_dict")
     engine.follow_shards()
-    world = engine.comms.world
-    # Every rank holds these whole: buffers, and parameters that are left alone.
-    sliced = sliced_alone(engine)
-    wholes = {name: p.detach() for name, p in engine.ignored.parameters.items() if name not in sliced}
-    wholes |= _buffers(model)
-    found = survey(
-        engine,
-        [[[name, list(tensor.shape), dtype_name(tensor.dtype)] for name, tensor in wholes.items()], _names(model)],
+    comms = engine.comms
+    buffers = persistent_buffers(model)
+    sliced = sliced_parameters(engine)
+    wholes = {name: p for name, p in engine.ignored.parameters.items() if name not in sliced} | buffers
+    holdings = [of_group(group) for group in in_order(engine)]
+    holdings += [of_tensor(name, tensor, copies=comms.control) for name, tensor in wholes.items()]
+    holdings += of_sliced(engine)
+    aliases = {spec.name: spec.aliases for group in engine.groups for spec in group.layout.params if spec.aliases}
+    reports, (names, extra) = survey(
+        comms.world, holdings, lambda reports: _fitting(reports, state, strict=strict), more=[aliases, _names(model)]
     )
-    problems = _misfits(found, state, strict=strict) if world.rank == 0 else []
-    told = [problems, list(state), _extra_state(state)] if world.rank == 0 and not problems else [problems, [], {}]
-    verdict, names, extra = all_gather_json(world, told)[0]
-    if verdict:
-        shown = "\n".join(f"  {problem}" for problem in verdict[:12])
-        more = f"\n  and {len(verdict) - 12} more" if len(verdict) > 12 else ""
-        raise StateError(
-            f"the state dict does not fit the model ({len(verdict)} differences):\n{shown}{more}\n"
-            "  Load a state dict of this very model, or pass strict=False to skip missing and unexpected names."
-        )
-    spread(engine, found, state, names)
-    present = set(names)
-    for name, tensor in wholes.items():
-        if name in present:
-            _load_whole(engine, name, tensor, state)
-    if world.rank == 0:
-        for target in sorted(found.more.keys() - {0}):
-            for name, _, dtype in found.more[target][0]:
-                if name in present:
-                    value = state[name].detach().to(world.device, torch_dtype(dtype))
-                    world.send(as_bytes(value), to=target, unit=f"buffer {name}").wait()
-    _load_extra_state(model, extra, is_stage=engine.comms.pp is not None)
+    values = _by_first_name(reports, state)
+    scatter(comms.world, holdings, reports, values, names)
+    _load_extra_state(model, extra, is_stage=comms.pp is not None)
     if engine.unfilled is not None:
         engine.unfilled.fill(names)
     engine.invalidate()
-
-
-def _buffers(model: nn.Module) -> dict[str, Tensor]:
-    """The persistent buffers, by name, each once."""
-    found: dict[str, Tensor] = {}
-    seen: set[int] = set()
-    for path, module in model.named_modules():
-        for key, buffer in torch_private.buffers_of(module).items():
-            if buffer is None or not torch_private.is_persistent(module, key) or id(buffer) in seen:
-                continue
-            seen.add(id(buffer))
-            found[f"{path}.{key}" if path else key] = buffer
-    return found
 
 
 def _names(model: nn.Module) -> list[str]:
@@ -179,19 +285,28 @@ def _names(model: nn.Module) -> list[str]:
     return [name for name, _ in (*parameters, *buffers)]
 
 
-def _misfits(found: Survey, state: Mapping[str, Any], *, strict: bool) -> list[str]:
-    """One line for each difference between the model and the state dict."""
-    expected = {part.spec.name: (part.spec.logical_shape, value_of(state, part.spec)) for part in found.parts}
-    known = {name for part in found.parts for name in (part.spec.name, *part.spec.aliases)}
-    for wholes, names in found.more.values():
-        expected |= {name: (tuple(shape), state.get(name)) for name, shape, _ in wholes}
-        known.update(names)
+def _by_first_name(reports: Sequence[Report], state: Mapping[str, Any]) -> dict[str, Any]:
+    """The entries of a state dict; those that go by another name of a tied parameter under its first one as well."""
+    found = dict(state) if reports else {}
+    for report in reports:
+        for name, aliases in report.more[0].items():
+            value = next((state[each] for each in (name, *aliases) if each in state), None)
+            if value is not None:
+                found[name] = value
+    return found
+
+
+def _fitting(reports: list[Report], state: Mapping[str, Any], *, strict: bool) -> list[Any]:
+    """Names of all that a state dict has values for, and its extra state; refuses one that does not fit the model."""
+    expected = {extent.name: extent.shape for report in reports for extent in report.extents}
+    values, extra = _by_first_name(reports, state), _extra_state(state)
     problems = [
         f"{name}: extra state that JSON cannot hold; call set_extra_state() on every rank"
-        for name, value in _extra_state(state).items()
-        if not is_json(value)
+        for name, value in extra.items()
+        if not _is_json(value)
     ]
-    for name, (shape, value) in expected.items():
+    for name, shape in expected.items():
+        value = values.get(name)
         if value is None:
             if strict:
                 problems.append(f"{name}: missing (expected {list(shape)})")
@@ -200,34 +315,28 @@ def _misfits(found: Survey, state: Mapping[str, Any], *, strict: bool) -> list[s
         elif tuple(value.shape) != shape:
             problems.append(f"{name}: expected {list(shape)}, got {list(value.shape)}")
     if strict:
-        unknown = [name for name in state if name not in known and not name.endswith("_extra_state")]
+        known = {*expected, *(name for report in reports for name in report.more[1])}
+        known |= {alias for report in reports for aliases in report.more[0].values() for alias in aliases}
+        unknown = [name for name in state if name not in known and not name.endswith(_EXTRA_STATE)]
         problems += [f"{name}: unexpected" for name in unknown]
-    return problems
-
-
-def _load_whole(engine: Engine, name: str, tensor: Tensor, state: Mapping[str, Any]) -> None:
-    """Bring a buffer, or a parameter that every rank holds whole, from rank 0 to the ranks that hold it."""
-    comms = engine.comms
-    if comms.world.rank == 0:
-        tensor.copy_(state[name])
-    elif is_root(engine):
-        sent = torch.empty(tensor.shape, dtype=tensor.dtype, device=comms.world.device)
-        comms.world.receive(as_bytes(sent), source=0, unit=f"buffer {name}").wait()
-        tensor.copy_(sent)
-    flat = tensor.detach().contiguous().view(-1)
-    travels = flat.view(torch.uint8) if flat.dtype is torch.bool else flat
-    comms.control.broadcast(travels, root=0, unit=f"buffer {name}").wait()
-    tensor.copy_(flat.view(tensor.shape))
+    if problems:
+        shown = "\n".join(f"  {problem}" for problem in problems[:12])
+        more = f"\n  and {len(problems) - 12} more" if len(problems) > 12 else ""
+        raise StateError(
+            f"the state dict does not fit the model ({len(problems)} differences):\n{shown}{more}\n"
+            "  Load a state dict of this very model, or pass strict=False to skip missing and unexpected names."
+        )
+    return [[name for name in values if values[name] is not None], extra]
 
 
 def _extra_state(state: Mapping[str, Any]) -> dict[str, Any]:
     """What ``get_extra_state`` of the modules gave."""
-    return {name: value for name, value in state.items() if name.endswith("_extra_state")}
+    return {name: value for name, value in state.items() if name.endswith(_EXTRA_STATE)}
 
 
 def _load_extra_state(model: nn.Module, state: Mapping[str, Any], *, is_stage: bool) -> None:
     for path, module in model.named_modules():
-        key = f"{path}._extra_state" if path else "_extra_state"
+        key = f"{path}.{_EXTRA_STATE}" if path else _EXTRA_STATE
         is_stand_in = is_stage and type(module).set_extra_state is nn.Module.set_extra_state
         if key in state and not is_stand_in:
             module.set_extra_state(state[key])
@@ -236,17 +345,12 @@ def _load_extra_state(model: nn.Module, state: Mapping[str, Any], *, is_stage: b
 # -- ranges, for checkpoints
 
 
-def owned_extents(model: nn.Module) -> list[tuple[Extent, Tensor]]:
+def owned_extents(model: nn.Module) -> Pairs:
     """What this rank writes to a checkpoint: ranges that cover every element exactly once over the ranks.
 
-    Of the groups along ``dp_replicate``, which hold the same, the first writes; likewise of the ranks along ``tp`` and
-    ``pp`` that hold copies.
-
-    Parameters by name, buffers as ``buffer/<name>`` (of the first rank that has one). (``state.optimizer`` has
-    those of optimizers.)
-
-    Every tensor is a flat view of live memory: copy before changing the model. Quantized weights are what is read from
-    them, in fresh memory.
+    Parameters have their names, buffers ``buffer/<name>``. Of ranks that hold the same, the first writes; where all
+    data-parallel ranks hold a whole parameter, each writes a part. Every tensor is a flat view of live memory: copy
+    before changing the model. Quantized weights are unpacked, in fresh memory.
 
     Collective:
         With ``pp``, an all-gather of the names of buffers.
@@ -257,22 +361,19 @@ def owned_extents(model: nn.Module) -> list[tuple[Extent, Tensor]]:
     buffers = _own_buffers(model, engine)
     if engine.comms.replica:
         return []
-    found: list[tuple[Extent, Tensor]] = []
+    found: Pairs = []
     for group in engine.groups:
-        views = group.value_views(group.values())
-        for index, piece in owned_pieces(engine, group):
-            found.append(extent_of(group, index, group.layout.params[index].name, piece, views[index]))
+        found += pairs_of(group, owned_pieces(engine, group), group.values())
     dtypes = saved_dtypes(model)
     for name, buffer in buffers.items():
         flat = buffer.detach().to(dtypes.get(name, buffer.dtype)).contiguous().view(-1)
-        extent = Extent(f"{BUFFER}{name}", tuple(buffer.shape), dtype_name(flat.dtype), 0, flat.numel())
-        found.append((extent, flat))
+        found.append((extent_of(f"{BUFFER}{name}", flat, buffer.shape, None), flat))
     return found
 
 
 def _own_buffers(model: nn.Module, engine: Engine) -> dict[str, Tensor]:
     """The buffers that this rank writes: of its stage's, those that no earlier stage has."""
-    held, pp = _buffers(model), engine.comms.pp
+    held, pp = persistent_buffers(model), engine.comms.pp
     if pp is not None:
         before = {name for names in all_gather_json(pp, list(held))[: pp.rank] for name in names}
         held = {name: buffer for name, buffer in held.items() if name not in before}
@@ -290,72 +391,35 @@ def frozen_names(model: nn.Module) -> set[str]:
     }
 
 
-def owned_pieces(engine: Engine, group: Group) -> Iterator[tuple[int, Piece]]:
-    """Of each parameter that counts here, its index and the piece that this rank writes; none where that is empty."""
-    rank = group.rank
-    for index, piece in enumerate(group.layout.owned_by_param(rank)):
-        spec = group.layout.params[index]
-        if engine.comms.counts(spec.slice) and (piece.numel or (spec.numel == 0 and rank == 0)):
-            yield index, piece
+def held_values(model: nn.Module, stored: Mapping[str, Extent] | None = None) -> Targets:
+    """All that this rank holds of parameters and buffers, as targets to load into.
 
-
-def extent_of(group: Group, index: int, name: str, piece: Piece, held: Tensor) -> tuple[Extent, Tensor]:
-    """The range ``piece`` of a tensor that is held like parameter ``index``: whole, or this rank's slice of it."""
-    flat = memory_order(held) if is_dense(held) else held.detach().reshape(-1)
-    if not group.row.shards_optimizer:
-        flat = flat[piece.start : piece.stop]
-    spec = group.layout.params[index]
-    return spec.extent(piece.start, piece.stop, name=name, dtype=dtype_name(held.dtype)), flat
-
-
-class HeldValues:
-    """Everything that this rank holds of parameters and buffers, as targets to load into.
-
-    They are the live tensors, but for quantized weights and cast buffers: :meth:`install` makes those of what was read.
+    They are the live tensors, but for quantized weights and cast buffers, which ``install`` makes from what was read.
 
     Args:
         model: A parallelized model.
-        stored: What will be read. Buffers that are there in the dtype to which they were cast are taken as they are.
-
-    Attributes:
-        extents: This rank's ranges, with the tensors.
+        stored: What will be read. Buffers that are stored in the dtype to which they were cast are taken as they are.
     """
-
-    def __init__(self, model: nn.Module, stored: Mapping[str, Extent] | None = None) -> None:
-        engine = engine_of(model, "sw.load")
-        engine.follow_shards()
-        self.extents: list[tuple[Extent, Tensor]] = []
-        self._flats: list[tuple[Group, Tensor]] = []
-        for group in engine.groups:
-            self._flats.append((group, group.values()))
-            views = group.value_views(self._flats[-1][1])
-            for spec, piece, view in zip(group.layout.params, group.held, views, strict=True):
-                self.extents.append((spec.extent(piece.start, piece.stop), memory_order(view)))
-        self._casts: list[tuple[Tensor, Tensor]] = []
-        dtypes = saved_dtypes(model)
-        for name, buffer in _buffers(model).items():
-            if not buffer.is_contiguous():
-                raise StateError(f"buffer {name!r} is not contiguous and cannot be loaded in place.")
-            live, saved = buffer.detach().view(-1), (stored or {}).get(f"{BUFFER}{name}")
-            is_as_stored = saved is not None and saved.dtype == dtype_name(buffer.dtype)
-            flat = live if is_as_stored else live.to(dtypes.get(name, buffer.dtype))
-            if flat is not live:
-                self._casts.append((live, flat))
-            extent = Extent(f"{BUFFER}{name}", tuple(buffer.shape), dtype_name(flat.dtype), 0, flat.numel())
-            self.extents.append((extent, flat))
-
-    def install(self) -> None:
-        """Everything has been loaded."""
-        for group, flat in self._flats:
-            group.set_values(flat)
-        for live, flat in self._casts:
-            live.copy_(flat)
+    engine = engine_of(model, "sw.load")
+    engine.follow_shards()
+    holdings = [of_group(group) for group in engine.groups]
+    dtypes = saved_dtypes(model)
+    for name, buffer in persistent_buffers(model).items():
+        if not buffer.is_contiguous():
+            raise StateError(f"buffer {name!r} is not contiguous and cannot be loaded in place.")
+        saved = (stored or {}).get(f"{BUFFER}{name}")
+        is_as_stored = saved is not None and saved.dtype == dtype_name(buffer.dtype)
+        flat = buffer.detach().view(-1).to(buffer.dtype if is_as_stored else dtypes.get(name, buffer.dtype))
+        holdings.append(of_tensor(f"{BUFFER}{name}", buffer, copies=None, flat=flat))
+    return Targets(holdings)
 
 
-def load_ranges(model: nn.Module, read: Callable[[list[tuple[Extent, Tensor]]], None]) -> None:
+def load_ranges(model: nn.Module, read: Callable[[Pairs], None]) -> None:
     """Replace this rank's ranges of every parameter that the engine holds by what ``read`` puts into them."""
-    held = HeldValues(model)
+    engine = engine_of(model, "sw.load")
+    engine.follow_shards()
+    targets = Targets([of_group(group) for group in engine.groups])
     with torch.no_grad():
-        read([(extent, flat) for extent, flat in held.extents if not extent.name.startswith(BUFFER)])
-        held.install()
-    engine_of(model, "sw.load").invalidate()
+        read(targets.extents)
+    targets.install()
+    engine.invalidate()

@@ -39,8 +39,9 @@ from shardwise.spec.extent import Extent
 from shardwise.spec.granularity import Granularity, first_row_dim, row_numel
 from shardwise.spec.layout import Piece
 from shardwise.spec.slice import Cut
+from shardwise.state.extents import Pairs
+from shardwise.state.held import owned_pieces
 from shardwise.state.ignored import as_scalar
-from shardwise.state.model import owned_pieces
 
 #: What torch's optimizers keep once per parameter, as a tensor without dimensions. Of a parameter that has none either,
 #: nothing else tells it from the state of its one element.
@@ -146,19 +147,17 @@ def _tensors(state: Mapping[str, Any], view: Tensor) -> Iterator[tuple[str, Tens
 # -- saving
 
 
-def optimizer_extents(model: nn.Module, optimizers: Sequence[torch.optim.Optimizer]) -> list[tuple[Extent, Tensor]]:
+def optimizer_extents(model: nn.Module, optimizers: Sequence[torch.optim.Optimizer]) -> Pairs:
     """What this rank writes of the optimizers' state: ``optimizer/<parameter name>/<key>``, as ``owned_extents``."""
     engine = engine_of(model, "sw.save")
-    if engine.comms.replica:
-        return []
-    found: list[tuple[Extent, Tensor]] = []
+    found: Pairs = []
     for optimizer in optimizers:
         needed, states = needed_by(optimizer), states_by_name(optimizer)
         for group in engine.groups:
-            for index, piece in owned_pieces(engine, group):
-                state = states.get(group.shards[index])
+            for piece in owned_pieces(engine, group):
+                state = states.get(group.shards[piece.index])
                 if state:
-                    found += _written(_Held(group, index, needed), piece, state)
+                    found += _written(_Held(group, piece.index, needed), piece, state)
     return found
 
 
@@ -279,7 +278,7 @@ class OptimizerState:
     def __init__(
         self, model: nn.Module, optimizers: Sequence[torch.optim.Optimizer], stored: Mapping[str, Extent]
     ) -> None:
-        self.extents: list[tuple[Extent, Tensor]] = []
+        self.extents: Pairs = []
         self.problems: list[str] = []
         self._parts = [_StateOfOne(model, optimizer, stored) for optimizer in optimizers]
         for part in self._parts:
@@ -297,7 +296,7 @@ class _StateOfOne:
 
     def __init__(self, model: nn.Module, optimizer: torch.optim.Optimizer, stored: Mapping[str, Extent]) -> None:
         engine = engine_of(model, "sw.load")
-        self.extents: list[tuple[Extent, Tensor]] = []
+        self.extents: Pairs = []
         self.problems: list[str] = []
         self._optimizer = optimizer
         self._names: dict[nn.Parameter, str] = {}

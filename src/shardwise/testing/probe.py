@@ -30,6 +30,7 @@ from shardwise.engine.pool import memory_order
 from shardwise.engine.unit import State, Unit, engine_of
 from shardwise.features import safety
 from shardwise.features.waiting_gradient import WaitingGradient
+from shardwise.measure.held import held_bytes
 from shardwise.optim.flat_parameters import states_by_name
 from shardwise.pipeline.pipelined import pipelined_of
 from shardwise.spec.extent import Extent
@@ -38,8 +39,7 @@ from shardwise.spec.memory.footprint import UnitShape
 from shardwise.spec.placement import Placements
 from shardwise.spec.slice import Slice
 from shardwise.spec.traffic.data import Collective
-from shardwise.state.held import held_bytes
-from shardwise.state.model import HeldValues, owned_extents
+from shardwise.state.model import held_values, owned_extents
 from shardwise.state.optimizer import optimizer_extents
 from shardwise.tensor.apply import take
 
@@ -218,7 +218,7 @@ class Probe:
 
     def extents(self) -> list[tuple[Extent, Tensor]]:
         """What this rank holds of parameters and buffers: where it lies in the plain model, with live views of it."""
-        return HeldValues(self._model).extents
+        return held_values(self._model).extents
 
     def owned_extents(self, *optimizers: torch.optim.Optimizer) -> list[tuple[Extent, Tensor]]:
         """What this rank writes to a checkpoint: over all ranks every element once.

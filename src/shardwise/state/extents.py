@@ -1,0 +1,365 @@
+"""Gathers logical tensors on rank 0, and scatters them from there, as ranges of elements (``spec.extent``).
+
+There is one gather and one scatter. A rank describes what it holds as a list of :class:`Holding`; rank 0 learns the
+ranges of all ranks as JSON (:func:`survey`), so that both sides know each message before it is sent::
+
+    gather     every rank  -- each range that it owns -->  rank 0, which copies it into the whole tensor
+    scatter    rank 0      -- each range of a holding -->  the first rank that has it  -- broadcast -->  its copies
+
+Slices of tensor and expert parallelism, stages of a pipeline, shards, replicas, buffers and ignored parameters differ
+only in their extents and in who holds copies.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from shardwise.comm.base import Comm
+from shardwise.comm.control import broadcast_json, gather_json
+from shardwise.comm.dtype import torch_dtype
+from shardwise.engine.pool import contiguous_stride, memory_order
+from shardwise.spec.errors import StateError
+from shardwise.spec.extent import Extent, describe_cuts, shared, tiling_problems
+from shardwise.spec.slice import Cut
+
+#: Ranges of logical tensors, each with the one-dimensional tensor that holds its elements.
+Pairs = list[tuple[Extent, Tensor]]
+
+
+@dataclass(frozen=True)
+class Holding:
+    """Ranges that one rank holds in one piece of memory: those of a unit's group, a buffer, a slice of a parameter.
+
+    Attributes:
+        unit: Name of the messages in recorded collectives.
+        extents: The ranges.
+        fetch: Returns the memory, flat, and a view of it for each range.
+        store: Takes over the memory that ``fetch`` gave once it has been written.
+        copies: The ranks that hold the same; ``None`` where no other rank does. The first of them gets what is
+            scattered, and broadcasts it to the others.
+    """
+
+    unit: str
+    extents: tuple[Extent, ...]
+    fetch: Callable[[], tuple[Tensor, list[Tensor]]]
+    store: Callable[[Tensor], object]
+    copies: Comm | None = None
+
+    @property
+    def is_first(self) -> bool:
+        """This rank is the first of those that hold the same."""
+        return self.copies is None or self.copies.rank == 0
+
+
+class Targets:
+    """The memory of holdings, to be filled from any source.
+
+    Args:
+        holdings: What is filled.
+
+    Attributes:
+        extents: Every range with its part of the memory.
+    """
+
+    def __init__(self, holdings: Sequence[Holding]) -> None:
+        self.extents: Pairs = []
+        self._fetched: list[tuple[Holding, Tensor]] = []
+        for holding in holdings:
+            flat, views = holding.fetch()
+            self._fetched.append((holding, flat))
+            self.extents += zip(holding.extents, views, strict=True)
+
+    @torch.no_grad()
+    def install(self) -> None:
+        """Take over what has been read into the memory."""
+        for holding, flat in self._fetched:
+            holding.store(flat)
+
+
+# -- what all ranks hold, on rank 0
+
+
+@dataclass(frozen=True)
+class Report:
+    """What one rank has said of itself.
+
+    Attributes:
+        holdings: Of each holding its unit and its ranges. Empty for one of which this rank holds a copy only.
+        more: What the caller added, as JSON holds it.
+    """
+
+    holdings: list[tuple[str, list[Extent]]]
+    more: Any
+
+    @property
+    def extents(self) -> Iterator[Extent]:
+        """All ranges."""
+        for _, extents in self.holdings:
+            yield from extents
+
+
+def survey(
+    comm: Comm, holdings: Sequence[Holding], judge: Callable[[list[Report]], Any], more: Any = None
+) -> tuple[list[Report], Any]:
+    """Let rank 0 know what every rank holds, and all ranks what rank 0 makes of it.
+
+    Args:
+        comm: All ranks that hold parts of the tensors.
+        holdings: Of this rank, in the order in which they will be moved.
+        judge: Called on rank 0 with the reports of all ranks; returns an answer that JSON can hold.
+        more: What else this rank has to say, as JSON holds it.
+
+    Returns:
+        The reports by rank (on rank 0, else ``[]``), and the answer.
+
+    Collective:
+        A gather of JSON to rank 0, about 100 bytes for each range, and a broadcast of the answer. All ranks must call.
+
+    Raises:
+        StateError: ``judge`` has raised it; on every rank alike.
+    """
+    own = [[each.unit, [packed(extent) for extent in each.extents] if each.is_first else []] for each in holdings]
+    reports = [
+        Report([(unit, [unpacked(extent) for extent in extents]) for unit, extents in held], said)
+        for held, said in gather_json(comm, [own, more])
+    ]
+    verdict: list[Any] = []
+    if comm.rank == 0:
+        try:
+            verdict = ["", judge(reports)]
+        except StateError as error:
+            verdict = [str(error), None]
+    problem, answer = broadcast_json(comm, verdict)
+    if problem:
+        raise StateError(problem)
+    return reports, answer
+
+
+def refuse_gaps(reports: Sequence[Report]) -> None:
+    """Check that the ranges of all ranks make whole tensors, each element once.
+
+    Raises:
+        StateError: They do not.
+    """
+    first: dict[str, Extent] = {}
+    held: dict[str, dict[tuple[Cut, ...], list[tuple[int, int, int]]]] = {}
+    problems = []
+    for rank, report in enumerate(reports):
+        for extent in report.extents:
+            shape, other = extent.shape, first.setdefault(extent.name, extent).shape
+            if shape != other:
+                problems.append(f"{extent.name}: of shape {list(shape)} on one rank, {list(other)} on another")
+            elif extent.numel:
+                ranges = held.setdefault(extent.name, {}).setdefault(extent.cuts, [])
+                ranges.append((extent.start, extent.stop, rank))
+    for name, extent in first.items():
+        ranges = {cuts: sorted(found) for cuts, found in held.get(name, {}).items()}
+        problems += coverage_problems(name, extent.shape, ranges)
+    if problems:
+        shown = "\n".join(f"  {problem}" for problem in problems[:12])
+        raise StateError(f"what the ranks hold does not make the whole model:\n{shown}")
+
+
+def coverage_problems(
+    name: str, shape: tuple[int, ...], held: Mapping[tuple[Cut, ...], list[tuple[int, int, int]]]
+) -> list[str]:
+    """What keeps the sorted ranges ``(start, stop, rank)`` of each slice from being exactly the whole tensor."""
+    problems = []
+    for cuts, ranges in held.items():
+        numel = Extent(name, shape, "", 0, 0, cuts=cuts).slice_numel
+        problems += _gaps(f"{name}{describe_cuts(shape, cuts)}" if cuts else name, numel, ranges)
+    whole = Extent(name, shape, "", 0, 0).slice_numel
+    return problems or (tiling_problems(name, shape, list(held)) if held else _gaps(name, whole, []))
+
+
+def _gaps(name: str, numel: int, held: list[tuple[int, int, int]]) -> list[str]:
+    """Gaps and overlaps of sorted ``(start, stop, rank)`` in ``numel`` elements."""
+    problems = []
+    end, last = 0, -1
+    for start, stop, rank in held:
+        if start > end:
+            problems.append(f"{name}: no rank holds elements {end} to {start}")
+        elif start < end:
+            problems.append(f"{name}: elements {start} to {min(end, stop)} are held by rank {last} and by rank {rank}")
+        if start >= stop:
+            problems.append(f"{name}: the range {start} to {stop} is empty")
+        end, last = max(end, stop), rank
+    if end < numel:
+        problems.append(f"{name}: no rank holds elements {end} to {numel}")
+    elif end > numel:
+        problems.append(f"{name}: element {end - 1} is outside of its {numel}")
+    return problems
+
+
+def packed(extent: Extent) -> list[Any]:
+    """An extent as JSON holds it."""
+    named = [extent.name, extent.shape, extent.dtype, extent.start, extent.stop]
+    is_usual = extent.stride is None and not extent.cuts
+    return named if is_usual else [*named, extent.stride, [(cut.dim, cut.ranges) for cut in extent.cuts]]
+
+
+def unpacked(held: Sequence[Any]) -> Extent:
+    """The inverse of :func:`packed`."""
+    name, shape, dtype, start, stop, *unusual = held
+    stride, cuts = unusual or (None, ())
+    return Extent(
+        name, tuple(shape), dtype, start, stop, None if stride is None else tuple(stride), unpacked_cuts(cuts)
+    )
+
+
+def unpacked_cuts(held: Sequence[Any]) -> tuple[Cut, ...]:
+    """Cuts from ``[[dim, [[start, stop], ...]], ...]``."""
+    return tuple(Cut(dim, tuple((first, last) for first, last in ranges)) for dim, ranges in held)
+
+
+# -- the gather and the scatter
+
+
+@torch.no_grad()
+def gather(
+    comm: Comm, holdings: Sequence[Holding], reports: Sequence[Report], room: Callable[[Extent], Tensor] | None = None
+) -> dict[str, Tensor]:
+    """Put the ranges of all ranks together on rank 0.
+
+    Args:
+        comm: As :func:`survey` was given.
+        holdings: As :func:`survey` was given; those of which this rank holds a copy only are not sent.
+        reports: What :func:`survey` returned.
+        room: Returns the memory of a whole tensor; by default fresh memory on the CPU.
+
+    Returns:
+        The whole tensors by name on rank 0, ``{}`` elsewhere.
+
+    Collective:
+        A message to rank 0 for each range of another rank. Besides the result, rank 0 holds one range at a time. All
+        ranks must call.
+    """
+    own = [each for each in holdings if each.extents and each.is_first]
+    if comm.rank > 0:
+        for holding in own:
+            for part in holding.fetch()[1]:
+                _send(comm, part, 0, holding.unit)
+        return {}
+    whole: dict[str, Tensor] = {}
+    for extent, part in _arriving(comm, own, reports):
+        full = whole_extent(extent)
+        if extent.name not in whole:
+            whole[extent.name] = empty(full) if room is None else room(full)
+        copy_shared(extent, part, full, memory_order(whole[extent.name]))
+    return whole
+
+
+def _arriving(comm: Comm, own: Sequence[Holding], reports: Sequence[Report]) -> Iterator[tuple[Extent, Tensor]]:
+    """The ranges of all ranks, one at a time: this rank's own, then what the others send."""
+    for holding in own:
+        yield from zip(holding.extents, holding.fetch()[1], strict=True)
+    for source, report in enumerate(reports):
+        for unit, extents in report.holdings if source != comm.rank else ():
+            for extent in extents:
+                part = torch.empty(extent.numel, dtype=torch_dtype(extent.dtype), device=comm.device)
+                _receive(comm, part, source, unit)
+                yield extent, part
+
+
+@torch.no_grad()
+def scatter(
+    comm: Comm,
+    holdings: Sequence[Holding],
+    reports: Sequence[Report],
+    values: Mapping[str, Tensor],
+    names: Collection[str],
+) -> None:
+    """Fill the holdings of every rank from whole tensors on rank 0.
+
+    Args:
+        comm: As :func:`survey` was given.
+        holdings: As :func:`survey` was given. Ranks with copies of a holding must have it at the same place.
+        reports: What :func:`survey` returned.
+        values: On rank 0 the whole tensors by name, cast where they have another dtype.
+        names: The names of ``values``, on every rank. Ranges of other tensors keep their elements.
+
+    Collective:
+        A message from rank 0 for each range on the first rank that holds it, and a broadcast of the holding to its
+        copies. The holdings at one place of all ranks are done before those at the next. Besides ``values``, rank 0
+        holds one holding and one range. All ranks must call.
+    """
+    present = set(names)
+    for place in range(max([len(holdings), *(len(report.holdings) for report in reports)])):
+        if place < len(holdings):
+            _take(comm, holdings[place], values, present)
+        for target, report in enumerate(reports):
+            unit, extents = report.holdings[place] if place < len(report.holdings) else ("", [])
+            for extent in extents if target != comm.rank else ():
+                if extent.name in present:
+                    part = torch.empty(extent.numel, dtype=torch_dtype(extent.dtype))
+                    _fill(extent, part, values)
+                    _send(comm, part, target, unit)
+
+
+def _take(comm: Comm, holding: Holding, values: Mapping[str, Tensor], present: Collection[str]) -> None:
+    """Fill a holding of this rank, and share it with the ranks that hold the same."""
+    if not any(extent.name in present for extent in holding.extents):
+        return
+    flat, views = holding.fetch()
+    for extent, view in zip(holding.extents, views, strict=True):
+        if not holding.is_first or extent.name not in present:
+            continue
+        if comm.rank == 0:
+            _fill(extent, view, values)
+        else:
+            arrived = view if view.device == comm.device else torch.empty_like(view, device=comm.device)
+            _receive(comm, arrived, 0, holding.unit)
+            view.copy_(arrived)
+    if holding.copies is not None:
+        moved = flat.to(comm.device)
+        holding.copies.broadcast(as_bytes(moved), root=0, unit=holding.unit).wait()
+        flat.copy_(moved)
+    holding.store(flat)
+
+
+def _send(comm: Comm, part: Tensor, target: int, unit: str) -> None:
+    if part.numel():
+        comm.send(as_bytes(part.to(comm.device)), to=target, unit=unit).wait()
+
+
+def _receive(comm: Comm, part: Tensor, source: int, unit: str) -> None:
+    if part.numel():
+        comm.receive(as_bytes(part), source=source, unit=unit).wait()
+
+
+def _fill(extent: Extent, part: Tensor, values: Mapping[str, Tensor]) -> None:
+    full, value = whole_extent(extent), values[extent.name].detach()
+    stride = extent.stride or contiguous_stride(extent.shape)
+    if any(size > 1 and a != b for size, a, b in zip(value.shape, value.stride(), stride, strict=True)):
+        laid_out = torch.empty_strided(extent.shape, stride, dtype=value.dtype, device=value.device)
+        value = laid_out.copy_(value)
+    copy_shared(full, value.as_strided((full.numel,), (1,)), extent, part)
+
+
+def whole_extent(extent: Extent) -> Extent:
+    """The extent of all of the logical tensor."""
+    return dataclasses.replace(extent, start=0, stop=extent.logical_numel, cuts=())
+
+
+def empty(extent: Extent) -> Tensor:
+    """Memory for a whole logical tensor, on the CPU, with its strides."""
+    stride = extent.stride or contiguous_stride(extent.shape)
+    return torch.empty_strided(extent.shape, stride, dtype=torch_dtype(extent.dtype))
+
+
+def copy_shared(source: Extent, content: Tensor, target: Extent, into: Tensor) -> None:
+    """Copy the elements that two ranges of one tensor share, between the flat tensors that hold them."""
+    for block in shared(source, target):
+        there = content.as_strided(block.shape, block.source_stride, content.storage_offset() + block.source)
+        into.as_strided(block.shape, block.target_stride, into.storage_offset() + block.target).copy_(there)
+
+
+def as_bytes(tensor: Tensor) -> Tensor:
+    """The bytes of a contiguous tensor, as a flat view."""
+    return tensor.view(-1).view(torch.uint8)
