@@ -41,7 +41,7 @@ from shardwise.api.summary import predict, predict_activations
 from shardwise.comm.base import Handle
 from shardwise.engine.unit import engine_of
 from shardwise.launch.world import join, read_world, shutdown
-from shardwise.measure.activations import measure_activations
+from shardwise.measure.storage import measure_activations
 from shardwise.spec.memory.activations import Activations
 
 WARM_UP_STEPS, PROFILED_STEPS = 4, 3

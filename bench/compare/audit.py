@@ -18,7 +18,7 @@ from bench.compare.variant import parse
 from bench.compare.workload import Workload
 from shardwise.api import summary
 from shardwise.engine.unit import engine_of
-from shardwise.measure.activations import measure_activations
+from shardwise.measure.storage import measure_activations
 from shardwise.spec.memory.activations import Activations
 
 #: Steps to the steady state, and steps of it, under the count.

@@ -55,8 +55,8 @@ ABOUT = {
     "ranks/test_tensor_mistakes.py": "comm.axes tensor.loss",
     # activations of a plain model, attention on meta, choices of tokens, microbatches
     "contract/test_dry_run.py": "measure.meta",
-    "contract/test_memory.py": "measure.activations",
-    "contract/test_tensor_memory.py": "features.recompute features.wrap measure.activations",
+    "contract/test_memory.py": "measure.storage",
+    "contract/test_tensor_memory.py": "features.recompute features.wrap measure.meta measure.storage",
     "parity/test_generate.py": "generation.sample",
     "ranks/test_pipeline_steps.py": "pipeline.batch pipeline.pipelined",
     # faults that are injected, and steps that are watched from within

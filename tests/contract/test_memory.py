@@ -20,7 +20,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_iter
 
 import shardwise as sw
-from shardwise.measure.activations import measure_activations
+from shardwise.measure.storage import measure_activations
 from shardwise.spec.memory.activations import Activations
 from shardwise.testing import StorageCount, probe, run_on_ranks
 from tests.parity import models

@@ -12,7 +12,8 @@ from torch.distributed import get_rank, get_world_size
 import shardwise as sw
 from shardwise.features import recompute
 from shardwise.features.wrap import find_units
-from shardwise.measure.activations import cut_alone, measure_activations
+from shardwise.measure.meta import cut_alone
+from shardwise.measure.storage import measure_activations
 from shardwise.spec.memory.activations import Activations
 from shardwise.testing import StorageCount, probe, run_on_ranks
 from tests.contract.test_memory import SEQ, VOCAB, Storages, build, everything_alive, train

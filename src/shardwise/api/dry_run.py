@@ -19,9 +19,8 @@ from shardwise.comm.base import CollectiveEvent
 from shardwise.comm.record import RecordComm
 from shardwise.engine.unit import engine_of
 from shardwise.features.wrap import find_units
-from shardwise.measure.held import held_bytes
 from shardwise.measure.meta import FusedAttention, build_on_meta, without_values
-from shardwise.measure.storage import StorageCount
+from shardwise.measure.storage import StorageCount, held_bytes
 from shardwise.optim.average import ExponentialMovingAverage
 from shardwise.pipeline.batch import LossFn, call_model, forward_loss
 from shardwise.pipeline.pipelined import pipelined_of

@@ -1,1 +1,1 @@
-"""What a model holds and computes, found by running it: on meta tensors, or counted from outside."""
+"""Measures what a model holds and computes by running it: on meta tensors, or counted from outside."""

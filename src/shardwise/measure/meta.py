@@ -1,4 +1,4 @@
-"""Models and batches without values, and the attention kernels that a real device would choose for them."""
+"""Models and batches without values, models cut without peers, and the attention kernels that a device would take."""
 
 from __future__ import annotations
 
@@ -12,6 +12,10 @@ from torch.overrides import TorchFunctionMode
 from torch.utils._pytree import tree_map
 
 from shardwise import torch_private
+from shardwise.comm.record import RecordComm
+from shardwise.spec.plan import ParallelPlan
+from shardwise.tensor.apply import apply_cuts
+from shardwise.tensor.cut import find_cuts
 
 
 def build_on_meta(build_model: Callable[[], nn.Module]) -> nn.Module:
@@ -37,6 +41,13 @@ def build_on_meta(build_model: Callable[[], nn.Module]) -> nn.Module:
 def without_values(batch: Any) -> Any:
     """``batch`` with every tensor on meta."""
     return tree_map(lambda value: value.to("meta") if isinstance(value, Tensor) else value, batch)
+
+
+def cut_alone(model: nn.Module, plan: ParallelPlan, *, rank: int, device: torch.device) -> None:
+    """Cut a plain model as on ``rank`` of ``plan.tp``, without peers: shapes are right, values are not."""
+    if plan.tp > 1:
+        comm = RecordComm("tp", rank=rank, size=plan.tp, device=device, receives=device.type == "cpu")
+        apply_cuts(model, find_cuts(model, plan.tp_plan, plan.tp, rank, divides_sequence=plan.sequence_parallel), comm)
 
 
 class FusedAttention(TorchFunctionMode):

@@ -1,25 +1,33 @@
-"""Counting the storages that tensors live in, from outside: every operation is seen by a dispatch mode."""
+"""Bytes of the storages that tensors live in: counted from outside, and those that an engine holds, by category."""
 
 from __future__ import annotations
 
 import gc
 import weakref
+from collections.abc import Callable, Iterable, Sequence
+from functools import partial
 from types import TracebackType
 from typing import Any, Self
 
 import torch
+from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_iter
 
+from shardwise import torch_private
+from shardwise.engine.engine import Engine
+from shardwise.optim.flat_parameters import group_of
+from shardwise.spec.memory.activations import Activations
+
 
 class StorageCount(TorchDispatchMode):
-    """Bytes of tensors that live inside a ``with`` block, and the most of them at once.
+    """Counts the bytes of tensors that live inside a ``with`` block, and the most of them at once.
 
-    Every operation is seen by a dispatch mode. A storage counts once, however many tensors show it, from when it is
-    first seen until it is freed, and with its new size where it is resized in place::
+    A dispatch mode sees every operation. A storage counts once, however many tensors show it, from when it is first
+    seen until it is freed, and with its new size where it is resized in place::
 
         count = StorageCount("cpu")
-        count.see_all_objects()  # what lives already; else only what the block touches is counted
+        count.see_all_objects()  # tensors that live already; else only those that the block uses are counted
         before = count.live_bytes
         with count:
             model(x).sum().backward()
@@ -29,12 +37,12 @@ class StorageCount(TorchDispatchMode):
     What is allocated below torch's dispatcher is not seen. Operations take about half as long again.
 
     Args:
-        device_type: Of the tensors that count.
-        sees_arguments: Also look at what operations are given. Not needed where everything that lived before was shown
-            by :meth:`see_all_objects`: whatever comes later is the result of an operation.
+        device_type: Device type of the tensors that are counted.
+        sees_arguments: Also count the arguments of operations. Not needed where :meth:`see_all_objects` has seen every
+            tensor that lived before: later ones are results of operations.
 
     Attributes:
-        live_bytes: What lives now.
+        live_bytes: Bytes that live now.
         peak_bytes: The most since the count or :meth:`begin_peak` began.
     """
 
@@ -76,7 +84,7 @@ class StorageCount(TorchDispatchMode):
         super().__exit__(exc_type, exc_val, exc_tb)
 
     def see_all_objects(self) -> None:
-        """Count what lives already, as far as Python holds it."""
+        """Count the tensors that live already, as far as Python holds them."""
         for held in gc.get_objects():
             if issubclass(type(held), torch.Tensor):  # isinstance would ask, and so wake, lazy proxies
                 self.see(held)
@@ -92,7 +100,7 @@ class StorageCount(TorchDispatchMode):
         self._note(storage)
 
     def _note(self, storage: torch.UntypedStorage) -> None:
-        key, size = storage._cdata, storage.nbytes()  # noqa: SLF001  the storage's identity; it has no public name
+        key, size = storage._cdata, storage.nbytes()  # noqa: SLF001 - the storage's identity; it has no public name
         known = self._sizes.get(key)
         if known is None:
             self._watches[key] = weakref.finalize(storage, self._freed, key)
@@ -115,3 +123,78 @@ class StorageCount(TorchDispatchMode):
     def _freed(self, key: int) -> None:
         self._watches.pop(key, None)
         self.live_bytes -= self._sizes.pop(key, 0)
+
+
+def measure_activations(model: nn.Module, count: StorageCount, forward_and_backward: Callable[[], None]) -> Activations:
+    """Measure what a model without an engine holds in forward and backward besides its parameters.
+
+    Each gradient is dropped as soon as it is complete.
+
+    Args:
+        model: A plain model. Hooks stay on its parameters: it cannot be used for anything else afterwards.
+        count: An open count; what it counts already is not counted again.
+        forward_and_backward: Computes one microbatch.
+    """
+    arrivals: list[tuple[str, int]] = []
+    for name, parameter in model.named_parameters():
+        if parameter.requires_grad:
+            parameter.register_post_accumulate_grad_hook(partial(_let_go, name, count, arrivals, count.live_bytes))
+    held_bytes = count.live_bytes
+    count.begin_peak()
+    forward_and_backward()
+    return Activations(tuple(arrivals), count.peak_bytes - held_bytes)
+
+
+def _let_go(
+    name: str, count: StorageCount, arrivals: list[tuple[str, int]], held_bytes: int, parameter: Tensor
+) -> None:
+    """A gradient is complete."""
+    if parameter.grad is None:  # torch calls this for an undefined gradient, too
+        return
+    arrivals.append((name, count.peak_bytes - held_bytes))
+    parameter.grad = None
+    count.begin_peak()
+
+
+def held_bytes(engine: Engine, optimizers: Sequence[torch.optim.Optimizer]) -> dict[str, int]:
+    """Count the bytes of this rank's distinct storages, by category; ``spec.memory.footprint`` predicts them.
+
+    Returns:
+        ``parameters`` (masters and replicas), ``gradients`` (``.grad`` and sums that wait for their reduction),
+        ``optimizer`` (state of ``optimizers``), ``gathered`` (slots), ``reduce`` (buffers in which gradients are
+        collected and received) and ``host`` (the offloaded part of the first three).
+    """
+    seen: set[int] = set()
+
+    def take(tensors: Iterable[Tensor | None]) -> int:
+        total = 0
+        for tensor in tensors:
+            if tensor is None:
+                continue
+            identity = torch_private.storage_identity(tensor)
+            if identity not in seen:
+                seen.add(identity)
+                total += tensor.untyped_storage().nbytes()
+        return total
+
+    groups, ignored = list(engine.groups), engine.ignored.parameters.values()
+    offloaded = [group for group in groups if group.offload is not None]
+    state: dict[bool, list[Tensor]] = {True: [], False: []}  # of what is offloaded, and of the rest
+    for parameter, held in (item for optimizer in optimizers for item in optimizer.state.items()):
+        owner = group_of(parameter)
+        is_offloaded = owner is not None and owner.offload is not None
+        state[is_offloaded] += [value for value in held.values() if isinstance(value, Tensor)]
+    stages = engine.transfers.stages if engine.transfers is not None else ()
+    host = take([*state[True], *(t for g in offloaded for t in (g.master, *g.gradient.home_buffers))])
+    return {
+        "parameters": take(t for group in groups for t in (group.master, group.replica, group.resident))
+        + take(ignored),
+        "gradients": take(tensor for group in groups for tensor in group.gradient.held_buffers)
+        + take(parameter.grad for parameter in ignored),
+        "optimizer": take(state[False]),
+        "gathered": take([*(slot.buffer for slot in engine.slots.slots), *stages])
+        + take(group.inner.buffer for group in groups if group.inner is not None)
+        + engine.packed.total_bytes,
+        "reduce": engine.gradients.total_bytes + sum(comm.held_bytes for comm in engine.comms),
+        "host": host,
+    }

@@ -23,7 +23,7 @@ from shardwise.features.pipeline_step import open_step, sum_over_copies
 from shardwise.features.precision import resolve
 from shardwise.features.wrap import find_units
 from shardwise.launch.notice import tell_once
-from shardwise.measure.activations import cut_alone
+from shardwise.measure.meta import cut_alone
 from shardwise.pipeline.agreement import Agreement
 from shardwise.pipeline.batch import LossFn, call_model, fitting_count, forward_loss, split_batch
 from shardwise.pipeline.element import Element, find_elements, sketch

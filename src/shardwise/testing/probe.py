@@ -30,7 +30,7 @@ from shardwise.engine.pool import memory_order
 from shardwise.engine.unit import State, Unit, engine_of
 from shardwise.features import safety
 from shardwise.features.waiting_gradient import WaitingGradient
-from shardwise.measure.held import held_bytes
+from shardwise.measure.storage import held_bytes
 from shardwise.optim.flat_parameters import states_by_name
 from shardwise.pipeline.pipelined import pipelined_of
 from shardwise.spec.extent import Extent

@@ -27,8 +27,8 @@ from shardwise.expert.apply import apply_experts
 from shardwise.expert.layer import find_mixtures
 from shardwise.features import recompute
 from shardwise.features.wrap import find_units
-from shardwise.measure.activations import cut_alone, measure_activations
-from shardwise.measure.storage import StorageCount
+from shardwise.measure.meta import cut_alone
+from shardwise.measure.storage import StorageCount, measure_activations
 from shardwise.optim.average import ExponentialMovingAverage
 from shardwise.spec.errors import ShardwiseError
 from shardwise.spec.memory.activations import Activations
