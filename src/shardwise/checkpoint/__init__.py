@@ -7,7 +7,7 @@ at loading does not matter, so a checkpoint loads on any number of ranks.
 from __future__ import annotations
 
 from shardwise.checkpoint.manifest import Manifest
-from shardwise.checkpoint.reader import Checkpoint, ReadReport, describe_summary, inspect, open_checkpoint
+from shardwise.checkpoint.reader import Checkpoint, describe_summary, open_checkpoint
 from shardwise.checkpoint.store import (
     CHECKPOINTS,
     LATEST,
@@ -28,11 +28,9 @@ __all__ = [
     "Checkpoint",
     "Latest",
     "Manifest",
-    "ReadReport",
     "Retained",
     "describe_summary",
     "find_latest",
-    "inspect",
     "newest_checkpoint",
     "open_checkpoint",
     "publish_latest",

@@ -82,10 +82,10 @@ def read_at(file: int, target: memoryview, offset: int) -> None:
         offset += count
 
 
-def create(folder: int, name: str, *, private: bool) -> int:
+def create(folder: int, name: str) -> int:
     """A descriptor of the new file ``name``, which must not exist yet."""
     flags = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC
-    return os.open(name, flags, 0o600 if private else 0o666, dir_fd=folder)
+    return os.open(name, flags, 0o666, dir_fd=folder)
 
 
 def write_all(file: int, content: memoryview) -> None:
@@ -94,9 +94,9 @@ def write_all(file: int, content: memoryview) -> None:
         content = content[os.write(file, content) :]
 
 
-def write_file(folder: int, name: str, content: bytes, *, private: bool) -> None:
+def write_file(folder: int, name: str, content: bytes) -> None:
     """Write the new file ``name`` and bring it to the disk."""
-    file = create(folder, name, private=private)
+    file = create(folder, name)
     try:
         write_all(file, memoryview(content))
         os.fsync(file)

@@ -34,6 +34,7 @@ from shardwise.spec.errors import CheckpointError
 from shardwise.spec.extent import Block, Extent, describe_cuts, list_alike, shared
 from shardwise.spec.precision import item_bytes
 from shardwise.spec.text import similar, size
+from shardwise.state.extents import Pairs
 
 _MOST_LINES = 40
 #: Beginnings of names, and what a summary calls the tensors.
@@ -54,29 +55,26 @@ def open_checkpoint(path: str | os.PathLike[str], *, comm: Comm | None = None) -
         With ``comm``, one exchange of small JSON.
     """
     directory = Path(path)
+    if comm is None:
+        return _open(directory)
     found: Checkpoint | None = None
     problem = ""
     try:
         found = _open(directory)
     except CheckpointError as error:
-        if comm is None:
-            raise
         problem = str(error)
-    except Exception as error:
-        if comm is None:
-            raise
+    except Exception as error:  # noqa: BLE001 - the other ranks must learn of it and not wait
         problem = f"checkpoint {directory} cannot be opened: {type(error).__name__}: {error}."
-    if comm is not None:
-        saves = []
-        for rank, report in enumerate(_exchange(comm, [problem, found.manifest.save_id if found else ""])):
-            if report[0]:
-                raise CheckpointError(f"rank {rank}: {report[0]}")
-            saves.append(report[1])
-        if len(set(saves)) > 1:
-            raise CheckpointError(
-                f"checkpoint {directory} is not the same on all ranks: they see the saves {', '.join(saves)}.\n"
-                "  Give all ranks the same folder of one shared file system."
-            )
+    reports = all_gather_json(comm, [problem, found.manifest.save_id if found else ""])
+    for rank, (other, _) in enumerate(reports):
+        if other:
+            raise CheckpointError(f"rank {rank}: {other}")
+    saves = [save for _, save in reports]
+    if len(set(saves)) > 1:
+        raise CheckpointError(
+            f"checkpoint {directory} is not the same on all ranks: they see the saves {', '.join(saves)}.\n"
+            "  Give all ranks the same folder of one shared file system."
+        )
     assert found is not None
     return found
 
@@ -85,7 +83,7 @@ def _open(directory: Path) -> Checkpoint:
     try:
         with folders.open_folder(directory) as folder:
             manifest = read_manifest(folder)
-            return Checkpoint(directory, manifest, plain.unpack(manifest.data), plain.unpack(manifest.rank_data))
+            return Checkpoint(directory, manifest, plain.unpack(manifest.data))
     except FileNotFoundError:
         raise CheckpointError(f"there is no checkpoint {directory}.\n  {_suggest(directory)}") from None
     except OSError as error:
@@ -101,32 +99,6 @@ def _open(directory: Path) -> Checkpoint:
         ) from None
     except ValueError as error:
         raise CheckpointError(f"checkpoint {directory}: {MANIFEST_NAME}: {error}.") from None
-
-
-def inspect(path: str | os.PathLike[str]) -> dict[str, Any]:
-    """What a checkpoint says about itself, as plain values: see :meth:`Checkpoint.summary`.
-
-    Raises:
-        CheckpointError: As :func:`open_checkpoint`.
-    """
-    return open_checkpoint(path).summary()
-
-
-@dataclass(frozen=True)
-class ReadReport:
-    """What :meth:`Checkpoint.read_into` did on this rank.
-
-    Attributes:
-        missing: Tensors that were asked for and are not in the checkpoint (only without ``strict``).
-        unexpected: Tensors in the checkpoint that no rank asked for (only without ``strict``, or ``ignored``).
-        files: Files that were read.
-        bytes: Bytes that were copied into tensors.
-    """
-
-    missing: tuple[str, ...] = ()
-    unexpected: tuple[str, ...] = ()
-    files: tuple[str, ...] = ()
-    bytes: int = 0
 
 
 @dataclass(frozen=True)
@@ -155,13 +127,11 @@ class Checkpoint:
         path: Its folder.
         manifest: What it says about itself, checked.
         data: The state that was saved as ``data``.
-        rank_data: The state of each rank, by rank, or ``None``.
     """
 
     path: Path
     manifest: Manifest
     data: dict[str, Any]
-    rank_data: list[Any] | None
     _verified: dict[int, tuple[int, ...]] = field(default_factory=dict, repr=False)
 
     @property
@@ -202,20 +172,14 @@ class Checkpoint:
         self._verify(range(len(self.manifest.all_files)), comm)
 
     def read_into(
-        self,
-        pairs: Sequence[tuple[Extent, Tensor]],
-        *,
-        strict: bool = True,
-        ignored: Collection[str] = (),
-        verify: bool = True,
-        comm: Comm | None = None,
-    ) -> ReadReport:
+        self, pairs: Pairs, *, ignored: Collection[str] = (), verify: bool = True, comm: Comm | None = None
+    ) -> list[str]:
         """Fill each flat target with its range of the saved tensor, whatever ranks saved it in whatever slices.
 
         Args:
             pairs: What this rank wants: an extent and the one-dimensional contiguous tensor that takes its elements.
-            strict: Refuse if a tensor is missing in the checkpoint, or is in it and no rank asks for it.
-            ignored: Names, or beginnings of names that end in ``/``, that nobody needs to ask for (``optimizer/``).
+            ignored: Names, or beginnings of names that end in ``/``, of saved tensors that no rank needs to ask for
+                (``optimizer/``).
             verify: Compare the hash of every file that is read, before anything is copied. A file that this object has
                 verified before and that has not changed since is not read twice. Without it only sizes and headers are
                 compared.
@@ -223,7 +187,7 @@ class Checkpoint:
                 rank's own; with it every rank raises the same, and each file is verified by one rank.
 
         Returns:
-            What was read, and what was missing or left over.
+            Names of the files that this rank has read.
 
         Raises:
             CheckpointError: Names, shapes, dtypes or strides differ (a table of all of them; no dtype is ever cast), or
@@ -237,20 +201,15 @@ class Checkpoint:
         reports = _exchange(
             comm, {"asked": asked, "wrong": plan.wrong, "invalid": plan.invalid, "files": sorted(plan.copies)}
         )
-        missing, unexpected = self._compare(reports, strict=strict, ignored=ignored)
-        ranks = sorted(plan.copies)
+        self._compare(reports, ignored)
+        numbers = sorted(plan.copies)
         if verify:
-            self._verify(sorted({rank for report in reports for rank in report["files"]}), comm)
+            self._verify(sorted({number for report in reports for number in report["files"]}), comm)
         else:
-            self._agree(self._check(ranks, self._check_header), comm)
-        problems = self._check(ranks, lambda rank, folder: self._copy(rank, folder, plan.copies[rank]))
+            self._agree(self._check(numbers, self._check_header), comm)
+        problems = self._check(numbers, lambda number, folder: self._copy(number, folder, plan.copies[number]))
         self._agree(problems, comm)
-        return ReadReport(
-            missing=tuple(missing),
-            unexpected=tuple(unexpected),
-            files=tuple(self.manifest.all_files[rank].name for rank in ranks),
-            bytes=sum(c.block.numel * item_bytes(c.piece.dtype) for rank in ranks for c in plan.copies[rank]),
-        )
+        return [self.manifest.all_files[number].name for number in numbers]
 
     def summary(self) -> dict[str, Any]:
         """The step, run, world and strategy, and how much of what there is, as plain values.
@@ -286,31 +245,27 @@ class Checkpoint:
             "data_keys": sorted(self.data),
         }
 
-    def _compare(
-        self, reports: list[dict[str, Any]], *, strict: bool, ignored: Collection[str]
-    ) -> tuple[list[str], list[str]]:
-        """The missing and the unexpected of what all ranks ask for; raises if they or any others are errors."""
+    def _compare(self, reports: list[dict[str, Any]], ignored: Collection[str]) -> None:
+        """Refuse what ranks ask for and cannot get, and what no rank asks for."""
         invalid = [f"rank {rank}: {problem}" for rank, report in enumerate(reports) for problem in report["invalid"]]
         if invalid:
             lines = "".join(f"\n  - {problem}" for problem in invalid[:_MOST_LINES])
             raise CheckpointError(f"checkpoint {self.path} cannot be read into these tensors:{lines}")
-        tensors = self.tensors
         wrong: dict[str, tuple[str, str]] = {}
         for report in reports:
             for name, saved, expected in report["wrong"]:
                 wrong.setdefault(name, (saved, expected))
         asked = {name for report in reports for name in report["asked"]}
-        missing = [name for name in wrong if name not in tensors]
-        unexpected = [name for name in tensors if name not in asked]
-        table = [(name, *columns) for name, columns in wrong.items() if strict or name in tensors]
-        if strict:
-            extra = [name for name in unexpected if not _matches(name, ignored)]
-            table += [(name, describe(tensors[name]), "not there") for name in extra]
+        table = [(name, *columns) for name, columns in wrong.items()]
+        table += [
+            (name, describe(whole), "not there")
+            for name, whole in self.tensors.items()
+            if name not in asked and not _matches(name, ignored)
+        ]
         if table:
             raise CheckpointError(self._table(table))
-        return missing, unexpected
 
-    def _plan(self, pairs: Sequence[tuple[Extent, Tensor]]) -> _Plan:
+    def _plan(self, pairs: Pairs) -> _Plan:
         """What to copy from which file, and what does not fit."""
         plan, tensors = _Plan(), self.tensors
         for extent, target in pairs:

@@ -128,7 +128,7 @@ def _layout(metadata: dict[str, str], pieces: Iterable[Piece]) -> Layout:
     return Layout(header=header, offsets=offsets, file_bytes=len(header) + end)
 
 
-def write_shard(folder: int, name: str, plan: Layout, content: dict[Piece, Tensor], *, private: bool) -> str:
+def write_shard(folder: int, name: str, plan: Layout, content: dict[Piece, Tensor]) -> str:
     """Write one file and bring it to the disk, never holding more than ``CHUNK_BYTES`` beside the tensors.
 
     Returns:
@@ -138,7 +138,7 @@ def write_shard(folder: int, name: str, plan: Layout, content: dict[Piece, Tenso
         OSError: The disk refuses.
     """
     digest = hashlib.sha256()
-    file = folders.create(folder, name, private=private)
+    file = folders.create(folder, name)
     try:
         for chunk in _chunks(plan, content):
             digest.update(chunk)

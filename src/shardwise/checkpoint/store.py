@@ -79,7 +79,7 @@ def publish_latest(root: str | os.PathLike[str], step_dir: str | os.PathLike[str
     part = f".{LATEST}-{secrets.token_hex(8)}"
     try:
         with folders.open_folder(root) as folder:
-            folders.write_file(folder, part, f"{CHECKPOINTS}/{target.name}\n".encode(), private=False)
+            folders.write_file(folder, part, f"{CHECKPOINTS}/{target.name}\n".encode())
             os.rename(part, LATEST, src_dir_fd=folder, dst_dir_fd=folder)
             os.fsync(folder)
     except OSError as error:
@@ -96,8 +96,6 @@ class Latest:
         step: Its step.
         rejected: Newer checkpoints, and without a good one all of them, that are not good, each with the reason.
         unfinished: Folders of saves that were interrupted (or are under way).
-        pointer: What ``LATEST`` says, if it is one line of text; else ``None``.
-        pointer_agrees: Whether that is ``path``.
     """
 
     root: Path
@@ -105,8 +103,6 @@ class Latest:
     step: int | None
     rejected: tuple[tuple[Path, str], ...]
     unfinished: tuple[Path, ...]
-    pointer: str | None
-    pointer_agrees: bool
 
     def require(self, *, allow_older: bool = False) -> Path:
         """``path``, or an error that says why there is none.
@@ -156,15 +152,12 @@ def find_latest(root: str | os.PathLike[str], *, verify: bool = False) -> Latest
         if found is not None:
             break
         rejected.append((path, reason))
-    pointer = _read_pointer(root)
     return Latest(
         root=root,
         path=None if found is None else found.path,
         step=None if found is None else found.step,
         rejected=tuple(rejected),
         unfinished=tuple(listing.unfinished),
-        pointer=pointer,
-        pointer_agrees=found is not None and pointer == f"{CHECKPOINTS}/{found.path.name}",
     )
 
 
@@ -174,12 +167,10 @@ class Retained:
 
     Attributes:
         good: Checkpoints that were verified and kept, newest first. Give them to the next call as ``known_good``.
-        removed: What was removed: old checkpoints, interrupted saves and interrupted deletions.
         refused: What was not removed although it was due, or is no good checkpoint, with the reason.
     """
 
     good: tuple[Path, ...]
-    removed: tuple[Path, ...]
     refused: tuple[tuple[Path, str], ...]
 
 
@@ -207,60 +198,51 @@ def retain(
         raise CheckpointError(f"keep={keep} would leave no checkpoint.\n  Set it to at least 1.")
     root = Path(root)
     listing = _list(root)
-    work = _Removal(checkpoints_of(root))
     good: list[Path] = []
+    refused: list[tuple[Path, str]] = []
     old: list[Checkpoint] = []
     known = {path.absolute() for path in known_good}
     for path in reversed(listing.steps):
         enough = len(good) >= max(keep, LEAST_KEPT)
         found, reason = _judge(path, verify=not enough and path.absolute() not in known)
         if found is None:
-            work.refused.append((path, reason))
+            refused.append((path, reason))
         elif enough:
             old.append(found)
         else:
             good.append(path)
             run_id = found.manifest.run_id if run_id is None else run_id
+    due: list[Path] = []
     for found in reversed(old):
         if found.manifest.run_id != run_id:
-            work.refused.append((found.path, f"it belongs to the run {found.manifest.run_id!r}"))
+            refused.append((found.path, f"it belongs to the run {found.manifest.run_id!r}"))
         else:
-            work.remove(found.path.name)
-    for path in listing.unfinished:
-        work.remove(path.name)
-    for path in listing.trash:
-        work.remove(path.name, is_trash=True)
+            due.append(found.path)
+    for path in (*due, *listing.unfinished, *listing.trash):
+        reason = _remove(path, is_trash=path in listing.trash)
+        refused += [(path, reason)] if reason else []
     for part in listing.pointer_parts:
         part.unlink(missing_ok=True)
-    return Retained(good=tuple(good), removed=tuple(work.removed), refused=tuple(work.refused))
+    return Retained(good=tuple(good), refused=tuple(refused))
 
 
-@dataclass
-class _Removal:
-    """Removes folders of checkpoints: first renamed, so that half of one is never taken for a whole one."""
-
-    checkpoints: Path
-    removed: list[Path] = field(default_factory=list)
-    refused: list[tuple[Path, str]] = field(default_factory=list)
-
-    def remove(self, name: str, *, is_trash: bool = False) -> None:
-        path = self.checkpoints / name
-        try:
-            with folders.open_folder(self.checkpoints, follow=False) as parent:
-                folders.check_removable(parent, name, is_checkpoint_file)
-                trash = name
-                if not is_trash:
-                    trash = f".trash-{name}-{secrets.token_hex(8)}"
-                    os.rename(name, trash, src_dir_fd=parent, dst_dir_fd=parent)
-                    os.fsync(parent)
-                folders.remove_folder(parent, trash, is_checkpoint_file)
+def _remove(path: Path, *, is_trash: bool) -> str | None:
+    """Remove a checkpoint, renamed first so that half of one is never taken for a whole one; or why it is left."""
+    try:
+        with folders.open_folder(path.parent, follow=False) as parent:
+            folders.check_removable(parent, path.name, is_checkpoint_file)
+            trash = path.name
+            if not is_trash:
+                trash = f".trash-{path.name}-{secrets.token_hex(8)}"
+                os.rename(path.name, trash, src_dir_fd=parent, dst_dir_fd=parent)
                 os.fsync(parent)
-        except RefusedError as error:
-            self.refused.append((path, str(error)))
-        except OSError as error:
-            self.refused.append((path, str(error.strerror)))
-        else:
-            self.removed.append(path)
+            folders.remove_folder(parent, trash, is_checkpoint_file)
+            os.fsync(parent)
+    except RefusedError as error:
+        return str(error)
+    except OSError as error:
+        return str(error.strerror)
+    return None
 
 
 @dataclass
@@ -319,14 +301,3 @@ def _judge(path: Path, *, verify: bool) -> tuple[Checkpoint | None, str]:
         lines = [line.strip(" -") for line in str(error).splitlines()]
         return None, lines[0] if len(lines) < 3 else "; ".join(lines[1:-1])
     return found, ""
-
-
-def _read_pointer(root: Path) -> str | None:
-    try:
-        with folders.open_folder(root) as folder, folders.open_for_reading(folder, LATEST) as (file, status):
-            content = bytearray(min(status.st_size, 200))
-            folders.read_at(file, memoryview(content), 0)
-    except (OSError, RefusedError):
-        return None
-    text = content.decode("utf-8", "replace").strip()
-    return text if text and text.isprintable() else None

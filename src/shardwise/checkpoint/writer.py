@@ -18,7 +18,7 @@ import os
 import re
 import secrets
 import shutil
-from collections.abc import Callable, Collection, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -53,20 +53,18 @@ from shardwise.spec.errors import CheckpointError, ShardwiseError, StorageError
 from shardwise.spec.extent import Extent
 from shardwise.spec.precision import item_bytes
 from shardwise.spec.text import size
-from shardwise.state.extents import packed, unpacked, unpacked_cuts
+from shardwise.state.extents import Pairs, packed, unpacked, unpacked_cuts
 
 
 def write(
     directory: str | os.PathLike[str],
     comm: Comm,
-    tensors: Sequence[tuple[Extent, Tensor]],
+    tensors: Pairs,
     data: dict[str, Any],
     *,
     step: int,
     run_id: str,
-    rank_data: dict[str, Any] | None = None,
     frozen: Collection[str] = (),
-    private: bool = False,
 ) -> Path:
     """Save one checkpoint, or raise the same error on every rank and leave nothing behind.
 
@@ -82,10 +80,8 @@ def write(
         data: State that is no tensor and equal on all ranks: None, bool, int, float, str, bytes, list, tuple and dict.
         step: The step after which this is the state.
         run_id: Names the run.
-        rank_data: State of this rank alone, such as its random number generators'; on every rank or on none.
         frozen: Names of tensors that hardly ever change. They go into a file of their own, named by its content; where
             a checkpoint in the same folder holds that very file it gets a hard link, and nothing is written.
-        private: Give no other user access (0700 and 0600) instead of what the umask leaves.
 
     Returns:
         ``directory``.
@@ -101,9 +97,9 @@ def write(
         found. Where there are slices, a scatter of their numbers. What a rank other than 0 receives does not grow with
         the number of ranks. All ranks must call in the same order.
     """
-    save = _Save(Path(directory), comm, step=step, run_id=run_id, private=private)
+    save = _Save(Path(directory), comm, step=step, run_id=run_id)
     with save.removing_on_failure():
-        save.prepare(tensors, data, rank_data, frozen)
+        save.prepare(tensors, data, frozen)
         save.write_and_publish()
     return save.directory
 
@@ -114,12 +110,11 @@ class _Save:
     What all ranks report goes to rank 0 alone, which combines it and tells all how it went.
     """
 
-    def __init__(self, directory: Path, comm: Comm, *, step: int, run_id: str, private: bool) -> None:
+    def __init__(self, directory: Path, comm: Comm, *, step: int, run_id: str) -> None:
         self.directory = directory
         self.comm = comm
         self.step = step
         self.run_id = run_id
-        self.private = private
         self.save_id = ""
         self.temporary: Path | None = None
         self.pieces: dict[Piece, Tensor] = {}
@@ -128,15 +123,8 @@ class _Save:
         self.entries: dict[str, TensorEntry] = {}
         self._slice_numbers: list[list[tuple[str, Any, int]]] = []  # on rank 0, by rank: name, cuts, their number
         self.data: dict[str, Any] = {}
-        self.rank_data: list[Any] | None = None
 
-    def prepare(
-        self,
-        tensors: Sequence[tuple[Extent, Tensor]],
-        data: dict[str, Any],
-        rank_data: dict[str, Any] | None,
-        frozen: Collection[str],
-    ) -> None:
+    def prepare(self, tensors: Pairs, data: dict[str, Any], frozen: Collection[str]) -> None:
         """Agree on what will be written, and prove that it is whole, before a byte of it is."""
 
         def local() -> dict[str, Any]:
@@ -150,7 +138,6 @@ class _Save:
                 "step": self.step,
                 "run_id": self.run_id,
                 "data": hashlib.sha256(plain.dumps(self.data)).hexdigest(),
-                "rank_data": None if rank_data is None else plain.pack(rank_data, "rank_data"),
                 "extents": [packed(extent) for extent, _ in tensors],
                 "frozen": sorted({extent.name for extent, _ in tensors if extent.name in frozen}),
                 "bytes": sum(
@@ -194,8 +181,6 @@ class _Save:
             raise _ToldError(
                 StorageError, f"no space left on device: {size(needed)} needed, {size(free)} free.{_AFTERWARDS}"
             )
-        if reports[0]["rank_data"] is not None:
-            self.rank_data = [report["rank_data"] for report in reports]
         has_slices = any(entry.slices for entry in self.entries.values())
         if has_slices:
             known = {
@@ -221,7 +206,7 @@ class _Save:
             name = shard_name(self.save_id, rank)
             try:
                 with folders.open_folder(self.temporary, follow=False) as folder:
-                    digest = write_shard(folder, name, plan, self.pieces, private=self.private)
+                    digest = write_shard(folder, name, plan, self.pieces)
                     frozen = self._write_frozen(folder) if self.has_frozen else None
             except OSError as error:
                 error.filename = self.temporary / name
@@ -242,7 +227,7 @@ class _Save:
         digest = hash_content(plan, self.frozen_pieces)
         name = frozen_name(digest, self.comm.rank)
         if not any(folders.link(path, folder, name, plan.file_bytes) for path in self._shared(name)):
-            written = write_shard(folder, name, plan, self.frozen_pieces, private=self.private)
+            written = write_shard(folder, name, plan, self.frozen_pieces)
             if written != digest:
                 raise CheckpointError(f"frozen parameters of rank {self.comm.rank} changed while they were saved")
         return {"name": name, "bytes": plan.file_bytes, "sha256": digest}
@@ -277,10 +262,9 @@ class _Save:
             frozen=[FileEntry.model_validate(report["frozen"]) for report in reports] if self.has_frozen else None,
             tensors=self.entries,
             data=self.data,
-            rank_data=self.rank_data,
         )
         with folders.open_folder(self.temporary, follow=False) as folder:
-            folders.write_file(folder, MANIFEST_NAME, encode(manifest), private=self.private)
+            folders.write_file(folder, MANIFEST_NAME, encode(manifest))
             os.fsync(folder)
         self._refuse_existing()
         self.temporary.rename(self.directory)
@@ -295,7 +279,7 @@ class _Save:
         self.directory.parent.mkdir(parents=True, exist_ok=True)
         save_id = secrets.token_hex(8)
         temporary = self._temporary_path(save_id)
-        temporary.mkdir(mode=0o700 if self.private else 0o777)  # an error where it exists
+        temporary.mkdir()  # an error where it exists
         self.temporary = temporary
         return {"save_id": save_id, "free": shutil.disk_usage(temporary).free}
 
@@ -307,7 +291,7 @@ class _Save:
             raise CheckpointError(f"{self.directory} exists, and a checkpoint never goes into a folder that exists")
 
     @staticmethod
-    def _check_tensors(tensors: Sequence[tuple[Extent, Tensor]]) -> None:
+    def _check_tensors(tensors: Pairs) -> None:
         problems = []
         known: set[Extent] = set()
         for extent, tensor in tensors:
@@ -430,7 +414,5 @@ def _disagreements(reports: list[dict[str, Any]]) -> list[str]:
             if report[key] != reports[0][key]
         ]
         if report["data"] != reports[0]["data"]:
-            problems.append(f"data differs between rank {rank} and rank 0; what is a rank's own belongs in rank_data")
-        if (report["rank_data"] is None) != (reports[0]["rank_data"] is None):
-            problems.append(f"of rank {rank} and rank 0, only one gave rank_data")
+            problems.append(f"data differs between rank {rank} and rank 0; what is a rank's own belongs in rank_state")
     return problems

@@ -150,7 +150,6 @@ def test_ranks_that_disagree_are_told_in_what(tmp_path):
         return [(Extent("a", shape, "fp32", 2 * rank, 2 * rank + 2), torch.zeros(2))]
 
     changes = {"step": lambda rank: 20 + rank, "data": lambda rank: {"lr": rank}, "pieces": pieces}
-    changes["rank_data"] = lambda rank: None if rank else {}
     outcome = run_in_threads(saver(tmp_path / "s", **changes), 2)
     lines = [str(error).splitlines()[1:] for error in outcome]
     assert (
@@ -158,8 +157,7 @@ def test_ranks_that_disagree_are_told_in_what(tmp_path):
         == lines[1]
         == [
             "  - step is 21 on rank 1 and 20 on rank 0",
-            "  - data differs between rank 1 and rank 0; what is a rank's own belongs in rank_data",
-            "  - of rank 1 and rank 0, only one gave rank_data",
+            "  - data differs between rank 1 and rank 0; what is a rank's own belongs in rank_state",
             "  - a: rank 1 has (2, 2) fp32, rank 0 has (4,) fp32",
             "  - a: no rank holds elements 2 to 4",
         ]

