@@ -10,8 +10,8 @@ from torch import Tensor, distributed, nn
 
 import shardwise as sw
 from shardwise.models.transformer import GPT
-from shardwise.spec.routing import MixtureTraffic, capacity, even_counts
 from shardwise.spec.slice import slice_of
+from shardwise.spec.traffic.rows import MixtureTraffic, capacity, even_counts
 from shardwise.testing import probe, run_on_ranks
 from tests.contract import test_memory
 

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 import shardwise as sw
 from shardwise.spec.errors import PlanError, StateError
-from shardwise.spec.rows import lookup_bytes, row_bounds
+from shardwise.spec.traffic.rows import lookup_bytes, row_bounds
 from shardwise.testing import probe, run_on_ranks
 
 ROWS, WIDTH, STEPS = 103, 6, 4

@@ -1,19 +1,19 @@
-"""Embeddings whose rows are spread over all ranks; of a table only the rows that are looked up travel.
+"""Embeddings whose rows are spread over all ranks; only rows that are looked up travel.
 
-The hybrid of a huge table and a dense part that is trained data-parallel, without a parameter server: every rank holds
+This serves a huge table beside a dense part that is trained data-parallel, without a parameter server: every rank holds
 a range of the table's rows with their gradients and optimizer state, asks the others for the rows that its batch needs,
-each once, and sends the gradients of these rows back to where they live. Every rank is server and client in one.
+each once, and sends the gradients of these rows back to their owners.
 
 ==========  ==============================================  ============================================
-forward     how many ids I ask each rank for                ``8 (n-1)`` bytes
+forward     the number of ids for each rank                 ``8 (n-1)`` bytes
             the ids                                         8 bytes for each different foreign id
-            the rows that others asked me for               a row for each
-backward    gradients of the rows that I asked for          a row for each different foreign id
+            the rows that others asked for                  a row for each
+backward    gradients of the rows that this rank asked for  a row for each different foreign id
 ==========  ==============================================  ============================================
 
 Sums are those of one process that adds up the ranks' gradients in order and divides by their number, to the last bit;
 where a table is called several times in a forward, call by call. Rows and gradients travel in the table's own dtype;
-then rows are cast to what the policy computes in.
+then rows are cast to the dtype that the policy computes in.
 """
 
 from __future__ import annotations
@@ -27,14 +27,15 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from shardwise.comm.base import Comm
+from shardwise.comm.rows import exchange_counts, exchange_rows
 from shardwise.spec.errors import PlanError
-from shardwise.spec.rows import row_bounds
 from shardwise.spec.slice import Cut, Slice, set_slice
 from shardwise.spec.styles import matches
+from shardwise.spec.traffic.rows import row_bounds
 from shardwise.tensor.apply import take
-from shardwise.tensor.layer import Layer, only
+from shardwise.tensor.layer import ReplacedForward, only
 
-#: What a rank tells instead of how many rows it asks for, where it asks for some that there are not.
+#: What a rank sends in place of its counts where it asks for rows that do not exist.
 _OUTSIDE = -1
 
 
@@ -99,12 +100,12 @@ def spread_rows(
     """Leave in each embedding this rank's rows, and look the others up through ``comm``. In place; names stay.
 
     Args:
-        tables: By path; whole, the same on every rank.
-        comm: Over all ranks that train the model.
-        dtypes_of: In which dtypes a table is held, and its rows are handed on.
+        tables: Whole embeddings by path, the same on every rank.
+        comm: All ranks that train the model.
+        dtypes_of: The dtype in which a table is held, and that of the rows that it returns.
 
     Returns:
-        What a summary should say.
+        Lines for a summary.
     """
     notes = []
     for path, module in tables.items():
@@ -120,15 +121,15 @@ def spread_rows(
     return notes
 
 
-class RowShardedEmbedding(Layer):
+class RowShardedEmbedding(ReplacedForward):
     """An embedding of which this rank holds a range of the rows.
 
     Args:
         module: An ``nn.Embedding`` whose weight is this rank's rows.
         name: Its path.
-        comm: Over all ranks that train the model.
+        comm: All ranks that train the model.
         bounds: Where each rank's rows begin, and the end.
-        dtype: Of what it returns.
+        dtype: The dtype of the rows that it returns.
     """
 
     def __init__(self, module: nn.Module, name: str, comm: Comm, bounds: tuple[int, ...], dtype: torch.dtype) -> None:
@@ -140,11 +141,11 @@ class RowShardedEmbedding(Layer):
         """Ids to their rows, as ``nn.Embedding``.
 
         Collective:
-            Three all-to-alls on the axis of all ranks, and one in backward: all ranks must call, and go backward
-            through it, equally often. The bytes stand at the top of the file. The host waits for the counts.
+            Three all-to-alls over all ranks, and one in backward: all ranks must call, and go backward through it,
+            equally often. The bytes are in the table at the top of the file. The host waits for the counts.
 
         Raises:
-            IndexError: A rank asks for rows that there are not; on every rank.
+            IndexError: A rank asks for rows that do not exist; raised on every rank.
         """
         ids, module = only(args, kwargs), self.module
         wanted, inverse = _distinct(ids)
@@ -160,13 +161,13 @@ def _distinct(ids: Tensor) -> tuple[Tensor, Tensor]:
 
 
 class _Route:
-    """Where the rows of one call lie: how many are asked of each rank, and for which rows each rank has asked here.
+    """Where the rows of one call lie.
 
     Attributes:
-        cuts: Of the different ids of this rank, by the rank that holds their rows.
-        asked_cuts: Of the ids that the ranks ask this one for, by who asks.
-        rows: Those ids, as rows of this rank's weight.
-        padding: Which of this rank's different ids gets no gradient; -1 for none.
+        cuts: Where this rank's different ids begin for each rank that holds their rows, and the end.
+        asked_cuts: The same of the ids that each rank asks this one for.
+        rows: The ids that this rank is asked for, as rows of its weight.
+        padding: The place among this rank's different ids that gets no gradient; -1 for none.
     """
 
     def __init__(self, layer: RowShardedEmbedding, wanted: Tensor, padding: int | None) -> None:
@@ -181,49 +182,30 @@ class _Route:
             edges = torch.tensor(bounds, dtype=wanted.dtype, device=wanted.device)
             self.cuts = torch.searchsorted(wanted, edges).tolist()
             self.asked_cuts = self._exchange_counts(wanted, bounds[-1])
-        start = bounds[comm.rank]
-        self.rows = self.to_owners(wanted) - start
+        self.rows = self.to_owners(wanted) - bounds[comm.rank]
 
     def _exchange_counts(self, wanted: Tensor, num_rows: int) -> list[int]:
         counts = [stop - start for start, stop in itertools.pairwise(self.cuts)]
         is_inside = self.cuts[0] == 0 and self.cuts[-1] == wanted.numel()
         if not is_inside:
-            counts = [_OUTSIDE] * len(counts)  # the others would wait for this rank: all of them raise
+            counts = [_OUTSIDE] * len(counts)  # the other ranks would wait for this one: all of them raise
         mine = torch.tensor(counts, dtype=torch.int64, device=wanted.device)
-        theirs = mine.clone()
-        self.comm.all_to_all(mine, theirs, unit=self.name).wait()
-        told = theirs.tolist()
-        told[self.comm.rank] = counts[self.comm.rank]
-        if _OUTSIDE in told:
+        found = exchange_counts(mine, self.comm, self.name).flatten().tolist()
+        if _OUTSIDE in found:
             asked = f"for {wanted[0].item()} to {wanted[-1].item()}" if not is_inside else "for others"
-            who = [rank for rank, count in enumerate(told) if count == _OUTSIDE]
+            who = [rank for rank, count in enumerate(found) if count == _OUTSIDE]
             raise IndexError(
                 f"{self.name!r} has rows 0 to {num_rows - 1}, but was asked {asked} by rank {', '.join(map(str, who))}."
             )
-        return [0, *itertools.accumulate(told)]
+        return [0, *itertools.accumulate(found)]
 
     def to_owners(self, values: Tensor) -> Tensor:
-        """What I have for each row that I asked for, to its owner; returns what others have for mine, in rank order."""
-        return self._send(values, self.cuts, self.asked_cuts)
+        """One value for each row that this rank asked for to its owner; returns those for its own rows."""
+        return exchange_rows(values, self.cuts, self.asked_cuts, self.comm, self.name)
 
     def to_askers(self, values: Tensor) -> Tensor:
         """The way back."""
-        return self._send(values, self.asked_cuts, self.cuts)
-
-    def _send(self, values: Tensor, cuts: list[int], out_cuts: list[int]) -> Tensor:
-        width = values.shape[1] if values.dim() > 1 else 1
-        out = values.new_empty((out_cuts[-1], *values.shape[1:]))
-        rank = self.comm.rank
-        out[out_cuts[rank] : out_cuts[rank + 1]] = values[cuts[rank] : cuts[rank + 1]]
-        if self.comm.size > 1:
-            self.comm.all_to_all(
-                values.contiguous().view(-1),
-                out.view(-1),
-                unit=self.name,
-                cuts=[cut * width for cut in cuts],
-                out_cuts=[cut * width for cut in out_cuts],
-            ).wait()
-        return out
+        return exchange_rows(values, self.asked_cuts, self.cuts, self.comm, self.name)
 
 
 class _Lookup(torch.autograd.Function):

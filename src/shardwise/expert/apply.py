@@ -6,9 +6,9 @@ import dataclasses
 from collections.abc import Iterable, Sequence
 
 from shardwise.comm.base import Comm
-from shardwise.expert.layer import Mix, Mixture, StackedMix
-from shardwise.spec.routing import local_range
+from shardwise.expert.layer import Mixture, RoutedMixture
 from shardwise.spec.slice import Cut, Slice, set_slice, slice_of
+from shardwise.spec.traffic.rows import local_range
 
 
 def apply_experts(
@@ -28,7 +28,7 @@ def apply_experts(
         What a summary should say.
     """
     for mixture in mixtures:
-        layer = (StackedMix if mixture.is_stacked else Mix)(mixture, comm, capacity)
+        layer = RoutedMixture(mixture, comm, capacity)
         if comm is not None:
             if mixture.is_stacked:
                 _cut_stack(mixture, comm, tp)

@@ -1,4 +1,4 @@
-"""Forwards of mixtures whose experts are divided.
+"""Which modules are mixtures of experts, and the one forward of mixtures that send tokens to their experts.
 
 Shape suffixes: ``B`` batch, ``T`` sequence, ``N`` tokens, ``K`` choices of each, ``M`` rows that this rank's experts
 compute, ``E`` experts, ``C`` width.
@@ -6,7 +6,6 @@ compute, ``E`` experts, ``C`` width.
 
 from __future__ import annotations
 
-from abc import abstractmethod
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 
@@ -16,8 +15,8 @@ from torch import Tensor, nn
 from shardwise.comm.base import Comm
 from shardwise.expert.route import Route, combine, dispatch, find_route
 from shardwise.spec.errors import PlanError
-from shardwise.spec.routing import local_range
-from shardwise.tensor.layer import Forward
+from shardwise.spec.traffic.rows import local_range
+from shardwise.tensor.layer import Experts, ReplacedForward
 
 #: Modules of transformers that hold all experts of a mixture in stacked parameters, experts first, and are called with
 #: the tokens, the experts that each chose, and the weights of the choices.
@@ -35,10 +34,10 @@ class Mixture:
     """A mixture of experts in a model.
 
     Attributes:
-        path: Of its module.
+        path: Path of the module.
         module: The module.
-        num_experts: All of them.
-        is_stacked: They lie in stacked parameters.
+        num_experts: Experts of all ranks.
+        is_stacked: The experts lie in stacked parameters.
     """
 
     path: str
@@ -54,12 +53,7 @@ class Mixture:
 
 
 def find_mixtures(model: nn.Module, size: int, *, units: Iterable[str] = ()) -> list[Mixture]:
-    """The mixtures of ``model``, for ``size`` ranks of ``ep``.
-
-    Args:
-        model: The whole model.
-        size: Ranks of ``ep``.
-        units: Names of the model's units.
+    """The mixtures of the whole ``model``, for ``size`` ranks of ``ep``; ``units`` are the names of its units.
 
     Raises:
         PlanError: There are none, or they cannot be divided so.
@@ -93,74 +87,56 @@ def find_mixtures(model: nn.Module, size: int, *, units: Iterable[str] = ()) -> 
     return found
 
 
-class ExpertLayer(Forward):
-    """A mixture's.
+class RoutedMixture(ReplacedForward):
+    """A mixture whose tokens go to the experts that they chose, on whatever rank of ``ep`` these are.
+
+    Our mixture takes (B, T, C) and chooses itself; one in stacked parameters takes tokens, choices and weights.
 
     Args:
-        mixture: The module, held weakly.
-        comm: On ``ep``; ``None`` where this rank holds all experts.
+        mixture: The mixture; its module is held weakly.
+        comm: The axis ``ep``; ``None`` where this rank holds all experts.
         capacity: ``ParallelPlan.expert_capacity``.
     """
 
     def __init__(self, mixture: Mixture, comm: Comm | None, capacity: float | None) -> None:
-        super().__init__(mixture.module, mixture.path)
+        super().__init__(mixture.module, mixture.path, comm)
         self._num_experts = mixture.num_experts
+        self._is_stacked = mixture.is_stacked
         self._capacity = capacity
-        self.comm = comm
+        size, rank = (1, 0) if comm is None else (comm.size, comm.rank)
+        self._own = range(*local_range(mixture.num_experts, size, rank))
 
-    @abstractmethod
-    def _compute(self, rows_MC: Tensor, route: Route) -> Tensor:
-        """Rows through this rank's experts, ``route.by_expert`` of them for each, in order."""
+    def install(self) -> None:
+        """Replace the module's forward; with ``tp`` what its replacement calls, which sums once for each token."""
+        around = self.module.__dict__.get("forward")
+        if isinstance(around, Experts):
+            around.inner = self
+        else:
+            super().install()
 
-    def _mix(self, x_NC: Tensor, chosen_NK: Tensor, weights_NK: Tensor) -> Tensor:
-        """The weighted sum of what each token's experts give, (N, C).
+    def __call__(self, x: Tensor, chosen_NK: Tensor | None = None, weights_NK: Tensor | None = None) -> Tensor:
+        """The weighted sum of what each token's experts give, in the shape of ``x``.
 
         Collective:
             Three all-to-alls on ``ep``: of counts, of rows to experts, and back; two in backward.
         """
+        x_NC = x.flatten(0, -2)
+        if chosen_NK is None or weights_NK is None:
+            chosen_NK, weights_NK = self.module.choose(x_NC)
         route = find_route(chosen_NK, self._num_experts, self._capacity, self.comm, self.name)
-        y_KNC = combine(self._compute(dispatch(x_NC, route), route), route)
-        return (y_KNC * weights_NK.t().unsqueeze(-1)).sum(0).to(x_NC.dtype)
+        rows_MC = dispatch(x_NC, route)
+        y_KNC = combine(self._stacked(rows_MC, route) if self._is_stacked else self._each(rows_MC, route), route)
+        return (y_KNC * weights_NK.t().unsqueeze(-1)).sum(0).to(x.dtype).view_as(x)
 
-
-class Mix(ExpertLayer):
-    """Our mixture. Of the experts on other ranks only the empty modules are here."""
-
-    def __init__(self, mixture: Mixture, comm: Comm | None, capacity: float | None) -> None:
-        super().__init__(mixture, comm, capacity)
-        size, rank = (1, 0) if comm is None else (comm.size, comm.rank)
-        self._own = [index for index, (_, is_here) in enumerate(mixture.experts(size, rank)) if is_here]
-
-    def __call__(self, x_BTC: Tensor) -> Tensor:
-        """(B, T, C) to (B, T, C)."""
-        module = self.module
-        x_NC = x_BTC.flatten(0, -2)
-        top_NK, chosen_NK = module.router(x_NC).topk(module.experts_per_token, dim=-1)
-        return self._mix(x_NC, chosen_NK, top_NK.softmax(dim=-1)).view_as(x_BTC)
-
-    def _compute(self, rows_MC: Tensor, route: Route) -> Tensor:
+    def _each(self, rows_MC: Tensor, route: Route) -> Tensor:
+        """``route.by_expert`` rows through each of this rank's experts, in order."""
         # An expert without tokens runs on none of them: its gradient is zero, not missing, as in the dense form.
         experts = self.module.experts
         parts = zip(self._own, rows_MC.split(route.by_expert), strict=True)
         return torch.cat([experts[index](part) for index, part in parts])
 
-
-class StackedMix(ExpertLayer):
-    """Experts in stacked parameters, of which this rank has a part: computed by the class's own forward."""
-
-    def install(self) -> None:
-        """Be the module's forward, or where ranks of ``tp`` share every expert what that calls: tokens stay apart."""
-        around = self.module.__dict__.get("forward")
-        if hasattr(around, "inner"):
-            around.inner = self  # of tensor.layer.Experts, which adds up once a token, after its experts were mixed
-        else:
-            super().install()
-
-    def __call__(self, states_NC: Tensor, chosen_NK: Tensor, weights_NK: Tensor) -> Tensor:
-        """Tokens, the experts that each has chosen, and the weights of the choices, to (N, C)."""
-        return self._mix(states_NC, chosen_NK, weights_NK)
-
-    def _compute(self, rows_MC: Tensor, route: Route) -> Tensor:
+    def _stacked(self, rows_MC: Tensor, route: Route) -> Tensor:
+        """The same by the class's own forward."""
         module = self.module
         if not len(rows_MC):
             # As above: the gradients are zero. The class's forward would also cut the rows off from the graph, and

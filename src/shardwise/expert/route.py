@@ -1,6 +1,14 @@
-"""Which rows go to which expert: the choices of this rank's tokens in the order in which they travel.
+"""Which rows go to which expert, and the way there and back: all-to-alls on ``ep`` as a pair of autograd functions.
 
-Shape suffixes: ``N`` tokens, ``K`` choices of each, ``S`` rows that are sent, ``E`` experts, ``R`` ranks of ``ep``.
+=================  =========================================  ====================================================
+function           forward                                    backward
+=================  =========================================  ====================================================
+:func:`dispatch`   each choice's token to its expert's rank   gradients back; those of a token's choices are added
+:func:`combine`    results back to where the tokens are       gradients of results to the experts' ranks
+=================  =========================================  ====================================================
+
+Shape suffixes: ``N`` tokens of this rank, ``K`` choices of each, ``S`` rows that this rank sends, ``M`` rows that its
+experts compute, ``E`` experts, ``R`` ranks of ``ep``, ``C`` width.
 """
 
 from __future__ import annotations
@@ -15,7 +23,8 @@ from torch import Tensor
 
 from shardwise.comm.base import Comm
 from shardwise.comm.record import RecordComm
-from shardwise.spec.routing import capacity, even_counts, local_range
+from shardwise.comm.rows import exchange_counts, exchange_rows
+from shardwise.spec.traffic.rows import capacity, even_counts, local_range
 
 
 @dataclass(frozen=True, eq=False)
@@ -24,21 +33,21 @@ class Route:
 
     Attributes:
         unit: Path of the module, in traces.
-        comm: On ``ep``; ``None`` where this rank holds all experts.
-        shape: Tokens and choices of each.
-        order: The choices that are sent, by expert; choice ``k`` of token ``n`` is number ``k * N + n``.
+        comm: The axis ``ep``; ``None`` where this rank holds all experts.
+        shape: Tokens, and choices of each.
+        order: The choices that are sent, by expert, (S,); choice ``k`` of token ``n`` is number ``k * N + n``.
         sent: Rows for each expert.
         received: By rank of ``ep``, rows that it sends to each of this rank's experts.
-        counts: Rows for each of this rank's experts, on the device.
+        counts: Rows for each of this rank's experts, (E,), on the device.
     """
 
     unit: str
     comm: Comm | None
     shape: tuple[int, int]
-    order: Tensor  # (S,)
+    order: Tensor
     sent: list[int]
     received: list[list[int]]
-    counts: Tensor  # (E,), those of this rank
+    counts: Tensor
 
     @property
     def sent_by_rank(self) -> list[int]:
@@ -60,16 +69,16 @@ class Route:
 
 @torch.no_grad()
 def find_route(chosen_NK: Tensor, num_experts: int, factor: float | None, comm: Comm | None, unit: str) -> Route:
-    """Sort the choices by expert, drop what is over the capacity, and tell the ranks what to expect.
+    """Sort the choices by expert, drop those over the capacity, and exchange the numbers of rows.
 
     First choices come before second ones, each in the order of tokens; an expert takes the first that fit.
 
     Args:
         chosen_NK: The experts that each token has chosen, best first.
-        num_experts: All of them.
-        factor: Of the capacity (``ParallelPlan.expert_capacity``).
-        comm: On ``ep``.
-        unit: Name of the module that it is for.
+        num_experts: Experts of all ranks.
+        factor: ``ParallelPlan.expert_capacity``.
+        comm: The axis ``ep``.
+        unit: Path of the module, in traces.
 
     Collective:
         All-to-all of the counts on ``ep``; the host waits for them, once.
@@ -81,14 +90,14 @@ def find_route(chosen_NK: Tensor, num_experts: int, factor: float | None, comm: 
     counts_E = starts_E.diff()
     if limit is not None:
         counts_E = counts_E.clamp(max=limit)
-    arrived_RE = counts_E.unsqueeze(0) if comm is None else _exchange_counts(counts_E, comm, unit)
+    arrived_RE = counts_E.unsqueeze(0) if comm is None else exchange_counts(counts_E, comm, unit)
     if chosen_NK.is_meta or isinstance(comm, RecordComm):  # without values, or peers: as if tokens chose evenly
         sent = even_counts(len(sorted_S), num_experts, limit)
         start, stop = (0, num_experts) if comm is None else local_range(num_experts, comm.size, comm.rank)
         received = [sent[start:stop]] * len(arrived_RE)
         arrived_RE = torch.tensor(received, device=arrived_RE.device)
         order_S = order_S[: sum(sent)]
-    else:  # the one time that the host waits for the device
+    else:  # the only time that the host waits for the device
         numbers = torch.cat([counts_E, arrived_RE.flatten()]).tolist()
         sent, each = numbers[:num_experts], arrived_RE.shape[1]
         received = [numbers[at : at + each] for at in range(num_experts, len(numbers), each)]
@@ -99,19 +108,8 @@ def find_route(chosen_NK: Tensor, num_experts: int, factor: float | None, comm: 
     return Route(unit, comm, (num_tokens, num_choices), order_S, sent, received, arrived_RE.sum(0))
 
 
-def _exchange_counts(counts_E: Tensor, comm: Comm, unit: str) -> Tensor:
-    """By rank of ``ep``, the rows that it sends to each of this rank's experts."""
-    each = len(counts_E) // comm.size
-    cuts = [rank * each for rank in range(comm.size + 1)]
-    arrived = torch.empty_like(counts_E)
-    comm.all_to_all(counts_E, arrived, unit=unit, cuts=cuts, out_cuts=cuts).wait()
-    arrived_RE = arrived.view(comm.size, each)
-    arrived_RE[comm.rank] = counts_E[cuts[comm.rank] : cuts[comm.rank + 1]]  # what is a rank's own is not moved
-    return arrived_RE
-
-
 def dispatch(x_NC: Tensor, route: Route) -> Tensor:
-    """The rows for this rank's experts, (M, C): by expert, then by rank that sent them, then in its order.
+    """The rows for this rank's experts, (M, C): by expert, then by the rank that sent them, then in its order.
 
     Collective:
         All-to-all on ``ep``; in backward another one, where ``x_NC`` needs a gradient.
@@ -129,20 +127,23 @@ def combine(rows_MC: Tensor, route: Route) -> Tensor:
 
 
 def _go(rows_SC: Tensor, route: Route) -> Tensor:
-    """Rows sorted by expert to the ranks that hold those, and there in the order of :func:`dispatch`."""
+    """Send rows sorted by expert to the ranks of these experts; there they get the order of :func:`dispatch`."""
     if route.comm is None:
         return rows_SC
-    arrived = _exchanged(rows_SC, route.sent_by_rank, route.received_by_rank, route.comm, route.unit)
-    return _transposed(arrived, route.received)
+    cuts, out_cuts = _cuts(route.sent_by_rank), _cuts(route.received_by_rank)
+    return _transposed(exchange_rows(rows_SC, cuts, out_cuts, route.comm, route.unit), route.received)
 
 
 def _return(rows_MC: Tensor, route: Route) -> Tensor:
     """The way back."""
     if route.comm is None:
         return rows_MC
-    by_expert = list(zip(*route.received, strict=True))
-    home = _transposed(rows_MC, by_expert)
-    return _exchanged(home, route.received_by_rank, route.sent_by_rank, route.comm, route.unit)
+    home = _transposed(rows_MC, list(zip(*route.received, strict=True)))
+    return exchange_rows(home, _cuts(route.received_by_rank), _cuts(route.sent_by_rank), route.comm, route.unit)
+
+
+def _cuts(counts: Sequence[int]) -> list[int]:
+    return list(itertools.accumulate(counts, initial=0))
 
 
 def _transposed(rows: Tensor, sizes: Sequence[Sequence[int]]) -> Tensor:
@@ -150,35 +151,6 @@ def _transposed(rows: Tensor, sizes: Sequence[Sequence[int]]) -> Tensor:
     runs = rows.split([size for of_one in sizes for size in of_one])
     count = len(sizes[0])
     return torch.cat([run for j in range(count) for run in runs[j::count]])
-
-
-def _exchanged(rows: Tensor, sent: Sequence[int], received: Sequence[int], comm: Comm, unit: str) -> Tensor:
-    """What the other ranks have sent to this one, in the order of ranks.
-
-    Args:
-        rows: In the order of the ranks that they go to.
-        sent: Rows for each rank.
-        received: Rows from each rank.
-        comm: On ``ep``.
-        unit: Name of the module that it is for.
-
-    Collective:
-        All-to-all on ``ep``.
-    """
-    rows = rows.contiguous()
-    width = rows.shape[1]
-    out = rows.new_empty(sum(received), width)
-    cuts, out_cuts = (list(itertools.accumulate(counts, initial=0)) for counts in (sent, received))
-    comm.all_to_all(
-        rows.view(-1),
-        out.view(-1),
-        unit=unit,
-        cuts=[cut * width for cut in cuts],
-        out_cuts=[cut * width for cut in out_cuts],
-    ).wait()
-    own = comm.rank
-    out[out_cuts[own] : out_cuts[own + 1]].copy_(rows[cuts[own] : cuts[own + 1]])
-    return out
 
 
 def _placed(rows_SC: Tensor, route: Route) -> Tensor:

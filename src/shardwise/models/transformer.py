@@ -125,9 +125,20 @@ class MixtureOfExperts(nn.Module):
 
     def forward(self, x_BTC: Tensor) -> Tensor:
         """Transform each position by itself: (B, T, C) to (B, T, C)."""
-        scores_BTE = self.router(x_BTC)
-        top_BTK, chosen_BTK = scores_BTE.topk(self.experts_per_token, dim=-1)
-        weight_BTE = torch.zeros_like(scores_BTE).scatter(-1, chosen_BTK, top_BTK.softmax(dim=-1))
+        return self.mix(x_BTC, self.weigh(x_BTC))
+
+    def choose(self, x_BTC: Tensor) -> tuple[Tensor, Tensor]:
+        """The experts of each token, best first, and their weights, both (B, T, K)."""
+        top_BTK, chosen_BTK = self.router(x_BTC).topk(self.experts_per_token, dim=-1)
+        return chosen_BTK, top_BTK.softmax(dim=-1)
+
+    def weigh(self, x_BTC: Tensor) -> Tensor:
+        """The weight of each expert, (B, T, E); zero where it was not chosen."""
+        chosen_BTK, weights_BTK = self.choose(x_BTC)
+        return weights_BTK.new_zeros(*weights_BTK.shape[:-1], len(self.experts)).scatter(-1, chosen_BTK, weights_BTK)
+
+    def mix(self, x_BTC: Tensor, weight_BTE: Tensor) -> Tensor:
+        """The weighted sum of what all experts give, (B, T, C)."""
         y_BTC = torch.zeros_like(x_BTC)
         for expert, weight_BT in zip(self.experts, weight_BTE.unbind(dim=-1), strict=True):
             y_BTC = y_BTC + weight_BT.unsqueeze(-1) * expert(x_BTC)

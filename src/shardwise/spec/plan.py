@@ -26,7 +26,6 @@ from shardwise.spec.policies import (
     wrap_policy,
 )
 from shardwise.spec.quantize import Quantization
-from shardwise.spec.rows import row_sharded_names
 from shardwise.spec.schedule import PipelinePolicy, pipeline_policy
 from shardwise.spec.styles import parse_table
 from shardwise.spec.traffic.data import BUFFER_SYNCS
@@ -172,7 +171,7 @@ class ParallelPlan:
                 self._set(name, policy)
         self._set("tp_plan", parse_table(self.tp_plan))
         self._set("ignored", ignored_entries(self.ignored))
-        self._set("row_sharded", row_sharded_names(self.row_sharded))
+        self._set("row_sharded", _row_sharded_names(self.row_sharded))
         self._set("granularity", resolve_granularity(self.granularity))
         _ = self.quantization
         _one_of("accumulation", self.accumulation, ACCUMULATIONS)
@@ -492,3 +491,17 @@ def _one_of(name: str, value: object, choices: tuple[str, ...]) -> None:
     if value not in choices:
         shown = ", ".join(repr(choice) for choice in choices)
         raise PlanError(f"{name}={value!r}: expected one of {shown}.\n  Set {name} to one of them.")
+
+
+def _row_sharded_names(value: Any) -> tuple[str, ...]:
+    """``ParallelPlan.row_sharded`` as a tuple of name patterns.
+
+    Raises:
+        PlanError: It is something else.
+    """
+    names = (value,) if isinstance(value, str) else value
+    if not (isinstance(names, (list, tuple)) and all(isinstance(name, str) and name for name in names)):
+        raise PlanError(
+            f"row_sharded={value!r}: expected names of embeddings.\n  Write for example row_sharded=['embedding']."
+        )
+    return tuple(names)

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from shardwise.comm.base import Comm
 from shardwise.spec.slice import Slice, set_slice
 from shardwise.tensor.cut import ShardingPlan
-from shardwise.tensor.layer import Column, CopiedColumn, Layer, Mixture, Row, SharedInput
+from shardwise.tensor.layer import Column, CopiedColumn, DenseMixture, ReplacedForward, Row, SharedInput
 from shardwise.tensor.linear import Deferral
 from shardwise.tensor.loss import CausalLoss, VocabularyHead, has_loss, loss_of
 from shardwise.tensor.pairs import gather_seq, join_seq, own_seq, share
@@ -32,8 +32,8 @@ def apply_cuts(model: nn.Module, cuts: ShardingPlan, comm: Comm) -> None:
         if isinstance(layer, VocabularyHead) and has_loss(parent):
             CausalLoss(layer, loss_of(parent)).install(parent)
         if isinstance(layer, Column):
-            layer.way = replace(layer.way, divides_sequence=cuts.divides_sequence(path))
-        if isinstance(layer, Row | Mixture):
+            layer.plan = replace(layer.plan, divides_sequence=cuts.divides_sequence(path))
+        if isinstance(layer, Row | DenseMixture):
             layer.divides_sequence = cuts.divides_sequence(path)
         layer.install()
     _share_inputs(model, layers, cuts)
@@ -59,7 +59,7 @@ def defer_weights(modules: Iterable[nn.Module], deferral: Deferral) -> None:
             layer.defer(deferral)
 
 
-def _share_inputs(model: nn.Module, layers: Mapping[str, Layer], cuts: ShardingPlan) -> None:
+def _share_inputs(model: nn.Module, layers: Mapping[str, ReplacedForward], cuts: ShardingPlan) -> None:
     """Let the column-parallel layers of one module have one input together, where it has several."""
     siblings: dict[str, list[Column | CopiedColumn]] = {}
     for path, layer in layers.items():

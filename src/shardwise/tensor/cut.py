@@ -26,9 +26,9 @@ from shardwise.tensor.dropout import FeatureDropout, HeadDropout, SequenceDropou
 from shardwise.tensor.layer import (
     Column,
     CopiedColumn,
+    DenseMixture,
     Experts,
-    Layer,
-    Mixture,
+    ReplacedForward,
     Row,
     SharedParameters,
     VocabularyEmbedding,
@@ -37,7 +37,7 @@ from shardwise.tensor.linear import is_transposed
 from shardwise.tensor.loss import GPTLoss, VocabularyHead, has_loss
 
 #: Makes what stands in for a module's forward.
-Stand = Callable[[nn.Module, str, Comm], Layer]
+Stand = Callable[[nn.Module, str, Comm], ReplacedForward]
 
 
 @dataclass
@@ -369,7 +369,7 @@ def _moe_tp_experts(site: _Site, cuts: ShardingPlan) -> None:
 
 
 def _mixture(site: _Site, cuts: ShardingPlan) -> None:
-    cuts.replaced_forwards[site.path] = Mixture
+    cuts.replaced_forwards[site.path] = DenseMixture
 
 
 def _packed_colwise(site: _Site, cuts: ShardingPlan) -> None:

@@ -16,13 +16,13 @@ from torch.nn import functional as F
 from torch.overrides import TorchFunctionMode
 
 from shardwise.comm.base import Comm
-from shardwise.tensor.layer import Layer
+from shardwise.tensor.layer import ReplacedForward
 
 #: Attributes of attention modules that hold a rate, or an ``nn.Dropout``.
 _RATES = ("dropout", "attention_dropout", "attn_dropout")
 
 
-class FeatureDropout(Layer):
+class FeatureDropout(ReplacedForward):
     """An ``nn.Dropout`` of features that are divided over the ranks."""
 
     dim = -1
@@ -41,7 +41,7 @@ class SequenceDropout(FeatureDropout):
     dim = 1
 
 
-class HeadDropout(Layer):
+class HeadDropout(ReplacedForward):
     """An attention module of whose heads this rank computes some."""
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:

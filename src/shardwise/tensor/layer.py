@@ -1,11 +1,14 @@
-"""Forwards of layers whose weights are cut."""
+"""Replaced forwards: what stands on a module in place of its class's forward where ranks of ``tp`` divide its work.
+
+Shape suffixes: ``B`` batch, ``T`` sequence, ``C`` hidden, ``E`` experts.
+"""
 
 from __future__ import annotations
 
 import contextlib
 import weakref
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from functools import partial
 from typing import Any
 
@@ -18,25 +21,31 @@ from shardwise.tensor.linear import ColumnPlan, Deferral, column_linear, is_tran
 from shardwise.tensor.pairs import add_up, gather_seq, join_last, own_last, scatter_seq, share, share_copies
 
 
-class Forward(Uncopyable, ABC):
-    """What is called instead of ``module.forward``.
+class ReplacedForward(Uncopyable, ABC):
+    """A forward that communicates, installed on a module in place of its class's own.
+
+    It reads parameters from the module at each call: between steps these are other objects (``engine.unit``).
 
     Args:
         module: The module; held weakly.
         name: Its path, in traces.
+        comm: The axis; ``None`` where nothing is divided.
     """
 
-    def __init__(self, module: nn.Module, name: str) -> None:
+    comm: Any
+
+    def __init__(self, module: nn.Module, name: str, comm: Comm | None) -> None:
         self._module = weakref.ref(module)
         self.name = name
+        self.comm = comm
 
     @property
     def module(self) -> Any:
-        """The module. Whoever calls its forward has it."""
+        """The module, which the caller of its forward holds."""
         return self._module()
 
     def install(self) -> None:
-        """Be the module's forward from now on."""
+        """Replace the module's forward."""
         self.module.__dict__["forward"] = self
 
     @abstractmethod
@@ -50,20 +59,6 @@ def only(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     return given
 
 
-class Layer(Forward):
-    """One that does with its part of the model what ``tp`` divides.
-
-    Args:
-        module: The module.
-        name: Its path.
-        comm: On ``tp``.
-    """
-
-    def __init__(self, module: nn.Module, name: str, comm: Comm) -> None:
-        super().__init__(module, name)
-        self.comm = comm
-
-
 class SharedInput:
     """One :func:`share` for all column-parallel layers that get the very same tensor in one call of their parent.
 
@@ -72,7 +67,7 @@ class SharedInput:
 
     Args:
         parent: The module around the layers.
-        pair: :func:`share`, or what stands for it where the input is divided.
+        pair: :func:`share`, or :func:`gather_seq` where the input is divided by positions.
     """
 
     def __init__(self, parent: nn.Module, pair: Callable[[Tensor, Comm, str], Tensor] = share) -> None:
@@ -83,7 +78,7 @@ class SharedInput:
         parent.register_forward_hook(self._leave, always_call=True)
 
     def _enter(self, _module: nn.Module, _args: object) -> None:
-        self._held.clear()  # a call that was interrupted has not left
+        self._held.clear()  # an interrupted call has not left
         self._is_inside = True
 
     def _leave(self, _module: nn.Module, _args: object, _output: object) -> None:
@@ -102,56 +97,56 @@ class SharedInput:
         return shared
 
 
-class Column(Layer):
+class Column(ReplacedForward):
     """A linear layer that makes this rank's features. Weight (features, inputs), or (inputs, features) as Conv1D.
 
     Args:
         module: A linear layer.
         name: Its path.
-        comm: On ``tp``.
+        comm: The axis ``tp``.
         sizes: Features by rank, where all ranks get all of them.
 
     Attributes:
-        shared: What its input goes through, where other layers read the same.
-        way: How it computes and talks.
-        talks: As always, but while another layer does it for this one (``mixture``).
+        shared: What its input goes through where other layers read the same.
+        plan: How it computes and communicates.
+        is_silent: It leaves communication to the enclosing :class:`DenseMixture`.
     """
 
-    talks = True
+    is_silent = False
 
     def __init__(self, module: nn.Module, name: str, comm: Comm, *, sizes: Sequence[int] | None = None) -> None:
         super().__init__(module, name, comm)
         self.shared: Callable[[Tensor, Comm, str], Tensor] | None = None
-        self.way = ColumnPlan(comm, name, is_transposed(module))
+        self.plan = ColumnPlan(comm, name, is_transposed(module))
         self._sizes = sizes
         self._linear = linear_of(module)
 
     def defer(self, deferral: Deferral) -> None:
         """Leave the gradients of weight and bias to ``deferral``: nothing is computed while the input's is summed."""
-        self._linear = partial(deferral.linear, is_transposed=self.way.is_transposed)
+        self._linear = partial(deferral.linear, is_transposed=self.plan.is_transposed)
         if self.shared is None:
-            self.shared = gather_seq if self.way.divides_sequence else share
+            self.shared = gather_seq if self.plan.divides_sequence else share
 
     def __call__(self, *args: Any, **kwargs: Any) -> Tensor:
-        """(..., inputs), replicated, to (..., this rank's features), or all where it gathers."""
+        """(..., inputs), replicated, to (..., this rank's features), or all features where it gathers."""
         x, module = only(args, kwargs), self.module
-        if not self.talks:
+        if self.is_silent:
             return self._linear(x, module.weight, module.bias)
         if self.shared is None:
-            y = column_linear(x, module.weight, module.bias, self.way)
+            y = column_linear(x, module.weight, module.bias, self.plan)
         else:
             y = self._linear(self.shared(x, self.comm, self.name), module.weight, module.bias)
         return y if self._sizes is None else join_last(y, self._sizes, self.comm, self.name)
 
 
-class CopiedColumn(Layer):
-    """A projection to one head that several ranks hold: its gradients are added up over those.
+class CopiedColumn(ReplacedForward):
+    """A projection to one head that several ranks hold: its gradients are summed over these ranks.
 
     Args:
         module: A linear layer.
         name: Its path.
-        comm: On ``tp``.
-        place: Dimension of the weight that was cut, features of all heads, and the first of them here.
+        comm: The axis ``tp``.
+        place: The dimension of the weight that was cut, the features of all heads, and the first feature here.
 
     Attributes:
         shared: What its input goes through.
@@ -173,19 +168,63 @@ class CopiedColumn(Layer):
         return self._linear(self.shared(x, self.comm, self.name), weight, bias)
 
 
-class SharedParameters(Layer):
-    """A module that all ranks hold, each using it with its part: the gradients of its parameters are added up.
+class Row(ReplacedForward):
+    """A linear layer that reads this rank's features and sums over the ranks; the bias is added after that.
+
+    Args:
+        module: A linear layer.
+        name: Its path.
+        comm: The axis ``tp``.
+        sizes: Features by rank, where the input is replicated and to be cut.
 
     Attributes:
-        watch: Gets its parameters by name, as it is about to compute with them; their gradients are not added up yet.
+        divides_sequence: The outputs are this rank's positions of the sum.
+        is_silent: It leaves the sum and the bias to the enclosing :class:`DenseMixture`.
+    """
+
+    divides_sequence = False
+    is_silent = False
+
+    def __init__(self, module: nn.Module, name: str, comm: Comm, *, sizes: Sequence[int] | None = None) -> None:
+        super().__init__(module, name, comm)
+        self._sizes = sizes
+        self._linear = linear_of(module)
+        self._add: Callable[[Tensor, Tensor], Tensor] | None = None  # adds a bias whose gradient is deferred
+
+    def defer(self, deferral: Deferral) -> None:
+        """Leave the gradients to ``deferral``, but that of a bias whose sum over positions needs communication."""
+        self._linear = partial(deferral.linear, is_transposed=is_transposed(self.module))
+        self._add = None if self.divides_sequence else deferral.add
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Tensor:
+        """(..., this rank's features) to (..., outputs), replicated."""
+        x, module = only(args, kwargs), self.module
+        if self._sizes is not None:
+            x = own_last(x, self._sizes, self.comm, self.name)
+        term = self._linear(x, module.weight, None)
+        if self.is_silent:
+            return term
+        if self.divides_sequence:
+            return scatter_seq(term, self.comm, self.name, module.bias)
+        if self._add is None or module.bias is None:
+            return add_up(term, self.comm, self.name, module.bias)
+        return self._add(add_up(term, self.comm, self.name), module.bias)
+
+
+class SharedParameters(ReplacedForward):
+    """A module that all ranks hold, each using it with its part: the gradients of its parameters are summed.
+
+    Attributes:
+        watch: Called with each parameter's name and the tensor that the module is about to compute with, whose
+            gradient is this rank's term.
     """
 
     watch: Callable[[str, Tensor], None] | None = None
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        """As the class's forward."""
+        """The class's forward."""
         module = self.module
-        held = module._parameters  # noqa: SLF001 - the parameters are replaced for the call, as torch's functional_call does
+        held = module._parameters  # noqa: SLF001 - replaced for the call, as torch's functional_call does
         before = dict(held)
         try:
             for name, parameter in before.items():
@@ -198,12 +237,11 @@ class SharedParameters(Layer):
             held.update(before)
 
 
-class Experts(Layer):
+class Experts(ReplacedForward):
     """Experts of whose stacked weights each rank holds a part: gets the states and the weights of the choices.
 
     Attributes:
-        inner: What computes with this rank's part, instead of the class's forward: of experts that ranks of ``ep``
-            share out too.
+        inner: Computes with this rank's part instead of the class's forward, where ranks of ``ep`` divide the experts.
     """
 
     inner: Callable[..., Tensor] | None = None
@@ -216,50 +254,57 @@ class Experts(Layer):
         return add_up(compute(states, chosen, weights, *args, **kwargs), self.comm, self.name)
 
 
-class Row(Layer):
-    """A linear layer that reads this rank's features, and adds up over the ranks; the bias is added after that.
-
-    Args:
-        module: A linear layer.
-        name: Its path.
-        comm: On ``tp``.
-        sizes: Features by rank, where the input is replicated and to be cut.
+class DenseMixture(ReplacedForward):
+    """Our mixture of experts where every expert is cut over the ranks: what all experts give is summed once.
 
     Attributes:
-        divides_sequence: The outputs are this rank's positions of the sum.
-        talks: As always, but while another layer adds up, and adds the bias (``mixture``).
+        divides_sequence: It gets and gives this rank's positions.
     """
 
     divides_sequence = False
-    talks = True
 
-    def __init__(self, module: nn.Module, name: str, comm: Comm, *, sizes: Sequence[int] | None = None) -> None:
-        super().__init__(module, name, comm)
-        self._sizes = sizes
-        self._linear = linear_of(module)
-        self._add: Callable[[Tensor, Tensor], Tensor] | None = None  # the bias, where somebody else has its gradient
+    def __call__(self, x_BTC: Tensor) -> Tensor:
+        """(B, T, C), replicated, to the same.
 
-    def defer(self, deferral: Deferral) -> None:
-        """Leave the gradients to ``deferral``, but that of a bias whose sum over the positions the ranks still have."""
-        self._linear = partial(deferral.linear, is_transposed=is_transposed(self.module))
-        self._add = None if self.divides_sequence else deferral.add
-
-    def __call__(self, *args: Any, **kwargs: Any) -> Tensor:
-        """(..., this rank's features) to (..., outputs), replicated."""
-        x, module = only(args, kwargs), self.module
-        if self._sizes is not None:
-            x = own_last(x, self._sizes, self.comm, self.name)
-        term = self._linear(x, module.weight, None)
-        if not self.talks:
-            return term
+        Collective:
+            One all-reduce on ``tp``, and two in backward: of the input's gradient and of the experts' weights'. With
+            positions divided, two all-gathers and a reduce-scatter, and in backward the opposite, after an all-reduce
+            of the experts' biases' gradients.
+        """
+        module, place = self.module, (self.comm, self.name)
+        ups = [expert.up.__dict__.get("forward") for expert in module.experts]
+        downs = [expert.down.__dict__.get("forward") for expert in module.experts]
+        if not all(isinstance(up, Column) and isinstance(down, Row) for up, down in zip(ups, downs, strict=True)):
+            return type(module).forward(module, x_BTC)  # a table of the user's leaves experts uncut
+        own_BTE = module.weigh(x_BTC)
+        given = gather_seq if self.divides_sequence else share
+        x_BTC, weight_BTE = given(x_BTC, *place), given(own_BTE, *place)
+        with _silent([*ups, *downs]):
+            y_BTC = module.mix(x_BTC, weight_BTE)
+        biases = [expert.down.bias for expert in module.experts]
+        if biases[0] is None:
+            return scatter_seq(y_BTC, *place) if self.divides_sequence else add_up(y_BTC, *place)
+        bias_EC = torch.stack(biases)
         if self.divides_sequence:
-            return scatter_seq(term, self.comm, self.name, module.bias)
-        if self._add is None or module.bias is None:
-            return add_up(term, self.comm, self.name, module.bias)
-        return self._add(add_up(term, self.comm, self.name), module.bias)
+            after_BTC = own_BTE @ share(bias_EC, *place)
+            return scatter_seq(y_BTC, *place) + after_BTC
+        after_BTC = own_BTE @ bias_EC
+        return add_up(y_BTC, *place) + after_BTC
 
 
-class VocabularyEmbedding(Layer):
+@contextlib.contextmanager
+def _silent(layers: Iterable[Any]) -> Iterator[None]:
+    """Let layers take what they are given and give their term of the sum; a recomputation stops before their sums."""
+    for layer in layers:
+        layer.is_silent = True
+    try:
+        yield
+    finally:
+        for layer in layers:
+            layer.is_silent = False
+
+
+class VocabularyEmbedding(ReplacedForward):
     """An embedding of which this rank holds the rows of some ids; the others' rows come by an all-reduce.
 
     Args:
@@ -311,58 +356,3 @@ def check_ids(ids: Tensor, count: int, what: str, *, ignored: int | None = None)
     elif is_wrong.any():
         found = int(ids[is_wrong][0])
         raise IndexError(f"{what} is {found}, expected 0 to {count - 1}.\n  Check the tokenizer against the model.")
-
-
-class Mixture(Layer):
-    """Stands in for a ``MixtureOfExperts``.
-
-    Attributes:
-        divides_sequence: It gets and gives this rank's positions.
-    """
-
-    divides_sequence = False
-
-    def __call__(self, x_BTC: Tensor) -> Tensor:
-        """(B, T, C), replicated, to the same.
-
-        Collective:
-            One all-reduce on ``tp``, and two in backward: of the input's gradient and of the experts' weights'. With
-            positions divided, two all-gathers and a reduce-scatter, and in backward the opposite, after an all-reduce
-            of the experts' biases' gradients.
-        """
-        module, place = self.module, (self.comm, self.name)
-        layers = [(_forward(expert.up), _forward(expert.down)) for expert in module.experts]
-        if not all(isinstance(up, Column) and isinstance(down, Row) for up, down in layers):
-            return type(module).forward(module, x_BTC)  # a table of the user's leaves experts whole
-        scores_BTE = module.router(x_BTC)
-        top_BTK, chosen_BTK = scores_BTE.topk(module.experts_per_token, dim=-1)
-        own_BTE = torch.zeros_like(scores_BTE).scatter(-1, chosen_BTK, top_BTK.softmax(dim=-1))
-        given = gather_seq if self.divides_sequence else share
-        x_BTC, weight_BTE = given(x_BTC, *place), given(own_BTE, *place)
-        y_BTC = torch.zeros_like(x_BTC)
-        for expert, (up, down), weight_BT in zip(module.experts, layers, weight_BTE.unbind(dim=-1), strict=True):
-            with _alone(up, down):
-                y_BTC = y_BTC + weight_BT.unsqueeze(-1) * expert(x_BTC)
-        biases = [expert.down.bias for expert in module.experts]
-        if biases[0] is None:
-            return scatter_seq(y_BTC, *place) if self.divides_sequence else add_up(y_BTC, *place)
-        bias_EC = torch.stack(biases)
-        if self.divides_sequence:
-            after_BTC = own_BTE @ share(bias_EC, *place)
-            return scatter_seq(y_BTC, *place) + after_BTC
-        after_BTC = own_BTE @ bias_EC
-        return add_up(y_BTC, *place) + after_BTC
-
-
-def _forward(module: nn.Module) -> Any:
-    return module.__dict__.get("forward")
-
-
-@contextlib.contextmanager
-def _alone(up: Column, down: Row) -> Iterator[None]:
-    """Have an expert take what it is given and give its part of the sum. A recomputation of it alone need not know."""
-    up.talks = down.talks = False
-    try:
-        yield
-    finally:
-        up.talks = down.talks = True

@@ -61,7 +61,7 @@ class ColumnPlan:
         return rows.t().mm(grads) if self.is_transposed else grads.t().mm(rows)
 
 
-def column_linear(x: Tensor, weight: Tensor, bias: Tensor | None, way: ColumnPlan) -> Tensor:
+def column_linear(x: Tensor, weight: Tensor, bias: Tensor | None, plan: ColumnPlan) -> Tensor:
     """This rank's features of a replicated input.
 
     Collective:
@@ -69,8 +69,8 @@ def column_linear(x: Tensor, weight: Tensor, bias: Tensor | None, way: ColumnPla
         all-gather of the input and in backward a reduce-scatter.
     """
     if torch.is_grad_enabled():
-        return _ColumnLinear.apply(*_cast(x, weight, bias), way)
-    return way.forward(gathered_seq(x, way.comm, way.unit) if way.divides_sequence else x, weight, bias)
+        return _ColumnLinear.apply(*_cast(x, weight, bias), plan)
+    return plan.forward(gathered_seq(x, plan.comm, plan.unit) if plan.divides_sequence else x, weight, bias)
 
 
 def linear_of(module: nn.Module) -> Any:
@@ -101,23 +101,23 @@ def _cast(*tensors: Tensor | None) -> tuple[Tensor | None, ...]:
 
 class _ColumnLinear(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None, way: ColumnPlan) -> Tensor:
-        x = gathered_seq(x, way.comm, way.unit) if way.divides_sequence else x
+    def forward(ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None, plan: ColumnPlan) -> Tensor:
+        x = gathered_seq(x, plan.comm, plan.unit) if plan.divides_sequence else x
         ctx.save_for_backward(x, weight)
-        ctx.way = way
-        return way.forward(x, weight, bias).data  # no view of what addmm made: a model may write to it in place
+        ctx.plan = plan
+        return plan.forward(x, weight, bias).data  # no view of what addmm made: a model may write to it in place
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, *grads: Any) -> tuple[Tensor | None, ...]:  # pyrefly: ignore[bad-override]
-        (grad,), way, (x, weight) = grads, ctx.way, ctx.saved_tensors
+        (grad,), plan, (x, weight) = grads, ctx.plan, ctx.saved_tensors
         to_x = to_weight = to_bias = None
         handle: Handle | None = None
         if ctx.needs_input_grad[0]:
-            start = start_scattered_seq if way.divides_sequence else start_summed
-            to_x, handle = start(way.to_input(grad, weight), way.comm, way.unit)
+            start = start_scattered_seq if plan.divides_sequence else start_summed
+            to_x, handle = start(plan.to_input(grad, weight), plan.comm, plan.unit)
         if ctx.needs_input_grad[1]:
-            to_weight = way.to_weight(grad, x)
+            to_weight = plan.to_weight(grad, x)
         if ctx.needs_input_grad[2]:
             to_bias = grad.flatten(0, -2).sum(0)
         if handle is not None:

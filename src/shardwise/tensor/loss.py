@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from shardwise.comm.base import Comm
-from shardwise.tensor.layer import Column, Layer, check_ids
+from shardwise.tensor.layer import Column, ReplacedForward, check_ids
 from shardwise.tensor.pairs import join_last
 
 
@@ -57,7 +57,7 @@ class Vocabulary:
         return losses.sum() / (is_counted.sum() if num_items is None else num_items)
 
 
-class GPTLoss(Layer):
+class GPTLoss(ReplacedForward):
     """Stands in for our GPT's loss: gets this rank's logits.
 
     Args:

@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from shardwise.expert.route import combine, dispatch, find_route
-from shardwise.spec.routing import capacity, local_range
+from shardwise.spec.traffic.rows import capacity, local_range
 
 
 def taken(chosen: list[list[int]], limit: int | None) -> dict[int, list[tuple[int, int]]]:

@@ -1,4 +1,4 @@
-"""How many tokens go to which expert, and what a mixture of experts sends for it: arithmetic of counts.
+"""Rows that travel in numbers that depend on values: tokens of experts, and rows of an embedding spread over ranks.
 
 Of a batch of n tokens with k choices each, a rank has n·k rows to send, each of the width of a token. Forward exchanges
 the counts, then sends rows to the ranks that hold the experts, and their results back; backward sends as much again, in
@@ -21,8 +21,8 @@ from dataclasses import dataclass
 from shardwise.spec.memory.footprint import own_part
 from shardwise.spec.traffic.data import Collective
 
-#: Bytes of one count.
-COUNT_BYTES = 8
+#: Bytes of a count, and of an id, as they travel.
+COUNT_BYTES = ID_BYTES = 8
 
 
 def capacity(factor: float | None, num_tokens: int, num_choices: int, num_experts: int) -> int | None:
@@ -88,3 +88,21 @@ class MixtureTraffic:
 
     def _event(self, num_bytes: int) -> Collective:
         return Collective("all_to_all", self.unit, num_bytes, "ep")
+
+
+def row_bounds(num_rows: int, size: int) -> tuple[int, ...]:
+    """Rank ``r`` of ``size`` holds the rows from bound ``r`` up to bound ``r + 1``; sizes differ by one at most."""
+    return tuple(rank * num_rows // size for rank in range(size + 1))
+
+
+def lookup_bytes(rank: int, asked: Sequence[Sequence[int]], row_bytes: int) -> tuple[int, ...]:
+    """What a rank sends for a lookup: counts, ids, rows, and in backward gradients of rows.
+
+    Args:
+        rank: Which rank.
+        asked: Of rank ``r`` for rank ``s``: how many different rows of ``s`` it looks up.
+        row_bytes: Of a row, and of its gradient.
+    """
+    peers = [other for other in range(len(asked)) if other != rank]
+    wanted, answered = sum(asked[rank][other] for other in peers), sum(asked[other][rank] for other in peers)
+    return ID_BYTES * len(peers), ID_BYTES * wanted, row_bytes * answered, row_bytes * wanted

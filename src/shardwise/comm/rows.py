@@ -1,0 +1,59 @@
+"""Rows that ranks exchange in numbers that depend on values: tokens of experts, rows of a spread embedding."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from shardwise.comm.base import Comm
+
+
+def exchange_counts(counts: Tensor, comm: Comm, unit: str) -> Tensor:
+    """What every rank counted for this one, (ranks, counts of each).
+
+    Args:
+        counts: int64, equally many for each rank, in the order of ranks.
+        comm: The axis.
+        unit: Path of the module, in traces.
+
+    Collective:
+        All-to-all of 8 bytes per count for another rank. All ranks must call; the host does not wait for the values.
+    """
+    each = len(counts) // comm.size
+    cuts = [rank * each for rank in range(comm.size + 1)]
+    arrived = torch.empty_like(counts)
+    comm.all_to_all(counts, arrived, unit=unit, cuts=cuts, out_cuts=cuts).wait()
+    by_rank = arrived.view(comm.size, each)
+    by_rank[comm.rank] = counts[cuts[comm.rank] : cuts[comm.rank + 1]]  # a rank's own counts are not moved
+    return by_rank
+
+
+def exchange_rows(rows: Tensor, cuts: Sequence[int], out_cuts: Sequence[int], comm: Comm, unit: str) -> Tensor:
+    """The rows that the ranks have for this one, in the order of ranks.
+
+    Args:
+        rows: In the order of the ranks that they go to; of any width, or without one.
+        cuts: Where the rows for each rank begin, and the end.
+        out_cuts: Where the rows from each rank begin, and the end.
+        comm: The axis.
+        unit: Path of the module, in traces.
+
+    Collective:
+        All-to-all of the rows for other ranks. All ranks must call.
+    """
+    rows = rows.contiguous()
+    width = rows.shape[1:].numel()
+    out = rows.new_empty((out_cuts[-1], *rows.shape[1:]))
+    if comm.size > 1:
+        comm.all_to_all(
+            rows.view(-1),
+            out.view(-1),
+            unit=unit,
+            cuts=[cut * width for cut in cuts],
+            out_cuts=[cut * width for cut in out_cuts],
+        ).wait()
+    own = comm.rank
+    out[out_cuts[own] : out_cuts[own + 1]] = rows[cuts[own] : cuts[own + 1]]
+    return out
