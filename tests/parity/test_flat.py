@@ -6,14 +6,13 @@ import pytest
 
 from shardwise.testing import run_on_ranks
 from tests.parity import models
-from tests.parity.training import VARIANTS, train
+from tests.parity.training import VARIANTS, train_each
 from tests.ranks.oracle import PRESETS
 
 
 def train_flat(name: str) -> None:
     for turn, variant in enumerate(VARIANTS):
-        for place, preset in enumerate(PRESETS):
-            train(name, preset, variant, is_debugging=(turn + place) % 2 == 0, is_flat=True)
+        train_each(name, PRESETS, variant, is_debugging=turn % 2 == 0, flat=PRESETS)
 
 
 @pytest.mark.long  # in `make test` half of tests/parity/test_parity.py is flat

@@ -19,7 +19,7 @@ from shardwise.engine.group import Group
 from shardwise.forms.host import Transfers
 from shardwise.testing import RankFailure, probe, run_on_ranks
 from tests.parity import models
-from tests.parity.training import VARIANTS, train
+from tests.parity.training import VARIANTS, train, train_each
 from tests.ranks.oracle import PRESETS
 
 POLICIES: dict[str, str | sw.OffloadPolicy] = {
@@ -31,10 +31,9 @@ POLICIES: dict[str, str | sw.OffloadPolicy] = {
 
 def train_every_way(name: str, presets: tuple[str, ...], policies: tuple[str, ...]) -> None:
     for turn, variant in enumerate(VARIANTS):
-        for place, preset in enumerate(presets):
+        for place, policy in enumerate(policies):
             is_debugging = (turn + place + distributed.get_world_size()) % 2 == 0
-            for policy in policies:
-                train(name, preset, variant, is_debugging=is_debugging, offload_policy=POLICIES[policy])
+            train_each(name, presets, variant, is_debugging=is_debugging, offload_policy=POLICIES[policy])
 
 
 def compare(world: int, name: str, presets: tuple[str, ...], policies: tuple[str, ...]) -> None:
@@ -118,9 +117,8 @@ def train_with_late_copies() -> None:
         ),
         mock.patch.object(Transfers, "synchronise", _Late.arrive),
     ):
-        for preset in ("ddp", "zero1", "zero3"):
-            for variant in VARIANTS:
-                train("odd", preset, variant, offload_policy="cpu")
+        for variant in VARIANTS:
+            train_each("odd", ("ddp", "zero1", "zero3"), variant, offload_policy="cpu")
 
 
 def test_the_host_reads_no_gradient_before_it_has_waited_for_it():

@@ -13,24 +13,23 @@ from shardwise.comm.gloo import GlooComm
 from shardwise.engine.group import Group
 from shardwise.testing import RankFailure, run_on_ranks
 from tests.parity import models
-from tests.parity.training import VARIANTS, Variant, train
+from tests.parity.training import VARIANTS, Variant, train, train_each
 from tests.ranks.oracle import PRESETS
 
 
 def train_every_way(name: str) -> None:
-    """Every preset and variant, one after the other.
+    """Every preset and variant.
 
     Released slots are NaN in half of them, and in half of them the optimizer sees flat tensors: each combination of
     these two in some world.
     """
     world = distributed.get_world_size()
     for turn, variant in enumerate(VARIANTS):
-        for place, preset in enumerate(PRESETS):
-            is_debugging = (turn + place + world) % 2 == 0
-            is_flat = (turn + place + world // 2) % 2 == 0
-            norms = train(name, preset, variant, is_debugging=is_debugging, is_flat=is_flat).norms
-            assert min(norms) > 0
-            assert name != "gpt" or variant.name != "clips" or max(norms) > variant.max_norm
+        flat = [preset for place, preset in enumerate(PRESETS) if (turn + place + world // 2) % 2 == 0]
+        found = train_each(name, PRESETS, variant, is_debugging=(turn + world) % 2 == 0, flat=flat)
+        for result in found.values():
+            assert min(result.norms) > 0
+            assert name != "gpt" or variant.name != "clips" or max(result.norms) > variant.max_norm
 
 
 @pytest.mark.parametrize("name", models.NAMES)
@@ -43,9 +42,8 @@ def test_every_strategy_is_bitwise_equal_to_one_process(world, name):
 def train_merged(name: str, variants: tuple[Variant, ...]) -> None:
     """Every preset with blocks that travel in pairs or more."""
     limit = models.merge_limit(name)
-    for variant in variants:
-        for place, preset in enumerate(PRESETS):
-            train(name, preset, variant, is_debugging=place % 2 == 0, merge_units=limit)
+    for turn, variant in enumerate(variants):
+        train_each(name, PRESETS, variant, is_debugging=turn % 2 == 0, merge_units=limit)
 
 
 @pytest.mark.parametrize("name", models.NAMES)

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import contextlib
 import inspect
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import torch
@@ -16,7 +16,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 import shardwise as sw
-from shardwise.testing import Comparison, Waiting, compare_with_one_process, probe
+from shardwise.testing import Comparison, Waiting, compare_each_with_one_process, compare_with_one_process, probe
 
 __all__ = ["Waiting"]
 
@@ -63,7 +63,6 @@ def compare(
     strategy: str = "zero3",
     *,
     parallelize: Callable[[nn.Module], nn.Module] | None = None,
-    steps: int = 4,
     **options: Any,
 ) -> Comparison:
     """Train under ``strategy`` and as one process (``shardwise.testing.compare_with_one_process``).
@@ -73,21 +72,35 @@ def compare(
         script: What a rank does in a step.
         strategy: Name of a preset.
         parallelize: Instead of ``sw.parallelize`` with ``strategy``.
-        steps: Optimizer steps.
         **options: Of the oracle by its names, else further fields of the plan.
     """
-    own = {name: options.pop(name) for name in list(options) if name in _OF_THE_ORACLE}
-    plan = sw.ParallelPlan(strategy=strategy, **_options | options) if parallelize is None else None
+    if parallelize is None:
+        return compare_each(build, script, (strategy,), **options)[strategy]
     return compare_with_one_process(
         build,
         script,
-        parallelize or (lambda model: sw.parallelize(model, plan)),
-        steps=steps,
-        shares_buffers=parallelize is None,
-        builds_by_rank="ignored" in options,
+        parallelize,
+        shares_buffers=False,
         where=f"{strategy} on {dist.get_world_size()} ranks",
+        **options,
+    )
+
+
+def compare_each(
+    build: Callable[..., nn.Module], script: Script, strategies: Sequence[str] | None = None, **options: Any
+) -> dict[str, Comparison]:
+    """The same under each strategy (by default those of :func:`presets`), step by step beside one process."""
+    own = {name: options.pop(name) for name in list(options) if name in _OF_THE_ORACLE}
+    at = {name: f"{name} on {dist.get_world_size()} ranks" for name in strategies or presets()}
+    plans = {name: sw.ParallelPlan(strategy=name, **_options | options) for name in at}
+    found = compare_each_with_one_process(
+        build,
+        script,
+        {at[name]: lambda model, plan=plan: sw.parallelize(model, plan) for name, plan in plans.items()},
+        builds_by_rank="ignored" in options,
         **own,
     )
+    return {name: found[at[name]] for name in at}
 
 
 def compare_local_sums(

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 
 import shardwise as sw
 from shardwise.testing import run_on_ranks
-from tests.ranks.oracle import Block, Chain, compare, plain_loss, presets, sample
+from tests.ranks.oracle import Block, Chain, compare, compare_each, plain_loss, presets, sample
 
 WORLDS = pytest.mark.parametrize("world", [2, 3])
 
@@ -157,10 +157,9 @@ def skip_evaluation(model, rank, step):
 
 
 def evaluations():
-    for strategy in presets():
-        compare(Chain, evaluate_between, strategy)
-        compare(Chain, skip_evaluation, strategy)
-        compare(Guided, plain_loss, strategy)
+    compare_each(Chain, evaluate_between)
+    compare_each(Chain, skip_evaluation)
+    compare_each(Guided, plain_loss)
 
 
 @WORLDS
@@ -201,11 +200,10 @@ def freeze_all_but_the_head(model, step):
 
 
 def switch():
-    for strategy in presets():
-        compare(frozen_but_for_the_last, plain_loss, strategy, steps=6, between=lambda m, s: thaw(m, s + 1))
-        compare(Chain, plain_loss, strategy, steps=6, between=freeze_gradually)
-        compare(Chain, plain_loss, strategy, steps=6, between=toggle)
-        compare(Chain, plain_loss, strategy, steps=5, between=freeze_all_but_the_head)
+    compare_each(frozen_but_for_the_last, plain_loss, steps=6, between=lambda m, s: thaw(m, s + 1))
+    compare_each(Chain, plain_loss, steps=6, between=freeze_gradually)
+    compare_each(Chain, plain_loss, steps=6, between=toggle)
+    compare_each(Chain, plain_loss, steps=5, between=freeze_all_but_the_head)
 
 
 @WORLDS
@@ -331,10 +329,9 @@ def only_inputs(model, rank, step):
 
 
 def calls():
-    for strategy in presets():
-        compare(Chain, with_hooks, strategy)
-        compare(Keywords, call_with_keywords, strategy)
-        compare(Chain, gradient_of_inputs, strategy)
+    compare_each(Chain, with_hooks)
+    compare_each(Keywords, call_with_keywords)
+    compare_each(Chain, gradient_of_inputs)
 
 
 @WORLDS
@@ -392,12 +389,11 @@ def detach_inside(model, rank, step):
 
 
 def depth():
-    for strategy in presets():
-        compare(Drops, leave_out, strategy, steps=6)
-        compare(Drops, leave_out_at_first, strategy)
-        compare(Chain, detach_inside, strategy)
-        compare(lambda: Chain(Block, 1), plain_loss, strategy, auto_wrap_policy=sw.wrap_by_class({Block}))
-        compare(Chain, plain_loss, strategy, auto_wrap_policy="none")
+    compare_each(Drops, leave_out, steps=6)
+    compare_each(Drops, leave_out_at_first)
+    compare_each(Chain, detach_inside)
+    compare_each(lambda: Chain(Block, 1), plain_loss, auto_wrap_policy=sw.wrap_by_class({Block}))
+    compare_each(Chain, plain_loss, auto_wrap_policy="none")
 
 
 @WORLDS

@@ -16,7 +16,7 @@ from shardwise.comm import stall
 from shardwise.spec.errors import RankDisagreement
 from shardwise.spec.order import AgreedOrder
 from shardwise.testing import probe, report_stalls_after, run_on_ranks
-from tests.ranks.oracle import Block, Chain, compare, plain_loss, presets, sample, seeded
+from tests.ranks.oracle import Block, Chain, compare, compare_each, plain_loss, sample, seeded
 
 WORLDS = pytest.mark.parametrize("world", [2, 3])
 
@@ -95,13 +95,12 @@ def train_fewer_first(model, rank, step):
 
 
 def skips():
-    for strategy in presets():
-        for script in (skip_from_step_two_on, skip_at_the_ends, skip_all, skip_and_evaluate):
-            compare(Skips, script, strategy)
-        for script in (skip_from_step_two_on, skip_the_turn):
-            compare(SkipsTwice, script, strategy)
-        compare(Partial, train_fewer, strategy)
-        compare(Partial, train_fewer_first, strategy)
+    for script in (skip_from_step_two_on, skip_at_the_ends, skip_all, skip_and_evaluate):
+        compare_each(Skips, script)
+    for script in (skip_from_step_two_on, skip_the_turn):
+        compare_each(SkipsTwice, script)
+    compare_each(Partial, train_fewer)
+    compare_each(Partial, train_fewer_first)
 
 
 @WORLDS
@@ -149,9 +148,8 @@ def every_rank_its_own(model, rank, step):
 
 
 def branch():
-    for strategy in presets():
-        compare(Branching, alternate, strategy, steps=6, auto_wrap_policy=BY_BLOCK)
-        compare(Branching, every_rank_its_own, strategy, steps=5, auto_wrap_policy=BY_BLOCK)
+    compare_each(Branching, alternate, steps=6, auto_wrap_policy=BY_BLOCK)
+    compare_each(Branching, every_rank_its_own, steps=5, auto_wrap_policy=BY_BLOCK)
 
 
 @WORLDS

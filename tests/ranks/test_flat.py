@@ -16,7 +16,7 @@ from shardwise.optim import flat_parameters
 from shardwise.optim.flat_parameters import FlatParameter
 from shardwise.spec.errors import StateError
 from shardwise.testing import optimizer_state, probe, run_on_ranks
-from tests.ranks.oracle import PRESETS, Block, Chain, compare, plain_loss, presets, sample
+from tests.ranks.oracle import PRESETS, Block, Chain, compare, compare_each, plain_loss, presets, sample
 
 
 def is_matrix(_name, parameter):
@@ -63,8 +63,7 @@ OTHERS = (
 
 def every_implementation():
     for make in IMPLEMENTATIONS:
-        for strategy in presets():
-            compare(Chain, plain_loss, strategy, optimizer=make, parameters=two_groups, given=flat_groups)
+        compare_each(Chain, plain_loss, optimizer=make, parameters=two_groups, given=flat_groups)
     for make in OTHERS if dist.get_world_size() == 2 else ():
         compare(Chain, plain_loss, "zero3", optimizer=make, given=sw.flat_parameters, steps=3)
 

@@ -13,7 +13,7 @@ import shardwise as sw
 from shardwise.spec.errors import StateError
 from shardwise.testing import StorageCount, probe, run_on_ranks
 from tests.parity import models
-from tests.ranks.oracle import PRESETS, Chain, compare, plain_loss, presets, sample
+from tests.ranks.oracle import PRESETS, Chain, compare_each, plain_loss, presets, sample
 
 WORLDS = pytest.mark.parametrize("world", [1, 2, 3])
 
@@ -105,10 +105,9 @@ def between_backward_and_step(model, rank, step):
 
 
 def changes():
-    for strategy in presets():
-        compare(Chain, plain_loss, strategy, between=clamp)
-        compare(Chain, plain_loss, strategy, between=drop)
-        compare(Chain, between_backward_and_step, strategy)
+    compare_each(Chain, plain_loss, between=clamp)
+    compare_each(Chain, plain_loss, between=drop)
+    compare_each(Chain, between_backward_and_step)
 
 
 @WORLDS

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 import shardwise as sw
 from shardwise.spec.errors import CheckpointError, PlanError, StateError
 from shardwise.testing import probe, run_on_ranks
-from tests.ranks.oracle import Block, Chain, adamw, compare, plain_loss, presets, sample
+from tests.ranks.oracle import Block, Chain, adamw, compare, compare_each, plain_loss, sample
 
 
 class WithExpert(Block):
@@ -47,10 +47,9 @@ ALL = [*OWN, "tower.*"]
 
 
 def train():
-    for strategy in presets():
-        compare(Experts, plain_loss, strategy, ignored=ALL)
-        compare(Experts, plain_loss, strategy, ignored=ALL, auto_wrap_policy=sw.wrap_by_class({Block, nn.Linear}))
-        compare(Experts, accumulated, strategy, ignored=ALL)
+    compare_each(Experts, plain_loss, ignored=ALL)
+    compare_each(Experts, plain_loss, ignored=ALL, auto_wrap_policy=sw.wrap_by_class({Block, nn.Linear}))
+    compare_each(Experts, accumulated, ignored=ALL)
     compare(Experts, plain_loss, "zero3", ignored=ALL, given=sw.flat_parameters)
 
 

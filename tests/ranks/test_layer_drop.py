@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 import shardwise as sw
 from shardwise.testing import run_on_ranks
-from tests.ranks.oracle import PRESETS, Block, Chain, compare, sample
+from tests.ranks.oracle import PRESETS, Block, Chain, compare, compare_each, sample
 
 
 class Nested(nn.Module):
@@ -55,9 +55,8 @@ def drop(model, rank, step):
 
 
 def drops():
-    for strategy in PRESETS:
-        for policy in ("auto", sw.wrap_by_class({Nested}), sw.wrap_by_class({Nested, Block})):
-            compare(Drops, drop, strategy, auto_wrap_policy=policy)
+    for policy in ("auto", sw.wrap_by_class({Nested}), sw.wrap_by_class({Nested, Block})):
+        compare_each(Drops, drop, PRESETS, auto_wrap_policy=policy)
     compare(Drops, drop, "zero3", activation_checkpointing="full")
     compare(Drops, drop, "zero3", merge_units=1 << 20)
     compare(Drops, drop, "zero3", merge_units=False, activation_checkpointing="full")

@@ -13,7 +13,7 @@ from shardwise.engine.unit import engine_of
 from shardwise.forms.host import Transfers
 from shardwise.testing import probe, run_on_ranks
 from tests.parity import models
-from tests.ranks.oracle import PRESETS, Block, Chain, compare, plain_loss, sample
+from tests.ranks.oracle import PRESETS, Block, Chain, compare, compare_each, plain_loss, sample
 
 
 def shard_by_hand(model: nn.Module) -> nn.Module:
@@ -74,9 +74,8 @@ def look_then_train(model: nn.Module, rank: int, step: int) -> Tensor:
 
 
 def change_between_steps():
-    for strategy in PRESETS:
-        for policy in ("cpu", sw.OffloadPolicy(parameters=False)):
-            compare(Chain, look_then_train, strategy, steps=3, between=double, offload_policy=policy)
+    for policy in ("cpu", sw.OffloadPolicy(parameters=False)):
+        compare_each(Chain, look_then_train, PRESETS, steps=3, between=double, offload_policy=policy)
 
 
 def test_changes_of_masters_on_the_host_are_seen_at_the_next_forward():

@@ -9,7 +9,7 @@ from torch import Tensor, nn
 import shardwise as sw
 from shardwise.spec.errors import RankDisagreement, StateError
 from shardwise.testing import run_on_ranks
-from tests.ranks.oracle import PRESETS, Chain, compare, plain_loss, presets, sample
+from tests.ranks.oracle import PRESETS, Chain, compare, compare_each, plain_loss, sample
 
 WORLDS = pytest.mark.parametrize("world", [2, 3])
 
@@ -100,11 +100,10 @@ def wide_loss(model, rank, step):
 
 
 def odd_parameters():
-    for strategy in presets():
-        compare(lambda: Chain(Odd), wide_loss, strategy)
-        compare(lambda: Chain(Mixed), plain_loss, strategy)
-        compare(Tied, plain_loss, strategy)
-        compare(lambda: Chain(Large), plain_loss, strategy, steps=2)
+    compare_each(lambda: Chain(Odd), wide_loss)
+    compare_each(lambda: Chain(Mixed), plain_loss)
+    compare_each(Tied, plain_loss)
+    compare_each(lambda: Chain(Large), plain_loss, steps=2)
 
 
 @WORLDS
@@ -135,8 +134,7 @@ def gradients_of_other_strides():
         def forward(self, x: Tensor) -> Tensor:
             return x + torch.tanh(self.weight.t().contiguous().t()[:8] @ x.T).T
 
-    for strategy in presets():
-        compare(lambda: Chain(Transposing), plain_loss, strategy)
+    compare_each(lambda: Chain(Transposing), plain_loss)
 
 
 def test_a_gradient_may_have_other_strides_than_its_parameter():

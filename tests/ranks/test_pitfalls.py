@@ -14,7 +14,18 @@ import shardwise as sw
 from shardwise.engine.engine import Engine
 from shardwise.spec.errors import StateError
 from shardwise.testing import RankFailure, probe, run_on_ranks
-from tests.ranks.oracle import PRESETS, SHARDED, Block, Chain, compare, plain_loss, planned, presets, sample
+from tests.ranks.oracle import (
+    PRESETS,
+    SHARDED,
+    Block,
+    Chain,
+    compare,
+    compare_each,
+    plain_loss,
+    planned,
+    presets,
+    sample,
+)
 
 WORLDS = pytest.mark.parametrize("world", [2, 3])
 
@@ -163,10 +174,9 @@ class WithUndefined(nn.Module):
 
 
 def repeated_backwards():
-    for strategy in presets():
-        compare(Chain, backward_twice, strategy)
-        compare(Chain, two_losses_on_one_graph, strategy, steps=2)
-        compare(lambda: Chain(WithUndefined), plain_loss, strategy, steps=2)
+    compare_each(Chain, backward_twice)
+    compare_each(Chain, two_losses_on_one_graph, steps=2)
+    compare_each(lambda: Chain(WithUndefined), plain_loss, steps=2)
 
 
 @WORLDS
@@ -246,11 +256,10 @@ def fail_twice_then_backward(model, rank, step):
 
 
 def exceptions():
-    for strategy in presets():
-        for script in (fail_then_backward, fail_twice_then_backward):
-            compare(lambda: Chain(Fragile), script, strategy)
-        compare(lambda: Chain(Fragile), fail_then_work("backward"), strategy)
-        compare(lambda: Chain(Fragile), fail_then_work("forward"), strategy)
+    for script in (fail_then_backward, fail_twice_then_backward):
+        compare_each(lambda: Chain(Fragile), script)
+    compare_each(lambda: Chain(Fragile), fail_then_work("backward"))
+    compare_each(lambda: Chain(Fragile), fail_then_work("forward"))
 
 
 @WORLDS
@@ -335,9 +344,8 @@ def train_through_the_encoder(model, rank, step):
 
 
 def encoders():
-    for strategy in presets():
-        compare(EncoderDecoder, encode_then_train, strategy)
-        compare(EncoderDecoder, train_through_the_encoder, strategy)
+    compare_each(EncoderDecoder, encode_then_train)
+    compare_each(EncoderDecoder, train_through_the_encoder)
 
 
 @WORLDS
@@ -411,9 +419,8 @@ class LoopsOverHolders(nn.Module):
 
 
 def containers():
-    for strategy in presets():
-        compare(Loops, plain_loss, strategy)
-        compare(LoopsOverHolders, plain_loss, strategy)
+    compare_each(Loops, plain_loss)
+    compare_each(LoopsOverHolders, plain_loss)
     return [unit.name for unit in compare(LoopsOverHolders, plain_loss, steps=1).probe.units]
 
 
@@ -469,9 +476,8 @@ def one_uses_none(model, rank, step):
 
 
 def used_flags():
-    for strategy in presets():
-        for script in (everyone_another, only_rank_one, one_uses_none):
-            compare(Choosing, script, strategy, steps=5)
+    for script in (everyone_another, only_rank_one, one_uses_none):
+        compare_each(Choosing, script, steps=5)
 
 
 @WORLDS

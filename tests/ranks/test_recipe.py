@@ -18,7 +18,7 @@ from tests.ranks.oracle import (
     PRESETS,
     Block,
     Chain,
-    compare,
+    compare_each,
     compare_local_sums,
     plain_loss,
     presets,
@@ -59,9 +59,8 @@ def accumulate_sharded(model, rank, step):
 
 
 def in_any_mode():
-    for strategy in presets():
-        compare(Chain, accumulate, strategy)
-        compare(Chain, accumulate_sharded, strategy, accumulation="sharded")
+    compare_each(Chain, accumulate)
+    compare_each(Chain, accumulate_sharded, accumulation="sharded")
 
 
 @WORLDS

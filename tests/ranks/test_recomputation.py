@@ -10,7 +10,7 @@ from torch.utils.checkpoint import checkpoint, checkpoint_sequential
 
 import shardwise as sw
 from shardwise.testing import run_on_ranks
-from tests.ranks.oracle import Block, Chain, compare, plain_loss, presets, sample
+from tests.ranks.oracle import Block, Chain, compare, compare_each, plain_loss, presets, sample
 
 WORLDS = pytest.mark.parametrize("world", [2, 3])
 
@@ -115,9 +115,8 @@ def recompute(is_reentrant):
         lambda: Nested(is_reentrant),
         lambda: Chain(InsideUnitReentrant if is_reentrant else InsideUnit),
     ]
-    for strategy in presets():
-        for build in models:
-            compare(build, plain_loss, strategy, steps=3)
+    for build in models:
+        compare_each(build, plain_loss, steps=3)
 
 
 # Of a reentrant one in a reentrant one, which runs without grad first.
@@ -175,8 +174,7 @@ class _Inner(torch.autograd.Function):
 
 
 def inner_backwards():
-    for strategy in presets():
-        compare(lambda: Chain(InnerBackward), plain_loss, strategy)
+    compare_each(lambda: Chain(InnerBackward), plain_loss)
 
 
 @WORLDS
@@ -208,8 +206,7 @@ class Outer(Chain):
 
 
 def recompute_nested_units():
-    for strategy in presets():
-        compare(Outer, plain_loss, strategy, auto_wrap_policy=sw.wrap_by_class({NestedUnits, Block}))
+    compare_each(Outer, plain_loss, auto_wrap_policy=sw.wrap_by_class({NestedUnits, Block}))
 
 
 @WORLDS
@@ -232,10 +229,9 @@ def whole_model(is_reentrant):
 
 
 def two_forwards():
-    for strategy in presets():
-        for is_reentrant in (False, True):
-            compare(Chain, whole_model(is_reentrant), strategy, steps=3)
-            compare(lambda flag=is_reentrant: PerBlock(flag), accumulate_with_recomputation, strategy, steps=3)
+    for is_reentrant in (False, True):
+        compare_each(Chain, whole_model(is_reentrant), steps=3)
+        compare_each(lambda flag=is_reentrant: PerBlock(flag), accumulate_with_recomputation, steps=3)
 
 
 def test_a_whole_model_can_be_recomputed_and_two_recomputed_forwards_share_one_backward():
@@ -279,8 +275,7 @@ def through_second_values(model, rank, step):
 
 
 def begin_in_a_block():
-    for strategy in presets():
-        compare(Beside, through_second_values, strategy)
+    compare_each(Beside, through_second_values)
 
 
 @WORLDS

@@ -11,7 +11,7 @@ from torch.utils.checkpoint import checkpoint
 import shardwise as sw
 from shardwise.spec.errors import StateError
 from shardwise.testing import probe, run_on_ranks
-from tests.ranks.oracle import SHARDED, Block, Chain, compare, plain_loss, planned, presets, sample
+from tests.ranks.oracle import SHARDED, Block, Chain, compare, compare_each, plain_loss, planned, sample
 
 WORLDS = pytest.mark.parametrize("world", [2, 3])
 
@@ -80,10 +80,9 @@ def with_aux_loss_later(model, rank, step):
 
 
 def hide(is_checked):
-    for strategy in presets():
-        compare(Boxed, plain_loss, strategy, steps=5, is_checked=is_checked, heals=True)
-        compare(lambda: Chain(KeepsLoss), with_aux_loss, strategy, steps=5, is_checked=is_checked, heals=True)
-        compare(SealedRoot, open_box, strategy, is_checked=is_checked)
+    compare_each(Boxed, plain_loss, steps=5, is_checked=is_checked, heals=True)
+    compare_each(lambda: Chain(KeepsLoss), with_aux_loss, steps=5, is_checked=is_checked, heals=True)
+    compare_each(SealedRoot, open_box, is_checked=is_checked)
 
 
 @pytest.mark.parametrize("is_checked", [True, False], ids=["checked", "as-users-run-it"])
@@ -103,8 +102,7 @@ def test_hidden_values_are_right_where_memory_is_not_kept():
 
 
 def hide_later():
-    for strategy in presets():
-        compare(lambda: Chain(KeepsLoss), with_aux_loss_later, strategy, steps=6, heals=True)
+    compare_each(lambda: Chain(KeepsLoss), with_aux_loss_later, steps=6, heals=True)
 
 
 def test_a_loss_on_a_module_that_counts_only_in_later_steps_is_right_under_checks():
@@ -152,9 +150,8 @@ class OwnHooks(Block):
 
 
 def hooks_of_others():
-    for strategy in presets():
-        compare(lambda: Chain(CheckpointedInside), plain_loss, strategy)
-        compare(lambda: Chain(OwnHooks), plain_loss, strategy)
+    compare_each(lambda: Chain(CheckpointedInside), plain_loss)
+    compare_each(lambda: Chain(OwnHooks), plain_loss)
 
 
 @WORLDS
@@ -254,9 +251,8 @@ def predict(model, rank, step):
 
 def tie_by_hand(is_view):
     units = sw.wrap_by_class({GivesWeight, Block})
-    for strategy in presets():
-        for is_named in (False, True):
-            compare(lambda flag=is_named: TiedByHand(is_view, flag), predict, strategy, auto_wrap_policy=units)
+    for is_named in (False, True):
+        compare_each(lambda flag=is_named: TiedByHand(is_view, flag), predict, auto_wrap_policy=units)
     compare(lambda: TiedByHand(is_view, is_named=False), predict, parallelize=shard_each)
 
 

@@ -15,7 +15,7 @@ import shardwise as sw
 from shardwise.engine import build as engine_build
 from shardwise.engine.engine import Engine
 from shardwise.testing import probe, run_on_ranks
-from tests.ranks.oracle import Block, Chain, compare, plain_loss, planned, presets, sample
+from tests.ranks.oracle import Block, Chain, compare, compare_each, plain_loss, planned, presets, sample
 
 WORLDS = pytest.mark.parametrize("world", [2, 3])
 
@@ -51,9 +51,8 @@ class ThereAndBack(Chain):
 
 
 def orders():
-    for strategy in presets():
-        for build in (Twice, InARow, ThereAndBack):
-            compare(build, plain_loss, strategy)
+    for build in (Twice, InARow, ThereAndBack):
+        compare_each(build, plain_loss)
 
 
 @WORLDS
@@ -179,13 +178,12 @@ CHANGING = (two_from_the_third_step_on, two_in_the_first_steps)
 
 
 def several_forwards():
-    for strategy in presets():
-        for script in (two_forwards, separate_backwards, newer_first, forward_forgotten, forward_kept):
-            compare(Chain, script, strategy, steps=3)
-        for script in CHANGING:
-            compare(Chain, script, strategy)
-        compare(Twice, two_forwards, strategy, steps=3)
-        compare(Twice, separate_backwards, strategy, steps=3)
+    for script in (two_forwards, separate_backwards, newer_first, forward_forgotten, forward_kept):
+        compare_each(Chain, script, steps=3)
+    for script in CHANGING:
+        compare_each(Chain, script)
+    compare_each(Twice, two_forwards, steps=3)
+    compare_each(Twice, separate_backwards, steps=3)
 
 
 @WORLDS
@@ -233,9 +231,8 @@ class Dense(Chain):
 
 
 def branches():
-    for strategy in presets():
-        for build in (Parallel, BoundaryTensor, Dense):
-            compare(build, plain_loss, strategy)
+    for build in (Parallel, BoundaryTensor, Dense):
+        compare_each(build, plain_loss)
 
 
 @WORLDS

@@ -10,7 +10,7 @@ from torch.nn.utils import parameters_to_vector, vector_to_parameters
 import shardwise as sw
 from shardwise.spec.errors import StateError
 from shardwise.testing import probe, run_on_ranks
-from tests.ranks.oracle import PRESETS, Chain, compare, plain_loss, presets, sample
+from tests.ranks.oracle import PRESETS, Chain, compare_each, plain_loss, sample
 
 WORLDS = pytest.mark.parametrize("world", [2, 3])
 
@@ -41,10 +41,9 @@ def replace_data(model, _step):
 
 
 def train_and_change():
-    for strategy in presets():
-        compare(Chain, plain_loss, strategy, optimizer=fused)
-        for change in (shift_data, shift_no_grad, through_a_vector, replace_data):
-            compare(Chain, plain_loss, strategy, between=change, steps=3)
+    compare_each(Chain, plain_loss, optimizer=fused)
+    for change in (shift_data, shift_no_grad, through_a_vector, replace_data):
+        compare_each(Chain, plain_loss, between=change, steps=3)
 
 
 @WORLDS
@@ -84,8 +83,7 @@ def update_average(model, _step):
 
 
 def average_weights():
-    for strategy in presets():
-        compare(Chain, evaluate_the_average, strategy, between=update_average)
+    compare_each(Chain, evaluate_the_average, between=update_average)
 
 
 @WORLDS

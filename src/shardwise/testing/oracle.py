@@ -36,7 +36,7 @@ import hashlib
 import inspect
 import itertools
 import math
-from collections.abc import Callable, Collection, Iterator, Sequence
+from collections.abc import Callable, Collection, Hashable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -172,47 +172,135 @@ def compare_with_one_process(
     Raises:
         AssertionError: Something differs; the message says what, and in which step.
     """
+    found = compare_each_with_one_process(
+        build,
+        script,
+        {where or "comparison": parallelize},
+        steps=steps,
+        optimizer=optimizer,
+        parameters=parameters,
+        given=given,
+        between=between,
+        max_norm=max_norm,
+        in_backward=in_backward,
+        tolerance=tolerance,
+        is_checked=is_checked,
+        heals=heals,
+        shares_buffers=shares_buffers,
+        builds_by_rank=builds_by_rank,
+    )
+    return found[where or "comparison"]
+
+
+def compare_each_with_one_process(
+    build: Callable[..., nn.Module],
+    script: Script,
+    parallelize: Mapping[str, Callable[[nn.Module], object]],
+    *,
+    steps: int = 4,
+    optimizer: OptimizerFactory | None = None,
+    parameters: Callable[[nn.Module], Any] = nn.Module.parameters,
+    given: Callable[[nn.Module], Any] | Mapping[str, Callable[[nn.Module], Any]] | None = None,
+    between: Callable[[nn.Module, int], None] | None = None,
+    max_norm: float | None = None,
+    in_backward: bool = False,
+    tolerance: Tolerance | None = None,
+    is_checked: bool = True,
+    heals: bool = False,
+    shares_buffers: bool = True,
+    builds_by_rank: bool = False,
+) -> dict[str, Comparison]:
+    """Compare several parallel models, which train step by step beside the same plain copies: those are paid for once.
+
+    Models whose one process differs (other readers, groups, ignored parameters; another ``accumulation`` where the
+    script is a generator) get copies of their own. Scripts are called for each model in turn and must not keep anything
+    from one call to the next.
+
+    Args:
+        build: Builds the model.
+        script: What is done in a step.
+        parallelize: Makes the model a parallel one, in place; by what messages call it.
+        steps: Optimizer steps.
+        optimizer: As for :func:`compare_with_one_process`, like all that follows.
+        parameters: For the plain model's optimizer.
+        given: For the parallelized models', or by their names; where one is missing, as for the plain model.
+        between: Called after each step.
+        max_norm: Gradients are clipped to it.
+        in_backward: The optimizers step inside backward.
+        tolerance: Where sums are split.
+        is_checked: Released buffers are filled with NaN.
+        heals: Saved tensors may have to be brought back.
+        shares_buffers: Every copy has the first one's buffers.
+        builds_by_rank: ``build`` takes the rank.
+
+    Returns:
+        What is left, by the same names.
+    """
     make = optimizer or (lambda params: torch.optim.AdamW(params, lr=1e-2))
     rank = torch.distributed.get_rank()
-    model = build(*([rank] if builds_by_rank else []))
-    parallelize(model)
-    inside = probe(model)
-    reader, num_readers = inside.reader
-    copies = [build(*([other] if builds_by_rank else [])) for other in range(num_readers)]
-    shares = _share_buffers(copies) if shares_buffers else []
-    reference = make(parameters(copies[0]))
-    ours = make((given or parameters)(model))
-    if in_backward:
-        sw.optimizer_in_backward(model, ours)
-    alone = _Alone(copies, inside, make)
-    judge = _Judge(copies, reference, model, ours, inside, tolerance, in_backward)
-    where, norms = where or "comparison", []
-    with checks(is_enabled=is_checked):
-        for step in range(steps):
-            place = f"{where}, step {step}"
-            _one_step(judge, script, step=step, place=place)
-            if max_norm is not None:
-                norms.append(judge.clip(max_norm, f"{place}: norm"))
-            alone.step(place)
-            reference.step()
-            ours.step()
-            judge.parameters(f"{place}, after the optimizer")
-            judge.optimizers(place)
-            alone.compare(reference, ours, f"{place}, after the optimizer")
-            reference.zero_grad()
-            ours.zero_grad()
-            _spread(copies, but=inside.ignored)
-            if between is not None:
-                for each in copies:
-                    between(each, step)
-                between(model, step)
-    for share in shares:
-        share()
-    judge.ownership(where)
-    judge.full_state(where)
-    if not heals:
-        assert inside.num_healed == 0, f"{where}: {inside.num_healed} saved tensors had lost their data"
-    return Comparison(model, copies[reader], ours, inside, norms)
+    sides: dict[Hashable, list[_Side]] = {}
+    for where, apply in parallelize.items():
+        model = build(*([rank] if builds_by_rank else []))
+        apply(model)
+        gets = (given.get(where) if isinstance(given, Mapping) else given) or parameters
+        side = _Side(where, model, make(gets(model)), probe(model))
+        if in_backward:
+            sw.optimizer_in_backward(model, side.ours)
+        sides.setdefault(side.one_process(script), []).append(side)
+    found: dict[str, Comparison] = {}
+    for group in sides.values():
+        num_readers = group[0].inside.reader[1]
+        copies = [build(*([other] if builds_by_rank else [])) for other in range(num_readers)]
+        shares = _share_buffers(copies) if shares_buffers else []
+        reference = make(parameters(copies[0]))
+        judges = [_Judge(copies, reference, side, tolerance, in_backward) for side in group]
+        alone = _Alone(copies, judges, make)
+        with checks(is_enabled=is_checked):
+            for step in range(steps):
+                _one_step(judges, script, step=step)
+                if max_norm is not None:
+                    _clip(judges, max_norm, step)
+                alone.step(step)
+                reference.step()
+                for judge in judges:
+                    judge.step(step)
+                alone.compare(reference, step)
+                reference.zero_grad()
+                _spread(copies, but=group[0].inside.ignored)
+                if between is not None:
+                    for model in (*copies, *(side.model for side in group)):
+                        between(model, step)
+        for share in shares:
+            share()
+        found |= {judge.side.where: judge.finish(heals=heals) for judge in judges}
+    return {where: found[where] for where in parallelize}
+
+
+@dataclass
+class _Side:
+    """A parallelized model.
+
+    Attributes:
+        where: What messages call it.
+        model: The model.
+        ours: Its optimizer.
+        inside: Its probe.
+    """
+
+    where: str
+    model: nn.Module
+    ours: torch.optim.Optimizer
+    inside: Probe
+
+    def one_process(self, script: Script) -> Hashable:
+        """Sides with equal ones have the same one process."""
+        inside = self.inside
+        accumulation = inside.accumulation if inspect.isgeneratorfunction(script) else None
+        return inside.reader, inside.axes["dp_shard"], tuple(inside.ignored), accumulation
+
+    def at(self, step: int, more: str = "") -> str:
+        """For messages."""
+        return f"{self.where}, step {step}{more}"
 
 
 @dataclass
@@ -222,23 +310,37 @@ class _Judge:
     Attributes:
         copies: Plain, one for each reader; the first is the one process.
         reference: The optimizer of the first copy.
-        model: The parallelized model.
-        ours: Its optimizer.
-        inside: Its probe.
+        side: The parallelized model.
         tolerance: ``None``: to the last bit.
-        in_backward: ``ours`` steps inside backward.
+        in_backward: ``side.ours`` steps inside backward.
     """
 
     copies: Sequence[nn.Module]
     reference: torch.optim.Optimizer
-    model: nn.Module
-    ours: torch.optim.Optimizer
-    inside: Probe
+    side: _Side
     tolerance: Tolerance | None
     in_backward: bool
 
     def __post_init__(self) -> None:
         self.named = dict(self.copies[0].named_parameters(remove_duplicate=False))
+        self.inside = self.side.inside
+        self.norms: list[float] = []
+
+    def step(self, step: int) -> None:
+        """Step the optimizer, and compare what it has changed with what the reference's has."""
+        self.side.ours.step()
+        self.parameters(self.side.at(step, ", after the optimizer"))
+        self.optimizers(self.side.at(step))
+        self.side.ours.zero_grad()
+
+    def finish(self, *, heals: bool) -> Comparison:
+        """Compare what is left."""
+        self.ownership()
+        self.full_state()
+        num_healed = self.inside.num_healed
+        assert heals or not num_healed, f"{self.side.where}: {num_healed} saved tensors had lost their data"
+        plain = self.copies[self.inside.reader[0]]
+        return Comparison(self.side.model, plain, self.side.ours, self.inside, self.norms)
 
     def values(self, expected: Sequence[Any], got: Any, where: str) -> None:
         """What each copy's script yielded, and this rank's."""
@@ -247,13 +349,14 @@ class _Judge:
             for index, (all_of_it, value) in enumerate(zip(means, got, strict=True)):
                 total = torch.stack([each.double() for each in all_of_it]).sum(0)
                 mean = (total / len(expected)).to(value.dtype)
-                self._value(mean, value, f"{where}: mean {index}")
+                self.value(mean, value, f"{where}: mean {index}")
             return
         mine = expected[self.inside.reader[0]]
         for index, (a, b) in enumerate(zip(_listed(mine), _listed(got), strict=True)):
-            self._value(a.detach(), b.detach(), f"{where}: value {index}")
+            self.value(a.detach(), b.detach(), f"{where}: value {index}")
 
-    def _value(self, expected: Tensor, got: Tensor, where: str) -> None:
+    def value(self, expected: Tensor, got: Tensor, where: str) -> None:
+        """A value of one process, and this rank's."""
         if self.tolerance is None or not expected.any():
             assert same_bits(expected, got), f"{where} is {got}, not {expected}"
             return
@@ -282,18 +385,6 @@ class _Judge:
                 apart[shard.name] = (grad - expected).abs().max().item()
         assert not apart, f"{where}: gradients are off by: {apart}"
 
-    def clip(self, max_norm: float, where: str) -> float:
-        """Clip both sides, and compare the norms; returns that of one process."""
-        got = sw.clip_grad_norm(self.model, max_norm)
-        grads = [p.grad for p in self.copies[0].parameters() if p.grad is not None]
-        wide = torch.stack([grad.double().square().sum() for grad in grads]).sum().sqrt()
-        norm = wide.to(got.dtype)
-        coefficient = torch.clamp(max_norm / (norm + 1e-6), max=1.0)
-        for grad in grads:
-            grad.mul_(coefficient)
-        self._value(norm, got, where)
-        return norm.item()
-
     def parameters(self, where: str) -> None:
         """Every parameter here is its part of the plain one."""
         for shard in self.inside.shards:
@@ -303,7 +394,7 @@ class _Judge:
         """The optimizer's state of every parameter here is its part of the plain one's."""
         if self.tolerance is not None:
             return
-        states = optimizer_state(self.ours)
+        states = optimizer_state(self.side.ours)
         for shard in self.inside.shards:
             if shard.numel == 0:
                 continue  # the optimizer may or may not keep something of an empty piece
@@ -320,9 +411,10 @@ class _Judge:
                 else:
                     assert same_bits(memory_order(got[key]), shard.part_of(value)), what
 
-    def ownership(self, where: str) -> None:
+    def ownership(self) -> None:
         """Over all ranks every element has one owner, and ranks that hold the same elements hold the same bits."""
-        owned = [extent for extent, _ in self.inside.owned_extents(self.ours)]
+        where = self.side.where
+        owned = [extent for extent, _ in self.inside.owned_extents(self.side.ours)]
         extents = self.inside.extents()
         # Buffers are what this rank's last forward has made of them.
         held = {extent: _digest(values) for extent, values in extents if not extent.name.startswith("buffer/")}
@@ -346,11 +438,11 @@ class _Judge:
             for extent in held.keys() & theirs.keys():
                 assert held[extent] == theirs[extent], f"{where}: rank {rank} has other values of {extent.name}"
 
-    def full_state(self, where: str) -> None:
+    def full_state(self) -> None:
         """``sw.full_state_dict`` on rank 0 is the plain model's state dict."""
         plain = self.copies[0].state_dict()
-        for name, got in sw.full_state_dict(self.model).items():
-            self._state(plain[name], got, f"{where}: {name} of the full state dict")
+        for name, got in sw.full_state_dict(self.side.model).items():
+            self._state(plain[name], got, f"{self.side.where}: {name} of the full state dict")
 
     def _state(self, expected: Tensor, got: Tensor, where: str) -> None:
         if self.tolerance is None:
@@ -383,35 +475,64 @@ def _parts(value: Tensor, got: Tensor) -> Iterator[tuple[Tensor, Tensor]]:
 # -- one step
 
 
-def _one_step(judge: _Judge, script: Script, *, step: int, place: str) -> None:
-    copies, inside = judge.copies, judge.inside
-    size = inside.axes["dp_shard"]
-    groups = [copies[first : first + size] for first in range(0, len(copies), size)]
+def _one_step(judges: Sequence[_Judge], script: Script, *, step: int) -> None:
+    copies, inside = judges[0].copies, judges[0].inside
     runs = [_Run(script, each, index, step) for index, each in enumerate(copies)]
-    mine = _Run(script, judge.model, inside.reader[0], step)
-    total: dict[str, Tensor] = {}
-    waiting: list[dict[str, Tensor]] = [{} for _ in groups]  # each group's sum of what is not divided yet
+    mine = [_Run(script, judge.side.model, inside.reader[0], step) for judge in judges]
+    sums = _Sums(copies, inside)
     for index in itertools.count():
         expected = [run.advance() for run in runs]
-        got = mine.advance()
-        if got is _END:
-            assert expected[inside.reader[0]] is _END, f"{place}: the script ended early"
+        got = [run.advance() for run in mine]
+        at = [judge.side.at(step, f", backward {index}") for judge in judges]
+        if any(value is _END for value in got):
+            for value, place in zip([*got, expected[inside.reader[0]]], [*at, at[0]], strict=True):
+                assert value is _END, f"{place}: the script ended early"
             break
-        at = f"{place}, backward {index}"
-        judge.values(expected, got, at)
-        if not isinstance(got, Waiting) or inside.accumulation != "unsharded":
-            for summed, group in zip(waiting, groups, strict=True):
-                _add(summed, _summed(group, but=inside.ignored))
-        if not isinstance(got, Waiting) or inside.accumulation == "sharded":
-            quotient: dict[str, Tensor] = {}
-            for summed in waiting:
-                _add(quotient, summed)
-                summed.clear()
-            _add(total, {name: grad / len(copies) for name, grad in quotient.items()})
-        judge.gradients(total, at)
+        for judge, value, place in zip(judges, got, at, strict=True):
+            judge.values(expected, value, place)
+        sums.take(is_waiting=isinstance(got[0], Waiting))
+        for judge, place in zip(judges, at, strict=True):
+            judge.gradients(sums.total, place)
     for name, parameter in copies[0].named_parameters():
         if name not in inside.ignored:
-            parameter.grad = total.get(name)
+            parameter.grad = sums.total.get(name)
+
+
+class _Sums:
+    """What the copies' gradients add up to in a step: in rank order, inside each group first, then divided."""
+
+    def __init__(self, copies: Sequence[nn.Module], inside: Probe) -> None:
+        size = inside.axes["dp_shard"]
+        self.groups = [copies[first : first + size] for first in range(0, len(copies), size)]
+        self.inside, self.num_copies = inside, len(copies)
+        self.total: dict[str, Tensor] = {}
+        self.waiting: list[dict[str, Tensor]] = [{} for _ in self.groups]  # what is not divided yet
+
+    def take(self, *, is_waiting: bool) -> None:
+        """After a backward of all copies."""
+        if not is_waiting or self.inside.accumulation != "unsharded":
+            for summed, group in zip(self.waiting, self.groups, strict=True):
+                _add(summed, _summed(group, but=self.inside.ignored))
+        if not is_waiting or self.inside.accumulation == "sharded":
+            quotient: dict[str, Tensor] = {}
+            for summed in self.waiting:
+                _add(quotient, summed)
+                summed.clear()
+            _add(self.total, {name: grad / self.num_copies for name, grad in quotient.items()})
+
+
+def _clip(judges: Sequence[_Judge], max_norm: float, step: int) -> None:
+    """Clip both sides, and compare the norms."""
+    got = [sw.clip_grad_norm(judge.side.model, max_norm) for judge in judges]
+    grads = [p.grad for p in judges[0].copies[0].parameters() if p.grad is not None]
+    wide = torch.stack([grad.double().square().sum() for grad in grads]).sum().sqrt()
+    norm = wide.to(got[0].dtype)
+    coefficient = torch.clamp(max_norm / (norm + 1e-6), max=1.0)
+    for grad in grads:
+        grad.mul_(coefficient)
+    for judge, value in zip(judges, got, strict=True):
+        judge.value(norm, value, judge.side.at(step, ": norm"))
+        judge.norms.append(norm.item())
 
 
 _END = object()
@@ -514,30 +635,37 @@ def _share_buffers(copies: Sequence[nn.Module]) -> list[Callable[[], None]]:
 class _Alone:
     """The ignored parameters of every copy, which no other rank's gradients reach."""
 
-    def __init__(self, copies: Sequence[nn.Module], inside: Probe, optimizer: OptimizerFactory) -> None:
-        self.held, self.reader = inside.ignored, inside.reader[0]
-        self.copies = [{name: dict(each.named_parameters())[name] for name in self.held} for each in copies]
+    def __init__(self, copies: Sequence[nn.Module], judges: Sequence[_Judge], optimizer: OptimizerFactory) -> None:
+        self.sides, self.reader = [judge.side for judge in judges], judges[0].inside.reader[0]
+        held = judges[0].inside.ignored
+        self.copies = [{name: dict(each.named_parameters())[name] for name in held} for each in copies]
         # Those of the first copy are in the reference optimizer.
-        self.optimizers = [optimizer(list(each.values())) for each in self.copies[1:]] if self.held else []
+        self.optimizers = [optimizer(list(each.values())) for each in self.copies[1:]] if held else []
 
-    def step(self, place: str) -> None:
+    def _each(self) -> Iterator[tuple[_Side, str, nn.Parameter, nn.Parameter]]:
+        for side in self.sides:
+            for name, expected in self.copies[self.reader].items():
+                yield side, name, expected, side.inside.ignored[name]
+
+    def step(self, step: int) -> None:
         """Compare the gradients, and step on them."""
-        for name, expected in self.copies[self.reader].items():
-            got = self.held[name].grad
-            assert (got is None) == (expected.grad is None), f"{place}: gradient of {name}, which is ignored"
-            if got is not None and expected.grad is not None:
-                assert same_bits(got, expected.grad), f"{place}: gradient of {name}, which is ignored"
+        for side, name, expected, held in self._each():
+            place = side.at(step, f": gradient of {name}, which is ignored")
+            assert (held.grad is None) == (expected.grad is None), place
+            if held.grad is not None and expected.grad is not None:
+                assert same_bits(held.grad, expected.grad), place
         for each in self.optimizers:
             each.step()
 
-    def compare(self, reference: torch.optim.Optimizer, ours: torch.optim.Optimizer, place: str) -> None:
-        """Compare parameters and optimizer state."""
-        for name, expected in self.copies[self.reader].items():
-            assert same_bits(self.held[name], expected), f"{place}: {name}, which is ignored"
+    def compare(self, reference: torch.optim.Optimizer, step: int) -> None:
+        """Compare parameters and optimizer state, after the optimizers have stepped."""
+        for side, name, expected, held in self._each():
+            place = side.at(step, f", after the optimizer: {name}, which is ignored")
+            assert same_bits(held, expected), place
             states = (self.optimizers[self.reader - 1] if self.reader else reference).state.get(expected, {})
-            got = ours.state.get(self.held[name], {})
-            assert states.keys() == got.keys(), f"{place}: state of {name}, which is ignored"
+            got = side.ours.state.get(held, {})
+            assert states.keys() == got.keys(), f"{place}: state"
             for key, value in states.items():
-                assert same_bits(value, got[key]), f"{place}: {key} of {name}, which is ignored"
+                assert same_bits(value, got[key]), f"{place}: {key}"
         for each in self.optimizers:
             each.zero_grad()

@@ -394,6 +394,7 @@ def _call(job: _Job) -> Any:
         world_size=job.world_size,
         timeout=dt.timedelta(seconds=job.timeout_s + 30),  # the harness gives up first, and says more
     )
+    distributed.barrier()  # a rank that leaves at once must not look lost to one that still connects
     try:
         return fn(*args)
     finally:
