@@ -13,8 +13,7 @@ from bench.compare.variant import canonical, parse
 from shardwise.spec.errors import ConfigError
 from shardwise.spec.exact import check_exact
 from shardwise.spec.plan import ParallelPlan
-from shardwise.spec.text import did_you_mean
-from shardwise.train.text import printable
+from shardwise.spec.text import did_you_mean, printable
 
 OURS = "shardwise"
 SINGLE = "single"

@@ -9,8 +9,7 @@ from typing import Any
 
 from bench.compare.request import OURS
 from bench.compare.result import LOSS_TOLERANCE, Result
-from shardwise.spec.text import aligned, size
-from shardwise.train.text import printable
+from shardwise.spec.text import aligned, printable, size
 
 #: By whether the engine is one process with a replica for each device.
 _SENDERS = {False: "each rank", True: "all by way of its first device"}

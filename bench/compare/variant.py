@@ -14,7 +14,7 @@ import yaml
 
 from shardwise.spec.errors import ConfigError
 from shardwise.spec.plan import ParallelPlan, plan_fields
-from shardwise.train.text import printable
+from shardwise.spec.text import printable
 
 _FLAT = "flat"
 

@@ -16,7 +16,7 @@ from bench.compare.result import Result
 from bench.compare.variant import split
 from shardwise.cli.file import check_writable, write
 from shardwise.cli.show import show
-from shardwise.train.text import printable
+from shardwise.spec.text import printable
 
 
 def compare(

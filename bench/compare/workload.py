@@ -12,7 +12,7 @@ from bench.compare.request import Request
 from shardwise.models import gpt, gpt_config
 from shardwise.spec.plan import ParallelPlan
 from shardwise.train import build
-from shardwise.train.batch import to_tensors
+from shardwise.train.build import to_tensors
 from shardwise.train.config import read_config
 from shardwise.train.data import RandomPart, open_data
 from shardwise.train.resolve import RunConfig, resolve

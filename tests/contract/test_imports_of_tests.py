@@ -37,10 +37,10 @@ ABOUT = {
     "ranks/test_checkpoint.py": "checkpoint comm.axes",
     "ranks/test_frozen_files.py": "checkpoint",
     "ranks/test_pretrained.py": "checkpoint train",
-    "ranks/test_train_command.py": "train.rundir",
+    "ranks/test_train_command.py": "train.folder",
     "ranks/test_train_fp16.py": "checkpoint",
-    "ranks/test_train_tokenizer.py": "train.resume train.tokenizer",
-    "ranks/test_train_unread.py": "train.run train.unread",
+    "ranks/test_train_tokenizer.py": "train.checkpoints train.tokenizer",
+    "ranks/test_train_unread.py": "train.loop",
     # one part of the engine, or a count of what it does
     "contract/test_device_calls.py": "optim.clip",
     "contract/test_host_cost.py": "comm.gloo engine.engine engine.unit",

@@ -20,7 +20,7 @@ from shardwise.spec.errors import CheckpointError
 from shardwise.testing import run_on_ranks
 from shardwise.train.build import build_model, defer_model
 from shardwise.train.config import read_config
-from shardwise.train.memory import PeakTensorBytes
+from shardwise.train.predict import PeakTensorBytes
 from shardwise.train.random_state import seed_all
 from shardwise.train.resolve import RunConfig, resolve
 from tests.ranks.train_here import train_well

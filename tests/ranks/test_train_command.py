@@ -17,7 +17,7 @@ from pathlib import Path
 
 import pytest
 
-from shardwise.train import rundir
+from shardwise.train import folder as rundir
 from tests.ranks.train_here import CONFIG, losses, metrics, summary, train_here, train_well
 
 

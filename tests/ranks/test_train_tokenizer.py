@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from shardwise.cli import main
-from shardwise.train.resume import saved_config
+from shardwise.train.checkpoints import saved_config
 from shardwise.train.tokenizer import OfFolder
 from tests.ranks.train_here import losses, train_here
 from tests.tokenizers import TEXT, save_model, save_tokenizer

@@ -12,7 +12,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 import shardwise as sw
 from shardwise.testing import run_on_ranks
-from shardwise.train import run, unread
+from shardwise.train import loop
 from tests.ranks.train_here import losses, metrics, summary, train_here, train_well
 
 CONFIG = """
@@ -49,8 +49,8 @@ class HostReads(TorchDispatchMode):
 
 def count_reads_and_collectives() -> None:
     """Of every step, and of every reading, a line in a file of this rank."""
-    unread.LONGEST_UNREAD_S = 1e9  # however slow this machine is
-    step, read = run._Trainer._step, run._Trainer._read
+    loop.LONGEST_UNREAD_S = 1e9  # however slow this machine is
+    step, read = loop._Trainer._step, loop._Trainer._read
     path = Path.cwd() / f"rank-{os.environ['RANK']}.jsonl"
 
     def counted(what: str, call: Any) -> Any:
@@ -62,7 +62,7 @@ def count_reads_and_collectives() -> None:
 
         return wrapped
 
-    run._Trainer._step, run._Trainer._read = counted("step", step), counted("read", read)
+    loop._Trainer._step, loop._Trainer._read = counted("step", step), counted("read", read)
 
 
 @pytest.mark.parametrize("name", PLANS)
@@ -85,7 +85,7 @@ def test_between_logged_steps_nothing_is_read_and_nothing_exchanged(tmp_path: Pa
 def product_dtypes() -> list[str]:
     def dtype(**options: Any) -> str:
         model = sw.models.gpt("gpt-nano", device="cpu")
-        return run.product_dtype(sw.parallelize(model, sw.ParallelPlan(**options)))
+        return loop.product_dtype(sw.parallelize(model, sw.ParallelPlan(**options)))
 
     head = sw.PrecisionPolicy("bf16", overrides={"blocks.0": sw.PrecisionPolicy("fp32")})
     return [dtype(), dtype(mp_policy=sw.PrecisionPolicy("bf16")), dtype(mp_policy=head)]

@@ -33,8 +33,8 @@ def validate(
     """Check a configuration."""
     from shardwise.launch.elastic import num_workers
     from shardwise.train.config import read_config
-    from shardwise.train.rehearsal import rehearse
     from shardwise.train.resolve import resolve
+    from shardwise.train.start import rehearse
 
     count = num_workers(nproc)
     resolved = resolve(read_config(config, overrides or []), count)

@@ -38,10 +38,9 @@ def tokenize(
 ) -> None:
     """Write a token file."""
     from shardwise.spec.errors import StorageError
-    from shardwise.train.data import find_source
+    from shardwise.train.data import DataError, find_source, write_tokens
     from shardwise.train.tokenizer import find_tokenizer
     from shardwise.train.tokenizer import tokenize as blocks
-    from shardwise.train.tokens import DataError, write_tokens
 
     found = find_source(source)
     if found.kind != "text":

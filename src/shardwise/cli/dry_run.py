@@ -14,8 +14,7 @@ from shardwise.cli.arguments import is_configuration
 from shardwise.cli.file import check_writable, write
 from shardwise.cli.show import show
 from shardwise.spec.errors import ConfigError
-from shardwise.spec.text import aligned, size
-from shardwise.train.text import printable
+from shardwise.spec.text import aligned, printable, size
 
 if TYPE_CHECKING:
     import torch

@@ -7,7 +7,7 @@ from pathlib import Path
 
 from shardwise.launch.file import replace
 from shardwise.spec.errors import ConfigError, StorageError
-from shardwise.train.text import printable
+from shardwise.spec.text import printable
 
 
 def check_writable(path: Path | None) -> None:

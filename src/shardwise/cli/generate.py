@@ -13,7 +13,7 @@ import typer
 
 from shardwise.cli.show import show_error
 from shardwise.spec.errors import ConfigError
-from shardwise.train.text import printable
+from shardwise.spec.text import printable
 
 if TYPE_CHECKING:
     from shardwise.launch.world import World

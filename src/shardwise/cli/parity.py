@@ -8,8 +8,8 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from shardwise.cli.show import show_error
-from shardwise.cli.train import named_config
 from shardwise.spec.errors import ConfigError
+from shardwise.train.start import named_config
 
 if TYPE_CHECKING:
     from shardwise.launch.world import World
@@ -71,7 +71,7 @@ def _launch(
     from shardwise.launch.elastic import launch
     from shardwise.spec.exact import check_exact
     from shardwise.spec.plan import ParallelPlan
-    from shardwise.train.alternatives import under_strategies
+    from shardwise.train.proof import under_strategies
     from shardwise.train.resolve import resolve
 
     for name in names:

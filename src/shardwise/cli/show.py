@@ -5,7 +5,7 @@ from __future__ import annotations
 import sys
 
 from shardwise.spec.errors import ShardwiseError
-from shardwise.train.text import printable
+from shardwise.spec.text import printable
 
 
 def show_error(error: ShardwiseError) -> None:

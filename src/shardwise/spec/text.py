@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import difflib
+import unicodedata
 from collections.abc import Iterable, Sequence
 
 
@@ -42,3 +43,23 @@ def did_you_mean(word: str, known: Iterable[str]) -> str:
     """The hint `` Did you mean 'x'?`` (it begins with a blank), or an empty string where no known word is similar."""
     near = similar(word, known, most=1, cutoff=0.6)
     return f" Did you mean {near[0]!r}?" if near else ""
+
+
+def printable(text: object, *, is_block: bool = False) -> str:
+    r"""``text`` with control, bidirectional and other invisible characters escaped (``\x1b``, ``\u202e``).
+
+    Args:
+        text: Anything; its ``str`` is taken.
+        is_block: Keep line ends, for messages of several lines.
+    """
+    return "".join(
+        c if (c == "\n" and is_block) or unicodedata.category(c) not in _HIDDEN else _escaped(c) for c in str(text)
+    )
+
+
+#: Control, format (bidirectional marks), surrogate, line separator, paragraph separator.
+_HIDDEN = {"Cc", "Cf", "Cs", "Zl", "Zp"}
+
+
+def _escaped(character: str) -> str:
+    return character.encode("unicode_escape").decode("ascii")

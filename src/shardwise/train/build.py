@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
@@ -15,10 +16,11 @@ from shardwise.checkpoint.weights import WeightFiles
 from shardwise.engine.unit import attachment_of
 from shardwise.launch.notice import tell_once
 from shardwise.spec.errors import StateError
+from shardwise.spec.text import printable
 from shardwise.train.config import Config, OptimizerSection
+from shardwise.train.data import Part, RandomPart
 from shardwise.train.pretrained import NotNamedError, deferred_from_folder, model_from_folder
 from shardwise.train.resolve import RunConfig
-from shardwise.train.text import printable
 
 #: ``loss(model, inputs_BT, targets_BT)``: the mean loss over the tokens of a microbatch.
 Loss = Callable[[nn.Module, Tensor, Tensor], Tensor]
@@ -123,3 +125,11 @@ def _labels_loss(model: nn.Module, inputs_BT: Tensor, targets_BT: Tensor) -> Ten
 def logits_loss(logits_BTV: Tensor, targets_BT: Tensor) -> Tensor:
     """The mean cross entropy, in fp32, of a language model's logits."""
     return F.cross_entropy(logits_BTV.float().flatten(0, 1), targets_BT.flatten())
+
+
+def to_tensors(part: Part | RandomPart, samples: Sequence[int], device: torch.device) -> tuple[Tensor, Tensor]:
+    """Inputs and targets of a microbatch, both (B, T), int64."""
+    tokens = torch.from_numpy(np.stack([part.sample(index) for index in samples]))
+    if device.type == "cuda":
+        tokens = tokens.pin_memory().to(device, non_blocking=True)
+    return tokens[:, :-1].contiguous(), tokens[:, 1:].contiguous()

@@ -15,9 +15,9 @@ from torch import Tensor
 from shardwise.comm.base import Comm
 from shardwise.comm.control import all_gather_json
 from shardwise.spec.errors import CheckpointError, ConfigError, ShardwiseError, StateError, StorageError
-from shardwise.train.lock import RunLockedError
-from shardwise.train.text import printable
-from shardwise.train.tokens import DataError
+from shardwise.spec.text import printable
+from shardwise.train.data import DataError
+from shardwise.train.folder import RunLockedError
 
 T = TypeVar("T")
 

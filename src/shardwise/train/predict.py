@@ -9,7 +9,8 @@ of their unit's backward.
 
 from __future__ import annotations
 
-from typing import Any
+from types import TracebackType
+from typing import Any, Self
 
 import torch
 from torch import Tensor, nn
@@ -35,6 +36,41 @@ from shardwise.spec.memory.activations import Activations
 from shardwise.train.build import build_model, logits_loss, loss_of
 from shardwise.train.control import Control
 from shardwise.train.resolve import RunConfig
+
+
+class PeakTensorBytes:
+    """Measure the peak of tensor bytes between entry and exit.
+
+    Attributes:
+        peak_bytes: The most that was held at once, what was held at entry included.
+    """
+
+    def __init__(self, device: torch.device) -> None:
+        self.device = device
+        self.peak_bytes = 0
+        self._mode: StorageCount | None = None
+
+    def __enter__(self) -> Self:
+        """Begin to count."""
+        if self.device.type == "cuda":
+            torch.cuda.reset_peak_memory_stats(self.device)
+        else:
+            self._mode = StorageCount(self.device.type)
+            self._mode.see_all_objects()
+            self._mode.__enter__()
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        """Stop counting."""
+        if self._mode is None:
+            self.peak_bytes = torch.cuda.max_memory_allocated(self.device)
+            return
+        self._mode.__exit__(kind, error, trace)
+        self.peak_bytes = self._mode.peak_bytes
+        self._mode.forget()
+        self._mode = None
 
 
 def predict(

@@ -18,7 +18,7 @@ from shardwise.checkpoint.weights import WeightFiles
 from shardwise.comm.dtype import torch_dtype
 from shardwise.launch.notice import tell_once
 from shardwise.spec.errors import ConfigError, ShardwiseError, StateError
-from shardwise.train.text import printable
+from shardwise.spec.text import printable
 
 _MOST_SHOWN = 3
 

@@ -11,12 +11,52 @@ from torch import nn
 
 import shardwise as sw
 from shardwise.api.parity import ParityReport
-from shardwise.train.alternatives import under_strategies
-from shardwise.train.batch import to_tensors
-from shardwise.train.build import build_model, build_optimizer, parameter_groups
+from shardwise.spec.errors import PlanError
+from shardwise.spec.exact import check_exact
+from shardwise.spec.plan import ParallelPlan
+from shardwise.spec.policies import check_offload
+from shardwise.train.build import build_model, build_optimizer, parameter_groups, to_tensors
 from shardwise.train.data import Data
 from shardwise.train.random_state import seed_all
 from shardwise.train.resolve import RunConfig
+
+#: What says how the model is cut and what is done to its modules: nothing where one process runs copies of it.
+_OF_UNITS = ("auto_wrap_policy", "merge_units", "activation_checkpointing", "compile")
+
+
+def under_strategies(plan: ParallelPlan, strategies: Sequence[str]) -> dict[str, ParallelPlan]:
+    """``plan`` under each of ``strategies``, by a name that says what had to be left out, as the strategy has none.
+
+    ``reshard_after_forward`` and ``accumulation`` follow the strategy.
+
+    Raises:
+        PlacementError: A strategy is unknown.
+    """
+    plans: dict[str, ParallelPlan] = {}
+    for strategy in strategies:
+        if strategy == plan.strategy:
+            plans[strategy] = plan
+            continue
+        other = dataclasses.replace(plan, strategy=strategy, reshard_after_forward="auto", accumulation="auto")
+        left_out = [field for field in _foreign(other) if getattr(plan, field) != _default(field)]
+        other = dataclasses.replace(other, **{field: _default(field) for field in left_out})
+        plans[strategy + "".join(f" -{field}" for field in left_out)] = other
+    return plans
+
+
+def _foreign(plan: ParallelPlan) -> list[str]:
+    """Fields that mean nothing to the strategy of ``plan``."""
+    fields = [*_OF_UNITS] if plan.placements.is_threaded else []
+    fields += [] if plan.placements.shards_optimizer else ["quantized_gather"]
+    try:
+        check_offload(plan.offload, plan.placements)
+    except PlanError:
+        fields.append("offload_policy")
+    return fields
+
+
+def _default(field: str) -> Any:
+    return next(known.default for known in dataclasses.fields(ParallelPlan) if known.name == field)
 
 
 def compare_with_one_process(
@@ -63,3 +103,28 @@ def compare_with_one_process(
         )
     finally:
         torch.set_rng_state(generator)
+
+
+#: Steps over which the demo compares its strategy with one process, after training.
+PARITY_STEPS = 3
+
+
+def parity_line(resolved: RunConfig, data: Data, device: torch.device) -> str:
+    """Train the run's model anew for a few steps, under its plan and in one process, and say whether they are equal.
+
+    Collective:
+        Those of ``sw.parity``. All ranks must call.
+    """
+    strategy = resolved.config.parallel.strategy
+    try:
+        check_exact(resolved.plan, strategy)
+    except PlanError as error:
+        return f"not compared with one process: {str(error).splitlines()[0]}"
+    report = compare_with_one_process(resolved, data, device, strategies=[strategy], num_steps=PARITY_STEPS)
+    row = report.rows[0]
+    ranks = f"{row.steps} steps on {row.world_size} rank{'s' if row.world_size != 1 else ''}"
+    if row.is_bitwise:
+        return f"{strategy} == one process, bitwise: losses, gradient norms and parameters of {ranks}"
+    if row.holds:
+        return f"{strategy} is as near to one process as sums in another order are, {ranks}: {row.verdict}"
+    return f"{strategy} differs from one process by at most {row.verdict}, {ranks}"

@@ -6,6 +6,7 @@ The launcher calls :func:`resolve` before it starts a process, and every rank ca
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -21,8 +22,36 @@ from shardwise.spec.text import did_you_mean
 from shardwise.train.config import Config, RawConfig
 from shardwise.train.data import Source, check_size, find_source
 from shardwise.train.hf import LanguageModel, NotCausalError, read_language_model, stored_dtype
-from shardwise.train.schedule import Schedule
 from shardwise.train.tokenizer import BYTES, find_tokenizer, has_tokenizer, tokenized
+
+
+@dataclass(frozen=True, slots=True)
+class Schedule:
+    """A schedule with everything filled in."""
+
+    name: str
+    steps: int
+    warmup_steps: int = 0
+    min_lr_ratio: float = 0.0
+    decay_steps: int = 0
+
+    def ratio(self, step: int) -> float:
+        """Learning rate of ``step`` (from 0) over the peak rate."""
+        if step < self.warmup_steps:
+            return (step + 1) / self.warmup_steps
+        if self.name == "constant":
+            return 1.0
+        last = self.steps - 1
+        start = (
+            max(self.warmup_steps, self.steps - self.decay_steps - 1)
+            if self.name == "warmup-stable-decay"
+            else self.warmup_steps
+        )
+        t = min(1.0, max(0.0, (step - start) / max(1, last - start)))
+        if self.name == "cosine":
+            return self.min_lr_ratio + (1 - self.min_lr_ratio) * (1 + math.cos(math.pi * t)) / 2
+        return 1 - (1 - self.min_lr_ratio) * t
+
 
 _DEFAULT_PRESET = "gpt-tiny"
 _DEFAULT_MICRO = 8

@@ -20,9 +20,8 @@ from typing import Any, Protocol
 import numpy as np
 
 from shardwise.spec.errors import ConfigError, StorageError
-from shardwise.train.data import BYTE_VOCAB, Source, check_text
-from shardwise.train.text import printable
-from shardwise.train.tokens import read_header, write_tokens
+from shardwise.spec.text import printable
+from shardwise.train.data import BYTE_VOCAB, Source, check_text, read_header, write_tokens
 
 #: The name of the tokenizer that needs no folder.
 BYTES = "bytes"

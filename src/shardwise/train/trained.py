@@ -9,13 +9,12 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from shardwise.spec.errors import CheckpointError, ConfigError
+from shardwise.spec.text import printable
+from shardwise.train.checkpoints import find_checkpoint, saved_config
 from shardwise.train.config import RawConfig, read_config
-from shardwise.train.data import BYTE_VOCAB, find_source
+from shardwise.train.data import BYTE_VOCAB, DataError, find_source
 from shardwise.train.resolve import RunConfig
-from shardwise.train.resume import find_checkpoint, saved_config
-from shardwise.train.text import printable
 from shardwise.train.tokenizer import BYTES, Bytes, OfFolder, Tokenizer, find_tokenizer
-from shardwise.train.tokens import DataError
 
 if TYPE_CHECKING:
     import torch

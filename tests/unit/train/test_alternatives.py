@@ -10,7 +10,7 @@ from shardwise.cli import main
 from shardwise.cli.parity import STRATEGIES
 from shardwise.spec.plan import ParallelPlan
 from shardwise.spec.policies import OffloadPolicy, wrap_by_class
-from shardwise.train.alternatives import under_strategies
+from shardwise.train.proof import under_strategies
 
 
 def test_what_a_strategy_cannot_do_is_left_out_and_named() -> None:
@@ -72,7 +72,7 @@ def test_the_demo_says_why_it_does_not_compare() -> None:
     import torch
 
     from shardwise.train.config import read_config
-    from shardwise.train.demo import parity_line
+    from shardwise.train.proof import parity_line
     from shardwise.train.resolve import resolve
 
     draft = read_config(

@@ -13,9 +13,9 @@ import pytest
 
 from shardwise.spec.errors import ConfigError, ShardwiseError
 from shardwise.spec.schedule import PipelinePolicy
+from shardwise.train.checkpoints import differences
 from shardwise.train.config import Config, read_config, schema
 from shardwise.train.resolve import RunConfig, resolve, stored_dtype
-from shardwise.train.resume import differences
 
 GOOD = "train: {steps: 10, micro_batch_size: 2, global_batch_size: 8}\ndata: {source: random}\n"
 

@@ -15,17 +15,22 @@ from hypothesis import strategies as st
 
 from shardwise.spec.errors import ConfigError
 from shardwise.train.data import (
+    HEADER_BYTES,
     LOOKED_AT_BYTES,
     LOOKED_AT_FILES,
     MAPPED_FILES,
+    DataError,
     Part,
     check_size,
+    check_tokens,
     find_source,
+    map_tokens,
     open_data,
+    read_header,
     split_point,
+    write_tokens,
 )
 from shardwise.train.tokenizer import Bytes, tokenize
-from shardwise.train.tokens import HEADER_BYTES, DataError, check_tokens, map_tokens, read_header, write_tokens
 
 
 def data(name: object, seq_len: int = 4, **options: object):

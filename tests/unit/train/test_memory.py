@@ -9,8 +9,7 @@ import torch
 
 from shardwise.train.build import build_model
 from shardwise.train.config import read_config
-from shardwise.train.memory import PeakTensorBytes
-from shardwise.train.predict import measure
+from shardwise.train.predict import PeakTensorBytes, measure
 from shardwise.train.resolve import resolve
 
 CPU = torch.device("cpu")

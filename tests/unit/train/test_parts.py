@@ -16,15 +16,14 @@ from torch import nn
 
 from shardwise.models.shape import PRESETS
 from shardwise.spec.errors import CheckpointError
-from shardwise.spec.text import size
+from shardwise.spec.text import printable, size
 from shardwise.train import random_state
 from shardwise.train.build import build_model, build_optimizer, loss_of, parameter_groups, set_lr
 from shardwise.train.config import OptimizerSection, read_config
-from shardwise.train.metrics import PEAKS, flops_per_token, peak_flops
+from shardwise.train.log import PEAKS, flops_per_token, peak_flops
+from shardwise.train.loop import INTERRUPTED, STOPPED, StopRequest, exit_code
 from shardwise.train.predict import measure
 from shardwise.train.resolve import resolve
-from shardwise.train.stop import INTERRUPTED, STOPPED, StopRequest, exit_code
-from shardwise.train.text import printable
 
 CPU = torch.device("cpu")
 

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from shardwise.train.config import Config, LogSection
-from shardwise.train.recorder import Recorder
+from shardwise.train.log import Recorder
 
 CONFIG = Config(log=LogSection(tensorboard=False, wandb=True))
 

@@ -7,8 +7,8 @@ from pathlib import Path
 import pytest
 
 from shardwise.spec.errors import CheckpointError, ConfigError
+from shardwise.train.checkpoints import check_config, find_checkpoint
 from shardwise.train.config import Config, read_config
-from shardwise.train.resume import check_config, find_checkpoint
 
 
 def changed(**sections: dict[str, object]) -> Config:

@@ -15,9 +15,9 @@ from pathlib import Path
 import pytest
 
 from shardwise.spec.errors import CheckpointError, ConfigError, StorageError
-from shardwise.train import rundir
-from shardwise.train.lock import RunLock, RunLockedError
-from shardwise.train.metrics import MetricsFile, Record, to_line
+from shardwise.train import folder as rundir
+from shardwise.train.folder import RunLock, RunLockedError
+from shardwise.train.log import MetricsFile, Record, to_line
 
 
 def begin(folder: Path) -> Path:
@@ -82,7 +82,7 @@ def test_a_folder_that_cannot_be_written_is_refused_at_the_start(tmp_path: Path)
 
 
 def test_a_second_run_is_refused_and_told_who_holds_the_folder(tmp_path: Path) -> None:
-    code = "import sys, pathlib; from shardwise.train.lock import RunLock; lock = RunLock(pathlib.Path(sys.argv[1]))"
+    code = "import sys, pathlib; from shardwise.train.folder import RunLock; lock = RunLock(pathlib.Path(sys.argv[1]))"
     code += "; lock.acquire(); print(); sys.stdin.read()"
     with subprocess.Popen(
         [sys.executable, "-c", code, str(tmp_path)], stdin=subprocess.PIPE, stdout=subprocess.PIPE
@@ -106,7 +106,7 @@ def test_a_second_run_is_refused_and_told_who_holds_the_folder(tmp_path: Path) -
 def test_a_child_that_outlives_the_holder_does_not_keep_the_lock(tmp_path: Path, leave: str) -> None:
     code = f"""
 import os, pathlib, subprocess, sys, time
-from shardwise.train.lock import RunLock
+from shardwise.train.folder import RunLock
 lock = RunLock(pathlib.Path(sys.argv[1]))
 lock.acquire()
 os.setpgid(0, 0)

@@ -13,10 +13,9 @@ from shardwise.cli import main
 from shardwise.spec.errors import ConfigError
 from shardwise.train import tokenizer as module
 from shardwise.train.config import read_config
-from shardwise.train.data import find_source
+from shardwise.train.data import DataError, find_source, map_tokens, read_header
 from shardwise.train.resolve import RunConfig, resolve
 from shardwise.train.tokenizer import Bytes, OfFolder, find_tokenizer, has_tokenizer, tokenize
-from shardwise.train.tokens import DataError, map_tokens, read_header
 from tests.tokenizers import TEXT, save_model, save_tokenizer
 
 pytest.importorskip("transformers", reason="the hf extra is not installed")

@@ -5,10 +5,14 @@ from __future__ import annotations
 import collections
 import contextlib
 import math
+import os
+import signal
+import threading
 import time
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Any
+from types import FrameType, TracebackType
+from typing import Any, Self
 
 import torch
 from torch import Tensor, nn
@@ -21,29 +25,245 @@ from shardwise.launch.exit_codes import note_exit
 from shardwise.launch.notice import tell_once
 from shardwise.launch.world import World, join, shutdown
 from shardwise.optim.scaler import needs_scaler
-from shardwise.pipeline.pipelined import pipelined_of
+from shardwise.pipeline.pipelined import Call, pipelined_of
 from shardwise.spec.errors import ConfigError, ShardwiseError, StorageError
-from shardwise.spec.text import size
-from shardwise.train import random_state, rundir
-from shardwise.train.batch import evaluate, held_out_samples, to_tensors
-from shardwise.train.build import build_optimizer, call_of, defer_model, loss_of, parameter_groups, set_lr
+from shardwise.spec.text import printable, size
+from shardwise.train import folder, random_state
+from shardwise.train.build import (
+    Loss,
+    build_optimizer,
+    call_of,
+    defer_model,
+    loss_of,
+    parameter_groups,
+    set_lr,
+    to_tensors,
+)
+from shardwise.train.checkpoints import Checkpoints, check_config, find_checkpoint, saved_config
 from shardwise.train.control import Control
-from shardwise.train.data import open_data
-from shardwise.train.demo import parity_line
-from shardwise.train.lock import RunLock
-from shardwise.train.memory import PeakTensorBytes
-from shardwise.train.metrics import Record, flops_per_token, peak_flops
-from shardwise.train.predict import predict
-from shardwise.train.progress import Progress
-from shardwise.train.recorder import Recorder
-from shardwise.train.resolve import RunConfig
-from shardwise.train.resume import check_config, find_checkpoint, saved_config
+from shardwise.train.data import DataError, Part, RandomPart, open_data
+from shardwise.train.folder import RunLock
+from shardwise.train.log import Progress, Record, Recorder, flops_per_token, peak_flops
+from shardwise.train.predict import PeakTensorBytes, predict
+from shardwise.train.proof import parity_line
+from shardwise.train.resolve import Batch, RunConfig
 from shardwise.train.sampler import Sampler
-from shardwise.train.save import Checkpoints
-from shardwise.train.stop import StopRequest, exit_code
-from shardwise.train.text import printable
-from shardwise.train.tokens import DataError
-from shardwise.train.unread import ReadStep, StepTime, UnreadStep, UnreadSteps
+
+#: Finished steps are saved: resubmit.
+STOPPED = 75
+INTERRUPTED = 128 + signal.SIGINT
+
+
+class StopRequest:
+    """Catches SIGTERM and SIGINT while it is open. A second Ctrl-C ends the process at once.
+
+    Attributes:
+        signal_number: The first signal that came, 0 for none.
+    """
+
+    def __init__(self) -> None:
+        self.signal_number = 0
+        self._kept: dict[int, Any] = {}
+
+    def __enter__(self) -> Self:
+        """Take over the signals. Only the main thread can; elsewhere nothing is caught."""
+        if threading.current_thread() is threading.main_thread():
+            for number in (signal.SIGTERM, signal.SIGINT):
+                self._kept[number] = signal.signal(number, self._note)
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        """Give the signals back."""
+        for number, handler in self._kept.items():
+            signal.signal(number, handler if handler is not None else signal.SIG_DFL)
+        self._kept.clear()
+
+    def _note(self, number: int, frame: FrameType | None) -> None:
+        del frame
+        if number == signal.SIGINT and self.signal_number == signal.SIGINT:
+            os._exit(INTERRUPTED)
+        self.signal_number = self.signal_number or number
+
+
+def exit_code(signal_number: int) -> int:
+    """What a run leaves with that was stopped by a signal and has saved its steps."""
+    return INTERRUPTED if signal_number == signal.SIGINT else STOPPED
+
+
+#: Values are read this often at least (in seconds), so that a request to stop or a loss of NaN is noticed in time.
+LONGEST_UNREAD_S = 10.0
+
+
+class StepTime:
+    """How long a step takes, without waiting for its end."""
+
+    def __init__(self, device: torch.device) -> None:
+        self._events: tuple[torch.cuda.Event, torch.cuda.Event] | None = None
+        self._seconds = 0.0
+        if device.type == "cuda":
+            self._events = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
+            self._events[0].record()
+        self._begin = time.perf_counter()
+
+    def stop(self) -> None:
+        """The step has been issued."""
+        self._seconds = time.perf_counter() - self._begin
+        if self._events is not None:
+            self._events[1].record()
+
+    def seconds(self) -> float:
+        """The step's time on its device. Asked for after the device has finished it."""
+        return self._seconds if self._events is None else self._events[0].elapsed_time(self._events[1]) / 1000
+
+
+@dataclass(slots=True)
+class UnreadStep:
+    """One step whose values are on the device.
+
+    Attributes:
+        loss: The sum over ``num_losses`` microbatches of this rank; ``None`` on a rank that has no loss.
+        num_losses: Microbatches of a step, the same on every rank.
+        norm: The global norm of the gradient; ``None`` where backward updates.
+        is_skipped: Loss scaling has left this step out: its norm is not finite, and rightly so.
+        time: Of the step.
+        lr: Its learning rate.
+        scale: Its loss scale; ``None`` where nothing is scaled.
+        data_s: Seconds that this rank's host spent on data.
+        sent_bytes: Bytes that this rank sent.
+    """
+
+    loss: Tensor | None
+    num_losses: int
+    norm: Tensor | None
+    is_skipped: bool
+    time: StepTime
+    lr: float
+    scale: float | None
+    data_s: float
+    sent_bytes: int
+
+
+@dataclass(frozen=True, slots=True)
+class ReadStep:
+    """The same after it was read.
+
+    Attributes:
+        losses: The mean loss of every rank that has one, by rank.
+        norm: The global norm of the gradient.
+        step: The rest of it.
+    """
+
+    losses: dict[int, float]
+    norm: float | None
+    step: UnreadStep
+
+
+@dataclass(slots=True)
+class UnreadSteps:
+    """The steps since the last reading.
+
+    Attributes:
+        control: The ranks' channel.
+        every: Steps between two readings.
+        steps: In order.
+        peak_bytes: Most bytes of tensors that any rank has held, as of the last reading.
+        signal_number: A signal that any rank had got by then; 0 for none.
+    """
+
+    control: Control
+    every: int
+    steps: list[UnreadStep] = field(default_factory=list)
+    peak_bytes: int = 0
+    signal_number: int = 0
+    _read_at: float = field(default_factory=time.perf_counter)
+    _count: int = 1  # of steps before the next reading is due by time; the first step is read at once
+
+    def is_due(self, step: int) -> bool:
+        """Whether the values have to be read after ``step``. The same answer on every rank."""
+        return step % self.every == 0 or len(self.steps) >= self._count
+
+    def read(self, *, own_peak_bytes: int, own_signal: int) -> list[ReadStep]:
+        """Exchange and read what the steps have left.
+
+        Args:
+            own_peak_bytes: The most bytes of tensors that this rank has held.
+            own_signal: The signal that this rank has got; 0 for none.
+
+        Collective:
+            One all-gather of 16 bytes per step and rank, and 32 more. All ranks must call after the same step.
+            The host waits for the device.
+        """
+        now = time.perf_counter()
+        elapsed_s, self._read_at = now - self._read_at, now
+        steps, self.steps = self.steps, []
+        has_loss = any(step.loss is not None for step in steps)
+        rows = self.control.rows(
+            [elapsed_s, float(own_signal), float(own_peak_bytes), float(has_loss)],
+            [value for step in steps for value in (step.loss, step.norm)],
+        )
+        self.signal_number = int(max(row[1] for row in rows))
+        self.peak_bytes = max(self.peak_bytes, *(int(row[2]) for row in rows))
+        pace_s = rows[0][0] / max(len(steps), 1)  # as rank 0 sees it: all ranks go by the same number
+        self._count = max(1, math.floor(LONGEST_UNREAD_S / pace_s)) if pace_s > 0 else self.every
+        found = []
+        for index, step in enumerate(steps):
+            place = 4 + 2 * index
+            losses = {rank: row[place] / step.num_losses for rank, row in enumerate(rows) if row[3]}
+            norm = None if step.norm is None else rows[self.control.rank][place + 1]
+            found.append(ReadStep(losses, norm, step))
+        return found
+
+
+def held_out_samples(part: Part | RandomPart, batch: Batch, num_batches: int) -> int:
+    """How many held-out samples an evaluation takes.
+
+    ``num_batches`` global batches, or all there are where that is less, cut to a multiple of what all ranks forward at
+    once. So the number does not depend on the world as long as the global batch does not.
+    """
+    at_once = batch.micro * batch.data_parallel_size
+    return min(part.num_samples // at_once * at_once, num_batches * batch.total)
+
+
+@torch.no_grad()
+def evaluate(
+    model: nn.Module,
+    loss_of: Loss,
+    call: Call,
+    part: Part | RandomPart,
+    *,
+    batch: Batch,
+    count: int,
+    control: Control,
+    rank: int,
+) -> float:
+    """The mean loss over ``count`` held-out samples, spread evenly over the part; the same value on every rank.
+
+    Collective:
+        The model's forwards, then one all-gather of 16 bytes per rank.
+    """
+    device = engine_of(model, "evaluate").comms.control.device  # parameters may be kept elsewhere
+    at_once = batch.micro * batch.data_parallel_size
+    stride = part.num_samples // count
+    was_training = model.training
+    model.eval()
+    try:
+        parts = [
+            to_tensors(part, [index * stride for index in range(start, start + batch.micro)], device)
+            for start in range(rank * batch.micro, count, at_once)
+        ]
+        pipelined = pipelined_of(model)
+        if pipelined is None:
+            found = [loss_of(model, *tensors) for tensors in parts]
+        else:
+            found = pipelined.losses(model, parts, call, lambda m, p: loss_of(m, *p))
+        losses = torch.stack(list(found)).tolist() if found else []  # read once, when all have been computed
+    finally:
+        model.train(was_training)
+    rows = [row for row in control.rows([sum(losses), float(bool(losses))]) if row[1]]
+    return sum(row[0] for row in rows) * batch.micro / count / (len(rows) / batch.data_parallel_size)
+
 
 #: On CPU, tensors are counted during this many first steps: all that is ever allocated is there by then.
 MEASURED_STEPS = 3
@@ -123,9 +343,9 @@ def _open_directory(resolved: RunConfig, run_dir: Path | None, resume: str | Non
     chosen = (
         run_dir
         if run_dir is not None and is_again and resume is None
-        else rundir.choose(resolved.config.name, run_dir, is_resuming=resume is not None, wanted=resume)
+        else folder.choose(resolved.config.name, run_dir, is_resuming=resume is not None, wanted=resume)
     )
-    rundir.create(chosen)
+    folder.create(chosen)
     return chosen
 
 
@@ -138,9 +358,9 @@ def _check_shared(control: Control, directory: Path, world: World) -> None:
     Collective:
         Two all-gathers of small JSON.
     """
-    name = control.on_first(lambda: rundir.leave_probe(directory))
+    name = control.on_first(lambda: folder.leave_probe(directory))
     try:
-        has_found = world.local_rank != 0 or rundir.finds(directory, name)
+        has_found = world.local_rank != 0 or folder.finds(directory, name)
         where = [None if has_found else str(directory.absolute())]
         missing = {rank: path for rank, (path,) in enumerate(control.all_json(where)) if path is not None}
     finally:
@@ -572,12 +792,12 @@ class _Trainer:
     # --- files and words ---------------------------------------------------------------------------------------------
 
     def _write_start(self) -> None:
-        rundir.replace_text(self.directory / rundir.CONFIG, self.config.to_yaml())
+        folder.replace_text(self.directory / folder.CONFIG, self.config.to_yaml())
         plan = self.config.parallel.model_dump(mode="json")
         batch = self.resolved.batch
-        rundir.replace_text(self.directory / rundir.MODEL, f"{sw.summary(self.model)}\n")
-        rundir.replace_json(
-            self.directory / rundir.PLAN,
+        folder.replace_text(self.directory / folder.MODEL, f"{sw.summary(self.model)}\n")
+        folder.replace_json(
+            self.directory / folder.PLAN,
             {
                 "world_size": self.control.size,
                 "mesh": self.resolved.mesh.sizes,
@@ -608,7 +828,7 @@ class _Trainer:
             "failed_saves": self.saves.failures,
         }
         with contextlib.suppress(StorageError):  # the run's own outcome is what matters now
-            rundir.replace_json(self.directory / rundir.SUMMARY, summary)
+            folder.replace_json(self.directory / folder.SUMMARY, summary)
 
     def _introduce(self, resume: str | None, changes: list[str]) -> None:
         batch, source, config = self.resolved.batch, self.resolved.source, self.config
@@ -623,7 +843,7 @@ class _Trainer:
         tokens = f"{source.num_tokens:,} tokens in {len(source.files)} files" if source.files else "random tokens"
         longer = self.resolved.positions or 0
         more = f" (data.seq_len; the model takes up to {longer:,})" if longer > self.resolved.seq_len else ""
-        say(f"model {str(sw.summary(self.model)).splitlines()[0]}; more in {printable(self.directory / rundir.MODEL)}")
+        say(f"model {str(sw.summary(self.model)).splitlines()[0]}; more in {printable(self.directory / folder.MODEL)}")
         say(f"data {printable(source.name)}: {tokens}; samples of {config.data.seq_len:,} tokens{more}")
         say(str(batch))
         if self.resolved.raised_from is not None:

@@ -1,0 +1,292 @@
+"""Where the numbers of a step go: metrics.jsonl, TensorBoard, Weights & Biases, and the terminal of rank 0."""
+
+from __future__ import annotations
+
+import contextlib
+import csv
+import importlib.util
+import json
+import math
+import os
+import secrets
+import sys
+from collections.abc import Iterator
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any, TextIO
+
+from shardwise.launch.file import replace
+from shardwise.models.shape import GPTConfig
+from shardwise.spec.errors import ConfigError, StorageError
+from shardwise.spec.text import printable
+from shardwise.train.config import Config
+from shardwise.train.folder import EVENTS, METRICS, WANDB_ID, replace_text
+
+#: Dense peaks in TFLOP/s by device name, as torch gives it, and dtype; every row with its source.
+PEAKS = Path(__file__).with_name("peaks.csv")
+
+
+@dataclass(frozen=True, slots=True)
+class Record:
+    """What ``metrics.jsonl`` holds for one step.
+
+    Attributes:
+        step: From 1: steps done after this one.
+        loss: Mean training loss of the step over all ranks and microbatches.
+        grad_norm: Global norm of the gradient before clipping. Not finite in a step that fp16's loss scaling skipped;
+            ``None`` where backward updates, as all gradients are never there at once.
+        lr: Learning rate of the step.
+        tokens: Tokens trained on so far, over all ranks.
+        tokens_per_s: Tokens of this step over its time, over all ranks.
+        step_time_s: Wall time of the step.
+        data_time_s: Part of it that was spent waiting for data.
+        mfu: Share of the devices' dense peak, per GPU; ``None`` where the peak is unknown.
+        peak_memory_bytes: Most bytes of tensors held at once so far, the largest over the ranks.
+        collective_bytes: Bytes that rank 0 sent in this step.
+        loss_scale: What the loss was multiplied by for the backward; ``None`` where nothing is in fp16.
+        eval_loss: The held-out loss after this step, left out of the line where it was not taken. The one before the
+            first step is in ``summary.json``.
+    """
+
+    step: int
+    loss: float
+    grad_norm: float | None
+    lr: float
+    tokens: int
+    tokens_per_s: float
+    step_time_s: float
+    data_time_s: float
+    mfu: float | None
+    peak_memory_bytes: int
+    collective_bytes: int
+    loss_scale: float | None = None
+    eval_loss: float | None = None
+
+
+class MetricsFile:
+    """``metrics.jsonl``: one JSON object per line, each line written whole."""
+
+    def __init__(self, path: Path, *, keep_steps: int = 0) -> None:
+        """Open the file; of an earlier run, records after step ``keep_steps`` are dropped: they are made again.
+
+        Raises:
+            StorageError: The file cannot be written.
+        """
+        self.path = path
+        with self._refusals():
+            kept = [line for line in _lines(path) if _step(line) <= keep_steps]
+            replace(path, "".join(f"{line}\n" for line in kept))
+            self._file: TextIO = path.open("a", buffering=1)
+
+    def write(self, record: Record) -> None:
+        """Append one record."""
+        with self._refusals():
+            self._file.write(to_line(record))
+
+    def close(self) -> None:
+        """Close the file."""
+        self._file.close()
+
+    @contextlib.contextmanager
+    def _refusals(self) -> Iterator[None]:
+        try:
+            yield
+        except OSError as error:
+            raise StorageError(
+                f"{printable(self.path)} cannot be written: {error.strerror}.\n  Free space on the disk."
+            ) from None
+
+
+def to_line(record: Record) -> str:
+    """A record as its line of the file."""
+    values: dict[str, Any] = asdict(record)
+    if record.eval_loss is None:
+        del values["eval_loss"]
+    for key, value in values.items():
+        if isinstance(value, float) and not math.isfinite(value):
+            values[key] = None  # JSON has no infinity
+    return json.dumps(values) + "\n"
+
+
+def flops_per_token(shape: GPTConfig, seq_len: int) -> float:
+    """Forward and backward FLOPs per token: ``6 N + 12 L h s`` (Chowdhery et al., PaLM, 2022, appendix B).
+
+    ``N`` leaves out position embeddings, which are only looked up, and counts the token embedding once, for the output
+    projection.
+    """
+    lookups = shape.seq_len * shape.hidden + (0 if shape.tied else shape.vocab_size * shape.hidden)
+    active = shape.num_parameters - lookups
+    return 6.0 * active + 12.0 * shape.num_layers * shape.hidden * seq_len
+
+
+def peak_flops(device_name: str, dtype: str, *, uses_tf32: bool) -> float | None:
+    """Dense peak in FLOP/s of a device for matrix products in ``dtype``; ``None`` where it is unknown.
+
+    Args:
+        device_name: As ``torch.cuda.get_device_name`` gives it; variants (PCIe, NVL) have names of their own.
+        dtype: Short name of the dtype that the products take.
+        uses_tf32: Products in fp32 go to the TF32 units, where the device has them.
+    """
+    with PEAKS.open(encoding="utf-8", newline="") as file:
+        row = next((row for row in csv.DictReader(file) if row["device_name"] == device_name), None)
+    if row is None or dtype not in {"bf16", "fp16", "fp32"}:
+        return None
+    found = row["tflops_tf32"] if dtype == "fp32" and uses_tf32 and row["tflops_tf32"] else row[f"tflops_{dtype}"]
+    return float(found) * 1e12 if found else None
+
+
+def _lines(path: Path) -> list[str]:
+    return path.read_text("utf-8", "replace").splitlines() if path.exists() else []
+
+
+def _step(line: str) -> float:
+    """The step of a line; lines cut short by a crash count as after everything."""
+    try:
+        return int(json.loads(line)["step"])
+    except (ValueError, KeyError, TypeError):
+        return math.inf
+
+
+_SHOWN = (
+    "loss", "grad_norm", "lr", "loss_scale", "tokens_per_s", "step_time_s", "mfu", "peak_memory_bytes",
+    "collective_bytes",
+)  # fmt: skip
+
+
+def check_extras(config: Config) -> None:
+    """Refuse a run that asks for a package which is not installed.
+
+    Raises:
+        ConfigError: Names the package.
+    """
+    for name, wanted in (("tensorboard", config.log.tensorboard is True), ("wandb", config.log.wandb)):
+        if wanted and importlib.util.find_spec(name) is None:
+            raise ConfigError(f"log.{name}=true, but {name} is not installed.\n  Install shardwise[{name}].")
+
+
+def _wandb_id(directory: Path) -> str:
+    """The run's name at Weights & Biases, chosen once and kept in its folder: a resumed run goes on as the same one.
+
+    Raises:
+        StorageError: It cannot be kept.
+    """
+    path = directory / WANDB_ID
+    known = os.environ.get("WANDB_RUN_ID") or (path.read_text("utf-8").strip() if path.is_file() else "")
+    chosen = known or secrets.token_hex(6)
+    replace_text(path, chosen + "\n")
+    return chosen
+
+
+class Recorder:
+    """All places that rank 0 writes a step's numbers to."""
+
+    def __init__(self, directory: Path, config: Config, step: int) -> None:
+        """Open them; of an earlier run, what comes after ``step`` is dropped from metrics.jsonl."""
+        self._file = MetricsFile(directory / METRICS, keep_steps=step)
+        self._board: Any = None
+        self._wandb: Any = None
+        is_wanted = config.log.tensorboard
+        if is_wanted is True or (is_wanted == "auto" and importlib.util.find_spec("tensorboard") is not None):
+            from torch.utils.tensorboard import SummaryWriter
+
+            self._board = SummaryWriter(str(directory / EVENTS), purge_step=step + 1 if step else None)
+        if config.log.wandb:
+            import wandb  # pyrefly: ignore[missing-import]
+
+            self._wandb = wandb.init(
+                dir=str(directory),
+                id=_wandb_id(directory),
+                name=directory.name,
+                config=config.model_dump(mode="json"),
+                resume="allow",
+            )
+
+    def step(self, record: Record) -> None:
+        """Write one step."""
+        self._file.write(record)
+        values = {name: getattr(record, name) for name in _SHOWN if getattr(record, name) is not None}
+        self._send(record.step, values)
+
+    def held_out(self, step: int, loss: float) -> None:
+        """Write a held-out loss."""
+        self._send(step, {"eval_loss": loss})
+
+    def close(self) -> None:
+        """Write what is buffered and close."""
+        self._file.close()
+        if self._board is not None:
+            self._board.close()
+        if self._wandb is not None:
+            self._wandb.finish()
+
+    def _send(self, step: int, values: dict[str, float]) -> None:
+        if self._board is not None:
+            for name, value in values.items():
+                self._board.add_scalar(name, value, step)
+        if self._wandb is not None:
+            self._wandb.log(values, step=step)
+
+
+class Progress:
+    """Lines and a bar. Ranks other than 0 show nothing."""
+
+    def __init__(self, *, steps: int, start: int, every: int, is_shown: bool) -> None:
+        self._steps = steps
+        self._every = every
+        self._is_shown = is_shown
+        self._bar: Any = None
+        if is_shown and sys.stdout.isatty():
+            self._bar = _bar()
+            self._task = self._bar.add_task("training", total=steps, completed=start, numbers="")
+            self._bar.start()
+
+    def step(self, record: Record) -> None:
+        """Show a step."""
+        if not self._is_shown:
+            return
+        norm = "norm n/a" if record.grad_norm is None else f"norm {record.grad_norm:.3f}"
+        if record.grad_norm is not None and record.loss_scale is not None:
+            is_skipped = not math.isfinite(record.grad_norm)
+            norm = f"{'skipped' if is_skipped else norm}  scale {record.loss_scale:g}"
+        numbers = f"loss {record.loss:.4f}  {norm}  {record.tokens_per_s:,.0f} tok/s"
+        if self._bar is not None:
+            self._bar.update(self._task, completed=record.step, numbers=numbers)
+        elif record.step % self._every == 0 or record.step in (1, self._steps):
+            mfu = "n/a" if record.mfu is None or math.isnan(record.mfu) else f"{100 * record.mfu:.1f}%"
+            self.say(
+                f"step {record.step:>{len(str(self._steps))}}/{self._steps}  loss {record.loss:.4f}  "
+                f"{norm}  lr {record.lr:.2e}  {record.step_time_s * 1000:.0f} ms  "
+                f"{record.tokens_per_s:,.0f} tok/s  mfu/GPU {mfu}"
+            )
+
+    def say(self, text: str) -> None:
+        """Show a line above the bar."""
+        if not self._is_shown:
+            return
+        safe = printable(text, is_block=True)
+        if self._bar is not None:
+            self._bar.console.print(safe, markup=False, highlight=False, soft_wrap=True)
+        else:
+            sys.stdout.write(safe + "\n")
+            sys.stdout.flush()
+
+    def close(self) -> None:
+        """Leave the terminal as it was."""
+        if self._bar is not None:
+            self._bar.stop()
+            self._bar = None
+
+
+def _bar() -> Any:
+    from rich.progress import BarColumn, MofNCompleteColumn, TextColumn, TimeElapsedColumn, TimeRemainingColumn
+    from rich.progress import Progress as Bar
+
+    return Bar(
+        TextColumn("{task.description}"),
+        BarColumn(),
+        MofNCompleteColumn(),
+        TimeElapsedColumn(),
+        TextColumn("ETA"),
+        TimeRemainingColumn(),
+        TextColumn("{task.fields[numbers]}"),
+    )

@@ -1,0 +1,174 @@
+"""From the arguments of a verb to ranks at work: which configuration, checks before any process starts, and the start.
+
+The launcher's side checks everything that can be checked without the ranks, chooses the run's folder and starts the
+workers (:func:`launch_training`); each worker reads the same arguments again and trains (:func:`work`).
+"""
+
+from __future__ import annotations
+
+import sys
+import traceback
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from shardwise.spec.errors import ConfigError, MeshError, PlanError, ShardwiseError
+from shardwise.spec.plan import ParallelPlan
+from shardwise.spec.text import printable
+from shardwise.train import folder
+from shardwise.train.config import RawConfig, read_config
+from shardwise.train.resolve import RunConfig, resolve
+
+if TYPE_CHECKING:
+    from shardwise.launch.world import World
+
+#: About a minute on two slow CPU cores; held-out loss falls from 5.4 to about 2.1 nats per byte.
+DEMO: dict[str, Any] = {
+    "name": "demo",
+    "model": {"preset": "gpt-demo"},
+    "data": {"source": "stdlib", "seq_len": 128},
+    "parallel": {"strategy": "zero3"},
+    "optimizer": {"name": "adamw", "lr": 2e-3},
+    "schedule": {"name": "cosine", "warmup_steps": 20, "min_lr_ratio": 0.1},
+    "train": {
+        "steps": 300,
+        "micro_batch_size": 4,
+        "gradient_accumulation_steps": 1,
+        "eval_every": 100,
+        "eval_batches": 8,
+    },
+    "checkpoint": {"every": 100},
+    "log": {"every": 10},
+}
+
+
+def named_config(
+    config: Path | None, overrides: Sequence[str], *, run_dir: Path | None = None, resume: str | None = None
+) -> tuple[RawConfig, bool]:
+    """The configuration that the arguments name, and whether it is the demo's.
+
+    Without a file, a run that is resumed by its folder brings its own ``config.yaml``; how it cuts the global batch
+    into microbatches is derived anew, as the world may have changed.
+    """
+    if config is None and resume is not None:
+        held = folder.choose(DEMO["name"], run_dir, is_resuming=True, wanted=resume) / folder.CONFIG
+        if held.is_file():
+            return read_config(held, ["train.gradient_accumulation_steps=null", *overrides]), False
+    if config is None:
+        return read_config(None, overrides, base=DEMO, title="the demo"), True
+    return read_config(config, overrides), False
+
+
+def launch_training(
+    raw: RawConfig,
+    num_ranks: int,
+    arguments: Sequence[str],
+    *,
+    run_dir: Path | None,
+    resume: str | None,
+    max_restarts: int,
+    say: Callable[[str], None],
+) -> int:
+    """Check everything that can be checked here, choose the run's folder, start the workers and wait for them.
+
+    Args:
+        raw: The configuration.
+        num_ranks: How many workers.
+        arguments: What the workers get beside the run's folder and the checkpoint, so that they read ``raw`` again.
+        run_dir: The run's folder; ``None``: by its name.
+        resume: Which checkpoint to continue from; ``None``: a new run.
+        max_restarts: How often all workers are started again after one was lost.
+        say: Called with a line before work that takes time.
+
+    Returns:
+        The exit code.
+    """
+    from shardwise.launch.elastic import launch
+    from shardwise.train.log import check_extras
+
+    if max_restarts < 0:
+        raise ConfigError(f"--max-restarts {max_restarts}: expected 0 or more.\n  Set --max-restarts 0.")
+    resolved = resolve(raw, num_ranks, say=say)
+    check_extras(resolved.config)
+    if run_dir is not None:
+        folder.RunLock(run_dir).check()
+    directory = folder.choose(resolved.config.name, run_dir, is_resuming=resume is not None, wanted=resume)
+    folder.RunLock(directory).check()
+    if resume is not None:
+        from shardwise.train.checkpoints import check_config, find_checkpoint, saved_config
+
+        check_config(saved_config(find_checkpoint(directory, resume)), resolved.config, resolved.asked)
+    resolved.source.check(resolved.vocab_size)
+    rehearse(resolved, num_ranks)
+    folder.create(directory)
+    words = ["train", f"--run-dir={directory}", *([f"--resume={resume}"] if resume is not None else []), *arguments]
+    return launch("shardwise", words, num_ranks, max_restarts=max_restarts, log_dir=directory / folder.LOGS)
+
+
+def work(
+    raw: RawConfig,
+    world: World,
+    *,
+    run_dir: Path | None,
+    resume: str | None,
+    is_demo: bool,
+    show_error: Callable[[ShardwiseError], None],
+) -> int:
+    """Train as one of the workers. Returns the exit code."""
+    from shardwise.launch.exit_codes import run_worker
+
+    def train_here() -> int:
+        from shardwise.train.log import check_extras
+        from shardwise.train.loop import train
+
+        resolved = resolve(raw, world.size, world.ranks_per_machine)
+        check_extras(resolved.config)
+        return train(resolved, world=world, run_dir=run_dir, resume=resume, is_demo=is_demo)
+
+    try:
+        return run_worker(train_here, world, show_error)
+    except Exception:
+        if world.source != "launcher" and run_dir is not None:
+            path = run_dir / folder.LOGS / f"rank-{world.rank}.log"
+            path.parent.mkdir(parents=True, exist_ok=True)
+            with path.open("a", encoding="utf-8") as log:
+                log.write(traceback.format_exc())
+            sys.stderr.write(f"rank {world.rank} failed; its traceback is in {printable(path)}\n")
+        raise
+
+
+def rehearse(resolved: RunConfig, world_size: int, local_size: int | None = None) -> None:
+    """Apply the plan to the model on meta where the plan names parts of the model, or divides it by them.
+
+    Degrees against heads, layers and experts, names of modules: everything that ``sw.parallelize`` would refuse in the
+    workers. Loads torch for such plans only.
+
+    Raises:
+        PlanError, MeshError, ConfigError: The plan does not fit the model.
+    """
+    if not _depends_on_model(resolved.plan):
+        return
+    import torch
+
+    from shardwise.api.dry_run import rehearse as apply
+    from shardwise.train.build import build_model
+
+    try:
+        apply(
+            lambda: build_model(resolved, torch.device("meta")),
+            resolved.plan,
+            world_size=world_size,
+            ranks_per_machine=local_size,
+        )
+    except (PlanError, MeshError, ConfigError):
+        raise
+    except Exception:  # noqa: BLE001, S110  a model that cannot be built on meta is refused, if at all, where it is built
+        pass
+
+
+def _depends_on_model(plan: ParallelPlan) -> bool:
+    if plan.placements.is_threaded:
+        return False  # replicas of the whole model
+    by_name = (plan.ignored, plan.row_sharded, plan.tp_plan, plan.precision.parts, plan.recompute)
+    divides = max(plan.tp, plan.pp, plan.cp, plan.ep) > 1 or plan.routes_tokens
+    return divides or any(by_name) or plan.auto_wrap_policy not in {"auto", "none"} or plan.quantize_frozen != "none"
