@@ -48,8 +48,8 @@ def slow_nccl() -> Iterator[None]:
     plain = NcclComm._on_stream
 
     @contextlib.contextmanager
-    def slow(self: NcclComm, *moved: Tensor | None) -> Iterator[Any]:
-        with plain(self, *moved) as handle:
+    def slow(self: NcclComm, *given: Any) -> Iterator[Any]:
+        with plain(self, *given) as handle:
             torch.cuda._sleep(CYCLES)
             yield handle
             torch.cuda._sleep(CYCLES)

@@ -12,9 +12,8 @@ import torch
 import torch.distributed as dist
 
 from shardwise.comm import stall
-from shardwise.comm.base import Done
+from shardwise.comm.base import Comm, Done
 from shardwise.comm.record import RecordComm
-from shardwise.comm.stall import Ledger
 from shardwise.launch.world import init_process_group, read_world, shutdown
 
 
@@ -24,15 +23,19 @@ class Stuck(RecordComm):
     def __init__(self, limit_s, num_done=0):
         world = dist.group.WORLD
         super().__init__("dp_shard", rank=world.rank(), size=world.size())
-        self._watch = stall.StallWatch.of(world)
-        self._watch.limit_s = limit_s
-        self._ledger = Ledger("dp_shard/0/gather", self.rank, range(self.size), self._watch)
+        self.channel = "dp_shard/0/gather"
+        watch = stall.StallWatch.of(world)
+        watch.limit_s = limit_s
+        self._ledger = stall.Ledger([rank for rank in range(self.size) if rank != self.rank], watch)
         self.num_done, self.num_issued = num_done, 0
 
-    def _note(self, kind, unit, buffer, sent_numel):
+    def _start(self, *given, **named):
+        self._ledger.check()
+        return Comm._start(self, *given, **named)
+
+    def _do_all_gather(self, issued, buffer, cuts):
         number = self.num_issued
         self.num_issued += 1
-        issued = self._ledger.collective(kind, unit, buffer.numel())
         self._ledger.follow(issued, lambda: number < self.num_done)
         return Done()
 

@@ -100,8 +100,8 @@ def count_groups():
     """Groups alive after each call of ``sw.parity``, where every Comm is opened as over NCCL."""
     made = []
 
-    def over_gloo(group, axis, device, *, ledger, host):
-        made.append(host.channel)
+    def over_gloo(group, axis, device, *, channel, ledger, host):
+        made.append(channel)
         return GlooComm(group, axis, channel=host.channel)
 
     plans = {name: sw.ParallelPlan(strategy=name) for name in ("ddp", "zero2", "zero3")}

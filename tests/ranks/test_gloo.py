@@ -389,6 +389,55 @@ def test_bytes_are_the_minimum_and_the_recorder_counts_the_same(world):
             assert recorded == sent
 
 
+class Wire:
+    """A process group that counts the bytes that it is given to send."""
+
+    def __init__(self, group):
+        self._group, self.num_bytes = group, 0
+
+    def send(self, tensors, target, tag):
+        self.num_bytes += sum(tensor.nbytes for tensor in tensors)
+        return self._group.send(tensors, target, tag)
+
+    def recv(self, tensors, source, tag):
+        return self._group.recv(tensors, source, tag)
+
+
+def count_on_the_wire():
+    """By collective, the bytes of its event and those that Gloo was given."""
+    comm = open_comm()
+    comm.group = wire = Wire(comm.group)
+    size, rank, root, found = comm.size, comm.rank, comm.rank == 0, []
+    cuts, after, before = uneven_cuts(size), (comm.rank + 1) % comm.size, (comm.rank - 1) % comm.size
+    whole, part, odd = torch.zeros(cuts[-1]), torch.zeros(cuts[rank + 1] - cuts[rank]), torch.zeros(7 * size + 1)
+    for issue in (
+        lambda: comm.all_gather(torch.zeros(5 * size), unit="u"),
+        lambda: comm.all_gather(whole, unit="u", cuts=cuts),
+        lambda: comm.reduce_scatter(whole, part, unit="u", cuts=cuts),
+        lambda: comm.all_reduce(odd, unit="u", divisor=3),
+        lambda: comm.all_reduce(odd, unit="u", out=torch.zeros_like(odd)),
+        lambda: comm.all_to_all(torch.zeros(5 * size), torch.zeros(5 * size), unit="u"),
+        lambda: comm.all_to_all(whole, torch.zeros(size * part.numel()), unit="u", cuts=cuts),
+        lambda: comm.broadcast(odd, root=0, unit="u"),
+        lambda: comm.gather(part, whole if root else None, root=0, unit="u", cuts=cuts),
+        lambda: comm.scatter(whole if root else None, part, root=0, unit="u", cuts=cuts),
+        lambda: comm.exchange([(odd, after, "u")], [(torch.zeros_like(odd), before, "u")]),
+    ):
+        sent_before = wire.num_bytes
+        with comm.record() as events:
+            issue().wait()
+        found.append((events[0].kind, events[0].sent_bytes, wire.num_bytes - sent_before))
+    return found
+
+
+@pytest.mark.parametrize("world", [2, 3, 4])
+def test_events_have_the_bytes_that_gloo_is_given_to_send(world):
+    for found in run_on_ranks(count_on_the_wire, world):
+        assert len(found) == 11
+        for kind, counted, given in found:
+            assert counted == given, kind
+
+
 def count_uneven_bytes():
     """Bytes of each collective over slices of other sizes: sent, and by the recorder."""
     found = []

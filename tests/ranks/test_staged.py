@@ -165,7 +165,7 @@ def opened() -> list[tuple[str, str, int, bool]]:
             type(comm).__name__,
             str(comm.device),
             comm.size,
-            isinstance(comm, StagedComm) and comm._inner._line.watch is not None,
+            isinstance(comm, StagedComm) and comm._inner.watch is not None,
         )
         for comm in open_comms(device)
     ]

@@ -343,11 +343,11 @@ class _Opener:
             from shardwise.comm.nccl import NcclComm  # needs a CUDA build only when it is used
 
             group = communicator(self._group, ranks, axis, purpose, self._device)
-            ledger = Ledger(channel, ranks.index(self.own), ranks, self._watch)
+            ledger = Ledger([rank for rank in ranks if rank != self.own], self._watch)
             host = None
             if self._has_gloo:
                 host = GlooComm(self._group, axis, channel=f"{channel}/host", watch=self._watch, ranks=ranks)
-            return NcclComm(group, axis, self._device, ledger=ledger, host=host)
+            return NcclComm(group, axis, self._device, channel=channel, ledger=ledger, host=host)
         transport = os.environ.get(TRANSPORT)
         watch = None if transport else self._watch
         comm: Comm = GlooComm(self._group, axis, channel=channel, watch=watch, ranks=ranks)
@@ -423,7 +423,7 @@ def communicator(
 
 def timeout_s_of(group: dist.ProcessGroup, device: torch.device) -> float:
     """How long a collective of ``group`` may take."""
-    timeout: dt.timedelta = group._get_backend(device).options._timeout  # noqa: SLF001 - there is no public way to ask
+    timeout: dt.timedelta = group._get_backend(device).options._timeout
     return timeout.total_seconds()
 
 
@@ -436,7 +436,7 @@ def _open(parent: dist.ProcessGroup, key: _Key, device: torch.device, backend: s
     timeout_s = timeout_s_of(parent, device)
     try:
         with _splits_nothing():
-            group, _ = c10d._new_process_group_helper(  # noqa: SLF001 - the only way to choose the name
+            group, _ = c10d._new_process_group_helper(
                 len(members),
                 ranks.index(parent.rank()),
                 members,
@@ -456,7 +456,7 @@ def _open(parent: dist.ProcessGroup, key: _Key, device: torch.device, backend: s
         ) from error
     assert isinstance(group, dist.ProcessGroup)
     # What new_group does beside.
-    c10d._world.pg_group_ranks[group] = {rank: place for place, rank in enumerate(members)}  # noqa: SLF001
+    c10d._world.pg_group_ranks[group] = {rank: place for place, rank in enumerate(members)}
     return group
 
 

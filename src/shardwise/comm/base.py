@@ -1,8 +1,10 @@
 """The one door to communication between ranks.
 
-Everything that moves between ranks goes through a :class:`Comm`. Buffers are flat, contiguous, one-dimensional
-tensors, cut into ``size`` slices where a collective gathers or scatters; slice ``r`` belongs to rank ``r``. Slices are
-equal unless ``cuts`` (``size + 1`` offsets, the same on every rank) says where they begin and end; they may be empty.
+Everything that moves between ranks goes through a :class:`Comm`. Its public methods are the same on every transport:
+each notes the collective (event, sequence number), answers at once where a rank is alone, and calls the transport's
+``_do_...`` method for the rest. Buffers are flat, contiguous, one-dimensional tensors, cut into ``size`` slices where a
+collective gathers or scatters; slice ``r`` belongs to rank ``r``. Slices are equal unless ``cuts`` (``size + 1``
+offsets, the same on every rank) says where they begin and end; slices may be empty.
 
 Sums run in rank order, element by element: ``((x0 + x1) + x2) + ...``, then one true division by ``divisor``. The
 result is therefore the same number on every rank and for every way of cutting the buffer (on NCCL the library chooses
@@ -13,10 +15,11 @@ name of the unit that it serves, so that ranks that disagree are told apart inst
 may be waited for in any order, but those of all-reduces in one order on all ranks: the second half of an all-reduce
 starts when its handle is waited for.
 
-**A handle keeps what it moves alive until it has been waited for.** The caller may drop its own references to buffers
-and results; it must keep the handle, and wait for it. Without the handle's references the memory could be given to
-another tensor while it is still read or written: on NCCL the host is far ahead of the GPU, and CUDA's allocator knows
-nothing of the stream that communicates.
+[Note: Handles own their buffers]
+A handle keeps what it moves alive until it has been waited for. The caller may drop its own references to buffers and
+results; it must keep the handle, and wait for it. Without the handle's references the memory could be given to another
+tensor while it is still read or written: on NCCL the host is far ahead of the GPU, and CUDA's allocator does not know
+about the stream that communicates.
 """
 
 from __future__ import annotations
@@ -26,11 +29,14 @@ import itertools
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor
 
+from shardwise.comm import stall
 from shardwise.comm.dtype import dtype_name
+from shardwise.comm.stall import Issued
 
 
 @dataclass(slots=True)
@@ -43,9 +49,9 @@ class CollectiveEvent:
         axis: Mesh axis, for example ``dp_shard``; ``devices`` of ``data_parallel``.
         unit: Name of the unit (or purpose) that the collective serves.
         dtype: Short dtype name of what travels.
-        sent_bytes: Bytes that this rank handed to the transport, counted where they were sent. Complete once the
-            collective's handle has been waited for. Of ``data_parallel``: bytes between the first replica and all
-            others together, also where replicas share a device and nothing is copied.
+        sent_bytes: Bytes that this rank sends for it. NCCL does not report what it sends: there they are those of a
+            direct exchange. Of ``data_parallel``: bytes between the first replica and all others together, also where
+            replicas share a device and nothing is copied.
     """
 
     kind: str
@@ -53,10 +59,6 @@ class CollectiveEvent:
     unit: str
     dtype: str
     sent_bytes: int = 0
-
-
-#: Stands for the event of every collective while nobody listens.
-_UNHEARD = CollectiveEvent("", "", "", "")
 
 
 class Handle(ABC):
@@ -86,6 +88,9 @@ class Done(Handle):
 
     def wait(self) -> None:
         """Return at once."""
+
+
+DONE = Done()
 
 
 class Exchange(Handle):
@@ -123,7 +128,7 @@ class Chain(Handle):
     def __init__(self, first: Handle, then: Callable[[], Handle]) -> None:
         self._first = first
         self._then: Callable[[], Handle] | None = then
-        self._second: Handle = Done()
+        self._second: Handle = DONE
 
     def advance(self) -> bool:
         """As :meth:`Handle.advance`."""
@@ -143,6 +148,10 @@ class Chain(Handle):
 
 #: A buffer, the other rank, and the unit that the message serves.
 Message = tuple[Tensor, int, str]
+#: A message as transports get it: its stamp, the buffer, and the other rank.
+Stamped = tuple[Issued, Tensor, int]
+#: Offsets at which the slices of a buffer begin and end; ``None``: they are equal.
+Cuts = Sequence[int] | None
 
 
 class Recorder:
@@ -166,10 +175,8 @@ class Recorder:
         finally:
             self._listeners = [held for held in self._listeners if held is not events]
 
-    def _event(self, kind: str, unit: str, buffer: Tensor) -> CollectiveEvent:
-        if not self._listeners:
-            return _UNHEARD
-        event = CollectiveEvent(kind, self.axis, unit, dtype_name(buffer.dtype))
+    def _note(self, kind: str, unit: str, dtype: torch.dtype, sent_bytes: int) -> CollectiveEvent:
+        event = CollectiveEvent(kind, self.axis, unit, dtype_name(dtype), sent_bytes)
         for events in self._listeners:
             events.append(event)
         return event
@@ -178,22 +185,32 @@ class Recorder:
 class Comm(Recorder, ABC):
     """Collectives over the ranks of one mesh axis.
 
-    Attributes:
+    Args:
         axis: Name of the mesh axis.
         rank: This rank's coordinate on the axis.
         size: Number of ranks on the axis.
-        device: Device of the buffers that it moves.
-        is_in_order: What is issued begins when all that was issued before is done, as on a stream. A receive then holds
-            up whatever is issued after it until its message has come. :meth:`exchange` is right on every transport.
+        device: Device of the buffers.
+        channel: Name in messages about this Comm, the same on all its ranks; by default ``axis``.
+
+    Attributes:
+        axis, rank, size, device, channel: As given.
+        is_in_order: A collective begins when all that were issued before it are done, as on a stream. A receive then
+            holds up whatever is issued after it until its message has come. :meth:`exchange` is right on every
+            transport.
     """
 
     is_in_order = False
 
-    def __init__(self, axis: str, rank: int, size: int, device: torch.device) -> None:
+    def __init__(self, axis: str, rank: int, size: int, device: torch.device, channel: str | None = None) -> None:
         super().__init__(axis)
         self.rank = rank
         self.size = size
         self.device = device
+        self.channel = channel or axis
+        #: A rank that is alone answers at once, unless its collectives must stay in the order of a stream.
+        self._is_alone = size == 1
+        self._num_issued: dict[str, int] = {}
+        self._divisors: dict[tuple[float, torch.dtype], Tensor] = {}
 
     @property
     def device_type(self) -> str:
@@ -202,20 +219,26 @@ class Comm(Recorder, ABC):
 
     @property
     def held_bytes(self) -> int:
-        """Bytes of buffers of its own that it keeps to receive in, and that are free now."""
+        """Bytes of the receive buffers that this Comm keeps and that are free now."""
         return 0
 
-    @abstractmethod
-    def all_gather(self, buffer: Tensor, *, unit: str, cuts: Sequence[int] | None = None) -> Handle:
+    # -- collectives
+
+    def all_gather(self, buffer: Tensor, *, unit: str, cuts: Cuts = None) -> Handle:
         """Fill every slice of ``buffer`` with its owner's content, in place.
 
         Collective:
             Sends this rank's slice to each of the others: ``(size-1)/size * buffer bytes`` where slices are equal.
         """
+        rank, numel = self.rank, buffer.numel()
+        own = numel // self.size if cuts is None else cuts[rank + 1] - cuts[rank]
+        issued = self._start("all_gather", unit, buffer, numel, own * (self.size - 1))
+        if self._is_alone:
+            return DONE
+        return self._do_all_gather(issued, buffer, cuts)
 
-    @abstractmethod
     def reduce_scatter(
-        self, buffer: Tensor, out: Tensor, *, unit: str, divisor: float = 1, cuts: Sequence[int] | None = None
+        self, buffer: Tensor, out: Tensor, *, unit: str, divisor: float = 1, cuts: Cuts = None
     ) -> Handle:
         """Sum ``buffer`` over the ranks, divide by ``divisor``, and put this rank's slice of the result into ``out``.
 
@@ -225,8 +248,13 @@ class Comm(Recorder, ABC):
         Collective:
             Sends each other rank its slice: ``(size-1)/size * buffer bytes`` where slices are equal.
         """
+        numel = buffer.numel()
+        issued = self._start("reduce_scatter", unit, buffer, numel, numel - out.numel())
+        if self._is_alone:
+            self._divide(buffer, out, divisor)
+            return DONE
+        return self._do_reduce_scatter(issued, buffer, out, divisor, cuts)
 
-    @abstractmethod
     def all_reduce(self, buffer: Tensor, *, unit: str, divisor: float = 1, out: Tensor | None = None) -> Handle:
         """Sum ``buffer`` over the ranks and divide by ``divisor``, in place or into ``out``. Any number of elements.
 
@@ -237,56 +265,69 @@ class Comm(Recorder, ABC):
             Sends ``2 (size-1)/size * buffer bytes`` per rank where ``size`` divides the number of elements; slices
             differ by one element otherwise.
         """
+        rank, size, numel = self.rank, self.size, buffer.numel()
+        own = (rank + 1) * numel // size - rank * numel // size
+        issued = self._start("all_reduce", unit, buffer, numel, numel - own + own * (size - 1))
+        if self._is_alone:
+            self._divide(buffer, buffer if out is None else out, divisor)
+            # In as many phases as elsewhere: a world of one does what others do.
+            return DONE if self.is_in_order else Chain(DONE, Done)
+        return self._do_all_reduce(issued, buffer, out, divisor)
 
-    @abstractmethod
-    def all_to_all(
-        self,
-        buffer: Tensor,
-        out: Tensor,
-        *,
-        unit: str,
-        cuts: Sequence[int] | None = None,
-        out_cuts: Sequence[int] | None = None,
-    ) -> Handle:
+    def all_to_all(self, buffer: Tensor, out: Tensor, *, unit: str, cuts: Cuts = None, out_cuts: Cuts = None) -> Handle:
         """Send slice ``r`` of ``buffer`` to rank ``r``, and put what rank ``s`` sent into slot ``s`` of ``out``.
 
         ``out`` has ``size`` slots, each as large as this rank's slice of a peer's ``buffer``; ``out_cuts`` says where
-        they begin and end where ranks cut in different ways (``cuts`` is then each rank's own). What is this rank's own
+        they begin and end where ranks cut in different ways (``cuts`` is then each rank's own). This rank's own slice
         is not moved: its slot of ``out`` may hold anything afterwards.
 
         Collective:
             Sends each other rank its slice: ``(size-1)/size * buffer bytes`` where slices are equal.
         """
+        rank, numel = self.rank, buffer.numel()
+        own = numel // self.size if cuts is None else cuts[rank + 1] - cuts[rank]
+        # Where each rank has its own cuts no number of elements is the same on all of them.
+        issued = self._start("all_to_all", unit, buffer, numel if out_cuts is None else 0, numel - own)
+        if self._is_alone:
+            return DONE
+        return self._do_all_to_all(issued, buffer, out, cuts, out_cuts)
 
-    @abstractmethod
     def broadcast(self, buffer: Tensor, *, root: int, unit: str) -> Handle:
         """Copy ``root``'s ``buffer`` into every rank's.
 
         Collective:
             The root sends ``(size-1) * buffer bytes``, the others nothing.
         """
+        numel = buffer.numel()
+        issued = self._start("broadcast", unit, buffer, numel, numel * (self.size - 1) if self.rank == root else 0)
+        if self._is_alone:
+            return DONE
+        return self._do_broadcast(issued, buffer, root)
 
-    @abstractmethod
-    def gather(
-        self, shard: Tensor, out: Tensor | None, *, root: int, unit: str, cuts: Sequence[int] | None = None
-    ) -> Handle:
+    def gather(self, shard: Tensor, out: Tensor | None, *, root: int, unit: str, cuts: Cuts = None) -> Handle:
         """Collect every rank's ``shard`` into ``out`` (``size`` slices in rank order) on ``root``; ``None`` elsewhere.
 
         Collective:
             Every rank but the root sends its shard.
         """
+        numel = shard.numel()
+        sent = 0 if self.rank == root else numel
+        issued = self._start("gather", unit, shard, numel if cuts is None else cuts[-1], sent)
+        return self._do_gather(issued, shard, out, root, cuts)
 
-    @abstractmethod
-    def scatter(
-        self, buffer: Tensor | None, out: Tensor, *, root: int, unit: str, cuts: Sequence[int] | None = None
-    ) -> Handle:
+    def scatter(self, buffer: Tensor | None, out: Tensor, *, root: int, unit: str, cuts: Cuts = None) -> Handle:
         """Send slice ``r`` of ``root``'s ``buffer`` to rank ``r``'s ``out``. ``buffer`` is ``None`` on other ranks.
 
         Collective:
             The root sends every slice but its own, the others nothing.
         """
+        numel = out.numel()
+        sent = buffer.numel() - numel if buffer is not None and self.rank == root else 0
+        issued = self._start("scatter", unit, out, numel if cuts is None else cuts[-1], sent)
+        return self._do_scatter(issued, buffer, out, root, cuts)
 
-    @abstractmethod
+    # -- messages
+
     def send(self, buffer: Tensor, *, to: int, unit: str) -> Handle:
         """Send ``buffer`` to rank ``to``, which must :meth:`receive` as many elements of the same dtype.
 
@@ -296,14 +337,15 @@ class Comm(Recorder, ABC):
         Collective:
             These two ranks only. Sends the buffer.
         """
+        return self._do_send(self._start_send(buffer, to, unit), buffer, to)
 
-    @abstractmethod
     def receive(self, buffer: Tensor, *, source: int, unit: str) -> Handle:
-        """Fill ``buffer`` with what rank ``source`` sends. ``unit`` must be the one that it sends for.
+        """Fill ``buffer`` with what rank ``source`` sends. ``unit`` must be the one that the sender names.
 
         Collective:
             These two ranks only. Sends nothing.
         """
+        return self._do_receive(self._start_receive(buffer, source, unit), buffer, source)
 
     def exchange(self, sends: Sequence[Message], receives: Sequence[Message]) -> Handle:
         """:meth:`send` and :meth:`receive` several messages as one collective, in which none waits for another.
@@ -321,8 +363,11 @@ class Comm(Recorder, ABC):
         Collective:
             This rank and those that it names, which must call too. Sends ``sends``.
         """
-        sent = [self.send(buffer, to=to, unit=unit) for buffer, to, unit in sends]
-        return Exchange(sent, [self.receive(buffer, source=source, unit=unit) for buffer, source, unit in receives])
+        outgoing = [(self._start_send(buffer, to, unit), buffer, to) for buffer, to, unit in sends]
+        incoming = [(self._start_receive(buffer, peer, unit), buffer, peer) for buffer, peer, unit in receives]
+        return self._do_exchange(outgoing, incoming)
+
+    # -- around them
 
     def follow(self, first: Handle, then: Callable[[], Handle], arrived: Callable[[], object]) -> Handle:
         """Issue a collective of this Comm on the result of another's.
@@ -348,7 +393,7 @@ class Comm(Recorder, ABC):
 
     @property
     def host(self) -> Comm:
-        """Moves host memory between the same ranks, for small messages that the host waits for; else this Comm."""
+        """A Comm over the same ranks for small messages in host memory that the host waits for; else this Comm."""
         return self
 
     def barrier(self) -> None:
@@ -359,8 +404,118 @@ class Comm(Recorder, ABC):
     def close(self) -> None:
         """Release threads and connections. The Comm must not be used afterwards."""
 
-    def _slices(self, buffer: Tensor, cuts: Sequence[int] | None) -> Sequence[Tensor]:
+    # -- what transports share
+
+    def _start(
+        self, kind: str, unit: str, buffer: Tensor, numel: int, sent_numel: int, *, way: str | None = None
+    ) -> Issued:
+        """Record the event of a collective and give it the next number of its channel.
+
+        Args:
+            kind: Kind of the event.
+            unit: What the collective serves.
+            buffer: Has the dtype of what travels.
+            numel: Elements, the same on all ranks of the collective.
+            sent_numel: Elements that this rank sends.
+            way: Of a message ``SOURCE>TARGET``: each way between two ranks has an order of its own.
+        """
+        if self._listeners:
+            self._note(kind, unit, buffer.dtype, sent_numel * buffer.element_size())
+        channel = self.channel
+        if way is not None:
+            channel, kind = f"{channel}/{way}", "message"
+        sequence = self._num_issued.get(channel, 0)
+        self._num_issued[channel] = sequence + 1
+        issued = Issued(channel, sequence, kind, unit, numel)
+        stall.history.append(issued)
+        stall.newest[channel] = sequence
+        return issued
+
+    def _start_send(self, buffer: Tensor, to: int, unit: str) -> Issued:
+        numel = buffer.numel()
+        return self._start("send", unit, buffer, numel, numel, way=f"{self.rank}>{to}")
+
+    def _start_receive(self, buffer: Tensor, source: int, unit: str) -> Issued:
+        return self._start("receive", unit, buffer, buffer.numel(), 0, way=f"{source}>{self.rank}")
+
+    def _slices(self, buffer: Tensor, cuts: Cuts) -> Sequence[Tensor]:
         """The slices of ``buffer``, as views."""
         if cuts is None:
             return buffer.view(self.size, -1).unbind(0)
         return [buffer[start:stop] for start, stop in itertools.pairwise(cuts)]
+
+    def _divide(self, total: Tensor, out: Tensor, divisor: float) -> None:
+        """``out = total / divisor``, a true division: CUDA multiplies by the reciprocal of a Python number."""
+        if divisor == 1:
+            if out.data_ptr() != total.data_ptr():
+                out.copy_(total)
+            return
+        if total.device.type != "cuda":
+            torch.div(total, divisor, out=out)
+            return
+        key = divisor, total.dtype
+        if key not in self._divisors:
+            self._divisors[key] = torch.full((1,), divisor, dtype=total.dtype, device=total.device)
+        torch.div(total, self._divisors[key], out=out)
+
+    # -- what each transport does. Arguments are those of the public method, after the stamp.
+
+    @abstractmethod
+    def _do_all_gather(self, issued: Issued, buffer: Tensor, cuts: Cuts) -> Handle: ...
+
+    @abstractmethod
+    def _do_reduce_scatter(self, issued: Issued, buffer: Tensor, out: Tensor, divisor: float, cuts: Cuts) -> Handle: ...
+
+    @abstractmethod
+    def _do_all_reduce(self, issued: Issued, buffer: Tensor, out: Tensor | None, divisor: float) -> Handle: ...
+
+    @abstractmethod
+    def _do_all_to_all(self, issued: Issued, buffer: Tensor, out: Tensor, cuts: Cuts, out_cuts: Cuts) -> Handle: ...
+
+    @abstractmethod
+    def _do_broadcast(self, issued: Issued, buffer: Tensor, root: int) -> Handle: ...
+
+    @abstractmethod
+    def _do_gather(self, issued: Issued, shard: Tensor, out: Tensor | None, root: int, cuts: Cuts) -> Handle: ...
+
+    @abstractmethod
+    def _do_scatter(self, issued: Issued, buffer: Tensor | None, out: Tensor, root: int, cuts: Cuts) -> Handle: ...
+
+    @abstractmethod
+    def _do_send(self, issued: Issued, buffer: Tensor, to: int) -> Handle: ...
+
+    @abstractmethod
+    def _do_receive(self, issued: Issued, buffer: Tensor, source: int) -> Handle: ...
+
+    def _do_exchange(self, sends: Sequence[Stamped], receives: Sequence[Stamped]) -> Handle:
+        sent = [self._do_send(*each) for each in sends]
+        return Exchange(sent, [self._do_receive(*each) for each in receives])
+
+
+class Wrapper(Comm):
+    """A Comm that gives the work to another Comm, which stamps and records it.
+
+    Args:
+        inner: The other Comm.
+        device: Device of the buffers; by default that of ``inner``.
+    """
+
+    def __init__(self, inner: Comm, device: torch.device | None = None) -> None:
+        super().__init__(inner.axis, inner.rank, inner.size, device or inner.device, inner.channel)
+        self._inner = inner
+
+    @property
+    def held_bytes(self) -> int:
+        """As :attr:`Comm.held_bytes`."""
+        return self._inner.held_bytes
+
+    def close(self) -> None:
+        """Close the other Comm."""
+        self._inner.close()
+
+    def record(self, events: list[CollectiveEvent] | None = None) -> Any:
+        """As :meth:`Comm.record`."""
+        return self._inner.record(events)
+
+    def _start(self, *given: Any, **named: Any) -> Issued:
+        return self._inner._start(*given, **named)

@@ -28,7 +28,7 @@ from typing import Any, ClassVar
 import torch
 from torch import Tensor
 
-from shardwise.comm.base import Comm, Handle
+from shardwise.comm.base import Comm, Handle, Wrapper
 from shardwise.spec.errors import CommError, ConfigError
 
 #: The environment variable.
@@ -49,65 +49,32 @@ def debugged(comm: Comm, name: str) -> Comm:
     return transports[name](comm)
 
 
-class _Debug(Comm):
+def _given_on(name: str) -> Callable[..., Handle]:
+    """The method ``name`` of a transport that has the other Comm's method called in its own time."""
+
+    def method(self: _Debug, *args: Any) -> Handle:
+        return self._issue(name, args)
+
+    return method
+
+
+class _Debug(Wrapper):
     """Gives every collective to another Comm, in its own time."""
 
-    def __init__(self, inner: Comm) -> None:
-        super().__init__(inner.axis, inner.rank, inner.size, inner.device)
-        self._inner = inner
-
-    @property
-    def held_bytes(self) -> int:
-        """As :attr:`Comm.held_bytes`."""
-        return self._inner.held_bytes
-
     @abstractmethod
-    def _issue(self, kind: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Handle:
-        """Have the other Comm's method ``kind`` called."""
+    def _issue(self, name: str, args: tuple[Any, ...]) -> Handle:
+        """Have the other Comm's method ``name`` called."""
 
-    def all_gather(self, *args: Any, **kwargs: Any) -> Handle:
-        """As :meth:`Comm.all_gather`."""
-        return self._issue("all_gather", args, kwargs)
-
-    def reduce_scatter(self, *args: Any, **kwargs: Any) -> Handle:
-        """As :meth:`Comm.reduce_scatter`."""
-        return self._issue("reduce_scatter", args, kwargs)
-
-    def all_reduce(self, *args: Any, **kwargs: Any) -> Handle:
-        """As :meth:`Comm.all_reduce`."""
-        return self._issue("all_reduce", args, kwargs)
-
-    def all_to_all(self, *args: Any, **kwargs: Any) -> Handle:
-        """As :meth:`Comm.all_to_all`."""
-        return self._issue("all_to_all", args, kwargs)
-
-    def broadcast(self, *args: Any, **kwargs: Any) -> Handle:
-        """As :meth:`Comm.broadcast`."""
-        return self._issue("broadcast", args, kwargs)
-
-    def gather(self, *args: Any, **kwargs: Any) -> Handle:
-        """As :meth:`Comm.gather`."""
-        return self._issue("gather", args, kwargs)
-
-    def scatter(self, *args: Any, **kwargs: Any) -> Handle:
-        """As :meth:`Comm.scatter`."""
-        return self._issue("scatter", args, kwargs)
-
-    def send(self, *args: Any, **kwargs: Any) -> Handle:
-        """As :meth:`Comm.send`."""
-        return self._issue("send", args, kwargs)
-
-    def receive(self, *args: Any, **kwargs: Any) -> Handle:
-        """As :meth:`Comm.receive`."""
-        return self._issue("receive", args, kwargs)
-
-    def exchange(self, *args: Any, **kwargs: Any) -> Handle:
-        """As :meth:`Comm.exchange`."""
-        return self._issue("exchange", args, kwargs)
-
-    def close(self) -> None:
-        """As :meth:`Comm.close`."""
-        self._inner.close()
+    _do_all_gather = _given_on("_do_all_gather")
+    _do_reduce_scatter = _given_on("_do_reduce_scatter")
+    _do_all_reduce = _given_on("_do_all_reduce")
+    _do_all_to_all = _given_on("_do_all_to_all")
+    _do_broadcast = _given_on("_do_broadcast")
+    _do_gather = _given_on("_do_gather")
+    _do_scatter = _given_on("_do_scatter")
+    _do_send = _given_on("_do_send")
+    _do_receive = _given_on("_do_receive")
+    _do_exchange = _given_on("_do_exchange")
 
 
 # -- in order
@@ -124,21 +91,13 @@ class InOrder(_Debug):
         threading.Thread(target=_work_off, args=(self._queue,), name=f"{inner.axis}-stream", daemon=True).start()
         weakref.finalize(self, self._queue.put, None)
 
-    def _issue(self, kind: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Handle:
-        tensors = list(_tensors((*args, *kwargs.values())))
-        if kind == "exchange":
-            events = [self._event("send", unit, buffer) for buffer, _, unit in args[0]]
-            events += [self._event("receive", unit, buffer) for buffer, _, unit in args[1]]
-        else:
-            events = [self._event(kind, kwargs["unit"], tensors[0])]
+    def _issue(self, name: str, args: tuple[Any, ...]) -> Handle:
         inner, is_inference = self._inner, torch.is_inference_mode_enabled()
 
         def run() -> None:
             # What of torch's state is a thread's own is that of whoever issues.
-            with torch.inference_mode(is_inference), torch.no_grad(), inner.record() as found:
-                getattr(inner, kind)(*args, **kwargs).wait()
-            for event, each in zip(events, found, strict=True):
-                event.sent_bytes += each.sent_bytes
+            with torch.inference_mode(is_inference), torch.no_grad():
+                getattr(inner, name)(*args).wait()
 
         handle = _Queued(run)
         self._queue.put(handle)
@@ -182,18 +141,12 @@ class EarlyFree(_Debug):
         holds: A handle holds the tensors that it moves until it has been waited for, as the contract of Comm says.
     """
 
-    is_in_order = False
     holds: ClassVar[bool] = True
 
-    def _issue(self, kind: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Handle:
-        tensors = list(_tensors((*args, *kwargs.values())))
-        collective = _Collective(self._inner, kind, _map(_Place, args), _map(_Place, kwargs))
+    def _issue(self, name: str, args: tuple[Any, ...]) -> Handle:
+        collective = _Collective(self._inner, name, _map(_Place, args))
         _issued.append(collective)
-        return _Freeing(collective, tensors if self.holds else [])
-
-    def record(self, events: Any = None) -> Any:
-        """As :meth:`Comm.record`."""
-        return self._inner.record(events)
+        return _Freeing(collective, list(_tensors(args)) if self.holds else [])
 
 
 class _Place:
@@ -226,15 +179,13 @@ class _Place:
 class _Collective:
     """One collective, issued but perhaps not begun."""
 
-    def __init__(self, inner: Comm, kind: str, args: Any, kwargs: Any) -> None:
-        self._inner, self._kind = inner, kind
-        self._args, self._kwargs = args, kwargs
+    def __init__(self, inner: Comm, name: str, args: Any) -> None:
+        self._inner, self._name, self._args = inner, name, args
         self._copies: list[tuple[_Place, Tensor]] = []
         self._handle: Handle | None = None
 
     def begin(self) -> None:
-        args, kwargs = _map(self._copy, self._args), _map(self._copy, self._kwargs)
-        self._handle = getattr(self._inner, self._kind)(*args, **kwargs)
+        self._handle = getattr(self._inner, self._name)(*_map(self._copy, self._args))
 
     def _copy(self, place: _Place) -> Tensor:
         copy = place.copy()
@@ -260,14 +211,15 @@ class _Collective:
     def _deliver(self) -> None:
         """Write the results: what an exchange receives, of other collectives the last tensor."""
         copies, self._copies = self._copies, []
-        num_sent = 1 if self._kind == "send" else len(self._args[0]) if self._kind == "exchange" else len(copies) - 1
+        is_exchange = self._name == "_do_exchange"
+        num_sent = 1 if self._name == "_do_send" else len(self._args[0]) if is_exchange else len(copies) - 1
         for place, result in copies[max(0, num_sent) :]:
             found = place.find()
             if found is None:
-                unit = self._kwargs.get("unit", "messages")
+                what = "exchange(messages)" if is_exchange else f"{self._name[4:]}({self._args[0].unit})"
                 raise CommError(
-                    f"{self._kind}({unit}) on {self._inner.axis}: the memory of its result was freed before its handle"
-                    " was waited for.\n  Keep the tensor or the handle until then."
+                    f"{what} on {self._inner.axis}: the memory of its result was freed before its handle was waited"
+                    " for.\n  Keep the tensor or the handle until then."
                 )
             found.copy_(result)
 
@@ -315,8 +267,6 @@ def _map(function: Callable[[Any], Any], value: Any) -> Any:
     """``value`` with the function's results in the place of tensors and of places."""
     if isinstance(value, Tensor | _Place):
         return function(value)
-    if isinstance(value, dict):
-        return {key: _map(function, each) for key, each in value.items()}
     if isinstance(value, list | tuple):
         return tuple(_map(function, each) for each in value)
     return value

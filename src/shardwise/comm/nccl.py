@@ -17,20 +17,19 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from shardwise.comm.base import Chain, CollectiveEvent, Comm, Handle, Message
+from shardwise.comm.base import Chain, CollectiveEvent, Comm, Cuts, Handle, Stamped
 from shardwise.comm.stall import Issued, Ledger
 
 
 class NcclComm(Comm):
     """Collectives over the ranks of an NCCL process group.
 
-    Bytes sent are those of NCCL's ring algorithms; NCCL does not report what it really sends.
-
     Args:
         group: An NCCL process group of the ranks of this axis.
         axis: Name of the mesh axis.
-        device: Of the tensors.
-        ledger: Notes what is issued; by default one that nobody watches.
+        device: Device of the tensors.
+        channel: Name in messages about this Comm, where an axis has more than one.
+        ledger: Follows what the device has not done; by default one that nobody watches.
         host: Moves host memory between the same ranks, where there is a transport for it.
     """
 
@@ -42,91 +41,63 @@ class NcclComm(Comm):
         axis: str,
         device: torch.device,
         *,
+        channel: str | None = None,
         ledger: Ledger | None = None,
         host: Comm | None = None,
     ) -> None:
-        super().__init__(axis, group.rank(), group.size(), device)
-        self._ledger = ledger or Ledger(axis, self.rank, range(self.size), None)
+        super().__init__(axis, group.rank(), group.size(), device, channel)
+        self._is_alone = False
+        self._ledger = ledger or Ledger((), None)
         self._host = host
-        self._newest: Issued | None = None
         self._group = group
         self._stream = torch.cuda.Stream(device, priority=-1)
-        self._divisors: dict[tuple[float, torch.dtype], Tensor] = {}
         # torch 2.13 renamed the in-place calls and deprecates the old names.
         self._gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
         self._reduce_scatter = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
 
-    def all_gather(self, buffer: Tensor, *, unit: str, cuts: Sequence[int] | None = None) -> Handle:
-        """As :meth:`Comm.all_gather`. Unequal slices go as one group of broadcasts, which torch makes of a list."""
-        event = self._start("all_gather", unit, buffer)
-        with self._on_stream(buffer) as handle:
+    def _do_all_gather(self, issued: Issued, buffer: Tensor, cuts: Cuts) -> Handle:
+        """Unequal slices go as one group of broadcasts, which torch makes of a list."""
+        with self._on_stream(issued, buffer) as handle:
             slices = self._slices(buffer, cuts)
-            own = slices[self.rank]
-            event.sent_bytes = own.nbytes * (self.size - 1)
             if cuts is None:
-                self._gather(buffer, own, group=self._group)
+                self._gather(buffer, slices[self.rank], group=self._group)
             else:
-                dist.all_gather(list(slices), own, group=self._group)
+                dist.all_gather(list(slices), slices[self.rank], group=self._group)
         return handle
 
-    def reduce_scatter(
-        self, buffer: Tensor, out: Tensor, *, unit: str, divisor: float = 1, cuts: Sequence[int] | None = None
-    ) -> Handle:
-        """As :meth:`Comm.reduce_scatter`. Unequal slices go as one group of reductions, which torch makes of a list."""
-        event = self._start("reduce_scatter", unit, buffer)
+    def _do_reduce_scatter(self, issued: Issued, buffer: Tensor, out: Tensor, divisor: float, cuts: Cuts) -> Handle:
+        """Unequal slices go as one group of reductions, which torch makes of a list."""
         op, rest = self._op(divisor, buffer.dtype)
-        with self._on_stream(buffer, out) as handle:
-            event.sent_bytes = buffer.nbytes - out.nbytes
+        with self._on_stream(issued, buffer, out) as handle:
             if cuts is None:
                 self._reduce_scatter(out, buffer, op=op, group=self._group)
             else:
                 dist.reduce_scatter(out, list(self._slices(buffer, cuts)), op=op, group=self._group)
-            self._divide(out, rest)
+            self._divide(out, out, rest)
         return handle
 
-    def all_reduce(self, buffer: Tensor, *, unit: str, divisor: float = 1, out: Tensor | None = None) -> Handle:
-        """As :meth:`Comm.all_reduce`."""
-        event = self._start("all_reduce", unit, buffer)
+    def _do_all_reduce(self, issued: Issued, buffer: Tensor, out: Tensor | None, divisor: float) -> Handle:
         op, rest = self._op(divisor, buffer.dtype)
-        with self._on_stream(buffer, out) as handle:
-            event.sent_bytes = 2 * buffer.nbytes * (self.size - 1) // self.size
+        with self._on_stream(issued, buffer, out) as handle:
             total = buffer if out is None else out.copy_(buffer)
             dist.all_reduce(total, op=op, group=self._group)
-            self._divide(total, rest)
+            self._divide(total, total, rest)
         return handle
 
-    def all_to_all(
-        self,
-        buffer: Tensor,
-        out: Tensor,
-        *,
-        unit: str,
-        cuts: Sequence[int] | None = None,
-        out_cuts: Sequence[int] | None = None,
-    ) -> Handle:
-        """As :meth:`Comm.all_to_all`, as one group of sends and receives."""
-        event = self._start("all_to_all", unit, buffer, None if out_cuts is None else (0,))
-        with self._on_stream(buffer, out) as handle:
-            slices = self._slices(buffer, cuts)
-            event.sent_bytes = buffer.nbytes - slices[self.rank].nbytes
-            dist.all_to_all(list(self._slices(out, out_cuts)), list(slices), group=self._group)
+    def _do_all_to_all(self, issued: Issued, buffer: Tensor, out: Tensor, cuts: Cuts, out_cuts: Cuts) -> Handle:
+        """As one group of sends and receives."""
+        with self._on_stream(issued, buffer, out) as handle:
+            slices, slots = self._slices(buffer, cuts), self._slices(out, out_cuts)
+            dist.all_to_all(list(slots), list(slices), group=self._group)
         return handle
 
-    def broadcast(self, buffer: Tensor, *, root: int, unit: str) -> Handle:
-        """As :meth:`Comm.broadcast`."""
-        event = self._start("broadcast", unit, buffer)
-        with self._on_stream(buffer) as handle:
-            event.sent_bytes = buffer.nbytes if self.rank == root else 0
+    def _do_broadcast(self, issued: Issued, buffer: Tensor, root: int) -> Handle:
+        with self._on_stream(issued, buffer) as handle:
             dist.broadcast(buffer, group=self._group, group_src=root)
         return handle
 
-    def gather(
-        self, shard: Tensor, out: Tensor | None, *, root: int, unit: str, cuts: Sequence[int] | None = None
-    ) -> Handle:
-        """As :meth:`Comm.gather`."""
-        event = self._start("gather", unit, shard, cuts)
-        with self._on_stream(shard, out) as handle:
-            event.sent_bytes = 0 if self.rank == root else shard.nbytes
+    def _do_gather(self, issued: Issued, shard: Tensor, out: Tensor | None, root: int, cuts: Cuts) -> Handle:
+        with self._on_stream(issued, shard, out) as handle:
             parts = None if out is None else list(self._slices(out, cuts))
             if cuts is None:
                 dist.gather(shard, parts, group=self._group, group_dst=root)
@@ -134,13 +105,8 @@ class NcclComm(Comm):
                 self._point_to_point(dist.isend, dist.irecv, shard, parts, root)
         return handle
 
-    def scatter(
-        self, buffer: Tensor | None, out: Tensor, *, root: int, unit: str, cuts: Sequence[int] | None = None
-    ) -> Handle:
-        """As :meth:`Comm.scatter`."""
-        event = self._start("scatter", unit, out, cuts)
-        with self._on_stream(buffer, out) as handle:
-            event.sent_bytes = buffer.nbytes - out.nbytes if buffer is not None else 0
+    def _do_scatter(self, issued: Issued, buffer: Tensor | None, out: Tensor, root: int, cuts: Cuts) -> Handle:
+        with self._on_stream(issued, buffer, out) as handle:
             parts = None if buffer is None else list(self._slices(buffer, cuts))
             if cuts is None:
                 dist.scatter(out, parts, group=self._group, group_src=root)
@@ -148,34 +114,24 @@ class NcclComm(Comm):
                 self._point_to_point(dist.irecv, dist.isend, out, parts, root)
         return handle
 
-    def send(self, buffer: Tensor, *, to: int, unit: str) -> Handle:
-        """As :meth:`Comm.send`. NCCL tells messages apart by their order alone."""
-        self._newest = self._ledger.message(unit, buffer.numel(), to=to)
-        event = self._event("send", unit, buffer)
-        with self._on_stream(buffer) as handle:
-            event.sent_bytes = buffer.nbytes
+    def _do_send(self, issued: Issued, buffer: Tensor, to: int) -> Handle:
+        """NCCL tells messages apart by their order alone."""
+        with self._on_stream(issued, buffer) as handle:
             dist.send(buffer, group=self._group, group_dst=to)
         return handle
 
-    def receive(self, buffer: Tensor, *, source: int, unit: str) -> Handle:
-        """As :meth:`Comm.receive`."""
-        self._newest = self._ledger.message(unit, buffer.numel(), source=source)
-        self._event("receive", unit, buffer)
-        with self._on_stream(buffer) as handle:
+    def _do_receive(self, issued: Issued, buffer: Tensor, source: int) -> Handle:
+        with self._on_stream(issued, buffer) as handle:
             dist.recv(buffer, group=self._group, group_src=source)
         return handle
 
-    def exchange(self, sends: Sequence[Message], receives: Sequence[Message]) -> Handle:
-        """As :meth:`Comm.exchange`: one group of NCCL's, whose sends and receives begin together."""
-        for buffer, to, unit in sends:
-            self._newest = self._ledger.message(unit, buffer.numel(), to=to)
-            self._event("send", unit, buffer).sent_bytes = buffer.nbytes
-        for buffer, source, unit in receives:
-            self._newest = self._ledger.message(unit, buffer.numel(), source=source)
-            self._event("receive", unit, buffer)
-        with self._on_stream(*(buffer for buffer, _, _ in (*sends, *receives))) as handle:
-            messages = [(dist.isend, buffer, to) for buffer, to, _ in sends]
-            self._group_of(messages + [(dist.irecv, buffer, source) for buffer, source, _ in receives])
+    def _do_exchange(self, sends: Sequence[Stamped], receives: Sequence[Stamped]) -> Handle:
+        """One group of NCCL's, whose sends and receives begin together."""
+        stamped = [*sends, *receives]
+        newest = stamped[-1][0] if stamped else None
+        with self._on_stream(newest, *(buffer for _, buffer, _ in stamped)) as handle:
+            messages = [(dist.isend, buffer, to) for _, buffer, to in sends]
+            self._group_of(messages + [(dist.irecv, buffer, source) for _, buffer, source in receives])
         return handle
 
     def follow(self, first: Handle, then: Callable[[], Handle], arrived: Callable[[], object]) -> Handle:
@@ -224,17 +180,21 @@ class NcclComm(Comm):
                 stack.enter_context(self._host.record(found))
             yield found
 
-    def _start(self, kind: str, unit: str, buffer: Tensor, cuts: Sequence[int] | None = None) -> CollectiveEvent:
-        """Note a collective. Where ranks pass slices of different sizes, its elements are those of the whole."""
-        self._newest = self._ledger.collective(kind, unit, buffer.numel() if cuts is None else cuts[-1])
-        return self._event(kind, unit, buffer)
+    def _start(self, *given: Any, **named: Any) -> Issued:
+        """As :meth:`Comm._start`.
+
+        Raises:
+            RankDisagreement, CommTimeout: The watch has found that an earlier collective will not end.
+        """
+        self._ledger.check()
+        return super()._start(*given, **named)
 
     @contextlib.contextmanager
-    def _on_stream(self, *moved: Tensor | None) -> Iterator[_StreamHandle]:
+    def _on_stream(self, issued: Issued | None, *moved: Tensor | None) -> Iterator[_StreamHandle]:
         with _StreamHandle(self._stream, moved) as handle:
             yield handle
-        if self._newest is not None:
-            self._ledger.follow(self._newest, handle.is_done)
+        if issued is not None:
+            self._ledger.follow(issued, handle.is_done)
 
     def _op(self, divisor: float, dtype: torch.dtype) -> tuple[Any, float]:
         """NCCL's operation for a sum that is divided, and what is left to divide it by."""
@@ -243,16 +203,7 @@ class NcclComm(Comm):
             return dist.ReduceOp.SUM, divisor
         if way is Sum.AVERAGE:
             return dist.ReduceOp.AVG, 1
-        return dist._make_nccl_premul_sum(1 / divisor), 1  # noqa: SLF001 - FSDP2 uses it too; there is no other name
-
-    def _divide(self, buffer: Tensor, divisor: float) -> None:
-        """A true division: CUDA turns division by a Python number into a product with its reciprocal."""
-        if divisor == 1:
-            return
-        key = (divisor, buffer.dtype)
-        if key not in self._divisors:
-            self._divisors[key] = torch.full((1,), divisor, dtype=buffer.dtype, device=buffer.device)
-        buffer.div_(self._divisors[key])
+        return dist._make_nccl_premul_sum(1 / divisor), 1
 
 
 class Sum(StrEnum):

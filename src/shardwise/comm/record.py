@@ -2,20 +2,22 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
+from typing import Any
 
 import torch
 from torch import Tensor
 
-from shardwise.comm.base import Chain, Comm, Done, Handle
+from shardwise.comm.base import Chain, Comm, Cuts, Done, Handle
 from shardwise.comm.gloo import Scratch, is_apart
+from shardwise.comm.stall import Issued
 from shardwise.spec.errors import CommError
 
 
 class RecordComm(Comm):
     """Stands for rank ``rank`` of ``size`` on the axis, for dry runs and expected traces.
 
-    Received slices keep whatever content they had; sums are this rank's contribution alone.
+    Slices to be received keep the content that they had; sums are this rank's contribution alone.
 
     Args:
         axis: Name of the mesh axis.
@@ -32,6 +34,7 @@ class RecordComm(Comm):
             raise CommError(f"rank {rank} is not one of 0 to {size - 1}.\n  Choose a rank below the number of ranks.")
         super().__init__(axis, rank, size, torch.device(device))
         self.is_in_order = not receives
+        self._is_alone = receives and size == 1
         self._receives = receives
         self._scratch = Scratch()
 
@@ -47,87 +50,58 @@ class RecordComm(Comm):
         """As :attr:`Comm.held_bytes`."""
         return self._scratch.num_bytes
 
-    def _note(self, kind: str, unit: str, buffer: Tensor, sent_numel: int) -> Handle:
-        self._event(kind, unit, buffer).sent_bytes = sent_numel * buffer.element_size()
+    def _start(
+        self, kind: str, unit: str, buffer: Tensor, numel: int, sent_numel: int, *, way: str | None = None
+    ) -> Issued:
+        """As :meth:`Comm._start`, without a stamp: the stall watch must not take it for a collective between ranks."""
+        del way
+        if self._listeners:
+            self._note(kind, unit, buffer.dtype, sent_numel * buffer.element_size())
+        return Issued(self.channel, 0, kind, unit, numel)
+
+    def _do_all_gather(self, issued: Issued, buffer: Tensor, cuts: Cuts) -> Handle:
         return _Under(buffer)
 
-    def _cut(self, numel: int, index: int) -> int:
-        return (index + 1) * numel // self.size - index * numel // self.size
-
-    def _own(self, buffer: Tensor, cuts: Sequence[int] | None) -> Tensor:
-        each = buffer.numel() // self.size
-        start, stop = (self.rank * each, (self.rank + 1) * each) if cuts is None else cuts[self.rank : self.rank + 2]
-        return buffer[start:stop]
-
-    def all_gather(self, buffer: Tensor, *, unit: str, cuts: Sequence[int] | None = None) -> Handle:
-        """As :meth:`Comm.all_gather`."""
-        return self._note("all_gather", unit, buffer, self._own(buffer, cuts).numel() * (self.size - 1))
-
-    def reduce_scatter(
-        self, buffer: Tensor, out: Tensor, *, unit: str, divisor: float = 1, cuts: Sequence[int] | None = None
-    ) -> Handle:
-        """As :meth:`Comm.reduce_scatter`."""
-        del divisor
+    def _do_reduce_scatter(self, issued: Issued, buffer: Tensor, out: Tensor, divisor: float, cuts: Cuts) -> Handle:
         own = self._own(buffer, cuts)
         if is_apart(out, own):
             out.copy_(own)
-        self._note("reduce_scatter", unit, buffer, buffer.numel() - own.numel())
         return self._reduce(buffer, own, out)
 
-    def all_reduce(self, buffer: Tensor, *, unit: str, divisor: float = 1, out: Tensor | None = None) -> Handle:
-        """As :meth:`Comm.all_reduce`."""
-        del divisor
-        own = self._cut(buffer.numel(), self.rank)
-        self._note("all_reduce", unit, buffer, buffer.numel() - own + own * (self.size - 1))
+    def _do_all_reduce(self, issued: Issued, buffer: Tensor, out: Tensor | None, divisor: float) -> Handle:
+        own = (self.rank + 1) * buffer.numel() // self.size - self.rank * buffer.numel() // self.size
         if out is not None:
             out.copy_(buffer)
         # With Gloo it has a second phase, which finishes one reduction later.
         reduced = self._reduce(buffer, buffer[:own], (buffer if out is None else out)[:own])
         return Chain(reduced, Done) if self._receives else reduced
 
-    def all_to_all(
-        self,
-        buffer: Tensor,
-        out: Tensor,
-        *,
-        unit: str,
-        cuts: Sequence[int] | None = None,
-        out_cuts: Sequence[int] | None = None,
-    ) -> Handle:
-        """As :meth:`Comm.all_to_all`."""
-        del out, out_cuts
-        return self._note("all_to_all", unit, buffer, buffer.numel() - self._own(buffer, cuts).numel())
+    def _do_all_to_all(self, issued: Issued, buffer: Tensor, out: Tensor, cuts: Cuts, out_cuts: Cuts) -> Handle:
+        return _Under(buffer)
 
-    def broadcast(self, buffer: Tensor, *, root: int, unit: str) -> Handle:
-        """As :meth:`Comm.broadcast`."""
-        return self._note("broadcast", unit, buffer, buffer.numel() * (self.size - 1) if self.rank == root else 0)
+    def _do_broadcast(self, issued: Issued, buffer: Tensor, root: int) -> Handle:
+        return _Under(buffer)
 
-    def gather(
-        self, shard: Tensor, out: Tensor | None, *, root: int, unit: str, cuts: Sequence[int] | None = None
-    ) -> Handle:
-        """As :meth:`Comm.gather`."""
+    def _do_gather(self, issued: Issued, shard: Tensor, out: Tensor | None, root: int, cuts: Cuts) -> Handle:
         if out is not None:
             self._own(out, cuts).copy_(shard)
-        return self._note("gather", unit, shard, 0 if self.rank == root else shard.numel())
+        return _Under(shard)
 
-    def scatter(
-        self, buffer: Tensor | None, out: Tensor, *, root: int, unit: str, cuts: Sequence[int] | None = None
-    ) -> Handle:
-        """As :meth:`Comm.scatter`."""
-        is_root = buffer is not None and self.rank == root
-        if is_root:
+    def _do_scatter(self, issued: Issued, buffer: Tensor | None, out: Tensor, root: int, cuts: Cuts) -> Handle:
+        if buffer is not None and self.rank == root:
             out.copy_(self._own(buffer, cuts))
-        return self._note("scatter", unit, out, buffer.numel() - out.numel() if is_root else 0)
+        return _Under(out)
 
-    def send(self, buffer: Tensor, *, to: int, unit: str) -> Handle:
-        """As :meth:`Comm.send`."""
-        del to
-        return self._note("send", unit, buffer, buffer.numel())
+    def _do_send(self, issued: Issued, buffer: Tensor, to: int) -> Handle:
+        return _Under(buffer)
 
-    def receive(self, buffer: Tensor, *, source: int, unit: str) -> Handle:
-        """As :meth:`Comm.receive`; the buffer keeps whatever content it had."""
-        del source
-        return self._note("receive", unit, buffer, 0)
+    def _do_receive(self, issued: Issued, buffer: Tensor, source: int) -> Handle:
+        return _Under(buffer)
+
+    def _own(self, buffer: Tensor, cuts: Cuts) -> Tensor:
+        each = buffer.numel() // self.size
+        start, stop = (self.rank * each, (self.rank + 1) * each) if cuts is None else cuts[self.rank : self.rank + 2]
+        return buffer[start:stop]
 
     def _reduce(self, buffer: Tensor, own: Tensor, out: Tensor) -> Handle:
         """Hold what is sent, and what the peers' slices would be received into, until the handle is waited for."""
@@ -141,7 +115,7 @@ class RecordComm(Comm):
 class _Under(Handle):
     """Holds what is sent, as a message under way does."""
 
-    def __init__(self, sent: Tensor, finish: Callable[[], None] | None = None) -> None:
+    def __init__(self, sent: Tensor, finish: Callable[[], Any] | None = None) -> None:
         self._sent: Tensor | None = sent
         self._finish = finish
 

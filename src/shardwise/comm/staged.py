@@ -10,133 +10,84 @@ freed, and hands it out again only when the copies that were enqueued from or to
 
 from __future__ import annotations
 
-import contextlib
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 
 import torch
 from torch import Tensor
 
-from shardwise.comm.base import CollectiveEvent, Comm, Handle, Message
+from shardwise.comm.base import Comm, Cuts, Handle, Stamped, Wrapper
+from shardwise.comm.stall import Issued
 
 #: Where a received part goes, and where it lies on the host.
 _Delivery = tuple[Tensor, Tensor]
 
 
-class StagedComm(Comm):
-    """A Comm for tensors of ``device`` that moves them by another for the host.
+class StagedComm(Wrapper):
+    """A Comm for tensors of ``device`` that moves them by another Comm for host memory.
 
     The host waits at every collective that sends until the compute stream has come to it: this is a way to train where
     there is no other, not a fast one.
 
     Args:
-        inner: Moves CPU tensors. Events, tags and disagreements are its.
-        device: Of the tensors. The CPU too, which stages for the tests' sake.
+        inner: Moves CPU tensors.
+        device: Device of the tensors; the CPU in tests.
     """
 
     def __init__(self, inner: Comm, device: torch.device) -> None:
-        super().__init__(inner.axis, inner.rank, inner.size, device)
-        self._inner = inner
-
-    def all_gather(self, buffer: Tensor, *, unit: str, cuts: Sequence[int] | None = None) -> Handle:
-        """As :meth:`Comm.all_gather`."""
-        if self.size == 1:
-            return self._inner.all_gather(buffer, unit=unit, cuts=cuts)
-        host = self._empty(buffer)
-        mine, here = self._slices(buffer, cuts), self._slices(host, cuts)
-        self._send((here[self.rank], mine[self.rank]))
-        handle = self._inner.all_gather(host, unit=unit, cuts=cuts)
-        return _Staged(handle, self._of_others(mine, here))
-
-    def reduce_scatter(
-        self, buffer: Tensor, out: Tensor, *, unit: str, divisor: float = 1, cuts: Sequence[int] | None = None
-    ) -> Handle:
-        """As :meth:`Comm.reduce_scatter`."""
-        if self.size == 1 and divisor == 1:
-            return self._inner.reduce_scatter(buffer, out, unit=unit, cuts=cuts)
-        host = self._copy(buffer)
-        own = self._slices(host, cuts)[self.rank]
-        return _Staged(self._inner.reduce_scatter(host, own, unit=unit, divisor=divisor, cuts=cuts), [(out, own)])
-
-    def all_reduce(self, buffer: Tensor, *, unit: str, divisor: float = 1, out: Tensor | None = None) -> Handle:
-        """As :meth:`Comm.all_reduce`."""
-        if self.size == 1 and divisor == 1:
-            return self._inner.all_reduce(buffer, unit=unit, out=out)
-        host = self._copy(buffer)
-        handle = self._inner.all_reduce(host, unit=unit, divisor=divisor)
-        return _Staged(handle, [(buffer if out is None else out, host)])
-
-    def all_to_all(
-        self,
-        buffer: Tensor,
-        out: Tensor,
-        *,
-        unit: str,
-        cuts: Sequence[int] | None = None,
-        out_cuts: Sequence[int] | None = None,
-    ) -> Handle:
-        """As :meth:`Comm.all_to_all`."""
-        if self.size == 1:
-            return self._inner.all_to_all(buffer, out, unit=unit, cuts=cuts, out_cuts=out_cuts)
-        host, received = self._copy(buffer), self._empty(out)
-        handle = self._inner.all_to_all(host, received, unit=unit, cuts=cuts, out_cuts=out_cuts)
-        deliveries = self._of_others(self._slices(out, out_cuts), self._slices(received, out_cuts))
-        return _Staged(handle, deliveries)
-
-    def broadcast(self, buffer: Tensor, *, root: int, unit: str) -> Handle:
-        """As :meth:`Comm.broadcast`."""
-        if self.size == 1:
-            return self._inner.broadcast(buffer, root=root, unit=unit)
-        is_root = self.rank == root
-        host = self._copy(buffer) if is_root else self._empty(buffer)
-        handle = self._inner.broadcast(host, root=root, unit=unit)
-        return _Staged(handle, [] if is_root else [(buffer, host)])
-
-    def gather(
-        self, shard: Tensor, out: Tensor | None, *, root: int, unit: str, cuts: Sequence[int] | None = None
-    ) -> Handle:
-        """As :meth:`Comm.gather`."""
-        host, received = self._copy(shard), None if out is None else self._empty(out)
-        handle = self._inner.gather(host, received, root=root, unit=unit, cuts=cuts)
-        return _Staged(handle, [] if out is None or received is None else [(out, received)])
-
-    def scatter(
-        self, buffer: Tensor | None, out: Tensor, *, root: int, unit: str, cuts: Sequence[int] | None = None
-    ) -> Handle:
-        """As :meth:`Comm.scatter`."""
-        host, received = None if buffer is None else self._copy(buffer), self._empty(out)
-        handle = self._inner.scatter(host, received, root=root, unit=unit, cuts=cuts)
-        return _Staged(handle, [(out, received)])
-
-    def send(self, buffer: Tensor, *, to: int, unit: str) -> Handle:
-        """As :meth:`Comm.send`."""
-        return _Staged(self._inner.send(self._copy(buffer), to=to, unit=unit), [])
-
-    def receive(self, buffer: Tensor, *, source: int, unit: str) -> Handle:
-        """As :meth:`Comm.receive`."""
-        host = self._empty(buffer)
-        return _Staged(self._inner.receive(host, source=source, unit=unit), [(buffer, host)])
-
-    def exchange(self, sends: Sequence[Message], receives: Sequence[Message]) -> Handle:
-        """As :meth:`Comm.exchange`."""
-        sent = [(self._copy(buffer), to, unit) for buffer, to, unit in sends]
-        received = [(self._empty(buffer), source, unit) for buffer, source, unit in receives]
-        deliveries = [(target[0], host[0]) for target, host in zip(receives, received, strict=True)]
-        return _Staged(self._inner.exchange(sent, received), deliveries)
+        super().__init__(inner, device)
 
     @property
     def host(self) -> Comm:
-        """The other one."""
+        """The Comm for host memory."""
         return self._inner
 
-    def close(self) -> None:
-        """Close the other one."""
-        self._inner.close()
+    def _do_all_gather(self, issued: Issued, buffer: Tensor, cuts: Cuts) -> Handle:
+        host = self._empty(buffer)
+        mine, here = self._slices(buffer, cuts), self._slices(host, cuts)
+        self._send((here[self.rank], mine[self.rank]))
+        return _Staged(self._inner._do_all_gather(issued, host, cuts), self._of_others(mine, here))
 
-    @contextlib.contextmanager
-    def record(self, events: list[CollectiveEvent] | None = None) -> Iterator[list[CollectiveEvent]]:
-        """As :meth:`Comm.record`: of what the other one sends."""
-        with self._inner.record(events) as found:
-            yield found
+    def _do_reduce_scatter(self, issued: Issued, buffer: Tensor, out: Tensor, divisor: float, cuts: Cuts) -> Handle:
+        host = self._copy(buffer)
+        own = self._slices(host, cuts)[self.rank]
+        return _Staged(self._inner._do_reduce_scatter(issued, host, own, divisor, cuts), [(out, own)])
+
+    def _do_all_reduce(self, issued: Issued, buffer: Tensor, out: Tensor | None, divisor: float) -> Handle:
+        host = self._copy(buffer)
+        handle = self._inner._do_all_reduce(issued, host, None, divisor)
+        return _Staged(handle, [(buffer if out is None else out, host)])
+
+    def _do_all_to_all(self, issued: Issued, buffer: Tensor, out: Tensor, cuts: Cuts, out_cuts: Cuts) -> Handle:
+        host, received = self._copy(buffer), self._empty(out)
+        handle = self._inner._do_all_to_all(issued, host, received, cuts, out_cuts)
+        return _Staged(handle, self._of_others(self._slices(out, out_cuts), self._slices(received, out_cuts)))
+
+    def _do_broadcast(self, issued: Issued, buffer: Tensor, root: int) -> Handle:
+        is_root = self.rank == root
+        host = self._copy(buffer) if is_root else self._empty(buffer)
+        return _Staged(self._inner._do_broadcast(issued, host, root), [] if is_root else [(buffer, host)])
+
+    def _do_gather(self, issued: Issued, shard: Tensor, out: Tensor | None, root: int, cuts: Cuts) -> Handle:
+        host, received = self._copy(shard), None if out is None else self._empty(out)
+        handle = self._inner._do_gather(issued, host, received, root, cuts)
+        return _Staged(handle, [] if out is None or received is None else [(out, received)])
+
+    def _do_scatter(self, issued: Issued, buffer: Tensor | None, out: Tensor, root: int, cuts: Cuts) -> Handle:
+        host, received = None if buffer is None else self._copy(buffer), self._empty(out)
+        return _Staged(self._inner._do_scatter(issued, host, received, root, cuts), [(out, received)])
+
+    def _do_send(self, issued: Issued, buffer: Tensor, to: int) -> Handle:
+        return _Staged(self._inner._do_send(issued, self._copy(buffer), to), [])
+
+    def _do_receive(self, issued: Issued, buffer: Tensor, source: int) -> Handle:
+        host = self._empty(buffer)
+        return _Staged(self._inner._do_receive(issued, host, source), [(buffer, host)])
+
+    def _do_exchange(self, sends: Sequence[Stamped], receives: Sequence[Stamped]) -> Handle:
+        sent = [(issued, self._copy(buffer), to) for issued, buffer, to in sends]
+        received = [(issued, self._empty(buffer), source) for issued, buffer, source in receives]
+        deliveries = [(target, host) for (_, target, _), (_, host, _) in zip(receives, received, strict=True)]
+        return _Staged(self._inner._do_exchange(sent, received), deliveries)
 
     # -- between device and host
 

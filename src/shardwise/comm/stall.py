@@ -31,10 +31,10 @@ import threading
 import time
 import traceback
 import weakref
-from collections import Counter, deque
+from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any, ClassVar
+from typing import Any, ClassVar, Protocol
 
 import torch
 import torch.distributed as dist
@@ -43,8 +43,17 @@ from shardwise.launch.exit_codes import LOG_DIR, note_exit
 from shardwise.launch.world import hold_group_while
 from shardwise.spec.errors import CommError, CommTimeout, RankDisagreement
 
-if TYPE_CHECKING:
-    from shardwise.comm.gloo import _Exchange
+
+class Waited(Protocol):
+    """A collective that the main thread waits for, as the watch sees it.
+
+    Attributes:
+        issued: Its stamp.
+        messages: Direction, peer in the group, tag and bytes of each of its messages.
+    """
+
+    issued: Issued
+    messages: list[tuple[str, int, int, int]]
 
 
 # -- what this process has issued: plain objects, which any thread may read
@@ -83,12 +92,6 @@ newest: dict[str, int] = {}
 waiting: Issued | None = None
 
 
-def note(issued: Issued) -> None:
-    """A collective has been issued."""
-    history.append(issued)
-    newest[issued.channel] = issued.sequence
-
-
 def last_collective() -> str:
     """One line: the last collective, and whether this process is waiting for one."""
     if waiting is not None:
@@ -98,49 +101,34 @@ def last_collective() -> str:
     return "no collective yet"
 
 
-#: Of one Comm. Where older ones are stuck, so are those that came after them.
+#: Collectives of one Comm. Where older ones are stuck, so are those that came after them.
 _MAX_UNDER_WAY = 256
 
 
 class Ledger:
-    """The collectives of one Comm.
+    """What a device has been given by one Comm and has not done.
+
+    The host goes on while the device waits for a peer. The watch reads ledgers to find out that the device is stuck.
 
     Args:
-        channel: Name of the Comm, the same on all its ranks.
-        rank: This rank's coordinate on the axis.
-        ranks: Those of the watched process group that the Comm connects, in coordinate order.
+        peers: The other ranks of the Comm, in the numbers of the watched process group.
         watch: Compares the ranks; ``None``: nobody does.
 
     Attributes:
-        peers: The other ranks, in the numbers of the watched process group.
+        peers: As given.
     """
 
-    def __init__(self, channel: str, rank: int, ranks: Sequence[int], watch: StallWatch | None) -> None:
-        self.peers = [peer for place, peer in enumerate(ranks) if place != rank]
-        self._channel = channel
-        self._rank = rank
+    def __init__(self, peers: Sequence[int], watch: StallWatch | None) -> None:
+        self.peers = peers
         self._watch = watch
-        self._num_issued: Counter[str] = Counter()
         self._under_way: deque[tuple[Issued, Callable[[], bool]]] = deque(maxlen=_MAX_UNDER_WAY)
         if watch is not None:
             watch.follow(self)
 
-    def collective(self, kind: str, unit: str, numel: int) -> Issued:
-        """Note a collective of all ranks, which is about to be issued.
-
-        Raises:
-            RankDisagreement, CommTimeout: The watch has found that an earlier one will not end.
-        """
-        return self._note(self._channel, kind, unit, numel)
-
-    def message(self, unit: str, numel: int, *, to: int | None = None, source: int | None = None) -> Issued:
-        """Note a message to or from another rank; each way between two ranks has an order of its own.
-
-        Raises:
-            RankDisagreement, CommTimeout: As :meth:`collective`.
-        """
-        sender, receiver = (self._rank if rank is None else rank for rank in (source, to))
-        return self._note(f"{self._channel}/{sender}>{receiver}", "message", unit, numel)
+    def check(self) -> None:
+        """Raise what the watch has found: an earlier collective will not end."""
+        if self._watch is not None:
+            self._watch.check()
 
     def follow(self, issued: Issued, is_done: Callable[[], bool]) -> None:
         """It has been issued; ``is_done`` asks the device, without waiting."""
@@ -150,7 +138,7 @@ class Ledger:
     def oldest(self, before_s: float) -> Issued | None:
         """The oldest collective that the device has not done, of those issued before ``before_s``.
 
-        What came later is not asked about: asking disturbs a capture of CUDA graphs.
+        Later ones are not asked about: asking disturbs a capture of CUDA graphs.
         """
         while self._under_way:
             issued, is_done = self._under_way[0]
@@ -160,14 +148,6 @@ class Ledger:
                 return issued
             self._under_way.popleft()
         return None
-
-    def _note(self, channel: str, kind: str, unit: str, numel: int) -> Issued:
-        if self._watch is not None:
-            self._watch.check()
-        issued = Issued(channel, self._num_issued[channel], kind, unit, numel)
-        self._num_issued[channel] += 1
-        note(issued)
-        return issued
 
 
 def _is_done(ask: Callable[[], bool]) -> bool:
@@ -221,7 +201,7 @@ class StallWatch:
         self._store = dist.PrefixStore(_KEY, group.get_group_store())
         self._rank = group.rank()
         self._size = group.size()
-        self._waiting: tuple[_Exchange, float] | None = None
+        self._waiting: tuple[Waited, float] | None = None
         self._answered: set[tuple[int, str, int]] = set()
         self._kept: list[Any] = []
         self._idle_since = 0.0
@@ -274,7 +254,7 @@ class StallWatch:
         """The device waits for what will not come: whoever waits for the device now waits for ever."""
         return self.verdict is not None and self._overdue is not None
 
-    def entered(self, exchange: _Exchange) -> None:
+    def entered(self, exchange: Waited) -> None:
         """The main thread is about to wait for ``exchange``.
 
         Raises:
@@ -395,7 +375,7 @@ class StallWatch:
     def _leave(self, verdict: CommError) -> None:
         """End the process: its main thread waits for the device, which waits for ever."""
         text = f"{type(verdict).__name__}: {verdict}"
-        frame = sys._current_frames().get(threading.main_thread().ident or 0)  # noqa: SLF001 - it is documented
+        frame = sys._current_frames().get(threading.main_thread().ident or 0)
         where = "".join(traceback.format_stack(frame)) if frame is not None else ""
         note_exit(verdict.exit_code, text)
         with contextlib.suppress(Exception):
@@ -426,7 +406,7 @@ class StallWatch:
 
     def _torch_collective(self) -> str | None:
         """The collective of torch's own, over all ranks, in which the main thread has stood for a while."""
-        frame = sys._current_frames().get(threading.main_thread().ident or 0)  # noqa: SLF001 - it is documented
+        frame = sys._current_frames().get(threading.main_thread().ident or 0)
         found = None
         while frame is not None:
             if (
@@ -499,7 +479,7 @@ class StallWatch:
 
 def is_any_stuck() -> bool:
     """Whether a device of this process waits for what will not come."""
-    return any(watch.is_stuck for watch in list(StallWatch._of_group.values()))  # noqa: SLF001 - of this module
+    return any(watch.is_stuck for watch in list(StallWatch._of_group.values()))
 
 
 hold_group_while(is_any_stuck)  # torch would wait for the device
@@ -531,7 +511,7 @@ def _published(history: Sequence[Issued], overdue: Issued | None) -> list[list[A
     return [_as_row(issued) for issued in shown]
 
 
-def _is_stalled(waiting: tuple[_Exchange, float]) -> bool:
+def _is_stalled(waiting: tuple[Waited, float]) -> bool:
     return time.monotonic() - waiting[1] >= STALL_S
 
 

@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 
-from shardwise.comm.base import Comm, Done
+from shardwise.comm.base import DONE, Comm
 from shardwise.comm.dtype import dtype_name
 from shardwise.spec.extent import Extent
 
@@ -32,44 +32,37 @@ class ThreadComm(Comm):
             self.received_bytes += sum(each.nbytes for rank, each in enumerate(found) if rank != self.rank)
         return found
 
-    def all_gather(self, buffer, *, unit):
+    def _do_all_gather(self, issued, buffer, cuts):
         own = buffer.view(self.size, -1)[self.rank]
         buffer.view(self.size, -1).copy_(torch.stack(self._all(own)))
-        return Done()
+        return DONE
 
-    def all_reduce(self, buffer, *, unit, divisor=1, out=None):
+    def _do_all_reduce(self, issued, buffer, out, divisor):
         total = sum(self._all(buffer))
         (buffer if out is None else out).copy_(total if divisor == 1 else total / divisor)
-        return Done()
+        return DONE
 
-    def broadcast(self, buffer, *, root, unit):
+    def _do_broadcast(self, issued, buffer, root):
         buffer.copy_(self._all(buffer, only=root)[0])
         self.received_bytes += buffer.nbytes * (self.rank != root)
-        return Done()
+        return DONE
 
-    def reduce_scatter(self, buffer, out, *, unit, divisor=1):
-        raise NotImplementedError
-
-    def all_to_all(self, buffer, out, *, unit, cuts=None):
-        raise NotImplementedError
-
-    def gather(self, shard, out, *, root, unit, cuts=None):
+    def _do_gather(self, issued, shard, out, root, cuts):
         found = self._all(shard, is_read=self.rank == root)
         if out is not None:
             out.copy_(torch.cat([each.view(-1) for each in found]))
-        return Done()
+        return DONE
 
-    def scatter(self, buffer, out, *, root, unit, cuts=None):
+    def _do_scatter(self, issued, buffer, out, root, cuts):
         everything = self._all(out if buffer is None else buffer, only=root)
         out.copy_(everything[0].view(self.size, -1)[self.rank])
         self.received_bytes += out.nbytes * (self.rank != root)
-        return Done()
+        return DONE
 
-    def send(self, buffer, *, to, unit):
+    def _refuse(self, *given):
         raise NotImplementedError
 
-    def receive(self, buffer, *, source, unit):
-        raise NotImplementedError
+    _do_reduce_scatter = _do_all_to_all = _do_send = _do_receive = _refuse
 
 
 def run_in_threads(body: Callable[[Comm], Any], size: int) -> list[Any]:

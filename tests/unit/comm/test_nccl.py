@@ -146,7 +146,7 @@ def test_what_ranks_compare_is_the_same_on_both_ends_of_a_message_and_where_part
 
 def test_the_ledger_asks_the_device_and_raises_what_the_watch_has_found(comm):
     watch = mock.Mock()
-    comm._ledger = Ledger("tp", 0, [0, 1], watch)
+    comm._ledger = Ledger([1], watch)
     first, second = (comm.all_reduce(new(), unit=unit) for unit in "ab")
     first._recorded.query.return_value = second._recorded.query.return_value = False
     first._recorded = mock.Mock(query=lambda: True)

@@ -13,6 +13,7 @@ from torch.nn import functional as F
 
 from shardwise.comm.base import Comm, Done, Handle
 from shardwise.comm.record import RecordComm
+from shardwise.comm.stall import Issued
 from shardwise.context import kernel
 from shardwise.context.ring import Ring
 from shardwise.context.root import Division, in_order
@@ -25,11 +26,11 @@ class Wires(RecordComm):
         super().__init__("cp", rank=rank, size=size)
         self.wires = wires
 
-    def send(self, buffer: Tensor, *, to: int, unit: str) -> Handle:
+    def _do_send(self, issued: Issued, buffer: Tensor, to: int) -> Handle:
         self.wires[self.rank, to].put(buffer.clone())
         return Done()
 
-    def receive(self, buffer: Tensor, *, source: int, unit: str) -> Handle:
+    def _do_receive(self, issued: Issued, buffer: Tensor, source: int) -> Handle:
         return Arrival(buffer, self.wires[source, self.rank])
 
 
