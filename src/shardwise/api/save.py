@@ -5,7 +5,8 @@ from __future__ import annotations
 import os
 import uuid
 import weakref
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -22,7 +23,8 @@ from shardwise.optim.average import ExponentialMovingAverage
 from shardwise.spec.errors import CheckpointError, ShardwiseError
 from shardwise.spec.extent import Extent
 from shardwise.state import model as states
-from shardwise.state.ignored import LoadedIgnored, SavedIgnored, count_holders
+from shardwise.state.extents import Pairs
+from shardwise.state.ignored import count_holders, ignored_extents, stored_names, written_names
 from shardwise.state.optimizer import OptimizerState, optimizer_extents, optimizer_scalars
 
 Optimizers = torch.optim.Optimizer | Sequence[torch.optim.Optimizer]
@@ -64,8 +66,7 @@ def save(
         The folder.
 
     Collective:
-        Each rank writes what it owns of slices and shards, of ranks that hold the same the first; what is sent is small
-        JSON.
+        Each rank writes the ranges that it owns; of ranks that hold the same, the first. The ranks exchange small JSON.
         All ranks must call.
 
     Raises:
@@ -86,14 +87,14 @@ def save(
         "mesh": engine.comms.sizes,
     }
     optimizers = _listed(optimizer)
-    ignored = SavedIgnored(engine.ignored, optimizers, engine.comms)
+    ignored = written_names(engine.ignored, optimizers, engine.comms)
     if optimizers:
         data[_OPTIMIZER] = {
             "class": _class_names(optimizers),
             "groups": [_plain(settings) for settings in _groups_of(optimizers)],
-            "scalars": optimizer_scalars(model, optimizers) | ignored.scalars,
+            "scalars": optimizer_scalars(model, optimizers, ignored),
         }
-    tensors = states.owned_extents(model) + optimizer_extents(model, optimizers) + ignored.extents
+    tensors = states.owned_extents(model) + optimizer_extents(model, optimizers, ignored) + ignored_extents(ignored)
     if average is not None:
         data[_AVERAGE] = average.settings
         tensors += average.owned_extents()
@@ -148,17 +149,17 @@ def load(
     Args:
         path: The checkpoint's folder.
         model: A parallelized model with the same parameters.
-        optimizer: Of the class that was saved, with as many parameter groups (several: in the same order). Its state
-            and settings are replaced. ``None`` leaves what the checkpoint holds of one unread.
-        average: Takes the averaged weights, their decay and number of updates. ``None`` leaves them unread.
+        optimizer: An optimizer of the class that was saved, with as many parameter groups (several: in the same order).
+            Its state and settings are replaced. ``None`` leaves optimizer state unread.
+        average: Receives the averaged weights, their decay and number of updates. ``None`` leaves them unread.
         verify: Compare every file that is read with the hash in the manifest first.
 
     Returns:
-        The ``state`` given to :func:`save`; under ``rank_state`` what this rank gave there, where as many ranks load as
+        The ``state`` given to :func:`save`; under the key ``rank_state`` this rank's own, where as many ranks load as
         have saved.
 
     Collective:
-        Each rank reads the ranges that it holds; what is sent is small JSON. All ranks must call.
+        Each rank reads the ranges that it holds; the ranks exchange small JSON. All ranks must call.
 
     Raises:
         CheckpointError: The checkpoint is missing, damaged, or of another model or optimizer, or holds no average; on
@@ -169,98 +170,96 @@ def load(
     checkpoint = open_checkpoint(path, comm=comm)
     holders = count_holders(engine.ignored, engine.comms)
     problem: ShardwiseError | None = None
-    targets: _Targets | None = None
-    try:  # what one rank cannot take, another stage may
-        targets = _Targets(model, checkpoint, _listed(optimizer), average, holders)
+    targets = _Targets(checkpoint)
+    try:  # a stage may refuse what the others can take
+        targets.add_model(model, _listed(optimizer), holders)
+        if average is not None:
+            targets.add_average(average)
     except ShardwiseError as error:
         problem = error
     fail_together(comm, problem)
-    assert targets is not None
     with torch.no_grad():
         checkpoint.read_into(targets.extents, ignored=targets.unread, verify=verify, comm=comm)
-    targets.install()
+        for install in targets.installs:
+            install()
     engine.unfilled = None
     engine.invalidate()
     return checkpoint.data["state"] | targets.rank_state()
 
 
 class _Targets:
-    """What a checkpoint is read into, on this rank.
+    """The ranges and tensors of this rank that a checkpoint is read into.
 
     Attributes:
         extents: Ranges with the tensors that take them.
-        unread: Beginnings of names that nobody needs to ask for.
-
-    Raises:
-        ShardwiseError: Something that was saved cannot be taken here.
+        unread: Beginnings of names that no rank needs to ask for.
+        installs: Called once everything has been read.
     """
 
-    def __init__(
-        self,
-        model: nn.Module,
-        checkpoint: Checkpoint,
-        optimizers: list[torch.optim.Optimizer],
-        average: ExponentialMovingAverage | None,
-        holders: Mapping[str, int],
-    ) -> None:
-        engine = engine_of(model, "sw.load")
-        place = (engine.comms.world.rank, holders)
-        self._data, self._optimizers, self._average = checkpoint.data, optimizers, average
-        self._held = states.held_values(model, checkpoint.tensors)
-        self._own = LoadedIgnored(engine.ignored, optimizers, place, checkpoint.tensors)
-        self.extents = [*self._held.extents, *self._own.extents]
+    def __init__(self, checkpoint: Checkpoint) -> None:
+        self.extents: Pairs = []
         self.unread = {f"{_OPTIMIZER}/", f"{_AVERAGE}/", f"{_RANK}/"}
+        self.installs: list[Callable[[], object]] = []
+        self._checkpoint = checkpoint
         self._rank_state: torch.Tensor | None = None
-        own = checkpoint.tensors.get(_rank_extent(engine.comms.world.rank, 0).name)
+
+    def add_model(self, model: nn.Module, optimizers: list[torch.optim.Optimizer], holders: Mapping[str, int]) -> None:
+        """Parameters, buffers and the rank's own state, and optimizers.
+
+        Raises:
+            ShardwiseError: This rank cannot take something that was saved.
+        """
+        engine, checkpoint, stored = engine_of(model, "sw.load"), self._checkpoint, self._checkpoint.tensors
+        held = states.held_values(model, stored)
+        ignored = stored_names(engine.ignored, engine.comms, holders, stored)
+        self.extents += held.extents + ignored_extents(ignored)
+        self.installs.append(held.install)
+        own = stored.get(_rank_extent(engine.comms.world.rank, 0).name)
         if own is not None and checkpoint.world_size == engine.comms.world.size:
             self._rank_state = torch.empty(own.numel, dtype=torch.uint8)
             self.extents.append((own, self._rank_state))
-        if optimizers:
-            self._state = self._state_of(model, checkpoint)
-            self.extents += self._state.extents
-            self.unread.discard(f"{_OPTIMIZER}/")
-        if average is not None:
-            if _AVERAGE not in checkpoint.data:
-                raise CheckpointError(
-                    f"checkpoint {checkpoint.path} holds no averaged weights.\n"
-                    "  Call sw.load without average, and begin one anew."
-                )
-            self._averages, extents = average.fresh()
-            self.extents += extents
-            self.unread.discard(f"{_AVERAGE}/")
-
-    def _state_of(self, model: nn.Module, checkpoint: Checkpoint) -> OptimizerState:
-        _compare_optimizers(checkpoint.path, self._data.get(_OPTIMIZER), self._optimizers)
-        for each in self._optimizers:
+        if not optimizers:
+            return
+        self.unread.discard(f"{_OPTIMIZER}/")
+        saved = _matching(checkpoint, optimizers)
+        for each in optimizers:
             checks.accept(each)
-        stored = {name: extent for name, extent in checkpoint.tensors.items() if name.startswith(f"{_OPTIMIZER}/")}
-        fresh = OptimizerState(model, self._optimizers, stored)
-        if fresh.problems:
+        fresh = [OptimizerState(model, each, ignored, stored) for each in optimizers]
+        problems = [problem for each in fresh for problem in each.problems]
+        if problems:
             raise CheckpointError(
                 f"optimizer state of checkpoint {checkpoint.path} does not fit this layout:\n"
-                + "\n".join(f"  - {problem}" for problem in fresh.problems[:8])
+                + "\n".join(f"  - {problem}" for problem in problems[:8])
                 + "\n  Load it with the granularity that it was saved with, with 'tensor', or without the optimizer."
             )
-        return fresh
+        for each in fresh:
+            self.extents += each.extents
+            self.installs.append(partial(each.install, saved["scalars"]))
+        for group, settings in zip(_groups_of(optimizers), saved["groups"], strict=True):
+            self.installs.append(partial(_restore, group, settings))
+
+    def add_average(self, average: ExponentialMovingAverage) -> None:
+        """An average of the weights.
+
+        Raises:
+            CheckpointError: The checkpoint has none.
+        """
+        if _AVERAGE not in self._checkpoint.data:
+            raise CheckpointError(
+                f"checkpoint {self._checkpoint.path} holds no averaged weights.\n"
+                "  Call sw.load without average, and begin one anew."
+            )
+        fresh, extents = average.fresh()
+        self.extents += extents
+        self.installs.append(partial(average.install, fresh, self._checkpoint.data[_AVERAGE]))
+        self.unread.discard(f"{_AVERAGE}/")
 
     def rank_state(self) -> dict[str, Any]:
-        """What this rank alone gets back, by its key; nothing where there is none."""
+        """This rank's own state under its key; empty where there is none."""
         if self._rank_state is None:
             return {}
         raw = self._rank_state.numpy().tobytes()
         return {"rank_state": plain.unpack(plain.loads(raw, max_items=_MAX_ITEMS))}
-
-    def install(self) -> None:
-        """Everything has been read."""
-        self._held.install()
-        if self._optimizers:
-            saved = self._data[_OPTIMIZER]
-            self._state.install(saved["scalars"])
-            self._own.install(saved["scalars"])
-            for group, settings in zip(_groups_of(self._optimizers), saved["groups"], strict=True):
-                _restore(group, settings)
-        if self._average is not None:
-            self._average.install(self._averages, self._data[_AVERAGE])
 
 
 def _listed(optimizer: Optimizers | None) -> list[torch.optim.Optimizer]:
@@ -296,11 +295,9 @@ def _restore(group: dict[str, Any], settings: Mapping[str, Any]) -> None:
             group[key] = value
 
 
-def _compare_optimizers(
-    path: object, saved: dict[str, Any] | None, optimizers: Sequence[torch.optim.Optimizer]
-) -> None:
-    """Refuse what was saved of other optimizers."""
-    name = _class_names(optimizers)
+def _matching(checkpoint: Checkpoint, optimizers: Sequence[torch.optim.Optimizer]) -> dict[str, Any]:
+    """What a checkpoint says of its optimizers; refused where those of the caller are others."""
+    path, saved, name = checkpoint.path, checkpoint.data.get(_OPTIMIZER), _class_names(optimizers)
     if saved is None:
         raise CheckpointError(
             f"checkpoint {path} holds no optimizer state.\n  Call sw.load(path, model) without an optimizer."
@@ -316,3 +313,4 @@ def _compare_optimizers(
             f"checkpoint {path} holds {len(saved['groups'])} parameter groups, the optimizer has"
             f" {num_groups}.\n  Build the optimizer with the same groups."
         )
+    return saved

@@ -21,7 +21,7 @@ import math
 from collections import defaultdict
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Self
 
 import torch
 from torch import Tensor, nn
@@ -29,6 +29,7 @@ from torch import Tensor, nn
 from shardwise import torch_private
 from shardwise.comm.control import all_gather_json
 from shardwise.comm.dtype import dtype_name, torch_dtype
+from shardwise.engine.engine import Engine
 from shardwise.engine.group import Group
 from shardwise.engine.pool import memory_order
 from shardwise.engine.unit import engine_of
@@ -37,12 +38,14 @@ from shardwise.optim.flat_parameters import FlatParameter, split, states_by_name
 from shardwise.spec.errors import CheckpointError
 from shardwise.spec.extent import Extent
 from shardwise.spec.granularity import Granularity, first_row_dim, row_numel
-from shardwise.spec.layout import Piece
-from shardwise.spec.slice import Cut
+from shardwise.spec.layout import ParamSpec, Piece
+from shardwise.spec.slice import Cut, slice_of
 from shardwise.state.extents import Pairs
 from shardwise.state.held import owned_pieces
-from shardwise.state.ignored import as_scalar
+from shardwise.state.ignored import Names
 
+#: Begins the names of optimizer state in checkpoints.
+_OPTIMIZER = "optimizer/"
 #: What torch's optimizers keep once per parameter, as a tensor without dimensions. Of a parameter that has none either,
 #: nothing else tells it from the state of its one element.
 _PER_PARAMETER = frozenset({"step", "mu_product", "eta", "mu"})
@@ -65,20 +68,41 @@ class _Place:
 
 
 class _Held:
-    """The shapes that state of one parameter may have, given the piece of it that a rank holds."""
+    """The shapes that state of one parameter may have, given the piece of it that a rank holds.
 
-    def __init__(self, group: Group, index: int, needed: Granularity | None) -> None:
-        self.spec = group.layout.params[index]
-        self.piece = group.held[index]
-        self.view = group.views[index]
+    Args:
+        spec: The parameter, under the name by which its state is stored.
+        piece: The piece of it that lies here.
+        view: The tensor that the optimizer sees.
+        needed: What the optimizer must have whole.
+    """
+
+    def __init__(self, spec: ParamSpec, piece: Piece, view: Tensor, needed: Granularity | None) -> None:
+        self.spec, self.piece, self.view = spec, piece, view
         self._part = None  # elements of a row or block, where the optimizer works on those
-        if needed is not None and self.spec.stride is None:
-            self._part = {"block": needed.numel, "row": row_numel(self.spec.logical_shape)}.get(needed.kind)
+        if needed is not None and spec.stride is None:
+            self._part = {"block": needed.numel, "row": row_numel(spec.logical_shape)}.get(needed.kind)
+
+    @classmethod
+    def of_group(cls, group: Group, index: int, needed: Granularity | None) -> Self:
+        """A parameter that the engine holds."""
+        return cls(group.layout.params[index], group.held[index], group.views[index], needed)
+
+    @classmethod
+    def alone(cls, parameter: nn.Parameter, name: str) -> Self:
+        """An ignored parameter, stored under ``name``."""
+        spec = ParamSpec(name, tuple(parameter.shape), dtype_name(parameter.dtype), slice=slice_of(parameter))
+        return cls(spec, Piece(0, 0, spec.numel, 0), parameter.detach(), None)
 
     @property
     def cuts(self) -> tuple[Cut, ...]:
         """Which slice of the logical tensor the parameter is."""
         return self.spec.extent(0, 0).cuts
+
+    @property
+    def is_empty(self) -> bool:
+        """Nothing of the parameter is here, but elsewhere there is."""
+        return self.piece.numel == 0 < self.spec.numel
 
     @property
     def is_whole(self) -> bool:
@@ -144,20 +168,42 @@ def _tensors(state: Mapping[str, Any], view: Tensor) -> Iterator[tuple[str, Tens
             yield from ((f"{key}.{attribute}", tensor, True) for attribute, tensor in inner.items())
 
 
+def _held_by(engine: Engine, optimizer: torch.optim.Optimizer, ignored: Names) -> Iterator[tuple[nn.Parameter, _Held]]:
+    """Every parameter of the engine, and the ignored ones that are named."""
+    needed = needed_by(optimizer)
+    for group in engine.groups:
+        for index, shard in enumerate(group.shards):
+            yield shard, _Held.of_group(group, index, needed)
+    for parameter, name in ignored.items():
+        yield parameter, _Held.alone(parameter, name)
+
+
 # -- saving
 
 
-def optimizer_extents(model: nn.Module, optimizers: Sequence[torch.optim.Optimizer]) -> Pairs:
-    """What this rank writes of the optimizers' state: ``optimizer/<parameter name>/<key>``, as ``owned_extents``."""
+def optimizer_extents(
+    model: nn.Module, optimizers: Sequence[torch.optim.Optimizer], ignored: Names | None = None
+) -> Pairs:
+    """What this rank writes of the optimizers' state: ``optimizer/<parameter name>/<key>``, as ``owned_extents``.
+
+    Args:
+        model: A parallelized model.
+        optimizers: Built on its parameters.
+        ignored: The ignored parameters that this rank writes (``state.ignored.written_names``).
+    """
     engine = engine_of(model, "sw.save")
     found: Pairs = []
     for optimizer in optimizers:
         needed, states = needed_by(optimizer), states_by_name(optimizer)
-        for group in engine.groups:
-            for piece in owned_pieces(engine, group):
-                state = states.get(group.shards[piece.index])
-                if state:
-                    found += _written(_Held(group, piece.index, needed), piece, state)
+        owned = [
+            (group.shards[piece.index], _Held.of_group(group, piece.index, needed), piece)
+            for group in engine.groups
+            for piece in owned_pieces(engine, group)
+        ]
+        alone = ((parameter, _Held.alone(parameter, name)) for parameter, name in (ignored or {}).items())
+        owned += [(parameter, held, held.piece) for parameter, held in alone]
+        for parameter, held, piece in owned:
+            found += _written(held, piece, states.get(parameter, {}))
     return found
 
 
@@ -177,7 +223,7 @@ def _written(held: _Held, owned: Piece, state: Mapping[str, Any]) -> Iterator[tu
             start, stop, flat = owned.start, owned.stop, flat[owned.start : owned.stop]
         elif (is_alike and owned.start > 0) or (is_table and not held.has_origin):
             continue
-        name = f"optimizer/{held.spec.name}/{key}"
+        name = f"{_OPTIMIZER}{held.spec.name}/{key}"
         yield Extent(name, place.shape, dtype_name(value.dtype), start, stop, stride, place.cuts), flat
 
 
@@ -193,8 +239,15 @@ def _in_order(value: Tensor, place: _Place, held: _Held) -> tuple[Tensor, tuple[
     return memory_order(value), stride
 
 
-def optimizer_scalars(model: nn.Module, optimizers: Sequence[torch.optim.Optimizer]) -> dict[str, dict[str, float]]:
+def optimizer_scalars(
+    model: nn.Module, optimizers: Sequence[torch.optim.Optimizer], ignored: Names
+) -> dict[str, dict[str, float]]:
     """Per-parameter state that is a number: ``{parameter name: {key: value}}``.
+
+    Args:
+        model: A parallelized model.
+        optimizers: Built on its parameters.
+        ignored: The ignored parameters that this rank writes (``state.ignored.written_names``).
 
     Collective:
         One all-gather of a JSON text over the world: a parameter's scalars are known to ranks that hold a piece. All
@@ -207,21 +260,20 @@ def optimizer_scalars(model: nn.Module, optimizers: Sequence[torch.optim.Optimiz
     mine: dict[str, dict[str, float]] = {}
     problems: list[str] = []
     for optimizer in optimizers:
-        needed, states = needed_by(optimizer), states_by_name(optimizer)
-        for group in engine.groups:
-            for index, shard in enumerate(group.shards):
-                held, state = _Held(group, index, needed), states.get(shard, {})
-                if not state or held.view.numel() == 0 < held.spec.numel:
-                    continue  # some optimizers keep state of an empty piece, which never steps
-                scalars = {
-                    key: value.item() if isinstance(value, Tensor) else value
-                    for key, value in state.items()
-                    if isinstance(value, (int, float))
-                    or (isinstance(value, Tensor) and value.dim() == 0 and not _is_elementwise(key, value, held.view))
-                }
-                if scalars:
-                    mine[held.spec.name] = scalars
-                problems += _unsaved(type(optimizer).__name__, held, state)
+        states = states_by_name(optimizer)
+        for parameter, held in _held_by(engine, optimizer, ignored):
+            state = states.get(parameter, {})
+            if not state or held.is_empty:
+                continue  # some optimizers keep state of an empty piece, which never steps
+            scalars = {
+                key: value.item() if isinstance(value, Tensor) else value
+                for key, value in state.items()
+                if isinstance(value, (int, float))
+                or (isinstance(value, Tensor) and value.dim() == 0 and not _is_elementwise(key, value, held.view))
+            }
+            if scalars:
+                mine[held.spec.name] = scalars
+            problems += _unsaved(type(optimizer).__name__, held, state)
     everyone = all_gather_json(engine.comms.world, [mine, problems])
     found = list(dict.fromkeys(problem for _, problems in everyone for problem in problems))
     if found:
@@ -263,38 +315,22 @@ def _room_for(extent: Extent, held: _Held) -> Tensor | None:
 
 
 class OptimizerState:
-    """Fresh optimizer state as a checkpoint names it: filled first, installed when everything has been read.
+    """Fresh state of one optimizer as a checkpoint names it: filled first, installed when everything has been read.
 
     Args:
         model: A parallelized model.
-        optimizers: Built on its parameters.
-        stored: ``optimizer/<parameter name>/<key>`` of every stored tensor, as the extent of all of it.
+        optimizer: Built on its parameters.
+        ignored: The ignored parameters with the names under which they are stored (``state.ignored.stored_names``).
+        stored: The logical tensors of the checkpoint, by name.
 
     Attributes:
         extents: This rank's ranges of the stored tensors, as targets to load into.
-        problems: What of the stored state this rank cannot take.
+        problems: Stored state that this rank cannot take.
     """
 
     def __init__(
-        self, model: nn.Module, optimizers: Sequence[torch.optim.Optimizer], stored: Mapping[str, Extent]
+        self, model: nn.Module, optimizer: torch.optim.Optimizer, ignored: Names, stored: Mapping[str, Extent]
     ) -> None:
-        self.extents: Pairs = []
-        self.problems: list[str] = []
-        self._parts = [_StateOfOne(model, optimizer, stored) for optimizer in optimizers]
-        for part in self._parts:
-            self.extents += part.extents
-            self.problems += part.problems
-
-    def install(self, scalars: Mapping[str, Mapping[str, float]]) -> None:
-        """Replace the optimizers' state by the fresh one and ``scalars`` (:func:`optimizer_scalars`)."""
-        for part in self._parts:
-            part.install(scalars)
-
-
-class _StateOfOne:
-    """As :class:`OptimizerState`, for one optimizer."""
-
-    def __init__(self, model: nn.Module, optimizer: torch.optim.Optimizer, stored: Mapping[str, Extent]) -> None:
         engine = engine_of(model, "sw.load")
         self.extents: Pairs = []
         self.problems: list[str] = []
@@ -303,27 +339,23 @@ class _StateOfOne:
         self._fresh: dict[str, dict[str, Any]] = {}
         keys: defaultdict[str, dict[str, Extent]] = defaultdict(dict)
         for full_name, extent in stored.items():
-            name, _, key = full_name.removeprefix("optimizer/").rpartition("/")
-            keys[name][key] = extent
+            if full_name.startswith(_OPTIMIZER):
+                name, _, key = full_name.removeprefix(_OPTIMIZER).rpartition("/")
+                keys[name][key] = extent
         self._settings = {
             parameter: settings for settings in optimizer.param_groups for parameter in settings["params"]
         }
         self._flats = {parameter: {} for parameter in self._settings if isinstance(parameter, FlatParameter)}
         mine = {id(parameter) for parameter in self._settings}
         mine |= {id(shard) for flat in self._flats for shard in flat.shards}
-        for group in engine.groups:
-            for index, piece in enumerate(group.held):
-                spec, shard = group.layout.params[index], group.shards[index]
-                if id(shard) in mine and not piece.numel == 0 < spec.numel:
-                    self._names[shard] = spec.name
-                    self._fresh[spec.name] = {}
+        helds = [(p, held) for p, held in _held_by(engine, optimizer, ignored) if id(p) in mine and not held.is_empty]
+        for parameter, held in helds:
+            self._names[parameter] = held.spec.name
+            self._fresh[held.spec.name] = {}
         for flat in self._flats:
             self._allocate_flat(flat, keys)
-        needed = needed_by(optimizer)
-        for group in engine.groups:
-            for index, shard in enumerate(group.shards):
-                if shard in self._names:
-                    self._allocate(_Held(group, index, needed), shard, keys[self._names[shard]])
+        for parameter, held in helds:
+            self._allocate(held, parameter, keys[held.spec.name])
 
     def _allocate_flat(self, flat: FlatParameter, keys: Mapping[str, Mapping[str, Extent]]) -> None:
         """Let the parameters of a flat one share its tensors, where the same was stored of all of them."""
@@ -377,11 +409,11 @@ class _StateOfOne:
                 self._fresh[name].keys() == state.keys() and scalars.get(name, {}) == first for name in names
             )
             if is_alike:
-                of_flat[flat] = state | {key: as_scalar(value) for key, value in first.items()}
+                of_flat[flat] = state | {key: _as_scalar(value) for key, value in first.items()}
         split(self._optimizer, lambda flat: flat not in of_flat)
         whole = {id(shard) for flat in of_flat for shard in flat.shards}
         by_name = {
-            shard: self._fresh[name] | {key: as_scalar(value) for key, value in scalars.get(name, {}).items()}
+            shard: self._fresh[name] | {key: _as_scalar(value) for key, value in scalars.get(name, {}).items()}
             for shard, name in self._names.items()
             if id(shard) not in whole
         }
@@ -390,3 +422,8 @@ class _StateOfOne:
                 self._optimizer.state[parameter] = state
             else:
                 self._optimizer.state.pop(parameter, None)
+
+
+def _as_scalar(value: Any) -> Any:
+    """Torch's optimizers keep counts as float32 tensors on the CPU, which they change in place."""
+    return torch.tensor(value, dtype=torch.float32) if isinstance(value, float) else value
