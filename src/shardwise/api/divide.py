@@ -10,10 +10,10 @@ from torch import Tensor, nn
 from shardwise.comm.axes import Comms
 from shardwise.comm.record import RecordComm
 from shardwise.context.apply import divide_sequences
-from shardwise.engine.build import assign_parameters
+from shardwise.engine.build import OwnedParameter, assign_parameters
 from shardwise.expert.apply import apply_experts, own_experts
 from shardwise.expert.layer import Mixture, find_mixtures
-from shardwise.init.materialize import Source, fill_parts
+from shardwise.init.materialize import Source, fill_parameters
 from shardwise.spec.plan import ParallelPlan
 from shardwise.tensor.agreement import Agreement
 from shardwise.tensor.apply import apply_cuts, part_of
@@ -92,11 +92,12 @@ def _fill(  # noqa: PLR0917 - all that divides a parameter
         is_here = rows is not None and (held is None or id(parameter) in held)
         return is_here and (cuts is not None or rows != slice(None))
 
-    def part(parameter: nn.Parameter, value: Tensor) -> Tensor:
-        rows = own.get(id(parameter))
+    def part(entry: OwnedParameter) -> Tensor:
+        (value,) = source.parameters([entry])
+        rows = own.get(id(entry.parameter))
         if rows is not None and rows != slice(None):
             value = value[rows].clone()
-        return value if cuts is None else part_of(cuts, parameter, value)
+        return value if cuts is None else part_of(cuts, entry.parameter, value)
 
-    entries = assign_parameters(model, ())[""]
-    fill_parts(source, [entry for entry in entries if is_cut(entry.parameter)], comms.world.device, part)
+    cut = [entry for entry in assign_parameters(model, ())[""] if is_cut(entry.parameter)]
+    fill_parameters(lambda entries: map(part, entries), cut, comms.world.device)  # one value is whole at a time

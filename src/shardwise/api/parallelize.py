@@ -24,16 +24,7 @@ from shardwise.features.compile import compile_units
 from shardwise.features.ignored import find_ignored
 from shardwise.features.precision import Policies
 from shardwise.features.wrap import find_units
-from shardwise.init.materialize import (
-    FromFiles,
-    FromLater,
-    FromState,
-    Given,
-    Source,
-    fill_alone,
-    fill_buffers,
-    find_source,
-)
+from shardwise.init.materialize import FromLater, Given, Source, Unfilled, fill_buffers, fill_parameters, find_source
 from shardwise.init.sync import synchronise
 from shardwise.launch.notice import cpu_notice, tell_once
 from shardwise.launch.world import ranks_per_machine
@@ -109,17 +100,18 @@ def parallelize(
         fill_buffers(model, source, device)
         whole = ignored.with_spread(table_weights(tables))
         entries = [entry for entry in build.assign_parameters(model, ())[""] if entry.parameter in whole]
-        fill_alone(source, entries, device)
+        fill_parameters(source.alone, entries, device)
     is_deferred = source is not None
     synchronise(model, None, comms.world, mode=plan.sync, groups=names, is_deferred=is_deferred, ignored=ignored.names)
     batch_norm.check(model, device, size, "sw.parallelize()")
     apply_plan(model, plan, units, comms, lambda: place.open_samples(device), source=source)
-    if isinstance(source, FromLater):
-        engine_of(model, "sw.parallelize").unfilled = source.unfilled
-    elif isinstance(source, FromFiles):
-        load_ranges(model, source.weights.read)
-    elif isinstance(source, FromState):
-        load_full_state_dict(model, source.state)
+    given = source.given if isinstance(source, FromLater) else None
+    if isinstance(given, Unfilled):
+        engine_of(model, "sw.parallelize").unfilled = given
+    elif isinstance(given, Mapping):
+        load_full_state_dict(model, given)
+    elif given is not None:
+        load_ranges(model, given.read)
     if plan.placements.is_threaded:
         engine_of(model, "sw.parallelize").notes += (data_parallel.install(model),)
     return model

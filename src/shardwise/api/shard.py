@@ -76,7 +76,7 @@ def shard_model(
     units: dict[str, Unit] = {}
     for names, entries in content.items():
         if source is not None:
-            fill_parameters(source, entries, comms.gather.device)
+            fill_parameters(source.parameters, entries, comms.gather.device)
         units[names[0]] = build.make_unit(
             {name: modules[name] for name in names},
             owned,

@@ -1,17 +1,16 @@
-"""Giving values to a model that was built on ``meta``, one unit at a time.
+"""Gives values to a model that was built on ``meta``, one unit at a time.
 
 ============================  ======================================================================================
 source                        where values come from
 ============================  ======================================================================================
 :class:`FromRecording`        the recorded construction, replayed (``sw.deferred_init``)
 :class:`FromInit`             a function called with each module that owns meta tensors, or its ``reset_parameters``
-:class:`FromState`            a state dict on rank 0, sent shard by shard once the units are there
-:class:`FromFiles`            files, of which every rank reads its own ranges once the units are there
-:class:`FromLater`            a state dict or a checkpoint that the caller loads afterwards
+:class:`FromLater`            a state dict on rank 0, files of which every rank reads its own ranges, or what the caller
+                              loads: once the units are there, so that a rank holds its shards only
 ============================  ======================================================================================
 
-Random numbers are drawn on the CPU, by every rank alike, so the values do not depend on the number of ranks. Whatever
-the source leaves without a value, buffers that are not saved included, is refused by name.
+Every rank draws the same random numbers on the CPU, so the values do not depend on the number of ranks. A tensor that
+would stay without values, buffers that are not saved included, is refused by name.
 """
 
 from __future__ import annotations
@@ -112,44 +111,27 @@ def find_source(model: nn.Module, init: Given | None, *, is_sent: bool) -> Sourc
     )
     if not is_meta or (is_untold and (is_sent or is_partly_real)):
         return None  # weights that somebody forgot to load must not be drawn anew: what is on meta will be refused
+    unsaved = _unsaved_buffers(model)
     if isinstance(init, Mapping | Weights):
-        unsaved = _unsaved_buffers(model)
         other = FromRecording(recording) if recording is not None else FromInit(model, None, only=unsaved)
-        kind: Any = FromState if isinstance(init, Mapping) else FromFiles
-        return kind(other if unsaved else None, unsaved, init)
+        return FromLater(other if unsaved else None, unsaved, init)
     if recording is not None and init is None:
         return FromRecording(recording)
     if init is None and (reason := _no_reset(model)) is not None:
-        unsaved = _unsaved_buffers(model)
-        return FromLater(FromInit(model, None, only=unsaved) if unsaved else None, unsaved, reason, _saved_names(model))
+        other = FromInit(model, None, only=unsaved) if unsaved else None
+        return FromLater(other, unsaved, Unfilled(reason, set(_saved_names(model))))
     return FromInit(model, init)
 
 
-def fill_parameters(source: Source, entries: Sequence[OwnedParameter], device: torch.device) -> None:
-    """Give one unit's meta parameters their values. The Parameter objects stay."""
-    empty = [entry for entry in entries if entry.parameter.is_meta]
-    for entry, value in zip(empty, source.parameters(empty) if empty else (), strict=True):
-        _become(entry.parameter, value.to(device))
-
-
-def fill_alone(source: Source, entries: Sequence[OwnedParameter], device: torch.device) -> None:
-    """:func:`fill_parameters` for parameters that the engine does not hold."""
-    empty = [entry for entry in entries if entry.parameter.is_meta]
-    for entry, value in zip(empty, source.alone(empty) if empty else (), strict=True):
-        _become(entry.parameter, value.to(device))
-
-
-def fill_parts(
-    source: Source,
+def fill_parameters(
+    make: Callable[[Sequence[OwnedParameter]], Iterable[Tensor]],
     entries: Iterable[OwnedParameter],
     device: torch.device,
-    part_of: Callable[[nn.Parameter, Tensor], Tensor],
 ) -> None:
-    """Give each meta parameter a part of its value. One at a time is whole, on the CPU."""
-    for entry in entries:
-        if entry.parameter.is_meta:
-            (value,) = source.parameters([entry])
-            _become(entry.parameter, part_of(entry.parameter, value).to(device))
+    """Give meta parameters the values that ``make`` returns for them (a method of a source). The objects stay."""
+    empty = [entry for entry in entries if entry.parameter.is_meta]
+    for entry, value in zip(empty, make(empty) if empty else (), strict=True):
+        _become(entry.parameter, value.to(device))
 
 
 def _become(held: nn.Parameter, value: Tensor) -> None:
@@ -330,21 +312,32 @@ class FromInit(Source):
         )
 
 
-class FromState(Source):
-    """Leaves parameters empty, to be loaded from a state dict; what is not saved comes from another source.
+class FromLater(Source):
+    """Leaves parameters empty, to be loaded once a rank holds no more than its shards.
 
     Args:
-        other: Of buffers that are not saved; ``None`` where there are none.
-        unsaved: Their ids.
-        state: The state dict; read on rank 0 only.
+        other: Source of the buffers that are not saved; ``None`` where there are none.
+        unsaved: Ids of those buffers.
+        given: The state dict (read on rank 0 only), the files, or what stays empty until the caller loads it.
     """
 
-    def __init__(self, other: Source | None, unsaved: Collection[int], state: Mapping[str, Tensor]) -> None:
-        self.state = state
+    def __init__(
+        self, other: Source | None, unsaved: Collection[int], given: Mapping[str, Tensor] | Weights | Unfilled
+    ) -> None:
+        self.given = given
         self._other, self._unsaved = other, unsaved
+        self._files = given if isinstance(given, Weights) and not isinstance(given, Mapping) else None
 
     def agree(self, comm: Comm, mode: str) -> None:
-        """As :meth:`Source.agree`; only for buffers that are not saved."""
+        """As :meth:`Source.agree`; random numbers matter for buffers that are not saved only.
+
+        Raises:
+            RankDisagreement: The ranks see different files.
+        """
+        if self._files is not None and len(set(agree(comm, int.from_bytes(self._files.digest[:7])))) > 1:
+            raise RankDisagreement(
+                "the ranks see different files of weights.\n  Give every rank a copy of the same folder."
+            )
         if self._other is not None:
             self._other.agree(comm, mode)
 
@@ -352,67 +345,27 @@ class FromState(Source):
         """Memory without values."""
         return [torch.empty_like(entry.parameter, device="cpu") for entry in entries]
 
+    def alone(self, entries: Sequence[OwnedParameter]) -> list[Tensor]:
+        """The whole values, where there are files; else memory without values."""
+        if self._files is None:
+            return self.parameters(entries)
+        return [_read(self._files, entry.names[0], entry.parameter) for entry in entries]
+
     def buffer(self, module: nn.Module, name: str, path: str) -> Tensor:
-        """As :meth:`Source.buffer`; memory without values for one that is saved."""
+        """As :meth:`Source.buffer`; for a buffer that is saved and not in files, memory without values."""
         buffer = torch_private.buffers_of(module)[name]
         assert buffer is not None
         if self._other is not None and id(buffer) in self._unsaved:
             return self._other.buffer(module, name, path)
-        return self._saved_buffer(f"{path}.{name}" if path else name, buffer)
-
-    def _saved_buffer(self, name: str, buffer: Tensor) -> Tensor:
-        del name
+        if self._files is not None:
+            return _read(self._files, f"{path}.{name}" if path else name, buffer)
         return torch.zeros_like(buffer, device="cpu")
 
 
-class FromFiles(FromState):
-    """Leaves parameters empty as well: every rank reads what it holds of them from files, once it holds no more."""
-
-    def __init__(self, other: Source | None, unsaved: Collection[int], weights: Weights) -> None:
-        super().__init__(other, unsaved, {})
-        self.weights = weights
-
-    def agree(self, comm: Comm, mode: str) -> None:
-        """As :meth:`Source.agree`.
-
-        Raises:
-            RankDisagreement: The ranks see different files.
-        """
-        if len(set(agree(comm, int.from_bytes(self.weights.digest[:7])))) > 1:
-            raise RankDisagreement(
-                "the ranks see different files of weights.\n  Give every rank a copy of the same folder."
-            )
-        super().agree(comm, mode)
-
-    def alone(self, entries: Sequence[OwnedParameter]) -> list[Tensor]:
-        """Their values, whole."""
-        return [self._read(entry.names[0], entry.parameter) for entry in entries]
-
-    def _saved_buffer(self, name: str, buffer: Tensor) -> Tensor:
-        return self._read(name, buffer)
-
-    def _read(self, name: str, like: Tensor) -> Tensor:
-        value = torch.empty(like.shape, dtype=like.dtype)
-        extent = Extent(name, tuple(like.shape), dtype_name(like.dtype), 0, like.numel())
-        self.weights.read([(extent, value.view(-1))])
-        return value
-
-
-class FromLater(FromState):
-    """Leaves parameters empty until the caller loads them; what is not saved comes from another source.
-
-    Args:
-        other: As of :class:`FromState`.
-        unsaved: As there.
-        reason: Why the first of the parameters cannot be initialised here.
-        names: The names of each tensor that has no values.
-    """
-
-    def __init__(
-        self, other: Source | None, unsaved: Collection[int], reason: str, names: Collection[frozenset[str]]
-    ) -> None:
-        super().__init__(other, unsaved, {})
-        self.unfilled = Unfilled(reason, set(names))
+def _read(files: Weights, name: str, like: Tensor) -> Tensor:
+    value = torch.empty(like.shape, dtype=like.dtype)
+    files.read([(Extent(name, tuple(like.shape), dtype_name(like.dtype), 0, like.numel()), value.view(-1))])
+    return value
 
 
 @dataclass
