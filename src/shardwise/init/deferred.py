@@ -1,10 +1,10 @@
-"""Building a model without memory: every operation of its construction is recorded, on ``meta``, and replayed later.
+"""Builds a model without memory: every operation of its construction is recorded on ``meta`` and replayed later.
 
-Replaying gives to the last bit what plain construction under the same seed gives, and it can be done for a few tensors
-at a time: only the operations that their values come from are run. Random operations are the difficulty: on ``meta``
-nothing is drawn, and a part must draw what it would have drawn in its place in the whole. So at the end of the
-recording every random operation is run once, on scratch memory, to find out in which state it finds the generator; the
-states are kept (5 kB each), and afterwards the generator is where plain construction would have left it.
+A replay gives, to the last bit, the values of plain construction under the same seed. It can be done for a few tensors
+at a time: only the operations that their values come from are run. On ``meta`` nothing is drawn, yet a replayed random
+operation must draw the numbers of its place in the whole construction. So every random operation is run once at the end
+of the recording, on scratch memory, to find the generator state before it. The states are kept (5 kB each), and the
+generator ends where plain construction would have left it.
 """
 
 from __future__ import annotations
@@ -164,14 +164,14 @@ class Recording:
 
 
 def deferred_init(build_model: Callable[[], nn.Module]) -> nn.Module:
-    """Build a model without allocating it: its tensors are on ``meta``, and how their values come about is recorded.
+    """Build a model on ``meta``, without memory, and record how its values are computed.
 
-    ``sw.parallelize`` then makes the values unit by unit, so that a rank never holds more than one whole unit besides
-    its shards. They are to the last bit those of plain construction on the CPU under the same seed, whatever the number
-    of ranks, and afterwards torch's generator stands where it would stand.
+    ``sw.parallelize`` then computes the values unit by unit, so that a rank never holds more than one whole unit
+    besides its shards. The values equal, to the last bit, those of plain construction on the CPU under the same seed,
+    whatever the number of ranks, and torch's generator ends in the same state.
 
     Args:
-        build_model: Builds the model; anything that computes on the CPU may happen in it.
+        build_model: Builds the model; it may compute anything on the CPU.
 
     Returns:
         The model, on meta.

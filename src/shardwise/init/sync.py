@@ -1,4 +1,4 @@
-"""Equal values on every rank before sharding, so that differently seeded ranks cannot train a mixture."""
+"""Makes the values of all ranks equal before sharding, so that differently seeded ranks cannot train a mixture."""
 
 from __future__ import annotations
 
@@ -32,11 +32,11 @@ def synchronise(
 
     Args:
         module: The model, not sharded yet.
-        parameter_ids: ``id`` of the parameters to look at; ``None`` for all.
+        parameter_ids: ``id`` of the parameters to compare; ``None`` for all.
         comm: Over the ranks that must agree.
-        mode: ``"warn"``: what differs is sent, with one warning. ``"error"``: refuse. ``"rank0"``: rank 0's values are
-            sent whatever the others hold, which may be meta tensors.
-        groups: Names of the tensors by unit; each is compared and sent as one. ``None``: one by one.
+        mode: ``"warn"``: units that differ are broadcast, with one warning. ``"error"``: they are refused. ``"rank0"``:
+            rank 0's values are broadcast, whatever the others hold, which may be meta tensors.
+        groups: Names of the tensors by unit; a unit is compared and broadcast as one. ``None``: tensor by tensor.
         is_deferred: Meta tensors get their values later, the same on every rank; only the others are compared.
         ignored: Names of the tensors that are neither compared nor sent. They must have values.
 

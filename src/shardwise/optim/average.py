@@ -39,10 +39,10 @@ class ExponentialMovingAverage:
             evaluate(model)  # sw.full_state_dict(model) gives the averaged weights here
         sw.save(path, model, optimizer, average=average)
 
-    Each rank keeps the average of what it updates, in one flat tensor per group (and table of spread rows): an update
-    is one fused operation per unit and sends nothing. To the last bit it is what
-    ``torch.optim.swa_utils.AveragedModel`` with ``get_ema_multi_avg_fn`` holds in one process. 16-bit weights are
-    averaged in fp32. Weights that are frozen when this object is made, and buffers, are not averaged: evaluation takes
+    Each rank keeps the average of the weights that its optimizer updates, in one flat tensor per group (and per table
+    of spread rows). An update is one fused operation per unit and sends nothing. The values equal, to the last bit,
+    those of ``torch.optim.swa_utils.AveragedModel`` with ``get_ema_multi_avg_fn`` in one process. 16-bit weights are
+    averaged in fp32. Buffers, and weights that are frozen when this object is made, are not averaged: evaluation uses
     the model's.
 
     Args:
@@ -81,7 +81,7 @@ class ExponentialMovingAverage:
         """Move the average towards the weights, after an optimizer's step.
 
         Raises:
-            StateError: Inside :meth:`swapped_in`, or of a forward or backward; or the model is gone.
+            StateError: Called inside :meth:`swapped_in`, a forward or a backward; or the model is gone.
         """
         engine = self._settled("update")
         for weights, average in self._weights(engine):
@@ -90,16 +90,16 @@ class ExponentialMovingAverage:
 
     @contextlib.contextmanager
     def swapped_in(self) -> Iterator[None]:
-        """Have the model hold the average inside, and its own weights again afterwards.
+        """Have the model hold the average inside the context, and its own weights again afterwards.
 
-        Weights and average change places; for 16-bit weights a copy is kept meanwhile. Forwards, ``sw.full_state_dict``
-        and ``sw.save`` work with the average inside. An optimizer's step, and updating the average, are refused.
+        Weights and average are exchanged in place; 16-bit weights are copied. Inside, forwards, ``sw.full_state_dict``
+        and ``sw.save`` use the average; an optimizer's step and updates of the average are refused.
 
         Collective:
-            None by itself; the next forward gathers anew. All ranks must enter and leave.
+            None; the next forward gathers anew. All ranks must enter and leave.
 
         Raises:
-            StateError: Inside another one, or of a forward or backward; or the model is gone.
+            StateError: Called inside itself, a forward or a backward; or the model is gone.
         """
         engine = self._settled("swapped_in")
         hook = register_optimizer_step_pre_hook(_refuse_steps_of(weakref.ref(engine)))

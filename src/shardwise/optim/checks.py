@@ -1,8 +1,8 @@
-"""Checks at an optimizer's step, where it meets shards.
+"""Checks of an optimizer before its step on shards.
 
-An optimizer that treats every element by itself gives on slices bitwise what it gives on whole parameters. One that
-looks at blocks, rows or whole matrices does so too where the plan's granularity keeps those whole. Where it does not,
-the optimizer would silently compute something else: there it is refused.
+An optimizer that updates each element by itself computes the same bits on shards as on whole parameters. One that uses
+blocks, rows or whole matrices does so where the plan's granularity keeps these on one rank. Elsewhere it would silently
+compute something else, and is refused.
 """
 
 from __future__ import annotations
@@ -63,10 +63,17 @@ _engines: weakref.WeakKeyDictionary[torch.optim.Optimizer, tuple[Content, list[w
 def declare_granularity(
     cls: type[torch.optim.Optimizer], granularity: str | Granularity | tuple[str, int]
 ) -> type[torch.optim.Optimizer]:
-    """Vouch that ``cls`` updates each such part of a parameter from that part's own history alone.
+    """Declare that ``cls`` updates each such part of a parameter from the gradients of that part alone.
 
-    ``"row"``, ``sw.block(n)`` or ``"tensor"``: it then works sharded under a plan with that granularity (or with one
-    that never cuts inside it either).
+    Optimizers of this class are then accepted on shards under a plan with that granularity, or with one that never cuts
+    inside such a part either.
+
+    Args:
+        cls: A class of optimizers.
+        granularity: ``"row"``, ``sw.block(n)`` or ``"tensor"``.
+
+    Returns:
+        ``cls``.
 
     Raises:
         TypeError: ``cls`` is not a class.
@@ -79,7 +86,9 @@ def declare_granularity(
 
 
 def declare_elementwise(cls: type[torch.optim.Optimizer]) -> type[torch.optim.Optimizer]:
-    """Vouch that ``cls`` updates every element from that element's own history alone. Usable as a class decorator.
+    """Declare that ``cls`` updates each element from the gradients of that element alone. Usable as a class decorator.
+
+    Optimizers of this class are then accepted on all shards. Returns ``cls``.
 
     Raises:
         TypeError: ``cls`` is not a class.
@@ -142,7 +151,7 @@ def install_checks() -> None:
 
 
 def accept(optimizer: torch.optim.Optimizer) -> None:
-    """Check ``optimizer`` now, and let the state that it is about to be given pass.
+    """Check ``optimizer`` now, and accept the state that it is about to get as state of shards.
 
     Raises:
         StateError: It cannot work on shards.

@@ -21,31 +21,28 @@ _CHUNK_NUMEL = 1 << 16
 def clip_grad_norm(model: nn.Module, max_norm: float) -> Tensor:
     """Scale the gradients so that their global 2-norm is at most ``max_norm``; returns the norm before that.
 
-    Every gradient element is cast to float64, squared and added; the root is rounded to float32 (float64 models keep
-    float64). One foreach call does this for all gradients of one dtype, however many units there are. The coefficient
-    is ``clamp(max_norm / (norm + 1e-6), max=1)`` in that dtype, and every gradient is multiplied by it. In float32
-    neither depends on how the parameters are sharded. inf and nan pass through, as with
-    ``torch.nn.utils.clip_grad_norm_``.
+    The squares of all elements are added in float64; the root is rounded to float32 (to float64 for float64 models).
+    Every gradient is multiplied by ``clamp(max_norm / (norm + 1e-6), max=1)`` in that dtype. In float32 the norm does
+    not depend on how the parameters are sharded. inf and nan pass through, as in ``torch.nn.utils.clip_grad_norm_``.
 
-    Parameters that are left alone (``ParallelPlan.ignored``) are not part of the norm and are not scaled; rows that are
-    spread over the ranks (``ParallelPlan.row_sharded``) are.
+    Ignored parameters (``ParallelPlan.ignored``) are not part of the norm and are not scaled; spread rows
+    (``ParallelPlan.row_sharded``) are.
 
     Args:
-        model: A parallelized model after ``backward()``. One of its units: the norm of the gradients below that module,
-            which alone are scaled; every rank must have it.
+        model: A parallelized model after ``backward()``. If it is one of the units of such a model, only the gradients
+            below that module count and are scaled; every rank must have it.
         max_norm: At least 0.
 
     Returns:
         The norm, a scalar tensor with the same value on every rank.
 
     Collective:
-        With ``ep`` one all-reduce of one float64 there, one on ``dp_shard`` where gradients are sharded (replicas hold
-        the same), then one on ``tp`` and one on ``pp`` where there are any, and one over all ranks where rows are
-        spread. All ranks must call.
+        One all-reduce of one float64 on ``ep``, on ``dp_shard`` (where gradients are sharded), on ``tp`` and on ``pp``,
+        as far as the mesh has them, and one over all ranks where rows are spread. All ranks must call.
 
     Raises:
-        StateError: ``max_norm`` is negative or not a number, the model is not parallelized or updated in
-            backward, sums of accumulated microbatches have not been reduced; of a unit inside ``sw.join``.
+        StateError: ``max_norm`` is negative or not a number; the model is not parallelized, or is updated in backward;
+            sums of accumulated microbatches have not been reduced; called on a unit inside ``sw.join``.
     """
     if not max_norm >= 0:
         raise StateError(f"clip_grad_norm(max_norm={max_norm}): expected a number of at least 0.")

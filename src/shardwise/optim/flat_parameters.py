@@ -1,12 +1,12 @@
-"""Flat tensors for the optimizer: one per run of a group's parameters instead of one per name.
+"""Flat tensors for the optimizer: one for a run of a group's parameters instead of one per parameter.
 
-A flat parameter is a view of this rank's master, over parameters that lie next to each other in it and belong to one
-weight-decay group. Element-wise optimizers compute the same numbers on it, in one kernel call instead of one per name.
-Its ``.grad`` is a view of where the gradients of those parameters live: there is one set of gradients, under two names.
+A flat parameter is a view of this rank's master, over neighbouring parameters of one weight-decay group. Element-wise
+optimizers compute the same numbers on it in one kernel call. Its ``.grad`` is a view of the memory in which the
+gradients of those parameters live.
 
-What an optimizer does not do for a parameter without a gradient (no decay, no count of steps) cannot be said of a part
-of a tensor. A flat parameter of which only some parameters have a gradient is therefore *split* before the step: the
-parameters themselves take its place in the optimizer for good, with views of its state.
+An optimizer skips a parameter without a gradient (no decay, no count of steps), but cannot skip a part of a tensor. A
+flat parameter of which only some parameters have a gradient is therefore *split* before the step: its parameters take
+its place in the optimizer for good, with views of its state.
 """
 
 from __future__ import annotations
@@ -36,21 +36,20 @@ DecayRule = Callable[[str, nn.Parameter], bool]
 def flat_parameters(model: nn.Module, decay: DecayRule | None = None) -> list[dict[str, Any]]:
     """Parameter groups for an optimizer with one flat tensor per unit and weight-decay group instead of one per name.
 
-    The numbers are those of an optimizer over ``model.parameters()``, to the last bit (with ``fused=True`` up to the
-    last bit of elements at the end of a parameter, which fused kernels compute differently), and so are checkpoints:
-    optimizer state is saved and loaded by name. Give the result to one element-wise optimizer. Frozen parameters are
-    left out; those that are left alone (``ParallelPlan.ignored``) stay as they are. Parameters that no rank used in a
-    step are skipped as always: their tensor is then split into names.
+    Pass the result to one element-wise optimizer. Its numbers equal those of an optimizer over ``model.parameters()``
+    to the last bit (with ``fused=True`` but for the last bit of elements at the end of a parameter, which fused kernels
+    compute differently). Checkpoints are the same: optimizer state is saved and loaded by parameter name. Frozen
+    parameters are left out; ignored ones (``ParallelPlan.ignored``) are passed as they are. A flat tensor of which a
+    step used only some parameters is split into parameters.
 
     Args:
         model: A parallelized model.
-        decay: ``decay(name, parameter)`` says whether weight decay acts on a parameter, of tied ones under the first
-            name. Those on which it does not come in a group of their own with ``weight_decay=0.0``. ``None``: one group
-            with the optimizer's weight decay.
+        decay: ``decay(name, parameter)`` returns whether weight decay applies to a parameter (a tied one has its first
+            name). The others form a second group with ``weight_decay=0.0``. ``None``: one group with the optimizer's
+            weight decay.
 
     Returns:
-        One or two groups, the decayed parameters first. Both are there on every rank as soon as the model has
-        parameters of both kinds, whatever this rank holds of them.
+        One or two groups, the decayed parameters first: two on every rank if the model has parameters of both kinds.
 
     Collective:
         None.

@@ -1,4 +1,4 @@
-"""Scaling the loss for fp16, with one decision on all ranks about gradients that are not finite."""
+"""Loss scaling for fp16, with one decision on all ranks about gradients that are not finite."""
 
 from __future__ import annotations
 
@@ -13,13 +13,13 @@ from shardwise.spec.errors import StateError
 
 
 class GradScaler(torch.amp.GradScaler):
-    """torch's ``GradScaler`` for a parallelized model: what is found on one rank counts on all of them.
+    """torch's ``GradScaler`` for a parallelized model: an inf or nan on one rank skips the step on all ranks.
 
-    Gradients in fp16 vanish below 6e-8 and overflow above 65504, so the loss is multiplied by a scale that is as large
-    as the gradients bear: a step whose gradients hold an inf or nan is skipped and the scale falls, after
-    ``growth_interval`` good steps it grows. Where gradients are sharded, an inf lies in one rank's shard only. A scaler
-    that looks at its own shard alone would skip on that rank and step on the others, and the ranks train different
-    models from then on. Here ``unscale_`` (which ``step`` calls where nobody has) adds up what every rank has found. ::
+    fp16 gradients vanish below 6e-8 and overflow above 65504, so the loss is multiplied by a scale as large as the
+    gradients allow: a step whose gradients hold an inf or nan is skipped and the scale falls; after ``growth_interval``
+    good steps it grows. Where gradients are sharded, an inf lies in one rank's shard only, and torch's scaler would
+    skip the step on that rank alone. Here ``unscale_`` (which ``step`` calls if you have not) reduces the findings of
+    all ranks. ::
 
         scaler.scale(loss).backward()
         scaler.unscale_(optimizer)
@@ -30,14 +30,15 @@ class GradScaler(torch.amp.GradScaler):
     Args:
         device: ``"cuda"`` or ``"cpu"``; by default CUDA where there is one.
         init_scale: The scale of the first step.
-        growth_factor: Of the scale after ``growth_interval`` steps without inf or nan.
-        backoff_factor: Of the scale after a step with one.
-        growth_interval: Steps.
+        growth_factor: Factor of the scale after ``growth_interval`` good steps.
+        backoff_factor: Factor of the scale after a step with inf or nan.
+        growth_interval: Number of good steps after which the scale grows.
         enabled: ``False``: every method does what it would without scaling.
 
     Collective:
-        One all-reduce of one float32 for each ``unscale_``, where gradients are sharded, parameters ignored or experts
-        divided, and one on each of ``tp`` and ``pp`` where there are any. All ranks must call.
+        For each ``unscale_`` one all-reduce of one float32 over the data-parallel ranks (where gradients are sharded,
+        parameters ignored or experts divided), and one on ``tp`` and on ``pp``, as far as the mesh has them. All ranks
+        must call.
     """
 
     def __init__(  # noqa: PLR0917 - torch's signature

@@ -1,8 +1,8 @@
 """Whole parameters inside a context: what FSDP calls ``summon_full_params``.
 
-Inside, the Parameter objects that the model has anyway show the whole tensors, so that ``state_dict()``, ``p.norm()``
-and everything else of plain PyTorch sees the plain model. Where ranks hold slices the whole lies in fresh memory; where
-every rank holds a replica, or the one rank all of it, it lies there, and a copy brings the replica back at the end.
+Inside, the model's own Parameter objects show whole tensors, so that ``state_dict()``, ``p.norm()`` and everything else
+of plain PyTorch sees the plain model. Sharded parameters are gathered into fresh memory. Where a rank has the whole
+group anyway (a replica, or a single rank), its memory is shown, and a copy restores it at the end.
 """
 
 from __future__ import annotations
@@ -42,22 +42,21 @@ def full_parameters(
     rank0_only: bool = False,
     offload_to_cpu: bool = False,
 ) -> Iterator[None]:
-    """Show whole parameters inside the context, as FSDP1's ``summon_full_params``.
+    """Show whole parameters inside the context, as FSDP1's ``summon_full_params`` does.
 
-    Inside, ``module.state_dict()``, ``module.parameters()`` and arithmetic on parameters are as in the plain model, in
-    the master's dtype. A forward without grad computes with what the parameters then hold, changed or not, and sends
-    nothing for them. ``.grad`` is ``None``. Training, ``optimizer.step()``, and what works on shards (``sw.save``,
+    Inside, ``module.state_dict()``, ``module.parameters()`` and arithmetic on parameters work as in the plain model, in
+    the master's dtype. A forward without grad computes with the current values of the parameters and gathers nothing.
+    ``.grad`` is ``None``. Training, ``optimizer.step()`` and functions that work on shards (``sw.save``,
     ``sw.clip_grad_norm``, ``sw.full_state_dict``, ...) are refused.
 
-    All units that hold a parameter of ``module`` are gathered at once: the memory of ``module``'s parameters comes on
-    top of everything else. For a state dict alone ``sw.full_state_dict`` streams.
+    All units that hold a parameter of ``module`` are gathered at once, so the context needs the memory of all of
+    ``module``'s parameters. To get a state dict only, call ``sw.full_state_dict``, which gathers range by range.
 
     Args:
         module: A parallelized model, or any module in it; units inside are included.
-        writeback: Keep changes made inside. Rank 0's values are sent to all ranks, so that ranks that changed them
-            differently cannot come to hold a mixture. Otherwise, and when an exception leaves the context, changes are
-            dropped.
-        rank0_only: Show them on rank 0 only; elsewhere the parameters stay shards, and no forward runs inside.
+        writeback: Keep the changes that rank 0 has made inside, on all ranks. Otherwise, and when an exception leaves
+            the context, changes are dropped.
+        rank0_only: Show whole parameters on rank 0 only; on other ranks they stay shards, and no forward runs inside.
         offload_to_cpu: Show them in host memory; the device holds one group at a time.
 
     Collective:
@@ -66,10 +65,10 @@ def full_parameters(
         ``sw.load_full_state_dict``. All ranks must enter and leave.
 
     Raises:
-        StateError: Under tensor, expert or pipeline parallelism, whose modules work on parts of parameters, or hold
-            some of them only; where ``module`` has an embedding whose rows are spread (``ParallelPlan.row_sharded``);
-            inside a forward or backward, or of a unit that is gathered by hand; for an inner context that asks for more
-            than an outer one gives; for parameters that were replaced, or trained, inside.
+        StateError: The model is under tensor, expert or pipeline parallelism, or ``module`` has an embedding whose rows
+            are spread (``ParallelPlan.row_sharded``): its modules cannot use whole parameters. Or: called inside a
+            forward or backward, on a unit gathered by hand, or inside another context that shows less; parameters were
+            replaced or trained inside.
     """
     _check_rows(module)
     units = _units_in(module)

@@ -20,7 +20,7 @@ from __future__ import annotations
 import math
 from collections import defaultdict
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import replace
 from typing import Any, Self
 
 import torch
@@ -54,17 +54,6 @@ _PER_PARAMETER = frozenset({"step", "mu_product", "eta", "mu"})
 def _is_elementwise(key: str, value: object, held: Tensor) -> bool:
     """Whether optimizer state has one value for each element of the parameter that is held as ``held``."""
     return isinstance(value, Tensor) and value.shape == held.shape and (value.dim() > 0 or key not in _PER_PARAMETER)
-
-
-@dataclass(frozen=True, slots=True)
-class _Place:
-    """Elements ``start`` to ``stop`` of a logical tensor of ``shape``, or of a slice of it."""
-
-    shape: tuple[int, ...]
-    start: int
-    stop: int
-    stride: tuple[int, ...] | None = None
-    cuts: tuple[Cut, ...] = ()
 
 
 class _Held:
@@ -114,15 +103,15 @@ class _Held:
         """The logical tensor's first element lies in this slice: of all slices, in one."""
         return all(any(start == 0 for start, _ in cut.ranges) for cut in self.cuts)
 
-    def place(self, shape: tuple[int, ...]) -> _Place | None:
-        """Where state of ``shape`` belongs; ``None`` if nothing but the whole parameter can have it."""
+    def extent(self, shape: tuple[int, ...], name: str = "", dtype: str = "") -> Extent | None:
+        """The range of a logical tensor that state of ``shape`` is; ``None`` if only a whole parameter can have it."""
         if shape == tuple(self.view.shape):
-            extent = self.spec.extent(self.piece.start, self.piece.stop)
-            return _Place(extent.shape, extent.start, extent.stop, extent.stride, extent.cuts)
+            return self.spec.extent(self.piece.start, self.piece.stop, name=name, dtype=dtype)
         for local, whole, cuts in self._per_part():
             if shape == local and self._part:
-                return _Place(whole, self.piece.start // self._part, -(-self.piece.stop // self._part), cuts=cuts)
-        return _Place(shape, 0, math.prod(shape)) if self.is_whole else None
+                start, stop = self.piece.start // self._part, -(-self.piece.stop // self._part)
+                return Extent(name, whole, dtype, start, stop, cuts=cuts)
+        return Extent(name, shape, dtype, 0, math.prod(shape)) if self.is_whole else None
 
     def shape(self, stored: tuple[int, ...]) -> tuple[int, ...] | None:
         """The shape that state has here whose logical tensor has shape ``stored``; ``None`` if it cannot be here."""
@@ -210,33 +199,32 @@ def optimizer_extents(
 def _written(held: _Held, owned: Piece, state: Mapping[str, Any]) -> Iterator[tuple[Extent, Tensor]]:
     """What the owner of a piece writes of a parameter's state; of what several ranks hold alike, the first does."""
     for key, value, is_inner in _tensors(state, held.view):
-        place = held.place(tuple(value.shape))
+        name, shape, dtype = f"{_OPTIMIZER}{held.spec.name}/{key}", tuple(value.shape), dtype_name(value.dtype)
+        extent = held.extent(shape, name, dtype)
         is_alike = owned.numel < held.piece.numel  # the parameter is whole on every rank
-        is_table = place is None and is_inner
+        is_table = extent is None and is_inner
         if is_table:
-            place, is_alike = _Place(tuple(value.shape), 0, value.numel()), True
-        if place is None:
+            extent, is_alike = Extent(name, shape, dtype, 0, value.numel()), True
+        if extent is None:
             continue  # optimizer_scalars has refused it
-        flat, stride = _in_order(value, place, held)
-        start, stop = place.start, place.stop
-        if is_alike and place.shape == held.spec.logical_shape:
-            start, stop, flat = owned.start, owned.stop, flat[owned.start : owned.stop]
+        extent, flat = _in_order(value, extent, held)
+        if is_alike and extent.shape == held.spec.logical_shape:
+            extent, flat = replace(extent, start=owned.start, stop=owned.stop), flat[owned.start : owned.stop]
         elif (is_alike and owned.start > 0) or (is_table and not held.has_origin):
             continue
-        name = f"{_OPTIMIZER}{held.spec.name}/{key}"
-        yield Extent(name, place.shape, dtype_name(value.dtype), start, stop, stride, place.cuts), flat
+        yield extent, flat
 
 
-def _in_order(value: Tensor, place: _Place, held: _Held) -> tuple[Tensor, tuple[int, ...] | None]:
-    """The elements in the order of the logical tensor's memory, and its strides where they are unusual."""
-    value, stride = value.detach(), place.stride
-    if stride is None:
-        return value.contiguous().view(-1), None
-    steps = zip(value.shape, value.stride(), held.view.stride(), strict=True)
-    is_all = value.shape == held.view.shape and value.numel() == held.spec.numel
-    if is_all and any(here != there for extent, here, there in steps if extent > 1):
-        return value.contiguous().view(-1), None  # the whole, laid out in another way than the parameter
-    return memory_order(value), stride
+def _in_order(value: Tensor, extent: Extent, held: _Held) -> tuple[Extent, Tensor]:
+    """The elements in the order of the logical tensor's memory; its strides stay where the memory has them."""
+    value = value.detach()
+    if extent.stride is not None:
+        steps = zip(value.shape, value.stride(), held.view.stride(), strict=True)
+        is_all = value.shape == held.view.shape and value.numel() == held.spec.numel
+        if not is_all or all(here == there for size, here, there in steps if size > 1):
+            return extent, memory_order(value)
+        extent = replace(extent, stride=None)  # the whole, laid out in another way than the parameter
+    return extent, value.contiguous().view(-1)
 
 
 def optimizer_scalars(
@@ -296,7 +284,7 @@ def _unsaved(name: str, held: _Held, state: Mapping[str, Any]) -> Iterator[str]:
         if value is not None and not isinstance(value, (int, float, Tensor)):
             yield f"{key!r} of {held.spec.name!r} in {name} is a {type(value).__name__}, not a tensor or number"
     for key, value, is_inner in _tensors(state, held.view):
-        if held.place(tuple(value.shape)) is None and not is_inner:
+        if held.extent(tuple(value.shape)) is None and not is_inner:
             yield (
                 f"{key!r} of {held.spec.name!r} in {name} has shape {list(value.shape)}, but a rank holds a piece of"
                 f" that parameter only ({list(held.view.shape)} of {list(held.spec.logical_shape)})"
@@ -382,18 +370,17 @@ class OptimizerState:
                 target = state[key] if key in state else _room_for(extent, held)
                 if target is not None:
                     state[key] = target
-            place = None if target is None else held.place(tuple(target.shape))
-            if place is None and key in wrapped:
-                place = _Place(extent.shape, 0, extent.numel)  # a table that all pieces share
-            if target is None or place is None or place.shape != extent.shape:
+            found = None if target is None else held.extent(tuple(target.shape), extent.name, extent.dtype)
+            if found is None and key in wrapped:
+                found = extent  # a table that all pieces share
+            if target is None or found is None or found.shape != extent.shape:
                 self.problems.append(
                     f"{key!r} of {held.spec.name!r} is stored with shape {list(extent.shape)}, which a rank that holds"
                     f" {list(held.view.shape)} of {list(held.spec.logical_shape)} cannot take"
                 )
                 continue
-            flat, stride = _in_order(target, place, held)
+            found, flat = _in_order(target, found, held)
             assert flat.data_ptr() == target.data_ptr()
-            found = Extent(extent.name, place.shape, extent.dtype, place.start, place.stop, stride, place.cuts)
             self.extents.append((found, flat))
 
     def install(self, scalars: Mapping[str, Mapping[str, float]]) -> None:
