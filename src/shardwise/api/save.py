@@ -56,7 +56,7 @@ def save(
         optimizer: Built on its parameters; or several, between which they are divided.
         state: Anything that JSON can hold (and bytes), equal on all ranks; ``step`` and ``run_id`` in it, where there,
             also go into the manifest.
-        average: Of the model's weights.
+        average: An average of the model's weights, saved with them.
         rank_state: As ``state``, but this rank's own, such as the state of its random number generators.
         keep: Remove older checkpoints beside this one, but for the newest ``keep``, and what interrupted saves left.
             Two verified ones are always left. The folders must be named by their steps, ``step-00000100``;
@@ -70,7 +70,8 @@ def save(
         All ranks must call.
 
     Raises:
-        CheckpointError, StorageError: On every rank alike; then nothing is left behind.
+        CheckpointError, StorageError: The save failed on some rank. All ranks raise the same, and
+            nothing is left behind.
     """
     engine = engine_of(model, "sw.save")
     path, named_step = Path(path), step_of(Path(path).name)
@@ -296,7 +297,7 @@ def _restore(group: dict[str, Any], settings: Mapping[str, Any]) -> None:
 
 
 def _matching(checkpoint: Checkpoint, optimizers: Sequence[torch.optim.Optimizer]) -> dict[str, Any]:
-    """What a checkpoint says of its optimizers; refused where those of the caller are others."""
+    """The entry of a checkpoint about its optimizers, checked against those of the caller."""
     path, saved, name = checkpoint.path, checkpoint.data.get(_OPTIMIZER), _class_names(optimizers)
     if saved is None:
         raise CheckpointError(

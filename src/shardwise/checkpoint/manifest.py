@@ -1,13 +1,12 @@
-"""The manifest: what a checkpoint says about itself, in JSON, checked before anything else of it is read.
+"""The manifest of a checkpoint: its description in JSON, checked before any other file is read.
 
-It is written last, so a folder with a manifest is complete. A hash of the manifest itself is part of it, so a flipped
-bit in a learning rate is found as one in a weight is.
+It is written last, so a folder with a manifest is complete. It contains a hash of itself, so a flipped bit in a
+learning rate is found as well as one in a weight.
 
-Format version 2 has slices of tensors, which tensor and expert parallelism make: ``"slices": [[[0, 0, 64, 128, 192]]]``
-says that elements of slice 0 are counted in rows 0 to 64 and 128 to 192. Version 3 writes equal pieces of ranks at
-equal distances as one run, so that the manifest hardly grows with the number of ranks, and has files of frozen
-parameters: they are named by their content, and checkpoints that hold the same share them as hard links. Older versions
-are read as ever.
+Format version 2 added slices of tensors, which tensor and expert parallelism make: ``"slices": [[[0, 0, 64, 128,
+192]]]`` means that elements of slice 0 are counted in rows 0 to 64 and 128 to 192. Version 3 writes equal pieces of
+ranks at equal distances as one run, so that the manifest hardly grows with the number of ranks, and has files of frozen
+parameters, which are named by their content, so that checkpoints share them as hard links. All versions are read.
 """
 
 from __future__ import annotations
@@ -63,9 +62,9 @@ class FileEntry(_Strict):
     """One rank's file.
 
     Attributes:
-        name: Its name; follows from the save and the rank.
-        bytes: Its size.
-        sha256: Hash of all of it.
+        name: File name; follows from the save and the rank.
+        bytes: File size.
+        sha256: Hash of the whole file.
     """
 
     name: str
@@ -79,12 +78,12 @@ class TensorEntry(_Strict):
     Attributes:
         shape: Logical shape.
         dtype: Short name.
-        stride: Where it is dense but not contiguous in the usual order.
+        stride: Strides where the tensor is dense but not contiguous in the usual order.
         pieces: ``[rank, start, stop]`` of each range in memory order, or ``[rank, start, stop, slice]`` of one in a
             slice; together exactly the whole tensor. Two more numbers, ``count`` and ``rank_step``, make it a run:
             ``count`` pieces of this length one after the other, of ranks that are ``rank_step`` apart.
-        slices: Of each slice the dimensions that it cuts, ascending: ``[dim, start, stop, start, stop, ...]``.
-        is_frozen: Its pieces are in the files of frozen parameters.
+        slices: For each slice the dimensions that it cuts, ascending: ``[dim, start, stop, start, stop, ...]``.
+        is_frozen: The pieces are in the files of frozen parameters.
     """
 
     shape: _Dims
@@ -96,13 +95,13 @@ class TensorEntry(_Strict):
 
     @functools.cached_property
     def cuts(self) -> tuple[tuple[Cut, ...], ...]:
-        """The slices as the engine has them; slice -1 is the whole."""
+        """The slices as tuples of cuts."""
         return tuple(
             tuple(Cut(dim, tuple(itertools.pairwise(marks))[::2]) for dim, *marks in held) for held in self.slices or ()
         )
 
     def extents(self, name: str) -> Iterator[tuple[int, Piece, Extent]]:
-        """Every piece with the rank that wrote it, as the file has it and as what it holds."""
+        """The rank that wrote it, the entry in its file and the range of the logical tensor, for every piece."""
         stride = None if self.stride is None else tuple(self.stride)
         for run in self.runs:
             cuts = self.cuts[run.slice] if run.slice >= 0 else ()
@@ -121,12 +120,12 @@ class Run(NamedTuple):
     """Pieces of one length, one after the other, of ranks at equal distances.
 
     Attributes:
-        rank: Of the first piece.
-        start: Its first element.
-        stop: One past its last.
-        slice: In which they are counted; -1: in the whole.
-        count: How many there are.
-        rank_step: From the rank of one to that of the next.
+        rank: Rank of the first piece.
+        start: First element of the first piece.
+        stop: One past the last element of the first piece.
+        slice: Number of the slice in which elements are counted; -1: the whole tensor.
+        count: Number of pieces.
+        rank_step: Difference between the ranks of neighbouring pieces.
     """
 
     rank: int
@@ -150,16 +149,16 @@ class Run(NamedTuple):
 
     @property
     def end(self) -> int:
-        """One past the last element of all of them."""
+        """One past the last element of the last piece."""
         return self.start + self.count * (self.stop - self.start)
 
     @property
     def last_rank(self) -> int:
-        """Of the last piece."""
+        """Rank of the last piece."""
         return self.rank + (self.count - 1) * self.rank_step
 
     def piece(self, index: int, name: str, dtype: str) -> Piece:
-        """One of them."""
+        """Piece number ``index``."""
         length = self.stop - self.start
         return Piece(name, dtype, self.start + index * length, self.stop + index * length, self.slice)
 
@@ -170,7 +169,7 @@ class Run(NamedTuple):
 
 
 class Manifest(_Strict):
-    """What a checkpoint holds.
+    """The description of a checkpoint.
 
     Attributes:
         format: Always ``shardwise-checkpoint``.
@@ -178,13 +177,13 @@ class Manifest(_Strict):
         save_id: Names one save; part of every file's name.
         run_id: The run that saved it.
         step: The step after which it was saved.
-        world_size: Ranks that saved it; there are as many files, in rank order.
-        files: One entry for each rank.
+        world_size: Number of ranks that saved it.
+        files: One file for each rank, in rank order.
         frozen: Files of frozen parameters, one for each rank, or ``None``.
-        tensors: By logical name.
-        data: State that is no tensor, the same for all ranks, packed as ``checkpoint.plain`` does.
-        rank_data: State that each rank has of its own, by rank, or ``None``.
-        checksum: Hash of all the rest.
+        tensors: The logical tensors by name.
+        data: State that is no tensor, the same for all ranks, packed by ``checkpoint.plain``.
+        rank_data: Not written any more: each rank's own state, which is a tensor ``rank/<rank>`` today.
+        checksum: Hash of all other fields.
     """
 
     format: Literal["shardwise-checkpoint"] = "shardwise-checkpoint"
@@ -217,7 +216,7 @@ class Manifest(_Strict):
             yield first + rank, piece, extent
 
     def layout_of(self, number: int) -> Layout:
-        """What a file of ``all_files`` must look like."""
+        """The layout that a file of ``all_files`` must have."""
         if number not in self._layouts:
             is_frozen, rank = divmod(number, self.world_size)
             pieces = [
@@ -235,7 +234,7 @@ class Manifest(_Strict):
         return self._layouts[number]
 
     def size_problem(self, number: int) -> str | None:
-        """What is wrong with the size that a file of ``all_files`` is said to have, or ``None``."""
+        """Why the size of a file of ``all_files`` cannot be right, or ``None``."""
         entry, plan = self.all_files[number], self.layout_of(number)
         if entry.bytes == plan.file_bytes:
             return None
@@ -248,7 +247,7 @@ def is_checkpoint_file(name: str) -> bool:
 
 
 def extent_problem(extent: Extent) -> str | None:
-    """What is wrong with an extent by itself, or ``None``."""
+    """Why an extent is invalid by itself, or ``None``."""
     if not extent.name or len(extent.name) > 1024 or not extent.name.isprintable():
         return f"{extent.name[:80]!r} is no name for a tensor"
     if extent.dtype not in ITEM_BYTES:
@@ -268,7 +267,7 @@ def extent_problem(extent: Extent) -> str | None:
 
 
 def _cuts_problem(extent: Extent) -> str | None:
-    """What is wrong with the slice that an extent counts in, or ``None``."""
+    """Why the cuts of an extent are invalid, or ``None``."""
     for cut in extent.cuts:
         if not 0 <= cut.dim < len(extent.shape):
             return f"a cut of dimension {cut.dim} does not belong to shape {extent.shape}"
@@ -285,10 +284,10 @@ def _cuts_problem(extent: Extent) -> str | None:
 
 
 def combine(extents: Mapping[int, Iterable[Extent]]) -> tuple[dict[str, TensorEntry], list[str]]:
-    """Put together what every rank holds.
+    """Combine the ranges of all ranks.
 
     Args:
-        extents: By rank.
+        extents: The ranges of each rank, by rank.
 
     Returns:
         An entry for each logical tensor, and every problem: tensors that ranks describe differently, elements that no
@@ -361,7 +360,7 @@ def decode(raw: bytes) -> Manifest:
     """Parse and check a manifest.
 
     Raises:
-        RefusedError: What is wrong; the caller adds the place.
+        RefusedError: The manifest is invalid; the caller adds the place.
     """
     try:
         content = plain.loads(raw, max_items=MAX_MANIFEST_ITEMS)
@@ -445,7 +444,7 @@ def _frozen_problems(manifest: Manifest) -> list[str]:
 
 
 def _version_problem(entry: TensorEntry, version: int) -> str | None:
-    """What a tensor has that its format version has not, or ``None``."""
+    """Which feature of a tensor the format version does not have, or ``None``."""
     if version == 1 and (entry.slices is not None or any(len(piece) > 3 for piece in entry.pieces)):
         return "it has slices, which format version 1 has not"
     if version == 2 and any(len(piece) > 4 for piece in entry.pieces):
@@ -474,7 +473,7 @@ def _tensor_problems(name: str, entry: TensorEntry, world_size: int) -> list[str
 
 
 def _slices_problem(whole: Extent, entry: TensorEntry) -> str | None:
-    """What is wrong with the slices of a tensor, each by itself, or ``None``."""
+    """Why a slice of a tensor is invalid by itself, or ``None``."""
     if any(len(cut) % 2 == 0 for held in entry.slices or () for cut in held):
         return "a cut is no dimension with ranges"
     if any(run.slice >= len(entry.cuts) for run in entry.runs):

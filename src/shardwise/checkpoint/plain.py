@@ -1,4 +1,4 @@
-"""State as plain JSON, read strictly: what two parsers could understand differently is refused.
+"""State as plain JSON, read strictly: a text that two parsers could understand differently is refused.
 
 ``pack`` turns tuples, bytes and non-finite floats into tagged objects, so that JSON holds them, and ``unpack`` turns
 them back. Nothing else than plain values passes: no class is named in a file, and none is looked up.
@@ -24,8 +24,8 @@ def pack(value: Any, where: str = "data", *, depth: int = 0) -> Any:
 
     Args:
         value: ``None``, bool, int, float, str, bytes, and lists, tuples and dicts (keys: str) of these.
-        where: Its place, for messages.
-        depth: How deep ``value`` itself already lies.
+        where: Place of the value, for messages.
+        depth: Nesting depth of ``value`` itself.
 
     Raises:
         ValueError: Something else is in it, or it is nested too deeply; the message names the place.

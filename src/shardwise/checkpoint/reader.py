@@ -1,6 +1,6 @@
-"""Loading: a manifest that is checked, files that are verified, and what is wanted of them copied, in this order.
+"""Loading: the manifest is checked, then the files are verified, then the wanted ranges are copied.
 
-Nothing of the model is touched before everything that can be known to be wrong is known. No file is ever unpickled.
+No target is written before every error that can be known has been raised. No file is ever unpickled.
 """
 
 from __future__ import annotations
@@ -112,7 +112,7 @@ class _Copy:
 
 @dataclass
 class _Plan:
-    """What one rank will read: copies by file, what does not fit (name, saved, expected), and targets of no use."""
+    """The reads of one rank: copies by file, misfits (name, saved, expected), and invalid targets."""
 
     copies: dict[int, list[_Copy]] = field(default_factory=dict)
     wrong: list[list[str]] = field(default_factory=list)
@@ -124,9 +124,9 @@ class Checkpoint:
     """An opened checkpoint.
 
     Attributes:
-        path: Its folder.
-        manifest: What it says about itself, checked.
-        data: The state that was saved as ``data``.
+        path: The checkpoint's folder.
+        manifest: Its manifest, checked.
+        data: The state that was saved beside the tensors.
     """
 
     path: Path
@@ -136,12 +136,12 @@ class Checkpoint:
 
     @property
     def step(self) -> int:
-        """The step after which it was saved."""
+        """The step after which the checkpoint was saved."""
         return self.manifest.step
 
     @property
     def world_size(self) -> int:
-        """Ranks that saved it."""
+        """Number of ranks that saved the checkpoint."""
         return self.manifest.world_size
 
     @property
@@ -177,7 +177,7 @@ class Checkpoint:
         """Fill each flat target with its range of the saved tensor, whatever ranks saved it in whatever slices.
 
         Args:
-            pairs: What this rank wants: an extent and the one-dimensional contiguous tensor that takes its elements.
+            pairs: Extents, each with the one-dimensional contiguous tensor that receives its elements.
             ignored: Names, or beginnings of names that end in ``/``, of saved tensors that no rank needs to ask for
                 (``optimizer/``).
             verify: Compare the hash of every file that is read, before anything is copied. A file that this object has
@@ -266,7 +266,7 @@ class Checkpoint:
             raise CheckpointError(self._table(table))
 
     def _plan(self, pairs: Pairs) -> _Plan:
-        """What to copy from which file, and what does not fit."""
+        """Plan the copies from each file, and note what does not fit."""
         plan, tensors = _Plan(), self.tensors
         for extent, target in pairs:
             problem = _target_problem(extent, target)
@@ -287,7 +287,7 @@ class Checkpoint:
         self._agree(self._check(mine, self._check_content), comm)
 
     def _check(self, ranks: Collection[int], look: Callable[[int, int], None]) -> list[str]:
-        """Run ``look(rank, folder)`` for the files of ``ranks`` and list what it refuses."""
+        """Run ``look(number, folder)`` for these files, and list the errors."""
         problems = []
         try:
             with folders.open_folder(self.path) as folder:
@@ -419,7 +419,7 @@ def describe_summary(summary: dict[str, Any]) -> str:
 
 
 def describe_slices(slices: Mapping[str, Mapping[str, Any]]) -> list[str]:
-    """Which tensors lie in slices, a line for all layers alike."""
+    """The tensors that were saved in slices, one line for equal layers."""
     lines = list_alike(
         {
             name: " ".join(found["slices"][:4])

@@ -1,8 +1,8 @@
-"""One rank's file: the safetensors format, written and hashed piece by piece.
+"""One rank's file, in the safetensors format, written and hashed piece by piece.
 
-A file's header follows from the manifest: same save, rank and pieces, same bytes. So a reader does not parse a
-stranger's header; it computes what the header must be and compares. Any safetensors reader can open the files: the key
-of a piece is ``name[start:stop]``, or ``name[slice 2, start:stop]`` for elements of a slice, its value one-dimensional.
+The header of a file follows from the manifest, so a reader does not parse a foreign header: it computes the expected
+one and compares the bytes. Any safetensors reader can open the files: the key of a piece is ``name[start:stop]``, or
+``name[slice 2, start:stop]`` for elements of a slice, and its value is one-dimensional.
 """
 
 from __future__ import annotations
@@ -70,12 +70,12 @@ class Piece(NamedTuple):
 
 @dataclass(frozen=True)
 class Layout:
-    """What a file of a checkpoint must look like.
+    """The expected layout of a file of a checkpoint.
 
     Attributes:
-        header: Its first bytes, up to the first tensor.
-        offsets: Where each piece's content starts, in the order of the file.
-        file_bytes: Its size.
+        header: The first bytes, up to the first tensor.
+        offsets: Byte at which the content of each piece starts, in the order of the file.
+        file_bytes: File size.
     """
 
     header: bytes
@@ -94,7 +94,7 @@ def frozen_name(sha256: str, rank: int) -> str:
 
 
 def frozen_layout(rank: int, pieces: Iterable[Piece]) -> Layout:
-    """The layout of that file. It says nothing about the save, so that several checkpoints can share it."""
+    """The layout of a file of frozen parameters. It does not name the save, so that checkpoints can share the file."""
     return _layout({"rank": str(rank), "format": "pt"}, pieces)
 
 
@@ -187,10 +187,10 @@ def hash_file(file: int, num_bytes: int) -> str:
 
 
 def check_header(file: int, expected: Layout) -> None:
-    """Compare a file's header with what it must be.
+    """Compare a file's header with the expected one.
 
     Raises:
-        RefusedError: It is another; the message says whose, where that can be told.
+        RefusedError: They differ; the message names the save that the file belongs to, if its header does.
     """
     found = bytearray(len(expected.header))
     folders.read_at(file, memoryview(found), 0)

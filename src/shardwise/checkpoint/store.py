@@ -1,4 +1,4 @@
-"""The checkpoints of one run: which is the newest good one, and which may go.
+"""The checkpoints of one run: finding the newest good one, and removing old ones.
 
 ::
 
@@ -88,12 +88,12 @@ def publish_latest(root: str | os.PathLike[str], step_dir: str | os.PathLike[str
 
 @dataclass(frozen=True)
 class Latest:
-    """What :func:`find_latest` found.
+    """The result of :func:`find_latest`.
 
     Attributes:
         root: The run's folder.
         path: The newest good checkpoint, or ``None``.
-        step: Its step.
+        step: The step of that checkpoint.
         rejected: Newer checkpoints, and without a good one all of them, that are not good, each with the reason.
         unfinished: Folders of saves that were interrupted (or are under way).
     """
@@ -141,7 +141,7 @@ def find_latest(root: str | os.PathLike[str], *, verify: bool = False) -> Latest
         verify: Also compare the hashes of all files; otherwise manifests and sizes are checked.
 
     Returns:
-        What there is; nothing raises. :meth:`Latest.require` does.
+        The findings. Nothing is raised here; :meth:`Latest.require` raises.
     """
     root = Path(root)
     listing = _list(root)
@@ -163,11 +163,11 @@ def find_latest(root: str | os.PathLike[str], *, verify: bool = False) -> Latest
 
 @dataclass(frozen=True)
 class Retained:
-    """What :func:`retain` did.
+    """The result of :func:`retain`.
 
     Attributes:
         good: Checkpoints that were verified and kept, newest first. Give them to the next call as ``known_good``.
-        refused: What was not removed although it was due, or is no good checkpoint, with the reason.
+        refused: Folders that were due but not removed, and checkpoints that are not good, each with the reason.
     """
 
     good: tuple[Path, ...]
@@ -186,7 +186,7 @@ def retain(
 
     Args:
         root: The run's folder, or the folder that holds the checkpoints.
-        keep: How many to keep; 1 counts as 2.
+        keep: Number of checkpoints to keep; 1 counts as 2.
         known_good: Checkpoints that the caller has verified itself since they were written, so that they need not be
             read again: those of ``Retained.good``, and one just verified by all ranks together.
         run_id: Remove only checkpoints of this run; by default that of the newest good one.

@@ -45,10 +45,10 @@ class StoredTensor:
     """A tensor in a file.
 
     Attributes:
-        file: Its file's path.
-        dtype: Short name.
-        shape: Its shape; contiguous.
-        offset: Byte of the file at which its content starts.
+        file: Path of the file.
+        dtype: Short dtype name.
+        shape: Shape of the tensor, which is contiguous.
+        offset: Byte of the file at which the content starts.
     """
 
     file: Path
@@ -62,7 +62,7 @@ class WeightFiles:
     """The tensors of a folder's safetensors files, and the names under which a model asks for them.
 
     Attributes:
-        tensors: By their names in the files.
+        tensors: The tensors by their names in the files.
         digest: Hash of all headers: equal on two ranks that see the same files, up to the tensors' content.
         keys: Name in the model to name in the files; empty until :meth:`named` has been called.
         dtypes: Name in the model to the dtype that the plain model has there.

@@ -2,8 +2,8 @@
 
 ::
 
-    checkpoints/step-00000100.tmp-<save id>/     created by rank 0; nobody looks in here
-        shard-<save id>-r00000.safetensors       each rank its own: written, hashed, fsynced
+    checkpoints/step-00000100.tmp-<save id>/     created by rank 0; never read
+        shard-<save id>-r00000.safetensors       one file for each rank: written, hashed, fsynced
         shard-<save id>-r00001.safetensors
         frozen-<hash>-r00000.safetensors         frozen parameters: a hard link to the file of a checkpoint beside it
         manifest.json                            rank 0, when all files are there
@@ -80,8 +80,8 @@ def write(
         data: State that is no tensor and equal on all ranks: None, bool, int, float, str, bytes, list, tuple and dict.
         step: The step after which this is the state.
         run_id: Names the run.
-        frozen: Names of tensors that hardly ever change. They go into a file of their own, named by its content; where
-            a checkpoint in the same folder holds that very file it gets a hard link, and nothing is written.
+        frozen: Names of tensors that hardly ever change. They go into a file of their own, named by its content; if
+            another checkpoint in the same folder has that file, it gets a hard link and is not written again.
 
     Returns:
         ``directory``.
@@ -90,11 +90,11 @@ def write(
         CheckpointError: The pieces do not make whole tensors, the directory exists, ranks disagree, or ``data`` holds
             something else. On all ranks, with the same text.
         StorageError: A disk is full or refuses, on any rank. On all ranks, with the same text.
-        CommError: A peer is gone. What was written stays behind in ``<directory>.tmp-*``, which ``retain`` removes.
+        CommError: A peer is gone. The unfinished files stay in ``<directory>.tmp-*``, which ``retain`` removes.
 
     Collective:
-        Two exchanges of small JSON: gathers to rank 0, which combines what the ranks hold, and broadcasts of what it
-        found. Where there are slices, a scatter of their numbers. What a rank other than 0 receives does not grow with
+        Two gathers of small JSON to rank 0, which combines the reports, each followed by a broadcast of the verdict;
+        where there are slices, a scatter of their numbers. The bytes that a rank other than 0 receives do not grow with
         the number of ranks. All ranks must call in the same order.
     """
     save = _Save(Path(directory), comm, step=step, run_id=run_id)
@@ -107,7 +107,7 @@ def write(
 class _Save:
     """One save on one rank: ``prepare`` and ``write_and_publish``, each ended by an exchange of outcomes.
 
-    What all ranks report goes to rank 0 alone, which combines it and tells all how it went.
+    All ranks send their reports to rank 0 alone, which combines them and broadcasts the verdict.
     """
 
     def __init__(self, directory: Path, comm: Comm, *, step: int, run_id: str) -> None:
@@ -316,7 +316,7 @@ class _Save:
         """Run this rank's part, have rank 0 decide on what all report, and raise on all if anything failed on any.
 
         Returns:
-            What rank 0 decided.
+            Rank 0's decision.
 
         Collective:
             A gather of small JSON to rank 0 and a broadcast from there.
@@ -350,7 +350,7 @@ class _Save:
     def _verdict(
         reports: list[dict[str, Any]], decide: Callable[[list[dict[str, Any]]], dict[str, Any] | None]
     ) -> dict[str, Any]:
-        """What rank 0 tells all ranks: what it decided, or what failed."""
+        """The message of rank 0 to all ranks: its decision, or what failed."""
         failed = [(rank, report) for rank, report in enumerate(reports) if "problem" in report]
         if not failed:
             try:
@@ -374,7 +374,7 @@ _UNPUBLISHED = re.compile(r"\.tmp-|^\.trash-")
 
 
 class _ToldError(Exception):
-    """What rank 0 refuses after looking at the reports of all ranks: the error's class and text."""
+    """An error that rank 0 has found in the reports of all ranks: its class and text."""
 
     def __init__(self, kind: type[ShardwiseError], text: str) -> None:
         super().__init__()

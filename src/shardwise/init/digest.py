@@ -1,4 +1,4 @@
-"""Digests of tensors, computed where they are: two numbers of 64 bits that tell contents apart.
+"""Digests of tensors, computed on their device: two numbers of 64 bits that tell contents apart.
 
 The bytes are read as words of 64 bits, in rows of ``ROW_WORDS``. A row gives two sums modulo 2**64: of its words, each
 times an odd random number of its place, and of the upper halves of its words, likewise. (In a product modulo 2**64 only
@@ -39,8 +39,8 @@ class Digester:
         """Two int64 numbers that tell the contents, dtypes and sizes of ``tensors`` apart.
 
         Args:
-            tensors: In an order that matters.
-            device: Of the result. By default that of the tensors, so that nobody waits.
+            tensors: The tensors; their order matters.
+            device: Device of the result; by default that of the tensors, so that no host waits.
         """
         held = [tensor.detach() for tensor in tensors if tensor.numel()]
         header = hashlib.blake2b(repr([(tensor.dtype, tensor.numel()) for tensor in held]).encode(), digest_size=8)

@@ -88,12 +88,12 @@ class Source(ABC):
 
 
 def find_source(model: nn.Module, init: Given | None, *, is_sent: bool) -> Source | None:
-    """The source for the meta tensors of ``model``; ``None`` where there are none, or where nobody said what to do.
+    """The source for the meta tensors of ``model``; ``None`` if there are none, or if they are to be refused.
 
     Args:
         model: The root.
-        init: What the user gave.
-        is_sent: Rank 0's values are sent to all, whatever the other ranks hold (``sync="rank0"``).
+        init: The argument ``init`` of ``sw.parallelize``.
+        is_sent: Rank 0's values are broadcast, whatever the other ranks hold (``sync="rank0"``).
 
     Raises:
         StateError: ``init`` was given for a model without meta tensors.

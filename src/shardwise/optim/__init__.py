@@ -1,1 +1,1 @@
-"""What meets shards at an optimizer's step: checks, flat parameters, clipping, loss scaling, averages."""
+"""Optimizers on shards: checks, flat parameters, clipping, loss scaling, averages of the weights."""

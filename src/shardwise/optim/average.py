@@ -50,7 +50,7 @@ class ExponentialMovingAverage:
         decay: From 0 up to, but not, 1. The attribute may be changed between updates.
 
     Attributes:
-        decay: As given.
+        decay: The decay of later updates.
         num_updates: Updates so far.
 
     Raises:
@@ -133,7 +133,7 @@ class ExponentialMovingAverage:
             yield group, average
 
     def _weights(self, engine: Engine) -> Iterator[tuple[Tensor, Tensor]]:
-        """What is averaged, flat and as it lies here, with its average."""
+        """The averaged weights of this rank, flat, each with its average."""
         for group, average in self._pairs():
             group.follow_shards()
             yield group.master, average
@@ -147,7 +147,7 @@ class ExponentialMovingAverage:
     # -- checkpoints
 
     def owned_extents(self) -> Pairs:
-        """What this rank writes to a checkpoint: ranges of ``average/<parameter name>``.
+        """The ranges that this rank writes to a checkpoint, as ``average/<parameter name>``.
 
         Raises:
             StateError: As :meth:`update`.
@@ -178,7 +178,7 @@ class ExponentialMovingAverage:
         return made, extents
 
     def install(self, fresh: list[Tensor], settings: dict[str, Any]) -> None:
-        """Take what was loaded."""
+        """Take over loaded averages and settings."""
         averages = [*(average for _, average in self._averages), *self._rows.values()]
         for average, loaded in zip(averages, fresh, strict=True):
             average.copy_(loaded)
@@ -196,7 +196,7 @@ class ExponentialMovingAverage:
 
     @property
     def settings(self) -> dict[str, Any]:
-        """What a checkpoint holds beside the tensors."""
+        """The decay and the number of updates, for checkpoints."""
         return {"decay": self.decay, "num_updates": self.num_updates}
 
 

@@ -97,7 +97,7 @@ def declare_elementwise(cls: type[torch.optim.Optimizer]) -> type[torch.optim.Op
 
 
 def needed_by(optimizer: torch.optim.Optimizer) -> Granularity | None:
-    """What an optimizer must have whole; ``None`` where nobody has said."""
+    """The granularity that an optimizer needs; ``None`` if it is unknown."""
     cls = type(optimizer)
     name = f"{cls.__module__}.{cls.__qualname__}"
     if name in _BLOCKWISE:
@@ -123,7 +123,7 @@ def _check_bits(optimizer: torch.optim.Optimizer) -> None:
     """Refuse 8-bit state of bitsandbytes on shards.
 
     Raises:
-        StateError: That is what it has.
+        StateError: The optimizer keeps such state, and updates shards.
     """
     cls = type(optimizer)
     if not cls.__module__.startswith("bitsandbytes.optim") or _bits_of(optimizer) != 8:

@@ -80,7 +80,7 @@ def grad_norm(engine: Engine, part: Collection[int] | None = None) -> Tensor:
     """The global 2-norm of the gradients on the shards.
 
     Args:
-        engine: Of the model.
+        engine: The model's engine.
         part: Identities of the parameters that count; ``None``: all.
 
     Collective:

@@ -96,8 +96,8 @@ class FlatParameter(Uncopyable, nn.Parameter):
     """A run of a group's parameters as one tensor, in this rank's master. The optimizer holds it; no module does.
 
     Attributes:
-        span: The run.
-        shards: The parameters that it stands for.
+        span: The run of parameters.
+        shards: Its parameters.
     """
 
     span: FlatRange
@@ -169,7 +169,7 @@ class FlatParameter(Uncopyable, nn.Parameter):
                 shard.grad = view
 
     def fix_gradient(self) -> None:
-        """For the length of a step, which asks several times, ``grad`` is what it is now."""
+        """Compute ``grad`` once for a whole step, which reads it several times."""
         self._fixed = None
         self._fixed = self.grad
 

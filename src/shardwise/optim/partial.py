@@ -1,9 +1,8 @@
-"""The gradient of a shard that refuses what would give one rank's number: norms, and checks for inf and nan.
+"""The gradient of a shard, which refuses calls that would return one rank's number: norms, checks for inf and nan.
 
-Nothing in torch asks a Parameter before ``torch.nn.utils.clip_grad_norm_`` or ``torch.amp.GradScaler`` read its
-gradient. So on every rank one gradient of each group is a :class:`PartialGradient`. It computes as a plain tensor does;
-of a call that is refused it is one argument, and raises before there is a number. ``docs/adr/0011`` has the
-alternatives.
+Torch has no hook before ``torch.nn.utils.clip_grad_norm_`` or ``torch.amp.GradScaler`` read a gradient. So one gradient
+of each group is a :class:`PartialGradient`. It computes as a plain tensor does, and raises when it is an argument of
+such a call. ``docs/adr/0011`` has the alternatives.
 """
 
 from __future__ import annotations
@@ -52,7 +51,7 @@ def allowed() -> Iterator[None]:
 
 
 class PartialGradient(Tensor):
-    """A part of a gradient, in memory that a plain tensor has as well. What is computed from it is plain."""
+    """A part of a gradient, sharing memory with a plain tensor. Results computed from it are plain tensors."""
 
     is_sparse = False  # optimizers ask at every step; found here, the question costs nothing
 

@@ -61,7 +61,7 @@ class Targets:
     """The memory of holdings, to be filled from any source.
 
     Args:
-        holdings: What is filled.
+        holdings: The holdings to fill.
 
     Attributes:
         extents: Every range with its part of the memory.
@@ -87,11 +87,11 @@ class Targets:
 
 @dataclass(frozen=True)
 class Report:
-    """What one rank has said of itself.
+    """The report of one rank in a survey.
 
     Attributes:
-        holdings: Of each holding its unit and its ranges. Empty for one of which this rank holds a copy only.
-        more: What the caller added, as JSON holds it.
+        holdings: The unit and the ranges of each holding; no ranges where the rank is not the first of its copies.
+        more: The caller's addition, as JSON holds it.
     """
 
     holdings: list[tuple[str, list[Extent]]]
@@ -107,13 +107,13 @@ class Report:
 def survey(
     comm: Comm, holdings: Sequence[Holding], judge: Callable[[list[Report]], Any], more: Any = None
 ) -> tuple[list[Report], Any]:
-    """Let rank 0 know what every rank holds, and all ranks what rank 0 makes of it.
+    """Gather the reports of all ranks on rank 0, and broadcast its answer.
 
     Args:
         comm: All ranks that hold parts of the tensors.
-        holdings: Of this rank, in the order in which they will be moved.
+        holdings: The holdings of this rank, in the order in which they will be moved.
         judge: Called on rank 0 with the reports of all ranks; returns an answer that JSON can hold.
-        more: What else this rank has to say, as JSON holds it.
+        more: An addition to this rank's report, as JSON holds it.
 
     Returns:
         The reports by rank (on rank 0, else ``[]``), and the answer.
@@ -122,7 +122,7 @@ def survey(
         A gather of JSON to rank 0, about 100 bytes for each range, and a broadcast of the answer. All ranks must call.
 
     Raises:
-        StateError: ``judge`` has raised it; on every rank alike.
+        StateError: ``judge`` has raised it; all ranks raise the same.
     """
     own = [[each.unit, [packed(extent) for extent in each.extents] if each.is_first else []] for each in holdings]
     reports = [
@@ -169,7 +169,7 @@ def refuse_gaps(reports: Sequence[Report]) -> None:
 def coverage_problems(
     name: str, shape: tuple[int, ...], held: Mapping[tuple[Cut, ...], list[tuple[int, int, int]]]
 ) -> list[str]:
-    """What keeps the sorted ranges ``(start, stop, rank)`` of each slice from being exactly the whole tensor."""
+    """Why the sorted ranges ``(start, stop, rank)`` of each slice do not cover the whole tensor exactly once."""
     problems = []
     for cuts, ranges in held.items():
         numel = Extent(name, shape, "", 0, 0, cuts=cuts).slice_numel
@@ -230,7 +230,7 @@ def gather(
     Args:
         comm: As :func:`survey` was given.
         holdings: As :func:`survey` was given; those of which this rank holds a copy only are not sent.
-        reports: What :func:`survey` returned.
+        reports: The reports that :func:`survey` returned.
         room: Returns the memory of a whole tensor; by default fresh memory on the CPU.
 
     Returns:
@@ -280,7 +280,7 @@ def scatter(
     Args:
         comm: As :func:`survey` was given.
         holdings: As :func:`survey` was given. Ranks with copies of a holding must have it at the same place.
-        reports: What :func:`survey` returned.
+        reports: The reports that :func:`survey` returned.
         values: On rank 0 the whole tensors by name, cast where they have another dtype.
         names: The names of ``values``, on every rank. Ranges of other tensors keep their elements.
 

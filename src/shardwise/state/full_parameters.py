@@ -258,7 +258,7 @@ class _Shown:
             shard.data = view
 
     def problems(self) -> list[str]:
-        """What was done inside that cannot be taken over. Values set by ``p.data = ...`` are."""
+        """Changes made inside that cannot be kept. Values set by ``p.data = ...`` can."""
         found = []
         held = {id(p) for owner in self.group.unit.owners for p in owner.parameters.values() if p is not None}
         for shard, (name, view) in zip(self.group.shards, self.views.items(), strict=False):

@@ -1,4 +1,4 @@
-"""What a rank holds of a model's tensors, as ranges: of groups, buffers and ignored parameters."""
+"""The ranges that a rank holds of a model's tensors: of groups, buffers and ignored parameters."""
 
 from __future__ import annotations
 
@@ -132,5 +132,5 @@ def persistent_buffers(model: nn.Module) -> dict[str, Tensor]:
 
 
 def is_first_of_stage(engine: Engine) -> bool:
-    """Whether this rank speaks for its pipeline stage: of buffers and names, which all ranks of a stage have alike."""
+    """Whether this rank gives the buffers and names of its pipeline stage, which all its ranks have alike."""
     return engine.comms.control.rank == 0 and (engine.comms.tp is None or engine.comms.tp.rank == 0)

@@ -297,7 +297,7 @@ def _by_first_name(reports: Sequence[Report], state: Mapping[str, Any]) -> dict[
 
 
 def _fitting(reports: list[Report], state: Mapping[str, Any], *, strict: bool) -> list[Any]:
-    """Names of all that a state dict has values for, and its extra state; refuses one that does not fit the model."""
+    """The names and the extra state of a state dict that fits the model; raises StateError for one that does not."""
     expected = {extent.name: extent.shape for report in reports for extent in report.extents}
     values, extra = _by_first_name(reports, state), _extra_state(state)
     problems = [
@@ -330,7 +330,7 @@ def _fitting(reports: list[Report], state: Mapping[str, Any], *, strict: bool) -
 
 
 def _extra_state(state: Mapping[str, Any]) -> dict[str, Any]:
-    """What ``get_extra_state`` of the modules gave."""
+    """The entries that came from the modules' ``get_extra_state``."""
     return {name: value for name, value in state.items() if name.endswith(_EXTRA_STATE)}
 
 
@@ -346,7 +346,7 @@ def _load_extra_state(model: nn.Module, state: Mapping[str, Any], *, is_stage: b
 
 
 def owned_extents(model: nn.Module) -> Pairs:
-    """What this rank writes to a checkpoint: ranges that cover every element exactly once over the ranks.
+    """The ranges that this rank writes to a checkpoint: over all ranks they cover every element exactly once.
 
     Parameters have their names, buffers ``buffer/<name>``. Of ranks that hold the same, the first writes; where all
     data-parallel ranks hold a whole parameter, each writes a part. Every tensor is a flat view of live memory: copy
@@ -398,7 +398,7 @@ def held_values(model: nn.Module, stored: Mapping[str, Extent] | None = None) ->
 
     Args:
         model: A parallelized model.
-        stored: What will be read. Buffers that are stored in the dtype to which they were cast are taken as they are.
+        stored: The tensors that will be read. Buffers stored in the dtype to which they were cast are not cast again.
     """
     engine = engine_of(model, "sw.load")
     engine.follow_shards()

@@ -61,9 +61,9 @@ class _Held:
 
     Args:
         spec: The parameter, under the name by which its state is stored.
-        piece: The piece of it that lies here.
-        view: The tensor that the optimizer sees.
-        needed: What the optimizer must have whole.
+        piece: The piece of the parameter on this rank.
+        view: The tensor that the optimizer updates.
+        needed: The granularity that the optimizer needs.
     """
 
     def __init__(self, spec: ParamSpec, piece: Piece, view: Tensor, needed: Granularity | None) -> None:
@@ -173,7 +173,7 @@ def _held_by(engine: Engine, optimizer: torch.optim.Optimizer, ignored: Names) -
 def optimizer_extents(
     model: nn.Module, optimizers: Sequence[torch.optim.Optimizer], ignored: Names | None = None
 ) -> Pairs:
-    """What this rank writes of the optimizers' state: ``optimizer/<parameter name>/<key>``, as ``owned_extents``.
+    """The ranges of the optimizers' state that this rank writes, as ``optimizer/<parameter name>/<key>``.
 
     Args:
         model: A parallelized model.
@@ -197,7 +197,7 @@ def optimizer_extents(
 
 
 def _written(held: _Held, owned: Piece, state: Mapping[str, Any]) -> Iterator[tuple[Extent, Tensor]]:
-    """What the owner of a piece writes of a parameter's state; of what several ranks hold alike, the first does."""
+    """The ranges of a parameter's state that the owner of a piece writes; the first rank writes equal ones."""
     for key, value, is_inner in _tensors(state, held.view):
         name, shape, dtype = f"{_OPTIMIZER}{held.spec.name}/{key}", tuple(value.shape), dtype_name(value.dtype)
         extent = held.extent(shape, name, dtype)
@@ -242,7 +242,7 @@ def optimizer_scalars(
         ranks must call; all get the whole.
 
     Raises:
-        CheckpointError: There is state that cannot be put together again; on every rank alike.
+        CheckpointError: Some state cannot be made whole again; all ranks raise the same.
     """
     engine = engine_of(model, "sw.save")
     mine: dict[str, dict[str, float]] = {}
@@ -279,7 +279,7 @@ def optimizer_scalars(
 
 
 def _unsaved(name: str, held: _Held, state: Mapping[str, Any]) -> Iterator[str]:
-    """What of a parameter's state no checkpoint could hold."""
+    """The state of a parameter that no checkpoint can hold."""
     for key, value in state.items():
         if value is not None and not isinstance(value, (int, float, Tensor)):
             yield f"{key!r} of {held.spec.name!r} in {name} is a {type(value).__name__}, not a tensor or number"
