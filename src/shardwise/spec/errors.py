@@ -62,7 +62,7 @@ class PlacementError(ShardwiseError, ValueError):
 
 
 class StateError(ShardwiseError, RuntimeError):
-    """A model, unit or optimizer is in a state in which the call makes no sense."""
+    """A call that a model, unit or optimizer does not allow in its present state."""
 
 
 class CommError(ShardwiseError, RuntimeError):
@@ -96,7 +96,7 @@ class StorageError(ShardwiseError, OSError):
 
 
 class Uncopyable:
-    """Stops deepcopy and pickling of the module that it sits on."""
+    """Refuses deepcopy and pickling of the module that holds an object of this class, which has one rank's shards."""
 
     __slots__ = ()
 

@@ -1,4 +1,4 @@
-"""How near a plan comes to one plain process: equal to the last bit, or as near as sums in another order allow."""
+"""What may differ between a plan and one plain process: nothing, or what another order of additions changes."""
 
 from __future__ import annotations
 
@@ -12,10 +12,10 @@ _QUANTIZED = ("quantize_frozen", "quantized_gather", "quantized_reduce")
 
 
 def check_exact(plan: ParallelPlan, name: str) -> None:
-    """Refuse to hold a plan against one process where they would differ by design.
+    """Refuse to compare a plan with one process where the two differ by design.
 
     Raises:
-        PlanError: It casts, quantizes or drops tokens; ``name`` says which plan.
+        PlanError: The plan casts, quantizes or drops tokens; ``name`` is what the message calls it.
     """
     if plan.expert_capacity is not None:
         raise PlanError(
@@ -33,9 +33,9 @@ def check_exact(plan: ParallelPlan, name: str) -> None:
 
 
 def splits_sums(plan: ParallelPlan) -> bool:
-    """Whether ranks each make a part of a sum that one process makes in one go: the order of additions is another one.
+    """Whether ranks each compute a part of a sum (``tp``, ``cp``, ``ep``), so that additions have another order.
 
-    Parameters that several stages of a pipeline hold (tied embeddings) are such sums too; that only the model knows.
+    Gradients of parameters that several pipeline stages hold (tied embeddings) are such sums too; the plan cannot tell.
     """
     return max(plan.tp, plan.cp, plan.ep) > 1
 
@@ -45,25 +45,25 @@ class Tolerance:
     """How far a run whose sums are split may be from one process after a few steps.
 
     Attributes:
-        relative: Of losses and gradient norms.
-        absolute: Of the elements of parameters.
+        relative: Relative difference of losses and gradient norms.
+        absolute: Absolute difference of elements of parameters.
     """
 
     relative: float
     absolute: float
 
 
-#: By dtype: relative, and of parameters the share of a learning rate. Adam's update has the size of the learning rate
-#: whatever the gradient's, so where a gradient is nearly zero rounding alone decides on a part of it. An exact
+#: By dtype: the relative difference, and that of parameters as a fraction of the learning rate. Adam's update is about
+#: the learning rate whatever the size of the gradient, so rounding decides where a gradient is nearly zero. An exact
 #: emulation in fp32 differs by 2e-7 and, at a learning rate of 1e-3, by 9e-5.
 _SPLIT = {"fp64": (1e-9, 1e-5), "fp32": (1e-5, 0.5)}
 
 
 def tolerance(dtype: str, lr: float) -> Tolerance:
-    """What is allowed where sums are split: at a learning rate of 1e-3 1e-5 and 5e-4 in fp32, 1e-9 and 1e-8 in fp64.
+    """The allowed difference where sums are split: 1e-5 and ``lr / 2`` in fp32, 1e-9 and ``lr / 100,000`` in fp64.
 
     Raises:
-        PlanError: Of a model in ``dtype`` none is known.
+        PlanError: No tolerance is known for a model in ``dtype``.
     """
     if dtype not in _SPLIT:
         raise PlanError(

@@ -1,6 +1,6 @@
-"""Objects of torch's FSDP1 and FSDP2 in the fields of a plan, and what they are here.
+"""Objects of torch's FSDP1 and FSDP2 in the fields of a plan, and their counterparts.
 
-They are known by module and class name: planning loads no torch.
+Objects are recognized by the names of their module and class, because planning loads no torch.
 
 ===============================================  =====================================================================
 torch                                            here
@@ -29,10 +29,10 @@ _TORCH = "torch.distributed.fsdp"
 
 
 def translated(value: Any) -> tuple[Any, str | None]:
-    """The value itself, or what an object of torch's FSDP is here, and a sentence that says so.
+    """The counterpart of an object of torch's FSDP with a sentence about it; any other value unchanged, with ``None``.
 
     Raises:
-        PlanError: It is one that has no counterpart; the message names what to use.
+        PlanError: The object has no counterpart; the message says what to use.
     """
     function = value.func if isinstance(value, functools.partial) else value
     name = function.__name__ if inspect.isroutine(function) else type(value).__name__
@@ -67,7 +67,7 @@ def _meaning(value: Any, name: str) -> Any:
 
 
 def _precision(value: Any, name: str) -> PrecisionPolicy:
-    """FSDP1's and FSDP2's policy: both reduce in the compute dtype unless told otherwise."""
+    """The policy of FSDP1 or FSDP2. Both reduce in the compute dtype by default."""
     if getattr(value, "keep_low_precision_grads", False):
         raise PlanError(
             f"torch's {name}(keep_low_precision_grads=True): gradients have the dtype of the masters here.\n"

@@ -1,12 +1,12 @@
-"""Which small units travel together, decided by arithmetic over the model: the same on every rank.
+"""Which small units are merged into one, computed from the model, the same on every rank.
 
-An exchange takes a fixed time however little it carries: between two processes on one machine over Gloo 0.3 ms and
-more, in which 1 MB could have been sent. A model of many small blocks therefore waits for messages, not for bytes. Over
-NCCL a collective of n ranks passes slices round in n - 1 steps of some microseconds each, however small a slice is.
-Blocks that follow one another become one unit: one flat buffer, one gather, one reduction for all of them.
+An exchange takes a fixed time however few bytes it has: between two processes on one machine over Gloo at least 0.3 ms,
+in which 1 MB could be sent. Over NCCL a collective of n ranks passes slices around in n - 1 steps of some microseconds
+each. A model of many small blocks therefore waits for messages, not for bytes. Neighbouring blocks become one unit: one
+flat buffer, one all-gather, one reduction.
 
-The price is memory: a unit is live as a whole. So large units are left alone, and a model is never cut into fewer than
-``LEAST_UNITS`` pieces of equal size: the live units stay the same small part of it.
+The price is memory, because a unit is gathered as a whole. So large units are not merged, and a model keeps at least
+``LEAST_UNITS`` units of equal size.
 """
 
 from __future__ import annotations
@@ -14,15 +14,14 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-#: Units are merged up to this many bytes of parameters: over Gloo a message of that size takes several times the fixed
-#: cost.
+#: Most bytes of parameters in a merged unit: over Gloo such a message takes several times the fixed cost.
 MERGED_BYTES = 1 << 21
 
-#: On CUDA they are merged up to this many bytes for each rank, if that is more: at 50 GB/s a slice of that size takes
-#: 20 microseconds, a few times a step's fixed cost.
+#: On CUDA: most bytes for each rank, if that is more. At 50 GB/s such a slice takes 20 microseconds, a few times the
+#: fixed cost of a step.
 MERGED_SLICE_BYTES = 1 << 20
 
-#: A merged unit holds at most this part of the model's parameters.
+#: A merged unit holds at most the parameters of the model divided by this.
 LEAST_UNITS = 8
 
 
@@ -31,12 +30,12 @@ class Mergeable:
     """A unit that may be merged with those beside it.
 
     Attributes:
-        name: Its qualified name.
-        chain: The chain of modules that it is a member of; only members of one chain are merged, in their order.
-            ``None``: it stays alone (it encloses other units, or may be left out by a rank).
-        kind: What its groups are (dtypes, trainability): units of different kinds are not merged, so that each group
-            of the merged unit holds something of every member.
-        num_bytes: Of its parameters.
+        name: Qualified name.
+        chain: The chain of modules that the unit is a member of; only members of one chain are merged, in their order.
+            ``None``: never merged (it encloses other units, or a rank may skip it).
+        kind: Dtypes and trainability of the unit's groups; only units of one kind are merged, so that each group of a
+            merged unit has parameters of every member.
+        num_bytes: Bytes of the unit's parameters.
     """
 
     name: str
@@ -49,8 +48,8 @@ def default_limit(total_bytes: int, *, device_type: str = "cpu", num_ranks: int 
     """The most bytes of a merged unit in a model with ``total_bytes`` of parameters.
 
     Args:
-        total_bytes: Of all parameters.
-        device_type: Of the device that computes.
+        total_bytes: Bytes of all parameters.
+        device_type: Type of the device that computes.
         num_ranks: Ranks over which a unit is sharded.
     """
     worthwhile = MERGED_BYTES if device_type == "cpu" else max(MERGED_BYTES, MERGED_SLICE_BYTES * num_ranks)
@@ -58,7 +57,7 @@ def default_limit(total_bytes: int, *, device_type: str = "cpu", num_ranks: int 
 
 
 def merge(units: Sequence[Mergeable], limit: int) -> list[tuple[str, ...]]:
-    """The names of the units that travel together, each unit in exactly one tuple, in order.
+    """The names of the units to merge, each unit in exactly one tuple, in order.
 
     Runs of neighbours are cut into as few parts of at most ``limit`` bytes as they need, of about equal size: units of
     one size share slots.
@@ -90,5 +89,5 @@ def _cut(run: Sequence[Mergeable], limit: int) -> list[tuple[str, ...]]:
 
 
 def merged_name(names: Sequence[str]) -> str:
-    """What a merged unit is called: ``blocks.0-5`` for ``blocks.0`` to ``blocks.5``."""
+    """The name of a merged unit: ``blocks.0-5`` for ``blocks.0`` to ``blocks.5``."""
     return names[0] if len(names) == 1 else f"{names[0]}-{names[-1].rpartition('.')[2]}"

@@ -1,17 +1,17 @@
-"""Weights and gradients in fewer bytes: the forms there are, and what they take.
+"""Weights and gradients in fewer bytes: the forms, and the bytes that they take.
 
 ``int8``: blocks of ``BLOCK_NUMEL`` elements in the flat order of memory. A block is its largest absolute value ``a``,
-in the dtype of the elements, and a code ``q`` from -127 to 127 for each: ``x`` is kept as ``q = round(127 x / a)`` and
-read as ``a q / 127``, off by at most ``a / 254`` and the rounding of that dtype. ``a`` itself is read back exactly, so
-quantizing what was read gives the same codes again: nothing is lost a second time, in whatever layout. Parameters and
-slices begin at multiples of a block: blocks do not depend on the number of ranks.
+in the dtype of the elements, and a code ``q`` from -127 to 127 for each element: ``x`` is stored as
+``q = round(127 x / a)`` and read as ``a q / 127``, off by at most ``a / 254`` plus the rounding of that dtype. ``a`` is
+read back exactly, so quantizing what was read gives the same codes again. Parameters and slices begin at multiples of a
+block, so blocks do not depend on the number of ranks.
 
 ``bf16``: a plain cast.
 
-Gradients in a sum over N ranks are quantized by every rank by itself and added up in fp32: the mean is off by at most
+In a sum over N ranks each rank quantizes its gradients, and they are added in fp32: the mean is off by at most
 ``(a_0 + ... + a_(N-1)) / 254 N``, where ``a_r`` is the largest value of rank r's block.
 
-Packed, a slice is its codes, then the values ``a``, filled up to ``ALIGN_BYTES``.
+A packed slice is its codes, then the values ``a``, padded to a multiple of ``ALIGN_BYTES``.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from shardwise.spec.precision import item_bytes
 #: Elements that share one scale.
 BLOCK_NUMEL = 128
 
-#: What a plan may say of each kind of quantization.
+#: Legal values of the plan's fields.
 FROZEN_FORMS = ("none", "int8", "bf16")
 SENT_FORMS = ("none", "int8")
 
@@ -41,15 +41,15 @@ def packed_bytes(numel: int, form: str, dtype: str) -> int:
 
 
 def packed_cuts(cuts: tuple[int, ...], form: str, dtype: str) -> tuple[int, ...]:
-    """Where slices begin in bytes that begin at ``cuts`` in elements, each packed by itself."""
+    """Byte offsets of slices that are packed one by one, from their offsets in elements."""
     sizes = (packed_bytes(stop - start, form, dtype) for start, stop in itertools.pairwise(cuts))
     return (0, *itertools.accumulate(sizes))
 
 
 def summed_cuts(layout: ReduceLayout) -> tuple[int, ...]:
-    """Where the parts of a gradient buffer begin that one rank each adds up.
+    """Offsets of the parts of a gradient buffer, of which each rank adds up one.
 
-    The slices; of a buffer that every rank wants whole, equal parts to the nearest block.
+    Parts are the slices; where every rank needs the whole sum, they are equal parts rounded to blocks.
     """
     size = layout.group.size
     if layout.num_slices == size:
@@ -59,12 +59,12 @@ def summed_cuts(layout: ReduceLayout) -> tuple[int, ...]:
 
 @dataclass(frozen=True)
 class Quantization:
-    """What of a plan is quantized.
+    """What a plan quantizes.
 
     Attributes:
         frozen: Form in which frozen linear weights are held and gathered.
         gather: Form in which all other parameters are gathered.
-        reduce: Form in which gradients are sent to be added up.
+        reduce: Form in which gradients are sent.
     """
 
     frozen: str = "none"

@@ -1,13 +1,14 @@
-"""The most that a backward holds beside what the engine keeps: activations, and gradients that wait.
+"""The peak of a backward beside what the engine keeps: activations, and gradients that wait for the end of their unit.
 
-A gradient of at least :func:`eager_numel` elements is moved into the flat buffer, and freed, as soon as it is there.
-Smaller ones wait, as autograd made them, until backward leaves their unit, those of the root until its end. Meanwhile
-activations become fewer. So neither the activations' own peak nor the sum of both maxima is the peak: with a(t) bytes
-of activations and w(t) bytes that wait, it is the largest a(t) + w(t).
+A gradient of at least :func:`eager_numel` elements is copied into the flat buffer, and freed, when autograd has made
+it. Smaller ones wait until backward leaves their unit, those of the root until the end of backward. Meanwhile
+activations are freed. With a(t) bytes of activations and w(t) bytes of waiting gradients, the peak is the largest a(t)
++ w(t).
 
-a(t) is that of the plain model, which every strategy runs alike: :class:`Activations` has its peak between one
-gradient and the next. w(t) follows from shapes: it grows by each small gradient and falls by a whole unit's. (Where L
-equal units of w bytes are all there is, a falls from A in L equal parts: the larger of A and A (L - 1) / L + w.)
+a(t) is that of the plain model, the same under every strategy: :class:`Activations` holds its peak between one gradient
+and the next. w(t) follows from shapes: it grows by each small gradient, and falls by those of a whole unit. With L
+equal units of w bytes and activations that fall from A in L equal parts, the peak is the larger of A and A (L - 1) / L
++ w.
 """
 
 from __future__ import annotations
@@ -20,11 +21,12 @@ from shardwise.spec.memory.footprint import UnitShape
 
 
 def eager_numel(device_type: str, *, keeps_buffers: bool = True) -> int:
-    """Elements of the smallest gradient that is moved as soon as it is there.
+    """Elements of the smallest gradient that is copied as soon as autograd has made it.
 
-    A hook takes the host tens of microseconds; smaller gradients are moved together, by one foreach call at the end of
-    their unit. On the CPU a copy of 512 x 512 elements takes longer than the hook, on a GPU one of 8,192 x 8,192. Where
-    buffers are not kept all are moved together: the first would bring the buffer for its whole unit into memory.
+    A hook takes the host tens of microseconds; smaller gradients are copied together, by one foreach call at the end of
+    their unit. On the CPU a copy of 512 x 512 elements takes longer than the hook, on a GPU one of 8,192 x 8,192.
+    Without ``keep_buffers`` all are copied together, because the first copy would allocate the buffer of the whole
+    unit.
     """
     if not keeps_buffers:
         return sys.maxsize
@@ -36,9 +38,9 @@ class Activations:
     """What forward and backward of the plain model hold besides parameters, each gradient freed once it is complete.
 
     Attributes:
-        arrivals: For each gradient, as they come: the name of its parameter, and the most bytes that were held since
-            the one before, this one included.
-        last_bytes: The most that was held after the last one.
+        arrivals: For each gradient, in the order of backward: the name of its parameter, and the peak of bytes since
+            the gradient before, this one included.
+        last_bytes: The peak after the last gradient.
     """
 
     arrivals: tuple[tuple[str, int], ...]
@@ -46,19 +48,19 @@ class Activations:
 
     @property
     def peak_bytes(self) -> int:
-        """The most that was held at once."""
+        """The peak over the whole backward."""
         return max([self.last_bytes, *(num_bytes for _, num_bytes in self.arrivals)])
 
 
 def backward_bytes(activations: Activations, units: Iterable[UnitShape], *, least_numel: int) -> int:
-    """The largest sum of activations and of gradients that wait for the end of their unit.
+    """The largest sum of activations and of gradients that wait for the end of their unit, in bytes.
 
-    A unit's gradients are moved when backward enters a unit that is neither above nor below it: just before that
-    unit's first gradient, as far as can be told from gradients. Parameters in no unit do not wait.
+    Gradients of a unit are copied when backward enters a unit that neither encloses it nor lies in it; here that is
+    taken to be just before the first gradient of that unit. Parameters in no unit do not wait.
 
     Args:
-        activations: Of the plain model.
-        units: Of the parallelized one.
+        activations: Activations of the plain model.
+        units: Units of the parallelized model.
         least_numel: Elements of the smallest gradient that does not wait (:func:`eager_numel`).
     """
     homes = _homes(units, least_numel)
@@ -76,7 +78,7 @@ def backward_bytes(activations: Activations, units: Iterable[UnitShape], *, leas
 
 @dataclass(frozen=True, slots=True)
 class _Home:
-    """Where the gradient of a parameter belongs: the unit, those above and below it, and the bytes of it that wait."""
+    """The unit of a parameter, the units around and inside it, and the bytes of its gradient that wait."""
 
     unit: int
     family: frozenset[int]

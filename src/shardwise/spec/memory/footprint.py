@@ -1,4 +1,4 @@
-"""The bytes that a rank holds, in closed form from the layouts.
+"""The bytes that a rank holds, computed from the layouts.
 
 With Ψ parameter elements in fp32 on N ranks, AdamW, even shapes and no padding, per rank:
 
@@ -12,14 +12,18 @@ shard_grad_op   4Ψ/N        4Ψ/N       8Ψ/N       4Ψ                        
 zero3           4Ψ/N        4Ψ/N       8Ψ/N       two units and the root                 two units and the root
 ==============  ==========  =========  =========  =====================================  ==============================
 
-N are the ranks of ``dp_shard``: on a mesh with ``dp_replicate`` (``hsdp``) those of one group. Under ``ep`` the
-experts count by themselves, with Ψ/ep elements on N/ep ranks, and have slots and buffers of their own. Kept sharded
-over k ranks after forward (``reshard_after_forward=k``), zero3 holds another 4Ψ/k gathered. Where the optimizer steps
-inside backward there are no gradients, and every row has the gradient buffers of zero3. With several microbatches,
-``unsharded`` accumulation gives rows that pool gradients buffers for all of them (4Ψ), and ``sharded`` gives ddp and
-zero1, whose ``.grad`` occupies their own, the buffers of the others. The first three columns are ZeRO's table 1 (arXiv
-1910.02054: 2+2+12 bytes in mixed precision) in single precision; the live units come on top. The functions here count
-what is really held: padding, headers, slots of uneven units, and the receive buffers that sums over Gloo need.
+The first three columns are table 1 of ZeRO (arXiv 1910.02054: 2+2+12 bytes in mixed precision) in single precision; the
+live units come on top. Exceptions:
+
+* With ``dp_replicate`` (``hsdp``), N is the number of ranks of one group.
+* Under ``ep`` the experts are counted separately: Ψ/ep elements on N/ep ranks, with slots and buffers of their own.
+* With ``reshard_after_forward=k`` zero3 holds another 4Ψ/k gathered.
+* Where the optimizer steps inside backward there are no gradients, and every row has the gradient buffers of zero3.
+* With several microbatches, ``unsharded`` accumulation needs full-size gradients (4Ψ) under zero2, shard_grad_op and
+  zero3, and ``sharded`` accumulation needs gradient buffers under ddp and zero1.
+
+The functions here count what is held to the byte: padding, headers, slots of uneven units, and the receive buffers of
+sums over Gloo.
 """
 
 from __future__ import annotations
@@ -240,13 +244,13 @@ class UnitShape:
 
 @dataclass(frozen=True)
 class Footprint:
-    """Bytes on one rank, by category. All of it persists from the second step on; activations come on top.
+    """Bytes on one rank, by category. They stay allocated from the second step on; activations come on top.
 
     Attributes:
         parameters: Masters, and replicas where parameters are replicated.
-        gradients: What ``.grad`` lives in, and full-size local sums where the row keeps them.
-        optimizer: State of the elements that this rank updates.
-        gathered: Slots for gathered units, and what packed bytes are received into.
+        gradients: Memory of ``.grad``, and full-size local sums where the strategy keeps them.
+        optimizer: Optimizer state of the elements that this rank updates.
+        gathered: Slots for gathered units, and receive buffers of packed gathers.
         reduce: Pooled full-size gradient buffers, and the receive buffers of the sums.
         host: Masters, gradients and optimizer state of what is offloaded; all other categories are on the device.
     """
@@ -260,12 +264,12 @@ class Footprint:
 
     @property
     def total(self) -> int:
-        """All of it, wherever it is."""
+        """Bytes on the device and the host together."""
         return sum(getattr(self, field.name) for field in fields(self))
 
     @property
     def on_device(self) -> int:
-        """What is on the compute device."""
+        """Bytes on the compute device."""
         return self.total - self.host
 
     def as_dict(self) -> dict[str, int]:
@@ -297,14 +301,14 @@ def footprint(
         groups: Every group of the model.
         rank: Coordinate on ``dp_shard``; slices differ in how much of them is padding.
         backward_order: Unit numbers as backward enters them; by default the root, then the others from last to first.
-        num_gradient_buffers: Limit of the pool per size class.
-        optimizer_tensors: State tensors per parameter: 2 for Adam, 1 for SGD with momentum, 0 without.
-        optimizer_scalar_bytes: Per-parameter scalars: Adam's step counter, a float32.
-        has_receive_buffers: Sums are made by the library (Gloo), which receives peers' slices before adding.
-        replicas: The groups over which sums go on; ``None``: there are none.
-        accumulations: Ways in which the microbatches of a step are added up, as in the plan; none where every step has
-            one backward. Repeated backwards that each synchronise are ``sharded`` whatever the plan says.
-        ignored: Parameters that are left alone, which every rank holds whole.
+        num_gradient_buffers: Most gradient buffers for each size class.
+        optimizer_tensors: State tensors per parameter: 2 for Adam, 1 for SGD with momentum, 0 without momentum.
+        optimizer_scalar_bytes: Bytes of scalars per parameter: 4 for Adam's step counter.
+        has_receive_buffers: Whether this library adds up sums itself (Gloo), and so receives the peers' slices first.
+        replicas: Coordinate on ``dp_replicate``; ``None``: gradients are not summed over it.
+        accumulations: Ways in which microbatches are added up, as in the plan; empty where every step has one backward.
+            Repeated backwards that each reduce are ``sharded`` whatever the plan says.
+        ignored: Parameters that the engine leaves alone; every rank holds them whole.
     """
     parameters = sum(param.num_bytes for param in ignored)
     gradients = sum(param.num_bytes for param in ignored if param.is_trainable)
@@ -320,7 +324,7 @@ def footprint(
             if not group.pools_gradients:
                 gradients += group.reduce_item_bytes * reduce.numel
             if "defer_replicate" in accumulations and (group.is_reduced_apart or not group.pools_gradients):
-                # The sums that wait are not where .grad is.
+                # Sums that wait for the others have memory of their own.
                 gradients += group.reduce_item_bytes * reduce.slice_numel(place)
             held = _updated_numels(group, place)
             states = sum(group.item_bytes * optimizer_tensors * numel for numel in held)
@@ -351,7 +355,7 @@ def footprint(
 
 
 def _updated_numels(group: GroupShape, rank: int) -> list[int]:
-    """Elements of each tensor that the optimizer has of a group."""
+    """Elements of each tensor of a group that the optimizer updates."""
     layout = group.layout
     held = layout.owned(rank) if group.row.shards_optimizer else layout.whole
     if group.flat_kinds is None:
@@ -361,10 +365,10 @@ def _updated_numels(group: GroupShape, rank: int) -> list[int]:
 
 
 def gathered_bytes(groups: Sequence[GroupShape], rank: int = 0) -> int:
-    """Bytes of the slots: dealt out in turn, ``SLOTS_PER_CLASS`` for each (depth, size class, dtype, trainable, axis).
+    """Bytes of the slots: ``SLOTS_PER_CLASS`` for each (depth, size class, dtype, trainable, axis), used in turn.
 
-    A class has more slots where more groups of it are recomputed together. What units are kept as after their forward,
-    where that is a slice over an inner group of ranks, comes on top.
+    A class has more slots where more of its groups are recomputed together. Slices that units keep over an inner group
+    of ranks after forward come on top.
     """
     total = 0
     turns: dict[tuple[int, int, str, bool, str], list[int]] = {}
@@ -389,7 +393,7 @@ def gathered_bytes(groups: Sequence[GroupShape], rank: int = 0) -> int:
 
 
 def packed_buffer_bytes(groups: Sequence[GroupShape]) -> int:
-    """Bytes of the buffers that packed gathers are received into: one unit at a time uses those of its size classes."""
+    """Bytes of the receive buffers of packed gathers, which one unit at a time uses."""
     largest: dict[int, int] = {}
     counts: Counter[tuple[int, int]] = Counter()
     for group in groups:
@@ -406,7 +410,7 @@ def packed_buffer_bytes(groups: Sequence[GroupShape]) -> int:
 
 
 def stage_bytes(groups: Sequence[GroupShape], *, rank: int) -> int:
-    """Bytes of the device's buffers in which masters from the host wait for their cast: one for each master's dtype."""
+    """Bytes of the device's buffers for masters from the host before their cast: one for each dtype of masters."""
     largest: dict[str, int] = {}
     for group in groups:
         if group.needs_stage:
@@ -427,9 +431,9 @@ def reduce_bytes(
 ) -> int:
     """Bytes of pooled gradient buffers and receive buffers, found by walking through the backwards of a step.
 
-    A unit takes its buffer while it runs; at its end the reductions before go one phase further, and its own is issued.
-    With more than two buffers those of the units just before are left to travel.
-    Steps are repeated until none makes a further buffer.
+    A unit takes its buffer while its backward runs. At its end the reductions of earlier units enter their next phase,
+    and its own is issued; with n > 2 buffers, those of the n - 2 units just before stay under way. Steps are repeated
+    until no further buffer is made.
     """
     trained = [group for group in groups if group.is_trainable]
     last_first = sorted({group.unit for group in trained}, reverse=True)
@@ -448,7 +452,7 @@ def reduce_bytes(
             for unit in [*(unit for unit in order if unit != 0), 0]:
                 walk.finalise([group for group in trained if group.unit == unit], kind)
             walk.end()
-    homes: dict[tuple[int, str], int] = {}  # where .grad of one group lives while the optimizer steps on it
+    homes: dict[tuple[int, str], int] = {}  # memory of .grad of one group while the optimizer updates it
     for group in trained:
         if group.updates_in_backward and group.reduces_cast:
             numel = group.reduce_layout.slice_numel(group.place(rank))
@@ -459,12 +463,12 @@ def reduce_bytes(
 
 @dataclass(frozen=True)
 class Replicas:
-    """The groups that hold the same shards, and how this one takes part in their sums.
+    """Coordinate on ``dp_replicate``, over which gradient shards are summed.
 
     Attributes:
-        size: Number of groups: ranks of ``dp_replicate``.
-        rank: Coordinate on that axis.
-        is_deferred: Microbatches are added up before they are summed over the groups.
+        size: Ranks of the axis: the number of groups that hold the same shards.
+        rank: Coordinate on the axis.
+        is_deferred: Whether microbatches are added up before they are summed over the axis.
     """
 
     size: int
@@ -472,26 +476,26 @@ class Replicas:
     is_deferred: bool = False
 
     def received_numel(self, group: GroupShape, rank: int) -> int:
-        """Elements that a rank receives from the other groups to add up its part of what it holds of a sum."""
+        """Elements that a rank receives from the other groups to add up its part of a shard."""
         return own_part(group.reduce_layout.slice_numel(group.place(rank)), self.size, self.rank) * (self.size - 1)
 
 
 def own_part(numel: int, size: int, rank: int) -> int:
-    """Elements of the part that falls to ``rank`` where ``numel`` elements are cut as evenly as they can be."""
+    """Elements of part ``rank`` where ``numel`` elements are cut into ``size`` parts as evenly as possible."""
     return (rank + 1) * numel // size - rank * numel // size
 
 
 class _Backward(enum.Enum):
-    """What becomes of the gradients of a backward."""
+    """What happens to the gradients of a backward."""
 
-    ALONE = "they are reduced, and .grad is what comes out"
-    ADDED = "they are reduced, and added to .grad"
-    LOCAL = "they stay where they were collected"
-    HELD = "they are added to those that stayed, and reduced with them"
-    DEFERRED = "they are reduced inside the group, and added to what waits there"
+    ALONE = "reduced; the sum is .grad"
+    ADDED = "reduced; the sum is added to .grad"
+    LOCAL = "kept in the gradient buffer, not reduced"
+    HELD = "added to the kept ones, and reduced with them"
+    DEFERRED = "reduced inside the group, and added to the sums that wait for dp_replicate"
 
 
-#: Backwards of a step that differ in what they need, by the way in which microbatches are added up.
+#: The kinds of backwards in a step, by the way in which microbatches are added up.
 _BACKWARDS = {
     None: (_Backward.ALONE,),
     "sharded": (_Backward.ALONE, _Backward.ADDED),
@@ -502,15 +506,15 @@ _BACKWARDS = {
 
 @dataclass(eq=False)
 class _UnderWay:
-    """A reduction on its way: inside the group first (phase 0), then over the groups (1), then spread there (2).
+    """A reduction: inside the group (phase 0), then added up over ``dp_replicate`` (1), then gathered there (2).
 
     Attributes:
-        group: Whose.
-        num_phases: After so many it is finished.
-        is_borrowed: Its buffer is the pool's ...
-        stays: ... and the sum stays in it to the end.
-        phase: The one under way.
-        received: Elements of the receive buffer in use, while there is one.
+        group: The group whose gradients are reduced.
+        num_phases: Phases of the reduction.
+        is_borrowed: Whether its buffer belongs to the pool.
+        stays: Whether the sum stays in a borrowed buffer until the end.
+        phase: The current phase.
+        received: Elements of the receive buffer in use; ``None``: there is none.
     """
 
     group: GroupShape
@@ -522,7 +526,7 @@ class _UnderWay:
 
 
 class _Reductions:
-    """Counts the buffers that a backward's reductions make, while earlier ones are used again."""
+    """Counts the buffers that the reductions of backwards make; returned buffers are used again."""
 
     def __init__(
         self,
@@ -552,7 +556,7 @@ class _Reductions:
                 self._pooled_bytes[packed_key] = max(self._pooled_bytes.get(packed_key, 0), num_bytes)
 
     def finalise(self, groups: Sequence[GroupShape], kind: _Backward) -> None:
-        """One unit takes its buffers, takes the reductions issued before a phase further, and issues its own."""
+        """One unit takes its buffers, moves earlier reductions to their next phase, and issues its own."""
         for group in groups:
             if self._borrows(group, kind) and kind is not _Backward.HELD:
                 key = self._pool_key(group)
@@ -563,8 +567,8 @@ class _Reductions:
             return
         self._move_on(num_kept=0 if self._replicas is not None else self._limit - 2)
         for group in groups:
-            # What goes on over the groups lies where .grad will be, but for a cast or an offload: then it stays in the
-            # pooled buffer. It does so as well where .grad itself will lie there, or is there already.
+            # A sum over dp_replicate is made in the memory of .grad. It is made in the pooled buffer where .grad has
+            # another dtype, is on the host, will be in that buffer, or already holds the sum of earlier backwards.
             is_apart = group.is_reduced_apart or group.updates_in_backward or kind is _Backward.ADDED
             stays = is_apart and kind is not _Backward.DEFERRED
             self._under_way.append(_UnderWay(group, self._num_phases(group), self._borrows(group, kind), stays))
@@ -575,12 +579,12 @@ class _Reductions:
                 self._take(key)
 
     def end(self) -> None:
-        """The backward is over: everything is finished."""
+        """End the backward: finish every reduction."""
         while self._under_way:
             self._move_on()
 
     def _move_on(self, *, num_kept: int = 0) -> None:
-        """But for those of the newest units, which are left to travel."""
+        """Move all reductions to their next phase, except those of the ``num_kept`` newest units."""
         units = list(dict.fromkeys(reduction.group.unit for reduction in reversed(self._under_way)))[: max(num_kept, 0)]
         for reduction in self._under_way.copy():
             if reduction.group.unit not in units:
@@ -592,19 +596,19 @@ class _Reductions:
 
     @staticmethod
     def _borrows(group: GroupShape, kind: _Backward) -> bool:
-        """Its gradients are collected in a buffer of the pool: always, or because .grad occupies its own."""
+        """Whether gradients are collected in a buffer of the pool: always, or because .grad occupies its own."""
         is_occupied = kind is _Backward.ADDED and not group.is_reduced_apart
         return group.pools_gradients or is_occupied
 
     def _num_phases(self, group: GroupShape) -> int:
-        """Of its reduction; an all-reduce that the library makes, or a packed one, has two."""
+        """Phases of a group's reduction; an all-reduce over Gloo, or a packed one, has two."""
         if self._replicas is not None:
             return 3 if self._has_receive_buffers else 2
         is_spread = not group.row.shards_optimizer and (self._has_receive_buffers or group.reduced_as is not None)
         return 2 if is_spread else 1
 
     def _advance(self, reduction: _UnderWay) -> None:
-        """Give back what the phase under way has used, and begin the next one, if there is one."""
+        """Return what the current phase has used, and begin the next phase, if there is one."""
         group, replicas = reduction.group, self._replicas
         if reduction.phase == 0:
             self._free.update(self._packed_keys(group))
@@ -621,7 +625,7 @@ class _Reductions:
             self._receive(reduction, replicas.received_numel(group, self._rank))
 
     def _receive(self, reduction: _UnderWay, numel: int) -> None:
-        """Take the smallest free receive buffer that is large enough, else a new one in the place of the largest."""
+        """Take the smallest free receive buffer that is large enough, else replace the largest by a new one."""
         free, item = self._receive_buffers(reduction), reduction.group.reduce_item_bytes
         index = bisect.bisect_left(free, numel)
         if index < len(free):
@@ -649,7 +653,7 @@ class _Reductions:
         return size_class(group.reduce_layout.numel), group.reduce_dtype or group.master_dtype, group.axis
 
     def _packed_sizes(self, group: GroupShape) -> tuple[int, ...]:
-        """Bytes that packed gradients are sent from, and received into."""
+        """Bytes of the buffers from which packed gradients are sent, and into which they are received."""
         if group.reduced_as is None:
             return ()
         return sum(group.summed_bytes), group.layout.size * group.summed_bytes[group.place(self._rank)]
@@ -659,10 +663,9 @@ class _Reductions:
 
 
 def received_numel(group: GroupShape, rank: int, *, is_added: bool = False) -> int:
-    """Elements of the buffer in which a rank receives from its peers of ``dp_shard``, to add up its own slice.
+    """Elements of the buffer in which a rank receives slices of its peers of ``dp_shard``, to add up its own slice.
 
-    Where the sum goes straight to where ``.grad`` will be, which no other sum occupies, one peer's slice is received
-    there.
+    Where the sum is made in the memory of ``.grad`` and that is free, one peer's slice is received there instead.
     """
     is_apart = group.is_reduced_apart or group.updates_in_backward
     goes_home = group.pools_gradients and not (is_apart or is_added)
@@ -670,7 +673,7 @@ def received_numel(group: GroupShape, rank: int, *, is_added: bool = False) -> i
 
 
 def summed_numel(group: GroupShape, rank: int) -> int:
-    """Elements that a rank adds up: its slice; of an all-reduce an equal part, to the nearest element."""
+    """Elements that a rank adds up: its slice, or in an all-reduce an equal part."""
     place = group.place(rank)
     if group.row.shards_optimizer:
         return group.reduce_layout.slice_numel(place)
