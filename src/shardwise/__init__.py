@@ -1,6 +1,7 @@
-"""Train any PyTorch model on many devices: FSDP, ZeRO and DDP by one engine, planned, run and reported.
+"""Train any PyTorch model on many devices: DDP, ZeRO and FSDP by one engine, with model parallelism beside it.
 
-Names are loaded when they are first used, so that ``import shardwise`` and planning need no torch.
+This module maps every public name to the module that defines it. A name is imported when it is first used, so that
+``import shardwise`` and plans need no torch.
 """
 
 from __future__ import annotations

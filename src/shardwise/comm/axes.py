@@ -135,7 +135,7 @@ class Comms:
     def counts(self, held: Slice | None) -> bool:
         """Whether what is added up over :attr:`across` counts a parameter here: of those that hold the same, once."""
         if held is not None:
-            return held.counts
+            return held.is_counted
         return self.tp is None or self.tp.rank == 0
 
     @property

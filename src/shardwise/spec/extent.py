@@ -1,4 +1,4 @@
-"""A range of elements of a named logical tensor: the common tongue of the engine and of checkpoints.
+"""A range of elements of a named logical tensor: what the engine and checkpoints exchange.
 
 A rank's piece of a parameter is a contiguous range of the parameter's elements in memory order, and so is the
 piece that a checkpoint file holds. Loading on any other layout is an intersection of ranges.

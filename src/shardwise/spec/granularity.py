@@ -1,4 +1,4 @@
-"""What a cut must not divide, and where the slices of a flat buffer begin.
+"""The smallest part of a parameter that ranks do not divide, and where the slices of a flat buffer begin.
 
 =============  ===================================================  ==========================================
 granularity    a rank's cut never falls inside                      for optimizers whose update of an element
@@ -10,12 +10,11 @@ granularity    a rank's cut never falls inside                      for optimize
 ``tensor``     a parameter: each lies whole on one rank             looks at the whole (Muon, Adafactor)
 =============  ===================================================  ==========================================
 
-Where a parameter's memory has another order than its dimensions, a run of elements is no run of memory: ``block`` and
-``row`` then keep the whole of it together.
+Where the memory of a parameter has another order than its dimensions, ``block`` and ``row`` keep the parameter whole.
 
-With ``element`` all slices are equal. With ``block`` and ``row`` they are where that costs little padding, and end at
-the nearest permitted place otherwise. With ``tensor`` a slice holds the parameters that its rank was assigned, and may
-be empty.
+With ``element`` all slices are equal. With ``block`` and ``row`` they are equal where that costs little padding, and
+end at the nearest permitted place otherwise. With ``tensor`` a slice holds the parameters of its rank, and may be
+empty.
 """
 
 from __future__ import annotations
@@ -40,7 +39,7 @@ _USAGE = "  Use 'element', 'row', 'tensor', or sw.block(n): in a file [block, n]
 
 @dataclass(frozen=True, slots=True)
 class Granularity:
-    """The smallest part of a parameter that a rank holds whole.
+    """The smallest part of a parameter that ranks do not divide.
 
     Attributes:
         kind: One of ``KINDS``.
@@ -62,7 +61,7 @@ class Granularity:
         return f"block of {self.numel}" if self.kind == "block" else self.kind
 
     def covers(self, needed: Granularity) -> bool:
-        """Whether what is never cut under ``needed`` is never cut under this one either, whatever the shapes."""
+        """Whether this granularity never cuts what ``needed`` does not cut, for parameters of any shape."""
         if self.kind == "tensor" or needed.kind == "element":
             return True
         if self.kind == needed.kind == "block":
@@ -76,15 +75,15 @@ TENSOR = Granularity("tensor")
 
 
 def block(numel: int) -> Granularity:
-    """Blocks of ``numel`` consecutive elements of a parameter are never divided over ranks."""
+    """The granularity at which blocks of ``numel`` consecutive elements of a parameter are not divided over ranks."""
     return Granularity("block", numel)
 
 
 def resolve_granularity(value: object) -> Granularity:
-    """A granularity from itself, its name, or the pair ``("block", n)`` that configuration files write as a list.
+    """``ParallelPlan.granularity`` as an object; ``("block", n)`` is what configuration files write.
 
     Raises:
-        PlanError: It is none of these.
+        PlanError: The value is no granularity.
     """
     if isinstance(value, Granularity):
         return value
@@ -96,11 +95,11 @@ def resolve_granularity(value: object) -> Granularity:
 
 
 def keeps(held: Slice, needed: Granularity | None) -> bool:
-    """Whether a rank's part of a tensor is made of whole parts such as ``needed``.
+    """Whether tensor and expert parallelism have left whole what ``needed`` keeps together.
 
     Args:
-        held: The part that tensor or expert parallelism left.
-        needed: ``None``: not known, then the tensor must be whole.
+        held: This rank's part of the tensor.
+        needed: The granularity; ``None``: not known, so the tensor must be whole.
     """
     cuts = [cut for cut in held.cuts if cut.ranges != ((0, held.shape[cut.dim]),)]
     if not cuts or needed == ELEMENT:
@@ -115,7 +114,7 @@ def keeps(held: Slice, needed: Granularity | None) -> bool:
 
 
 def first_row_dim(num_dims: int) -> int:
-    """A row's own dimensions are those from this one on (:func:`row_numel`)."""
+    """The first dimension that lies inside a row (:func:`row_numel`)."""
     if num_dims < 2:
         return num_dims
     return num_dims - 1 if num_dims <= 3 else 1
@@ -142,7 +141,7 @@ def row_numel(shape: tuple[int, ...], stride: tuple[int, ...] | None = None) -> 
 
 
 def assign(weights: Sequence[int], size: int) -> tuple[int, ...]:
-    """A rank for each of some whole parameters: the heaviest first, each to the rank that has least so far.
+    """The rank of each parameter: the heaviest first, each to the rank with the least weight so far.
 
     No rank gets more than the mean and the heaviest parameter together, nor more than 4/3 of the best possible
     (Graham 1969). Ties go to the earlier parameter and to the lower rank, so every rank finds the same.

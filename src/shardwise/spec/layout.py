@@ -80,7 +80,7 @@ class ParamSpec:
         return self.shape if self.slice is None else self.slice.shape
 
     def extent(self, start: int, stop: int, *, name: str | None = None, dtype: str | None = None) -> Extent:
-        """Its elements ``start`` to ``stop`` as a part of the logical tensor, or of one that is cut alike."""
+        """Elements ``start`` to ``stop`` as a part of the logical tensor, or of one with the same cuts (``name``)."""
         shape, held = self.logical_shape, self.slice
         cuts = () if held is None else simplest(shape, held.cuts)
         stride = logical_stride(shape, self.stride) if cuts else self.stride
@@ -139,7 +139,7 @@ class GroupLayout:
         object.__setattr__(self, "cuts", cuts)
 
     def _granule(self, param: ParamSpec) -> int:
-        """A cut inside ``param`` lies a multiple of this many elements from its start."""
+        """Cuts inside ``param`` are multiples of this many elements from its start."""
         least = round_up(max(param.numel, 1), self.align_numel)  # it is never cut
         if self.granularity.kind == "row":
             return min(math.lcm(row_numel(param.shape, param.stride) or 1, self.align_numel), least)
@@ -201,7 +201,7 @@ class GroupLayout:
         return self.numel - self.logical_numel
 
     def owned(self, rank: int) -> tuple[Piece, ...]:
-        """What lies in slice ``rank``; offsets count from the start of the slice. Empty parameters have no piece."""
+        """The pieces in slice ``rank``; offsets count from the start of the slice. Empty parameters have no piece."""
         first, last = self.cuts[rank], self.cuts[rank + 1]
         pieces = []
         for index, (param, offset) in enumerate(zip(self.params, self.offsets, strict=True)):
@@ -368,11 +368,11 @@ class ReduceLayout:
 
 @dataclass(frozen=True, slots=True)
 class FlatRange:
-    """Elements ``start`` to ``stop`` of what a rank holds of a group: pieces of one class and the padding between.
+    """A run of a rank's slice that an optimizer updates at once: pieces of one class and the padding between them.
 
     Attributes:
-        kind: Class of every piece in it.
-        pieces: In the order in which they lie.
+        kind: Class of the pieces, such as their weight-decay group.
+        pieces: The pieces, by offset.
     """
 
     kind: int
@@ -398,7 +398,7 @@ def flat_ranges(pieces: Sequence[Piece], kinds: Sequence[int | None]) -> tuple[F
     """The fewest ranges that hold every piece together with pieces of its own class only.
 
     Args:
-        pieces: What a rank holds of each parameter of a group; empty ones are in no range.
+        pieces: A rank's piece of each parameter of a group; empty pieces are in no range.
         kinds: Class of each parameter by index, such as its weight-decay group; ``None`` for one that is left out.
     """
     runs: list[list[Piece]] = []

@@ -1,15 +1,14 @@
 """The order in which units are gathered and reduced: recorded from the run, followed, and extended. No torch here.
 
-Ranks must issue the same collectives in the same order even where one of them takes another path through the model.
-Each rank therefore follows one agreed order: the first step records it (every rank issued it, so it is agreed), later
-steps follow it. A rank that skips units is told to visit them all the same, so that its peers do not wait; a unit that
-the order does not expect is inserted where it came. Nothing is taken out by one rank alone, because only this rank
-might have skipped it. A model whose paths keep changing makes the order long, and every rank visits all of it: from
-twice the length of the recorded path on the ranks tell each other what they have used, and keep that.
+Ranks must issue the same collectives in the same order, even where one of them takes another path through the model. So
+every rank follows one agreed order: the first step records it (all ranks issue the same, so it is agreed), later steps
+follow it. A rank that skips units visits them all the same, so that its peers do not wait; a unit that the order does
+not expect is inserted where it came. No rank removes a unit by itself, since its peers may still use it. Where paths
+keep changing, the order grows and every rank visits all of it: from twice the recorded length on, the ranks exchange
+which places they have used, and keep those.
 
-Already in the first step a rank may leave out members of a list of layers (:class:`LayerList`): peers are expected to
-run all of them in order. So a model that drops layers at random (stochastic depth, LayerDrop) has one order from the
-start.
+Even in the first step a rank may skip members of a list of layers (:class:`LayerList`): peers are expected to run all
+of them in order. So a model that drops layers at random (stochastic depth, LayerDrop) has one order from the start.
 """
 
 from __future__ import annotations
@@ -20,10 +19,10 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True)
 class LayerList:
-    """Units that follow one another, of which a rank may leave out some.
+    """Units that one module calls one after another, of which a rank may skip some.
 
     Attributes:
-        members: By member, its number and the numbers of the units inside it, in the order in which they are reached.
+        members: For each member its number and the numbers of the units inside it, in the order of forward.
         scope: All units inside the module that calls the members.
     """
 
@@ -31,23 +30,23 @@ class LayerList:
     scope: frozenset[int]
 
     def reversed(self) -> LayerList:
-        """The same, as backward goes through it: each member before the units inside it, as in forward."""
+        """The list in the order of backward: members reversed, each before the units inside it."""
         members = tuple((head, *reversed(inner)) for head, *inner in reversed(self.members))
         return LayerList(members, self.scope)
 
     def place_of(self, unit: int | None) -> int | None:
-        """Of the member that ``unit`` is, or is inside of."""
+        """Place of the member that ``unit`` is, or lies in; ``None``: it is in no member."""
         return next((place for place, member in enumerate(self.members) if unit in member), None)
 
     def places(self, reached: Collection[int]) -> list[int]:
-        """Of the members that were reached."""
+        """Places of the members that were reached."""
         return [place for place, (head, *_) in enumerate(self.members) if head in reached]
 
     def missing(self, unit: int | None, reached: Collection[int], first_place: int | None) -> Sequence[tuple[int, ...]]:
-        """The members behind those that were reached that a peer may run before ``unit`` (``None``: before the end).
+        """Members after the reached ones that a peer may run before ``unit`` (``None``: before the end of the pass).
 
-        All of them where the list has been left. Another list of the same module comes after this one where it begins
-        while this one is further on (``first_place``: where it begins); else the two take turns.
+        That is every one of them once the list has been left. Another list of the same module begins at
+        ``first_place``: if this list is further on by then, the other one comes after it; else the two alternate.
         """
         places = self.places(reached)
         last = places[-1] if places else -1
@@ -70,16 +69,16 @@ class AgreedOrder:
     while a unit is visited it stands behind that unit, as on a rank that runs it.
 
     Args:
-        lists: Lists of layers, of which any may be left out, those of inner modules first.
-        has_run: Tells the units that are not left out, though this pass may never reach them: backward does not come to
-            every unit that has run.
+        lists: Lists of layers that a rank may skip, those of inner modules first.
+        has_run: Tells which units have run although this pass may not reach them: backward does not enter every unit
+            that forward ran.
     """
 
     def __init__(self, lists: Sequence[LayerList] = (), has_run: Callable[[int], bool] | None = None) -> None:
         self._lists = lists
         self._has_run = has_run or (lambda _unit: False)
         self._order: list[int] = []
-        self._used_in: list[int] = []  # by place: the pass in which this rank last ran the unit there
+        self._used_in: list[int] = []  # by place: the last pass in which this rank ran the unit there
         self._pass = 0
         self._kept_since = 0  # the pass in which the ranks last agreed on what to keep
         self._most = 0  # the length from which on they agree anew
@@ -99,7 +98,7 @@ class AgreedOrder:
         return self._recorded
 
     def take(self, units: Sequence[int]) -> None:
-        """Take over the order that another rank has recorded."""
+        """Adopt the order that another rank has recorded."""
         self._order = list(units)
         self._used_in = [self._pass] * len(self._order)
         self._kept_since = self._pass - 1
@@ -113,10 +112,10 @@ class AgreedOrder:
         self._newcomers.clear()
 
     def reach(self, unit: int) -> Iterable[int]:
-        """Move to the next place of ``unit`` by way of the units that were skipped, in order; the caller visits them.
+        """Move to the next place of ``unit``; returns the units that were skipped, in order, which the caller visits.
 
-        A unit that the rest of the order does not hold is inserted here; skipped are then the members of its list that
-        this rank has left out.
+        A unit that is not in the rest of the order is inserted here, after the members of its list that this rank has
+        skipped.
         """
         order, cursor = self._order, self._cursor
         if cursor and order[cursor - 1] == unit:
@@ -143,7 +142,7 @@ class AgreedOrder:
         self._cursor += 1
 
     def _insert(self, unit: int) -> int:
-        """Put ``unit`` at the cursor, and before it what peers may issue; returns its place."""
+        """Insert ``unit`` at the cursor, after the units that peers may run before it; returns its place."""
         cursor = self._cursor
         missing = self._missing(unit, self._order[:cursor])
         self._order[cursor:cursor] = [*missing, unit]
@@ -152,7 +151,7 @@ class AgreedOrder:
         return cursor + len(missing)
 
     def _missing(self, unit: int | None, reached: Collection[int]) -> list[int]:
-        """Units that the order does not hold and that peers may issue after those ``reached`` and before ``unit``."""
+        """Units that are not in the order and that peers may run after those ``reached`` and before ``unit``."""
         own = [layers for layers in self._lists if layers.place_of(unit) is not None]
         begun = [layers.place_of(unit) for layers in own if not layers.places(reached)]
         known, missing = set(self._order), []
@@ -168,7 +167,7 @@ class AgreedOrder:
         return unit in self._newcomers
 
     def rest(self) -> Iterator[int]:
-        """End the pass by way of the units that were not reached, in order."""
+        """End the pass; returns the units that were not reached, in order, which the caller visits."""
         if self._cursor < len(self._order):
             self.num_changes += 1
         if self._newcomers:
@@ -182,27 +181,27 @@ class AgreedOrder:
         self.end()
 
     def end(self) -> None:
-        """End the pass, whatever was not reached."""
+        """End the pass without visiting what was not reached."""
         if not self._recorded:
             self._recorded = True
             self._most = 2 * len(self._order) + _SLACK
 
     @property
     def is_overgrown(self) -> bool:
-        """At the end of a pass: the ranks should agree on what to keep. The same on every rank."""
+        """At the end of a pass: whether the ranks should agree on what to keep. The same on every rank."""
         return len(self._order) > self._most
 
     def marks(self) -> list[int]:
-        """What this rank would keep: by place 1 or 0 for this pass, then the same since the ranks last agreed."""
+        """Which places this rank has used, 1 or 0: for each place in this pass, then since the ranks last agreed."""
         return [int(used == self._pass) for used in self._used_in] + [
             int(used > self._kept_since) for used in self._used_in
         ]
 
     def keep(self, marks: Sequence[int]) -> None:
-        """Keep what some rank has used since the last time; where that is too much, what one has used in this pass.
+        """Keep the places that any rank has used since the last agreement, or if too many, in this pass.
 
         Args:
-            marks: Of all ranks, added up.
+            marks: :meth:`marks` of all ranks, added up.
         """
         count = len(self._order)
         now, lately = ([place for place in range(count) if chosen[place]] for chosen in (marks[:count], marks[count:]))

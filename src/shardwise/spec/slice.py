@@ -1,11 +1,11 @@
 """Which part of a logical tensor a rank holds, where tensor or expert parallelism has cut the model.
 
-A cut takes ranges of one dimension, in order: a column-parallel weight of shape ``(f, h)`` on rank 1 of 2 is
-``Cut(0, ((f/2, f),))``; a fused query-key-value weight is one cut of three ranges, the rank's rows of each. Cuts of
-several dimensions multiply (the experts of a rank, and of each the columns of a rank).
+A cut selects ranges of one dimension: a column-parallel weight of shape ``(f, h)`` on rank 1 of 2 is
+``Cut(0, ((f/2, f),))``; a fused query-key-value weight has one cut with three ranges, the rank's rows of each. Cuts of
+several dimensions combine (the experts of a rank, and the rank's columns of each).
 
-A tensor that is cut on no dimension, but held by several ranks, is the whole. Whatever is added up over all ranks, such
-as a norm, counts a tensor once: where ``copy`` is 0.
+A tensor without cuts may be held by several ranks. Sums over all ranks, such as norms, count it on the rank with
+``copy`` 0 only.
 """
 
 from __future__ import annotations
@@ -38,12 +38,13 @@ class Slice:
 
     Attributes:
         shape: Logical shape.
-        cuts: One for each dimension that is cut.
-        copy: Index of this rank among those that hold the very same elements.
-        copies: Number of those.
+        cuts: One cut for each dimension that is cut.
+        copy: Index of this rank among the ranks that hold the same elements.
+        copies: Number of ranks that hold the same elements.
         names: All names of the logical tensor in the plain model, the first one first, where this rank's modules do not
-            show them all: of weights that are tied across pipeline stages.
-        is_expert: Ranks along ``ep`` hold other experts: only those with the same ones share it and add up gradients.
+            show them all: weights that are tied across pipeline stages.
+        is_expert: Whether the tensor belongs to experts that other ranks of ``ep`` do not have. Only ranks with the
+            same experts shard or replicate it, and add up its gradients.
     """
 
     shape: tuple[int, ...]
@@ -72,12 +73,12 @@ class Slice:
         return tuple(sizes)
 
     @property
-    def counts(self) -> bool:
-        """This rank's elements are the ones that are counted (of those that hold the same, the first's)."""
+    def is_counted(self) -> bool:
+        """Whether sums over all ranks, such as norms, count this rank's elements: the first of those that hold them."""
         return self.copy == 0
 
     def boxes(self) -> Iterator[tuple[tuple[tuple[int, int], ...], tuple[tuple[int, int], ...]]]:
-        """Every box of elements as ``(logical, local)``: a range for each dimension, of the whole and of the part."""
+        """Boxes of elements as pairs ``(logical, local)``: a range for each dimension in the whole and in the part."""
         by_dim = {cut.dim: cut for cut in self.cuts}
         sides: list[list[tuple[tuple[int, int], tuple[int, int]]]] = []
         for dim, size in enumerate(self.shape):
@@ -96,7 +97,7 @@ class Slice:
 
 
 def simplest(shape: tuple[int, ...], cuts: Iterable[Cut]) -> tuple[Cut, ...]:
-    """The same cuts in the one form that equal slices share: by dimension, ranges joined, none that takes it all."""
+    """The cuts in normal form: sorted by dimension, adjacent ranges joined, without cuts that keep everything."""
     found = []
     for cut in sorted(cuts, key=lambda cut: cut.dim):
         ranges: list[tuple[int, int]] = []
@@ -111,10 +112,10 @@ def simplest(shape: tuple[int, ...], cuts: Iterable[Cut]) -> tuple[Cut, ...]:
 
 
 def even_ranges(size: int, parts: int, part: int, *, blocks: int = 1) -> tuple[tuple[int, int], ...]:
-    """What rank ``part`` of ``parts`` holds of a dimension that is ``blocks`` equal blocks, each divided evenly.
+    """Ranges of rank ``part`` of ``parts`` in a dimension of ``blocks`` equal blocks, each divided evenly.
 
     Raises:
-        PlanError: It does not come out even.
+        PlanError: ``parts`` does not divide a block.
     """
     if size % (blocks * parts):
         each = size // blocks if size % blocks == 0 else size
@@ -132,10 +133,10 @@ _KEY = "_shardwise_slice"
 
 
 def set_slice(parameter: Any, held: Slice) -> None:
-    """Let a parameter know which part of a logical tensor it is."""
+    """Record on a parameter which part of a logical tensor it is."""
     parameter.__dict__[_KEY] = held
 
 
 def slice_of(parameter: Any) -> Slice | None:
-    """What :func:`set_slice` said; ``None`` for a parameter that is whole."""
+    """The slice that :func:`set_slice` recorded; ``None`` for a whole parameter."""
     return parameter.__dict__.get(_KEY) if hasattr(parameter, "__dict__") else None

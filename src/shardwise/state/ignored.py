@@ -49,7 +49,7 @@ def written_names(ignored: Ignored, optimizers: Sequence[torch.optim.Optimizer],
         digests = {other: told[name] for other, told in enumerate(everyone) if name in told}
         if part is None and len(set(digests.values())) > 1:
             found[parameter] = _own_name(name, rank)
-        elif rank == min(digests) if part is None else part.counts:
+        elif rank == min(digests) if part is None else part.is_counted:
             found[parameter] = name
     return found
 

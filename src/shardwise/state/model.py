@@ -83,7 +83,7 @@ def full_state_dict(model: nn.Module, *, trainable_only: bool = False) -> dict[s
         for group, pieces in groups
         if (chosen := [piece for piece in pieces if is_chosen(group.shards[piece.index])])
     ]
-    holdings += of_sliced(engine, lambda parameter, part: part.counts and is_chosen(parameter))
+    holdings += of_sliced(engine, lambda parameter, part: part.is_counted and is_chosen(parameter))
     holdings += [of_tensor(f"{_STAGE}{key}", tensor, copies=None) for key, tensor in tensors.items()]
     reports, _ = survey(world, holdings, _refuse_partial, more=entries)
     whole = gather(world, holdings, reports)

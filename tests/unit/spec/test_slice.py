@@ -47,7 +47,7 @@ def test_two_dimensions_cut() -> None:
 
 
 def test_of_copies_the_first_counts() -> None:
-    assert [Slice((4,), copy=index, copies=2).counts for index in range(2)] == [True, False]
+    assert [Slice((4,), copy=index, copies=2).is_counted for index in range(2)] == [True, False]
 
 
 @pytest.mark.parametrize(("dim", "ranges"), [(2, ((0, 1),)), (0, ((0, 5),)), (0, ((3, 2),)), (-1, ((0, 1),))])
