@@ -105,7 +105,9 @@ def draw_floors() -> str:
             for line, words in enumerate(lines):
                 parts.append(text(x + each / 2, y + 33 + 10 * line, words, size=small, anchor="middle"))
         if is_open:
-            parts.append(text(width - margin, y - 3, "these six see each other", size=10, colour=FAINT, anchor="end"))
+            parts.append(
+                text(width - margin, y - 3, f"these {len(names)} see each other", size=10, colour=FAINT, anchor="end")
+            )
         y += height + 14
     return picture(width, y + 6, "The floors of shardwise", parts)
 

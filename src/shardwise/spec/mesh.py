@@ -23,9 +23,10 @@ AXES = ("pp", "dp_replicate", "dp_shard", "cp", "tp")
 
 @dataclass(frozen=True, slots=True)
 class Mesh:
-    """Sizes of all axes. Their product is the world size.
+    """Sizes of all axes; their product is the world size.
 
-    ``ep`` is no axis of its own: its groups are runs of so many neighbours among the ranks that share parameters.
+    ``ep`` is no axis of its own: its groups are runs of ``ep`` neighbours among the ``dp_shard * cp`` ranks that share
+    parameters.
     """
 
     pp: int = 1
@@ -36,7 +37,7 @@ class Mesh:
     ep: int = 1
 
     def __post_init__(self) -> None:
-        """Refuse sizes that are not positive integers, and expert groups that do not divide those with one model."""
+        """Refuse sizes that are not positive integers, and an ``ep`` that does not divide ``dp_shard * cp``."""
         for axis, size in {**self.sizes, "ep": self.ep}.items():
             if isinstance(size, bool) or not isinstance(size, int) or size < 1:
                 raise MeshError(
@@ -62,7 +63,7 @@ class Mesh:
         tp: int = 1,
         ep: int = 1,
     ) -> Mesh:
-        """The mesh of ``world_size`` ranks; ``dp_shard=-1`` is what the other axes leave.
+        """The mesh of ``world_size`` ranks; ``dp_shard=-1`` takes what the other axes leave.
 
         Raises:
             MeshError: The sizes do not multiply to ``world_size``, or ``ep`` does not divide ``dp_shard * cp``.
@@ -80,21 +81,13 @@ class Mesh:
                     f"  Launch a multiple of {known} ranks, or lower one of {', '.join(given)}."
                 )
             return cls(pp, dp_replicate, world_size // known, cp, tp, ep)
-        mesh = cls(pp, dp_replicate, dp_shard, cp, tp)
-        if mesh.world_size != world_size:
-            shown = {axis: size for axis, size in mesh.sizes.items() if size != 1 or axis == "dp_shard"}
-            product = " * ".join(f"{axis}={size}" for axis, size in shown.items())
-            advice = f"launch {mesh.world_size} rank{'s' if mesh.world_size != 1 else ''}"
-            if world_size % known == 0:
-                advice = f"Set dp_shard={world_size // known}, or {advice}."
-            else:
-                advice = advice[0].upper() + advice[1:] + "."
-            verb = "make" if len(shown) > 1 else "makes"
-            label = "axes" if len(shown) > 1 else "axis"
-            raise MeshError(
-                f"{label} {product} {verb} {mesh.world_size} rank{'s' if mesh.world_size != 1 else ''}, "
-                f"but the world has {world_size}.\n  {advice}"
-            )
+        made = cls(pp, dp_replicate, dp_shard, cp, tp)
+        if made.world_size != world_size:
+            shown = [f"{axis}={size}" for axis, size in made.sizes.items() if size != 1 or axis == "dp_shard"]
+            ranks = f"{made.world_size} rank{'s' if made.world_size != 1 else ''}"
+            makes = f"axes {' * '.join(shown)} make" if len(shown) > 1 else f"axis {shown[0]} makes"
+            fits = f"Set dp_shard={world_size // known}, or launch" if world_size % known == 0 else "Launch"
+            raise MeshError(f"{makes} {ranks}, but the world has {world_size}.\n  {fits} {ranks}.")
         return cls(pp, dp_replicate, dp_shard, cp, tp, ep)
 
     @property
@@ -176,7 +169,7 @@ class Mesh:
         )
 
     def expert_shard_group(self, rank: int) -> tuple[int, ...]:
-        """Of the ranks that share parameters with ``rank``, those that hold the same experts: every ``ep``-th.
+        """The ranks that hold the same experts as ``rank``: every ``ep``-th of those that share parameters.
 
         With ``dp_shard=4, ep=2`` ranks 0 and 1 hold all experts between them, so do 2 and 3; 0 and 2 hold the same.
         """
@@ -201,7 +194,7 @@ class Mesh:
         )
 
     def inner_group(self, rank: int, size: int) -> tuple[int, ...]:
-        """The run of ``size`` neighbours among those that share parameters that ``rank`` belongs to.
+        """The run of ``size`` neighbours with ``rank`` among the ranks that share parameters.
 
         Raises:
             MeshError: ``size`` does not divide ``dp_shard * cp``.
