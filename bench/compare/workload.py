@@ -37,7 +37,7 @@ class Workload:
         self.device = device
         self._resolved: RunConfig | None = None
         self.plan = ParallelPlan()
-        self._loss = None
+        self._objective = build.objective(is_from_hf=False, cp=1)
         if self.case.config is None:
             self._part = RandomPart(SEED, 0, self.case.model["vocab_size"], self.case.seq_len)
             return
@@ -45,7 +45,7 @@ class Workload:
             read_config(Path(self.case.config), []), request.num_ranks, raises_masters=False
         )
         self.plan, config = resolved.plan, resolved.config
-        self._loss = build.loss_of(config)
+        self._objective = build.objective_of(config)
         self._part = open_data(
             resolved.source,
             seq_len=self.case.seq_len,
@@ -63,7 +63,7 @@ class Workload:
 
     def loss(self, model: nn.Module, inputs_BT: Tensor, targets_BT: Tensor) -> Tensor:
         """The mean loss over the tokens of a batch."""
-        return model(inputs_BT, targets_BT) if self._loss is None else self._loss(model, inputs_BT, targets_BT)
+        return self._objective.loss(model, (inputs_BT, targets_BT))
 
     def whole_batch(self, step: int) -> tuple[Tensor, Tensor]:
         """The batches of all ranks at a step, in the order of ranks, as one."""

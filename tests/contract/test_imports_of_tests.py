@@ -40,7 +40,7 @@ ABOUT = {
     "ranks/test_train_command.py": "train.folder",
     "ranks/test_train_fp16.py": "checkpoint",
     "ranks/test_train_tokenizer.py": "train.checkpoints train.tokenizer",
-    "ranks/test_train_unread.py": "train.loop",
+    "ranks/test_train_unread.py": "train.loop train.unread",
     # one part of the engine, or a count of what it does
     "contract/test_device_calls.py": "optim.clip",
     "contract/test_host_cost.py": "comm.gloo engine.engine engine.unit",

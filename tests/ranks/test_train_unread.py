@@ -12,7 +12,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 import shardwise as sw
 from shardwise.testing import run_on_ranks
-from shardwise.train import loop
+from shardwise.train import loop, unread
 from tests.ranks.train_here import losses, metrics, summary, train_here, train_well
 
 CONFIG = """
@@ -49,8 +49,8 @@ class HostReads(TorchDispatchMode):
 
 def count_reads_and_collectives() -> None:
     """Of every step, and of every reading, a line in a file of this rank."""
-    loop.LONGEST_UNREAD_S = 1e9  # however slow this machine is
-    step, read = loop._Trainer._step, loop._Trainer._read
+    unread.LONGEST_UNREAD_S = 1e9  # however slow this machine is
+    step, read = loop.Trainer._step, loop.Trainer._read
     path = Path.cwd() / f"rank-{os.environ['RANK']}.jsonl"
 
     def counted(what: str, call: Any) -> Any:
@@ -62,7 +62,7 @@ def count_reads_and_collectives() -> None:
 
         return wrapped
 
-    loop._Trainer._step, loop._Trainer._read = counted("step", step), counted("read", read)
+    loop.Trainer._step, loop.Trainer._read = counted("step", step), counted("read", read)
 
 
 @pytest.mark.parametrize("name", PLANS)

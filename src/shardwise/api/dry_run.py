@@ -22,7 +22,7 @@ from shardwise.features.wrap import find_units
 from shardwise.measure.meta import FusedAttention, build_on_meta, without_values
 from shardwise.measure.storage import StorageCount, held_bytes
 from shardwise.optim.average import ExponentialMovingAverage
-from shardwise.pipeline.batch import LossFn, call_model, forward_loss
+from shardwise.pipeline.batch import Forward, LossFn, call_model, forward_loss
 from shardwise.pipeline.pipelined import pipelined_of
 from shardwise.spec.errors import PlanError, StateError
 from shardwise.spec.mesh import Mesh
@@ -104,6 +104,7 @@ def dry_run(
     rank: int = 0,
     batch: Any = None,
     loss_fn: LossFn | None = None,
+    forward: Forward | None = None,
     optimizer: str | OptimizerFactory = "adamw",
     backend: str = "auto",
     ranks_per_machine: int | None = None,
@@ -124,6 +125,7 @@ def dry_run(
         batch: This rank's samples of one microbatch, as for ``sw.train_step``; only shapes and dtypes count. By
             default, for our GPT, tokens and targets of shape (1, seq_len).
         loss_fn: As for ``sw.train_step``.
+        forward: As for ``sw.train_step``.
         optimizer: ``"adamw"``, ``"adam"``, ``"sgd"`` (without momentum), or from parameters to an optimizer.
         ranks_per_machine: What a group of hybrid sharding is where the plan does not say.
         backend: ``"nccl"``, ``"gloo"`` (which also holds what its sums receive into), or ``"auto"``: what training on
@@ -163,14 +165,17 @@ def dry_run(
 
     def forward_and_backward() -> None:
         if pipelined is not None:
-            loss_of = functools.partial(forward_loss, loss_fn=loss_fn)
             pipelined.losses(
-                model, [inputs] * num_microbatches, call_model, loss_of, backward=torch_private.backward_under_modes
+                model,
+                [inputs] * num_microbatches,
+                forward or call_model,
+                functools.partial(forward_loss, loss_fn=loss_fn, forward=forward),
+                backward=torch_private.backward_under_modes,
             )
             return
         for index in range(num_microbatches):
             with gradient_sync(model, index == num_microbatches - 1):
-                loss = forward_loss(model, inputs, loss_fn)
+                loss = forward_loss(model, inputs, loss_fn, forward)
                 torch_private.backward_under_modes([loss / num_microbatches if num_microbatches > 1 else loss])
 
     with FusedAttention(is_cuda=is_cuda), _named_errors(model):

@@ -13,6 +13,7 @@ import torch
 from torch import Tensor, nn
 
 from shardwise.api.parallelize import parallelize
+from shardwise.api.train_step import train_step
 from shardwise.comm.axes import join_world, open_comms
 from shardwise.comm.control import all_gather_json
 from shardwise.comm.dtype import dtype_name
@@ -305,12 +306,8 @@ def _one_plan(job: _Job, plan: ParallelPlan, reader: int) -> _Run:
     shares = pipelined is not None and pipelined.has_copies
     run = _Run([], [], {}, _largest_rate(optimizer), splits_sums=shares, has_mean=pipelined is not None)
     for readers in job.parts:
-        if pipelined is not None:
-            loss = pipelined.mean_loss(model, readers[reader], job.loss_fn)
-        else:
-            (microbatch,) = readers[reader]
-            loss = forward_loss(model, microbatch, job.loss_fn)
-            loss.backward()
+        own = None if pipelined is not None else []  # of a pipeline every rank knows the mean of all losses only
+        loss = train_step(model, iter(readers[reader]), job.loss_fn, len(readers[reader]), losses=own)
         norm = clip_grad_norm(model, job.max_norm)
         optimizer.step()
         optimizer.zero_grad()

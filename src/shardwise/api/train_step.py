@@ -1,17 +1,21 @@
-"""One training step's forward and backward, the same call for every plan."""
+"""A training step's forward and backward, and an evaluation's forward: the same calls for every plan."""
 
 from __future__ import annotations
 
+import functools
+from collections.abc import Iterable, Iterator
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from shardwise.api.model import gradient_sync
+from shardwise.engine.engine import Engine
 from shardwise.engine.unit import engine_of
 from shardwise.optim.scaler import GradScaler
-from shardwise.pipeline.batch import LossFn, forward_loss, split_batch
+from shardwise.pipeline.batch import Forward, LossFn, call_model, fitting_count, forward_loss, split_batch
 from shardwise.pipeline.pipelined import pipelined_of
+from shardwise.spec.errors import StateError
 
 
 def train_step(
@@ -21,6 +25,8 @@ def train_step(
     num_microbatches: int | None = None,
     *,
     scaler: GradScaler | None = None,
+    forward: Forward | None = None,
+    losses: list[Tensor] | None = None,
 ) -> Tensor:
     """Forward and backward on this rank's ``batch``; afterwards gradients are on the parameters.
 
@@ -32,51 +38,66 @@ def train_step(
         batch: This rank's samples; tensors are split on dim 0 into microbatches. Those without dimensions, or with one
             row beside others of several, go into every microbatch whole. ``num_items_in_batch``, by which models of
             transformers divide the sum of their losses, counts the whole batch: the loss is what it is in one piece.
+            An iterator gives the microbatches themselves, one when it is needed.
         loss_fn: Gives a scalar from the output and the (micro)batch.
         num_microbatches: ``None``: one; with ``pp`` those of ``plan.pipeline``. Microbatch losses are averaged
             unweighted. Without ``pp`` all but the last backward run under ``gradient_sync(model, False)``; with ``pp``
             gradients are added up and reduced once.
         scaler: For fp16: gradients are those of the scaled loss. ``scaler.step(optimizer)`` and ``scaler.update()`` are
             the caller's.
+        forward: Calls the model: ``forward(model, batch)`` gives the output.
+        losses: A list to which the losses of this rank's microbatches are appended, detached. The mean over ranks is
+            then not taken, and the host waits for nothing: for loops that read losses every so many steps.
 
     Returns:
-        The mean loss over microbatches and ranks, detached, the same value on every rank.
+        The mean loss over microbatches and ranks, detached, the same value on every rank. With ``losses`` the mean over
+        this rank's microbatches (0 on a rank without the last stage of a pipeline).
 
     Collective:
-        Those of forward and backward, and one all-reduce of a float64 for the loss. All ranks must call. With ``pp``
-        also the messages of its schedule, and a second all-reduce of two float64. Ranks that differ on ``pp``, ``cp``
-        or ``tp`` only must have the same batch.
+        Those of forward and backward, and one all-reduce of a float64 for the loss, unless ``losses`` is given. All
+        ranks must call. With ``pp`` also the messages of its schedule, and a second all-reduce of two float64. Ranks
+        that differ on ``pp``, ``cp`` or ``tp`` only must have the same batch.
 
     Raises:
-        StateError: The batch cannot be split, or there is no scalar loss.
+        StateError: The batch cannot be split, an iterator ends early, or there is no scalar loss.
     """
     engine = engine_of(model, "sw.train_step")
+    scale = (lambda loss: loss) if scaler is None else scaler.scale
+    loss_of = functools.partial(forward_loss, loss_fn=loss_fn, forward=forward)
     pipelined = pipelined_of(model)
     if pipelined is not None:
-        if scaler is None:
-            return pipelined.step(model, batch, loss_fn, num_microbatches)
-        return pipelined.step(model, batch, loss_fn, num_microbatches, scaler.scale)
+        count = pipelined.num_microbatches if num_microbatches is None else num_microbatches
+        parts = list(_microbatches(batch, count))
+        found = pipelined.losses(model, parts, forward or call_model, loss_of, scale=scale)
+        return pipelined.mean_loss(engine, found) if losses is None else _kept(found, losses, engine)
     count = 1 if num_microbatches is None else num_microbatches
-    parts = split_batch(batch, count)
-    synchronises = engine.syncs_gradients  # false inside the caller's own gradient_sync(model, False)
+    synchronizes = engine.syncs_gradients  # false inside the caller's own gradient_sync(model, False)
     total = torch.zeros((), dtype=torch.float64, device=engine.comms.control.device)
     dtype = torch.float32
-    for index, part in enumerate(parts):
-        with gradient_sync(model, synchronises and index == count - 1):
-            loss = forward_loss(model, part, loss_fn)
-            part_loss = loss / count if count > 1 else loss
-            (part_loss if scaler is None else scaler.scale(part_loss)).backward()
+    for index, part in enumerate(_microbatches(batch, count)):
+        with gradient_sync(model, synchronizes and index == count - 1):
+            loss = loss_of(model, part)
+            scale(loss / count if count > 1 else loss).backward()
             total += loss.detach().double()
             dtype = loss.dtype
+            if losses is not None:
+                losses.append(loss.detach())
     mean = (total / count).reshape(1)
-    for observer in engine.observers:
-        observer.before_mean(engine)
-    engine.comms.control.all_reduce(mean, unit="loss", divisor=engine.num_terms).wait()
+    if losses is None:
+        for observer in engine.observers:
+            observer.before_mean(engine)
+        engine.comms.control.all_reduce(mean, unit="loss", divisor=engine.num_terms).wait()
     return mean.squeeze(0).to(dtype)
 
 
 def eval_step(
-    model: nn.Module, batch: Any, loss_fn: LossFn | None = None, num_microbatches: int | None = None
+    model: nn.Module,
+    batch: Any,
+    loss_fn: LossFn | None = None,
+    num_microbatches: int | None = None,
+    *,
+    forward: Forward | None = None,
+    losses: list[Tensor] | None = None,
 ) -> Tensor:
     """The loss of :func:`train_step`, computed without gradients. ``model.eval()`` is the caller's.
 
@@ -86,9 +107,11 @@ def eval_step(
         loss_fn: As for :func:`train_step`.
         num_microbatches: As for :func:`train_step`; with ``pp`` ``None`` takes as many, up to those of
             ``plan.pipeline``, as divide the batch, so that the last batch may be smaller.
+        forward: As for :func:`train_step`.
+        losses: As for :func:`train_step`.
 
     Returns:
-        The mean loss over microbatches and ranks, the same value on every rank.
+        The mean loss as :func:`train_step` gives it.
 
     Collective:
         Those of forward, and of the loss as in :func:`train_step`. All ranks must call.
@@ -97,11 +120,42 @@ def eval_step(
         StateError: As :func:`train_step`.
     """
     engine = engine_of(model, "sw.eval_step")
+    loss_of = functools.partial(forward_loss, loss_fn=loss_fn, forward=forward)
     pipelined = pipelined_of(model)
     with torch.no_grad():
         if pipelined is not None:
-            return pipelined.step(model, batch, loss_fn, num_microbatches)
-        losses = [forward_loss(model, part, loss_fn) for part in split_batch(batch, num_microbatches or 1)]
-        mean = torch.stack([loss.double() for loss in losses]).mean().reshape(1)
-    engine.comms.control.all_reduce(mean, unit="loss", divisor=engine.comms.num_ranks).wait()
-    return mean.squeeze(0).to(losses[0].dtype)
+            usual = pipelined.num_microbatches
+            count = fitting_count(batch, usual) if num_microbatches is None else num_microbatches
+            parts = list(_microbatches(batch, count))
+            found = pipelined.losses(model, parts, forward or call_model, loss_of)
+            return pipelined.mean_loss(engine, found) if losses is None else _kept(found, losses, engine)
+        found = [
+            loss_of(model, part) for part in _microbatches(batch, 1 if num_microbatches is None else num_microbatches)
+        ]
+        mean = torch.stack([loss.double() for loss in found]).mean().reshape(1)
+    if losses is None:
+        engine.comms.control.all_reduce(mean, unit="loss", divisor=engine.comms.num_ranks).wait()
+    else:
+        losses += found
+    return mean.squeeze(0).to(found[0].dtype)
+
+
+def _microbatches(batch: Any, count: int) -> Iterable[Any]:
+    return _drawn(batch, count) if isinstance(batch, Iterator) else split_batch(batch, count)
+
+
+def _drawn(batches: Iterator[Any], count: int) -> Iterator[Any]:
+    for index in range(count):
+        try:
+            yield next(batches)
+        except StopIteration:
+            raise StateError(
+                f"the iterator gave {index} microbatches, but num_microbatches={count}.\n"
+                "  Give it as many, or pass num_microbatches=..."
+            ) from None
+
+
+def _kept(found: list[Tensor], losses: list[Tensor], engine: Engine) -> Tensor:
+    """The mean of this rank's losses, which go into ``losses``."""
+    losses += found
+    return torch.stack(found).mean() if found else torch.zeros((), device=engine.comms.control.device)

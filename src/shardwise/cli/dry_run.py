@@ -6,7 +6,7 @@ import dataclasses
 import json
 from collections.abc import Callable, Iterable
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
@@ -67,6 +67,7 @@ def dry_run(  # noqa: PLR0917  typer's form
 ) -> None:
     """Run dry."""
     from shardwise.api.dry_run import dry_run as run_dry
+    from shardwise.train.build import objective
 
     for option, value in (
         ("--world-size", world_size),
@@ -89,7 +90,9 @@ def dry_run(  # noqa: PLR0917  typer's form
             plan,
             world_size=world_size,
             rank=rank,
-            **_inputs(tokens_BT, plan, is_from_hf=subject.is_from_hf),
+            batch=(tokens_BT, tokens_BT),
+            loss_fn=(trained := objective(is_from_hf=subject.is_from_hf, cp=plan.cp)).loss_fn,
+            forward=trained.forward,
             optimizer=optimizer or subject.optimizer,
             backend=backend,
             ranks_per_machine=local_size,
@@ -187,21 +190,6 @@ def _from_file(path: Path, world_size: int, local_size: int, overrides: list[str
         plan=resolved.plan,
         is_from_hf=config.model.hf is not None,
     )
-
-
-def _inputs(tokens_BT: Tensor, plan: ParallelPlan, *, is_from_hf: bool) -> dict[str, Any]:
-    """The batch, and how its loss is taken, as training does it."""
-    if not is_from_hf:
-        return {"batch": (tokens_BT, tokens_BT)}
-    if plan.cp > 1:
-        return {"batch": {"input_ids": tokens_BT, "labels": tokens_BT, "shift_labels": tokens_BT}}
-    return {"batch": {"input_ids": tokens_BT}, "loss_fn": _hf_loss}
-
-
-def _hf_loss(output: Any, batch: Any) -> Tensor:
-    from shardwise.train.build import logits_loss
-
-    return logits_loss(output.logits, batch["input_ids"])
 
 
 def _plans(

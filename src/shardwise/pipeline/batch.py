@@ -13,16 +13,19 @@ from shardwise.spec.errors import StateError
 #: As transformers' trainer calls it.
 _NUM_ITEMS = "num_items_in_batch"
 
+#: ``loss_fn(output, batch)``.
 LossFn = Callable[[Any, Any], Tensor]
+#: ``forward(model, batch)`` gives the model's output.
+Forward = Callable[[nn.Module, Any], Any]
 
 
-def forward_loss(model: nn.Module, batch: Any, loss_fn: LossFn | None = None) -> Tensor:
+def forward_loss(model: nn.Module, batch: Any, loss_fn: LossFn | None = None, forward: Forward | None = None) -> Tensor:
     """The scalar loss of ``model`` on ``batch``, as ``sw.train_step`` finds it.
 
     Raises:
         StateError: There is none.
     """
-    output = call_model(model, batch)
+    output = (forward or call_model)(model, batch)
     loss = loss_fn(output, batch) if loss_fn is not None else getattr(output, "loss", output)
     if not isinstance(loss, Tensor) or loss.dim() != 0:
         shown = f"a tensor of shape {list(loss.shape)}" if isinstance(loss, Tensor) else f"{type(loss).__name__}"

@@ -25,7 +25,6 @@ from shardwise.features.wrap import find_units
 from shardwise.launch.notice import tell_once
 from shardwise.measure.meta import cut_alone
 from shardwise.pipeline.agreement import Agreement
-from shardwise.pipeline.batch import LossFn, call_model, fitting_count, forward_loss, split_batch
 from shardwise.pipeline.element import Element, find_elements, sketch
 from shardwise.pipeline.interpret import Interpreter, Step
 from shardwise.pipeline.split import assign_stages, drop_foreign, held_parameters, in_order_of_calls
@@ -235,23 +234,6 @@ class Pipelined(Uncopyable):
         """Of a step, unless the caller says otherwise."""
         return self._policy.microbatches(self._comm.size)
 
-    def step(
-        self, model: nn.Module, batch: Any, loss_fn: LossFn | None, count: int | None, scale: Scale = _as_it_is
-    ) -> Tensor:
-        """``sw.train_step``, and where grad is off ``sw.eval_step``."""
-        if count is None:
-            count = self.num_microbatches
-            count = count if torch.is_grad_enabled() else fitting_count(batch, count)
-        return self.mean_loss(model, split_batch(batch, count), loss_fn, scale)
-
-    def mean_loss(
-        self, model: nn.Module, parts: Sequence[Any], loss_fn: LossFn | None, scale: Scale = _as_it_is
-    ) -> Tensor:
-        """The same on microbatches."""
-        loss = functools.partial(forward_loss, loss_fn=loss_fn)
-        losses = self.losses(model, parts, call_model, loss, scale=scale)
-        return self._mean_loss(engine_of(model, "sw.train_step"), losses)
-
     def losses(
         self,
         model: nn.Module,
@@ -319,7 +301,7 @@ class Pipelined(Uncopyable):
     def _schedule(self, count: int) -> Schedule:
         return _built(self._policy.schedule, self._comm.size, count, self._policy.virtual_stages)
 
-    def _mean_loss(self, engine: Engine, losses: Sequence[Tensor]) -> Tensor:
+    def mean_loss(self, engine: Engine, losses: Sequence[Tensor]) -> Tensor:
         """The mean over microbatches and data-parallel ranks, on every rank of every stage."""
         device = engine.comms.control.device
         total = torch.zeros((), dtype=torch.float64, device=device)

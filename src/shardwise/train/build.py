@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -22,8 +23,8 @@ from shardwise.train.data import Part, RandomPart
 from shardwise.train.pretrained import NotNamedError, deferred_from_folder, model_from_folder
 from shardwise.train.resolve import RunConfig
 
-#: ``loss(model, inputs_BT, targets_BT)``: the mean loss over the tokens of a microbatch.
-Loss = Callable[[nn.Module, Tensor, Tensor], Tensor]
+#: Inputs and targets of a microbatch, both (B, T), int64.
+TokenBatch = tuple[Tensor, Tensor]
 
 
 def build_model(resolved: RunConfig, device: torch.device, *, reads_weights: bool = True) -> nn.Module:
@@ -68,18 +69,44 @@ def defer_model(resolved: RunConfig, device: torch.device) -> tuple[nn.Module, W
         return build_model(resolved, device), None
 
 
-def loss_of(config: Config) -> Loss:
-    """How the model's loss is taken."""
-    if config.model.hf is None:
-        return _own_loss
-    return _labels_loss if config.parallel.cp > 1 else _logits_loss  # logits of whole sequences would be gathered
+@dataclass(frozen=True, slots=True)
+class Objective:
+    """How the model is called with inputs and targets, and what of its output is the loss, as for ``sw.train_step``.
+
+    Attributes:
+        forward: ``forward(model, (inputs_BT, targets_BT))`` gives the model's output.
+        loss_fn: ``loss_fn(output, (inputs_BT, targets_BT))`` gives the mean loss over the tokens.
+    """
+
+    forward: Callable[[nn.Module, TokenBatch], Any]
+    loss_fn: Callable[[Any, TokenBatch], Tensor]
+
+    def loss(self, model: nn.Module, batch: TokenBatch) -> Tensor:
+        """The loss of a plain model."""
+        return self.loss_fn(self.forward(model, batch), batch)
 
 
-def call_of(config: Config) -> Callable[[nn.Module, tuple[Tensor, Tensor]], Any]:
-    """How the model is called with inputs and targets, where only a later pipeline stage has a loss."""
-    if config.model.hf is not None:
-        return lambda model, part: model(input_ids=part[0])
-    return lambda model, part: model(*part)
+def objective(*, is_from_hf: bool, cp: int) -> Objective:
+    """Our GPT takes the targets itself; of a Hugging Face model the logits are compared with them in fp32.
+
+    Under ``cp`` a Hugging Face model takes the loss itself: the logits of whole sequences would have to be gathered.
+    """
+    if not is_from_hf:
+        return Objective(lambda model, batch: model(*batch), lambda output, _batch: output)
+    if cp > 1:
+        return Objective(
+            lambda model, batch: model(input_ids=batch[0], labels=batch[1], shift_labels=batch[1]),
+            lambda output, _batch: output.loss,
+        )
+    return Objective(
+        lambda model, batch: model(input_ids=batch[0]),
+        lambda output, batch: F.cross_entropy(output.logits.float().flatten(0, 1), batch[1].flatten()),
+    )
+
+
+def objective_of(config: Config) -> Objective:
+    """The objective of a run."""
+    return objective(is_from_hf=config.model.hf is not None, cp=config.parallel.cp)
 
 
 def parameter_groups(section: OptimizerSection, model: nn.Module) -> list[dict[str, Any]]:
@@ -108,23 +135,6 @@ def set_lr(optimizer: torch.optim.Optimizer, lr: float) -> None:
     """The learning rate of the next step, for every group."""
     for group in optimizer.param_groups:
         group["lr"] = lr
-
-
-def _own_loss(model: nn.Module, inputs_BT: Tensor, targets_BT: Tensor) -> Tensor:
-    return model(inputs_BT, targets_BT)
-
-
-def _logits_loss(model: nn.Module, inputs_BT: Tensor, targets_BT: Tensor) -> Tensor:
-    return logits_loss(model(input_ids=inputs_BT).logits, targets_BT)
-
-
-def _labels_loss(model: nn.Module, inputs_BT: Tensor, targets_BT: Tensor) -> Tensor:
-    return model(input_ids=inputs_BT, labels=targets_BT, shift_labels=targets_BT).loss
-
-
-def logits_loss(logits_BTV: Tensor, targets_BT: Tensor) -> Tensor:
-    """The mean cross entropy, in fp32, of a language model's logits."""
-    return F.cross_entropy(logits_BTV.float().flatten(0, 1), targets_BT.flatten())
 
 
 def to_tensors(part: Part | RandomPart, samples: Sequence[int], device: torch.device) -> tuple[Tensor, Tensor]:

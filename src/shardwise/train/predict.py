@@ -10,10 +10,10 @@ of their unit's backward.
 from __future__ import annotations
 
 from types import TracebackType
-from typing import Any, Self
+from typing import Self
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 
 # Fake tensors are documented (docs.pytorch.org/docs/stable/torch.compiler_fake_tensor.html) but have no public name.
 # Plain meta tensors will not do: attention chooses another kernel for them, which saves other tensors.
@@ -33,7 +33,7 @@ from shardwise.measure.storage import StorageCount, measure_activations
 from shardwise.optim.average import ExponentialMovingAverage
 from shardwise.spec.errors import ShardwiseError
 from shardwise.spec.memory.activations import Activations
-from shardwise.train.build import build_model, logits_loss, loss_of
+from shardwise.train.build import build_model, objective_of
 from shardwise.train.control import Control
 from shardwise.train.resolve import RunConfig
 
@@ -110,7 +110,7 @@ def _run_dry(resolved: RunConfig, control: Control, device: torch.device) -> dic
     The activations of this rank's stages, as many microbatches as its schedule holds. Where buffers are not kept, also
     what stays of them between steps: what is allocated in a step counts as activations.
     """
-    batch, is_from_hf = resolved.batch, resolved.config.model.hf is not None
+    batch, objective = resolved.batch, objective_of(resolved.config)
     tokens_BT = torch.empty(batch.micro, resolved.seq_len, dtype=torch.int64, device="meta")
     generator = torch.get_rng_state()
     try:
@@ -119,8 +119,9 @@ def _run_dry(resolved: RunConfig, control: Control, device: torch.device) -> dic
             resolved.plan,
             world_size=control.size,
             rank=control.rank,
-            batch={"input_ids": tokens_BT} if is_from_hf else (tokens_BT, tokens_BT),
-            loss_fn=_logits_loss if is_from_hf else None,
+            batch=(tokens_BT, tokens_BT),
+            loss_fn=objective.loss_fn,
+            forward=objective.forward,
             backend="nccl" if device.type == "cuda" else "gloo",
             num_microbatches=batch.accumulation,
         )
@@ -130,10 +131,6 @@ def _run_dry(resolved: RunConfig, control: Control, device: torch.device) -> dic
         torch.set_rng_state(generator)
     names = ("activations",) if resolved.plan.keep_buffers else ("gradients", "gathered", "reduce", "activations")
     return {name: found.bytes_by_category[name] for name in names}
-
-
-def _logits_loss(output: Any, batch: Any) -> Tensor:
-    return logits_loss(output.logits, batch["input_ids"])
 
 
 def measure(resolved: RunConfig, device: torch.device, *, tp_rank: int = 0) -> Activations | None:
@@ -167,7 +164,7 @@ def _measure(model: nn.Module, resolved: RunConfig, device: torch.device, tp_ran
 
     def forward_and_backward() -> None:
         inputs_BT, targets_BT = (torch.zeros(shape, dtype=torch.int64, device=device) for _ in range(2))
-        (loss_of(resolved.config)(model, inputs_BT, targets_BT) / 1).backward()
+        (objective_of(resolved.config).loss(model, (inputs_BT, targets_BT)) / 1).backward()
 
     with count:
         activations = measure_activations(model, count, forward_and_backward)

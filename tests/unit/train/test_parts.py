@@ -18,12 +18,12 @@ from shardwise.models.shape import PRESETS
 from shardwise.spec.errors import CheckpointError
 from shardwise.spec.text import printable, size
 from shardwise.train import random_state
-from shardwise.train.build import build_model, build_optimizer, loss_of, parameter_groups, set_lr
+from shardwise.train.build import build_model, build_optimizer, objective_of, parameter_groups, set_lr
 from shardwise.train.config import OptimizerSection, read_config
 from shardwise.train.log import PEAKS, flops_per_token, peak_flops
-from shardwise.train.loop import INTERRUPTED, STOPPED, StopRequest, exit_code
 from shardwise.train.predict import measure
 from shardwise.train.resolve import resolve
+from shardwise.train.unread import INTERRUPTED, STOPPED, StopRequest, exit_code
 
 CPU = torch.device("cpu")
 
@@ -150,6 +150,6 @@ def test_a_hugging_face_folder_is_built_offline_from_its_configuration(tmp_path:
     random_state.seed_all(0)
     model = build_model(resolved, CPU)
     tokens = torch.zeros(2, 9, dtype=torch.int64)
-    loss = loss_of(resolved.config)(model, tokens[:, :-1], tokens[:, 1:])
+    loss = objective_of(resolved.config).loss(model, (tokens[:, :-1], tokens[:, 1:]))
     assert 4.0 < loss.item() < 7.0  # about ln 256
     assert measure(resolved, CPU)
