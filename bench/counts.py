@@ -11,8 +11,7 @@ from typing import Any
 import torch
 from torch import distributed
 
-from bench.compare.case import CASES
-from bench.compare.request import OURS, Entrant, Request
+from bench.compare.request import CASES, OURS, Entrant, Request
 from shardwise.testing import run_on_ranks
 
 WORLDS = (2, 3, 4)
@@ -50,7 +49,7 @@ def audit_all(case: str, names: tuple[str, ...]) -> list[dict[str, Any]]:
     """On a rank."""
     # Here, as the peers' imports warn and take seconds.
     from bench.compare.audit import AUDIT_STEPS, audit
-    from bench.compare.workload import Workload
+    from bench.compare.engine import Workload
 
     torch.set_num_threads(1)
     entrants = tuple(Entrant(OURS, name) for name in names)

@@ -211,7 +211,7 @@ def trainer(
 
 def activations_of(name: str, device: torch.device, samples: int) -> Activations:
     """What forward and backward of the plain model in bf16 hold beside parameters and gradients."""
-    from bench.compare.count import TensorCount
+    from bench.compare.audit import TensorCount
 
     with TensorCount(device.type) as count:
         model = build(name, device).bfloat16()

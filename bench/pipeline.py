@@ -25,7 +25,7 @@ from torch import Tensor, distributed, nn
 from torch.distributed import pipelining
 
 import shardwise as sw
-from bench.compare.machine import machine_facts
+from bench.compare.run import machine_facts
 from bench.files import free_stem
 from shardwise.models.transformer import GPT, Loss
 from shardwise.testing import run_on_ranks

@@ -10,8 +10,7 @@ import torch
 from torch import distributed
 from torch.profiler import ProfilerActivity, profile
 
-from bench.compare.case import CASES, WARM_UP_STEPS
-from bench.compare.request import OURS, PEERS, Entrant, Request
+from bench.compare.request import CASES, OURS, PEERS, WARM_UP_STEPS, Entrant, Request
 from shardwise.testing import run_on_ranks
 
 STEPS = 3
@@ -32,8 +31,7 @@ def profiles(case: str, world: int, names: tuple[str, str]) -> str:
 def profile_steps(case: str, entrant: Entrant) -> str:
     """On a rank: steps of the steady state under torch's profiler, then as many under Python's."""
     # Here, as the peers' imports warn and take seconds.
-    from bench.compare.engine import Engine
-    from bench.compare.workload import Workload
+    from bench.compare.engine import Engine, Workload
 
     torch.set_num_threads(1)
     rank, world = distributed.get_rank(), distributed.get_world_size()

@@ -39,9 +39,9 @@ from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, 
 from torch.distributed.tensor.placement_types import Replicate
 
 import shardwise as sw
-from bench.compare.case import CASES, SEED, WARM_UP_STEPS, Case
-from bench.compare.machine import machine_facts
-from bench.compare.trainee import LEARNING_RATE, Trainee
+from bench.compare.peer import LEARNING_RATE, Trainee
+from bench.compare.request import CASES, SEED, WARM_UP_STEPS, Case
+from bench.compare.run import machine_facts
 from bench.files import free_stem
 from shardwise.models.transformer import Attention
 from shardwise.testing import run_on_ranks

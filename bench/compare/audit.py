@@ -9,17 +9,33 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.utils._python_dispatch import is_traceable_wrapper_subclass, is_traceable_wrapper_subclass_type
 
 import shardwise as sw
-from bench.compare.count import TensorCount
-from bench.compare.engine import Engine
-from bench.compare.request import OURS, Entrant
-from bench.compare.variant import parse
-from bench.compare.workload import Workload
+from bench.compare.engine import Engine, Workload
+from bench.compare.request import OURS, Entrant, parse
 from shardwise.api import summary
 from shardwise.engine.unit import engine_of
-from shardwise.measure.storage import measure_activations
+from shardwise.measure.storage import StorageCount, measure_activations
 from shardwise.spec.memory.activations import Activations
+
+
+class TensorCount(StorageCount):
+    """Also looks inside tensor subclasses (DTensor)."""
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if any(is_traceable_wrapper_subclass_type(kind) for kind in types):
+            return NotImplemented  # the subclass computes with plain tensors, and those come here
+        return super().__torch_dispatch__(func, types, args, kwargs)
+
+    def see(self, tensor: torch.Tensor) -> None:
+        """Count the storage of ``tensor`` once, or those of the tensors that it is made of."""
+        if is_traceable_wrapper_subclass(tensor):
+            for name in tensor.__tensor_flatten__()[0]:
+                self.see(getattr(tensor, name))
+            return
+        super().see(tensor)
+
 
 #: Steps to the steady state, and steps of it, under the count.
 SETTLE_STEPS, COUNTED_STEPS = 2, 2

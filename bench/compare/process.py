@@ -26,13 +26,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from bench.compare import deepspeed
 from bench.compare.audit import AUDIT_STEPS, audit
-from bench.compare.case import WARM_UP_STEPS
-from bench.compare.engine import Engine
-from bench.compare.request import OURS, SINGLE, Entrant, Request
-from bench.compare.variant import parse
-from bench.compare.workload import Workload
+from bench.compare.engine import Engine, Workload
+from bench.compare.peer import load_deepspeed
+from bench.compare.request import OURS, SINGLE, WARM_UP_STEPS, Entrant, Request, parse
 from shardwise.launch.worker import die_with_parent
 from shardwise.launch.world import join, own_device, read_world, shutdown
 from shardwise.spec.errors import ShardwiseError
@@ -74,7 +71,7 @@ class Process:
         ]
         _load_what_is_loaded_late(self.device)
         if self.entrant.engine.startswith("deepspeed"):
-            deepspeed.load()
+            load_deepspeed()
         self.start_bytes = self._begin_peak()
         self.engine = Engine(self.entrant, self.workload)
         self._steps(WARM_UP_STEPS)

@@ -1,19 +1,176 @@
-"""What a comparison is asked for. Every mistake is found here, before a process starts; nothing imports torch."""
+"""What a comparison is asked for: cases, variants of our engine, entrants. Nothing here imports torch.
+
+Every mistake is found here, before a process starts. A variant is a strategy with what else is to differ:
+``zero3+flat``, ``zero3+reshard_after_forward=false``. Values are YAML (``zero3+mp_policy={param_dtype: bf16}``); marks
+inside of brackets and quotes belong to the value.
+"""
 
 from __future__ import annotations
 
+import dataclasses
 import importlib.util
-from collections.abc import Collection, Sequence
-from dataclasses import asdict, dataclass, replace
+from collections.abc import Collection, Mapping, Sequence
+from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any, Self
 
-from bench.compare.case import CASES, Case
-from bench.compare.variant import canonical, parse
+import yaml
+
 from shardwise.spec.errors import ConfigError
 from shardwise.spec.exact import check_exact
-from shardwise.spec.plan import ParallelPlan
+from shardwise.spec.plan import ParallelPlan, plan_fields
 from shardwise.spec.text import did_you_mean, printable
+
+#: Steps of every engine before the first turn: orders are recorded, buckets rebuilt, optimizer state made.
+WARM_UP_STEPS = 3
+#: Of tokens and of the initial weights.
+SEED = 0
+
+
+@dataclass(frozen=True, slots=True)
+class Case:
+    """A model, its batches, and how its steps are timed.
+
+    Attributes:
+        name: Name, for people.
+        model: Fields of ``GPTConfig``; empty where a configuration says it all.
+        seq_len: Tokens per sample.
+        batch: Samples per rank and step.
+        steps: Steps that an engine makes in one turn.
+        statistic: What stands for a turn: ``median`` of its steps, or ``min`` where a step is so short that whatever
+            else the machine does would be measured with it.
+        config: Path of a run configuration that gives model and data.
+    """
+
+    name: str
+    seq_len: int
+    batch: int
+    steps: int
+    statistic: str = "median"
+    model: Mapping[str, Any] = field(default_factory=dict)
+    config: str | None = None
+
+    def as_dict(self) -> dict[str, Any]:
+        """Plain values, for JSON."""
+        return asdict(self) | {"model": dict(self.model)}
+
+    def __str__(self) -> str:
+        """One line: shape, batch and steps."""
+        shape = (
+            ", ".join(f"{key} {value}" for key, value in self.model.items())
+            or f"configuration {Path(self.config or '').name}"
+        )
+        return f"{self.name}: {shape}; sequence {self.seq_len}, {self.batch} per rank and step"
+
+
+def _gpt(layers: int, hidden: int, heads: int, vocab: int, seq_len: int) -> dict[str, Any]:
+    return {
+        "num_layers": layers,
+        "hidden": hidden,
+        "num_heads": heads,
+        "vocab_size": vocab,
+        "seq_len": seq_len,
+        "tied": False,
+    }
+
+
+#: ``host``: the cost of hooks and launches. ``compute``: arithmetic, which all share. ``wide``: communication.
+CASES = {
+    case.name: case
+    for case in (
+        Case("host", seq_len=16, batch=1, steps=20, statistic="min", model=_gpt(48, 64, 8, 256, 16)),
+        Case("compute", seq_len=256, batch=2, steps=3, model=_gpt(8, 512, 8, 8192, 256)),
+        Case("wide", seq_len=64, batch=1, steps=4, model=_gpt(4, 1024, 16, 2048, 64)),
+    )
+}
+
+
+_FLAT = "flat"
+
+
+@dataclass(frozen=True)
+class Variant:
+    """One way to run our engine.
+
+    Attributes:
+        strategy: Preset name or alias.
+        is_flat: The optimizer gets ``sw.flat_parameters(model)`` instead of the parameters by name.
+        fields: Other fields of the plan.
+    """
+
+    strategy: str
+    is_flat: bool = False
+    fields: dict[str, Any] = field(default_factory=dict)
+
+    @property
+    def is_threaded(self) -> bool:
+        """Whether this is ``data_parallel``, which is one process."""
+        return self.applied_to(ParallelPlan()).placements.is_threaded
+
+    def applied_to(self, plan: ParallelPlan) -> ParallelPlan:
+        """``plan`` with this strategy and these fields."""
+        return dataclasses.replace(plan, strategy=self.strategy, **self.fields)
+
+
+def split(text: str, mark: str) -> list[str]:
+    """Cut ``text`` at every ``mark`` that is in no brackets and in no quotes."""
+    parts, depth, quote = [""], 0, ""
+    for character in text:
+        if quote:
+            quote = "" if character == quote else quote
+        elif character in "\"'":
+            quote = character
+        else:
+            depth += (character in "{[") - (character in "}]")
+        if character == mark and depth <= 0 and not quote:
+            parts.append("")
+        else:
+            parts[-1] += character
+    return parts
+
+
+def canonical(text: str) -> str:
+    """The same variant with the strategy's name in small letters."""
+    strategy, *parts = split(text.strip(), "+")
+    return "+".join([strategy.strip().lower(), *parts])
+
+
+def parse(text: str) -> Variant:
+    """The variant that ``NAME[+flat][+FIELD=VALUE]...`` describes; values are written as in a configuration file.
+
+    Raises:
+        ConfigError: A part is neither ``flat`` nor a field of the plan, or a value is no YAML.
+        PlanError, PlacementError: A value that the plan refuses.
+    """
+    strategy, *parts = split(text, "+")
+    is_flat, fields = False, {}
+    for part in parts:
+        name, is_field, value = part.partition("=")
+        if part == _FLAT:
+            is_flat = True
+        elif is_field and name in plan_fields() and name != "strategy":
+            fields[name] = _value(text, part, value)
+        else:
+            raise ConfigError(
+                f"--strategies {printable(text)}: {printable(repr(part))} is neither 'flat' nor FIELD=VALUE.\n"
+                f"  Fields are: {', '.join(plan_fields()[1:])}."
+            )
+    variant = Variant(strategy, is_flat, fields)
+    variant.applied_to(ParallelPlan())
+    return variant
+
+
+def _value(text: str, part: str, value: str) -> Any:
+    try:
+        return yaml.safe_load(value)
+    except yaml.YAMLError as error:
+        reason = printable(str(getattr(error, "problem", None) or error).splitlines()[0])
+        raise ConfigError(
+            f"--strategies {printable(text)}: the value in {printable(repr(part))} is no YAML: {reason}.\n"
+            "  Write it as in a configuration file, for example zero3+mp_policy={param_dtype: bf16}, and in quotes for"
+            " the shell."
+        ) from None
+
 
 OURS = "shardwise"
 SINGLE = "single"
@@ -54,7 +211,7 @@ _CONFIG_STEPS = 5
 
 @dataclass(frozen=True, slots=True)
 class Entrant:
-    """One engine under one strategy; of ours with what else differs (``bench.compare.variant``)."""
+    """One engine under one strategy; of ours with what else differs (``bench.compare.request``)."""
 
     engine: str
     strategy: str

@@ -4,15 +4,46 @@ from __future__ import annotations
 
 import json
 import os
+import platform
 import shutil
 import tempfile
+from importlib import metadata
 from pathlib import Path
+from typing import Any
 
-from bench.compare.machine import machine_facts
 from bench.compare.request import Request
 from bench.compare.result import Result, make_result
 from shardwise.launch.elastic import launch
 from shardwise.spec.errors import ShardwiseError
+
+
+def machine_facts() -> dict[str, Any]:
+    """Processor, cores, memory, devices, system and versions."""
+    import torch
+
+    devices = [torch.cuda.get_device_properties(index).name for index in range(torch.cuda.device_count())]
+    return {
+        "processor": _processor(),
+        "cores": len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count(),
+        "memory_bytes": os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES"),
+        "devices": ", ".join(devices) or "cpu",
+        "backend": "nccl" if devices else "gloo",
+        "threads_per_rank": 1,
+        "system": f"{platform.system()} {platform.machine()}",
+        "python": platform.python_version(),
+        "torch": torch.__version__,
+        "shardwise": metadata.version("shardwise"),
+    }
+
+
+def _processor() -> str:
+    try:
+        lines = Path("/proc/cpuinfo").read_text("utf-8").splitlines()
+    except OSError:
+        return platform.processor() or platform.machine()
+    names = [line.split(":", 1)[1].strip() for line in lines if line.startswith("model name")]
+    return names[0] if names else platform.machine()
+
 
 _ENTRY = "bench.compare.rank"
 _ENVIRONMENT = dict.fromkeys(("OMP_NUM_THREADS", "MKL_NUM_THREADS", "OPENBLAS_NUM_THREADS"), "1")

@@ -11,9 +11,8 @@ from rich.console import Console
 from rich.table import Table
 
 from bench.compare import run, table
-from bench.compare.request import make_requests
+from bench.compare.request import make_requests, split
 from bench.compare.result import Result
-from bench.compare.variant import split
 from shardwise.cli.file import check_writable, write
 from shardwise.cli.show import show
 from shardwise.spec.text import printable

@@ -17,7 +17,7 @@ from unittest import mock
 import torch
 
 import shardwise as sw
-from bench.compare.case import CASES
+from bench.compare.request import CASES
 from shardwise.comm.gloo import GlooComm
 from shardwise.engine.engine import Engine
 from shardwise.engine.unit import Unit

@@ -106,8 +106,7 @@ def losses_of(path: str) -> tuple[list[float], dict[int, list[list[float]]] | No
     """This rank's losses under two groups of two ranks, and on rank 0 those of one process by how it adds gradients."""
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", DeprecationWarning)  # of torch.distributed.optim, a peer
-        from bench.compare.engine import Engine
-        from bench.compare.workload import Workload
+        from bench.compare.engine import Engine, Workload
     (request,) = make_requests(
         config=Path(path), strategies=["hsdp+dp_replicate=2"], peers=["single"], num_ranks=4, rounds=1
     )

@@ -8,9 +8,7 @@ import sys
 
 import pytest
 
-from bench.compare.case import CASES
-from bench.compare.request import OURS, PEERS, SINGLE, Entrant, Request, make_requests, turns
-from bench.compare.variant import parse, split
+from bench.compare.request import CASES, OURS, PEERS, SINGLE, Entrant, Request, make_requests, parse, split, turns
 from shardwise.cli import main
 from shardwise.models import gpt_config
 from shardwise.spec.errors import ConfigError
