@@ -1,10 +1,7 @@
-"""The peak of tensor bytes on this rank, said before the first step.
+"""The peak of tensor bytes on this rank, said before the first step, and measured in the first steps.
 
-What the engine holds follows from its layout (``sw.summary(model).footprint``). Activations are found by running one
-microbatch forward and backward on fake tensors, where nothing is computed and nothing allocated, and following what
-would be held; those of pipelines, and where buffers are not kept, by a dry run of a whole step. A gradient is let go
-of as soon as it is complete: the engine's part counts it, and ``spec.memory.activations`` those that wait for the end
-of their unit's backward.
+What the engine holds follows from its layout (``sw.summary(model).footprint``); what forward and backward hold besides,
+``sw.dry_run`` finds by running a step of the real engine without values.
 """
 
 from __future__ import annotations
@@ -19,16 +16,9 @@ from torch import nn
 # Plain meta tensors will not do: attention chooses another kernel for them, which saves other tensors.
 from torch._subclasses.fake_tensor import FakeTensorMode
 
+import shardwise as sw
 from shardwise.api import data_parallel, summary
-from shardwise.api.dry_run import dry_run
-from shardwise.comm.record import RecordComm
-from shardwise.context.apply import divide_sequences
 from shardwise.engine.unit import engine_of
-from shardwise.expert.apply import apply_experts
-from shardwise.expert.layer import find_mixtures
-from shardwise.features import recompute
-from shardwise.features.wrap import find_units
-from shardwise.measure.meta import cut_alone
 from shardwise.measure.storage import StorageCount, measure_activations
 from shardwise.optim.average import ExponentialMovingAverage
 from shardwise.spec.errors import ShardwiseError
@@ -82,7 +72,8 @@ def predict(
 ) -> dict[str, int]:
     """Bytes by category on the rank that will hold most; their sum is the predicted peak.
 
-    What is offloaded (``host``) is in the peak only where device and host are one.
+    What is offloaded (``host``) is in the peak only where device and host are one. ``activations`` is left out where
+    the model cannot run without values.
 
     Collective:
         One all-gather of small JSON.
@@ -95,78 +86,60 @@ def predict(
     if average is not None:
         held["average"] = average.num_bytes - average.num_host_bytes
         held["host"] += average.num_host_bytes
-    if resolved.plan.pp > 1 or not resolved.plan.keep_buffers:
-        held |= _run_dry(resolved, control, device)
-    else:
-        activations = measure(resolved, device, tp_rank=0 if engine.comms.tp is None else engine.comms.tp.rank)
-        if activations is not None:
-            held["activations"] = summary.predict_activations(engine, activations)
+    try:
+        if resolved.plan.placements.is_threaded:
+            held["activations"] = summary.predict_activations(engine, measure_replicas(resolved, device))
+        else:
+            held |= _run_dry(resolved, control, device)
+    except (ShardwiseError, RuntimeError, NotImplementedError, TypeError, AssertionError):
+        pass  # a model that cannot run without values
     return max(control.all_json(held), key=lambda rank_held: sum(rank_held.values()))
 
 
 def _run_dry(resolved: RunConfig, control: Control, device: torch.device) -> dict[str, int]:
-    """What only a dry run of the whole step tells, by category; nothing where the model cannot run dry.
+    """What only a dry run of the whole step tells, by category.
 
     The activations of this rank's stages, as many microbatches as its schedule holds. Where buffers are not kept, also
     what stays of them between steps: what is allocated in a step counts as activations.
     """
-    batch, objective = resolved.batch, objective_of(resolved.config)
+    batch, objective, plan = resolved.batch, objective_of(resolved.config), resolved.plan
     tokens_BT = torch.empty(batch.micro, resolved.seq_len, dtype=torch.int64, device="meta")
-    generator = torch.get_rng_state()
-    try:
-        found = dry_run(
+    with torch.random.fork_rng(devices=[]):
+        found = sw.dry_run(
             lambda: build_model(resolved, torch.device("meta")),
-            resolved.plan,
+            plan,
             world_size=control.size,
             rank=control.rank,
             batch=(tokens_BT, tokens_BT),
             loss_fn=objective.loss_fn,
             forward=objective.forward,
             backend="nccl" if device.type == "cuda" else "gloo",
-            num_microbatches=batch.accumulation,
+            num_microbatches=batch.accumulation
+            if plan.pp > 1
+            else min(batch.accumulation, 2),  # those between are alike
         )
-    except (ShardwiseError, RuntimeError, NotImplementedError, TypeError):
-        return {}
-    finally:
-        torch.set_rng_state(generator)
-    names = ("activations",) if resolved.plan.keep_buffers else ("gradients", "gathered", "reduce", "activations")
+    names = ("activations",) if plan.keep_buffers else ("gradients", "gathered", "reduce", "activations")
     return {name: found.bytes_by_category[name] for name in names}
 
 
-def measure(resolved: RunConfig, device: torch.device, *, tp_rank: int = 0) -> Activations | None:
-    """Activations and passing values of one microbatch; ``None`` where the model cannot run so."""
-    generator = torch.get_rng_state()
-    try:
-        with FakeTensorMode():
-            return _measure(build_model(resolved, device, reads_weights=False), resolved, device, tp_rank)
-    except (RuntimeError, NotImplementedError, TypeError, AssertionError):
-        return None
-    finally:
-        torch.set_rng_state(generator)
+def measure_replicas(resolved: RunConfig, device: torch.device) -> Activations:
+    """Activations and passing values of one microbatch of a model that one process computes, on fake tensors.
 
+    Under ``data_parallel`` those of all replicas. A dry run stands in for one rank of many, and so has no replicas.
+    """
+    with FakeTensorMode(), torch.random.fork_rng(devices=[]):
+        model, count = build_model(resolved, device, reads_weights=False), StorageCount(device.type)
+        if resolved.plan.placements.is_threaded:
+            data_parallel.install(model)  # what the replicas compute, and the gradients of each
+        for tensor in [*model.parameters(), *model.buffers()]:
+            count.see(tensor)
+        shape = resolved.batch.micro, resolved.seq_len
 
-def _measure(model: nn.Module, resolved: RunConfig, device: torch.device, tp_rank: int) -> Activations:
-    count = StorageCount(device.type)
-    if resolved.plan.placements.is_threaded:
-        data_parallel.install(model)  # what the replicas compute, and the gradients of each
-    plan, units = resolved.plan, find_units(model, resolved.plan.wrap_policy)
-    cut_alone(model, plan, rank=tp_rank, device=device)
-    if plan.cp > 1:
-        comm = RecordComm("cp", rank=0, size=plan.cp, device=device)
-        divide_sequences(model, comm, multiple=plan.tp if plan.sequence_parallel else 1)
-    if plan.routes_tokens:
-        comm = RecordComm("ep", rank=0, size=plan.ep, device=device) if plan.ep > 1 else None
-        apply_experts(find_mixtures(model, plan.ep), comm, plan.expert_capacity)
-    recompute.install(model, units, plan.recompute)
-    for tensor in [*model.parameters(), *model.buffers()]:
-        count.see(tensor)
-    shape = (resolved.batch.micro, resolved.seq_len)
+        def forward_and_backward() -> None:
+            inputs_BT, targets_BT = (torch.zeros(shape, dtype=torch.int64, device=device) for _ in range(2))
+            (objective_of(resolved.config).loss(model, (inputs_BT, targets_BT)) / 1).backward()
 
-    def forward_and_backward() -> None:
-        inputs_BT, targets_BT = (torch.zeros(shape, dtype=torch.int64, device=device) for _ in range(2))
-        (objective_of(resolved.config).loss(model, (inputs_BT, targets_BT)) / 1).backward()
-
-    with count:
-        activations = measure_activations(model, count, forward_and_backward)
-    count.forget()
+        with count:
+            activations = measure_activations(model, count, forward_and_backward)
+        count.forget()
     return activations

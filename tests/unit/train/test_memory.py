@@ -9,7 +9,7 @@ import torch
 
 from shardwise.train.build import build_model
 from shardwise.train.config import read_config
-from shardwise.train.predict import PeakTensorBytes, measure
+from shardwise.train.predict import PeakTensorBytes, measure_replicas
 from shardwise.train.resolve import resolve
 
 CPU = torch.device("cpu")
@@ -86,7 +86,7 @@ def test_predicted_activations_are_those_of_a_real_step(extra: list[str]) -> Non
         inputs, targets = (torch.zeros(3, 64, dtype=torch.int64) for _ in range(2))
         model(inputs, targets).backward()
 
-    activations = measure(resolved, CPU)
+    activations = measure_replicas(resolved, CPU)
     assert activations is not None
     assert activations.peak_bytes == peak_of(work)
 
@@ -95,5 +95,5 @@ def test_predicting_leaves_the_random_state_alone() -> None:
     base = {"data": {"source": "random"}, "train": {"steps": 1}}
     resolved = resolve(read_config(None, base=base, title="test"), 1)
     before = torch.get_rng_state()
-    assert measure(resolved, CPU)
+    assert measure_replicas(resolved, CPU)
     assert torch.equal(before, torch.get_rng_state())

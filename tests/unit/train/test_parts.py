@@ -21,7 +21,7 @@ from shardwise.train import random_state
 from shardwise.train.build import build_model, build_optimizer, objective_of, parameter_groups, set_lr
 from shardwise.train.config import OptimizerSection, read_config
 from shardwise.train.log import PEAKS, flops_per_token, peak_flops
-from shardwise.train.predict import measure
+from shardwise.train.predict import measure_replicas
 from shardwise.train.resolve import resolve
 from shardwise.train.unread import INTERRUPTED, STOPPED, StopRequest, exit_code
 
@@ -152,4 +152,4 @@ def test_a_hugging_face_folder_is_built_offline_from_its_configuration(tmp_path:
     tokens = torch.zeros(2, 9, dtype=torch.int64)
     loss = objective_of(resolved.config).loss(model, (tokens[:, :-1], tokens[:, 1:]))
     assert 4.0 < loss.item() < 7.0  # about ln 256
-    assert measure(resolved, CPU)
+    assert measure_replicas(resolved, CPU)
