@@ -52,10 +52,10 @@ class DryRun:
             (gradient buffers, and with Gloo what sums receive into), ``host`` (what is offloaded), ``average`` (where
             there is one) and ``activations`` (the most that forward and backward hold besides: what autograd saves and
             what passes by).
-        rank: Which rank.
-        world_size: Of how many.
+        rank: The rank whose step this is.
+        world_size: Number of ranks.
         strategy: The plan's, in words.
-        num_parameters: Of the whole model.
+        num_parameters: Parameters of the whole model.
         bubble_share: With ``pp``: the part of the step's time in which the rank that computes longest waits, where all
             stages take equally long and messages take no time; ``None`` without a pipeline.
     """
@@ -113,9 +113,9 @@ def dry_run(
 ) -> DryRun:
     """Train a few steps as ``rank`` of ``world_size``, alone and without values; says what is sent and held.
 
-    The engine is the real one: its units, hooks, buffers and order of collectives. Tensors are on ``meta`` and nobody
-    is talked to, so GPT-1T on 1,024 ranks takes seconds and no memory to speak of. Values are not known: a model that
-    branches on them cannot run.
+    The engine is the real one: its units, hooks, buffers and order of collectives. Tensors are on ``meta`` and nothing
+    is communicated, so GPT-1T on 1,024 ranks takes seconds and little memory. Values are not known: a model whose
+    forward branches on values cannot run.
 
     Args:
         build_model: Builds the model; called under ``torch.device("meta")``.

@@ -38,10 +38,10 @@ class ParityRow:
         world_size: Ranks.
         steps: Optimizer steps.
         losses, norms, parameters: Whether all were bitwise equal.
-        largest_difference: Of all losses, norms and parameters, the largest absolute difference.
+        largest_difference: The largest absolute difference of any loss, norm or parameter.
         where: What differs most; empty where nothing does.
-        relative: Of losses and norms the largest relative difference.
-        absolute: Of parameters the largest absolute difference.
+        relative: The largest relative difference of losses and norms.
+        absolute: The largest absolute difference of parameters.
         allowed: How large these two may be; ``None``: everything must be bitwise equal.
     """
 
@@ -194,7 +194,7 @@ def parity(
 
 
 def _num_microbatches(plan: ParallelPlan) -> int:
-    """Of a step of a rank."""
+    """Microbatches of a rank's step."""
     return 1 if plan.pipeline_policy is None else plan.pipeline_policy.microbatches(plan.pp)
 
 

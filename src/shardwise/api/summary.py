@@ -32,7 +32,7 @@ from shardwise.spec.traffic.data import (
 class GroupSummary:
     """One group: its parameters (name, logical shape, elements of it on this rank), dtype, padding and slot.
 
-    Of a slice the logical shape is that of the whole; ``slices`` says, for each name, what of it this rank's ``tp``
+    The logical shape is that of the whole parameter; ``slices`` says, by name, which part of it this rank's ``tp``
     coordinate holds.
     """
 
@@ -81,9 +81,9 @@ class Summary:
 
     Attributes:
         units: Outermost first.
-        rank, world_size: Of the data-parallel axes together.
+        rank, world_size: This rank among the data-parallel ranks, and their number.
         mesh: Their sizes.
-        placements: Of parameters, gradients and optimizer state.
+        placements: How parameters, gradients and optimizer state are placed, in words.
         granularity: What no cut divides.
         imbalance: Sharded bytes of the fullest rank over the mean of all ranks; 1 where nothing is sharded.
         num_idle_ranks: Ranks that own none of what is sharded.
@@ -94,7 +94,7 @@ class Summary:
             then did not run.
         buffers: How the model's buffers are kept equal over the ranks.
         ignored: Names of the parameters that are left alone.
-        row_sharded: Of those whose rows are spread over all ranks, the logical shapes by name.
+        row_sharded: Logical shapes, by name, of embeddings whose rows are spread over all ranks.
         recomputed: Names of the modules whose forward is run again in backward.
         keeps: Operators whose outputs are kept in them all the same, by name or family.
         updated: How the optimizer's step comes about.
@@ -299,7 +299,7 @@ def group_shapes(engine: Engine) -> list[GroupShape]:
 
 
 def unit_shapes(engine: Engine) -> dict[int, UnitShape]:
-    """... and of every unit, by number."""
+    """What the arithmetic of ``spec`` needs to know of every unit, by number."""
     shapes: dict[int, list[GroupShape]] = {}
     for shape in group_shapes(engine):
         shapes.setdefault(shape.unit, []).append(shape)
@@ -319,10 +319,10 @@ def predict(engine: Engine, *, optimizer_tensors: int = 2, num_microbatches: int
     """The closed-form bytes of this rank, from the layouts alone.
 
     Args:
-        engine: Of the model.
+        engine: The model's engine.
         optimizer_tensors: State tensors per parameter.
-        num_microbatches: Of a step, all but the last under ``gradient_sync(model, False)``; ``None``: as many as there
-            have been.
+        num_microbatches: Microbatches of a step, all but the last under ``gradient_sync(model, False)``; ``None``: as
+            many as there have been.
     """
     planned = {engine.accumulation} if num_microbatches is not None and num_microbatches > 1 else set()
     held = footprint(
@@ -345,7 +345,7 @@ def _stages(engine: Engine) -> dict[int, list[int]]:
 
 
 def _reduction_order(engine: Engine) -> Sequence[int]:
-    """Empty before the first step of a model that is whole on every rank."""
+    """The order in which units are reduced; empty before the first step of a model without a pipeline."""
     if engine.comms.pp is None:
         return engine.units_in_backward
     return window_order((unit.index for unit in engine.units), _stages(engine))

@@ -195,7 +195,7 @@ def _from_file(path: Path, world_size: int, local_size: int, overrides: list[str
 def _plans(
     given: ParallelPlan | None, strategies: str | None, precision: str | None, *, world_size: int, local_size: int
 ) -> tuple[list[ParallelPlan], list[str]]:
-    """The plans to run, and a note for each strategy that nobody has named and that does not fit the world."""
+    """The plans to run, and a note for each default strategy that does not fit the world."""
     from shardwise.spec.errors import MeshError
     from shardwise.spec.plan import ParallelPlan
     from shardwise.spec.policies import PrecisionPolicy

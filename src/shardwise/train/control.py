@@ -1,4 +1,4 @@
-"""What ranks tell each other beside training: outcomes, requests to stop, numbers for the record.
+"""What ranks exchange beside training: outcomes, requests to stop, numbers for the record.
 
 A channel of its own on the run's device, so that it never mixes with the engine's collectives.
 """
@@ -28,7 +28,7 @@ _KINDS: dict[str, type[ShardwiseError]] = {
 
 
 class Control:
-    """The channel. A world of one talks to itself.
+    """The ranks' channel beside training; in a world of one every call returns this rank's own values.
 
     Attributes:
         rank: This rank.

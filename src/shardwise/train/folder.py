@@ -145,11 +145,11 @@ def choose(
     """The folder of a run. Nothing is created.
 
     Args:
-        name: Of the run, where no folder is given.
-        given: ``--run-dir``.
-        is_resuming: The run has begun.
-        wanted: Which checkpoint, for messages.
-        base: Where folders of runs are that are not given.
+        name: Name of the run, which names the folder where none is given.
+        given: The folder that ``--run-dir`` names, or ``None``.
+        is_resuming: Whether a run is continued; otherwise a new one begins.
+        wanted: The checkpoint to continue from, for messages.
+        base: The folder that holds the runs' folders.
 
     Raises:
         ConfigError: A new run would go into a folder that holds one.

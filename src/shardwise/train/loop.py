@@ -307,7 +307,7 @@ class Trainer:
         return changes
 
     def _restore_random(self, state: dict[str, Any]) -> None:
-        """The same world: every rank's generators as they were. Another: fresh ones, by seed, rank and step."""
+        """Restore every rank's generators in a world of the same size; seed them by rank and step in any other."""
         held = state.get("rank_state", {}).get("random")
         everyones = state.get("random")  # of all ranks, in checkpoints of earlier versions
         if held is None and isinstance(everyones, list) and len(everyones) == self.control.size:
@@ -555,7 +555,7 @@ class Trainer:
             self.progress.say(message)
 
     def _check_parameters(self) -> None:
-        """What backward updated nobody has looked at: nothing that is not finite may become a checkpoint.
+        """Check parameters before a save where backward updates them, as no gradient norm has been checked there.
 
         Raises:
             NonFiniteError: A parameter is not finite.

@@ -123,9 +123,9 @@ def _run_dry(resolved: RunConfig, control: Control, device: torch.device) -> dic
 
 
 def measure_replicas(resolved: RunConfig, device: torch.device) -> Activations:
-    """Activations and passing values of one microbatch of a model that one process computes, on fake tensors.
+    """Activations and passing values of one microbatch, of all replicas under ``data_parallel``, on fake tensors.
 
-    Under ``data_parallel`` those of all replicas. A dry run stands in for one rank of many, and so has no replicas.
+    ``sw.dry_run`` runs one rank of a world, and so cannot run the replicas of one process.
     """
     with FakeTensorMode(), torch.random.fork_rng(devices=[]):
         model, count = build_model(resolved, device, reads_weights=False), StorageCount(device.type)

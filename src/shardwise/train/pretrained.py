@@ -50,7 +50,7 @@ def model_from_folder(folder: Path, *, reads_weights: bool = True) -> nn.Module:
 
 
 def deferred_from_folder(folder: Path) -> tuple[nn.Module, WeightFiles | None]:
-    """The same on meta, without a value read or drawn yet.
+    """A Hugging Face causal language model on meta; no value is read or drawn yet.
 
     Returns:
         The model, as ``sw.deferred_init`` gives it, and the files that hold its weights, for ``sw.parallelize(init=)``;

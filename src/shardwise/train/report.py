@@ -61,7 +61,7 @@ class Report:
         resolved: The run's configuration.
         directory: The run's folder.
         world_size: Number of ranks.
-        device: Of this rank.
+        device: This rank's device.
         model: What ``sw.summary`` says of the model.
         predicted_bytes: Bytes by category on the rank that holds most.
     """

@@ -91,11 +91,11 @@ class RunConfig:
     Attributes:
         config: Every value filled in: batch sizes, sequence length, what the optimizer and schedule default to.
         plan: The parallel plan.
-        mesh: Of this world.
+        mesh: The mesh of this world.
         batch: Batch sizes.
         model: The shape of a built-in model, ``None`` for a Hugging Face folder.
         positions: The longest sequence that the model takes, where that is known.
-        vocab_size: Of the model.
+        vocab_size: Number of token ids of the model.
         seq_len: Tokens per sample.
         source: The data's files.
         schedule: The learning rate.
@@ -384,7 +384,7 @@ def _schedule(raw: RawConfig) -> Schedule:
 
 
 def _batch(raw: RawConfig, mesh: Mesh, plan: ParallelPlan) -> Batch:
-    """Of micro batch, accumulation and global batch two make the third."""
+    """The batch sizes: two of micro batch, accumulation and global batch determine the third."""
     train, policy, ranks = raw.config.train, plan.pipeline_policy, mesh.data_parallel_size
     usual = 1 if policy is None else policy.microbatches(plan.pp)
     micro, total, steps = train.micro_batch_size, train.global_batch_size, train.gradient_accumulation_steps

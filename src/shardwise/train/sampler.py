@@ -75,11 +75,11 @@ class Sampler:
 
     Attributes:
         num_samples: Samples in an epoch.
-        seed: Of the permutations.
+        seed: Seed of the permutations.
         micro_batch_size: Samples per forward.
         accumulation: Microbatches per step.
         data_parallel_rank: This rank among those that read different samples.
-        data_parallel_size: Number of those.
+        data_parallel_size: Number of ranks that read different samples.
         position: Global positions consumed so far, by all ranks together.
     """
 
@@ -166,9 +166,9 @@ class DistributedSampler:
             from rank and world size under ``tp``, ``cp`` and ``pp``.
         num_replicas: Without ``model``: how many ranks read different samples. ``None``: the ranks of
             ``torch.distributed``, or one.
-        rank: This one among them.
+        rank: This rank among them.
         shuffle: ``False``: the order of the data set, in every epoch.
-        seed: Of the orders.
+        seed: Seed of the orders.
         drop_last: Leave out what the ranks do not divide, fewer samples than there are ranks; with ``shuffle`` other
             ones in each epoch.
 

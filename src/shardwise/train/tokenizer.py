@@ -196,9 +196,9 @@ def tokenized(source: Source, name: str, tokenizer: Tokenizer, say: Callable[[st
     """The tokens of a text source by the tokenizer of folder ``name``, from the cache or written there now.
 
     Args:
-        source: Text.
+        source: The text.
         name: The tokenizer's folder.
-        tokenizer: Of this folder.
+        tokenizer: The tokenizer of this folder.
         say: Told what is done where it takes time.
 
     Raises:

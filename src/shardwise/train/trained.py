@@ -29,8 +29,8 @@ class Trained:
         checkpoint: Where its weights are; ``None``: in the Hugging Face folder.
         folder: The Hugging Face folder that was named; ``None``: a run or checkpoint was.
         model: The configuration's section ``model``.
-        source: Where the run's data came from.
-        tp_plan: Of the run.
+        source: The run's ``data.source``.
+        tp_plan: The run's ``parallel.tp_plan``.
         tokens_by: The run's ``data.tokenizer``: ``bytes``, a folder, or ``None`` where it is not known.
         raises_masters: The run held fp32 masters of weights that its folder stores in 16 bit: its checkpoints do.
     """
@@ -106,8 +106,8 @@ class Trained:
 
         Args:
             resolved: The configuration.
-            device: Of this rank.
-            is_averaged: Its weights are the run's averaged ones.
+            device: This rank's device.
+            is_averaged: Load the run's averaged weights.
 
         Collective:
             Those of ``sw.parallelize`` and ``sw.load``. All ranks must call.

@@ -99,9 +99,9 @@ class UnreadStep:
         num_losses: Microbatches of a step, the same on every rank.
         norm: The global norm of the gradient; ``None`` where backward updates.
         is_skipped: Loss scaling has left this step out: its norm is not finite, and rightly so.
-        time: Of the step.
-        lr: Its learning rate.
-        scale: Its loss scale; ``None`` where nothing is scaled.
+        time: Duration of the step.
+        lr: Learning rate of the step.
+        scale: Loss scale of the step; ``None`` where nothing is scaled.
         data_s: Seconds that this rank's host spent on data.
         sent_bytes: Bytes that this rank sent.
     """
@@ -119,12 +119,12 @@ class UnreadStep:
 
 @dataclass(frozen=True, slots=True)
 class ReadStep:
-    """The same after it was read.
+    """A step whose values have been read.
 
     Attributes:
         losses: The mean loss of every rank that has one, by rank.
         norm: The global norm of the gradient.
-        step: The rest of it.
+        step: The step itself.
     """
 
     losses: dict[int, float]
