@@ -164,6 +164,49 @@ def test_batches_that_cannot_be_split_and_losses_that_are_none_are_refused():
     assert loss.startswith("Chain gave a tensor of shape [3, 3] where a scalar loss was expected.")
 
 
+def drawn_steps():
+    """Losses, gradients and collectives of a step whose microbatches are drawn, beside one that splits the batch."""
+    rank = dist.get_rank()
+    batch = batch_of(rank, 0)
+    found = []
+    for is_drawn in (False, True):
+        model = sw.parallelize(Chain(), sw.ParallelPlan(strategy="zero3"))
+        own: list[Tensor] = []
+        with sw.record_collectives(model) as events:
+            if is_drawn:
+                parts = ((x, y) for x, y in zip(batch["x"].chunk(3), batch["labels"].chunk(3), strict=True))
+                how = {"forward": lambda held, part: held(part[0]), "losses": own}
+                loss = sw.train_step(model, parts, lambda out, part: mse(out, part[1]), 3, **how)
+            else:
+                labels = iter(batch["labels"].chunk(3))
+                loss = sw.train_step(model, batch["x"], lambda out, _part, it=labels: mse(out, next(it)), 3)
+        grads = [p.grad.clone() for p in model.parameters() if p.grad is not None]
+        model.eval()
+        held_out: list[Tensor] = []
+        whole = iter([(batch["x"], batch["labels"])])
+        last = sw.eval_step(model, whole, lambda o, b: mse(o, b[1]), 1, forward=lambda m, b: m(b[0]), losses=held_out)
+        assert torch.equal(held_out[0], last)
+        found.append((loss, grads, [event.unit for event in events], own))
+    (mean, grads, units, _), (mine, same_grads, fewer, own) = found
+    assert all(torch.equal(a, b) for a, b in zip(grads, same_grads, strict=True))
+    assert units == [*fewer, "loss"]  # the all-reduce of the mean alone is left out
+    assert len(own) == 3
+    assert not any(loss.requires_grad for loss in own)
+    assert torch.equal(mine, torch.stack(own).double().mean().float())
+    everyone = [torch.zeros(()) for _ in range(dist.get_world_size())]
+    dist.all_gather(everyone, mine)
+    assert torch.allclose(torch.stack(everyone).mean(), mean)
+    model = sw.parallelize(Chain())
+    with pytest.raises(StateError) as caught:
+        sw.train_step(model, iter([batch["x"]]), lambda out, _part: out.square().mean(), 2)
+    return str(caught.value)
+
+
+def test_a_train_step_draws_microbatches_and_leaves_losses_to_the_caller():
+    for text in run_on_ranks(drawn_steps, 2):
+        assert text.startswith("the iterator gave 1 microbatches, but num_microbatches=2.")
+
+
 # -- parity
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import gc
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
@@ -185,6 +186,7 @@ def dry_run(
         engine.free_gradients()
         held = held_bytes(engine, [stepper])
         with record_collectives(model) as events, StorageCount("meta", sees_arguments=False) as seen:
+            gc.collect()  # what is garbage of an earlier dry run must not be freed during this step
             seen.see_all_objects()
             before = seen.live_bytes
             forward_and_backward()
