@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import queue
 import threading
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -16,7 +17,7 @@ from shardwise.spec.extent import Extent
 class ThreadComm(Comm):
     """Collectives between threads. A peer that has left breaks the barrier instead of blocking the others."""
 
-    def __init__(self, rank: int, size: int, barrier: threading.Barrier, board: dict[int, torch.Tensor]) -> None:
+    def __init__(self, rank: int, size: int, barrier: threading.Barrier, board: dict[Any, Any]) -> None:
         super().__init__("dp_shard", rank, size, torch.device("cpu"))
         self._barrier, self._board = barrier, board
         self.received_bytes = 0
@@ -59,10 +60,22 @@ class ThreadComm(Comm):
         self.received_bytes += out.nbytes * (self.rank != root)
         return DONE
 
+    def _mail(self, source: int, target: int) -> queue.Queue[torch.Tensor]:
+        return self._board.setdefault((source, target), queue.Queue())
+
+    def _do_send(self, issued, buffer, to):
+        self._mail(self.rank, to).put(buffer.clone())
+        return DONE
+
+    def _do_receive(self, issued, buffer, source):
+        buffer.copy_(self._mail(source, self.rank).get(timeout=60))
+        self.received_bytes += buffer.nbytes
+        return DONE
+
     def _refuse(self, *given):
         raise NotImplementedError
 
-    _do_reduce_scatter = _do_all_to_all = _do_send = _do_receive = _refuse
+    _do_reduce_scatter = _do_all_to_all = _refuse
 
 
 def run_in_threads(body: Callable[[Comm], Any], size: int) -> list[Any]:
