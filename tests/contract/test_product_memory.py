@@ -149,7 +149,7 @@ class Onlooker:
         def see(step: Any, action: Any) -> None:
             do(step, action)
             self.held.append((action.kind, action.stage, self._count.live_bytes - base - self._apart(step)))
-            self.most_in_flight = max(self.most_in_flight, len(step._tapes) + len(step._weights))
+            self.most_in_flight = max(self.most_in_flight, len(step._saved) + len(step._weights))
 
         with mock.patch.object(interpret._Step, "do", see), self._count:
             sw.train_step(model, batch, num_microbatches=M)
@@ -163,8 +163,8 @@ class Onlooker:
         found += [shard.whole.grad for shard in self._seen.shards if shard.whole.grad is not None]
         keys = {t.untyped_storage()._cdata: t.untyped_storage().nbytes() for t in found}
         # What is sent may also be the end of a stage's activations, or what gradients of weights are made of.
-        stays = [output for tape in step._tapes.values() for output in tape.outputs]
-        deferred = [*step._weights.values(), *(t.weights for t in step._tapes.values() if t.weights is not None)]
+        stays = [output for tape in step._saved.values() for output in tape.outputs]
+        deferred = [*step._weights.values(), *(t.weights for t in step._saved.values() if t.weights is not None)]
         terms = [pair for weights in deferred for _, pairs in weights._terms.values() for pair in pairs]
         stays += [tensor for pair in terms for tensor in pair if tensor is not None]
         for tensor in stays:

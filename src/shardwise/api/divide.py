@@ -1,9 +1,8 @@
-"""Dividing a model over the ranks of ``tp``, ``cp`` and ``ep``; what is on meta gets this rank's part of its values."""
+"""Divides a model over ``tp``, ``cp`` and ``ep``; parameters on meta get this rank's part of their values."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from typing import TYPE_CHECKING
 
 from torch import Tensor, nn
 
@@ -14,14 +13,12 @@ from shardwise.engine.build import OwnedParameter, assign_parameters
 from shardwise.expert.apply import apply_experts, own_experts
 from shardwise.expert.layer import Mixture, find_mixtures
 from shardwise.init.materialize import Source, fill_parameters
+from shardwise.pipeline.pipelined import Pipelined
 from shardwise.spec.plan import ParallelPlan
 from shardwise.tensor.agreement import Agreement
 from shardwise.tensor.apply import apply_cuts, part_of
 from shardwise.tensor.copies import Copies
 from shardwise.tensor.cut import ShardingPlan, find_cuts
-
-if TYPE_CHECKING:
-    from shardwise.pipeline.pipelined import Pipelined
 
 
 def divide(
@@ -33,18 +30,18 @@ def divide(
     pipelined: Pipelined | None,
     source: Source | None,
 ) -> list[str]:
-    """Leave this rank's parts of parameters in ``model``, in place, with forwards that talk to the other ranks.
+    """Leave this rank's parts of parameters in ``model``, in place, with forwards that communicate.
 
     Args:
-        model: Whole.
-        plan: What to divide.
-        comms: Of this rank.
-        units: Of the whole model.
-        pipelined: Its stages, which are still all there.
-        source: Of the values of what is on meta.
+        model: The whole model.
+        plan: The plan.
+        comms: The axes of this rank.
+        units: Units of the whole model.
+        pipelined: Its stages, none of which has been dropped yet.
+        source: The source of values for parameters on meta.
 
     Returns:
-        What a summary should say.
+        Lines for a summary.
     """
     notes: list[str] = []
     tp, cuts = comms.tp, None
@@ -79,10 +76,10 @@ def _fill(  # noqa: PLR0917 - all that divides a parameter
     mixtures: Sequence[Mixture],
     pipelined: Pipelined | None,
 ) -> None:
-    """Give what is on meta and about to be cut the values of this rank's part of it.
+    """Fill parameters on meta that are about to be cut with this rank's part of their values.
 
-    What is not cut gets its values from the engine, unit by unit, but under tensor parallelism, which may also change
-    how a module would initialise it. What this rank is going to drop gets none.
+    The engine fills uncut parameters, unit by unit, except under ``tp``, which may change how a module would initialise
+    them. Parameters that this rank is going to drop are not filled.
     """
     own = own_experts(mixtures, comms.ep) if comms.ep is not None else {}
     held = None if pipelined is None else pipelined.held_parameters(model)

@@ -1,4 +1,5 @@
-"""Context parallelism: every rank holds a part of each sequence, and keys and values go round in a ring.
+"""Context parallelism: every rank holds a part of each sequence, and keys and values travel around a ring.
 
-To be read in this order: ``spec.zigzag`` (who holds what), ``kernel``, ``ring``, ``split``, ``root``, ``apply``.
+``spec.zigzag`` says which rank holds which positions, ``kernel`` is attention to one block of keys, ``ring`` attention
+to all blocks, ``root`` divides what a model is given and joins its loss or logits, ``apply`` installs this in a model.
 """

@@ -1,4 +1,9 @@
-"""Which models context parallelism serves, and dividing them."""
+"""Which models context parallelism serves, and how it is installed in them.
+
+Causal language models of transformers call attention by a name in the model's configuration (``AttentionInterface``). A
+model under ``cp`` has our name there; the attention module holds its ring. transformers has no function for masks by
+that name, and makes none.
+"""
 
 from __future__ import annotations
 
@@ -22,10 +27,10 @@ _RATES = ("dropout", "attention_dropout", "attn_dropout")
 
 
 def check_model(model: nn.Module) -> None:
-    """Refuse a model that cannot compute a part of a sequence. Talks to nobody.
+    """Refuse a model that cannot compute a part of a sequence. No communication.
 
     Raises:
-        PlanError: It cannot.
+        PlanError: The model cannot.
     """
     name = type(model).__name__
     if not _is_gpt(model) and not is_causal_model(model):
@@ -47,15 +52,15 @@ def check_model(model: nn.Module) -> None:
 
 
 def divide_sequences(model: nn.Module, comm: Comm, *, multiple: int = 1) -> str:
-    """Have ``model`` compute this rank's positions of the sequences that it is given.
+    """Let ``model`` compute this rank's positions of the sequences that it is given.
 
     Args:
-        model: One that :func:`check_model` takes.
-        comm: On ``cp``.
-        multiple: What every rank's number of positions has to be a multiple of, besides being even.
+        model: A model that :func:`check_model` accepts.
+        comm: The axis ``cp``.
+        multiple: Every rank's number of positions is a multiple of this, and even.
 
     Returns:
-        What a summary should say.
+        A line for a summary.
     """
     if _is_gpt(model):
         attentions = {path: module for path, module in model.named_modules() if hasattr(module, "attend")}
@@ -77,9 +82,9 @@ def _is_gpt(model: nn.Module) -> bool:
 NAME = "shardwise_ring"
 
 _RING = "_shardwise_ring"
-#: What a divided model may be called with, and its labels.
+#: What a divided model may be called with, labels included.
 _KNOWN = ("input_ids", "attention_mask", "position_ids", "token_type_ids", "labels", "shift_labels")
-#: What changes nothing about how a sequence is divided, and of what only being off is known.
+#: Arguments that do not change how a sequence is divided, and arguments that must be off.
 _NUMBERS = ("num_items_in_batch", "return_dict")
 _FLAGS = ("use_cache", "output_attentions", "output_hidden_states", "output_router_logits", "logits_to_keep")
 #: Arguments of attention that the ring has no form of.
@@ -87,7 +92,7 @@ _FOREIGN = ("softcap", "sliding_window", "s_aux", "position_bias", "cache")
 
 
 def is_causal_model(model: nn.Module) -> bool:
-    """Whether it is a model of transformers whose loss is of the next token, and whose attention is called by name."""
+    """Whether a model of transformers computes the loss of the next token, and calls attention by name."""
     if "transformers" not in sys.modules or not getattr(model, "_supports_attention_backend", False):
         return False
     takes = inspect.signature(type(model).forward).parameters
@@ -96,10 +101,10 @@ def is_causal_model(model: nn.Module) -> bool:
 
 
 def check_config(model: nn.Module) -> None:
-    """Refuse attention that is not plain causal attention in every layer.
+    """Refuse a model with a layer whose attention is not plain causal attention.
 
     Raises:
-        PlanError: It is not.
+        PlanError: It has such a layer.
     """
     config: Any = model.config
     kinds = set(getattr(config, "layer_types", None) or ()) - {"full_attention"}
@@ -127,14 +132,14 @@ def check_config(model: nn.Module) -> None:
 
 
 def attention_modules(model: nn.Module) -> dict[str, Any]:
-    """Those that call attention by name, by path."""
+    """The modules that call attention by name, by path."""
     return {
         path: module for path, module in model.named_modules() if isinstance(getattr(module, "is_causal", None), bool)
     }
 
 
 def use_rings(model: nn.Module, rings: dict[str, Ring]) -> str:
-    """Have every attention module of ``model`` that is named use its ring. Returns the name of the attention before."""
+    """Let attention modules use ``rings``, by path; returns the name of the attention that the model had before."""
     from transformers import AttentionInterface  # pyrefly: ignore[missing-import]
 
     AttentionInterface.register(NAME, _attend)
@@ -147,7 +152,7 @@ def use_rings(model: nn.Module, rings: dict[str, Ring]) -> str:
 
 @contextlib.contextmanager
 def _without_rings(model: Any, attention: str) -> Iterator[None]:
-    """Inside, every rank attends to what it is given, as one process does. What backward recomputes is outside."""
+    """Inside, every rank attends to the sequence that it is given, as one process does."""
     model.set_attn_implementation(attention)
     try:
         yield
@@ -167,7 +172,7 @@ def _attend(
     is_causal: bool | None = None,
     **kwargs: Any,
 ) -> tuple[Tensor, None]:
-    """The registry's form: (B, H, T, D) to (B, T, H, D)."""
+    """Attention in the registry's form: (B, H, T, D) to (B, T, H, D)."""
     foreign = [name for name in _FOREIGN if kwargs.get(name) is not None]
     foreign += ["attention_mask"] * (attention_mask is not None) + ["dropout"] * (dropout > 0)
     if foreign or is_causal is False:
@@ -186,13 +191,13 @@ def _attend(
 
 
 class CausalRoot(Root):
-    """Of a causal language model of transformers. With labels its outputs have no logits.
+    """Replaces the forward of a causal language model of transformers. With labels the output has no logits.
 
     Args:
         model: The model.
-        comm: On ``cp``.
+        comm: The axis ``cp``.
         multiple: As for :class:`Root`.
-        attention: What it attends with where nothing is divided, by name.
+        attention: The name of the attention that generation uses, where nothing is divided.
     """
 
     def __init__(self, model: nn.Module, comm: Comm, multiple: int, attention: str) -> None:
@@ -203,7 +208,7 @@ class CausalRoot(Root):
         """The outputs, with the mean loss over whole sequences, or all logits.
 
         Raises:
-            StateError: There is an argument whose meaning for a part of a sequence is not known.
+            StateError: The meaning of an argument for a part of a sequence is not known.
         """
         given = dict(zip(self.__signature__.parameters, args, strict=False)) | kwargs
         given = {name: value for name, value in given.items() if value is not None}
@@ -260,10 +265,10 @@ def _next_tokens(given: dict[str, Any]) -> Tensor | None:
 
 
 def _check_mask(mask_BT: Tensor | None, next_BT: Tensor | None) -> None:
-    """Under causal attention, padding at the end that no label counts changes nothing, and needs no mask.
+    """Refuse masks of anything but padding at the end without labels, which causal attention need not mask.
 
     Raises:
-        StateError: It masks something else.
+        StateError: The mask hides other tokens.
     """
     if mask_BT is None or mask_BT.is_meta:
         return
@@ -277,7 +282,7 @@ def _check_mask(mask_BT: Tensor | None, next_BT: Tensor | None) -> None:
 
 
 def _changed(output: Any, name: str, change: Any) -> Any:
-    """``output``, of which the loss or the logits (its first value) is another."""
+    """``output`` with its loss or logits (its first value) changed."""
     if isinstance(output, tuple):
         return (change(output[0]), *output[1:])
     output[name] = change(output[name])

@@ -1,8 +1,8 @@
-"""Attention of some queries to one block of keys, with what is needed to join the blocks: the log of the sum.
+"""Attention of some queries to one block of keys, with the log-sum-exp that joins blocks.
 
-``torch.nn.functional.scaled_dot_product_attention`` gives no log-sum-exp, and its backward cannot be told that a block
-is one of several. The operators below are those that it calls itself (``torch.ops.aten``; their schemas are public, the
-names have a leading underscore); a public function with both would replace this file.
+``torch.nn.functional.scaled_dot_product_attention`` returns no log-sum-exp, and its backward does not take that of
+several blocks. The operators below are those that it calls itself (``torch.ops.aten``; their schemas are public, the
+names have a leading underscore). A public function with both would replace this file.
 
 Shape suffixes: ``B`` batch, ``H`` heads, ``Q`` queries, ``K`` keys, ``D`` head width.
 """
@@ -20,7 +20,7 @@ Triple = tuple[Tensor, Tensor, Tensor]
 
 
 def wide(dtype: torch.dtype) -> torch.dtype:
-    """In which dtype sums over blocks are kept."""
+    """The dtype of sums over blocks."""
     return torch.float32 if dtype in {torch.float16, torch.bfloat16} else dtype
 
 
@@ -31,8 +31,8 @@ def attend(q: Tensor, k: Tensor, v: Tensor, scale: float, *, is_causal: bool) ->
         q: Queries (B, H, Q, D).
         k: Keys (B, H or a divisor of it, K, D).
         v: Values, likewise.
-        scale: Of the scores.
-        is_causal: Query ``i`` looks at keys ``0`` to ``i``.
+        scale: Factor of the scores.
+        is_causal: Query ``i`` attends to keys ``0`` to ``i``.
     """
     k, v = (_for_all_heads(t, q) for t in (k, v))
     if is_fused(q, k, v, is_causal=is_causal):
@@ -51,9 +51,9 @@ def attend_backward(
     """Gradients of queries, keys and values of one block.
 
     Args:
-        grad: Of the output over all blocks.
+        grad: Gradient of the output over all blocks.
         block: Queries, keys and values, as for :func:`attend`.
-        result: What :func:`attend` would give for all blocks at once.
+        result: Output and log-sum-exp over all blocks.
         scale: As for :func:`attend`.
         is_causal: As for :func:`attend`.
     """
@@ -87,7 +87,7 @@ def _fused_backward(
 
 
 def is_fused(q: Tensor, k: Tensor, v: Tensor, *, is_causal: bool) -> bool:
-    """There is an operator that never holds the block's scores. Meta tensors stand for those of a CPU."""
+    """Whether an operator exists that never holds the block's scores. Meta tensors count as those of a CPU."""
     if q.device.type == "cuda":
         case = torch.backends.cuda.SDPAParams(q, k, v, None, 0.0, is_causal, False)  # noqa: FBT003
         return torch.backends.cuda.can_use_flash_attention(case)
@@ -108,5 +108,5 @@ def _for_all_heads(t: Tensor, q: Tensor) -> Tensor:
 
 
 def _of_own_heads(grad: Tensor, num_heads: int) -> Tensor:
-    """The other way round: gradients of those that share a head are added up."""
+    """The opposite: gradients of query heads that share a head of keys or values are summed."""
     return grad if grad.shape[1] == num_heads else grad.unflatten(1, (num_heads, -1)).sum(2)

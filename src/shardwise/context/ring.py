@@ -1,12 +1,12 @@
-"""Attention over a sequence of which every rank holds a part: keys and values go round, queries stay.
+"""Attention over a sequence of which every rank holds a part: keys and values travel around a ring, queries stay.
 
-In hop ``h`` rank ``r`` has the block of rank ``r - h``. It sends it on to rank ``r + 1`` and receives the next one
-while it computes with it, so that messages hide behind arithmetic. The partial outputs are joined as they come, by
-their log-sum-exp (Liu, Zaharia and Abbeel, "Ring Attention", arXiv 2310.01889). Nobody holds more than two blocks of
+In hop ``h`` rank ``r`` has the block of rank ``r - h``. It sends the block to rank ``r + 1`` and receives the next one
+while it computes, so that communication overlaps with arithmetic. Partial outputs are joined as they come, by their
+log-sum-exp (Liu, Zaharia and Abbeel, "Ring Attention", arXiv 2310.01889). A rank never holds more than two blocks of
 keys and values, and for backward only its own.
 
-Backward sends keys and values round once more. The gradient of a block is begun by the rank after its owner, goes on
-behind the block, every rank adding its part, and comes home after the last hop.
+Backward sends keys and values around once more. The rank after its owner begins the gradient of a block, which follows
+the block, every rank adding its term, and reaches the owner after the last hop.
 
 Shape suffixes: ``B`` batch, ``H`` heads, ``T`` positions of this rank, ``D`` head width.
 """
@@ -30,8 +30,8 @@ class Ring:
     """The attention of one module.
 
     Attributes:
-        comm: On ``cp``.
-        unit: Name of the module.
+        comm: The axis ``cp``.
+        unit: Path of the module, in traces.
     """
 
     comm: Comm
@@ -43,15 +43,15 @@ class Ring:
         """Attention of this rank's queries to the whole sequence, (B, H, T, D).
 
         Args:
-            q_BHTD: This rank's positions, as ``spec.zigzag`` divides them.
-            k_BHTD: Likewise; the number of its heads divides that of the queries'.
-            v_BHTD: Likewise.
-            scale: Of the scores; ``None``: one over the square root of the head width.
-            is_causal: A position looks at itself and those before; else at all.
+            q_BHTD: Queries of this rank's positions, as ``spec.zigzag`` divides them.
+            k_BHTD: Keys; their number of heads divides that of the queries.
+            v_BHTD: Values.
+            scale: Factor of the scores; ``None``: one over the square root of the head width.
+            is_causal: A position attends to itself and those before; else to all.
 
         Collective:
-            Sends its keys and values, and in turn every other rank's but the next one's, to the next rank of ``cp``:
-            ``size - 1`` messages; in backward twice as many.
+            ``size - 1`` messages to the next rank of ``cp``, each a block of keys and values; in backward twice as
+            many. All ranks must call.
         """
         scale = q_BHTD.shape[-1] ** -0.5 if scale is None else scale
         return _Attention.apply(q_BHTD, k_BHTD, v_BHTD, self, scale, is_causal)
@@ -66,13 +66,13 @@ class Ring:
 
 @dataclass(frozen=True)
 class _Hop:
-    """A block under way in each direction."""
+    """A block that is being sent, and one that is being received."""
 
     received: Tensor
     handle: Handle
 
     def wait(self) -> Tensor:
-        """What has come; what was sent may be written again."""
+        """The received block; the sent one may be written again."""
         self.handle.wait()
         return self.received
 
@@ -81,9 +81,9 @@ class _Pair:
     """Keys and values, or their gradients, in one flat buffer, so that they travel in one message.
 
     Args:
-        k: Of which the shape is taken.
-        v: Likewise.
-        flat: Of as many elements.
+        k: Gives the shape of keys.
+        v: Gives the shape of values.
+        flat: The buffer.
     """
 
     def __init__(self, k: Tensor, v: Tensor, flat: Tensor) -> None:
@@ -102,11 +102,11 @@ class _Pair:
 
     @classmethod
     def zeros(cls, k: Tensor, v: Tensor, dtype: torch.dtype) -> _Pair:
-        """Room for sums."""
+        """Zeros for sums."""
         return cls(k, v, k.new_zeros(k.numel() + v.numel(), dtype=dtype))
 
     def with_content(self, flat: Tensor) -> _Pair:
-        """One of the same shapes."""
+        """A pair of the same shapes."""
         return _Pair(*self._shapes, flat)
 
 
@@ -171,7 +171,7 @@ class _Attention(torch.autograd.Function):
 
 
 def _join(out: Tensor, lse: Tensor, partial: Tensor, log_sum: Tensor) -> None:
-    """Take one more block into ``out`` and ``lse``, in place."""
+    """Join one more block to ``out`` and ``lse``, in place."""
     total = torch.logaddexp(lse, log_sum)
     out.mul_((lse - total).exp_().unsqueeze(-1)).add_(partial * (log_sum - total).exp_().unsqueeze(-1))
     lse.copy_(total)

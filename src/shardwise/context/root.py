@@ -1,7 +1,7 @@
-"""What stands for the root's forward, inside of its hooks: it is given the whole batch, and divides it.
+"""Replaces the model's forward, inside of its hooks: divides a whole batch by positions, and joins the loss or logits.
 
-For the engine nothing is new: a model is called, computes a loss, and its parameters get gradients. That these are
-those of some positions is known here and in ``ring`` only.
+For the engine nothing changes: a model is called, computes a loss, and its parameters get gradients. Only this file and
+``ring`` know that these are gradients of some positions.
 """
 
 from __future__ import annotations
@@ -24,45 +24,41 @@ from shardwise.spec.zigzag import own_ranges, padded_length
 
 
 class Root(ABC):
-    """Stands for a model's forward.
+    """Replaces a model's forward.
 
     Args:
-        model: Held weakly.
-        comm: On ``cp``.
-        multiple: What every rank's number of positions has to be a multiple of, besides being even.
+        model: The model; held weakly.
+        comm: The axis ``cp``.
+        multiple: Every rank's number of positions is a multiple of this, and even.
     """
 
     def __init__(self, model: nn.Module, comm: Comm, multiple: int) -> None:
         self._model = weakref.ref(model)
-        self._own = model.__dict__.get("forward")  # somebody else's replacement of the class's method
+        self._own = model.__dict__.get("forward")  # another replacement of the class's method
         self._comm = comm
         self._multiple = multiple
-        self.is_alone = isinstance(comm, RecordComm)  # nobody is there to talk to, and nothing is really computed
+        self.is_alone = isinstance(comm, RecordComm)  # a dry run: no peers, and no values
         self._has_compared = self.is_alone
         self.__signature__ = inspect.signature(model.forward)
 
     @property
     def model(self) -> Any:
-        """The model. Whoever calls its forward has it."""
+        """The model, which the caller of its forward holds."""
         return self._model()
 
     def compute(self, *args: Any, **kwargs: Any) -> Any:
-        """What this stands for."""
+        """The replaced forward."""
         model = self.model
         return (self._own or type(model).forward.__get__(model))(*args, **kwargs)
 
     def divide(self, whole_BT: Tensor, targets_BT: Tensor | None = None) -> Division:
-        """How it is divided.
-
-        Args:
-            whole_BT: The tokens.
-            targets_BT: Of each.
+        """How sequences of these tokens are divided; compares tokens and targets with the other ranks once.
 
         Collective:
             The first time an all-gather of one integer on ``cp``.
 
         Raises:
-            RankDisagreement: Other ranks were given others.
+            RankDisagreement: Other ranks were given other tokens, or targets.
         """
         if not self._has_compared:
             self._has_compared = True
@@ -82,13 +78,13 @@ class Root(ABC):
         """The model's forward on whole sequences.
 
         Collective:
-            Those of :class:`~shardwise.context.ring.Ring`, and of :meth:`Division.mean_loss`, or where there is nothing
-            to compute a loss from, :meth:`Division.join`. With a key-value cache none: every rank does the whole.
+            Those of :class:`~shardwise.context.ring.Ring`, and of :meth:`Division.mean_loss`, or without targets of
+            :meth:`Division.join`. With a key-value cache none: every rank computes whole sequences.
         """
 
 
 class GPTRoot(Root):
-    """Of our GPT."""
+    """Replaces the forward of our GPT."""
 
     def __call__(self, tokens: Tensor, targets: Tensor | None = None, *, cache: Any = None) -> Tensor:
         """The mean loss over whole sequences, or all logits."""
@@ -104,21 +100,21 @@ class GPTRoot(Root):
         return division.mean_loss(loss, own_targets_BT, targets)
 
 
-#: The target that leaves a position out, as ``F.cross_entropy`` has it.
+#: The target of positions that do not count, as in ``F.cross_entropy``.
 IGNORED = -100
 
 
 class Division:
     """How sequences of one length are divided.
 
-    Sequences that do not come out even are continued with their last token, and targets that leave it out. Under causal
-    attention no other position sees that.
+    Sequences that cannot be divided evenly are padded with their last token, and with targets that do not count. Under
+    causal attention no other position sees the padding.
 
     Args:
-        length: Of the sequences.
-        comm: On ``cp``.
-        multiple: What every rank's number of positions has to be a multiple of.
-        device: Of what is divided.
+        length: Length of the sequences.
+        comm: The axis ``cp``.
+        multiple: Every rank's number of positions is a multiple of this, and even.
+        device: The device of what is divided.
     """
 
     def __init__(self, length: int, comm: Comm, *, multiple: int, device: torch.device) -> None:
@@ -135,7 +131,7 @@ class Division:
         return whole_BT.index_select(1, self.positions_T)
 
     def own_targets(self, whole_BT: Tensor) -> Tensor:
-        """Likewise, with targets that leave padding out."""
+        """This rank's targets, with padding ignored."""
         own_BT = self.own(whole_BT)
         return own_BT if self.padded == self.length else own_BT.masked_fill(self._is_padding_T, IGNORED)
 
@@ -151,10 +147,10 @@ class Division:
         """The mean loss over the whole sequence's targets that count, the same value on every rank.
 
         Args:
-            loss: The mean over this rank's.
+            loss: The mean over this rank's targets.
             own_BT: This rank's targets.
-            whole_BT: All targets, of which every rank knows the number.
-            divisor: What the sum of losses is divided by instead.
+            whole_BT: All targets.
+            divisor: Divides the sum of losses instead of the number of targets that count.
 
         Collective:
             All-reduce of one float64 on ``cp``.
@@ -164,7 +160,7 @@ class Division:
 
 
 class _MeanLoss(torch.autograd.Function):
-    """Backward gives every rank the gradient of its own share, times the ranks: the engine averages over them."""
+    """Backward gives every rank the gradient of its own term, times the ranks, over which the engine averages."""
 
     @staticmethod
     def forward(ctx: Any, loss: Tensor, num_own: Tensor, num_all: Any, comm: Comm) -> Tensor:

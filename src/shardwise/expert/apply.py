@@ -1,4 +1,4 @@
-"""Dividing a model's experts: parameters become this rank's parts, mixtures route tokens."""
+"""Divides a model's experts: parameters become this rank's parts, mixtures route tokens."""
 
 from __future__ import annotations
 
@@ -16,16 +16,16 @@ def apply_experts(
 ) -> str:
     """Leave this rank's experts in the model, in place. Modules, names and classes stay.
 
-    Where each expert has a module of its own, those of other ranks stay without parameters; stacked ones are cut.
+    Where each expert is a module, modules of other ranks' experts stay without parameters; stacked weights are cut.
 
     Args:
-        mixtures: Of the whole model, the same on every rank.
-        comm: On ``ep``; ``None`` where every rank holds all experts, and only the capacity acts.
+        mixtures: The mixtures of the whole model, the same on every rank.
+        comm: The axis ``ep``; ``None`` where every rank holds all experts, and only the capacity matters.
         capacity: ``ParallelPlan.expert_capacity``.
-        tp: This rank's place on ``tp``, and the ranks of it, which have cut the model before.
+        tp: This rank on ``tp``, and the size of ``tp``, which has cut the model before.
 
     Returns:
-        What a summary should say.
+        A line for a summary.
     """
     for mixture in mixtures:
         layer = RoutedMixture(mixture, comm, capacity)
@@ -46,12 +46,7 @@ def apply_experts(
 
 
 def own_experts(mixtures: Iterable[Mixture], comm: Comm) -> dict[int, slice | None]:
-    """Of every parameter of an expert, by ``id``, what is of this rank's experts: rows, all (``:``), or ``None``.
-
-    Args:
-        mixtures: Of the whole model.
-        comm: On ``ep``.
-    """
+    """The rows of this rank's experts in every expert's parameter, by ``id``: a slice, all (``:``), or ``None``."""
     found: dict[int, slice | None] = {}
     for mixture in mixtures:
         if mixture.is_stacked:
@@ -71,7 +66,7 @@ def _drop_foreign(mixture: Mixture, comm: Comm, tp: tuple[int, int]) -> None:
                     held = slice_of(parameter) or Slice(tuple(parameter.shape), copy=tp[0], copies=tp[1])
                     set_slice(parameter, dataclasses.replace(held, is_expert=True))
                 else:
-                    parameter.data = parameter.data.new_empty(0)  # whoever holds it holds no memory
+                    parameter.data = parameter.data.new_empty(0)  # no reference to it holds memory
                     module.register_parameter(name, None)
 
 

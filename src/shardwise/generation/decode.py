@@ -1,7 +1,7 @@
 """Generating tokens: a prompt goes through the model once, then each new token by itself, with a cache.
 
-Every rank runs the same loop. Ranks that hold parts of one model (``tp``, ``pp``) have the same rows; data-parallel
-ranks divide the rows between them, or have prompts of their own, as many as they like, and go in step.
+Every rank runs the same loop. Ranks that hold parts of one model (``tp``, ``pp``) have the same rows. Data-parallel
+ranks divide the rows between them, or have any number of prompts of their own, and compute the same number of steps.
 """
 
 from __future__ import annotations
@@ -19,8 +19,9 @@ from shardwise.comm.control import all_gather_json, fail_together
 from shardwise.engine.engine import Engine
 from shardwise.engine.unit import attachment_of, engine_of
 from shardwise.features.pipeline_step import constant_parameters
-from shardwise.generation.chunks import How, Part, Runner, Shares, Staged, Turn, Whole, slots
+from shardwise.generation.chunks import Chunk, RowSplit, Settings, Turn, slots
 from shardwise.generation.decoder import decoder_of
+from shardwise.generation.runner import Runner, Stages, WholeModel
 from shardwise.generation.sample import Sampling
 from shardwise.pipeline.pipelined import pipelined_of
 from shardwise.spec.errors import ConfigError, RankDisagreement, ShardwiseError, StateError
@@ -44,17 +45,17 @@ def generate(
     A parallelized model generates under its plan. All ranks must call, with the same ``max_new_tokens``; ranks that
     hold parts of one model (``tp``, ``pp``) with the same arguments. Data-parallel ranks may pass the same prompts, of
     which each then generates some, and all get all tokens; or each its own. Over a pipeline the rows go through the
-    stages in as many parts as the plan has microbatches, so that all stages work at a time.
+    stages in as many chunks as the plan has microbatches, so that all stages work at a time.
 
     Args:
-        model: Our GPT, or a causal language model of transformers; plain or parallelized. Dropout is off meanwhile.
+        model: Our GPT, or a causal language model of transformers; plain or parallelized. It is in eval mode meanwhile.
         prompts: Token ids, a tensor (B, T) or a list for each row; lengths may differ, none may be empty.
-        max_new_tokens: At most so many for each row; with the longest prompt they must fit the model's positions.
-        temperature: 0 takes the likeliest token, more draws: logits are divided by it.
-        top_k: Draw among so many of the likeliest.
-        top_p: Draw among the fewest likeliest that have this probability together (after ``top_k``).
-        seed: Of the draws, which depend on it, the row and the number of the token only: tokens are the same on every
-            rank and layout, as far as logits are. ``None`` takes one from torch's generator on the first rank.
+        max_new_tokens: The most new tokens of a row; with the longest prompt they must fit the model's positions.
+        temperature: 0 takes the likeliest token; a larger one divides the logits, and tokens are drawn.
+        top_k: Draw among this number of the likeliest tokens.
+        top_p: Draw among the fewest likeliest tokens that have this probability together (after ``top_k``).
+        seed: Seed of the draws, which depend on the seed, the row and the number of the token only: tokens are the same
+            on every rank and layout if logits are. ``None`` takes one from torch's generator on the first rank.
         eos: Id, or ids, after which a row ends.
 
     Returns:
@@ -111,23 +112,23 @@ def generate_stream(
     Raises:
         ConfigError, StateError, RankDisagreement: As :func:`generate`, before the first token.
     """
-    engine = _runtime_of(model)
+    engine = _engine_of(model)
     problem: ShardwiseError | None = None
-    job: _Job | None = None
+    call: _Call | None = None
     try:
-        job = _Job(model, prompts, max_new_tokens, Sampling(temperature, top_k, top_p), seed, eos, engine)
+        call = _Call(model, prompts, max_new_tokens, Sampling(temperature, top_k, top_p), seed, eos, engine)
     except ShardwiseError as error:
         problem = error
     if engine is None and problem is not None:
         raise problem
     if engine is not None:
         fail_together(engine.comms.world, problem)
-    assert job is not None
-    job.meet()
-    return job.run()
+    assert call is not None
+    call.compare()
+    return call.run()
 
 
-class _Job:
+class _Call:
     """One call, checked.
 
     Raises:
@@ -153,96 +154,95 @@ class _Job:
         check_ids(sorted(self._ends), vocab_size, "eos")
         self._is_own_seed = seed is None
         seed = int(torch.randint(1 << 62, ())) if seed is None and sampling.temperature else seed or 0
-        self._how = How(make_decoder, sampling, seed, max_new_tokens)
-        self._told = [{"digest": "", "num_rows": len(self._rows)}]  # by data-parallel rank
+        self._settings = Settings(make_decoder, sampling, seed, max_new_tokens)
+        self._batches = [{"digest": "", "num_rows": len(self._rows)}]  # by data-parallel rank
 
-    def meet(self) -> None:
-        """Compare with the other ranks what must be the same, and share out the rows, before any of them computes.
+    def compare(self) -> None:
+        """Compare with the other ranks what must be the same, and learn their batches, before any of them computes.
 
         Raises:
             RankDisagreement: Something is not the same; on every rank.
         """
         if self._engine is None or self._engine.comms.world.size == 1:
             return
-        comms, steps = self._engine.comms, [self._how.max_new_tokens, bool(self._ends)]
-        said = [self._rows, repr(self._how.sampling), sorted(self._ends), None if self._is_own_seed else self._how.seed]
-        digest = hashlib.sha256(json.dumps(said).encode()).hexdigest()
-        mine = {"reader": comms.control.rank, "digest": digest, "steps": steps, "seed": self._how.seed}
-        told = all_gather_json(comms.world, mine | {"num_rows": len(self._rows)})
+        comms, steps = self._engine.comms, [self._settings.max_new_tokens, bool(self._ends)]
+        seed = self._settings.seed
+        options = [repr(self._settings.sampling), sorted(self._ends), None if self._is_own_seed else seed]
+        digest = hashlib.sha256(json.dumps([self._rows, *options]).encode()).hexdigest()
+        mine = {"reader": comms.control.rank, "digest": digest, "steps": steps, "seed": seed}
+        every = all_gather_json(comms.world, mine | {"num_rows": len(self._rows)})
         firsts: dict[int, int] = {}
-        for rank, other in enumerate(told):
-            if other["steps"] != told[0]["steps"]:
+        for rank, other in enumerate(every):
+            if other["steps"] != every[0]["steps"]:
                 raise RankDisagreement(
-                    f"sw.generate: rank 0 has max_new_tokens={told[0]['steps'][0]} and"
-                    f" {'an' if told[0]['steps'][1] else 'no'} eos, rank {rank} {other['steps'][0]} and"
+                    f"sw.generate: rank 0 has max_new_tokens={every[0]['steps'][0]} and"
+                    f" {'an' if every[0]['steps'][1] else 'no'} eos, rank {rank} {other['steps'][0]} and"
                     f" {'an' if other['steps'][1] else 'no'} eos.\n  Pass the same on every rank."
                 )
             first = firsts.setdefault(other["reader"], rank)
-            if other["digest"] != told[first]["digest"]:
+            if other["digest"] != every[first]["digest"]:
                 raise RankDisagreement(
                     f"sw.generate: ranks {first} and {rank} hold parts of the same model, but were called with"
                     " different prompts or options.\n  Pass the same on all ranks of a tp and pp group."
                 )
         if self._is_own_seed:
-            self._how = self._how._replace(seed=told[0]["seed"])
-        self._told = [told[firsts[reader]] for reader in sorted(firsts)]
+            self._settings = self._settings._replace(seed=every[0]["seed"])
+        self._batches = [every[firsts[reader]] for reader in sorted(firsts)]
 
     def run(self) -> Iterator[list[int | None]]:
-        """The loop."""
+        """The loop, with the model in eval mode."""
         trained = [module for module in self._model.modules() if module.training]
         self._model.eval()
         try:
             with nullcontext() if self._engine is None else constant_parameters(self._engine, "sw.generate"):
-                yield from _Columns(*self._prepared(), self._ends).run(self._how.max_new_tokens)
+                yield from _Columns(*self._prepared(), self._ends).run(self._settings.max_new_tokens)
         finally:
             for module in trained:
                 module.training = True
 
-    def _prepared(self) -> tuple[Shares, list[Part], Runner]:
-        """The rows, shared out and put into parts, and what computes them."""
+    def _prepared(self) -> tuple[RowSplit, list[Chunk], Runner]:
+        """The rows, divided over ranks and chunks, and what computes them."""
         pipelined, engine = pipelined_of(self._model), self._engine
         comm = None if engine is None or engine.comms.control.size == 1 else engine.comms.control
         device = next(self._model.parameters()).device if engine is None else engine.comms.world.device
-        shares = Shares(
-            [told["num_rows"] for told in self._told],
+        split = RowSplit(
+            [batch["num_rows"] for batch in self._batches],
             comm,
-            is_divided=len({told["digest"] for told in self._told}) == 1 and len(self._rows) > 1,
-            max_parts=1 if pipelined is None else pipelined.num_microbatches,
+            is_divided=len({batch["digest"] for batch in self._batches}) == 1 and len(self._rows) > 1,
+            max_chunks=1 if pipelined is None else pipelined.num_microbatches,
         )
-        parts = []
-        for index in range(shares.num_parts):
-            rows = shares.own(index)
-            parts.append(Part(index, rows, [self._rows[row] for row in rows], self._how, device))
+        own = [split.own(index) for index in range(split.num_chunks)]
+        chunks = [
+            Chunk(index, rows, [self._rows[row] for row in rows], self._settings, device)
+            for index, rows in enumerate(own)
+        ]
         if pipelined is None:
-            return shares, parts, Whole(self._model, parts)
-        return shares, parts, Staged(self._model, parts, *pipelined.around())
+            return split, chunks, WholeModel(self._model, chunks)
+        return split, chunks, Stages(self._model, chunks, *pipelined.around())
 
 
 class _Columns:
-    """New tokens of all rows, column by column, while the parts go through the stages of this rank.
+    """New tokens of all rows, column by column, while the chunks go through the stages of this rank."""
 
-    Each rank does what the others do, with its rows and stages.
-    """
-
-    def __init__(self, shares: Shares, parts: Sequence[Part], runner: Runner, ends: Collection[int]) -> None:
-        self._shares, self._parts, self._runner, self._ends = shares, parts, runner, ends
-        self._is_live = [True] * shares.num_rows
-        self._column: list[int | None] = [None] * shares.num_rows
+    def __init__(self, split: RowSplit, chunks: Sequence[Chunk], runner: Runner, ends: Collection[int]) -> None:
+        self._split, self._chunks, self._runner, self._ends = split, chunks, runner, ends
+        self._is_live = [True] * split.num_rows
+        self._column: list[int | None] = [None] * split.num_rows
 
     def run(self, num_steps: int) -> Iterator[list[int | None]]:
         """The columns."""
-        parts, runner = self._parts, self._runner
-        rest = slots(runner.stages, runner.num_stages, len(parts), num_steps)
+        chunks, runner = self._chunks, self._runner
+        rest = slots(runner.stages, runner.num_stages, len(chunks), num_steps)
         slot: tuple[Turn, ...] = ()
         try:
             for slot in rest:
-                # A part's tokens say whether it goes on. The first stage receives them in this slot; other ranks have
-                # them, and need to know before they receive the part's activations.
+                # A chunk's tokens say whether it goes on. The first stage receives them in this slot; other ranks have
+                # them, and need to know before they receive the chunk's activations.
                 if runner.stages[0] == 0:
                     self._exchange(slot)
                 for column in self._begin(slot):
                     yield column
-                    if all(part.is_over for part in parts):
+                    if all(chunk.is_over for chunk in chunks):
                         runner.finish()
                         return
                 if runner.stages[0] != 0:
@@ -251,60 +251,60 @@ class _Columns:
         except GeneratorExit:  # on every rank alike
             self._abandon(slot, rest)
             raise
-        for part in parts:
-            self._take(part, is_last=True)
+        for chunk in chunks:
+            self._take(chunk, is_last=True)
         runner.finish()
-        yield self._whole_column()
+        yield self._full_column()
 
     def _begin(self, slot: Sequence[Turn]) -> Iterator[list[int | None]]:
-        """Take the tokens of a part that begins its next step; the column that is then complete."""
+        """Take the tokens of a chunk that begins its next step; the column that is then complete."""
         for step, index, stage in slot:
             if step and stage == self._runner.stages[0]:
-                self._take(self._parts[index])
-                if index == len(self._parts) - 1:
-                    yield self._whole_column()
+                self._take(self._chunks[index])
+                if index == len(self._chunks) - 1:
+                    yield self._full_column()
 
     def _abandon(self, slot: tuple[Turn, ...], rest: Iterator[tuple[Turn, ...]]) -> None:
-        """Nobody takes more tokens, but all parts except the last are under way in the step that has begun: finish it.
+        """Finish the step that all chunks but the last have begun, of which the caller takes no more tokens.
 
         Args:
-            slot: Where it was found, before its computations.
-            rest: What comes behind.
+            slot: The slot that the caller ended, before its computations.
+            rest: The slots behind it.
         """
-        first, last = self._runner.stages[0], len(self._parts) - 1
+        first, last = self._runner.stages[0], len(self._chunks) - 1
         step = next(turn.step for turn in slot if turn.stage == first)
         for each in itertools.chain([slot], rest):
-            under_way = [turn for turn in each if turn.step == step and turn.part < last]
+            under_way = [turn for turn in each if turn.step == step and turn.chunk < last]
             if each is not slot or first:
                 self._exchange(under_way)
             self._compute(under_way)
-        for part in self._parts[:-1]:
-            if not part.is_over:
-                self._runner.take(part)
+        for chunk in self._chunks[:-1]:
+            if not chunk.is_over:
+                self._runner.take(chunk)
         self._runner.finish()
 
     def _exchange(self, turns: Sequence[Turn]) -> None:
-        parts = self._parts
-        self._runner.exchange([(parts[turn.part], turn.stage) for turn in turns if not parts[turn.part].is_over])
+        found = [(self._chunks[turn.chunk], turn.stage) for turn in turns]
+        self._runner.exchange([(chunk, stage) for chunk, stage in found if not chunk.is_over])
 
     def _compute(self, turns: Sequence[Turn]) -> None:
         for _, index, stage in turns:
-            part = self._parts[index]
-            if not part.is_over and stage < self._runner.num_stages:
-                self._runner.compute(part, stage)
+            chunk = self._chunks[index]
+            if not chunk.is_over and stage < self._runner.num_stages:
+                self._runner.compute(chunk, stage)
 
-    def _take(self, part: Part, *, is_last: bool = False) -> None:
-        """Put the newest tokens of a part into the column, and see whether it goes on."""
-        if part.is_over:
+    def _take(self, chunk: Chunk, *, is_last: bool = False) -> None:
+        """Put the newest tokens of a chunk into the column, and find out whether it goes on."""
+        if chunk.is_over:
             return
-        tokens = self._runner.take(part)[: part.num_rows]
-        for row, token in self._shares.exchange(part.index, tokens).items():
+        tokens = self._runner.take(chunk)[: chunk.num_rows]
+        for row, token in self._split.exchange(chunk.index, tokens).items():
             if self._is_live[row]:
                 self._column[row] = token
                 self._is_live[row] = token not in self._ends
-        part.is_over = bool(self._ends) and not is_last and self._shares.is_over(part.index, self._is_live)
+        chunk.is_over = bool(self._ends) and not is_last and self._split.is_over(chunk.index, self._is_live)
 
-    def _whole_column(self) -> list[int | None]:
+    def _full_column(self) -> list[int | None]:
         column = self._column
         self._column = [None for _ in column]
         return column
@@ -381,7 +381,7 @@ def check_ids(ids: Sequence[int], vocab_size: int, where: str) -> None:
             )
 
 
-def _runtime_of(model: nn.Module) -> Engine | None:
+def _engine_of(model: nn.Module) -> Engine | None:
     """Of a parallelized model; ``None`` for a plain one.
 
     Raises:

@@ -18,27 +18,27 @@ from shardwise.spec.errors import StateError
 
 
 class Decoder(Protocol):
-    """One model's, or one pipeline stage's, for some rows."""
+    """Continues some rows with a model, or with one pipeline stage of it."""
 
     def call(self, model: nn.Module, new_BT: Tensor) -> Any:
         """The model's output for new tokens of every row."""
         ...
 
     def logits(self, output: Any) -> Tensor:
-        """Those after the last token, (B, V)."""
+        """The logits after the last token, (B, V)."""
         ...
 
 
-#: Makes a decoder: ``make(capacity, padding, layers)`` for so many columns at most, with so many columns of padding
-#: before each row, and for these of the model's layers (``None``: all of them).
+#: Makes a decoder: ``make(capacity, padding, layers)`` with the most columns, the columns of padding of each row, and
+#: the numbers of the model's layers that it caches (``None``: all of them).
 MakeDecoder = Callable[[int, Sequence[int], Collection[int] | None], Decoder]
 
 
 def decoder_of(model: nn.Module) -> tuple[MakeDecoder, int, int | None]:
-    """What goes on from token to token; the vocabulary, and the positions where they are known.
+    """What makes decoders of ``model``, the size of its vocabulary, and its positions where they are limited.
 
     Raises:
-        StateError: It does not generate here.
+        StateError: The model is not one that generates here.
     """
     if isinstance(model, GPT):
         return _Own, model.config.vocab_size, model.config.seq_len

@@ -22,9 +22,9 @@ class Sampling:
     """How the next token is chosen.
 
     Attributes:
-        temperature: What logits are divided by; 0 takes the largest.
-        top_k: Draw among so many of the likeliest.
-        top_p: Draw among the fewest likeliest that have this probability together.
+        temperature: The divisor of logits; 0 takes the largest logit.
+        top_k: Draw among this number of the likeliest tokens.
+        top_p: Draw among the fewest likeliest tokens that have this probability together.
     """
 
     temperature: float = 0.0
@@ -51,9 +51,9 @@ class Sampling:
                 )
 
     def probabilities(self, logits_BV: Tensor) -> Tensor:
-        """What is drawn from, in float64, by token; (B, V). Where it is greedy: one for the largest logit.
+        """The probability of each token, (B, V), float64; at temperature 0 one for the largest logit.
 
-        Of equal logits those of smaller ids come first.
+        Of equal logits the smaller id comes first.
         """
         logits_BV = logits_BV.double()
         if self.temperature == 0:
@@ -74,8 +74,8 @@ class Sampling:
         """The next token of each row, (B,).
 
         Args:
-            logits_BV: Of the row's last position.
-            draws_B: For each row a number in [0, 1), float64; not needed where it is greedy.
+            logits_BV: Logits of each row's last position.
+            draws_B: For each row a number in [0, 1), float64; not needed at temperature 0.
         """
         if self.temperature == 0:
             return logits_BV.argmax(dim=-1)
@@ -88,12 +88,7 @@ class Sampling:
 
 
 class RngStreams:
-    """Uniform numbers for the rows of a batch, each row by itself.
-
-    Args:
-        seed: Of all rows.
-        rows: Their numbers.
-    """
+    """A stream of uniform numbers for each row of a batch: its key is the seed and the number of the row."""
 
     def __init__(self, seed: int, rows: Iterable[int]) -> None:
         keys = (np.array([seed % (1 << 64), row], np.uint64) for row in rows)

@@ -1,9 +1,9 @@
 """Running a schedule: every action in its place, on one rank.
 
-A send is started in its place and waited for when what it carries is of no further use, or at the end of the step. A
-receive is posted one computation early, where the transport allows it, and waited for by the computation that takes it:
-posting in its place, when the message is there already, was measured to take 2 to 5 ms where Gloo's thread had yet to
-get a processor. The first message of a kind of batch is preceded by a header that tells the receiver shapes and dtypes.
+A send starts in its place and is waited for when its tensor is of no further use, or at the end of the step. A receive
+is posted one computation early, where the transport allows it, and waited for by the computation that takes it: posted
+in its place, it was measured to take 2 to 5 ms where Gloo's thread had yet to get a processor. The first message of a
+kind of batch follows a header with shapes and dtypes.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ _DTYPES = ("fp32", "bf16", "fp16", "fp64", "int64", "int32", "bool", "uint8", "i
 
 @dataclass(frozen=True)
 class BoundaryTensor:
-    """One tensor that goes from a stage to the next."""
+    """A tensor that goes from a stage to the next."""
 
     shape: tuple[int, ...]
     dtype: torch.dtype
@@ -45,7 +45,7 @@ class BoundaryTensor:
 
 @dataclass
 class SavedMicrobatch:
-    """What a stage keeps of a microbatch from its forward to its backward."""
+    """A microbatch of a stage between its forward and its backward."""
 
     received: dict[Source, Tensor]
     outputs: tuple[Tensor, ...]
@@ -55,21 +55,21 @@ class SavedMicrobatch:
 
 @dataclass(frozen=True)
 class Step:
-    """What one step is.
+    """One step.
 
     Attributes:
-        schedule: What to do.
+        schedule: The actions.
         parts: The microbatches, the same on every rank of the pipeline.
         call: Calls the model with a microbatch.
-        loss: The same, and gives the loss of it.
+        loss: Calls the model with a microbatch, and returns its loss.
         flow: What goes from stage to stage for microbatches of this shape.
-        agreement: That the ranks do the same; ``None``: nobody is there.
-        enter: Is told stage and microbatch before each forward, and each backward that begins.
-        collect: Takes the gradients that are on weights.
-        end: Is told when the last backward of a stage is over. Where gradients are still to be computed, it
-            is given what computes those of the parameters that it names.
-        scale: Of a loss before its backward, for fp16.
-        backward: Goes from outputs with gradients, or from a loss, to the leaves.
+        agreement: Compares what the ranks are about to do; ``None``: there are no peers.
+        enter: Called with stage and microbatch before each forward and each backward.
+        collect: Takes the gradients from the weights.
+        end: Called after the last backward of a stage, if gradients of weights are still to be computed with what
+            computes those of given parameters.
+        scale: Scales a loss before its backward, for fp16.
+        backward: Computes gradients from outputs with gradients, or from a loss, as ``torch.autograd.backward``.
     """
 
     schedule: Schedule
@@ -89,43 +89,40 @@ class Interpreter:
     """Runs schedules on the stages of this rank.
 
     Attributes:
-        peak_tapes: The most microbatches, counted once per stage, that were between forward and backward at a time.
-        spans: Where it is a list, the begin and the end of every computation are added to it, in seconds of the clock
-            ``time.perf_counter``.
-        comm: Along ``pp``.
-        compute_dtype: In a dry run, of floating-point activations, where units cast: the trace knows the model's own.
+        peak_saved: The most microbatches, counted once per stage, that were between forward and backward at a time.
+        spans: If a list, every computation appends its begin and end, in seconds of ``time.perf_counter``.
+        comm: The axis ``pp``.
+        compute_dtype: In a dry run the dtype of floating-point activations where units cast: the trace knows the
+            model's own.
     """
 
     def __init__(self, stages: Stages, comm: Comm, deferral: Deferral) -> None:
         self.stages = stages
         self.deferral = deferral
-        self.peak_tapes = 0
+        self.peak_saved = 0
         self.spans: list[tuple[float, float]] | None = None
         self.compute_dtype: torch.dtype | None = None
         self.comm = comm
 
-    def run(self, job: Step) -> list[Tensor]:
-        """One step.
-
-        Returns:
-            The losses of the microbatches in order, on the rank of the last stage; nothing elsewhere.
+    def run(self, step: Step) -> list[Tensor]:
+        """Run one step; returns the losses of the microbatches in order on the rank of the last stage, [] elsewhere.
 
         Collective:
-            Waits for the agreement before the first message. The messages of the schedule along ``pp``: for each
-            tensor that crosses two stages on different ranks one for each microbatch with what it holds, and one back
-            with its gradient where it needs one.
+            Waits for the agreement before the first message. Then the messages of the schedule along ``pp``: for each
+            microbatch and each tensor that crosses two stages on different ranks its values, and back its gradient
+            where it needs one.
         """
-        step = _Step(self, job)
+        running = _Step(self, step)
         rank = self.comm.rank
-        early = {} if self.comm.is_in_order else job.schedule.early(rank)
-        for place, action in enumerate(job.schedule.actions[rank]):
-            step.post(early.get(place, ()))
-            step.do(action)
-        step.finish()
-        return [step.losses[index] for index in sorted(step.losses)]
+        early = {} if self.comm.is_in_order else step.schedule.early(rank)
+        for place, action in enumerate(step.schedule.actions[rank]):
+            running.post(early.get(place, ()))
+            running.do(action)
+        running.finish()
+        return [running.losses[index] for index in sorted(running.losses)]
 
     def send(self, tensor: Tensor, to: int, unit: str) -> tuple[Handle, Tensor]:
-        """Start a send; the tensor must live until it has been waited for."""
+        """Start a send; the returned tensor must live until the handle has been waited for."""
         flat = tensor.detach().contiguous().view(-1)
         return self.comm.send(flat, to=to, unit=unit), flat
 
@@ -135,7 +132,7 @@ class Interpreter:
         return self.comm.receive(buffer.view(-1), source=source, unit=unit), buffer
 
     def header(self, stage: int, made: Sequence[BoundaryTensor]) -> Tensor:
-        """What tells the rank of the next stage what ``stage`` will send it."""
+        """Shapes and dtypes of what ``stage`` sends to the next stage, as a tensor."""
         rows = []
         for crossing in made:
             if len(crossing.shape) > _MAX_DIMS:
@@ -151,7 +148,7 @@ class Interpreter:
 
 
 def read_header(header: Tensor) -> tuple[BoundaryTensor, ...]:
-    """The tensors that a header tells of."""
+    """The tensors that a header describes."""
     return tuple(
         BoundaryTensor(tuple(shape[:num_dims]), torch_dtype(_DTYPES[code]), bool(needs_grad))
         for code, needs_grad, num_dims, *shape in header.tolist()
@@ -161,48 +158,48 @@ def read_header(header: Tensor) -> tuple[BoundaryTensor, ...]:
 class _Step:
     """One run of a schedule."""
 
-    def __init__(self, interpreter: Interpreter, job: Step) -> None:
-        self._its = interpreter
-        self._job = job
-        self._schedule = job.schedule
-        self._flow = job.flow
+    def __init__(self, interpreter: Interpreter, plan: Step) -> None:
+        self._interpreter = interpreter
+        self._plan = plan
+        self._schedule = plan.schedule
+        self._flow = plan.flow
         self.losses: dict[int, Tensor] = {}
         self._draws = (
             RngStreams(interpreter.stages.device) if torch.is_grad_enabled() or interpreter.stages.trains else None
         )
-        self._tapes: dict[tuple[int, int], SavedMicrobatch] = {}
+        self._saved: dict[tuple[int, int], SavedMicrobatch] = {}
         self._received: dict[tuple[int, int], list[tuple[Handle, Tensor]]] = {}
         self._gradients: dict[tuple[int, int], list[tuple[Handle, Tensor]]] = {}
         self._input_gradients: dict[tuple[int, int], list[Tensor]] = {}
         self._weights: dict[tuple[int, int], WeightGradients] = {}
         self._sends: deque[list[tuple[Handle, Tensor]]] = deque()
-        self._untold: set[int] = set()  # stages whose shapes were learned in this step, and not sent yet
-        self._arrived_at = 0.0  # what the newest computation takes
+        self._unannounced: set[int] = set()  # stages whose shapes were learned in this step, and not sent yet
+        self._arrived_at = 0.0  # when the inputs of the newest computation were there
 
     def do(self, action: Action) -> None:
         self._arrived_at = time.perf_counter()
         # No table of bound methods: a step that holds itself is freed, with all that was received, only when cycles are
         # collected.
         getattr(self, f"_{action.kind}")(action)
-        if self._its.spans is not None and not action.kind.is_message:
-            self._its.spans.append((self._arrived_at, time.perf_counter()))
+        if self._interpreter.spans is not None and not action.kind.is_message:
+            self._interpreter.spans.append((self._arrived_at, time.perf_counter()))
 
     def post(self, receives: Sequence[Action]) -> None:
         """Post receives before their place, as far as what they receive is known."""
         for action in receives:
             is_activation = action.kind is Kind.RECEIVE_ACTIVATION
-            is_traced = is_activation and self._its.stages.device.type == "meta"
+            is_traced = is_activation and self._interpreter.stages.device.type == "meta"
             if not is_traced and self._crossings(action.stage - is_activation) is None:
                 return
             self.do(action)
 
     def finish(self) -> None:
-        for sends in (*self._sends, *(tape.sends for tape in self._tapes.values())):
+        for sends in (*self._sends, *(each.sends for each in self._saved.values())):
             for handle, _ in sends:
                 handle.wait()
 
     def _crossings(self, boundary: int) -> tuple[BoundaryTensor, ...] | None:
-        """What goes from stage ``boundary`` to the next, if that is known."""
+        """The tensors that go from stage ``boundary`` to the next, if known."""
         return self._flow.learned.get((self._trained, boundary))
 
     def _learn(self, boundary: int, crossings: tuple[BoundaryTensor, ...]) -> None:
@@ -210,8 +207,8 @@ class _Step:
 
     @property
     def _trained(self) -> int:
-        """Gradients go where parameters are trained: what stages know of each other holds for that."""
-        return 0 if self._job.agreement is None else self._job.agreement.wait()
+        """Which parameters are trained, as a number: gradients, and so headers, depend on that."""
+        return 0 if self._plan.agreement is None else self._plan.agreement.wait()
 
     # -- forward
 
@@ -220,37 +217,37 @@ class _Step:
         assert peer is not None
         if (action.stage, action.microbatch) in self._received:  # posted early
             return
-        if self._its.stages.device.type == "meta":  # a dry run: nobody is there to tell
+        if self._interpreter.stages.device.type == "meta":  # a dry run: no peer sends a header
             self._learn(boundary, self._traced(boundary))
         elif self._crossings(boundary) is None:
-            header = self._its.empty_header(len(self._flow.crossing[boundary]))
-            self._its.comm.receive(header.view(-1), source=peer, unit=f"shapes of stage {boundary}").wait()
+            header = self._interpreter.empty_header(len(self._flow.crossing[boundary]))
+            self._interpreter.comm.receive(header.view(-1), source=peer, unit=f"shapes of stage {boundary}").wait()
             self._learn(boundary, read_header(header))
         crossings = self._crossings(boundary)
         self._received[action.stage, action.microbatch] = [
-            self._its.receive(crossing, peer, f"activation of stage {boundary}") for crossing in crossings or ()
+            self._interpreter.receive(crossing, peer, f"activation of stage {boundary}") for crossing in crossings or ()
         ]
 
     def _forward(self, action: Action) -> None:
         stage, microbatch = action.stage, action.microbatch
         received = self._take_received(stage, microbatch)
-        part = self._job.parts[microbatch]
-        is_last = stage == self._its.stages.num_stages - 1
+        part = self._plan.parts[microbatch]
+        is_last = stage == self._interpreter.stages.num_stages - 1
         weights = WeightGradients() if self._schedule.is_split else None
-        forward = self._job.loss if is_last else self._job.call
-        self._job.enter(stage, microbatch)
+        forward = self._plan.loss if is_last else self._plan.call
+        self._plan.enter(stage, microbatch)
         draws = self._draws.of(stage, microbatch) if self._draws is not None else contextlib.nullcontext()
-        with draws, self._its.deferral.to(weights):
-            made = self._its.stages.run(stage, self._flow, received, lambda: forward(part))
+        with draws, self._interpreter.deferral.to(weights):
+            made = self._interpreter.stages.run(stage, self._flow, received, lambda: forward(part))
         if is_last:
             self.losses[microbatch] = made.detach()  # without the graph, whose leaves are what was received
         outputs = (made,) if is_last else made
         if not is_last:
             self._check(stage, outputs)
-        self._tapes[stage, microbatch] = SavedMicrobatch(received, outputs, weights=weights)
-        self._its.peak_tapes = max(self._its.peak_tapes, len(self._tapes))
+        self._saved[stage, microbatch] = SavedMicrobatch(received, outputs, weights=weights)
+        self._interpreter.peak_saved = max(self._interpreter.peak_saved, len(self._saved))
         if not torch.is_grad_enabled() and is_last:
-            del self._tapes[stage, microbatch]
+            del self._saved[stage, microbatch]
 
     def _take_received(self, stage: int, microbatch: int) -> dict[Source, Tensor]:
         if stage == 0:
@@ -262,22 +259,22 @@ class _Step:
                 tensors.append(buffer)
             self._arrived_at = time.perf_counter()
         else:  # the stage before is this rank's too
-            tape = self._tapes[stage - 1, microbatch]
-            tensors = [output.detach() for output in tape.outputs]
+            saved = self._saved[stage - 1, microbatch]
+            tensors = [output.detach() for output in saved.outputs]
             if not torch.is_grad_enabled():
-                del self._tapes[stage - 1, microbatch]
+                del self._saved[stage - 1, microbatch]
         crossings = self._crossings(stage - 1) or ()
         for tensor, crossing in zip(tensors, crossings, strict=True):
             tensor.requires_grad_(crossing.requires_grad)
         return dict(zip(self._flow.crossing[stage - 1], tensors, strict=True))
 
     def _check(self, stage: int, outputs: Sequence[Tensor]) -> None:
-        """What a stage gives has the shapes that the next stage was told."""
+        """Compare a stage's outputs with the shapes that the next stage expects."""
         made = tuple(BoundaryTensor(tuple(t.shape), t.dtype, t.requires_grad) for t in outputs)
         known = self._crossings(stage)
         if known is None:
             self._learn(stage, made)
-            self._untold.add(stage)
+            self._unannounced.add(stage)
         elif made != known:
             raise StateError(
                 f"pipeline stage {stage} gave {_shown(made)} where it had given {_shown(known)} for a batch of the same"
@@ -285,17 +282,17 @@ class _Step:
             )
 
     def _send_activation(self, action: Action) -> None:
-        tape = self._tapes[action.stage, action.microbatch]
+        saved = self._saved[action.stage, action.microbatch]
         assert action.peer is not None
-        if action.stage in self._untold:  # here, where the schedule has a send: a transport may work in order
-            self._untold.remove(action.stage)
-            header = self._its.header(action.stage, self._crossings(action.stage) or ())
-            self._sends.append([self._its.send(header, action.peer, f"shapes of stage {action.stage}")])
+        if action.stage in self._unannounced:  # here, where the schedule has a send: a transport may work in order
+            self._unannounced.remove(action.stage)
+            header = self._interpreter.header(action.stage, self._crossings(action.stage) or ())
+            self._sends.append([self._interpreter.send(header, action.peer, f"shapes of stage {action.stage}")])
         unit = f"activation of stage {action.stage}"
-        tape.sends = [self._its.send(output, action.peer, unit) for output in tape.outputs]
+        saved.sends = [self._interpreter.send(output, action.peer, unit) for output in saved.outputs]
         if not torch.is_grad_enabled():
-            del self._tapes[action.stage, action.microbatch]
-            self._send_later(tape.sends)
+            del self._saved[action.stage, action.microbatch]
+            self._send_later(saved.sends)
 
     # -- backward
 
@@ -304,34 +301,34 @@ class _Step:
         if (action.stage, action.microbatch) in self._gradients:  # posted early
             return
         self._gradients[action.stage, action.microbatch] = [
-            self._its.receive(crossing, action.peer, f"gradient of stage {action.stage}")
+            self._interpreter.receive(crossing, action.peer, f"gradient of stage {action.stage}")
             for crossing in self._crossings(action.stage) or ()
             if crossing.requires_grad
         ]
 
     def _backward(self, action: Action) -> None:
         stage, microbatch = action.stage, action.microbatch
-        tape = self._tapes.pop((stage, microbatch))
-        self._job.enter(stage, microbatch)
-        again = self._its.stages.again(stage, self._flow, tape.received)
-        with again, self._its.deferral.to(tape.weights):  # what is recomputed defers as well
-            if stage == self._its.stages.num_stages - 1:
-                self._job.backward([self._job.scale(tape.outputs[0] / len(self._job.parts))])
+        saved = self._saved.pop((stage, microbatch))
+        self._plan.enter(stage, microbatch)
+        again = self._interpreter.stages.again(stage, self._flow, saved.received)
+        with again, self._interpreter.deferral.to(saved.weights):  # what is recomputed defers as well
+            if stage == self._interpreter.stages.num_stages - 1:
+                self._plan.backward([self._plan.scale(saved.outputs[0] / len(self._plan.parts))])
             else:
                 gradients = self._take_gradients(stage, microbatch)
-                outputs = [output for output in tape.outputs if output.requires_grad]
+                outputs = [output for output in saved.outputs if output.requires_grad]
                 if outputs:
-                    self._job.backward(outputs, gradients)
-        if tape.weights is not None:
-            self._weights[stage, microbatch] = tape.weights
+                    self._plan.backward(outputs, gradients)
+        if saved.weights is not None:
+            self._weights[stage, microbatch] = saved.weights
         elif self._is_last(microbatch):
-            self._job.end(stage)
-        self._job.collect()  # before another microbatch's come to them
-        for handle, _ in tape.sends:  # whoever gave the gradients has received them
+            self._plan.end(stage)
+        self._plan.collect()  # before another microbatch's come to them
+        for handle, _ in saved.sends:  # the rank that sent the gradients has received these
             handle.wait()
         self._input_gradients[stage, microbatch] = [
             torch.zeros_like(tensor) if tensor.grad is None else tensor.grad
-            for tensor in tape.received.values()
+            for tensor in saved.received.values()
             if tensor.requires_grad
         ]
 
@@ -341,13 +338,13 @@ class _Step:
         with torch.no_grad():
             weights = self._weights.pop((action.stage, action.microbatch))
             if self._is_last(action.microbatch):
-                self._job.end(action.stage, weights.compute)
+                self._plan.end(action.stage, weights.compute)
             weights.compute()
-            self._job.collect()
+            self._plan.collect()
 
     def _is_last(self, microbatch: int) -> bool:
         """Backwards of a stage come in the order of microbatches."""
-        return microbatch == len(self._job.parts) - 1
+        return microbatch == len(self._plan.parts) - 1
 
     def _take_gradients(self, stage: int, microbatch: int) -> list[Tensor]:
         if (stage, microbatch) not in self._gradients:  # the next stage is this rank's too
@@ -363,7 +360,7 @@ class _Step:
         assert action.peer is not None
         unit = f"gradient of stage {action.stage - 1}"
         gradients = self._input_gradients.pop((action.stage, action.microbatch))
-        self._send_later([self._its.send(gradient, action.peer, unit) for gradient in gradients])
+        self._send_later([self._interpreter.send(gradient, action.peer, unit) for gradient in gradients])
 
     def _send_later(self, sends: list[tuple[Handle, Tensor]]) -> None:
         self._sends.append(sends)
@@ -372,10 +369,10 @@ class _Step:
                 handle.wait()
 
     def _traced(self, boundary: int) -> tuple[BoundaryTensor, ...]:
-        """What crosses, as the trace has it; there gradients are taken to be needed of all that can have one."""
+        """What crosses, as the trace has it; all that can have a gradient is taken to need one."""
         leaves = [self._flow.leaf(source) for source in self._flow.crossing[boundary]]
         found = [(leaf.shape, leaf.dtype) for leaf in leaves if leaf.dtype is not None]
-        computed = self._its.compute_dtype
+        computed = self._interpreter.compute_dtype
         return tuple(
             BoundaryTensor(shape, computed or dtype if dtype.is_floating_point else dtype, dtype.is_floating_point)
             for shape, dtype in found
@@ -387,11 +384,11 @@ def _shown(crossings: Sequence[BoundaryTensor]) -> str:
 
 
 class RngStreams:
-    """The streams of one step.
+    """Random numbers of one step: dropout of each stage and microbatch has a stream of its own.
 
-    The ranks of a pipeline have the same random state as a rule: they read the same samples. One number of it is the
-    step's seed, whatever the stages draw: afterwards the states are still the same, so that loaders that shuffle by
-    them agree, and a state that is restored repeats the step.
+    The ranks of a pipeline usually have the same random state, as they read the same samples. One number of it seeds
+    the step, whatever the stages draw: afterwards the states are still the same, so that loaders that shuffle by them
+    agree, and a restored state repeats the step.
 
     Args:
         device: Where the stages compute.

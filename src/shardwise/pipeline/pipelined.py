@@ -1,4 +1,4 @@
-"""A model of which every rank holds some stages: dividing it, and its training step."""
+"""A model of which every rank holds some stages: how it is divided, and its training step."""
 
 from __future__ import annotations
 
@@ -42,15 +42,15 @@ from shardwise.tensor.apply import defer_weights
 Call = Callable[[Any, Any], Any]
 Scale = Callable[[Tensor], Tensor]
 
-#: Modules whose outputs a stage may hand on without a word; encoder and decoder of T5 and its biases are four.
+#: Modules whose outputs a stage may send without a warning; encoder and decoder of T5 and their biases are four.
 _FEW = 4
 _KEY = "_shardwise_pipelined"
-#: Dtypes that a loss may have, by the number that tells them to ranks that do not compute it.
+#: Dtypes that a loss may have, by the number that is sent to ranks that do not compute it.
 _LOSS_DTYPES = ("fp32", "fp64", "bf16", "fp16")
 
 
 def pipelined_of(model: nn.Module) -> Pipelined | None:
-    """What :meth:`Pipelined.install` has left; ``None`` for a model that is whole on every rank."""
+    """The pipeline that :meth:`Pipelined.install` left on ``model``; ``None`` for a model that has no stages."""
     return model.__dict__.get(_KEY)
 
 
@@ -62,21 +62,21 @@ def _as_it_is(loss: Tensor) -> Tensor:
 def record_pipeline(model: nn.Module) -> Iterator[list[Measured]]:
     """Measure when the ranks of a pipeline compute, in every step inside the context.
 
-    Times are those of the host: on a GPU, which computes later, they say when work was handed to it.
+    Times are those of the host: on a GPU, which computes later, they say when work was launched.
 
     Args:
         model: Parallelized with ``pp`` of 2 or more.
 
     Yields:
-        A list to which every step adds what was measured on all ranks of this rank's pipeline: ``.bubble`` (idle time
-        over the longest that a rank computes), ``.undelayed_bubble``, ``.closed_bubble``, ``.timing``; ``print`` draws
-        it.
+        A list to which every step appends the measurements of all ranks of this pipeline: ``.bubble`` (idle time over
+        the longest compute time of a rank), ``.undelayed_bubble``, ``.closed_bubble``, ``.timing``; ``print`` draws
+        them.
 
     Collective:
-        In each step two all-gathers along ``pp`` more: of an integer before it, of JSON after it. All ranks must call.
+        Two more all-gathers along ``pp`` in each step: of an integer before it, of JSON after it. All ranks must call.
 
     Raises:
-        StateError: The model is no pipeline.
+        StateError: The model has no pipeline stages.
     """
     pipelined = pipelined_of(model)
     if pipelined is None:
@@ -92,7 +92,7 @@ def record_pipeline(model: nn.Module) -> Iterator[list[Measured]]:
 
 
 def find_stages(model: nn.Module, policy: PipelinePolicy, pp: int) -> tuple[list[Element], int]:
-    """The elements of a whole model, with their stages, and how many stages there are.
+    """The elements of a whole model, with their stages, and the number of stages.
 
     Raises:
         PlanError: The model cannot be divided.
@@ -107,13 +107,15 @@ class Pipelined(Uncopyable):
     """The stages of a model on this rank. Made from the whole model, before anything else changes it.
 
     Args:
-        model: Whole, and the same on every rank.
-        plan: With ``pp`` of 2 or more.
-        comms: Of this rank.
+        model: The whole model, the same on every rank.
+        plan: A plan with ``pp`` of 2 or more.
+        comms: The axes of this rank.
 
     Attributes:
-        notes: For ``sw.summary``.
-        sketch: A copy of the whole model on which shapes are found. What changes the model's shapes has to change it.
+        notes: Lines for ``sw.summary``.
+        sketch: A copy of the whole model for finding shapes. Whatever changes shapes of the model must change the
+            sketch, too.
+        measured: Measurements of steps, inside :func:`record_pipeline`.
     """
 
     def __init__(self, model: nn.Module, plan: ParallelPlan, comms: Comms) -> None:
@@ -125,7 +127,7 @@ class Pipelined(Uncopyable):
         self._usual = self._schedule(policy.microbatches(comms.pp.size))
         self._elements, self._num_stages = find_stages(model, policy, comms.pp.size)
         self.sketch = sketch(model, self._elements)
-        if comms.tp is not None and plan.sequence_parallel:  # what goes from stage to stage is divided, too
+        if comms.tp is not None and plan.sequence_parallel:  # activations between stages are divided, too
             cut_alone(self.sketch, plan, rank=comms.tp.rank, device=torch.device("meta"))
         self.notes = describe_stages(self._elements, self._usual.ranks, comms.world.size)
         for rank in untrained(self._elements, self._usual.ranks):
@@ -136,25 +138,25 @@ class Pipelined(Uncopyable):
         self._copies: dict[nn.Parameter, tuple[int, ...]] = {}
         self._tp = (0, 1) if comms.tp is None else (comms.tp.rank, comms.tp.size)
         self._interpreter: Interpreter | None = None
-        self._parameters: tuple[nn.Parameter, ...] = ()  # of this rank
-        self.measured: list[Measured] | None = None  # where steps are measured: what was
+        self._parameters: tuple[nn.Parameter, ...] = ()
+        self.measured: list[Measured] | None = None
 
     @property
     def stages(self) -> tuple[int, ...]:
-        """Those of this rank."""
+        """The stages of this rank."""
         return self._usual.stages(self._comm.rank)
 
     @property
     def has_copies(self) -> bool:
-        """Other stages hold parameters of this rank's too: their gradients are sums over stages."""
+        """Whether other ranks' stages hold parameters of this rank too, whose gradients are sums over stages."""
         return bool(self._copies)
 
     def held_parameters(self, model: nn.Module) -> set[int]:
-        """Of the whole model, the ``id`` of every parameter of this rank's stages."""
+        """The ``id`` of every parameter of the whole ``model`` that this rank's stages hold."""
         return held_parameters(model, self._elements, self.stages)
 
     def drop_foreign(self, model: nn.Module, units: Mapping[str, nn.Module]) -> dict[str, nn.Module]:
-        """Leave this rank's stages in ``model``; returns those of ``units`` that are left."""
+        """Leave this rank's stages in ``model``; returns the ``units`` that are left."""
         ranks = self._usual.ranks
         shared = drop_foreign(model, self._elements, self.stages)
         parameters = dict(model.named_parameters())
@@ -167,7 +169,7 @@ class Pipelined(Uncopyable):
         return {name: module for name, module in units.items() if id(module) in left}
 
     def _count_once(self, parameter: nn.Parameter, holders: Sequence[int]) -> None:
-        """Let sums over all ranks count a parameter that several stages hold on the first of them."""
+        """Let sums over all ranks count a parameter that several stages hold only on the first of them."""
         tp_rank, tp_size = self._tp
         held = slice_of(parameter) or Slice(tuple(parameter.shape), copy=tp_rank, copies=tp_size)
         place = holders.index(self._comm.rank)
@@ -175,9 +177,9 @@ class Pipelined(Uncopyable):
         set_slice(parameter, dataclasses.replace(held, copy=copy, copies=copies))
 
     def install(self, model: nn.Module, device: torch.device) -> None:
-        """Have ``model`` run stage by stage. It has its engine by now."""
-        comm = None if device.type == "meta" else self._comm  # a dry run: nobody is there to disagree
-        deferral = self._defer(model)  # layers that are elements, too: before those are replaced
+        """Let ``model``, which has its engine, run stage by stage."""
+        comm = None if device.type == "meta" else self._comm  # a dry run has no peers
+        deferral = self._defer(model)  # before the forwards of elements, some of which are linear layers, are replaced
         sketched = self.sketch, self._elements, self._num_stages
         stages = Stages(model, *sketched, device=device, comm=comm)
         self._interpreter = Interpreter(stages, self._comm, deferral)
@@ -191,7 +193,7 @@ class Pipelined(Uncopyable):
         engine.stages = {stage: tuple(self._own_units(engine, stage)) for stage in self.stages}
 
     def _own_units(self, engine: Engine, stage: int) -> Iterator[Unit]:
-        """The units that belong to ``stage`` alone: no other stage of any rank uses their parameters."""
+        """The units whose parameters no stage but ``stage`` uses, on any rank."""
         own = [element.module for element in self._elements if element.stages == (stage,)]
         inside = {id(module) for element in own for module in element.modules()}
         for unit in engine.units:
@@ -200,10 +202,10 @@ class Pipelined(Uncopyable):
                 yield unit
 
     def _defer(self, model: nn.Module) -> Deferral:
-        """Leave gradients of weights for later, where the schedule has a place for them.
+        """Defer gradients of weights where the schedule splits backward.
 
-        Not a head's, which would keep the gradients of logits of several microbatches to save the stages before one
-        wait in a step: once gradients come, every rank has work at hand.
+        The head's are not deferred: that would keep the gradients of logits of several microbatches, to save the stages
+        before it one wait in a step.
         """
         head = next((element.module for element in reversed(self._elements) if element.has_parameters), None)
         layers = [module for module in model.modules() if module is not head] if self._usual.is_split else []
@@ -212,7 +214,7 @@ class Pipelined(Uncopyable):
         return deferral
 
     def share_state(self) -> None:
-        """Give every stage the buffers that one of them computes: running statistics, what the model's forward writes.
+        """Give every stage the running statistics that one stage computes.
 
         Collective:
             A broadcast along ``pp`` of each such buffer. All ranks must call.
@@ -225,13 +227,13 @@ class Pipelined(Uncopyable):
                 buffer.data.copy_(flat.view(buffer.shape))
 
     def around(self) -> tuple[Interpreter, Comm, tuple[int, ...]]:
-        """What runs the stages, the Comm along ``pp``, and the rank of each stage."""
+        """The interpreter, the axis ``pp``, and the rank of each stage."""
         assert self._interpreter is not None
         return self._interpreter, self._comm, self._usual.ranks
 
     @property
     def num_microbatches(self) -> int:
-        """Of a step, unless the caller says otherwise."""
+        """Microbatches of a step, unless the caller says otherwise."""
         return self._policy.microbatches(self._comm.size)
 
     def losses(
@@ -249,10 +251,10 @@ class Pipelined(Uncopyable):
         Args:
             model: The model.
             parts: The microbatches, of one shape, the same on every rank of the pipeline.
-            call: Calls the model with a microbatch: ``call(model, part)``.
-            loss: The same, and gives the loss of it.
+            call: ``call(model, part)`` calls the model with a microbatch.
+            loss: ``loss(model, part)`` also computes the loss.
             backward: As ``torch.autograd.backward``.
-            scale: Of a gradient scaler. It is told a number on every rank, so that it begins everywhere.
+            scale: A gradient scaler's ``scale``, called on every rank, so that every rank's scaler begins.
 
         Returns:
             The losses of the microbatches on ranks of the last stage; nothing elsewhere.
@@ -267,7 +269,7 @@ class Pipelined(Uncopyable):
         count = len(parts)
         schedule = self._schedule(count) if torch.is_grad_enabled() else forward_only(self._usual.ranks, count)
         bound = functools.partial(call, model), functools.partial(loss, model)
-        last = None if schedule.is_split else count - 1  # split, no backward of the input completes a unit
+        last = None if schedule.is_split else count - 1  # in a split backward that of the input completes no unit
         with open_step(engine, lambda: sum_over_copies(engine, self._copies, self._comm), last) as opened:
             stages = self._interpreter.stages
             agreement = self._agree(stages, parts) if stages.device.type != "meta" else None
@@ -287,7 +289,7 @@ class Pipelined(Uncopyable):
     def _run(self, interpreter: Interpreter, job: Step) -> list[Tensor]:
         if self.measured is None:
             return interpreter.run(job)
-        agree(self._comm, 0)  # so that all ranks begin together
+        agree(self._comm, 0)  # all ranks begin together
         spans = interpreter.spans = []
         start = time.perf_counter()
         try:
@@ -316,7 +318,7 @@ class Pipelined(Uncopyable):
 
 
 def _tell_crossings(flow: StageFlow) -> None:
-    """Say where many tensors go from stage to stage, and why."""
+    """Warn where many tensors go from stage to stage, and say why."""
     for stage, sources in enumerate(flow.crossing):
         names = {flow.calls[number].element.name for number, _ in sources}
         if len(names) > _FEW:
@@ -334,12 +336,12 @@ def _built(schedule: str, pp: int, count: int, virtual: int) -> Schedule:
 
 
 def describe_stages(elements: Sequence[Element], ranks: Sequence[int], num_world_ranks: int) -> list[str]:
-    """A line for each stage: its ranks, modules and parameters.
+    """Lines for ``sw.summary``: the ranks, modules and parameters of each stage.
 
     Args:
-        elements: Of the whole model, with their stages.
-        ranks: Of each stage along ``pp``, which is the outermost axis of the mesh.
-        num_world_ranks: Of all axes.
+        elements: The elements of the whole model, with their stages.
+        ranks: The rank of each stage along ``pp``, the outermost axis of the mesh.
+        num_world_ranks: Ranks of all axes together.
     """
     width = num_world_ranks // (max(ranks) + 1)
     lines = ["pipeline stages:"]
@@ -355,7 +357,7 @@ def describe_stages(elements: Sequence[Element], ranks: Sequence[int], num_world
 
 
 def untrained(elements: Sequence[Element], ranks: Sequence[int]) -> list[int]:
-    """The ranks along ``pp`` none of whose modules has a trained parameter, where others have."""
+    """The ranks along ``pp`` without a trained parameter, where other ranks have some."""
     found = [
         rank
         for rank in sorted(set(ranks))

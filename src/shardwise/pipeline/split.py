@@ -1,4 +1,4 @@
-"""Which stage holds which element, and the model that is left on a rank."""
+"""Which stage holds which element, in which order, and the model that is left on a rank."""
 
 from __future__ import annotations
 
@@ -19,13 +19,13 @@ def assign_stages(elements: Sequence[Element], num_stages: int, first_of_stage: 
     """Set the stages of every element that has parameters: neighbours in their order.
 
     Args:
-        elements: Of the whole model.
-        num_stages: How many stages.
+        elements: The elements of the whole model.
+        num_stages: The number of stages.
         first_of_stage: The name of the element with which each stage but the first begins; empty: stages are balanced
-            by the matrix products of a token, which is what a forward and its backward take time for.
+            by the multiplications of a token's matrix products.
 
     Raises:
-        PlanError: There are more stages than elements, or a name is none of an element's.
+        PlanError: There are more stages than elements, or a name is not that of an element.
     """
     places = [(path, element) for element in elements if element.has_parameters for path in element.paths]
     if first_of_stage:
@@ -56,7 +56,7 @@ def _named(names: Sequence[str], paths: Sequence[str], num_stages: int) -> list[
 
 
 def _cost(element: Element) -> int:
-    """Multiplications per token, nearly: the elements of weights that are no tables."""
+    """Multiplications per token, nearly: the number of elements of matrices, without embedding tables."""
     tables = {id(m.weight) for m in element.module.modules() if isinstance(m, nn.Embedding)}
     return sum(p.numel() for p in element.module.parameters() if id(p) not in tables and p.dim() >= 2)
 
@@ -67,12 +67,12 @@ def drop_foreign(model: nn.Module, elements: Iterable[Element], stages: Collecti
     A parameter that one of ``stages`` shares with other stages keeps all its names.
 
     Args:
-        model: Whole; changed in place.
+        model: The whole model; changed in place.
         elements: Its elements, with stages.
-        stages: Those of this rank.
+        stages: The stages of this rank.
 
     Returns:
-        The stages that hold a copy, ascending, of every parameter of this rank that several stages hold, by name.
+        By name the stages, ascending, of every parameter of this rank that several stages hold.
     """
     holders = _holders(model, elements)
     kept = _kept(holders, stages)
@@ -94,7 +94,7 @@ def drop_foreign(model: nn.Module, elements: Iterable[Element], stages: Collecti
 
 
 def held_parameters(model: nn.Module, elements: Iterable[Element], stages: Collection[int]) -> set[int]:
-    """Of a whole model, the ``id`` of every parameter that ``stages`` hold."""
+    """The ``id`` of every parameter of a whole model that ``stages`` hold."""
     return _kept(_holders(model, elements), stages)
 
 
@@ -116,9 +116,9 @@ def _holders(model: nn.Module, elements: Iterable[Element]) -> dict[int, set[int
 
 
 class StandIn(nn.Module):
-    """Stands for a module of another stage: it has no parameters but those that this rank shares with that stage.
+    """A stand-in for a module of another stage. Its parameters are those that this rank shares with that stage.
 
-    What the model's forward asks about the module (a flag, a size) is answered by a copy without memory.
+    Other attributes (a flag, a size), which the model's forward may read, are those of the module's sketch.
     """
 
     def __init__(self, module: nn.Module, sketch: nn.Module, keeps: Callable[[Tensor], bool]) -> None:
@@ -128,7 +128,7 @@ class StandIn(nn.Module):
         self.__dict__["sketch"] = sketch  # no child: its parameters are none of the model's
 
     def __getattr__(self, name: str) -> Any:
-        """What is not here is asked of the module's copy."""
+        """An attribute of the sketch."""
         try:
             return super().__getattr__(name)
         except AttributeError:
@@ -141,7 +141,7 @@ class StandIn(nn.Module):
         return self.__dict__["sketch"][key]
 
     def extra_repr(self) -> str:
-        """What it stands for."""
+        """The class of the module that it stands in for."""
         return f"{type(self.__dict__['sketch']).__name__} of another pipeline stage"
 
 
@@ -162,11 +162,11 @@ def device_of(model: nn.Module) -> torch.device:
 
 
 def in_order_of_calls(model: nn.Module, elements: Sequence[Element]) -> list[Element]:
-    """``elements``, which are in the order of registration, in that of the first call of each.
+    """``elements``, which are in the order of registration, in the order of their first calls.
 
-    Models of transformers bring inputs (``dummy_inputs``) with which their forward can be followed on a sketch. What it
-    does not call stays behind what it is registered behind. Other models, and those whose forward does not take these
-    inputs, keep their order.
+    OPT of transformers needs this, as it registers its last norm first. Models of transformers bring inputs
+    (``dummy_inputs``) with which their forward is traced on a sketch. An element that is not called stays behind the
+    one registered before it. Other models, and models whose forward does not take these inputs, keep their order.
     """
     inputs = getattr(model, "dummy_inputs", None)
     if not isinstance(inputs, Mapping):

@@ -98,7 +98,7 @@ class Stages:
         return model is not None and model.training
 
     def key(self, batch: Any) -> Hashable:
-        """What batches of one flow have in common, in the model's mode: its text is the same on every rank."""
+        """What batches of one flow have in common; its text is the same on every rank."""
         model = self._model()
         assert model is not None
         return shape_key(batch), model.training, torch.is_grad_enabled()
@@ -111,14 +111,14 @@ class Stages:
         Args:
             batch: A microbatch.
             call: Calls the model with it.
-            agreement: That the other ranks have a batch of this shape; waited for where the shape is new.
+            agreement: Compares the ranks' batches; waited for where the shape is new.
 
         Collective:
             All-gather of one integer along ``pp`` for a shape that is new. All ranks must call.
 
         Raises:
             PlanError: The model cannot be run stage by stage.
-            RankDisagreement: The stages would not understand each other.
+            RankDisagreement: The ranks found different flows.
         """
         model = self._model()
         assert model is not None
@@ -180,13 +180,13 @@ class Stages:
         """One pass of a stage.
 
         Args:
-            stage: Which of this rank's.
-            flow: Of batches of this shape.
-            received: What the stage before has handed on.
+            stage: A stage of this rank.
+            flow: The flow of batches of this shape.
+            received: The tensors of the stage before.
             forward: Calls the model with the microbatch.
 
         Returns:
-            What the stage hands to the next one, in the order of ``flow.crossing``; of the last stage what ``forward``
+            The tensors for the next stage, in the order of ``flow.crossing``; of the last stage what ``forward``
             returns.
         """
         self._pass = _Pass(stage, flow, received, is_last=stage == self.num_stages - 1)
@@ -197,7 +197,7 @@ class Stages:
 
     @contextlib.contextmanager
     def again(self, stage: int, flow: StageFlow, received: Mapping[Source, Tensor]) -> Iterator[None]:
-        """Around the backward of a pass: checkpoints of the model's own call elements there once more."""
+        """Around the backward of a pass, in which checkpoints of the model's own call elements once more."""
         self._pass = _Again(stage, flow, received)
         try:
             yield
@@ -206,13 +206,13 @@ class Stages:
 
     @property
     def is_inner(self) -> bool:
-        """What runs is a pass of a stage that does not end with what the model returns."""
+        """Whether the running pass is of a stage that does not return the model's output."""
         return isinstance(self._pass, _Pass) and not self._pass.is_last
 
     def call_element(
         self, element: Element, compute: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> Any:
-        """An element was called, which ``compute`` computes."""
+        """A call of an element, which ``compute`` computes."""
         if self._tracer is not None:
             return self._traced_call(self._tracer, element, args, kwargs)
         if self._pass is None:
@@ -220,7 +220,7 @@ class Stages:
         return self._pass.call(element, compute, args, kwargs, self.device)
 
     def call_root(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """The model was called."""
+        """A call of the model."""
         if not isinstance(self._pass, _Pass):
             raise _not_whole("the model")
         self._pass.number = 0
@@ -232,7 +232,7 @@ class Stages:
 
 
 class _StageEnd(Exception):  # noqa: N818 - no error; an Exception, because torch then still runs hooks that ask for it
-    """The stage has computed everything."""
+    """Ends the model's forward: the stage has computed everything."""
 
 
 class _Pass:
@@ -246,7 +246,7 @@ class _Pass:
         self._received = received
         self._made: dict[Source, Tensor] = {}
         self._has_grad = torch.is_grad_enabled()
-        self._without_grad: list[tuple[str, Tensor]] = []  # what was made with grad off
+        self._without_grad: list[tuple[str, Tensor]] = []  # outputs that were computed with grad off
         self._computing: Element | None = None
         self._is_over = False
 
@@ -261,8 +261,8 @@ class _Pass:
         """What the element returns.
 
         Raises:
-            _StageEnd: The stage has computed everything. Not as soon as it has: what the last element returns may be
-                its last output only when whatever the model has put around the call, a checkpoint, has returned.
+            _StageEnd: The stage has computed everything. Raised at the next call only: a checkpoint around the last
+                element must return first.
         """
         if self._computing is element:  # its forward, by its own call
             return compute(*args, **kwargs)
@@ -308,7 +308,7 @@ class _Pass:
                     self._without_grad.append((self._flow.calls[number].element.name, leaf))
 
     def handed_on(self) -> tuple[Tensor, ...]:
-        """What the stage gives to the next one."""
+        """The tensors for the next stage."""
         for name, leaf in self._without_grad:
             if leaf.requires_grad:  # by now
                 raise _reentrant(name)
@@ -317,7 +317,7 @@ class _Pass:
 
 
 class _Again:
-    """The backward of a pass of one stage."""
+    """The backward of a pass, which may compute elements again."""
 
     def __init__(self, stage: int, flow: StageFlow, received: Mapping[Source, Tensor]) -> None:
         self._stage = stage
@@ -369,7 +369,7 @@ def _given(
 
 
 class _ElementCall:
-    """Stands for the call of an element that this rank has, with its hooks."""
+    """Replaces the call, hooks included, of an element that this rank has."""
 
     def __init__(self, stages: weakref.ref[Stages], index: int, module: nn.Module) -> None:
         self._stages = stages
@@ -383,7 +383,7 @@ class _ElementCall:
 
 
 class _ElementForward:
-    """Stands for an element's ``forward``."""
+    """Replaces an element's ``forward``."""
 
     def __init__(self, stages: weakref.ref[Stages], index: int, module: nn.Module) -> None:
         self._stages = stages
@@ -399,7 +399,7 @@ class _ElementForward:
 
 
 class _RootForward:
-    """Stands for the model's ``forward``."""
+    """Replaces the model's ``forward``."""
 
     def __init__(self, stages: Stages, model: nn.Module) -> None:
         self._stages = stages
@@ -410,7 +410,7 @@ class _RootForward:
 
 
 class _RootCall:
-    """Stands for the call of the model, with its hooks: on inner stages those of the engine alone."""
+    """Replaces the call of the model: inner stages run only the engine's hooks."""
 
     def __init__(self, stages: weakref.ref[Stages], model: nn.Module) -> None:
         self._stages = stages
@@ -427,7 +427,7 @@ class _RootCall:
 
 @contextlib.contextmanager
 def _hidden_hooks(model: nn.Module) -> Iterator[None]:
-    """Without the user's hooks on what ``model`` returns: an inner stage returns activations."""
+    """Hides the user's hooks on what ``model`` returns: an inner stage returns activations."""
     held = {name: model.__dict__[name] for name in ("_forward_hooks", "_backward_hooks", "_backward_pre_hooks")}
     for name, hooks in held.items():
         ours = ((key, hook) for key, hook in hooks.items() if getattr(hook, "__module__", "").startswith("shardwise."))
@@ -453,7 +453,7 @@ def _refuse_nested(reference: weakref.ref[Stages], encoder: Any, args: tuple[Any
 
 
 def _own_call(module: nn.Module) -> Callable[..., Any]:
-    """A module's call, hooks and all, by a weak reference to the module."""
+    """A module's call, hooks included, by a weak reference to the module."""
     compiled = module._compiled_call_impl  # noqa: SLF001 - what torch's own __call__ asks
     if compiled is not None:
         return compiled
@@ -468,7 +468,7 @@ def _own_call(module: nn.Module) -> Callable[..., Any]:
 
 
 def _replace_call(module: nn.Module, call: Callable[..., Any]) -> None:
-    """Have ``module(...)`` call ``call``: on the instance, whose class and ``forward`` others look at."""
+    """Let ``module(...)`` call ``call``: on the instance, as its class and ``forward`` may be read by others."""
     compiled = module._compiled_call_impl  # noqa: SLF001
     module.__dict__["_call_impl" if compiled is None else "_compiled_call_impl"] = call
 

@@ -1,8 +1,8 @@
-"""The second half of a backward: gradients of weights that are computed after those of a stage's inputs.
+"""The second half of a split backward: gradients of weights, computed after those of a stage's inputs.
 
-Of every linear layer the gradient of its input is given at once, for the stage before waits for it. The gradients of
-its weight and bias need only what went into the layer and the gradient of what came out: both are kept until a schedule
-has time. Whatever else has parameters (norms, embeddings) is done with the input.
+A linear layer computes the gradient of its input at once, for which the stage before waits. The gradients of its weight
+and bias need the layer's input and the gradient of its output: both are kept until the schedule has time. All other
+parameters (norms, embeddings) get their gradients in the first half.
 """
 
 from __future__ import annotations
@@ -21,21 +21,17 @@ from torch.nn import functional as F
 
 
 class WeightGradients:
-    """What is left to be done of one microbatch on one stage."""
+    """The gradients of weights of one microbatch on one stage that are still to be computed."""
 
     def __init__(self) -> None:
         self._terms: dict[int, tuple[Tensor, list[tuple[Tensor, Tensor | None]]]] = {}
 
     def keep(self, parameter: Tensor, left: Tensor, right: Tensor | None = None) -> None:
-        """The gradient of ``parameter`` has the term ``left @ right``, or the sum of the rows of ``left`` alone."""
+        """Add a term to the gradient of ``parameter``: ``left @ right``, or the sum of the rows of ``left``."""
         self._terms.setdefault(id(parameter), (parameter, []))[1].append((left, right))
 
     def compute(self, parameters: Iterable[Tensor] | None = None) -> None:
-        """Add gradients to the parameters' ``.grad``: terms of one first, as autograd adds them.
-
-        Args:
-            parameters: Whose; ``None``: of all that are left.
-        """
+        """Add gradients to ``.grad`` of ``parameters`` (``None``: all that are left), in autograd's order of terms."""
         keys = [*reversed(self._terms)] if parameters is None else [id(parameter) for parameter in parameters]
         for key in keys:
             if key not in self._terms:
@@ -52,13 +48,13 @@ def _term(left: Tensor, right: Tensor | None) -> Tensor:
 
 
 class Deferral:
-    """Computes linear layers, and leaves what it can to :class:`WeightGradients` where some are being collected.
+    """Computes linear layers, and defers their weights' gradients while :attr:`current` is set.
 
     Args:
-        modules: The linear layers among them compute by it from now on.
+        modules: The linear layers among them get a forward that defers.
 
     Attributes:
-        current: Of the microbatch and stage that computes now; ``None``: gradients are autograd's.
+        current: Takes the gradients of the stage and microbatch that computes now; ``None``: autograd computes them.
     """
 
     def __init__(self, modules: Iterable[nn.Module]) -> None:
@@ -69,7 +65,7 @@ class Deferral:
 
     @contextlib.contextmanager
     def to(self, collects: WeightGradients | None) -> Iterator[None]:
-        """Have what is computed inside collect there."""
+        """Defer the gradients of what is computed inside to ``collects``."""
         self.current = collects
         try:
             yield
@@ -84,12 +80,12 @@ class Deferral:
         return _Linear.apply(given, weight, bias, _How(collects, is_transposed))
 
     def add(self, output: Tensor, bias: Tensor) -> Tensor:
-        """A bias that is added after the layer, in place."""
+        """``output`` with a bias added in place, after the layer's sum over ranks."""
         collects = self._collects(bias, output.device)
         return output.add_(bias) if collects is None else _Add.apply(output, bias, collects)
 
     def _collects(self, parameter: Tensor, device: torch.device) -> WeightGradients | None:
-        """What takes the gradient of ``parameter``; ``None``: autograd, which knows what is computed from others."""
+        """What takes the gradient of ``parameter``; ``None``: autograd, as for a weight computed from other tensors."""
         is_ready = torch.is_grad_enabled() and parameter.requires_grad and parameter.is_leaf
         return self.current if is_ready and not _is_autocast(device) else None
 
@@ -116,7 +112,7 @@ def _is_autocast(device: torch.device) -> bool:
 
 
 class _LinearForward:
-    """Stands for the ``forward`` of a linear layer."""
+    """Replaces the ``forward`` of a linear layer."""
 
     def __init__(self, deferral: Deferral, module: nn.Module) -> None:
         self._deferral = deferral
@@ -137,7 +133,7 @@ class _How:
 
 
 class _Linear(torch.autograd.Function):
-    """A linear layer whose weight and bias get their gradients later."""
+    """A linear layer whose weight and bias have deferred gradients."""
 
     @staticmethod
     def forward(ctx: Any, given: Tensor, weight: Tensor, bias: Tensor | None, how: _How) -> Tensor:
@@ -165,7 +161,7 @@ class _Linear(torch.autograd.Function):
 
 
 class _Add(torch.autograd.Function):
-    """The sum with a bias that gets its gradient later. It saves nothing: a recomputation stops before it."""
+    """The sum with a bias whose gradient is deferred. It saves nothing: a recomputation stops before it."""
 
     @staticmethod
     def forward(ctx: Any, output: Tensor, bias: Tensor, collects: WeightGradients) -> Tensor:

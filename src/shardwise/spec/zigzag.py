@@ -8,9 +8,9 @@ those of Llama 3's training, arXiv 2407.21783, section 3.3.2). With ``size=2``::
     chunk    0  1  2  3
     rank     0  1  1  0
 
-What a query attends to, by the rank that holds the keys: its own rank's keys causally, the early half of the ranks
-below it, and of the ranks above it everything, but only by its late half. So of every other rank's block half of the
-scores are computed and the other half, which lies in the future, is left out.
+A query attends to its own rank's keys causally. All queries of a rank attend to the early half of the keys of each rank
+below, and the late half of its queries to all keys of each rank above. So half of the scores of every other rank's
+block are computed; the other half lies in the future.
 """
 
 from __future__ import annotations
@@ -19,12 +19,12 @@ from typing import NamedTuple
 
 
 class Part(NamedTuple):
-    """Which of a rank's queries look at which keys of a block.
+    """Which of a rank's queries attend to which keys of a block.
 
     Attributes:
-        rows: Of the queries.
-        columns: Of the keys.
-        is_causal: Each row looks at its own column and those before.
+        rows: The queries.
+        columns: The keys.
+        is_causal: Each row attends to its own column and those before.
     """
 
     rows: slice
@@ -38,26 +38,20 @@ def chunks_of(size: int, rank: int) -> tuple[int, int]:
 
 
 def padded_length(length: int, size: int, multiple: int = 1) -> int:
-    """The least length of at least ``length`` that comes out even.
-
-    Args:
-        length: Positions of a sequence.
-        size: Ranks of ``cp``.
-        multiple: What every rank's number of positions has to be a multiple of besides.
-    """
+    """The least length of at least ``length`` of which each of ``size`` ranks gets an even multiple of ``multiple``."""
     step = 2 * size * multiple
     return -(-length // step) * step
 
 
 def own_ranges(length: int, size: int, rank: int) -> tuple[tuple[int, int], tuple[int, int]]:
-    """The positions of a rank, of a length that ``2 * size`` divides."""
+    """The two ranges of positions of a rank, for a length that ``2 * size`` divides."""
     each = length // (2 * size)
     early, late = ((chunk * each, (chunk + 1) * each) for chunk in chunks_of(size, rank))
     return early, late
 
 
 def part_of(rank: int, source: int, length: int, *, is_causal: bool) -> Part:
-    """Which of ``rank``'s queries look at which of ``source``'s keys, both of ``length`` positions."""
+    """Which of ``rank``'s queries attend to which of ``source``'s keys, both of ``length`` positions."""
     everything = slice(0, length)
     if not is_causal or source == rank:
         return Part(everything, everything, is_causal)

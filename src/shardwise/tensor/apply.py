@@ -1,4 +1,4 @@
-"""Cutting a model: parameters become this rank's parts, forwards are replaced where they must talk."""
+"""Cutting a model: parameters become this rank's parts, forwards are replaced where they must communicate."""
 
 from __future__ import annotations
 
@@ -23,8 +23,8 @@ def apply_cuts(model: nn.Module, cuts: ShardingPlan, comm: Comm) -> None:
 
     Args:
         model: The whole model, the same on every rank of ``tp``.
-        cuts: Of this rank.
-        comm: On ``tp``.
+        cuts: This rank's plan.
+        comm: The axis ``tp``.
     """
     layers = {path: make(model.get_submodule(path), path, comm) for path, make in cuts.replaced_forwards.items()}
     for path, layer in layers.items():
@@ -49,9 +49,9 @@ def apply_cuts(model: nn.Module, cuts: ShardingPlan, comm: Comm) -> None:
 
 
 def defer_weights(modules: Iterable[nn.Module], deferral: Deferral) -> None:
-    """Have the linear layers among ``modules`` leave the gradients of what they hold to ``deferral``.
+    """Let the linear layers among ``modules`` leave gradients of weights and biases to ``deferral``.
 
-    Where such a gradient must be summed over ranks it is computed in its place: what is left for later sends nothing.
+    A gradient that must be summed over ranks is not deferred: deferred gradients need no communication.
     """
     for module in modules:
         layer = module.__dict__.get("forward")
@@ -60,7 +60,7 @@ def defer_weights(modules: Iterable[nn.Module], deferral: Deferral) -> None:
 
 
 def _share_inputs(model: nn.Module, layers: Mapping[str, ReplacedForward], cuts: ShardingPlan) -> None:
-    """Let the column-parallel layers of one module have one input together, where it has several."""
+    """Let several column-parallel layers of one module share their input."""
     siblings: dict[str, list[Column | CopiedColumn]] = {}
     for path, layer in layers.items():
         if isinstance(layer, Column | CopiedColumn):
@@ -87,13 +87,13 @@ def _parent(path: str) -> str:
 
 
 def part_of(cuts: ShardingPlan, parameter: nn.Parameter, value: Tensor) -> Tensor:
-    """Of the value that ``parameter`` is to have, this rank's part."""
+    """This rank's part of the ``value`` for the whole ``parameter``."""
     held = cuts.slices.get(id(parameter))
     return value if held is None else take(value, held)
 
 
 def take(whole: Tensor, held: Slice) -> Tensor:
-    """A copy of what ``held`` says is this rank's."""
+    """A copy of the part of ``whole`` that ``held`` describes."""
     part = whole
     for cut in held.cuts:
         pieces = [part.narrow(cut.dim, start, stop - start) for start, stop in cut.ranges]
@@ -101,22 +101,22 @@ def take(whole: Tensor, held: Slice) -> Tensor:
     return part.clone(memory_format=torch.contiguous_format)
 
 
-#: ``pair(x, comm, unit)``.
+#: Called as ``pair(x, comm, unit)``.
 Pair = Callable[[Tensor, Comm, str], Tensor]
 
-#: What becomes of a module's first argument, by style.
+#: What a module's first argument goes through, by style.
 _GIVEN: dict[str, Pair] = {"sequence_begin": own_seq, "sequence_input": gather_seq, "sequence_whole": join_seq}
-#: What becomes of what it gives.
+#: What its output goes through.
 _GIVES: dict[str, Pair] = {"sequence_end": join_seq, "sequence_whole": own_seq}
 
 
 def divide_sequence(model: nn.Module, paths: Mapping[str, Sequence[str]], comm: Comm) -> None:
-    """Have modules get and give what their styles say.
+    """Divide inputs and outputs of modules by positions, or gather them: hooks around modules (sequence parallelism).
 
     Args:
         model: The model.
-        paths: Of its modules, by style.
-        comm: On ``tp``.
+        paths: Paths of modules by style.
+        comm: The axis ``tp``.
     """
     for style in paths:
         for path in paths[style]:

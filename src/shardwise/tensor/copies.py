@@ -1,8 +1,8 @@
-"""What all ranks of ``tp`` hold whole must get the same gradient on all of them. It is looked at once.
+"""Checks that parameters replicated over ``tp`` receive the same gradient on every rank.
 
-A parameter that every rank uses with its own features, such as that of an activation between a column- and a
-row-parallel layer, gets on each a part of its gradient: every shape is right, and the copies drift apart. No table of
-styles can tell where a model's own code calls its modules, but the first gradients can.
+A replicated parameter that every rank uses with its own features, such as a learned slope of an activation between a
+column- and a row-parallel layer, gets a part of its gradient on each rank: all shapes are right, and the copies drift
+apart. A table of styles cannot know where a model's own code calls its modules, but the first gradients show it.
 """
 
 from __future__ import annotations
@@ -22,15 +22,15 @@ from shardwise.spec.slice import slice_of
 from shardwise.spec.styles import generalized
 from shardwise.tensor.layer import SharedParameters
 
-#: How far what should be the same may be apart: on the CPU nothing is, but elsewhere kernels may add in any order.
+#: Allowed relative difference: on the CPU there is none, but elsewhere kernels may add in any order.
 _ROUNDING, _ROUNDING_16_BIT = 1e-3, 2e-2
 
 
 class Copies:
-    """Compares the first gradient of every parameter that is not cut, at the end of the backward that made it.
+    """Compares the first gradient of every replicated parameter, at the end of the backward that computes it.
 
     Args:
-        comm: On ``tp``.
+        comm: The axis ``tp``.
 
     Collective:
         Two small all-gathers on ``tp`` at the end of a backward in which parameters got their first (finite) gradient.
@@ -38,18 +38,18 @@ class Copies:
 
     def __init__(self, comm: Comm) -> None:
         self._comm = comm
-        self._hooks: dict[str, RemovableHandle] = {}  # on parameters that are not compared yet
+        self._hooks: dict[str, RemovableHandle] = {}  # of parameters that have not been compared
         self._seen: dict[str, tuple[float, float, int, float]] = {}
-        self._parts: dict[str, tuple[float, float]] = {}  # what is going to be added up
-        self._backward = -1  # at whose end they are compared
+        self._parts: dict[str, tuple[float, float]] = {}  # of gradients before their sum over ranks
+        self._backward = -1  # the number of the backward at whose end gradients are compared
         self._adding: dict[str, SharedParameters] = {}  # by path
 
     def install(self, model: nn.Module, *, divides_sequence: bool) -> None:
-        """Look at the first gradients of what ``model``, already cut, holds whole.
+        """Compare the first gradients of the replicated parameters of ``model``, which is already cut.
 
         Args:
-            model: Its modules are called from now on.
-            divides_sequence: Gradients are added up over positions too, which may well be alike on all ranks.
+            model: The model.
+            divides_sequence: Gradients are summed over positions, too, and terms may be equal on all ranks.
         """
         for path, module in model.named_modules():
             whole = [name for name, parameter in module.named_parameters(recurse=False) if not _is_cut(parameter)]
@@ -62,7 +62,7 @@ class Copies:
                 self._adding[path] = layer
 
     def watch(self, name: str, parameter: Tensor) -> None:
-        """Look at the next gradient of ``parameter``."""
+        """Compare the next gradient of ``parameter``."""
         self._hooks[name] = parameter.register_hook(partial(self._note, name))
 
     def _watch_part(self, path: str, name: str, parameter: Tensor) -> None:
@@ -75,7 +75,7 @@ class Copies:
 
     def _note(self, name: str, gradient: Tensor | None) -> None:
         if gradient is None or gradient.layout != torch.strided or not gradient.numel():
-            self._hooks.pop(name).remove()  # none, where a linear layer's is computed later: those have divided shapes
+            self._hooks.pop(name).remove()  # a deferred gradient, or a sparse one
             return
         backward = torch._C._current_graph_task_id()  # noqa: SLF001 - both as in engine.torch_private, which is not below
         if backward != self._backward:
@@ -92,7 +92,7 @@ class Copies:
         for name, (_, _, numel, rounding) in seen.items():
             found = [other.get(name, (0.0, 0.0)) for other, _ in told]
             if not all(math.isfinite(value) for pair in found for value in pair):
-                continue  # an overflow of 16 bit: the next gradient tells
+                continue  # an overflow of 16 bit: compare the next gradient
             self._hooks.pop(name).remove()
             adding = self._adding.pop(name.rpartition(".")[0], None)
             if adding is not None:
@@ -137,14 +137,14 @@ def _norm_and_sum(gradient: Tensor) -> tuple[float, float]:
 
 
 class _FirstCall:
-    """Forward hook of a module: the parameters that autograd knows are there only while it runs (``engine.unit``)."""
+    """Forward hook of a module, which has the parameters that autograd knows only while it runs (``engine.unit``)."""
 
     def __init__(self, copies: Copies, path: str, names: Sequence[str]) -> None:
         self.handle: RemovableHandle | None = None
         self._copies, self._path, self._names = copies, path, names
 
     def __call__(self, module: nn.Module, _args: object, _output: object) -> None:
-        """The module has run."""
+        """Watch the module's parameters."""
         if not torch.is_grad_enabled() or self.handle is None:
             return
         self.handle.remove()

@@ -1,4 +1,4 @@
-"""From a table of styles to what is cut and replaced in a model: decided by names and shapes, before ranks meet."""
+"""From a table of styles to a plan of what is cut and replaced in a model, by names and shapes alone."""
 
 from __future__ import annotations
 
@@ -36,8 +36,8 @@ from shardwise.tensor.layer import (
 from shardwise.tensor.linear import is_transposed
 from shardwise.tensor.loss import GPTLoss, VocabularyHead, has_loss
 
-#: Makes what stands in for a module's forward.
-Stand = Callable[[nn.Module, str, Comm], ReplacedForward]
+#: Makes the forward that replaces that of a module.
+MakeForward = Callable[[nn.Module, str, Comm], ReplacedForward]
 
 
 @dataclass
@@ -47,13 +47,13 @@ class ShardingPlan:
     Attributes:
         model: The model.
         size: Ranks of ``tp``.
-        rank: This one.
-        slices: What is kept of each parameter, by ``id``.
-        uses: Every place that cuts a parameter, by ``id``: the module's ``id`` and the attribute, and its name there.
-        replaced_forwards: What replaces the forward of the module at a path.
+        rank: This rank on ``tp``.
+        slices: The part that this rank keeps of each parameter, by ``id``.
+        uses: For each cut parameter, by ``id``, its names by (``id`` of the module, attribute).
+        replaced_forwards: Makes the forward that replaces that of the module at a path.
         attributes: New values of attributes, by path and name.
-        sequence: Modules that have each of the styles of sequence parallelism that say what they get and give.
-        notes: What a summary should say.
+        sequence: Paths of modules by style of sequence parallelism.
+        notes: Lines for a summary.
     """
 
     model: nn.Module
@@ -61,24 +61,24 @@ class ShardingPlan:
     rank: int
     slices: dict[int, Slice] = field(default_factory=dict)
     uses: dict[int, dict[tuple[int, str], str]] = field(default_factory=dict)
-    replaced_forwards: dict[str, Stand] = field(default_factory=dict)
+    replaced_forwards: dict[str, MakeForward] = field(default_factory=dict)
     attributes: dict[tuple[str, str], int] = field(default_factory=dict)
     sequence: dict[str, list[str]] = field(default_factory=dict)
     notes: list[str] = field(default_factory=list)
 
     def divides_sequence(self, path: str) -> bool:
-        """Whether what the layer at ``path`` gets and gives is divided by positions."""
+        """Whether inputs and outputs of the layer at ``path`` are divided by positions."""
         return self.is_in("sequence_layers", path) and not self.is_in("sequence_whole", path)
 
     def is_in(self, style: str, path: str) -> bool:
-        """Whether the module at ``path`` has this style of :attr:`sequence`, or one around it."""
+        """Whether the module at ``path``, or one around it, has this style of :attr:`sequence`."""
         return any(path == held or path.startswith(f"{held}.") for held in self.sequence.get(style, ()))
 
     def cut(self, module: nn.Module, path: str, attribute: str, *cuts: Cut, copy: int = 0, copies: int = 1) -> None:
-        """Keep of a parameter what ``cuts`` say.
+        """Keep the part of a parameter that ``cuts`` describe.
 
         Raises:
-            PlanError: It is tied to one of which something else is kept.
+            PlanError: The parameter is tied, and cut in another way under another name.
         """
         parameter, name = _held(module, attribute), _join(path, attribute)
         if parameter is None:
@@ -111,14 +111,14 @@ class _Site:
 def find_cuts(
     model: nn.Module, table: Mapping[str, str] | None, size: int, rank: int = 0, *, divides_sequence: bool = False
 ) -> ShardingPlan:
-    """What is to be done on ``rank`` of ``size``.
+    """The plan of ``rank`` of ``size``.
 
     Args:
         model: The whole model.
-        table: Styles by pattern, beside and instead of those that are known for its class.
+        table: Styles by pattern, which replace and complete those known for the model's class.
         size: Ranks of ``tp``.
-        rank: One of them.
-        divides_sequence: What lies between the layers is divided by positions (sequence parallelism).
+        rank: The rank.
+        divides_sequence: Activations between the layers are divided by positions (sequence parallelism).
 
     Raises:
         PlanError: There is no table, it does not fit the model, or something cannot be divided.
@@ -142,7 +142,7 @@ def find_cuts(
 
 
 def _sites(model: nn.Module, table: Mapping[str, str] | None) -> list[_Site]:
-    """What the tables match: the user's, and of those that are known what the user's leaves alone."""
+    """What the user's table matches, and what known tables match besides."""
     modules = dict(model.named_modules())
     names = [name for name, _ in model.named_parameters(remove_duplicate=False)]
     given = [] if table is None else list(_matches(table, modules, names))
@@ -197,7 +197,7 @@ def _matches(table: Mapping[str, str], modules: Mapping[str, nn.Module], paramet
 
 
 def known_table(model: nn.Module) -> dict[str, str]:
-    """The styles that are known for the classes of ``model`` and its parts, ours before those that a model brings."""
+    """The styles known for the classes of ``model`` and its parts: our tables before the model's own."""
     table: dict[str, str] = {}
     for path, module in model.named_modules():
         for kind in type(module).__mro__:
@@ -227,12 +227,12 @@ def _check_ties(model: nn.Module, cuts: ShardingPlan) -> None:
 
 
 def _check_positions(model: nn.Module, cuts: ShardingPlan) -> None:
-    """Where positions are divided, gradients of parameters that are not cut are partial: somebody must add them up."""
+    """Where positions are divided, gradients of uncut parameters are partial, and some forward must sum them."""
     for path, module in model.named_modules():
         if not cuts.divides_sequence(path):
             continue
-        stand = cuts.replaced_forwards.get(path)
-        kind = stand.func if isinstance(stand, partial) else stand
+        make = cuts.replaced_forwards.get(path)
+        kind = make.func if isinstance(make, partial) else make
         for attribute, parameter in module.named_parameters(recurse=False):
             if id(parameter) not in cuts.slices and kind not in {SharedParameters, Row}:
                 raise PlanError(
@@ -259,7 +259,7 @@ def _linear(site: _Site) -> tuple[int, int]:
 
 
 def _advice_on_wrapper(site: _Site) -> str:
-    """What to do where there should be a linear layer: perhaps one is inside, beside others (as of a LoRA)."""
+    """Advice for a module that is no linear layer but may contain some, as that of a LoRA does."""
     inside = {
         f"{site.path}.{name}": layer.weight.shape
         for name, layer in site.module.named_modules()
@@ -321,7 +321,7 @@ def _colwise(site: _Site, cuts: ShardingPlan, *, blocks: int = 1) -> None:
 
 
 def _colwise_heads(site: _Site, cuts: ShardingPlan, *, is_shared: bool = False) -> None:
-    """Whole heads; those of keys and values are on several ranks where there are fewer than ranks."""
+    """Divide by whole heads; several ranks hold a head of keys and values where there are fewer heads than ranks."""
     outputs, _ = _linear(site)
     features, parent = _features(site, outputs), site.path.rpartition(".")[0]
     width = getattr(cuts.model.get_submodule(parent), "head_dim", None)

@@ -1,8 +1,9 @@
-"""Dropout of what is divided over the ranks: each draws the plain model's whole mask and takes its part.
+"""Dropout of tensors that are divided over the ranks: each rank draws the plain model's whole mask and takes its part.
 
-All ranks of ``tp`` must have the same random state, as they need it for dropout of what they all hold. They then draw
-what one process draws, and keep the same state. This is for the CPU: on CUDA a fused attention draws its mask inside of
-the kernel, where it cannot be followed, and ranks drop the same places of their own heads.
+GPT-2, BERT, ViT and T5 of transformers and our GPT need it: their default configurations drop attention weights or
+features (T5) inside of what ``tp`` divides. All ranks of ``tp`` must have the same random state, as for dropout of
+replicated tensors. They then draw what one process draws, and keep the same state. This is for the CPU: on CUDA a fused
+attention draws its mask inside of the kernel, and ranks drop the same places of their own heads.
 """
 
 from __future__ import annotations
@@ -28,7 +29,7 @@ class FeatureDropout(ReplacedForward):
     dim = -1
 
     def __call__(self, x: Tensor) -> Tensor:
-        """What this rank has, to the same."""
+        """This rank's part, to the same."""
         module = self.module
         if not module.training or module.p == 0 or self.comm.device.type != "cpu":
             return F.dropout(x, module.p, module.training)
@@ -45,7 +46,7 @@ class HeadDropout(ReplacedForward):
     """An attention module of whose heads this rank computes some."""
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        """As the class's forward."""
+        """The class's forward."""
         module = self.module
         if not module.training or self.comm.device.type != "cpu":
             return type(module).forward(module, *args, **kwargs)
@@ -61,7 +62,7 @@ def drops(module: nn.Module) -> bool:
 
 
 class _OwnHeads(TorchFunctionMode):
-    """Has attention drop what the plain model drops of this rank's heads, which are dimension 1."""
+    """Lets attention drop what the plain model drops of this rank's heads, which are dimension 1."""
 
     def __init__(self, comm: Comm) -> None:
         super().__init__()
@@ -108,7 +109,7 @@ class _OwnHeads(TorchFunctionMode):
 
 
 def _own_noise(like: Tensor, dim: int, p: float, comm: Comm) -> Tensor:
-    """This rank's part of what dropout multiplies the whole by, of which ``like`` is a part in ``dim``."""
+    """This rank's part of the noise that dropout multiplies the whole tensor by; ``like`` is its part in ``dim``."""
     shape = list(like.shape)
     own = shape[dim]
     shape[dim] *= comm.size

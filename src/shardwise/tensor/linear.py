@@ -1,7 +1,7 @@
-"""A column-parallel linear layer that talks while it computes.
+"""A column-parallel linear layer that computes while it communicates.
 
-In backward it starts to add up the gradient of its input over the ranks, computes those of its weight and bias
-meanwhile, and then waits.
+In backward it starts the sum of its input's gradient over the ranks, computes the gradients of weight and bias, and
+then waits.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from shardwise.tensor.pairs import gathered_seq, start_scattered_seq, start_summ
 
 
 class Deferral(Protocol):
-    """Computes what layers do with their weights and biases, whose gradients it may leave for later."""
+    """Computes with weights and biases whose gradients it may defer (``pipeline.weight_gradient``)."""
 
     def linear(self, given: Tensor, weight: Tensor, bias: Tensor | None, *, is_transposed: bool) -> Tensor:
         """As :meth:`ColumnPlan.forward`."""
@@ -32,13 +32,13 @@ class Deferral(Protocol):
 
 @dataclass(frozen=True)
 class ColumnPlan:
-    """How a column-parallel layer computes and talks.
+    """How a column-parallel layer computes and communicates.
 
     Attributes:
-        comm: On ``tp``.
-        unit: Its path.
-        is_transposed: Its weight is (inputs, outputs).
-        divides_sequence: What is replicated otherwise is divided by positions.
+        comm: The axis ``tp``.
+        unit: Path of the layer, in traces.
+        is_transposed: The weight is (inputs, outputs).
+        divides_sequence: The input is divided by positions, instead of replicated.
     """
 
     comm: Comm
@@ -74,12 +74,12 @@ def column_linear(x: Tensor, weight: Tensor, bias: Tensor | None, plan: ColumnPl
 
 
 def linear_of(module: nn.Module) -> Any:
-    """``F.linear``, or the same for weights that are stored (inputs, outputs), as transformers' Conv1D does."""
+    """``F.linear``, or the same for weights (inputs, outputs), as transformers' Conv1D has them."""
     return _linear_transposed if is_transposed(module) else F.linear
 
 
 def is_transposed(module: nn.Module) -> bool:
-    """Its weight is (inputs, outputs)."""
+    """Whether the weight is (inputs, outputs), as of transformers' Conv1D."""
     return any(kind.__name__ == "Conv1D" for kind in type(module).__mro__)
 
 
@@ -90,7 +90,7 @@ def _linear_transposed(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor
 
 
 def _cast(*tensors: Tensor | None) -> tuple[Tensor | None, ...]:
-    """What autocast does to the arguments of a linear layer: inside of an autograd function it has no gradient."""
+    """Casts as autocast does; inside of an autograd function its casts would have no gradient."""
     assert tensors[0] is not None
     kind = tensors[0].device.type
     if kind == "meta" or not torch.is_autocast_enabled(kind):

@@ -1,7 +1,7 @@
-"""Cross entropy of logits of which every rank holds those of some ids. The full logits exist on no rank.
+"""Cross entropy of logits of which every rank holds the columns of some ids. No rank ever has all logits.
 
-Each rank reduces its logits of a position to three numbers: their maximum, the sum of their exponentials above it, and
-the target's logit where it is among them. These are gathered, and every rank computes the same loss from all of them.
+Each rank reduces its logits of a position to three numbers: their maximum, the sum of their exponentials above the
+maximum, and the target's logit if the rank has it. These are gathered, and every rank computes the same loss from them.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ class Vocabulary:
 
     Args:
         sizes: Number of ids by rank.
-        comm: On ``tp``.
+        comm: The axis ``tp``.
     """
 
     def __init__(self, sizes: Sequence[int], comm: Comm) -> None:
@@ -39,17 +39,17 @@ class Vocabulary:
         """As ``F.cross_entropy`` of all logits, in fp32 or wider.
 
         Args:
-            logits: This rank's (positions, ids of this rank).
+            logits: (positions, ids of this rank).
             targets: (positions,).
-            unit: Name of the module that it is for.
-            ignored: The target that leaves a position out.
-            num_items: What the sum is divided by; ``None``: the number of positions that count.
+            unit: Path of the module, in traces.
+            ignored: The target of positions that do not count.
+            num_items: Divides the sum; ``None``: the number of positions that count.
 
         Collective:
             All-gather on ``tp`` of three numbers for each position.
 
         Raises:
-            IndexError: A target is none of the vocabulary's.
+            IndexError: A target is outside of the vocabulary.
         """
         check_ids(targets, sum(self.sizes), f"{unit!r}: a target", ignored=ignored)
         is_counted = targets != ignored
@@ -58,14 +58,7 @@ class Vocabulary:
 
 
 class GPTLoss(ReplacedForward):
-    """Stands in for our GPT's loss: gets this rank's logits.
-
-    Args:
-        module: The loss.
-        name: Its path.
-        comm: On ``tp``.
-        sizes: Number of ids by rank.
-    """
+    """Replaces our GPT's loss, and gets this rank's logits; ``sizes`` are the ids by rank."""
 
     def __init__(self, module: nn.Module, name: str, comm: Comm, *, sizes: Sequence[int]) -> None:
         super().__init__(module, name, comm)
@@ -79,7 +72,7 @@ class GPTLoss(ReplacedForward):
 
 
 class VocabularyHead(Column):
-    """An output projection that gives all logits, or this rank's while its model computes a loss (``CausalLoss``)."""
+    """An output projection to all logits, or to this rank's while its model computes a loss (``CausalLoss``)."""
 
     is_local = False
     has_given_part = False  # since the model's forward began
@@ -96,13 +89,13 @@ class VocabularyHead(Column):
 
 
 class CausalLoss:
-    """Stands in for ``loss_function`` of a causal language model of transformers.
+    """Replaces ``loss_function`` of a causal language model of transformers.
 
     A call of the model with labels computes the loss from each rank's logits, and leaves ``logits`` out of its output.
 
     Args:
         head: The output projection.
-        original: What it stands in for, used where the logits are whole.
+        original: The replaced function, used where a rank has all logits.
     """
 
     def __init__(self, head: VocabularyHead, original: Callable[..., Tensor]) -> None:
@@ -110,7 +103,7 @@ class CausalLoss:
         self._original = original
 
     def install(self, model: nn.Module) -> None:
-        """Be the model's loss from now on."""
+        """Replace the model's loss."""
         model.__dict__["_loss_function"] = self  # what the property of that name reads
         position = [*inspect.signature(type(model).forward).parameters].index("labels") - 1
         head = self._head
@@ -158,7 +151,7 @@ def loss_of(model: nn.Module) -> Any:
 
 
 def has_loss(model: nn.Module) -> bool:
-    """Whether the loss of ``model`` is what :class:`CausalLoss` can stand in for, and its forward asks for it."""
+    """Whether ``model`` computes a loss that :class:`CausalLoss` can replace."""
     forward = inspect.unwrap(type(model).forward)
     return (
         getattr(loss_of(model), "__name__", "") == "ForCausalLMLoss"

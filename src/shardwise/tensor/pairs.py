@@ -13,10 +13,12 @@ function             forward                  backward
 :func:`join_seq`     all-gather, dim 1        this rank's part
 ===================  =======================  =======================
 
-The last four are for sequence parallelism: what lies between the layers is divided by positions (dimension 1).
+The last four are for sequence parallelism: activations between the layers are divided by positions (dimension 1).
 
-The tensors that the first two move are *replicated* on one side (the same on every rank) and on the other partial: each
-rank holds a term of the sum. Sums run in rank order, so a replicated tensor is the same to the last bit everywhere.
+``share`` and ``add_up`` turn a *replicated* tensor (the same on every rank) into partial ones, of which each rank has a
+term of the sum, and back. Sums run in rank order, so a replicated tensor has the same bits on every rank.
+
+In all functions ``comm`` is the axis ``tp`` and ``unit`` the path of the module, for traces.
 """
 
 from __future__ import annotations
@@ -42,13 +44,13 @@ def share(x: Tensor, comm: Comm, unit: str) -> Tensor:
 
 
 def share_copies(parameter: Tensor, place: tuple[int, int, int], comm: Comm, unit: str) -> Tensor:
-    """``parameter``, a part of a tensor, that some other ranks hold too and use with parts of the computation.
+    """``parameter``, a part of a tensor that some other ranks hold too and use with parts of the computation.
 
     Args:
         parameter: The part.
-        place: The dimension in which it was cut, the size of that, and where the part begins.
-        comm: On ``tp``.
-        unit: Name of the module that it is for.
+        place: The dimension in which it was cut, its whole size, and where the part begins.
+        comm: See above.
+        unit: See above.
 
     Collective:
         In backward an all-reduce on ``tp`` of the gradient of the whole tensor, of which every rank adds its part.
@@ -66,13 +68,7 @@ def add_up(x: Tensor, comm: Comm, unit: str, bias: Tensor | None = None) -> Tens
 
 
 def join_last(x: Tensor, sizes: Sequence[int], comm: Comm, unit: str) -> Tensor:
-    """Every rank's ``x`` side by side in the last dimension, for computations that all ranks do alike.
-
-    Args:
-        x: This rank's part.
-        sizes: Of the last dimension, by rank.
-        comm: On ``tp``.
-        unit: Name of the module that it is for.
+    """Every rank's ``x``, of ``sizes`` in the last dimension, side by side, for computations that all ranks repeat.
 
     Collective:
         All-gather on ``tp``.
@@ -128,7 +124,7 @@ def own_seq(x: Tensor, comm: Comm, unit: str) -> Tensor:
 
 
 def join_seq(x: Tensor, comm: Comm, unit: str) -> Tensor:
-    """All positions, for a computation that all ranks do alike.
+    """All positions, for a computation that all ranks repeat.
 
     Collective:
         All-gather on ``tp``.
@@ -160,7 +156,7 @@ def scattered_seq(x: Tensor, comm: Comm, unit: str) -> Tensor:
 
 
 def start_scattered_seq(x: Tensor, comm: Comm, unit: str) -> tuple[Tensor, Handle]:
-    """As :func:`scattered_seq`; to be read when the handle has been waited for. ``x`` must not be written before."""
+    """Start :func:`scattered_seq`. Until the handle has been waited for, do not read the result, nor write ``x``."""
     terms = x.unflatten(1, (comm.size, -1)).transpose(0, 1).contiguous()
     total = torch.empty_like(terms[0])
     return total, comm.reduce_scatter(terms.view(-1), total.view(-1), unit=unit)
@@ -178,7 +174,7 @@ def summed(x: Tensor, comm: Comm, unit: str) -> Tensor:
 
 
 def start_summed(x: Tensor, comm: Comm, unit: str) -> tuple[Tensor, Handle]:
-    """As :func:`summed`; to be read when the handle has been waited for. ``x`` must not be written before."""
+    """Start :func:`summed`. Until the handle has been waited for, do not read the result, nor write ``x``."""
     x = x.contiguous()
     total = torch.empty_like(x)
     return total, comm.all_reduce(x.view(-1), unit=unit, out=total.view(-1))

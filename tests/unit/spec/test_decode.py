@@ -23,15 +23,15 @@ PLACES = st.one_of(
 
 @given(PLACES, st.integers(1, 6), st.integers(1, 4))
 def test_ranks_that_follow_it_wait_in_no_circle_and_messages_arrive_in_the_order_in_which_they_were_sent(
-    ranks, num_parts, num_steps
+    ranks, num_chunks, num_steps
 ):
     num_stages, size = len(ranks), max(ranks) + 1
     orders = [
-        list(turns([s for s, rank in enumerate(ranks) if rank == me], num_stages, num_parts, num_steps))
+        list(turns([s for s, rank in enumerate(ranks) if rank == me], num_stages, num_chunks, num_steps))
         for me in range(size)
     ]
     computed = [turn for order in orders for turn in order if turn.stage < num_stages]
-    every = {Turn(t, j, s) for t in range(num_steps) for j in range(num_parts) for s in range(num_stages)}
+    every = {Turn(t, j, s) for t in range(num_steps) for j in range(num_chunks) for s in range(num_stages)}
     assert len(computed) == len(every)
     assert set(computed) == every
     sent, received = defaultdict(list), defaultdict(list)
@@ -65,10 +65,10 @@ def test_ranks_that_follow_it_wait_in_no_circle_and_messages_arrive_in_the_order
 
 
 def test_from_as_many_parts_as_stages_on_no_stage_waits():
-    for num_parts in (3, 4):
+    for num_chunks in (3, 4):
         for stage in range(3):
-            order = [turn for turn in turns([stage], 3, num_parts, 2) if turn.stage == stage]
-            assert order == [Turn(t, j, stage) for t in range(2) for j in range(num_parts)]
+            order = [turn for turn in turns([stage], 3, num_chunks, 2) if turn.stage == stage]
+            assert order == [Turn(t, j, stage) for t in range(2) for j in range(num_chunks)]
 
 
 @given(st.integers(0, 40), st.integers(1, 9))

@@ -26,12 +26,12 @@ COUNT_BYTES = ID_BYTES = 8
 
 
 def capacity(factor: float | None, num_tokens: int, num_choices: int, num_experts: int) -> int | None:
-    """Rows that an expert takes of a batch of ``num_tokens``; ``None``: all."""
+    """The most rows that an expert takes from a batch of ``num_tokens``; ``None``: all."""
     return None if factor is None else math.ceil(factor * num_tokens * num_choices / num_experts)
 
 
 def even_counts(num_rows: int, num_experts: int, limit: int | None = None) -> list[int]:
-    """Rows for each expert where tokens choose as evenly as can be: what is assumed where values are not known."""
+    """Rows for each expert if tokens choose as evenly as possible, which is assumed where values are not known."""
     counts = [own_part(num_rows, num_experts, expert) for expert in range(num_experts)]
     return counts if limit is None else [min(count, limit) for count in counts]
 
@@ -49,9 +49,9 @@ class MixtureTraffic:
     Attributes:
         unit: Path of the module.
         width: Elements of a token.
-        rank: On ``ep``.
-        sent: By rank of ``ep``, how many rows this rank sends to each expert.
-        item_bytes: Of an element.
+        rank: This rank on ``ep``.
+        sent: By rank of ``ep``, the rows that it sends to each expert.
+        item_bytes: Bytes of an element.
     """
 
     unit: str
@@ -61,7 +61,7 @@ class MixtureTraffic:
     item_bytes: int = 4
 
     def forward(self) -> Iterator[Collective]:
-        """In the order of issue."""
+        """The collectives of a forward, in the order of issue."""
         size, num_experts = len(self.sent), len(self.sent[0])
         yield self._event((num_experts - num_experts // size) * COUNT_BYTES)
         yield self._event(self.num_away * self.width * self.item_bytes)
@@ -99,9 +99,9 @@ def lookup_bytes(rank: int, asked: Sequence[Sequence[int]], row_bytes: int) -> t
     """What a rank sends for a lookup: counts, ids, rows, and in backward gradients of rows.
 
     Args:
-        rank: Which rank.
-        asked: Of rank ``r`` for rank ``s``: how many different rows of ``s`` it looks up.
-        row_bytes: Of a row, and of its gradient.
+        rank: The rank.
+        asked: ``asked[r][s]`` is the number of different rows of rank ``s`` that rank ``r`` looks up.
+        row_bytes: Bytes of a row, and of its gradient.
     """
     peers = [other for other in range(len(asked)) if other != rank]
     wanted, answered = sum(asked[rank][other] for other in peers), sum(asked[other][rank] for other in peers)
