@@ -1,6 +1,8 @@
 """A GPT: pre-norm blocks, learned positions, fused query-key-value projection, GELU. One plain ``nn.Module``.
 
-Nothing here knows about sharding.
+The model does not know about sharding. :class:`KeyValueCache` is what a model has computed of earlier tokens, so that a
+new token costs one position. Rows of unequal length are padded on the left: all end in the same column, and each new
+column is a token of every row. Padding has keys and values, too, to which no token attends.
 
 Shape suffixes: ``B`` batch, ``T`` sequence, ``C`` hidden, ``H`` heads, ``D`` head width, ``A`` all heads (``H`` times
 ``D``), ``F`` feed-forward width, ``E`` experts, ``K`` experts per token, ``V`` vocabulary.
@@ -89,7 +91,7 @@ class Attention(nn.Module):
         return self.out(y_BHTD.transpose(1, 2).reshape(B, T, A))
 
     def attend(self, q_BHTD: Tensor, k_BHTD: Tensor, v_BHTD: Tensor) -> Tensor:
-        """Each position to itself and those before. Context parallelism puts a ring in its place."""
+        """Attention of each position to itself and those before. Context parallelism replaces it by a ring."""
         rate = self.dropout if self.training else 0.0
         return F.scaled_dot_product_attention(q_BHTD, k_BHTD, v_BHTD, dropout_p=rate, is_causal=True)
 
@@ -211,8 +213,8 @@ class GPT(nn.Module):
             tokens: Ids (B, T), int64 or int32, ``T`` at most ``config.seq_len``. Ids are not compared with the
                 vocabulary here, which would wait for the device.
             targets: Ids (B, T) that should follow; -100 leaves a position out.
-            positions: Of the tokens in their sequence (T,); ``None``: 0, 1, 2, ...
-            cache: What came before ``tokens``; takes them in.
+            positions: Positions of the tokens in their sequence (T,); ``None``: 0, 1, 2, ...
+            cache: Keys and values of earlier tokens, to which those of ``tokens`` are appended.
 
         Returns:
             Logits (B, T, V), with a cache those of the last position (B, 1, V); with targets the mean cross entropy
@@ -242,7 +244,7 @@ class GPT(nn.Module):
         return self.loss(self.lm_head(self.final_norm(x_BTC[:, -1:])))
 
     def check(self, tokens: Tensor, targets: Tensor | None = None) -> None:
-        """Refuse what the model cannot take.
+        """Refuse ids that the model cannot take.
 
         Raises:
             ConfigError: As :meth:`forward`.
@@ -277,13 +279,13 @@ class KeyValueCache:
     """Keys and values by layer. A model that holds some layers, or some heads, fills those.
 
     Args:
-        capacity: Columns at most.
+        capacity: The most columns.
         padding: Columns of padding before each row; empty where there are none.
 
     Attributes:
-        length: Columns so far, those of the forward under way included.
-        mask: What the new tokens look at, (B, 1, T, K); ``None``: as ``is_causal`` says.
-        is_causal: The new tokens are the first ones, and each looks at itself and all before.
+        length: Columns so far, those of the running forward included.
+        mask: The columns to which each new token attends, (B, 1, T, K); ``None``: as ``is_causal`` says.
+        is_causal: The new tokens are the first ones, and each attends to itself and all before.
     """
 
     def __init__(self, capacity: int, padding: Sequence[int] = ()) -> None:
@@ -297,7 +299,7 @@ class KeyValueCache:
         self._held: dict[int, tuple[Tensor, Tensor]] = {}
 
     def begin(self, tokens: Tensor) -> Tensor:
-        """Make room for ``tokens`` (B, T); returns their positions, (B, T) or (1, T). Once in each forward.
+        """Make room for ``tokens`` (B, T); returns their positions, (B, T) or (1, T). Called once in each forward.
 
         Raises:
             StateError: There is no room.
@@ -320,12 +322,14 @@ class KeyValueCache:
         columns_K = torch.arange(self.length, device=device)
         is_text_BK = columns_K >= self._padding_B[:, None]
         is_before_TK = columns_K <= columns_T[:, None]
-        is_self_TK = columns_K == columns_T[:, None]  # padding looks at itself: a softmax over nothing is not a number
+        is_self_TK = (
+            columns_K == columns_T[:, None]
+        )  # padding attends to itself: a softmax over nothing is not a number
         self.mask = ((is_text_BK[:, None] & is_before_TK) | is_self_TK)[:, None]
         return (columns_T - self._padding_B[:, None]).clamp_(min=0)
 
     def extend(self, layer: int, k_BHTD: Tensor, v_BHTD: Tensor) -> tuple[Tensor, Tensor]:
-        """Take in the new tokens' keys and values of a layer; returns those of all tokens, (B, H, K, D)."""
+        """Append the new tokens' keys and values of a layer; returns those of all tokens, (B, H, K, D)."""
         if layer not in self._held:
             B, H, _, D = k_BHTD.shape
             shape = (B, H, self._capacity, D)
@@ -338,5 +342,5 @@ class KeyValueCache:
 
     @property
     def num_bytes(self) -> int:
-        """Of all keys and values, room for tokens to come included."""
+        """Bytes of all keys and values, room for tokens to come included."""
         return sum(tensor.nbytes for pair in self._held.values() for tensor in pair)

@@ -7,19 +7,19 @@ from collections.abc import Sequence
 
 from shardwise.spec.errors import PlanError
 
-#: Of the elements from one on, in the stages that are left: (largest cost, sum of squares, start of the second stage).
+#: For the elements from one on, in the stages that are left: (largest cost, sum of squares, start of the second stage).
 _Best = tuple[int, int, int]
 
 
 def balance(costs: Sequence[int], num_stages: int) -> list[int]:
     """Where each stage begins, so that the most expensive one costs as little as possible.
 
-    Of divisions that are alike in that, one whose costs are nearest to each other (by the sum of their squares) among
-    those that were compared; elements without cost stay with what follows them where they can.
+    Among divisions that are equal in that, one with the most even costs (by the sum of their squares) of those compared.
+    Elements without cost stay with the element behind them where possible.
 
     Args:
-        costs: Of the elements, in order.
-        num_stages: Each gets one element with a cost at least.
+        costs: Costs of the elements, in order.
+        num_stages: Stages; each gets at least one element with a cost.
 
     Raises:
         PlanError: There are fewer elements with a cost than stages.
@@ -57,19 +57,19 @@ def balance(costs: Sequence[int], num_stages: int) -> list[int]:
 
 
 def gpt_elements(num_layers: int) -> list[str]:
-    """The modules with parameters that our GPT's forward calls one after the other."""
+    """The modules with parameters that our GPT's forward calls, in order."""
     blocks = [f"blocks.{index}" for index in range(num_layers)]
     return ["token_embedding", "position_embedding", *blocks, "final_norm", "lm_head"]
 
 
 def gpt_stages(num_layers: int, block_cost: int, head_cost: int, num_stages: int) -> list[list[str]]:
-    """Of our GPT with an output projection of its own, the elements of each stage, balanced.
+    """The elements of each balanced stage of our GPT with an untied output projection.
 
     Args:
         num_layers: Blocks.
         block_cost: Elements of the matrices of one block: multiplications per token.
-        head_cost: Of the output projection.
-        num_stages: How many stages.
+        head_cost: Elements of the output projection.
+        num_stages: Stages.
 
     Raises:
         PlanError: There are fewer elements that compute than stages.

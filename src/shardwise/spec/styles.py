@@ -1,31 +1,31 @@
 """How tensor parallelism cuts the modules of a model: styles by name pattern, as plain data.
 
 ==================================  =================================================================================
-style                               of a module or parameter at a pattern
+style                               what it does to the module or parameter at a pattern
 ==================================  =================================================================================
 ``colwise``                         linear layer, its output features divided over the ranks
-``packed_colwise[:N]``              the same of N fused layers of equal size (2 where none is given), each divided
+``packed_colwise[:N]``              the same for N fused layers of equal size (default 2), each divided
 ``colwise_heads``                   projection to heads as wide as the ``head_dim`` of the module around it: whole heads
-``colwise_kv_heads``                the same of keys or values; where heads are fewer than ranks, each is on several
-``colwise_gather_output``           linear layer, divided as evenly as can be; every rank gets all output features
-``rowwise``                         linear layer, its input features divided; outputs are added up, then the bias
+``colwise_kv_heads``                the same for keys or values; with fewer heads than ranks, several ranks hold each
+``colwise_gather_output``           linear layer, divided as evenly as possible; every rank gets all output features
+``rowwise``                         linear layer, its input features divided; outputs are summed, then the bias added
 ``rowwise_split_input``             the same where every rank has all features of the input
-``embedding_rowwise``               embedding, its ids divided as evenly as can be
+``embedding_rowwise``               embedding, its ids divided as evenly as possible
 ``divide:NAME[,NAME]``              attributes of the module, such as a number of heads, divided by the number of ranks
 ``embedding_heads``                 embedding of one number per head, its features divided; its output stays divided
-``replicated_with_grad_allreduce``  of a module whose parameters are used with each rank's part: gradients are added up
-``moe_tp_experts``                  experts whose stacked weights are divided: gets all inputs, adds up the outputs
-``mixture``                         our mixture of experts, whose experts are cut: adds up what all of them give at once
+``replicated_with_grad_allreduce``  module whose parameters are used with each rank's part: gradients are summed
+``moe_tp_experts``                  experts whose stacked weights are divided: gets all inputs, sums the outputs
+``mixture``                         our mixture of experts, whose experts are cut: sums what all of them give at once
 ``vocabulary_head``                 as ``colwise_gather_output``, but where the model gets labels no rank has all logits
-``colwise_vocabulary``              output projection, its ids divided as evenly as can be; its output stays divided
-``vocabulary_loss:NAME``            loss of our GPT, of the output projection that is called so beside it
+``colwise_vocabulary``              output projection, its ids divided as evenly as possible; its output stays divided
+``vocabulary_loss:NAME``            loss of our GPT, beside the output projection of that name
 ``dropout_features``                ``nn.Dropout`` of features that are divided
 ``sequence_begin``                  from the first argument of this module on, activations are divided by positions
-``sequence_end``                    what this module gives has all positions again
-``sequence_last_norm``              the same of a norm, which still computes with this rank's positions
-``sequence_layers``                 what the layers in this module get and give is divided by positions
-``sequence_input``                  ... but this part of it gathers its first argument, once for all of its layers
-``sequence_whole``                  ... but this part of it computes with all positions, on every rank
+``sequence_end``                    the output of this module has all positions again
+``sequence_last_norm``              the same for a norm, which still computes with this rank's positions
+``sequence_layers``                 inputs and outputs of the layers in this module are divided by positions
+``sequence_input``                  part of such a module that gathers its first argument, once for all of its layers
+``sequence_whole``                  part of such a module that computes with all positions, on every rank
 ``sequence_dropout``                ``nn.Dropout`` of activations that are divided by positions
 ``replicate``                       left as it is
 ==================================  =================================================================================
@@ -175,7 +175,7 @@ _LLAMA_LAYER = {
 }
 _LLAMA_MODEL = {"layers.0": "sequence_begin", "norm": "sequence_last_norm"}
 
-#: What is added under sequence parallelism: between the first block's input and the output projection (of ours) or the
+#: Styles added under sequence parallelism: between the first block's input and the output projection (our GPT) or the
 #: last norm, activations are divided by positions. In a pattern ``-1`` is the last of a list of modules.
 SEQUENCE_TABLES: dict[str, dict[str, str]] = {
     "shardwise.models.transformer.GPT": {
@@ -231,19 +231,19 @@ SEQUENCE_TABLES: dict[str, dict[str, str]] = {
 
 @dataclass(frozen=True, slots=True)
 class Style:
-    """A style as it was written: its name, and what came after the colon."""
+    """A style: its name, and the argument after the colon."""
 
     name: str
     argument: str = ""
 
     @property
     def count(self) -> int:
-        """Of fused layers."""
+        """The number of fused layers."""
         return int(self.argument or 2)
 
     @property
     def names(self) -> tuple[str, ...]:
-        """Of attributes."""
+        """The names of attributes."""
         return tuple(name.strip() for name in self.argument.split(","))
 
     def __str__(self) -> str:
@@ -296,9 +296,9 @@ def parse_table(table: object) -> dict[str, str] | None:
 
 
 def translated(pattern: str, style: str) -> str:
-    """The style here of an entry of a model's own ``tp_plan``, as transformers writes them.
+    """Our style for an entry of a model's own ``tp_plan``, as transformers writes them.
 
-    There, columns of query, key and value projections are cut without regard to heads, which all their ranks have.
+    transformers cuts columns of query, key and value projections without regard to heads.
     """
     name = pattern.rpartition(".")[2]
     if style == "colwise" and name in {"q_proj", "k_proj", "v_proj"}:
@@ -307,16 +307,16 @@ def translated(pattern: str, style: str) -> str:
 
 
 def matches(pattern: str, name: str) -> bool:
-    """Whether the pattern means the module or parameter of this name."""
+    """Whether the pattern matches the name of a module or parameter."""
     parts = [re.escape(part).replace(r"\*", "[^.]*") for part in pattern.split(".")]
     return re.fullmatch(r"\.".join(parts), name) is not None
 
 
 def generalized(name: str) -> str:
-    """The pattern of a module or parameter and its like in the other blocks: indices become ``*``."""
+    """The pattern of a module or parameter in all blocks: indices become ``*``."""
     return re.sub(r"(?<![^.])\d+(?![^.])", "*", name)
 
 
 def near_even_range(size: int, parts: int, part: int) -> tuple[int, int]:
-    """What rank ``part`` of ``parts`` holds of a dimension that is cut as evenly as can be."""
+    """The range of rank ``part`` of ``parts`` of a dimension that is cut as evenly as possible."""
     return part * size // parts, (part + 1) * size // parts

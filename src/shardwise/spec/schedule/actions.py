@@ -24,22 +24,22 @@ class Kind(StrEnum):
 
     @property
     def is_message(self) -> bool:
-        """It is one end of a message."""
+        """Whether it is one end of a message."""
         return self.is_send or self.is_receive
 
     @property
     def is_send(self) -> bool:
-        """It is the sender's end of a message."""
+        """Whether it is the sender's end of a message."""
         return self in {Kind.SEND_ACTIVATION, Kind.SEND_GRADIENT}
 
     @property
     def is_receive(self) -> bool:
-        """It is the receiver's end of a message."""
+        """Whether it is the receiver's end of a message."""
         return self in {Kind.RECEIVE_ACTIVATION, Kind.RECEIVE_GRADIENT}
 
     @property
     def gives_input_gradient(self) -> bool:
-        """The stage before can go on with its backward afterwards."""
+        """Whether the stage before can begin its backward afterwards."""
         return self in {Kind.BACKWARD, Kind.BACKWARD_INPUT}
 
 
@@ -48,9 +48,9 @@ class Action:
     """One action of one rank.
 
     Attributes:
-        kind: What it is.
-        stage: The (virtual) stage of this rank that computes, that made what is sent, or that takes what is received.
-        microbatch: Which microbatch.
+        kind: The kind of action.
+        stage: The (virtual) stage of this rank that computes, made what is sent, or takes what is received.
+        microbatch: The number of the microbatch.
         peer: The rank at the other end of a message; ``None`` for a computation.
     """
 
@@ -70,17 +70,16 @@ class Schedule:
     """The actions of one training step.
 
     Attributes:
-        name: Which schedule it is.
-        actions: Of each rank, in order.
+        name: The name of the schedule.
+        actions: The actions of each rank, in order.
         num_microbatches: Microbatches of the step.
         ranks: The rank of each stage. Stages are numbered in the order of the model's forward.
 
-    Between two stages of one rank nothing is sent: what one made is simply there for the other.
+    Two stages of one rank exchange no messages.
 
     The order of messages is safe where a send waits until it is received and a receive until it is sent. It is faster
-    to let neither wait: a send is started in its place, a receive is posted in its place or earlier (:meth:`early`) and
-    waited for by the computation that takes it. Messages from one rank to another are received in the order in which
-    they are sent.
+    if neither waits: a send starts in its place, a receive is posted in its place or earlier (:meth:`early`), and the
+    computation that takes it waits for it. Messages from one rank to another are received in the order of sending.
     """
 
     name: str
@@ -105,7 +104,7 @@ class Schedule:
 
     @functools.cached_property
     def is_split(self) -> bool:
-        """Backward is in two parts: the gradient of a stage's input first, those of its weights later."""
+        """Whether backward has two parts: the gradient of a stage's input first, those of its weights later."""
         parts = (Kind.BACKWARD_INPUT, Kind.BACKWARD_WEIGHT)
         return any(action.kind in parts for actions in self.actions for action in actions)
 
@@ -114,14 +113,13 @@ class Schedule:
         return tuple(stage for stage, owner in enumerate(self.ranks) if owner == rank)
 
     def early(self, rank: int) -> dict[int, tuple[Action, ...]]:
-        """Which receives can be posted before which action: those behind a computation before it.
+        """The receives that can be posted before each computation: those between it and the next computation.
 
-        What comes while a rank computes then needs no moment between two computations. It is not for transports that
-        work in order, where what is sent later would wait behind the receive.
+        A message that arrives while a rank computes then needs no time between two computations. Not for transports
+        that work in order, where later sends would wait behind the receive.
 
         Returns:
-            By the place of a computation among the rank's actions the receives between it and the next computation.
-            Their order stays.
+            Receives, in their order, by the place of the computation among the rank's actions.
         """
         found: dict[int, list[Action]] = {}
         newest = None
@@ -133,12 +131,7 @@ class Schedule:
         return {place: tuple(receives) for place, receives in found.items()}
 
     def issued(self, rank: int, *, is_early: bool = True) -> tuple[Action, ...]:
-        """The actions of a rank in the order in which it begins them.
-
-        Args:
-            rank: Which rank.
-            is_early: Receives are posted as :meth:`early` says.
-        """
+        """The actions of a rank in the order in which it begins them, with receives posted early or not."""
         early = self.early(rank) if is_early else {}
         moved = {receive for receives in early.values() for receive in receives}
         order: list[Action] = []
@@ -148,17 +141,17 @@ class Schedule:
         return tuple(order)
 
     def computations(self, rank: int) -> tuple[Action, ...]:
-        """What a rank computes, in order, without the messages."""
+        """The actions of a rank without messages, in order."""
         return tuple(action for action in self.actions[rank] if not action.kind.is_message)
 
 
 def looped_ranks(pp: int, num_virtual_stages: int) -> tuple[int, ...]:
-    """Stages go round the ranks: 0, 1, ..., p - 1, and again from rank 0."""
+    """The ranks of stages in loops: 0, 1, ..., p - 1, and again from rank 0."""
     return tuple(range(pp)) * num_virtual_stages
 
 
 def folded_ranks(pp: int) -> tuple[int, ...]:
-    """Two stages per rank in the shape of a V: 0, 1, ..., p - 1, and back to 0."""
+    """The ranks of two stages each in the shape of a V: 0, 1, ..., p - 1, and back to 0."""
     return (*range(pp), *reversed(range(pp)))
 
 

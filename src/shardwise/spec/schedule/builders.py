@@ -1,4 +1,4 @@
-"""How a plan says what pipeline it wants, and the choice of the builder."""
+"""``PipelinePolicy``, which chooses a schedule, and the builders of schedules."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ class PipelinePolicy:
             beside the blocks, such as a head. Empty: stages are balanced by the matrix products of a token.
 
     Raises:
-        PlanError: A value is out of range, or does not go with the schedule.
+        PlanError: A value is out of range, or does not fit the schedule.
     """
 
     schedule: str = "1f1b"
@@ -77,10 +77,10 @@ class PipelinePolicy:
         return pp if self.num_microbatches is None else self.num_microbatches
 
     def check(self, pp: int) -> None:
-        """Refuse numbers that do not go together in a pipeline of ``pp`` ranks.
+        """Refuse numbers of microbatches that the schedule cannot run on ``pp`` ranks.
 
         Raises:
-            PlanError: They do not.
+            PlanError: The number does not fit.
         """
         check_positive("pp", pp)
         m = self.microbatches(pp)
@@ -97,7 +97,7 @@ class PipelinePolicy:
         """The schedule for a pipeline of ``pp`` ranks.
 
         Raises:
-            PlanError: The number of microbatches does not go with the schedule and ``pp``.
+            PlanError: The number of microbatches does not fit the schedule and ``pp``.
         """
         check_positive("pp", pp)
         return build(self.schedule, pp, self.microbatches(pp), self.virtual_stages)
@@ -110,10 +110,10 @@ def build(schedule: str, pp: int, num_microbatches: int, num_virtual_stages: int
         schedule: One of ``SCHEDULES``.
         pp: Ranks of the pipeline.
         num_microbatches: Microbatches of the step.
-        num_virtual_stages: Stages of each rank; ``None``: as the schedule says.
+        num_virtual_stages: Stages of each rank; ``None``: the schedule's default.
 
     Raises:
-        PlanError: The numbers do not go together.
+        PlanError: The numbers do not fit the schedule.
     """
     policy = PipelinePolicy(schedule, num_microbatches, num_virtual_stages)
     policy.check(pp)
@@ -150,11 +150,10 @@ def pipeline_policy(value: object) -> PipelinePolicy:
 def with_messages(name: str, orders: Orders, num_microbatches: int, ranks: Sequence[int]) -> Schedule:
     """The schedule that computes in these orders, with a message wherever the next stage is on another rank.
 
-    All computations and messages are put into one order over all ranks: by the time at which a computation starts, and
-    a message at the time at which what it carries is made, when every part of a computation takes one unit of time and
-    a message none. Both ends of a message have its place in that one order. A rank that follows its part of it, and
-    waits at every message for the other end, therefore never waits in a circle: of all that is still to be done, the
-    first in the order has both its ranks free.
+    All computations and messages get one order over all ranks: by start times of computations, and by the times at
+    which what a message carries is computed, if every part of a computation takes one unit of time and a message none.
+    Both ends of a message have the same place in that order. Ranks that follow it, and wait at every message for the
+    other end, never wait in a circle: the first action that is still to be done has both its ranks free.
     """
     plain = Schedule(name, tuple(tuple(order) for order in orders), num_microbatches, tuple(ranks))
     timing = simulate(plain, Durations())
@@ -260,8 +259,8 @@ F, I, W = Kind.FORWARD, Kind.BACKWARD_INPUT, Kind.BACKWARD_WEIGHT  # noqa: E741 
 def zb_h1(pp: int, num_microbatches: int) -> list[list[Action]]:
     """1F1B with the weights' gradients of rank ``r`` ``r`` microbatches late.
 
-    Input gradients reach the rank before W sooner, and what is late fills the time at the end in which 1F1B waits. A
-    rank holds no more than 1F1B's first: ``pp - r`` microbatches between F and I, and ``r`` between I and W.
+    Input gradients reach the rank before sooner, and delayed W fill the time at the end in which 1F1B waits. A rank
+    holds no more than 1F1B's first rank: ``pp - r`` microbatches between F and I, and ``r`` between I and W.
     """
     orders = []
     for rank in range(pp):
@@ -321,10 +320,10 @@ def zb_v(pp: int, num_microbatches: int) -> list[list[Action]]:
 
 @functools.lru_cache(maxsize=32)
 def forward_only(ranks: tuple[int, ...], num_microbatches: int) -> Schedule:
-    """Every rank computes what can be there first: microbatch ``j`` reaches stage ``s`` at time ``j + s``.
+    """Forwards without backwards, for evaluation: microbatch ``j`` reaches stage ``s`` at time ``j + s``.
 
     Args:
-        ranks: Of each stage.
+        ranks: The rank of each stage.
         num_microbatches: Any number.
     """
     orders = [

@@ -1,4 +1,4 @@
-"""Whether a schedule can be run: everything is done once, in order, with what it needs, and nobody waits for ever."""
+"""Whether a schedule can run: every action once, in order, after what it needs, and without a deadlock."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from shardwise.spec.schedule.simulate import Durations, simulate
 
 
 def check(schedule: Schedule) -> None:
-    """Refuse a schedule that does not train a model, or that could stop for ever.
+    """Refuse a schedule that does not train a model, or that could deadlock.
 
     On every rank, in the order of its list:
 
@@ -20,9 +20,8 @@ def check(schedule: Schedule) -> None:
       of gradients are those of one process that accumulates;
     - a computation comes after what it takes was made or received here, and a message is sent after it was made; what
       goes to a stage of another rank is sent and received once, what stays is not;
-    - with sends that wait for their receive (rendezvous) all ranks come to their end. As neither end of a message has a
-      choice, whether they do depends on the lists alone and not on how long things take; and if they do, they also end
-      where sends are buffered.
+    - with sends that wait for their receive (rendezvous) all ranks reach their end. That depends on the lists alone,
+      not on durations; and ranks that reach their end so also do where sends are buffered.
 
     Raises:
         PlanError: It is broken; the message says where.
@@ -34,7 +33,7 @@ def check(schedule: Schedule) -> None:
         )
     for rank, actions in enumerate(schedule.actions):
         expected, found = Counter(_expected(schedule, rank)), Counter(actions)
-        for action in [*(expected - found), *(found - expected)]:  # what is missing tells more than what is too much
+        for action in [*(expected - found), *(found - expected)]:  # a missing action tells more than a superfluous one
             raise PlanError(
                 f"schedule {schedule.name!r}: {action} is on rank {rank} {found[action]} times, expected"
                 f" {expected[action]}."
@@ -63,7 +62,7 @@ def _expected(schedule: Schedule, rank: int) -> Iterator[Action]:
 
 
 def _check_order(schedule: Schedule, rank: int) -> None:
-    """What a rank's own list tells: microbatches in order, and nothing before what it needs."""
+    """Check a rank's own list: microbatches in order, and no action before what it needs."""
     behind: set[tuple[Kind, int, int]] = set()
     next_microbatch: Counter[tuple[Kind, int]] = Counter()
     for action in schedule.actions[rank]:

@@ -1,4 +1,4 @@
-"""The bubble in closed form."""
+"""Bubbles, and microbatches held at once, in closed form or counted."""
 
 from __future__ import annotations
 
@@ -74,12 +74,12 @@ def inner_bubble(
 
 
 class Held(NamedTuple):
-    """Most (microbatch, stage) pairs at once.
+    """The most (microbatch, stage) pairs at a time.
 
     Attributes:
-        activations: From the forward until the input's gradient is there: all that autograd saved.
-        in_flight: From the forward until the weights' gradients are there. Between the two gradients what remains is
-            what the weights' gradients take: the inputs of the layers and the gradients of their outputs.
+        activations: From the forward to the input's gradient: all that autograd saved.
+        in_flight: From the forward to the weights' gradients. Between the two gradients the inputs of the layers and
+            the gradients of their outputs remain.
     """
 
     activations: int
@@ -87,7 +87,7 @@ class Held(NamedTuple):
 
 
 def held(actions: Sequence[Action], stage: int | None = None) -> Held:
-    """What a rank with these actions holds, of all its stages or of one: counted, for any schedule."""
+    """What a rank with these actions holds of all its stages, or of one, counted for any schedule."""
     activations = in_flight = 0
     most = Held(0, 0)
     is_split = any(action.kind is Kind.BACKWARD_WEIGHT for action in actions)
@@ -135,11 +135,11 @@ def peak_bytes(
     """The most bytes of activations that a rank holds between two of its actions.
 
     Args:
-        schedule: Any.
-        rank: Which rank.
-        stage_bytes: Of each stage (of all ranks), what one microbatch holds from its forward to its (input) gradient.
-        kept_bytes: ... and from there until the weights' gradients, where backward is in two parts; by default the
-            same.
+        schedule: Any schedule.
+        rank: The rank.
+        stage_bytes: For each stage (of all ranks), what a microbatch holds from its forward to its (input) gradient.
+        kept_bytes: What a microbatch holds from there to the weights' gradients, where backward has two parts; by
+            default as much.
     """
     kept_bytes = stage_bytes if kept_bytes is None else kept_bytes
     now = most = 0

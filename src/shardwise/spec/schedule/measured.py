@@ -1,4 +1,4 @@
-"""When the computations of a step really ran."""
+"""When the computations of a step really ran; and drawings: a row per rank and a column per unit of time."""
 
 from __future__ import annotations
 
@@ -21,8 +21,8 @@ class Measured:
     """One step of a pipeline, as it ran.
 
     Attributes:
-        schedule: What was to be done.
-        timing: When each rank computed: from the moment at which what a computation takes had arrived to its end.
+        schedule: The schedule.
+        timing: When each rank computed: from the arrival of what a computation takes to its end.
     """
 
     schedule: Schedule
@@ -30,17 +30,17 @@ class Measured:
 
     @property
     def bubble(self) -> float:
-        """Idle time over ideal time, the longest that a rank computes."""
+        """Idle time over ideal time, the longest compute time of a rank."""
         return float(self.timing.bubble)
 
     @property
     def undelayed_bubble(self) -> float:
-        """What these very durations, as uneven as they were, would have given without any delay between them."""
+        """The bubble of these durations without any delay between computations."""
         return float(without_delays(self.schedule, self.timing).bubble)
 
     @property
     def durations(self) -> Durations:
-        """The medians of what one stage takes for one microbatch; of a whole backward half for each of its parts."""
+        """Median durations of one stage and microbatch; each part of a whole backward gets half of it."""
         kinds = [Kind.FORWARD, Kind.BACKWARD_INPUT, Kind.BACKWARD_WEIGHT]
         if self.schedule.is_split:
             return Durations(*(self._median(kind) for kind in kinds))
@@ -49,7 +49,7 @@ class Measured:
 
     @property
     def closed_bubble(self) -> float | None:
-        """What the closed form gives for these durations; ``None`` where there is none, as for evaluation."""
+        """The closed form of the bubble for these durations; ``None`` where there is none, as for evaluation."""
         s = self.schedule
         if s.name not in SCHEDULES:
             return None
@@ -96,7 +96,7 @@ def _coarse(timing: Timing, columns: int) -> Timing:
     return Timing(tuple(drawn), timing.unit * width)
 
 
-#: A drawing with more columns helps nobody.
+#: The most columns of a drawing.
 _MOST_COLUMNS = 5000
 
 

@@ -1,4 +1,4 @@
-"""When everything in a schedule happens: a discrete-event simulation."""
+"""When every action of a schedule runs: a discrete-event simulation."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ class Durations:
         forward: A forward.
         backward_input: The gradient of the stage's input.
         backward_weight: The gradients of the stage's weights. A whole backward takes this and ``backward_input``.
-        communication: From the end of a computation until what it made is at the next stage's rank. Messages travel
+        communication: From the end of a computation until its result is at the next stage's rank. Messages travel
             while ranks compute.
 
     Raises:
@@ -49,13 +49,13 @@ class Durations:
 
     @property
     def unit(self) -> Fraction:
-        """The longest time of which everything takes a whole number."""
+        """The longest time of which every duration is a multiple."""
         given = [Fraction(getattr(self, field.name)) for field in fields(self)]
         denominator = math.lcm(*(value.denominator for value in given))
         return Fraction(math.gcd(*(int(value * denominator) for value in given)), denominator)
 
     def ticks(self, kind: Kind) -> int:
-        """How many units a computation takes, or a message."""
+        """The units that a computation takes, or a message."""
         parts = {
             Kind.FORWARD: (self.forward,),
             Kind.BACKWARD: (self.backward_input, self.backward_weight),
@@ -78,8 +78,8 @@ class Timing:
     """When the computations of each rank run.
 
     Attributes:
-        spans: Of each rank, in order.
-        unit: Of the times of spans.
+        spans: The computations of each rank, in order.
+        unit: The unit of their times.
     """
 
     spans: tuple[tuple[Span, ...], ...]
@@ -87,12 +87,12 @@ class Timing:
 
     @property
     def makespan(self) -> Fraction:
-        """When the last rank is done; the first begins at 0."""
+        """The end of the last computation; the first begins at 0."""
         return max(spans[-1].end for spans in self.spans) * self.unit
 
     @property
     def ideal(self) -> Fraction:
-        """The longest that a rank computes: when all would be done if none ever waited."""
+        """The longest compute time of a rank: the length of the step if no rank waited."""
         return max(_busy(spans) for spans in self.spans) * self.unit
 
     @property
@@ -102,15 +102,15 @@ class Timing:
 
     @property
     def bubble_share(self) -> Fraction:
-        """Idle time over the time of the whole step: what a step would be shorter by if no rank ever waited."""
+        """Idle time over the time of the step: the part that a step would be shorter by if no rank waited."""
         return (self.makespan - self.ideal) / self.makespan
 
     @property
     def inner_bubble(self) -> Fraction:
-        """The same between the first and the last computation of a rank, for the rank that waits longest there.
+        """Idle time over ideal time between a rank's first and last computation, for the rank that waits longest.
 
-        What ranks wait before and after can be filled by the next step, if nothing between two steps (a norm of all
-        gradients, for example) makes them wait for each other. The papers on zero-bubble schedules count this one.
+        The next step can fill the time before and after, if nothing between two steps (such as a norm of all gradients)
+        makes ranks wait for each other. The papers on zero-bubble schedules count this bubble.
         """
         idle = max(spans[-1].end - spans[0].start - _busy(spans) for spans in self.spans)
         return idle * self.unit / self.ideal
@@ -124,19 +124,19 @@ def simulate(schedule: Schedule, durations: Durations, *, is_blocking: bool = Fa
     """Run a schedule.
 
     Args:
-        schedule: With messages or without: a computation waits for what it needs wherever that is made.
-        durations: How long things take.
+        schedule: A schedule with or without messages: a computation waits for its inputs in either case.
+        durations: Durations of computations and messages.
         is_blocking: A send waits until its receive is reached and has taken ``communication``, and a receive for its
-            send (rendezvous). Otherwise neither waits; a computation waits until what it takes has arrived.
+            send (rendezvous). Otherwise neither waits; a computation waits until its inputs have arrived.
 
     Raises:
-        PlanError: The ranks wait for each other in a circle, or for what nobody makes.
+        PlanError: The ranks wait for each other in a circle, or for something that no rank computes.
     """
     return _Run(schedule, durations, is_blocking=is_blocking).timing()
 
 
 def without_delays(schedule: Schedule, timing: Timing) -> Timing:
-    """The same computations, each as long as it took, if messages and what is between computations took no time."""
+    """The same computations with their measured durations, if messages and gaps between computations took no time."""
     took = {(action.kind, action.stage, action.microbatch): end - start for start, end, action in _all(timing)}
     run = _Run(schedule, Durations(), is_blocking=False, took=took).timing()
     return Timing(run.spans, timing.unit)
@@ -147,7 +147,7 @@ def _all(timing: Timing) -> Iterator[Span]:
 
 
 class _Run:
-    """Ranks take turns; each goes on until it has to wait for one that is behind."""
+    """Ranks take turns; each advances until it has to wait for another."""
 
     def __init__(
         self,
@@ -208,7 +208,7 @@ class _Run:
         return True
 
     def _ready(self, action: Action) -> int | None:
-        """When everything that a computation takes is there; ``None``: not known yet."""
+        """When all inputs of a computation are there; ``None``: not known yet."""
         stage, j = action.stage, action.microbatch
         if action.kind is Kind.BACKWARD_WEIGHT:
             return self._made_at.get((Kind.BACKWARD_INPUT, stage, j))
@@ -231,7 +231,7 @@ class _Run:
         return self._made_at.get((Kind.BACKWARD_INPUT, stage, microbatch)) if whole is None else whole
 
     def _pass(self, rank: int, action: Action) -> bool:
-        """Go past one end of a message; with blocking sends past both, once both ranks are there."""
+        """Advance past one end of a message; with blocking sends past both, once both ranks are there."""
         if not self._is_blocking:
             self._place[rank] += 1
             return True
@@ -248,7 +248,7 @@ class _Run:
 
 
 def _other_end(action: Action, rank: int) -> Action:
-    """What the peer of a message has in its list."""
+    """The other end of a message, in the peer's list."""
     both: Mapping[Kind, Kind] = _SENT_BY | {send: receive for receive, send in _SENT_BY.items()}
     forward = action.kind in {Kind.SEND_ACTIVATION, Kind.RECEIVE_GRADIENT}
     return Action(both[action.kind], action.stage + (1 if forward else -1), action.microbatch, rank)
