@@ -55,27 +55,27 @@ def size_class(numel: int) -> int:
 
 @dataclass(frozen=True)
 class GroupShape:
-    """What the arithmetic needs to know of a group.
+    """Facts about a group from which bytes and collectives are predicted.
 
     Attributes:
-        unit: Number of its unit, in order of registration, the root 0.
-        layout: Its flat layout.
-        row: Placements in force for it.
-        depth: Units that enclose its unit.
-        reshards: Its unit is released between forward and backward.
-        is_trainable: It takes part in reductions.
-        compute_dtype: Of the gathered buffer; by default the master's.
-        reduce_dtype: Of gradient buffers and sums; by default the master's.
+        unit: Number of the group's unit, in order of registration; the root is 0.
+        layout: Flat layout of the group.
+        row: Placements in force for the group.
+        depth: Number of units that enclose the group's unit.
+        reshards: Whether the unit is released between forward and backward.
+        is_trainable: Whether gradients are reduced.
+        compute_dtype: Dtype of the gathered buffer; ``None``: the master's.
+        reduce_dtype: Dtype of gradient buffers and sums; ``None``: the master's.
         held_as: Form in which a frozen master is held (``spec.quantize``); ``None``: its own dtype.
-        sent_as: Form in which it is gathered; ``None``: the compute dtype.
-        reduced_as: Form in which its gradients are sent to be added up; ``None``: the reduce dtype.
+        sent_as: Form in which the group is gathered; ``None``: the compute dtype.
+        reduced_as: Form in which gradients are sent; ``None``: the reduce dtype.
         flat_kinds: Weight-decay group of each parameter where the optimizer sees flat runs of them (``spec.layout``).
-        recomputed_in: Name of a module around its unit that is recomputed in backward.
-        inner_size: Ranks over which it stays sharded after forward; 0: it is released, or kept whole.
-        updates_in_backward: Its gradients live in pooled buffers only, until the optimizer's step inside backward.
-        is_offloaded: Its master, and what the optimizer adds to it, is on the host.
-        keeps_shard: ... and the device keeps its shard in the compute dtype.
-        ep: Of experts, how many ranks hold different ones: every ``ep``-th rank of ``dp_shard`` shares the group.
+        recomputed_in: Name of a module around the unit that is recomputed in backward.
+        inner_size: Ranks over which the group stays sharded after forward; 0: it is released, or stays whole.
+        updates_in_backward: The optimizer steps inside backward, so gradients exist in pooled buffers only.
+        is_offloaded: Whether master, ``.grad`` and optimizer state are on the host.
+        keeps_shard: For an offloaded group, whether the device keeps its shard in the compute dtype.
+        ep: Ranks that hold different experts: every ``ep``-th rank of ``dp_shard`` shares the group. 1: no experts.
     """
 
     unit: int
@@ -98,12 +98,12 @@ class GroupShape:
     ep: int = 1
 
     def place(self, rank: int) -> int:
-        """Which of the ranks that share it is rank ``rank`` of ``dp_shard``. The methods here take this place."""
+        """Place of rank ``rank`` of ``dp_shard`` among those that share the group; other methods take it."""
         return rank // self.ep
 
     @property
     def axis(self) -> str:
-        """Along which it is gathered and reduced."""
+        """Axis on which the group is gathered and reduced."""
         return "dp_shard" if self.ep == 1 else "edp"
 
     @property
@@ -128,12 +128,12 @@ class GroupShape:
 
     @property
     def is_cast(self) -> bool:
-        """It computes in another dtype than the master's, or with other digits."""
+        """Whether the gathered values differ from the master's: another dtype, or packed in between."""
         return self.compute_dtype not in {None, self.master_dtype} or self.sent_as is not None
 
     @property
     def is_resident(self) -> bool:
-        """Its parameters are replicated and never released: they take no slot."""
+        """Whether parameters are replicated and never released, and so need no slot."""
         return not self.row.shards_parameters and self.held_as is None
 
     def master_numel(self, rank: int) -> int:
@@ -141,14 +141,14 @@ class GroupShape:
         return self.layout.slice_numel(rank) if self.row.shards_optimizer else self.layout.numel
 
     def master_bytes(self, rank: int) -> int:
-        """Bytes of the master, where it is not part of the replica."""
+        """Bytes of the master; 0 where it is part of the replica."""
         numel = self.master_numel(rank)
         if self.held_as is not None:
             return packed_bytes(numel, self.held_as, self.master_dtype)
         return self.item_bytes * numel if self.row.shards_parameters or self.is_cast or self.is_offloaded else 0
 
     def replica_bytes(self, rank: int) -> int:
-        """Bytes of the replica where parameters are replicated; else of the shard that is kept beside the host's."""
+        """Bytes of the replica of replicated parameters, or of the shard that the device keeps when offloading."""
         if self.is_resident:
             return self.gather_item_bytes * self.layout.numel
         kept = self.item_bytes if self.sent_as is not None else self.gather_item_bytes
@@ -156,24 +156,24 @@ class GroupShape:
 
     @property
     def needs_stage(self) -> bool:
-        """Its master has to be on the device as it is before it is cast, or packed, there."""
+        """Whether the host's master needs a buffer on the device before it is cast or packed there."""
         is_packed = self.keeps_shard and self.sent_as is not None  # from the shard that stays
         return self.is_offloaded and self.held_as is None and self.is_cast and not is_packed
 
     def grad_bytes(self, rank: int) -> int:
-        """Bytes of what ``.grad`` lives in, where that is not part of the buffer that is reduced."""
+        """Bytes of the memory of ``.grad``; 0 where that is part of the buffer that is reduced."""
         if not self.is_trainable or self.updates_in_backward:
             return 0
         is_apart = self.pools_gradients or self.is_reduced_apart
         return self.item_bytes * self.reduce_layout.slice_numel(rank) if is_apart else 0
 
     def landing_bytes(self, rank: int, *, is_added: bool = False) -> int:
-        """Bytes of the host's buffer for a sum that has another dtype than ``.grad``, or is added to what is there."""
+        """Bytes of the host's buffer for a sum that has another dtype than ``.grad``, or is added to it."""
         is_needed = self.is_offloaded and self.is_trainable and (self.reduces_cast or is_added)
         return self.reduce_item_bytes * self.reduce_layout.slice_numel(rank) if is_needed else 0
 
     def slice_bytes(self, rank: int) -> int:
-        """Bytes of a rank's slice as it is gathered."""
+        """Bytes of a rank's slice in the form in which it is gathered."""
         numel = self.layout.slice_numel(rank)
         if self.sent_as is not None:
             return packed_bytes(numel, self.sent_as, self.master_dtype)
@@ -181,7 +181,7 @@ class GroupShape:
 
     @cached_property
     def summed_bytes(self) -> tuple[int, ...]:
-        """Bytes of the packed part of its gradients that each rank adds up."""
+        """For each rank, bytes of the packed part of the gradients that it adds up."""
         assert self.reduced_as is not None
         dtype = self.reduce_dtype or self.master_dtype
         cuts = packed_cuts(summed_cuts(self.reduce_layout), self.reduced_as, dtype)
@@ -189,46 +189,46 @@ class GroupShape:
 
     @property
     def reduces_cast(self) -> bool:
-        """Its gradients are reduced in another dtype than the master's."""
+        """Whether gradients are reduced in another dtype than the master's."""
         return self.reduce_dtype not in {None, self.master_dtype}
 
     @property
     def is_reduced_apart(self) -> bool:
-        """``.grad`` never lives in the buffer that is reduced."""
+        """Whether ``.grad`` is never in the buffer that is reduced."""
         return self.reduces_cast or self.is_offloaded
 
     @property
     def pools_gradients(self) -> bool:
-        """Full gradients exist in pooled buffers only."""
+        """Whether full gradients exist in pooled buffers only."""
         is_pooled = self.row.pools_gradients and (self.layout.size > 1 or self.is_reduced_apart)
         return is_pooled or self.updates_in_backward
 
     @property
     def is_alone(self) -> bool:
-        """One rank's slice is the whole, in the form in which the unit computes: nothing is gathered elsewhere."""
+        """Whether one rank's slice is the whole group as the unit computes with it: no slot is needed."""
         is_apart = self.is_cast or self.is_offloaded or self.held_as is not None
         return self.row.shards_parameters and self.layout.size == 1 and not is_apart
 
     @property
     def reduce_layout(self) -> ReduceLayout:
-        """Layout of its gradient buffer."""
+        """Layout of the group's gradient buffer."""
         return ReduceLayout(self.layout, self.layout.size if self.row.shards_optimizer else 1)
 
     def inner_numel(self, rank: int) -> int:
-        """Elements that a rank keeps after forward, where an inner group of ranks keeps it all."""
+        """Elements that a rank keeps after forward, where an inner group of ranks keeps the whole."""
         cuts = self.layout.inner_cuts(self.inner_size)
         return cuts[rank % self.inner_size + 1] - cuts[rank % self.inner_size]
 
 
 @dataclass(frozen=True)
 class UnitShape:
-    """A unit as the arithmetic sees it.
+    """Facts about a unit from which collectives are predicted.
 
     Attributes:
-        name: As in the events that are recorded.
-        family: Numbers of its ancestors, its descendants and itself.
-        groups: Its groups.
-        recomputed_in: Name of a module around it that is recomputed in backward.
+        name: The unit's name, as in recorded events.
+        family: Numbers of the units that enclose it, that it encloses, and its own.
+        groups: The unit's groups.
+        recomputed_in: Name of a module around the unit that is recomputed in backward.
     """
 
     name: str
@@ -238,7 +238,7 @@ class UnitShape:
 
     @property
     def is_released(self) -> bool:
-        """Its parameters are released between forward and backward."""
+        """Whether parameters are released between forward and backward."""
         return any(group.row.shards_parameters and group.reshards for group in self.groups)
 
 
