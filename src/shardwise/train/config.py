@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+import inspect
 import operator
 import re
 import types
@@ -74,19 +75,15 @@ class DataSection(Section):
     max_bytes: Positive | None = Field(None, description="use the first bytes of the text only; stdlib: 4,000,000")
 
 
-#: The types that a file can hold; of the plan's other types there are always one or two of these beside.
+#: The types that a file can hold, by the types of the plan's fields; every field has at least one of them.
 _WRITTEN = {str: str, int: int, float: float, bool: bool, type(None): None, Mapping: dict, Sequence: list}
-
-
-_BLOCKS = re.MULTILINE | re.DOTALL
 
 
 def _parallel_section() -> type[Section]:
     """The fields of ``ParallelPlan``, with its defaults and words, as files write them."""
     hints = typing.get_type_hints(ParallelPlan, localns={"Placements": Placements})
-    words = re.findall(
-        r"^        (\w+): (.*?)(?=^        \w+: |^\s*Raises:)", ParallelPlan.__doc__ or "", re.MULTILINE | re.DOTALL
-    )
+    text = inspect.getdoc(ParallelPlan) or ""
+    words = re.findall(r"^    (\w+): (.*?)(?=^    \w+: |^\S)", text, re.MULTILINE | re.DOTALL)
     described = {name: " ".join(text.split()).replace("``", "") for name, text in words}
     fields: dict[str, Any] = {}
     for each in dataclasses.fields(ParallelPlan):

@@ -12,6 +12,7 @@ from pathlib import Path
 import pytest
 
 from shardwise.spec.errors import ConfigError, ShardwiseError
+from shardwise.spec.plan import plan_fields
 from shardwise.spec.schedule import PipelinePolicy
 from shardwise.train.checkpoints import differences
 from shardwise.train.config import Config, read_config, schema
@@ -231,6 +232,9 @@ def test_the_schema_knows_every_key(tmp_path: Path) -> None:
     text = schema()
     assert set(text["properties"]) == {*Config.model_fields, "extends"}
     assert "hidden" in text["$defs"]["ModelSection"]["properties"]
+    parallel = text["$defs"]["ParallelSection"]["properties"]
+    assert list(parallel) == list(plan_fields())
+    assert all(len(held["description"]) > 20 for held in parallel.values())
 
 
 def test_sequences_and_vocabularies_must_fit_the_model(tmp_path: Path) -> None:
