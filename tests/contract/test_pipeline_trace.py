@@ -106,7 +106,7 @@ def test_ranks_that_disagree_about_a_step_say_so_and_go_on():
     assert told_so[0] == told_so[1]
     for found in told_so[0]:
         starts = "the ranks of a pipeline disagree about the step: rank 0 along pp has "
-        usual = "2 microbatches of [4, 6], [4, 6] with gradients in training mode, rank 1 "
+        usual = "2 microbatches of [4, 6], [4, 6] with gradients in training mode, rank 1 along pp has "
         assert all(text.startswith(starts + usual) for text in found)
         ends = [text.removeprefix(starts + usual).partition(".\n")[0] for text in found]
         assert ends == [

@@ -28,7 +28,7 @@ from shardwise.checkpoint.manifest import (
 )
 from shardwise.checkpoint.shard import Piece, check_header, hash_file, read_block
 from shardwise.comm.base import Comm
-from shardwise.comm.control import all_gather_json
+from shardwise.comm.control import all_gather_json, refuse_different
 from shardwise.comm.dtype import dtype_name
 from shardwise.spec.errors import CheckpointError
 from shardwise.spec.extent import Block, Extent, describe_cuts, list_alike, shared
@@ -70,11 +70,13 @@ def open_checkpoint(path: str | os.PathLike[str], *, comm: Comm | None = None) -
         if other:
             raise CheckpointError(f"rank {rank}: {other}")
     saves = [save for _, save in reports]
-    if len(set(saves)) > 1:
-        raise CheckpointError(
-            f"checkpoint {directory} is not the same on all ranks: they see the saves {', '.join(saves)}.\n"
-            "  Give all ranks the same folder of one shared file system."
-        )
+    refuse_different(
+        comm,
+        saves,
+        f"checkpoint {directory} is not the same on all ranks: they see the saves {', '.join(saves)}",
+        "Give all ranks the same folder of one shared file system.",
+        error=CheckpointError,
+    )
     assert found is not None
     return found
 

@@ -1,16 +1,24 @@
-"""Small control messages: JSON and status codes, over the same Comm as the tensors. No pickle anywhere."""
+"""Small control messages: JSON, status codes, and the one check that ranks agree. They go over the Comm of the tensors.
+
+Nothing is pickled: a peer can send data, never code.
+"""
 
 from __future__ import annotations
 
+import hashlib
 import json
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
+from torch import Tensor
 
 from shardwise.comm.base import Comm
 from shardwise.spec import errors
-from shardwise.spec.errors import ShardwiseError
+from shardwise.spec.errors import RankDisagreement, ShardwiseError
+
+#: Axes whose ranks compute one model together: messages say along which of them a rank is counted.
+_INNER_AXES = {"tp", "pp", "cp", "ep"}
 
 
 def agree(comm: Comm, code: int) -> list[int]:
@@ -33,15 +41,13 @@ def all_gather_json(comm: Comm, value: Any) -> list[Any]:
         Two all-gathers: the lengths, then texts padded to the longest. All ranks must call.
     """
     comm = comm.host
-    text = json.dumps(value, separators=(",", ":")).encode()
-    lengths = agree(comm, len(text))
-    longest = max(lengths)
-    buffer = torch.zeros(comm.size, longest, dtype=torch.uint8)
-    buffer[comm.rank, : len(text)] = torch.frombuffer(bytearray(text), dtype=torch.uint8)
-    moved = buffer.to(comm.device).view(-1)
+    text = _encoded(value)
+    lengths = agree(comm, text.numel())
+    rows = torch.zeros(comm.size, max(lengths), dtype=torch.uint8)
+    rows[comm.rank, : text.numel()] = text
+    moved = rows.to(comm.device).view(-1)
     comm.all_gather(moved, unit="control").wait()
-    rows = moved.cpu().view(comm.size, longest)
-    return [json.loads(bytes(row[:length].tolist())) for row, length in zip(rows, lengths, strict=True)]
+    return _rows(moved, lengths)
 
 
 def gather_json(comm: Comm, value: Any, *, root: int = 0) -> list[Any]:
@@ -55,7 +61,7 @@ def gather_json(comm: Comm, value: Any, *, root: int = 0) -> list[Any]:
     text = _encoded(value)
     is_root = comm.rank == root
     lengths = torch.zeros(comm.size, dtype=torch.int64, device=comm.device) if is_root else None
-    own = torch.tensor([text.numel()], dtype=torch.int64, device=comm.device)
+    own = _number(comm, text.numel())
     comm.gather(own, lengths, root=root, unit="control").wait()
     longest = own if lengths is None else lengths.max().view(1)
     comm.broadcast(longest, root=root, unit="control").wait()
@@ -63,10 +69,7 @@ def gather_json(comm: Comm, value: Any, *, root: int = 0) -> list[Any]:
     padded[: text.numel()] = text
     rows = torch.zeros(comm.size * int(longest), dtype=torch.uint8, device=comm.device) if is_root else None
     comm.gather(padded.to(comm.device), rows, root=root, unit="control").wait()
-    if rows is None or lengths is None:
-        return []
-    held = rows.cpu().view(comm.size, -1)
-    return [_decoded(row[:length]) for row, length in zip(held, lengths.tolist(), strict=True)]
+    return [] if rows is None or lengths is None else _rows(rows, lengths.tolist())
 
 
 def broadcast_json(comm: Comm, value: Any, *, root: int = 0) -> Any:
@@ -77,24 +80,23 @@ def broadcast_json(comm: Comm, value: Any, *, root: int = 0) -> Any:
     """
     comm = comm.host
     text = _encoded(value if comm.rank == root else None)
-    length = torch.tensor([text.numel()], dtype=torch.int64, device=comm.device)
+    length = _number(comm, text.numel())
     comm.broadcast(length, root=root, unit="control").wait()
-    moved = (
-        text.to(comm.device) if comm.rank == root else torch.zeros(int(length), dtype=torch.uint8, device=comm.device)
-    )
+    moved = text if comm.rank == root else torch.zeros(int(length), dtype=torch.uint8)
+    moved = moved.to(comm.device)
     comm.broadcast(moved, root=root, unit="control").wait()
     return _decoded(moved.cpu())
 
 
 def scatter_json(comm: Comm, values: Sequence[Any], *, root: int = 0) -> Any:
-    """Of the ``values`` on ``root``, one for each rank, this rank's; elsewhere ``values`` is not looked at.
+    """This rank's one of the ``values`` on ``root``, of which there is one for each rank; not read on other ranks.
 
     Collective:
         A broadcast of the longest text's length, and a scatter of texts padded to it. All ranks must call.
     """
     comm = comm.host
     texts = [_encoded(value) for value in values] if comm.rank == root else []
-    longest = torch.tensor([max((text.numel() for text in texts), default=0)], dtype=torch.int64, device=comm.device)
+    longest = _number(comm, max((text.numel() for text in texts), default=0))
     comm.broadcast(longest, root=root, unit="control").wait()
     rows = None
     if comm.rank == root:
@@ -107,19 +109,113 @@ def scatter_json(comm: Comm, values: Sequence[Any], *, root: int = 0) -> Any:
     return _decoded(own.cpu())
 
 
-def _encoded(value: Any) -> torch.Tensor:
+def _number(comm: Comm, value: int) -> Tensor:
+    return torch.tensor([value], dtype=torch.int64, device=comm.device)
+
+
+def _encoded(value: Any) -> Tensor:
     return torch.frombuffer(bytearray(json.dumps(value, separators=(",", ":")).encode()), dtype=torch.uint8)
 
 
-def _decoded(text: torch.Tensor) -> Any:
+def _decoded(text: Tensor) -> Any:
     return json.loads(text.numpy().tobytes())
+
+
+def _rows(moved: Tensor, lengths: Sequence[int]) -> list[Any]:
+    """The values of texts padded to one length."""
+    rows = moved.cpu().view(len(lengths), -1)
+    return [_decoded(row[:length]) for row, length in zip(rows, lengths, strict=True)]
+
+
+# -- what all ranks must have alike
+
+
+def digest_text(text: str | bytes) -> int:
+    """A number of 56 bits for a text, for :func:`check_same`."""
+    data = text.encode() if isinstance(text, str) else text
+    return int.from_bytes(hashlib.blake2b(data, digest_size=7).digest())
+
+
+def check_same(
+    comm: Comm,
+    value: int,
+    what: str,
+    advice: str,
+    *,
+    show: Callable[[], Any] | None = None,
+    error: type[ShardwiseError] = RankDisagreement,
+) -> None:
+    """Raise on every rank unless ``value`` is the same on all.
+
+    Args:
+        comm: The ranks that must agree.
+        value: What must be the same; of a larger value its :func:`digest_text`.
+        what: See :func:`refuse_different`, as ``advice``, ``show`` and ``error``.
+        advice: What to do about it.
+        show: This rank's value for people.
+        error: Class of the error.
+
+    Collective:
+        An all-gather of eight bytes per rank; where the ranks disagree and ``show`` is given, one of JSON. All ranks
+        must call.
+    """
+    refuse_different(comm, agree(comm, value), what, advice, show=show, error=error)
+
+
+def refuse_different(
+    comm: Comm,
+    values: Sequence[Any],
+    what: str,
+    advice: str,
+    *,
+    show: Callable[[], Any] | None = None,
+    error: type[ShardwiseError] = RankDisagreement,
+) -> None:
+    """Raise unless all ``values`` are equal. Every check that ranks agree ends here, with one form of message.
+
+    The message is ``WHAT: rank 0 has A, rank 1 has B.`` and, on the next line, the advice.
+
+    Args:
+        comm: The ranks.
+        values: Every rank's value, in rank order, known to all ranks.
+        what: What the ranks do or hold differently, the subject first.
+        advice: What to do about it.
+        show: This rank's value for people; of a list the first entry that the other rank lacks is shown.
+        error: Class of the error.
+
+    Collective:
+        None where the values are equal, or ``show`` is ``None``; else an all-gather of JSON.
+
+    Raises:
+        ShardwiseError: They differ; of the class ``error``, on all ranks with the same text.
+    """
+    odd = next((rank for rank, value in enumerate(values) if value != values[0]), None)
+    if odd is None:
+        return
+    along = f" along {comm.axis}" if comm.axis in _INNER_AXES else ""
+    found = f"rank {odd}{along} differs from rank 0"
+    if show is not None:
+        shown = all_gather_json(comm, show())
+        here, there = _apart(shown[0], shown[odd])
+        found = f"rank 0{along} has {here}, rank {odd}{along} has {there}"
+    raise error(f"{what}: {found}.\n  {advice}")
+
+
+def _apart(here: Any, there: Any) -> tuple[Any, Any]:
+    """Of two lists, the first entries that the other one lacks; other values as they are."""
+    if not isinstance(here, list):
+        return here, there
+    first, second = ((next((entry for entry in a if entry not in b), None)) for a, b in ((here, there), (there, here)))
+    if first is None and second is None:
+        return "the same", "it in another order"
+    return first or "nothing more", second or "nothing more"
 
 
 def fail_together(comm: Comm, error: ShardwiseError | None) -> None:
     """Raise on every rank what one of them met before it could act with the others.
 
     Args:
-        comm: All that act together.
+        comm: The ranks that act together.
         error: What this rank met; ``None``: nothing.
 
     Collective:

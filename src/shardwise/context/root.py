@@ -17,9 +17,8 @@ import torch
 from torch import Tensor, nn
 
 from shardwise.comm.base import Comm
-from shardwise.comm.control import agree
+from shardwise.comm.control import check_same
 from shardwise.comm.record import RecordComm
-from shardwise.spec.errors import RankDisagreement
 from shardwise.spec.zigzag import own_ranges, padded_length
 
 
@@ -64,13 +63,14 @@ class Root(ABC):
             self._has_compared = True
             batch = [t.tolist() for t in (whole_BT, targets_BT) if t is not None]
             digest = zlib.crc32(repr(batch).encode())
-            if len(set(agree(self._comm, digest))) > 1:
-                raise RankDisagreement(
-                    f"cp: the {self._comm.size} ranks that divide each sequence were called with different tokens, or"
-                    " targets.\n"
-                    "  Give all ranks of a cp group the same batch: only ranks that differ on a data-parallel axis read"
-                    " other samples."
-                )
+            check_same(
+                self._comm,
+                digest,
+                f"cp: the {self._comm.size} ranks that divide each sequence were called with different tokens, or"
+                " targets",
+                "Give all ranks of a cp group the same batch: only ranks that differ on a data-parallel axis read other"
+                " samples.",
+            )
         return Division(whole_BT.shape[1], self._comm, multiple=self._multiple, device=whole_BT.device)
 
     @abstractmethod

@@ -26,12 +26,12 @@ from torch import Tensor, nn
 
 from shardwise import torch_private
 from shardwise.comm.base import Comm
-from shardwise.comm.control import agree
+from shardwise.comm.control import agree, check_same
 from shardwise.comm.dtype import dtype_name
 from shardwise.engine.build import OwnedParameter
 from shardwise.init.deferred import Recording, take_recording
 from shardwise.init.digest import digest_of
-from shardwise.spec.errors import RankDisagreement, StateError
+from shardwise.spec.errors import StateError
 from shardwise.spec.extent import Extent
 
 #: Initialises the parameters and buffers that a module owns directly.
@@ -166,11 +166,12 @@ class FromRecording(Source):
             StateError: Seeds differ and ``mode`` is ``"error"``.
         """
         number = int.from_bytes(self._recording.fingerprint()[:7])
-        if len(set(agree(comm, number))) > 1:
-            raise RankDisagreement(
-                "the ranks recorded different constructions of the model.\n"
-                "  Build the same model, in the same way, on every rank."
-            )
+        check_same(
+            comm,
+            number,
+            "the ranks recorded different constructions of the model",
+            "Build the same model, in the same way, on every rank.",
+        )
         _agree_on_states(self._recording.states, comm, mode)
 
     def parameters(self, entries: Sequence[OwnedParameter]) -> list[Tensor]:
@@ -334,9 +335,12 @@ class FromLater(Source):
         Raises:
             RankDisagreement: The ranks see different files.
         """
-        if self._files is not None and len(set(agree(comm, int.from_bytes(self._files.digest[:7])))) > 1:
-            raise RankDisagreement(
-                "the ranks see different files of weights.\n  Give every rank a copy of the same folder."
+        if self._files is not None:
+            check_same(
+                comm,
+                int.from_bytes(self._files.digest[:7]),
+                "the ranks see different files of weights",
+                "Give every rank a copy of the same folder.",
             )
         if self._other is not None:
             self._other.agree(comm, mode)

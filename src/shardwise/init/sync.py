@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import hashlib
 import warnings
 from collections.abc import Collection
 from typing import Any
@@ -12,10 +11,10 @@ from torch import Tensor, nn
 
 from shardwise import torch_private
 from shardwise.comm.base import Comm
-from shardwise.comm.control import agree, all_gather_json
+from shardwise.comm.control import agree, check_same, digest_text
 from shardwise.engine.pool import is_dense, memory_order
 from shardwise.init.digest import Digester
-from shardwise.spec.errors import RankDisagreement, StateError
+from shardwise.spec.errors import StateError
 
 
 def synchronise(
@@ -107,19 +106,13 @@ def _tensors(module: nn.Module, parameter_ids: Collection[int] | None) -> dict[s
 
 def _compare_layouts(tensors: dict[str, Tensor], comm: Comm) -> None:
     mine = [f"{name} {list(t.shape)} {t.dtype} {list(t.stride())}" for name, t in tensors.items()]
-    digest = int.from_bytes(hashlib.blake2b("\n".join(mine).encode(), digest_size=7).digest())
-    if len(set(agree(comm, digest))) == 1:
-        return
-    everyone = all_gather_json(comm, mine)
-    for rank, theirs in enumerate(everyone):
-        if theirs != everyone[0]:
-            here = next((a for a in everyone[0] if a not in theirs), None)
-            there = next((b for b in theirs if b not in everyone[0]), None)
-            raise RankDisagreement(
-                f"the ranks hold different models: rank 0 has {here or 'nothing more'}, rank {rank} has"
-                f" {there or 'nothing more'} (or the same in another order).\n"
-                "  Build the same model, in the same dtype, on every rank."
-            )
+    check_same(
+        comm,
+        digest_text("\n".join(mine)),
+        "the ranks hold different models",
+        "Build the same model, in the same dtype, on every rank.",
+        show=lambda: mine,
+    )
 
 
 def _refuse_meta(tensors: dict[str, Tensor], comm: Comm) -> None:

@@ -22,12 +22,12 @@ from torch import Tensor, nn
 from torch.utils._pytree import tree_flatten
 
 from shardwise.comm.base import Comm
-from shardwise.comm.control import agree, all_gather_json
+from shardwise.comm.control import check_same
 from shardwise.pipeline.agreement import Agreement
 from shardwise.pipeline.element import Element, lend_zeros, own_forward, zeros
 from shardwise.pipeline.split import StandIn
 from shardwise.pipeline.trace import Call, Leaf, Source, StageFlow, Tracer, inside_of_blocks, shape_key
-from shardwise.spec.errors import PlanError, RankDisagreement, StateError
+from shardwise.spec.errors import PlanError, StateError
 
 #: Kinds of batches that are remembered.
 _MAX_FLOWS = 256
@@ -128,13 +128,13 @@ class Stages:
                 agreement.wait()
             self._sketch.train(model.training)
             flow = self._trace(batch, call)
-            if self._comm is not None and len(set(found := agree(self._comm, flow.digest))) > 1:
-                odd = next(rank for rank, digest in enumerate(found) if digest != found[0])
-                shapes = all_gather_json(self._comm, shown_shapes(batch))
-                raise RankDisagreement(
-                    "the ranks of a pipeline disagree about what goes from stage to stage: rank 0 along pp has"
-                    f" microbatches of {shapes[0]}, rank {odd} of {shapes[odd]}.\n"
-                    "  Give the same batch to every rank of a pipeline, and build the same model."
+            if self._comm is not None:
+                check_same(
+                    self._comm,
+                    flow.digest,
+                    "the ranks of a pipeline disagree about what goes from stage to stage",
+                    "Give the same batch to every rank of a pipeline, and build the same model.",
+                    show=lambda: f"microbatches of {shown_shapes(batch)}",
                 )
             self._flows[key] = flow
             if len(self._flows) > _MAX_FLOWS:  # on every rank alike

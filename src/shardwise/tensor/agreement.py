@@ -14,8 +14,7 @@ from torch import Tensor, nn
 from torch.utils._pytree import tree_iter
 
 from shardwise.comm.base import Comm
-from shardwise.comm.control import all_gather_json
-from shardwise.spec.errors import RankDisagreement
+from shardwise.comm.control import all_gather_json, refuse_different
 
 
 class Agreement:
@@ -48,18 +47,19 @@ class Agreement:
         batch = [_digest(leaf) for leaf in tree_iter((args, kwargs)) if isinstance(leaf, Tensor)]
         state = _digest(_random_state(self._comm.device)) if may_drop else 0
         told = all_gather_json(self._comm, [batch, state])
-        ranks = f"the {len(told)} ranks of a tensor-parallel group, of which this is number {self._comm.rank},"
-        if any(other[0] != told[0][0] for other in told):
-            raise RankDisagreement(
-                f"{ranks} got different batches: they compute one model together, from the same samples.\n"
-                "  Divide the samples by sw.data_parallel_rank(model) and sw.data_parallel_size(model), not by the"
-                " world."
-            )
-        if any(other[1] != told[0][1] for other in told):
-            raise RankDisagreement(
-                f"{ranks} have different random states: dropout would make copies of the same values differ.\n"
-                "  Seed by sw.data_parallel_rank(model), not by the rank of the world."
-            )
+        refuse_different(
+            self._comm,
+            [batch for batch, _ in told],
+            "the ranks of a tensor-parallel group, which compute one model together, got different batches",
+            "Divide the samples by sw.data_parallel_rank(model) and sw.data_parallel_size(model), not by the world.",
+        )
+        refuse_different(
+            self._comm,
+            [state for _, state in told],
+            "the ranks of a tensor-parallel group have different random states, so that dropout would make copies of"
+            " the same values differ",
+            "Seed by sw.data_parallel_rank(model), not by the rank of the world.",
+        )
 
 
 def _drops(module: nn.Module) -> bool:

@@ -5,7 +5,6 @@ A channel of its own on the run's device, so that it never mixes with the engine
 
 from __future__ import annotations
 
-import json
 from collections.abc import Callable, Sequence
 from typing import Any, TypeVar
 
@@ -13,7 +12,7 @@ import torch
 from torch import Tensor
 
 from shardwise.comm.base import Comm
-from shardwise.comm.control import all_gather_json
+from shardwise.comm.control import all_gather_json, refuse_different
 from shardwise.spec.errors import CheckpointError, ConfigError, ShardwiseError, StateError, StorageError
 from shardwise.spec.text import printable
 from shardwise.train.data import DataError
@@ -104,13 +103,13 @@ class Control:
         Raises:
             ConfigError: On every rank, naming the first rank that differs from rank 0.
         """
-        texts = [json.dumps(held, sort_keys=True) for held in self.all_json(value)]
-        for rank, text in enumerate(texts):
-            if text != texts[0]:
-                raise ConfigError(
-                    f"rank {rank} has another {what} than rank 0.\n"
-                    "  Give every rank the same configuration and versions."
-                )
+        refuse_different(
+            self.comm,
+            self.all_json(value),
+            f"the ranks do not have the same {what}",
+            "Give every rank the same configuration and versions.",
+            error=ConfigError,
+        )
 
 
 def _refused(error: OSError) -> StorageError:
