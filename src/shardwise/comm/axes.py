@@ -1,4 +1,4 @@
-"""The Comms of a data-parallel mesh: which ranks each collective of a model runs over.
+"""The Comms of a mesh: which ranks each collective of a model runs over, and how they are opened.
 
 On ``dp_replicate=2 x dp_shard=4`` with an inner size of 2, rank 5 (``*``) belongs to these groups::
 
@@ -44,7 +44,7 @@ from shardwise.spec.errors import CommError, MeshError
 from shardwise.spec.mesh import AXES, Mesh
 from shardwise.spec.slice import Slice
 
-#: The axis of all data-parallel ranks, and that of the inner groups of ``dp_shard``: no axes of the mesh themselves.
+#: Axes of Comms that are no axes of the mesh: all data-parallel ranks, the inner groups of ``dp_shard``, all ranks.
 DATA_PARALLEL, INNER, WORLD = "dp", "dp_shard_inner", "world"
 
 #: The ranks that share parameters and hold the same experts.
@@ -64,10 +64,13 @@ class Comms:
         reduce: Along ``dp_shard`` (and ``cp``): gradients.
         replicate: Along ``dp_replicate``; ``None`` where the model is not replicated over groups.
         control: Over all ranks that train the same parameters, in the order of the mesh.
-        world: Over all ranks of the mesh, in its order; ``control`` where that is all of them.
+        world: Over all ranks of the mesh, in its order; the same Comm as ``control`` where both have all ranks.
         inner: Along inner groups of ``dp_shard``, by their size; :meth:`inner_comm` fills it.
-        tp: Along ``tp``; ``None`` where that has one rank. Likewise ``pp``, ``cp`` and ``ep``.
-        expert: Those of the experts, where ranks hold different ones; ``None``: the same as of other parameters.
+        tp: Along ``tp``; ``None`` where that axis has one rank.
+        pp: Along ``pp``, likewise.
+        cp: Along ``cp``, likewise.
+        ep: Along ``ep``, likewise.
+        expert: The Comms of experts, where ranks hold different experts; ``None``: experts use these Comms.
     """
 
     gather: Comm
@@ -100,27 +103,27 @@ class Comms:
         return self.inner[size]
 
     def of(self, held: Slice | None) -> Comms:
-        """Over the ranks that hold the same part of a parameter."""
+        """The Comms over the ranks that hold the same part of a parameter."""
         return self.expert if held is not None and held.is_expert and self.expert is not None else self
 
     @property
     def num_replicas(self) -> int:
-        """Groups that each hold the whole model."""
+        """Number of groups that each hold the whole model."""
         return self.replicate.size if self.replicate is not None else 1
 
     @property
     def replica(self) -> int:
-        """Which of those groups this rank belongs to."""
+        """Number of the group along ``dp_replicate`` that this rank belongs to."""
         return self.replicate.rank if self.replicate is not None else 0
 
     @property
     def num_ranks(self) -> int:
-        """Ranks that train the same parameters: what sums of gradients are divided by."""
+        """Number of ranks that train the same parameters: sums of gradients are divided by it."""
         return self.num_replicas * self.reduce.size
 
     @property
     def reader(self) -> tuple[int, int]:
-        """Which share of the samples this rank reads, and of how many shares: ranks of one model read the same."""
+        """Which share of the samples this rank reads, of how many. Ranks of one model read the same share."""
         context = self.cp.size if self.cp is not None else 1
         return self.control.rank // context, self.control.size // context
 
@@ -133,14 +136,14 @@ class Comms:
         return {axis: size for axis in AXES if (size := (found | others).get(axis)) is not None}
 
     def counts(self, held: Slice | None) -> bool:
-        """Whether what is added up over :attr:`across` counts a parameter here: of those that hold the same, once."""
+        """Whether this rank's copy of a parameter counts in sums over :attr:`across`: one of all equal copies does."""
         if held is not None:
             return held.is_counted
         return self.tp is None or self.tp.rank == 0
 
     @property
     def across(self) -> tuple[Comm, ...]:
-        """Along the axes whose ranks hold different parameters of one model, innermost first."""
+        """The Comms along axes whose ranks hold different parameters of one model, innermost first."""
         return tuple(comm for comm in (self.tp, self.pp) if comm is not None)
 
 
@@ -150,8 +153,8 @@ def lay_out(mesh: Mesh, rank: int, open_axis: OpenAxis, *, is_replicated: bool =
     Args:
         mesh: The axes.
         rank: This rank in the mesh.
-        open_axis: Makes a Comm.
-        is_replicated: Sums go over ``dp_replicate`` also where that has one rank only.
+        open_axis: Opens each Comm.
+        is_replicated: Open a Comm along ``dp_replicate`` also where that axis has one rank only.
     """
     shard = mesh.shard_group(rank)
     gather, reduce = open_axis("dp_shard", "gather", shard), open_axis("dp_shard", "reduce", shard)
@@ -195,8 +198,8 @@ def _with_experts(comms: Comms, mesh: Mesh, rank: int, open_axis: OpenAxis) -> C
 #: The name of a channel lists up to so many ranks.
 _MAX_SHOWN = 8
 
-#: How many Comms of one purpose this process has opened over the same ranks on one axis. These ranks open them in the
-#: same order, whatever else each of them opens.
+#: How many Comms this process has opened, by ranks on an axis and purpose. The ranks of a Comm open Comms among
+#: themselves in the same order, whatever other Comms each of them opens.
 _num_opened: Counter[tuple[str, str]] = Counter()
 
 
@@ -216,10 +219,10 @@ def join_world(device: torch.device) -> dist.ProcessGroup:
 def open_comms(
     device: torch.device, axis: str = "dp_shard", group: dist.ProcessGroup | None = None
 ) -> tuple[Comm, Comm]:
-    """The Comms for gathers and for reductions over ``group`` (the whole world where it is ``None``).
+    """The Comms for gathers and for reductions over ``group``, by default the world.
 
     On NCCL each has a communicator of its own, so that a gather never queues behind a reduction; Comms of other models
-    over the same ranks share both (``comm.axes``). On Gloo messages go from rank to rank and are told apart by
+    over the same ranks share both. On Gloo messages go from rank to rank and are told apart by
     their tags: every Comm uses the group as it is. Where the group has no NCCL, tensors on a GPU go over Gloo by way of
     host memory (``comm.staged``).
 
@@ -238,9 +241,9 @@ class Place:
     """Ranks to shard a model over.
 
     Attributes:
-        mesh: Their axes.
-        group: A process group that holds them; ``None``: the whole world.
-        ranks: Those of the group's ranks that make up the mesh, ascending; ``None``: all.
+        mesh: The axes.
+        group: A process group that holds the ranks; ``None``: the world.
+        ranks: The ranks of the group that make up the mesh, ascending; ``None``: all.
     """
 
     mesh: Mesh
@@ -275,11 +278,11 @@ class Place:
         return cls(Mesh(dp_replicate=replicate, dp_shard=shard), ranks=ranks)
 
     def open(self, device: torch.device, *, is_replicated: bool = False) -> Comms:
-        """Its Comms.
+        """Open the Comms of the mesh.
 
         Args:
-            device: Of the tensors that move.
-            is_replicated: As for :func:`shardwise.comm.axes.lay_out`.
+            device: Device of the tensors.
+            is_replicated: As for :func:`lay_out`.
 
         Collective:
             On CUDA every axis connects its ranks: all ranks of the mesh must call, in the same order.
@@ -292,7 +295,7 @@ class Place:
         return lay_out(self.mesh, rank, open_axis.by_place, is_replicated=is_replicated)
 
     def open_samples(self, device: torch.device) -> Comm:
-        """One more Comm over this rank's data-parallel ranks: those that have other samples, for one model.
+        """Open one more Comm for one model, over the ranks along the data-parallel axes, which read different samples.
 
         Collective:
             As :meth:`open`.
@@ -306,8 +309,8 @@ class _Opener:
     """Opens Comms over some ranks of a process group.
 
     Attributes:
-        ranks: All that it knows, in the group's numbers.
-        own: This one.
+        ranks: The ranks of the mesh, in the group's numbers.
+        own: This rank.
     """
 
     def __init__(self, device: torch.device, group: dist.ProcessGroup, ranks: Sequence[int] | None = None) -> None:
@@ -333,8 +336,8 @@ class _Opener:
 
     def __call__(self, axis: str, purpose: str, ranks: Sequence[int]) -> Comm:
         """A Comm over ``ranks``."""
-        # Ranks tell messages and the watch compares histories by the channel's name: it is the same on all members, and
-        # no other Comm of this process has it.
+        # Messages and the histories that the watch compares carry the channel's name: it is the same on all ranks of
+        # the Comm, and no other Comm of this process has it.
         world = dist.get_process_group_ranks(self._group)
         place = f"{axis}{_shown([world[rank] for rank in ranks])}"
         channel = f"{place}/{_num_opened[place, purpose]}/{purpose}"
@@ -401,11 +404,11 @@ def communicator(
 
     Args:
         parent: Holds the ranks; its store is where the members find each other.
-        ranks: In the numbers of ``parent``, this one among them, in coordinate order.
+        ranks: Ranks in the numbers of ``parent``, this one among them, in coordinate order.
         axis: Name of the mesh axis.
         purpose: ``gather``, ``reduce``, ``control``, ``activations`` or ``samples``.
-        device: Of the tensors that move.
-        backend: Of the group.
+        device: Device of the tensors.
+        backend: Backend of the group.
 
     Collective:
         The first call for these ranks and this purpose connects them: all of them must call, in the same order. The
@@ -462,7 +465,7 @@ def _open(parent: dist.ProcessGroup, key: _Key, device: torch.device, backend: s
 
 @contextlib.contextmanager
 def _splits_nothing() -> Iterator[None]:
-    """Torch splits the default group's communicator where the default group is bound to a device."""
+    """Keep torch from splitting the default group's communicator, as it does if that group is bound to a device."""
     default = dist.group.WORLD
     assert default is not None
     bound = default.bound_device_id

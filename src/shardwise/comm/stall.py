@@ -1,22 +1,24 @@
 """Telling ranks that disagree apart from ranks that are slow.
 
 Ranks that issue different collectives wait for messages that never come (``comm.gloo`` gives every collective a tag of
-its own). A thread per process notices a wait that lasts, publishes what this rank has issued in the store that the
-ranks share, and compares: two ranks that issued different things at the same place of one Comm's sequence disagree for
-certain, and so do two that each wait for something that the other has not issued, or several in such a ring.
+its own). A thread in each process notices a wait that lasts, publishes in the store that the ranks share what this rank
+has issued, and compares. Two ranks disagree for certain if they issued different collectives at the same place of one
+Comm's sequence; so do ranks in a ring of which each waits for a collective that the next one has not issued.
 
-The finder writes its verdict into the store. Each rank then answers its peers' open messages with dummies, which wakes
-their main threads; they see the verdict and raise RankDisagreement, all of them. Nothing is sent while all is well.
+The rank that finds a disagreement writes it into the store as the verdict. Each rank then answers its peers' open
+messages with dummies, which wakes their main threads; all of them read the verdict and raise RankDisagreement. Nothing
+is sent while no wait lasts.
 
 On a device (:class:`Ledger`) the host does not wait, or waits where nothing can wake it. There a collective is overdue
-that the device has not done while nothing else of it was done either. The ranks compare as above; that they wait for
-each other in a ring is no proof, as their hosts go on, until the time limit has passed: then it is a disagreement, and
-anything else a time-out. The next collective that this rank would issue raises it. A host that issues none, as it
-waits for the device, cannot be woken: the process says why and where it is, and ends with the error's exit code.
+if the device has completed neither it nor any other collective for a while. The ranks compare as above, with one
+exception: their hosts go on, so a ring of waits proves a disagreement only after the time limit. Any other wait that
+lasts until then is a time-out. The next collective that this rank issues raises the verdict. A host that issues none,
+because it waits for the device, cannot be woken: the process prints the verdict and its stack, and ends with the
+error's exit code.
 
 A rank that had fewer batches than the others ends, or waits in a collective of torch's own (a barrier after the loop),
-while they wait for it here. A process therefore leaves word when it ends in order, and the thread looks whether its
-main thread stands in torch.distributed.
+while the others wait for it here. A process therefore notes in the store that it ends without an error, and its thread
+checks whether the main thread is inside torch.distributed.
 """
 
 from __future__ import annotations
@@ -56,19 +58,20 @@ class Waited(Protocol):
     messages: list[tuple[str, int, int, int]]
 
 
-# -- what this process has issued: plain objects, which any thread may read
+# -- what this process has issued: plain objects that any thread may read
 
 
 @dataclass(slots=True)
 class Issued:
-    """One collective of one Comm.
+    """The stamp of one collective of one Comm.
 
     Attributes:
         channel: Name of the Comm.
-        sequence: Its place in that Comm's order, from 0.
-        kind: Kind of collective.
-        unit: What it serves.
-        numel: Elements of the buffer.
+        sequence: Place in the order of that Comm's collectives, from 0.
+        kind: Kind of collective; ``message`` for both ends of a message.
+        unit: Unit that the collective serves.
+        numel: Elements of the buffer, the same on all ranks of the collective.
+        issued_at_s: Time on ``time.monotonic``.
     """
 
     channel: str
@@ -85,7 +88,7 @@ class Issued:
 #: The newest collectives of this process, oldest first. The host may be some hundreds ahead of the device.
 history: deque[Issued] = deque(maxlen=1024)
 
-#: By channel: the sequence number of its newest collective. Unlike the history it forgets nothing.
+#: Sequence number of the newest collective, by channel. Unlike the history it holds every channel.
 newest: dict[str, int] = {}
 
 #: The collective that some thread is waiting for at the moment.
@@ -131,7 +134,7 @@ class Ledger:
             self._watch.check()
 
     def follow(self, issued: Issued, is_done: Callable[[], bool]) -> None:
-        """It has been issued; ``is_done`` asks the device, without waiting."""
+        """Note a collective that was issued; ``is_done`` asks the device for it, without waiting."""
         if self._watch is not None:
             self._under_way.append((issued, is_done))
 
@@ -159,22 +162,22 @@ def _is_done(ask: Callable[[], bool]) -> bool:
 
 # -- the watch
 
-#: A wait of this long is looked into.
+#: A wait of this length counts as stalled.
 STALL_S = 3.0
-#: How often the thread looks.
+#: Interval at which the thread checks for stalled waits.
 INTERVAL_S = 0.5
-#: How often a rank that waits for nothing looks whether a peer asks where it is.
+#: Interval at which a rank that waits for nothing checks whether a peer asks for its status.
 IDLE_INTERVAL_S = 4.0
 
-#: How long the end of the process waits for the thread, which may be asking a store that is gone.
+#: Longest wait for the thread at the end of the process: the thread may be inside a store that is gone.
 _END_S = 5.0
-#: How long a rank whose peer is gone looks whether that peer has left word.
+#: How long a rank whose peer is gone waits for the peer's note that it has ended.
 LAST_WORD_S = 2.0
 
-#: How long a host that cannot be told of a verdict on what its device waits for is left alone.
+#: How long after a verdict on the device a process whose host issues nothing is left alive.
 GRACE_S = 10.0
 
-#: Collectives that are published: of the newest, and around the one that is overdue.
+#: Number of newest collectives that are published, and of those around the overdue one.
 _MAX_PUBLISHED = 64
 
 _KEY = "shardwise/stall"
@@ -205,14 +208,16 @@ class StallWatch:
         self._answered: set[tuple[int, str, int]] = set()
         self._kept: list[Any] = []
         self._idle_since = 0.0
-        self._elsewhere: tuple[int, str, float] | None = None  # a frame of torch.distributed, its name, seen since
+        self._elsewhere: tuple[int, str, float] | None = (
+            None  # frame inside torch.distributed, name of the function, since when
+        )
         self.verdict: CommError | None = None
         self.limit_s = math.inf
         self._ledgers: list[weakref.ref[Ledger]] = []
-        self._overdue: tuple[Issued, Sequence[int], float] | None = None  # its ledger's peers, seen since
+        self._overdue: tuple[Issued, Sequence[int], float] | None = None  # a collective, its peers, overdue since
         self._is_told = False  # the main thread has raised the verdict
         self._verdict_since = math.inf
-        self._last_asked: bytes | None = None  # what a peer had asked when this rank last published
+        self._last_asked: bytes | None = None  # the request for which this rank last published
         self._ends = threading.Event()
         self._thread = threading.Thread(target=self._run, name="shardwise-stall-watch", daemon=True)
         self._thread.start()
@@ -236,14 +241,14 @@ class StallWatch:
         self._thread.join(timeout=_END_S)
 
     def follow(self, ledger: Ledger) -> None:
-        """Look whether the device does what ``ledger`` notes."""
+        """Watch the collectives of ``ledger`` too."""
         self._ledgers = [held for held in self._ledgers if held() is not None] + [weakref.ref(ledger)]
 
     def check(self) -> None:
-        """Something is about to be issued.
+        """Raise the verdict, if there is one; called before a collective is issued.
 
         Raises:
-            RankDisagreement, CommTimeout: What was issued before will not end.
+            RankDisagreement, CommTimeout: An earlier collective will not end.
         """
         if self.verdict is not None:
             self._is_told = True
@@ -251,7 +256,7 @@ class StallWatch:
 
     @property
     def is_stuck(self) -> bool:
-        """The device waits for what will not come: whoever waits for the device now waits for ever."""
+        """The device waits for a peer that will not come: a wait for the device would not end."""
         return self.verdict is not None and self._overdue is not None
 
     def entered(self, exchange: Waited) -> None:
@@ -308,11 +313,11 @@ class StallWatch:
         return "\n".join(lines)
 
     def leave_word(self) -> None:
-        """This process ends, and nothing has gone wrong."""
+        """Note in the store that this process ends without an error."""
         self._store.set(f"ended-{self._rank}", "1")
 
     def _ended_rank(self) -> int | None:
-        """A rank that has left word, or ``None`` if none does so soon."""
+        """A rank that has noted its end, or ``None`` if there is none within ``LAST_WORD_S``."""
         deadline = time.monotonic() + LAST_WORD_S
         while time.monotonic() < deadline:
             for rank in range(self._size):
@@ -354,7 +359,7 @@ class StallWatch:
                 self._leave(self.verdict)
 
     def _publish_if_asked(self) -> None:
-        """Answer a peer that has stalled. It asks anew at each look, so once it goes on nobody publishes any more."""
+        """Publish for a stalled peer. The peer asks at each interval, so publishing ends when it goes on."""
         asked = self._store.get("ask") if self._store.check(["ask"]) else None
         if asked != self._last_asked:
             self._last_asked = asked
@@ -362,7 +367,7 @@ class StallWatch:
             self._read_verdict()
 
     def _look_at_device(self, now: float) -> None:
-        """Find what is overdue, and since when nothing before it was done."""
+        """Find the overdue collective, and since when the device has not gone past it."""
         ledgers = [ledger for held in list(self._ledgers) if (ledger := held()) is not None]
         found = [(issued, ledger.peers) for ledger in ledgers if (issued := ledger.oldest(now - STALL_S)) is not None]
         if not found:
@@ -373,7 +378,7 @@ class StallWatch:
             self._overdue = issued, peers, now
 
     def _leave(self, verdict: CommError) -> None:
-        """End the process: its main thread waits for the device, which waits for ever."""
+        """End the process: its main thread waits for a device that will never be done."""
         text = f"{type(verdict).__name__}: {verdict}"
         frame = sys._current_frames().get(threading.main_thread().ident or 0)
         where = "".join(traceback.format_stack(frame)) if frame is not None else ""
@@ -399,13 +404,13 @@ class StallWatch:
             "issued": _published(list(history), None if overdue is None else overdue[0]),
             "newest": dict(newest),
             "peers": peers,
-            # What is not stalled is not answered: ``left`` looks for a verdict after a stall only.
+            # Only stalled waits are answered: ``left`` reads the verdict after a stall only.
             "messages": [list(message) for message in waiting[0].messages] if waiting and _is_stalled(waiting) else [],
         }
         self._store.set(f"rank-{self._rank}", json.dumps(status))
 
     def _torch_collective(self) -> str | None:
-        """The collective of torch's own, over all ranks, in which the main thread has stood for a while."""
+        """The collective of torch.distributed over all ranks in which the main thread has been for ``STALL_S``."""
         frame = sys._current_frames().get(threading.main_thread().ident or 0)
         found = None
         while frame is not None:
@@ -433,10 +438,10 @@ class StallWatch:
             self.verdict = (CommTimeout if kind == CommTimeout.__name__ else RankDisagreement)(text)
 
     def _compare(self, *, is_late: bool) -> None:
-        """Look for a verdict in what all ranks have published.
+        """Derive a verdict from what all ranks have published.
 
         Args:
-            is_late: The device has waited for as long as it may.
+            is_late: The device has waited for the time limit.
         """
         statuses = {rank: status for rank in range(self._size) if (status := self._status_of(rank))}
         blocked = {rank: status for rank, status in statuses.items() if is_late or status["is_blocked"]}
@@ -478,7 +483,7 @@ class StallWatch:
 
 
 def is_any_stuck() -> bool:
-    """Whether a device of this process waits for what will not come."""
+    """Whether a device of this process waits for a peer that will not come."""
     return any(watch.is_stuck for watch in list(StallWatch._of_group.values()))
 
 
@@ -502,7 +507,7 @@ def _flush() -> None:
 
 
 def _published(history: Sequence[Issued], overdue: Issued | None) -> list[list[Any]]:
-    """Rows of the newest collectives, and of those around the one that is overdue: the host may be far ahead of it."""
+    """Rows of the newest collectives, and of those around the overdue one, which the host may be far ahead of."""
     shown = list(history[-_MAX_PUBLISHED:])
     if overdue is not None:
         place = next((place for place, issued in enumerate(history) if issued is overdue), 0)
@@ -556,7 +561,7 @@ def _deadlock(statuses: Mapping[int, dict[str, Any]]) -> str | None:
 
 
 def _absence(blocked: Mapping[int, dict[str, Any]], statuses: Mapping[int, dict[str, Any]]) -> str | None:
-    """A rank waits here for one that stands in a collective of torch's own, over all ranks: that one waits for it."""
+    """A rank waits for a peer that waits, inside torch.distributed, for all ranks."""
     for rank, status in blocked.items():
         for peer in status["peers"]:
             other = statuses.get(peer)
@@ -576,7 +581,7 @@ def _has_issued(status: Mapping[str, Any], wanted: Sequence[Any]) -> bool:
 
 
 def _ring(needs: Mapping[int, Sequence[int]]) -> list[int] | None:
-    """Ranks of which each needs the next and the last the first, in ascending order; ``None`` where there are none."""
+    """Ranks in a ring of needs, in ascending order; ``None`` where there is no ring."""
     for start in needs:
         paths, seen = [[start]], {start}
         for path in paths:  # grows while it is walked through: the shortest come first
@@ -597,7 +602,7 @@ def _lacks(status: Mapping[str, Any], wanted: Sequence[Any] | None) -> bool:
 
 
 def _leave_word(watch_ref: weakref.ref[StallWatch]) -> None:
-    """At the end of this process. Workers of our launcher say how they end in another way (``launch.exit_codes``)."""
+    """Note the end of this process. Workers of our launcher leave an exit note instead (``launch.exit_codes``)."""
     watch = watch_ref()
     has_failed = getattr(sys, "last_value", None) is not None
     if watch is None or has_failed or os.environ.get(LOG_DIR):

@@ -1,9 +1,9 @@
 """Start the workers of one machine, through torch elastic, and return the exit code of the rank that is the cause.
 
-torch elastic starts the processes, watches them, passes signals on and ends all when one fails. Added here: ranks meet
-through files in a private directory and nothing listens beyond loopback; a worker dies with its launcher; every attempt
-has a rendezvous of its own; the code of the root cause survives; a run that asked to be stopped, or whose configuration
-is wrong, is not started again.
+torch elastic starts the processes, watches them, passes signals on and ends all when one fails. This module adds: ranks
+meet through files in a private directory, and nothing listens beyond loopback; a worker dies with its launcher; every
+attempt has a rendezvous of its own; the exit code of the root cause survives; a run that was asked to stop, or whose
+configuration is wrong, is not started again.
 """
 
 from __future__ import annotations
@@ -35,9 +35,9 @@ from shardwise.launch.worker import LAUNCHER_PID
 from shardwise.launch.world import RENDEZVOUS_DIR, RESTART_COUNT, loopback_interface
 from shardwise.spec.errors import ConfigError
 
-#: Codes after which starting again can help: an exception without a code, a lost peer, a hang. Signals too.
+#: Exit codes after which a restart can help: an exception without a code, a lost peer, a hang. So can it after signals.
 _RESTARTABLE = {1, PEER_LOST, TIMED_OUT}
-#: Signals by which a process dies on its own account; SIGABRT is often how a library takes the death of a peer.
+#: Signals that are sent to a process, or, as SIGABRT, raised by a library when a peer has died.
 _OTHERS_KILL_WITH = {signal.SIGTERM, signal.SIGINT, signal.SIGABRT, signal.SIGHUP, signal.SIGQUIT}
 _LOG_TAIL_LINES = 12
 #: Where there is no GPU, this many processes share the CPU unless --nproc says otherwise.
@@ -213,7 +213,7 @@ def _run_once(entry: str, args: Sequence[str], nproc: int, *, rendezvous: Path, 
 
 
 def _kill_what_is_left() -> None:
-    """End workers that a second signal has left behind. Each leads a session of its own."""
+    """Kill workers that a second signal has left behind. Each leads a session of its own."""
     own = str(os.getpid())
     for path in Path("/proc").glob("[0-9]*/environ"):
         with contextlib.suppress(OSError):
@@ -224,11 +224,11 @@ def _kill_what_is_left() -> None:
 def _find_cause(
     notes: Mapping[int, ExitNote], failures: Mapping[int, tuple[int, float]], stopped_by: int | None
 ) -> _Cause:
-    """The rank that failed first, the others being its victims.
+    """Find the rank that failed first; the others are its victims.
 
     Args:
-        notes: What the workers wrote.
-        failures: Exit code (negative: signal) and time of those that the agent saw fail.
+        notes: Exit notes of the workers.
+        failures: Exit code (negative: signal) and time of the workers that the agent saw fail.
         stopped_by: The signal that asked this process to stop.
     """
     ends: list[tuple[int, float, int, _Cause]] = []
@@ -291,7 +291,7 @@ def _say(text: str) -> None:
 
 @contextlib.contextmanager
 def _environment(variables: Mapping[str, str]) -> Iterator[None]:
-    """The agent gives its own environment to the workers: there is no other way to add to theirs."""
+    """Set variables for the workers, which inherit this process's environment; the agent has no other way."""
     kept = {name: os.environ.get(name) for name in [*variables, "TORCHELASTIC_SIGNALS_TO_HANDLE"]}
     os.environ.update(variables)
     try:
@@ -306,7 +306,7 @@ def _environment(variables: Mapping[str, str]) -> Iterator[None]:
 
 @contextlib.contextmanager
 def _quiet_elastic() -> Iterator[None]:
-    """Keep back the agent's own forty lines on a failure; ours are printed at the end. LOGLEVEL brings them back."""
+    """Hide the forty lines that the agent logs on a failure, unless LOGLEVEL is set; :func:`launch` prints its own."""
     if "LOGLEVEL" in os.environ:
         yield
         return
@@ -327,7 +327,7 @@ def _quiet_elastic() -> Iterator[None]:
 
 @contextlib.contextmanager
 def _signal_handlers_kept() -> Iterator[None]:
-    """The agent replaces this process's signal handlers and leaves its own behind."""
+    """Restore this process's signal handlers, which the agent replaces."""
     if threading.current_thread() is not threading.main_thread():
         yield
         return

@@ -1,4 +1,4 @@
-"""What a worker leaves behind for its launcher: a code, and why.
+"""Exit codes, and the notes in which workers tell their launcher the code and the reason.
 
 A launcher sees only the exit codes of its workers, and torch elastic makes one of them: 1. So each worker writes
 ``exit-RANK.json`` into the run's log directory, and the launcher returns the code of the rank that is the cause.
@@ -40,7 +40,7 @@ FINISHED, STOPPED, PEER_LOST, TIMED_OUT = 0, 75, 81, 82
 #: Where all ranks raise the same, rank 0 has shown it and its note comes first.
 _AFTER_RANK_0_S = 0.5
 
-#: What a rank sees when a peer is gone: a consequence, not a cause.
+#: Errors that a rank sees when a peer is gone: a consequence, not a cause.
 PEER_LOST_TEXTS = ("Connection closed by peer", "Connection reset by peer", "Broken pipe", "Socket closed")
 
 
@@ -49,12 +49,12 @@ class ExitNote:
     """How one rank ended.
 
     Attributes:
-        code: Its exit code.
-        rank: Its rank.
-        step: The step at which it ended, where known.
-        reason: One line for people; empty where nothing is to be said.
-        is_shown: Whether the user has seen the reason on the terminal.
-        time_s: When, in seconds since the epoch.
+        code: Exit code.
+        rank: Rank of the worker.
+        step: The step at which the worker ended, where known.
+        reason: One line for people; may be empty.
+        is_shown: Whether the reason has been printed on the terminal.
+        time_s: Time of the end, in seconds since the epoch.
     """
 
     code: int
@@ -71,7 +71,7 @@ class ExitNote:
 
 
 def note_exit(code: int, reason: str, *, step: int | None = None, is_shown: bool = False) -> None:
-    """Say how this rank ends. The first note stays; without a launcher of ours nothing is written.
+    """Write this rank's exit note. The first note stays; without a launcher of ours nothing is written.
 
     Args:
         code: The exit code that the process is about to leave with.

@@ -1,7 +1,7 @@
-"""What our launcher starts: ``python -m shardwise.launch.worker MODULE ARGS...`` runs ``MODULE`` as ``python -m`` does.
+"""The program of a worker: ``python -m shardwise.launch.worker MODULE ARGS...`` runs ``MODULE`` as ``python -m`` does.
 
-Around it: the worker dies with its launcher, writes to its rank's log file (rank 0 to the terminal too), and leaves a
-note with its exit code. Nothing here imports torch, so that a worker is bound to its launcher from its first moment.
+In addition the worker dies with its launcher, writes to its rank's log file (rank 0 to the terminal too), and leaves an
+exit note. Nothing here imports torch, so that a worker is bound to its launcher from its first moment.
 """
 
 from __future__ import annotations
@@ -37,12 +37,12 @@ def die_with_parent(parent_pid: int | None = None) -> None:
     checkpoints beside those of the run that replaces it.
 
     Args:
-        parent_pid: The parent to watch, where it may have died before this call; by default whoever is the parent now.
+        parent_pid: The parent, where it may have died before this call; by default the process that is the parent now.
     """
     parent = parent_pid if parent_pid is not None else os.getppid()
     if not _ask_the_kernel():
         threading.Thread(target=_watch, args=(parent,), name="parent-watch", daemon=True).start()
-    if os.getppid() != parent:  # it went before the kernel knew that we care
+    if os.getppid() != parent:  # the parent ended before the call above
         os.kill(os.getpid(), signal.SIGKILL)
 
 
@@ -62,7 +62,7 @@ def _watch(parent: int) -> None:
 
 
 class _Tee:
-    """Writes to the terminal as it is, and to a log without colours, cursor movements and overwritten lines."""
+    """Writes text to the terminal unchanged, and to a log without colours, cursor movements and overwritten lines."""
 
     def __init__(self, terminal: TextIO, log: TextIO) -> None:
         self._terminal = terminal
@@ -82,7 +82,7 @@ class _Tee:
         self._log.flush()
 
     def finish(self) -> None:
-        """Write what has no end of line."""
+        """Write the last line, if it has no end."""
         if _plain(self._line):
             self._log.write(_plain(self._line) + "\n")
         self._line = ""

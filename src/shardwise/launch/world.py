@@ -3,7 +3,7 @@
 :func:`read_world` turns environment variables into a :class:`World`; it is pure, so that every launcher's variables can
 be tested as a dictionary. :func:`init_process_group` makes torch.distributed's default group from it.
 
-Who is asked, in this order:
+The sources of a world, in the order in which they are tried:
 
 =============  =======================================================================================================
 ``launcher``   RANK, WORLD_SIZE, ... and SHARDWISE_RENDEZVOUS_DIR: our own ``launch.elastic``
@@ -65,7 +65,7 @@ class World:
         num_nodes: Number of machines.
         master_addr: Where rank 0 can be reached.
         master_port: Its port; 0 where none is needed.
-        source: Who described the world, a name of the table at the top of this module.
+        source: Which variables described the world: a name of the table at the top of this module.
         restart_count: How many times the run has been started anew by its launcher.
     """
 
@@ -121,7 +121,7 @@ def ranks_per_machine(size: int) -> int | None:
 
 @dataclass(frozen=True)
 class _Variables:
-    """Environment variables with errors that name them."""
+    """Environment variables, read with errors that name them."""
 
     environ: dict[str, str] = field(repr=False)
 
@@ -338,7 +338,7 @@ def _num_nodes(size: int, local_size: int) -> int:
 
 
 def _check(world: World) -> None:
-    """Everything that can be seen to be wrong before anyone waits for anyone."""
+    """Refuse worlds that contradict themselves, before any rank waits for another."""
     if world.rank >= world.size:
         raise MeshError(
             f"rank {world.rank} is not in a world of {world.size} (variables of {world.source}).\n"
@@ -468,7 +468,7 @@ def shutdown() -> None:
 
 
 def _store(world: World, timeout: dt.timedelta) -> Store:
-    """Where the ranks meet. Keys of one attempt are never those of the attempt before it."""
+    """The store in which the ranks meet. Attempts to start a run share no keys."""
     from torch import distributed
 
     if world.size == 1:
@@ -542,7 +542,7 @@ def _is_loopback(address: str) -> bool:
 
 @contextlib.contextmanager
 def _gloo_on_loopback(world: World) -> Iterator[None]:
-    """Gloo reads the interface when a group is made; the user's later groups are the user's own matter."""
+    """Have Gloo listen on loopback while the default group is made, if all ranks are on one machine."""
     name = "GLOO_SOCKET_IFNAME"
     if not world.is_single_node or name in os.environ:
         yield
