@@ -1,11 +1,10 @@
-"""The baseline that the field started from: one process, one thread per device, as ``torch.nn.DataParallel``.
+"""Data parallelism in one process with one thread per device, as ``torch.nn.DataParallel``.
 
 Each forward scatters the batch, replicates the parameters to the devices, runs the replicas, and gathers their outputs.
-Backward adds the replicas' gradients up, in their order, on the parameters of the first device. All of it goes through
-one process and one interpreter, and parameters travel in every step: ``ddp`` with one process per device is faster.
+Backward adds the replicas' gradients up, in their order, on the parameters of the first device. One interpreter runs
+everything, and parameters travel in every step: ``ddp`` with one process per device is faster.
 
-A step makes five exchanges, and ``sw.record_collectives`` shows them (axis ``devices``). The first device is at one end
-of each:
+A step makes five exchanges with the first device, which ``sw.record_collectives`` shows (axis ``devices``):
 
 =============  ===========================  ===============================================
 event          unit                         the first device
@@ -17,11 +16,10 @@ event          unit                         the first device
 ``reduce``     ``gradients``                receives and adds those of every replica
 =============  ===========================  ===============================================
 
-The first device also computes what the program makes of the outputs (a loss outside of the model), holds the gradients
-and the optimizer's state, and makes the optimizer's step. The others hold copied parameters from forward to backward.
+The first device also computes what follows the model (a loss outside of it), holds the gradients and the optimizer's
+state, and runs the optimizer's step. The other devices hold copied parameters from forward to backward.
 
-On one device several replicas run one after the other: that shows the mechanism where there is no second device, and
-numbers do not depend on threads.
+Replicas on the same device run one after the other.
 """
 
 from __future__ import annotations
@@ -41,7 +39,7 @@ from shardwise.api.model import attach_recorder
 from shardwise.comm.base import CollectiveEvent, Recorder
 from shardwise.spec.errors import PlanError, StateError, Uncopyable
 
-#: Replicas on a machine without GPUs, where nobody says how many.
+#: Replicas on a machine without GPUs, unless devices are given.
 CPU_REPLICAS = 2
 
 Devices = Sequence[torch.device | str | int]
@@ -51,13 +49,14 @@ class DataParallel(nn.Module):
     """Runs ``module`` on parts of a batch, one per device.
 
     Args:
-        module: Its parameters and buffers are on the first device.
+        module: The model, with parameters and buffers on the first device.
         devices: By default all GPUs, or the CPU twice. One thread runs the replicas of one device, in order.
-        dim: Along which tensors are cut, and outputs joined. Tensors without dimensions, and everything that is not a
-            tensor, go to every replica as they are; outputs without dimensions are joined to a vector.
+        dim: Dimension along which input tensors are split and outputs concatenated. Tensors without dimensions, and
+            values that are not tensors, go to every replica unchanged; outputs without dimensions are stacked to a
+            vector.
 
     Attributes:
-        module: What was given; ``state_dict()`` has its names below ``module.``.
+        module: The model as given; names in ``state_dict()`` begin with ``module.``.
 
     Raises:
         PlanError: A parameter or buffer is not on the first device.
@@ -76,7 +75,7 @@ class DataParallel(nn.Module):
         """The module's outputs on the whole batch, on the first device.
 
         Raises:
-            Exception: Whatever a replica raised first, in the order of replicas, with a note that names it.
+            Exception: The error of the first replica that failed, with a note that names the replica.
         """
         parts = scatter((args, kwargs), len(self.devices), self.dim)
         outputs = _run_parts(self.module, parts, self.devices, lambda replica: replica, self._exchanges)
@@ -84,13 +83,13 @@ class DataParallel(nn.Module):
 
 
 class Exchanges(Recorder):
-    """What passes between the first replica and the others."""
+    """Records what passes between the first replica and the others."""
 
     def __init__(self) -> None:
         super().__init__("devices")
 
     def note(self, kind: str, unit: str, tensors: Iterable[Tensor]) -> None:
-        """One event for each dtype of ``tensors``: what the replicas but the first receive or send."""
+        """Record one event for each dtype of ``tensors``, which the replicas other than the first receive or send."""
         if not self._listeners:
             return
         events: dict[torch.dtype, CollectiveEvent] = {}
@@ -107,7 +106,7 @@ def _run_parts(
     call: Callable[[nn.Module], Any],
     exchanges: Exchanges,
 ) -> list[Any]:
-    """Each part by what ``call`` makes of a replica of its own; the outputs."""
+    """Run ``call(replica)`` on each part, with a replica for each; returns the outputs."""
     devices = devices[: len(parts)]
     parts = [_moved(part, device) for part, device in zip(parts, devices, strict=True)]
     exchanges.note("scatter", "inputs", _tensors(parts[1:]))
@@ -122,9 +121,9 @@ def _run_parts(
 
 
 def install(model: nn.Module, devices: Devices | None = None) -> str:
-    """Have ``model`` itself, whose parameters the engine holds, run as replicas.
+    """Run ``model``, whose parameters the engine holds, as replicas from now on.
 
-    Outputs without dimensions are averaged over the samples of the replicas, as a mean over the whole batch.
+    Outputs without dimensions are averaged, weighted by the samples of the replicas: a mean over the whole batch.
 
     Returns:
         A line for the model's summary: which device does what.
@@ -145,7 +144,7 @@ def install(model: nn.Module, devices: Devices | None = None) -> str:
 
 
 class _ReplicatedForward(Uncopyable):
-    """Stands for ``model.forward``."""
+    """Replaces ``model.forward``."""
 
     def __init__(self, model: nn.Module, devices: tuple[torch.device, ...], exchanges: Exchanges) -> None:
         self._model = weakref.ref(model)
@@ -161,10 +160,10 @@ class _ReplicatedForward(Uncopyable):
 
 
 class _Unhooked:
-    """A replica's forward without the hooks of the model: those have run around the whole."""
+    """A replica's forward without the hooks of the model, which run once around all replicas."""
 
     def __init__(self, replica: nn.Module) -> None:
-        replica.__dict__.pop("forward", None)  # this file's own
+        replica.__dict__.pop("forward", None)  # the replaced forward of the model
         self._replica = replica
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
@@ -172,7 +171,7 @@ class _Unhooked:
 
 
 def _samples(parts: Sequence[Any]) -> list[int]:
-    """How many samples each part has; none where its tensors do not agree and the parts are not alike."""
+    """Samples of each part; none where the tensors of a part disagree and the parts differ."""
     sizes = [{tensor.shape[0] for tensor in _tensors(part) if tensor.dim()} for part in parts]
     if all(each == sizes[0] for each in sizes):
         return [1] * len(parts)
@@ -201,9 +200,10 @@ def _check_placement(module: nn.Module, first: torch.device) -> None:
 
 
 def replicate(module: nn.Module, devices: Sequence[torch.device], exchanges: Exchanges) -> list[nn.Module]:
-    """Shallow copies of ``module``, with parameters that pass their gradients on to its own.
+    """Shallow copies of ``module`` whose parameters pass their gradients on to its parameters.
 
-    A parameter is copied to every other device, and shared on its own. Buffers of the first replica are the module's.
+    A parameter is copied to every other device, and shared on its own device. The first replica has the module's
+    buffers, the others have copies.
     """
     modules = list(module.modules())
     places = {id(each): place for place, each in enumerate(modules)}
@@ -226,7 +226,7 @@ def replicate(module: nn.Module, devices: Sequence[torch.device], exchanges: Exc
                 else:
                     setattr(copy, name, here[id(parameter)])
             for name, buffer in torch_private.buffers_of(each).items():
-                if index and buffer is not None:  # what a replica writes there is its own
+                if index and buffer is not None:  # writes to it stay in the replica
                     if id(buffer) not in buffers:
                         buffers[id(buffer)] = buffer.detach().to(device, copy=True)
                     torch_private.buffers_of(copy)[name] = buffers[id(buffer)]
@@ -237,7 +237,7 @@ def replicate(module: nn.Module, devices: Sequence[torch.device], exchanges: Exc
 
 
 class _Spread(torch.autograd.Function):
-    """From parameters to one of each per device; back, the sum of their gradients in the order of devices."""
+    """One copy of each parameter per device; in backward the sum of their gradients, in the order of devices."""
 
     @staticmethod
     def forward(
@@ -266,12 +266,12 @@ class _Spread(torch.autograd.Function):
 
 
 def _is_at(tensor: Tensor, device: torch.device) -> bool:
-    """The CPU is one device, whatever number it is given."""
+    """Whether a tensor is on a device. The CPU is one device, whatever its index."""
     return tensor.device.type == device.type == "cpu" or tensor.device == device
 
 
 def _keep_buffers(module: nn.Module, replica: nn.Module) -> None:
-    """A buffer that the first replica has replaced, instead of writing to it, is the module's as well."""
+    """Give the module the buffers that the first replica replaced instead of writing to them."""
     for own, copy in zip(module.modules(), replica.modules(), strict=True):
         torch_private.buffers_of(own).update(torch_private.buffers_of(copy))
 
@@ -280,7 +280,7 @@ def _keep_buffers(module: nn.Module, replica: nn.Module) -> None:
 
 
 class _Job:
-    """One replica's call, and what came of it."""
+    """One replica's call, with its output or error."""
 
     def __init__(self, call: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> None:
         self.call, self.args, self.kwargs = call, args, kwargs
@@ -290,7 +290,7 @@ class _Job:
     def run(self) -> None:
         try:
             self.output = self.call(*self.args, **self.kwargs)
-        except Exception as error:  # noqa: BLE001 - raised again where the caller is
+        except Exception as error:  # noqa: BLE001 - raised again in the calling thread
             self.error = error
 
 
@@ -322,7 +322,7 @@ def _run(jobs: Sequence[_Job], devices: Sequence[torch.device]) -> list[Any]:
 
 
 class _Context:
-    """What of the caller's state belongs to a thread, and has to be set in another."""
+    """The caller's thread-local state (grad mode, autocast), to be set in other threads."""
 
     def __init__(self, device_type: str) -> None:
         self._grad = torch.is_grad_enabled()
@@ -332,7 +332,7 @@ class _Context:
 
     @contextlib.contextmanager
     def again(self, device: torch.device) -> Iterator[None]:
-        """The same state, on ``device``."""
+        """Set the state in this thread, with ``device`` as current device."""
         with contextlib.ExitStack() as stack:
             if device.type == "cuda":
                 stack.enter_context(torch.cuda.device(device))
@@ -347,10 +347,10 @@ class _Context:
 
 
 def scatter(value: tuple[tuple[Any, ...], Mapping[str, Any]], count: int, dim: int) -> list[Any]:
-    """``value`` in at most ``count`` parts: as many as its tensors give when they are cut as evenly as can be.
+    """``value`` in at most ``count`` parts: as many as ``Tensor.chunk`` gives for its tensors.
 
     Raises:
-        StateError: Its tensors give different numbers of parts.
+        StateError: The tensors give different numbers of parts.
     """
     counts = {len(tensor.chunk(count, dim)) for tensor in _tensors(value) if tensor.dim()}
     if len(counts) > 1:
@@ -419,15 +419,15 @@ def gather(
     """The replicas' outputs as one, on ``device``.
 
     Args:
-        outputs: Of the replicas, in order.
-        device: Where the result is.
-        dim: Along which tensors are joined.
-        samples: Of each replica: numbers without dimensions are averaged over them. ``None`` joins these to a vector.
-        exchanges: Learns of the gradients that backward sends to the replicas.
+        outputs: Outputs of the replicas, in order.
+        device: Device of the result.
+        dim: Dimension along which tensors are concatenated.
+        samples: Samples of each replica, the weights in means of tensors without dimensions. ``None`` stacks these
+            tensors to a vector.
+        exchanges: Records the gradients that backward sends to the replicas.
 
     Raises:
-        StateError: They do not have the same form, or the numbers of samples are needed and not known (``samples`` is
-            empty).
+        StateError: The outputs do not have the same structure, or ``samples`` is needed and empty.
     """
     first = outputs[0]
     if any(type(output) is not type(first) for output in outputs):

@@ -19,7 +19,7 @@ Life of a rank, as its directory shows it (all files are written to a temporary 
 ``out-R``           file descriptors 1 and 2 of rank R
 ``outcome-R``       pickled :class:`_Outcome`: the result, or the traceback and when it was raised
 ``stacks-R``        Python stacks of every thread, written by faulthandler on SIGUSR1 (even inside a C call)
-``progress-R``      last collective, written by a thread on request, where ``shardwise.comm.stall`` exists
+``progress-R``      last collective, written by a thread on request
 ==================  ================================================================================
 """
 
@@ -29,7 +29,6 @@ import contextlib
 import dataclasses
 import datetime as dt
 import faulthandler
-import importlib
 import os
 import pickle
 import shutil
@@ -44,6 +43,9 @@ from multiprocessing import connection, get_context
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from shardwise.comm import stall
+from shardwise.comm.debug import TRANSPORT
+from shardwise.launch.exit_codes import PEER_LOST_TEXTS
 from shardwise.launch.file import replace
 
 if TYPE_CHECKING:
@@ -54,18 +56,9 @@ if TYPE_CHECKING:
 _GRACE_S = 3.0
 #: Time for a stuck rank to write its stacks.
 _DUMP_S = 0.5
-#: What a rank sees when a peer is gone: a consequence, not a cause.
-_SECONDARY = (
-    "Connection closed by peer",
-    "Connection reset by peer",
-    "Broken pipe",
-    "peer is gone",
-    "Socket closed",
-    "failed to connect",
-)
+#: Errors that a rank sees when a peer is gone: a consequence, not a cause.
+_SECONDARY = (*PEER_LOST_TEXTS, "peer is gone", "failed to connect")
 _OUTPUT_TAIL = 4000
-#: Chooses the transport of the ranks (``shardwise.comm.debug``): as the caller has it at the call.
-_TRANSPORT = "SHARDWISE_TRANSPORT"
 
 
 class RankFailure(AssertionError):  # noqa: N818 - named for what happened; it is a test's failure, not the library's error
@@ -90,7 +83,7 @@ class RankFailure(AssertionError):  # noqa: N818 - named for what happened; it i
 
 @dataclasses.dataclass
 class _Job:
-    """What a rank gets to know."""
+    """The call as a rank gets it."""
 
     rank: int
     world_size: int
@@ -105,7 +98,7 @@ class _Job:
 
 @dataclasses.dataclass
 class _Outcome:
-    """What a rank leaves behind."""
+    """The result of a rank, or its failure."""
 
     result: bytes | None = None
     cause: str | None = None
@@ -176,7 +169,7 @@ class _Run:
                 self.timeout_s,
                 process_group,
                 list(warnings.filters),
-                os.environ.get(_TRANSPORT),
+                os.environ.get(TRANSPORT),
             )
             process = context.Process(target=_rank_main, args=(job, mine), name=f"rank-{rank}", daemon=True)
             process.start()
@@ -218,7 +211,7 @@ class _Run:
         time.sleep(_DUMP_S)
 
     def kill(self) -> None:
-        """Leave nothing: each rank leads its own process group, so what it started goes with it."""
+        """Kill every rank with all that it started: each rank leads a process group of its own."""
         for process in self.processes:
             if process.pid is not None:
                 with contextlib.suppress(ProcessLookupError, PermissionError):
@@ -239,7 +232,7 @@ class _Run:
             return None
 
     def show_output(self) -> None:
-        """Repeat what the ranks printed on this process's own stdout, where pytest captures it."""
+        """Repeat the output of the ranks on this process's stdout, where pytest captures it."""
         for rank in range(self.world_size):
             text = self._text(f"out-{rank}")
             if text.strip():
@@ -301,7 +294,7 @@ class _Run:
 
 
 def _without_harness(stacks: str) -> str:
-    """Faulthandler's stacks without the frames below the test's function, the same in every rank."""
+    """The stacks of faulthandler without the frames of this module and of multiprocessing."""
     lines = [line for line in stacks.splitlines() if __file__ not in line and "/multiprocessing/" not in line]
     return "\n".join(line for line in lines if line != '  File "<string>", line 1 in <module>')
 
@@ -354,9 +347,9 @@ def _rank_main(job: _Job, requests: connection.Connection) -> None:
         LOCAL_WORLD_SIZE=str(job.world_size),
     )
     del os.environ["SHARDWISE_TESTING_PRELOAD"]
-    os.environ.pop(_TRANSPORT, None)
+    os.environ.pop(TRANSPORT, None)
     if job.transport is not None:
-        os.environ[_TRANSPORT] = job.transport
+        os.environ[TRANSPORT] = job.transport
     sys.path[:] = job.path
     stacks = (directory / f"stacks-{job.rank}").open("w")
     faulthandler.enable(stacks)
@@ -403,19 +396,15 @@ def _call(job: _Job) -> Any:
 
 
 def _answer(requests: connection.Connection, directory: Path, rank: int) -> None:
-    """Write the last collective to a file when the parent asks; leave when the parent is gone.
+    """Write the last collective to a file when the parent asks; end this rank when the parent is gone.
 
-    Runs in a thread, so that a main thread that waits for a peer is no obstacle.
+    Runs in a thread, as the main thread may be waiting for a peer.
     """
     try:
         requests.recv()
     except (EOFError, OSError):
         os.killpg(0, signal.SIGKILL)
-    try:
-        text = importlib.import_module("shardwise.comm.stall").last_collective()
-    except (ImportError, AttributeError):
-        return
-    replace(directory / f"progress-{rank}", str(text))
+    replace(directory / f"progress-{rank}", stall.last_collective())
 
 
 def _without_own_frames(error: BaseException) -> list[str]:
