@@ -10,7 +10,7 @@ from torch import Tensor
 
 from shardwise.comm.base import Done
 from shardwise.comm.gloo import GlooComm
-from shardwise.forms.inner import InnerShard
+from shardwise.forms.inner import Inner
 from shardwise.testing import RankFailure, run_on_ranks
 from tests.parity import models
 from tests.parity.training import VARIANTS, Variant, train
@@ -146,12 +146,12 @@ def test_without_the_sum_over_the_groups_every_gradient_differs():
 
 def train_without_keeping_the_inner_shard() -> None:
     """Backward gathers inside the inner group whatever lies there: zeros, or an earlier step's parameters."""
-    keep = InnerShard.keep
+    keep = Inner.keep
 
-    def keep_once(inner, gathered, epoch):
-        keep(inner, gathered, epoch) if inner.epoch < 0 else setattr(inner, "epoch", epoch)
+    def keep_once(inner, group):
+        keep(inner, group) if inner.kept_epoch < 0 else setattr(inner, "kept_epoch", group.epoch)
 
-    with mock.patch.object(InnerShard, "keep", keep_once):
+    with mock.patch.object(Inner, "keep", keep_once):
         train("gpt", "zero3", PLAIN, reshard_after_forward=2)
 
 

@@ -15,8 +15,7 @@ from torch import Tensor, distributed, nn
 
 import shardwise as sw
 from shardwise.comm.base import Handle
-from shardwise.engine.group import Group
-from shardwise.forms.host import Transfers
+from shardwise.forms.host import OnHost, Transfers
 from shardwise.testing import RankFailure, probe, run_on_ranks
 from tests.parity import models
 from tests.parity.training import VARIANTS, train, train_each
@@ -63,7 +62,7 @@ def skip_a_direction(direction: str, preset: str) -> None:
     """Masters are never brought, or gradients never sent."""
 
     if direction == "up":
-        patch = mock.patch.object(Group, "_bring", lambda group, _transfers: group._own)
+        patch = mock.patch.object(OnHost, "_bring", lambda _form, group: group.own)
     else:
         patch = mock.patch.object(Transfers, "send", lambda _self, _source, _target, after, _packed: after)
     with patch:

@@ -292,10 +292,10 @@ def with_mistakes() -> dict[str, dict[str, float]]:
     found = {"none": differences(case)}
     make = engine.Group
 
-    def by_fewer(*args: object, num_ranks: int, **kwargs: object) -> object:
-        group = make(*args, num_ranks=num_ranks, **kwargs)
-        if group.is_expert:
-            group.gradient.divide_by(num_ranks // 2)
+    def by_fewer(*args: object) -> object:
+        group = make(*args)
+        if group.facts.is_expert:
+            group.gradient.divide_by(group.facts.num_ranks // 2)
         return group
 
     with mock.patch.object(engine, "Group", by_fewer):

@@ -330,7 +330,7 @@ def come_back(strategy):
     seen = []
 
     def back(_grad):
-        assert unit.updated_in == engine.generation
+        assert unit.updated_in == engine.backward.generation
         seen.append(unit.name)
         engine.heal(unit)
 

@@ -12,10 +12,11 @@ import torch.distributed as dist
 from torch import nn
 
 from shardwise import torch_private
-from shardwise.api.shard import finish
+from shardwise.api.shard import finish, make_unit, start
 from shardwise.comm.axes import Comms, Place
 from shardwise.engine import build
 from shardwise.engine.engine import Engine
+from shardwise.engine.hooks import Observer
 from shardwise.engine.unit import Unit, attachment_of, mark_of
 from shardwise.features import batch_norm, precision
 from shardwise.features.ignored import find_ignored
@@ -121,23 +122,48 @@ def fully_shard(
     for part in modules.values():
         precision.install_casts(part, policies.at(""), casts_output=True)
     owned = _by_module(own, modules)
-    unit = build.make_unit(modules, owned, row, comms, options, policies=policies, is_offloaded=offload is not None)
-    unit.reshards_if_nested = None if reshard_after_forward == "auto" else unit.reshards_after_forward
+    unit = make_unit(modules, owned, row, comms, options, policies=policies, offload=offload)
+    _told[unit] = None if reshard_after_forward == "auto" else unit.reshards_after_forward
     is_list = "" not in modules
-    units = [build.make_unit({"": root}, {"": []}, row, comms, options, policies=policies), unit] if is_list else [unit]
+    units = [make_unit({"": root}, {"": []}, row, comms, options, policies=policies), unit] if is_list else [unit]
     for child in children:
+        inner_units, outermost = child.units, child.engine.units[0]
         child.engine.remove()
-        for inner in child.units:
+        for inner in inner_units:
             build.rename(inner, child.places)
-            if inner is child.engine.units[0] and inner.reshards_if_nested is not False:
+            if inner is outermost and _told.get(inner) is not False:
                 inner.reshards_after_forward = True
             units.append(inner)
-    engine = build.start_engine(root, build.nest(units), row, comms, options, ignored=ignored)
-    engine.has_root = not is_list
+    engine = start(root, build.nest(units), row, comms, options, ignored=ignored)
+    if is_list:
+        engine.observers.add(_Rootless(), is_first=True)
     finish(root, engine, lambda: place.open_samples(device), sync_buffers="none")
     for part in modules.values():
         _add_methods(part)
     return module
+
+
+#: What ``reshard_after_forward`` was for a unit; ``None``: "auto", as the place in the tree says.
+_told: weakref.WeakKeyDictionary[Unit, bool | None] = weakref.WeakKeyDictionary()
+
+
+class _Rootless(Observer):
+    """Refuses forwards of modules that are one unit while no module around them is one."""
+
+    def before_values(self, engine: Engine, call: str) -> None:
+        """Refuse a forward.
+
+        Raises:
+            StateError: It is one.
+        """
+        if call != "a forward":
+            return
+        names = ", ".join(unit.type_name for unit in engine.units[1:] if unit.depth == 1)
+        raise StateError(
+            f"a forward of {names}: sw.fully_shard made one unit of these modules, but no module around them is a"
+            " unit.\n"
+            "  Call sw.fully_shard(model) for the model that holds them before the first forward."
+        )
 
 
 def _modules_of(given: nn.Module | Sequence[nn.Module]) -> dict[str, nn.Module]:
@@ -265,7 +291,7 @@ class _Child:
     @property
     def units(self) -> list[Unit]:
         """The units, without the list that several modules of one unit were in."""
-        return self.engine.units if self.engine.has_root else self.engine.units[1:]
+        return self.engine.units[self.engine.observers.find(_Rootless) is not None :]
 
     def name_of(self, unit: Unit) -> str:
         """The name of a unit, seen from the module around all."""
@@ -419,7 +445,7 @@ class _UnitMethod(Uncopyable):
         if not requires_gradient_sync:
             refuse(engine, f"{self._name}(False)")
         engine.syncs_gradients = bool(requires_gradient_sync)
-        engine.defers_replicate = engine.options.defers_replicate
+        engine.accumulation = engine.options.accumulation(engine.row)
 
     def _set_requires_all_reduce(
         self,
@@ -435,7 +461,7 @@ class _UnitMethod(Uncopyable):
             return  # there is no all-reduce
         if not requires_all_reduce:
             refuse(engine, f"{self._name}(False)")
-        engine.defers_replicate = True
+        engine.accumulation = "defer_replicate"
         engine.syncs_gradients = bool(requires_all_reduce)
 
     def _set_is_last_backward(self, engine: Engine, unit: Unit, is_last_backward: bool) -> None:  # noqa: FBT001 - FSDP2's

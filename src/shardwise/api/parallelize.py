@@ -11,12 +11,13 @@ from torch import nn
 
 from shardwise.api import data_parallel
 from shardwise.api.divide import divide
-from shardwise.api.shard import finish, shard_model
+from shardwise.api.shard import Description, finish, shard_model
 from shardwise.comm.axes import Comms, Place, join_world
 from shardwise.comm.base import Comm
 from shardwise.context.apply import check_model
 from shardwise.embedding.rows import find_row_sharded, spread_rows, table_weights
 from shardwise.engine import build
+from shardwise.engine.engine import Engine
 from shardwise.engine.unit import Ignored, attachment_of, engine_of
 from shardwise.expert.layer import find_mixtures
 from shardwise.features import batch_norm, recompute
@@ -107,13 +108,13 @@ def parallelize(
     apply_plan(model, plan, units, comms, lambda: place.open_samples(device), source=source)
     given = source.given if isinstance(source, FromLater) else None
     if isinstance(given, Unfilled):
-        engine_of(model, "sw.parallelize").unfilled = given
+        engine_of(model, "sw.parallelize").observers.add(given, is_first=True)
     elif isinstance(given, Mapping):
         load_full_state_dict(model, given)
     elif given is not None:
         load_ranges(model, given.read)
     if plan.placements.is_threaded:
-        engine_of(model, "sw.parallelize").notes += (data_parallel.install(model),)
+        _describe(engine_of(model, "sw.parallelize"), [data_parallel.install(model)])
     return model
 
 
@@ -207,10 +208,17 @@ def apply_plan(
     if plan.compile and comms.control.device.type != "meta":  # a dry run computes nothing
         compile_units(model, units)  # first, so that what is recomputed is the compiled forward
     engine = shard_model(model, units, plan.placements, comms, engine_options(plan), ignored=ignored, source=source)
-    engine.notes = tuple(notes)
+    _describe(engine, notes)
     finish(model, engine, open_samples, sync_buffers=plan.sync_buffers)
     if pipelined is not None:
         pipelined.install(model, comms.control.device)
+
+
+def _describe(engine: Engine, notes: Iterable[str]) -> None:
+    """Have a summary say more."""
+    description = engine.observers.find(Description)
+    if description is not None:
+        description.notes += tuple(notes)
 
 
 def engine_options(plan: ParallelPlan) -> EngineOptions:

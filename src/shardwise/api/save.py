@@ -17,6 +17,7 @@ from shardwise.checkpoint import Checkpoint, open_checkpoint, plain, retain, ste
 from shardwise.comm.control import fail_together
 from shardwise.engine.engine import Engine
 from shardwise.engine.unit import engine_of
+from shardwise.init.materialize import Unfilled
 from shardwise.launch.notice import tell_once
 from shardwise.optim import checks
 from shardwise.optim.average import ExponentialMovingAverage
@@ -183,7 +184,9 @@ def load(
         checkpoint.read_into(targets.extents, ignored=targets.unread, verify=verify, comm=comm)
         for install in targets.installs:
             install()
-    engine.unfilled = None
+    unfilled = engine.observers.find(Unfilled)
+    if unfilled is not None:
+        engine.observers.remove(unfilled)
     engine.invalidate()
     return checkpoint.data["state"] | targets.rank_state()
 

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import inspect
 import weakref
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 from torch import nn
@@ -12,18 +13,24 @@ from torch import nn
 from shardwise.comm.axes import Comms
 from shardwise.comm.base import Comm
 from shardwise.engine import build
+from shardwise.engine.build import OwnedParameter
 from shardwise.engine.engine import Engine
+from shardwise.engine.hooks import Observer
 from shardwise.engine.unit import NOTHING, Ignored, Unit
-from shardwise.features import batch_norm, precision, recompute
+from shardwise.features import batch_norm, guard, precision, recompute, safety
 from shardwise.features.module_buffers import BufferSync
-from shardwise.features.wrap import assign_ranks, merge_units
+from shardwise.features.waiting import WaitingSums
+from shardwise.features.wrap import assign_ranks, kind_of, merge_units
+from shardwise.forms import form_of
 from shardwise.forms.host import choose_units
 from shardwise.init.materialize import Source, fill_parameters
 from shardwise.optim import checks
+from shardwise.optim.partial import PartialGradient
 from shardwise.spec.errors import PlanError, Uncopyable
 from shardwise.spec.granularity import TENSOR
 from shardwise.spec.options import EngineOptions
 from shardwise.spec.placement import Placements
+from shardwise.spec.policies import OffloadPolicy
 from shardwise.spec.quantize import Quantization
 
 
@@ -77,7 +84,7 @@ def shard_model(
     for names, entries in content.items():
         if source is not None:
             fill_parameters(source.parameters, entries, comms.gather.device)
-        units[names[0]] = build.make_unit(
+        units[names[0]] = make_unit(
             {name: modules[name] for name in names},
             owned,
             row,
@@ -85,18 +92,98 @@ def shard_model(
             options,
             policies=policies,
             ranks=ranks,
-            is_offloaded=names in on_host,
+            offload=options.offload if names in on_host else None,
+            is_divided=bool(ignored.spread),
         )
         units[names[0]].recomputed_in = recompute.enclosing(names[0], recomputed)
     _check_quantization(units.values(), options.quantization)
-    engine = build.start_engine(model, build.nest(units.values()), row, comms, options, ignored=ignored)
-    engine.recomputed = recomputed
+    engine = start(model, build.nest(units.values()), row, comms, options, ignored=ignored)
+    engine.observers.add(Description(recomputed=recomputed))
     return engine
+
+
+def make_unit(
+    modules: Mapping[str, nn.Module],
+    owned: Mapping[str, Sequence[OwnedParameter]],
+    row: Placements,
+    comms: Comms,
+    options: EngineOptions,
+    *,
+    policies: precision.Policies,
+    ranks: Mapping[int, int] | None = None,
+    offload: OffloadPolicy | None = None,
+    is_divided: bool = False,
+) -> Unit:
+    """Shard the parameters of one unit, as :func:`engine.build.make_unit`.
+
+    Args:
+        modules: The unit's modules by path, the root's under ``""``.
+        owned: What each of them owns, by the same paths.
+        row: Placements of the strategy.
+        comms: On each axis.
+        options: How the engine is to work.
+        policies: In which dtypes to compute and reduce.
+        ranks: With granularity ``tensor``, the rank that owns each parameter, by its ``id``.
+        offload: What of this unit is kept on the host.
+        is_divided: Some parameters of the model are spread over the ranks by other means.
+    """
+    return build.make_unit(
+        modules,
+        owned,
+        row,
+        comms,
+        options,
+        kind_of=lambda entry: kind_of(entry, policies, options.quantization),
+        form_of=lambda unit, group_row, kind: form_of(
+            group_row, kind, options.quantization, offload=offload, inner_size=unit.inner_size
+        ),
+        as_part=PartialGradient.of,
+        ranks=ranks,
+        is_divided=is_divided,
+    )
+
+
+def start(
+    root: nn.Module,
+    units: Sequence[Unit],
+    row: Placements,
+    comms: Comms,
+    options: EngineOptions,
+    *,
+    ignored: Ignored = NOTHING,
+) -> Engine:
+    """Make the engine of ``units``, with what guards every model. What is attached later comes before these."""
+    engine = build.start_engine(units, row, comms, options, ignored=ignored)
+    guard.install_guards(root, engine)
+    guard.watch(engine, root)
+    for observer in (
+        safety.ShownWhole(),
+        guard.Added(),
+        safety.ForeignBackwards(),
+        checks.StepsEnd(),
+        WaitingSums(),
+        safety.SavedTensors(),  # the last: after it nothing may refuse a forward
+    ):
+        engine.observers.add(observer)
+    return engine
+
+
+@dataclass
+class Description(Observer):
+    """What a summary says of a model besides what its engine knows.
+
+    Attributes:
+        recomputed: Names of the modules whose forward is run again in backward.
+        notes: Further lines.
+    """
+
+    recomputed: tuple[str, ...] = ()
+    notes: tuple[str, ...] = ()
 
 
 def _check_quantization(units: Iterable[Unit], quantization: Quantization) -> None:
     """Refuse a wish that comes to nothing."""
-    is_held = any(group.held_as is not None for unit in units for group in unit.groups)
+    is_held = any(group.form.held_as is not None for unit in units for group in unit.groups)
     if quantization.frozen != "none" and not is_held:
         raise PlanError(
             f"quantize_frozen={quantization.frozen!r}, but the model has no frozen weight of a linear layer that would"
@@ -116,7 +203,8 @@ def finish(model: nn.Module, engine: Engine, open_samples: Callable[[], Comm], *
     Collective:
         As ``open_samples``, where it is called.
     """
-    engine.buffers = BufferSync(model, sync_buffers, engine.comms.control, engine.ignored.buffers)
+    buffers = BufferSync(model, sync_buffers, engine.comms.control, engine.ignored.buffers)
+    engine.observers.add(buffers, is_first=True)
     batch_norm.connect(model, open_samples)
     if engine.comms.num_ranks > 1:
         keep_in_step(model)

@@ -8,9 +8,14 @@ from dataclasses import dataclass
 
 from torch import nn
 
+from shardwise.api.shard import Description
 from shardwise.comm.dtype import dtype_name
 from shardwise.engine.engine import Engine
+from shardwise.engine.order import units_in
 from shardwise.engine.unit import Unit, engine_of
+from shardwise.features.in_backward import optimizers_in_backward
+from shardwise.features.module_buffers import BufferSync
+from shardwise.features.pipeline_step import units_of_stages
 from shardwise.spec.extent import describe_cuts, list_alike
 from shardwise.spec.granularity import ELEMENT
 from shardwise.spec.layout import ParamSpec, flat_ranges, rank_bytes
@@ -228,6 +233,8 @@ def summary(model: nn.Module) -> Summary:
     sharded = [group.layout for group in engine.groups if group.row.shards_optimizer and group.layout.logical_numel]
     owned = rank_bytes(sharded)
     policy = engine.options.recompute
+    buffers = engine.observers.find(BufferSync)
+    description = engine.observers.find(Description) or Description()
     return Summary(
         units=tuple(_unit(engine, unit) for unit in engine.units),
         rank=engine.comms.control.rank,
@@ -240,18 +247,18 @@ def summary(model: nn.Module) -> Summary:
         footprint=predict(engine),
         num_slots=len(engine.slots.slots),
         num_grown_slots=engine.slots.num_grown,
-        forward_order=tuple(engine.units[i].name for i in engine.units_in_forward),
-        backward_order=tuple(engine.units[i].name for i in engine.units_in_backward),
-        num_wrong_prefetches=engine.num_wrong_prefetches,
-        buffers=str(engine.buffers) if engine.buffers is not None else "not synchronised",
+        forward_order=tuple(engine.units[i].name for i in units_in(engine.orders.forward)),
+        backward_order=tuple(engine.units[i].name for i in units_in(engine.orders.backward)),
+        num_wrong_prefetches=engine.slots.num_wrong_prefetches,
+        buffers=str(buffers) if buffers is not None else "not synchronised",
         ignored=tuple(name for name in engine.ignored.parameters if name not in engine.ignored.spread),
         row_sharded={
             name: held.shape for name, rows in engine.ignored.spread_parameters.items() if (held := slice_of(rows))
         },
-        notes=engine.notes,
+        notes=description.notes,
         world_rank=engine.comms.world.rank,
         num_world_ranks=engine.comms.world.size,
-        recomputed=engine.recomputed,
+        recomputed=description.recomputed,
         keeps=tuple(policy.save) if policy is not None else (),
         updated=_update(engine),
         coordinate={
@@ -266,7 +273,7 @@ def _update(engine: Engine) -> str:
     count = sum(len(flat_ranges(group.held, group.flat_kinds)) for group in flat if group.flat_kinds)
     names = sum(piece.numel > 0 for group in flat for piece in group.held)
     how = [f"as {count} flat tensors instead of {names} by name"] if flat else []
-    how += ["inside backward, unit by unit"] if engine.updates_in_backward else []
+    how += ["inside backward, unit by unit"] if optimizers_in_backward(engine) is not None else []
     return ", ".join(how)
 
 
@@ -282,15 +289,15 @@ def group_shapes(engine: Engine) -> list[GroupShape]:
             is_trainable=group.wants_gradients,
             compute_dtype=dtype_name(group.compute_dtype),
             reduce_dtype=dtype_name(group.reduce_dtype),
-            held_as=group.held_as,
-            sent_as=group.sent_as,
-            reduced_as=group.reduced_as,
+            held_as=group.form.held_as,
+            sent_as=group.form.sent_as,
+            reduced_as=group.form.reduced_as,
             flat_kinds=group.flat_kinds,
             recomputed_in=unit.recomputed_in,
             inner_size=unit.inner_size or 0,
-            updates_in_backward=engine.updates_in_backward,
-            is_offloaded=group.offload is not None,
-            keeps_shard=group.resident is not None,
+            updates_in_backward=optimizers_in_backward(engine) is not None,
+            is_offloaded=group.form.is_on_host,
+            keeps_shard=any(category == "parameters" for category, _ in group.form.buffers()),
             ep=1 if group.comms is engine.comms or engine.comms.ep is None else engine.comms.ep.size,
         )
         for unit in engine.units
@@ -333,28 +340,35 @@ def predict(engine: Engine, *, optimizer_tensors: int = 2, num_microbatches: int
         optimizer_tensors=optimizer_tensors,
         has_receive_buffers=engine.comms.gather.device.type == "cpu",
         replicas=_replicas(engine),
-        accumulations=engine.accumulations if num_microbatches is None else planned,
+        accumulations=_accumulations(engine) if num_microbatches is None else planned,
         ignored=engine.ignored.specs,
     )
     return dataclasses.replace(held, reduce=held.reduce + _message_bytes(engine))
 
 
+def _accumulations(engine: Engine) -> set[str]:
+    """How microbatches have been added up so far; backwards that each synchronise are ``sharded`` anywhere."""
+    seen = {engine.accumulation} if engine.backward.has_waited else set()
+    return seen | ({"sharded"} if any(group.gradient.has_added for group in engine.groups) else set())
+
+
 def _stages(engine: Engine) -> dict[int, list[int]]:
     """The units that belong to one stage of a pipeline alone, by stage."""
-    return {stage: [unit.index for unit in units] for stage, units in engine.stages.items()}
+    return {stage: [unit.index for unit in units] for stage, units in units_of_stages(engine).items()}
 
 
 def _reduction_order(engine: Engine) -> Sequence[int]:
     """The order in which units are reduced; empty before the first step of a model without a pipeline."""
     if engine.comms.pp is None:
-        return engine.units_in_backward
+        return units_in(engine.orders.backward)
     return window_order((unit.index for unit in engine.units), _stages(engine))
 
 
 def _message_bytes(engine: Engine) -> int:
     """Bytes held for the model's buffers to be sent in."""
     comm = engine.comms.control
-    messages = engine.buffers.messages() if engine.buffers is not None else []
+    buffers = engine.observers.find(BufferSync)
+    messages = buffers.messages() if buffers is not None else []
     return held_bytes(messages, rank=comm.rank, size=comm.size, has_receive_buffers=comm.device.type == "cpu")
 
 
@@ -362,7 +376,7 @@ def _replicas(engine: Engine) -> Replicas | None:
     comms = engine.comms
     if comms.replicate is None:
         return None
-    return Replicas(comms.num_replicas, comms.replica, is_deferred=engine.defers_replicate)
+    return Replicas(comms.num_replicas, comms.replica, is_deferred=engine.accumulation == "defer_replicate")
 
 
 def predict_trace(
@@ -372,8 +386,8 @@ def predict_trace(
 
     Those of the data-parallel axes; of a pipeline where units stay gathered over the step, as they do by themselves.
     """
-    is_due = is_first_of_window and engine.buffers is not None and engine.buffers.is_due
-    messages = engine.buffers.messages() if is_due and engine.buffers is not None else []
+    buffers = engine.observers.find(BufferSync)
+    messages = buffers.messages() if is_first_of_window and buffers is not None and buffers.is_due else []
     control = engine.comms.control
     before = sync_trace(messages, rank=control.rank, size=control.size, axis=control.axis)
     if engine.comms.pp is not None:
@@ -387,8 +401,8 @@ def predict_trace(
     return before + step_trace(
         unit_shapes(engine),
         rank=engine.comms.gather.rank,
-        forward_order=engine.units_in_forward or [unit.index for unit in engine.units],
-        backward_order=engine.units_in_backward,
+        forward_order=units_in(engine.orders.forward) or [unit.index for unit in engine.units],
+        backward_order=units_in(engine.orders.backward),
         is_synchronising=is_synchronising,
         is_first_of_window=is_first_of_window,
         replicas=_replicas(engine),
@@ -409,15 +423,15 @@ def _unit(engine: Engine, unit: Unit) -> UnitSummary:
                 dtype=dtype_name(group.dtype),
                 compute_dtype=dtype_name(group.compute_dtype),
                 reduce_dtype=dtype_name(group.reduce_dtype),
-                is_trainable=group.is_trainable,
+                is_trainable=group.facts.is_trainable,
                 numel=group.layout.numel,
                 shard_numel=group.layout.slice_numel(group.rank),
                 padding_numel=group.layout.padding_numel,
                 slot=slots.get(id(group.slot)) if group.slot is not None else None,
-                held_as=group.held_as,
-                sent_as=group.sent_as,
-                reduced_as=group.reduced_as,
-                is_offloaded=group.offload is not None,
+                held_as=group.form.held_as,
+                sent_as=group.form.sent_as,
+                reduced_as=group.form.reduced_as,
+                is_offloaded=group.form.is_on_host,
                 slices={spec.name: _slice(spec) for spec in group.layout.params if spec.slice is not None},
             )
         )

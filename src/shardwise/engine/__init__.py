@@ -23,6 +23,10 @@ a later unit is reduced         ``Engine.move_on``: sums that have arrived becom
 the end of backward             ``Engine.end_backward``: what is left is finalised, every sum is waited for
 ==============================  =======================================================================================
 
+Nothing optional is inside. A *form* (``group.Form``, others in ``forms``) says how a group is held and moved. An
+*observer* (``hooks.Observer``, most in ``features``) is told of the moments above. A step of several backwards is a
+``hooks.Step`` that ``features`` puts in place of the plain one.
+
 Where to read: ``unit`` and ``group`` (what there is), ``gradient`` (a table of its states), ``engine`` (the moments),
 ``order`` with ``spec.order`` (which unit is next), ``pool`` (whose memory it is), ``hooks`` (what torch calls, and what
 attaches from outside), ``build`` (from modules to units to an engine).
@@ -35,14 +39,14 @@ the compute stream wait for it; the host does not wait. Copies from and to the h
 (``forms.host``). From this follows who may free or overwrite what:
 
 * A handle keeps the tensors that it moves until it has been waited for. Whoever issues a collective keeps the handle
-  and waits for it, on every path, also after an exception and when the model is deleted (``safety.wait_for_all``).
+  and waits for it, on every path, also after an exception and when the model is deleted (``Engine.__del__``).
 * A slot belongs to one group at a time (``Slot.owner``), and a unit has the same slot for life: what autograd saved
   in forward finds its data there again in backward. Another unit may take a slot over only when its owner is neither
   computing nor being entered by backward (``Engine.claim``, ``Engine._prefetch``). The next gather into it is issued
   after the computation that read it, and so runs after it.
 * A gradient buffer is borrowed from the pool by ``Gradient.collect`` and given back by ``Gradient.finish``, that is,
   after its reduction has been waited for. When all are lent, the oldest reduction is finished first.
-* ``.grad`` lives in memory of the group (its *home*), which the next backward overwrites: keep a copy, not a
+* ``.grad`` lives in memory of the group (``gradient.Home``), which the next backward overwrites: keep a copy, not a
   reference.
 
 [Note: Agreed order]
@@ -53,7 +57,7 @@ rank. A rank that skips a unit still gathers it, and reduces zeros for it; a uni
 inserted where it came. No rank removes a unit by itself. So nothing is sent to agree, except where paths keep
 changing and the order has grown to twice its first length: then the ranks exchange what they have used. Each way into
 the model (the root, a unit that is called by itself, a stage of a pipeline) has an order of its own
-(``order.Orders``). ADR 6 says why.
+(``order.Paths``). ADR 6 says why.
 
 [Note: Missing gradients]
 

@@ -5,26 +5,20 @@ from __future__ import annotations
 import dataclasses
 import weakref
 from collections import Counter
-from collections.abc import Hashable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from shardwise import torch_private
 from shardwise.comm.axes import Comms
 from shardwise.comm.dtype import dtype_name
 from shardwise.engine.engine import Engine
-from shardwise.engine.group import Group
+from shardwise.engine.group import Form, Group, GroupFacts
 from shardwise.engine.hooks import AfterForward, BeforeForward, eager_hook, refuse_on_shard
 from shardwise.engine.pool import is_dense
 from shardwise.engine.unit import NOTHING, Ignored, Member, Owner, Unit, attach_engine, mark, mark_of
-from shardwise.features import guard
-from shardwise.features.guard import install_guards
-from shardwise.features.precision import Policies
-from shardwise.forms.frozen import FrozenGroup, is_quantizable
-from shardwise.forms.inner import InnerShard
-from shardwise.forms.packed import gathered_cuts, reduced_cuts
 from shardwise.spec.errors import StateError
 from shardwise.spec.granularity import ELEMENT
 from shardwise.spec.layout import GroupLayout, ParamSpec
@@ -33,15 +27,28 @@ from shardwise.spec.memory.footprint import size_class
 from shardwise.spec.merge import merged_name
 from shardwise.spec.options import EngineOptions
 from shardwise.spec.placement import PRESETS, Placements
-from shardwise.spec.quantize import NO_QUANTIZATION, Quantization
+from shardwise.spec.quantize import NO_QUANTIZATION
 from shardwise.spec.slice import slice_of
 
 #: Name of the root unit in traces and summaries.
 ROOT = "root"
 
-#: What the parameters of one group have in common: dtypes of master, compute and reduction, trainability, the form in
-#: which frozen ones are held, and whether they are experts, which fewer ranks share.
-Kind = tuple[tuple[torch.dtype, torch.dtype, torch.dtype], bool, str, bool]
+
+@dataclass(frozen=True, slots=True)
+class Kind:
+    """What the parameters of one group have in common.
+
+    Attributes:
+        dtypes: Of master, computing and reduction.
+        is_trainable: They require grad.
+        frozen_as: Form in which frozen ones are held; ``"none"``: their own dtype.
+        is_expert: Fewer ranks share them than other parameters.
+    """
+
+    dtypes: tuple[torch.dtype, torch.dtype, torch.dtype]
+    is_trainable: bool
+    frozen_as: str
+    is_expert: bool
 
 
 @dataclass
@@ -142,9 +149,11 @@ def make_unit(
     comms: Comms,
     options: EngineOptions,
     *,
-    policies: Policies,
+    kind_of: Callable[[OwnedParameter], Kind],
+    form_of: Callable[[Unit, Placements, Kind], Form],
+    as_part: Callable[[Tensor], Tensor],
     ranks: Mapping[int, int] | None = None,
-    is_offloaded: bool = False,
+    is_divided: bool = False,
 ) -> Unit:
     """Shard the parameters of one unit: their storage is replaced by this rank's slice.
 
@@ -154,52 +163,54 @@ def make_unit(
         row: Placements of the strategy.
         comms: On each axis.
         options: How the engine is to work.
-        policies: In which dtypes to compute and reduce.
-        ranks: With granularity ``tensor``: those of :func:`assign_ranks`.
-        is_offloaded: It is one of the units of which the options' offload policy keeps something on the host.
+        kind_of: What a parameter must have in common with the others of its group.
+        form_of: How a group is held.
+        as_part: Makes a gradient, of which other ranks hold other parts, one that refuses norms.
+        ranks: With granularity ``tensor``, the rank that owns each parameter, by its ``id``.
+        is_divided: Some parameters of the model are spread over the ranks by other means.
     """
     is_root = tuple(modules) == ("",)
     reshards, inner_size = options.reshards(default=not row.keeps_gathered and not is_root)
     unit = Unit(merged_name(tuple(modules)) or ROOT, modules, reshards=reshards, inner_size=inner_size)
-    quantization, offload = options.quantization, options.offload if is_offloaded else None
     kinds: dict[Kind, list[OwnedParameter]] = {}
     for path in modules:
         for entry in owned[path]:
-            kinds.setdefault(kind_of(entry, policies, quantization), []).append(entry)
-    fulls: dict[int, tuple[Group, int]] = {}
-    for (dtypes, is_trainable, form, _), found in kinds.items():
+            kinds.setdefault(kind_of(entry), []).append(entry)
+    for kind, found in kinds.items():
         over = comms.of(slice_of(found[0].parameter))
+        # Frozen parameters of a replicated row never change: they stay whole, and nothing is sent for them.
+        group_row = row if kind.is_trainable or row.shards_parameters else PRESETS["ddp"]
+        form = form_of(unit, group_row, kind)
         # Matrices before vectors: what weight decay acts on, as a rule, is then one run (optim.flat_parameters).
         entries = sorted(found, key=lambda entry: entry.parameter.dim() < 2)
-        specs = [_spec(entry, dtypes[0]) for entry in entries]
-        in_blocks = quantization if dtypes[0].is_floating_point and form == "none" else NO_QUANTIZATION
-        packed_in = {form, in_blocks.gather, in_blocks.reduce} - {"none"}
-        held_in = [*(dtype_name(dtype) for dtype in dtypes), *sorted(packed_in)]
-        # Frozen parameters of a replicated row never change: they stay whole, and nothing is sent for them.
-        group_row = row if is_trainable or row.shards_parameters else PRESETS["ddp"]
-        is_cut = group_row.shards_optimizer and form == "none"  # no optimizer cares how quantized weights are cut
+        in_blocks = kind.dtypes[0].is_floating_point and kind.frozen_as == "none"
+        quantization = options.quantization if in_blocks else NO_QUANTIZATION
+        packed_in = {kind.frozen_as, quantization.gather, quantization.reduce} - {"none"}
+        is_cut = group_row.shards_optimizer and form.held_as is None  # no optimizer cares how frozen weights are cut
         layout = GroupLayout.build(
-            specs,
+            [_spec(entry, kind.dtypes[0]) for entry in entries],
             over.gather.size,
-            dtypes=held_in,
+            dtypes=[*(dtype_name(dtype) for dtype in kind.dtypes), *sorted(packed_in)],
             granularity=options.granularity if is_cut else ELEMENT,
             owners=[ranks[id(entry.parameter)] for entry in entries] if ranks and is_cut else None,
         )
-        shards = [entry.parameter for entry in entries]
-        given = unit, layout, group_row, shards
-        # The loss is a mean over all ranks, whoever computes with a parameter: experts get the gradients of tokens from
-        # all ranks of ep, so their sums over fewer ranks are divided by the same number.
-        place = {"rank": over.gather.rank, "num_ranks": comms.num_ranks}
-        kept = offload if offload is not None and offload.covers(group_row, is_trainable=is_trainable) else None
-        if form == "none":
-            group = Group(
-                *given, **place, is_trainable=is_trainable, dtypes=dtypes, quantization=in_blocks, offload=kept
-            )
-        else:
-            group = FrozenGroup(*given, **place, form=form, dtypes=dtypes, offload=kept)
+        is_part = bool(over.across) or over.ep is not None or is_divided
+        facts = GroupFacts(
+            row=group_row,
+            comms=over,
+            # The loss is a mean over all ranks, whoever computes with a parameter: experts get the gradients of tokens
+            # from all ranks of ep, so their sums over fewer ranks are divided by the same number.
+            num_ranks=comms.num_ranks,
+            dtypes=kind.dtypes,
+            device=found[0].parameter.device,
+            is_trainable=kind.is_trainable,
+            is_expert=kind.is_expert,
+            holds_part=is_part or (group_row.shards_optimizer and layout.size > 1),
+            as_part=as_part,
+        )
+        group = Group(unit, facts, layout, form, [entry.parameter for entry in entries])
         unit.groups.append(group)
         for index, entry in enumerate(entries):
-            fulls[id(entry.parameter)] = (group, index)
             mark(entry.parameter, group, index)
     owners: dict[Member, dict[int, Owner]] = {member: {} for member in unit.members}
     for owning in unit.members:
@@ -213,14 +224,6 @@ def make_unit(
         member.owners = list(owners[member].values())
     unit.reshards_after_forward &= any(group.uses_slot for group in unit.groups) or row.shards_parameters
     return unit
-
-
-def kind_of(entry: OwnedParameter, policies: Policies, quantization: Quantization) -> Kind:
-    """What a parameter must have in common with the others of its group."""
-    dtypes = policies.group_dtypes(entry.parameter, entry.uses)
-    form = quantization.frozen if is_quantizable(entry.parameter, entry.uses, quantization.frozen) else "none"
-    held = slice_of(entry.parameter)
-    return dtypes, entry.parameter.requires_grad, form, held is not None and held.is_expert
 
 
 def _spec(entry: OwnedParameter, dtype: torch.dtype) -> ParamSpec:
@@ -238,7 +241,6 @@ def _spec(entry: OwnedParameter, dtype: torch.dtype) -> ParamSpec:
 
 
 def start_engine(
-    root: nn.Module,
     units: Sequence[Unit],
     row: Placements,
     comms: Comms,
@@ -247,7 +249,7 @@ def start_engine(
     ignored: Ignored = NOTHING,
 ) -> Engine:
     """Make the engine of ``units`` (the root first), and attach it to their modules."""
-    engine = Engine(units, row, comms, options, ignored)
+    engine = Engine(units, row, comms, options, ignored=ignored)
     _number(engine)
     _relate(units)
     _deal_slots(engine)
@@ -260,8 +262,6 @@ def start_engine(
             module = member.module()
             assert module is not None
             attach_engine(module, engine, unit)
-    install_guards(root, engine)
-    guard.watch(engine, root)
     return engine
 
 
@@ -279,7 +279,6 @@ def _relate(units: Sequence[Unit]) -> None:
         while ancestor is not None:
             above.add(ancestor.index)
             ancestor = ancestor.parent
-        unit.depth = len(above)
         unit.family = frozenset({unit.index, *above})
     for unit in units:
         below = {other.index for other in units if unit.index in other.family}
@@ -304,25 +303,25 @@ def _deal_slots(engine: Engine) -> None:
 
 
 def _slot_key(unit: Unit, group: Group) -> Hashable:
-    return unit.depth, size_class(group.layout.numel), group.compute_dtype, group.is_trainable, group.is_expert
+    return (
+        unit.depth,
+        size_class(group.layout.numel),
+        group.compute_dtype,
+        group.facts.is_trainable,
+        group.facts.is_expert,
+    )
 
 
 def _give_buffers(engine: Engine, unit: Unit) -> None:
     """What gathers and reductions of a unit need besides its slots."""
     for group in unit.groups:
-        group.gradient.keeps_home = engine.options.keeps_buffers or group.offload is not None
-        if unit.inner_size is not None:
-            group.inner = InnerShard(group.gathered, group.layout, engine.comms.inner_comm(unit.inner_size))
-        if group.sent_as is not None:
-            group.packed_pool = engine.packed
-            engine.packed.announce(gathered_cuts(group)[-1])
-        if not group.layout.params:
-            continue
-        if group.reduced_as is not None:
-            places = reduced_cuts(group)
-            engine.gradients.packed.announce(places[-1])
-            engine.gradients.packed.announce(group.layout.size * (places[group.rank + 1] - places[group.rank]))
-        engine.gradients.announce(group.gradient.pool_key, group.reduce_layout.numel)
+        over = engine.comms.of(group.layout.params[0].slice)
+        if over is not group.facts.comms:  # sw.fully_shard: every call has opened its own
+            group.facts = dataclasses.replace(group.facts, comms=over)
+        group.gradient.home.is_kept = engine.options.keeps_buffers or group.form.is_on_host
+        group.form.start(group, engine)
+        if group.layout.params:
+            engine.gradients.announce(group.gradient.pool_key, group.reduce_layout.numel)
 
 
 def _install_hooks(engine: Engine, unit: Unit) -> None:
@@ -333,7 +332,7 @@ def _install_hooks(engine: Engine, unit: Unit) -> None:
                 hook = eager_hook(weakref.ref(engine), weakref.ref(group), index)
                 engine.hooks.append(full.register_post_accumulate_grad_hook(hook))
         for index, shard in enumerate(group.shards):
-            if shard.requires_grad and group.holds_part:
+            if shard.requires_grad and group.facts.holds_part:
                 refusal = refuse_on_shard(weakref.ref(group), index)
                 engine.hooks.append(shard.register_post_accumulate_grad_hook(refusal))
     for member in unit.members:

@@ -4,117 +4,279 @@ Each parameter has two objects. The *shard* is the Parameter that the model had 
 module, the optimizer holds it, and its data is a view of this rank's flat master. The *full* one replaces it in the
 module while the unit computes: it lies in the gathered buffer, set there once and never moved.
 
-Gradients arrive on the full objects, are copied once into a flat buffer, reduced from there, and put on the shards.
+How a shard is held, how it becomes the gathered buffer and how gradients are summed is the job of the group's *form*.
+The plain one is here: the master in its own dtype on the device that computes. ``forms`` has the others.
 """
 
 from __future__ import annotations
 
-import weakref
-from collections.abc import Sequence
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor, nn
 
-from shardwise import torch_private
 from shardwise.comm.axes import Comms
-from shardwise.comm.base import Comm, Done, Handle
+from shardwise.comm.base import Done, Handle
 from shardwise.engine.gradient import Gradient
-from shardwise.engine.pool import PackedPool, Slot, contiguous_stride, memory_order
-from shardwise.forms import packed
-from shardwise.forms.host import Transfers, host_zeros
-from shardwise.forms.inner import InnerShard
-from shardwise.forms.packed import gather_packed
+from shardwise.engine.pool import Slot, contiguous_stride, memory_order
 from shardwise.spec.errors import StateError
-from shardwise.spec.layout import GroupLayout, ReduceLayout
+from shardwise.spec.layout import GroupLayout, Piece, ReduceLayout
 from shardwise.spec.placement import Placements
-from shardwise.spec.policies import OffloadPolicy
-from shardwise.spec.quantize import NO_QUANTIZATION, Quantization
 
 if TYPE_CHECKING:
+    from shardwise.engine.engine import Engine
     from shardwise.engine.unit import Unit
+
+
+class Form:
+    """How one group is held and moved: in its own dtype, on the device that computes.
+
+    The group passes itself to every method. Only the methods that are named in a form differ from this one's.
+
+    Attributes:
+        held_as: Form in which the master is held (``spec.quantize``); ``None``: its own dtype.
+        sent_as: Form in which it is gathered; ``None``: the compute dtype.
+        reduced_as: Form in which gradients are sent to be summed; ``None``: the reduce dtype.
+        is_on_host: The master, ``.grad`` and optimizer state are in host memory.
+        kept_epoch: The forward whose parameters are kept, and can be gathered again, without the master.
+    """
+
+    held_as: str | None = None
+    sent_as: str | None = None
+    reduced_as: str | None = None
+    is_on_host = False
+    kept_epoch = -1
+
+    def is_apart(self, group: Group) -> bool:
+        """Whether the master can never be part of the gathered buffer, as it has another dtype or place."""
+        return group.compute_dtype is not group.dtype
+
+    def make_master(self, group: Group) -> Tensor:
+        """Memory for the master, filled with the parameters."""
+        return group.fill(self.zeros(group, group.master_numel))
+
+    def zeros(self, group: Group, numel: int) -> Tensor:
+        """Memory for what the optimizer works on: the master, or where ``.grad`` lives."""
+        return torch.zeros(numel, dtype=group.dtype, device=group.device)
+
+    def elements(self, group: Group) -> Tensor:
+        """What the shards are views of."""
+        return group.master
+
+    def values(self, group: Group) -> Tensor:
+        """The parameters in their own dtype, laid out as the master is. Not to be written: it may be the master."""
+        return group.master
+
+    def set_values(self, group: Group, flat: Tensor) -> None:
+        """Replace what :meth:`values` gives."""
+        if flat is not group.master:
+            group.master.copy_(flat)
+
+    def start(self, group: Group, engine: Engine) -> None:
+        """The engine is being built: announce buffers to its pools."""
+
+    def gather(self, group: Group) -> Handle:
+        """Fill the gathered buffer from the masters of all ranks.
+
+        Collective:
+            All-gather on ``dp_shard`` (of experts ``edp``) in the compute dtype: every rank sends ``(n-1)/n`` of the
+            padded group. All ranks must call in the same order. Nothing is sent where the optimizer is replicated.
+        """
+        return self.send(group, group.master)
+
+    def send(self, group: Group, master: Tensor) -> Handle:
+        """As :meth:`gather`, from a master that is on the device that computes."""
+        if group.is_copied:
+            group.own.copy_(master, non_blocking=True)
+        if not group.row.shards_optimizer:
+            return Done()
+        return group.comms.gather.all_gather(group.gathered, unit=group.unit.name, cuts=group.layout.uneven_cuts)
+
+    def keep(self, group: Group) -> None:
+        """Forward has left the group and it is about to be released: keep what backward will need."""
+
+    def gather_kept(self, group: Group) -> Handle:
+        """Fill the gathered buffer from what :meth:`keep` has kept."""
+        raise NotImplementedError
+
+    def reduce(self, group: Group, buffer: Tensor, result: Tensor, divisor: float) -> Handle:
+        """Sum a gradient buffer over the ranks.
+
+        Args:
+            group: Whose gradients.
+            buffer: This rank's gradients, full size.
+            result: Where this rank's slice of the sum goes; ``buffer`` itself where the optimizer is replicated.
+            divisor: Divides the sum.
+
+        Collective:
+            Reduce-scatter on ``dp_shard``, of experts ``edp`` (all-reduce where the optimizer is replicated);
+            ``(n-1)/n`` (twice that) of the padded buffer is sent. All ranks must call in the same order.
+        """
+        comm, unit = group.comms.reduce, group.unit.name
+        if not group.row.shards_optimizer:
+            return comm.all_reduce(buffer, unit=unit, divisor=divisor)
+        return comm.reduce_scatter(buffer, result, unit=unit, divisor=divisor, cuts=group.reduce_layout.uneven_cuts)
+
+    def arrive(self, group: Group, reduction: Handle) -> Handle:  # noqa: ARG002
+        """The sum is on its way to ``group.gradient.result``: send it on to where ``.grad`` lives."""
+        return reduction
+
+    def wait_for_host(self) -> None:
+        """Have the host wait until it may read what :meth:`arrive` has brought."""
+
+    def buffers(self) -> list[tuple[str, Tensor]]:
+        """What the form keeps besides the master, each with its category in ``measure.held``."""
+        return []
+
+
+@dataclass(frozen=True, slots=True)
+class GroupFacts:
+    """What is known of a group before it has memory.
+
+    Attributes:
+        row: Placements in force (a frozen group of a replicated row is held whole on every rank).
+        comms: Over the ranks that hold the same parameters.
+        num_ranks: Ranks over whose batches gradients are averaged.
+        dtypes: Of master, computing and reduction.
+        device: Where it computes.
+        is_trainable: The parameters require grad.
+        is_expert: Fewer ranks share it than other groups; its slots and buffers lie beside those of other groups.
+        holds_part: Other ranks hold other parts of the model's gradients, of this group's or of other parameters.
+        as_part: Makes a gradient of a part one that refuses norms.
+    """
+
+    row: Placements
+    comms: Comms
+    num_ranks: int
+    dtypes: tuple[torch.dtype, torch.dtype, torch.dtype]
+    device: torch.device
+    is_trainable: bool
+    is_expert: bool
+    holds_part: bool
+    as_part: Callable[[Tensor], Tensor]
 
 
 class Group:
     """Buffers and moves of one group on this rank.
 
     Attributes:
+        unit: The unit.
+        facts: What was known of the group before it had memory.
+        form: How it is held and moved.
         layout: Flat layout of the gathered buffer.
-        reduce_layout: Flat layout of the gradient buffer.
-        comms: Over the ranks that hold the same parameters; the engine sets it.
-        row: Placements in force (a frozen group of a replicated row is held whole on every rank).
         shards: The original Parameter objects.
         fulls: Their stand-ins in the gathered buffer.
-        gathered_in: Identity of the gathered buffer's storage.
         master: This rank's flat slice of the parameters; the whole of them where the optimizer is replicated.
-        held_as: Form in which the master is held (``spec.quantize``); ``None``: its own dtype.
-        sent_as: Form in which they are gathered; ``None``: the compute dtype.
-        reduced_as: Form in which gradients are sent to be added up; ``None``: the reduce dtype.
-        packed_pool: Where packed bytes are received.
-        offload: Where the master and what the optimizer adds to it are on the host: how.
-        transfers: ... and who carries what goes between the host and the device.
+        replica: The gathered buffer, where parameters are replicated.
+        held: The piece of each parameter that the master holds.
+        views: One view of the master for each parameter.
+        slot: Where the gathered buffer lies; ``None``: in the replica.
+        gathered: The gathered buffer.
+        own: This rank's part of the gathered buffer.
+        is_copied: The master has to be copied into the gathered buffer.
+        needs_refresh: The gathered buffer is not the master itself: changes of the master have to be brought there.
+        epoch: The outermost forward whose parameters the gathered buffer holds.
+        gradient: Collects and reduces.
+        flat_kinds: Weight-decay group of each parameter, where the optimizer sees flat runs of them.
+        whole: What ``sw.full_parameters`` shows.
     """
 
-    comms: Comms
-    held_as: str | None = None
-    sent_as: str | None = None
-    reduced_as: str | None = None
-    packed_pool: PackedPool | None = None
-
     def __init__(
-        self,
-        unit: Unit,
-        layout: GroupLayout,
-        row: Placements,
-        shards: Sequence[nn.Parameter],
-        *,
-        rank: int,
-        num_ranks: int,
-        is_trainable: bool,
-        dtypes: tuple[torch.dtype, torch.dtype, torch.dtype] | None = None,
-        quantization: Quantization = NO_QUANTIZATION,
-        offload: OffloadPolicy | None = None,
+        self, unit: Unit, facts: GroupFacts, layout: GroupLayout, form: Form, shards: Sequence[nn.Parameter]
     ) -> None:
-        self._unit = weakref.ref(unit)
+        self.unit = unit
+        self.facts = facts
+        self.form = form
         self.layout = layout
-        self.row = row
-        self.rank = rank
-        self.num_ranks = num_ranks  # whose batches gradients are means over: on dp_shard, times those on dp_replicate
-        self.is_trainable = is_trainable
         self.shards = list(shards)
-        own = shards[0].dtype
-        self.dtype, self.compute_dtype, self.reduce_dtype = dtypes or (own, own, own)
-        self.device = shards[0].device
-        if row.shards_optimizer and quantization.gather != "none":
-            self.sent_as = quantization.gather
-        if quantization.reduce != "none":
-            self.reduced_as = quantization.reduce
-        self.reduce_layout = ReduceLayout(layout, layout.size if row.shards_optimizer else 1)
-        self.slot: Slot | None = None
-        self.replica: Tensor | None = None  # the gathered buffer, where parameters are replicated
-        self.whole: Tensor | None = None  # what full_parameters shows
-        self.inner: InnerShard | None = None  # what is left between forward and backward, where that is anything
-        self.epoch = -1  # the outermost forward whose parameters the gathered buffer holds
-        self.offload = offload
-        self.transfers: Transfers | None = None
-        self.resident: Tensor | None = None  # the shard that the device keeps of a master on the host ...
-        self.resident_epoch = -1  # ... and the forward for which it was brought
-
-        self.master = self._make_master()
-        self.held = layout.owned_by_param(rank) if row.shards_optimizer else layout.whole
-        self.views = self.held_views(self.elements)
-        self.flat_kinds: tuple[int | None, ...] | None = None  # weight-decay groups, where the optimizer sees flat runs
         self.fulls: list[nn.Parameter] = []
-        self._pointers: list[int] = []
+        self.slot: Slot | None = None
+        self.replica: Tensor | None = None
+        self.whole: Tensor | None = None
+        self.epoch = -1
+        self.flat_kinds: tuple[int | None, ...] | None = None
+        self.held = layout.owned_by_param(self.rank) if facts.row.shards_optimizer else layout.whole
+        self.master = self._make_master()
+        self.views = self.held_views(form.elements(self))
         self.bind_shards()
         self.gradient = Gradient(self)
 
+    # -- facts
+
     @property
-    def unit(self) -> Unit:
-        """The unit, which holds this group."""
-        unit = self._unit()
-        assert unit is not None
-        return unit
+    def row(self) -> Placements:
+        """Placements in force."""
+        return self.facts.row
+
+    @property
+    def comms(self) -> Comms:
+        """Over the ranks that hold the same parameters."""
+        return self.facts.comms
+
+    @property
+    def rank(self) -> int:
+        """This rank's place among those that share the group."""
+        return self.facts.comms.gather.rank
+
+    @property
+    def device(self) -> torch.device:
+        """Where the unit computes."""
+        return self.facts.device
+
+    @property
+    def dtype(self) -> torch.dtype:
+        """Of the master."""
+        return self.facts.dtypes[0]
+
+    @property
+    def compute_dtype(self) -> torch.dtype:
+        """Of the gathered buffer."""
+        return self.facts.dtypes[1]
+
+    @property
+    def reduce_dtype(self) -> torch.dtype:
+        """Of the gradient buffer."""
+        return self.facts.dtypes[2]
+
+    @property
+    def reduce_layout(self) -> ReduceLayout:
+        """Flat layout of the gradient buffer."""
+        return self.gradient.layout
+
+    @property
+    def master_numel(self) -> int:
+        """Elements of the master, padding included."""
+        return self.layout.slice_numel(self.rank) if self.row.shards_optimizer else self.layout.numel
+
+    @property
+    def uses_slot(self) -> bool:
+        """Whole parameters, as the unit computes with them, are there only while it computes."""
+        return self.row.shards_parameters or self.form.held_as is not None
+
+    @property
+    def is_alone(self) -> bool:
+        """One rank's slice is the whole, in the form in which the unit computes: its slot is the master itself."""
+        return self.uses_slot and self.layout.size == 1 and not self.form.is_apart(self)
+
+    @property
+    def is_apart(self) -> bool:
+        """The master can never be part of the gathered buffer."""
+        return self.form.is_apart(self)
+
+    @property
+    def standing(self) -> Tensor | None:
+        """Where the whole group lies for good; ``None`` where it is gathered from nothing."""
+        return self.master if self.is_alone else self.replica
+
+    @property
+    def wants_gradients(self) -> bool:
+        """Some parameter is trained: the group takes part in reductions."""
+        for shard in self.shards:  # noqa: SIM110 - on a hot path: the first one decides as a rule
+            if shard.requires_grad:
+                return True
+        return False
 
     # -- parameters
 
@@ -123,104 +285,40 @@ class Group:
 
         Where parameters are replicated in the master's own dtype, the master is a slice of the replica, or all of it.
         """
-        layout, row = self.layout, self.row
-        own = layout.slice_of(self.rank)
-        if not row.shards_parameters:
-            self.replica = torch.zeros(layout.numel, dtype=self.compute_dtype, device=self.device)
-            self._fill(self.replica, whole=True)
-            if not self.is_apart:
-                return self.replica[own] if row.shards_optimizer else self.replica
-        master = self.home_zeros(self.master_numel)
-        self._fill(master, whole=not row.shards_optimizer)
-        if self.offload is not None and self.offload.keeps_shard(row):
-            kept = self.dtype if self.sent_as is not None else self.compute_dtype  # packed from the master's own digits
-            self.resident = torch.zeros(self.master_numel, dtype=kept, device=self.device)
-        return master
+        if self.uses_slot:
+            return self.form.make_master(self)
+        self.replica = torch.zeros(self.layout.numel, dtype=self.compute_dtype, device=self.device)
+        self._fill(self.replica, self.layout.whole)
+        if self.form.is_apart(self):
+            return self.form.make_master(self)
+        return self.replica[self.layout.slice_of(self.rank)] if self.row.shards_optimizer else self.replica
 
-    def home_zeros(self, numel: int) -> Tensor:
-        """Memory for what the optimizer works on, in the master's dtype: on the host where that is offloaded."""
-        if self.offload is None:
-            return torch.zeros(numel, dtype=self.dtype, device=self.device)
-        return host_zeros(numel, self.dtype, self.device, pins=self.offload.pin_memory)
+    def fill(self, master: Tensor) -> Tensor:
+        """Copy the parameters, as the plain model holds them, into memory of the master's size; returns it."""
+        return self._fill(master, self.layout.owned(self.rank) if self.row.shards_optimizer else self.layout.whole)
 
     @torch.no_grad()
-    def _fill(self, flat: Tensor, *, whole: bool) -> None:
-        for piece in self.layout.whole if whole else self.layout.owned(self.rank):
+    def _fill(self, flat: Tensor, pieces: Iterable[Piece]) -> Tensor:
+        for piece in pieces:
             source = memory_order(self.shards[piece.index])[piece.start : piece.stop]
             flat[piece.offset : piece.offset + piece.numel].copy_(source)
-
-    @property
-    def is_expert(self) -> bool:
-        """Fewer ranks share it than other groups. It has slots and buffers beside those of its unit's other group."""
-        held = self.layout.params[0].slice
-        return held is not None and held.is_expert
-
-    @property
-    def master_numel(self) -> int:
-        """Elements of the master, padding included."""
-        return self.layout.slice_numel(self.rank) if self.row.shards_optimizer else self.layout.numel
-
-    @property
-    def elements(self) -> Tensor:
-        """What shards are views of: the master."""
-        return self.master
-
-    @property
-    def holds_part(self) -> bool:
-        """Other ranks hold other parts of the model's gradients: of this group's, or of other parameters."""
-        engine = self.unit.engine() if self.unit.engine is not None else None
-        is_divided = bool(self.comms.across) or self.comms.ep is not None
-        is_divided = is_divided or (engine is not None and bool(engine.ignored.spread))
-        return is_divided or (self.row.shards_optimizer and self.layout.size > 1)
-
-    @property
-    def uses_slot(self) -> bool:
-        """Whole parameters are there only while the unit computes."""
-        return self.row.shards_parameters
-
-    @property
-    def is_alone(self) -> bool:
-        """One rank's slice is the whole, in the form in which the unit computes: its slot is the master itself."""
-        return self.uses_slot and self.layout.size == 1 and self.held_as is None and not self.is_apart
-
-    @property
-    def standing(self) -> Tensor | None:
-        """Where the whole group lies for good; ``None`` where it is gathered from nothing."""
-        return self.master if self.is_alone else self.replica
+        return flat
 
     def values(self) -> Tensor:
-        """The parameters in their own dtype, laid out as the master is; not to be written, it may be the master."""
-        return self.master
+        """The parameters in their own dtype, laid out as the master is. Not to be written: it may be the master."""
+        return self.form.values(self)
+
+    @torch.no_grad()
+    def set_values(self, flat: Tensor) -> None:
+        """Replace what :meth:`values` gives."""
+        self.form.set_values(self, flat)
 
     def value_views(self, flat: Tensor) -> list[Tensor]:
         """One view for every parameter of what :meth:`values` gave."""
         return self.views if flat is self.master else self.held_views(flat)
 
-    @torch.no_grad()
-    def set_values(self, flat: Tensor) -> None:
-        """Replace what :meth:`values` gives."""
-        if flat is not self.master:
-            self.master.copy_(flat)
-
-    @property
-    def is_cast(self) -> bool:
-        """The unit computes in another dtype than the master's, or with other digits."""
-        return self.compute_dtype is not self.dtype or self.sent_as is not None
-
-    @property
-    def is_apart(self) -> bool:
-        """The master never lies in the gathered buffer: it has another dtype, or is on the host."""
-        return self.is_cast or self.offload is not None
-
-    @property
-    def needs_stage(self) -> bool:
-        """Its master has to be on the device as it is before it is cast, or packed, there."""
-        if self.offload is None or self.held_as is not None:
-            return False
-        return self.is_cast if self.resident is None else self.resident.dtype is not self.dtype
-
     def held_views(self, flat: Tensor) -> list[Tensor]:
-        """One view of ``flat`` for every parameter, laid out as the master is.
+        """One view of ``flat``, which is laid out as the master is, for every parameter.
 
         Where the optimizer is replicated it has the parameter's own shape, else what the granularity gives the piece
         that this rank owns.
@@ -239,7 +337,6 @@ class Group:
         for shard, view in zip(self.shards, self.views, strict=True):
             shard.data = view
         self._pointers = [view.data_ptr() for view in self.views]
-        self._are_all_somewhere = all(self._pointers)  # empty ones have no address
 
     def follow_shards(self) -> None:
         """Follow what the user changed on the shards: a ``.data`` of the same shape, ``requires_grad``.
@@ -247,15 +344,17 @@ class Group:
         Raises:
             StateError: A shard's dtype, device or shape was changed.
         """
-        if self._is_untouched():
-            return
+        if (
+            [shard.data_ptr() for shard in self.shards] == self._pointers
+            and [shard.requires_grad for shard in self.shards] == [full.requires_grad for full in self.fulls]
+            and all(self._pointers)  # an empty shard has no address: its dtype is looked at below
+        ):
+            return  # as in every step but few
         is_shown_whole = self.whole is not None
         for index, (shard, full, pointer) in enumerate(zip(self.shards, self.fulls, self._pointers, strict=True)):
             if shard.requires_grad is not full.requires_grad:
                 full.requires_grad_(shard.requires_grad)
-            if is_shown_whole:
-                continue
-            if shard.data_ptr() == pointer and (pointer or shard.dtype is self.dtype):  # empty ones have no address
+            if is_shown_whole or (shard.data_ptr() == pointer and (pointer or shard.dtype is self.dtype)):
                 continue
             view = self.views[index]
             if shard.shape != view.shape or shard.dtype != view.dtype or shard.device != view.device:
@@ -270,13 +369,7 @@ class Group:
                 view.copy_(shard.data)
                 shard.data = view
 
-    def _is_untouched(self) -> bool:
-        """Every shard lies where it was put and is trained or not as before: what is so in every step but few."""
-        return (
-            self._are_all_somewhere
-            and [shard.data_ptr() for shard in self.shards] == self._pointers
-            and [shard.requires_grad for shard in self.shards] == [full.requires_grad for full in self.fulls]
-        )
+    # -- the gathered buffer
 
     def use_slot(self, slot: Slot | None) -> None:
         """Make the full parameters in ``slot`` (``None``: in the replica), or move them there."""
@@ -286,11 +379,11 @@ class Group:
             self.gathered = self.replica
         else:
             self.gathered = slot.allocate(self.compute_dtype, self.device)[: self.layout.numel]
-        self._own = self.gathered[self.layout.slice_of(self.rank)] if self.row.shards_optimizer else self.gathered
-        self._is_copied = (self.row.shards_parameters or self.is_apart) and not self.is_alone
-        storage = self.gathered.untyped_storage()
-        self.gathered_in = torch_private.storage_identity(self.gathered)
-        is_new = not self.fulls
+        is_apart, row = self.form.is_apart(self), self.row
+        self.own = self.gathered[self.layout.slice_of(self.rank)] if row.shards_optimizer else self.gathered
+        self.is_copied = (row.shards_parameters or is_apart) and not self.is_alone
+        self.needs_refresh = row.shards_optimizer or is_apart
+        storage, is_new = self.gathered.untyped_storage(), not self.fulls
         for index, (spec, offset) in enumerate(zip(self.layout.params, self.layout.offsets, strict=True)):
             # set_ gives a version counter of its own: refilling the slot does not trip autograd's check.
             stride = spec.stride or contiguous_stride(spec.shape)
@@ -306,45 +399,20 @@ class Group:
     def relabel(self, layout: GroupLayout) -> None:
         """Take a layout that differs in names only."""
         self.layout = layout
-        self.reduce_layout = ReduceLayout(layout, self.reduce_layout.num_slices)
-        self.gradient.layout = self.reduce_layout
+        self.gradient.layout = ReduceLayout(layout, self.reduce_layout.num_slices)
 
-    def gather(self) -> Handle:
-        """Issue the all-gather of this group; where every rank holds the whole master, just cast it.
+    def gather(self, *, is_kept: bool) -> Handle:
+        """Fill the gathered buffer.
+
+        Args:
+            is_kept: From what the form has kept for backward.
 
         Collective:
-            All-gather on ``dp_shard`` (of experts ``edp``) in the compute dtype, or packed; ``(n-1)/n`` of the padded
-            group is sent. All ranks must call in the same order. Nothing is sent where the optimizer is replicated.
+            As :meth:`Form.gather` or :meth:`Form.gather_kept`.
         """
         if self.whole is not None:
             return self._take_whole(self.whole)
-        comm = self.comms.gather
-        if self.transfers is None:
-            return self._send(comm, self.master)
-        with self.transfers.upward():
-            handle = self._send(comm, self._bring(self.transfers))
-            return handle if self.row.shards_optimizer else self.transfers.arrival()
-
-    def _send(self, comm: Comm, master: Tensor) -> Handle:
-        """Put what this rank has of the parameters into the gathered buffer, and issue the all-gather."""
-        form = self.sent_as
-        if form is not None:
-            return gather_packed(self, comm, lambda own: packed.pack(master, own, form))
-        if self._is_copied:
-            self._own.copy_(master, non_blocking=True)
-        if not self.row.shards_optimizer:
-            return Done()
-        return comm.all_gather(self.gathered, unit=self.unit.name, cuts=self.layout.uneven_cuts)
-
-    def _bring(self, transfers: Transfers) -> Tensor:
-        """The master on its way from the host, or what the device has kept of it in this forward."""
-        if self.resident is None:
-            return transfers.staged(self.master) if self.is_cast else self.master
-        if self.resident_epoch != self.epoch:
-            is_cast = self.resident.dtype is not self.dtype
-            self.resident.copy_(transfers.staged(self.master) if is_cast else self.master, non_blocking=True)
-            self.resident_epoch = self.epoch
-        return self.resident
+        return self.form.gather_kept(self) if is_kept else self.form.gather(self)
 
     def _take_whole(self, whole: Tensor) -> Handle:
         """Compute with what full_parameters shows, and what the user may have written there."""
@@ -354,11 +422,6 @@ class Group:
             self.gathered.copy_(whole)
         return Done()
 
-    @property
-    def needs_refresh(self) -> bool:
-        """The gathered buffer is not the master itself: changes of the master have to be brought there."""
-        return self.row.shards_optimizer or self.is_apart
-
     def release(self, *, poison: bool) -> None:
         """Give the slot back. With ``poison`` its content is overwritten with NaN, so that a stale use shows."""
         if self.slot is None or self.slot.owner is not self:
@@ -366,11 +429,3 @@ class Group:
         if poison and self.compute_dtype.is_floating_point and not self.is_alone:
             self.gathered.fill_(float("nan"))
         self.slot.owner = None
-
-    @property
-    def wants_gradients(self) -> bool:
-        """Some parameter is trained: the group takes part in reductions."""
-        for shard in self.shards:  # noqa: SIM110 - on a hot path: the first one decides as a rule
-            if shard.requires_grad:
-                return True
-        return False

@@ -1,17 +1,16 @@
-"""What torch calls: before and after a unit's forward, when backward reaches a call of it, at the end of backward.
-
-Each holds the engine by weak reference, and hands over to it.
-"""
+"""What torch calls: around forward, when backward reaches a call, at its end; and whom the engine calls: observers."""
 
 from __future__ import annotations
 
 import contextlib
+import copy as copying
+import dataclasses
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import AbstractContextManager
 from dataclasses import fields, is_dataclass
 from types import ModuleType
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import torch
 from torch import Tensor, nn
@@ -19,7 +18,6 @@ from torch.autograd import profiler
 from torch.profiler import record_function
 
 from shardwise import torch_private
-from shardwise.features.precision import replace_tensors
 from shardwise.spec.errors import StateError, Uncopyable
 
 if TYPE_CHECKING:
@@ -27,6 +25,9 @@ if TYPE_CHECKING:
     from shardwise.engine.group import Group
     from shardwise.engine.order import Entry
     from shardwise.engine.unit import Member, Unit
+
+_O = TypeVar("_O", bound="Observer")
+_F = TypeVar("_F", bound=Any)
 
 
 class Call:
@@ -41,9 +42,9 @@ class Call:
         self.is_repeated = not is_counted  # made by a reentrant recomputation
         self.generation = -1
         self.version = engine.version
-        self.entry = engine.entry
+        self.entry = engine.orders.entry
         if is_counted:
-            unit.num_outstanding += 1
+            unit.calls.num_outstanding += 1
 
     def __call__(self, _grad: Tensor) -> None:
         """Backward has reached the call."""
@@ -55,7 +56,7 @@ class Call:
         """This call is not outstanding any longer."""
         engine, unit = self._engine(), self._unit()
         if self._is_counted and engine is not None and unit is not None:
-            unit.num_outstanding -= engine.counts(self.version)
+            unit.calls.num_outstanding -= self.version == engine.forward.version
             self._is_counted = False
 
     def __del__(self) -> None:
@@ -90,18 +91,14 @@ def attach_tickets(engine: Engine, unit: Unit, output: object, since: int, *, is
 
 
 class BeforeForward(Uncopyable):
-    """Forward pre-hook of a unit's module."""
+    """Forward pre-hook of a unit's module. The engine holds the module by weak reference only."""
 
     def __init__(self, engine: Engine, unit: Unit, member: Member) -> None:
-        self._engine = weakref.ref(engine)
-        self._unit = weakref.ref(unit)
-        self._member = weakref.ref(member)
+        self.engine, self.unit, self.member = engine, unit, member
 
     def __call__(self, _module: nn.Module, _args: object) -> None:
         """The module is about to run."""
-        engine, unit, member = self._engine(), self._unit(), self._member()
-        if engine is not None and unit is not None and member is not None:
-            engine.before_forward(unit, member)
+        self.engine.before_forward(self.unit, self.member)
 
 
 class AfterForward(BeforeForward):
@@ -109,12 +106,10 @@ class AfterForward(BeforeForward):
 
     def __call__(self, _module: nn.Module, _args: object, output: object = None) -> object:
         """The module has run. Returns what it is to return instead of ``output``."""
-        engine, unit, member = self._engine(), self._unit(), self._member()
-        if engine is not None and unit is not None and member is not None:
-            # As a rule it is one computed tensor: no parameter, which is a leaf, and no view, which has a base.
-            if not isinstance(output, Tensor) or output.grad_fn is None or output._base is not None:  # noqa: SLF001
-                output = without_slots(unit, output)
-            engine.after_forward(unit, member, output)
+        # As a rule it is one computed tensor: no parameter, which is a leaf, and no view, which has a base.
+        if not isinstance(output, Tensor) or output.grad_fn is None or output._base is not None:  # noqa: SLF001
+            output = without_slots(self.unit, output)
+        self.engine.after_forward(self.unit, self.member, output)
         return output
 
 
@@ -124,7 +119,7 @@ def without_slots(unit: Unit, output: object) -> object:
     They lie in a slot, which other units use as soon as this one is released. Where parameters are replicated they stay
     where they are; a parameter itself becomes a view, on which a ticket can be put.
     """
-    uses_slot = {group.gathered_in: group.uses_slot for group in unit.groups}
+    uses_slot = {torch_private.storage_identity(group.gathered): group.uses_slot for group in unit.groups}
 
     def change(tensor: Tensor) -> Tensor:
         is_in_slot = uses_slot.get(torch_private.storage_identity(tensor)) if tensor.layout is torch.strided else None
@@ -204,54 +199,102 @@ def _parts(value: object) -> Iterable[object] | None:
     return None
 
 
+def replace_tensors(value: Any, change: Callable[[Tensor], Tensor]) -> Any:
+    """``value``, of any common shape, with ``change(tensor)`` for every tensor in it; itself where none is changed."""
+    if isinstance(value, Tensor):
+        return change(value)
+    if isinstance(value, (tuple, list)):
+        return _replace_in_sequence(value, change)
+    if isinstance(value, Mapping):
+        return _replace_in_mapping(value, change)
+    if dataclasses.is_dataclass(value) and not isinstance(value, type):
+        held = {field.name: getattr(value, field.name) for field in dataclasses.fields(value) if field.init}
+        changed = _changed(held, change)
+        return dataclasses.replace(value, **changed) if changed else value
+    return value
+
+
+def _replace_in_sequence(value: tuple[Any, ...] | list[Any], change: Callable[[Tensor], Tensor]) -> Any:
+    items = [replace_tensors(item, change) for item in value]
+    if all(new is old for new, old in zip(items, value, strict=True)):
+        return value
+    return type(value)(*items) if hasattr(value, "_fields") else type(value)(items)
+
+
+def _replace_in_mapping(value: Mapping[str, Any], change: Callable[[Tensor], Tensor]) -> Any:
+    changed = _changed(value, change)
+    if not changed:
+        return value
+    copy: Any = copying.copy(value)  # transformers' ModelOutput keeps items and attributes alike when items are set
+    for key, item in changed.items():
+        copy[key] = item
+    return copy
+
+
+def _changed(value: Mapping[str, Any], change: Callable[[Tensor], Tensor]) -> dict[str, Any]:
+    return {key: new for key, item in value.items() if (new := replace_tensors(item, change)) is not item}
+
+
+# -- names in a profile
+
+
 _NOTHING: AbstractContextManager[None] = contextlib.nullcontext()
 
 
-#: Ranges that have begun, innermost last.
-Labels = list[AbstractContextManager[Any]]
-
-
 def label(what: str, unit: str) -> AbstractContextManager[Any]:
-    """A range of the profile inside the context."""
+    """A range of the profile inside the context: ``shardwise::gather [blocks.3]``. Nothing where no profiler runs.
+
+    ``gather`` (its issue), ``wait`` (for a gather; on a GPU the compute stream waits), ``forward`` (of the unit),
+    ``backward`` (enters the unit: finalises others, waits for its parameters), ``reduce`` (its issue).
+    """
     # torch asks its own flag before it names ranges of its optimizers; there is no public way to ask.
     is_profiled = profiler._is_profiler_enabled  # noqa: SLF001
     return record_function(f"shardwise::{what} [{unit}]") if is_profiled else _NOTHING
 
 
-def begin(labels: Labels, what: str, unit: str) -> None:
-    """Begin a range that :func:`end` ends."""
+def begin(labels: list[AbstractContextManager[Any]], what: str, unit: str) -> None:
+    """Begin a range that :func:`end` ends; ``labels`` holds those that have begun, innermost last."""
     named = label(what, unit)
     if named is not _NOTHING:
         named.__enter__()
         labels.append(named)
 
 
-def end(labels: Labels) -> None:
+def end(labels: list[AbstractContextManager[Any]]) -> None:
     """End the range that was begun last, if there is one."""
     if labels:
         labels.pop().__exit__(None, None, None)
 
 
-class Observer:
-    """Told of the moments of a step by :attr:`Engine.observers`, in their order. Each does nothing by itself.
+# -- what attaches to an engine
 
-    An observer may raise, communicate (on all ranks alike) and change ``.grad``; it must not gather or release.
+
+class Observer:
+    """Attaches to an engine from outside: told of the moments of a step that its class overrides.
+
+    An observer may raise, communicate (on all ranks alike) and change ``.grad``; it must not gather or release. It must
+    not hold the engine by a strong reference for longer than a step.
 
     Attributes:
         sees_every_gather: Nothing may be gathered once for several forwards: every gather matters to it.
         updates_in_backward: It lets optimizers step when a group's gradients are reduced.
         is_stepping: One of these steps right now.
+        num_terms: Ranks over which means are taken, where it knows better.
     """
 
     sees_every_gather = False
     updates_in_backward = False
     is_stepping = False
+    num_terms: int | None = None
 
     def forward_begins(self, engine: Engine, entry: Entry) -> None:
-        """An outermost forward is about to begin, through ``entry``. ``engine.trains`` is known."""
+        """An outermost forward is about to begin, through ``entry``. ``engine.forward.trains`` is known."""
 
-    def before_gather(self, engine: Engine, unit: Unit, group: Group, *, is_inner: bool) -> None:
-        """The all-gather of a group is about to be issued; ``is_inner``: of what was kept over a few neighbours."""
+    def forward_ended(self, engine: Engine) -> None:
+        """The outermost forward has ended, by return or exception."""
+
+    def before_gather(self, engine: Engine, unit: Unit, group: Group, *, is_kept: bool) -> None:
+        """The all-gather of a group is about to be issued; ``is_kept``: of what was kept over a few neighbours."""
 
     def backward_begins(self, engine: Engine) -> None:
         """Backward has reached its first unit."""
@@ -265,8 +308,16 @@ class Observer:
     def backward_ended(self, engine: Engine) -> None:
         """Every unit's gradients are on their shards."""
 
+    # -- calls of the user
+
     def before_call(self, engine: Engine, call: str) -> None:
         """The user has called the function ``call`` (``"sw.save"``, ...) between steps: may refuse it."""
+
+    def before_values(self, engine: Engine, call: str) -> None:
+        """``call`` (``"a forward"``, ``"sw.save()"``, ...) is about to use the parameters' values: may refuse it."""
+
+    def before_state(self, engine: Engine) -> None:
+        """The state of the whole model is about to be read: make equal over the ranks what should be."""
 
     def before_norm(self, engine: Engine, max_norm: float, *, is_of_part: bool) -> None:
         """The norm of all gradients, or of those of a part of the model, is about to be computed."""
@@ -276,3 +327,77 @@ class Observer:
 
     def before_mean(self, engine: Engine) -> None:
         """A mean over ``engine.num_terms`` ranks is about to be taken: of losses."""
+
+
+class Observers:
+    """The observers of an engine. For each moment a tuple of the methods that listen: empty, it costs nothing."""
+
+    def __init__(self) -> None:
+        self.all: tuple[Observer, ...] = ()
+        self._sort()
+
+    def add(self, observer: Observer, *, is_first: bool = False) -> None:
+        """Have an observer told from now on, after the others or before them."""
+        self.all = (observer, *self.all) if is_first else (*self.all, observer)
+        self._sort()
+
+    def remove(self, observer: Observer) -> None:
+        """Undo :meth:`add`."""
+        self.all = tuple(other for other in self.all if other is not observer)
+        self._sort()
+
+    def find(self, kind: type[_O]) -> _O | None:
+        """The observer of a class, if there is one."""
+        return next((observer for observer in self.all if isinstance(observer, kind)), None)
+
+    def _sort(self) -> None:
+        self.forward_begins = self._listening(lambda each: each.forward_begins)
+        self.forward_ended = self._listening(lambda each: each.forward_ended)
+        self.before_gather = self._listening(lambda each: each.before_gather)
+        self.backward_begins = self._listening(lambda each: each.backward_begins)
+        self.before_reduce = self._listening(lambda each: each.before_reduce)
+        self.reduced = self._listening(lambda each: each.reduced)
+        self.backward_ended = self._listening(lambda each: each.backward_ended)
+        self.before_call = self._listening(lambda each: each.before_call)
+        self.before_values = self._listening(lambda each: each.before_values)
+        self.before_state = self._listening(lambda each: each.before_state)
+        self.before_norm = self._listening(lambda each: each.before_norm)
+        self.before_step = self._listening(lambda each: each.before_step)
+        self.before_mean = self._listening(lambda each: each.before_mean)
+
+    def _listening(self, method_of: Callable[[Observer], _F]) -> tuple[_F, ...]:
+        """The methods of those observers that do something at a moment."""
+        return tuple(
+            method
+            for method in map(method_of, self.all)
+            if getattr(type(method.__self__), method.__name__) is not getattr(Observer, method.__name__)
+        )
+
+
+class Step:
+    """What lies between two updates of the parameters: here one forward and one backward.
+
+    Attributes:
+        skips_hooks: All units are gathered and in their modules and stay so: the hooks return at once.
+        holds: What is gathered stays so, and in its modules, while :meth:`keeps` says so.
+        entry: The way into the model that the next forward takes; ``None``: the module that is called.
+        ends_with_backward: The end of a backward waits for all reductions.
+    """
+
+    skips_hooks = False
+    holds = False
+    entry: Entry | None = None
+    ends_with_backward = True
+
+    def keeps(self, unit: Unit) -> bool:  # noqa: ARG002
+        """Whether a unit stays gathered though nothing computes with it now."""
+        return False
+
+    def leave(self, engine: Engine, unit: Unit) -> None:
+        """A backward that does not synchronise has left ``unit``, and collected its gradients."""
+
+    def refuse(self, what: str) -> None:
+        """Refuse what must not happen inside the step."""
+
+    def refuse_grad(self) -> None:
+        """Refuse a forward with grad, where the hooks are skipped."""

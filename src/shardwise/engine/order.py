@@ -48,28 +48,52 @@ class Orders(dict[Entry, AgreedOrder]):
             self[index, path].take(units)
 
 
-def forward_orders(units: Sequence[Unit]) -> Orders:
-    """Of gathers where the model trains."""
-    return Orders(lambda entry: AgreedOrder(_layer_lists(units, entry)))
+class Paths:
+    """All agreed orders of a model, and those in force.
 
+    Attributes:
+        forward: Of gathers in forwards that train.
+        evaluation: Of gathers in others; only to prefetch.
+        backward: Of the units that backward enters.
+        entry: The way in of the newest outermost forward.
+        gathers: In force in it.
+        entries: In force in the newest backward.
+    """
 
-def eval_orders() -> Orders:
-    """Of gathers where it does not; only to prefetch."""
-    return Orders(lambda _entry: AgreedOrder())
+    def __init__(self, units: Sequence[Unit]) -> None:
+        self.forward = Orders(lambda entry: AgreedOrder(_layer_lists(units, entry)))
+        self.evaluation = Orders(lambda _entry: AgreedOrder())
+        self.backward = Orders(
+            lambda entry: AgreedOrder(
+                [layers.reversed() for layers in _layer_lists(units, entry)], lambda index: units[index].calls.has_run
+            )
+        )
+        self.entry = ROOT_ENTRY
+        self.gathers = self.forward[ROOT_ENTRY]
+        self.entries = self.backward[ROOT_ENTRY]
 
+    @property
+    def all(self) -> tuple[Orders, ...]:
+        """Those of forwards, evaluations and backwards."""
+        return self.forward, self.evaluation, self.backward
 
-def backward_orders(units: Sequence[Unit]) -> Orders:
-    """Of the units that backward enters."""
+    def enter(self, entry: Entry, *, trains: bool) -> None:
+        """An outermost forward begins."""
+        self.entry = entry
+        self.gathers = (self.forward if trains else self.evaluation)[entry]
 
-    def make(entry: Entry) -> AgreedOrder:
-        lists = [layers.reversed() for layers in _layer_lists(units, entry)]
-        return AgreedOrder(lists, lambda index: units[index].has_run)
+    def enter_backward(self, entry: Entry) -> None:
+        """The backward of such a forward begins."""
+        self.entries = self.backward[entry]
+        self.entries.start()
 
-    return Orders(make)
+    def has_backward(self, index: int) -> bool:
+        """Whether backward has entered the unit of this number in some step."""
+        return any(index in order for order in self.backward.values())
 
 
 def units_in(orders: Orders) -> tuple[int, ...]:
-    """The units of an order through the whole model, or one stage after the other."""
+    """The units of an order through the whole model, or one stage after the other; empty before the first step."""
     stages = [order.units for (index, _), order in orders.items() if index == _STAGES]
     return tuple(dict.fromkeys(unit for units in stages for unit in units)) or orders[ROOT_ENTRY].units
 

@@ -7,16 +7,15 @@ its slot for life, so that a tensor which autograd saved in forward finds its ow
 
 from __future__ import annotations
 
-import contextlib
 import weakref
 from collections import deque
-from collections.abc import Callable, Hashable, Iterator
+from collections.abc import Callable, Hashable
 from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
 
-from shardwise.spec.memory.footprint import SLOTS_PER_CLASS, size_class
+from shardwise.spec.memory.footprint import SLOTS_PER_CLASS
 
 if TYPE_CHECKING:
     from shardwise.engine.group import Group
@@ -83,6 +82,7 @@ class SlotPool:
         self._keeps = keeps
         self.slots: list[Slot] = []
         self.num_grown = 0
+        self.num_wrong_prefetches = 0
         self._classes: dict[Hashable, list[Slot]] = {}
         self._limits: dict[Hashable, int] = {}
         self._dealt: dict[Hashable, int] = {}
@@ -133,6 +133,10 @@ class GradientPool:
             reduction; if none is on its way (an enclosing unit, or local accumulation, holds them) the pool grows.
         drain: Finishes the oldest reduction under way; returns False if there is none.
         keeps: Buffers that nobody uses stay allocated.
+
+    Attributes:
+        finishes_at_once: Every reduction is waited for as soon as it is issued (a rank that follows others waits for
+            their next word, not for this).
     """
 
     def __init__(self, limit: int, drain: Callable[[], bool], *, keeps: bool = True) -> None:
@@ -143,7 +147,7 @@ class GradientPool:
         self._free: dict[Hashable, deque[Tensor]] = {}
         self._constants: dict[Hashable, Tensor | None] = {}
         self.num_buffers: dict[Hashable, int] = {}
-        self.packed = PackedPool()  # what quantized gradients are sent from, and received into
+        self.finishes_at_once = False
 
     def constant(self, key: Hashable, make: Callable[[], Tensor | None]) -> Tensor | None:
         """A small tensor that never changes, made at the first call and shared by all who name the same key."""
@@ -176,57 +180,9 @@ class GradientPool:
 
     @property
     def total_bytes(self) -> int:
-        """Bytes of the buffers that lie in the pool now, and of all packed ones."""
+        """Bytes of the buffers that lie in the pool now."""
         unused = (buffer for buffers in self._free.values() for buffer in buffers)
-        return sum(buffer.untyped_storage().nbytes() for buffer in unused) + self.packed.total_bytes
-
-
-class PackedPool:
-    """Buffers for packed bytes on their way, from the issue of a collective until they have been unpacked.
-
-    Of a size class one as a rule: a unit's gather, or sum, is waited for before the next is issued.
-    """
-
-    def __init__(self) -> None:
-        self._sizes: dict[int, int] = {}
-        self._free: dict[int, deque[Tensor]] = {}
-        self._num_bytes = 0
-        self._held: list[Tensor] | None = None
-
-    @contextlib.contextmanager
-    def holding(self) -> Iterator[list[Tensor]]:
-        """Collects what is given back inside instead of lending it again: a stream still reads it. Give it later."""
-        self._held = held = []
-        try:
-            yield held
-        finally:
-            self._held = None
-
-    def announce(self, num_bytes: int) -> None:
-        """Tell the pool, before the first step, that buffers of this size will be needed."""
-        key = size_class(num_bytes)
-        self._sizes[key] = max(self._sizes.get(key, 0), num_bytes)
-
-    def take(self, num_bytes: int, device: torch.device) -> Tensor:
-        """A buffer of at least ``num_bytes``."""
-        key = size_class(num_bytes)
-        free = self._free.setdefault(key, deque())
-        if free:
-            return free.popleft()
-        self._num_bytes += self._sizes[key]
-        return torch.zeros(self._sizes[key], dtype=torch.uint8, device=device)
-
-    def give(self, buffer: Tensor) -> None:
-        """Return a buffer."""
-        if self._held is not None:
-            self._held.append(buffer)
-            return
-        self._free[size_class(buffer.numel())].appendleft(buffer)
-
-    @property
-    def total_bytes(self) -> int:
-        """Bytes of all buffers."""
-        return self._num_bytes
+        return sum(buffer.untyped_storage().nbytes() for buffer in unused)
 
 
 def contiguous_stride(shape: tuple[int, ...]) -> tuple[int, ...]:

@@ -18,16 +18,15 @@ from __future__ import annotations
 import functools
 import weakref
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator, Mapping, MutableMapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, MutableMapping, Sequence
 from dataclasses import dataclass, field
 from enum import StrEnum
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from torch import Tensor, nn
 
 from shardwise import torch_private
 from shardwise.comm.dtype import dtype_name
-from shardwise.engine.hooks import Labels
 from shardwise.spec.errors import StateError, Uncopyable
 from shardwise.spec.layout import ParamSpec
 
@@ -35,7 +34,6 @@ if TYPE_CHECKING:
     from shardwise.comm.base import Handle
     from shardwise.engine.engine import Engine
     from shardwise.engine.group import Group
-    from shardwise.state.full_parameters import Whole
 
 
 class State(StrEnum):
@@ -137,6 +135,34 @@ class Member:
             hooks[self.guard_key] = guard
 
 
+class Calls:
+    """Forward calls of a unit: those under way, and those whose backward is to come.
+
+    Attributes:
+        frames: One for each call under way: autograd's sequence number at its start.
+        labels: Their ranges in a profile.
+        replays: As ``frames``, of recomputations, which run inside a backward.
+        has_run: The unit has run in a forward that trains, since the last backward.
+        num_outstanding: Calls whose backward has not begun.
+        num_silent: Calls without grad in forwards that train: a reentrant recomputation may repeat them.
+        num_repeated: How many of those it has repeated in this backward.
+    """
+
+    __slots__ = ("frames", "has_run", "labels", "num_outstanding", "num_repeated", "num_silent", "replays")
+
+    def __init__(self) -> None:
+        self.frames: list[int] = []
+        self.labels: list[Any] = []
+        self.replays: list[int] = []
+        self.has_run = False
+        self.num_outstanding = self.num_silent = self.num_repeated = 0
+
+    def end_backward(self) -> None:
+        """A backward has ended."""
+        self.num_silent = self.num_repeated = 0
+        self.has_run = False
+
+
 class Unit:
     """Bookkeeping of one unit; what it does is in ``engine`` and ``group``.
 
@@ -145,6 +171,17 @@ class Unit:
         modules: Its modules by path: one, or the neighbours that were merged (``spec.merge``), none inside another.
         reshards: It is released between forward and backward.
         inner_size: It then stays sharded over so many ranks of ``dp_shard``.
+
+    Attributes:
+        family: Numbers of the units around it, of those in it, and its own.
+        recomputed_in: A module around it whose forward is run again in backward.
+        is_resident: Its parameters are replicated and never released.
+        has_swapped_in: All members together have swapped in, and none has swapped out since.
+        shows_logical_state: The modules hold whole tensors: ``state_dict()`` and the like are right.
+        whole: How ``sw.full_parameters`` shows the unit, or has another rank show it; ``None``: it does not.
+        is_unused: Gathered, or being gathered, and nothing has been computed with it since.
+        updated_in: The backward in which its parameters were updated.
+        healed_in: The backward in which data was brought back for a value that had left by a side door.
     """
 
     def __init__(
@@ -152,33 +189,34 @@ class Unit:
     ) -> None:
         self.name = name
         self.members = [Member(path, module) for path, module in modules.items()]
-        self.type_name = _type_name(modules.values())
         self.engine: weakref.ref[Engine] | None = None
         self.index = 0
         self.parent: Unit | None = None
-        self.depth = 0
-        self.family: frozenset[int] = frozenset()  # indices of its ancestors, its descendants and itself
+        self.family: frozenset[int] = frozenset()
         self.groups: list[Group] = []
         self.reshards_after_forward = reshards
-        self.recomputed_in: str | None = None  # a module around it whose forward is run again in backward
+        self.recomputed_in: str | None = None
         self.inner_size = inner_size if reshards else None
-        self.is_resident = False  # its parameters are replicated and never released
-        self.reshards_if_nested: bool | None = None  # what fully_shard was told; None: as its place in the tree says
+        self.is_resident = False
         self.state = State.SHARDED
-        self.has_swapped_in = False  # all members together, and none has been swapped out since
+        self.has_swapped_in = False
         self.handles: list[Handle] = []
-        self.shows_logical_state = False  # the modules hold whole tensors: state_dict() and the like are right
-        self.whole: Whole | None = None  # full_parameters shows the unit whole, or lets another rank do so
-        self.is_unused = False  # gathered, or being gathered, and nothing has been computed with it since
-        self.frames: list[int] = []  # one for each forward under way: autograd's sequence number at its start
-        self.labels: Labels = []  # of the forwards under way, in a profile
-        self.replays: list[int] = []  # the same for recomputations, which run inside a backward
-        self.has_run = False  # in a forward that trains, since the last backward
-        self.num_outstanding = 0  # forward calls whose backward has not begun
-        self.num_silent = 0  # calls without grad in forwards that train: a reentrant recomputation may repeat them ...
-        self.num_repeated = 0  # ... and has done so, in this backward, this often
-        self.updated_in = -1  # the backward in which its parameters were updated
-        self.healed_in = -1  # the backward in which data was brought back for a value that had left by a side door
+        self.calls = Calls()
+        self.shows_logical_state = False
+        self.whole: Any = None
+        self.is_unused = False
+        self.updated_in = self.healed_in = -1
+
+    @property
+    def depth(self) -> int:
+        """Units around this one."""
+        return 0 if self.parent is None else 1 + self.parent.depth
+
+    @property
+    def type_name(self) -> str:
+        """Class names of the modules: ``Block``, or ``6 x Block`` for a unit of six."""
+        counts = Counter(type(member.module()).__name__ for member in self.members)
+        return ", ".join(name if counts.total() == 1 else f"{count} x {name}" for name, count in counts.items())
 
     @property
     def path(self) -> str:
@@ -221,16 +259,16 @@ class Unit:
 
     def clear_frames(self) -> None:
         """No forward call is under way any more."""
-        self.frames.clear()
-        self.labels.clear()
+        self.calls.frames.clear()
+        self.calls.labels.clear()
         for member in self.members:
             member.num_frames = 0
 
-
-def _type_name(modules: Iterable[nn.Module]) -> str:
-    """``Block``, or ``6 x Block`` for a unit of six."""
-    counts = Counter(type(module).__name__ for module in modules)
-    return ", ".join(name if counts.total() == 1 else f"{count} x {name}" for name, count in counts.items())
+    def dissolve(self) -> None:
+        """The model has gone: let groups, and what refers back to them, be freed without a garbage collection."""
+        for group in self.groups:
+            del group.gradient
+        self.groups.clear()
 
 
 @dataclass(frozen=True)

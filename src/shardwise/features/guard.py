@@ -21,7 +21,8 @@ from torch import Tensor, nn
 
 from shardwise import torch_private
 from shardwise.comm.control import all_gather_json
-from shardwise.engine.hooks import without_slots
+from shardwise.engine.hooks import Observer, without_slots
+from shardwise.engine.order import Entry
 from shardwise.engine.unit import mark_of
 from shardwise.init.digest import digest_of
 from shardwise.optim.flat_parameters import group_of
@@ -264,7 +265,17 @@ def refuse_added(engine: Engine, only: Callable[[nn.Parameter], bool] = lambda _
             )
 
 
-def refuse_ddp(engine: Engine) -> None:
+class Added(Observer):
+    """Refuses forwards of a model that was given parameters later, or lies in a ``DistributedDataParallel``."""
+
+    def forward_begins(self, engine: Engine, entry: Entry) -> None:  # noqa: ARG002
+        """Look for them, in the first forward of each kind."""
+        _refuse_inside_ddp(engine)
+        if engine.forward.trains and not engine.orders.gathers.is_recorded:
+            refuse_added(engine)
+
+
+def _refuse_inside_ddp(engine: Engine) -> None:
     """Refuse a forward inside a ``DistributedDataParallel`` that has parameters of this model.
 
     Raises:

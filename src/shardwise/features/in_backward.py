@@ -17,6 +17,7 @@ from torch import nn
 from shardwise import torch_private
 from shardwise.engine.hooks import Observer
 from shardwise.engine.unit import engine_of
+from shardwise.features.waiting import drop_zeroed
 from shardwise.optim.checks import accept
 from shardwise.optim.flat_parameters import FlatParameter, group_of, split
 from shardwise.spec.errors import StateError
@@ -65,12 +66,13 @@ def optimizer_in_backward(model: nn.Module, *optimizers: torch.optim.Optimizer) 
             " last.\n  Call optimizer.step() after sw.train_step(), or set pp=1."
         )
     _check(engine, optimizers)
-    engine.observers += (UpdateInBackward(engine, optimizers),)
+    engine.observers.add(UpdateInBackward(engine, optimizers))
 
 
 def optimizers_in_backward(engine: Engine) -> tuple[torch.optim.Optimizer, ...] | None:
     """What updates the model inside backward; ``None`` where nothing does."""
-    return next((each.optimizers for each in engine.observers if isinstance(each, UpdateInBackward)), None)
+    found = engine.observers.find(UpdateInBackward)
+    return None if found is None else found.optimizers
 
 
 def refuse(engine: Engine, call: str) -> None:
@@ -79,7 +81,7 @@ def refuse(engine: Engine, call: str) -> None:
     Raises:
         StateError: The model is updated inside backward.
     """
-    if engine.updates_in_backward:
+    if engine.observers.find(UpdateInBackward) is not None:
         raise StateError(
             f"{call} needs the gradients of the whole model, but sw.optimizer_in_backward() updates each unit as soon"
             f" as its own are there.\n  Leave {call} out, or step after backward."
@@ -87,9 +89,9 @@ def refuse(engine: Engine, call: str) -> None:
 
 
 def _check(engine: Engine, optimizers: tuple[torch.optim.Optimizer, ...]) -> None:
-    if engine.updates_in_backward:
+    if engine.observers.find(UpdateInBackward) is not None:
         raise StateError("the model is updated inside backward already.\n  Call sw.optimizer_in_backward() once.")
-    if engine.transfers is not None:
+    if any(group.form.is_on_host for group in engine.groups):
         raise StateError(
             "sw.optimizer_in_backward() lets gradients live in the device's buffers, but offload_policy keeps them on"
             " the host.\n  Use one of the two: on the host gradients cost no device memory."
@@ -103,7 +105,7 @@ def _check(engine: Engine, optimizers: tuple[torch.optim.Optimizer, ...]) -> Non
             )
         accept(optimizer)
     _check_ignored(engine)
-    engine.drop_zeroed()
+    drop_zeroed(engine)
     given = [p for optimizer in optimizers for settings in optimizer.param_groups for p in settings["params"]]
     counts = Counter(id(p) for each in given for p in (each.shards if isinstance(each, FlatParameter) else (each,)))
     for group in engine.groups:
@@ -170,7 +172,7 @@ class UpdateInBackward(Observer):
             finally:
                 self.is_stepping = False
         group.gradient.release_home(engine.gradients)
-        unit.updated_in = engine.generation
+        unit.updated_in = engine.backward.generation
 
     def backward_ended(self, engine: Engine) -> None:
         """What is gathered is out of date."""

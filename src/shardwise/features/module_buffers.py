@@ -15,11 +15,14 @@ from torch import Tensor, nn
 from shardwise import torch_private
 from shardwise.comm.base import Comm
 from shardwise.comm.dtype import dtype_name
+from shardwise.engine.engine import Engine
+from shardwise.engine.hooks import Observer
+from shardwise.engine.order import Entry
 from shardwise.features.batch_norm import SyncBatchNorm
 from shardwise.spec.traffic.data import BUFFERS, BufferMessage
 
 
-class BufferSync:
+class BufferSync(Observer):
     """Sends the buffers of a model, coalesced into one message per dtype.
 
     Args:
@@ -55,11 +58,24 @@ class BufferSync:
         """A module with buffers is in training mode, in which a forward may change them, also one without grad."""
         return any(module.training for holder in self._holders if (module := holder()) is not None)
 
-    def forward_begins(self, *, may_change: bool) -> None:
+    def may_change(self, engine: Engine) -> bool:
+        """Whether the forward that begins may change buffers: it trains, or some module with buffers does."""
+        return engine.forward.trains or self.has_holder_in_training
+
+    def forward_begins(self, engine: Engine, entry: Entry) -> None:  # noqa: ARG002
         """An outermost forward is about to run, on every rank.
 
+        Collective:
+            As :meth:`sync`, if one is due, unless microbatches are being accumulated.
+        """
+        if not engine.parameters_are_unchanged:
+            self.begin(may_change=self.may_change(engine))
+
+    def begin(self, *, may_change: bool) -> None:
+        """Forwards between which no parameter changes are about to run, on every rank.
+
         Args:
-            may_change: It trains, or some module with buffers is in training mode.
+            may_change: They may change buffers.
 
         Collective:
             As :meth:`sync`, if one is due.
@@ -67,6 +83,15 @@ class BufferSync:
         if self.is_due:
             self.sync()
         self.is_due = may_change and bool(self._held)
+
+    def before_state(self, engine: Engine) -> None:  # noqa: ARG002
+        """Have the buffers equal over the ranks now.
+
+        Collective:
+            As :meth:`sync`, if one is due. All ranks must call.
+        """
+        if self.is_due:
+            self.sync()
 
     def sync(self) -> None:
         """Make the buffers equal.
@@ -158,3 +183,14 @@ def _select(model: nn.Module, ignored: Collection[str], *, saved_only: bool) -> 
         if (f"{path}.{key}" if path else key) not in ignored
         and (not saved_only or torch_private.is_persistent(module, key))
     ]
+
+
+def begin(engine: Engine) -> None:
+    """Forwards between which no parameter changes are about to run: have buffers equal before the first of them.
+
+    Collective:
+        As :meth:`BufferSync.sync`, if one is due. All ranks must call.
+    """
+    buffers = engine.observers.find(BufferSync)
+    if buffers is not None:
+        buffers.begin(may_change=buffers.may_change(engine))

@@ -18,13 +18,16 @@ from torch import Tensor, nn
 
 from shardwise.comm.base import Comm
 from shardwise.engine.engine import Engine
+from shardwise.engine.hooks import Observer, Step
+from shardwise.engine.order import stage_entry
 from shardwise.engine.pool import memory_order
 from shardwise.engine.unit import State, Unit, mark_of
-from shardwise.features import safety
+from shardwise.features.module_buffers import begin
+from shardwise.features.waiting import WaitingSums
 from shardwise.spec.errors import StateError
 
 
-class PipelineStep:
+class PipelineStep(Step):
     """One such step.
 
     Args:
@@ -32,20 +35,12 @@ class PipelineStep:
         last: The microbatch whose backward through a stage is to reduce its units as it leaves them; ``None``: no
             backward is.
         synchronises: Gradients are reduced in this step.
-
-    Attributes:
-        holds: What is gathered stays gathered, and in its modules. Not where units are to be released after forward.
-        stage: The pipeline stage of the newest forward.
-        rests: Its units are all there, and nobody asks when backward leaves them: the hooks around them have nothing to
-            do.
-        only_for: The call that nothing but forwards without grad may come between, until it has ended.
     """
+
+    ends_with_backward = False
 
     def __init__(self, engine: Engine, last: int | None = None, *, synchronises: bool = False) -> None:
         self.holds = all(not unit.reshards_after_forward for unit in engine.units)
-        self.stage: int | None = None
-        self.rests = False
-        self.only_for: str | None = None
         self.has_gradients = False  # of this step's own backwards
         self._engine = engine
         self._last = last if synchronises else None
@@ -60,17 +55,17 @@ class PipelineStep:
         The first gathers the stage's units, in an order of its own; later ones find them there. Of the last one the
         hooks tell when its backward leaves a unit.
         """
-        self.stage = stage
+        self.entry = stage_entry(stage)
         is_last = microbatch == self._last
-        self.rests = self.holds and microbatch > 0 and not is_last
+        self.skips_hooks = self.holds and microbatch > 0 and not is_last
         self._left.clear()
         self._due = self._of_stage(stage) if is_last else deque()
 
     def keeps(self, unit: Unit) -> bool:
         """The unit stays gathered, as it is needed again."""
-        return self.holds and unit not in self._reduced
+        return unit not in self._reduced
 
-    def leave(self, unit: Unit) -> None:
+    def leave(self, engine: Engine, unit: Unit) -> None:
         """The engine has left ``unit``, and collected its gradients: reduce what is due, as far as that has been left.
 
         Collective:
@@ -80,8 +75,8 @@ class PipelineStep:
         while self._due and self._due[0] in self._left:
             ready = self._due.popleft()
             self._reduced.add(ready)
-            self._engine.reshard(ready)
-            self._engine.reduce(ready)
+            engine.reshard(ready)
+            engine.reduce(ready)
 
     @torch.no_grad()
     def end(self, stage: int, compute: Callable[[Sequence[Tensor]], None] | None = None) -> None:
@@ -130,7 +125,9 @@ class PipelineStep:
             engine.finish_reductions()
 
     def _of_stage(self, stage: int) -> deque[Unit]:
-        return deque(unit for unit in reversed(self._engine.stages.get(stage, ())) if unit not in self._reduced)
+        return deque(
+            unit for unit in reversed(units_of_stages(self._engine).get(stage, ())) if unit not in self._reduced
+        )
 
 
 @contextlib.contextmanager
@@ -150,24 +147,22 @@ def open_step(engine: Engine, before_reduction: Callable[[], None], last: int | 
     Raises:
         StateError: The optimizer steps inside backward.
     """
-    if engine.observers:
-        raise StateError(
-            "a pipeline step adds up the gradients of its microbatches: sw.optimizer_in_backward() and sw.join() do not"
-            " go with it.\n  Leave them out, or set pp=1."
-        )
+    _refuse_observers(engine)
     engine.settle("sw.train_step")
-    engine.hide_waiting()
-    engine.trains = torch.is_grad_enabled()
+    sums = engine.observers.find(WaitingSums) or WaitingSums()
+    sums.hide(engine)
+    engine.forward.trains = torch.is_grad_enabled()
     syncs = engine.syncs_gradients
     if not engine.parameters_are_unchanged:
+        begin(engine)
         engine.refresh()
         engine.parameters_are_unchanged = True
     had_sums = any(group.gradient.is_local for group in engine.groups)
-    engine.pipeline_step = opened = PipelineStep(engine, last, synchronises=syncs and torch.is_grad_enabled())
+    engine.step = opened = PipelineStep(engine, last, synchronises=syncs and torch.is_grad_enabled())
     engine.syncs_gradients = False
     try:
         yield opened
-        engine.pipeline_step, engine.syncs_gradients = None, syncs
+        engine.step, engine.syncs_gradients = Step(), syncs
         for unit in engine.units:
             if unit.state is State.UNSHARDED:
                 engine.reshard(unit)
@@ -178,13 +173,75 @@ def open_step(engine: Engine, before_reduction: Callable[[], None], last: int | 
         for unit in engine.units:
             unit.swap_out()
         if opened.has_gradients or engine.reducing:
-            safety.drop_later(engine, had_sums=had_sums)
+            # Nobody waits here, as peers may be waiting for this rank in turn: the next call drops what is there.
+            engine.backward.is_under_way, engine.backward.had_sums = True, had_sums
         raise
     finally:
-        engine.pipeline_step, engine.syncs_gradients = None, syncs
+        engine.step, engine.syncs_gradients = Step(), syncs
     if syncs or not torch.is_grad_enabled():
         engine.parameters_are_unchanged = False
-    engine.show_waiting()
+    sums.show(engine)
+
+
+def _refuse_observers(engine: Engine) -> None:
+    if any(observer.updates_in_backward or observer.sees_every_gather for observer in engine.observers.all):
+        raise StateError(
+            "a pipeline step adds up the gradients of its microbatches: sw.optimizer_in_backward() and sw.join() do not"
+            " go with it.\n  Leave them out, or set pp=1."
+        )
+
+
+class ConstantParameters(Step):
+    """Forwards without grad that follow one another on the same parameters.
+
+    Args:
+        call: Nothing but such forwards may come between, until this call of the user has ended.
+    """
+
+    skips_hooks = True
+    ends_with_backward = False
+
+    def __init__(self, call: str) -> None:
+        self._call = call
+
+    def refuse(self, what: str) -> None:
+        """Between the tokens of a stream the modules hold whole parameters, and gradients would be lost.
+
+        Raises:
+            StateError: Always.
+        """
+        raise StateError(
+            f"{what} while {self._call} is under way: its iterator is neither exhausted nor closed.\n"
+            "  Call its close(), or go on to its end, before."
+        )
+
+    def refuse_grad(self) -> None:
+        """As :meth:`refuse`, of a forward."""
+        if torch.is_grad_enabled():
+            self.refuse("a forward with grad")
+
+
+class StageUnits(Observer):
+    """The stages of a pipeline on this rank.
+
+    Args:
+        units: The units that belong to one stage alone, by stage.
+        share_state: Gives all stages what only one of them has.
+    """
+
+    def __init__(self, units: Mapping[int, Sequence[Unit]], share_state: Callable[[], object]) -> None:
+        self.units = units
+        self._share_state = share_state
+
+    def before_state(self, engine: Engine) -> None:  # noqa: ARG002
+        """Give all stages what only one of them has."""
+        self._share_state()
+
+
+def units_of_stages(engine: Engine) -> Mapping[int, Sequence[Unit]]:
+    """The units that belong to one stage of a pipeline alone, by stage; empty without a pipeline."""
+    stages = engine.observers.find(StageUnits)
+    return {} if stages is None else stages.units
 
 
 @contextlib.contextmanager
@@ -206,22 +263,23 @@ def constant_parameters(engine: Engine, call: str) -> Iterator[None]:
         StateError: A forward or a backward is under way. What trains, steps or works on shards inside raises as well.
     """
     engine.settle(call)
-    if any(observer.sees_every_gather for observer in engine.observers) or not all(
+    if any(observer.sees_every_gather for observer in engine.observers.all) or not all(
         _can_stay(unit) for unit in engine.units
     ):
         yield
         return
     was_open = engine.parameters_are_unchanged
+    if not was_open:
+        begin(engine)
     engine.refresh()
     engine.parameters_are_unchanged = True
     try:
         for unit in engine.units:
             _put(engine, unit)
-        engine.pipeline_step = PipelineStep(engine)
-        engine.pipeline_step.rests, engine.pipeline_step.only_for = True, call
+        engine.step = ConstantParameters(call)
         yield
     finally:
-        engine.pipeline_step, engine.parameters_are_unchanged = None, was_open
+        engine.step, engine.parameters_are_unchanged = Step(), was_open
         for unit in engine.units:
             _take_back(engine, unit)
 

@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-import copy as copying
 import dataclasses
-from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Sequence
 from typing import Any
 
 import torch
@@ -12,6 +11,7 @@ from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _BatchNorm
 
 from shardwise.comm.dtype import dtype_name, torch_dtype
+from shardwise.engine.hooks import replace_tensors
 from shardwise.launch.notice import tell_once
 from shardwise.spec.errors import PlanError
 from shardwise.spec.policies import PrecisionPolicy, name_matcher
@@ -169,39 +169,3 @@ def cast_floating(value: Any, dtype: torch.dtype) -> Any:
         return tensor.to(dtype) if tensor.is_floating_point() and tensor.dtype is not dtype else tensor
 
     return replace_tensors(value, cast)
-
-
-def replace_tensors(value: Any, change: Callable[[Tensor], Tensor]) -> Any:
-    """``value``, of any common shape, with ``change(tensor)`` for every tensor in it; itself where none is changed."""
-    if isinstance(value, Tensor):
-        return change(value)
-    if isinstance(value, (tuple, list)):
-        return _replace_in_sequence(value, change)
-    if isinstance(value, Mapping):
-        return _replace_in_mapping(value, change)
-    if dataclasses.is_dataclass(value) and not isinstance(value, type):
-        held = {field.name: getattr(value, field.name) for field in dataclasses.fields(value) if field.init}
-        changed = _changed(held, change)
-        return dataclasses.replace(value, **changed) if changed else value
-    return value
-
-
-def _replace_in_sequence(value: tuple[Any, ...] | list[Any], change: Callable[[Tensor], Tensor]) -> Any:
-    items = [replace_tensors(item, change) for item in value]
-    if all(new is old for new, old in zip(items, value, strict=True)):
-        return value
-    return type(value)(*items) if hasattr(value, "_fields") else type(value)(items)
-
-
-def _replace_in_mapping(value: Mapping[str, Any], change: Callable[[Tensor], Tensor]) -> Any:
-    changed = _changed(value, change)
-    if not changed:
-        return value
-    copy: Any = copying.copy(value)  # transformers' ModelOutput keeps items and attributes alike when items are set
-    for key, item in changed.items():
-        copy[key] = item
-    return copy
-
-
-def _changed(value: Mapping[str, Any], change: Callable[[Tensor], Tensor]) -> dict[str, Any]:
-    return {key: new for key, item in value.items() if (new := replace_tensors(item, change)) is not item}

@@ -19,10 +19,13 @@ import torch
 from torch import Tensor, nn
 
 from shardwise.comm.control import all_gather_json
+from shardwise.engine import engine as heart
 from shardwise.engine.hooks import Observer
 from shardwise.engine.unit import engine_of
-from shardwise.features import batch_norm, safety
+from shardwise.features import batch_norm
 from shardwise.features.in_backward import optimizers_in_backward
+from shardwise.features.module_buffers import BufferSync
+from shardwise.features.waiting import WaitingSums
 from shardwise.optim.clip import clip_grad_norm
 from shardwise.spec.errors import CommError, RankDisagreement, StateError
 
@@ -107,7 +110,7 @@ def join(
     """
     engine = engine_of(model, "sw.join")
     engine.settle("sw.join()")
-    if any(isinstance(observer, Join) for observer in engine.observers):
+    if engine.observers.find(Join) is not None:
         raise StateError("sw.join() inside sw.join() of the same model.\n  Leave one out.")
     if batch_norm.comms_of(model) and not throw_on_early_termination:
         raise StateError(
@@ -128,7 +131,7 @@ def join(
         engine, model, optimizers, divides_by_all=divide_by_initial_world_size, throws=throw_on_early_termination
     )
     with _generating_alone(model):
-        engine.observers += (group,)
+        engine.observers.add(group, is_first=True)
         try:
             yield
         except BaseException:
@@ -137,7 +140,7 @@ def join(
         else:
             group.follow()
         finally:
-            engine.observers = tuple(observer for observer in engine.observers if observer is not group)
+            engine.observers.remove(group)
             group.restore()
 
 
@@ -201,7 +204,7 @@ class Join(Observer):
     @property
     def is_short(self) -> bool:
         """Some rank has no batch left."""
-        return self._engine.ranks_follow
+        return self._engine.gradients.finishes_at_once
 
     def forward_begins(self, engine: Engine, entry: Entry) -> None:
         """An outermost forward is about to begin.
@@ -209,17 +212,20 @@ class Join(Observer):
         Collective:
             One all-gather of three integers per rank. All ranks of the context must call.
         """
-        what = engine.trains + 2 * engine.may_change_buffers
+        buffers = engine.observers.find(BufferSync)
+        may_change = engine.forward.trains if buffers is None else buffers.may_change(engine)
+        what = engine.forward.trains + 2 * may_change
         self._count(self._say(Word.FORWARD, what, zlib.crc32(repr(entry).encode()), is_always=True))
 
-    def before_gather(self, engine: Engine, unit: Unit, group: Group, *, is_inner: bool) -> None:  # noqa: ARG002
+    def before_gather(self, engine: Engine, unit: Unit, group: Group, *, is_kept: bool) -> None:  # noqa: ARG002
         """A group's all-gather is about to be issued."""
         if group.row.shards_optimizer and group.whole is None:
-            self._say(Word.GATHER, unit.index, 2 * unit.groups.index(group) + is_inner)
+            self._say(Word.GATHER, unit.index, 2 * unit.groups.index(group) + is_kept)
 
     def backward_begins(self, engine: Engine) -> None:
-        """Backward has reached its first unit."""
-        if self._say(Word.BACKWARD, self._held) and engine.updates_in_backward:
+        """Backward has reached its first unit. What ``.grad`` really is decides what is said."""
+        self._hide_sums()
+        if self._say(Word.BACKWARD, self._held) and optimizers_in_backward(engine) is not None:
             self._share_settings()
 
     def before_reduce(self, engine: Engine, unit: Unit) -> None:
@@ -292,7 +298,7 @@ class Join(Observer):
             What the others issue.
         """
         self._is_listening = True
-        safety.leave_frames(self._engine)
+        self._engine.leave_frames()
         while spoken := self._spoken(self._exchange(Word.LEFT)):
             word, first, second = next(iter(spoken.values()))
             self._do(Word(word), first, second, spoken)
@@ -304,7 +310,7 @@ class Join(Observer):
             self._count(spoken)
         follow: dict[Word, Callable[[], object]] = {
             Word.FORWARD: lambda: self._follow_forward(trains=bool(first & 1), may_change_buffers=bool(first & 2)),
-            Word.GATHER: lambda: self._follow_gather(first, second // 2, is_inner=bool(second % 2)),
+            Word.GATHER: lambda: self._follow_gather(first, second // 2, is_kept=bool(second % 2)),
             Word.BACKWARD: lambda: self._follow_backward([row[1] for row in spoken.values()]),
             Word.REDUCE: lambda: self._follow_reduction(first, is_last=bool(second)),
             Word.END: lambda: self._follow_end(has_more=bool(first)),
@@ -317,19 +323,22 @@ class Join(Observer):
 
     def _follow_forward(self, *, trains: bool, may_change_buffers: bool) -> None:
         """An outermost forward begins on the others."""
-        self._engine.trains, self._engine.may_change_buffers = trains, may_change_buffers
+        self._engine.forward.trains = trains
+        buffers = self._engine.observers.find(BufferSync)
+        if buffers is not None and not self._engine.parameters_are_unchanged:
+            buffers.begin(may_change=may_change_buffers)
         self._engine.refresh()
 
-    def _follow_gather(self, index: int, place: int, *, is_inner: bool) -> None:
+    def _follow_gather(self, index: int, place: int, *, is_kept: bool) -> None:
         """The others gather a group of a unit: take part."""
         engine = self._engine
         group = engine.units[index].groups[place]
         if group.slot is not None and group.slot.owner is not group:
             engine.claim(group)
-        engine.gather(group, is_inner=is_inner).wait()
-        if engine.trains and group.inner is not None and not is_inner:
-            group.inner.keep(group.gathered, engine.epoch)
-        group.release(poison=safety.is_on)
+        engine.gather(group, is_kept=is_kept).wait()
+        if engine.forward.trains and not is_kept:
+            group.form.keep(group)
+        group.release(poison=heart.poisons_slots)
 
     def _follow_reduction(self, index: int, *, is_last: bool) -> None:
         """The others reduce a unit: add nothing, or what earlier microbatches have left here."""
@@ -344,7 +353,7 @@ class Join(Observer):
         self._engine.parameters_are_unchanged = has_more
 
     def _follow_backward(self, held: Sequence[int]) -> None:
-        if self._engine.updates_in_backward:
+        if optimizers_in_backward(self._engine) is not None:
             self._share_settings()
         self._follow_zero_grad(held)
 
@@ -353,10 +362,15 @@ class Join(Observer):
         if _Held.SOME in held or (_Held.NONE not in held and not self._has_stepped):
             return
         self._has_stepped = False
-        self._engine.hide_waiting()  # sums wait, whatever the others hold
+        self._hide_sums()  # sums wait, whatever the others hold
         for group in self._engine.groups:
             for shard in group.shards:
                 shard.grad = None
+
+    def _hide_sums(self) -> None:
+        sums = self._engine.observers.find(WaitingSums)
+        if sums is not None:
+            sums.hide(self._engine)
 
     @property
     def _held(self) -> _Held:
@@ -379,11 +393,12 @@ class Join(Observer):
     def restore(self) -> None:
         """Undo what held inside the context."""
         engine = self._engine
-        engine.ranks_follow, engine.num_terms = False, engine.comms.num_ranks
+        engine.gradients.finishes_at_once = False
         for group in engine.groups:
-            group.gradient.divide_by(group.num_ranks)
-        if engine.buffers is not None:
-            engine.buffers.set_sources(range(self._comm.size))
+            group.gradient.divide_by(group.facts.num_ranks)
+        buffers = engine.observers.find(BufferSync)
+        if buffers is not None:
+            buffers.set_sources(range(self._comm.size))
 
     def _say(self, word: Word, first: int = 0, second: int = 0, *, is_always: bool = False) -> dict[int, list[int]]:
         """Tell what is about to be issued, where anybody listens; returns what all that have a batch have said."""
@@ -446,14 +461,15 @@ class Join(Observer):
             )
         if len(spoken) == len(self.active) and self.is_short:
             return
-        self._engine.ranks_follow = True
+        self._engine.gradients.finishes_at_once = True
         self.active = list(spoken)
-        self._engine.num_terms = len(self.active)
+        self.num_terms = len(self.active)
         if not self._divides_by_all:
             for group in self._engine.groups:
                 group.gradient.divide_by(len(self.active))
-        if self._engine.buffers is not None:
-            self._engine.buffers.set_sources(self.active)
+        buffers = self._engine.observers.find(BufferSync)
+        if buffers is not None:
+            buffers.set_sources(self.active)
 
     def _share_settings(self) -> None:
         """Take over the optimizers' settings of a rank that has a batch: a scheduler may have changed them."""
@@ -471,8 +487,8 @@ class Join(Observer):
             The recorded orders, as JSON; the buffers.
         """
         engine, last = self._engine, self.active[0]
-        known = all_gather_json(self._comm, [[orders.known() for orders in engine.all_orders], self._held])
-        for orders, recorded in zip(engine.all_orders, known[last][0], strict=True):
+        known = all_gather_json(self._comm, [[orders.known() for orders in engine.orders.all], self._held])
+        for orders, recorded in zip(engine.orders.all, known[last][0], strict=True):
             orders.take(recorded)
         self._follow_zero_grad([known[rank][1] for rank in self.active])
         engine.sync_buffers()

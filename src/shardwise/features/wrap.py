@@ -14,9 +14,10 @@ from torch import nn
 
 from shardwise.comm.axes import Comms
 from shardwise.comm.base import Comm
-from shardwise.engine.build import OwnedParameter, is_below, kind_of
+from shardwise.engine.build import Kind, OwnedParameter, is_below
 from shardwise.engine.order import CONTAINERS, is_called
 from shardwise.features.precision import Policies
+from shardwise.forms.packed import is_quantizable
 from shardwise.spec.errors import PlanError
 from shardwise.spec.granularity import assign
 from shardwise.spec.merge import Mergeable, default_limit, merge
@@ -184,6 +185,17 @@ def _members(holder: nn.Module) -> Iterator[tuple[str, nn.Module]]:
             yield name, child
         elif not (_ALTERNATIVES.search(name) or isinstance(child, nn.ModuleDict)):
             yield from ((f"{name}.{path}", member) for path, member in _members(child))
+
+
+def kind_of(entry: OwnedParameter, policies: Policies, quantization: Quantization) -> Kind:
+    """What a parameter must have in common with the others of its group."""
+    held = slice_of(entry.parameter)
+    return Kind(
+        dtypes=policies.group_dtypes(entry.parameter, entry.uses),
+        is_trainable=entry.parameter.requires_grad,
+        frozen_as=quantization.frozen if is_quantizable(entry.parameter, entry.uses, quantization.frozen) else "none",
+        is_expert=held is not None and held.is_expert,
+    )
 
 
 def merge_units(

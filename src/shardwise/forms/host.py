@@ -1,8 +1,7 @@
-"""Between the host and the compute device: masters up to where they are gathered, reduced gradients down to ``.grad``.
+"""The host form: master, ``.grad`` and optimizer state in host memory, copies to and from the device that computes.
 
-A group that is offloaded keeps its master and what the optimizer adds to it in host memory. At a gather the master is
-copied into this rank's slice of the gathered buffer, from where the all-gather takes it; a reduced gradient is copied
-from the device's buffer to the host's. On CUDA each direction has a stream of its own:
+At a gather the master is copied into this rank's slice of the gathered buffer, from where the all-gather takes it; a
+reduced gradient is copied from the device's buffer to the host's. On CUDA each direction has a stream of its own:
 
 * up: after everything that the compute stream had been given (the slot is free then); the all-gather waits for it.
 * down: after the reduction; the compute stream waits for it before the buffer is used again.
@@ -21,14 +20,16 @@ import torch
 from torch import Tensor
 
 from shardwise.comm.base import Done, Handle
+from shardwise.engine.group import Form, Group
+from shardwise.forms.inner import Around
+from shardwise.forms.packed import PackedPool, packed_pool
 from shardwise.spec.errors import PlanError
 from shardwise.spec.placement import Placements
 from shardwise.spec.policies import OffloadPolicy, choose
 
 if TYPE_CHECKING:
     from shardwise.engine.build import OwnedParameter
-    from shardwise.engine.group import Group
-    from shardwise.engine.pool import PackedPool
+    from shardwise.engine.engine import Engine
 
 Name = TypeVar("Name", str, tuple[str, ...])
 
@@ -60,26 +61,115 @@ def host_zeros(numel: int, dtype: torch.dtype, device: torch.device, *, pins: bo
     return torch.zeros(numel, dtype=dtype, pin_memory=pins and device.type == "cuda")
 
 
-class Transfers:
-    """The copies of one model's offloaded groups, and the device's buffers that they pass through.
+class OnHost(Around):
+    """Keeps on the host what the optimizer works on.
 
     Args:
-        groups: The offloaded groups; each is told who carries its copies.
-        device: The compute device.
+        within: How the group is held, apart from the place.
+        policy: What is kept where.
     """
 
-    def __init__(self, groups: Sequence[Group], device: torch.device) -> None:
+    def __init__(self, within: Form, policy: OffloadPolicy) -> None:
+        super().__init__(within)
+        self.is_on_host = True
+        self.policy = policy
+        self.resident: Tensor | None = None  # the shard that the device keeps of the master
+        self._resident_epoch = -1  # the forward for which it was brought
+        self._landing: Tensor | None = None  # on the host, for a sum that cannot go straight to where .grad lives
+
+    def is_apart(self, group: Group) -> bool:  # noqa: ARG002
+        """Always: the gathered buffer is on the device that computes."""
+        return True
+
+    def make_master(self, group: Group) -> Tensor:
+        """As the form within, on the host; and the device's shard, where it keeps one."""
+        if self.held_as is not None:
+            packed = self.within.make_master(group)
+            return host_zeros(packed.numel(), packed.dtype, group.device, pins=self.policy.pin_memory).copy_(packed)
+        if self.policy.keeps_shard(group.row):
+            # What is packed from it has the master's own digits.
+            kept = group.dtype if self.sent_as is not None else group.compute_dtype
+            self.resident = torch.zeros(group.master_numel, dtype=kept, device=group.device)
+        return group.fill(self.zeros(group, group.master_numel))
+
+    def zeros(self, group: Group, numel: int) -> Tensor:
+        """Host memory."""
+        return host_zeros(numel, group.dtype, group.device, pins=self.policy.pin_memory)
+
+    def start(self, group: Group, engine: Engine) -> None:
+        """Join the model's transfers, with a buffer on the device for a master that has to be cast there."""
+        super().start(group, engine)
+        self._packed = packed_pool(engine, "reduce")
+        transfers = engine.shared.get(Transfers)
+        if transfers is None:
+            transfers = engine.shared[Transfers] = Transfers(group.device)
+            engine.host_waits += (transfers.synchronise,)
+        self.transfers: Transfers = transfers
+        if self._is_cast_on_device(group):
+            transfers.stage(group.master)
+
+    def _is_cast_on_device(self, group: Group) -> bool:
+        """The master has to be on the device as it is before it is cast, or packed, there."""
+        if self.held_as is not None:
+            return False
+        return self.within.is_apart(group) if self.resident is None else self.resident.dtype is not group.dtype
+
+    def gather(self, group: Group) -> Handle:
+        """As the form within, once the master has been brought up."""
+        with self.transfers.upward():
+            handle = self.within.send(group, self._bring(group))
+            return handle if group.row.shards_optimizer else self.transfers.arrival()
+
+    def _bring(self, group: Group) -> Tensor:
+        """The master on its way from the host, or what the device has kept of it in this forward."""
+        if self.resident is None:
+            return self.transfers.staged(group.master) if self._is_cast_on_device(group) else group.master
+        if self._resident_epoch != group.epoch:
+            is_cast = self.resident.dtype is not group.dtype
+            master = self.transfers.staged(group.master) if is_cast else group.master
+            self.resident.copy_(master, non_blocking=True)
+            self._resident_epoch = group.epoch
+        return self.resident
+
+    def arrive(self, group: Group, reduction: Handle) -> Handle:
+        """Have the sum sent to the host as soon as it is there."""
+        gradient = group.gradient
+        sum_on_device, home = gradient.result, gradient.home.make()
+        assert sum_on_device is not None
+        gradient.result = home
+        if group.reduce_dtype is not group.dtype or gradient.has_sums:
+            if self._landing is None:
+                self._landing = host_zeros(
+                    sum_on_device.numel(), sum_on_device.dtype, group.device, pins=self.policy.pin_memory
+                )
+            gradient.result = self._landing
+        return self.transfers.send(sum_on_device, gradient.result, reduction, self._packed)
+
+    def wait_for_host(self) -> None:
+        """Wait for every copy of the model."""
+        self.transfers.synchronise()
+
+    def buffers(self) -> list[tuple[str, Tensor]]:
+        """Those of the form within, the device's shard, and where sums land on the host."""
+        own = (("parameters", self.resident), ("host", self._landing))
+        return [*super().buffers(), *((category, tensor) for category, tensor in own if tensor is not None)]
+
+
+class Transfers:
+    """The copies of one model's offloaded groups, and the device's buffers that they pass through."""
+
+    def __init__(self, device: torch.device) -> None:
         is_cuda = device.type == "cuda"
         self.device = device
         self._up = torch.cuda.Stream(device) if is_cuda else None
         self._down = torch.cuda.Stream(device) if is_cuda else None
         self._events: dict[str, Any] = {}  # the newest of either direction
         self._stages: dict[torch.dtype, Tensor] = {}
-        for group in groups:
-            group.transfers = self
-            if group.needs_stage:  # masters travel as they are: the host is not to cast
-                numel = max(group.master.numel(), len(self._stages.get(group.dtype, ())))
-                self._stages[group.dtype] = torch.zeros(numel, dtype=group.dtype, device=device)
+
+    def stage(self, master: Tensor) -> None:
+        """Have a buffer on the device for a master that travels as it is: the host is not to cast."""
+        if master.numel() > len(self._stages.get(master.dtype, ())):
+            self._stages[master.dtype] = torch.zeros(master.numel(), dtype=master.dtype, device=self.device)
 
     @property
     def stages(self) -> list[Tensor]:

@@ -1,4 +1,4 @@
-"""What a group leaves behind after its forward where ``reshard_after_forward`` is a number (ZeRO++'s hpZ).
+"""A form for ``reshard_after_forward=k`` (ZeRO++'s hpZ): after forward a group stays sharded over ``k`` neighbours.
 
 Between steps a group is cut over all ranks of ``dp_shard``. After its forward each rank keeps a larger slice of it, so
 that the few neighbours of an inner group (the ranks of a machine, say) hold all of it between them, and backward does
@@ -12,45 +12,117 @@ not have to ask the others. On four ranks with an inner size of 2::
 from __future__ import annotations
 
 import itertools
+from typing import TYPE_CHECKING
 
 from torch import Tensor
 
-from shardwise.comm.base import Comm, Handle
-from shardwise.spec.layout import GroupLayout
+from shardwise.comm.base import Handle
+from shardwise.engine.group import Form, Group
+
+if TYPE_CHECKING:
+    from shardwise.engine.engine import Engine
 
 
-class InnerShard:
-    """A slice of a group's gathered parameters, good until the parameters change.
+class Around(Form):
+    """A form that changes some moves of another one, and leaves the rest to it.
 
     Args:
-        gathered: The group's gathered buffer.
-        layout: Its layout.
-        comm: Along the inner group.
-
-    Attributes:
-        epoch: The outermost forward whose parameters it holds.
-        buffer: The slice.
+        within: The other form.
     """
 
-    def __init__(self, gathered: Tensor, layout: GroupLayout, comm: Comm) -> None:
-        self.epoch = -1
-        self._comm = comm
-        cuts = layout.inner_cuts(comm.size)
+    def __init__(self, within: Form) -> None:
+        self.within = within
+        self.held_as, self.sent_as, self.reduced_as = within.held_as, within.sent_as, within.reduced_as
+        self.is_on_host = within.is_on_host
+
+    def is_apart(self, group: Group) -> bool:
+        """As the form within."""
+        return self.within.is_apart(group)
+
+    def make_master(self, group: Group) -> Tensor:
+        """As the form within."""
+        return self.within.make_master(group)
+
+    def zeros(self, group: Group, numel: int) -> Tensor:
+        """As the form within."""
+        return self.within.zeros(group, numel)
+
+    def elements(self, group: Group) -> Tensor:
+        """As the form within."""
+        return self.within.elements(group)
+
+    def values(self, group: Group) -> Tensor:
+        """As the form within."""
+        return self.within.values(group)
+
+    def set_values(self, group: Group, flat: Tensor) -> None:
+        """As the form within."""
+        self.within.set_values(group, flat)
+
+    def start(self, group: Group, engine: Engine) -> None:
+        """As the form within."""
+        self.within.start(group, engine)
+
+    def gather(self, group: Group) -> Handle:
+        """As the form within."""
+        return self.within.gather(group)
+
+    def reduce(self, group: Group, buffer: Tensor, result: Tensor, divisor: float) -> Handle:
+        """As the form within."""
+        return self.within.reduce(group, buffer, result, divisor)
+
+    def arrive(self, group: Group, reduction: Handle) -> Handle:
+        """As the form within."""
+        return self.within.arrive(group, reduction)
+
+    def wait_for_host(self) -> None:
+        """As the form within."""
+        self.within.wait_for_host()
+
+    def buffers(self) -> list[tuple[str, Tensor]]:
+        """Those of the form within."""
+        return self.within.buffers()
+
+
+class Inner(Around):
+    """Keeps a slice of the gathered parameters from forward to backward, good until the parameters change.
+
+    Args:
+        within: How the group is held between steps.
+        size: Ranks of an inner group.
+
+    Attributes:
+        kept: The slice.
+    """
+
+    def __init__(self, within: Form, size: int) -> None:
+        super().__init__(within)
+        self._size = size
+
+    def start(self, group: Group, engine: Engine) -> None:
+        """Open the inner group's Comm, and make memory for the slice."""
+        super().start(group, engine)
+        comm = self._comm = engine.comms.inner_comm(self._size)
+        cuts = group.layout.inner_cuts(comm.size)
         self._range = slice(cuts[comm.rank], cuts[comm.rank + 1])
         self._uneven_cuts = cuts if len({stop - start for start, stop in itertools.pairwise(cuts)}) > 1 else None
-        self.buffer = gathered.new_zeros(cuts[comm.rank + 1] - cuts[comm.rank])  # gathered may have no memory now
+        self.kept = group.gathered.new_zeros(cuts[comm.rank + 1] - cuts[comm.rank])  # gathered may have no memory now
 
-    def keep(self, gathered: Tensor, epoch: int) -> None:
+    def keep(self, group: Group) -> None:
         """Copy this rank's slice out of the gathered buffer, which is about to be released."""
-        self.buffer.copy_(gathered[self._range])
-        self.epoch = epoch
+        self.kept.copy_(group.gathered[self._range])
+        self.kept_epoch = group.epoch
 
-    def gather(self, gathered: Tensor, *, unit: str) -> Handle:
+    def gather_kept(self, group: Group) -> Handle:
         """Fill the gathered buffer again.
 
         Collective:
             All-gather on ``dp_shard_inner`` in the compute dtype; ``(k-1)/k`` of the padded group is sent by each of
             the ``k`` ranks. All of them must call in the same order.
         """
-        gathered[self._range].copy_(self.buffer)
-        return self._comm.all_gather(gathered, unit=unit, cuts=self._uneven_cuts)
+        group.gathered[self._range].copy_(self.kept)
+        return self._comm.all_gather(group.gathered, unit=group.unit.name, cuts=self._uneven_cuts)
+
+    def buffers(self) -> list[tuple[str, Tensor]]:
+        """Those of the form within, and the slice."""
+        return [*super().buffers(), ("gathered", self.kept)]

@@ -1,143 +1,279 @@
-"""Collectives of packed bytes, which lie in buffers that all units share.
+"""Packed forms: int8 blocks and 16 bit (``spec.quantize``), held, gathered or summed.
 
-A gather is received there and unpacked into the unit's slot. Gradients are packed there by every rank, each part sent
-to the rank that adds it up, and added up in fp32, in rank order, the rank's own as they would have been sent: the
-result does not depend on who adds up what, and is the same under every strategy.
+A gather is received in buffers that all units share, and unpacked into the unit's slot. Gradients are packed by every
+rank, each part sent to the rank that adds it up, and added in fp32, in rank order, the rank's own as they would have
+been sent: the result does not depend on who adds up what, and is the same under every strategy.
 """
 
 from __future__ import annotations
 
+import contextlib
 import itertools
-from collections.abc import Callable, Iterator, Sequence
+import sys
+from collections import deque
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import TYPE_CHECKING
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
-from shardwise.comm.base import Chain, Comm, Handle
+from shardwise.comm.base import Chain, Done, Handle
 from shardwise.comm.dtype import dtype_name
-from shardwise.engine.pool import PackedPool
+from shardwise.engine.group import Form, Group
+from shardwise.spec.memory.footprint import size_class
 from shardwise.spec.quantize import BLOCK_NUMEL, packed_bytes, packed_cuts, summed_cuts
 
 if TYPE_CHECKING:
-    from shardwise.engine.group import Group
+    from shardwise.engine.engine import Engine
 
 
-def gathered_cuts(group: Group) -> tuple[int, ...]:
-    """Where the slices of a gather begin, in bytes, and where the last one ends."""
-    assert group.sent_as is not None
-    return packed_cuts(group.layout.cuts, group.sent_as, dtype_name(group.dtype))
-
-
-def reduced_cuts(group: Group) -> tuple[int, ...]:
-    """The same of what is sent of its gradients to be added up."""
-    assert group.reduced_as is not None
-    return packed_cuts(summed_cuts(group.reduce_layout), group.reduced_as, dtype_name(group.reduce_dtype))
-
-
-def gather_packed(group: Group, comm: Comm, fill: Callable[[Tensor], object]) -> Handle:
-    """Issue the all-gather of ``group`` in the form in which it is sent.
+class Packed(Form):
+    """Parameters are gathered, or gradients summed, as int8 blocks.
 
     Args:
-        group: Its slot is its own already.
-        comm: Carries the gather.
-        fill: Writes this rank's packed slice.
-
-    Collective:
-        All-gather of bytes; every rank sends its packed slice to each other. All ranks must call in the same order.
+        sent_as: Form in which parameters are gathered; ``None``: the compute dtype.
+        reduced_as: Form in which gradients are summed; ``None``: the reduce dtype.
     """
-    pool, cuts = group.packed_pool, gathered_cuts(group)
-    assert pool is not None
-    buffer = pool.take(cuts[-1], group.device)
-    received = buffer[: cuts[-1]]
-    fill(received[cuts[group.rank] : cuts[group.rank + 1]])
-    handle = comm.all_gather(received, unit=group.unit.name, cuts=cuts if group.layout.uneven_cuts else None)
-    return _Unpacking(handle, group, buffer, cuts)
 
+    def __init__(self, sent_as: str | None, reduced_as: str | None) -> None:
+        self.sent_as, self.reduced_as = sent_as, reduced_as
 
-class _Unpacking(Handle):
-    """An all-gather of packed bytes under way."""
+    def is_apart(self, group: Group) -> bool:
+        """As :meth:`Form.is_apart`; what has been unpacked has other digits than the master."""
+        return self.sent_as is not None or super().is_apart(group)
 
-    def __init__(self, handle: Handle, group: Group, buffer: Tensor, cuts: tuple[int, ...]) -> None:
-        self._handle = handle
-        self._group = group
-        self._buffer: Tensor | None = buffer
-        self._cuts = cuts
-
-    def wait(self) -> None:
-        """Finish the all-gather and unpack every slice into the group's slot."""
-        buffer, self._buffer = self._buffer, None
-        if buffer is None:
+    def start(self, group: Group, engine: Engine) -> None:
+        """Announce the packed buffers."""
+        if not group.layout.params:
             return
-        self._handle.wait()
-        group = self._group
-        pool, form = group.packed_pool, group.sent_as
-        assert pool is not None
-        assert form is not None
-        places = zip(itertools.pairwise(self._cuts), itertools.pairwise(group.layout.cuts), strict=True)
-        for (start, stop), (first, last) in places:
-            unpack(buffer[start:stop], group.gathered[first:last], form, group.dtype)
-        pool.give(buffer)
+        if self.sent_as is not None:
+            self._gathered = packed_pool(engine, "gather")
+            self._gathered.announce(_gathered_cuts(group)[-1])
+        if self.reduced_as is not None:
+            self._summed, places = packed_pool(engine, "reduce"), _reduced_cuts(group)
+            self._summed.announce(places[-1])
+            self._summed.announce(group.layout.size * (places[group.rank + 1] - places[group.rank]))
+
+    def send(self, group: Group, master: Tensor) -> Handle:
+        """As :meth:`Form.send`.
+
+        Collective:
+            All-gather of bytes; every rank sends its packed slice to each other. All ranks must call in the same order.
+        """
+        form = self.sent_as
+        if form is None:
+            return super().send(group, master)
+        return self._gather_packed(group, lambda own: pack(master, own, form))
+
+    def _gather_packed(self, group: Group, fill: Callable[[Tensor], object]) -> Handle:
+        """Issue the all-gather of packed slices; ``fill`` writes this rank's."""
+        cuts = _gathered_cuts(group)
+        buffer = self._gathered.take(cuts[-1], group.device)
+        received = buffer[: cuts[-1]]
+        fill(received[cuts[group.rank] : cuts[group.rank + 1]])
+        comm, even_cuts = group.comms.gather, cuts if group.layout.uneven_cuts else None
+        handle = comm.all_gather(received, unit=group.unit.name, cuts=even_cuts)
+
+        def unpack_all() -> None:
+            places = zip(itertools.pairwise(cuts), itertools.pairwise(group.layout.cuts), strict=True)
+            for (start, stop), (first, last) in places:
+                unpack(buffer[start:stop], group.gathered[first:last], self.sent_as or "none", group.dtype)
+            self._gathered.give(buffer)
+
+        return _Then(handle, unpack_all)
+
+    def reduce(self, group: Group, buffer: Tensor, result: Tensor, divisor: float) -> Handle:
+        """As :meth:`Form.reduce`.
+
+        Collective:
+            All-to-all of bytes; every rank sends each other its packed part. Where the optimizer is replicated, an
+            all-gather of the summed parts in the reduce dtype follows when the handle advances. All ranks must call in
+            the same order.
+        """
+        if self.reduced_as is None:
+            return super().reduce(group, buffer, result, divisor)
+        packed, comm, unit, rank = self._summed, group.comms.reduce, group.unit.name, group.rank
+        cuts, places = summed_cuts(group.reduce_layout), _reduced_cuts(group)
+        sent = packed.take(places[-1], group.device)
+        parts = [sent[start:stop] for start, stop in itertools.pairwise(places)]
+        for part, (start, stop) in zip(parts, itertools.pairwise(cuts), strict=True):
+            pack(buffer[start:stop], part, "int8")
+        own = parts[rank]
+        received = packed.take(comm.size * own.numel(), group.device)
+        slots = received[: comm.size * own.numel()]
+        is_even = len({part.numel() for part in parts}) == 1
+        handle = comm.all_to_all(sent[: places[-1]], slots, unit=unit, cuts=None if is_even else places)
+        terms = [own if peer == rank else slots.view(comm.size, -1)[peer] for peer in range(comm.size)]
+        is_whole = not group.row.shards_optimizer
+        target = buffer[cuts[rank] : cuts[rank + 1]] if is_whole else result
+
+        def add_up() -> None:
+            sum_packed(terms, target, group.reduce_dtype, divisor)
+            packed.give(sent)
+            packed.give(received)
+
+        summed = _Then(handle, add_up)
+        if not is_whole:
+            return summed
+        is_even = len({stop - start for start, stop in itertools.pairwise(cuts)}) == 1
+        return Chain(summed, lambda: comm.all_gather(buffer, unit=unit, cuts=None if is_even else cuts))
 
 
-def reduce_packed(
-    group: Group, comm: Comm, pool: PackedPool, buffer: Tensor, result: Tensor, *, divisor: float
-) -> Handle:
-    """Issue the sum of a gradient buffer over the ranks.
+class Frozen(Packed):
+    """Frozen linear weights, held as int8 blocks or in 16 bit: the optimizer never touches them.
+
+    They are unpacked into a slot, in the compute dtype, while their unit computes: also where parameters are
+    replicated, whose ranks hold all of the packed bytes and unpack without a message. Between steps such a parameter
+    shows its codes: a view of int8 (bf16) elements of the master.
 
     Args:
-        group: Whose.
-        comm: Along the axis.
-        pool: Where packed bytes are sent from and received.
-        buffer: This rank's gradients; packed at once.
-        result: Where this rank's slice of the sum goes; the buffer itself where the optimizer is replicated.
-        divisor: Of the sum.
-
-    Collective:
-        All-to-all of bytes; every rank sends each other its packed part. Where the optimizer is replicated, an
-        all-gather of the summed parts in the reduce dtype follows when the handle advances. All ranks must call in the
-        same order.
+        form: ``int8`` or ``bf16``.
+        compute_dtype: Of the gathered buffer.
     """
-    unit, rank = group.unit.name, group.rank
-    cuts, places = summed_cuts(group.reduce_layout), reduced_cuts(group)
-    sent = pool.take(places[-1], group.device)
-    parts = [sent[start:stop] for start, stop in itertools.pairwise(places)]
-    for part, (start, stop) in zip(parts, itertools.pairwise(cuts), strict=True):
-        pack(buffer[start:stop], part, "int8")
-    own = parts[rank]
-    received = pool.take(comm.size * own.numel(), group.device)
-    slots = received[: comm.size * own.numel()]
-    is_even = len({part.numel() for part in parts}) == 1
-    handle = comm.all_to_all(sent[: places[-1]], slots, unit=unit, cuts=None if is_even else places)
-    terms = [own if peer == rank else slots.view(comm.size, -1)[peer] for peer in range(comm.size)]
-    is_whole = not group.row.shards_optimizer
-    target = buffer[cuts[rank] : cuts[rank + 1]] if is_whole else result
 
-    def add_up() -> None:
-        sum_packed(terms, target, group.reduce_dtype, divisor)
-        pool.give(sent)
-        pool.give(received)
+    def __init__(self, form: str, compute_dtype: torch.dtype) -> None:
+        is_sent_as_held = form == "bf16" and compute_dtype is torch.bfloat16  # the codes are what is computed with
+        super().__init__(None if is_sent_as_held else form, None)
+        self.held_as = self._form = form
 
-    summed = _Summing(handle, add_up)
-    if not is_whole:
-        return summed
-    is_even = len({stop - start for start, stop in itertools.pairwise(cuts)}) == 1
-    return Chain(summed, lambda: comm.all_gather(buffer, unit=unit, cuts=None if is_even else cuts))
+    def is_apart(self, group: Group) -> bool:  # noqa: ARG002
+        """Always: what is gathered is never the master itself."""
+        return True
+
+    def make_master(self, group: Group) -> Tensor:
+        """Pack the parameters, as the plain model holds them."""
+        flat = group.fill(torch.zeros(group.master_numel, dtype=group.dtype, device=group.device))
+        packed = empty_packed(flat.numel(), self._form, group.dtype, group.device)
+        pack(flat, packed, self._form)
+        return packed
+
+    def elements(self, group: Group) -> Tensor:
+        """The codes."""
+        return codes_of(group.master, group.master_numel, self._form)
+
+    def values(self, group: Group) -> Tensor:
+        """The parameters as they are read from the codes, in the dtype that they had, in fresh memory."""
+        flat = torch.empty(group.master_numel, dtype=group.dtype, device=group.master.device)
+        unpack(group.master, flat, self._form, group.dtype)
+        return flat
+
+    def set_values(self, group: Group, flat: Tensor) -> None:
+        """Pack ``flat``."""
+        pack(flat.to(group.master.device), group.master, self._form)
+
+    def send(self, group: Group, master: Tensor) -> Handle:
+        """As :meth:`Packed.send`, of bytes that are packed already; nothing is sent where they are replicated."""
+        if not group.row.shards_optimizer:
+            unpack(master, group.gathered, self._form, group.dtype)
+            return Done()
+        if self.sent_as is None:
+            group.own.copy_(self.elements(group), non_blocking=True)
+            return group.comms.gather.all_gather(group.gathered, unit=group.unit.name, cuts=group.layout.uneven_cuts)
+        return self._gather_packed(group, lambda own: own.copy_(master, non_blocking=True))
 
 
-class _Summing(Handle):
-    """An all-to-all under way; what it brings is added up once."""
+Use = tuple[nn.Module, str, str]  # a module, its path, the attribute
 
-    def __init__(self, handle: Handle, add_up: Callable[[], None]) -> None:
+
+def is_quantizable(parameter: nn.Parameter, uses: Iterable[Use], form: str) -> bool:
+    """Whether ``parameter`` is a frozen weight of linear layers alone, and would become smaller.
+
+    Linear layers are ``nn.Linear`` with its subclasses, and the transposed one that transformers calls ``Conv1D``. A
+    weight that is tied to anything else, such as an embedding, is left as it is.
+    """
+    is_smaller = parameter.is_floating_point() and (form != "bf16" or parameter.dtype.itemsize > 2)
+    transposed = getattr(sys.modules.get("transformers.pytorch_utils"), "Conv1D", nn.Linear)
+    return (
+        is_smaller
+        and not parameter.requires_grad
+        and all(attribute == "weight" and isinstance(user, (nn.Linear, transposed)) for user, _, attribute in uses)
+    )
+
+
+def _gathered_cuts(group: Group) -> tuple[int, ...]:
+    """Where the slices of a gather begin, in bytes, and where the last one ends."""
+    return packed_cuts(group.layout.cuts, group.form.sent_as or "none", dtype_name(group.dtype))
+
+
+def _reduced_cuts(group: Group) -> tuple[int, ...]:
+    """The same of what is sent of gradients to be summed."""
+    return packed_cuts(
+        summed_cuts(group.reduce_layout), group.form.reduced_as or "none", dtype_name(group.reduce_dtype)
+    )
+
+
+class _Then(Handle):
+    """A collective under way, and what is done once when it has come."""
+
+    def __init__(self, handle: Handle, then: Callable[[], None]) -> None:
         self._handle = handle
-        self._add_up: Callable[[], None] | None = add_up
+        self._then: Callable[[], None] | None = then
 
     def wait(self) -> None:
-        """Finish, and add up."""
-        add_up, self._add_up = self._add_up, None
-        if add_up is not None:
+        then, self._then = self._then, None
+        if then is not None:
             self._handle.wait()
-            add_up()
+            then()
+
+
+# -- buffers
+
+
+def packed_pool(engine: Engine, purpose: str) -> PackedPool:
+    """The packed buffers of a model for one purpose, ``gather`` or ``reduce``."""
+    return engine.shared.setdefault(("packed", purpose), PackedPool())
+
+
+class PackedPool:
+    """Buffers for packed bytes on their way, from the issue of a collective until they have been unpacked.
+
+    Of a size class one as a rule: a unit's gather, or sum, is waited for before the next is issued.
+    """
+
+    def __init__(self) -> None:
+        self._sizes: dict[int, int] = {}
+        self._free: dict[int, deque[Tensor]] = {}
+        self._num_bytes = 0
+        self._held: list[Tensor] | None = None
+
+    @contextlib.contextmanager
+    def holding(self) -> Iterator[list[Tensor]]:
+        """Collects what is given back inside instead of lending it again: a stream still reads it. Give it later."""
+        self._held = held = []
+        try:
+            yield held
+        finally:
+            self._held = None
+
+    def announce(self, num_bytes: int) -> None:
+        """Tell the pool, before the first step, that buffers of this size will be needed."""
+        key = size_class(num_bytes)
+        self._sizes[key] = max(self._sizes.get(key, 0), num_bytes)
+
+    def take(self, num_bytes: int, device: torch.device) -> Tensor:
+        """A buffer of at least ``num_bytes``."""
+        key = size_class(num_bytes)
+        free = self._free.setdefault(key, deque())
+        if free:
+            return free.popleft()
+        self._num_bytes += self._sizes[key]
+        return torch.zeros(self._sizes[key], dtype=torch.uint8, device=device)
+
+    def give(self, buffer: Tensor) -> None:
+        """Return a buffer."""
+        if self._held is not None:
+            self._held.append(buffer)
+            return
+        self._free[size_class(buffer.numel())].appendleft(buffer)
+
+    @property
+    def total_bytes(self) -> int:
+        """Bytes of all buffers."""
+        return self._num_bytes
+
+
+# -- arithmetic: every operation acts on single elements, so the result is the same on every rank and for every cut at
+# block boundaries. 127 * (1 / 127) is exactly 1 in fp32 and fp64: reading gives back the largest value as it was.
 
 
 #: Elements that are worked on at a time: temporaries stay in a CPU's cache, and small beside a slot on a GPU.

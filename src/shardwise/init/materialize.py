@@ -29,6 +29,8 @@ from shardwise.comm.base import Comm
 from shardwise.comm.control import agree, check_same
 from shardwise.comm.dtype import dtype_name
 from shardwise.engine.build import OwnedParameter
+from shardwise.engine.engine import Engine
+from shardwise.engine.hooks import Observer
 from shardwise.init.deferred import Recording, take_recording
 from shardwise.init.digest import digest_of
 from shardwise.spec.errors import StateError
@@ -373,7 +375,7 @@ def _read(files: Weights, name: str, like: Tensor) -> Tensor:
 
 
 @dataclass
-class Unfilled:
+class Unfilled(Observer):
     """The tensors of a parallelized model that have no values yet.
 
     Attributes:
@@ -389,7 +391,7 @@ class Unfilled:
         loaded = set(names)
         self.names = {each for each in self.names if not each & loaded}
 
-    def refuse(self, call: str) -> None:
+    def before_values(self, engine: Engine, call: str) -> None:  # noqa: ARG002
         """Refuse ``call``, which needs values.
 
         Raises:

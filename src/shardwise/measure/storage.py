@@ -16,6 +16,8 @@ from torch.utils._pytree import tree_iter
 
 from shardwise import torch_private
 from shardwise.engine.engine import Engine
+from shardwise.forms.host import Transfers
+from shardwise.forms.packed import packed_pool
 from shardwise.optim.flat_parameters import group_of
 from shardwise.spec.memory.activations import Activations
 
@@ -178,23 +180,31 @@ def held_bytes(engine: Engine, optimizers: Sequence[torch.optim.Optimizer]) -> d
         return total
 
     groups, ignored = list(engine.groups), engine.ignored.parameters.values()
-    offloaded = [group for group in groups if group.offload is not None]
+    offloaded = [group for group in groups if group.form.is_on_host]
     state: dict[bool, list[Tensor]] = {True: [], False: []}  # of what is offloaded, and of the rest
     for parameter, held in (item for optimizer in optimizers for item in optimizer.state.items()):
         owner = group_of(parameter)
-        is_offloaded = owner is not None and owner.offload is not None
+        is_offloaded = owner is not None and owner.form.is_on_host
         state[is_offloaded] += [value for value in held.values() if isinstance(value, Tensor)]
-    stages = engine.transfers.stages if engine.transfers is not None else ()
-    host = take([*state[True], *(t for g in offloaded for t in (g.master, *g.gradient.home_buffers))])
+    transfers = engine.shared.get(Transfers)
+    stages = transfers.stages if transfers is not None else ()
+    kept = [held for group in groups for held in group.form.buffers()]
+
+    def of(category: str) -> list[Tensor]:
+        return [tensor for other, tensor in kept if other == category]
+
+    host = take([*state[True], *(t for g in offloaded for t in (g.master, g.gradient.home.tensor)), *of("host")])
     return {
-        "parameters": take(t for group in groups for t in (group.master, group.replica, group.resident))
+        "parameters": take([*(t for group in groups for t in (group.master, group.replica)), *of("parameters")])
         + take(ignored),
         "gradients": take(tensor for group in groups for tensor in group.gradient.held_buffers)
         + take(parameter.grad for parameter in ignored),
         "optimizer": take(state[False]),
         "gathered": take([*(slot.buffer for slot in engine.slots.slots), *stages])
-        + take(group.inner.buffer for group in groups if group.inner is not None)
-        + engine.packed.total_bytes,
-        "reduce": engine.gradients.total_bytes + sum(comm.held_bytes for comm in engine.comms),
+        + take(of("gathered"))
+        + packed_pool(engine, "gather").total_bytes,
+        "reduce": engine.gradients.total_bytes
+        + packed_pool(engine, "reduce").total_bytes
+        + sum(comm.held_bytes for comm in engine.comms),
         "host": host,
     }

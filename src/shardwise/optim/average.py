@@ -192,7 +192,7 @@ class ExponentialMovingAverage:
     @property
     def num_host_bytes(self) -> int:
         """Of these, bytes on the host: where the weights are offloaded."""
-        return sum(average.nbytes for group, average in self._pairs() if group.offload is not None)
+        return sum(average.nbytes for group, average in self._pairs() if group.form.is_on_host)
 
     @property
     def settings(self) -> dict[str, Any]:

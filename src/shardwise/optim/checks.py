@@ -13,8 +13,10 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 
+from shardwise.engine.hooks import Observer
 from shardwise.engine.unit import mark_of
-from shardwise.features import guard, safety
+from shardwise.features import guard
+from shardwise.features.waiting import refuse_sums
 from shardwise.optim import flat_parameters, partial
 from shardwise.optim.flat_parameters import FlatParameter, group_of
 from shardwise.spec.errors import StateError
@@ -150,6 +152,14 @@ def install_checks() -> None:
     register_optimizer_step_post_hook(_after_step)
 
 
+class StepsEnd(Observer):
+    """Ends an optimizer's step that has raised, or that calls a backward in its closure."""
+
+    def backward_begins(self, engine: Engine) -> None:  # noqa: ARG002
+        """Refuse norms of one rank's part from now on."""
+        partial.allow(is_allowed=False)
+
+
 def accept(optimizer: torch.optim.Optimizer) -> None:
     """Check ``optimizer`` now, and accept the state that it is about to get as state of shards.
 
@@ -170,7 +180,7 @@ def _before_step(optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> No
     is_inside_backward = False
     for engine in engines:
         engine.wait_for_host()  # masters on the host are about to be written
-        if engine.updates_in_backward:
+        if any(observer.updates_in_backward for observer in engine.observers.all):
             found_inf, _ = (vars(optimizer).pop(name, None) for name in ("found_inf", "grad_scale"))
             if found_inf is not None:
                 raise StateError(
@@ -181,8 +191,8 @@ def _before_step(optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> No
                 is_inside_backward = True
                 continue
         _check_moment(engine)
-        for observer in engine.observers:
-            observer.before_step(engine, optimizer)
+        for tell in engine.observers.before_step:
+            tell(engine, optimizer)
     if not is_inside_backward and _seen.get(optimizer) != (content := _content_of(optimizer)):
         _check_bits(optimizer)
         _check(optimizer)
@@ -205,8 +215,8 @@ def _check_moment(engine: Engine) -> None:
         raise StateError(
             "optimizer.step() inside sw.full_parameters(): the optimizer's state is of shards.\n  Step outside of it."
         )
-    safety.refuse_between(engine, "optimizer.step()")
-    engine.refuse_sums("optimizer.step()")
+    engine.step.refuse("optimizer.step()")
+    refuse_sums(engine, "optimizer.step()")
 
 
 def _after_step(optimizer: torch.optim.Optimizer, _args: Any, _kwargs: Any) -> None:
@@ -219,7 +229,7 @@ def _after_step(optimizer: torch.optim.Optimizer, _args: Any, _kwargs: Any) -> N
 
 def _is_stepping(engine: Engine) -> bool:
     """The step comes from inside backward."""
-    return any(observer.is_stepping for observer in engine.observers)
+    return any(observer.is_stepping for observer in engine.observers.all)
 
 
 def engines_of(optimizer: torch.optim.Optimizer) -> list[Engine]:

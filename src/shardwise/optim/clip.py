@@ -11,6 +11,7 @@ from shardwise import torch_private
 from shardwise.engine.engine import Engine
 from shardwise.engine.unit import attachment_of, engine_of
 from shardwise.features.in_backward import refuse
+from shardwise.features.waiting import refuse_sums
 from shardwise.optim import partial
 from shardwise.spec.errors import StateError
 
@@ -48,10 +49,10 @@ def clip_grad_norm(model: nn.Module, max_norm: float) -> Tensor:
         raise StateError(f"clip_grad_norm(max_norm={max_norm}): expected a number of at least 0.")
     engine = engine_of(model, "sw.clip_grad_norm")
     refuse(engine, "sw.clip_grad_norm()")
-    engine.refuse_sums("sw.clip_grad_norm()")
+    refuse_sums(engine, "sw.clip_grad_norm()")
     part = _part_of(engine, model)
-    for observer in engine.observers:
-        observer.before_norm(engine, max_norm, is_of_part=part is not None)
+    for tell in engine.observers.before_norm:
+        tell(engine, max_norm, is_of_part=part is not None)
     shards = (shard for group in engine.groups for shard in group.shards)
     grads = [
         p.grad for p in (*shards, *engine.ignored.spread_parameters.values()) if p.grad is not None and _is_in(part, p)

@@ -21,7 +21,7 @@ from torch import Tensor, nn
 
 from shardwise import torch_private
 from shardwise.engine.unit import engine_of, mark_of
-from shardwise.features.waiting_gradient import WaitingGradient
+from shardwise.features.waiting import WaitingGradient
 from shardwise.optim.partial import PartialGradient
 from shardwise.spec.errors import Uncopyable
 from shardwise.spec.layout import FlatRange, flat_ranges
@@ -208,13 +208,14 @@ class FlatParameter(Uncopyable, nn.Parameter):
         group = self.group
         if group is None:
             return None
-        home, views = group.gradient.home()
+        home = group.gradient.home.make()
+        views = group.gradient.home.views
         if self._home is not None and self._home[0] is home:
             return self._home
         flat = home[self.span.start : self.span.stop]
-        flat = PartialGradient.of(flat) if group.holds_part else flat
+        flat = PartialGradient.of(flat) if group.facts.holds_part else flat
         found = home, flat, [views[piece.index] for piece in self.span.pieces]
-        if group.gradient.keeps_home:
+        if group.gradient.home.is_kept:
             self._home = found
         return found
 

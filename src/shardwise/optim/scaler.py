@@ -7,6 +7,7 @@ from torch import Tensor, nn
 
 from shardwise.engine.unit import engine_of
 from shardwise.features.in_backward import refuse
+from shardwise.features.waiting import refuse_sums
 from shardwise.optim import partial
 from shardwise.optim.checks import engines_of
 from shardwise.spec.errors import StateError
@@ -68,7 +69,7 @@ class GradScaler(torch.amp.GradScaler):
         engines = engines_of(optimizer)
         for engine in engines:
             refuse(engine, "sw.GradScaler")
-            engine.refuse_sums("sw.GradScaler's unscale_()")
+            refuse_sums(engine, "sw.GradScaler's unscale_()")
             engine.announce("sw.GradScaler")
             for group in engine.groups:
                 if group.dtype is torch.float16 and group.wants_gradients and not allow_fp16:

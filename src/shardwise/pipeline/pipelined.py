@@ -19,7 +19,7 @@ from shardwise.comm.control import agree, all_gather_json
 from shardwise.comm.dtype import dtype_name, torch_dtype
 from shardwise.engine.engine import Engine
 from shardwise.engine.unit import Unit, engine_of
-from shardwise.features.pipeline_step import open_step, sum_over_copies
+from shardwise.features.pipeline_step import StageUnits, open_step, sum_over_copies
 from shardwise.features.precision import resolve
 from shardwise.features.wrap import find_units
 from shardwise.launch.notice import tell_once
@@ -189,8 +189,8 @@ class Pipelined(Uncopyable):
         self._parameters = tuple(model.parameters())
         me = weakref.WeakMethod(self.share_state)
         engine = engine_of(model, "sw.parallelize")
-        engine.share_state = lambda: (share := me()) and share()
-        engine.stages = {stage: tuple(self._own_units(engine, stage)) for stage in self.stages}
+        units = {stage: tuple(self._own_units(engine, stage)) for stage in self.stages}
+        engine.observers.add(StageUnits(units, lambda: (share := me()) and share()))
 
     def _own_units(self, engine: Engine, stage: int) -> Iterator[Unit]:
         """The units whose parameters no stage but ``stage`` uses, on any rank."""

@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from shardwise.spec.granularity import ELEMENT, Granularity
+from shardwise.spec.placement import Placements
 from shardwise.spec.policies import FULL_PRECISION, OffloadPolicy, PrecisionPolicy, RecomputePolicy
 from shardwise.spec.quantize import NO_QUANTIZATION, Quantization
 
@@ -49,3 +50,10 @@ class EngineOptions:
         if isinstance(value, str):
             return default, None
         return (value, None) if isinstance(value, bool) else (True, value)
+
+    def accumulation(self, row: Placements) -> str:
+        """How microbatches are added up, in the plan's words."""
+        if self.defers_replicate:
+            return "defer_replicate"
+        is_sharded = row.pools_gradients if self.accumulates_sharded is None else self.accumulates_sharded
+        return "sharded" if is_sharded else "unsharded"

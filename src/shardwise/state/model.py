@@ -20,6 +20,7 @@ from shardwise.comm.dtype import dtype_name, torch_dtype
 from shardwise.engine.engine import Engine
 from shardwise.engine.unit import engine_of
 from shardwise.features.precision import saved_dtypes
+from shardwise.init.materialize import Unfilled
 from shardwise.spec.errors import StateError
 from shardwise.spec.extent import Extent
 from shardwise.state.extents import Pairs, Report, Targets, gather, refuse_gaps, scatter, survey
@@ -68,7 +69,7 @@ def full_state_dict(model: nn.Module, *, trainable_only: bool = False) -> dict[s
             tensors; on every rank alike.
     """
     engine = engine_of(model, "sw.full_state_dict")
-    engine.refuse_unfilled("sw.full_state_dict()")
+    engine.need_values("sw.full_state_dict()")
     engine.follow_shards()
     engine.sync_buffers()
     world = engine.comms.world
@@ -274,8 +275,9 @@ def load_full_state_dict(model: nn.Module, state: Mapping[str, Any], *, strict: 
     values = _by_first_name(reports, state)
     scatter(comms.world, holdings, reports, values, names)
     _load_extra_state(model, extra, is_stage=comms.pp is not None)
-    if engine.unfilled is not None:
-        engine.unfilled.fill(names)
+    unfilled = engine.observers.find(Unfilled)
+    if unfilled is not None:
+        unfilled.fill(names)
     engine.invalidate()
 
 
@@ -356,7 +358,7 @@ def owned_extents(model: nn.Module) -> Pairs:
         With ``pp``, an all-gather of the names of buffers.
     """
     engine = engine_of(model, "sw.save")
-    engine.refuse_unfilled("sw.save()")
+    engine.need_values("sw.save()")
     engine.follow_shards()
     buffers = _own_buffers(model, engine)
     if engine.comms.replica:

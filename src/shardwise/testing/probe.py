@@ -29,7 +29,7 @@ from shardwise.engine.order import units_in
 from shardwise.engine.pool import memory_order
 from shardwise.engine.unit import State, Unit, engine_of
 from shardwise.features import safety
-from shardwise.features.waiting_gradient import WaitingGradient
+from shardwise.features.waiting import WaitingGradient
 from shardwise.measure.storage import held_bytes
 from shardwise.optim.flat_parameters import states_by_name
 from shardwise.pipeline.pipelined import pipelined_of
@@ -78,7 +78,7 @@ class Shard:
         self.start, self.stop = piece.start, piece.stop
         self.shape, self.stride = spec.shape, spec.stride
         self._cuts = spec.slice
-        self.held_as = group.held_as
+        self.held_as = group.form.held_as
 
     @property
     def numel(self) -> int:
@@ -142,7 +142,7 @@ class UnitView:
     @property
     def num_open_forwards(self) -> int:
         """Forward calls that have begun and not ended, recomputations in backward among them."""
-        return len(self._unit.frames) + len(self._unit.replays)
+        return len(self._unit.calls.frames) + len(self._unit.calls.replays)
 
     @property
     def padded_numel(self) -> int:
@@ -249,12 +249,13 @@ class Probe:
     @property
     def num_open_forwards(self) -> int:
         """Forward calls of units that have begun and not ended."""
-        return self._engine.num_frames
+        return self._engine.forward.num_frames
 
     @property
     def num_healed(self) -> int:
         """Tensors saved for backward whose data had to be brought back so far."""
-        return self._engine.saved.num_healed
+        net = self._engine.observers.find(safety.SavedTensors)
+        return 0 if net is None else net.num_healed
 
     @property
     def slots(self) -> tuple[Tensor, ...]:
@@ -276,12 +277,14 @@ class Probe:
     @property
     def kept_shards(self) -> tuple[Tensor, ...]:
         """What units keep of their parameters between forward and backward (``reshard_after_forward=k``)."""
-        return tuple(group.inner.buffer for group in self._engine.groups if group.inner is not None)
+        return tuple(
+            tensor for group in self._engine.groups for kind, tensor in group.form.buffers() if kind == "gathered"
+        )
 
     @property
     def waiting_sums(self) -> tuple[Tensor, ...]:
         """Buffers in which sums over ``dp_shard`` wait for later microbatches (accumulation ``defer_replicate``)."""
-        stores = (group.gradient._partial_store for group in self._engine.groups)  # noqa: SLF001
+        stores = (group.gradient.partial_store for group in self._engine.groups)
         return tuple(store for store in stores if store is not None)
 
     def weak_references(self) -> list[weakref.ref[Any]]:
@@ -311,7 +314,7 @@ class Probe:
             reductions); empty before the first.
         """
         names = [unit.name for unit in self._engine.units]
-        ways = zip(("forward", "evaluation", "backward"), self._engine.all_orders, strict=True)
+        ways = zip(("forward", "evaluation", "backward"), self._engine.orders.all, strict=True)
         return {way: tuple(names[index] for index in units_in(orders)) for way, orders in ways}
 
     def predicted_collectives(

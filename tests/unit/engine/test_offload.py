@@ -8,8 +8,8 @@ import pytest
 import torch
 
 from shardwise.comm.base import Handle
-from shardwise.engine.pool import PackedPool
 from shardwise.forms.host import Transfers
+from shardwise.forms.packed import PackedPool
 
 
 class Stream:
@@ -42,7 +42,7 @@ def test_packed_buffers_are_lent_again_when_the_copy_has_been_waited_for(monkeyp
     monkeypatch.setattr(torch.cuda, "current_stream", lambda _device: compute)
     pool = PackedPool()
     pool.announce(64)
-    transfers = Transfers([], torch.device("cpu"))
+    transfers = Transfers(torch.device("cpu"))
     transfers._down = Stream()
     reduction = Summing(pool)
     handle = transfers.send(torch.ones(4), torch.zeros(4), reduction, pool)

@@ -1,0 +1,211 @@
+"""Sums of accumulated microbatches that wait for their reduction, and what ``.grad`` is meanwhile.
+
+torch calls nobody when a gradient is zeroed. So while the sum of a parameter waits elsewhere, its ``.grad`` is a
+:class:`WaitingGradient`, a tensor without memory. Where another object, or ``None``, has taken its place by the next
+backward, ``zero_grad()`` was called, and the sum is dropped. Whatever reads a :class:`WaitingGradient` raises: the true
+value is not there.
+"""
+
+from __future__ import annotations
+
+import functools
+import weakref
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from types import MappingProxyType
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from shardwise import torch_private
+from shardwise.engine.engine import Engine
+from shardwise.engine.group import Group
+from shardwise.engine.hooks import Observer
+from shardwise.spec.errors import StateError
+
+
+class WaitingSums(Observer):
+    """Shows stand-ins between the backwards of a step, and follows ``zero_grad()``."""
+
+    def __init__(self) -> None:
+        self._groups: weakref.WeakKeyDictionary[Group, _StandIns] = weakref.WeakKeyDictionary()
+
+    def backward_begins(self, engine: Engine) -> None:
+        """Let ``.grad`` be what it is, once zeroed sums are dropped."""
+        self.hide(engine)
+
+    def backward_ended(self, engine: Engine) -> None:
+        """Show stand-ins where sums wait."""
+        if not engine.syncs_gradients:
+            self.show(engine)
+
+    def show(self, engine: Engine) -> None:
+        """Let ``.grad`` be a stand-in wherever sums wait, so that ``zero_grad()`` is noticed."""
+        for group in engine.groups:
+            if group.gradient.is_local:
+                self._groups.setdefault(group, _StandIns(group)).show()
+
+    def hide(self, engine: Engine) -> None:
+        """Undo :meth:`show`, and drop the sums that were zeroed."""
+        self.drop_zeroed(engine)
+        for stand_ins in self._groups.values():
+            stand_ins.hide()
+
+    def drop_zeroed(self, engine: Engine) -> None:
+        """Drop the sums for which ``zero_grad()`` was called since the last backward."""
+        for stand_ins in self._groups.values():
+            stand_ins.drop_zeroed(engine)
+
+
+def drop_zeroed(engine: Engine) -> None:
+    """Drop the sums of accumulated microbatches for which ``zero_grad()`` was called since the last backward."""
+    sums = engine.observers.find(WaitingSums)
+    if sums is not None:
+        sums.drop_zeroed(engine)
+
+
+def refuse_sums(engine: Engine, call: str) -> None:
+    """Refuse ``call`` while gradients of accumulated microbatches are not in ``.grad``.
+
+    Raises:
+        StateError: Some are not.
+    """
+    drop_zeroed(engine)
+    if any(group.gradient.is_local for group in engine.groups):
+        raise StateError(
+            f"{call} came before the gradients of accumulated microbatches were reduced over the ranks.\n"
+            "  Run the last backward of a step outside of sw.gradient_sync(model, False)."
+        )
+
+
+class _StandIns:
+    """The stand-ins of one group, made once."""
+
+    def __init__(self, group: Group) -> None:
+        self._group = weakref.ref(group)
+        self._made: dict[int, WaitingGradient] = {}
+        self._hidden: dict[int, Tensor | None] = {}  # what .grad was before; empty while no stand-in is shown
+
+    def show(self) -> None:
+        """Have ``.grad`` of every trained parameter be a stand-in."""
+        group = self._group()
+        assert group is not None
+        for index, shard in enumerate(group.shards):
+            if not shard.requires_grad:
+                continue
+            stand_in = self._made.get(index)
+            if stand_in is None:
+                zero = functools.partial(_zero, weakref.ref(self), index)
+                stand_in = self._made[index] = WaitingGradient.of(shard, zero)
+            self._hidden[index] = shard.grad
+            shard.grad = stand_in
+
+    def zero(self, index: int) -> None:
+        """``zero_()`` was called on the stand-in of a parameter: its ``.grad`` is zeros where it would be there."""
+        group = self._group()
+        assert group is not None
+        shard, before = group.shards[index], self._hidden.get(index)
+        if before is not None:
+            shard.grad = before.zero_()
+        elif group.gradient.has_collected(index):
+            zeros = torch.zeros_like(shard)
+            shard.grad = group.facts.as_part(zeros) if group.facts.holds_part else zeros
+        else:
+            shard.grad = None
+
+    def hide(self) -> None:
+        """Undo :meth:`show`, where the stand-ins are still there."""
+        group = self._group()
+        if group is None or group.whole is not None:
+            return  # full_parameters() has taken every .grad away, and brings it back
+        for index, before in self._hidden.items():
+            shard = group.shards[index]
+            if shard.grad is self._made[index]:
+                shard.grad = before
+        self._hidden.clear()
+
+    def drop_zeroed(self, engine: Engine) -> None:
+        """Drop the sums of parameters whose ``.grad`` was zeroed, removed or replaced while the sums waited."""
+        group = self._group()
+        if group is None or not self._hidden or group.whole is not None:
+            return
+        zeroed = {index for index in self._hidden if group.shards[index].grad is not self._made[index]}
+        if zeroed and group.flat_kinds is not None:
+            zeroed |= self._zeroed_elsewhere(group, zeroed, group.flat_kinds)
+        if len(zeroed) == len(self._hidden):
+            self.hide()
+            group.gradient.drop(engine.gradients)
+            return
+        for index in zeroed:
+            del self._hidden[index]
+            group.gradient.forget(index)
+
+    def _zeroed_elsewhere(self, group: Group, zeroed: set[int], kinds: Sequence[int | None]) -> set[int]:
+        """The parameters that an optimizer over flat ones has zeroed and of whose kind this rank owns nothing.
+
+        Such an optimizer holds the first of them only.
+        """
+        found: set[int] = set()
+        for kind in (0, 1):
+            own = [index for index, other in enumerate(kinds) if other == kind]
+            if own and own[0] in zeroed and not any(group.held[index].numel for index in own):
+                found |= self._hidden.keys() & own
+        for index in found:
+            group.shards[index].grad = None
+        return found
+
+
+def _zero(stand_ins_ref: weakref.ref[_StandIns], index: int) -> None:
+    stand_ins = stand_ins_ref()
+    if stand_ins is not None:
+        stand_ins.zero(index)
+
+
+class WaitingGradient(Tensor):
+    """The gradient of a parameter whose sum is not there yet. It can be zeroed, replaced or removed, but not read."""
+
+    __torch_function__ = torch_private.disabled_torch_function
+    zero: Callable[[], None]
+
+    @classmethod
+    def of(cls, parameter: Tensor, zero: Callable[[], None]) -> WaitingGradient:
+        """A gradient of the parameter's shape, dtype and device, without memory.
+
+        Args:
+            parameter: The parameter. The result does not keep it alive.
+            zero: Called when the gradient is zeroed in place. It must not keep the parameter alive.
+        """
+        made: WaitingGradient = torch_private.empty_subclass(cls, parameter)
+        made.zero = zero
+        return made
+
+    @classmethod
+    def __torch_dispatch__(  # pyrefly: ignore[bad-override] - torch's own stub has no defaults
+        cls,
+        func: Callable[..., Any],
+        types: Iterable[type],
+        args: tuple[Any, ...] = (),
+        kwargs: Mapping[str, Any] = MappingProxyType({}),
+    ) -> Any:
+        """Let the gradient be zeroed, also through ``.data``, and refuse all else.
+
+        Raises:
+            StateError: Something else is called.
+        """
+        if func is torch.ops.aten.detach.default:
+            return args[0]
+        if func is torch.ops.aten.zero_.default or func is torch_private.foreach_zero:
+            for gradient in [args[0]] if isinstance(args[0], Tensor) else args[0]:
+                if isinstance(gradient, WaitingGradient):
+                    gradient.zero()
+                else:
+                    gradient.zero_()
+            return args[0]
+        raise StateError(
+            f"{func} of a gradient that is not there yet: sums of accumulated microbatches wait for their reduction"
+            " over the ranks.\n"
+            "  Use .grad after a backward outside of sw.gradient_sync(model, False); zero_grad() drops the sums."
+        )
+
+    def __repr__(self) -> str:  # pyrefly: ignore[bad-override]
+        return f"WaitingGradient(shape={list(self.shape)}, dtype={self.dtype})"
