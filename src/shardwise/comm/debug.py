@@ -3,15 +3,15 @@
 The variable ``SHARDWISE_TRANSPORT`` chooses one of them for every Comm over Gloo:
 
 =================  ===================================================================================================
-``in-order``       A Comm is a queue, as an NCCL stream is. What was issued begins when all that was issued before is
-                   done, and a send is done when the other rank has begun to receive it. Ranks that both receive first
-                   and send afterwards wait for each other for ever.
+``in-order``       A Comm is a queue, as an NCCL stream is. A collective begins when all that were issued before it
+                   are done, and a send is done when the other rank has begun to receive it. Ranks that both receive
+                   first and send afterwards wait for each other for ever.
 ``early-free``     A collective reads its buffers as late as possible and writes its result when its handle is waited
                    for. It holds no tensor itself, as NCCL holds none: where memory was freed before the wait (CUDA's
                    allocator may have given it to another tensor by then), NaN is sent.
 =================  ===================================================================================================
 
-Neither is fast, and neither watches for ranks that disagree as the plain transport does.
+Both are slow, and neither tells ranks that disagree, as the plain transport does.
 """
 
 from __future__ import annotations
@@ -50,7 +50,7 @@ def debugged(comm: Comm, name: str) -> Comm:
 
 
 def _given_on(name: str) -> Callable[..., Handle]:
-    """The method ``name`` of a transport that has the other Comm's method called in its own time."""
+    """The method ``name`` of a transport that hands the call to :meth:`_Debug._issue`."""
 
     def method(self: _Debug, *args: Any) -> Handle:
         return self._issue(name, args)
@@ -59,7 +59,7 @@ def _given_on(name: str) -> Callable[..., Handle]:
 
 
 class _Debug(Wrapper):
-    """Gives every collective to another Comm, in its own time."""
+    """Gives every collective to another Comm, at a moment that the subclass chooses."""
 
     @abstractmethod
     def _issue(self, name: str, args: tuple[Any, ...]) -> Handle:
@@ -81,7 +81,7 @@ class _Debug(Wrapper):
 
 
 class InOrder(_Debug):
-    """A queue of collectives, which a thread of its own works off, as the GPU does the work on a stream."""
+    """A queue of collectives, which a thread runs one after the other, as a GPU runs a stream."""
 
     is_in_order = True
 
@@ -95,7 +95,7 @@ class InOrder(_Debug):
         inner, is_inference = self._inner, torch.is_inference_mode_enabled()
 
         def run() -> None:
-            # What of torch's state is a thread's own is that of whoever issues.
+            # torch's state that belongs to a thread is that of the issuing thread.
             with torch.inference_mode(is_inference), torch.no_grad():
                 getattr(inner, name)(*args).wait()
 
@@ -120,7 +120,7 @@ class _Queued(Handle):
 
     def wait(self) -> None:
         self._is_done.wait()
-        self._run = None  # and all that it holds
+        self._run = None  # with all tensors that it holds
         if self._error is not None:
             raise self._error
 
@@ -128,14 +128,14 @@ class _Queued(Handle):
 def _work_off(handles: queue.SimpleQueue[_Queued | None]) -> None:
     while (handle := handles.get()) is not None:
         handle.run()
-        del handle  # what it holds is not needed until the next one comes
+        del handle  # its tensors must not stay alive until the next one comes
 
 
 # -- early free
 
 
 class EarlyFree(_Debug):
-    """Collectives that know their buffers by address only, and begin when something is waited for.
+    """Collectives that know their buffers by address only, and begin when any handle is waited for.
 
     Attributes:
         holds: A handle holds the tensors that it moves until it has been waited for, as the contract of Comm says.
@@ -150,7 +150,7 @@ class EarlyFree(_Debug):
 
 
 class _Place:
-    """Where a tensor is, without a reference to it."""
+    """The place of a tensor in memory, without a reference to it."""
 
     def __init__(self, tensor: Tensor) -> None:
         assert tensor.is_contiguous()
@@ -167,7 +167,7 @@ class _Place:
         return torch.empty(0, dtype=self._dtype).set_(storage, self._offset, self._shape, self._stride)
 
     def copy(self) -> Tensor:
-        """What is there now; not a number (the largest, of whole numbers) where the memory was freed."""
+        """A copy of the content now; NaN (the largest value of an integer dtype) where the memory was freed."""
         found = self.find()
         if found is not None:
             return found.clone()
@@ -209,7 +209,7 @@ class _Collective:
         self._deliver()
 
     def _deliver(self) -> None:
-        """Write the results: what an exchange receives, of other collectives the last tensor."""
+        """Write the results: the received tensors of an exchange, the last tensor of other collectives."""
         copies, self._copies = self._copies, []
         is_exchange = self._name == "_do_exchange"
         num_sent = 1 if self._name == "_do_send" else len(self._args[0]) if is_exchange else len(copies) - 1
@@ -224,16 +224,16 @@ class _Collective:
             found.copy_(result)
 
 
-#: A thread that begins and waits: what a caller has set for its own thread (inference mode, a mode that records what it
-#: computes for a checkpoint) sees nothing of it.
+#: The thread in which collectives begin and are waited for, unseen by modes of the calling thread (inference mode, a
+#: mode that records computations for a checkpoint).
 _elsewhere = ThreadPoolExecutor(max_workers=1, thread_name_prefix="early-free")
 
-#: What this process has issued and not begun, on all Comms.
+#: Collectives of all Comms of this process that were issued and have not begun.
 _issued: deque[_Collective] = deque()
 
 
 def _begin_all() -> None:
-    """Whoever waits may wait for a peer that waits for anything of this."""
+    """Begin every issued collective: the peer of one wait may wait for any other."""
     while _issued:
         _issued.popleft().begin()
 
