@@ -11,6 +11,7 @@ from pathlib import Path
 
 import pytest
 
+from shardwise.cli import main
 from shardwise.testing import run_on_ranks
 
 ROOT = Path(__file__).parents[2]
@@ -107,7 +108,7 @@ def test_every_page_is_linked() -> None:
 @pytest.mark.parametrize("text", blocks("yaml"))
 def test_every_configuration_is_valid(text: str, tmp_path: Path) -> None:
     (tmp_path / "run.yaml").write_text(text)
-    run(sys.executable, "-m", "shardwise", "validate", "run.yaml", cwd=tmp_path)
+    assert main(["validate", str(tmp_path / "run.yaml")]) == 0
 
 
 def test_every_make_target_that_is_named_exists() -> None:
@@ -115,12 +116,13 @@ def test_every_make_target_that_is_named_exists() -> None:
     assert set(re.findall(r"make ([a-z-]+)`", README)) | set(re.findall(r"\$ make ([a-z-]+)", README)) <= targets
 
 
-def test_every_verb_that_is_named_has_a_help_text_with_an_example(tmp_path: Path) -> None:
+def test_every_verb_that_is_named_has_a_help_text_with_an_example(capsys: pytest.CaptureFixture[str]) -> None:
     table = README.split("| verb | does |")[1].split("\n\n")[0]
     verbs = re.findall(r"`([a-z][a-z -]+)`", table)
     assert len(verbs) >= 9
     for verb in verbs:
-        assert "xample" in run(sys.executable, "-m", "shardwise", *verb.split(), "--help", cwd=tmp_path), verb
+        assert main([*verb.split(), "--help"]) == 0, verb
+        assert "xample" in capsys.readouterr().out, verb
 
 
 def test_every_file_that_is_linked_exists() -> None:

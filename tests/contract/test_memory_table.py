@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 import re
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
 
 from bench.memory_table import END, POLICIES, ROWS, START, WORLDS, Row, bytes_per_parameter
+from shardwise.cli import main
 
 PAGE = (Path(__file__).parents[2] / "docs" / "memory.md").read_text("utf-8")
 SMALL = {"num_layers": 5, "hidden": 128, "num_heads": 4, "vocab_size": 256}
@@ -56,9 +55,7 @@ def test_zero_is_compared_by_the_same_formulas() -> None:
 
 
 @pytest.mark.slow
-def test_the_command_of_the_page_prints_these_states() -> None:
+def test_the_command_of_the_page_prints_these_states(capsys: pytest.CaptureFixture[str]) -> None:
     command, *shown = re.findall(r"```console\n\$ (.*?)```", PAGE, re.DOTALL)[0].splitlines()
-    done = subprocess.run(
-        [sys.executable, "-m", *command.split()], capture_output=True, text=True, timeout=120, check=True
-    )
-    assert states(done.stdout.splitlines()[: len(shown)]) == states(shown)
+    assert main(command.removeprefix("shardwise ").split()) == 0
+    assert states(capsys.readouterr().out.splitlines()[: len(shown)]) == states(shown)

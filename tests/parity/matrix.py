@@ -11,7 +11,7 @@ from torch import distributed
 
 from shardwise.testing import RankFailure, run_on_ranks
 from tests.parity.families import FAMILIES
-from tests.ranks.oracle import PRESETS, compare
+from tests.ranks.oracle import PRESETS, compare_each
 
 WORLDS = (1, 2, 3, 4)
 #: On four ranks also as two groups of two.
@@ -73,9 +73,11 @@ def train(name: str, way: str, names: tuple[str, ...]) -> tuple[int, dict[str, i
     family = FAMILIES[name]
     num_units = 0
     num_parameters, classes = 0, {}
-    for strategy in names:
-        options = family.wrappings[way] | ({"dp_replicate": 2} if strategy in HYBRID else {})
-        trained = compare(family.build, family.loss, strategy, steps=STEPS, **options)
+    plain = [name for name in names if name not in HYBRID]
+    found = compare_each(family.build, family.loss, plain, steps=STEPS, **family.wrappings[way])
+    hybrid = [name for name in names if name in HYBRID]
+    found |= compare_each(family.build, family.loss, hybrid, steps=STEPS, dp_replicate=2, **family.wrappings[way])
+    for trained in found.values():
         units = trained.probe.units
         num_parameters = sum(parameter.numel() for parameter in trained.plain.parameters())
         kinds = [kind for unit in units[1:] for kind in unit.module_types]

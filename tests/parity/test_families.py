@@ -12,7 +12,7 @@ import pytest
 from shardwise.testing import run_on_ranks
 from tests.parity.families import FAMILIES, PRELOAD_ALL
 from tests.parity.matrix import HYBRID
-from tests.ranks.oracle import PRESETS, compare
+from tests.ranks.oracle import PRESETS, compare_each
 
 pytestmark = PRELOAD_ALL
 
@@ -22,9 +22,9 @@ def train(name, strategies, **mesh):
     warnings.simplefilter("ignore")  # what the libraries think of sizes that nobody would train
     family = FAMILIES[name]
     ways = dict(zip(("auto", "class"), family.wrappings.values(), strict=True))
-    for strategy, wrapped in strategies.items():
-        for way in wrapped:
-            compare(family.build, family.loss, strategy, steps=3, **ways[way], **mesh)
+    for way, options in ways.items():
+        some = [strategy for strategy, wrapped in strategies.items() if way in wrapped]
+        compare_each(family.build, family.loss, some, steps=3, **options, **mesh)
 
 
 def train_in_two_groups(name):

@@ -91,7 +91,8 @@ def compare_each(
 ) -> dict[str, Comparison]:
     """The same under each strategy (by default those of :func:`presets`), step by step beside one process."""
     own = {name: options.pop(name) for name in list(options) if name in _OF_THE_ORACLE}
-    at = {name: f"{name} on {dist.get_world_size()} ranks" for name in strategies or presets()}
+    names = presets() if strategies is None else strategies
+    at = {name: f"{name} on {dist.get_world_size()} ranks" for name in names}
     plans = {name: sw.ParallelPlan(strategy=name, **_options | options) for name in at}
     found = compare_each_with_one_process(
         build,

@@ -306,9 +306,8 @@ def own_loss(model: nn.Module, rank: int, step: int) -> Tensor:
 def recompute_transformers(kinds):
     for kind in kinds:
         assert tiny(kind).config.use_cache
-        for strategy in ("zero2", "zero3"):
-            for way in ("full", "selective"):
-                compare(lambda k=kind: tiny(k), own_loss, strategy, steps=3, activation_checkpointing=way)
+        for way in ("full", "selective"):
+            compare_each(lambda k=kind: tiny(k), own_loss, ("zero2", "zero3"), steps=3, activation_checkpointing=way)
 
 
 @needs_transformers
@@ -346,8 +345,7 @@ def enable_transformers_own():
                 model.gradient_checkpointing_enable(**options)
             return model
 
-        for strategy in ("zero2", "zero3"):
-            compare(build, own_loss, strategy, steps=3)
+        compare_each(build, own_loss, ("zero2", "zero3"), steps=3)
         traces = []
         for make in (lambda: tiny("llama"), build):
             model = sw.parallelize(make(), sw.ParallelPlan()).train()

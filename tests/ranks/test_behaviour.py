@@ -13,7 +13,7 @@ from torch import Tensor, nn
 
 import shardwise as sw
 from shardwise.testing import run_on_ranks
-from tests.ranks.oracle import Block, Chain, compare, compare_each, plain_loss, presets, sample
+from tests.ranks.oracle import Block, Chain, compare_each, plain_loss, presets, sample
 
 WORLDS = pytest.mark.parametrize("world", [2, 3])
 
@@ -106,9 +106,8 @@ def packed_loss(model, rank, step):
 
 
 def outputs():
-    for strategy in ("zero1", "zero3"):
-        for kind in ("tuple", "dict", "named", "dataclass", "frozen", "mapping", "proxy", "object"):
-            compare(lambda kind=kind: Packed(kind), packed_loss, strategy, steps=3)
+    for kind in ("tuple", "dict", "named", "dataclass", "frozen", "mapping", "proxy", "object"):
+        compare_each(lambda kind=kind: Packed(kind), packed_loss, ("zero1", "zero3"), steps=3)
 
 
 @WORLDS
@@ -258,13 +257,12 @@ def sequence_loss(model, rank, step):
 
 
 def stateful():
-    for strategy in presets():
-        for build, script in (
-            (lambda: Chain(Normed), plain_loss),
-            (lambda: Chain(Recurrent), sequence_loss),
-            (lambda: Chain(RunningMean), plain_loss),
-        ):
-            trained = compare(build, script, strategy)
+    for build, script in (
+        (lambda: Chain(Normed), plain_loss),
+        (lambda: Chain(Recurrent), sequence_loss),
+        (lambda: Chain(RunningMean), plain_loss),
+    ):
+        for strategy, trained in compare_each(build, script).items():
             trained.model.eval()
             trained.plain.eval()
             x = sample(0, 0, 3, 4, 8) if script is sequence_loss else sample(0, 0)

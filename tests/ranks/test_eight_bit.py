@@ -15,7 +15,7 @@ from shardwise.spec.errors import CheckpointError, StateError
 from shardwise.testing import probe, run_on_ranks
 from tests.blockwise import BLOCK, TORCHAO, Int8Momentum, torchao_adamw
 from tests.parity import models
-from tests.ranks.oracle import compare
+from tests.ranks.oracle import compare, compare_each
 
 SHARDING = ("zero1", "zero2", "shard_grad_op", "zero3")
 
@@ -48,15 +48,14 @@ def odd_loss(model: nn.Module, rank: int, step: int) -> Tensor:
 def our_blocks(strategies: tuple[str, ...], granularities: tuple[object, ...]) -> None:
     sw.declare_granularity(Int8Momentum, sw.block(BLOCK))
     for granularity in granularities:
-        for strategy in strategies:
-            compare(
-                lambda: models.build("odd"),
-                odd_loss,
-                strategy,
-                granularity=granularity,
-                optimizer=Int8Momentum,
-                auto_wrap_policy=models.wrap_policy("odd"),
-            )
+        compare_each(
+            lambda: models.build("odd"),
+            odd_loss,
+            strategies,
+            granularity=granularity,
+            optimizer=Int8Momentum,
+            auto_wrap_policy=models.wrap_policy("odd"),
+        )
 
 
 @pytest.mark.parametrize("world", [1, 2, 3])
@@ -105,8 +104,7 @@ ODD = ((65, 64), (100, 91), (64,), (4097,))
 
 def same_as_one_process(shapes: tuple[tuple[int, ...], ...], granularity: object, strategies: tuple[str, ...]) -> None:
     with torch.compiler.set_stance("force_eager"):
-        for strategy in strategies:
-            compare(lambda: Wide(*shapes), wide_loss, strategy, granularity=granularity, optimizer=torchao_adamw)
+        compare_each(lambda: Wide(*shapes), wide_loss, strategies, granularity=granularity, optimizer=torchao_adamw)
 
 
 @needs_torchao

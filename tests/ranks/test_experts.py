@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from shardwise.testing import run_on_ranks
 from tests.parity import families
 from tests.parity.families import FAMILIES, SEQ, VOCAB, build_transformers
-from tests.ranks.oracle import PRESETS, compare
+from tests.ranks.oracle import PRESETS, compare_each
 
 pytestmark = families.PRELOAD
 
@@ -75,11 +75,8 @@ def train(name: str, strategies: tuple[str, ...], num_ways: int) -> dict[tuple[i
             hook.remove()
         return loss
 
-    for strategy in strategies:
-        for wrapping in ({}, {"auto_wrap_policy": {"by_class": list(WRAPPINGS[name])}, "merge_units": False})[
-            :num_ways
-        ]:
-            compare(BUILDS[name], script, strategy, steps=STEPS, **wrapping)
+    for wrapping in ({}, {"auto_wrap_policy": {"by_class": list(WRAPPINGS[name])}, "merge_units": False})[:num_ways]:
+        compare_each(BUILDS[name], script, strategies, steps=STEPS, **wrapping)
     return chosen
 
 

@@ -13,7 +13,7 @@ from torch.utils.checkpoint import checkpoint
 import shardwise as sw
 from shardwise.spec.errors import PlanError, StateError
 from shardwise.testing import probe, run_on_ranks
-from tests.ranks.oracle import Block, Chain, compare, compare_local_sums, plain_loss, sample
+from tests.ranks.oracle import Block, Chain, compare, compare_each, compare_local_sums, plain_loss, sample
 
 WORLDS = pytest.mark.parametrize("world", [1, 2, 3])
 
@@ -258,8 +258,7 @@ def children_called_by_hand(model, rank, step):
 
 
 def without_the_root():
-    for strategy in ("ddp", "zero1", "zero2", "shard_grad_op", "zero3"):
-        compare(ListLoss, children_called_by_hand, strategy)
+    compare_each(ListLoss, children_called_by_hand, ("ddp", "zero1", "zero2", "shard_grad_op", "zero3"))
 
 
 def test_units_can_be_called_without_their_root():
@@ -333,8 +332,7 @@ def unit_then_root(model, rank, step):
 
 
 def units_and_roots():
-    for strategy in ("ddp", "zero1", "zero2", "shard_grad_op", "zero3"):
-        compare(Chain, unit_then_root, strategy)
+    compare_each(Chain, unit_then_root, ("ddp", "zero1", "zero2", "shard_grad_op", "zero3"))
 
 
 @WORLDS
@@ -388,8 +386,7 @@ class TiedRecomputed(Chain):
 
 
 def tied_and_recomputed():
-    for strategy in ("ddp", "zero1", "zero2", "shard_grad_op", "zero3"):
-        compare(TiedRecomputed, plain_loss, strategy)
+    compare_each(TiedRecomputed, plain_loss, ("ddp", "zero1", "zero2", "shard_grad_op", "zero3"))
 
 
 @WORLDS

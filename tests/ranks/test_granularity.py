@@ -15,7 +15,7 @@ from shardwise.spec.errors import PlanError, StateError
 from shardwise.testing import forget_declaration, run_on_ranks
 from tests.blockwise import RowAdagrad
 from tests.parity import models
-from tests.ranks.oracle import Chain, compare, plain_loss, sample
+from tests.ranks.oracle import Chain, compare, compare_each, plain_loss, sample
 
 SHARDING = ("zero1", "zero2", "shard_grad_op", "zero3")
 EVERY = ("element", sw.block(100), "row", "tensor")
@@ -333,8 +333,7 @@ class OneMatrix(nn.Module):
 
 
 def idle_ranks() -> str:
-    for strategy in SHARDING:
-        compare(OneMatrix, plain_loss, strategy, granularity="tensor", optimizer=adafactor)
+    compare_each(OneMatrix, plain_loss, SHARDING, granularity="tensor", optimizer=adafactor)
     return str(sw.summary(sw.parallelize(OneMatrix(), sw.ParallelPlan(granularity="tensor"))))
 
 

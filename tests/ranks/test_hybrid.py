@@ -19,7 +19,7 @@ from shardwise.comm import stall
 from shardwise.comm.gloo import GlooComm
 from shardwise.spec.errors import MeshError, PlanError, RankDisagreement, StateError
 from shardwise.testing import forget_notices, probe, report_stalls_after, run_on_ranks
-from tests.ranks.oracle import Block, Chain, adamw, compare, plain_loss, sample
+from tests.ranks.oracle import Block, Chain, adamw, compare, compare_each, plain_loss, sample
 from tests.ranks.test_disagreement import Skips, Wanders, skip_at_the_ends, skip_from_step_two_on
 from tests.ranks.test_fully_shard import bottom_up
 
@@ -82,8 +82,7 @@ def add_to_gradients(model, rank, step):
 
 
 def sums():
-    for strategy in ("hsdp", "ddp"):
-        compare(Picks, pick, strategy, steps=3, **TWO_BY_TWO)
+    compare_each(Picks, pick, ("hsdp", "ddp"), steps=3, **TWO_BY_TWO)
     compare(Picks, pick_by_microbatch, "hsdp", **TWO_BY_TWO)
     compare(Chain, add_to_gradients, "hsdp", **TWO_BY_TWO)
     for script in (skip_from_step_two_on, skip_at_the_ends):

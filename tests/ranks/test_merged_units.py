@@ -20,7 +20,7 @@ from tests.ranks import (
     test_side_doors,
     test_slots,
 )
-from tests.ranks.oracle import Block, Chain, compare, plain_loss, planned, sample
+from tests.ranks.oracle import Block, Chain, compare_each, plain_loss, planned, sample
 
 #: A block of the oracle's chain has 916 bytes: pairs and one left over, or all five in one.
 PAIRS, ALL = 2000, 1 << 30
@@ -233,8 +233,7 @@ def members_alone(model, rank, step):
 
 def any_order():
     for limit in (PAIRS, ALL):
-        for strategy in ("zero2", "shard_grad_op", "zero3"):
-            compare(Chain, members_alone, strategy, merge_units=limit)
+        compare_each(Chain, members_alone, ("zero2", "shard_grad_op", "zero3"), merge_units=limit)
 
 
 def test_members_may_be_called_by_themselves_and_in_any_order():

@@ -10,7 +10,7 @@ from torch import nn
 import shardwise as sw
 from shardwise.spec.errors import StateError
 from shardwise.testing import forget_declaration, probe, run_on_ranks
-from tests.ranks.oracle import PRESETS, Block, Chain, compare, plain_loss, presets, sample
+from tests.ranks.oracle import PRESETS, Block, Chain, compare, compare_each, plain_loss, presets, sample
 
 WORLDS = pytest.mark.parametrize("world", [2, 3])
 SPLIT = ("zero1", "zero2", "shard_grad_op", "zero3")
@@ -30,8 +30,8 @@ def wide():
 def every_implementation():
     for kind, make in KINDS.items():
         for how in HOWS:
-            for strategy in ("zero1", "zero3") if kind != "AdamW" else presets():
-                compare(wide, plain_loss, strategy, optimizer=lambda p, make=make, how=how: make(p, **how))
+            strategies = ("zero1", "zero3") if kind != "AdamW" else presets()
+            compare_each(wide, plain_loss, strategies, optimizer=lambda p, make=make, how=how: make(p, **how))
 
 
 @WORLDS
@@ -123,8 +123,7 @@ def whole_stranger():
 
 def declared():
     assert sw.declare_elementwise(Harmless) is Harmless
-    for strategy in SPLIT:
-        compare(Chain, plain_loss, strategy, optimizer=lambda p: Harmless(p, lr=0.1))
+    compare_each(Chain, plain_loss, SPLIT, optimizer=lambda p: Harmless(p, lr=0.1))
     with pytest.raises(TypeError, match="an optimizer class is expected"):
         sw.declare_elementwise("Harmless")
     forget_declaration(Harmless)

@@ -9,7 +9,7 @@ from torch import Tensor, nn
 import shardwise as sw
 from shardwise.spec.errors import RankDisagreement, StateError
 from shardwise.testing import run_on_ranks
-from tests.ranks.oracle import PRESETS, Chain, compare, compare_each, plain_loss, sample
+from tests.ranks.oracle import PRESETS, Chain, compare_each, plain_loss, sample
 
 WORLDS = pytest.mark.parametrize("world", [2, 3])
 
@@ -113,9 +113,8 @@ def test_odd_mixed_tied_and_large_parameters_are_right(world):
 
 
 def few_elements():
-    for strategy in ("zero1", "zero3"):
-        compare(lambda: Chain(Odd), wide_loss, strategy, steps=2)
-        compare(Tied, plain_loss, strategy, steps=2)
+    compare_each(lambda: Chain(Odd), wide_loss, ("zero1", "zero3"), steps=2)
+    compare_each(Tied, plain_loss, ("zero1", "zero3"), steps=2)
 
 
 def test_more_ranks_than_elements_are_right():

@@ -34,8 +34,7 @@ WORLDS = pytest.mark.parametrize("world", [2, 3])
 
 
 def train_with_every_preset():
-    for strategy in PRESETS:
-        trained = compare(Chain, plain_loss, strategy)
+    for trained in compare_each(Chain, plain_loss, PRESETS).values():
         assert len(trained.probe.units) == 6
 
 
@@ -487,8 +486,7 @@ def test_ranks_may_use_different_parameters_of_a_unit_and_unused_ones_keep_no_gr
 
 
 def unused_on_all_ranks():
-    for strategy in SHARDED:
-        trained = compare(Choosing, only_rank_one, strategy, steps=2)
+    for trained in compare_each(Choosing, only_rank_one, SHARDED, steps=2).values():
         assert all(p.grad is None for block in trained.model.blocks for p in block.never.parameters())
 
 

@@ -10,7 +10,7 @@ from torch.utils.checkpoint import checkpoint, checkpoint_sequential
 
 import shardwise as sw
 from shardwise.testing import run_on_ranks
-from tests.ranks.oracle import Block, Chain, compare, compare_each, plain_loss, presets, sample
+from tests.ranks.oracle import Block, Chain, compare_each, plain_loss, sample
 
 WORLDS = pytest.mark.parametrize("world", [2, 3])
 
@@ -139,8 +139,7 @@ class Early(Chain):
 
 
 def stop_early():
-    for strategy in presets():
-        trained = compare(Early, plain_loss, strategy)
+    for trained in compare_each(Early, plain_loss).values():
         assert not any(unit.num_open_forwards for unit in trained.probe.units)
         with torch.no_grad():  # what follows is not taken for a recomputation
             trained.model(sample(0, 9))

@@ -68,11 +68,10 @@ def freeze(model, names):
 
 
 def frozen():
-    for strategy in presets():
-        for build in (Chain, Twice):
-            compare(lambda build=build: freeze(build(), ["blocks.0", "blocks.2", "blocks.3"]), plain_loss, strategy)
-            compare(lambda build=build: freeze(build(), ["stem", "blocks.0", "blocks.1"]), plain_loss, strategy)
-        trained = compare(lambda: freeze(Chain(), ["up", "stem"]), plain_loss, strategy)
+    for build in (Chain, Twice):
+        compare_each(lambda build=build: freeze(build(), ["blocks.0", "blocks.2", "blocks.3"]), plain_loss)
+        compare_each(lambda build=build: freeze(build(), ["stem", "blocks.0", "blocks.1"]), plain_loss)
+    for trained in compare_each(lambda: freeze(Chain(), ["up", "stem"]), plain_loss).values():
         seen = trained.probe
         assert all(sum(group.is_trainable for group in unit.groups) == 1 for unit in sw.summary(trained.model).units)
         frozen_shards = [shard.parameter for shard in seen.shards if not shard.parameter.requires_grad]
@@ -116,13 +115,12 @@ NESTED = sw.wrap_by_class({"Family", "Parent", "Block"})
 
 
 def nested():
-    for strategy in presets():
-        trained = compare(lambda: Chain(Family, 3), plain_loss, strategy, auto_wrap_policy=NESTED)
+    for trained in compare_each(lambda: Chain(Family, 3), plain_loss, auto_wrap_policy=NESTED).values():
         units = sw.summary(trained.model).units
         assert len(units) == 13
         assert max(unit.depth for unit in units) == 3
-        compare(lambda: Chain(Family, 3), plain_loss, strategy, auto_wrap_policy=sw.wrap_by_size(1), steps=3)
-        compare(lambda: Chain(Family, 3), two_forwards, strategy, auto_wrap_policy=NESTED, steps=3)
+    compare_each(lambda: Chain(Family, 3), plain_loss, auto_wrap_policy=sw.wrap_by_size(1), steps=3)
+    compare_each(lambda: Chain(Family, 3), two_forwards, auto_wrap_policy=NESTED, steps=3)
 
 
 @WORLDS
@@ -284,9 +282,8 @@ def test_all_gradient_buffers_but_one_travel_while_it_is_filled(num_buffers):
 def nothing_kept():
     """With and without gradients of several microbatches, and where a value is used after its unit was released."""
     with planned(keep_buffers=False):
-        for strategy in presets():
-            for build in (Chain, Twice, ThereAndBack):
-                trained = compare(build, plain_loss, strategy)
+        for build in (Chain, Twice, ThereAndBack):
+            for trained in compare_each(build, plain_loss).values():
                 seen = trained.probe
                 assert all(b.untyped_storage().nbytes() == 0 for b in (*seen.slots, *seen.gradient_buffers))
 
@@ -298,13 +295,12 @@ def test_memory_that_is_not_kept_is_allocated_anew_with_the_same_results(world):
 
 def one_buffer():
     """Also where gradients that are moved at once want it while the reduction before, or the root, has it."""
-    for strategy in presets():
-        trained = compare(Chain, plain_loss, strategy, gradient_buffers=1)
+    for trained in compare_each(Chain, plain_loss, gradient_buffers=1).values():
         buffers = trained.probe.gradient_buffers
         assert len({buffer.numel() for buffer in buffers}) == len(buffers)  # one of each size
-        with mock.patch.object(engine_build, "eager_numel", return_value=1):
-            for build in (Chain, Twice):
-                compare(build, plain_loss, strategy, gradient_buffers=1)
+    with mock.patch.object(engine_build, "eager_numel", return_value=1):
+        for build in (Chain, Twice):
+            compare_each(build, plain_loss, gradient_buffers=1)
 
 
 @WORLDS

@@ -12,7 +12,7 @@ import shardwise as sw
 from shardwise.spec.errors import StateError
 from shardwise.testing import run_on_ranks
 from tests.parity.families import FAMILIES, LLAMA, PRELOAD, T5, VOCAB, build_transformers
-from tests.ranks.oracle import PRESETS, compare
+from tests.ranks.oracle import PRESETS, compare, compare_each
 
 pytestmark = PRELOAD
 
@@ -37,8 +37,8 @@ def every_row_is_updated():
     warnings.simplefilter("ignore")
     rank, world = dist.get_rank(), dist.get_world_size()
     assert VOCAB % world
-    for strategy in PRESETS:
-        trained = compare(llama, FAMILIES["Llama"].loss, strategy, steps=2)  # gradients of every rank's rows, too
+    found = compare_each(llama, FAMILIES["Llama"].loss, PRESETS, steps=2)  # gradients of every rank's rows, too
+    for strategy, trained in found.items():
         fresh = dict(llama().named_parameters())[TIED]
         for shard in trained.probe.shards:
             if shard.name != TIED:
@@ -66,8 +66,7 @@ def shared_by_units():
         (tied_t5, ("encoder", "decoder", "encoder.block.*", "decoder.block.*", "lm_head", "shared")),
     ):
         loss = FAMILIES["T5" if build is tied_t5 else "Llama"].loss
-        for strategy in ("ddp", "zero2", "zero3"):
-            compare(build, loss, strategy, steps=2, auto_wrap_policy=sw.wrap_by_name(*units))
+        compare_each(build, loss, ("ddp", "zero2", "zero3"), steps=2, auto_wrap_policy=sw.wrap_by_name(*units))
 
 
 def test_pytorch_176257_a_parameter_shared_by_several_units_belongs_to_the_lowest_that_covers_them():

@@ -204,11 +204,11 @@ def test_it_continues_on_another_world_and_under_another_strategy(
 
 
 def test_another_configuration_is_refused_with_a_table(whole: Path) -> None:
-    folder = whole.parent
-    out = train(folder, "--run-dir", "whole", "--resume", "--set", "train.seed=5", code=78)
-    assert "train.seed  0            5" in out
-    out = train(folder, "--run-dir", "whole", code=78)
-    assert "holds a run already" in out
+    again = ("--run-dir", "whole")
+    refused = train_here(whole.parent, 1, (*again, "--resume", "--set", "train.seed=5"), again)
+    assert [code for code, _ in refused] == [78, 78]
+    assert "train.seed  0            5" in refused[0][1]
+    assert "holds a run already" in refused[1][1]
 
 
 def test_more_steps_may_be_asked_for(whole: Path, tmp_path: Path) -> None:

@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import json
-import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
 import pytest
+
+from tests.ranks.train_here import metrics, train_well
 
 CONFIG = """
 model: {preset: gpt-nano, vocab_size: 256, num_layers: 3, seq_len: 64, tied: false}
@@ -16,26 +16,21 @@ data: {source: stdlib, max_bytes: 100000, seq_len: 62}
 train: {steps: 4, micro_batch_size: 2, gradient_accumulation_steps: 2, eval_every: 2, eval_batches: 1}
 optimizer: {lr: 1e-3}
 checkpoint: {every: 2}
-log: {tensorboard: false}
 """
 
 
-def train(folder: Path, name: str, *arguments: str, config: str = CONFIG) -> list[dict[str, Any]]:
-    (folder / "run.yaml").write_text(config)
-    command = [sys.executable, "-m", "shardwise", "train", "run.yaml", "--run-dir", name, *arguments]
-    done = subprocess.run(command, cwd=folder, capture_output=True, text=True, timeout=240, check=False)
-    assert done.returncode == 0, done.stdout + done.stderr
-    return [json.loads(line) for line in (folder / name / "metrics.jsonl").read_text().splitlines()]
+def train(folder: Path, name: str, world: int, *arguments: str) -> list[dict[str, Any]]:
+    train_well(folder, world, ("--run-dir", name, *arguments), config=CONFIG)
+    return metrics(folder / name)
 
 
 def near(left: dict[str, Any], right: dict[str, Any]) -> bool:
     return all(left[key] == pytest.approx(right[key], rel=1e-5) for key in ("loss", "grad_norm"))
 
 
-@pytest.mark.slow
 def test_two_ranks_train_evaluate_and_save_as_one_process(tmp_path: Path) -> None:
-    expected = train(tmp_path, "one", "--nproc", "1")
-    got = train(tmp_path, "two", "--nproc", "2", "--set", "parallel.cp=2")
+    expected = train(tmp_path, "one", 1)
+    got = train(tmp_path, "two", 2, "--set", "parallel.cp=2")
     assert len(got) == 4
     assert all(near(*pair) for pair in zip(expected, got, strict=True))
     one, two = (json.loads((tmp_path / name / "summary.json").read_text()) for name in ("one", "two"))
