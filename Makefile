@@ -23,7 +23,7 @@ $(STAMP): pyproject.toml constraints.txt
 	@echo "installing into .venv"
 	@$(BIN)/python -m pip install -qq --disable-pip-version-check -c constraints.txt -e '.[dev]'
 	@$(BIN)/python -m pip install -qq --disable-pip-version-check -c constraints.txt --no-deps vit-pytorch
-	@# Apart from the rest: transformers imports torchao, slowly, wherever it finds it. Only tests/blockwise.py looks there.
+	@# Apart from the rest: transformers imports torchao, slowly, wherever it finds it. Only tests/common/blockwise.py looks there.
 	@$(BIN)/python -m pip install -qq --disable-pip-version-check -c constraints.txt --no-deps --upgrade \
 	    --target .venv/torchao torchao
 	@touch $@
@@ -34,7 +34,7 @@ demo: $(STAMP) ## train a small GPT with ZeRO-3 on every local device (CPU: two 
 	@$(BIN)/shardwise train
 
 test: $(STAMP) ## everything that needs no GPU, but for the long matrices
-	@$(BIN)/python -m pytest -m 'not gpu and not long' -n $(WORKERS) --dist worksteal
+	@$(BIN)/python -m pytest -m 'not gpu and not long' -n $(WORKERS) --dist worksteal --durations=25
 	@for transport in in-order early-free; do \
 	    $(BIN)/python -m pytest -m transports --transport $$transport -n $(WORKERS) --dist worksteal || exit 1; done
 
@@ -49,12 +49,12 @@ COUNT ?= 200
 fuzz: $(STAMP) ## random programs beside one plain process, FSDP2 as the judge of what is legal (FIRST=seed COUNT=200)
 	@OMP_NUM_THREADS=1 $(BIN)/python -m tests.fuzz $(FIRST) $(COUNT) --shrink
 
-check: $(STAMP) ## format, lint, types, floors and unit tests, in seconds
+check: $(STAMP) ## format, lint, types, floors and the tests that start no ranks, in seconds
 	@$(BIN)/ruff format --check --quiet .
 	@$(BIN)/ruff check --quiet .
 	@$(BIN)/pyrefly check --summary=none
 	@$(BIN)/lint-imports --no-cache > .venv/lint-imports.log 2>&1 || { cat .venv/lint-imports.log; exit 1; }
-	@$(BIN)/python -m pytest -q tests/unit tests/contract -m 'not gpu and not slow and not long'
+	@$(BIN)/python -m pytest -q --quick tests -m 'not gpu and not slow and not long'
 
 $(PEERS): $(STAMP)
 	@echo "installing the peers"

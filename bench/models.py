@@ -14,9 +14,9 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from shardwise.testing import RankFailure, run_on_ranks
-from tests.parity import matrix
-from tests.parity.families import FAMILIES, PRELOAD_ALL, Family
-from tests.ranks import test_generation
+from tests.common import matrix
+from tests.common.families import FAMILIES, PRELOAD_ALL, Family
+from tests.generation import test_generation
 
 TARGET = Path("docs/models.md")
 

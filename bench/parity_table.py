@@ -1,4 +1,4 @@
-"""Writes docs/parity.md: every product of parallel degrees of tests/parity/product.py beside one plain process.
+"""Writes docs/parity.md: every product of parallel degrees of tests/product/product.py beside one plain process.
 
 Ends with 1 where a row does not hold.
 """
@@ -12,7 +12,7 @@ from pathlib import Path
 
 import torch
 
-from tests.parity import product
+from tests.product import product
 
 TARGET = Path(__file__).resolve().parents[1] / "docs" / "parity.md"
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gc
 import os
+import re
 from pathlib import Path
 
 import hypothesis
@@ -19,12 +20,16 @@ for _name in ("OMP_NUM_THREADS", "MKL_NUM_THREADS", "OPENBLAS_NUM_THREADS"):
 
 #: What runs on the debug transports (``shardwise.comm.debug``) too, by the beginning of a module's path in tests/.
 ON_TRANSPORTS = (
-    *("parity/test_context", "parity/test_experts", "parity/test_generate", "parity/test_pipeline"),
-    *("parity/test_product", "parity/test_tensor", "ranks/test_context", "ranks/test_deferred_weights"),
-    *("ranks/test_expert", "ranks/test_generat", "ranks/test_pipeline_calls", "ranks/test_pipeline_overlap"),
-    *("ranks/test_pipeline_state", "ranks/test_pipeline_steps", "ranks/test_row_sharded", "ranks/test_tensor_mistakes"),
-    *("ranks/test_tied_weights", "ranks/test_train_context", "ranks/test_train_pipeline"),
+    *("context/test_context_parity", "context/test_context_ranks", "embedding/", "engine/test_experts"),
+    *("engine/test_tied_weights", "expert/test_expert", "generation/test_generat"),
+    *("pipeline/test_deferred_weights", "pipeline/test_pipeline.py", "pipeline/test_pipeline_calls"),
+    *("pipeline/test_pipeline_families", "pipeline/test_pipeline_fp16", "pipeline/test_pipeline_overlap"),
+    *("pipeline/test_pipeline_state", "pipeline/test_pipeline_steps.py", "product/test_product.py"),
+    *("tensor/test_tensor.py", "tensor/test_tensor_families", "tensor/test_tensor_mistakes"),
+    *("train/test_train_context", "train/test_train_pipeline"),
 )
+#: A module in which one of these stands starts processes that take seconds: no part of a quick look (``--quick``).
+STARTS = re.compile(r"run_on_ranks\(|train_here|launch\.elastic|pytestmark = pytest\.mark\.(slow|long)")
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
@@ -33,6 +38,7 @@ def pytest_addoption(parser: pytest.Parser) -> None:
         choices=("in-order", "early-free"),
         help="run the tests of model parallelism and generation, and no others, on this debug transport",
     )
+    parser.addoption("--quick", action="store_true", help="leave out modules that start ranks")
 
 
 def pytest_configure(config: pytest.Config) -> None:
@@ -41,10 +47,12 @@ def pytest_configure(config: pytest.Config) -> None:
 
 
 def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool | None:
-    if not config.getoption("transport") or collection_path.is_dir():
+    if not collection_path.match("test_*.py"):
         return None
+    if config.getoption("quick") and STARTS.search(collection_path.read_text("utf-8")):
+        return True
     place = collection_path.relative_to(config.rootpath / "tests").as_posix()
-    return None if place.startswith(ON_TRANSPORTS) else True
+    return True if config.getoption("transport") and not place.startswith(ON_TRANSPORTS) else None
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:

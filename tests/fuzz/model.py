@@ -14,8 +14,8 @@ from torch.utils.checkpoint import checkpoint
 
 import shardwise as sw
 from shardwise.engine.unit import attachment_of
+from tests.common.oracle import Waiting, sample
 from tests.fuzz.program import Node, Op, Program
-from tests.ranks.oracle import Waiting, sample
 
 DIM = 8
 
@@ -170,7 +170,7 @@ def _flat(values: tuple[Tensor, list[Tensor]]) -> tuple[Tensor, ...]:
 
 
 def script(program: Program) -> Any:
-    """What ``tests.ranks.oracle.compare`` runs on each copy."""
+    """What ``tests.common.oracle.compare`` runs on each copy."""
 
     def run(model: Model, rank: int, step: int) -> Iterator[Any]:
         under_way = _Step(program, model, rank)

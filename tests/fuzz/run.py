@@ -19,10 +19,10 @@ from torch.distributed.fsdp import fully_shard as torch_fully_shard
 import shardwise as sw
 from shardwise.testing import RankFailure, run_on_ranks
 from shardwise.testing import oracle as one_process
+from tests.common import oracle
 from tests.fuzz.model import Model, Unit, script
 from tests.fuzz.program import Program, smaller
 from tests.fuzz.transport import delayed
-from tests.ranks import oracle
 
 _TIMEOUT_S = 20.0
 

@@ -6,7 +6,7 @@ import torch
 
 from shardwise.checkpoint import open_checkpoint, write
 from shardwise.checkpoint.shard import CHUNK_BYTES
-from tests.unit.checkpoint.threads import alone, whole
+from tests.checkpoint.threads import alone, whole
 
 
 def test_tensors_on_a_gpu_go_out_and_come_back_in_chunks(tmp_path):

@@ -21,7 +21,7 @@ from shardwise.comm.axes import open_comms
 from shardwise.launch.world import World, init_process_group
 from shardwise.spec.errors import CommTimeout, RankDisagreement
 from shardwise.testing import RankFailure, run_on_ranks
-from tests.ranks.test_join import free_port
+from tests.launch.test_join import free_port
 
 
 def join(device_name: str, port: int) -> torch.device:

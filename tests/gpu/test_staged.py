@@ -1,6 +1,6 @@
 """Two to four ranks on one CUDA device over Gloo, by way of host memory: equal to one process on that device.
 
-``tests/ranks/test_staged.py`` runs the same function on the CPU, where nothing is staged.
+``tests/comm/test_staged.py`` runs the same function on the CPU, where nothing is staged.
 """
 
 from __future__ import annotations

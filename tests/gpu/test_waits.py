@@ -12,7 +12,7 @@ from torch import Tensor, nn
 import shardwise as sw
 from shardwise.launch.world import World, init_process_group
 from shardwise.testing import run_on_ranks
-from tests.ranks.test_join import free_port
+from tests.launch.test_join import free_port
 
 
 class Branches(nn.Module):

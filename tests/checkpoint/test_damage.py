@@ -1,0 +1,417 @@
+"""Every damaged or hostile checkpoint is refused with the file named; nothing is loaded from it and nothing runs."""
+
+from __future__ import annotations
+
+import json
+import os
+import random
+import re
+import shutil
+import time
+
+import pytest
+import torch
+
+from shardwise.checkpoint import manifest as manifests
+from shardwise.checkpoint import open_checkpoint, plain, write
+from shardwise.spec.errors import CheckpointError
+from tests.checkpoint.threads import cut, even, run_in_threads, sample, whole
+
+
+@pytest.fixture
+def saved(tmp_path):
+    """A checkpoint that three ranks wrote."""
+    return save(tmp_path / "step-00000020")
+
+
+def save(path, step=20, seed=0):
+    tensors = sample(seed)
+    run_in_threads(
+        lambda comm: write(
+            path, comm, cut(tensors, even(tensors, 3), comm.rank), {"lr": 0.1, "pos": 7}, step=step, run_id="run"
+        ),
+        3,
+    )
+    return path
+
+
+def shards(path):
+    return sorted(path.glob("*.safetensors"))
+
+
+def load_all(path, **kwargs):
+    pairs = [(whole(name, t), torch.full((t.numel(),), 1).to(t.dtype)) for name, t in sample().items()]
+    try:
+        open_checkpoint(path).read_into(pairs, **kwargs)
+    finally:
+        load_all.touched = any(bool((t.float() != 1).any()) for _, t in pairs)
+    return pairs
+
+
+def refused(path, **kwargs):
+    """The error of loading; nothing was copied, and verifying finds the same."""
+    with pytest.raises(CheckpointError) as caught:
+        load_all(path, **kwargs)
+    assert not load_all.touched
+    assert caught.value.exit_code == 65
+    if not kwargs:
+        with pytest.raises(CheckpointError) as verified:
+            open_checkpoint(path).verify()
+        assert str(verified.value) == str(caught.value)
+    return str(caught.value)
+
+
+@pytest.mark.parametrize("position", range(3))
+def test_a_flipped_bit_is_found(saved, position):
+    file = shards(saved)[position]
+    content = bytearray(file.read_bytes())
+    content[-1] ^= 1
+    file.write_bytes(content)
+    message = refused(saved)
+    assert (
+        f"checkpoint {saved} (step 20) is damaged:\n  - {file.name} (rank {position} wrote it): its content" in message
+    )
+    assert re.search("has the hash [0-9a-f]{64}, expected [0-9a-f]{64}", message)
+    assert message.endswith("\n  Nothing was loaded from it. Resume from another checkpoint.")
+
+
+def test_verification_can_be_left_out_only_on_purpose(saved):
+    file = shards(saved)[0]
+    content = bytearray(file.read_bytes())
+    content[-1] ^= 1
+    file.write_bytes(content)
+    load_all(saved, verify=False)
+
+
+@pytest.mark.parametrize("position", range(3))
+@pytest.mark.parametrize("left", [0, 5, 100, -1])
+def test_a_truncated_shard_is_found(saved, position, left):
+    file = shards(saved)[position]
+    size = file.stat().st_size
+    os.truncate(file, left % size)
+    message = refused(saved)
+    assert f"{file.name} (rank {position} wrote it): the file has {left % size} bytes, expected {size}" in message
+    assert refused(saved, verify=False)
+
+
+def test_bytes_after_the_end_are_found(saved):
+    with shards(saved)[1].open("ab") as file:
+        file.write(b"\0")
+    assert "bytes, expected" in refused(saved, verify=False)
+
+
+@pytest.mark.parametrize("position", range(3))
+def test_a_missing_shard_is_found(saved, position):
+    file = shards(saved)[position]
+    file.unlink()
+    assert f"{file.name} (rank {position} wrote it): the file is missing" in refused(saved)
+
+
+def test_every_damaged_file_is_reported_at_once(saved):
+    first, second, third = shards(saved)
+    first.unlink()
+    os.truncate(second, 3)
+    third.write_bytes(third.read_bytes()[::-1])
+    message = refused(saved)
+    assert [name for name in (first.name, second.name, third.name) if name in message] == [
+        first.name,
+        second.name,
+        third.name,
+    ]
+
+
+def test_a_shard_of_another_step_is_told_apart(saved, tmp_path):
+    other = save(tmp_path / "step-00000010", step=10)
+    shutil.copyfile(shards(other)[1], shards(saved)[1])
+    save_id = open_checkpoint(other).manifest.save_id
+    assert f"it is a shard of another save: save {save_id}, step 10, rank 1" in refused(saved)
+    assert refused(saved, verify=False)
+
+
+def test_shards_of_one_save_cannot_be_exchanged(saved):
+    first, second, _ = shards(saved)
+    first.rename(saved / "x")
+    second.rename(first)
+    (saved / "x").rename(second)
+    assert re.search("bytes, expected|it is a shard of another save", refused(saved))
+
+
+@pytest.mark.parametrize("swap", ["symlink", "hardlink", "fifo", "folder", "device"])
+def test_only_plain_files_with_one_link_are_opened(saved, tmp_path, swap):
+    file = shards(saved)[1]
+    real = tmp_path / "elsewhere"
+    if swap == "hardlink":
+        os.link(file, real)
+        expected = "it has 2 hard links, expected one"
+    else:
+        file.rename(real)
+        expected = "it is a symbolic link" if swap in {"symlink", "device"} else "it is not a regular file"
+        {
+            "symlink": lambda: file.symlink_to(real),
+            "fifo": lambda: os.mkfifo(file),
+            "folder": file.mkdir,
+            "device": lambda: file.symlink_to("/dev/zero"),
+        }[swap]()
+    begin = time.monotonic()
+    assert f"{file.name} (rank 1 wrote it): {expected}" in refused(saved)
+    assert time.monotonic() - begin < 1
+
+
+@pytest.mark.parametrize("swap", ["symlink", "hardlink", "fifo"])
+def test_the_manifest_too_must_be_a_plain_file(saved, tmp_path, swap):
+    file = saved / "manifest.json"
+    real = tmp_path / "elsewhere"
+    if swap == "hardlink":
+        os.link(file, real)
+    else:
+        file.rename(real)
+        file.symlink_to(real) if swap == "symlink" else os.mkfifo(file)
+    with pytest.raises(CheckpointError, match=r"manifest.json: it (is|has)"):
+        open_checkpoint(saved)
+
+
+def rewrite(path, change, *, checksum=True):
+    """Change the manifest as someone would who can compute checksums."""
+    file = path / "manifest.json"
+    content = json.loads(file.read_bytes())
+    content = change(content) or content
+    if checksum:
+        content["checksum"] = manifests._checksum(content)
+    file.write_bytes(plain.dumps(content))
+
+
+def manifest_error(path):
+    begin = time.monotonic()
+    with pytest.raises(CheckpointError) as caught:
+        open_checkpoint(path)
+    assert time.monotonic() - begin < 1
+    assert len(str(caught.value)) < 3000
+    assert str(caught.value).startswith(f"checkpoint {path}")
+    return str(caught.value)
+
+
+@pytest.mark.parametrize(
+    "name", ["../x", "/etc/passwd", "a/../../b", "shard.safetensors", "a\\b", "a\0b", "", "shard-\n", "x" * 5000]
+)
+def test_a_file_name_that_is_not_ours_is_refused_before_anything_is_opened(saved, name):
+    def change(content):
+        content["files"][1]["name"] = name
+
+    rewrite(saved, change)
+    assert "file 1 is called" in manifest_error(saved)
+
+
+def set_in(*keys, value):
+    def change(content):
+        for key in keys[:-1]:
+            content = content[key]
+        content[keys[-1]] = value
+
+    return change
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        (set_in("format", value="x"), "'format' is not 'shardwise-checkpoint'"),
+        (set_in("format_version", value=4), "it has format version 4; this version of shardwise reads 1 and 2 and 3"),
+        (set_in("format_version", value=True), "it has format version True"),
+        (set_in("step", value=-1), "step: Input should be greater than or equal to 0"),
+        (set_in("step", value="20"), "step: Input should be a valid integer"),
+        (set_in("step", value=20.0), "step: Input should be a valid integer"),
+        (set_in("save_id", value="../../../../xx"), "save_id: String should match pattern"),
+        (set_in("run_id", value="a\x1b[31m"), "is no name for a run"),
+        (set_in("world_size", value=2), "it lists 3 files for 2 ranks"),
+        (set_in("world_size", value=10**8), "it lists 3 files for 100000000 ranks"),
+        (set_in("files", 0, "bytes", value=5), "is said to have 5 bytes, its tensors make"),
+        (set_in("files", 0, "extra", value=5), "files.0.extra: Extra inputs are not permitted"),
+        (set_in("surprise", value=5), "surprise: Extra inputs are not permitted"),
+        (set_in("tensors", "scale", "is_frozen", value=True), "scale: it is frozen, but there are no files of frozen"),
+        (set_in("frozen", value=[]), "it lists 0 files of frozen parameters for 3 ranks"),
+        (
+            set_in("frozen", value=[{"name": "../x", "bytes": 1, "sha256": "0" * 64}] * 3),
+            r"file 0 of frozen parameters is called '../x', expected 'frozen-0000000000000000-r00000.safetensors'",
+        ),
+        (set_in("rank_data", value=[1]), "it has the state of 1 ranks, expected 3"),
+        (set_in("tensors", "scale", "shape", value=[10**6] * 3), "scale.shape: |is too large|no rank holds"),
+        (set_in("tensors", "scale", "shape", value=[2**59] * 60), "scale: shape .* is too large"),
+        (set_in("tensors", "scale", "shape", value=[1] * 65), "tensors.scale.shape: List should have at most 64"),
+        (set_in("tensors", "scale", "dtype", value="float33"), "scale: dtype 'float33' is unknown"),
+        (set_in("tensors", "scale", "pieces", value=[]), "scale: no rank holds elements 0 to 1"),
+        (set_in("tensors", "scale", "pieces", value=[[0, 0, 2]]), "scale: element 1 is outside of its 1"),
+        (set_in("tensors", "scale", "pieces", value=[[9, 0, 1]]), "scale: a piece belongs to a rank beyond 2"),
+        (set_in("tensors", "scale", "pieces", value=[[0, 0, 1], [1, 0, 1]]), "are held by rank 0 and by rank 1"),
+        (set_in("tensors", "scale", "pieces", value=[[0, 1, 0]]), "scale: "),
+        (set_in("tensors", "scale", "pieces", value=[[0, -1, 1]]), "tensors.scale.pieces.0.1: Input should be greater"),
+        (set_in("tensors", "scale", "pieces", value=[[0, 0, 1, 2, 1]]), "scale: element 1 is outside of its 1"),
+        (set_in("tensors", "scale", "pieces", value=[[0, 0, 1, 0, 1]]), "scale: a piece belongs to a rank beyond 2"),
+        (set_in("tensors", "scale", "pieces", value=[[0, 0, 1, 10**17, 1]]), "scale: a piece belongs to a rank beyond"),
+        (set_in("tensors", "scale", "pieces", value=[[0, 0, 1, 2, 0]]), "scale: a piece belongs to a rank beyond"),
+        (set_in("tensors", "scale", "pieces", value=[[0, 1, 1, 3, 1]]), "scale: the range 1 to 1 is empty"),
+        (set_in("tensors", "scale", "pieces", value=[[0, 0]]), "tensors.scale.pieces.0: List should have at least 3"),
+        (set_in("tensors", "a\nb", value={"shape": [], "dtype": "fp32", "pieces": []}), "is no name for a tensor"),
+        (set_in("data", value={"x": {"__bytes__": "***"}}), "an object with the key '__bytes__' is malformed"),
+        (set_in("data", value={"x": {"__class__": "os.system"}}), None),
+        (lambda content: [], "is not a manifest"),
+    ],
+)
+def test_a_manifest_that_makes_no_sense_is_refused(saved, change, message):
+    def apply(content):
+        found = change(content)
+        if found is not None:
+            return {"content": found}
+        return None
+
+    rewrite(saved, apply)
+    if message is None:  # a dict like any other: no class is looked up
+        assert open_checkpoint(saved).data == {"x": {"__class__": "os.system"}}
+    else:
+        assert re.search(message, manifest_error(saved))
+
+
+def test_a_changed_number_in_the_state_is_found(saved):
+    rewrite(saved, set_in("data", "lr", value=0.3), checksum=False)
+    assert "its checksum does not match its content: it was damaged or changed by hand" in manifest_error(saved)
+
+
+@pytest.mark.parametrize(
+    ("raw", "message"),
+    [
+        (b"", "it is not a manifest"),
+        (b'{"format":"shardwise-checkpoint","format":"shardwise-checkpoint"}', "the key 'format' occurs twice"),
+        (b'{"a":{"b":1,"b":2}}', "the key 'b' occurs twice in one object"),
+        (b'{"a":NaN}', "NaN is not JSON"),
+        (b'{"a":1e999}', "the number 1e999 is out of range"),
+        (b'{"a":' + b"9" * 5000 + b"}", "it is not a manifest"),
+        (b"\xff\xfe", "it is not a manifest"),
+        (b"[" * 100_000, "nested deeper than 64 levels"),
+        (b"[" * 200 + b"]" * 200, "nested deeper than 64 levels"),
+        (b'{"a":' * 500 + b"1" + b"}" * 500, "nested deeper than 64 levels"),
+        (b"[" + b"0," * (4 * 10**6 + 1) + b"0]", "more than 4000000 times ','"),
+        (b"[" + b"[]," * 10**6 + b"0]", r"more than 1000000 times '\["),
+        (b"[" + b"{}," * 600_000 + b"0]", "more than 500000 times '{'"),
+        (b"null", "'format' is not"),
+    ],
+)
+def test_text_that_is_no_strict_json_is_refused(saved, raw, message):
+    (saved / "manifest.json").write_bytes(raw)
+    assert re.search(message, manifest_error(saved))
+
+
+def test_a_manifest_of_any_shorter_length_is_refused(saved):
+    raw = (saved / "manifest.json").read_bytes()
+    for length in range(0, len(raw), 37):
+        (saved / "manifest.json").write_bytes(raw[:length])
+        manifest_error(saved)
+
+
+def test_an_oversized_manifest_is_refused_before_it_is_read(saved):
+    os.truncate(saved / "manifest.json", 2**40)
+    assert "more than the 67108864 that are read" in manifest_error(saved)
+
+
+def test_a_header_bomb_is_compared_not_parsed(saved):
+    file = shards(saved)[0]
+    content = bytearray(file.read_bytes())
+    content[:8] = (2**63 - 1).to_bytes(8, "little")
+    file.write_bytes(content)
+    begin = time.monotonic()
+    assert "its header is not the one that the manifest describes" in refused(saved)
+    assert "its header is not the one" in refused(saved, verify=False)
+    assert time.monotonic() - begin < 1
+
+
+def test_random_changes_never_give_other_than_a_refusal(saved):
+    numbers = random.Random(0)
+    for file in (saved / "manifest.json", shards(saved)[0]):
+        original = file.read_bytes()
+        for _ in range(150):
+            content = bytearray(original)
+            for _ in range(numbers.randint(1, 3)):
+                at = numbers.randrange(len(content))
+                content[at] ^= 1 << numbers.randrange(8)
+            if content == original:
+                continue
+            file.write_bytes(content)
+            with pytest.raises(CheckpointError):
+                open_checkpoint(saved).verify()
+        file.write_bytes(original)
+    load_all(saved)
+
+
+def test_a_pickle_in_any_file_is_never_run(saved, tmp_path):
+    marker = tmp_path / "marker"
+    payload = b"cos\nsystem\n(S'touch " + str(marker).encode() + b"'\ntR."
+    for file in (saved / "manifest.json", *shards(saved)):
+        original = file.read_bytes()
+        file.write_bytes(payload + original[len(payload) :])
+        with pytest.raises(CheckpointError):
+            load_all(saved)
+        file.write_bytes(original)
+    assert not marker.exists()
+
+
+def test_a_folder_without_a_manifest_was_never_committed(saved):
+    (saved / "manifest.json").unlink()
+    assert "was never committed: it has no manifest.json" in manifest_error(saved)
+
+
+def test_a_path_that_is_not_there_suggests_what_is(saved):
+    with pytest.raises(CheckpointError) as caught:
+        open_checkpoint(saved.with_name("step-00000021"))
+    assert str(caught.value) == (
+        f"there is no checkpoint {saved.with_name('step-00000021')}.\n  Near it there is step-00000020."
+    )
+    with pytest.raises(CheckpointError, match="There is no folder"):
+        open_checkpoint(saved.parent / "no" / "such")
+    with pytest.raises(CheckpointError, match="cannot be opened: Not a directory"):
+        open_checkpoint(saved / "manifest.json")
+
+
+def test_damage_that_one_rank_sees_stops_all_with_one_text(saved):
+    os.truncate(shards(saved)[2], 10)
+    tensors = sample()
+
+    def body(comm):
+        pairs = [(e, torch.zeros_like(t)) for e, t in cut(tensors, even(tensors, comm.size), comm.rank)]
+        open_checkpoint(saved).read_into(pairs, comm=comm)
+
+    outcome = run_in_threads(body, 3)
+    assert all(isinstance(error, CheckpointError) for error in outcome)
+    assert len({str(error) for error in outcome}) == 1
+
+
+def test_a_file_is_read_once_for_verifying_until_it_changes(saved, monkeypatch):
+    read = []
+    real = manifests.folders.read_at
+    monkeypatch.setattr(manifests.folders, "read_at", lambda f, v, o: read.append(len(v)) or real(f, v, o))
+    found = open_checkpoint(saved)
+    read.clear()
+    found.verify()
+    assert read
+    read.clear()
+    found.verify()
+    assert not read
+    file = shards(saved)[0]
+    content = bytearray(file.read_bytes())
+    content[-1] ^= 1
+    file.write_bytes(content)
+    with pytest.raises(CheckpointError, match="its content has the hash"):
+        found.verify()
+
+
+def test_a_rank_that_cannot_open_the_checkpoint_stops_all(saved, tmp_path):
+    def body(comm):
+        return open_checkpoint(saved if comm.rank != 1 else tmp_path / "nowhere", comm=comm)
+
+    outcome = run_in_threads(body, 3)
+    assert {str(error) for error in outcome} == {
+        f"rank 1: there is no checkpoint {tmp_path / 'nowhere'}.\n  {tmp_path} holds step-00000020."
+    }
+
+
+def test_ranks_that_see_different_saves_are_stopped(saved, tmp_path):
+    other = save(tmp_path / "other")
+    outcome = run_in_threads(lambda comm: open_checkpoint((saved, other)[comm.rank], comm=comm), 2)
+    assert all("is not the same on all ranks: they see the saves" in str(error) for error in outcome)
+    assert [found.step for found in run_in_threads(lambda comm: open_checkpoint(saved, comm=comm), 2)] == [20, 20]

@@ -1,0 +1,246 @@
+"""`shardwise train` builds on meta: each rank reads, or draws and keeps, what it owns, with the plain values."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+from unittest import mock
+
+import pytest
+import torch
+import yaml
+
+import shardwise as sw
+from shardwise.checkpoint import folder as folders
+from shardwise.checkpoint import open_checkpoint
+from shardwise.cli import main
+from shardwise.spec.errors import CheckpointError
+from shardwise.testing import run_on_ranks
+from shardwise.train.build import build_model, defer_model
+from shardwise.train.config import read_config
+from shardwise.train.predict import PeakTensorBytes
+from shardwise.train.random_state import seed_all
+from shardwise.train.resolve import RunConfig, resolve
+from tests.train.train_here import train_well
+
+pytest.importorskip("transformers", reason="the hf extra is not installed")
+pytestmark = pytest.mark.preload(
+    "transformers.models.gpt2.modeling_gpt2",
+    "transformers.models.llama.modeling_llama",
+    "transformers.models.mixtral.modeling_mixtral",
+)
+
+CPU = torch.device("cpu")
+SIZES = {"hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 4, "num_attention_heads": 4}
+
+
+def folder_of(name: str, folder: Path) -> str:
+    """A Hugging Face folder; ``name`` says which model, and in what form it is stored."""
+    import transformers as hf
+
+    torch.manual_seed(5)
+    config: Any = hf.LlamaConfig(**SIZES, num_key_value_heads=2, vocab_size=64, tie_word_embeddings="tied" in name)
+    if name == "gpt2":
+        sizes = {"n_embd": 32, "n_layer": 4, "n_head": 2, "n_positions": 32}
+        config = hf.GPT2Config(vocab_size=64, bos_token_id=0, eos_token_id=0, **sizes)
+    elif name == "mixtral":
+        config = hf.MixtralConfig(**SIZES, num_key_value_heads=2, vocab_size=64, num_local_experts=2)
+    path = folder / name
+    if name == "unread":
+        config.save_pretrained(path)
+        return str(path)
+    kind = hf.LlamaModel if "base" in name else hf.AutoModelForCausalLM._model_mapping[type(config)]
+    model = kind(config)
+    if "half" in name:
+        model = model.to(torch.bfloat16)
+    model.save_pretrained(path, max_shard_size="30KB" if "sharded" in name else "1GB")
+    return str(path)
+
+
+def resolved_for(folder: str, world: int, **parallel: Any) -> RunConfig:
+    base = {
+        "model": {"hf": folder},
+        "data": {"source": "random", "seq_len": 8},
+        "parallel": parallel,
+        "train": {"steps": 1, "micro_batch_size": 1, "gradient_accumulation_steps": parallel.get("pp", 1)},
+    }
+    return resolve(read_config(None, base=base, title="test"), world, raises_masters=False)
+
+
+def counting(read_at: Callable[..., None], count: list[int]) -> Callable[..., None]:
+    """``read_at``, with the bytes that it reads added up."""
+
+    def read(file: int, target: memoryview, offset: int) -> None:
+        count[0] += target.nbytes
+        read_at(file, target, offset)
+
+    return read
+
+
+def differing(folder: str, plans: list[dict[str, Any]]) -> list[tuple[list[str], int]]:
+    """Under each plan, the names whose values are not those of the whole model, and the bytes read from files here."""
+    found = []
+    world = int(os.environ["WORLD_SIZE"])
+    for parallel in plans:
+        resolved = resolved_for(folder, world, **parallel)
+        seed_all(3)
+        plain = build_model(resolved, CPU)
+        expected = plain.state_dict() | dict(plain.named_buffers())
+        seed_all(3)
+        count = [0]
+        with mock.patch("shardwise.checkpoint.folder.read_at", counting(folders.read_at, count)):
+            model, weights = defer_model(resolved, CPU)
+            model = sw.parallelize(model, resolved.plan, init=weights)
+        got = sw.full_state_dict(model)
+        if got and parallel.get("pp", 1) == 1:
+            got |= dict(model.named_buffers())
+        wrong = [name for name, value in got.items() if value.dtype != expected[name].dtype]
+        wrong += [name for name, value in got.items() if not torch.equal(value, expected[name])]
+        wrong += [name for name in plain.state_dict() if got and name not in got]
+        found.append((wrong, count[0]))
+    return found
+
+
+PLANS: list[dict[str, Any]] = [
+    {"strategy": "zero3"},
+    {"strategy": "zero2"},
+    {"strategy": "zero1"},
+    {"strategy": "ddp"},
+    {"strategy": "hsdp", "dp_replicate": 2},
+    {"strategy": "zero3", "tp": 2},
+    {"strategy": "zero1", "tp": 2, "sequence_parallel": True},
+    {"strategy": "zero3", "pp": 2},
+    {"strategy": "ddp", "pp": 2, "tp": 2},
+]
+
+
+@pytest.mark.parametrize("name", ["llama-sharded-tied", "gpt2", "llama-half", "llama-base-tied", "unread"])
+def test_values_are_those_of_the_whole_model_under_every_plan(name: str, tmp_path: Path) -> None:
+    plans = PLANS if name != "llama-base-tied" else PLANS[:1]
+    for rank in run_on_ranks(differing, 4, folder_of(name, tmp_path), plans, timeout_s=200):
+        assert [wrong for wrong, _ in rank] == [[] for _ in plans]
+
+
+def test_each_rank_reads_its_share_of_the_files_and_no_more(tmp_path: Path) -> None:
+    folder = folder_of("llama-sharded-tied", tmp_path)
+    whole = sum(file.stat().st_size for file in Path(folder).glob("*.safetensors"))
+    ranks = run_on_ranks(differing, 4, folder, PLANS, timeout_s=200)
+    read = [[num_bytes for _, num_bytes in rank] for rank in ranks]
+    for index, plan in enumerate(PLANS):
+        held = [rank[index] for rank in read]
+        if plan == {"strategy": "ddp"}:
+            assert max(held) <= whole
+        elif plan == {"strategy": "zero3"}:
+            assert 0.9 * whole <= sum(held) <= whole
+            assert max(held) <= 0.3 * whole
+        else:
+            assert max(held) <= 0.75 * whole
+
+
+def test_what_transformers_rearranges_is_loaded_whole_and_a_line_says_so(tmp_path: Path, capfd) -> None:
+    folder = folder_of("mixtral", tmp_path)
+    for rank in run_on_ranks(differing, 2, folder, [{"strategy": "zero3"}, {"strategy": "zero3", "ep": 2}]):
+        assert [wrong for wrong, _ in rank] == [[], []]
+    model, weights = defer_model(resolved_for(folder, 1), CPU)
+    assert weights is None
+    assert not next(model.parameters()).is_meta
+    said = capfd.readouterr().err
+    assert f"every rank loads model.hf={folder} whole, since transformers makes model.layers.0.mlp.experts." in said
+
+
+def test_missing_weights_are_drawn_as_transformers_draws_them(tmp_path: Path, capfd) -> None:
+    folder = folder_of("llama-base", tmp_path)  # without a head
+    for rank in run_on_ranks(differing, 2, folder, [{"strategy": "zero3"}]):
+        assert rank[0][0] == []
+    defer_model(resolved_for(folder, 1), CPU)
+    assert "lm_head.weight is not in its files and will be drawn anew" in capfd.readouterr().err
+
+
+def test_two_tensors_in_the_files_are_tied_only_where_they_are_equal(tmp_path: Path) -> None:
+    from safetensors.torch import load_file, save_file
+
+    folder = Path(folder_of("llama-tied", tmp_path))
+    held = load_file(folder / "model.safetensors")
+    embedding = held["model.embed_tokens.weight"]
+    for head in (embedding.clone(), embedding + 1):
+        save_file({**held, "lm_head.weight": head}, folder / "model.safetensors", {"format": "pt"})
+        model: Any = defer_model(resolved_for(str(folder), 1), CPU)[0]
+        plain: Any = build_model(resolved_for(str(folder), 1), CPU)
+        is_tied = plain.lm_head.weight is plain.model.embed_tokens.weight
+        assert is_tied == torch.equal(head, embedding)
+        assert (model.lm_head.weight is model.model.embed_tokens.weight) == is_tied
+        assert run_on_ranks(differing, 2, str(folder), [{"strategy": "zero3"}])[0][0][0] == []
+
+
+def test_a_damaged_file_is_named(tmp_path: Path) -> None:
+    folder = Path(folder_of("llama", tmp_path))
+    content = (folder / "model.safetensors").read_bytes()
+    (folder / "model.safetensors").write_bytes(content[:-100])
+    with pytest.raises(CheckpointError, match=r"model.safetensors is no safetensors file that can be read: .* bytes"):
+        defer_model(resolved_for(str(folder), 1), CPU)
+
+
+STORED = """
+model: {hf: FOLDER}
+data: {source: random, seq_len: 8}
+train: {steps: 3, micro_batch_size: 1, eval_every: null}
+"""
+
+
+def test_a_folder_stored_in_16_bit_trains_with_fp32_masters_and_says_so(tmp_path: Path, capsys) -> None:
+    folder = folder_of("llama-half", tmp_path)
+    config = STORED.replace("FOLDER", folder)
+    keeps = "parallel.mp_policy={param_dtype: bf16, master_dtype: bf16}"
+    raised, kept = train_well(
+        tmp_path, 2, ("--run-dir", "raised"), ("--run-dir", "kept", "--set", keeps), config=config
+    )
+    said = "weights are stored in bf16: the optimizer updates fp32 masters (parallel.mp_policy.master_dtype"
+    assert said in raised
+    assert said not in kept
+    dtypes = {}
+    for run in ("raised", "kept"):
+        path = tmp_path / run / "checkpoints" / "step-00000003"
+        dtypes[run] = {extent.dtype for extent in open_checkpoint(path).tensors.values() if extent.dtype != "uint8"}
+        assert main(["generate", str(tmp_path / run), "--tokens", "1 2 3", "--max-new-tokens", "2"]) == 0
+    assert dtypes == {"raised": {"fp32"}, "kept": {"bf16"}}
+    train_well(tmp_path, 2, ("--run-dir", "raised", "--resume", "--set", "train.steps=4"), config=config)
+    held = yaml.safe_load((tmp_path / "raised" / "config.yaml").read_text())["parallel"]["mp_policy"]
+    assert held == {"param_dtype": "bf16", "master_dtype": "fp32"}
+
+
+SHARE = {"hidden_size": 256, "intermediate_size": 688, "num_hidden_layers": 16, "num_attention_heads": 4}
+
+
+def peak_of_building(folder: str, strategy: str) -> tuple[int, int, int]:
+    """Bytes of the whole model, and the most bytes of tensors here while it is built; and what is left."""
+    resolved = resolved_for(folder, int(os.environ["WORLD_SIZE"]), strategy=strategy)
+    seed_all(3)
+    with PeakTensorBytes(CPU) as before:
+        pass
+    with PeakTensorBytes(CPU) as memory:
+        model, weights = defer_model(resolved, CPU)
+        num_bytes = sum(parameter.nbytes for parameter in model.parameters())
+        model = sw.parallelize(model, resolved.plan, init=weights)
+    with PeakTensorBytes(CPU) as after:
+        pass
+    del model
+    return num_bytes, memory.peak_bytes - before.peak_bytes, after.peak_bytes - before.peak_bytes
+
+
+@pytest.mark.parametrize("has_weights", [True, False])
+def test_no_rank_ever_holds_more_than_its_shards_and_one_unit(has_weights: bool, tmp_path: Path) -> None:
+    import transformers as hf
+
+    config = hf.LlamaConfig(**SHARE, num_key_value_heads=4, vocab_size=512)
+    if has_weights:
+        hf.LlamaForCausalLM(config).save_pretrained(tmp_path, max_shard_size="10MB")
+    else:
+        config.save_pretrained(tmp_path)
+    largest_unit = 4 * (4 * 256 * 256 + 3 * 256 * 688 + 2 * 256)
+    for num_bytes, peak, left in run_on_ranks(peak_of_building, 4, str(tmp_path), "zero3"):
+        assert num_bytes > 16 * largest_unit
+        assert peak <= num_bytes / 4 + 3.2 * largest_unit  # slots of two units are there when the last one is filled
+        assert peak < 0.5 * num_bytes
+        assert left <= peak

@@ -1,0 +1,124 @@
+"""Process groups that Comms are opened over: by their members alone, found by name, and shared by all models.
+
+NCCL's communicators are made of Gloo here: who calls, under which name the members meet and what is kept is the same.
+"""
+
+from __future__ import annotations
+
+import functools
+from unittest import mock
+
+import torch
+import torch.distributed as dist
+from torch.distributed import distributed_c10d as c10d
+
+import shardwise as sw
+from shardwise.comm import axes as opening
+from shardwise.comm import nccl
+from shardwise.comm.axes import communicator, timeout_s_of
+from shardwise.comm.gloo import GlooComm
+from shardwise.spec.errors import CommError
+from shardwise.testing import run_on_ranks
+from tests.common.oracle import Chain, plain_loss, sample
+
+CPU = torch.device("cpu")
+
+
+def part_before_whole():
+    """Two ranks of three shard a model among themselves; then all three train one together."""
+    rank = dist.get_rank()
+    half = dist.new_group([0, 1])
+    if rank < 2:
+        part = sw.fully_shard(Chain(), mesh=half)
+        plain_loss(part, rank, 0).backward()
+    whole = sw.parallelize(Chain())
+    plain_loss(whole, rank, 0).backward()
+    return float(sw.clip_grad_norm(whole, 1e9))
+
+
+def test_a_model_on_part_of_the_world_does_not_hold_up_a_later_one_on_all_of_it():
+    assert len(set(run_on_ranks(part_before_whole, 3, timeout_s=40))) == 1
+
+
+def open_bound():
+    """The default group has been bound to a device, as ``init_process_group(device_id=...)`` does."""
+    rank, world = dist.get_rank(), dist.group.WORLD
+    world.bound_device_id = torch.device("cuda:0")
+    over = functools.partial(communicator, world, axis="dp_shard", device=CPU, backend="gloo")
+    with mock.patch.object(c10d, "_get_split_source") as split:
+        found = [over([0, 1], purpose="gather"), over([0, 1], purpose="reduce")] if rank < 2 else []
+        found.append(over([0, 1, 2], purpose="gather"))
+    again = over([0, 1, 2], purpose="gather")
+    values = []
+    for group in found:
+        value = torch.tensor([float(rank)])
+        dist.all_reduce(value, group=group)
+        values.append(value.item())
+    facts = split.called, world.bound_device_id == torch.device("cuda:0"), again is found[-1]
+    limits = {timeout_s_of(group, CPU) - timeout_s_of(world, CPU) for group in found}
+    world.bound_device_id = None
+    return values, facts, limits
+
+
+def test_members_open_a_communicator_alone_also_where_the_world_is_bound_to_a_device():
+    results = run_on_ranks(open_bound, 3, timeout_s=40)
+    assert [values for values, _, _ in results] == [[1.0, 1.0, 3.0], [1.0, 1.0, 3.0], [3.0]]
+    for _, facts, limits in results:
+        assert facts == (False, True, True)
+        assert limits == {60.0}
+
+
+def alone():
+    """The other members never come."""
+    store = dist.HashStore()
+    dist.init_process_group("fake", store=store, rank=0, world_size=2)
+    failing = mock.patch.object(c10d, "_new_process_group_helper", side_effect=RuntimeError("wait timeout"))
+    timeout = mock.patch("shardwise.comm.axes.timeout_s_of", return_value=7.0)
+    try:
+        with failing, timeout:
+            communicator(dist.group.WORLD, [0, 1], "dp_shard", "gather", CPU, backend="gloo")
+    except CommError as error:
+        return str(error)
+    return "opened"
+
+
+def test_members_that_do_not_come_are_named():
+    (text,) = run_on_ranks(alone, 1, process_group=False)
+    assert text.startswith("ranks [0, 1] did not all connect for dp_shard/gather within 7 s: wait timeout\n")
+
+
+def batch():
+    return torch.cat([sample(rank, 0) for rank in range(2)])
+
+
+def loss_fn(output, batch):
+    del batch
+    return output.square().mean()
+
+
+def count_groups():
+    """Groups alive after each call of ``sw.parity``, where every Comm is opened as over NCCL."""
+    made = []
+
+    def over_gloo(group, axis, device, *, channel, ledger, host):
+        made.append(channel)
+        return GlooComm(group, axis, channel=host.channel)
+
+    plans = {name: sw.ParallelPlan(strategy=name) for name in ("ddp", "zero2", "zero3")}
+    found = []
+    with (
+        mock.patch.object(opening, "_is_moved_by_nccl", return_value=True),
+        mock.patch.object(opening, "communicator", functools.partial(communicator, backend="gloo")),
+        mock.patch.object(nccl, "NcclComm", over_gloo),
+    ):
+        for _ in range(3):
+            report = sw.parity(Chain, [batch()], loss_fn, plans)
+            assert report.holds
+            found.append(len(c10d._world.pg_map))
+    return found, len(made)
+
+
+def test_the_number_of_communicators_does_not_grow_with_the_number_of_models():
+    for found, num_comms in run_on_ranks(count_groups, 2):
+        assert found == [3, 3, 3]  # the world, gathers, reductions
+        assert num_comms > 12

@@ -1,0 +1,399 @@
+"""What users do with a model between and inside the steps."""
+
+from __future__ import annotations
+
+import collections
+import dataclasses
+import types
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+import shardwise as sw
+from shardwise.testing import run_on_ranks
+from tests.common.oracle import Block, Chain, compare_each, plain_loss, presets, sample
+
+WORLDS = pytest.mark.parametrize("world", [2, 3])
+
+
+# -- outputs of any shape
+
+Pair = collections.namedtuple("Pair", ["left", "right"])  # noqa: PYI024 - the untyped kind on purpose
+
+
+@dataclasses.dataclass
+class Output:
+    hidden: Tensor
+    extra: dict[str, list[Tensor]]
+    note: str = "nothing"
+
+
+@dataclasses.dataclass(frozen=True)
+class FrozenOutput:
+    hidden: Tensor
+    inner: Output
+
+
+class ModelOutput(collections.OrderedDict):
+    """As transformers': a dict whose entries are attributes as well."""
+
+    def __getattr__(self, name: str) -> Tensor:
+        try:
+            return self[name]
+        except KeyError:
+            raise AttributeError(name) from None
+
+
+def pack(kind: str, x: Tensor, y: Tensor) -> object:
+    return {
+        "tuple": lambda: (x, None, (y, 3)),
+        "dict": lambda: {"x": x, "rest": {"y": [y]}},
+        "named": lambda: Pair(x, y),
+        "dataclass": lambda: Output(x, {"list": [y]}),
+        "frozen": lambda: FrozenOutput(x, Output(x, {"y": [y]})),
+        "mapping": lambda: ModelOutput(x=x, y=y),
+        "proxy": lambda: types.MappingProxyType({"x": x, "y": y}),
+        "object": lambda: types.SimpleNamespace(x=x, cache=types.SimpleNamespace(layers=[y])),
+    }[kind]()
+
+
+def unpack(kind: str, out: object) -> tuple[Tensor, Tensor]:
+    return {
+        "tuple": lambda o: (o[0], o[2][0]),
+        "dict": lambda o: (o["x"], o["rest"]["y"][0]),
+        "named": lambda o: (o.left, o.right),
+        "dataclass": lambda o: (o.hidden, o.extra["list"][0]),
+        "frozen": lambda o: (o.hidden, o.inner.extra["y"][0]),
+        "mapping": lambda o: (o.x, o.y),
+        "proxy": lambda o: (o["x"], o["y"]),
+        "object": lambda o: (o.x, o.cache.layers[0]),
+    }[kind](out)
+
+
+class Packing(nn.Module):
+    """Returns two tensors in a structure of some kind; the second only reaches the loss."""
+
+    def __init__(self, kind: str) -> None:
+        super().__init__()
+        self.kind = kind
+        self.first, self.second = nn.Linear(8, 8), nn.Linear(8, 8)
+        self.register_buffer("sink", torch.zeros(()))
+
+    def forward(self, x: Tensor) -> object:
+        return pack(self.kind, x + torch.tanh(self.first(x)), torch.sin(self.second(x)))
+
+
+class Packed(nn.Module):
+    def __init__(self, kind: str) -> None:
+        super().__init__()
+        torch.manual_seed(21)
+        self.kind = kind
+        self.blocks = nn.ModuleList(Packing(kind) for _ in range(5))
+
+    def forward(self, x: Tensor) -> object:
+        total = torch.zeros(())
+        for block in self.blocks:
+            x, y = unpack(self.kind, block(x))
+            total = total + y.mean()
+        return pack(self.kind, x, total)
+
+
+def packed_loss(model, rank, step):
+    x, y = unpack(model.kind, model(sample(rank, step)))
+    return x.square().mean() + y
+
+
+def outputs():
+    for kind in ("tuple", "dict", "named", "dataclass", "frozen", "mapping", "proxy", "object"):
+        compare_each(lambda kind=kind: Packed(kind), packed_loss, ("zero1", "zero3"), steps=3)
+
+
+@WORLDS
+def test_outputs_may_be_tuples_dicts_dataclasses_objects_and_nests_of_them(world):
+    run_on_ranks(outputs, world)
+
+
+# -- forwards that do not train
+
+
+def evaluate_between(model, rank, step):
+    """Evaluations before, between and after, in eval mode and not, with and without grad mode."""
+    values = []
+    model.eval()
+    with torch.no_grad():
+        values.append(model(sample(rank, step, salt=3)))
+    with torch.inference_mode():
+        values.append(model(sample(rank, step, salt=4)).clone())
+    values.append(model(sample(rank, step, salt=5)))  # with grad, never used for a backward
+    model.train()
+    loss = plain_loss(model, rank, step)
+    with torch.no_grad():
+        values.append(model(sample(rank, step, salt=6)))  # between a forward and its backward
+    loss.backward()
+    with torch.no_grad():
+        values.append(model(sample(rank, step, salt=7)))
+    yield *values, loss
+
+
+class Guided(Chain):
+    """Calls its blocks without grad inside a forward that trains (self-conditioning, targets of a teacher)."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        with torch.no_grad():
+            target = super().forward(x)
+            hint = self.blocks[1](self.stem(x))
+        return super().forward(x + hint) - target
+
+
+def skip_evaluation(model, rank, step):
+    """Only in some steps is there an evaluation."""
+    if step in (1, 3):
+        with torch.no_grad():
+            model(sample(rank, step, salt=3))
+    return plain_loss(model, rank, step)
+
+
+def evaluations():
+    compare_each(Chain, evaluate_between)
+    compare_each(Chain, skip_evaluation)
+    compare_each(Guided, plain_loss)
+
+
+@WORLDS
+def test_forwards_without_grad_may_come_before_between_inside_and_after(world):
+    run_on_ranks(evaluations, world)
+
+
+# -- requires_grad switched between steps
+
+
+def thaw(model, step):
+    """Gradual unfreezing, from the last block to the first."""
+    for index, block in enumerate(model.blocks):
+        block.requires_grad_(index >= 4 - step)
+
+
+def frozen_but_for_the_last(*_args):
+    model = Chain()
+    thaw(model, 0)
+    return model
+
+
+def freeze_gradually(model, step):
+    for index, block in enumerate(model.blocks):
+        if index <= step:
+            block.requires_grad_(False)
+
+
+def toggle(model, step):
+    """Single parameters, to and fro; in the last steps everything."""
+    for index, (name, parameter) in enumerate(model.named_parameters()):
+        parameter.requires_grad_(step > 2 or "head" in name or (index + step) % 3 != 0)
+
+
+def freeze_all_but_the_head(model, step):
+    for name, parameter in model.named_parameters():
+        parameter.requires_grad_("head" in name or step % 2 == 1)
+
+
+def switch():
+    compare_each(frozen_but_for_the_last, plain_loss, steps=6, between=lambda m, s: thaw(m, s + 1))
+    compare_each(Chain, plain_loss, steps=6, between=freeze_gradually)
+    compare_each(Chain, plain_loss, steps=6, between=toggle)
+    compare_each(Chain, plain_loss, steps=5, between=freeze_all_but_the_head)
+
+
+@WORLDS
+def test_requires_grad_may_be_switched_between_steps(world):
+    run_on_ranks(switch, world)
+
+
+# -- modules with state
+
+
+class Normed(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(8, 8)
+        self.norm = nn.BatchNorm1d(8)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x + self.norm(self.linear(x))
+
+
+class Recurrent(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.lstm = nn.LSTM(8, 8, num_layers=2, batch_first=True)
+        self.gru = nn.GRU(8, 8, batch_first=True)
+        self.out = nn.Linear(8, 8)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x + self.out(self.gru(self.lstm(x)[0])[0])
+
+
+class RunningMean(nn.Module):
+    """Writes a buffer in forward and counts its calls in a Python attribute."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(8, 8)
+        self.inner = nn.Identity()
+        self.register_buffer("mean", torch.zeros(8))
+        self.calls = 0
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.calls += 1
+        if self.training:
+            with torch.no_grad():
+                self.mean.lerp_(x.mean(0), 0.1)
+        return self.linear(x - self.mean)
+
+
+def sequence_loss(model, rank, step):
+    return model(sample(rank, step, 3, 4, 8)).square().mean()
+
+
+def stateful():
+    for build, script in (
+        (lambda: Chain(Normed), plain_loss),
+        (lambda: Chain(Recurrent), sequence_loss),
+        (lambda: Chain(RunningMean), plain_loss),
+    ):
+        for strategy, trained in compare_each(build, script).items():
+            trained.model.eval()
+            trained.plain.eval()
+            x = sample(0, 0, 3, 4, 8) if script is sequence_loss else sample(0, 0)
+            with torch.no_grad():
+                assert torch.equal(trained.model(x), trained.plain(x))
+            for (name, ours), (_, plain) in zip(
+                trained.model.named_buffers(), trained.plain.named_buffers(), strict=True
+            ):
+                assert torch.equal(ours, plain), f"{strategy}: buffer {name}"
+
+
+@WORLDS
+def test_batch_norm_recurrent_nets_and_buffers_written_in_forward_are_right(world):
+    run_on_ranks(stateful, world)
+
+
+# -- hooks of the user
+
+
+def with_hooks(model, rank, step):
+    """Forward hooks, output hooks and full backward hooks of the user see what they would see in one process."""
+    seen = []
+    handles = [
+        model.blocks[1].register_forward_hook(lambda _m, _i, out: out * 1.5),
+        model.blocks[2].register_full_backward_hook(lambda _m, _gi, go: seen.append(go[0].clone())),
+        model.blocks[3].register_forward_pre_hook(lambda _m, args: (args[0] + 1.0,)),
+        model.blocks[4].up.register_forward_hook(lambda m, _i, _o: seen.append(m.weight.detach().clone())),
+    ]
+    y = model(sample(rank, step))
+    y.register_hook(lambda grad: seen.append(grad.clone()))
+    y.square().mean().backward()
+    for handle in handles:
+        handle.remove()
+    yield y, *seen
+
+
+class Keywords(Chain):
+    """Blocks are called with keyword arguments; the model with none of its tensors positional."""
+
+    def forward(self, *, x: Tensor, scale: float = 1.0) -> Tensor:
+        x = self.stem(x) * scale
+        for block in self.blocks:
+            x = block(x=x)
+        return self.head(x)
+
+
+def call_with_keywords(model, rank, step):
+    return model(x=sample(rank, step), scale=0.5).square().mean()
+
+
+def gradient_of_inputs(model, rank, step):
+    x = sample(rank, step).requires_grad_()
+    model(x).square().mean().backward()
+    yield (x.grad,)
+
+
+def only_inputs(model, rank, step):
+    """torch.autograd.grad for the input alone: no parameter gets a gradient."""
+    x = sample(rank, step).requires_grad_()
+    (grad,) = torch.autograd.grad(model(x).square().mean(), x)
+    yield grad, plain_loss(model, rank, step).detach()
+
+
+def calls():
+    compare_each(Chain, with_hooks)
+    compare_each(Keywords, call_with_keywords)
+    compare_each(Chain, gradient_of_inputs)
+
+
+@WORLDS
+def test_hooks_keyword_arguments_and_gradients_of_inputs_are_those_of_one_process(world):
+    run_on_ranks(calls, world)
+
+
+def grad_of_inputs_alone():
+    for strategy in presets():
+        model, plain = sw.parallelize(Chain(), sw.ParallelPlan(strategy=strategy)), Chain()
+        for step in range(3):
+            grads = []
+            for each in (model, plain):
+                x = sample(0, step).requires_grad_()
+                grads.append(torch.autograd.grad(each(x).square().mean(), x)[0])
+            assert torch.equal(*grads)
+            assert all(p.grad is None for p in model.parameters())
+
+
+def test_the_gradient_of_the_input_alone_leaves_parameters_without_one():
+    run_on_ranks(grad_of_inputs_alone, 2)
+
+
+# -- units that some forwards skip, on all ranks alike
+
+
+class Drops(Chain):
+    """Stochastic depth: blocks are left out, the same ones on every rank."""
+
+    def forward(self, x: Tensor, left_out: tuple[int, ...] = ()) -> Tensor:
+        x = self.stem(x)
+        for index, block in enumerate(self.blocks):
+            if index not in left_out:
+                x = block(x)
+        return self.head(F.gelu(x))
+
+
+def leave_out(model, rank, step):
+    left_out = [(), (1,), (0, 4), (2, 3), (0, 1, 2, 3, 4), ()][step]
+    return model(sample(rank, step), left_out).square().mean()
+
+
+def leave_out_at_first(model, rank, step):
+    left_out = [(1, 2), (), (3,), ()][step]
+    return model(sample(rank, step), left_out).square().mean()
+
+
+def detach_inside(model, rank, step):
+    """Backward does not reach the first units in some steps."""
+    x = model.stem(sample(rank, step)) if step == 9 else sample(rank, step)
+    handle = model.blocks[step % 3].register_forward_hook(lambda _m, _i, out: out.detach())
+    loss = model(x).square().mean()
+    handle.remove()
+    return loss
+
+
+def depth():
+    compare_each(Drops, leave_out, steps=6)
+    compare_each(Drops, leave_out_at_first)
+    compare_each(Chain, detach_inside)
+    compare_each(lambda: Chain(Block, 1), plain_loss, auto_wrap_policy=sw.wrap_by_class({Block}))
+    compare_each(Chain, plain_loss, auto_wrap_policy="none")
+
+
+@WORLDS
+def test_forwards_may_leave_units_out_and_backward_may_end_early(world):
+    run_on_ranks(depth, world)

@@ -1,0 +1,396 @@
+"""Ranks that take different paths through the units."""
+
+from __future__ import annotations
+
+import re
+import time
+from unittest import mock
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+import shardwise as sw
+from shardwise.comm import stall
+from shardwise.spec.errors import RankDisagreement
+from shardwise.spec.order import AgreedOrder
+from shardwise.testing import probe, report_stalls_after, run_on_ranks
+from tests.common.oracle import Block, Chain, compare, compare_each, plain_loss, sample, seeded
+
+WORLDS = pytest.mark.parametrize("world", [2, 3])
+
+
+class Skips(Chain):
+    def forward(self, x: Tensor, left_out: tuple[int, ...] = ()) -> Tensor:
+        x = self.stem(x)
+        for index, block in enumerate(self.blocks):
+            if index not in left_out:
+                x = block(x)
+        return self.head(x)
+
+
+class SkipsTwice(Chain):
+    """0 1 2 3 4 3 2 1 0, but for some: a unit that follows itself, as 4 was left out, is not done with."""
+
+    def forward(self, x: Tensor, left_out: tuple[int, ...] = ()) -> Tensor:
+        x = self.stem(x)
+        for index in (0, 1, 2, 3, 4, 3, 2, 1, 0):
+            if index not in left_out:
+                x = self.blocks[index](x)
+        return self.head(x)
+
+
+def skip_from_step_two_on(model, rank, step):
+    """In the first step all ranks run all units; later each leaves out others."""
+    left_out = () if step == 0 else ((rank + step) % 5, (2 * rank + step) % 5)
+    return model(sample(rank, step), left_out).square().mean()
+
+
+def skip_at_the_ends(model, rank, step):
+    """Rank 0 leaves out the first and the last unit, which are the first and last to be gathered."""
+    left_out = (0, 4) if step > 0 and rank == 0 else ()
+    return model(sample(rank, step), left_out).square().mean()
+
+
+def skip_the_turn(model, rank, step):
+    left_out = (4 - step % 2, 4 - step % 3) if step > 0 and rank == 0 else ()
+    return model(sample(rank, step), left_out).square().mean()
+
+
+def skip_all(model, rank, step):
+    left_out = (0, 1, 2, 3, 4) if step in (1, 3) and rank == 1 else ()
+    return model(sample(rank, step), left_out).square().mean()
+
+
+def skip_and_evaluate(model, rank, step):
+    """All ranks evaluate; then they train along different paths."""
+    with torch.no_grad():
+        value = model(sample(rank, step, salt=1))
+    loss = skip_from_step_two_on(model, rank, step)
+    loss.backward()
+    yield value, loss
+
+
+class Partial(Chain):
+    """Runs its last blocks without grad on request: backward never reaches them."""
+
+    def forward(self, x: Tensor, num_trained: int = 5) -> Tensor:
+        h = self.stem(x)
+        for index, block in enumerate(self.blocks):
+            with torch.set_grad_enabled(index < num_trained):
+                y = block(h)
+            h = h + y
+        return h if num_trained < 5 else self.head(h)
+
+
+def train_fewer(model, rank, step):
+    """From the second step on backward reaches fewer units on rank 0 than on the others."""
+    return model(sample(rank, step), 5 - step if rank == 0 else 5).square().mean()
+
+
+def train_fewer_first(model, rank, step):
+    """The last unit has no backward in the first steps, on any rank."""
+    return model(sample(rank, step), 3 if step < 2 else 5).square().mean()
+
+
+def skips():
+    for script in (skip_from_step_two_on, skip_at_the_ends, skip_all, skip_and_evaluate):
+        compare_each(Skips, script)
+    for script in (skip_from_step_two_on, skip_the_turn):
+        compare_each(SkipsTwice, script)
+    compare_each(Partial, train_fewer)
+    compare_each(Partial, train_fewer_first)
+
+
+@WORLDS
+def test_from_the_second_step_on_a_rank_may_skip_whole_units(world):
+    run_on_ranks(skips, world)
+
+
+class Wanders(Chain):
+    def forward(self, x: Tensor, path: tuple[int, ...]) -> Tensor:
+        x = self.stem(x)
+        for index in path:
+            x = self.blocks[index](x)
+        return self.head(x)
+
+
+class Branching(nn.Module):
+    """The input decides which of three chains runs, alike on all ranks."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(5)
+        self.stem = nn.Linear(8, 8)
+        self.ways = nn.ModuleDict({key: nn.ModuleList(Block() for _ in range(3)) for key in "abc"})
+        self.head = nn.Linear(8, 3)
+
+    def forward(self, x: Tensor, ways: str) -> Tensor:
+        x = self.stem(x)
+        for way in ways:
+            for block in self.ways[way]:
+                x = block(x)
+        return self.head(x)
+
+
+BY_BLOCK = sw.wrap_by_class({Block})
+
+
+def alternate(model, rank, step):
+    return model(sample(rank, step), "ab"[step % 2]).square().mean()
+
+
+def every_rank_its_own(model, rank, step):
+    """First all ranks see every way; then each takes another."""
+    ways = "abc" if step == 0 else "abc"[(rank + step) % 3]
+    return model(sample(rank, step), ways).square().mean()
+
+
+def branch():
+    compare_each(Branching, alternate, steps=6, auto_wrap_policy=BY_BLOCK)
+    compare_each(Branching, every_rank_its_own, steps=5, auto_wrap_policy=BY_BLOCK)
+
+
+@WORLDS
+def test_a_model_may_branch_by_its_input(world):
+    run_on_ranks(branch, world)
+
+
+def count_wrong_prefetches():
+    """By step: gathers of the step, and those of units that did not run."""
+    model = sw.parallelize(Branching(), sw.ParallelPlan(auto_wrap_policy=BY_BLOCK))
+    found = []
+    for step in range(6):
+        before = sw.summary(model).num_wrong_prefetches
+        with sw.record_collectives(model) as events:
+            alternate(model, dist.get_rank(), step).backward()
+        model.zero_grad()
+        gathers = [event for event in events if event.kind == "all_gather"]
+        found.append((len(gathers), sw.summary(model).num_wrong_prefetches - before))
+    return found, str(sw.summary(model))
+
+
+def test_gathers_of_units_that_did_not_run_are_counted():
+    """A way gathers the root and three blocks in forward, and two or three of the blocks again in backward."""
+    for found, text in run_on_ranks(count_wrong_prefetches, 2):
+        # From the second step on the other way's three blocks are gathered for nothing in forward and in backward. In
+        # the second, which knows of no way b, a block of way a is prefetched, evicted and gathered once more.
+        assert found == [(6, 0), (14, 7), (13, 6), (13, 6), (13, 6), (13, 6)]
+        assert "gathered, but not run on this rank: 31 times so far" in text
+
+
+class Shuffled(Chain):
+    """Runs its blocks in the order of the argument."""
+
+    def forward(self, x: Tensor, order: list[int]) -> Tensor:
+        x = self.stem(x)
+        for index in order:
+            x = self.blocks[index](x)
+        return self.head(x)
+
+
+def shuffle(model, rank, step):
+    order = torch.randperm(8, generator=seeded(step)).tolist()
+    return model(sample(rank, step), order).square().mean()
+
+
+def shuffles():
+    for strategy in ("zero2", "zero3"):
+        with mock.patch.object(AgreedOrder, "keep", autospec=True, side_effect=AgreedOrder.keep) as keep:
+            trained = compare(lambda: Shuffled(num_blocks=8), shuffle, strategy, steps=30)
+        assert len({id(call.args[0]) for call in keep.call_args_list}) == 2  # the ranks have agreed on what to keep
+        for way in ("forward", "backward"):
+            order = trained.probe.agreed_orders[way]
+            assert len(order) <= 2 * 17 + 8  # a block may be in the recorded path twice: expected, and run later
+
+
+def test_an_order_that_always_changes_does_not_grow_for_ever():
+    run_on_ranks(shuffles, 2)
+
+
+def choose_by_rank(stall_s):
+    """A unit that only one rank runs, in the first step and, where it is new, in a later one."""
+    report_stalls_after(stall_s)
+    rank = dist.get_rank()
+    model = sw.parallelize(Branching(), sw.ParallelPlan(auto_wrap_policy=BY_BLOCK))
+    for step in range(2):
+        model(sample(rank, step), "a").square().mean().backward()
+    with pytest.raises(RankDisagreement) as caught:
+        model(sample(rank, 2), "a" if rank == 0 else "ac").square().mean().backward()
+    return str(caught.value)
+
+
+def test_a_way_that_one_rank_alone_takes_ends_in_a_disagreement_that_names_the_units():
+    for text in run_on_ranks(choose_by_rank, 2, 0.6):
+        assert "ranks issued different collectives at #" in text or "ranks wait for each other" in text
+        assert "'ways.c.0'" in text
+        assert "'ways.a." in text
+
+
+def diverge(strategy, stall_s):
+    report_stalls_after(stall_s)
+    rank = dist.get_rank()
+    model = sw.parallelize(Wanders(), sw.ParallelPlan(strategy=strategy))
+    with pytest.raises(RankDisagreement) as caught:
+        model(sample(rank, 0), (0, 2, 1, 3, 4) if rank == 1 else (0, 1, 2, 3, 4)).square().mean().backward()
+    return str(caught.value)
+
+
+@pytest.mark.parametrize(("world", "strategy"), [(2, "zero3"), (3, "zero3"), (2, "zero2"), (2, "ddp")])
+def test_in_the_first_step_another_order_is_a_disagreement_that_all_ranks_report(world, strategy):
+    texts = run_on_ranks(diverge, world, strategy, 0.6)
+    for text in texts:
+        assert "ranks issued different collectives at #" in text
+        assert len(set(re.findall(r"'blocks\.\d'", text))) == 2
+        assert "The ranks took different paths through the model." in text
+
+
+def diverge_later(stall_s):
+    """In a later step rank 1 runs a unit once more than the others ever did."""
+    report_stalls_after(stall_s)
+    rank = dist.get_rank()
+    model = sw.parallelize(Skips())
+    for step in range(2):
+        plain_loss(model, rank, step).backward()
+    x = sample(rank, 0)
+    if rank == 1:
+        model.register_forward_pre_hook(lambda m, args: (m.blocks[2](m.blocks[2](args[0])),))
+    start = time.monotonic()
+    with pytest.raises(RankDisagreement) as caught:
+        model(x).square().mean().backward()
+    return str(caught.value), time.monotonic() - start
+
+
+#: Seconds: far above the stall that is allowed in these tests (a busy machine), far below a process group's time-out.
+LIMIT_S = 20.0
+
+
+def test_a_unit_that_one_rank_alone_runs_is_a_disagreement_that_all_ranks_report():
+    """Rank 1's extra calls begin with block 2, and it is behind by that when rank 0 has come to its last block."""
+    texts = set()
+    for text, seconds in run_on_ranks(diverge_later, 2, 0.6):
+        assert "ranks issued different collectives at #" in text
+        assert "\n  rank 0: all_gather of unit 'blocks.4'" in text
+        assert "\n  rank 1: all_gather of unit 'blocks.0'" in text
+        assert seconds < LIMIT_S
+        texts.add(text)
+    assert len(texts) == 1
+
+
+def cross(stall_s):
+    """Two models, called in another order by either rank: both wait for what the other has not begun."""
+    report_stalls_after(stall_s)
+    rank = dist.get_rank()
+    models = [sw.parallelize(Chain()), sw.parallelize(Chain())]
+    texts = []
+    for model in models if rank == 0 else reversed(models):
+        with pytest.raises(RankDisagreement) as caught:
+            model(sample(rank, 0))
+        texts.append(str(caught.value))
+    return texts
+
+
+def test_ranks_that_wait_for_each_other_are_told_so_at_this_and_every_further_collective():
+    for texts in run_on_ranks(cross, 2, 0.6):
+        for text in texts:
+            assert text.startswith("ranks wait for each other in different collectives:\n  rank 0: all_gather of unit")
+
+
+def thread_after_end():
+    dist.barrier()  # a rank that leaves while another connects to it fails that one
+    found = stall.StallWatch.of(dist.group.WORLD)
+    was_alive = found._thread.is_alive()
+    found.end()
+    return was_alive, found._thread.is_alive()
+
+
+def test_the_watch_ends_before_the_interpreter_does():
+    """A thread inside the store at the interpreter's end aborts the process; ``end`` is registered with atexit."""
+    assert run_on_ranks(thread_after_end, 2) == [(True, False)] * 2
+
+
+class Branches(nn.Module):
+    """Runs its layers in the order of the argument; those that are frozen are gathered, but have no gradients."""
+
+    def __init__(self, is_frozen=False):
+        super().__init__()
+        torch.manual_seed(0)
+        self.stem = nn.Linear(8, 8)
+        self.layers = nn.ModuleList(nn.Linear(8, 8) for _ in range(5)).requires_grad_(not is_frozen)
+
+    def forward(self, x: Tensor, order) -> Tensor:
+        if not self.layers[0].weight.requires_grad:
+            with torch.no_grad():
+                for index in order:
+                    x = self.layers[index](x)
+            return self.stem(x)
+        x = self.stem(x)
+        for index in order:
+            x = self.layers[index](x)
+        return x
+
+
+def wander_alone():
+    """Only rank 0's path changes, where nothing ties it to its peer's: each holds all parameters by itself."""
+    rank, lengths = dist.get_rank(), []
+    for is_frozen in (False, True):
+        model = Branches(is_frozen)
+        layers = sw.wrap_by_class({nn.Linear})
+        plan = sw.ParallelPlan(
+            strategy="hsdp", dp_replicate=2, dp_shard=1, auto_wrap_policy=layers, merge_units=False, sync_buffers="none"
+        )
+        seen = probe(sw.parallelize(model, plan))
+        model(torch.ones(1, 8), range(5)).sum().backward()
+        for step in range(60):
+            order = torch.randperm(5, generator=seeded(step)).tolist() if rank == 0 else range(5)
+            with torch.set_grad_enabled(is_frozen):
+                loss = model(torch.ones(1, 8), order).sum()
+            if is_frozen:
+                loss.backward()
+        lengths.append(len(seen.agreed_orders["forward" if is_frozen else "evaluation"]))
+        model(torch.ones(1, 8), range(5)).sum().backward()
+    return lengths
+
+
+def test_a_path_that_changes_on_one_rank_only_asks_nobody_who_does_not_gather_with_it():
+    ours, theirs = run_on_ranks(wander_alone, 2, timeout_s=60)
+    assert max(ours) <= 2 * 11 + 8
+    assert ours[0] > len(range(5)) + 1  # it has changed
+    assert theirs == [7, 7]
+
+
+def test_what_a_rank_has_issued_is_known_however_long_ago_it_was():
+    def status(waits_for, newest, peers=(), elsewhere=None):
+        many = [["dp_shard", place, "all_gather", "u", 1] for place in range(64)]
+        return {"elsewhere": elsewhere, "waits_for": waits_for, "issued": many, "newest": newest, "peers": peers}
+
+    wanted = ["dp", 3, "all_reduce", "order", 8]
+    behind, there = ({"dp_shard": 400, "dp": newest} for newest in (2, 3))
+    waiting = status(wanted, {"dp_shard": 9, "dp": 3}, [1])
+    for newest in (behind, {"dp_shard": 400}):
+        statuses = {0: waiting, 1: status(None, newest, elsewhere="barrier")}
+        text = stall._absence(statuses, statuses)
+        assert text is not None
+        assert text.startswith("rank 1 waits in torch.distributed's barrier, while rank 0 waits for it in all_reduce")
+    statuses = {0: waiting, 1: status(None, there, elsewhere="barrier")}
+    assert stall._absence(statuses, statuses) is None
+
+
+def answers() -> list[bool]:
+    """Whether this rank publishes where it is: when a peer asks, a look later, and when the peer asks anew."""
+    seen = stall.StallWatch.of(dist.group.WORLD)
+    seen._ends.set()
+    seen._thread.join()
+    found = []
+    for asked in ("1 2.5", None, "1 3.0"):
+        seen._store.set("rank-0", "nothing")
+        if asked is not None:
+            seen._store.set("ask", asked)
+        seen._publish_if_asked()
+        found.append(seen._store.get("rank-0") != b"nothing")
+    return found
+
+
+def test_after_a_stall_has_passed_nobody_publishes_any_more() -> None:
+    assert run_on_ranks(answers, 1) == [[True, False, True]]

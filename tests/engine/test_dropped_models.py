@@ -1,0 +1,72 @@
+"""Models that are deleted while messages of theirs are under way."""
+
+from __future__ import annotations
+
+import contextlib
+import gc
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+import shardwise as sw
+from shardwise.comm.gloo import _Exchange
+from shardwise.testing import probe, run_on_ranks
+from tests.common.oracle import Chain, plain_loss, presets, sample
+
+
+class Raises(Chain):
+    """Raises behind its third block on request: the fourth is being gathered then."""
+
+    def forward(self, x: Tensor, *, fails: bool = False) -> Tensor:
+        x = self.stem(x)
+        for index, block in enumerate(self.blocks):
+            x = block(x)
+            if fails and index == 2:
+                raise ValueError("a wrong batch")
+        return self.head(x)
+
+
+def raises_in_forward(strategy):
+    rank = dist.get_rank()
+    model = sw.parallelize(Raises(num_blocks=6), sw.ParallelPlan(strategy=strategy))
+    for step in range(2):
+        plain_loss(model, rank, step).backward()
+    with contextlib.suppress(ValueError):
+        model(sample(rank, 2), fails=True)
+    return model, sum(unit.state == "unsharding" for unit in probe(model).units)
+
+
+def drop_and_go_on():
+    """What is under way when the model goes has come when it is gone: the next collective on the group ends."""
+    found = {}
+    for strategy in presets():
+        model, num_under_way = raises_in_forward(strategy)
+        del model
+        gc.collect()
+        total = torch.tensor([1.0])
+        dist.all_reduce(total)
+        again = sw.parallelize(Chain())
+        plain_loss(again, dist.get_rank(), 0).backward()
+        found[strategy] = num_under_way, total.item()
+    return found
+
+
+def test_a_model_that_is_dropped_with_a_prefetch_under_way_leaves_the_group_in_order():
+    for found in run_on_ranks(drop_and_go_on, 2, timeout_s=60):
+        assert found["zero3"] == (1, 2.0)
+        assert {total for _, total in found.values()} == {2.0}
+
+
+def count_waits():
+    """Waits of the dropped model's receives, before its slots are freed."""
+    model, _ = raises_in_forward("zero3")
+    handles = [held for held in gc.get_objects() if isinstance(held, _Exchange) and held._receives]
+    num_handles = len(handles)
+    del model
+    gc.collect()
+    return num_handles, [len(handle._receives) for handle in handles]
+
+
+def test_what_is_being_gathered_is_waited_for_before_its_memory_goes():
+    assert run_on_ranks(count_waits, 2, timeout_s=40) == [(1, [0])] * 2

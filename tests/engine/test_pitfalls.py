@@ -1,0 +1,504 @@
+"""Graphs that make hooks fire early, late, twice or not at all."""
+
+from __future__ import annotations
+
+import contextlib
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+import shardwise as sw
+from shardwise.engine.engine import Engine
+from shardwise.spec.errors import StateError
+from shardwise.testing import RankFailure, probe, run_on_ranks
+from tests.common.oracle import (
+    PRESETS,
+    SHARDED,
+    Block,
+    Chain,
+    compare,
+    compare_each,
+    plain_loss,
+    planned,
+    presets,
+    sample,
+)
+
+WORLDS = pytest.mark.parametrize("world", [2, 3])
+
+
+# -- the oracle itself
+
+
+def train_with_every_preset():
+    for trained in compare_each(Chain, plain_loss, PRESETS).values():
+        assert len(trained.probe.units) == 6
+
+
+@pytest.mark.parametrize("world", [1, 2, 3])
+def test_a_chain_of_blocks_trains_like_one_process(world):
+    run_on_ranks(train_with_every_preset, world)
+
+
+def train_without_gathering_again():
+    def lazy(self: Engine, unit: Any) -> None:
+        unit.swap_in()
+
+    Engine._ensure = lazy
+    compare(Chain, plain_loss, "zero3", is_checked=False)
+
+
+def test_without_the_gather_in_backward_the_comparison_fails():
+    with pytest.raises(RankFailure, match=r"step 0, backward 0: gradients are off by"):
+        run_on_ranks(train_without_gathering_again, 2)
+
+
+# -- outputs that are somebody else's
+
+
+class Wrapper(nn.Module):
+    """Returns its child's output as it is."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.scale = nn.Parameter(torch.full((8,), 1.5))
+        self.child = Block()
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.child(x * self.scale)
+
+
+class HandsThrough(nn.Module):
+    """Returns its second input unchanged beside its output, or makes it if there is none (T5's position_bias)."""
+
+    def __init__(self, makes_bias: bool) -> None:
+        super().__init__()
+        self.linear = nn.Linear(8, 8)
+        self.bias = nn.Linear(8, 8) if makes_bias else None
+
+    def forward(self, x: Tensor, bias: Tensor | None) -> tuple[Tensor, Tensor]:
+        if bias is None:
+            bias = self.bias(torch.ones(8))
+        return torch.tanh(self.linear(x) + bias), bias
+
+
+class SharedBias(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(3)
+        self.blocks = nn.ModuleList(HandsThrough(index == 0) for index in range(6))
+
+    def forward(self, x: Tensor) -> Tensor:
+        bias = None
+        for block in self.blocks:
+            x, bias = block(x, bias)
+        return x
+
+
+class Identity(nn.Module):
+    """A unit that sometimes returns its input itself."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(8, 8)
+        self.inner = nn.Identity()
+        self.is_on = True
+
+    def forward(self, x: Tensor) -> Tensor:
+        return torch.tanh(self.linear(x)) if self.is_on else x
+
+
+def with_every_second_block_off(model, rank, step):
+    for index, block in enumerate(model.blocks):
+        block.is_on = bool((index + step) % 2) or index == 0
+    return plain_loss(model, rank, step)
+
+
+def outputs_of_others():
+    for strategy in presets():
+        nested = sw.wrap_by_class({Wrapper, Block})
+        trained = compare(lambda: Chain(Wrapper), plain_loss, strategy, auto_wrap_policy=nested)
+        assert len(trained.probe.units) == 11
+        compare(SharedBias, plain_loss, strategy)
+        compare(lambda: Chain(Identity), with_every_second_block_off, strategy)
+
+
+@WORLDS
+def test_a_parent_that_returns_its_childs_output_and_inputs_handed_through_are_right(world):
+    run_on_ranks(outputs_of_others, world)
+
+
+# -- backward, more than once or not to its end
+
+
+def backward_twice(model, rank, step):
+    loss = plain_loss(model, rank, step)
+    loss.backward(retain_graph=True)
+    yield loss
+    loss.backward(retain_graph=True)
+    yield loss
+    loss.backward()
+    yield loss
+
+
+def two_losses_on_one_graph(model, rank, step):
+    y = model(sample(rank, step))
+    y.square().mean().backward(retain_graph=True)
+    yield y
+    y.sin().sum().backward()
+    yield y
+
+
+class UndefinedGradient(torch.autograd.Function):
+    @staticmethod
+    def forward(_ctx, x, weight):
+        return x + weight.sum() * 0.5
+
+    @staticmethod
+    def backward(_ctx, grad):
+        return grad, None
+
+
+class WithUndefined(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(8, 8)
+        self.large = nn.Parameter(torch.randn(512, 512) * 1e-3)  # large enough for a hook of its own
+
+    def forward(self, x: Tensor) -> Tensor:
+        return UndefinedGradient.apply(torch.tanh(self.linear(x)), self.large)
+
+
+def repeated_backwards():
+    compare_each(Chain, backward_twice)
+    compare_each(Chain, two_losses_on_one_graph, steps=2)
+    compare_each(lambda: Chain(WithUndefined), plain_loss, steps=2)
+
+
+@WORLDS
+def test_a_graph_can_be_run_backward_again_and_gradients_may_be_undefined(world):
+    run_on_ranks(repeated_backwards, world)
+
+
+class Refuses(torch.autograd.Function):
+    """Fails in backward (or forward) on request."""
+
+    when: str | None = None
+
+    @staticmethod
+    def forward(_ctx, x):
+        if Refuses.when == "forward":
+            raise ValueError("no forward")
+        return x.clone()
+
+    @staticmethod
+    def backward(_ctx, grad):
+        if Refuses.when == "backward":
+            raise ValueError("no backward")
+        return grad
+
+
+class Fragile(Block):
+    def forward(self, x: Tensor) -> Tensor:
+        h = F.gelu(self.up(x))
+        return x + self.down(Refuses.apply(h) if getattr(self, "is_fragile", False) else h)
+
+
+def fail_then_work(when):
+    def script(model, rank, step):
+        model.blocks[2].is_fragile = True
+        if step in (1, 2):
+            Refuses.when = when
+            with contextlib.suppress(ValueError):
+                plain_loss(model, rank, step + 100).backward()
+                raise AssertionError("it did not fail")
+            Refuses.when = None
+            for parameter in model.parameters():
+                parameter.grad = None
+        return plain_loss(model, rank, step)
+
+    return script
+
+
+def fail_then_backward(model, rank, step):
+    """Two forwards; the backward of one raises, that of the other follows with no forward between them."""
+    model.blocks[2].is_fragile = True
+    failing = plain_loss(model, rank, step + 100)
+    model.blocks[2].is_fragile = False
+    loss = plain_loss(model, rank, step)
+    if step in (1, 2):
+        Refuses.when = "backward"
+        with pytest.raises(ValueError, match="no backward"):
+            failing.backward()
+        Refuses.when = None
+        for parameter in model.parameters():
+            parameter.grad = None
+    return loss
+
+
+def fail_twice_then_backward(model, rank, step):
+    """The failed backward is tried once more: torch has freed its graph by then."""
+    model.blocks[2].is_fragile = True
+    loss, again = plain_loss(model, rank, step), plain_loss(model, rank, step)
+    if step:
+        Refuses.when = "backward"
+        for _ in range(2):
+            with pytest.raises((ValueError, RuntimeError), match=r"no backward|a second time"):
+                again.backward()
+        Refuses.when = None
+        for parameter in model.parameters():
+            parameter.grad = None
+    return loss
+
+
+def exceptions():
+    for script in (fail_then_backward, fail_twice_then_backward):
+        compare_each(lambda: Chain(Fragile), script)
+    compare_each(lambda: Chain(Fragile), fail_then_work("backward"))
+    compare_each(lambda: Chain(Fragile), fail_then_work("forward"))
+
+
+@WORLDS
+def test_after_an_exception_in_forward_or_backward_the_next_step_is_right(world):
+    run_on_ranks(exceptions, world)
+
+
+def second_derivatives():
+    messages = []
+    for strategy in presets():
+        model = sw.parallelize(Chain(), sw.ParallelPlan(strategy=strategy))
+        x = sample(0, 0).requires_grad_()
+        y = model(x).square().mean()
+        with pytest.raises(StateError) as caught:
+            torch.autograd.grad(y, x, create_graph=True)
+        messages.append(str(caught.value))
+        plain_loss(model, 0, 0).backward()  # and the next step works
+    return messages
+
+
+def test_create_graph_is_refused():
+    for message in run_on_ranks(second_derivatives, 2)[0]:
+        assert message.startswith("backward with create_graph=True reached unit ")
+        assert message.endswith("Compute higher derivatives outside of sw.parallelize().")
+
+
+# -- the encoder alone, as generate() calls it
+
+
+class EncoderDecoder(nn.Module):
+    """As T5: embeddings and norms that the root owns, an encoder that is called by itself."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(5)
+        self.shared = nn.Embedding(11, 8)
+        self.encoder = Stack(self.shared)
+        self.decoder = Stack(self.shared)
+        self.head = nn.Linear(8, 11, bias=False)
+        self.head.weight = self.shared.weight
+
+    def forward(self, tokens: Tensor, memory: Tensor | None = None) -> Tensor:
+        memory = self.encoder(tokens) if memory is None else memory
+        return self.head(self.decoder(tokens) + memory.mean(1, keepdim=True))
+
+
+class Stack(nn.Module):
+    def __init__(self, embedding: nn.Embedding) -> None:
+        super().__init__()
+        self.embedding = embedding
+        self.blocks = nn.ModuleList(Block() for _ in range(3))
+        self.norm = nn.LayerNorm(8)
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        x = self.embedding(tokens)
+        for block in self.blocks:
+            x = block(x)
+        return self.norm(x)
+
+
+def tokens_of(rank, step):
+    return torch.randint(0, 11, (2, 5), generator=torch.Generator().manual_seed(step * 10 + rank))
+
+
+def encode_then_train(model, rank, step):
+    tokens = tokens_of(rank, step)
+    with torch.no_grad():
+        memory = model.encoder(tokens)
+        answer = model(tokens, memory)
+    loss = F.cross_entropy(model(tokens).flatten(0, 1), tokens.flatten())
+    loss.backward()
+    yield memory, answer, loss
+
+
+def train_through_the_encoder(model, rank, step):
+    """The encoder runs by itself, with gradients, before the model does."""
+    tokens = tokens_of(rank, step)
+    memory = model.encoder(tokens)
+    loss = F.cross_entropy(model(tokens, memory).flatten(0, 1), tokens.flatten())
+    loss.backward()
+    yield loss
+
+
+def encoders():
+    compare_each(EncoderDecoder, encode_then_train)
+    compare_each(EncoderDecoder, train_through_the_encoder)
+
+
+@WORLDS
+def test_an_encoder_can_be_called_without_the_root(world):
+    run_on_ranks(encoders, world)
+
+
+# -- what the engine leaves behind
+
+
+def frees():
+    import gc
+    import weakref
+
+    gc.disable()
+    for strategy in presets():
+        model = sw.parallelize(Chain(), sw.ParallelPlan(strategy=strategy))
+        optimizer = torch.optim.AdamW(model.parameters())
+        for step in range(3):
+            plain_loss(model, 0, step).backward()
+            optimizer.step()
+            optimizer.zero_grad()
+        watched = [weakref.ref(model), weakref.ref(model.blocks[3].up), *probe(model).weak_references()]
+        watched += [weakref.ref(p) for p in model.parameters()]
+        assert all(ref() is not None for ref in watched)
+        del model, optimizer
+        left = [ref() for ref in watched if ref() is not None]
+        assert not left, f"{strategy}: {len(left)} of {len(watched)} objects live on, such as {type(left[0])}"
+
+
+def test_deleting_the_model_frees_its_memory_at_once_without_the_garbage_collector():
+    run_on_ranks(frees, 2)
+
+
+# -- containers
+
+
+class Loops(nn.Module):
+    """Layers are a ModuleList of ModuleLists: the inner ones look like blocks but are never called (DeepViT, CaiT)."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(9)
+        self.layers = nn.ModuleList(nn.ModuleList([nn.LayerNorm(8), Block()]) for _ in range(5))
+
+    def forward(self, x: Tensor) -> Tensor:
+        for norm, block in self.layers:
+            x = x + block(norm(x))
+        return x
+
+
+class Uncalled(nn.Module):
+    """A module of a class of its own that only holds others."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm = nn.LayerNorm(8)
+        self.block = Block()
+
+
+class LoopsOverHolders(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(9)
+        self.layers = nn.ModuleList(Uncalled() for _ in range(5))
+
+    def forward(self, x: Tensor) -> Tensor:
+        for layer in self.layers:
+            x = x + layer.block(layer.norm(x))
+        return x
+
+
+def containers():
+    compare_each(Loops, plain_loss)
+    compare_each(LoopsOverHolders, plain_loss)
+    return [unit.name for unit in compare(LoopsOverHolders, plain_loss, steps=1).probe.units]
+
+
+@WORLDS
+def test_auto_takes_only_modules_that_are_called(world):
+    run_on_ranks(containers, world)
+
+
+# -- used parameters
+
+
+class Chooses(nn.Module):
+    """Uses one of its branches, which depends on the data."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.branches = nn.ModuleList(nn.Linear(8, 8) for _ in range(3))
+        self.never = nn.Linear(8, 8)
+
+    def forward(self, x: Tensor, choice: int) -> Tensor:
+        return torch.tanh(self.branches[choice](x)) if choice < 3 else x * 1.25
+
+
+class Choosing(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(11)
+        self.stem = nn.Linear(8, 8)
+        self.blocks = nn.ModuleList(Chooses() for _ in range(5))
+
+    def forward(self, x: Tensor, choices: list[int]) -> Tensor:
+        x = self.stem(x)
+        for block, choice in zip(self.blocks, choices, strict=True):
+            x = block(x, choice)
+        return x
+
+
+def everyone_another(model, rank, step):
+    choices = [(rank + step * index) % 3 for index in range(5)]
+    return model(sample(rank, step), choices).square().mean()
+
+
+def only_rank_one(model, rank, step):
+    """Branch 2 is used by rank 1 alone, branch 1 in some steps by nobody."""
+    choices = [2 if rank == 1 and index == step % 5 else 0 for index in range(5)]
+    return model(sample(rank, step), choices).square().mean()
+
+
+def one_uses_none(model, rank, step):
+    """Rank 0 uses no parameter of some units at all, and step 2 none of unit 3 on any rank."""
+    choices = [3 if (rank == 0 and index == 1) or (step == 2 and index == 3) else index % 3 for index in range(5)]
+    return model(sample(rank, step), choices).square().mean()
+
+
+def used_flags():
+    for script in (everyone_another, only_rank_one, one_uses_none):
+        compare_each(Choosing, script, steps=5)
+
+
+@WORLDS
+def test_ranks_may_use_different_parameters_of_a_unit_and_unused_ones_keep_no_gradient(world):
+    """pytorch#158719, torchtitan#2747, DeepSpeed#7170, Megatron-LM#2218: ranks that use different parameters hang."""
+    run_on_ranks(used_flags, world)
+
+
+def unused_on_all_ranks():
+    for trained in compare_each(Choosing, only_rank_one, SHARDED, steps=2).values():
+        assert all(p.grad is None for block in trained.model.blocks for p in block.never.parameters())
+
+
+def test_a_parameter_that_no_rank_used_keeps_no_gradient():
+    run_on_ranks(unused_on_all_ranks, 3)
+
+
+def nothing_kept():
+    with planned(keep_buffers=False, only=("zero1", "zero3")):
+        for scenario in (outputs_of_others, repeated_backwards, exceptions, used_flags):
+            scenario()
+
+
+def test_memory_that_is_not_kept_is_there_whenever_it_is_needed():
+    run_on_ranks(nothing_kept, 2)

@@ -1,0 +1,268 @@
+"""Values that leave a unit otherwise than through its outputs: saved tensors are checked and brought back."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
+
+import shardwise as sw
+from shardwise.spec.errors import StateError
+from shardwise.testing import probe, run_on_ranks
+from tests.common.oracle import SHARDED, Block, Chain, compare, compare_each, plain_loss, planned, sample
+
+WORLDS = pytest.mark.parametrize("world", [2, 3])
+
+
+class Box:
+    """An object that no one looks into."""
+
+    __slots__ = ("_value",)
+
+    def __init__(self, value: Tensor) -> None:
+        self._value = value
+
+    def open(self) -> Tensor:
+        return self._value
+
+
+class Boxing(Block):
+    """Its output is hidden in an opaque object."""
+
+    def forward(self, box: Box) -> Box:
+        return Box(super().forward(box.open()))
+
+
+class Boxed(Chain):
+    def __init__(self) -> None:
+        super().__init__(Boxing, 6)
+
+    def forward(self, x: Tensor) -> Tensor:
+        box = Box(self.stem(x))
+        for block in self.blocks:
+            box = block(box)
+        return self.head(box.open())
+
+
+class SealedRoot(Chain):
+    """The root hides its output: it is kept from forward to backward, so nothing has to be brought back."""
+
+    def forward(self, x: Tensor) -> Box:
+        return Box(super().forward(x))
+
+
+def open_box(model, rank, step):
+    return model(sample(rank, step)).open().square().mean()
+
+
+class KeepsLoss(Block):
+    """Stores a loss of its own on the module, as routers of experts do."""
+
+    aux: Tensor | None = None
+
+    def forward(self, x: Tensor) -> Tensor:
+        h = self.up(x)
+        self.aux = (torch.sin(h) @ self.down.weight.T).square().mean()
+        return x + self.down(F.gelu(h))
+
+
+def with_aux_loss(model, rank, step):
+    loss = plain_loss(model, rank, step)
+    return loss + 0.1 * sum(block.aux for block in model.blocks)
+
+
+def with_aux_loss_later(model, rank, step):
+    """The loss on the module counts from the third step on only, when the order has long been recorded."""
+    loss = plain_loss(model, rank, step)
+    return loss + 0.1 * sum(block.aux for block in model.blocks) if step > 2 else loss
+
+
+def hide(is_checked):
+    compare_each(Boxed, plain_loss, steps=5, is_checked=is_checked, heals=True)
+    compare_each(lambda: Chain(KeepsLoss), with_aux_loss, steps=5, is_checked=is_checked, heals=True)
+    compare_each(SealedRoot, open_box, is_checked=is_checked)
+
+
+@pytest.mark.parametrize("is_checked", [True, False], ids=["checked", "as-users-run-it"])
+@WORLDS
+def test_hidden_values_and_losses_kept_on_modules_are_right_in_every_step(world, is_checked):
+    run_on_ranks(hide, world, is_checked)
+
+
+def hide_where_nothing_is_kept():
+    with planned(keep_buffers=False, only=("zero3",)):
+        hide(is_checked=False)
+        assert all(text.startswith("right") for text in hide_later_as_users_run_it())
+
+
+def test_hidden_values_are_right_where_memory_is_not_kept():
+    run_on_ranks(hide_where_nothing_is_kept, 2)
+
+
+def hide_later():
+    compare_each(lambda: Chain(KeepsLoss), with_aux_loss_later, steps=6, heals=True)
+
+
+def test_a_loss_on_a_module_that_counts_only_in_later_steps_is_right_under_checks():
+    run_on_ranks(hide_later, 2)
+
+
+def hide_later_as_users_run_it():
+    found = []
+    for strategy in SHARDED:
+        try:
+            trained = compare(
+                lambda: Chain(KeepsLoss), with_aux_loss_later, strategy, steps=6, is_checked=False, heals=True
+            )
+        except StateError as error:
+            found.append(str(error))
+        else:
+            found.append(f"right, {trained.probe.num_healed} healed")
+    return found
+
+
+def test_a_loss_on_a_module_that_counts_only_in_later_steps_is_right_or_refused_as_users_run_it():
+    for found in run_on_ranks(hide_later_as_users_run_it, 2):
+        for text in found:
+            assert text.startswith("right") or "a value left the unit otherwise than through its outputs" in text
+
+
+class CheckpointedInside(Block):
+    """Recomputes a part of itself: checkpoint's saved-tensor hooks lie above ours."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x + checkpoint(self._run, x, use_reentrant=False)
+
+    def _run(self, x: Tensor) -> Tensor:
+        return self.down(torch.sin(self.up(x)))
+
+
+class OwnHooks(Block):
+    """Pushes saved-tensor hooks of its own, as offloading of activations does."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        with torch.autograd.graph.saved_tensors_hooks(lambda t: t.clone(), lambda t: t):
+            h = self.up(x)
+        with torch.autograd.graph.save_on_cpu():
+            return x + self.down(F.gelu(h))
+
+
+def hooks_of_others():
+    compare_each(lambda: Chain(CheckpointedInside), plain_loss)
+    compare_each(lambda: Chain(OwnHooks), plain_loss)
+
+
+@WORLDS
+def test_saved_tensor_hooks_of_checkpoint_and_of_the_user_live_beside_ours(world):
+    run_on_ranks(hooks_of_others, world)
+
+
+def settle():
+    model = sw.parallelize(Chain())
+    seen = []
+    hooks = torch._C._autograd._top_saved_tensors_default_hooks
+    model.blocks[0].register_forward_pre_hook(lambda _module, _args: seen.append(hooks(False) is not None))
+    for step in range(5):
+        plain_loss(model, 0, step).backward()
+    return seen, probe(model).num_healed
+
+
+def test_saved_tensors_are_watched_in_the_first_steps_and_no_longer_than_needed():
+    seen, num_healed = run_on_ranks(settle, 2)[0]
+    assert seen[:2] == [True, True]
+    assert not any(seen[3:])
+    assert num_healed == 0
+
+
+class LeavesAnInputAlone(nn.Module):
+    """Uses its weight in the loss only, through a method that is not forward."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(8, 8)
+        self.extra = nn.Linear(8, 8)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x + self.linear(x)
+
+
+def call_outside():
+    found = []
+    for strategy in ("ddp", "zero1", "zero3"):
+        model = sw.parallelize(Chain(LeavesAnInputAlone), sw.ParallelPlan(strategy=strategy))
+        with pytest.raises(StateError) as caught:
+            model.blocks[2].extra(sample(0, 0))
+        found.append(str(caught.value))
+        plain_loss(model, 0, 0).backward()
+        with pytest.raises(StateError):
+            model.blocks[2].extra(sample(0, 0))
+    return found
+
+
+def test_a_submodule_called_outside_its_units_forward_is_refused_with_name_and_shape():
+    """pytorch#153354, trl#4550: methods other than forward compute with shards, or fail without a name."""
+    ddp, zero1, zero3 = run_on_ranks(call_outside, 2)[0]
+    start = "Linear 'blocks.2.extra' was called outside the forward of its unit 'blocks.2': its parameter "
+    start += "'blocks.2.extra.weight' of logical shape [8, 8] "
+    assert ddp.startswith(f"{start}would train alone.\n")
+    assert zero1.startswith(f"{start}is a shard [1, ")
+    assert zero3.startswith(f"{start}is a shard [1, ")
+    assert "Call 'blocks.2' or the model" in zero3
+
+
+class GivesWeight(nn.Module):
+    """An embedding that returns its weight too, for a head that is tied by hand, or a part of it."""
+
+    def __init__(self, is_view: bool, is_named: bool) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.randn(11, 8))
+        self.is_view, self.is_named = is_view, is_named
+
+    def forward(self, ids: Tensor) -> tuple[Tensor, Tensor] | dict[str, list[Tensor]]:
+        x, weight = F.embedding(ids, self.weight), self.weight[1:] if self.is_view else self.weight
+        return {"both": [x, weight]} if self.is_named else (x, weight)
+
+
+class TiedByHand(nn.Module):
+    def __init__(self, is_view: bool, is_named: bool) -> None:
+        super().__init__()
+        torch.manual_seed(4)
+        self.embedding = GivesWeight(is_view, is_named)
+        self.blocks = nn.ModuleList(Block() for _ in range(5))
+
+    def forward(self, ids: Tensor) -> Tensor:
+        given = self.embedding(ids)
+        x, weight = given["both"] if isinstance(given, dict) else given
+        for block in self.blocks:
+            x = block(x)
+        return x @ weight.T
+
+
+def predict(model, rank, step):
+    ids = torch.arange(12).view(3, 4).add(rank + step) % 10
+    with torch.no_grad():
+        before = model(ids)
+    loss = F.cross_entropy(model(ids).flatten(0, 1), ids.flatten())
+    loss.backward()
+    yield before, loss
+
+
+def tie_by_hand(is_view):
+    units = sw.wrap_by_class({GivesWeight, Block})
+    for is_named in (False, True):
+        compare_each(lambda flag=is_named: TiedByHand(is_view, flag), predict, auto_wrap_policy=units)
+    compare(lambda: TiedByHand(is_view, is_named=False), predict, parallelize=shard_each)
+
+
+def shard_each(model):
+    for module in (model.embedding, *model.blocks):
+        sw.fully_shard(module)
+    return sw.fully_shard(model)
+
+
+@pytest.mark.parametrize("is_view", [False, True])
+@WORLDS
+def test_a_unit_may_return_its_parameter_or_a_view_of_it(world, is_view):
+    run_on_ranks(tie_by_hand, world, is_view)

@@ -1,0 +1,308 @@
+"""Units share slots: whatever the order in which they run, each finds its own data, or the test reads NaN."""
+
+from __future__ import annotations
+
+from typing import Any
+from unittest import mock
+
+import pytest
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+import shardwise as sw
+from shardwise.engine import build as engine_build
+from shardwise.engine.engine import Engine
+from shardwise.testing import probe, run_on_ranks
+from tests.common.oracle import Block, Chain, compare, compare_each, plain_loss, planned, presets, sample
+
+WORLDS = pytest.mark.parametrize("world", [2, 3])
+
+
+class Twice(Chain):
+    """Every unit runs twice in a forward: 0 1 2 3 4 0 1 2 3 4."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.stem(x)
+        for block in [*self.blocks, *self.blocks]:
+            x = block(x)
+        return self.head(x)
+
+
+class InARow(Chain):
+    """Every unit runs twice in a row: 0 0 1 1 2 2."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.stem(x)
+        for block in self.blocks:
+            x = block(block(x))
+        return self.head(x)
+
+
+class ThereAndBack(Chain):
+    """0 1 2 3 4 3 2 1 0."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.stem(x)
+        for block in [*self.blocks, *reversed(self.blocks[:-1])]:
+            x = block(x)
+        return self.head(x)
+
+
+def orders():
+    for build in (Twice, InARow, ThereAndBack):
+        compare_each(build, plain_loss)
+
+
+@WORLDS
+def test_units_that_run_more_than_once_find_their_data_again(world):
+    run_on_ranks(orders, world)
+
+
+def freeze(model, names):
+    for name, parameter in model.named_parameters():
+        if any(part in name for part in names):
+            parameter.requires_grad_(False)
+    return model
+
+
+def frozen():
+    for build in (Chain, Twice):
+        compare_each(lambda build=build: freeze(build(), ["blocks.0", "blocks.2", "blocks.3"]), plain_loss)
+        compare_each(lambda build=build: freeze(build(), ["stem", "blocks.0", "blocks.1"]), plain_loss)
+    for trained in compare_each(lambda: freeze(Chain(), ["up", "stem"]), plain_loss).values():
+        seen = trained.probe
+        assert all(sum(group.is_trainable for group in unit.groups) == 1 for unit in sw.summary(trained.model).units)
+        frozen_shards = [shard.parameter for shard in seen.shards if not shard.parameter.requires_grad]
+        assert all(shard.grad is None and shard not in trained.optimizer.state for shard in frozen_shards)
+        assert seen.held_bytes()["gradients"] == seen.predicted_bytes()["gradients"]  # none of frozen ones
+
+
+@WORLDS
+def test_frozen_units_and_frozen_parts_of_units_have_data_but_no_gradients(world):
+    """pytorch#91167, pytorch#104690: parameters of a unit must be trained or frozen all together."""
+    run_on_ranks(frozen, world)
+
+
+class Family(nn.Module):
+    """A unit that holds two units, one of which holds another, and computes between them."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.mix = nn.Linear(8, 8)
+        self.child = Block()
+        self.scale = nn.Parameter(torch.ones(8))
+        self.other = Parent()
+
+    def forward(self, x: Tensor) -> Tensor:
+        h = torch.tanh(self.mix(x))
+        h = self.child(h) * self.scale
+        return x + self.mix(self.other(h))
+
+
+class Parent(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.grandchild = Block()
+        self.bias = nn.Parameter(torch.zeros(8))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.grandchild(x + self.bias)
+
+
+NESTED = sw.wrap_by_class({"Family", "Parent", "Block"})
+
+
+def nested():
+    for trained in compare_each(lambda: Chain(Family, 3), plain_loss, auto_wrap_policy=NESTED).values():
+        units = sw.summary(trained.model).units
+        assert len(units) == 13
+        assert max(unit.depth for unit in units) == 3
+    compare_each(lambda: Chain(Family, 3), plain_loss, auto_wrap_policy=sw.wrap_by_size(1), steps=3)
+    compare_each(lambda: Chain(Family, 3), two_forwards, auto_wrap_policy=NESTED, steps=3)
+
+
+@WORLDS
+def test_nested_units_never_share_storage_with_those_around_them(world):
+    run_on_ranks(nested, world)
+
+
+def two_forwards(model, rank, step):
+    """Two forwards before one backward."""
+    return (model(sample(rank, step)) * model(sample(rank, step, salt=1))).mean()
+
+
+def separate_backwards(model, rank, step):
+    """Two forwards, then a backward of each, the older first."""
+    first, second = plain_loss(model, rank, step), plain_loss(model, rank, step + 50)
+    first.backward()
+    yield first
+    second.backward()
+    yield second
+
+
+def newer_first(model, rank, step):
+    first, second = plain_loss(model, rank, step), plain_loss(model, rank, step + 50)
+    second.backward()
+    yield second
+    first.backward()
+    yield first
+
+
+def forward_forgotten(model, rank, step):
+    """A forward whose backward never comes."""
+    forgotten = model(sample(rank, step, salt=2))
+    del forgotten
+    return plain_loss(model, rank, step)
+
+
+def forward_kept(model, rank, step):
+    """A forward whose backward never comes, though its graph lives on."""
+    model.__dict__["kept_by_test"] = model(sample(rank, step, salt=2))
+    return plain_loss(model, rank, step)
+
+
+def two_from_the_third_step_on(model, rank, step):
+    """The order has been recorded with one forward to a backward; then there are two."""
+    return two_forwards(model, rank, step) if step > 1 else plain_loss(model, rank, step)
+
+
+def two_in_the_first_steps(model, rank, step):
+    return two_forwards(model, rank, step) if step < 2 else plain_loss(model, rank, step)
+
+
+CHANGING = (two_from_the_third_step_on, two_in_the_first_steps)
+
+
+def several_forwards():
+    for script in (two_forwards, separate_backwards, newer_first, forward_forgotten, forward_kept):
+        compare_each(Chain, script, steps=3)
+    for script in CHANGING:
+        compare_each(Chain, script)
+    compare_each(Twice, two_forwards, steps=3)
+    compare_each(Twice, separate_backwards, steps=3)
+
+
+@WORLDS
+def test_several_forwards_may_come_before_a_backward(world):
+    run_on_ranks(several_forwards, world)
+
+
+class Parallel(nn.Module):
+    """Branches that run side by side and meet at the end, one of them with a tail."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(13)
+        self.left = nn.ModuleList(Block() for _ in range(3))
+        self.right = nn.ModuleList(Block() for _ in range(3))
+        self.join = nn.Bilinear(8, 8, 3)
+
+    def forward(self, x: Tensor) -> Tensor:
+        a, b = x, torch.sin(x)
+        for left, right in zip(self.left, self.right, strict=True):
+            a, b = left(a), right(b)
+        return self.join(a, b)
+
+
+class BoundaryTensor(Parallel):
+    """Each branch feeds the other, and the first outputs are used again at the end."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        a, b = x, torch.sin(x)
+        first = None
+        for left, right in zip(self.left, self.right, strict=True):
+            a, b = left(b) + a, right(a) * b
+            first = a if first is None else first
+        return self.join(a + first, b)
+
+
+class Dense(Chain):
+    """Every block sees the outputs of all before it."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        outputs = [self.stem(x)]
+        for block in self.blocks:
+            outputs.append(block(torch.stack(outputs).sum(0)))
+        return self.head(F.gelu(torch.stack(outputs).sum(0)))
+
+
+def branches():
+    for build in (Parallel, BoundaryTensor, Dense):
+        compare_each(build, plain_loss)
+
+
+@WORLDS
+def test_parallel_branches_and_dense_connections_are_right(world):
+    run_on_ranks(branches, world)
+
+
+class Uneven(Chain):
+    """Blocks of many sizes, which share slots all the same where the sizes are near."""
+
+    def __init__(self) -> None:
+        sizes = iter([13, 40, 14, 41, 15, 3, 42, 16])
+        super().__init__(lambda: Block(8, next(sizes)), 8)
+
+
+def uneven():
+    for strategy in presets():
+        trained = compare(Uneven, plain_loss, strategy)
+    assert sw.summary(trained.model).num_slots < len(trained.probe.units)
+
+
+@WORLDS
+def test_units_of_different_sizes_share_slots(world):
+    run_on_ranks(uneven, world)
+
+
+def reductions_under_way(num_buffers: int) -> int:
+    """The most units whose reductions are under way at once."""
+    plan = sw.ParallelPlan(gradient_buffers=num_buffers, merge_units=False)
+    model = sw.parallelize(Chain(), plan)
+    seen, counts = probe(model), []
+    issue = Engine.reduce
+
+    def reduce(engine: Engine, unit: Any) -> None:
+        issue(engine, unit)
+        counts.append(len(seen.reducing))
+
+    with mock.patch.object(Engine, "reduce", reduce):
+        plain_loss(model, dist.get_rank(), 0).backward()
+    assert not seen.reducing
+    return max(counts)
+
+
+@pytest.mark.parametrize("num_buffers", [1, 2, 3, 4])
+def test_all_gradient_buffers_but_one_travel_while_it_is_filled(num_buffers):
+    assert run_on_ranks(reductions_under_way, 2, num_buffers) == [max(num_buffers - 1, 1)] * 2
+
+
+def nothing_kept():
+    """With and without gradients of several microbatches, and where a value is used after its unit was released."""
+    with planned(keep_buffers=False):
+        for build in (Chain, Twice, ThereAndBack):
+            for trained in compare_each(build, plain_loss).values():
+                seen = trained.probe
+                assert all(b.untyped_storage().nbytes() == 0 for b in (*seen.slots, *seen.gradient_buffers))
+
+
+@WORLDS
+def test_memory_that_is_not_kept_is_allocated_anew_with_the_same_results(world):
+    run_on_ranks(nothing_kept, world)
+
+
+def one_buffer():
+    """Also where gradients that are moved at once want it while the reduction before, or the root, has it."""
+    for trained in compare_each(Chain, plain_loss, gradient_buffers=1).values():
+        buffers = trained.probe.gradient_buffers
+        assert len({buffer.numel() for buffer in buffers}) == len(buffers)  # one of each size
+    with mock.patch.object(engine_build, "eager_numel", return_value=1):
+        for build in (Chain, Twice):
+            compare_each(build, plain_loss, gradient_buffers=1)
+
+
+@WORLDS
+def test_one_gradient_buffer_serves_all_units(world):
+    run_on_ranks(one_buffer, world)

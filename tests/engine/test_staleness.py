@@ -1,0 +1,166 @@
+"""Parameters that change between forwards by ways that no version counter shows."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import nn
+from torch.nn.utils import parameters_to_vector, vector_to_parameters
+
+import shardwise as sw
+from shardwise.spec.errors import StateError
+from shardwise.testing import probe, run_on_ranks
+from tests.common.oracle import PRESETS, Chain, compare_each, plain_loss, sample
+
+WORLDS = pytest.mark.parametrize("world", [2, 3])
+
+
+def fused(parameters):
+    return torch.optim.AdamW(parameters, lr=1e-2, fused=True)
+
+
+def shift_data(model, _step):
+    for parameter in model.parameters():
+        parameter.data.add_(0.125)
+
+
+def shift_no_grad(model, _step):
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.mul_(0.75)
+
+
+def through_a_vector(model, _step):
+    vector = parameters_to_vector(model.parameters())
+    vector_to_parameters(vector * 0.5, model.parameters())
+
+
+def replace_data(model, _step):
+    for parameter in model.parameters():
+        parameter.data = parameter.data * 0.5
+
+
+def train_and_change():
+    compare_each(Chain, plain_loss, optimizer=fused)
+    for change in (shift_data, shift_no_grad, through_a_vector, replace_data):
+        compare_each(Chain, plain_loss, between=change, steps=3)
+
+
+@WORLDS
+def test_changes_of_shards_between_steps_are_seen_by_the_next_forward(world):
+    run_on_ranks(train_and_change, world)
+
+
+class Average:
+    """An exponential average of the weights, kept beside the model, swapped in for evaluation and out again."""
+
+    def __init__(self, model: nn.Module) -> None:
+        self.averages = [p.detach().clone() for p in model.parameters()]
+
+    def update(self, model: nn.Module) -> None:
+        torch._foreach_lerp_(self.averages, [p.detach() for p in model.parameters()], 0.25)
+
+    def swap(self, model: nn.Module) -> None:
+        for average, parameter in zip(self.averages, model.parameters(), strict=True):
+            held = parameter.detach().clone()
+            parameter.data.copy_(average)
+            average.copy_(held)
+
+
+def evaluate_the_average(model, rank, step):
+    average = model.__dict__.setdefault("average_of_test", Average(model))
+    average.swap(model)
+    with torch.no_grad():
+        averaged = model(sample(rank, step))
+    average.swap(model)
+    loss = plain_loss(model, rank, step)
+    loss.backward()
+    yield averaged, loss
+
+
+def update_average(model, _step):
+    model.__dict__["average_of_test"].update(model)
+
+
+def average_weights():
+    compare_each(Chain, evaluate_the_average, between=update_average)
+
+
+@WORLDS
+def test_an_average_of_the_shards_can_be_swapped_in_evaluated_and_swapped_out(world):
+    run_on_ranks(average_weights, world)
+
+
+def change_between_forward_and_backward():
+    messages = {}
+    for strategy in PRESETS:
+        model = sw.parallelize(Chain(), sw.ParallelPlan(strategy=strategy))
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        plain_loss(model, 0, 0).backward()
+        late = plain_loss(model, 0, 1)
+        optimizer.step()
+        with pytest.raises(StateError) as caught:
+            late.backward()
+        messages[strategy] = str(caught.value)
+        optimizer.zero_grad()
+        plain_loss(model, 0, 2).backward()
+    return messages
+
+
+def test_a_backward_of_a_forward_before_the_step_is_refused_with_the_reason():
+    for message in run_on_ranks(change_between_forward_and_backward, 2)[1].values():
+        assert "that ran before the last optimizer.step()" in message
+        assert message.endswith("Call backward() before optimizer.step().")
+
+
+def replaced_with_another_kind():
+    found = []
+    for change in (lambda p: p.data.double(), lambda p: torch.zeros(3, 3, 3)):
+        model = sw.parallelize(Chain())
+        model.blocks[1].up.weight.data = change(model.blocks[1].up.weight)
+        with pytest.raises(StateError) as caught:
+            model(sample(0, 0))
+        found.append(str(caught.value))
+    return found
+
+
+def test_data_of_another_dtype_or_shape_is_refused_with_the_name():
+    for message in run_on_ranks(replaced_with_another_kind, 2)[0]:
+        assert message.startswith("parameter 'blocks.1.up.weight' (logical shape [13, 8]) was moved out of its shard")
+        assert "sw.load_full_state_dict()" in message
+
+
+def from_another_thread():
+    import threading
+
+    model = sw.parallelize(Chain())
+    caught: list[BaseException] = []
+
+    def call() -> None:
+        try:
+            model(sample(0, 0))
+        except BaseException as error:  # noqa: BLE001 - it is looked at below
+            caught.append(error)
+
+    def start_second(*_args):
+        thread = threading.Thread(target=call)
+        thread.start()
+        thread.join()
+
+    handle = model.blocks[2].register_forward_pre_hook(start_second)
+    plain_loss(model, 0, 0).backward()
+    handle.remove()
+    for step in range(2):
+        plain_loss(model, 0, step).backward()
+    # A forward that is alone may run in any thread.
+    thread = threading.Thread(target=call)
+    thread.start()
+    thread.join()
+    assert probe(model).num_open_forwards == 0
+    return [f"{type(error).__name__}: {error}" for error in caught]
+
+
+def test_a_forward_in_a_second_thread_during_a_forward_is_refused():
+    (message,) = run_on_ranks(from_another_thread, 2)[0]
+    assert message.startswith("StateError: unit 'root' was called from a second thread")
+    assert message.endswith("Call the model from one thread at a time.")

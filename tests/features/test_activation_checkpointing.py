@@ -1,0 +1,459 @@
+"""Activation checkpointing in the plan: the numbers and the collectives are those without it, bit by bit."""
+
+from __future__ import annotations
+
+import importlib.util
+import inspect
+import warnings
+
+import pytest
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import (
+    CheckpointImpl,
+    apply_activation_checkpointing,
+    checkpoint_wrapper,
+)
+
+import shardwise as sw
+from shardwise.testing import probe, run_on_ranks
+from tests.common.oracle import Block, Chain, compare, compare_each, plain_loss, presets, sample
+
+HAS_TRANSFORMERS = importlib.util.find_spec("transformers") is not None
+needs_transformers = pytest.mark.skipif(not HAS_TRANSFORMERS, reason="transformers is not installed (the extra `hf`)")
+
+#: Every way to say what is recomputed.
+WAYS = (
+    "full",
+    "selective",
+    sw.RecomputePolicy(every=2),
+    sw.RecomputePolicy(save="aten.gelu"),
+    sw.RecomputePolicy(modules={"by_name": ["blocks.*"]}, every=3, save=["attention", "aten.mm.default"]),
+    sw.wrap_by_class(nn.Linear),
+    sw.wrap_by_name("blocks.*.up", "head"),
+)
+
+
+class Dropping(Block):
+    """Draws random numbers; counts its forwards."""
+
+    num_forwards = 0
+
+    def forward(self, x: Tensor, *, scale: Tensor | None = None) -> Tensor:
+        Dropping.num_forwards += 1
+        y = F.dropout(super().forward(x), 0.2, training=self.training)
+        return y if scale is None else y * scale
+
+
+class ByKeyword(Chain):
+    """Hands a tensor that needs a gradient to its blocks by keyword."""
+
+    def __init__(self) -> None:
+        super().__init__(Dropping)
+        self.scale = nn.Parameter(torch.tensor(0.9))
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.stem(x)
+        for block in self.blocks:
+            x = block(x, scale=self.scale * 1.0)
+        return self.head(x)
+
+
+def every_way():
+    for way in WAYS:
+        compare_each(ByKeyword, plain_loss, steps=3, activation_checkpointing=way)
+
+
+@pytest.mark.parametrize("world", [1, 2, 3])
+def test_every_policy_gives_the_numbers_of_no_recomputation_dropout_included(world):
+    run_on_ranks(every_way, world)
+
+
+def count_forwards() -> dict[str, tuple[int, int, int]]:
+    """Forwards of five blocks: in a step that trains, in a forward in eval mode, in one without grad."""
+    counts = {}
+    for way in WAYS:
+        model = Chain(Dropping)
+        sw.parallelize(model, sw.ParallelPlan(activation_checkpointing=way))
+        found = []
+        for trains in (True, False):
+            for has_grad in (True, False) if not trains else (True,):
+                Dropping.num_forwards = 0
+                with torch.set_grad_enabled(has_grad):
+                    loss = model.train(trains)(sample(0, 0)).square().mean()
+                if trains:
+                    loss.backward()
+                found.append(Dropping.num_forwards)
+        counts[str(way)] = tuple(found)
+    return counts
+
+
+def test_what_is_named_is_computed_twice_in_training_and_once_without_gradients():
+    (counts,) = run_on_ranks(count_forwards, 1)
+    assert list(counts.values()) == [(10, 5, 5), (10, 5, 5), (8, 5, 5), (10, 5, 5), (7, 5, 5), (5, 5, 5), (5, 5, 5)]
+
+
+class Normed(Block):
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm = nn.BatchNorm1d(8)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.norm(super().forward(x))
+
+
+def statistics(way: str) -> list[Tensor]:
+    model = sw.parallelize(Chain(Normed), sw.ParallelPlan(activation_checkpointing=way))
+    for step in range(3):
+        (model(sample(0, step)) * model(sample(0, step, salt=1))).mean().backward()
+    return [buffer.clone() for buffer in model.buffers()]
+
+
+def count_batches() -> tuple[bool, list[int]]:
+    plain, *others = (statistics(way) for way in ("none", "full", "selective"))
+    same = all(torch.equal(a, b) for other in others for a, b in zip(plain, other, strict=True))
+    return same, [int(buffer) for buffer in plain if buffer.dim() == 0]
+
+
+def test_batch_norms_count_a_batch_once():
+    assert run_on_ranks(count_batches, 1) == [(True, [6] * 5)]
+
+
+# -- collectives
+
+
+def trace_of(model: nn.Module, *, steps: int = 2) -> tuple[list[tuple[str, str, int, str]], bool]:
+    """What the last of some steps sent, and whether that was the prediction."""
+    optimizer = torch.optim.SGD(model.parameters(), lr=1e-2)
+    for step in range(steps):
+        with sw.record_collectives(model) as events:
+            model(sample(dist.get_rank(), step)).square().mean().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    trace = [(event.kind, event.unit, event.sent_bytes, event.axis) for event in events]
+    return trace, trace == [tuple(event) for event in probe(model).predicted_collectives()]
+
+
+def compare_traces():
+    for strategy in presets():
+        plain = trace_of(sw.parallelize(Chain(Dropping), sw.ParallelPlan(strategy=strategy)))
+        assert plain[1]
+        for way in WAYS:
+            plan = sw.ParallelPlan(strategy=strategy, activation_checkpointing=way)
+            assert trace_of(sw.parallelize(Chain(Dropping), plan)) == plain, (strategy, way)
+
+
+@pytest.mark.parametrize("world", [2, 3])
+def test_recomputation_never_gathers_twice(world):
+    run_on_ranks(compare_traces, world)
+
+
+class Attention(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.mix = nn.Linear(8, 8)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return torch.softmax(self.mix(x), dim=-1) * x
+
+
+class Nested(nn.Module):
+    """A block that is a unit, of an attention and a feed-forward that are units too."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm = nn.LayerNorm(8)
+        self.attention = Attention()
+        self.mlp = Block()
+
+    def forward(self, x: Tensor) -> Tensor:
+        return F.dropout(x + torch.tanh(self.mlp(self.attention(self.norm(x)))), 0.1, training=self.training)
+
+
+class Stack(nn.Module):
+    """A unit of six units of one kind."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first = nn.Linear(8, 8)
+        self.layers = nn.ModuleList(Block() for _ in range(6))
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.first(x)
+        for layer in self.layers:
+            x = layer(x)
+        return torch.tanh(x)
+
+
+class Deep(Chain):
+    def __init__(self) -> None:
+        super().__init__(Stack, 2)
+
+
+NESTED = {
+    "nested": (lambda: Chain(Nested), {Nested, Attention, Block}),
+    "stack": (Deep, {Stack, Block}),
+}
+
+
+def nest_units() -> dict[str, tuple[bool, bool]]:
+    """By case, whether the trace is that without recomputation, in order."""
+    found = {}
+    for name, (build, classes) in NESTED.items():
+        policy = sw.wrap_by_class(classes)
+        plain = trace_of(sw.parallelize(build(), sw.ParallelPlan(auto_wrap_policy=policy)))
+        plan = sw.ParallelPlan(auto_wrap_policy=policy, activation_checkpointing="full")
+        trace, is_predicted = trace_of(sw.parallelize(build(), plan))
+        assert sorted(trace) == sorted(plain[0]), name
+        found[name] = trace == plain[0], is_predicted
+        for strategy in presets():
+            trained = compare(
+                build, plain_loss, strategy, steps=3, auto_wrap_policy=policy, activation_checkpointing="full"
+            )
+            seen = trained.probe
+            held = sum(slot.nbytes for slot in seen.slots)
+            assert held == seen.predicted_bytes()["gathered"], (name, strategy)
+    return found
+
+
+@pytest.mark.parametrize("world", [2, 3])
+def test_units_inside_a_recomputed_one_are_gathered_once_for_recomputation_and_backward(world):
+    """The redundant gathers of pytorch#175406. Six of a kind come in the order of forward, so the order differs."""
+    for found in run_on_ranks(nest_units, world):
+        assert found == {"nested": (True, True), "stack": (False, True)}
+
+
+def slots_of_a_stack() -> tuple[int, int]:
+    numbers = []
+    for way in ("none", "full"):
+        plan = sw.ParallelPlan(auto_wrap_policy=sw.wrap_by_class({Stack, Block}), activation_checkpointing=way)
+        numbers.append(sw.summary(sw.parallelize(Deep(), plan)).num_slots)
+    return numbers[0], numbers[1]
+
+
+def test_units_that_are_recomputed_together_have_slots_of_their_own():
+    assert run_on_ranks(slots_of_a_stack, 2) == [(1 + 2 + 2, 1 + 2 + 6)] * 2
+
+
+# -- what users suffer from
+
+
+def wrap(model: nn.Module, is_reentrant: bool) -> nn.Module:
+    impl = CheckpointImpl.REENTRANT if is_reentrant else CheckpointImpl.NO_REENTRANT
+
+    def put(module: nn.Module) -> nn.Module:
+        return checkpoint_wrapper(module, checkpoint_impl=impl)
+
+    apply_activation_checkpointing(model, checkpoint_wrapper_fn=put, check_fn=lambda m: isinstance(m, Block))
+    return model
+
+
+def units_in_wrappers():
+    for strategy in presets():
+        for is_reentrant in (False, True):
+            plain = trace_of(
+                sw.parallelize(
+                    Chain(Dropping), sw.ParallelPlan(strategy=strategy, auto_wrap_policy=sw.wrap_by_class(Block))
+                )
+            )
+            compare(
+                lambda flag=is_reentrant: wrap(Chain(Dropping), flag),
+                plain_loss,
+                strategy,
+                steps=3,
+                auto_wrap_policy=sw.wrap_by_class(Block),
+            )
+            model = wrap(Chain(Dropping), is_reentrant)
+            plan = sw.ParallelPlan(strategy=strategy, auto_wrap_policy=sw.wrap_by_class(Block))
+            trace = [
+                (kind, unit.removesuffix("._checkpoint_wrapped_module"), sent, axis)
+                for kind, unit, sent, axis in trace_of(sw.parallelize(model, plan))[0]
+            ]
+            assert trace == plain[0], (strategy, is_reentrant)
+
+
+def test_units_inside_torchs_checkpoint_wrapper_work_pytorch_82203():
+    run_on_ranks(units_in_wrappers, 2)
+
+
+def tiny(kind: str) -> nn.Module:
+    """A transformers model with dropout, whose forward fills a key-value cache unless told otherwise."""
+    import transformers
+
+    torch.manual_seed(3)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        if kind == "gpt2":
+            config = transformers.GPT2Config(n_embd=16, n_layer=5, n_head=2, vocab_size=40, n_positions=32)
+            return transformers.GPT2LMHeadModel(config)
+        if kind == "t5":
+            sizes = {"d_model": 16, "d_kv": 8, "d_ff": 32, "num_heads": 2, "vocab_size": 40, "num_layers": 5}
+            return transformers.T5ForConditionalGeneration(transformers.T5Config(**sizes, decoder_start_token_id=0))
+        sizes = {"hidden_size": 16, "intermediate_size": 32, "num_hidden_layers": 5, "vocab_size": 40}
+        config = transformers.LlamaConfig(
+            **sizes, num_attention_heads=2, num_key_value_heads=1, attention_dropout=0.1, tie_word_embeddings=True
+        )
+        return transformers.LlamaForCausalLM(config)
+
+
+def own_loss(model: nn.Module, rank: int, step: int) -> Tensor:
+    tokens = torch.randint(0, 40, (2, 7), generator=torch.Generator().manual_seed(10 * step + rank))
+    return model.train()(input_ids=tokens, labels=tokens).loss
+
+
+def recompute_transformers(kinds):
+    for kind in kinds:
+        assert tiny(kind).config.use_cache
+        for way in ("full", "selective"):
+            compare_each(lambda k=kind: tiny(k), own_loss, ("zero2", "zero3"), steps=3, activation_checkpointing=way)
+
+
+@needs_transformers
+def test_transformers_blocks_are_recomputed_though_their_models_ask_for_a_cache():
+    run_on_ranks(recompute_transformers, 2, ("gpt2", "llama", "t5"))
+
+
+def give_a_filled_cache():
+    import transformers
+
+    model = sw.parallelize(tiny("llama"), sw.ParallelPlan(activation_checkpointing="full"))
+    cache = transformers.DynamicCache(config=model.config)
+    tokens = torch.zeros(1, 3, dtype=torch.int64)
+    with torch.no_grad():
+        model(input_ids=tokens, past_key_values=cache)
+    assert cache.get_seq_length() == 3
+    with pytest.raises(sw.StateError, match="key-value cache that holds tokens"):
+        model(input_ids=tokens, past_key_values=cache)
+
+
+@needs_transformers
+def test_a_cache_that_holds_tokens_is_refused_not_dropped():
+    run_on_ranks(give_a_filled_cache, 1)
+
+
+def enable_transformers_own():
+    tokens = torch.randint(0, 40, (2, 7), generator=torch.Generator().manual_seed(dist.get_rank()))
+    for is_reentrant in (None, False, True):
+
+        def build(flag=is_reentrant):
+            model = tiny("llama")
+            options = {} if flag is None else {"gradient_checkpointing_kwargs": {"use_reentrant": flag}}
+            with warnings.catch_warnings():
+                warnings.simplefilter("ignore", FutureWarning)  # transformers has begun to rename it
+                model.gradient_checkpointing_enable(**options)
+            return model
+
+        compare_each(build, own_loss, ("zero2", "zero3"), steps=3)
+        traces = []
+        for make in (lambda: tiny("llama"), build):
+            model = sw.parallelize(make(), sw.ParallelPlan()).train()
+            for _ in range(2):
+                with sw.record_collectives(model) as events:
+                    model(input_ids=tokens, labels=tokens).loss.backward()
+            traces.append([(event.kind, event.unit, event.sent_bytes) for event in events])
+        assert traces[0] == traces[1], is_reentrant
+
+
+@needs_transformers
+def test_gradient_checkpointing_enable_neither_crashes_nor_gathers_twice_accelerate_2178():
+    run_on_ranks(enable_transformers_own, 2)
+
+
+# -- with other parts of the plan
+
+
+class Rotated(Chain):
+    """What its blocks multiply with is a buffer in fp32, made outside of them."""
+
+    def __init__(self) -> None:
+        super().__init__(Dropping)
+        self.register_buffer("angles", torch.linspace(0.5, 1.5, 8))
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.stem(x)
+        for block in self.blocks:
+            x = block(x, scale=self.angles)
+        return self.head(x)
+
+
+def mix_precision() -> dict[str, list]:
+    found = {}
+    for way in ("none", "full", "selective", sw.wrap_by_name("blocks.*.up")):
+        plan = sw.ParallelPlan(mp_policy=sw.PrecisionPolicy(param_dtype="bf16"), activation_checkpointing=way)
+        model = sw.parallelize(Rotated(), plan)
+        optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
+        torch.manual_seed(5)
+        losses = []
+        for step in range(3):
+            loss = model(sample(dist.get_rank(), step)).float().square().mean()
+            loss.backward()
+            losses.append((loss.item(), sw.clip_grad_norm(model, 1.0).item()))
+            optimizer.step()
+            optimizer.zero_grad()
+        found[str(way)] = losses
+    return found
+
+
+def test_casts_are_the_same_in_the_recomputation():
+    """A table in fp32 that comes from outside is cast for the forward and for its repetition alike."""
+    for found in run_on_ranks(mix_precision, 2):
+        first, *others = found.values()
+        assert all(other == first for other in others), found
+
+
+def look_from_outside():
+    plain = Chain(Dropping)
+    names = [name for name, _ in plain.named_modules()], [name for name, _ in plain.named_parameters()]
+    model = sw.parallelize(Chain(Dropping), sw.ParallelPlan(activation_checkpointing="full"))
+    assert ([name for name, _ in model.named_modules()], [name for name, _ in model.named_parameters()]) == names
+    assert all(type(block) is Dropping for block in model.blocks)
+    assert inspect.signature(model.blocks[0].forward) == inspect.signature(plain.blocks[0].forward)
+    assert list(sw.full_state_dict(model)) == list(plain.state_dict())
+    summary = sw.summary(model)
+    assert summary.recomputed == tuple(f"blocks.{index}" for index in range(5))
+    assert "recomputed in backward: blocks.0 blocks.1" in str(summary)
+
+
+def test_names_classes_and_signatures_stay_and_the_summary_tells():
+    run_on_ranks(look_from_outside, 1)
+
+
+def leave_memory() -> bool:
+    import gc
+    import weakref
+
+    model = sw.parallelize(Chain(Dropping), sw.ParallelPlan(activation_checkpointing="selective"))
+    model(sample(0, 0)).sum().backward()
+    watch = weakref.ref(model.blocks[0])
+    gc.disable()
+    del model
+    return watch() is None
+
+
+def test_a_deleted_model_leaves_its_memory_at_once():
+    assert run_on_ranks(leave_memory, 1) == [True]
+
+
+def refuse():
+    for way, fault in (
+        ("full", "none below its root"),
+        (sw.wrap_by_name("blocks.*", "blocks.*.up"), "names 'blocks.0' and, inside it, 'blocks.0.up'"),
+        (sw.wrap_by_name("layers.*"), "matches no module"),
+        (sw.RecomputePolicy(modules=sw.wrap_by_class(Block), save="aten.gellu"), "no operator 'aten.gellu'"),
+    ):
+        model = Chain()
+        with pytest.raises(sw.PlanError, match=fault):
+            sw.parallelize(model, sw.ParallelPlan(auto_wrap_policy="none", activation_checkpointing=way))
+        assert "forward" not in model.blocks[0].__dict__
+        assert not dist.is_initialized()
+    plan = sw.ParallelPlan(
+        auto_wrap_policy=sw.wrap_by_class({Nested, Attention, Block}), activation_checkpointing="selective"
+    )
+    with pytest.raises(sw.PlanError, match=r"'blocks.0', which encloses the unit 'blocks.0.attention'"):
+        sw.parallelize(Chain(Nested), plan)
+
+
+def test_what_cannot_be_done_is_refused_before_anyone_is_met():
+    run_on_ranks(refuse, 1, process_group=False)

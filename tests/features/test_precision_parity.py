@@ -1,0 +1,206 @@
+"""Mixed precision: every strategy against one process that casts at the same points."""
+
+from dataclasses import dataclass
+
+import pytest
+import torch
+from torch import Tensor, distributed, nn
+
+import shardwise as sw
+from shardwise.features.precision import resolve
+from shardwise.testing import checks, forget_notices, probe, run_on_ranks
+from tests.common import models
+
+PRESETS = ("ddp", "zero1", "zero2", "shard_grad_op", "zero3")
+POLICIES = (("bf16", "fp32"), ("bf16", "bf16"), ("fp16", "fp32"), ("fp16", "fp16"), ("fp32", "bf16"))
+DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
+STEPS = 4
+#: Of a sum in fp16: half of the division before it, the rest after it, each about the square root of the world.
+DIVISORS = {1: (1, 1), 2: (2, 1), 3: (2, 1.5)}
+
+
+@dataclass
+class Numbers:
+    losses: list[float]
+    norms: list[float]
+    state: dict[str, Tensor]
+    as_predicted: bool = True
+
+
+def train(preset: str, param_dtype: str, reduce_dtype: str) -> Numbers:
+    policy = sw.PrecisionPolicy(param_dtype=param_dtype, reduce_dtype=reduce_dtype)
+    model = sw.parallelize(models.build("tied"), sw.ParallelPlan(strategy=preset, mp_policy=policy))
+    given = sw.flat_parameters(model) if reduce_dtype == "bf16" else model.parameters()
+    optimizer = torch.optim.AdamW(given, lr=1e-2)
+    rank = distributed.get_rank()
+    numbers = Numbers([], [], {})
+    for step in range(STEPS):
+        with sw.record_collectives(model) as events:
+            loss = model(*models.batch(step, 0, rank))
+            loss.backward()
+        numbers.losses.append(loss.item())
+        numbers.norms.append(sw.clip_grad_norm(model, 0.3).item())
+        optimizer.step()
+        optimizer.zero_grad()
+    sent = [(event.kind, event.unit, event.sent_bytes, event.axis) for event in events]
+    numbers.as_predicted = sent == [tuple(event) for event in probe(model).predicted_collectives()]
+    numbers.state = sw.full_state_dict(model)
+    return numbers
+
+
+def train_every_preset(param_dtype: str, reduce_dtype: str) -> dict[str, Numbers]:
+    with checks():
+        return {preset: train(preset, param_dtype, reduce_dtype) for preset in PRESETS}
+
+
+def one_process(world: int, param_dtype: str, reduce_dtype: str) -> tuple[list[list[float]], Numbers]:
+    """fp32 masters, a copy in ``param_dtype`` that computes, sums in rank order in ``reduce_dtype``."""
+    master = models.build("tied")
+    low = models.build("tied").to(DTYPES[param_dtype])
+    optimizer = torch.optim.AdamW(master.parameters(), lr=1e-2)
+    losses: list[list[float]] = [[] for _ in range(world)]
+    numbers = Numbers([], [], {})
+    for step in range(STEPS):
+        with torch.no_grad():
+            for target, source in zip(low.parameters(), master.parameters(), strict=True):
+                target.copy_(source)
+        total: list[Tensor] | None = None
+        for rank in range(world):
+            loss = low(*models.batch(step, 0, rank))
+            loss.backward()
+            losses[rank].append(loss.item())
+            before, after = DIVISORS[world] if reduce_dtype == "fp16" else (1, world)
+            grads = [p.grad.to(DTYPES[reduce_dtype]) / before for p in low.parameters()]
+            low.zero_grad()
+            total = grads if total is None else [a + b for a, b in zip(total, grads, strict=True)]
+        for parameter, grad in zip(master.parameters(), total, strict=True):
+            parameter.grad = (grad / after).float()
+        norm = torch.stack([p.grad.double().square().sum() for p in master.parameters()]).sum().sqrt().float()
+        numbers.norms.append(norm.item())
+        for parameter in master.parameters():
+            parameter.grad.mul_(torch.clamp(0.3 / (norm + 1e-6), max=1.0))
+        optimizer.step()
+        optimizer.zero_grad()
+    numbers.state = master.state_dict()
+    return losses, numbers
+
+
+@pytest.mark.parametrize("world", [1, 2, 3])
+@pytest.mark.parametrize(("param_dtype", "reduce_dtype"), POLICIES)
+def test_every_preset_equals_one_process_with_the_same_casts(world: int, param_dtype: str, reduce_dtype: str) -> None:
+    losses, expected = one_process(world, param_dtype, reduce_dtype)
+    for rank, by_preset in enumerate(run_on_ranks(train_every_preset, world, param_dtype, reduce_dtype)):
+        for preset, got in by_preset.items():
+            assert got.losses == losses[rank], preset
+            assert got.norms == expected.norms, preset
+            assert got.as_predicted, preset
+            for name, value in got.state.items():
+                assert value.dtype is torch.float32
+                assert torch.equal(value, expected.state[name]), (preset, name)
+
+
+class Normed(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner = nn.Linear(6, 6)
+        self.norm = nn.BatchNorm1d(6)
+        self.register_buffer("offset", torch.ones(6))
+        self.register_buffer("count", torch.zeros(1, dtype=torch.int64))
+        self.seen: list[torch.dtype] = []
+
+    def forward(self, x: Tensor, *, shift: Tensor | None = None) -> dict[str, Tensor]:
+        self.seen = [x.dtype, self.inner.weight.dtype, self.norm.weight.dtype, self.offset.dtype]
+        out = self.norm(self.inner(x)) + self.offset
+        return {"out": out if shift is None else out + shift, "picked": out.argmax(dim=1)}
+
+
+def look(policy: sw.PrecisionPolicy) -> tuple[list[torch.dtype], dict[str, torch.dtype], dict[str, torch.dtype]]:
+    torch.manual_seed(0)
+    model = sw.parallelize(Normed(), sw.ParallelPlan(auto_wrap_policy="none", mp_policy=policy))
+    output = model(torch.randn(4, 6), shift=torch.zeros(6))
+    output["out"].float().sum().backward()
+    grads = {name: p.grad.dtype for name, p in model.named_parameters() if p.grad is not None}
+    return model.seen, {key: value.dtype for key, value in output.items()}, grads
+
+
+def test_inputs_outputs_and_buffers_are_cast_and_batch_norm_is_not() -> None:
+    policy = sw.PrecisionPolicy(output_dtype="fp32", buffer_dtype="bf16")
+    ((seen, outputs, grads),) = run_on_ranks(look, 1, policy)
+    assert seen == [torch.bfloat16, torch.bfloat16, torch.float32, torch.bfloat16]
+    assert outputs == {"out": torch.float32, "picked": torch.int64}
+    assert set(grads.values()) == {torch.float32}
+
+
+def test_without_casting_inputs_they_arrive_as_they_are() -> None:
+    policy = sw.PrecisionPolicy(param_dtype=None, reduce_dtype="bf16", cast_forward_inputs=False)
+    ((seen, outputs, _),) = run_on_ranks(look, 1, policy)
+    assert seen[0] is torch.float32
+    assert outputs["out"] is torch.float32
+
+
+def raise_master() -> tuple[set[torch.dtype], set[torch.dtype], set[str]]:
+    torch.manual_seed(0)
+    model = models.build("tied").bfloat16()
+    policy = sw.PrecisionPolicy(master_dtype="fp32")
+    sw.parallelize(model, sw.ParallelPlan(mp_policy=policy))
+    before = {parameter.dtype for parameter in model.parameters()}
+    model(*models.batch(0, 0, 0)).backward()
+    dtypes = {group.dtypes for unit in sw.summary(model).units for group in unit.groups}
+    return before, {value.dtype for value in sw.full_state_dict(model).values()}, dtypes
+
+
+def test_a_16_bit_model_may_be_given_32_bit_masters() -> None:
+    assert run_on_ranks(raise_master, 1) == [({torch.float32}, {torch.float32}, {"fp32>bf16>fp32"})]
+
+
+def bytes_held(preset: str) -> tuple[int, int]:
+    model = models.build("tied")
+    sw.parallelize(model, sw.ParallelPlan(strategy=preset, mp_policy=sw.PrecisionPolicy()))
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
+    for step in range(3):
+        model(*models.batch(step, 0, distributed.get_rank())).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    seen, categories = probe(model), ("parameters", "gradients", "gathered")
+    held, predicted = seen.held_bytes(), seen.predicted_bytes()
+    return sum(held[each] for each in categories), sum(predicted[each] for each in categories)
+
+
+@pytest.mark.parametrize("preset", PRESETS)
+def test_masters_replicas_and_gradients_take_the_bytes_of_the_formula(preset: str) -> None:
+    for held, predicted in run_on_ranks(bytes_held, 2, preset):
+        assert held == predicted
+
+
+@pytest.mark.parametrize("field", ["param_dtype", "reduce_dtype", "output_dtype", "buffer_dtype", "master_dtype"])
+def test_a_dtype_that_is_none_is_refused_by_name(field: str) -> None:
+    with pytest.raises(sw.PlanError, match=f"{field}='int8'.*\n.*fp64, fp32, bf16, fp16"):
+        sw.PrecisionPolicy(**{field: "int8"})
+
+
+def test_auto_means_bf16_where_the_device_supports_it_and_says_so(capfd: pytest.CaptureFixture[str]) -> None:
+    forget_notices()
+    assert sw.bf16_supported("cpu")
+    for _ in range(2):
+        assert resolve(sw.PrecisionPolicy(param_dtype="auto"), torch.device("cpu")).param_dtype == "bf16"
+    assert capfd.readouterr().err == "shardwise: param_dtype 'auto' is bf16 here (the CPU)\n"
+
+
+@pytest.mark.parametrize(
+    ("computes", "version", "chosen"),
+    [(True, (2, 27, 5), "bf16"), (True, (2, 9, 9), "fp32"), (False, (2, 27, 5), "fp32")],
+)
+def test_on_a_gpu_auto_looks_at_the_device_and_at_nccl(
+    monkeypatch: pytest.MonkeyPatch,
+    capfd: pytest.CaptureFixture[str],
+    computes: bool,
+    version: tuple[int, ...],
+    chosen: str,
+) -> None:
+    forget_notices()
+    monkeypatch.setattr(torch.cuda, "is_bf16_supported", lambda: computes)
+    monkeypatch.setattr(torch.cuda.nccl, "version", lambda: version)
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda _device: "NVIDIA Example")
+    assert resolve(sw.PrecisionPolicy(param_dtype="auto"), torch.device("cuda")).param_dtype == chosen
+    shown = ".".join(map(str, version[:2]))
+    assert capfd.readouterr().err == f"shardwise: param_dtype 'auto' is {chosen} here (NVIDIA Example, NCCL {shown})\n"

@@ -1,0 +1,308 @@
+"""Offload beside other things that one does with a model: units by hand, frozen parts, changes, refusals."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+import shardwise as sw
+from shardwise.comm.base import Handle
+from shardwise.engine.engine import Engine
+from shardwise.engine.unit import engine_of
+from shardwise.forms.host import Transfers
+from shardwise.testing import probe, run_on_ranks
+from tests.common import models
+from tests.common.oracle import PRESETS, Block, Chain, compare, compare_each, plain_loss, sample
+
+
+def shard_by_hand(model: nn.Module) -> nn.Module:
+    """Every second block is on the host, of one its optimizer's part alone."""
+    policies: list[sw.OffloadPolicy | str] = ["cpu", "none", sw.OffloadPolicy(parameters=False), "none", "cpu"]
+    for block, policy in zip(model.blocks, policies, strict=True):
+        sw.fully_shard(block, offload_policy=policy)
+    return sw.fully_shard(model)
+
+
+def by_hand():
+    trained = compare(Chain, plain_loss, parallelize=shard_by_hand)
+    groups = [group for unit in sw.summary(trained.model).units for group in unit.groups]
+    assert [group.is_offloaded for group in groups] == [False, True, False, True, False, True]
+    shown = str(sw.summary(trained.model))
+    assert shown.count(", on the host") == 3
+    assert "before activations; " in shown
+    assert sum(kind is Transfers for kind in engine_of(trained.model, "test").shared) == 1
+
+
+@pytest.mark.parametrize("world", [1, 2])
+def test_fully_shard_offloads_unit_by_unit(world):
+    run_on_ranks(by_hand, world)
+
+
+class Adapted(Chain):
+    """Three frozen blocks."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks[:3].requires_grad_(requires_grad=False)
+
+
+def frozen_alone():
+    policy = sw.OffloadPolicy(gradients=False, optimizer=False)
+    trained = compare(Adapted, plain_loss, "zero3", offload_policy=policy)
+    groups = [group for unit in sw.summary(trained.model).units for group in unit.groups]
+    assert [group.is_offloaded for group in groups] == [False, True, True, True, False, False]
+    with pytest.raises(sw.PlanError, match="nothing to offload: there are no frozen parameters"):
+        sw.parallelize(Chain(), sw.ParallelPlan(offload_policy=policy))
+
+
+def test_frozen_shards_can_be_on_the_host_alone():
+    run_on_ranks(frozen_alone, 2)
+
+
+def double(model: nn.Module, _step: int) -> None:
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.mul_(1.25)
+
+
+def look_then_train(model: nn.Module, rank: int, step: int) -> Tensor:
+    """An evaluation between steps, and two forwards before one backward."""
+    with torch.no_grad():
+        model(sample(rank, step, salt=7))
+    return (model(sample(rank, step)) * model(sample(rank, step, salt=1))).mean()
+
+
+def change_between_steps():
+    for policy in ("cpu", sw.OffloadPolicy(parameters=False)):
+        compare_each(Chain, look_then_train, PRESETS, steps=3, between=double, offload_policy=policy)
+
+
+def test_changes_of_masters_on_the_host_are_seen_at_the_next_forward():
+    run_on_ranks(change_between_steps, 2)
+
+
+def measure_and_scale() -> list[list[Tensor]]:
+    """With fp16 and a scaler, which reads gradients where they are."""
+    found = []
+    for policy in ("none", "cpu"):
+        precision = sw.PrecisionPolicy(param_dtype="fp16", reduce_dtype="fp16")
+        model = sw.parallelize(models.build("tied"), sw.ParallelPlan(mp_policy=precision, offload_policy=policy))
+        optimizer, scaler = torch.optim.AdamW(model.parameters(), lr=1e-3), sw.GradScaler("cpu", growth_interval=2)
+        for step in range(4):
+            scaler.scale(model(*models.batch(step, 0, 0))).backward()
+            scaler.unscale_(optimizer)
+            sw.clip_grad_norm(model, 0.3)
+            scaler.step(optimizer)
+            scaler.update()
+            optimizer.zero_grad()
+        found.append([*sw.full_state_dict(model).values(), torch.tensor(scaler.get_scale())])
+    return found
+
+
+def test_a_gradient_scaler_works_on_gradients_on_the_host():
+    for plain, offloaded in run_on_ranks(measure_and_scale, 2):
+        assert all(torch.equal(a, b) for a, b in zip(plain, offloaded, strict=True))
+
+
+def refuse():
+    with pytest.raises(sw.PlanError, match=r"parameters=True\) needs sharded parameters"):
+        sw.parallelize(
+            Chain(), sw.ParallelPlan(strategy="zero2", offload_policy=sw.OffloadPolicy(parameters=True, ratio=0.5))
+        )
+    with pytest.raises(sw.PlanError, match=r"ratio=0\.5: a ratio chooses among the units of a model"):
+        sw.fully_shard(Block(), offload_policy=sw.OffloadPolicy(ratio=0.5))
+    with pytest.raises(sw.PlanError, match="offload_policy='disk'"):
+        sw.fully_shard(Block(), offload_policy="disk")
+    with pytest.raises(sw.PlanError, match="nothing to offload: there are no parameters"):
+        sw.parallelize(nn.Sequential(nn.GELU()), sw.ParallelPlan(offload_policy="cpu"))
+
+
+def test_what_means_nothing_is_refused():
+    run_on_ranks(refuse, 1)
+
+
+def fail_and_go_on():
+    """A backward that raises on every rank leaves nothing under way."""
+    model = sw.parallelize(Chain(), sw.ParallelPlan(offload_policy="cpu"))
+    states = []
+    for fails in (True, False):
+        output = model(sample(0, 0))
+        if fails:
+            model.zero_grad()
+            hook = output.register_hook(_raise)
+            with pytest.raises(RuntimeError, match="in backward"):
+                (output * 1.0).sum().backward()
+            hook.remove()
+        else:
+            output.sum().backward()
+            states = [parameter.grad.clone() for parameter in model.parameters() if parameter.grad is not None]
+    fresh = sw.parallelize(Chain(), sw.ParallelPlan(offload_policy="cpu"))
+    fresh(sample(0, 0)).sum().backward()
+    grads = [parameter.grad for parameter in fresh.parameters() if parameter.grad is not None]
+    assert all(torch.equal(a, b) for a, b in zip(states, grads, strict=True))
+
+
+def _raise(_grad: Tensor) -> None:
+    raise RuntimeError("in backward")
+
+
+def test_an_interrupted_backward_can_be_repeated():
+    run_on_ranks(fail_and_go_on, 2)
+
+
+#: Other fields of the plan, on two ranks and on four.
+BESIDE = {
+    2: (
+        {"quantized_gather": "int8", "quantized_reduce": "int8", "mp_policy": sw.PrecisionPolicy()},
+        {"quantized_gather": "int8"},
+        {"quantize_frozen": "int8"},
+        {"granularity": "tensor"},
+        {"granularity": "row", "merge_units": 1 << 16},
+        {"strategy": "shard_grad_op", "activation_checkpointing": "full", "compile": False},
+    ),
+    4: (
+        {"strategy": "hsdp", "dp_replicate": 2},
+        {"strategy": "hsdp", "dp_replicate": 2, "accumulation": "defer_replicate", "mp_policy": sw.PrecisionPolicy()},
+        {"strategy": "zero2", "dp_replicate": 2, "accumulation": "defer_replicate"},
+        {"strategy": "ddp", "dp_replicate": 2},
+        {"strategy": "zero1", "dp_replicate": 2},
+        {"reshard_after_forward": 2, "mp_policy": sw.PrecisionPolicy()},
+    ),
+}
+
+
+HOST = ("cpu", sw.OffloadPolicy(ratio=0.5), sw.OffloadPolicy(parameters=False))
+
+
+def model_for(options: dict) -> nn.Module:
+    return models.build("frozen" if "quantize_frozen" in options else "tied")
+
+
+def train_beside(options: dict, policy: str | sw.OffloadPolicy) -> tuple[list, list[Tensor], dict[str, int]]:
+    """Losses, norms and messages; the weights; the bytes that are predicted."""
+    model = sw.parallelize(model_for(options), sw.ParallelPlan(**options, offload_policy=policy))
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
+    average = sw.ExponentialMovingAverage(model, decay=0.5)
+    found: list = []
+    for step in range(3):
+        for microbatch in range(2):
+            with sw.gradient_sync(model, microbatch == 1), sw.record_collectives(model) as events:
+                loss = model(*models.batch(step, microbatch, dist.get_rank()))
+                loss.backward()
+            found += [loss.item(), [(event.kind, event.axis, event.unit, event.sent_bytes) for event in events]]
+        found.append(sw.clip_grad_norm(model, 0.3).item())
+        optimizer.step()
+        optimizer.zero_grad()
+        average.update()
+        with average.swapped_in(), torch.no_grad():
+            found.append(model(*models.batch(step, 3, dist.get_rank())).item())
+    # Without accumulation, as the dry run is that they are compared with.
+    predicted = probe(model).predicted_bytes(num_microbatches=1)
+    return found, list(sw.full_state_dict(model).values()), predicted
+
+
+def combine() -> list[list[dict[str, int]]]:
+    """The predictions, by options and policy."""
+    predictions = []
+    for options in BESIDE[dist.get_world_size()]:
+        expected, state, _ = train_beside(options, "none")
+        results = [train_beside(options, policy) for policy in HOST]
+        for policy, (found, other, _) in zip(HOST, results, strict=True):
+            assert found == expected, (options, policy)
+            assert all(torch.equal(a, b) for a, b in zip(state, other, strict=True)), (options, policy)
+        predictions.append([predicted for _, _, predicted in results])
+    return predictions
+
+
+@pytest.mark.parametrize("world", [2, 4])
+def test_beside_other_fields_of_the_plan_numbers_and_messages_stay_and_bytes_are_predicted(world):
+    """The bytes are compared with the engine's own buffers, in a dry run."""
+    last = run_on_ranks(combine, world, timeout_s=200)[-1]
+    for options, predictions in zip(BESIDE[world], last, strict=True):
+        if options.get("accumulation") == "defer_replicate":
+            continue  # sums wait where a step without accumulation has none
+        for policy, predicted in zip(HOST, predictions, strict=True):
+            dry = sw.dry_run(
+                lambda options=options: model_for(options),
+                sw.ParallelPlan(**options, offload_policy=policy),
+                world_size=world,
+                rank=world - 1,
+                batch=models.batch(0, 0, 0),
+                backend="gloo",
+            )
+            held = {name: size for name, size in dry.bytes_by_category.items() if name != "activations"}
+            assert held == predicted, (options, policy)
+            assert predicted["host"] > 0
+
+
+def build_deferred() -> list[list[Tensor]]:
+    """A model that never was whole on any device."""
+    found = []
+    for policy in ("none", "cpu"):
+        model = sw.parallelize(sw.deferred_init(lambda: models.build("gpt")), sw.ParallelPlan(offload_policy=policy))
+        found.append(list(sw.full_state_dict(model).values()))
+    return found
+
+
+def test_a_deferred_model_goes_to_the_host_unit_by_unit():
+    plain, offloaded = run_on_ranks(build_deferred, 2)[0]
+    assert len(plain) == len(offloaded) > 0
+    assert all(torch.equal(a, b) for a, b in zip(plain, offloaded, strict=True))
+
+
+def refuse_both():
+    model = sw.parallelize(Chain(), sw.ParallelPlan(offload_policy="cpu"))
+    with pytest.raises(sw.StateError, match="offload_policy keeps them on"):
+        sw.optimizer_in_backward(model, torch.optim.AdamW(model.parameters()))
+
+
+def test_updates_inside_backward_are_refused():
+    run_on_ranks(refuse_both, 1)
+
+
+def send_late(engine: Engine, copies: list[tuple[Tensor, Tensor]]) -> None:
+    """Copies to the host are there when the host has waited, and not before, as on CUDA."""
+
+    class Waited(Handle):
+        def __init__(self, source: Tensor, target: Tensor, after: Handle) -> None:
+            self._source, self._target, self._after = source, target, after
+
+        def wait(self) -> None:
+            self._after.wait()
+            copies.append((self._source.clone(), self._target))
+
+    def synchronise() -> None:
+        for source, target in copies:
+            target.copy_(source)
+        copies.clear()
+
+    transfers = engine.shared[Transfers]
+    engine.host_waits = (synchronise,)
+    transfers.send = lambda source, target, after, _pool: Waited(source, target, after)  # type: ignore[method-assign]
+    transfers.synchronise = synchronise  # type: ignore[method-assign]
+
+
+def reduce_twice():
+    """Each rank has gradients of the parameter that the other owns; a later reduction adds to an earlier one."""
+    rank = dist.get_rank()
+    module = nn.Module()
+    module.first, module.second = (nn.Parameter(torch.ones(64)) for _ in range(2))
+    model = sw.parallelize(module, sw.ParallelPlan(offload_policy="cpu"))
+    engine = engine_of(model, "test")
+    (group,) = engine.groups
+    send_late(engine, [])
+    for _ in range(2):
+        group.fulls[1 - rank].grad = torch.ones(64)
+        group.gradient.collect(engine.gradients)
+        group.gradient.reduce(engine.gradients).wait()
+        group.gradient.finish(engine.gradients)
+    engine.drain()
+    grad = group.shards[rank].grad
+    assert grad is not None
+    assert grad.flatten().tolist() == [1.0] * 64  # twice the mean over two ranks
+
+
+def test_flags_on_the_host_are_read_when_their_copy_has_been_waited_for():
+    run_on_ranks(reduce_twice, 2)

@@ -1,0 +1,536 @@
+"""Models that are built on ``meta`` get, unit by unit, the values that plain construction gives."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import warnings
+from collections.abc import Iterator, Mapping
+
+import pytest
+import torch
+from torch import Tensor, distributed, nn
+
+import shardwise as sw
+from shardwise.testing import StorageCount, run_on_ranks, same_bits
+from tests.common import models
+from tests.common.families import FAMILIES, PRELOAD_ALL
+from tests.common.oracle import PRESETS
+
+SEED = 11
+
+
+def all_values(model: nn.Module) -> dict[str, Tensor]:
+    """Saved or not."""
+    return dict(model.named_parameters(remove_duplicate=False)) | dict(model.named_buffers())
+
+
+def built_plainly(build) -> tuple[dict[str, Tensor], Tensor]:
+    """Every value, and what the generator gives next."""
+    torch.manual_seed(SEED)
+    values = all_values(build())
+    return values, torch.rand(3)
+
+
+def whole(model: nn.Module) -> dict[str, Tensor]:
+    with sw.full_parameters(model):
+        return {name: value.detach().clone() for name, value in all_values(model).items()}
+
+
+class Mixed(nn.Module):
+    """Orthogonal and truncated draws, a generator of its own, a seed set on the way, a tie, constants, bf16."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList(nn.Sequential(nn.Linear(6, 6), nn.BatchNorm1d(6)) for _ in range(5))
+        self.square = nn.Parameter(torch.empty(6, 6))
+        nn.init.orthogonal_(self.square)
+        self.cut = nn.Parameter(torch.randn(6) * 2 + self.square[0].detach())
+        nn.init.trunc_normal_(self.blocks[1][0].weight, std=0.02)
+        torch.manual_seed(5)
+        self.own = nn.Parameter(torch.rand(5, generator=torch.Generator().manual_seed(4)))
+        self.blocks[3][0].weight = self.blocks[2][0].weight
+        self.half = nn.Linear(6, 6).to(torch.bfloat16)
+        self.register_buffer("positions", torch.arange(6).float() * torch.tensor([1.0, 2.0, 3.0, 4.0, 5.0, 6.0]))
+        self.register_buffer("frequencies", 1.0 / 10000 ** (torch.arange(6) / 6), persistent=False)
+
+
+def build_named(name: str) -> nn.Module:
+    if name == "mixed":
+        return Mixed()
+    if name == "gpt":
+        return sw.models.gpt("gpt-nano")
+    import transformers
+
+    shape = {"hidden_size": 16, "intermediate_size": 32, "num_hidden_layers": 3, "num_attention_heads": 2}
+    if name == "llama":
+        config = transformers.LlamaConfig(**shape, num_key_value_heads=1, vocab_size=37)
+        return transformers.LlamaForCausalLM(config)
+    return transformers.ViTForImageClassification(transformers.ViTConfig(**shape, image_size=16, patch_size=8))
+
+
+def wrap_of(name: str) -> object:
+    return sw.wrap_by_name("blocks.*") if name == "mixed" else "auto"
+
+
+def differing(name: str, preset: str) -> list[str]:
+    expected, after = built_plainly(lambda: build_named(name))
+    torch.manual_seed(SEED)
+    model = sw.deferred_init(lambda: build_named(name))
+    assert all(parameter.is_meta for parameter in model.parameters())
+    handles = {id(parameter) for parameter in model.parameters()}
+    model = sw.parallelize(model, sw.ParallelPlan(strategy=preset, auto_wrap_policy=wrap_of(name)))
+    assert {id(parameter) for parameter in model.parameters()} == handles
+    assert torch.equal(torch.rand(3), after)
+    found = whole(model)
+    assert list(found) == list(expected)
+    return [key for key, value in expected.items() if not torch.equal(value, found[key])]
+
+
+def differing_everywhere(names: tuple[str, ...], presets: tuple[str, ...]) -> dict[tuple[str, str], list[str]]:
+    return {(name, preset): differing(name, preset) for name in names for preset in presets}
+
+
+@pytest.mark.parametrize("world", [1, 2, 3])
+def test_values_are_those_of_plain_construction_on_any_number_of_ranks(world):
+    names = ("gpt", "mixed") if world != 2 else ("gpt", "mixed", "llama", "vit")
+    presets = PRESETS if world == 2 else ("zero3",)
+    for results in run_on_ranks(differing_everywhere, world, names, presets, timeout_s=150):
+        assert all(differing == [] for differing in results.values()), results
+        assert len(results) == len(names) * len(presets)
+
+
+def differing_in(name: str) -> list[str]:
+    """Of a family of ``tests.common.families``, whose ``build`` sets the seed itself."""
+    warnings.simplefilter("ignore")
+    plain = FAMILIES[name].build()
+    expected, after = all_values(plain), torch.rand(3)
+    model = sw.deferred_init(FAMILIES[name].build)
+    assert all(parameter.is_meta for parameter in model.parameters())
+    model = sw.parallelize(model, sw.ParallelPlan(**FAMILIES[name].options))
+    found = [] if torch.equal(torch.rand(3), after) else ["what the generator gives next"]
+    found += [] if model.training == plain.training else ["training"]
+    got = whole(model)
+    assert list(got) == list(expected)
+    return found + [key for key, value in expected.items() if not same_bits(value, got[key])]
+
+
+@pytest.mark.long
+@pytest.mark.preload(*PRELOAD_ALL.args)
+@pytest.mark.parametrize("world", [1, 2, 3])
+@pytest.mark.parametrize("name", [name for name, family in FAMILIES.items() if "ignored" not in family.options])
+def test_every_family_has_the_values_of_plain_construction(name, world):
+    assert run_on_ranks(differing_in, world, name, timeout_s=150) == [[]] * world
+
+
+def train_deferred() -> list[float]:
+    torch.manual_seed(7)
+    model = sw.deferred_init(models._gpt)
+    model = sw.parallelize(model, sw.ParallelPlan())
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
+    losses = []
+    for step in range(3):
+        loss = model(*models.batch(step, 0, distributed.get_rank()))
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        losses.append(loss.item())
+    return losses
+
+
+def train_real() -> list[float]:
+    model = sw.parallelize(models.build("gpt"), sw.ParallelPlan())
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
+    losses = []
+    for step in range(3):
+        loss = model(*models.batch(step, 0, distributed.get_rank()))
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        losses.append(loss.item())
+    return losses
+
+
+def test_a_deferred_model_trains_as_a_real_one():
+    assert run_on_ranks(train_deferred, 2) == run_on_ranks(train_real, 2)
+
+
+# -- memory
+
+LAYERS, HIDDEN = 8, 64
+
+
+def build_deep() -> nn.Module:
+    return sw.models.gpt("gpt-tiny", num_layers=LAYERS, hidden=HIDDEN, num_heads=2, vocab_size=64, seq_len=16)
+
+
+def peak_of_parallelize() -> tuple[int, int]:
+    """The most bytes held while the model is made, and the bytes of the whole model."""
+    model = sw.deferred_init(build_deep)
+    size = sum(parameter.nbytes for parameter in model.parameters())
+    with StorageCount("cpu") as count:
+        sw.parallelize(model, sw.ParallelPlan())
+    peak = count.peak_bytes
+    count.forget()
+    return peak, size
+
+
+def test_no_rank_holds_more_than_its_shards_and_a_unit_or_two():
+    for peak, size in run_on_ranks(peak_of_parallelize, 2):
+        block = size / LAYERS
+        states = 400 * 5056 / 2  # of the generator, one for each random operation
+        assert peak < size / 2 + 2.5 * block + states
+        assert peak < 0.95 * size
+
+
+# -- other sources
+
+
+def reset_in_order() -> list[str]:
+    """Our GPT draws in ``reset_parameters``, in the order in which its modules are registered.
+
+    Where the head is tied to the embedding, the embedding alone draws.
+    """
+    differing = []
+    for tied in (False, True):
+        expected, after = built_plainly(lambda tied=tied: sw.models.gpt("gpt-nano", tied=tied))
+        torch.manual_seed(SEED)
+        model = sw.parallelize(sw.models.gpt("gpt-nano", tied=tied, device="meta"))
+        assert torch.equal(torch.rand(3), after)
+        found = whole(model)
+        differing += [key for key, value in expected.items() if not torch.equal(value, found[key])]
+    return differing
+
+
+@pytest.mark.parametrize("world", [1, 2])
+def test_reset_parameters_draws_in_the_order_of_modules(world):
+    assert run_on_ranks(reset_in_order, world) == [[]] * world
+
+
+def fill_with_ones(module: nn.Module) -> None:
+    for parameter in module.parameters(recurse=False):
+        nn.init.ones_(parameter)
+
+
+def init_function() -> set[float]:
+    with torch.device("meta"):
+        model = nn.Sequential(*(nn.Linear(3, 3) for _ in range(4)))
+    sw.parallelize(model, init=fill_with_ones)
+    return {value for tensor in whole(model).values() for value in tensor.view(-1).tolist()}
+
+
+def test_a_function_may_initialise():
+    assert run_on_ranks(init_function, 2) == [{1.0}, {1.0}]
+
+
+class Lazy(Mapping):
+    """A state dict whose tensors are made when they are asked for, and counted while they live."""
+
+    def __init__(self, state: dict[str, Tensor]) -> None:
+        self.state = state
+        self.asked: list[str] = []
+
+    def __getitem__(self, name: str) -> Tensor:
+        self.asked.append(name)
+        return self.state[name].clone()
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self.state)
+
+    def __len__(self) -> int:
+        return len(self.state)
+
+
+class Rotary(nn.Module):
+    """A saved statistic, and frequencies that are not saved."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(4, 4)
+        self.register_buffer("scale", torch.full((4,), 3.0))
+        self.register_buffer("frequencies", 1.0 / torch.arange(1, 5), persistent=False)
+
+
+def load_stream() -> bool:
+    torch.manual_seed(SEED)
+    plain = Rotary()
+    state = Lazy(plain.state_dict()) if distributed.get_rank() == 0 else {}
+    torch.manual_seed(SEED + 1)
+    model = sw.parallelize(sw.deferred_init(Rotary), init=state)
+    found = whole(model)
+    if isinstance(state, Lazy):
+        assert set(state.asked) == set(state.state)
+    return all(torch.equal(value, found[name]) for name, value in all_values(plain).items())
+
+
+def test_a_state_dict_is_streamed_and_what_is_not_saved_comes_from_the_construction():
+    assert run_on_ranks(load_stream, 2) == [True, True]
+
+
+# -- seeds
+
+
+def differently_seeded(mode: str) -> object:
+    torch.manual_seed(SEED + distributed.get_rank())
+    model = sw.deferred_init(lambda: nn.Sequential(nn.Linear(3, 3), nn.Linear(3, 3)))
+    with pytest.warns(UserWarning, match="rank 0's are taken by all") if is_told(mode) else contextlib.nullcontext():
+        sw.parallelize(model, sw.ParallelPlan(sync=mode))
+    return {name: value.tolist() for name, value in whole(model).items()}
+
+
+def is_told(mode: str) -> bool:
+    return mode == "warn" and distributed.get_rank() == 0
+
+
+def test_where_seeds_differ_rank_0s_values_are_taken():
+    torch.manual_seed(SEED)
+    expected = {n: p.tolist() for n, p in nn.Sequential(nn.Linear(3, 3), nn.Linear(3, 3)).named_parameters()}
+    assert run_on_ranks(differently_seeded, 2, "warn") == [expected, expected]
+
+
+def refused_seeds() -> str:
+    with pytest.raises(sw.StateError) as error:
+        differently_seeded("error")
+    return str(error.value)
+
+
+def test_sync_error_refuses_different_seeds():
+    assert all("would draw different weights" in text for text in run_on_ranks(refused_seeds, 2))
+
+
+def other_construction() -> str:
+    std = 1.0 + distributed.get_rank()
+
+    def build() -> nn.Module:
+        layer = nn.Linear(3, 3)
+        nn.init.normal_(layer.weight, std=std)
+        return layer
+
+    model = sw.deferred_init(build)
+    with pytest.raises(sw.RankDisagreement) as error:
+        sw.parallelize(model)
+    return str(error.value)
+
+
+def test_ranks_that_construct_otherwise_are_told():
+    assert all("different constructions" in text for text in run_on_ranks(other_construction, 2))
+
+
+# -- what cannot be done
+
+
+class Reads(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.rand(3))
+        self.count = int(self.weight.sum().item())
+
+
+class Selects(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.rand(3))
+        self.positive = self.weight[self.weight > 0.5]
+
+
+@pytest.mark.parametrize(("build", "operation"), [(Reads, "_local_scalar_dense"), (Selects, "nonzero|index")])
+def test_a_construction_that_reads_values_is_refused_by_operation_and_line(build, operation):
+    with pytest.raises(sw.StateError, match=rf"(?s)cannot be recorded: aten\.({operation}).*test_meta\.py:\d+"):
+        sw.deferred_init(build)
+
+
+class NoInit(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.scale = nn.Parameter(torch.ones(3))
+        self.register_buffer("frequencies", 1.0 / torch.arange(1, 4), persistent=False)
+
+
+class Forgets(nn.Module):
+    """As rotary embeddings do: the frequencies are computed by the constructor alone (transformers#45902, #34234)."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.empty(3))
+        self.register_buffer("frequencies", 1.0 / torch.arange(1, 4), persistent=False)
+
+    def reset_parameters(self) -> None:
+        nn.init.zeros_(self.weight)
+
+
+def refusal(name: str) -> str:
+    with torch.device("meta"):
+        model = nn.Sequential({"NoInit": NoInit, "Forgets": Forgets}[name]())
+    with pytest.raises(sw.StateError) as error:
+        sw.parallelize(model)
+    return str(error.value)
+
+
+@pytest.mark.parametrize(
+    ("name", "said"),
+    [
+        (
+            "NoInit",
+            "'0.scale' is on the meta device and would stay without values: NoInit has no reset_parameters()",
+        ),
+        ("Forgets", "'0.frequencies' is on the meta device and would stay without values: Forgets.reset_parameters()"),
+    ],
+)
+def test_a_parameter_or_buffer_that_stays_empty_is_named(name, said):
+    """transformers#45902, #34234: meta initialisation leaves garbage in buffers."""
+    (text,) = run_on_ranks(refusal, 1, name)
+    assert said in text
+
+
+class Masked(nn.Module):
+    """A mask that the constructor makes; ``reset_parameters`` sets its first rows to ``value``, if any."""
+
+    def __init__(self, dtype: torch.dtype, num_rows: int, value: float) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.empty(4, 4))
+        self.num_rows, self.value = num_rows, value
+        self.register_buffer("mask", torch.ones(4, 4).tril().to(dtype), persistent=False)
+
+    def reset_parameters(self) -> None:
+        nn.init.ones_(self.weight)
+        self.mask.data[: self.num_rows] = self.value  # by way of data, which tells no version counter
+
+
+INTEGERS = (torch.bool, torch.uint8, torch.int64)
+
+
+def masks_of_every_source() -> dict[str, str]:
+    sources = {
+        "reset": None,
+        "function": lambda module: module.reset_parameters(),
+        "state": {"weight": torch.ones(4, 4)},
+    }
+    found = {}
+    for dtype in (*INTEGERS, torch.float32):
+        for num_rows in (0, 3, 4):
+            for value in (0, 1) if dtype in INTEGERS else (0, float("nan")):
+                for name, init in sources.items():
+                    with torch.device("meta"):
+                        model = Masked(dtype, num_rows, value)
+                    case = f"{name} {dtype} {num_rows} {value}"
+                    try:
+                        sw.parallelize(model, init=init)
+                    except sw.StateError as error:
+                        found[case] = str(error)
+                    else:
+                        assert torch.equal(model.mask, torch.full((4, 4), value, dtype=dtype)) or value != value  # noqa: PLR0124
+                        assert torch.equal(whole(model)["weight"], torch.ones(4, 4))
+                        found[case] = "filled"
+    return found
+
+
+def test_whole_number_and_boolean_buffers_are_filled_or_named():
+    """A causal mask made by the constructor must not become all false; zeros that were written are values."""
+    (found,) = run_on_ranks(masks_of_every_source, 1)
+    assert len(found) == 4 * 3 * 2 * 3
+    for case, what in found.items():
+        if " 4 " in case:
+            assert what == "filled", case
+        else:
+            assert "'mask' is on the meta device and would stay without values" in what, case
+
+
+def test_init_for_a_model_that_has_values_is_refused():
+    with pytest.raises(sw.StateError, match="it would do nothing"):
+        sw.parallelize(nn.Linear(2, 2), init=fill_with_ones)
+
+
+class Bare(nn.Module):
+    """Parameters of its own and no ``reset_parameters``; beside it a module with a buffer that is not saved."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.randn(6, 6))
+        self.register_buffer("saved", torch.rand(6))
+        self.noise = Noise()
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x @ self.weight * self.saved + self.noise.table
+
+
+class Noise(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("table", torch.empty(6), persistent=False)
+        self.reset_parameters()
+
+    def reset_parameters(self) -> None:
+        nn.init.constant_(self.table, 3.0)
+
+
+def filled_from_a_state_dict() -> list[bool]:
+    torch.manual_seed(2)
+    plain = nn.Sequential(Bare(), Bare(), nn.Linear(6, 2))
+    with torch.device("meta"):
+        model = nn.Sequential(Bare(), Bare(), nn.Linear(6, 2))
+    state = plain.state_dict() if os.environ["RANK"] == "0" else {}
+    model = sw.parallelize(model, sw.ParallelPlan(auto_wrap_policy=sw.wrap_by_class({Bare})), init=state)
+    found = whole(model)
+    return [torch.equal(found[name], value) for name, value in all_values(plain).items()]
+
+
+def test_a_complete_state_dict_suffices_for_modules_that_cannot_reset_their_parameters():
+    for same in run_on_ranks(filled_from_a_state_dict, 2):
+        assert len(same) == 8
+        assert all(same)
+
+
+def build_bare() -> nn.Module:
+    torch.manual_seed(2)
+    model = nn.Sequential(Bare(), Bare(), nn.Linear(6, 2))
+    model[1].weight = model[0].weight
+    return model
+
+
+def loaded_afterwards(path: str) -> list[str]:
+    """``sw.parallelize`` of a model on meta, and then the state dict, or a checkpoint."""
+    plain, rank, refused = build_bare(), int(os.environ["RANK"]), []
+    x = torch.ones(3, 6)
+    saved = sw.parallelize(build_bare())
+    sw.save(path, saved)
+    for way in ("state", "parts", "checkpoint"):
+        with torch.device("meta"):
+            model = build_bare()
+        model = sw.parallelize(model, auto_wrap_policy=sw.wrap_by_class({Bare}))
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        state = plain.state_dict() if rank == 0 else {}
+        if way == "parts":
+            first = {name: value for name, value in state.items() if name.startswith("0.")}
+            sw.load_full_state_dict(model, first, strict=False)
+        for call in (
+            lambda model=model: model(x),
+            lambda model=model: sw.full_state_dict(model),
+            lambda model=model: sw.save(f"{path}-2", model),
+            lambda model=model: sw.full_parameters(model).__enter__(),
+        ):
+            with pytest.raises(sw.StateError) as error:
+                call()
+            refused.append(str(error.value))
+        if way == "checkpoint":
+            sw.load(path, model)
+        else:
+            sw.load_full_state_dict(model, state, strict=way == "state")
+        other = build_bare()
+        step = torch.optim.SGD(other.parameters(), lr=0.1)
+        for trained, stepping in ((model, optimizer), (other, step)):
+            trained(x).square().mean().backward()
+            stepping.step()
+        found, expected = whole(model), all_values(other)
+        assert all(torch.equal(found[name], value) for name, value in expected.items()), way
+    return refused
+
+
+def test_a_model_on_meta_may_be_loaded_after_it_was_parallelized(tmp_path):
+    for refused in run_on_ranks(loaded_afterwards, 2, str(tmp_path / "checkpoint")):
+        assert len(refused) == 12
+        calls = ("a forward", "sw.full_state_dict()", "sw.save()", "sw.full_parameters()")
+        assert all(text.startswith(f"{calls[index % 4]}: ") for index, text in enumerate(refused))
+        assert "5 tensors of the model" in refused[0]
+        assert "since Bare has no reset_parameters() ('0.weight')" in refused[0]
+        assert "3 tensors of the model" in refused[4]
+        assert "'1.saved' among them" in refused[4]

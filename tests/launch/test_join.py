@@ -1,0 +1,127 @@
+"""Joining a world: which group is made, where it listens, and what is said when it cannot be made."""
+
+from __future__ import annotations
+
+import dataclasses
+import os
+import socket
+
+import pytest
+from torch import distributed
+
+from shardwise.launch.world import World, init_process_group, read_world, shutdown
+from shardwise.spec.errors import CommError
+from shardwise.testing import run_on_ranks
+from tests.launch.test_elastic import LOOPBACK, listeners
+
+
+def join(port):
+    rank = int(os.environ["RANK"])
+    os.environ.pop("GLOO_SOCKET_IFNAME")
+    before = dict(os.environ)
+    world = World(rank, 2, rank, 2, 1, "0.0.0.0", port, "variables")  # the address of one machine is not asked for
+    init_process_group(world, timeout_s=30)
+    found = listeners([os.getpid()])
+    total = [None, None]
+    distributed.all_gather_object(total, rank)
+    init_process_group(world)  # again: nothing happens
+    shutdown()
+    changed = {name for name in {*before, *os.environ} if before.get(name) != os.environ.get(name)}
+    return found, total, changed, distributed.is_initialized()
+
+
+def test_a_world_of_one_machine_listens_on_loopback_and_leaves_the_environment_alone():
+    for found, total, changed, is_initialized in run_on_ranks(join, 2, free_port(), process_group=False):
+        assert found
+        assert found <= LOOPBACK
+        assert total == [0, 1]
+        assert not changed
+        assert not is_initialized
+
+
+def alone():
+    for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE"):
+        del os.environ[name]
+    world = read_world()
+    init_process_group(world)
+    distributed.barrier()
+    found = listeners([os.getpid()])
+    result = distributed.get_world_size(), distributed.get_backend(), found
+    shutdown()
+    return result
+
+
+def test_a_world_of_one_has_a_group_too():
+    size, backend, found = run_on_ranks(alone, 1, process_group=False)[0]
+    assert (size, backend) == (1, "gloo")
+    assert found <= LOOPBACK
+
+
+def with_a_group():
+    before = distributed.group.WORLD
+    init_process_group(read_world(os.environ | {"MASTER_ADDR": "127.0.0.1"}))
+    same = distributed.group.WORLD is before
+    shutdown()
+    return same, distributed.is_initialized()
+
+
+def test_a_group_that_exists_is_used_and_left_alone():
+    assert run_on_ranks(with_a_group, 2) == [(True, True), (True, True)]
+
+
+def taken(port):
+    world = World(0, 2, 0, 2, 1, "127.0.0.1", port, "variables")
+    try:
+        init_process_group(world, timeout_s=5)
+    except CommError as error:
+        return str(error)
+    return "joined"
+
+
+def test_a_port_in_use_is_named():
+    with socket.socket() as holder:
+        holder.bind(("127.0.0.1", 0))
+        holder.listen()
+        port = holder.getsockname()[1]
+        (message,) = run_on_ranks(taken, 1, port, process_group=False)
+    assert f"rank 0 cannot listen on 127.0.0.1:{port}: Address already in use" in message
+    assert "MASTER_PORT" in message
+
+
+def nobody_comes(port):
+    world = World(1, 2, 1, 2, 1, "127.0.0.1", port, "variables")
+    try:
+        init_process_group(world, timeout_s=1)
+    except CommError as error:
+        return str(error)
+    return "joined"
+
+
+def test_a_peer_that_does_not_come_is_an_error_in_time():
+    (message,) = run_on_ranks(nobody_comes, 1, free_port(), timeout_s=30, process_group=False)
+    assert message.startswith("rank 1 of 2 could not join the others at 127.0.0.1:")
+    assert "See whether every rank was started" in message
+
+
+def far_away(address):
+    world = dataclasses.replace(World(), size=2, num_nodes=2, master_addr=address, master_port=29555)
+    try:
+        init_process_group(world, timeout_s=2)
+    except CommError as error:
+        return str(error)
+    return "joined"
+
+
+@pytest.mark.parametrize(
+    ("address", "text"), [("192.0.2.1", "cannot listen on 192.0.2.1:29555"), ("a.invalid", "known")]
+)
+def test_rank_0_of_several_machines_listens_on_its_own_address_or_says_why_not(address, text):
+    (message,) = run_on_ranks(far_away, 1, address, process_group=False)
+    assert text in message
+    assert "MASTER_ADDR" in message
+
+
+def free_port():
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return probe.getsockname()[1]

@@ -1,0 +1,234 @@
+"""What users put around the calls of a pipeline's modules: hooks, checkpoints; and nested tensors."""
+
+from __future__ import annotations
+
+import dataclasses
+
+import pytest
+import torch
+from torch import nn
+from torch.utils.checkpoint import checkpoint
+
+import shardwise as sw
+from shardwise.spec.errors import PlanError, StateError
+from shardwise.testing import run_on_ranks
+from tests.pipeline.test_stages import call, check, split
+
+WIDTH, STEPS, NUM_MICROBATCHES = 4, 2, 2
+
+
+class Block(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.inner = nn.Linear(WIDTH, WIDTH)
+
+    def forward(self, x):
+        return x + self.inner(input=x).tanh()
+
+
+class Net(nn.Module):
+    def __init__(self):
+        super().__init__()
+        torch.manual_seed(0)
+        self.first = nn.Linear(WIDTH, WIDTH)
+        self.blocks = nn.ModuleList(Block() for _ in range(4))
+        self.last = nn.Linear(WIDTH, WIDTH)
+
+    def forward(self, x):
+        return self.last(self.run(self.first(x))).square().mean()
+
+    def run(self, x):
+        for block in self.blocks:
+            x = block(x)
+        return x
+
+
+class Checkpointed(Net):
+    def run(self, x):
+        for block in self.blocks:
+            x = checkpoint(block, x, use_reentrant=False)
+        return x
+
+
+class InOne(Net):
+    """A checkpoint that begins on one stage and goes on on the next, and computes besides."""
+
+    def run(self, x):
+        x = checkpoint(self.begin, x, use_reentrant=False)
+        return checkpoint(lambda y: self.blocks[3](y).tanh() + y, x, use_reentrant=False)
+
+    def begin(self, x):
+        for block in self.blocks[:3]:
+            x = block(x).tanh() * x
+        return x
+
+
+class Hooked(Net):
+    def __init__(self):
+        super().__init__()
+        for block in self.blocks:
+            block.register_full_backward_hook(scaled_inputs)
+            block.register_full_backward_pre_hook(scaled_outputs)
+            block.register_forward_hook(scaled)
+        self.register_forward_hook(scaled)
+        self.register_forward_hook(asked_with_kwargs, with_kwargs=True, always_call=True)
+        self.register_full_backward_pre_hook(scaled_outputs)
+
+
+def scaled_inputs(_module, grad_inputs, _grad_outputs):
+    return tuple(grad * 1.25 for grad in grad_inputs)
+
+
+def scaled_outputs(_module, grad_outputs):
+    return tuple(grad * 0.75 for grad in grad_outputs)
+
+
+def scaled(_module, _args, output):
+    return output * 1.5
+
+
+def asked_with_kwargs(_module, _args, _kwargs, output):
+    assert output.dim() == 0, "what the model returns, not what a stage hands on"
+    return output + 1
+
+
+def batch(step=0):
+    return (torch.randn(4, WIDTH, dtype=torch.float64, generator=torch.Generator().manual_seed(step)),)
+
+
+KINDS = (Net, Hooked, Checkpointed, InOne)
+PLANS = ({}, {"pipeline": "zb-h1"}, {"pipeline": "zb-v", "activation_checkpointing": "full"})
+
+
+def train_all():
+    return [train(sw.parallelize(kind().double(), sw.ParallelPlan(pp=2, **plan))) for kind in KINDS for plan in PLANS]
+
+
+def train(model):
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.5)
+    found = []
+    for step in range(STEPS):
+        found.append(sw.train_step(model, batch(step), None, NUM_MICROBATCHES).item())
+        found.append(sw.clip_grad_norm(model, 1e9).item())
+        optimizer.step()
+        optimizer.zero_grad()
+    return [*found, sw.eval_step(model.eval(), batch(), None, NUM_MICROBATCHES).item()]
+
+
+def one_process(model):
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.5)
+    found = []
+    for step in range(STEPS):
+        losses = [
+            model(*part) / NUM_MICROBATCHES
+            for part in zip(*(each.chunk(NUM_MICROBATCHES) for each in batch(step)), strict=True)
+        ]
+        for loss in losses:
+            loss.backward()
+        found.append(sum(loss.item() for loss in losses))
+        found.append(nn.utils.clip_grad_norm_(model.parameters(), 1e9).item())
+        optimizer.step()
+        optimizer.zero_grad()
+    with torch.no_grad():
+        return [
+            *found,
+            sum(model(*part).item() for part in zip(*(each.chunk(NUM_MICROBATCHES) for each in batch()), strict=True))
+            / NUM_MICROBATCHES,
+        ]
+
+
+@pytest.mark.filterwarnings("ignore:Full backward hook is firing")
+def test_hooks_and_checkpoints_of_the_models_own_are_those_of_one_process():
+    expected = [one_process(kind().double()) for kind in KINDS]
+    assert len({found[1] for found in expected}) == 3, "hooks and what is checkpointed change the gradients"
+    for results in run_on_ranks(train_all, 2, timeout_s=100):
+        cases = [(kind, plan) for kind in range(len(KINDS)) for plan in PLANS]
+        for (kind, plan), found in zip(cases, results, strict=True):
+            assert found == pytest.approx(expected[kind], rel=1e-12), (KINDS[kind].__name__, plan)
+
+
+@pytest.mark.parametrize("num_stages", [2, 4])
+@pytest.mark.parametrize("hook", ["full_backward_hook", "full_backward_pre_hook"])
+def test_backward_hooks_of_every_block_run(hook, num_stages):
+    model = Net()
+    for block in model.blocks:
+        getattr(block, f"register_{hook}")(scaled_inputs if hook == "full_backward_hook" else scaled_outputs)
+    check(model, (torch.randn(3, WIDTH),), num_stages)
+
+
+@pytest.mark.parametrize("num_stages", [2, 3])
+@pytest.mark.parametrize("computes", [False, True])
+def test_a_reentrant_checkpoint_around_blocks_is_refused(computes, num_stages):
+    class Reentrant(Net):
+        def run(self, x):
+            for block in self.blocks:
+                x = checkpoint(block, x, use_reentrant=True)
+                x = x * 2 if computes else x
+            return x
+
+    for _, stages in split(Reentrant(), num_stages):
+        with pytest.raises(PlanError, match=r"'blocks\.0' in a checkpoint with use_reentrant=True"):
+            stages.flow((torch.randn(3, WIDTH),), call)
+
+
+def test_a_reentrant_checkpoint_is_refused_where_its_output_is_written_to():
+    """Shapes were found with copies, which do not tell."""
+
+    class Reentrant(Net):
+        def run(self, x):
+            for block in self.blocks:
+                x = checkpoint(block, x, use_reentrant=True) + 0
+                x += 1
+            return x
+
+        def forward(self, x):
+            y = self.last(self.run(self.first(x)))
+            y += 1
+            return y.square().mean()
+
+    model, stages = split(Reentrant(), 2)[0]
+    x = (torch.randn(3, WIDTH),)
+    _, flow = stages.flow(x, call)
+    assert flow.writes_in_place
+    with pytest.raises(PlanError, match="use_reentrant=True"):
+        stages.run(0, flow, {}, lambda: call(model, x))
+
+
+def test_a_block_of_two_stages_in_a_checkpoint_is_refused():
+    model, stages = split(Checkpointed(), 2)[0]
+    x = (torch.randn(3, WIDTH),)
+    _, flow = stages.flow(x, call)
+    made = stages.run(0, flow, {}, lambda: call(model, x))
+    (first,) = (each for each in flow.calls if each.element.name == "blocks.0")
+    flow.calls.append(dataclasses.replace(first, stage=1))
+    with (
+        stages.again(0, flow, {}),
+        pytest.raises(StateError, match=r"'blocks\.0' again, which the forward calls 2 times"),
+    ):
+        torch.autograd.backward(made, [torch.ones_like(each) for each in made])
+
+
+class Padded(nn.Module):
+    def __init__(self, **options):
+        super().__init__()
+        layer = nn.TransformerEncoderLayer(WIDTH, 2, 8, 0.0, batch_first=True)
+        self.first = nn.Linear(WIDTH, WIDTH)
+        self.encoder = nn.TransformerEncoder(layer, 4, **options)
+
+    def forward(self, x):
+        return self.encoder(self.first(x), src_key_padding_mask=x[..., 0] > 1).square().mean()
+
+
+def test_an_encoder_that_would_make_nested_tensors_is_refused_on_every_stage():
+    x = (torch.zeros(3, 5, WIDTH),)
+    for model, stages in split(Padded(), 2):
+        stages.flow(x, call)
+        with torch.no_grad():
+            stages.flow(x, call)
+        model.eval()
+        stages.flow(x, call)
+        with torch.no_grad(), pytest.raises(PlanError, match="enable_nested_tensor=False"):
+            stages.flow(x, call)
+    for _, stages in split(Padded(enable_nested_tensor=False).eval(), 2):
+        with torch.no_grad():
+            stages.flow(x, call)

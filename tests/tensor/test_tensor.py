@@ -1,0 +1,363 @@
+"""Tensor parallelism against one plain process: float64, where only the order of sums differs, and fp32."""
+
+from __future__ import annotations
+
+import math
+import warnings
+from dataclasses import dataclass
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, distributed, nn
+from torch.utils import _pytree as pytree
+from torch.utils._python_dispatch import TorchDispatchMode
+
+import shardwise as sw
+from shardwise.comm.record import RecordComm
+from shardwise.spec.errors import PlanError
+from shardwise.spec.slice import slice_of
+from shardwise.tensor.cut import find_cuts
+from shardwise.tensor.linear import ColumnPlan
+from shardwise.testing import part_of, probe, run_on_ranks
+from tests.common.bits import worst
+
+STEPS = 5
+VOCAB, SEQ = 31, 6  # a vocabulary that no degree divides
+SEQUENCE = (("sequence_parallel", True),)
+#: By dtype: of losses and norms, relative; of parameters, absolute.
+TOLERANCES = {torch.float64: (1e-9, 1e-8), torch.float32: (1e-5, 5e-4)}
+
+
+@dataclass(frozen=True)
+class Case:
+    """A run under tensor parallelism."""
+
+    tp: int = 2
+    strategy: str = "zero3"
+    dtype: torch.dtype = torch.float64
+    num_microbatches: int = 1
+    accumulation: str = "auto"
+    max_norm: float | None = None
+    model: tuple[tuple[str, Any], ...] = ()
+    plan: tuple[tuple[str, Any], ...] = ()
+
+    @property
+    def exactness(self) -> torch.dtype:
+        """The narrowest dtype in which the model computes."""
+        return self.dtype
+
+    def build(self) -> nn.Module:
+        torch.manual_seed(7)
+        sizes = {"num_layers": 3, "hidden": 24, "num_heads": 4, "vocab_size": VOCAB, "seq_len": SEQ, "tied": False}
+        return sw.models.gpt("gpt-tiny", **(sizes | dict(self.model))).to(self.dtype)
+
+    def loss(self, model: nn.Module, step: int, microbatch: int, reader: int) -> Tensor:
+        return model(*batch(step, microbatch, reader))
+
+
+def batch(step: int, microbatch: int, reader: int) -> tuple[Tensor, Tensor]:
+    generator = torch.Generator().manual_seed(1000 * step + 100 * microbatch + reader)
+    tokens_BT = torch.randint(0, VOCAB, (2, SEQ + 1), generator=generator)
+    targets_BT = tokens_BT[:, 1:].clone()
+    targets_BT[0, reader] = -100
+    return tokens_BT[:, :-1].contiguous(), targets_BT
+
+
+def optimizer_of(model: nn.Module) -> torch.optim.Optimizer:
+    return torch.optim.AdamW(model.parameters(), lr=1e-3, weight_decay=0.1)
+
+
+def train_plain(case: Case, num_readers: int) -> tuple[nn.Module, list[float], list[float]]:
+    """One process that reads what all data-parallel ranks read."""
+    model = case.build()
+    optimizer, losses, norms = optimizer_of(model), [], []
+    for step in range(STEPS):
+        for reader in range(num_readers):
+            for microbatch in range(case.num_microbatches):
+                torch.manual_seed(10_000 * step + 100 * microbatch + reader)  # for dropout
+                loss = case.loss(model, step, microbatch, reader) / (case.num_microbatches * num_readers)
+                loss.backward()
+                losses.append(loss.item() * num_readers)
+        grads = [p.grad for p in model.parameters() if p.grad is not None]
+        limit = float("inf") if case.max_norm is None else case.max_norm
+        norms.append(torch.nn.utils.clip_grad_norm_(model.parameters(), limit).item())
+        assert grads
+        optimizer.step()
+        optimizer.zero_grad()
+    return model, losses, norms
+
+
+def differences(case: Case) -> dict[str, float]:
+    """On a rank: train in both ways; the largest difference of losses, norms and parameters."""
+    plan = sw.ParallelPlan(strategy=case.strategy, tp=case.tp, accumulation=case.accumulation, **dict(case.plan))
+    mesh = plan.mesh(distributed.get_world_size())
+    num_readers, reader = mesh.data_parallel_size, mesh.data_parallel_rank(distributed.get_rank())
+    plain, losses, norms = train_plain(case, num_readers)
+    model = sw.parallelize(case.build(), plan)
+    optimizer = optimizer_of(model)
+    found = {"loss": 0.0, "norm": 0.0, "parameter": 0.0}
+    for step in range(STEPS):
+        for microbatch in range(case.num_microbatches):
+            with sw.gradient_sync(model, microbatch == case.num_microbatches - 1):
+                torch.manual_seed(10_000 * step + 100 * microbatch + reader)
+                loss = case.loss(model, step, microbatch, reader) / case.num_microbatches
+                loss.backward()
+            expected = losses[(step * num_readers + reader) * case.num_microbatches + microbatch]
+            found["loss"] = worst(found["loss"], abs(loss.item() - expected) / abs(expected))
+        norm = sw.clip_grad_norm(model, math.inf) if case.max_norm is None else sw.clip_grad_norm(model, case.max_norm)
+        found["norm"] = worst(found["norm"], abs(norm.item() - norms[step]) / norms[step])
+        optimizer.step()
+        optimizer.zero_grad()
+    marks = {name: slice_of(parameter) for name, parameter in model.named_parameters()}
+    assert case.tp == 1 or any(mark is not None for mark in marks.values())
+    whole = dict(plain.named_parameters(remove_duplicate=False))
+    compared = 0
+    for extent, values in probe(model).extents():
+        if extent.name.startswith("buffer/"):
+            continue
+        error = (part_of(extent, whole[extent.name]) - values).abs()
+        compared += values.numel()
+        found["parameter"] = worst(found["parameter"], error.max().item() if error.numel() else 0.0)
+    assert compared
+    found["copies"] = _unequal_copies(model, marks, case.tp)
+    return found
+
+
+def _unequal_copies(model: nn.Module, marks: dict[str, Any], tp: int) -> float:
+    """Number of parameters that several ranks of tp hold, but not as the same bits."""
+    copies = {name: distributed.get_rank() % tp if mark is None else mark.copy for name, mark in marks.items()}
+    held = {e.name: v.clone() for e, v in probe(model).extents()}
+    everyone: list[Any] = [None] * distributed.get_world_size()
+    distributed.all_gather_object(everyone, held)
+    firsts = {name: everyone[distributed.get_rank() - copy][name] for name, copy in copies.items() if name in held}
+    return float(sum(not torch.equal(first, held[name]) for name, first in firsts.items()))
+
+
+def run_all(cases: tuple[Case, ...]) -> list[dict[str, float]]:
+    warnings.filterwarnings("ignore", module="transformers")
+    return [differences(case) for case in cases]
+
+
+def check(world: int, *cases: Case) -> None:
+    for results in run_on_ranks(run_all, world, cases, timeout_s=250):
+        for case, found in zip(cases, results, strict=True):
+            relative, absolute = TOLERANCES[case.exactness]
+            assert found["loss"] <= relative, (case, found)
+            assert found["norm"] <= relative, (case, found)
+            assert found["parameter"] <= absolute, (case, found)
+            assert found["copies"] == 0, (case, found)
+
+
+@pytest.mark.transports
+def test_two_ranks_equal_one_process():
+    check(
+        2,
+        Case(),
+        Case(dtype=torch.float32),
+        Case(strategy="ddp", max_norm=0.3),
+        Case(model=(("tied", True),), num_microbatches=2),
+        Case(model=(("tied", True), ("num_experts", 3)), plan=SEQUENCE),
+        Case(dtype=torch.float32, plan=(*SEQUENCE, ("activation_checkpointing", "full"))),
+        Case(model=(("num_experts", 3),), num_microbatches=2, accumulation="unsharded"),
+        Case(model=(("bias", False), ("dropout", 0.3)), plan=(("activation_checkpointing", "full"),)),
+    )
+
+
+def test_two_by_two_ranks_equal_one_process():
+    check(
+        4,
+        Case(num_microbatches=2, max_norm=0.3, model=(("dropout", 0.2),)),
+        Case(dtype=torch.float32, num_microbatches=2, max_norm=0.3),
+        Case(tp=4, model=(("tied", True),)),
+        Case(num_microbatches=2, max_norm=0.3, model=(("dropout", 0.2),), plan=SEQUENCE),
+    )
+
+
+IDS, POSITIONS = 1001, 64 * SEQ  # logits are by far the largest
+
+
+def largest_tensors() -> list[tuple[int, int]]:
+    """Elements of the largest tensor of a step, with targets and without, of each kind of output projection."""
+    found = []
+    for is_tied in (False, True):
+        model = sw.parallelize(Case(model=(("tied", is_tied), ("vocab_size", IDS))).build(), sw.ParallelPlan(tp=2))
+        tokens = torch.arange(POSITIONS).view(-1, SEQ)
+        sizes = []
+        for arguments in ((tokens, tokens), (tokens,)):
+            with Largest() as largest:
+                model(*arguments).sum().backward()
+            sizes.append(largest.numel)
+        found.append((sizes[0], sizes[1]))
+    return found
+
+
+class Largest(TorchDispatchMode):
+    numel = 0
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        output = func(*args, **(kwargs or {}))
+        for tensor in pytree.tree_leaves(output):
+            if isinstance(tensor, Tensor):
+                self.numel = max(self.numel, tensor.numel())
+        return output
+
+
+def test_no_rank_holds_the_full_logits():
+    for rank, by_head in enumerate(run_on_ranks(largest_tensors, 2)):
+        held = IDS // 2 + rank
+        assert by_head == [(POSITIONS * held, POSITIONS * IDS)] * 2
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("strategy", ["ddp", "zero1", "zero2", "shard_grad_op", "zero3", "hsdp"])
+def test_every_strategy_equals_one_process(strategy):
+    plan = (("dp_replicate", 2),) if strategy == "hsdp" else ()
+    dtypes = (torch.float64, torch.float32)
+    check(4, *(Case(strategy=strategy, dtype=dtype, num_microbatches=2, max_norm=0.3, plan=plan) for dtype in dtypes))
+
+
+def start_values() -> list[bool]:
+    """Whether what each way to begin gives this rank is its part of what the plain model begins with."""
+    found = []
+    sizes = {"num_layers": 2, "hidden": 24, "num_heads": 4, "vocab_size": VOCAB, "seq_len": SEQ, "tied": True}
+    torch.manual_seed(3)
+    plain = dict(sw.models.gpt("gpt-tiny", **sizes).named_parameters())
+    torch.manual_seed(3 + distributed.get_rank())  # rank 0's are sent
+    other = sw.models.gpt("gpt-tiny", **sizes)
+    torch.manual_seed(3)
+    deferred = sw.deferred_init(lambda: sw.models.gpt("gpt-tiny", **sizes))
+    with torch.device("meta"):
+        empty = sw.models.gpt("gpt-tiny", **sizes)
+    if distributed.get_rank() == 0:
+        torch.manual_seed(3)
+        empty = sw.models.gpt("gpt-tiny", **sizes)
+    for model, sync in ((other, "warn"), (deferred, "warn"), (empty, "rank0")):
+        sw.parallelize(model, sw.ParallelPlan(tp=2, strategy="ddp", sync=sync))
+        held = {
+            extent.name: torch.equal(part_of(extent, plain[extent.name]), values)
+            for extent, values in probe(model).extents()
+        }
+        found.append(all(held[name] for name, _ in model.named_parameters()))
+    return found
+
+
+@pytest.mark.filterwarnings("ignore:the ranks held different values")
+def test_every_way_to_begin_gives_the_parts_of_the_plain_model():
+    assert run_on_ranks(start_values, 2) == [[True] * 3] * 2
+
+
+def summaries() -> list[str]:
+    gathers = {"lm_head": "colwise_gather_output", "loss": "replicate"}
+    plans = sw.ParallelPlan(tp=2), sw.ParallelPlan(tp=2, tp_plan=gathers)
+    return [str(sw.summary(sw.parallelize(Case().build(), plan))) for plan in plans]
+
+
+def test_the_summary_says_who_has_the_logits():
+    for divided, gathered in run_on_ranks(summaries, 2):
+        assert "output of 'lm_head': with targets each rank has its part; else gathered" in divided
+        assert "output of 'lm_head': gathered, whole on every rank of tp" in gathered
+
+
+def table() -> tuple[float, str]:
+    """``sw.parity`` of a plan with tp: the ranks of a group read the same samples."""
+    batches = [tuple(torch.cat(both) for both in zip(batch(s, 0, 0), batch(s, 0, 1), strict=True)) for s in range(2)]
+    case = Case(model=(("dropout", 0.0),))
+    row = sw.parity(case.build, batches, None, {"tp": sw.ParallelPlan(tp=2)}).rows[0]
+    return row.largest_difference, row.where
+
+
+def test_parity_gives_ranks_of_one_group_the_same_samples():
+    for largest, where in run_on_ranks(table, 4):
+        assert largest < 1e-9, where
+
+
+def refusals() -> list[str]:
+    found = []
+    for model, plan in (
+        (sw.models.gpt("gpt-nano", num_heads=1), sw.ParallelPlan(tp=2)),
+        (sw.models.gpt("gpt-nano", ffn=31), sw.ParallelPlan(tp=2)),
+        (nn.Sequential(nn.Linear(4, 4)), sw.ParallelPlan(tp=2)),
+        (nn.Sequential(nn.Linear(4, 4)), sw.ParallelPlan(tp=2, tp_plan={"1": "colwise"})),
+        (nn.Sequential(nn.Linear(4, 4)), sw.ParallelPlan(tp=2, tp_plan={"0": "colwise"}, sequence_parallel=True)),
+        (nn.Sequential(nn.LayerNorm(4)), sw.ParallelPlan(tp=2, tp_plan={"0": "colwise"})),
+        (sw.models.gpt("gpt-nano"), sw.ParallelPlan(tp=2, tp_plan={"lm_head": "replicate", "loss": "replicate"})),
+        (
+            sw.models.gpt("gpt-nano"),
+            sw.ParallelPlan(
+                tp=2,
+                sequence_parallel=True,
+                tp_plan={"blocks.*.mlp.up": "replicate", "blocks.*.mlp.down": "replicate"},
+            ),
+        ),
+    ):
+        with pytest.raises(PlanError) as caught:
+            sw.parallelize(model, plan)
+        assert not distributed.is_initialized()
+        found.append(str(caught.value))
+    return found
+
+
+def test_what_cannot_be_cut_is_refused_before_any_rank_is_met():
+    heads, width, unknown, unmatched, divided, kind, tied, whole = refusals()
+    assert "'blocks.0.attention' (divide:num_heads) with tp=2: num_heads=1 is not divisible: 1 / 2 = 0.5" in heads
+    assert (
+        "'blocks.0.mlp.up' (colwise) with tp=2: a dimension of 31 cannot be divided evenly over 2 ranks: 31 / 2 = 15.5"
+        in width
+    )
+    assert "Use a degree that divides it: 1, 31" in width
+    assert "no styles are known for Sequential" in unknown
+    assert "tp_plan={pattern: style}" in unknown
+    assert "'1' matches nothing in Sequential" in unmatched
+    assert "sequence_parallel=True is not known for Sequential, only for our GPT" in divided
+    assert "a LayerNorm is not a linear layer" in kind
+    assert "'lm_head.weight' is tied to 'token_embedding.weight'" in tied
+    assert "divides the positions that 'blocks.0.mlp.up.weight' is used for, but it is left whole" in whole
+
+
+class Adapted(nn.Module):
+    """As a LoRA: a linear layer beside two small ones."""
+
+    def __init__(self, inputs: int, outputs: int) -> None:
+        super().__init__()
+        self.base_layer, self.first = nn.Linear(inputs, outputs), nn.Linear(inputs, 2)
+        self.second = nn.ModuleDict({"default": nn.Linear(2, outputs)})
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.base_layer(x) + self.second["default"](self.first(x))
+
+
+def test_what_is_inside_of_a_wrapped_linear_layer_is_named():
+    block = nn.ModuleDict({"up": Adapted(4, 8), "down": Adapted(8, 4)})
+    table: dict[str, str] = {"0.up": "colwise", "0.down": "rowwise"}
+    for path, style, small in (("up", "colwise", "second.default"), ("down", "rowwise", "first")):
+        with pytest.raises(PlanError) as caught:
+            find_cuts(nn.Sequential(block), table, 2)
+        told = {f"*.{path}": "replicate", f"*.{path}.base_layer": style, f"*.{path}.{small}": style}
+        assert f"'0.{path}' ({style}) with tp=2: a Adapted is not a linear layer, but has such inside" in str(
+            caught.value
+        )
+        assert f"tp_plan={told}." in str(caught.value)
+        del table[f"0.{path}"]
+        table |= told
+    assert len(find_cuts(nn.Sequential(block), table, 2).slices) == 6
+
+
+@pytest.mark.parametrize("size", [2, 4])
+def test_a_vocabulary_that_no_degree_divides_is_cut_as_evenly_as_can_be(size):
+    with torch.device("meta"):
+        model = sw.models.gpt("gpt-nano", num_heads=4, vocab_size=50257, tied=True)
+    held = [find_cuts(model, None, size, rank).slices[id(model.lm_head.weight)] for rank in range(size)]
+    edges = [cut.ranges[0] for part in held for cut in part.cuts]
+    assert [start for start, _ in edges] == [0, *(stop for _, stop in edges[:-1])]
+    assert edges[-1][1] == 50257
+    assert {stop - start for start, stop in edges} == {50257 // size, 50257 // size + 1}
+
+
+@pytest.mark.parametrize("is_transposed", [False, True])
+def test_a_layer_without_tokens_has_gradients_without_rows(is_transposed):
+    """Under ep an expert may get none."""
+    way = ColumnPlan(RecordComm("tp", rank=0, size=2, device="cpu"), "up", is_transposed=is_transposed)
+    weight = torch.ones(3, 5) if is_transposed else torch.ones(5, 3)
+    assert way.to_input(torch.ones(0, 5), weight).shape == (0, 3)
+    assert way.to_weight(torch.ones(0, 5), torch.ones(0, 3)).equal(torch.zeros_like(weight))

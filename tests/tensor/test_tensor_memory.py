@@ -1,0 +1,103 @@
+"""What a rank of ``tp`` holds at most is the closed form and the activations of its part of the model."""
+
+from __future__ import annotations
+
+import gc
+
+import pytest
+import torch
+from torch import Tensor
+from torch.distributed import get_rank, get_world_size
+
+import shardwise as sw
+from shardwise.features import recompute
+from shardwise.features.wrap import find_units
+from shardwise.measure.meta import cut_alone
+from shardwise.measure.storage import measure_activations
+from shardwise.spec.memory.activations import Activations
+from shardwise.testing import StorageCount, probe, run_on_ranks
+from tests.engine.test_memory import SEQ, VOCAB, Storages, build, everything_alive, train
+
+pytestmark = pytest.mark.slow
+
+PLANS = {
+    "tp": sw.ParallelPlan(tp=2),
+    "by positions": sw.ParallelPlan(tp=2, sequence_parallel=True),
+    "by positions, recomputed": sw.ParallelPlan(tp=2, sequence_parallel=True, activation_checkpointing="full"),
+}
+MORE_PLANS = PLANS | {
+    "recomputed": sw.ParallelPlan(tp=2, activation_checkpointing="full"),
+    "ddp": sw.ParallelPlan(tp=2, strategy="ddp"),
+    "tp=4": sw.ParallelPlan(tp=4),
+    "tp=4 by positions": sw.ParallelPlan(tp=4, sequence_parallel=True),
+}
+
+
+def batch() -> tuple[Tensor, Tensor]:
+    """The same on all ranks."""
+    tokens_BT = torch.randint(0, VOCAB, (2, SEQ), generator=torch.Generator().manual_seed(0))
+    return tokens_BT, tokens_BT.clone()
+
+
+def activations_of(plan: sw.ParallelPlan, rank: int) -> Activations:
+    """Of one rank of ``tp``, alone."""
+    model, inputs = build(), batch()
+    units = find_units(model, plan.wrap_policy)
+    cut_alone(model, plan, rank=rank, device=torch.device("cpu"))
+    recompute.install(model, units, plan.recompute)
+    gc.collect()
+    count = StorageCount("cpu")
+    count.see_all_objects()
+    with count:
+        activations = measure_activations(model, count, lambda: model(*inputs).backward())
+    count.forget()
+    return activations
+
+
+def measure_peak(plan: sw.ParallelPlan) -> dict[str, int]:
+    """Bytes after a backward and at the peak of a step, and those predicted; activations of this part."""
+    before = everything_alive()
+    model = sw.parallelize(build(), plan)
+    optimizer = torch.optim.AdamW(model.parameters())
+    inputs = batch()
+    train(model, optimizer, inputs, 2)
+    gc.collect()
+    count = StorageCount("cpu")
+    count.see_all_objects()
+    with count:
+        train(model, optimizer, inputs, 1)
+    peak = count.peak_bytes - before.num_bytes - Storages().see(inputs).num_bytes
+    count.forget()
+    model(*inputs).backward()
+    held = everything_alive().without(before, Storages().see(inputs)).num_bytes
+    part = activations_of(plan, plan.mesh(get_world_size()).coordinate(get_rank())["tp"])
+    predicted = sum(probe(model).predicted_bytes().values())
+    return {
+        "held": held,
+        "held, predicted": predicted,
+        "peak": peak,
+        "peak, predicted": predicted + probe(model).predicted_backward_bytes(part),
+        "activations": part.peak_bytes,
+    }
+
+
+def measure_peaks(plans: dict[str, sw.ParallelPlan]) -> dict[str, dict[str, int]]:
+    whole = {"activations of the whole": activations_of(sw.ParallelPlan(), 0).peak_bytes}
+    return {name: measure_peak(plan) | whole for name, plan in plans.items()}
+
+
+def check(world: int, plans: dict[str, sw.ParallelPlan]) -> None:
+    for rank, results in enumerate(run_on_ranks(measure_peaks, world, plans)):
+        for name, found in results.items():
+            assert found["held"] == pytest.approx(found["held, predicted"], rel=0.01), f"rank {rank}: {name}: {found}"
+            assert found["peak"] == pytest.approx(found["peak, predicted"], rel=0.02), f"rank {rank}: {name}: {found}"
+            assert found["activations"] < 0.75 * found["activations of the whole"], f"rank {rank}: {name}: {found}"
+
+
+def test_the_peak_under_tp_is_the_closed_form_and_the_activations_of_the_part():
+    check(2, PLANS)
+
+
+@pytest.mark.long
+def test_the_peak_under_more_ranks():
+    check(4, MORE_PLANS)

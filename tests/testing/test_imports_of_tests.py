@@ -1,0 +1,124 @@
+"""Tests that start ranks know the public API alone, but for the parts that a test is about.
+
+They are the proof that a change inside the engine changed nothing, and so must not change with it. What they need to
+see of its inside is asked of ``shardwise.testing``.
+"""
+
+from __future__ import annotations
+
+import ast
+import re
+from collections.abc import Iterator
+from pathlib import Path
+
+TESTS = Path(__file__).parents[1]
+
+#: What any test may import: the package itself, its models, its command, plain data and arithmetic, tools for tests.
+PUBLIC = ("shardwise.models", "shardwise.spec", "shardwise.testing")
+
+#: Test files, and the internal modules that they are about (below ``shardwise``; a package stands for all in it).
+ABOUT = {
+    "comm/test_messages.py": "comm",
+    "engine/test_notice.py": "launch.notice",
+    # launching, rendezvous, transports, stalls
+    "launch/elastic_body.py": "launch",
+    "pipeline/pipeline_body.py": "launch.exit_codes launch.world pipeline.interpret",
+    "launch/stuck_body.py": "comm launch",
+    "comm/test_communicators.py": "comm",
+    "engine/test_disagreement.py": "comm.stall",
+    "engine/test_dropped_models.py": "comm.gloo",
+    "launch/test_elastic.py": "launch.elastic",
+    "comm/test_gloo.py": "comm",
+    "launch/test_join.py": "launch.world",
+    "pipeline/test_pipeline_failures.py": "launch.elastic",
+    "comm/test_staged.py": "comm",
+    "launch/test_stuck_devices.py": "launch.elastic comm.stall",
+    "comm/test_transports.py": "comm tensor.linear",
+    # checkpoints, the trainer
+    "features/test_precision_overrides.py": "checkpoint",
+    "checkpoint/test_checkpoint.py": "checkpoint comm.axes",
+    "checkpoint/test_frozen_files.py": "checkpoint",
+    "checkpoint/test_pretrained.py": "checkpoint train",
+    "train/test_train_command.py": "train.folder",
+    "train/test_train_fp16.py": "checkpoint",
+    "train/test_train_tokenizer.py": "train.checkpoints train.tokenizer",
+    "train/test_train_unread.py": "train.loop train.unread",
+    # one part of the engine, or a count of what it does
+    "engine/test_device_calls.py": "optim.clip",
+    "engine/test_host_cost.py": "comm.gloo engine.engine engine.unit",
+    "features/test_fp16.py": "optim.partial optim.scaler",
+    "features/test_precision_parity.py": "features.precision",
+    "optim/test_flat_ranks.py": "optim.flat_parameters",
+    "features/test_in_backward_ranks.py": "engine.unit optim.flat_parameters optim.checks engine.engine",
+    "engine/test_profile.py": "engine.hooks",
+    # models cut by hand, and the cuts
+    "tensor/test_tensor.py": "comm.record tensor",
+    "state/test_logical_state.py": "checkpoint comm.axes api.shard features.ignored",
+    "tensor/test_tensor_mistakes.py": "comm.axes tensor.loss",
+    # activations of a plain model, attention on meta, choices of tokens, microbatches
+    "engine/test_dry_run.py": "measure.meta",
+    "engine/test_memory.py": "measure.storage",
+    "tensor/test_tensor_memory.py": "features.recompute features.wrap measure.meta measure.storage",
+    "generation/test_generate.py": "generation.sample",
+    "pipeline/test_pipeline_steps.py": "pipeline.batch pipeline.pipelined",
+    # faults that are injected, and steps that are watched from within
+    "product/test_product_memory.py": "pipeline.interpret",
+    "context/test_context_parity.py": "context",
+    "expert/test_experts_parity.py": "expert",
+    "engine/test_hybrid_parity.py": "comm forms.inner",
+    "forms/test_offload_parity.py": "comm.base forms.host",
+    "engine/test_parity.py": "comm engine.group",
+    "pipeline/test_deferred_weights.py": "pipeline.interpret",
+    "expert/test_expert_parallel.py": "expert.route engine.build",
+    "engine/test_hybrid_ranks.py": "checkpoint comm",
+    "forms/test_offload_ranks.py": "comm.base engine.engine engine.unit forms.host",
+    "pipeline/test_pipeline_overlap.py": "comm.debug engine.engine features.pipeline_step pipeline.interpret",
+    "engine/test_pitfalls.py": "engine.engine",
+    "engine/test_slots.py": "engine.build engine.engine",
+}
+
+
+def modules_of(path: Path) -> Iterator[tuple[int, str]]:
+    """Line and name of every module of shardwise that a file imports, or names in a string (as for a mock)."""
+    tree = ast.parse(path.read_text())
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Import):
+            names = [alias.name for alias in node.names]
+        elif isinstance(node, ast.ImportFrom):
+            names = [f"{node.module}.{alias.name}" for alias in node.names]
+        elif isinstance(node, ast.Constant) and isinstance(node.value, str):
+            names = re.findall(r"^(?:from|import) (shardwise[\w.]*)", node.value, re.MULTILINE)
+            names += [node.value] if re.fullmatch(r"shardwise(\.\w+)+", node.value) else []
+        else:
+            continue
+        yield from ((node.lineno, name) for name in names if name.split(".")[0] == "shardwise")
+
+
+def is_public(name: str) -> bool:
+    return name in {"shardwise", "shardwise.cli", "shardwise.cli.main"} or any(
+        f"{name}.".startswith(f"{each}.") for each in PUBLIC
+    )
+
+
+def test_tests_look_inside_through_shardwise_testing() -> None:
+    wrong, used = [], set()
+    for path in sorted(TESTS.rglob("*.py")):
+        name = path.relative_to(TESTS).as_posix()
+        if name.startswith(("fuzz/", "gpu/", "replay/")):
+            continue
+        if "run_on_ranks" not in path.read_text() and name not in ABOUT:
+            continue
+        for line, module in modules_of(path):
+            if is_public(module):
+                continue
+            about = [each for each in ABOUT.get(name, "").split() if f"{module}.".startswith(f"shardwise.{each}.")]
+            used |= {(name, each) for each in about}
+            wrong += [] if about else [f"tests/{name}:{line} imports {module}"]
+    assert not wrong, (
+        "tests that start ranks must outlive changes of what is inside:\n  "
+        + "\n  ".join(wrong)
+        + "\n  Ask shardwise.testing (probe, checks, part_of, ...) instead. Only a test that is about one internal part"
+        " imports it, with a line in ABOUT."
+    )
+    stale = [f"{name}: {each}" for name, about in ABOUT.items() for each in about.split() if (name, each) not in used]
+    assert not stale, f"ABOUT has lines that no test needs any more: {stale}"

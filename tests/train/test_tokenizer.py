@@ -1,0 +1,136 @@
+"""Tokenizers of folders: found, checked against the model, and run over text once."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from shardwise.cli import main
+from shardwise.spec.errors import ConfigError
+from shardwise.train import tokenizer as module
+from shardwise.train.config import read_config
+from shardwise.train.data import DataError, find_source, map_tokens, read_header
+from shardwise.train.resolve import RunConfig, resolve
+from shardwise.train.tokenizer import Bytes, OfFolder, find_tokenizer, has_tokenizer, tokenize
+from tests.common.tokenizers import TEXT, save_model, save_tokenizer
+
+pytest.importorskip("transformers", reason="the hf extra is not installed")
+
+
+@pytest.fixture(autouse=True)
+def _own_cache(tmp_path_factory: pytest.TempPathFactory, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path_factory.mktemp("cache")))
+
+
+@pytest.fixture
+def text(tmp_path: Path) -> Path:
+    path = tmp_path / "text.txt"
+    path.write_text(TEXT)
+    return path
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> Path:
+    return save_tokenizer(tmp_path / "tokenizer")
+
+
+def resolved(text: Path, *settings: str, said: list[str] | None = None) -> RunConfig:
+    base: dict[str, Any] = {"data": {"source": str(text), "seq_len": 8}, "train": {"micro_batch_size": 1}}
+    return resolve(read_config(None, settings, base=base), 2, say=None if said is None else said.append)
+
+
+def test_a_folder_gives_its_ids_back_as_text_and_knows_its_size_and_end(folder: Path) -> None:
+    found = find_tokenizer(str(folder))
+    assert isinstance(found, OfFolder)
+    assert found.decode(found.encode(TEXT)) == TEXT
+    assert len(found.encode(TEXT)) < len(TEXT) / 2
+    assert found.vocab_size == len(json.loads((folder / "tokenizer.json").read_text())["model"]["vocab"])
+    assert len(found.ends) == 1
+    assert isinstance(find_tokenizer("bytes"), Bytes)
+    assert not has_tokenizer(folder.parent)
+
+
+@pytest.mark.parametrize("block", [64, 1000, 1 << 23])
+def test_pieces_of_a_text_give_the_tokens_of_the_whole(
+    folder: Path, text: Path, block: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(module, "_BLOCK", block)
+    monkeypatch.setattr(module, "_PIECE", block // 2)
+    found = OfFolder(folder)
+    ids = np.concatenate(list(tokenize(find_source(str(text)), found))).tolist()
+    assert ids == [*found.encode(TEXT), *found.ends]
+
+
+def test_every_file_is_a_document_and_what_is_not_utf8_is_named_by_line(folder: Path, tmp_path: Path) -> None:
+    texts = tmp_path / "texts"
+    texts.mkdir()
+    (texts / "a.txt").write_text("one text")
+    (texts / "b.txt").write_text("another text, cut in the middle of é")
+    found = OfFolder(folder)
+    ids = np.concatenate(list(tokenize(find_source(str(texts), max_bytes=8 + 36), found)))
+    assert (ids == found.ends[0]).sum() == 2
+    assert found.decode(ids.tolist()) == "one textanother text, cut in the middle of "
+    (texts / "b.txt").write_bytes(b"two\nthr\xffee")
+    with pytest.raises(DataError, match=r"b.txt:2: byte 0xff"):
+        list(tokenize(find_source(str(texts)), found))
+
+
+def test_text_is_tokenized_once_and_again_when_it_or_the_tokenizer_has_changed(folder: Path, text: Path) -> None:
+    said: list[str] = []
+    settings = (f"data.tokenizer={folder}", "model.vocab_size=400")
+    first = resolved(text, *settings, said=said)
+    assert first.config.data.tokenizer == str(folder)
+    assert (first.source.kind, first.source.name, first.source.vocab_size) == ("tokens", str(text), 300)
+    assert first.source.num_tokens == len(OfFolder(folder).encode(TEXT)) + 1
+    assert resolved(text, *settings, said=said).source == first.source
+    assert len(said) == 1
+    assert "tokenizing" in said[0]
+    text.write_text(TEXT + "more")
+    assert resolved(text, *settings, said=said).source.num_tokens > first.source.num_tokens
+    save_tokenizer(folder, vocab_size=290)
+    assert resolved(text, *settings, said=said).source.vocab_size == 290
+    assert len(said) == 3
+
+
+def test_a_folder_s_model_is_trained_with_its_own_tokenizer_unless_told(folder: Path, text: Path) -> None:
+    save_model(folder, vocab_size=300)
+    own = resolved(text, f"model.hf={folder}")
+    assert own.config.data.tokenizer == str(folder)
+    assert own.source.kind == "tokens"
+    as_bytes = resolved(text, f"model.hf={folder}", "data.tokenizer=bytes")
+    assert (as_bytes.source.kind, as_bytes.config.data.tokenizer) == ("text", "bytes")
+    assert resolved(text, "model.vocab_size=256").config.data.tokenizer == "bytes"
+
+
+def test_what_cannot_be_tokenized_for_the_model_is_refused_before_anything_starts(
+    folder: Path, text: Path, tmp_path: Path
+) -> None:
+    small = save_model(tmp_path / "small", vocab_size=299)
+    for settings, message in [
+        ((f"model.hf={small}",), "holds no tokenizer, and data.source is text"),
+        ((f"model.hf={small}", f"data.tokenizer={folder}"), "has 300 ids, the model's embedding 299 rows"),
+        ((f"data.tokenizer={folder}", "model.vocab_size=256"), "has 300 ids, the model's embedding 256 rows"),
+        (("data.tokenizer=byte",), "'byte' is no folder with a tokenizer"),
+        ((f"data.tokenizer={small}",), "is no folder with a tokenizer"),
+    ]:
+        with pytest.raises(ConfigError) as caught:
+            resolved(text, *settings)
+        assert message in str(caught.value)
+    assert resolved(text, f"model.hf={small}", "data.source=random").config.data.tokenizer is None
+
+
+def test_data_tokenize_writes_what_a_folder_s_tokenizer_makes_of_text(
+    folder: Path, text: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    out = tmp_path / "out.tokens"
+    assert main(["data", "tokenize", str(text), str(out), "--tokenizer", str(folder)]) == 0
+    assert "vocabulary 300" in capsys.readouterr().out
+    found = OfFolder(folder)
+    assert map_tokens(out).tolist() == [*found.encode(TEXT), *found.ends]
+    assert read_header(out).vocab_size == 300
+    assert main(["data", "tokenize", str(text), str(tmp_path / "b"), "--tokenizer", str(tmp_path)]) == 78
+    assert "has no tokenizer: it holds none of tokenizer.json" in capsys.readouterr().err

@@ -1,0 +1,304 @@
+"""`shardwise train` as users run it: real processes, killed, stopped, resumed, resharded.
+
+Where it is about the launcher or about processes that come and go, the command itself is started. What only trains and
+resumes does so on ranks that exist already (``train_here``), with the same code but for the launcher.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import shutil
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+from shardwise.train import folder as rundir
+from tests.train.train_here import CONFIG, losses, metrics, summary, train_here, train_well
+
+
+def command(folder: Path, *arguments: str) -> list[str]:
+    (folder / "run.yaml").write_text(CONFIG)
+    return [sys.executable, "-m", "shardwise", "train", "run.yaml", *arguments]
+
+
+def environment() -> dict[str, str]:
+    outside = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT")
+    return {key: value for key, value in os.environ.items() if key not in outside} | {"OMP_NUM_THREADS": "1"}
+
+
+def train(folder: Path, *arguments: str, code: int = 0) -> str:
+    done = subprocess.run(
+        command(folder, *arguments), cwd=folder, env=environment(), capture_output=True, text=True, timeout=200,
+        check=False,
+    )  # fmt: skip
+    assert done.returncode == code, done.stdout + done.stderr
+    assert code == 1 or "Traceback" not in done.stdout + done.stderr
+    return done.stdout + done.stderr
+
+
+def wait_for_step(run: Path, step: int, process: subprocess.Popen[bytes]) -> None:
+    limit = time.monotonic() + 150
+    while time.monotonic() < limit:
+        with contextlib.suppress(OSError):
+            if len((run / "metrics.jsonl").read_text().splitlines()) >= step:
+                return
+        assert process.poll() is None, "it ended before the step"
+        time.sleep(0.005)
+    raise AssertionError("the step was never reached")
+
+
+def workers(launcher: int) -> list[int]:
+    """Processes of the job that run, zombies left out."""
+    found = []
+    for path in Path("/proc").glob("[0-9]*"):
+        with contextlib.suppress(OSError):
+            is_ours = f"SHARDWISE_LAUNCHER_PID={launcher}\0".encode() in (path / "environ").read_bytes()
+            if is_ours and path.joinpath("stat").read_text().rpartition(")")[2].split()[0] != "Z":
+                found.append(int(path.name))
+    return found
+
+
+@pytest.fixture(scope="module")
+def whole(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """An uninterrupted run of 20 steps on 2 ranks."""
+    folder = tmp_path_factory.mktemp("whole")
+    train(folder, "--run-dir", "whole")
+    return folder / "whole"
+
+
+def test_a_run_leaves_what_the_contract_names(whole: Path) -> None:
+    found = summary(whole)
+    assert {"config.yaml", "plan.json", "metrics.jsonl", "logs", "checkpoints", "LATEST", "summary.json"} <= {
+        path.name for path in whole.iterdir()
+    }
+    assert not (whole / "run.lock").exists()
+    assert "order of gathers" in (whole / "model.txt").read_text()
+    assert (whole / "LATEST").read_text().strip() == "checkpoints/step-00000020"
+    assert sorted(path.name for path in (whole / "checkpoints").iterdir()) == [
+        f"step-{step:08d}" for step in (5, 10, 15, 20)
+    ]
+    lines = metrics(whole)
+    assert [line["step"] for line in lines] == list(range(1, 21))
+    assert (found["steps"], found["first_loss"], found["final_loss"]) == (20, losses(whole)[0], losses(whole)[-1])
+    assert found["eval_loss_final"] < found["eval_loss_first"]
+    assert (found["world_size"], found["strategy"], found["exit_code"]) == (2, "zero3", 0)
+    assert all(line["collective_bytes"] > 0 for line in lines)
+
+
+def test_the_predicted_peak_is_near_the_measured_one(whole: Path) -> None:
+    found = summary(whole)
+    assert found["peak_memory_bytes"] == pytest.approx(found["predicted_peak_memory_bytes"], rel=0.02)
+
+
+def test_the_same_run_twice_the_second_time_under_torchrun_is_bitwise_the_same(whole: Path, tmp_path: Path) -> None:
+    launcher = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
+    done = subprocess.run(
+        [*launcher, *command(tmp_path, "--run-dir", "again")[1:]],
+        cwd=tmp_path, env=environment(), capture_output=True, text=True, timeout=200, check=False,
+    )  # fmt: skip
+    assert done.returncode == 0, done.stdout + done.stderr
+    again = metrics(tmp_path / "again")
+    for line in (*again, *(before := metrics(whole))):
+        del line["peak_memory_bytes"]  # what was freed when differs by a buffer or two
+    assert again == before
+
+
+def test_killed_after_step_12_it_resumes_from_10_bit_for_bit(whole: Path, tmp_path: Path) -> None:
+    run = tmp_path / "run"
+    arguments = ("--run-dir", "run", "--set", "checkpoint.every=10")
+    with subprocess.Popen(command(tmp_path, *arguments), cwd=tmp_path, env=environment()) as process:
+        wait_for_step(run, 12, process)
+        for pid in workers(process.pid):
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(pid, signal.SIGKILL)
+        assert process.wait(90) == 128 + signal.SIGKILL
+    assert (run / "LATEST").read_text().strip() == "checkpoints/step-00000010"
+    (text,) = train_well(tmp_path, 2, ("--run-dir", "run", "--resume", "--set", "checkpoint.every=10"))
+    assert "resumed at step 10" in text
+    assert losses(run) == losses(whole)
+    assert [line["grad_norm"] for line in metrics(run)] == [line["grad_norm"] for line in metrics(whole)]
+
+
+def test_a_second_run_is_refused_and_a_killed_launcher_leaves_no_worker(tmp_path: Path) -> None:
+    arguments = ("--run-dir", "run", "--set", "train.steps=100000", "--set", "checkpoint.every=null")
+    with subprocess.Popen(command(tmp_path, *arguments), cwd=tmp_path, env=environment()) as process:
+        wait_for_step(tmp_path / "run", 2, process)
+        assert "belongs to another run: process" in train(tmp_path, *arguments, "--resume", code=84)
+        assert len(workers(process.pid)) >= 2
+        process.kill()
+        process.wait(60)
+        limit = time.monotonic() + 30
+        while workers(process.pid) and time.monotonic() < limit:
+            time.sleep(0.05)
+        assert workers(process.pid) == []
+
+
+@pytest.mark.parametrize(
+    ("number", "code"), [(signal.SIGTERM, 75), pytest.param(signal.SIGINT, 130, marks=pytest.mark.long)]
+)
+def test_asked_to_stop_it_saves_the_step_and_says_so(whole: Path, tmp_path: Path, number: int, code: int) -> None:
+    run = tmp_path / "run"
+    with subprocess.Popen(
+        command(tmp_path, "--run-dir", "run", "--set", "checkpoint.every=null"),
+        cwd=tmp_path, env=environment(), stdout=subprocess.PIPE, stderr=subprocess.STDOUT,
+    ) as process:  # fmt: skip
+        wait_for_step(run, 3, process)
+        process.send_signal(number)
+        out = process.communicate(timeout=200)[0].decode()
+    assert process.returncode == code, out
+    step = len(losses(run))
+    assert f"stop requested, saved step {step}" in out
+    assert "Traceback" not in out
+    assert summary(run)["exit_code"] == code
+    if number == signal.SIGTERM:
+        train_well(tmp_path, 2, ("--run-dir", "run", "--resume", "--set", "checkpoint.every=null"))
+        assert losses(run) == losses(whole)
+
+
+QUIET = ("--set", "model.dropout=0.0", "--set", "train.global_batch_size=12", "--set", "train.micro_batch_size=1")
+
+
+@pytest.fixture(scope="module")
+def divisible(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A run without dropout whose global batch 1, 2, 3 and 4 ranks can cut."""
+    folder = tmp_path_factory.mktemp("divisible")
+    train_well(folder, 2, ("--run-dir", "run", *QUIET))
+    return folder / "run"
+
+
+ON_2_X_2 = ("--set", "parallel.dp_replicate=2", "--set", "parallel.accumulation=defer_replicate")
+
+
+@pytest.mark.parametrize(
+    ("nproc", "strategy", "more"),
+    [
+        (1, "ddp", ()),
+        (3, "zero2", ()),
+        pytest.param(4, "zero1", (), marks=pytest.mark.long),
+        pytest.param(2, "shard_grad_op", (), marks=pytest.mark.long),
+        (4, "hsdp", ON_2_X_2),
+    ],
+)
+def test_it_continues_on_another_world_and_under_another_strategy(
+    divisible: Path, tmp_path: Path, nproc: int, strategy: str, more: tuple[str, ...]
+) -> None:
+    run = tmp_path / "run"
+    shutil.copytree(divisible, run)
+    other = ("--set", f"parallel.strategy={strategy}", *more)
+    (out,) = train_well(tmp_path, nproc, ("--run-dir", "run", "--resume", "step-00000010", *QUIET, *other))
+    assert f"parallel.strategy: zero3 -> {strategy}" in out
+    assert "step-00000015 is set aside" in out
+    difference = max(abs(x - y) for x, y in zip(losses(divisible), losses(run), strict=True))
+    assert difference < 1e-5
+    if more:
+        assert f"on {nproc} x cpu, {strategy} on dp_replicate=2 x dp_shard=2" in out
+        # From there on to other ranks and another strategy again.
+        shutil.rmtree(run / "checkpoints" / "step-00000020")
+        train_well(tmp_path, 2, ("--run-dir", "run", "--resume", "step-00000015", *QUIET))
+        assert max(abs(x - y) for x, y in zip(losses(divisible), losses(run), strict=True)) < 1e-5
+
+
+def test_another_configuration_is_refused_with_a_table(whole: Path) -> None:
+    again = ("--run-dir", "whole")
+    refused = train_here(whole.parent, 1, (*again, "--resume", "--set", "train.seed=5"), again)
+    assert [code for code, _ in refused] == [78, 78]
+    assert "train.seed  0            5" in refused[0][1]
+    assert "holds a run already" in refused[1][1]
+
+
+def test_more_steps_may_be_asked_for(whole: Path, tmp_path: Path) -> None:
+    shutil.copytree(whole, tmp_path / "run")
+    train_well(tmp_path, 2, ("--run-dir", "run", "--resume", "--set", "train.steps=22", "--set", "log.every=5"))
+    assert losses(tmp_path / "run")[:20] == losses(whole)
+    assert len(losses(tmp_path / "run")) == 22
+
+
+def test_the_rate_and_the_clipping_may_be_changed_where_asked_for(whole: Path, tmp_path: Path) -> None:
+    shutil.copytree(whole, tmp_path / "run")
+    asked = ("optimizer.lr=1e-4", "schedule={name: constant}", "train.clip_grad_norm=0.5", "train.steps=22")
+    settings = (word for setting in (*asked, "train.eval_every=2") for word in ("--set", setting))
+    (text,) = train_well(tmp_path, 2, ("--run-dir", "run", "--resume", *settings))
+    for change in ("optimizer.lr: 0.001 -> 0.0001", "schedule.name: cosine -> constant", "clip_grad_norm: 1.0 -> 0.5"):
+        assert change in text
+    assert "train.eval_every: 10 -> 2" in text
+    assert [line["lr"] for line in metrics(tmp_path / "run")[20:]] == [1e-4, 1e-4]
+
+
+def test_a_damaged_shard_is_named_and_latest_good_goes_around_it(whole: Path, tmp_path: Path) -> None:
+    run = tmp_path / "run"
+    shutil.copytree(whole, run)
+    shard = min((run / "checkpoints" / "step-00000020").glob("*.safetensors"))
+    raw = bytearray(shard.read_bytes())
+    raw[-10] ^= 1
+    shard.write_bytes(raw)
+    other = tmp_path / "other"
+    shutil.copytree(whole, other)
+    cut = sorted((other / "checkpoints" / "step-00000020").glob("*.safetensors"))[1]
+    cut.write_bytes(cut.read_bytes()[:-100])
+    resume = ("--run-dir", "run", "--resume")
+    results = train_here(tmp_path, 2, resume, (*resume, "latest-good"), ("--run-dir", "other", "--resume"))
+    assert [code for code, _ in results] == [65, 0, 65]
+    assert shard.name in results[0][1]
+    assert "resumed at step 15" in results[1][1]
+    assert losses(run) == losses(whole)
+    assert cut.name in results[2][1]
+
+
+def test_changed_data_stops_the_resume(tmp_path: Path) -> None:
+    (tmp_path / "text.txt").write_text("some text to read. " * 500)
+    arguments = ("--run-dir", "run", "--set", "data.source=text.txt", "--set", "data.max_bytes=null")
+    train_well(tmp_path, 2, (*arguments, "--set", "train.steps=2"))
+    (tmp_path / "text.txt").write_text("more text to read. " * 500)
+    ((code, out),) = train_here(tmp_path, 2, (*arguments, "--resume", "--set", "train.steps=3"))
+    assert code == 65
+    assert "its hash has changed" in out
+
+
+def test_a_loss_that_is_not_finite_stops_all_ranks(tmp_path: Path) -> None:
+    settings = ("optimizer.name=sgd", "optimizer.lr=1e30", "train.clip_grad_norm=null", "checkpoint.every=1")
+    ((code, out),) = train_here(
+        tmp_path, 2, ("--run-dir", "run", *(word for setting in settings for word in ("--set", setting)))
+    )
+    assert code == 80
+    assert "Nothing was saved since; safe: checkpoint of step" in out
+    assert summary(tmp_path / "run")["exit_code"] == 80
+
+
+def test_a_lost_worker_is_replaced_where_restarts_are_allowed(whole: Path, tmp_path: Path) -> None:
+    run = tmp_path / "run"
+    arguments = ("--run-dir", "run", "--max-restarts", "1")
+    with subprocess.Popen(command(tmp_path, *arguments), cwd=tmp_path, env=environment()) as process:
+        wait_for_step(run, 7, process)
+        os.kill(workers(process.pid)[-1], signal.SIGKILL)
+        assert process.wait(200) == 0
+    assert losses(run) == losses(whole)
+
+
+def each_rank_on_a_machine_of_its_own() -> None:
+    """As torchrun on two machines, each with a disk of its own (the second rank's folder)."""
+    rundir.APPEARS_S = 0.3
+    os.environ |= {"GROUP_WORLD_SIZE": "2", "LOCAL_RANK": "0", "LOCAL_WORLD_SIZE": "1"}
+    if os.environ["RANK"] == "1":
+        Path("disk").mkdir()
+        shutil.copy("run.yaml", "disk")
+        os.chdir("disk")
+
+
+def test_a_folder_that_machines_do_not_share_is_refused_before_the_first_step(tmp_path: Path) -> None:
+    shared, apart = str(tmp_path / "shared"), "apart"
+    plain = ("--set", "train.steps=2", "--set", "train.eval_every=null", "--run-dir")
+    (code, text), (shared_code, _) = train_here(
+        tmp_path, 2, [*plain, apart], [*plain, shared], before=each_rank_on_a_machine_of_its_own
+    )
+    assert code == 74
+    assert "the run's folder is not one folder for all machines: rank 1 does not find in" in text
+    assert "Name a folder of a file system that all machines share, with --run-dir." in text
+    assert not (tmp_path / "apart" / "metrics.jsonl").exists()
+    assert shared_code == 0
+    for folder in (tmp_path / "apart", tmp_path / "shared"):
+        assert not list(folder.glob(".shared-*"))

@@ -1,0 +1,35 @@
+"""`shardwise train` in stages gives the losses of one process."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from shardwise.cli import main
+from tests.train.train_here import losses, metrics, summary, train_well
+
+CONFIG = """
+model: {preset: gpt-nano, vocab_size: 256, num_layers: 3, tied: false}
+data: {source: stdlib, max_bytes: 100000}
+train: {steps: 3, micro_batch_size: 2, gradient_accumulation_steps: 4, eval_every: 3, eval_batches: 1}
+optimizer: {lr: 1e-3}
+checkpoint: {every: 2}
+"""
+
+
+def numbers(run: Path) -> tuple[list[float], list[float], float]:
+    return losses(run), [line["grad_norm"] for line in metrics(run)], summary(run)["eval_loss_final"]
+
+
+def test_two_stages_train_evaluate_and_save_as_one_process(tmp_path: Path) -> None:
+    train_well(tmp_path, 1, ("--run-dir", "one"), config=CONFIG)
+    (out,) = train_well(tmp_path, 2, ("--run-dir", "two", "--set", "parallel.pp=2"), config=CONFIG)
+    assert "gpt-nano on 2 x cpu, zero3 on pp=2\n" in out
+    assert numbers(tmp_path / "two") == numbers(tmp_path / "one")
+
+
+def test_microbatches_that_the_schedule_does_not_take_are_refused_before_anything_starts(tmp_path, monkeypatch, capfd):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "run.yaml").write_text(CONFIG)
+    pipeline = "parallel.pipeline={schedule: interleaved-1f1b, num_microbatches: 2}"
+    assert main(["validate", "run.yaml", "--nproc", "2", "--set", "parallel.pp=2", "--set", pipeline]) == 78
+    assert "num_microbatches=2, but a step has 4 microbatches" in capfd.readouterr().err
