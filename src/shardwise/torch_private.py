@@ -39,12 +39,13 @@ disabled_torch_function: Any = torch._C._disabled_torch_function_impl
 unscale_gradients: Callable[..., Any] = torch._amp_foreach_non_finite_check_and_unscale_
 
 
-def as_plain(func: Callable[..., Any], types: Sequence[type], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+def as_plain(func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """What ``func`` gives where a subclass of Tensor is taken for a plain one; the result is plain.
 
     ``Tensor.__torch_function__`` would make results of the subclass; torch keeps the way around that private.
     """
-    return torch._C._disabled_torch_function_impl(func, types, args, kwargs)
+    with torch._C.DisableTorchFunctionSubclass():  # torch.compile traces it, unlike _disabled_torch_function_impl
+        return func(*args, **kwargs)
 
 
 def empty_subclass(cls: type[Tensor], like: Tensor) -> Any:

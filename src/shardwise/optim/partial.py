@@ -75,7 +75,7 @@ class PartialGradient(Tensor):
         """
         if not _is_allowed and (func in _NORMS or func in _CHECKS):
             raise StateError(_refusal(func))
-        return torch_private.as_plain(func, types, args, kwargs or {})
+        return torch_private.as_plain(func, args, kwargs or {})
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Tensor:
         return copy.deepcopy(self.as_subclass(Tensor), memo)
