@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 import gc
+import importlib
 import os
 import re
+import sys
+from collections.abc import Iterator
 from pathlib import Path
 
 import hypothesis
@@ -30,6 +33,20 @@ ON_TRANSPORTS = (
 )
 #: A module in which one of these stands starts processes that take seconds: no part of a quick look (``--quick``).
 STARTS = re.compile(r"run_on_ranks\(|train_here|launch\.elastic|pytestmark = pytest\.mark\.(slow|long)")
+
+
+@pytest.fixture(autouse=True)
+def _leaves_no_process_group() -> Iterator[None]:
+    """A world of one that a test has joined ends with it: the tests behind it run in any order."""
+    before = _has_process_group()
+    yield
+    if not before and _has_process_group():
+        importlib.import_module("shardwise.launch.world").shutdown()
+
+
+def _has_process_group() -> bool:
+    distributed = sys.modules.get("torch.distributed")
+    return distributed is not None and distributed.is_initialized()
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:

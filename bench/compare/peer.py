@@ -11,7 +11,6 @@ from torch import Tensor, distributed, nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import FullyShardedDataParallel, fully_shard
 from torch.distributed.fsdp.wrap import transformer_auto_wrap_policy
-from torch.distributed.optim import ZeroRedundancyOptimizer
 from torch.nn.parallel import DistributedDataParallel
 
 LEARNING_RATE = 1e-3
@@ -92,6 +91,10 @@ def ddp(model: nn.Module, _units: list[nn.Module], device: torch.device) -> Trai
 
 def zero1(model: nn.Module, _units: list[nn.Module], device: torch.device) -> Trainee:
     """The same with the optimizer's state dealt out over the ranks."""
+    from torch.distributed.optim import (
+        ZeroRedundancyOptimizer,
+    )  # importing it warns that torch.jit.script is deprecated
+
     wrapped = _ddp(model, device)
     return Trainee.with_optimizer(
         wrapped, ZeroRedundancyOptimizer(wrapped.parameters(), optimizer_class=torch.optim.AdamW, lr=LEARNING_RATE)

@@ -21,6 +21,7 @@ ABOUT = {
     "comm/test_messages.py": "comm",
     "engine/test_notice.py": "launch.notice",
     # launching, rendezvous, transports, stalls
+    "conftest.py": "launch.world",
     "launch/elastic_body.py": "launch",
     "pipeline/pipeline_body.py": "launch.exit_codes launch.world pipeline.interpret",
     "launch/stuck_body.py": "comm launch",

@@ -87,6 +87,7 @@ def parallelize(
     device = _device(model, ignored)
     if (notice := cpu_notice(device.type, torch.cuda.device_count())) is not None:
         tell_once(notice)
+    source = find_source(model, init, is_sent=plan.sync == "rank0")
     size = join_world(device).size()
     mesh = plan.mesh(size, ranks_per_machine(size))
     _tell_mesh(plan, mesh)
@@ -95,7 +96,6 @@ def parallelize(
     owned = build.assign_parameters(model, units, ignored)
     names = {unit or build.ROOT: [entry.names[0] for entry in entries] for unit, entries in owned.items()}
     names["buffers"] = [name for name, _ in model.named_buffers()]
-    source = find_source(model, init, is_sent=plan.sync == "rank0")
     if source is not None:
         source.agree(comms.world, plan.sync)
         fill_buffers(model, source, device)
