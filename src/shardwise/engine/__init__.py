@@ -14,12 +14,14 @@ forward comes to the unit       ``hooks`` calls ``Engine.before_forward``: the a
                                 has done so, and waited for; the modules get the whole parameters; the all-gather of the
                                 unit that is next in the agreed order is issued
 forward has left the unit       ``Engine.after_forward`` hangs a *ticket*, a hook, on each output. The unit is released
-                                when forward enters another one
+                                when forward enters another one; the root and the last unit of the order are kept for
+                                backward, unless the plan says otherwise
 backward comes to the unit      the ticket calls ``Engine.on_ticket``: the unit is gathered again, and the next one of
                                 the backward's order is prefetched
 backward enters another unit    ``Engine.finalise``: the gradients are copied into a flat buffer (``Gradient.collect``),
                                 the unit is released, the reduce-scatter is issued (``Gradient.reduce``)
-a later unit is reduced         ``Engine.move_on``: sums that have arrived become ``.grad`` (``Gradient.finish``)
+a later unit is reduced         ``Engine.move_on`` waits for earlier sums, on the stream; they become ``.grad``
+                                (``Gradient.finish``)
 the end of backward             ``Engine.end_backward``: what is left is finalised, every sum is waited for
 ==============================  =======================================================================================
 
@@ -40,12 +42,14 @@ the compute stream wait for it; the host does not wait. Copies from and to the h
 
 * A handle keeps the tensors that it moves until it has been waited for. Whoever issues a collective keeps the handle
   and waits for it, on every path, also after an exception and when the model is deleted (``Engine.__del__``).
-* A slot belongs to one group at a time (``Slot.owner``), and a unit has the same slot for life: what autograd saved
-  in forward finds its data there again in backward. Another unit may take a slot over only when its owner is neither
-  computing nor being entered by backward (``Engine.claim``, ``Engine._prefetch``). The next gather into it is issued
-  after the computation that read it, and so runs after it.
-* A gradient buffer is borrowed from the pool by ``Gradient.collect`` and given back by ``Gradient.finish``, that is,
-  after its reduction has been waited for. When all are lent, the oldest reduction is finished first.
+* A slot belongs to one group at a time (``Slot.owner``), and a group keeps its slot as long as a backward of it is to
+  come: what autograd saved in forward finds its data there again. A unit that is needed now evicts an owner that is
+  not computing, and gets a new slot where the owner is (``Engine.claim``); a prefetch leaves alone an owner that is
+  computing or entered by backward (``Engine._prefetch``). The next gather into a slot is issued after the computation
+  that read it, and so runs after it.
+* A gradient buffer is borrowed from the pool with the first gradient of a group (``Gradient.collect_one``,
+  ``collect``) and given back by ``Gradient.finish``, that is, after its reduction has been waited for; on a replicate
+  mesh, as soon as the sum has left it. When all are lent, the oldest reduction is finished first.
 * ``.grad`` lives in memory of the group (``gradient.Home``), which the next backward overwrites: keep a copy, not a
   reference.
 
@@ -57,7 +61,7 @@ rank. A rank that skips a unit still gathers it, and reduces zeros for it; a uni
 inserted where it came. No rank removes a unit by itself. So nothing is sent to agree, except where paths keep
 changing and the order has grown to twice its first length: then the ranks exchange what they have used. Each way into
 the model (the root, a unit that is called by itself, a stage of a pipeline) has an order of its own
-(``order.Paths``). ADR 6 says why.
+(``order.Paths``). Forwards that do not train gather what they use and reduce nothing. ADR 6 says why.
 
 [Note: Missing gradients]
 

@@ -7,7 +7,8 @@ one another thus gather it once.
 **Backward.** A *ticket*, a hook on each output of a unit's call, fires when backward reaches that call. Entering a unit
 completes every unit entered before that is neither above nor below it: those are *finalised*, that is, released, and
 their gradients reduced. A unit is thus reduced at a boundary that all ranks share, not when a count of gradients is
-full, which would order the collectives differently on ranks that use different parameters.
+full, which would order the collectives differently on ranks that use different parameters. A unit that backward will
+enter again, for an earlier call, waits for that.
 
 **End of backward.** Finalises what is left, waits for the reductions, and puts the gradients on the shards.
 """
@@ -70,7 +71,7 @@ class Backward:
         is_under_way: It has begun, and not ended.
         generation: Number of the backward.
         entered: Units that backward has entered and not left.
-        active: The newest of them.
+        active: The one that was entered last, also where it had been entered before.
         had_sums: Sums of earlier microbatches were waiting when it began.
         has_waited: Such sums were waiting when some backward began.
         end: What torch calls at its end; torch drops it when the backward raises.
@@ -106,7 +107,8 @@ class Engine:
         orders: The agreed orders.
         accumulation: How microbatches are added up, in the plan's words.
         syncs_gradients: The next backward is the last one of its step.
-        epoch: Counts the outermost forwards that gather anew.
+        epoch: Counts how often what is gathered became out of date: outermost forwards that gather anew, and
+            ``unshard_now``.
         version: Counts optimizer steps: backward of an earlier version would be wrong.
         parameters_are_unchanged: Microbatches are being accumulated; what is gathered stays up to date.
         hooks: Handles of the hooks on modules and parameters.
@@ -401,7 +403,11 @@ class Engine:
             return group.gather(is_kept=is_kept)
 
     def claim(self, group: Group) -> None:
-        """Make ``group`` the owner of its slot; whoever lies there is evicted, or, if it computes, keeps it."""
+        """Make ``group`` the owner of a slot: of its own, whose owner is evicted, or, if that computes, of a new one.
+
+        Raises:
+            StateError: The owner computes, and a backward of ``group`` is to come, which needs the slot that it had.
+        """
         slot = group.slot
         assert slot is not None
         holder = slot.owner
@@ -430,7 +436,7 @@ class Engine:
         unit.move_to(State.UNSHARDED)
 
     def _prefetch(self, order: AgreedOrder) -> None:
-        """Issue the gather of the unit that comes next, if its slot is free."""
+        """Issue the gather of the unit that comes next, unless its slot's owner computes or is entered by backward."""
         index = order.upcoming()
         if index is None:
             return
@@ -538,8 +544,8 @@ class Engine:
         """Release a unit that backward has left, and issue the reduction of its gradients.
 
         Collective:
-            Reduce-scatter or all-reduce of each trained group on ``dp_shard``, where this backward synchronises; on
-            ``dp_replicate`` those of the unit before. Else as ``Step.leave``.
+            Reduce-scatter or all-reduce of each trained group on ``dp_shard``, where this backward synchronises or
+            microbatches are added up sharded; on ``dp_replicate`` those of the unit before. Else as ``Step.leave``.
         """
         if unit in self.backward.entered:
             self.backward.entered.remove(unit)
@@ -701,7 +707,7 @@ class Engine:
     # -- after an exception
 
     def recover(self) -> None:
-        """A backward raised before its end: drop what it left and start afresh.
+        """A backward raised before its end: drop what it left under way. A ``.grad`` that was done stays.
 
         Raises:
             StateError: It took sums of earlier microbatches with it, or had updated some units.

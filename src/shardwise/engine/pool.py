@@ -27,7 +27,7 @@ class Slot:
     Attributes:
         numel: Its elements.
         buffer: The storage.
-        members: The groups that will ever use it.
+        members: How many groups will ever use it.
         is_kept: It stays allocated; else only while it has an owner. Views of it stay good.
     """
 
@@ -71,10 +71,11 @@ def restore(buffer: Tensor) -> None:
 
 
 class SlotPool:
-    """The slots of a model: ``slots_per_class`` for each (depth, size class, dtype, trainable), dealt out in turn.
+    """The slots of a model: ``slots_per_class`` for each class of groups, dealt out in turn.
 
-    Depth is in the key so that a unit never shares a slot with one that encloses it: both are live at once. So are the
-    units in a recomputed module: a class has at least as many slots as such a module has groups of it.
+    Depth, size class, dtype, trainability and whether they are experts make a class (``build``). Depth is in it so that
+    a unit never shares a slot with one that encloses it: both are live at once. So are units in a recomputed module:
+    a class has at least as many slots as such a module has groups of it.
     """
 
     def __init__(self, slots_per_class: int = SLOTS_PER_CLASS, *, keeps: bool = True) -> None:

@@ -6,7 +6,7 @@ state        parameters                             the module holds
 SHARDED      only this rank's slice is valid        the shards
 UNSHARDING   being gathered                         the shards
 UNSHARDED    whole, in the gathered buffer          the full ones while the unit computes
-REDUCING     as SHARDED; gradients are on the way   the shards
+REDUCING     as before; gradients are on the way    as before
 ===========  =====================================  ==========================================
 
 Where parameters are replicated (``ddp``, ``zero1``, ``zero2``) the states are the same; the gathered buffer is then the
@@ -45,15 +45,15 @@ class State(StrEnum):
     REDUCING = "reducing"
 
 
-#: The only moves there are. (UNSHARDED, UNSHARDING) brings a replica or a kept unit up to date; (UNSHARDING, SHARDED)
-#: drops a prefetch that nobody used; (SHARDED, REDUCING) completes gradients of a unit that was evicted meanwhile.
+#: The only moves there are. (UNSHARDED, UNSHARDING) brings a replica or a kept unit up to date. A unit is released
+#: before it is reduced, but for one that a pipeline's step keeps: (UNSHARDED, REDUCING). A gather under way is waited
+#: for before anything else.
 LEGAL_MOVES: frozenset[tuple[State, State]] = frozenset(
     {
         (State.SHARDED, State.UNSHARDING),
         (State.UNSHARDING, State.UNSHARDED),
         (State.UNSHARDED, State.UNSHARDING),
         (State.UNSHARDED, State.SHARDED),
-        (State.UNSHARDING, State.SHARDED),
         (State.UNSHARDED, State.REDUCING),
         (State.SHARDED, State.REDUCING),
         (State.REDUCING, State.SHARDED),
