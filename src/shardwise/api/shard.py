@@ -114,18 +114,12 @@ def make_unit(
     offload: OffloadPolicy | None = None,
     is_divided: bool = False,
 ) -> Unit:
-    """Shard the parameters of one unit, as :func:`engine.build.make_unit`.
+    """Shard the parameters of one unit: :func:`engine.build.make_unit` with the forms and dtypes that the plan asks for.
 
     Args:
-        modules: The unit's modules by path, the root's under ``""``.
-        owned: What each of them owns, by the same paths.
-        row: Placements of the strategy.
-        comms: On each axis.
-        options: How the engine is to work.
+        modules, owned, row, comms, options, ranks, is_divided: As there.
         policies: In which dtypes to compute and reduce.
-        ranks: With granularity ``tensor``, the rank that owns each parameter, by its ``id``.
         offload: What of this unit is kept on the host.
-        is_divided: Some parameters of the model are spread over the ranks by other means.
     """
     return build.make_unit(
         modules,
