@@ -114,12 +114,10 @@ def make_unit(
     offload: OffloadPolicy | None = None,
     is_divided: bool = False,
 ) -> Unit:
-    """Shard the parameters of one unit: :func:`engine.build.make_unit` with the forms and dtypes that the plan asks for.
+    """Shard the parameters of one unit.
 
-    Args:
-        modules, owned, row, comms, options, ranks, is_divided: As there.
-        policies: In which dtypes to compute and reduce.
-        offload: What of this unit is kept on the host.
+    This is :func:`engine.build.make_unit` with the forms and dtypes that the plan asks for: ``policies`` says in which
+    dtypes to compute and reduce, ``offload`` what of this unit is kept on the host. The rest is as there.
     """
     return build.make_unit(
         modules,
