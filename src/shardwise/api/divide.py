@@ -9,9 +9,10 @@ from torch import Tensor, nn
 from shardwise.comm.axes import Comms
 from shardwise.comm.record import RecordComm
 from shardwise.context.apply import divide_sequences
-from shardwise.engine.build import OwnedParameter, assign_parameters
+from shardwise.engine.build import OwnedParameter
 from shardwise.expert.apply import apply_experts, own_experts
 from shardwise.expert.layer import Mixture, find_mixtures
+from shardwise.features.wrap import assign_parameters
 from shardwise.init.materialize import Source, fill_parameters
 from shardwise.pipeline.pipelined import Pipelined
 from shardwise.spec.plan import ParallelPlan

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import weakref
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -12,7 +13,7 @@ import torch.distributed as dist
 from torch import nn
 
 from shardwise import torch_private
-from shardwise.api.shard import finish, make_unit, start
+from shardwise.api.shard import finish, make_unit, nest, start
 from shardwise.comm.axes import Comms, Place
 from shardwise.engine import build
 from shardwise.engine.engine import Engine
@@ -21,6 +22,7 @@ from shardwise.engine.unit import Unit, attachment_of, mark_of
 from shardwise.features import batch_norm, precision
 from shardwise.features.ignored import find_ignored
 from shardwise.features.in_backward import refuse
+from shardwise.features.wrap import assign_parameters, check_parameters
 from shardwise.forms.host import choose_units
 from shardwise.init.sync import synchronise
 from shardwise.launch.notice import tell_once
@@ -98,9 +100,9 @@ def fully_shard(
     children = _units_below(root, modules.values())
     inside = {id(parameter) for parameter in root.parameters()}
     ignored = find_ignored(root, [p for p in ignored_params or () if id(p) in inside])
-    fresh = build.assign_parameters(root, [], ignored)[""]
+    fresh = assign_parameters(root, [], ignored)[""]
     own = _outside_of(children, fresh)
-    build.check_parameters(own)
+    check_parameters(own)
     offload = _unit_offload(offload_policy, own)
     device = next((e.parameter.device for e in fresh), torch.device("cpu"))
     place = Place.of(mesh, device)
@@ -130,11 +132,11 @@ def fully_shard(
         inner_units, outermost = child.units, child.engine.units[0]
         child.engine.remove()
         for inner in inner_units:
-            build.rename(inner, child.places)
+            rename(inner, child.places)
             if inner is outermost and _told.get(inner) is not False:
                 inner.reshards_after_forward = True
             units.append(inner)
-    engine = start(root, build.nest(units), row, comms, options, ignored=ignored)
+    engine = start(root, nest(units), row, comms, options, ignored=ignored)
     if is_list:
         engine.observers.add(_Rootless(), is_first=True)
     finish(root, engine, lambda: place.open_samples(device), sync_buffers="none")
@@ -295,7 +297,7 @@ class _Child:
 
     def name_of(self, unit: Unit) -> str:
         """The name of a unit, seen from the module around all."""
-        return merged_name([build.move_below(member.path, self.places) for member in unit.members])
+        return merged_name([move_below(member.path, self.places) for member in unit.members])
 
 
 def _units_below(root: nn.Module, modules: Iterable[nn.Module]) -> list[_Child]:
@@ -495,3 +497,32 @@ class _UnitMethod(Uncopyable):
                 " are reduced together.\n"
                 "  Call it on the outermost module that sw.fully_shard was called for."
             )
+
+
+def move_below(path: str, places: Mapping[str, str]) -> str:
+    """Where ``path`` of a model that was built by itself lies once parts of that model lie at other places.
+
+    Args:
+        path: Of a module or a parameter.
+        places: The new path of each part, by its path in the model that was built by itself (``""``: all of it).
+    """
+    part = max((other for other in places if other == "" or build.is_below(path, other)), key=len)
+    rest = path[len(part) :].removeprefix(".")
+    return f"{places[part]}.{rest}" if rest else places[part]
+
+
+def rename(unit: Unit, places: Mapping[str, str]) -> None:
+    """Give a unit that was built in a model by itself the names of the model around it, as :func:`move_below`."""
+    for group in unit.groups:
+        params = tuple(
+            dataclasses.replace(
+                spec,
+                name=move_below(spec.name, places),
+                aliases=tuple(move_below(alias, places) for alias in spec.aliases),
+            )
+            for spec in group.layout.params
+        )
+        group.relabel(dataclasses.replace(group.layout, params=params))
+    for named in (*unit.members, *unit.owners):
+        named.path = move_below(named.path, places)
+    unit.name = merged_name([member.path for member in unit.members])

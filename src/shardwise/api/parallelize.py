@@ -18,13 +18,13 @@ from shardwise.context.apply import check_model
 from shardwise.embedding.rows import find_row_sharded, spread_rows, table_weights
 from shardwise.engine import build
 from shardwise.engine.engine import Engine
-from shardwise.engine.unit import Ignored, attachment_of, engine_of
+from shardwise.engine.unit import attachment_of, engine_of
 from shardwise.expert.layer import find_mixtures
 from shardwise.features import batch_norm, recompute
 from shardwise.features.compile import compile_units
-from shardwise.features.ignored import find_ignored
+from shardwise.features.ignored import Ignored, find_ignored
 from shardwise.features.precision import Policies
-from shardwise.features.wrap import find_units
+from shardwise.features.wrap import assign_parameters, find_units
 from shardwise.init.materialize import FromLater, Given, Source, Unfilled, fill_buffers, fill_parameters, find_source
 from shardwise.init.sync import synchronise
 from shardwise.launch.notice import cpu_notice, tell_once
@@ -93,14 +93,14 @@ def parallelize(
     _tell_mesh(plan, mesh)
     place = Place(mesh)
     comms = place.open(device, is_replicated=plan.is_replicated)
-    owned = build.assign_parameters(model, units, ignored)
+    owned = assign_parameters(model, units, ignored)
     names = {unit or build.ROOT: [entry.names[0] for entry in entries] for unit, entries in owned.items()}
     names["buffers"] = [name for name, _ in model.named_buffers()]
     if source is not None:
         source.agree(comms.world, plan.sync)
         fill_buffers(model, source, device)
         whole = ignored.with_spread(table_weights(tables))
-        entries = [entry for entry in build.assign_parameters(model, ())[""] if entry.parameter in whole]
+        entries = [entry for entry in assign_parameters(model, ())[""] if entry.parameter in whole]
         fill_parameters(source.alone, entries, device)
     is_deferred = source is not None
     synchronise(model, None, comms.world, mode=plan.sync, groups=names, is_deferred=is_deferred, ignored=ignored.names)

@@ -17,6 +17,7 @@ from shardwise.checkpoint import Checkpoint, open_checkpoint, plain, retain, ste
 from shardwise.comm.control import fail_together
 from shardwise.engine.engine import Engine
 from shardwise.engine.unit import engine_of
+from shardwise.features.ignored import ignored_of
 from shardwise.init.materialize import Unfilled
 from shardwise.launch.notice import tell_once
 from shardwise.optim import checks
@@ -89,7 +90,7 @@ def save(
         "mesh": engine.comms.sizes,
     }
     optimizers = _listed(optimizer)
-    ignored = written_names(engine.ignored, optimizers, engine.comms)
+    ignored = written_names(ignored_of(engine), optimizers, engine.comms)
     if optimizers:
         data[_OPTIMIZER] = {
             "class": _class_names(optimizers),
@@ -170,7 +171,7 @@ def load(
     engine = engine_of(model, "sw.load")
     comm = engine.comms.world
     checkpoint = open_checkpoint(path, comm=comm)
-    holders = count_holders(engine.ignored, engine.comms)
+    holders = count_holders(ignored_of(engine), engine.comms)
     problem: ShardwiseError | None = None
     targets = _Targets(checkpoint)
     try:  # a stage may refuse what the others can take
@@ -215,7 +216,7 @@ class _Targets:
         """
         engine, checkpoint, stored = engine_of(model, "sw.load"), self._checkpoint, self._checkpoint.tensors
         held = states.held_values(model, stored)
-        ignored = stored_names(engine.ignored, engine.comms, holders, stored)
+        ignored = stored_names(ignored_of(engine), engine.comms, holders, stored)
         self.extents += held.extents + ignored_extents(ignored)
         self.installs.append(held.install)
         own = stored.get(_rank_extent(engine.comms.world.rank, 0).name)

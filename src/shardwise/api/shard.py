@@ -16,11 +16,19 @@ from shardwise.engine import build
 from shardwise.engine.build import OwnedParameter
 from shardwise.engine.engine import Engine
 from shardwise.engine.hooks import Observer
-from shardwise.engine.unit import NOTHING, Ignored, Unit
+from shardwise.engine.unit import Unit
 from shardwise.features import batch_norm, guard, precision, recompute, safety
+from shardwise.features.ignored import NOTHING, Ignored, ignored_of
 from shardwise.features.module_buffers import BufferSync
 from shardwise.features.waiting import WaitingSums
-from shardwise.features.wrap import assign_ranks, kind_of, merge_units
+from shardwise.features.wrap import (
+    assign_parameters,
+    assign_ranks,
+    check_parameters,
+    find_layer_lists,
+    kind_of,
+    merge_units,
+)
 from shardwise.forms import form_of
 from shardwise.forms.host import choose_units
 from shardwise.init.materialize import Source, fill_parameters
@@ -60,9 +68,9 @@ def shard_model(
         StateError: The model holds something that cannot be sharded.
     """
     checks.install_checks()
-    owned = build.assign_parameters(model, unit_modules, ignored)
+    owned = assign_parameters(model, unit_modules, ignored)
     allows_meta = source is not None or comms.gather.device.type == "meta"
-    build.check_parameters((entry for entries in owned.values() for entry in entries), allows_meta=allows_meta)
+    check_parameters((entry for entries in owned.values() for entry in entries), allows_meta=allows_meta)
     policies = precision.Policies(model, options.policy, comms.gather.device)
     merged = merge_units(
         model,
@@ -97,7 +105,7 @@ def shard_model(
         )
         units[names[0]].recomputed_in = recompute.enclosing(names[0], recomputed)
     _check_quantization(units.values(), options.quantization)
-    engine = start(model, build.nest(units.values()), row, comms, options, ignored=ignored)
+    engine = start(model, nest(units.values()), row, comms, options, ignored=ignored)
     engine.observers.add(Description(recomputed=recomputed))
     return engine
 
@@ -145,7 +153,8 @@ def start(
     ignored: Ignored = NOTHING,
 ) -> Engine:
     """Make the engine of ``units``, with what guards every model. What is attached later comes before these."""
-    engine = build.start_engine(units, row, comms, options, ignored=ignored)
+    engine = build.start_engine(units, row, comms, options, lambda entry: find_layer_lists(units, entry))
+    engine.shared[Ignored] = ignored
     guard.install_guards(root, engine)
     guard.watch(engine, root)
     for observer in (
@@ -158,6 +167,27 @@ def start(
     ):
         engine.observers.add(observer)
     return engine
+
+
+def nest(units: Iterable[Unit]) -> list[Unit]:
+    """Set every unit's parent from the paths; returns them outermost first, in order of registration."""
+    units = list(units)
+    for unit in units:
+        above = {
+            place: other for other in units if other is not unit and (place := _place_above(other, unit)) is not None
+        }
+        unit.parent = above[max(above, key=len)] if above else None
+    return [unit for unit in units if unit.parent is None] + [unit for unit in units if unit.parent is not None]
+
+
+def _place_above(outer: Unit, unit: Unit) -> str | None:
+    """The path of the member of ``outer`` that ``unit``, or its first member, lies in; ``None`` if it does not."""
+    paths = [member.path for member in outer.members]
+    if paths == [""]:
+        return ""
+    if not all(any(build.is_below(member.path, path) for path in paths) for member in unit.members):
+        return None
+    return next(path for path in paths if build.is_below(unit.path, path))
 
 
 @dataclass
@@ -195,7 +225,7 @@ def finish(model: nn.Module, engine: Engine, open_samples: Callable[[], Comm], *
     Collective:
         As ``open_samples``, where it is called.
     """
-    buffers = BufferSync(model, sync_buffers, engine.comms.control, engine.ignored.buffers)
+    buffers = BufferSync(model, sync_buffers, engine.comms.control, ignored_of(engine).buffers)
     engine.observers.add(buffers, is_first=True)
     batch_norm.connect(model, open_samples)
     if engine.comms.num_ranks > 1:

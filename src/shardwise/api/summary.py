@@ -11,8 +11,8 @@ from torch import nn
 from shardwise.api.shard import Description
 from shardwise.comm.dtype import dtype_name
 from shardwise.engine.engine import Engine
-from shardwise.engine.order import units_in
 from shardwise.engine.unit import Unit, engine_of
+from shardwise.features.ignored import ignored_of
 from shardwise.features.in_backward import optimizers_in_backward
 from shardwise.features.module_buffers import BufferSync
 from shardwise.features.pipeline_step import units_of_stages
@@ -21,6 +21,7 @@ from shardwise.spec.granularity import ELEMENT
 from shardwise.spec.layout import ParamSpec, flat_ranges, rank_bytes
 from shardwise.spec.memory.activations import Activations, backward_bytes, eager_numel
 from shardwise.spec.memory.footprint import Footprint, GroupShape, Replicas, footprint
+from shardwise.spec.order import units_in
 from shardwise.spec.slice import simplest, slice_of
 from shardwise.spec.traffic.data import (
     Collective,
@@ -251,9 +252,9 @@ def summary(model: nn.Module) -> Summary:
         backward_order=tuple(engine.units[i].name for i in units_in(engine.orders.backward)),
         num_wrong_prefetches=engine.slots.num_wrong_prefetches,
         buffers=str(buffers) if buffers is not None else "not synchronised",
-        ignored=tuple(name for name in engine.ignored.parameters if name not in engine.ignored.spread),
+        ignored=tuple(name for name in ignored_of(engine).parameters if name not in ignored_of(engine).spread),
         row_sharded={
-            name: held.shape for name, rows in engine.ignored.spread_parameters.items() if (held := slice_of(rows))
+            name: held.shape for name, rows in ignored_of(engine).spread_parameters.items() if (held := slice_of(rows))
         },
         notes=description.notes,
         world_rank=engine.comms.world.rank,
@@ -341,7 +342,7 @@ def predict(engine: Engine, *, optimizer_tensors: int = 2, num_microbatches: int
         has_receive_buffers=engine.comms.gather.device.type == "cpu",
         replicas=_replicas(engine),
         accumulations=_accumulations(engine) if num_microbatches is None else planned,
-        ignored=engine.ignored.specs,
+        ignored=ignored_of(engine).specs,
     )
     return dataclasses.replace(held, reduce=held.reduce + _message_bytes(engine))
 

@@ -30,7 +30,7 @@ Nothing optional is inside. A *form* (``group.Form``, others in ``forms``) says 
 ``hooks.Step`` that ``features`` puts in place of the plain one.
 
 Where to read: ``unit`` and ``group`` (what there is), ``gradient`` (a table of its states), ``engine`` (the moments),
-``order`` with ``spec.order`` (which unit is next), ``pool`` (whose memory it is), ``hooks`` (what torch calls, and what
+``spec.order`` (which unit is next), ``pool`` (whose memory it is), ``hooks`` (what torch calls, and what
 attaches from outside), ``build`` (from modules to units to an engine).
 
 [Note: Streams and lifetimes]
@@ -61,7 +61,7 @@ rank. A rank that skips a unit still gathers it, and reduces zeros for it; a uni
 inserted where it came. No rank removes a unit by itself. So nothing is sent to agree, except where paths keep
 changing and the order has grown to twice its first length: then the ranks exchange what they have used. Each way into
 the model (the root, a unit that is called by itself, a stage of a pipeline) has an order of its own
-(``order.Paths``). Forwards that do not train gather what they use and reduce nothing. ADR 6 says why.
+(``spec.order.Paths``). Forwards that do not train gather what they use and reduce nothing. ADR 6 says why.
 
 [Note: Missing gradients]
 

@@ -1,31 +1,29 @@
-"""From a plain module to units: who owns which parameter, and the groups."""
+"""From modules and the parameters that they own to units, their groups, and the engine."""
 
 from __future__ import annotations
 
 import dataclasses
 import weakref
 from collections import Counter
-from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Hashable, Mapping, Sequence
 from dataclasses import dataclass, field
 
 import torch
 from torch import Tensor, nn
 
-from shardwise import torch_private
 from shardwise.comm.axes import Comms
 from shardwise.comm.dtype import dtype_name
 from shardwise.engine.engine import Engine
 from shardwise.engine.group import Form, Group, GroupFacts
 from shardwise.engine.hooks import AfterForward, BeforeForward, eager_hook, refuse_on_shard
-from shardwise.engine.pool import is_dense
-from shardwise.engine.unit import NOTHING, Ignored, Member, Owner, Unit, attach_engine, mark, mark_of
-from shardwise.spec.errors import StateError
+from shardwise.engine.unit import Member, Owner, Unit, attach_engine, mark
 from shardwise.spec.granularity import ELEMENT
 from shardwise.spec.layout import GroupLayout, ParamSpec
 from shardwise.spec.memory.activations import eager_numel
 from shardwise.spec.memory.footprint import size_class
 from shardwise.spec.merge import merged_name
 from shardwise.spec.options import EngineOptions
+from shardwise.spec.order import Entry, LayerList
 from shardwise.spec.placement import PRESETS, Placements
 from shardwise.spec.quantize import NO_QUANTIZATION
 from shardwise.spec.slice import slice_of
@@ -60,86 +58,9 @@ class OwnedParameter:
     uses: list[tuple[nn.Module, str, str]] = field(default_factory=list)  # module, its path, attribute
 
 
-def assign_parameters(
-    root: nn.Module, unit_names: Iterable[str], ignored: Ignored = NOTHING
-) -> dict[str, list[OwnedParameter]]:
-    """Which unit owns which parameter: the lowest one that covers all uses. ``""`` is the root. No unit: ``ignored``.
-
-    Tied parameters are found by identity. Order within a unit is the order of registration.
-    """
-    units = sorted(unit_names, key=len)
-    owned: dict[int, OwnedParameter] = {}
-    paths_of: dict[int, list[str]] = {}  # a module may be registered in several places
-    for path, module in root.named_modules(remove_duplicate=False):
-        paths_of.setdefault(id(module), []).append(path)
-        for attribute, parameter in torch_private.parameters_of(module).items():
-            if parameter is None or parameter in ignored:
-                continue
-            entry = owned.setdefault(id(parameter), OwnedParameter(parameter))
-            entry.names.append(f"{path}.{attribute}" if path else attribute)
-            entry.uses.append((module, path, attribute))
-    places = {name: paths_of[id(root.get_submodule(name))] for name in units}
-    result: dict[str, list[OwnedParameter]] = {"": [], **{name: [] for name in units}}
-    for entry in owned.values():
-        covering = [
-            name
-            for name in units
-            if all(any(is_below(path, place) for place in places[name]) for _, path, _ in entry.uses)
-        ]
-        result[covering[-1] if covering else ""].append(entry)
-    return result
-
-
 def is_below(path: str, unit: str) -> bool:
     """``path`` is that of the unit, or of a module in it."""
     return path == unit or path.startswith(f"{unit}.")
-
-
-def check_parameters(parameters: Iterable[OwnedParameter], *, allows_meta: bool = False) -> None:
-    """Refuse what a flat buffer cannot hold, with the parameter's name.
-
-    Raises:
-        StateError: Meta tensors, tensor subclasses, views with holes, gradients or hooks that would be lost.
-    """
-    for entry in parameters:
-        parameter, name = entry.parameter, entry.names[0]
-        if parameter.is_meta and not allows_meta:
-            raise StateError(
-                f"parameter {name!r} is on the meta device: it has no values to shard.\n"
-                "  Build the model on a real device, or give the weights on rank 0 and set sync='rank0'."
-            )
-        if type(parameter.data) is not torch.Tensor or parameter.layout is not torch.strided:
-            raise StateError(
-                f"parameter {name!r} is a {type(parameter.data).__name__} ({parameter.layout}); only plain, dense"
-                " tensors can be sharded.\n  Convert it before sw.parallelize()."
-            )
-        if not is_dense(parameter):
-            raise StateError(
-                f"parameter {name!r} has shape {list(parameter.shape)} with strides {list(parameter.stride())}: a view"
-                " with holes or overlaps.\n  Replace it by nn.Parameter(p.detach().contiguous())."
-            )
-        held = slice_of(parameter)
-        if held is not None and held.local_shape != tuple(parameter.shape):
-            raise StateError(
-                f"parameter {name!r} has shape {list(parameter.shape)}, but is marked as the part of shape"
-                f" {list(held.local_shape)} of a tensor of shape {list(held.shape)}.\n"
-                "  Mark it with the ranges that it holds (spec.slice.set_slice)."
-            )
-        if parameter.grad is not None:
-            raise StateError(
-                f"parameter {name!r} holds a gradient, which would be lost.\n"
-                "  Call model.zero_grad() before sw.parallelize()."
-            )
-        if torch_private.has_gradient_hooks(parameter):
-            raise StateError(
-                f"parameter {name!r} carries a hook, which would never fire: gradients arrive on its stand-in.\n"
-                "  Remove the hook, or work on .grad after backward()."
-            )
-        if mark_of(parameter) is not None:
-            raise StateError(
-                f"parameter {name!r} is sharded already.\n"
-                "  Parallelize a model once; to change the plan, build it again."
-            )
 
 
 def make_unit(
@@ -245,11 +166,18 @@ def start_engine(
     row: Placements,
     comms: Comms,
     options: EngineOptions,
-    *,
-    ignored: Ignored = NOTHING,
+    layer_lists: Callable[[Entry], Sequence[LayerList]],
 ) -> Engine:
-    """Make the engine of ``units`` (the root first), and attach it to their modules."""
-    engine = Engine(units, row, comms, options, ignored=ignored)
+    """Make the engine of ``units`` (the root first), and attach it to their modules.
+
+    Args:
+        units: The units.
+        row: Placements of the strategy.
+        comms: On each axis.
+        options: How the engine is to work.
+        layer_lists: The lists of layers of which a forward through an entry may skip some.
+    """
+    engine = Engine(units, row, comms, options, layer_lists)
     _number(engine)
     _relate(units)
     _deal_slots(engine)
@@ -347,53 +275,3 @@ def _link_fulls(unit: Unit) -> None:
     by_shard = {id(shard): full for group in unit.groups for shard, full in zip(group.shards, group.fulls, strict=True)}
     for owner in unit.owners:
         owner.fulls = {attribute: by_shard[id(shard)] for attribute, shard in owner.shards.items()}
-
-
-def move_below(path: str, places: Mapping[str, str]) -> str:
-    """Where ``path`` of a model that was built by itself lies once parts of that model lie at other places.
-
-    Args:
-        path: Of a module or a parameter.
-        places: The new path of each part, by its path in the model that was built by itself (``""``: all of it).
-    """
-    part = max((other for other in places if other == "" or is_below(path, other)), key=len)
-    rest = path[len(part) :].removeprefix(".")
-    return f"{places[part]}.{rest}" if rest else places[part]
-
-
-def rename(unit: Unit, places: Mapping[str, str]) -> None:
-    """Give a unit that was built in a model by itself the names of the model around it, as :func:`move_below`."""
-    for group in unit.groups:
-        params = tuple(
-            dataclasses.replace(
-                spec,
-                name=move_below(spec.name, places),
-                aliases=tuple(move_below(alias, places) for alias in spec.aliases),
-            )
-            for spec in group.layout.params
-        )
-        group.relabel(dataclasses.replace(group.layout, params=params))
-    for named in (*unit.members, *unit.owners):
-        named.path = move_below(named.path, places)
-    unit.name = merged_name([member.path for member in unit.members])
-
-
-def nest(units: Iterable[Unit]) -> list[Unit]:
-    """Set every unit's parent from the paths; returns them outermost first, in order of registration."""
-    units = list(units)
-    for unit in units:
-        above = {
-            place: other for other in units if other is not unit and (place := _place_above(other, unit)) is not None
-        }
-        unit.parent = above[max(above, key=len)] if above else None
-    return [unit for unit in units if unit.parent is None] + [unit for unit in units if unit.parent is not None]
-
-
-def _place_above(outer: Unit, unit: Unit) -> str | None:
-    """The path of the member of ``outer`` that ``unit``, or its first member, lies in; ``None`` if it does not."""
-    paths = [member.path for member in outer.members]
-    if paths == [""]:
-        return ""
-    if not all(any(is_below(member.path, path) for path in paths) for member in unit.members):
-        return None
-    return next(path for path in paths if is_below(unit.path, path))

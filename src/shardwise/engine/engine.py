@@ -31,12 +31,11 @@ from shardwise.comm.base import Comm, Handle
 from shardwise.engine.gradient import settle
 from shardwise.engine.group import Group
 from shardwise.engine.hooks import Call, EndOfBackward, Observers, Step, attach_tickets, begin, end, label
-from shardwise.engine.order import Entry, Paths
 from shardwise.engine.pool import GradientPool, SlotPool
-from shardwise.engine.unit import NOTHING, Ignored, Member, State, Unit
+from shardwise.engine.unit import Member, State, Unit
 from shardwise.spec.errors import CommError, StateError
 from shardwise.spec.options import EngineOptions
-from shardwise.spec.order import AgreedOrder
+from shardwise.spec.order import AgreedOrder, Entry, LayerList, Paths
 from shardwise.spec.placement import Placements
 
 #: Inside ``features.safety.checks`` released slots are filled with NaN.
@@ -95,7 +94,7 @@ class Engine:
         row: Placements of the strategy.
         comms: Carry gathers and reductions.
         options: How the engine is to work.
-        ignored: Parameters that are left alone.
+        layer_lists: The lists of layers of which a forward through an entry may skip some.
 
     Attributes:
         observers: What attaches from outside.
@@ -120,15 +119,13 @@ class Engine:
         row: Placements,
         comms: Comms,
         options: EngineOptions,
-        *,
-        ignored: Ignored = NOTHING,
+        layer_lists: Callable[[Entry], Sequence[LayerList]],
     ) -> None:
         self.units = list(units)
         self.reducing: deque[tuple[Unit, Group, Handle]] = deque()
         self.row = row
         self.comms = comms
         self.options = options
-        self.ignored = ignored
         self.accumulation = options.accumulation(row)
         self.syncs_gradients = True
         self.observers = Observers()
@@ -137,7 +134,7 @@ class Engine:
         self.host_waits: tuple[Callable[[], None], ...] = ()
         self.slots = SlotPool(keeps=options.keeps_buffers)
         self.gradients = GradientPool(options.num_gradient_buffers, self._drain_one, keeps=options.keeps_buffers)
-        self.orders = Paths(self.units)
+        self.orders = Paths(layer_lists, lambda index: units[index].calls.has_run)
         self.forward, self.backward = Forward(), Backward()
         self.version = 0
         self.epoch = 0

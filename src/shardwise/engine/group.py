@@ -20,9 +20,9 @@ from torch import Tensor, nn
 from shardwise.comm.axes import Comms
 from shardwise.comm.base import Done, Handle
 from shardwise.engine.gradient import Gradient
-from shardwise.engine.pool import Slot, contiguous_stride, memory_order
+from shardwise.engine.pool import Slot, memory_order
 from shardwise.spec.errors import StateError
-from shardwise.spec.layout import GroupLayout, Piece, ReduceLayout
+from shardwise.spec.layout import GroupLayout, Piece, ReduceLayout, contiguous_stride
 from shardwise.spec.placement import Placements
 
 if TYPE_CHECKING:

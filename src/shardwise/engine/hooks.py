@@ -19,11 +19,11 @@ from torch.profiler import record_function
 
 from shardwise import torch_private
 from shardwise.spec.errors import StateError, Uncopyable
+from shardwise.spec.order import Entry
 
 if TYPE_CHECKING:
     from shardwise.engine.engine import Engine
     from shardwise.engine.group import Group
-    from shardwise.engine.order import Entry
     from shardwise.engine.unit import Member, Unit
 
 _O = TypeVar("_O", bound="Observer")

@@ -15,20 +15,16 @@ replica, which is brought up to date instead of being gathered from nothing.
 
 from __future__ import annotations
 
-import functools
 import weakref
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, MutableMapping, Sequence
-from dataclasses import dataclass, field
 from enum import StrEnum
 from typing import TYPE_CHECKING, Any
 
 from torch import Tensor, nn
 
 from shardwise import torch_private
-from shardwise.comm.dtype import dtype_name
 from shardwise.spec.errors import StateError, Uncopyable
-from shardwise.spec.layout import ParamSpec
 
 if TYPE_CHECKING:
     from shardwise.comm.base import Handle
@@ -270,66 +266,6 @@ class Unit:
             del group.gradient
         self.groups.clear()
 
-
-@dataclass(frozen=True)
-class Ignored:
-    """What is left alone.
-
-    Attributes:
-        parameters: By name, of tied ones the first.
-        buffers: Names of the buffers of ignored modules.
-        spread: Names of the parameters of which every rank holds other rows, whose gradients have been reduced when
-            they come: part of the model's norm and average (``ParallelPlan.row_sharded``).
-    """
-
-    parameters: dict[str, nn.Parameter] = field(default_factory=dict)
-    buffers: frozenset[str] = frozenset()
-    spread: frozenset[str] = frozenset()
-
-    def __contains__(self, parameter: object) -> bool:
-        """Whether a parameter is left alone."""
-        return id(parameter) in self._ids
-
-    @functools.cached_property
-    def _ids(self) -> frozenset[int]:
-        return frozenset(map(id, self.parameters.values()))
-
-    @property
-    def names(self) -> frozenset[str]:
-        """Of parameters and buffers."""
-        return self.buffers | self.parameters.keys()
-
-    @property
-    def specs(self) -> list[ParamSpec]:
-        """The parameters as the arithmetic sees them."""
-        return [
-            ParamSpec(name, tuple(p.shape), dtype_name(p.dtype), is_trainable=p.requires_grad)
-            for name, p in self.parameters.items()
-        ]
-
-    def without(self, units: Mapping[str, nn.Module]) -> dict[str, nn.Module]:
-        """The units that have a parameter that is not left alone."""
-        return {name: module for name, module in units.items() if any(p not in self for p in module.parameters())}
-
-    def with_spread(self, parameters: Mapping[str, nn.Parameter]) -> Ignored:
-        """The same and some whose rows are spread over the ranks."""
-        return Ignored(self.parameters | dict(parameters), self.buffers, frozenset(parameters))
-
-    @property
-    def spread_parameters(self) -> dict[str, nn.Parameter]:
-        """The rows that this rank holds, by name of the whole."""
-        return {name: self.parameters[name] for name in sorted(self.spread)}
-
-    def below(self, path: str) -> Ignored:
-        """The same as a part of a larger model, in which it lies at ``path``."""
-        return Ignored(
-            {f"{path}.{name}": parameter for name, parameter in self.parameters.items()},
-            frozenset(f"{path}.{name}" for name in self.buffers),
-        )
-
-
-#: What is left alone where nothing is named.
-NOTHING = Ignored()
 
 _MODULE_KEY = "_shardwise"
 _PARAMETER_KEY = "_shardwise_mark"

@@ -22,11 +22,12 @@ from torch import Tensor, nn
 from shardwise import torch_private
 from shardwise.comm.control import all_gather_json
 from shardwise.engine.hooks import Observer, without_slots
-from shardwise.engine.order import Entry
 from shardwise.engine.unit import mark_of
+from shardwise.features.ignored import ignored_of
 from shardwise.init.digest import digest_of
 from shardwise.optim.flat_parameters import group_of
 from shardwise.spec.errors import StateError, Uncopyable
+from shardwise.spec.order import Entry
 
 if TYPE_CHECKING:
     from shardwise.engine.engine import Engine
@@ -255,7 +256,7 @@ def refuse_added(engine: Engine, only: Callable[[nn.Parameter], bool] = lambda _
         return
     known = {id(p) for group in engine.groups for p in (*group.shards, *group.fulls)}
     for name, parameter in root.named_parameters():
-        is_ours = id(parameter) in known or parameter in engine.ignored
+        is_ours = id(parameter) in known or parameter in ignored_of(engine)
         if not is_ours and parameter.requires_grad and only(parameter):
             raise StateError(
                 f"parameter {name!r} of shape {list(parameter.shape)} was added after sw.parallelize(): no rank would"
@@ -343,7 +344,7 @@ def check_optimizer(optimizer: torch.optim.Optimizer, engines: list[Engine]) -> 
         current = engine.units[0].engine
         if current is not None and current() is engine:
             refuse_added(engine, only=lambda parameter: id(parameter) in others)
-    known = {id(p) for engine in engines for p in engine.ignored.parameters.values()}
+    known = {id(p) for engine in engines for p in ignored_of(engine).parameters.values()}
     beside = [p for key, p in others.items() if key not in known and type(p.data) is torch.Tensor]
     if not beside or not engines or engines[0].comms.control.size == 1:
         return True

@@ -16,15 +16,85 @@ and parts that another library moves.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+import functools
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
 from torch import nn
 
-from shardwise.engine.unit import Ignored
+from shardwise.comm.dtype import dtype_name
+from shardwise.engine.engine import Engine
 from shardwise.spec.errors import PlanError
+from shardwise.spec.layout import ParamSpec
 from shardwise.spec.policies import name_matcher
+
+
+@dataclass(frozen=True)
+class Ignored:
+    """What is left alone.
+
+    Attributes:
+        parameters: By name, of tied ones the first.
+        buffers: Names of the buffers of ignored modules.
+        spread: Names of the parameters of which every rank holds other rows, whose gradients have been reduced when
+            they come: part of the model's norm and average (``ParallelPlan.row_sharded``).
+    """
+
+    parameters: dict[str, nn.Parameter] = field(default_factory=dict)
+    buffers: frozenset[str] = frozenset()
+    spread: frozenset[str] = frozenset()
+
+    def __contains__(self, parameter: object) -> bool:
+        """Whether a parameter is left alone."""
+        return id(parameter) in self._ids
+
+    @functools.cached_property
+    def _ids(self) -> frozenset[int]:
+        return frozenset(map(id, self.parameters.values()))
+
+    @property
+    def names(self) -> frozenset[str]:
+        """Of parameters and buffers."""
+        return self.buffers | self.parameters.keys()
+
+    @property
+    def specs(self) -> list[ParamSpec]:
+        """The parameters as the arithmetic sees them."""
+        return [
+            ParamSpec(name, tuple(p.shape), dtype_name(p.dtype), is_trainable=p.requires_grad)
+            for name, p in self.parameters.items()
+        ]
+
+    def without(self, units: Mapping[str, nn.Module]) -> dict[str, nn.Module]:
+        """The units that have a parameter that is not left alone."""
+        return {name: module for name, module in units.items() if any(p not in self for p in module.parameters())}
+
+    def with_spread(self, parameters: Mapping[str, nn.Parameter]) -> Ignored:
+        """The same and some whose rows are spread over the ranks."""
+        return Ignored(self.parameters | dict(parameters), self.buffers, frozenset(parameters))
+
+    @property
+    def spread_parameters(self) -> dict[str, nn.Parameter]:
+        """The rows that this rank holds, by name of the whole."""
+        return {name: self.parameters[name] for name in sorted(self.spread)}
+
+    def below(self, path: str) -> Ignored:
+        """The same as a part of a larger model, in which it lies at ``path``."""
+        return Ignored(
+            {f"{path}.{name}": parameter for name, parameter in self.parameters.items()},
+            frozenset(f"{path}.{name}" for name in self.buffers),
+        )
+
+
+#: What is left alone where nothing is named.
+NOTHING = Ignored()
+
+
+def ignored_of(engine: Engine) -> Ignored:
+    """What the engine leaves alone."""
+    return engine.shared.get(Ignored, NOTHING)
 
 
 def find_ignored(model: nn.Module, entries: Iterable[Any]) -> Ignored:

@@ -17,6 +17,7 @@ from torch import nn
 from shardwise import torch_private
 from shardwise.engine.hooks import Observer
 from shardwise.engine.unit import engine_of
+from shardwise.features.ignored import ignored_of
 from shardwise.features.waiting import drop_zeroed
 from shardwise.optim.checks import accept
 from shardwise.optim.flat_parameters import FlatParameter, group_of, split
@@ -126,8 +127,8 @@ def _check(engine: Engine, optimizers: tuple[torch.optim.Optimizer, ...]) -> Non
 
 
 def _check_ignored(engine: Engine) -> None:
-    trained = [name for name, parameter in engine.ignored.parameters.items() if parameter.requires_grad]
-    if trained and trained[0] in engine.ignored.spread:
+    trained = [name for name, parameter in ignored_of(engine).parameters.items() if parameter.requires_grad]
+    if trained and trained[0] in ignored_of(engine).spread:
         raise StateError(
             f"{trained[0]!r}, whose rows are spread (row_sharded), would never be updated: it belongs to no unit that"
             " backward reduces.\n  Leave it out of row_sharded, freeze it, or step after backward."

@@ -17,8 +17,8 @@ from shardwise.comm.base import Comm
 from shardwise.comm.dtype import dtype_name
 from shardwise.engine.engine import Engine
 from shardwise.engine.hooks import Observer
-from shardwise.engine.order import Entry
 from shardwise.features.batch_norm import SyncBatchNorm
+from shardwise.spec.order import Entry
 from shardwise.spec.traffic.data import BUFFERS, BufferMessage
 
 

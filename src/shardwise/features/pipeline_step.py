@@ -19,12 +19,12 @@ from torch import Tensor, nn
 from shardwise.comm.base import Comm
 from shardwise.engine.engine import Engine
 from shardwise.engine.hooks import Observer, Step
-from shardwise.engine.order import stage_entry
 from shardwise.engine.pool import memory_order
 from shardwise.engine.unit import State, Unit, mark_of
 from shardwise.features.module_buffers import begin
 from shardwise.features.waiting import WaitingSums
 from shardwise.spec.errors import StateError
+from shardwise.spec.order import stage_entry
 
 
 class PipelineStep(Step):

@@ -26,8 +26,8 @@ from shardwise.engine import engine as heart
 from shardwise.engine.engine import Engine
 from shardwise.engine.group import Group
 from shardwise.engine.hooks import Observer
-from shardwise.engine.order import Entry
 from shardwise.spec.errors import StateError
+from shardwise.spec.order import Entry
 
 
 @contextlib.contextmanager

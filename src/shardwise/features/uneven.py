@@ -23,6 +23,7 @@ from shardwise.engine import engine as heart
 from shardwise.engine.hooks import Observer
 from shardwise.engine.unit import engine_of
 from shardwise.features import batch_norm
+from shardwise.features.ignored import ignored_of
 from shardwise.features.in_backward import optimizers_in_backward
 from shardwise.features.module_buffers import BufferSync
 from shardwise.features.waiting import WaitingSums
@@ -32,8 +33,8 @@ from shardwise.spec.errors import CommError, RankDisagreement, StateError
 if TYPE_CHECKING:
     from shardwise.engine.engine import Engine
     from shardwise.engine.group import Group
-    from shardwise.engine.order import Entry
     from shardwise.engine.unit import Unit
+    from shardwise.spec.order import Entry
 
 #: What communicates in ways that a rank without a batch does not follow.
 _NOT_FOLLOWED = ("sw.save", "sw.load", "sw.full_state_dict", "sw.load_full_state_dict", "sw.full_parameters()")
@@ -122,7 +123,7 @@ def join(
             "sw.join(): experts on other ranks wait for the tokens of every rank (ep).\n"
             "  Use drop_last=True, or set ep=1."
         )
-    if engine.ignored.spread:
+    if ignored_of(engine).spread:
         raise StateError(
             "sw.join(): lookups in rows on other ranks wait for every rank (row_sharded).\n"
             "  Use drop_last=True, or leave row_sharded out."

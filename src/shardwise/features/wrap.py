@@ -1,4 +1,4 @@
-"""Applying a wrap policy: which modules of a model become units.
+"""From a plain model to units: which modules become units, and which unit owns which parameter.
 
 Units nest: a unit owns the parameters below it that no unit further down owns. The model itself is always the root unit
 and owns what is left, embeddings and heads as a rule.
@@ -10,17 +10,22 @@ import re
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 
+import torch
 from torch import nn
 
+from shardwise import torch_private
 from shardwise.comm.axes import Comms
 from shardwise.comm.base import Comm
 from shardwise.engine.build import Kind, OwnedParameter, is_below
-from shardwise.engine.order import CONTAINERS, is_called
+from shardwise.engine.unit import Unit, mark_of
+from shardwise.features.ignored import NOTHING, Ignored
 from shardwise.features.precision import Policies
 from shardwise.forms.packed import is_quantizable
-from shardwise.spec.errors import PlanError
+from shardwise.spec.errors import PlanError, StateError
 from shardwise.spec.granularity import assign
+from shardwise.spec.layout import is_dense
 from shardwise.spec.merge import Mergeable, default_limit, merge
+from shardwise.spec.order import Entry, LayerList
 from shardwise.spec.placement import Placements
 from shardwise.spec.policies import WrapByClass, WrapByName, WrapBySize, WrapPolicy, name_matcher
 from shardwise.spec.quantize import Quantization
@@ -29,6 +34,15 @@ from shardwise.spec.slice import slice_of
 #: Names of containers whose children are alternatives of which a forward may use some only. Ranks may choose
 #: differently, so such a container is never split: what is gathered must not depend on a rank's data.
 _ALTERNATIVES = re.compile(r"(^|_)(experts?|branch(es)?|paths?|routes?|adapters?|heads_by|choices?)($|_|s$)")
+
+
+#: Modules whose forward is never called: they only hold others.
+CONTAINERS = (nn.ModuleList, nn.ModuleDict, nn.ParameterList, nn.ParameterDict)
+
+
+def is_called(module: nn.Module) -> bool:
+    """Whether the module can be called at all: containers, and classes without a ``forward``, only hold others."""
+    return not isinstance(module, CONTAINERS) and type(module).forward is not nn.Module.forward
 
 
 def find_units(model: nn.Module, policy: str | WrapPolicy) -> dict[str, nn.Module]:
@@ -187,6 +201,83 @@ def _members(holder: nn.Module) -> Iterator[tuple[str, nn.Module]]:
             yield from ((f"{name}.{path}", member) for path, member in _members(child))
 
 
+def assign_parameters(
+    root: nn.Module, unit_names: Iterable[str], ignored: Ignored = NOTHING
+) -> dict[str, list[OwnedParameter]]:
+    """Which unit owns which parameter: the lowest one that covers all uses. ``""`` is the root. No unit: ``ignored``.
+
+    Tied parameters are found by identity. Order within a unit is the order of registration.
+    """
+    units = sorted(unit_names, key=len)
+    owned: dict[int, OwnedParameter] = {}
+    paths_of: dict[int, list[str]] = {}  # a module may be registered in several places
+    for path, module in root.named_modules(remove_duplicate=False):
+        paths_of.setdefault(id(module), []).append(path)
+        for attribute, parameter in torch_private.parameters_of(module).items():
+            if parameter is None or parameter in ignored:
+                continue
+            entry = owned.setdefault(id(parameter), OwnedParameter(parameter))
+            entry.names.append(f"{path}.{attribute}" if path else attribute)
+            entry.uses.append((module, path, attribute))
+    places = {name: paths_of[id(root.get_submodule(name))] for name in units}
+    result: dict[str, list[OwnedParameter]] = {"": [], **{name: [] for name in units}}
+    for entry in owned.values():
+        covering = [
+            name
+            for name in units
+            if all(any(is_below(path, place) for place in places[name]) for _, path, _ in entry.uses)
+        ]
+        result[covering[-1] if covering else ""].append(entry)
+    return result
+
+
+def check_parameters(parameters: Iterable[OwnedParameter], *, allows_meta: bool = False) -> None:
+    """Refuse what a flat buffer cannot hold, with the parameter's name.
+
+    Raises:
+        StateError: Meta tensors, tensor subclasses, views with holes, gradients or hooks that would be lost.
+    """
+    for entry in parameters:
+        parameter, name = entry.parameter, entry.names[0]
+        if parameter.is_meta and not allows_meta:
+            raise StateError(
+                f"parameter {name!r} is on the meta device: it has no values to shard.\n"
+                "  Build the model on a real device, or give the weights on rank 0 and set sync='rank0'."
+            )
+        if type(parameter.data) is not torch.Tensor or parameter.layout is not torch.strided:
+            raise StateError(
+                f"parameter {name!r} is a {type(parameter.data).__name__} ({parameter.layout}); only plain, dense"
+                " tensors can be sharded.\n  Convert it before sw.parallelize()."
+            )
+        if not is_dense(parameter.shape, parameter.stride()):
+            raise StateError(
+                f"parameter {name!r} has shape {list(parameter.shape)} with strides {list(parameter.stride())}: a view"
+                " with holes or overlaps.\n  Replace it by nn.Parameter(p.detach().contiguous())."
+            )
+        held = slice_of(parameter)
+        if held is not None and held.local_shape != tuple(parameter.shape):
+            raise StateError(
+                f"parameter {name!r} has shape {list(parameter.shape)}, but is marked as the part of shape"
+                f" {list(held.local_shape)} of a tensor of shape {list(held.shape)}.\n"
+                "  Mark it with the ranges that it holds (spec.slice.set_slice)."
+            )
+        if parameter.grad is not None:
+            raise StateError(
+                f"parameter {name!r} holds a gradient, which would be lost.\n"
+                "  Call model.zero_grad() before sw.parallelize()."
+            )
+        if torch_private.has_gradient_hooks(parameter):
+            raise StateError(
+                f"parameter {name!r} carries a hook, which would never fire: gradients arrive on its stand-in.\n"
+                "  Remove the hook, or work on .grad after backward()."
+            )
+        if mark_of(parameter) is not None:
+            raise StateError(
+                f"parameter {name!r} is sharded already.\n"
+                "  Parallelize a model once; to change the plan, build it again."
+            )
+
+
 def kind_of(entry: OwnedParameter, policies: Policies, quantization: Quantization) -> Kind:
     """What a parameter must have in common with the others of its group."""
     held = slice_of(entry.parameter)
@@ -257,3 +348,49 @@ def assign_ranks(owned: Iterable[Sequence[OwnedParameter]], row: Placements, com
         weights = [p.nbytes * (_TRAINED_WEIGHT if p.requires_grad else 1) for p in group]
         ranks |= {id(p): rank for p, rank in zip(group, assign(weights, size), strict=True)}
     return ranks
+
+
+def find_layer_lists(units: Sequence[Unit], entry: Entry) -> list[LayerList]:
+    """The lists of layers that were made units, in what a forward through ``entry`` runs, those of inner modules first.
+
+    A list is what a module holds in one ``nn.ModuleList``, lists in that list included: the module calls its members in
+    the order of registration. Members of an ``nn.ModuleDict`` are alternatives, and those of an ``nn.Sequential`` are
+    never left out. ``units[0]`` is the root.
+    """
+    path = entry[1] or units[entry[0]].path
+    root = units[0].members[0].module()
+    assert root is not None
+    found: dict[tuple[str, str], list[int]] = {}
+    for index, unit in enumerate(units[1:], 1):
+        places = {_list_of(root, member.path) for member in unit.members}
+        place = places.pop() if len(places) == 1 else None  # sw.fully_shard of a list takes modules from anywhere
+        if place is not None and f"{place[0]}.".startswith(f"{path}." if path else ""):
+            found.setdefault(place, []).append(index)
+    inner_first = sorted(found, key=lambda place: -len(place[0]))
+    return [
+        _layer_list(units, place[0], found[place]) for place in inner_first if _num_modules(units, found[place]) > 1
+    ]
+
+
+def _num_modules(units: Sequence[Unit], indices: Sequence[int]) -> int:
+    return sum(len(units[index].members) for index in indices)
+
+
+def _list_of(root: nn.Module, name: str) -> tuple[str, str] | None:
+    """The module that calls the unit at ``name``, and the attribute of it that lists the unit."""
+    scope, _, child = name.rpartition(".")
+    is_listed = False
+    while scope and not is_called(holder := root.get_submodule(scope)):
+        if isinstance(holder, nn.ModuleDict):
+            return None
+        is_listed = True
+        scope, _, child = scope.rpartition(".")
+    return (scope, child) if is_listed else None
+
+
+def _layer_list(units: Sequence[Unit], scope: str, indices: Sequence[int]) -> LayerList:
+    def inside(path: str) -> list[int]:
+        return [index for index, unit in enumerate(units) if index and unit.path.startswith(path)]
+
+    members = tuple((index, *inside(f"{units[index].path}.")) for index in indices)
+    return LayerList(members, frozenset(inside(f"{scope}." if scope else "")))

@@ -16,7 +16,8 @@ from collections.abc import Iterable, Iterator, Sequence
 import torch
 from torch import Tensor
 
-from shardwise.engine.pool import is_dense, memory_order
+from shardwise.engine.pool import memory_order
+from shardwise.spec.layout import is_dense
 
 ROW_WORDS = 1 << 14
 #: Rows at a time: what a processor's cache holds; on other devices few launches, and 32 MB of products.
@@ -71,7 +72,7 @@ class Digester:
 
 def _words(tensor: Tensor) -> Iterator[Tensor]:
     """The memory of a tensor in pieces of whole rows, in order; what is left at the end is filled with zeros."""
-    data = memory_order(tensor if is_dense(tensor) else tensor.contiguous()).view(torch.uint8)
+    data = memory_order(tensor if is_dense(tensor.shape, tensor.stride()) else tensor.contiguous()).view(torch.uint8)
     is_aligned = data.storage_offset() % 8 == 0
     rows = _ROWS_ON_CPU if data.device.type == "cpu" else _ROWS_ON_DEVICE
     for piece in data.split(rows * ROW_WORDS * 8):

@@ -12,9 +12,10 @@ from torch import Tensor, nn
 from shardwise import torch_private
 from shardwise.comm.base import Comm
 from shardwise.comm.control import agree, check_same, digest_text
-from shardwise.engine.pool import is_dense, memory_order
+from shardwise.engine.pool import memory_order
 from shardwise.init.digest import Digester
 from shardwise.spec.errors import StateError
+from shardwise.spec.layout import is_dense
 
 
 def synchronise(
@@ -132,7 +133,7 @@ def _send(name: str, tensor: Tensor, comm: Comm) -> None:
     if tensor.numel() == 0:
         return
     data = tensor.detach()
-    flat = memory_order(data) if is_dense(data) else data.contiguous().view(-1)
+    flat = memory_order(data) if is_dense(data.shape, data.stride()) else data.contiguous().view(-1)
     travels = flat.view(torch.uint8) if flat.dtype is torch.bool else flat
     comm.broadcast(travels, root=0, unit=f"sync {name}").wait()
     if flat.data_ptr() != data.data_ptr():

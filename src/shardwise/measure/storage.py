@@ -16,6 +16,7 @@ from torch.utils._pytree import tree_iter
 
 from shardwise import torch_private
 from shardwise.engine.engine import Engine
+from shardwise.features.ignored import ignored_of
 from shardwise.forms.host import Transfers
 from shardwise.forms.packed import packed_pool
 from shardwise.optim.flat_parameters import group_of
@@ -179,7 +180,7 @@ def held_bytes(engine: Engine, optimizers: Sequence[torch.optim.Optimizer]) -> d
                 total += tensor.untyped_storage().nbytes()
         return total
 
-    groups, ignored = list(engine.groups), engine.ignored.parameters.values()
+    groups, ignored = list(engine.groups), ignored_of(engine).parameters.values()
     offloaded = [group for group in groups if group.form.is_on_host]
     state: dict[bool, list[Tensor]] = {True: [], False: []}  # of what is offloaded, and of the rest
     for parameter, held in (item for optimizer in optimizers for item in optimizer.state.items()):

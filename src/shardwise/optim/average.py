@@ -14,6 +14,7 @@ from torch.optim.optimizer import register_optimizer_step_pre_hook
 from shardwise.engine.engine import Engine
 from shardwise.engine.group import Group
 from shardwise.engine.unit import engine_of
+from shardwise.features.ignored import ignored_of
 from shardwise.optim.checks import engines_of
 from shardwise.spec.errors import StateError
 from shardwise.spec.slice import slice_of
@@ -72,7 +73,7 @@ class ExponentialMovingAverage:
                 self._averages.append((weakref.ref(group), _average_of(group.master)))
         self._rows = {
             name: _average_of(rows.detach().view(-1))
-            for name, rows in engine.ignored.spread_parameters.items()
+            for name, rows in ignored_of(engine).spread_parameters.items()
             if rows.requires_grad
         }
 
@@ -142,7 +143,7 @@ class ExponentialMovingAverage:
 
     def _spread(self, engine: Engine) -> dict[str, tuple[nn.Parameter, Tensor]]:
         """This rank's rows of what is spread by rows, with their average, by name."""
-        return {name: (engine.ignored.parameters[name], average) for name, average in self._rows.items()}
+        return {name: (ignored_of(engine).parameters[name], average) for name, average in self._rows.items()}
 
     # -- checkpoints
 
@@ -229,7 +230,7 @@ def _swap_back(weights: Tensor, average: Tensor, own: Tensor | None) -> None:
 def _refuse_steps_of(reference: weakref.ref[Engine]) -> Any:
     def refuse(optimizer: torch.optim.Optimizer, _args: object, _kwargs: object) -> None:
         engine = reference()
-        spread = engine.ignored.spread_parameters.values() if engine is not None else ()
+        spread = ignored_of(engine).spread_parameters.values() if engine is not None else ()
         steps_on = {id(parameter) for settings in optimizer.param_groups for parameter in settings["params"]}
         if engine in engines_of(optimizer) or any(id(rows) in steps_on for rows in spread):
             raise StateError(

@@ -10,6 +10,7 @@ from torch import Tensor, nn
 from shardwise import torch_private
 from shardwise.engine.engine import Engine
 from shardwise.engine.unit import attachment_of, engine_of
+from shardwise.features.ignored import ignored_of
 from shardwise.features.in_backward import refuse
 from shardwise.features.waiting import refuse_sums
 from shardwise.optim import partial
@@ -54,9 +55,8 @@ def clip_grad_norm(model: nn.Module, max_norm: float) -> Tensor:
     for tell in engine.observers.before_norm:
         tell(engine, max_norm, is_of_part=part is not None)
     shards = (shard for group in engine.groups for shard in group.shards)
-    grads = [
-        p.grad for p in (*shards, *engine.ignored.spread_parameters.values()) if p.grad is not None and _is_in(part, p)
-    ]
+    spread = ignored_of(engine).spread_parameters.values()
+    grads = [p.grad for p in (*shards, *spread) if p.grad is not None and _is_in(part, p)]
     norm = grad_norm(engine, part)
     coefficient = torch.clamp(max_norm / (norm + 1e-6), max=1.0)
     for device in {grad.device for grad in grads}:  # some may be on the host
@@ -107,8 +107,8 @@ def grad_norm(engine: Engine, part: Collection[int] | None = None) -> Tensor:
     total += of_shards + _sum_of_squares(replicated, device)
     for comm in comms.across:
         comm.all_reduce(total, unit="grad_norm").wait()
-    if engine.ignored.spread:
-        spread = engine.ignored.spread_parameters.values()
+    if ignored_of(engine).spread:
+        spread = ignored_of(engine).spread_parameters.values()
         rows = _sum_of_squares((p.grad for p in spread if p.grad is not None and _is_in(part, p)), device)
         comms.world.all_reduce(rows, unit="grad_norm").wait()
         total += rows

@@ -21,6 +21,7 @@ from torch import Tensor, nn
 
 from shardwise import torch_private
 from shardwise.engine.unit import engine_of, mark_of
+from shardwise.features.ignored import ignored_of
 from shardwise.features.waiting import WaitingGradient
 from shardwise.optim.partial import PartialGradient
 from shardwise.spec.errors import Uncopyable
@@ -70,7 +71,7 @@ def flat_parameters(model: nn.Module, decay: DecayRule | None = None) -> list[di
         for kind in range(2):
             is_there[kind] = is_there[kind] or kind in kinds
             groups[kind] += _of_group(group, kind)
-    for name, parameter in engine.ignored.parameters.items():
+    for name, parameter in ignored_of(engine).parameters.items():
         if parameter.requires_grad:
             kind = int(decay is not None and not decay(name, parameter))
             groups[kind].append(parameter)

@@ -6,6 +6,7 @@ import torch
 from torch import Tensor, nn
 
 from shardwise.engine.unit import engine_of
+from shardwise.features.ignored import ignored_of
 from shardwise.features.in_backward import refuse
 from shardwise.features.waiting import refuse_sums
 from shardwise.optim import partial
@@ -84,8 +85,8 @@ class GradScaler(torch.amp.GradScaler):
             total += value.to(total.device)
         for engine in engines:
             # Ranks of one shard group share out the gradients; of ignored parameters every rank has its own.
-            comm = engine.comms.control if engine.ignored.parameters else engine.comms.reduce
-            has_own = engine.row.shards_optimizer or engine.ignored.parameters or engine.comms.ep
+            comm = engine.comms.control if ignored_of(engine).parameters else engine.comms.reduce
+            has_own = engine.row.shards_optimizer or ignored_of(engine).parameters or engine.comms.ep
             if has_own:  # else all have looked at the same
                 shared = total.to(comm.device)
                 comm.all_reduce(shared, unit="found_inf").wait()

@@ -411,3 +411,26 @@ def flat_ranges(pieces: Sequence[Piece], kinds: Sequence[int | None]) -> tuple[F
             runs.append([piece])
         last = kind
     return tuple(FlatRange(kinds[run[0].index] or 0, tuple(run)) for run in runs)
+
+
+def contiguous_stride(shape: tuple[int, ...]) -> tuple[int, ...]:
+    """Strides of a contiguous tensor of ``shape``."""
+    strides, step = [], 1
+    for extent in reversed(shape):
+        strides.append(step)
+        step *= max(extent, 1)
+    return tuple(reversed(strides))
+
+
+def is_dense(shape: tuple[int, ...], stride: tuple[int, ...]) -> bool:
+    """The elements fill one gapless, non-overlapping range of memory, in whatever order of dimensions."""
+    if 0 in shape:
+        return True  # whatever the strides say
+    expected = 1
+    for extent, step in sorted(zip(shape, stride, strict=True), key=lambda pair: (pair[1], pair[0])):
+        if extent == 1:
+            continue
+        if step != expected:
+            return False
+        expected *= extent
+    return True

@@ -7,6 +7,8 @@ not expect is inserted where it came. No rank removes a unit by itself, since it
 keep changing, the order grows and every rank visits all of it: from twice the recorded length on, the ranks exchange
 which places they have used, and keep those.
 
+Each way into the model (:class:`Paths`) has an order of its own.
+
 Even in the first step a rank may skip members of a list of layers (:class:`LayerList`): peers are expected to run all
 of them in order. So a model that drops layers at random (stochastic depth, LayerDrop) has one order from the start.
 """
@@ -15,6 +17,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 
 @dataclass(frozen=True)
@@ -229,3 +232,94 @@ class AgreedOrder:
     def is_last(self, unit: int) -> bool:
         """The cursor stands at the end of a recorded pass, just behind ``unit``."""
         return self._recorded and self._cursor == len(self._order) > 0 and self._order[-1] == unit
+
+
+#: Where a forward comes in: a unit's number, and the path of the module in it that was called ("": the unit's own).
+Entry = tuple[int, str]
+ROOT_ENTRY: Entry = (0, "")
+#: Of the passes through one pipeline stage of a model: ``(_STAGES, "2")``, no unit's.
+_STAGES = -1
+
+
+def stage_entry(stage: int) -> Entry:
+    """Of the passes through a pipeline stage: they all take one path, in which no layer is left out."""
+    return _STAGES, str(stage)
+
+
+class Orders(dict[Entry, AgreedOrder]):
+    """One order for each entry: the module through which a forward comes in, or came in that is now run backward.
+
+    Args:
+        make: Makes the order of an entry that comes for the first time.
+    """
+
+    def __init__(self, make: Callable[[Entry], AgreedOrder]) -> None:
+        super().__init__()
+        self._make = make
+
+    def __missing__(self, entry: Entry) -> AgreedOrder:
+        """A new order."""
+        self[entry] = order = self._make(entry)
+        return order
+
+    def known(self) -> list[list[Any]]:
+        """Entry and recorded order of each, as JSON holds them."""
+        return [[*entry, list(order.units)] for entry, order in self.items() if order.is_recorded]
+
+    def take(self, known: Sequence[list[Any]]) -> None:
+        """Take over what :meth:`known` gave on another rank."""
+        for index, path, units in known:
+            self[index, path].take(units)
+
+
+class Paths:
+    """All agreed orders of a model, and those in force.
+
+    Args:
+        lists: The lists of layers of which a forward through an entry may skip some, those of inner modules first.
+        has_run: Tells which units have run in a forward whose backward is to come.
+
+    Attributes:
+        forward: Of gathers in forwards that train.
+        evaluation: Of gathers in others; only to prefetch.
+        backward: Of the units that backward enters.
+        entry: The way in of the newest outermost forward.
+        gathers: In force in it.
+        entries: In force in the newest backward.
+    """
+
+    def __init__(self, lists: Callable[[Entry], Sequence[LayerList]], has_run: Callable[[int], bool]) -> None:
+        def lists_of(entry: Entry) -> Sequence[LayerList]:
+            return () if entry[0] == _STAGES else lists(entry)
+
+        self.forward = Orders(lambda entry: AgreedOrder(lists_of(entry)))
+        self.evaluation = Orders(lambda _entry: AgreedOrder())
+        self.backward = Orders(lambda entry: AgreedOrder([layers.reversed() for layers in lists_of(entry)], has_run))
+        self.entry = ROOT_ENTRY
+        self.gathers = self.forward[ROOT_ENTRY]
+        self.entries = self.backward[ROOT_ENTRY]
+
+    @property
+    def all(self) -> tuple[Orders, ...]:
+        """Those of forwards, evaluations and backwards."""
+        return self.forward, self.evaluation, self.backward
+
+    def enter(self, entry: Entry, *, trains: bool) -> None:
+        """An outermost forward begins."""
+        self.entry = entry
+        self.gathers = (self.forward if trains else self.evaluation)[entry]
+
+    def enter_backward(self, entry: Entry) -> None:
+        """The backward of such a forward begins."""
+        self.entries = self.backward[entry]
+        self.entries.start()
+
+    def has_backward(self, index: int) -> bool:
+        """Whether backward has entered the unit of this number in some step."""
+        return any(index in order for order in self.backward.values())
+
+
+def units_in(orders: Orders) -> tuple[int, ...]:
+    """The units of an order through the whole model, or one stage after the other; empty before the first step."""
+    stages = [order.units for (index, _), order in orders.items() if index == _STAGES]
+    return tuple(dict.fromkeys(unit for units in stages for unit in units)) or orders[ROOT_ENTRY].units

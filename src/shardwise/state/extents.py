@@ -23,9 +23,10 @@ from torch import Tensor
 from shardwise.comm.base import Comm
 from shardwise.comm.control import broadcast_json, gather_json
 from shardwise.comm.dtype import torch_dtype
-from shardwise.engine.pool import contiguous_stride, memory_order
+from shardwise.engine.pool import memory_order
 from shardwise.spec.errors import StateError
 from shardwise.spec.extent import Extent, describe_cuts, shared, tiling_problems
+from shardwise.spec.layout import contiguous_stride
 from shardwise.spec.slice import Cut
 
 #: Ranges of logical tensors, each with the one-dimensional tensor that holds its elements.

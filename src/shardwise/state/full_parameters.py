@@ -17,9 +17,9 @@ from torch import Tensor, nn
 from shardwise.comm.control import all_gather_json
 from shardwise.engine.engine import Engine
 from shardwise.engine.group import Group
-from shardwise.engine.pool import contiguous_stride
 from shardwise.engine.unit import Unit, engine_of, mark_of
 from shardwise.spec.errors import StateError
+from shardwise.spec.layout import contiguous_stride
 from shardwise.spec.slice import slice_of
 from shardwise.state.extents import gather, scatter, survey
 from shardwise.state.held import gathered_pieces, of_group

@@ -11,6 +11,7 @@ from shardwise.comm.base import Comm
 from shardwise.comm.dtype import dtype_name
 from shardwise.engine.engine import Engine
 from shardwise.engine.group import Group
+from shardwise.features.ignored import ignored_of
 from shardwise.spec.extent import Extent
 from shardwise.spec.layout import Piece
 from shardwise.spec.slice import Slice, simplest, slice_of
@@ -106,14 +107,14 @@ def extent_of(name: str, flat: Tensor, shape: Sequence[int], part: Slice | None)
 
 def sliced_parameters(engine: Engine) -> dict[str, nn.Parameter]:
     """The ignored parameters of which each rank holds a slice, by name."""
-    return {name: p for name, p in engine.ignored.parameters.items() if slice_of(p) is not None}
+    return {name: p for name, p in ignored_of(engine).parameters.items() if slice_of(p) is not None}
 
 
 def of_sliced(engine: Engine, is_chosen: Callable[[nn.Parameter, Slice], bool] | None = None) -> list[Holding]:
     """The slices that this rank holds of ignored parameters."""
     return [
         of_tensor(name, parameter, copies=None, part=part)
-        for name, parameter in engine.ignored.parameters.items()
+        for name, parameter in ignored_of(engine).parameters.items()
         if (part := slice_of(parameter)) is not None and (is_chosen is None or is_chosen(parameter, part))
     ]
 

@@ -15,7 +15,7 @@ from torch import Tensor, nn
 
 from shardwise.comm.axes import Comms
 from shardwise.comm.control import all_gather_json
-from shardwise.engine.unit import Ignored
+from shardwise.features.ignored import Ignored
 from shardwise.init.digest import digest_of
 from shardwise.spec.errors import CheckpointError, StateError
 from shardwise.spec.slice import slice_of

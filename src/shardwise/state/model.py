@@ -19,6 +19,7 @@ from shardwise.comm.control import all_gather_json
 from shardwise.comm.dtype import dtype_name, torch_dtype
 from shardwise.engine.engine import Engine
 from shardwise.engine.unit import engine_of
+from shardwise.features.ignored import ignored_of
 from shardwise.features.precision import saved_dtypes
 from shardwise.init.materialize import Unfilled
 from shardwise.spec.errors import StateError
@@ -93,7 +94,7 @@ def full_state_dict(model: nn.Module, *, trainable_only: bool = False) -> dict[s
     with _whole_tensors_in(engine, _left_out(engine, whole) | whole):
         state = model.state_dict()
     if trainable_only:
-        frozen = {name for name, p in engine.ignored.parameters.items() if not p.requires_grad}
+        frozen = {name for name, p in ignored_of(engine).parameters.items() if not p.requires_grad}
         state = {key: value for key, value in state.items() if key not in frozen and not _is_meta(value)}
     gathered = {tensor.untyped_storage().data_ptr() for tensor in whole.values()}
     state = {key: _taken(value, gathered) if isinstance(value, Tensor) else value for key, value in state.items()}
@@ -264,7 +265,7 @@ def load_full_state_dict(model: nn.Module, state: Mapping[str, Any], *, strict: 
     comms = engine.comms
     buffers = persistent_buffers(model)
     sliced = sliced_parameters(engine)
-    wholes = {name: p for name, p in engine.ignored.parameters.items() if name not in sliced} | buffers
+    wholes = {name: p for name, p in ignored_of(engine).parameters.items() if name not in sliced} | buffers
     holdings = [of_group(group) for group in in_order(engine)]
     holdings += [of_tensor(name, tensor, copies=comms.control) for name, tensor in wholes.items()]
     holdings += of_sliced(engine)

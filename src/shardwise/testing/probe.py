@@ -25,10 +25,10 @@ from torch import Tensor, nn
 
 from shardwise.api.summary import predict, predict_activations, predict_trace, unit_shapes
 from shardwise.engine.group import Group
-from shardwise.engine.order import units_in
 from shardwise.engine.pool import memory_order
 from shardwise.engine.unit import State, Unit, engine_of
 from shardwise.features import safety
+from shardwise.features.ignored import ignored_of
 from shardwise.features.waiting import WaitingGradient
 from shardwise.measure.storage import held_bytes
 from shardwise.optim.flat_parameters import states_by_name
@@ -36,6 +36,7 @@ from shardwise.pipeline.pipelined import pipelined_of
 from shardwise.spec.extent import Extent
 from shardwise.spec.memory.activations import Activations
 from shardwise.spec.memory.footprint import UnitShape
+from shardwise.spec.order import units_in
 from shardwise.spec.placement import Placements
 from shardwise.spec.slice import Slice
 from shardwise.spec.traffic.data import Collective
@@ -172,7 +173,7 @@ class Probe:
     @property
     def ignored(self) -> Mapping[str, nn.Parameter]:
         """The parameters that the engine leaves alone (``ParallelPlan.ignored``), by name."""
-        return self._engine.ignored.parameters
+        return ignored_of(self._engine).parameters
 
     @property
     def axes(self) -> dict[str, int]:
