@@ -7,6 +7,7 @@ pydantic; checks across sections, against the world, the model and the data (``t
 
 from __future__ import annotations
 
+import copy
 import dataclasses
 import functools
 import inspect
@@ -193,60 +194,47 @@ class Config(Section):
         return yaml.safe_dump(data, sort_keys=False, allow_unicode=True)
 
 
-@dataclass(slots=True)
-class ConfigErrors:
-    """Mistakes found so far, in the order of the file."""
-
-    title: str
-    found: list[tuple[str, str]] = field(default_factory=list)
-
-    def add(self, where: str, message: str) -> None:
-        """Record one mistake."""
-        if (where, message) not in self.found:
-            self.found.append((where, message))
-
-    def raise_if_any(self) -> None:
-        """Raise one ConfigError that lists everything."""
-        if not self.found:
-            return
-        count = len(self.found)
-        lines = [f"{count} mistake{'s' if count > 1 else ''} in {self.title}."]
-        lines += [f"  {where}: {message}" for where, message in self.found[:40]]
-        if count > 40:
-            lines.append(f"  ... and {count - 40} more")
-        lines.append("  Correct them and try again; `shardwise config-schema` lists all keys. Nothing was started.")
-        raise ConfigError("\n".join(lines))
-
-
 _SECTIONS: dict[str, Any] = {name: held.annotation for name, held in Config.model_fields.items() if name != "name"}
 
 
 @dataclass(slots=True)
 class RawConfig:
-    """A configuration that has been read, with what is needed to report further mistakes at the right line.
+    """A configuration that has been read, with the mistakes found so far.
 
     Attributes:
         title: The file's name, for messages.
         document: All values with their places.
-        problems: The mistakes so far.
         config: The values that are right by themselves; a wrong one has its default here.
+        mistakes: Place and message of each mistake, in the order of finding.
     """
 
     title: str
     document: Document
-    problems: ConfigErrors
     config: Config = field(default_factory=Config)
-
-    def where(self, *path: str) -> str:
-        """Where ``path`` (or the nearest thing that holds it) was written, with the dotted name of the key."""
-        places = self.document.where
-        at = next((places[path[:n]] for n in range(len(path), 0, -1) if path[:n] in places), self.title)
-        is_known = path[0] in Config.model_fields
-        return f"{at}: {'.'.join(path)}" if is_known and not at.startswith("--set") else at
+    mistakes: dict[tuple[str, str], None] = field(default_factory=dict)
 
     def fail(self, section: str, key: str, message: str) -> None:
         """Record a mistake in a field."""
-        self.problems.add(self.where(section, key), message)
+        self.fail_at((section, key), message)
+
+    def fail_at(self, path: tuple[str, ...], message: str) -> None:
+        """Record a mistake where ``path`` (or the nearest thing that holds it) was written."""
+        places = self.document.where
+        at = next((places[path[:n]] for n in range(len(path), 0, -1) if path[:n] in places), self.title)
+        names_key = path[0] in Config.model_fields and not at.startswith("--set")
+        self.mistakes[f"{at}: {'.'.join(path)}" if names_key else at, message] = None
+
+    def raise_if_any(self) -> None:
+        """Raise one ConfigError that lists every mistake."""
+        if not self.mistakes:
+            return
+        count = len(self.mistakes)
+        lines = [f"{count} mistake{'s' if count > 1 else ''} in {self.title}."]
+        lines += [f"  {where}: {message}" for where, message in list(self.mistakes)[:40]]
+        if count > 40:
+            lines.append(f"  ... and {count - 40} more")
+        lines.append("  Correct them and try again; `shardwise config-schema` lists all keys. Nothing was started.")
+        raise ConfigError("\n".join(lines))
 
     def given(self, section: str) -> set[str]:
         """The keys of a section that somebody wrote."""
@@ -275,12 +263,12 @@ def read_config(
     """
     document = Document(dict(base or {})) if path is None else _read_chain(Path(path), ())
     title = (title or "the configuration") if path is None else str(path)
-    raw = RawConfig(title, document, ConfigErrors(title))
+    raw = RawConfig(title, document)
     for override in overrides:
         try:
             _lay_override(document, override)
         except Problem as problem:
-            raw.problems.add(problem.where, problem.message)
+            raw.mistakes[problem.where, problem.message] = None
     stem = "run" if path is None else Path(path).stem
     document.values = {"name": stem if re.fullmatch(_NAME, stem) else "run", **document.values}
     raw.config = _checked(raw)
@@ -299,8 +287,6 @@ def _read_chain(path: Path, seen: tuple[Path, ...]) -> Document:
     if base in chain:
         shown = " -> ".join(str(step.name) for step in (*chain[chain.index(base) :], base))
         raise ConfigError(f"{where}: extends goes in a circle: {shown}.\n  Take one of them out.")
-    if len(chain) > 16:
-        raise ConfigError(f"{where}: extends goes through more than 16 files.\n  Flatten them.")
     if not base.is_file():
         raise ConfigError(f"{where}: extends names {name!r}, which is no file.\n  The path is relative to {path.name}.")
     below = _read_chain(base, chain)
@@ -331,8 +317,8 @@ def _lay_override(document: Document, text: str) -> None:
 
 def _checked(raw: RawConfig) -> Config:
     """The values that are right by themselves; the others are reported, and take their defaults."""
-    values = {key: dict(held) if isinstance(held, dict) else held for key, held in raw.document.values.items()}
-    values = {key: {} if held is None and key in _SECTIONS else held for key, held in values.items()}
+    values = copy.deepcopy(raw.document.values)
+    values |= {key: {} for key, held in values.items() if held is None and key in _SECTIONS}
     if isinstance(model := values.get("model"), dict):
         known = [*ModelSection.model_fields, *_override_schema()]
         for key in [key for key in model if key not in known]:
@@ -349,35 +335,17 @@ def _checked(raw: RawConfig) -> Config:
                 *above, key = path
                 section = values[above[0]] if above else values
                 text = raw.document.texts.get(path)
-                if (
-                    text is not None
-                    and not isinstance(section[key], str)
-                    and any(d["type"] == "string_type" for d in found)
-                ):
+                takes_text = any(detail["type"] == "string_type" for detail in found)
+                if takes_text and text is not None and not isinstance(section[key], str):
                     section[key] = text  # text is declared: an unquoted word or number is that text
                     continue
-                raw.problems.add(raw.where(*path), _explain(path, found, text if text is not None else section[key]))
+                raw.fail_at(path, _explain(path, found, section[key] if text is None else text))
                 del section[key]
 
 
-_BOUNDS = {"greater_than": "more than", "greater_than_equal": "at least", "less_than": "less than"}
-_BOUNDS |= {"less_than_equal": "at most"}
-_EXPECTED = {
-    "int_type": "a whole number",
-    "int_from_float": "a whole number",
-    "float_type": "a number",
-    "finite_number": "a finite number",
-    "bool_type": "true or false",
-    "string_type": "text",
-    "dict_type": "a mapping",
-    "list_type": "a list",
-    "tuple_type": "a list of two numbers",
-}
-
-
 def _explain(path: tuple[str, ...], details: Sequence[Any], got: Any) -> str:
-    """What was expected in place of ``got``; of a union each branch has reported its own mismatch."""
-    key, kind, context = path[-1], details[0]["type"], details[0].get("ctx", {})
+    """What was expected in place of ``got``; each branch of a union has reported a mismatch."""
+    key, kind = path[-1], details[0]["type"]
     if kind == "extra_forbidden":
         homes = [f"{name}.{key}" for name, section in _SECTIONS.items() if key in section.model_fields]
         known = Config.model_fields if len(path) == 1 else _SECTIONS[path[0]].model_fields
@@ -387,13 +355,9 @@ def _explain(path: tuple[str, ...], details: Sequence[Any], got: Any) -> str:
         return f"expected the fields of section {key}, got {got!r}"
     if path == ("name",):
         return f"{got!r} is no name of a run: 1 to 100 letters, digits, dots, dashes or underscores"
-    if kind in _BOUNDS:
-        return f"expected {_BOUNDS[kind]} {next(iter(context.values())):,}, got {got!r}"
-    choices = [word for detail in details for word in re.findall("'(.*?)'", detail.get("ctx", {}).get("expected", ""))]
-    kinds = [_EXPECTED.get(detail["type"], detail["msg"]) for detail in details if detail["type"] != "literal_error"]
-    if choices and not kinds:
-        return f"expected one of {', '.join(choices)}, got {got!r}.{did_you_mean(str(got), choices)}"
-    return f"expected {' or '.join(dict.fromkeys([*kinds, *choices]))}, got {got!r}"
+    choices = re.findall("'(.*?)'", " ".join(detail.get("ctx", {}).get("expected", "") for detail in details))
+    expected = " or ".join(dict.fromkeys(detail["msg"].removeprefix("Input should be ") for detail in details))
+    return f"expected {expected}, got {got!r}.{did_you_mean(str(got), choices)}"
 
 
 def schema() -> dict[str, Any]:

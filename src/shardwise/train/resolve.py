@@ -10,7 +10,6 @@ import math
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import NoReturn
 
 from shardwise.models.shape import PRESETS, GPTConfig, gpt_config
 from shardwise.spec.errors import ConfigError, MeshError, PlanError, ShardwiseError
@@ -18,7 +17,6 @@ from shardwise.spec.mesh import Mesh
 from shardwise.spec.plan import ParallelPlan, check_plan
 from shardwise.spec.policies import PrecisionPolicy
 from shardwise.spec.schedule.builders import PipelinePolicy
-from shardwise.spec.text import did_you_mean
 from shardwise.train.config import Config, RawConfig
 from shardwise.train.data import Source, check_size, find_source
 from shardwise.train.hf import LanguageModel, NotCausalError, read_language_model, stored_dtype
@@ -142,12 +140,12 @@ def resolve(
         ConfigError: Something in the configuration is wrong; every mistake is listed with its line.
         DataError: The configuration is right but the data is not.
     """
-    config, num_found = raw.config, len(raw.problems.found)
+    config, num_found = raw.config, len(raw.mistakes)
     plan, mesh = _plan(raw, world_size, local_size or world_size)
-    has_plan = len(raw.problems.found) == num_found
+    has_plan = len(raw.mistakes) == num_found
     shape, facts = _model(raw)
     raised_from = None
-    if raises_masters and not raw.problems.found:
+    if raises_masters and not raw.mistakes:
         plan, raised_from = _with_fp32_masters(config, plan)
     optimizer = _check_optimizer(raw)
     schedule = _schedule(raw)
@@ -155,7 +153,7 @@ def resolve(
     seq_len = _seq_len(raw, facts.positions, plan)
     if config.optimizer.in_backward:
         _check_in_backward(raw, plan, batch)
-    raw.problems.raise_if_any()
+    raw.raise_if_any()
 
     source, tokenizer = _source(raw, facts.vocab_size, say, reads=checks_data)
     if checks_data:
@@ -192,23 +190,17 @@ def resolve(
     )
 
 
-def _refuse(raw: RawConfig, section: str, key: str, message: str) -> NoReturn:
-    raw.fail(section, key, message)
-    raw.problems.raise_if_any()
-    raise AssertionError(message)
-
-
 def _plan(raw: RawConfig, world_size: int, local_size: int) -> tuple[ParallelPlan, Mesh]:
     """The plan and its mesh; where they are refused, stand-ins with which the other checks go on."""
     values = {name: getattr(raw.config.parallel, name) for name in type(raw.config.parallel).model_fields}
     stand_in = ParallelPlan(strategy="ddp"), Mesh.build(world_size, dp_shard=world_size)
-    num_found = len(raw.problems.found)
+    num_found = len(raw.mistakes)
     for name in sorted(raw.given("parallel") & set(values)):
         try:
             ParallelPlan(**{key: values[key] for key in (name, *_READ_WITH.get(name, ()))})
         except ShardwiseError as error:
             raw.fail("parallel", name, _inline(error))
-    if len(raw.problems.found) > num_found:
+    if len(raw.mistakes) > num_found:
         return stand_in
     try:
         plan = ParallelPlan(**values)
@@ -237,32 +229,15 @@ def _model(raw: RawConfig) -> tuple[GPTConfig | None, LanguageModel]:
             except NotCausalError as error:
                 raw.fail("model", "hf", str(error))
         return None, unknown
-    preset = section.preset or _DEFAULT_PRESET
-    if preset not in PRESETS:
-        hint = did_you_mean(preset, PRESETS) or f" Use one of {', '.join(PRESETS)}."
-        raw.fail("model", "preset", f"unknown preset {preset!r}.{hint}")
-        return None, unknown
     try:
-        shape = gpt_config(preset, **section.overrides)
+        shape = gpt_config(section.preset or _DEFAULT_PRESET, **section.overrides)
     except ConfigError as error:
-        wrong = _wrong_overrides(preset, section.overrides)
-        for key, message in (wrong or {next(iter(section.overrides)): error}).items():
-            raw.fail("model", key, _inline(message))
+        keys = section.overrides if section.preset in {None, *PRESETS} else ["preset"]
+        for item in _items(error):
+            key = item.partition("=")[0]
+            raw.fail("model", key if key in keys else next(iter(keys)), item)
         return None, unknown
     return shape, LanguageModel(shape.vocab_size, shape.seq_len)
-
-
-def _wrong_overrides(preset: str, overrides: dict[str, object]) -> dict[str, ConfigError]:
-    """The fields that are wrong by themselves, and why."""
-    found = {}
-    for key, value in overrides.items():
-        if key in {"hidden", "num_heads", "num_experts", "experts_per_token"} and type(value) is int and value > 0:
-            continue  # legal or not together with the others only
-        try:
-            gpt_config(preset, **{key: value})
-        except ConfigError as error:
-            found[key] = error
-    return found
 
 
 def _source(
@@ -276,42 +251,32 @@ def _source(
     config = raw.config
     name = config.data.tokenizer or config.model.hf or BYTES
     has_own = name == BYTES or has_tokenizer(Path(name).expanduser())
-    if config.data.tokenizer is not None and not has_own:
-        _refuse(
-            raw,
-            "data",
-            "tokenizer",
-            f"{name!r} is no folder with a tokenizer (tokenizer.json, vocab.json, ...); name one, or 'bytes'",
-        )
     source = find_source(config.data.source, max_bytes=config.data.max_bytes)
-    if source.kind == "text" and not has_own:
-        _refuse(
-            raw,
-            "data",
-            "tokenizer",
-            f"{name} holds no tokenizer, and data.source is text; name a folder that holds the model's tokenizer, or"
-            " 'bytes' for one token per byte",
-        )
-    if source.kind == "text" and name != BYTES:
+    key, wrong = "tokenizer", None
+    if not has_own and (config.data.tokenizer is not None or source.kind == "text"):
+        wrong = f"{name!r} is no folder with a tokenizer (tokenizer.json, vocab.json, ...); name one, or 'bytes'"
+    elif source.kind == "text" and name != BYTES:
         tokenizer = find_tokenizer(name)
-        if tokenizer.vocab_size > vocab_size:
-            _refuse(
-                raw,
-                "data",
-                "tokenizer",
-                f"the tokenizer of {name} has {tokenizer.vocab_size:,} ids, the model's embedding {vocab_size:,} rows;"
-                " use the tokenizer that the model was made for, or a model with as many rows",
+        if tokenizer.vocab_size <= vocab_size:
+            source = (
+                tokenized(source, name, tokenizer, say) if reads else replace(source, vocab_size=tokenizer.vocab_size)
             )
-        source = tokenized(source, name, tokenizer, say) if reads else replace(source, vocab_size=tokenizer.vocab_size)
-    vocab = source.vocab_size or vocab_size
-    if vocab > vocab_size:
-        advice = f"set model.vocab_size={vocab}" if config.model.hf is None else "tokenize the text with its tokenizer"
-        _refuse(
-            raw,
-            "data",
-            "source",
-            f"its tokens have a vocabulary of {vocab:,}, the model's has {vocab_size:,}; {advice}",
+        else:
+            wrong = (
+                f"the tokenizer of {name} has {tokenizer.vocab_size:,} ids, the model's embedding {vocab_size:,} rows;"
+                " use the tokenizer that the model was made for, or a model with as many rows"
+            )
+    if wrong is None and (source.vocab_size or 0) > vocab_size:
+        advice = (
+            "tokenize the text with its tokenizer" if config.model.hf else f"set model.vocab_size={source.vocab_size}"
         )
+        key, wrong = (
+            "source",
+            f"its tokens have a vocabulary of {source.vocab_size:,}, the model's has {vocab_size:,}; {advice}",
+        )
+    if wrong is not None:
+        raw.fail("data", key, wrong)
+        raw.raise_if_any()
     return source, name if has_own else None
 
 
@@ -386,30 +351,26 @@ def _schedule(raw: RawConfig) -> Schedule:
 def _batch(raw: RawConfig, mesh: Mesh, plan: ParallelPlan) -> Batch:
     """The batch sizes: two of micro batch, accumulation and global batch determine the third."""
     train, policy, ranks = raw.config.train, plan.pipeline_policy, mesh.data_parallel_size
-    usual = 1 if policy is None else policy.microbatches(plan.pp)
     micro, total, steps = train.micro_batch_size, train.global_batch_size, train.gradient_accumulation_steps
+    if total is None or micro is None:
+        steps = steps or (1 if policy is None else policy.microbatches(plan.pp))
     if total is None:
-        batch = Batch(micro or _DEFAULT_MICRO, steps or usual, ranks)
-    elif micro is not None:
-        batch = Batch(micro, total // (micro * ranks), ranks)
-        if total % (micro * ranks):
-            product = f"micro_batch_size={micro} * {ranks} ranks = {micro * ranks}"
-            message = f"{total} samples are not a multiple of {product}; use {_nearest(total, micro * ranks)}"
+        batch = Batch(micro or _DEFAULT_MICRO, steps or 1, ranks)
+    else:
+        name, factor = ("micro_batch_size", micro) if micro is not None else ("gradient_accumulation_steps", steps or 1)
+        other = total // (factor * ranks)
+        batch = Batch(other, factor, ranks) if micro is None else Batch(factor, other, ranks)
+        if total % (factor * ranks):
+            product = f"{name}={factor} * {ranks} ranks = {factor * ranks}"
+            message = f"{total} samples are not a multiple of {product}; use {_nearest(total, factor * ranks)}"
             raw.fail("train", "global_batch_size", message)
         elif steps is not None and steps != batch.accumulation:
             message = (
                 f"micro_batch_size={micro} * gradient_accumulation_steps={steps} * {ranks} ranks = "
-                f"{micro * steps * ranks}, but global_batch_size={total}; leave one of the three out"
+                f"{factor * steps * ranks}, but global_batch_size={total}; leave one of the three out"
             )
             raw.fail("train", "gradient_accumulation_steps", message)
-    else:
-        steps = steps or usual
-        batch = Batch(total // (steps * ranks), steps, ranks)
-        if total % (steps * ranks):
-            product = f"gradient_accumulation_steps={steps} * {ranks} ranks = {steps * ranks}"
-            message = f"{total} samples are not a multiple of {product}; use {_nearest(total, steps * ranks)}"
-            raw.fail("train", "global_batch_size", message)
-    if policy is not None and not raw.problems.found:
+    if policy is not None and not raw.mistakes:
         _check_microbatches(raw, policy, plan.pp, batch.accumulation)
     return batch
 
@@ -457,8 +418,12 @@ def _seq_len(raw: RawConfig, positions: int | None, plan: ParallelPlan) -> int:
     return given
 
 
-def _inline(error: Exception) -> str:
-    """A message of several lines as one: what is wrong; what to do. Of a list, only its items."""
+def _items(error: Exception) -> list[str]:
+    """What a message of several lines lists; of a message without a list, what is wrong and what to do."""
     lines = [line.strip().rstrip(".:") for line in str(error).splitlines() if line.strip()]
-    items = [line.removeprefix("- ") for line in lines if line.startswith("- ")]
-    return "; ".join(items or lines)
+    return [line.removeprefix("- ") for line in lines if line.startswith("- ")] or ["; ".join(lines)]
+
+
+def _inline(error: Exception) -> str:
+    """A message of several lines as one."""
+    return "; ".join(_items(error))
