@@ -46,6 +46,7 @@ ABOUT = {
     "train/test_train_unread.py": "train.loop train.unread",
     # one part of the engine, or a count of what it does
     "engine/test_device_calls.py": "optim.clip",
+    "engine/test_half_done.py": "engine",
     "engine/test_host_cost.py": "comm.gloo engine.engine engine.unit",
     "features/test_fp16.py": "optim.partial optim.scaler",
     "features/test_precision_parity.py": "features.precision",

@@ -190,9 +190,9 @@ class Engine:
             return
         calls, forward = unit.calls, self.forward
         if torch_private.current_backward() != -1:
+            calls.replays.append(torch_private.next_sequence_number())
             self._ensure(unit)  # recomputation: the data must be there, nothing is entered, ordered or counted
             unit.is_unused = False
-            calls.replays.append(torch_private.next_sequence_number())
             return
         if self.backward.is_under_way:
             self.recover()
@@ -204,6 +204,7 @@ class Engine:
             _refuse_thread(unit)
         forward.num_frames += 1
         calls.frames.append(torch_private.next_sequence_number())
+        member.num_frames += 1
         calls.has_run |= forward.trains
         if self.row.shards_optimizer:
             for index in self.orders.gathers.reach(unit.index):
@@ -211,7 +212,6 @@ class Engine:
         self._release_left(but=unit)
         self.unshard(unit)
         unit.is_unused = False
-        member.num_frames += 1
         member.swap_in()
         self._prefetch(self.orders.gathers)
         begin(calls.labels, "forward", unit.name)
@@ -226,8 +226,8 @@ class Engine:
             if torch.is_grad_enabled():  # a reentrant recomputation runs a backward of its own through these
                 attach_tickets(self, unit, output, since, is_counted=False)
             return
-        if not calls.frames:
-            return  # the forward never got through before_forward
+        if not calls.frames or (output is None and threading.get_ident() != forward.thread):
+            return  # before_forward refused this call
         end(calls.labels)
         since = calls.frames.pop()
         forward.num_frames -= 1
@@ -258,7 +258,6 @@ class Engine:
         forward.trains = torch.is_grad_enabled()
         for unit in self.units:
             if unit.state is State.UNSHARDING:  # prefetched by a forward that raised
-                self.wait(unit)
                 self.reshard(unit)
         while forward.left:
             self.reshard(forward.left.pop())
@@ -377,17 +376,21 @@ class Engine:
                 " otherwise than through its outputs.\n"
                 "  Return the value from the unit's forward, or do without sw.optimizer_in_backward()."
             )
-        for group in unit.groups:
-            if not group.needs_refresh or (group.slot is None and group.epoch == self.epoch):
-                continue
-            if group.slot is not None and group.slot.owner is not group:
-                self.claim(group)
-            is_kept = group.form.kept_epoch == self.epoch
-            for tell in self.observers.before_gather:
-                tell(self, unit, group, is_kept=is_kept)
-            unit.handles.append(self.gather(group, is_kept=is_kept))
-            unit.is_unused = True
         unit.move_to(State.UNSHARDING)
+        try:
+            for group in unit.groups:
+                if not group.needs_refresh or (group.slot is None and group.epoch == self.epoch):
+                    continue
+                if group.slot is not None and group.slot.owner is not group:
+                    self.claim(group)
+                is_kept = group.form.kept_epoch == self.epoch
+                for tell in self.observers.before_gather:
+                    tell(self, unit, group, is_kept=is_kept)
+                unit.handles.append(self.gather(group, is_kept=is_kept))
+                unit.is_unused = True
+        except BaseException:
+            self.reshard(unit)  # half of a unit is as good as none
+            raise
 
     def gather(self, group: Group, *, is_kept: bool) -> Handle:
         """Issue the gather of a group into its slot.
@@ -409,7 +412,7 @@ class Engine:
         assert slot is not None
         holder = slot.owner
         if holder is not None:
-            if holder.unit.calls.frames:
+            if holder.unit.calls.frames or holder.unit is group.unit:
                 if group.unit.calls.num_outstanding:
                     raise StateError(
                         f"units {group.unit.name!r} and {holder.unit.name!r} share storage, but one now runs inside the"
@@ -418,8 +421,6 @@ class Engine:
                 slot = self.slots.grow(group.layout.numel)
                 group.use_slot(slot)
             else:
-                if holder.unit.state is State.UNSHARDING:
-                    self.wait(holder.unit)
                 self.reshard(holder.unit)
         slot.owner = group
 
@@ -460,6 +461,8 @@ class Engine:
 
     def reshard(self, unit: Unit) -> None:
         """Release the unit's slots. Units with replicated parameters keep their data."""
+        if unit.state is State.UNSHARDING:
+            self.wait(unit)
         self.slots.num_wrong_prefetches += unit.is_unused
         unit.is_unused = False
         if self.step.holds and self.step.keeps(unit):
@@ -546,14 +549,14 @@ class Engine:
         """
         if unit in self.backward.entered:
             self.backward.entered.remove(unit)
+        while unit.state is State.REDUCING:
+            self._drain_one()  # a gradient has come after the unit was reduced: its buffer must have left
         reduces = self.syncs_gradients or self.accumulation != "unsharded"
         if reduces and not self.options.keeps_buffers:
             self.move_on(num_kept=self._num_travelling)  # before this unit takes its buffer
         for group in unit.groups:
             if group.wants_gradients:
                 group.gradient.collect(self.gradients)
-        if unit.state is State.UNSHARDING:
-            self.wait(unit)
         self.reshard(unit)
         if reduces:
             self.reduce(unit)
@@ -632,9 +635,7 @@ class Engine:
             self.finish_reductions()
         self._agree(self.orders.entries, self.comms.control)
         for unit in self.units:
-            if unit.state is State.UNSHARDING:
-                self.wait(unit)
-            if unit.state is State.UNSHARDED:
+            if unit.state is State.UNSHARDING or unit.state is State.UNSHARDED:
                 self.reshard(unit)
             if not self.step.holds:
                 unit.swap_out()
@@ -697,8 +698,9 @@ class Engine:
         """A large gradient has arrived: move it into the flat buffer at once, unless the unit is not gathered."""
         unit, backward = group.unit, self.backward
         is_released = not unit.is_resident and unit.healed_in != backward.generation
-        if unit not in backward.entered and (is_released or unit.updated_in == backward.generation):
-            return  # left on the parameter; the end of backward reports it
+        is_late = is_released or unit.updated_in == backward.generation or unit.state is State.REDUCING
+        if unit not in backward.entered and is_late:
+            return  # left on the parameter; the end of backward reduces it, or reports it
         group.gradient.collect_one(index, self.gradients)
 
     # -- after an exception
@@ -709,25 +711,20 @@ class Engine:
         Raises:
             StateError: It took sums of earlier microbatches with it, or had updated some units.
         """
-        backward, forward = self.backward, self.forward
+        backward = self.backward
         while self.reducing:
             self.reducing.popleft()[2].wait()  # the buffer is in flight; what it brings is dropped below
         for unit in self.units:
             if unit.state is State.REDUCING:
                 unit.move_to(State.SHARDED)
-            if unit.state is State.UNSHARDING:
-                self.wait(unit)
-            self.reshard(unit)
-            unit.clear_frames()
             unit.calls.end_backward()
             unit.calls.replays.clear()
             for group in unit.groups:
                 group.gradient.drop(self.gradients)
+        self._abandon()
         backward.entered.clear()
         backward.is_under_way = False
         backward.active = None
-        forward.left.clear()
-        forward.num_frames = 0
         if backward.had_sums:
             raise StateError(
                 "a backward failed while gradients were being accumulated: the sums of the earlier microbatches are"
@@ -744,13 +741,14 @@ class Engine:
         """A forward was left without its hooks: nothing is under way any more."""
         for tell in self.observers.forward_ended:
             tell(self)
+        self._abandon()
+
+    def _abandon(self) -> None:
         self.forward.left.clear()
-        for unit in self.units:
-            unit.clear_frames()
-            if unit.state is State.UNSHARDING:
-                self.wait(unit)
-            self.reshard(unit)
         self.forward.num_frames = 0
+        for unit in self.units:
+            self.reshard(unit)
+            unit.clear_frames()
 
     # -- between steps
 
