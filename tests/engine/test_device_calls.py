@@ -85,7 +85,7 @@ def calls_of_clipping(preset: str, count: int) -> tuple[int, int]:
     model(torch.ones(2, 1024)).sum().backward()
     with Calls() as calls:
         sw.clip_grad_norm(model, 1.0)
-    return calls.counts.total(), sum(len(shape.groups) for shape in probe(model).unit_shapes.values())
+    return calls.counts.total(), sum(len(shape.groups) for shape in probe(model).unit_facts.values())
 
 
 def clipping() -> dict[str, list[tuple[int, int]]]:

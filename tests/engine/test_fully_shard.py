@@ -53,7 +53,7 @@ def bottom_up_units():
     for a, b in zip(sw.summary(same.model).units, sw.summary(ours.model).units, strict=True):
         assert a.reshards_after_forward == b.reshards_after_forward, a.name
     layouts = [
-        [[group.layout for group in unit.groups] for unit in each.probe.unit_shapes.values()] for each in (same, ours)
+        [[group.layout for group in unit.groups] for unit in each.probe.unit_facts.values()] for each in (same, ours)
     ]
     assert layouts[0] == layouts[1]
     assert lines_but_buffers(ours.model) == lines_but_buffers(same.model)

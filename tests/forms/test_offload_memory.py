@@ -43,7 +43,7 @@ def measure(plan: sw.ParallelPlan) -> tuple[dict[str, int], dict[str, int]]:
     large = sum(size for size in rest.values() if size > SMALL_BYTES)
     assert sum(rest.values()) - large <= 8 * SMALL_BYTES  # flags: a header for each view of a gradient buffer
     predicted = probe(model).predicted_bytes()
-    shapes = [shape for unit in probe(model).unit_shapes.values() for shape in unit.groups]
+    shapes = [shape for unit in probe(model).unit_facts.values() for shape in unit.groups]
     landings = sum(shape.landing_bytes(distributed.get_rank()) for shape in shapes)
     predicted_on_device = sum(predicted.values()) - predicted["host"]
     on_host = sum(p.numel() for name, p in model.named_parameters() if name in offloaded)

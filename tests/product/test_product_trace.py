@@ -83,7 +83,7 @@ class Case:
             at["pp"],
             gpt_stages(LAYERS, 12 * HIDDEN**2, VOCAB * HIDDEN, num_stages),
             MICRO_BATCH * SEQ * HIDDEN * item_bytes,
-            seen.unit_shapes,
+            seen.unit_facts,
             at["dp_shard"],
             self.replicas(rank),
             tensor if self.tp > 1 else None,
@@ -173,7 +173,7 @@ def test_dry_runs_send_what_is_predicted_on_every_axis(case):
         run, seen = dry(case, rank)
         assert by_axis(run.events) == case.predict(rank, seen, is_dry=True), rank
         held_bytes = reduce_bytes(
-            [shape for unit in seen.unit_shapes.values() for shape in unit.groups],
+            [shape for unit in seen.unit_facts.values() for shape in unit.groups],
             rank=sw.ParallelPlan(**case.plan).mesh(case.world).coordinate(rank)["dp_shard"],
             replicas=case.replicas(rank),
             accumulations={"unsharded"},

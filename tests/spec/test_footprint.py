@@ -8,11 +8,11 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from shardwise.spec.facts import GroupFacts
 from shardwise.spec.granularity import TENSOR
 from shardwise.spec.layout import GroupLayout, ParamSpec
 from shardwise.spec.memory.footprint import (
     Footprint,
-    GroupShape,
     footprint,
     gathered_bytes,
     reduce_bytes,
@@ -33,7 +33,7 @@ def model(preset, world, *, root=ROOT, blocks=(BLOCK,) * NUM_BLOCKS, dtype="fp32
     for unit, numel in enumerate((root, *blocks)):
         layout = GroupLayout.build([ParamSpec(f"p{unit}", (numel,), dtype, unit not in frozen)], world)
         reshards = row.shards_parameters and not row.keeps_gathered and unit > 0
-        groups.append(GroupShape(unit, layout, row, int(unit > 0), reshards, unit not in frozen))
+        groups.append(GroupFacts(unit, layout, row, int(unit > 0), reshards, unit not in frozen))
     return groups
 
 
@@ -130,7 +130,7 @@ def test_receive_buffers_that_turn_out_too_small_are_replaced():
     """A rank's slices differ from unit to unit; what one backward makes is enough for the next."""
     sizes = {1: 640, 2: 64, 3: 1280}  # by unit; backward goes from the last to the first
     groups = [
-        GroupShape(
+        GroupFacts(
             unit,
             GroupLayout.build([ParamSpec(f"p{unit}", (numel,))], 2, granularity=TENSOR, owners=[unit % 2]),
             PRESETS["zero3"],

@@ -9,8 +9,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from shardwise.spec.errors import PlanError
+from shardwise.spec.facts import GroupFacts
 from shardwise.spec.layout import GroupLayout, ParamSpec
-from shardwise.spec.memory.footprint import GroupShape, footprint
+from shardwise.spec.memory.footprint import footprint
 from shardwise.spec.placement import PRESETS
 from shardwise.spec.plan import ParallelPlan
 from shardwise.spec.policies import OffloadPolicy, check_offload, choose, offload_policy
@@ -96,7 +97,7 @@ PSI = 1 << 20
 def held(preset: str, policy: OffloadPolicy | None, *, compute: str | None = None, world: int = 4):
     row = PRESETS[preset]
     layout = GroupLayout.build([ParamSpec("p", (PSI,))], world)
-    group = GroupShape(0, layout, row, 0, reshards=False, is_trainable=True, compute_dtype=compute)
+    group = GroupFacts(0, layout, row, 0, reshards=False, is_trainable=True, compute_dtype=compute)
     group = dataclasses.replace(
         group, is_offloaded=policy is not None, keeps_shard=policy is not None and policy.keeps_shard(row)
     )

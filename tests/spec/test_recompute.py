@@ -7,8 +7,9 @@ import dataclasses
 import pytest
 
 from shardwise.spec.errors import PlanError
+from shardwise.spec.facts import GroupFacts, UnitFacts
 from shardwise.spec.layout import GroupLayout, ParamSpec
-from shardwise.spec.memory.footprint import GroupShape, UnitShape, gathered_bytes
+from shardwise.spec.memory.footprint import gathered_bytes
 from shardwise.spec.placement import PRESETS
 from shardwise.spec.plan import ParallelPlan
 from shardwise.spec.policies import (
@@ -59,9 +60,9 @@ def test_what_means_no_policy_is_refused(value: object, fault: str) -> None:
         ParallelPlan(activation_checkpointing=value)
 
 
-def group(unit: int, place: str | None, *, numel: int = 640) -> GroupShape:
+def group(unit: int, place: str | None, *, numel: int = 640) -> GroupFacts:
     layout = GroupLayout.build([ParamSpec(f"p{unit}", (numel,))], 2)
-    return GroupShape(unit, layout, PRESETS["zero3"], 1, reshards=True, is_trainable=True, recomputed_in=place)
+    return GroupFacts(unit, layout, PRESETS["zero3"], 1, reshards=True, is_trainable=True, recomputed_in=place)
 
 
 def test_a_class_has_as_many_slots_as_are_recomputed_together() -> None:
@@ -76,9 +77,9 @@ def test_a_class_has_as_many_slots_as_are_recomputed_together() -> None:
 def test_units_that_are_recomputed_together_are_gathered_in_the_order_of_forward() -> None:
     """Four units in one recomputed unit: the one ahead first, then the others from the front."""
     family = frozenset(range(5))
-    units = {0: UnitShape("stack", family, [])}
+    units = {0: UnitFacts("stack", family, [])}
     for index in range(1, 5):
-        units[index] = UnitShape(f"u{index}", frozenset({0, index}), [group(index, "stack")], "stack")
+        units[index] = UnitFacts(f"u{index}", frozenset({0, index}), [group(index, "stack")], "stack")
     trace = step_trace(units, rank=0, forward_order=[0, 1, 2, 3, 4], backward_order=[0, 4, 3, 2, 1])
     gathers = [event.unit for event in trace if event.kind == "all_gather"]
     assert gathers == ["u1", "u2", "u3", "u4", "u1", "u2", "u3"]

@@ -6,9 +6,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from shardwise.spec.facts import GroupFacts, UnitFacts
 from shardwise.spec.granularity import ELEMENT, TENSOR, block
 from shardwise.spec.layout import GroupLayout, ParamSpec
-from shardwise.spec.memory.footprint import GroupShape, UnitShape
 from shardwise.spec.placement import PRESETS
 from shardwise.spec.schedule import Kind
 from shardwise.spec.schedule import build as build_schedule
@@ -21,14 +21,14 @@ def shape(preset, world, *, unit=0, numel=NUMEL, is_trainable=True, reshards=Non
     row = PRESETS[preset]
     layout = GroupLayout.build([ParamSpec(f"p{unit}", (numel,), dtype, is_trainable)], world, granularity=granularity)
     reshards = row.shards_parameters and not row.keeps_gathered and unit > 0 if reshards is None else reshards
-    return GroupShape(unit, layout, row, int(unit > 0), reshards, is_trainable)
+    return GroupFacts(unit, layout, row, int(unit > 0), reshards, is_trainable)
 
 
 def trace(preset, *, num_blocks=4, rank=0, world=2, frozen=(), **how):
     """Kinds (g gather, s reduce-scatter, a all-reduce) and units of a step of a root and a chain of blocks."""
     numbers = range(num_blocks + 1)
     units = {
-        unit: UnitShape(
+        unit: UnitFacts(
             str(unit),
             frozenset({0, unit} if unit else numbers),
             [shape(preset, world, unit=unit, is_trainable=unit not in frozen)],
@@ -67,7 +67,7 @@ def test_without_synchronisation_no_gradient_moves():
 
 def test_a_unit_that_runs_twice_is_gathered_twice_and_reduced_once():
     families = (frozenset({0, 1, 2}), frozenset({0, 1}), frozenset({0, 2}))
-    units = {unit: UnitShape(str(unit), families[unit], [shape("zero3", 2, unit=unit)]) for unit in range(3)}
+    units = {unit: UnitFacts(str(unit), families[unit], [shape("zero3", 2, unit=unit)]) for unit in range(3)}
     found = step_trace(units, rank=0, forward_order=[0, 1, 2, 1, 2], backward_order=[0, 2, 1, 2, 1])
     letters = " ".join(event.kind[0] + event.unit for event in found)
     assert letters.count("r1") == letters.count("r2") == letters.count("r0") == 1
@@ -111,7 +111,7 @@ def test_every_trained_unit_is_reduced_exactly_once_and_the_root_last(preset, nu
 def test_in_a_pipeline_units_of_one_stage_are_reduced_first_those_of_later_stages_before():
     assert window_order(range(5)) == [4, 3, 2, 1, 0]
     assert window_order(range(7), {0: [1, 2], 3: [4, 5]}) == [5, 4, 2, 1, 6, 3, 0]
-    units = {unit: UnitShape(str(unit), frozenset({0, unit}), [shape("ddp", 2, unit=unit)]) for unit in range(4)}
+    units = {unit: UnitFacts(str(unit), frozenset({0, unit}), [shape("ddp", 2, unit=unit)]) for unit in range(4)}
     found = window_trace(units, rank=0, stages={1: [2], 2: [1]})
     assert [event.unit for event in found] == ["1", "2", "3", "0"]
     assert [event.unit for event in window_trace(units, rank=0)] == ["3", "2", "1", "0"]

@@ -6,9 +6,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from shardwise.spec.facts import GroupFacts, UnitFacts
 from shardwise.spec.layout import GroupLayout, ParamSpec
 from shardwise.spec.memory.activations import Activations, backward_bytes
-from shardwise.spec.memory.footprint import GroupShape, UnitShape
 from shardwise.spec.placement import PRESETS
 
 EAGER = 1 << 18
@@ -16,8 +16,8 @@ EAGER = 1 << 18
 
 def unit(index, depth, family, *params, is_trainable=True, compute_dtype=None):
     layout = GroupLayout.build([ParamSpec(name, (numel,), "fp32", is_trainable) for name, numel in params], 2)
-    group = GroupShape(index, layout, PRESETS["zero3"], depth, True, is_trainable, compute_dtype)
-    return UnitShape(f"unit{index}", frozenset(family), [group])
+    group = GroupFacts(index, layout, PRESETS["zero3"], depth, True, is_trainable, compute_dtype)
+    return UnitFacts(f"unit{index}", frozenset(family), [group])
 
 
 def chain(*blocks, root=1):

@@ -134,10 +134,9 @@ def make_unit(
         comms,
         options,
         kind_of=lambda entry: kind_of(entry, policies, options.quantization),
-        form_of=lambda unit, group_row, kind: form_of(
-            group_row, kind, options.quantization, offload=offload, inner_size=unit.inner_size
-        ),
+        form_of=form_of,
         as_part=PartialGradient.of,
+        offload=offload,
         ranks=ranks,
         is_divided=is_divided,
     )
@@ -205,7 +204,7 @@ class Description(Observer):
 
 def _check_quantization(units: Iterable[Unit], quantization: Quantization) -> None:
     """Refuse a wish that comes to nothing."""
-    is_held = any(group.form.held_as is not None for unit in units for group in unit.groups)
+    is_held = any(group.facts.held_as is not None for unit in units for group in unit.groups)
     if quantization.frozen != "none" and not is_held:
         raise PlanError(
             f"quantize_frozen={quantization.frozen!r}, but the model has no frozen weight of a linear layer that would"

@@ -17,15 +17,15 @@ from shardwise.features.in_backward import optimizers_in_backward
 from shardwise.features.module_buffers import BufferSync
 from shardwise.features.pipeline_step import units_of_stages
 from shardwise.spec.extent import describe_cuts, list_alike
+from shardwise.spec.facts import GroupFacts, UnitFacts
 from shardwise.spec.granularity import ELEMENT
 from shardwise.spec.layout import ParamSpec, flat_ranges, rank_bytes
 from shardwise.spec.memory.activations import Activations, backward_bytes, eager_numel
-from shardwise.spec.memory.footprint import Footprint, GroupShape, Replicas, footprint
+from shardwise.spec.memory.footprint import Footprint, Replicas, footprint
 from shardwise.spec.order import units_in
 from shardwise.spec.slice import simplest, slice_of
 from shardwise.spec.traffic.data import (
     Collective,
-    UnitShape,
     held_bytes,
     step_trace,
     sync_trace,
@@ -270,49 +270,30 @@ def summary(model: nn.Module) -> Summary:
 
 def _update(engine: Engine) -> str:
     """In words, what ``flat_parameters`` and ``optimizer_in_backward`` have changed."""
-    flat = [group for group in engine.groups if group.flat_kinds is not None]
-    count = sum(len(flat_ranges(group.held, group.flat_kinds)) for group in flat if group.flat_kinds)
+    flat = [group for group in engine.groups if group.facts.flat_kinds is not None]
+    count = sum(len(flat_ranges(group.held, group.facts.flat_kinds)) for group in flat if group.facts.flat_kinds)
     names = sum(piece.numel > 0 for group in flat for piece in group.held)
     how = [f"as {count} flat tensors instead of {names} by name"] if flat else []
     how += ["inside backward, unit by unit"] if optimizers_in_backward(engine) is not None else []
     return ", ".join(how)
 
 
-def group_shapes(engine: Engine) -> list[GroupShape]:
-    """What the arithmetic of ``spec`` needs to know of every group."""
+def group_facts(engine: Engine) -> list[GroupFacts]:
+    """What every group is. One whose parameters were frozen or set free since it was made is taken as they are now."""
     return [
-        GroupShape(
-            unit=unit.index,
-            layout=group.layout,
-            row=group.row,
-            depth=unit.depth,
-            reshards=unit.reshards_after_forward,
-            is_trainable=group.wants_gradients,
-            compute_dtype=dtype_name(group.compute_dtype),
-            reduce_dtype=dtype_name(group.reduce_dtype),
-            held_as=group.form.held_as,
-            sent_as=group.form.sent_as,
-            reduced_as=group.form.reduced_as,
-            flat_kinds=group.flat_kinds,
-            recomputed_in=unit.recomputed_in,
-            inner_size=unit.inner_size or 0,
-            updates_in_backward=optimizers_in_backward(engine) is not None,
-            is_offloaded=group.form.is_on_host,
-            keeps_shard=any(category == "parameters" for category, _ in group.form.buffers()),
-            ep=1 if group.comms is engine.comms or engine.comms.ep is None else engine.comms.ep.size,
-        )
+        dataclasses.replace(group.facts, is_trainable=group.wants_gradients)
         for unit in engine.units
         for group in unit.groups
     ]
 
 
-def unit_shapes(engine: Engine) -> dict[int, UnitShape]:
-    """What the arithmetic of ``spec`` needs to know of every unit, by number."""
-    shapes: dict[int, list[GroupShape]] = {}
-    for shape in group_shapes(engine):
-        shapes.setdefault(shape.unit, []).append(shape)
+def unit_facts(engine: Engine) -> dict[int, UnitFacts]:
+    """What every unit is, by number."""
+    facts: dict[int, list[GroupFacts]] = {}
+    for group in group_facts(engine):
+        facts.setdefault(group.unit, []).append(group)
     return {
-        unit.index: UnitShape(unit.name, unit.family, shapes.get(unit.index, []), unit.recomputed_in)
+        unit.index: UnitFacts(unit.name, unit.family, facts.get(unit.index, []), unit.recomputed_in)
         for unit in engine.units
     }
 
@@ -320,7 +301,7 @@ def unit_shapes(engine: Engine) -> dict[int, UnitShape]:
 def predict_activations(engine: Engine, activations: Activations) -> int:
     """What is held at the peak besides :func:`predict`'s bytes, gradients that wait for their unit included."""
     least_numel = eager_numel(engine.comms.gather.device_type, keeps_buffers=engine.options.keeps_buffers)
-    return backward_bytes(activations, unit_shapes(engine).values(), least_numel=least_numel)
+    return backward_bytes(activations, unit_facts(engine).values(), least_numel=least_numel)
 
 
 def predict(engine: Engine, *, optimizer_tensors: int = 2, num_microbatches: int | None = None) -> Footprint:
@@ -334,7 +315,7 @@ def predict(engine: Engine, *, optimizer_tensors: int = 2, num_microbatches: int
     """
     planned = {engine.accumulation} if num_microbatches is not None and num_microbatches > 1 else set()
     held = footprint(
-        group_shapes(engine),
+        group_facts(engine),
         rank=engine.comms.gather.rank,
         backward_order=_reduction_order(engine) or None,
         num_gradient_buffers=engine.gradients.limit,
@@ -393,14 +374,14 @@ def predict_trace(
     before = sync_trace(messages, rank=control.rank, size=control.size, axis=control.axis)
     if engine.comms.pp is not None:
         return before + window_trace(
-            unit_shapes(engine),
+            unit_facts(engine),
             rank=engine.comms.gather.rank,
             stages=_stages(engine),
             is_synchronising=is_synchronising,
             replicas=_replicas(engine),
         )
     return before + step_trace(
-        unit_shapes(engine),
+        unit_facts(engine),
         rank=engine.comms.gather.rank,
         forward_order=units_in(engine.orders.forward) or [unit.index for unit in engine.units],
         backward_order=units_in(engine.orders.backward),
@@ -429,10 +410,10 @@ def _unit(engine: Engine, unit: Unit) -> UnitSummary:
                 shard_numel=group.layout.slice_numel(group.rank),
                 padding_numel=group.layout.padding_numel,
                 slot=slots.get(id(group.slot)) if group.slot is not None else None,
-                held_as=group.form.held_as,
-                sent_as=group.form.sent_as,
-                reduced_as=group.form.reduced_as,
-                is_offloaded=group.form.is_on_host,
+                held_as=group.facts.held_as,
+                sent_as=group.facts.sent_as,
+                reduced_as=group.facts.reduced_as,
+                is_offloaded=group.facts.is_offloaded,
                 slices={spec.name: _slice(spec) for spec in group.layout.params if spec.slice is not None},
             )
         )

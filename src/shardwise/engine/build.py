@@ -14,9 +14,10 @@ from torch import Tensor, nn
 from shardwise.comm.axes import Comms
 from shardwise.comm.dtype import dtype_name
 from shardwise.engine.engine import Engine
-from shardwise.engine.group import Form, Group, GroupFacts
+from shardwise.engine.group import Form, Group
 from shardwise.engine.hooks import AfterForward, BeforeForward, eager_hook, refuse_on_shard
 from shardwise.engine.unit import Member, Owner, Unit, attach_engine, mark
+from shardwise.spec.facts import GroupFacts
 from shardwise.spec.granularity import ELEMENT
 from shardwise.spec.layout import GroupLayout, ParamSpec
 from shardwise.spec.memory.activations import eager_numel
@@ -25,6 +26,7 @@ from shardwise.spec.merge import merged_name
 from shardwise.spec.options import EngineOptions
 from shardwise.spec.order import Entry, LayerList
 from shardwise.spec.placement import PRESETS, Placements
+from shardwise.spec.policies import OffloadPolicy
 from shardwise.spec.quantize import NO_QUANTIZATION
 from shardwise.spec.slice import slice_of
 
@@ -71,8 +73,9 @@ def make_unit(
     options: EngineOptions,
     *,
     kind_of: Callable[[OwnedParameter], Kind],
-    form_of: Callable[[Unit, Placements, Kind], Form],
+    form_of: Callable[[GroupFacts, OffloadPolicy | None], Form],
     as_part: Callable[[Tensor], Tensor],
+    offload: OffloadPolicy | None = None,
     ranks: Mapping[int, int] | None = None,
     is_divided: bool = False,
 ) -> Unit:
@@ -85,8 +88,9 @@ def make_unit(
         comms: On each axis.
         options: How the engine is to work.
         kind_of: What a parameter must have in common with the others of its group.
-        form_of: How a group is held.
+        form_of: How a group is held and moved.
         as_part: Makes a gradient, of which other ranks hold other parts, one that refuses norms.
+        offload: What of this unit is kept on the host; ``None``: nothing.
         ranks: With granularity ``tensor``, the rank that owns each parameter, by its ``id``.
         is_divided: Some parameters of the model are spread over the ranks by other means.
     """
@@ -101,35 +105,51 @@ def make_unit(
         over = comms.of(slice_of(found[0].parameter))
         # Frozen parameters of a replicated row never change: they stay whole, and nothing is sent for them.
         group_row = row if kind.is_trainable or row.shards_parameters else PRESETS["ddp"]
-        form = form_of(unit, group_row, kind)
+        dtype, compute_dtype, reduce_dtype = map(dtype_name, kind.dtypes)
+        held_as, sent_as, reduced_as = options.quantization.forms(
+            frozen_as=kind.frozen_as,
+            is_float=kind.dtypes[0].is_floating_point,
+            compute_dtype=compute_dtype,
+            is_sharded=group_row.shards_optimizer,
+        )
+        is_offloaded = offload is not None and offload.covers(group_row, is_trainable=kind.is_trainable)
         # Matrices before vectors: what weight decay acts on, as a rule, is then one run (optim.flat_parameters).
         entries = sorted(found, key=lambda entry: entry.parameter.dim() < 2)
         in_blocks = kind.dtypes[0].is_floating_point and kind.frozen_as == "none"
         quantization = options.quantization if in_blocks else NO_QUANTIZATION
         packed_in = {kind.frozen_as, quantization.gather, quantization.reduce} - {"none"}
-        is_cut = group_row.shards_optimizer and form.held_as is None  # no optimizer cares how frozen weights are cut
+        is_cut = group_row.shards_optimizer and held_as is None  # no optimizer cares how frozen weights are cut
         layout = GroupLayout.build(
-            [_spec(entry, kind.dtypes[0]) for entry in entries],
+            [_spec(entry, dtype) for entry in entries],
             over.gather.size,
-            dtypes=[*(dtype_name(dtype) for dtype in kind.dtypes), *sorted(packed_in)],
+            dtypes=[dtype, compute_dtype, reduce_dtype, *sorted(packed_in)],
             granularity=options.granularity if is_cut else ELEMENT,
             owners=[ranks[id(entry.parameter)] for entry in entries] if ranks and is_cut else None,
         )
         is_part = bool(over.across) or over.ep is not None or is_divided
         facts = GroupFacts(
+            unit=unit.index,
+            layout=layout,
             row=group_row,
-            comms=over,
+            depth=0,
+            reshards=reshards,
+            is_trainable=kind.is_trainable,
+            compute_dtype=compute_dtype,
+            reduce_dtype=reduce_dtype,
+            held_as=held_as,
+            sent_as=sent_as,
+            reduced_as=reduced_as,
+            inner_size=unit.inner_size or 0,
+            is_offloaded=is_offloaded,
+            keeps_shard=is_offloaded and held_as is None and offload is not None and offload.keeps_shard(group_row),
+            ep=1 if over is comms or comms.ep is None else comms.ep.size,
             # The loss is a mean over all ranks, whoever computes with a parameter: experts get the gradients of tokens
             # from all ranks of ep, so their sums over fewer ranks are divided by the same number.
             num_ranks=comms.num_ranks,
-            dtypes=kind.dtypes,
-            device=found[0].parameter.device,
-            is_trainable=kind.is_trainable,
-            is_expert=kind.is_expert,
             holds_part=is_part or (group_row.shards_optimizer and layout.size > 1),
-            as_part=as_part,
         )
-        group = Group(unit, facts, layout, form, [entry.parameter for entry in entries])
+        shards = [entry.parameter for entry in entries]
+        group = Group(unit, facts, form_of(facts, offload), over, shards, as_part=as_part)
         unit.groups.append(group)
         for index, entry in enumerate(entries):
             mark(entry.parameter, group, index)
@@ -147,13 +167,13 @@ def make_unit(
     return unit
 
 
-def _spec(entry: OwnedParameter, dtype: torch.dtype) -> ParamSpec:
+def _spec(entry: OwnedParameter, dtype: str) -> ParamSpec:
     parameter, held = entry.parameter, slice_of(entry.parameter)
     names = held.names if held is not None and held.names else entry.names
     return ParamSpec(
         name=names[0],
         shape=tuple(parameter.shape),
-        dtype=dtype_name(dtype),
+        dtype=dtype,
         is_trainable=parameter.requires_grad,
         stride=None if parameter.is_contiguous() else tuple(parameter.stride()),
         aliases=tuple(names[1:]),
@@ -198,6 +218,14 @@ def _number(engine: Engine) -> None:
     for index, unit in enumerate(engine.units):
         unit.index = index
         unit.engine = me
+        for group in unit.groups:
+            group.facts = dataclasses.replace(
+                group.facts,
+                unit=index,
+                depth=unit.depth,
+                reshards=unit.reshards_after_forward,
+                recomputed_in=unit.recomputed_in,
+            )
 
 
 def _relate(units: Sequence[Unit]) -> None:
@@ -243,10 +271,8 @@ def _slot_key(unit: Unit, group: Group) -> Hashable:
 def _give_buffers(engine: Engine, unit: Unit) -> None:
     """What gathers and reductions of a unit need besides its slots."""
     for group in unit.groups:
-        over = engine.comms.of(group.layout.params[0].slice)
-        if over is not group.facts.comms:  # sw.fully_shard: every call has opened its own
-            group.facts = dataclasses.replace(group.facts, comms=over)
-        group.gradient.home.is_kept = engine.options.keeps_buffers or group.form.is_on_host
+        group.comms = engine.comms.of(group.layout.params[0].slice)  # sw.fully_shard: every call has opened its own
+        group.gradient.home.is_kept = engine.options.keeps_buffers or group.facts.is_offloaded
         group.form.start(group, engine)
         if group.layout.params:
             engine.gradients.announce(group.gradient.pool_key, group.reduce_layout.numel)

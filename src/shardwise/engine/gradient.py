@@ -22,7 +22,7 @@ The full-size buffer is borrowed from the pool where the row pools gradients, an
 from __future__ import annotations
 
 import itertools
-from collections.abc import Hashable, Iterable, Sequence
+from collections.abc import Callable, Hashable, Iterable, Sequence
 from typing import TYPE_CHECKING
 
 import torch
@@ -66,7 +66,7 @@ class Home:
         """The memory, allocated at the first call."""
         if self.tensor is not None:
             return self.tensor
-        group, gradient, facts = self.group, self.group.gradient, self.group.facts
+        group, gradient = self.group, self.group.gradient
         if not gradient.is_pooled:
             self.full = torch.zeros(gradient.layout.numel, dtype=group.reduce_dtype, device=group.device)
         if self.full is None or gradient.is_apart:
@@ -75,8 +75,8 @@ class Home:
             self.tensor = self.full[gradient.layout.slice_of(group.rank)]
         self.views = group.held_views(self.tensor)
         first = next((i for i, held in enumerate(group.held) if held.numel), None)
-        if facts.holds_part and first is not None:
-            self.views[first] = facts.as_part(self.views[first])
+        if group.facts.holds_part and first is not None:
+            self.views[first] = gradient.as_part(self.views[first])
         return self.tensor
 
     def free(self) -> None:
@@ -114,6 +114,7 @@ class Gradient:
     """Collects and reduces the gradients of ``group``.
 
     Attributes:
+        as_part: Makes a gradient, of which other ranks hold other parts, one that refuses norms.
         layout: Flat layout of the full-size buffer.
         home: Where ``.grad`` lives.
         pool_key: Class of buffers in the pool.
@@ -123,14 +124,15 @@ class Gradient:
         has_added: A reduced gradient was added to what an earlier backward had left in ``.grad``.
     """
 
-    def __init__(self, group: Group) -> None:
+    def __init__(self, group: Group, as_part: Callable[[Tensor], Tensor]) -> None:
         facts = group.facts
         self.group = group
-        self.layout = ReduceLayout(group.layout, group.layout.size if facts.row.shards_optimizer else 1)
+        self.as_part = as_part
+        self.layout = facts.reduce_layout
         self.home = Home(group)
         self.pool_key: Hashable = (size_class(self.layout.numel), group.reduce_dtype, facts.is_expert)
-        self.is_apart = group.reduce_dtype is not group.dtype or group.form.is_on_host
-        self.is_pooled = facts.row.pools_gradients and (group.layout.size > 1 or self.is_apart)
+        self.is_apart = facts.is_reduced_apart
+        self.is_pooled = facts.pools_gradients
         self.divide_by(facts.num_ranks)
         # Of these parameters this rank owns nothing: .grad stays None, and optimizers pass over them.
         self._is_elsewhere = [
@@ -335,7 +337,7 @@ class Gradient:
         before, after = self._divisors
         if before != 1:
             buffer.div_(before)
-        replicate = group.facts.comms.replicate
+        replicate = group.comms.replicate
         self.result = self._place_of_sum(buffer, partial)
         inside = group.form.reduce(group, buffer, self.result, after if replicate is None else 1)
         if replicate is None:

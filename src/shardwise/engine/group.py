@@ -10,8 +10,8 @@ The plain one is here: the master in its own dtype on the device that computes. 
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 import torch
@@ -19,9 +19,11 @@ from torch import Tensor, nn
 
 from shardwise.comm.axes import Comms
 from shardwise.comm.base import Done, Handle
+from shardwise.comm.dtype import torch_dtype
 from shardwise.engine.gradient import Gradient
 from shardwise.engine.pool import Slot, memory_order
 from shardwise.spec.errors import StateError
+from shardwise.spec.facts import GroupFacts
 from shardwise.spec.layout import GroupLayout, Piece, ReduceLayout, contiguous_stride
 from shardwise.spec.placement import Placements
 
@@ -36,22 +38,10 @@ class Form:
     The group passes itself to every method. Only the methods that are named in a form differ from this one's.
 
     Attributes:
-        held_as: Form in which the master is held (``spec.quantize``); ``None``: its own dtype.
-        sent_as: Form in which it is gathered; ``None``: the compute dtype.
-        reduced_as: Form in which gradients are sent to be summed; ``None``: the reduce dtype.
-        is_on_host: The master, ``.grad`` and optimizer state are in host memory.
         kept_epoch: The forward whose parameters are kept, and can be gathered again, without the master.
     """
 
-    held_as: str | None = None
-    sent_as: str | None = None
-    reduced_as: str | None = None
-    is_on_host = False
     kept_epoch = -1
-
-    def is_apart(self, group: Group) -> bool:
-        """Whether the master can never be part of the gathered buffer, as it has another dtype or place."""
-        return group.compute_dtype is not group.dtype
 
     def make_master(self, group: Group) -> Tensor:
         """Memory for the master, filled with the parameters."""
@@ -131,41 +121,16 @@ class Form:
         return []
 
 
-@dataclass(frozen=True, slots=True)
-class GroupFacts:
-    """What is known of a group before it has memory.
-
-    Attributes:
-        row: Placements in force (a frozen group of a replicated row is held whole on every rank).
-        comms: Over the ranks that hold the same parameters.
-        num_ranks: Ranks over whose batches gradients are averaged.
-        dtypes: Of master, computing and reduction.
-        device: Where it computes.
-        is_trainable: The parameters require grad.
-        is_expert: Fewer ranks share it than other groups; its slots and buffers lie beside those of other groups.
-        holds_part: Other ranks hold other parts of the model's gradients, of this group's or of other parameters.
-        as_part: Makes a gradient of a part one that refuses norms.
-    """
-
-    row: Placements
-    comms: Comms
-    num_ranks: int
-    dtypes: tuple[torch.dtype, torch.dtype, torch.dtype]
-    device: torch.device
-    is_trainable: bool
-    is_expert: bool
-    holds_part: bool
-    as_part: Callable[[Tensor], Tensor]
-
-
 class Group:
     """Buffers and moves of one group on this rank.
 
     Attributes:
         unit: The unit.
-        facts: What was known of the group before it had memory.
+        facts: What the group is.
         form: How it is held and moved.
-        layout: Flat layout of the gathered buffer.
+        comms: Over the ranks that hold the same parameters.
+        dtypes: Of master, computing and reduction.
+        device: Where the unit computes.
         shards: The original Parameter objects.
         fulls: Their stand-ins in the gathered buffer.
         master: This rank's flat slice of the parameters; the whole of them where the optimizer is replicated.
@@ -179,29 +144,38 @@ class Group:
         needs_refresh: The gathered buffer is not the master itself: changes of the master have to be brought there.
         epoch: The outermost forward whose parameters the gathered buffer holds.
         gradient: Collects and reduces.
-        flat_kinds: Weight-decay group of each parameter, where the optimizer sees flat runs of them.
         whole: What ``sw.full_parameters`` shows.
     """
 
     def __init__(
-        self, unit: Unit, facts: GroupFacts, layout: GroupLayout, form: Form, shards: Sequence[nn.Parameter]
+        self,
+        unit: Unit,
+        facts: GroupFacts,
+        form: Form,
+        comms: Comms,
+        shards: Sequence[nn.Parameter],
+        *,
+        as_part: Callable[[Tensor], Tensor],
     ) -> None:
         self.unit = unit
         self.facts = facts
         self.form = form
-        self.layout = layout
+        self.comms = comms
+        names = (facts.master_dtype, facts.compute_dtype, facts.reduce_dtype)
+        self.dtypes = tuple(torch_dtype(name or facts.master_dtype) for name in names)
+        self.device = shards[0].device
         self.shards = list(shards)
         self.fulls: list[nn.Parameter] = []
         self.slot: Slot | None = None
         self.replica: Tensor | None = None
         self.whole: Tensor | None = None
         self.epoch = -1
-        self.flat_kinds: tuple[int | None, ...] | None = None
+        layout = facts.layout
         self.held = layout.owned_by_param(self.rank) if facts.row.shards_optimizer else layout.whole
         self.master = self._make_master()
         self.views = self.held_views(form.elements(self))
         self.bind_shards()
-        self.gradient = Gradient(self)
+        self.gradient = Gradient(self, as_part)
 
     # -- facts
 
@@ -211,34 +185,29 @@ class Group:
         return self.facts.row
 
     @property
-    def comms(self) -> Comms:
-        """Over the ranks that hold the same parameters."""
-        return self.facts.comms
+    def layout(self) -> GroupLayout:
+        """Flat layout of the gathered buffer."""
+        return self.facts.layout
 
     @property
     def rank(self) -> int:
         """This rank's place among those that share the group."""
-        return self.facts.comms.gather.rank
-
-    @property
-    def device(self) -> torch.device:
-        """Where the unit computes."""
-        return self.facts.device
+        return self.comms.gather.rank
 
     @property
     def dtype(self) -> torch.dtype:
         """Of the master."""
-        return self.facts.dtypes[0]
+        return self.dtypes[0]
 
     @property
     def compute_dtype(self) -> torch.dtype:
         """Of the gathered buffer."""
-        return self.facts.dtypes[1]
+        return self.dtypes[1]
 
     @property
     def reduce_dtype(self) -> torch.dtype:
         """Of the gradient buffer."""
-        return self.facts.dtypes[2]
+        return self.dtypes[2]
 
     @property
     def reduce_layout(self) -> ReduceLayout:
@@ -248,22 +217,22 @@ class Group:
     @property
     def master_numel(self) -> int:
         """Elements of the master, padding included."""
-        return self.layout.slice_numel(self.rank) if self.row.shards_optimizer else self.layout.numel
+        return self.facts.master_numel(self.rank)
 
     @property
     def uses_slot(self) -> bool:
         """Whole parameters, as the unit computes with them, are there only while it computes."""
-        return self.row.shards_parameters or self.form.held_as is not None
+        return not self.facts.is_resident
 
     @property
     def is_alone(self) -> bool:
         """One rank's slice is the whole, in the form in which the unit computes: its slot is the master itself."""
-        return self.uses_slot and self.layout.size == 1 and not self.form.is_apart(self)
+        return self.facts.is_alone
 
     @property
     def is_apart(self) -> bool:
         """The master can never be part of the gathered buffer."""
-        return self.form.is_apart(self)
+        return self.facts.is_apart
 
     @property
     def standing(self) -> Tensor | None:
@@ -289,7 +258,7 @@ class Group:
             return self.form.make_master(self)
         self.replica = torch.zeros(self.layout.numel, dtype=self.compute_dtype, device=self.device)
         self._fill(self.replica, self.layout.whole)
-        if self.form.is_apart(self):
+        if self.is_apart:
             return self.form.make_master(self)
         return self.replica[self.layout.slice_of(self.rank)] if self.row.shards_optimizer else self.replica
 
@@ -379,7 +348,7 @@ class Group:
             self.gathered = self.replica
         else:
             self.gathered = slot.allocate(self.compute_dtype, self.device)[: self.layout.numel]
-        is_apart, row = self.form.is_apart(self), self.row
+        is_apart, row = self.is_apart, self.row
         self.own = self.gathered[self.layout.slice_of(self.rank)] if row.shards_optimizer else self.gathered
         self.is_copied = (row.shards_parameters or is_apart) and not self.is_alone
         self.needs_refresh = row.shards_optimizer or is_apart
@@ -398,7 +367,7 @@ class Group:
 
     def relabel(self, layout: GroupLayout) -> None:
         """Take a layout that differs in names only."""
-        self.layout = layout
+        self.facts = dataclasses.replace(self.facts, layout=layout)
         self.gradient.layout = ReduceLayout(layout, self.reduce_layout.num_slices)
 
     def gather(self, *, is_kept: bool) -> Handle:

@@ -6,6 +6,7 @@ update needs no gradient but its own, and a unit is reduced when backward has le
 
 from __future__ import annotations
 
+import dataclasses
 import inspect
 from collections import Counter
 from collections.abc import Iterator
@@ -68,6 +69,8 @@ def optimizer_in_backward(model: nn.Module, *optimizers: torch.optim.Optimizer) 
         )
     _check(engine, optimizers)
     engine.observers.add(UpdateInBackward(engine, optimizers))
+    for group in engine.groups:
+        group.facts = dataclasses.replace(group.facts, updates_in_backward=True)
 
 
 def optimizers_in_backward(engine: Engine) -> tuple[torch.optim.Optimizer, ...] | None:
@@ -92,7 +95,7 @@ def refuse(engine: Engine, call: str) -> None:
 def _check(engine: Engine, optimizers: tuple[torch.optim.Optimizer, ...]) -> None:
     if engine.observers.find(UpdateInBackward) is not None:
         raise StateError("the model is updated inside backward already.\n  Call sw.optimizer_in_backward() once.")
-    if any(group.form.is_on_host for group in engine.groups):
+    if any(group.facts.is_offloaded for group in engine.groups):
         raise StateError(
             "sw.optimizer_in_backward() lets gradients live in the device's buffers, but offload_policy keeps them on"
             " the host.\n  Use one of the two: on the host gradients cost no device memory."
@@ -117,7 +120,7 @@ def _check(engine: Engine, optimizers: tuple[torch.optim.Optimizer, ...]) -> Non
                     "  Call sw.optimizer_in_backward() before the first backward, or after zero_grad()."
                 )
             count = counts[id(shard)]
-            is_wanted = shard.requires_grad and (piece.numel > 0 or group.flat_kinds is None)
+            is_wanted = shard.requires_grad and (piece.numel > 0 or group.facts.flat_kinds is None)
             if count > 1 or (count == 0 and is_wanted):
                 raise StateError(
                     f"parameter {spec.name!r} is in {count} of the optimizers given to sw.optimizer_in_backward();"

@@ -109,7 +109,7 @@ class _StandIns:
             shard.grad = before.zero_()
         elif group.gradient.has_collected(index):
             zeros = torch.zeros_like(shard)
-            shard.grad = group.facts.as_part(zeros) if group.facts.holds_part else zeros
+            shard.grad = group.gradient.as_part(zeros) if group.facts.holds_part else zeros
         else:
             shard.grad = None
 
@@ -130,8 +130,8 @@ class _StandIns:
         if group is None or not self._hidden or group.whole is not None:
             return
         zeroed = {index for index in self._hidden if group.shards[index].grad is not self._made[index]}
-        if zeroed and group.flat_kinds is not None:
-            zeroed |= self._zeroed_elsewhere(group, zeroed, group.flat_kinds)
+        if zeroed and group.facts.flat_kinds is not None:
+            zeroed |= self._zeroed_elsewhere(group, zeroed, group.facts.flat_kinds)
         if len(zeroed) == len(self._hidden):
             self.hide()
             group.gradient.drop(engine.gradients)

@@ -71,24 +71,20 @@ class OnHost(Around):
 
     def __init__(self, within: Form, policy: OffloadPolicy) -> None:
         super().__init__(within)
-        self.is_on_host = True
         self.policy = policy
         self.resident: Tensor | None = None  # the shard that the device keeps of the master
         self._resident_epoch = -1  # the forward for which it was brought
         self._landing: Tensor | None = None  # on the host, for a sum that cannot go straight to where .grad lives
 
-    def is_apart(self, group: Group) -> bool:  # noqa: ARG002
-        """Always: the gathered buffer is on the device that computes."""
-        return True
-
     def make_master(self, group: Group) -> Tensor:
         """As the form within, on the host; and the device's shard, where it keeps one."""
-        if self.held_as is not None:
+        facts = group.facts
+        if facts.held_as is not None:
             packed = self.within.make_master(group)
             return host_zeros(packed.numel(), packed.dtype, group.device, pins=self.policy.pin_memory).copy_(packed)
-        if self.policy.keeps_shard(group.row):
+        if facts.keeps_shard:
             # What is packed from it has the master's own digits.
-            kept = group.dtype if self.sent_as is not None else group.compute_dtype
+            kept = group.dtype if facts.sent_as is not None else group.compute_dtype
             self.resident = torch.zeros(group.master_numel, dtype=kept, device=group.device)
         return group.fill(self.zeros(group, group.master_numel))
 
@@ -105,14 +101,8 @@ class OnHost(Around):
             transfers = engine.shared[Transfers] = Transfers(group.device)
             engine.host_waits += (transfers.synchronise,)
         self.transfers: Transfers = transfers
-        if self._is_cast_on_device(group):
+        if group.facts.needs_stage:
             transfers.stage(group.master)
-
-    def _is_cast_on_device(self, group: Group) -> bool:
-        """The master has to be on the device as it is before it is cast, or packed, there."""
-        if self.held_as is not None:
-            return False
-        return self.within.is_apart(group) if self.resident is None else self.resident.dtype is not group.dtype
 
     def gather(self, group: Group) -> Handle:
         """As the form within, once the master has been brought up."""
@@ -123,7 +113,7 @@ class OnHost(Around):
     def _bring(self, group: Group) -> Tensor:
         """The master on its way from the host, or what the device has kept of it in this forward."""
         if self.resident is None:
-            return self.transfers.staged(group.master) if self._is_cast_on_device(group) else group.master
+            return self.transfers.staged(group.master) if group.facts.needs_stage else group.master
         if self._resident_epoch != group.epoch:
             is_cast = self.resident.dtype is not group.dtype
             master = self.transfers.staged(group.master) if is_cast else group.master

@@ -32,12 +32,6 @@ class Around(Form):
 
     def __init__(self, within: Form) -> None:
         self.within = within
-        self.held_as, self.sent_as, self.reduced_as = within.held_as, within.sent_as, within.reduced_as
-        self.is_on_host = within.is_on_host
-
-    def is_apart(self, group: Group) -> bool:
-        """As the form within."""
-        return self.within.is_apart(group)
 
     def make_master(self, group: Group) -> Tensor:
         """As the form within."""

@@ -28,28 +28,16 @@ if TYPE_CHECKING:
 
 
 class Packed(Form):
-    """Parameters are gathered, or gradients summed, as int8 blocks.
-
-    Args:
-        sent_as: Form in which parameters are gathered; ``None``: the compute dtype.
-        reduced_as: Form in which gradients are summed; ``None``: the reduce dtype.
-    """
-
-    def __init__(self, sent_as: str | None, reduced_as: str | None) -> None:
-        self.sent_as, self.reduced_as = sent_as, reduced_as
-
-    def is_apart(self, group: Group) -> bool:
-        """As :meth:`Form.is_apart`; what has been unpacked has other digits than the master."""
-        return self.sent_as is not None or super().is_apart(group)
+    """Parameters are gathered, or gradients summed, as int8 blocks."""
 
     def start(self, group: Group, engine: Engine) -> None:
         """Announce the packed buffers."""
         if not group.layout.params:
             return
-        if self.sent_as is not None:
+        if group.facts.sent_as is not None:
             self._gathered = packed_pool(engine, "gather")
             self._gathered.announce(_gathered_cuts(group)[-1])
-        if self.reduced_as is not None:
+        if group.facts.reduced_as is not None:
             self._summed, places = packed_pool(engine, "reduce"), _reduced_cuts(group)
             self._summed.announce(places[-1])
             self._summed.announce(group.layout.size * (places[group.rank + 1] - places[group.rank]))
@@ -60,7 +48,7 @@ class Packed(Form):
         Collective:
             All-gather of bytes; every rank sends its packed slice to each other. All ranks must call in the same order.
         """
-        form = self.sent_as
+        form = group.facts.sent_as
         if form is None:
             return super().send(group, master)
         return self._gather_packed(group, lambda own: pack(master, own, form))
@@ -77,7 +65,7 @@ class Packed(Form):
         def unpack_all() -> None:
             places = zip(itertools.pairwise(cuts), itertools.pairwise(group.layout.cuts), strict=True)
             for (start, stop), (first, last) in places:
-                unpack(buffer[start:stop], group.gathered[first:last], self.sent_as or "none", group.dtype)
+                unpack(buffer[start:stop], group.gathered[first:last], group.facts.sent_as or "none", group.dtype)
             self._gathered.give(buffer)
 
         return _Then(handle, unpack_all)
@@ -90,7 +78,7 @@ class Packed(Form):
             all-gather of the summed parts in the reduce dtype follows when the handle advances. All ranks must call in
             the same order.
         """
-        if self.reduced_as is None:
+        if group.facts.reduced_as is None:
             return super().reduce(group, buffer, result, divisor)
         packed, comm, unit, rank = self._summed, group.comms.reduce, group.unit.name, group.rank
         cuts, places = summed_cuts(group.reduce_layout), _reduced_cuts(group)
@@ -125,51 +113,44 @@ class Frozen(Packed):
     They are unpacked into a slot, in the compute dtype, while their unit computes: also where parameters are
     replicated, whose ranks hold all of the packed bytes and unpack without a message. Between steps such a parameter
     shows its codes: a view of int8 (bf16) elements of the master.
-
-    Args:
-        form: ``int8`` or ``bf16``.
-        compute_dtype: Of the gathered buffer.
     """
-
-    def __init__(self, form: str, compute_dtype: torch.dtype) -> None:
-        is_sent_as_held = form == "bf16" and compute_dtype is torch.bfloat16  # the codes are what is computed with
-        super().__init__(None if is_sent_as_held else form, None)
-        self.held_as = self._form = form
-
-    def is_apart(self, group: Group) -> bool:  # noqa: ARG002
-        """Always: what is gathered is never the master itself."""
-        return True
 
     def make_master(self, group: Group) -> Tensor:
         """Pack the parameters, as the plain model holds them."""
         flat = group.fill(torch.zeros(group.master_numel, dtype=group.dtype, device=group.device))
-        packed = empty_packed(flat.numel(), self._form, group.dtype, group.device)
-        pack(flat, packed, self._form)
+        packed = empty_packed(flat.numel(), _held_as(group), group.dtype, group.device)
+        pack(flat, packed, _held_as(group))
         return packed
 
     def elements(self, group: Group) -> Tensor:
         """The codes."""
-        return codes_of(group.master, group.master_numel, self._form)
+        return codes_of(group.master, group.master_numel, _held_as(group))
 
     def values(self, group: Group) -> Tensor:
         """The parameters as they are read from the codes, in the dtype that they had, in fresh memory."""
         flat = torch.empty(group.master_numel, dtype=group.dtype, device=group.master.device)
-        unpack(group.master, flat, self._form, group.dtype)
+        unpack(group.master, flat, _held_as(group), group.dtype)
         return flat
 
     def set_values(self, group: Group, flat: Tensor) -> None:
         """Pack ``flat``."""
-        pack(flat.to(group.master.device), group.master, self._form)
+        pack(flat.to(group.master.device), group.master, _held_as(group))
 
     def send(self, group: Group, master: Tensor) -> Handle:
         """As :meth:`Packed.send`, of bytes that are packed already; nothing is sent where they are replicated."""
         if not group.row.shards_optimizer:
-            unpack(master, group.gathered, self._form, group.dtype)
+            unpack(master, group.gathered, _held_as(group), group.dtype)
             return Done()
-        if self.sent_as is None:
+        if group.facts.sent_as is None:
             group.own.copy_(self.elements(group), non_blocking=True)
             return group.comms.gather.all_gather(group.gathered, unit=group.unit.name, cuts=group.layout.uneven_cuts)
         return self._gather_packed(group, lambda own: own.copy_(master, non_blocking=True))
+
+
+def _held_as(group: Group) -> str:
+    form = group.facts.held_as
+    assert form is not None
+    return form
 
 
 Use = tuple[nn.Module, str, str]  # a module, its path, the attribute
@@ -192,13 +173,13 @@ def is_quantizable(parameter: nn.Parameter, uses: Iterable[Use], form: str) -> b
 
 def _gathered_cuts(group: Group) -> tuple[int, ...]:
     """Where the slices of a gather begin, in bytes, and where the last one ends."""
-    return packed_cuts(group.layout.cuts, group.form.sent_as or "none", dtype_name(group.dtype))
+    return packed_cuts(group.layout.cuts, group.facts.sent_as or "none", dtype_name(group.dtype))
 
 
 def _reduced_cuts(group: Group) -> tuple[int, ...]:
     """The same of what is sent of gradients to be summed."""
     return packed_cuts(
-        summed_cuts(group.reduce_layout), group.form.reduced_as or "none", dtype_name(group.reduce_dtype)
+        summed_cuts(group.reduce_layout), group.facts.reduced_as or "none", dtype_name(group.reduce_dtype)
     )
 
 

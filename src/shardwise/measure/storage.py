@@ -181,11 +181,11 @@ def held_bytes(engine: Engine, optimizers: Sequence[torch.optim.Optimizer]) -> d
         return total
 
     groups, ignored = list(engine.groups), ignored_of(engine).parameters.values()
-    offloaded = [group for group in groups if group.form.is_on_host]
+    offloaded = [group for group in groups if group.facts.is_offloaded]
     state: dict[bool, list[Tensor]] = {True: [], False: []}  # of what is offloaded, and of the rest
     for parameter, held in (item for optimizer in optimizers for item in optimizer.state.items()):
         owner = group_of(parameter)
-        is_offloaded = owner is not None and owner.form.is_on_host
+        is_offloaded = owner is not None and owner.facts.is_offloaded
         state[is_offloaded] += [value for value in held.values() if isinstance(value, Tensor)]
     transfers = engine.shared.get(Transfers)
     stages = transfers.stages if transfers is not None else ()

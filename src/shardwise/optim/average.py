@@ -193,7 +193,7 @@ class ExponentialMovingAverage:
     @property
     def num_host_bytes(self) -> int:
         """Of these, bytes on the host: where the weights are offloaded."""
-        return sum(average.nbytes for group, average in self._pairs() if group.form.is_on_host)
+        return sum(average.nbytes for group, average in self._pairs() if group.facts.is_offloaded)
 
     @property
     def settings(self) -> dict[str, Any]:

@@ -11,6 +11,7 @@ its place in the optimizer for good, with views of its state.
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 import weakref
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -67,7 +68,7 @@ def flat_parameters(model: nn.Module, decay: DecayRule | None = None) -> list[di
         for spec, shard in zip(group.layout.params, group.shards, strict=True):
             is_decayed = decay is None or bool(decay(spec.name, shard))
             kinds.append(int(not is_decayed) if shard.requires_grad else None)
-        group.flat_kinds = tuple(kinds)
+        group.facts = dataclasses.replace(group.facts, flat_kinds=tuple(kinds))
         for kind in range(2):
             is_there[kind] = is_there[kind] or kind in kinds
             groups[kind] += _of_group(group, kind)
@@ -81,11 +82,11 @@ def flat_parameters(model: nn.Module, decay: DecayRule | None = None) -> list[di
 
 
 def _of_group(group: Group, kind: int) -> Iterator[nn.Parameter]:
-    assert group.flat_kinds is not None
-    for span in flat_ranges(group.held, group.flat_kinds):
+    assert group.facts.flat_kinds is not None
+    for span in flat_ranges(group.held, group.facts.flat_kinds):
         if span.kind == kind:
             yield FlatParameter.of(group, span)
-    own = [index for index, other in enumerate(group.flat_kinds) if other == kind]
+    own = [index for index, other in enumerate(group.facts.flat_kinds) if other == kind]
     empty = [index for index in own if group.layout.params[index].numel == 0]
     for index in empty:
         yield group.shards[index]  # no range holds it, but optimizers keep state of it
@@ -201,7 +202,7 @@ class FlatParameter(Uncopyable, nn.Parameter):
         yield from self.shards
         group = self.group
         if group is not None:
-            for shard, held, kind in zip(group.shards, group.held, group.flat_kinds or (), strict=True):
+            for shard, held, kind in zip(group.shards, group.held, group.facts.flat_kinds or (), strict=True):
                 if kind == self.span.kind and held.numel == 0:
                     yield shard
 

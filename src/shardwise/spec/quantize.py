@@ -81,6 +81,23 @@ class Quantization:
                 shown = ", ".join(map(repr, forms))
                 raise PlanError(f"{field}={value!r}: expected one of {shown}.\n  Set {field} to one of them.")
 
+    def forms(
+        self, *, frozen_as: str, is_float: bool, compute_dtype: str, is_sharded: bool
+    ) -> tuple[str | None, str | None, str | None]:
+        """The forms in which a group is held, gathered and reduced; ``None``: in its dtypes, unpacked.
+
+        Args:
+            frozen_as: Form in which the group's frozen weights are held; ``"none"``: their own dtype.
+            is_float: The parameters are floating point.
+            compute_dtype: Dtype of the gathered buffer.
+            is_sharded: Ranks hold different slices of the master, so that it is gathered.
+        """
+        if frozen_as != "none":  # codes in the compute dtype are gathered as they are
+            return frozen_as, None if frozen_as == compute_dtype else frozen_as, None
+        is_sent_packed = is_float and is_sharded and self.gather != "none"
+        is_reduced_packed = is_float and self.reduce != "none"
+        return None, self.gather if is_sent_packed else None, self.reduce if is_reduced_packed else None
+
 
 #: Nothing is quantized.
 NO_QUANTIZATION = Quantization()

@@ -23,7 +23,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from shardwise.api.summary import predict, predict_activations, predict_trace, unit_shapes
+from shardwise.api.summary import predict, predict_activations, predict_trace, unit_facts
 from shardwise.engine.group import Group
 from shardwise.engine.pool import memory_order
 from shardwise.engine.unit import State, Unit, engine_of
@@ -34,8 +34,8 @@ from shardwise.measure.storage import held_bytes
 from shardwise.optim.flat_parameters import states_by_name
 from shardwise.pipeline.pipelined import pipelined_of
 from shardwise.spec.extent import Extent
+from shardwise.spec.facts import UnitFacts
 from shardwise.spec.memory.activations import Activations
-from shardwise.spec.memory.footprint import UnitShape
 from shardwise.spec.order import units_in
 from shardwise.spec.placement import Placements
 from shardwise.spec.slice import Slice
@@ -79,7 +79,7 @@ class Shard:
         self.start, self.stop = piece.start, piece.stop
         self.shape, self.stride = spec.shape, spec.stride
         self._cuts = spec.slice
-        self.held_as = group.form.held_as
+        self.held_as = group.facts.held_as
 
     @property
     def numel(self) -> int:
@@ -206,9 +206,9 @@ class Probe:
         return tuple(type(comm).__name__ for comm in self._engine.comms)
 
     @property
-    def unit_shapes(self) -> dict[int, UnitShape]:
+    def unit_facts(self) -> dict[int, UnitFacts]:
         """What arithmetic needs to know of every unit (``shardwise.spec``), by number, the root 0."""
-        return unit_shapes(self._engine)
+        return unit_facts(self._engine)
 
     @property
     def accumulation(self) -> str:

@@ -17,7 +17,7 @@ import sys
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 
-from shardwise.spec.memory.footprint import UnitShape
+from shardwise.spec.facts import UnitFacts
 
 
 def eager_numel(device_type: str, *, keeps_buffers: bool = True) -> int:
@@ -52,7 +52,7 @@ class Activations:
         return max([self.last_bytes, *(num_bytes for _, num_bytes in self.arrivals)])
 
 
-def backward_bytes(activations: Activations, units: Iterable[UnitShape], *, least_numel: int) -> int:
+def backward_bytes(activations: Activations, units: Iterable[UnitFacts], *, least_numel: int) -> int:
     """The largest sum of activations and of gradients that wait for the end of their unit, in bytes.
 
     Gradients of a unit are copied when backward enters a unit that neither encloses it nor lies in it; here that is
@@ -85,7 +85,7 @@ class _Home:
     waiting_bytes: int
 
 
-def _homes(units: Iterable[UnitShape], least_numel: int) -> Mapping[str, _Home]:
+def _homes(units: Iterable[UnitFacts], least_numel: int) -> Mapping[str, _Home]:
     return {
         param.name: _Home(
             group.unit, unit.family, group.gather_item_bytes * param.numel if param.numel < least_numel else 0

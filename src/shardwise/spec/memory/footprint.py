@@ -30,16 +30,12 @@ from __future__ import annotations
 
 import bisect
 import enum
-import itertools
 from collections import Counter
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass, fields
-from functools import cached_property
 
-from shardwise.spec.layout import GroupLayout, ParamSpec, ReduceLayout, flat_ranges
-from shardwise.spec.placement import Placements
-from shardwise.spec.precision import item_bytes
-from shardwise.spec.quantize import packed_bytes, packed_cuts, summed_cuts
+from shardwise.spec.facts import GroupFacts
+from shardwise.spec.layout import ParamSpec, flat_ranges
 
 #: Slots per size class for gathered units.
 SLOTS_PER_CLASS = 2
@@ -51,195 +47,6 @@ def size_class(numel: int) -> int:
         return numel
     step = 1 << ((numel - 1).bit_length() - 4)
     return -(-numel // step) * step
-
-
-@dataclass(frozen=True)
-class GroupShape:
-    """Facts about a group from which bytes and collectives are predicted.
-
-    Attributes:
-        unit: Number of the group's unit, in order of registration; the root is 0.
-        layout: Flat layout of the group.
-        row: Placements in force for the group.
-        depth: Number of units that enclose the group's unit.
-        reshards: Whether the unit is released between forward and backward.
-        is_trainable: Whether gradients are reduced.
-        compute_dtype: Dtype of the gathered buffer; ``None``: the master's.
-        reduce_dtype: Dtype of gradient buffers and sums; ``None``: the master's.
-        held_as: Form in which a frozen master is held (``spec.quantize``); ``None``: its own dtype.
-        sent_as: Form in which the group is gathered; ``None``: the compute dtype.
-        reduced_as: Form in which gradients are sent; ``None``: the reduce dtype.
-        flat_kinds: Weight-decay group of each parameter where the optimizer sees flat runs of them (``spec.layout``).
-        recomputed_in: Name of a module around the unit that is recomputed in backward.
-        inner_size: Ranks over which the group stays sharded after forward; 0: it is released, or stays whole.
-        updates_in_backward: The optimizer steps inside backward, so gradients exist in pooled buffers only.
-        is_offloaded: Whether master, ``.grad`` and optimizer state are on the host.
-        keeps_shard: For an offloaded group, whether the device keeps its shard in the compute dtype.
-        ep: Ranks that hold different experts: every ``ep``-th rank of ``dp_shard`` shares the group. 1: no experts.
-    """
-
-    unit: int
-    layout: GroupLayout
-    row: Placements
-    depth: int
-    reshards: bool
-    is_trainable: bool
-    compute_dtype: str | None = None
-    reduce_dtype: str | None = None
-    held_as: str | None = None
-    sent_as: str | None = None
-    reduced_as: str | None = None
-    flat_kinds: tuple[int | None, ...] | None = None
-    recomputed_in: str | None = None
-    inner_size: int = 0
-    updates_in_backward: bool = False
-    is_offloaded: bool = False
-    keeps_shard: bool = False
-    ep: int = 1
-
-    def place(self, rank: int) -> int:
-        """Place of rank ``rank`` of ``dp_shard`` among those that share the group; other methods take it."""
-        return rank // self.ep
-
-    @property
-    def axis(self) -> str:
-        """Axis on which the group is gathered and reduced."""
-        return "dp_shard" if self.ep == 1 else "edp"
-
-    @property
-    def master_dtype(self) -> str:
-        """Dtype of what the optimizer updates."""
-        return self.layout.params[0].dtype
-
-    @property
-    def item_bytes(self) -> int:
-        """Bytes of one element of the master."""
-        return item_bytes(self.master_dtype)
-
-    @property
-    def gather_item_bytes(self) -> int:
-        """Bytes of one gathered element."""
-        return item_bytes(self.compute_dtype or self.master_dtype)
-
-    @property
-    def reduce_item_bytes(self) -> int:
-        """Bytes of one element of a gradient buffer."""
-        return item_bytes(self.reduce_dtype or self.master_dtype)
-
-    @property
-    def is_cast(self) -> bool:
-        """Whether the gathered values differ from the master's: another dtype, or packed in between."""
-        return self.compute_dtype not in {None, self.master_dtype} or self.sent_as is not None
-
-    @property
-    def is_resident(self) -> bool:
-        """Whether parameters are replicated and never released, and so need no slot."""
-        return not self.row.shards_parameters and self.held_as is None
-
-    def master_numel(self, rank: int) -> int:
-        """Elements of what the optimizer updates, padding included."""
-        return self.layout.slice_numel(rank) if self.row.shards_optimizer else self.layout.numel
-
-    def master_bytes(self, rank: int) -> int:
-        """Bytes of the master; 0 where it is part of the replica."""
-        numel = self.master_numel(rank)
-        if self.held_as is not None:
-            return packed_bytes(numel, self.held_as, self.master_dtype)
-        return self.item_bytes * numel if self.row.shards_parameters or self.is_cast or self.is_offloaded else 0
-
-    def replica_bytes(self, rank: int) -> int:
-        """Bytes of the replica of replicated parameters, or of the shard that the device keeps when offloading."""
-        if self.is_resident:
-            return self.gather_item_bytes * self.layout.numel
-        kept = self.item_bytes if self.sent_as is not None else self.gather_item_bytes
-        return kept * self.layout.slice_numel(rank) if self.keeps_shard else 0
-
-    @property
-    def needs_stage(self) -> bool:
-        """Whether the host's master needs a buffer on the device before it is cast or packed there."""
-        is_packed = self.keeps_shard and self.sent_as is not None  # from the shard that stays
-        return self.is_offloaded and self.held_as is None and self.is_cast and not is_packed
-
-    def grad_bytes(self, rank: int) -> int:
-        """Bytes of the memory of ``.grad``; 0 where that is part of the buffer that is reduced."""
-        if not self.is_trainable or self.updates_in_backward:
-            return 0
-        is_apart = self.pools_gradients or self.is_reduced_apart
-        return self.item_bytes * self.reduce_layout.slice_numel(rank) if is_apart else 0
-
-    def landing_bytes(self, rank: int, *, is_added: bool = False) -> int:
-        """Bytes of the host's buffer for a sum that has another dtype than ``.grad``, or is added to it."""
-        is_needed = self.is_offloaded and self.is_trainable and (self.reduces_cast or is_added)
-        return self.reduce_item_bytes * self.reduce_layout.slice_numel(rank) if is_needed else 0
-
-    def slice_bytes(self, rank: int) -> int:
-        """Bytes of a rank's slice in the form in which it is gathered."""
-        numel = self.layout.slice_numel(rank)
-        if self.sent_as is not None:
-            return packed_bytes(numel, self.sent_as, self.master_dtype)
-        return numel * self.gather_item_bytes
-
-    @cached_property
-    def summed_bytes(self) -> tuple[int, ...]:
-        """For each rank, bytes of the packed part of the gradients that it adds up."""
-        assert self.reduced_as is not None
-        dtype = self.reduce_dtype or self.master_dtype
-        cuts = packed_cuts(summed_cuts(self.reduce_layout), self.reduced_as, dtype)
-        return tuple(stop - start for start, stop in itertools.pairwise(cuts))
-
-    @property
-    def reduces_cast(self) -> bool:
-        """Whether gradients are reduced in another dtype than the master's."""
-        return self.reduce_dtype not in {None, self.master_dtype}
-
-    @property
-    def is_reduced_apart(self) -> bool:
-        """Whether ``.grad`` is never in the buffer that is reduced."""
-        return self.reduces_cast or self.is_offloaded
-
-    @property
-    def pools_gradients(self) -> bool:
-        """Whether full gradients exist in pooled buffers only."""
-        is_pooled = self.row.pools_gradients and (self.layout.size > 1 or self.is_reduced_apart)
-        return is_pooled or self.updates_in_backward
-
-    @property
-    def is_alone(self) -> bool:
-        """Whether one rank's slice is the whole group as the unit computes with it: no slot is needed."""
-        is_apart = self.is_cast or self.is_offloaded or self.held_as is not None
-        return self.row.shards_parameters and self.layout.size == 1 and not is_apart
-
-    @property
-    def reduce_layout(self) -> ReduceLayout:
-        """Layout of the group's gradient buffer."""
-        return ReduceLayout(self.layout, self.layout.size if self.row.shards_optimizer else 1)
-
-    def inner_numel(self, rank: int) -> int:
-        """Elements that a rank keeps after forward, where an inner group of ranks keeps the whole."""
-        cuts = self.layout.inner_cuts(self.inner_size)
-        return cuts[rank % self.inner_size + 1] - cuts[rank % self.inner_size]
-
-
-@dataclass(frozen=True)
-class UnitShape:
-    """Facts about a unit from which collectives are predicted.
-
-    Attributes:
-        name: The unit's name, as in recorded events.
-        family: Numbers of the units that enclose it, that it encloses, and its own.
-        groups: The unit's groups.
-        recomputed_in: Name of a module around the unit that is recomputed in backward.
-    """
-
-    name: str
-    family: frozenset[int]
-    groups: Sequence[GroupShape]
-    recomputed_in: str | None = None
-
-    @property
-    def is_released(self) -> bool:
-        """Whether parameters are released between forward and backward."""
-        return any(group.row.shards_parameters and group.reshards for group in self.groups)
 
 
 @dataclass(frozen=True)
@@ -283,7 +90,7 @@ class Footprint:
 
 
 def footprint(
-    groups: Sequence[GroupShape],
+    groups: Sequence[GroupFacts],
     *,
     rank: int,
     backward_order: Sequence[int] | None = None,
@@ -354,7 +161,7 @@ def footprint(
     )
 
 
-def _updated_numels(group: GroupShape, rank: int) -> list[int]:
+def _updated_numels(group: GroupFacts, rank: int) -> list[int]:
     """Elements of each tensor of a group that the optimizer updates."""
     layout = group.layout
     held = layout.owned(rank) if group.row.shards_optimizer else layout.whole
@@ -364,7 +171,7 @@ def _updated_numels(group: GroupShape, rank: int) -> list[int]:
     return empty + [span.numel for span in flat_ranges(held, group.flat_kinds)]
 
 
-def gathered_bytes(groups: Sequence[GroupShape], rank: int = 0) -> int:
+def gathered_bytes(groups: Sequence[GroupFacts], rank: int = 0) -> int:
     """Bytes of the slots: ``SLOTS_PER_CLASS`` for each (depth, size class, dtype, trainable, axis), used in turn.
 
     A class has more slots where more of its groups are recomputed together. Slices that units keep over an inner group
@@ -392,7 +199,7 @@ def gathered_bytes(groups: Sequence[GroupShape], rank: int = 0) -> int:
     return total
 
 
-def packed_buffer_bytes(groups: Sequence[GroupShape]) -> int:
+def packed_buffer_bytes(groups: Sequence[GroupFacts]) -> int:
     """Bytes of the receive buffers of packed gathers, which one unit at a time uses."""
     largest: dict[int, int] = {}
     counts: Counter[tuple[int, int]] = Counter()
@@ -409,7 +216,7 @@ def packed_buffer_bytes(groups: Sequence[GroupShape]) -> int:
     )
 
 
-def stage_bytes(groups: Sequence[GroupShape], *, rank: int) -> int:
+def stage_bytes(groups: Sequence[GroupFacts], *, rank: int) -> int:
     """Bytes of the device's buffers for masters from the host before their cast: one for each dtype of masters."""
     largest: dict[str, int] = {}
     for group in groups:
@@ -420,7 +227,7 @@ def stage_bytes(groups: Sequence[GroupShape], *, rank: int) -> int:
 
 
 def reduce_bytes(
-    groups: Sequence[GroupShape],
+    groups: Sequence[GroupFacts],
     *,
     rank: int,
     backward_order: Sequence[int] | None = None,
@@ -475,7 +282,7 @@ class Replicas:
     rank: int = 0
     is_deferred: bool = False
 
-    def received_numel(self, group: GroupShape, rank: int) -> int:
+    def received_numel(self, group: GroupFacts, rank: int) -> int:
         """Elements that a rank receives from the other groups to add up its part of a shard."""
         return own_part(group.reduce_layout.slice_numel(group.place(rank)), self.size, self.rank) * (self.size - 1)
 
@@ -517,7 +324,7 @@ class _UnderWay:
         received: Elements of the receive buffer in use; ``None``: there is none.
     """
 
-    group: GroupShape
+    group: GroupFacts
     num_phases: int
     is_borrowed: bool
     stays: bool
@@ -530,7 +337,7 @@ class _Reductions:
 
     def __init__(
         self,
-        groups: Sequence[GroupShape],
+        groups: Sequence[GroupFacts],
         rank: int,
         *,
         limit: int,
@@ -555,7 +362,7 @@ class _Reductions:
             for packed_key, num_bytes in zip(self._packed_keys(group), self._packed_sizes(group), strict=True):
                 self._pooled_bytes[packed_key] = max(self._pooled_bytes.get(packed_key, 0), num_bytes)
 
-    def finalise(self, groups: Sequence[GroupShape], kind: _Backward) -> None:
+    def finalise(self, groups: Sequence[GroupFacts], kind: _Backward) -> None:
         """One unit takes its buffers, moves earlier reductions to their next phase, and issues its own."""
         for group in groups:
             if self._borrows(group, kind) and kind is not _Backward.HELD:
@@ -595,12 +402,12 @@ class _Reductions:
             self._advance(reduction)
 
     @staticmethod
-    def _borrows(group: GroupShape, kind: _Backward) -> bool:
+    def _borrows(group: GroupFacts, kind: _Backward) -> bool:
         """Whether gradients are collected in a buffer of the pool: always, or because .grad occupies its own."""
         is_occupied = kind is _Backward.ADDED and not group.is_reduced_apart
         return group.pools_gradients or is_occupied
 
-    def _num_phases(self, group: GroupShape) -> int:
+    def _num_phases(self, group: GroupFacts) -> int:
         """Phases of a group's reduction; an all-reduce over Gloo, or a packed one, has two."""
         if self._replicas is not None:
             return 3 if self._has_receive_buffers else 2
@@ -649,20 +456,20 @@ class _Reductions:
             self._made[key] += 1
             self.total_bytes += self._pooled_bytes[key]
 
-    def _pool_key(self, group: GroupShape) -> tuple[int, str, str]:
+    def _pool_key(self, group: GroupFacts) -> tuple[int, str, str]:
         return size_class(group.reduce_layout.numel), group.reduce_dtype or group.master_dtype, group.axis
 
-    def _packed_sizes(self, group: GroupShape) -> tuple[int, ...]:
+    def _packed_sizes(self, group: GroupFacts) -> tuple[int, ...]:
         """Bytes of the buffers from which packed gradients are sent, and into which they are received."""
         if group.reduced_as is None:
             return ()
         return sum(group.summed_bytes), group.layout.size * group.summed_bytes[group.place(self._rank)]
 
-    def _packed_keys(self, group: GroupShape) -> tuple[tuple[int, str, str], ...]:
+    def _packed_keys(self, group: GroupFacts) -> tuple[tuple[int, str, str], ...]:
         return tuple((size_class(num_bytes), "packed", "") for num_bytes in self._packed_sizes(group))
 
 
-def received_numel(group: GroupShape, rank: int, *, is_added: bool = False) -> int:
+def received_numel(group: GroupFacts, rank: int, *, is_added: bool = False) -> int:
     """Elements of the buffer in which a rank receives slices of its peers of ``dp_shard``, to add up its own slice.
 
     Where the sum is made in the memory of ``.grad`` and that is free, one peer's slice is received there instead.
@@ -672,7 +479,7 @@ def received_numel(group: GroupShape, rank: int, *, is_added: bool = False) -> i
     return summed_numel(group, rank) * max(group.layout.size - 1 - goes_home, 0)
 
 
-def summed_numel(group: GroupShape, rank: int) -> int:
+def summed_numel(group: GroupFacts, rank: int) -> int:
     """Elements that a rank adds up: its slice, or in an all-reduce an equal part."""
     place = group.place(rank)
     if group.row.shards_optimizer:

@@ -7,7 +7,8 @@ from dataclasses import dataclass
 from types import MappingProxyType
 from typing import NamedTuple
 
-from shardwise.spec.memory.footprint import GroupShape, Replicas, UnitShape, own_part, summed_numel
+from shardwise.spec.facts import GroupFacts, UnitFacts
+from shardwise.spec.memory.footprint import Replicas, own_part, summed_numel
 from shardwise.spec.precision import item_bytes
 from shardwise.spec.quantize import summed_cuts
 
@@ -21,12 +22,12 @@ class Collective(NamedTuple):
     axis: str = "dp_shard"
 
 
-def gather_bytes(group: GroupShape, rank: int) -> int:
+def gather_bytes(group: GroupFacts, rank: int) -> int:
     """Bytes that a rank sends in the all-gather of a group: its slice, to every other rank."""
     return (group.layout.size - 1) * group.slice_bytes(group.place(rank))
 
 
-def reduction_bytes(group: GroupShape, rank: int) -> int:
+def reduction_bytes(group: GroupFacts, rank: int) -> int:
     """Bytes that a rank sends to reduce a group: every slice but its own; in an all-reduce also its own to every other.
 
     Where sums are sent quantized, the second part of an all-reduce is a collective of its own (:func:`spread_bytes`).
@@ -40,18 +41,18 @@ def reduction_bytes(group: GroupShape, rank: int) -> int:
     return (group.reduce_layout.numel - summed_numel(group, rank)) * group.reduce_item_bytes
 
 
-def spread_bytes(group: GroupShape, rank: int) -> int:
+def spread_bytes(group: GroupFacts, rank: int) -> int:
     """Bytes that a rank sends to gather the parts of a sum that was sent quantized: its part, to every other rank."""
     cuts, place = summed_cuts(group.reduce_layout), group.place(rank)
     return (group.layout.size - 1) * (cuts[place + 1] - cuts[place]) * group.reduce_item_bytes
 
 
-def inner_gather_bytes(group: GroupShape, rank: int) -> int:
+def inner_gather_bytes(group: GroupFacts, rank: int) -> int:
     """Bytes that a rank sends to gather a group that was kept sharded over an inner group of ranks."""
     return (group.inner_size - 1) * group.inner_numel(group.place(rank)) * group.gather_item_bytes
 
 
-def replicate_bytes(group: GroupShape, rank: int, replicas: Replicas) -> int:
+def replicate_bytes(group: GroupFacts, rank: int, replicas: Replicas) -> int:
     """Bytes that a rank sends to sum a group over ``dp_replicate``: an all-reduce of its reduced slice."""
     held = group.reduce_layout.slice_numel(group.place(rank))
     return all_reduced_numel(held, replicas.size, replicas.rank) * group.reduce_item_bytes
@@ -64,7 +65,7 @@ def all_reduced_numel(numel: int, size: int, rank: int) -> int:
 
 
 def step_trace(
-    units: Mapping[int, UnitShape],
+    units: Mapping[int, UnitFacts],
     *,
     rank: int,
     forward_order: Sequence[int],
@@ -114,7 +115,7 @@ def window_order(units: Iterable[int], stages: Mapping[int, Collection[int]] = M
 
 
 def window_trace(
-    units: Mapping[int, UnitShape],
+    units: Mapping[int, UnitFacts],
     *,
     rank: int,
     stages: Mapping[int, Collection[int]] = MappingProxyType({}),
@@ -148,7 +149,7 @@ class _Step:
 
     def __init__(
         self,
-        units: Mapping[int, UnitShape],
+        units: Mapping[int, UnitFacts],
         rank: int,
         *,
         is_synchronising: bool,
@@ -167,7 +168,7 @@ class _Step:
         self._entered: list[int] = []
         self._recomputed: set[str] = set()
         self._forward_order: Sequence[int] = ()
-        self._reducing: list[tuple[str, GroupShape]] = []
+        self._reducing: list[tuple[str, GroupFacts]] = []
 
     def forward(self, order: Sequence[int]) -> None:
         self._forward_order = order

@@ -25,7 +25,8 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from shardwise.spec.memory.footprint import Replicas, UnitShape
+from shardwise.spec.facts import UnitFacts
+from shardwise.spec.memory.footprint import Replicas
 from shardwise.spec.schedule import Kind, Schedule
 from shardwise.spec.traffic.data import Collective, all_reduced_numel, window_trace
 from shardwise.spec.traffic.pipeline import Copies, CrossingBytes, messages
@@ -54,7 +55,7 @@ class ProductStep:
     rank: int
     stages: Sequence[Sequence[str]]
     activation_bytes: int
-    units: Mapping[int, UnitShape]
+    units: Mapping[int, UnitFacts]
     shard_rank: int = 0
     replicas: Replicas | None = None
     tensor: TensorStep | None = None

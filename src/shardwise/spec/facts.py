@@ -1,0 +1,220 @@
+"""What a group and a unit are: one record each, which the engine has and every prediction reads.
+
+A record is plain data, made before anything has memory. The engine's groups allocate and move by it; footprint,
+traffic, dry run and summary compute with the same object. It is replaced only where the group itself changes: when the
+tree of units is known, when the optimizer takes flat runs of parameters, when it begins to step inside backward.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import cached_property
+
+from shardwise.spec.layout import GroupLayout, ReduceLayout
+from shardwise.spec.placement import Placements
+from shardwise.spec.precision import item_bytes
+from shardwise.spec.quantize import packed_bytes, packed_cuts, summed_cuts
+
+
+@dataclass(frozen=True)
+class GroupFacts:
+    """What a group is: how it is laid out, placed, held and moved.
+
+    Attributes:
+        unit: Number of the group's unit, in order of registration; the root is 0.
+        layout: Flat layout of the group.
+        row: Placements in force for the group. Frozen groups of a replicated row are replicated altogether.
+        depth: Number of units that enclose the group's unit.
+        reshards: Whether the unit is released between forward and backward.
+        is_trainable: Whether gradients are reduced.
+        compute_dtype: Dtype of the gathered buffer; ``None``: the master's.
+        reduce_dtype: Dtype of gradient buffers and sums; ``None``: the master's.
+        held_as: Form in which a frozen master is held (``spec.quantize``); ``None``: its own dtype.
+        sent_as: Form in which the group is gathered; ``None``: the compute dtype.
+        reduced_as: Form in which gradients are sent; ``None``: the reduce dtype.
+        flat_kinds: Weight-decay group of each parameter where the optimizer sees flat runs of them (``spec.layout``).
+        recomputed_in: Name of a module around the unit that is recomputed in backward.
+        inner_size: Ranks over which the group stays sharded after forward; 0: it is released, or stays whole.
+        updates_in_backward: The optimizer steps inside backward, so gradients exist in pooled buffers only.
+        is_offloaded: Whether master, ``.grad`` and optimizer state are on the host.
+        keeps_shard: For an offloaded group, whether the device keeps its shard in the compute dtype.
+        ep: Ranks that hold different experts: every ``ep``-th rank of ``dp_shard`` shares the group. 1: no experts.
+        num_ranks: Ranks over whose batches gradients are averaged.
+        holds_part: Other ranks hold other parts of the model's gradients, of this group's or of other parameters.
+    """
+
+    unit: int
+    layout: GroupLayout
+    row: Placements
+    depth: int
+    reshards: bool
+    is_trainable: bool
+    compute_dtype: str | None = None
+    reduce_dtype: str | None = None
+    held_as: str | None = None
+    sent_as: str | None = None
+    reduced_as: str | None = None
+    flat_kinds: tuple[int | None, ...] | None = None
+    recomputed_in: str | None = None
+    inner_size: int = 0
+    updates_in_backward: bool = False
+    is_offloaded: bool = False
+    keeps_shard: bool = False
+    ep: int = 1
+    num_ranks: int = 1
+    holds_part: bool = False
+
+    def place(self, rank: int) -> int:
+        """Place of rank ``rank`` of ``dp_shard`` among those that share the group; other methods take it."""
+        return rank // self.ep
+
+    @property
+    def axis(self) -> str:
+        """Axis on which the group is gathered and reduced."""
+        return "dp_shard" if self.ep == 1 else "edp"
+
+    @property
+    def is_expert(self) -> bool:
+        """Whether fewer ranks share the group than others; its slots and buffers lie beside those of other groups."""
+        return self.ep > 1
+
+    @property
+    def master_dtype(self) -> str:
+        """Dtype of what the optimizer updates."""
+        return self.layout.params[0].dtype
+
+    @property
+    def item_bytes(self) -> int:
+        """Bytes of one element of the master."""
+        return item_bytes(self.master_dtype)
+
+    @property
+    def gather_item_bytes(self) -> int:
+        """Bytes of one gathered element."""
+        return item_bytes(self.compute_dtype or self.master_dtype)
+
+    @property
+    def reduce_item_bytes(self) -> int:
+        """Bytes of one element of a gradient buffer."""
+        return item_bytes(self.reduce_dtype or self.master_dtype)
+
+    @property
+    def is_cast(self) -> bool:
+        """Whether the gathered values differ from the master's: another dtype, or packed in between."""
+        return self.compute_dtype not in {None, self.master_dtype} or self.sent_as is not None
+
+    @property
+    def is_apart(self) -> bool:
+        """Whether the master can never be part of the gathered buffer: another dtype or form, or on the host."""
+        return self.is_cast or self.is_offloaded or self.held_as is not None
+
+    @property
+    def is_resident(self) -> bool:
+        """Whether parameters are replicated and never released, and so need no slot."""
+        return not self.row.shards_parameters and self.held_as is None
+
+    def master_numel(self, rank: int) -> int:
+        """Elements of what the optimizer updates, padding included."""
+        return self.layout.slice_numel(rank) if self.row.shards_optimizer else self.layout.numel
+
+    def master_bytes(self, rank: int) -> int:
+        """Bytes of the master; 0 where it is part of the replica."""
+        numel = self.master_numel(rank)
+        if self.held_as is not None:
+            return packed_bytes(numel, self.held_as, self.master_dtype)
+        return self.item_bytes * numel if self.row.shards_parameters or self.is_cast or self.is_offloaded else 0
+
+    def replica_bytes(self, rank: int) -> int:
+        """Bytes of the replica of replicated parameters, or of the shard that the device keeps when offloading."""
+        if self.is_resident:
+            return self.gather_item_bytes * self.layout.numel
+        kept = self.item_bytes if self.sent_as is not None else self.gather_item_bytes
+        return kept * self.layout.slice_numel(rank) if self.keeps_shard else 0
+
+    @property
+    def needs_stage(self) -> bool:
+        """Whether the host's master needs a buffer on the device before it is cast or packed there."""
+        is_packed = self.keeps_shard and self.sent_as is not None  # from the shard that stays
+        return self.is_offloaded and self.held_as is None and self.is_cast and not is_packed
+
+    def grad_bytes(self, rank: int) -> int:
+        """Bytes of the memory of ``.grad``; 0 where that is part of the buffer that is reduced."""
+        if not self.is_trainable or self.updates_in_backward:
+            return 0
+        is_apart = self.pools_gradients or self.is_reduced_apart
+        return self.item_bytes * self.reduce_layout.slice_numel(rank) if is_apart else 0
+
+    def landing_bytes(self, rank: int, *, is_added: bool = False) -> int:
+        """Bytes of the host's buffer for a sum that has another dtype than ``.grad``, or is added to it."""
+        is_needed = self.is_offloaded and self.is_trainable and (self.reduces_cast or is_added)
+        return self.reduce_item_bytes * self.reduce_layout.slice_numel(rank) if is_needed else 0
+
+    def slice_bytes(self, rank: int) -> int:
+        """Bytes of a rank's slice in the form in which it is gathered."""
+        numel = self.layout.slice_numel(rank)
+        if self.sent_as is not None:
+            return packed_bytes(numel, self.sent_as, self.master_dtype)
+        return numel * self.gather_item_bytes
+
+    @cached_property
+    def summed_bytes(self) -> tuple[int, ...]:
+        """For each rank, bytes of the packed part of the gradients that it adds up."""
+        assert self.reduced_as is not None
+        dtype = self.reduce_dtype or self.master_dtype
+        cuts = packed_cuts(summed_cuts(self.reduce_layout), self.reduced_as, dtype)
+        return tuple(stop - start for start, stop in itertools.pairwise(cuts))
+
+    @property
+    def reduces_cast(self) -> bool:
+        """Whether gradients are reduced in another dtype than the master's."""
+        return self.reduce_dtype not in {None, self.master_dtype}
+
+    @property
+    def is_reduced_apart(self) -> bool:
+        """Whether ``.grad`` is never in the buffer that is reduced."""
+        return self.reduces_cast or self.is_offloaded
+
+    @property
+    def pools_gradients(self) -> bool:
+        """Whether full gradients exist in pooled buffers only."""
+        is_pooled = self.row.pools_gradients and (self.layout.size > 1 or self.is_reduced_apart)
+        return is_pooled or self.updates_in_backward
+
+    @property
+    def is_alone(self) -> bool:
+        """Whether one rank's slice is the whole group as the unit computes with it: no slot is needed."""
+        return self.row.shards_parameters and self.layout.size == 1 and not self.is_apart
+
+    @property
+    def reduce_layout(self) -> ReduceLayout:
+        """Layout of the group's gradient buffer."""
+        return ReduceLayout(self.layout, self.layout.size if self.row.shards_optimizer else 1)
+
+    def inner_numel(self, rank: int) -> int:
+        """Elements that a rank keeps after forward, where an inner group of ranks keeps the whole."""
+        cuts = self.layout.inner_cuts(self.inner_size)
+        return cuts[rank % self.inner_size + 1] - cuts[rank % self.inner_size]
+
+
+@dataclass(frozen=True)
+class UnitFacts:
+    """What a unit is: its groups, and its place among the others.
+
+    Attributes:
+        name: The unit's name, as in recorded events.
+        family: Numbers of the units that enclose it, that it encloses, and its own.
+        groups: The unit's groups.
+        recomputed_in: Name of a module around the unit that is recomputed in backward.
+    """
+
+    name: str
+    family: frozenset[int]
+    groups: Sequence[GroupFacts]
+    recomputed_in: str | None = None
+
+    @property
+    def is_released(self) -> bool:
+        """Whether parameters are released between forward and backward."""
+        return any(group.row.shards_parameters and group.reshards for group in self.groups)
