@@ -4,18 +4,12 @@ from __future__ import annotations
 
 import datetime as dt
 import json
-import sys
 from pathlib import Path
-
-from rich.console import Console
-from rich.table import Table
 
 from bench.compare import run, table
 from bench.compare.request import make_requests, split
-from bench.compare.result import Result
 from shardwise.cli.file import check_writable, write
 from shardwise.cli.show import show
-from shardwise.spec.text import printable
 
 
 def compare(
@@ -65,7 +59,7 @@ def compare(
     results = []
     for request in requests:
         results.append(run.run(request))
-        _print(results[-1])
+        show(table.text(results[-1]) + "\n")
         if json_file is not None:
             found = [result.as_dict() for result in results]
             write(json_file, json.dumps(found[0] if len(requests) == 1 else found, indent=1) + "\n")
@@ -76,19 +70,3 @@ def compare(
 
 def _names(text: str) -> list[str]:
     return [name.strip() for name in split(text, ",") if name.strip()]
-
-
-def _print(result: Result) -> None:
-    if not sys.stdout.isatty():
-        show(table.text(result) + "\n")
-        return
-    console = Console()
-    for title, grid in ((str(result.request.case), table.engines(result)), ("", table.comparisons(result))):
-        shown = Table(title=printable(title) or None, title_justify="left", title_style="bold")
-        for place, name in enumerate(grid.header):
-            shown.add_column(name, justify="right" if place else "left")
-        for row in grid.rows:
-            shown.add_row(*row)
-        console.print(shown)
-    for note in table.notes(result):
-        console.print(note, highlight=False, markup=False)

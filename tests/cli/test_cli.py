@@ -85,7 +85,7 @@ def test_a_bare_resume_means_latest(arguments: list[str], expected: list[str] | 
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        (["--set", "optimizer.lr=abc"], "--set optimizer.lr: expected a number, got 'abc'"),
+        (["--set", "optimizer.lr=abc"], "--set optimizer.lr: expected a valid number, got 'abc'"),
         (["--set", "optimizer.lrr=1"], "--set optimizer.lrr: unknown key. Did you mean 'lr'?"),
         (["--nproc", "0"], "--nproc 0: cannot start 0 processes, at least 1 is needed"),
         (["--nproc", "-3"], "--nproc -3: cannot start -3 processes"),

@@ -111,7 +111,7 @@ def test_what_cannot_be_tokenized_for_the_model_is_refused_before_anything_start
 ) -> None:
     small = save_model(tmp_path / "small", vocab_size=299)
     for settings, message in [
-        ((f"model.hf={small}",), "holds no tokenizer, and data.source is text"),
+        ((f"model.hf={small}",), "is no folder with a tokenizer"),
         ((f"model.hf={small}", f"data.tokenizer={folder}"), "has 300 ids, the model's embedding 299 rows"),
         ((f"data.tokenizer={folder}", "model.vocab_size=256"), "has 300 ids, the model's embedding 256 rows"),
         (("data.tokenizer=byte",), "'byte' is no folder with a tokenizer"),

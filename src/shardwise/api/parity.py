@@ -24,6 +24,7 @@ from shardwise.pipeline.pipelined import pipelined_of
 from shardwise.spec.errors import StateError
 from shardwise.spec.exact import check_exact, splits_sums, tolerance
 from shardwise.spec.plan import ParallelPlan
+from shardwise.spec.text import aligned
 from shardwise.state.model import full_state_dict
 
 OptimizerFactory = Callable[[Iterable[Any]], torch.optim.Optimizer]
@@ -100,13 +101,12 @@ class ParityReport:
         return all(row.holds for row in self.rows)
 
     def __str__(self) -> str:
-        lines = [f"{'plan':<22}{'ranks':>6}{'steps':>6}  {'losses':<8}{'norms':<8}{'parameters':<12}largest difference"]
+        rows = [("plan", "ranks", "steps", "losses", "norms", "parameters", "largest difference")]
         for row in self.rows:
             other = "near" if row.holds else "DIFFER"
             losses, norms, parameters = ("equal" if s else other for s in (row.losses, row.norms, row.parameters))
-            marks = f"{losses:<8}{norms:<8}{parameters:<12}"
-            lines.append(f"{row.plan:<22}{row.world_size:>6}{row.steps:>6}  {marks}{row.verdict}")
-        return "\n".join(lines)
+            rows.append((row.plan, str(row.world_size), str(row.steps), losses, norms, parameters, row.verdict))
+        return "\n".join(aligned(rows, words=(0, 3, 4, 5, 6)))
 
 
 def parity(

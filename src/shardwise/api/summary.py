@@ -24,6 +24,7 @@ from shardwise.spec.memory.activations import Activations, backward_bytes, eager
 from shardwise.spec.memory.footprint import Footprint, Replicas, footprint
 from shardwise.spec.order import units_in
 from shardwise.spec.slice import simplest, slice_of
+from shardwise.spec.text import aligned
 from shardwise.spec.traffic.data import (
     Collective,
     held_bytes,
@@ -170,8 +171,6 @@ class Summary:
         return ["slices that this rank's shards are of:", *lines] if lines else []
 
     def __str__(self) -> str:
-        wide = max([26, *(2 * unit.depth + len(unit.name) for unit in self.units)]) + 2
-        typed = max([18, *(len(unit.type_name) for unit in self.units)]) + 2
         lines = [
             (
                 f"{self.num_parameters:,} parameters{' of this rank' * ('pp' in self.coordinate)} in {len(self.units)}"
@@ -179,25 +178,8 @@ class Summary:
                 f"{self._groups} (this is rank {self.rank}{self._world}); {self.placements}"
             ),
             *self._place,
-            f"{'unit':<{wide}}{'class':<{typed}}{'params':>14}{'this rank':>14}{'padding':>9}  dtype, slot",
+            *aligned([_HEADER, *(row for unit in self.units for row in _rows(unit))], words=(0, 1, 5)),
         ]
-        for unit in self.units:
-            for group in unit.groups:
-                numel = sum(_numel(shape) for _, shape, _ in group.parameters)
-                held = sum(count for _, _, count in group.parameters)
-                slot = "own" if group.slot is None else f"slot {group.slot}"
-                frozen = "" if group.is_trainable else ", frozen"
-                padding = f"{100 * group.padding_numel / max(group.numel, 1):.1f}%"
-                name = f"{'  ' * unit.depth + unit.name:<{wide}}{unit.type_name:<{typed}}"
-                lines.append(
-                    f"{name}{numel:>14,}{held:>14,}{padding:>9}  {group.dtypes}{frozen}, {slot}"
-                    + ("" if unit.reshards_after_forward or group.slot is None else ", kept after forward")
-                    + ("" if unit.inner_size is None else f", then over {unit.inner_size} ranks")
-                    + (", on the host" if group.is_offloaded else "")
-                )
-            if not unit.groups:
-                name = f"{'  ' * unit.depth + unit.name:<{wide}}{unit.type_name:<{typed}}"
-                lines.append(f"{name}{0:>14}{0:>14}{'':>9}  -")
         idle = f"; {self.num_idle_ranks} of {self.world_size} ranks own nothing" if self.num_idle_ranks else ""
         lines.append(f"cut by {self.granularity}: the fullest rank owns {self.imbalance:.3f} times the mean{idle}")
         lines.append(f"bytes on this rank: {self.footprint}")
@@ -222,6 +204,26 @@ class Summary:
         if self.num_wrong_prefetches:
             lines.append(f"gathered, but not run on this rank: {self.num_wrong_prefetches:,} times so far")
         return "\n".join(lines)
+
+
+_HEADER = ("unit", "class", "params", "this rank", "padding", "dtype, slot")
+
+
+def _rows(unit: UnitSummary) -> list[tuple[str, ...]]:
+    """A unit's rows of the table: one for each group."""
+    name = "  " * unit.depth + unit.name
+    rows = []
+    for group in unit.groups:
+        words = [group.dtypes] + ["frozen"] * (not group.is_trainable)
+        words += ["own" if group.slot is None else f"slot {group.slot}"]
+        words += ["kept after forward"] * (not unit.reshards_after_forward and group.slot is not None)
+        words += [] if unit.inner_size is None else [f"then over {unit.inner_size} ranks"]
+        words += ["on the host"] * group.is_offloaded
+        numel = sum(_numel(shape) for _, shape, _ in group.parameters)
+        held = sum(count for _, _, count in group.parameters)
+        padding = f"{100 * group.padding_numel / max(group.numel, 1):.1f}%"
+        rows.append((name, unit.type_name, f"{numel:,}", f"{held:,}", padding, ", ".join(words)))
+    return rows or [(name, unit.type_name, "0", "0", "", "-")]
 
 
 def summary(model: nn.Module) -> Summary:

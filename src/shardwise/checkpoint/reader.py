@@ -33,7 +33,7 @@ from shardwise.comm.dtype import dtype_name
 from shardwise.spec.errors import CheckpointError
 from shardwise.spec.extent import Block, Extent, describe_cuts, list_alike, shared
 from shardwise.spec.precision import item_bytes
-from shardwise.spec.text import similar, size
+from shardwise.spec.text import aligned, similar, size
 from shardwise.state.extents import Pairs
 
 _MOST_LINES = 40
@@ -355,8 +355,7 @@ class Checkpoint:
 
     def _table(self, rows: list[tuple[str, str, str]]) -> str:
         shown = [("tensor", "saved", "expected"), *rows[:_MOST_LINES]]
-        widths = [max(len(row[column]) for row in shown) for column in range(2)]
-        lines = "".join(f"\n  {name:<{widths[0]}}  {saved:<{widths[1]}}  {want}" for name, saved, want in shown)
+        lines = "".join(f"\n  {line}" for line in aligned(shown, words=range(3)))
         more = f"\n  and {len(rows) - _MOST_LINES} more" if len(rows) > _MOST_LINES else ""
         return (
             f"checkpoint {self.path} (step {self.step}) does not fit: {len(rows)} "

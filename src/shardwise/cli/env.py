@@ -11,6 +11,7 @@ from typing import Annotated, Any
 import typer
 
 from shardwise.cli.show import show
+from shardwise.spec.text import aligned
 
 _PACKAGES = ("numpy", "pydantic", "safetensors", "transformers", "tensorboard", "wandb")
 
@@ -31,11 +32,11 @@ def env(
     if as_json:
         show(json.dumps(facts, indent=2))
         return
-    width = max(len(name) for name in facts)
+    rows = []
     for name, value in facts.items():
-        for line in value if isinstance(value, list) and value else [value]:
-            show(f"{name:<{width}}  {'none' if line in (None, []) else line}")
-            name = ""  # noqa: PLW2901  later lines of a list stand below the first
+        first, *others = value if isinstance(value, list) else [value]
+        rows += [(name, "none" if first is None else str(first)), *(("", str(other)) for other in others)]
+    show("\n".join(aligned(rows, words=range(2))))
 
 
 def collect() -> dict[str, Any]:

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import difflib
+import io
 import unicodedata
-from collections.abc import Iterable, Sequence
+from collections.abc import Container, Iterable, Sequence
 
 
 def size(num_bytes: float) -> str:
@@ -16,15 +17,27 @@ def size(num_bytes: float) -> str:
     return f"{num_bytes:.1f} TB"
 
 
-def aligned(rows: Iterable[Sequence[str]]) -> list[str]:
-    """Lines of a table, columns two blanks apart: the first column is a name, on the left; the others are numbers."""
-    columns = list(zip(*rows, strict=True))
-    widths = [max(len(cell) for cell in column) for column in columns]
-    padded = [
-        [cell.rjust(width) if place else cell.ljust(width) for cell in column]
-        for place, (column, width) in enumerate(zip(columns, widths, strict=True))
-    ]
-    return ["  ".join(row).rstrip() for row in zip(*padded, strict=True)]
+def aligned(rows: Iterable[Sequence[str]], *, words: Container[int] = (0,)) -> list[str]:
+    """Lines of a table: columns two blanks apart, as wide as their widest cell wherever they are printed.
+
+    Args:
+        rows: The cells; a header is a row like the others.
+        words: Columns that stand on the left; the others are numbers, on the right.
+    """
+    from rich.console import Console
+    from rich.table import Table
+    from rich.text import Text
+
+    held = list(rows)
+    grid = Table.grid(padding=(0, 2, 0, 0))
+    for place in range(len(held[0])):
+        grid.add_column(justify="left" if place in words else "right", no_wrap=True)
+    for row in held:
+        grid.add_row(*(Text(printable(cell)) for cell in row))
+    console = Console(file=io.StringIO(), width=100_000, color_system=None)
+    with console.capture() as capture:
+        console.print(grid)
+    return [line.rstrip() for line in capture.get().splitlines()]
 
 
 def similar(word: str, known: Iterable[str], *, most: int = 3, cutoff: float = 0.5) -> list[str]:

@@ -14,7 +14,7 @@ import shardwise as sw
 from shardwise.checkpoint import CHECKPOINTS, open_checkpoint, publish_latest, retain, step_directory
 from shardwise.optim.average import ExponentialMovingAverage
 from shardwise.spec.errors import CheckpointError, ConfigError, StorageError
-from shardwise.spec.text import printable, similar
+from shardwise.spec.text import aligned, printable, similar
 from shardwise.train import random_state
 from shardwise.train.config import Config
 from shardwise.train.control import Control
@@ -116,8 +116,7 @@ def check_config(saved: Mapping[str, Any], config: Config, asked: Collection[str
     wrong = [entry for entry in changed if not _is_in(entry[0], (*_FREE, *requested))]
     if wrong:
         rows = [("key", "the run has", "now"), *((key, _shown(old), _shown(new)) for key, old, new in wrong)]
-        widths = [max(len(row[i]) for row in rows) for i in (0, 1)]
-        table = "\n".join(f"  {key:<{widths[0]}}  {old:<{widths[1]}}  {new}" for key, old, new in rows)
+        table = "\n".join(f"  {line}" for line in aligned(rows, words=range(3)))
         raise ConfigError(
             f"the configuration is not that of the run:\n{table}\n"
             f"  Only {', '.join(_FREE)} may differ, and {', '.join(_ON_REQUEST)} where --set asks for it (--set"
