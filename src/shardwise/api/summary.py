@@ -212,7 +212,7 @@ _HEADER = ("unit", "class", "params", "this rank", "padding", "dtype, slot")
 def _rows(unit: UnitSummary) -> list[tuple[str, ...]]:
     """A unit's rows of the table: one for each group."""
     name = "  " * unit.depth + unit.name
-    rows = []
+    rows: list[tuple[str, ...]] = []
     for group in unit.groups:
         words = [group.dtypes] + ["frozen"] * (not group.is_trainable)
         words += ["own" if group.slot is None else f"slot {group.slot}"]
