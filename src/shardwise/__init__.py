@@ -36,8 +36,8 @@ _LAZY = {
     "CommTimeout": "shardwise.spec.errors",
     "CheckpointError": "shardwise.spec.errors",
     "CollectiveEvent": "shardwise.comm.base",
-    "optimizer_in_backward": "shardwise.features.in_backward",
-    "ExponentialMovingAverage": "shardwise.optim.average",
+    "optimizer_in_backward": "shardwise.optim.in_backward",
+    "ExponentialMovingAverage": "shardwise.state.average",
     "parallelize": "shardwise.api.parallelize",
     "save": "shardwise.api.save",
     "load": "shardwise.api.save",
@@ -58,16 +58,16 @@ _LAZY = {
     "convert_sync_batchnorm": "shardwise.features.batch_norm",
     "data_parallel_rank": "shardwise.api.model",
     "data_parallel_size": "shardwise.api.model",
-    "declare_elementwise": "shardwise.optim.checks",
+    "declare_elementwise": "shardwise.forms.optimizer",
     "deferred_init": "shardwise.init.deferred",
-    "flat_parameters": "shardwise.optim.flat_parameters",
-    "declare_granularity": "shardwise.optim.checks",
+    "flat_parameters": "shardwise.forms.flat_parameters",
+    "declare_granularity": "shardwise.forms.optimizer",
     "full_state_dict": "shardwise.state.model",
     "load_full_state_dict": "shardwise.state.model",
     "GradScaler": "shardwise.optim.scaler",
     "summary": "shardwise.api.summary",
     "full_parameters": "shardwise.state.full_parameters",
-    "join": "shardwise.features.uneven",
+    "join": "shardwise.api.join",
     "newest_checkpoint": "shardwise.checkpoint.store",
     "DataParallel": "shardwise.api.data_parallel",
     "DistributedSampler": "shardwise.train.sampler",
@@ -143,6 +143,7 @@ if TYPE_CHECKING:
     from shardwise.api.data_parallel import DataParallel
     from shardwise.api.dry_run import DryRun, dry_run
     from shardwise.api.fully_shard import fully_shard, register_fsdp_forward_method
+    from shardwise.api.join import join
     from shardwise.api.model import (
         data_parallel_rank,
         data_parallel_size,
@@ -158,15 +159,13 @@ if TYPE_CHECKING:
     from shardwise.checkpoint.store import newest_checkpoint
     from shardwise.comm.base import CollectiveEvent
     from shardwise.features.batch_norm import convert_sync_batchnorm
-    from shardwise.features.in_backward import optimizer_in_backward
     from shardwise.features.precision import bf16_supported
-    from shardwise.features.uneven import join
+    from shardwise.forms.flat_parameters import flat_parameters
+    from shardwise.forms.optimizer import declare_elementwise, declare_granularity
     from shardwise.generation.decode import generate, generate_stream
     from shardwise.init.deferred import deferred_init
-    from shardwise.optim.average import ExponentialMovingAverage
-    from shardwise.optim.checks import declare_elementwise, declare_granularity
     from shardwise.optim.clip import clip_grad_norm
-    from shardwise.optim.flat_parameters import flat_parameters
+    from shardwise.optim.in_backward import optimizer_in_backward
     from shardwise.optim.scaler import GradScaler
     from shardwise.pipeline.pipelined import record_pipeline
     from shardwise.spec.errors import (
@@ -195,6 +194,7 @@ if TYPE_CHECKING:
         wrap_by_size,
     )
     from shardwise.spec.schedule import PipelinePolicy
+    from shardwise.state.average import ExponentialMovingAverage
     from shardwise.state.full_parameters import full_parameters
     from shardwise.state.model import full_state_dict, load_full_state_dict
     from shardwise.train.sampler import DistributedSampler

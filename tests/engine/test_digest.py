@@ -8,8 +8,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from shardwise.init import digest
-from shardwise.init.digest import ROW_WORDS, digest_of
+from shardwise.comm import digest
+from shardwise.comm.digest import ROW_WORDS, digest_of
 
 #: Bytes: within a word, a row, several rows, several pieces of rows, and with ends that fill no word.
 SIZES = (1, 7, 8, 9, 8 * ROW_WORDS - 1, 8 * ROW_WORDS + 3, 8 * ROW_WORDS * 9 + 5)

@@ -14,8 +14,8 @@ from torch.utils.checkpoint import checkpoint
 import shardwise as sw
 from shardwise.engine.engine import Engine
 from shardwise.engine.unit import engine_of
-from shardwise.optim.checks import engines_of
-from shardwise.optim.flat_parameters import FlatParameter
+from shardwise.forms.flat_parameters import FlatParameter
+from shardwise.forms.optimizer import engines_of
 from shardwise.spec.errors import StateError
 from shardwise.testing import checks, probe, run_on_ranks
 from tests.common.oracle import PRESETS, Block, Chain, plain_loss, sample

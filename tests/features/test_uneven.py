@@ -300,7 +300,7 @@ def schedules():
 def test_settings_of_optimizers_are_those_of_the_ranks_that_have_a_batch_and_compared_at_the_start():
     for held, text in run_on_ranks(schedules, 2):
         assert held == [(0.04, (0.8, 0.99))]
-        assert text.startswith("sw.join(): the optimizers of rank 0 and rank 1 have different settings")
+        assert text.startswith("sw.join(): the ranks' optimizers have different settings: rank 0 has [{")
         assert "Step schedulers equally often on every rank" in text
 
 

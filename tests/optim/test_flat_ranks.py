@@ -12,8 +12,8 @@ import torch.distributed as dist
 from torch import nn
 
 import shardwise as sw
-from shardwise.optim import flat_parameters
-from shardwise.optim.flat_parameters import FlatParameter
+from shardwise.forms import flat_parameters
+from shardwise.forms.flat_parameters import FlatParameter
 from shardwise.spec.errors import StateError
 from shardwise.testing import optimizer_state, probe, run_on_ranks
 from tests.common.oracle import PRESETS, Block, Chain, compare, compare_each, plain_loss, sample

@@ -50,12 +50,12 @@ ABOUT = {
     "engine/test_host_cost.py": "comm.gloo engine.engine engine.unit",
     "features/test_fp16.py": "optim.partial optim.scaler",
     "features/test_precision_parity.py": "features.precision",
-    "optim/test_flat_ranks.py": "optim.flat_parameters",
-    "features/test_in_backward_ranks.py": "engine.unit optim.flat_parameters optim.checks engine.engine",
+    "optim/test_flat_ranks.py": "forms.flat_parameters",
+    "features/test_in_backward_ranks.py": "engine.unit forms.flat_parameters forms.optimizer engine.engine",
     "engine/test_profile.py": "engine.hooks",
     # models cut by hand, and the cuts
     "tensor/test_tensor.py": "comm.record tensor",
-    "state/test_logical_state.py": "checkpoint comm.axes api.shard features.ignored",
+    "state/test_logical_state.py": "checkpoint comm.axes api.shard forms.ignored",
     "tensor/test_tensor_mistakes.py": "comm.axes tensor.loss",
     # activations of a plain model, attention on meta, choices of tokens, microbatches
     "engine/test_dry_run.py": "measure.meta",

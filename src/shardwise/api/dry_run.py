@@ -22,7 +22,6 @@ from shardwise.engine.unit import engine_of
 from shardwise.features.wrap import find_units
 from shardwise.measure.meta import FusedAttention, build_on_meta, without_values
 from shardwise.measure.storage import StorageCount, held_bytes
-from shardwise.optim.average import ExponentialMovingAverage
 from shardwise.pipeline.batch import Forward, LossFn, call_model, forward_loss
 from shardwise.pipeline.pipelined import pipelined_of
 from shardwise.spec.errors import PlanError, StateError
@@ -30,6 +29,7 @@ from shardwise.spec.mesh import Mesh
 from shardwise.spec.plan import ParallelPlan, check_plan
 from shardwise.spec.schedule.simulate import Durations, simulate
 from shardwise.spec.text import size
+from shardwise.state.average import ExponentialMovingAverage
 
 OptimizerFactory = Callable[[Iterable[nn.Parameter]], torch.optim.Optimizer]
 

@@ -20,13 +20,13 @@ from shardwise.engine.engine import Engine
 from shardwise.engine.hooks import Observer
 from shardwise.engine.unit import Unit, attachment_of, mark_of
 from shardwise.features import batch_norm, precision
-from shardwise.features.ignored import find_ignored
-from shardwise.features.in_backward import refuse
 from shardwise.features.wrap import assign_parameters, check_parameters
 from shardwise.forms.host import choose_units
+from shardwise.forms.ignored import find_ignored
 from shardwise.init.sync import synchronise
 from shardwise.launch.notice import tell_once
 from shardwise.optim import checks
+from shardwise.optim.in_backward import refuse
 from shardwise.spec.errors import MeshError, PlanError, StateError, Uncopyable
 from shardwise.spec.foreign import translated
 from shardwise.spec.merge import merged_name

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from shardwise.comm.base import CollectiveEvent, Recorder
 from shardwise.engine.unit import attachment_of, engine_of, mark_of
 from shardwise.features import batch_norm
-from shardwise.features.in_backward import refuse
+from shardwise.optim.in_backward import refuse
 from shardwise.spec.slice import slice_of
 
 

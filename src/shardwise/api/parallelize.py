@@ -22,10 +22,10 @@ from shardwise.engine.unit import attachment_of, engine_of
 from shardwise.expert.layer import find_mixtures
 from shardwise.features import batch_norm, recompute
 from shardwise.features.compile import compile_units
-from shardwise.features.ignored import Ignored, find_ignored
 from shardwise.features.precision import Policies
 from shardwise.features.wrap import assign_parameters, find_units
-from shardwise.init.materialize import FromLater, Given, Source, Unfilled, fill_buffers, fill_parameters, find_source
+from shardwise.forms.ignored import Ignored, find_ignored
+from shardwise.init.materialize import FromLater, Given, Missing, Source, fill_buffers, fill_parameters, find_source
 from shardwise.init.sync import synchronise
 from shardwise.launch.notice import cpu_notice, tell_once
 from shardwise.launch.world import ranks_per_machine
@@ -36,7 +36,7 @@ from shardwise.spec.options import EngineOptions
 from shardwise.spec.placement import canonical_name
 from shardwise.spec.plan import ParallelPlan, check_plan
 from shardwise.spec.text import did_you_mean
-from shardwise.state.model import load_full_state_dict, load_ranges
+from shardwise.state.model import Unfilled, load_full_state_dict, load_ranges
 from shardwise.tensor.cut import find_cuts
 
 
@@ -107,8 +107,9 @@ def parallelize(
     batch_norm.check(model, device, size, "sw.parallelize()")
     apply_plan(model, plan, units, comms, lambda: place.open_samples(device), source=source)
     given = source.given if isinstance(source, FromLater) else None
-    if isinstance(given, Unfilled):
-        engine_of(model, "sw.parallelize").observers.add(given, is_first=True)
+    if isinstance(given, Missing):
+        unfilled = Unfilled(given.reason, given.names)
+        engine_of(model, "sw.parallelize").observers.add(unfilled, is_first=True)
     elif isinstance(given, Mapping):
         load_full_state_dict(model, given)
     elif given is not None:

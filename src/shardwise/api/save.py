@@ -17,14 +17,13 @@ from shardwise.checkpoint import Checkpoint, open_checkpoint, plain, retain, ste
 from shardwise.comm.control import fail_together
 from shardwise.engine.engine import Engine
 from shardwise.engine.unit import engine_of
-from shardwise.features.ignored import ignored_of
-from shardwise.init.materialize import Unfilled
+from shardwise.forms.ignored import ignored_of
 from shardwise.launch.notice import tell_once
 from shardwise.optim import checks
-from shardwise.optim.average import ExponentialMovingAverage
 from shardwise.spec.errors import CheckpointError, ShardwiseError
 from shardwise.spec.extent import Extent
 from shardwise.state import model as states
+from shardwise.state.average import ExponentialMovingAverage
 from shardwise.state.extents import Pairs
 from shardwise.state.ignored import count_holders, ignored_extents, stored_names, written_names
 from shardwise.state.optimizer import OptimizerState, optimizer_extents, optimizer_scalars
@@ -185,7 +184,7 @@ def load(
         checkpoint.read_into(targets.extents, ignored=targets.unread, verify=verify, comm=comm)
         for install in targets.installs:
             install()
-    unfilled = engine.observers.find(Unfilled)
+    unfilled = engine.observers.find(states.Unfilled)
     if unfilled is not None:
         engine.observers.remove(unfilled)
     engine.invalidate()

@@ -18,9 +18,7 @@ from shardwise.engine.engine import Engine
 from shardwise.engine.hooks import Observer
 from shardwise.engine.unit import Unit
 from shardwise.features import batch_norm, guard, precision, recompute, safety
-from shardwise.features.ignored import NOTHING, Ignored, ignored_of
 from shardwise.features.module_buffers import BufferSync
-from shardwise.features.waiting import WaitingSums
 from shardwise.features.wrap import (
     assign_parameters,
     assign_ranks,
@@ -31,6 +29,8 @@ from shardwise.features.wrap import (
 )
 from shardwise.forms import form_of
 from shardwise.forms.host import choose_units
+from shardwise.forms.ignored import NOTHING, Ignored, ignored_of
+from shardwise.forms.waiting import WaitingSums
 from shardwise.init.materialize import Source, fill_parameters
 from shardwise.optim import checks
 from shardwise.optim.partial import PartialGradient
@@ -155,10 +155,11 @@ def start(
     engine = build.start_engine(units, row, comms, options, lambda entry: find_layer_lists(units, entry))
     engine.shared[Ignored] = ignored
     guard.install_guards(root, engine)
-    guard.watch(engine, root)
+    guard.refuse_wrappers(root)
     for observer in (
         safety.ShownWhole(),
-        guard.Added(),
+        guard.InsideDDP(),
+        checks.Added(engine),
         safety.ForeignBackwards(),
         checks.StepsEnd(),
         WaitingSums(),

@@ -1,8 +1,9 @@
-"""Short dtype names (``spec.precision``) to ``torch.dtype`` and back."""
+"""Short dtype names (``spec.precision``) to ``torch.dtype`` and back; a tensor in the order of its memory."""
 
 from __future__ import annotations
 
 import torch
+from torch import Tensor
 
 from shardwise.spec.precision import dtype_name as _short_name
 
@@ -41,3 +42,11 @@ def dtype_name(dtype: torch.dtype) -> str:
         ConfigError: A dtype that shardwise does not know.
     """
     return _BY_DTYPE.get(dtype) or _short_name(str(dtype))
+
+
+def memory_order(tensor: Tensor) -> Tensor:
+    """The elements of a dense tensor as a flat view, in the order in which they lie in memory."""
+    tensor = tensor.detach()
+    if tensor.is_contiguous():
+        return tensor.view(-1)
+    return tensor.as_strided((tensor.numel(),), (1,))

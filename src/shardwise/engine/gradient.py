@@ -30,8 +30,8 @@ from torch import Tensor
 
 from shardwise import torch_private
 from shardwise.comm.base import Chain, Comm, Done, Handle
-from shardwise.comm.dtype import dtype_name
-from shardwise.engine.pool import GradientPool, memory_order
+from shardwise.comm.dtype import dtype_name, memory_order
+from shardwise.engine.pool import GradientPool
 from shardwise.spec.errors import StateError
 from shardwise.spec.layout import Piece, ReduceLayout, contiguous_stride
 from shardwise.spec.memory.footprint import size_class

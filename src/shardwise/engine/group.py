@@ -19,9 +19,9 @@ from torch import Tensor, nn
 
 from shardwise.comm.axes import Comms
 from shardwise.comm.base import Done, Handle
-from shardwise.comm.dtype import torch_dtype
+from shardwise.comm.dtype import memory_order, torch_dtype
 from shardwise.engine.gradient import Gradient
-from shardwise.engine.pool import Slot, memory_order
+from shardwise.engine.pool import Slot
 from shardwise.spec.errors import StateError
 from shardwise.spec.facts import GroupFacts
 from shardwise.spec.layout import GroupLayout, Piece, ReduceLayout, contiguous_stride

@@ -184,11 +184,3 @@ class GradientPool:
         """Bytes of the buffers that lie in the pool now."""
         unused = (buffer for buffers in self._free.values() for buffer in buffers)
         return sum(buffer.untyped_storage().nbytes() for buffer in unused)
-
-
-def memory_order(tensor: Tensor) -> Tensor:
-    """The elements of a dense tensor as a flat view, in the order in which they lie in memory."""
-    tensor = tensor.detach()
-    if tensor.is_contiguous():
-        return tensor.view(-1)
-    return tensor.as_strided((tensor.numel(),), (1,))

@@ -17,15 +17,11 @@ from collections.abc import Callable, Iterator, Sequence
 from typing import TYPE_CHECKING, Any, NoReturn
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 
 from shardwise import torch_private
-from shardwise.comm.control import all_gather_json
 from shardwise.engine.hooks import Observer, without_slots
 from shardwise.engine.unit import mark_of
-from shardwise.features.ignored import ignored_of
-from shardwise.init.digest import digest_of
-from shardwise.optim.flat_parameters import group_of
 from shardwise.spec.errors import StateError, Uncopyable
 from shardwise.spec.order import Entry
 
@@ -231,61 +227,24 @@ class _GuardedApply(Uncopyable):
         return torch_private.apply_of(module)(fn, recurse)
 
 
-_engines: weakref.WeakSet[Engine] = weakref.WeakSet()
-
-
-def watch(engine: Engine, root: nn.Module) -> None:
-    """Have optimizers that step from now on compared with what is registered below ``root``."""
-    _engines.add(engine)
+def refuse_wrappers(root: nn.Module) -> None:
+    """Have ``DistributedDataParallel`` and torch's FSDP refuse ``root`` when they are given it."""
     torch_private.set_ignored_by_ddp(root, _RefusesDDP(root))
     torch_private.set_refusal_of_fsdp(root, functools.partial(_refuse_fsdp, type(root).__name__))
 
 
-def refuse_added(engine: Engine, only: Callable[[nn.Parameter], bool] = lambda _: True) -> None:
-    """Refuse trained parameters in the model that are no unit's, where several ranks train.
-
-    Args:
-        engine: Of the model.
-        only: Which of them count.
-
-    Raises:
-        StateError: There is one.
-    """
-    root = engine.units[0].members[0].module()
-    if root is None or engine.comms.world.size == 1:
-        return
-    known = {id(p) for group in engine.groups for p in (*group.shards, *group.fulls)}
-    for name, parameter in root.named_parameters():
-        is_ours = id(parameter) in known or parameter in ignored_of(engine)
-        if not is_ours and parameter.requires_grad and only(parameter):
-            raise StateError(
-                f"parameter {name!r} of shape {list(parameter.shape)} was added after sw.parallelize(): no rank would"
-                " send its gradient, and every rank would train its own.\n"
-                "  Add it (an adapter, a head) before sw.parallelize(), freeze it, or name it in"
-                " sw.ParallelPlan(ignored=[...]) if each rank is to have its own."
-            )
-
-
-class Added(Observer):
-    """Refuses forwards of a model that was given parameters later, or lies in a ``DistributedDataParallel``."""
+class InsideDDP(Observer):
+    """Refuses forwards inside a ``DistributedDataParallel`` that has parameters of the model."""
 
     def forward_begins(self, engine: Engine, entry: Entry) -> None:  # noqa: ARG002
-        """Look for them, in the first forward of each kind."""
-        _refuse_inside_ddp(engine)
-        if engine.forward.trains and not engine.orders.gathers.is_recorded:
-            refuse_added(engine)
+        """Look for it.
 
-
-def _refuse_inside_ddp(engine: Engine) -> None:
-    """Refuse a forward inside a ``DistributedDataParallel`` that has parameters of this model.
-
-    Raises:
-        StateError: It is inside of one.
-    """
-    held = torch_private.parameters_of_ddp_forward()
-    if any(mark_of(parameter) is not None for parameter in held):
-        root = engine.units[0].members[0].module()
-        _refuse_ddp(type(root).__name__)
+        Raises:
+            StateError: It is inside of one.
+        """
+        if any(mark_of(parameter) is not None for parameter in torch_private.parameters_of_ddp_forward()):
+            root = engine.units[0].members[0].module()
+            _refuse_ddp(type(root).__name__)
 
 
 def _refuse_ddp(name: str) -> NoReturn:
@@ -312,56 +271,3 @@ class _RefusesDDP(Uncopyable):
 
     def __iter__(self) -> Iterator[str]:
         _refuse_ddp(self._name)
-
-
-# -- at an optimizer's step
-
-
-def check_optimizer(optimizer: torch.optim.Optimizer, engines: list[Engine]) -> bool:
-    """Refuse an optimizer that would train parameters on each rank alone.
-
-    Those registered in a parallelized model are refused. Others beside it may be synchronised by other means: their
-    gradients are compared.
-
-    Args:
-        optimizer: Before a step.
-        engines: Whose parameters it has as well.
-
-    Returns:
-        All of its parameters have been decided about; not so before those beside a model have gradients.
-
-    Collective:
-        With parameters beside a model all-gather of a text over the ranks that train the model.
-
-    Raises:
-        StateError: Such a parameter.
-    """
-    given = [p for settings in optimizer.param_groups for p in settings["params"]]
-    others = {id(p): p for p in given if group_of(p) is None and p.requires_grad}
-    if not others:
-        return True
-    for engine in tuple(_engines):
-        current = engine.units[0].engine
-        if current is not None and current() is engine:
-            refuse_added(engine, only=lambda parameter: id(parameter) in others)
-    known = {id(p) for engine in engines for p in ignored_of(engine).parameters.values()}
-    beside = [p for key, p in others.items() if key not in known and type(p.data) is torch.Tensor]
-    if not beside or not engines or engines[0].comms.control.size == 1:
-        return True
-    return _compare_gradients(beside, engines[0])
-
-
-def _compare_gradients(parameters: list[Tensor], engine: Engine) -> bool:
-    gradients = [
-        p.grad if p.grad.layout is torch.strided else p.grad.to_dense() for p in parameters if p.grad is not None
-    ]
-    digests = all_gather_json(engine.comms.control, str(digest_of(gradients).tolist()))
-    if len(set(digests)) > 1:
-        shapes = ", ".join(str(list(p.shape)) for p in parameters[:3])
-        raise StateError(
-            f"the optimizer holds {len(parameters)} parameters (of shape {shapes}) that are in no parallelized model,"
-            " and their gradients differ from rank to rank: every rank would train its own.\n"
-            "  Put the modules into one model before sw.parallelize(), or into an optimizer of their own if each rank"
-            " is to have its own."
-        )
-    return bool(gradients)

@@ -17,12 +17,12 @@ import torch
 from torch import Tensor, nn
 
 from shardwise.comm.base import Comm
+from shardwise.comm.dtype import memory_order
 from shardwise.engine.engine import Engine
 from shardwise.engine.hooks import Observer, Step
-from shardwise.engine.pool import memory_order
 from shardwise.engine.unit import State, Unit, mark_of
 from shardwise.features.module_buffers import begin
-from shardwise.features.waiting import WaitingSums
+from shardwise.forms.waiting import WaitingSums
 from shardwise.spec.errors import StateError
 from shardwise.spec.order import stage_entry
 

@@ -12,6 +12,7 @@ from torch.nn.modules.batchnorm import _BatchNorm
 
 from shardwise.comm.dtype import dtype_name, torch_dtype
 from shardwise.engine.hooks import replace_tensors
+from shardwise.forms.buffers import cast_buffer
 from shardwise.launch.notice import tell_once
 from shardwise.spec.errors import PlanError
 from shardwise.spec.policies import PrecisionPolicy, name_matcher
@@ -117,8 +118,7 @@ class Policies:
                 continue
             for key, buffer in module.named_buffers(recurse=False):
                 if buffer.is_floating_point() and (f"{path}.{key}" if path else key) not in ignored:
-                    module.__dict__.setdefault(_BUFFER_DTYPES, {}).setdefault(key, buffer.dtype)
-                    setattr(module, key, buffer.to(torch_dtype(name)))
+                    cast_buffer(module, key, torch_dtype(name))
 
     def install_casts(self, model: nn.Module, units: Iterable[str]) -> None:
         """Cast the inputs of units and of parts with a policy of their own, and the outputs of these parts.
@@ -127,19 +127,6 @@ class Policies:
         """
         for path in dict.fromkeys([*self.heads, *units]):
             install_casts(model.get_submodule(path), self.at(path), casts_output=path in self.heads)
-
-
-#: Where a module keeps the dtypes that its buffers had before they were cast.
-_BUFFER_DTYPES = "_shardwise_buffer_dtypes"
-
-
-def saved_dtypes(model: nn.Module) -> dict[str, torch.dtype]:
-    """The dtypes of buffers in state dicts and checkpoints, by name, where ``buffer_dtype`` has cast the buffers."""
-    return {
-        f"{path}.{key}" if path else key: dtype
-        for path, module in model.named_modules(remove_duplicate=False)
-        for key, dtype in module.__dict__.get(_BUFFER_DTYPES, {}).items()
-    }
 
 
 def install_casts(module: nn.Module, policy: PrecisionPolicy, *, casts_output: bool) -> list[Any]:

@@ -9,25 +9,21 @@ that are -0.0, the exact identity of addition. When nobody has anything left to 
 from __future__ import annotations
 
 import contextlib
+import json
 import struct
 import zlib
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from enum import IntEnum
 from typing import TYPE_CHECKING, Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
-from shardwise.comm.control import all_gather_json
+from shardwise.comm.control import all_gather_json, check_same, digest_text
 from shardwise.engine import engine as heart
 from shardwise.engine.hooks import Observer
-from shardwise.engine.unit import engine_of
-from shardwise.features import batch_norm
-from shardwise.features.ignored import ignored_of
-from shardwise.features.in_backward import optimizers_in_backward
 from shardwise.features.module_buffers import BufferSync
-from shardwise.features.waiting import WaitingSums
-from shardwise.optim.clip import clip_grad_norm
+from shardwise.forms.waiting import WaitingSums
 from shardwise.spec.errors import CommError, RankDisagreement, StateError
 
 if TYPE_CHECKING:
@@ -66,104 +62,21 @@ class _Held(IntEnum):
     UNKNOWN = 2  #: the rank owns no element that is trained
 
 
-@contextlib.contextmanager
-def join(
-    model: nn.Module,
-    *optimizers: torch.optim.Optimizer,
-    divide_by_initial_world_size: bool = True,
-    throw_on_early_termination: bool = False,
-) -> Iterator[None]:
-    """Let ranks have different numbers of batches, as ``torch.distributed.algorithms.Join`` and DDP's ``join``.
-
-    ::
-
-        with sw.join(model, optimizer):
-            for batch in my_batches:  # some ranks have more of them
-                model(**batch).loss.backward()
-                sw.clip_grad_norm(model, 1.0)
-                optimizer.step()
-                optimizer.zero_grad()
-
-    A rank whose loop has ended stays at the end of the context and takes part in what the others do: forward and
-    backward (with gradients of zero), ``sw.clip_grad_norm``, ``sw.train_step``'s loss, ``optimizer.step()`` of the
-    optimizers named here with the others' settings. All ranks leave the context together. It also serves evaluation and
-    ``generate()``, where no optimizer is needed; ``generate()`` then keeps no further step with other ranks.
-
-    While a rank has no batch left, ``sw.save`` and whatever else works on the whole model is refused; do it outside of
-    the context. A scheduler that steps with every batch steps more often on some ranks: set rates by a count that all
-    ranks share. Gradient scalers and batch norm over all ranks are refused.
+class Join(Observer):
+    """One context of ``sw.join`` on this rank.
 
     Args:
-        model: A parallelized model.
-        optimizers: Those that step inside.
-        divide_by_initial_world_size: Sums of gradients are divided by the number of all ranks; else by the number of
-            ranks that still have a batch, and every sample weighs the same.
-        throw_on_early_termination: Raise on all ranks as soon as one has no batch left and another begins one.
+        engine: The model's engine.
+        optimizers: The optimizers that step inside.
+        clip: Clips the gradients of the model to a norm.
+        divides_by_all: Sums of gradients are divided by the number of all ranks, else of those that have a batch.
+        throws: Raise on all ranks as soon as one has no batch left and another begins one.
 
     Collective:
-        A small all-gather for each outermost forward; once a rank has no batch left, for each collective. All ranks
-        must enter.
+        Compares the optimizers' settings. All ranks must call.
 
     Raises:
-        RankDisagreement: ``throw_on_early_termination``, or ranks that have batches do different things.
-        CommError: Another rank has left by an exception.
-        StateError: The context is entered twice; the optimizers' settings differ; something that is refused.
-    """
-    engine = engine_of(model, "sw.join")
-    engine.settle("sw.join()")
-    if engine.observers.find(Join) is not None:
-        raise StateError("sw.join() inside sw.join() of the same model.\n  Leave one out.")
-    if batch_norm.comms_of(model) and not throw_on_early_termination:
-        raise StateError(
-            "sw.join(): batch norm over all ranks needs samples of every rank.\n"
-            "  Use plain batch norm, drop_last=True, or sw.join(..., throw_on_early_termination=True)."
-        )
-    if engine.comms.ep is not None:
-        raise StateError(
-            "sw.join(): experts on other ranks wait for the tokens of every rank (ep).\n"
-            "  Use drop_last=True, or set ep=1."
-        )
-    if ignored_of(engine).spread:
-        raise StateError(
-            "sw.join(): lookups in rows on other ranks wait for every rank (row_sharded).\n"
-            "  Use drop_last=True, or leave row_sharded out."
-        )
-    group = Join(
-        engine, model, optimizers, divides_by_all=divide_by_initial_world_size, throws=throw_on_early_termination
-    )
-    with _generating_alone(model):
-        engine.observers.add(group, is_first=True)
-        try:
-            yield
-        except BaseException:
-            group.fail()
-            raise
-        else:
-            group.follow()
-        finally:
-            engine.observers.remove(group)
-            group.restore()
-
-
-@contextlib.contextmanager
-def _generating_alone(model: nn.Module) -> Iterator[None]:
-    """Without the collective of its own by which transformers keeps ``generate()`` in step over the ranks.
-
-    A rank without a batch has no part in it; and inside ``join`` ranks may call the model more or less often.
-    """
-    key = "_is_fsdp_managed_module"
-    before = model.__dict__.get(key)
-    if before is not None:
-        model.__dict__[key] = False
-    try:
-        yield
-    finally:
-        if before is not None:
-            model.__dict__[key] = before
-
-
-class Join(Observer):
-    """One context on this rank.
+        StateError: The settings differ.
 
     Attributes:
         active: Ranks that had a batch at the last outermost forward.
@@ -174,15 +87,15 @@ class Join(Observer):
     def __init__(
         self,
         engine: Engine,
-        model: nn.Module,
         optimizers: Sequence[torch.optim.Optimizer],
+        clip: Callable[[float], object],
         *,
         divides_by_all: bool,
         throws: bool,
     ) -> None:
         self._engine = engine
-        self._model = model
-        self._optimizers = optimizers_in_backward(engine) or tuple(optimizers)
+        self._optimizers = optimizers
+        self._clip = clip
         self._divides_by_all = divides_by_all
         self._throws = throws
         self._comm = engine.comms.control
@@ -191,14 +104,19 @@ class Join(Observer):
         self._is_over = False
         self._has_stepped = False
         settings = [[_settings(group) for group in optimizer.param_groups] for optimizer in self._optimizers]
-        everyone = all_gather_json(self._comm, settings) if settings else [settings]
-        odd = next((rank for rank, theirs in enumerate(everyone) if theirs != everyone[0]), None)
-        if odd is not None:
-            raise StateError(
-                f"sw.join(): the optimizers of rank 0 and rank {odd} have different settings: {everyone[0]} and"
-                f" {everyone[odd]}.\n"
-                "  Step schedulers equally often on every rank, for example by a count of steps that all ranks share."
+        if settings:
+            check_same(
+                self._comm,
+                digest_text(json.dumps(settings, sort_keys=True)),
+                "sw.join(): the ranks' optimizers have different settings",
+                "Step schedulers equally often on every rank, for example by a count of steps that all ranks share.",
+                show=lambda: settings,
+                error=StateError,
             )
+
+    @property
+    def _updates_in_backward(self) -> bool:
+        return any(observer.updates_in_backward for observer in self._engine.observers.all)
 
     # -- a rank that has a batch
 
@@ -223,10 +141,10 @@ class Join(Observer):
         if group.row.shards_optimizer and group.whole is None:
             self._say(Word.GATHER, unit.index, 2 * unit.groups.index(group) + is_kept)
 
-    def backward_begins(self, engine: Engine) -> None:
+    def backward_begins(self, engine: Engine) -> None:  # noqa: ARG002
         """Backward has reached its first unit. What ``.grad`` really is decides what is said."""
         self._hide_sums()
-        if self._say(Word.BACKWARD, self._held) and optimizers_in_backward(engine) is not None:
+        if self._say(Word.BACKWARD, self._held) and self._updates_in_backward:
             self._share_settings()
 
     def before_reduce(self, engine: Engine, unit: Unit) -> None:
@@ -315,7 +233,7 @@ class Join(Observer):
             Word.BACKWARD: lambda: self._follow_backward([row[1] for row in spoken.values()]),
             Word.REDUCE: lambda: self._follow_reduction(first, is_last=bool(second)),
             Word.END: lambda: self._follow_end(has_more=bool(first)),
-            Word.CLIP: lambda: clip_grad_norm(self._model, _number(first)),
+            Word.CLIP: lambda: self._clip(_number(first)),
             Word.LOSS: self._follow_loss,
             Word.STEP: lambda: self._follow_step(self._optimizers[first]),
             Word.REFUSED: lambda: self._refuse(_NOT_FOLLOWED[first]),
@@ -354,7 +272,7 @@ class Join(Observer):
         self._engine.parameters_are_unchanged = has_more
 
     def _follow_backward(self, held: Sequence[int]) -> None:
-        if optimizers_in_backward(self._engine) is not None:
+        if self._updates_in_backward:
             self._share_settings()
         self._follow_zero_grad(held)
 

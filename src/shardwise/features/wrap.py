@@ -18,8 +18,8 @@ from shardwise.comm.axes import Comms
 from shardwise.comm.base import Comm
 from shardwise.engine.build import Kind, OwnedParameter, is_below
 from shardwise.engine.unit import Unit, mark_of
-from shardwise.features.ignored import NOTHING, Ignored
 from shardwise.features.precision import Policies
+from shardwise.forms.ignored import NOTHING, Ignored
 from shardwise.forms.packed import is_quantizable
 from shardwise.spec.errors import PlanError, StateError
 from shardwise.spec.granularity import assign

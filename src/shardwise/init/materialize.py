@@ -27,12 +27,10 @@ from torch import Tensor, nn
 from shardwise import torch_private
 from shardwise.comm.base import Comm
 from shardwise.comm.control import agree, check_same
+from shardwise.comm.digest import digest_of
 from shardwise.comm.dtype import dtype_name
 from shardwise.engine.build import OwnedParameter
-from shardwise.engine.engine import Engine
-from shardwise.engine.hooks import Observer
 from shardwise.init.deferred import Recording, take_recording
-from shardwise.init.digest import digest_of
 from shardwise.spec.errors import StateError
 from shardwise.spec.extent import Extent
 
@@ -121,7 +119,7 @@ def find_source(model: nn.Module, init: Given | None, *, is_sent: bool) -> Sourc
         return FromRecording(recording)
     if init is None and (reason := _no_reset(model)) is not None:
         other = FromInit(model, None, only=unsaved) if unsaved else None
-        return FromLater(other, unsaved, Unfilled(reason, set(_saved_names(model))))
+        return FromLater(other, unsaved, Missing(reason, frozenset(_saved_names(model))))
     return FromInit(model, init)
 
 
@@ -315,6 +313,19 @@ class FromInit(Source):
         )
 
 
+@dataclass(frozen=True)
+class Missing:
+    """The tensors that stay without values until the caller loads them.
+
+    Attributes:
+        reason: Why they are not initialised.
+        names: All names of each of them.
+    """
+
+    reason: str
+    names: frozenset[frozenset[str]]
+
+
 class FromLater(Source):
     """Leaves parameters empty, to be loaded once a rank holds no more than its shards.
 
@@ -325,7 +336,7 @@ class FromLater(Source):
     """
 
     def __init__(
-        self, other: Source | None, unsaved: Collection[int], given: Mapping[str, Tensor] | Weights | Unfilled
+        self, other: Source | None, unsaved: Collection[int], given: Mapping[str, Tensor] | Weights | Missing
     ) -> None:
         self.given = given
         self._other, self._unsaved = other, unsaved
@@ -372,40 +383,6 @@ def _read(files: Weights, name: str, like: Tensor) -> Tensor:
     value = torch.empty(like.shape, dtype=like.dtype)
     files.read([(Extent(name, tuple(like.shape), dtype_name(like.dtype), 0, like.numel()), value.view(-1))])
     return value
-
-
-@dataclass
-class Unfilled(Observer):
-    """The tensors of a parallelized model that have no values yet.
-
-    Attributes:
-        reason: Why they were not initialised.
-        names: All names of each of them.
-    """
-
-    reason: str
-    names: set[frozenset[str]]
-
-    def fill(self, names: Iterable[str]) -> None:
-        """Tensors with these names have been loaded."""
-        loaded = set(names)
-        self.names = {each for each in self.names if not each & loaded}
-
-    def before_values(self, engine: Engine, call: str) -> None:  # noqa: ARG002
-        """Refuse ``call``, which needs values.
-
-        Raises:
-            StateError: Some tensors have none.
-        """
-        if self.names:
-            first = min(name for each in self.names for name in each)
-            raise StateError(
-                f"{call}: {len(self.names)} tensors of the model were built on the meta device and have no values yet,"
-                f" {first!r} among them; sw.parallelize() did not initialise them, since {self.reason}.\n"
-                "  Call sw.load_full_state_dict(model, state) or sw.load(path, model) first, build the model with"
-                " sw.deferred_init(build_model), or pass sw.parallelize(..., init=...): a function that initialises"
-                " what a module owns, or a state dict."
-            )
 
 
 def _no_reset(model: nn.Module) -> str | None:

@@ -12,8 +12,8 @@ from torch import Tensor, nn
 from shardwise import torch_private
 from shardwise.comm.base import Comm
 from shardwise.comm.control import agree, check_same, digest_text
-from shardwise.engine.pool import memory_order
-from shardwise.init.digest import Digester
+from shardwise.comm.digest import Digester
+from shardwise.comm.dtype import memory_order
 from shardwise.spec.errors import StateError
 from shardwise.spec.layout import is_dense
 

@@ -16,10 +16,10 @@ from torch.utils._pytree import tree_iter
 
 from shardwise import torch_private
 from shardwise.engine.engine import Engine
-from shardwise.features.ignored import ignored_of
+from shardwise.forms.flat_parameters import group_of
 from shardwise.forms.host import Transfers
+from shardwise.forms.ignored import ignored_of
 from shardwise.forms.packed import packed_pool
-from shardwise.optim.flat_parameters import group_of
 from shardwise.spec.memory.activations import Activations
 
 

@@ -8,117 +8,35 @@ compute something else, and is refused.
 from __future__ import annotations
 
 import weakref
+from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
 import torch
+from torch import Tensor, nn
 from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 
+from shardwise.comm.control import all_gather_json
+from shardwise.comm.digest import digest_of
 from shardwise.engine.hooks import Observer
 from shardwise.engine.unit import mark_of
-from shardwise.features import guard
-from shardwise.features.waiting import refuse_sums
-from shardwise.optim import flat_parameters, partial
-from shardwise.optim.flat_parameters import FlatParameter, group_of
+from shardwise.forms import flat_parameters
+from shardwise.forms.flat_parameters import FlatParameter, group_of
+from shardwise.forms.ignored import ignored_of
+from shardwise.forms.optimizer import Content, bits_of, content_of, engines_of, needed_by
+from shardwise.forms.waiting import refuse_sums
+from shardwise.optim import partial
 from shardwise.spec.errors import StateError
-from shardwise.spec.granularity import ELEMENT, TENSOR, Granularity, block, keeps, resolve_granularity
+from shardwise.spec.granularity import ELEMENT, TENSOR, Granularity, keeps
+from shardwise.spec.order import Entry
 from shardwise.spec.slice import Slice, slice_of
 
 if TYPE_CHECKING:
     from shardwise.engine.engine import Engine
     from shardwise.engine.group import Group
-    from shardwise.engine.unit import Unit
-
-#: The lists of parameters that an optimizer holds, by identity and length.
-Content = tuple[tuple[int, int], ...]
-
-#: What each optimizer must have whole. Classes of other packages by name, so that nothing is imported for them.
-_NEEDS: dict[type | str, Granularity] = {
-    torch.optim.Adam: ELEMENT,
-    torch.optim.AdamW: ELEMENT,
-    torch.optim.SGD: ELEMENT,
-    torch.optim.Adagrad: ELEMENT,
-    torch.optim.RMSprop: ELEMENT,
-    torch.optim.Adadelta: ELEMENT,
-    torch.optim.Adamax: ELEMENT,
-    torch.optim.NAdam: ELEMENT,
-    torch.optim.RAdam: ELEMENT,
-    torch.optim.ASGD: ELEMENT,
-    torch.optim.Rprop: ELEMENT,
-    torch.optim.Muon: TENSOR,  # orthogonalises each matrix
-    torch.optim.Adafactor: TENSOR,  # the step's size follows from norms of the whole parameter and of its update
-    "transformers.optimization.Adafactor": TENSOR,
-}
-
-#: Optimizers with one scale for each ``block_size`` elements of their state.
-_BLOCKWISE = frozenset({"torchao.optim.adam.Adam8bit", "torchao.optim.adam.AdamW8bit"})
 
 #: What each optimizer that has been checked held then.
 _seen: weakref.WeakKeyDictionary[torch.optim.Optimizer, Content] = weakref.WeakKeyDictionary()
 _installed = False
-
-#: What :func:`engines_of` has found, and in which lists of parameters.
-_engines: weakref.WeakKeyDictionary[torch.optim.Optimizer, tuple[Content, list[weakref.ref[Engine]]]] = (
-    weakref.WeakKeyDictionary()
-)
-
-
-def declare_granularity(
-    cls: type[torch.optim.Optimizer], granularity: str | Granularity | tuple[str, int]
-) -> type[torch.optim.Optimizer]:
-    """Declare that ``cls`` updates each such part of a parameter from the gradients of that part alone.
-
-    Optimizers of this class are then accepted on shards under a plan with that granularity, or with one that never cuts
-    inside such a part either.
-
-    Args:
-        cls: A class of optimizers.
-        granularity: ``"row"``, ``sw.block(n)`` or ``"tensor"``.
-
-    Returns:
-        ``cls``.
-
-    Raises:
-        TypeError: ``cls`` is not a class.
-        PlanError: There is no such granularity.
-    """
-    if not isinstance(cls, type):
-        raise TypeError(f"an optimizer class is expected, got {cls!r}.")
-    _NEEDS[cls] = resolve_granularity(granularity)
-    return cls
-
-
-def declare_elementwise(cls: type[torch.optim.Optimizer]) -> type[torch.optim.Optimizer]:
-    """Declare that ``cls`` updates each element from the gradients of that element alone. Usable as a class decorator.
-
-    Optimizers of this class are then accepted on all shards. Returns ``cls``.
-
-    Raises:
-        TypeError: ``cls`` is not a class.
-    """
-    return declare_granularity(cls, ELEMENT)
-
-
-def needed_by(optimizer: torch.optim.Optimizer) -> Granularity | None:
-    """The granularity that an optimizer needs; ``None`` if it is unknown."""
-    cls = type(optimizer)
-    name = f"{cls.__module__}.{cls.__qualname__}"
-    if name in _BLOCKWISE:
-        return block(optimizer.__dict__["block_size"])
-    return _NEEDS.get(cls) or _NEEDS.get(name) or _needed_by_bitsandbytes(optimizer, name)
-
-
-def _needed_by_bitsandbytes(optimizer: torch.optim.Optimizer, name: str) -> Granularity | None:
-    """Its optimizers with 32-bit state work element by element, unless an update is scaled by a tensor's norm."""
-    settings = vars(optimizer).get("args")
-    if not name.startswith("bitsandbytes.optim.") or settings is None:
-        return None
-    if getattr(settings, "max_unorm", 0) > 0 or getattr(settings, "percentile_clipping", 100) < 100:
-        return TENSOR
-    return ELEMENT if _bits_of(optimizer) == 32 else None
-
-
-def _bits_of(optimizer: torch.optim.Optimizer) -> int:
-    return int(getattr(vars(optimizer).get("args"), "optim_bits", 32))
 
 
 def _check_bits(optimizer: torch.optim.Optimizer) -> None:
@@ -128,7 +46,7 @@ def _check_bits(optimizer: torch.optim.Optimizer) -> None:
         StateError: The optimizer keeps such state, and updates shards.
     """
     cls = type(optimizer)
-    if not cls.__module__.startswith("bitsandbytes.optim") or _bits_of(optimizer) != 8:
+    if not cls.__module__.startswith("bitsandbytes.optim") or bits_of(optimizer) != 8:
         return
     given = (p for settings in optimizer.param_groups for p in settings["params"])
     if any((owner := group_of(parameter)) is not None and owner.row.shards_optimizer for parameter in given):
@@ -168,11 +86,7 @@ def accept(optimizer: torch.optim.Optimizer) -> None:
     """
     _check_bits(optimizer)
     _check(optimizer)
-    _seen[optimizer] = _content_of(optimizer)
-
-
-def _content_of(optimizer: torch.optim.Optimizer) -> Content:
-    return tuple((id(params), len(params)) for params in (settings["params"] for settings in optimizer.param_groups))
+    _seen[optimizer] = content_of(optimizer)
 
 
 def _before_step(optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
@@ -193,11 +107,11 @@ def _before_step(optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> No
         _check_moment(engine)
         for tell in engine.observers.before_step:
             tell(engine, optimizer)
-    if not is_inside_backward and _seen.get(optimizer) != (content := _content_of(optimizer)):
+    if not is_inside_backward and _seen.get(optimizer) != (content := content_of(optimizer)):
         _check_bits(optimizer)
         _check(optimizer)
         _check_state(optimizer)
-        if guard.check_optimizer(optimizer, engines):
+        if _check_beside(optimizer, engines):
             _seen[optimizer] = content
     if any(given is not None for given in (*args[1:], kwargs.get("closure"))) and flat_parameters.flats_of(optimizer):
         raise StateError(
@@ -230,26 +144,6 @@ def _after_step(optimizer: torch.optim.Optimizer, _args: Any, _kwargs: Any) -> N
 def _is_stepping(engine: Engine) -> bool:
     """The step comes from inside backward."""
     return any(observer.is_stepping for observer in engine.observers.all)
-
-
-def engines_of(optimizer: torch.optim.Optimizer) -> list[Engine]:
-    """The engines whose parameters this optimizer updates, in the order of its parameters."""
-    lists = [settings["params"] for settings in optimizer.param_groups]
-    content = _content_of(optimizer)
-    known = _engines.get(optimizer)
-    if known is not None and known[0] == content:
-        engines = [reference() for reference in known[1]]
-        if all(engine is not None and _runtime_of(engine.units[0]) is engine for engine in engines):
-            return [engine for engine in engines if engine is not None]
-    owners = dict.fromkeys(group_of(parameter) for params in lists for parameter in params)
-    found = (_runtime_of(owner.unit) for owner in owners if owner is not None)
-    distinct = list(dict.fromkeys(engine for engine in found if engine is not None))
-    _engines[optimizer] = content, [weakref.ref(engine) for engine in distinct]
-    return distinct
-
-
-def _runtime_of(unit: Unit) -> Engine | None:
-    return unit.engine() if unit.engine is not None else None
 
 
 def _check(optimizer: torch.optim.Optimizer) -> None:
@@ -337,3 +231,95 @@ def _check_state(optimizer: torch.optim.Optimizer) -> None:
                     "  Build it after sw.parallelize(), or without having stepped; to carry state over, sw.save it from"
                     " a run with that optimizer and sw.load it."
                 )
+
+
+# -- parameters beside the model's units
+
+_watched: weakref.WeakSet[Engine] = weakref.WeakSet()
+
+
+class Added(Observer):
+    """Refuses trained parameters that the model was given after ``sw.parallelize``, in forwards and at steps."""
+
+    def __init__(self, engine: Engine) -> None:
+        _watched.add(engine)
+
+    def forward_begins(self, engine: Engine, entry: Entry) -> None:  # noqa: ARG002
+        """Look for them, in the first forward of each kind."""
+        if engine.forward.trains and not engine.orders.gathers.is_recorded:
+            _refuse_added(engine)
+
+
+def _refuse_added(engine: Engine, only: Callable[[nn.Parameter], bool] = lambda _: True) -> None:
+    """Refuse trained parameters in the model that are no unit's, where several ranks train.
+
+    Args:
+        engine: Of the model.
+        only: Which of them count.
+
+    Raises:
+        StateError: There is one.
+    """
+    root = engine.units[0].members[0].module()
+    if root is None or engine.comms.world.size == 1:
+        return
+    known = {id(p) for group in engine.groups for p in (*group.shards, *group.fulls)}
+    for name, parameter in root.named_parameters():
+        is_ours = id(parameter) in known or parameter in ignored_of(engine)
+        if not is_ours and parameter.requires_grad and only(parameter):
+            raise StateError(
+                f"parameter {name!r} of shape {list(parameter.shape)} was added after sw.parallelize(): no rank would"
+                " send its gradient, and every rank would train its own.\n"
+                "  Add it (an adapter, a head) before sw.parallelize(), freeze it, or name it in"
+                " sw.ParallelPlan(ignored=[...]) if each rank is to have its own."
+            )
+
+
+def _check_beside(optimizer: torch.optim.Optimizer, engines: list[Engine]) -> bool:
+    """Refuse an optimizer that would train parameters on each rank alone.
+
+    Those registered in a parallelized model are refused. Others beside it may be synchronised by other means: their
+    gradients are compared.
+
+    Args:
+        optimizer: Before a step.
+        engines: Whose parameters it has as well.
+
+    Returns:
+        All of its parameters have been decided about; not so before those beside a model have gradients.
+
+    Collective:
+        With parameters beside a model all-gather of a text over the ranks that train the model.
+
+    Raises:
+        StateError: Such a parameter.
+    """
+    given = [p for settings in optimizer.param_groups for p in settings["params"]]
+    others = {id(p): p for p in given if group_of(p) is None and p.requires_grad}
+    if not others:
+        return True
+    for engine in tuple(_watched):
+        current = engine.units[0].engine
+        if current is not None and current() is engine:
+            _refuse_added(engine, only=lambda parameter: id(parameter) in others)
+    known = {id(p) for engine in engines for p in ignored_of(engine).parameters.values()}
+    beside = [p for key, p in others.items() if key not in known and type(p.data) is torch.Tensor]
+    if not beside or not engines or engines[0].comms.control.size == 1:
+        return True
+    return _compare_gradients(beside, engines[0])
+
+
+def _compare_gradients(parameters: list[Tensor], engine: Engine) -> bool:
+    gradients = [
+        p.grad if p.grad.layout is torch.strided else p.grad.to_dense() for p in parameters if p.grad is not None
+    ]
+    digests = all_gather_json(engine.comms.control, str(digest_of(gradients).tolist()))
+    if len(set(digests)) > 1:
+        shapes = ", ".join(str(list(p.shape)) for p in parameters[:3])
+        raise StateError(
+            f"the optimizer holds {len(parameters)} parameters (of shape {shapes}) that are in no parallelized model,"
+            " and their gradients differ from rank to rank: every rank would train its own.\n"
+            "  Put the modules into one model before sw.parallelize(), or into an optimizer of their own if each rank"
+            " is to have its own."
+        )
+    return bool(gradients)

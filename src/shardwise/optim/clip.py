@@ -10,10 +10,10 @@ from torch import Tensor, nn
 from shardwise import torch_private
 from shardwise.engine.engine import Engine
 from shardwise.engine.unit import attachment_of, engine_of
-from shardwise.features.ignored import ignored_of
-from shardwise.features.in_backward import refuse
-from shardwise.features.waiting import refuse_sums
+from shardwise.forms.ignored import ignored_of
+from shardwise.forms.waiting import refuse_sums
 from shardwise.optim import partial
+from shardwise.optim.in_backward import refuse
 from shardwise.spec.errors import StateError
 
 #: On the CPU, elements that are cast to float64 at a time, so that they stay in the cache. CUDA casts in registers.

@@ -6,11 +6,11 @@ import torch
 from torch import Tensor, nn
 
 from shardwise.engine.unit import engine_of
-from shardwise.features.ignored import ignored_of
-from shardwise.features.in_backward import refuse
-from shardwise.features.waiting import refuse_sums
+from shardwise.forms.ignored import ignored_of
+from shardwise.forms.optimizer import engines_of
+from shardwise.forms.waiting import refuse_sums
 from shardwise.optim import partial
-from shardwise.optim.checks import engines_of
+from shardwise.optim.in_backward import refuse
 from shardwise.spec.errors import StateError
 
 

@@ -22,8 +22,7 @@ from torch import Tensor
 
 from shardwise.comm.base import Comm
 from shardwise.comm.control import broadcast_json, gather_json
-from shardwise.comm.dtype import torch_dtype
-from shardwise.engine.pool import memory_order
+from shardwise.comm.dtype import memory_order, torch_dtype
 from shardwise.spec.errors import StateError
 from shardwise.spec.extent import Extent, describe_cuts, shared, tiling_problems
 from shardwise.spec.layout import contiguous_stride

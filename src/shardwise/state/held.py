@@ -11,7 +11,7 @@ from shardwise.comm.base import Comm
 from shardwise.comm.dtype import dtype_name
 from shardwise.engine.engine import Engine
 from shardwise.engine.group import Group
-from shardwise.features.ignored import ignored_of
+from shardwise.forms.ignored import ignored_of
 from shardwise.spec.extent import Extent
 from shardwise.spec.layout import Piece
 from shardwise.spec.slice import Slice, simplest, slice_of

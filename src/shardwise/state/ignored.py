@@ -15,8 +15,8 @@ from torch import Tensor, nn
 
 from shardwise.comm.axes import Comms
 from shardwise.comm.control import all_gather_json
-from shardwise.features.ignored import Ignored
-from shardwise.init.digest import digest_of
+from shardwise.comm.digest import digest_of
+from shardwise.forms.ignored import Ignored
 from shardwise.spec.errors import CheckpointError, StateError
 from shardwise.spec.slice import slice_of
 from shardwise.state.extents import Pairs

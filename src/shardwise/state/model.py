@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import contextlib
 import json
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -18,10 +18,10 @@ from torch import Tensor, nn
 from shardwise.comm.control import all_gather_json
 from shardwise.comm.dtype import dtype_name, torch_dtype
 from shardwise.engine.engine import Engine
+from shardwise.engine.hooks import Observer
 from shardwise.engine.unit import engine_of
-from shardwise.features.ignored import ignored_of
-from shardwise.features.precision import saved_dtypes
-from shardwise.init.materialize import Unfilled
+from shardwise.forms.buffers import saved_dtypes
+from shardwise.forms.ignored import ignored_of
 from shardwise.spec.errors import StateError
 from shardwise.spec.extent import Extent
 from shardwise.state.extents import Pairs, Report, Targets, gather, refuse_gaps, scatter, survey
@@ -343,6 +343,39 @@ def _load_extra_state(model: nn.Module, state: Mapping[str, Any], *, is_stage: b
         is_stand_in = is_stage and type(module).set_extra_state is nn.Module.set_extra_state
         if key in state and not is_stand_in:
             module.set_extra_state(state[key])
+
+
+class Unfilled(Observer):
+    """The tensors of a parallelized model that have no values yet.
+
+    Args:
+        reason: Why they were not initialised.
+        names: All names of each of them.
+    """
+
+    def __init__(self, reason: str, names: Collection[frozenset[str]]) -> None:
+        self._reason, self._names = reason, names
+
+    def fill(self, names: Iterable[str]) -> None:
+        """Tensors with these names have been loaded."""
+        loaded = set(names)
+        self._names = {each for each in self._names if not each & loaded}
+
+    def before_values(self, engine: Engine, call: str) -> None:  # noqa: ARG002
+        """Refuse ``call``, which needs values.
+
+        Raises:
+            StateError: Some tensors have none.
+        """
+        if self._names:
+            first = min(name for each in self._names for name in each)
+            raise StateError(
+                f"{call}: {len(self._names)} tensors of the model were built on the meta device and have no values yet,"
+                f" {first!r} among them; sw.parallelize() did not initialise them, since {self._reason}.\n"
+                "  Call sw.load_full_state_dict(model, state) or sw.load(path, model) first, build the model with"
+                " sw.deferred_init(build_model), or pass sw.parallelize(..., init=...): a function that initialises"
+                " what a module owns, or a state dict."
+            )
 
 
 # -- ranges, for checkpoints

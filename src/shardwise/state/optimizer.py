@@ -28,13 +28,12 @@ from torch import Tensor, nn
 
 from shardwise import torch_private
 from shardwise.comm.control import all_gather_json
-from shardwise.comm.dtype import dtype_name, torch_dtype
+from shardwise.comm.dtype import dtype_name, memory_order, torch_dtype
 from shardwise.engine.engine import Engine
 from shardwise.engine.group import Group
-from shardwise.engine.pool import memory_order
 from shardwise.engine.unit import engine_of
-from shardwise.optim.checks import needed_by
-from shardwise.optim.flat_parameters import FlatParameter, split, states_by_name
+from shardwise.forms.flat_parameters import FlatParameter, split, states_by_name
+from shardwise.forms.optimizer import needed_by
 from shardwise.spec.errors import CheckpointError
 from shardwise.spec.extent import Extent
 from shardwise.spec.granularity import Granularity, first_row_dim, row_numel

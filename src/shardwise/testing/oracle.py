@@ -45,9 +45,9 @@ from torch import Tensor, nn
 
 import shardwise as sw
 from shardwise import torch_private
-from shardwise.engine.pool import memory_order
+from shardwise.comm.dtype import memory_order
 from shardwise.engine.unit import attachment_of
-from shardwise.optim.checks import needed_by
+from shardwise.forms.optimizer import needed_by
 from shardwise.pipeline.batch import LossFn, forward_loss, split_batch
 from shardwise.spec.exact import Tolerance
 from shardwise.spec.granularity import row_numel

@@ -24,14 +24,14 @@ import torch
 from torch import Tensor, nn
 
 from shardwise.api.summary import predict, predict_activations, predict_trace, unit_facts
+from shardwise.comm.dtype import memory_order
 from shardwise.engine.group import Group
-from shardwise.engine.pool import memory_order
 from shardwise.engine.unit import State, Unit, engine_of
 from shardwise.features import safety
-from shardwise.features.ignored import ignored_of
-from shardwise.features.waiting import WaitingGradient
+from shardwise.forms.flat_parameters import states_by_name
+from shardwise.forms.ignored import ignored_of
+from shardwise.forms.waiting import WaitingGradient
 from shardwise.measure.storage import held_bytes
-from shardwise.optim.flat_parameters import states_by_name
 from shardwise.pipeline.pipelined import pipelined_of
 from shardwise.spec.extent import Extent
 from shardwise.spec.facts import UnitFacts

@@ -5,8 +5,8 @@ from __future__ import annotations
 import torch
 
 from shardwise.comm import stall
+from shardwise.forms import optimizer
 from shardwise.launch import notice
-from shardwise.optim import checks
 
 
 def forget_notices() -> None:
@@ -16,7 +16,7 @@ def forget_notices() -> None:
 
 def forget_declaration(optimizer_class: type[torch.optim.Optimizer]) -> None:
     """Take ``sw.declare_elementwise`` or ``sw.declare_granularity`` of a class back."""
-    del checks._NEEDS[optimizer_class]  # noqa: SLF001
+    del optimizer._NEEDS[optimizer_class]  # noqa: SLF001
 
 
 def report_stalls_after(seconds: float, *, interval_s: float = 0.1, idle_interval_s: float | None = None) -> None:

@@ -12,9 +12,9 @@ from torch import nn
 
 import shardwise as sw
 from shardwise.checkpoint import CHECKPOINTS, open_checkpoint, publish_latest, retain, step_directory
-from shardwise.optim.average import ExponentialMovingAverage
 from shardwise.spec.errors import CheckpointError, ConfigError, StorageError
 from shardwise.spec.text import aligned, printable, similar
+from shardwise.state.average import ExponentialMovingAverage
 from shardwise.train import random_state
 from shardwise.train.config import Config
 from shardwise.train.control import Control

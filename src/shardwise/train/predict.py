@@ -20,9 +20,9 @@ import shardwise as sw
 from shardwise.api import data_parallel, summary
 from shardwise.engine.unit import engine_of
 from shardwise.measure.storage import StorageCount, measure_activations
-from shardwise.optim.average import ExponentialMovingAverage
 from shardwise.spec.errors import ShardwiseError
 from shardwise.spec.memory.activations import Activations
+from shardwise.state.average import ExponentialMovingAverage
 from shardwise.train.build import build_model, objective_of
 from shardwise.train.control import Control
 from shardwise.train.resolve import RunConfig

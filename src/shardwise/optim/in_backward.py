@@ -18,10 +18,10 @@ from torch import nn
 from shardwise import torch_private
 from shardwise.engine.hooks import Observer
 from shardwise.engine.unit import engine_of
-from shardwise.features.ignored import ignored_of
-from shardwise.features.waiting import drop_zeroed
+from shardwise.forms.flat_parameters import FlatParameter, group_of, split
+from shardwise.forms.ignored import ignored_of
+from shardwise.forms.waiting import drop_zeroed
 from shardwise.optim.checks import accept
-from shardwise.optim.flat_parameters import FlatParameter, group_of, split
 from shardwise.spec.errors import StateError
 
 if TYPE_CHECKING:

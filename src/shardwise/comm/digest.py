@@ -16,7 +16,7 @@ from collections.abc import Iterable, Iterator, Sequence
 import torch
 from torch import Tensor
 
-from shardwise.engine.pool import memory_order
+from shardwise.comm.dtype import memory_order
 from shardwise.spec.layout import is_dense
 
 ROW_WORDS = 1 << 14

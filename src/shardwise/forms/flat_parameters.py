@@ -22,9 +22,8 @@ from torch import Tensor, nn
 
 from shardwise import torch_private
 from shardwise.engine.unit import engine_of, mark_of
-from shardwise.features.ignored import ignored_of
-from shardwise.features.waiting import WaitingGradient
-from shardwise.optim.partial import PartialGradient
+from shardwise.forms.ignored import ignored_of
+from shardwise.forms.waiting import WaitingGradient
 from shardwise.spec.errors import Uncopyable
 from shardwise.spec.layout import FlatRange, flat_ranges
 
@@ -215,7 +214,7 @@ class FlatParameter(Uncopyable, nn.Parameter):
         if self._home is not None and self._home[0] is home:
             return self._home
         flat = home[self.span.start : self.span.stop]
-        flat = PartialGradient.of(flat) if group.facts.holds_part else flat
+        flat = group.gradient.as_part(flat) if group.facts.holds_part else flat
         found = home, flat, [views[piece.index] for piece in self.span.pieces]
         if group.gradient.home.is_kept:
             self._home = found

@@ -1,0 +1,129 @@
+"""What an optimizer updates: of which engines, and how much of a parameter it must have on one rank."""
+
+from __future__ import annotations
+
+import weakref
+from typing import TYPE_CHECKING
+
+import torch
+
+from shardwise.forms.flat_parameters import group_of
+from shardwise.spec.granularity import ELEMENT, TENSOR, Granularity, block, resolve_granularity
+
+if TYPE_CHECKING:
+    from shardwise.engine.engine import Engine
+    from shardwise.engine.unit import Unit
+
+#: The lists of parameters that an optimizer holds, by identity and length.
+Content = tuple[tuple[int, int], ...]
+
+#: What each optimizer must have whole. Classes of other packages by name, so that nothing is imported for them.
+_NEEDS: dict[type | str, Granularity] = {
+    torch.optim.Adam: ELEMENT,
+    torch.optim.AdamW: ELEMENT,
+    torch.optim.SGD: ELEMENT,
+    torch.optim.Adagrad: ELEMENT,
+    torch.optim.RMSprop: ELEMENT,
+    torch.optim.Adadelta: ELEMENT,
+    torch.optim.Adamax: ELEMENT,
+    torch.optim.NAdam: ELEMENT,
+    torch.optim.RAdam: ELEMENT,
+    torch.optim.ASGD: ELEMENT,
+    torch.optim.Rprop: ELEMENT,
+    torch.optim.Muon: TENSOR,  # orthogonalises each matrix
+    torch.optim.Adafactor: TENSOR,  # the step's size follows from norms of the whole parameter and of its update
+    "transformers.optimization.Adafactor": TENSOR,
+}
+
+#: Optimizers with one scale for each ``block_size`` elements of their state.
+_BLOCKWISE = frozenset({"torchao.optim.adam.Adam8bit", "torchao.optim.adam.AdamW8bit"})
+
+#: What :func:`engines_of` has found, and in which lists of parameters.
+_engines: weakref.WeakKeyDictionary[torch.optim.Optimizer, tuple[Content, list[weakref.ref[Engine]]]] = (
+    weakref.WeakKeyDictionary()
+)
+
+
+def declare_granularity(
+    cls: type[torch.optim.Optimizer], granularity: str | Granularity | tuple[str, int]
+) -> type[torch.optim.Optimizer]:
+    """Declare that ``cls`` updates each such part of a parameter from the gradients of that part alone.
+
+    Optimizers of this class are then accepted on shards under a plan with that granularity, or with one that never cuts
+    inside such a part either.
+
+    Args:
+        cls: A class of optimizers.
+        granularity: ``"row"``, ``sw.block(n)`` or ``"tensor"``.
+
+    Returns:
+        ``cls``.
+
+    Raises:
+        TypeError: ``cls`` is not a class.
+        PlanError: There is no such granularity.
+    """
+    if not isinstance(cls, type):
+        raise TypeError(f"an optimizer class is expected, got {cls!r}.")
+    _NEEDS[cls] = resolve_granularity(granularity)
+    return cls
+
+
+def declare_elementwise(cls: type[torch.optim.Optimizer]) -> type[torch.optim.Optimizer]:
+    """Declare that ``cls`` updates each element from the gradients of that element alone. Usable as a class decorator.
+
+    Optimizers of this class are then accepted on all shards. Returns ``cls``.
+
+    Raises:
+        TypeError: ``cls`` is not a class.
+    """
+    return declare_granularity(cls, ELEMENT)
+
+
+def needed_by(optimizer: torch.optim.Optimizer) -> Granularity | None:
+    """The granularity that an optimizer needs; ``None`` if it is unknown."""
+    cls = type(optimizer)
+    name = f"{cls.__module__}.{cls.__qualname__}"
+    if name in _BLOCKWISE:
+        return block(optimizer.__dict__["block_size"])
+    return _NEEDS.get(cls) or _NEEDS.get(name) or _needed_by_bitsandbytes(optimizer, name)
+
+
+def _needed_by_bitsandbytes(optimizer: torch.optim.Optimizer, name: str) -> Granularity | None:
+    """Its optimizers with 32-bit state work element by element, unless an update is scaled by a tensor's norm."""
+    settings = vars(optimizer).get("args")
+    if not name.startswith("bitsandbytes.optim.") or settings is None:
+        return None
+    if getattr(settings, "max_unorm", 0) > 0 or getattr(settings, "percentile_clipping", 100) < 100:
+        return TENSOR
+    return ELEMENT if bits_of(optimizer) == 32 else None
+
+
+def bits_of(optimizer: torch.optim.Optimizer) -> int:
+    """Bits of each value of a bitsandbytes optimizer's state; 32 for other optimizers."""
+    return int(getattr(vars(optimizer).get("args"), "optim_bits", 32))
+
+
+def content_of(optimizer: torch.optim.Optimizer) -> Content:
+    """What an optimizer holds, to see whether that has changed."""
+    return tuple((id(params), len(params)) for params in (settings["params"] for settings in optimizer.param_groups))
+
+
+def engines_of(optimizer: torch.optim.Optimizer) -> list[Engine]:
+    """The engines whose parameters this optimizer updates, in the order of its parameters."""
+    lists = [settings["params"] for settings in optimizer.param_groups]
+    content = content_of(optimizer)
+    known = _engines.get(optimizer)
+    if known is not None and known[0] == content:
+        engines = [reference() for reference in known[1]]
+        if all(engine is not None and _engine_of(engine.units[0]) is engine for engine in engines):
+            return [engine for engine in engines if engine is not None]
+    owners = dict.fromkeys(group_of(parameter) for params in lists for parameter in params)
+    found = (_engine_of(owner.unit) for owner in owners if owner is not None)
+    distinct = list(dict.fromkeys(engine for engine in found if engine is not None))
+    _engines[optimizer] = content, [weakref.ref(engine) for engine in distinct]
+    return distinct
+
+
+def _engine_of(unit: Unit) -> Engine | None:
+    return unit.engine() if unit.engine is not None else None
