@@ -32,7 +32,7 @@ ON_TRANSPORTS = (
     *("train/test_train_context", "train/test_train_pipeline"),
 )
 #: A module in which one of these stands starts processes that take seconds: no part of a quick look (``--quick``).
-STARTS = re.compile(r"run_on_ranks\(|train_here|launch\.elastic|pytestmark = pytest\.mark\.(slow|long)")
+STARTS = re.compile(r"on_ranks\(|train_here|launch\.elastic|pytestmark = pytest\.mark\.(slow|long)")
 
 
 @pytest.fixture(autouse=True)

@@ -9,6 +9,7 @@ from torch import Tensor, nn
 import shardwise as sw
 from shardwise.testing import run_on_ranks
 from tests.common.oracle import Chain, adamw, sample
+from tests.common.ranks import on_ranks
 
 
 class Scalar(Chain):
@@ -54,23 +55,6 @@ class Joint(Chain):
         return super().forward(x).square().mean() + other.mean()
 
 
-def uneven():
-    """Three samples on two replicas are two and one: their mean is that of the three."""
-    plain, model = Scalar(), sw.parallelize(Scalar(), sw.ParallelPlan(strategy="data_parallel"))
-    x = sample(0, 0, 3, 8) * torch.tensor([[1.0], [1.0], [9.0]])
-    expected, got = plain(x), model(x)
-    expected.backward()
-    got.backward()
-    torch.testing.assert_close(got, expected, rtol=1e-6, atol=0)
-    assert (torch.stack([plain(x[:2]), plain(x[2:])]).mean() - expected).abs() > 0.1  # unweighted
-    for (name, a), b in zip(plain.named_parameters(), model.parameters(), strict=True):
-        torch.testing.assert_close(b.grad, a.grad, rtol=1e-5, atol=1e-6, msg=name)
-    joint = sw.parallelize(Joint(), sw.ParallelPlan(strategy="data_parallel"))
-    joint(x[:2], torch.ones(4))
-    with pytest.raises(sw.StateError, match="do not say how many samples"):
-        joint(x, torch.ones(4))
-
-
 def exchanges():
     model = sw.parallelize(Scalar(), sw.ParallelPlan(strategy="data_parallel"))
     num_bytes = sum(4 * parameter.numel() for parameter in model.parameters())
@@ -94,8 +78,22 @@ def test_a_step_records_the_exchanges_between_replicas_and_the_summary_says_whic
     assert "replicas on cpu, cpu: the first device keeps the parameters, gradients and optimizer state" in found
 
 
+@on_ranks(1)
 def test_replicas_with_different_numbers_of_samples_count_by_their_samples():
-    run_on_ranks(uneven, 1)
+    """Three samples on two replicas are two and one: their mean is that of the three."""
+    plain, model = Scalar(), sw.parallelize(Scalar(), sw.ParallelPlan(strategy="data_parallel"))
+    x = sample(0, 0, 3, 8) * torch.tensor([[1.0], [1.0], [9.0]])
+    expected, got = plain(x), model(x)
+    expected.backward()
+    got.backward()
+    torch.testing.assert_close(got, expected, rtol=1e-6, atol=0)
+    assert (torch.stack([plain(x[:2]), plain(x[2:])]).mean() - expected).abs() > 0.1  # unweighted
+    for (name, a), b in zip(plain.named_parameters(), model.parameters(), strict=True):
+        torch.testing.assert_close(b.grad, a.grad, rtol=1e-5, atol=1e-6, msg=name)
+    joint = sw.parallelize(Joint(), sw.ParallelPlan(strategy="data_parallel"))
+    joint(x[:2], torch.ones(4))
+    with pytest.raises(sw.StateError, match="do not say how many samples"):
+        joint(x, torch.ones(4))
 
 
 def test_a_model_trains_as_replicas_like_one_process_that_runs_the_halves_in_order(tmp_path):

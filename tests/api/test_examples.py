@@ -20,12 +20,16 @@ EXAMPLES = Path(__file__).parents[2] / "examples"
 pytestmark = pytest.mark.slow
 
 
-def run(name: str, *arguments: str, ranks: int = 2, cwd: Path) -> str:
-    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={ranks}"]
+def run(name: str, *arguments: str, cwd: Path, strictly: bool = False) -> str:
+    """What it prints under torchrun; ``strictly``: a warning is an error and the error output stays empty."""
+    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2"]
+    environment = os.environ | ({"PYTHONWARNINGS": "error", "OMP_NUM_THREADS": "1"} if strictly else {})
     done = subprocess.run(
-        [*command, str(EXAMPLES / name), *arguments], capture_output=True, text=True, cwd=cwd, timeout=250, check=False
-    )
+        [*command, str(EXAMPLES / name), *arguments], capture_output=True, text=True, cwd=cwd, timeout=250, check=False,
+        env=environment,
+    )  # fmt: skip
     assert done.returncode == 0, done.stdout + done.stderr
+    assert not strictly or not done.stderr
     return done.stdout
 
 
@@ -54,7 +58,7 @@ def losses(text: str) -> list[float]:
 
 def test_ten_lines_under_torchrun_and_alone(tmp_path):
     assert (EXAMPLES / "ten_lines.py").read_text().count("\n    ") <= 12
-    together = losses(run("ten_lines.py", cwd=tmp_path))
+    together = losses(run("ten_lines.py", cwd=tmp_path, strictly=True))
     assert len(together) == 4
     assert together[-1] < together[0] / 2
     (alone,) = run_on_ranks(run_alone, 1, "ten_lines.py", process_group=False)

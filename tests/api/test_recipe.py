@@ -24,9 +24,7 @@ from tests.common.oracle import (
     presets,
     sample,
 )
-
-WORLDS = pytest.mark.parametrize("world", [1, 2, 3])
-
+from tests.common.ranks import on_ranks
 
 # -- accumulation
 
@@ -58,27 +56,19 @@ def accumulate_sharded(model, rank, step):
         yield loss
 
 
-def in_any_mode():
+@on_ranks(1, 2, 3)
+def test_repeated_backwards_add_and_sharded_accumulation_reduces_each():
+    """open-instruct#746: accumulation that is silently none."""
     compare_each(Chain, accumulate)
     compare_each(Chain, accumulate_sharded, accumulation="sharded")
 
 
-@WORLDS
-def test_repeated_backwards_add_and_sharded_accumulation_reduces_each(world):
-    """open-instruct#746: accumulation that is silently none."""
-    run_on_ranks(in_any_mode, world)
-
-
-def unsharded():
+@on_ranks(1, 2, 3)
+def test_unsharded_accumulation_sends_nothing_before_the_last_microbatch():
+    """accelerate#2531: what accumulation holds and sends is a choice: these sums are full, those above sharded."""
     for strategy in presets():
         model = sw.parallelize(Chain(), sw.ParallelPlan(strategy=strategy, accumulation="unsharded"))
         compare_local_sums(model, Chain, lambda syncs, model=model: sw.gradient_sync(model, syncs), strategy)
-
-
-@WORLDS
-def test_unsharded_accumulation_sends_nothing_before_the_last_microbatch(world):
-    """accelerate#2531: what accumulation holds and sends is a choice: these sums are full, those above sharded."""
-    run_on_ranks(unsharded, world)
 
 
 # -- train_step
@@ -102,7 +92,12 @@ def batch_of(rank, step):
     return {"x": sample(rank, step, 6, 8), "labels": sample(rank, step, 6, 3, salt=1)}
 
 
-def steps():
+def mse(output: Tensor, labels: Tensor) -> Tensor:
+    return (output - labels).square().mean()
+
+
+@on_ranks(1, 2)
+def test_a_train_step_takes_dicts_tuples_and_loss_functions_and_averages_microbatches():
     rank, world = dist.get_rank(), dist.get_world_size()
     for strategy in presets():
         for num in (None, 1, 3):
@@ -132,15 +127,6 @@ def steps():
             everyone = [torch.zeros(2) for _ in range(world)]
             dist.all_gather(everyone, losses[0])
             assert all(torch.equal(each, losses[0]) for each in everyone)
-
-
-def mse(output: Tensor, labels: Tensor) -> Tensor:
-    return (output - labels).square().mean()
-
-
-@pytest.mark.parametrize("world", [1, 2])
-def test_a_train_step_takes_dicts_tuples_and_loss_functions_and_averages_microbatches(world):
-    run_on_ranks(steps, world)
 
 
 def bad_steps():
@@ -281,16 +267,19 @@ def same_data_step(model, optimizer, step):
     optimizer.zero_grad()
 
 
-def write(folder, strategy, kind):
-    model = sw.parallelize(Kept(), sw.ParallelPlan(strategy=strategy))
-    optimizer = MAKERS[kind](model.parameters())
-    for step in range(3):
-        same_data_step(model, optimizer, step)
-    for group in optimizer.param_groups:
-        group["lr"] = 0.125
-    path = sw.save(Path(folder) / f"{strategy}-{kind}", model, optimizer, state={"step": 3, "note": [1, {"a": "b"}]})
-    assert path.is_dir()
-    return sw.full_state_dict(model), whole_optimizer(model, optimizer)
+def write(folder, strategies, kind):
+    found = {}
+    for strategy in strategies:
+        model = sw.parallelize(Kept(), sw.ParallelPlan(strategy=strategy))
+        optimizer = MAKERS[kind](model.parameters())
+        for step in range(3):
+            same_data_step(model, optimizer, step)
+        for group in optimizer.param_groups:
+            group["lr"] = 0.125
+        path = sw.save(Path(folder) / strategy, model, optimizer, state={"step": 3, "note": [1, {"a": "b"}]})
+        assert path.is_dir()
+        found[strategy] = (sw.full_state_dict(model), whole_optimizer(model, optimizer))
+    return found
 
 
 def whole_optimizer(model, optimizer):
@@ -308,18 +297,18 @@ def whole_optimizer(model, optimizer):
     return found
 
 
-def read(folder, sources, strategy, kind):
-    states = []
-    for source in sources:
+def read(sources, strategies, kind):
+    states = {}
+    for strategy, source in itertools.product(strategies, sources):
         model = sw.parallelize(Kept(), sw.ParallelPlan(strategy=strategy))
         with torch.no_grad():
             for tensor in (*model.parameters(), *model.buffers()):
                 tensor.zero_()
         optimizer = MAKERS[kind](model.parameters())
-        state = sw.load(Path(folder) / f"{source}-{kind}", model, optimizer)
+        state = sw.load(source, model, optimizer)
         assert state == {"step": 3, "note": [1, {"a": "b"}]}
         assert optimizer.param_groups[0]["lr"] == 0.125
-        states.append((sw.full_state_dict(model), whole_optimizer(model, optimizer)))
+        states[strategy, source] = (sw.full_state_dict(model), whole_optimizer(model, optimizer))
         same_data_step(model, optimizer, 3)
     return states
 
@@ -341,27 +330,23 @@ def test_checkpoints_go_from_any_world_and_preset_to_any_other_bit_for_bit(tmp_p
         matrix = {2: ("ddp", "zero3"), 3: ("zero1",)}
     expected = {}
     for world, strategies in matrix.items():
+        results = run_on_ranks(write, world, str(tmp_path / str(world)), strategies, kind)
         for strategy in strategies:
-            folder = tmp_path / str(world)
-            folder.mkdir(exist_ok=True)
-            results = run_on_ranks(write, world, str(folder), strategy, kind)
-            optimizer = merged([result[1] for result in results])
-            expected[world, strategy] = (results[0][0], optimizer)
+            optimizer = merged([result[strategy][1] for result in results])
+            expected[str(tmp_path / str(world) / strategy)] = (results[0][strategy][0], optimizer)
     for world, strategies in matrix.items():
-        for strategy in strategies if kind == "adamw" and world != 2 else strategies[-1:]:
-            for source_world, sources in matrix.items():
-                results = run_on_ranks(read, world, str(tmp_path / str(source_world)), sources, strategy, kind)
-                for place, source in enumerate(sources):
-                    where = f"{source} on {source_world} to {strategy} on {world}"
-                    weights, optimizer = expected[source_world, source]
-                    got = results[0][place][0]
-                    assert list(got) == list(weights), where
-                    for name, value in weights.items():
-                        assert torch.equal(got[name], value), f"{where}: {name}"
-                    loaded = merged([result[place][1] for result in results])
-                    assert loaded.keys() == optimizer.keys(), f"{where}: {loaded.keys() ^ optimizer.keys()}"
-                    for key, value in optimizer.items():
-                        assert torch.equal(loaded[key], value), f"{where}: {key}"
+        targets = strategies if kind == "adamw" and world != 2 else strategies[-1:]
+        results = run_on_ranks(read, world, list(expected), targets, kind)
+        for strategy, (source, (weights, optimizer)) in itertools.product(targets, expected.items()):
+            where = f"{source} to {strategy} on {world}"
+            got = results[0][strategy, source][0]
+            assert list(got) == list(weights), where
+            for name, value in weights.items():
+                assert torch.equal(got[name], value), f"{where}: {name}"
+            loaded = merged([result[strategy, source][1] for result in results])
+            assert loaded.keys() == optimizer.keys(), f"{where}: {loaded.keys() ^ optimizer.keys()}"
+            for key, value in optimizer.items():
+                assert torch.equal(loaded[key], value), f"{where}: {key}"
 
 
 def wrong_loads(folder):

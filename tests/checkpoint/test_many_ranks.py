@@ -56,21 +56,21 @@ def save(path, world: int):
 
 
 @pytest.mark.slow
-def test_at_2048_ranks_only_rank_0_receives_and_the_manifest_stays_small(tmp_path):
-    few, many = save(tmp_path / "few", 32), save(tmp_path / "many", 2048)
+def test_at_1024_ranks_only_rank_0_receives_and_the_manifest_stays_small(tmp_path):
+    few, many = save(tmp_path / "few", 32), save(tmp_path / "many", 1024)
     assert max(many[1:]) < 500
     assert max(many[1:]) <= max(few[1:]) + 100
     assert many[0] > 1_000_000
     size = (tmp_path / "many" / MANIFEST_NAME).stat().st_size
-    num_pieces = sum(len(held) for held in extents(2048).values())
-    assert num_pieces > 15_000
-    per_file = size / 2048
+    num_pieces = sum(len(held) for held in extents(1024).values())
+    assert num_pieces > 9_000
+    per_file = size / 1024
     assert per_file < 300  # name, size and hash of each file, and 60 tensors in all
     found = open_checkpoint(tmp_path / "many")
     found.check_files()
     targets = [(extent, torch.zeros(extent.numel)) for extent in extents(3)[1]]
     found.read_into(targets, ignored=found.tensors)
-    by_rank = extents(2048)
+    by_rank = extents(1024)
     for extent, target in targets[:15]:
         for rank, held in by_rank.items():
             for theirs in held:

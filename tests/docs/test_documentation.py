@@ -1,26 +1,36 @@
 """What the README shows is run: a newcomer copies it."""
 
+import contextlib
+import io
 import os
 import re
 import runpy
 import socket
 import subprocess
 import sys
-from concurrent.futures import ThreadPoolExecutor
+import warnings
 from pathlib import Path
 
 import pytest
+import torch.distributed.run as torchrun
 
 from shardwise.cli import main
 from shardwise.testing import run_on_ranks
 
 ROOT = Path(__file__).parents[2]
 README = (ROOT / "README.md").read_text()
-TORCHRUN = (sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2")
+RANK_VARIABLES = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE")
+SHORT = "first --set train.steps=2"
 
 
 def blocks(language: str) -> list[str]:
     return re.findall(rf"^```{language}\n(.*?)^```", README, re.DOTALL | re.MULTILINE)
+
+
+def fewer(program: str) -> str:
+    """A program of the README with an eighth of its samples."""
+    assert "torch.randn(256, 16, 64)" in program
+    return program.replace("torch.randn(256, 16, 64)", "torch.randn(32, 16, 64)")
 
 
 def snippets() -> list[tuple[str, str]]:
@@ -36,27 +46,40 @@ def run_file(path: str) -> None:
     runpy.run_path(path, run_name="__main__")
 
 
-def run(*command: str, cwd: Path, is_alone: bool = True) -> str:
-    """What a command prints. A warning of Python in any of its processes is an error.
+def run_strictly(path: str, port: int) -> str:
+    """Run a file on a rank, as alone where ``port`` is 0 and else as under torchrun: what it prints.
 
-    Args:
-        command: The program and its arguments.
-        cwd: Where it runs.
-        is_alone: There is no second launcher. Where there is one, and it ends first, torchrun says on the error output
-            that the rendezvous is gone: that is no fault.
+    A warning is an error, and nothing may be written to the error output.
     """
-    environment = os.environ | {"PYTHONWARNINGS": "error", "OMP_NUM_THREADS": "1"}
-    done = subprocess.run(command, cwd=cwd, capture_output=True, text=True, timeout=120, check=False, env=environment)
-    assert done.returncode == 0, done.stdout + done.stderr
-    if is_alone:
-        assert not done.stderr
-    return done.stdout
+    if not port:
+        for name in RANK_VARIABLES:
+            del os.environ[name]
+    else:
+        os.environ |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
+    os.chdir(Path(path).parent)
+    out, err = io.StringIO(), io.StringIO()
+    with contextlib.redirect_stdout(out), contextlib.redirect_stderr(err), warnings.catch_warnings():
+        warnings.simplefilter("error")
+        run_file(path)
+    assert not err.getvalue()
+    return out.getvalue()
+
+
+def run_alone(path: Path) -> str:
+    (text,) = run_on_ranks(run_strictly, 1, str(path), 0, process_group=False)
+    return text
+
+
+def free_port() -> int:
+    with socket.socket() as held:
+        held.bind(("127.0.0.1", 0))
+        return held.getsockname()[1]
 
 
 @pytest.mark.parametrize("text", blocks("python"))
 def test_every_python_block_runs_as_it_is(text: str, tmp_path: Path) -> None:
-    (tmp_path / "train.py").write_text(text)
-    assert "in 7 units on 1 ranks" in run(sys.executable, "train.py", cwd=tmp_path)
+    (tmp_path / "train.py").write_text(fewer(text))
+    assert "in 7 units on 1 ranks" in run_alone(tmp_path / "train.py")
 
 
 @pytest.mark.slow
@@ -66,38 +89,44 @@ def test_every_snippet_of_the_pages_runs_on_two_ranks(page: str, text: str, tmp_
     run_on_ranks(run_file, 2, str(tmp_path / "snippet.py"))
 
 
+def launch(commands: list[str], folder: str) -> list[str]:
+    """On a rank: what torchrun and its workers print, command by command. A warning in a worker is an error."""
+    for name in RANK_VARIABLES:
+        del os.environ[name]
+    os.environ |= {"PYTHONWARNINGS": "error", "OMP_NUM_THREADS": "1"}
+    os.chdir(folder)
+    texts = []
+    for command in commands:
+        path = Path(f"out-{os.getpid()}-{len(texts)}")
+        kept = os.dup(1)
+        with path.open("wb") as file:
+            os.dup2(file.fileno(), 1)
+            try:
+                torchrun.main(command.split())
+            finally:
+                os.dup2(kept, 1)
+        texts.append(path.read_text())
+        path.unlink()
+    return texts
+
+
 @pytest.mark.slow
-def test_the_loop_runs_under_torchrun_without_a_warning_and_rank_0_alone_prints_and_saves(tmp_path: Path) -> None:
-    (tmp_path / "train.py").write_text(blocks("python")[0])
-    text = run(*TORCHRUN, "train.py", cwd=tmp_path)
+def test_two_machines_meet_as_the_page_says_and_rank_0_alone_prints_and_saves(tmp_path: Path) -> None:
+    """Both machines are here, with one process each."""
+    commands = re.findall(r"^\$ torchrun (--nnodes 2 .*?(?:train.py|--run-dir \S+))$", README, re.DOTALL | re.MULTILINE)
+    for old, new in (("\\\n", " "), ("--nproc-per-node 8", "--nproc-per-node 1"), ("/shared/runs/first", SHORT)):
+        commands = [command.replace(old, new) for command in commands]
+    commands = [command.replace("HOST:29500", f"localhost:{free_port()}") for command in commands]
+    (tmp_path / "train.py").write_text(fewer(blocks("python")[0]))
+    (tmp_path / "run.yaml").write_text(blocks("yaml")[0])
+    printed = run_on_ranks(launch, 2, commands, str(tmp_path), process_group=False, timeout_s=120)
+    loop, command = zip(*printed, strict=True)
+    (text,) = (text for text in loop if text)
     assert text.count("in 7 units on 2 ranks (this is rank 0)") == 1
     assert len(re.findall(r"^epoch \d: loss", text, re.MULTILINE)) == 2
-    assert sorted(path.name for path in tmp_path.iterdir()) == ["model.pt", "train.py"]
-
-
-def machines(arguments: str, cwd: Path) -> list[str]:
-    """What torchrun prints on two machines with one process each, both of them here."""
-    with socket.socket() as held:
-        held.bind(("127.0.0.1", 0))
-        port = held.getsockname()[1]
-    arguments = arguments.replace("HOST:29500", f"localhost:{port}").replace("--nproc-per-node 8", "--nproc-per-node 1")
-    command = (sys.executable, "-m", "torch.distributed.run", *arguments.split())
-    with ThreadPoolExecutor(2) as pool:
-        return list(pool.map(lambda _: run(*command, cwd=cwd, is_alone=False), range(2)))
-
-
-@pytest.mark.slow
-def test_two_machines_meet_as_the_page_says(tmp_path: Path) -> None:
-    loop, command = re.findall(
-        r"^\$ torchrun (--nnodes 2 .*?(?:train.py|--run-dir \S+))$", README, re.DOTALL | re.MULTILINE
-    )
-    (tmp_path / "train.py").write_text(blocks("python")[0])
-    (tmp_path / "run.yaml").write_text(blocks("yaml")[0])
-    texts = machines(loop, tmp_path)
-    assert sorted(text.count("in 7 units on 2 ranks (this is rank 0)") for text in texts) == [0, 1]
-    short = command.replace("\\\n", " ").replace("/shared/runs/first", "first --set train.steps=2")
-    assert sorted(text.count("finished 2 steps") for text in machines(short, tmp_path)) == [0, 1]
+    assert sorted(text.count("finished 2 steps") for text in command) == [0, 1]
     assert (tmp_path / "first" / "checkpoints" / "step-00000002").is_dir()
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["first", "model.pt", "run.yaml", "train.py"]
 
 
 def test_times_of_generation_are_those_of_the_file_that_is_linked() -> None:
@@ -154,7 +183,8 @@ def test_a_step_passes_at_most_ten_files_and_they_are_told() -> None:
 
 
 def test_pictures_are_as_their_script_draws_them(tmp_path: Path) -> None:
-    run(sys.executable, str(ROOT / "docs" / "pictures.py"), str(tmp_path), cwd=ROOT)
+    done = subprocess.run([sys.executable, str(ROOT / "docs" / "pictures.py"), str(tmp_path)], check=False)
+    assert done.returncode == 0
     for path in (ROOT / "docs" / "pictures").iterdir():
         assert path.read_text() == (tmp_path / path.name).read_text(), f"run: python docs/pictures.py ({path.name})"
 
@@ -173,7 +203,7 @@ def test_measured_ratios_are_those_of_the_file_that_is_linked() -> None:
 
 def loops() -> tuple[str, str]:
     """The program of the README's diff, before and after, for a CPU."""
-    lines = blocks("diff")[0].replace('torch.device("cuda")', 'torch.device("cpu")').splitlines(keepends=True)
+    lines = fewer(blocks("diff")[0]).replace('torch.device("cuda")', 'torch.device("cpu")').splitlines(keepends=True)
     lines = [line for line in lines if "set_device" not in line]
     before, after = ("".join(line[1:] or "\n" for line in lines if line[:1] != sign) for sign in "+-")
     return before, after
@@ -188,5 +218,5 @@ def test_the_diff_of_the_first_screen_runs_before_and_after(tmp_path: Path) -> N
     before, after = loops()
     (tmp_path / "before.py").write_text(before)
     (tmp_path / "after.py").write_text(after)
-    run(sys.executable, "before.py", cwd=tmp_path)
-    run(*TORCHRUN, "after.py", cwd=tmp_path)
+    run_alone(tmp_path / "before.py")
+    run_on_ranks(run_strictly, 2, str(tmp_path / "after.py"), free_port(), process_group=False)

@@ -16,6 +16,7 @@ import shardwise as sw
 from shardwise.spec.errors import StateError
 from shardwise.testing import run_on_ranks
 from tests.common.oracle import Block, Chain, sample
+from tests.common.ranks import on_ranks
 
 STRATEGIES = ("ddp", "zero3")
 
@@ -52,14 +53,18 @@ def add_adapter(model):
     return f"{place}.{layer}.down.weight"
 
 
-def adapter_before_the_first_step(strategy):
+@pytest.mark.parametrize("strategy", STRATEGIES)
+@on_ranks(2)
+def test_an_adapter_added_after_parallelize_is_refused_in_the_first_forward(strategy):
     model = parallelized(strategy)
     name = add_adapter(model)
     with pytest.raises(StateError, match=rf"'{name}' of shape .* was added after sw.parallelize\(\)"):
         backward(model)
 
 
-def adapter_after_a_step(strategy):
+@pytest.mark.parametrize("strategy", STRATEGIES)
+@on_ranks(2)
+def test_an_adapter_added_between_steps_is_refused_by_its_optimizers_first_step(strategy):
     model = parallelized(strategy)
     optimizer = torch.optim.AdamW(model.parameters())
     backward(model)
@@ -79,16 +84,6 @@ def adapter_after_a_step(strategy):
         with pytest.raises(StateError, match=rf"'{name}' of shape .* was added after sw.parallelize\(\)"):
             each.step()
     assert all(torch.equal(a, b) for a, b in zip(before, added, strict=True))
-
-
-@pytest.mark.parametrize("strategy", STRATEGIES)
-def test_an_adapter_added_after_parallelize_is_refused_in_the_first_forward(strategy):
-    run_on_ranks(adapter_before_the_first_step, 2, strategy)
-
-
-@pytest.mark.parametrize("strategy", STRATEGIES)
-def test_an_adapter_added_between_steps_is_refused_by_its_optimizers_first_step(strategy):
-    run_on_ranks(adapter_after_a_step, 2, strategy)
 
 
 def head_beside(is_synchronised):
@@ -116,7 +111,8 @@ def test_a_head_beside_the_model_is_refused_unless_its_gradients_are_the_same_ev
     assert all(torch.equal(a, b) for a, b in zip(first, second, strict=True))
 
 
-def frozen_and_alone():
+@on_ranks(2)
+def test_what_is_frozen_or_of_another_model_passes():
     model = parallelized("zero3")
     model.extra = nn.Linear(2, 2).requires_grad_(False)
     optimizer = torch.optim.AdamW(model.parameters())
@@ -125,10 +121,6 @@ def frozen_and_alone():
     ignored = torch.optim.SGD([nn.Parameter(torch.ones(3))], lr=0.1)  # of nothing that is parallelized
     ignored.param_groups[0]["params"][0].grad = torch.full((3,), float(dist.get_rank()))
     ignored.step()
-
-
-def test_what_is_frozen_or_of_another_model_passes():
-    run_on_ranks(frozen_and_alone, 2)
 
 
 class Wrapper(nn.Module):
@@ -140,7 +132,8 @@ class Wrapper(nn.Module):
         return self.inner(x)
 
 
-def inside_ddp():
+@on_ranks(2)
+def test_ddp_around_shards_is_refused():
     model = parallelized("zero3")
     before = [p.detach().clone() for p in model.parameters()]
     with pytest.raises(StateError, match=r"DistributedDataParallel around Chain, which is parallelized"):
@@ -152,11 +145,9 @@ def inside_ddp():
         wrapped(torch.ones(2, 64))
 
 
-def test_ddp_around_shards_is_refused():
-    run_on_ranks(inside_ddp, 2)
-
-
-def inside_fsdp(strategy):
+@pytest.mark.parametrize("strategy", ["zero3", "ddp"])
+@on_ranks(2)
+def test_torchs_fsdp_around_a_parallelized_model_is_refused(strategy):
     model = parallelized(strategy)
     before = [p.detach().clone() for p in model.parameters()]
     cpu, mesh = torch.device("cpu"), init_device_mesh("cpu", (2,))
@@ -181,12 +172,8 @@ def inside_fsdp(strategy):
     plain(torch.ones(1, 2)).sum().backward()
 
 
-@pytest.mark.parametrize("strategy", ["zero3", "ddp"])
-def test_torchs_fsdp_around_a_parallelized_model_is_refused(strategy):
-    run_on_ranks(inside_fsdp, 2, strategy)
-
-
-def beside_ddp():
+@on_ranks(2)
+def test_ddp_that_leaves_the_parallelized_part_out_passes():
     """A part of a model under torch's DDP, which leaves the parallelized part out."""
     model = Wrapper(parallelized("zero3"))
     model.head = nn.Linear(2, 2)
@@ -194,7 +181,3 @@ def beside_ddp():
     DistributedDataParallel._set_params_and_buffers_to_ignore_for_model(model, names)
     wrapped = DistributedDataParallel(model, find_unused_parameters=True)
     wrapped(sample(dist.get_rank(), 0)).square().mean().backward()
-
-
-def test_ddp_that_leaves_the_parallelized_part_out_passes():
-    run_on_ranks(beside_ddp, 2)

@@ -14,6 +14,7 @@ from torch import Tensor, nn
 import shardwise as sw
 from shardwise.testing import run_on_ranks
 from tests.common.oracle import Block, Chain, compare_each, plain_loss, presets, sample
+from tests.common.ranks import on_ranks
 
 WORLDS = pytest.mark.parametrize("world", [2, 3])
 
@@ -326,18 +327,15 @@ def only_inputs(model, rank, step):
     yield grad, plain_loss(model, rank, step).detach()
 
 
-def calls():
+@on_ranks(2, 3)
+def test_hooks_keyword_arguments_and_gradients_of_inputs_are_those_of_one_process():
     compare_each(Chain, with_hooks)
     compare_each(Keywords, call_with_keywords)
     compare_each(Chain, gradient_of_inputs)
 
 
-@WORLDS
-def test_hooks_keyword_arguments_and_gradients_of_inputs_are_those_of_one_process(world):
-    run_on_ranks(calls, world)
-
-
-def grad_of_inputs_alone():
+@on_ranks(2)
+def test_the_gradient_of_the_input_alone_leaves_parameters_without_one():
     for strategy in presets():
         model, plain = sw.parallelize(Chain(), sw.ParallelPlan(strategy=strategy)), Chain()
         for step in range(3):
@@ -347,10 +345,6 @@ def grad_of_inputs_alone():
                 grads.append(torch.autograd.grad(each(x).square().mean(), x)[0])
             assert torch.equal(*grads)
             assert all(p.grad is None for p in model.parameters())
-
-
-def test_the_gradient_of_the_input_alone_leaves_parameters_without_one():
-    run_on_ranks(grad_of_inputs_alone, 2)
 
 
 # -- units that some forwards skip, on all ranks alike

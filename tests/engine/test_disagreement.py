@@ -17,6 +17,7 @@ from shardwise.spec.errors import RankDisagreement
 from shardwise.spec.order import AgreedOrder
 from shardwise.testing import probe, report_stalls_after, run_on_ranks
 from tests.common.oracle import Block, Chain, compare, compare_each, plain_loss, sample, seeded
+from tests.common.ranks import on_ranks
 
 WORLDS = pytest.mark.parametrize("world", [2, 3])
 
@@ -195,7 +196,8 @@ def shuffle(model, rank, step):
     return model(sample(rank, step), order).square().mean()
 
 
-def shuffles():
+@on_ranks(2)
+def test_an_order_that_always_changes_does_not_grow_for_ever():
     for strategy in ("zero2", "zero3"):
         with mock.patch.object(AgreedOrder, "keep", autospec=True, side_effect=AgreedOrder.keep) as keep:
             trained = compare(lambda: Shuffled(num_blocks=8), shuffle, strategy, steps=30)
@@ -203,10 +205,6 @@ def shuffles():
         for way in ("forward", "backward"):
             order = trained.probe.agreed_orders[way]
             assert len(order) <= 2 * 17 + 8  # a block may be in the recorded path twice: expected, and run later
-
-
-def test_an_order_that_always_changes_does_not_grow_for_ever():
-    run_on_ranks(shuffles, 2)
 
 
 def choose_by_rank(stall_s):

@@ -468,7 +468,7 @@ sys.exit(code)
 @pytest.mark.slow
 @pytest.mark.parametrize(
     ("name", "strategies"),
-    [("gpt-1t", ("zero3",)), *(pytest.param(name, STRATEGIES, marks=pytest.mark.long) for name in LARGE)],
+    [("gpt-175b", ("zero3",)), *(pytest.param(name, STRATEGIES, marks=pytest.mark.long) for name in LARGE)],
 )
 def test_large_models_run_dry_in_little_time_and_memory(tmp_path, name, strategies):
     world, count, layers = LARGE[name]

@@ -13,6 +13,7 @@ from shardwise.testing import run_on_ranks
 from tests.common.families import FAMILIES, PRELOAD_ALL
 from tests.common.matrix import HYBRID
 from tests.common.oracle import PRESETS, compare_each
+from tests.common.ranks import on_ranks
 
 pytestmark = PRELOAD_ALL
 
@@ -25,10 +26,6 @@ def train(name, strategies, **mesh):
     for way, options in ways.items():
         some = [strategy for strategy, wrapped in strategies.items() if way in wrapped]
         compare_each(family.build, family.loss, some, steps=3, **options, **mesh)
-
-
-def train_in_two_groups(name):
-    train(name, dict.fromkeys(HYBRID, BOTH), dp_replicate=2)
 
 
 BY_CLASS, BOTH = ("class",), ("auto", "class")
@@ -51,5 +48,6 @@ def test_a_family_trains_like_one_process_on_any_world_however_it_is_wrapped(wor
 
 @pytest.mark.long
 @pytest.mark.parametrize("name", FAMILIES)
+@on_ranks(4, timeout_s=280)
 def test_a_family_trains_like_one_process_on_two_groups_of_two(name):
-    run_on_ranks(train_in_two_groups, 4, name, timeout_s=280)
+    train(name, dict.fromkeys(HYBRID, BOTH), dp_replicate=2)

@@ -14,6 +14,7 @@ import shardwise as sw
 from shardwise.spec.errors import PlanError, StateError
 from shardwise.testing import probe, run_on_ranks
 from tests.common.oracle import Block, Chain, compare, compare_each, compare_local_sums, plain_loss, sample
+from tests.common.ranks import on_ranks
 
 WORLDS = pytest.mark.parametrize("world", [1, 2, 3])
 
@@ -46,7 +47,8 @@ def lines_but_buffers(model):
     return [line for line in str(sw.summary(model)).splitlines() if not line.startswith("buffers:")]
 
 
-def bottom_up_units():
+@on_ranks(1, 2, 3)
+def test_units_made_bottom_up_are_those_of_parallelize():
     same = compare(Chain, plain_loss)
     ours = compare(Chain, plain_loss, parallelize=bottom_up)
     assert names(ours) == names(same)
@@ -70,12 +72,8 @@ def bottom_up_units():
     assert events[0] == events[1]
 
 
-@WORLDS
-def test_units_made_bottom_up_are_those_of_parallelize(world):
-    run_on_ranks(bottom_up_units, world)
-
-
-def methods():
+@on_ranks(1, 2, 3)
+def test_a_unit_can_be_unsharded_and_resharded_by_hand():
     model = bottom_up(Chain())
     plain = Chain()
     for module in (model, model.blocks[2]):
@@ -102,11 +100,6 @@ def methods():
     plain_loss(model, dist.get_rank(), 1).backward()
     second = [p.grad for p in model.parameters() if p.grad is not None]
     assert all(torch.equal(a, b) for a, b in zip(first, second, strict=True))
-
-
-@WORLDS
-def test_a_unit_can_be_unsharded_and_resharded_by_hand(world):
-    run_on_ranks(methods, world)
 
 
 @contextlib.contextmanager
@@ -257,15 +250,13 @@ def children_called_by_hand(model, rank, step):
     return model.head(x).square().mean()
 
 
-def without_the_root():
+@on_ranks(2)
+def test_units_can_be_called_without_their_root():
     compare_each(ListLoss, children_called_by_hand, ("ddp", "zero1", "zero2", "shard_grad_op", "zero3"))
 
 
-def test_units_can_be_called_without_their_root():
-    run_on_ranks(without_the_root, 2)
-
-
-def two_models():
+@on_ranks(2)
+def test_two_models_may_meet_in_one_loss():
     """A generator and a critic, each parallelized, with losses through both."""
     rank = dist.get_rank()
     for strategies in (("zero3", "zero3"), ("zero3", "ddp"), ("zero1", "shard_grad_op")):
@@ -295,11 +286,8 @@ def two_models():
                     each.zero_grad()
 
 
-def test_two_models_may_meet_in_one_loss():
-    run_on_ranks(two_models, 2)
-
-
-def world_of_one():
+@on_ranks(1)
+def test_a_world_of_one_sends_nothing_and_holds_everything():
     model = sw.parallelize(Chain())
     optimizer = torch.optim.AdamW(model.parameters())
     with sw.record_collectives(model) as events:
@@ -307,10 +295,6 @@ def world_of_one():
         optimizer.step()
     assert all(event.sent_bytes == 0 for event in events)
     assert [p.numel() for p in model.parameters()] == [p.numel() for p in Chain().parameters()]
-
-
-def test_a_world_of_one_sends_nothing_and_holds_everything():
-    run_on_ranks(world_of_one, 1)
 
 
 # -- what PyTorch tests of its own FSDP2, on CPU
@@ -331,16 +315,13 @@ def unit_then_root(model, rank, step):
     yield whole, last
 
 
-def units_and_roots():
+@on_ranks(1, 2, 3)
+def test_a_unit_may_run_alone_before_after_and_beside_its_root():
     compare_each(Chain, unit_then_root, ("ddp", "zero1", "zero2", "shard_grad_op", "zero3"))
 
 
-@WORLDS
-def test_a_unit_may_run_alone_before_after_and_beside_its_root(world):
-    run_on_ranks(units_and_roots, world)
-
-
-def registered():
+@on_ranks(2)
+def test_modules_hold_shards_between_calls_and_whole_parameters_inside():
     """Between the calls the modules hold the shards, whatever is gathered; the user's objects stay the same."""
     for strategy in ("ddp", "zero1", "zero2", "shard_grad_op", "zero3"):
         model = sw.parallelize(Chain(), sw.ParallelPlan(strategy=strategy))
@@ -365,10 +346,6 @@ def registered():
             handle.remove()
 
 
-def test_modules_hold_shards_between_calls_and_whole_parameters_inside():
-    run_on_ranks(registered, 2)
-
-
 class TiedRecomputed(Chain):
     """Tied embedding and head around recomputed blocks, two of which share a weight."""
 
@@ -385,16 +362,13 @@ class TiedRecomputed(Chain):
         return self.head(x)
 
 
-def tied_and_recomputed():
+@on_ranks(1, 2, 3)
+def test_tied_weights_and_recomputation_go_together():
     compare_each(TiedRecomputed, plain_loss, ("ddp", "zero1", "zero2", "shard_grad_op", "zero3"))
 
 
-@WORLDS
-def test_tied_weights_and_recomputation_go_together(world):
-    run_on_ranks(tied_and_recomputed, world)
-
-
-def reshard_choices():
+@on_ranks(2)
+def test_parameters_are_gathered_again_in_backward_only_where_they_were_released():
     for flag in (True, False):
         trained = compare(Chain, plain_loss, "zero3", reshard_after_forward=flag)
         gathers = []
@@ -407,11 +381,8 @@ def reshard_choices():
         sw.parallelize(Chain(), sw.ParallelPlan(strategy="zero2", reshard_after_forward=True))
 
 
-def test_parameters_are_gathered_again_in_backward_only_where_they_were_released():
-    run_on_ranks(reshard_choices, 2)
-
-
-def offload_where_there_is_nothing():
+@on_ranks(2)
+def test_a_unit_that_owns_no_elements_can_be_told_to_offload():
     def build():
         torch.manual_seed(2)
         model = nn.Sequential(*(Block() for _ in range(3)))
@@ -424,7 +395,3 @@ def offload_where_there_is_nothing():
         return sw.fully_shard(model, offload_policy="cpu")
 
     compare(build, plain_loss, parallelize=shard)
-
-
-def test_a_unit_that_owns_no_elements_can_be_told_to_offload():
-    run_on_ranks(offload_where_there_is_nothing, 2)

@@ -12,8 +12,7 @@ import shardwise as sw
 from shardwise.spec.errors import PlanError, StateError
 from shardwise.testing import probe, run_on_ranks
 from tests.common.oracle import adamw, compare
-
-WORLDS = pytest.mark.parametrize("world", [1, 2, 3])
+from tests.common.ranks import on_ranks
 
 
 class Decoder(nn.Module):
@@ -76,7 +75,8 @@ def with_units_inside(model):
     return sw.fully_shard(model)
 
 
-def same_numbers():
+@on_ranks(1, 2, 3)
+def test_a_list_of_modules_is_one_unit():
     ours = compare(Decoder, loss, parallelize=apply_fsdp)
     assert [unit.name for unit in ours.probe.units] == [
         "root",
@@ -97,12 +97,8 @@ def same_numbers():
         assert all(torch.equal(state[name], value) for name, value in ours.plain.state_dict().items())
 
 
-@WORLDS
-def test_a_list_of_modules_is_one_unit(world):
-    run_on_ranks(same_numbers, world)
-
-
-def same_numbers_tied():
+@on_ranks(1, 2, 3)
+def test_modules_of_a_list_may_share_a_parameter():
     ours = compare(tied, loss, parallelize=apply_fsdp_to_tied)
     assert [shard.name for shard in ours.probe.shards if shard.unit == "tok_embeddings-output"] == [
         "tok_embeddings.weight",
@@ -110,11 +106,6 @@ def same_numbers_tied():
         "norm.bias",
     ]
     compare(tied, loss, parallelize=lambda model: apply_fsdp_to_tied(model, reshard_after_forward=False))
-
-
-@WORLDS
-def test_modules_of_a_list_may_share_a_parameter(world):
-    run_on_ranks(same_numbers_tied, world)
 
 
 def one_exchange():

@@ -14,6 +14,7 @@ from shardwise.forms.inner import Inner
 from shardwise.testing import RankFailure, run_on_ranks
 from tests.common import models
 from tests.common.oracle import PRESETS
+from tests.common.ranks import on_ranks
 from tests.common.training import VARIANTS, Variant, train
 
 HYBRID = ("hsdp", "hybrid_shard_grad_op")
@@ -96,13 +97,10 @@ OTHERS = (
 )
 
 
-def train_others() -> None:
+@on_ranks(4, timeout_s=150)
+def test_other_features_go_with_both_axes() -> None:
     for preset, options in OTHERS:
         train("tied", preset, PLAIN, **options)
-
-
-def test_other_features_go_with_both_axes():
-    run_on_ranks(train_others, 4, timeout_s=150)
 
 
 # -- negative controls

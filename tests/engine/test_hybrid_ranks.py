@@ -20,6 +20,7 @@ from shardwise.comm.gloo import GlooComm
 from shardwise.spec.errors import MeshError, PlanError, RankDisagreement, StateError
 from shardwise.testing import forget_notices, probe, report_stalls_after, run_on_ranks
 from tests.common.oracle import Block, Chain, adamw, compare, compare_each, plain_loss, sample
+from tests.common.ranks import on_ranks
 from tests.engine.test_disagreement import Skips, Wanders, skip_at_the_ends, skip_from_step_two_on
 from tests.engine.test_fully_shard import bottom_up
 
@@ -81,17 +82,14 @@ def add_to_gradients(model, rank, step):
         yield loss
 
 
-def sums():
+@on_ranks(4, timeout_s=120)
+def test_ranks_may_use_different_parameters_and_units_on_either_axis():
     compare_each(Picks, pick, ("hsdp", "ddp"), steps=3, **TWO_BY_TWO)
     compare(Picks, pick_by_microbatch, "hsdp", **TWO_BY_TWO)
     compare(Chain, add_to_gradients, "hsdp", **TWO_BY_TWO)
     for script in (skip_from_step_two_on, skip_at_the_ends):
         compare(Skips, script, "hsdp", **TWO_BY_TWO)
     compare(Skips, skip_from_step_two_on, "zero3", reshard_after_forward=2)
-
-
-def test_ranks_may_use_different_parameters_and_units_on_either_axis():
-    run_on_ranks(sums, 4, timeout_s=120)
 
 
 def picked_loss(model, rank, window, micro):
@@ -139,13 +137,10 @@ def deferred(*, is_zeroed):
             model.zero_grad()
 
 
-def both_ways():
+@on_ranks(4)
+def test_deferred_sums_wait_where_nothing_else_writes_also_beside_earlier_gradients():
     deferred(is_zeroed=True)
     deferred(is_zeroed=False)
-
-
-def test_deferred_sums_wait_where_nothing_else_writes_also_beside_earlier_gradients():
-    run_on_ranks(both_ways, 4)
 
 
 def step_too_early():
@@ -175,7 +170,8 @@ class Fails(torch.autograd.Function):
         raise ZeroDivisionError
 
 
-def fail_while_deferring():
+@on_ranks(4)
+def test_a_backward_that_fails_drops_the_sums_that_waited():
     """A backward that fails takes the sums of the earlier microbatches with it, and says so."""
     model, rank = hsdp(Chain(), accumulation="defer_replicate"), dist.get_rank()
     with sw.gradient_sync(model, False):
@@ -192,10 +188,6 @@ def fail_while_deferring():
     for ours, expected in zip(model.parameters(), other.parameters(), strict=True):
         assert (ours.grad is None) == (expected.grad is None)
         assert ours.grad is None or torch.equal(ours.grad, expected.grad)
-
-
-def test_a_backward_that_fails_drops_the_sums_that_waited():
-    run_on_ranks(fail_while_deferring, 4)
 
 
 def test_an_optimizer_step_before_the_last_microbatch_is_refused():
@@ -492,7 +484,15 @@ def test_fully_shard_takes_a_mesh_of_replicate_and_shard():
 # -- state
 
 
-def move_state():
+def _copy(model, rank):
+    plain = Chain()
+    with sw.full_parameters(model), torch.no_grad():
+        plain.load_state_dict({name: value.clone() for name, value in model.state_dict().items()})
+    return plain
+
+
+@on_ranks(4)
+def test_state_reaches_every_group_and_the_loss_is_that_of_all_ranks():
     rank = dist.get_rank()
     plain = Chain()
     for strategy, options in (("hsdp", TWO_BY_TWO), ("zero2", TWO_BY_TWO), ("ddp", TWO_BY_TWO)):
@@ -518,17 +518,6 @@ def move_state():
         loss = sw.train_step(model, (sample(rank, 0),), lambda output, _: output.square().mean())
         mean = sum(plain_loss(_copy(model, rank), other, 0).double() for other in range(4)) / 4
         assert loss.item() == pytest.approx(mean.item(), rel=1e-6)
-
-
-def _copy(model, rank):
-    plain = Chain()
-    with sw.full_parameters(model), torch.no_grad():
-        plain.load_state_dict({name: value.clone() for name, value in model.state_dict().items()})
-    return plain
-
-
-def test_state_reaches_every_group_and_the_loss_is_that_of_all_ranks():
-    run_on_ranks(move_state, 4)
 
 
 def begin(path: Path):

@@ -13,6 +13,7 @@ import shardwise as sw
 from shardwise.spec.errors import CheckpointError, PlanError, StateError
 from shardwise.testing import probe, run_on_ranks
 from tests.common.oracle import Block, Chain, adamw, compare, compare_each, plain_loss, sample
+from tests.common.ranks import on_ranks
 
 
 class WithExpert(Block):
@@ -65,7 +66,8 @@ def test_each_rank_trains_its_own_experts_and_shares_the_rest(world):
     run_on_ranks(train, world)
 
 
-def by_object():
+@on_ranks(2)
+def test_modules_and_parameters_may_be_given_themselves_and_nothing_of_them_is_touched():
     """Modules and parameters may be given themselves; of a module its buffers are meant too."""
     rank = dist.get_rank()
     model = Experts(rank)
@@ -96,10 +98,6 @@ def by_object():
     assert model.blocks[0].expert.weight.grad.abs().max() > 1e-4  # neither counted nor scaled
 
 
-def test_modules_and_parameters_may_be_given_themselves_and_nothing_of_them_is_touched():
-    run_on_ranks(by_object, 2)
-
-
 def by_unit():
     rank = dist.get_rank()
     model = Experts(rank)
@@ -110,7 +108,8 @@ def by_unit():
     return sw.fully_shard(model, ignored_params=ignored)
 
 
-def fully_sharded():
+@on_ranks(2)
+def test_fully_shard_takes_ignored_parameters():
     for block in (model := by_unit()).blocks:
         assert block.expert.weight.shape == (8, 8)
     rank, ignored = dist.get_rank(), probe(model).ignored
@@ -128,11 +127,8 @@ def fully_sharded():
         assert torch.equal(mine, theirs), name
 
 
-def test_fully_shard_takes_ignored_parameters():
-    run_on_ranks(fully_sharded, 2)
-
-
-def loaded():
+@on_ranks(2)
+def test_full_state_dicts_hold_rank_0s_and_load_into_every_rank():
     """A full state dict has one value for each name: rank 0's; it is everybody's after loading."""
     rank = dist.get_rank()
     model = sw.parallelize(Experts(rank), sw.ParallelPlan(ignored=ALL))
@@ -147,10 +143,6 @@ def loaded():
         del state["tower.weight"]
     with pytest.raises(StateError, match=r"tower.weight: missing"):
         sw.load_full_state_dict(fresh, state)
-
-
-def test_full_state_dicts_hold_rank_0s_and_load_into_every_rank():
-    run_on_ranks(loaded, 2)
 
 
 def step_all(model, optimizer, steps):
@@ -251,17 +243,15 @@ def test_what_is_not_in_the_model_or_has_no_values_is_refused_on_all_ranks():
         assert "is on the meta device" in empty
 
 
-def not_updated():
+@on_ranks(1)
+def test_the_update_in_backward_refuses_trained_parameters_that_it_would_leave_out():
     model = sw.parallelize(Experts(0), sw.ParallelPlan(ignored=OWN))
     with pytest.raises(StateError, match=r"ignored parameter 'blocks.0.expert.weight' would never be updated"):
         sw.optimizer_in_backward(model, adamw(model.parameters()))
 
 
-def test_the_update_in_backward_refuses_trained_parameters_that_it_would_leave_out():
-    run_on_ranks(not_updated, 1)
-
-
-def scaled():
+@on_ranks(2)
+def test_a_gradient_scaler_sees_what_one_rank_alone_holds():
     """An inf in one rank's own gradient skips the step on all ranks, under ddp too."""
     rank = dist.get_rank()
     model = sw.parallelize(Experts(rank), sw.ParallelPlan(strategy="ddp", ignored=ALL))
@@ -277,11 +267,9 @@ def scaled():
     assert scaler.get_scale() == 2.0
 
 
-def test_a_gradient_scaler_sees_what_one_rank_alone_holds():
-    run_on_ranks(scaled, 2)
-
-
-def on_meta(how):
+@pytest.mark.parametrize("how", ["recorded", "state"])
+@on_ranks(2)
+def test_a_model_on_meta_gets_them_filled_too(how):
     plain = Chain()
     ignored = ["blocks.2", "stem.weight"]
     if how == "recorded":
@@ -293,8 +281,3 @@ def on_meta(how):
     assert torch.equal(model.blocks[2].up.weight, plain.blocks[2].up.weight)
     assert torch.equal(model.stem.weight, plain.stem.weight)
     assert "stem.weight" not in {shard.name for shard in probe(model).shards}
-
-
-@pytest.mark.parametrize("how", ["recorded", "state"])
-def test_a_model_on_meta_gets_them_filled_too(how):
-    run_on_ranks(on_meta, 2, how)

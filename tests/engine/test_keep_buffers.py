@@ -18,7 +18,7 @@ from tests.common import models
 
 pytestmark = pytest.mark.slow
 
-STEPS, VOCAB, SEQ = 3, 31, 8
+STEPS, VOCAB, SEQ = 2, 31, 8
 INT8 = {"quantized_gather": "int8", "quantized_reduce": "int8"}
 
 

@@ -12,6 +12,7 @@ import shardwise as sw
 from shardwise.spec.errors import StateError
 from shardwise.testing import probe, run_on_ranks
 from tests.common.oracle import Block, Chain, compare_each, plain_loss, planned, sample
+from tests.common.ranks import on_ranks
 from tests.engine import test_behaviour, test_disagreement, test_layer_drop, test_pitfalls, test_side_doors, test_slots
 from tests.engine import test_hybrid_ranks as test_hybrid
 from tests.features import test_activation_checkpointing, test_recomputation
@@ -72,11 +73,8 @@ def test_every_scenario_holds_for_merged_units(name, world, limit):
 
 
 @pytest.mark.long
+@on_ranks(4, timeout_s=150)
 def test_merged_units_may_be_sharded_and_replicated():
-    run_on_ranks(shard_and_replicate, 4, timeout_s=150)
-
-
-def shard_and_replicate():
     with planned(merge_units=PAIRS):
         test_hybrid.sums()
 
@@ -225,10 +223,7 @@ def members_alone(model, rank, step):
     return x.square().mean()
 
 
-def any_order():
+@on_ranks(2)
+def test_members_may_be_called_by_themselves_and_in_any_order():
     for limit in (PAIRS, ALL):
         compare_each(Chain, members_alone, ("zero2", "shard_grad_op", "zero3"), merge_units=limit)
-
-
-def test_members_may_be_called_by_themselves_and_in_any_order():
-    run_on_ranks(any_order, 2)

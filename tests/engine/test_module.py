@@ -14,6 +14,7 @@ import shardwise as sw
 from shardwise.spec.errors import StateError
 from shardwise.testing import StorageCount, checks, probe, run_on_ranks
 from tests.common.oracle import PRESETS, SHARDED, Block, Chain, compare, plain_loss, presets, sample
+from tests.common.ranks import on_ranks
 
 SPLIT = ("zero1", "zero2", "shard_grad_op", "zero3")
 
@@ -66,7 +67,28 @@ def decay_groups(parameters):
     ]
 
 
-def optimizers():
+def _holds(optimizer, parameter):
+    return any(p is parameter for group in optimizer.param_groups for p in group["params"])
+
+
+def used_before():
+    texts = []
+    for strategy in SPLIT:
+        model = Chain()
+        optimizer = torch.optim.AdamW(model.parameters())
+        plain_loss(model, 0, 0).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        sw.parallelize(model, sw.ParallelPlan(strategy=strategy))
+        plain_loss(model, 0, 1).backward()
+        with pytest.raises(StateError) as caught:
+            optimizer.step()
+        texts.append(str(caught.value))
+    return texts
+
+
+@on_ranks(2)
+def test_an_optimizer_built_before_works_and_decay_groups_by_dimension_stay():
     made = {}
 
     def build():
@@ -88,30 +110,6 @@ def optimizers():
         trained = compare(Chain, plain_loss, strategy, optimizer=after)
         sizes = [sum(sw.logical_shape(p).numel() for p in group["params"]) for group in trained.optimizer.param_groups]
         assert sizes == [64 + 5 * 208 + 24, 8 + 5 * 21 + 3]
-
-
-def _holds(optimizer, parameter):
-    return any(p is parameter for group in optimizer.param_groups for p in group["params"])
-
-
-def used_before():
-    texts = []
-    for strategy in SPLIT:
-        model = Chain()
-        optimizer = torch.optim.AdamW(model.parameters())
-        plain_loss(model, 0, 0).backward()
-        optimizer.step()
-        optimizer.zero_grad()
-        sw.parallelize(model, sw.ParallelPlan(strategy=strategy))
-        plain_loss(model, 0, 1).backward()
-        with pytest.raises(StateError) as caught:
-            optimizer.step()
-        texts.append(str(caught.value))
-    return texts
-
-
-def test_an_optimizer_built_before_works_and_decay_groups_by_dimension_stay():
-    run_on_ranks(optimizers, 2)
 
 
 def test_an_optimizer_that_has_stepped_before_is_refused():
@@ -182,7 +180,8 @@ def test_state_dict_copies_pickles_and_conversions_are_refused_with_what_to_use(
         assert texts[name].endswith("Convert or move the model before sw.parallelize().")
 
 
-def whole_parameters():
+@on_ranks(2)
+def test_under_ddp_state_dicts_are_the_plain_ones():
     """Under ddp a rank holds everything: its state dict is the plain one."""
     model, plain = sw.parallelize(Chain(), sw.ParallelPlan(strategy="ddp")), Chain()
     for (name, ours), (other, value) in zip(model.state_dict().items(), plain.state_dict().items(), strict=True):
@@ -195,10 +194,6 @@ def whole_parameters():
     model.load_state_dict(loaded.state_dict())
     x = sample(0, 0)
     assert torch.equal(model(x), loaded(x))
-
-
-def test_under_ddp_state_dicts_are_the_plain_ones():
-    run_on_ranks(whole_parameters, 2)
 
 
 # -- whole state dicts
@@ -268,7 +263,8 @@ def same(ours, plain, where):
             assert ours[name] == value, f"{where}: {name}"
 
 
-def state_dicts():
+@on_ranks(1, 2, 3)
+def test_a_full_state_dict_is_the_plain_models_and_can_be_loaded():
     rank = torch.distributed.get_rank()
     for strategy in PRESETS:
         plan = sw.ParallelPlan(strategy=strategy)
@@ -302,11 +298,6 @@ def state_dicts():
         again = sw.full_state_dict(model)
         if rank == 0:
             same(again, Stateful(0.5).state_dict(), f"{strategy}, after a backward")
-
-
-@pytest.mark.parametrize("world", [1, 2, 3])
-def test_a_full_state_dict_is_the_plain_models_and_can_be_loaded(world):
-    run_on_ranks(state_dicts, world)
 
 
 def misfits():
@@ -525,7 +516,8 @@ def test_ranks_with_other_weights_take_rank_zeros_or_refuse():
         assert found["error"].startswith("the ranks hold different values for 'root', 'blocks.1', 'buffers'.")
 
 
-def forgetting():
+@on_ranks(2)
+def test_between_steps_nothing_is_gathered():
     """Slots hold NaN between steps: nothing outside of a forward can see them."""
 
     for strategy in SHARDED:
@@ -536,7 +528,3 @@ def forgetting():
             assert probe(model).slots
             assert all(slot.isnan().any() for slot in probe(model).slots)
             assert not any(p.isnan().any() for p in model.parameters())
-
-
-def test_between_steps_nothing_is_gathered():
-    run_on_ranks(forgetting, 2)

@@ -10,8 +10,7 @@ import shardwise as sw
 from shardwise.spec.errors import RankDisagreement, StateError
 from shardwise.testing import run_on_ranks
 from tests.common.oracle import PRESETS, Chain, compare_each, plain_loss, sample
-
-WORLDS = pytest.mark.parametrize("world", [2, 3])
+from tests.common.ranks import on_ranks
 
 
 class Odd(nn.Module):
@@ -99,30 +98,27 @@ def wide_loss(model, rank, step):
     return model(sample(rank, step, 4, 8)).square().mean()
 
 
-def odd_parameters():
+@on_ranks(2, 3)
+def test_odd_mixed_tied_and_large_parameters_are_right():
+    """pytorch#156784, pytorch#196996: parameters of several dtypes in one unit are refused."""
     compare_each(lambda: Chain(Odd), wide_loss)
     compare_each(lambda: Chain(Mixed), plain_loss)
     compare_each(Tied, plain_loss)
     compare_each(lambda: Chain(Large), plain_loss, steps=2)
 
 
-@WORLDS
-def test_odd_mixed_tied_and_large_parameters_are_right(world):
-    """pytorch#156784, pytorch#196996: parameters of several dtypes in one unit are refused."""
-    run_on_ranks(odd_parameters, world)
-
-
-def few_elements():
+@on_ranks(5)
+def test_more_ranks_than_elements_are_right():
     compare_each(lambda: Chain(Odd), wide_loss, ("zero1", "zero3"), steps=2)
     compare_each(Tied, plain_loss, ("zero1", "zero3"), steps=2)
 
 
-def test_more_ranks_than_elements_are_right():
-    run_on_ranks(few_elements, 5)
+@on_ranks(2)
+def test_a_gradient_may_have_other_strides_than_its_parameter():
+    """pytorch#128066: gradients that are not contiguous corrupt a collective.
 
-
-def gradients_of_other_strides():
-    """A gradient in another memory order than its parameter, across a cut and not."""
+    A gradient in another memory order than its parameter, across a cut and not.
+    """
 
     class Transposing(nn.Module):
         def __init__(self) -> None:
@@ -134,11 +130,6 @@ def gradients_of_other_strides():
             return x + torch.tanh(self.weight.t().contiguous().t()[:8] @ x.T).T
 
     compare_each(lambda: Chain(Transposing), plain_loss)
-
-
-def test_a_gradient_may_have_other_strides_than_its_parameter():
-    """pytorch#128066: gradients that are not contiguous corrupt a collective."""
-    run_on_ranks(gradients_of_other_strides, 2)
 
 
 # -- what cannot be sharded

@@ -14,11 +14,16 @@ from shardwise.engine.group import Group
 from shardwise.testing import RankFailure, run_on_ranks
 from tests.common import models
 from tests.common.oracle import PRESETS
+from tests.common.ranks import on_ranks
 from tests.common.training import VARIANTS, Variant, train, train_each
 
 
-def train_every_way(name: str) -> None:
-    """Every preset and variant.
+@pytest.mark.parametrize("name", models.NAMES)
+@on_ranks(1, 2, 3, pytest.param(4, marks=pytest.mark.long), timeout_s=150)
+def test_every_strategy_is_bitwise_equal_to_one_process(name: str) -> None:
+    """Megatron-LM#6660: a group of one rank doubles gradients. DeepSpeed#8280: empty parameters (``odd``).
+
+    Every preset and variant.
 
     Released slots are NaN in half of them, and in half of them the optimizer sees flat tensors: each combination of
     these two in some world.
@@ -30,13 +35,6 @@ def train_every_way(name: str) -> None:
         for result in found.values():
             assert min(result.norms) > 0
             assert name != "gpt" or variant.name != "clips" or max(result.norms) > variant.max_norm
-
-
-@pytest.mark.parametrize("name", models.NAMES)
-@pytest.mark.parametrize("world", [1, 2, 3, pytest.param(4, marks=pytest.mark.long)])
-def test_every_strategy_is_bitwise_equal_to_one_process(world, name):
-    """Megatron-LM#6660: a group of one rank doubles gradients. DeepSpeed#8280: empty parameters (``odd``)."""
-    run_on_ranks(train_every_way, world, name, timeout_s=150)
 
 
 def train_merged(name: str, variants: tuple[Variant, ...]) -> None:

@@ -14,6 +14,7 @@ import shardwise as sw
 from shardwise.spec.errors import StateError
 from shardwise.testing import run_on_ranks
 from tests.common.oracle import Chain, sample
+from tests.common.ranks import on_ranks
 
 SPLIT = ("zero1", "zero2", "shard_grad_op", "zero3")
 
@@ -50,7 +51,8 @@ def test_torchs_clipping_is_refused_on_every_rank_and_changes_nothing(strategy):
     assert len(set(norms)) == 1
 
 
-def clip_flat_parameters():
+@on_ranks(2)
+def test_torchs_clipping_of_flat_parameters_is_refused():
     torch.manual_seed(0)
     model = sw.parallelize(Chain(), sw.ParallelPlan(strategy="zero3"))
     optimizer = torch.optim.AdamW(sw.flat_parameters(model))
@@ -59,10 +61,6 @@ def clip_flat_parameters():
     with pytest.raises(StateError, match=r"sw\.clip_grad_norm"):
         torch.nn.utils.clip_grad_norm_(held, 1.0)
     optimizer.step()
-
-
-def test_torchs_clipping_of_flat_parameters_is_refused():
-    run_on_ranks(clip_flat_parameters, 2)
 
 
 def clip_where_every_rank_has_all():
@@ -76,7 +74,9 @@ def test_replicas_may_be_clipped_by_torch():
     assert clipped == pytest.approx(min(first, 1.0), rel=1e-4)
 
 
-def scale_by_torch(how):
+@pytest.mark.parametrize("how", [{}, {"fused": True}], ids=["plain", "fused"])
+@on_ranks(2)
+def test_torchs_gradient_scaler_is_refused_before_it_decides_for_one_rank(how):
     model = model_with_gradients()
     optimizer = torch.optim.AdamW(model.parameters(), **how)
     scaler = torch.amp.GradScaler("cpu", init_scale=4.0)
@@ -92,12 +92,9 @@ def scale_by_torch(how):
     scaler.update()
 
 
-@pytest.mark.parametrize("how", [{}, {"fused": True}], ids=["plain", "fused"])
-def test_torchs_gradient_scaler_is_refused_before_it_decides_for_one_rank(how):
-    run_on_ranks(scale_by_torch, 2, how)
-
-
-def clip_by_axis(axis):
+@pytest.mark.parametrize("axis", ["tp", "pp"])
+@on_ranks(2)
+def test_replicas_of_parts_of_a_model_are_not_clipped_by_torch(axis):
     torch.manual_seed(0)
     model = sw.models.gpt("gpt-tiny", num_layers=2)
     model = sw.parallelize(model, sw.ParallelPlan(strategy="ddp", **{axis: 2}))
@@ -105,11 +102,6 @@ def clip_by_axis(axis):
     sw.train_step(model, (tokens, tokens))
     with pytest.raises(StateError, match=r"sw\.clip_grad_norm"):
         torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
-
-
-@pytest.mark.parametrize("axis", ["tp", "pp"])
-def test_replicas_of_parts_of_a_model_are_not_clipped_by_torch(axis):
-    run_on_ranks(clip_by_axis, 2, axis)
 
 
 class Lars(torch.optim.SGD):
@@ -125,7 +117,8 @@ class Lars(torch.optim.SGD):
                     p.data.add_(p.grad / p.grad.norm().clamp(min=1e-6), alpha=-0.01)
 
 
-def step_with_norms():
+@on_ranks(2)
+def test_an_optimizer_may_look_at_norms_of_what_its_rank_has_whole():
     sw.declare_granularity(Lars, "tensor")
     model = model_with_gradients(granularity="tensor")
     optimizer = Lars(model.parameters(), lr=0.1)
@@ -141,11 +134,8 @@ def step_with_norms():
         optimizer.step(closure)
 
 
-def test_an_optimizer_may_look_at_norms_of_what_its_rank_has_whole():
-    run_on_ranks(step_with_norms, 2)
-
-
-def use_by_hand():
+@on_ranks(2)
+def test_what_works_element_by_element_passes_and_gives_plain_tensors():
     model = model_with_gradients()
     for p in model.parameters():
         if p.grad is None:
@@ -163,7 +153,3 @@ def use_by_hand():
     compiled = torch.optim.SGD(model.parameters(), lr=0.1)
     compiled.step()
     compiled.zero_grad(set_to_none=False)
-
-
-def test_what_works_element_by_element_passes_and_gives_plain_tensors():
-    run_on_ranks(use_by_hand, 2)

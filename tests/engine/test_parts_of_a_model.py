@@ -10,6 +10,7 @@ from torch import Tensor, nn
 import shardwise as sw
 from shardwise.spec.errors import StateError
 from shardwise.testing import run_on_ranks
+from tests.common.ranks import on_ranks
 
 STRATEGIES = ("ddp", "zero2", "zero3")
 
@@ -45,7 +46,9 @@ def gradients_of_plain() -> nn.Sequential:
     return plain
 
 
-def clip_parts(strategy):
+@pytest.mark.parametrize("strategy", STRATEGIES)
+@on_ranks(2)
+def test_the_norm_of_a_unit_is_that_of_its_own_gradients_which_alone_are_clipped(strategy):
     plain = gradients_of_plain()
     wrap = sw.wrap_by_class({Scaled})
     model = sw.parallelize(build(), sw.ParallelPlan(strategy=strategy, auto_wrap_policy=wrap, merge_units=False))
@@ -63,21 +66,13 @@ def clip_parts(strategy):
     assert torch.allclose(sw.clip_grad_norm(model, float("inf")), whole, rtol=1e-6)
 
 
-@pytest.mark.parametrize("strategy", STRATEGIES)
-def test_the_norm_of_a_unit_is_that_of_its_own_gradients_which_alone_are_clipped(strategy):
-    run_on_ranks(clip_parts, 2, strategy)
-
-
-def clip_while_sums_wait():
+@on_ranks(2)
+def test_sums_that_wait_are_not_clipped():
     model = sw.parallelize(build(), sw.ParallelPlan(strategy="ddp"))
     with sw.gradient_sync(model, False):
         model(batch(0)).square().mean().backward()
     with pytest.raises(StateError, match=r"sw.clip_grad_norm\(\) came before .* were reduced"):
         sw.clip_grad_norm(model, 1.0)
-
-
-def test_sums_that_wait_are_not_clipped():
-    run_on_ranks(clip_while_sums_wait, 2)
 
 
 def penalise(strategy):
@@ -108,12 +103,9 @@ def test_a_penalty_on_shards_is_refused_in_its_backward(strategy):
         assert losses == expected
 
 
-def call_method():
+@on_ranks(2)
+def test_a_method_that_computed_with_a_shard_is_refused_in_its_backward():
     model = sw.parallelize(build(), sw.ParallelPlan(strategy="zero3"))
     x = batch(dist.get_rank())[:, : model[2].scale.shape[-1]]
     with pytest.raises(StateError, match=r"shard of '2.scale' \(logical shape \[64\]\)"):
         model[2].rescale(x).sum().backward()
-
-
-def test_a_method_that_computed_with_a_shard_is_refused_in_its_backward():
-    run_on_ranks(call_method, 2)

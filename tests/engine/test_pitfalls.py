@@ -26,6 +26,7 @@ from tests.common.oracle import (
     presets,
     sample,
 )
+from tests.common.ranks import on_ranks
 
 WORLDS = pytest.mark.parametrize("world", [2, 3])
 
@@ -33,14 +34,10 @@ WORLDS = pytest.mark.parametrize("world", [2, 3])
 # -- the oracle itself
 
 
-def train_with_every_preset():
+@on_ranks(1, 2, 3)
+def test_a_chain_of_blocks_trains_like_one_process():
     for trained in compare_each(Chain, plain_loss, PRESETS).values():
         assert len(trained.probe.units) == 6
-
-
-@pytest.mark.parametrize("world", [1, 2, 3])
-def test_a_chain_of_blocks_trains_like_one_process(world):
-    run_on_ranks(train_with_every_preset, world)
 
 
 def train_without_gathering_again():
@@ -355,7 +352,8 @@ def test_an_encoder_can_be_called_without_the_root(world):
 # -- what the engine leaves behind
 
 
-def frees():
+@on_ranks(2)
+def test_deleting_the_model_frees_its_memory_at_once_without_the_garbage_collector():
     import gc
     import weakref
 
@@ -373,10 +371,6 @@ def frees():
         del model, optimizer
         left = [ref() for ref in watched if ref() is not None]
         assert not left, f"{strategy}: {len(left)} of {len(watched)} objects live on, such as {type(left[0])}"
-
-
-def test_deleting_the_model_frees_its_memory_at_once_without_the_garbage_collector():
-    run_on_ranks(frees, 2)
 
 
 # -- containers
@@ -485,20 +479,14 @@ def test_ranks_may_use_different_parameters_of_a_unit_and_unused_ones_keep_no_gr
     run_on_ranks(used_flags, world)
 
 
-def unused_on_all_ranks():
+@on_ranks(3)
+def test_a_parameter_that_no_rank_used_keeps_no_gradient():
     for trained in compare_each(Choosing, only_rank_one, SHARDED, steps=2).values():
         assert all(p.grad is None for block in trained.model.blocks for p in block.never.parameters())
 
 
-def test_a_parameter_that_no_rank_used_keeps_no_gradient():
-    run_on_ranks(unused_on_all_ranks, 3)
-
-
-def nothing_kept():
+@on_ranks(2)
+def test_memory_that_is_not_kept_is_there_whenever_it_is_needed():
     with planned(keep_buffers=False, only=("zero1", "zero3")):
         for scenario in (outputs_of_others, repeated_backwards, exceptions, used_flags):
             scenario()
-
-
-def test_memory_that_is_not_kept_is_there_whenever_it_is_needed():
-    run_on_ranks(nothing_kept, 2)

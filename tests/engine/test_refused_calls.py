@@ -14,6 +14,7 @@ import shardwise as sw
 from shardwise.spec.errors import StateError
 from shardwise.testing import run_on_ranks
 from tests.common.oracle import Chain, sample
+from tests.common.ranks import on_ranks
 
 needs_transformers = pytest.mark.skipif(
     importlib.util.find_spec("transformers") is None, reason="transformers is not installed (the extra `hf`)"
@@ -25,7 +26,9 @@ def parallelized(model: nn.Module | None = None, **fields: object) -> nn.Module:
     return sw.parallelize(model or Chain(), sw.ParallelPlan(**fields))
 
 
-def compile_all(how):
+@pytest.mark.parametrize("how", ["model", "in place", "function", "unit"])
+@on_ranks(2)
+def test_torch_compile_around_a_parallelized_model_is_refused(how):
     model = parallelized()
     called = model
     if how == "model":
@@ -42,12 +45,10 @@ def compile_all(how):
             called(sample(dist.get_rank(), 0))
 
 
-@pytest.mark.parametrize("how", ["model", "in place", "function", "unit"])
-def test_torch_compile_around_a_parallelized_model_is_refused(how):
-    run_on_ranks(compile_all, 2, how)
-
-
-def resize(strategy):
+@needs_transformers
+@pytest.mark.parametrize("strategy", ["ddp", "zero3"])
+@on_ranks(2)
+def test_resizing_embeddings_of_a_parallelized_model_is_refused(strategy):
     import transformers
 
     config = transformers.GPT2Config(n_embd=16, n_layer=2, n_head=2, vocab_size=40, n_positions=32)
@@ -57,12 +58,6 @@ def resize(strategy):
             call(48)
     tokens = torch.arange(16).view(2, 8)
     model(input_ids=tokens, labels=tokens).loss.backward()
-
-
-@needs_transformers
-@pytest.mark.parametrize("strategy", ["ddp", "zero3"])
-def test_resizing_embeddings_of_a_parallelized_model_is_refused(strategy):
-    run_on_ranks(resize, 2, strategy)
 
 
 class Adapted(nn.Module):

@@ -12,6 +12,7 @@ import shardwise as sw
 from shardwise.spec.errors import StateError
 from shardwise.testing import probe, run_on_ranks
 from tests.common.oracle import SHARDED, Block, Chain, compare, compare_each, plain_loss, planned, sample
+from tests.common.ranks import on_ranks
 
 WORLDS = pytest.mark.parametrize("world", [2, 3])
 
@@ -91,22 +92,16 @@ def test_hidden_values_and_losses_kept_on_modules_are_right_in_every_step(world,
     run_on_ranks(hide, world, is_checked)
 
 
-def hide_where_nothing_is_kept():
+@on_ranks(2)
+def test_hidden_values_are_right_where_memory_is_not_kept():
     with planned(keep_buffers=False, only=("zero3",)):
         hide(is_checked=False)
         assert all(text.startswith("right") for text in hide_later_as_users_run_it())
 
 
-def test_hidden_values_are_right_where_memory_is_not_kept():
-    run_on_ranks(hide_where_nothing_is_kept, 2)
-
-
-def hide_later():
-    compare_each(lambda: Chain(KeepsLoss), with_aux_loss_later, steps=6, heals=True)
-
-
+@on_ranks(2)
 def test_a_loss_on_a_module_that_counts_only_in_later_steps_is_right_under_checks():
-    run_on_ranks(hide_later, 2)
+    compare_each(lambda: Chain(KeepsLoss), with_aux_loss_later, steps=6, heals=True)
 
 
 def hide_later_as_users_run_it():
@@ -149,14 +144,10 @@ class OwnHooks(Block):
             return x + self.down(F.gelu(h))
 
 
-def hooks_of_others():
+@on_ranks(2, 3)
+def test_saved_tensor_hooks_of_checkpoint_and_of_the_user_live_beside_ours():
     compare_each(lambda: Chain(CheckpointedInside), plain_loss)
     compare_each(lambda: Chain(OwnHooks), plain_loss)
-
-
-@WORLDS
-def test_saved_tensor_hooks_of_checkpoint_and_of_the_user_live_beside_ours(world):
-    run_on_ranks(hooks_of_others, world)
 
 
 def settle():
@@ -249,13 +240,6 @@ def predict(model, rank, step):
     yield before, loss
 
 
-def tie_by_hand(is_view):
-    units = sw.wrap_by_class({GivesWeight, Block})
-    for is_named in (False, True):
-        compare_each(lambda flag=is_named: TiedByHand(is_view, flag), predict, auto_wrap_policy=units)
-    compare(lambda: TiedByHand(is_view, is_named=False), predict, parallelize=shard_each)
-
-
 def shard_each(model):
     for module in (model.embedding, *model.blocks):
         sw.fully_shard(module)
@@ -263,6 +247,9 @@ def shard_each(model):
 
 
 @pytest.mark.parametrize("is_view", [False, True])
-@WORLDS
-def test_a_unit_may_return_its_parameter_or_a_view_of_it(world, is_view):
-    run_on_ranks(tie_by_hand, world, is_view)
+@on_ranks(2, 3)
+def test_a_unit_may_return_its_parameter_or_a_view_of_it(is_view):
+    units = sw.wrap_by_class({GivesWeight, Block})
+    for is_named in (False, True):
+        compare_each(lambda flag=is_named: TiedByHand(is_view, flag), predict, auto_wrap_policy=units)
+    compare(lambda: TiedByHand(is_view, is_named=False), predict, parallelize=shard_each)

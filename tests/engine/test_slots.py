@@ -16,6 +16,7 @@ from shardwise.engine import build as engine_build
 from shardwise.engine.engine import Engine
 from shardwise.testing import probe, run_on_ranks
 from tests.common.oracle import Block, Chain, compare, compare_each, plain_loss, planned, presets, sample
+from tests.common.ranks import on_ranks
 
 WORLDS = pytest.mark.parametrize("world", [2, 3])
 
@@ -114,18 +115,14 @@ class Parent(nn.Module):
 NESTED = sw.wrap_by_class({"Family", "Parent", "Block"})
 
 
-def nested():
+@on_ranks(2, 3)
+def test_nested_units_never_share_storage_with_those_around_them():
     for trained in compare_each(lambda: Chain(Family, 3), plain_loss, auto_wrap_policy=NESTED).values():
         units = sw.summary(trained.model).units
         assert len(units) == 13
         assert max(unit.depth for unit in units) == 3
     compare_each(lambda: Chain(Family, 3), plain_loss, auto_wrap_policy=sw.wrap_by_size(1), steps=3)
     compare_each(lambda: Chain(Family, 3), two_forwards, auto_wrap_policy=NESTED, steps=3)
-
-
-@WORLDS
-def test_nested_units_never_share_storage_with_those_around_them(world):
-    run_on_ranks(nested, world)
 
 
 def two_forwards(model, rank, step):
@@ -246,15 +243,11 @@ class Uneven(Chain):
         super().__init__(lambda: Block(8, next(sizes)), 8)
 
 
-def uneven():
+@on_ranks(2, 3)
+def test_units_of_different_sizes_share_slots():
     for strategy in presets():
         trained = compare(Uneven, plain_loss, strategy)
     assert sw.summary(trained.model).num_slots < len(trained.probe.units)
-
-
-@WORLDS
-def test_units_of_different_sizes_share_slots(world):
-    run_on_ranks(uneven, world)
 
 
 def reductions_under_way(num_buffers: int) -> int:
@@ -279,7 +272,8 @@ def test_all_gradient_buffers_but_one_travel_while_it_is_filled(num_buffers):
     assert run_on_ranks(reductions_under_way, 2, num_buffers) == [max(num_buffers - 1, 1)] * 2
 
 
-def nothing_kept():
+@on_ranks(2, 3)
+def test_memory_that_is_not_kept_is_allocated_anew_with_the_same_results():
     """With and without gradients of several microbatches, and where a value is used after its unit was released."""
     with planned(keep_buffers=False):
         for build in (Chain, Twice, ThereAndBack):
@@ -288,12 +282,8 @@ def nothing_kept():
                 assert all(b.untyped_storage().nbytes() == 0 for b in (*seen.slots, *seen.gradient_buffers))
 
 
-@WORLDS
-def test_memory_that_is_not_kept_is_allocated_anew_with_the_same_results(world):
-    run_on_ranks(nothing_kept, world)
-
-
-def one_buffer():
+@on_ranks(2, 3)
+def test_one_gradient_buffer_serves_all_units():
     """Also where gradients that are moved at once want it while the reduction before, or the root, has it."""
     for trained in compare_each(Chain, plain_loss, gradient_buffers=1).values():
         buffers = trained.probe.gradient_buffers
@@ -301,8 +291,3 @@ def one_buffer():
     with mock.patch.object(engine_build, "eager_numel", return_value=1):
         for build in (Chain, Twice):
             compare_each(build, plain_loss, gradient_buffers=1)
-
-
-@WORLDS
-def test_one_gradient_buffer_serves_all_units(world):
-    run_on_ranks(one_buffer, world)

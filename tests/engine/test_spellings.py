@@ -17,6 +17,7 @@ import shardwise as sw
 from shardwise.spec.errors import PlanError
 from shardwise.testing import forget_notices, probe, run_on_ranks
 from tests.common.oracle import Block, Chain, sample
+from tests.common.ranks import on_ranks
 
 
 def trained(model: nn.Module) -> dict[str, torch.Tensor]:
@@ -71,7 +72,8 @@ def test_a_plan_may_be_a_name_or_fields_and_hold_objects_of_torchs_fsdp():
     assert said.count("the plan is sw.ParallelPlan(strategy='zero3', auto_wrap_policy=") == 1
 
 
-def spell_units():
+@on_ranks(2)
+def test_units_take_the_policies_of_fsdp2():
     policy = fsdp.MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
     found = []
     for mp_policy in (policy, sw.PrecisionPolicy(param_dtype="bf16", reduce_dtype="fp32")):
@@ -81,10 +83,6 @@ def spell_units():
                 sw.fully_shard(child, mp_policy=mp_policy, offload_policy=fsdp.OffloadPolicy())
         found.append(trained(sw.fully_shard(model, mp_policy=mp_policy)))
     assert all(torch.equal(found[0][name], found[1][name]) for name in found[0])
-
-
-def test_units_take_the_policies_of_fsdp2():
-    run_on_ranks(spell_units, 2)
 
 
 # -- methods of FSDP2
@@ -121,7 +119,8 @@ def by_methods(model: nn.Module, x: torch.Tensor) -> torch.Tensor:
     return (model[3].decode(model[1].encode(x)) + model(x)).square().mean()
 
 
-def call_methods():
+@on_ranks(2)
+def test_registered_methods_gather_their_unit():
     plain = coders()
     losses = [by_methods(plain, batch(rank)) for rank in range(dist.get_world_size())]
     for loss in losses:
@@ -158,11 +157,8 @@ def call_methods():
     assert "encode" not in vars(untouched)
 
 
-def test_registered_methods_gather_their_unit():
-    run_on_ranks(call_methods, 2)
-
-
-def set_everything():
+@on_ranks(2)
+def test_what_fsdp2_asks_to_be_told_is_taken():
     model, plain = (coders() for _ in range(2))
     for child in model:
         sw.fully_shard(child)
@@ -192,11 +188,8 @@ def set_everything():
     model[2].reshard()
 
 
-def test_what_fsdp2_asks_to_be_told_is_taken():
-    run_on_ranks(set_everything, 2)
-
-
-def defer_all_reduce():
+@on_ranks(4)
+def test_the_all_reduce_over_replicas_waits_until_it_is_required():
     model, plain = (coders() for _ in range(2))
     mesh = dist.init_device_mesh("cpu", (2, 2), mesh_dim_names=("replicate", "shard"))
     for child in model:
@@ -212,10 +205,6 @@ def defer_all_reduce():
             (plain(batch(10 * micro + rank)).square().mean() / 4).backward()
     norm = torch.nn.utils.get_total_norm([p.grad for p in plain.parameters()])
     assert torch.allclose(sw.clip_grad_norm(model, 1.0), norm, rtol=1e-5)
-
-
-def test_the_all_reduce_over_replicas_waits_until_it_is_required():
-    run_on_ranks(defer_all_reduce, 4)
 
 
 # -- samplers

@@ -11,8 +11,7 @@ import shardwise as sw
 from shardwise.spec.errors import StateError
 from shardwise.testing import probe, run_on_ranks
 from tests.common.oracle import PRESETS, Chain, compare_each, plain_loss, sample
-
-WORLDS = pytest.mark.parametrize("world", [2, 3])
+from tests.common.ranks import on_ranks
 
 
 def fused(parameters):
@@ -40,15 +39,11 @@ def replace_data(model, _step):
         parameter.data = parameter.data * 0.5
 
 
-def train_and_change():
+@on_ranks(2, 3)
+def test_changes_of_shards_between_steps_are_seen_by_the_next_forward():
     compare_each(Chain, plain_loss, optimizer=fused)
     for change in (shift_data, shift_no_grad, through_a_vector, replace_data):
         compare_each(Chain, plain_loss, between=change, steps=3)
-
-
-@WORLDS
-def test_changes_of_shards_between_steps_are_seen_by_the_next_forward(world):
-    run_on_ranks(train_and_change, world)
 
 
 class Average:
@@ -82,13 +77,9 @@ def update_average(model, _step):
     model.__dict__["average_of_test"].update(model)
 
 
-def average_weights():
+@on_ranks(2, 3)
+def test_an_average_of_the_shards_can_be_swapped_in_evaluated_and_swapped_out():
     compare_each(Chain, evaluate_the_average, between=update_average)
-
-
-@WORLDS
-def test_an_average_of_the_shards_can_be_swapped_in_evaluated_and_swapped_out(world):
-    run_on_ranks(average_weights, world)
 
 
 def change_between_forward_and_backward():

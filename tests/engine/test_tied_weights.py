@@ -10,9 +10,9 @@ import torch.distributed as dist
 
 import shardwise as sw
 from shardwise.spec.errors import StateError
-from shardwise.testing import run_on_ranks
 from tests.common.families import FAMILIES, LLAMA, PRELOAD, T5, VOCAB, build_transformers
 from tests.common.oracle import PRESETS, compare, compare_each
+from tests.common.ranks import on_ranks
 
 pytestmark = PRELOAD
 
@@ -33,7 +33,8 @@ def tied_t5():
     return build_transformers("T5ForConditionalGeneration", "T5Config", {**T5, "tie_word_embeddings": True})
 
 
-def every_row_is_updated():
+@on_ranks(2, 3, 4, timeout_s=150)
+def test_pytorch_176076_every_rank_updates_its_part_of_a_tied_weight_of_uneven_size():
     warnings.simplefilter("ignore")
     rank, world = dist.get_rank(), dist.get_world_size()
     assert VOCAB % world
@@ -54,12 +55,8 @@ def every_row_is_updated():
             assert torch.equal(state["lm_head.weight"], state[TIED])
 
 
-@pytest.mark.parametrize("world", [2, 3, 4])
-def test_pytorch_176076_every_rank_updates_its_part_of_a_tied_weight_of_uneven_size(world):
-    run_on_ranks(every_row_is_updated, world, timeout_s=150)
-
-
-def shared_by_units():
+@on_ranks(2, timeout_s=120)
+def test_pytorch_176257_a_parameter_shared_by_several_units_belongs_to_the_lowest_that_covers_them():
     warnings.simplefilter("ignore")
     for build, units in (
         (llama, ("model.embed_tokens", "lm_head", "model.norm", "model.layers.*")),
@@ -69,11 +66,8 @@ def shared_by_units():
         compare_each(build, loss, ("ddp", "zero2", "zero3"), steps=2, auto_wrap_policy=sw.wrap_by_name(*units))
 
 
-def test_pytorch_176257_a_parameter_shared_by_several_units_belongs_to_the_lowest_that_covers_them():
-    run_on_ranks(shared_by_units, 2, timeout_s=120)
-
-
-def carved_tail():
+@on_ranks(2, timeout_s=120)
+def test_accelerate_4171_tied_embeddings_train_however_the_tail_of_the_model_is_cut():
     """The units that accelerate makes, recomputed; and one by one, where the tie cannot be seen in time."""
     warnings.simplefilter("ignore")
     policy = sw.wrap_by_name("model.layers.*", "model.norm", "model.embed_tokens")
@@ -93,7 +87,3 @@ def carved_tail():
     sw.fully_shard(model.model.embed_tokens)
     with pytest.raises(StateError, match=r"'lm_head.weight' is tied to one of unit 'model.embed_tokens'"):
         sw.fully_shard(model)
-
-
-def test_accelerate_4171_tied_embeddings_train_however_the_tail_of_the_model_is_cut():
-    run_on_ranks(carved_tail, 2, timeout_s=120)

@@ -16,6 +16,7 @@ from torch import Tensor, nn
 import shardwise as sw
 from shardwise.spec.errors import StateError
 from shardwise.testing import run_on_ranks
+from tests.common.ranks import on_ranks
 
 
 class Model(nn.Module):
@@ -160,7 +161,10 @@ def test_zero_grad_drops_sums_that_wait_for_other_groups_of_ranks():
         run_on_ranks(compare, 4, "hsdp", zero, make, settings)
 
 
-def refuse_reading(plan, is_flat):
+@pytest.mark.parametrize("is_flat", [False, True], ids=["by name", "flat"])
+@pytest.mark.parametrize("plan", ["ddp", "zero3"])
+@on_ranks(2)
+def test_a_gradient_whose_sum_waits_can_be_zeroed_but_not_read(plan, is_flat):
     model = sw.parallelize(build(), sw.ParallelPlan(plan, accumulation="unsharded"))
     optimizer = torch.optim.SGD(sw.flat_parameters(model) if is_flat else model.parameters(), lr=1.0)
     given = [p for settings in optimizer.param_groups for p in settings["params"]]
@@ -199,13 +203,8 @@ def refuse_reading(plan, is_flat):
     assert all(torch.equal(value, before[name]) for name, value in sw.full_state_dict(model).items())
 
 
-@pytest.mark.parametrize("is_flat", [False, True], ids=["by name", "flat"])
-@pytest.mark.parametrize("plan", ["ddp", "zero3"])
-def test_a_gradient_whose_sum_waits_can_be_zeroed_but_not_read(plan, is_flat):
-    run_on_ranks(refuse_reading, 2, plan, is_flat)
-
-
-def step_of_nothing():
+@on_ranks(2)
+def test_an_optimizer_steps_after_the_sums_were_dropped():
     model = sw.parallelize(build(), "zero1")
     optimizer = torch.optim.SGD(model.parameters(), lr=1.0)
     before = sw.full_state_dict(model)
@@ -224,11 +223,8 @@ def step_of_nothing():
     sw.optimizer_in_backward(model, optimizer)
 
 
-def test_an_optimizer_steps_after_the_sums_were_dropped():
-    run_on_ranks(step_of_nothing, 2)
-
-
-def drop_step_of_pipeline():
+@on_ranks(2)
+def test_zero_grad_drops_the_sums_of_a_pipeline():
     torch.manual_seed(0)
     shape = {"num_layers": 4, "hidden": 24, "num_heads": 2, "vocab_size": 31, "seq_len": 6}
     model = sw.parallelize(sw.models.gpt("gpt-tiny", tied=True, **shape), sw.ParallelPlan(pp=2))
@@ -248,7 +244,3 @@ def drop_step_of_pipeline():
             sw.train_step(model, dropped, num_microbatches=2)
         model.zero_grad(set_to_none=set_to_none)
         assert all(a is b is None or torch.equal(a, b) for a, b in zip(gradients(), expected, strict=True))
-
-
-def test_zero_grad_drops_the_sums_of_a_pipeline():
-    run_on_ranks(drop_step_of_pipeline, 2)

@@ -20,6 +20,7 @@ from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import (
 import shardwise as sw
 from shardwise.testing import probe, run_on_ranks
 from tests.common.oracle import Block, Chain, compare, compare_each, plain_loss, presets, sample
+from tests.common.ranks import on_ranks
 
 HAS_TRANSFORMERS = importlib.util.find_spec("transformers") is not None
 needs_transformers = pytest.mark.skipif(not HAS_TRANSFORMERS, reason="transformers is not installed (the extra `hf`)")
@@ -136,18 +137,14 @@ def trace_of(model: nn.Module, *, steps: int = 2) -> tuple[list[tuple[str, str, 
     return trace, trace == [tuple(event) for event in probe(model).predicted_collectives()]
 
 
-def compare_traces():
+@on_ranks(2, 3)
+def test_recomputation_never_gathers_twice():
     for strategy in presets():
         plain = trace_of(sw.parallelize(Chain(Dropping), sw.ParallelPlan(strategy=strategy)))
         assert plain[1]
         for way in WAYS:
             plan = sw.ParallelPlan(strategy=strategy, activation_checkpointing=way)
             assert trace_of(sw.parallelize(Chain(Dropping), plan)) == plain, (strategy, way)
-
-
-@pytest.mark.parametrize("world", [2, 3])
-def test_recomputation_never_gathers_twice(world):
-    run_on_ranks(compare_traces, world)
 
 
 class Attention(nn.Module):
@@ -250,7 +247,8 @@ def wrap(model: nn.Module, is_reentrant: bool) -> nn.Module:
     return model
 
 
-def units_in_wrappers():
+@on_ranks(2)
+def test_units_inside_torchs_checkpoint_wrapper_work_pytorch_82203():
     for strategy in presets():
         for is_reentrant in (False, True):
             plain = trace_of(
@@ -272,10 +270,6 @@ def units_in_wrappers():
                 for kind, unit, sent, axis in trace_of(sw.parallelize(model, plan))[0]
             ]
             assert trace == plain[0], (strategy, is_reentrant)
-
-
-def test_units_inside_torchs_checkpoint_wrapper_work_pytorch_82203():
-    run_on_ranks(units_in_wrappers, 2)
 
 
 def tiny(kind: str) -> nn.Module:
@@ -315,7 +309,9 @@ def test_transformers_blocks_are_recomputed_though_their_models_ask_for_a_cache(
     run_on_ranks(recompute_transformers, 2, ("gpt2", "llama", "t5"))
 
 
-def give_a_filled_cache():
+@needs_transformers
+@on_ranks(1)
+def test_a_cache_that_holds_tokens_is_refused_not_dropped():
     import transformers
 
     model = sw.parallelize(tiny("llama"), sw.ParallelPlan(activation_checkpointing="full"))
@@ -329,11 +325,8 @@ def give_a_filled_cache():
 
 
 @needs_transformers
-def test_a_cache_that_holds_tokens_is_refused_not_dropped():
-    run_on_ranks(give_a_filled_cache, 1)
-
-
-def enable_transformers_own():
+@on_ranks(2)
+def test_gradient_checkpointing_enable_neither_crashes_nor_gathers_twice_accelerate_2178():
     tokens = torch.randint(0, 40, (2, 7), generator=torch.Generator().manual_seed(dist.get_rank()))
     for is_reentrant in (None, False, True):
 
@@ -354,11 +347,6 @@ def enable_transformers_own():
                     model(input_ids=tokens, labels=tokens).loss.backward()
             traces.append([(event.kind, event.unit, event.sent_bytes) for event in events])
         assert traces[0] == traces[1], is_reentrant
-
-
-@needs_transformers
-def test_gradient_checkpointing_enable_neither_crashes_nor_gathers_twice_accelerate_2178():
-    run_on_ranks(enable_transformers_own, 2)
 
 
 # -- with other parts of the plan
@@ -403,7 +391,8 @@ def test_casts_are_the_same_in_the_recomputation():
         assert all(other == first for other in others), found
 
 
-def look_from_outside():
+@on_ranks(1)
+def test_names_classes_and_signatures_stay_and_the_summary_tells():
     plain = Chain(Dropping)
     names = [name for name, _ in plain.named_modules()], [name for name, _ in plain.named_parameters()]
     model = sw.parallelize(Chain(Dropping), sw.ParallelPlan(activation_checkpointing="full"))
@@ -414,10 +403,6 @@ def look_from_outside():
     summary = sw.summary(model)
     assert summary.recomputed == tuple(f"blocks.{index}" for index in range(5))
     assert "recomputed in backward: blocks.0 blocks.1" in str(summary)
-
-
-def test_names_classes_and_signatures_stay_and_the_summary_tells():
-    run_on_ranks(look_from_outside, 1)
 
 
 def leave_memory() -> bool:

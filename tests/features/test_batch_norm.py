@@ -12,6 +12,7 @@ import shardwise as sw
 from shardwise.spec.errors import PlanError, StateError
 from shardwise.testing import probe, run_on_ranks
 from tests.common.oracle import presets, sample
+from tests.common.ranks import on_ranks
 
 #: Rounding of sums in another order, as shares of the largest element; measured: 1e-15 and 2e-7.
 TOLERANCE = {torch.float64: 1e-14, torch.float32: 2e-6}
@@ -107,7 +108,8 @@ class Recomputed(nn.Module):
         return x
 
 
-def recomputes():
+@on_ranks(2)
+def test_it_works_under_recomputation():
     """Recomputation repeats the collectives, on all ranks alike. (It also counts the batch twice, as in torch.)"""
     rank = dist.get_rank()
     plain, model = Recomputed().double(), sw.parallelize(sw.convert_sync_batchnorm(Recomputed().double()))
@@ -124,11 +126,8 @@ def recomputes():
         close(held.view_as(parameter), parameter.grad, name)
 
 
-def test_it_works_under_recomputation():
-    run_on_ranks(recomputes, 2)
-
-
-def mixed():
+@on_ranks(2)
+def test_it_works_in_mixed_precision():
     """16-bit samples are computed in float32; parameters and statistics keep their dtype."""
     rank = dist.get_rank()
     plan = sw.ParallelPlan(mp_policy=sw.PrecisionPolicy(param_dtype="bf16"), auto_wrap_policy="none")
@@ -142,10 +141,6 @@ def mixed():
     held = [torch.zeros_like(norm.running_var) for _ in range(2)]
     dist.all_gather(held, norm.running_var)
     assert torch.equal(*held)
-
-
-def test_it_works_in_mixed_precision():
-    run_on_ranks(mixed, 2)
 
 
 def traffic():

@@ -12,6 +12,7 @@ from torch import Tensor, nn
 import shardwise as sw
 from shardwise.testing import probe, run_on_ranks
 from tests.common.oracle import PRESETS, Chain, plain_loss, presets, sample
+from tests.common.ranks import on_ranks
 from tests.engine.test_memory import SMALL_BYTES, Storages, everything_alive, train
 
 MODES = ("auto", "broadcast", "mean", "none")
@@ -62,7 +63,9 @@ def expected_sync(held: list[dict[str, Tensor]], mode: str) -> None:
             each[name].data.copy_(root)
 
 
-def compare_with_copies(mode):
+@pytest.mark.parametrize("mode", MODES)
+@on_ranks(pytest.param(2, marks=pytest.mark.long), 3)
+def test_every_mode_gives_what_it_says(mode):
     rank, world = dist.get_rank(), dist.get_world_size()
     for strategy in presets():
         copies = [build() for _ in range(world)]
@@ -81,12 +84,6 @@ def compare_with_copies(mode):
         model.eval()
         with torch.no_grad():
             assert torch.equal(model(sample(0, 9)), copies[rank].eval()(sample(0, 9)))
-
-
-@pytest.mark.parametrize("mode", MODES)
-@pytest.mark.parametrize("world", [pytest.param(2, marks=pytest.mark.long), 3])
-def test_every_mode_gives_what_it_says(world, mode):
-    run_on_ranks(compare_with_copies, world, mode)
 
 
 def constants():
@@ -229,7 +226,8 @@ def test_parity_covers_models_with_batch_norm():
     assert run_on_ranks(parity, 2)[0] == [(True, True), (True, True), (False, False)]
 
 
-def two_forwards():
+@on_ranks(2)
+def test_two_forwards_before_a_backward_work_with_batch_norm():
     """A sync between two forwards is no change by the user: with torch's DDP the backward raises here."""
     rank = dist.get_rank()
     for strategy in presets():
@@ -238,10 +236,6 @@ def two_forwards():
             for step in range(2):
                 first, second = plain_loss(model, rank, step), plain_loss(model, rank, step + 5)
                 (first + second).backward()
-
-
-def test_two_forwards_before_a_backward_work_with_batch_norm():
-    run_on_ranks(two_forwards, 2)
 
 
 def saved_mean(path):

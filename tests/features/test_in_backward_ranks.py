@@ -19,6 +19,7 @@ from shardwise.forms.optimizer import engines_of
 from shardwise.spec.errors import StateError
 from shardwise.testing import checks, probe, run_on_ranks
 from tests.common.oracle import PRESETS, Block, Chain, plain_loss, sample
+from tests.common.ranks import on_ranks
 from tests.engine.test_side_doors import Boxed, KeepsLoss, with_aux_loss
 from tests.optim.test_flat_ranks import Branching, by_rank, by_step, flat_groups, two_groups
 
@@ -240,7 +241,8 @@ def test_what_needs_all_gradients_is_refused():
             assert text.startswith(start), text
 
 
-def fully_sharded():
+@on_ranks(1)
+def test_fully_shard_refuses_likewise():
     block = Block()
     sw.fully_shard(block)
     optimizer = adamw(block.parameters())
@@ -249,10 +251,6 @@ def fully_sharded():
         block.set_requires_gradient_sync(False)
     with pytest.raises(StateError, match="what encloses a trained model"):
         sw.fully_shard(nn.Sequential(block))
-
-
-def test_fully_shard_refuses_likewise():
-    run_on_ranks(fully_sharded, 1)
 
 
 class Lends(Block):
@@ -292,7 +290,8 @@ class FailsInBackward(Chain):
         return self.head(x)
 
 
-def failures():
+@on_ranks(1)
+def test_a_failed_backward_and_one_of_an_older_forward_are_told():
     model = sw.parallelize(FailsInBackward(), sw.ParallelPlan(strategy="zero3"))
     model.stem.requires_grad_(requires_grad=False)
     optimizer = adamw(sw.flat_parameters(model))
@@ -314,10 +313,6 @@ def failures():
     loss.backward()
     with pytest.raises(StateError, match="ran before the last"):
         other.backward()
-
-
-def test_a_failed_backward_and_one_of_an_older_forward_are_told():
-    run_on_ranks(failures, 1)
 
 
 def come_back(strategy):

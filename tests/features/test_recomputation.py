@@ -11,6 +11,7 @@ from torch.utils.checkpoint import checkpoint, checkpoint_sequential
 import shardwise as sw
 from shardwise.testing import run_on_ranks
 from tests.common.oracle import Block, Chain, compare_each, plain_loss, sample
+from tests.common.ranks import on_ranks
 
 WORLDS = pytest.mark.parametrize("world", [2, 3])
 
@@ -138,16 +139,13 @@ class Early(Chain):
         return self.head(x)
 
 
-def stop_early():
+@on_ranks(2)
+def test_a_recomputation_that_stops_early_leaves_no_frame_behind():
     for trained in compare_each(Early, plain_loss).values():
         assert not any(unit.num_open_forwards for unit in trained.probe.units)
         with torch.no_grad():  # what follows is not taken for a recomputation
             trained.model(sample(0, 9))
         assert trained.probe.num_open_forwards == 0
-
-
-def test_a_recomputation_that_stops_early_leaves_no_frame_behind():
-    run_on_ranks(stop_early, 2)
 
 
 class InnerBackward(Block):
@@ -273,10 +271,6 @@ def through_second_values(model, rank, step):
     yield loss
 
 
-def begin_in_a_block():
+@on_ranks(2, 3)
+def test_backward_may_begin_in_a_recomputed_unit_whose_second_value_the_root_returns():
     compare_each(Beside, through_second_values)
-
-
-@WORLDS
-def test_backward_may_begin_in_a_recomputed_unit_whose_second_value_the_root_returns(world):
-    run_on_ranks(begin_in_a_block, world)

@@ -12,6 +12,7 @@ from shardwise.spec.errors import CommError, RankDisagreement, StateError
 from shardwise.testing import checks, probe, report_stalls_after, run_on_ranks, same_bits
 from tests.common import families, models
 from tests.common.oracle import Chain, adamw, plain_loss, presets, sample
+from tests.common.ranks import on_ranks
 from tests.engine.test_disagreement import Skips
 
 
@@ -131,7 +132,8 @@ def in_backward(model):
     return optimizer
 
 
-def train_others():
+@on_ranks(2)
+def test_it_goes_with_odd_models_skipped_units_flat_parameters_and_steps_in_backward():
     for name in ("odd", "frozen", "tied"):
         options = {"auto_wrap_policy": models.wrap_policy(name)}
         train(lambda name=name: models.build(name), "zero3", (2, 4), loss_of=model_loss, **options)
@@ -140,16 +142,6 @@ def train_others():
         train(Chain, strategy, (2, 4), prepare=flat)
         train(Chain, strategy, (2, 4), prepare=in_backward)
     train(Chain, "zero3", (2, 3), reshard_after_forward=False)
-
-
-def test_it_goes_with_odd_models_skipped_units_flat_parameters_and_steps_in_backward():
-    run_on_ranks(train_others, 2)
-
-
-def train_hybrid():
-    for strategy in ("hsdp", "hybrid_shard_grad_op"):
-        train_summed_by_groups(strategy)
-    train(Chain, "zero3", (1, 4, 2, 3), reshard_after_forward=2)
 
 
 def train_summed_by_groups(strategy):
@@ -179,8 +171,11 @@ def train_summed_by_groups(strategy):
 
 
 @pytest.mark.long
+@on_ranks(4)
 def test_it_goes_with_hybrid_sharding_and_inner_groups():
-    run_on_ranks(train_hybrid, 4)
+    for strategy in ("hsdp", "hybrid_shard_grad_op"):
+        train_summed_by_groups(strategy)
+    train(Chain, "zero3", (1, 4, 2, 3), reshard_after_forward=2)
 
 
 def accumulates(strategy, accumulation):
@@ -224,14 +219,11 @@ def _sum_of(copies, groups):
     return total
 
 
-def accumulate_all():
+@on_ranks(2)
+def test_what_a_rank_has_accumulated_counts_when_it_has_no_batch_left():
     for strategy in presets():
         for accumulation in ("sharded", "unsharded"):
             accumulates(strategy, accumulation)
-
-
-def test_what_a_rank_has_accumulated_counts_when_it_has_no_batch_left():
-    run_on_ranks(accumulate_all, 2)
 
 
 class Running(nn.Module):

@@ -19,6 +19,7 @@ from shardwise.forms.host import OnHost, Transfers
 from shardwise.testing import RankFailure, probe, run_on_ranks
 from tests.common import models
 from tests.common.oracle import PRESETS
+from tests.common.ranks import on_ranks
 from tests.common.training import VARIANTS, train, train_each
 
 POLICIES: dict[str, str | sw.OffloadPolicy] = {
@@ -109,7 +110,8 @@ class _Late(Handle):
         _Late.pending.clear()
 
 
-def train_with_late_copies() -> None:
+@on_ranks(2, timeout_s=120)
+def test_the_host_reads_no_gradient_before_it_has_waited_for_it() -> None:
     with (
         mock.patch.object(
             Transfers, "send", lambda _self, source, target, after, _packed: _Late(source, target, after)
@@ -118,10 +120,6 @@ def train_with_late_copies() -> None:
     ):
         for variant in VARIANTS:
             train_each("odd", ("ddp", "zero1", "zero3"), variant, offload_policy="cpu")
-
-
-def test_the_host_reads_no_gradient_before_it_has_waited_for_it():
-    run_on_ranks(train_with_late_copies, 2, timeout_s=120)
 
 
 # -- other parts of the plan
@@ -152,7 +150,8 @@ def train_mixed(preset: str, policy: str | sw.OffloadPolicy, dtypes: tuple[str, 
     return [numbers, sent, list(sw.full_state_dict(model).values())]
 
 
-def mix_precision() -> None:
+@on_ranks(2, timeout_s=150)
+def test_mixed_precision_flat_optimizers_and_recomputation_give_the_numbers_and_the_traffic_of_no_offload() -> None:
     for place, preset in enumerate(PRESETS):
         dtypes = (("bf16", "fp32"), ("bf16", "bf16"), ("fp32", "bf16"))[place % 3]
         is_flat = place % 2 == 0
@@ -161,10 +160,6 @@ def mix_precision() -> None:
             got = train_mixed(preset, policy, dtypes, is_flat=is_flat)
             assert got[:2] == plain[:2], (preset, dtypes, policy)
             assert all(torch.equal(a, b) for a, b in zip(plain[2], got[2], strict=True)), (preset, dtypes, policy)
-
-
-def test_mixed_precision_flat_optimizers_and_recomputation_give_the_numbers_and_the_traffic_of_no_offload():
-    run_on_ranks(mix_precision, 2, timeout_s=150)
 
 
 # -- checkpoints
@@ -217,7 +212,8 @@ def test_checkpoints_go_from_any_plan_to_any_other(tmp_path, saved_by, loaded_by
     run_on_ranks(load_each, loaded_by, tmp_path, timeout_s=120)
 
 
-def change_whole_parameters() -> None:
+@on_ranks(2)
+def test_whole_parameters_and_whole_state_dicts_reach_the_host_and_back() -> None:
     for preset in PRESETS:
         states = []
         for policy in ("none", "cpu"):
@@ -231,7 +227,3 @@ def change_whole_parameters() -> None:
             sw.load_full_state_dict(model, {name: value * 2 for name, value in state.items()})
             states.append(advance(model, optimizer, range(2, 3)))
         assert all(torch.equal(states[0][name], states[1][name]) for name in states[0]), preset
-
-
-def test_whole_parameters_and_whole_state_dicts_reach_the_host_and_back():
-    run_on_ranks(change_whole_parameters, 2)

@@ -15,6 +15,7 @@ from shardwise.forms.host import Transfers
 from shardwise.testing import probe, run_on_ranks
 from tests.common import models
 from tests.common.oracle import PRESETS, Block, Chain, compare, compare_each, plain_loss, sample
+from tests.common.ranks import on_ranks
 
 
 def shard_by_hand(model: nn.Module) -> nn.Module:
@@ -25,7 +26,8 @@ def shard_by_hand(model: nn.Module) -> nn.Module:
     return sw.fully_shard(model)
 
 
-def by_hand():
+@on_ranks(1, 2)
+def test_fully_shard_offloads_unit_by_unit():
     trained = compare(Chain, plain_loss, parallelize=shard_by_hand)
     groups = [group for unit in sw.summary(trained.model).units for group in unit.groups]
     assert [group.is_offloaded for group in groups] == [False, True, False, True, False, True]
@@ -33,11 +35,6 @@ def by_hand():
     assert shown.count(", on the host") == 3
     assert "before activations; " in shown
     assert sum(kind is Transfers for kind in engine_of(trained.model, "test").shared) == 1
-
-
-@pytest.mark.parametrize("world", [1, 2])
-def test_fully_shard_offloads_unit_by_unit(world):
-    run_on_ranks(by_hand, world)
 
 
 class Adapted(Chain):
@@ -48,17 +45,14 @@ class Adapted(Chain):
         self.blocks[:3].requires_grad_(requires_grad=False)
 
 
-def frozen_alone():
+@on_ranks(2)
+def test_frozen_shards_can_be_on_the_host_alone():
     policy = sw.OffloadPolicy(gradients=False, optimizer=False)
     trained = compare(Adapted, plain_loss, "zero3", offload_policy=policy)
     groups = [group for unit in sw.summary(trained.model).units for group in unit.groups]
     assert [group.is_offloaded for group in groups] == [False, True, True, True, False, False]
     with pytest.raises(sw.PlanError, match="nothing to offload: there are no frozen parameters"):
         sw.parallelize(Chain(), sw.ParallelPlan(offload_policy=policy))
-
-
-def test_frozen_shards_can_be_on_the_host_alone():
-    run_on_ranks(frozen_alone, 2)
 
 
 def double(model: nn.Module, _step: int) -> None:
@@ -74,13 +68,10 @@ def look_then_train(model: nn.Module, rank: int, step: int) -> Tensor:
     return (model(sample(rank, step)) * model(sample(rank, step, salt=1))).mean()
 
 
-def change_between_steps():
+@on_ranks(2)
+def test_changes_of_masters_on_the_host_are_seen_at_the_next_forward():
     for policy in ("cpu", sw.OffloadPolicy(parameters=False)):
         compare_each(Chain, look_then_train, PRESETS, steps=3, between=double, offload_policy=policy)
-
-
-def test_changes_of_masters_on_the_host_are_seen_at_the_next_forward():
-    run_on_ranks(change_between_steps, 2)
 
 
 def measure_and_scale() -> list[list[Tensor]]:
@@ -106,7 +97,8 @@ def test_a_gradient_scaler_works_on_gradients_on_the_host():
         assert all(torch.equal(a, b) for a, b in zip(plain, offloaded, strict=True))
 
 
-def refuse():
+@on_ranks(1)
+def test_what_means_nothing_is_refused():
     with pytest.raises(sw.PlanError, match=r"parameters=True\) needs sharded parameters"):
         sw.parallelize(
             Chain(), sw.ParallelPlan(strategy="zero2", offload_policy=sw.OffloadPolicy(parameters=True, ratio=0.5))
@@ -119,11 +111,12 @@ def refuse():
         sw.parallelize(nn.Sequential(nn.GELU()), sw.ParallelPlan(offload_policy="cpu"))
 
 
-def test_what_means_nothing_is_refused():
-    run_on_ranks(refuse, 1)
+def _raise(_grad: Tensor) -> None:
+    raise RuntimeError("in backward")
 
 
-def fail_and_go_on():
+@on_ranks(2)
+def test_an_interrupted_backward_can_be_repeated():
     """A backward that raises on every rank leaves nothing under way."""
     model = sw.parallelize(Chain(), sw.ParallelPlan(offload_policy="cpu"))
     states = []
@@ -142,14 +135,6 @@ def fail_and_go_on():
     fresh(sample(0, 0)).sum().backward()
     grads = [parameter.grad for parameter in fresh.parameters() if parameter.grad is not None]
     assert all(torch.equal(a, b) for a, b in zip(states, grads, strict=True))
-
-
-def _raise(_grad: Tensor) -> None:
-    raise RuntimeError("in backward")
-
-
-def test_an_interrupted_backward_can_be_repeated():
-    run_on_ranks(fail_and_go_on, 2)
 
 
 #: Other fields of the plan, on two ranks and on four.
@@ -186,7 +171,7 @@ def train_beside(options: dict, policy: str | sw.OffloadPolicy) -> tuple[list, l
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
     average = sw.ExponentialMovingAverage(model, decay=0.5)
     found: list = []
-    for step in range(3):
+    for step in range(2):
         for microbatch in range(2):
             with sw.gradient_sync(model, microbatch == 1), sw.record_collectives(model) as events:
                 loss = model(*models.batch(step, microbatch, dist.get_rank()))
@@ -252,14 +237,11 @@ def test_a_deferred_model_goes_to_the_host_unit_by_unit():
     assert all(torch.equal(a, b) for a, b in zip(plain, offloaded, strict=True))
 
 
-def refuse_both():
+@on_ranks(1)
+def test_updates_inside_backward_are_refused():
     model = sw.parallelize(Chain(), sw.ParallelPlan(offload_policy="cpu"))
     with pytest.raises(sw.StateError, match="offload_policy keeps them on"):
         sw.optimizer_in_backward(model, torch.optim.AdamW(model.parameters()))
-
-
-def test_updates_inside_backward_are_refused():
-    run_on_ranks(refuse_both, 1)
 
 
 def send_late(engine: Engine, copies: list[tuple[Tensor, Tensor]]) -> None:
@@ -284,7 +266,8 @@ def send_late(engine: Engine, copies: list[tuple[Tensor, Tensor]]) -> None:
     transfers.synchronise = synchronise  # type: ignore[method-assign]
 
 
-def reduce_twice():
+@on_ranks(2)
+def test_flags_on_the_host_are_read_when_their_copy_has_been_waited_for():
     """Each rank has gradients of the parameter that the other owns; a later reduction adds to an earlier one."""
     rank = dist.get_rank()
     module = nn.Module()
@@ -302,7 +285,3 @@ def reduce_twice():
     grad = group.shards[rank].grad
     assert grad is not None
     assert grad.flatten().tolist() == [1.0] * 64  # twice the mean over two ranks
-
-
-def test_flags_on_the_host_are_read_when_their_copy_has_been_waited_for():
-    run_on_ranks(reduce_twice, 2)

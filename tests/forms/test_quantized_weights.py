@@ -12,6 +12,7 @@ from torch import Tensor, distributed, nn
 import shardwise as sw
 from shardwise.testing import checks, probe, run_on_ranks
 from tests.common import models
+from tests.common.ranks import on_ranks
 
 PRESETS = ("ddp", "zero1", "zero2", "shard_grad_op", "zero3")
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
@@ -365,7 +366,9 @@ def test_codes_do_not_depend_on_the_number_of_ranks(tmp_path: Path) -> None:
     assert all(torch.equal(codes, three[-1][name]) for name, codes in two[-1].items())
 
 
-def show_whole(preset: str) -> None:
+@pytest.mark.parametrize("preset", ["ddp", "zero3"])
+@on_ranks(2)
+def test_full_parameters_shows_what_is_read_and_quantizes_what_is_written(preset: str) -> None:
     model = sw.parallelize(build(), sw.ParallelPlan(strategy=preset, quantize_frozen="int8"))
     expected = {name: parameter.detach() for name, parameter in build("int8").named_parameters()}
     inputs = models.batch(0, 0, 0)
@@ -382,8 +385,3 @@ def show_whole(preset: str) -> None:
     state = sw.full_state_dict(model)
     if state:
         assert torch.equal(state["blocks.0.mlp.up.weight"], expected["blocks.0.mlp.up.weight"] * 2)
-
-
-@pytest.mark.parametrize("preset", ["ddp", "zero3"])
-def test_full_parameters_shows_what_is_read_and_quantizes_what_is_written(preset: str) -> None:
-    run_on_ranks(show_whole, 2, preset)

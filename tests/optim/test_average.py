@@ -13,6 +13,7 @@ from shardwise.spec.errors import CheckpointError, StateError
 from shardwise.testing import run_on_ranks
 from tests.common import models
 from tests.common.oracle import PRESETS, Chain, plain_loss, sample
+from tests.common.ranks import on_ranks
 
 DECAY = 0.9
 
@@ -185,7 +186,8 @@ def test_an_average_loads_on_any_other_layout(source, target, tmp_path):
 # -- what is refused, what is restored
 
 
-def refusals():
+@on_ranks(1)
+def test_misuse_is_refused_and_weights_come_back_after_an_exception():
     model = sw.parallelize(Chain(), sw.ParallelPlan(strategy="zero3"))
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
     other = nn.Parameter(torch.ones(2))
@@ -216,10 +218,6 @@ def refusals():
     del model
     with pytest.raises(StateError, match="the model is gone"):
         average.update()
-
-
-def test_misuse_is_refused_and_weights_come_back_after_an_exception():
-    run_on_ranks(refusals, 1)
 
 
 def in_backward():

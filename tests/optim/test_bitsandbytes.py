@@ -10,8 +10,8 @@ import torch.distributed as dist
 
 import shardwise as sw
 from shardwise.spec.errors import StateError
-from shardwise.testing import run_on_ranks
 from tests.common.oracle import Chain, sample
+from tests.common.ranks import on_ranks
 
 
 def optimizer_of(name: str, bits: int, *, max_unorm: float = 0.0) -> type[torch.optim.Optimizer]:
@@ -30,7 +30,8 @@ def step(cls, strategy, **fields):
     optimizer.step()
 
 
-def steps():
+@on_ranks(2)
+def test_each_is_told_what_fits_it():
     eight, lamb, wide = optimizer_of("AdamW8bit", 8), optimizer_of("LAMB", 32, max_unorm=1.0), optimizer_of("AdamW", 32)
     with pytest.raises(StateError, match=r"bitsandbytes' AdamW8bit keeps its state.*\n.*torchao.optim.AdamW8bit"):
         step(eight, "zero3")
@@ -40,7 +41,3 @@ def steps():
     step(wide, "zero3")
     for cls in (eight, lamb, wide):
         step(cls, "ddp")
-
-
-def test_each_is_told_what_fits_it():
-    run_on_ranks(steps, 2)

@@ -16,6 +16,7 @@ from shardwise.testing import probe, run_on_ranks
 from tests.common import models
 from tests.common.blockwise import BLOCK, TORCHAO, Int8Momentum, torchao_adamw
 from tests.common.oracle import compare, compare_each
+from tests.common.ranks import on_ranks
 
 SHARDING = ("zero1", "zero2", "shard_grad_op", "zero3")
 
@@ -115,15 +116,12 @@ def test_adamw8bit_is_bitwise_with_pieces_of_4096_elements_and_with_whole_parame
     run_on_ranks(same_as_one_process, world, ODD, "tensor", ("zero3",))
 
 
-def compiled() -> None:
-    warnings.simplefilter("ignore")  # inductor's own
-    compare(lambda: Wide((128, 64), (64,)), wide_loss, "zero3", granularity=("block", 4096), optimizer=torchao_adamw)
-
-
 @needs_torchao
 @pytest.mark.long
-def test_adamw8bit_is_bitwise_as_it_compiles_itself():
-    run_on_ranks(compiled, 2, timeout_s=300)
+@on_ranks(2, timeout_s=300)
+def test_adamw8bit_is_bitwise_as_it_compiles_itself() -> None:
+    warnings.simplefilter("ignore")  # inductor's own
+    compare(lambda: Wide((128, 64), (64,)), wide_loss, "zero3", granularity=("block", 4096), optimizer=torchao_adamw)
 
 
 def small_pieces() -> dict[str, tuple[int, int, bool, bool]]:

@@ -17,6 +17,7 @@ from shardwise.forms.flat_parameters import FlatParameter
 from shardwise.spec.errors import StateError
 from shardwise.testing import optimizer_state, probe, run_on_ranks
 from tests.common.oracle import PRESETS, Block, Chain, compare, compare_each, plain_loss, sample
+from tests.common.ranks import on_ranks
 
 
 def is_matrix(_name, parameter):
@@ -61,16 +62,12 @@ OTHERS = (
 )
 
 
-def every_implementation():
+@on_ranks(2, pytest.param(3, marks=pytest.mark.long), timeout_s=120)
+def test_every_elementwise_optimizer_is_bitwise_in_two_weight_decay_groups():
     for make in IMPLEMENTATIONS:
         compare_each(Chain, plain_loss, optimizer=make, parameters=two_groups, given=flat_groups)
     for make in OTHERS if dist.get_world_size() == 2 else ():
         compare(Chain, plain_loss, "zero3", optimizer=make, given=sw.flat_parameters, steps=3)
-
-
-@pytest.mark.parametrize("world", [2, pytest.param(3, marks=pytest.mark.long)])
-def test_every_elementwise_optimizer_is_bitwise_in_two_weight_decay_groups(world):
-    run_on_ranks(every_implementation, world, timeout_s=120)
 
 
 def even():
@@ -78,7 +75,8 @@ def even():
     return nn.Sequential(*(nn.Linear(16, 16) for _ in range(5)))
 
 
-def fused():
+@on_ranks(2)
+def test_fused_is_bitwise_where_no_parameter_ends_in_a_tail():
     compare_each(
         even,
         lambda model, rank, step: model(sample(rank, step, 3, 16)).square().mean(),
@@ -87,10 +85,6 @@ def fused():
         given=sw.flat_parameters,
         auto_wrap_policy=sw.wrap_by_class({nn.Linear}),
     )
-
-
-def test_fused_is_bitwise_where_no_parameter_ends_in_a_tail():
-    run_on_ranks(fused, 2)
 
 
 def scheduled():
@@ -163,25 +157,18 @@ def by_rank(model, rank, step):
     return model(sample(rank, step), ROUTES[(step + rank) % 3]).square().mean()
 
 
-def branch():
+@on_ranks(1, 2, timeout_s=120)
+def test_a_parameter_that_went_unused_is_skipped_as_by_name():
     for script in (by_step, by_rank):
         for make in IMPLEMENTATIONS[1:4:2]:
             found = compare_each(Branching, script, optimizer=make, parameters=two_groups, given=flat_groups, steps=6)
             assert all(num_flat(trained.optimizer) < 2 * 6 for trained in found.values())
 
 
-@pytest.mark.parametrize("world", [1, 2])
-def test_a_parameter_that_went_unused_is_skipped_as_by_name(world):
-    run_on_ranks(branch, world, timeout_s=120)
-
-
-def never_split():
+@on_ranks(1)
+def test_without_the_split_the_unused_parameters_differ():
     with mock.patch.object(FlatParameter, "is_partial", False), pytest.raises(AssertionError, match="blocks"):
         compare(Branching, by_step, "zero3", given=sw.flat_parameters, steps=6)
-
-
-def test_without_the_split_the_unused_parameters_differ():
-    run_on_ranks(never_split, 1)
 
 
 def split_once():

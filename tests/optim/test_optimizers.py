@@ -11,8 +11,8 @@ import shardwise as sw
 from shardwise.spec.errors import StateError
 from shardwise.testing import forget_declaration, probe, run_on_ranks
 from tests.common.oracle import PRESETS, Block, Chain, compare, compare_each, plain_loss, presets, sample
+from tests.common.ranks import on_ranks
 
-WORLDS = pytest.mark.parametrize("world", [2, 3])
 SPLIT = ("zero1", "zero2", "shard_grad_op", "zero3")
 
 KINDS = {
@@ -27,19 +27,16 @@ def wide():
     return Chain(lambda: Block(8, 61))
 
 
-def every_implementation():
+@on_ranks(2, 3)
+def test_adamw_adam_and_sgd_are_bitwise_in_every_implementation():
     for kind, make in KINDS.items():
         for how in HOWS:
             strategies = ("zero1", "zero3") if kind != "AdamW" else presets()
             compare_each(wide, plain_loss, strategies, optimizer=lambda p, make=make, how=how: make(p, **how))
 
 
-@WORLDS
-def test_adamw_adam_and_sgd_are_bitwise_in_every_implementation(world):
-    run_on_ranks(every_implementation, world)
-
-
-def other_elementwise():
+@on_ranks(2)
+def test_the_other_elementwise_optimizers_of_torch_are_bitwise():
     for make in (
         lambda p: torch.optim.Adagrad(p, lr=1e-2),
         lambda p: torch.optim.RMSprop(p, lr=1e-2, momentum=0.5, centered=True),
@@ -50,10 +47,6 @@ def other_elementwise():
         lambda p: torch.optim.Rprop(p, lr=1e-2),
     ):
         compare(Chain, plain_loss, "zero3", optimizer=make, steps=3)
-
-
-def test_the_other_elementwise_optimizers_of_torch_are_bitwise():
-    run_on_ranks(other_elementwise, 2)
 
 
 class Stranger(torch.optim.Optimizer):
@@ -159,7 +152,9 @@ def one_process(step: int) -> nn.Module:
     return model
 
 
-def norms():
+@on_ranks(1, 2, 3)
+def test_the_norm_is_that_of_one_process_to_the_bit_for_every_layout():
+    """pytorch#170862: a norm of this rank's shards alone."""
     for step, max_norm in enumerate((1e-3, 0.05, 1e6, 0.0)):
         plain = one_process(step)
         expected = norm_of(plain)
@@ -176,12 +171,6 @@ def norms():
             for shard in probe(model).shards:
                 if shard.grad is not None:
                     assert torch.equal(shard.grad, shard.part_of(grads[shard.name])), f"{strategy}: {shard.name}"
-
-
-@pytest.mark.parametrize("world", [1, 2, 3])
-def test_the_norm_is_that_of_one_process_to_the_bit_for_every_layout(world):
-    """pytorch#170862: a norm of this rank's shards alone."""
-    run_on_ranks(norms, world)
 
 
 def odd_norms():

@@ -14,6 +14,7 @@ from shardwise.spec.errors import StateError
 from shardwise.testing import StorageCount, probe, run_on_ranks
 from tests.common import models
 from tests.common.oracle import PRESETS, Chain, compare_each, plain_loss, presets, sample
+from tests.common.ranks import on_ranks
 
 WORLDS = pytest.mark.parametrize("world", [1, 2, 3])
 
@@ -104,15 +105,11 @@ def between_backward_and_step(model, rank, step):
     yield loss
 
 
-def changes():
+@on_ranks(1, 2, 3)
+def test_changes_are_kept_with_writeback_and_dropped_without_or_after_an_exception():
     compare_each(Chain, plain_loss, between=clamp)
     compare_each(Chain, plain_loss, between=drop)
     compare_each(Chain, between_backward_and_step)
-
-
-@WORLDS
-def test_changes_are_kept_with_writeback_and_dropped_without_or_after_an_exception(world):
-    run_on_ranks(changes, world)
 
 
 def different_changes():
@@ -139,7 +136,8 @@ def test_where_ranks_change_differently_rank_0s_values_win():
         assert states == {strategy: {5.0} for strategy in PRESETS}
 
 
-def set_data():
+@on_ranks(2)
+def test_values_may_be_set_by_data_and_by_load_state_dict():
     for strategy in PRESETS:
         model = sw.parallelize(Chain(), sw.ParallelPlan(strategy=strategy))
         vector = torch.arange(sum(p.numel() for p in Chain().parameters()), dtype=torch.float32)
@@ -153,14 +151,11 @@ def set_data():
             same_state(model.state_dict(), Chain().state_dict(), strategy)
 
 
-def test_values_may_be_set_by_data_and_by_load_state_dict():
-    run_on_ranks(set_data, 2)
-
-
 # -- parts, ranks, memory
 
 
-def parts():
+@on_ranks(2)
+def test_a_part_of_a_model_is_shown_by_its_units():
     model = sw.parallelize(Chain())
     whole = dict(Chain().named_parameters())
     with sw.record_collectives(model) as events, sw.full_parameters(model.blocks[3].up):
@@ -181,11 +176,8 @@ def parts():
     assert "blocks.3" not in [event.unit for event in events[1:]]
 
 
-def test_a_part_of_a_model_is_shown_by_its_units():
-    run_on_ranks(parts, 2)
-
-
-def on_rank_0():
+@on_ranks(2)
+def test_with_rank0_only_the_other_ranks_keep_shards():
     rank = dist.get_rank()
     for strategy in PRESETS:
         model = sw.parallelize(Chain(), sw.ParallelPlan(strategy=strategy))
@@ -200,10 +192,6 @@ def on_rank_0():
             with pytest.raises(StateError, match="is whole on rank 0 only"), sw.full_parameters(model.stem):
                 pass
         plain_loss(model, rank, 0).backward()
-
-
-def test_with_rank0_only_the_other_ranks_keep_shards():
-    run_on_ranks(on_rank_0, 2)
 
 
 def held_bytes(strategy):
@@ -230,7 +218,8 @@ def test_memory_is_that_of_the_parameters_and_given_back(strategy):
 # -- computing
 
 
-def computes():
+@on_ranks(1, 2)
+def test_a_forward_inside_computes_with_the_changed_values_and_sends_nothing():
     rank = dist.get_rank()
     x = sample(rank, 0)
     for strategy in presets():
@@ -256,12 +245,8 @@ def computes():
                 assert torch.equal(model(x), before), strategy
 
 
-@pytest.mark.parametrize("world", [1, 2])
-def test_a_forward_inside_computes_with_the_changed_values_and_sends_nothing(world):
-    run_on_ranks(computes, world)
-
-
-def computed_then_backward():
+@on_ranks(2)
+def test_a_backward_after_a_forward_inside_is_refused():
     """A forward inside replaces what a backward of an earlier forward would need."""
     model = sw.parallelize(Chain())
     loss = plain_loss(model, 0, 0)
@@ -270,10 +255,6 @@ def computed_then_backward():
         model(sample(0, 0))
     with pytest.raises(StateError, match="parameters have changed since"):
         loss.backward()
-
-
-def test_a_backward_after_a_forward_inside_is_refused():
-    run_on_ranks(computed_then_backward, 2)
 
 
 # -- what is refused
@@ -358,7 +339,8 @@ def test_refusals_are_clear_and_leave_the_model_in_order():
         assert "is not parallelized" in texts["plain"]
 
 
-def by_hand():
+@on_ranks(2)
+def test_it_works_on_models_of_fully_shard():
     model = Chain()
     for block in model.blocks:
         sw.fully_shard(block)
@@ -371,7 +353,3 @@ def by_hand():
     model.blocks[0].reshard()
     with sw.full_parameters(model.blocks[0]):
         assert model.blocks[0].up.weight.shape == (13, 8)
-
-
-def test_it_works_on_models_of_fully_shard():
-    run_on_ranks(by_hand, 2)
