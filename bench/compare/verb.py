@@ -8,8 +8,7 @@ from pathlib import Path
 
 from bench.compare import run, table
 from bench.compare.request import make_requests, split
-from shardwise.cli.file import check_writable, write
-from shardwise.cli.show import show
+from shardwise.cli.output import check_writable, show, write
 
 
 def compare(

@@ -3,7 +3,7 @@ import stat
 
 import pytest
 
-from shardwise.cli.file import check_writable, write
+from shardwise.cli.output import check_writable, write
 from shardwise.launch.file import replace, replacing
 
 

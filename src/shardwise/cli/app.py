@@ -10,7 +10,7 @@ from typing import Any
 import typer
 
 from shardwise.cli.arguments import fill_in_resume
-from shardwise.cli.show import show_error
+from shardwise.cli.output import show_error
 from shardwise.spec.errors import ShardwiseError
 
 #: Verb (or group of verbs) and the module that has it. Modules import torch inside their functions only.
@@ -21,11 +21,11 @@ VERBS = {
     "dry-run": "shardwise.cli.dry_run",
     "generate": "shardwise.cli.generate",
     "schedule": "shardwise.cli.schedule",
-    "validate": "shardwise.cli.config",
-    "config-schema": "shardwise.cli.config",
-    "data": "shardwise.cli.data",
-    "checkpoint": "shardwise.cli.checkpoint",
-    "env": "shardwise.cli.env",
+    "validate": "shardwise.cli.settings",
+    "config-schema": "shardwise.cli.settings",
+    "data": "shardwise.cli.files",
+    "checkpoint": "shardwise.cli.files",
+    "env": "shardwise.cli.settings",
 }
 
 

@@ -11,8 +11,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from shardwise.cli.arguments import is_configuration
-from shardwise.cli.file import check_writable, write
-from shardwise.cli.show import show
+from shardwise.cli.output import check_writable, show, write
 from shardwise.spec.errors import ConfigError
 from shardwise.spec.text import aligned, printable, size
 

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from shardwise.cli.show import show_error
+from shardwise.cli.output import show_error
 from shardwise.spec.errors import ConfigError
 from shardwise.spec.text import printable
 

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from shardwise.cli.show import show_error
+from shardwise.cli.output import show_error
 from shardwise.spec.errors import ConfigError
 from shardwise.train.start import named_config
 

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from shardwise.cli.show import show
+from shardwise.cli.output import show
 from shardwise.spec.errors import PlanError
 
 if TYPE_CHECKING:

@@ -7,7 +7,7 @@ from typing import Annotated
 
 import typer
 
-from shardwise.cli.show import show, show_error
+from shardwise.cli.output import show, show_error
 from shardwise.spec.errors import ConfigError
 
 _HELP = """Train a model; without CONFIG the built-in demo.

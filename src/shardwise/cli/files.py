@@ -1,4 +1,4 @@
-"""``checkpoint inspect`` and ``checkpoint verify``."""
+"""Verbs about files: ``data tokenize``, ``checkpoint inspect`` and ``checkpoint verify``."""
 
 from __future__ import annotations
 
@@ -8,27 +8,66 @@ from typing import Annotated
 
 import typer
 
-from shardwise.cli.show import show
+from shardwise.cli.output import show
+from shardwise.spec.errors import CheckpointError, StorageError
 
 
 def register(app: typer.Typer) -> None:
     """Add the verbs."""
-    group = typer.Typer(no_args_is_help=True, rich_markup_mode=None)
-    group.callback()(_group)
-    group.command(
+    data = typer.Typer(no_args_is_help=True, rich_markup_mode=None)
+    data.callback()(_data)
+    data.command(
+        "tokenize",
+        help="Write text as a token file, memory-mapped in training: one token per byte, or with --tokenizer what the"
+        " tokenizer of a Hugging Face folder makes of it.\n\n"
+        "Example: shardwise data tokenize corpus/ corpus.tokens --tokenizer models/llama",
+    )(tokenize)
+    app.add_typer(data, name="data")
+    checkpoint = typer.Typer(no_args_is_help=True, rich_markup_mode=None)
+    checkpoint.callback()(_checkpoint)
+    checkpoint.command(
         "inspect",
         help="Say what a checkpoint holds: step, world, tensors, sizes. Reads the manifest only.\n\n"
         "Example: shardwise checkpoint inspect runs/demo/checkpoints/step-00000300",
     )(inspect)
-    group.command(
+    checkpoint.command(
         "verify",
         help="Read every file of a checkpoint (or of all checkpoints of a run) and compare its hash.\n\n"
         "Example: shardwise checkpoint verify runs/demo",
     )(verify)
-    app.add_typer(group, name="checkpoint")
+    app.add_typer(checkpoint, name="checkpoint")
 
 
-def _group() -> None:
+def _data() -> None:
+    """Prepare training data.
+
+    Example: shardwise data tokenize corpus/ corpus.tokens
+    """
+
+
+def tokenize(
+    source: Annotated[str, typer.Argument(help="File, folder or glob of UTF-8 text, or 'stdlib'.")],
+    out: Annotated[Path, typer.Argument(help="The token file.")],
+    tokenizer: Annotated[str, typer.Option(help="'bytes', or a Hugging Face folder with a tokenizer.")] = "bytes",
+    force: Annotated[bool, typer.Option("--force", help="Replace the file if it exists.")] = False,  # noqa: FBT002  typer's form
+) -> None:
+    """Write a token file."""
+    from shardwise.train.data import DataError, find_source, write_tokens
+    from shardwise.train.tokenizer import find_tokenizer
+    from shardwise.train.tokenizer import tokenize as blocks
+
+    found = find_source(source)
+    if found.kind != "text":
+        raise DataError(f"{source} is not text.\n  Name a file, folder or glob of text.")
+    held = find_tokenizer(tokenizer)
+    try:
+        count = write_tokens(out, blocks(found, held), vocab_size=held.vocab_size, should_replace=force)
+    except OSError as error:
+        raise StorageError(f"{out} cannot be written: {error.strerror}.\n  Name another place.") from None
+    show(f"{out}: {count:,} tokens from {len(found.files)} files, vocabulary {held.vocab_size:,}")
+
+
+def _checkpoint() -> None:
     """Look at checkpoints.
 
     Example: shardwise checkpoint verify runs/demo
@@ -49,7 +88,6 @@ def inspect(
 def verify(path: Annotated[Path, typer.Argument(help="A checkpoint's folder, or a run's.")]) -> None:
     """Compare every hash; all bad checkpoints are named."""
     from shardwise.checkpoint import open_checkpoint
-    from shardwise.spec.errors import CheckpointError
 
     problems: list[str] = []
     for folder in _checkpoints(path):
@@ -69,7 +107,6 @@ def verify(path: Annotated[Path, typer.Argument(help="A checkpoint's folder, or 
 def _checkpoints(path: Path) -> list[Path]:
     """The checkpoint itself, or those of a run, oldest first."""
     from shardwise.checkpoint import CHECKPOINTS
-    from shardwise.spec.errors import CheckpointError
 
     if not (path / CHECKPOINTS).is_dir():
         return [path]

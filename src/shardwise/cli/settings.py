@@ -1,4 +1,4 @@
-"""``env``: what this machine and this installation offer."""
+"""Verbs that start nothing: ``validate``, ``config-schema``, and ``env``: what this machine and installation offer."""
 
 from __future__ import annotations
 
@@ -6,22 +6,60 @@ import json
 import os
 import platform
 from importlib import metadata
+from pathlib import Path
 from typing import Annotated, Any
 
 import typer
 
-from shardwise.cli.show import show
+from shardwise.cli.output import show
 from shardwise.spec.text import aligned
 
 _PACKAGES = ("numpy", "pydantic", "safetensors", "transformers", "tensorboard", "wandb")
 
 
 def register(app: typer.Typer) -> None:
-    """Add the verb."""
+    """Add the verbs."""
+    app.command(
+        "validate",
+        help="Check a configuration as `train` would, and print it with everything filled in. Starts nothing.\n\n"
+        "Example: shardwise validate run.yaml --nproc 4 --set optimizer.lr=3e-4",
+    )(validate)
+    app.command(
+        "config-schema",
+        help="Print the JSON schema of configuration files, for editors.\n\n"
+        "Example: shardwise config-schema > shardwise.schema.json",
+    )(config_schema)
     app.command(
         "env",
         help="Print versions, devices, cores, memory and communication backends.\n\nExample: shardwise env --json",
     )(env)
+
+
+def validate(
+    config: Annotated[Path, typer.Argument(help="YAML or TOML file.")],
+    nproc: Annotated[int | None, typer.Option(help="Processes to check for; as `train` would start.")] = None,
+    overrides: Annotated[list[str] | None, typer.Option("--set", help="section.field=value, repeatable.")] = None,
+) -> None:
+    """Check a configuration."""
+    from shardwise.launch.elastic import num_workers
+    from shardwise.train.config import read_config
+    from shardwise.train.resolve import resolve
+    from shardwise.train.start import rehearse
+
+    count = num_workers(nproc)
+    resolved = resolve(read_config(config, overrides or []), count)
+    resolved.source.check(resolved.vocab_size)
+    rehearse(resolved, count)
+    show(resolved.config.to_yaml().rstrip())
+    show(f"# {resolved.batch}")
+    show(f"# {resolved.mesh}, {resolved.source.num_tokens:,} tokens in {len(resolved.source.files)} files")
+
+
+def config_schema() -> None:
+    """Print the schema."""
+    from shardwise.train.config import schema
+
+    show(json.dumps(schema(), indent=2))
 
 
 def env(

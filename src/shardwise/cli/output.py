@@ -1,13 +1,26 @@
-"""Files that a verb writes its result to: found to be writable before anything is run, and written whole."""
+"""What a verb writes: safe text on stdout, an error as one block on stderr, result files written whole."""
 
 from __future__ import annotations
 
 import stat
+import sys
 from pathlib import Path
 
 from shardwise.launch.file import replace
-from shardwise.spec.errors import ConfigError, StorageError
+from shardwise.spec.errors import ConfigError, ShardwiseError, StorageError
 from shardwise.spec.text import printable
+
+
+def show_error(error: ShardwiseError) -> None:
+    """One block on stderr: the kind of error, what happened, what to do."""
+    sys.stderr.write(f"{type(error).__name__}: {printable(error, is_block=True)}\n")
+    sys.stderr.flush()
+
+
+def show(text: str) -> None:
+    """Lines on stdout, control characters escaped."""
+    sys.stdout.write(printable(text, is_block=True) + "\n")
+    sys.stdout.flush()
 
 
 def check_writable(path: Path | None) -> None:
