@@ -84,8 +84,8 @@ def generate(  # noqa: PLR0917  typer calls it by name
 ) -> None:
     """Generate."""
     from shardwise.launch.elastic import launch, num_workers
+    from shardwise.launch.exit_codes import run_worker
     from shardwise.launch.world import read_world
-    from shardwise.train.resolve import resolve
     from shardwise.train.trained import find_trained
 
     sampling = {"temperature": temperature, "top_k": top_k, "top_p": top_p, "seed": seed}
@@ -106,17 +106,17 @@ def generate(  # noqa: PLR0917  typer calls it by name
     trained = find_trained(path)
     if average:
         trained.check_average()
-    if world.source != "alone":
-        raise typer.Exit(_work(asked, trained, world))
-    draft = trained.draft(asked.overrides)
-    section = draft.config.parallel
-    count = num_workers(nproc if nproc is not None else max(1, section.tp * section.pp))
-    resolved = resolve(draft, count, checks_data=False, raises_masters=trained.raises_masters)
-    rows, _ = _rows(asked, trained)
-    _check(asked, rows, vocab_size=resolved.vocab_size, positions=resolved.positions)
-    if count == 1:
-        raise typer.Exit(_work(asked, trained, world))
-    raise typer.Exit(launch("shardwise", asked.words(), count))
+    count = 1
+    if world.source == "alone":
+        draft = trained.draft(asked.overrides)
+        section = draft.config.parallel
+        count = num_workers(nproc if nproc is not None else max(1, section.tp * section.pp))
+        resolved = trained.resolve(asked.overrides, count)
+        rows, _ = _rows(asked, trained)
+        _check(asked, rows, vocab_size=resolved.vocab_size, positions=resolved.positions)
+    if count > 1:
+        raise typer.Exit(launch("shardwise", asked.words(), count))
+    raise typer.Exit(run_worker(lambda: _generate(asked, trained, world), world, show_error))
 
 
 def _rows(asked: _Asked, trained: Trained) -> tuple[list[list[int]], Tokenizer | None]:
@@ -141,42 +141,19 @@ def _check(asked: _Asked, rows: Sequence[Sequence[int]], *, vocab_size: int, pos
     check_fit(rows, asked.max_new_tokens, vocab_size=vocab_size, positions=positions)
 
 
-def _work(asked: _Asked, trained: Trained, world: World) -> int:
-    """Be one of the workers, or the only process."""
-    from shardwise.launch.exit_codes import run_worker
-
-    return run_worker(lambda: _generate(asked, trained, world), world, show_error)
-
-
 def _generate(asked: _Asked, trained: Trained, world: World) -> int:
-    import shardwise as sw
-    from shardwise.launch.world import join, shutdown
-    from shardwise.train.resolve import resolve
-
-    resolved = resolve(
-        trained.draft(asked.overrides),
-        world.size,
-        world.ranks_per_machine,
-        checks_data=False,
-        raises_masters=trained.raises_masters,
-    )
+    resolved = trained.resolve(asked.overrides, world.size, world.ranks_per_machine)
     rows, tokenizer = _rows(asked, trained)
-    device = join(world)
-    try:
-        with trained.built(resolved, device, is_averaged=asked.is_averaged) as model:
-            ends = None if tokenizer is None or not tokenizer.ends else tokenizer.ends
-            columns = sw.generate_stream(model, rows, max_new_tokens=asked.max_new_tokens, eos=ends, **asked.sampling)
-            write = _writer(asked, rows, tokenizer) if world.rank == 0 else lambda _column: None
-            new: list[list[int]] = [[] for _ in rows]
-            for column in columns:
-                for row, token in zip(new, column, strict=True):
-                    if token is not None:
-                        row.append(token)
-                write(new)
-        if world.rank == 0:
-            _finish(asked, rows, new, tokenizer)
-    finally:
-        shutdown()
+    settings = {"max_new_tokens": asked.max_new_tokens, "eos": (tokenizer and tokenizer.ends) or None, **asked.sampling}
+    write = _writer(asked, rows, tokenizer) if world.rank == 0 else lambda _column: None
+    new: list[list[int]] = [[] for _ in rows]
+    for column in trained.generate(resolved, world, rows, is_averaged=asked.is_averaged, **settings):
+        for row, token in zip(new, column, strict=True):
+            if token is not None:
+                row.append(token)
+        write(new)
+    if world.rank == 0:
+        _finish(asked, rows, new, tokenizer)
     return 0
 
 

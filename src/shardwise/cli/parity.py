@@ -9,7 +9,6 @@ import typer
 
 from shardwise.cli.output import show_error
 from shardwise.spec.errors import ConfigError
-from shardwise.train.start import named_config
 
 if TYPE_CHECKING:
     from shardwise.launch.world import World
@@ -50,7 +49,9 @@ def parity(
 ) -> None:
     """Compare."""
     from shardwise.launch.elastic import num_workers
+    from shardwise.launch.exit_codes import run_worker
     from shardwise.launch.world import read_world
+    from shardwise.train.start import launch_parity, named_config
 
     world = read_world()
     names = [name.strip() for name in strategies.split(",") if name.strip()]
@@ -58,61 +59,18 @@ def parity(
         raise ConfigError(f"--steps {steps}: expected at least 1.\n  Set --steps 3.")
     if not names:
         raise ConfigError(f"--strategies {strategies!r} names none.\n  Use some of: {', '.join(STRATEGIES)}.")
-    draft, _ = named_config(config, overrides or [])
+    raw, _ = named_config(config, overrides or [])
     if world.source != "alone":
-        raise typer.Exit(_work(draft, world, names, steps))
-    raise typer.Exit(_launch(draft, num_workers(nproc), config, overrides=overrides or [], names=names, steps=steps))
+        raise typer.Exit(run_worker(lambda: _compare(raw, world, names, steps), world, show_error))
+    arguments = [f"--strategies={','.join(names)}", f"--steps={steps}"]
+    arguments += [f"--set={override}" for override in overrides or []] + ([str(config)] if config is not None else [])
+    raise typer.Exit(launch_parity(raw, num_workers(nproc), arguments, strategies=names))
 
 
-def _launch(
-    draft: RawConfig, nproc: int, config: Path | None, *, overrides: list[str], names: list[str], steps: int
-) -> int:
-    """Check everything, then start the workers."""
-    from shardwise.launch.elastic import launch
-    from shardwise.spec.exact import check_exact
-    from shardwise.spec.plan import ParallelPlan
-    from shardwise.train.proof import under_strategies
-    from shardwise.train.resolve import resolve
+def _compare(raw: RawConfig, world: World, strategies: list[str], steps: int) -> int:
+    from shardwise.train.proof import compare_here
 
-    for name in names:
-        ParallelPlan(strategy=name)
-    resolved = resolve(draft, nproc, raises_masters=False)
-    for name, plan in under_strategies(resolved.plan, names).items():
-        check_exact(plan, name)
-        plan.mesh(nproc, nproc)
-    resolved.source.check(resolved.vocab_size)
-    arguments = ["parity", f"--strategies={','.join(names)}", f"--steps={steps}"]
-    arguments += [f"--set={override}" for override in overrides]
-    arguments += [str(config)] if config is not None else []
-    return launch("shardwise", arguments, nproc)
-
-
-def _work(draft: RawConfig, world: World, names: list[str], steps: int) -> int:
-    from shardwise.launch.exit_codes import run_worker
-
-    return run_worker(lambda: _compare(draft, world, names, steps), world, show_error)
-
-
-def _compare(draft: RawConfig, world: World, names: list[str], steps: int) -> int:
-    from shardwise.launch.world import join, shutdown
-    from shardwise.train.data import open_data
-    from shardwise.train.proof import compare_with_one_process
-    from shardwise.train.resolve import resolve
-
-    resolved = resolve(draft, world.size, world.ranks_per_machine, raises_masters=False)
-    config = resolved.config
-    device = join(world)
-    try:
-        data = open_data(
-            resolved.source,
-            seq_len=resolved.seq_len,
-            held_out=config.data.held_out,
-            vocab_size=resolved.vocab_size,
-            seed=config.train.seed,
-        )
-        report = compare_with_one_process(resolved, data, device, strategies=names, num_steps=steps)
-    finally:
-        shutdown()
+    report = compare_here(raw, world, strategies=strategies, num_steps=steps)
     if world.rank == 0:
         typer.echo(str(report))
     return 0 if report.holds else 1

@@ -447,6 +447,16 @@ def join(world: World, *, timeout_s: float = DEFAULT_TIMEOUT_S) -> torch.device:
     return device
 
 
+@contextlib.contextmanager
+def joined(world: World) -> Iterator[torch.device]:
+    """:func:`join`, and :func:`shutdown` at the end. All ranks of the world must enter."""
+    device = join(world)
+    try:
+        yield device
+    finally:
+        shutdown()
+
+
 def hold_group_while(is_needed: Callable[[], bool]) -> None:
     """Let :func:`shutdown` leave the default group as it is while ``is_needed()``."""
     _held_while.append(is_needed)

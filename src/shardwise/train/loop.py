@@ -18,7 +18,7 @@ import shardwise as sw
 from shardwise.comm.axes import open_comms
 from shardwise.launch.exit_codes import note_exit
 from shardwise.launch.notice import tell_once
-from shardwise.launch.world import World, join, shutdown
+from shardwise.launch.world import World, joined
 from shardwise.optim.scaler import needs_scaler
 from shardwise.spec.errors import ConfigError, ShardwiseError, StorageError
 from shardwise.spec.text import printable
@@ -34,13 +34,13 @@ from shardwise.train.build import (
 )
 from shardwise.train.checkpoints import Checkpoints, check_config, find_checkpoint, saved_config
 from shardwise.train.control import Control
-from shardwise.train.data import DataError, Part, RandomPart, open_data
+from shardwise.train.data import DataError, Part, RandomPart
 from shardwise.train.folder import RunLock
 from shardwise.train.log import Progress, Record, Recorder, flops_per_token, peak_flops
 from shardwise.train.predict import PeakTensorBytes, predict
 from shardwise.train.proof import parity_line
 from shardwise.train.report import Outcome, Progressed, Report, Speed
-from shardwise.train.resolve import Batch, RunConfig
+from shardwise.train.resolve import Batch, RunConfig, data_of
 from shardwise.train.sampler import Sampler
 from shardwise.train.unread import ReadStep, StepTime, StopRequest, UnreadStep, UnreadSteps, exit_code
 
@@ -70,9 +70,7 @@ def train(resolved: RunConfig, *, world: World, run_dir: Path | None, resume: st
     Collective:
         Every rank of the world must call.
     """
-    device = join(world)
-    with StopRequest() as stop, contextlib.ExitStack() as stack:
-        stack.callback(shutdown)
+    with joined(world) as device, StopRequest() as stop, contextlib.ExitStack() as stack:
         control = Control(open_comms(device, "control")[0])
         control.check_same([resolved.config.model_dump(mode="json"), torch.__version__], "configuration or torch")
         directory = Path(control.on_first(lambda: str(_open_directory(resolved, run_dir, resume, world))))
@@ -187,13 +185,7 @@ class Trainer:
         self.speed = Speed()
         self.data_s = 0.0  # seconds of this step that the host spent on data
         config, batch, mesh = self.config, resolved.batch, resolved.mesh
-        self.data = open_data(
-            resolved.source,
-            seq_len=resolved.seq_len,
-            held_out=config.data.held_out,
-            vocab_size=resolved.vocab_size,
-            seed=config.train.seed,
-        )
+        self.data = data_of(resolved)
         self.reader = mesh.data_parallel_rank(control.rank)
         self.sampler = Sampler(
             self.data.train.num_samples,

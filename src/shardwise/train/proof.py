@@ -11,14 +11,16 @@ from torch import nn
 
 import shardwise as sw
 from shardwise.api.parity import ParityReport
+from shardwise.launch.world import World, joined
 from shardwise.spec.errors import PlanError
 from shardwise.spec.exact import check_exact
 from shardwise.spec.plan import ParallelPlan
 from shardwise.spec.policies import check_offload
 from shardwise.train.build import build_model, build_optimizer, parameter_groups, to_tensors
+from shardwise.train.config import RawConfig
 from shardwise.train.data import Data
 from shardwise.train.random_state import seed_all
-from shardwise.train.resolve import RunConfig
+from shardwise.train.resolve import RunConfig, data_of, resolve
 
 #: What says how the model is cut and what is done to its modules: nothing where one process runs copies of it.
 _OF_UNITS = ("auto_wrap_policy", "merge_units", "activation_checkpointing", "compile")
@@ -103,6 +105,13 @@ def compare_with_one_process(
         )
     finally:
         torch.set_rng_state(generator)
+
+
+def compare_here(raw: RawConfig, world: World, *, strategies: Sequence[str], num_steps: int) -> ParityReport:
+    """Join the world, compare as :func:`compare_with_one_process` does, and leave it. All ranks must call."""
+    resolved = resolve(raw, world.size, world.ranks_per_machine, raises_masters=False)
+    with joined(world) as device:
+        return compare_with_one_process(resolved, data_of(resolved), device, strategies=strategies, num_steps=num_steps)
 
 
 #: Steps over which the demo compares its strategy with one process, after training.

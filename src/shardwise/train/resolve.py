@@ -18,7 +18,7 @@ from shardwise.spec.plan import ParallelPlan, check_plan
 from shardwise.spec.policies import PrecisionPolicy
 from shardwise.spec.schedule.builders import PipelinePolicy
 from shardwise.train.config import Config, RawConfig
-from shardwise.train.data import Source, check_size, find_source
+from shardwise.train.data import Data, Source, check_size, find_source, open_data
 from shardwise.train.hf import LanguageModel, NotCausalError, read_language_model, stored_dtype
 from shardwise.train.tokenizer import BYTES, find_tokenizer, has_tokenizer, tokenized
 
@@ -114,6 +114,18 @@ class RunConfig:
     schedule: Schedule
     raised_from: str | None = None
     asked: frozenset[str] = frozenset()
+
+
+def data_of(resolved: RunConfig) -> Data:
+    """The samples of a run, as ``train.data.open_data`` makes them."""
+    config = resolved.config
+    return open_data(
+        resolved.source,
+        seq_len=resolved.seq_len,
+        held_out=config.data.held_out,
+        vocab_size=resolved.vocab_size,
+        seed=config.train.seed,
+    )
 
 
 def resolve(

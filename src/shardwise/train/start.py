@@ -105,6 +105,32 @@ def launch_training(
     return launch("shardwise", words, num_ranks, max_restarts=max_restarts, log_dir=directory / folder.LOGS)
 
 
+def launch_parity(raw: RawConfig, num_ranks: int, arguments: Sequence[str], *, strategies: Sequence[str]) -> int:
+    """Check everything that can be checked here, start the workers that compare, and wait for them.
+
+    Args:
+        raw: The configuration.
+        num_ranks: How many workers.
+        arguments: What the workers get, so that they read ``raw`` again.
+        strategies: What they compare with one process.
+
+    Returns:
+        The exit code.
+    """
+    from shardwise.launch.elastic import launch
+    from shardwise.spec.exact import check_exact
+    from shardwise.train.proof import under_strategies
+
+    for name in strategies:
+        ParallelPlan(strategy=name)
+    resolved = resolve(raw, num_ranks, raises_masters=False)
+    for name, plan in under_strategies(resolved.plan, strategies).items():
+        check_exact(plan, name)
+        plan.mesh(num_ranks, num_ranks)
+    resolved.source.check(resolved.vocab_size)
+    return launch("shardwise", ["parity", *arguments], num_ranks)
+
+
 def work(
     raw: RawConfig,
     world: World,

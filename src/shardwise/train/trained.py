@@ -13,12 +13,11 @@ from shardwise.spec.text import printable
 from shardwise.train.checkpoints import find_checkpoint, saved_config
 from shardwise.train.config import RawConfig, read_config
 from shardwise.train.data import BYTE_VOCAB, DataError, find_source
-from shardwise.train.resolve import RunConfig
+from shardwise.train.resolve import RunConfig, resolve
 from shardwise.train.tokenizer import BYTES, Bytes, OfFolder, Tokenizer, find_tokenizer
 
 if TYPE_CHECKING:
-    import torch
-    from torch import nn
+    from shardwise.launch.world import World
 
 
 @dataclass(frozen=True, slots=True)
@@ -62,6 +61,12 @@ class Trained:
         }
         return read_config(None, overrides, base=base, title="the run")
 
+    def resolve(self, overrides: Sequence[str], world_size: int, local_size: int | None = None) -> RunConfig:
+        """:meth:`draft`, checked for a world of ``world_size`` ranks."""
+        return resolve(
+            self.draft(overrides), world_size, local_size, checks_data=False, raises_masters=self.raises_masters
+        )
+
     def tokenizer(self) -> Tokenizer:
         """The folder's, or the one that the run was trained with.
 
@@ -100,34 +105,39 @@ class Trained:
             "  Leave it out, or train with train.ema_decay set: its checkpoints hold them."
         )
 
-    @contextlib.contextmanager
-    def built(self, resolved: RunConfig, device: torch.device, *, is_averaged: bool = False) -> Iterator[nn.Module]:
-        """The model under ``resolved``'s plan, with its weights, for a rank of the world.
+    def generate(
+        self, resolved: RunConfig, world: World, rows: Sequence[Sequence[int]], *, is_averaged: bool, **settings: Any
+    ) -> Iterator[Sequence[int | None]]:
+        """Join the world, load the model under ``resolved``'s plan and continue ``rows`` by ``sw.generate_stream``.
 
         Args:
             resolved: The configuration.
-            device: This rank's device.
-            is_averaged: Load the run's averaged weights.
+            world: This rank among the others.
+            rows: The prompts' token ids.
+            is_averaged: Use the run's averaged weights.
+            **settings: Of ``sw.generate_stream``.
 
         Collective:
-            Those of ``sw.parallelize`` and ``sw.load``. All ranks must call.
+            Those of ``sw.parallelize``, ``sw.load`` and ``sw.generate_stream``. All ranks must iterate to the end.
         """
         import torch
 
         import shardwise as sw
+        from shardwise.launch.world import joined
         from shardwise.train.build import build_model
 
-        torch.manual_seed(0)
-        if resolved.model is not None:  # under zero3 never whole: made unit by unit, and each rank reads what it holds
-            model = sw.deferred_init(lambda: build_model(resolved, device))
-        else:
-            model = build_model(resolved, device)
-        model = sw.parallelize(model, resolved.plan)
-        average = sw.ExponentialMovingAverage(model) if is_averaged else None
-        if self.checkpoint is not None:
-            sw.load(self.checkpoint, model, average=average)
-        with contextlib.nullcontext() if average is None else average.swapped_in():
-            yield model.eval()
+        with joined(world) as device:
+            torch.manual_seed(0)
+            if resolved.model is not None:  # built unit by unit, and each rank reads what it owns
+                model = sw.deferred_init(lambda: build_model(resolved, device))
+            else:
+                model = build_model(resolved, device)
+            model = sw.parallelize(model, resolved.plan)
+            average = sw.ExponentialMovingAverage(model) if is_averaged else None
+            if self.checkpoint is not None:
+                sw.load(self.checkpoint, model, average=average)
+            with contextlib.nullcontext() if average is None else average.swapped_in():
+                yield from sw.generate_stream(model.eval(), rows, **settings)
 
 
 def find_trained(path: Path) -> Trained:
