@@ -7,7 +7,6 @@ import torch
 from torch import Tensor, nn
 
 import shardwise as sw
-from shardwise.testing import run_on_ranks
 from tests.common.oracle import Chain, adamw, sample
 from tests.common.ranks import on_ranks
 
@@ -17,37 +16,6 @@ class Scalar(Chain):
         return super().forward(x).square().mean()
 
 
-def train(path):
-    """Losses are averaged over the replicas, as over the ranks of ddp."""
-    plain, model = Scalar(), sw.parallelize(Scalar(), sw.ParallelPlan(strategy="data_parallel"))
-    assert type(model) is Scalar
-    optimizers = [adamw(plain.parameters()), adamw(model.parameters())]
-    for step in range(3):
-        x = sample(0, step, 6, 8)
-        losses = [plain(chunk) / 2 for chunk in x.chunk(2)]
-        for loss in losses:
-            loss.backward()
-        nn.utils.clip_grad_norm_(plain.parameters(), 1e9)
-        got = sw.train_step(model, x)
-        assert torch.equal(got, torch.stack([2 * loss.detach() for loss in losses]).mean())
-        sw.clip_grad_norm(model, 1e9)
-        for (name, a), b in zip(plain.named_parameters(), model.parameters(), strict=True):
-            assert torch.equal(a.grad, b.grad), name
-        for optimizer in optimizers:
-            optimizer.step()
-            optimizer.zero_grad()
-    state = sw.full_state_dict(model)
-    for name, value in plain.state_dict().items():
-        assert torch.equal(state[name], value), name
-    sw.save(f"{path}/checkpoint", model, optimizers[1])
-    other = sw.parallelize(Scalar(), sw.ParallelPlan(strategy="zero3"))
-    sw.load(f"{path}/checkpoint", other, adamw(other.parameters()))
-    with torch.no_grad():
-        x = sample(0, 9, 6, 8)
-        assert torch.equal(model.eval()(x), torch.stack([other(chunk) for chunk in x.chunk(2)]).mean())
-    return sw.summary(model).placements
-
-
 class Joint(Chain):
     """Two tensors of a batch, which may have different numbers of rows."""
 
@@ -55,7 +23,8 @@ class Joint(Chain):
         return super().forward(x).square().mean() + other.mean()
 
 
-def exchanges():
+@on_ranks(1)
+def test_a_step_records_the_exchanges_between_replicas_and_the_summary_says_which_device_does_what():
     model = sw.parallelize(Scalar(), sw.ParallelPlan(strategy="data_parallel"))
     num_bytes = sum(4 * parameter.numel() for parameter in model.parameters())
     x = sample(0, 0, 6, 8)
@@ -70,11 +39,7 @@ def exchanges():
             ("scatter", "gradients of outputs", 4),
             ("reduce", "gradients", num_bytes),
         ]
-    return str(sw.summary(model))
-
-
-def test_a_step_records_the_exchanges_between_replicas_and_the_summary_says_which_device_does_what():
-    found = run_on_ranks(exchanges, 1)[0]
+    found = str(sw.summary(model))
     assert "replicas on cpu, cpu: the first device keeps the parameters, gradients and optimizer state" in found
 
 
@@ -96,6 +61,34 @@ def test_replicas_with_different_numbers_of_samples_count_by_their_samples():
         joint(x, torch.ones(4))
 
 
+@on_ranks(1)
 def test_a_model_trains_as_replicas_like_one_process_that_runs_the_halves_in_order(tmp_path):
-    told = run_on_ranks(train, 1, str(tmp_path))[0]
+    """Losses are averaged over the replicas, as over the ranks of ddp."""
+    plain, model = Scalar(), sw.parallelize(Scalar(), sw.ParallelPlan(strategy="data_parallel"))
+    assert type(model) is Scalar
+    optimizers = [adamw(plain.parameters()), adamw(model.parameters())]
+    for step in range(3):
+        x = sample(0, step, 6, 8)
+        losses = [plain(chunk) / 2 for chunk in x.chunk(2)]
+        for loss in losses:
+            loss.backward()
+        nn.utils.clip_grad_norm_(plain.parameters(), 1e9)
+        got = sw.train_step(model, x)
+        assert torch.equal(got, torch.stack([2 * loss.detach() for loss in losses]).mean())
+        sw.clip_grad_norm(model, 1e9)
+        for (name, a), b in zip(plain.named_parameters(), model.parameters(), strict=True):
+            assert torch.equal(a.grad, b.grad), name
+        for optimizer in optimizers:
+            optimizer.step()
+            optimizer.zero_grad()
+    state = sw.full_state_dict(model)
+    for name, value in plain.state_dict().items():
+        assert torch.equal(state[name], value), name
+    sw.save(f"{tmp_path}/checkpoint", model, optimizers[1])
+    other = sw.parallelize(Scalar(), sw.ParallelPlan(strategy="zero3"))
+    sw.load(f"{tmp_path}/checkpoint", other, adamw(other.parameters()))
+    with torch.no_grad():
+        x = sample(0, 9, 6, 8)
+        assert torch.equal(model.eval()(x), torch.stack([other(chunk) for chunk in x.chunk(2)]).mean())
+    told = sw.summary(model).placements
     assert told == "parameters replicate, gradients replicate, optimizer replicate, replicas in one process"

@@ -129,7 +129,8 @@ def test_a_train_step_takes_dicts_tuples_and_loss_functions_and_averages_microba
             assert all(torch.equal(each, losses[0]) for each in everyone)
 
 
-def bad_steps():
+@on_ranks(2)
+def test_batches_that_cannot_be_split_and_losses_that_are_none_are_refused():
     model = sw.parallelize(Chain())
     texts = []
     for batch, options in (
@@ -140,17 +141,14 @@ def bad_steps():
         with pytest.raises(StateError) as caught:
             sw.train_step(model, batch, **options)
         texts.append(str(caught.value))
-    return texts
-
-
-def test_batches_that_cannot_be_split_and_losses_that_are_none_are_refused():
-    odd, zero, loss = run_on_ranks(bad_steps, 2)[0]
+    odd, zero, loss = texts
     assert odd.startswith("a batch tensor of shape [3, 8] cannot be cut into 2 equal parts on dim 0.")
     assert zero == "num_microbatches=0: expected at least 1."
     assert loss.startswith("Chain gave a tensor of shape [3, 3] where a scalar loss was expected.")
 
 
-def drawn_steps():
+@on_ranks(2)
+def test_a_train_step_draws_microbatches_and_leaves_losses_to_the_caller():
     """Losses, gradients and collectives of a step whose microbatches are drawn, beside one that splits the batch."""
     rank = dist.get_rank()
     batch = batch_of(rank, 0)
@@ -185,12 +183,8 @@ def drawn_steps():
     model = sw.parallelize(Chain())
     with pytest.raises(StateError) as caught:
         sw.train_step(model, iter([batch["x"]]), lambda out, _part: out.square().mean(), 2)
-    return str(caught.value)
-
-
-def test_a_train_step_draws_microbatches_and_leaves_losses_to_the_caller():
-    for text in run_on_ranks(drawn_steps, 2):
-        assert text.startswith("the iterator gave 1 microbatches, but num_microbatches=2.")
+    text = str(caught.value)
+    assert text.startswith("the iterator gave 1 microbatches, but num_microbatches=2.")
 
 
 # -- parity

@@ -14,7 +14,7 @@ import torch
 from torch.autograd import DeviceType
 
 from bench import gpu
-from shardwise.testing import run_on_ranks
+from tests.common.ranks import on_ranks
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="there is a CUDA device here")
@@ -116,7 +116,9 @@ def test_a_row_says_what_is_reserved_and_not_allocated_and_what_the_host_takes_f
     assert "Copies with offload_policy=cpu, none were seen." in text
 
 
-def measure() -> tuple[str, dict[str, list[float]]]:
+@pytest.mark.slow
+@on_ranks(1, timeout_s=120)
+def test_the_engines_train_alike_and_every_one_has_its_row() -> None:
     """The whole measurement on the CPU, where there is nothing to allocate or to wait for."""
     found = gpu.measure("gpt-nano", torch.device("cpu"), 1, 2)
     assert all(found.turns[engine][0].predicted_bytes for engine in gpu.OURS)
@@ -125,12 +127,7 @@ def measure() -> tuple[str, dict[str, list[float]]]:
     gpu.write(folder, [found], {"device": "none"})
     (page,) = folder.glob("*.md")
     assert json.loads(page.with_suffix(".json").read_text())["models"][0]["name"] == "gpt-nano"
-    return page.read_text(), {engine: turns[0].losses for engine, turns in found.turns.items()}
-
-
-@pytest.mark.slow
-def test_the_engines_train_alike_and_every_one_has_its_row():
-    ((text, losses),) = run_on_ranks(measure, 1, timeout_s=120)
+    (text, losses) = page.read_text(), {engine: turns[0].losses for engine, turns in found.turns.items()}
     for engine in gpu.ENGINES:
         assert losses[engine] == pytest.approx(losses["torch-fsdp2"], abs=2e-2)
         assert f"| {engine} | " in text

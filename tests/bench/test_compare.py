@@ -23,14 +23,17 @@ train: {micro_batch_size: 1, steps: 10}
 
 
 @pytest.mark.slow
-def test_engines_take_turns_and_compute_the_same(tmp_path, monkeypatch, capfd):
+def test_engines_take_turns_and_compute_the_same_and_replicas_in_one_process_stand_beside_them(
+    tmp_path, monkeypatch, capfd
+):
     monkeypatch.chdir(tmp_path)
     (tmp_path / "run.yaml").write_text(RUN)
-    arguments = ["run.yaml", "--strategies", "zero3,ddp", "--peers", "single", "--nproc", "2"]
+    arguments = ["run.yaml", "--strategies", "zero3,data_parallel,ddp", "--peers", "single", "--nproc", "2"]
     arguments += ["--rounds", "2", "--steps", "2", "--json", "out/result.json", "--markdown", "out/result.md"]
     assert main(["compare", *arguments]) == 0
     values = json.loads((tmp_path / "out" / "result.json").read_text())
-    zero3, ddp, single = values["rows"]
+    rows = {row["engine"] if row["engine"] == "single" else row["strategy"]: row for row in values["rows"]}
+    zero3, ddp, replicas, single = (rows[name] for name in ("zero3", "ddp", "data_parallel", "single"))
     assert values["case"] == "small"
     assert values["losses"]["ours_bitwise"]
     assert max(values["losses"]["differences"].values()) <= 1e-6
@@ -45,24 +48,7 @@ def test_engines_take_turns_and_compute_the_same(tmp_path, monkeypatch, capfd):
     assert set(ddp["collectives"]) == {"all_reduce"}
     for row in (zero3, ddp):
         assert row["peak_tensor_bytes"] == pytest.approx(row["predicted_peak_tensor_bytes"], rel=0.02)
-    shown = capfd.readouterr()
-    assert "equal to the last bit" in shown.out
-    assert "round 2 of 2" in shown.err
-    assert "compare run.yaml" not in (tmp_path / "out" / "result.json").read_text()
-
-
-@pytest.mark.slow
-def test_replicas_in_one_process_are_timed_beside_ddp(tmp_path, monkeypatch, capfd):
-    monkeypatch.chdir(tmp_path)
-    (tmp_path / "run.yaml").write_text(RUN)
-    arguments = ["run.yaml", "--strategies", "data_parallel,ddp", "--peers", "", "--nproc", "2"]
-    assert main(["compare", *arguments, "--rounds", "1", "--steps", "2", "--json", "result.json"]) == 0
-    values = json.loads((tmp_path / "result.json").read_text())
-    ddp, replicas = values["rows"]
-    assert (ddp["strategy"], ddp["world_size"]) == ("ddp", 2)
-    assert (replicas["strategy"], replicas["world_size"]) == ("data_parallel", 1)
-    assert values["losses"]["differences"]["shardwise data_parallel"] <= 1e-6
-    assert len(replicas["step_time_s"]["all"]) == 2
+    assert (ddp["world_size"], replicas["world_size"]) == (2, 1)
     sent = {exchange: entry["sent_bytes"] for exchange, entry in replicas["collectives"].items()}
     num_bytes = sum(4 * each.numel() for each in gpt("gpt-nano", num_layers=3).parameters())
     assert num_bytes <= ddp["collectives"]["all_reduce"]["sent_bytes"] <= 1.05 * num_bytes  # with its padding
@@ -73,9 +59,12 @@ def test_replicas_in_one_process_are_timed_beside_ddp(tmp_path, monkeypatch, cap
         "scatter gradients of outputs": 4,
         "reduce gradients": num_bytes,
     }
-    shown = capfd.readouterr().out
-    assert "sent per step by shardwise data_parallel, all by way of its first device: scatter inputs 128 B" in shown
-    assert "sent per step by shardwise ddp, each rank: all_reduce" in shown
+    shown = capfd.readouterr()
+    assert "sent per step by shardwise data_parallel, all by way of its first device: scatter inputs 128 B" in shown.out
+    assert "sent per step by shardwise ddp, each rank: all_reduce" in shown.out
+    assert "equal to the last bit" in shown.out
+    assert "round 2 of 2" in shown.err
+    assert "compare run.yaml" not in (tmp_path / "out" / "result.json").read_text()
 
 
 @pytest.mark.long

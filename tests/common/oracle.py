@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import contextlib
 import inspect
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any
 
 import torch
@@ -52,6 +52,14 @@ Script = Callable[[nn.Module, int, int], Any]
 
 def adamw(parameters: Any) -> torch.optim.Optimizer:
     return torch.optim.AdamW(parameters, lr=1e-2)
+
+
+def descend(optimizer: torch.optim.Optimizer, losses: Iterable[Tensor]) -> None:
+    """A step for each loss, which is computed when the step before it is done."""
+    for loss in losses:
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
 
 
 _OF_THE_ORACLE = inspect.signature(compare_with_one_process).parameters.keys()

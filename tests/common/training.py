@@ -34,7 +34,7 @@ VARIANTS = (
 
 
 def make_optimizer(parameters: Any) -> torch.optim.Optimizer:
-    """Rates at which four steps change every bit."""
+    """Rates at which three steps change every bit."""
     return torch.optim.AdamW(parameters, lr=1e-2, weight_decay=0.1)
 
 
@@ -51,7 +51,7 @@ def train_each(
     flat: Collection[str] = (),
     is_debugging: bool = False,
     is_in_backward: bool = False,
-    steps: int = 4,
+    steps: int = 3,
     **options: Any,
 ) -> dict[str, Comparison]:
     """The same under several strategies, step by step; the optimizers of those in ``flat`` see flat tensors."""

@@ -15,7 +15,7 @@ from torch.nn.parallel import DistributedDataParallel
 import shardwise as sw
 from shardwise.spec.errors import StateError
 from shardwise.testing import run_on_ranks
-from tests.common.oracle import Block, Chain, sample
+from tests.common.oracle import Block, Chain, descend, sample
 from tests.common.ranks import on_ranks
 
 STRATEGIES = ("ddp", "zero3")
@@ -93,10 +93,7 @@ def head_beside(is_synchronised):
     if is_synchronised:
         head = DistributedDataParallel(head)
     optimizer = torch.optim.SGD([*model.parameters(), *head.parameters()], lr=0.1)
-    for step in range(3):
-        head(model(sample(dist.get_rank(), step))).square().mean().backward()
-        optimizer.step()
-        optimizer.zero_grad()
+    descend(optimizer, (head(model(sample(dist.get_rank(), step))).square().mean() for step in range(3)))
     return [p.detach().clone() for p in head.parameters()]
 
 

@@ -16,6 +16,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 import shardwise as sw
 from shardwise.optim import clip
 from shardwise.testing import probe, run_on_ranks
+from tests.common.ranks import on_ranks
 
 PRESETS = ("ddp", "zero1", "zero3")
 
@@ -88,17 +89,14 @@ def calls_of_clipping(preset: str, count: int) -> tuple[int, int]:
     return calls.counts.total(), sum(len(shape.groups) for shape in probe(model).unit_facts.values())
 
 
-def clipping() -> dict[str, list[tuple[int, int]]]:
-    return {preset: [calls_of_clipping(preset, count) for count in (2, 6)] for preset in PRESETS}
-
-
-def test_clipping_takes_few_calls_for_each_further_group():
-    for found in run_on_ranks(clipping, 2):
-        for preset, ((few_calls, few_groups), (calls, groups)) in found.items():
-            assert groups - few_groups == 4
-            # On the CPU a large gradient is cut into chunks that fit the cache: a view and a split.
-            assert calls - few_calls <= 2 * (groups - few_groups), preset
-            assert calls <= 30 + 2 * groups, preset
+@on_ranks(2)
+def test_clipping_takes_few_calls_for_each_further_group() -> None:
+    found = {preset: [calls_of_clipping(preset, count) for count in (2, 6)] for preset in PRESETS}
+    for preset, ((few_calls, few_groups), (calls, groups)) in found.items():
+        assert groups - few_groups == 4
+        # On the CPU a large gradient is cut into chunks that fit the cache: a view and a split.
+        assert calls - few_calls <= 2 * (groups - few_groups), preset
+        assert calls <= 30 + 2 * groups, preset
 
 
 def test_off_the_cpu_the_calls_of_the_norm_do_not_grow_with_the_model():
@@ -130,7 +128,9 @@ def test_what_makes_the_host_wait_is_seen():
     }
 
 
-def reads_of_experts(factor: float | None) -> tuple[Counter[str], Counter[str]]:
+@pytest.mark.parametrize("factor", [None, 0.5])
+@on_ranks(2)
+def test_the_host_waits_once_for_each_mixture(factor: float | None) -> None:
     """What the host reads in the forward and in the backward of two mixtures, both trained on all ranks."""
     config = {"num_layers": 2, "hidden": 32, "num_heads": 2, "num_experts": 4}
     model = sw.parallelize(sw.models.gpt("gpt-tiny", **config), sw.ParallelPlan(ep=2, expert_capacity=factor))
@@ -139,14 +139,9 @@ def reads_of_experts(factor: float | None) -> tuple[Counter[str], Counter[str]]:
         loss = model(tokens_BT, tokens_BT)
     with HostReads() as backward:
         loss.backward()
-    return forward.reads, backward.reads
-
-
-@pytest.mark.parametrize("factor", [None, 0.5])
-def test_the_host_waits_once_for_each_mixture(factor):
-    for forward, backward in run_on_ranks(reads_of_experts, 2, factor):
-        assert forward == {"tolist": 2}
-        assert not backward
+    forward, backward = forward.reads, backward.reads
+    assert forward == {"tolist": 2}
+    assert not backward
 
 
 class Branches(nn.Module):

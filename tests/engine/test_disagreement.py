@@ -158,8 +158,12 @@ def test_a_model_may_branch_by_its_input(world):
     run_on_ranks(branch, world)
 
 
-def count_wrong_prefetches():
-    """By step: gathers of the step, and those of units that did not run."""
+@on_ranks(2)
+def test_gathers_of_units_that_did_not_run_are_counted():
+    """A way gathers the root and three blocks in forward, and two or three of the blocks again in backward.
+
+    By step: gathers of the step, and those of units that did not run.
+    """
     model = sw.parallelize(Branching(), sw.ParallelPlan(auto_wrap_policy=BY_BLOCK))
     found = []
     for step in range(6):
@@ -169,16 +173,11 @@ def count_wrong_prefetches():
         model.zero_grad()
         gathers = [event for event in events if event.kind == "all_gather"]
         found.append((len(gathers), sw.summary(model).num_wrong_prefetches - before))
-    return found, str(sw.summary(model))
-
-
-def test_gathers_of_units_that_did_not_run_are_counted():
-    """A way gathers the root and three blocks in forward, and two or three of the blocks again in backward."""
-    for found, text in run_on_ranks(count_wrong_prefetches, 2):
-        # From the second step on the other way's three blocks are gathered for nothing in forward and in backward. In
-        # the second, which knows of no way b, a block of way a is prefetched, evicted and gathered once more.
-        assert found == [(6, 0), (14, 7), (13, 6), (13, 6), (13, 6), (13, 6)]
-        assert "gathered, but not run on this rank: 31 times so far" in text
+    text = str(sw.summary(model))
+    # From the second step on the other way's three blocks are gathered for nothing in forward and in backward. In
+    # the second, which knows of no way b, a block of way a is prefetched, evicted and gathered once more.
+    assert found == [(6, 0), (14, 7), (13, 6), (13, 6), (13, 6), (13, 6)]
+    assert "gathered, but not run on this rank: 31 times so far" in text
 
 
 class Shuffled(Chain):
@@ -207,27 +206,24 @@ def test_an_order_that_always_changes_does_not_grow_for_ever():
             assert len(order) <= 2 * 17 + 8  # a block may be in the recorded path twice: expected, and run later
 
 
-def choose_by_rank(stall_s):
+@on_ranks(2)
+def test_a_way_that_one_rank_alone_takes_ends_in_a_disagreement_that_names_the_units():
     """A unit that only one rank runs, in the first step and, where it is new, in a later one."""
-    report_stalls_after(stall_s)
+    report_stalls_after(0.6)
     rank = dist.get_rank()
     model = sw.parallelize(Branching(), sw.ParallelPlan(auto_wrap_policy=BY_BLOCK))
     for step in range(2):
         model(sample(rank, step), "a").square().mean().backward()
     with pytest.raises(RankDisagreement) as caught:
         model(sample(rank, 2), "a" if rank == 0 else "ac").square().mean().backward()
-    return str(caught.value)
-
-
-def test_a_way_that_one_rank_alone_takes_ends_in_a_disagreement_that_names_the_units():
-    for text in run_on_ranks(choose_by_rank, 2, 0.6):
-        assert "ranks issued different collectives at #" in text or "ranks wait for each other" in text
-        assert "'ways.c.0'" in text
-        assert "'ways.a." in text
+    text = str(caught.value)
+    assert "ranks issued different collectives at #" in text or "ranks wait for each other" in text
+    assert "'ways.c.0'" in text
+    assert "'ways.a." in text
 
 
 def diverge(strategy, stall_s):
-    report_stalls_after(stall_s)
+    report_stalls_after(0.6)
     rank = dist.get_rank()
     model = sw.parallelize(Wanders(), sw.ParallelPlan(strategy=strategy))
     with pytest.raises(RankDisagreement) as caught:
@@ -246,7 +242,7 @@ def test_in_the_first_step_another_order_is_a_disagreement_that_all_ranks_report
 
 def diverge_later(stall_s):
     """In a later step rank 1 runs a unit once more than the others ever did."""
-    report_stalls_after(stall_s)
+    report_stalls_after(0.6)
     rank = dist.get_rank()
     model = sw.parallelize(Skips())
     for step in range(2):
@@ -276,9 +272,10 @@ def test_a_unit_that_one_rank_alone_runs_is_a_disagreement_that_all_ranks_report
     assert len(texts) == 1
 
 
-def cross(stall_s):
+@on_ranks(2)
+def test_ranks_that_wait_for_each_other_are_told_so_at_this_and_every_further_collective():
     """Two models, called in another order by either rank: both wait for what the other has not begun."""
-    report_stalls_after(stall_s)
+    report_stalls_after(0.6)
     rank = dist.get_rank()
     models = [sw.parallelize(Chain()), sw.parallelize(Chain())]
     texts = []
@@ -286,26 +283,18 @@ def cross(stall_s):
         with pytest.raises(RankDisagreement) as caught:
             model(sample(rank, 0))
         texts.append(str(caught.value))
-    return texts
+    for text in texts:
+        assert text.startswith("ranks wait for each other in different collectives:\n  rank 0: all_gather of unit")
 
 
-def test_ranks_that_wait_for_each_other_are_told_so_at_this_and_every_further_collective():
-    for texts in run_on_ranks(cross, 2, 0.6):
-        for text in texts:
-            assert text.startswith("ranks wait for each other in different collectives:\n  rank 0: all_gather of unit")
-
-
-def thread_after_end():
+@on_ranks(2)
+def test_the_watch_ends_before_the_interpreter_does():
+    """A thread inside the store at the interpreter's end aborts the process; ``end`` is registered with atexit."""
     dist.barrier()  # a rank that leaves while another connects to it fails that one
     found = stall.StallWatch.of(dist.group.WORLD)
     was_alive = found._thread.is_alive()
     found.end()
-    return was_alive, found._thread.is_alive()
-
-
-def test_the_watch_ends_before_the_interpreter_does():
-    """A thread inside the store at the interpreter's end aborts the process; ``end`` is registered with atexit."""
-    assert run_on_ranks(thread_after_end, 2) == [(True, False)] * 2
+    assert (was_alive, found._thread.is_alive()) == (True, False)
 
 
 class Branches(nn.Module):
@@ -375,7 +364,8 @@ def test_what_a_rank_has_issued_is_known_however_long_ago_it_was():
     assert stall._absence(statuses, statuses) is None
 
 
-def answers() -> list[bool]:
+@on_ranks(1)
+def test_after_a_stall_has_passed_nobody_publishes_any_more() -> None:
     """Whether this rank publishes where it is: when a peer asks, a look later, and when the peer asks anew."""
     seen = stall.StallWatch.of(dist.group.WORLD)
     seen._ends.set()
@@ -387,8 +377,4 @@ def answers() -> list[bool]:
             seen._store.set("ask", asked)
         seen._publish_if_asked()
         found.append(seen._store.get("rank-0") != b"nothing")
-    return found
-
-
-def test_after_a_stall_has_passed_nobody_publishes_any_more() -> None:
-    assert run_on_ranks(answers, 1) == [[True, False, True]]
+    assert found == [True, False, True]

@@ -11,8 +11,9 @@ from torch import Tensor
 
 import shardwise as sw
 from shardwise.comm.gloo import _Exchange
-from shardwise.testing import probe, run_on_ranks
+from shardwise.testing import probe
 from tests.common.oracle import Chain, plain_loss, presets, sample
+from tests.common.ranks import on_ranks
 
 
 class Raises(Chain):
@@ -37,7 +38,8 @@ def raises_in_forward(strategy):
     return model, sum(unit.state == "unsharding" for unit in probe(model).units)
 
 
-def drop_and_go_on():
+@on_ranks(2, timeout_s=60)
+def test_a_model_that_is_dropped_with_a_prefetch_under_way_leaves_the_group_in_order():
     """What is under way when the model goes has come when it is gone: the next collective on the group ends."""
     found = {}
     for strategy in presets():
@@ -49,24 +51,16 @@ def drop_and_go_on():
         again = sw.parallelize(Chain())
         plain_loss(again, dist.get_rank(), 0).backward()
         found[strategy] = num_under_way, total.item()
-    return found
+    assert found["zero3"] == (1, 2.0)
+    assert {total for _, total in found.values()} == {2.0}
 
 
-def test_a_model_that_is_dropped_with_a_prefetch_under_way_leaves_the_group_in_order():
-    for found in run_on_ranks(drop_and_go_on, 2, timeout_s=60):
-        assert found["zero3"] == (1, 2.0)
-        assert {total for _, total in found.values()} == {2.0}
-
-
-def count_waits():
+@on_ranks(2, timeout_s=40)
+def test_what_is_being_gathered_is_waited_for_before_its_memory_goes():
     """Waits of the dropped model's receives, before its slots are freed."""
     model, _ = raises_in_forward("zero3")
     handles = [held for held in gc.get_objects() if isinstance(held, _Exchange) and held._receives]
     num_handles = len(handles)
     del model
     gc.collect()
-    return num_handles, [len(handle._receives) for handle in handles]
-
-
-def test_what_is_being_gathered_is_waited_for_before_its_memory_goes():
-    assert run_on_ranks(count_waits, 2, timeout_s=40) == [(1, [0])] * 2
+    assert (num_handles, [len(handle._receives) for handle in handles]) == (1, [0])

@@ -17,7 +17,7 @@ from shardwise.cli import main
 from shardwise.spec.errors import MeshError
 from shardwise.testing import StorageCount, probe, run_on_ranks
 from tests.common import models
-from tests.common.oracle import PRESETS
+from tests.common.oracle import PRESETS, descend
 
 NAMES = ("gpt", "tied", "frozen")
 STRATEGIES = ("ddp", "zero1", "zero2", "shard_grad_op", "zero3", "hsdp", "hybrid_shard_grad_op")
@@ -184,10 +184,7 @@ def measured_peak(plan: sw.ParallelPlan) -> int:
     model = sw.parallelize(build_wide(), plan)
     optimizer = torch.optim.AdamW(model.parameters())
     inputs = wide_batch()
-    for _ in range(2):
-        model(*inputs).backward()
-        optimizer.step()
-        optimizer.zero_grad()
+    descend(optimizer, (model(*inputs) for _ in range(2)))
     with StorageCount("cpu") as count:
         count.see_all_objects()
         model(*inputs).backward()

@@ -108,20 +108,18 @@ def switched(model, is_enabled):
     yield
 
 
-def accumulation():
-    """set_requires_gradient_sync before each microbatch, as FSDP2's users write it."""
+@on_ranks(1, 2, 3)
+def test_gradient_sync_can_be_switched_by_method():
+    """With False nothing is sent until True, as with FSDP2.
+
+    set_requires_gradient_sync before each microbatch, as FSDP2's users write it.
+    """
     model = bottom_up(Chain())
     compare_local_sums(model, Chain, lambda is_enabled: switched(model, is_enabled), "fully_shard")
     with pytest.raises(StateError) as caught:
         model.blocks[1].set_requires_gradient_sync(False)
-    return str(caught.value)
-
-
-@WORLDS
-def test_gradient_sync_can_be_switched_by_method(world):
-    """With False nothing is sent until True, as with FSDP2."""
-    for text in run_on_ranks(accumulation, world):
-        assert text.startswith("set_requires_gradient_sync() of unit 'blocks.1': the units of a model are reduced toge")
+    text = str(caught.value)
+    assert text.startswith("set_requires_gradient_sync() of unit 'blocks.1': the units of a model are reduced toge")
 
 
 class Normed(nn.Module):
@@ -170,7 +168,8 @@ def test_a_model_is_finished_as_by_parallelize_but_for_buffers():
         assert is_synced
 
 
-def refusals():
+@on_ranks(2)
+def test_what_cannot_be_a_unit_is_refused():
     texts = {}
 
     def attempt(name, call, kind):
@@ -185,11 +184,6 @@ def refusals():
     tied.head.weight = tied.blocks[2].up.weight
     sw.fully_shard(tied.blocks[2])
     attempt("tied", lambda: sw.fully_shard(tied), StateError)
-    return texts
-
-
-def test_what_cannot_be_a_unit_is_refused():
-    texts = run_on_ranks(refusals, 2)[0]
     assert texts["twice"].startswith("Chain is a unit already.")
     assert "'head.weight' is tied to one of unit 'blocks.2', which does not cover all its uses" in texts["tied"]
 

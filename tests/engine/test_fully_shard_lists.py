@@ -127,7 +127,8 @@ def test_a_list_of_modules_is_gathered_and_reduced_as_one():
     assert sorted(run_on_ranks(one_exchange, 2)[0]) == ["all_gather", "reduce_scatter"]
 
 
-def refusals():
+@on_ranks(2)
+def test_what_cannot_be_one_unit_is_refused():
     texts = {}
 
     def attempt(name, call, kind=StateError):
@@ -152,11 +153,6 @@ def refusals():
     optimizer.step()
     pairs = zip(probe(model.norm).shards, probe(model).shards, strict=True)
     assert all(one.parameter is other.parameter for one, other in pairs)  # one engine
-    return texts
-
-
-def test_what_cannot_be_one_unit_is_refused():
-    texts = run_on_ranks(refusals, 2)[0]
     assert texts["empty"].startswith("fully_shard([]): expected a module, or a list of at least one.")
     assert texts["compiled"].startswith("fully_shard got a OptimizedModule that torch.compile() has made or changed")
     assert "sw.ParallelPlan(compile=True)" in texts["compiled in place"]

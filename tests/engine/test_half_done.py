@@ -12,6 +12,7 @@ from shardwise.engine.engine import Engine
 from shardwise.engine.hooks import Observer
 from shardwise.engine.unit import State, engine_of
 from shardwise.testing import run_on_ranks
+from tests.common.ranks import on_ranks
 
 
 class Recursive(nn.Module):
@@ -49,17 +50,14 @@ def step_alike(plain: nn.Module, model: nn.Module, x: Tensor) -> bool:
 # -- a gather that raises
 
 
-def fail_to_gather() -> tuple[list[int], bool]:
+@on_ranks(2)
+def test_after_a_gather_that_raised_a_unit_may_be_called_inside_itself() -> None:
     plain, model, engine = sharded(Recursive)
     x = torch.ones(2, 4)
     with mock.patch.object(Engine, "gather", side_effect=RuntimeError("no gather")), pytest.raises(RuntimeError):
         model(x)
     open_calls = [member.num_frames for unit in engine.units for member in unit.members]
-    return open_calls, torch.equal(model(x), plain(x)) and step_alike(plain, model, x)
-
-
-def test_after_a_gather_that_raised_a_unit_may_be_called_inside_itself() -> None:
-    assert run_on_ranks(fail_to_gather, 2) == [([0] * 6, True)] * 2
+    assert (open_calls, torch.equal(model(x), plain(x)) and step_alike(plain, model, x)) == ([0] * 6, True)
 
 
 class HalfFrozen(nn.Module):
@@ -81,7 +79,8 @@ class RaisesOnce(Observer):
             raise RuntimeError("no second group")
 
 
-def gather_half_a_unit() -> tuple[set[State], int, bool]:
+@on_ranks(2)
+def test_of_a_unit_of_which_half_was_gathered_nothing_is_under_way() -> None:
     plain, model, engine = sharded(HalfFrozen)
     observer, x = RaisesOnce(), torch.ones(2, 4)
     engine.observers.add(observer)
@@ -89,11 +88,11 @@ def gather_half_a_unit() -> tuple[set[State], int, bool]:
         model(x)
     left = sum(len(unit.handles) for unit in engine.units)
     states = {unit.state for unit in engine.units if unit.parent is not None}
-    return states - {State.UNSHARDED}, left, torch.equal(model(x), plain(x)) and step_alike(plain, model, x)
-
-
-def test_of_a_unit_of_which_half_was_gathered_nothing_is_under_way() -> None:
-    assert run_on_ranks(gather_half_a_unit, 2) == [({State.SHARDED}, 0, True)] * 2
+    assert (states - {State.UNSHARDED}, left, torch.equal(model(x), plain(x)) and step_alike(plain, model, x)) == (
+        {State.SHARDED},
+        0,
+        True,
+    )
 
 
 # -- a second thread
@@ -165,15 +164,12 @@ def keep_and_use(model: nn.Module) -> None:
     model[0].register_forward_hook(lambda _module, _args, output: output.register_hook(use_what_was_kept) and None)
 
 
-def late_gradient() -> bool:
+@on_ranks(2)
+def test_a_gradient_that_comes_after_its_unit_was_reduced_is_reduced_as_well() -> None:
     plain, model, _ = sharded(Keeps, "ddp", gradient_buffers=6)
     for each in (plain, model):
         keep_and_use(each)
-    return step_alike(plain, model, torch.ones(2, 4))
-
-
-def test_a_gradient_that_comes_after_its_unit_was_reduced_is_reduced_as_well() -> None:
-    assert run_on_ranks(late_gradient, 2) == [True] * 2
+    assert step_alike(plain, model, torch.ones(2, 4))
 
 
 # -- a backward that raises while sums travel between the groups of a hybrid mesh

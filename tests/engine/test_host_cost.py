@@ -23,6 +23,7 @@ from shardwise.engine.engine import Engine
 from shardwise.engine.unit import Unit
 from shardwise.testing import run_on_ranks
 from tests.common.oracle import PRESETS
+from tests.common.ranks import on_ranks
 
 WATCHED: dict[type, tuple[str, ...]] = {
     Engine: ("before_forward", "after_forward", "on_ticket", "end_backward"),
@@ -137,13 +138,13 @@ FLOORS = ("engine", "forms", "features", "optim", "comm", "spec")
 ENGINE = tuple(str(Path(sw.__file__).parent / floor) for floor in FLOORS)
 
 
-def count_both() -> tuple[tuple[float, int], tuple[float, int]]:
-    return count_calls(strategy="zero3"), count_calls(strategy="zero3", merge_units=False)
-
-
-def test_a_step_makes_a_bounded_number_of_python_calls_for_each_block_and_none_for_each_parameter():
+@on_ranks(1)
+def test_a_step_makes_a_bounded_number_of_python_calls_for_each_block_and_none_for_each_parameter() -> None:
     """pytorch#173680, pytorch#134191. Counted, so that a busy machine changes nothing: 87 and 188 where written."""
-    ((merged, on_parameters), (alone, _)) = run_on_ranks(count_both, 1)[0]
+    ((merged, on_parameters), (alone, _)) = (
+        count_calls(strategy="zero3"),
+        count_calls(strategy="zero3", merge_units=False),
+    )
     assert on_parameters == 0
     assert 20 < merged < 110
     assert merged < alone < 230

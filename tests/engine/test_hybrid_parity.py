@@ -6,7 +6,6 @@ from unittest import mock
 
 import pytest
 import torch
-from torch import Tensor
 
 from shardwise.comm.base import Done
 from shardwise.comm.gloo import GlooComm
@@ -106,17 +105,16 @@ def test_other_features_go_with_both_axes() -> None:
 # -- negative controls
 
 
-def grouped_in_several_ways() -> list[Tensor]:
-    """One weight of the plain process after each."""
+@on_ranks(4)
+def test_adding_over_the_groups_first_would_differ() -> None:
+    """And so would any sum in rank order: the tests above tell the groupings apart.
+
+    One weight of the plain process after each.
+    """
     deferred, sharded = (Variant(mode, 2, mode) for mode in ("defer_replicate", "sharded"))
     ways = ((PLAIN, 1), (PLAIN, 4), (PLAIN, 2), (deferred, 2), (sharded, 2))  # and groups
     trained = [train("gpt", "hsdp", variant, dp_replicate=1, dp_shard=4 // groups) for variant, groups in ways]
-    return [result.plain.blocks[0].mlp.up.weight.detach() for result in trained]
-
-
-def test_adding_over_the_groups_first_would_differ():
-    """And so would any sum in rank order: the tests above tell the groupings apart."""
-    flat, columns, grouped, deferred, sharded = run_on_ranks(grouped_in_several_ways, 4)[0]
+    flat, columns, grouped, deferred, sharded = [result.plain.blocks[0].mlp.up.weight.detach() for result in trained]
     assert torch.equal(flat, columns)
     assert not torch.equal(flat, grouped)
     assert not torch.equal(deferred, sharded)

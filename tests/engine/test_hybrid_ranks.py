@@ -19,7 +19,7 @@ from shardwise.comm import stall
 from shardwise.comm.gloo import GlooComm
 from shardwise.spec.errors import MeshError, PlanError, RankDisagreement, StateError
 from shardwise.testing import forget_notices, probe, report_stalls_after, run_on_ranks
-from tests.common.oracle import Block, Chain, adamw, compare, compare_each, plain_loss, sample
+from tests.common.oracle import Block, Chain, adamw, compare, compare_each, descend, plain_loss, sample
 from tests.common.ranks import on_ranks
 from tests.engine.test_disagreement import Skips, Wanders, skip_at_the_ends, skip_from_step_two_on
 from tests.engine.test_fully_shard import bottom_up
@@ -541,10 +541,7 @@ def reload(path: Path, other: Path | None, strategy: str, options):
 
 
 def _train(model, optimizer, steps):
-    for step in steps:
-        plain_loss(model, dist.get_rank(), step).backward()
-        optimizer.step()
-        optimizer.zero_grad()
+    descend(optimizer, (plain_loss(model, dist.get_rank(), step) for step in steps))
 
 
 def _whole(model, optimizer):

@@ -47,13 +47,6 @@ OWN = ["blocks.*.expert", "blocks.*.norm"]
 ALL = [*OWN, "tower.*"]
 
 
-def train():
-    compare_each(Experts, plain_loss, ignored=ALL)
-    compare_each(Experts, plain_loss, ignored=ALL, auto_wrap_policy=sw.wrap_by_class({Block, nn.Linear}))
-    compare_each(Experts, accumulated, ignored=ALL)
-    compare(Experts, plain_loss, "zero3", ignored=ALL, given=sw.flat_parameters)
-
-
 def accumulated(model, rank, step):
     for micro in range(2):
         loss = plain_loss(model, rank, 10 * step + micro)
@@ -61,9 +54,12 @@ def accumulated(model, rank, step):
         yield loss
 
 
-@pytest.mark.parametrize("world", [2, 3])
-def test_each_rank_trains_its_own_experts_and_shares_the_rest(world):
-    run_on_ranks(train, world)
+@on_ranks(2, 3)
+def test_each_rank_trains_its_own_experts_and_shares_the_rest():
+    compare_each(Experts, plain_loss, ignored=ALL)
+    compare_each(Experts, plain_loss, ignored=ALL, auto_wrap_policy=sw.wrap_by_class({Block, nn.Linear}))
+    compare_each(Experts, accumulated, ignored=ALL)
+    compare(Experts, plain_loss, "zero3", ignored=ALL, given=sw.flat_parameters)
 
 
 @on_ranks(2)
@@ -219,7 +215,8 @@ def test_what_all_ranks_hold_alike_is_saved_once_and_loads_anywhere(tmp_path):
         assert torch.equal(got, expected)
 
 
-def refused():
+@on_ranks(2)
+def test_what_is_not_in_the_model_or_has_no_values_is_refused_on_all_ranks():
     model = Chain()
     texts = []
     for entry in ("blocks.*.middle", nn.Linear(2, 2), nn.Parameter(torch.zeros(3, 4))):
@@ -232,15 +229,11 @@ def refused():
     with pytest.raises(StateError) as caught:
         sw.parallelize(model, sw.ParallelPlan(ignored=["blocks.2"], sync="rank0"))
     texts.append(str(caught.value))
-    return texts
-
-
-def test_what_is_not_in_the_model_or_has_no_values_is_refused_on_all_ranks():
-    for pattern, module, parameter, empty in run_on_ranks(refused, 2):
-        assert pattern.startswith("ignored: 'blocks.*.middle' matches no module and no parameter of Chain.\n  Names in")
-        assert module.startswith("ignored: Linear is not in Chain.")
-        assert parameter.startswith("ignored: a parameter of shape [3, 4] is not in Chain.")
-        assert "is on the meta device" in empty
+    pattern, module, parameter, empty = texts
+    assert pattern.startswith("ignored: 'blocks.*.middle' matches no module and no parameter of Chain.\n  Names in")
+    assert module.startswith("ignored: Linear is not in Chain.")
+    assert parameter.startswith("ignored: a parameter of shape [3, 4] is not in Chain.")
+    assert "is on the meta device" in empty
 
 
 @on_ranks(1)

@@ -15,6 +15,7 @@ from torch import Tensor, distributed, nn
 import shardwise as sw
 from shardwise.testing import probe, run_on_ranks, same_bits
 from tests.common import models
+from tests.common.ranks import on_ranks
 
 pytestmark = pytest.mark.slow
 
@@ -194,16 +195,13 @@ def differing(runs: dict[str, Run]) -> dict[str, str]:
     return faults
 
 
-def differing_compiled() -> dict[str, str]:
+@pytest.mark.skipif(shutil.which("g++") is None, reason="inductor needs a C++ compiler on CPU")
+@on_ranks(2, timeout_s=300)
+def test_compiled_units_have_the_numbers_of_kept_buffers() -> None:
     warnings.simplefilter("ignore")  # inductor imports deprecated parts of torch
     torch._inductor.config.compile_threads = 1
-    return differing(COMPILED)
-
-
-@pytest.mark.skipif(shutil.which("g++") is None, reason="inductor needs a C++ compiler on CPU")
-def test_compiled_units_have_the_numbers_of_kept_buffers():
-    for faults in run_on_ranks(differing_compiled, 2, timeout_s=300):
-        assert faults == {}
+    faults = differing(COMPILED)
+    assert faults == {}
 
 
 @pytest.mark.parametrize(("world", "runs"), [(1, ALONE), (2, IN_PAIRS), (4, IN_FOURS)], ids=["1", "2", "4"])

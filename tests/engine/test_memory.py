@@ -25,6 +25,7 @@ from shardwise.spec.memory.activations import Activations
 from shardwise.testing import StorageCount, probe, run_on_ranks
 from tests.common import models
 from tests.common.oracle import PRESETS
+from tests.common.ranks import on_ranks
 
 pytestmark = pytest.mark.slow
 
@@ -364,8 +365,12 @@ def _caller() -> str:
     return f"{frame.f_code.co_filename}:{frame.f_lineno}" if frame is not None else ""
 
 
-def find_allocations() -> dict[str, list[list[tuple[int, str]]]]:
-    """By preset, what was allocated in the construction and steps 1, 2, 3 and 4."""
+@on_ranks(1, 3)
+def test_no_gather_or_gradient_buffer_is_allocated_from_the_third_step_on() -> None:
+    """pytorch#147168, torchtitan#735: more memory reserved than allocated, for buffers that come and go.
+
+    By preset, what was allocated in the construction and steps 1, 2, 3 and 4.
+    """
     found = {}
     for preset in PRESETS:
         by_step = []
@@ -380,15 +385,8 @@ def find_allocations() -> dict[str, list[list[tuple[int, str]]]]:
                 train(model, optimizer, batch(), 1)
             by_step.append(allocations.found)
         found[preset] = by_step
-    return found
-
-
-@pytest.mark.parametrize("world", [1, 3])
-def test_no_gather_or_gradient_buffer_is_allocated_from_the_third_step_on(world):
-    """pytorch#147168, torchtitan#735: more memory reserved than allocated, for buffers that come and go."""
-    for found in run_on_ranks(find_allocations, world):
-        for preset, (construction, first, _, third, fourth) in found.items():
-            early = [num_bytes for num_bytes, _ in construction + first if num_bytes > SMALL_BYTES]
-            assert early, f"{preset}: the measurement does not see the buffers being made"
-            late = [entry for entry in third + fourth if entry[0] > SMALL_BYTES]
-            assert late == [], preset
+    for preset, (construction, first, _, third, fourth) in found.items():
+        early = [num_bytes for num_bytes, _ in construction + first if num_bytes > SMALL_BYTES]
+        assert early, f"{preset}: the measurement does not see the buffers being made"
+        late = [entry for entry in third + fourth if entry[0] > SMALL_BYTES]
+        assert late == [], preset

@@ -120,11 +120,12 @@ def frozen_front() -> nn.Module:
     return model
 
 
-def what_is_merged():
+@on_ranks(1)
+def test_neighbours_in_a_chain_are_merged_but_no_alternatives_no_parents_and_nothing_across_kinds():
     blocks = sw.wrap_by_class({Block})
     deep = Chain(Tower, 2)
     nested = Chain(Tower, 2)
-    return {
+    found = {
         "off": units_of(Chain(), merge_units=False),
         "few": units_of(Chain()),
         "many": units_of(Chain(num_blocks=48)),
@@ -140,10 +141,6 @@ def what_is_merged():
             mp_policy=sw.PrecisionPolicy(overrides={"blocks.3": sw.PrecisionPolicy(param_dtype="fp32")}),
         ),
     }
-
-
-def test_neighbours_in_a_chain_are_merged_but_no_alternatives_no_parents_and_nothing_across_kinds():
-    (found,) = run_on_ranks(what_is_merged, 1)
     five = [f"blocks.{index}" for index in range(5)]
     assert found["off"] == found["few"] == ["root", *five]
     assert found["many"] == ["root", *(f"blocks.{first}-{first + 5}" for first in range(0, 48, 6))]
@@ -186,7 +183,8 @@ def test_the_summary_and_the_collectives_tell_what_travels_together():
     assert ("reduce_scatter", "blocks.42-47") in events
 
 
-def use_members():
+@on_ranks(2)
+def test_a_module_of_a_merged_unit_is_refused_outside_of_its_own_call():
     """Modules of a merged unit are refused outside of their member, and are plain modules inside."""
     model = sw.parallelize(Chain(), sw.ParallelPlan(merge_units=ALL))
     texts = []
@@ -206,13 +204,8 @@ def use_members():
     assert not unit.num_open_forwards
     alone.sum().backward()
     whole.sum().backward()
-    return texts
-
-
-def test_a_module_of_a_merged_unit_is_refused_outside_of_its_own_call():
-    for texts in run_on_ranks(use_members, 2):
-        assert len(texts) == 1
-        assert "'blocks.1.up' was called outside the forward of its unit 'blocks.1'" in texts[0]
+    assert len(texts) == 1
+    assert "'blocks.1.up' was called outside the forward of its unit 'blocks.1'" in texts[0]
 
 
 def members_alone(model, rank, step):

@@ -71,22 +71,6 @@ def _holds(optimizer, parameter):
     return any(p is parameter for group in optimizer.param_groups for p in group["params"])
 
 
-def used_before():
-    texts = []
-    for strategy in SPLIT:
-        model = Chain()
-        optimizer = torch.optim.AdamW(model.parameters())
-        plain_loss(model, 0, 0).backward()
-        optimizer.step()
-        optimizer.zero_grad()
-        sw.parallelize(model, sw.ParallelPlan(strategy=strategy))
-        plain_loss(model, 0, 1).backward()
-        with pytest.raises(StateError) as caught:
-            optimizer.step()
-        texts.append(str(caught.value))
-    return texts
-
-
 @on_ranks(2)
 def test_an_optimizer_built_before_works_and_decay_groups_by_dimension_stay():
     made = {}
@@ -112,17 +96,30 @@ def test_an_optimizer_built_before_works_and_decay_groups_by_dimension_stay():
         assert sizes == [64 + 5 * 208 + 24, 8 + 5 * 21 + 3]
 
 
+@on_ranks(2)
 def test_an_optimizer_that_has_stepped_before_is_refused():
-    for texts in run_on_ranks(used_before, 2):
-        for text in texts:
-            assert text.startswith("the optimizer was used before sw.parallelize(): its state 'exp_avg' of '")
-            assert "Build it after sw.parallelize(), or without having stepped" in text
+    texts = []
+    for strategy in SPLIT:
+        model = Chain()
+        optimizer = torch.optim.AdamW(model.parameters())
+        plain_loss(model, 0, 0).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        sw.parallelize(model, sw.ParallelPlan(strategy=strategy))
+        plain_loss(model, 0, 1).backward()
+        with pytest.raises(StateError) as caught:
+            optimizer.step()
+        texts.append(str(caught.value))
+    for text in texts:
+        assert text.startswith("the optimizer was used before sw.parallelize(): its state 'exp_avg' of '")
+        assert "Build it after sw.parallelize(), or without having stepped" in text
 
 
 # -- what would give slices
 
 
-def refusals():
+@on_ranks(2)
+def test_state_dict_copies_pickles_and_conversions_are_refused_with_what_to_use():
     texts = {}
     for strategy in SPLIT:
         model = sw.parallelize(Chain(), sw.ParallelPlan(strategy=strategy))
@@ -155,11 +152,6 @@ def refusals():
         assert all(torch.equal(a, b.detach()) for a, b in zip(held, model.parameters(), strict=True))
         assert all(p.grad is not None or p.numel() == 0 for p in model.parameters())
         plain_loss(model, 0, 1).backward()
-    return texts
-
-
-def test_state_dict_copies_pickles_and_conversions_are_refused_with_what_to_use():
-    texts = run_on_ranks(refusals, 2)[0]
     assert texts["state_dict"] == (
         "state_dict() of Chain would give slices: its parameters are sharded.\n"
         "  Use sw.full_state_dict(model) or sw.save(path, model, optimizer)."
@@ -300,7 +292,8 @@ def test_a_full_state_dict_is_the_plain_models_and_can_be_loaded():
             same(again, Stateful(0.5).state_dict(), f"{strategy}, after a backward")
 
 
-def misfits():
+@on_ranks(2)
+def test_a_state_dict_that_does_not_fit_is_refused_on_all_ranks_and_nothing_is_loaded():
     rank = torch.distributed.get_rank()
     texts = {}
     for strategy in ("ddp", "zero2", "zero3"):
@@ -329,20 +322,14 @@ def misfits():
             expected = Stateful().state_dict()
             expected.update(state)
             same(now, expected, f"{strategy}, partly")
-    return texts
-
-
-def test_a_state_dict_that_does_not_fit_is_refused_on_all_ranks_and_nothing_is_loaded():
-    for texts in run_on_ranks(misfits, 2):
-        assert (
-            "does not fit the model (1 differences):\n  blocks.1.up.weight: missing (expected [13, 8])"
-            in texts["missing"]
-        )
-        assert "blocks.1.steps: missing (expected [])" in texts["buffer"]
-        assert "blocks.0._extra_state: extra state that JSON cannot hold" in texts["extra"]
-        assert "extra: unexpected" in texts["unexpected"]
-        assert "blocks.1.up.weight: expected [13, 8], got [8, 13]" in texts["shape"]
-        assert "blocks.1.up.bias: expected [13], got [1]" in texts["shape, not strict"]
+    assert (
+        "does not fit the model (1 differences):\n  blocks.1.up.weight: missing (expected [13, 8])" in texts["missing"]
+    )
+    assert "blocks.1.steps: missing (expected [])" in texts["buffer"]
+    assert "blocks.0._extra_state: extra state that JSON cannot hold" in texts["extra"]
+    assert "extra: unexpected" in texts["unexpected"]
+    assert "blocks.1.up.weight: expected [13, 8], got [8, 13]" in texts["shape"]
+    assert "blocks.1.up.bias: expected [13], got [1]" in texts["shape, not strict"]
 
 
 class Wide(nn.Module):
@@ -383,7 +370,25 @@ def test_state_dicts_are_streamed_one_group_at_a_time():
 # -- small calls
 
 
-def small_calls():
+def long_names():
+    class ALayerWhoseClassHasALongName(nn.Linear):
+        pass
+
+    blocks = nn.ModuleList(ALayerWhoseClassHasALongName(4, 4) for _ in range(2))
+    model = nn.ModuleDict({"an_encoder_with_a_long_name": nn.ModuleDict({"layers": blocks})})
+    return str(sw.summary(sw.parallelize(model, sw.ParallelPlan(auto_wrap_policy=sw.wrap_by_name("*.layers.*")))))
+
+
+def test_names_in_the_summary_keep_to_their_columns():
+    header, *rows = run_on_ranks(long_names, 1)[0].splitlines()[1:4]
+    for row in rows:
+        name, kind = row.split()[:2]
+        assert kind in {"ModuleDict", "ALayerWhoseClassHasALongName"}
+        assert row.index(kind) == header.index("class") > row.index(name) + len(name)
+
+
+@on_ranks(2)
+def test_summary_record_and_calls_on_a_plain_module():
     found = {}
     model = sw.parallelize(Chain(), sw.ParallelPlan(strategy="zero3"))
     found["before"] = str(sw.summary(model))
@@ -410,28 +415,8 @@ def small_calls():
         with pytest.raises(StateError) as caught:
             call()
         found[name] = str(caught.value)
-    return found
-
-
-def long_names():
-    class ALayerWhoseClassHasALongName(nn.Linear):
-        pass
-
-    blocks = nn.ModuleList(ALayerWhoseClassHasALongName(4, 4) for _ in range(2))
-    model = nn.ModuleDict({"an_encoder_with_a_long_name": nn.ModuleDict({"layers": blocks})})
-    return str(sw.summary(sw.parallelize(model, sw.ParallelPlan(auto_wrap_policy=sw.wrap_by_name("*.layers.*")))))
-
-
-def test_names_in_the_summary_keep_to_their_columns():
-    header, *rows = run_on_ranks(long_names, 1)[0].splitlines()[1:4]
-    for row in rows:
-        name, kind = row.split()[:2]
-        assert kind in {"ModuleDict", "ALayerWhoseClassHasALongName"}
-        assert row.index(kind) == header.index("class") > row.index(name) + len(name)
-
-
-def test_summary_record_and_calls_on_a_plain_module():
-    found = run_on_ranks(small_calls, 2)[0]
+    if torch.distributed.get_rank():
+        return
     text = found["after"]
     assert text.startswith("1,244 parameters in 6 units on 2 ranks (this is rank 0); parameters shard, gradients shard")
     assert "order of gathers: recorded in the first step" in found["before"]

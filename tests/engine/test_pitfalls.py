@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-from typing import Any
 
 import pytest
 import torch
@@ -11,16 +10,15 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 import shardwise as sw
-from shardwise.engine.engine import Engine
 from shardwise.spec.errors import StateError
-from shardwise.testing import RankFailure, probe, run_on_ranks
+from shardwise.testing import probe, run_on_ranks
 from tests.common.oracle import (
-    PRESETS,
     SHARDED,
     Block,
     Chain,
     compare,
     compare_each,
+    descend,
     plain_loss,
     planned,
     presets,
@@ -29,28 +27,6 @@ from tests.common.oracle import (
 from tests.common.ranks import on_ranks
 
 WORLDS = pytest.mark.parametrize("world", [2, 3])
-
-
-# -- the oracle itself
-
-
-@on_ranks(1, 2, 3)
-def test_a_chain_of_blocks_trains_like_one_process():
-    for trained in compare_each(Chain, plain_loss, PRESETS).values():
-        assert len(trained.probe.units) == 6
-
-
-def train_without_gathering_again():
-    def lazy(self: Engine, unit: Any) -> None:
-        unit.swap_in()
-
-    Engine._ensure = lazy
-    compare(Chain, plain_loss, "zero3", is_checked=False)
-
-
-def test_without_the_gather_in_backward_the_comparison_fails():
-    with pytest.raises(RankFailure, match=r"step 0, backward 0: gradients are off by"):
-        run_on_ranks(train_without_gathering_again, 2)
 
 
 # -- outputs that are somebody else's
@@ -361,10 +337,7 @@ def test_deleting_the_model_frees_its_memory_at_once_without_the_garbage_collect
     for strategy in presets():
         model = sw.parallelize(Chain(), sw.ParallelPlan(strategy=strategy))
         optimizer = torch.optim.AdamW(model.parameters())
-        for step in range(3):
-            plain_loss(model, 0, step).backward()
-            optimizer.step()
-            optimizer.zero_grad()
+        descend(optimizer, (plain_loss(model, 0, step) for step in range(3)))
         watched = [weakref.ref(model), weakref.ref(model.blocks[3].up), *probe(model).weak_references()]
         watched += [weakref.ref(p) for p in model.parameters()]
         assert all(ref() is not None for ref in watched)

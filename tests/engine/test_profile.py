@@ -9,11 +9,12 @@ from torch.profiler import ProfilerActivity, profile
 
 import shardwise as sw
 from shardwise.engine import hooks
-from shardwise.testing import run_on_ranks
 from tests.common.oracle import Chain, plain_loss
+from tests.common.ranks import on_ranks
 
 
-def profile_a_step():
+@on_ranks(2)
+def test_a_profile_shows_gathers_waits_forwards_backwards_and_reductions_of_every_unit():
     model = sw.parallelize(Chain(num_blocks=5), sw.ParallelPlan(merge_units=False))
     for step in range(2):
         plain_loss(model, dist.get_rank(), step).backward()
@@ -25,45 +26,35 @@ def profile_a_step():
             spans.setdefault(event.name, []).append((event.time_range.start, event.time_range.end))
     is_quiet = hooks.label("gather", "x") is hooks._NOTHING
     products = [event.time_range.start for event in found.events() if event.name == "aten::addmm"]
-    return spans, products, is_quiet, sw.summary(model).units
+    units = sw.summary(model).units
+    assert is_quiet
+    names = {unit.name for unit in units}
+    assert {"blocks.0", "blocks.4"} <= names
+    for what in ("gather", "wait", "forward", "backward", "reduce"):
+        assert {name for name in names if f"shardwise::{what} [{name}]" in spans} == names, what
+    for name in ("blocks.0", "blocks.3"):
+        ((begin, end),) = spans[f"shardwise::forward [{name}]"]
+        assert any(begin <= at <= end for at in products)
+        gathered = spans[f"shardwise::gather [{name}]"]
+        assert gathered[0][0] < begin
+        assert len(gathered) == 2  # again in backward
 
 
-def test_a_profile_shows_gathers_waits_forwards_backwards_and_reductions_of_every_unit():
-    for spans, products, is_quiet, units in run_on_ranks(profile_a_step, 2):
-        assert is_quiet
-        names = {unit.name for unit in units}
-        assert {"blocks.0", "blocks.4"} <= names
-        for what in ("gather", "wait", "forward", "backward", "reduce"):
-            assert {name for name in names if f"shardwise::{what} [{name}]" in spans} == names, what
-        for name in ("blocks.0", "blocks.3"):
-            ((begin, end),) = spans[f"shardwise::forward [{name}]"]
-            assert any(begin <= at <= end for at in products)
-            gathered = spans[f"shardwise::gather [{name}]"]
-            assert gathered[0][0] < begin
-            assert len(gathered) == 2  # again in backward
-
-
-def profile_a_forward_that_raises():
+@on_ranks(2)
+def test_a_forward_that_raised_leaves_no_open_range():
     model = sw.parallelize(Chain(num_blocks=5))
     plain_loss(model, dist.get_rank(), 0).backward()
     with profile(activities=[ProfilerActivity.CPU]) as found, contextlib.suppress(TypeError):
         model(None)
     with profile(activities=[ProfilerActivity.CPU]) as found:
         plain_loss(model, dist.get_rank(), 1).backward()
-    return sum(event.name.startswith("shardwise::forward [") for event in found.events())
+    count = sum(event.name.startswith("shardwise::forward [") for event in found.events())
+    assert count > 0
 
 
-def test_a_forward_that_raised_leaves_no_open_range():
-    assert all(count > 0 for count in run_on_ranks(profile_a_forward_that_raises, 2))
-
-
-def events_of_messages():
+@on_ranks(2)
+def test_a_message_has_no_range_of_its_own():
     model = sw.parallelize(Chain(num_blocks=5))
     with profile(activities=[ProfilerActivity.CPU]) as found:
         plain_loss(model, dist.get_rank(), 0).backward()
-    return [event.name for event in found.events() if event.name.startswith("gloo:")]
-
-
-def test_a_message_has_no_range_of_its_own():
-    # torch would end it at the wait, into freed memory if the profile has ended before: no such range may begin.
-    assert run_on_ranks(events_of_messages, 2) == [[], []]
+    assert [event.name for event in found.events() if event.name.startswith("gloo:")] == []

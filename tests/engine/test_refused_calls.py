@@ -12,7 +12,6 @@ from torch import nn
 
 import shardwise as sw
 from shardwise.spec.errors import StateError
-from shardwise.testing import run_on_ranks
 from tests.common.oracle import Chain, sample
 from tests.common.ranks import on_ranks
 
@@ -77,7 +76,8 @@ class Adapted(nn.Module):
             return self.inner.weight + scale * self.up.weight @ self.down.weight
 
 
-def merge():
+@on_ranks(2)
+def test_adapters_are_merged_where_parameters_are_whole_only():
     torch.manual_seed(0)
     plain = Adapted()
     model = parallelized(copy.deepcopy(plain))
@@ -85,7 +85,3 @@ def merge():
         model.merge_and_unload()
     with sw.full_parameters(model):
         assert torch.equal(model.merge_and_unload(scale=2.0), plain.merge_and_unload(scale=2.0))
-
-
-def test_adapters_are_merged_where_parameters_are_whole_only():
-    run_on_ranks(merge, 2)

@@ -10,6 +10,7 @@ from torch import nn
 
 import shardwise as sw
 from shardwise.testing import StorageCount, run_on_ranks
+from tests.common.oracle import descend
 
 BATCH, SEQ, HIDDEN, HEADS, LAYERS = 2, 48, 64, 4, 6
 ROW = BATCH * SEQ * 4  # bytes of one feature of every token
@@ -25,10 +26,7 @@ def saved_bytes(way: str | sw.RecomputePolicy) -> tuple[int, int]:
     model = sw.parallelize(build(), sw.ParallelPlan(activation_checkpointing=way))
     optimizer = torch.optim.SGD(model.parameters(), lr=1e-3)
     tokens = torch.randint(0, 128, (BATCH, SEQ))
-    for _ in range(2):
-        model(tokens, tokens).backward()
-        optimizer.step()
-        optimizer.zero_grad()
+    descend(optimizer, (model(tokens, tokens) for _ in range(2)))
     gc.collect()
     count = StorageCount("cpu")
     count.see_all_objects()

@@ -179,7 +179,9 @@ class LeavesAnInputAlone(nn.Module):
         return x + self.linear(x)
 
 
-def call_outside():
+@on_ranks(2)
+def test_a_submodule_called_outside_its_units_forward_is_refused_with_name_and_shape():
+    """pytorch#153354, trl#4550: methods other than forward compute with shards, or fail without a name."""
     found = []
     for strategy in ("ddp", "zero1", "zero3"):
         model = sw.parallelize(Chain(LeavesAnInputAlone), sw.ParallelPlan(strategy=strategy))
@@ -189,12 +191,7 @@ def call_outside():
         plain_loss(model, 0, 0).backward()
         with pytest.raises(StateError):
             model.blocks[2].extra(sample(0, 0))
-    return found
-
-
-def test_a_submodule_called_outside_its_units_forward_is_refused_with_name_and_shape():
-    """pytorch#153354, trl#4550: methods other than forward compute with shards, or fail without a name."""
-    ddp, zero1, zero3 = run_on_ranks(call_outside, 2)[0]
+    ddp, zero1, zero3 = found
     start = "Linear 'blocks.2.extra' was called outside the forward of its unit 'blocks.2': its parameter "
     start += "'blocks.2.extra.weight' of logical shape [8, 8] "
     assert ddp.startswith(f"{start}would train alone.\n")

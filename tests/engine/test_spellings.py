@@ -16,16 +16,13 @@ from torch.distributed.fsdp.wrap import transformer_auto_wrap_policy
 import shardwise as sw
 from shardwise.spec.errors import PlanError
 from shardwise.testing import forget_notices, probe, run_on_ranks
-from tests.common.oracle import Block, Chain, sample
+from tests.common.oracle import Block, Chain, descend, sample
 from tests.common.ranks import on_ranks
 
 
 def trained(model: nn.Module) -> dict[str, torch.Tensor]:
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    for step in range(2):
-        model(sample(dist.get_rank(), step)).square().mean().backward()
-        optimizer.step()
-        optimizer.zero_grad()
+    descend(optimizer, (model(sample(dist.get_rank(), step)).square().mean() for step in range(2)))
     return sw.full_state_dict(model)
 
 

@@ -121,7 +121,8 @@ def test_data_of_another_dtype_or_shape_is_refused_with_the_name():
         assert "sw.load_full_state_dict()" in message
 
 
-def from_another_thread():
+@on_ranks(2)
+def test_a_forward_in_a_second_thread_during_a_forward_is_refused():
     import threading
 
     model = sw.parallelize(Chain())
@@ -148,10 +149,6 @@ def from_another_thread():
     thread.start()
     thread.join()
     assert probe(model).num_open_forwards == 0
-    return [f"{type(error).__name__}: {error}" for error in caught]
-
-
-def test_a_forward_in_a_second_thread_during_a_forward_is_refused():
-    (message,) = run_on_ranks(from_another_thread, 2)[0]
+    (message,) = [f"{type(error).__name__}: {error}" for error in caught]
     assert message.startswith("StateError: unit 'root' was called from a second thread")
     assert message.endswith("Call the model from one thread at a time.")

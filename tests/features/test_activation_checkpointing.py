@@ -72,7 +72,8 @@ def test_every_policy_gives_the_numbers_of_no_recomputation_dropout_included(wor
     run_on_ranks(every_way, world)
 
 
-def count_forwards() -> dict[str, tuple[int, int, int]]:
+@on_ranks(1)
+def test_what_is_named_is_computed_twice_in_training_and_once_without_gradients() -> None:
     """Forwards of five blocks: in a step that trains, in a forward in eval mode, in one without grad."""
     counts = {}
     for way in WAYS:
@@ -88,11 +89,6 @@ def count_forwards() -> dict[str, tuple[int, int, int]]:
                     loss.backward()
                 found.append(Dropping.num_forwards)
         counts[str(way)] = tuple(found)
-    return counts
-
-
-def test_what_is_named_is_computed_twice_in_training_and_once_without_gradients():
-    (counts,) = run_on_ranks(count_forwards, 1)
     assert list(counts.values()) == [(10, 5, 5), (10, 5, 5), (8, 5, 5), (10, 5, 5), (7, 5, 5), (5, 5, 5), (5, 5, 5)]
 
 
@@ -112,14 +108,11 @@ def statistics(way: str) -> list[Tensor]:
     return [buffer.clone() for buffer in model.buffers()]
 
 
-def count_batches() -> tuple[bool, list[int]]:
+@on_ranks(1)
+def test_batch_norms_count_a_batch_once() -> None:
     plain, *others = (statistics(way) for way in ("none", "full", "selective"))
     same = all(torch.equal(a, b) for other in others for a, b in zip(plain, other, strict=True))
-    return same, [int(buffer) for buffer in plain if buffer.dim() == 0]
-
-
-def test_batch_norms_count_a_batch_once():
-    assert run_on_ranks(count_batches, 1) == [(True, [6] * 5)]
+    assert (same, [int(buffer) for buffer in plain if buffer.dim() == 0]) == (True, [6] * 5)
 
 
 # -- collectives
@@ -195,8 +188,12 @@ NESTED = {
 }
 
 
-def nest_units() -> dict[str, tuple[bool, bool]]:
-    """By case, whether the trace is that without recomputation, in order."""
+@on_ranks(2, 3)
+def test_units_inside_a_recomputed_one_are_gathered_once_for_recomputation_and_backward() -> None:
+    """The redundant gathers of pytorch#175406. Six of a kind come in the order of forward, so the order differs.
+
+    By case, whether the trace is that without recomputation, in order.
+    """
     found = {}
     for name, (build, classes) in NESTED.items():
         policy = sw.wrap_by_class(classes)
@@ -212,26 +209,16 @@ def nest_units() -> dict[str, tuple[bool, bool]]:
             seen = trained.probe
             held = sum(slot.nbytes for slot in seen.slots)
             assert held == seen.predicted_bytes()["gathered"], (name, strategy)
-    return found
+    assert found == {"nested": (True, True), "stack": (False, True)}
 
 
-@pytest.mark.parametrize("world", [2, 3])
-def test_units_inside_a_recomputed_one_are_gathered_once_for_recomputation_and_backward(world):
-    """The redundant gathers of pytorch#175406. Six of a kind come in the order of forward, so the order differs."""
-    for found in run_on_ranks(nest_units, world):
-        assert found == {"nested": (True, True), "stack": (False, True)}
-
-
-def slots_of_a_stack() -> tuple[int, int]:
+@on_ranks(2)
+def test_units_that_are_recomputed_together_have_slots_of_their_own() -> None:
     numbers = []
     for way in ("none", "full"):
         plan = sw.ParallelPlan(auto_wrap_policy=sw.wrap_by_class({Stack, Block}), activation_checkpointing=way)
         numbers.append(sw.summary(sw.parallelize(Deep(), plan)).num_slots)
-    return numbers[0], numbers[1]
-
-
-def test_units_that_are_recomputed_together_have_slots_of_their_own():
-    assert run_on_ranks(slots_of_a_stack, 2) == [(1 + 2 + 2, 1 + 2 + 6)] * 2
+    assert (numbers[0], numbers[1]) == (1 + 2 + 2, 1 + 2 + 6)
 
 
 # -- what users suffer from
@@ -297,16 +284,14 @@ def own_loss(model: nn.Module, rank: int, step: int) -> Tensor:
     return model.train()(input_ids=tokens, labels=tokens).loss
 
 
-def recompute_transformers(kinds):
+@needs_transformers
+@on_ranks(2)
+def test_transformers_blocks_are_recomputed_though_their_models_ask_for_a_cache():
+    kinds = ("gpt2", "llama", "t5")
     for kind in kinds:
         assert tiny(kind).config.use_cache
         for way in ("full", "selective"):
             compare_each(lambda k=kind: tiny(k), own_loss, ("zero2", "zero3"), steps=3, activation_checkpointing=way)
-
-
-@needs_transformers
-def test_transformers_blocks_are_recomputed_though_their_models_ask_for_a_cache():
-    run_on_ranks(recompute_transformers, 2, ("gpt2", "llama", "t5"))
 
 
 @needs_transformers
@@ -366,7 +351,9 @@ class Rotated(Chain):
         return self.head(x)
 
 
-def mix_precision() -> dict[str, list]:
+@on_ranks(2)
+def test_casts_are_the_same_in_the_recomputation() -> None:
+    """A table in fp32 that comes from outside is cast for the forward and for its repetition alike."""
     found = {}
     for way in ("none", "full", "selective", sw.wrap_by_name("blocks.*.up")):
         plan = sw.ParallelPlan(mp_policy=sw.PrecisionPolicy(param_dtype="bf16"), activation_checkpointing=way)
@@ -381,14 +368,8 @@ def mix_precision() -> dict[str, list]:
             optimizer.step()
             optimizer.zero_grad()
         found[str(way)] = losses
-    return found
-
-
-def test_casts_are_the_same_in_the_recomputation():
-    """A table in fp32 that comes from outside is cast for the forward and for its repetition alike."""
-    for found in run_on_ranks(mix_precision, 2):
-        first, *others = found.values()
-        assert all(other == first for other in others), found
+    first, *others = found.values()
+    assert all(other == first for other in others), found
 
 
 @on_ranks(1)
@@ -405,7 +386,8 @@ def test_names_classes_and_signatures_stay_and_the_summary_tells():
     assert "recomputed in backward: blocks.0 blocks.1" in str(summary)
 
 
-def leave_memory() -> bool:
+@on_ranks(1)
+def test_a_deleted_model_leaves_its_memory_at_once() -> None:
     import gc
     import weakref
 
@@ -414,11 +396,7 @@ def leave_memory() -> bool:
     watch = weakref.ref(model.blocks[0])
     gc.disable()
     del model
-    return watch() is None
-
-
-def test_a_deleted_model_leaves_its_memory_at_once():
-    assert run_on_ranks(leave_memory, 1) == [True]
+    assert watch() is None
 
 
 def refuse():

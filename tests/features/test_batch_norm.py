@@ -170,7 +170,8 @@ def test_it_sends_what_it_says_and_its_statistics_are_equal_without_being_sent()
         assert sorted(sent) == [statistics] * 8 + [sums] * 4  # each forward is run twice
 
 
-def alone():
+@on_ranks(1)
+def test_alone_it_is_plain_batch_norm_with_the_same_names_and_objects():
     plain, converted = Convolutional(), sw.convert_sync_batchnorm(Convolutional())
     for _ in range(2):
         x = images(0, torch.float32, 4)
@@ -191,19 +192,12 @@ def alone():
         sw.convert_sync_batchnorm(sw.parallelize(Convolutional()))
 
 
-def test_alone_it_is_plain_batch_norm_with_the_same_names_and_objects():
-    run_on_ranks(alone, 1)
-
-
-def refused():
+@on_ranks(2)
+def test_torchs_own_is_refused_on_cpu_with_what_to_call_and_converted():
     model = nn.SyncBatchNorm.convert_sync_batchnorm(Convolutional())
     with pytest.raises(PlanError) as caught:
         sw.parallelize(model)
     sw.parallelize(sw.convert_sync_batchnorm(model))(images(0, torch.float32, 4)).square().mean().backward()
-    return str(caught.value)
-
-
-def test_torchs_own_is_refused_on_cpu_with_what_to_call_and_converted():
-    for text in run_on_ranks(refused, 2):
-        assert text.startswith("'body.1' is a torch.nn.SyncBatchNorm, which refuses CPU tensors")
-        assert "Call sw.convert_sync_batchnorm(model) before sw.parallelize()" in text
+    text = str(caught.value)
+    assert text.startswith("'body.1' is a torch.nn.SyncBatchNorm, which refuses CPU tensors")
+    assert "Call sw.convert_sync_batchnorm(model) before sw.parallelize()" in text

@@ -86,17 +86,14 @@ def test_every_mode_gives_what_it_says(mode):
             assert torch.equal(model(sample(0, 9)), copies[rank].eval()(sample(0, 9)))
 
 
-def constants():
+@on_ranks(3)
+def test_constants_do_not_drift_under_mean():
     """What is equal on all ranks stays so, to the last bit, also where the ranks are no power of two."""
     model = sw.parallelize(build(), sw.ParallelPlan(sync_buffers="mean"))
     before = model.blocks[0].constant.clone()
     for step in range(4):
         plain_loss(model, dist.get_rank(), step).backward()
-    return torch.equal(model.blocks[0].constant, before)
-
-
-def test_constants_do_not_drift_under_mean():
-    assert run_on_ranks(constants, 3) == [True] * 3
+    assert torch.equal(model.blocks[0].constant, before)
 
 
 # -- when
@@ -215,15 +212,16 @@ class Scalar(nn.Module):
         return self.model(x).square().mean()
 
 
-def parity():
+@on_ranks(2)
+def test_parity_covers_models_with_batch_norm():
     batches = [sample(0, step, 12, 8) for step in range(3)]
     plans = [sw.ParallelPlan(strategy=strategy) for strategy in ("ddp", "zero3")]
     plans.append(sw.ParallelPlan(sync_buffers="mean"))
-    return [(row.losses, row.is_bitwise) for row in sw.parity(Scalar, batches, None, plans).rows]
-
-
-def test_parity_covers_models_with_batch_norm():
-    assert run_on_ranks(parity, 2)[0] == [(True, True), (True, True), (False, False)]
+    assert [(row.losses, row.is_bitwise) for row in sw.parity(Scalar, batches, None, plans).rows] == [
+        (True, True),
+        (True, True),
+        (False, False),
+    ]
 
 
 @on_ranks(2)
@@ -238,7 +236,8 @@ def test_two_forwards_before_a_backward_work_with_batch_norm():
                 (first + second).backward()
 
 
-def saved_mean(path):
+@on_ranks(2)
+def test_what_is_saved_is_the_mean(tmp_path):
     rank = dist.get_rank()
     for strategy in PRESETS:
         model = sw.parallelize(build(), sw.ParallelPlan(strategy=strategy, sync_buffers="mean"))
@@ -251,17 +250,13 @@ def saved_mean(path):
                 assert torch.equal(model.blocks[1].mean, mean)
         elif strategy == "zero1":
             other = sw.parallelize(build())
-            sw.save(f"{path}/{strategy}", model)
-            sw.load(f"{path}/{strategy}", other)
+            sw.save(f"{tmp_path}/{strategy}", model)
+            sw.load(f"{tmp_path}/{strategy}", other)
             assert torch.equal(other.blocks[1].mean, mean)
         else:
             state = sw.full_state_dict(model)
             assert rank or torch.equal(state["blocks.1.mean"], mean)
         assert not torch.equal(*held)
-
-
-def test_what_is_saved_is_the_mean(tmp_path):
-    run_on_ranks(saved_mean, 2, str(tmp_path))
 
 
 def replaced():

@@ -14,6 +14,7 @@ from torch import distributed, nn
 import shardwise as sw
 from shardwise.testing import run_on_ranks
 from tests.common import models
+from tests.common.ranks import on_ranks
 
 pytestmark = [
     pytest.mark.slow,
@@ -48,12 +49,6 @@ def train(preset: str, *, is_compiled: bool, checkpointing: str = "none") -> tup
     return losses, {"graphs": graphs, "breaks": dict(counts["graph_break"]), "names": names(model)}
 
 
-def train_each_way(preset: str, checkpointing: str) -> dict:
-    eager, _ = train(preset, is_compiled=False, checkpointing=checkpointing)
-    compiled, seen = train(preset, is_compiled=True, checkpointing=checkpointing)
-    return {"eager": eager, "compiled": compiled, **seen}
-
-
 def names(model: nn.Module) -> list[str]:
     return [name for name, _ in model.named_parameters()]
 
@@ -66,28 +61,28 @@ def names(model: nn.Module) -> list[str]:
         pytest.param("ddp", "none", marks=pytest.mark.long),
     ],
 )
-def test_compiled_units_train_as_uncompiled_ones(preset, checkpointing):
-    for found in run_on_ranks(train_each_way, 2, preset, checkpointing, timeout_s=200):
-        assert found["compiled"] == pytest.approx(found["eager"], rel=LOSS_TOLERANCE)
-        assert found["compiled"][0] != found["compiled"][-1]
-        # All blocks are one graph, and later steps compile nothing more.
-        assert found["graphs"] == [1] * STEPS
-        assert found["breaks"] == {}
-        assert found["names"] == names(models.build("gpt"))
+@on_ranks(2, timeout_s=200)
+def test_compiled_units_train_as_uncompiled_ones(preset: str, checkpointing: str) -> None:
+    eager, _ = train(preset, is_compiled=False, checkpointing=checkpointing)
+    compiled, seen = train(preset, is_compiled=True, checkpointing=checkpointing)
+    found = {"eager": eager, "compiled": compiled, **seen}
+    assert found["compiled"] == pytest.approx(found["eager"], rel=LOSS_TOLERANCE)
+    assert found["compiled"][0] != found["compiled"][-1]
+    # All blocks are one graph, and later steps compile nothing more.
+    assert found["graphs"] == [1] * STEPS
+    assert found["breaks"] == {}
+    assert found["names"] == names(models.build("gpt"))
 
 
-def train_and_delete() -> bool:
+@on_ranks(1, timeout_s=100)
+def test_a_compiled_model_is_freed_at_once() -> None:
     quietly()
     model = sw.parallelize(models.build("gpt"), sw.ParallelPlan(compile=True))
     model(*models.batch(0, 0, 0)).backward()
     gone = weakref.ref(model.blocks[0])
     gc.disable()
     del model
-    return gone() is None
-
-
-def test_a_compiled_model_is_freed_at_once():
-    assert run_on_ranks(train_and_delete, 1, timeout_s=100) == [True]
+    assert gone() is None
 
 
 class Deep(nn.Module):
@@ -118,7 +113,10 @@ def test_what_cannot_be_compiled_is_refused():
         sw.ParallelPlan(compile="max-autotune")
 
 
-def train_stages(pipeline: str) -> list[tuple[list[float], int]]:
+@pytest.mark.long
+@pytest.mark.parametrize("pipeline", ["1f1b", "zb-v"])
+@on_ranks(2, timeout_s=250)
+def test_compiled_stages_train_as_uncompiled_ones(pipeline: str) -> None:
     quietly()
     found = []
     for is_compiled in (False, True):
@@ -132,12 +130,6 @@ def train_stages(pipeline: str) -> list[tuple[list[float], int]]:
             optimizer.step()
             optimizer.zero_grad()
         found.append((losses, torch._dynamo.utils.counters["stats"]["unique_graphs"]))
-    return found
-
-
-@pytest.mark.long
-@pytest.mark.parametrize("pipeline", ["1f1b", "zb-v"])
-def test_compiled_stages_train_as_uncompiled_ones(pipeline: str) -> None:
-    for (eager, no_graphs), (compiled, graphs) in run_on_ranks(train_stages, 2, pipeline, timeout_s=250):
-        assert no_graphs == 0 < graphs
-        assert compiled == pytest.approx(eager, rel=LOSS_TOLERANCE)
+    (eager, no_graphs), (compiled, graphs) = found
+    assert no_graphs == 0 < graphs
+    assert compiled == pytest.approx(eager, rel=LOSS_TOLERANCE)

@@ -13,6 +13,7 @@ from shardwise.optim.scaler import needs_scaler
 from shardwise.spec.errors import StateError
 from shardwise.testing import run_on_ranks
 from tests.common import models
+from tests.common.ranks import on_ranks
 
 PRESETS = ("ddp", "zero1", "zero2", "shard_grad_op", "zero3")
 STEPS = 6
@@ -73,7 +74,8 @@ def test_pytorch_116054_an_inf_in_one_shard_stops_the_step_on_every_rank() -> No
     assert [results["zero3"][1][:2] for results in ranks] == [(True, 8.0), (False, 4.0)]
 
 
-def step_in_groups() -> tuple[bool, float]:
+@on_ranks(4)
+def test_an_inf_in_one_group_stops_the_step_in_all_groups() -> None:
     """Two groups of two ranks: the inf of rank 0 reaches the other group with the sums."""
     model = sw.parallelize(Weighted(), sw.ParallelPlan(dp_replicate=2, dp_shard=2))
     optimizer = torch.optim.SGD(model.parameters(), lr=0.5)
@@ -85,14 +87,11 @@ def step_in_groups() -> tuple[bool, float]:
     before = model.weight.detach().clone()
     scaler.step(optimizer)
     scaler.update()
-    return not torch.equal(before, model.weight), scaler.get_scale()
+    assert (not torch.equal(before, model.weight), scaler.get_scale()) == (False, 4.0)
 
 
-def test_an_inf_in_one_group_stops_the_step_in_all_groups() -> None:
-    assert run_on_ranks(step_in_groups, 4) == [(False, 4.0)] * 4
-
-
-def own_nothing() -> tuple[bool, float]:
+@on_ranks(2)
+def test_a_rank_that_owns_no_gradient_takes_part() -> None:
     """One parameter of 64 elements: the second rank owns none of it."""
     model = sw.parallelize(nn.Linear(64, 1, bias=False), sw.ParallelPlan())
     optimizer = torch.optim.SGD(model.parameters(), lr=0.5)
@@ -102,25 +101,18 @@ def own_nothing() -> tuple[bool, float]:
     norm = sw.clip_grad_norm(model, 1.0)
     scaler.step(optimizer)
     scaler.update()
-    return scaler.has_found_inf, norm.item()
+    assert (scaler.has_found_inf, norm.item()) == (False, 16.0)
 
 
-def test_a_rank_that_owns_no_gradient_takes_part() -> None:
-    assert run_on_ranks(own_nothing, 2) == [(False, 16.0), (False, 16.0)]
-
-
-def half_masters() -> str:
+@on_ranks(1)
+def test_masters_in_fp16_are_refused_with_what_to_do() -> None:
     model = sw.parallelize(nn.Linear(4, 4).half(), sw.ParallelPlan())
     optimizer = torch.optim.SGD(model.parameters(), lr=0.5)
     scaler = sw.GradScaler("cpu")
     scaler.scale(model(torch.ones(2, 4).half()).sum()).backward()
     with pytest.raises(sw.StateError) as caught:
         scaler.unscale_(optimizer)
-    return str(caught.value)
-
-
-def test_masters_in_fp16_are_refused_with_what_to_do() -> None:
-    (message,) = run_on_ranks(half_masters, 1)
+    message = str(caught.value)
     assert "'weight' is kept in fp16" in message
     assert "master_dtype='fp32'" in message
 

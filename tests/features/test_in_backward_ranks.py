@@ -18,7 +18,7 @@ from shardwise.forms.flat_parameters import FlatParameter
 from shardwise.forms.optimizer import engines_of
 from shardwise.spec.errors import StateError
 from shardwise.testing import checks, probe, run_on_ranks
-from tests.common.oracle import PRESETS, Block, Chain, plain_loss, sample
+from tests.common.oracle import PRESETS, Block, Chain, descend, plain_loss, sample
 from tests.common.ranks import on_ranks
 from tests.engine.test_side_doors import Boxed, KeepsLoss, with_aux_loss
 from tests.optim.test_flat_ranks import Branching, by_rank, by_step, flat_groups, two_groups
@@ -29,10 +29,7 @@ def adamw(groups):
 
 
 def train(model, optimizer, script, first=0, last=5):
-    for step in range(first, last):
-        script(model, dist.get_rank(), step).backward()
-        optimizer.step()
-        optimizer.zero_grad()
+    descend(optimizer, (script(model, dist.get_rank(), step) for step in range(first, last)))
 
 
 def differing(build, script, strategy, *, make=adamw, given=flat_groups, **options):
@@ -95,7 +92,8 @@ OPTIONS = (
 BF16 = sw.PrecisionPolicy(param_dtype="bf16", reduce_dtype="bf16")
 
 
-def every_model():
+@on_ranks(1, 2, timeout_s=120)
+def test_numbers_are_those_of_a_step_after_backward():
     found = {}
     for turn, (name, (build, script)) in enumerate(MODELS.items()):
         for strategy in ("ddp", "zero1", "zero3")[turn % 2 :: 1 if dist.get_world_size() == 1 else 2]:
@@ -109,15 +107,11 @@ def every_model():
         for turn, options in enumerate(OPTIONS):
             given = (flat_groups, two_groups)[turn % 2]
             found[str(options)] = differing(Chain, plain_loss, "zero3", given=given, **options)
-    return {key: names for key, names in found.items() if names}
+    assert {key: names for key, names in found.items() if names} == {}
 
 
-@pytest.mark.parametrize("world", [1, 2])
-def test_numbers_are_those_of_a_step_after_backward(world):
-    assert run_on_ranks(every_model, world, timeout_s=120)[0] == {}
-
-
-def scheduled():
+@on_ranks(2)
+def test_schedulers_and_several_optimizers_work():
     """A scheduler, two optimizers, and a loop that keeps its step() and zero_grad()."""
     states = []
     for is_in_backward in (False, True):
@@ -134,14 +128,11 @@ def scheduled():
             for each in optimizers:
                 each.zero_grad()
         states.append(sw.full_state_dict(model))
-    return [name for name, value in states[0].items() if not torch.equal(value, states[1][name])]
+    assert [name for name, value in states[0].items() if not torch.equal(value, states[1][name])] == []
 
 
-def test_schedulers_and_several_optimizers_work():
-    assert run_on_ranks(scheduled, 2)[0] == []
-
-
-def saved_and_loaded(folder):
+@on_ranks(2)
+def test_checkpoints_are_those_of_a_step_after_backward(tmp_path):
     """Six steps after backward; or two so, save, load, two inside backward, save, load, and two more after it."""
     whole = sw.parallelize(Branching(), sw.ParallelPlan(strategy="zero3"))
     train(whole, adamw(two_groups(whole)), by_step, 0, 6)
@@ -152,18 +143,15 @@ def saved_and_loaded(folder):
         if part == 1:
             sw.optimizer_in_backward(model, optimizer)
         if part:
-            sw.load(f"{folder}/{part - 1}", model, optimizer)
+            sw.load(f"{tmp_path}/{part - 1}", model, optimizer)
         train(model, optimizer, by_step, 2 * part, 2 * part + 2)
-        sw.save(f"{folder}/{part}", model, optimizer)
+        sw.save(f"{tmp_path}/{part}", model, optimizer)
     got = sw.full_state_dict(model)
-    return [name for name, value in expected.items() if not torch.equal(value, got[name])]
+    assert [name for name, value in expected.items() if not torch.equal(value, got[name])] == []
 
 
-def test_checkpoints_are_those_of_a_step_after_backward(tmp_path):
-    assert run_on_ranks(saved_and_loaded, 2, str(tmp_path))[0] == []
-
-
-def uneven():
+@on_ranks(2)
+def test_ranks_that_run_out_of_batches_update_as_well():
     """Two batches more on the second rank, with and without step() in the loop."""
     states = []
     for how in ("after", "inside", "inside, no step()"):
@@ -178,17 +166,14 @@ def uneven():
                     optimizer.step()
                     optimizer.zero_grad()
         states.append(sw.full_state_dict(model))
-    return [name for name, value in states[0].items() if any(not torch.equal(value, s[name]) for s in states[1:])]
-
-
-def test_ranks_that_run_out_of_batches_update_as_well():
-    assert run_on_ranks(uneven, 2)[0] == []
+    assert [name for name, value in states[0].items() if any(not torch.equal(value, s[name]) for s in states[1:])] == []
 
 
 # -- what cannot go with it
 
 
-def refusals():
+@on_ranks(1)
+def test_what_needs_all_gradients_is_refused():
     texts = []
 
     def refused(call):
@@ -217,11 +202,6 @@ def refusals():
             refused(lambda: scaler.step(optimizer))  # noqa: B023
         with sw.gradient_sync(model, True):
             plain_loss(model, 0, 1).backward()
-    return texts
-
-
-def test_what_needs_all_gradients_is_refused():
-    (texts,) = run_on_ranks(refusals, 1)
     half = len(texts) // 2
     for found in (texts[:half], texts[half:]):
         starts = [
@@ -399,18 +379,16 @@ def held_gradients(strategy, is_in_backward):
     return most[0], probe(model).held_bytes()["gradients"]
 
 
-def every_held():
-    return {(strategy, on): held_gradients(strategy, on) for strategy in PRESETS for on in (False, True)}
-
-
+@on_ranks(2)
 def test_no_gradient_outlives_its_update():
-    for found in run_on_ranks(every_held, 2):
-        for strategy in PRESETS:
-            assert found[strategy, True] == (0, 0)
-            assert min(found[strategy, False]) > 0
+    found = {(strategy, on): held_gradients(strategy, on) for strategy in PRESETS for on in (False, True)}
+    for strategy in PRESETS:
+        assert found[strategy, True] == (0, 0)
+        assert min(found[strategy, False]) > 0
 
 
-def lifetimes():
+@on_ranks(1)
+def test_the_model_is_freed_at_once():
     model = sw.parallelize(Chain(), sw.ParallelPlan(strategy="zero3"))
     optimizer = adamw(sw.flat_parameters(model))
     sw.optimizer_in_backward(model, optimizer)
@@ -425,8 +403,4 @@ def lifetimes():
     del model
     was_freed = all(held() is None for held in engine)
     gc.enable()
-    return was_freed
-
-
-def test_the_model_is_freed_at_once():
-    assert run_on_ranks(lifetimes, 1) == [True]
+    assert was_freed

@@ -2,20 +2,19 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
-
 import pytest
 import torch
-from torch import Tensor, distributed, nn
+from torch import Tensor, nn
 
 import shardwise as sw
 from shardwise.checkpoint import open_checkpoint
-from shardwise.testing import checks, probe, run_on_ranks
-from tests.common import models
+from shardwise.testing import checks, run_on_ranks
+from tests.common import casts, models
+from tests.common.casts import PRESETS, STEPS
+from tests.common.oracle import descend
+from tests.common.ranks import on_ranks
 
-PRESETS = ("ddp", "zero1", "zero2", "shard_grad_op", "zero3")
 BF16, FP32 = torch.bfloat16, torch.float32
-STEPS = 3
 
 #: The head in fp32, norms in fp32 within two blocks, one of which is in fp16 and reduced in bf16; the rest is in bf16.
 POLICY = sw.PrecisionPolicy(
@@ -29,33 +28,10 @@ POLICY = sw.PrecisionPolicy(
 )
 
 
-@dataclass
-class Numbers:
-    losses: list[float] = field(default_factory=list)
-    state: dict[str, Tensor] = field(default_factory=dict)
-    as_predicted: bool = True
-
-
-def train(preset: str) -> Numbers:
-    model = sw.parallelize(models.build("gpt"), sw.ParallelPlan(strategy=preset, mp_policy=POLICY))
-    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
-    numbers = Numbers()
-    for step in range(STEPS):
-        with sw.record_collectives(model) as events:
-            loss = model(*models.batch(step, 0, distributed.get_rank()))
-            loss.backward()
-        numbers.losses.append(loss.item())
-        optimizer.step()
-        optimizer.zero_grad()
-    sent = [(event.kind, event.unit, event.sent_bytes, event.axis) for event in events]
-    numbers.as_predicted = sent == [tuple(event) for event in probe(model).predicted_collectives()]
-    numbers.state = sw.full_state_dict(model)
-    return numbers
-
-
-def train_every_preset() -> dict[str, Numbers]:
+def train_every_preset() -> dict[str, casts.Numbers]:
+    plans = {preset: sw.ParallelPlan(strategy=preset, mp_policy=POLICY) for preset in PRESETS}
     with checks():
-        return {preset: train(preset) for preset in PRESETS}
+        return {preset: casts.train(lambda: models.build("gpt"), plan) for preset, plan in plans.items()}
 
 
 def dtypes_of(name: str) -> tuple[torch.dtype, torch.dtype]:
@@ -87,39 +63,14 @@ def build_low() -> nn.Module:
     return low
 
 
-def one_process(world: int) -> tuple[list[list[float]], Numbers]:
-    master, low = models.build("gpt"), build_low()
-    optimizer = torch.optim.AdamW(master.parameters(), lr=1e-2)
-    losses: list[list[float]] = [[] for _ in range(world)]
-    for step in range(STEPS):
-        with torch.no_grad():
-            for target, source in zip(low.parameters(), master.parameters(), strict=True):
-                target.copy_(source)
-        total: dict[str, Tensor] = {}
-        for rank in range(world):
-            loss = low(*models.batch(step, 0, rank))
-            loss.backward()
-            losses[rank].append(loss.item())
-            for name, parameter in low.named_parameters():
-                grad = parameter.grad.to(dtypes_of(name)[1])
-                total[name] = total[name] + grad if name in total else grad
-            low.zero_grad()
-        for name, parameter in master.named_parameters():
-            parameter.grad = (total[name] / world).float()
-        optimizer.step()
-        optimizer.zero_grad()
-    return losses, Numbers(state=master.state_dict())
-
-
 @pytest.mark.parametrize("world", [1, 3])
 def test_parts_with_a_policy_of_their_own_equal_one_process_with_the_same_casts(world: int) -> None:
-    losses, expected = one_process(world)
+    expected = casts.one_process(
+        models.build("gpt"), build_low(), world, send=lambda name, grad: grad.to(dtypes_of(name)[1])
+    )
     for rank, by_preset in enumerate(run_on_ranks(train_every_preset, world)):
         for preset, got in by_preset.items():
-            assert got.losses == losses[rank], preset
-            assert got.as_predicted, preset
-            for name, value in got.state.items():
-                assert torch.equal(value, expected.state[name]), (preset, name)
+            got.check(expected[rank], preset)
 
 
 def test_a_file_writes_the_same_policy() -> None:
@@ -159,14 +110,11 @@ def test_overrides_that_are_none_are_refused(overrides: dict[str, object], messa
         sw.PrecisionPolicy(overrides=overrides)
 
 
-def refuse_in_fully_shard() -> str:
+@on_ranks(1)
+def test_fully_shard_takes_one_policy() -> None:
     with pytest.raises(sw.PlanError) as caught:
         sw.fully_shard(nn.Linear(2, 2), mp_policy=POLICY)
-    return str(caught.value)
-
-
-def test_fully_shard_takes_one_policy() -> None:
-    assert "Call fully_shard on the modules that differ first" in run_on_ranks(refuse_in_fully_shard, 1)[0]
+    assert "Call fully_shard on the modules that differ first" in str(caught.value)
 
 
 # -- batch norm and buffers
@@ -202,10 +150,7 @@ def train_convolutional(preset: str, buffer_dtype: str | None) -> tuple[dict[str
         model, sw.ParallelPlan(strategy=preset, auto_wrap_policy=sw.wrap_by_name("stages.*"), mp_policy=policy)
     )
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    for step in range(STEPS):
-        model(images(step)).float().square().mean().backward()
-        optimizer.step()
-        optimizer.zero_grad()
+    descend(optimizer, (model(images(step)).float().square().mean() for step in range(STEPS)))
     held = {name: tensor.dtype for name, tensor in [*model.named_parameters(), *model.named_buffers()]}
     return sw.full_state_dict(model), held
 

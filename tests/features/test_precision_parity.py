@@ -1,7 +1,5 @@
 """Mixed precision: every strategy against one process that casts at the same points."""
 
-from dataclasses import dataclass
-
 import pytest
 import torch
 from torch import Tensor, distributed, nn
@@ -9,94 +7,40 @@ from torch import Tensor, distributed, nn
 import shardwise as sw
 from shardwise.features.precision import resolve
 from shardwise.testing import checks, forget_notices, probe, run_on_ranks
-from tests.common import models
+from tests.common import casts, models
+from tests.common.casts import DTYPES, PRESETS
+from tests.common.oracle import descend
+from tests.common.ranks import on_ranks
 
-PRESETS = ("ddp", "zero1", "zero2", "shard_grad_op", "zero3")
 POLICIES = (("bf16", "fp32"), ("bf16", "bf16"), ("fp16", "fp32"), ("fp16", "fp16"), ("fp32", "bf16"))
-DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
-STEPS = 4
 #: Of a sum in fp16: half of the division before it, the rest after it, each about the square root of the world.
 DIVISORS = {1: (1, 1), 2: (2, 1), 3: (2, 1.5)}
 
 
-@dataclass
-class Numbers:
-    losses: list[float]
-    norms: list[float]
-    state: dict[str, Tensor]
-    as_predicted: bool = True
-
-
-def train(preset: str, param_dtype: str, reduce_dtype: str) -> Numbers:
+def train_every_preset(param_dtype: str, reduce_dtype: str) -> dict[str, casts.Numbers]:
     policy = sw.PrecisionPolicy(param_dtype=param_dtype, reduce_dtype=reduce_dtype)
-    model = sw.parallelize(models.build("tied"), sw.ParallelPlan(strategy=preset, mp_policy=policy))
-    given = sw.flat_parameters(model) if reduce_dtype == "bf16" else model.parameters()
-    optimizer = torch.optim.AdamW(given, lr=1e-2)
-    rank = distributed.get_rank()
-    numbers = Numbers([], [], {})
-    for step in range(STEPS):
-        with sw.record_collectives(model) as events:
-            loss = model(*models.batch(step, 0, rank))
-            loss.backward()
-        numbers.losses.append(loss.item())
-        numbers.norms.append(sw.clip_grad_norm(model, 0.3).item())
-        optimizer.step()
-        optimizer.zero_grad()
-    sent = [(event.kind, event.unit, event.sent_bytes, event.axis) for event in events]
-    numbers.as_predicted = sent == [tuple(event) for event in probe(model).predicted_collectives()]
-    numbers.state = sw.full_state_dict(model)
-    return numbers
-
-
-def train_every_preset(param_dtype: str, reduce_dtype: str) -> dict[str, Numbers]:
+    plans = {preset: sw.ParallelPlan(strategy=preset, mp_policy=policy) for preset in PRESETS}
+    how = {"max_norm": 0.3, "is_flat": reduce_dtype == "bf16"}
     with checks():
-        return {preset: train(preset, param_dtype, reduce_dtype) for preset in PRESETS}
-
-
-def one_process(world: int, param_dtype: str, reduce_dtype: str) -> tuple[list[list[float]], Numbers]:
-    """fp32 masters, a copy in ``param_dtype`` that computes, sums in rank order in ``reduce_dtype``."""
-    master = models.build("tied")
-    low = models.build("tied").to(DTYPES[param_dtype])
-    optimizer = torch.optim.AdamW(master.parameters(), lr=1e-2)
-    losses: list[list[float]] = [[] for _ in range(world)]
-    numbers = Numbers([], [], {})
-    for step in range(STEPS):
-        with torch.no_grad():
-            for target, source in zip(low.parameters(), master.parameters(), strict=True):
-                target.copy_(source)
-        total: list[Tensor] | None = None
-        for rank in range(world):
-            loss = low(*models.batch(step, 0, rank))
-            loss.backward()
-            losses[rank].append(loss.item())
-            before, after = DIVISORS[world] if reduce_dtype == "fp16" else (1, world)
-            grads = [p.grad.to(DTYPES[reduce_dtype]) / before for p in low.parameters()]
-            low.zero_grad()
-            total = grads if total is None else [a + b for a, b in zip(total, grads, strict=True)]
-        for parameter, grad in zip(master.parameters(), total, strict=True):
-            parameter.grad = (grad / after).float()
-        norm = torch.stack([p.grad.double().square().sum() for p in master.parameters()]).sum().sqrt().float()
-        numbers.norms.append(norm.item())
-        for parameter in master.parameters():
-            parameter.grad.mul_(torch.clamp(0.3 / (norm + 1e-6), max=1.0))
-        optimizer.step()
-        optimizer.zero_grad()
-    numbers.state = master.state_dict()
-    return losses, numbers
+        return {preset: casts.train(lambda: models.build("tied"), plan, **how) for preset, plan in plans.items()}
 
 
 @pytest.mark.parametrize("world", [1, 2, 3])
 @pytest.mark.parametrize(("param_dtype", "reduce_dtype"), POLICIES)
 def test_every_preset_equals_one_process_with_the_same_casts(world: int, param_dtype: str, reduce_dtype: str) -> None:
-    losses, expected = one_process(world, param_dtype, reduce_dtype)
+    """fp32 masters, a copy in ``param_dtype`` that computes, sums in rank order in ``reduce_dtype``."""
+    before, after = DIVISORS[world] if reduce_dtype == "fp16" else (1, world)
+    expected = casts.one_process(
+        models.build("tied"),
+        models.build("tied").to(DTYPES[param_dtype]),
+        world,
+        send=lambda _name, grad: grad.to(DTYPES[reduce_dtype]) / before,
+        mean=lambda grads: sum(grads[1:], grads[0]) / after,
+        max_norm=0.3,
+    )
     for rank, by_preset in enumerate(run_on_ranks(train_every_preset, world, param_dtype, reduce_dtype)):
         for preset, got in by_preset.items():
-            assert got.losses == losses[rank], preset
-            assert got.norms == expected.norms, preset
-            assert got.as_predicted, preset
-            for name, value in got.state.items():
-                assert value.dtype is torch.float32
-                assert torch.equal(value, expected.state[name]), (preset, name)
+            got.check(expected[rank], preset)
 
 
 class Normed(nn.Module):
@@ -138,7 +82,8 @@ def test_without_casting_inputs_they_arrive_as_they_are() -> None:
     assert outputs["out"] is torch.float32
 
 
-def raise_master() -> tuple[set[torch.dtype], set[torch.dtype], set[str]]:
+@on_ranks(1)
+def test_a_16_bit_model_may_be_given_32_bit_masters() -> None:
     torch.manual_seed(0)
     model = models.build("tied").bfloat16()
     policy = sw.PrecisionPolicy(master_dtype="fp32")
@@ -146,30 +91,24 @@ def raise_master() -> tuple[set[torch.dtype], set[torch.dtype], set[str]]:
     before = {parameter.dtype for parameter in model.parameters()}
     model(*models.batch(0, 0, 0)).backward()
     dtypes = {group.dtypes for unit in sw.summary(model).units for group in unit.groups}
-    return before, {value.dtype for value in sw.full_state_dict(model).values()}, dtypes
-
-
-def test_a_16_bit_model_may_be_given_32_bit_masters() -> None:
-    assert run_on_ranks(raise_master, 1) == [({torch.float32}, {torch.float32}, {"fp32>bf16>fp32"})]
-
-
-def bytes_held(preset: str) -> tuple[int, int]:
-    model = models.build("tied")
-    sw.parallelize(model, sw.ParallelPlan(strategy=preset, mp_policy=sw.PrecisionPolicy()))
-    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
-    for step in range(3):
-        model(*models.batch(step, 0, distributed.get_rank())).backward()
-        optimizer.step()
-        optimizer.zero_grad()
-    seen, categories = probe(model), ("parameters", "gradients", "gathered")
-    held, predicted = seen.held_bytes(), seen.predicted_bytes()
-    return sum(held[each] for each in categories), sum(predicted[each] for each in categories)
+    assert (before, {value.dtype for value in sw.full_state_dict(model).values()}, dtypes) == (
+        {torch.float32},
+        {torch.float32},
+        {"fp32>bf16>fp32"},
+    )
 
 
 @pytest.mark.parametrize("preset", PRESETS)
+@on_ranks(2)
 def test_masters_replicas_and_gradients_take_the_bytes_of_the_formula(preset: str) -> None:
-    for held, predicted in run_on_ranks(bytes_held, 2, preset):
-        assert held == predicted
+    model = models.build("tied")
+    sw.parallelize(model, sw.ParallelPlan(strategy=preset, mp_policy=sw.PrecisionPolicy()))
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
+    descend(optimizer, (model(*models.batch(step, 0, distributed.get_rank())) for step in range(3)))
+    seen, categories = probe(model), ("parameters", "gradients", "gathered")
+    held, predicted = seen.held_bytes(), seen.predicted_bytes()
+    held, predicted = sum(held[each] for each in categories), sum(predicted[each] for each in categories)
+    assert held == predicted
 
 
 @pytest.mark.parametrize("field", ["param_dtype", "reduce_dtype", "output_dtype", "buffer_dtype", "master_dtype"])

@@ -11,7 +11,7 @@ import shardwise as sw
 from shardwise.spec.errors import CommError, RankDisagreement, StateError
 from shardwise.testing import checks, probe, report_stalls_after, run_on_ranks, same_bits
 from tests.common import families, models
-from tests.common.oracle import Chain, adamw, plain_loss, presets, sample
+from tests.common.oracle import Chain, adamw, descend, plain_loss, presets, sample
 from tests.common.ranks import on_ranks
 from tests.engine.test_disagreement import Skips
 
@@ -154,10 +154,7 @@ def train_summed_by_groups(strategy):
         optimizer = adamw(model.parameters())
         if not states:
             with sw.join(model, optimizer):
-                for step in range(counts[rank]):
-                    plain_loss(model, rank, step).backward()
-                    optimizer.step()
-                    optimizer.zero_grad()
+                descend(optimizer, (plain_loss(model, rank, step) for step in range(counts[rank])))
         else:  # the same by hand: a rank without a batch has a loss of nothing
             for step in range(max(counts)):
                 loss = plain_loss(model, rank, step) * (1.0 if step < counts[rank] else 0.0)
@@ -268,7 +265,8 @@ def test_buffers_are_those_of_the_ranks_that_have_a_batch():
         run_on_ranks(buffers, 3, mode)
 
 
-def schedules():
+@on_ranks(2)
+def test_settings_of_optimizers_are_those_of_the_ranks_that_have_a_batch_and_compared_at_the_start():
     """A rank without a batch steps with the settings of those that have one."""
     rank = dist.get_rank()
     model = sw.parallelize(Chain())
@@ -286,14 +284,10 @@ def schedules():
         group["lr"] = 0.01 * rank
     with pytest.raises(StateError) as caught, sw.join(model, optimizer):
         pass
-    return held, str(caught.value)
-
-
-def test_settings_of_optimizers_are_those_of_the_ranks_that_have_a_batch_and_compared_at_the_start():
-    for held, text in run_on_ranks(schedules, 2):
-        assert held == [(0.04, (0.8, 0.99))]
-        assert text.startswith("sw.join(): the ranks' optimizers have different settings: rank 0 has [{")
-        assert "Step schedulers equally often on every rank" in text
+    text = str(caught.value)
+    assert held == [(0.04, (0.8, 0.99))]
+    assert text.startswith("sw.join(): the ranks' optimizers have different settings: rank 0 has [{")
+    assert "Step schedulers equally often on every rank" in text
 
 
 def mean_losses():
@@ -311,7 +305,8 @@ def test_the_mean_loss_is_that_of_the_ranks_that_have_a_batch():
     assert second[1] == alone
 
 
-def quiet():
+@on_ranks(2)
+def test_a_forward_costs_one_small_message_while_nobody_has_left():
     """While every rank has a batch there is one word for each forward, and nothing else."""
     rank = dist.get_rank()
     model = sw.parallelize(Chain())
@@ -329,12 +324,8 @@ def quiet():
         plain_loss(model, rank, step).backward()
         sw.clip_grad_norm(model, 1.0)
     outside = [(event.kind, event.unit, event.sent_bytes) for event in events]
-    return recorded[-1], outside
-
-
-def test_a_forward_costs_one_small_message_while_nobody_has_left():
-    for inside, outside in run_on_ranks(quiet, 2):
-        assert inside == [("all_gather", "join", 24), *outside]
+    inside = recorded[-1]
+    assert inside == [("all_gather", "join", 24), *outside]
 
 
 # -- evaluation and generation
@@ -361,7 +352,11 @@ def test_deepspeed_860_evaluation_with_uneven_batches_does_not_hang(counts):
     run_on_ranks(evaluate, len(counts), counts)
 
 
-def generate(name, counts):
+@pytest.mark.parametrize("name", ["GPT-2", pytest.param("Llama", marks=pytest.mark.long)])
+@on_ranks(2)
+def test_deepspeed_2223_generation_with_uneven_batches_and_lengths_does_not_hang(name):
+    """microsoft/DeepSpeed#2223: generate() under ZeRO-3 hangs when ranks stop at different lengths."""
+    counts = (1, 3)
     rank = dist.get_rank()
     plain = families.FAMILIES[name].build().eval()
     model = sw.parallelize(families.FAMILIES[name].build(), sw.ParallelPlan(strategy="zero3")).eval()
@@ -373,12 +368,6 @@ def generate(name, counts):
     tokens = families.tokens(rank, 9, salt=2)  # and in step again, by transformers' own means
     how = {"max_new_tokens": 3 + rank, "do_sample": False}
     assert torch.equal(model.generate(input_ids=tokens, **how), plain.generate(input_ids=tokens, **how))
-
-
-@pytest.mark.parametrize("name", ["GPT-2", pytest.param("Llama", marks=pytest.mark.long)])
-def test_deepspeed_2223_generation_with_uneven_batches_and_lengths_does_not_hang(name):
-    """microsoft/DeepSpeed#2223: generate() under ZeRO-3 hangs when ranks stop at different lengths."""
-    run_on_ranks(generate, 2, name, (1, 3))
 
 
 # -- what is refused, and what all ranks are told
@@ -400,10 +389,7 @@ def stops(counts):
 
 def run_strictly(model, optimizer, count):
     with sw.join(model, optimizer, throw_on_early_termination=True):
-        for step in range(count):
-            plain_loss(model, dist.get_rank(), step).backward()
-            optimizer.step()
-            optimizer.zero_grad()
+        descend(optimizer, (plain_loss(model, dist.get_rank(), step) for step in range(count)))
 
 
 @pytest.mark.parametrize("counts", [(4, 2), (2, 0, 3)])
@@ -437,9 +423,10 @@ def test_an_exception_on_one_rank_ends_the_others_as_well():
     assert run_on_ranks(fails, 3) == [ended, ended, 'KeyError: "rank 2\'s own"']
 
 
-def differ(stall_s):
+@on_ranks(3)
+def test_ranks_with_batches_that_do_different_things_are_told_so():
     """Two ranks that have batches do different things."""
-    report_stalls_after(stall_s)
+    report_stalls_after(0.6)
     rank = dist.get_rank()
     model = sw.parallelize(Chain())
 
@@ -451,16 +438,13 @@ def differ(stall_s):
 
     with pytest.raises(RankDisagreement) as caught:
         run()
-    return str(caught.value)
+    text = str(caught.value)
+    assert text.startswith("ranks inside sw.join() do different things:\n  rank 1: forward (3, ")
+    assert "\n  rank 2: forward (0, " in text
 
 
-def test_ranks_with_batches_that_do_different_things_are_told_so():
-    for text in run_on_ranks(differ, 3, 0.6):
-        assert text.startswith("ranks inside sw.join() do different things:\n  rank 1: forward (3, ")
-        assert "\n  rank 2: forward (0, " in text
-
-
-def refusals(path):
+@on_ranks(2)
+def test_refusals_are_clear_and_come_on_all_ranks(tmp_path):
     rank = dist.get_rank()
     texts = {}
 
@@ -485,7 +469,7 @@ def refusals(path):
         scaler = sw.GradScaler("cpu")
         scaler.scale(plain_loss(model, rank, 0)).backward()
         note("scaler", scaler.unscale_, optimizer)
-        sw.save(f"{path}/all", model)  # every rank is still there
+        sw.save(f"{tmp_path}/all", model)  # every rank is still there
         optimizer.zero_grad()
 
     def save_late():
@@ -494,7 +478,7 @@ def refusals(path):
                 plain_loss(model, rank, step).backward()
                 optimizer.zero_grad()
                 if step:
-                    sw.save(f"{path}/late", model)
+                    sw.save(f"{tmp_path}/late", model)
 
     note("save", save_late)
     synchronised = sw.parallelize(sw.convert_sync_batchnorm(Chain(Running, 2)))
@@ -502,14 +486,9 @@ def refusals(path):
     with sw.join(synchronised, throw_on_early_termination=True):
         plain_loss(synchronised, rank, 0).backward()
     note("plain", enter, Chain())
-    return texts
-
-
-def test_refusals_are_clear_and_come_on_all_ranks(tmp_path):
-    for texts in run_on_ranks(refusals, 2, str(tmp_path)):
-        assert texts["nested"].startswith("sw.join() inside sw.join() of the same model.")
-        assert "Call sw.join(model, optimizer)." in texts["unknown optimizer"]
-        assert texts["scaler"].startswith("sw.GradScaler inside sw.join()")
-        assert texts["save"].startswith("sw.save inside sw.join() after rank 0 has run out of batches")
-        assert "batch norm over all ranks needs samples of every rank" in texts["batch norm"]
-        assert "is not parallelized" in texts["plain"]
+    assert texts["nested"].startswith("sw.join() inside sw.join() of the same model.")
+    assert "Call sw.join(model, optimizer)." in texts["unknown optimizer"]
+    assert texts["scaler"].startswith("sw.GradScaler inside sw.join()")
+    assert texts["save"].startswith("sw.save inside sw.join() after rank 0 has run out of batches")
+    assert "batch norm over all ranks needs samples of every rank" in texts["batch norm"]
+    assert "is not parallelized" in texts["plain"]

@@ -18,7 +18,7 @@ from shardwise.comm.base import Handle
 from shardwise.forms.host import OnHost, Transfers
 from shardwise.testing import RankFailure, probe, run_on_ranks
 from tests.common import models
-from tests.common.oracle import PRESETS
+from tests.common.oracle import PRESETS, descend
 from tests.common.ranks import on_ranks
 from tests.common.training import VARIANTS, train, train_each
 
@@ -180,10 +180,7 @@ def begin(plan: sw.ParallelPlan) -> tuple[nn.Module, torch.optim.Optimizer]:
 
 
 def advance(model: nn.Module, optimizer: torch.optim.Optimizer, steps: range) -> dict[str, Tensor]:
-    for step in steps:
-        model(*models.batch(step, 0, distributed.get_rank())).backward()
-        optimizer.step()
-        optimizer.zero_grad()
+    descend(optimizer, (model(*models.batch(step, 0, distributed.get_rank())) for step in steps))
     return sw.full_state_dict(model)
 
 

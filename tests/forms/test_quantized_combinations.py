@@ -9,6 +9,7 @@ from torch import Tensor, distributed, nn
 import shardwise as sw
 from shardwise.testing import checks, probe, run_on_ranks
 from tests.common import models
+from tests.common.ranks import on_ranks
 
 EVERYTHING = {"quantize_frozen": "int8", "quantized_gather": "int8", "quantized_reduce": "int8"}
 WITHOUT_GATHER = EVERYTHING | {"quantized_gather": "none"}
@@ -74,17 +75,14 @@ def test_levers_do_not_change_what_quantized_training_computes(world: int) -> No
                     assert torch.equal(value, other_state[key]), (preset, name, key)
 
 
-def build_later() -> list[dict[str, Tensor]]:
+@on_ranks(2)
+def test_models_on_meta_are_quantized_as_they_are_made() -> None:
     """From a real model, and from one whose construction is replayed unit by unit."""
     found = []
     for make in (lambda: models.build("frozen"), lambda: sw.deferred_init(lambda: models.build("frozen"))):
         model = sw.parallelize(make(), sw.ParallelPlan(quantize_frozen="int8"))
         found.append(sw.full_state_dict(model))
-    return found
-
-
-def test_models_on_meta_are_quantized_as_they_are_made() -> None:
-    real, replayed = run_on_ranks(build_later, 2)[0]
+    real, replayed = found
     assert real.keys() == replayed.keys()
     for name, value in real.items():
         assert torch.equal(value, replayed[name]), name

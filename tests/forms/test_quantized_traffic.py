@@ -2,20 +2,19 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from collections.abc import Callable
 
 import pytest
 import torch
 from torch import Tensor, distributed, nn
 
 import shardwise as sw
-from shardwise.testing import checks, probe, run_on_ranks
-from tests.common import models
+from shardwise.testing import checks, run_on_ranks
+from tests.common import casts, models
+from tests.common.casts import DTYPES, PRESETS
+from tests.common.ranks import on_ranks
 from tests.forms.test_quantized_weights import through_int8
 
-PRESETS = ("ddp", "zero1", "zero2", "shard_grad_op", "zero3")
-DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
-STEPS = 3
 #: What is gathered and reduced as, and the dtypes of compute and reduction.
 CASES = (
     ("int8", "none", "fp32", "fp32"),
@@ -23,13 +22,6 @@ CASES = (
     ("int8", "int8", "fp32", "fp32"),
     ("int8", "int8", "bf16", "bf16"),
 )
-
-
-@dataclass
-class Numbers:
-    losses: list[float] = field(default_factory=list)
-    state: dict[str, Tensor] = field(default_factory=dict)
-    as_predicted: bool = True
 
 
 def plan_of(
@@ -40,29 +32,11 @@ def plan_of(
     return sw.ParallelPlan(strategy=preset, mp_policy=policy, quantized_gather=gather, quantized_reduce=reduce, **more)
 
 
-def train(plan: sw.ParallelPlan, name: str = "tied", num_microbatches: int = 1) -> Numbers:
-    model = sw.parallelize(models.build(name), plan)
-    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
-    numbers = Numbers()
-    for step in range(STEPS):
-        for microbatch in range(num_microbatches):
-            with (
-                sw.gradient_sync(model, microbatch == num_microbatches - 1),
-                sw.record_collectives(model) as events,
-            ):
-                loss = model(*models.batch(step, microbatch, distributed.get_rank())) / num_microbatches
-                loss.backward()
-            numbers.losses.append(loss.item())
-        optimizer.step()
-        optimizer.zero_grad()
-    sent = [(event.kind, event.unit, event.sent_bytes, event.axis) for event in events]
-    predicted = probe(model).predicted_collectives(is_first_of_window=num_microbatches == 1)
-    numbers.as_predicted = sent == [tuple(event) for event in predicted]
-    numbers.state = sw.full_state_dict(model)
-    return numbers
+def train(plan: sw.ParallelPlan, name: str = "tied", num_microbatches: int = 1) -> casts.Numbers:
+    return casts.train(lambda: models.build(name), plan, num_microbatches=num_microbatches)
 
 
-def train_all(presets: tuple[str, ...]) -> dict[tuple, Numbers]:
+def train_all(presets: tuple[str, ...]) -> dict[tuple, casts.Numbers]:
     with checks():
         return {(preset, *case): train(plan_of(preset, *case)) for preset in presets for case in CASES}
 
@@ -77,31 +51,20 @@ def mean_of_int8(grads: list[Tensor], dtype: torch.dtype) -> Tensor:
     return (total / len(grads)).to(dtype).float()
 
 
-def one_process(world: int, gather: str, reduce: str, param: str, summed: str) -> tuple[list[list[float]], dict]:
+def read_through(gather: str) -> Callable[[Tensor], Tensor]:
+    return through_int8 if gather == "int8" else lambda value: value
+
+
+def one_process(world: int, gather: str, reduce: str, param: str, summed: str) -> list[casts.Numbers]:
     """``tied`` has no parameter of its own of a size that blocks would share, but for what they are aligned to."""
-    master, low = models.build("tied"), models.build("tied").to(DTYPES[param])
-    optimizer = torch.optim.AdamW(master.parameters(), lr=1e-2)
-    losses: list[list[float]] = [[] for _ in range(world)]
-    for step in range(STEPS):
-        with torch.no_grad():
-            for target, source in zip(low.parameters(), master.parameters(), strict=True):
-                target.copy_(through_int8(source) if gather == "int8" else source)
-        found: dict[nn.Parameter, list[Tensor]] = {parameter: [] for parameter in master.parameters()}
-        for rank in range(world):
-            loss = low(*models.batch(step, 0, rank))
-            loss.backward()
-            losses[rank].append(loss.item())
-            for target, source in zip(master.parameters(), low.parameters(), strict=True):
-                found[target].append(source.grad.to(DTYPES[summed]))
-            low.zero_grad()
-        for parameter, grads in found.items():
-            if reduce == "int8":
-                parameter.grad = mean_of_int8(grads, DTYPES[summed])
-            else:
-                parameter.grad = (sum(grads[1:], grads[0]) / world).float()
-        optimizer.step()
-        optimizer.zero_grad()
-    return losses, master.state_dict()
+    return casts.one_process(
+        models.build("tied"),
+        models.build("tied").to(DTYPES[param]),
+        world,
+        read=read_through(gather),
+        send=lambda _name, grad: grad.to(DTYPES[summed]),
+        mean=(lambda grads: mean_of_int8(grads, DTYPES[summed])) if reduce == "int8" else casts.mean_of,
+    )
 
 
 @pytest.mark.parametrize(
@@ -113,18 +76,14 @@ def test_every_preset_equals_one_process_that_rounds_at_the_same_points(world: i
     expected |= {("none", *case[1:]): one_process(world, "none", *case[1:]) for case in CASES}
     for rank, results in enumerate(run_on_ranks(train_all, world, presets)):
         for (preset, gather, *rest), got in results.items():
-            losses, state = expected["none" if preset == "ddp" else gather, *rest]
-            where = (preset, gather, *rest)
-            assert got.losses == losses[rank], where
-            assert got.as_predicted, where
-            for name, value in got.state.items():
-                assert torch.equal(value, state[name]), (*where, name)
+            got.check(expected["none" if preset == "ddp" else gather, *rest][rank], (preset, gather, *rest))
 
 
-def train_together() -> dict[str, Numbers]:
+@on_ranks(2)
+def test_accumulation_odd_sizes_and_frozen_parts_do_not_depend_on_the_strategy() -> None:
     """What else reductions and gathers go through: accumulation, groups of ranks, unequal slices, odd sizes."""
     both = {"quantized_gather": "int8", "quantized_reduce": "int8"}
-    return {
+    got = {
         "sharded": train(sw.ParallelPlan(strategy="zero2", **both), num_microbatches=2),
         "sharded zero3": train(sw.ParallelPlan(strategy="zero3", **both), num_microbatches=2),
         "unsharded": train(sw.ParallelPlan(strategy="zero1", **both), num_microbatches=2),
@@ -136,20 +95,16 @@ def train_together() -> dict[str, Numbers]:
         "frozen": train(sw.ParallelPlan(quantize_frozen="int8", **both), "frozen"),
         "frozen rows": train(sw.ParallelPlan(quantize_frozen="int8", granularity="row", **both), "frozen"),
     }
+    for name, numbers in got.items():
+        assert numbers.as_predicted, name
+    alike = [("odd", f"odd {other}") for other in ("zero1", "rows", "tensors")]
+    for one, other in (("sharded", "sharded zero3"), ("frozen", "frozen rows"), *alike):
+        assert got[one].losses == got[other].losses
+        for name, value in got[one].state.items():
+            assert torch.equal(value, got[other].state[name]), (one, name)
 
 
-def test_accumulation_odd_sizes_and_frozen_parts_do_not_depend_on_the_strategy() -> None:
-    for got in run_on_ranks(train_together, 2):
-        for name, numbers in got.items():
-            assert numbers.as_predicted, name
-        alike = [("odd", f"odd {other}") for other in ("zero1", "rows", "tensors")]
-        for one, other in (("sharded", "sharded zero3"), ("frozen", "frozen rows"), *alike):
-            assert got[one].losses == got[other].losses
-            for name, value in got[one].state.items():
-                assert torch.equal(value, got[other].state[name]), (one, name)
-
-
-def train_in_groups() -> dict[str, Numbers]:
+def train_in_groups() -> dict[str, casts.Numbers]:
     mesh = {"dp_replicate": 2, "dp_shard": 2, "quantized_reduce": "int8"}
     return {
         "zero3": train(sw.ParallelPlan(strategy="zero3", quantized_gather="int8", **mesh)),
@@ -159,37 +114,22 @@ def train_in_groups() -> dict[str, Numbers]:
 
 
 def test_sums_in_groups_are_sent_in_int8_inside_and_whole_across() -> None:
-    expected = {name: sums_in_groups(gather) for name, gather in (("zero3", "int8"), ("ddp", "none"))}
-    for rank, got in enumerate(run_on_ranks(train_in_groups, 4)):
-        for name, numbers in got.items():
-            assert numbers.as_predicted, name
-            if name in expected:
-                assert numbers.losses == expected[name][0][rank], name
-                for key, value in numbers.state.items():
-                    assert torch.equal(value, expected[name][1][key]), (name, key)
-
-
-def sums_in_groups(gather: str) -> tuple[list[list[float]], dict[str, Tensor]]:
     """One process: ranks 0 and 1 are added up, then 2 and 3, then both sums, then they are divided by 4."""
-    master, low = models.build("tied"), models.build("tied")
-    optimizer = torch.optim.AdamW(master.parameters(), lr=1e-2)
-    losses: list[list[float]] = [[] for _ in range(4)]
-    for step in range(STEPS):
-        with torch.no_grad():
-            for target, source in zip(low.parameters(), master.parameters(), strict=True):
-                target.copy_(through_int8(source) if gather == "int8" else source)
-        read: list[list[Tensor]] = []
-        for rank in range(4):
-            loss = low(*models.batch(step, 0, rank))
-            loss.backward()
-            losses[rank].append(loss.item())
-            read.append([through_int8(parameter.grad) for parameter in low.parameters()])
-            low.zero_grad()
-        for parameter, *grads in zip(master.parameters(), *read, strict=True):
-            parameter.grad = ((grads[0] + grads[1]) + (grads[2] + grads[3])) / 4
-        optimizer.step()
-        optimizer.zero_grad()
-    return losses, master.state_dict()
+    expected = {
+        name: casts.one_process(
+            models.build("tied"),
+            models.build("tied"),
+            4,
+            read=read_through(gather),
+            send=lambda _name, grad: through_int8(grad),
+            mean=lambda grads: ((grads[0] + grads[1]) + (grads[2] + grads[3])) / 4,
+        )
+        for name, gather in (("zero3", "int8"), ("ddp", "none"))
+    }
+    for rank, got in enumerate(run_on_ranks(train_in_groups, 4)):
+        assert got["deferred"].as_predicted
+        for name, numbers in expected.items():
+            got[name].check(numbers[rank], name)
 
 
 # -- how far off
@@ -234,7 +174,8 @@ def test_the_mean_is_off_by_no_more_than_the_bound(preset: str) -> None:
         assert (got - wanted).abs().max() > 0
 
 
-def find_infinity() -> list[float]:
+@on_ranks(2)
+def test_an_inf_is_found_through_int8() -> None:
     """An inf in one rank's gradients: its block is nan on the rank that owns it, and the step is skipped on both."""
     model = sw.parallelize(Weighted(NUMEL), sw.ParallelPlan(quantized_reduce="int8"))
     optimizer = torch.optim.SGD(model.parameters(), lr=1.0)
@@ -245,11 +186,7 @@ def find_infinity() -> list[float]:
     scaler.scale(model(x)).backward()
     scaler.step(optimizer)
     scaler.update()
-    return [scaler.get_scale(), model.weight.detach().abs().sum().item()]
-
-
-def test_an_inf_is_found_through_int8() -> None:
-    assert run_on_ranks(find_infinity, 2) == [[4.0, 0.0], [4.0, 0.0]]
+    assert [scaler.get_scale(), model.weight.detach().abs().sum().item()] == [4.0, 0.0]
 
 
 # -- convergence

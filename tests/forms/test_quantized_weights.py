@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
 from pathlib import Path
 
 import pytest
@@ -11,12 +10,11 @@ from torch import Tensor, distributed, nn
 
 import shardwise as sw
 from shardwise.testing import checks, probe, run_on_ranks
-from tests.common import models
+from tests.common import casts, models
+from tests.common.casts import DTYPES, PRESETS
+from tests.common.oracle import descend
 from tests.common.ranks import on_ranks
 
-PRESETS = ("ddp", "zero1", "zero2", "shard_grad_op", "zero3")
-DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
-STEPS = 3
 BLOCK = 128
 
 
@@ -47,62 +45,19 @@ def build(form: str = "none") -> nn.Module:
     return model
 
 
-@dataclass
-class Numbers:
-    losses: list[float] = field(default_factory=list)
-    state: dict[str, Tensor] = field(default_factory=dict)
-    as_predicted: bool = True
-
-
 def plan_of(preset: str, form: str, param_dtype: str) -> sw.ParallelPlan:
     policy = sw.PrecisionPolicy(param_dtype=param_dtype) if param_dtype != "fp32" else None
     return sw.ParallelPlan(strategy=preset, mp_policy=policy, quantize_frozen=form)
 
 
-def train(preset: str, form: str, param_dtype: str) -> Numbers:
-    model = sw.parallelize(build(), plan_of(preset, form, param_dtype))
-    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
-    numbers = Numbers()
-    for step in range(STEPS):
-        with sw.record_collectives(model) as events:
-            loss = model(*models.batch(step, 0, distributed.get_rank()))
-            loss.backward()
-        numbers.losses.append(loss.item())
-        optimizer.step()
-        optimizer.zero_grad()
-    sent = [(event.kind, event.unit, event.sent_bytes, event.axis) for event in events]
-    numbers.as_predicted = sent == [tuple(event) for event in probe(model).predicted_collectives()]
-    numbers.state = sw.full_state_dict(model)
-    return numbers
-
-
-def train_all(presets: tuple[str, ...], cases: tuple[tuple[str, str], ...]) -> dict[tuple[str, str, str], Numbers]:
+def train_all(presets: tuple[str, ...]) -> dict[tuple[str, ...], casts.Numbers]:
     with checks():
-        return {(preset, *case): train(preset, *case) for preset in presets for case in cases}
+        return {(preset, *case): casts.train(build, plan_of(preset, *case)) for preset in presets for case in CASES}
 
 
-def one_process(world: int, form: str, param_dtype: str) -> tuple[list[list[float]], dict[str, Tensor]]:
-    master, low = build(form), build(form).to(DTYPES[param_dtype])
-    optimizer = torch.optim.AdamW(master.parameters(), lr=1e-2)
-    losses: list[list[float]] = [[] for _ in range(world)]
-    for step in range(STEPS):
-        with torch.no_grad():
-            for target, source in zip(low.parameters(), master.parameters(), strict=True):
-                target.copy_(source)
-        total: dict[nn.Parameter, Tensor] = {}
-        for rank in range(world):
-            loss = low(*models.batch(step, 0, rank))
-            loss.backward()
-            losses[rank].append(loss.item())
-            for target, source in zip(master.parameters(), low.parameters(), strict=True):
-                if source.grad is not None:
-                    total[target] = total[target] + source.grad.float() if target in total else source.grad.float()
-            low.zero_grad()
-        for parameter, grad in total.items():
-            parameter.grad = grad / world
-        optimizer.step()
-        optimizer.zero_grad()
-    return losses, master.state_dict()
+def one_process(world: int, form: str, param_dtype: str) -> list[casts.Numbers]:
+    low = build(form).to(DTYPES[param_dtype])
+    return casts.one_process(build(form), low, world, send=lambda _name, grad: grad.float())
 
 
 CASES = (("int8", "fp32"), ("int8", "bf16"), ("bf16", "fp32"), ("bf16", "bf16"))
@@ -114,18 +69,13 @@ CASES = (("int8", "fp32"), ("int8", "bf16"), ("bf16", "fp32"), ("bf16", "bf16"))
 )
 def test_every_preset_equals_one_process_that_has_the_weights_as_they_are_read(world: int, presets: tuple) -> None:
     expected = {case: one_process(world, *case) for case in CASES}
-    for rank, results in enumerate(run_on_ranks(train_all, world, presets, CASES)):
+    for rank, results in enumerate(run_on_ranks(train_all, world, presets)):
         for (preset, *case), got in results.items():
-            losses, state = expected[tuple(case)]
-            assert got.losses == losses[rank], (preset, case)
-            assert got.as_predicted, (preset, case)
-            for name, value in got.state.items():
-                assert value.dtype is torch.float32
-                assert torch.equal(value, state[name]), (preset, case, name)
+            got.check(expected[tuple(case)][rank], (preset, case))
 
 
 def test_the_reference_differs_from_the_weights_as_they_were() -> None:
-    assert one_process(1, "int8", "fp32")[0] != one_process(1, "none", "fp32")[0]
+    assert one_process(1, "int8", "fp32")[0].losses != one_process(1, "none", "fp32")[0].losses
 
 
 # -- how far the loss is off
@@ -150,10 +100,7 @@ def pretrained() -> nn.Module:
     torch.manual_seed(5)
     model = sw.models.gpt("gpt-tiny", num_layers=3, hidden=64, num_heads=4, vocab_size=models.VOCAB, seq_len=models.SEQ)
     optimizer = torch.optim.AdamW(model.parameters(), lr=3e-3)
-    for step in range(30):
-        model(*models.batch(100 + step % 4, 0, 0)).backward()
-        optimizer.step()
-        optimizer.zero_grad()
+    descend(optimizer, (model(*models.batch(100 + step % 4, 0, 0)) for step in range(30)))
     model.requires_grad_(requires_grad=False)
     for block in model.blocks:
         for owner, name in ((block.attention, "qkv"), (block.attention, "out"), (block.mlp, "up"), (block.mlp, "down")):
@@ -206,7 +153,9 @@ class Mixed(nn.Module):
         return self.tied(self.adapter(x))
 
 
-def which_are_quantized(preset: str) -> tuple[set[str], str]:
+@pytest.mark.parametrize("preset", ["ddp", "zero3"])
+@on_ranks(1)
+def test_weights_of_linear_layers_are_quantized_and_nothing_else(preset: str) -> None:
     model = sw.parallelize(Mixed(), sw.ParallelPlan(strategy=preset, quantize_frozen="int8"))
     names = {shard.name for shard in probe(model).shards if shard.held_as}
     plain = Mixed()
@@ -221,25 +170,17 @@ def which_are_quantized(preset: str) -> tuple[set[str], str]:
     state = sw.full_state_dict(model)
     for name, value in plain.state_dict().items():
         assert torch.equal(state[name], value), name
-    return names, str(sw.summary(model))
-
-
-@pytest.mark.parametrize("preset", ["ddp", "zero3"])
-def test_weights_of_linear_layers_are_quantized_and_nothing_else(preset: str) -> None:
-    ((names, shown),) = run_on_ranks(which_are_quantized, 1, preset)
+    shown = str(sw.summary(model))
     assert names == {"linear.weight", "transposed.weight", "turned.weight"}
     assert "held as int8" in shown
 
 
-def refuse(form: str) -> str:
+@pytest.mark.parametrize("form", ["int8", "bf16"])
+@on_ranks(1)
+def test_where_there_is_nothing_to_quantize_the_wish_is_refused(form: str) -> None:
     with pytest.raises(sw.PlanError) as caught:
         sw.parallelize(models.build("gpt").bfloat16(), sw.ParallelPlan(quantize_frozen=form))
-    return str(caught.value)
-
-
-@pytest.mark.parametrize("form", ["int8", "bf16"])
-def test_where_there_is_nothing_to_quantize_the_wish_is_refused(form: str) -> None:
-    (message,) = run_on_ranks(refuse, 1, form)
+    message = str(caught.value)
     assert f"quantize_frozen='{form}', but the model has no frozen weight of a linear layer" in message
 
 
@@ -291,23 +232,33 @@ def masters(model: nn.Module) -> dict[str, Tensor]:
     }
 
 
-def save_and_load(folder: str, form: str) -> None:
+def other_seed() -> nn.Module:
+    model = build()
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.normal_(0, 0.1)
+    return model
+
+
+@pytest.mark.parametrize("form", ["int8", "bf16"])
+@on_ranks(2)
+def test_checkpoints_hold_what_is_read_and_give_the_same_codes_on_any_layout(tmp_path: str, form: str) -> None:
     """Under zero3, then ddp, then not quantized at all, and back."""
     plan = {name: sw.ParallelPlan(strategy=name, quantize_frozen=form) for name in ("zero3", "ddp")}
     first = sw.parallelize(build(), plan["zero3"])
-    sw.save(f"{folder}/first", first)
+    sw.save(f"{tmp_path}/first", first)
     state = sw.full_state_dict(first)
     other = build()
     for parameter in other.parameters():
         nn.init.zeros_(parameter)
     second = sw.parallelize(other, plan["ddp"])
-    sw.load(f"{folder}/first", second)
-    sw.save(f"{folder}/second", second)
+    sw.load(f"{tmp_path}/first", second)
+    sw.save(f"{tmp_path}/second", second)
     third = sw.parallelize(build(), sw.ParallelPlan())
-    sw.load(f"{folder}/second", third)
-    sw.save(f"{folder}/third", third)
+    sw.load(f"{tmp_path}/second", third)
+    sw.save(f"{tmp_path}/third", third)
     fourth = sw.parallelize(other_seed(), plan["zero3"])
-    sw.load(f"{folder}/third", fourth)
+    sw.load(f"{tmp_path}/third", fourth)
     before = masters(first)
     assert before
     assert all(torch.equal(before[name], codes) for name, codes in masters(fourth).items())
@@ -321,19 +272,6 @@ def save_and_load(folder: str, form: str) -> None:
     inputs = models.batch(0, 0, distributed.get_rank())
     losses = {model(*inputs).item() for model in (first, second, third, fourth, fifth)}
     assert len(losses) == 1
-
-
-def other_seed() -> nn.Module:
-    model = build()
-    with torch.no_grad():
-        for parameter in model.parameters():
-            parameter.normal_(0, 0.1)
-    return model
-
-
-@pytest.mark.parametrize("form", ["int8", "bf16"])
-def test_checkpoints_hold_what_is_read_and_give_the_same_codes_on_any_layout(tmp_path: Path, form: str) -> None:
-    run_on_ranks(save_and_load, 2, str(tmp_path), form)
 
 
 def resume_on_three(folder: str) -> dict[str, Tensor]:

@@ -16,6 +16,7 @@ from shardwise.testing import StorageCount, run_on_ranks, same_bits
 from tests.common import models
 from tests.common.families import FAMILIES, PRELOAD_ALL
 from tests.common.oracle import PRESETS
+from tests.common.ranks import on_ranks
 
 SEED = 11
 
@@ -100,7 +101,11 @@ def test_values_are_those_of_plain_construction_on_any_number_of_ranks(world):
         assert len(results) == len(names) * len(presets)
 
 
-def differing_in(name: str) -> list[str]:
+@pytest.mark.long
+@pytest.mark.preload(*PRELOAD_ALL.args)
+@pytest.mark.parametrize("name", [name for name, family in FAMILIES.items() if "ignored" not in family.options])
+@on_ranks(1, 2, 3, timeout_s=150)
+def test_every_family_has_the_values_of_plain_construction(name: str) -> None:
     """Of a family of ``tests.common.families``, whose ``build`` sets the seed itself."""
     warnings.simplefilter("ignore")
     plain = FAMILIES[name].build()
@@ -112,15 +117,7 @@ def differing_in(name: str) -> list[str]:
     found += [] if model.training == plain.training else ["training"]
     got = whole(model)
     assert list(got) == list(expected)
-    return found + [key for key, value in expected.items() if not same_bits(value, got[key])]
-
-
-@pytest.mark.long
-@pytest.mark.preload(*PRELOAD_ALL.args)
-@pytest.mark.parametrize("world", [1, 2, 3])
-@pytest.mark.parametrize("name", [name for name, family in FAMILIES.items() if "ignored" not in family.options])
-def test_every_family_has_the_values_of_plain_construction(name, world):
-    assert run_on_ranks(differing_in, world, name, timeout_s=150) == [[]] * world
+    assert found + [key for key, value in expected.items() if not same_bits(value, got[key])] == []
 
 
 def train_deferred() -> list[float]:
@@ -164,7 +161,8 @@ def build_deep() -> nn.Module:
     return sw.models.gpt("gpt-tiny", num_layers=LAYERS, hidden=HIDDEN, num_heads=2, vocab_size=64, seq_len=16)
 
 
-def peak_of_parallelize() -> tuple[int, int]:
+@on_ranks(2)
+def test_no_rank_holds_more_than_its_shards_and_a_unit_or_two() -> None:
     """The most bytes held while the model is made, and the bytes of the whole model."""
     model = sw.deferred_init(build_deep)
     size = sum(parameter.nbytes for parameter in model.parameters())
@@ -172,21 +170,17 @@ def peak_of_parallelize() -> tuple[int, int]:
         sw.parallelize(model, sw.ParallelPlan())
     peak = count.peak_bytes
     count.forget()
-    return peak, size
-
-
-def test_no_rank_holds_more_than_its_shards_and_a_unit_or_two():
-    for peak, size in run_on_ranks(peak_of_parallelize, 2):
-        block = size / LAYERS
-        states = 400 * 5056 / 2  # of the generator, one for each random operation
-        assert peak < size / 2 + 2.5 * block + states
-        assert peak < 0.95 * size
+    block = size / LAYERS
+    states = 400 * 5056 / 2  # of the generator, one for each random operation
+    assert peak < size / 2 + 2.5 * block + states
+    assert peak < 0.95 * size
 
 
 # -- other sources
 
 
-def reset_in_order() -> list[str]:
+@on_ranks(1, 2)
+def test_reset_parameters_draws_in_the_order_of_modules() -> None:
     """Our GPT draws in ``reset_parameters``, in the order in which its modules are registered.
 
     Where the head is tied to the embedding, the embedding alone draws.
@@ -199,12 +193,7 @@ def reset_in_order() -> list[str]:
         assert torch.equal(torch.rand(3), after)
         found = whole(model)
         differing += [key for key, value in expected.items() if not torch.equal(value, found[key])]
-    return differing
-
-
-@pytest.mark.parametrize("world", [1, 2])
-def test_reset_parameters_draws_in_the_order_of_modules(world):
-    assert run_on_ranks(reset_in_order, world) == [[]] * world
+    assert differing == []
 
 
 def fill_with_ones(module: nn.Module) -> None:
@@ -212,15 +201,12 @@ def fill_with_ones(module: nn.Module) -> None:
         nn.init.ones_(parameter)
 
 
-def init_function() -> set[float]:
+@on_ranks(2)
+def test_a_function_may_initialise() -> None:
     with torch.device("meta"):
         model = nn.Sequential(*(nn.Linear(3, 3) for _ in range(4)))
     sw.parallelize(model, init=fill_with_ones)
-    return {value for tensor in whole(model).values() for value in tensor.view(-1).tolist()}
-
-
-def test_a_function_may_initialise():
-    assert run_on_ranks(init_function, 2) == [{1.0}, {1.0}]
+    assert {value for tensor in whole(model).values() for value in tensor.view(-1).tolist()} == {1.0}
 
 
 class Lazy(Mapping):
@@ -251,7 +237,8 @@ class Rotary(nn.Module):
         self.register_buffer("frequencies", 1.0 / torch.arange(1, 5), persistent=False)
 
 
-def load_stream() -> bool:
+@on_ranks(2)
+def test_a_state_dict_is_streamed_and_what_is_not_saved_comes_from_the_construction() -> None:
     torch.manual_seed(SEED)
     plain = Rotary()
     state = Lazy(plain.state_dict()) if distributed.get_rank() == 0 else {}
@@ -260,11 +247,7 @@ def load_stream() -> bool:
     found = whole(model)
     if isinstance(state, Lazy):
         assert set(state.asked) == set(state.state)
-    return all(torch.equal(value, found[name]) for name, value in all_values(plain).items())
-
-
-def test_a_state_dict_is_streamed_and_what_is_not_saved_comes_from_the_construction():
-    assert run_on_ranks(load_stream, 2) == [True, True]
+    assert all(torch.equal(value, found[name]) for name, value in all_values(plain).items())
 
 
 # -- seeds
@@ -288,17 +271,16 @@ def test_where_seeds_differ_rank_0s_values_are_taken():
     assert run_on_ranks(differently_seeded, 2, "warn") == [expected, expected]
 
 
-def refused_seeds() -> str:
+@on_ranks(2)
+def test_sync_error_refuses_different_seeds() -> None:
     with pytest.raises(sw.StateError) as error:
         differently_seeded("error")
-    return str(error.value)
+    text = str(error.value)
+    assert "would draw different weights" in text
 
 
-def test_sync_error_refuses_different_seeds():
-    assert all("would draw different weights" in text for text in run_on_ranks(refused_seeds, 2))
-
-
-def other_construction() -> str:
+@on_ranks(2)
+def test_ranks_that_construct_otherwise_are_told() -> None:
     std = 1.0 + distributed.get_rank()
 
     def build() -> nn.Module:
@@ -309,11 +291,8 @@ def other_construction() -> str:
     model = sw.deferred_init(build)
     with pytest.raises(sw.RankDisagreement) as error:
         sw.parallelize(model)
-    return str(error.value)
-
-
-def test_ranks_that_construct_otherwise_are_told():
-    assert all("different constructions" in text for text in run_on_ranks(other_construction, 2))
+    text = str(error.value)
+    assert "different constructions" in text
 
 
 # -- what cannot be done
@@ -399,7 +378,9 @@ class Masked(nn.Module):
 INTEGERS = (torch.bool, torch.uint8, torch.int64)
 
 
-def masks_of_every_source() -> dict[str, str]:
+@on_ranks(1)
+def test_whole_number_and_boolean_buffers_are_filled_or_named() -> None:
+    """A causal mask made by the constructor must not become all false; zeros that were written are values."""
     sources = {
         "reset": None,
         "function": lambda module: module.reset_parameters(),
@@ -421,12 +402,6 @@ def masks_of_every_source() -> dict[str, str]:
                         assert torch.equal(model.mask, torch.full((4, 4), value, dtype=dtype)) or value != value  # noqa: PLR0124
                         assert torch.equal(whole(model)["weight"], torch.ones(4, 4))
                         found[case] = "filled"
-    return found
-
-
-def test_whole_number_and_boolean_buffers_are_filled_or_named():
-    """A causal mask made by the constructor must not become all false; zeros that were written are values."""
-    (found,) = run_on_ranks(masks_of_every_source, 1)
     assert len(found) == 4 * 3 * 2 * 3
     for case, what in found.items():
         if " 4 " in case:
@@ -463,7 +438,8 @@ class Noise(nn.Module):
         nn.init.constant_(self.table, 3.0)
 
 
-def filled_from_a_state_dict() -> list[bool]:
+@on_ranks(2)
+def test_a_complete_state_dict_suffices_for_modules_that_cannot_reset_their_parameters() -> None:
     torch.manual_seed(2)
     plain = nn.Sequential(Bare(), Bare(), nn.Linear(6, 2))
     with torch.device("meta"):
@@ -471,13 +447,9 @@ def filled_from_a_state_dict() -> list[bool]:
     state = plain.state_dict() if os.environ["RANK"] == "0" else {}
     model = sw.parallelize(model, sw.ParallelPlan(auto_wrap_policy=sw.wrap_by_class({Bare})), init=state)
     found = whole(model)
-    return [torch.equal(found[name], value) for name, value in all_values(plain).items()]
-
-
-def test_a_complete_state_dict_suffices_for_modules_that_cannot_reset_their_parameters():
-    for same in run_on_ranks(filled_from_a_state_dict, 2):
-        assert len(same) == 8
-        assert all(same)
+    same = [torch.equal(found[name], value) for name, value in all_values(plain).items()]
+    assert len(same) == 8
+    assert all(same)
 
 
 def build_bare() -> nn.Module:

@@ -77,19 +77,16 @@ def follow(build, strategy, **options):
     return wrong
 
 
-def follow_everywhere():
+@on_ranks(1, 2, 3)
+def test_the_average_is_torchs_of_one_process_and_training_is_not_disturbed():
+    """Lightning#21414."""
     found = {strategy: follow(Chain, strategy) for strategy in PRESETS}
     found["zero1 in bf16"] = follow(Chain, "zero1", mp_policy=sw.PrecisionPolicy(param_dtype="bf16"))
-    return {case: wrong for case, wrong in found.items() if wrong}
+    assert {case: wrong for case, wrong in found.items() if wrong} == {}
 
 
-@pytest.mark.parametrize("world", [1, 2, 3])
-def test_the_average_is_torchs_of_one_process_and_training_is_not_disturbed(world):
-    """Lightning#21414."""
-    assert run_on_ranks(follow_everywhere, world)[0] == {}
-
-
-def low_precision():
+@on_ranks(2)
+def test_sixteen_bit_weights_are_averaged_in_fp32_and_come_back_as_they_were():
     """bf16 weights, where an average in bf16 would never move."""
     model = sw.parallelize(Chain().bfloat16(), sw.ParallelPlan(strategy="zero3"))
     average = sw.ExponentialMovingAverage(model, decay=0.999)
@@ -105,11 +102,7 @@ def low_precision():
     for name, value in start.items():
         expected = value + (moved[name] - value) * (1 - 0.999**2000)
         torch.testing.assert_close(found[name].float(), expected.float(), rtol=0.02, atol=0.02)
-    return differing(moved, sw.full_state_dict(model))
-
-
-def test_sixteen_bit_weights_are_averaged_in_fp32_and_come_back_as_they_were():
-    assert run_on_ranks(low_precision, 2)[0] == []
+    assert differing(moved, sw.full_state_dict(model)) == []
 
 
 def odd_parts():
@@ -220,7 +213,8 @@ def test_misuse_is_refused_and_weights_come_back_after_an_exception():
         average.update()
 
 
-def in_backward():
+@on_ranks(1)
+def test_it_follows_updates_made_in_backward():
     model = sw.parallelize(Chain(), sw.ParallelPlan(strategy="zero3"))
     optimizer = torch.optim.AdamW(sw.flat_parameters(model), lr=1e-2)
     sw.optimizer_in_backward(model, optimizer)
@@ -235,8 +229,4 @@ def in_backward():
             wrong += differing(expected.state(), sw.full_state_dict(model))
     with average.swapped_in(), pytest.raises(StateError, match="it would change the average"):
         plain_loss(model, dist.get_rank(), 3).backward()
-    return wrong
-
-
-def test_it_follows_updates_made_in_backward():
-    assert run_on_ranks(in_backward, 1)[0] == []
+    assert wrong == []

@@ -76,14 +76,11 @@ def test_the_comparison_sees_blocks_that_straddle_ranks():
         run_on_ranks(cut_blocks, 2)
 
 
-def refused_blocks() -> str:
+@on_ranks(2)
+def test_where_blocks_might_straddle_the_optimizer_is_refused() -> None:
     with pytest.raises(StateError) as caught:
         our_blocks(("zero3",), ("row",))
-    return str(caught.value)
-
-
-def test_where_blocks_might_straddle_the_optimizer_is_refused():
-    text = run_on_ranks(refused_blocks, 2)[0]
+    text = str(caught.value)
     assert text.startswith("Int8Momentum needs every block of 96 of a parameter on one rank, but parameter '")
     assert "is sharded by row: this rank holds" in text
     assert "Use sw.ParallelPlan(granularity=sw.block(96)), strategy 'ddp', or an element-wise optimizer." in text
@@ -162,7 +159,9 @@ def test_with_blocks_of_256_small_pieces_keep_their_states_in_fp32():
     assert kinds == {(True, True), (True, False), (False, True), (False, False)}
 
 
-def refused_by_torchao() -> dict[str, str]:
+@needs_torchao
+@on_ranks(2)
+def test_adamw8bit_is_refused_where_its_blocks_might_straddle() -> None:
     texts = {}
     for granularity in ("element", "row", sw.block(128)):
         model = sw.parallelize(Wide(*EVEN), sw.ParallelPlan(granularity=granularity))
@@ -171,16 +170,11 @@ def refused_by_torchao() -> dict[str, str]:
         with pytest.raises(StateError) as caught:
             optimizer.step()
         texts[str(granularity)] = str(caught.value)
-    return texts
-
-
-@needs_torchao
-def test_adamw8bit_is_refused_where_its_blocks_might_straddle():
-    for text in run_on_ranks(refused_by_torchao, 2):
-        for granularity, message in text.items():
-            assert message.startswith("AdamW8bit needs every block of 256 of a parameter on one rank, but parameter '")
-            assert f"is sharded by {granularity}: " in message
-            assert "Use sw.ParallelPlan(granularity=sw.block(256))" in message
+    text = texts
+    for granularity, message in text.items():
+        assert message.startswith("AdamW8bit needs every block of 256 of a parameter on one rank, but parameter '")
+        assert f"is sharded by {granularity}: " in message
+        assert "Use sw.ParallelPlan(granularity=sw.block(256))" in message
 
 
 def go_on(folder: str, turn: int, granularity: object, strategy: str) -> dict[str, Any]:

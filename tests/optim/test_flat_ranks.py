@@ -16,7 +16,7 @@ from shardwise.forms import flat_parameters
 from shardwise.forms.flat_parameters import FlatParameter
 from shardwise.spec.errors import StateError
 from shardwise.testing import optimizer_state, probe, run_on_ranks
-from tests.common.oracle import PRESETS, Block, Chain, compare, compare_each, plain_loss, sample
+from tests.common.oracle import PRESETS, Block, Chain, compare, compare_each, descend, plain_loss, sample
 from tests.common.ranks import on_ranks
 
 
@@ -87,7 +87,8 @@ def test_fused_is_bitwise_where_no_parameter_ends_in_a_tail():
     )
 
 
-def scheduled():
+@on_ranks(2)
+def test_rates_of_groups_schedulers_accumulation_and_both_kinds_of_zero_grad():
     """Two groups with rates of their own, changed by a scheduler; gradients that are kept as zeros."""
     rank = dist.get_rank()
     found = {}
@@ -108,11 +109,7 @@ def scheduled():
             grads = [p.grad for p in model.parameters() if p.grad is not None]
             assert len(grads) == 0 if step % 2 == 0 else not any(grad.any() for grad in grads)
         found[is_flat] = sw.full_state_dict(model)
-    return all(torch.equal(value, found[True][name]) for name, value in found[False].items())
-
-
-def test_rates_of_groups_schedulers_accumulation_and_both_kinds_of_zero_grad():
-    assert run_on_ranks(scheduled, 2) == [True, True]
+    assert all(torch.equal(value, found[True][name]) for name, value in found[False].items())
 
 
 # -- parameters without a gradient
@@ -171,7 +168,8 @@ def test_without_the_split_the_unused_parameters_differ():
         compare(Branching, by_step, "zero3", given=sw.flat_parameters, steps=6)
 
 
-def split_once():
+@on_ranks(1)
+def test_a_split_is_for_good_and_shares_the_state():
     model = sw.parallelize(Branching(), sw.ParallelPlan(strategy="zero3"))
     optimizer = torch.optim.AdamW(sw.flat_parameters(model), lr=1e-2)
     counts = []
@@ -184,17 +182,14 @@ def split_once():
         assert optimizer.param_groups[0]["params"] is params  # whoever holds the list sees it
         assert set(optimizer.state) <= set(params)
     storages = {v.untyped_storage().data_ptr() for s in optimizer.state.values() for v in s.values() if v.dim()}
-    return counts, len(storages), len(params)
-
-
-def test_a_split_is_for_good_and_shares_the_state():
-    ((counts, num_storages, num_params),) = run_on_ranks(split_once, 1)
+    num_storages, num_params = len(storages), len(params)
     assert counts == [1, 1, 1]  # the root's; those of the blocks were split in the first step: "right" was not used
     assert num_params == 1 + 5 * 6
     assert num_storages <= 2 + 5 * 2 * 6
 
 
-def frozen_later():
+@on_ranks(2)
+def test_a_parameter_that_is_frozen_later_stays_as_it_is():
     rank = dist.get_rank()
     found = {}
     for is_flat in (False, True):
@@ -207,11 +202,7 @@ def frozen_later():
             optimizer.step()
             optimizer.zero_grad()
         found[is_flat] = sw.full_state_dict(model)
-    return all(torch.equal(value, found[True][name]) for name, value in found[False].items())
-
-
-def test_a_parameter_that_is_frozen_later_stays_as_it_is():
-    assert run_on_ranks(frozen_later, 2) == [True, True]
+    assert all(torch.equal(value, found[True][name]) for name, value in found[False].items())
 
 
 # -- checkpoints
@@ -225,13 +216,20 @@ STORED = {
 
 
 def train(model, optimizer, script, first, last):
-    for step in range(first, last):
-        script(model, dist.get_rank(), step).backward()
-        optimizer.step()
-        optimizer.zero_grad()
+    descend(optimizer, (script(model, dist.get_rank(), step) for step in range(first, last)))
 
 
-def save_and_load(folder, source, target, is_flat):
+@pytest.mark.parametrize(
+    ("source", "target", "is_flat"),
+    [
+        ("zero3", "ddp", True),
+        ("zero1", "zero3", False),
+        pytest.param("ddp", "zero3", False, marks=pytest.mark.long),
+        pytest.param("zero2", "zero3", True, marks=pytest.mark.long),
+    ],
+)
+@on_ranks(2, timeout_s=120)
+def test_state_moves_between_flat_and_by_name_under_any_strategy(tmp_path, source, target, is_flat):
     """Train four steps; or two, save, load the other way (flat or by name), and two more."""
     different = {}
     given = {True: flat_groups, False: two_groups}
@@ -244,7 +242,7 @@ def save_and_load(folder, source, target, is_flat):
             model = sw.parallelize(build(), plan)
             optimizer = make(given[is_flat](model))
             train(model, optimizer, script, 0, 2)
-            path = f"{folder}/{name}-{build.__name__}"
+            path = f"{tmp_path}/{name}-{build.__name__}"
             sw.save(path, model, optimizer)
             model = sw.parallelize(build(), sw.ParallelPlan(strategy=target))
             optimizer = make(given[not is_flat](model))
@@ -255,20 +253,7 @@ def save_and_load(folder, source, target, is_flat):
             wrong = [key for key, value in expected.items() if not torch.equal(value, got[key])]
             if wrong:
                 different[name, build.__name__] = wrong
-    return different
-
-
-@pytest.mark.parametrize(
-    ("source", "target", "is_flat"),
-    [
-        ("zero3", "ddp", True),
-        ("zero1", "zero3", False),
-        pytest.param("ddp", "zero3", False, marks=pytest.mark.long),
-        pytest.param("zero2", "zero3", True, marks=pytest.mark.long),
-    ],
-)
-def test_state_moves_between_flat_and_by_name_under_any_strategy(source, target, is_flat, tmp_path):
-    assert run_on_ranks(save_and_load, 2, str(tmp_path), source, target, is_flat, timeout_s=120)[0] == {}
+    assert different == {}
 
 
 def saved(folder, is_flat):
@@ -388,7 +373,8 @@ def test_what_looks_beyond_an_element_is_refused_even_under_ddp():
         assert "Build it on model.parameters()" in text
 
 
-def lifetimes():
+@on_ranks(1)
+def test_the_optimizer_does_not_keep_the_model_alive():
     model = sw.parallelize(Chain(), sw.ParallelPlan(strategy="zero3"))
     optimizer = torch.optim.AdamW(sw.flat_parameters(model), lr=1e-2)
     train(model, optimizer, plain_loss, 0, 2)
@@ -399,11 +385,7 @@ def lifetimes():
     gc.enable()
     optimizer.step()  # nothing has a gradient any longer
     optimizer.zero_grad()
-    return was_freed
-
-
-def test_the_optimizer_does_not_keep_the_model_alive():
-    assert run_on_ranks(lifetimes, 1) == [True]
+    assert was_freed
 
 
 def state_bytes(strategy):
@@ -415,15 +397,11 @@ def state_bytes(strategy):
     return held, probe(model).predicted_bytes()["optimizer"]
 
 
-def every_states_bytes():
-    return {strategy: state_bytes(strategy) for strategy in PRESETS}
-
-
-@pytest.mark.parametrize("world", [1, 3])
-def test_bytes_of_state_are_the_closed_form_padding_inside_a_range_included(world):
-    for found in run_on_ranks(every_states_bytes, world):
-        for strategy, (held, predicted) in found.items():
-            assert held == predicted, strategy
+@on_ranks(1, 3)
+def test_bytes_of_state_are_the_closed_form_padding_inside_a_range_included():
+    found = {strategy: state_bytes(strategy) for strategy in PRESETS}
+    for strategy, (held, predicted) in found.items():
+        assert held == predicted, strategy
 
 
 def test_an_optimizer_of_other_parameters_is_left_alone():

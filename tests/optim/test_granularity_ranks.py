@@ -16,6 +16,7 @@ from shardwise.testing import forget_declaration, run_on_ranks
 from tests.common import models
 from tests.common.blockwise import RowAdagrad
 from tests.common.oracle import Chain, compare, compare_each, plain_loss, sample
+from tests.common.ranks import on_ranks
 
 SHARDING = ("zero1", "zero2", "shard_grad_op", "zero3")
 EVERY = ("element", sw.block(100), "row", "tensor")
@@ -207,7 +208,8 @@ def test_a_declared_row_optimizer_works_where_rows_are_whole_and_nowhere_else(wo
             assert "Use sw.ParallelPlan(granularity='row'), strategy 'ddp', or an element-wise optimizer." in text
 
 
-def refusals():
+@on_ranks(2)
+def test_an_optimizer_is_refused_exactly_where_what_it_needs_is_cut_or_unknown():
     texts = {}
     makers = {
         "Muon": muon,
@@ -227,24 +229,19 @@ def refusals():
                 except StateError as error:
                     texts[name, strategy, str(granularity)] = str(error)
                     assert all(torch.equal(a, b.detach()) for a, b in zip(before, model.parameters(), strict=True))
-    return texts
-
-
-def test_an_optimizer_is_refused_exactly_where_what_it_needs_is_cut_or_unknown():
-    for texts in run_on_ranks(refusals, 2):
-        for strategy in ("zero1", "zero3"):
-            for granularity in map(str, EVERY):
-                assert (("Muon", strategy, granularity) in texts) == (granularity != "tensor")
-                assert (("Adafactor", strategy, granularity) in texts) == (granularity != "tensor")
-                assert ("LBFGS", strategy, granularity) in texts
-                assert ("RowAdagrad", strategy, granularity) in texts
-        assert not any(strategy == "ddp" for _, strategy, _ in texts)
-        muons = texts["Muon", "zero3", "row"]
-        assert "Muon needs every tensor of a parameter" not in muons
-        assert muons.startswith("Muon needs every parameter whole on one rank, but parameter '")
-        assert "Use sw.ParallelPlan(granularity='tensor')" in muons
-        assert "RowAdagrad is not known to work parameter by parameter" in texts["RowAdagrad", "zero3", "tensor"]
-        assert "sw.declare_granularity(RowAdagrad, 'tensor')" in texts["RowAdagrad", "zero3", "row"]
+    for strategy in ("zero1", "zero3"):
+        for granularity in map(str, EVERY):
+            assert (("Muon", strategy, granularity) in texts) == (granularity != "tensor")
+            assert (("Adafactor", strategy, granularity) in texts) == (granularity != "tensor")
+            assert ("LBFGS", strategy, granularity) in texts
+            assert ("RowAdagrad", strategy, granularity) in texts
+    assert not any(strategy == "ddp" for _, strategy, _ in texts)
+    muons = texts["Muon", "zero3", "row"]
+    assert "Muon needs every tensor of a parameter" not in muons
+    assert muons.startswith("Muon needs every parameter whole on one rank, but parameter '")
+    assert "Use sw.ParallelPlan(granularity='tensor')" in muons
+    assert "RowAdagrad is not known to work parameter by parameter" in texts["RowAdagrad", "zero3", "tensor"]
+    assert "sw.declare_granularity(RowAdagrad, 'tensor')" in texts["RowAdagrad", "zero3", "row"]
 
 
 def test_declaring_takes_a_class_and_a_granularity():
@@ -301,22 +298,18 @@ def test_norms_state_dicts_and_shown_parameters_are_those_of_element(world):
                 assert all(torch.equal(state[key], expected_state[key]) for key in expected_state), granularity
 
 
-def summaries() -> dict[str, tuple[str, float, int, str]]:
+@on_ranks(3)
+def test_the_summary_tells_granularity_imbalance_and_idle_ranks() -> None:
     found = {}
     for granularity in EVERY:
         model = sw.parallelize(models.build("gpt"), sw.ParallelPlan(granularity=granularity))
         shown = sw.summary(model)
         found[str(granularity)] = (shown.granularity, shown.imbalance, shown.num_idle_ranks, str(shown))
-    return found
-
-
-def test_the_summary_tells_granularity_imbalance_and_idle_ranks():
-    for found in run_on_ranks(summaries, 3):
-        for name, (granularity, imbalance, num_idle, text) in found.items():
-            assert granularity == name
-            assert f"cut by {name}: the fullest rank owns {imbalance:.3f} times the mean" in text
-            assert num_idle == 0
-            assert 1.0 <= imbalance < 1.25
+    for name, (granularity, imbalance, num_idle, text) in found.items():
+        assert granularity == name
+        assert f"cut by {name}: the fullest rank owns {imbalance:.3f} times the mean" in text
+        assert num_idle == 0
+        assert 1.0 <= imbalance < 1.25
 
 
 class OneMatrix(nn.Module):
@@ -332,11 +325,8 @@ class OneMatrix(nn.Module):
         return x @ self.weight + self.bias
 
 
-def idle_ranks() -> str:
+@on_ranks(4)
+def test_ranks_that_own_nothing_take_part_and_are_counted() -> None:
     compare_each(OneMatrix, plain_loss, SHARDING, granularity="tensor", optimizer=adafactor)
-    return str(sw.summary(sw.parallelize(OneMatrix(), sw.ParallelPlan(granularity="tensor"))))
-
-
-def test_ranks_that_own_nothing_take_part_and_are_counted():
-    for text in run_on_ranks(idle_ranks, 4):
-        assert "2 of 4 ranks own nothing" in text
+    text = str(sw.summary(sw.parallelize(OneMatrix(), sw.ParallelPlan(granularity="tensor"))))
+    assert "2 of 4 ranks own nothing" in text

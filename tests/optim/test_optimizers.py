@@ -68,7 +68,8 @@ class Harmless(torch.optim.SGD):
     """A subclass that nobody vouched for."""
 
 
-def attempts():
+@on_ranks(2)
+def test_optimizers_that_look_beyond_an_element_are_refused_where_parameters_are_split():
     texts = {}
     makers = {
         "LBFGS": lambda p: torch.optim.LBFGS(p, max_iter=1),
@@ -97,16 +98,11 @@ def attempts():
                 optimizer.step(*args)
             texts[name] = str(caught.value)
             assert all(torch.equal(a, b.detach()) for a, b in zip(before, model.parameters(), strict=True))
-    return texts
-
-
-def test_optimizers_that_look_beyond_an_element_are_refused_where_parameters_are_split():
-    for texts in run_on_ranks(attempts, 2):
-        for name, text in texts.items():
-            assert text.startswith(f"{name} is not known to work element by element, but parameter '")
-            assert f"sw.declare_elementwise({name})" in text
-            assert "Use strategy 'ddp', an element-wise optimizer" in text
-        assert {"LBFGS", "Stranger", "Harmless"} == set(texts)
+    for name, text in texts.items():
+        assert text.startswith(f"{name} is not known to work element by element, but parameter '")
+        assert f"sw.declare_elementwise({name})" in text
+        assert "Use strategy 'ddp', an element-wise optimizer" in text
+    assert {"LBFGS", "Stranger", "Harmless"} == set(texts)
 
 
 def whole_stranger():
@@ -261,7 +257,8 @@ def test_the_norm_does_not_depend_on_the_layout():
     assert len({value for found in run_on_ranks(layouts, 2) for value in found}) == 1
 
 
-def two_models_in_one_group():
+@on_ranks(2)
+def test_two_models_may_share_a_parameter_group():
     rank = dist.get_rank()
     first, second = (
         sw.parallelize(nn.Linear(64, 64), sw.ParallelPlan(strategy=strategy)) for strategy in ("ddp", "zero3")
@@ -289,11 +286,7 @@ def two_models_in_one_group():
         third(x).sum().backward()
     with pytest.raises(StateError) as caught:
         optimizer.step()
-    return found, steps, str(caught.value)
-
-
-def test_two_models_may_share_a_parameter_group():
-    for found, steps, text in run_on_ranks(two_models_in_one_group, 2):
-        assert found
-        assert steps == [1, 1]
-        assert "before the gradients of accumulated microbatches were reduced" in text
+    text = str(caught.value)
+    assert found
+    assert steps == [1, 1]
+    assert "before the gradients of accumulated microbatches were reduced" in text

@@ -25,6 +25,7 @@ from shardwise.spec.placement import PRESETS
 from shardwise.spec.slice import Cut, Slice, even_ranges, set_slice
 from shardwise.testing import probe, run_on_ranks
 from tests.common.blockwise import RowAdagrad
+from tests.common.ranks import on_ranks
 
 HIDDEN, HEADS, ROWS = 12, 4, 22
 DTYPES = {"fp32": torch.float32, "int64": torch.int64}
@@ -180,56 +181,6 @@ def wrong(model: nn.Module, optimizers: list[torch.optim.Optimizer], reference: 
     return [extent.name for extent, flat in held if not torch.equal(flat, part_of(extent, reference[extent.name]))]
 
 
-def load_everywhere(folder: str) -> dict[Any, list[str]]:
-    """Every layout loads what every other saved; gives what was not as in the plain model."""
-    rank = distributed.get_rank()
-    model, optimizer, average = LAYOUTS["plain"].make()
-    train(model, optimizer, average)
-    sw.save(f"{folder}/plain-{rank}", model, optimizer, state={"step": 2}, average=average)
-    plain = sw.full_state_dict(model)
-    distributed.barrier()
-    reference = logical(f"{folder}/plain-0")
-    found: dict[Any, list[str]] = {}
-    for source, target in sorted(itertools.product(LAYOUTS, LAYOUTS), key=lambda pair: pair[0] != "plain"):
-        model, optimizer, average = LAYOUTS[target].make()
-        for settings in optimizer.param_groups:
-            settings["lr"] = 0.0  # the checkpoint knows better
-        assert wrong(model, [], reference)  # the test sees what is not loaded
-        saved = f"{folder}/{source}" + ("-0" if source == "plain" else "")
-        assert sw.load(saved, model, optimizer, average=average) == {"step": 2}
-        assert optimizer.param_groups[0]["lr"] == 1e-2
-        assert all(state["step"] == 2 for state in optimizer.state.values())
-        found[source, target] = wrong(model, [optimizer], reference)
-        if source == "plain":
-            found["average", target] = wrong_average(model, average, reference)
-            found["state dict", target] = different(sw.full_state_dict(model), plain)
-            if target != "plain":
-                sw.save(f"{folder}/{target}", model, optimizer, state={"step": 2}, average=average)
-    changed = {key: value + 1 if isinstance(value, Tensor) else value for key, value in plain.items()}
-    some = ("embedding.weight", "blocks.2.qkv.bias", "blocks.2.experts", "blocks.2.norm.running_mean", "norm.weight")
-    for name, layout in LAYOUTS.items():
-        is_first = rank == 0 or name == "plain"
-        model, _, _ = layout.make()
-        sw.load_full_state_dict(model, plain if is_first else {})
-        found["from rank 0", name] = wrong(model, [], reference)
-        partly = {key: changed[key] for key in some}
-        sw.load_full_state_dict(model, partly if is_first else {}, strict=False)
-        new = {key: reference[key] + 1 if key.removeprefix("buffer/") in some else reference[key] for key in reference}
-        found["partly", name] = wrong(model, [], new)
-        misfit = {key: value for key, value in plain.items() if key != "norm.weight"} | {"what": plain["norm.weight"]}
-        misfit["blocks.3.out.weight"] = torch.zeros(HIDDEN, HIDDEN // 2)
-        with pytest.raises(StateError) as caught:
-            sw.load_full_state_dict(model, misfit if is_first else {})
-        expected = ["blocks.3.out.weight: expected [12, 12], got [12, 6]", "norm.weight: missing (expected [12])"]
-        found["refused", name] = [text for text in [*expected, "what: unexpected"] if text not in str(caught.value)]
-        found["refused", name] += wrong(model, [], new)
-    for name in LAYOUTS.keys() - {"plain"}:
-        saved = logical(f"{folder}/{name}")
-        assert saved.keys() == reference.keys()
-        found["saved", name] = [key for key in reference if not torch.equal(reference[key], saved[key])]
-    return found
-
-
 def wrong_average(model: nn.Module, average: sw.ExponentialMovingAverage, reference: dict[str, Tensor]) -> list[str]:
     with average.swapped_in():
         held = [(extent, flat) for extent, flat in probe(model).extents() if not extent.name.startswith("buffer/")]
@@ -253,10 +204,56 @@ def same(a: Tensor, b: Tensor) -> bool:
     return torch.equal(a, b) and a.dtype == b.dtype and a.stride() == b.stride()
 
 
-def test_every_layout_loads_what_every_other_saved(tmp_path):
-    for found in run_on_ranks(load_everywhere, 4, str(tmp_path)):
-        assert len(found) == 36 + 2 * 6 + 3 * 6 + 5
-        assert not any(found.values()), {key: value for key, value in found.items() if value}
+@on_ranks(4)
+def test_every_layout_loads_what_every_other_saved(tmp_path: str) -> None:
+    """Every layout loads what every other saved; gives what was not as in the plain model."""
+    rank = distributed.get_rank()
+    model, optimizer, average = LAYOUTS["plain"].make()
+    train(model, optimizer, average)
+    sw.save(f"{tmp_path}/plain-{rank}", model, optimizer, state={"step": 2}, average=average)
+    plain = sw.full_state_dict(model)
+    distributed.barrier()
+    reference = logical(f"{tmp_path}/plain-0")
+    found: dict[Any, list[str]] = {}
+    for source, target in sorted(itertools.product(LAYOUTS, LAYOUTS), key=lambda pair: pair[0] != "plain"):
+        model, optimizer, average = LAYOUTS[target].make()
+        for settings in optimizer.param_groups:
+            settings["lr"] = 0.0  # the checkpoint knows better
+        assert wrong(model, [], reference)  # the test sees what is not loaded
+        saved = f"{tmp_path}/{source}" + ("-0" if source == "plain" else "")
+        assert sw.load(saved, model, optimizer, average=average) == {"step": 2}
+        assert optimizer.param_groups[0]["lr"] == 1e-2
+        assert all(state["step"] == 2 for state in optimizer.state.values())
+        found[source, target] = wrong(model, [optimizer], reference)
+        if source == "plain":
+            found["average", target] = wrong_average(model, average, reference)
+            found["state dict", target] = different(sw.full_state_dict(model), plain)
+            if target != "plain":
+                sw.save(f"{tmp_path}/{target}", model, optimizer, state={"step": 2}, average=average)
+    changed = {key: value + 1 if isinstance(value, Tensor) else value for key, value in plain.items()}
+    some = ("embedding.weight", "blocks.2.qkv.bias", "blocks.2.experts", "blocks.2.norm.running_mean", "norm.weight")
+    for name, layout in LAYOUTS.items():
+        is_first = rank == 0 or name == "plain"
+        model, _, _ = layout.make()
+        sw.load_full_state_dict(model, plain if is_first else {})
+        found["from rank 0", name] = wrong(model, [], reference)
+        partly = {key: changed[key] for key in some}
+        sw.load_full_state_dict(model, partly if is_first else {}, strict=False)
+        new = {key: reference[key] + 1 if key.removeprefix("buffer/") in some else reference[key] for key in reference}
+        found["partly", name] = wrong(model, [], new)
+        misfit = {key: value for key, value in plain.items() if key != "norm.weight"} | {"what": plain["norm.weight"]}
+        misfit["blocks.3.out.weight"] = torch.zeros(HIDDEN, HIDDEN // 2)
+        with pytest.raises(StateError) as caught:
+            sw.load_full_state_dict(model, misfit if is_first else {})
+        expected = ["blocks.3.out.weight: expected [12, 12], got [12, 6]", "norm.weight: missing (expected [12])"]
+        found["refused", name] = [text for text in [*expected, "what: unexpected"] if text not in str(caught.value)]
+        found["refused", name] += wrong(model, [], new)
+    for name in LAYOUTS.keys() - {"plain"}:
+        saved = logical(f"{tmp_path}/{name}")
+        assert saved.keys() == reference.keys()
+        found["saved", name] = [key for key in reference if not torch.equal(reference[key], saved[key])]
+    assert len(found) == 36 + 2 * 6 + 3 * 6 + 5
+    assert not any(found.values()), {key: value for key, value in found.items() if value}
 
 
 def trained_with(make: type[torch.optim.Optimizer], model: nn.Module) -> torch.optim.Optimizer:

@@ -9,6 +9,7 @@ from torch import distributed
 import shardwise as sw
 from shardwise.testing import run_on_ranks
 from tests.common import models
+from tests.common.oracle import descend
 
 OPTIMIZERS = {
     "adamw": lambda parameters: torch.optim.AdamW(parameters, lr=1e-2, weight_decay=0.1),
@@ -24,10 +25,7 @@ def parallelize(preset):
 
 
 def train(model, optimizer, first, last):
-    for step in range(first, last):
-        model(*models.batch(step, 0, distributed.get_rank())).backward()
-        optimizer.step()
-        optimizer.zero_grad()
+    descend(optimizer, (model(*models.batch(step, 0, distributed.get_rank())) for step in range(first, last)))
 
 
 def continue_elsewhere(folder, source, target):

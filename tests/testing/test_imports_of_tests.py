@@ -75,7 +75,6 @@ ABOUT = {
     "engine/test_hybrid_ranks.py": "checkpoint comm",
     "forms/test_offload_ranks.py": "comm.base engine.engine engine.unit forms.host",
     "pipeline/test_pipeline_overlap.py": "comm.debug engine.engine features.pipeline_step pipeline.interpret",
-    "engine/test_pitfalls.py": "engine.engine",
     "engine/test_slots.py": "engine.build engine.engine",
 }
 

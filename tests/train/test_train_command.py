@@ -17,6 +17,7 @@ from pathlib import Path
 
 import pytest
 
+from shardwise.cli import main
 from shardwise.train import folder as rundir
 from tests.train.train_here import CONFIG, losses, metrics, summary, train_here, train_well
 
@@ -29,16 +30,6 @@ def command(folder: Path, *arguments: str) -> list[str]:
 def environment() -> dict[str, str]:
     outside = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT")
     return {key: value for key, value in os.environ.items() if key not in outside} | {"OMP_NUM_THREADS": "1"}
-
-
-def train(folder: Path, *arguments: str, code: int = 0) -> str:
-    done = subprocess.run(
-        command(folder, *arguments), cwd=folder, env=environment(), capture_output=True, text=True, timeout=200,
-        check=False,
-    )  # fmt: skip
-    assert done.returncode == code, done.stdout + done.stderr
-    assert code == 1 or "Traceback" not in done.stdout + done.stderr
-    return done.stdout + done.stderr
 
 
 def wait_for_step(run: Path, step: int, process: subprocess.Popen[bytes]) -> None:
@@ -67,24 +58,25 @@ def workers(launcher: int) -> list[int]:
 def whole(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """An uninterrupted run of 20 steps on 2 ranks."""
     folder = tmp_path_factory.mktemp("whole")
-    train(folder, "--run-dir", "whole")
+    train_well(folder, 2, ("--run-dir", "whole"))
     return folder / "whole"
 
 
-def test_a_run_leaves_what_the_contract_names(whole: Path) -> None:
-    found = summary(whole)
+def check_contract(run: Path) -> None:
+    """A run of 20 steps that has ended well leaves what the contract names."""
+    found = summary(run)
     assert {"config.yaml", "plan.json", "metrics.jsonl", "logs", "checkpoints", "LATEST", "summary.json"} <= {
-        path.name for path in whole.iterdir()
+        path.name for path in run.iterdir()
     }
-    assert not (whole / "run.lock").exists()
-    assert "order of gathers" in (whole / "model.txt").read_text()
-    assert (whole / "LATEST").read_text().strip() == "checkpoints/step-00000020"
-    assert sorted(path.name for path in (whole / "checkpoints").iterdir()) == [
+    assert not (run / "run.lock").exists()
+    assert "order of gathers" in (run / "model.txt").read_text()
+    assert (run / "LATEST").read_text().strip() == "checkpoints/step-00000020"
+    assert sorted(path.name for path in (run / "checkpoints").iterdir()) == [
         f"step-{step:08d}" for step in (5, 10, 15, 20)
     ]
-    lines = metrics(whole)
+    lines = metrics(run)
     assert [line["step"] for line in lines] == list(range(1, 21))
-    assert (found["steps"], found["first_loss"], found["final_loss"]) == (20, losses(whole)[0], losses(whole)[-1])
+    assert (found["steps"], found["first_loss"], found["final_loss"]) == (20, losses(run)[0], losses(run)[-1])
     assert found["eval_loss_final"] < found["eval_loss_first"]
     assert (found["world_size"], found["strategy"], found["exit_code"]) == (2, "zero3", 0)
     assert all(line["collective_bytes"] > 0 for line in lines)
@@ -106,6 +98,7 @@ def test_the_same_run_twice_the_second_time_under_torchrun_is_bitwise_the_same(w
     for line in (*again, *(before := metrics(whole))):
         del line["peak_memory_bytes"]  # what was freed when differs by a buffer or two
     assert again == before
+    check_contract(tmp_path / "again")
 
 
 def test_killed_after_step_12_it_resumes_from_10_bit_for_bit(whole: Path, tmp_path: Path) -> None:
@@ -124,11 +117,15 @@ def test_killed_after_step_12_it_resumes_from_10_bit_for_bit(whole: Path, tmp_pa
     assert [line["grad_norm"] for line in metrics(run)] == [line["grad_norm"] for line in metrics(whole)]
 
 
-def test_a_second_run_is_refused_and_a_killed_launcher_leaves_no_worker(tmp_path: Path) -> None:
+def test_a_second_run_is_refused_and_a_killed_launcher_leaves_no_worker(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.chdir(tmp_path)
     arguments = ("--run-dir", "run", "--set", "train.steps=100000", "--set", "checkpoint.every=null")
     with subprocess.Popen(command(tmp_path, *arguments), cwd=tmp_path, env=environment()) as process:
         wait_for_step(tmp_path / "run", 2, process)
-        assert "belongs to another run: process" in train(tmp_path, *arguments, "--resume", code=84)
+        assert main(["train", "run.yaml", *arguments, "--resume"]) == 84
+        assert "belongs to another run: process" in capfd.readouterr().err
         assert len(workers(process.pid)) >= 2
         process.kill()
         process.wait(60)
@@ -277,6 +274,7 @@ def test_a_lost_worker_is_replaced_where_restarts_are_allowed(whole: Path, tmp_p
         os.kill(workers(process.pid)[-1], signal.SIGKILL)
         assert process.wait(200) == 0
     assert losses(run) == losses(whole)
+    check_contract(run)
 
 
 def each_rank_on_a_machine_of_its_own() -> None:

@@ -11,8 +11,8 @@ import pytest
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import shardwise as sw
-from shardwise.testing import run_on_ranks
 from shardwise.train import loop, unread
+from tests.common.ranks import on_ranks
 from tests.train.train_here import losses, metrics, summary, train_here, train_well
 
 CONFIG = """
@@ -82,17 +82,14 @@ def test_between_logged_steps_nothing_is_read_and_nothing_exchanged(tmp_path: Pa
     assert shown == ["1/8", "4/8", "8/8"]
 
 
-def product_dtypes() -> list[str]:
+@on_ranks(1)
+def test_the_dtype_of_products_is_that_which_most_weights_compute_in() -> None:
     def dtype(**options: Any) -> str:
         model = sw.models.gpt("gpt-nano", device="cpu")
         return loop.product_dtype(sw.parallelize(model, sw.ParallelPlan(**options)))
 
     head = sw.PrecisionPolicy("bf16", overrides={"blocks.0": sw.PrecisionPolicy("fp32")})
-    return [dtype(), dtype(mp_policy=sw.PrecisionPolicy("bf16")), dtype(mp_policy=head)]
-
-
-def test_the_dtype_of_products_is_that_which_most_weights_compute_in() -> None:
-    assert run_on_ranks(product_dtypes, 1) == [["fp32", "bf16", "bf16"]]
+    assert [dtype(), dtype(mp_policy=sw.PrecisionPolicy("bf16")), dtype(mp_policy=head)] == ["fp32", "bf16", "bf16"]
 
 
 def test_how_often_values_are_read_changes_none_of_them(tmp_path: Path) -> None:
