@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import weakref
-from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from typing import Any, TypeVar
 
 import torch
@@ -97,16 +96,17 @@ def fully_shard(
     modules = _modules_of(module)
     _refuse_compiled(modules.values())
     root = modules[""] if "" in modules else nn.ModuleList(modules.values())
-    children = _units_below(root, modules.values())
+    paths = {id(below): path for path, below in root.named_modules()}
+    inner = _engines_below(root, modules.values(), paths)
     inside = {id(parameter) for parameter in root.parameters()}
     ignored = find_ignored(root, [p for p in ignored_params or () if id(p) in inside])
     fresh = assign_parameters(root, [], ignored)[""]
-    own = _outside_of(children, fresh)
+    own = _outside_of({other for engine in inner for other in engine.units}, fresh, paths)
     check_parameters(own)
     offload = _unit_offload(offload_policy, own)
     device = next((e.parameter.device for e in fresh), torch.device("cpu"))
     place = Place.of(mesh, device)
-    comms = _comms_for(mesh, place, device, [child.engine for child in children])
+    comms = _comms_for(mesh, place, device, inner)
     batch_norm.check(root, device, comms.num_ranks, "sw.fully_shard()")
     if isinstance(reshard_after_forward, int) and not isinstance(reshard_after_forward, bool):
         check_inner_size(reshard_after_forward, comms.gather.size)
@@ -120,22 +120,24 @@ def fully_shard(
     )
     checks.install_checks()
     policies = precision.Policies(root, options.policy, comms.gather.device)
-    policies.cast_buffers(root, [name for name, _ in root.named_buffers() if _is_in_a_unit(name, children)])
+    in_units = [path for path, below in root.named_modules() if attachment_of(below) is not None]
+    in_units = [name for name, _ in root.named_buffers() if any(name.startswith(f"{path}.") for path in in_units)]
+    policies.cast_buffers(root, in_units)
     for part in modules.values():
         precision.install_casts(part, policies.at(""), casts_output=True)
     owned = _by_module(own, modules)
     unit = make_unit(modules, owned, row, comms, options, policies=policies, offload=offload)
-    _told[unit] = None if reshard_after_forward == "auto" else unit.reshards_after_forward
     is_list = "" not in modules
     units = [make_unit({"": root}, {"": []}, row, comms, options, policies=policies), unit] if is_list else [unit]
-    for child in children:
-        inner_units, outermost = child.units, child.engine.units[0]
-        child.engine.remove()
-        for inner in inner_units:
-            rename(inner, child.places)
-            if inner is outermost and _told.get(inner) is not False:
-                inner.reshards_after_forward = True
-            units.append(inner)
+    for engine in inner:
+        below = _units_of(engine)
+        if below[0] is engine.units[0]:
+            below[0].reshards_after_forward |= engine.options.reshard_after_forward is not False
+        engine.remove()
+        places = {member.path: paths[id(member.module())] for other in below for member in other.members}
+        for other in below:
+            rename(other, places)
+        units += below
     engine = start(root, nest(units), row, comms, options, ignored=ignored)
     if is_list:
         engine.observers.add(_Rootless(), is_first=True)
@@ -145,8 +147,9 @@ def fully_shard(
     return module
 
 
-#: What ``reshard_after_forward`` was for a unit; ``None``: "auto", as the place in the tree says.
-_told: weakref.WeakKeyDictionary[Unit, bool | None] = weakref.WeakKeyDictionary()
+def _units_of(engine: Engine) -> list[Unit]:
+    """The units of an engine, without the list that several modules of one unit were in."""
+    return engine.units[engine.observers.find(_Rootless) is not None :]
 
 
 class _Rootless(Observer):
@@ -204,28 +207,25 @@ def _said(value: Any) -> Any:
     return meant
 
 
-def _outside_of(children: Sequence[_Child], fresh: Iterable[build.OwnedParameter]) -> list[build.OwnedParameter]:
-    """The parameters that belong to no unit below.
+def _outside_of(
+    units: Collection[Unit], fresh: Iterable[build.OwnedParameter], paths: Mapping[int, str]
+) -> list[build.OwnedParameter]:
+    """The parameters that belong to none of ``units``, which lie below.
 
     Raises:
         StateError: One that does is used outside of that unit as well.
     """
-    held = {
-        id(shard): (child.name_of(unit), unit)
-        for child in children
-        for unit in child.units
-        for group in unit.groups
-        for shard in group.shards
-    }
     own = []
     for entry in fresh:
-        if id(entry.parameter) not in held:
+        mark = mark_of(entry.parameter)
+        group = mark.group if mark is not None else None
+        if group is None or group.unit not in units:
             own.append(entry)
             continue
-        name, unit = held[id(entry.parameter)]
-        inside = {id(owner.module()) for owner in unit.owners}
+        inside = {id(owner.module()) for owner in group.unit.owners}
         outside = [use for (user, _, _), use in zip(entry.uses, entry.names, strict=True) if id(user) not in inside]
         if outside:
+            name = merged_name([paths[id(member.module())] for member in group.unit.members])
             raise StateError(
                 f"parameter {outside[0]!r} is tied to one of unit {name!r}, which does not cover all its uses.\n"
                 "  Use sw.parallelize(model, plan), which finds the lowest unit that covers them, or do not make that"
@@ -243,10 +243,6 @@ def _by_module(
         _, user, _ = entry.uses[0]
         owned[next(path for path in modules if path == "" or build.is_below(user, path))].append(entry)
     return owned
-
-
-def _is_in_a_unit(name: str, children: Iterable[_Child]) -> bool:
-    return any(name.startswith(f"{path}.") for child in children for path in child.places.values())
 
 
 def _comms_for(
@@ -278,53 +274,28 @@ def _unit_offload(given: OffloadPolicy | str, owned: Sequence[build.OwnedParamet
     return policy
 
 
-@dataclass(frozen=True, slots=True)
-class _Child:
-    """What earlier calls have made of modules below another one.
+def _engines_below(root: nn.Module, modules: Iterable[nn.Module], paths: Mapping[int, str]) -> list[Engine]:
+    """The engines that earlier calls have made below ``root``, which holds ``modules`` or is the only one of them.
 
-    Attributes:
-        engine: Of these units.
-        places: Where the modules of the outermost one lie now, by their paths in that engine.
+    Raises:
+        StateError: One of the modules is a unit, or a unit below has modules elsewhere.
     """
-
-    engine: Engine
-    places: dict[str, str] = field(default_factory=dict)
-
-    @property
-    def units(self) -> list[Unit]:
-        """The units, without the list that several modules of one unit were in."""
-        return self.engine.units[self.engine.observers.find(_Rootless) is not None :]
-
-    def name_of(self, unit: Unit) -> str:
-        """The name of a unit, seen from the module around all."""
-        return merged_name([move_below(member.path, self.places) for member in unit.members])
-
-
-def _units_below(root: nn.Module, modules: Iterable[nn.Module]) -> list[_Child]:
-    """The outermost runtimes below ``root``, which holds ``modules``, or is the only one of them."""
     for module in modules:
         if attachment_of(module) is not None:
             raise StateError(
                 f"{type(module).__name__} is a unit already.\n  Call sw.fully_shard once per module, children first."
             )
-    found: dict[Engine, _Child] = {}
-    for path, module in root.named_modules():
-        attachment = attachment_of(module)
-        if attachment is None or any(
-            path.startswith(f"{other}.") for c in found.values() for other in c.places.values()
-        ):
-            continue
-        refuse(attachment.engine, "sw.fully_shard() of what encloses a trained model")
-        member = next(member for member in attachment.unit.members if member.module() is module)
-        found.setdefault(attachment.engine, _Child(attachment.engine)).places[member.path] = path
-    for child in found.values():
-        for member in child.units[0].members:
-            if member.path not in child.places:
-                raise StateError(
-                    f"sw.fully_shard made one unit of {child.units[0].type_name}, but not all of them are below this"
-                    f" {type(root).__name__}.\n  Call sw.fully_shard for a module around all of them."
-                )
-    return list(found.values())
+    attached = [attachment for module in root.modules() if (attachment := attachment_of(module)) is not None]
+    engines = list(dict.fromkeys(attachment.engine for attachment in attached))
+    for engine in engines:
+        refuse(engine, "sw.fully_shard() of what encloses a trained model")
+        unit = _units_of(engine)[0]
+        if any(id(member.module()) not in paths for member in unit.members):
+            raise StateError(
+                f"sw.fully_shard made one unit of {unit.type_name}, but not all of them are below this"
+                f" {type(root).__name__}.\n  Call sw.fully_shard for a module around all of them."
+            )
+    return engines
 
 
 def register_fsdp_forward_method(module: nn.Module, method_name: str) -> None:
@@ -499,30 +470,25 @@ class _UnitMethod(Uncopyable):
             )
 
 
-def move_below(path: str, places: Mapping[str, str]) -> str:
-    """Where ``path`` of a model that was built by itself lies once parts of that model lie at other places.
+def rename(unit: Unit, places: Mapping[str, str]) -> None:
+    """Give a unit the names of the model around the one that it was made in.
 
     Args:
-        path: Of a module or a parameter.
-        places: The new path of each part, by its path in the model that was built by itself (``""``: all of it).
+        unit: The unit.
+        places: The new path of each unit's module, by its path so far (``""``: the whole model so far).
     """
-    part = max((other for other in places if other == "" or build.is_below(path, other)), key=len)
-    rest = path[len(part) :].removeprefix(".")
-    return f"{places[part]}.{rest}" if rest else places[part]
 
+    def moved(path: str) -> str:
+        part = max((other for other in places if other == "" or build.is_below(path, other)), key=len)
+        rest = path[len(part) :].removeprefix(".")
+        return f"{places[part]}.{rest}" if rest else places[part]
 
-def rename(unit: Unit, places: Mapping[str, str]) -> None:
-    """Give a unit that was built in a model by itself the names of the model around it, as :func:`move_below`."""
     for group in unit.groups:
         params = tuple(
-            dataclasses.replace(
-                spec,
-                name=move_below(spec.name, places),
-                aliases=tuple(move_below(alias, places) for alias in spec.aliases),
-            )
+            dataclasses.replace(spec, name=moved(spec.name), aliases=tuple(map(moved, spec.aliases)))
             for spec in group.layout.params
         )
         group.relabel(dataclasses.replace(group.layout, params=params))
     for named in (*unit.members, *unit.owners):
-        named.path = move_below(named.path, places)
+        named.path = moved(named.path)
     unit.name = merged_name([member.path for member in unit.members])
