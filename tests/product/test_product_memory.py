@@ -12,10 +12,10 @@ from torch import Tensor, nn
 
 import shardwise as sw
 from shardwise.pipeline import interpret
+from shardwise.spec.chain import gpt_stages
 from shardwise.spec.schedule import Kind
 from shardwise.spec.schedule import build as build_schedule
 from shardwise.spec.schedule.closed import peak_bytes, peak_held
-from shardwise.spec.stages import gpt_stages
 from shardwise.testing import Probe, StorageCount, probe, run_on_ranks
 from tests.engine.test_memory import Storages
 

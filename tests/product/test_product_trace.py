@@ -10,11 +10,18 @@ import torch
 from torch import Tensor, distributed, nn
 
 import shardwise as sw
+from shardwise.spec.chain import gpt_stages
 from shardwise.spec.memory.footprint import Replicas, reduce_bytes
 from shardwise.spec.schedule import build as build_schedule
-from shardwise.spec.stages import gpt_stages
-from shardwise.spec.traffic.pipeline import Copies, CrossingBytes, step_traffic
-from shardwise.spec.traffic.product import ProductStep, agreement_trace, loss_trace, totals
+from shardwise.spec.traffic.pipeline import (
+    Copies,
+    CrossingBytes,
+    ProductStep,
+    agreement_trace,
+    loss_trace,
+    step_traffic,
+    totals,
+)
 from shardwise.spec.traffic.tensor import TensorStep
 from shardwise.testing import Probe, probe, run_on_ranks
 

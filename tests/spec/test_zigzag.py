@@ -5,7 +5,7 @@ from __future__ import annotations
 from hypothesis import given
 from hypothesis import strategies as st
 
-from shardwise.spec.zigzag import chunks_of, own_ranges, padded_length, part_of
+from shardwise.spec.traffic.context import chunks_of, own_ranges, padded_length, part_of
 
 sizes = st.integers(1, 9)
 

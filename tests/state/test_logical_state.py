@@ -18,9 +18,9 @@ from shardwise.comm.axes import Comms, Place
 from shardwise.forms.ignored import find_ignored
 from shardwise.spec.errors import StateError
 from shardwise.spec.extent import Extent
+from shardwise.spec.facts import EngineOptions
 from shardwise.spec.granularity import ELEMENT, ROW, Granularity
 from shardwise.spec.mesh import Mesh
-from shardwise.spec.options import EngineOptions
 from shardwise.spec.placement import PRESETS
 from shardwise.spec.slice import Cut, Slice, even_ranges, set_slice
 from shardwise.testing import probe, run_on_ranks

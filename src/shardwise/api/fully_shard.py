@@ -26,13 +26,12 @@ from shardwise.init.sync import synchronise
 from shardwise.launch.notice import tell_once
 from shardwise.optim import checks
 from shardwise.optim.in_backward import refuse
+from shardwise.spec.chain import merged_name
 from shardwise.spec.errors import MeshError, PlanError, StateError, Uncopyable
-from shardwise.spec.foreign import translated
-from shardwise.spec.merge import merged_name
-from shardwise.spec.options import EngineOptions
+from shardwise.spec.facts import EngineOptions
 from shardwise.spec.placement import PRESETS
 from shardwise.spec.plan import check_inner_size
-from shardwise.spec.policies import FULL_PRECISION, OffloadPolicy, PrecisionPolicy
+from shardwise.spec.policies import FULL_PRECISION, OffloadPolicy, PrecisionPolicy, translated
 from shardwise.spec.policies import offload_policy as parse_offload
 
 _ModuleOrList = TypeVar("_ModuleOrList", nn.Module, Sequence[nn.Module])

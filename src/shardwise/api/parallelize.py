@@ -3,23 +3,25 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from shardwise.api import data_parallel
-from shardwise.api.divide import divide
 from shardwise.api.shard import Description, finish, shard_model
 from shardwise.comm.axes import Comms, Place, join_world
 from shardwise.comm.base import Comm
-from shardwise.context.apply import check_model
+from shardwise.comm.record import RecordComm
+from shardwise.context.apply import check_model, divide_sequences
 from shardwise.embedding.rows import find_row_sharded, spread_rows, table_weights
 from shardwise.engine import build
+from shardwise.engine.build import OwnedParameter
 from shardwise.engine.engine import Engine
 from shardwise.engine.unit import attachment_of, engine_of
-from shardwise.expert.layer import find_mixtures
+from shardwise.expert.apply import apply_experts, own_experts
+from shardwise.expert.layer import Mixture, find_mixtures
 from shardwise.features import batch_norm, recompute
 from shardwise.features.compile import compile_units
 from shardwise.features.precision import Policies
@@ -31,13 +33,16 @@ from shardwise.launch.notice import cpu_notice, tell_once
 from shardwise.launch.world import ranks_per_machine
 from shardwise.pipeline.pipelined import Pipelined, find_stages
 from shardwise.spec.errors import PlanError, StateError
+from shardwise.spec.facts import EngineOptions
 from shardwise.spec.mesh import Mesh
-from shardwise.spec.options import EngineOptions
 from shardwise.spec.placement import canonical_name
 from shardwise.spec.plan import ParallelPlan, check_plan
 from shardwise.spec.text import did_you_mean
 from shardwise.state.model import Unfilled, load_full_state_dict, load_ranges
-from shardwise.tensor.cut import find_cuts
+from shardwise.tensor.agreement import Agreement
+from shardwise.tensor.apply import apply_cuts, part_of
+from shardwise.tensor.copies import Copies
+from shardwise.tensor.cut import ShardingPlan, find_cuts
 
 
 def parallelize(
@@ -274,3 +279,82 @@ def _device(model: nn.Module, ignored: Ignored) -> torch.device:
     if devices:
         return devices.pop()
     return torch.device("cpu") if not torch.cuda.is_available() else torch.device("cuda", torch.cuda.current_device())
+
+
+def divide(
+    model: nn.Module,
+    plan: ParallelPlan,
+    comms: Comms,
+    units: Mapping[str, nn.Module],
+    *,
+    pipelined: Pipelined | None,
+    source: Source | None,
+) -> list[str]:
+    """Leave this rank's parts of parameters in ``model``, in place, with forwards that communicate.
+
+    Args:
+        model: The whole model.
+        plan: The plan.
+        comms: The axes of this rank.
+        units: Units of the whole model.
+        pipelined: Its stages, none of which has been dropped yet.
+        source: The source of values for parameters on meta.
+
+    Returns:
+        Lines for a summary.
+    """
+    notes: list[str] = []
+    tp, cuts = comms.tp, None
+    if tp is not None:
+        cuts = find_cuts(model, plan.tp_plan, tp.size, tp.rank, divides_sequence=plan.sequence_parallel)
+    mixtures = find_mixtures(model, plan.ep, units=units) if plan.routes_tokens else []
+    if source is not None:
+        _fill(model, source, comms, cuts, mixtures, pipelined)
+    if tp is not None and cuts is not None:
+        apply_cuts(model, cuts, tp)
+        if tp.device.type != "meta":
+            Agreement(tp).install(model)
+            Copies(tp).install(model, divides_sequence=plan.sequence_parallel)
+        notes += cuts.notes
+    if comms.cp is not None:
+        multiple = plan.tp if plan.sequence_parallel else 1
+        notes.append(divide_sequences(model, comms.cp, multiple=multiple))
+        if pipelined is not None:
+            alone = RecordComm("cp", rank=comms.cp.rank, size=comms.cp.size, device="meta")
+            divide_sequences(pipelined.sketch, alone, multiple=multiple)
+    if mixtures:
+        place = (0, 1) if tp is None else (tp.rank, tp.size)
+        notes.append(apply_experts(mixtures, comms.ep, plan.expert_capacity, tp=place))
+    return notes
+
+
+def _fill(  # noqa: PLR0917 - all that divides a parameter
+    model: nn.Module,
+    source: Source,
+    comms: Comms,
+    cuts: ShardingPlan | None,
+    mixtures: Sequence[Mixture],
+    pipelined: Pipelined | None,
+) -> None:
+    """Fill parameters on meta that are about to be cut with this rank's part of their values.
+
+    The engine fills uncut parameters, unit by unit, except under ``tp``, which may change how a module would initialise
+    them. Parameters that this rank is going to drop are not filled.
+    """
+    own = own_experts(mixtures, comms.ep) if comms.ep is not None else {}
+    held = None if pipelined is None else pipelined.held_parameters(model)
+
+    def is_cut(parameter: nn.Parameter) -> bool:
+        rows = own.get(id(parameter), slice(None))
+        is_here = rows is not None and (held is None or id(parameter) in held)
+        return is_here and (cuts is not None or rows != slice(None))
+
+    def part(entry: OwnedParameter) -> Tensor:
+        (value,) = source.parameters([entry])
+        rows = own.get(id(entry.parameter))
+        if rows is not None and rows != slice(None):
+            value = value[rows].clone()
+        return value if cuts is None else part_of(cuts, entry.parameter, value)
+
+    cut = [entry for entry in assign_parameters(model, ())[""] if is_cut(entry.parameter)]
+    fill_parameters(lambda entries: map(part, entries), cut, comms.world.device)  # one value is whole at a time

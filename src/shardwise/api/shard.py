@@ -35,8 +35,8 @@ from shardwise.init.materialize import Source, fill_parameters
 from shardwise.optim import checks
 from shardwise.optim.partial import PartialGradient
 from shardwise.spec.errors import PlanError, Uncopyable
+from shardwise.spec.facts import EngineOptions
 from shardwise.spec.granularity import TENSOR
-from shardwise.spec.options import EngineOptions
 from shardwise.spec.placement import Placements
 from shardwise.spec.policies import OffloadPolicy
 from shardwise.spec.quantize import Quantization

@@ -22,7 +22,7 @@ from torch.autograd.function import once_differentiable
 
 from shardwise.comm.base import Comm, Handle
 from shardwise.context.kernel import attend, attend_backward, wide
-from shardwise.spec.zigzag import part_of
+from shardwise.spec.traffic.context import part_of
 
 
 @dataclass(frozen=True)
@@ -43,7 +43,7 @@ class Ring:
         """Attention of this rank's queries to the whole sequence, (B, H, T, D).
 
         Args:
-            q_BHTD: Queries of this rank's positions, as ``spec.zigzag`` divides them.
+            q_BHTD: Queries of this rank's positions, as ``spec.traffic.context`` divides them.
             k_BHTD: Keys; their number of heads divides that of the queries.
             v_BHTD: Values.
             scale: Factor of the scores; ``None``: one over the square root of the head width.

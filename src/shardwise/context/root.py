@@ -19,7 +19,7 @@ from torch import Tensor, nn
 from shardwise.comm.base import Comm
 from shardwise.comm.control import check_same
 from shardwise.comm.record import RecordComm
-from shardwise.spec.zigzag import own_ranges, padded_length
+from shardwise.spec.traffic.context import own_ranges, padded_length
 
 
 class Root(ABC):

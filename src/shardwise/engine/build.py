@@ -17,13 +17,12 @@ from shardwise.engine.engine import Engine
 from shardwise.engine.group import Form, Group
 from shardwise.engine.hooks import AfterForward, BeforeForward, eager_hook, refuse_on_shard
 from shardwise.engine.unit import Member, Owner, Unit, attach_engine, mark
-from shardwise.spec.facts import GroupFacts
+from shardwise.spec.chain import merged_name
+from shardwise.spec.facts import EngineOptions, GroupFacts
 from shardwise.spec.granularity import ELEMENT
 from shardwise.spec.layout import GroupLayout, ParamSpec
 from shardwise.spec.memory.activations import eager_numel
 from shardwise.spec.memory.footprint import size_class
-from shardwise.spec.merge import merged_name
-from shardwise.spec.options import EngineOptions
 from shardwise.spec.order import Entry, LayerList
 from shardwise.spec.placement import PRESETS, Placements
 from shardwise.spec.policies import OffloadPolicy

@@ -34,7 +34,7 @@ from shardwise.engine.hooks import Call, EndOfBackward, Observers, Step, attach_
 from shardwise.engine.pool import GradientPool, SlotPool
 from shardwise.engine.unit import Member, State, Unit
 from shardwise.spec.errors import CommError, StateError
-from shardwise.spec.options import EngineOptions
+from shardwise.spec.facts import EngineOptions
 from shardwise.spec.order import AgreedOrder, Entry, LayerList, Paths
 from shardwise.spec.placement import Placements
 

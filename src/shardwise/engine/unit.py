@@ -164,7 +164,7 @@ class Unit:
 
     Args:
         name: In traces and summaries.
-        modules: Its modules by path: one, or the neighbours that were merged (``spec.merge``), none inside another.
+        modules: Its modules by path: one, or the neighbours that were merged (``spec.chain``), none inside another.
         reshards: It is released between forward and backward.
         inner_size: It then stays sharded over so many ranks of ``dp_shard``.
 

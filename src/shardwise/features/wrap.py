@@ -21,10 +21,10 @@ from shardwise.engine.unit import Unit, mark_of
 from shardwise.features.precision import Policies
 from shardwise.forms.ignored import NOTHING, Ignored
 from shardwise.forms.packed import is_quantizable
+from shardwise.spec.chain import Mergeable, default_limit, merge
 from shardwise.spec.errors import PlanError, StateError
 from shardwise.spec.granularity import assign
 from shardwise.spec.layout import is_dense
-from shardwise.spec.merge import Mergeable, default_limit, merge
 from shardwise.spec.order import Entry, LayerList
 from shardwise.spec.placement import Placements
 from shardwise.spec.policies import WrapByClass, WrapByName, WrapBySize, WrapPolicy, name_matcher

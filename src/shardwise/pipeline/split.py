@@ -11,8 +11,8 @@ from torch import Tensor, nn
 
 from shardwise.pipeline.element import Element, lend_zeros, own_forward, sketch
 from shardwise.pipeline.trace import StageFlow, Tracer
+from shardwise.spec.chain import balance
 from shardwise.spec.errors import PlanError
-from shardwise.spec.stages import balance
 
 
 def assign_stages(elements: Sequence[Element], num_stages: int, first_of_stage: Sequence[str] = ()) -> None:

@@ -9,7 +9,6 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from shardwise.spec.errors import MeshError, PlanError
-from shardwise.spec.foreign import translated
 from shardwise.spec.granularity import Granularity, resolve_granularity
 from shardwise.spec.mesh import Mesh
 from shardwise.spec.policies import (
@@ -23,6 +22,7 @@ from shardwise.spec.policies import (
     is_positive,
     offload_policy,
     recompute_policy,
+    translated,
     wrap_policy,
 )
 from shardwise.spec.quantize import Quantization
@@ -106,7 +106,7 @@ class ParallelPlan:
             microbatches.
         merge_units: Neighbouring units of a ``ModuleList`` or ``Sequential`` are gathered and reduced together up to
             this many bytes of parameters: fewer messages, more memory. ``"auto"``: up to 2 MiB (on CUDA 1 MiB a rank
-            if that is more), and at most an eighth of the model (``spec.merge``). ``False``: every unit by itself.
+            if that is more), and at most an eighth of the model (``spec.chain``). ``False``: every unit by itself.
         gradient_buffers: Number of full-size gradient buffers for each size of unit. With n, the gradients of a unit
             are collected while those of the n - 1 units before are being reduced; 1 takes the least memory.
         keep_buffers: ``True``: memory of gathered units, gradient buffers and gradients stays allocated from step to
@@ -187,7 +187,7 @@ class ParallelPlan:
         object.__setattr__(self, name, value)
 
     def _translate(self) -> None:
-        """Replace objects of torch's FSDP by their counterparts (``spec.foreign``)."""
+        """Replace objects of torch's FSDP by their counterparts (``spec.policies``)."""
         notes = []
         for name in ("strategy", "auto_wrap_policy", "mp_policy", "offload_policy", "activation_checkpointing"):
             value, note = translated(getattr(self, name))

@@ -2,7 +2,7 @@
 
 from shardwise.spec.schedule.actions import Action, Kind, Schedule
 from shardwise.spec.schedule.builders import SCHEDULES, PipelinePolicy, build, forward_only, pipeline_policy
-from shardwise.spec.schedule.check import check
+from shardwise.spec.schedule.simulate import check
 
 __all__ = [
     "SCHEDULES",

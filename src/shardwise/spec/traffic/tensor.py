@@ -14,8 +14,8 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
+from shardwise.spec.chain import gpt_elements
 from shardwise.spec.errors import PlanError
-from shardwise.spec.stages import gpt_elements
 from shardwise.spec.traffic.data import Collective, all_reduced_numel
 
 

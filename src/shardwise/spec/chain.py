@@ -1,18 +1,21 @@
-"""Which small units are merged into one, computed from the model, the same on every rank.
+"""Chains of modules: which small neighbours are merged into one unit, and where pipeline stages begin.
+
+Both are computed from the model alone, the same on every rank.
 
 An exchange takes a fixed time however few bytes it has: between two processes on one machine over Gloo at least 0.3 ms,
 in which 1 MB could be sent. Over NCCL a collective of n ranks passes slices around in n - 1 steps of some microseconds
 each. A model of many small blocks therefore waits for messages, not for bytes. Neighbouring blocks become one unit: one
-flat buffer, one all-gather, one reduction.
-
-The price is memory, because a unit is gathered as a whole. So large units are not merged, and a model keeps at least
-``LEAST_UNITS`` units of equal size.
+flat buffer, one all-gather, one reduction. The price is memory, because a unit is gathered as a whole. So large units
+are not merged, and a model keeps at least ``LEAST_UNITS`` units of equal size.
 """
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Sequence
 from dataclasses import dataclass
+
+from shardwise.spec.errors import PlanError
 
 #: Most bytes of parameters in a merged unit: over Gloo such a message takes several times the fixed cost.
 MERGED_BYTES = 1 << 21
@@ -91,3 +94,75 @@ def _cut(run: Sequence[Mergeable], limit: int) -> list[tuple[str, ...]]:
 def merged_name(names: Sequence[str]) -> str:
     """The name of a merged unit: ``blocks.0-5`` for ``blocks.0`` to ``blocks.5``."""
     return names[0] if len(names) == 1 else f"{names[0]}-{names[-1].rpartition('.')[2]}"
+
+
+#: For the elements from one on, in the stages that are left: (largest cost, sum of squares, start of the second stage).
+_Best = tuple[int, int, int]
+
+
+def balance(costs: Sequence[int], num_stages: int) -> list[int]:
+    """Where each stage begins, so that the most expensive one costs as little as possible.
+
+    Among divisions equal in that, one with the most even costs (by the sum of their squares) of those compared.
+    Elements without cost stay with the element behind them where possible.
+
+    Args:
+        costs: Costs of the elements, in order.
+        num_stages: Stages; each gets at least one element with a cost.
+
+    Raises:
+        PlanError: There are fewer elements with a cost than stages.
+    """
+    num_costly = sum(cost > 0 for cost in costs)
+    if num_costly < num_stages:
+        raise PlanError(
+            f"a chain of {num_costly} elements that compute cannot be divided into {num_stages} pipeline stages.\n"
+            "  Use fewer stages (pp, or virtual stages per rank)."
+        )
+    total = [0, *itertools.accumulate(costs)]
+    count = len(costs)
+    tails = [total[count] - total[i] for i in range(count)]
+    tables: list[list[_Best | None]] = [[(cost, cost * cost, count) if cost else None for cost in tails]]
+    for _ in range(num_stages - 1):
+        after, best = tables[-1], []
+        for i in range(count):
+            found: _Best | None = None
+            for j in range(i + 1, count):
+                rest, cost = after[j], total[j] - total[i]
+                if rest is None or not cost:
+                    continue
+                candidate = (max(cost, rest[0]), cost * cost + rest[1], j)
+                if found is None or candidate[:2] < found[:2]:
+                    found = candidate
+            best.append(found)
+        tables.append(best)
+    starts, place = [0], 0
+    for table in reversed(tables[1:]):
+        entry = table[place]
+        assert entry is not None
+        place = entry[2]
+        starts.append(place)
+    return starts
+
+
+def gpt_elements(num_layers: int) -> list[str]:
+    """The modules with parameters that our GPT's forward calls, in order."""
+    blocks = [f"blocks.{index}" for index in range(num_layers)]
+    return ["token_embedding", "position_embedding", *blocks, "final_norm", "lm_head"]
+
+
+def gpt_stages(num_layers: int, block_cost: int, head_cost: int, num_stages: int) -> list[list[str]]:
+    """The elements of each balanced stage of our GPT with an untied output projection.
+
+    Args:
+        num_layers: Blocks.
+        block_cost: Elements of the matrices of one block: multiplications per token.
+        head_cost: Elements of the output projection.
+        num_stages: Stages.
+
+    Raises:
+        PlanError: There are fewer elements that compute than stages.
+    """
+    elements = gpt_elements(num_layers)
+    starts = balance([0, 0, *[block_cost] * num_layers, 0, head_cost], num_stages)
+    return [elements[start:stop] for start, stop in itertools.pairwise([*starts, len(elements)])]
