@@ -148,14 +148,7 @@ class Comms:
 
 
 def lay_out(mesh: Mesh, rank: int, open_axis: OpenAxis, *, is_replicated: bool = False) -> Comms:
-    """The Comms of ``rank`` on ``mesh``, each opened by ``open_axis``, in one order on all ranks.
-
-    Args:
-        mesh: The axes.
-        rank: This rank in the mesh.
-        open_axis: Opens each Comm.
-        is_replicated: Open a Comm along ``dp_replicate`` also where that axis has one rank only.
-    """
+    """The Comms of ``rank`` on ``mesh``, each opened by ``open_axis``, in one order on all ranks."""
     shard = mesh.shard_group(rank)
     gather, reduce = open_axis("dp_shard", "gather", shard), open_axis("dp_shard", "reduce", shard)
     replicate, control = None, gather
@@ -228,9 +221,6 @@ def open_comms(
 
     Collective:
         All ranks of the group must call, in the same order.
-
-    Raises:
-        CommError: The group's backend cannot move tensors of this device.
     """
     open_axis = _Opener(device, group or join_world(device))
     return open_axis(axis, "gather", open_axis.ranks), open_axis(axis, "reduce", open_axis.ranks)
@@ -252,11 +242,7 @@ class Place:
 
     @classmethod
     def of(cls, where: dist.ProcessGroup | dist.DeviceMesh | None, device: torch.device) -> Place:
-        """The ranks of a group, of a ``DeviceMesh`` (shard) or (replicate, shard), or of the world.
-
-        Raises:
-            MeshError: The mesh has more dimensions, or its ranks are not in ascending order.
-        """
+        """The ranks of a group, of a ``DeviceMesh`` (shard) or (replicate, shard), or of the world."""
         if not isinstance(where, dist.DeviceMesh):
             return cls(Mesh(dp_shard=(where or join_world(device)).size()), where)
         other = {"tp", "pp", "cp", "ep"}.intersection(where.mesh_dim_names or ())
@@ -280,15 +266,8 @@ class Place:
     def open(self, device: torch.device, *, is_replicated: bool = False) -> Comms:
         """Open the Comms of the mesh.
 
-        Args:
-            device: Device of the tensors.
-            is_replicated: As for :func:`lay_out`.
-
         Collective:
             On CUDA every axis connects its ranks: all ranks of the mesh must call, in the same order.
-
-        Raises:
-            CommError: The group's backend cannot move tensors of this device.
         """
         open_axis = _Opener(device, self.group or join_world(device), self.ranks)
         rank = open_axis.ranks.index(open_axis.own)
@@ -413,9 +392,6 @@ def communicator(
     Collective:
         The first call for these ranks and this purpose connects them: all of them must call, in the same order. The
         other ranks of ``parent`` need not.
-
-    Raises:
-        CommError: The members did not find each other.
     """
     opened = _opened.setdefault(parent, {})
     key = axis, purpose, tuple(ranks)

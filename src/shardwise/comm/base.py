@@ -116,12 +116,7 @@ class Exchange(Handle):
 
 
 class Chain(Handle):
-    """Two collectives, or phases of one, of which the second needs the result of the first.
-
-    Args:
-        first: The one under way.
-        then: Issues the second, when the first is finished.
-    """
+    """Two collectives, or phases of one, of which the second needs the result of the first."""
 
     __slots__ = ("_first", "_second", "_then")
 
@@ -409,16 +404,7 @@ class Comm(Recorder, ABC):
     def _start(
         self, kind: str, unit: str, buffer: Tensor, numel: int, sent_numel: int, *, way: str | None = None
     ) -> Issued:
-        """Record the event of a collective and give it the next number of its channel.
-
-        Args:
-            kind: Kind of the event.
-            unit: What the collective serves.
-            buffer: Has the dtype of what travels.
-            numel: Elements, the same on all ranks of the collective.
-            sent_numel: Elements that this rank sends.
-            way: Of a message ``SOURCE>TARGET``: each way between two ranks has an order of its own.
-        """
+        """Record the event of a collective and give it the next number of its channel."""
         if self._listeners:
             self._note(kind, unit, buffer.dtype, sent_numel * buffer.element_size())
         channel = self.channel

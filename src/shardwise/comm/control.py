@@ -185,9 +185,6 @@ def refuse_different(
 
     Collective:
         None where the values are equal, or ``show`` is ``None``; else an all-gather of JSON.
-
-    Raises:
-        ShardwiseError: They differ; of the class ``error``, on all ranks with the same text.
     """
     odd = next((rank for rank, value in enumerate(values) if value != values[0]), None)
     if odd is None:
@@ -220,9 +217,6 @@ def fail_together(comm: Comm, error: ShardwiseError | None) -> None:
 
     Collective:
         An all-gather of JSON. All ranks must call.
-
-    Raises:
-        ShardwiseError: The first rank's that met one, of its class, on all ranks.
     """
     told = all_gather_json(comm, None if error is None else [type(error).__name__, str(error)])
     failed = [(rank, *found) for rank, found in enumerate(told) if found is not None]

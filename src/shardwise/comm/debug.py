@@ -36,11 +36,7 @@ TRANSPORT = "SHARDWISE_TRANSPORT"
 
 
 def debugged(comm: Comm, name: str) -> Comm:
-    """``comm`` as the transport ``name`` of this module.
-
-    Raises:
-        ConfigError: There is none of this name.
-    """
+    """``comm`` as the transport ``name`` of this module."""
     transports = {"in-order": InOrder, "early-free": EarlyFree}
     if name not in transports:
         raise ConfigError(

@@ -27,20 +27,12 @@ _BY_DTYPE = {dtype: name for name, dtype in _BY_NAME.items()}
 
 
 def torch_dtype(name: str) -> torch.dtype:
-    """The ``torch.dtype`` of a short or long dtype name.
-
-    Raises:
-        ConfigError: Unknown name.
-    """
+    """The ``torch.dtype`` of a short or long dtype name."""
     return _BY_NAME[_short_name(name)]
 
 
 def dtype_name(dtype: torch.dtype) -> str:
-    """The short name of a ``torch.dtype``.
-
-    Raises:
-        ConfigError: A dtype that shardwise does not know.
-    """
+    """The short name of a ``torch.dtype``."""
     return _BY_DTYPE.get(dtype) or _short_name(str(dtype))
 
 

@@ -181,11 +181,7 @@ class NcclComm(Comm):
             yield found
 
     def _start(self, *given: Any, **named: Any) -> Issued:
-        """As :meth:`Comm._start`.
-
-        Raises:
-            RankDisagreement, CommTimeout: The watch has found that an earlier collective will not end.
-        """
+        """As :meth:`Comm._start`."""
         self._ledger.check()
         return super()._start(*given, **named)
 
@@ -235,12 +231,7 @@ def way_of_sum(divisor: float, size: int, dtype: torch.dtype) -> Sum:
 
 
 class _StreamHandle(Handle):
-    """Work on the communication stream; also the context in which it is enqueued.
-
-    Args:
-        stream: The stream.
-        moved: What it reads and writes.
-    """
+    """Work on the communication stream; also the context in which it is enqueued."""
 
     def __init__(self, stream: torch.cuda.Stream, moved: tuple[Tensor | None, ...]) -> None:
         self._stream = stream

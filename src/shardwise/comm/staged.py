@@ -27,10 +27,6 @@ class StagedComm(Wrapper):
 
     The host waits at every collective that sends until the compute stream has come to it: this is a way to train where
     there is no other, not a fast one.
-
-    Args:
-        inner: Moves CPU tensors.
-        device: Device of the tensors; the CPU in tests.
     """
 
     def __init__(self, inner: Comm, device: torch.device) -> None:

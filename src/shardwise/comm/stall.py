@@ -245,11 +245,7 @@ class StallWatch:
         self._ledgers = [held for held in self._ledgers if held() is not None] + [weakref.ref(ledger)]
 
     def check(self) -> None:
-        """Raise the verdict, if there is one; called before a collective is issued.
-
-        Raises:
-            RankDisagreement, CommTimeout: An earlier collective will not end.
-        """
+        """Raise the verdict, if there is one; called before a collective is issued."""
         if self.verdict is not None:
             self._is_told = True
             raise self.verdict
@@ -260,20 +256,12 @@ class StallWatch:
         return self.verdict is not None and self._overdue is not None
 
     def entered(self, exchange: Waited) -> None:
-        """The main thread is about to wait for ``exchange``.
-
-        Raises:
-            RankDisagreement: The ranks disagree already: the wait would not end.
-        """
+        """The main thread is about to wait for ``exchange``."""
         self.check()
         self._waiting = (exchange, time.monotonic())
 
     def left(self) -> None:
-        """The wait is over.
-
-        Raises:
-            RankDisagreement: It ended because the ranks disagree.
-        """
+        """The wait is over."""
         waiting, self._waiting = self._waiting, None
         if waiting is not None and _is_stalled(waiting):
             self._read_verdict()
@@ -438,11 +426,7 @@ class StallWatch:
             self.verdict = (CommTimeout if kind == CommTimeout.__name__ else RankDisagreement)(text)
 
     def _compare(self, *, is_late: bool) -> None:
-        """Derive a verdict from what all ranks have published.
-
-        Args:
-            is_late: The device has waited for the time limit.
-        """
+        """Derive a verdict from what all ranks have published."""
         statuses = {rank: status for rank in range(self._size) if (status := self._status_of(rank))}
         blocked = {rank: status for rank, status in statuses.items() if is_late or status["is_blocked"]}
         text, advice = _conflict(statuses) or _deadlock(blocked), _OTHER_PATHS

@@ -27,11 +27,7 @@ _RATES = ("dropout", "attention_dropout", "attn_dropout")
 
 
 def check_model(model: nn.Module) -> None:
-    """Refuse a model that cannot compute a part of a sequence. No communication.
-
-    Raises:
-        PlanError: The model cannot.
-    """
+    """Refuse a model that cannot compute a part of a sequence. No communication."""
     name = type(model).__name__
     if not _is_gpt(model) and not is_causal_model(model):
         raise PlanError(
@@ -53,11 +49,6 @@ def check_model(model: nn.Module) -> None:
 
 def divide_sequences(model: nn.Module, comm: Comm, *, multiple: int = 1) -> str:
     """Let ``model`` compute this rank's positions of the sequences that it is given.
-
-    Args:
-        model: A model that :func:`check_model` accepts.
-        comm: The axis ``cp``.
-        multiple: Every rank's number of positions is a multiple of this, and even.
 
     Returns:
         A line for a summary.
@@ -101,11 +92,7 @@ def is_causal_model(model: nn.Module) -> bool:
 
 
 def check_config(model: nn.Module) -> None:
-    """Refuse a model with a layer whose attention is not plain causal attention.
-
-    Raises:
-        PlanError: It has such a layer.
-    """
+    """Refuse a model with a layer whose attention is not plain causal attention."""
     config: Any = model.config
     kinds = set(getattr(config, "layer_types", None) or ()) - {"full_attention"}
     modules = attention_modules(model)
@@ -191,25 +178,14 @@ def _attend(
 
 
 class CausalRoot(Root):
-    """Replaces the forward of a causal language model of transformers. With labels the output has no logits.
-
-    Args:
-        model: The model.
-        comm: The axis ``cp``.
-        multiple: As for :class:`Root`.
-        attention: The name of the attention that generation uses, where nothing is divided.
-    """
+    """Replaces the forward of a causal language model of transformers. With labels the output has no logits."""
 
     def __init__(self, model: nn.Module, comm: Comm, multiple: int, attention: str) -> None:
         super().__init__(model, comm, multiple)
         self._attention = attention
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        """The outputs, with the mean loss over whole sequences, or all logits.
-
-        Raises:
-            StateError: The meaning of an argument for a part of a sequence is not known.
-        """
+        """The outputs, with the mean loss over whole sequences, or all logits."""
         given = dict(zip(self.__signature__.parameters, args, strict=False)) | kwargs
         given = {name: value for name, value in given.items() if value is not None}
         if given.get("use_cache") or "past_key_values" in given:
@@ -265,11 +241,7 @@ def _next_tokens(given: dict[str, Any]) -> Tensor | None:
 
 
 def _check_mask(mask_BT: Tensor | None, next_BT: Tensor | None) -> None:
-    """Refuse masks of anything but padding at the end without labels, which causal attention need not mask.
-
-    Raises:
-        StateError: The mask hides other tokens.
-    """
+    """Refuse masks of anything but padding at the end without labels, which causal attention need not mask."""
     if mask_BT is None or mask_BT.is_meta:
         return
     is_hidden = mask_BT == 0

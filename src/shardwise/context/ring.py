@@ -78,13 +78,7 @@ class _Hop:
 
 
 class _Pair:
-    """Keys and values, or their gradients, in one flat buffer, so that they travel in one message.
-
-    Args:
-        k: Gives the shape of keys.
-        v: Gives the shape of values.
-        flat: The buffer.
-    """
+    """Keys and values, or their gradients, in one flat buffer, so that they travel in one message."""
 
     def __init__(self, k: Tensor, v: Tensor, flat: Tensor) -> None:
         self.flat = flat

@@ -23,13 +23,7 @@ from shardwise.spec.traffic.context import own_ranges, padded_length
 
 
 class Root(ABC):
-    """Replaces a model's forward.
-
-    Args:
-        model: The model; held weakly.
-        comm: The axis ``cp``.
-        multiple: Every rank's number of positions is a multiple of this, and even.
-    """
+    """Replaces a model's forward."""
 
     def __init__(self, model: nn.Module, comm: Comm, multiple: int) -> None:
         self._model = weakref.ref(model)
@@ -55,9 +49,6 @@ class Root(ABC):
 
         Collective:
             The first time an all-gather of one integer on ``cp``.
-
-        Raises:
-            RankDisagreement: Other ranks were given other tokens, or targets.
         """
         if not self._has_compared:
             self._has_compared = True

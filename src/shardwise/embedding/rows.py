@@ -40,11 +40,7 @@ _OUTSIDE = -1
 
 
 def find_row_sharded(model: nn.Module, patterns: Iterable[str]) -> dict[str, nn.Embedding]:
-    """The embeddings that ``ParallelPlan.row_sharded`` names, by path.
-
-    Raises:
-        PlanError: A pattern matches no module, or one that cannot be spread.
-    """
+    """The embeddings that ``ParallelPlan.row_sharded`` names, by path."""
     found: dict[str, nn.Embedding] = {}
     for pattern in patterns:
         chosen = {path: module for path, module in model.named_modules() if path and matches(pattern, path)}
@@ -122,15 +118,7 @@ def spread_rows(
 
 
 class RowShardedEmbedding(ReplacedForward):
-    """An embedding of which this rank holds a range of the rows.
-
-    Args:
-        module: An ``nn.Embedding`` whose weight is this rank's rows.
-        name: Its path.
-        comm: All ranks that train the model.
-        bounds: Where each rank's rows begin, and the end.
-        dtype: The dtype of the rows that it returns.
-    """
+    """An embedding of which this rank holds a range of the rows."""
 
     def __init__(self, module: nn.Module, name: str, comm: Comm, bounds: tuple[int, ...], dtype: torch.dtype) -> None:
         super().__init__(module, name, comm)
@@ -143,9 +131,6 @@ class RowShardedEmbedding(ReplacedForward):
         Collective:
             Three all-to-alls over all ranks, and one in backward: all ranks must call, and go backward through it,
             equally often. The bytes are in the table at the top of the file. The host waits for the counts.
-
-        Raises:
-            IndexError: A rank asks for rows that do not exist; raised on every rank.
         """
         ids, module = only(args, kwargs), self.module
         wanted, inverse = _distinct(ids)

@@ -53,11 +53,7 @@ class Mixture:
 
 
 def find_mixtures(model: nn.Module, size: int, *, units: Iterable[str] = ()) -> list[Mixture]:
-    """The mixtures of the whole ``model``, for ``size`` ranks of ``ep``; ``units`` are the names of its units.
-
-    Raises:
-        PlanError: There are none, or they cannot be divided so.
-    """
+    """The mixtures of the whole ``model``, for ``size`` ranks of ``ep``; ``units`` are the names of its units."""
     found = []
     for path, module in model.named_modules():
         kinds = {f"{kind.__module__}.{kind.__qualname__}" for kind in type(module).__mro__}

@@ -191,11 +191,7 @@ def _converted(old: nn.Module) -> SyncBatchNorm:
 
 
 def check(model: nn.Module, device: torch.device, world_size: int, call: str) -> None:
-    """Refuse what would raise in the first forward after ``call``.
-
-    Raises:
-        PlanError: There is a batch norm of torch's that does not work here.
-    """
+    """Refuse what would raise in the first forward after ``call``."""
     if device.type != "cpu" or world_size == 1:
         return
     for path, module in model.named_modules():

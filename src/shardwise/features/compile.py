@@ -23,10 +23,6 @@ def compile_units(model: nn.Module, units: Mapping[str, nn.Module]) -> tuple[str
     """Compile, at its first call, the forward of every unit that encloses no other; returns their names.
 
     Values agree with the uncompiled model's within rounding: the compiler fuses operations and orders sums otherwise.
-
-    Args:
-        model: The root, which is compiled itself where there is no other unit (its name is "").
-        units: The units below it, by name.
     """
     innermost = {name: unit for name, unit in units.items() if not any(other.startswith(f"{name}.") for other in units)}
     for module in innermost.values() if units else (model,):

@@ -237,11 +237,7 @@ class InsideDDP(Observer):
     """Refuses forwards inside a ``DistributedDataParallel`` that has parameters of the model."""
 
     def forward_begins(self, engine: Engine, entry: Entry) -> None:  # noqa: ARG002
-        """Look for it.
-
-        Raises:
-            StateError: It is inside of one.
-        """
+        """Look for it."""
         if any(mark_of(parameter) is not None for parameter in torch_private.parameters_of_ddp_forward()):
             root = engine.units[0].members[0].module()
             _refuse_ddp(type(root).__name__)

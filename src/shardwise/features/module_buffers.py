@@ -25,12 +25,6 @@ from shardwise.spec.traffic.data import BUFFERS, BufferMessage
 class BufferSync(Observer):
     """Sends the buffers of a model, coalesced into one message per dtype.
 
-    Args:
-        model: The model. Which of its buffers are sent is decided now; their values are looked up at each sync.
-        mode: A field value of ``ParallelPlan.sync_buffers``.
-        comm: Over all ranks that train one model.
-        ignored: Names of buffers that are left alone.
-
     Attributes:
         mode: What ``"auto"`` became: ``"broadcast"``, ``"mean"`` or ``"none"``.
         is_auto: It was ``"auto"``.
@@ -73,9 +67,6 @@ class BufferSync(Observer):
 
     def begin(self, *, may_change: bool) -> None:
         """Forwards between which no parameter changes are about to run, on every rank.
-
-        Args:
-            may_change: They may change buffers.
 
         Collective:
             As :meth:`sync`, if one is due.

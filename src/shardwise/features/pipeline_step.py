@@ -82,10 +82,6 @@ class PipelineStep(Step):
     def end(self, stage: int, compute: Callable[[Sequence[Tensor]], None] | None = None) -> None:
         """The last backward of ``stage`` is over: reduce those of its units that are still to be.
 
-        Args:
-            stage: Whose.
-            compute: Where gradients of weights are still to be computed, does so for the weights that it is given.
-
         Collective:
             As :meth:`Engine.reduce`; not where this step does not synchronise.
         """
@@ -111,11 +107,7 @@ class PipelineStep(Step):
                         group.gradient.show()
 
     def reduce(self, before: Callable[[], None]) -> None:
-        """Reduce the gradients of every other unit, last unit first, once ``before`` has been called.
-
-        Raises:
-            StateError: A gradient has come for a unit that had been reduced.
-        """
+        """Reduce the gradients of every other unit, last unit first, once ``before`` has been called."""
         engine = self._engine
         with torch.no_grad():
             before()
@@ -134,18 +126,9 @@ class PipelineStep(Step):
 def open_step(engine: Engine, before_reduction: Callable[[], None], last: int | None = None) -> Iterator[PipelineStep]:
     """Run several forwards and backwards on the same parameters, and reduce their gradients.
 
-    Args:
-        engine: Of a model whose forwards train, unless grad is off.
-        before_reduction: Called when all gradients of this rank are added up, before what belongs to several stages is
-            reduced.
-        last: As of :class:`PipelineStep`.
-
     Collective:
         With grad: the reduction of every unit, last unit first. In the last backward of a stage those that belong to it
         alone, at the end the others. Not where ``syncs_gradients`` is off.
-
-    Raises:
-        StateError: The optimizer steps inside backward.
     """
     _refuse_observers(engine)
     engine.settle("sw.train_step")
@@ -192,11 +175,7 @@ def _refuse_observers(engine: Engine) -> None:
 
 
 class ConstantParameters(Step):
-    """Forwards without grad that follow one another on the same parameters.
-
-    Args:
-        call: Nothing but such forwards may come between, until this call of the user has ended.
-    """
+    """Forwards without grad that follow one another on the same parameters."""
 
     skips_hooks = True
     ends_with_backward = False
@@ -205,11 +184,7 @@ class ConstantParameters(Step):
         self._call = call
 
     def refuse(self, what: str) -> None:
-        """Between the tokens of a stream the modules hold whole parameters, and gradients would be lost.
-
-        Raises:
-            StateError: Always.
-        """
+        """Between the tokens of a stream the modules hold whole parameters, and gradients would be lost."""
         raise StateError(
             f"{what} while {self._call} is under way: its iterator is neither exhausted nor closed.\n"
             "  Call its close(), or go on to its end, before."
@@ -222,12 +197,7 @@ class ConstantParameters(Step):
 
 
 class StageUnits(Observer):
-    """The stages of a pipeline on this rank.
-
-    Args:
-        units: The units that belong to one stage alone, by stage.
-        share_state: Gives all stages what only one of them has.
-    """
+    """The stages of a pipeline on this rank."""
 
     def __init__(self, units: Mapping[int, Sequence[Unit]], share_state: Callable[[], object]) -> None:
         self.units = units
@@ -252,15 +222,8 @@ def constant_parameters(engine: Engine, call: str) -> Iterator[None]:
     of it), it is put into the modules at the beginning, and forwards go by the engine: they cost what the plain
     model's do. Else units come and go as in any forward.
 
-    Args:
-        engine: Of the model.
-        call: What the user called.
-
     Collective:
         An all-gather on ``dp_shard`` of each unit that stays gathered after forward. All ranks must call.
-
-    Raises:
-        StateError: A forward or a backward is under way. What trains, steps or works on shards inside raises as well.
     """
     engine.settle(call)
     if any(observer.sees_every_gather for observer in engine.observers.all) or not all(
@@ -310,11 +273,6 @@ def sum_over_copies(engine: Engine, copies: Mapping[nn.Parameter, Sequence[int]]
     """Add up the local gradients of parameters over the ranks that hold a copy, before they are reduced.
 
     Every copy gets the same sum, in the order of ranks, so that copies stay equal to the last bit.
-
-    Args:
-        engine: Of the model.
-        copies: The ranks along ``comm`` that hold a copy, ascending, by parameter; in one order on all of them.
-        comm: Along ``pp``.
 
     Collective:
         Between the ranks of each parameter: the whole gradient from each to each.

@@ -54,9 +54,6 @@ class Policies:
 
     Attributes:
         heads: Where a policy begins: the paths of modules that an override names, and the root's, ``""``.
-
-    Raises:
-        PlanError: An override matches no module, or two match one.
     """
 
     def __init__(self, model: nn.Module, policy: PrecisionPolicy, device: torch.device) -> None:
@@ -87,15 +84,7 @@ class Policies:
     def group_dtypes(
         self, parameter: Tensor, uses: Sequence[tuple[nn.Module, str, str]]
     ) -> tuple[torch.dtype, torch.dtype, torch.dtype]:
-        """Dtypes of a parameter's group: master, compute, reduce. Batch norm's parameters keep their own.
-
-        Args:
-            parameter: Before it is sharded.
-            uses: Every module that has it, the module's path, and the attribute.
-
-        Raises:
-            PlanError: Its uses lie under different policies.
-        """
+        """Dtypes of a parameter's group: master, compute, reduce. Batch norm's parameters keep their own."""
         keeps_own = any(isinstance(user, _BatchNorm) for user, _, _ in uses)
         own = dtype_name(parameter.dtype)
         found = {path: self.at(path).group_dtypes(own, keeps_own=keeps_own) for _, path, _ in uses}

@@ -57,10 +57,6 @@ def find(model: nn.Module, units: Mapping[str, nn.Module], policy: RecomputePoli
         model: The root.
         units: The units below it, by name.
         policy: ``None``: nothing is recomputed.
-
-    Raises:
-        PlanError: The policy names nothing, a module inside another, an operator that does not exist, or operators
-            for a module that encloses units.
     """
     if policy is None:
         return {}
@@ -142,9 +138,6 @@ def _without_caches(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, 
     """The arguments without transformers' key-value caches, which a second run would fill a second time.
 
     transformers' own checkpointing leaves them out as well.
-
-    Raises:
-        StateError: A cache holds something, so that the module would compute something else without it.
     """
     caches = sys.modules.get("transformers.cache_utils")
     if caches is None or getattr(module, "_can_checkpoint_with_cache", False):

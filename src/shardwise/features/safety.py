@@ -119,11 +119,7 @@ class ForeignBackwards(Observer):
     """
 
     def backward_begins(self, engine: Engine) -> None:
-        """Refuse it.
-
-        Raises:
-            StateError: This is such a backward.
-        """
+        """Refuse it."""
         if not torch_private.is_in_distributed_autograd() or threading.get_ident() == engine.forward.thread:
             return
         text = (
@@ -141,11 +137,7 @@ class ShownWhole(Observer):
     """Refuses to train inside ``sw.full_parameters``; a forward may compute there where every rank can."""
 
     def forward_begins(self, engine: Engine, entry: Entry) -> None:  # noqa: ARG002
-        """Refuse a forward with grad, or on some ranks only.
-
-        Raises:
-            StateError: It is one.
-        """
+        """Refuse a forward with grad, or on some ranks only."""
         shown = [unit.whole for unit in engine.units if unit.whole is not None]
         if shown and (torch.is_grad_enabled() or any(whole.is_on_root_only for whole in shown)):
             raise StateError(

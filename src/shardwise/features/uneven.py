@@ -75,9 +75,6 @@ class Join(Observer):
     Collective:
         Compares the optimizers' settings. All ranks must call.
 
-    Raises:
-        StateError: The settings differ.
-
     Attributes:
         active: Ranks that had a batch at the last outermost forward.
     """
@@ -156,11 +153,7 @@ class Join(Observer):
         self._say(Word.END, int(not engine.syncs_gradients))
 
     def before_call(self, engine: Engine, call: str) -> None:  # noqa: ARG002
-        """Refuse what ranks without a batch cannot follow.
-
-        Raises:
-            StateError: On all ranks.
-        """
+        """Refuse what ranks without a batch cannot follow."""
         if call == "sw.GradScaler":
             raise StateError(
                 "sw.GradScaler inside sw.join(): a rank without a batch would not learn the scale.\n"
@@ -171,11 +164,7 @@ class Join(Observer):
             self._refuse(call)
 
     def before_norm(self, engine: Engine, max_norm: float, *, is_of_part: bool) -> None:  # noqa: ARG002
-        """The norm of the gradients is about to be computed.
-
-        Raises:
-            StateError: Of a part only.
-        """
+        """The norm of the gradients is about to be computed."""
         if is_of_part:
             raise StateError(
                 "sw.clip_grad_norm() of a unit inside sw.join(): ranks without a batch clip the whole model.\n"
@@ -188,11 +177,7 @@ class Join(Observer):
         self._say(Word.LOSS)
 
     def before_step(self, engine: Engine, optimizer: torch.optim.Optimizer) -> None:  # noqa: ARG002
-        """An optimizer is about to step.
-
-        Raises:
-            StateError: It was not named.
-        """
+        """An optimizer is about to step."""
         place = next((i for i, known in enumerate(self._optimizers) if known is optimizer), None)
         if place is None:
             raise StateError(
@@ -334,12 +319,7 @@ class Join(Observer):
         return moved.view(comm.size, 3).tolist()
 
     def _spoken(self, rows: list[list[int]]) -> dict[int, list[int]]:
-        """What the ranks that have a batch have said, by rank; it must be the same.
-
-        Raises:
-            CommError: One has failed.
-            RankDisagreement: It is not the same.
-        """
+        """What the ranks that have a batch have said, by rank; it must be the same."""
         spoken = {rank: row for rank, row in enumerate(rows) if row[0] != Word.LEFT}
         failed = [rank for rank, row in spoken.items() if row[0] == Word.FAILED]
         self._is_over = bool(failed) or len({_meaning(row) for row in spoken.values()}) > 1
@@ -365,11 +345,7 @@ class Join(Observer):
         return f"{Word(word).name.lower()} ({first}, {second})"
 
     def _count(self, spoken: dict[int, list[int]]) -> None:
-        """An outermost forward begins on the ranks that have spoken.
-
-        Raises:
-            RankDisagreement: Others have no batch left, and are not to be waited for.
-        """
+        """An outermost forward begins on the ranks that have spoken."""
         if len(spoken) == self._comm.size:
             return
         left = next(rank for rank in range(self._comm.size) if rank not in spoken)

@@ -51,9 +51,6 @@ def find_units(model: nn.Module, policy: str | WrapPolicy) -> dict[str, nn.Modul
     Args:
         model: Any module.
         policy: ``"auto"``, ``"none"``, or a policy of ``spec.policies``.
-
-    Raises:
-        PlanError: A policy that names something and finds nothing, with what it might have meant.
     """
     if policy == "none":
         return {}
@@ -232,11 +229,7 @@ def assign_parameters(
 
 
 def check_parameters(parameters: Iterable[OwnedParameter], *, allows_meta: bool = False) -> None:
-    """Refuse what a flat buffer cannot hold, with the parameter's name.
-
-    Raises:
-        StateError: Meta tensors, tensor subclasses, views with holes, gradients or hooks that would be lost.
-    """
+    """Refuse what a flat buffer cannot hold, with the parameter's name."""
     for entry in parameters:
         parameter, name = entry.parameter, entry.names[0]
         if parameter.is_meta and not allows_meta:

@@ -15,7 +15,7 @@ from contextlib import nullcontext
 import torch
 from torch import Tensor, nn
 
-from shardwise.comm.control import all_gather_json, fail_together
+from shardwise.comm.control import all_gather_json, fail_together, refuse_different
 from shardwise.engine.engine import Engine
 from shardwise.engine.unit import attachment_of, engine_of
 from shardwise.features.pipeline_step import constant_parameters
@@ -129,12 +129,7 @@ def generate_stream(
 
 
 class _Call:
-    """One call, checked.
-
-    Raises:
-        ConfigError: Prompts or options make no sense, or do not fit the model.
-        StateError: The model cannot generate.
-    """
+    """One call, checked."""
 
     def __init__(  # noqa: PLR0917 - made in one place
         self,
@@ -158,11 +153,7 @@ class _Call:
         self._batches = [{"digest": "", "num_rows": len(self._rows)}]  # by data-parallel rank
 
     def compare(self) -> None:
-        """Compare with the other ranks what must be the same, and learn their batches, before any of them computes.
-
-        Raises:
-            RankDisagreement: Something is not the same; on every rank.
-        """
+        """Compare with the other ranks what must be the same, and learn their batches, before any of them computes."""
         if self._engine is None or self._engine.comms.world.size == 1:
             return
         comms, steps = self._engine.comms, [self._settings.max_new_tokens, bool(self._ends)]
@@ -171,14 +162,15 @@ class _Call:
         digest = hashlib.sha256(json.dumps([self._rows, *options]).encode()).hexdigest()
         mine = {"reader": comms.control.rank, "digest": digest, "steps": steps, "seed": seed}
         every = all_gather_json(comms.world, mine | {"num_rows": len(self._rows)})
+        refuse_different(
+            comms.world,
+            [other["steps"] for other in every],
+            "sw.generate: the ranks would take different numbers of steps",
+            "Pass the same on every rank.",
+            show=lambda: f"max_new_tokens={steps[0]} and {'an' if steps[1] else 'no'} eos",
+        )
         firsts: dict[int, int] = {}
         for rank, other in enumerate(every):
-            if other["steps"] != every[0]["steps"]:
-                raise RankDisagreement(
-                    f"sw.generate: rank 0 has max_new_tokens={every[0]['steps'][0]} and"
-                    f" {'an' if every[0]['steps'][1] else 'no'} eos, rank {rank} {other['steps'][0]} and"
-                    f" {'an' if other['steps'][1] else 'no'} eos.\n  Pass the same on every rank."
-                )
             first = firsts.setdefault(other["reader"], rank)
             if other["digest"] != every[first]["digest"]:
                 raise RankDisagreement(
@@ -265,12 +257,7 @@ class _Columns:
                     yield self._full_column()
 
     def _abandon(self, slot: tuple[Turn, ...], rest: Iterator[tuple[Turn, ...]]) -> None:
-        """Finish the step that all chunks but the last have begun, of which the caller takes no more tokens.
-
-        Args:
-            slot: The slot that the caller ended, before its computations.
-            rest: The slots behind it.
-        """
+        """Finish the step that all chunks but the last have begun, of which the caller takes no more tokens."""
         first, last = self._runner.stages[0], len(self._chunks) - 1
         step = next(turn.step for turn in slot if turn.stage == first)
         for each in itertools.chain([slot], rest):
@@ -311,11 +298,7 @@ class _Columns:
 
 
 def rows_of(prompts: Prompts) -> list[list[int]]:
-    """Token ids of each row.
-
-    Raises:
-        ConfigError: They are no rows of whole numbers.
-    """
+    """Token ids of each row."""
     if isinstance(prompts, Tensor):
         if prompts.dim() != 2 or prompts.is_floating_point() or prompts.is_complex():
             raise ConfigError(
@@ -342,9 +325,6 @@ def check_fit(rows: Sequence[Sequence[int]], max_new_tokens: int, *, vocab_size:
         max_new_tokens: How many are to follow.
         vocab_size: Of the model.
         positions: The longest sequence of the model; ``None``: it has no limit.
-
-    Raises:
-        ConfigError: There is no prompt, one is empty or too long, or has an id that the model has no embedding for.
     """
     if isinstance(max_new_tokens, bool) or max_new_tokens < 1:
         raise ConfigError(f"max_new_tokens={max_new_tokens}: expected at least 1.\n  Set it to 1 or more.")
@@ -368,11 +348,7 @@ def check_fit(rows: Sequence[Sequence[int]], max_new_tokens: int, *, vocab_size:
 
 
 def check_ids(ids: Sequence[int], vocab_size: int, where: str) -> None:
-    """Refuse ids that the model does not know.
-
-    Raises:
-        ConfigError: There are some.
-    """
+    """Refuse ids that the model does not know."""
     for place, token in enumerate(ids):
         if not 0 <= token < vocab_size:
             raise ConfigError(
@@ -382,11 +358,7 @@ def check_ids(ids: Sequence[int], vocab_size: int, where: str) -> None:
 
 
 def _engine_of(model: nn.Module) -> Engine | None:
-    """Of a parallelized model; ``None`` for a plain one.
-
-    Raises:
-        StateError: Under its plan it cannot generate.
-    """
+    """Of a parallelized model; ``None`` for a plain one."""
     if attachment_of(model) is None:
         return None
     engine = engine_of(model, "sw.generate", on_shards=False)

@@ -35,11 +35,7 @@ MakeDecoder = Callable[[int, Sequence[int], Collection[int] | None], Decoder]
 
 
 def decoder_of(model: nn.Module) -> tuple[MakeDecoder, int, int | None]:
-    """What makes decoders of ``model``, the size of its vocabulary, and its positions where they are limited.
-
-    Raises:
-        StateError: The model is not one that generates here.
-    """
+    """What makes decoders of ``model``, the size of its vocabulary, and its positions where they are limited."""
     if isinstance(model, GPT):
         return _Own, model.config.vocab_size, model.config.seq_len
     config: Any = getattr(model, "config", None)

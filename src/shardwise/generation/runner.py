@@ -80,13 +80,6 @@ class _Boundary(NamedTuple):
 class Stages(Runner):
     """Some stages of a model.
 
-    Args:
-        model: The model.
-        chunks: The chunks of the batch.
-        interpreter: Runs the stages of its pipeline.
-        comm: The axis ``pp``.
-        ranks: The rank of each stage.
-
     Collective:
         An all-gather along ``pp`` for each shape that is new.
     """

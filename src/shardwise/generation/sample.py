@@ -32,11 +32,7 @@ class Sampling:
     top_p: float | None = None
 
     def __post_init__(self) -> None:
-        """Check the values.
-
-        Raises:
-            ConfigError: One makes no sense, or has no meaning beside temperature=0.
-        """
+        """Check the values."""
         if not (math.isfinite(self.temperature) and self.temperature >= 0):
             raise ConfigError(f"temperature={self.temperature}: expected 0 or more.\n  0 takes the likeliest token.")
         if self.top_k is not None and (isinstance(self.top_k, bool) or self.top_k < 1):

@@ -94,11 +94,7 @@ class Recording:
     held: list[Tensor] = field(default_factory=list)  # so that no storage's identity is used again
 
     def materialize(self, tensors: Sequence[Tensor]) -> list[Tensor]:
-        """The values of meta ``tensors`` of the recorded model, on the CPU, in memory of their own.
-
-        Raises:
-            StateError: One of them was not made in the recorded construction.
-        """
+        """The values of meta ``tensors`` of the recorded model, on the CPU, in memory of their own."""
         targets = [_View.of(tensor) for tensor in tensors]
         storages: dict[int, torch.UntypedStorage] = {}
 

@@ -88,16 +88,7 @@ class Source(ABC):
 
 
 def find_source(model: nn.Module, init: Given | None, *, is_sent: bool) -> Source | None:
-    """The source for the meta tensors of ``model``; ``None`` if there are none, or if they are to be refused.
-
-    Args:
-        model: The root.
-        init: The argument ``init`` of ``sw.parallelize``.
-        is_sent: Rank 0's values are broadcast, whatever the other ranks hold (``sync="rank0"``).
-
-    Raises:
-        StateError: ``init`` was given for a model without meta tensors.
-    """
+    """The source for the meta tensors of ``model``; ``None`` if there are none, or if they are to be refused."""
     recording = take_recording(model)
     is_meta = any(tensor.is_meta for tensor in (*model.parameters(), *model.buffers()))
     if init is not None and not is_meta:
@@ -159,12 +150,7 @@ class FromRecording(Source):
         self._recording = recording
 
     def agree(self, comm: Comm, mode: str) -> None:
-        """As :meth:`Source.agree`.
-
-        Raises:
-            RankDisagreement: The ranks recorded different constructions.
-            StateError: Seeds differ and ``mode`` is ``"error"``.
-        """
+        """As :meth:`Source.agree`."""
         number = int.from_bytes(self._recording.fingerprint()[:7])
         check_same(
             comm,
@@ -215,11 +201,7 @@ class FromInit(Source):
         self._fills: dict[nn.Module, set[int]] = {}  # ids of the tensors to which a module gives values
 
     def agree(self, comm: Comm, mode: str) -> None:
-        """As :meth:`Source.agree`.
-
-        Raises:
-            StateError: A module cannot be initialised, or seeds differ and ``mode`` is ``"error"``.
-        """
+        """As :meth:`Source.agree`."""
         start = torch.get_rng_state()
         own = start.clone()
         _agree_on_states([start], comm, mode)
@@ -251,11 +233,7 @@ class FromInit(Source):
             return self._initialised(module)[id(torch_private.buffers_of(module)[name])]
 
     def _check_filled(self) -> None:
-        """Every tensor gets its values from a module that owns it; a tied one may get them from one of several.
-
-        Raises:
-            StateError: Elements of a tensor have no values of their own.
-        """
+        """Every tensor gets its values from a module that owns it; a tied one may get them from one of several."""
         filled = set().union(*self._fills.values())
         for module in self._paths:
             for name, tensor in self._owned[module].items():
@@ -343,11 +321,7 @@ class FromLater(Source):
         self._files = given if isinstance(given, Weights) and not isinstance(given, Mapping) else None
 
     def agree(self, comm: Comm, mode: str) -> None:
-        """As :meth:`Source.agree`; random numbers matter for buffers that are not saved only.
-
-        Raises:
-            RankDisagreement: The ranks see different files.
-        """
+        """As :meth:`Source.agree`; random numbers matter for buffers that are not saved only."""
         if self._files is not None:
             check_same(
                 comm,

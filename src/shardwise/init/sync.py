@@ -43,10 +43,6 @@ def synchronise(
     Collective:
         The layouts are compared first (all-gather of a text), then one hash per unit (all-gather of 16 bytes each);
         units that differ are broadcast from rank 0. All ranks must call.
-
-    Raises:
-        RankDisagreement: The ranks hold models of different names, shapes or dtypes.
-        StateError: Values differ and ``mode`` is ``"error"``.
     """
     every = _tensors(module, parameter_ids)
     _refuse_meta({name: tensor for name, tensor in every.items() if name in ignored}, comm)

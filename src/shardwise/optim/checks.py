@@ -15,7 +15,7 @@ import torch
 from torch import Tensor, nn
 from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 
-from shardwise.comm.control import all_gather_json
+from shardwise.comm.control import all_gather_json, refuse_different
 from shardwise.comm.digest import digest_of
 from shardwise.engine.hooks import Observer
 from shardwise.engine.unit import mark_of
@@ -40,11 +40,7 @@ _installed = False
 
 
 def _check_bits(optimizer: torch.optim.Optimizer) -> None:
-    """Refuse 8-bit state of bitsandbytes on shards.
-
-    Raises:
-        StateError: The optimizer keeps such state, and updates shards.
-    """
+    """Refuse 8-bit state of bitsandbytes on shards."""
     cls = type(optimizer)
     if not cls.__module__.startswith("bitsandbytes.optim") or bits_of(optimizer) != 8:
         return
@@ -79,11 +75,7 @@ class StepsEnd(Observer):
 
 
 def accept(optimizer: torch.optim.Optimizer) -> None:
-    """Check ``optimizer`` now, and accept the state that it is about to get as state of shards.
-
-    Raises:
-        StateError: It cannot work on shards.
-    """
+    """Check ``optimizer`` now, and accept the state that it is about to get as state of shards."""
     _check_bits(optimizer)
     _check(optimizer)
     _seen[optimizer] = content_of(optimizer)
@@ -251,15 +243,7 @@ class Added(Observer):
 
 
 def _refuse_added(engine: Engine, only: Callable[[nn.Parameter], bool] = lambda _: True) -> None:
-    """Refuse trained parameters in the model that are no unit's, where several ranks train.
-
-    Args:
-        engine: Of the model.
-        only: Which of them count.
-
-    Raises:
-        StateError: There is one.
-    """
+    """Refuse trained parameters in the model that are no unit's, where several ranks train."""
     root = engine.units[0].members[0].module()
     if root is None or engine.comms.world.size == 1:
         return
@@ -281,18 +265,11 @@ def _check_beside(optimizer: torch.optim.Optimizer, engines: list[Engine]) -> bo
     Those registered in a parallelized model are refused. Others beside it may be synchronised by other means: their
     gradients are compared.
 
-    Args:
-        optimizer: Before a step.
-        engines: Whose parameters it has as well.
-
     Returns:
         All of its parameters have been decided about; not so before those beside a model have gradients.
 
     Collective:
         With parameters beside a model all-gather of a text over the ranks that train the model.
-
-    Raises:
-        StateError: Such a parameter.
     """
     given = [p for settings in optimizer.param_groups for p in settings["params"]]
     others = {id(p): p for p in given if group_of(p) is None and p.requires_grad}
@@ -314,12 +291,14 @@ def _compare_gradients(parameters: list[Tensor], engine: Engine) -> bool:
         p.grad if p.grad.layout is torch.strided else p.grad.to_dense() for p in parameters if p.grad is not None
     ]
     digests = all_gather_json(engine.comms.control, str(digest_of(gradients).tolist()))
-    if len(set(digests)) > 1:
-        shapes = ", ".join(str(list(p.shape)) for p in parameters[:3])
-        raise StateError(
-            f"the optimizer holds {len(parameters)} parameters (of shape {shapes}) that are in no parallelized model,"
-            " and their gradients differ from rank to rank: every rank would train its own.\n"
-            "  Put the modules into one model before sw.parallelize(), or into an optimizer of their own if each rank"
-            " is to have its own."
-        )
+    shapes = ", ".join(str(list(p.shape)) for p in parameters[:3])
+    refuse_different(
+        engine.comms.control,
+        digests,
+        f"the optimizer holds {len(parameters)} parameters (of shape {shapes}) that are in no parallelized model, and"
+        " their gradients differ from rank to rank, so that every rank would train its own",
+        "Put the modules into one model before sw.parallelize(), or into an optimizer of their own if each rank is to"
+        " have its own.",
+        error=StateError,
+    )
     return bool(gradients)

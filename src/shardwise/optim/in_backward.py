@@ -80,11 +80,7 @@ def optimizers_in_backward(engine: Engine) -> tuple[torch.optim.Optimizer, ...] 
 
 
 def refuse(engine: Engine, call: str) -> None:
-    """Refuse what needs all gradients at once.
-
-    Raises:
-        StateError: The model is updated inside backward.
-    """
+    """Refuse what needs all gradients at once."""
     if engine.observers.find(UpdateInBackward) is not None:
         raise StateError(
             f"{call} needs the gradients of the whole model, but sw.optimizer_in_backward() updates each unit as soon"

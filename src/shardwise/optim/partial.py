@@ -68,11 +68,7 @@ class PartialGradient(Tensor):
         args: tuple[Any, ...] = (),
         kwargs: dict[str, Any] | None = None,
     ) -> Any:
-        """Refuse what needs the other parts as well.
-
-        Raises:
-            StateError: It is a norm, or a search for inf and nan.
-        """
+        """Refuse what needs the other parts as well."""
         if not _is_allowed and (func in _NORMS or func in _CHECKS):
             raise StateError(_refusal(func))
         return torch_private.as_plain(func, args, kwargs or {})

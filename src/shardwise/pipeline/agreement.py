@@ -37,9 +37,6 @@ class Agreement:
 
         Collective:
             Two all-gathers of JSON where the ranks disagree.
-
-        Raises:
-            RankDisagreement: They are about to do different steps; on all of them.
         """
         if self._under_way is not None:
             told, handle = self._under_way

@@ -20,11 +20,7 @@ Forward = Callable[[nn.Module, Any], Any]
 
 
 def forward_loss(model: nn.Module, batch: Any, loss_fn: LossFn | None = None, forward: Forward | None = None) -> Tensor:
-    """The scalar loss of ``model`` on ``batch``, as ``sw.train_step`` finds it.
-
-    Raises:
-        StateError: There is none.
-    """
+    """The scalar loss of ``model`` on ``batch``, as ``sw.train_step`` finds it."""
     output = (forward or call_model)(model, batch)
     loss = loss_fn(output, batch) if loss_fn is not None else getattr(output, "loss", output)
     if not isinstance(loss, Tensor) or loss.dim() != 0:
@@ -51,9 +47,6 @@ def split_batch(batch: Any, count: int) -> list[Any]:
     A tensor without dimensions, and one of a single row beside others of several, goes into every part whole. The
     number of items that transformers' models divide the sum of their losses by is divided by ``count``, as losses of
     parts are averaged.
-
-    Raises:
-        StateError: A tensor's dim 0 is not divisible by ``count``.
     """
     if count < 1:
         raise StateError(f"num_microbatches={count}: expected at least 1.")

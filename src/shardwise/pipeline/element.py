@@ -93,16 +93,7 @@ class Element:
 
 
 def find_elements(model: nn.Module, blocks: Collection[str], starts: Collection[str] = ()) -> list[Element]:
-    """The elements of ``model`` in the order of registration.
-
-    Args:
-        model: The whole model. The modules of a ``Sequential`` are a chain.
-        blocks: Names of the members of its chains; of blocks inside blocks the outermost count.
-        starts: Names of modules with which stages begin; these are elements, too.
-
-    Raises:
-        PlanError: There are no blocks.
-    """
+    """The elements of ``model`` in the order of registration."""
     modules = dict(model.named_modules(remove_duplicate=False))
     found_blocks = {*blocks, *(name for name in starts if name and name in modules and _is_called(modules[name]))}
     if not found_blocks and isinstance(model, nn.Sequential):
@@ -140,9 +131,6 @@ def sketch(model: nn.Module, elements: Iterable[Element]) -> nn.Module:
     """A copy of ``model`` for finding shapes: what elements hold is on ``meta`` and takes no memory.
 
     Everything else is copied, as a forward may write to buffers. Parameters outside of all elements become zeros.
-
-    Raises:
-        StateError: The model cannot be copied.
     """
     memo: dict[int, Any] = {}
     for element in elements:

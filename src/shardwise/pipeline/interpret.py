@@ -389,9 +389,6 @@ class RngStreams:
     The ranks of a pipeline usually have the same random state, as they read the same samples. One number of it seeds
     the step, whatever the stages draw: afterwards the states are still the same, so that loaders that shuffle by them
     agree, and a restored state repeats the step.
-
-    Args:
-        device: Where the stages compute.
     """
 
     def __init__(self, device: torch.device) -> None:

@@ -92,11 +92,7 @@ def record_pipeline(model: nn.Module) -> Iterator[list[Measured]]:
 
 
 def find_stages(model: nn.Module, policy: PipelinePolicy, pp: int) -> tuple[list[Element], int]:
-    """The elements of a whole model, with their stages, and the number of stages.
-
-    Raises:
-        PlanError: The model cannot be divided.
-    """
+    """The elements of a whole model, with their stages, and the number of stages."""
     elements = in_order_of_calls(model, find_elements(model, find_units(model, "auto"), policy.first_of_stage))
     count = pp * policy.virtual_stages
     assign_stages(elements, count, policy.first_of_stage)
@@ -105,11 +101,6 @@ def find_stages(model: nn.Module, policy: PipelinePolicy, pp: int) -> tuple[list
 
 class Pipelined(Uncopyable):
     """The stages of a model on this rank. Made from the whole model, before anything else changes it.
-
-    Args:
-        model: The whole model, the same on every rank.
-        plan: A plan with ``pp`` of 2 or more.
-        comms: The axes of this rank.
 
     Attributes:
         notes: Lines for ``sw.summary``.
@@ -336,13 +327,7 @@ def _built(schedule: str, pp: int, count: int, virtual: int) -> Schedule:
 
 
 def describe_stages(elements: Sequence[Element], ranks: Sequence[int], num_world_ranks: int) -> list[str]:
-    """Lines for ``sw.summary``: the ranks, modules and parameters of each stage.
-
-    Args:
-        elements: The elements of the whole model, with their stages.
-        ranks: The rank of each stage along ``pp``, the outermost axis of the mesh.
-        num_world_ranks: Ranks of all axes together.
-    """
+    """Lines for ``sw.summary``: the ranks, modules and parameters of each stage."""
     width = num_world_ranks // (max(ranks) + 1)
     lines = ["pipeline stages:"]
     for stage, rank in enumerate(ranks):

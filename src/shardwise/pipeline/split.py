@@ -16,17 +16,7 @@ from shardwise.spec.errors import PlanError
 
 
 def assign_stages(elements: Sequence[Element], num_stages: int, first_of_stage: Sequence[str] = ()) -> None:
-    """Set the stages of every element that has parameters: neighbours in their order.
-
-    Args:
-        elements: The elements of the whole model.
-        num_stages: The number of stages.
-        first_of_stage: The name of the element with which each stage but the first begins; empty: stages are balanced
-            by the multiplications of a token's matrix products.
-
-    Raises:
-        PlanError: There are more stages than elements, or a name is not that of an element.
-    """
+    """Set the stages of every element that has parameters: neighbours in their order."""
     places = [(path, element) for element in elements if element.has_parameters for path in element.paths]
     if first_of_stage:
         starts = [0, *_named(first_of_stage, [path for path, _ in places], num_stages)]

@@ -108,17 +108,8 @@ class Stages:
     ) -> tuple[Hashable, StageFlow]:
         """What goes from stage to stage for batches of this shape.
 
-        Args:
-            batch: A microbatch.
-            call: Calls the model with it.
-            agreement: Compares the ranks' batches; waited for where the shape is new.
-
         Collective:
             All-gather of one integer along ``pp`` for a shape that is new. All ranks must call.
-
-        Raises:
-            PlanError: The model cannot be run stage by stage.
-            RankDisagreement: The ranks found different flows.
         """
         model = self._model()
         assert model is not None
@@ -178,12 +169,6 @@ class Stages:
 
     def run(self, stage: int, flow: StageFlow, received: Mapping[Source, Tensor], forward: Callable[[], Any]) -> Any:
         """One pass of a stage.
-
-        Args:
-            stage: A stage of this rank.
-            flow: The flow of batches of this shape.
-            received: The tensors of the stage before.
-            forward: Calls the model with the microbatch.
 
         Returns:
             The tensors for the next stage, in the order of ``flow.crossing``; of the last stage what ``forward``
@@ -258,12 +243,7 @@ class _Pass:
         kwargs: dict[str, Any],
         device: torch.device,
     ) -> Any:
-        """What the element returns.
-
-        Raises:
-            _StageEnd: The stage has computed everything. Raised at the next call only: a checkpoint around the last
-                element must return first.
-        """
+        """What the element returns."""
         if self._computing is element:  # its forward, by its own call
             return compute(*args, **kwargs)
         if self._is_over:

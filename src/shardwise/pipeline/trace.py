@@ -129,13 +129,7 @@ class StageFlow:
 
 
 class Tracer:
-    """Follows one forward of the model's sketch, whose elements send their calls to :meth:`call`.
-
-    Args:
-        elements: The elements of the model, with stages.
-        device: Where activations are.
-        writes_in_place: Stand-ins can be written to; they take the memory of all activations.
-    """
+    """Follows one forward of the model's sketch, whose elements send their calls to :meth:`call`."""
 
     def __init__(self, elements: Sequence[Element], device: torch.device, *, writes_in_place: bool = False) -> None:
         self._device = device
@@ -147,11 +141,7 @@ class Tracer:
             self._marks.add(tensor, {weight})
 
     def run(self, forward: Callable[[], Any], sketch: nn.Module, num_stages: int) -> StageFlow:
-        """Follow ``forward``, which calls ``sketch``.
-
-        Raises:
-            PlanError: The elements cannot be run stage by stage.
-        """
+        """Follow ``forward``, which calls ``sketch``."""
         inside = {id(m) for element in self._elements if element.sketch is not None for m in element.sketch.modules()}
         outside = [(name, module) for name, module in sketch.named_modules() if id(module) not in inside]
         buffers = [
@@ -239,11 +229,7 @@ class Tracer:
         return _with_memory(made) if self._writes_in_place and made.requires_grad else made
 
     def _reached(self, values: Iterable[Any]) -> frozenset[Source]:
-        """The outputs of elements from which ``values`` were computed.
-
-        Raises:
-            PlanError: They were computed from a weight of an element, too.
-        """
+        """The outputs of elements from which ``values`` were computed."""
         marks = self._marks.of(values)
         _refuse_weights(marks)
         return frozenset(mark for mark in marks if isinstance(mark, tuple))

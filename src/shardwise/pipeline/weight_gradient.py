@@ -50,9 +50,6 @@ def _term(left: Tensor, right: Tensor | None) -> Tensor:
 class Deferral:
     """Computes linear layers, and defers their weights' gradients while :attr:`current` is set.
 
-    Args:
-        modules: The linear layers among them get a forward that defers.
-
     Attributes:
         current: Takes the gradients of the stage and microbatch that computes now; ``None``: autograd computes them.
     """

@@ -60,9 +60,6 @@ class Holding:
 class Targets:
     """The memory of holdings, to be filled from any source.
 
-    Args:
-        holdings: The holdings to fill.
-
     Attributes:
         extents: Every range with its part of the memory.
     """
@@ -120,9 +117,6 @@ def survey(
 
     Collective:
         A gather of JSON to rank 0, about 100 bytes for each range, and a broadcast of the answer. All ranks must call.
-
-    Raises:
-        StateError: ``judge`` has raised it; all ranks raise the same.
     """
     own = [[each.unit, [packed(extent) for extent in each.extents] if each.is_first else []] for each in holdings]
     reports = [
@@ -142,11 +136,7 @@ def survey(
 
 
 def refuse_gaps(reports: Sequence[Report]) -> None:
-    """Check that the ranges of all ranks make whole tensors, each element once.
-
-    Raises:
-        StateError: They do not.
-    """
+    """Check that the ranges of all ranks make whole tensors, each element once."""
     first: dict[str, Extent] = {}
     held: dict[str, dict[tuple[Cut, ...], list[tuple[int, int, int]]]] = {}
     problems = []

@@ -29,11 +29,6 @@ Names = Mapping[nn.Parameter, str]
 def written_names(ignored: Ignored, optimizers: Sequence[torch.optim.Optimizer], comms: Comms) -> Names:
     """The ignored parameters that this rank writes, with the names under which it does.
 
-    Args:
-        ignored: The parameters.
-        optimizers: Those whose state is saved too: ranks differ where it does.
-        comms: The model's.
-
     Collective:
         Where there are ignored parameters, or stages that may have some, an all-gather of a hash of each.
     """
@@ -66,18 +61,7 @@ def _digest(parameter: nn.Parameter, state: Mapping[str, Any]) -> str:
 
 
 def stored_names(ignored: Ignored, comms: Comms, holders: Mapping[str, int], stored: Collection[str]) -> Names:
-    """The ignored parameters, with the names under which a checkpoint holds this rank's values.
-
-    Args:
-        ignored: The parameters.
-        comms: The model's.
-        holders: How many ranks hold each (:func:`count_holders`).
-        stored: Names of the tensors in the checkpoint.
-
-    Raises:
-        CheckpointError: A parameter that is each rank's own was saved by another number of ranks.
-        StateError: An ignored parameter cannot be loaded in place.
-    """
+    """The ignored parameters, with the names under which a checkpoint holds this rank's values."""
     found: dict[nn.Parameter, str] = {}
     for name, parameter in ignored.parameters.items():
         if not parameter.is_contiguous():

@@ -346,12 +346,7 @@ def _load_extra_state(model: nn.Module, state: Mapping[str, Any], *, is_stage: b
 
 
 class Unfilled(Observer):
-    """The tensors of a parallelized model that have no values yet.
-
-    Args:
-        reason: Why they were not initialised.
-        names: All names of each of them.
-    """
+    """The tensors of a parallelized model that have no values yet."""
 
     def __init__(self, reason: str, names: Collection[frozenset[str]]) -> None:
         self._reason, self._names = reason, names
@@ -362,11 +357,7 @@ class Unfilled(Observer):
         self._names = {each for each in self._names if not each & loaded}
 
     def before_values(self, engine: Engine, call: str) -> None:  # noqa: ARG002
-        """Refuse ``call``, which needs values.
-
-        Raises:
-            StateError: Some tensors have none.
-        """
+        """Refuse ``call``, which needs values."""
         if self._names:
             first = min(name for each in self._names for name in each)
             raise StateError(
@@ -431,10 +422,6 @@ def held_values(model: nn.Module, stored: Mapping[str, Extent] | None = None) ->
     """All that this rank holds of parameters and buffers, as targets to load into.
 
     They are the live tensors, but for quantized weights and cast buffers, which ``install`` makes from what was read.
-
-    Args:
-        model: A parallelized model.
-        stored: The tensors that will be read. Buffers stored in the dtype to which they were cast are not cast again.
     """
     engine = engine_of(model, "sw.load")
     engine.follow_shards()

@@ -56,14 +56,7 @@ def _is_elementwise(key: str, value: object, held: Tensor) -> bool:
 
 
 class _Held:
-    """The shapes that state of one parameter may have, given the piece of it that a rank holds.
-
-    Args:
-        spec: The parameter, under the name by which its state is stored.
-        piece: The piece of the parameter on this rank.
-        view: The tensor that the optimizer updates.
-        needed: The granularity that the optimizer needs.
-    """
+    """The shapes that state of one parameter may have, given the piece of it that a rank holds."""
 
     def __init__(self, spec: ParamSpec, piece: Piece, view: Tensor, needed: Granularity | None) -> None:
         self.spec, self.piece, self.view = spec, piece, view
@@ -172,13 +165,7 @@ def _held_by(engine: Engine, optimizer: torch.optim.Optimizer, ignored: Names) -
 def optimizer_extents(
     model: nn.Module, optimizers: Sequence[torch.optim.Optimizer], ignored: Names | None = None
 ) -> Pairs:
-    """The ranges of the optimizers' state that this rank writes, as ``optimizer/<parameter name>/<key>``.
-
-    Args:
-        model: A parallelized model.
-        optimizers: Built on its parameters.
-        ignored: The ignored parameters that this rank writes (``state.ignored.written_names``).
-    """
+    """The ranges of the optimizers' state that this rank writes, as ``optimizer/<parameter name>/<key>``."""
     engine = engine_of(model, "sw.save")
     found: Pairs = []
     for optimizer in optimizers:
@@ -231,17 +218,9 @@ def optimizer_scalars(
 ) -> dict[str, dict[str, float]]:
     """Per-parameter state that is a number: ``{parameter name: {key: value}}``.
 
-    Args:
-        model: A parallelized model.
-        optimizers: Built on its parameters.
-        ignored: The ignored parameters that this rank writes (``state.ignored.written_names``).
-
     Collective:
         One all-gather of a JSON text over the world: a parameter's scalars are known to ranks that hold a piece. All
         ranks must call; all get the whole.
-
-    Raises:
-        CheckpointError: Some state cannot be made whole again; all ranks raise the same.
     """
     engine = engine_of(model, "sw.save")
     mine: dict[str, dict[str, float]] = {}
@@ -303,12 +282,6 @@ def _room_for(extent: Extent, held: _Held) -> Tensor | None:
 
 class OptimizerState:
     """Fresh state of one optimizer as a checkpoint names it: filled first, installed when everything has been read.
-
-    Args:
-        model: A parallelized model.
-        optimizer: Built on its parameters.
-        ignored: The ignored parameters with the names under which they are stored (``state.ignored.stored_names``).
-        stored: The logical tensors of the checkpoint, by name.
 
     Attributes:
         extents: This rank's ranges of the stored tensors, as targets to load into.

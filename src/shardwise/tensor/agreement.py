@@ -20,9 +20,6 @@ from shardwise.comm.control import all_gather_json, refuse_different
 class Agreement:
     """Compares the ranks at the first call of a model with grad, and at the first such one that may drop something.
 
-    Args:
-        comm: On ``tp``.
-
     Collective:
         Two small all-gathers on ``tp`` in each of those calls.
     """

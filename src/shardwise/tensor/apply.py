@@ -19,13 +19,7 @@ from shardwise.tensor.pairs import gather_seq, join_seq, own_seq, share
 
 
 def apply_cuts(model: nn.Module, cuts: ShardingPlan, comm: Comm) -> None:
-    """Cut ``model`` in place. Parameter objects, names and classes stay.
-
-    Args:
-        model: The whole model, the same on every rank of ``tp``.
-        cuts: This rank's plan.
-        comm: The axis ``tp``.
-    """
+    """Cut ``model`` in place. Parameter objects, names and classes stay."""
     layers = {path: make(model.get_submodule(path), path, comm) for path, make in cuts.replaced_forwards.items()}
     for path, layer in layers.items():
         parent = model.get_submodule(_parent(path))
@@ -111,13 +105,7 @@ _GIVES: dict[str, Pair] = {"sequence_end": join_seq, "sequence_whole": own_seq}
 
 
 def divide_sequence(model: nn.Module, paths: Mapping[str, Sequence[str]], comm: Comm) -> None:
-    """Divide inputs and outputs of modules by positions, or gather them: hooks around modules (sequence parallelism).
-
-    Args:
-        model: The model.
-        paths: Paths of modules by style.
-        comm: The axis ``tp``.
-    """
+    """Divide inputs and outputs of modules by positions, or gather them, by hooks around the modules."""
     for style in paths:
         for path in paths[style]:
             module = model.get_submodule(path)

@@ -29,9 +29,6 @@ _ROUNDING, _ROUNDING_16_BIT = 1e-3, 2e-2
 class Copies:
     """Compares the first gradient of every replicated parameter, at the end of the backward that computes it.
 
-    Args:
-        comm: The axis ``tp``.
-
     Collective:
         Two small all-gathers on ``tp`` at the end of a backward in which parameters got their first (finite) gradient.
     """
@@ -45,12 +42,7 @@ class Copies:
         self._adding: dict[str, SharedParameters] = {}  # by path
 
     def install(self, model: nn.Module, *, divides_sequence: bool) -> None:
-        """Compare the first gradients of the replicated parameters of ``model``, which is already cut.
-
-        Args:
-            model: The model.
-            divides_sequence: Gradients are summed over positions, too, and terms may be equal on all ranks.
-        """
+        """Compare the first gradients of the replicated parameters of ``model``, which is already cut."""
         for path, module in model.named_modules():
             whole = [name for name, parameter in module.named_parameters(recurse=False) if not _is_cut(parameter)]
             if whole:

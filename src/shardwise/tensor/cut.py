@@ -75,11 +75,7 @@ class ShardingPlan:
         return any(path == held or path.startswith(f"{held}.") for held in self.sequence.get(style, ()))
 
     def cut(self, module: nn.Module, path: str, attribute: str, *cuts: Cut, copy: int = 0, copies: int = 1) -> None:
-        """Keep the part of a parameter that ``cuts`` describe.
-
-        Raises:
-            PlanError: The parameter is tied, and cut in another way under another name.
-        """
+        """Keep the part of a parameter that ``cuts`` describe."""
         parameter, name = _held(module, attribute), _join(path, attribute)
         if parameter is None:
             return
@@ -111,18 +107,7 @@ class _Site:
 def find_cuts(
     model: nn.Module, table: Mapping[str, str] | None, size: int, rank: int = 0, *, divides_sequence: bool = False
 ) -> ShardingPlan:
-    """The plan of ``rank`` of ``size``.
-
-    Args:
-        model: The whole model.
-        table: Styles by pattern, which replace and complete those known for the model's class.
-        size: Ranks of ``tp``.
-        rank: The rank.
-        divides_sequence: Activations between the layers are divided by positions (sequence parallelism).
-
-    Raises:
-        PlanError: There is no table, it does not fit the model, or something cannot be divided.
-    """
+    """The plan of ``rank`` of ``size``."""
     cuts = ShardingPlan(model, size, rank)
     for site in [*_sites(model, table), *(_sequence_sites(model) if divides_sequence else ())]:
         try:
@@ -246,11 +231,7 @@ def _check_positions(model: nn.Module, cuts: ShardingPlan) -> None:
 
 
 def _linear(site: _Site) -> tuple[int, int]:
-    """Dims of the weight's outputs and inputs.
-
-    Raises:
-        PlanError: It is no linear layer.
-    """
+    """Dims of the weight's outputs and inputs."""
     weight = _held(site.module, "weight")
     if weight is None or weight.dim() != 2 or isinstance(site.module, nn.Embedding):
         raise PlanError(f"a {type(site.module).__name__} is not a linear layer{_advice_on_wrapper(site)}")
@@ -275,11 +256,7 @@ def _advice_on_wrapper(site: _Site) -> str:
 
 
 def _check_forward(module: nn.Module, base: type[nn.Module], name: str) -> None:
-    """Refuse a class whose own forward would be lost.
-
-    Raises:
-        PlanError: Its forward is that of ``base``, or of a class called ``name``, no longer.
-    """
+    """Refuse a class whose own forward would be lost."""
     known = [base.forward, *(kind.forward for kind in type(module).__mro__ if kind.__name__ == name)]
     if type(module).forward not in known or "forward" in module.__dict__:
         raise PlanError(
@@ -289,11 +266,7 @@ def _check_forward(module: nn.Module, base: type[nn.Module], name: str) -> None:
 
 
 def _check_embedding(module: nn.Module) -> None:
-    """Refuse an embedding that does more than to look up rows, or to scale them.
-
-    Raises:
-        PlanError: It does.
-    """
+    """Refuse an embedding that does more than to look up rows, or to scale them."""
     # What transformers calls so gives nn.Embedding's rows, all times embed_scale.
     scaled = next((kind.__name__ for kind in type(module).__mro__ if kind.__name__.endswith("ScaledWordEmbedding")), "")
     _check_forward(module, nn.Embedding, scaled)

@@ -64,10 +64,6 @@ class SharedInput:
 
     Query, key and value projections read one input: the three gradients are added first and then summed over the ranks,
     in one all-reduce. Outside of a call of the parent every layer is by itself.
-
-    Args:
-        parent: The module around the layers.
-        pair: :func:`share`, or :func:`gather_seq` where the input is divided by positions.
     """
 
     def __init__(self, parent: nn.Module, pair: Callable[[Tensor, Comm, str], Tensor] = share) -> None:
@@ -99,12 +95,6 @@ class SharedInput:
 
 class Column(ReplacedForward):
     """A linear layer that makes this rank's features. Weight (features, inputs), or (inputs, features) as Conv1D.
-
-    Args:
-        module: A linear layer.
-        name: Its path.
-        comm: The axis ``tp``.
-        sizes: Features by rank, where all ranks get all of them.
 
     Attributes:
         shared: What its input goes through where other layers read the same.
@@ -142,12 +132,6 @@ class Column(ReplacedForward):
 class CopiedColumn(ReplacedForward):
     """A projection to one head that several ranks hold: its gradients are summed over these ranks.
 
-    Args:
-        module: A linear layer.
-        name: Its path.
-        comm: The axis ``tp``.
-        place: The dimension of the weight that was cut, the features of all heads, and the first feature here.
-
     Attributes:
         shared: What its input goes through.
     """
@@ -170,12 +154,6 @@ class CopiedColumn(ReplacedForward):
 
 class Row(ReplacedForward):
     """A linear layer that reads this rank's features and sums over the ranks; the bias is added after that.
-
-    Args:
-        module: A linear layer.
-        name: Its path.
-        comm: The axis ``tp``.
-        sizes: Features by rank, where the input is replicated and to be cut.
 
     Attributes:
         divides_sequence: The outputs are this rank's positions of the sum.
@@ -305,26 +283,14 @@ def _silent(layers: Iterable[Any]) -> Iterator[None]:
 
 
 class VocabularyEmbedding(ReplacedForward):
-    """An embedding of which this rank holds the rows of some ids; the others' rows come by an all-reduce.
-
-    Args:
-        module: An ``nn.Embedding``.
-        name: Its path.
-        comm: On ``tp``.
-        start: The first id of this rank.
-        stop: The one after its last.
-    """
+    """An embedding of which this rank holds the rows of some ids; the others' rows come by an all-reduce."""
 
     def __init__(self, module: nn.Module, name: str, comm: Comm, *, start: int, stop: int) -> None:
         super().__init__(module, name, comm)
         self._start, self._stop = start, stop
 
     def __call__(self, *args: Any, **kwargs: Any) -> Tensor:
-        """Ids to their rows.
-
-        Raises:
-            IndexError: An id is none of the vocabulary's, as in ``nn.Embedding``.
-        """
+        """Ids to their rows."""
         ids, module = only(args, kwargs), self.module
         check_ids(ids, module.num_embeddings, f"{self.name!r}: an id")
         is_foreign = (ids < self._start) | (ids >= self._stop)
@@ -341,11 +307,7 @@ class VocabularyEmbedding(ReplacedForward):
 
 
 def check_ids(ids: Tensor, count: int, what: str, *, ignored: int | None = None) -> None:
-    """Refuse ids that no rank holds, which would pass as rows and logits of zeros.
-
-    Raises:
-        IndexError: On the CPU; on CUDA the kernel asserts, as those of torch do, without waiting for it.
-    """
+    """Refuse ids that no rank holds, which would pass as rows and logits of zeros."""
     if ids.device.type == "meta":
         return
     is_wrong = (ids < 0) | (ids >= count)

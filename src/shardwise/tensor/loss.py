@@ -20,12 +20,7 @@ from shardwise.tensor.pairs import join_last
 
 
 class Vocabulary:
-    """How ids are divided over the ranks.
-
-    Args:
-        sizes: Number of ids by rank.
-        comm: The axis ``tp``.
-    """
+    """How ids are divided over the ranks."""
 
     def __init__(self, sizes: Sequence[int], comm: Comm) -> None:
         self.sizes = tuple(sizes)
@@ -47,9 +42,6 @@ class Vocabulary:
 
         Collective:
             All-gather on ``tp`` of three numbers for each position.
-
-        Raises:
-            IndexError: A target is outside of the vocabulary.
         """
         check_ids(targets, sum(self.sizes), f"{unit!r}: a target", ignored=ignored)
         is_counted = targets != ignored
@@ -92,10 +84,6 @@ class CausalLoss:
     """Replaces ``loss_function`` of a causal language model of transformers.
 
     A call of the model with labels computes the loss from each rank's logits, and leaves ``logits`` out of its output.
-
-    Args:
-        head: The output projection.
-        original: The replaced function, used where a rank has all logits.
     """
 
     def __init__(self, head: VocabularyHead, original: Callable[..., Tensor]) -> None:

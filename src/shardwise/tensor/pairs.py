@@ -46,12 +46,6 @@ def share(x: Tensor, comm: Comm, unit: str) -> Tensor:
 def share_copies(parameter: Tensor, place: tuple[int, int, int], comm: Comm, unit: str) -> Tensor:
     """``parameter``, a part of a tensor that some other ranks hold too and use with parts of the computation.
 
-    Args:
-        parameter: The part.
-        place: The dimension in which it was cut, its whole size, and where the part begins.
-        comm: See above.
-        unit: See above.
-
     Collective:
         In backward an all-reduce on ``tp`` of the gradient of the whole tensor, of which every rank adds its part.
     """
@@ -110,9 +104,6 @@ def own_seq(x: Tensor, comm: Comm, unit: str) -> Tensor:
 
     Collective:
         In backward an all-gather of the gradient on ``tp``, where ``x`` needs one.
-
-    Raises:
-        StateError: The positions cannot be divided evenly.
     """
     if x.shape[1] % comm.size:
         raise StateError(

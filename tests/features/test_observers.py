@@ -1,0 +1,30 @@
+"""The order in which observers are told of a moment. A forward is refused before anything watches what it saves."""
+
+import torch
+from torch import nn
+
+import shardwise as sw
+from shardwise.engine.unit import engine_of
+
+
+def build() -> nn.Module:
+    block = nn.Sequential(nn.Linear(4, 4), nn.BatchNorm1d(4))
+    return sw.parallelize(nn.Sequential(block, nn.Linear(4, 4)), sw.ParallelPlan(strategy="zero3"))
+
+
+def test_join_is_told_first_then_buffers_are_synchronised_and_saved_tensors_are_watched_last() -> None:
+    model = build()
+    engine = engine_of(model, "a test")
+    with sw.join(model):
+        told = [type(method.__self__).__name__ for method in engine.observers.forward_begins]
+    assert told == ["Join", "BufferSync", "ShownWhole", "InsideDDP", "Added", "SavedTensors"]
+
+
+def test_backward_shows_gradients_before_an_optimizer_inside_it_may_take_them() -> None:
+    model = build()
+    sw.optimizer_in_backward(model, torch.optim.SGD(model.parameters(), lr=0.1))
+    observers = engine_of(model, "a test").observers
+    begun = [type(method.__self__).__name__ for method in observers.backward_begins]
+    assert begun == ["ForeignBackwards", "StepsEnd", "WaitingSums"]
+    ended = [type(method.__self__).__name__ for method in observers.backward_ended]
+    assert ended == ["WaitingSums", "SavedTensors", "UpdateInBackward"]
