@@ -103,8 +103,7 @@ def train_plain(case: Case, num_readers: int) -> tuple[dict[str, Tensor], list[f
 
 def find_and_apply(model: nn.Module, capacity: float) -> None:
     """The capacity alone, in a plain process."""
-    from shardwise.expert.apply import apply_experts
-    from shardwise.expert.layer import find_mixtures
+    from shardwise.expert.layer import apply_experts, find_mixtures
 
     apply_experts(find_mixtures(model, 1), None, capacity)
 

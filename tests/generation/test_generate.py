@@ -155,7 +155,7 @@ def in_step(expected):
     told = [None, None]
     torch.distributed.all_gather_object(told, drawn)
     assert told[0] == told[1]
-    with pytest.raises(RankDisagreement, match="rank 0 has max_new_tokens=2 and no eos, rank 1 3"):
+    with pytest.raises(RankDisagreement, match="rank 0 has max_new_tokens=2 and no eos, rank 1 has max_new_tokens=3"):
         sw.generate(model, PROMPTS, max_new_tokens=2 + rank)
     with pytest.raises(ConfigError, match="rank 1: prompt 0: token 0 is 99" if rank == 0 else "token 0 is 99"):
         sw.generate(model, [[99 * rank]], max_new_tokens=2)

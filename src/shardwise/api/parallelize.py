@@ -20,8 +20,7 @@ from shardwise.engine import build
 from shardwise.engine.build import OwnedParameter
 from shardwise.engine.engine import Engine
 from shardwise.engine.unit import attachment_of, engine_of
-from shardwise.expert.apply import apply_experts, own_experts
-from shardwise.expert.layer import Mixture, find_mixtures
+from shardwise.expert.layer import Mixture, apply_experts, find_mixtures, own_experts
 from shardwise.features import batch_norm, recompute
 from shardwise.features.compile import compile_units
 from shardwise.features.precision import Policies
@@ -39,9 +38,8 @@ from shardwise.spec.placement import canonical_name
 from shardwise.spec.plan import ParallelPlan, check_plan
 from shardwise.spec.text import did_you_mean
 from shardwise.state.model import Unfilled, load_full_state_dict, load_ranges
-from shardwise.tensor.agreement import Agreement
+from shardwise.tensor.agreement import Agreement, Copies
 from shardwise.tensor.apply import apply_cuts, part_of
-from shardwise.tensor.copies import Copies
 from shardwise.tensor.cut import ShardingPlan, find_cuts
 
 

@@ -25,7 +25,7 @@ from shardwise.spec.extent import Extent
 from shardwise.state import model as states
 from shardwise.state.average import ExponentialMovingAverage
 from shardwise.state.extents import Pairs
-from shardwise.state.ignored import count_holders, ignored_extents, stored_names, written_names
+from shardwise.state.held import count_holders, ignored_extents, stored_names, written_names
 from shardwise.state.optimizer import OptimizerState, optimizer_extents, optimizer_scalars
 
 Optimizers = torch.optim.Optimizer | Sequence[torch.optim.Optimizer]

@@ -1,5 +1,4 @@
 """Expert parallelism: each rank of ``ep`` holds some experts of every mixture, and tokens go to those that they chose.
 
-``route`` says which token goes where and moves it, ``layer`` finds mixtures and is their forward, ``apply`` divides a
-model's experts.
+``route`` says which token goes where and moves it, ``layer`` finds mixtures, divides them and is their forward.
 """

@@ -21,8 +21,7 @@ from torch import Tensor
 
 from shardwise.comm.base import Comm, Handle
 from shardwise.comm.dtype import dtype_name, torch_dtype
-from shardwise.pipeline.agreement import Agreement
-from shardwise.pipeline.stage import Stages
+from shardwise.pipeline.stage import Agreement, Stages
 from shardwise.pipeline.trace import Source, StageFlow
 from shardwise.pipeline.weight_gradient import Deferral, WeightGradients
 from shardwise.spec.errors import StateError

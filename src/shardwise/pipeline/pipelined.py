@@ -24,11 +24,10 @@ from shardwise.features.precision import resolve
 from shardwise.features.wrap import find_units
 from shardwise.launch.notice import tell_once
 from shardwise.measure.meta import cut_alone
-from shardwise.pipeline.agreement import Agreement
 from shardwise.pipeline.element import Element, find_elements, sketch
 from shardwise.pipeline.interpret import Interpreter, Step
 from shardwise.pipeline.split import assign_stages, drop_foreign, held_parameters, in_order_of_calls
-from shardwise.pipeline.stage import Stages, shown_shapes
+from shardwise.pipeline.stage import Agreement, Stages, shown_shapes
 from shardwise.pipeline.trace import StageFlow
 from shardwise.pipeline.weight_gradient import Deferral
 from shardwise.spec.errors import StateError, Uncopyable

@@ -40,8 +40,7 @@ from shardwise.spec.granularity import Granularity, first_row_dim, row_numel
 from shardwise.spec.layout import ParamSpec, Piece
 from shardwise.spec.slice import Cut, slice_of
 from shardwise.state.extents import Pairs
-from shardwise.state.held import owned_pieces
-from shardwise.state.ignored import Names
+from shardwise.state.held import Names, owned_pieces
 
 #: Begins the names of optimizer state in checkpoints.
 _OPTIMIZER = "optimizer/"

@@ -2,5 +2,5 @@
 
 ``cut`` turns a table of styles (data, in ``spec.styles``) into a plan, ``apply`` cuts the parameters of a plain model
 and replaces forwards, ``pairs`` are the collectives, each with its counterpart in backward, ``layer``, ``linear``,
-``loss`` and ``dropout`` are the replaced forwards, ``agreement`` and ``copies`` compare the ranks. Tensors stay local.
+``loss`` and ``dropout`` are the replaced forwards, ``agreement`` compares the ranks. Tensors stay local.
 """

@@ -1,20 +1,30 @@
-"""All ranks of ``tp`` must compute on the same batch, and drop the same of what they all hold. It is looked at once.
+"""All ranks of ``tp`` must compute on the same batch, drop the same, and get the same gradients of copies.
 
 Different samples on the ranks of one model, or seeds by rank as data parallelism has them, would go unnoticed: every
-shape is right, and what should be copies drifts apart.
+shape is right, and what should be copies drifts apart. So it does where each rank uses a replicated parameter with its
+own features, such as a learned slope of an activation between a column- and a row-parallel layer: each rank gets a part
+of its gradient. A table of styles cannot know where a model's own code calls its modules, but the first gradients show.
 """
 
 from __future__ import annotations
 
+import math
 import zlib
+from collections.abc import Sequence
+from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.utils._pytree import tree_iter
+from torch.utils.hooks import RemovableHandle
 
 from shardwise.comm.base import Comm
 from shardwise.comm.control import all_gather_json, refuse_different
+from shardwise.spec.errors import RankDisagreement
+from shardwise.spec.slice import slice_of
+from shardwise.spec.styles import generalized
+from shardwise.tensor.layer import SharedParameters
 
 
 class Agreement:
@@ -71,3 +81,133 @@ def _random_state(device: torch.device) -> Tensor:
 def _digest(tensor: Tensor) -> int:
     held = tensor.detach().cpu().contiguous().view(-1)
     return zlib.crc32(held.view(torch.uint8).numpy().tobytes()) if held.numel() else 0
+
+
+#: Allowed relative difference: on the CPU there is none, but elsewhere kernels may add in any order.
+_ROUNDING, _ROUNDING_16_BIT = 1e-3, 2e-2
+
+
+class Copies:
+    """Compares the first gradient of every replicated parameter, at the end of the backward that computes it.
+
+    Collective:
+        Two small all-gathers on ``tp`` at the end of a backward in which parameters got their first (finite) gradient.
+    """
+
+    def __init__(self, comm: Comm) -> None:
+        self._comm = comm
+        self._hooks: dict[str, RemovableHandle] = {}  # of parameters that have not been compared
+        self._seen: dict[str, tuple[float, float, int, float]] = {}
+        self._parts: dict[str, tuple[float, float]] = {}  # of gradients before their sum over ranks
+        self._backward = -1  # the number of the backward at whose end gradients are compared
+        self._adding: dict[str, SharedParameters] = {}  # by path
+
+    def install(self, model: nn.Module, *, divides_sequence: bool) -> None:
+        """Compare the first gradients of the replicated parameters of ``model``, which is already cut."""
+        for path, module in model.named_modules():
+            whole = [name for name, parameter in module.named_parameters(recurse=False) if not _is_cut(parameter)]
+            if whole:
+                call = _FirstCall(self, path, whole)
+                call.handle = module.register_forward_hook(call)
+            layer = module.__dict__.get("forward")
+            if isinstance(layer, SharedParameters) and not divides_sequence:
+                layer.watch = partial(self._watch_part, path)
+                self._adding[path] = layer
+
+    def watch(self, name: str, parameter: Tensor) -> None:
+        """Compare the next gradient of ``parameter``."""
+        self._hooks[name] = parameter.register_hook(partial(self._note, name))
+
+    def _watch_part(self, path: str, name: str, parameter: Tensor) -> None:
+        if torch.is_grad_enabled() and parameter.requires_grad:
+            parameter.register_hook(partial(self._note_part, f"{path}.{name}"))
+
+    def _note_part(self, name: str, gradient: Tensor) -> None:
+        if name not in self._parts:
+            self._parts[name] = _norm_and_sum(gradient)
+
+    def _note(self, name: str, gradient: Tensor | None) -> None:
+        if gradient is None or gradient.layout != torch.strided or not gradient.numel():
+            self._hooks.pop(name).remove()  # a deferred gradient, or a sparse one
+            return
+        backward = torch._C._current_graph_task_id()  # noqa: SLF001 - both as in engine.torch_private, which is not below
+        if backward != self._backward:
+            self._backward = backward
+            torch.autograd.Variable._execution_engine.queue_callback(self._compare)  # type: ignore[attr-defined]  # noqa: SLF001
+        rounding = _ROUNDING if gradient.element_size() > 2 else _ROUNDING_16_BIT
+        self._seen[name] = *_norm_and_sum(gradient), gradient.numel(), rounding
+
+    def _compare(self) -> None:
+        seen, self._seen = self._seen, {}
+        parts, self._parts = self._parts, {}
+        told = all_gather_json(self._comm, [{name: found[:2] for name, found in seen.items()}, parts])
+        apart, counted = [], []
+        for name, (_, _, numel, rounding) in seen.items():
+            found = [other.get(name, (0.0, 0.0)) for other, _ in told]
+            if not all(math.isfinite(value) for pair in found for value in pair):
+                continue  # an overflow of 16 bit: compare the next gradient
+            self._hooks.pop(name).remove()
+            adding = self._adding.pop(name.rpartition(".")[0], None)
+            if adding is not None:
+                adding.watch = None
+            norms, sums = zip(*found, strict=True)
+            allowed = rounding * max(norms)
+            if max(norms) - min(norms) > allowed or max(sums) - min(sums) > allowed * math.sqrt(numel):
+                apart.append(name)
+            if name in parts and norms[0] > 0 and all(other.get(name) == told[0][1].get(name) for _, other in told):
+                counted.append(name)
+        if apart:
+            raise RankDisagreement(self._say_apart(apart))
+        if counted:
+            raise RankDisagreement(self._say_counted(counted))
+
+    def _say_apart(self, names: list[str]) -> str:
+        pattern = generalized(names[0])
+        return (
+            f"all {self._comm.size} ranks of a tensor-parallel group hold {_first_of(names)} whole, but got different"
+            " gradients: each uses it with its own features or heads, as between a column- and a row-parallel layer.\n"
+            f"  Have its gradients added up, tp_plan={{{pattern.rpartition('.')[0]!r}:"
+            " 'replicated_with_grad_allreduce'}, or, where it has one value per feature, divide it,"
+            f" tp_plan={{{pattern!r}: 'colwise'}}."
+        )
+
+    def _say_counted(self, names: list[str]) -> str:
+        size = self._comm.size
+        return (
+            f"all {size} ranks of a tensor-parallel group use {_first_of(names)} with the same values, but the style"
+            f" 'replicated_with_grad_allreduce' adds up their gradients: it would count {size} times.\n"
+            f"  Take the style from it: tp_plan={{{generalized(names[0]).rpartition('.')[0]!r}: 'replicate'}}."
+        )
+
+
+def _first_of(names: list[str]) -> str:
+    return repr(names[0]) + (f" and {len(names) - 1} more" if len(names) > 1 else "")
+
+
+def _norm_and_sum(gradient: Tensor) -> tuple[float, float]:
+    values = torch.view_as_real(gradient) if gradient.is_complex() else gradient
+    return torch.linalg.vector_norm(values).item(), values.sum().item()
+
+
+class _FirstCall:
+    """Forward hook of a module, which has the parameters that autograd knows only while it runs (``engine.unit``)."""
+
+    def __init__(self, copies: Copies, path: str, names: Sequence[str]) -> None:
+        self.handle: RemovableHandle | None = None
+        self._copies, self._path, self._names = copies, path, names
+
+    def __call__(self, module: nn.Module, _args: object, _output: object) -> None:
+        """Watch the module's parameters."""
+        if not torch.is_grad_enabled() or self.handle is None:
+            return
+        self.handle.remove()
+        self.handle = None
+        for name in self._names:
+            parameter = module._parameters[name]  # noqa: SLF001 - as it computed, whatever named_parameters shows
+            if parameter is not None and parameter.requires_grad:
+                self._copies.watch(f"{self._path}.{name}" if self._path else name, parameter)
+
+
+def _is_cut(parameter: nn.Parameter) -> bool:
+    held = slice_of(parameter)
+    return held is not None and bool(held.cuts)
