@@ -381,14 +381,6 @@ def communicator(
 ) -> dist.ProcessGroup:
     """The process group of these ranks of ``parent`` for one purpose on one axis.
 
-    Args:
-        parent: Holds the ranks; its store is where the members find each other.
-        ranks: Ranks in the numbers of ``parent``, this one among them, in coordinate order.
-        axis: Name of the mesh axis.
-        purpose: ``gather``, ``reduce``, ``control``, ``activations`` or ``samples``.
-        device: Device of the tensors.
-        backend: Backend of the group.
-
     Collective:
         The first call for these ranks and this purpose connects them: all of them must call, in the same order. The
         other ranks of ``parent`` need not.

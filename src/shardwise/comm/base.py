@@ -479,12 +479,7 @@ class Comm(Recorder, ABC):
 
 
 class Wrapper(Comm):
-    """A Comm that gives the work to another Comm, which stamps and records it.
-
-    Args:
-        inner: The other Comm.
-        device: Device of the buffers; by default that of ``inner``.
-    """
+    """A Comm that gives the work to another Comm, which stamps and records it."""
 
     def __init__(self, inner: Comm, device: torch.device | None = None) -> None:
         super().__init__(inner.axis, inner.rank, inner.size, device or inner.device, inner.channel)

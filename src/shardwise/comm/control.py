@@ -147,14 +147,6 @@ def check_same(
 ) -> None:
     """Raise on every rank unless ``value`` is the same on all.
 
-    Args:
-        comm: The ranks that must agree.
-        value: What must be the same; of a larger value its :func:`digest_text`.
-        what: See :func:`refuse_different`, as ``advice``, ``show`` and ``error``.
-        advice: What to do about it.
-        show: This rank's value for people.
-        error: Class of the error.
-
     Collective:
         An all-gather of eight bytes per rank; where the ranks disagree and ``show`` is given, one of JSON. All ranks
         must call.
@@ -210,10 +202,6 @@ def _apart(here: Any, there: Any) -> tuple[Any, Any]:
 
 def fail_together(comm: Comm, error: ShardwiseError | None) -> None:
     """Raise on every rank what one of them met before it could act with the others.
-
-    Args:
-        comm: The ranks that act together.
-        error: What this rank met; ``None``: nothing.
 
     Collective:
         An all-gather of JSON. All ranks must call.

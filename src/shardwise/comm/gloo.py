@@ -35,16 +35,7 @@ _SECOND_PHASE = 1 << (_TAG_SEQUENCE_BITS + _TAG_HASH_BITS)
 
 
 class GlooComm(Comm):
-    """Collectives over the ranks of a Gloo process group, for CPU tensors.
-
-    Args:
-        group: A Gloo process group that holds the ranks of this axis.
-        axis: Name of the mesh axis.
-        channel: Name in messages about this Comm, where an axis has more than one.
-        watch: Notices stalls and tells ranks that disagree (``comm.stall``).
-        ranks: Those of the group's ranks that lie on the axis with this one, in coordinate order; by default all. As
-            messages go point to point, an axis needs no process group of its own.
-    """
+    """Collectives over the ranks of a Gloo process group, for CPU tensors."""
 
     def __init__(
         self,
@@ -209,30 +200,28 @@ class _Exchange(Handle):
         self.on_received: Callable[[], None] | None = None
 
     def receive(self, tensor: Tensor, peer: int) -> None:
-        if not tensor.numel():
-            return  # both sides know
-        source = self._comm.ranks[peer]
-        self.messages.append(("receive", source, self._tag, tensor.nbytes))
-        try:
-            alias = tensor.data  # with a count of writes of its own: it is written to after the wait
-            begin = self._comm.group.recv
-            if profiler._is_profiler_enabled:
-                begin = _unrecorded(begin)
-            self._receives.append((begin([alias], source, self._tag), alias))
-        except RuntimeError as error:
-            raise self._failure(error) from error
+        self._begin("receive", self._comm.group.recv, tensor, peer, self._receives)
 
     def send(self, tensor: Tensor, peer: int) -> None:
+        self._begin("send", self._comm.group.send, tensor, peer, self._sends)
+
+    def _begin(
+        self,
+        kind: str,
+        begin: Callable[..., dist.Work],
+        tensor: Tensor,
+        peer: int,
+        under_way: list[tuple[dist.Work, Tensor]],
+    ) -> None:
         if not tensor.numel():
-            return
-        target = self._comm.ranks[peer]
-        self.messages.append(("send", target, self._tag, tensor.nbytes))
+            return  # both sides know
+        place = self._comm.ranks[peer]
+        self.messages.append((kind, place, self._tag, tensor.nbytes))
         try:
             alias = tensor.data  # with a count of writes of its own: it is written to after the wait
-            begin = self._comm.group.send
             if profiler._is_profiler_enabled:
                 begin = _unrecorded(begin)
-            self._sends.append((begin([alias], target, self._tag), alias))
+            under_way.append((begin([alias], place, self._tag), alias))
         except RuntimeError as error:
             raise self._failure(error) from error
 

@@ -22,16 +22,7 @@ from shardwise.comm.stall import Issued, Ledger
 
 
 class NcclComm(Comm):
-    """Collectives over the ranks of an NCCL process group.
-
-    Args:
-        group: An NCCL process group of the ranks of this axis.
-        axis: Name of the mesh axis.
-        device: Device of the tensors.
-        channel: Name in messages about this Comm, where an axis has more than one.
-        ledger: Follows what the device has not done; by default one that nobody watches.
-        host: Moves host memory between the same ranks, where there is a transport for it.
-    """
+    """Collectives over the ranks of an NCCL process group."""
 
     is_in_order = True
 

@@ -13,11 +13,6 @@ from shardwise.comm.base import Comm
 def exchange_counts(counts: Tensor, comm: Comm, unit: str) -> Tensor:
     """What every rank counted for this one, (ranks, counts of each).
 
-    Args:
-        counts: int64, equally many for each rank, in the order of ranks.
-        comm: The axis.
-        unit: Path of the module, in traces.
-
     Collective:
         All-to-all of 8 bytes per count for another rank. All ranks must call; the host does not wait for the values.
     """

@@ -113,10 +113,6 @@ class Ledger:
 
     The host goes on while the device waits for a peer. The watch reads ledgers to find out that the device is stuck.
 
-    Args:
-        peers: The other ranks of the Comm, in the numbers of the watched process group.
-        watch: Compares the ranks; ``None``: nobody does.
-
     Attributes:
         peers: As given.
     """
@@ -236,7 +232,13 @@ class StallWatch:
     # -- called by the main thread
 
     def end(self) -> None:
-        """Watch no longer."""
+        """Watch no longer, and note in the store that this process ends, if it does so without an error.
+
+        Workers of our launcher leave an exit note instead (``launch.exit_codes``).
+        """
+        if getattr(sys, "last_value", None) is None and not os.environ.get(LOG_DIR):
+            with contextlib.suppress(Exception):
+                self._store.set(f"ended-{self._rank}", "1")
         self._ends.set()
         self._thread.join(timeout=_END_S)
 
@@ -299,10 +301,6 @@ class StallWatch:
             shown = status["last"] if status else "has said nothing: it is not waiting in a collective"
             lines.append(f"  rank {rank}: {shown}")
         return "\n".join(lines)
-
-    def leave_word(self) -> None:
-        """Note in the store that this process ends without an error."""
-        self._store.set(f"ended-{self._rank}", "1")
 
     def _ended_rank(self) -> int | None:
         """A rank that has noted its end, or ``None`` if there is none within ``LAST_WORD_S``."""
@@ -475,7 +473,6 @@ hold_group_while(is_any_stuck)  # torch would wait for the device
 
 
 def _end(watch_ref: weakref.ref[StallWatch]) -> None:
-    _leave_word(watch_ref)
     watch = watch_ref()
     if watch is not None:
         watch.end()
@@ -583,13 +580,3 @@ def _lacks(status: Mapping[str, Any], wanted: Sequence[Any] | None) -> bool:
     if wanted is None or status["waits_for"] is None:
         return False
     return not _has_issued(status, wanted)
-
-
-def _leave_word(watch_ref: weakref.ref[StallWatch]) -> None:
-    """Note the end of this process. Workers of our launcher leave an exit note instead (``launch.exit_codes``)."""
-    watch = watch_ref()
-    has_failed = getattr(sys, "last_value", None) is not None
-    if watch is None or has_failed or os.environ.get(LOG_DIR):
-        return
-    with contextlib.suppress(Exception):
-        watch.leave_word()

@@ -48,15 +48,7 @@ def attend(q: Tensor, k: Tensor, v: Tensor, scale: float, *, is_causal: bool) ->
 def attend_backward(
     grad: Tensor, block: Triple, result: tuple[Tensor, Tensor], scale: float, *, is_causal: bool
 ) -> Triple:
-    """Gradients of queries, keys and values of one block.
-
-    Args:
-        grad: Gradient of the output over all blocks.
-        block: Queries, keys and values, as for :func:`attend`.
-        result: Output and log-sum-exp over all blocks.
-        scale: As for :func:`attend`.
-        is_causal: As for :func:`attend`.
-    """
+    """Gradients of queries, keys and values of one block."""
     (q, k, v), (out, lse) = block, result
     num_heads = k.shape[1]
     k, v = (_for_all_heads(t, q) for t in (k, v))

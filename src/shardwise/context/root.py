@@ -100,12 +100,6 @@ class Division:
 
     Sequences that cannot be divided evenly are padded with their last token, and with targets that do not count. Under
     causal attention no other position sees the padding.
-
-    Args:
-        length: Length of the sequences.
-        comm: The axis ``cp``.
-        multiple: Every rank's number of positions is a multiple of this, and even.
-        device: The device of what is divided.
     """
 
     def __init__(self, length: int, comm: Comm, *, multiple: int, device: torch.device) -> None:
@@ -136,12 +130,6 @@ class Division:
 
     def mean_loss(self, loss: Tensor, own_BT: Tensor, whole_BT: Tensor, divisor: Any = None) -> Tensor:
         """The mean loss over the whole sequence's targets that count, the same value on every rank.
-
-        Args:
-            loss: The mean over this rank's targets.
-            own_BT: This rank's targets.
-            whole_BT: All targets.
-            divisor: Divides the sum of losses instead of the number of targets that count.
 
         Collective:
             All-reduce of one float64 on ``cp``.

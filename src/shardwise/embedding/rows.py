@@ -95,11 +95,6 @@ def spread_rows(
 ) -> list[str]:
     """Leave in each embedding this rank's rows, and look the others up through ``comm``. In place; names stay.
 
-    Args:
-        tables: Whole embeddings by path, the same on every rank.
-        comm: All ranks that train the model.
-        dtypes_of: The dtype in which a table is held, and that of the rows that it returns.
-
     Returns:
         Lines for a summary.
     """

@@ -89,11 +89,6 @@ class RoutedMixture(ReplacedForward):
     """A mixture whose tokens go to the experts that they chose, on whatever rank of ``ep`` these are.
 
     Our mixture takes (B, T, C) and chooses itself; one in stacked parameters takes tokens, choices and weights.
-
-    Args:
-        mixture: The mixture; its module is held weakly.
-        comm: The axis ``ep``; ``None`` where this rank holds all experts.
-        capacity: ``ParallelPlan.expert_capacity``.
     """
 
     def __init__(self, mixture: Mixture, comm: Comm | None, capacity: float | None) -> None:
@@ -152,12 +147,6 @@ def apply_experts(
     """Leave this rank's experts in the model, in place. Modules, names and classes stay.
 
     Where each expert is a module, modules of other ranks' experts stay without parameters; stacked weights are cut.
-
-    Args:
-        mixtures: The mixtures of the whole model, the same on every rank.
-        comm: The axis ``ep``; ``None`` where every rank holds all experts, and only the capacity matters.
-        capacity: ``ParallelPlan.expert_capacity``.
-        tp: This rank on ``tp``, and the size of ``tp``, which has cut the model before.
 
     Returns:
         A line for a summary.

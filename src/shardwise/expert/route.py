@@ -73,13 +73,6 @@ def find_route(chosen_NK: Tensor, num_experts: int, factor: float | None, comm: 
 
     First choices come before second ones, each in the order of tokens; an expert takes the first that fit.
 
-    Args:
-        chosen_NK: The experts that each token has chosen, best first.
-        num_experts: Experts of all ranks.
-        factor: ``ParallelPlan.expert_capacity``.
-        comm: The axis ``ep``.
-        unit: Path of the module, in traces.
-
     Collective:
         All-to-all of the counts on ``ep``; the host waits for them, once.
     """

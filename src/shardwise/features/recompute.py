@@ -51,13 +51,7 @@ _ContextFn = Callable[[], tuple[AbstractContextManager[Any], AbstractContextMana
 
 
 def find(model: nn.Module, units: Mapping[str, nn.Module], policy: RecomputePolicy | None) -> dict[str, nn.Module]:
-    """The modules of ``model`` that ``policy`` recomputes, by name.
-
-    Args:
-        model: The root.
-        units: The units below it, by name.
-        policy: ``None``: nothing is recomputed.
-    """
+    """The modules of ``model`` that ``policy`` recomputes, by name."""
     if policy is None:
         return {}
     found = _named(model, units, policy)

@@ -65,13 +65,6 @@ class _Held(IntEnum):
 class Join(Observer):
     """One context of ``sw.join`` on this rank.
 
-    Args:
-        engine: The model's engine.
-        optimizers: The optimizers that step inside.
-        clip: Clips the gradients of the model to a norm.
-        divides_by_all: Sums of gradients are divided by the number of all ranks, else of those that have a batch.
-        throws: Raise on all ranks as soon as one has no batch left and another begins one.
-
     Collective:
         Compares the optimizers' settings. All ranks must call.
 

@@ -46,12 +46,7 @@ def is_called(module: nn.Module) -> bool:
 
 
 def find_units(model: nn.Module, policy: str | WrapPolicy) -> dict[str, nn.Module]:
-    """The modules below ``model`` that become units, by qualified name in registration order, without the root.
-
-    Args:
-        model: Any module.
-        policy: ``"auto"``, ``"none"``, or a policy of ``spec.policies``.
-    """
+    """The modules below ``model`` that become units, by qualified name in registration order, without the root."""
     if policy == "none":
         return {}
     if policy == "auto":
@@ -296,15 +291,6 @@ def merge_units(
 
     Members of one ``ModuleList`` or ``Sequential`` that hold no other unit may be merged, but not alternatives, of
     which a rank may run some only.
-
-    Args:
-        root: The model.
-        units: The units found in it, without the root.
-        owned: The parameters of each.
-        policies: In which dtypes they compute and reduce.
-        quantization: What is held in 8 bits.
-        comm: Gathers the units.
-        limit: The most bytes of a merged unit; ``None``: as the size of the model, the device and the ranks say.
     """
     num_bytes = {name: sum(entry.parameter.nbytes for entry in entries) for name, entries in owned.items()}
     if limit is None:

@@ -318,14 +318,7 @@ def rows_of(prompts: Prompts) -> list[list[int]]:
 
 
 def check_fit(rows: Sequence[Sequence[int]], max_new_tokens: int, *, vocab_size: int, positions: int | None) -> None:
-    """Refuse what the model cannot take.
-
-    Args:
-        rows: Token ids of each prompt.
-        max_new_tokens: How many are to follow.
-        vocab_size: Of the model.
-        positions: The longest sequence of the model; ``None``: it has no limit.
-    """
+    """Refuse what the model cannot take."""
     if isinstance(max_new_tokens, bool) or max_new_tokens < 1:
         raise ConfigError(f"max_new_tokens={max_new_tokens}: expected at least 1.\n  Set it to 1 or more.")
     if not rows:

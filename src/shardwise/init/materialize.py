@@ -180,11 +180,6 @@ class FromInit(Source):
 
     A module always initialises all that it owned on meta, in its shape of then, whatever has become of that: how far it
     draws depends on it, and what has its values must not get others.
-
-    Args:
-        model: The root.
-        init: The function; ``None``: ``reset_parameters``.
-        only: Ids of the tensors whose values will be asked for; ``None``: all.
     """
 
     def __init__(self, model: nn.Module, init: Init | None, *, only: Collection[int] | None = None) -> None:
@@ -305,13 +300,7 @@ class Missing:
 
 
 class FromLater(Source):
-    """Leaves parameters empty, to be loaded once a rank holds no more than its shards.
-
-    Args:
-        other: Source of the buffers that are not saved; ``None`` where there are none.
-        unsaved: Ids of those buffers.
-        given: The state dict (read on rank 0 only), the files, or what stays empty until the caller loads it.
-    """
+    """Leaves parameters empty, to be loaded once a rank holds no more than its shards."""
 
     def __init__(
         self, other: Source | None, unsaved: Collection[int], given: Mapping[str, Tensor] | Weights | Missing

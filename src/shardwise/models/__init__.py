@@ -39,6 +39,9 @@ def gpt(
     Returns:
         The model, initialised as GPT-2 is, from torch's global generator (``torch.manual_seed``).
 
+    Raises:
+        ConfigError: The preset or a field is unknown, or values are wrong; every problem is listed.
+
     Example:
         >>> model = gpt("gpt-tiny", num_layers=2)
         >>> sum(p.numel() for p in model.parameters()) == model.config.num_parameters

@@ -43,6 +43,9 @@ class GPTConfig:
         num_experts: With more than 0, each block's feed-forward is a mixture of this many.
         experts_per_token: Experts that a token is sent to.
         activation_checkpointing: Keep only each block's input in forward and compute the rest again in backward.
+
+    Raises:
+        ConfigError: Values are wrong; every problem is listed.
     """
 
     num_layers: int
@@ -135,7 +138,11 @@ PRESETS: dict[str, GPTConfig] = {
 
 
 def gpt_config(preset: str | GPTConfig, **overrides: Any) -> GPTConfig:
-    """The configuration of ``preset`` with some fields replaced."""
+    """The configuration of ``preset`` with some fields replaced.
+
+    Raises:
+        ConfigError: The preset or a field is unknown, or values are wrong; every problem is listed.
+    """
     if isinstance(preset, GPTConfig):
         base = preset
     elif preset in PRESETS:

@@ -219,6 +219,9 @@ class GPT(nn.Module):
         Returns:
             Logits (B, T, V), with a cache those of the last position (B, 1, V); with targets the mean cross entropy
             over all positions, in fp32 or wider, 0-dim.
+
+        Raises:
+            ConfigError: The ids have a wrong dtype or shape, or the sequence is longer than the model's positions.
         """
         self.check(tokens, targets)
         if cache is not None:
@@ -241,7 +244,11 @@ class GPT(nn.Module):
         return self.loss(self.lm_head(self.final_norm(x_BTC[:, -1:])))
 
     def check(self, tokens: Tensor, targets: Tensor | None = None) -> None:
-        """Refuse ids that the model cannot take."""
+        """Refuse ids that the model cannot take.
+
+        Raises:
+            ConfigError: As :meth:`forward`.
+        """
         for name, ids in (("tokens", tokens), ("targets", targets)):
             if ids is None:
                 continue
@@ -271,6 +278,10 @@ def _residual_std(config: GPTConfig) -> float:
 class KeyValueCache:
     """Keys and values by layer. A model that holds some layers, or some heads, fills those.
 
+    Args:
+        capacity: The most columns.
+        padding: Columns of padding before each row; empty where there are none.
+
     Attributes:
         length: Columns so far, those of the running forward included.
         mask: The columns to which each new token attends, (B, 1, T, K); ``None``: as ``is_causal`` says.
@@ -288,7 +299,11 @@ class KeyValueCache:
         self._held: dict[int, tuple[Tensor, Tensor]] = {}
 
     def begin(self, tokens: Tensor) -> Tensor:
-        """Make room for ``tokens`` (B, T); returns their positions, (B, T) or (1, T). Called once in each forward."""
+        """Make room for ``tokens`` (B, T); returns their positions, (B, T) or (1, T). Called once in each forward.
+
+        Raises:
+            StateError: There is no room.
+        """
         T, device = tokens.shape[1], tokens.device
         first, self._num_new = self.length, T
         if first + T > self._capacity:

@@ -80,10 +80,6 @@ def _is_in(part: Collection[int] | None, parameter: Tensor) -> bool:
 def grad_norm(engine: Engine, part: Collection[int] | None = None) -> Tensor:
     """The global 2-norm of the gradients on the shards.
 
-    Args:
-        engine: The model's engine.
-        part: Identities of the parameters that count; ``None``: all.
-
     Collective:
         As :func:`clip_grad_norm`.
     """

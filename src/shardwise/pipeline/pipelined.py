@@ -238,14 +238,6 @@ class Pipelined(Uncopyable):
     ) -> list[Tensor]:
         """One step on microbatches: forwards and, where grad is on, backwards and the reduction of gradients.
 
-        Args:
-            model: The model.
-            parts: The microbatches, of one shape, the same on every rank of the pipeline.
-            call: ``call(model, part)`` calls the model with a microbatch.
-            loss: ``loss(model, part)`` also computes the loss.
-            backward: As ``torch.autograd.backward``.
-            scale: A gradient scaler's ``scale``, called on every rank, so that every rank's scaler begins.
-
         Returns:
             The losses of the microbatches on ranks of the last stage; nothing elsewhere.
 

@@ -56,11 +56,6 @@ def drop_foreign(model: nn.Module, elements: Iterable[Element], stages: Collecti
 
     A parameter that one of ``stages`` shares with other stages keeps all its names.
 
-    Args:
-        model: The whole model; changed in place.
-        elements: Its elements, with stages.
-        stages: The stages of this rank.
-
     Returns:
         By name the stages, ascending, of every parameter of this rank that several stages hold.
     """

@@ -32,12 +32,6 @@ from shardwise.spec.errors import PlanError, StateError
 class Agreement:
     """The ranks are about to do the same step.
 
-    Args:
-        comm: Along ``pp``.
-        step: What must be the same on all of them: any text.
-        shown: The same for people, put into a message.
-        trained: Which of this rank's parameters are trained.
-
     Collective:
         An all-gather of 16 bytes per rank; :meth:`wait` waits for it.
     """
@@ -81,16 +75,7 @@ _MAX_FLOWS = 256
 
 
 class Stages:
-    """The stages of a model, of which this rank holds some.
-
-    Args:
-        model: The model that :func:`~shardwise.pipeline.split.drop_foreign` left on this rank.
-        sketch: The sketch of the whole model.
-        elements: Its elements, with their stages.
-        num_stages: Stages of all ranks.
-        device: Where activations are.
-        comm: The axis ``pp``, whose ranks must agree on what goes from stage to stage; ``None``: there are no peers.
-    """
+    """The stages of a model, of which this rank holds some."""
 
     def __init__(
         self,

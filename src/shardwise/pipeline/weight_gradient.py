@@ -19,6 +19,8 @@ from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 from torch.nn import functional as F
 
+from shardwise.tensor.linear import linear_transposed
+
 
 class WeightGradients:
     """The gradients of weights of one microbatch on one stage that are still to be computed."""
@@ -88,11 +90,7 @@ class Deferral:
 
 
 def _linear(given: Tensor, weight: Tensor, bias: Tensor | None, is_transposed: bool) -> Tensor:  # noqa: FBT001 - private
-    if not is_transposed:
-        return F.linear(given, weight, bias)
-    rows = given.reshape(-1, given.shape[-1])
-    made = rows.mm(weight) if bias is None else torch.addmm(bias, rows, weight)
-    return made.view(*given.shape[:-1], weight.shape[1])
+    return linear_transposed(given, weight, bias) if is_transposed else F.linear(given, weight, bias)
 
 
 def _is_linear(module: nn.Module) -> bool:

@@ -106,12 +106,6 @@ def survey(
 ) -> tuple[list[Report], Any]:
     """Gather the reports of all ranks on rank 0, and broadcast its answer.
 
-    Args:
-        comm: All ranks that hold parts of the tensors.
-        holdings: The holdings of this rank, in the order in which they will be moved.
-        judge: Called on rank 0 with the reports of all ranks; returns an answer that JSON can hold.
-        more: An addition to this rank's report, as JSON holds it.
-
     Returns:
         The reports by rank (on rank 0, else ``[]``), and the answer.
 

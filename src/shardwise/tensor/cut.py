@@ -38,6 +38,8 @@ from shardwise.tensor.loss import GPTLoss, VocabularyHead, has_loss
 
 #: Makes the forward that replaces that of a module.
 MakeForward = Callable[[nn.Module, str, Comm], ReplacedForward]
+#: Where the parts of a dimension that a rank keeps begin and end.
+Ranges = tuple[tuple[int, int], ...]
 
 
 @dataclass
@@ -278,19 +280,26 @@ def _features(site: _Site, dim: int) -> int:
     return weight.shape[dim]
 
 
-def _colwise(site: _Site, cuts: ShardingPlan, *, blocks: int = 1) -> None:
-    if site.attribute is not None:  # a stack of weights: (..., outputs, inputs)
+def _cut_outputs(site: _Site, cuts: ShardingPlan, ranges_of: Callable[[int], Ranges]) -> int:
+    """Cut a linear layer, or a stack of weights (..., outputs, inputs), by outputs; returns how many it has."""
+    if site.attribute is not None:
         parameter = _held(site.module, site.attribute)
         assert parameter is not None
         dim = max(parameter.dim() - 2, 0)
-        ranges = even_ranges(parameter.shape[dim], cuts.size, cuts.rank, blocks=blocks)
-        cuts.cut(site.module, site.path, site.attribute, Cut(dim, ranges))
-        return
+        cuts.cut(site.module, site.path, site.attribute, Cut(dim, ranges_of(parameter.shape[dim])))
+        return parameter.shape[dim]
     outputs, _ = _linear(site)
-    ranges = even_ranges(_features(site, outputs), cuts.size, cuts.rank, blocks=blocks)
+    features = _features(site, outputs)
+    ranges = ranges_of(features)
     cuts.cut(site.module, site.path, "weight", Cut(outputs, ranges))
     cuts.cut(site.module, site.path, "bias", Cut(0, ranges))
     cuts.replaced_forwards[site.path] = Column
+    return features
+
+
+def _colwise(site: _Site, cuts: ShardingPlan) -> None:
+    blocks = site.style.count if site.style.name == "packed_colwise" else 1
+    _cut_outputs(site, cuts, lambda size: even_ranges(size, cuts.size, cuts.rank, blocks=blocks))
 
 
 def _colwise_heads(site: _Site, cuts: ShardingPlan, *, is_shared: bool = False) -> None:
@@ -321,10 +330,6 @@ def _colwise_heads(site: _Site, cuts: ShardingPlan, *, is_shared: bool = False) 
         cuts.attributes[parent, "num_key_value_groups"] = groups // copies
 
 
-def _colwise_kv_heads(site: _Site, cuts: ShardingPlan) -> None:
-    _colwise_heads(site, cuts, is_shared=True)
-
-
 def _embedding_heads(site: _Site, cuts: ShardingPlan) -> None:
     weight = _held(site.module, "weight")
     if not isinstance(site.module, nn.Embedding) or weight is None:
@@ -333,38 +338,14 @@ def _embedding_heads(site: _Site, cuts: ShardingPlan) -> None:
     cuts.cut(site.module, site.path, "weight", Cut(1, even_ranges(weight.shape[1], cuts.size, cuts.rank)))
 
 
-def _replicated_with_grad_allreduce(site: _Site, cuts: ShardingPlan) -> None:
-    cuts.replaced_forwards[site.path] = SharedParameters
-
-
-def _moe_tp_experts(site: _Site, cuts: ShardingPlan) -> None:
-    cuts.replaced_forwards[site.path] = Experts
-
-
-def _mixture(site: _Site, cuts: ShardingPlan) -> None:
-    cuts.replaced_forwards[site.path] = DenseMixture
-
-
-def _packed_colwise(site: _Site, cuts: ShardingPlan) -> None:
-    _colwise(site, cuts, blocks=site.style.count)
-
-
 def _colwise_vocabulary(site: _Site, cuts: ShardingPlan) -> tuple[int, ...]:
     """Sizes by rank."""
-    if site.attribute is not None:
-        parameter = _held(site.module, site.attribute)
-        assert parameter is not None
-        sizes = _near_even_sizes(parameter.shape[0], cuts.size)
-        ranges = (near_even_range(sum(sizes), cuts.size, cuts.rank),)
-        cuts.cut(site.module, site.path, site.attribute, Cut(0, ranges))
-        return sizes
-    outputs, _ = _linear(site)
-    sizes = _near_even_sizes(_features(site, outputs), cuts.size)
-    ranges = (near_even_range(sum(sizes), cuts.size, cuts.rank),)
-    cuts.cut(site.module, site.path, "weight", Cut(outputs, ranges))
-    cuts.cut(site.module, site.path, "bias", Cut(0, ranges))
-    cuts.replaced_forwards[site.path] = Column
-    return sizes
+
+    def own(size: int) -> Ranges:
+        _near_even_sizes(size, cuts.size)  # refuses fewer than ranks
+        return (near_even_range(size, cuts.size, cuts.rank),)
+
+    return _near_even_sizes(_cut_outputs(site, cuts, own), cuts.size)
 
 
 def _colwise_gather_output(site: _Site, cuts: ShardingPlan) -> None:
@@ -401,10 +382,6 @@ def _rowwise(site: _Site, cuts: ShardingPlan, *, splits: bool = False) -> None:
     features = _features(site, inputs)
     cuts.cut(site.module, site.path, "weight", Cut(inputs, even_ranges(features, cuts.size, cuts.rank)))
     cuts.replaced_forwards[site.path] = partial(Row, sizes=(features // cuts.size,) * cuts.size if splits else None)
-
-
-def _rowwise_split_input(site: _Site, cuts: ShardingPlan) -> None:
-    _rowwise(site, cuts, splits=True)
 
 
 def _embedding_rowwise(site: _Site, cuts: ShardingPlan) -> None:
@@ -446,10 +423,6 @@ def _dropout_features(site: _Site, cuts: ShardingPlan) -> None:
     cuts.replaced_forwards[site.path] = FeatureDropout
 
 
-def _replicate(site: _Site, cuts: ShardingPlan) -> None:
-    del site, cuts
-
-
 def _sequence(site: _Site, cuts: ShardingPlan) -> None:
     if hasattr(site.module, "crossattention"):
         raise PlanError("sequence_parallel=True does not go with cross-attention.\n  Set sequence_parallel=False.")
@@ -461,25 +434,30 @@ def _sequence_last_norm(site: _Site, cuts: ShardingPlan) -> None:
     cuts.replaced_forwards[site.path] = SharedParameters
 
 
-def _sequence_dropout(site: _Site, cuts: ShardingPlan) -> None:
-    cuts.replaced_forwards[site.path] = SequenceDropout
+def _replaced_by(kind: MakeForward) -> Callable[[_Site, ShardingPlan], None]:
+    """The rule of a style that replaces a module's forward, and no more."""
+
+    def replace(site: _Site, cuts: ShardingPlan) -> None:
+        cuts.replaced_forwards[site.path] = kind
+
+    return replace
 
 
 _RULES: dict[str, Callable[[_Site, ShardingPlan], Any]] = {
     "colwise": _colwise,
-    "packed_colwise": _packed_colwise,
+    "packed_colwise": _colwise,
     "colwise_heads": _colwise_heads,
-    "colwise_kv_heads": _colwise_kv_heads,
+    "colwise_kv_heads": partial(_colwise_heads, is_shared=True),
     "colwise_gather_output": _colwise_gather_output,
     "vocabulary_head": _vocabulary_head,
     "embedding_heads": _embedding_heads,
-    "replicated_with_grad_allreduce": _replicated_with_grad_allreduce,
-    "moe_tp_experts": _moe_tp_experts,
-    "mixture": _mixture,
+    "replicated_with_grad_allreduce": _replaced_by(SharedParameters),
+    "moe_tp_experts": _replaced_by(Experts),
+    "mixture": _replaced_by(DenseMixture),
     "colwise_vocabulary": _colwise_vocabulary,
     "vocabulary_loss": _vocabulary_loss,
     "rowwise": _rowwise,
-    "rowwise_split_input": _rowwise_split_input,
+    "rowwise_split_input": partial(_rowwise, splits=True),
     "embedding_rowwise": _embedding_rowwise,
     "divide": _divide,
     "dropout_features": _dropout_features,
@@ -489,8 +467,8 @@ _RULES: dict[str, Callable[[_Site, ShardingPlan], Any]] = {
     "sequence_layers": _sequence,
     "sequence_input": _sequence,
     "sequence_whole": _sequence,
-    "sequence_dropout": _sequence_dropout,
-    "replicate": _replicate,
+    "sequence_dropout": _replaced_by(SequenceDropout),
+    "replicate": lambda _site, _cuts: None,
 }
 
 

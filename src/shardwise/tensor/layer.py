@@ -25,11 +25,6 @@ class ReplacedForward(Uncopyable, ABC):
     """A forward that communicates, installed on a module in place of its class's own.
 
     It reads parameters from the module at each call: between steps these are other objects (``engine.unit``).
-
-    Args:
-        module: The module; held weakly.
-        name: Its path, in traces.
-        comm: The axis; ``None`` where nothing is divided.
     """
 
     comm: Any

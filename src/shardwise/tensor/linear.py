@@ -48,7 +48,7 @@ class ColumnPlan:
 
     def forward(self, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
         """This rank's features."""
-        return _linear_transposed(x, weight, bias) if self.is_transposed else F.linear(x, weight, bias)
+        return linear_transposed(x, weight, bias) if self.is_transposed else F.linear(x, weight, bias)
 
     def to_input(self, grad: Tensor, weight: Tensor) -> Tensor:
         """The gradient of the input, (..., inputs)."""
@@ -75,7 +75,7 @@ def column_linear(x: Tensor, weight: Tensor, bias: Tensor | None, plan: ColumnPl
 
 def linear_of(module: nn.Module) -> Any:
     """``F.linear``, or the same for weights (inputs, outputs), as transformers' Conv1D has them."""
-    return _linear_transposed if is_transposed(module) else F.linear
+    return linear_transposed if is_transposed(module) else F.linear
 
 
 def is_transposed(module: nn.Module) -> bool:
@@ -83,7 +83,8 @@ def is_transposed(module: nn.Module) -> bool:
     return any(kind.__name__ == "Conv1D" for kind in type(module).__mro__)
 
 
-def _linear_transposed(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+def linear_transposed(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+    """``F.linear`` for a weight (inputs, outputs)."""
     flat = x.reshape(-1, x.shape[-1])
     y = flat @ weight if bias is None else torch.addmm(bias, flat, weight)
     return y.view(*x.shape[:-1], weight.shape[1])
