@@ -292,8 +292,8 @@ def with_mistakes() -> dict[str, dict[str, float]]:
     found = {"none": differences(case)}
     make = engine.Group
 
-    def by_fewer(*args: object) -> object:
-        group = make(*args)
+    def by_fewer(*args: object, **given: object) -> object:
+        group = make(*args, **given)
         if group.facts.is_expert:
             group.gradient.divide_by(group.facts.num_ranks // 2)
         return group
