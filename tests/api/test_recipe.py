@@ -12,6 +12,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 import shardwise as sw
+from shardwise.checkpoint import open_checkpoint
 from shardwise.spec.errors import CheckpointError, StateError
 from shardwise.testing import probe, run_on_ranks
 from tests.common.oracle import (
@@ -261,10 +262,22 @@ def same_data_step(model, optimizer, step):
     optimizer.zero_grad()
 
 
+#: Layouts beside those of the presets.
+LAYOUTS = {
+    "2 x 2": sw.ParallelPlan(strategy="hsdp", dp_replicate=2),
+    "3 x 1": sw.ParallelPlan(strategy="hsdp", dp_replicate=3),
+    "inner": sw.ParallelPlan(reshard_after_forward=2),
+}
+
+
+def plan_of(layout):
+    return LAYOUTS.get(layout) or sw.ParallelPlan(strategy=layout)
+
+
 def write(folder, strategies, kind):
     found = {}
     for strategy in strategies:
-        model = sw.parallelize(Kept(), sw.ParallelPlan(strategy=strategy))
+        model = sw.parallelize(Kept(), plan_of(strategy))
         optimizer = MAKERS[kind](model.parameters())
         for step in range(3):
             same_data_step(model, optimizer, step)
@@ -294,7 +307,7 @@ def whole_optimizer(model, optimizer):
 def read(sources, strategies, kind):
     states = {}
     for strategy, source in itertools.product(strategies, sources):
-        model = sw.parallelize(Kept(), sw.ParallelPlan(strategy=strategy))
+        model = sw.parallelize(Kept(), plan_of(strategy))
         with torch.no_grad():
             for tensor in (*model.parameters(), *model.buffers()):
                 tensor.zero_()
@@ -312,14 +325,15 @@ def merged(results):
     whole = {}
     for found in results:
         for key, (start, flat) in found.items():
-            whole.setdefault(key, {})[start] = flat
+            held = whole.setdefault(key, {}).setdefault(start, flat)
+            assert torch.equal(held, flat), f"{key} differs between ranks"
     return {key: torch.cat([parts[s] for s in sorted(parts)]) for key, parts in whole.items()}
 
 
 @pytest.mark.parametrize("kind", ["adamw", "sgd", "adagrad"])
 def test_checkpoints_go_from_any_world_and_preset_to_any_other_bit_for_bit(tmp_path, kind):
     """DeepSpeed#2898, DeepSpeed#7628, torchtitan#811: resuming on another number of ranks, the optimizer included."""
-    matrix = {1: ("zero3",), 2: PRESETS, 3: ("zero1", "zero3"), 4: ("zero3",)}
+    matrix = {1: ("zero3",), 2: PRESETS, 3: ("zero1", "zero3", "3 x 1"), 4: ("zero3", "2 x 2", "inner")}
     if kind != "adamw":
         matrix = {2: ("ddp", "zero3"), 3: ("zero1",)}
     expected = {}
@@ -328,8 +342,14 @@ def test_checkpoints_go_from_any_world_and_preset_to_any_other_bit_for_bit(tmp_p
         for strategy in strategies:
             optimizer = merged([result[strategy][1] for result in results])
             expected[str(tmp_path / str(world) / strategy)] = (results[0][strategy][0], optimizer)
+    if kind == "adamw":
+        grouped = open_checkpoint(tmp_path / "4" / "2 x 2")
+        assert grouped.summary()["mesh"] == {"dp_replicate": 2, "dp_shard": 2}
+        assert {rank for entry in grouped.manifest.tensors.values() for rank, _, _ in entry.pieces} == {0, 1}  # once
     for world, strategies in matrix.items():
-        targets = strategies if kind == "adamw" and world != 2 else strategies[-1:]
+        targets = strategies[-1:]
+        if kind == "adamw":
+            targets = strategies if world != 2 else ("ddp", "zero3")
         results = run_on_ranks(read, world, list(expected), targets, kind)
         for strategy, (source, (weights, optimizer)) in itertools.product(targets, expected.items()):
             where = f"{source} to {strategy} on {world}"

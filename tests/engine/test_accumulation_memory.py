@@ -1,4 +1,4 @@
-"""What microbatches of a step make a rank hold besides, by how they are added up, is in the closed form."""
+"""What microbatches of a step make a rank hold besides, groups of ranks and inner groups: as the closed form says."""
 
 from __future__ import annotations
 
@@ -78,3 +78,40 @@ def test_microbatches_take_what_the_closed_form_says():
 def test_every_way_takes_what_the_closed_form_says(world):
     for preset in (*PRESETS, "hsdp"):
         check(world, tuple(case for case in EVERY if case[0] == preset))
+
+
+# -- on a mesh of two axes, and with units kept over an inner group
+
+HYBRID, INNER = ("hsdp", "hybrid_shard_grad_op"), {"reshard_after_forward": 2}
+ON_FOUR_RANKS = (
+    ("hsdp", 1, "auto", GROUPS),
+    ("hsdp", 2, "defer_replicate", {**GROUPS, "mp_policy": LOW}),
+    ("zero2", 2, "defer_replicate", GROUPS),
+    ("zero3", 1, "auto", INNER),
+)
+
+
+def test_two_groups_of_two_and_inner_groups_of_two_hold_what_is_predicted():
+    """hsdp on 2 x 2 holds halves of everything; zero3 on 4 ranks quarters, and over inner groups of 2 half gathered."""
+    hybrid, _, _, kept = check(4, ON_FOUR_RANKS)
+    model = memory.build()
+    psi = sum(parameter.numel() for parameter in model.parameters())
+    block = sum(parameter.numel() for parameter in model.blocks[0].parameters())
+    root = psi - 6 * block
+    for held, ranks in ((hybrid, 2), (kept, 4)):
+        assert held["parameters"] == pytest.approx(4 * psi / ranks, rel=0.02)
+        assert held["optimizer"] == pytest.approx(8 * psi / ranks, rel=0.02)
+    assert hybrid["gathered"] == pytest.approx(4 * (2 * block + root), rel=0.02)
+    assert kept["gathered"] == pytest.approx(4 * (2 * block + root + psi / 2), rel=0.02)
+
+
+@pytest.mark.long
+@pytest.mark.parametrize(("world", "replicate"), [(1, 1), (2, 2), (2, 1), (3, 3), (4, 2), (6, 2), (6, 3)])
+def test_every_mesh_holds_what_is_predicted(world, replicate):
+    mesh = {"dp_replicate": replicate, "dp_shard": world // replicate}
+    cases = [(preset, 1, "auto", mesh) for preset in (*HYBRID, *(PRESETS if replicate > 1 else ()))]
+    cases += [("hsdp", 3, "defer_replicate", mesh), ("hsdp", 2, "defer_replicate", {**mesh, "mp_policy": LOW})]
+    cases += [("hsdp", 1, "auto", {**mesh, "mp_policy": LOW})]
+    if world == 4:
+        cases += [("zero3", 1, "auto", {**INNER, "mp_policy": LOW}), ("shard_grad_op", 1, "auto", INNER)]
+    check(world, cases)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 import json
 import re
 import subprocess
@@ -51,59 +50,41 @@ def every_real_step() -> dict:
     return found | {("gpt", "zero3", "bf16"): real_step("gpt", plan_of("zero3", BF16))}
 
 
-@functools.cache
-def on_ranks(world: int) -> list[dict]:
-    return run_on_ranks(every_real_step, world, timeout_s=150)
+def check_dry(name: str, plan: sw.ParallelPlan, world: int, rank: int, *, real: tuple, count: int = 1) -> None:
+    """A dry run has the events and the bytes of a real step."""
+    events, held = real
+    dry = sw.dry_run(
+        lambda: models.build(name),
+        plan,
+        world_size=world,
+        rank=rank,
+        batch=models.batch(0, 0, rank),
+        backend="gloo",
+        num_microbatches=count,
+    )
+    assert as_rows(dry.events) == events, (name, plan, rank)
+    found = dict(dry.bytes_by_category)
+    assert found.pop("activations") > 0
+    assert found == held, (name, plan, rank)
+    assert dry.peak_bytes == sum(dry.bytes_by_category.values())
 
 
 @pytest.mark.parametrize("world", [2, *(pytest.param(world, marks=pytest.mark.long) for world in (3, 4))])
 def test_events_and_bytes_are_those_of_a_real_run(world):
-    ranks = on_ranks(world)
+    ranks = run_on_ranks(every_real_step, world, timeout_s=150)
     for place, (name, preset, policy) in enumerate(ranks[0]):
         for rank in range(world) if name == "gpt" else (place % world,):
-            events, held = ranks[rank][name, preset, policy]
-            dry = sw.dry_run(
-                lambda name=name: models.build(name),
-                plan_of(preset, BF16 if policy else None),
-                world_size=world,
-                rank=rank,
-                batch=models.batch(0, 0, rank),
-                backend="gloo",
-            )
-            assert as_rows(dry.events) == events, (name, preset, rank)
-            found = dict(dry.bytes_by_category)
-            assert found.pop("activations") > 0
-            assert found == held, (name, preset, rank)
-            assert dry.peak_bytes == sum(dry.bytes_by_category.values())
+            plan = plan_of(preset, BF16 if policy else None)
+            check_dry(name, plan, world, rank, real=ranks[rank][name, preset, policy])
 
 
+#: Plans on two axes and with inner groups, of one microbatch; plans of three.
 GROUPED = (
     sw.ParallelPlan(strategy="hsdp", dp_replicate=2),
     sw.ParallelPlan(strategy="hsdp", dp_replicate=2, mp_policy=BF16),
     sw.ParallelPlan(strategy="zero1", dp_replicate=2),
     sw.ParallelPlan(strategy="zero3", reshard_after_forward=2),
 )
-
-
-def every_grouped_step() -> list:
-    return [real_step("gpt", plan) for plan in GROUPED]
-
-
-def test_two_axes_and_inner_groups_run_dry_as_they_run():
-    for rank, results in enumerate(run_on_ranks(every_grouped_step, 4)):
-        for plan, (events, held) in zip(GROUPED, results, strict=True):
-            dry = sw.dry_run(
-                lambda: models.build("gpt"),
-                plan,
-                world_size=4,
-                rank=rank,
-                batch=models.batch(0, 0, rank),
-                backend="gloo",
-            )
-            assert as_rows(dry.events) == events, (plan, rank)
-            assert {key: n for key, n in dry.bytes_by_category.items() if key != "activations"} == held, (plan, rank)
-
-
 ACCUMULATED = (
     sw.ParallelPlan(strategy="zero3", accumulation="unsharded"),
     sw.ParallelPlan(strategy="ddp", accumulation="sharded"),
@@ -113,24 +94,15 @@ ACCUMULATED = (
 )
 
 
-def every_accumulated_step() -> list:
-    return [real_step("gpt", plan, 3) for plan in ACCUMULATED]
+def real_steps(plans: tuple[sw.ParallelPlan, ...], num_microbatches: int) -> list:
+    return [real_step("gpt", plan, num_microbatches) for plan in plans]
 
 
-def test_microbatches_run_dry_as_they_run():
-    for rank, results in enumerate(run_on_ranks(every_accumulated_step, 2)):
-        for plan, (events, held) in zip(ACCUMULATED, results, strict=True):
-            dry = sw.dry_run(
-                lambda: models.build("gpt"),
-                plan,
-                world_size=2,
-                rank=rank,
-                batch=models.batch(0, 0, rank),
-                backend="gloo",
-                num_microbatches=3,
-            )
-            assert as_rows(dry.events) == events, (plan, rank)
-            assert {key: n for key, n in dry.bytes_by_category.items() if key != "activations"} == held, (plan, rank)
+@pytest.mark.parametrize(("world", "plans", "count"), [(4, GROUPED, 1), (2, ACCUMULATED, 3)], ids=["grouped", "added"])
+def test_two_axes_inner_groups_and_microbatches_run_dry_as_they_run(world, plans, count):
+    for rank, results in enumerate(run_on_ranks(real_steps, world, plans, count)):
+        for plan, real in zip(plans, results, strict=True):
+            check_dry("gpt", plan, world, rank, real=real, count=count)
 
 
 @pytest.mark.parametrize(("offload", "category"), [("none", "average"), ("cpu", "host")])

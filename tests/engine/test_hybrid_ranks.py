@@ -5,7 +5,6 @@ from __future__ import annotations
 import math
 import os
 import warnings
-from pathlib import Path
 from unittest import mock
 
 import pytest
@@ -14,12 +13,11 @@ import torch.distributed as dist
 from torch import nn
 
 import shardwise as sw
-from shardwise.checkpoint import open_checkpoint
 from shardwise.comm import stall
 from shardwise.comm.gloo import GlooComm
 from shardwise.spec.errors import MeshError, PlanError, RankDisagreement, StateError
 from shardwise.testing import forget_notices, probe, report_stalls_after, run_on_ranks
-from tests.common.oracle import Block, Chain, adamw, compare, compare_each, descend, plain_loss, sample
+from tests.common.oracle import Block, Chain, adamw, compare, compare_each, plain_loss, sample
 from tests.common.ranks import on_ranks
 from tests.engine.test_disagreement import Skips, Wanders, skip_at_the_ends, skip_from_step_two_on
 from tests.engine.test_fully_shard import bottom_up
@@ -518,70 +516,3 @@ def test_state_reaches_every_group_and_the_loss_is_that_of_all_ranks():
         loss = sw.train_step(model, (sample(rank, 0),), lambda output, _: output.square().mean())
         mean = sum(plain_loss(_copy(model, rank), other, 0).double() for other in range(4)) / 4
         assert loss.item() == pytest.approx(mean.item(), rel=1e-6)
-
-
-def begin(path: Path):
-    """Train on 2 x 2 ranks, save, train on; returns what was trained after the save."""
-    model = hsdp(Chain())
-    optimizer = adamw(model.parameters())
-    _train(model, optimizer, range(3))
-    sw.save(path, model, optimizer, state={"step": 3})
-    assert open_checkpoint(path).summary()["mesh"] == {"dp_replicate": 2, "dp_shard": 2}
-    return _whole(model, optimizer)
-
-
-def reload(path: Path, other: Path | None, strategy: str, options):
-    """Load into another layout, compare everything, and save from there."""
-    model = sw.parallelize(Chain(), sw.ParallelPlan(strategy=strategy, **options))
-    optimizer = adamw(model.parameters())
-    assert sw.load(path, model, optimizer) == {"step": 3}
-    if other is not None:
-        sw.save(other, model, optimizer, state={"step": 3})
-    return _whole(model, optimizer)
-
-
-def _train(model, optimizer, steps):
-    descend(optimizer, (plain_loss(model, dist.get_rank(), step) for step in steps))
-
-
-def _whole(model, optimizer):
-    """Every range that this rank holds, of parameters and optimizer state."""
-    found = []
-    for shard in probe(model).shards:
-        if shard.numel:
-            state = optimizer.state[shard.parameter]
-            for key, value in (("", shard.parameter), *((key, state[key]) for key in ("exp_avg", "exp_avg_sq"))):
-                found.append((shard.name, key, shard.start, value.detach().flatten().clone()))
-            found.append((shard.name, "step", 0, state["step"].reshape(1)))
-    return found
-
-
-def _assembled(ranks):
-    whole: dict[tuple[str, str], torch.Tensor] = {}
-    shapes = {name: p.numel() for name, p in Chain().named_parameters()}
-    for found in ranks:
-        for name, key, start, value in found:
-            flat = whole.setdefault((name, key), torch.full((1 if key == "step" else shapes[name],), math.nan))
-            there = flat[start : start + value.numel()]
-            assert bool(there.isnan().all()) or torch.equal(there, value), f"{name} {key} differs between ranks"
-            there.copy_(value)
-    return whole
-
-
-def test_checkpoints_hold_each_range_once_and_load_into_any_other_layout(tmp_path):
-    """2 x 2 -> zero3 on 3 -> ddp on 2 -> 3 groups of 1 -> hsdp on 2 x 2, and the optimizer with it."""
-    expected = _assembled(run_on_ranks(begin, 4, tmp_path / "0"))
-    checkpoint = open_checkpoint(tmp_path / "0")
-    assert {rank for entry in checkpoint.manifest.tensors.values() for rank, _, _ in entry.pieces} == {0, 1}
-    hops = (
-        (3, "zero3", {}),
-        (2, "ddp", {}),
-        (3, "hsdp", {"dp_replicate": 3}),
-        (4, "hsdp", TWO_BY_TWO),
-        (4, "zero3", {"reshard_after_forward": 2}),
-    )
-    for number, (world, strategy, options) in enumerate(hops):
-        paths = tmp_path / str(number), tmp_path / str(number + 1)
-        found = _assembled(run_on_ranks(reload, world, *paths, strategy, options))
-        assert found.keys() == expected.keys()
-        assert all(torch.equal(found[key], value) for key, value in expected.items()), (strategy, options)

@@ -120,10 +120,9 @@ def test_every_family_has_the_values_of_plain_construction(name: str) -> None:
     assert found + [key for key, value in expected.items() if not same_bits(value, got[key])] == []
 
 
-def train_deferred() -> list[float]:
+def train(is_deferred: bool) -> list[float]:
     torch.manual_seed(7)
-    model = sw.deferred_init(models._gpt)
-    model = sw.parallelize(model, sw.ParallelPlan())
+    model = sw.parallelize(sw.deferred_init(models._gpt) if is_deferred else models.build("gpt"), sw.ParallelPlan())
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
     losses = []
     for step in range(3):
@@ -135,21 +134,9 @@ def train_deferred() -> list[float]:
     return losses
 
 
-def train_real() -> list[float]:
-    model = sw.parallelize(models.build("gpt"), sw.ParallelPlan())
-    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
-    losses = []
-    for step in range(3):
-        loss = model(*models.batch(step, 0, distributed.get_rank()))
-        loss.backward()
-        optimizer.step()
-        optimizer.zero_grad()
-        losses.append(loss.item())
-    return losses
-
-
+@on_ranks(2)
 def test_a_deferred_model_trains_as_a_real_one():
-    assert run_on_ranks(train_deferred, 2) == run_on_ranks(train_real, 2)
+    assert train(is_deferred=True) == train(is_deferred=False)
 
 
 # -- memory

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.train.train_here import summary, train_well
+from tests.train.train_here import sets, summary, train_well
 
 CONFIG = """
 name: accumulated
@@ -19,7 +19,7 @@ RUNS = (("zero3", "unsharded"), ("zero2", "sharded"), ("ddp", "sharded"))
 
 def test_the_predicted_peak_has_what_microbatches_take(tmp_path: Path) -> None:
     arguments = [
-        ("--run-dir", strategy, "--set", f"parallel.strategy={strategy}", "--set", f"parallel.accumulation={how}")
+        ("--run-dir", strategy, *sets(f"parallel.strategy={strategy}", f"parallel.accumulation={how}"))
         for strategy, how in RUNS
     ]
     train_well(tmp_path, 2, *arguments, config=CONFIG)
@@ -30,14 +30,7 @@ def test_the_predicted_peak_has_what_microbatches_take(tmp_path: Path) -> None:
 
 def test_the_predicted_peak_has_what_is_allocated_within_a_step(tmp_path: Path) -> None:
     arguments = [
-        (
-            "--run-dir",
-            name,
-            "--set",
-            f"parallel.keep_buffers={keeps}",
-            "--set",
-            f"train.gradient_accumulation_steps={n}",
-        )
+        ("--run-dir", name, *sets(f"parallel.keep_buffers={keeps}", f"train.gradient_accumulation_steps={n}"))
         for name, keeps, n in (("kept", "true", 1), ("once", "false", 1), ("thrice", "false", 3))
     ]
     train_well(tmp_path, 2, *arguments, config=CONFIG)

@@ -8,9 +8,9 @@ from pathlib import Path
 
 import pytest
 
-from tests.train.train_here import losses, train_well
+from tests.train.train_here import losses, sets, train_well
 
-AVERAGES = ("--set", "train.ema_decay=0.9", "--set", "train.steps=10")
+AVERAGES = sets("train.ema_decay=0.9", "train.steps=10")
 
 
 @pytest.fixture(scope="module")
@@ -27,7 +27,7 @@ def held_out(run: Path) -> tuple[float, float]:
 
 @pytest.mark.long
 def test_held_out_losses_are_of_the_average_and_training_is_the_same(whole: Path, tmp_path: Path) -> None:
-    train_well(tmp_path, 2, ("--run-dir", "without", "--set", "train.steps=10"))
+    train_well(tmp_path, 2, ("--run-dir", "without", *sets("train.steps=10")))
     without = tmp_path / "without"
     assert losses(without) == losses(whole)
     assert held_out(without)[0] == held_out(whole)[0]
@@ -37,7 +37,7 @@ def test_held_out_losses_are_of_the_average_and_training_is_the_same(whole: Path
 
 def test_a_run_resumes_with_its_average_and_an_optimizer_by_name(whole: Path, tmp_path: Path) -> None:
     shutil.copytree(whole, tmp_path / "run")
-    resume = ("--resume", "step-00000005", "--set", "optimizer.flat=false", "--set", "parallel.strategy=zero1")
+    resume = ("--resume", "step-00000005", *sets("optimizer.flat=false", "parallel.strategy=zero1"))
     (shown,) = train_well(tmp_path, 2, ("--run-dir", "run", *AVERAGES, *resume))
     assert "resumed at step 5" in shown
     assert losses(tmp_path / "run") == losses(whole)

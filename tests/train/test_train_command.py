@@ -19,7 +19,7 @@ import pytest
 
 from shardwise.cli import main
 from shardwise.train import folder as rundir
-from tests.train.train_here import CONFIG, losses, metrics, summary, train_here, train_well
+from tests.train.train_here import CONFIG, losses, metrics, sets, summary, train_here, train_well
 
 
 def command(folder: Path, *arguments: str) -> list[str]:
@@ -103,7 +103,7 @@ def test_the_same_run_twice_the_second_time_under_torchrun_is_bitwise_the_same(w
 
 def test_killed_after_step_12_it_resumes_from_10_bit_for_bit(whole: Path, tmp_path: Path) -> None:
     run = tmp_path / "run"
-    arguments = ("--run-dir", "run", "--set", "checkpoint.every=10")
+    arguments = ("--run-dir", "run", *sets("checkpoint.every=10"))
     with subprocess.Popen(command(tmp_path, *arguments), cwd=tmp_path, env=environment()) as process:
         wait_for_step(run, 12, process)
         for pid in workers(process.pid):
@@ -111,7 +111,7 @@ def test_killed_after_step_12_it_resumes_from_10_bit_for_bit(whole: Path, tmp_pa
                 os.kill(pid, signal.SIGKILL)
         assert process.wait(90) == 128 + signal.SIGKILL
     assert (run / "LATEST").read_text().strip() == "checkpoints/step-00000010"
-    (text,) = train_well(tmp_path, 2, ("--run-dir", "run", "--resume", "--set", "checkpoint.every=10"))
+    (text,) = train_well(tmp_path, 2, ("--run-dir", "run", "--resume", *sets("checkpoint.every=10")))
     assert "resumed at step 10" in text
     assert losses(run) == losses(whole)
     assert [line["grad_norm"] for line in metrics(run)] == [line["grad_norm"] for line in metrics(whole)]
@@ -121,7 +121,7 @@ def test_a_second_run_is_refused_and_a_killed_launcher_leaves_no_worker(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.chdir(tmp_path)
-    arguments = ("--run-dir", "run", "--set", "train.steps=100000", "--set", "checkpoint.every=null")
+    arguments = ("--run-dir", "run", *sets("train.steps=100000", "checkpoint.every=null"))
     with subprocess.Popen(command(tmp_path, *arguments), cwd=tmp_path, env=environment()) as process:
         wait_for_step(tmp_path / "run", 2, process)
         assert main(["train", "run.yaml", *arguments, "--resume"]) == 84
@@ -141,7 +141,7 @@ def test_a_second_run_is_refused_and_a_killed_launcher_leaves_no_worker(
 def test_asked_to_stop_it_saves_the_step_and_says_so(whole: Path, tmp_path: Path, number: int, code: int) -> None:
     run = tmp_path / "run"
     with subprocess.Popen(
-        command(tmp_path, "--run-dir", "run", "--set", "checkpoint.every=null"),
+        command(tmp_path, "--run-dir", "run", *sets("checkpoint.every=null")),
         cwd=tmp_path, env=environment(), stdout=subprocess.PIPE, stderr=subprocess.STDOUT,
     ) as process:  # fmt: skip
         wait_for_step(run, 3, process)
@@ -153,11 +153,11 @@ def test_asked_to_stop_it_saves_the_step_and_says_so(whole: Path, tmp_path: Path
     assert "Traceback" not in out
     assert summary(run)["exit_code"] == code
     if number == signal.SIGTERM:
-        train_well(tmp_path, 2, ("--run-dir", "run", "--resume", "--set", "checkpoint.every=null"))
+        train_well(tmp_path, 2, ("--run-dir", "run", "--resume", *sets("checkpoint.every=null")))
         assert losses(run) == losses(whole)
 
 
-QUIET = ("--set", "model.dropout=0.0", "--set", "train.global_batch_size=12", "--set", "train.micro_batch_size=1")
+QUIET = sets("model.dropout=0.0", "train.global_batch_size=12", "train.micro_batch_size=1")
 
 
 @pytest.fixture(scope="module")
@@ -168,7 +168,7 @@ def divisible(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder / "run"
 
 
-ON_2_X_2 = ("--set", "parallel.dp_replicate=2", "--set", "parallel.accumulation=defer_replicate")
+ON_2_X_2 = sets("parallel.dp_replicate=2", "parallel.accumulation=defer_replicate")
 
 
 @pytest.mark.parametrize(
@@ -186,7 +186,7 @@ def test_it_continues_on_another_world_and_under_another_strategy(
 ) -> None:
     run = tmp_path / "run"
     shutil.copytree(divisible, run)
-    other = ("--set", f"parallel.strategy={strategy}", *more)
+    other = (*sets(f"parallel.strategy={strategy}"), *more)
     (out,) = train_well(tmp_path, nproc, ("--run-dir", "run", "--resume", "step-00000010", *QUIET, *other))
     assert f"parallel.strategy: zero3 -> {strategy}" in out
     assert "step-00000015 is set aside" in out
@@ -202,7 +202,7 @@ def test_it_continues_on_another_world_and_under_another_strategy(
 
 def test_another_configuration_is_refused_with_a_table(whole: Path) -> None:
     again = ("--run-dir", "whole")
-    refused = train_here(whole.parent, 1, (*again, "--resume", "--set", "train.seed=5"), again)
+    refused = train_here(whole.parent, 1, (*again, "--resume", *sets("train.seed=5")), again)
     assert [code for code, _ in refused] == [78, 78]
     assert "train.seed  0            5" in refused[0][1]
     assert "holds a run already" in refused[1][1]
@@ -210,7 +210,7 @@ def test_another_configuration_is_refused_with_a_table(whole: Path) -> None:
 
 def test_more_steps_may_be_asked_for(whole: Path, tmp_path: Path) -> None:
     shutil.copytree(whole, tmp_path / "run")
-    train_well(tmp_path, 2, ("--run-dir", "run", "--resume", "--set", "train.steps=22", "--set", "log.every=5"))
+    train_well(tmp_path, 2, ("--run-dir", "run", "--resume", *sets("train.steps=22", "log.every=5")))
     assert losses(tmp_path / "run")[:20] == losses(whole)
     assert len(losses(tmp_path / "run")) == 22
 
@@ -248,19 +248,17 @@ def test_a_damaged_shard_is_named_and_latest_good_goes_around_it(whole: Path, tm
 
 def test_changed_data_stops_the_resume(tmp_path: Path) -> None:
     (tmp_path / "text.txt").write_text("some text to read. " * 500)
-    arguments = ("--run-dir", "run", "--set", "data.source=text.txt", "--set", "data.max_bytes=null")
-    train_well(tmp_path, 2, (*arguments, "--set", "train.steps=2"))
+    arguments = ("--run-dir", "run", *sets("data.source=text.txt", "data.max_bytes=null"))
+    train_well(tmp_path, 2, (*arguments, *sets("train.steps=2")))
     (tmp_path / "text.txt").write_text("more text to read. " * 500)
-    ((code, out),) = train_here(tmp_path, 2, (*arguments, "--resume", "--set", "train.steps=3"))
+    ((code, out),) = train_here(tmp_path, 2, (*arguments, "--resume", *sets("train.steps=3")))
     assert code == 65
     assert "its hash has changed" in out
 
 
 def test_a_loss_that_is_not_finite_stops_all_ranks(tmp_path: Path) -> None:
     settings = ("optimizer.name=sgd", "optimizer.lr=1e30", "train.clip_grad_norm=null", "checkpoint.every=1")
-    ((code, out),) = train_here(
-        tmp_path, 2, ("--run-dir", "run", *(word for setting in settings for word in ("--set", setting)))
-    )
+    ((code, out),) = train_here(tmp_path, 2, ("--run-dir", "run", *sets(*settings)))
     assert code == 80
     assert "Nothing was saved since; safe: checkpoint of step" in out
     assert summary(tmp_path / "run")["exit_code"] == 80
@@ -289,7 +287,7 @@ def each_rank_on_a_machine_of_its_own() -> None:
 
 def test_a_folder_that_machines_do_not_share_is_refused_before_the_first_step(tmp_path: Path) -> None:
     shared, apart = str(tmp_path / "shared"), "apart"
-    plain = ("--set", "train.steps=2", "--set", "train.eval_every=null", "--run-dir")
+    plain = (*sets("train.steps=2", "train.eval_every=null"), "--run-dir")
     (code, text), (shared_code, _) = train_here(
         tmp_path, 2, [*plain, apart], [*plain, shared], before=each_rank_on_a_machine_of_its_own
     )

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from tests.train.train_here import metrics, train_well
+from tests.train.train_here import metrics, sets, train_well
 
 CONFIG = """
 model: {preset: gpt-nano, vocab_size: 256, num_layers: 3, seq_len: 64, tied: false}
@@ -30,7 +30,7 @@ def near(left: dict[str, Any], right: dict[str, Any]) -> bool:
 
 def test_two_ranks_train_evaluate_and_save_as_one_process(tmp_path: Path) -> None:
     expected = train(tmp_path, "one", 1)
-    got = train(tmp_path, "two", 2, "--set", "parallel.cp=2")
+    got = train(tmp_path, "two", 2, *sets("parallel.cp=2"))
     assert len(got) == 4
     assert all(near(*pair) for pair in zip(expected, got, strict=True))
     one, two = (json.loads((tmp_path / name / "summary.json").read_text()) for name in ("one", "two"))

@@ -9,11 +9,13 @@ import pytest
 import torch
 
 from shardwise.cli import main
-from tests.train.train_here import CONFIG, losses, metrics, summary, train_here, train_well
+from tests.train.train_here import CONFIG, losses, metrics, sets, summary, train_here, train_well
 
-FREE = ("--set", "train.clip_grad_norm=null", "--set", "train.steps=6", "--set", "checkpoint.every=4")
-FREE = (*FREE, "--set", "train.micro_batch_size=4", "--set", "train.eval_every=8")
-INSIDE = (*FREE, "--set", "optimizer.in_backward=true")
+FREE = sets(
+    *("train.clip_grad_norm=null", "train.steps=6", "checkpoint.every=4"),
+    *("train.micro_batch_size=4", "train.eval_every=8"),
+)
+INSIDE = (*FREE, *sets("optimizer.in_backward=true"))
 
 
 def test_updates_in_backward_are_those_after_it_also_when_resumed(tmp_path: Path) -> None:
@@ -26,7 +28,7 @@ def test_updates_in_backward_are_those_after_it_also_when_resumed(tmp_path: Path
     assert summary(inside)["peak_memory_bytes"] < 0.95 * summary(outside)["peak_memory_bytes"]
     assert 0.9 < summary(inside)["peak_memory_bytes"] / summary(inside)["predicted_peak_memory_bytes"] <= 1.02
     shutil.copytree(inside, again)
-    by_name = ("--set", "optimizer.flat=false")
+    by_name = sets("optimizer.flat=false")
     texts = train_well(
         tmp_path,
         2,
@@ -40,9 +42,9 @@ def test_updates_in_backward_are_those_after_it_also_when_resumed(tmp_path: Path
 
 
 def test_what_became_infinite_inside_backward_is_not_saved(tmp_path: Path) -> None:
-    wild = ("--set", "optimizer.name=sgd", "--set", "optimizer.lr=1e37", "--set", "train.eval_every=null")
+    wild = sets("optimizer.name=sgd", "optimizer.lr=1e37", "train.eval_every=null")
     ((code, text),) = train_here(
-        tmp_path, 2, ("--run-dir", "run", *INSIDE, *wild, "--set", "checkpoint.every=1", "--set", "train.steps=3")
+        tmp_path, 2, ("--run-dir", "run", *INSIDE, *wild, *sets("checkpoint.every=1", "train.steps=3"))
     )
     assert code == 80
     assert "are no longer finite. Not saved; safe: " in text or "Nothing was saved since; safe: " in text
@@ -57,8 +59,8 @@ def ten_million_bytes_on_rank_1() -> torch.Tensor | None:
 
 
 def test_a_record_has_the_peak_of_all_ranks_and_a_short_resume_its_speed(tmp_path: Path) -> None:
-    one, more = ("--set", "train.steps=1"), ("--set", "train.steps=3")
-    quiet = ("--set", "train.eval_every=null")
+    one, more = sets("train.steps=1"), sets("train.steps=3")
+    quiet = sets("train.eval_every=null")
     results = train_here(
         tmp_path, 2, ("--run-dir", "run", *one, *quiet), ("--run-dir", "run", "--resume", *more, *quiet),
         ("--run-dir", "run", "--resume", *more, *quiet), before=ten_million_bytes_on_rank_1,
@@ -76,9 +78,9 @@ def test_a_record_has_the_peak_of_all_ranks_and_a_short_resume_its_speed(tmp_pat
     ("settings", "reason"),
     [
         ((), "clipping needs the norm of all gradients before the first update"),
-        ((*FREE, "--set", "train.micro_batch_size=2"), "gradients of 2 microbatches are to be added up"),
-        ((*FREE, "--set", "parallel.mp_policy={param_dtype: fp16}"), "fp16's scaled gradients"),
-        ((*FREE, "--set", "parallel.offload_policy=cpu"), "offload_policy keeps gradients on the host"),
+        ((*FREE, *sets("train.micro_batch_size=2")), "gradients of 2 microbatches are to be added up"),
+        ((*FREE, *sets("parallel.mp_policy={param_dtype: fp16}")), "fp16's scaled gradients"),
+        ((*FREE, *sets("parallel.offload_policy=cpu")), "offload_policy keeps gradients on the host"),
     ],
 )
 def test_what_needs_all_gradients_is_refused_before_a_process_starts(
@@ -87,21 +89,16 @@ def test_what_needs_all_gradients_is_refused_before_a_process_starts(
 ) -> None:  # fmt: skip
     monkeypatch.chdir(tmp_path)
     (tmp_path / "run.yaml").write_text(CONFIG)
-    assert main(["train", "run.yaml", *settings, "--set", "optimizer.in_backward=true"]) == 78
+    assert main(["train", "run.yaml", *settings, *sets("optimizer.in_backward=true")]) == 78
     shown = capfd.readouterr().err
     assert "optimizer.in_backward" in shown
     assert reason in shown
 
 
-REPLICAS = (
-    "--set",
-    "parallel.strategy=data_parallel",
-    "--set",
-    "model.dropout=0.0",
-    "--set",
-    "train.micro_batch_size=3",
+REPLICAS = sets(
+    *("parallel.strategy=data_parallel", "model.dropout=0.0", "train.micro_batch_size=3"),
+    *("train.global_batch_size=6", "train.steps=12"),
 )
-REPLICAS = (*REPLICAS, "--set", "train.global_batch_size=6", "--set", "train.steps=12")
 
 
 def test_replicas_in_one_process_train_resume_and_report(tmp_path: Path) -> None:
@@ -110,7 +107,7 @@ def test_replicas_in_one_process_train_resume_and_report(tmp_path: Path) -> None
         tmp_path,
         1,
         ("--run-dir", "replicas", *REPLICAS),
-        ("--run-dir", "alone", *REPLICAS, "--set", "parallel.strategy=ddp"),
+        ("--run-dir", "alone", *REPLICAS, *sets("parallel.strategy=ddp")),
     )
     assert max(abs(x - y) for x, y in zip(losses(replicas), losses(alone), strict=True)) < 1e-5
     found, expected = summary(replicas), summary(alone)
@@ -128,7 +125,7 @@ def test_replicas_with_several_processes_are_refused_with_what_to_do(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.chdir(tmp_path)
-    assert main(["train", "--set", "parallel.strategy=data_parallel", "--nproc", "2"]) == 78
+    assert main(["train", *sets("parallel.strategy=data_parallel"), "--nproc", "2"]) == 78
     shown = capfd.readouterr().err
     assert "--set parallel.strategy: strategy='data_parallel' runs replicas in one process" in shown
     assert "--nproc 1" in shown

@@ -5,7 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 
 from shardwise.cli import main
-from tests.train.train_here import losses, metrics, summary, train_well
+from tests.train.train_here import losses, metrics, sets, summary, train_well
 
 CONFIG = """
 model: {preset: gpt-nano, vocab_size: 256, num_layers: 3, tied: false}
@@ -22,7 +22,7 @@ def numbers(run: Path) -> tuple[list[float], list[float], float]:
 
 def test_two_stages_train_evaluate_and_save_as_one_process(tmp_path: Path) -> None:
     train_well(tmp_path, 1, ("--run-dir", "one"), config=CONFIG)
-    (out,) = train_well(tmp_path, 2, ("--run-dir", "two", "--set", "parallel.pp=2"), config=CONFIG)
+    (out,) = train_well(tmp_path, 2, ("--run-dir", "two", *sets("parallel.pp=2")), config=CONFIG)
     assert "gpt-nano on 2 x cpu, zero3 on pp=2\n" in out
     assert numbers(tmp_path / "two") == numbers(tmp_path / "one")
 
@@ -31,5 +31,5 @@ def test_microbatches_that_the_schedule_does_not_take_are_refused_before_anythin
     monkeypatch.chdir(tmp_path)
     (tmp_path / "run.yaml").write_text(CONFIG)
     pipeline = "parallel.pipeline={schedule: interleaved-1f1b, num_microbatches: 2}"
-    assert main(["validate", "run.yaml", "--nproc", "2", "--set", "parallel.pp=2", "--set", pipeline]) == 78
+    assert main(["validate", "run.yaml", "--nproc", "2", *sets("parallel.pp=2"), "--set", pipeline]) == 78
     assert "num_microbatches=2, but a step has 4 microbatches" in capfd.readouterr().err

@@ -11,7 +11,7 @@ from shardwise.cli import main
 from shardwise.train.checkpoints import saved_config
 from shardwise.train.tokenizer import OfFolder
 from tests.common.tokenizers import TEXT, save_model, save_tokenizer
-from tests.train.train_here import losses, train_here
+from tests.train.train_here import losses, sets, train_here
 
 pytest.importorskip("transformers", reason="the hf extra is not installed")
 pytestmark = pytest.mark.preload("transformers.models.llama.modeling_llama")
@@ -33,7 +33,7 @@ def test_a_folder_is_trained_and_continues_text_with_its_tokenizer(
 ) -> None:
     save_model(save_tokenizer(tmp_path / "llama"), vocab_size=300)
     (tmp_path / "text.txt").write_text(TEXT)
-    run, again = ("--run-dir", "run"), ("--run-dir", "run", "--resume", "--set", "train.steps=14")
+    run, again = ("--run-dir", "run"), ("--run-dir", "run", "--resume", *sets("train.steps=14"))
     results = train_here(tmp_path, 2, run, again, config=CONFIG, before=cache_here)
     assert [code for code, _ in results] == [0, 0], results
     tokens = len(OfFolder(tmp_path / "llama").encode(TEXT)) + 1

@@ -13,7 +13,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 import shardwise as sw
 from shardwise.train import loop, unread
 from tests.common.ranks import on_ranks
-from tests.train.train_here import losses, metrics, summary, train_here, train_well
+from tests.train.train_here import losses, metrics, sets, summary, train_here, train_well
 
 CONFIG = """
 model: {preset: gpt-nano, vocab_size: 256}
@@ -22,16 +22,13 @@ train: {steps: 8, micro_batch_size: 2, gradient_accumulation_steps: 2, eval_ever
 optimizer: {name: sgd, lr: 1e-2}
 checkpoint: {final: false}
 """
-EVERY_4 = ("--set", "log.every=4")
+EVERY_4 = sets("log.every=4")
 PLANS = {
     "zero3": (),
-    "ddp": ("--set", "parallel.strategy=ddp"),
-    "bf16": ("--set", "parallel.mp_policy={param_dtype: bf16}"),
-    "pipeline": ("--set", "parallel.pp=2"),
-    "inside": (
-        *("--set", "optimizer.in_backward=true", "--set", "train.clip_grad_norm=null"),
-        *("--set", "train.gradient_accumulation_steps=1"),
-    ),
+    "ddp": sets("parallel.strategy=ddp"),
+    "bf16": sets("parallel.mp_policy={param_dtype: bf16}"),
+    "pipeline": sets("parallel.pp=2"),
+    "inside": sets("optimizer.in_backward=true", "train.clip_grad_norm=null", "train.gradient_accumulation_steps=1"),
 }
 
 
@@ -93,7 +90,7 @@ def test_the_dtype_of_products_is_that_which_most_weights_compute_in() -> None:
 
 
 def test_how_often_values_are_read_changes_none_of_them(tmp_path: Path) -> None:
-    often, seldom = (("--run-dir", name, "--set", f"log.every={every}") for name, every in (("a", 1), ("b", 5)))
+    often, seldom = (("--run-dir", name, *sets(f"log.every={every}")) for name, every in (("a", 1), ("b", 5)))
     train_well(tmp_path, 2, often, seldom, config=CONFIG)
     first, second = (metrics(tmp_path / name) for name in "ab")
     for line in (*first, *second):
@@ -103,7 +100,7 @@ def test_how_often_values_are_read_changes_none_of_them(tmp_path: Path) -> None:
 
 def test_a_loss_that_is_not_finite_is_found_at_the_next_reading_and_never_saved(tmp_path: Path) -> None:
     wild = ("optimizer.lr=1e30", "train.clip_grad_norm=null", "checkpoint.every=4", "log.every=4")
-    settings = tuple(word for setting in wild for word in ("--set", setting))
+    settings = sets(*wild)
     ((code, text),) = train_here(tmp_path, 2, ("--run-dir", "run", *settings), config=CONFIG)
     assert code == 80, text
     assert "step 2: the loss is" in text or "step 2: the gradient norm is" in text or "step 3: the" in text, text
@@ -116,7 +113,7 @@ def test_a_loss_that_is_not_finite_is_found_at_the_next_reading_and_never_saved(
 
 
 def test_held_out_losses_are_in_the_record_of_their_step(tmp_path: Path) -> None:
-    arguments = ("--set", "train.eval_every=3", "--set", "log.every=5")
+    arguments = sets("train.eval_every=3", "log.every=5")
     train_well(tmp_path, 2, ("--run-dir", "run", *arguments), config=CONFIG)
     lines = metrics(tmp_path / "run")
     assert [line["step"] for line in lines] == list(range(1, 9))

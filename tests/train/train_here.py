@@ -23,6 +23,11 @@ checkpoint: {every: 5, keep: 10}
 TIMES = {"tokens_per_s", "step_time_s", "data_time_s"}
 
 
+def sets(*settings: str) -> tuple[str, ...]:
+    """Arguments that set fields of the configuration: each is ``section.field=value``."""
+    return tuple(word for setting in settings for word in ("--set", setting))
+
+
 def train_here(
     folder: Path, world: int, *runs: Sequence[str], config: str = CONFIG, before: Callable[[], Any] | None = None
 ) -> list[tuple[int, str]]:
