@@ -1,4 +1,4 @@
-"""Tests that are wholly run on ranks."""
+"""Tests that are wholly run on ranks, and what they ask of calls that are refused."""
 
 from __future__ import annotations
 
@@ -33,6 +33,13 @@ def on_ranks(*worlds: Any, timeout_s: float = 60.0) -> Callable[[Callable[..., A
         return pytest.mark.parametrize("world", worlds)(test)
 
     return decorate
+
+
+def refusal(kind: Any, call: Callable[..., Any], *args: Any, **options: Any) -> str:
+    """The text of the error of this kind (or one of these) that the call raises."""
+    with pytest.raises(kind) as caught:
+        call(*args, **options)
+    return str(caught.value)
 
 
 def _call(module: str, name: str, given: dict[str, Any]) -> None:

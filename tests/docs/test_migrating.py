@@ -14,6 +14,7 @@ from torch import nn
 import shardwise as sw
 from shardwise.spec.errors import ShardwiseError
 from shardwise.testing import run_on_ranks
+from tests.common.ranks import refusal
 
 PAGE = (Path(__file__).parents[2] / "docs" / "migrating.md").read_text("utf-8")
 
@@ -79,9 +80,7 @@ def messages() -> dict[str, str]:
     found = {}
     for name, call in CALLS.items():
         model = sw.parallelize(build(), sw.ParallelPlan(strategy="zero3"))
-        with pytest.raises(ShardwiseError) as raised:
-            call(model)
-        found[name] = str(raised.value)
+        found[name] = refusal(ShardwiseError, call, model)
     return found
 
 

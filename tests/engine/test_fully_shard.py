@@ -14,7 +14,7 @@ import shardwise as sw
 from shardwise.spec.errors import PlanError, StateError
 from shardwise.testing import probe, run_on_ranks
 from tests.common.oracle import Block, Chain, compare, compare_each, compare_local_sums, plain_loss, sample
-from tests.common.ranks import on_ranks
+from tests.common.ranks import on_ranks, refusal
 
 WORLDS = pytest.mark.parametrize("world", [1, 2, 3])
 
@@ -116,9 +116,7 @@ def test_gradient_sync_can_be_switched_by_method():
     """
     model = bottom_up(Chain())
     compare_local_sums(model, Chain, lambda is_enabled: switched(model, is_enabled), "fully_shard")
-    with pytest.raises(StateError) as caught:
-        model.blocks[1].set_requires_gradient_sync(False)
-    text = str(caught.value)
+    text = refusal(StateError, model.blocks[1].set_requires_gradient_sync, False)
     assert text.startswith("set_requires_gradient_sync() of unit 'blocks.1': the units of a model are reduced toge")
 
 
@@ -173,9 +171,7 @@ def test_what_cannot_be_a_unit_is_refused():
     texts = {}
 
     def attempt(name, call, kind):
-        with pytest.raises(kind) as caught:
-            call()
-        texts[name] = str(caught.value)
+        texts[name] = refusal(kind, call)
 
     model = bottom_up(Chain())
     attempt("twice", lambda: sw.fully_shard(model), StateError)

@@ -12,7 +12,7 @@ import shardwise as sw
 from shardwise.spec.errors import StateError
 from shardwise.testing import probe, run_on_ranks
 from tests.common.oracle import Block, Chain, compare_each, plain_loss, planned, sample
-from tests.common.ranks import on_ranks
+from tests.common.ranks import on_ranks, refusal
 from tests.engine import test_behaviour, test_disagreement, test_layer_drop, test_pitfalls, test_side_doors, test_slots
 from tests.engine import test_hybrid_ranks as test_hybrid
 from tests.features import test_activation_checkpointing, test_recomputation
@@ -190,9 +190,7 @@ def test_a_module_of_a_merged_unit_is_refused_outside_of_its_own_call():
     texts = []
 
     def call_a_neighbours_part(module, args):
-        with pytest.raises(StateError) as caught:
-            model.blocks[1].up(args[0])
-        texts.append(str(caught.value))
+        texts.append(refusal(StateError, model.blocks[1].up, args[0]))
 
     hook = model.blocks[0].register_forward_pre_hook(call_a_neighbours_part)
     x = sample(0, 0)

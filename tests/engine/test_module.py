@@ -14,7 +14,7 @@ import shardwise as sw
 from shardwise.spec.errors import StateError
 from shardwise.testing import StorageCount, checks, probe, run_on_ranks
 from tests.common.oracle import PRESETS, SHARDED, Block, Chain, compare, plain_loss, presets, sample
-from tests.common.ranks import on_ranks
+from tests.common.ranks import on_ranks, refusal
 
 SPLIT = ("zero1", "zero2", "shard_grad_op", "zero3")
 
@@ -107,9 +107,7 @@ def test_an_optimizer_that_has_stepped_before_is_refused():
         optimizer.zero_grad()
         sw.parallelize(model, sw.ParallelPlan(strategy=strategy))
         plain_loss(model, 0, 1).backward()
-        with pytest.raises(StateError) as caught:
-            optimizer.step()
-        texts.append(str(caught.value))
+        texts.append(refusal(StateError, optimizer.step))
     for text in texts:
         assert text.startswith("the optimizer was used before sw.parallelize(): its state 'exp_avg' of '")
         assert "Build it after sw.parallelize(), or without having stepped" in text
@@ -304,9 +302,7 @@ def test_a_state_dict_that_does_not_fit_is_refused_on_all_ranks_and_nothing_is_l
         def attempt(name, change, *, strict=True, model=model, good=good):
             state = dict(good)
             change(state)
-            with pytest.raises(StateError) as caught:
-                sw.load_full_state_dict(model, state if rank == 0 else {}, strict=strict)
-            texts[name] = str(caught.value)
+            texts[name] = refusal(StateError, sw.load_full_state_dict, model, state if rank == 0 else {}, strict=strict)
 
         attempt("missing", lambda s: s.pop("blocks.1.up.weight"))
         attempt("buffer", lambda s: s.pop("blocks.1.steps"))

@@ -11,6 +11,7 @@ from torch import Tensor, nn
 import shardwise as sw
 from shardwise.features.wrap import find_units
 from shardwise.spec.errors import PlanError
+from tests.common.ranks import refusal
 
 
 class Block(nn.Module):
@@ -149,9 +150,7 @@ def test_by_class_takes_subclasses_names_and_several_classes():
 
 
 def test_a_class_that_is_not_there_is_an_error_that_shows_those_that_are():
-    with pytest.raises(PlanError) as caught:
-        find_units(Model(layers=chain()), sw.wrap_by_class({"Blok"}))
-    assert str(caught.value) == (
+    assert refusal(PlanError, find_units, Model(layers=chain()), sw.wrap_by_class({"Blok"})) == (
         "wrap_by_class({Blok}) matches no module of Model.\n  Classes in it: Block (3), LayerNorm (3), Linear (3)."
     )
     with pytest.raises(PlanError, match=r"Classes in it: none with parameters\."):
@@ -174,9 +173,7 @@ def test_by_name_takes_patterns_that_do_not_cross_dots():
 
 def test_every_pattern_must_match_something():
     model = Model(layers=chain())
-    with pytest.raises(PlanError) as caught:
-        find_units(model, sw.wrap_by_name("layers.*", "layer.7"))
-    assert str(caught.value) == (
+    assert refusal(PlanError, find_units, model, sw.wrap_by_name("layers.*", "layer.7")) == (
         "wrap_by_name('layer.7') matches no module of Model that has parameters and is called.\n"
         "  Names in it: layers.0, layers.0.norm, layers.0.linear, layers.1, layers.1.norm, layers.1.linear, layers.2,"
         " layers.2.norm, ...."
@@ -198,9 +195,7 @@ def test_by_size_builds_units_bottom_up():
 
 
 def test_a_size_beyond_the_model_is_an_error():
-    with pytest.raises(PlanError) as caught:
-        find_units(Model(layers=chain()), sw.wrap_by_size(1000))
-    assert str(caught.value) == (
+    assert refusal(PlanError, find_units, Model(layers=chain()), sw.wrap_by_size(1000)) == (
         "wrap_by_size(min_num_params=1000) finds no unit: Model has 84 parameters in all.\n"
         "  Choose a smaller size, or auto_wrap_policy='none'."
     )

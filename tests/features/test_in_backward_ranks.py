@@ -19,7 +19,7 @@ from shardwise.forms.optimizer import engines_of
 from shardwise.spec.errors import StateError
 from shardwise.testing import checks, probe, run_on_ranks
 from tests.common.oracle import PRESETS, Block, Chain, descend, plain_loss, sample
-from tests.common.ranks import on_ranks
+from tests.common.ranks import on_ranks, refusal
 from tests.engine.test_side_doors import Boxed, KeepsLoss, with_aux_loss
 from tests.optim.test_flat_ranks import Branching, by_rank, by_step, flat_groups, two_groups
 
@@ -177,9 +177,7 @@ def test_what_needs_all_gradients_is_refused():
     texts = []
 
     def refused(call):
-        with pytest.raises(StateError) as caught:
-            call()
-        texts.append(str(caught.value))
+        texts.append(refusal(StateError, call))
 
     for strategy in ("ddp", "zero3"):
         model = sw.parallelize(Chain(), sw.ParallelPlan(strategy=strategy))
@@ -349,9 +347,7 @@ def late_gradient(strategy):
     early = full.sum()
     module["late"] = shard
     loss = Chain.forward(model, x).square().mean() if False else nn.Module.__call__(model, x).square().mean() + early
-    with pytest.raises(StateError) as caught:
-        loss.backward()
-    return str(caught.value)
+    return refusal(StateError, loss.backward)
 
 
 # -- what it is for

@@ -12,7 +12,7 @@ from shardwise.testing import checks, run_on_ranks
 from tests.common import casts, models
 from tests.common.casts import PRESETS, STEPS
 from tests.common.oracle import descend
-from tests.common.ranks import on_ranks
+from tests.common.ranks import on_ranks, refusal
 
 BF16, FP32 = torch.bfloat16, torch.float32
 
@@ -80,9 +80,7 @@ def test_a_file_writes_the_same_policy() -> None:
 
 def refuse(overrides: dict[str, object], name: str) -> str:
     policy = sw.PrecisionPolicy(overrides=overrides)
-    with pytest.raises(sw.PlanError) as caught:
-        sw.parallelize(models.build(name), sw.ParallelPlan(mp_policy=policy))
-    return str(caught.value)
+    return refusal(sw.PlanError, sw.parallelize, models.build(name), sw.ParallelPlan(mp_policy=policy))
 
 
 @pytest.mark.parametrize(
@@ -112,9 +110,9 @@ def test_overrides_that_are_none_are_refused(overrides: dict[str, object], messa
 
 @on_ranks(1)
 def test_fully_shard_takes_one_policy() -> None:
-    with pytest.raises(sw.PlanError) as caught:
-        sw.fully_shard(nn.Linear(2, 2), mp_policy=POLICY)
-    assert "Call fully_shard on the modules that differ first" in str(caught.value)
+    assert "Call fully_shard on the modules that differ first" in refusal(
+        sw.PlanError, sw.fully_shard, nn.Linear(2, 2), mp_policy=POLICY
+    )
 
 
 # -- batch norm and buffers

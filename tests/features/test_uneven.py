@@ -12,7 +12,7 @@ from shardwise.spec.errors import CommError, RankDisagreement, StateError
 from shardwise.testing import checks, probe, report_stalls_after, run_on_ranks, same_bits
 from tests.common import families, models
 from tests.common.oracle import Chain, adamw, descend, plain_loss, presets, sample
-from tests.common.ranks import on_ranks
+from tests.common.ranks import on_ranks, refusal
 from tests.engine.test_disagreement import Skips
 
 
@@ -436,9 +436,7 @@ def test_ranks_with_batches_that_do_different_things_are_told_so():
                 with torch.set_grad_enabled(rank == 1):
                     model(sample(rank, step))
 
-    with pytest.raises(RankDisagreement) as caught:
-        run()
-    text = str(caught.value)
+    text = refusal(RankDisagreement, run)
     assert text.startswith("ranks inside sw.join() do different things:\n  rank 1: forward (3, ")
     assert "\n  rank 2: forward (0, " in text
 
@@ -449,9 +447,7 @@ def test_refusals_are_clear_and_come_on_all_ranks(tmp_path):
     texts = {}
 
     def note(name, call, *args):
-        with pytest.raises(StateError) as caught:
-            call(*args)
-        texts[name] = str(caught.value)
+        texts[name] = refusal(StateError, call, *args)
 
     model = sw.parallelize(Chain())
     optimizer, other = adamw(model.parameters()), adamw(model.parameters())

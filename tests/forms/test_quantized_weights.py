@@ -13,7 +13,7 @@ from shardwise.testing import checks, probe, run_on_ranks
 from tests.common import casts, models
 from tests.common.casts import DTYPES, PRESETS
 from tests.common.oracle import descend
-from tests.common.ranks import on_ranks
+from tests.common.ranks import on_ranks, refusal
 
 BLOCK = 128
 
@@ -178,9 +178,9 @@ def test_weights_of_linear_layers_are_quantized_and_nothing_else(preset: str) ->
 @pytest.mark.parametrize("form", ["int8", "bf16"])
 @on_ranks(1)
 def test_where_there_is_nothing_to_quantize_the_wish_is_refused(form: str) -> None:
-    with pytest.raises(sw.PlanError) as caught:
-        sw.parallelize(models.build("gpt").bfloat16(), sw.ParallelPlan(quantize_frozen=form))
-    message = str(caught.value)
+    message = refusal(
+        sw.PlanError, sw.parallelize, models.build("gpt").bfloat16(), sw.ParallelPlan(quantize_frozen=form)
+    )
     assert f"quantize_frozen='{form}', but the model has no frozen weight of a linear layer" in message
 
 

@@ -25,7 +25,7 @@ from shardwise.spec.placement import PRESETS
 from shardwise.spec.slice import Cut, Slice, even_ranges, set_slice
 from shardwise.testing import probe, run_on_ranks
 from tests.common.blockwise import RowAdagrad
-from tests.common.ranks import on_ranks
+from tests.common.ranks import on_ranks, refusal
 
 HIDDEN, HEADS, ROWS = 12, 4, 22
 DTYPES = {"fp32": torch.float32, "int64": torch.int64}
@@ -332,9 +332,7 @@ def refuse(folder: str) -> dict[str, str]:
         )
         sw.save(f"{folder}/{name}", model, optimizer)
     model, _, _ = LAYOUTS["tp2 x dp2"].make(rows)
-    with pytest.raises(StateError) as caught:
-        trained_with(RowAdagrad, model)
-    texts["columns"] = str(caught.value)
+    texts["columns"] = refusal(StateError, trained_with, RowAdagrad, model)
     model, _, _ = LAYOUTS["tp2 x dp2"].make(rows, ("out.weight",))  # rows are whole, on whatever rank
     sw.save(f"{folder}/rows", model, trained_with(RowAdagrad, model))
     reference = logical(f"{folder}/rows")
@@ -347,9 +345,7 @@ def refuse(folder: str) -> dict[str, str]:
     model, optimizer, _ = LAYOUTS["pp2 x dp2"].make()
     if distributed.get_rank() == 2:  # one rank of the last stage
         model.blocks[3].norm.running_mean = torch.zeros(HIDDEN, 2)[:, 0]
-    with pytest.raises(StateError) as caught:
-        sw.load(f"{folder}/tp2 x dp2", model, optimizer)
-    texts["one rank"] = str(caught.value)
+    texts["one rank"] = refusal(StateError, sw.load, f"{folder}/tp2 x dp2", model, optimizer)
     texts["table"] = str(share_a_table(folder))
     return texts
 
