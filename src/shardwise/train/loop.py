@@ -33,6 +33,7 @@ from shardwise.train.build import (
     to_tensors,
 )
 from shardwise.train.checkpoints import Checkpoints, check_config, find_checkpoint, saved_config
+from shardwise.train.config import Config
 from shardwise.train.control import Control
 from shardwise.train.data import DataError, Part, RandomPart
 from shardwise.train.folder import RunLock
@@ -86,7 +87,7 @@ def train(resolved: RunConfig, *, world: World, run_dir: Path | None, resume: st
             control.on_first(lambda: resolved.source.check(resolved.vocab_size))
         if world.restart_count and resume is None:
             resume = "latest" if control.on_first(lambda: _has_checkpoint(directory)) else None
-        return Trainer(resolved, control, directory, device, stop, is_demo=is_demo).run(resume)
+        return Trainer(resolved, control, directory, device, stop).run(resume, is_demo=is_demo)
 
 
 def _open_directory(resolved: RunConfig, run_dir: Path | None, resume: str | None, world: World) -> Path:
@@ -167,38 +168,20 @@ class Trainer:
     """The loop and what it holds. Made once per process."""
 
     def __init__(
-        self,
-        resolved: RunConfig,
-        control: Control,
-        directory: Path,
-        device: torch.device,
-        stop: StopRequest,
-        *,
-        is_demo: bool,
+        self, resolved: RunConfig, control: Control, directory: Path, device: torch.device, stop: StopRequest
     ) -> None:
-        self.resolved, self.config, self.control = resolved, resolved.config, control
-        self.directory, self.device, self.stop, self.is_demo = directory, device, stop, is_demo
-        self.done = Progressed()
-        self.own_peak_bytes = 0  # of this rank
-        self.made_steps = 0  # by this process
-        self.timed_from = 0  # steps of this process that say nothing about speed
-        self.speed = Speed()
-        self.data_s = 0.0  # seconds of this step that the host spent on data
-        config, batch, mesh = self.config, resolved.batch, resolved.mesh
+        self.resolved, self.control, self.device, self.stop = resolved, control, device, stop
+        self.done, self.speed = Progressed(), Speed()
+        config, batch = resolved.config, resolved.batch
         self.data = data_of(resolved)
-        self.reader = mesh.data_parallel_rank(control.rank)
         self.sampler = Sampler(
             self.data.train.num_samples,
             config.train.seed,
             batch.micro,
             batch.accumulation,
-            self.reader,
+            resolved.mesh.data_parallel_rank(control.rank),
             batch.data_parallel_size,
         )
-        self.num_held_out = (
-            held_out_samples(self.data.held_out, batch, config.train.eval_batches) if config.train.eval_every else 0
-        )
-        self.objective = objective_of(config)
         self.model, self.optimizer = self._build()
         is_scaled = any(control.all_json(needs_scaler(self.model)))  # a stage alone may be in fp16
         self.scaler = sw.GradScaler(device.type, enabled=is_scaled)
@@ -222,6 +205,16 @@ class Trainer:
             directory, run_id=directory.name, keep=config.checkpoint.keep, control=control, device=device
         )
 
+    @property
+    def config(self) -> Config:
+        """The run's configuration, every value filled in."""
+        return self.resolved.config
+
+    @property
+    def reader(self) -> int:
+        """This rank among those that read different samples."""
+        return self.sampler.data_parallel_rank
+
     def _build(self) -> tuple[nn.Module, torch.optim.Optimizer]:
         random_state.seed_all(self.config.train.seed)
         model, weights = defer_model(self.resolved, self.device)
@@ -234,7 +227,7 @@ class Trainer:
 
     # --- the run -----------------------------------------------------------------------------------------------------
 
-    def run(self, resume: str | None) -> int:
+    def run(self, resume: str | None, *, is_demo: bool) -> int:
         """Train to the end, or to a request to stop."""
         changes = self._begin(resume)
         self.unread = UnreadSteps(self.control, self.config.log.every)
@@ -261,11 +254,11 @@ class Trainer:
                     self.done, outcome, self.speed, peak_bytes=self.peak_bytes, failed_saves=self.saves.failures
                 )
         if outcome.exit_code == 0:
-            parity = parity_line(self.resolved, self.data, self.device) if self.is_demo else None
+            parity = parity_line(self.resolved, self.data, self.device) if is_demo else None
             self.report.conclude(self.progress, self.done, self.speed, peak_bytes=self.peak_bytes)
             if parity is not None:
                 self.progress.say(parity)
-            self.progress.say(f"see {printable(self.directory)}")
+            self.progress.say(f"see {printable(self.report.directory)}")
         return outcome.exit_code
 
     def _begin(self, resume: str | None) -> list[str]:
@@ -276,7 +269,7 @@ class Trainer:
         if resume is None:
             random_state.seed_all(random_state.rank_seed(self.config.train.seed, self.reader))
         else:
-            path = Path(self.control.on_first(lambda: str(find_checkpoint(self.directory, resume))))
+            path = Path(self.control.on_first(lambda: str(find_checkpoint(self.report.directory, resume))))
             changes = self.control.on_first(lambda: check_config(saved_config(path), self.config, self.resolved.asked))
             state = self.saves.load(path, self.model, self.optimizer, self.average)
             self.sampler.load_state(state["sampler"])
@@ -293,9 +286,9 @@ class Trainer:
         if path is not None:
             changes += self.control.on_first(lambda: self.saves.set_aside_later(path, self.done.step))
         if self.config.train.steps - self.done.step > MEASURED_STEPS:
-            self.timed_from = MEASURED_STEPS  # counting tensors slows them
+            self.speed.timed_from = MEASURED_STEPS  # counting tensors slows them
         self.control.on_first(self.report.write_start)
-        self.recorder = Recorder(self.directory, self.config, self.done.step) if self.control.is_first else None
+        self.recorder = Recorder(self.report.directory, self.config, self.done.step) if self.control.is_first else None
         return changes
 
     def _restore_random(self, state: dict[str, Any]) -> None:
@@ -341,7 +334,7 @@ class Trainer:
             The model's and its optimizer's.
         """
         clock = StepTime(self.device)
-        is_measured = self.device.type == "cuda" or self.made_steps < MEASURED_STEPS
+        is_measured = self.device.type == "cuda" or self.speed.made_steps < MEASURED_STEPS
         with contextlib.ExitStack() as stack:
             events = stack.enter_context(sw.record_collectives(self.model))
             memory = stack.enter_context(PeakTensorBytes(self.device)) if is_measured else None
@@ -353,8 +346,8 @@ class Trainer:
             if self.average is not None:
                 self.average.update()
         if memory is not None:
-            self.own_peak_bytes = max(self.own_peak_bytes, memory.peak_bytes)
-        self.made_steps += 1
+            self.speed.own_peak_bytes = max(self.speed.own_peak_bytes, memory.peak_bytes)
+        self.speed.made_steps += 1
         clock.stop()
         self.unread.steps.append(
             UnreadStep(
@@ -365,7 +358,7 @@ class Trainer:
                 time=clock,
                 lr=lr,
                 scale=scale,
-                data_s=self.data_s,
+                data_s=self.speed.data_s,
                 sent_bytes=sum(event.sent_bytes for event in events),
             )
         )
@@ -376,14 +369,15 @@ class Trainer:
         Gradients are ready then, or where backward updates, parameters are new.
         """
         losses: list[Tensor] = []
-        self.data_s = 0.0
+        objective = objective_of(self.config)
+        self.speed.data_s = 0.0
         sw.train_step(
             self.model,
             self._microbatches(self.data.train, self.sampler.next_step()),
-            self.objective.loss_fn,
+            objective.loss_fn,
             self.resolved.batch.accumulation,
             scaler=self.scaler,
-            forward=self.objective.forward,
+            forward=objective.forward,
             losses=losses,
         )
         return sum(losses, torch.zeros((), device=self.device)) if losses else None
@@ -392,7 +386,7 @@ class Trainer:
         for each in samples:
             started = time.perf_counter()
             batch = to_tensors(part, each, self.device)
-            self.data_s += time.perf_counter() - started
+            self.speed.data_s += time.perf_counter() - started
             yield batch
 
     def _update(self) -> tuple[Tensor, bool]:
@@ -419,13 +413,13 @@ class Trainer:
         Collective:
             One all-gather, and those of an evaluation.
         """
-        found = self.unread.read(own_peak_bytes=self.own_peak_bytes, own_signal=self.stop.signal_number)
+        found = self.unread.read(own_peak_bytes=self.speed.own_peak_bytes, own_signal=self.stop.signal_number)
         is_evaluated = False
         for index, values in enumerate(found):
             self._check_finite("loss", values.losses)
             if values.norm is not None and not values.step.is_skipped:
                 self._check_finite("gradient norm", {0: values.norm})
-            record = self._take(values, made_steps=self.made_steps - len(found) + index + 1)
+            record = self._take(values, made_steps=self.speed.made_steps - len(found) + index + 1)
             self.progress.step(record)
             if evaluates and index == len(found) - 1:
                 record = replace(record, eval_loss=self._evaluate())
@@ -465,7 +459,7 @@ class Trainer:
         done.tokens += tokens
         done.first_loss = loss if done.first_loss is None else done.first_loss
         done.final_loss = loss
-        if made_steps > self.timed_from:
+        if made_steps > self.speed.timed_from:
             self.speed.tokens += tokens
             self.speed.seconds += step_s
         return Record(
@@ -493,23 +487,24 @@ class Trainer:
 
     def _evaluate(self) -> float:
         """The held-out loss, of the averaged weights where there are any."""
+        count = held_out_samples(self.data.held_out, self.resolved.batch, self.config.train.eval_batches)
         with self.average.swapped_in() if self.average is not None else contextlib.nullcontext():
-            loss = self._held_out_loss()
+            loss = self._held_out_loss(count)
         done = self.done
         done.eval_loss_first = loss if done.eval_loss_first is None else done.eval_loss_first
         done.eval_loss_final = loss
         if self.recorder is not None:
             self.recorder.held_out(done.step, loss)
-        self.progress.say(f"step {done.step}  held-out loss {loss:.4f} ({self.num_held_out} samples)")
+        self.progress.say(f"step {done.step}  held-out loss {loss:.4f} ({count} samples)")
         return loss
 
-    def _held_out_loss(self) -> float:
-        """The mean loss over the held-out samples, spread evenly over their part; the same value on every rank.
+    def _held_out_loss(self, count: int) -> float:
+        """The mean loss over ``count`` held-out samples, spread evenly over their part; the same value on every rank.
 
         Collective:
             The model's forwards, then one all-gather of 16 bytes per rank.
         """
-        batch, part, count = self.resolved.batch, self.data.held_out, self.num_held_out
+        batch, part, objective = self.resolved.batch, self.data.held_out, objective_of(self.config)
         at_once, stride = batch.micro * batch.data_parallel_size, part.num_samples // count
         starts = range(self.reader * batch.micro, count, at_once)
         samples = [[index * stride for index in range(start, start + batch.micro)] for start in starts]
@@ -519,9 +514,9 @@ class Trainer:
             sw.eval_step(
                 self.model,
                 self._microbatches(part, samples),
-                self.objective.loss_fn,
+                objective.loss_fn,
                 len(samples),
-                forward=self.objective.forward,
+                forward=objective.forward,
                 losses=losses,
             )
             found = torch.stack(losses).tolist() if losses else []  # read once, when all have been computed

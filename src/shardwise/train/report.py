@@ -42,14 +42,27 @@ class Outcome:
 
 @dataclass(slots=True)
 class Speed:
-    """Tokens and seconds of the steps of this process that say something about speed."""
+    """What this process has measured of its steps.
+
+    Attributes:
+        tokens: Tokens of the steps that are timed, over all ranks.
+        seconds: Time of these steps.
+        made_steps: Steps of this process.
+        timed_from: The first so many of them are not timed.
+        own_peak_bytes: The most bytes of tensors that this rank has held.
+        data_s: Seconds of the newest step that the host spent on data.
+    """
 
     tokens: int = 0
     seconds: float = 0.0
+    made_steps: int = 0
+    timed_from: int = 0
+    own_peak_bytes: int = 0
+    data_s: float = 0.0
 
     @property
     def tokens_per_s(self) -> float | None:
-        """``None`` before the first such step."""
+        """``None`` before the first timed step."""
         return self.tokens / self.seconds if self.seconds else None
 
 
