@@ -11,8 +11,7 @@ from pathlib import Path
 import pytest
 
 from shardwise.cli import main
-from shardwise.cli.app import VERBS
-from shardwise.cli.arguments import fill_in_resume
+from shardwise.cli.app import VERBS, fill_in_resume
 
 GOOD = "train: {steps: 10, micro_batch_size: 2, global_batch_size: 8}\ndata: {source: random}\n"
 

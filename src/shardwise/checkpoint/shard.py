@@ -29,7 +29,7 @@ CHUNK_BYTES = 8 * 2**20
 MOST_BYTES_BETWEEN = 128 * 2**10
 
 #: Short dtype name to the format's own, and how many of those make one element.
-_FORMAT_DTYPE = {
+FORMAT_DTYPE = {
     "fp64": ("F64", 1),
     "fp32": ("F32", 1),
     "bf16": ("BF16", 1),
@@ -115,7 +115,7 @@ def _layout(metadata: dict[str, str], pieces: Iterable[Piece]) -> Layout:
     for piece in ordered:
         begins.append(end)
         end += piece.num_bytes
-        name, per_element = _FORMAT_DTYPE[piece.dtype]
+        name, per_element = FORMAT_DTYPE[piece.dtype]
         entries[piece.key] = {
             "dtype": name,
             "shape": [(piece.stop - piece.start) * per_element],

@@ -15,27 +15,14 @@ import torch
 from torch import Tensor
 
 from shardwise.checkpoint.folder import RefusedError
-from shardwise.checkpoint.shard import CHUNK_BYTES, read_block
+from shardwise.checkpoint.shard import CHUNK_BYTES, FORMAT_DTYPE, read_block
 from shardwise.comm.dtype import torch_dtype
 from shardwise.spec.errors import CheckpointError
 from shardwise.spec.extent import Extent, shared
 from shardwise.spec.precision import item_bytes
 
-#: The format's dtypes, in the order of its documentation (https://huggingface.co/docs/safetensors).
-_DTYPES = {
-    "F64": "fp64",
-    "F32": "fp32",
-    "F16": "fp16",
-    "BF16": "bf16",
-    "F8_E4M3": "fp8_e4m3",
-    "F8_E5M2": "fp8_e5m2",
-    "I64": "int64",
-    "I32": "int32",
-    "I16": "int16",
-    "I8": "int8",
-    "U8": "uint8",
-    "BOOL": "bool",
-}
+#: The format's dtypes to short names.
+_DTYPES = {name: dtype for dtype, (name, per_element) in FORMAT_DTYPE.items() if per_element == 1}
 _SINGLE, _INDEX = "model.safetensors", "model.safetensors.index.json"
 _MAX_HEADER_BYTES = 100_000_000  # what the format allows
 

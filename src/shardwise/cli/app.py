@@ -9,8 +9,7 @@ from typing import Any
 
 import typer
 
-from shardwise.cli.arguments import fill_in_resume
-from shardwise.cli.output import show_error
+from shardwise.cli.output import CONFIG_ENDINGS, show_error
 from shardwise.spec.errors import ShardwiseError
 
 #: Verb (or group of verbs) and the module that has it. Modules import torch inside their functions only.
@@ -49,9 +48,9 @@ def build() -> typer.Typer:
 
 def run(arguments: Sequence[str] | None = None) -> int:
     """Run one verb. Errors of ours become one block of text and their exit code; others keep their traceback."""
-    given = list(sys.argv[1:] if arguments is None else arguments)
+    given = fill_in_resume(sys.argv[1:] if arguments is None else arguments)
     try:
-        result = build()(fill_in_resume(given), prog_name="shardwise", standalone_mode=True)
+        result = build()(given, prog_name="shardwise", standalone_mode=True, obj=given)
     except SystemExit as end:
         if isinstance(end.code, str):
             sys.stderr.write(end.code + "\n")
@@ -63,6 +62,23 @@ def run(arguments: Sequence[str] | None = None) -> int:
     except BrokenPipeError:
         return 74
     return result if isinstance(result, int) else 0
+
+
+def fill_in_resume(arguments: Sequence[str]) -> list[str]:
+    """Give a bare ``--resume`` its value ``latest``.
+
+    A following word is its value unless it begins with ``-`` or ends as a configuration file does.
+    """
+    result: list[str] = []
+    for index, argument in enumerate(arguments):
+        if argument == "--":
+            return [*result, *arguments[index:]]
+        result.append(argument)
+        if argument == "--resume":
+            following = arguments[index + 1] if index + 1 < len(arguments) else "-"
+            if following.startswith("-") or following.lower().endswith(CONFIG_ENDINGS) or not following:
+                result[-1] = "--resume=latest"
+    return result
 
 
 def _version_option(

@@ -10,8 +10,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from shardwise.cli.arguments import is_configuration
-from shardwise.cli.output import check_writable, show, write
+from shardwise.cli.output import CONFIG_ENDINGS, check_writable, show, write
 from shardwise.spec.errors import ConfigError
 from shardwise.spec.text import aligned, printable, size
 
@@ -126,7 +125,7 @@ class _Subject:
 
 def _subject(model: str, world_size: int, local_size: int, overrides: list[str]) -> _Subject:
     path = Path(model).expanduser()
-    if is_configuration(model):
+    if model.lower().endswith(CONFIG_ENDINGS):
         return _from_file(path, world_size, local_size, overrides)
     if overrides:
         raise ConfigError(

@@ -42,24 +42,14 @@ class _Asked:
     """What the arguments say."""
 
     path: Path
-    texts: tuple[str, ...]
-    ids: tuple[str, ...]
+    texts: list[str]
+    ids: list[str]
     max_new_tokens: int
     sampling: dict[str, Any]
-    overrides: tuple[str, ...]
+    overrides: list[str]
     is_averaged: bool
     is_json: bool
     is_stream: bool
-
-    def words(self) -> list[str]:
-        """The arguments again, for workers."""
-        words = ["generate", f"--max-new-tokens={self.max_new_tokens}"]
-        words += [f"--prompt={text}" for text in self.texts] + [f"--tokens={ids}" for ids in self.ids]
-        words += [f"--{name.replace('_', '-')}={value}" for name, value in self.sampling.items() if value is not None]
-        words += [f"--set={override}" for override in self.overrides]
-        words += ["--average"] * self.is_averaged
-        words += ["--json"] * self.is_json + ["--stream"] * self.is_stream
-        return [*words, "--", str(self.path)]
 
 
 def register(app: typer.Typer) -> None:
@@ -68,6 +58,7 @@ def register(app: typer.Typer) -> None:
 
 
 def generate(  # noqa: PLR0917  typer calls it by name
+    context: typer.Context,
     path: Annotated[Path, typer.Argument(help="A run's folder, a checkpoint's, or a Hugging Face folder.")],
     prompt: Annotated[list[str] | None, typer.Option(help="Text to continue, repeatable.")] = None,
     tokens: Annotated[list[str] | None, typer.Option(help="Token ids to continue ('12 7 9'), repeatable.")] = None,
@@ -91,11 +82,11 @@ def generate(  # noqa: PLR0917  typer calls it by name
     sampling = {"temperature": temperature, "top_k": top_k, "top_p": top_p, "seed": seed}
     asked = _Asked(
         path,
-        tuple(prompt or ()),
-        tuple(tokens or ()),
+        prompt or [],
+        tokens or [],
         max_new_tokens,
         sampling,
-        tuple(overrides or ()),
+        overrides or [],
         average,
         as_json,
         stream,
@@ -115,7 +106,7 @@ def generate(  # noqa: PLR0917  typer calls it by name
         rows, _ = _rows(asked, trained)
         _check(asked, rows, vocab_size=resolved.vocab_size, positions=resolved.positions)
     if count > 1:
-        raise typer.Exit(launch("shardwise", asked.words(), count))
+        raise typer.Exit(launch("shardwise", context.obj, count))
     raise typer.Exit(run_worker(lambda: _generate(asked, trained, world), world, show_error))
 
 

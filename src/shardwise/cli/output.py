@@ -10,6 +10,9 @@ from shardwise.launch.file import replace
 from shardwise.spec.errors import ConfigError, ShardwiseError, StorageError
 from shardwise.spec.text import printable
 
+#: How the names of configuration files end.
+CONFIG_ENDINGS = (".yaml", ".yml", ".toml")
+
 
 def show_error(error: ShardwiseError) -> None:
     """One block on stderr: the kind of error, what happened, what to do."""

@@ -40,7 +40,8 @@ def register(app: typer.Typer) -> None:
     app.command("parity", help=_HELP)(parity)
 
 
-def parity(
+def parity(  # noqa: PLR0917  typer calls it by name
+    context: typer.Context,
     config: Annotated[Path | None, typer.Argument(help="YAML or TOML file; none for the demo.")] = None,
     nproc: Annotated[int | None, typer.Option(help="Processes; by default one per GPU, or 2 on CPU.")] = None,
     strategies: Annotated[str, typer.Option(help="Presets, separated by commas.")] = ",".join(STRATEGIES),
@@ -62,9 +63,7 @@ def parity(
     raw, _ = named_config(config, overrides or [])
     if world.source != "alone":
         raise typer.Exit(run_worker(lambda: _compare(raw, world, names, steps), world, show_error))
-    arguments = [f"--strategies={','.join(names)}", f"--steps={steps}"]
-    arguments += [f"--set={override}" for override in overrides or []] + ([str(config)] if config is not None else [])
-    raise typer.Exit(launch_parity(raw, num_workers(nproc), arguments, strategies=names))
+    raise typer.Exit(launch_parity(raw, num_workers(nproc), context.obj, strategies=names))
 
 
 def _compare(raw: RawConfig, world: World, strategies: list[str], steps: int) -> int:

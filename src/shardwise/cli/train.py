@@ -34,6 +34,7 @@ def register(app: typer.Typer) -> None:
 
 
 def train(  # noqa: PLR0917  typer calls it by name
+    context: typer.Context,
     config: Annotated[Path | None, typer.Argument(help="YAML or TOML file; none for the demo.")] = None,
     nproc: Annotated[int | None, typer.Option(help="Processes; by default one per GPU, or 2 on CPU.")] = None,
     run_dir: Annotated[Path | None, typer.Option(help="The run's folder; by default runs/NAME.")] = None,
@@ -57,12 +58,11 @@ def train(  # noqa: PLR0917  typer calls it by name
                 "  Leave --nproc out."
             )
         raise typer.Exit(work(raw, world, run_dir=run_dir, resume=resume, is_demo=is_demo, show_error=show_error))
-    arguments = [f"--set={override}" for override in overrides or []] + ([str(config)] if config is not None else [])
     raise typer.Exit(
         launch_training(
             raw,
             num_workers(nproc),
-            arguments,
+            context.obj,
             run_dir=run_dir,
             resume=resume,
             max_restarts=max_restarts,

@@ -11,7 +11,7 @@ import torch
 from torch import nn
 
 import shardwise as sw
-from shardwise.checkpoint import CHECKPOINTS, open_checkpoint, publish_latest, retain, step_directory
+from shardwise.checkpoint import CHECKPOINTS, find_latest, open_checkpoint, publish_latest, retain, step_directory
 from shardwise.spec.errors import CheckpointError, ConfigError, StorageError
 from shardwise.spec.text import aligned, printable, similar
 from shardwise.state.average import ExponentialMovingAverage
@@ -53,8 +53,6 @@ def find_checkpoint(run_dir: Path, wanted: str) -> Path:
     Raises:
         CheckpointError: There is none, or ``latest`` is damaged.
     """
-    from shardwise.checkpoint import CHECKPOINTS, find_latest
-
     if wanted in {"latest", "latest-good"}:
         return find_latest(run_dir, verify=wanted == "latest-good").require(allow_older=wanted == "latest-good")
     for path in (Path(wanted).expanduser(), run_dir / CHECKPOINTS / wanted):
@@ -79,8 +77,6 @@ def saved_config(path: Path) -> Mapping[str, Any]:
     Raises:
         CheckpointError: The checkpoint is damaged, or was not saved by a training run.
     """
-    from shardwise.checkpoint import open_checkpoint
-
     held = open_checkpoint(path).data
     state = held.get("state", held)
     config = state.get("config") if isinstance(state, Mapping) else None

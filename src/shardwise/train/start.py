@@ -74,7 +74,7 @@ def launch_training(
     Args:
         raw: The configuration.
         num_ranks: How many workers.
-        arguments: What the workers get beside the run's folder and the checkpoint, so that they read ``raw`` again.
+        arguments: The command line, which every worker reads again, with the run's folder.
         run_dir: The run's folder; ``None``: by its name.
         resume: Which checkpoint to continue from; ``None``: a new run.
         max_restarts: How often all workers are started again after one was lost.
@@ -101,7 +101,8 @@ def launch_training(
     resolved.source.check(resolved.vocab_size)
     rehearse(resolved, num_ranks)
     folder.create(directory)
-    words = ["train", f"--run-dir={directory}", *([f"--resume={resume}"] if resume is not None else []), *arguments]
+    verb, *others = arguments
+    words = [verb, f"--run-dir={directory}", *others]
     return launch("shardwise", words, num_ranks, max_restarts=max_restarts, log_dir=directory / folder.LOGS)
 
 
@@ -111,7 +112,7 @@ def launch_parity(raw: RawConfig, num_ranks: int, arguments: Sequence[str], *, s
     Args:
         raw: The configuration.
         num_ranks: How many workers.
-        arguments: What the workers get, so that they read ``raw`` again.
+        arguments: The command line, which every worker reads again.
         strategies: What they compare with one process.
 
     Returns:
@@ -128,7 +129,7 @@ def launch_parity(raw: RawConfig, num_ranks: int, arguments: Sequence[str], *, s
         check_exact(plan, name)
         plan.mesh(num_ranks, num_ranks)
     resolved.source.check(resolved.vocab_size)
-    return launch("shardwise", ["parity", *arguments], num_ranks)
+    return launch("shardwise", arguments, num_ranks)
 
 
 def work(
