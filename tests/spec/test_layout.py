@@ -12,8 +12,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from shardwise.spec.errors import MeshError
-from shardwise.spec.granularity import ELEMENT, EVEN_PADDING, ROW, TENSOR, block, row_numel
-from shardwise.spec.layout import ALIGN_BYTES, ALIGN_NUMEL, GroupLayout, ParamSpec, ReduceLayout, round_up
+from shardwise.spec.granularity import ELEMENT, EVEN_PADDING, ROW, TENSOR, block, round_up, row_numel
+from shardwise.spec.layout import ALIGN_BYTES, ALIGN_NUMEL, GroupLayout, ParamSpec, ReduceLayout
 from shardwise.spec.precision import ITEM_BYTES, item_bytes
 
 #: Scalars, zero-sized, odd and round shapes; more ranks than elements come with the worlds.

@@ -23,7 +23,7 @@ from shardwise.spec.schedule import (
     forward_only,
 )
 from shardwise.spec.schedule.closed import Held, held, peak_bytes, peak_held
-from shardwise.spec.schedule.measured import measured as step_measured
+from shardwise.spec.schedule.closed import measured as step_measured
 from shardwise.spec.schedule.simulate import Durations, simulate
 
 times = st.fractions(min_value=Fraction(1, 4), max_value=4, max_denominator=4)

@@ -26,6 +26,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import functools
 import threading
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -37,6 +38,7 @@ from torch import Tensor, nn
 from shardwise import torch_private
 from shardwise.api.model import attach_recorder
 from shardwise.comm.base import CollectiveEvent, Recorder
+from shardwise.engine.hooks import replace_tensors
 from shardwise.spec.errors import PlanError, StateError, Uncopyable
 
 #: Replicas on a machine without GPUs, unless devices are given.
@@ -108,7 +110,7 @@ def _run_parts(
 ) -> list[Any]:
     """Run ``call(replica)`` on each part, with a replica for each; returns the outputs."""
     devices = devices[: len(parts)]
-    parts = [_moved(part, device) for part, device in zip(parts, devices, strict=True)]
+    parts = [replace_tensors(part, functools.partial(_at, device)) for part, device in zip(parts, devices, strict=True)]
     exchanges.note("scatter", "inputs", _tensors(parts[1:]))
     for tensor in _tensors(parts[1:]):
         if tensor.requires_grad and tensor.dim():
@@ -270,6 +272,10 @@ def _is_at(tensor: Tensor, device: torch.device) -> bool:
     return tensor.device.type == device.type == "cpu" or tensor.device == device
 
 
+def _at(device: torch.device, tensor: Tensor) -> Tensor:
+    return tensor if _is_at(tensor, device) else tensor.to(device)
+
+
 def _keep_buffers(module: nn.Module, replica: nn.Module) -> None:
     """Give the module the buffers that the first replica replaced instead of writing to them."""
     for own, copy in zip(module.modules(), replica.modules(), strict=True):
@@ -360,7 +366,11 @@ def scatter(value: tuple[tuple[Any, ...], Mapping[str, Any]], count: int, dim: i
             "  Give them the same number of samples."
         )
     num_parts = counts.pop() if counts else 1
-    return [_part(value, place, num_parts, count, dim) for place in range(num_parts)]
+
+    def part(place: int) -> Any:
+        return replace_tensors(value, lambda tensor: tensor.chunk(count, dim)[place] if tensor.dim() else tensor)
+
+    return [part(place) for place in range(num_parts)]
 
 
 def _tensors(value: Any) -> Iterator[Tensor]:
@@ -389,23 +399,6 @@ def _rebuilt(like: Any, items: Sequence[Any]) -> Any:
         return type(like)(*items) if hasattr(like, "_fields") else type(like)(items)
     names = [field.name for field in dataclasses.fields(like)]
     return dataclasses.replace(like, **dict(zip(names, items, strict=True)))
-
-
-def _part(value: Any, place: int, num_parts: int, count: int, dim: int) -> Any:
-    if isinstance(value, Tensor):
-        return value.chunk(count, dim)[place] if value.dim() else value
-    items = _items(value)
-    if not items:
-        return value
-    return _rebuilt(value, [_part(item, place, num_parts, count, dim) for item in items])
-
-
-def _moved(value: Any, device: torch.device) -> Any:
-    """``value`` with its tensors on ``device``."""
-    if isinstance(value, Tensor):
-        return value if _is_at(value, device) else value.to(device)
-    items = _items(value)
-    return _rebuilt(value, [_moved(item, device) for item in items]) if items else value
 
 
 def gather(

@@ -12,7 +12,7 @@ import torch.distributed as dist
 from torch import nn
 
 from shardwise import torch_private
-from shardwise.api.shard import finish, make_unit, nest, start
+from shardwise.api.shard import finish, nest, start, unit_maker
 from shardwise.comm.axes import Comms, Place
 from shardwise.engine import build
 from shardwise.engine.engine import Engine
@@ -125,9 +125,10 @@ def fully_shard(
     for part in modules.values():
         precision.install_casts(part, policies.at(""), casts_output=True)
     owned = _by_module(own, modules)
-    unit = make_unit(modules, owned, row, comms, options, policies=policies, offload=offload)
+    make_unit = unit_maker(row, comms, options, policies)
+    unit = make_unit(modules, owned, offload=offload)
     is_list = "" not in modules
-    units = [make_unit({"": root}, {"": []}, row, comms, options, policies=policies), unit] if is_list else [unit]
+    units = [make_unit({"": root}, {"": []}), unit] if is_list else [unit]
     for engine in inner:
         below = _units_of(engine)
         if below[0] is engine.units[0]:
@@ -436,18 +437,10 @@ class _UnitMethod(Uncopyable):
         engine.accumulation = "defer_replicate"
         engine.syncs_gradients = bool(requires_all_reduce)
 
-    def _set_is_last_backward(self, engine: Engine, unit: Unit, is_last_backward: bool) -> None:  # noqa: FBT001 - FSDP2's
-        """Nothing to set: every backward ends when its reductions have."""
+    def _set_nothing(self, engine: Engine, unit: Unit, is_on: bool, *, recurse: bool = True) -> None:  # noqa: FBT001 - FSDP2's
+        """Every backward ends when its reductions have, and releases the units."""
 
-    def _set_reshard_after_backward(
-        self,
-        engine: Engine,
-        unit: Unit,
-        reshard_after_backward: bool,  # noqa: FBT001 - FSDP2's
-        *,
-        recurse: bool = True,
-    ) -> None:
-        """Nothing to set: units are released after backward, and gathered again by the next forward."""
+    _set_is_last_backward = _set_reshard_after_backward = _set_nothing
 
     def _set_modules_to_forward_prefetch(self, _engine: Engine, unit: Unit, modules: Sequence[nn.Module]) -> None:
         """Nothing to set: one unit is gathered ahead, in the order that the first step has recorded."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import inspect
 import weakref
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -13,7 +14,6 @@ from torch import nn
 from shardwise.comm.axes import Comms
 from shardwise.comm.base import Comm
 from shardwise.engine import build
-from shardwise.engine.build import OwnedParameter
 from shardwise.engine.engine import Engine
 from shardwise.engine.hooks import Observer
 from shardwise.engine.unit import Unit
@@ -38,7 +38,6 @@ from shardwise.spec.errors import PlanError, Uncopyable
 from shardwise.spec.facts import EngineOptions
 from shardwise.spec.granularity import TENSOR
 from shardwise.spec.placement import Placements
-from shardwise.spec.policies import OffloadPolicy
 from shardwise.spec.quantize import Quantization
 
 
@@ -88,6 +87,7 @@ def shard_model(
     recomputed = recompute.install(model, unit_modules, options.recompute)
     modules = {"": model, **unit_modules}
     ranks = assign_ranks(owned.values(), row, comms) if options.granularity == TENSOR else {}
+    make_unit = unit_maker(row, comms, options, policies)
     units: dict[str, Unit] = {}
     for names, entries in content.items():
         if source is not None:
@@ -95,10 +95,6 @@ def shard_model(
         units[names[0]] = make_unit(
             {name: modules[name] for name in names},
             owned,
-            row,
-            comms,
-            options,
-            policies=policies,
             ranks=ranks,
             offload=options.offload if names in on_host else None,
             is_divided=bool(ignored.spread),
@@ -110,35 +106,18 @@ def shard_model(
     return engine
 
 
-def make_unit(
-    modules: Mapping[str, nn.Module],
-    owned: Mapping[str, Sequence[OwnedParameter]],
-    row: Placements,
-    comms: Comms,
-    options: EngineOptions,
-    *,
-    policies: precision.Policies,
-    ranks: Mapping[int, int] | None = None,
-    offload: OffloadPolicy | None = None,
-    is_divided: bool = False,
-) -> Unit:
-    """Shard the parameters of one unit.
-
-    This is :func:`engine.build.make_unit` with the forms and dtypes that the plan asks for: ``policies`` says in which
-    dtypes to compute and reduce, ``offload`` what of this unit is kept on the host. The rest is as there.
-    """
-    return build.make_unit(
-        modules,
-        owned,
-        row,
-        comms,
-        options,
+def unit_maker(
+    row: Placements, comms: Comms, options: EngineOptions, policies: precision.Policies
+) -> Callable[..., Unit]:
+    """:func:`engine.build.make_unit` for one model: with its dtypes, and the forms and gradients of ``forms``."""
+    return functools.partial(
+        build.make_unit,
+        row=row,
+        comms=comms,
+        options=options,
         kind_of=lambda entry: kind_of(entry, policies, options.quantization),
         form_of=form_of,
         as_part=PartialGradient.of,
-        offload=offload,
-        ranks=ranks,
-        is_divided=is_divided,
     )
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -139,7 +140,7 @@ class Summary:
     def num_parameters(self) -> int:
         """Logical parameters of the model; with ``pp`` or ``ep`` those of this rank's stage and experts."""
         shapes = [shape for unit in self.units for group in unit.groups for _, shape, _ in group.parameters]
-        return sum(_numel(shape) for shape in [*shapes, *self.row_sharded.values()])
+        return sum(math.prod(shape) for shape in [*shapes, *self.row_sharded.values()])
 
     @property
     def _groups(self) -> str:
@@ -219,7 +220,7 @@ def _rows(unit: UnitSummary) -> list[tuple[str, ...]]:
         words += ["kept after forward"] * (not unit.reshards_after_forward and group.slot is not None)
         words += [] if unit.inner_size is None else [f"then over {unit.inner_size} ranks"]
         words += ["on the host"] * group.is_offloaded
-        numel = sum(_numel(shape) for _, shape, _ in group.parameters)
+        numel = sum(math.prod(shape) for _, shape, _ in group.parameters)
         held = sum(count for _, _, count in group.parameters)
         padding = f"{100 * group.padding_numel / max(group.numel, 1):.1f}%"
         rows.append((name, unit.type_name, f"{numel:,}", f"{held:,}", padding, ", ".join(words)))
@@ -429,10 +430,3 @@ def _slice(spec: ParamSpec) -> str:
     assert held is not None
     part = describe_cuts(held.shape, simplest(held.shape, held.cuts)) if held.cuts else f"all of {list(held.shape)}"
     return part + (f", copy {held.copy + 1} of {held.copies}" if held.copies > 1 else "")
-
-
-def _numel(shape: tuple[int, ...]) -> int:
-    count = 1
-    for extent in shape:
-        count *= extent
-    return count

@@ -74,8 +74,7 @@ def _number(option: str, text: str) -> Fraction:
 
 def picture(built: Schedule, timing: Timing, durations: Durations) -> str:
     """The drawing, and below it what the schedule costs."""
-    from shardwise.spec.schedule.closed import held
-    from shardwise.spec.schedule.measured import rows
+    from shardwise.spec.schedule.closed import held, rows
 
     v = built.num_virtual_stages
     outer = _closed(built, durations, is_inner=False)
@@ -108,7 +107,7 @@ def _closed(built: Schedule, durations: Durations, *, is_inner: bool) -> Fractio
 
 
 def _both(found: Fraction, closed: Fraction | None) -> str:
-    from shardwise.spec.schedule.measured import shown
+    from shardwise.spec.schedule.closed import shown
 
     expected = "no closed form for these times" if closed is None else f"closed form {shown(closed)}"
     return f"{float(found):.1%} of ideal time ({shown(found)} simulated, {expected})"

@@ -33,7 +33,7 @@ from shardwise.pipeline.weight_gradient import Deferral
 from shardwise.spec.errors import StateError, Uncopyable
 from shardwise.spec.plan import ParallelPlan
 from shardwise.spec.schedule import PipelinePolicy, Schedule, build, forward_only
-from shardwise.spec.schedule.measured import Measured, measured
+from shardwise.spec.schedule.closed import Measured, measured
 from shardwise.spec.slice import Slice, set_slice, slice_of
 from shardwise.tensor.apply import defer_weights
 

@@ -158,7 +158,8 @@ def assign(weights: Sequence[int], size: int) -> tuple[int, ...]:
 # -- from sizes to a flat buffer: the offset of each parameter, and where the slices begin and end
 
 
-def _round_up(value: int, multiple: int) -> int:
+def round_up(value: int, multiple: int) -> int:
+    """The least multiple of ``multiple`` that is at least ``value``."""
     return -(-value // multiple) * multiple
 
 
@@ -166,7 +167,7 @@ def _pack(numels: Sequence[int], multiples: Sequence[int]) -> tuple[list[int], i
     """Offsets, each a multiple of its own number, and the end."""
     offsets, end = [], 0
     for numel, multiple in zip(numels, multiples, strict=True):
-        offsets.append(_round_up(end, multiple))
+        offsets.append(round_up(end, multiple))
         end = offsets[-1] + numel
     return offsets, end
 
@@ -185,10 +186,10 @@ def arrange(
     """
     step = math.lcm(align_numel, *granules)
     offsets, end = _pack(numels, granules)
-    each = _round_up(end, size * step) // size
+    each = round_up(end, size * step) // size
     tight, tight_end = _pack(numels, [align_numel] * len(numels))
-    tight_end = _round_up(tight_end, align_numel)
-    least = _round_up(tight_end, size * align_numel)
+    tight_end = round_up(tight_end, align_numel)
+    least = round_up(tight_end, size * align_numel)
     if size * each <= least or size * each - least <= EVEN_PADDING * tight_end:
         return tuple(offsets), tuple(index * each for index in range(size + 1))
     places = [*tight, tight_end]
@@ -221,6 +222,6 @@ def arrange_whole(
     for indices in held:
         for index in indices:
             offsets[index] = end
-            end = _round_up(end + numels[index], align_numel)
+            end = round_up(end + numels[index], align_numel)
         cuts.append(end)
     return tuple(offsets), tuple(cuts)

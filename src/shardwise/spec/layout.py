@@ -26,7 +26,7 @@ from functools import cached_property
 
 from shardwise.spec.errors import MeshError
 from shardwise.spec.extent import Extent, logical_stride
-from shardwise.spec.granularity import ELEMENT, Granularity, arrange, arrange_whole, assign, row_numel
+from shardwise.spec.granularity import ELEMENT, Granularity, arrange, arrange_whole, assign, round_up, row_numel
 from shardwise.spec.precision import item_bytes
 from shardwise.spec.slice import Slice, simplest
 
@@ -34,11 +34,6 @@ from shardwise.spec.slice import Slice, simplest
 ALIGN_NUMEL = 64
 #: ... and of this many bytes.
 ALIGN_BYTES = 256
-
-
-def round_up(value: int, multiple: int) -> int:
-    """The smallest multiple of ``multiple`` that is at least ``value``."""
-    return -(-value // multiple) * multiple
 
 
 @dataclass(frozen=True, slots=True)

@@ -20,7 +20,8 @@ import itertools
 from dataclasses import dataclass
 
 from shardwise.spec.errors import PlanError
-from shardwise.spec.layout import ALIGN_BYTES, ReduceLayout, round_up
+from shardwise.spec.granularity import round_up
+from shardwise.spec.layout import ALIGN_BYTES, ReduceLayout
 from shardwise.spec.precision import item_bytes
 
 #: Elements that share one scale.
