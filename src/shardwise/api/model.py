@@ -19,7 +19,7 @@ def data_parallel_rank(model: nn.Module) -> int:
     """Which share of the samples this rank reads, from 0 to :func:`data_parallel_size` - 1.
 
     A sampler of one's own divides the samples by these two, and a program seeds dropout by it: ranks that differ on
-    ``tp``, ``cp`` or ``pp`` alone compute one model together, from the same samples. Talks to nobody.
+    ``tp``, ``cp`` or ``pp`` alone compute one model together, from the same samples. No communication.
 
     Raises:
         StateError: The model is not parallelized.
@@ -28,7 +28,7 @@ def data_parallel_rank(model: nn.Module) -> int:
 
 
 def data_parallel_size(model: nn.Module) -> int:
-    """Shares of the samples: ``dp_replicate * dp_shard``. Talks to nobody.
+    """Shares of the samples: ``dp_replicate * dp_shard``. No communication.
 
     Raises:
         StateError: The model is not parallelized.
@@ -81,7 +81,8 @@ def logical_shape(parameter: Tensor) -> torch.Size:
 def record_collectives(model: nn.Module) -> Iterator[list[CollectiveEvent]]:
     """Collect an event for every collective of this model, in the order of issue on this rank.
 
-    ``sent_bytes`` of an event is complete once the collective has finished; after ``backward()`` all of its are.
+    ``sent_bytes`` of an event is complete once the collective has finished; those of backward have when ``backward()``
+    returns.
     ``data_parallel`` and ``sw.DataParallel`` communicate with no other process: their events, on the axis ``devices``,
     are the exchanges between the first replica and the others.
     """

@@ -61,7 +61,7 @@ def parallelize(
             (``sw.deferred_init``), else each module's ``reset_parameters()`` in the order of ``modules()``; where a
             module has none, nothing is initialised: parameters have no values until ``sw.load_full_state_dict`` or
             ``sw.load`` brings all of them, and a forward before that raises. A function: called with every module that
-            owns meta tensors, on the CPU, to initialise those. A mapping: a state dict, looked at on rank 0 only and
+            owns meta tensors, on the CPU, to initialise those. A mapping: a state dict, used on rank 0 only and
             read group by group; it may load each value when it is asked for it.
         **fields: Those of a ``ParallelPlan``, where none is given: ``sw.parallelize(model, strategy="zero2")``.
 
@@ -84,7 +84,7 @@ def parallelize(
     check_plan(plan)
     units = find_units(model, "none" if plan.placements.is_threaded else plan.wrap_policy)
     ignored = find_ignored(model, plan.ignored)
-    recompute.find(model, units, plan.recompute)  # what it refuses is refused before anyone is met
+    recompute.find(model, units, plan.recompute)  # refuses before the ranks communicate
     check_cuts(model, plan, units)
     tables = find_row_sharded(model, plan.row_sharded)
     device = _device(model, ignored)
@@ -192,9 +192,9 @@ def apply_plan(
     *,
     source: Source | None = None,
 ) -> None:
-    """Everything in :func:`parallelize` that is done after the ranks have met and agreed on the model.
+    """Everything in :func:`parallelize` that follows once the ranks have compared their models.
 
-    Talks to nobody, so that a dry run can pass ``comms`` without peers.
+    Does not communicate, so a dry run can pass ``comms`` without peers.
     """
     pipelined = Pipelined(model, plan, comms) if comms.pp is not None else None
     notes = divide(model, plan, comms, units, pipelined=pipelined, source=source)
@@ -219,7 +219,7 @@ def apply_plan(
 
 
 def _describe(engine: Engine, notes: Iterable[str]) -> None:
-    """Have a summary say more."""
+    """Add lines to the model's summary."""
     description = engine.observers.find(Description)
     if description is not None:
         description.notes += tuple(notes)

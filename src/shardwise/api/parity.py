@@ -203,12 +203,14 @@ class _Run:
     """What a run computed.
 
     Attributes:
-        losses: By step, of a rank: the one that it knows. In a pipeline that is the mean of all.
-        norms: By step.
-        parameters: At the end, on rank 0.
+        losses: The loss of each step on this rank; in a pipeline the mean over all ranks.
+        norms: The gradient norm of each step.
+        parameters: The parameters after the last step, on rank 0.
         lr: The largest learning rate.
-        splits_sums: The model's own doing: stages share a parameter.
+        splits_sums: Stages share a parameter, so that its gradient is added up in another order.
         has_mean: ``losses`` are means over all ranks.
+        by_reader: Of one process: for each step, the loss of each rank's samples.
+        means: Of one process: the mean of these, for each step.
     """
 
     losses: list[float]
@@ -217,7 +219,7 @@ class _Run:
     lr: float
     splits_sums: bool = False
     has_mean: bool = False
-    by_reader: list[list[float]] = field(default_factory=list)  # of one process, by step; likewise means
+    by_reader: list[list[float]] = field(default_factory=list)
     means: list[float] = field(default_factory=list)
 
 

@@ -98,8 +98,8 @@ class Summary:
         footprint: Bytes on this rank by category.
         num_slots, num_grown_slots: The pool, and how many slots it had to add because units were live at once.
         forward_order, backward_order: Names of the units as they are gathered; empty before the first step.
-        num_wrong_prefetches: Gathers so far, ahead of their use or for the sake of other ranks, of units that this rank
-            then did not run.
+        num_wrong_prefetches: Gathers so far of units that this rank then did not run: prefetched, or gathered because
+            other ranks run them.
         buffers: How the model's buffers are kept equal over the ranks.
         ignored: Names of the parameters that are left alone.
         row_sharded: Logical shapes, by name, of embeddings whose rows are spread over all ranks.
@@ -107,7 +107,7 @@ class Summary:
         keeps: Operators whose outputs are kept in them all the same, by name or family.
         updated: How the optimizer's step comes about.
         coordinate: On ``pp``, ``cp`` and ``tp``, where they have several ranks: this rank's position.
-        notes: What other parts of the recipe have to say: of a pipeline which stage has what.
+        notes: Further lines, such as which stage of a pipeline has which modules.
         world_rank, num_world_ranks: This rank, and how many there are, over all axes.
     """
 

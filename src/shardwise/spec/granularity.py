@@ -3,11 +3,11 @@
 =============  ===================================================  ==========================================
 granularity    a rank's cut never falls inside                      for optimizers whose update of an element
 =============  ===================================================  ==========================================
-``element``    an element                                           looks at that element alone (AdamW, SGD)
-``block`` n    n consecutive elements, counted from the             looks at its block (8-bit states with one
+``element``    an element                                           needs that element alone (AdamW, SGD)
+``block`` n    n consecutive elements, counted from the             needs its block (8-bit states with one
                parameter's start                                    scale for each block)
-``row``        a row, see :func:`row_numel`                         looks at its row
-``tensor``     a parameter: each lies whole on one rank             looks at the whole (Muon, Adafactor)
+``row``        a row, see :func:`row_numel`                         needs its row
+``tensor``     a parameter: one rank owns all of it                 needs the whole parameter (Muon, Adafactor)
 =============  ===================================================  ==========================================
 
 Where the memory of a parameter has another order than its dimensions, ``block`` and ``row`` keep the parameter whole.
