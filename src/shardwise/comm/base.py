@@ -299,18 +299,17 @@ class Comm(Recorder, ABC):
             return DONE
         return self._do_broadcast(issued, buffer, root)
 
-    def gather(self, shard: Tensor, out: Tensor | None, *, root: int, unit: str, cuts: Cuts = None) -> Handle:
+    def gather(self, shard: Tensor, out: Tensor | None, *, root: int, unit: str) -> Handle:
         """Collect every rank's ``shard`` into ``out`` (``size`` slices in rank order) on ``root``; ``None`` elsewhere.
 
         Collective:
             Every rank but the root sends its shard.
         """
         numel = shard.numel()
-        sent = 0 if self.rank == root else numel
-        issued = self._start("gather", unit, shard, numel if cuts is None else cuts[-1], sent)
-        return self._do_gather(issued, shard, out, root, cuts)
+        issued = self._start("gather", unit, shard, numel, 0 if self.rank == root else numel)
+        return self._do_gather(issued, shard, out, root)
 
-    def scatter(self, buffer: Tensor | None, out: Tensor, *, root: int, unit: str, cuts: Cuts = None) -> Handle:
+    def scatter(self, buffer: Tensor | None, out: Tensor, *, root: int, unit: str) -> Handle:
         """Send slice ``r`` of ``root``'s ``buffer`` to rank ``r``'s ``out``. ``buffer`` is ``None`` on other ranks.
 
         Collective:
@@ -318,8 +317,8 @@ class Comm(Recorder, ABC):
         """
         numel = out.numel()
         sent = buffer.numel() - numel if buffer is not None and self.rank == root else 0
-        issued = self._start("scatter", unit, out, numel if cuts is None else cuts[-1], sent)
-        return self._do_scatter(issued, buffer, out, root, cuts)
+        issued = self._start("scatter", unit, out, numel, sent)
+        return self._do_scatter(issued, buffer, out, root)
 
     # -- messages
 
@@ -462,10 +461,10 @@ class Comm(Recorder, ABC):
     def _do_broadcast(self, issued: Issued, buffer: Tensor, root: int) -> Handle: ...
 
     @abstractmethod
-    def _do_gather(self, issued: Issued, shard: Tensor, out: Tensor | None, root: int, cuts: Cuts) -> Handle: ...
+    def _do_gather(self, issued: Issued, shard: Tensor, out: Tensor | None, root: int) -> Handle: ...
 
     @abstractmethod
-    def _do_scatter(self, issued: Issued, buffer: Tensor | None, out: Tensor, root: int, cuts: Cuts) -> Handle: ...
+    def _do_scatter(self, issued: Issued, buffer: Tensor | None, out: Tensor, root: int) -> Handle: ...
 
     @abstractmethod
     def _do_send(self, issued: Issued, buffer: Tensor, to: int) -> Handle: ...

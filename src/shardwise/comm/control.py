@@ -50,62 +50,62 @@ def all_gather_json(comm: Comm, value: Any) -> list[Any]:
     return _rows(moved, lengths)
 
 
-def gather_json(comm: Comm, value: Any, *, root: int = 0) -> list[Any]:
-    """Every rank's ``value`` (anything that JSON can hold), in rank order, on ``root``; ``[]`` elsewhere.
+def gather_json(comm: Comm, value: Any) -> list[Any]:
+    """Every rank's ``value`` (anything that JSON can hold), in rank order, on rank 0; ``[]`` elsewhere.
 
     Collective:
-        A gather of lengths, a broadcast of the longest, and a gather of texts padded to it. Ranks other than ``root``
+        A gather of lengths, a broadcast of the longest, and a gather of texts padded to it. Other ranks
         receive eight bytes. All ranks must call.
     """
     comm = comm.host
     text = _encoded(value)
-    is_root = comm.rank == root
+    is_root = comm.rank == 0
     lengths = torch.zeros(comm.size, dtype=torch.int64, device=comm.device) if is_root else None
     own = _number(comm, text.numel())
-    comm.gather(own, lengths, root=root, unit="control").wait()
+    comm.gather(own, lengths, root=0, unit="control").wait()
     longest = own if lengths is None else lengths.max().view(1)
-    comm.broadcast(longest, root=root, unit="control").wait()
+    comm.broadcast(longest, root=0, unit="control").wait()
     padded = torch.zeros(int(longest), dtype=torch.uint8)
     padded[: text.numel()] = text
     rows = torch.zeros(comm.size * int(longest), dtype=torch.uint8, device=comm.device) if is_root else None
-    comm.gather(padded.to(comm.device), rows, root=root, unit="control").wait()
+    comm.gather(padded.to(comm.device), rows, root=0, unit="control").wait()
     return [] if rows is None or lengths is None else _rows(rows, lengths.tolist())
 
 
-def broadcast_json(comm: Comm, value: Any, *, root: int = 0) -> Any:
-    """The ``value`` of ``root`` (anything that JSON can hold), on every rank.
+def broadcast_json(comm: Comm, value: Any) -> Any:
+    """The ``value`` of rank 0 (anything that JSON can hold), on every rank.
 
     Collective:
         Two broadcasts: the length, then the text. All ranks must call.
     """
     comm = comm.host
-    text = _encoded(value if comm.rank == root else None)
+    text = _encoded(value if comm.rank == 0 else None)
     length = _number(comm, text.numel())
-    comm.broadcast(length, root=root, unit="control").wait()
-    moved = text if comm.rank == root else torch.zeros(int(length), dtype=torch.uint8)
+    comm.broadcast(length, root=0, unit="control").wait()
+    moved = text if comm.rank == 0 else torch.zeros(int(length), dtype=torch.uint8)
     moved = moved.to(comm.device)
-    comm.broadcast(moved, root=root, unit="control").wait()
+    comm.broadcast(moved, root=0, unit="control").wait()
     return _decoded(moved.cpu())
 
 
-def scatter_json(comm: Comm, values: Sequence[Any], *, root: int = 0) -> Any:
-    """This rank's one of the ``values`` on ``root``, of which there is one for each rank; not read on other ranks.
+def scatter_json(comm: Comm, values: Sequence[Any]) -> Any:
+    """This rank's one of the ``values`` on rank 0, of which there is one for each rank; not read on other ranks.
 
     Collective:
         A broadcast of the longest text's length, and a scatter of texts padded to it. All ranks must call.
     """
     comm = comm.host
-    texts = [_encoded(value) for value in values] if comm.rank == root else []
+    texts = [_encoded(value) for value in values] if comm.rank == 0 else []
     longest = _number(comm, max((text.numel() for text in texts), default=0))
-    comm.broadcast(longest, root=root, unit="control").wait()
+    comm.broadcast(longest, root=0, unit="control").wait()
     rows = None
-    if comm.rank == root:
+    if comm.rank == 0:
         rows = torch.full((comm.size, int(longest)), ord(" "), dtype=torch.uint8)
         for row, text in zip(rows, texts, strict=True):
             row[: text.numel()] = text
         rows = rows.view(-1).to(comm.device)
     own = torch.zeros(int(longest), dtype=torch.uint8, device=comm.device)
-    comm.scatter(rows, own, root=root, unit="control").wait()
+    comm.scatter(rows, own, root=0, unit="control").wait()
     return _decoded(own.cpu())
 
 

@@ -87,22 +87,16 @@ class NcclComm(Comm):
             dist.broadcast(buffer, group=self._group, group_src=root)
         return handle
 
-    def _do_gather(self, issued: Issued, shard: Tensor, out: Tensor | None, root: int, cuts: Cuts) -> Handle:
+    def _do_gather(self, issued: Issued, shard: Tensor, out: Tensor | None, root: int) -> Handle:
         with self._on_stream(issued, shard, out) as handle:
-            parts = None if out is None else list(self._slices(out, cuts))
-            if cuts is None:
-                dist.gather(shard, parts, group=self._group, group_dst=root)
-            else:
-                self._point_to_point(dist.isend, dist.irecv, shard, parts, root)
+            parts = None if out is None else list(self._slices(out, None))
+            dist.gather(shard, parts, group=self._group, group_dst=root)
         return handle
 
-    def _do_scatter(self, issued: Issued, buffer: Tensor | None, out: Tensor, root: int, cuts: Cuts) -> Handle:
+    def _do_scatter(self, issued: Issued, buffer: Tensor | None, out: Tensor, root: int) -> Handle:
         with self._on_stream(issued, buffer, out) as handle:
-            parts = None if buffer is None else list(self._slices(buffer, cuts))
-            if cuts is None:
-                dist.scatter(out, parts, group=self._group, group_src=root)
-            else:
-                self._point_to_point(dist.irecv, dist.isend, out, parts, root)
+            parts = None if buffer is None else list(self._slices(buffer, None))
+            dist.scatter(out, parts, group=self._group, group_src=root)
         return handle
 
     def _do_send(self, issued: Issued, buffer: Tensor, to: int) -> Handle:
@@ -122,7 +116,14 @@ class NcclComm(Comm):
         newest = stamped[-1][0] if stamped else None
         with self._on_stream(newest, *(buffer for _, buffer, _ in stamped)) as handle:
             messages = [(dist.isend, buffer, to) for _, buffer, to in sends]
-            self._group_of(messages + [(dist.irecv, buffer, source) for _, buffer, source in receives])
+            messages += [(dist.irecv, buffer, source) for _, buffer, source in receives]
+            group = [
+                dist.P2POp(move, buffer, group=self._group, group_peer=peer)
+                for move, buffer, peer in messages
+                if buffer.numel()
+            ]
+            for work in dist.batch_isend_irecv(group) if group else ():
+                work.wait()
         return handle
 
     def follow(self, first: Handle, then: Callable[[], Handle], arrived: Callable[[], object]) -> Handle:
@@ -138,25 +139,6 @@ class NcclComm(Comm):
             return second
 
         return Chain(first, go_on)
-
-    def _point_to_point(self, here: Any, at_root: Any, own: Tensor, parts: list[Tensor] | None, root: int) -> None:
-        """Move each rank's part from or to the root: torch's gather and scatter take parts of one size only."""
-        peers = [(here, own, root)] if parts is None else [(at_root, part, peer) for peer, part in enumerate(parts)]
-        messages = [message for message in peers if message[2] != self.rank]
-        if parts is not None:
-            source, target = (own, parts[root]) if here is dist.isend else (parts[root], own)
-            target.copy_(source)
-        self._group_of(messages)
-
-    def _group_of(self, messages: Sequence[tuple[Any, Tensor, int]]) -> None:
-        """Sends and receives that begin together: function, buffer, and the other rank."""
-        group = [
-            dist.P2POp(move, tensor, group=self._group, group_peer=peer)
-            for move, tensor, peer in messages
-            if tensor.numel()
-        ]
-        for work in dist.batch_isend_irecv(group) if group else ():
-            work.wait()
 
     @property
     def host(self) -> Comm:
