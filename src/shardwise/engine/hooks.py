@@ -180,7 +180,7 @@ def tensors_of(value: object, levels: int = 3) -> Iterator[Tensor]:
         if value.requires_grad:
             yield value
         return
-    parts = _parts(value)
+    parts = parts_of(value)
     is_open = hasattr(value, "__dict__") and not isinstance(value, (type, nn.Module, ModuleType))
     if parts is None and levels and is_open:
         parts, levels = tuple(vars(value).values()), levels - 1
@@ -188,7 +188,7 @@ def tensors_of(value: object, levels: int = 3) -> Iterator[Tensor]:
         yield from tensors_of(part, levels)
 
 
-def _parts(value: object) -> Iterable[object] | None:
+def parts_of(value: object) -> Iterable[object] | None:
     """What a container holds; ``None`` for anything else."""
     if isinstance(value, Mapping):
         return value.values()

@@ -14,15 +14,16 @@ from __future__ import annotations
 
 import copy
 import enum
-import hashlib
 from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field, fields, is_dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.utils._pytree import TreeSpec, tree_flatten, tree_unflatten
 
+from shardwise.comm.control import digest_text
+from shardwise.engine.hooks import parts_of
 from shardwise.pipeline.element import Element, zeros
 from shardwise.pipeline.taint import Taint
 from shardwise.spec.errors import PlanError
@@ -125,7 +126,7 @@ class StageFlow:
         """A number that tells flows apart."""
         shown = [(call.element.name, call.stage, sorted(call.inputs)) for call in self.calls]
         crossing = [[(source, self.leaf(source).shape) for source in sources] for sources in self.crossing]
-        return int.from_bytes(hashlib.blake2b(repr((shown, crossing)).encode(), digest_size=7).digest())
+        return digest_text(repr((shown, crossing)))
 
 
 class Tracer:
@@ -400,15 +401,7 @@ def tensors_in(value: Any, levels: int = 4) -> Iterator[Tensor]:
     if isinstance(value, Tensor):
         yield value
         return
-    if isinstance(value, Mapping):
-        parts: Iterable[Any] = value.values()
-    elif isinstance(value, (tuple, list, set)):
-        parts = value
-    elif is_dataclass(value) and not isinstance(value, type):
-        parts = [getattr(value, held.name, None) for held in fields(value)]
-    else:
-        return
-    for part in parts if levels else ():
+    for part in (parts_of(value) or ()) if levels else ():
         yield from tensors_in(part, levels - 1)
 
 
