@@ -169,8 +169,8 @@ def test_what_fsdp2_asks_to_be_told_is_taken():
         model[1].set_requires_all_reduce(False)
     for micro in range(3):
         is_last = micro == 2
-        model.set_is_last_backward(is_last)
-        model.set_reshard_after_backward(is_last, recurse=True)
+        model.set_is_last_backward(is_last_backward=is_last)
+        model.set_reshard_after_backward(reshard_after_backward=is_last, recurse=True)
         model.set_requires_gradient_sync(is_last, recurse=True)
         model.set_requires_all_reduce(True)
         model.set_requires_gradient_sync(is_last)

@@ -437,10 +437,18 @@ class _UnitMethod(Uncopyable):
         engine.accumulation = "defer_replicate"
         engine.syncs_gradients = bool(requires_all_reduce)
 
-    def _set_nothing(self, engine: Engine, unit: Unit, is_on: bool, *, recurse: bool = True) -> None:  # noqa: FBT001 - FSDP2's
-        """Every backward ends when its reductions have, and releases the units."""
+    def _set_is_last_backward(self, engine: Engine, unit: Unit, is_last_backward: bool) -> None:  # noqa: FBT001 - FSDP2's
+        """Nothing to set: every backward ends when its reductions have."""
 
-    _set_is_last_backward = _set_reshard_after_backward = _set_nothing
+    def _set_reshard_after_backward(
+        self,
+        engine: Engine,
+        unit: Unit,
+        reshard_after_backward: bool,  # noqa: FBT001 - FSDP2's
+        *,
+        recurse: bool = True,
+    ) -> None:
+        """Nothing to set: units are released after backward, and gathered again by the next forward."""
 
     def _set_modules_to_forward_prefetch(self, _engine: Engine, unit: Unit, modules: Sequence[nn.Module]) -> None:
         """Nothing to set: one unit is gathered ahead, in the order that the first step has recorded."""
