@@ -65,11 +65,7 @@ def drop_zeroed(engine: Engine) -> None:
 
 
 def refuse_sums(engine: Engine, call: str) -> None:
-    """Refuse ``call`` while gradients of accumulated microbatches are not in ``.grad``.
-
-    Raises:
-        StateError: Some are not.
-    """
+    """Refuse ``call`` while gradients of accumulated microbatches are not in ``.grad``."""
     drop_zeroed(engine)
     if any(group.gradient.is_local for group in engine.groups):
         raise StateError(
@@ -187,11 +183,7 @@ class WaitingGradient(Tensor):
         args: tuple[Any, ...] = (),
         kwargs: Mapping[str, Any] = MappingProxyType({}),
     ) -> Any:
-        """Let the gradient be zeroed, also through ``.data``, and refuse all else.
-
-        Raises:
-            StateError: Something else is called.
-        """
+        """Let the gradient be zeroed, also through ``.data``, and refuse all else."""
         if func is torch.ops.aten.detach.default:
             return args[0]
         if func is torch.ops.aten.zero_.default or func is torch_private.foreach_zero:
