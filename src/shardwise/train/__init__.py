@@ -9,7 +9,7 @@
 ``predict``      peak memory, predicted and measured
 ``folder``       a run's folder, its files and its lock
 ``checkpoints``  which one to continue from, writing and keeping them (``random_state``: generators as plain data)
-``log``          metrics.jsonl, TensorBoard, Weights & Biases, the terminal (``report``: plan.json, summary.json, words)
+``log``          metrics.jsonl, TensorBoard, Weights & Biases, the terminal, plan.json, summary.json
 ``proof``        strategies against one process on a run's own model and data
 ``trained``      what has been trained and can be asked: a run, a checkpoint, or a Hugging Face folder
 """

@@ -1,4 +1,4 @@
-"""Where the numbers of a step go: metrics.jsonl, TensorBoard, Weights & Biases, and the terminal of rank 0."""
+"""What a run writes and says of itself: metrics.jsonl, TensorBoard, Weights & Biases, the terminal, summary.json."""
 
 from __future__ import annotations
 
@@ -13,14 +13,28 @@ import sys
 from collections.abc import Iterator
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any, TextIO
+from typing import TYPE_CHECKING, Any, TextIO
 
 from shardwise.launch.file import replace
 from shardwise.models.shape import GPTConfig
 from shardwise.spec.errors import ConfigError, StorageError
-from shardwise.spec.text import printable
+from shardwise.spec.text import printable, size
 from shardwise.train.config import Config
-from shardwise.train.folder import EVENTS, METRICS, WANDB_ID, replace_text
+from shardwise.train.folder import (
+    CONFIG,
+    EVENTS,
+    METRICS,
+    MODEL,
+    PLAN,
+    SUMMARY,
+    WANDB_ID,
+    replace_json,
+    replace_text,
+)
+from shardwise.train.resolve import RunConfig
+
+if TYPE_CHECKING:
+    import torch
 
 #: Dense peaks in TFLOP/s by device name, as torch gives it, and dtype; every row with its source.
 PEAKS = Path(__file__).with_name("peaks.csv")
@@ -290,3 +304,168 @@ def _bar() -> Any:
         TimeRemainingColumn(),
         TextColumn("{task.fields[numbers]}"),
     )
+
+
+@dataclass(slots=True)
+class Progressed:
+    """How far a run has come: what checkpoints hold beside tensors."""
+
+    step: int = 0
+    tokens: int = 0
+    first_loss: float | None = None
+    final_loss: float | None = None
+    eval_loss_first: float | None = None
+    eval_loss_final: float | None = None
+
+    def state(self) -> dict[str, Any]:
+        """Plain values."""
+        return {name: getattr(self, name) for name in self.__slots__}
+
+
+@dataclass(frozen=True, slots=True)
+class Outcome:
+    """How a run ended."""
+
+    exit_code: int
+    reason: str
+
+
+@dataclass(slots=True)
+class Speed:
+    """What this process has measured of its steps.
+
+    Attributes:
+        tokens: Tokens of the steps that are timed, over all ranks.
+        seconds: Time of these steps.
+        made_steps: Steps of this process.
+        timed_from: The first so many of them are not timed.
+        own_peak_bytes: The most bytes of tensors that this rank has held.
+        data_s: Seconds of the newest step that the host spent on data.
+    """
+
+    tokens: int = 0
+    seconds: float = 0.0
+    made_steps: int = 0
+    timed_from: int = 0
+    own_peak_bytes: int = 0
+    data_s: float = 0.0
+
+    @property
+    def tokens_per_s(self) -> float | None:
+        """``None`` before the first timed step."""
+        return self.tokens / self.seconds if self.seconds else None
+
+
+@dataclass(frozen=True, slots=True)
+class Report:
+    """The facts of a run, and how they are told. Files are rank 0's.
+
+    Attributes:
+        resolved: The run's configuration.
+        directory: The run's folder.
+        world_size: Number of ranks.
+        device: This rank's device.
+        model: What ``sw.summary`` says of the model.
+        predicted_bytes: Bytes by category on the rank that holds most.
+    """
+
+    resolved: RunConfig
+    directory: Path
+    world_size: int
+    device: torch.device
+    model: str
+    predicted_bytes: dict[str, int]
+
+    @property
+    def predicted_total(self) -> int:
+        """Predicted bytes of what is measured: on CUDA only what the device holds."""
+        return sum(held for name, held in self.predicted_bytes.items() if name != "host" or self.device.type == "cpu")
+
+    @property
+    def predicted_peak(self) -> int | None:
+        """The predicted peak; ``None`` where the model's activations are not known beforehand."""
+        return self.predicted_total if "activations" in self.predicted_bytes else None
+
+    def write_start(self) -> None:
+        """Write config.yaml, model.txt and plan.json."""
+        config, batch = self.resolved.config, self.resolved.batch
+        replace_text(self.directory / CONFIG, config.to_yaml())
+        replace_text(self.directory / MODEL, f"{self.model}\n")
+        replace_json(
+            self.directory / PLAN,
+            {
+                "world_size": self.world_size,
+                "mesh": self.resolved.mesh.sizes,
+                "parallel": config.parallel.model_dump(mode="json"),
+                "batch": {"micro": batch.micro, "accumulation": batch.accumulation, "global": batch.total},
+                "predicted_bytes_per_rank": self.predicted_bytes,
+                "predicted_peak_memory_bytes": self.predicted_peak,
+            },
+        )
+
+    def write_summary(
+        self, done: Progressed, outcome: Outcome, speed: Speed, *, peak_bytes: int, failed_saves: list[str]
+    ) -> None:
+        """Write summary.json, if the disk allows it: the run's own outcome is what matters by then."""
+        values = {
+            "steps": done.step,
+            "first_loss": done.first_loss,
+            "final_loss": done.final_loss,
+            "eval_loss_first": done.eval_loss_first,
+            "eval_loss_final": done.eval_loss_final,
+            "tokens_per_s": speed.tokens_per_s,
+            "peak_memory_bytes": peak_bytes or None,
+            "predicted_peak_memory_bytes": self.predicted_peak,
+            "world_size": self.world_size,
+            "strategy": self.resolved.config.parallel.strategy,
+            "exit_code": outcome.exit_code,
+            "reason": outcome.reason,
+            "failed_saves": failed_saves,
+        }
+        with contextlib.suppress(StorageError):
+            replace_json(self.directory / SUMMARY, values)
+
+    def introduce(self, progress: Progress) -> None:
+        """Say what is trained, on what, with which data."""
+        batch, source, config, mesh = (
+            self.resolved.batch,
+            self.resolved.source,
+            self.resolved.config,
+            self.resolved.mesh,
+        )
+        import torch
+
+        kind = "cpu" if self.device.type == "cpu" else torch.cuda.get_device_name(self.device)
+        name = config.model.preset or config.model.hf
+        axes = f" on {mesh}" if mesh.ep > 1 or mesh.dp_shard != mesh.world_size else ""
+        where = printable(self.directory)
+        progress.say(f"run {where}: {name} on {self.world_size} x {kind}, {config.parallel.strategy}{axes}")
+        tokens = f"{source.num_tokens:,} tokens in {len(source.files)} files" if source.files else "random tokens"
+        seq_len, longer = self.resolved.seq_len, self.resolved.positions or 0
+        more = f" (data.seq_len; the model takes up to {longer:,})" if longer > seq_len else ""
+        progress.say(f"model {self.model.splitlines()[0]}; more in {printable(self.directory / MODEL)}")
+        progress.say(f"data {printable(source.name)}: {tokens}; samples of {seq_len:,} tokens{more}")
+        progress.say(str(batch))
+        if (stored := self.resolved.raised_from) is not None:
+            progress.say(
+                f"weights are stored in {stored}: the optimizer updates fp32 masters"
+                f" (parallel.mp_policy.master_dtype; {stored} there keeps 16 bit)"
+            )
+
+    def conclude(self, progress: Progress, done: Progressed, speed: Speed, *, peak_bytes: int) -> None:
+        """Say how fast it went, what the loss became, and which peak was predicted and measured."""
+        pace = speed.tokens_per_s
+        progress.say(f"finished {done.step} steps" + (f", {pace:,.0f} tokens/s" if pace else ""))
+        if done.eval_loss_first and done.eval_loss_final is not None:
+            fall = 100 * (1 - done.eval_loss_final / done.eval_loss_first)
+            losses = f"{done.eval_loss_first:.4f} -> {done.eval_loss_final:.4f}"
+            progress.say(f"held-out loss {losses} ({fall:.0f}% lower)")
+        names = ", ".join(f"{name} {size(held)}" for name, held in self.predicted_bytes.items() if held)
+        total = self.predicted_total
+        ratio = f"{peak_bytes / total:.2f} of the prediction" if total and peak_bytes else "not measured"
+        if self.predicted_peak is None:
+            names += "; activations of this model are not known beforehand"
+            ratio = "activations included"
+        progress.say("peak memory of tensors, per rank")
+        progress.say(f"  predicted  {size(total):>9}  {names}")
+        progress.say(f"  measured   {size(peak_bytes):>9}  {ratio}")

@@ -37,10 +37,19 @@ from shardwise.train.config import Config
 from shardwise.train.control import Control
 from shardwise.train.data import DataError, Part, RandomPart
 from shardwise.train.folder import RunLock
-from shardwise.train.log import Progress, Record, Recorder, flops_per_token, peak_flops
+from shardwise.train.log import (
+    Outcome,
+    Progress,
+    Progressed,
+    Record,
+    Recorder,
+    Report,
+    Speed,
+    flops_per_token,
+    peak_flops,
+)
 from shardwise.train.predict import PeakTensorBytes, predict
 from shardwise.train.proof import parity_line
-from shardwise.train.report import Outcome, Progressed, Report, Speed
 from shardwise.train.resolve import Batch, RunConfig, data_of
 from shardwise.train.sampler import Sampler
 from shardwise.train.unread import ReadStep, StepTime, StopRequest, UnreadStep, UnreadSteps, exit_code
