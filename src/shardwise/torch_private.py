@@ -6,6 +6,8 @@ Nothing else in shardwise may touch torch's private names.
 
 from __future__ import annotations
 
+import functools
+import operator
 import sys
 from collections import OrderedDict, defaultdict
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -25,6 +27,19 @@ current_backward: Callable[[], int] = torch._C._current_graph_task_id
 #: The sequence number that the next autograd node of this thread will get. There is no public way to read the counter.
 next_sequence_number: Callable[[], int] = torch._C._autograd._get_sequence_nr
 
+#: When an autograd node was made, in this thread's count. Nodes show it only under a private name.
+sequence_number: Callable[[Any], int] = operator.methodcaller("_sequence_nr")
+
+#: Runs a function when the backward under way has finished, as torch's own DDP and FSDP do.
+#: ``Tensor.register_post_accumulate_grad_hook`` cannot serve: parameters that were not used never fire.
+at_end_of_backward: Callable[[Callable[[], None]], None] = torch.autograd.Variable._execution_engine.queue_callback
+
+#: What ``torch.compile`` has this thread's calls traced by; ``None`` outside of it. ``torch.compiler.is_compiling`` is
+#: false where torch has given the tracing up, and runs a call as it is.
+tracing_callback: Callable[[], object] = torch._C._dynamo.eval_frame.get_eval_frame_callback
+
+#: The ``DistributedDataParallel`` whose forward is under way, or ``None``; it does not tell in public.
+active_ddp: Callable[[], Any] = functools.partial(getattr, DistributedDataParallel, "_active_ddp_module")
 
 #: Norms of a list of tensors, as ``torch.nn.utils.clip_grad_norm_`` takes them. Foreach functions have private names.
 foreach_norm: Callable[..., Any] = torch._foreach_norm
@@ -57,32 +72,10 @@ def empty_subclass(cls: type[Tensor], like: Tensor) -> Any:
     return Tensor._make_wrapper_subclass(cls, like.shape, strides=strides, dtype=like.dtype, device=like.device)
 
 
-def is_in_compiled_code() -> bool:
-    """Whether ``torch.compile`` traces this call, or has given it up and runs it as it is.
-
-    ``torch.compiler.is_compiling`` is true in the first case only.
-    """
-    return torch.compiler.is_dynamo_compiling() or torch._C._dynamo.eval_frame.get_eval_frame_callback() is not None
-
-
 def is_compiled_module(module: torch.nn.Module) -> bool:
     """Whether ``torch.compile(module)`` gave this module, or ``module.compile()`` was called on it."""
     dynamo = sys.modules.get("torch._dynamo")  # which nothing here shall load: it takes a second
     return module._compiled_call_impl is not None or (dynamo is not None and isinstance(module, dynamo.OptimizedModule))
-
-
-def sequence_number(node: Any) -> int:
-    """When an autograd node was made, in this thread's count. Nodes show it only under a private name."""
-    return node._sequence_nr()
-
-
-def at_end_of_backward(callback: Callable[[], None]) -> None:
-    """Run ``callback`` when the backward under way has finished.
-
-    torch's own DDP and FSDP use the same call. ``Tensor.register_post_accumulate_grad_hook`` and
-    ``register_multi_grad_hook`` cannot serve: parameters that were not used never fire.
-    """
-    torch.autograd.Variable._execution_engine.queue_callback(callback)
 
 
 def norms(tensors: list[Tensor], dtype: torch.dtype) -> list[Tensor]:
@@ -98,13 +91,13 @@ def is_in_distributed_autograd() -> bool:
 
     It runs hooks in threads that do not know its context; the engine's count of them has a private name.
     """
-    if not _has_rpc_agent():
+    if not has_rpc_agent():
         return False
     return int(torch._C._distributed_autograd._get_debug_info()["num_current_backward_passes"]) > 0
 
 
 #: Whether RPC was started in this process; builds of torch without RPC have no such function.
-_has_rpc_agent: Callable[[], bool] = getattr(
+has_rpc_agent: Callable[[], bool] = getattr(
     getattr(torch._C, "_distributed_rpc", None), "_is_current_rpc_agent_set", lambda: False
 )
 
@@ -240,8 +233,8 @@ class _RefusingRegistry(dict[str, Any]):
 
 
 def parameters_of_ddp_forward() -> list[nn.Parameter]:
-    """What ``DistributedDataParallel`` synchronises, if its forward is under way; it does not tell in public."""
-    active = DistributedDataParallel._active_ddp_module
+    """What ``DistributedDataParallel`` synchronises, if its forward is under way."""
+    active = active_ddp()
     return active._module_parameters if active is not None else []
 
 

@@ -176,12 +176,6 @@ def test_every_source_file_that_is_named_exists() -> None:
             )
 
 
-def test_a_step_passes_at_most_ten_files_and_they_are_told() -> None:
-    page = (ROOT / "docs" / "architecture.md").read_text()
-    table = page.split("<!-- files of a step -->")[1].split("<!-- end of the files -->")[0]
-    assert len(re.findall(r"^\| `", table, re.MULTILINE)) <= 10
-
-
 def test_pictures_are_as_their_script_draws_them(tmp_path: Path) -> None:
     done = subprocess.run([sys.executable, str(ROOT / "docs" / "pictures.py"), str(tmp_path)], check=False)
     assert done.returncode == 0

@@ -22,6 +22,7 @@ from shardwise.features import batch_norm, precision
 from shardwise.features.wrap import assign_parameters, check_parameters
 from shardwise.forms.host import choose_units
 from shardwise.forms.ignored import find_ignored
+from shardwise.forms.waiting import set_gradient_sync
 from shardwise.init.sync import synchronise
 from shardwise.launch.notice import tell_once
 from shardwise.optim import checks
@@ -417,7 +418,7 @@ class _UnitMethod(Uncopyable):
         self._check_root(unit, recurse=recurse)
         if not requires_gradient_sync:
             refuse(engine, f"{self._name}(False)")
-        engine.syncs_gradients = bool(requires_gradient_sync)
+        set_gradient_sync(engine, is_enabled=bool(requires_gradient_sync))
         engine.accumulation = engine.options.accumulation(engine.row)
 
     def _set_requires_all_reduce(
@@ -435,7 +436,7 @@ class _UnitMethod(Uncopyable):
         if not requires_all_reduce:
             refuse(engine, f"{self._name}(False)")
         engine.accumulation = "defer_replicate"
-        engine.syncs_gradients = bool(requires_all_reduce)
+        set_gradient_sync(engine, is_enabled=bool(requires_all_reduce))
 
     def _set_is_last_backward(self, engine: Engine, unit: Unit, is_last_backward: bool) -> None:  # noqa: FBT001 - FSDP2's
         """Nothing to set: every backward ends when its reductions have."""

@@ -11,6 +11,7 @@ from torch import Tensor, nn
 from shardwise.comm.base import CollectiveEvent, Recorder
 from shardwise.engine.unit import attachment_of, engine_of, mark_of
 from shardwise.features import batch_norm
+from shardwise.forms.waiting import set_gradient_sync
 from shardwise.optim.in_backward import refuse
 from shardwise.spec.slice import slice_of
 
@@ -60,7 +61,8 @@ def gradient_sync(model: nn.Module, is_enabled: bool) -> Iterator[None]:  # noqa
     engine = engine_of(model, "sw.gradient_sync", on_shards=False)
     if not is_enabled:
         refuse(engine, "sw.gradient_sync(model, False)")
-    before, engine.syncs_gradients = engine.syncs_gradients, is_enabled
+    before = engine.syncs_gradients
+    set_gradient_sync(engine, is_enabled=is_enabled)
     try:
         yield
     finally:

@@ -30,7 +30,6 @@ from shardwise.features.wrap import (
 from shardwise.forms import form_of
 from shardwise.forms.host import choose_units
 from shardwise.forms.ignored import NOTHING, Ignored, ignored_of
-from shardwise.forms.waiting import WaitingSums
 from shardwise.init.materialize import Source, fill_parameters
 from shardwise.optim import checks
 from shardwise.optim.partial import PartialGradient
@@ -136,12 +135,9 @@ def start(
     guard.install_guards(root, engine)
     guard.refuse_wrappers(root)
     for observer in (
-        safety.ShownWhole(),
         guard.InsideDDP(),
         checks.Added(engine),
         safety.ForeignBackwards(),
-        checks.StepsEnd(),
-        WaitingSums(),
         safety.SavedTensors(),  # the last: after it nothing may refuse a forward
     ):
         engine.observers.add(observer)

@@ -134,7 +134,7 @@ class Engine:
         self.host_waits: tuple[Callable[[], None], ...] = ()
         self.slots = SlotPool(keeps=options.keeps_buffers)
         self.gradients = GradientPool(options.num_gradient_buffers, self._drain_one, keeps=options.keeps_buffers)
-        self.orders = Paths(layer_lists, lambda index: units[index].calls.has_run)
+        self.orders = Paths(layer_lists, lambda index: units[index].calls.has_run, self.observers.wake)
         self.forward, self.backward = Forward(), Backward()
         self.version = 0
         self.epoch = 0
@@ -183,7 +183,7 @@ class Engine:
         Collective:
             All-gather of the unit on ``dp_shard`` where one is due, and of the next one (prefetch).
         """
-        if torch_private.is_in_compiled_code():
+        if torch.compiler.is_dynamo_compiling() or torch_private.tracing_callback() is not None:
             _refuse_compiled(unit)
         if self.step.skips_hooks:
             self.step.refuse_grad()
@@ -262,6 +262,8 @@ class Engine:
         while forward.left:
             self.reshard(forward.left.pop())
         self.orders.enter(entry, trains=forward.trains)
+        if poisons_slots or not self.orders.gathers.is_recorded or torch_private.active_ddp() is not None:
+            self.observers.wake()
         self.refresh()
         for tell in self.observers.forward_begins:
             tell(self, entry)
@@ -396,11 +398,11 @@ class Engine:
         """Issue the gather of a group into its slot.
 
         Collective:
-            As ``Group.gather``.
+            As ``Form.gather``, or ``Form.gather_kept`` with ``is_kept``.
         """
         group.epoch = self.epoch
         with label("gather", group.unit.name):
-            return group.gather(is_kept=is_kept)
+            return group.form.gather_kept(group) if is_kept else group.form.gather(group)
 
     def claim(self, group: Group) -> None:
         """Make ``group`` the owner of a slot: of its own, whose owner is evicted, or, if that computes, of a new one.
@@ -508,6 +510,8 @@ class Engine:
         self._prefetch(self.orders.entries)
 
     def _begin_backward(self, entry: Entry) -> None:
+        if threading.get_ident() != self.forward.thread and torch_private.has_rpc_agent():
+            self.observers.wake()
         for tell in self.observers.backward_begins:
             tell(self)
         backward = self.backward

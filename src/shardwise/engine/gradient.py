@@ -33,7 +33,7 @@ from shardwise.comm.base import Chain, Comm, Done, Handle
 from shardwise.comm.dtype import dtype_name, memory_order
 from shardwise.engine.pool import GradientPool
 from shardwise.spec.errors import StateError
-from shardwise.spec.layout import Piece, ReduceLayout, contiguous_stride
+from shardwise.spec.layout import Piece, ReduceLayout
 from shardwise.spec.memory.footprint import size_class
 from shardwise.spec.precision import divisors
 
@@ -138,7 +138,9 @@ class Gradient:
         self._is_elsewhere = [
             held.numel == 0 < spec.numel for held, spec in zip(group.held, group.layout.params, strict=True)
         ]
-        self._views: dict[int, BufferViews] = {}  # of every buffer that has been used, by its storage
+        self._views: dict[int, BufferViews] = {}  # of every buffer that has been used, by its id
+        first_flag = self.layout.data_numel(self.layout.place(group.rank))
+        self._flags = slice(first_flag, first_flag + len(group.shards))  # in what this rank gets of a sum
         self._local: Tensor | None = None
         self._local_views: BufferViews | None = None
         self._borrowed: Tensor | None = None
@@ -278,10 +280,9 @@ class Gradient:
             home.make()
             self._local = home.full
         assert self._local is not None
-        key = torch_private.storage_identity(self._local)
-        views = self._views.get(key)
+        views = self._views.get(id(self._local))
         if views is None:
-            views = self._views[key] = BufferViews(self.layout, self._local, pool)
+            views = self._views[id(self._local)] = BufferViews(self.layout, self._local, pool)
         self._local_views = views
         return views
 
@@ -295,9 +296,8 @@ class Gradient:
         if len(pieces) == 1:
             return [grad]
         spec = self.layout.group.params[index]
-        stride = spec.stride or contiguous_stride(spec.shape)
-        if grad.stride() != stride:
-            grad = torch.empty_strided(spec.shape, stride, dtype=grad.dtype, device=grad.device).copy_(grad)
+        if grad.stride() != spec.strides:
+            grad = torch.empty_strided(spec.shape, spec.strides, dtype=grad.dtype, device=grad.device).copy_(grad)
         flat = memory_order(grad)
         return [flat[piece.start : piece.stop] for piece in pieces]
 
@@ -390,7 +390,7 @@ class Gradient:
         if home.is_kept or home.tensor is None or home.is_lent or self.is_local or self.has_sums:
             return
         if home.full is not None:
-            self._views.pop(torch_private.storage_identity(home.full), None)
+            self._views.pop(id(home.full), None)
         home.free()
 
     # -- reducing -> empty
@@ -444,7 +444,7 @@ class Gradient:
 
     def _flags_in(self, reduced: Tensor) -> Tensor:
         """The flags in this rank's slice of what was reduced, or in what is laid out as that slice is."""
-        return reduced[self.layout.data_numel(self.layout.place(self.group.rank)) :][: len(self.group.shards)]
+        return reduced[self._flags]
 
     @property
     def doubtful_flags(self) -> Tensor | None:
@@ -512,6 +512,7 @@ class BufferViews:
     """Views of one full-size buffer, made once: where each gradient goes, the gaps, and the flags.
 
     Attributes:
+        buffer: The buffer.
         pieces: The pieces of each parameter.
         by_param: One view for each of them; in the parameter's shape, where there is one piece.
         single: Where every gradient goes to one place: those places.
@@ -520,15 +521,15 @@ class BufferViews:
 
     def __init__(self, layout: ReduceLayout, buffer: Tensor, pool: GradientPool) -> None:
         count = len(layout.group.params)
+        self.buffer = buffer
         self.pieces: list[list[Piece]] = [[] for _ in range(count)]
         for piece in layout.pieces:
             self.pieces[piece.index].append(piece)
         self.by_param: list[list[Tensor]] = []
         for spec, held in zip(layout.group.params, self.pieces, strict=True):
             if len(held) == 1:
-                stride = spec.stride or contiguous_stride(spec.shape)
                 offset = buffer.storage_offset() + held[0].offset
-                self.by_param.append([buffer.as_strided(spec.shape, stride, offset)])
+                self.by_param.append([buffer.as_strided(spec.shape, spec.strides, offset)])
             else:
                 self.by_param.append([buffer[p.offset : p.offset + p.numel] for p in held])
         self.single = [views[0] for views in self.by_param] if all(len(v) == 1 for v in self.by_param) else None

@@ -39,9 +39,11 @@ class Form:
 
     Attributes:
         kept_epoch: The forward whose parameters are kept, and can be gathered again, without the master.
+        is_shown: The parameters are whole tensors for the user to see (``state.full_parameters``).
     """
 
     kept_epoch = -1
+    is_shown = False
 
     def make_master(self, group: Group) -> Tensor:
         """Memory for the master, filled with the parameters."""
@@ -144,7 +146,6 @@ class Group:
         needs_refresh: The gathered buffer is not the master itself: changes of the master have to be brought there.
         epoch: The outermost forward whose parameters the gathered buffer holds.
         gradient: Collects and reduces.
-        whole: What ``sw.full_parameters`` shows.
     """
 
     def __init__(
@@ -168,7 +169,6 @@ class Group:
         self.fulls: list[nn.Parameter] = []
         self.slot: Slot | None = None
         self.replica: Tensor | None = None
-        self.whole: Tensor | None = None
         self.epoch = -1
         layout = facts.layout
         self.held = layout.owned_by_param(self.rank) if facts.row.shards_optimizer else layout.whole
@@ -282,10 +282,6 @@ class Group:
         """Replace what :meth:`values` gives."""
         self.form.set_values(self, flat)
 
-    def value_views(self, flat: Tensor) -> list[Tensor]:
-        """One view for every parameter of what :meth:`values` gave."""
-        return self.views if flat is self.master else self.held_views(flat)
-
     def held_views(self, flat: Tensor) -> list[Tensor]:
         """One view of ``flat``, which is laid out as the master is, for every parameter.
 
@@ -319,11 +315,10 @@ class Group:
             and all(self._pointers)  # an empty shard has no address: its dtype is looked at below
         ):
             return  # as in every step but few
-        is_shown_whole = self.whole is not None
         for index, (shard, full, pointer) in enumerate(zip(self.shards, self.fulls, self._pointers, strict=True)):
             if shard.requires_grad is not full.requires_grad:
                 full.requires_grad_(shard.requires_grad)
-            if is_shown_whole or (shard.data_ptr() == pointer and (pointer or shard.dtype is self.dtype)):
+            if self.form.is_shown or (shard.data_ptr() == pointer and (pointer or shard.dtype is self.dtype)):
                 continue
             view = self.views[index]
             if shard.shape != view.shape or shard.dtype != view.dtype or shard.device != view.device:
@@ -355,9 +350,8 @@ class Group:
         storage, is_new = self.gathered.untyped_storage(), not self.fulls
         for index, (spec, offset) in enumerate(zip(self.layout.params, self.layout.offsets, strict=True)):
             # set_ gives a version counter of its own: refilling the slot does not trip autograd's check.
-            stride = spec.stride or contiguous_stride(spec.shape)
             tensor = torch.empty(0, dtype=self.compute_dtype, device=self.device)
-            tensor.set_(storage, offset, spec.shape, stride)
+            tensor.set_(storage, offset, spec.shape, spec.strides)
             if is_new:
                 full = nn.Parameter(tensor, requires_grad=self.shards[index].requires_grad)
                 full.__dict__.update(self.shards[index].__dict__)
@@ -369,27 +363,6 @@ class Group:
         """Take a layout that differs in names only."""
         self.facts = dataclasses.replace(self.facts, layout=layout)
         self.gradient.layout = ReduceLayout(layout, self.reduce_layout.num_slices)
-
-    def gather(self, *, is_kept: bool) -> Handle:
-        """Fill the gathered buffer.
-
-        Args:
-            is_kept: From what the form has kept for backward.
-
-        Collective:
-            As :meth:`Form.gather` or :meth:`Form.gather_kept`.
-        """
-        if self.whole is not None:
-            return self._take_whole(self.whole)
-        return self.form.gather_kept(self) if is_kept else self.form.gather(self)
-
-    def _take_whole(self, whole: Tensor) -> Handle:
-        """Compute with what full_parameters shows, and what the user may have written there."""
-        if self.unit.whole is not None:
-            self.unit.whole.has_computed = True
-        if whole.data_ptr() != self.gathered.data_ptr():
-            self.gathered.copy_(whole)
-        return Done()
 
     def release(self, *, poison: bool) -> None:
         """Give the slot back. With ``poison`` its content is overwritten with NaN, so that a stale use shows."""

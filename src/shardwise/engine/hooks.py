@@ -146,7 +146,7 @@ def refuse_on_shard(group_ref: weakref.ref[Group], index: int) -> Callable[[Tens
 
     def refuse(parameter: Tensor) -> None:
         group = group_ref()
-        if group is None or group.whole is not None:
+        if group is None or group.form.is_shown:
             return
         parameter.grad = None
         spec = group.layout.params[index]
@@ -330,10 +330,15 @@ class Observer:
 
 
 class Observers:
-    """The observers of an engine. For each moment a tuple of the methods that listen: empty, it costs nothing."""
+    """The observers of an engine. For each moment a tuple of the methods that listen: empty, it costs nothing.
+
+    Attributes:
+        all: The observers, in the order in which they are told.
+    """
 
     def __init__(self) -> None:
         self.all: tuple[Observer, ...] = ()
+        self._resting: tuple[Observer, ...] = ()
         self._sort()
 
     def add(self, observer: Observer, *, is_first: bool = False) -> None:
@@ -346,11 +351,23 @@ class Observers:
         self.all = tuple(other for other in self.all if other is not observer)
         self._sort()
 
+    def rest(self, observer: Observer) -> None:
+        """Tell an observer nothing more while steps are alike."""
+        self._resting += (observer,)
+        self._sort()
+
+    def wake(self) -> None:
+        """Undo every :meth:`rest`: this step is unlike those before (a new way into the model, another path)."""
+        if self._resting:
+            self._resting = ()
+            self._sort()
+
     def find(self, kind: type[_O]) -> _O | None:
         """The observer of a class, if there is one."""
         return next((observer for observer in self.all if isinstance(observer, kind)), None)
 
     def _sort(self) -> None:
+        self._awake = [each for each in self.all if not any(each is resting for resting in self._resting)]
         self.forward_begins = self._listening(lambda each: each.forward_begins)
         self.forward_ended = self._listening(lambda each: each.forward_ended)
         self.before_gather = self._listening(lambda each: each.before_gather)
@@ -369,7 +386,7 @@ class Observers:
         """The methods of those observers that do something at a moment."""
         return tuple(
             method
-            for method in map(method_of, self.all)
+            for method in map(method_of, self._awake)
             if getattr(type(method.__self__), method.__name__) is not getattr(Observer, method.__name__)
         )
 

@@ -105,7 +105,7 @@ class _OutsideGuard(Uncopyable):
         unit, member = self._unit(), self._member()
         if unit is None or member is None or member.is_swapped:
             return
-        is_split = any(group.row.shards_optimizer and group.whole is None for group in unit.groups)
+        is_split = any(group.row.shards_optimizer and not group.form.is_shown for group in unit.groups)
         if not (is_split or torch.is_grad_enabled()):
             return
         attribute = self._attributes[0]
@@ -241,6 +241,7 @@ class InsideDDP(Observer):
         if any(mark_of(parameter) is not None for parameter in torch_private.parameters_of_ddp_forward()):
             root = engine.units[0].members[0].module()
             _refuse_ddp(type(root).__name__)
+        engine.observers.rest(self)
 
 
 def _refuse_ddp(name: str) -> NoReturn:

@@ -62,7 +62,9 @@ class BufferSync(Observer):
         Collective:
             As :meth:`sync`, if one is due, unless microbatches are being accumulated.
         """
-        if not engine.parameters_are_unchanged:
+        if not self._held:
+            engine.observers.rest(self)
+        elif not engine.parameters_are_unchanged:
             self.begin(may_change=self.may_change(engine))
 
     def begin(self, *, may_change: bool) -> None:

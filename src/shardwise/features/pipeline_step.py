@@ -22,7 +22,7 @@ from shardwise.engine.engine import Engine
 from shardwise.engine.hooks import Observer, Step
 from shardwise.engine.unit import State, Unit, mark_of
 from shardwise.features.module_buffers import begin
-from shardwise.forms.waiting import WaitingSums
+from shardwise.forms.waiting import waiting_sums
 from shardwise.spec.errors import StateError
 from shardwise.spec.order import stage_entry
 
@@ -132,7 +132,7 @@ def open_step(engine: Engine, before_reduction: Callable[[], None], last: int | 
     """
     _refuse_observers(engine)
     engine.settle("sw.train_step")
-    sums = engine.observers.find(WaitingSums) or WaitingSums()
+    sums = waiting_sums(engine)
     sums.hide(engine)
     engine.forward.trains = torch.is_grad_enabled()
     syncs = engine.syncs_gradients
@@ -253,7 +253,7 @@ def _can_stay(unit: Unit) -> bool:
 
 def _is_whole(unit: Unit) -> bool:
     """The whole parameters, as forward needs them, are this rank's master."""
-    return all(group.is_alone and group.whole is None for group in unit.groups)
+    return all(group.is_alone and not group.form.is_shown for group in unit.groups)
 
 
 def _put(engine: Engine, unit: Unit) -> None:

@@ -100,6 +100,8 @@ class SavedTensors(Observer):
         num_changes = sum(1 + order.num_changes for order in engine.orders.backward.values())
         self._is_settled = num_changes == self._changes_seen
         self._changes_seen = num_changes
+        if not self._is_on(engine):
+            engine.observers.rest(self)
 
     def check(self, engine: Engine, group: Group) -> None:
         """A saved tensor of ``group`` is about to be read: have its data there."""
@@ -109,6 +111,7 @@ class SavedTensors(Observer):
         if torch_private.current_backward() == -1:
             raise StateError(f"saved tensors of unit {group.unit.name!r} can be read only inside backward().")
         self.num_healed += 1
+        engine.observers.wake()
         engine.heal(group.unit)
 
 
@@ -121,6 +124,7 @@ class ForeignBackwards(Observer):
     def backward_begins(self, engine: Engine) -> None:
         """Refuse it."""
         if not torch_private.is_in_distributed_autograd() or threading.get_ident() == engine.forward.thread:
+            engine.observers.rest(self)
             return
         text = (
             "dist_autograd.backward() reached a parallelized model: it keeps gradients in its context, where they are"
@@ -131,17 +135,3 @@ class ForeignBackwards(Observer):
         )
         sys.stderr.write(f"shardwise: StateError: {text}\n")  # of an exception RPC tells the user "python_error" alone
         raise StateError(text)
-
-
-class ShownWhole(Observer):
-    """Refuses to train inside ``sw.full_parameters``; a forward may compute there where every rank can."""
-
-    def forward_begins(self, engine: Engine, entry: Entry) -> None:  # noqa: ARG002
-        """Refuse a forward with grad, or on some ranks only."""
-        shown = [unit.whole for unit in engine.units if unit.whole is not None]
-        if shown and (torch.is_grad_enabled() or any(whole.is_on_root_only for whole in shown)):
-            raise StateError(
-                "a forward with grad, or on some ranks only, inside sw.full_parameters(): gradients could not be"
-                " reduced.\n"
-                "  Train outside of it; inside, use torch.no_grad(), without rank0_only."
-            )

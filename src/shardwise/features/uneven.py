@@ -128,7 +128,7 @@ class Join(Observer):
 
     def before_gather(self, engine: Engine, unit: Unit, group: Group, *, is_kept: bool) -> None:  # noqa: ARG002
         """A group's all-gather is about to be issued."""
-        if group.row.shards_optimizer and group.whole is None:
+        if group.row.shards_optimizer and not group.form.is_shown:
             self._say(Word.GATHER, unit.index, 2 * unit.groups.index(group) + is_kept)
 
     def backward_begins(self, engine: Engine) -> None:  # noqa: ARG002

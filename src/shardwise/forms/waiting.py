@@ -57,6 +57,21 @@ class WaitingSums(Observer):
             stand_ins.drop_zeroed(engine)
 
 
+def waiting_sums(engine: Engine) -> WaitingSums:
+    """The observer of sums that wait, added where there was none."""
+    found = engine.observers.find(WaitingSums)
+    if found is None:
+        engine.observers.add(found := WaitingSums())
+    return found
+
+
+def set_gradient_sync(engine: Engine, *, is_enabled: bool) -> None:
+    """Say whether the backwards from now on are the last ones of their step."""
+    if not is_enabled:
+        waiting_sums(engine)
+    engine.syncs_gradients = is_enabled
+
+
 def drop_zeroed(engine: Engine) -> None:
     """Drop the sums of accumulated microbatches for which ``zero_grad()`` was called since the last backward."""
     sums = engine.observers.find(WaitingSums)
@@ -112,7 +127,7 @@ class _StandIns:
     def hide(self) -> None:
         """Undo :meth:`show`, where the stand-ins are still there."""
         group = self._group()
-        if group is None or group.whole is not None:
+        if group is None or group.form.is_shown:
             return  # full_parameters() has taken every .grad away, and brings it back
         for index, before in self._hidden.items():
             shard = group.shards[index]
@@ -123,7 +138,7 @@ class _StandIns:
     def drop_zeroed(self, engine: Engine) -> None:
         """Drop the sums of parameters whose ``.grad`` was zeroed, removed or replaced while the sums waited."""
         group = self._group()
-        if group is None or not self._hidden or group.whole is not None:
+        if group is None or not self._hidden or group.form.is_shown:
             return
         zeroed = {index for index in self._hidden if group.shards[index].grad is not self._made[index]}
         if zeroed and group.facts.flat_kinds is not None:

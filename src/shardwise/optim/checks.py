@@ -66,14 +66,6 @@ def install_checks() -> None:
     register_optimizer_step_post_hook(_after_step)
 
 
-class StepsEnd(Observer):
-    """Ends an optimizer's step that has raised, or that calls a backward in its closure."""
-
-    def backward_begins(self, engine: Engine) -> None:  # noqa: ARG002
-        """Refuse norms of one rank's part from now on."""
-        partial.allow(is_allowed=False)
-
-
 def accept(optimizer: torch.optim.Optimizer) -> None:
     """Check ``optimizer`` now, and accept the state that it is about to get as state of shards."""
     _check_bits(optimizer)
@@ -112,7 +104,10 @@ def _before_step(optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> No
             "  Call the closure before optimizer.step(), or build the optimizer on model.parameters()."
         )
     flat_parameters.before_step(optimizer)
-    partial.allow(is_allowed=True)  # what an optimizer may look at is its own check above
+    # What an optimizer may look at is its own check above. A step that raises, or calls a backward, ends with that.
+    generations = [(engine.backward, engine.backward.generation) for engine in engines]
+    if engines:
+        partial.allow(lambda: all(backward.generation == generation for backward, generation in generations))
 
 
 def _check_moment(engine: Engine) -> None:
@@ -127,7 +122,7 @@ def _check_moment(engine: Engine) -> None:
 
 def _after_step(optimizer: torch.optim.Optimizer, _args: Any, _kwargs: Any) -> None:
     flat_parameters.after_step(optimizer)
-    partial.allow(is_allowed=False)
+    partial.allow(None)
     for engine in engines_of(optimizer):
         if not _is_stepping(engine):
             engine.invalidate()
@@ -240,6 +235,7 @@ class Added(Observer):
         """Look for them, in the first forward of each kind."""
         if engine.forward.trains and not engine.orders.gathers.is_recorded:
             _refuse_added(engine)
+        engine.observers.rest(self)
 
 
 def _refuse_added(engine: Engine, only: Callable[[nn.Parameter], bool] = lambda _: True) -> None:

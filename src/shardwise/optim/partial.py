@@ -30,11 +30,11 @@ _NORMS = frozenset(
 )
 _CHECKS = frozenset({torch_private.unscale_gradients})
 
-_is_allowed = False
+_is_allowed: Callable[[], bool] | None = None
 
 
-def allow(*, is_allowed: bool) -> bool:
-    """Whether norms of one rank's part are what is wanted from now on, as in an optimizer's step; returns what was."""
+def allow(is_allowed: Callable[[], bool] | None) -> Callable[[], bool] | None:
+    """Take norms of one rank's part for what is wanted while ``is_allowed()``; returns what was given before."""
     global _is_allowed
     before, _is_allowed = _is_allowed, is_allowed
     return before
@@ -43,11 +43,11 @@ def allow(*, is_allowed: bool) -> bool:
 @contextlib.contextmanager
 def allowed() -> Iterator[None]:
     """Inside, norms of one rank's part are what the caller wants: they are added up over the ranks."""
-    before = allow(is_allowed=True)
+    before = allow(lambda: True)
     try:
         yield
     finally:
-        allow(is_allowed=before)
+        allow(before)
 
 
 class PartialGradient(Tensor):
@@ -69,7 +69,7 @@ class PartialGradient(Tensor):
         kwargs: dict[str, Any] | None = None,
     ) -> Any:
         """Refuse what needs the other parts as well."""
-        if not _is_allowed and (func in _NORMS or func in _CHECKS):
+        if (func in _NORMS or func in _CHECKS) and not (_is_allowed is not None and _is_allowed()):
             raise StateError(_refusal(func))
         return torch_private.as_plain(func, args, kwargs or {})
 

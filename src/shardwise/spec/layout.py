@@ -36,7 +36,7 @@ ALIGN_NUMEL = 64
 ALIGN_BYTES = 256
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True)
 class ParamSpec:
     """A parameter as the layout sees it.
 
@@ -68,6 +68,11 @@ class ParamSpec:
     def num_bytes(self) -> int:
         """Bytes of its elements."""
         return self.numel * item_bytes(self.dtype)
+
+    @cached_property
+    def strides(self) -> tuple[int, ...]:
+        """Its strides, contiguous or not."""
+        return self.stride or contiguous_stride(self.shape)
 
     @property
     def logical_shape(self) -> tuple[int, ...]:
@@ -180,7 +185,7 @@ class GroupLayout:
         """All slices are equal."""
         return len({stop - start for start, stop in itertools.pairwise(self.cuts)}) == 1
 
-    @property
+    @cached_property
     def uneven_cuts(self) -> tuple[int, ...] | None:
         """``cuts`` where slices differ, else ``None``: what a collective needs to be told."""
         return None if self.is_even else self.cuts
@@ -292,7 +297,7 @@ class ReduceLayout:
         """Where the slices begin in the buffer, and where the last one ends."""
         return (0, *itertools.accumulate(self.data_numel(i) + self.header_numel(i) for i in range(self.num_slices)))
 
-    @property
+    @cached_property
     def uneven_cuts(self) -> tuple[int, ...] | None:
         """``cuts`` where slices differ, else ``None``."""
         return None if self.num_slices == 1 or self.group.is_even else self.cuts
@@ -322,7 +327,7 @@ class ReduceLayout:
         place = self.place(rank)
         return slice(self.cuts[place], self.cuts[place + 1])
 
-    @property
+    @cached_property
     def numel(self) -> int:
         """Elements of the whole buffer."""
         return self.cuts[-1]

@@ -75,9 +75,15 @@ class AgreedOrder:
         lists: Lists of layers that a rank may skip, those of inner modules first.
         has_run: Tells which units have run although this pass may not reach them: backward does not enter every unit
             that forward ran.
+        changed: Called when the path differs from the order.
     """
 
-    def __init__(self, lists: Sequence[LayerList] = (), has_run: Callable[[int], bool] | None = None) -> None:
+    def __init__(
+        self,
+        lists: Sequence[LayerList] = (),
+        has_run: Callable[[int], bool] | None = None,
+        changed: Callable[[], object] = lambda: None,
+    ) -> None:
         self._lists = lists
         self._has_run = has_run or (lambda _unit: False)
         self._order: list[int] = []
@@ -89,6 +95,7 @@ class AgreedOrder:
         self._recorded = False
         self._newcomers: set[int] = set()
         self.num_changes = 0
+        self._changed = changed
 
     @property
     def units(self) -> tuple[int, ...]:
@@ -131,12 +138,16 @@ class AgreedOrder:
             place = order.index(unit, cursor)
         except ValueError:
             if self._recorded:
-                self.num_changes += 1
+                self._change()
             place = self._insert(unit)
         else:
-            self.num_changes += 1
+            self._change()
         self._used_in[place] = self._pass
         return self._walk(place)
+
+    def _change(self) -> None:
+        self.num_changes += 1
+        self._changed()
 
     def _walk(self, place: int) -> Iterator[int]:
         while self._cursor < place:
@@ -172,7 +183,7 @@ class AgreedOrder:
     def rest(self) -> Iterator[int]:
         """End the pass; returns the units that were not reached, in order, which the caller visits."""
         if self._cursor < len(self._order):
-            self.num_changes += 1
+            self._change()
         if self._newcomers:
             missing = self._missing(None, self._order)
             self._order += missing
@@ -215,7 +226,7 @@ class AgreedOrder:
         self._kept_since = self._pass
         self._most = max(self._most, 2 * len(now) + _SLACK)
         self._cursor = len(self._order)
-        self.num_changes += 1
+        self._change()
 
     def __contains__(self, unit: int) -> bool:
         """Whether ``unit`` has a place in the order."""
@@ -278,6 +289,7 @@ class Paths:
     Args:
         lists: The lists of layers of which a forward through an entry may skip some, those of inner modules first.
         has_run: Tells which units have run in a forward whose backward is to come.
+        changed: Called when a backward takes another path than the ones before.
 
     Attributes:
         forward: Of gathers in forwards that train.
@@ -288,13 +300,20 @@ class Paths:
         entries: In force in the newest backward.
     """
 
-    def __init__(self, lists: Callable[[Entry], Sequence[LayerList]], has_run: Callable[[int], bool]) -> None:
+    def __init__(
+        self,
+        lists: Callable[[Entry], Sequence[LayerList]],
+        has_run: Callable[[int], bool],
+        changed: Callable[[], object],
+    ) -> None:
         def lists_of(entry: Entry) -> Sequence[LayerList]:
             return () if entry[0] == _STAGES else lists(entry)
 
         self.forward = Orders(lambda entry: AgreedOrder(lists_of(entry)))
         self.evaluation = Orders(lambda _entry: AgreedOrder())
-        self.backward = Orders(lambda entry: AgreedOrder([layers.reversed() for layers in lists_of(entry)], has_run))
+        self.backward = Orders(
+            lambda entry: AgreedOrder([layers.reversed() for layers in lists_of(entry)], has_run, changed)
+        )
         self.entry = ROOT_ENTRY
         self.gathers = self.forward[ROOT_ENTRY]
         self.entries = self.backward[ROOT_ENTRY]

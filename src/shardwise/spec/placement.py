@@ -10,6 +10,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from enum import StrEnum
+from functools import cached_property
 
 from shardwise.spec.errors import PlacementError
 from shardwise.spec.text import did_you_mean
@@ -23,7 +24,7 @@ class Placement(StrEnum):
     PARTIAL = "partial"
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True)
 class Placements:
     """One row of the table.
 
@@ -79,12 +80,12 @@ class Placements:
         keeps += ", replicas in one process" if self.is_threaded else ""
         return f"parameters {self.parameter}, gradients {self.gradient}, optimizer {self.optimizer}{keeps}"
 
-    @property
+    @cached_property
     def shards_parameters(self) -> bool:
         """A rank holds only its slice of the parameters between steps."""
         return self.parameter is Placement.SHARD
 
-    @property
+    @cached_property
     def shards_optimizer(self) -> bool:
         """The optimizer sees slices."""
         return self.optimizer is Placement.SHARD

@@ -14,12 +14,15 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor, nn
 
+from shardwise.comm.base import Done, Handle
 from shardwise.comm.control import all_gather_json
 from shardwise.engine.engine import Engine
-from shardwise.engine.group import Group
+from shardwise.engine.group import Form, Group
+from shardwise.engine.hooks import Observer
 from shardwise.engine.unit import Unit, engine_of, mark_of
+from shardwise.forms.inner import Around
 from shardwise.spec.errors import StateError
-from shardwise.spec.layout import contiguous_stride
+from shardwise.spec.order import Entry
 from shardwise.spec.slice import slice_of
 from shardwise.state.extents import gather, scatter, survey
 from shardwise.state.held import gathered_pieces, of_group
@@ -79,14 +82,15 @@ def full_parameters(
     for engine, unit in fresh:
         by_engine.setdefault(engine, []).extend(unit.groups)
     shown: list[_Shown] = []
-    try:
-        for engine, groups in by_engine.items():
-            engine.sync_buffers()
-            shown.extend(_show(engine, groups, mode, offload_to_cpu=offload_to_cpu))
-        yield
-    except BaseException:
-        _close(fresh, shown, keeps=False)
-        raise
+    with _refuse_training(list(by_engine), mode):
+        try:
+            for engine, groups in by_engine.items():
+                engine.sync_buffers()
+                shown.extend(_show(engine, groups, mode, offload_to_cpu=offload_to_cpu))
+            yield
+        except BaseException:
+            _close(fresh, shown, keeps=False)
+            raise
     problems = [problem for each in shown for problem in each.problems()]
     if writeback and fresh:
         problems = [p for found in all_gather_json(fresh[0][0].comms.control, problems) for p in found]
@@ -208,9 +212,7 @@ def _gathered(group: Group) -> Tensor:
 def _views(group: Group, whole: Tensor) -> dict[str, Tensor]:
     """The parameters in the whole group, by name."""
     return {
-        spec.name: whole.as_strided(
-            spec.shape, spec.stride or contiguous_stride(spec.shape), whole.storage_offset() + offset
-        )
+        spec.name: whole.as_strided(spec.shape, spec.strides, whole.storage_offset() + offset)
         for spec, offset in zip(group.layout.params, group.layout.offsets, strict=True)
     }
 
@@ -224,6 +226,56 @@ def _close(units: Sequence[tuple[Engine, Unit]], shown: Sequence[_Shown], *, kee
         unit.shows_logical_state = False
         for owner in unit.owners:
             owner.put(owner.shards)
+
+
+class _ShownForm(Around):
+    """The form of a group while it is shown: its unit computes with the current values of what is shown."""
+
+    is_shown = True
+
+    def __init__(self, within: Form, whole: Tensor, mode: Whole) -> None:
+        super().__init__(within)
+        self._whole = whole
+        self._mode = mode
+
+    def gather(self, group: Group) -> Handle:
+        """Copy what is shown into the gathered buffer."""
+        self._mode.has_computed = True
+        if self._whole.data_ptr() != group.gathered.data_ptr():
+            group.gathered.copy_(self._whole)
+        return Done()
+
+
+class _RefusesTraining(Observer):
+    """Refuses to train while parameters are shown; a forward may compute where every rank can."""
+
+    def __init__(self, mode: Whole) -> None:
+        self._mode = mode
+
+    def forward_begins(self, engine: Engine, entry: Entry) -> None:  # noqa: ARG002
+        """Refuse a forward with grad, or on some ranks only.
+
+        Raises:
+            StateError: It is one.
+        """
+        if torch.is_grad_enabled() or self._mode.is_on_root_only:
+            raise StateError(
+                "a forward with grad, or on some ranks only, inside sw.full_parameters(): gradients could not be"
+                " reduced.\n"
+                "  Train outside of it; inside, use torch.no_grad(), without rank0_only."
+            )
+
+
+@contextlib.contextmanager
+def _refuse_training(engines: Sequence[Engine], mode: Whole) -> Iterator[None]:
+    observer = _RefusesTraining(mode)
+    for engine in engines:
+        engine.observers.add(observer, is_first=True)
+    try:
+        yield
+    finally:
+        for engine in engines:
+            engine.observers.remove(observer)
 
 
 class _Shown:
@@ -249,7 +301,7 @@ class _Shown:
             whole = whole.cpu()
         if is_standing:
             self._saved = whole.clone()
-        group.whole = whole
+        group.form = _ShownForm(group.form, whole, mode)
         unit.shows_logical_state = True
         self.views = _views(group, whole)
         for shard, view in zip(group.shards, self.views.values(), strict=True):
@@ -285,7 +337,8 @@ class _Shown:
             shard.grad = None
             shard.data = view
             shard.grad = grad
-        group.whole = None
+        if isinstance(group.form, _ShownForm):
+            group.form = group.form.within
 
 
 def _address(tensor: Tensor) -> int:
