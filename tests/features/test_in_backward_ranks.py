@@ -13,7 +13,7 @@ from torch.utils.checkpoint import checkpoint
 
 import shardwise as sw
 from shardwise.engine.engine import Engine
-from shardwise.engine.unit import engine_of
+from shardwise.forms.attachment import engine_of
 from shardwise.forms.flat_parameters import FlatParameter
 from shardwise.forms.optimizer import engines_of
 from shardwise.spec.errors import StateError

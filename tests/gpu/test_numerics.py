@@ -5,7 +5,7 @@ import torch
 from torch import Tensor, nn
 
 import shardwise as sw
-from shardwise.engine.unit import engine_of
+from shardwise.forms.attachment import engine_of
 from shardwise.forms.packed import empty_packed, pack, sum_packed, unpack
 from shardwise.testing import run_on_ranks
 

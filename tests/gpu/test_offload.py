@@ -9,8 +9,8 @@ from torch.profiler import ProfilerActivity, profile
 
 import shardwise as sw
 from shardwise.api.summary import predict
-from shardwise.engine.unit import engine_of
 from shardwise.forms import packed
+from shardwise.forms.attachment import engine_of
 from shardwise.testing import run_on_ranks
 
 POLICIES = ("cpu", sw.OffloadPolicy(ratio=0.5), sw.OffloadPolicy(parameters=False))

@@ -46,12 +46,12 @@ ABOUT = {
     "train/test_train_unread.py": "train.loop train.unread",
     # one part of the engine, or a count of what it does
     "engine/test_device_calls.py": "optim.clip",
-    "engine/test_half_done.py": "engine",
+    "engine/test_half_done.py": "engine forms.attachment",
     "engine/test_host_cost.py": "comm.gloo engine.engine engine.unit",
     "features/test_fp16.py": "optim.partial optim.scaler",
     "features/test_precision_parity.py": "features.precision",
     "optim/test_flat_ranks.py": "forms.flat_parameters",
-    "features/test_in_backward_ranks.py": "engine.unit forms.flat_parameters forms.optimizer engine.engine",
+    "features/test_in_backward_ranks.py": "forms.attachment forms.flat_parameters forms.optimizer engine.engine",
     "engine/test_profile.py": "engine.hooks",
     # models cut by hand, and the cuts
     "tensor/test_tensor.py": "comm.record tensor",
@@ -74,7 +74,7 @@ ABOUT = {
     "expert/test_expert_parallel.py": "expert.route engine.build",
     "api/test_recipe.py": "checkpoint",
     "engine/test_hybrid_ranks.py": "comm",
-    "forms/test_offload_ranks.py": "comm.base engine.engine engine.unit forms.host",
+    "forms/test_offload_ranks.py": "comm.base engine.engine forms.attachment forms.host",
     "pipeline/test_pipeline_overlap.py": "comm.debug engine.engine features.pipeline_step pipeline.interpret",
     "engine/test_slots.py": "engine.build engine.engine",
 }

@@ -17,9 +17,10 @@ from shardwise.comm.axes import Comms, Place
 from shardwise.engine import build
 from shardwise.engine.engine import Engine
 from shardwise.engine.hooks import Observer
-from shardwise.engine.unit import Unit, attachment_of, mark_of
+from shardwise.engine.unit import Unit
 from shardwise.features import batch_norm, precision
 from shardwise.features.wrap import assign_parameters, check_parameters
+from shardwise.forms.attachment import attachment_of, mark_of
 from shardwise.forms.host import choose_units
 from shardwise.forms.ignored import find_ignored
 from shardwise.forms.waiting import set_gradient_sync

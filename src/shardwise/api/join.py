@@ -8,9 +8,9 @@ from collections.abc import Iterator
 import torch
 from torch import nn
 
-from shardwise.engine.unit import engine_of
 from shardwise.features import batch_norm
 from shardwise.features.uneven import Join
+from shardwise.forms.attachment import engine_of
 from shardwise.forms.ignored import ignored_of
 from shardwise.optim.clip import clip_grad_norm
 from shardwise.optim.in_backward import optimizers_in_backward

@@ -19,12 +19,13 @@ from shardwise.embedding.rows import find_row_sharded, spread_rows, table_weight
 from shardwise.engine import build
 from shardwise.engine.build import OwnedParameter
 from shardwise.engine.engine import Engine
-from shardwise.engine.unit import attachment_of, engine_of
+from shardwise.forms.attachment import attachment_of, engine_of
 from shardwise.expert.layer import Mixture, apply_experts, find_mixtures, own_experts
 from shardwise.features import batch_norm, recompute
 from shardwise.features.compile import compile_units
 from shardwise.features.precision import Policies
 from shardwise.features.wrap import assign_parameters, find_units
+from shardwise.forms.attachment import attachment_of, engine_of
 from shardwise.forms.ignored import Ignored, find_ignored
 from shardwise.init.materialize import FromLater, Given, Missing, Source, fill_buffers, fill_parameters, find_source
 from shardwise.init.sync import synchronise

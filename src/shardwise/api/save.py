@@ -16,7 +16,7 @@ from torch import nn
 from shardwise.checkpoint import Checkpoint, open_checkpoint, plain, retain, step_of, write
 from shardwise.comm.control import fail_together
 from shardwise.engine.engine import Engine
-from shardwise.engine.unit import engine_of
+from shardwise.forms.attachment import engine_of
 from shardwise.forms.ignored import ignored_of
 from shardwise.launch.notice import tell_once
 from shardwise.optim import checks

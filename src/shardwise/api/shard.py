@@ -28,6 +28,7 @@ from shardwise.features.wrap import (
     merge_units,
 )
 from shardwise.forms import form_of
+from shardwise.forms.attachment import attach
 from shardwise.forms.host import choose_units
 from shardwise.forms.ignored import NOTHING, Ignored, ignored_of
 from shardwise.init.materialize import Source, fill_parameters
@@ -131,6 +132,7 @@ def start(
 ) -> Engine:
     """Make the engine of ``units``, with what guards every model. What is attached later comes before these."""
     engine = build.start_engine(units, row, comms, options, lambda entry: find_layer_lists(units, entry))
+    attach(engine)
     engine.shared[Ignored] = ignored
     guard.install_guards(root, engine)
     guard.refuse_wrappers(root)

@@ -12,9 +12,10 @@ from torch import nn
 from shardwise.api.shard import Description
 from shardwise.comm.dtype import dtype_name
 from shardwise.engine.engine import Engine
-from shardwise.engine.unit import Unit, engine_of
+from shardwise.engine.unit import Unit
 from shardwise.features.module_buffers import BufferSync
 from shardwise.features.pipeline_step import units_of_stages
+from shardwise.forms.attachment import engine_of
 from shardwise.forms.ignored import ignored_of
 from shardwise.optim.in_backward import optimizers_in_backward
 from shardwise.spec.extent import describe_cuts, list_alike

@@ -15,8 +15,8 @@ from shardwise.comm.axes import Comms
 from shardwise.comm.dtype import dtype_name
 from shardwise.engine.engine import Engine
 from shardwise.engine.group import Form, Group
-from shardwise.engine.hooks import AfterForward, BeforeForward, eager_hook, refuse_on_shard
-from shardwise.engine.unit import Member, Owner, Unit, attach_engine, mark
+from shardwise.engine.hooks import AfterForward, BeforeForward, eager_hook
+from shardwise.engine.unit import Member, Owner, Unit
 from shardwise.spec.chain import merged_name
 from shardwise.spec.facts import EngineOptions, GroupFacts
 from shardwise.spec.granularity import ELEMENT
@@ -150,8 +150,6 @@ def make_unit(
         shards = [entry.parameter for entry in entries]
         group = Group(unit, facts, form_of(facts, offload), over, shards, as_part=as_part)
         unit.groups.append(group)
-        for index, entry in enumerate(entries):
-            mark(entry.parameter, group, index)
     owners: dict[Member, dict[int, Owner]] = {member: {} for member in unit.members}
     for owning in unit.members:
         for entry in owned[owning.path]:
@@ -187,7 +185,7 @@ def start_engine(
     options: EngineOptions,
     layer_lists: Callable[[Entry], Sequence[LayerList]],
 ) -> Engine:
-    """Make the engine of ``units`` (the root first), and attach it to their modules.
+    """Make the engine of ``units`` (the root first), and hook it into their modules.
 
     Args:
         units: The units.
@@ -205,10 +203,6 @@ def start_engine(
         _give_buffers(engine, unit)
         _install_hooks(engine, unit)
         _link_fulls(unit)
-        for member in unit.members:
-            module = member.module()
-            assert module is not None
-            attach_engine(module, engine, unit)
     return engine
 
 
@@ -284,10 +278,6 @@ def _install_hooks(engine: Engine, unit: Unit) -> None:
             if full.requires_grad and full.numel() >= least:  # torch refuses a hook on others
                 hook = eager_hook(weakref.ref(engine), weakref.ref(group), index)
                 engine.hooks.append(full.register_post_accumulate_grad_hook(hook))
-        for index, shard in enumerate(group.shards):
-            if shard.requires_grad and group.facts.holds_part:
-                refusal = refuse_on_shard(weakref.ref(group), index)
-                engine.hooks.append(shard.register_post_accumulate_grad_hook(refusal))
     for member in unit.members:
         module = member.module()
         assert module is not None

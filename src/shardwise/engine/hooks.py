@@ -18,7 +18,7 @@ from torch.autograd import profiler
 from torch.profiler import record_function
 
 from shardwise import torch_private
-from shardwise.spec.errors import StateError, Uncopyable
+from shardwise.spec.errors import Uncopyable
 from shardwise.spec.order import Entry
 
 if TYPE_CHECKING:
@@ -139,26 +139,6 @@ def eager_hook(runtime_ref: weakref.ref[Engine], group_ref: weakref.ref[Group], 
             engine.collect_eagerly(group, index)
 
     return collect
-
-
-def refuse_on_shard(group_ref: weakref.ref[Group], index: int) -> Callable[[Tensor], None]:
-    """A hook that refuses a gradient that autograd brings to a shard: somebody has computed with the shard's values."""
-
-    def refuse(parameter: Tensor) -> None:
-        group = group_ref()
-        if group is None or group.form.is_shown:
-            return
-        parameter.grad = None
-        spec = group.layout.params[index]
-        raise StateError(
-            f"a gradient came for this rank's shard of {spec.name!r} (logical shape {list(spec.logical_shape)}): the"
-            " loss was computed with the parameter outside of its unit's forward (a penalty, a method of the module),"
-            " where each rank has a part of its values.\n"
-            "  Compute it inside the forward of the unit, have the method gathered with"
-            " sw.register_fsdp_forward_method(module, name), or use the optimizer's weight_decay."
-        )
-
-    return refuse
 
 
 class EndOfBackward:

@@ -17,16 +17,17 @@ from collections.abc import Callable, Iterator, Sequence
 from typing import TYPE_CHECKING, Any, NoReturn
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from shardwise import torch_private
 from shardwise.engine.hooks import Observer, without_slots
-from shardwise.engine.unit import mark_of
+from shardwise.forms.attachment import mark_of
 from shardwise.spec.errors import StateError, Uncopyable
 from shardwise.spec.order import Entry
 
 if TYPE_CHECKING:
     from shardwise.engine.engine import Engine
+    from shardwise.engine.group import Group
     from shardwise.engine.unit import Member, Owner, Unit
 
 _MERGES = (
@@ -50,6 +51,7 @@ _REBUILDS: dict[str, tuple[str, bool]] = {
 
 def install_guards(root: nn.Module, engine: Engine) -> None:
     """Install every guard on the modules below ``root``."""
+    _guard_shards(engine)
     members = [(unit, member) for unit in engine.units for member in unit.members]
     unit_modules = {id(member.module()) for _, member in members}
     for unit, member in members:
@@ -87,6 +89,34 @@ def _entries(root: nn.Module, unit: Unit) -> list[tuple[str, nn.Module]]:
         for path, module in root.named_modules()
         if path and any(owned == path or owned.startswith(f"{path}.") for owned in paths)
     ]
+
+
+def _guard_shards(engine: Engine) -> None:
+    for group in engine.groups:
+        for index, shard in enumerate(group.shards):
+            if shard.requires_grad and group.facts.holds_part:
+                refusal = _refuse_on_shard(weakref.ref(group), index)
+                engine.hooks.append(shard.register_post_accumulate_grad_hook(refusal))
+
+
+def _refuse_on_shard(group_ref: weakref.ref[Group], index: int) -> Callable[[Tensor], None]:
+    """A hook that refuses a gradient that autograd brings to a shard: somebody has computed with the shard's values."""
+
+    def refuse(parameter: Tensor) -> None:
+        group = group_ref()
+        if group is None or group.form.is_shown:
+            return
+        parameter.grad = None
+        spec = group.layout.params[index]
+        raise StateError(
+            f"a gradient came for this rank's shard of {spec.name!r} (logical shape {list(spec.logical_shape)}): the"
+            " loss was computed with the parameter outside of its unit's forward (a penalty, a method of the module),"
+            " where each rank has a part of its values.\n"
+            "  Compute it inside the forward of the unit, have the method gathered with"
+            " sw.register_fsdp_forward_method(module, name), or use the optimizer's weight_decay."
+        )
+
+    return refuse
 
 
 class _OutsideGuard(Uncopyable):

@@ -20,8 +20,9 @@ from shardwise.comm.base import Comm
 from shardwise.comm.dtype import memory_order
 from shardwise.engine.engine import Engine
 from shardwise.engine.hooks import Observer, Step
-from shardwise.engine.unit import State, Unit, mark_of
+from shardwise.engine.unit import State, Unit
 from shardwise.features.module_buffers import begin
+from shardwise.forms.attachment import mark_of
 from shardwise.forms.waiting import waiting_sums
 from shardwise.spec.errors import StateError
 from shardwise.spec.order import stage_entry

@@ -17,8 +17,9 @@ from shardwise import torch_private
 from shardwise.comm.axes import Comms
 from shardwise.comm.base import Comm
 from shardwise.engine.build import Kind, OwnedParameter, is_below
-from shardwise.engine.unit import Unit, mark_of
+from shardwise.engine.unit import Unit
 from shardwise.features.precision import Policies
+from shardwise.forms.attachment import mark_of
 from shardwise.forms.ignored import NOTHING, Ignored
 from shardwise.forms.packed import is_quantizable
 from shardwise.spec.chain import Mergeable, default_limit, merge

@@ -21,7 +21,7 @@ import torch
 from torch import Tensor, nn
 
 from shardwise import torch_private
-from shardwise.engine.unit import engine_of, mark_of
+from shardwise.forms.attachment import engine_of, mark_of
 from shardwise.forms.ignored import ignored_of
 from shardwise.forms.waiting import WaitingGradient
 from shardwise.spec.errors import Uncopyable

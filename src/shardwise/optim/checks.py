@@ -18,8 +18,8 @@ from torch.optim.optimizer import register_optimizer_step_post_hook, register_op
 from shardwise.comm.control import all_gather_json, refuse_different
 from shardwise.comm.digest import digest_of
 from shardwise.engine.hooks import Observer
-from shardwise.engine.unit import mark_of
 from shardwise.forms import flat_parameters
+from shardwise.forms.attachment import mark_of
 from shardwise.forms.flat_parameters import FlatParameter, group_of
 from shardwise.forms.ignored import ignored_of
 from shardwise.forms.optimizer import Content, bits_of, content_of, engines_of, needed_by

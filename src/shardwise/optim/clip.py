@@ -9,7 +9,7 @@ from torch import Tensor, nn
 
 from shardwise import torch_private
 from shardwise.engine.engine import Engine
-from shardwise.engine.unit import attachment_of, engine_of
+from shardwise.forms.attachment import attachment_of, engine_of
 from shardwise.forms.ignored import ignored_of
 from shardwise.forms.waiting import refuse_sums
 from shardwise.optim import partial

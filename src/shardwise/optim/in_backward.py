@@ -17,7 +17,7 @@ from torch import nn
 
 from shardwise import torch_private
 from shardwise.engine.hooks import Observer
-from shardwise.engine.unit import engine_of
+from shardwise.forms.attachment import engine_of
 from shardwise.forms.flat_parameters import FlatParameter, group_of, split
 from shardwise.forms.ignored import ignored_of
 from shardwise.forms.waiting import drop_zeroed

@@ -13,7 +13,7 @@ from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from shardwise.engine.engine import Engine
 from shardwise.engine.group import Group
-from shardwise.engine.unit import engine_of
+from shardwise.forms.attachment import engine_of
 from shardwise.forms.ignored import ignored_of
 from shardwise.forms.optimizer import engines_of
 from shardwise.spec.errors import StateError

@@ -19,7 +19,8 @@ from shardwise.comm.control import all_gather_json
 from shardwise.engine.engine import Engine
 from shardwise.engine.group import Form, Group
 from shardwise.engine.hooks import Observer
-from shardwise.engine.unit import Unit, engine_of, mark_of
+from shardwise.engine.unit import Unit
+from shardwise.forms.attachment import engine_of, mark_of
 from shardwise.forms.inner import Around
 from shardwise.spec.errors import StateError
 from shardwise.spec.order import Entry

@@ -19,7 +19,7 @@ from shardwise.comm.control import all_gather_json
 from shardwise.comm.dtype import dtype_name, torch_dtype
 from shardwise.engine.engine import Engine
 from shardwise.engine.hooks import Observer
-from shardwise.engine.unit import engine_of
+from shardwise.forms.attachment import engine_of
 from shardwise.forms.buffers import saved_dtypes
 from shardwise.forms.ignored import ignored_of
 from shardwise.spec.errors import StateError

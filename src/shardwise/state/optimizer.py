@@ -31,7 +31,7 @@ from shardwise.comm.control import all_gather_json
 from shardwise.comm.dtype import dtype_name, memory_order, torch_dtype
 from shardwise.engine.engine import Engine
 from shardwise.engine.group import Group
-from shardwise.engine.unit import engine_of
+from shardwise.forms.attachment import engine_of
 from shardwise.forms.flat_parameters import FlatParameter, split, states_by_name
 from shardwise.forms.optimizer import needed_by
 from shardwise.spec.errors import CheckpointError

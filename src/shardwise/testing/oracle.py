@@ -46,7 +46,7 @@ from torch import Tensor, nn
 import shardwise as sw
 from shardwise import torch_private
 from shardwise.comm.dtype import memory_order
-from shardwise.engine.unit import attachment_of
+from shardwise.forms.attachment import attachment_of
 from shardwise.forms.optimizer import needed_by
 from shardwise.pipeline.batch import LossFn, forward_loss, split_batch
 from shardwise.spec.exact import Tolerance

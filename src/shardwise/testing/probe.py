@@ -26,8 +26,9 @@ from torch import Tensor, nn
 from shardwise.api.summary import predict, predict_activations, predict_trace, unit_facts
 from shardwise.comm.dtype import memory_order
 from shardwise.engine.group import Group
-from shardwise.engine.unit import State, Unit, engine_of
+from shardwise.engine.unit import State, Unit
 from shardwise.features import safety
+from shardwise.forms.attachment import engine_of
 from shardwise.forms.flat_parameters import states_by_name
 from shardwise.forms.ignored import ignored_of
 from shardwise.forms.waiting import WaitingGradient

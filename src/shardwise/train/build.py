@@ -14,7 +14,7 @@ from torch.nn import functional as F
 
 import shardwise as sw
 from shardwise.checkpoint.weights import WeightFiles
-from shardwise.engine.unit import attachment_of
+from shardwise.forms.attachment import attachment_of
 from shardwise.launch.notice import tell_once
 from shardwise.spec.errors import StateError
 from shardwise.spec.text import printable

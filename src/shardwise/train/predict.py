@@ -18,7 +18,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 
 import shardwise as sw
 from shardwise.api import data_parallel, summary
-from shardwise.engine.unit import engine_of
+from shardwise.forms.attachment import engine_of
 from shardwise.measure.storage import StorageCount, measure_activations
 from shardwise.spec.errors import ShardwiseError
 from shardwise.spec.memory.activations import Activations

@@ -1,0 +1,89 @@
+"""How a module is known to be parallelized, and a parameter to be a shard: what the user passes leads to the engine."""
+
+from __future__ import annotations
+
+import weakref
+
+from torch import Tensor, nn
+
+from shardwise.engine.engine import Engine
+from shardwise.engine.group import Group
+from shardwise.engine.unit import Unit
+from shardwise.spec.errors import StateError, Uncopyable
+
+_MODULE_KEY = "_shardwise"
+_PARAMETER_KEY = "_shardwise_mark"
+
+
+class Attachment(Uncopyable):
+    """What a unit's module holds: its engine and unit."""
+
+    __slots__ = ("engine", "unit")
+
+    def __init__(self, engine: Engine, unit: Unit) -> None:
+        self.engine = engine
+        self.unit = unit
+
+
+class Mark:
+    """What a sharded parameter knows of its origin."""
+
+    __slots__ = ("_group", "index")
+
+    def __init__(self, group: Group, index: int) -> None:
+        self._group = weakref.ref(group)
+        self.index = index
+
+    @property
+    def group(self) -> Group | None:
+        """The group, while its model lives."""
+        return self._group()
+
+
+def attach(engine: Engine) -> None:
+    """Let the modules of every unit hold the engine, and every shard know its group."""
+    for unit in engine.units:
+        for member in unit.members:
+            module = member.module()
+            assert module is not None
+            module.__dict__[_MODULE_KEY] = Attachment(engine, unit)
+        for group in unit.groups:
+            for index, shard in enumerate(group.shards):
+                setattr(shard, _PARAMETER_KEY, Mark(group, index))
+
+
+def attachment_of(module: nn.Module) -> Attachment | None:
+    """What :func:`attach` attached, or ``None``."""
+    return module.__dict__.get(_MODULE_KEY)
+
+
+def engine_of(module: nn.Module, call: str, *, on_shards: bool = True) -> Engine:
+    """The engine that ``module`` is the root (or a unit) of.
+
+    Args:
+        module: What the user passed.
+        call: The function that the user called.
+        on_shards: It works on shards, and so not inside ``full_parameters``.
+
+    Raises:
+        StateError: The module is not parallelized, or shows whole parameters where ``call`` needs shards.
+    """
+    attachment = attachment_of(module)
+    if attachment is None:
+        raise StateError(
+            f"{call} got a {type(module).__name__} that is not parallelized.\n"
+            "  Call model = sw.parallelize(model, plan) first, and pass that model."
+        )
+    engine = attachment.engine
+    if on_shards and any(unit.whole is not None for unit in engine.units):
+        raise StateError(
+            f"{call} works on shards, but sw.full_parameters() shows whole parameters now.\n"
+            "  Call it outside; inside, use module.state_dict() and the parameters themselves."
+        )
+    engine.announce(call)
+    return engine
+
+
+def mark_of(parameter: Tensor) -> Mark | None:
+    """What :func:`attach` left, or ``None`` for a parameter that is not ours."""
+    return parameter.__dict__.get(_PARAMETER_KEY) if hasattr(parameter, "__dict__") else None
