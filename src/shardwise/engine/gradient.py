@@ -47,13 +47,17 @@ class Home:
     Attributes:
         tensor: The memory, laid out as the master is: a slice of :attr:`full`, or memory of its own.
         views: One view of :attr:`tensor` for each parameter.
+        as_part: Makes a gradient, of which other ranks hold other parts, one that refuses norms.
+        is_apart: ``.grad`` never lives in the buffer that is reduced.
         full: The group's own full-size gradient buffer, where it has one.
         is_kept: The memory stays allocated from step to step.
         is_lent: ``.grad`` lives in borrowed buffers (the optimizer steps inside backward).
     """
 
-    def __init__(self, group: Group) -> None:
+    def __init__(self, group: Group, as_part: Callable[[Tensor], Tensor]) -> None:
         self.group = group
+        self.as_part = as_part
+        self.is_apart = group.facts.is_reduced_apart
         self.tensor: Tensor | None = None
         self.views: list[Tensor] = []
         self.full: Tensor | None = None
@@ -69,14 +73,14 @@ class Home:
         group, gradient = self.group, self.group.gradient
         if not gradient.is_pooled:
             self.full = torch.zeros(gradient.layout.numel, dtype=group.reduce_dtype, device=group.device)
-        if self.full is None or gradient.is_apart:
+        if self.full is None or self.is_apart:
             self.tensor = group.form.zeros(group, gradient.layout.slice_numel(group.rank))
         else:
             self.tensor = self.full[gradient.layout.slice_of(group.rank)]
         self.views = group.held_views(self.tensor)
         first = next((i for i, held in enumerate(group.held) if held.numel), None)
         if group.facts.holds_part and first is not None:
-            self.views[first] = gradient.as_part(self.views[first])
+            self.views[first] = self.as_part(self.views[first])
         return self.tensor
 
     def free(self) -> None:
@@ -114,11 +118,9 @@ class Gradient:
     """Collects and reduces the gradients of ``group``.
 
     Attributes:
-        as_part: Makes a gradient, of which other ranks hold other parts, one that refuses norms.
         layout: Flat layout of the full-size buffer.
         home: Where ``.grad`` lives.
         pool_key: Class of buffers in the pool.
-        is_apart: ``.grad`` never lives in the buffer that is reduced.
         is_pooled: The full-size buffer is borrowed. Where one rank has all of it, ``.grad`` can be what was collected.
         result: Where the sum under way arrives.
         has_added: A reduced gradient was added to what an earlier backward had left in ``.grad``.
@@ -127,11 +129,9 @@ class Gradient:
     def __init__(self, group: Group, as_part: Callable[[Tensor], Tensor]) -> None:
         facts = group.facts
         self.group = group
-        self.as_part = as_part
         self.layout = facts.reduce_layout
-        self.home = Home(group)
+        self.home = Home(group, as_part)
         self.pool_key: Hashable = (size_class(self.layout.numel), group.reduce_dtype, facts.is_expert)
-        self.is_apart = facts.is_reduced_apart
         self.is_pooled = facts.pools_gradients
         self.divide_by(facts.num_ranks)
         # Of these parameters this rank owns nothing: .grad stays None, and optimizers pass over them.
@@ -141,8 +141,7 @@ class Gradient:
         self._views: dict[int, BufferViews] = {}  # of every buffer that has been used, by its id
         first_flag = self.layout.data_numel(self.layout.place(group.rank))
         self._flags = slice(first_flag, first_flag + len(group.shards))  # in what this rank gets of a sum
-        self._local: Tensor | None = None
-        self._local_views: BufferViews | None = None
+        self._local: BufferViews | None = None
         self._borrowed: Tensor | None = None
         self._written = [False] * len(group.shards)  # parameter i's elements of ``_local`` are this rank's gradient
         self._shown: dict[int, Tensor] = {}  # views of ``_local`` that are .grad of full parameters
@@ -231,9 +230,9 @@ class Gradient:
         It must not be moved until :meth:`reduce`.
         """
         group = self.group
-        if self._local_views is None or group.compute_dtype is not group.reduce_dtype:
+        if self._local is None or group.compute_dtype is not group.reduce_dtype:
             return  # a gradient has the dtype of its parameter
-        for index, views in enumerate(self._local_views.by_param):
+        for index, views in enumerate(self._local.by_param):
             if self._written[index] and index not in self._shown and len(views) == 1:
                 self._shown[index] = group.fulls[index].grad = views[0]
 
@@ -271,19 +270,19 @@ class Gradient:
 
     def _begin(self, pool: GradientPool) -> BufferViews:
         """Have a buffer to collect in; returns its views."""
-        if self._local_views is not None:
-            return self._local_views
+        if self._local is not None:
+            return self._local
         home = self.home
-        if self.is_pooled or home.is_lent or (not self.is_apart and self.has_sums):
-            self._local = self._borrowed = pool.take(self.pool_key, self.group.reduce_dtype, self.group.device)
+        if self.is_pooled or home.is_lent or (not home.is_apart and self.has_sums):
+            buffer = self._borrowed = pool.take(self.pool_key, self.group.reduce_dtype, self.group.device)
         else:
             home.make()
-            self._local = home.full
-        assert self._local is not None
-        views = self._views.get(id(self._local))
+            buffer = home.full
+        assert buffer is not None
+        views = self._views.get(id(buffer))
         if views is None:
-            views = self._views[id(self._local)] = BufferViews(self.layout, self._local, pool)
-        self._local_views = views
+            views = self._views[id(buffer)] = BufferViews(self.layout, buffer, pool)
+        self._local = views
         return views
 
     def _cut(self, index: int, grad: Tensor, pieces: Sequence[Piece]) -> list[Tensor]:
@@ -325,9 +324,8 @@ class Gradient:
             )
         if views.gaps:
             torch._foreach_zero_(views.gaps)
-        assert self._local is not None
-        buffer = self._local[: self.layout.numel]
-        self._local = self._local_views = None
+        buffer = views.buffer[: self.layout.numel]
+        self._local = None
         partial, self._partial = self._partial, None
         if partial is None:
             self._used = self._written
@@ -356,7 +354,7 @@ class Gradient:
         """Where the sum over ``dp_shard`` goes: straight to where ``.grad`` lives if that is free, else in place."""
         if not self.group.facts.row.shards_optimizer:
             return buffer
-        is_free = not (self.home.is_lent or self.is_apart or self.has_sums)
+        is_free = not (self.home.is_lent or self.home.is_apart or self.has_sums)
         if self.is_pooled and is_free and partial is None:
             return self.home.make()
         return buffer[self.layout.slice_of(self.group.rank)]
@@ -476,7 +474,7 @@ class Gradient:
         for full in self.group.fulls:
             full.grad = None
         self._written = [False] * len(self._written)
-        self._local = self._local_views = self.result = self._partial = None
+        self._local = self.result = self._partial = None
         self._doubtful = []
         if self.home.is_lent:
             self.home.give_back(pool)
