@@ -30,7 +30,7 @@ from shardwise.comm.axes import Comms
 from shardwise.comm.base import Comm, Handle
 from shardwise.engine.gradient import settle
 from shardwise.engine.group import Group
-from shardwise.engine.hooks import Call, EndOfBackward, Observers, Step, attach_tickets, begin, end, label
+from shardwise.engine.hooks import EndOfBackward, Observers, Step, Ticket, attach_tickets, begin, end, label
 from shardwise.engine.pool import GradientPool, SlotPool
 from shardwise.engine.unit import Member, State, Unit
 from shardwise.spec.errors import CommError, StateError
@@ -51,7 +51,7 @@ class Forward:
         thread: Where it runs.
         handled: The exception that its caller is handling.
         left: Units that forward has left, while it has entered no other one since.
-        version: The version of the parameters of the calls that ``Calls.num_outstanding`` counts.
+        version: The version of the parameters of the calls that ``CallCounts.num_outstanding`` counts.
     """
 
     def __init__(self) -> None:
@@ -477,7 +477,7 @@ class Engine:
 
     # -- backward
 
-    def on_ticket(self, call: Call, unit: Unit) -> None:
+    def on_ticket(self, ticket: Ticket, unit: Unit) -> None:
         """Backward has reached a call of ``unit``.
 
         Raises:
@@ -486,23 +486,23 @@ class Engine:
         backward = self.backward
         if backward.is_under_way and backward.end is not None and backward.end() is None:
             self.recover()  # a backward that raised began before this one, which is not inside of it
-        if backward.is_under_way and call.generation == backward.generation:
+        if backward.is_under_way and ticket.generation == backward.generation:
             return
         if torch.is_grad_enabled():
             raise StateError(
                 f"backward with create_graph=True reached unit {unit.name!r}: its parameters are released after use, so"
                 " a second derivative would be wrong.\n  Compute higher derivatives outside of sw.parallelize()."
             )
-        if call.version != self.version:
+        if ticket.version != self.version:
             raise StateError(
                 f"backward reached a forward of unit {unit.name!r} that ran before the last optimizer.step(): its"
                 " parameters have changed since.\n  Call backward() before optimizer.step()."
             )
         if not backward.is_under_way:
-            self._begin_backward(call.entry)
-        call.generation = backward.generation
-        call.leave()
-        unit.calls.num_repeated += call.is_repeated
+            self._begin_backward(ticket.entry)
+        ticket.generation = backward.generation
+        ticket.leave()
+        unit.calls.num_repeated += ticket.is_repeated
         for index in self.orders.entries.reach(unit.index):
             self._enter(self.units[index])
         self._enter(unit)

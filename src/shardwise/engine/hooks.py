@@ -30,7 +30,7 @@ _O = TypeVar("_O", bound="Observer")
 _F = TypeVar("_F", bound=Any)
 
 
-class Call:
+class Ticket:
     """One forward call of a unit, as a hook on each of its outputs."""
 
     __slots__ = ("_engine", "_is_counted", "_unit", "entry", "generation", "is_repeated", "version")
@@ -77,17 +77,17 @@ def attach_tickets(engine: Engine, unit: Unit, output: object, since: int, *, is
         since: Autograd's sequence number when the call began.
         is_counted: Not a repetition.
     """
-    call: Call | None = None
+    ticket: Ticket | None = None
     for tensor in tensors_of(output):
         node = tensor.grad_fn
         if node is None or torch_private.sequence_number(node) < since:
             continue
-        if call is None:
-            call = Call(engine, unit, is_counted=is_counted)
+        if ticket is None:
+            ticket = Ticket(engine, unit, is_counted=is_counted)
         if tensor._backward_hooks:  # noqa: SLF001 - of a unit inside, or the user's
-            torch_private.hook_first(tensor, call)
+            torch_private.hook_first(tensor, ticket)
         else:
-            tensor.register_hook(call)
+            tensor.register_hook(ticket)
 
 
 class BeforeForward(Uncopyable):

@@ -131,7 +131,7 @@ class Member:
             hooks[self.guard_key] = guard
 
 
-class Calls:
+class CallCounts:
     """Forward calls of a unit: those under way, and those whose backward is to come.
 
     Attributes:
@@ -197,7 +197,7 @@ class Unit:
         self.state = State.SHARDED
         self.has_swapped_in = False
         self.handles: list[Handle] = []
-        self.calls = Calls()
+        self.calls = CallCounts()
         self.shows_logical_state = False
         self.whole: Any = None
         self.is_unused = False
