@@ -4,7 +4,7 @@ import torch
 from torch import nn
 
 import shardwise as sw
-from shardwise.engine.unit import engine_of
+from shardwise.forms.attachment import engine_of
 
 
 def build() -> nn.Module:
@@ -17,14 +17,16 @@ def test_join_is_told_first_then_buffers_are_synchronised_and_saved_tensors_are_
     engine = engine_of(model, "a test")
     with sw.join(model):
         told = [type(method.__self__).__name__ for method in engine.observers.forward_begins]
-    assert told == ["Join", "BufferSync", "ShownWhole", "InsideDDP", "Added", "SavedTensors"]
+    assert told == ["Join", "BufferSync", "InsideDDP", "Added", "SavedTensors"]
 
 
 def test_backward_shows_gradients_before_an_optimizer_inside_it_may_take_them() -> None:
     model = build()
+    with sw.gradient_sync(model, False):
+        pass  # from now on sums may wait
     sw.optimizer_in_backward(model, torch.optim.SGD(model.parameters(), lr=0.1))
     observers = engine_of(model, "a test").observers
     begun = [type(method.__self__).__name__ for method in observers.backward_begins]
-    assert begun == ["ForeignBackwards", "StepsEnd", "WaitingSums"]
+    assert begun == ["ForeignBackwards", "WaitingSums"]
     ended = [type(method.__self__).__name__ for method in observers.backward_ended]
-    assert ended == ["WaitingSums", "SavedTensors", "UpdateInBackward"]
+    assert ended == ["SavedTensors", "WaitingSums", "UpdateInBackward"]

@@ -19,7 +19,6 @@ from shardwise.embedding.rows import find_row_sharded, spread_rows, table_weight
 from shardwise.engine import build
 from shardwise.engine.build import OwnedParameter
 from shardwise.engine.engine import Engine
-from shardwise.forms.attachment import attachment_of, engine_of
 from shardwise.expert.layer import Mixture, apply_experts, find_mixtures, own_experts
 from shardwise.features import batch_norm, recompute
 from shardwise.features.compile import compile_units
