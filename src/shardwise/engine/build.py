@@ -185,15 +185,7 @@ def start_engine(
     options: EngineOptions,
     layer_lists: Callable[[Entry], Sequence[LayerList]],
 ) -> Engine:
-    """Make the engine of ``units`` (the root first), and hook it into their modules.
-
-    Args:
-        units: The units.
-        row: Placements of the strategy.
-        comms: On each axis.
-        options: How the engine is to work.
-        layer_lists: The lists of layers of which a forward through an entry may skip some.
-    """
+    """Make the engine of ``units`` (the root first), and hook it into their modules."""
     engine = Engine(units, row, comms, options, layer_lists)
     _number(engine)
     _relate(units)

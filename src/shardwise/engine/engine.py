@@ -1,16 +1,8 @@
-"""When units are gathered, released and reduced: the moments of a step, in the order of time.
+"""The moments of a step, in the order of time: when units are gathered, released and reduced.
 
-**Forward.** Before a unit computes it is gathered (unless a prefetch has done so) and the next one's gather is issued.
-It is released when forward enters another unit, or ends, unless it is kept for backward. Calls of one unit that follow
-one another thus gather it once.
-
-**Backward.** A *ticket*, a hook on each output of a unit's call, fires when backward reaches that call. Entering a unit
-completes every unit entered before that is neither above nor below it: those are *finalised*, that is, released, and
-their gradients reduced. A unit is thus reduced at a boundary that all ranks share, not when a count of gradients is
-full, which would order the collectives differently on ranks that use different parameters. A unit that backward will
+A unit is reduced when backward enters another one, a boundary that all ranks share, not when a count of gradients is
+full: that would order the collectives differently on ranks that use different parameters. A unit that backward will
 enter again, for an earlier call, waits for that.
-
-**End of backward.** Finalises what is left, waits for the reductions, and puts the gradients on the shards.
 """
 
 from __future__ import annotations
@@ -142,11 +134,9 @@ class Engine:
         self.hooks: list[Any] = []
 
     def __del__(self) -> None:
-        """The model has been deleted: what is under way must have come before its memory is given to others.
+        """Wait for what is under way before its memory is given to others: the model has been deleted.
 
-        Over Gloo a receive whose memory has gone also holds up every later message of the process group. Peers that
-        work on issue the same, so that the wait ends; where they do not, the watch ends it. The end of the process
-        frees nothing that anybody would be given.
+        Peers that work on issue the same, so that the wait ends; where they do not, the watch ends it.
         """
         if sys.is_finalizing():
             return
@@ -300,10 +290,6 @@ class Engine:
     def _agree(self, order: AgreedOrder, comm: Comm) -> None:
         """Take out of an order that has grown too long what no rank uses.
 
-        Args:
-            order: It is the same on the ranks of ``comm``, but need not be on others.
-            comm: Over the ranks that issue its collectives.
-
         Collective:
             All-reduce of two integers for each place of the order, on ``dp_shard`` at the end of a forward that trains,
             over all data-parallel ranks at the end of a backward; only where the paths through the model keep changing.
@@ -405,11 +391,7 @@ class Engine:
             return group.form.gather_kept(group) if is_kept else group.form.gather(group)
 
     def claim(self, group: Group) -> None:
-        """Make ``group`` the owner of a slot: of its own, whose owner is evicted, or, if that computes, of a new one.
-
-        Raises:
-            StateError: The owner computes, and a backward of ``group`` is to come, which needs the slot that it had.
-        """
+        """Make ``group`` the owner of its slot, or of a new one where the slot's owner computes. Others are evicted."""
         slot = group.slot
         assert slot is not None
         holder = slot.owner
@@ -478,11 +460,7 @@ class Engine:
     # -- backward
 
     def on_ticket(self, ticket: Ticket, unit: Unit) -> None:
-        """Backward has reached a call of ``unit``.
-
-        Raises:
-            StateError: Double backward, or the parameters were changed since that call's forward.
-        """
+        """Backward has reached a call of ``unit``."""
         backward = self.backward
         if backward.is_under_way and backward.end is not None and backward.end() is None:
             self.recover()  # a backward that raised began before this one, which is not inside of it
@@ -656,11 +634,7 @@ class Engine:
             tell(self)
 
     def _finish_strays(self) -> None:
-        """Reduce what no ticket announced: values that left a unit by a side door, and microbatches left over.
-
-        Raises:
-            StateError: A gradient came for a unit whose parameters had been released: it cannot be trusted.
-        """
+        """Reduce what no ticket announced: values that left a unit by a side door, and microbatches left over."""
         generation = self.backward.generation
         for unit in self.units:
             trained = [group for group in unit.groups if group.wants_gradients]
@@ -710,11 +684,7 @@ class Engine:
     # -- after an exception
 
     def recover(self) -> None:
-        """A backward raised before its end: drop what it left under way. A ``.grad`` that was done stays.
-
-        Raises:
-            StateError: It took sums of earlier microbatches with it, or had updated some units.
-        """
+        """A backward raised before its end: drop what it left under way. A ``.grad`` that was done stays."""
         backward = self.backward
         while self.reducing:
             self.reducing.popleft()[2].wait()  # the buffer is in flight; what it brings is dropped below
@@ -757,11 +727,7 @@ class Engine:
     # -- between steps
 
     def settle(self, call: str) -> None:
-        """Be between steps, for ``call``: what a backward left that raised is dropped.
-
-        Raises:
-            StateError: A forward or a backward is under way.
-        """
+        """Be between steps, for ``call``: what a backward left that raised is dropped."""
         self.wait_for_host()
         self.need_values(call)
         self.step.refuse(call)
@@ -786,10 +752,7 @@ class Engine:
             tell(self, call)
 
     def follow_shards(self) -> None:
-        """Take over what the user changed on the parameters: other memory (``p.data = ...``), what is trained.
-
-        ``model.to()`` a device that has another name for the same one (``cpu:0``) gives every parameter new memory.
-        """
+        """Take over what the user changed on the parameters: other memory (``p.data = ...``), what is trained."""
         for group in self.groups:
             group.follow_shards()
         self.free_gradients()

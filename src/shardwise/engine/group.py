@@ -304,11 +304,7 @@ class Group:
         self._pointers = [view.data_ptr() for view in self.views]
 
     def follow_shards(self) -> None:
-        """Follow what the user changed on the shards: a ``.data`` of the same shape, ``requires_grad``.
-
-        Raises:
-            StateError: A shard's dtype, device or shape was changed.
-        """
+        """Follow what the user changed on the shards: a ``.data`` of the same shape, ``requires_grad``."""
         if (
             [shard.data_ptr() for shard in self.shards] == self._pointers
             and [shard.requires_grad for shard in self.shards] == [full.requires_grad for full in self.fulls]

@@ -69,13 +69,6 @@ def attach_tickets(engine: Engine, unit: Unit, output: object, since: int, *, is
     A module that hands an input through has not made that output: its ticket would fire much later, in the backward of
     whoever made it. Where a unit returns what a unit inside it has returned, the ticket of the outer one fires first:
     backward enters units from the outside in, and the order of entries has the same first place for every loss.
-
-    Args:
-        engine: What the ticket calls.
-        unit: Whose call it was.
-        output: Of the call, of any shape.
-        since: Autograd's sequence number when the call began.
-        is_counted: Not a repetition.
     """
     ticket: Ticket | None = None
     for tensor in tensors_of(output):

@@ -230,11 +230,7 @@ class Unit:
         return any(member.is_swapped for member in self.members)
 
     def move_to(self, state: State) -> None:
-        """Change the state.
-
-        Raises:
-            StateError: There is no such move.
-        """
+        """Change the state."""
         if (self.state, state) not in LEGAL_MOVES:
             raise StateError(f"unit {self.name!r} cannot go from {self.state} to {state}: this is a bug in shardwise.")
         self.state = state
