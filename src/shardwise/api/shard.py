@@ -28,7 +28,7 @@ from shardwise.features.wrap import (
     merge_units,
 )
 from shardwise.forms import form_of
-from shardwise.forms.attachment import attach
+from shardwise.forms.attachment import attach, mark_shards
 from shardwise.forms.host import choose_units
 from shardwise.forms.ignored import NOTHING, Ignored, ignored_of
 from shardwise.init.materialize import Source, fill_parameters
@@ -131,6 +131,7 @@ def start(
     ignored: Ignored = NOTHING,
 ) -> Engine:
     """Make the engine of ``units``, with what guards every model. What is attached later comes before these."""
+    mark_shards(units)
     engine = build.start_engine(units, row, comms, options, lambda entry: find_layer_lists(units, entry))
     attach(engine)
     engine.shared[Ignored] = ignored

@@ -30,7 +30,7 @@ from torch import Tensor
 
 from shardwise import torch_private
 from shardwise.comm.base import Chain, Comm, Done, Handle
-from shardwise.comm.dtype import dtype_name, memory_order
+from shardwise.comm.dtype import dtype_name
 from shardwise.engine.pool import GradientPool
 from shardwise.spec.errors import StateError
 from shardwise.spec.layout import Piece, ReduceLayout
@@ -297,7 +297,7 @@ class Gradient:
         spec = self.layout.group.params[index]
         if grad.stride() != spec.strides:
             grad = torch.empty_strided(spec.shape, spec.strides, dtype=grad.dtype, device=grad.device).copy_(grad)
-        flat = memory_order(grad)
+        flat = grad.detach().as_strided((grad.numel(),), (1,))  # dense: its elements as they lie in memory
         return [flat[piece.start : piece.stop] for piece in pieces]
 
     # -- local -> reducing

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import weakref
+from collections.abc import Iterable
 
 from torch import Tensor, nn
 
@@ -41,12 +42,17 @@ class Mark:
 
 
 def attach(engine: Engine) -> None:
-    """Let the modules of every unit hold the engine, and every shard know its group."""
+    """Let the modules of every unit hold the engine."""
     for unit in engine.units:
         for member in unit.members:
             module = member.module()
             assert module is not None
             module.__dict__[_MODULE_KEY] = Attachment(engine, unit)
+
+
+def mark_shards(units: Iterable[Unit]) -> None:
+    """Let every shard know its group, before the engine makes the full parameters, which know what the shards know."""
+    for unit in units:
         for group in unit.groups:
             for index, shard in enumerate(group.shards):
                 setattr(shard, _PARAMETER_KEY, Mark(group, index))
@@ -85,5 +91,5 @@ def engine_of(module: nn.Module, call: str, *, on_shards: bool = True) -> Engine
 
 
 def mark_of(parameter: Tensor) -> Mark | None:
-    """What :func:`attach` left, or ``None`` for a parameter that is not ours."""
+    """What :func:`mark_shards` left, or ``None`` for a parameter that is not ours."""
     return parameter.__dict__.get(_PARAMETER_KEY) if hasattr(parameter, "__dict__") else None
