@@ -400,23 +400,23 @@ def describe_summary(summary: dict[str, Any]) -> str:
     """A summary as a few lines of text."""
     strategy, mesh = summary["strategy"], summary["mesh"]
     over = " x ".join(f"{axis}={count}" for axis, count in mesh.items() if count != 1) if isinstance(mesh, dict) else ""
-    is_shared = summary["frozen_bytes"] > 0
-    lines = [
-        f"checkpoint  {summary['path']}",
-        f"step        {summary['step']}",
-        f"run         {summary['run_id']}",
-        f"saved by    {summary['world_size']} ranks"
-        + ("" if strategy is None else f", {ascii(strategy)[:200]}")
-        + (f", {ascii(over)[1:-1][:200]}" if over else ""),
-        f"files       {len(summary['files'])}, {size(summary['bytes'])}"
-        + (f", of which {size(summary['frozen_bytes'])} frozen, shared with other checkpoints" * is_shared),
+    frozen = summary["frozen_bytes"]
+    shared_with = f", of which {size(frozen)} frozen, shared with other checkpoints" if frozen else ""
+    saved_by = [f"{summary['world_size']} ranks"]
+    saved_by += [] if strategy is None else [ascii(strategy)[:200]]
+    saved_by += [ascii(over)[1:-1][:200]] if over else []
+    rows = [
+        ("checkpoint", summary["path"]),
+        ("step", str(summary["step"])),
+        ("run", summary["run_id"]),
+        ("saved by", ", ".join(saved_by)),
+        ("files", f"{len(summary['files'])}, {size(summary['bytes'])}{shared_with}"),
     ]
-    lines += [
-        f"{kind:<11} {found['number']} tensors, {found['numel']:,} elements, {size(found['bytes'])}"
+    rows += [
+        (kind, f"{found['number']} tensors, {found['numel']:,} elements, {size(found['bytes'])}")
         for kind, found in summary["tensors"].items()
     ]
-    lines += describe_slices(summary["slices"])
-    return "\n".join(lines)
+    return "\n".join([*aligned(rows, words=range(2)), *describe_slices(summary["slices"])])
 
 
 def describe_slices(slices: Mapping[str, Mapping[str, Any]]) -> list[str]:
