@@ -10,22 +10,11 @@ import pytest
 import torch
 from torch import Tensor
 
-import shardwise as sw
 from shardwise.context import ring, root
 from shardwise.context.root import Division
-from shardwise.testing import part_of, probe, run_on_ranks
-from tests.common.bits import worst
-from tests.tensor.test_tensor import (
-    SEQ,
-    STEPS,
-    TOLERANCES,
-    Case,
-    batch,
-    check,
-    differences,
-    optimizer_of,
-    train_plain,
-)
+from shardwise.spec.exact import Tolerance
+from shardwise.testing import RankFailure, run_on_ranks
+from tests.common.split import BLIND, SEQ, Case, check, compare
 from tests.tensor.test_tensor_families import Family
 
 pytestmark = pytest.mark.preload("transformers.models.qwen3.modeling_qwen3", "transformers.models.llama.modeling_llama")
@@ -86,63 +75,29 @@ class BegunAnew(Division):
         return whole_BT.index_select(1, self.places_T)
 
 
-def wrong_ways() -> list[dict[str, float]]:
-    """What differs where only a rank's own keys are looked at, positions begin anew, or means are not weighted."""
-    ways = (
-        mock.patch.object(ring, "_join", return_value=None),
-        mock.patch.object(root, "Division", BegunAnew),
-        mock.patch.object(Division, "mean_loss", lambda _self, loss, *_: loss),
-    )
-    found = []
-    for way in ways:
-        with way:
-            found.append(differences(divided()))
-    return found
+WRONG = {
+    "only a rank's own keys": (ring, "_join", lambda *_: None),
+    "positions begin anew": (root, "Division", BegunAnew),
+    "means are not weighted": (Division, "mean_loss", lambda _self, loss, *_: loss),
+}
 
 
-def test_what_is_computed_wrongly_is_seen():
-    relative, absolute = TOLERANCES[torch.float64]
-    for found in run_on_ranks(wrong_ways, 2)[0]:
-        assert found["loss"] > 1e4 * relative
-        assert found["parameter"] > 1e4 * absolute
+def compare_wrongly(way: str, limits: Tolerance) -> None:
+    with mock.patch.object(*WRONG[way]):
+        compare(divided(), steps=5, limits=limits)
 
 
-def in_stages(cases: tuple[Case, ...]) -> list[tuple[float, float, float]]:
-    """Of pipelines whose sequences are divided, the largest differences of losses, norms and parameters."""
-    found = []
-    for case in cases:
-        count = case.num_microbatches
-        plain, losses, norms = train_plain(case, 1)
-        model = sw.parallelize(case.build(), sw.ParallelPlan(tp=case.tp, strategy=case.strategy, **dict(case.plan)))
-        optimizer, largest = optimizer_of(model), [0.0, 0.0]
-        for number in range(STEPS):
-            parts = [batch(number, place, 0) for place in range(count)]
-            whole = tuple(torch.cat(each) for each in zip(*parts, strict=True))
-            loss = sw.train_step(model, whole, num_microbatches=count).item()
-            norm = sw.clip_grad_norm(model, math.inf).item()
-            expected = sum(losses[number * count : (number + 1) * count])
-            seen = abs(loss / expected - 1), abs(norm / norms[number] - 1)
-            largest = [worst(*pair) for pair in zip(largest, seen, strict=True)]
-            optimizer.step()
-            optimizer.zero_grad()
-        whole, errors = dict(plain.named_parameters()), [0.0]
-        for extent, values in probe(model).extents():
-            expected = part_of(extent, whole[extent.name])
-            errors += [(expected - values).abs().max().item()] if values.numel() else []
-        found.append((*largest, worst(*errors)))
-    return found
-
-
-def check_stages(world: int, *cases: Case) -> None:
-    for results in run_on_ranks(in_stages, world, cases, timeout_s=250):
-        for loss, norm, parameter in results:
-            assert max(loss, norm) < TOLERANCES[torch.float64][0]
-            assert parameter < TOLERANCES[torch.float64][1]
+@pytest.mark.parametrize("limits", BLIND)
+@pytest.mark.parametrize("way", WRONG)
+def test_what_is_computed_wrongly_is_seen(way, limits):
+    seen = "value 0 is" if math.isinf(limits.absolute) else "is off by"
+    with pytest.raises(RankFailure, match=f"failed first: AssertionError: .*{seen}"):
+        run_on_ranks(compare_wrongly, 2, way, limits)
 
 
 @pytest.mark.transports
 def test_stages_of_divided_sequences_equal_one_process():
-    check_stages(
+    check(
         4,
         divided(2, ("pp", 2), num_microbatches=2),
         divided(2, ("pp", 2), ("pipeline", "zb-h1"), RECOMPUTED, strategy="zero1", num_microbatches=4),
@@ -151,5 +106,10 @@ def test_stages_of_divided_sequences_equal_one_process():
 
 @pytest.mark.long
 def test_all_axes_together_equal_one_process():
-    check_stages(8, divided(2, ("pp", 2), tp=2, num_microbatches=2), divided(4, ("pp", 2), num_microbatches=2))
-    check(8, divided(tp=2, num_microbatches=2, max_norm=0.3), divided(2, RECOMPUTED, tp=2, dtype=torch.float32))
+    check(
+        8,
+        divided(2, ("pp", 2), tp=2, num_microbatches=2),
+        divided(4, ("pp", 2), num_microbatches=2),
+        divided(tp=2, num_microbatches=2, max_norm=0.3),
+        divided(2, RECOMPUTED, tp=2, dtype=torch.float32),
+    )

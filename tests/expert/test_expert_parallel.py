@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import math
 import subprocess
 import sys
 from pathlib import Path
@@ -18,16 +19,18 @@ import shardwise as sw
 from shardwise.engine import build as engine
 from shardwise.expert import route as expert_route
 from shardwise.spec.errors import MeshError, PlanError, StateError
-from shardwise.testing import probe, run_on_ranks
-from tests.expert.test_experts_parity import Case, batch, differences, optimizer_of
+from shardwise.spec.exact import Tolerance
+from shardwise.testing import RankFailure, probe, run_on_ranks
+from tests.common.split import batch, compare, optimizer_of
+from tests.expert.test_experts_parity import Mixture
 
 pytestmark = pytest.mark.preload("transformers.models.mixtral.modeling_mixtral")
 
-CASE = Case(dtype=torch.float32)
+CASE = Mixture(dtype=torch.float32)
 
 
 def train(
-    model: nn.Module, optimizer: torch.optim.Optimizer, steps: range, case: Case, *, reader: int | None = None
+    model: nn.Module, optimizer: torch.optim.Optimizer, steps: range, case: Mixture, *, reader: int | None = None
 ) -> list[float]:
     losses = []
     for step in steps:
@@ -55,12 +58,12 @@ def save_and_load(folder: str) -> None:
         for number, ((ep, tp), (other_ep, other_tp)) in enumerate(ways):
             path, reader = Path(folder) / f"{case.family}-{number}", 0 if tp + other_tp > 2 else None
             model = sw.parallelize(case.build(), sw.ParallelPlan(ep=ep, tp=tp))
-            optimizer = optimizer_of(model)
+            optimizer = optimizer_of(model.parameters())
             train(model, optimizer, range(2), case, reader=reader)
             sw.save(path, model, optimizer)
             expected, whole = train(model, optimizer, range(2, 4), case, reader=reader), sw.full_state_dict(model)
             again = sw.parallelize(case.build(), sw.ParallelPlan(ep=other_ep, tp=other_tp, strategy="zero1"))
-            optimizer = optimizer_of(again)
+            optimizer = optimizer_of(again.parameters())
             sw.load(path, again, optimizer)
             found, loaded = train(again, optimizer, range(2, 4), case, reader=reader), sw.full_state_dict(again)
             assert found == pytest.approx(expected, rel=1e-5)
@@ -195,7 +198,7 @@ def in_narrow_dtypes() -> None:
     for strategy in ("ddp", "zero3"):
         policy = sw.PrecisionPolicy(param_dtype="fp16", reduce_dtype="fp16")
         model = sw.parallelize(CASE.build(), sw.ParallelPlan(ep=2, strategy=strategy, mp_policy=policy))
-        optimizer, scaler = optimizer_of(model), sw.GradScaler("cpu", init_scale=8.0)
+        optimizer, scaler = optimizer_of(model.parameters()), sw.GradScaler("cpu", init_scale=8.0)
         for is_bad in (True, False):
             loss = CASE.loss(model, 0, 0, distributed.get_rank())
             scaler.scale(loss).backward()
@@ -212,7 +215,7 @@ def in_narrow_dtypes() -> None:
     for case in (CASE, dataclasses.replace(CASE, family="mixtral")):
         plain = case.loss(case.build(), 0, 0, distributed.get_rank()).item()
         model = sw.parallelize(case.build(), sw.ParallelPlan(ep=2, mp_policy=policy, offload_policy="cpu"))
-        losses = train(model, optimizer_of(model), range(2), case)
+        losses = train(model, optimizer_of(model.parameters()), range(2), case)
         assert losses[0] == pytest.approx(plain, rel=2e-2)
 
 
@@ -287,10 +290,8 @@ def test_what_else_a_plan_says_changes_no_bit():
 # -- controls
 
 
-def with_mistakes() -> dict[str, dict[str, float]]:
-    case = Case(strategy="ddp")
-    found = {"none": differences(case)}
-    make = engine.Group
+def compare_with_a_mistake(mistake: str, limits: Tolerance) -> None:
+    make, returned = engine.Group, expert_route._return
 
     def by_fewer(*args: object, **given: object) -> object:
         group = make(*args, **given)
@@ -298,23 +299,27 @@ def with_mistakes() -> dict[str, dict[str, float]]:
             group.gradient.divide_by(group.facts.num_ranks // 2)
         return group
 
-    with mock.patch.object(engine, "Group", by_fewer):
-        found["divisor of the ranks that share experts"] = differences(case)
-    returned = expert_route._return
-
     def in_order_of_arrival(rows: Tensor, route: Any) -> Tensor:
         return returned(rows.flip(0), route)
 
-    with mock.patch.object(expert_route, "_return", in_order_of_arrival):
-        found["results to other tokens"] = differences(case)
-    return found
+    with (
+        mock.patch.object(engine, "Group", by_fewer)
+        if mistake == "divisor of the ranks that share experts"
+        else mock.patch.object(expert_route, "_return", in_order_of_arrival)
+    ):
+        compare(Mixture(strategy="ddp"), steps=5, limits=limits)
 
 
-def test_a_wrong_divisor_and_a_wrong_order_are_seen():
-    for found in run_on_ranks(with_mistakes, 2):
-        assert found["none"]["norm"] < 1e-9
-        assert found["divisor of the ranks that share experts"]["norm"] > 1e-3
-        assert found["results to other tokens"]["parameter"] > 1e-4
+@pytest.mark.parametrize(
+    ("mistake", "limits", "seen"),
+    [
+        ("divisor of the ranks that share experts", Tolerance(1e-3, math.inf), "norm is"),
+        ("results to other tokens", Tolerance(math.inf, 1e-4), "is off by"),
+    ],
+)
+def test_a_wrong_divisor_and_a_wrong_order_are_seen(mistake, limits, seen):
+    with pytest.raises(RankFailure, match=f"failed first: AssertionError: .*{seen}"):
+        run_on_ranks(compare_with_a_mistake, 2, mistake, limits)
 
 
 # -- what is refused
@@ -323,8 +328,8 @@ def test_a_wrong_divisor_and_a_wrong_order_are_seen():
 def refusals() -> list[str]:
     found = []
     for build, options, error in (
-        (Case(model=(("num_experts", 0),)).build, {}, PlanError),
-        (Case(model=(("num_experts", 3),)).build, {}, PlanError),
+        (Mixture(model=(("num_experts", 0),)).build, {}, PlanError),
+        (Mixture(model=(("num_experts", 3),)).build, {}, PlanError),
         (CASE.build, {"auto_wrap_policy": sw.wrap_by_class({"FeedForward"})}, PlanError),
         (CASE.build, {"ignored": ["blocks.*.mlp.experts"]}, PlanError),
         (CASE.build, {"ep": 4}, MeshError),

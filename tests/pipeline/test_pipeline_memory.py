@@ -11,7 +11,7 @@ import shardwise as sw
 from shardwise.spec.schedule.closed import peak_held
 from shardwise.testing import StorageCount, probe, run_on_ranks
 
-SEQ, ROWS, NUM_MICROBATCHES = 16, 2, 8
+SEQ, ROWS = 16, 2
 #: Schedule, strategy, what is recomputed.
 CASES = (
     ("gpipe", "zero3", "none"),
@@ -23,26 +23,32 @@ CASES = (
 )
 
 
-def build():
+def num_microbatches(pp):
+    """As many as a rank could hold of two stages: more than are in flight under 1f1b."""
+    return 2 * pp
+
+
+def build(pp):
+    """Two blocks for each rank, so that each of two stages has one."""
     torch.manual_seed(0)
-    return sw.models.gpt("gpt-tiny", num_layers=8, hidden=32, num_heads=2, vocab_size=64, seq_len=SEQ, tied=False)
+    return sw.models.gpt("gpt-tiny", num_layers=2 * pp, hidden=32, num_heads=2, vocab_size=64, seq_len=SEQ, tied=False)
 
 
 def plan_of(case, pp, tp=1):
     schedule, strategy, recompute = case
-    pipeline = sw.PipelinePolicy(schedule, NUM_MICROBATCHES)
+    pipeline = sw.PipelinePolicy(schedule, num_microbatches(pp))
     return sw.ParallelPlan(strategy=strategy, pp=pp, tp=tp, pipeline=pipeline, activation_checkpointing=recompute)
 
 
 def measure(cases, pp, tp=1):
     """The most that a step of the steady state holds beside what lies between steps; and what is predicted of that."""
     found = []
-    tokens = torch.zeros(ROWS * NUM_MICROBATCHES, SEQ, dtype=torch.int64)
+    tokens = torch.zeros(ROWS * num_microbatches(pp), SEQ, dtype=torch.int64)
     gc.collect()
     gc.disable()  # what is held until cycles are collected is held
     for case in cases:
         with StorageCount("cpu") as count:
-            model = sw.parallelize(build(), plan_of(case, pp, tp))
+            model = sw.parallelize(build(pp), plan_of(case, pp, tp))
             optimizer = torch.optim.AdamW(model.parameters())
             between = []
             for _ in range(3):
@@ -53,7 +59,7 @@ def measure(cases, pp, tp=1):
                 optimizer.zero_grad()
                 between.append(count.live_bytes)
             step_bytes = count.peak_bytes - before
-            held = probe(model).predicted_bytes(num_microbatches=NUM_MICROBATCHES)
+            held = probe(model).predicted_bytes(num_microbatches=num_microbatches(pp))
             count.forget()
         assert between[1] == between[2], "a step leaves nothing behind"
         found.append((held, step_bytes))
@@ -67,7 +73,7 @@ def check(cases, pp, tp=1):
         for rank, results in enumerate(ranks):
             held, step_bytes = results[place]
             plan = plan_of(case, pp, tp)
-            dry = sw.dry_run(build, plan, world_size=pp * tp, rank=rank, batch=(tokens, tokens))
+            dry = sw.dry_run(lambda: build(pp), plan, world_size=pp * tp, rank=rank, batch=(tokens, tokens))
             assert dry.bytes_by_category == held | {"activations": step_bytes}, (case, rank)
 
 
@@ -87,7 +93,7 @@ def test_four_stages_hold_what_their_dry_runs_say():
 def activation_bytes(schedule, pp, rank, count):
     plan = sw.ParallelPlan(pp=pp, pipeline=sw.PipelinePolicy(schedule, count))
     tokens = torch.zeros(ROWS, SEQ, dtype=torch.int64)
-    run = sw.dry_run(build, plan, world_size=pp, rank=rank, batch=(tokens, tokens))
+    run = sw.dry_run(lambda: build(pp), plan, world_size=pp, rank=rank, batch=(tokens, tokens))
     return run.bytes_by_category["activations"]
 
 

@@ -2,11 +2,6 @@
 
 from __future__ import annotations
 
-import math
-import warnings
-from dataclasses import dataclass
-from typing import Any
-
 import pytest
 import torch
 from torch import Tensor, distributed, nn
@@ -16,137 +11,12 @@ from torch.utils._python_dispatch import TorchDispatchMode
 import shardwise as sw
 from shardwise.comm.record import RecordComm
 from shardwise.spec.errors import PlanError
-from shardwise.spec.slice import slice_of
 from shardwise.tensor.cut import find_cuts
 from shardwise.tensor.linear import ColumnPlan
 from shardwise.testing import part_of, probe, run_on_ranks
-from tests.common.bits import worst
+from tests.common.split import SEQ, VOCAB, Case, batch, check
 
-STEPS = 5
-VOCAB, SEQ = 31, 6  # a vocabulary that no degree divides
 SEQUENCE = (("sequence_parallel", True),)
-#: By dtype: of losses and norms, relative; of parameters, absolute.
-TOLERANCES = {torch.float64: (1e-9, 1e-8), torch.float32: (1e-5, 5e-4)}
-
-
-@dataclass(frozen=True)
-class Case:
-    """A run under tensor parallelism."""
-
-    tp: int = 2
-    strategy: str = "zero3"
-    dtype: torch.dtype = torch.float64
-    num_microbatches: int = 1
-    accumulation: str = "auto"
-    max_norm: float | None = None
-    model: tuple[tuple[str, Any], ...] = ()
-    plan: tuple[tuple[str, Any], ...] = ()
-
-    @property
-    def exactness(self) -> torch.dtype:
-        """The narrowest dtype in which the model computes."""
-        return self.dtype
-
-    def build(self) -> nn.Module:
-        torch.manual_seed(7)
-        sizes = {"num_layers": 3, "hidden": 24, "num_heads": 4, "vocab_size": VOCAB, "seq_len": SEQ, "tied": False}
-        return sw.models.gpt("gpt-tiny", **(sizes | dict(self.model))).to(self.dtype)
-
-    def loss(self, model: nn.Module, step: int, microbatch: int, reader: int) -> Tensor:
-        return model(*batch(step, microbatch, reader))
-
-
-def batch(step: int, microbatch: int, reader: int) -> tuple[Tensor, Tensor]:
-    generator = torch.Generator().manual_seed(1000 * step + 100 * microbatch + reader)
-    tokens_BT = torch.randint(0, VOCAB, (2, SEQ + 1), generator=generator)
-    targets_BT = tokens_BT[:, 1:].clone()
-    targets_BT[0, reader] = -100
-    return tokens_BT[:, :-1].contiguous(), targets_BT
-
-
-def optimizer_of(model: nn.Module) -> torch.optim.Optimizer:
-    return torch.optim.AdamW(model.parameters(), lr=1e-3, weight_decay=0.1)
-
-
-def train_plain(case: Case, num_readers: int) -> tuple[nn.Module, list[float], list[float]]:
-    """One process that reads what all data-parallel ranks read."""
-    model = case.build()
-    optimizer, losses, norms = optimizer_of(model), [], []
-    for step in range(STEPS):
-        for reader in range(num_readers):
-            for microbatch in range(case.num_microbatches):
-                torch.manual_seed(10_000 * step + 100 * microbatch + reader)  # for dropout
-                loss = case.loss(model, step, microbatch, reader) / (case.num_microbatches * num_readers)
-                loss.backward()
-                losses.append(loss.item() * num_readers)
-        grads = [p.grad for p in model.parameters() if p.grad is not None]
-        limit = float("inf") if case.max_norm is None else case.max_norm
-        norms.append(torch.nn.utils.clip_grad_norm_(model.parameters(), limit).item())
-        assert grads
-        optimizer.step()
-        optimizer.zero_grad()
-    return model, losses, norms
-
-
-def differences(case: Case) -> dict[str, float]:
-    """On a rank: train in both ways; the largest difference of losses, norms and parameters."""
-    plan = sw.ParallelPlan(strategy=case.strategy, tp=case.tp, accumulation=case.accumulation, **dict(case.plan))
-    mesh = plan.mesh(distributed.get_world_size())
-    num_readers, reader = mesh.data_parallel_size, mesh.data_parallel_rank(distributed.get_rank())
-    plain, losses, norms = train_plain(case, num_readers)
-    model = sw.parallelize(case.build(), plan)
-    optimizer = optimizer_of(model)
-    found = {"loss": 0.0, "norm": 0.0, "parameter": 0.0}
-    for step in range(STEPS):
-        for microbatch in range(case.num_microbatches):
-            with sw.gradient_sync(model, microbatch == case.num_microbatches - 1):
-                torch.manual_seed(10_000 * step + 100 * microbatch + reader)
-                loss = case.loss(model, step, microbatch, reader) / case.num_microbatches
-                loss.backward()
-            expected = losses[(step * num_readers + reader) * case.num_microbatches + microbatch]
-            found["loss"] = worst(found["loss"], abs(loss.item() - expected) / abs(expected))
-        norm = sw.clip_grad_norm(model, math.inf) if case.max_norm is None else sw.clip_grad_norm(model, case.max_norm)
-        found["norm"] = worst(found["norm"], abs(norm.item() - norms[step]) / norms[step])
-        optimizer.step()
-        optimizer.zero_grad()
-    marks = {name: slice_of(parameter) for name, parameter in model.named_parameters()}
-    assert case.tp == 1 or any(mark is not None for mark in marks.values())
-    whole = dict(plain.named_parameters(remove_duplicate=False))
-    compared = 0
-    for extent, values in probe(model).extents():
-        if extent.name.startswith("buffer/"):
-            continue
-        error = (part_of(extent, whole[extent.name]) - values).abs()
-        compared += values.numel()
-        found["parameter"] = worst(found["parameter"], error.max().item() if error.numel() else 0.0)
-    assert compared
-    found["copies"] = _unequal_copies(model, marks, case.tp)
-    return found
-
-
-def _unequal_copies(model: nn.Module, marks: dict[str, Any], tp: int) -> float:
-    """Number of parameters that several ranks of tp hold, but not as the same bits."""
-    copies = {name: distributed.get_rank() % tp if mark is None else mark.copy for name, mark in marks.items()}
-    held = {e.name: v.clone() for e, v in probe(model).extents()}
-    everyone: list[Any] = [None] * distributed.get_world_size()
-    distributed.all_gather_object(everyone, held)
-    firsts = {name: everyone[distributed.get_rank() - copy][name] for name, copy in copies.items() if name in held}
-    return float(sum(not torch.equal(first, held[name]) for name, first in firsts.items()))
-
-
-def run_all(cases: tuple[Case, ...]) -> list[dict[str, float]]:
-    warnings.filterwarnings("ignore", module="transformers")
-    return [differences(case) for case in cases]
-
-
-def check(world: int, *cases: Case) -> None:
-    for results in run_on_ranks(run_all, world, cases, timeout_s=250):
-        for case, found in zip(cases, results, strict=True):
-            relative, absolute = TOLERANCES[case.exactness]
-            assert found["loss"] <= relative, (case, found)
-            assert found["norm"] <= relative, (case, found)
-            assert found["parameter"] <= absolute, (case, found)
-            assert found["copies"] == 0, (case, found)
 
 
 @pytest.mark.transports

@@ -12,7 +12,8 @@ from torch import Tensor, nn
 
 import shardwise as sw
 from shardwise.testing import run_on_ranks
-from tests.tensor.test_tensor import SEQUENCE, Case, check
+from tests.common.split import Case, check
+from tests.tensor.test_tensor import SEQUENCE
 
 pytestmark = pytest.mark.preload("transformers.models.t5.modeling_t5", "transformers.models.mixtral.modeling_mixtral")
 

@@ -131,6 +131,7 @@ def compare_with_one_process(
     parameters: Callable[[nn.Module], Any] = nn.Module.parameters,
     given: Callable[[nn.Module], Any] | None = None,
     between: Callable[[nn.Module, int], None] | None = None,
+    prepare_plain: Callable[[nn.Module], object] | None = None,
     max_norm: float | None = None,
     in_backward: bool = False,
     tolerance: Tolerance | None = None,
@@ -153,6 +154,8 @@ def compare_with_one_process(
         parameters: From the plain model to what its optimizer gets.
         given: The same for the parallelized model; by default as for the plain one.
         between: Called with the model and the number of the step after each step, on either side.
+        prepare_plain: Called with each plain copy before training, for what the plan changes besides distributing the
+            model (such as the capacity of experts).
         max_norm: Gradients are clipped to it before the step, and their norms compared (``math.inf``: only compared).
         in_backward: The parallelized model's optimizer steps inside backward (``sw.optimizer_in_backward``): after it
             there must be no gradient.
@@ -181,6 +184,7 @@ def compare_with_one_process(
         parameters=parameters,
         given=given,
         between=between,
+        prepare_plain=prepare_plain,
         max_norm=max_norm,
         in_backward=in_backward,
         tolerance=tolerance,
@@ -202,6 +206,7 @@ def compare_each_with_one_process(
     parameters: Callable[[nn.Module], Any] = nn.Module.parameters,
     given: Callable[[nn.Module], Any] | Mapping[str, Callable[[nn.Module], Any]] | None = None,
     between: Callable[[nn.Module, int], None] | None = None,
+    prepare_plain: Callable[[nn.Module], object] | None = None,
     max_norm: float | None = None,
     in_backward: bool = False,
     tolerance: Tolerance | None = None,
@@ -225,6 +230,7 @@ def compare_each_with_one_process(
         parameters: For the plain model's optimizer.
         given: For the parallelized models', or by their names; where one is missing, as for the plain model.
         between: Called after each step.
+        prepare_plain: Called with each plain copy before training.
         max_norm: Gradients are clipped to it.
         in_backward: The optimizers step inside backward.
         tolerance: Where sums are split.
@@ -250,7 +256,7 @@ def compare_each_with_one_process(
     found: dict[str, Comparison] = {}
     for group in sides.values():
         num_readers = group[0].inside.reader[1]
-        copies = [build(*([other] if builds_by_rank else [])) for other in range(num_readers)]
+        copies = _copies(build, prepare_plain, num_readers, builds_by_rank=builds_by_rank)
         shares = _share_buffers(copies) if shares_buffers else []
         reference = make(parameters(copies[0]))
         judges = [_Judge(copies, reference, side, tolerance, in_backward) for side in group]
@@ -574,6 +580,21 @@ def _bits(tensor: Tensor) -> Tensor:
 
 
 # -- the copies
+
+
+def _copies(
+    build: Callable[..., nn.Module],
+    prepare: Callable[[nn.Module], object] | None,
+    num_readers: int,
+    *,
+    builds_by_rank: bool,
+) -> list[nn.Module]:
+    """One plain copy for each reader, prepared."""
+    copies = [build(*([reader] if builds_by_rank else [])) for reader in range(num_readers)]
+    if prepare is not None:
+        for each in copies:
+            prepare(each)
+    return copies
 
 
 def _summed(group: Sequence[nn.Module], *, but: Collection[str]) -> dict[str, Tensor]:
