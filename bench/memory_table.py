@@ -82,7 +82,7 @@ def bytes_per_parameter(row: Row, policy: sw.PrecisionPolicy | None, world: int,
             sw.optimizer_in_backward(built[-1], adamw)
         return adamw
 
-    plan = sw.ParallelPlan(strategy=row.strategy, mp_policy=policy)
+    plan = sw.ParallelPlan(strategy=row.strategy, mp_policy=policy, keep_buffers=True)
     tokens_BT = torch.empty(1, 16, dtype=torch.int64, device="meta")
     batch = (tokens_BT, tokens_BT)
     run = sw.dry_run(build, plan, world_size=world, batch=batch, optimizer=optimizer, backend="nccl")

@@ -17,6 +17,7 @@ from bench.compare.request import OURS, Entrant, parse
 from shardwise.api import summary
 from shardwise.forms.attachment import engine_of
 from shardwise.measure.storage import StorageCount, measure_activations
+from shardwise.spec.facts import keeps_buffers
 from shardwise.spec.memory.activations import Activations
 
 
@@ -77,7 +78,8 @@ def audit(entrant: Entrant, workload: Workload, batches: Sequence[tuple[Tensor, 
         result |= _of_replicas(engine, batches[0])
     elif entrant.engine == OURS:
         result |= _of_ours(engine, batches[0], activations)
-        if not parse(entrant.strategy).applied_to(workload.plan).keep_buffers:
+        plan = parse(entrant.strategy).applied_to(workload.plan)
+        if not keeps_buffers(device.type, wanted=plan.keep_buffers):
             result |= _run_dry(entrant, workload, batches[0])
     del engine
     gc.collect()

@@ -174,6 +174,35 @@ def test_the_peak_is_that_of_a_real_run(preset, keeps_buffers):
     assert dry.bytes_by_category["activations"] > dry.peak_bytes / 4  # else this test would say little about them
 
 
+def test_buffers_are_kept_on_the_cpu_and_not_on_a_gpu():
+    held = {
+        (backend, keeps): sw.dry_run(
+            build_wide, sw.ParallelPlan(keep_buffers=keeps), world_size=2, batch=wide_batch(), backend=backend
+        ).bytes_by_category
+        for backend in ("gloo", "nccl")
+        for keeps in ("auto", True, False)
+    }
+    assert held["gloo", "auto"] == held["gloo", True] != held["gloo", False]
+    assert held["nccl", "auto"] == held["nccl", False] != held["nccl", True]
+    assert sum(held["nccl", False].values()) < sum(held["nccl", True].values())
+    kept, at_peak = held["nccl", True], held["nccl", False]
+    assert (kept["parameters"], kept["optimizer"]) == (at_peak["parameters"], at_peak["optimizer"])
+    for category in ("gradients", "gathered", "reduce"):
+        assert 0 <= at_peak[category] <= kept[category]
+    assert at_peak["activations"] <= kept["activations"] + kept["reduce"]  # gradients that wait for the end of the unit
+
+
+def summaries() -> list[tuple[bool, str]]:
+    found = [sw.summary(model) for model in (sw.fully_shard(build_wide()), sw.parallelize(build_wide()))]
+    return [(each.keeps_buffers, str(each)) for each in found]
+
+
+def test_a_summary_says_whether_buffers_are_kept():
+    for is_kept, text in run_on_ranks(summaries, 1)[0]:
+        assert is_kept
+        assert "slots for gathered parameters, kept from step to step" in text
+
+
 class Pair(nn.Module):
     def __init__(self) -> None:
         super().__init__()
@@ -184,7 +213,7 @@ class Pair(nn.Module):
 
 
 def test_on_a_gpu_the_gradients_of_a_unit_are_moved_together():
-    plan = sw.ParallelPlan(auto_wrap_policy=sw.wrap_by_class(Pair))
+    plan = sw.ParallelPlan(auto_wrap_policy=sw.wrap_by_class(Pair), keep_buffers=True)
     held = {
         backend: sw.dry_run(
             lambda: nn.Sequential(*(Pair() for _ in range(4))),

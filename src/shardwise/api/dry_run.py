@@ -18,6 +18,7 @@ from shardwise.api.parallelize import apply_plan, check_cuts, check_fresh
 from shardwise.comm.axes import DATA_PARALLEL, Comms, lay_out
 from shardwise.comm.base import CollectiveEvent
 from shardwise.comm.record import RecordComm
+from shardwise.engine.engine import Engine
 from shardwise.features.wrap import find_units
 from shardwise.forms.attachment import engine_of
 from shardwise.measure.meta import FusedAttention, build_on_meta, without_values
@@ -52,7 +53,8 @@ class DryRun:
         bytes_by_category: ``parameters``, ``gradients``, ``optimizer`` (owned shards only), ``gathered``, ``reduce``
             (gradient buffers, and with Gloo what sums receive into), ``host`` (what is offloaded), ``average`` (where
             there is one) and ``activations`` (the most that forward and backward hold besides: what autograd saves and
-            what passes by).
+            what passes by). Where ``keep_buffers`` is off, as by default on a GPU, ``gradients``, ``gathered`` and
+            ``reduce`` are what is allocated of them at the moment of the peak.
         rank: The rank whose step this is.
         world_size: Number of ranks.
         strategy: The plan's, in words.
@@ -117,6 +119,8 @@ def dry_run(
     The engine is the real one: its units, hooks, buffers and order of collectives. Tensors are on ``meta`` and nothing
     is communicated, so GPT-1T on 1,024 ranks takes seconds and little memory. Values are not known: a model whose
     forward branches on values cannot run.
+
+    ``keep_buffers="auto"`` is what it would be on the backend's device.
 
     Args:
         build_model: Builds the model; called under ``torch.device("meta")``.
@@ -191,13 +195,63 @@ def dry_run(
             before = seen.live_bytes
             forward_and_backward()
         seen.forget()
+        activations = seen.peak_bytes - before
+        if not engine.options.keeps_buffers:
+            stepper.zero_grad()
+            engine.free_gradients()
+            held, activations = _at_peak(engine, held, activations, forward_and_backward)
     if average is not None:
         held["average"] = average.num_bytes - average.num_host_bytes
         held["host"] += average.num_host_bytes
-    held["activations"] = seen.peak_bytes - before
+    held["activations"] = activations
     strategy = plan.strategy if isinstance(plan.strategy, str) else plan.placements.describe()
     bubble = _bubble_share(plan, num_microbatches)
     return DryRun(events, sum(held.values()) - held["host"], held, rank, world_size, strategy, count, bubble)
+
+
+class _AtPeak(StorageCount):
+    """Takes a snapshot when so many bytes more than at first are held for the first time."""
+
+    def __init__(self, num_bytes: int, take: Callable[[], dict[str, int]]) -> None:
+        super().__init__("meta", sees_arguments=False)
+        self._num_bytes, self._take = num_bytes, take
+        self._start: int | None = None
+        self.snapshot: dict[str, int] | None = None
+
+    def begin(self) -> None:
+        self._start = self.live_bytes
+
+    def _note(self, storage: torch.UntypedStorage) -> None:
+        super()._note(storage)
+        if self.snapshot is None and self._start is not None and self.live_bytes - self._start >= self._num_bytes:
+            self.snapshot = self._take()
+
+
+def _at_peak(
+    engine: Engine, held: dict[str, int], peak_bytes: int, forward_and_backward: Callable[[], None]
+) -> tuple[dict[str, int], int]:
+    """What is held at the peak of a step that allocates its buffers, and what forward and backward hold besides.
+
+    Args:
+        engine: Keeps no buffers.
+        held: Bytes by category between steps.
+        peak_bytes: The most that the step holds besides.
+        forward_and_backward: The same step again.
+    """
+
+    def take() -> dict[str, int]:
+        now = held_bytes(engine, [])
+        lent = sum(tensor.nbytes for group in engine.groups if (tensor := group.gradient.borrowed) is not None)
+        return held | {"gradients": now["gradients"], "gathered": now["gathered"], "reduce": now["reduce"] + lent}
+
+    with _AtPeak(peak_bytes, take) as seen:
+        gc.collect()
+        seen.see_all_objects()
+        seen.begin()
+        forward_and_backward()
+    seen.forget()
+    found = seen.snapshot or held
+    return found, peak_bytes - (sum(found.values()) - sum(held.values()))
 
 
 def rehearse(

@@ -30,7 +30,7 @@ from shardwise.optim import checks
 from shardwise.optim.in_backward import refuse
 from shardwise.spec.chain import merged_name
 from shardwise.spec.errors import MeshError, PlanError, StateError, Uncopyable
-from shardwise.spec.facts import EngineOptions
+from shardwise.spec.facts import EngineOptions, keeps_buffers
 from shardwise.spec.placement import PRESETS
 from shardwise.spec.plan import check_inner_size
 from shardwise.spec.policies import FULL_PRECISION, OffloadPolicy, PrecisionPolicy, translated
@@ -117,6 +117,7 @@ def fully_shard(
         policy=mp_policy or FULL_PRECISION,
         reshard_after_forward=reshard_after_forward,
         accumulates_sharded=False,
+        keeps_buffers=keeps_buffers(comms.gather.device_type, wanted="auto"),
         offload=offload,
     )
     checks.install_checks()

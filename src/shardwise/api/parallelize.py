@@ -32,7 +32,7 @@ from shardwise.launch.notice import cpu_notice, tell_once
 from shardwise.launch.world import ranks_per_machine
 from shardwise.pipeline.pipelined import Pipelined, find_stages
 from shardwise.spec.errors import PlanError, StateError
-from shardwise.spec.facts import EngineOptions
+from shardwise.spec.facts import EngineOptions, keeps_buffers
 from shardwise.spec.mesh import Mesh
 from shardwise.spec.placement import canonical_name
 from shardwise.spec.plan import ParallelPlan, check_plan
@@ -211,7 +211,8 @@ def apply_plan(
     units = ignored.without(units)
     if plan.compile and comms.control.device.type != "meta":  # a dry run computes nothing
         compile_units(model, units)  # first, so that what is recomputed is the compiled forward
-    engine = shard_model(model, units, plan.placements, comms, engine_options(plan), ignored=ignored, source=source)
+    options = engine_options(plan, comms.gather.device_type)
+    engine = shard_model(model, units, plan.placements, comms, options, ignored=ignored, source=source)
     _describe(engine, notes)
     finish(model, engine, open_samples, sync_buffers=plan.sync_buffers)
     if pipelined is not None:
@@ -225,8 +226,8 @@ def _describe(engine: Engine, notes: Iterable[str]) -> None:
         description.notes += tuple(notes)
 
 
-def engine_options(plan: ParallelPlan) -> EngineOptions:
-    """What the plan says to the engine."""
+def engine_options(plan: ParallelPlan, device_type: str) -> EngineOptions:
+    """What the plan says to the engine, where units compute on a device of this type."""
     # A pipeline runs a unit once for every microbatch: it stays gathered over the step unless told otherwise.
     stays = plan.pp > 1 and plan.reshard_after_forward == "auto"
     return EngineOptions(
@@ -237,7 +238,7 @@ def engine_options(plan: ParallelPlan) -> EngineOptions:
         accumulates_sharded=_accumulates_sharded(plan),
         defers_replicate=plan.accumulation == "defer_replicate",
         num_gradient_buffers=plan.gradient_buffers,
-        keeps_buffers=plan.keep_buffers,
+        keeps_buffers=keeps_buffers(device_type, wanted=plan.keep_buffers),
         recompute=plan.recompute,
         merge_limit=plan.merge_limit,
         offload=plan.offload,

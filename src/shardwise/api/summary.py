@@ -98,6 +98,8 @@ class Summary:
         num_idle_ranks: Ranks that own none of what is sharded.
         footprint: Bytes on this rank by category.
         num_slots, num_grown_slots: The pool, and how many slots it had to add because units were live at once.
+        keeps_buffers: Slots and gradient buffers stay allocated from step to step; else ``footprint`` has the most of
+            each category.
         forward_order, backward_order: Names of the units as they are gathered; empty before the first step.
         num_wrong_prefetches: Gathers so far of units that this rank then did not run: prefetched, or gathered because
             other ranks run them.
@@ -126,6 +128,7 @@ class Summary:
     forward_order: tuple[str, ...]
     backward_order: tuple[str, ...]
     buffers: str
+    keeps_buffers: bool = True
     num_wrong_prefetches: int = 0
     ignored: tuple[str, ...] = ()
     row_sharded: dict[str, tuple[int, ...]] = dataclasses.field(default_factory=dict)
@@ -186,7 +189,8 @@ class Summary:
         lines.append(f"cut by {self.granularity}: the fullest rank owns {self.imbalance:.3f} times the mean{idle}")
         lines.append(f"bytes on this rank: {self.footprint}")
         grown = f", {self.num_grown_slots} of them because more units were live at once" if self.num_grown_slots else ""
-        lines.append(f"pool: {self.num_slots} slots for gathered parameters{grown}")
+        kept = "kept from step to step" if self.keeps_buffers else "each allocated while it is in use"
+        lines.append(f"pool: {self.num_slots} slots for gathered parameters{grown}, {kept}")
         lines.append(f"buffers: {self.buffers}")
         lines += [*self._slices, *self.notes]
         if self.ignored:
@@ -252,6 +256,7 @@ def summary(model: nn.Module) -> Summary:
         footprint=predict(engine),
         num_slots=len(engine.slots.slots),
         num_grown_slots=engine.slots.num_grown,
+        keeps_buffers=engine.options.keeps_buffers,
         forward_order=tuple(engine.units[i].name for i in units_in(engine.orders.forward)),
         backward_order=tuple(engine.units[i].name for i in units_in(engine.orders.backward)),
         num_wrong_prefetches=engine.slots.num_wrong_prefetches,

@@ -172,6 +172,11 @@ class Gradient:
         """What this object keeps for good: where ``.grad`` lives, and sums that wait. Borrowed ones are not."""
         return self.home.tensor, self.home.full, self.partial_store
 
+    @property
+    def borrowed(self) -> Tensor | None:
+        """The buffer of the pool that it has now."""
+        return self._borrowed
+
     def divide_by(self, num_ranks: int) -> None:
         """Divide sums by ``num_ranks`` from now on."""
         self._divisors = divisors(num_ranks, dtype_name(self.group.reduce_dtype))  # before and after the sum

@@ -269,3 +269,8 @@ class EngineOptions:
             return "defer_replicate"
         is_sharded = row.pools_gradients if self.accumulates_sharded is None else self.accumulates_sharded
         return "sharded" if is_sharded else "unsharded"
+
+
+def keeps_buffers(device_type: str, *, wanted: str | bool) -> bool:
+    """Whether ``ParallelPlan.keep_buffers`` keeps them where units compute on a device of this type."""
+    return device_type == "cpu" if isinstance(wanted, str) else wanted

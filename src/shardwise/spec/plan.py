@@ -111,7 +111,8 @@ class ParallelPlan:
             are collected while those of the n - 1 units before are being reduced; 1 takes the least memory.
         keep_buffers: ``True``: memory of gathered units, gradient buffers and gradients stays allocated from step to
             step. ``False``: it returns to torch's allocator when it is empty, so that activations can use it.
-            ``sw.dry_run`` then tells the peak; ``sw.summary`` tells the peak of each category.
+            ``sw.dry_run`` then tells the peak; ``sw.summary`` tells the peak of each category. ``"auto"``: ``True`` on
+            the CPU, where fresh pages take time; ``False`` on a GPU, whose allocator keeps what is freed.
         sync: Where ranks have different weights: ``"warn"`` sends rank 0's and warns once, ``"error"`` refuses,
             ``"rank0"`` sends rank 0's; the other ranks may then hold meta tensors.
         sync_buffers: What happens to buffers that each rank has changed, such as running statistics of batch norm,
@@ -152,7 +153,7 @@ class ParallelPlan:
     pipeline: PipelinePolicy | Mapping[str, Any] | str | None = None
     merge_units: str | bool | int = "auto"
     gradient_buffers: int = 2
-    keep_buffers: bool = True
+    keep_buffers: str | bool = "auto"
     sync: str = "warn"
     sync_buffers: str = "auto"
     compile: bool = False
@@ -233,9 +234,12 @@ class ParallelPlan:
                 f"gradient_buffers={self.gradient_buffers!r}: expected a positive integer.\n"
                 "  Use 2, or 1 for the least memory."
             )
-        for name, usual in (("keep_buffers", True), ("compile", False)):
-            if not isinstance(getattr(self, name), bool):
-                raise PlanError(f"{name}={getattr(self, name)!r}: expected True or False.\n  Leave it at {usual}.")
+        if not (isinstance(self.keep_buffers, bool) or self.keep_buffers == "auto"):
+            raise PlanError(
+                f"keep_buffers={self.keep_buffers!r}: expected 'auto', True or False.\n  Leave it at 'auto'."
+            )
+        if not isinstance(self.compile, bool):
+            raise PlanError(f"compile={self.compile!r}: expected True or False.\n  Leave it at False.")
 
     def _check_pipeline(self) -> None:
         if self.pp > 1 and self.accumulation in {"sharded", "defer_replicate"}:

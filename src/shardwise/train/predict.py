@@ -21,6 +21,7 @@ from shardwise.api import data_parallel, summary
 from shardwise.forms.attachment import engine_of
 from shardwise.measure.storage import StorageCount, measure_activations
 from shardwise.spec.errors import ShardwiseError
+from shardwise.spec.facts import keeps_buffers
 from shardwise.spec.memory.activations import Activations
 from shardwise.state.average import ExponentialMovingAverage
 from shardwise.train.build import build_model, objective_of
@@ -118,7 +119,8 @@ def _run_dry(resolved: RunConfig, control: Control, device: torch.device) -> dic
             if plan.pp > 1
             else min(batch.accumulation, 2),  # those between are alike
         )
-    names = ("activations",) if plan.keep_buffers else ("gradients", "gathered", "reduce", "activations")
+    is_kept = keeps_buffers(device.type, wanted=plan.keep_buffers)
+    names = ("activations",) if is_kept else ("gradients", "gathered", "reduce", "activations")
     return {name: found.bytes_by_category[name] for name in names}
 
 
