@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch import distributed
 
-from bench.compare.request import CASES, OURS, Entrant, Request
+from bench.compare.request import CASES, OURS, PEERS, Entrant, Request
 from shardwise.testing import run_on_ranks
 
 WORLDS = (2, 3, 4)
@@ -52,7 +52,7 @@ def audit_all(case: str, names: tuple[str, ...]) -> list[dict[str, Any]]:
     from bench.compare.engine import Workload
 
     torch.set_num_threads(1)
-    entrants = tuple(Entrant(OURS, name) for name in names)
+    entrants = tuple(Entrant(name, PEERS[name]) if name in PEERS else Entrant(OURS, name) for name in names)
     world, rank = distributed.get_world_size(), distributed.get_rank()
     workload = Workload(Request(CASES[case], entrants, world, rounds=1), torch.device("cpu"))
     batches = [workload.batch(step, rank) for step in range(AUDIT_STEPS)]
@@ -63,6 +63,39 @@ def audit_all(case: str, names: tuple[str, ...]) -> list[dict[str, Any]]:
         if rank == 0:
             sys.stderr.write(f"counted: {case}, {world} ranks, {entrant.strategy}\n")
     return found
+
+
+@dataclass(frozen=True)
+class Live:
+    """The peak of live tensors of one of our variants and of a peer on two ranks, each that of the fullest rank."""
+
+    case: str
+    strategy: str
+    peer: str
+    held_bytes: int
+    peer_bytes: int
+
+    @property
+    def line(self) -> str:
+        """Its row of the table of targets."""
+        ratio = self.held_bytes / self.peer_bytes
+        shown = f"{ratio:.3f} ({self.held_bytes / 1e6:,.1f} MB of {self.peer_bytes / 1e6:,.1f} MB)"
+        verdict = "met" if ratio <= LIVE_LIMIT else "MISSED"
+        return (
+            f"| live tensors, {self.strategy} / {self.peer} | {self.case} | ≤ {LIVE_LIMIT:.2f} | {shown} | {verdict} |"
+        )
+
+
+#: What a GPU allocates is the peak of live tensors; buffers are not kept there.
+AS_ON_A_GPU, LIVE_LIMIT = "zero3+keep_buffers=false", 1.0
+
+
+def live(case: str) -> Live:
+    """What zero3 holds where buffers are not kept, beside FSDP2."""
+    names = (AS_ON_A_GPU, "torch-fsdp2")
+    ranks = run_on_ranks(audit_all, 2, case, names, timeout_s=400.0)
+    ours, theirs = (max(found[place]["peak_tensor_bytes"] for found in ranks) for place in (0, 1))
+    return Live(case, *names, ours, theirs)
 
 
 def _merged(case: str, world: int, name: str, ranks: list[dict[str, Any]]) -> Count:

@@ -27,7 +27,7 @@ from shardwise.comm.stall import Issued, StallWatch
 from shardwise.spec.errors import CommError
 
 #: Sums run in chunks of this many elements, so that a chunk stays in the cache from the first addition to the division.
-CHUNK_NUMEL = 1 << 15
+CHUNK_NUMEL = 1 << 18
 
 _TAG_SEQUENCE_BITS = 15
 _TAG_HASH_BITS = 15

@@ -11,8 +11,8 @@ One training step of one unit under zero3, in the order of time, with the method
 moment                          what happens
 ==============================  =======================================================================================
 forward comes to the unit       ``hooks`` calls ``Engine.before_forward``: the all-gather is issued, unless a prefetch
-                                has done so, and waited for; the modules get the whole parameters; the all-gather of the
-                                unit that is next in the agreed order is issued
+                                has done so; that of the unit that is next in the agreed order is issued (the prefetch);
+                                the first is waited for, and the modules get the whole parameters
 forward has left the unit       ``Engine.after_forward`` hangs a *ticket*, a hook, on each output. The unit is released
                                 when forward enters another one; the root and the last unit of the order are kept for
                                 backward, unless the plan says otherwise

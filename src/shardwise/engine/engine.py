@@ -200,7 +200,7 @@ class Engine:
             for index in self.orders.gathers.reach(unit.index):
                 self._visit(self.units[index])
         self._release_left(but=unit)
-        self.unshard(unit)
+        self.unshard(unit, ahead=self.orders.gathers)
         unit.is_unused = False
         member.swap_in()
         self._prefetch(self.orders.gathers)
@@ -347,12 +347,19 @@ class Engine:
                 return False
         return True
 
-    def unshard(self, unit: Unit) -> None:
-        """Bring the unit's parameters up to date and wait for them."""
+    def unshard(self, unit: Unit, *, ahead: AgreedOrder | None = None) -> None:
+        """Bring the unit's parameters up to date and wait for them; what comes next in ``ahead`` travels meanwhile."""
         if unit.state is State.UNSHARDED and (self._is_current(unit) or unit.calls.frames[1:]):
             return
+        self._fetch(unit, ahead)
+
+    def _fetch(self, unit: Unit, ahead: AgreedOrder | None) -> None:
+        """Gather the unit, unless that is under way, and wait for it."""
         if unit.state is not State.UNSHARDING:
             self._issue_gather(unit)
+        # Packed gathers use one buffer in turn.
+        if ahead is not None and not any(group.form.sent_as for group in unit.groups):
+            self._prefetch(ahead)
         self.wait(unit)
 
     def _issue_gather(self, unit: Unit) -> None:
@@ -435,12 +442,10 @@ class Engine:
                     return
         self._issue_gather(unit)
 
-    def _ensure(self, unit: Unit) -> None:
+    def _ensure(self, unit: Unit, *, ahead: AgreedOrder | None = None) -> None:
         """Have the unit's parameters there, inside a backward, without taking part in the order."""
         if unit.state is not State.UNSHARDED:
-            if unit.state is not State.UNSHARDING:
-                self._issue_gather(unit)
-            self.wait(unit)
+            self._fetch(unit, ahead)
         unit.swap_in()
 
     def reshard(self, unit: Unit) -> None:
@@ -483,7 +488,7 @@ class Engine:
         unit.calls.num_repeated += ticket.is_repeated
         for index in self.orders.entries.reach(unit.index):
             self._enter(self.units[index])
-        self._enter(unit)
+        self._enter(unit, ahead=self.orders.entries)
         unit.is_unused = False
         self._prefetch(self.orders.entries)
 
@@ -503,7 +508,7 @@ class Engine:
         torch_private.at_end_of_backward(end)
         backward.end = weakref.ref(end)
 
-    def _enter(self, unit: Unit) -> None:
+    def _enter(self, unit: Unit, *, ahead: AgreedOrder | None = None) -> None:
         """Backward is now in ``unit``: finalise what it has left, and have this unit's parameters there."""
         backward = self.backward
         with label("backward", unit.name):
@@ -513,7 +518,7 @@ class Engine:
             backward.active = unit
             if unit not in backward.entered:
                 backward.entered.append(unit)
-            self._ensure(unit)
+            self._ensure(unit, ahead=ahead)
 
     def _is_outstanding(self, unit: Unit) -> bool:
         """Backward will come to this unit again, in an earlier call of it."""
@@ -534,12 +539,17 @@ class Engine:
         while unit.state is State.REDUCING:
             self._drain_one()  # a gradient has come after the unit was reduced: its buffer must have left
         reduces = self.syncs_gradients or self.accumulation != "unsharded"
+        # Where memory is freed, it is before this unit takes its buffer.
         if reduces and not self.options.keeps_buffers:
-            self.move_on(num_kept=self._num_travelling)  # before this unit takes its buffer
+            self.move_on(num_kept=self._num_travelling)
+        is_released = not self.options.keeps_buffers and not any(group.gradient.lies_in_slot for group in unit.groups)
+        if is_released:
+            self.reshard(unit)
         for group in unit.groups:
             if group.wants_gradients:
                 group.gradient.collect(self.gradients)
-        self.reshard(unit)
+        if not is_released:
+            self.reshard(unit)
         if reduces:
             self.reduce(unit)
         else:

@@ -173,6 +173,18 @@ class Gradient:
         return self.home.tensor, self.home.full, self.partial_store
 
     @property
+    def lies_in_slot(self) -> bool:
+        """Some gradient is memory of the slot: a function's own backward has returned a view of a parameter."""
+        if self.group.slot is None:
+            return False
+        slot = torch_private.storage_identity(self.group.gathered)
+        grads = (full.grad for full in self.group.fulls)
+        return any(
+            grad is not None and grad.layout is torch.strided and torch_private.storage_identity(grad) == slot
+            for grad in grads
+        )
+
+    @property
     def borrowed(self) -> Tensor | None:
         """The buffer of the pool that it has now."""
         return self._borrowed
@@ -200,15 +212,8 @@ class Gradient:
     def collect(self, pool: GradientPool) -> None:
         """Move what gradients there are on the full parameters into the flat buffer, and free them."""
         views, written = self._begin(pool), self._written
-        if views.single is not None and not any(written):
-            grads = [grad for full in self.group.fulls if (grad := full.grad) is not None]
-            is_dense = all([grad.layout is torch.strided for grad in grads])  # noqa: C419 - on a hot path
-            if is_dense and len(grads) == len(views.single):  # as in nearly every backward
-                for full in self.group.fulls:
-                    full.grad = None
-                self._written = [True] * len(written)
-                torch._foreach_copy_(views.single, grads)
-                return
+        if not any(written) and self._collect_all(views):
+            return
         copy_to: list[Tensor] = []
         copies: list[Tensor] = []
         add_to: list[Tensor] = []
@@ -228,6 +233,21 @@ class Gradient:
             torch._foreach_add_(add_to, terms)
         if copies:
             torch._foreach_copy_(copy_to, copies)
+
+    def _collect_all(self, views: BufferViews) -> bool:
+        """As :meth:`collect` where every parameter has its first gradient, as in nearly every backward; else False."""
+        fulls = self.group.fulls
+        grads = [grad for full in fulls if (grad := full.grad) is not None and grad.layout is torch.strided]
+        if len(grads) < len(fulls):
+            return False
+        for full in fulls:
+            full.grad = None
+        self._written = [True] * len(fulls)
+        for index in views.divided:  # the last one first
+            grads[index : index + 1] = self._cut(index, grads[index], views.pieces[index])
+        if grads:
+            torch._foreach_copy_(views.every, grads)
+        return True
 
     def show(self) -> None:
         """Let autograd add later gradients to those in the flat buffer itself, where one lies there in one piece.
@@ -518,7 +538,8 @@ class BufferViews:
         buffer: The buffer.
         pieces: The pieces of each parameter.
         by_param: One view for each of them; in the parameter's shape, where there is one piece.
-        single: Where every gradient goes to one place: those places.
+        every: All of them, in order.
+        divided: Numbers of the parameters that have several pieces or none, the last one first.
         gaps: What no gradient is written to.
     """
 
@@ -535,7 +556,8 @@ class BufferViews:
                 self.by_param.append([buffer.as_strided(spec.shape, spec.strides, offset)])
             else:
                 self.by_param.append([buffer[p.offset : p.offset + p.numel] for p in held])
-        self.single = [views[0] for views in self.by_param] if all(len(v) == 1 for v in self.by_param) else None
+        self.every = [view for views in self.by_param for view in views]
+        self.divided = [index for index in reversed(range(count)) if len(self.by_param[index]) != 1]
         self.gaps = [buffer[start:stop] for start, stop in layout.gaps]
         self._headers = self._header_views(layout, buffer)
         key = count, self._headers[0].shape[-1] if self._headers else 0, buffer.dtype
