@@ -261,7 +261,7 @@ def main() -> None:
                 counted += [each for world in counts.WORLDS for each in counts.count(COUNTS[name], world)]
     if counted:
         tables.append(counts.tables(counted))
-    write(options.out, found, counted, live, tables, commands, is_profiling=options.profile)
+    write(options.out, found, counted, live, tables=tables, commands=commands, is_profiling=options.profile)
 
 
 def write(
@@ -269,9 +269,9 @@ def write(
     found: dict[str, dict[str, Any]],
     counted: list[counts.Count],
     live: list[counts.Live],
+    *,
     tables: list[str],
     commands: list[str],
-    *,
     is_profiling: bool,
 ) -> None:
     """The files of one set of results."""

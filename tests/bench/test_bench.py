@@ -78,7 +78,7 @@ def test_the_remarks_say_what_is_merged_and_what_memory_is_meant(found):
 def test_results_are_never_overwritten(found, counted, tmp_path):
     for expected in (1, 2, 3):
         live = [counts.Live("host", counts.AS_ON_A_GPU, "torch-fsdp2", 21 * MB, 20 * MB)]
-        targets.write(tmp_path, found, counted, live, ["tables"], ["command"], is_profiling=False)
+        targets.write(tmp_path, found, counted, live, tables=["tables"], commands=["command"], is_profiling=False)
         assert len(list(tmp_path.glob("*.md"))) == len(list(tmp_path.glob("*.json"))) == expected
     names = sorted(path.stem[len("2000-01-01") :] for path in tmp_path.glob("*.json"))
     assert names == ["", "-2", "-3"]

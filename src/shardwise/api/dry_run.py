@@ -189,69 +189,62 @@ def dry_run(
         stepper.zero_grad()
         engine.free_gradients()
         held = held_bytes(engine, [stepper])
-        with record_collectives(model) as events, StorageCount("meta", sees_arguments=False) as seen:
+        with record_collectives(model) as events, _Log() as seen:
             gc.collect()  # what is garbage of an earlier dry run must not be freed during this step
             seen.see_all_objects()
             before = seen.live_bytes
             forward_and_backward()
-        seen.forget()
-        activations = seen.peak_bytes - before
+        held["activations"] = seen.peak_bytes - before
         if not engine.options.keeps_buffers:
-            stepper.zero_grad()
-            engine.free_gradients()
-            held, activations = _at_peak(engine, held, activations, forward_and_backward)
+            for category, tensors in _allocated_in_a_step(engine).items():
+                at_peak = seen.held_at_peak(tensors)
+                held["activations"] -= at_peak - held[category]
+                held[category] = at_peak
+        seen.forget()
     if average is not None:
         held["average"] = average.num_bytes - average.num_host_bytes
         held["host"] += average.num_host_bytes
-    held["activations"] = activations
     strategy = plan.strategy if isinstance(plan.strategy, str) else plan.placements.describe()
     bubble = _bubble_share(plan, num_microbatches)
     return DryRun(events, sum(held.values()) - held["host"], held, rank, world_size, strategy, count, bubble)
 
 
-class _AtPeak(StorageCount):
-    """Takes a snapshot when so many bytes more than at first are held for the first time."""
+def _allocated_in_a_step(engine: Engine) -> dict[str, Iterable[Tensor | None]]:
+    """By category, what an engine that keeps no buffers allocates when it is needed."""
+    return {
+        "gradients": [tensor for group in engine.groups for tensor in group.gradient.held_buffers],
+        "gathered": [slot.buffer for slot in engine.slots.slots],
+        "reduce": engine.gradients.unused,
+    }
 
-    def __init__(self, num_bytes: int, take: Callable[[], dict[str, int]]) -> None:
+
+class _Log(StorageCount):
+    """Also notes every change, so that what was held at the peak can be told afterwards."""
+
+    def __init__(self) -> None:
         super().__init__("meta", sees_arguments=False)
-        self._num_bytes, self._take = num_bytes, take
-        self._start: int | None = None
-        self.snapshot: dict[str, int] | None = None
-
-    def begin(self) -> None:
-        self._start = self.live_bytes
+        self._names: dict[int, int] = {}  # a storage that is freed leaves its identity to another one
+        self._changes: list[tuple[int, int]] = []
+        self._num_to_peak = 0
 
     def _note(self, storage: torch.UntypedStorage) -> None:
+        before, peak = self.live_bytes, self.peak_bytes
         super()._note(storage)
-        if self.snapshot is None and self._start is not None and self.live_bytes - self._start >= self._num_bytes:
-            self.snapshot = self._take()
+        if self.live_bytes != before:
+            name = self._names.setdefault(storage._cdata, len(self._changes))  # noqa: SLF001
+            self._changes.append((name, self.live_bytes - before))
+        if self.peak_bytes != peak:
+            self._num_to_peak = len(self._changes)
 
+    def _freed(self, key: int) -> None:
+        before = self.live_bytes
+        super()._freed(key)
+        self._changes.append((self._names.pop(key, -1), self.live_bytes - before))
 
-def _at_peak(
-    engine: Engine, held: dict[str, int], peak_bytes: int, forward_and_backward: Callable[[], None]
-) -> tuple[dict[str, int], int]:
-    """What is held at the peak of a step that allocates its buffers, and what forward and backward hold besides.
-
-    Args:
-        engine: Keeps no buffers.
-        held: Bytes by category between steps.
-        peak_bytes: The most that the step holds besides.
-        forward_and_backward: The same step again.
-    """
-
-    def take() -> dict[str, int]:
-        now = held_bytes(engine, [])
-        lent = sum(tensor.nbytes for group in engine.groups if (tensor := group.gradient.borrowed) is not None)
-        return held | {"gradients": now["gradients"], "gathered": now["gathered"], "reduce": now["reduce"] + lent}
-
-    with _AtPeak(peak_bytes, take) as seen:
-        gc.collect()
-        seen.see_all_objects()
-        seen.begin()
-        forward_and_backward()
-    seen.forget()
-    found = seen.snapshot or held
-    return found, peak_bytes - (sum(found.values()) - sum(held.values()))
+    def held_at_peak(self, tensors: Iterable[Tensor | None]) -> int:
+        """Bytes of the storages of these tensors, which live, when most was held."""
+        names = {self._names.get(torch_private.storage_identity(tensor)) for tensor in tensors if tensor is not None}
+        return sum(change for name, change in self._changes[: self._num_to_peak] if name in names)
 
 
 def rehearse(

@@ -184,11 +184,6 @@ class Gradient:
             for grad in grads
         )
 
-    @property
-    def borrowed(self) -> Tensor | None:
-        """The buffer of the pool that it has now."""
-        return self._borrowed
-
     def divide_by(self, num_ranks: int) -> None:
         """Divide sums by ``num_ranks`` from now on."""
         self._divisors = divisors(num_ranks, dtype_name(self.group.reduce_dtype))  # before and after the sum

@@ -182,5 +182,9 @@ class GradientPool:
     @property
     def total_bytes(self) -> int:
         """Bytes of the buffers that lie in the pool now."""
-        unused = (buffer for buffers in self._free.values() for buffer in buffers)
-        return sum(buffer.untyped_storage().nbytes() for buffer in unused)
+        return sum(buffer.untyped_storage().nbytes() for buffer in self.unused)
+
+    @property
+    def unused(self) -> list[Tensor]:
+        """The buffers that lie in the pool now."""
+        return [buffer for buffers in self._free.values() for buffer in buffers]
