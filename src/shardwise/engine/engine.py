@@ -358,7 +358,7 @@ class Engine:
         if unit.state is not State.UNSHARDING:
             self._issue_gather(unit)
         # Packed gathers use one buffer in turn.
-        if ahead is not None and not any(group.form.sent_as for group in unit.groups):
+        if ahead is not None and not any(group.facts.sent_as for group in unit.groups):
             self._prefetch(ahead)
         self.wait(unit)
 
