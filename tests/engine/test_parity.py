@@ -10,7 +10,7 @@ from torch import distributed
 
 from shardwise.comm.base import Done
 from shardwise.comm.gloo import GlooComm
-from shardwise.engine.group import Group
+from shardwise.engine.engine import Engine
 from shardwise.testing import RankFailure, run_on_ranks
 from tests.common import models
 from tests.common.oracle import PRESETS
@@ -61,13 +61,12 @@ def test_units_that_travel_together_are_bitwise_equal_to_one_process_in_every_wa
 
 def train_without_gathering_for_backward() -> None:
     """Backward finds in the slots whatever the last unit has left there."""
-    gather = Group.gather
+    gather = Engine.gather
 
-    def skip_in_backward(group, *, is_kept):
-        engine = group.unit.engine()
-        return Done() if engine.backward.is_under_way else gather(group, is_kept=is_kept)
+    def skip_in_backward(engine, group, *, is_kept):
+        return Done() if engine.backward.is_under_way else gather(engine, group, is_kept=is_kept)
 
-    with mock.patch.object(Group, "gather", skip_in_backward):
+    with mock.patch.object(Engine, "gather", skip_in_backward):
         train("gpt", "zero3", VARIANTS[0])
 
 

@@ -461,3 +461,60 @@ def test_memory_that_is_not_kept_is_there_whenever_it_is_needed():
     with planned(keep_buffers=False, only=("zero1", "zero3")):
         for scenario in (outputs_of_others, repeated_backwards, exceptions, used_flags):
             scenario()
+
+
+class Residual(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(8, 8)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return x + torch.tanh(self.linear(x))
+
+
+def residual() -> nn.Module:
+    torch.manual_seed(0)
+    return nn.Sequential(*[Residual() for _ in range(4)], nn.Linear(8, 4))
+
+
+@on_ranks(2)
+def test_an_output_that_one_rank_alone_keeps_changes_nothing() -> None:
+    """As where rank 0 keeps predictions of a validation that runs without torch.no_grad."""
+    plain, model = residual(), sw.parallelize(residual(), sw.ParallelPlan(strategy="zero3", merge_units=False))
+    rank = torch.distributed.get_rank()
+    x = torch.arange(48.0).reshape(2, 3, 8).div(48)
+    model(x[rank]).sum().backward()  # records the order
+    model.zero_grad()
+    kept = [model(-x[rank])][: 1 - rank]
+    model(x[rank]).pow(2).sum().backward()
+    ((plain(x[0]).pow(2).sum() + plain(x[1]).pow(2).sum()) / 2).backward()
+    assert len(kept) == 1 - rank
+    for each in (plain, model):
+        torch.optim.SGD(each.parameters(), lr=0.5).step()
+    with sw.full_parameters(model):
+        for one, other in zip(plain.parameters(), model.parameters(), strict=True):
+            assert torch.equal(one, other)
+
+
+@on_ranks(2)
+def test_forwards_that_are_never_followed_by_a_backward_delay_no_reduction_but_the_first_time() -> None:
+    """As the generator of a GAN runs for the critic's step, which needs its values alone."""
+    model = sw.parallelize(residual(), sw.ParallelPlan(strategy="zero3", merge_units=False))
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    x = torch.ones(3, 8)
+
+    def reductions_and_gathers(num_more: int) -> list[tuple[str, str]]:
+        for _ in range(num_more):
+            model(x)
+        loss = model(x).sum()
+        with sw.record_collectives(model) as events:
+            loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        return [(event.kind, event.unit) for event in events]
+
+    alone = [reductions_and_gathers(0) for _ in range(2)][-1]
+    first, *later = [reductions_and_gathers(2) for _ in range(3)]
+    assert sorted(first) == sorted(alone)
+    assert later == [alone, alone]
+    assert reductions_and_gathers(0) == alone

@@ -69,7 +69,7 @@ ABOUT = {
     "expert/test_experts_parity.py": "expert",
     "engine/test_hybrid_parity.py": "comm forms.inner",
     "forms/test_offload_parity.py": "comm.base forms.host",
-    "engine/test_parity.py": "comm engine.group",
+    "engine/test_parity.py": "comm engine.engine",
     "pipeline/test_deferred_weights.py": "pipeline.interpret",
     "expert/test_expert_parallel.py": "expert.route engine.build",
     "api/test_recipe.py": "checkpoint",

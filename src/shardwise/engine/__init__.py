@@ -19,15 +19,16 @@ forward has left the unit       ``Engine.after_forward`` hangs a *ticket*, a hoo
 backward comes to the unit      the ticket calls ``Engine.on_ticket``: the unit is gathered again, and the next one of
                                 the backward's order is prefetched
 backward enters another unit    ``Engine.finalise``: the gradients are copied into a flat buffer (``Gradient.collect``),
-                                the unit is released, the reduce-scatter is issued (``Gradient.reduce``)
+                                the unit is released (before that where memory is freed), the reduce-scatter is issued
+                                (``Gradient.reduce``)
 a later unit is reduced         ``Engine.move_on`` waits for earlier sums, on the stream; they become ``.grad``
                                 (``Gradient.finish``)
 the end of backward             ``Engine.end_backward``: what is left is finalised, every sum is waited for
 ==============================  =======================================================================================
 
-Nothing optional is inside. A *form* (``group.Form``, others in ``forms``) says how a group is held and moved. An
-*observer* (``hooks.Observer``, most in ``features``) is told of the moments above. A step of several backwards is a
-``hooks.Step`` that ``features`` puts in place of the plain one.
+What is optional attaches from outside. A *form* (``group.Form``, others in ``forms``) says how a group is held and
+moved. An *observer* (``hooks.Observer``, most in ``features``) is told of the moments above. A step of several
+backwards is a ``hooks.Step`` that ``features`` puts in place of the plain one.
 
 Where to read: ``unit`` and ``group`` (what there is), ``gradient`` (a table of its states), ``engine`` (the moments),
 ``spec.order`` (which unit is next), ``pool`` (whose memory it is), ``hooks`` (what torch calls, and what
@@ -43,22 +44,23 @@ the compute stream wait for it; the host does not wait. Copies from and to the h
 * A handle keeps the tensors that it moves until it has been waited for. Whoever issues a collective keeps the handle
   and waits for it, on every path, also after an exception and when the model is deleted (``Engine.__del__``).
 * A slot belongs to one group at a time (``Slot.owner``), and a group keeps its slot as long as a backward of it is to
-  come: what autograd saved in forward finds its data there again. A unit that is needed now evicts an owner that is
-  not computing, and gets a new slot where the owner is (``Engine.claim``); a prefetch leaves alone an owner that is
+  come: what autograd saved in forward finds its data there again. A unit that is needed now evicts the owner, and gets
+  a new slot where the owner is in its forward (``Engine.claim``); a prefetch leaves alone an owner that is
   computing or entered by backward (``Engine._prefetch``). The next gather into a slot is issued after the computation
   that read it, and so runs after it.
 * A gradient buffer is borrowed from the pool with the first gradient of a group (``Gradient.collect_one``,
   ``collect``) and given back by ``Gradient.finish``, that is, after its reduction has been waited for; on a replicate
   mesh, as soon as the sum has left it. When all are lent, the oldest reduction is finished first.
-* ``.grad`` lives in memory of the group (``gradient.Home``), which the next backward overwrites: keep a copy, not a
-  reference.
+* ``.grad`` lives in memory of the group (``gradient.Home``), which the next backward overwrites once ``.grad`` is
+  ``None``: keep a copy, not a reference.
 
 [Note: Agreed order]
 
-Ranks must issue the same collectives in the same order, though data may lead them along different paths. The first
-pass records the order in which units were gathered (forward) and entered (backward); later passes follow it on every
-rank. A rank that skips a unit still gathers it, and reduces zeros for it; a unit that the order does not know is
-inserted where it came. No rank removes a unit by itself. So nothing is sent to agree, except where paths keep
+Ranks must issue the same collectives in the same order on each ``Comm`` (gathers and reductions have one each, and may
+interleave differently), though data may lead them along different paths. The first pass records the order in which
+units were gathered (forward) and entered (backward); later passes follow it on every rank. A rank that skips a unit
+still gathers it, and reduces zeros for it; a unit that the order does not know is inserted where it came: all ranks
+must meet it in the same pass. No rank removes a unit by itself. So nothing is sent to agree, except where paths keep
 changing and the order has grown to twice its first length: then the ranks exchange what they have used. Each way into
 the model (the root, a unit that is called by itself, a stage of a pipeline) has an order of its own
 (``spec.order.Paths``). Forwards that do not train gather what they use and reduce nothing. ADR 6 says why.
@@ -69,5 +71,6 @@ A parameter that no rank used must keep ``.grad`` at ``None``; one that only ano
 gradient. So gradients travel with one flag for each parameter of a slice, in the same message (``spec.layout``'s
 ``ReduceLayout``, ADR 5). What this rank has no gradient for it sends as -0.0, the one number that changes nothing
 when it is added. Only where this rank used less than all parameters are the flags read, once, at the end of backward
-(``gradient.settle``): otherwise the host waits for nothing.
+(``gradient.settle``): otherwise the host waits for nothing, but for a second reduction of one unit in one backward and
+for sums that go to the host.
 """

@@ -484,7 +484,7 @@ class Engine:
         if not backward.is_under_way:
             self._begin_backward(ticket.entry)
         ticket.generation = backward.generation
-        ticket.leave()
+        ticket.leave(unit)
         unit.calls.num_repeated += ticket.is_repeated
         for index in self.orders.entries.reach(unit.index):
             self._enter(self.units[index])
@@ -525,7 +525,7 @@ class Engine:
         order, calls = self.orders.entries, unit.calls
         if order.is_recorded and order.remaining(unit.index) > 0:
             return True
-        return calls.num_outstanding > 0 or 0 < calls.num_repeated < calls.num_silent
+        return calls.num_outstanding > calls.num_left or 0 < calls.num_repeated < calls.num_silent
 
     def finalise(self, unit: Unit) -> None:
         """Release a unit that backward has left, and issue the reduction of its gradients.
@@ -631,6 +631,7 @@ class Engine:
                 self.reshard(unit)
             if not self.step.holds:
                 unit.swap_out()
+            unit.calls.num_left = unit.calls.num_outstanding
             unit.calls.end_backward()
         self.backward.is_under_way = False
         self.backward.active = None

@@ -3,11 +3,11 @@
 ==========  ==============================================================  ==============================
 state       where this rank's gradients are                                 leaves by
 ==========  ==============================================================  ==============================
-empty       nowhere                                                         the first gradient: ``collect``
+empty       nowhere                                                         ``collect_one``, ``collect``
 local       summed in a flat full-size buffer, not reduced yet              ``reduce``
 reducing    on their way; the buffer must not be touched                    ``finish``
-partial     summed over ``dp_shard`` only (accumulation defer_replicate)    a later microbatch's ``finish``
-empty       on the shards' ``.grad``, set or added to what was there
+partial     summed over ``dp_shard`` only (accumulation defer_replicate)    a later microbatch's ``reduce``
+done        on the shards' ``.grad``, set or added to what was there
 ==========  ==============================================================  ==============================
 
 On a mesh with ``dp_replicate`` a reduction is a chain: the sum inside the group, then the sum of what the rank holds of
@@ -121,7 +121,7 @@ class Gradient:
         layout: Flat layout of the full-size buffer.
         home: Where ``.grad`` lives.
         pool_key: Class of buffers in the pool.
-        is_pooled: The full-size buffer is borrowed. Where one rank has all of it, ``.grad`` can be what was collected.
+        is_pooled: The full-size buffer is borrowed. Else one rank holds all of it, and ``.grad`` lies in the buffer.
         result: Where the sum under way arrives.
         has_added: A reduced gradient was added to what an earlier backward had left in ``.grad``.
     """
@@ -174,13 +174,11 @@ class Gradient:
 
     @property
     def lies_in_slot(self) -> bool:
-        """Some gradient is memory of the slot: a function's own backward has returned a view of a parameter."""
-        if self.group.slot is None:
-            return False
-        slot = torch_private.storage_identity(self.group.gathered)
+        """Some gradient is memory of a slot of the unit: a function has returned a view of a parameter as gradient."""
+        slots = {torch_private.storage_identity(g.gathered) for g in self.group.unit.groups if g.slot is not None}
         grads = (full.grad for full in self.group.fulls)
         return any(
-            grad is not None and grad.layout is torch.strided and torch_private.storage_identity(grad) == slot
+            grad is not None and grad.layout is torch.strided and torch_private.storage_identity(grad) in slots
             for grad in grads
         )
 
@@ -217,7 +215,7 @@ class Gradient:
             grad = full.grad
             if grad is None or grad is self._shown.get(index):
                 continue
-            if index in self._shown:  # autograd has put the whole sum elsewhere
+            if self._shown.pop(index, None) is not None:  # autograd has put the whole sum elsewhere
                 written[index] = False
             full.grad = None
             targets, sources = (add_to, terms) if written[index] else (copy_to, copies)

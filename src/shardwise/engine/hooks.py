@@ -31,7 +31,11 @@ _F = TypeVar("_F", bound=Any)
 
 
 class Ticket:
-    """One forward call of a unit, as a hook on each of its outputs."""
+    """One forward call of a unit, as a hook on each of its outputs.
+
+    A call is outstanding until backward comes to it or the parameters change, also where its outputs have died: how
+    long they live may differ between ranks, and what a rank reduces when must not.
+    """
 
     __slots__ = ("_engine", "_is_counted", "_unit", "entry", "generation", "is_repeated", "version")
 
@@ -52,15 +56,10 @@ class Ticket:
         if engine is not None and unit is not None:
             engine.on_ticket(self, unit)
 
-    def leave(self) -> None:
-        """This call is not outstanding any longer."""
-        engine, unit = self._engine(), self._unit()
-        if self._is_counted and engine is not None and unit is not None:
-            unit.calls.num_outstanding -= self.version == engine.forward.version
-            self._is_counted = False
-
-    def __del__(self) -> None:
-        self.leave()
+    def leave(self, unit: Unit) -> None:
+        """This call of ``unit`` is not outstanding any longer."""
+        unit.calls.num_outstanding -= self._is_counted
+        self._is_counted = False
 
 
 def attach_tickets(engine: Engine, unit: Unit, output: object, since: int, *, is_counted: bool = True) -> None:
@@ -84,7 +83,7 @@ def attach_tickets(engine: Engine, unit: Unit, output: object, since: int, *, is
 
 
 class BeforeForward(Uncopyable):
-    """Forward pre-hook of a unit's module. The engine holds the module by weak reference only."""
+    """Forward pre-hook of a unit's module."""
 
     def __init__(self, engine: Engine, unit: Unit, member: Member) -> None:
         self.engine, self.unit, self.member = engine, unit, member
@@ -276,10 +275,10 @@ class Observer:
         """The gradients of a unit are collected; their reductions are about to be issued."""
 
     def reduced(self, engine: Engine, unit: Unit, group: Group) -> None:
-        """The gradients of a group are on its shards."""
+        """A reduction of a group has been waited for. After the last of a step its gradients are on its shards."""
 
     def backward_ended(self, engine: Engine) -> None:
-        """Every unit's gradients are on their shards."""
+        """A backward is over. Where it synchronised, every unit's gradients are on their shards."""
 
     # -- calls of the user
 

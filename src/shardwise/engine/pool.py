@@ -2,7 +2,7 @@
 
 Nothing here is freed or allocated in the steady state, unless the plan says ``keep_buffers=False``: then the memory of
 a slot or buffer that nobody uses is given back to torch's allocator, and allocated again for its next use. A unit keeps
-its slot for life, so that a tensor which autograd saved in forward finds its own data again in backward.
+its slot as long as a backward of it is to come: a tensor that autograd saved in forward finds its own data again.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ class Slot:
     Attributes:
         numel: Its elements.
         buffer: The storage.
-        members: How many groups will ever use it.
+        members: Groups that share it; 0 where it belongs to one.
         is_kept: It stays allocated; else only while it has an owner. Views of it stay good.
     """
 
@@ -130,8 +130,9 @@ class GradientPool:
     """Full-size gradient buffers that groups borrow from their first gradient until their reduction is done.
 
     Args:
-        limit: Buffers per (size class, dtype). A group that needs one while all are on their way waits for the oldest
-            reduction; if none is on its way (an enclosing unit, or local accumulation, holds them) the pool grows.
+        limit: Buffers of one key (size class, dtype, experts or not). A group that needs one while all are on their way
+            waits for the oldest reduction; if none is on its way (an enclosing unit, or local accumulation, holds them)
+            the pool grows.
         drain: Finishes the oldest reduction under way; returns False if there is none.
         keeps: Buffers that nobody uses stay allocated.
 

@@ -6,7 +6,7 @@ state        parameters                             the module holds
 SHARDED      only this rank's slice is valid        the shards
 UNSHARDING   being gathered                         the shards
 UNSHARDED    whole, in the gathered buffer          the full ones while the unit computes
-REDUCING     as before; gradients are on the way    as before
+REDUCING     as SHARDED; gradients are on the way   the shards
 ===========  =====================================  ==========================================
 
 Where parameters are replicated (``ddp``, ``zero1``, ``zero2``) the states are the same; the gathered buffer is then the
@@ -139,19 +139,20 @@ class CallCounts:
         labels: Their ranges in a profile.
         replays: As ``frames``, of recomputations, which run inside a backward.
         has_run: The unit has run in a forward that trains, since the last backward.
-        num_outstanding: Calls whose backward has not begun.
+        num_outstanding: Calls since the parameters changed to which backward has not come. Some it will never come to.
+        num_left: How many of those the last backward has left. The next one is taken to leave as many.
         num_silent: Calls without grad in forwards that train: a reentrant recomputation may repeat them.
         num_repeated: How many of those it has repeated in this backward.
     """
 
-    __slots__ = ("frames", "has_run", "labels", "num_outstanding", "num_repeated", "num_silent", "replays")
+    __slots__ = ("frames", "has_run", "labels", "num_left", "num_outstanding", "num_repeated", "num_silent", "replays")
 
     def __init__(self) -> None:
         self.frames: list[int] = []
         self.labels: list[Any] = []
         self.replays: list[int] = []
         self.has_run = False
-        self.num_outstanding = self.num_silent = self.num_repeated = 0
+        self.num_outstanding = self.num_left = self.num_silent = self.num_repeated = 0
 
     def end_backward(self) -> None:
         """A backward has ended."""
