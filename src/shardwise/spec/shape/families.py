@@ -1,0 +1,320 @@
+"""From a Hugging Face ``config.json`` to the shape of its model, by arithmetic; one function for each kind of block."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Callable, Iterable, Mapping
+from typing import Any
+
+from shardwise.spec.errors import ConfigError
+from shardwise.spec.shape.model import Attention, Block, Experts, Mlp, ModelShape
+from shardwise.spec.text import did_you_mean
+
+Config = Mapping[str, Any]
+
+
+def from_config(config: Config, name: str = "") -> ModelShape:
+    """The shape of the model that a ``config.json`` describes.
+
+    The head is that of ``architectures`` where the file names one, else that of language modelling (ViT: of
+    classification). Fields that a file leaves out have transformers' defaults.
+
+    Args:
+        config: The file's content.
+        name: What the model is called in tables; ``""``: its family.
+
+    Raises:
+        ConfigError: The family is not known, or a field is missing.
+    """
+    family = str(config.get("model_type", ""))
+    if family not in FAMILIES:
+        hint = did_you_mean(family, FAMILIES) or f" Known are: {', '.join(FAMILIES)}."
+        raise ConfigError(
+            f"model_type={family!r}: its shape is not known.\n "
+            f"{hint} Any other model: pass it to sw.model_shape(), which runs it on meta tensors."
+        )
+    try:
+        return FAMILIES[family](config, name or family)
+    except KeyError as error:
+        raise ConfigError(
+            f"the configuration of {name or family} has no field {error.args[0]!r}.\n"
+            "  Save it with config.to_json_file(path, use_diff=False), which writes every field."
+        ) from None
+
+
+def _runs(blocks: Iterable[Block]) -> tuple[tuple[int, Block], ...]:
+    return tuple((len(list(equal)), block) for block, equal in itertools.groupby(blocks))
+
+
+def _causal(
+    config: Config,
+    name: str,
+    blocks: Iterable[Block],
+    *,
+    norm_bias: bool = False,
+    tied: bool = False,
+    positions: int = 0,
+) -> ModelShape:
+    """A causal language model: an embedding, blocks, a norm, a head."""
+    h, vocab = config["hidden_size"], config["vocab_size"]
+    is_tied = bool(config.get("tie_word_embeddings", tied))
+    return ModelShape(
+        name=name,
+        family=str(config["model_type"]),
+        hidden=h,
+        vocab=vocab,
+        stacks=_runs(blocks),
+        seq_len=int(config.get("max_position_embeddings") or 2048),
+        embedding=(vocab + positions) * h,
+        head=(1 + norm_bias) * h + (0 if is_tied else vocab * h),
+        is_tied=is_tied,
+    )
+
+
+def _windows(config: Config, default: str = "") -> list[int | None]:
+    """For each layer the positions that its attention sees at most; ``None``: all."""
+    layers, window = config["num_hidden_layers"], config.get("sliding_window")
+    types = config.get("layer_types")
+    if types:
+        return [window if kind == "sliding_attention" else None for kind in types]
+    uses = config.get("use_sliding_window", default == "all")
+    return [window if uses else None] * layers
+
+
+def _llama_like(
+    *,
+    qkv_bias: bool | str = "attention_bias",
+    out_bias: bool | str = "attention_bias",
+    mlp_bias: bool | str = "mlp_bias",
+    qk_norm: str = "",
+    num_norms: int = 2,
+    tied: bool = False,
+    window: str = "",
+) -> Callable[[Config, str], ModelShape]:
+    """Families with RMS norms, rotary positions and gated feed-forwards.
+
+    Args:
+        qkv_bias: Whether queries, keys and values have biases, or the field that says so; the next two likewise.
+        out_bias: Of the output projection.
+        mlp_bias: Of the feed-forward.
+        qk_norm: ``"head"``: a norm over each head of queries and keys; ``"all"``: over all of them; ``""``: none.
+        num_norms: Norms of a block.
+        tied: Whether the head is the embedding where the file does not say.
+        window: ``"all"``: every layer has the window, unless the file says which.
+    """
+
+    def says(config: Config, what: bool | str) -> bool:
+        return bool(config.get(what, False)) if isinstance(what, str) else what
+
+    def shape(config: Config, name: str) -> ModelShape:
+        h, heads = config["hidden_size"], config["num_attention_heads"]
+        kv_heads = config.get("num_key_value_heads") or heads
+        head_dim = config.get("head_dim") or h // heads
+        norms = {"": 0, "head": 2 * head_dim, "all": (heads + kv_heads) * head_dim}[qk_norm]
+        blocks = [
+            Block(
+                attention=Attention(
+                    heads=heads,
+                    head_dim=head_dim,
+                    kv_heads=kv_heads,
+                    has_qkv_bias=says(config, qkv_bias),
+                    has_out_bias=says(config, out_bias),
+                    norm_numel=norms,
+                    window=seen,
+                    extra=heads if config["model_type"] == "gpt_oss" else 0,
+                ),
+                feed_forward=_feed_forward(config, layer, has_bias=says(config, mlp_bias)),
+                num_norms=num_norms,
+            )
+            for layer, seen in enumerate(_windows(config, window))
+        ]
+        return _causal(config, name, blocks, tied=tied)
+
+    return shape
+
+
+def _feed_forward(config: Config, layer: int, *, has_bias: bool) -> Mlp | Experts:
+    """The feed-forward of a layer: a mixture where the family has one there."""
+    count = config.get("num_experts") or config.get("num_local_experts")
+    step = config.get("decoder_sparse_step", 1)
+    is_dense = not count or layer in (config.get("mlp_only_layers") or ()) or (layer + 1) % step
+    if is_dense:
+        return Mlp(ffn=config["intermediate_size"], is_gated=True, has_bias=has_bias)
+    is_oss = config["model_type"] == "gpt_oss"
+    ffn = config.get("moe_intermediate_size") or config["intermediate_size"]
+    shared = config.get("shared_expert_intermediate_size")
+    return Experts(
+        count=count,
+        per_token=config["num_experts_per_tok"],
+        mlp=Mlp(ffn=ffn, is_gated=True, has_bias=is_oss),
+        shared=Mlp(ffn=shared, is_gated=True) if shared else None,
+        has_shared_gate=bool(shared),
+        has_router_bias=is_oss,
+    )
+
+
+def _plain_block(h: int, heads: int, ffn: int, *, is_causal: bool, bias: bool = True, qkv_bias: bool = True) -> Block:
+    """A block of GPT-2, NeoX, BERT or ViT: layer norms, one projection up, biases."""
+    return Block(
+        attention=Attention(
+            heads=heads,
+            head_dim=h // heads,
+            kv_heads=heads,
+            has_qkv_bias=qkv_bias,
+            has_out_bias=bias,
+            is_causal=is_causal,
+        ),
+        feed_forward=Mlp(ffn=ffn, has_bias=True),
+        has_norm_bias=True,
+    )
+
+
+def _gpt2(config: Config, name: str) -> ModelShape:
+    h, layers = config["n_embd"], config["n_layer"]
+    block = _plain_block(h, config["n_head"], config.get("n_inner") or 4 * h, is_causal=True)
+    common = {
+        **config,
+        "hidden_size": h,
+        "max_position_embeddings": config["n_positions"],
+    }
+    return _causal(common, name, [block] * layers, norm_bias=True, tied=True, positions=config["n_positions"])
+
+
+def _neox(config: Config, name: str) -> ModelShape:
+    bias = bool(config.get("attention_bias", True))
+    block = _plain_block(
+        config["hidden_size"],
+        config["num_attention_heads"],
+        config["intermediate_size"],
+        is_causal=True,
+        bias=bias,
+        qkv_bias=bias,
+    )
+    return _causal(config, name, [block] * config["num_hidden_layers"], norm_bias=True)
+
+
+def _opt(config: Config, name: str) -> ModelShape:
+    h, heads, bias = config["hidden_size"], config["num_attention_heads"], bool(config.get("enable_bias", True))
+    if config.get("word_embed_proj_dim", h) != h or not config.get("do_layer_norm_before", True):
+        raise ConfigError(
+            f"{name}: OPT with projected embeddings or norms after each part (350m alone has them) is not known.\n"
+            "  Pass the model itself to sw.model_shape(), which runs it on meta tensors."
+        )
+    block = Block(
+        attention=Attention(heads=heads, head_dim=h // heads, kv_heads=heads, has_qkv_bias=bias, has_out_bias=bias),
+        feed_forward=Mlp(ffn=config["ffn_dim"], has_bias=bias),
+        has_norm_bias=True,
+    )
+    positions = config["max_position_embeddings"] + 2  # the first two are never read
+    return _causal(config, name, [block] * config["num_hidden_layers"], norm_bias=True, tied=True, positions=positions)
+
+
+def _t5(config: Config, name: str) -> ModelShape:
+    h, heads, vocab = config["d_model"], config["num_heads"], config["vocab_size"]
+    is_gated = str(config.get("feed_forward_proj", "relu")).startswith("gated")
+    mlp = Mlp(ffn=config["d_ff"], is_gated=is_gated)
+    encoding = Attention(heads=heads, head_dim=config["d_kv"], kv_heads=heads, is_causal=False)
+    decoding = Attention(heads=heads, head_dim=config["d_kv"], kv_heads=heads)
+    table = config.get("relative_attention_num_buckets", 32) * heads  # in the first block of each stack
+    encoders = [
+        Block(attention=encoding, feed_forward=mlp, extra=0 if i else table) for i in range(config["num_layers"])
+    ]
+    decoders = [
+        Block(attention=decoding, feed_forward=mlp, cross=encoding, num_norms=3, extra=0 if i else table)
+        for i in range(config.get("num_decoder_layers") or config["num_layers"])
+    ]
+    is_tied = bool(config.get("tie_word_embeddings", True))
+    return ModelShape(
+        name=name,
+        family="t5",
+        hidden=h,
+        vocab=vocab,
+        stacks=_runs([*encoders, *decoders]),
+        seq_len=int(config.get("n_positions") or 512),
+        embedding=vocab * h,
+        head=2 * h + (0 if is_tied else vocab * h),  # the norms at the end of both stacks
+        is_tied=is_tied,
+        num_encoder_blocks=len(encoders),
+    )
+
+
+def _bert(config: Config, name: str) -> ModelShape:
+    h, vocab = config["hidden_size"], config["vocab_size"]
+    block = _plain_block(h, config["num_attention_heads"], config["intermediate_size"], is_causal=False)
+    positions, types = config["max_position_embeddings"], config.get("type_vocab_size", 2)
+    architecture = (config.get("architectures") or ["BertForMaskedLM"])[0]
+    heads = {"BertModel": h * h + h, "BertForMaskedLM": h * h + h + 2 * h + vocab}
+    labels = len(config.get("id2label") or {0: "", 1: ""})
+    heads["BertForSequenceClassification"] = heads["BertModel"] + labels * (h + 1)
+    return ModelShape(
+        name=name,
+        family="bert",
+        hidden=h,
+        vocab=vocab if architecture == "BertForMaskedLM" else labels,
+        stacks=((config["num_hidden_layers"], block),),
+        seq_len=positions,
+        embedding=(vocab + positions + types + 2) * h,
+        head=_head(architecture, heads),
+        is_tied=architecture == "BertForMaskedLM",
+    )
+
+
+def _vit(config: Config, name: str) -> ModelShape:
+    h, patch = config["hidden_size"], config["patch_size"]
+    block = _plain_block(
+        h,
+        config["num_attention_heads"],
+        config["intermediate_size"],
+        is_causal=False,
+        qkv_bias=bool(config.get("qkv_bias", True)),
+    )
+    patches = (config["image_size"] // patch) ** 2
+    labels = len(config.get("id2label") or {0: "", 1: ""})
+    architecture = (config.get("architectures") or ["ViTForImageClassification"])[0]
+    heads = {"ViTForImageClassification": 2 * h + labels * (h + 1), "ViTModel": 2 * h + h * h + h}
+    return ModelShape(
+        name=name,
+        family="vit",
+        hidden=h,
+        vocab=labels,
+        stacks=((config["num_hidden_layers"], block),),
+        seq_len=patches + 1,
+        embedding=(1 + patches + 1 + config.get("num_channels", 3) * patch * patch + 1) * h,  # class, places, patches
+        head=_head(architecture, heads),
+    )
+
+
+def _head(architecture: str, heads: Mapping[str, int]) -> int:
+    if architecture not in heads:
+        raise ConfigError(
+            f"architectures={architecture!r}: its head is not known.{did_you_mean(architecture, heads)}\n"
+            f"  Known are {', '.join(heads)}; or pass the model itself to sw.model_shape()."
+        )
+    return heads[architecture]
+
+
+#: What computes the shape of each ``model_type``.
+FAMILIES: dict[str, Callable[[Config, str], ModelShape]] = {
+    "llama": _llama_like(),
+    "mistral": _llama_like(qkv_bias=False, out_bias=False, window="all"),
+    "qwen2": _llama_like(qkv_bias=True, out_bias=False),
+    "qwen3": _llama_like(qk_norm="head"),
+    "phi3": _llama_like(qkv_bias=False, out_bias=False, window="all"),
+    "granite": _llama_like(),
+    "olmo2": _llama_like(qk_norm="all"),
+    "glm4": _llama_like(qkv_bias="attention_bias", out_bias=False, num_norms=4),
+    "gemma": _llama_like(tied=True),
+    "gemma2": _llama_like(num_norms=4, tied=True),
+    "gemma3_text": _llama_like(num_norms=4, qk_norm="head", tied=True),
+    "mixtral": _llama_like(qkv_bias=False, out_bias=False, window="all"),
+    "qwen2_moe": _llama_like(qkv_bias="qkv_bias", out_bias=False),
+    "qwen3_moe": _llama_like(qk_norm="head"),
+    "olmoe": _llama_like(qk_norm="all"),
+    "gpt_oss": _llama_like(),
+    "gpt2": _gpt2,
+    "gpt_neox": _neox,
+    "opt": _opt,
+    "t5": _t5,
+    "bert": _bert,
+    "vit": _vit,
+}

@@ -1,0 +1,194 @@
+"""A model as blocks of attention and feed-forward, with the number of its parameters.
+
+``h`` is the width of the residual stream, ``f`` that of a feed-forward, ``d`` that of a head.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from functools import cached_property
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Attention:
+    """The attention of a block.
+
+    Attributes:
+        heads: Heads of the queries.
+        head_dim: Width of one head.
+        kv_heads: Heads of keys and values; ``heads`` divided by it queries share one.
+        has_qkv_bias: Queries, keys and values have biases.
+        has_out_bias: The output projection has one.
+        norm_numel: Parameters of norms of queries and keys.
+        is_causal: A position sees only earlier ones.
+        window: A position sees at most so many; ``None``: all.
+        extra: Parameters besides: attention sinks.
+    """
+
+    heads: int
+    head_dim: int
+    kv_heads: int
+    has_qkv_bias: bool = False
+    has_out_bias: bool = False
+    norm_numel: int = 0
+    is_causal: bool = True
+    window: int | None = None
+    extra: int = 0
+
+    @property
+    def q_width(self) -> int:
+        """Width of the queries, and of what the output projection reads."""
+        return self.heads * self.head_dim
+
+    @property
+    def kv_width(self) -> int:
+        """Width of the keys, and of the values."""
+        return self.kv_heads * self.head_dim
+
+    def num_parameters(self, hidden: int) -> int:
+        """Parameters: ``2 h (q + kv)`` and what biases and norms add."""
+        weights = 2 * hidden * (self.q_width + self.kv_width)
+        biases = self.has_qkv_bias * (self.q_width + 2 * self.kv_width) + self.has_out_bias * hidden
+        return weights + biases + self.norm_numel + self.extra
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Mlp:
+    """A feed-forward: up, activation, down; gated ones have a second ``up``.
+
+    Attributes:
+        ffn: Width between the two projections.
+        is_gated: The activation of one projection is multiplied by another one.
+        has_bias: The projections have biases.
+    """
+
+    ffn: int
+    is_gated: bool = False
+    has_bias: bool = False
+
+    @property
+    def up_width(self) -> int:
+        """Outputs of the projections up, together."""
+        return self.ffn * (1 + self.is_gated)
+
+    def num_parameters(self, hidden: int) -> int:
+        """Parameters: ``2 h f``, gated ``3 h f``, and biases."""
+        return hidden * (self.up_width + self.ffn) + self.has_bias * (self.up_width + hidden)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Experts:
+    """A mixture: of many feed-forwards a router chooses some for each token.
+
+    Attributes:
+        count: Number of experts.
+        per_token: Experts that a token is sent to.
+        mlp: One expert.
+        shared: A feed-forward through which every token goes besides; ``None``: there is none.
+        has_shared_gate: The shared one's output is scaled by a projection to one number.
+        has_router_bias: The router has biases.
+    """
+
+    count: int
+    per_token: int
+    mlp: Mlp
+    shared: Mlp | None = None
+    has_shared_gate: bool = False
+    has_router_bias: bool = False
+
+    def expert_parameters(self, hidden: int) -> int:
+        """Parameters of all routed experts, which expert parallelism divides."""
+        return self.count * self.mlp.num_parameters(hidden)
+
+    def num_parameters(self, hidden: int, *, is_active: bool = False) -> int:
+        """Parameters of the mixture; active ones are those that one token meets."""
+        routed = (self.per_token if is_active else self.count) * self.mlp.num_parameters(hidden)
+        shared = self.shared.num_parameters(hidden) if self.shared is not None else 0
+        router = self.count * (hidden + self.has_router_bias)
+        return routed + shared + router + self.has_shared_gate * hidden
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Block:
+    """One layer of a transformer.
+
+    Attributes:
+        attention: Its attention to its own sequence.
+        feed_forward: A feed-forward, or a mixture of them.
+        cross: Its attention to another sequence, as in a decoder of T5; ``None``: there is none.
+        num_norms: Norms of width ``h``.
+        has_norm_bias: Norms have biases besides weights.
+        extra: Parameters besides: a table of relative positions.
+    """
+
+    attention: Attention
+    feed_forward: Mlp | Experts
+    cross: Attention | None = None
+    num_norms: int = 2
+    has_norm_bias: bool = False
+    extra: int = 0
+
+    def num_parameters(self, hidden: int, *, is_active: bool = False) -> int:
+        """Parameters of the block; active ones are those that one token meets."""
+        experts = self.feed_forward
+        forward = (
+            experts.num_parameters(hidden, is_active=is_active)
+            if isinstance(experts, Experts)
+            else experts.num_parameters(hidden)
+        )
+        cross = self.cross.num_parameters(hidden) if self.cross is not None else 0
+        norms = self.num_norms * (1 + self.has_norm_bias) * hidden
+        return self.attention.num_parameters(hidden) + cross + forward + norms + self.extra
+
+
+@dataclass(frozen=True, kw_only=True)
+class ModelShape:
+    """A transformer's blocks and what is around them.
+
+    Attributes:
+        name: What it is called in tables.
+        family: The configuration's ``model_type``, or ``gpt`` for ours.
+        hidden: Width of the residual stream.
+        vocab: Token ids, and outputs of the head; of a classifier its classes; 0: no head and no embedding.
+        stacks: Runs of equal blocks in order, each with its number. An encoder's come before its decoder's.
+        seq_len: Longest sequence that the model was made for.
+        embedding: Parameters of the embeddings before the first block.
+        head: Parameters of the head that are not those of the embedding, final norms included.
+        is_tied: The head's weight is the embedding's.
+        num_encoder_blocks: Of a model with two stacks, how many of the blocks are the encoder's.
+    """
+
+    name: str
+    family: str
+    hidden: int
+    vocab: int
+    stacks: tuple[tuple[int, Block], ...]
+    seq_len: int
+    embedding: int
+    head: int
+    is_tied: bool = False
+    num_encoder_blocks: int = 0
+
+    @property
+    def blocks(self) -> tuple[Block, ...]:
+        """Every block in order."""
+        return tuple(block for count, block in self.stacks for _ in range(count))
+
+    @property
+    def num_layers(self) -> int:
+        """Number of blocks."""
+        return sum(count for count, _ in self.stacks)
+
+    @cached_property
+    def num_parameters(self) -> int:
+        """Parameters of the whole model, tied ones counted once."""
+        return self._total(is_active=False)
+
+    @cached_property
+    def num_active_parameters(self) -> int:
+        """Parameters that one token meets: of each mixture those of the chosen experts."""
+        return self._total(is_active=True)
+
+    def _total(self, *, is_active: bool) -> int:
+        blocks = sum(count * block.num_parameters(self.hidden, is_active=is_active) for count, block in self.stacks)
+        return self.embedding + blocks + self.head

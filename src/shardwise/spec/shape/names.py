@@ -1,0 +1,196 @@
+"""Models that everybody knows, by name: the fields of the ``config.json`` that their makers published.
+
+Sources: the model cards and configurations on the Hugging Face hub under the organisations meta-llama, mistralai, Qwen,
+google, EleutherAI, openai-community, facebook and google-t5; GPT-2 also Radford et al. 2019, T5 Raffel et al. 2020.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from shardwise.spec.errors import ConfigError
+from shardwise.spec.shape.families import from_config
+from shardwise.spec.shape.model import ModelShape
+from shardwise.spec.text import did_you_mean
+
+
+def _causal(
+    family: str, hidden: int, layers: int, heads: int, kv: int, ffn: int, vocab: int, positions: int, **more: Any
+) -> dict[str, Any]:
+    return {
+        "model_type": family,
+        "hidden_size": hidden,
+        "num_hidden_layers": layers,
+        "num_attention_heads": heads,
+        "num_key_value_heads": kv,
+        "intermediate_size": ffn,
+        "vocab_size": vocab,
+        "max_position_embeddings": positions,
+        "tie_word_embeddings": False,
+        **more,
+    }
+
+
+def _gpt2(hidden: int, layers: int, heads: int) -> dict[str, Any]:
+    return {
+        "model_type": "gpt2",
+        "n_embd": hidden,
+        "n_layer": layers,
+        "n_head": heads,
+        "n_positions": 1024,
+        "vocab_size": 50257,
+    }
+
+
+def _opt(hidden: int, layers: int, heads: int) -> dict[str, Any]:
+    return {
+        "model_type": "opt",
+        "hidden_size": hidden,
+        "num_hidden_layers": layers,
+        "num_attention_heads": heads,
+        "ffn_dim": 4 * hidden,
+        "vocab_size": 50272,
+        "max_position_embeddings": 2048,
+    }
+
+
+def _t5(width: int, layers: int, heads: int, head_dim: int, ffn: int) -> dict[str, Any]:
+    return {
+        "model_type": "t5",
+        "d_model": width,
+        "d_kv": head_dim,
+        "d_ff": ffn,
+        "num_heads": heads,
+        "num_layers": layers,
+        "vocab_size": 32128,
+    }
+
+
+def _bert(hidden: int, layers: int, heads: int) -> dict[str, Any]:
+    return {
+        "model_type": "bert",
+        "hidden_size": hidden,
+        "num_hidden_layers": layers,
+        "num_attention_heads": heads,
+        "intermediate_size": 4 * hidden,
+        "vocab_size": 30522,
+        "max_position_embeddings": 512,
+    }
+
+
+def _vit(hidden: int, layers: int, heads: int, patch: int) -> dict[str, Any]:
+    return {
+        "model_type": "vit",
+        "hidden_size": hidden,
+        "num_hidden_layers": layers,
+        "num_attention_heads": heads,
+        "intermediate_size": 4 * hidden,
+        "image_size": 224,
+        "patch_size": patch,
+        "id2label": dict.fromkeys(range(1000), ""),
+    }
+
+
+_TIED = {"tie_word_embeddings": True}
+_QWEN3 = {"head_dim": 128}
+
+#: Configurations by name.
+KNOWN: dict[str, dict[str, Any]] = {
+    "llama-2-7b": _causal("llama", 4096, 32, 32, 32, 11008, 32000, 4096),
+    "llama-2-13b": _causal("llama", 5120, 40, 40, 40, 13824, 32000, 4096),
+    "llama-2-70b": _causal("llama", 8192, 80, 64, 8, 28672, 32000, 4096),
+    "llama-3-8b": _causal("llama", 4096, 32, 32, 8, 14336, 128256, 8192),
+    "llama-3-70b": _causal("llama", 8192, 80, 64, 8, 28672, 128256, 8192),
+    "llama-3.1-8b": _causal("llama", 4096, 32, 32, 8, 14336, 128256, 131072),
+    "llama-3.1-70b": _causal("llama", 8192, 80, 64, 8, 28672, 128256, 131072),
+    "llama-3.1-405b": _causal("llama", 16384, 126, 128, 8, 53248, 128256, 131072),
+    "llama-3.2-1b": _causal("llama", 2048, 16, 32, 8, 8192, 128256, 131072, **_TIED),
+    "llama-3.2-3b": _causal("llama", 3072, 28, 24, 8, 8192, 128256, 131072, **_TIED),
+    "mistral-7b": _causal("mistral", 4096, 32, 32, 8, 14336, 32000, 32768, sliding_window=4096),
+    "mixtral-8x7b": _causal(
+        "mixtral", 4096, 32, 32, 8, 14336, 32000, 32768, num_local_experts=8, num_experts_per_tok=2
+    ),
+    "mixtral-8x22b": _causal(
+        "mixtral", 6144, 56, 48, 8, 16384, 32000, 65536, num_local_experts=8, num_experts_per_tok=2
+    ),
+    "qwen2.5-0.5b": _causal("qwen2", 896, 24, 14, 2, 4864, 151936, 32768, **_TIED),
+    "qwen2.5-1.5b": _causal("qwen2", 1536, 28, 12, 2, 8960, 151936, 32768, **_TIED),
+    "qwen2.5-3b": _causal("qwen2", 2048, 36, 16, 2, 11008, 151936, 32768, **_TIED),
+    "qwen2.5-7b": _causal("qwen2", 3584, 28, 28, 4, 18944, 152064, 131072),
+    "qwen2.5-14b": _causal("qwen2", 5120, 48, 40, 8, 13824, 152064, 131072),
+    "qwen2.5-32b": _causal("qwen2", 5120, 64, 40, 8, 27648, 152064, 131072),
+    "qwen2.5-72b": _causal("qwen2", 8192, 80, 64, 8, 29568, 152064, 131072),
+    "qwen3-0.6b": _causal("qwen3", 1024, 28, 16, 8, 3072, 151936, 40960, **_QWEN3, **_TIED),
+    "qwen3-1.7b": _causal("qwen3", 2048, 28, 16, 8, 6144, 151936, 40960, **_QWEN3, **_TIED),
+    "qwen3-4b": _causal("qwen3", 2560, 36, 32, 8, 9728, 151936, 40960, **_QWEN3, **_TIED),
+    "qwen3-8b": _causal("qwen3", 4096, 36, 32, 8, 12288, 151936, 40960, **_QWEN3),
+    "qwen3-14b": _causal("qwen3", 5120, 40, 40, 8, 17408, 151936, 40960, **_QWEN3),
+    "qwen3-32b": _causal("qwen3", 5120, 64, 64, 8, 25600, 151936, 40960, **_QWEN3),
+    "qwen3-30b-a3b": _causal(
+        "qwen3_moe",
+        2048,
+        48,
+        32,
+        4,
+        6144,
+        151936,
+        40960,
+        num_experts=128,
+        num_experts_per_tok=8,
+        moe_intermediate_size=768,
+        **_QWEN3,
+    ),
+    "qwen3-235b-a22b": _causal(
+        "qwen3_moe",
+        4096,
+        94,
+        64,
+        4,
+        12288,
+        151936,
+        40960,
+        num_experts=128,
+        num_experts_per_tok=8,
+        moe_intermediate_size=1536,
+        **_QWEN3,
+    ),
+    "gemma-2b": _causal("gemma", 2048, 18, 8, 1, 16384, 256000, 8192, head_dim=256, **_TIED),
+    "gemma-7b": _causal("gemma", 3072, 28, 16, 16, 24576, 256000, 8192, head_dim=256, **_TIED),
+    "gemma-2-2b": _causal("gemma2", 2304, 26, 8, 4, 9216, 256000, 8192, head_dim=256, **_TIED),
+    "gemma-2-9b": _causal("gemma2", 3584, 42, 16, 8, 14336, 256000, 8192, head_dim=256, **_TIED),
+    "gemma-2-27b": _causal("gemma2", 4608, 46, 32, 16, 36864, 256000, 8192, head_dim=128, **_TIED),
+    "gpt-neox-20b": _causal("gpt_neox", 6144, 44, 64, 64, 24576, 50432, 2048),
+    "gpt2": _gpt2(768, 12, 12),
+    "gpt2-medium": _gpt2(1024, 24, 16),
+    "gpt2-large": _gpt2(1280, 36, 20),
+    "gpt2-xl": _gpt2(1600, 48, 25),
+    "opt-1.3b": _opt(2048, 24, 32),
+    "opt-6.7b": _opt(4096, 32, 32),
+    "opt-13b": _opt(5120, 40, 40),
+    "opt-30b": _opt(7168, 48, 56),
+    "opt-66b": _opt(9216, 64, 72),
+    "opt-175b": _opt(12288, 96, 96),
+    "t5-small": _t5(512, 6, 8, 64, 2048),
+    "t5-base": _t5(768, 12, 12, 64, 3072),
+    "t5-large": _t5(1024, 24, 16, 64, 4096),
+    "t5-3b": _t5(1024, 24, 32, 128, 16384),
+    "t5-11b": _t5(1024, 24, 128, 128, 65536),
+    "bert-base": _bert(768, 12, 12),
+    "bert-large": _bert(1024, 24, 16),
+    "vit-base": _vit(768, 12, 12, 16),
+    "vit-large": _vit(1024, 24, 16, 16),
+    "vit-huge": _vit(1280, 32, 16, 14),
+}
+
+
+def known_shape(name: str) -> ModelShape:
+    """The shape of a model by its name, in any case.
+
+    Raises:
+        ConfigError: The name is not known.
+    """
+    plain = name.lower()
+    if plain not in KNOWN:
+        hint = did_you_mean(plain, KNOWN) or f" Known are: {', '.join(KNOWN)}."
+        raise ConfigError(f"model {name!r} is not known.\n {hint} Or give the path of a folder with a config.json.")
+    return from_config(KNOWN[plain], plain)
