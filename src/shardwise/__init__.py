@@ -72,7 +72,7 @@ _LAZY = {
     "DataParallel": "shardwise.api.data_parallel",
     "DistributedSampler": "shardwise.train.sampler",
 }
-_MODULES = {"models"}
+_MODULES = {"models", "planner"}
 
 __all__ = [
     "CheckpointError",

@@ -7,8 +7,8 @@ import sys
 
 import pytest
 
-from shardwise.models.shape import PRESETS, GPTConfig, gpt_config
 from shardwise.spec.errors import ConfigError
+from shardwise.spec.shape.gpt import PRESETS, GPTConfig, gpt_config
 
 
 @pytest.mark.parametrize("name", PRESETS)

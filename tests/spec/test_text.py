@@ -1,8 +1,8 @@
 import pytest
 
-from shardwise.models.shape import gpt_config
 from shardwise.spec.errors import ConfigError, PlacementError
 from shardwise.spec.placement import canonical_name
+from shardwise.spec.shape.gpt import gpt_config
 from shardwise.spec.text import aligned, did_you_mean, similar
 
 

@@ -14,8 +14,8 @@ import pytest
 import torch
 from torch import nn
 
-from shardwise.models.shape import PRESETS
 from shardwise.spec.errors import CheckpointError
+from shardwise.spec.shape.gpt import PRESETS
 from shardwise.spec.text import printable, size
 from shardwise.train import random_state
 from shardwise.train.build import build_model, build_optimizer, objective_of, parameter_groups, set_lr

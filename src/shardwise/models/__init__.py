@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
-from shardwise.models.shape import DEFAULT_EXPERTS_PER_TOKEN, PRESETS, GPTConfig, gpt_config
+from shardwise.spec.shape.gpt import DEFAULT_EXPERTS_PER_TOKEN, PRESETS, GPTConfig, gpt_config
 
 if TYPE_CHECKING:
     import torch

@@ -23,8 +23,8 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 from torch.utils.checkpoint import checkpoint
 
-from shardwise.models.shape import GPTConfig
 from shardwise.spec.errors import ConfigError, StateError
+from shardwise.spec.shape.gpt import GPTConfig
 
 INIT_STD = 0.02
 

@@ -24,10 +24,10 @@ import pydantic
 import yaml
 from pydantic import BaseModel, ConfigDict, Field, Strict
 
-from shardwise.models.shape import GPTConfig
 from shardwise.spec.errors import ConfigError
 from shardwise.spec.placement import Placements
 from shardwise.spec.plan import ParallelPlan
+from shardwise.spec.shape.gpt import GPTConfig
 from shardwise.spec.text import did_you_mean
 from shardwise.train.document import Document, Problem, parse_yaml, read_document
 

@@ -16,8 +16,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, TextIO
 
 from shardwise.launch.file import replace
-from shardwise.models.shape import GPTConfig
 from shardwise.spec.errors import ConfigError, StorageError
+from shardwise.spec.shape.gpt import GPTConfig
 from shardwise.spec.text import printable, size
 from shardwise.train.config import Config
 from shardwise.train.folder import (

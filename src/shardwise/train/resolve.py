@@ -11,12 +11,12 @@ from collections.abc import Callable
 from dataclasses import dataclass, replace
 from pathlib import Path
 
-from shardwise.models.shape import PRESETS, GPTConfig, gpt_config
 from shardwise.spec.errors import ConfigError, MeshError, PlanError, ShardwiseError
 from shardwise.spec.mesh import Mesh
 from shardwise.spec.plan import ParallelPlan, check_plan
 from shardwise.spec.policies import PrecisionPolicy
 from shardwise.spec.schedule.builders import PipelinePolicy
+from shardwise.spec.shape.gpt import PRESETS, GPTConfig, gpt_config
 from shardwise.train.config import Config, RawConfig
 from shardwise.train.data import Data, Source, check_size, find_source, open_data
 from shardwise.train.hf import LanguageModel, NotCausalError, read_language_model, stored_dtype

@@ -103,8 +103,8 @@ def _llama_like(
         window: ``"all"``: every layer has the window, unless the file says which.
     """
 
-    def says(config: Config, what: bool | str) -> bool:
-        return bool(config.get(what, False)) if isinstance(what, str) else what
+    def says(config: Config, what: object) -> bool:
+        return bool(config.get(what, False)) if isinstance(what, str) else bool(what)
 
     def shape(config: Config, name: str) -> ModelShape:
         h, heads = config["hidden_size"], config["num_attention_heads"]

@@ -14,9 +14,8 @@ from shardwise.spec.shape.model import ModelShape
 from shardwise.spec.text import did_you_mean
 
 
-def _causal(
-    family: str, hidden: int, layers: int, heads: int, kv: int, ffn: int, vocab: int, positions: int, **more: Any
-) -> dict[str, Any]:
+def _causal(family: str, *sizes: int, **more: Any) -> dict[str, Any]:
+    hidden, layers, heads, kv, ffn, vocab, positions = sizes
     return {
         "model_type": family,
         "hidden_size": hidden,

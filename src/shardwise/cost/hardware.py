@@ -1,0 +1,128 @@
+"""GPUs by name, with the source of every figure, and clusters of them."""
+
+from __future__ import annotations
+
+import csv
+import functools
+from dataclasses import dataclass
+from pathlib import Path
+
+from shardwise.spec.errors import ConfigError
+from shardwise.spec.text import did_you_mean
+
+#: One row for each GPU; empty fields are not known.
+TABLE = Path(__file__).with_name("data") / "hardware.csv"
+
+GIB = 1 << 30
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Gpu:
+    """One device: dense peaks, memory and links, as its maker states them.
+
+    Attributes:
+        name: Name in the table, or of the calibrated file.
+        peaks: Dense operations per second by the dtype of the products: ``bf16``, ``fp16``, ``tf32``, ``fp32``,
+            ``fp8``.
+        memory_bytes: Bytes that torch can allocate.
+        memory_bandwidth: Bytes per second of its memory.
+        link_bandwidth: Bytes per second that it sends to the GPUs of its node, in one direction.
+        link_domain: GPUs that are joined by those links.
+        host_bandwidth: Bytes per second between host and device, in one direction.
+        node_gbits: Gbit/s of a typical node's network, all cards together, in one direction.
+        source: Where the figures are from.
+    """
+
+    name: str
+    peaks: dict[str, float]
+    memory_bytes: int
+    memory_bandwidth: float
+    link_bandwidth: float
+    link_domain: int
+    host_bandwidth: float
+    node_gbits: float
+    source: str = ""
+
+
+@functools.cache
+def gpus() -> dict[str, Gpu]:
+    """Every GPU of the table, by name."""
+    with TABLE.open(encoding="utf-8", newline="") as file:
+        return {row["gpu"]: _gpu(row) for row in csv.DictReader(file)}
+
+
+def _gpu(row: dict[str, str]) -> Gpu:
+    def number(field: str) -> float:
+        return float(row[field] or 0)
+
+    columns = {
+        "bf16": "tflops_bf16_dense",
+        "fp16": "tflops_fp16_dense",
+        "tf32": "tflops_tf32_dense",
+        "fp32": "tflops_fp32_vector",
+        "fp8": "tflops_fp8_dense",
+    }
+    usable = number("mem_gib_usable_torch") or 0.97 * number("mem_gb_label")
+    return Gpu(
+        name=row["gpu"],
+        peaks={dtype: number(column) * 1e12 for dtype, column in columns.items() if row[column]},
+        memory_bytes=int(usable * GIB),
+        memory_bandwidth=number("mem_bw_gbs") * 1e9,
+        link_bandwidth=number("scaleup_uni_gbs_per_gpu") * 1e9,
+        link_domain=int(number("scaleup_domain_gpus") or 1),
+        host_bandwidth=(number("host_link_uni_gbs") or 16.0) * 1e9,
+        node_gbits=number("typical_internode_gbps_per_node"),
+        source=row["source"],
+    )
+
+
+def find_gpu(name: str) -> Gpu:
+    """The GPU of that name, in any case.
+
+    Raises:
+        ConfigError: The table has none of that name.
+    """
+    table = {known.lower(): gpu for known, gpu in gpus().items()}
+    if name.lower() not in table:
+        hint = did_you_mean(name, gpus()) or f"Known are: {', '.join(gpus())}."
+        raise ConfigError(
+            f"gpu={name!r} is not known.\n  {hint}\n  `shardwise calibrate` writes the figures of this machine to a"
+            " file that can be given instead."
+        )
+    return table[name.lower()]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Cluster:
+    """Equal GPUs in equal nodes.
+
+    Attributes:
+        gpu: A name of the hardware table, or the path of a file that ``shardwise calibrate`` wrote.
+        num_gpus: GPUs in all.
+        gpus_per_node: GPUs of one node.
+        inter_gbits_per_s_per_node: Gbit/s of a node's network, all its cards together, in one direction. ``None``: what
+            the table calls typical.
+    """
+
+    gpu: str
+    num_gpus: int
+    gpus_per_node: int = 8
+    inter_gbits_per_s_per_node: float | None = None
+
+    def __post_init__(self) -> None:
+        for field in ("num_gpus", "gpus_per_node"):
+            value = getattr(self, field)
+            if isinstance(value, bool) or not isinstance(value, int) or value < 1:
+                raise ConfigError(f"cluster: {field}={value!r}; expected a whole number of at least 1.")
+        find_gpu(self.gpu)
+
+    @property
+    def device(self) -> Gpu:
+        """The figures of its GPU."""
+        return find_gpu(self.gpu)
+
+    @property
+    def node_bandwidth(self) -> float:
+        """Bytes per second that a node sends over its network, in one direction."""
+        gbits = self.inter_gbits_per_s_per_node
+        return (self.device.node_gbits if gbits is None else gbits) * 1e9 / 8

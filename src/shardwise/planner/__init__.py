@@ -1,0 +1,7 @@
+"""Will it fit, how fast will it be, which plan: answered before anything is launched, without torch."""
+
+from shardwise.cost.hardware import Cluster
+from shardwise.cost.workload import Workload
+from shardwise.planner.estimate import Estimate, MemoryEstimate, TimeEstimate, estimate
+
+__all__ = ["Cluster", "Estimate", "MemoryEstimate", "TimeEstimate", "Workload", "estimate"]
