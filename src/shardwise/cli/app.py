@@ -19,6 +19,7 @@ VERBS = {
     "parity": "shardwise.cli.parity",
     "dry-run": "shardwise.cli.dry_run",
     "generate": "shardwise.cli.generate",
+    "plan": "shardwise.cli.plan",
     "schedule": "shardwise.cli.schedule",
     "validate": "shardwise.cli.settings",
     "config-schema": "shardwise.cli.settings",

@@ -23,6 +23,7 @@ class Workload:
         recompute: What backward computes again: ``"none"``; ``"selective"``, all but products and attention;
             ``"full"``, every block; or the number of blocks of which everything is recomputed.
         compile: The model is compiled, so that element-wise operations are fused.
+        in_backward: Each unit is updated inside backward, so that gradients exist for one unit at a time.
         lora_rank: Train low-rank adapters of this rank on every linear layer of the blocks; ``None``: train everything.
 
     Raises:
@@ -36,6 +37,7 @@ class Workload:
     optimizer: str = "adamw"
     recompute: str | int = "none"
     compile: bool = False
+    in_backward: bool = False
     lora_rank: int | None = None
 
     def __post_init__(self) -> None:

@@ -3,5 +3,6 @@
 from shardwise.cost.hardware import Cluster
 from shardwise.cost.workload import Workload
 from shardwise.planner.estimate import Estimate, MemoryEstimate, TimeEstimate, estimate
+from shardwise.planner.search import search
 
-__all__ = ["Cluster", "Estimate", "MemoryEstimate", "TimeEstimate", "Workload", "estimate"]
+__all__ = ["Cluster", "Estimate", "MemoryEstimate", "TimeEstimate", "Workload", "estimate", "search"]

@@ -1,0 +1,229 @@
+"""Which plans ``train`` and ``sw.parallelize`` accept for a model on a cluster, without building the model.
+
+What depends on the model's class is a table by family, found by applying plans to models of transformers on meta
+tensors; a test repeats that for every family.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+
+from shardwise.cost.hardware import Cluster
+from shardwise.cost.workload import Workload
+from shardwise.spec.placement import PRESETS
+from shardwise.spec.shape import Experts, ModelShape
+
+
+@dataclass(frozen=True, slots=True)
+class Support:
+    """Which degrees a family of models takes.
+
+    Attributes:
+        tp: Styles are known for its layers.
+        sequence_parallel: So is what lies between them.
+        cp: A ring computes its attention.
+        pp: Its blocks are one chain.
+        ep: Its mixtures are known.
+    """
+
+    tp: bool = True
+    sequence_parallel: bool = False
+    cp: bool = True
+    pp: bool = True
+    ep: bool = False
+
+
+#: By family. GPT-2 and OPT of transformers have dropout by default, with which ``cp`` is refused; Gemma 2, Gemma 3 and
+#: gpt-oss have windows in some layers.
+SUPPORT: dict[str, Support] = {
+    "gpt": Support(sequence_parallel=True, ep=True),
+    "gpt2": Support(sequence_parallel=True, cp=False),
+    "llama": Support(sequence_parallel=True),
+    "mistral": Support(),
+    "qwen2": Support(),
+    "qwen3": Support(sequence_parallel=True),
+    "phi3": Support(),
+    "granite": Support(),
+    "olmo2": Support(),
+    "glm4": Support(),
+    "gemma": Support(),
+    "gemma2": Support(cp=False),
+    "gemma3_text": Support(cp=False),
+    "gpt_oss": Support(cp=False),
+    "mixtral": Support(sequence_parallel=True, ep=True),
+    "qwen2_moe": Support(),
+    "qwen3_moe": Support(ep=True),
+    "olmoe": Support(),
+    "gpt_neox": Support(),
+    "opt": Support(tp=False, cp=False),
+    "t5": Support(cp=False, pp=False),
+    "bert": Support(sequence_parallel=True, cp=False, pp=False),
+    "vit": Support(sequence_parallel=True, cp=False, pp=False),
+}
+
+#: What is known of a model that was traced, or whose family is not in the table.
+DATA_PARALLEL_ONLY = Support(tp=False, cp=False, pp=False)
+
+
+def support_of(shape: ModelShape) -> Support:
+    """What the shape's family takes."""
+    return SUPPORT.get(shape.family, DATA_PARALLEL_ONLY)
+
+
+@dataclass(frozen=True, slots=True)
+class Layout:
+    """Degrees of every axis."""
+
+    dp_replicate: int
+    dp_shard: int
+    cp: int
+    tp: int
+    pp: int
+    ep: int
+    sequence_parallel: bool
+
+    @property
+    def data_parallel_size(self) -> int:
+        """Ranks that read different samples."""
+        return self.dp_replicate * self.dp_shard
+
+
+@functools.cache
+def divisors(number: int) -> tuple[int, ...]:
+    """The divisors of a number, ascending."""
+    return tuple(n for n in range(1, number + 1) if number % n == 0)
+
+
+def tensor_degrees(shape: ModelShape, most: int) -> list[int]:
+    """Degrees of ``tp`` up to ``most`` that divide heads and feed-forwards, as ``tensor.cut`` requires."""
+    if not support_of(shape).tp:
+        return [1]
+    return [t for t in range(1, most + 1) if all(_is_divisible(shape, place, t) for place in range(len(shape.stacks)))]
+
+
+def _is_divisible(shape: ModelShape, place: int, t: int) -> bool:
+    block = shape.stacks[place][1]
+    for attention in (block.attention, *((block.cross,) if block.cross is not None else ())):
+        kv = attention.kv_heads
+        if attention.heads % t or (kv % t and t % kv):
+            return False
+    forward = block.feed_forward
+    mlps = (forward.mlp, forward.shared) if isinstance(forward, Experts) else (forward,)
+    widths = [mlp.ffn for mlp in mlps if mlp is not None]
+    return not any(width % t for width in widths) and (not shape.vocab or shape.vocab >= t)
+
+
+def expert_degrees(shape: ModelShape, shard_size: int) -> list[int]:
+    """Degrees of ``ep`` that divide every mixture's experts, and the ranks that share parameters."""
+    counts = [block.feed_forward.count for _, block in shape.stacks if isinstance(block.feed_forward, Experts)]
+    if not counts or not support_of(shape).ep:
+        return [1]
+    return [n for n in divisors(shard_size) if not any(count % n for count in counts)]
+
+
+def has_window(shape: ModelShape) -> bool:
+    """Whether a layer's attention sees a window only."""
+    return any(block.attention.window is not None for _, block in shape.stacks)
+
+
+def context_degrees(shape: ModelShape, world: int, seq_len: int) -> list[int]:
+    """Degrees of ``cp``: two parts of a sequence for each rank, as the ring divides it."""
+    if not support_of(shape).cp or has_window(shape):
+        return [1]
+    return [c for c in divisors(world) if c == 1 or seq_len >= 2 * c]
+
+
+def stage_degrees(shape: ModelShape, world: int) -> list[int]:
+    """Degrees of ``pp``: a block for each rank at least."""
+    return [p for p in divisors(world) if p == 1 or (support_of(shape).pp and p <= shape.num_layers)]
+
+
+def layouts(shape: ModelShape, cluster: Cluster, workload: Workload, fixed: Mapping[str, object]) -> Iterator[Layout]:
+    """Every way to divide the cluster's GPUs over the axes.
+
+    ``tp`` stays inside a node unless it is fixed; a value in ``fixed`` is the only one of its axis.
+    """
+    for p, t, c in _model_parallel(shape, cluster, workload.seq_len, fixed):
+        data = cluster.num_gpus // (p * t * c)
+        if workload.global_batch % data:
+            continue
+        for replicate in _chosen(fixed, "dp_replicate", divisors(data)):
+            shard = data // replicate
+            if fixed.get("dp_shard", -1) not in {-1, shard}:
+                continue
+            for e in _chosen(fixed, "ep", expert_degrees(shape, shard * c)):
+                for divides in _sequence_choices(shape, workload, fixed, t=t, c=c, e=e):
+                    yield Layout(replicate, shard, c, t, p, e, divides)
+
+
+def _model_parallel(
+    shape: ModelShape, cluster: Cluster, seq_len: int, fixed: Mapping[str, object]
+) -> Iterator[tuple[int, int, int]]:
+    """``pp``, ``tp`` and ``cp`` whose product divides the world."""
+    world, node = cluster.num_gpus, min(cluster.gpus_per_node, cluster.num_gpus)
+    for p in _chosen(fixed, "pp", stage_degrees(shape, world)):
+        rest = world // p
+        crosses = "tp" in fixed
+        for t in _chosen(fixed, "tp", tensor_degrees(shape, rest if crosses else min(node, rest))):
+            if rest % t or (node % t and not crosses):
+                continue
+            for c in _chosen(fixed, "cp", context_degrees(shape, rest // t, seq_len)):
+                yield p, t, c
+
+
+def _chosen(fixed: Mapping[str, object], name: str, values: Sequence[int]) -> Sequence[int]:
+    if name not in fixed:
+        return values
+    return [value for value in values if value == fixed[name]]
+
+
+def _sequence_choices(
+    shape: ModelShape, workload: Workload, fixed: Mapping[str, object], *, t: int, c: int, e: int
+) -> list[bool]:
+    """Whether positions are divided over ``tp`` too: where that is possible, as it sends no more and holds less."""
+    can = t > 1 and e == 1 and support_of(shape).sequence_parallel and (c > 1 or workload.seq_len % t == 0)
+    wanted = fixed.get("sequence_parallel")
+    if wanted is None:
+        return [can]
+    return [bool(wanted)] if can or not wanted else []
+
+
+#: Strategies that are searched, plainest first. ``data_parallel`` is one process; another name for a row is no plan.
+STRATEGIES = ("ddp", "zero1", "zero2", "shard_grad_op", "zero3", "hybrid_shard_grad_op", "hsdp")
+
+
+def strategies(layout: Layout, fixed: Mapping[str, object]) -> list[str]:
+    """The strategies that mean something of their own on a layout, or the one that is fixed.
+
+    One rank shards nothing. With ``dp_replicate`` above 1 sharded parameters are ``hsdp``'s; ``ddp`` has one group.
+    """
+    wanted = fixed.get("strategy")
+    is_alone = layout.dp_shard * layout.cp == 1
+    found = ["ddp"] if is_alone else [n for n in STRATEGIES if PRESETS[n].is_hybrid == (layout.dp_replicate > 1)]
+    if is_alone and layout.dp_replicate > 1:
+        found = []
+    elif layout.dp_replicate > 1:
+        found += ["zero1", "zero2"]
+    if wanted is None:
+        # a pipeline keeps units gathered for the whole step under zero3 too
+        return [n for n in STRATEGIES if n in found and not (layout.pp > 1 and PRESETS[n].keeps_gathered)]
+    is_told = "dp_replicate" in fixed or "dp_shard" in fixed or (is_alone and layout.dp_replicate == 1)
+    return [str(wanted)] if wanted in found or is_told else []
+
+
+def schedules(shape: ModelShape, pp: int, num_microbatches: int, fixed: Mapping[str, object]) -> list[tuple[str, int]]:
+    """Schedules, with the stages of each rank, that run so many microbatches.
+
+    Left out unless it is fixed is ``gpipe``, which takes the time of ``1f1b`` and holds more.
+    """
+    wanted = fixed.get("schedule")
+    if pp == 1:
+        return [("", 1)] if wanted is None else []
+    found = [(name, 1) for name in ("1f1b", "zb-h1", *(["gpipe"] if wanted == "gpipe" else []))]
+    if shape.num_layers >= 2 * pp:
+        found.append(("zb-v", 2))
+    if num_microbatches % pp == 0:
+        found += [("interleaved-1f1b", v) for v in (2, 4) if shape.num_layers >= v * pp]
+    return [(name, stages) for name, stages in found if wanted in {None, name}]
