@@ -41,6 +41,25 @@ def test_after_an_interrupted_forward_the_next_one_sees_the_parameters_of_its_ti
     assert (torch.equal(loss, plain(x).sum()), probe(model).units[0].num_open_forwards) == (True, 0)
 
 
+@pytest.mark.parametrize("is_root_next", [True, False])
+@on_ranks(2)
+def test_after_an_interrupted_part_of_the_model_the_next_forward_sees_the_parameters_of_its_time(
+    is_root_next: bool,
+) -> None:
+    plain, model = build(), sw.parallelize(build(), sw.ParallelPlan(strategy="zero3"))
+    x, optimizers = torch.ones(2, 4), [torch.optim.SGD(each.parameters(), lr=0.5) for each in (plain, model)]
+    for each, optimizer in zip((plain, model), optimizers, strict=True):
+        each(x).sum().backward()
+        tanh, each[2][1] = each[2][1], Interrupt()
+        with pytest.raises(KeyboardInterrupt):
+            each[2](x)
+        each[2][1] = tanh
+        optimizer.step()
+    if not is_root_next:
+        assert torch.equal(model[2](x), plain[2](x))
+    assert torch.equal(model(x), plain(x))
+
+
 @on_ranks(1)
 def test_a_step_before_the_sums_are_reduced_is_refused() -> None:
     model = sw.parallelize(build(), sw.ParallelPlan(strategy="ddp"))

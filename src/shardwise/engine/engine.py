@@ -186,8 +186,8 @@ class Engine:
             return
         if self.backward.is_under_way:
             self.recover()
-        elif unit.parent is None and calls.frames and not path and threading.get_ident() == forward.thread:
-            self.leave_frames()  # torch runs no hooks after a KeyboardInterrupt
+        elif unit.parent is None and not path:
+            self.leave_interrupted()
         if forward.num_frames == 0:
             self._begin_forward(self.step.entry or (unit.index, path))
         elif threading.get_ident() != forward.thread:
@@ -271,6 +271,7 @@ class Engine:
 
     def _end_forward(self) -> None:
         order, trains = self.orders.gathers, self.forward.trains
+        self.forward.handled = None  # its traceback holds activations
         if trains and self.row.shards_optimizer:
             for index in order.rest():
                 self._visit(self.units[index])
@@ -722,6 +723,11 @@ class Engine:
                 "  Load a checkpoint."
             )
 
+    def leave_interrupted(self) -> None:
+        """No forward can be under way: where one seems to be, it was interrupted (torch then runs no hooks)."""
+        if self.forward.num_frames and threading.get_ident() == self.forward.thread:
+            self.leave_frames()
+
     def leave_frames(self) -> None:
         """A forward was left without its hooks: nothing is under way any more."""
         for tell in self.observers.forward_ended:
@@ -780,6 +786,7 @@ class Engine:
 
     def invalidate(self) -> None:
         """The masters have been written: what is gathered, or was, is out of date."""
+        self.leave_interrupted()
         self.parameters_are_unchanged = False
         self.version += 1
 
