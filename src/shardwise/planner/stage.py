@@ -1,0 +1,99 @@
+"""Which of a model's units a pipeline rank holds, and how many microbatches of them at a time."""
+
+from __future__ import annotations
+
+import functools
+import itertools
+from dataclasses import dataclass
+
+from shardwise.spec.chain import balance
+from shardwise.spec.schedule import PipelinePolicy
+from shardwise.spec.schedule.actions import folded_ranks, looped_ranks
+from shardwise.spec.schedule.closed import peak_held
+
+
+@dataclass(frozen=True, slots=True)
+class Stage:
+    """What one rank of a pipeline holds of a model.
+
+    Attributes:
+        rank: Coordinate on ``pp``.
+        blocks: Number of blocks of each run of equal ones.
+        has_embedding: The rank holds the embedding.
+        has_head: The rank holds the last norm and the head.
+        held: Microbatches whose activations of the whole rank it holds at most; with several stages on a rank a part of
+            them counts for each.
+    """
+
+    rank: int
+    blocks: tuple[int, ...]
+    has_embedding: bool
+    has_head: bool
+    held: float
+
+
+@dataclass(frozen=True, slots=True)
+class Chain:
+    """What stages are balanced by.
+
+    Attributes:
+        counts: For each run of equal blocks their number.
+        costs: For each run the elements of the matrices of one block.
+        head_cost: Elements of the head's matrices.
+    """
+
+    counts: tuple[int, ...]
+    costs: tuple[int, ...]
+    head_cost: int
+
+
+@functools.lru_cache(maxsize=4096)
+def stages(chain: Chain, pp: int, policy: PipelinePolicy | None, num_microbatches: int) -> tuple[Stage, ...]:
+    """What each rank of a pipeline holds; without a policy there is one rank, with everything."""
+    if policy is None:
+        return (Stage(0, chain.counts, has_embedding=True, has_head=True, held=1.0),)
+    virtual = policy.virtual_stages
+    num_stages = pp * virtual
+    ranks = folded_ranks(pp) if policy.schedule == "zb-v" else looped_ranks(pp, virtual)
+    split = stage_blocks(chain, num_stages)
+    found = []
+    for rank in range(pp):
+        own = [stage for stage, owner in enumerate(ranks) if owner == rank]
+        blocks = tuple(sum(split[stage][run] for stage in own) for run in range(len(chain.counts)))
+        held = peak_held(policy.schedule, pp, num_microbatches, virtual, rank).in_flight / virtual
+        found.append(Stage(rank, blocks, has_embedding=0 in own, has_head=num_stages - 1 in own, held=held))
+    return tuple(found)
+
+
+@functools.lru_cache(maxsize=1024)
+def stage_blocks(chain: Chain, num_stages: int) -> tuple[tuple[int, ...], ...]:
+    """For each stage the blocks of each run, as ``spec.chain.balance`` divides embedding, blocks, norm and head."""
+    if len(chain.counts) == 1:
+        return tuple((n,) for n in _even(chain.counts[0], chain.costs[0], chain.head_cost, num_stages))
+    runs = [run for run, count in enumerate(chain.counts) for _ in range(count)]
+    ends = [chain.head_cost] if chain.head_cost else []
+    starts = balance([0, *(chain.costs[run] for run in runs), *ends], num_stages)
+    found = []
+    for start, stop in itertools.pairwise([*starts, len(runs) + 1]):
+        held = runs[max(start - 1, 0) : max(stop - 1, 0)]
+        found.append(tuple(held.count(run) for run in range(len(chain.counts))))
+    return tuple(found)
+
+
+def _even(count: int, cost: int, head_cost: int, num_stages: int) -> list[int]:
+    """Blocks of each stage where all blocks are equal: with the head come fewer, and earlier stages have fewer."""
+    others = num_stages - 1
+    best: tuple[int, int, int] | None = None
+    for last in range(count - others + 1):
+        if not (last or head_cost):
+            continue
+        each, more = divmod(count - last, others)
+        end = last * cost + head_cost
+        squares = cost * cost * (more * (each + 1) ** 2 + (others - more) * each**2) + end * end
+        key = (max((each + bool(more)) * cost, end), squares, -last)
+        if best is None or key < best:
+            best = key
+    if best is None:  # fewer blocks than stages; the engine refuses such a plan
+        return [1] * count + [0] * (num_stages - count)
+    each, more = divmod(count + best[2], others)
+    return [each] * (others - more) + [each + 1] * more + [-best[2]]

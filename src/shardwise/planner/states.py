@@ -1,0 +1,272 @@
+"""What a rank keeps of a model's units between and during steps, from the expressions that the engine's tests assert.
+
+A stage of the model is the root (embedding, head) and runs of equal units. Of each run a few units are enough:
+``spec.memory.footprint`` grows by the same bytes for every further one, because a pool's slots and buffers are used in
+turn (``tests/planner/test_states.py`` compares with all units).
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Sequence
+from dataclasses import dataclass, fields, replace
+
+from shardwise.spec.chain import Mergeable, default_limit, merge
+from shardwise.spec.facts import GroupFacts
+from shardwise.spec.layout import GroupLayout, ParamSpec
+from shardwise.spec.memory.footprint import SLOTS_PER_CLASS, Footprint, Replicas, footprint
+from shardwise.spec.placement import PRESETS, Placements
+from shardwise.spec.policies import OffloadPolicy
+from shardwise.spec.precision import item_bytes
+
+
+@dataclass(frozen=True, slots=True)
+class Parameters:
+    """Parameters of one unit on a rank, before they are divided over data-parallel ranks.
+
+    Attributes:
+        trained: Elements that get gradients, routed experts left out.
+        experts: Elements of routed experts.
+        frozen: Elements that get none.
+    """
+
+    trained: int
+    experts: int = 0
+    frozen: int = 0
+
+    @property
+    def numel(self) -> int:
+        """All elements."""
+        return self.trained + self.experts + self.frozen
+
+    def times(self, count: int) -> Parameters:
+        """Those of ``count`` such units together."""
+        return Parameters(self.trained * count, self.experts * count, self.frozen * count)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Rules:
+    """How the engine places and holds units: what of a plan, a workload and a device the bytes held depend on.
+
+    Attributes:
+        row: Placements of the strategy.
+        shard_size: Ranks that share a parameter: ``dp_shard * cp``.
+        num_replicas: Ranks of ``dp_replicate``.
+        is_replicated: Gradients are also summed over ``dp_replicate``.
+        ep: Expert-parallel ranks.
+        master_dtype: Dtype of what the optimizer updates.
+        frozen_dtype: Dtype of frozen parameters.
+        compute_dtype: Dtype that units compute in.
+        reduce_dtype: Dtype of gradient buffers.
+        reshards: Units are released between forward and backward.
+        inner_size: Ranks over which they then stay sharded; 0: none.
+        in_backward: The optimizer steps inside backward.
+        offload: What is kept on the host.
+        optimizer_tensors: State tensors per parameter.
+        num_gradient_buffers: Most gradient buffers for each size class.
+        accumulation: How microbatches are added up; ``None``: there is one.
+        merge_limit: As ``ParallelPlan.merge_limit``.
+        device_type: Type of the device that computes.
+    """
+
+    row: Placements
+    shard_size: int
+    num_replicas: int = 1
+    is_replicated: bool = False
+    ep: int = 1
+    master_dtype: str = "fp32"
+    frozen_dtype: str = "fp32"
+    compute_dtype: str = "fp32"
+    reduce_dtype: str = "fp32"
+    reshards: bool = True
+    inner_size: int = 0
+    in_backward: bool = False
+    offload: OffloadPolicy | None = None
+    optimizer_tensors: int = 2
+    num_gradient_buffers: int = 2
+    accumulation: str | None = None
+    merge_limit: int | None = None
+    device_type: str = "cuda"
+
+    @property
+    def receives(self) -> bool:
+        """The library adds up sums itself, and so receives the peers' slices first: Gloo on CPUs."""
+        return self.device_type == "cpu"
+
+
+#: Runs of equal units: how many, and what one has.
+Runs = tuple[tuple[int, Parameters], ...]
+
+
+@dataclass(frozen=True)
+class Unit:
+    """What one unit adds while it computes.
+
+    Attributes:
+        count: Equal units in a row.
+        blocks: Blocks of the model in each.
+        gathered: Bytes of its gathered parameters; 0 where they are never released.
+        gradients: Bytes of gradients as autograd makes them, in the compute dtype.
+        kept: Bytes of memory of ``.grad``, and of full-size local sums, that stay once its backward is over.
+        buffer: Bytes of the pooled full-size buffer that its gradients are reduced in; 0: none.
+    """
+
+    count: int
+    blocks: int
+    gathered: int
+    gradients: int
+    kept: int
+    buffer: int
+
+
+@dataclass(frozen=True)
+class States:
+    """What a rank holds of a stage.
+
+    Attributes:
+        footprint: The most of each category, as ``spec.memory.footprint`` says.
+        root: The root unit.
+        units: The other units, in order.
+    """
+
+    footprint: Footprint
+    root: Unit
+    units: tuple[Unit, ...]
+
+
+@functools.lru_cache(maxsize=4096)
+def states(root: Parameters, runs: Runs, rules: Rules) -> States:
+    """What a rank holds of a stage with these units, in closed form.
+
+    Args:
+        root: What no block owns: embedding, last norm, head.
+        runs: The blocks in order.
+        rules: How they are placed.
+    """
+    merged = merged_runs(root, runs, rules)
+    few = max(SLOTS_PER_CLASS, rules.num_gradient_buffers) + 2
+    if rules.receives and rules.num_gradient_buffers > 2:  # receive buffers are then made in turns that never settle
+        few = max((count for count, _, _ in merged), default=0)
+    counts = [count for count, _, _ in merged]
+    parts = [unit for _, _, unit in merged]
+    least = [min(count, few) for count in counts]
+    held = base = _footprint(root, parts, least, rules)
+    for place, count in enumerate(counts):
+        if count > few:
+            fewer = [number - (index == place) for index, number in enumerate(least)]
+            held = _plus(held, base, _footprint(root, parts, fewer, rules), count - few)
+    return States(
+        footprint=held,
+        root=_unit(1, 0, root, rules, depth=0),
+        units=tuple(_unit(count, blocks, unit, rules, depth=1) for count, blocks, unit in merged),
+    )
+
+
+def merged_runs(root: Parameters, runs: Runs, rules: Rules) -> tuple[tuple[int, int, Parameters], ...]:
+    """Runs of units after small neighbours are merged: how many, blocks of each, and what one has."""
+    item = item_bytes(rules.master_dtype)
+    total = item * (root.numel + sum(count * block.numel for count, block in runs))
+    limit = rules.merge_limit
+    if limit is None:
+        limit = default_limit(total, device_type=rules.device_type, num_ranks=rules.shard_size)
+    found: list[tuple[int, int, Parameters]] = []
+    for place, (count, block) in enumerate(runs):
+        if 2 * item * block.numel > limit:
+            found.append((count, 1, block))
+            continue
+        chain = [Mergeable(f"{place}.{i}", "", (), item * block.numel) for i in range(count)]
+        for names in merge(chain, limit):
+            blocks = len(names)
+            if found and found[-1][1:] == (blocks, block.times(blocks)):
+                found[-1] = (found[-1][0] + 1, *found[-1][1:])
+            else:
+                found.append((1, blocks, block.times(blocks)))
+    return tuple(found)
+
+
+def _footprint(root: Parameters, units: Sequence[Parameters], counts: Sequence[int], rules: Rules) -> Footprint:
+    groups = list(_groups(root, rules, unit=0))
+    for unit, count in zip(units, counts, strict=True):
+        first = _groups(unit, rules, unit=1)
+        number = groups[-1].unit if groups else 0
+        for index in range(count):
+            groups += [replace(group, unit=number + 1 + index) for group in first]
+    return footprint(
+        groups,
+        rank=0,
+        num_gradient_buffers=rules.num_gradient_buffers,
+        optimizer_tensors=rules.optimizer_tensors,
+        has_receive_buffers=rules.receives,
+        replicas=Replicas(rules.num_replicas, is_deferred=rules.accumulation == "defer_replicate")
+        if rules.is_replicated
+        else None,
+        accumulations=() if rules.accumulation is None else (rules.accumulation,),
+    )
+
+
+def _groups(unit_parameters: Parameters, rules: Rules, *, unit: int) -> tuple[GroupFacts, ...]:
+    """The groups of a unit: trained parameters, routed experts, frozen ones."""
+    found = []
+    for numel, ep, is_trainable in (
+        (unit_parameters.trained, 1, True),
+        (unit_parameters.experts, rules.ep, True),
+        (unit_parameters.frozen, 1, False),
+    ):
+        if numel:
+            found.append(_group(numel, ep, rules, unit=unit, is_trainable=is_trainable))
+    return tuple(found)
+
+
+@functools.lru_cache(maxsize=4096)
+def _group(numel: int, ep: int, rules: Rules, *, unit: int, is_trainable: bool) -> GroupFacts:
+    master = rules.master_dtype if is_trainable else rules.frozen_dtype
+    row = rules.row if is_trainable or rules.row.shards_parameters else PRESETS["ddp"]
+    offload, reshards = rules.offload, rules.reshards and unit > 0
+    is_offloaded = offload is not None and offload.covers(row, is_trainable=is_trainable)
+    # One tensor stands for all: padding between tensors of multiples of 64 elements is nothing.
+    spec = ParamSpec("all", (numel,), master, is_trainable)
+    layout = GroupLayout.build(
+        [spec], max(rules.shard_size // ep, 1), dtypes=[master, rules.compute_dtype, rules.reduce_dtype]
+    )
+    return GroupFacts(
+        unit=unit,
+        layout=layout,
+        row=row,
+        depth=min(unit, 1),
+        reshards=reshards,
+        is_trainable=is_trainable,
+        compute_dtype=rules.compute_dtype,
+        reduce_dtype=rules.reduce_dtype,
+        inner_size=rules.inner_size if reshards else 0,
+        updates_in_backward=rules.in_backward and is_trainable,
+        is_offloaded=is_offloaded,
+        keeps_shard=is_offloaded and offload is not None and offload.keeps_shard(row),
+        ep=ep,
+    )
+
+
+def _plus(held: Footprint, more: Footprint, fewer: Footprint, count: int) -> Footprint:
+    """``held``, and ``count`` times what one unit adds."""
+    return Footprint(
+        **{
+            field.name: getattr(held, field.name) + count * (getattr(more, field.name) - getattr(fewer, field.name))
+            for field in fields(Footprint)
+        }
+    )
+
+
+def _unit(count: int, blocks: int, parameters: Parameters, rules: Rules, *, depth: int) -> Unit:
+    gathered = gradients = kept = buffer = 0
+    for group in _groups(parameters, rules, unit=depth):
+        if not (group.is_resident or group.is_alone):
+            gathered += group.gather_item_bytes * group.layout.numel
+        if not group.is_trainable:
+            continue
+        gradients += group.gather_item_bytes * group.layout.logical_numel
+        kept += 0 if group.is_offloaded else group.grad_bytes(0)
+        full = group.reduce_item_bytes * group.reduce_layout.numel
+        if group.pools_gradients:
+            buffer += full
+        else:
+            kept += full
+    return Unit(count, blocks, gathered, gradients, kept, buffer)
