@@ -14,20 +14,23 @@ import pytest
 import torch
 from torch import Tensor, distributed
 
+from shardwise.comm import gloo
 from shardwise.comm.axes import open_comms
 from shardwise.comm.base import Handle
-from shardwise.comm.gloo import CHUNK_NUMEL, GlooComm
+from shardwise.comm.gloo import GlooComm
 from shardwise.comm.record import RecordComm
 from shardwise.spec.errors import CommError, CommTimeout, RankDisagreement
 from shardwise.testing import RankFailure, report_stalls_after, run_on_ranks
 
-#: Elements of one slice: nothing, one, odd, two chunks and a bit.
+#: Elements that are added at once in these tests, and those of one slice: nothing, one, odd, two chunks and a bit.
+CHUNK_NUMEL = 1 << 12
 SLICES = (0, 1, 7, 2 * CHUNK_NUMEL + 5)
 FLOATS = (torch.float32, torch.float64, torch.bfloat16, torch.float16)
 DTYPES = (*FLOATS, torch.int64, torch.int32, torch.uint8)
 
 
 def open_comm(group: distributed.ProcessGroup | None = None) -> GlooComm:
+    gloo.CHUNK_NUMEL = CHUNK_NUMEL
     comm = open_comms(torch.device("cpu"), group=group)[0]
     assert isinstance(comm, GlooComm)
     return comm
