@@ -21,6 +21,7 @@ VERBS = {
     "generate": "shardwise.cli.generate",
     "plan": "shardwise.cli.plan",
     "schedule": "shardwise.cli.schedule",
+    "report": "shardwise.cli.report",
     "validate": "shardwise.cli.settings",
     "config-schema": "shardwise.cli.settings",
     "data": "shardwise.cli.files",

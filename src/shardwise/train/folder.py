@@ -25,6 +25,7 @@ from typing import Any, TextIO
 
 from shardwise.launch.file import replace
 from shardwise.spec.errors import CheckpointError, ConfigError, ShardwiseError, StorageError
+from shardwise.spec.run_files import CHECKPOINTS, CONFIG, LOGS, METRICS
 from shardwise.spec.text import printable
 
 LOCK_NAME = "run.lock"
@@ -122,11 +123,8 @@ def _host() -> str:
     return printable(socket.gethostname())
 
 
-CONFIG, PLAN, METRICS, SUMMARY = "config.yaml", "plan.json", "metrics.jsonl", "summary.json"
 #: Network file systems may remember for so long that a file or folder was not there.
 APPEARS_S = 40.0
-MODEL = "model.txt"
-LOGS, CHECKPOINTS, EVENTS, WANDB_ID = "logs", "checkpoints", "events", "wandb-id"
 
 
 def holds_run(directory: Path) -> bool:

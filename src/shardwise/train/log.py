@@ -15,22 +15,25 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TextIO
 
+from shardwise.launch.environment import environment
 from shardwise.launch.file import replace
+from shardwise.report import read_run, run_page
 from shardwise.spec.errors import ConfigError, StorageError
-from shardwise.spec.shape.gpt import GPTConfig
-from shardwise.spec.text import printable, size
-from shardwise.train.config import Config
-from shardwise.train.folder import (
+from shardwise.spec.run_files import (
     CONFIG,
+    ENVIRONMENT,
     EVENTS,
     METRICS,
     MODEL,
     PLAN,
+    REPORT,
     SUMMARY,
     WANDB_ID,
-    replace_json,
-    replace_text,
 )
+from shardwise.spec.shape.gpt import GPTConfig
+from shardwise.spec.text import printable, size
+from shardwise.train.config import Config
+from shardwise.train.folder import replace_json, replace_text
 from shardwise.train.resolve import RunConfig
 
 if TYPE_CHECKING:
@@ -367,6 +370,7 @@ class Report:
         device: This rank's device.
         model: What ``sw.summary`` says of the model.
         predicted_bytes: Bytes by category on the rank that holds most.
+        units: Each unit's name, class and elements, and how many of these each rank owns.
     """
 
     resolved: RunConfig
@@ -375,6 +379,7 @@ class Report:
     device: torch.device
     model: str
     predicted_bytes: dict[str, int]
+    units: list[dict[str, Any]]
 
     @property
     def predicted_total(self) -> int:
@@ -387,10 +392,11 @@ class Report:
         return self.predicted_total if "activations" in self.predicted_bytes else None
 
     def write_start(self) -> None:
-        """Write config.yaml, model.txt and plan.json."""
+        """Write config.yaml, model.txt, environment.json and plan.json."""
         config, batch = self.resolved.config, self.resolved.batch
         replace_text(self.directory / CONFIG, config.to_yaml())
         replace_text(self.directory / MODEL, f"{self.model}\n")
+        replace_json(self.directory / ENVIRONMENT, environment())
         replace_json(
             self.directory / PLAN,
             {
@@ -400,6 +406,7 @@ class Report:
                 "batch": {"micro": batch.micro, "accumulation": batch.accumulation, "global": batch.total},
                 "predicted_bytes_per_rank": self.predicted_bytes,
                 "predicted_peak_memory_bytes": self.predicted_peak,
+                "units": self.units,
             },
         )
 
@@ -424,6 +431,13 @@ class Report:
         }
         with contextlib.suppress(StorageError):
             replace_json(self.directory / SUMMARY, values)
+
+    def write_page(self) -> None:
+        """Write report.html from the run's files. Whatever goes wrong there does not change how the run ends."""
+        try:
+            replace_text(self.directory / REPORT, run_page(read_run(self.directory)))
+        except Exception as error:  # noqa: BLE001
+            sys.stderr.write(f"{REPORT} was not written: {printable(error)}\n")
 
     def introduce(self, progress: Progress) -> None:
         """Say what is trained, on what, with which data."""

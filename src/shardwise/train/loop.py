@@ -21,6 +21,7 @@ from shardwise.launch.notice import tell_once
 from shardwise.launch.world import World, joined
 from shardwise.optim.scaler import needs_scaler
 from shardwise.spec.errors import ConfigError, ShardwiseError, StorageError
+from shardwise.spec.run_files import REPORT
 from shardwise.spec.text import printable
 from shardwise.train import folder, random_state
 from shardwise.train.build import (
@@ -48,6 +49,7 @@ from shardwise.train.log import (
     flops_per_token,
     peak_flops,
 )
+from shardwise.train.owned import owned_units
 from shardwise.train.predict import PeakTensorBytes, predict
 from shardwise.train.proof import parity_line
 from shardwise.train.resolve import Batch, RunConfig, data_of
@@ -209,6 +211,7 @@ class Trainer:
             device,
             str(sw.summary(self.model)),
             predict(resolved, self.model, self.average, control, device),
+            owned_units(self.model, resolved.mesh, control),
         )
         self.saves = Checkpoints(
             directory, run_id=directory.name, keep=config.checkpoint.keep, control=control, device=device
@@ -262,12 +265,13 @@ class Trainer:
                 self.report.write_summary(
                     self.done, outcome, self.speed, peak_bytes=self.peak_bytes, failed_saves=self.saves.failures
                 )
+                self.report.write_page()
         if outcome.exit_code == 0:
             parity = parity_line(self.resolved, self.data, self.device) if is_demo else None
             self.report.conclude(self.progress, self.done, self.speed, peak_bytes=self.peak_bytes)
             if parity is not None:
                 self.progress.say(parity)
-            self.progress.say(f"see {printable(self.report.directory)}")
+            self.progress.say(f"see {printable(self.report.directory / REPORT)}")
         return outcome.exit_code
 
     def _begin(self, resume: str | None) -> list[str]:

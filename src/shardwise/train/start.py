@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any
 
 from shardwise.spec.errors import ConfigError, MeshError, PlanError, ShardwiseError
 from shardwise.spec.plan import ParallelPlan
+from shardwise.spec.run_files import CONFIG, LOGS
 from shardwise.spec.text import printable
 from shardwise.train import folder
 from shardwise.train.config import RawConfig, read_config
@@ -51,7 +52,7 @@ def named_config(
     into microbatches is derived anew, as the world may have changed.
     """
     if config is None and resume is not None:
-        held = folder.choose(DEMO["name"], run_dir, is_resuming=True, wanted=resume) / folder.CONFIG
+        held = folder.choose(DEMO["name"], run_dir, is_resuming=True, wanted=resume) / CONFIG
         if held.is_file():
             return read_config(held, ["train.gradient_accumulation_steps=null", *overrides]), False
     if config is None:
@@ -103,7 +104,7 @@ def launch_training(
     folder.create(directory)
     verb, *others = arguments
     words = [verb, f"--run-dir={directory}", *others]
-    return launch("shardwise", words, num_ranks, max_restarts=max_restarts, log_dir=directory / folder.LOGS)
+    return launch("shardwise", words, num_ranks, max_restarts=max_restarts, log_dir=directory / LOGS)
 
 
 def launch_parity(raw: RawConfig, num_ranks: int, arguments: Sequence[str], *, strategies: Sequence[str]) -> int:
@@ -156,7 +157,7 @@ def work(
         return run_worker(train_here, world, show_error)
     except Exception:
         if world.source != "launcher" and run_dir is not None:
-            path = run_dir / folder.LOGS / f"rank-{world.rank}.log"
+            path = run_dir / LOGS / f"rank-{world.rank}.log"
             path.parent.mkdir(parents=True, exist_ok=True)
             with path.open("a", encoding="utf-8") as log:
                 log.write(traceback.format_exc())

@@ -1,0 +1,58 @@
+"""What this machine and installation offer: versions, devices, cores, memory, communication backends."""
+
+from __future__ import annotations
+
+import os
+import platform
+from importlib import metadata
+from typing import Any
+
+_PACKAGES = ("numpy", "pydantic", "safetensors", "transformers", "tensorboard", "wandb")
+
+
+def environment() -> dict[str, Any]:
+    """Facts by name; values are text, numbers, switches or lists of text."""
+    import torch
+    from torch import distributed
+
+    backends = [
+        name for name in ("gloo", "nccl", "mpi", "ucc") if getattr(distributed, f"is_{name}_available", lambda: False)()
+    ]
+    devices = [
+        f"cuda:{i} {p.name}, {p.total_memory / 2**30:.1f} GiB, bf16 {'yes' if p.major >= 8 else 'no'}"
+        for i, p in ((i, torch.cuda.get_device_properties(i)) for i in range(torch.cuda.device_count()))
+    ]
+    return {
+        "shardwise": _version("shardwise"),
+        "python": platform.python_version(),
+        "torch": torch.__version__,
+        "cuda": torch.version.cuda,
+        **{name: _version(name) for name in _PACKAGES},
+        "system": f"{platform.system()} {platform.release()} {platform.machine()}",
+        "cores": len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count(),
+        "memory": _memory(),
+        "devices": devices or ["cpu"],
+        "backends": ", ".join(backends),
+        "bf16": "cuda" if devices and torch.cuda.is_bf16_supported() else _cpu_bf16(),
+    }
+
+
+def _version(package: str) -> str | None:
+    try:
+        return metadata.version(package)
+    except metadata.PackageNotFoundError:
+        return None
+
+
+def _memory() -> str:
+    try:
+        return f"{os.sysconf('SC_PAGE_SIZE') * os.sysconf('SC_PHYS_PAGES') / 2**30:.1f} GiB"
+    except (ValueError, OSError, AttributeError):
+        return "unknown"
+
+
+def _cpu_bf16() -> str:
+    import torch
+
+    held = torch.backends.cpu.get_cpu_capability()
+    return f"cpu computes in it ({held}), by conversion where the processor has no instructions for it"

@@ -1,0 +1,304 @@
+"""Charts that fill the width they are given: lines, stacked columns, stacked bars.
+
+Places along the width are percentages, and curves are drawn in a box that is stretched; words keep their size. So one
+picture serves a phone and a wide screen.
+"""
+
+from __future__ import annotations
+
+import math
+import operator
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+
+from shardwise.report.element import Content, Element, el, number
+from shardwise.report.scale import Scale, linear, logarithmic, short, thin, whole
+from shardwise.report.svg import NUM_STROKES, fill, stroke, text
+
+#: Units across the box that curves are drawn in, and columns that a curve is thinned to.
+ACROSS, COLUMNS = 1000, 500
+HEIGHT = 170
+
+
+@dataclass(frozen=True, slots=True)
+class Line:
+    """A curve.
+
+    Attributes:
+        name: Its label.
+        xs, ys: Its points; ``None`` breaks it.
+        index: Which stroke.
+        has_marks: Points are marked.
+    """
+
+    name: str
+    xs: Sequence[float]
+    ys: Sequence[float | None]
+    index: int = 0
+    has_marks: bool = False
+
+    @property
+    def values(self) -> list[float]:
+        """The finite values."""
+        return [y for y in self.ys if y is not None and math.isfinite(y)]
+
+
+def line_chart(
+    lines: Sequence[Line],
+    *,
+    title: str,
+    x_name: str = "step",
+    from_zero: bool = False,
+    may_be_log: bool = False,
+    has_names: bool = True,
+    shown: Callable[[float], str] = short,
+) -> Element | None:
+    """Curves over whole numbers such as steps; ``None`` where no curve has a finite value.
+
+    Args:
+        lines: The curves.
+        title: What the picture shows, for those who do not see it.
+        x_name: What the horizontal axis counts.
+        from_zero: The vertical axis begins at 0.
+        may_be_log: The vertical axis is logarithmic where values differ more than hundredfold.
+        has_names: Where there are several, each curve's name is at its end.
+        shown: Text of a tick.
+    """
+    values = [value for line in lines for value in line.values]
+    if not values:
+        return None
+    low, high = min(values), max(values)
+    is_log = may_be_log and low > 0 and high / low > 100
+    y_scale = logarithmic(low, high) if is_log else linear(min(low, 0.0) if from_zero else low, high)
+    xs = [x for line in lines for x in line.xs]
+    x_scale = whole(int(min(xs)), int(max(xs)))
+    parts: list[Content] = [_grid(y_scale, shown), _below(x_scale, x_name)]
+    parts.append(
+        el(
+            "svg",
+            [_curve(line, x_scale, y_scale) for line in lines],
+            width="100%",
+            height=HEIGHT,
+            viewBox=f"0 0 {ACROSS} {HEIGHT}",
+            preserveAspectRatio="none",
+            class_="stretched",
+        )
+    )
+    for line in lines:
+        points = [(x, y) for x, y in zip(line.xs, line.ys, strict=True) if y is not None and math.isfinite(y)]
+        if line.has_marks or len(points) == 1:
+            parts += [_mark(x_scale.share(x), HEIGHT * (1 - y_scale.share(y)), line.index) for x, y in points]
+    is_named = has_names and len(lines) > 1
+    if is_named:
+        parts += _end_labels(lines, x_scale, y_scale)
+    return frame(title, parts, class_="chart named" if is_named else "chart")
+
+
+def frame(title: str, parts: Sequence[Content], *, height: float = HEIGHT, class_: str = "chart") -> Element:
+    """A chart's outer box; room for axes is around it, by its class."""
+    return el("svg", el("title", title), parts, width="100%", height=f"{height:g}", role="img", class_=class_)
+
+
+def percent(share: float) -> str:
+    """A share of the width."""
+    return f"{number(100 * share)}%"
+
+
+def _grid(scale: Scale, shown: Callable[[float], str]) -> list[Content]:
+    made: list[Content] = []
+    for tick in scale.ticks:
+        y = HEIGHT * (1 - scale.share(tick))
+        made.append(el("line", x1=0, x2="100%", y1=y, y2=y, class_="grid"))
+        made.append(text(-6, y + 4, shown(tick), class_="faint", anchor="end"))
+    return made
+
+
+def _below(scale: Scale, name: str) -> list[Content]:
+    made: list[Content] = [el("line", x1=0, x2="100%", y1=float(HEIGHT), y2=float(HEIGHT), class_="axis")]
+    for tick in scale.ticks:
+        share = scale.share(tick)
+        anchor = "start" if share < 0.03 else "end" if share > 0.97 else "middle"
+        made.append(text(percent(share), HEIGHT + 16, short(tick), class_="faint", anchor=anchor))
+    made.append(text("50%", HEIGHT + 31, name, class_="faint", anchor="middle"))
+    return made
+
+
+def _curve(line: Line, x_scale: Scale, y_scale: Scale) -> Element | None:
+    words: list[str] = []
+    is_new = True
+    for point in thin(line.xs, line.ys, columns=COLUMNS):
+        if point is None:
+            is_new = True
+            continue
+        x, y = point
+        at = f"{number(ACROSS * x_scale.share(x))} {number(HEIGHT * (1 - y_scale.share(y)))}"
+        words.append(("M" if is_new else "L") + at)
+        is_new = False
+    if len(words) < 2:
+        return None
+    return el("path", d="".join(words), class_=f"curve {stroke(line.index)}", vector_effect="non-scaling-stroke")
+
+
+def _mark(share: float, y: float, index: int) -> Element:
+    return el("circle", cx=percent(share), cy=y, r=4, class_=f"mark {stroke(index)}")
+
+
+def _end_labels(lines: Sequence[Line], x_scale: Scale, y_scale: Scale) -> list[Content]:
+    """Each line's name behind its last point, moved apart where they would lie on each other."""
+    ends: list[tuple[float, float, Line]] = []
+    for line in lines:
+        points = [(x, y) for x, y in zip(line.xs, line.ys, strict=True) if y is not None and math.isfinite(y)]
+        if points:
+            x, y = points[-1]
+            ends.append((HEIGHT * (1 - y_scale.share(y)), x_scale.share(x), line))
+    ends.sort(key=operator.itemgetter(0))
+    made: list[Content] = []
+    least = -math.inf
+    for y, share, line in ends:
+        least = max(y, least + 13)
+        made.append(text(percent(share), least + 4, f"\u2002{line.name}", class_=f"label t{line.index % NUM_STROKES}"))
+    return made
+
+
+def stacked_columns(
+    moments: Sequence[tuple[str, Mapping[str, float]]],
+    fills: Mapping[str, str],
+    *,
+    title: str,
+    limit: float | None = None,
+    shown: Callable[[float], str] = short,
+) -> Element | None:
+    """One column for each moment, parts on top of each other; as many moments as there are fill the width.
+
+    Args:
+        moments: Name and parts of each.
+        fills: Class of each part's colour, from the lowest up.
+        title: What the picture shows.
+        limit: A value that is marked by a line.
+        shown: Text of a tick.
+    """
+    if not moments:
+        return None
+    top = max([sum(parts.values()) for _, parts in moments] + ([limit] if limit else []))
+    scale = linear(0.0, top or 1.0)
+    made: list[Content] = [_grid(scale, shown)]
+    each = 1 / len(moments)
+    shapes: list[Content] = []
+    for name, colour in fills.items():
+        shapes += _steps(moments, name, list(fills), scale, colour)
+    made.append(
+        el(
+            "svg", shapes, width="100%", height=HEIGHT, viewBox=f"0 0 {ACROSS} {HEIGHT}",
+            preserveAspectRatio="none", class_="stretched",
+        )
+    )  # fmt: skip
+    if limit:
+        y = HEIGHT * (1 - scale.share(limit))
+        made.append(el("line", x1=0, x2="100%", y1=y, y2=y, class_="limit"))
+    made.append(el("line", x1=0, x2="100%", y1=float(HEIGHT), y2=float(HEIGHT), class_="axis"))
+    every = max(1, len(moments) // 6)
+    made += [
+        text(percent((index + 0.5) * each), HEIGHT + 16, str(index + 1), class_="faint", anchor="middle")
+        for index in range(0, len(moments), every)
+    ]
+    made.append(text("50%", HEIGHT + 31, "moment of the step", class_="faint", anchor="middle"))
+    return frame(title, made)
+
+
+def _steps(
+    moments: Sequence[tuple[str, Mapping[str, float]]], name: str, order: list[str], scale: Scale, colour: str
+) -> list[Content]:
+    """The area of one part over all moments."""
+    below = order[: order.index(name)]
+    each = ACROSS / len(moments)
+    upper, lower = [], []
+    for index, (_, parts) in enumerate(moments):
+        base = sum(parts.get(other, 0) for other in below)
+        for x in (index * each, (index + 1) * each):
+            upper.append((x, HEIGHT * (1 - scale.share(base + parts.get(name, 0)))))
+            lower.append((x, HEIGHT * (1 - scale.share(base))))
+    if all(abs(a[1] - b[1]) < 0.01 for a, b in zip(upper, lower, strict=True)):
+        return []
+    path = "M" + "L".join(f"{number(x)} {number(y)}" for x, y in upper + lower[::-1]) + "Z"
+    return [el("path", el("title", name), d=path, class_=f"{colour} seam", vector_effect="non-scaling-stroke")]
+
+
+@dataclass(frozen=True, slots=True)
+class Stack:
+    """A horizontal bar of parts.
+
+    Attributes:
+        name: What stands above it.
+        parts: Sizes by name.
+        note: What stands above it on the right.
+    """
+
+    name: str
+    parts: Mapping[str, float]
+    note: str = ""
+
+
+def stacked_bars(
+    stacks: Sequence[Stack],
+    fills: Mapping[str, str],
+    *,
+    title: str,
+    limit: tuple[float, str] | None = None,
+    shown: Callable[[float], str] = short,
+) -> Element | None:
+    """Horizontal bars under each other, all to one scale.
+
+    Args:
+        stacks: The bars.
+        fills: Class of each part's colour, from left to right.
+        title: What the picture shows.
+        limit: A value that is marked in every bar, and what it is called.
+        shown: Text of a tick and of a part.
+    """
+    most = max([sum(stack.parts.values()) for stack in stacks] + ([limit[0]] if limit else []), default=0)
+    if not most > 0:
+        return None
+    scale = linear(0.0, most, num_ticks=5)
+    made: list[Content] = []
+    y = 0.0
+    for stack in stacks:
+        made.append(text("0", y + 13, stack.name, class_="strong"))
+        if stack.note:
+            made.append(text("100%", y + 13, stack.note, class_="faint", anchor="end"))
+        at = 0.0
+        for name, colour in fills.items():
+            part = stack.parts.get(name, 0)
+            if part <= 0:
+                continue
+            share = scale.share(part)
+            made.append(
+                el("rect", el("title", f"{name}: {shown(part)}"), x=percent(at), y=y + 19, width=percent(share),
+                   height=24.0, class_=f"{colour} seam")
+            )  # fmt: skip
+            if share > 0.12:
+                clip = el(
+                    "svg", text("50%", 16, name, class_="on", anchor="middle"), x=percent(at), y=y + 19,
+                    width=percent(share), height=24.0,
+                )  # fmt: skip
+                made.append(clip)
+            at += share
+        if limit:
+            x = percent(scale.share(limit[0]))
+            made.append(el("line", x1=x, x2=x, y1=y + 15, y2=y + 47, class_="limit"))
+        y += 58
+    made.append(el("line", x1=0, x2="100%", y1=y, y2=y, class_="axis"))
+    for tick in scale.ticks:
+        share = scale.share(tick)
+        anchor = "start" if share < 0.03 else "end" if share > 0.97 else "middle"
+        made.append(text(percent(share), y + 16, shown(tick), class_="faint", anchor=anchor))
+    if limit:
+        share = scale.share(limit[0])
+        anchor = "end" if share > 0.6 else "start"
+        made.append(text(percent(share), y + 32, limit[1], class_="strong", anchor=anchor))
+    return frame(title, made, height=y + (36 if limit else 20), class_="bars")
+
+
+def fills_of(names: Sequence[str], order: Sequence[str] = ()) -> dict[str, str]:
+    """A colour for each name: that of its place in ``order``, so that it is the same in every picture."""
+    known = list(dict.fromkeys([*order, *names]))
+    return {name: fill(known.index(name)) for name in names}

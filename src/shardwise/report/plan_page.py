@@ -1,0 +1,242 @@
+"""The report of plans: what fits, how fast it is, and why, before anything is launched."""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from collections.abc import Sequence
+
+from shardwise.planner import Estimate
+from shardwise.report import mesh
+from shardwise.report.chart import Stack, fills_of, stacked_bars, stacked_columns
+from shardwise.report.element import Content, el
+from shardwise.report.page import Section, figure, folded, legend, page, table, tiles
+from shardwise.report.pipeline import pipeline_chart
+from shardwise.report.run_page import MEMORY, flat
+from shardwise.report.scale import num_bytes, seconds
+from shardwise.spec.errors import PlanError
+from shardwise.spec.mesh import AXES
+from shardwise.spec.schedule.builders import pipeline_policy
+
+#: Plans whose bars are drawn, and rows of the table, at most.
+BARS, ROWS = 12, 40
+#: Categories of time in the order in which they are stacked.
+TIME = (
+    "compute", "exposed gather", "exposed reduce", "tp", "pp bubble", "cp", "ep", "optimizer", "offload", "host",
+)  # fmt: skip
+
+
+def plan_report(estimates: Sequence[Estimate]) -> str:
+    """One page of HTML about plans, the best first, for one model on one cluster.
+
+    Raises:
+        PlanError: There is no plan.
+    """
+    if not estimates:
+        raise PlanError("there is no plan to report.\n  Ask for fewer restrictions, or for more GPUs.")
+    best = estimates[0]
+    missing: list[str] = []
+    sections = [
+        Section("Plans", [_table(estimates)]),
+        Section("Where the time of a step goes", _time(estimates)),
+        Section("Memory", [*_memory(estimates), *_timeline(best, missing)]),
+        Section("Pipeline of the first plan", _pipeline(best, missing)),
+        Section("Mesh of the first plan", _mesh(best)),
+        Section("What was asked", _asked(best)),
+    ]
+    sections = [section for section in sections if section.content]
+    if missing:
+        sections.append(Section("Left out", [el("ul", [el("li", sentence) for sentence in missing])]))
+    cluster = best.cluster
+    title = f"{_model(best)} on {cluster.num_gpus:,} x {cluster.gpu}"
+    words = f"The first plan {'fits' if best.fits else 'does not fit'}: {best.reason}."
+    num_fitting = sum(estimate.fits for estimate in estimates)
+    count = (
+        f"{len(estimates)} plans, of which {num_fitting} fit. Nothing here was measured: all figures are predictions."
+    )
+    lead = [
+        el("p", words, class_="state good" if best.fits else "state bad"),
+        el("p", count, class_="faint"),
+        tiles(_facts(best)),
+    ]
+    return page(title, lead, sections, foot="Written by shardwise from its own predictions.")
+
+
+def name_of(estimate: Estimate) -> str:
+    """A plan in a few words: its strategy and the axes with several ranks."""
+    plan = estimate.plan
+    words = [plan.strategy if isinstance(plan.strategy, str) else "custom placements"]
+    words += [f"{axis}={size}" for axis in AXES if (size := getattr(plan, axis)) > 1]
+    words += [f"ep={plan.ep}"] * (plan.ep > 1)
+    work = estimate.workload
+    words += [f"micro={work.micro_batch}"]
+    words += [f"recompute={work.recompute}"] * (work.recompute != "none")
+    words += ["offload"] * (plan.offload_policy not in {None, "none"})
+    return " ".join(words)
+
+
+def _model(estimate: Estimate) -> str:
+    return getattr(estimate.shape, "name", "") or f"A model of {estimate.shape.num_parameters / 1e9:.3g}B parameters"
+
+
+def _facts(best: Estimate) -> list[tuple[str, str, str]]:
+    limit = best.cluster.device.memory_bytes
+    mfu = best.mfu
+    return [
+        ("first plan", name_of(best), ""),
+        ("time of a step", seconds(best.step_time_s), f"{best.tokens_per_s_per_gpu:,.0f} tokens/s per GPU"),
+        ("TFLOP/s per GPU", f"{best.tflops_per_gpu:.1f}", "MFU n/a" if mfu is None else f"MFU {100 * mfu:.1f}%"),
+        ("memory of the device", num_bytes(best.memory.device_bytes), f"of {num_bytes(limit)}"),
+        ("parameters", f"{best.shape.num_parameters:,}", ""),
+    ]
+
+
+def _table(estimates: Sequence[Estimate]) -> Content:
+    rows: list[list[Content]] = []
+    for index, each in enumerate(estimates[:ROWS]):
+        mfu = each.mfu
+        rows.append([
+            f"{index + 1}. {name_of(each)}",
+            "yes" if each.fits else "no",
+            seconds(each.step_time_s),
+            f"{each.tokens_per_s_per_gpu:,.0f}",
+            f"{each.tflops_per_gpu:.1f}",
+            "n/a" if mfu is None else f"{100 * mfu:.1f}%",
+            num_bytes(each.memory.device_bytes),
+            num_bytes(sum(each.time.sent_bytes.values())),
+            each.reason,
+        ])  # fmt: skip
+    columns = [
+        "plan", "fits", "step time", "tokens/s per GPU", "TFLOP/s per GPU", "MFU", "device memory", "sent per step",
+        "what bounds it",
+    ]  # fmt: skip
+    some = f", the first {ROWS} of {len(estimates)}" if len(estimates) > ROWS else ""
+    return table(f"Plans, best first{some}", columns, rows, numbers=[2, 3, 4, 5, 6, 7])
+
+
+def _ordered(names: Sequence[str], order: Sequence[str]) -> list[str]:
+    return [name for name in order if name in names] + [name for name in names if name not in order]
+
+
+def _time(estimates: Sequence[Estimate]) -> list[Content]:
+    shown = estimates[:BARS]
+    found = list(dict.fromkeys(name for each in shown for name, held in each.time.by_category.items() if held > 0))
+    names = _ordered(found, TIME)
+    fills = fills_of(names, TIME)
+    stacks = [
+        Stack(f"{index + 1}. {name_of(each)}", each.time.by_category, seconds(each.step_time_s))
+        for index, each in enumerate(shown)
+    ]
+    bars = stacked_bars(stacks, fills, title="Parts of the predicted time of a step, by plan.", shown=seconds)
+    rows = [
+        [f"{index + 1}. {name_of(each)}", *(seconds(each.time.by_category.get(name, 0.0)) for name in names)]
+        for index, each in enumerate(shown)
+    ]
+    return [
+        figure("Predicted time of a step", [bars, legend(fills.items())]),
+        folded("Values", table("Seconds by category", ["plan", *names], rows)),
+    ]
+
+
+def _memory(estimates: Sequence[Estimate]) -> list[Content]:
+    shown = estimates[:BARS]
+    parts = [_parts(each) for each in shown]
+    names = _ordered(list(dict.fromkeys(name for part in parts for name in part)), (*MEMORY, *BESIDE))
+    fills = fills_of(names, (*MEMORY, *BESIDE))
+    limit = shown[0].cluster.device.memory_bytes
+    stacks = [
+        Stack(f"{index + 1}. {name_of(each)}", part, num_bytes(each.memory.device_bytes))
+        for index, (each, part) in enumerate(zip(shown, parts, strict=True))
+    ]
+    capacity = f"capacity {num_bytes(limit)}"
+    bars = stacked_bars(
+        stacks, fills, title="Predicted bytes of the fullest rank, by plan.", limit=(limit, capacity), shown=num_bytes
+    )
+    rows = [
+        [
+            f"{index + 1}. {name_of(each)}",
+            *(num_bytes(part.get(name, 0)) for name in names),
+            num_bytes(each.memory.allocated_bytes),
+            num_bytes(each.memory.reserved_bytes),
+            num_bytes(each.memory.device_bytes),
+        ]
+        for index, (each, part) in enumerate(zip(shown, parts, strict=True))
+    ]
+    columns = ["plan", *names, "allocated", "reserved", "device"]
+    return [
+        figure("Predicted memory of the fullest rank", [bars, legend(fills.items())]),
+        folded("Values", table("Bytes by category", columns, rows)),
+    ]
+
+
+#: What lies beside tensors.
+BESIDE = ("allocator", "context")
+
+
+def _parts(estimate: Estimate) -> dict[str, float]:
+    memory = estimate.memory
+    parts = {name: float(held) for name, held in memory.by_category.items() if held > 0}
+    parts["allocator"] = memory.reserved_bytes - memory.allocated_bytes
+    parts["context"] = memory.device_bytes - memory.reserved_bytes
+    return {name: held for name, held in parts.items() if held > 0}
+
+
+def _timeline(best: Estimate, missing: list[str]) -> list[Content]:
+    moments = best.memory.timeline
+    if len(moments) < 2:
+        missing.append("Memory over a step: the prediction of this plan has no timeline.")
+        return []
+    return memory_timeline(moments, "Predicted memory over a step, the first plan")
+
+
+def memory_timeline(moments: Sequence[tuple[str, object]], title: str) -> list[Content]:
+    """Bytes by category at the moments of a step."""
+    found: list[tuple[str, dict[str, float]]] = [(name, dict(parts)) for name, parts in moments]  # type: ignore[call-overload]
+    names = _ordered(list(dict.fromkeys(n for _, parts in found for n, held in parts.items() if held > 0)), MEMORY)
+    fills = fills_of(names, MEMORY)
+    most = max(range(len(found)), key=lambda index: sum(found[index][1].values()))
+    words = (
+        f"{title}: {len(found)} moments; the peak is {num_bytes(sum(found[most][1].values()))} at moment {most + 1},"
+        f" {found[most][0]}."
+    )
+    chart = stacked_columns(found, fills, title=words, shown=num_bytes)
+    rows = [
+        [f"{index + 1}. {name}", *(num_bytes(parts.get(n, 0)) for n in names), num_bytes(sum(parts.values()))]
+        for index, (name, parts) in enumerate(found)
+    ]
+    return [
+        figure(title, [chart, legend(list(fills.items())[::-1])], words),
+        folded("Values", table("Bytes by category and moment", ["moment", *names, "sum"], rows)),
+    ]
+
+
+def _pipeline(best: Estimate, missing: list[str]) -> list[Content]:
+    plan = best.plan
+    if plan.pp < 2:
+        missing.append("Pipeline: the first plan has one stage.")
+        return []
+    try:
+        policy = pipeline_policy(plan.pipeline)
+        if policy.num_microbatches is None:
+            per_rank = best.workload.global_batch / best.workload.micro_batch / (plan.dp_replicate * plan.dp_shard)
+            policy = dataclasses.replace(policy, num_microbatches=max(1, math.ceil(per_rank)))
+        return pipeline_chart(policy, plan.pp)
+    except PlanError as error:
+        missing.append(f"Pipeline: {str(error).splitlines()[0]}")
+        return []
+
+
+def _mesh(best: Estimate) -> list[Content]:
+    found = mesh.mesh_of({axis: getattr(best.plan, axis) for axis in AXES}, best.plan.ep)
+    if found is None:
+        return []
+    return [mesh.axes_table(found), folded("Coordinates of the ranks", mesh.ranks_table(found))]
+
+
+def _asked(best: Estimate) -> list[Content]:
+    made: list[Content] = []
+    for caption, value in (("Workload", best.workload), ("Cluster", best.cluster), ("First plan", best.plan)):
+        rows = list(flat(dataclasses.asdict(value)).items())
+        made.append(table(caption, ["setting", "value"], rows, numbers=[]))
+    made.append(el("p", f"Figures of the GPU: {best.cluster.device.source or 'source not stated'}"))
+    return made

@@ -1,0 +1,154 @@
+"""What a run's folder says, as far as it can be read: a run that died leaves files out, or lines cut short."""
+
+from __future__ import annotations
+
+import json
+import math
+import statistics
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+from shardwise.spec.errors import ConfigError
+from shardwise.spec.run_files import CONFIG, ENVIRONMENT, METRICS, MODEL, PLAN, SUMMARY
+from shardwise.spec.text import printable
+
+#: Steps at the beginning of a process that are slower than the rest: tensors are counted in them on a CPU.
+SLOW_STEPS = 3
+
+
+@dataclass(frozen=True, slots=True)
+class Run:
+    """A run's files.
+
+    Attributes:
+        directory: Its folder.
+        config: ``config.yaml``.
+        plan: ``plan.json``.
+        summary: ``summary.json``; empty where the run has not ended, or died.
+        environment: ``environment.json``.
+        records: The lines of ``metrics.jsonl``.
+        model: ``model.txt``.
+        problems: What could not be read, in words.
+    """
+
+    directory: Path
+    config: dict[str, Any] = field(default_factory=dict)
+    plan: dict[str, Any] = field(default_factory=dict)
+    summary: dict[str, Any] = field(default_factory=dict)
+    environment: dict[str, Any] = field(default_factory=dict)
+    records: list[dict[str, Any]] = field(default_factory=list)
+    model: str = ""
+    problems: tuple[str, ...] = ()
+
+    @property
+    def name(self) -> str:
+        """The folder's name."""
+        return self.directory.resolve().name
+
+    @property
+    def steps(self) -> list[int]:
+        """The step of each record."""
+        return [record["step"] for record in self.records]
+
+    def values(self, key: str) -> list[float | None]:
+        """A number of each record; ``None`` where it is missing or not finite."""
+        return [finite(record.get(key)) for record in self.records]
+
+    def has(self, key: str) -> bool:
+        """Whether any record has that number."""
+        return any(value is not None for value in self.values(key))
+
+    @property
+    def steady(self) -> list[dict[str, Any]]:
+        """The records without the first, slow steps, where there are others."""
+        return self.records[SLOW_STEPS:] or self.records
+
+    def median(self, key: str) -> float | None:
+        """The median of a number over the steady steps."""
+        found = [value for record in self.steady if (value := finite(record.get(key))) is not None]
+        return statistics.median(found) if found else None
+
+    def last(self, key: str) -> float | None:
+        """The newest value of a number."""
+        return next((value for value in reversed(self.values(key)) if value is not None), None)
+
+
+def finite(value: object) -> float | None:
+    """A number that is one, else ``None``."""
+    if isinstance(value, bool) or not isinstance(value, int | float) or not math.isfinite(value):
+        return None
+    return value
+
+
+def read_run(directory: Path) -> Run:
+    """Read a run's folder.
+
+    Raises:
+        ConfigError: It is no run's folder.
+    """
+    if not any((directory / name).is_file() for name in (CONFIG, PLAN, METRICS, SUMMARY)):
+        what = "holds no run" if directory.is_dir() else "is no folder"
+        raise ConfigError(f"{printable(directory)} {what}.\n  Name a folder that `shardwise train` wrote.")
+    problems: list[str] = []
+    return Run(
+        directory,
+        config=_mapping(directory / CONFIG, problems),
+        plan=_mapping(directory / PLAN, problems),
+        summary=_mapping(directory / SUMMARY, problems),
+        environment=_mapping(directory / ENVIRONMENT, problems),
+        records=_records(directory / METRICS, problems),
+        model=_text(directory / MODEL, problems),
+        problems=tuple(problems),
+    )
+
+
+def read_runs(directories: Sequence[Path]) -> list[Run]:
+    """Several runs."""
+    return [read_run(directory) for directory in directories]
+
+
+def _text(path: Path, problems: list[str]) -> str:
+    try:
+        return path.read_text("utf-8", "replace")
+    except FileNotFoundError:
+        return ""
+    except OSError as error:
+        problems.append(f"{path.name} cannot be read: {error.strerror}")
+        return ""
+
+
+def _mapping(path: Path, problems: list[str]) -> dict[str, Any]:
+    text = _text(path, problems)
+    if not text.strip():
+        return {}
+    try:
+        found = yaml.safe_load(text) if path.suffix == ".yaml" else json.loads(text)
+    except (ValueError, yaml.YAMLError):
+        found = None
+    if not isinstance(found, dict):
+        problems.append(f"{path.name} is damaged, and left out")
+        return {}
+    return found
+
+
+def _records(path: Path, problems: list[str]) -> list[dict[str, Any]]:
+    """The records in order of their steps; of a step that is there twice, the newest."""
+    found: dict[int, dict[str, Any]] = {}
+    num_bad = 0
+    for line in _text(path, problems).splitlines():
+        try:
+            record = json.loads(line)
+        except ValueError:
+            record = None
+        step = record.get("step") if isinstance(record, dict) else None
+        if isinstance(record, dict) and isinstance(step, int) and not isinstance(step, bool):
+            found[step] = record
+        elif line.strip():
+            num_bad += 1
+    if num_bad:
+        problems.append(f"{num_bad} lines of {path.name} are damaged, and left out")
+    return [found[step] for step in sorted(found)]

@@ -1,0 +1,273 @@
+"""The report of one run."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from typing import Any
+
+from shardwise.report import beside, mesh
+from shardwise.report.chart import Stack, fills_of, stacked_bars
+from shardwise.report.curves import CURVES, curve_figure, loss_figure
+from shardwise.report.element import Content, el
+from shardwise.report.page import Section, figure, folded, legend, page, table, tiles
+from shardwise.report.pipeline import pipeline_chart
+from shardwise.report.run import Run, finite
+from shardwise.report.scale import num_bytes, seconds
+from shardwise.spec.errors import PlanError
+from shardwise.spec.schedule.builders import pipeline_policy
+
+#: Categories of memory in the order in which they are stacked.
+MEMORY = ("parameters", "gradients", "optimizer", "gathered", "reduce", "activations", "logits", "host", "average")
+
+
+def run_page(run: Run) -> str:
+    """One page of HTML."""
+    missing: list[str] = []
+    sections = [
+        Section("Training", _training(run, missing)),
+        Section("Predicted beside measured", _beside(run, missing)),
+        Section("Memory", _memory(run, missing)),
+        Section("Time of a step", _time(run, missing)),
+        Section("Pipeline", _pipeline(run, missing)),
+        Section("Mesh and ownership", _mesh(run, missing)),
+        Section("Configuration", _configuration(run, missing)),
+        Section("Environment", _environment(run, missing)),
+    ]
+    sections = [section for section in sections if any(item is not None for item in section.content)]
+    if missing:
+        sections.append(Section("Left out", [el("ul", [el("li", sentence) for sentence in missing])]))
+    lead = [_state(run), [el("p", f"Note: {problem}.") for problem in run.problems], tiles(_facts(run))]
+    return page(f"Run {run.name}", lead, sections, foot="Written by shardwise from the files of the run's folder.")
+
+
+def state(run: Run) -> tuple[str, bool | None]:
+    """How the run ended, in words, and whether well; ``None``: it has not ended."""
+    if not run.summary:
+        newest = f" The newest recorded step is {run.steps[-1]:,}." if run.records else ""
+        return f"No end is recorded: the run is still going, or it was killed.{newest}", None
+    code, reason = run.summary.get("exit_code"), run.summary.get("reason", "")
+    steps = run.summary.get("steps")
+    if code == 0:
+        return f"Finished after {steps:,} steps." if isinstance(steps, int) else "Finished.", True
+    return f"Ended with exit code {code} after step {steps}: {reason}", code == 75
+
+
+def _state(run: Run) -> Content:
+    words, is_good = state(run)
+    class_ = {True: "state good", False: "state bad", None: "state"}[is_good]
+    model = run.config.get("model", {})
+    name = model.get("preset") or model.get("hf") if isinstance(model, dict) else None
+    what = [f"model {name}"] if name else []
+    what += [f"strategy {s}"] if (s := run.summary.get("strategy") or strategy(run)) else []
+    world = run.summary.get("world_size") or run.plan.get("world_size")
+    what += [f"{world} ranks"] if world else []
+    return [el("p", words, class_=class_), el("p", ", ".join(what), class_="faint") if what else None]
+
+
+def strategy(run: Run) -> str | None:
+    """The strategy's name."""
+    parallel = run.plan.get("parallel") or run.config.get("parallel")
+    return str(parallel["strategy"]) if isinstance(parallel, dict) and "strategy" in parallel else None
+
+
+def _facts(run: Run) -> list[tuple[str, str, str]]:
+    summary, facts = run.summary, []
+    steps = summary.get("steps") if summary else (run.steps[-1] if run.records else None)
+    train = run.config.get("train")
+    planned = train.get("steps") if isinstance(train, dict) else None
+    if steps is not None:
+        facts.append(("steps", f"{steps:,}", f"of {planned:,}" if isinstance(planned, int) else ""))
+    first, final = _number(summary, "first_loss"), _number(summary, "final_loss")
+    if final is None:
+        final = run.last("loss")
+    if final is not None:
+        facts.append(("training loss", f"{final:.4f}", f"{first:.4f} at the first step" if first is not None else ""))
+    first, final = _number(summary, "eval_loss_first"), _number(summary, "eval_loss_final")
+    if final is not None:
+        facts.append(("held-out loss", f"{final:.4f}", f"{first:.4f} at first" if first is not None else ""))
+    pace = _number(summary, "tokens_per_s")
+    pace = run.median("tokens_per_s") if pace is None else pace
+    if pace is not None:
+        facts.append(("tokens per second", f"{pace:,.0f}", "over all ranks"))
+    time_s = beside.step_time(run)
+    if time_s is not None:
+        predicted = beside.first("predicted_step_time_s", summary, run.plan)
+        facts.append(("time of a step", seconds(time_s), f"predicted {seconds(predicted)}" if predicted else "median"))
+    if (mfu := run.median("mfu")) is not None:
+        facts.append(("MFU", f"{100 * mfu:.1f}%", "median, per GPU"))
+    peak = beside.first("peak_memory_bytes", summary) or run.last("peak_memory_bytes")
+    if peak is not None:
+        predicted = beside.first("predicted_peak_memory_bytes", summary, run.plan)
+        facts.append(("peak memory", num_bytes(peak), f"predicted {num_bytes(predicted)}" if predicted else ""))
+    return facts
+
+
+def _number(values: Mapping[str, Any], key: str) -> float | None:
+    return finite(values.get(key))
+
+
+def _training(run: Run, missing: list[str]) -> list[Content]:
+    if not run.records:
+        missing.append("Training: no step has been recorded in metrics.jsonl.")
+        return []
+    found = [loss_figure(run), *(curve_figure([run], curve) for curve in CURVES)]
+    made: list[Content] = [el("div", found, class_="grid-3")]
+    first = run.steps[0]
+    if first > 1:
+        made.append(el("p", f"The first recorded step is {first:,}: what came before is not in metrics.jsonl."))
+    if not run.has("mfu"):
+        missing.append(
+            "Share of the devices' peak (MFU): the peak of these devices, or the model's work, is not known."
+        )
+    return made
+
+
+def _beside(run: Run, missing: list[str]) -> list[Content]:
+    rows = beside.rows(run)
+    if not any(row[1] != "n/a" for row in rows):
+        missing.append("Predicted beside measured: the run's files hold no prediction.")
+        return []
+    return [
+        table(
+            "What the planner said, and what was measured", ["", "predicted", "measured", "measured / predicted"], rows
+        )
+    ]
+
+
+def _memory(run: Run, missing: list[str]) -> list[Content]:
+    predicted = run.plan.get("predicted_bytes_per_rank")
+    peak = beside.first("peak_memory_bytes", run.summary) or run.last("peak_memory_bytes")
+    if not isinstance(predicted, dict) or not any(predicted.values()):
+        missing.append("Memory by category: plan.json holds no prediction.")
+        return []
+    names = [name for name in (*MEMORY, *predicted) if predicted.get(name)]
+    names = list(dict.fromkeys(names))
+    fills = fills_of(names, MEMORY)
+    stacks = [Stack("predicted", predicted, num_bytes(sum(predicted.values())))]
+    if peak:
+        fills["measured"] = "k8"
+        stacks.append(Stack("measured", {"measured": peak}, num_bytes(peak)))
+    bars = stacked_bars(stacks, fills, title="Bytes of the fullest rank at the peak of a step.", shown=num_bytes)
+    rows = [(name, num_bytes(predicted[name]), f"{predicted[name]:,}") for name in names]
+    rows.append(("sum", num_bytes(sum(predicted.values())), f"{sum(predicted.values()):,}"))
+    if peak:
+        rows.append(("measured peak", num_bytes(peak), f"{int(peak):,}"))
+    entries = [(f"{name}, {num_bytes(predicted[name])}", fills[name]) for name in names]
+    return [
+        figure(
+            "Peak of a step, the fullest rank",
+            [bars, legend(entries)],
+            "Bytes of tensors. The measured peak is the most that any rank has held.",
+        ),
+        folded("Values", table("Bytes of tensors by category", ["category", "size", "bytes"], rows)),
+    ]
+
+
+#: Parts of a step's time in metrics.jsonl, in the order in which they are drawn.
+PARTS = {"data_time_s": "data"}
+
+
+def _time(run: Run, missing: list[str]) -> list[Content]:
+    total = run.median("step_time_s")
+    if total is None:
+        missing.append("Time of a step: metrics.jsonl holds no times.")
+        return []
+    count = len(run.steady)
+    means = {}
+    for key, name in PARTS.items():
+        values = [value for record in run.steady if (value := finite(record.get(key))) is not None]
+        if values:
+            means[name] = sum(values) / count
+    times = [value for record in run.steady if (value := finite(record.get("step_time_s"))) is not None]
+    mean = sum(times) / len(times)
+    rest = "compute and communication"
+    means[rest] = max(0.0, mean - sum(means.values()))
+    fills = fills_of([rest, *(name for name in means if name != rest)])
+    bars = stacked_bars(
+        [Stack("measured", means, seconds(mean))], fills, title="Parts of a step's mean time.", shown=seconds
+    )
+    rows = [(name, seconds(means[name]), f"{means[name] / mean:.1%}") for name in fills]
+    rows.append(("whole step", seconds(mean), "100.0%"))
+    entries = [(f"{name}, {seconds(means[name])}", class_) for name, class_ in fills.items()]
+    skipped = f" The first {len(run.records) - count} are left out." if count < len(run.records) else ""
+    return [
+        figure("Where the time of a step went", [bars, legend(entries)], f"Mean of {count:,} steps.{skipped}"),
+        folded("Values", table("Parts of a step", ["part", "mean", "share"], rows)),
+    ]
+
+
+def _pipeline(run: Run, missing: list[str]) -> list[Content]:
+    parallel = run.plan.get("parallel") or run.config.get("parallel") or {}
+    pp = parallel.get("pp", 1) if isinstance(parallel, dict) else 1
+    if not isinstance(pp, int) or pp < 2:
+        missing.append("Pipeline: the plan has one stage.")
+        return []
+    batch = run.plan.get("batch")
+    given = parallel.get("pipeline")
+    try:
+        policy = pipeline_policy(given)
+        count = policy.num_microbatches or (batch or {}).get("accumulation")
+        policy = pipeline_policy(
+            {"schedule": policy.schedule, "num_microbatches": count, "num_virtual_stages": policy.num_virtual_stages}
+        )
+        return pipeline_chart(policy, pp)
+    except (PlanError, TypeError, AttributeError):
+        missing.append("Pipeline: its schedule cannot be read from plan.json.")
+        return []
+
+
+def _mesh(run: Run, missing: list[str]) -> list[Content]:
+    sizes = run.plan.get("mesh")
+    parallel = run.plan.get("parallel")
+    ep = parallel.get("ep", 1) if isinstance(parallel, dict) else 1
+    found = mesh.mesh_of(sizes, ep) if isinstance(sizes, dict) else None
+    if found is None:
+        missing.append("Mesh: plan.json holds none.")
+        return []
+    units = run.plan.get("units")
+    made: list[Content] = [mesh.axes_table(found)]
+    if isinstance(units, list) and units:
+        made += mesh.ownership(units)
+    else:
+        missing.append("Who owns what: plan.json does not say.")
+    if found.world_size > 1:
+        made.append(folded("Coordinates of the ranks", mesh.ranks_table(found)))
+    if run.model:
+        made.append(folded("The model's units as text (model.txt)", el("pre", run.model.rstrip(), tabindex=0)))
+    return made
+
+
+def flat(values: Mapping[str, Any], before: str = "") -> dict[str, str]:
+    """A nested mapping as ``section.field`` and text."""
+    found: dict[str, str] = {}
+    for key, value in values.items():
+        if isinstance(value, dict) and value:
+            found |= flat(value, f"{before}{key}.")
+        else:
+            found[f"{before}{key}"] = _text(value)
+    return found
+
+
+def _text(value: object) -> str:
+    if value is None:
+        return "none"
+    if isinstance(value, list) and all(isinstance(item, str) for item in value):
+        return ", ".join(value) or "none"
+    return value if isinstance(value, str) else json.dumps(value, default=str)
+
+
+def _configuration(run: Run, missing: list[str]) -> list[Content]:
+    if not run.config:
+        missing.append("Configuration: the folder has no config.yaml.")
+        return []
+    rows = list(flat(run.config).items())
+    return [folded(f"All {len(rows)} settings", table("config.yaml", ["setting", "value"], rows, numbers=[]))]
+
+
+def _environment(run: Run, missing: list[str]) -> list[Content]:
+    if not run.environment:
+        missing.append("Environment: the folder has no environment.json.")
+        return []
+    rows = [(key, _text(value)) for key, value in run.environment.items()]
+    return [table("Where the run was made", ["what", "value"], rows, numbers=[])]

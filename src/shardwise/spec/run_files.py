@@ -1,0 +1,7 @@
+"""Names of what a run's folder holds."""
+
+from __future__ import annotations
+
+CONFIG, PLAN, METRICS, SUMMARY, MODEL = "config.yaml", "plan.json", "metrics.jsonl", "summary.json", "model.txt"
+ENVIRONMENT, REPORT = "environment.json", "report.html"
+LOGS, CHECKPOINTS, EVENTS, WANDB_ID = "logs", "checkpoints", "events", "wandb-id"
