@@ -221,6 +221,16 @@ class UnitFacts:
         """Whether parameters are released between forward and backward."""
         return any(group.row.shards_parameters and group.reshards for group in self.groups)
 
+    @property
+    def is_freed(self) -> bool:
+        """Whether parameters are released after backward."""
+        return any(group.row.shards_parameters for group in self.groups)
+
+    @property
+    def is_trained(self) -> bool:
+        """Whether gradients are reduced."""
+        return any(group.is_trainable for group in self.groups)
+
 
 @dataclass(frozen=True)
 class EngineOptions:

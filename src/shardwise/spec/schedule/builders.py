@@ -115,16 +115,24 @@ def build(schedule: str, pp: int, num_microbatches: int, num_virtual_stages: int
     Raises:
         PlanError: The numbers do not fit the schedule.
     """
+    plain = computations(schedule, pp, num_microbatches, num_virtual_stages)
+    return with_messages(schedule, plain.actions, num_microbatches, plain.ranks)
+
+
+@functools.lru_cache(maxsize=32)
+def computations(schedule: str, pp: int, num_microbatches: int, num_virtual_stages: int | None = None) -> Schedule:
+    """As :func:`build`, without messages: enough to simulate it."""
     policy = PipelinePolicy(schedule, num_microbatches, num_virtual_stages)
     policy.check(pp)
     virtual = policy.virtual_stages
+    ranks = looped_ranks(pp, virtual)
     if schedule == "zb-v":
-        return with_messages(schedule, zb_v(pp, num_microbatches), num_microbatches, folded_ranks(pp))
-    if schedule == "interleaved-1f1b":
+        orders, ranks = zb_v(pp, num_microbatches), folded_ranks(pp)
+    elif schedule == "interleaved-1f1b":
         orders = interleaved(pp, num_microbatches, virtual)
     else:
         orders = _ONE_STAGE_PER_RANK[schedule](pp, num_microbatches)
-    return with_messages(schedule, orders, num_microbatches, looped_ranks(pp, virtual))
+    return Schedule(schedule, tuple(tuple(order) for order in orders), num_microbatches, ranks)
 
 
 def pipeline_policy(value: object) -> PipelinePolicy:

@@ -5,9 +5,10 @@ from __future__ import annotations
 import itertools
 import math
 from collections import Counter
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, fields
 from fractions import Fraction
+from types import MappingProxyType
 from typing import NamedTuple
 
 from shardwise.spec.errors import PlanError
@@ -49,21 +50,31 @@ class Durations:
             object.__setattr__(self, name, value)
 
     @property
+    def all(self) -> tuple[Fraction, ...]:
+        """Every duration."""
+        return tuple(Fraction(getattr(self, field.name)) for field in fields(self))
+
+    @property
     def unit(self) -> Fraction:
         """The longest time of which every duration is a multiple."""
-        given = [Fraction(getattr(self, field.name)) for field in fields(self)]
-        denominator = math.lcm(*(value.denominator for value in given))
-        return Fraction(math.gcd(*(int(value * denominator) for value in given)), denominator)
+        return _unit(self.all)
 
-    def ticks(self, kind: Kind) -> int:
-        """The units that a computation takes, or a message."""
-        parts = {
-            Kind.FORWARD: (self.forward,),
-            Kind.BACKWARD: (self.backward_input, self.backward_weight),
-            Kind.BACKWARD_INPUT: (self.backward_input,),
-            Kind.BACKWARD_WEIGHT: (self.backward_weight,),
+    def ticks(self, kind: Kind, unit: Fraction | None = None) -> int:
+        """The units that a computation takes, or a message; ``unit`` divides all durations."""
+        forward, backward_input, backward_weight, communication = self.all
+        lasts = {
+            Kind.FORWARD: forward,
+            Kind.BACKWARD: backward_input + backward_weight,
+            Kind.BACKWARD_INPUT: backward_input,
+            Kind.BACKWARD_WEIGHT: backward_weight,
         }
-        return int(sum(Fraction(part) for part in parts.get(kind, (self.communication,))) / self.unit)
+        return int(lasts.get(kind, communication) / (unit or self.unit))
+
+
+def _unit(durations: Iterable[Fraction]) -> Fraction:
+    given = tuple(durations)
+    denominator = math.lcm(*(value.denominator for value in given))
+    return Fraction(math.gcd(*(int(value * denominator) for value in given)), denominator)
 
 
 class Span(NamedTuple):
@@ -121,25 +132,40 @@ def _busy(spans: Sequence[Span]) -> int:
     return sum(span.end - span.start for span in spans)
 
 
-def simulate(schedule: Schedule, durations: Durations, *, is_blocking: bool = False) -> Timing:
+def simulate(
+    schedule: Schedule,
+    durations: Durations | Sequence[Durations],
+    *,
+    is_blocking: bool = False,
+    exceptions: Mapping[tuple[Kind, int, int], Fraction | float] = MappingProxyType({}),
+) -> Timing:
     """Run a schedule.
 
     Args:
         schedule: A schedule with or without messages: a computation waits for its inputs in either case.
-        durations: Durations of computations and messages.
+        durations: Durations of computations and messages; one for all stages, or one for each. What a stage sends takes
+            its own ``communication``.
+        exceptions: Durations of computations that take another time than others of their stage, by kind, stage and
+            microbatch.
         is_blocking: A send waits until its receive is reached and has taken ``communication``, and a receive for its
             send (rendezvous). Otherwise neither waits; a computation waits until its inputs have arrived.
 
     Raises:
         PlanError: The ranks wait for each other in a circle, or for something that no rank computes.
     """
-    return _Run(schedule, durations, is_blocking=is_blocking).timing()
+    stages = [durations] * schedule.num_stages if isinstance(durations, Durations) else durations
+    others = {key: Fraction(seconds) for key, seconds in exceptions.items()}
+    unit = _unit(itertools.chain(others.values(), *(stage.all for stage in set(stages))))
+    ticks = {stage: {kind: stage.ticks(kind, unit) for kind in Kind} for stage in set(stages)}
+    took = {key: int(seconds / unit) for key, seconds in others.items()}
+    return _Run(schedule, [ticks[stage] for stage in stages], unit, is_blocking=is_blocking, took=took).timing()
 
 
 def without_delays(schedule: Schedule, timing: Timing) -> Timing:
     """The same computations with their measured durations, if messages and gaps between computations took no time."""
     took = {(action.kind, action.stage, action.microbatch): end - start for start, end, action in _all(timing)}
-    run = _Run(schedule, Durations(), is_blocking=False, took=took).timing()
+    no_time = dict.fromkeys(Kind, 0)
+    run = _Run(schedule, [no_time] * schedule.num_stages, Fraction(1), is_blocking=False, took=took).timing()
     return Timing(run.spans, timing.unit)
 
 
@@ -153,15 +179,16 @@ class _Run:
     def __init__(
         self,
         schedule: Schedule,
-        durations: Durations,
+        ticks: Sequence[Mapping[Kind, int]],
+        unit: Fraction,
         *,
         is_blocking: bool,
-        took: Mapping[tuple[Kind, int, int], int] | None = None,
+        took: Mapping[tuple[Kind, int, int], int],
     ) -> None:
         self._schedule = schedule
-        self._took = took or {}
-        self._ticks = {kind: durations.ticks(kind) for kind in Kind}
-        self._unit = durations.unit
+        self._took = took
+        self._ticks = ticks
+        self._unit = unit
         self._is_blocking = is_blocking
         self._clock = [0 for _ in schedule.actions]
         self._place = [0 for _ in schedule.actions]
@@ -201,7 +228,7 @@ class _Run:
             return False
         start = max(self._clock[rank], ready)
         key = action.kind, action.stage, action.microbatch
-        end = start + self._took.get(key, self._ticks[action.kind])
+        end = start + self._took.get(key, self._ticks[action.stage][action.kind])
         self._spans[rank].append(Span(start, end, action))
         self._made_at[key] = end
         self._clock[rank] = end
@@ -223,7 +250,7 @@ class _Run:
             return None
         ranks = self._schedule.ranks
         travels = ranks[source] != ranks[stage] and not self._is_blocking
-        return max(own, made_at + (self._ticks[Kind.SEND_ACTIVATION] if travels else 0))
+        return max(own, made_at + (self._ticks[source][Kind.SEND_ACTIVATION] if travels else 0))
 
     def _made(self, stage: int, microbatch: int, *, is_forward: bool) -> int | None:
         if is_forward:
@@ -241,7 +268,7 @@ class _Run:
         theirs = self._schedule.actions[peer]
         if self._place[peer] == len(theirs) or theirs[self._place[peer]] != _other_end(action, rank):
             return False
-        done = max(self._clock[rank], self._clock[peer]) + self._ticks[action.kind]
+        done = max(self._clock[rank], self._clock[peer]) + self._ticks[action.stage][action.kind]
         for end in (rank, peer):
             self._clock[end] = done
             self._place[end] += 1

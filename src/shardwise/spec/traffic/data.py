@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from types import MappingProxyType
 from typing import NamedTuple
@@ -11,6 +11,7 @@ from shardwise.spec.facts import GroupFacts, UnitFacts
 from shardwise.spec.memory.footprint import Replicas, own_part, summed_numel
 from shardwise.spec.precision import item_bytes
 from shardwise.spec.quantize import summed_cuts
+from shardwise.spec.traffic.moments import Moment, Walk, What
 
 
 class Collective(NamedTuple):
@@ -92,12 +93,21 @@ def step_trace(
             the later microbatches of an accumulation.
         replicas: Coordinate on ``dp_replicate``; ``None``: gradients are not summed over it.
     """
-    step = _Step(
-        units, rank, is_synchronising=is_synchronising, is_first_of_window=is_first_of_window, replicas=replicas
-    )
-    step.forward(forward_order)
-    step.backward(backward_order)
-    return step.trace
+    walk = step_walk(units, is_synchronising=is_synchronising, is_first_of_window=is_first_of_window, replicas=replicas)
+    walk.forward(forward_order)
+    walk.backward(backward_order)
+    return [
+        collective
+        for moment in walk.moments
+        for collective in unit_collectives(
+            units,
+            moment,
+            rank=rank,
+            is_synchronising=is_synchronising,
+            is_first_of_window=is_first_of_window,
+            replicas=replicas,
+        )
+    ]
 
 
 def window_order(units: Iterable[int], stages: Mapping[int, Collection[int]] = MappingProxyType({})) -> list[int]:
@@ -134,120 +144,82 @@ def window_trace(
         is_synchronising: ``False`` inside ``gradient_sync(model, False)``: nothing is reduced.
         replicas: Coordinate on ``dp_replicate``; ``None``: gradients are not summed over it.
     """
-    step = _Step(units, rank, is_synchronising=is_synchronising, is_first_of_window=True, replicas=replicas)
-    step.forward(sorted(units))
-    step.reduce(window_order(units, stages))
-    return step.trace
+    walk = step_walk(units, is_synchronising=is_synchronising, replicas=replicas)
+    walk.forward(sorted(units))
+    walk.reduce(window_order(units, stages))
+    return [
+        collective
+        for moment in walk.moments
+        for collective in unit_collectives(
+            units, moment, rank=rank, is_synchronising=is_synchronising, replicas=replicas
+        )
+    ]
 
 
-class _Step:
-    """Walks through one step.
-
-    ``_resident`` are the units whose gathered buffer is up to date, ``_kept`` those that stay sharded over an inner
-    group of ranks (``reshard_after_forward`` as a number).
-    """
-
-    def __init__(
-        self,
-        units: Mapping[int, UnitFacts],
-        rank: int,
-        *,
-        is_synchronising: bool,
-        is_first_of_window: bool,
-        replicas: Replicas | None,
-    ) -> None:
-        self.trace: list[Collective] = []
-        self._units = units
-        self._rank = rank
-        self._replicas = replicas
-        self._goes_on = replicas is not None and is_synchronising
-        self._reduces = is_synchronising or (replicas is not None and replicas.is_deferred)
-        self._refreshes = is_first_of_window
-        self._resident: set[int] = set()
-        self._kept: set[int] = set()
-        self._entered: list[int] = []
-        self._recomputed: set[str] = set()
-        self._forward_order: Sequence[int] = ()
-        self._reducing: list[tuple[str, GroupFacts]] = []
-
-    def forward(self, order: Sequence[int]) -> None:
-        self._forward_order = order
-        if not self._refreshes:  # the microbatch before has left them there
-            self._kept = {unit for unit in order[:-1] if self._units[unit].is_released}
-        for place, unit in enumerate(order):
-            self._need(unit)
-            is_last = place == len(order) - 1
-            if self._units[unit].is_released and not is_last:
-                self._resident.discard(unit)
-                self._kept.add(unit)
-
-    def backward(self, order: Sequence[int]) -> None:
-        for place, unit in enumerate(order):
-            later = order[place + 1 :]
-            for other in [other for other in self._entered if other not in self._units[unit].family]:
-                if other not in later:
-                    self._leave(other)
-            self._need(unit)
-            if unit not in self._entered:
-                self._entered.append(unit)
-            if later:
-                self._need(later[0])
-            self._recompute(unit)
-        for unit in reversed(self._entered.copy()):
-            self._leave(unit)
-        self._go_on()
-
-    def reduce(self, order: Sequence[int]) -> None:
-        """Reduce units in this order; all gradients are there."""
-        for unit in order:
-            self._entered.append(unit)
-            self._leave(unit)
-        self._go_on()
-
-    def _recompute(self, entered: int) -> None:
-        """Gather what is recomputed when backward enters a unit: the module of that name, or one around the unit."""
-        for place in (self._units[entered].name, self._units[entered].recomputed_in):
-            if place is not None and place not in self._recomputed:
-                self._recomputed.add(place)
-                for unit in self._forward_order:
-                    if self._units[unit].recomputed_in == place:
-                        self._need(unit)
-
-    def _need(self, unit: int) -> None:
-        if unit in self._resident:
-            return
-        self._resident.add(unit)
-        shape = self._units[unit]
-        for group in shape.groups:
-            if group.inner_size and unit in self._kept:
-                sent = inner_gather_bytes(group, self._rank)
-                self.trace.append(Collective("all_gather", shape.name, sent, "dp_shard_inner"))
-            elif group.row.shards_optimizer and (group.row.shards_parameters or self._refreshes):
-                self.trace.append(Collective("all_gather", shape.name, gather_bytes(group, self._rank), group.axis))
-
-    def _leave(self, unit: int) -> None:
-        self._entered.remove(unit)
-        shape = self._units[unit]
-        trained = [group for group in shape.groups if group.is_trainable and self._reduces]
-        if trained:
-            self._go_on()
-        for group in trained:
-            sent = reduction_bytes(group, self._rank)
+def unit_collectives(
+    units: Mapping[int, UnitFacts],
+    moment: Moment,
+    *,
+    rank: int,
+    is_synchronising: bool = True,
+    is_first_of_window: bool = True,
+    replicas: Replicas | None = None,
+) -> Iterator[Collective]:
+    """The collectives that ``rank`` issues at one moment of a step; arguments as of :func:`step_trace`."""
+    if moment.what is What.GATHER:
+        unit = units[moment.unit]
+        yield from _gathers(unit, rank, is_kept=moment.is_kept, is_first_of_window=is_first_of_window)
+    elif moment.what is What.REDUCE:
+        unit = units[moment.unit]
+        for group in filter(_is_trained, unit.groups):
             kind = group.row.gradient_move if group.reduced_as is None else "all_to_all"
-            self.trace.append(Collective(kind, shape.name, sent, group.axis))
-            self._reducing.append((shape.name, group))
-        if any(group.row.shards_parameters for group in shape.groups):
-            self._resident.discard(unit)
+            yield Collective(kind, unit.name, reduction_bytes(group, rank), group.axis)
+    elif moment.what is What.ADVANCE and not moment.is_last:
+        yield from _second_phases(units[moment.unit], rank, replicas if is_synchronising else None)
 
-    def _go_on(self) -> None:
-        """Continue the sums that are complete inside their group: over ``dp_replicate``."""
-        for name, group in self._reducing:
-            if group.reduced_as is not None and not group.row.shards_optimizer:
-                self.trace.append(Collective("all_gather", name, spread_bytes(group, self._rank), group.axis))
-            if self._goes_on and self._replicas is not None:
-                sent = replicate_bytes(group, self._rank, self._replicas)
-                self.trace.append(Collective("all_reduce", name, sent, "dp_replicate"))
-        self._reducing.clear()
+
+def _is_trained(group: GroupFacts) -> bool:
+    return group.is_trainable
+
+
+def _gathers(unit: UnitFacts, rank: int, *, is_kept: bool, is_first_of_window: bool) -> Iterator[Collective]:
+    for group in unit.groups:
+        if group.inner_size and is_kept:
+            yield Collective("all_gather", unit.name, inner_gather_bytes(group, rank), "dp_shard_inner")
+        elif group.row.shards_optimizer and (group.row.shards_parameters or is_first_of_window):
+            yield Collective("all_gather", unit.name, gather_bytes(group, rank), group.axis)
+
+
+def _second_phases(unit: UnitFacts, rank: int, replicas: Replicas | None) -> Iterator[Collective]:
+    """What follows the reductions of a unit: the parts of packed sums, and the sums over ``dp_replicate``."""
+    for group in filter(_is_trained, unit.groups):
+        if group.reduced_as is not None and not group.row.shards_optimizer:
+            yield Collective("all_gather", unit.name, spread_bytes(group, rank), group.axis)
+        if replicas is not None:
+            yield Collective("all_reduce", unit.name, replicate_bytes(group, rank, replicas), "dp_replicate")
+
+
+def step_walk(
+    units: Mapping[int, UnitFacts],
+    *,
+    is_synchronising: bool = True,
+    is_first_of_window: bool = True,
+    replicas: Replicas | None = None,
+    num_left: int = 0,
+) -> Walk:
+    """The walk through a step of these units; arguments as of :func:`step_trace`, ``num_left`` as of ``Walk``."""
+    is_spread = any(
+        group.reduced_as is not None and not group.row.shards_optimizer
+        for unit in units.values()
+        for group in unit.groups
+    )
+    return Walk(
+        units,
+        num_phases=2 if is_spread or (is_synchronising and replicas is not None) else 1,
+        num_left=0 if replicas is not None else num_left,
+        reduces=is_synchronising or (replicas is not None and replicas.is_deferred),
+        is_first_of_window=is_first_of_window,
+    )
 
 
 #: What ``sync_buffers`` may be. ``auto``: those that are saved with the model are broadcast.

@@ -1,0 +1,237 @@
+"""A pipeline's step in seconds: the schedules of ``spec.schedule``, each stage with its own durations.
+
+How to call it::
+
+    stages = [stage_seconds(units, PRESETS["zero3"], message_s=0.0004) for units in units_of_each_stage]
+    step = simulate_pipeline("1f1b", 8, 32, stages, optimizer_s=0.012)
+    step.seconds
+    step.by_category    # of the rank that computes longest; adds up to ``seconds``; "pp bubble" is the time it waits
+
+A stage's parameters are gathered in its first forward and its gradients reduced in its last backward, one unit after
+another beside the computation: :func:`stage_seconds` simulates both as a data-parallel step is simulated. Messages
+travel while ranks compute.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from fractions import Fraction
+
+from shardwise.sim.step import StepUnit, chain_moments, lower
+from shardwise.sim.streams import COMPUTE, NO_SLOWDOWN, Slowdown, Timeline, run
+from shardwise.spec.placement import Placements
+from shardwise.spec.schedule.actions import Kind, Schedule
+from shardwise.spec.schedule.builders import computations
+from shardwise.spec.schedule.simulate import Durations, Timing, simulate
+from shardwise.spec.traffic.moments import What
+
+#: Durations are rounded to multiples of this many seconds, so that the simulation's whole numbers stay small.
+_TICK_S = Fraction(1, 10**10)
+
+
+@dataclass(frozen=True, slots=True)
+class StageSeconds:
+    """One stage, one microbatch, in seconds.
+
+    Attributes:
+        forward_s: A forward.
+        backward_input_s: Computing the gradient of the stage's input.
+        backward_weight_s: Computing the gradients of its weights. A whole backward takes both.
+        message_s: From the end of a forward until its result is at the next stage, and as long for the gradient back.
+        first_forward_s: How much longer the first forward takes: gathers that are not hidden.
+        last_backward_s: How much longer the last backward takes: reductions that are not hidden.
+        tail_s: From the end of the last backward until its last reduction is done.
+        exposed: Of ``forward_s`` and the whole backward, the seconds in which computation waits (``tp``, ...).
+        exposed_once: Of ``first_forward_s``, ``last_backward_s`` and ``tail_s``, the seconds by category. Less than 0
+            where a gather hides what is exposed in other microbatches.
+    """
+
+    forward_s: float
+    backward_input_s: float
+    backward_weight_s: float
+    message_s: float = 0.0
+    first_forward_s: float = 0.0
+    last_backward_s: float = 0.0
+    tail_s: float = 0.0
+    exposed: Mapping[str, float] = field(default_factory=dict)
+    exposed_once: Mapping[str, float] = field(default_factory=dict)
+
+
+@dataclass(frozen=True)
+class SimulatedPipeline:
+    """A pipeline's step.
+
+    Attributes:
+        schedule: Without messages.
+        stages: As given.
+        timing: When every computation runs.
+        optimizer_s: The optimizer's step at the end.
+    """
+
+    schedule: Schedule
+    stages: tuple[StageSeconds, ...]
+    timing: Timing
+    optimizer_s: float = 0.0
+
+    @functools.cached_property
+    def seconds(self) -> float:
+        """Length of the step."""
+        unit = float(self.timing.unit)
+        ends = [spans[-1].end * unit + self.stages[spans[-1].action.stage].tail_s for spans in self.timing.spans]
+        return max(ends) + self.optimizer_s
+
+    @property
+    def bubble_s(self) -> float:
+        """Seconds in which the rank that is busiest waits."""
+        return self.seconds - self.optimizer_s - self._busy(self.fullest_rank)
+
+    @functools.cached_property
+    def fullest_rank(self) -> int:
+        """The rank that is busy longest."""
+        return max(range(self.schedule.num_ranks), key=self._busy)
+
+    @functools.cached_property
+    def by_category(self) -> dict[str, float]:
+        """Seconds of :attr:`fullest_rank`; they add up to :attr:`seconds`."""
+        found: dict[str, float] = {}
+        for stage in self.schedule.stages(self.fullest_rank):
+            given = self.stages[stage]
+            for category, seconds in given.exposed.items():
+                found[category] = found.get(category, 0.0) + seconds * self.schedule.num_microbatches
+            for category, seconds in given.exposed_once.items():
+                found[category] = found.get(category, 0.0) + seconds
+        compute = self._busy(self.fullest_rank) - sum(found.values())
+        found = {COMPUTE: compute, **found, "pp bubble": self.bubble_s}
+        if self.optimizer_s:
+            found["optimizer"] = self.optimizer_s
+        return found
+
+    def _busy(self, rank: int) -> float:
+        """Seconds in which a rank computes, or waits for its own gathers and reductions."""
+        m, total = self.schedule.num_microbatches, 0.0
+        for stage in self.schedule.stages(rank):
+            given = self.stages[stage]
+            total += m * (given.forward_s + given.backward_input_s + given.backward_weight_s)
+            total += given.first_forward_s + given.last_backward_s
+        return total + self.stages[self.timing.spans[rank][-1].action.stage].tail_s
+
+
+def simulate_pipeline(
+    schedule: str,
+    pp: int,
+    num_microbatches: int,
+    stages: Sequence[StageSeconds],
+    *,
+    num_virtual_stages: int | None = None,
+    optimizer_s: float = 0.0,
+) -> SimulatedPipeline:
+    """Simulate a pipeline's step.
+
+    Args:
+        schedule: One of ``spec.schedule.SCHEDULES``.
+        pp: Ranks of the pipeline.
+        num_microbatches: Microbatches of the step.
+        stages: One for each (virtual) stage, in the order of the model's forward.
+        num_virtual_stages: Stages of each rank; ``None``: the schedule's default.
+        optimizer_s: What follows the last backward.
+
+    Raises:
+        PlanError: The numbers do not fit the schedule.
+    """
+    plain = computations(schedule, pp, num_microbatches, num_virtual_stages)
+    last = num_microbatches - 1
+    exceptions: dict[tuple[Kind, int, int], Fraction] = {}
+    durations = []
+    for number, stage in enumerate(stages):
+        durations.append(
+            Durations(
+                max(_rounded(stage.forward_s), _TICK_S),
+                max(_rounded(stage.backward_input_s), _TICK_S),
+                max(_rounded(stage.backward_weight_s), _TICK_S),
+                _rounded(stage.message_s),
+            )
+        )
+        if stage.first_forward_s:
+            exceptions[Kind.FORWARD, number, 0] = _rounded(stage.forward_s + stage.first_forward_s)
+        if stage.last_backward_s:
+            whole = stage.backward_weight_s + (0.0 if plain.is_split else stage.backward_input_s)
+            kind = Kind.BACKWARD_WEIGHT if plain.is_split else Kind.BACKWARD
+            exceptions[kind, number, last] = _rounded(whole + stage.last_backward_s)
+    timing = simulate(plain, durations, exceptions=exceptions)
+    return SimulatedPipeline(plain, tuple(stages), timing, optimizer_s)
+
+
+def _rounded(seconds: float) -> Fraction:
+    return round(seconds / _TICK_S) * _TICK_S
+
+
+def stage_seconds(
+    units: Sequence[StepUnit],
+    row: Placements,
+    *,
+    message_s: float = 0.0,
+    weight_share: float = 0.5,
+    num_gradient_buffers: int = 2,
+    slowdown: Slowdown = NO_SLOWDOWN,
+) -> StageSeconds:
+    """A stage of these units.
+
+    Args:
+        units: The units of the stage in the order of forward.
+        row: Placements of the strategy.
+        message_s: As in :class:`StageSeconds`.
+        weight_share: Of a backward's time, the part that computes the gradients of weights.
+        num_gradient_buffers: As in ``EngineOptions``.
+        slowdown: How much longer work takes where computation and communication overlap.
+    """
+    chain = {0: StepUnit("stage", 0.0, 0.0, is_trained=False)} | dict(enumerate(units, start=1))
+    has_replicas = any(unit.replicate for unit in units)
+    moments = chain_moments(
+        len(chain),
+        shards_parameters=row.shards_parameters,
+        releases=False,  # what is gathered stays until the stage's last backward
+        trained=frozenset(number for number, unit in chain.items() if number and unit.is_trained),
+        num_phases=2 if has_replicas else 1,
+        num_left=0 if has_replicas else num_gradient_buffers - 2,
+        reduces=True,
+        is_first_of_window=True,
+    )
+    half = next(place for place, moment in enumerate(moments) if moment.what is What.FORWARD_END) + 1
+    forward, backward = moments[:half], moments[half:]
+    silent = [moment for moment in backward if moment.what not in {What.REDUCE, What.ADVANCE}]
+    ways = {
+        "forward": run(lower(chain, forward, is_gathered=False), slowdown),
+        "first": run(lower(chain, forward, is_gathered=row.shards_optimizer), slowdown),
+        "backward": run(lower(chain, silent, is_gathered=False), slowdown),
+        "last": run(lower(chain, backward, is_gathered=False), slowdown),
+    }
+    computed = max(
+        (span.end_s for span in ways["last"].spans if span.task.stream == COMPUTE and span.task.seconds), default=0.0
+    )
+    exposed = _sum(ways["forward"], ways["backward"])
+    once = {
+        category: more
+        for category, seconds in _sum(ways["first"], ways["last"]).items()
+        if (more := seconds - exposed.get(category, 0.0))
+    }
+    return StageSeconds(
+        forward_s=ways["forward"].end_s,
+        backward_input_s=ways["backward"].end_s * (1 - weight_share),
+        backward_weight_s=ways["backward"].end_s * weight_share,
+        message_s=message_s,
+        first_forward_s=ways["first"].end_s - ways["forward"].end_s,
+        last_backward_s=max(computed - ways["backward"].end_s, 0.0),
+        tail_s=ways["last"].end_s - max(computed, ways["backward"].end_s),
+        exposed=exposed,
+        exposed_once=once,
+    )
+
+
+def _sum(*timelines: Timeline) -> dict[str, float]:
+    found: dict[str, float] = {}
+    for timeline in timelines:
+        for category, seconds in timeline.exposed.items():
+            found[category] = found.get(category, 0.0) + seconds
+    return found

@@ -1,0 +1,334 @@
+"""One data-parallel step as tasks on streams, in the order in which the engine issues them.
+
+The order comes from ``spec.traffic.moments``, which ``spec.traffic.data`` reads too: there is no second one. What a
+moment means in time is what CUDA's streams make of it: a collective begins when everything that computation had been
+given before it was issued is done; computation waits for the gather of the unit that it comes to, and, where a unit is
+reduced, for the reductions before it. Streams: ``compute``, ``gather``, ``reduce``, ``replicate``, ``up`` and ``down``
+(copies from and to the host), ``host`` (launches), and those of a unit's own exchanges (``tp``, ``cp``, ``ep``).
+
+How to call it, with everything in seconds on one rank and for one microbatch::
+
+    block = StepUnit("block", forward_s=0.010, backward_s=0.020, gather=(Transfer(0.004),), reduce=(Transfer(0.005),))
+    root = StepUnit("root", forward_s=0.001, forward_end_s=0.003, backward_s=0.006, backward_end_s=0.001,
+                    gather=(Transfer(0.001),), reduce=(Transfer(0.001),))
+    step = simulate_step([root, *[block] * 32], PRESETS["zero3"], num_microbatches=4, optimizer_s=0.012)
+    step.seconds
+    step.by_category    # {"compute": .., "gather": .., "reduce": .., "optimizer": ..}; adds up to ``seconds``
+
+``units[0]`` is the root, which encloses the others. Time is found by simulating at most three microbatches: the first,
+one between, and the last; a backward waits for its reductions and a forward for its gathers, so nothing of one reaches
+into the next.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import NamedTuple
+
+from shardwise.sim.streams import COMPUTE, NO_SLOWDOWN, Slowdown, Task, Timeline, run
+from shardwise.spec.placement import Placements
+from shardwise.spec.traffic.data import Collective
+from shardwise.spec.traffic.moments import Moment, Moves, Walk, What
+
+
+class Transfer(NamedTuple):
+    """A collective or copy of a unit.
+
+    Attributes:
+        seconds: How long it takes alone.
+        collective: The collective that it is, where somebody wants to compare.
+        stream: Its stream and category; "": as the field of :class:`StepUnit` that holds it says.
+        is_beside: It runs beside the unit's computation (blocks of keys and values on ``cp``); else the unit waits.
+    """
+
+    seconds: float
+    collective: Collective | None = None
+    stream: str = ""
+    is_beside: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class StepUnit:
+    """One unit on one rank: seconds of one microbatch.
+
+    Attributes:
+        name: For the timeline.
+        forward_s: Computation of its forward; of a unit that encloses others, until it comes to the first of them.
+        backward_s: Computation of its backward, what is recomputed included; of a unit that encloses others, until
+            backward comes to the first of them.
+        forward_end_s: Of a unit that encloses others: forward after the last of them (final norm, head, loss).
+        backward_end_s: The same of backward (the embedding).
+        gather: The all-gathers of its groups.
+        kept_gather: Those from the few neighbours that have kept it since forward (``reshard_after_forward=n``).
+        reduce: The reductions of its groups on ``dp_shard``.
+        replicate: What follows them on ``dp_replicate``.
+        forward_exchanges: Collectives inside forward; give ``stream``: ``tp``, ``cp``, ``ep``.
+        backward_exchanges: Collectives inside backward.
+        up_s: Copy of the master from the host, before a gather.
+        down_s: Copy of the reduced gradients to the host.
+        update_s: The optimizer's step inside backward, when the gradients are there.
+        host_forward_s: Time that the host needs to launch forward's operations; 0: it is never late.
+        host_backward_s: The same of backward.
+        is_trained: Gradients are reduced.
+    """
+
+    name: str
+    forward_s: float
+    backward_s: float
+    forward_end_s: float = 0.0
+    backward_end_s: float = 0.0
+    gather: tuple[Transfer, ...] = ()
+    kept_gather: tuple[Transfer, ...] = ()
+    reduce: tuple[Transfer, ...] = ()
+    replicate: tuple[Transfer, ...] = ()
+    forward_exchanges: tuple[Transfer, ...] = ()
+    backward_exchanges: tuple[Transfer, ...] = ()
+    up_s: float = 0.0
+    down_s: float = 0.0
+    update_s: float = 0.0
+    host_forward_s: float = 0.0
+    host_backward_s: float = 0.0
+    is_trained: bool = True
+
+
+@dataclass(frozen=True)
+class SimulatedStep:
+    """A step of several microbatches.
+
+    Attributes:
+        microbatches: Timelines of the kinds of microbatches, each with how often it comes, in order.
+        optimizer_s: The optimizer's step at the end.
+    """
+
+    microbatches: tuple[tuple[Timeline, int], ...]
+    optimizer_s: float = 0.0
+
+    @property
+    def seconds(self) -> float:
+        """Length of the step."""
+        return sum(timeline.end_s * count for timeline, count in self.microbatches) + self.optimizer_s
+
+    @property
+    def by_category(self) -> dict[str, float]:
+        """Seconds of computation, and of each category for which it waits; they add up to :attr:`seconds`."""
+        found = {COMPUTE: 0.0}
+        for timeline, count in self.microbatches:
+            found[COMPUTE] += timeline.busy.get(COMPUTE, 0.0) * count
+            for category, seconds in timeline.exposed.items():
+                found[category] = found.get(category, 0.0) + seconds * count
+        if self.optimizer_s:
+            found["optimizer"] = found.get("optimizer", 0.0) + self.optimizer_s
+        return found
+
+    @property
+    def collectives(self) -> list[Collective]:
+        """All collectives in the order in which they begin."""
+        return [
+            collective
+            for timeline, count in self.microbatches
+            for _ in range(count)
+            for _, collective in timeline.collectives
+        ]
+
+
+def simulate_step(
+    units: Sequence[StepUnit],
+    row: Placements,
+    *,
+    reshards_after_forward: bool | None = None,
+    num_microbatches: int = 1,
+    accumulation: str = "sharded",
+    num_gradient_buffers: int = 2,
+    optimizer_s: float = 0.0,
+    slowdown: Slowdown = NO_SLOWDOWN,
+) -> SimulatedStep:
+    """Simulate a step of a chain of units inside a root.
+
+    Args:
+        units: The root, then the units that it encloses, in the order of forward.
+        row: Placements of the strategy.
+        reshards_after_forward: Units but the root are released between forward and backward; ``None``: as the row says.
+        num_microbatches: Forwards and backwards before the optimizer's step.
+        accumulation: ``"sharded"``: every backward reduces; ``"unsharded"``: the last one alone; ``"defer_replicate"``:
+            every backward, on ``dp_replicate`` the last one alone.
+        num_gradient_buffers: As in ``EngineOptions``.
+        optimizer_s: The optimizer's step after the last backward, and what else follows it.
+        slowdown: How much longer work takes where computation and communication overlap.
+    """
+    releases = not row.keeps_gathered if reshards_after_forward is None else reshards_after_forward
+    trained = frozenset(place for place, unit in enumerate(units) if unit.is_trained)
+    has_replicas = any(unit.replicate for unit in units)
+    kinds: dict[tuple[bool, bool], int] = {}
+    for microbatch in range(num_microbatches):
+        kind = microbatch == 0, microbatch == num_microbatches - 1
+        kinds[kind] = kinds.get(kind, 0) + 1
+    timelines = []
+    for (is_first, is_last), count in kinds.items():
+        moments = chain_moments(
+            len(units),
+            shards_parameters=row.shards_parameters,
+            releases=releases and row.shards_parameters,
+            trained=trained,
+            num_phases=2 if has_replicas and (is_last or accumulation != "defer_replicate") else 1,
+            num_left=0 if has_replicas else num_gradient_buffers - 2,
+            reduces=is_last or accumulation != "unsharded",
+            is_first_of_window=is_first,
+        )
+        is_gathered = row.shards_optimizer and (row.shards_parameters or is_first)
+        timelines.append((run(lower(dict(enumerate(units)), moments, is_gathered=is_gathered), slowdown), count))
+    return SimulatedStep(tuple(timelines), optimizer_s)
+
+
+@functools.lru_cache(maxsize=256)
+def chain_moments(
+    num_units: int,
+    *,
+    shards_parameters: bool,
+    releases: bool,
+    trained: frozenset[int],
+    num_phases: int,
+    num_left: int,
+    reduces: bool,
+    is_first_of_window: bool,
+) -> tuple[Moment, ...]:
+    """The moments of a microbatch of a root (unit 0) and a chain of units in it."""
+    units = {
+        unit: Moves(
+            str(unit),
+            frozenset({0, unit}) if unit else range(num_units),
+            is_released=releases and unit > 0,
+            is_freed=shards_parameters,
+            is_trained=unit in trained,
+        )
+        for unit in range(num_units)
+    }
+    walk = Walk(units, num_phases=num_phases, num_left=num_left, reduces=reduces, is_first_of_window=is_first_of_window)
+    walk.forward(range(num_units))
+    walk.backward([0, *range(num_units - 1, 0, -1)])
+    return tuple(walk.moments)
+
+
+def lower(units: Mapping[int, StepUnit], moments: Iterable[Moment], *, is_gathered: bool = True) -> list[Task]:
+    """The tasks of a forward and backward.
+
+    Args:
+        units: By number.
+        moments: In order (``spec.traffic.moments``).
+        is_gathered: Gathers are sent in this microbatch; ``False`` where what was gathered is still up to date.
+    """
+    lowering = _Lowering(units, is_gathered=is_gathered)
+    for moment in moments:
+        lowering.add(moment)
+    return lowering.finish()
+
+
+@dataclass
+class _Lowering:
+    """Collects the tasks of a microbatch.
+
+    Attributes:
+        units: By number.
+        is_gathered: As of :func:`lower`.
+        tasks: So far.
+        computed: The newest task of the compute stream.
+        waits: What the next computation waits for.
+        gathering: Gathers under way, by unit.
+        reducing: Reductions under way, by unit.
+    """
+
+    units: Mapping[int, StepUnit]
+    is_gathered: bool
+    tasks: list[Task] = field(default_factory=list)
+    computed: tuple[int, ...] = ()
+    waits: tuple[int, ...] = ()
+    gathering: dict[int, tuple[int, ...]] = field(default_factory=dict)
+    reducing: dict[int, tuple[int, ...]] = field(default_factory=dict)
+
+    def add(self, moment: Moment) -> None:
+        what, number = moment.what, moment.unit
+        if what is What.WAIT:
+            self.waits += self.gathering.pop(number, ())
+        elif what is What.GATHER:
+            self._gather(number, is_kept=moment.is_kept)
+        elif what is What.REDUCE:
+            self._reduce(self.units[number], number)
+        elif what is What.ADVANCE:
+            self._advance(self.units[number], number, is_last=moment.is_last)
+        elif number < 0:
+            self._end(is_forward=what is What.FORWARD_END)
+        else:
+            self._enter(self.units[number], is_forward=what is What.FORWARD)
+
+    def finish(self) -> list[Task]:
+        if self.waits:  # the end of backward waits for the last reductions
+            self._put(Task(COMPUTE, 0.0, self.computed + self.waits, "end"))
+        return self.tasks
+
+    def _put(self, task: Task) -> int:
+        self.tasks.append(task)
+        return len(self.tasks) - 1
+
+    def _enter(self, unit: StepUnit, *, is_forward: bool) -> None:
+        if is_forward:
+            self._compute(unit, unit.forward_s, unit.forward_exchanges, unit.host_forward_s)
+        else:
+            self._compute(unit, unit.backward_s, unit.backward_exchanges, unit.host_backward_s)
+
+    def _end(self, *, is_forward: bool) -> None:
+        for unit in reversed(tuple(self.units.values())):
+            self._compute(unit, unit.forward_end_s if is_forward else unit.backward_end_s)
+
+    def _compute(
+        self, unit: StepUnit, seconds: float, exchanges: tuple[Transfer, ...] = (), host_s: float = 0.0
+    ) -> None:
+        if not (seconds or exchanges or host_s):
+            return
+        before = self.waits + self.computed
+        beside: tuple[int, ...] = ()
+        for each in exchanges:
+            if each.is_beside:
+                beside += self._send(each.stream, each.stream, (each,), before, unit)
+        done = self._put(Task(COMPUTE, seconds, before, unit.name))
+        if host_s:  # the host launches while the device computes, and the device cannot be done before the host is
+            launched = self._put(Task("host", host_s, (), unit.name, "host"))
+            done = self._put(Task(COMPUTE, 0.0, (done, launched), unit.name))
+        self.computed = (done,)
+        for each in exchanges:
+            if not each.is_beside:
+                self.computed = self._send(each.stream, each.stream, (each,), self.computed, unit)
+        self.waits = beside
+
+    def _send(
+        self, stream: str, category: str, transfers: Iterable[Transfer], after: tuple[int, ...], unit: StepUnit
+    ) -> tuple[int, ...]:
+        """Put transfers on a stream; returns the last of them."""
+        placed: tuple[int, ...] = ()
+        for each in transfers:
+            placed = (self._put(Task(stream, each.seconds, after, unit.name, category, each.collective)),)
+        return placed
+
+    def _gather(self, number: int, *, is_kept: bool) -> None:
+        unit = self.units[number]
+        is_kept = is_kept and bool(unit.kept_gather)
+        if not (self.is_gathered or is_kept):
+            return
+        after = self.waits + self.computed
+        if unit.up_s:
+            after = (self._put(Task("up", unit.up_s, after, unit.name, "offload")),)
+        sent = self._send("gather", "gather", unit.kept_gather if is_kept else unit.gather, after, unit)
+        self.gathering[number] = sent or (after if unit.up_s else ())
+
+    def _reduce(self, unit: StepUnit, number: int) -> None:
+        self.reducing[number] = self._send("reduce", "reduce", unit.reduce, self.waits + self.computed, unit)
+
+    def _advance(self, unit: StepUnit, number: int, *, is_last: bool) -> None:
+        self.waits += self.reducing.pop(number)
+        if not is_last:
+            after = self.waits + self.computed
+            self.reducing[number] = self._send("replicate", "reduce", unit.replicate, after, unit)
+            return
+        if unit.down_s:
+            self.waits += (self._put(Task("down", unit.down_s, self.waits, unit.name, "offload")),)
+        self._compute(unit, unit.update_s)

@@ -1,0 +1,277 @@
+"""A discrete-event simulation of streams: tasks that run one after another on each stream, and wait for others.
+
+A stream runs its tasks in the order in which they are given. A task begins when the task before it on its stream has
+ended and every task that it names in ``after`` has. Computation is the stream ``compute``; where it waits, the time is
+*exposed*, and belongs to the category of the task that it waits for. Example, a gather beside a computation::
+
+    timeline = run([
+        Task("compute", 3.0, label="block 1"),
+        Task("gather", 5.0, label="block 2", category="gather"),
+        Task("compute", 3.0, after=(0, 1), label="block 2"),
+    ])
+    timeline.end_s            # 8.0
+    timeline.exposed["gather"]  # 2.0
+
+While ``compute`` and a stream of ``slowdown.communication`` are both busy, both are slower: computation takes
+``slowdown.compute`` times as long, communication ``slowdown.transfer`` times: 1.1 to 1.3 on a GPU with NCCL (Galvatron,
+arXiv 2211.13878). Over Gloo a rank of one thread has one core, which computation and messages share (``ONE_CORE``).
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from typing import NamedTuple
+
+from shardwise.spec.traffic.data import Collective
+
+COMPUTE = "compute"
+
+
+class Task(NamedTuple):
+    """A piece of work on one stream.
+
+    Attributes:
+        stream: The stream that it runs on.
+        seconds: How long it takes where nothing slows it down.
+        after: Places, in the list of all tasks, of those that must have ended before; all of them come earlier.
+        label: What it is for: the name of a unit, a microbatch.
+        category: What time is counted as in which computation waits for it; "" for computation.
+        collective: The collective that it is, if it is one.
+    """
+
+    stream: str
+    seconds: float
+    after: tuple[int, ...] = ()
+    label: str = ""
+    category: str = ""
+    collective: Collective | None = None
+
+
+class Span(NamedTuple):
+    """When a task ran."""
+
+    begin_s: float
+    end_s: float
+    task: Task
+
+
+class Slowdown(NamedTuple):
+    """How much longer work takes while computation and communication run at the same time.
+
+    Attributes:
+        compute: Factor of computation.
+        transfer: Factor of communication.
+        streams: The streams that communicate; empty: all but ``compute`` and ``host``.
+        divides_link: Two streams that communicate at the same time have half of the link each, and so on.
+        is_one_core: All streams share one core: of n that are busy each takes n times as long. Nothing else counts.
+    """
+
+    compute: float = 1.0
+    transfer: float = 1.0
+    streams: frozenset[str] = frozenset()
+    divides_link: bool = False
+    is_one_core: bool = False
+
+    def slows(self, stream: str) -> bool:
+        """Whether a stream communicates."""
+        return stream in self.streams if self.streams else stream not in {COMPUTE, "host"}
+
+    def factors(self, num_computing: int, num_sending: int) -> tuple[float, float]:
+        """How much longer computation and communication take while so many streams are busy."""
+        if self.is_one_core:
+            return (num_computing + num_sending,) * 2
+        divided = num_sending if self.divides_link and num_sending else 1
+        return (self.compute, divided * self.transfer) if num_computing and num_sending else (1.0, divided)
+
+
+NO_SLOWDOWN = Slowdown()
+ONE_CORE = Slowdown(is_one_core=True)
+
+
+@dataclass(frozen=True)
+class Timeline:
+    """When each task ran.
+
+    Attributes:
+        spans: One for each task, in the order of the tasks.
+    """
+
+    spans: tuple[Span, ...]
+
+    @cached_property
+    def end_s(self) -> float:
+        """The end of the last task; the first begins at 0."""
+        return max((span.end_s for span in self.spans), default=0.0)
+
+    @cached_property
+    def streams(self) -> dict[str, list[Span]]:
+        """The spans of each stream, in the order of time; streams in the order of their first task."""
+        found: dict[str, list[Span]] = {}
+        for span in self.spans:
+            found.setdefault(span.task.stream, []).append(span)
+        return found
+
+    @cached_property
+    def busy(self) -> dict[str, float]:
+        """Seconds in which each stream works."""
+        return {stream: sum(span.end_s - span.begin_s for span in spans) for stream, spans in self.streams.items()}
+
+    @cached_property
+    def exposed(self) -> dict[str, float]:
+        """Seconds in which ``compute`` waits, by the category of what it waits for; also for what runs at the end.
+
+        With the seconds in which ``compute`` works they add up to :attr:`end_s`.
+        """
+        return _exposed(self)
+
+    @property
+    def collectives(self) -> list[tuple[Span, Collective]]:
+        """The collectives, in the order in which they begin; those that begin together in the order of the tasks."""
+        found = [(span, span.task.collective) for span in self.spans if span.task.collective is not None]
+        return sorted(found, key=lambda entry: entry[0].begin_s)
+
+
+def run(tasks: Sequence[Task], slowdown: Slowdown = NO_SLOWDOWN) -> Timeline:
+    """Run tasks.
+
+    Args:
+        tasks: In the order in which they are issued: each comes after those that it waits for.
+        slowdown: How much longer work takes where computation and communication overlap.
+    """
+    if slowdown == NO_SLOWDOWN:
+        return _run_freely(tasks)
+    return _Streams(tasks, slowdown).timeline()
+
+
+def _run_freely(tasks: Sequence[Task]) -> Timeline:
+    """One pass: a task's begin follows from tasks before it."""
+    free: dict[str, float] = {}
+    ends: list[float] = []
+    spans: list[Span] = []
+    for task in tasks:
+        begin = free.get(task.stream, 0.0)
+        for place in task.after:
+            begin = max(begin, ends[place])
+        end = begin + task.seconds
+        free[task.stream] = end
+        ends.append(end)
+        spans.append(Span(begin, end, task))
+    return Timeline(tuple(spans))
+
+
+class _Streams:
+    """Streams event by event: rates change whenever one begins or ends to work."""
+
+    def __init__(self, tasks: Sequence[Task], slowdown: Slowdown) -> None:
+        names = list(dict.fromkeys(task.stream for task in tasks))
+        number = {name: stream for stream, name in enumerate(names)}
+        self._tasks = tasks
+        self._slowdown = slowdown
+        self._compute = number.get(COMPUTE, -1)
+        self._sends = [slowdown.slows(name) for name in names]
+        self._stream_of = [number[task.stream] for task in tasks]
+        self._queues: list[deque[int]] = [deque() for _ in names]
+        self._followers: list[list[int]] = [[] for _ in tasks]
+        self._unmet = [len(task.after) for task in tasks]
+        self._begins, self._ends = [0.0] * len(tasks), [0.0] * len(tasks)
+        self._running: dict[int, tuple[int, float]] = {}  # by stream: the task, and the seconds of work left of it
+        self._ready = list(range(len(names)))[::-1]  # streams that may have something to begin
+        self._now = 0.0
+        for place, task in enumerate(tasks):
+            self._queues[self._stream_of[place]].append(place)
+            for other in task.after:
+                self._followers[other].append(place)
+
+    def timeline(self) -> Timeline:
+        while self._ready:
+            self._begin()
+            if self._running:
+                self._advance()
+        return Timeline(tuple(map(Span, self._begins, self._ends, self._tasks)))
+
+    def _begin(self) -> None:
+        """Begin what can be begun; tasks of no length end at once."""
+        while self._ready:
+            stream = self._ready.pop()
+            queue = self._queues[stream]
+            while queue and stream not in self._running and not self._unmet[queue[0]]:
+                place = queue.popleft()
+                self._begins[place] = self._now
+                seconds = self._tasks[place].seconds
+                if seconds > 0:
+                    self._running[stream] = place, seconds
+                else:
+                    self._end(place)
+
+    def _end(self, place: int) -> None:
+        self._ends[place] = self._now
+        for follower in self._followers[place]:
+            self._unmet[follower] -= 1
+            self._ready.append(self._stream_of[follower])
+
+    def _advance(self) -> None:
+        """Go to the next end of a task."""
+        sends, running = self._sends, self._running
+        computing, sending = self._slowdown.factors(self._compute in running, sum(sends[stream] for stream in running))
+        factors = [computing if stream == self._compute else sending if sends[stream] else 1.0 for stream in running]
+        step = min(left * factor for (_, left), factor in zip(running.values(), factors, strict=True))
+        self._now += step
+        for (stream, (place, left)), factor in zip(tuple(running.items()), factors, strict=True):
+            rest = left - step / factor
+            if rest > 1e-12 * left:
+                running[stream] = place, rest
+            else:
+                del running[stream]
+                self._ready.append(stream)
+                self._end(place)
+
+
+def _exposed(timeline: Timeline) -> dict[str, float]:
+    spans = timeline.spans
+    before: dict[str, int] = {}
+    previous: list[int | None] = []  # the task before each on its stream
+    for place, span in enumerate(spans):
+        previous.append(before.get(span.task.stream))
+        before[span.task.stream] = place
+    found: dict[str, float] = {}
+    computing = 0.0
+    for place, span in enumerate(spans):
+        if span.task.stream != COMPUTE:
+            continue
+        for category, seconds in _waits(spans, previous, place, computing):
+            found[category] = found.get(category, 0.0) + seconds
+        computing = span.end_s
+    if spans and timeline.end_s > computing:
+        last = max(range(len(spans)), key=lambda place: spans[place].end_s)
+        for category, seconds in _blamed(spans, previous, last, computing, timeline.end_s):
+            found[category] = found.get(category, 0.0) + seconds
+    return found
+
+
+def _waits(
+    spans: Sequence[Span], previous: Sequence[int | None], place: int, since: float
+) -> Iterator[tuple[str, float]]:
+    """What a computation waits for after the one before it has ended at ``since``."""
+    begin = spans[place].begin_s
+    if begin <= since:
+        return
+    blocker = max(spans[place].task.after, key=lambda other: spans[other].end_s, default=None)
+    if blocker is not None:
+        yield from _blamed(spans, previous, blocker, since, begin)
+
+
+def _blamed(
+    spans: Sequence[Span], previous: Sequence[int | None], place: int | None, since: float, until: float
+) -> Iterator[tuple[str, float]]:
+    """Splits a wait over the task that ended it, the one that this one waited for, and so on."""
+    while place is not None and until > since:
+        span = spans[place]
+        begin = max(since, span.begin_s)
+        if begin < until and span.task.stream != COMPUTE:
+            yield span.task.category or span.task.stream, until - begin
+        until = min(until, begin)
+        earlier = [*span.task.after, *(() if previous[place] is None else (previous[place],))]
+        place = max(earlier, key=lambda other: spans[other].end_s, default=None)  # pyrefly: ignore

@@ -1,0 +1,212 @@
+"""The moments of a data-parallel step, in the order in which the engine comes to them: the one source of that order.
+
+``spec.traffic.data`` makes collectives of them, ``sim.step`` a timeline. Under zero3, with a root 0 and blocks 1 to 3::
+
+    forward    gather 0, gather 1, wait 0, forward 0, gather 2, wait 1, forward 1, gather 3, wait 2, forward 2, wait 3,
+               forward 3, end of forward
+    backward   wait 0, backward 0, gather 2, wait 3, backward 3, reduce 3, gather 1, wait 2, backward 2, advance 3,
+               reduce 2, wait 1, backward 1, end of backward, advance 2, reduce 1, advance 1, reduce 0, advance 0
+
+The gather of the unit that comes next is issued before this one's is waited for (the prefetch, one unit ahead). A unit
+is reduced when backward enters one that neither encloses it nor lies in it; the reductions before are waited for then.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Mapping, Sequence
+from dataclasses import dataclass
+from enum import Enum
+from typing import NamedTuple, Protocol
+
+
+class What(Enum):
+    """What happens at a moment."""
+
+    GATHER = "the gather of a unit is issued, where one is due"
+    WAIT = "computation waits for the unit's gather"
+    FORWARD = "the unit computes forward"
+    FORWARD_END = "all units have computed forward; those that enclose others compute what is left"
+    BACKWARD = "the unit computes backward"
+    BACKWARD_END = "all units have computed backward; those that enclose others compute what is left"
+    REDUCE = "the reduction of the unit's gradients is issued"
+    ADVANCE = "a phase of the unit's reduction is waited for, and the next one issued, where there is one"
+
+
+class Moment(NamedTuple):
+    """One moment.
+
+    Attributes:
+        what: What happens.
+        unit: The number of the unit; of the ends of forward and backward -1.
+        is_kept: The gather is one of what a few neighbours have kept since forward.
+        is_last: The phase of the reduction is its last one.
+    """
+
+    what: What
+    unit: int
+    is_kept: bool = False
+    is_last: bool = True
+
+
+class UnitMoves(Protocol):
+    """What has to be known of a unit; ``UnitFacts`` knows it, and :class:`Moves`."""
+
+    @property
+    def name(self) -> str:
+        """The unit's name."""
+
+    @property
+    def family(self) -> Collection[int]:
+        """Numbers of the units that enclose it, that it encloses, and its own."""
+
+    @property
+    def recomputed_in(self) -> str | None:
+        """Name of a module around the unit that is recomputed in backward."""
+
+    @property
+    def is_released(self) -> bool:
+        """Its parameters are released between forward and backward."""
+
+    @property
+    def is_freed(self) -> bool:
+        """Its parameters are released after backward."""
+
+    @property
+    def is_trained(self) -> bool:
+        """Its gradients are reduced."""
+
+
+@dataclass(frozen=True, slots=True)
+class Moves:
+    """A unit of which nothing else is known; fields as in :class:`UnitMoves`."""
+
+    name: str
+    family: Collection[int]
+    recomputed_in: str | None = None
+    is_released: bool = True
+    is_freed: bool = True
+    is_trained: bool = True
+
+
+class Walk:
+    """Walks through one forward and backward, or through a pipeline's window.
+
+    Args:
+        units: By number.
+        num_phases: Phases of a reduction: 2 where a sum goes on over ``dp_replicate``, or comes in two collectives.
+        num_left: Units whose reductions are left to travel while another one's is issued: the number of gradient
+            buffers less 2.
+        reduces: Backward reduces gradients.
+        is_first_of_window: The parameters have changed since the forward before.
+
+    Attributes:
+        moments: So far.
+    """
+
+    def __init__(
+        self,
+        units: Mapping[int, UnitMoves],
+        *,
+        num_phases: int = 1,
+        num_left: int = 0,
+        reduces: bool = True,
+        is_first_of_window: bool = True,
+    ) -> None:
+        self.moments: list[Moment] = []
+        self._units = units
+        self._num_phases = num_phases
+        self._num_left = num_left
+        self._reduces = reduces
+        self._is_first_of_window = is_first_of_window
+        self._resident: set[int] = set()
+        self._kept: set[int] = set()
+        self._entered: list[int] = []
+        self._recomputed: set[str] = set()
+        self._forward_order: Sequence[int] = ()
+        self._reducing: dict[int, int] = {}  # the phase under way, by unit, oldest first
+
+    def forward(self, order: Sequence[int]) -> None:
+        """A forward through the units in this order."""
+        self._forward_order = order
+        if not self._is_first_of_window:  # the microbatch before has left them there
+            self._kept = {unit for unit in order[:-1] if self._units[unit].is_released}
+        left: int | None = None
+        for place, unit in enumerate(order):
+            if left is not None and left != unit and self._units[left].is_released:
+                self._resident.discard(left)
+                self._kept.add(left)
+            self._need(unit)
+            if place + 1 < len(order):
+                self._need(order[place + 1])
+            self._note(What.WAIT, unit)
+            self._note(What.FORWARD, unit)
+            left = unit
+        self._note(What.FORWARD_END, -1)
+
+    def backward(self, order: Sequence[int]) -> None:
+        """A backward that enters the units in this order."""
+        for place, unit in enumerate(order):
+            later = order[place + 1 :]
+            for other in [other for other in self._entered if other not in self._units[unit].family]:
+                if other not in later:
+                    self._leave(other)
+            self._need(unit)
+            if unit not in self._entered:
+                self._entered.append(unit)
+            if later:
+                self._need(later[0])
+            self._note(What.WAIT, unit)
+            self._recompute(unit)
+            self._note(What.BACKWARD, unit)
+        self._note(What.BACKWARD_END, -1)
+        for unit in reversed(self._entered.copy()):
+            self._leave(unit)
+        self.finish()
+
+    def reduce(self, order: Sequence[int]) -> None:
+        """Reduce units in this order; all gradients are there."""
+        for unit in order:
+            self._entered.append(unit)
+            self._leave(unit)
+        self.finish()
+
+    def finish(self) -> None:
+        """Wait for every reduction."""
+        while self._reducing:
+            self._advance(0)
+
+    def _note(self, what: What, unit: int) -> None:
+        self.moments.append(Moment(what, unit))
+
+    def _recompute(self, entered: int) -> None:
+        """Gather what is recomputed when backward enters a unit: the module of that name, or one around the unit."""
+        for place in (self._units[entered].name, self._units[entered].recomputed_in):
+            if place is not None and place not in self._recomputed:
+                self._recomputed.add(place)
+                for unit in self._forward_order:
+                    if self._units[unit].recomputed_in == place:
+                        self._need(unit)
+                        self._note(What.WAIT, unit)
+
+    def _need(self, unit: int) -> None:
+        if unit not in self._resident:
+            self._resident.add(unit)
+            self.moments.append(Moment(What.GATHER, unit, unit in self._kept))
+
+    def _leave(self, unit: int) -> None:
+        self._entered.remove(unit)
+        if self._units[unit].is_trained and self._reduces:
+            self._advance(self._num_left)
+            self._note(What.REDUCE, unit)
+            self._reducing[unit] = 0
+        if self._units[unit].is_freed:
+            self._resident.discard(unit)
+
+    def _advance(self, num_left: int) -> None:
+        """Wait for the phases under way, but those of the ``num_left`` newest units."""
+        for unit in list(self._reducing)[: len(self._reducing) - num_left]:
+            phase = self._reducing[unit] = self._reducing[unit] + 1
+            is_last = phase == self._num_phases
+            self.moments.append(Moment(What.ADVANCE, unit, is_last=is_last))
+            if is_last:
+                del self._reducing[unit]
