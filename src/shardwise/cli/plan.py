@@ -3,16 +3,18 @@
 from __future__ import annotations
 
 import json
+from dataclasses import dataclass, field
+from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from shardwise.cli.output import show
+from shardwise.cli.output import CONFIG_ENDINGS, check_writable, show
 from shardwise.spec.errors import ConfigError
-from shardwise.spec.text import aligned, did_you_mean
+from shardwise.spec.text import did_you_mean
 
 if TYPE_CHECKING:
-    from shardwise.planner import Estimate
+    from shardwise.planner import Cluster, Workload
     from shardwise.spec.shape import ModelShape
 
 _HELP = """Plans for a model on a cluster: what fits, how fast, and why. Needs neither GPUs nor torch.
@@ -24,10 +26,16 @@ Examples:
 
   shardwise plan llama-3-8b --gpus 8 --gpu H100-80GB-SXM --seq 8192 --global-batch 64
 
-  shardwise plan gpt-175b --gpus 128 --gpu A100-40GB-SXM --seq 2048 --global-batch 1024 --fix strategy=zero3
+  shardwise plan gpt-175b --gpus 128 --gpu A100-40GB-SXM --global-batch 1024 --fix strategy=zero3 --out plan.yaml
 
-  shardwise plan run.yaml --gpus 16 --gpu A100-80GB-SXM --json
+  shardwise plan --largest --gpus 8 --gpu A100-40GB-SXM
 """
+
+#: What ``--largest`` scales where no model is named: GPT-3's proportions.
+_LARGEST = "gpt-175b"
+
+#: Tokens that a GPU gets of a step where ``--global-batch`` does not say.
+_TOKENS_PER_GPU = 1 << 14
 
 
 def register(app: typer.Typer) -> None:
@@ -36,108 +44,317 @@ def register(app: typer.Typer) -> None:
 
 
 def plan(  # noqa: PLR0917  typer's form
-    model: Annotated[str, typer.Argument(help="Well-known name, Hugging Face folder, config.json, or configuration.")],
-    gpu: Annotated[str | None, typer.Option(help="Name of the GPU, or a file of `shardwise calibrate`.")] = None,
-    gpus: Annotated[int, typer.Option(help="GPUs in all.")] = 8,
+    model: Annotated[
+        str | None, typer.Argument(help="Well-known name, Hugging Face folder, config.json, or configuration.")
+    ] = None,
+    gpu: Annotated[
+        str | None, typer.Option(help="Name of the GPU, or a file of `shardwise calibrate`; by default this machine's.")
+    ] = None,
+    gpus: Annotated[int | None, typer.Option(help="GPUs in all; by default one node's.")] = None,
     gpus_per_node: Annotated[int, typer.Option(help="GPUs of one node.")] = 8,
-    network: Annotated[float | None, typer.Option(help="Gbit/s of a node's network, one direction.")] = None,
-    seq: Annotated[int | None, typer.Option(help="Tokens of a sequence.")] = None,
-    global_batch: Annotated[int | None, typer.Option(help="Sequences of a step, over all GPUs.")] = None,
-    micro_batch: Annotated[int | None, typer.Option(help="Sequences of a forward; by default searched.")] = None,
-    precision: Annotated[str, typer.Option(help="What products compute in: bf16, fp16, fp32.")] = "bf16",
-    optimizer: Annotated[str, typer.Option(help="adamw, adam or sgd.")] = "adamw",
+    network: Annotated[float | None, typer.Option(help="Gbit/s of a node's network; by default what is usual.")] = None,
+    seq: Annotated[int | None, typer.Option(help="Tokens of a sequence; by default the model's, at most 2,048.")] = None,
+    global_batch: Annotated[
+        int | None, typer.Option(help="Sequences of a step over all GPUs; by default 16,384 tokens for each GPU.")
+    ] = None,
+    micro_batch: Annotated[int | None, typer.Option(help="Only this many sequences a forward.")] = None,
+    precision: Annotated[str | None, typer.Option(help="What products compute in: bf16 (default), fp16, fp32.")] = None,
+    optimizer: Annotated[str | None, typer.Option(help="adamw (default), adam or sgd.")] = None,
     strategy: Annotated[str | None, typer.Option(help="Only this strategy.")] = None,
     tp: Annotated[int | None, typer.Option(help="Only this many tensor-parallel ranks.")] = None,
     pp: Annotated[int | None, typer.Option(help="Only this many pipeline ranks.")] = None,
     activation_checkpointing: Annotated[str | None, typer.Option(help="Only none, selective or full.")] = None,
-    fix: Annotated[list[str] | None, typer.Option(help="field=value of the plan, repeatable.")] = None,
-    as_json: Annotated[bool, typer.Option("--json", help="Print as JSON.")] = False,  # noqa: FBT002  typer's form
+    compiled: Annotated[bool, typer.Option("--compile", help="Units are compiled.")] = False,  # noqa: FBT002
+    fix: Annotated[
+        list[str] | None, typer.Option(help="field=value of the plan that every proposal has; repeatable.")
+    ] = None,
+    largest: Annotated[
+        bool, typer.Option("--largest", help="The largest model of these proportions that each strategy holds.")
+    ] = False,  # noqa: FBT002
+    out: Annotated[Path | None, typer.Option(help="Write the best plan as a configuration for `train`.")] = None,
+    json_output: Annotated[bool, typer.Option("--json", help="Print everything as JSON.")] = False,  # noqa: FBT002
 ) -> None:
     """Plan."""
-    from shardwise.planner import Cluster, Workload
-    from shardwise.planner.search import search
+    from shardwise.cost.workload import Workload
 
-    shape = find_shape(model)
-    fixed = read_fixed(fix or [])
+    check_writable(out)
+    cluster = _cluster(gpu, gpus, gpus_per_node, network)
+    subject = find_subject(model or _LARGEST if largest else model, cluster.num_gpus, cluster.gpus_per_node)
+    fixed = {**subject.fixed, **read_fixed(fix or [])}
     options = {
         "strategy": strategy,
         "tp": tp,
         "pp": pp,
         "recompute": activation_checkpointing,
         "micro_batch": micro_batch,
+        "compile": compiled or None,
     }
     fixed |= {name: value for name, value in options.items() if value is not None}
-    cluster = Cluster(
-        gpu=gpu or this_gpu(), num_gpus=gpus, gpus_per_node=gpus_per_node, inter_gbits_per_s_per_node=network
-    )
+    tokens = seq or subject.seq_len or min(subject.shape.seq_len, 2048)
+    _check_length(tokens, subject.shape)
     workload = Workload(
-        seq_len=seq or min(shape.seq_len, 2048),
-        global_batch=global_batch or gpus,
-        precision=precision,
-        optimizer=optimizer,
+        seq_len=tokens,
+        global_batch=global_batch or subject.global_batch or cluster.num_gpus * max(1, _TOKENS_PER_GPU // tokens),
+        precision=precision or subject.precision,
+        optimizer=optimizer or subject.optimizer,
+        compile=bool(fixed.get("compile", False)),
     )
+    if largest:
+        _show_largest(subject.shape, cluster, workload, fixed, is_json=json_output)
+    else:
+        _show_plans(subject, cluster, workload, fixed, out, is_json=json_output)
+
+
+def _show_plans(
+    subject: Subject, cluster: Cluster, workload: Workload, fixed: dict[str, Any], out: Path | None, *, is_json: bool
+) -> None:
+    from shardwise.cli import plan_file, plan_screen
+    from shardwise.planner.fit import remedies
+    from shardwise.planner.search import search
+
+    shape = subject.shape
     plans = search(shape, cluster, workload, **fixed)
-    show(json.dumps([as_dict(made) for made in plans], indent=1) if as_json else screen(plans))
+    best = plans[0]
+    found = [] if best.fits else remedies(shape, cluster, workload, fixed)
+    line = ""
+    if best.fits and out is not None:
+        plan_file.write_plan(out, best, subject.written(out), subject.base)
+        line = f"written to {out}; start it with\n  {plan_file.command(best, str(out))}"
+    elif best.fits:
+        line = f"next: add --out plan.yaml, then\n  {plan_file.command(best, 'plan.yaml')}"
+    if is_json:
+        content = plan_screen.as_json(shape, cluster, workload, plans, found)
+        content["command"] = plan_file.command(best, str(out or "plan.yaml")) if best.fits else None
+        show(json.dumps(content, indent=1))
+        return
+    show(plan_screen.screen(shape, cluster, workload, plans, found=found, command=line))
 
 
-def find_shape(model: str) -> ModelShape:
-    """The shape of what the argument names."""
-    from shardwise.spec.shape.names import known_shape
+def _show_largest(
+    shape: ModelShape, cluster: Cluster, workload: Workload, fixed: dict[str, Any], *, is_json: bool
+) -> None:
+    from shardwise.cli import plan_screen
+    from shardwise.planner.fit import largest
+    from shardwise.planner.legal import STRATEGIES
 
-    return known_shape(model)
+    wanted = (fixed["strategy"],) if "strategy" in fixed else STRATEGIES[:5]
+    found = list(largest(shape, cluster, workload, wanted, fixed))
+    if is_json:
+        rows = [
+            {
+                "strategy": each.strategy,
+                "saving": each.saving,
+                "parameters": each.plan and each.plan.shape.num_parameters,
+                "layers": each.plan and each.plan.shape.num_layers,
+                "hidden": each.plan and each.plan.shape.hidden,
+                "plan": each.plan and plan_screen.plan_as_json(each.plan),
+            }
+            for each in found
+        ]
+        show(json.dumps(rows, indent=1))
+        return
+    show("\n".join(plan_screen.largest_page(shape, cluster, workload, found)))
+
+
+# -- what is planned for
+
+
+@dataclass(frozen=True, slots=True)
+class Subject:
+    """What is planned for.
+
+    Attributes:
+        shape: The model.
+        model: The section of a configuration that names it; ``None``: a well-known model, of which only the sizes are
+            here.
+        config: The ``config.json`` of a well-known model.
+        base: The run configuration that was given.
+        fixed: What it fixes.
+        seq_len: Tokens of a sequence that it says.
+        global_batch: Sequences of a step that it says.
+        precision: Dtype of products.
+        optimizer: Name of the optimizer.
+    """
+
+    shape: ModelShape
+    model: dict[str, Any] | None = None
+    config: dict[str, Any] | None = None
+    base: dict[str, Any] | None = None
+    fixed: dict[str, Any] = field(default_factory=dict)
+    seq_len: int | None = None
+    global_batch: int | None = None
+    precision: str = "bf16"
+    optimizer: str = "adamw"
+
+    def written(self, out: Path) -> dict[str, Any]:
+        """The section of the model for a configuration at ``out``; makes a well-known model's folder beside it."""
+        from shardwise.cli.plan_file import write_model_folder
+
+        if self.model is not None:
+            return self.model
+        folder = out.parent / self.shape.name
+        write_model_folder(folder, self.config or {})
+        return {"hf": str(folder)}
+
+
+def find_subject(model: str | None, world_size: int, local_size: int) -> Subject:
+    """What MODEL names.
+
+    Raises:
+        ConfigError: Nothing has that name.
+    """
+    from shardwise.spec.shape import ModelShape
+    from shardwise.spec.shape.gpt import PRESETS
+    from shardwise.spec.shape.names import KNOWN
+
+    if model is None:
+        raise ConfigError(
+            f"plan: no model was named.\n  Name one of {', '.join([*list(KNOWN)[:6], *PRESETS])}, ..., a folder with a"
+            " config.json, or a run configuration."
+        )
+    path = Path(model).expanduser()
+    if model.lower().endswith(CONFIG_ENDINGS):
+        return _from_file(path, world_size, local_size)
+    if path.is_dir() or path.suffix == ".json":
+        folder = path if path.is_dir() else path.parent
+        return Subject(ModelShape.from_config(path), {"hf": str(folder)})
+    if model in PRESETS:
+        return Subject(ModelShape.from_config(model), {"preset": model})
+    if model.lower() in KNOWN:
+        return Subject(ModelShape.from_config(model), config=KNOWN[model.lower()])
+    known = [*KNOWN, *PRESETS]
+    hint = did_you_mean(model.lower(), known) or f" Known are: {', '.join(known)}."
+    raise ConfigError(
+        f"{model!r} is no model that is known, and no file or folder that is there.\n {hint}\n"
+        "  Any other model: the path of its folder with a config.json."
+    )
+
+
+#: Fields of the ``train`` section, and what they fix.
+_TRAIN = {"micro_batch_size": "micro_batch", "gradient_accumulation_steps": "accumulation_steps"}
+
+
+def _from_file(path: Path, world_size: int, local_size: int) -> Subject:
+    from shardwise.spec.precision import item_bytes
+    from shardwise.spec.shape import ModelShape
+    from shardwise.spec.shape.gpt import gpt_config
+    from shardwise.train.config import read_config
+    from shardwise.train.hf import stored_dtype
+
+    del world_size, local_size
+    raw = read_config(path)
+    raw.raise_if_any()
+    config, train, parallel = raw.config, raw.given("train"), raw.given("parallel")
+    section = config.model
+    stored = None
+    if section.hf is not None:
+        folder = Path(section.hf).expanduser()
+        shape, stored = ModelShape.from_config(folder), stored_dtype(folder)
+        model: dict[str, Any] = {"hf": section.hf}
+    else:
+        preset = section.preset or "gpt-tiny"
+        shape = ModelShape.from_config(gpt_config(preset, **section.overrides))
+        model = {"preset": preset, **section.overrides}
+    fixed = {name: getattr(config.parallel, name) for name in parallel}
+    if fixed.get("dp_shard") == -1:
+        del fixed["dp_shard"]
+    fixed |= {
+        meant: getattr(config.train, name) for name, meant in _TRAIN.items() if name in train and getattr(config.train, name)
+    }
+    if "in_backward" in raw.given("optimizer"):
+        fixed["in_backward"] = config.optimizer.in_backward
+    policy = (fixed.get("mp_policy") or {}).get("param_dtype", "bf16") if "mp_policy" in fixed else None
+    computed = policy or (stored if stored is not None and item_bytes(stored) == 2 else "fp32")
+    return Subject(
+        shape,
+        model,
+        base=raw.document.values,
+        fixed=fixed,
+        seq_len=config.data.seq_len,
+        global_batch=config.train.global_batch_size,
+        precision="bf16" if computed == "auto" else str(computed),
+        optimizer=config.optimizer.name,
+    )
 
 
 def read_fixed(given: list[str]) -> dict[str, Any]:
-    """``field=value`` each, the value written as in YAML."""
+    """``field=value`` each, the value written as in YAML.
+
+    Raises:
+        ConfigError: One is not of that form, or names no field.
+    """
     import yaml
 
-    from shardwise.planner.candidate import WORKLOAD_FIELDS
-    from shardwise.spec.plan import plan_fields
+    from shardwise.planner.candidate import check_fixed
 
     fixed: dict[str, Any] = {}
     for text in given:
         name, equals, value = text.partition("=")
-        if not equals or name not in {*plan_fields(), *WORKLOAD_FIELDS}:
-            hint = did_you_mean(name, [*plan_fields(), *WORKLOAD_FIELDS])
-            raise ConfigError(
-                f"--fix {text}: expected field=value, the field of a plan.\n {hint or ' For example tp=2.'}"
-            )
-        fixed[name] = yaml.safe_load(value)
+        if not equals:
+            raise ConfigError(f"--fix {text}: expected field=value.\n  Write for example --fix tp=2.")
+        try:
+            fixed[name.strip()] = yaml.safe_load(value)
+        except yaml.YAMLError:
+            raise ConfigError(f"--fix {text}: {value!r} is no value.\n  Write it as in a configuration file.") from None
+    check_fixed(fixed)
     return fixed
 
 
-def this_gpu() -> str:
-    """The name of this machine's GPU in the hardware table."""
+def _check_length(tokens: int, shape: ModelShape) -> None:
+    if tokens > shape.seq_len and shape.family in {"gpt", "gpt2", "opt", "bert", "vit"}:  # positions are learned
+        raise ConfigError(
+            f"--seq {tokens}: {shape.name} has {shape.seq_len:,} learned positions.\n  Set --seq {shape.seq_len} or less."
+        )
+
+
+# -- the cluster
+
+
+def _cluster(gpu: str | None, num_gpus: int | None, per_node: int, network: float | None) -> Cluster:
+    from shardwise.cost.hardware import Cluster
+
+    held = 0
+    if gpu is None:
+        gpu, held = this_gpu()
+    return Cluster(
+        gpu=gpu,
+        num_gpus=num_gpus or held or per_node,
+        gpus_per_node=per_node,
+        inter_gbits_per_s_per_node=network,
+    )
+
+
+def this_gpu() -> tuple[str, int]:
+    """The name in the hardware table of this machine's GPUs, and their number.
+
+    Raises:
+        ConfigError: There is none, or the table does not know it.
+    """
     from shardwise.cost.hardware import gpus
 
-    raise ConfigError(f"no --gpu was given.\n  Name one of {', '.join(gpus())}.")
+    known = f"  Name one with --gpu: {', '.join(gpus())}.\n  `shardwise calibrate` measures a machine that is not listed."
+    if not Path("/dev/nvidiactl").exists():
+        raise ConfigError(f"this machine has no GPU, and no --gpu was given.\n{known}")
+    import torch
+
+    if not torch.cuda.is_available():
+        raise ConfigError(f"torch sees no GPU here, and no --gpu was given.\n{known}")
+    name, memory = torch.cuda.get_device_name(0), torch.cuda.get_device_properties(0).total_memory
+    found = match_gpu(name, memory)
+    if found is None:
+        raise ConfigError(f"the GPU of this machine, {name!r}, is not in the hardware table.\n{known}")
+    return found, torch.cuda.device_count()
 
 
-def screen(plans: list[Estimate]) -> str:
-    """One page: the table, the best plan's memory, why, and what to do next."""
-    from shardwise.planner.explain import gib, seconds, table_rows, title, why
+def match_gpu(name: str, memory_bytes: int) -> str | None:
+    """The GPU of the table that a driver calls ``name``: the same model and form, and the nearest size of memory."""
+    from shardwise.cost.hardware import gpus
 
-    best = plans[0]
-    rows = [["", "plan", "micro", "recompute", "memory", "step", "TFLOP/s", "MFU"]]
-    for place, made in enumerate(table_rows(plans), 1):
-        speed = [
-            seconds(made.step_time_s),
-            f"{made.tflops_per_gpu:.0f}",
-            "n/a" if made.mfu is None else f"{made.mfu:.0%}",
-        ]
-        rows.append(
-            [
-                str(place),
-                title(made),
-                f"{made.workload.micro_batch}",
-                str(made.workload.recompute),
-                gib(made.memory.device_bytes),
-                *(speed if made.fits else ["does not fit", "", ""]),
-            ]
-        )
-    return "\n".join([*aligned(rows, words={1, 3}), "", *why(best)])
-
-
-def as_dict(made: Estimate) -> dict[str, Any]:
-    """An estimate as JSON."""
-    return {"strategy": str(made.plan.strategy), "fits": made.fits, "step_time_s": made.step_time_s}
+    words = name.upper().replace("-", " ").split()
+    alike = [
+        gpu
+        for gpu in gpus().values()
+        if gpu.name.split("-")[0].upper() in "".join(words) and ("PCIE" in words) <= (gpu.link_domain == 1)
+    ]
+    near = [gpu for gpu in alike if abs(gpu.memory_bytes - memory_bytes) < 0.1 * memory_bytes]
+    return min(near, key=lambda gpu: abs(gpu.memory_bytes - memory_bytes)).name if near else None

@@ -1,18 +1,26 @@
-"""A plan in words: what it is called, what bounds its time, what its memory leaves, and what would help."""
+"""A plan in words: what it is called, what bounds its time, what its memory leaves room for, and what would help.
+
+What a sentence says would happen has been tried: the changed plan, network or batch was estimated.
+"""
 
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 
+from shardwise.planner.candidate import divisors
 from shardwise.planner.estimate import Estimate, estimate
+from shardwise.planner.memory import estimate_memory
 from shardwise.planner.search import kind_of
 
 GIB = 1 << 30
 
+#: Waiting that takes less than this share of a step is not worth a sentence.
+_NOTABLE = 0.03
+
 
 def gib(num_bytes: float) -> str:
-    """Bytes as GPUs' memories are labelled: ``61.2 GiB``."""
+    """Bytes in the unit of GPUs' memories: ``61.2 GiB``."""
     return f"{num_bytes / GIB:.1f} GiB"
 
 
@@ -24,85 +32,143 @@ def seconds(time_s: float) -> str:
 
 
 def title(made: Estimate) -> str:
-    """A plan in a few words: its strategy and the degrees above 1."""
+    """A plan in a few words: its strategy and the degrees above 1, ``hsdp 4x8, tp 8, pp 4 zb-v``."""
     plan = made.plan
-    words = [str(plan.strategy)]
-    if plan.dp_replicate > 1:
-        words.append(f"{plan.dp_replicate} groups of {plan.dp_shard}")
-    words += [f"{axis} {getattr(plan, axis)}" for axis in ("tp", "cp", "pp", "ep") if getattr(plan, axis) > 1]
+    words = [str(plan.strategy) + (f" {plan.dp_replicate}x{plan.dp_shard}" if plan.dp_replicate > 1 else "")]
+    words += [f"{axis} {getattr(plan, axis)}" for axis in ("tp", "cp", "ep") if getattr(plan, axis) > 1]
     policy = plan.pipeline_policy
     if policy is not None:
-        stages = f" x{policy.virtual_stages}" if policy.schedule == "interleaved-1f1b" else ""
-        words.append(policy.schedule + stages)
+        is_interleaved = policy.schedule == "interleaved-1f1b"
+        words.append(f"pp {plan.pp} {f'interleaved {policy.virtual_stages}' if is_interleaved else policy.schedule}")
     if plan.offload is not None:
-        words.append("states on the host" if plan.offload.parameters is False else "offload cpu")
+        words.append("offload" if plan.offload.parameters else "offload states")
     if made.workload.in_backward:
-        words.append("update in backward")
+        words.append("in backward")
     return ", ".join(words)
 
 
+def num_microbatches(made: Estimate) -> int:
+    """Microbatches of a step."""
+    return made.workload.global_batch // (made.workload.micro_batch * made.plan.dp_replicate * made.plan.dp_shard)
+
+
 def table_rows(plans: Sequence[Estimate], most: int = 12) -> list[Estimate]:
-    """The plans of a table: of data parallelism alone the best of every strategy, of other kinds the best of each.
+    """The plans of a table: the best of each kind, fastest first; behind them strategies that do not fit.
 
     Args:
         plans: The result of a search.
-        most: Rows at most; the last ones go first, plans that do not fit before the others.
+        most: Rows at most; the slowest are left out, then what does not fit.
     """
     seen: set[tuple[str, ...]] = set()
-    rows = []
+    rows: list[Estimate] = []
     for made in plans:
-        kind = kind_of(made)
-        key = kind if len(kind) == 1 else kind[1:]
-        if key not in seen and (made.fits or len(kind) == 1):
+        kind = kind_of(made.plan)
+        if kind not in seen:
             rows.append(made)
-        seen.add(key)
-    return rows[:most]
+        seen.add(kind)
+    fitting = [made for made in rows if made.fits]
+    others = [made for made in rows if not made.fits]
+    if fitting:  # of what does not fit, the strategies of data parallelism alone
+        others = [made for made in others if kind_of(made.plan) == (str(made.plan.strategy),)]
+    return fitting[: max(most - len(others), most // 2)] + others[: max(most - len(fitting), most // 2)]
 
 
-#: How the categories of a step's time are called in a sentence, as a subject.
+#: How the categories of a step's time are called in a sentence.
 TIME_WORDS = {
-    "compute": "computing takes",
-    "exposed gather": "waiting for all-gathers takes",
-    "exposed reduce": "waiting for the reduction of gradients takes",
-    "tp": "the collectives of tp take",
-    "pp bubble": "the pipeline's bubble takes",
-    "cp": "the exchange of keys and values between cp's ranks takes",
-    "ep": "the exchange of tokens between experts takes",
-    "optimizer": "the optimizer takes",
-    "offload": "moving states between host and device takes",
-    "host": "launching operations from the host takes",
+    "compute": "computing",
+    "exposed gather": "waiting for all-gathers of parameters",
+    "exposed reduce": "waiting for reductions of gradients",
+    "tp": "collectives of tp",
+    "pp bubble": "the pipeline's bubble",
+    "cp": "the exchange of keys and values over cp",
+    "ep": "the exchange of tokens between experts",
+    "optimizer": "the optimizer's update",
+    "offload": "copies between host and device",
+    "host": "waiting for the host to launch operations",
 }
 
 
 def why(made: Estimate) -> list[str]:
-    """What bounds the plan's time, and what its memory leaves room for: sentences."""
-    lines = [time_in_words(made)]
-    lines += [line for line in (what_helps(made), headroom(made)) if line]
-    return lines
+    """What bounds the plan's time, what would shorten it, and what its memory leaves room for: sentences."""
+    return [time_in_words(made), *_remedies_of_time(made), *headroom(made)]
 
 
 def time_in_words(made: Estimate) -> str:
-    """The largest part of a step, and the largest that is not computing."""
+    """The largest parts of a step."""
     parts = sorted(made.time.by_category.items(), key=lambda item: -item[1])
-    shown = [f"{TIME_WORDS.get(name, name)} {spent / made.step_time_s:.0%}" for name, spent in parts if spent > 0][:3]
-    return f"Of a step of {seconds(made.step_time_s)}, " + ", ".join(shown) + "."
+    shown = [
+        f"{TIME_WORDS.get(name, name)} takes {spent / made.step_time_s:.0%}"
+        for name, spent in parts
+        if spent >= 0.01 * made.step_time_s
+    ]
+    return f"Of the {seconds(made.step_time_s)} of a step, {', '.join(shown[:4])}."
 
 
-def what_helps(made: Estimate) -> str:
-    """What a faster network would bring, where communication between nodes is what waits."""
+def _remedies_of_time(made: Estimate) -> Iterator[str]:
+    """What would shorten the largest waiting."""
+    waits = {name: spent for name, spent in made.time.by_category.items() if name != "compute"}
+    if not waits:
+        return
+    name, spent = max(waits.items(), key=lambda item: item[1])
+    if spent < _NOTABLE * made.step_time_s:
+        return
     cluster = made.cluster
-    exposed = sum(made.time.by_category.get(name, 0.0) for name in ("exposed gather", "exposed reduce"))
-    if cluster.num_gpus <= cluster.gpus_per_node or exposed < 0.05 * made.step_time_s:
-        return ""
-    faster = dataclasses.replace(cluster, inter_gbits_per_s_per_node=2 * cluster.node_bandwidth * 8 / 1e9)
-    other = estimate(made.shape, made.plan, faster, made.workload)
-    return (
-        f"A node's network sends {cluster.node_bandwidth / 1e9:.0f} GB/s; with twice that a step would take"
-        f" {seconds(other.step_time_s)}."
-    )
+    if name in {"exposed gather", "exposed reduce", "cp", "ep"} and cluster.num_gpus > cluster.gpus_per_node:
+        gbits = 2 * cluster.node_bandwidth * 8 / 1e9
+        other = _changed(made, cluster=dataclasses.replace(cluster, inter_gbits_per_s_per_node=gbits))
+        yield (
+            f"Most of the waiting is {TIME_WORDS[name].removeprefix('waiting ')}: the network has"
+            f" {cluster.node_bandwidth / 1e9:.0f} GB/s a node; with twice that a step would take"
+            f" {seconds(other.step_time_s)}."
+        )
+    elif name == "pp bubble":
+        larger = dataclasses.replace(made.workload, global_batch=2 * made.workload.global_batch)
+        policy = made.plan.pipeline_policy
+        assert policy is not None
+        pipeline = dataclasses.replace(policy, num_microbatches=2 * num_microbatches(made))
+        other = _changed(made, workload=larger, plan=dataclasses.replace(made.plan, pipeline=pipeline))
+        share = other.time.by_category.get(name, 0.0) / other.step_time_s
+        yield (
+            f"{num_microbatches(made)} microbatches pass through {made.plan.pp} stages; a global batch of"
+            f" {larger.global_batch:,} would lower the bubble from {spent / made.step_time_s:.0%} to {share:.0%}."
+        )
 
 
-def headroom(made: Estimate) -> str:
-    """What the memory that is left would be enough for, by trying it."""
+def _changed(made: Estimate, **changes: object) -> Estimate:
+    held = {name: changes.get(name, getattr(made, name)) for name in ("shape", "plan", "cluster", "workload")}
+    return estimate(held["shape"], held["plan"], held["cluster"], held["workload"])
+
+
+def headroom(made: Estimate) -> Iterator[str]:
+    """What the memory that is left is not enough for: the next larger microbatch, less recomputation, no offloading."""
     capacity, used = made.cluster.device.memory_bytes, made.memory.device_bytes
-    return f"Memory: {gib(used)} of {gib(capacity)}, {gib(capacity - used)} free."
+    if not made.fits:
+        return
+    text = f"Memory: {gib(used)} of {gib(capacity)}"
+    wanted = _next_steps(made)
+    if not wanted:
+        yield f"{text}."
+        return
+    shown = [f"{gib(_needed(other))} {what}" for what, other in wanted]
+    yield f"{text}; it would take {' and '.join(shown)}."
+
+
+def _next_steps(made: Estimate) -> list[tuple[str, Estimate]]:
+    """Plans that would come next if there were more memory, and how they are called."""
+    found = []
+    workload = made.workload
+    samples = workload.global_batch // (made.plan.dp_replicate * made.plan.dp_shard)
+    larger = next((micro for micro in divisors(samples) if micro > workload.micro_batch), None)
+    if workload.recompute != "none":
+        plan = dataclasses.replace(made.plan, activation_checkpointing="none")
+        without = dataclasses.replace(made, plan=plan, workload=dataclasses.replace(workload, recompute="none"))
+        found.append(("without recomputation", without))
+    if larger is not None and made.plan.pp == 1:
+        found.append(
+            (f"for microbatches of {larger}", dataclasses.replace(made, workload=dataclasses.replace(workload, micro_batch=larger)))
+        )
+    return found
+
+
+def _needed(made: Estimate) -> float:
+    return estimate_memory(made.shape, made.plan, made.cluster, made.workload).device_bytes

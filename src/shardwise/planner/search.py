@@ -25,6 +25,7 @@ from shardwise.planner.candidate import Candidate, candidates, check_fixed, savi
 from shardwise.planner.estimate import Estimate, estimate
 from shardwise.planner.memory import estimate_memory
 from shardwise.spec.errors import ConfigError, PlanError
+from shardwise.spec.plan import ParallelPlan
 from shardwise.spec.shape import ModelShape
 
 #: Plans that are returned whatever their kind is; besides, the best of every kind.
@@ -34,8 +35,7 @@ NUM_BEST = 10
 def search(shape: ModelShape, cluster: Cluster, workload: Workload, **fixed: Any) -> list[Estimate]:
     """The best plans for a model on a cluster, and the best of each kind.
 
-    A kind is a strategy with the axes besides data parallelism that have more than one rank: ``zero3``, ``zero3`` with
-    ``tp``, and so on.
+    A kind is a strategy of data parallelism alone, or a set of other axes with more than one rank, under any strategy.
 
     Args:
         shape: The model.
@@ -45,8 +45,8 @@ def search(shape: ModelShape, cluster: Cluster, workload: Workload, **fixed: Any
             ``recompute``, ``in_backward``, and the pipeline's ``schedule``.
 
     Returns:
-        Plans that fit, fastest first. Behind them, for each kind without one, the plan that comes nearest to fitting:
-        its ``fits`` is false.
+        Plans that fit, fastest first. Behind them, for each kind without one, a plan that saves all memory that it can
+        and does not fit all the same (``fits`` is false), the smallest first.
 
     Raises:
         ConfigError: A fixed name is unknown, or the engine does not train in the workload's precision.
@@ -55,14 +55,10 @@ def search(shape: ModelShape, cluster: Cluster, workload: Workload, **fixed: Any
     return _Search(shape, cluster, workload, check_fixed(fixed)).run()
 
 
-def kind_of(estimate: Estimate) -> tuple[str, ...]:
-    """The strategy of a plan and its axes besides data parallelism."""
-    plan = estimate.plan
-    return (str(plan.strategy), *(axis for axis in ("tp", "pp", "cp", "ep") if getattr(plan, axis) > 1))
-
-
-def _kind(candidate: Candidate) -> tuple[str, ...]:
-    return (candidate.strategy, *(axis for axis in ("tp", "pp", "cp", "ep") if getattr(candidate.layout, axis) > 1))
+def kind_of(plan: ParallelPlan | Candidate) -> tuple[str, ...]:
+    """The axes of a plan besides data parallelism that have more than one rank; without any, its strategy."""
+    axes = plan.layout if isinstance(plan, Candidate) else plan
+    return tuple(axis for axis in ("tp", "pp", "cp", "ep") if getattr(axes, axis) > 1) or (str(plan.strategy),)
 
 
 class _Search:
@@ -84,7 +80,7 @@ class _Search:
         ranked: list[tuple[float, tuple[object, ...], Candidate]] = []
         for candidate in candidates(self.shape, self.cluster, self.workload, self.fixed):
             states = least_state_bytes(self.shape, candidate, self.workload)
-            kind = _kind(candidate)
+            kind = kind_of(candidate)
             if kind not in kinds or states < least_state_bytes(self.shape, kinds[kind], self.workload):
                 kinds[kind] = candidate
             if states <= self.capacity:
@@ -96,7 +92,7 @@ class _Search:
         best: list[float] = []
         best_of: dict[tuple[str, ...], float] = defaultdict(lambda: float("inf"))
         for least, _, candidate in ranked:
-            kind = _kind(candidate)
+            kind = kind_of(candidate)
             is_slow = len(best) >= NUM_BEST and least >= best[NUM_BEST - 1]
             if (is_slow and least >= best_of[kind]) or self._is_needless(candidate) or not self._fits(candidate):
                 continue
@@ -113,16 +109,20 @@ class _Search:
         result: list[Estimate] = []
         seen: set[tuple[str, ...]] = set()
         for place, (candidate, made) in enumerate(ranked):
-            if place < NUM_BEST or _kind(candidate) not in seen:
+            if place < NUM_BEST or kind_of(candidate) not in seen:
                 result.append(made)
-            seen.add(_kind(candidate))
+            seen.add(kind_of(candidate))
         missing = [self._smallest(candidate) for kind, candidate in kinds.items() if kind not in seen]
         return result + sorted(missing, key=lambda made: made.memory.device_bytes)
 
     def _smallest(self, candidate: Candidate) -> Estimate:
         """The plan of a candidate's kind that comes nearest to fitting: the smallest microbatch, everything saved."""
-        choices = [candidate._replace(**saving) for saving in savings(candidate, self.workload, self.fixed)]
-        return min((self._estimate(choice) for choice in choices), key=lambda made: made.memory.device_bytes)
+        kept = [candidate._replace(**saving) for saving in savings(candidate, self.workload, self.fixed)]
+        on_device = [choice for choice in kept if choice.offload == "none"]
+        return min(
+            (self._estimate(choices[-1]) for choices in (kept, on_device) if choices),
+            key=lambda made: made.memory.device_bytes,
+        )
 
     def _is_needless(self, candidate: Candidate) -> bool:
         """Whether the same plan fits without saving as much memory."""

@@ -1,0 +1,82 @@
+"""``plan --out``: a configuration that ``train`` takes as it is, and the command that starts it."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from shardwise.cli.output import write
+from shardwise.cli.plan_screen import plan_fields_of
+from shardwise.planner.explain import gib, num_microbatches, seconds, title
+
+if TYPE_CHECKING:
+    from shardwise.planner import Estimate
+
+
+def command(made: Estimate, path: str) -> str:
+    """How the run is started: on one node one command, on several the same one on each."""
+    gpus, node = made.cluster.num_gpus, min(made.cluster.gpus_per_node, made.cluster.num_gpus)
+    if gpus == node:
+        return f"torchrun --nproc-per-node {node} -m shardwise train {path}"
+    return (
+        f"torchrun --nnodes {gpus // node} --nproc-per-node {node} --rdzv-backend c10d"
+        f" --rdzv-endpoint HOST:29500 \\\n    -m shardwise train {path}"
+    )
+
+
+def configuration(made: Estimate, model: dict[str, Any], base: dict[str, Any] | None = None) -> dict[str, Any]:
+    """The configuration of a plan.
+
+    Args:
+        made: The plan.
+        model: The section of the model.
+        base: A configuration that the plan was made for; what it says of data, schedule and so on stays.
+    """
+    workload = made.workload
+    held: dict[str, Any] = {key: dict(value) if isinstance(value, dict) else value for key, value in (base or {}).items()}
+    held["model"] = model
+    held.setdefault("data", {"source": "random"})
+    held["data"]["seq_len"] = workload.seq_len
+    held["parallel"] = plan_fields_of(made.plan)
+    held["parallel"].pop("dp_shard", None) if made.plan.dp_replicate == 1 else None
+    pipeline = held["parallel"].get("pipeline")
+    if isinstance(pipeline, dict):
+        pipeline.pop("num_microbatches", None)  # train derives them from the batch
+    optimizer = dict(held.get("optimizer") or {})
+    optimizer.setdefault("name", workload.optimizer if workload.optimizer in {"adamw", "adam", "sgd"} else "adamw")
+    train = {
+        key: value
+        for key, value in (held.get("train") or {}).items()
+        if key not in {"micro_batch_size", "global_batch_size", "gradient_accumulation_steps"}
+    }
+    train |= {"micro_batch_size": workload.micro_batch, "global_batch_size": workload.global_batch}
+    if workload.in_backward:
+        optimizer["in_backward"] = True
+        train["clip_grad_norm"] = None
+    return {**held, "optimizer": optimizer, "train": train}
+
+
+def write_plan(path: Path, made: Estimate, model: dict[str, Any], base: dict[str, Any] | None = None) -> None:
+    """Write the configuration, with what is predicted in a comment."""
+    import yaml
+
+    cluster = made.cluster
+    lines = [
+        f"# {made.shape.name} on {cluster.num_gpus} x {cluster.gpu}: {title(made)}, {num_microbatches(made)} microbatches",
+        f"# predicted: {seconds(made.step_time_s)} a step, {gib(made.memory.device_bytes)} of"
+        f" {gib(cluster.device.memory_bytes)} on the fullest GPU",
+        "# start: " + command(made, str(path)).replace("\n", "\n# "),
+    ]
+    if base is None:
+        lines.append("# data.source: random tokens, to measure with; name your text or token files here")
+    content = configuration(made, model, base)
+    write(path, "\n".join(lines) + "\n" + yaml.safe_dump(content, sort_keys=False, allow_unicode=True))
+
+
+def write_model_folder(folder: Path, config: dict[str, Any]) -> None:
+    """A folder with a ``config.json`` alone, of which ``train`` draws the weights; one that is there stays."""
+    path = folder / "config.json"
+    if not path.exists():
+        folder.mkdir(parents=True, exist_ok=True)
+        write(path, json.dumps(config, indent=1) + "\n")

@@ -1,0 +1,230 @@
+"""What ``plan`` shows: one page of 80 columns for people, or JSON with the same content."""
+
+from __future__ import annotations
+
+import dataclasses
+import textwrap
+from collections.abc import Sequence
+from typing import Any
+
+from shardwise.planner import Cluster, Estimate, Workload
+from shardwise.planner.explain import gib, num_microbatches, seconds, table_rows, title, why
+from shardwise.planner.fit import Largest, Remedy
+from shardwise.spec.policies import FULL_PRECISION
+from shardwise.spec.plan import ParallelPlan
+from shardwise.spec.shape import ModelShape
+from shardwise.spec.text import aligned
+
+WIDTH = 80
+_BAR = 34
+GIB = 1 << 30
+
+
+def heading(shape: ModelShape, cluster: Cluster, workload: Workload) -> list[str]:
+    """What is asked: model, cluster, and what a step trains."""
+    nodes = -(-cluster.num_gpus // cluster.gpus_per_node)
+    where = f"{cluster.num_gpus} x {cluster.gpu}" + (
+        f" in {nodes} nodes, {cluster.node_bandwidth / 1e9:.0f} GB/s a node" if nodes > 1 else " in one node"
+    )
+    active = (
+        f" ({shape.num_active_parameters / 1e9:.1f}B active)"
+        if shape.num_active_parameters != shape.num_parameters
+        else ""
+    )
+    batch = f"{workload.global_batch:,} sequences of {workload.seq_len:,} tokens"
+    return [
+        f"{shape.name}, {count(shape.num_parameters)} parameters{active}, on {where}",
+        f"a step: {batch}, {workload.precision}, {workload.optimizer}",
+    ]
+
+
+def count(number: float) -> str:
+    """A number of parameters: ``8.03B``."""
+    for unit, size in (("T", 1e12), ("B", 1e9), ("M", 1e6)):
+        if number >= size:
+            return f"{number / size:.3g}{unit}"
+    return f"{number:,.0f}"
+
+
+def table(plans: Sequence[Estimate]) -> list[str]:
+    """One line for each plan."""
+    rows = [["", "plan", "batch", "recompute", "GiB", "step", "TFLOP/s", "MFU", "tok/s/GPU"]]
+    for place, made in enumerate(plans, 1):
+        mfu = "n/a" if made.mfu is None else f"{made.mfu:.0%}"
+        speed = [seconds(made.step_time_s), f"{made.tflops_per_gpu:.0f}", mfu, f"{made.tokens_per_s_per_gpu:,.0f}"]
+        batch = f"{made.workload.micro_batch}x{num_microbatches(made)}"
+        needed = f"{made.memory.device_bytes / GIB:.1f}"
+        rows.append(
+            [
+                str(place) if made.fits else "-",
+                title(made),
+                batch,
+                str(made.workload.recompute),
+                needed,
+                *(speed if made.fits else ["too much", "", "", ""]),
+            ]
+        )
+    return aligned(rows, words={1, 3})
+
+
+def memory_bars(made: Estimate) -> list[str]:
+    """A bar for each category of the device's memory."""
+    capacity = made.cluster.device.memory_bytes
+    parts = {name: held for name, held in made.memory.by_category.items() if held > 0}
+    parts["beside tensors"] = made.memory.device_bytes - made.memory.allocated_bytes
+    parts["free"] = capacity - made.memory.device_bytes
+    lines = []
+    for name, held in parts.items():
+        bar = ("." if name == "free" else "\N{FULL BLOCK}") * round(_BAR * max(held, 0) / capacity)
+        lines.append(f"  {name:<15}{held / GIB:>7.1f}  {bar}".rstrip())
+    if made.memory.host_bytes:
+        lines.append(f"  {'host':<15}{made.memory.host_bytes / GIB:>7.1f}  of each rank, in the host's memory")
+    return lines
+
+
+def screen(
+    shape: ModelShape,
+    cluster: Cluster,
+    workload: Workload,
+    plans: Sequence[Estimate],
+    *,
+    found: Sequence[Remedy] = (),
+    command: str = "",
+) -> str:
+    """The page."""
+    best = plans[0]
+    lines = [*heading(shape, cluster, workload), "", *table(table_rows(plans)), ""]
+    if best.fits:
+        capacity = gib(cluster.device.memory_bytes)
+        lines += [f"memory of plan 1 on the fullest GPU, in GiB of {capacity}", *memory_bars(best), ""]
+        lines += _wrapped(why(best))
+    else:
+        lines += [f"Nothing fits. Nearest is {title(best)}: {best.reason}.", *memory_bars(best), ""]
+        lines.append("It fits with" if found else "Neither more GPUs nor shorter sequences were found to help.")
+        lines += _wrapped([f"- {remedy.change}: {_shown(remedy.plan)}" for remedy in found])
+    return "\n".join([*lines, *(["", command] if command else [])])
+
+
+def _shown(made: Estimate) -> str:
+    recompute = made.workload.recompute
+    saved = "" if recompute == "none" else f", recompute {recompute}"
+    return f"{title(made)}{saved}, {gib(made.memory.device_bytes)} a GPU"
+
+
+def _wrapped(sentences: Sequence[str]) -> list[str]:
+    return [
+        line for text in sentences for line in textwrap.wrap(text, WIDTH, subsequent_indent="  ", break_on_hyphens=False)
+    ]
+
+
+def largest_page(
+    shape: ModelShape, cluster: Cluster, workload: Workload, found: Sequence[Largest]
+) -> list[str]:
+    """The largest models by strategy and saving."""
+    savings = list(dict.fromkeys(each.saving for each in found))
+    rows = [["strategy", *savings]]
+    for strategy in dict.fromkeys(each.strategy for each in found):
+        held = {each.saving: each.plan for each in found if each.strategy == strategy}
+        rows.append([strategy, *(_model(held[saving]) for saving in savings)])
+    return [
+        f"largest models of {shape.name}'s proportions on {cluster.num_gpus} x {cluster.gpu}: parameters (layers x hidden)",
+        f"sequences of {workload.seq_len:,} tokens, one a forward, {workload.precision}, {workload.optimizer}",
+        "",
+        *aligned(rows),
+    ]
+
+
+def _model(made: Estimate | None) -> str:
+    if made is None:
+        return "none"
+    return f"{count(made.shape.num_parameters)} ({made.shape.num_layers} x {made.shape.hidden})"
+
+
+# -- JSON
+
+
+def as_json(
+    shape: ModelShape, cluster: Cluster, workload: Workload, plans: Sequence[Estimate], found: Sequence[Remedy]
+) -> dict[str, Any]:
+    """Everything, for programs; docs/planning.md names the keys."""
+    return {
+        "model": {
+            "name": shape.name,
+            "family": shape.family,
+            "parameters": shape.num_parameters,
+            "active_parameters": shape.num_active_parameters,
+            "layers": shape.num_layers,
+            "hidden": shape.hidden,
+        },
+        "cluster": {
+            "gpu": cluster.gpu,
+            "gpus": cluster.num_gpus,
+            "gpus_per_node": cluster.gpus_per_node,
+            "memory_bytes": cluster.device.memory_bytes,
+            "node_bytes_per_s": cluster.node_bandwidth,
+        },
+        "workload": {
+            "seq_len": workload.seq_len,
+            "global_batch": workload.global_batch,
+            "precision": workload.precision,
+            "optimizer": workload.optimizer,
+        },
+        "plans": [plan_as_json(made) for made in plans],
+        "why": why(plans[0]) if plans[0].fits else [plans[0].reason],
+        "remedies": [{"change": remedy.change, "plan": plan_as_json(remedy.plan)} for remedy in found],
+    }
+
+
+def plan_as_json(made: Estimate) -> dict[str, Any]:
+    """One plan."""
+    return {
+        "title": title(made),
+        "plan": plan_fields_of(made.plan),
+        "micro_batch": made.workload.micro_batch,
+        "accumulation_steps": num_microbatches(made),
+        "recompute": made.workload.recompute,
+        "in_backward": made.workload.in_backward,
+        "fits": made.fits,
+        "reason": made.reason,
+        "step_time_s": made.step_time_s,
+        "tokens_per_s_per_gpu": made.tokens_per_s_per_gpu,
+        "tflops_per_gpu": made.tflops_per_gpu,
+        "mfu": made.mfu,
+        "memory": {
+            "allocated_bytes": made.memory.allocated_bytes,
+            "reserved_bytes": made.memory.reserved_bytes,
+            "device_bytes": made.memory.device_bytes,
+            "host_bytes": made.memory.host_bytes,
+            "by_category": dict(made.memory.by_category),
+        },
+        "time_by_category_s": dict(made.time.by_category),
+        "sent_bytes_by_axis": dict(made.time.sent_bytes),
+    }
+
+
+def plan_fields_of(plan: ParallelPlan) -> dict[str, Any]:
+    """The fields of a plan that differ from the defaults, as the ``parallel`` section of a configuration writes them."""
+    usual = ParallelPlan()
+    fields: dict[str, Any] = {"strategy": plan.strategy}
+    for each in dataclasses.fields(plan):
+        value = getattr(plan, each.name)
+        if value == getattr(usual, each.name) or each.name == "strategy":
+            continue
+        if each.name == "mp_policy":
+            value = plan.precision.as_dict() if plan.precision != FULL_PRECISION else None
+        elif dataclasses.is_dataclass(value) and not isinstance(value, type):
+            value = _changed_fields(value)
+        fields[each.name] = value
+    return fields
+
+
+def _changed_fields(policy: Any) -> dict[str, Any]:
+    """The fields of a policy that are not its defaults; the first of them always."""
+    held = {each.name: getattr(policy, each.name) for each in dataclasses.fields(policy)}
+    usual = {each.name: each.default for each in dataclasses.fields(policy)}
+    first = next(iter(held))
+    return {
+        name: list(value) if isinstance(value, tuple) else value
+        for name, value in held.items()
+        if value != usual[name] or name == first
+    }

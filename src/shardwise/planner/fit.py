@@ -1,0 +1,221 @@
+"""What would make a model fit, and the largest model that fits: found by trying, not by rules."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from shardwise.cost.hardware import Cluster, gpus
+from shardwise.cost.workload import Workload
+from shardwise.planner.bounds import least_state_bytes
+from shardwise.planner.candidate import Candidate, candidates, check_fixed, savings
+from shardwise.planner.estimate import Estimate, estimate
+from shardwise.planner.memory import estimate_memory
+from shardwise.spec.shape import Attention, Block, Experts, Mlp, ModelShape
+
+#: GPUs that are tried at most, as a multiple of those asked for.
+MOST_TIMES = 1024
+
+#: Layouts that are tried before a cluster counts as too small.
+_MOST_TRIED = 400
+
+
+def first_fit(
+    shape: ModelShape, cluster: Cluster, workload: Workload, fixed: Mapping[str, Any]
+) -> Estimate | None:
+    """A plan that fits, or ``None``: the candidates that hold the least are tried first, with all memory saved."""
+    held = check_fixed(fixed)
+    smallest: dict[Candidate, float] = {}
+    capacity = cluster.device.memory_bytes
+    for candidate in candidates(shape, cluster, workload, held):
+        key = candidate._replace(offload="none", recompute="none", in_backward=False, releases_units=False)
+        states = least_state_bytes(shape, candidate, workload)
+        if states <= capacity and candidate.micro_batch <= key.micro_batch:
+            smallest[key] = min(states, smallest.get(key, states))
+    ordered = sorted(smallest, key=lambda key: (key.micro_batch, smallest[key]))
+    for base in ordered[:_MOST_TRIED]:
+        for saving in reversed(list(savings(base, workload, held))):
+            choice = base._replace(**saving)
+            plan, chosen = choice.plan(workload, held), choice.workload(workload)
+            if estimate_memory(shape, plan, cluster, chosen).device_bytes <= capacity:
+                return estimate(shape, plan, cluster, chosen)
+            if saving["offload"] == "none":
+                break  # the savings before it hold more
+    return None
+
+
+@dataclass(frozen=True, slots=True)
+class Remedy:
+    """A change with which the model fits, and a plan that shows it."""
+
+    change: str
+    plan: Estimate
+
+
+def remedies(shape: ModelShape, cluster: Cluster, workload: Workload, fixed: Mapping[str, Any]) -> list[Remedy]:
+    """What would make a model fit that does not: each change alone, as far as it takes.
+
+    What the search may choose by itself (recomputation, offloading, ``tp``, the microbatch) is tried where it was fixed
+    to something else; besides, more GPUs, GPUs with more memory, and shorter sequences.
+    """
+    found = []
+    for name, value in fixed.items():
+        others = {key: held for key, held in fixed.items() if key != name}
+        made = first_fit(shape, cluster, workload, others)
+        if made is not None:
+            found.append(Remedy(f"leave {name} open, which is fixed to {value}", made))
+    found += [make for make in (_more_gpus(shape, cluster, workload, fixed),) if make is not None]
+    found += _other_gpus(shape, cluster, workload, fixed)[:1]
+    shorter = _shorter(shape, cluster, workload, fixed)
+    return found + ([shorter] if shorter is not None else [])
+
+
+def _more_gpus(shape: ModelShape, cluster: Cluster, workload: Workload, fixed: Mapping[str, Any]) -> Remedy | None:
+    """The fewest GPUs, in whole nodes, with which a plan fits; each rank trains as many sequences as before."""
+
+    def attempt(times: int) -> Estimate | None:
+        larger = dataclasses.replace(cluster, num_gpus=times * cluster.num_gpus)
+        batch = dataclasses.replace(workload, global_batch=times * workload.global_batch)
+        return first_fit(shape, larger, batch, fixed)
+
+    times = 2
+    while times <= MOST_TIMES and (made := attempt(times)) is None:
+        times *= 2
+    if times > MOST_TIMES:
+        return None
+    few, enough = times // 2, times
+    while enough - few > 1:
+        middle = (few + enough) // 2
+        tried = attempt(middle)
+        few, enough, made = (few, middle, tried) if tried is not None else (middle, enough, made)
+    assert made is not None
+    return Remedy(f"{enough * cluster.num_gpus} GPUs instead of {cluster.num_gpus}", made)
+
+
+def _other_gpus(shape: ModelShape, cluster: Cluster, workload: Workload, fixed: Mapping[str, Any]) -> list[Remedy]:
+    """GPUs of the table with more memory, the one that has least of it first."""
+    larger = [gpu for gpu in gpus().values() if gpu.memory_bytes > cluster.device.memory_bytes]
+    found = []
+    for gpu in sorted(larger, key=lambda gpu: gpu.memory_bytes):
+        made = first_fit(shape, dataclasses.replace(cluster, gpu=gpu.name), workload, fixed)
+        if made is not None:
+            found.append(Remedy(f"{cluster.num_gpus} x {gpu.name}", made))
+            break
+    return found
+
+
+def _shorter(shape: ModelShape, cluster: Cluster, workload: Workload, fixed: Mapping[str, Any]) -> Remedy | None:
+    """The longest sequence, a half, a quarter, ..., with which a plan fits."""
+    tokens = workload.seq_len // 2
+    while tokens >= 128:
+        made = first_fit(shape, cluster, dataclasses.replace(workload, seq_len=tokens), fixed)
+        if made is not None:
+            return Remedy(f"sequences of {tokens:,} tokens instead of {workload.seq_len:,}", made)
+        tokens //= 2
+    return None
+
+
+# -- the largest model
+
+
+@dataclass(frozen=True, slots=True)
+class Largest:
+    """The largest model of a family that fits under a strategy."""
+
+    strategy: str
+    saving: str
+    plan: Estimate | None
+
+
+def scaled(shape: ModelShape, width: int) -> ModelShape:
+    """A model of the same proportions with ``width`` heads of the same size, and as many more layers as heads."""
+    ((_, block), *_) = shape.stacks
+    heads = block.attention.heads
+    grow = width / heads
+    head_dim = block.attention.head_dim
+    hidden = _multiple(shape.hidden * grow, head_dim)
+    layers = max(1, round(shape.num_layers * grow))
+
+    def attention(held: Attention) -> Attention:
+        kv = width if held.kv_heads == held.heads else min(held.kv_heads, width)
+        while width % kv:
+            kv -= 1
+        return dataclasses.replace(held, heads=width, kv_heads=kv)
+
+    def mlp(held: Mlp) -> Mlp:
+        return dataclasses.replace(held, ffn=_multiple(held.ffn * grow, head_dim))
+
+    def feed_forward(held: Mlp | Experts) -> Mlp | Experts:
+        if isinstance(held, Mlp):
+            return mlp(held)
+        shared = None if held.shared is None else mlp(held.shared)
+        return dataclasses.replace(held, mlp=mlp(held.mlp), shared=shared)
+
+    one: Block = dataclasses.replace(
+        block,
+        attention=attention(block.attention),
+        cross=None if block.cross is None else attention(block.cross),
+        feed_forward=feed_forward(block.feed_forward),
+    )
+    wider = hidden / shape.hidden
+    return dataclasses.replace(
+        shape,
+        name=f"{shape.name} x {grow:.3g}",
+        hidden=hidden,
+        stacks=((layers, one),),
+        embedding=int(shape.embedding * wider),
+        head=int(shape.head * wider),
+        num_encoder_blocks=0,
+    )
+
+
+def _multiple(value: float, unit: int) -> int:
+    return max(unit, round(value / unit) * unit)
+
+
+#: What may be saved, by what it is called: which candidates it allows.
+SAVINGS: dict[str, Callable[[Candidate], bool]] = {
+    "nothing recomputed": lambda c: c.recompute == "none" and c.offload == "none" and not c.in_backward,
+    "recomputed": lambda c: c.offload == "none" and not c.in_backward,
+    "recomputed, states on the host": lambda c: not c.in_backward,
+}
+
+
+def largest(
+    shape: ModelShape, cluster: Cluster, workload: Workload, strategies: tuple[str, ...], fixed: Mapping[str, Any]
+) -> Iterator[Largest]:
+    """For each strategy and each saving the largest model of the shape's proportions that fits; heads are counted up.
+
+    Data parallelism alone, unless other degrees are fixed.
+    """
+    alone = {"tp": 1, "pp": 1, "cp": 1, "ep": 1, "micro_batch": 1, **check_fixed(fixed)}
+    for strategy in strategies:
+        for saving, allows in SAVINGS.items():
+            held = {**alone, "strategy": strategy}
+            yield Largest(strategy, saving, _largest(shape, cluster, workload, held, allows))
+
+
+def _largest(
+    shape: ModelShape, cluster: Cluster, workload: Workload, fixed: Mapping[str, Any], allows: Callable[[Candidate], bool]
+) -> Estimate | None:
+    def attempt(width: int) -> Candidate | None:
+        model = scaled(shape, width)
+        choices = [c for c in candidates(model, cluster, workload, fixed) if allows(c)]
+        for choice in reversed(choices):
+            plan, chosen = choice.plan(workload, fixed), choice.workload(workload)
+            if estimate_memory(model, plan, cluster, chosen).device_bytes <= cluster.device.memory_bytes:
+                return choice
+        return None
+
+    few, many = 0, 1
+    while many < 1 << 12 and attempt(many) is not None:
+        few, many = many, 2 * many
+    while many - few > 1:
+        middle = (few + many) // 2
+        few, many = (middle, many) if attempt(middle) is not None else (few, middle)
+    choice = attempt(few) if few else None
+    if choice is None:
+        return None
+    return estimate(scaled(shape, few), choice.plan(workload, fixed), cluster, choice.workload(workload))
