@@ -5,6 +5,7 @@ import pytest
 
 from shardwise.planner import Cluster, Estimate, Workload, estimate, search
 from shardwise.planner.candidate import candidates, check_fixed
+from shardwise.planner.search import kind_of
 from shardwise.spec.errors import ConfigError, PlanError
 from shardwise.spec.mesh import Mesh
 from shardwise.spec.plan import check_plan
@@ -31,7 +32,7 @@ def everything(name: str, cluster: Cluster, workload: Workload, **fixed: Any) ->
         ("gpt2", "RTX4090", 8, 16),
     ],
 )
-def test_pruning_loses_neither_the_best_plan_nor_the_best_of_a_strategy(
+def test_pruning_loses_neither_the_best_plan_nor_the_best_of_a_kind(
     name: str, gpu: str, num_gpus: int, batch: int
 ) -> None:
     cluster = Cluster(gpu=gpu, num_gpus=num_gpus, gpus_per_node=4)
@@ -39,9 +40,9 @@ def test_pruning_loses_neither_the_best_plan_nor_the_best_of_a_strategy(
     found = search(known_shape(name), cluster, workload)
     fitting = [made for made in everything(name, cluster, workload) if made.fits]
     assert found[0].step_time_s == min(made.step_time_s for made in fitting)
-    for strategy in {str(made.plan.strategy) for made in fitting}:
-        best = min(made.step_time_s for made in fitting if made.plan.strategy == strategy)
-        assert min(made.step_time_s for made in found if made.fits and made.plan.strategy == strategy) == best
+    for kind in {kind_of(made.plan) for made in fitting}:
+        best = min(made.step_time_s for made in fitting if kind_of(made.plan) == kind)
+        assert min(made.step_time_s for made in found if made.fits and kind_of(made.plan) == kind) == best
 
 
 @pytest.mark.parametrize("name", ["llama-3-8b", "mixtral-8x7b", "gpt2-xl", "opt-6.7b", "gemma-2-9b"])

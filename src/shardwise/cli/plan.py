@@ -16,6 +16,7 @@ from shardwise.spec.text import did_you_mean
 if TYPE_CHECKING:
     from shardwise.planner import Cluster, Workload
     from shardwise.spec.shape import ModelShape
+    from shardwise.spec.shape.gpt import GPTConfig
 
 _HELP = """Plans for a model on a cluster: what fits, how fast, and why. Needs neither GPUs nor torch.
 
@@ -53,7 +54,9 @@ def plan(  # noqa: PLR0917  typer's form
     gpus: Annotated[int | None, typer.Option(help="GPUs in all; by default one node's.")] = None,
     gpus_per_node: Annotated[int, typer.Option(help="GPUs of one node.")] = 8,
     network: Annotated[float | None, typer.Option(help="Gbit/s of a node's network; by default what is usual.")] = None,
-    seq: Annotated[int | None, typer.Option(help="Tokens of a sequence; by default the model's, at most 2,048.")] = None,
+    seq: Annotated[
+        int | None, typer.Option(help="Tokens of a sequence; by default the model's, at most 2,048.")
+    ] = None,
     global_batch: Annotated[
         int | None, typer.Option(help="Sequences of a step over all GPUs; by default 16,384 tokens for each GPU.")
     ] = None,
@@ -64,15 +67,13 @@ def plan(  # noqa: PLR0917  typer's form
     tp: Annotated[int | None, typer.Option(help="Only this many tensor-parallel ranks.")] = None,
     pp: Annotated[int | None, typer.Option(help="Only this many pipeline ranks.")] = None,
     activation_checkpointing: Annotated[str | None, typer.Option(help="Only none, selective or full.")] = None,
-    compiled: Annotated[bool, typer.Option("--compile", help="Units are compiled.")] = False,  # noqa: FBT002
+    compiled: Annotated[bool, typer.Option("--compile", help="Units are compiled.")] = False,  # noqa: FBT002  typer's form
     fix: Annotated[
         list[str] | None, typer.Option(help="field=value of the plan that every proposal has; repeatable.")
     ] = None,
-    largest: Annotated[
-        bool, typer.Option("--largest", help="The largest model of these proportions that each strategy holds.")
-    ] = False,  # noqa: FBT002
+    largest: Annotated[bool, typer.Option("--largest", help="The largest model that each strategy holds.")] = False,  # noqa: FBT002  typer's form
     out: Annotated[Path | None, typer.Option(help="Write the best plan as a configuration for `train`.")] = None,
-    json_output: Annotated[bool, typer.Option("--json", help="Print everything as JSON.")] = False,  # noqa: FBT002
+    json_output: Annotated[bool, typer.Option("--json", help="Print everything as JSON.")] = False,  # noqa: FBT002  typer's form
 ) -> None:
     """Plan."""
     from shardwise.cost.workload import Workload
@@ -203,7 +204,6 @@ def find_subject(model: str | None, world_size: int, local_size: int) -> Subject
     Raises:
         ConfigError: Nothing has that name.
     """
-    from shardwise.spec.shape import ModelShape
     from shardwise.spec.shape.gpt import PRESETS
     from shardwise.spec.shape.names import KNOWN
 
@@ -217,16 +217,52 @@ def find_subject(model: str | None, world_size: int, local_size: int) -> Subject
         return _from_file(path, world_size, local_size)
     if path.is_dir() or path.suffix == ".json":
         folder = path if path.is_dir() else path.parent
-        return Subject(ModelShape.from_config(path), {"hf": str(folder)})
+        return Subject(_shape(path), {"hf": str(folder)})
     if model in PRESETS:
-        return Subject(ModelShape.from_config(model), {"preset": model})
+        return Subject(_shape(model), {"preset": model})
     if model.lower() in KNOWN:
-        return Subject(ModelShape.from_config(model), config=KNOWN[model.lower()])
+        return Subject(_shape(model), config=KNOWN[model.lower()])
     known = [*KNOWN, *PRESETS]
     hint = did_you_mean(model.lower(), known) or f" Known are: {', '.join(known)}."
     raise ConfigError(
         f"{model!r} is no model that is known, and no file or folder that is there.\n {hint}\n"
         "  Any other model: the path of its folder with a config.json."
+    )
+
+
+def _shape(source: str | Path | GPTConfig) -> ModelShape:
+    from shardwise.spec.shape import Attention, Block, Mlp, ModelShape, known_shape
+    from shardwise.spec.shape.families import from_config
+    from shardwise.spec.shape.gpt import PRESETS, GPTConfig
+
+    if isinstance(source, str) and source in PRESETS:
+        name, config = source, PRESETS[source]
+    elif isinstance(source, GPTConfig):
+        name, config = "gpt", source
+    elif isinstance(source, str):
+        return known_shape(source)
+    else:
+        path = source / "config.json" if source.is_dir() else source
+        return from_config(json.loads(path.read_text("utf-8")), path.parent.name)
+    h, bias = config.hidden, config.bias
+    attention = Attention(
+        heads=config.num_heads,
+        head_dim=config.head_dim,
+        kv_heads=config.num_heads,
+        has_qkv_bias=bias,
+        has_out_bias=bias,
+    )
+    block = Block(attention=attention, feed_forward=Mlp(ffn=config.ffn_hidden, has_bias=bias), has_norm_bias=bias)
+    return ModelShape(
+        name=name,
+        family="gpt",
+        hidden=h,
+        vocab=config.vocab_size,
+        stacks=((config.num_layers, block),),
+        seq_len=config.seq_len,
+        embedding=(config.vocab_size + config.seq_len) * h,
+        head=h * (1 + bias) + (0 if config.tied else h * config.vocab_size),
+        is_tied=config.tied,
     )
 
 
@@ -236,7 +272,6 @@ _TRAIN = {"micro_batch_size": "micro_batch", "gradient_accumulation_steps": "acc
 
 def _from_file(path: Path, world_size: int, local_size: int) -> Subject:
     from shardwise.spec.precision import item_bytes
-    from shardwise.spec.shape import ModelShape
     from shardwise.spec.shape.gpt import gpt_config
     from shardwise.train.config import read_config
     from shardwise.train.hf import stored_dtype
@@ -249,17 +284,19 @@ def _from_file(path: Path, world_size: int, local_size: int) -> Subject:
     stored = None
     if section.hf is not None:
         folder = Path(section.hf).expanduser()
-        shape, stored = ModelShape.from_config(folder), stored_dtype(folder)
+        shape, stored = _shape(folder), stored_dtype(folder)
         model: dict[str, Any] = {"hf": section.hf}
     else:
         preset = section.preset or "gpt-tiny"
-        shape = ModelShape.from_config(gpt_config(preset, **section.overrides))
+        shape = _shape(gpt_config(preset, **section.overrides))
         model = {"preset": preset, **section.overrides}
     fixed = {name: getattr(config.parallel, name) for name in parallel}
     if fixed.get("dp_shard") == -1:
         del fixed["dp_shard"]
     fixed |= {
-        meant: getattr(config.train, name) for name, meant in _TRAIN.items() if name in train and getattr(config.train, name)
+        meant: getattr(config.train, name)
+        for name, meant in _TRAIN.items()
+        if name in train and getattr(config.train, name)
     }
     if "in_backward" in raw.given("optimizer"):
         fixed["in_backward"] = config.optimizer.in_backward
@@ -303,7 +340,8 @@ def read_fixed(given: list[str]) -> dict[str, Any]:
 def _check_length(tokens: int, shape: ModelShape) -> None:
     if tokens > shape.seq_len and shape.family in {"gpt", "gpt2", "opt", "bert", "vit"}:  # positions are learned
         raise ConfigError(
-            f"--seq {tokens}: {shape.name} has {shape.seq_len:,} learned positions.\n  Set --seq {shape.seq_len} or less."
+            f"--seq {tokens}: {shape.name} has {shape.seq_len:,} learned positions.\n"
+            f"  Set --seq {shape.seq_len} or less."
         )
 
 
@@ -332,7 +370,9 @@ def this_gpu() -> tuple[str, int]:
     """
     from shardwise.cost.hardware import gpus
 
-    known = f"  Name one with --gpu: {', '.join(gpus())}.\n  `shardwise calibrate` measures a machine that is not listed."
+    known = (
+        f"  Name one with --gpu: {', '.join(gpus())}.\n  `shardwise calibrate` measures a machine that is not listed."
+    )
     if not Path("/dev/nvidiactl").exists():
         raise ConfigError(f"this machine has no GPU, and no --gpu was given.\n{known}")
     import torch

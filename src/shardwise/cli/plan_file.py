@@ -34,7 +34,9 @@ def configuration(made: Estimate, model: dict[str, Any], base: dict[str, Any] | 
         base: A configuration that the plan was made for; what it says of data, schedule and so on stays.
     """
     workload = made.workload
-    held: dict[str, Any] = {key: dict(value) if isinstance(value, dict) else value for key, value in (base or {}).items()}
+    held: dict[str, Any] = {
+        key: dict(value) if isinstance(value, dict) else value for key, value in (base or {}).items()
+    }
     held["model"] = model
     held.setdefault("data", {"source": "random"})
     held["data"]["seq_len"] = workload.seq_len
@@ -63,9 +65,14 @@ def write_plan(path: Path, made: Estimate, model: dict[str, Any], base: dict[str
 
     cluster = made.cluster
     lines = [
-        f"# {made.shape.name} on {cluster.num_gpus} x {cluster.gpu}: {title(made)}, {num_microbatches(made)} microbatches",
-        f"# predicted: {seconds(made.step_time_s)} a step, {gib(made.memory.device_bytes)} of"
-        f" {gib(cluster.device.memory_bytes)} on the fullest GPU",
+        (
+            f"# {made.shape.name} on {cluster.num_gpus} x {cluster.gpu}: {title(made)},"
+            f" {num_microbatches(made)} microbatches a step"
+        ),
+        (
+            f"# predicted: {seconds(made.step_time_s)} a step, {gib(made.memory.device_bytes)} of"
+            f" {gib(cluster.device.memory_bytes)} on the fullest GPU"
+        ),
         "# start: " + command(made, str(path)).replace("\n", "\n# "),
     ]
     if base is None:

@@ -10,8 +10,8 @@ from typing import Any
 from shardwise.planner import Cluster, Estimate, Workload
 from shardwise.planner.explain import gib, num_microbatches, seconds, table_rows, title, why
 from shardwise.planner.fit import Largest, Remedy
-from shardwise.spec.policies import FULL_PRECISION
 from shardwise.spec.plan import ParallelPlan
+from shardwise.spec.policies import FULL_PRECISION
 from shardwise.spec.shape import ModelShape
 from shardwise.spec.text import aligned
 
@@ -113,13 +113,13 @@ def _shown(made: Estimate) -> str:
 
 def _wrapped(sentences: Sequence[str]) -> list[str]:
     return [
-        line for text in sentences for line in textwrap.wrap(text, WIDTH, subsequent_indent="  ", break_on_hyphens=False)
+        line
+        for text in sentences
+        for line in textwrap.wrap(text, WIDTH, subsequent_indent="  ", break_on_hyphens=False)
     ]
 
 
-def largest_page(
-    shape: ModelShape, cluster: Cluster, workload: Workload, found: Sequence[Largest]
-) -> list[str]:
+def largest_page(shape: ModelShape, cluster: Cluster, workload: Workload, found: Sequence[Largest]) -> list[str]:
     """The largest models by strategy and saving."""
     savings = list(dict.fromkeys(each.saving for each in found))
     rows = [["strategy", *savings]]
@@ -127,7 +127,8 @@ def largest_page(
         held = {each.saving: each.plan for each in found if each.strategy == strategy}
         rows.append([strategy, *(_model(held[saving]) for saving in savings)])
     return [
-        f"largest models of {shape.name}'s proportions on {cluster.num_gpus} x {cluster.gpu}: parameters (layers x hidden)",
+        f"largest models of {shape.name}'s proportions on {cluster.num_gpus} x {cluster.gpu}",
+        "parameters (layers x hidden); data parallelism alone, unless --fix says more",
         f"sequences of {workload.seq_len:,} tokens, one a forward, {workload.precision}, {workload.optimizer}",
         "",
         *aligned(rows),
@@ -203,7 +204,7 @@ def plan_as_json(made: Estimate) -> dict[str, Any]:
 
 
 def plan_fields_of(plan: ParallelPlan) -> dict[str, Any]:
-    """The fields of a plan that differ from the defaults, as the ``parallel`` section of a configuration writes them."""
+    """The fields of a plan that differ from the defaults, as a configuration's ``parallel`` section writes them."""
     usual = ParallelPlan()
     fields: dict[str, Any] = {"strategy": plan.strategy}
     for each in dataclasses.fields(plan):

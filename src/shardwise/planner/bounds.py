@@ -19,9 +19,10 @@ from shardwise.spec.shape import Experts, ModelShape
 
 
 def least_state_bytes(shape: ModelShape, candidate: Candidate, workload: Workload) -> float:
-    """Bytes on the device of masters, gradients and optimizer state, of a rank that holds the average share of stages.
+    """Bytes on the device of what a rank holds of the model, of one that holds the average share of the stages.
 
-    The fullest rank holds at least as much.
+    Masters, gradients, optimizer state, and parameters in the products' dtype where they are whole for some time. The
+    fullest rank holds at least as much.
     """
     if workload.lora_rank is not None:
         return 0.0
@@ -30,14 +31,17 @@ def least_state_bytes(shape: ModelShape, candidate: Candidate, workload: Workloa
     dense = (shape.num_parameters - experts) / (layout.tp * layout.pp)
     routed = experts / (layout.tp * layout.pp * layout.ep)
     shard = layout.dp_shard * layout.cp
+    state = 4.0 if workload.optimizer == "sgd" else 12.0  # master, two moments
+    gradient = 0.0 if candidate.in_backward else 4.0
+    if candidate.offload != "none":
+        state = gradient = 0.0
+    is_whole = row.keeps_gathered or not row.shards_parameters or (layout.pp > 1 and not candidate.releases_units)
+    has_copy = workload.precision != "fp32" or row.shards_parameters or candidate.offload != "none"
+    whole = (4.0 if workload.precision == "fp32" else 2.0) if is_whole and has_copy else 0.0
     held = 0.0
     for count, ranks in ((dense, shard), (routed, shard / layout.ep)):
-        state = 4.0 if workload.optimizer == "sgd" else 12.0  # master, two moments
-        gradient = 0.0 if candidate.in_backward else 4.0
-        if candidate.offload != "none":
-            state = gradient = 0.0
         own = ranks if row.shards_optimizer else 1.0
-        held += count * (state / own + gradient / (ranks if row.pools_gradients else 1.0))
+        held += count * (state / own + gradient / (ranks if row.pools_gradients else 1.0) + whole)
     return held
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import itertools
 from collections.abc import Iterator, Mapping
 from typing import Any, NamedTuple
 
@@ -13,7 +14,7 @@ from shardwise.spec.errors import ConfigError
 from shardwise.spec.placement import PRESETS, canonical_name
 from shardwise.spec.plan import ParallelPlan, plan_fields
 from shardwise.spec.policies import OffloadPolicy, PrecisionPolicy
-from shardwise.spec.schedule import PipelinePolicy
+from shardwise.spec.schedule import PipelinePolicy, pipeline_policy
 from shardwise.spec.shape import ModelShape
 from shardwise.spec.text import did_you_mean
 
@@ -93,10 +94,15 @@ def check_fixed(fixed: Mapping[str, Any]) -> dict[str, Any]:
     held = dict(fixed)
     if isinstance(strategy := held.get("strategy"), str):
         held["strategy"] = canonical_name(strategy)
-    if "activation_checkpointing" in held:
-        held.setdefault("recompute", held["activation_checkpointing"])
-        if held["recompute"] in RECOMPUTE:
-            del held["activation_checkpointing"]
+    if held.get("activation_checkpointing") in RECOMPUTE:
+        held.setdefault("recompute", held.pop("activation_checkpointing"))
+    elif "activation_checkpointing" in held:  # a policy of modules' names: what it saves depends on the modules
+        held.setdefault("recompute", "full")
+    if (pipeline := held.pop("pipeline", None)) is not None:
+        policy = pipeline_policy(pipeline)
+        held.setdefault("schedule", policy.schedule)
+        if policy.num_microbatches is not None:
+            held.setdefault("accumulation_steps", policy.num_microbatches)
     return held
 
 
@@ -110,41 +116,55 @@ def microbatches(layout: Layout, workload: Workload, fixed: Mapping[str, Any]) -
             yield micro, samples // micro
 
 
+def bases(shape: ModelShape, cluster: Cluster, workload: Workload, fixed: Mapping[str, Any]) -> Iterator[Candidate]:
+    """Every way to run a step that the engine accepts, as far as it does not trade time for memory."""
+    for layout in layouts(shape, cluster, workload, fixed):
+        named = strategies(layout, fixed)
+        for micro, count in microbatches(layout, workload, fixed):
+            for schedule, stages in schedules(shape, layout.pp, count, fixed):
+                for strategy in named:
+                    yield Candidate(layout, strategy, schedule, stages, micro, count)
+
+
+def savings(base: Candidate, workload: Workload, fixed: Mapping[str, Any]) -> list[Candidate]:
+    """What a base becomes by trading time for memory, the least of it first, the most last."""
+    is_pipeline, shards = base.layout.pp > 1, PRESETS[base.strategy].shards_parameters
+    is_compiled = workload.compile or bool(fixed.get("compile"))
+    recompute = (
+        [fixed["recompute"]]
+        if "recompute" in fixed
+        else [r for r in RECOMPUTE if not (is_compiled and r == "selective")]
+    )
+    offloads = ["none"] if "offload_policy" in fixed else [o for o in OFFLOADS if shards or o != "optimizer"]
+    releases = (False, True) if is_pipeline and shards and "reshard_after_forward" not in fixed else (False,)
+    can_update = not is_pipeline and base.accumulation == 1 and workload.precision != "fp16"
+    found = []
+    for offload in offloads:
+        can_update &= offload == "none" and "offload_policy" not in fixed
+        updates = [u for u in ((False, True) if can_update else (False,)) if fixed.get("in_backward", u) == u]
+        for in_backward, releases_units, value in itertools.product(updates, releases, recompute):
+            found.append(
+                base._replace(offload=offload, recompute=value, in_backward=in_backward, releases_units=releases_units)
+            )
+    return found
+
+
 def candidates(
     shape: ModelShape, cluster: Cluster, workload: Workload, fixed: Mapping[str, Any]
 ) -> Iterator[Candidate]:
-    """Every candidate that the engine accepts."""
-    for layout in layouts(shape, cluster, workload, fixed):
-        for strategy in strategies(layout, fixed):
-            for micro, count in microbatches(layout, workload, fixed):
-                for schedule, stages in schedules(shape, layout.pp, count, fixed):
-                    base = Candidate(layout, strategy, schedule, stages, micro, count)
-                    for saving in savings(base, workload, fixed):
-                        yield base._replace(**saving)
+    """Every legal candidate."""
+    for base in bases(shape, cluster, workload, fixed):
+        yield from savings(base, workload, fixed)
 
 
-def savings(base: Candidate, workload: Workload, fixed: Mapping[str, Any]) -> Iterator[dict[str, Any]]:
-    """What trades time for memory, the least of it first."""
-    shards = PRESETS[base.strategy].shards_parameters
-    is_pipeline = base.layout.pp > 1
-    offloads = [name for name in OFFLOADS if (name != "optimizer" or shards) and fixed.get("offload", name) == name]
-    if "offload_policy" in fixed:
-        offloads = ["none"]
-    recompute = [fixed["recompute"]] if "recompute" in fixed else list(RECOMPUTE)
-    if workload.compile or fixed.get("compile"):
-        recompute = [value for value in recompute if value != "selective"]
-    for offload in offloads:
-        can_update = not is_pipeline and base.accumulation == 1 and offload == "none" and workload.precision != "fp16"
-        for in_backward in (False, True) if can_update and "offload_policy" not in fixed else (False,):
-            if fixed.get("in_backward", in_backward) != in_backward:
-                continue
-            for releases in (
-                (False, True) if is_pipeline and shards and "reshard_after_forward" not in fixed else (False,)
-            ):
-                for value in recompute:
-                    yield {
-                        "offload": offload,
-                        "recompute": value,
-                        "in_backward": in_backward,
-                        "releases_units": releases,
-                    }
+_LEVELS: dict[object, int] = {"none": 0, "optimizer": 1, "cpu": 2, "selective": 1, "full": 2}
+
+
+def saves_less(a: Candidate, b: Candidate) -> bool:
+    """Whether ``a`` saves no more memory than ``b`` in any respect, where both are of one base."""
+    return (
+        _LEVELS[a.offload] <= _LEVELS[b.offload]
+        and _LEVELS.get(a.recompute, 1) <= _LEVELS.get(b.recompute, 1)
+        and a.in_backward <= b.in_backward
+        and a.releases_units <= b.releases_units
+    )

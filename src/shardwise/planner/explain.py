@@ -115,7 +115,8 @@ def _remedies_of_time(made: Estimate) -> Iterator[str]:
     cluster = made.cluster
     if name in {"exposed gather", "exposed reduce", "cp", "ep"} and cluster.num_gpus > cluster.gpus_per_node:
         gbits = 2 * cluster.node_bandwidth * 8 / 1e9
-        other = _changed(made, cluster=dataclasses.replace(cluster, inter_gbits_per_s_per_node=gbits))
+        faster = dataclasses.replace(cluster, inter_gbits_per_s_per_node=gbits)
+        other = _again(dataclasses.replace(made, cluster=faster))
         yield (
             f"Most of the waiting is {TIME_WORDS[name].removeprefix('waiting ')}: the network has"
             f" {cluster.node_bandwidth / 1e9:.0f} GB/s a node; with twice that a step would take"
@@ -126,7 +127,8 @@ def _remedies_of_time(made: Estimate) -> Iterator[str]:
         policy = made.plan.pipeline_policy
         assert policy is not None
         pipeline = dataclasses.replace(policy, num_microbatches=2 * num_microbatches(made))
-        other = _changed(made, workload=larger, plan=dataclasses.replace(made.plan, pipeline=pipeline))
+        plan = dataclasses.replace(made.plan, pipeline=pipeline)
+        other = _again(dataclasses.replace(made, workload=larger, plan=plan))
         share = other.time.by_category.get(name, 0.0) / other.step_time_s
         yield (
             f"{num_microbatches(made)} microbatches pass through {made.plan.pp} stages; a global batch of"
@@ -134,9 +136,9 @@ def _remedies_of_time(made: Estimate) -> Iterator[str]:
         )
 
 
-def _changed(made: Estimate, **changes: object) -> Estimate:
-    held = {name: changes.get(name, getattr(made, name)) for name in ("shape", "plan", "cluster", "workload")}
-    return estimate(held["shape"], held["plan"], held["cluster"], held["workload"])
+def _again(made: Estimate) -> Estimate:
+    """The estimate of what has been replaced in another one."""
+    return estimate(made.shape, made.plan, made.cluster, made.workload)
 
 
 def headroom(made: Estimate) -> Iterator[str]:
@@ -165,7 +167,10 @@ def _next_steps(made: Estimate) -> list[tuple[str, Estimate]]:
         found.append(("without recomputation", without))
     if larger is not None and made.plan.pp == 1:
         found.append(
-            (f"for microbatches of {larger}", dataclasses.replace(made, workload=dataclasses.replace(workload, micro_batch=larger)))
+            (
+                f"for microbatches of {larger}",
+                dataclasses.replace(made, workload=dataclasses.replace(workload, micro_batch=larger)),
+            )
         )
     return found
 

@@ -10,7 +10,7 @@ from typing import Any
 from shardwise.cost.hardware import Cluster, gpus
 from shardwise.cost.workload import Workload
 from shardwise.planner.bounds import least_state_bytes
-from shardwise.planner.candidate import Candidate, candidates, check_fixed, savings
+from shardwise.planner.candidate import Candidate, bases, candidates, check_fixed, savings
 from shardwise.planner.estimate import Estimate, estimate
 from shardwise.planner.memory import estimate_memory
 from shardwise.spec.shape import Attention, Block, Experts, Mlp, ModelShape
@@ -22,27 +22,21 @@ MOST_TIMES = 1024
 _MOST_TRIED = 400
 
 
-def first_fit(
-    shape: ModelShape, cluster: Cluster, workload: Workload, fixed: Mapping[str, Any]
-) -> Estimate | None:
+def first_fit(shape: ModelShape, cluster: Cluster, workload: Workload, fixed: Mapping[str, Any]) -> Estimate | None:
     """A plan that fits, or ``None``: the candidates that hold the least are tried first, with all memory saved."""
-    held = check_fixed(fixed)
-    smallest: dict[Candidate, float] = {}
-    capacity = cluster.device.memory_bytes
-    for candidate in candidates(shape, cluster, workload, held):
-        key = candidate._replace(offload="none", recompute="none", in_backward=False, releases_units=False)
-        states = least_state_bytes(shape, candidate, workload)
-        if states <= capacity and candidate.micro_batch <= key.micro_batch:
-            smallest[key] = min(states, smallest.get(key, states))
-    ordered = sorted(smallest, key=lambda key: (key.micro_batch, smallest[key]))
-    for base in ordered[:_MOST_TRIED]:
-        for saving in reversed(list(savings(base, workload, held))):
-            choice = base._replace(**saving)
+    held, capacity = check_fixed(fixed), cluster.device.memory_bytes
+    found = []
+    for base in bases(shape, cluster, workload, held):
+        states = least_state_bytes(shape, savings(base, workload, held)[-1], workload)
+        if states <= capacity:
+            found.append((base.micro_batch, states, base))
+    for _, _, base in sorted(found, key=lambda item: item[:2])[:_MOST_TRIED]:
+        every = savings(base, workload, held)
+        on_device = [choice for choice in every if choice.offload == "none"]
+        for choice in [choices[-1] for choices in (on_device, every) if choices]:
             plan, chosen = choice.plan(workload, held), choice.workload(workload)
             if estimate_memory(shape, plan, cluster, chosen).device_bytes <= capacity:
                 return estimate(shape, plan, cluster, chosen)
-            if saving["offload"] == "none":
-                break  # the savings before it hold more
     return None
 
 
@@ -198,7 +192,11 @@ def largest(
 
 
 def _largest(
-    shape: ModelShape, cluster: Cluster, workload: Workload, fixed: Mapping[str, Any], allows: Callable[[Candidate], bool]
+    shape: ModelShape,
+    cluster: Cluster,
+    workload: Workload,
+    fixed: Mapping[str, Any],
+    allows: Callable[[Candidate], bool],
 ) -> Estimate | None:
     def attempt(width: int) -> Candidate | None:
         model = scaled(shape, width)

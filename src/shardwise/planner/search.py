@@ -15,13 +15,12 @@ larger microbatch holds no less; and where a plan fits, the same one with recomp
 from __future__ import annotations
 
 import bisect
-from collections import defaultdict
 from typing import Any
 
 from shardwise.cost.hardware import Cluster
 from shardwise.cost.workload import Workload
 from shardwise.planner.bounds import TimeBound, least_state_bytes, order
-from shardwise.planner.candidate import Candidate, candidates, check_fixed, savings
+from shardwise.planner.candidate import Candidate, bases, check_fixed, saves_less, savings
 from shardwise.planner.estimate import Estimate, estimate
 from shardwise.planner.memory import estimate_memory
 from shardwise.spec.errors import ConfigError, PlanError
@@ -76,33 +75,57 @@ class _Search:
     def run(self) -> list[Estimate]:
         """The result of :func:`search`."""
         bound = TimeBound(self.shape, self.cluster, self.workload)
-        kinds: dict[tuple[str, ...], Candidate] = {}
         ranked: list[tuple[float, tuple[object, ...], Candidate]] = []
-        for candidate in candidates(self.shape, self.cluster, self.workload, self.fixed):
-            states = least_state_bytes(self.shape, candidate, self.workload)
-            kind = kind_of(candidate)
-            if kind not in kinds or states < least_state_bytes(self.shape, kinds[kind], self.workload):
-                kinds[kind] = candidate
-            if states <= self.capacity:
-                ranked.append((bound(candidate), order(candidate), candidate))
-        if not kinds:
+        smallest: dict[tuple[str, ...], tuple[float, Candidate]] = {}
+        for base in bases(self.shape, self.cluster, self.workload, self.fixed):
+            last = savings(base, self.workload, self.fixed)[-1]
+            least, kind = least_state_bytes(self.shape, last, self.workload), kind_of(base)
+            if kind not in smallest or (least, base.micro_batch) < (smallest[kind][0], smallest[kind][1].micro_batch):
+                smallest[kind] = least, base
+            if least <= self.capacity:
+                ranked.append((bound(base), order(base), base))
+        if not smallest:
             raise PlanError(_nothing_legal(self.shape, self.cluster, self.workload, self.fixed))
         ranked.sort(key=lambda item: item[:2])
         found: dict[Candidate, Estimate] = {}
-        best: list[float] = []
-        best_of: dict[tuple[str, ...], float] = defaultdict(lambda: float("inf"))
-        for least, _, candidate in ranked:
-            kind = kind_of(candidate)
-            is_slow = len(best) >= NUM_BEST and least >= best[NUM_BEST - 1]
-            if (is_slow and least >= best_of[kind]) or self._is_needless(candidate) or not self._fits(candidate):
+        times: list[float] = []
+        best_of: dict[tuple[str, ...], float] = {}
+        for least, _, base in ranked:
+            kind = kind_of(base)
+            if self._is_slow(least, times, best_of.get(kind)):
                 continue
-            made = self._estimate(candidate)
-            if not made.fits:
-                continue
-            found[candidate] = made
-            bisect.insort(best, made.step_time_s)
-            best_of[kind] = min(best_of[kind], made.step_time_s)
-        return self._chosen(found, kinds)
+            for candidate in self._fitting(base):
+                if self._is_slow(bound(candidate), times, best_of.get(kind)):
+                    continue
+                made = found[candidate] = self._estimate(candidate)
+                bisect.insort(times, made.step_time_s)
+                best_of[kind] = min(made.step_time_s, best_of.get(kind, made.step_time_s))
+        return self._chosen(found, {kind: base for kind, (_, base) in smallest.items()})
+
+    @staticmethod
+    def _is_slow(least: float, times: list[float], best_of_kind: float | None) -> bool:
+        """Whether a plan that takes ``least`` seconds or more is neither among the best nor the best of its kind."""
+        return (
+            best_of_kind is not None
+            and least >= best_of_kind
+            and len(times) >= NUM_BEST
+            and least >= times[NUM_BEST - 1]
+        )
+
+    def _fitting(self, base: Candidate) -> list[Candidate]:
+        """What fits of a base, without what saves more memory than another that fits."""
+        choices = [
+            choice
+            for choice in savings(base, self.workload, self.fixed)
+            if least_state_bytes(self.shape, choice, self.workload) <= self.capacity
+        ]
+        if not choices or (len(choices) > 1 and not self._fits(choices[0]) and not self._fits(choices[-1])):
+            return []
+        fitting: list[Candidate] = []
+        for choice in choices:
+            if not any(saves_less(other, choice) for other in fitting) and self._fits(choice):
+                fitting.append(choice)
+        return fitting
 
     def _chosen(self, found: dict[Candidate, Estimate], kinds: dict[tuple[str, ...], Candidate]) -> list[Estimate]:
         ranked = sorted(found.items(), key=lambda item: (item[1].step_time_s, order(item[0])))
@@ -115,22 +138,12 @@ class _Search:
         missing = [self._smallest(candidate) for kind, candidate in kinds.items() if kind not in seen]
         return result + sorted(missing, key=lambda made: made.memory.device_bytes)
 
-    def _smallest(self, candidate: Candidate) -> Estimate:
-        """The plan of a candidate's kind that comes nearest to fitting: the smallest microbatch, everything saved."""
-        kept = [candidate._replace(**saving) for saving in savings(candidate, self.workload, self.fixed)]
-        on_device = [choice for choice in kept if choice.offload == "none"]
-        return min(
-            (self._estimate(choices[-1]) for choices in (kept, on_device) if choices),
-            key=lambda made: made.memory.device_bytes,
-        )
-
-    def _is_needless(self, candidate: Candidate) -> bool:
-        """Whether the same plan fits without saving as much memory."""
-        for saving in savings(candidate, self.workload, self.fixed):
-            other = candidate._replace(**saving)
-            if other != candidate and _saves_less(other, candidate) and self._fits(other):
-                return True
-        return False
+    def _smallest(self, base: Candidate) -> Estimate:
+        """The plan of a base that comes nearest to fitting: with all memory saved, in the host's or not."""
+        every = savings(base, self.workload, self.fixed)
+        on_device = [choice for choice in every if choice.offload == "none"]
+        made = [self._estimate(choices[-1]) for choices in (every, on_device) if choices]
+        return min(made, key=lambda made: made.memory.device_bytes)
 
     def _fits(self, candidate: Candidate) -> bool:
         """Whether memory suffices; asks once for each size of microbatch between the largest that fits and the next."""
@@ -150,24 +163,6 @@ class _Search:
         self.num_estimates += 1
         plan, workload = candidate.plan(self.workload, self.fixed), candidate.workload(self.workload)
         return estimate(self.shape, plan, self.cluster, workload)
-
-
-_LEVELS = {"none": 0, "optimizer": 1, "cpu": 2, "selective": 1, "full": 2}
-
-
-def _saves_less(a: Candidate, b: Candidate) -> bool:
-    """Whether ``a`` saves no more memory than ``b`` in any respect, and less in one."""
-
-    def levels(candidate: Candidate) -> tuple[int, ...]:
-        recompute = candidate.recompute
-        return (
-            _LEVELS[candidate.offload],
-            _LEVELS.get(str(recompute), 1),
-            candidate.in_backward,
-            candidate.releases_units,
-        )
-
-    return all(x <= y for x, y in zip(levels(a), levels(b), strict=True))
 
 
 def _nothing_legal(shape: ModelShape, cluster: Cluster, workload: Workload, fixed: dict[str, Any]) -> str:
