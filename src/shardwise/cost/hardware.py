@@ -1,14 +1,20 @@
-"""GPUs by name, with the source of every figure, and clusters of them."""
+"""GPUs by name, with the source of every figure, and clusters of them.
+
+Where a name is expected, the path of a file that ``shardwise calibrate`` wrote is taken too: its fields are those of
+:class:`Gpu`, and ``Gpu.measured`` has its tables (``cost.measured`` describes the file).
+"""
 
 from __future__ import annotations
 
 import csv
+import dataclasses
 import functools
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 
+from shardwise.cost.measured import Measured, read
 from shardwise.spec.errors import ConfigError
-from shardwise.spec.text import did_you_mean
+from shardwise.spec.text import did_you_mean, printable
 
 #: One row for each GPU; empty fields are not known.
 TABLE = Path(__file__).with_name("data") / "hardware.csv"
@@ -31,6 +37,8 @@ class Gpu:
         host_bandwidth: Bytes per second between host and device, in one direction.
         node_gbits: Gbit/s of a typical node's network, all cards together, in one direction.
         source: Where the figures are from.
+        device_type: ``cuda``, or ``cpu`` of a calibrated file.
+        measured: What ``shardwise calibrate`` measured; ``None``: nothing.
     """
 
     name: str
@@ -42,6 +50,8 @@ class Gpu:
     host_bandwidth: float
     node_gbits: float
     source: str = ""
+    device_type: str = "cuda"
+    measured: Measured | None = field(default=None, repr=False)
 
 
 @functools.cache
@@ -77,11 +87,14 @@ def _gpu(row: dict[str, str]) -> Gpu:
 
 
 def find_gpu(name: str) -> Gpu:
-    """The GPU of that name, in any case.
+    """The GPU of that name, in any case, or of a calibrated file.
 
     Raises:
-        ConfigError: The table has none of that name.
+        ConfigError: The table has none of that name, or the file is none of ``shardwise calibrate``.
     """
+    if name.endswith(".json"):
+        path = Path(name).expanduser()
+        return _calibrated(path, path.stat().st_mtime_ns if path.exists() else 0)
     table = {known.lower(): gpu for known, gpu in gpus().items()}
     if name.lower() not in table:
         hint = did_you_mean(name, gpus()) or f"Known are: {', '.join(gpus())}."
@@ -90,6 +103,16 @@ def find_gpu(name: str) -> Gpu:
             " file that can be given instead."
         )
     return table[name.lower()]
+
+
+@functools.lru_cache(maxsize=8)
+def _calibrated(path: Path, _changed_at: int) -> Gpu:
+    content = read(path)
+    names = [each.name for each in dataclasses.fields(Gpu)]
+    try:
+        return Gpu(**{name: content[name] for name in names if name in content})
+    except TypeError as error:
+        raise ConfigError(f"gpu={printable(path)}: {error}.\n  Run `shardwise calibrate` again.") from None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -110,10 +133,10 @@ class Cluster:
     inter_gbits_per_s_per_node: float | None = None
 
     def __post_init__(self) -> None:
-        for field in ("num_gpus", "gpus_per_node"):
-            value = getattr(self, field)
+        for name in ("num_gpus", "gpus_per_node"):
+            value = getattr(self, name)
             if isinstance(value, bool) or not isinstance(value, int) or value < 1:
-                raise ConfigError(f"cluster: {field}={value!r}; expected a whole number of at least 1.")
+                raise ConfigError(f"cluster: {name}={value!r}; expected a whole number of at least 1.")
         find_gpu(self.gpu)
 
     @property
