@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any
 __version__ = "0.1.0"
 
 _LAZY = {
+    "ModelShape": "shardwise.spec.shape",
     "ParallelPlan": "shardwise.spec.plan",
     "Placements": "shardwise.spec.placement",
     "OffloadPolicy": "shardwise.spec.policies",
@@ -87,6 +88,7 @@ __all__ = [
     "GradScaler",
     "MemoryBudgetError",
     "MeshError",
+    "ModelShape",
     "OffloadPolicy",
     "ParallelPlan",
     "PipelinePolicy",
@@ -194,6 +196,7 @@ if TYPE_CHECKING:
         wrap_by_size,
     )
     from shardwise.spec.schedule import PipelinePolicy
+    from shardwise.spec.shape import ModelShape
     from shardwise.state.average import ExponentialMovingAverage
     from shardwise.state.full_parameters import full_parameters
     from shardwise.state.model import full_state_dict, load_full_state_dict

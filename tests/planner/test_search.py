@@ -9,14 +9,14 @@ from shardwise.planner.search import kind_of
 from shardwise.spec.errors import ConfigError, PlanError
 from shardwise.spec.mesh import Mesh
 from shardwise.spec.plan import check_plan
-from shardwise.spec.shape.names import known_shape
+from shardwise.spec.shape import find_shape
 
 SMALL = {"llama-3.2-1b": 2048, "qwen2.5-0.5b": 1024, "gpt2": 1024}
 
 
 def everything(name: str, cluster: Cluster, workload: Workload, **fixed: Any) -> list[Estimate]:
     """Every legal plan, none pruned."""
-    shape, held = known_shape(name), check_fixed(fixed)
+    shape, held = find_shape(name), check_fixed(fixed)
     return [
         estimate(shape, each.plan(workload, held), cluster, each.workload(workload))
         for each in candidates(shape, cluster, workload, held)
@@ -37,7 +37,7 @@ def test_pruning_loses_neither_the_best_plan_nor_the_best_of_a_kind(
 ) -> None:
     cluster = Cluster(gpu=gpu, num_gpus=num_gpus, gpus_per_node=4)
     workload = Workload(seq_len=SMALL[name], global_batch=batch, precision="fp16")
-    found = search(known_shape(name), cluster, workload)
+    found = search(find_shape(name), cluster, workload)
     fitting = [made for made in everything(name, cluster, workload) if made.fits]
     assert found[0].step_time_s == min(made.step_time_s for made in fitting)
     for kind in {kind_of(made.plan) for made in fitting}:
@@ -48,7 +48,7 @@ def test_pruning_loses_neither_the_best_plan_nor_the_best_of_a_kind(
 @pytest.mark.parametrize("name", ["llama-3-8b", "mixtral-8x7b", "gpt2-xl", "opt-6.7b", "gemma-2-9b"])
 def test_every_proposed_plan_passes_the_checks_of_plan_and_mesh(name: str) -> None:
     cluster = Cluster(gpu="H100-80GB-SXM", num_gpus=16)
-    for made in search(known_shape(name), cluster, Workload(seq_len=2048, global_batch=32)):
+    for made in search(find_shape(name), cluster, Workload(seq_len=2048, global_batch=32)):
         check_plan(made.plan)
         mesh = made.plan.mesh(16, 8)
         assert isinstance(mesh, Mesh)
@@ -61,13 +61,13 @@ def test_every_proposed_plan_passes_the_checks_of_plan_and_mesh(name: str) -> No
 def test_what_is_fixed_holds_in_every_plan() -> None:
     cluster = Cluster(gpu="A100-80GB-SXM", num_gpus=8)
     workload = Workload(seq_len=2048, global_batch=16)
-    for made in search(known_shape("llama-3.2-3b"), cluster, workload, strategy="FULL_SHARD", tp=2, micro_batch=2):
+    for made in search(find_shape("llama-3.2-3b"), cluster, workload, strategy="FULL_SHARD", tp=2, micro_batch=2):
         assert (made.plan.strategy, made.plan.tp, made.workload.micro_batch) == ("zero3", 2, 2)
 
 
 def test_plans_that_fit_come_first_and_the_fastest_of_them() -> None:
     plans = search(
-        known_shape("llama-3-8b"), Cluster(gpu="A100-40GB-SXM", num_gpus=8), Workload(seq_len=4096, global_batch=32)
+        find_shape("llama-3-8b"), Cluster(gpu="A100-40GB-SXM", num_gpus=8), Workload(seq_len=4096, global_batch=32)
     )
     fits = [made.fits for made in plans]
     assert fits == sorted(fits, reverse=True)
@@ -79,16 +79,16 @@ def test_plans_that_fit_come_first_and_the_fastest_of_them() -> None:
 def test_a_name_that_cannot_be_fixed_is_refused_with_the_nearest_one() -> None:
     cluster, workload = Cluster(gpu="L4", num_gpus=8), Workload(seq_len=128, global_batch=8)
     with pytest.raises(ConfigError, match="Did you mean 'strategy'"):
-        search(known_shape("gpt2"), cluster, workload, stratgy="ddp")
+        search(find_shape("gpt2"), cluster, workload, stratgy="ddp")
 
 
 def test_a_batch_that_no_layout_divides_is_refused() -> None:
     cluster, workload = Cluster(gpu="L4", num_gpus=8), Workload(seq_len=128, global_batch=3)
     with pytest.raises(PlanError, match="no plan for gpt2 on 8 GPUs is legal with pp=1"):
-        search(known_shape("gpt2"), cluster, workload, pp=1, tp=1, cp=1)
+        search(find_shape("gpt2"), cluster, workload, pp=1, tp=1, cp=1)
 
 
 def test_fp8_is_refused_as_the_engine_has_none() -> None:
     workload = dataclasses.replace(Workload(seq_len=128, global_batch=8), precision="fp8")
     with pytest.raises(ConfigError, match="fp8"):
-        search(known_shape("gpt2"), Cluster(gpu="H100-80GB-SXM", num_gpus=8), workload)
+        search(find_shape("gpt2"), Cluster(gpu="H100-80GB-SXM", num_gpus=8), workload)

@@ -231,39 +231,9 @@ def find_subject(model: str | None, world_size: int, local_size: int) -> Subject
 
 
 def _shape(source: str | Path | GPTConfig) -> ModelShape:
-    from shardwise.spec.shape import Attention, Block, Mlp, ModelShape, known_shape
-    from shardwise.spec.shape.families import from_config
-    from shardwise.spec.shape.gpt import PRESETS, GPTConfig
+    from shardwise.spec.shape import ModelShape
 
-    if isinstance(source, str) and source in PRESETS:
-        name, config = source, PRESETS[source]
-    elif isinstance(source, GPTConfig):
-        name, config = "gpt", source
-    elif isinstance(source, str):
-        return known_shape(source)
-    else:
-        path = source / "config.json" if source.is_dir() else source
-        return from_config(json.loads(path.read_text("utf-8")), path.parent.name)
-    h, bias = config.hidden, config.bias
-    attention = Attention(
-        heads=config.num_heads,
-        head_dim=config.head_dim,
-        kv_heads=config.num_heads,
-        has_qkv_bias=bias,
-        has_out_bias=bias,
-    )
-    block = Block(attention=attention, feed_forward=Mlp(ffn=config.ffn_hidden, has_bias=bias), has_norm_bias=bias)
-    return ModelShape(
-        name=name,
-        family="gpt",
-        hidden=h,
-        vocab=config.vocab_size,
-        stacks=((config.num_layers, block),),
-        seq_len=config.seq_len,
-        embedding=(config.vocab_size + config.seq_len) * h,
-        head=h * (1 + bias) + (0 if config.tied else h * config.vocab_size),
-        is_tied=config.tied,
-    )
+    return ModelShape.from_config(source)
 
 
 #: Fields of the ``train`` section, and what they fix.

@@ -24,6 +24,7 @@ class Workload:
             ``"full"``, every block; or the number of blocks of which everything is recomputed.
         compile: The model is compiled, so that element-wise operations are fused.
         in_backward: Each unit is updated inside backward, so that gradients exist for one unit at a time.
+        decoder_seq_len: Tokens of the decoder's sequence where the model has an encoder, too; ``None``: ``seq_len``.
         lora_rank: Train low-rank adapters of this rank on every linear layer of the blocks; ``None``: train everything.
 
     Raises:
@@ -39,6 +40,7 @@ class Workload:
     compile: bool = False
     in_backward: bool = False
     lora_rank: int | None = None
+    decoder_seq_len: int | None = None
 
     def __post_init__(self) -> None:
         problems = [

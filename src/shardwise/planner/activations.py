@@ -26,26 +26,17 @@ class Saved:
 def block_saved(unit: UnitWork, workload: Workload, recompute: str) -> Saved:
     """A block: norms, projections, attention and feed-forward, as autograd saves their inputs.
 
-    Saved are the inputs of both norms and their outputs, queries, keys and values, the output of attention, the outputs
-    of the projections up and what the activation makes of them.
+    What autograd keeps is the table of ``cost.part``, with attention as one kernel.
 
     Args:
         unit: The block's work.
         workload: What is trained.
         recompute: ``"none"``, ``"selective"`` or ``"full"``.
     """
-    item = item_bytes(workload)
-    projections = unit.products[: 2 * len(unit.attention)]
-    attention = sum(item * p.rows * p.columns for p in projections[::2]) + sum(
-        item * p.rows * p.inner for p in projections[1::2]
+    del workload
+    return Saved(
+        kept=unit.kept_bytes(recompute), whole=unit.saved_bytes, passing=2 * unit.stream_bytes + unit.inner_bytes
     )
-    whole = 4 * unit.stream_bytes + attention + 2 * unit.inner_bytes
-    kept = {
-        "none": whole,
-        "selective": 2 * unit.stream_bytes + attention + unit.inner_bytes,
-        "full": unit.stream_bytes,
-    }[recompute]
-    return Saved(kept=kept, whole=whole, passing=2 * unit.stream_bytes + unit.inner_bytes)
 
 
 @dataclass(frozen=True, slots=True)

@@ -174,9 +174,7 @@ def _parameters(unit: UnitWork, workload: Workload) -> Parameters:
     if workload.lora_rank is None:
         experts = unit.num_expert_parameters
         return Parameters(unit.num_parameters - experts, experts)
-    is_block = unit.name.startswith("block")
-    adapters = sum(p.count * (p.inner + p.columns) for p in unit.products) if is_block else 0
-    return Parameters(int(workload.lora_rank * adapters), frozen=unit.num_parameters)
+    return Parameters(unit.num_trained, frozen=unit.num_parameters - unit.num_trained)
 
 
 def _on_rank(  # noqa: PLR0917 - all that is asked

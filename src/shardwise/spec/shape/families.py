@@ -31,7 +31,7 @@ def from_config(config: Config, name: str = "") -> ModelShape:
         hint = did_you_mean(family, FAMILIES) or f" Known are: {', '.join(FAMILIES)}."
         raise ConfigError(
             f"model_type={family!r}: its shape is not known.\n "
-            f"{hint} Any other model: pass it to sw.model_shape(), which runs it on meta tensors."
+            f"{hint} Any other model: pass it to sw.trace_model(), which runs it on meta tensors."
         )
     try:
         return FAMILIES[family](config, name or family)
@@ -54,6 +54,8 @@ def _causal(
     norm_bias: bool = False,
     tied: bool = False,
     positions: int = 0,
+    norm: str = "rms",
+    drops: bool = False,
 ) -> ModelShape:
     """A causal language model: an embedding, blocks, a norm, a head."""
     h, vocab = config["hidden_size"], config["vocab_size"]
@@ -68,6 +70,8 @@ def _causal(
         embedding=(vocab + positions) * h,
         head=(1 + norm_bias) * h + (0 if is_tied else vocab * h),
         is_tied=is_tied,
+        norm=norm,
+        has_dropout=drops,
     )
 
 
@@ -90,6 +94,7 @@ def _llama_like(
     num_norms: int = 2,
     tied: bool = False,
     window: str = "",
+    is_fused: bool = False,
 ) -> Callable[[Config, str], ModelShape]:
     """Families with RMS norms, rotary positions and gated feed-forwards.
 
@@ -101,6 +106,7 @@ def _llama_like(
         num_norms: Norms of a block.
         tied: Whether the head is the embedding where the file does not say.
         window: ``"all"``: every layer has the window, unless the file says which.
+        is_fused: Queries, keys and values are one product, and so are the two projections up.
     """
 
     def says(config: Config, what: object) -> bool:
@@ -122,8 +128,11 @@ def _llama_like(
                     norm_numel=norms,
                     window=seen,
                     extra=heads if config["model_type"] == "gpt_oss" else 0,
+                    has_rotary=True,
+                    is_fused=is_fused,
+                    has_dropout=bool(config.get("attention_dropout")),
                 ),
-                feed_forward=_feed_forward(config, layer, has_bias=says(config, mlp_bias)),
+                feed_forward=_feed_forward(config, layer, has_bias=says(config, mlp_bias), is_fused=is_fused),
                 num_norms=num_norms,
             )
             for layer, seen in enumerate(_windows(config, window))
@@ -133,27 +142,64 @@ def _llama_like(
     return shape
 
 
-def _feed_forward(config: Config, layer: int, *, has_bias: bool) -> Mlp | Experts:
+#: transformers' names of activations by what they cost; those that are not here cost what a fused one does.
+_ACTIVATIONS = {
+    "silu": "silu",
+    "swish": "silu",
+    "gelu": "gelu",
+    "gelu_pytorch_tanh": "gelu",
+    "gelu_new": "gelu_new",
+    "gelu_fast": "gelu_new",
+    "relu": "relu",
+}
+
+
+def _activation(config: Config, default: str) -> str:
+    name = config.get("hidden_act") or config.get("hidden_activation") or config.get("activation_function") or default
+    return _ACTIVATIONS.get(str(name), "gelu")
+
+
+def _feed_forward(config: Config, layer: int, *, has_bias: bool, is_fused: bool) -> Mlp | Experts:
     """The feed-forward of a layer: a mixture where the family has one there."""
+    activation = _activation(config, "silu")
     count = config.get("num_experts") or config.get("num_local_experts")
     step = config.get("decoder_sparse_step", 1)
     is_dense = not count or layer in (config.get("mlp_only_layers") or ()) or (layer + 1) % step
     if is_dense:
-        return Mlp(ffn=config["intermediate_size"], is_gated=True, has_bias=has_bias)
+        return Mlp(
+            ffn=config["intermediate_size"],
+            is_gated=True,
+            has_bias=has_bias,
+            activation=activation,
+            is_fused=is_fused,
+        )
     is_oss = config["model_type"] == "gpt_oss"
     ffn = config.get("moe_intermediate_size") or config["intermediate_size"]
     shared = config.get("shared_expert_intermediate_size")
     return Experts(
         count=count,
         per_token=config["num_experts_per_tok"],
-        mlp=Mlp(ffn=ffn, is_gated=True, has_bias=is_oss),
-        shared=Mlp(ffn=shared, is_gated=True) if shared else None,
+        mlp=Mlp(ffn=ffn, is_gated=True, has_bias=is_oss, activation=activation, is_fused=True),
+        shared=Mlp(ffn=shared, is_gated=True, activation=activation) if shared else None,
         has_shared_gate=bool(shared),
         has_router_bias=is_oss,
     )
 
 
-def _plain_block(h: int, heads: int, ffn: int, *, is_causal: bool, bias: bool = True, qkv_bias: bool = True) -> Block:
+def _plain_block(
+    h: int,
+    heads: int,
+    ffn: int,
+    *,
+    is_causal: bool,
+    bias: bool = True,
+    qkv_bias: bool = True,
+    has_rotary: bool = False,
+    is_fused: bool = False,
+    activation: str = "gelu",
+    attention_dropout: float | None = 0.0,
+    dropout: float | None = 0.0,
+) -> Block:
     """A block of GPT-2, NeoX, BERT or ViT: layer norms, one projection up, biases."""
     return Block(
         attention=Attention(
@@ -163,21 +209,44 @@ def _plain_block(h: int, heads: int, ffn: int, *, is_causal: bool, bias: bool = 
             has_qkv_bias=qkv_bias,
             has_out_bias=bias,
             is_causal=is_causal,
+            has_rotary=has_rotary,
+            is_fused=is_fused,
+            has_dropout=bool(attention_dropout),
         ),
-        feed_forward=Mlp(ffn=ffn, has_bias=True),
+        feed_forward=Mlp(ffn=ffn, has_bias=True, activation=activation),
         has_norm_bias=True,
+        norm="layer",
+        has_dropout=bool(dropout),
     )
 
 
 def _gpt2(config: Config, name: str) -> ModelShape:
     h, layers = config["n_embd"], config["n_layer"]
-    block = _plain_block(h, config["n_head"], config.get("n_inner") or 4 * h, is_causal=True)
+    block = _plain_block(
+        h,
+        config["n_head"],
+        config.get("n_inner") or 4 * h,
+        is_causal=True,
+        is_fused=True,
+        activation=_activation(config, "gelu_new"),
+        attention_dropout=config.get("attn_pdrop", 0.1),
+        dropout=config.get("resid_pdrop", 0.1),
+    )
     common = {
         **config,
         "hidden_size": h,
         "max_position_embeddings": config["n_positions"],
     }
-    return _causal(common, name, [block] * layers, norm_bias=True, tied=True, positions=config["n_positions"])
+    return _causal(
+        common,
+        name,
+        [block] * layers,
+        norm_bias=True,
+        tied=True,
+        positions=config["n_positions"],
+        norm="layer",
+        drops=bool(config.get("embd_pdrop", 0.1)),
+    )
 
 
 def _neox(config: Config, name: str) -> ModelShape:
@@ -189,8 +258,20 @@ def _neox(config: Config, name: str) -> ModelShape:
         is_causal=True,
         bias=bias,
         qkv_bias=bias,
+        has_rotary=True,
+        is_fused=True,
+        activation=_activation(config, "gelu"),
+        attention_dropout=config.get("attention_dropout"),
+        dropout=config.get("hidden_dropout"),
     )
-    return _causal(config, name, [block] * config["num_hidden_layers"], norm_bias=True)
+    return _causal(
+        config,
+        name,
+        [block] * config["num_hidden_layers"],
+        norm_bias=True,
+        norm="layer",
+        drops=bool(config.get("hidden_dropout")),
+    )
 
 
 def _opt(config: Config, name: str) -> ModelShape:
@@ -198,29 +279,57 @@ def _opt(config: Config, name: str) -> ModelShape:
     if config.get("word_embed_proj_dim", h) != h or not config.get("do_layer_norm_before", True):
         raise ConfigError(
             f"{name}: OPT with projected embeddings or norms after each part (350m alone has them) is not known.\n"
-            "  Pass the model itself to sw.model_shape(), which runs it on meta tensors."
+            "  Pass the model itself to sw.trace_model(), which runs it on meta tensors."
         )
     block = Block(
-        attention=Attention(heads=heads, head_dim=h // heads, kv_heads=heads, has_qkv_bias=bias, has_out_bias=bias),
-        feed_forward=Mlp(ffn=config["ffn_dim"], has_bias=bias),
+        attention=Attention(
+            heads=heads,
+            head_dim=h // heads,
+            kv_heads=heads,
+            has_qkv_bias=bias,
+            has_out_bias=bias,
+            has_dropout=bool(config.get("attention_dropout")),
+        ),
+        feed_forward=Mlp(ffn=config["ffn_dim"], has_bias=bias, activation=_activation(config, "relu")),
         has_norm_bias=True,
+        norm="layer",
+        has_dropout=bool(config.get("dropout", 0.1)),
     )
     positions = config["max_position_embeddings"] + 2  # the first two are never read
-    return _causal(config, name, [block] * config["num_hidden_layers"], norm_bias=True, tied=True, positions=positions)
+    return _causal(
+        config,
+        name,
+        [block] * config["num_hidden_layers"],
+        norm_bias=True,
+        tied=True,
+        positions=positions,
+        norm="layer",
+    )
 
 
 def _t5(config: Config, name: str) -> ModelShape:
     h, heads, vocab = config["d_model"], config["num_heads"], config["vocab_size"]
-    is_gated = str(config.get("feed_forward_proj", "relu")).startswith("gated")
-    mlp = Mlp(ffn=config["d_ff"], is_gated=is_gated)
-    encoding = Attention(heads=heads, head_dim=config["d_kv"], kv_heads=heads, is_causal=False)
-    decoding = Attention(heads=heads, head_dim=config["d_kv"], kv_heads=heads)
+    projection, drops = str(config.get("feed_forward_proj", "relu")), bool(config.get("dropout_rate", 0.1))
+    is_gated = projection.startswith("gated")
+    activation = "gelu_new" if projection == "gated-gelu" else projection.rpartition("-")[2]
+    mlp = Mlp(ffn=config["d_ff"], is_gated=is_gated, activation=_ACTIVATIONS.get(activation, "gelu"))
+    encoding = Attention(heads=heads, head_dim=config["d_kv"], kv_heads=heads, is_causal=False, has_dropout=drops)
+    decoding = Attention(heads=heads, head_dim=config["d_kv"], kv_heads=heads, has_dropout=drops)
     table = config.get("relative_attention_num_buckets", 32) * heads  # in the first block of each stack
     encoders = [
-        Block(attention=encoding, feed_forward=mlp, extra=0 if i else table) for i in range(config["num_layers"])
+        Block(attention=encoding, feed_forward=mlp, extra=0 if i else table, norm="t5", has_dropout=drops)
+        for i in range(config["num_layers"])
     ]
     decoders = [
-        Block(attention=decoding, feed_forward=mlp, cross=encoding, num_norms=3, extra=0 if i else table)
+        Block(
+            attention=decoding,
+            feed_forward=mlp,
+            cross=encoding,
+            num_norms=3,
+            extra=0 if i else table,
+            norm="t5",
+            has_dropout=drops,
+        )
         for i in range(config.get("num_decoder_layers") or config["num_layers"])
     ]
     is_tied = bool(config.get("tie_word_embeddings", True))
@@ -235,12 +344,22 @@ def _t5(config: Config, name: str) -> ModelShape:
         head=2 * h + (0 if is_tied else vocab * h),  # the norms at the end of both stacks
         is_tied=is_tied,
         num_encoder_blocks=len(encoders),
+        norm="t5",
+        has_dropout=drops,
     )
 
 
 def _bert(config: Config, name: str) -> ModelShape:
     h, vocab = config["hidden_size"], config["vocab_size"]
-    block = _plain_block(h, config["num_attention_heads"], config["intermediate_size"], is_causal=False)
+    block = _plain_block(
+        h,
+        config["num_attention_heads"],
+        config["intermediate_size"],
+        is_causal=False,
+        activation=_activation(config, "gelu"),
+        attention_dropout=config.get("attention_probs_dropout_prob", 0.1),
+        dropout=config.get("hidden_dropout_prob", 0.1),
+    )
     positions, types = config["max_position_embeddings"], config.get("type_vocab_size", 2)
     architecture = (config.get("architectures") or ["BertForMaskedLM"])[0]
     heads = {"BertModel": h * h + h, "BertForMaskedLM": h * h + h + 2 * h + vocab}
@@ -256,6 +375,11 @@ def _bert(config: Config, name: str) -> ModelShape:
         embedding=(vocab + positions + types + 2) * h,
         head=_head(architecture, heads),
         is_tied=architecture == "BertForMaskedLM",
+        is_pooled=architecture != "BertForMaskedLM",
+        head_dense=h,
+        has_norm_before=True,
+        norm="layer" if architecture == "BertForMaskedLM" else "",
+        has_dropout=bool(config.get("hidden_dropout_prob", 0.1)),
     )
 
 
@@ -267,6 +391,9 @@ def _vit(config: Config, name: str) -> ModelShape:
         config["intermediate_size"],
         is_causal=False,
         qkv_bias=bool(config.get("qkv_bias", True)),
+        activation=_activation(config, "gelu"),
+        attention_dropout=config.get("attention_probs_dropout_prob"),
+        dropout=config.get("hidden_dropout_prob"),
     )
     patches = (config["image_size"] // patch) ** 2
     labels = len(config.get("id2label") or {0: "", 1: ""})
@@ -281,6 +408,11 @@ def _vit(config: Config, name: str) -> ModelShape:
         seq_len=patches + 1,
         embedding=(1 + patches + 1 + config.get("num_channels", 3) * patch * patch + 1) * h,  # class, places, patches
         head=_head(architecture, heads),
+        patch_numel=config.get("num_channels", 3) * patch * patch,
+        is_pooled=True,
+        head_dense=h if architecture == "ViTModel" else 0,
+        norm="layer",
+        has_dropout=bool(config.get("hidden_dropout_prob")),
     )
 
 
@@ -288,7 +420,7 @@ def _head(architecture: str, heads: Mapping[str, int]) -> int:
     if architecture not in heads:
         raise ConfigError(
             f"architectures={architecture!r}: its head is not known.{did_you_mean(architecture, heads)}\n"
-            f"  Known are {', '.join(heads)}; or pass the model itself to sw.model_shape()."
+            f"  Known are {', '.join(heads)}; or pass the model itself to sw.trace_model()."
         )
     return heads[architecture]
 
@@ -299,7 +431,7 @@ FAMILIES: dict[str, Callable[[Config, str], ModelShape]] = {
     "mistral": _llama_like(qkv_bias=False, out_bias=False, window="all"),
     "qwen2": _llama_like(qkv_bias=True, out_bias=False),
     "qwen3": _llama_like(qk_norm="head"),
-    "phi3": _llama_like(qkv_bias=False, out_bias=False, window="all"),
+    "phi3": _llama_like(qkv_bias=False, out_bias=False, window="all", is_fused=True),
     "granite": _llama_like(),
     "olmo2": _llama_like(qk_norm="all"),
     "glm4": _llama_like(qkv_bias="attention_bias", out_bias=False, num_norms=4),

@@ -5,8 +5,10 @@
 
 from __future__ import annotations
 
+import importlib
 from dataclasses import dataclass
 from functools import cached_property
+from typing import Any
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -23,6 +25,9 @@ class Attention:
         is_causal: A position sees only earlier ones.
         window: A position sees at most so many; ``None``: all.
         extra: Parameters besides: attention sinks.
+        has_rotary: Queries and keys are rotated by their positions.
+        is_fused: Queries, keys and values are one product, not three.
+        has_dropout: Attention weights are dropped out in training.
     """
 
     heads: int
@@ -34,6 +39,9 @@ class Attention:
     is_causal: bool = True
     window: int | None = None
     extra: int = 0
+    has_rotary: bool = False
+    is_fused: bool = False
+    has_dropout: bool = False
 
     @property
     def q_width(self) -> int:
@@ -60,11 +68,15 @@ class Mlp:
         ffn: Width between the two projections.
         is_gated: The activation of one projection is multiplied by another one.
         has_bias: The projections have biases.
+        activation: ``"silu"``, ``"gelu"`` (one kernel), ``"gelu_new"`` (transformers' formula of eight), ``"relu"``.
+        is_fused: The two projections up of a gated one are one product.
     """
 
     ffn: int
     is_gated: bool = False
     has_bias: bool = False
+    activation: str = "silu"
+    is_fused: bool = False
 
     @property
     def up_width(self) -> int:
@@ -119,6 +131,9 @@ class Block:
         num_norms: Norms of width ``h``.
         has_norm_bias: Norms have biases besides weights.
         extra: Parameters besides: a table of relative positions.
+        norm: What the norms are: ``"rms"``, ``"layer"``, or ``"t5"``, an RMS norm that multiplies its input in the
+            input's own dtype.
+        has_dropout: Outputs of attention and feed-forward are dropped out in training.
     """
 
     attention: Attention
@@ -127,6 +142,8 @@ class Block:
     num_norms: int = 2
     has_norm_bias: bool = False
     extra: int = 0
+    norm: str = "rms"
+    has_dropout: bool = False
 
     def num_parameters(self, hidden: int, *, is_active: bool = False) -> int:
         """Parameters of the block; active ones are those that one token meets."""
@@ -139,6 +156,11 @@ class Block:
         cross = self.cross.num_parameters(hidden) if self.cross is not None else 0
         norms = self.num_norms * (1 + self.has_norm_bias) * hidden
         return self.attention.num_parameters(hidden) + cross + forward + norms + self.extra
+
+
+def _above(module: str) -> Any:
+    """A module that imports this one: constructors know every family, and a family knows what a shape is."""
+    return importlib.import_module(f"shardwise.spec.shape.{module}")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -156,6 +178,13 @@ class ModelShape:
         head: Parameters of the head that are not those of the embedding, final norms included.
         is_tied: The head's weight is the embedding's.
         num_encoder_blocks: Of a model with two stacks, how many of the blocks are the encoder's.
+        patch_numel: Numbers of one patch of an image, of which each makes a position; 0: positions are token ids. The
+            sequence is then always ``seq_len`` long.
+        is_pooled: The head reads one position of each sequence, not all of them.
+        head_dense: Width of a dense layer between the last block and the head; 0: there is none.
+        has_norm_before: The embedding ends in a norm, as BERT's does.
+        norm: What the last norm is, as of a block; ``""``: there is none.
+        has_dropout: Embeddings are dropped out in training.
     """
 
     name: str
@@ -168,6 +197,78 @@ class ModelShape:
     head: int
     is_tied: bool = False
     num_encoder_blocks: int = 0
+    patch_numel: int = 0
+    is_pooled: bool = False
+    head_dense: int = 0
+    has_norm_before: bool = False
+    norm: str = "rms"
+    has_dropout: bool = False
+
+    @classmethod
+    def from_config(cls, source: object, name: str = "") -> ModelShape:
+        """The shape of a model that exists, by arithmetic, without a network.
+
+        Example::
+
+            sw.ModelShape.from_config("llama-3-8b")
+            sw.ModelShape.from_config("path/to/folder").num_parameters
+
+        Args:
+            source: A well-known name (``llama-3-8b``, ``qwen3-30b-a3b``, ``gpt-175b``, ...), the path of a Hugging Face
+                folder or of its ``config.json``, the content of such a file, a configuration object of transformers, or
+                a ``GPTConfig``.
+            name: What the model is called in tables; ``""``: as the source says.
+
+        Raises:
+            ConfigError: Nothing of that name is known, the file cannot be read, its family is not known, or a field is
+                missing.
+        """
+        return _above("find").find_shape(source, name)
+
+    @classmethod
+    def decoder(
+        cls,
+        *,
+        layers: int,
+        hidden: int,
+        heads: int,
+        vocab: int,
+        seq_len: int,
+        kv_heads: int | None = None,
+        ffn: int | None = None,
+        gated: bool = True,
+        tied: bool = False,
+    ) -> ModelShape:
+        """The shape of a language model by its sizes.
+
+        Gated ones are as Llama (RMS norms, rotary positions, no biases), others as GPT-2 without dropout (layer norms,
+        learned positions, biases).
+
+        Args:
+            layers: Number of blocks.
+            hidden: Width of the residual stream.
+            heads: Heads of the queries; divides ``hidden``.
+            vocab: Number of token ids.
+            seq_len: Longest sequence.
+            kv_heads: Heads of keys and values; ``None``: ``heads``.
+            ffn: Width of the feed-forward; ``None``: ``4 * hidden``.
+            gated: The feed-forward is gated.
+            tied: The head's weight is the embedding's.
+
+        Raises:
+            ConfigError: A value is no whole number of at least 1, or does not divide.
+        """
+        return _above("decoder").decoder(
+            layers=layers,
+            hidden=hidden,
+            heads=heads,
+            vocab=vocab,
+            seq_len=seq_len,
+            kv_heads=heads if kv_heads is None else kv_heads,
+            ffn=4 * hidden if ffn is None else ffn,
+            is_gated=gated,
+            is_tied=tied,
+        )
 
     @property
     def blocks(self) -> tuple[Block, ...]:

@@ -1,7 +1,8 @@
 """Models that everybody knows, by name: the fields of the ``config.json`` that their makers published.
 
 Sources: the model cards and configurations on the Hugging Face hub under the organisations meta-llama, mistralai, Qwen,
-google, EleutherAI, openai-community, facebook and google-t5; GPT-2 also Radford et al. 2019, T5 Raffel et al. 2020.
+google, google-bert, EleutherAI, facebook and google-t5; T5 also Raffel et al. 2020. GPT-2 and GPT-3 are presets of our
+GPT (``spec.shape.gpt``): ``gpt2`` means the same model in ``plan`` and in ``train``.
 """
 
 from __future__ import annotations
@@ -27,17 +28,6 @@ def _causal(family: str, *sizes: int, **more: Any) -> dict[str, Any]:
         "max_position_embeddings": positions,
         "tie_word_embeddings": False,
         **more,
-    }
-
-
-def _gpt2(hidden: int, layers: int, heads: int) -> dict[str, Any]:
-    return {
-        "model_type": "gpt2",
-        "n_embd": hidden,
-        "n_layer": layers,
-        "n_head": heads,
-        "n_positions": 1024,
-        "vocab_size": 50257,
     }
 
 
@@ -159,10 +149,6 @@ KNOWN: dict[str, dict[str, Any]] = {
     "gemma-2-9b": _causal("gemma2", 3584, 42, 16, 8, 14336, 256000, 8192, head_dim=256, **_TIED),
     "gemma-2-27b": _causal("gemma2", 4608, 46, 32, 16, 36864, 256000, 8192, head_dim=128, **_TIED),
     "gpt-neox-20b": _causal("gpt_neox", 6144, 44, 64, 64, 24576, 50432, 2048),
-    "gpt2": _gpt2(768, 12, 12),
-    "gpt2-medium": _gpt2(1024, 24, 16),
-    "gpt2-large": _gpt2(1280, 36, 20),
-    "gpt2-xl": _gpt2(1600, 48, 25),
     "opt-1.3b": _opt(2048, 24, 32),
     "opt-6.7b": _opt(4096, 32, 32),
     "opt-13b": _opt(5120, 40, 40),
@@ -182,14 +168,24 @@ KNOWN: dict[str, dict[str, Any]] = {
 }
 
 
+def plain_name(name: str) -> str:
+    """The name in lower case, without the organisation before it and without ``-hf``."""
+    return name.lower().rpartition("/")[2].removesuffix("-hf")
+
+
+def is_known(name: str) -> bool:
+    """Whether :func:`known_shape` knows the name."""
+    return plain_name(name) in KNOWN
+
+
 def known_shape(name: str) -> ModelShape:
-    """The shape of a model by its name, in any case.
+    """The shape of a model of the table by its name.
 
     Raises:
         ConfigError: The name is not known.
     """
-    plain = name.lower()
+    plain = plain_name(name)
     if plain not in KNOWN:
         hint = did_you_mean(plain, KNOWN) or f" Known are: {', '.join(KNOWN)}."
-        raise ConfigError(f"model {name!r} is not known.\n {hint} Or give the path of a folder with a config.json.")
+        raise ConfigError(f"model {name!r} is not known.\n {hint}\n  Or give the path of a folder with a config.json.")
     return from_config(KNOWN[plain], plain)

@@ -1,0 +1,70 @@
+"""The shape of a model from whatever describes it: a name, a file, its content, a configuration."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from pathlib import Path
+
+from shardwise.spec.errors import ConfigError
+from shardwise.spec.shape.decoder import gpt_shape
+from shardwise.spec.shape.families import from_config
+from shardwise.spec.shape.gpt import PRESETS, GPTConfig
+from shardwise.spec.shape.model import ModelShape
+from shardwise.spec.shape.names import KNOWN, is_known, known_shape
+from shardwise.spec.text import did_you_mean
+
+
+def find_shape(source: object, name: str = "") -> ModelShape:
+    """As ``ModelShape.from_config``."""
+    if isinstance(source, ModelShape):
+        return source
+    if isinstance(source, GPTConfig):
+        return gpt_shape(source, name or "gpt")
+    if isinstance(source, Mapping):
+        return from_config(source, name)
+    if isinstance(source, Path):
+        return _from_path(source, name)
+    if isinstance(source, str):
+        return _from_word(source, name)
+    if callable(to_dict := getattr(source, "to_dict", None)):
+        content = to_dict()
+        if isinstance(content, Mapping):
+            return from_config(content, name)
+    raise ConfigError(
+        f"ModelShape.from_config: a {type(source).__name__} is no description of a model.\n"
+        "  Give a well-known name, a Hugging Face folder, the path or content of a config.json, a configuration object"
+        " of transformers or a GPTConfig; a module goes to sw.trace_model(module, example_batch)."
+    )
+
+
+def _from_word(word: str, name: str) -> ModelShape:
+    """A preset of ours, a well-known name, or a path; presets come first, so that ``gpt2`` is what ``train`` builds."""
+    preset = word.lower()
+    if preset in PRESETS:
+        return gpt_shape(PRESETS[preset], name or preset)
+    if is_known(word):
+        return known_shape(word)
+    if Path(word).exists():
+        return _from_path(Path(word), name)
+    names = [*PRESETS, *KNOWN]
+    hint = did_you_mean(preset.rpartition("/")[2], names) or f" Known are: {', '.join(dict.fromkeys(names))}."
+    raise ConfigError(
+        f"model {word!r} is neither a well-known name nor a path that exists.\n"
+        f" {hint}\n  For another model give the path of its Hugging Face folder or config.json."
+    )
+
+
+def _from_path(path: Path, name: str) -> ModelShape:
+    file = path / "config.json" if path.is_dir() else path
+    try:
+        content = json.loads(file.read_text(encoding="utf-8"))
+    except FileNotFoundError:
+        raise ConfigError(
+            f"{file} does not exist.\n  Give a Hugging Face folder, which has a config.json, or the path of that file."
+        ) from None
+    except (OSError, UnicodeDecodeError, json.JSONDecodeError) as error:
+        raise ConfigError(f"{file} cannot be read as JSON: {error}\n  Give the config.json of a model.") from None
+    if not isinstance(content, dict):
+        raise ConfigError(f"{file} holds a {type(content).__name__}, expected the fields of a model's configuration.")
+    return from_config(content, name or file.resolve().parent.name)
