@@ -8,16 +8,19 @@ from __future__ import annotations
 
 import math
 import operator
+import textwrap
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
 from shardwise.report.element import Content, Element, el, number
 from shardwise.report.scale import Scale, linear, logarithmic, short, thin, whole
-from shardwise.report.svg import NUM_STROKES, fill, stroke, text
+from shardwise.report.svg import CHARACTER, NUM_STROKES, fill, stroke, text, texture
 
 #: Units across the box that curves are drawn in, and columns that a curve is thinned to.
 ACROSS, COLUMNS = 1000, 500
 HEIGHT = 170
+#: Pixels of a chart on a phone and on a wide screen, for labels that have to fit; characters of a bar's name in a line.
+NARROW, WIDE, NAME_WIDTH = 300, 640, 34
 
 
 @dataclass(frozen=True, slots=True)
@@ -262,30 +265,21 @@ def stacked_bars(
     made: list[Content] = []
     y = 0.0
     for stack in stacks:
-        made.append(text("0", y + 13, stack.name, class_="strong"))
+        lines = textwrap.wrap(stack.name, NAME_WIDTH) or [""]
+        made += [text("0", y + 13 + 15 * line, words, class_="strong") for line, words in enumerate(lines)]
+        y += 19 + 15 * (len(lines) - 1)
         if stack.note:
-            made.append(text("100%", y + 13, stack.note, class_="faint", anchor="end"))
+            made.append(text("100%", y - 6, stack.note, class_="faint", anchor="end"))
         at = 0.0
         for name, colour in fills.items():
             part = stack.parts.get(name, 0)
-            if part <= 0:
-                continue
-            share = scale.share(part)
-            made.append(
-                el("rect", el("title", f"{name}: {shown(part)}"), x=percent(at), y=y + 19, width=percent(share),
-                   height=24.0, class_=f"{colour} seam")
-            )  # fmt: skip
-            if share > 0.12:
-                clip = el(
-                    "svg", text("50%", 16, name, class_="on", anchor="middle"), x=percent(at), y=y + 19,
-                    width=percent(share), height=24.0,
-                )  # fmt: skip
-                made.append(clip)
-            at += share
+            if part > 0:
+                made += _part(name, f"{name}: {shown(part)}", colour, share=scale.share(part), at=at, y=y)
+                at += scale.share(part)
         if limit:
             x = percent(scale.share(limit[0]))
-            made.append(el("line", x1=x, x2=x, y1=y + 15, y2=y + 47, class_="limit"))
-        y += 58
+            made.append(el("line", x1=x, x2=x, y1=y - 4, y2=y + 28, class_="limit"))
+        y += 38
     made.append(el("line", x1=0, x2="100%", y1=y, y2=y, class_="axis"))
     for tick in scale.ticks:
         share = scale.share(tick)
@@ -296,6 +290,22 @@ def stacked_bars(
         anchor = "end" if share > 0.6 else "start"
         made.append(text(percent(share), y + 32, limit[1], class_="strong", anchor=anchor))
     return frame(title, made, height=y + (36 if limit else 20), class_="bars")
+
+
+def _part(name: str, words: str, colour: str, *, share: float, at: float, y: float) -> list[Content]:
+    """A part of a bar, its texture, and its name where it fits: on a wide screen, or on any."""
+    place: dict[str, str | float] = {"x": percent(at), "y": y, "width": percent(share), "height": 24.0}
+    needed = len(name) * CHARACTER + 8
+    made: list[Content] = [
+        el("rect", el("title", words), class_=f"{colour} seam", **place),
+        el("rect", fill=texture(colour), class_="over", **place),
+    ]
+    if share * WIDE >= needed:
+        class_ = None if share * NARROW >= needed else "roomy"
+        shown = el("rect", x="50%", y=4, width=needed, height=16, transform=f"translate({-needed / 2:g} 0)", rx=3)
+        shown.set("class", f"{colour}")
+        made.append(el("svg", shown, text("50%", 16, name, class_="on", anchor="middle"), class_=class_, **place))
+    return made
 
 
 def fills_of(names: Sequence[str], order: Sequence[str] = ()) -> dict[str, str]:

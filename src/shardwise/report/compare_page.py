@@ -38,6 +38,7 @@ def compare_page(runs: Sequence[Run]) -> str:
         ["", "run", "model", "strategy", "ranks", "how it ended"],
         [_row(run, name, letter) for run, name, letter in zip(runs, names, letters, strict=True)],
         numbers=[4],
+        words=[5],
     )
     notes = [
         el("p", f"Note on {letter}: {text}.")

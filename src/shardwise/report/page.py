@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from shardwise.report.element import Content, Element, el, html
-from shardwise.report.svg import STYLE
+from shardwise.report.svg import STYLE, texture, textures
 
 _PAGE_STYLE = Path(__file__).with_name("page.css")
 
@@ -59,6 +59,7 @@ def page(title: str, lead: Sequence[Content], sections: Sequence[Section], *, fo
         el("header", el("h1", title), lead, el("nav", el("ul", links), aria_label="Sections")),
         el("main", [_section(section) for section in sections], id="content", tabindex="-1"),
         el("footer", el("p", foot)),
+        el("svg", textures(), class_="shared", width=0, height=0, aria_hidden="true"),
     )
     return html(el("html", head, body, lang="en"))
 
@@ -90,7 +91,7 @@ def table(
     rows: Iterable[Sequence[Content]],
     *,
     numbers: Sequence[int] | None = None,
-    marked: Sequence[int] = (),
+    words: Sequence[int] = (),
 ) -> Element:
     """A table whose first column names its rows.
 
@@ -99,25 +100,25 @@ def table(
         columns: Headings.
         rows: The cells.
         numbers: Columns that are numbers, on the right; by default all but the first.
-        marked: Rows that stand out.
+        words: Columns of whole sentences, which are not made narrow.
     """
     right = set(range(1, len(columns)) if numbers is None else numbers)
 
     def cell(tag: str, place: int, content: Content, scope: str | None = None) -> Element:
-        return el(tag, content, scope=scope, class_="number" if place in right else None)
+        return el(tag, content, scope=scope, class_="number" if place in right else "words" if place in words else None)
 
     heads = el("tr", [cell("th", place, name, "col") for place, name in enumerate(columns)])
-    body = []
-    for index, row in enumerate(rows):
-        cells = [cell("td" if place else "th", place, item, None if place else "row") for place, item in enumerate(row)]
-        body.append(el("tr", cells, class_="different" if index in marked else None))
-    made = el("table", el("caption", caption), el("thead", heads), el("tbody", body))
+    body = [
+        el("tr", [cell("td" if at else "th", at, item, None if at else "row") for at, item in enumerate(row)])
+        for row in rows
+    ]
+    made = el("table", el("caption", el("span", caption)), el("thead", heads), el("tbody", body))
     return scroll(made, caption)
 
 
-def folded(summary: str, *content: Content, is_open: bool = False) -> Element:
-    """Something that is shown on request."""
-    return el("details", el("summary", summary), content, open=is_open)
+def folded(summary: str, *content: Content, is_printed: bool = False) -> Element:
+    """Something that is shown on request; in print only where ``is_printed``."""
+    return el("details", el("summary", summary), content, class_="printed" if is_printed else None)
 
 
 def tiles(facts: Iterable[tuple[str, str, str]]) -> Element:
@@ -139,8 +140,11 @@ def legend(entries: Iterable[tuple[str, str]], *, is_lines: bool = False) -> Ele
         shape = (
             el("line", x1=0, x2=26, y1=6, y2=6, class_=f"curve {class_}")
             if is_lines
-            else el("rect", width=14, height=12, rx=2, class_=f"{class_} edge")
+            else [
+                el("rect", width=22, height=14, rx=2, class_=f"{class_} edge"),
+                el("rect", width=22, height=14, rx=2, fill=texture(class_)),
+            ]
         )
-        return el("svg", shape, width=26 if is_lines else 14, height=12, aria_hidden="true")
+        return el("svg", shape, width=26 if is_lines else 22, height=14 if not is_lines else 12, aria_hidden="true")
 
     return el("ul", [el("li", swatch(class_), el("span", words)) for words, class_ in entries], class_="legend")

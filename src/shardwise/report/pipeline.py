@@ -10,7 +10,7 @@ from shardwise.report.page import figure, legend, scroll, table
 from shardwise.report.scale import seconds
 from shardwise.report.svg import picture
 from shardwise.spec.schedule import PipelinePolicy
-from shardwise.spec.schedule.actions import Kind, Schedule
+from shardwise.spec.schedule.actions import Action, Kind, Schedule
 from shardwise.spec.schedule.simulate import Durations, Timing, simulate
 
 WORDS = {
@@ -46,8 +46,8 @@ def pipeline_chart(policy: PipelinePolicy, pp: int, *, forward_s: float | None =
     made: list[Content] = []
     if sum(len(spans) for spans in timing.spans) <= MOST_CELLS:
         caption = (
-            "A row is a rank; time goes from left to right; the number is the microbatch. Forward, and each half of"
-            " backward, is drawn to take the same time. What is empty is the bubble."
+            "A row is a rank; time goes from left to right; F3 is the forward of microbatch 3. Forward, and each half"
+            " of backward, is drawn to take the same time. What is empty is the bubble."
         )
         entries = [(f"{WORDS[kind][0]} {WORDS[kind][1]}", WORDS[kind][2]) for kind in kinds]
         chart = scroll(_drawn(built, timing), "Chart of the pipeline")
@@ -61,12 +61,12 @@ def _drawn(built: Schedule, timing: Timing) -> Content:
     lanes = Lanes(
         {str(rank): f"rank {rank}" for rank in range(built.num_ranks)},
         end=end,
-        width=max(1080.0, 80 + 15.0 * end),
+        width=max(1080.0, 80 + (22.0 + 7 * (built.num_virtual_stages > 1)) * end),
         height=24,
         gap=6,
     )
     bars: Sequence[Bar] = [
-        Bar(str(rank), span.start, span.end, _label(built, span.action.microbatch, span.action.stage),
+        Bar(str(rank), span.start, span.end, _label(built, span.action),
             WORDS[span.action.kind][2], str(span.action))
         for rank, spans in enumerate(timing.spans)
         for span in spans
@@ -78,6 +78,7 @@ def _drawn(built: Schedule, timing: Timing) -> Content:
     return picture(lanes.width, lanes.bottom + 6, title, lanes.parts(bars))
 
 
-def _label(built: Schedule, microbatch: int, stage: int) -> str:
-    which = stage // built.num_ranks if built.num_virtual_stages > 1 else 0
-    return f"{microbatch}" + ("abcdefgh"[which % 8] if built.num_virtual_stages > 1 else "")
+def _label(built: Schedule, action: Action) -> str:
+    """``F3``; with several stages per rank ``F3b``."""
+    which = "abcdefgh"[action.stage // built.num_ranks % 8] if built.num_virtual_stages > 1 else ""
+    return f"{WORDS[action.kind][0]}{action.microbatch}{which}"

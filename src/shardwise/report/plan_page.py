@@ -87,7 +87,7 @@ def _facts(best: Estimate) -> list[tuple[str, str, str]]:
         ("time of a step", seconds(best.step_time_s), f"{best.tokens_per_s_per_gpu:,.0f} tokens/s per GPU"),
         ("TFLOP/s per GPU", f"{best.tflops_per_gpu:.1f}", "MFU n/a" if mfu is None else f"MFU {100 * mfu:.1f}%"),
         ("memory of the device", num_bytes(best.memory.device_bytes), f"of {num_bytes(limit)}"),
-        ("parameters", f"{best.shape.num_parameters:,}", ""),
+        ("parameters", f"{best.shape.num_parameters / 1e9:.4g} B", f"{best.shape.num_parameters:,}"),
     ]
 
 
@@ -111,7 +111,7 @@ def _table(estimates: Sequence[Estimate]) -> Content:
         "what bounds it",
     ]  # fmt: skip
     some = f", the first {ROWS} of {len(estimates)}" if len(estimates) > ROWS else ""
-    return table(f"Plans, best first{some}", columns, rows, numbers=[2, 3, 4, 5, 6, 7])
+    return table(f"Plans, best first{some}", columns, rows, numbers=[2, 3, 4, 5, 6, 7], words=[0, 8])
 
 
 def _ordered(names: Sequence[str], order: Sequence[str]) -> list[str]:

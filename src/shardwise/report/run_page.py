@@ -262,7 +262,11 @@ def _configuration(run: Run, missing: list[str]) -> list[Content]:
         missing.append("Configuration: the folder has no config.yaml.")
         return []
     rows = list(flat(run.config).items())
-    return [folded(f"All {len(rows)} settings", table("config.yaml", ["setting", "value"], rows, numbers=[]))]
+    return [
+        folded(
+            f"All {len(rows)} settings", table("config.yaml", ["setting", "value"], rows, numbers=[]), is_printed=True
+        )
+    ]
 
 
 def _environment(run: Run, missing: list[str]) -> list[Content]:

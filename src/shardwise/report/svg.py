@@ -1,6 +1,6 @@
 """What pictures are made of: words, boxes and arrows at fixed places. The pages' pictures and the docs' use the same.
 
-Colours are classes of ``picture.css``: ``k0`` to ``k9`` fill areas, ``s0`` to ``s5`` draw lines. The fills are light
+Colours are classes of ``picture.css``: ``k0`` to ``k10`` fill areas, ``s0`` to ``s5`` draw lines. The fills are light
 enough for dark text in both colour schemes and differ for eyes that confuse red and green (after Paul Tol's light
 scheme); neighbours of one colour never occur, as :data:`NUM_FILLS` go round. Lines differ by their dashes too.
 """
@@ -14,7 +14,7 @@ from shardwise.report.element import Content, Element, el
 
 #: Classes of both: docs' pictures hold it themselves, pages have it in their style.
 STYLE = Path(__file__).with_name("picture.css")
-NUM_FILLS, NUM_STROKES = 10, 6
+NUM_FILLS, NUM_STROKES = 11, 6
 #: Pixels that a character of a 12 pixel font takes, about.
 CHARACTER = 6.6
 
@@ -96,6 +96,33 @@ def picture(width: float, height: float, title: str, parts: Iterable[Content], *
 def fill(index: int) -> str:
     """The class of the ``index``-th fill."""
     return f"k{index % NUM_FILLS}"
+
+
+def texture(fill_class: str) -> str:
+    """The pattern over a fill, so that neighbours differ without their colours: one of the page's :func:`textures`."""
+    return f"url(#texture-{int(fill_class[1:]) % len(_TEXTURES)})"
+
+
+#: Lines and dots over a tile of 8 by 8 pixels; fills take them in turn.
+_TEXTURES = ("", "M-1 9L9 -1M-1 1L1 -1M7 9L9 7", "M2 2h.01M6 6h.01", "M0 4H8", "M-1 -1L9 9M7 -1L9 1M-1 7L1 9")
+
+
+def textures() -> Element:
+    """The patterns that :func:`texture` names."""
+    return el(
+        "defs",
+        [
+            el(
+                "pattern",
+                el("path", d=path, class_="texture"),
+                id=f"texture-{index}",
+                width=8,
+                height=8,
+                patternUnits="userSpaceOnUse",
+            )
+            for index, path in enumerate(_TEXTURES)
+        ],
+    )
 
 
 def stroke(index: int) -> str:
