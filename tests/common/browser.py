@@ -47,7 +47,7 @@ class Browser:
             "about:blank",
         ]
         self._process = subprocess.Popen(
-            ["sh", "-c", f'exec "$@" 3<&{to_it} 4>&{from_it}', "sh", *words],
+            ["sh", "-c", f'exec "$@" 3</dev/fd/{to_it} 4>/dev/fd/{from_it}', "sh", *words],
             pass_fds=(to_it, from_it),
             stdout=subprocess.DEVNULL,
             stderr=subprocess.DEVNULL,

@@ -4,19 +4,21 @@ from __future__ import annotations
 
 import dataclasses
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from typing import Any
 
 from shardwise.planner import Estimate
+from shardwise.planner.explain import gib, seconds, title, why
 from shardwise.report import mesh
 from shardwise.report.chart import Stack, fills_of, stacked_bars, stacked_columns
-from shardwise.report.element import Content, el
+from shardwise.report.element import Content, Element, el
 from shardwise.report.page import Section, figure, folded, legend, page, table, tiles
 from shardwise.report.pipeline import pipeline_chart
 from shardwise.report.run_page import MEMORY, flat
-from shardwise.report.scale import num_bytes, seconds
 from shardwise.spec.errors import PlanError
 from shardwise.spec.mesh import AXES
 from shardwise.spec.schedule.builders import pipeline_policy
+from shardwise.spec.text import size
 
 #: Plans whose bars are drawn, and rows of the table, at most.
 BARS, ROWS = 12, 40
@@ -48,7 +50,7 @@ def plan_report(estimates: Sequence[Estimate]) -> str:
     if missing:
         sections.append(Section("Left out", [el("ul", [el("li", sentence) for sentence in missing])]))
     cluster = best.cluster
-    title = f"{_model(best)} on {cluster.num_gpus:,} x {cluster.gpu}"
+    heading = f"{_model(best)} on {cluster.num_gpus:,} x {cluster.gpu}"
     words = f"The first plan {'fits' if best.fits else 'does not fit'}: {best.reason}."
     num_fitting = sum(estimate.fits for estimate in estimates)
     count = (
@@ -56,23 +58,18 @@ def plan_report(estimates: Sequence[Estimate]) -> str:
     )
     lead = [
         el("p", words, class_="state good" if best.fits else "state bad"),
+        [el("p", sentence) for sentence in why(best)],
         el("p", count, class_="faint"),
         tiles(_facts(best)),
     ]
-    return page(title, lead, sections, foot="Written by shardwise from its own predictions.")
+    return page(heading, lead, sections, foot="Written by shardwise from its own predictions.")
 
 
 def name_of(estimate: Estimate) -> str:
-    """A plan in a few words: its strategy and the axes with several ranks."""
-    plan = estimate.plan
-    words = [plan.strategy if isinstance(plan.strategy, str) else "custom placements"]
-    words += [f"{axis}={size}" for axis in AXES if (size := getattr(plan, axis)) > 1]
-    words += [f"ep={plan.ep}"] * (plan.ep > 1)
+    """A plan in a few words: its title, microbatch and recomputation."""
     work = estimate.workload
-    words += [f"micro={work.micro_batch}"]
-    words += [f"recompute={work.recompute}"] * (work.recompute != "none")
-    words += ["offload"] * (plan.offload_policy not in {None, "none"})
-    return " ".join(words)
+    recomputed = f", recompute {work.recompute}" if work.recompute not in {"none", 0} else ""
+    return f"{title(estimate)}, micro {work.micro_batch}{recomputed}"
 
 
 def _model(estimate: Estimate) -> str:
@@ -86,7 +83,7 @@ def _facts(best: Estimate) -> list[tuple[str, str, str]]:
         ("first plan", name_of(best), ""),
         ("time of a step", seconds(best.step_time_s), f"{best.tokens_per_s_per_gpu:,.0f} tokens/s per GPU"),
         ("TFLOP/s per GPU", f"{best.tflops_per_gpu:.1f}", "MFU n/a" if mfu is None else f"MFU {100 * mfu:.1f}%"),
-        ("memory of the device", num_bytes(best.memory.device_bytes), f"of {num_bytes(limit)}"),
+        ("memory of the device", gib(best.memory.device_bytes), f"of {gib(limit)}"),
         ("parameters", f"{best.shape.num_parameters / 1e9:.4g} B", f"{best.shape.num_parameters:,}"),
     ]
 
@@ -102,8 +99,8 @@ def _table(estimates: Sequence[Estimate]) -> Content:
             f"{each.tokens_per_s_per_gpu:,.0f}",
             f"{each.tflops_per_gpu:.1f}",
             "n/a" if mfu is None else f"{100 * mfu:.1f}%",
-            num_bytes(each.memory.device_bytes),
-            num_bytes(sum(each.time.sent_bytes.values())),
+            gib(each.memory.device_bytes),
+            size(sum(each.time.sent_bytes.values())),
             each.reason,
         ])  # fmt: skip
     columns = [
@@ -145,20 +142,20 @@ def _memory(estimates: Sequence[Estimate]) -> list[Content]:
     fills = fills_of(names, (*MEMORY, *BESIDE))
     limit = shown[0].cluster.device.memory_bytes
     stacks = [
-        Stack(f"{index + 1}. {name_of(each)}", part, num_bytes(each.memory.device_bytes))
+        Stack(f"{index + 1}. {name_of(each)}", part, gib(each.memory.device_bytes))
         for index, (each, part) in enumerate(zip(shown, parts, strict=True))
     ]
-    capacity = f"capacity {num_bytes(limit)}"
+    capacity = f"capacity {gib(limit)}"
     bars = stacked_bars(
-        stacks, fills, title="Predicted bytes of the fullest rank, by plan.", limit=(limit, capacity), shown=num_bytes
+        stacks, fills, title="Predicted bytes of the fullest rank, by plan.", limit=(limit, capacity), shown=gib
     )
     rows = [
         [
             f"{index + 1}. {name_of(each)}",
-            *(num_bytes(part.get(name, 0)) for name in names),
-            num_bytes(each.memory.allocated_bytes),
-            num_bytes(each.memory.reserved_bytes),
-            num_bytes(each.memory.device_bytes),
+            *(gib(part.get(name, 0)) for name in names),
+            gib(each.memory.allocated_bytes),
+            gib(each.memory.reserved_bytes),
+            gib(each.memory.device_bytes),
         ]
         for index, (each, part) in enumerate(zip(shown, parts, strict=True))
     ]
@@ -189,23 +186,23 @@ def _timeline(best: Estimate, missing: list[str]) -> list[Content]:
     return memory_timeline(moments, "Predicted memory over a step, the first plan")
 
 
-def memory_timeline(moments: Sequence[tuple[str, object]], title: str) -> list[Content]:
+def memory_timeline(moments: Sequence[tuple[str, Mapping[str, float]]], heading: str) -> list[Content]:
     """Bytes by category at the moments of a step."""
-    found: list[tuple[str, dict[str, float]]] = [(name, dict(parts)) for name, parts in moments]  # type: ignore[call-overload]
+    found: list[tuple[str, dict[str, float]]] = [(name, dict(parts)) for name, parts in moments]
     names = _ordered(list(dict.fromkeys(n for _, parts in found for n, held in parts.items() if held > 0)), MEMORY)
     fills = fills_of(names, MEMORY)
     most = max(range(len(found)), key=lambda index: sum(found[index][1].values()))
     words = (
-        f"{title}: {len(found)} moments; the peak is {num_bytes(sum(found[most][1].values()))} at moment {most + 1},"
+        f"{heading}: {len(found)} moments; the peak is {gib(sum(found[most][1].values()))} at moment {most + 1},"
         f" {found[most][0]}."
     )
-    chart = stacked_columns(found, fills, title=words, shown=num_bytes)
+    chart = stacked_columns(found, fills, title=words, shown=gib)
     rows = [
-        [f"{index + 1}. {name}", *(num_bytes(parts.get(n, 0)) for n in names), num_bytes(sum(parts.values()))]
+        [f"{index + 1}. {name}", *(gib(parts.get(n, 0)) for n in names), gib(sum(parts.values()))]
         for index, (name, parts) in enumerate(found)
     ]
     return [
-        figure(title, [chart, legend(list(fills.items())[::-1])], words),
+        figure(heading, [chart, legend(list(fills.items())[::-1])], words),
         folded("Values", table("Bytes by category and moment", ["moment", *names, "sum"], rows)),
     ]
 
@@ -234,9 +231,12 @@ def _mesh(best: Estimate) -> list[Content]:
 
 
 def _asked(best: Estimate) -> list[Content]:
-    made: list[Content] = []
-    for caption, value in (("Workload", best.workload), ("Cluster", best.cluster), ("First plan", best.plan)):
-        rows = list(flat(dataclasses.asdict(value)).items())
-        made.append(table(caption, ["setting", "value"], rows, numbers=[]))
-    made.append(el("p", f"Figures of the GPU: {best.cluster.device.source or 'source not stated'}"))
-    return made
+    def settings(caption: str, value: Any) -> Element:
+        return table(caption, ["setting", "value"], list(flat(dataclasses.asdict(value)).items()), numbers=[])
+
+    source = best.cluster.device.source or "not stated"
+    return [
+        el("div", settings("Workload", best.workload), settings("Cluster", best.cluster), class_="grid-2"),
+        folded("All fields of the first plan", settings("First plan", best.plan), is_printed=True),
+        el("p", f"Source of the GPU's figures: {source}.", class_="faint"),
+    ]

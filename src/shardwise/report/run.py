@@ -150,5 +150,5 @@ def _records(path: Path, problems: list[str]) -> list[dict[str, Any]]:
         elif line.strip():
             num_bad += 1
     if num_bad:
-        problems.append(f"{num_bad} lines of {path.name} are damaged, and left out")
+        problems.append(f"{num_bad} damaged line{'s' if num_bad > 1 else ''} of {path.name} left out")
     return [found[step] for step in sorted(found)]
