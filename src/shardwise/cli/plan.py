@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from shardwise.cli.output import CONFIG_ENDINGS, check_writable, show
+from shardwise.cli.output import CONFIG_ENDINGS, check_writable, show, write
 from shardwise.spec.errors import ConfigError
 from shardwise.spec.text import did_you_mean
 
@@ -73,12 +73,14 @@ def plan(  # noqa: PLR0917  typer's form
     ] = None,
     largest: Annotated[bool, typer.Option("--largest", help="The largest model that each strategy holds.")] = False,  # noqa: FBT002  typer's form
     out: Annotated[Path | None, typer.Option(help="Write the best plan as a configuration for `train`.")] = None,
+    report: Annotated[Path | None, typer.Option(help="Write one page of HTML that compares the plans.")] = None,
     json_output: Annotated[bool, typer.Option("--json", help="Print everything as JSON.")] = False,  # noqa: FBT002  typer's form
 ) -> None:
     """Plan."""
     from shardwise.cost.workload import Workload
 
     check_writable(out)
+    check_writable(report)
     cluster = _cluster(gpu, gpus, gpus_per_node, network)
     subject = find_subject(model or _LARGEST if largest else model, cluster.num_gpus, cluster.gpus_per_node)
     fixed = {**subject.fixed, **read_fixed(fix or [])}
@@ -103,20 +105,31 @@ def plan(  # noqa: PLR0917  typer's form
     if largest:
         _show_largest(subject.shape, cluster, workload, fixed, is_json=json_output)
     else:
-        _show_plans(subject, cluster, workload, fixed, out, is_json=json_output)
+        _show_plans(subject, cluster, workload, fixed, out=out, report=report, is_json=json_output)
 
 
 def _show_plans(
-    subject: Subject, cluster: Cluster, workload: Workload, fixed: dict[str, Any], out: Path | None, *, is_json: bool
+    subject: Subject,
+    cluster: Cluster,
+    workload: Workload,
+    fixed: dict[str, Any],
+    *,
+    out: Path | None,
+    report: Path | None,
+    is_json: bool,
 ) -> None:
     from shardwise.cli import plan_file, plan_screen
+    from shardwise.planner.explain import table_rows
     from shardwise.planner.fit import remedies
     from shardwise.planner.search import search
+    from shardwise.report import plan_report
 
     shape = subject.shape
     plans = search(shape, cluster, workload, **fixed)
     best = plans[0]
     found = [] if best.fits else remedies(shape, cluster, workload, fixed)
+    if report is not None:
+        write(report, plan_report(table_rows(plans), remedies=[remedy.change for remedy in found]))
     line = ""
     if best.fits and out is not None:
         plan_file.write_plan(out, best, subject.written(out), subject.base)

@@ -102,6 +102,12 @@ def frame(title: str, parts: Sequence[Content], *, height: float = HEIGHT, class
     return el("svg", el("title", title), parts, width="100%", height=f"{height:g}", role="img", class_=class_)
 
 
+def _scaled(high: float, unit: float, *, num_ticks: int = 5) -> Scale:
+    """An axis from 0 with ticks at round multiples of ``unit``."""
+    scale = linear(0.0, high / unit, num_ticks=num_ticks)
+    return Scale(0.0, scale.high * unit, tuple(tick * unit for tick in scale.ticks))
+
+
 def percent(share: float) -> str:
     """A share of the width."""
     return f"{number(100 * share)}%"
@@ -168,7 +174,7 @@ def stacked_columns(
     fills: Mapping[str, str],
     *,
     title: str,
-    limit: float | None = None,
+    unit: float = 1.0,
     shown: Callable[[float], str] = short,
 ) -> Element | None:
     """One column for each moment, parts on top of each other; as many moments as there are fill the width.
@@ -177,53 +183,37 @@ def stacked_columns(
         moments: Name and parts of each.
         fills: Class of each part's colour, from the lowest up.
         title: What the picture shows.
-        limit: A value that is marked by a line.
-        shown: Text of a tick.
+        unit: Ticks are at round multiples of it.
+        shown: Text of a tick and of a part.
     """
-    if not moments:
+    top = max((sum(parts.values()) for _, parts in moments), default=0)
+    if not top > 0:
         return None
-    top = max([sum(parts.values()) for _, parts in moments] + ([limit] if limit else []))
-    scale = linear(0.0, top or 1.0)
+    scale, each = _scaled(top, unit), 1 / len(moments)
     made: list[Content] = [_grid(scale, shown)]
-    each = 1 / len(moments)
-    shapes: list[Content] = []
-    for name, colour in fills.items():
-        shapes += _steps(moments, name, list(fills), scale, colour)
-    made.append(
-        el(
-            "svg", shapes, width="100%", height=HEIGHT, viewBox=f"0 0 {ACROSS} {HEIGHT}",
-            preserveAspectRatio="none", class_="stretched",
-        )
-    )  # fmt: skip
-    if limit:
-        y = HEIGHT * (1 - scale.share(limit))
-        made.append(el("line", x1=0, x2="100%", y1=y, y2=y, class_="limit"))
+    for index, (moment, parts) in enumerate(moments):
+        base = 0.0
+        for name, colour in fills.items():
+            part = parts.get(name, 0)
+            if part <= 0:
+                continue
+            y = HEIGHT * (1 - scale.share(base + part))
+            place: dict[str, str | float] = {
+                "x": percent(index * each), "y": y, "width": percent(each), "height": HEIGHT * scale.share(part)
+            }  # fmt: skip
+            words = f"{index + 1}. {moment}, {name}: {shown(part)}"
+            made.append(el("rect", el("title", words), class_=f"{colour} crisp", **place))
+            made.append(el("rect", fill=texture(colour), class_="over", **place))
+            made.append(el("line", x1=percent(index * each), x2=percent((index + 1) * each), y1=y, y2=y, class_="seam"))
+            base += part
     made.append(el("line", x1=0, x2="100%", y1=float(HEIGHT), y2=float(HEIGHT), class_="axis"))
-    every = max(1, len(moments) // 6)
+    every = -(-len(moments) // 8)
     made += [
         text(percent((index + 0.5) * each), HEIGHT + 16, str(index + 1), class_="faint", anchor="middle")
         for index in range(0, len(moments), every)
     ]
     made.append(text("50%", HEIGHT + 31, "moment of the step", class_="faint", anchor="middle"))
     return frame(title, made)
-
-
-def _steps(
-    moments: Sequence[tuple[str, Mapping[str, float]]], name: str, order: list[str], scale: Scale, colour: str
-) -> list[Content]:
-    """The area of one part over all moments."""
-    below = order[: order.index(name)]
-    each = ACROSS / len(moments)
-    upper, lower = [], []
-    for index, (_, parts) in enumerate(moments):
-        base = sum(parts.get(other, 0) for other in below)
-        for x in (index * each, (index + 1) * each):
-            upper.append((x, HEIGHT * (1 - scale.share(base + parts.get(name, 0)))))
-            lower.append((x, HEIGHT * (1 - scale.share(base))))
-    if all(abs(a[1] - b[1]) < 0.01 for a, b in zip(upper, lower, strict=True)):
-        return []
-    path = "M" + "L".join(f"{number(x)} {number(y)}" for x, y in upper + lower[::-1]) + "Z"
-    return [el("path", el("title", name), d=path, class_=f"{colour} seam", vector_effect="non-scaling-stroke")]
 
 
 @dataclass(frozen=True, slots=True)
@@ -247,21 +237,25 @@ def stacked_bars(
     *,
     title: str,
     limit: tuple[float, str] | None = None,
+    unit: float = 1.0,
     shown: Callable[[float], str] = short,
 ) -> Element | None:
     """Horizontal bars under each other, all to one scale.
+
+    Where there is a limit, the axis ends at no more than twice it: longer bars are cut off, with an arrow at their end.
 
     Args:
         stacks: The bars.
         fills: Class of each part's colour, from left to right.
         title: What the picture shows.
         limit: A value that is marked in every bar, and what it is called.
+        unit: Ticks are at round multiples of it.
         shown: Text of a tick and of a part.
     """
     most = max([sum(stack.parts.values()) for stack in stacks] + ([limit[0]] if limit else []), default=0)
     if not most > 0:
         return None
-    scale = linear(0.0, most, num_ticks=5)
+    scale = _scaled(min(most, 2 * limit[0]) if limit else most, unit)
     made: list[Content] = []
     y = 0.0
     for stack in stacks:
@@ -273,9 +267,14 @@ def stacked_bars(
         at = 0.0
         for name, colour in fills.items():
             part = stack.parts.get(name, 0)
-            if part > 0:
-                made += _part(name, f"{name}: {shown(part)}", colour, share=scale.share(part), at=at, y=y)
+            if part > 0 and at < 1:
+                share = min(scale.share(part), 1 - at)
+                made += _part(name, f"{name}: {shown(part)}", colour, share=share, at=at, y=y)
                 at += scale.share(part)
+        if at > 1 + 1e-9:
+            cut = el("svg", el("path", d="M-14 0h14v24h-14l6-6-6-6 6-6z", class_="paper"), x="100%", y=y, height=24)
+            cut.set("class", "stretched")
+            made += [cut, text("100%", y + 17, "\u25b6", anchor="end")]
         if limit:
             x = percent(scale.share(limit[0]))
             made.append(el("line", x1=x, x2=x, y1=y - 4, y2=y + 28, class_="limit"))

@@ -3,18 +3,18 @@
 from __future__ import annotations
 
 import dataclasses
-import math
 from collections.abc import Mapping, Sequence
 from typing import Any
 
 from shardwise.planner import Estimate
-from shardwise.planner.explain import gib, seconds, title, why
+from shardwise.planner.explain import GIB, gib, num_microbatches, seconds, title, why
 from shardwise.report import mesh
 from shardwise.report.chart import Stack, fills_of, stacked_bars, stacked_columns
 from shardwise.report.element import Content, Element, el
 from shardwise.report.page import Section, figure, folded, legend, page, table, tiles
 from shardwise.report.pipeline import pipeline_chart
 from shardwise.report.run_page import MEMORY, flat
+from shardwise.report.scale import seconds as spent
 from shardwise.spec.errors import PlanError
 from shardwise.spec.mesh import AXES
 from shardwise.spec.schedule.builders import pipeline_policy
@@ -28,8 +28,12 @@ TIME = (
 )  # fmt: skip
 
 
-def plan_report(estimates: Sequence[Estimate]) -> str:
+def plan_report(estimates: Sequence[Estimate], *, remedies: Sequence[str] = ()) -> str:
     """One page of HTML about plans, the best first, for one model on one cluster.
+
+    Args:
+        estimates: The plans.
+        remedies: Where none fits: changes with which one would, in words.
 
     Raises:
         PlanError: There is no plan.
@@ -51,7 +55,7 @@ def plan_report(estimates: Sequence[Estimate]) -> str:
         sections.append(Section("Left out", [el("ul", [el("li", sentence) for sentence in missing])]))
     cluster = best.cluster
     heading = f"{_model(best)} on {cluster.num_gpus:,} x {cluster.gpu}"
-    words = f"The first plan {'fits' if best.fits else 'does not fit'}: {best.reason}."
+    words = f"First plan: {name_of(best)}. " + ("It fits." if best.fits else f"It does not fit: {best.reason}.")
     num_fitting = sum(estimate.fits for estimate in estimates)
     count = (
         f"{len(estimates)} plans, of which {num_fitting} fit. Nothing here was measured: all figures are predictions."
@@ -59,6 +63,7 @@ def plan_report(estimates: Sequence[Estimate]) -> str:
     lead = [
         el("p", words, class_="state good" if best.fits else "state bad"),
         [el("p", sentence) for sentence in why(best)],
+        [el("p", "It would fit with:"), el("ul", [el("li", change) for change in remedies])] if remedies else None,
         el("p", count, class_="faint"),
         tiles(_facts(best)),
     ]
@@ -80,7 +85,6 @@ def _facts(best: Estimate) -> list[tuple[str, str, str]]:
     limit = best.cluster.device.memory_bytes
     mfu = best.mfu
     return [
-        ("first plan", name_of(best), ""),
         ("time of a step", seconds(best.step_time_s), f"{best.tokens_per_s_per_gpu:,.0f} tokens/s per GPU"),
         ("TFLOP/s per GPU", f"{best.tflops_per_gpu:.1f}", "MFU n/a" if mfu is None else f"MFU {100 * mfu:.1f}%"),
         ("memory of the device", gib(best.memory.device_bytes), f"of {gib(limit)}"),
@@ -91,24 +95,18 @@ def _facts(best: Estimate) -> list[tuple[str, str, str]]:
 def _table(estimates: Sequence[Estimate]) -> Content:
     rows: list[list[Content]] = []
     for index, each in enumerate(estimates[:ROWS]):
-        mfu = each.mfu
+        speed = ["n/a"] * 4
+        if each.fits:
+            mfu = "n/a" if each.mfu is None else f"{100 * each.mfu:.1f}%"
+            per_gpu = f"{each.tokens_per_s_per_gpu:,.0f}", f"{each.tflops_per_gpu:.1f}"
+            speed = [seconds(each.step_time_s), *per_gpu, mfu]
+        memory, sent = gib(each.memory.device_bytes), size(sum(each.time.sent_bytes.values()))
         rows.append([
-            f"{index + 1}. {name_of(each)}",
-            "yes" if each.fits else "no",
-            seconds(each.step_time_s),
-            f"{each.tokens_per_s_per_gpu:,.0f}",
-            f"{each.tflops_per_gpu:.1f}",
-            "n/a" if mfu is None else f"{100 * mfu:.1f}%",
-            gib(each.memory.device_bytes),
-            size(sum(each.time.sent_bytes.values())),
-            each.reason,
+            f"{index + 1}. {name_of(each)}", "yes" if each.fits else "no", *speed, memory, sent, each.reason
         ])  # fmt: skip
-    columns = [
-        "plan", "fits", "step time", "tokens/s per GPU", "TFLOP/s per GPU", "MFU", "device memory", "sent per step",
-        "what bounds it",
-    ]  # fmt: skip
+    columns = ["plan", "fits", "step time", "tokens/s", "TFLOP/s", "MFU", "memory", "sent", "what bounds it"]
     some = f", the first {ROWS} of {len(estimates)}" if len(estimates) > ROWS else ""
-    return table(f"Plans, best first{some}", columns, rows, numbers=[2, 3, 4, 5, 6, 7], words=[0, 8])
+    return table(f"Plans, best first{some}; per GPU", columns, rows, numbers=[2, 3, 4, 5, 6, 7], words=[0, 8])
 
 
 def _ordered(names: Sequence[str], order: Sequence[str]) -> list[str]:
@@ -116,22 +114,19 @@ def _ordered(names: Sequence[str], order: Sequence[str]) -> list[str]:
 
 
 def _time(estimates: Sequence[Estimate]) -> list[Content]:
-    shown = estimates[:BARS]
+    numbered = [(f"{index + 1}. {name_of(each)}", each) for index, each in enumerate(estimates[:BARS])]
+    numbered = [(name, each) for name, each in numbered if each.fits] or numbered[:1]
+    shown = [each for _, each in numbered]
     found = list(dict.fromkeys(name for each in shown for name, held in each.time.by_category.items() if held > 0))
     names = _ordered(found, TIME)
     fills = fills_of(names, TIME)
-    stacks = [
-        Stack(f"{index + 1}. {name_of(each)}", each.time.by_category, seconds(each.step_time_s))
-        for index, each in enumerate(shown)
-    ]
-    bars = stacked_bars(stacks, fills, title="Parts of the predicted time of a step, by plan.", shown=seconds)
-    rows = [
-        [f"{index + 1}. {name_of(each)}", *(seconds(each.time.by_category.get(name, 0.0)) for name in names)]
-        for index, each in enumerate(shown)
-    ]
+    stacks = [Stack(name, each.time.by_category, seconds(each.step_time_s)) for name, each in numbered]
+    bars = stacked_bars(stacks, fills, title="Parts of the predicted time of a step, by plan.", shown=spent)
+    rows = [[name, *(seconds(each.time.by_category.get(n, 0.0)) for n in names)] for name, each in numbered]
+    only = "Plans that fit." if len(shown) < min(BARS, len(estimates)) else None
     return [
-        figure("Predicted time of a step", [bars, legend(fills.items())]),
-        folded("Values", table("Seconds by category", ["plan", *names], rows)),
+        figure("Predicted time of a step", [bars, legend(fills.items())], only),
+        folded("Values", table("Seconds by category", ["plan", *names], rows, words=[0])),
     ]
 
 
@@ -147,7 +142,12 @@ def _memory(estimates: Sequence[Estimate]) -> list[Content]:
     ]
     capacity = f"capacity {gib(limit)}"
     bars = stacked_bars(
-        stacks, fills, title="Predicted bytes of the fullest rank, by plan.", limit=(limit, capacity), shown=gib
+        stacks,
+        fills,
+        title="Bytes of the fullest rank, by plan.",
+        limit=(limit, capacity),
+        unit=GIB,
+        shown=gib,
     )
     rows = [
         [
@@ -156,13 +156,14 @@ def _memory(estimates: Sequence[Estimate]) -> list[Content]:
             gib(each.memory.allocated_bytes),
             gib(each.memory.reserved_bytes),
             gib(each.memory.device_bytes),
+            gib(each.memory.host_bytes),
         ]
         for index, (each, part) in enumerate(zip(shown, parts, strict=True))
     ]
-    columns = ["plan", *names, "allocated", "reserved", "device"]
+    columns = ["plan", *names, "allocated", "reserved", "device", "host"]
     return [
         figure("Predicted memory of the fullest rank", [bars, legend(fills.items())]),
-        folded("Values", table("Bytes by category", columns, rows)),
+        folded("Values", table("Bytes by category", columns, rows, words=[0])),
     ]
 
 
@@ -196,7 +197,7 @@ def memory_timeline(moments: Sequence[tuple[str, Mapping[str, float]]], heading:
         f"{heading}: {len(found)} moments; the peak is {gib(sum(found[most][1].values()))} at moment {most + 1},"
         f" {found[most][0]}."
     )
-    chart = stacked_columns(found, fills, title=words, shown=gib)
+    chart = stacked_columns(found, fills, title=words, unit=GIB, shown=gib)
     rows = [
         [f"{index + 1}. {name}", *(gib(parts.get(n, 0)) for n in names), gib(sum(parts.values()))]
         for index, (name, parts) in enumerate(found)
@@ -215,8 +216,7 @@ def _pipeline(best: Estimate, missing: list[str]) -> list[Content]:
     try:
         policy = pipeline_policy(plan.pipeline)
         if policy.num_microbatches is None:
-            per_rank = best.workload.global_batch / best.workload.micro_batch / (plan.dp_replicate * plan.dp_shard)
-            policy = dataclasses.replace(policy, num_microbatches=max(1, math.ceil(per_rank)))
+            policy = dataclasses.replace(policy, num_microbatches=max(1, num_microbatches(best)))
         return pipeline_chart(policy, plan.pp)
     except PlanError as error:
         missing.append(f"Pipeline: {str(error).splitlines()[0]}")
