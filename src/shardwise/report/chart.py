@@ -124,11 +124,21 @@ def _grid(scale: Scale, shown: Callable[[float], str]) -> list[Content]:
 
 def _below(scale: Scale, name: str) -> list[Content]:
     made: list[Content] = [el("line", x1=0, x2="100%", y1=float(HEIGHT), y2=float(HEIGHT), class_="axis")]
-    for tick in scale.ticks:
+    made += _ticks_below(scale, short, HEIGHT + 16)
+    made.append(text("50%", HEIGHT + 31, name, class_="faint", anchor="middle"))
+    return made
+
+
+def _ticks_below(scale: Scale, shown: Callable[[float], str], y: float) -> list[Content]:
+    """Labels under an axis; where they are too many for a phone, every other one is for wide screens only."""
+    words = [shown(tick) for tick in scale.ticks]
+    is_crowded = sum(len(each) * CHARACTER + 8 for each in words) > NARROW - 40
+    made: list[Content] = []
+    for index, (tick, each) in enumerate(zip(scale.ticks, words, strict=True)):
         share = scale.share(tick)
         anchor = "start" if share < 0.03 else "end" if share > 0.97 else "middle"
-        made.append(text(percent(share), HEIGHT + 16, short(tick), class_="faint", anchor=anchor))
-    made.append(text("50%", HEIGHT + 31, name, class_="faint", anchor="middle"))
+        class_ = "faint roomy" if is_crowded and index % 2 else "faint"
+        made.append(text(percent(share), y, each, class_=class_, anchor=anchor))
     return made
 
 
@@ -280,10 +290,7 @@ def stacked_bars(
             made.append(el("line", x1=x, x2=x, y1=y - 4, y2=y + 28, class_="limit"))
         y += 38
     made.append(el("line", x1=0, x2="100%", y1=y, y2=y, class_="axis"))
-    for tick in scale.ticks:
-        share = scale.share(tick)
-        anchor = "start" if share < 0.03 else "end" if share > 0.97 else "middle"
-        made.append(text(percent(share), y + 16, shown(tick), class_="faint", anchor=anchor))
+    made += _ticks_below(scale, shown, y + 16)
     if limit:
         share = scale.share(limit[0])
         anchor = "end" if share > 0.6 else "start"
