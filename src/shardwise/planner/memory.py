@@ -4,20 +4,19 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
+from typing import NamedTuple
 
 from shardwise.cost.hardware import Cluster
 from shardwise.cost.work import UnitWork, model_work
 from shardwise.cost.workload import Workload
-from shardwise.planner.activations import HeadSaved, Saved, block_saved, head_saved
+from shardwise.planner.activations import Around, Saved, block_saved, head_saved
 from shardwise.planner.device import BESIDE
+from shardwise.planner.moments import CATEGORIES, Bytes, Part, Rank
 from shardwise.planner.stage import Chain, Stage, stages
-from shardwise.planner.states import Parameters, Rules, States, Unit, states
+from shardwise.planner.states import Parameters, Rules, States, states
 from shardwise.spec.facts import keeps_buffers
 from shardwise.spec.plan import ParallelPlan
 from shardwise.spec.shape import ModelShape
-
-#: What bytes are counted as, in the order in which they are shown.
-CATEGORIES = ("parameters", "gradients", "optimizer", "gathered", "reduce", "activations", "logits")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -59,17 +58,19 @@ def estimate_memory(shape: ModelShape, plan: ParallelPlan, cluster: Cluster, wor
         cluster: Where it runs.
         workload: What it trains.
     """
-    units = _work(shape, plan, workload)
+    inputs = _Inputs(shape, plan, workload)
+    units = model_work(shape, plan, workload)
     rules = _rules(plan, workload)
-    fullest = max(
-        (_on_rank(stage, shape, plan, workload, units, rules) for stage in _ranks(shape, plan, workload, units)),
-        key=lambda held: held.allocated,
-    )
-    return fullest.estimate(cluster, plan)
+    ranks = [_on_rank(stage, units, rules, inputs) for stage in _stages(inputs, units)]
+    found = [(rank, list(rank.moments())) for rank in ranks]
+    rank, moments = max(found, key=lambda item: max(sum(held.values()) for _, held in item[1]))
+    return _estimate(rank, moments, plan)
 
 
-def _work(shape: ModelShape, plan: ParallelPlan, workload: Workload) -> tuple[UnitWork, ...]:
-    return model_work(shape, plan, workload)
+class _Inputs(NamedTuple):
+    shape: ModelShape
+    plan: ParallelPlan
+    workload: Workload
 
 
 def _rules(plan: ParallelPlan, workload: Workload) -> Rules:
@@ -95,6 +96,7 @@ def _rules(plan: ParallelPlan, workload: Workload) -> Rules:
         optimizer_tensors={"sgd": 0}.get(workload.optimizer, 2),
         num_gradient_buffers=plan.gradient_buffers,
         accumulation=_accumulation(plan, workload),
+        is_pipeline=plan.pp > 1,
         merge_limit=plan.merge_limit,
     )
 
@@ -112,8 +114,9 @@ def _accumulation(plan: ParallelPlan, workload: Workload) -> str | None:
     return "sharded" if plan.placements.pools_gradients and plan.pp == 1 else "unsharded"
 
 
-def _ranks(shape: ModelShape, plan: ParallelPlan, workload: Workload, units: tuple[UnitWork, ...]) -> tuple[Stage, ...]:
+def _stages(inputs: _Inputs, units: tuple[UnitWork, ...]) -> tuple[Stage, ...]:
     """The pipeline ranks of which one holds most: the first, the second, and the last."""
+    shape, plan, workload = inputs
     blocks = units[1:-1]
     chain = Chain(
         counts=tuple(unit.count for unit in blocks),
@@ -124,52 +127,6 @@ def _ranks(shape: ModelShape, plan: ParallelPlan, workload: Workload, units: tup
     return every if len(every) < 4 else (every[0], every[1], every[-1])
 
 
-@dataclass(frozen=True, slots=True)
-class _Part:
-    """Equal units of a rank that come one after another, with what one microbatch leaves in each."""
-
-    unit: Unit
-    count: int
-    saved: Saved
-    recompute: str
-
-
-@dataclass(frozen=True, slots=True)
-class _Held:
-    """What one rank holds."""
-
-    stage: Stage
-    states: States
-    moments: tuple[tuple[str, dict[str, float]], ...]
-
-    @property
-    def allocated(self) -> float:
-        return max(sum(held.values()) for _, held in self.moments)
-
-    def estimate(self, cluster: Cluster, plan: ParallelPlan) -> MemoryEstimate:
-        del cluster
-        peak, held = max(self.moments, key=lambda moment: sum(moment[1].values()))
-        by_category = {name: int(held.get(name, 0)) for name in CATEGORIES}
-        allocated = sum(by_category.values())
-        first = max(
-            sum(held.values()) - (held["optimizer"] if name != "optimizer" else 0) for name, held in self.moments
-        )
-        reserved = int((1 + BESIDE.fragments) * allocated) + BESIDE.workspace
-        axes = sum(size > 1 for size in (plan.dp_replicate, plan.dp_shard, plan.cp, plan.tp, plan.pp, plan.ep)) + 1
-        return MemoryEstimate(
-            allocated_bytes=allocated,
-            reserved_bytes=reserved,
-            device_bytes=reserved + BESIDE.context + axes * BESIDE.communicator,
-            by_category=by_category,
-            host_bytes=self.states.footprint.host,
-            timeline=tuple((name, {key: int(value) for key, value in held.items()}) for name, held in self.moments),
-            first_step_bytes=int(first),
-            peak=peak,
-            stage=self.stage.rank,
-            microbatches_held=self.stage.held,
-        )
-
-
 def _parameters(unit: UnitWork, workload: Workload) -> Parameters:
     if workload.lora_rank is None:
         experts = unit.num_expert_parameters
@@ -177,9 +134,8 @@ def _parameters(unit: UnitWork, workload: Workload) -> Parameters:
     return Parameters(unit.num_trained, frozen=unit.num_parameters - unit.num_trained)
 
 
-def _on_rank(  # noqa: PLR0917 - all that is asked
-    stage: Stage, shape: ModelShape, plan: ParallelPlan, workload: Workload, units: tuple[UnitWork, ...], rules: Rules
-) -> _Held:
+def _on_rank(stage: Stage, units: tuple[UnitWork, ...], rules: Rules, inputs: _Inputs) -> Rank:
+    shape, plan, workload = inputs
     embedding, *blocks, head = units
     root = _parameters(embedding, workload) if stage.has_embedding else Parameters(0)
     if stage.has_head:
@@ -190,146 +146,61 @@ def _on_rank(  # noqa: PLR0917 - all that is asked
         (count, _parameters(unit, workload)) for unit, count in zip(blocks, stage.blocks, strict=True) if count
     )
     found = states(root, runs, rules)
-    parts = list(_parts(stage, found, blocks, workload, plan.pp))
-    ending = head_saved(head, workload) if stage.has_head else None
-    kept = keeps_buffers(rules.device_type, wanted=plan.keep_buffers)
-    return _Held(stage, found, tuple(_moments(stage, found, parts, ending, keeps=kept, rules=rules)))
+    around = Around.of(shape, plan, workload)
+    return Rank(
+        stage=stage,
+        states=found,
+        parts=tuple(_parts(stage, found, inputs, around)),
+        head=head_saved(head, around) if stage.has_head else None,
+        rules=rules,
+        keeps_buffers=keeps_buffers(rules.device_type, wanted=plan.keep_buffers),
+        num_microbatches=num_microbatches(plan, workload),
+    )
 
 
-def _parts(stage: Stage, found: States, blocks: list[UnitWork], workload: Workload, pp: int) -> Iterator[_Part]:
+def _parts(stage: Stage, found: States, inputs: _Inputs, around: Around) -> Iterator[Part]:
     """The rank's units, those that are recomputed apart from those that are not."""
-    held = [(unit, count) for unit, count in zip(blocks, stage.blocks, strict=True) if count]
-    recomputed = workload.recompute if isinstance(workload.recompute, int) else None
-    left = None if recomputed is None else -(-recomputed // pp)
+    recompute = inputs.workload.recompute
+    left = -(-recompute // inputs.plan.pp) if isinstance(recompute, int) else 0
     units = iter(found.units)
-    for work, count in held:
+    for (_, block), count in zip(inputs.shape.stacks, stage.blocks, strict=True):
         done = 0
         while done < count:
             unit = next(units)
-            blocks_here = unit.count * unit.blocks
-            done += blocks_here
-            if left is None:
-                recompute = str(workload.recompute)
-                yield _Part(unit, unit.count, _times(block_saved(work, workload, recompute), unit.blocks), recompute)
+            done += unit.count * unit.blocks
+            if isinstance(recompute, str):
+                yield Part(unit, unit.count, _merged(block_saved(block, around, recompute), unit.blocks))
                 continue
-            full = min(left, blocks_here) // unit.blocks
+            full = min(left // unit.blocks, unit.count)
             left -= full * unit.blocks
-            for number, recompute in ((full, "full"), (unit.count - full, "none")):
+            for number, how in ((full, "full"), (unit.count - full, "none")):
                 if number:
-                    yield _Part(unit, number, _times(block_saved(work, workload, recompute), unit.blocks), recompute)
+                    yield Part(unit, number, _merged(block_saved(block, around, how), unit.blocks))
 
 
-def _times(saved: Saved, blocks: int) -> Saved:
-    """Of a merged unit; one block of it computes at a time."""
-    return Saved(saved.kept * blocks, saved.whole + (blocks - 1) * saved.kept, saved.passing)
+def _merged(saved: Saved, blocks: int) -> Saved:
+    """What a merged unit saves; one block of it computes at a time."""
+    if blocks == 1:
+        return saved
+    return Saved(saved.kept * blocks, saved.whole + (blocks - 1) * saved.kept, saved.passing, saved.output)
 
 
-def _moments(
-    stage: Stage, found: States, parts: list[_Part], head: HeadSaved | None, *, keeps: bool, rules: Rules
-) -> Iterator[tuple[str, dict[str, float]]]:
-    """What is held at the moments of a step of which one is its peak."""
-    held, root = found.footprint, found.root
-    saved = sum(part.count * part.saved.kept for part in parts) + (head.kept if head else 0)
-    others = (stage.held - 1) * saved if stage.held > 1 else 0.0
-    shards = rules.reshards
-    fixed = {"parameters": float(held.parameters), "optimizer": float(held.optimizer)}
-    accumulates = rules.accumulation is not None
-
-    def moment(
-        *, gathered: float, gradients: float, reduce: float, activations: float, logits: float = 0.0
-    ) -> dict[str, float]:
-        if keeps:
-            gathered, reduce = held.gathered, held.reduce
-            gradients = held.gradients + max(gradients - held.gradients, 0.0)
-        return {
-            **fixed,
-            "gradients": gradients,
-            "gathered": min(gathered, held.gathered) if not keeps else gathered,
-            "reduce": reduce,
-            "activations": activations + others,
-            "logits": logits,
-        }
-
-    every = sum(part.count * part.unit.gathered for part in parts)
-    kept_all = root.kept + sum(part.count * part.unit.kept for part in parts)
-    buffers = root.buffer + sum(part.count * part.unit.buffer for part in parts)
-    # Sums of earlier microbatches are there from the beginning of the last one on.
-    early = kept_all if accumulates else 0.0
-    pooled = buffers if rules.accumulation == "unsharded" else 0.0
-    last = parts[-1].unit if parts else root
-    live = root.gathered + (last.gathered if shards else every)
-    yield (
-        "forward",
-        moment(
-            gathered=live, gradients=early, reduce=pooled, activations=saved + (parts[-1].saved.passing if parts else 0)
-        ),
-    )
-    waiting = 0.0
-    if head is not None:
-        yield (
-            "loss",
-            moment(
-                gathered=live,
-                gradients=early,
-                reduce=pooled,
-                activations=saved,
-                logits=max(head.forward, head.backward),
-            ),
-        )
-        waiting = root.gradients / (2 if stage.has_embedding else 1)
-    done, ahead = early, 0.0
-    below = saved - (head.kept if head else 0)
-    for place in range(len(parts) - 1, -1, -1):
-        part = parts[place]
-        for index in sorted({part.count - 1, 0}, reverse=True):
-            number = part.count - index  # units of this part whose backward has begun
-            rest = below - (number - 1) * part.saved.kept
-            before = done + (0.0 if accumulates else (number - 1) * part.unit.kept)
-            is_first = place == len(parts) - 1 and index == part.count - 1
-            under_way = 0.0 if is_first else part.unit.buffer
-            next_unit = part.unit if index else (parts[place - 1].unit if place else None)
-            prefetched = next_unit.gathered if next_unit is not None and shards else 0.0
-            working = rest - part.saved.kept + part.saved.whole + part.saved.passing
-            here = part.unit.gathered if shards else every
-            name = f"backward of block {index}"
-            yield (
-                name,
-                moment(
-                    gathered=root.gathered + here + prefetched,
-                    gradients=before + waiting,
-                    reduce=pooled or under_way,
-                    activations=working,
-                ),
-            )
-            yield (
-                f"{name}, collected",
-                moment(
-                    gathered=root.gathered + (prefetched if shards else every),
-                    gradients=before + waiting + part.unit.gradients + (0.0 if accumulates else part.unit.kept),
-                    reduce=pooled or under_way + part.unit.buffer,
-                    activations=rest - part.saved.kept + 0.1 * part.saved.passing,
-                ),
-            )
-        below -= part.count * part.saved.kept
-        done += 0.0 if accumulates else part.count * part.unit.kept
-        ahead = part.unit.buffer
-    yield (
-        "backward of the root",
-        moment(
-            gathered=root.gathered,
-            gradients=done + root.gradients + (0.0 if accumulates else root.kept),
-            reduce=pooled or root.buffer + ahead,
-            activations=0.0,
-        ),
-    )
-    yield (
-        "optimizer",
-        {
-            **fixed,
-            "gradients": float(max(kept_all, held.gradients if keeps else 0)),
-            "gathered": 0.0,
-            "reduce": 0.0,
-            "activations": 0.0,
-            "logits": 0.0,
-        },
+def _estimate(rank: Rank, moments: list[tuple[str, Bytes]], plan: ParallelPlan) -> MemoryEstimate:
+    peak, held = max(moments, key=lambda moment: sum(moment[1].values()))
+    by_category = {name: int(held[name]) for name in CATEGORIES}
+    allocated = sum(by_category.values())
+    first = max(sum(bytes_.values()) - (bytes_["optimizer"] if name != "optimizer" else 0) for name, bytes_ in moments)
+    reserved = int((1 + BESIDE.fragments) * allocated) + BESIDE.workspace
+    axes = sum(size > 1 for size in (plan.dp_replicate, plan.dp_shard, plan.cp, plan.tp, plan.pp, plan.ep)) + 1
+    return MemoryEstimate(
+        allocated_bytes=allocated,
+        reserved_bytes=reserved,
+        device_bytes=reserved + BESIDE.context + axes * BESIDE.communicator,
+        by_category=by_category,
+        host_bytes=rank.states.footprint.host,
+        timeline=tuple((name, {key: int(value) for key, value in bytes_.items()}) for name, bytes_ in moments),
+        first_step_bytes=int(first),
+        peak=peak,
+        stage=rank.stage.rank,
+        microbatches_held=rank.stage.held,
     )

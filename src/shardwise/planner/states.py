@@ -14,7 +14,7 @@ from dataclasses import dataclass, fields, replace
 from shardwise.spec.chain import Mergeable, default_limit, merge
 from shardwise.spec.facts import GroupFacts
 from shardwise.spec.layout import GroupLayout, ParamSpec
-from shardwise.spec.memory.footprint import SLOTS_PER_CLASS, Footprint, Replicas, footprint
+from shardwise.spec.memory.footprint import SLOTS_PER_CLASS, Footprint, Replicas, footprint, stage_bytes
 from shardwise.spec.placement import PRESETS, Placements
 from shardwise.spec.policies import OffloadPolicy
 from shardwise.spec.precision import item_bytes
@@ -65,6 +65,7 @@ class Rules:
         optimizer_tensors: State tensors per parameter.
         num_gradient_buffers: Most gradient buffers for each size class.
         accumulation: How microbatches are added up; ``None``: there is one.
+        is_pipeline: Units stay gathered until the last microbatch's backward.
         merge_limit: As ``ParallelPlan.merge_limit``.
         device_type: Type of the device that computes.
     """
@@ -85,6 +86,7 @@ class Rules:
     optimizer_tensors: int = 2
     num_gradient_buffers: int = 2
     accumulation: str | None = None
+    is_pipeline: bool = False
     merge_limit: int | None = None
     device_type: str = "cuda"
 
@@ -107,7 +109,9 @@ class Unit:
         blocks: Blocks of the model in each.
         gathered: Bytes of its gathered parameters; 0 where they are never released.
         gradients: Bytes of gradients as autograd makes them, in the compute dtype.
-        kept: Bytes of memory of ``.grad``, and of full-size local sums, that stay once its backward is over.
+        shard: Bytes of the memory of ``.grad`` where that is apart from the buffer that is reduced.
+        sums: Bytes of a full-size gradient buffer of its own.
+        inner: Bytes that it keeps gathered over an inner group of ranks from forward to backward.
         buffer: Bytes of the pooled full-size buffer that its gradients are reduced in; 0: none.
     """
 
@@ -115,7 +119,9 @@ class Unit:
     blocks: int
     gathered: int
     gradients: int
-    kept: int
+    shard: int
+    sums: int
+    inner: int
     buffer: int
 
 
@@ -127,11 +133,13 @@ class States:
         footprint: The most of each category, as ``spec.memory.footprint`` says.
         root: The root unit.
         units: The other units, in order.
+        landing: Bytes of the device's buffers for masters from the host before their cast.
     """
 
     footprint: Footprint
     root: Unit
     units: tuple[Unit, ...]
+    landing: int = 0
 
 
 @functools.lru_cache(maxsize=4096)
@@ -159,6 +167,7 @@ def states(root: Parameters, runs: Runs, rules: Rules) -> States:
         footprint=held,
         root=_unit(1, 0, root, rules, depth=0),
         units=tuple(_unit(count, blocks, unit, rules, depth=1) for count, blocks, unit in merged),
+        landing=stage_bytes([group for unit in (root, *parts) for group in _groups(unit, rules, unit=0)], rank=0),
     )
 
 
@@ -221,7 +230,7 @@ def _groups(unit_parameters: Parameters, rules: Rules, *, unit: int) -> tuple[Gr
 def _group(numel: int, ep: int, rules: Rules, *, unit: int, is_trainable: bool) -> GroupFacts:
     master = rules.master_dtype if is_trainable else rules.frozen_dtype
     row = rules.row if is_trainable or rules.row.shards_parameters else PRESETS["ddp"]
-    offload, reshards = rules.offload, rules.reshards and unit > 0
+    offload, reshards = rules.offload, rules.reshards and (unit > 0 or rules.inner_size > 0)
     is_offloaded = offload is not None and offload.covers(row, is_trainable=is_trainable)
     # One tensor stands for all: padding between tensors of multiples of 64 elements is nothing.
     spec = ParamSpec("all", (numel,), master, is_trainable)
@@ -256,17 +265,16 @@ def _plus(held: Footprint, more: Footprint, fewer: Footprint, count: int) -> Foo
 
 
 def _unit(count: int, blocks: int, parameters: Parameters, rules: Rules, *, depth: int) -> Unit:
-    gathered = gradients = kept = buffer = 0
+    gathered = gradients = shard = sums = inner = buffer = 0
     for group in _groups(parameters, rules, unit=depth):
         if not (group.is_resident or group.is_alone):
             gathered += group.gather_item_bytes * group.layout.numel
+            inner += group.gather_item_bytes * group.inner_numel(0) if group.inner_size else 0
         if not group.is_trainable:
             continue
         gradients += group.gather_item_bytes * group.layout.logical_numel
-        kept += 0 if group.is_offloaded else group.grad_bytes(0)
+        shard += 0 if group.is_offloaded else group.grad_bytes(0)
         full = group.reduce_item_bytes * group.reduce_layout.numel
-        if group.pools_gradients:
-            buffer += full
-        else:
-            kept += full
-    return Unit(count, blocks, gathered, gradients, kept, buffer)
+        buffer += full if group.pools_gradients else 0
+        sums += 0 if group.pools_gradients else full
+    return Unit(count, blocks, gathered, gradients, shard, sums, inner, buffer)

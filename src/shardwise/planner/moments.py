@@ -1,0 +1,176 @@
+"""What a rank holds at the moments of a step of which one is its peak.
+
+Between these moments the bytes held change in equal parts, one for each of several equal units. So the most is held at
+one of the first two or last two units of a run.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+from shardwise.planner.activations import HeadSaved, Saved
+from shardwise.planner.stage import Stage
+from shardwise.planner.states import Rules, States, Unit
+
+#: What bytes are counted as, in the order in which they are shown.
+CATEGORIES = ("parameters", "gradients", "optimizer", "gathered", "reduce", "activations", "logits")
+
+Bytes = dict[str, float]
+
+
+@dataclass(frozen=True, slots=True)
+class Part:
+    """Equal units of a rank that come one after another, with what one microbatch leaves in each."""
+
+    unit: Unit
+    count: int
+    saved: Saved
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Rank:
+    """What one rank holds and computes.
+
+    Attributes:
+        stage: Which units it has.
+        states: What it keeps of them.
+        parts: The units in the order of forward.
+        head: The head and the loss; ``None``: another rank has them.
+        rules: How units are held.
+        keeps_buffers: Slots, gradient buffers and gradients stay allocated from step to step.
+        num_microbatches: Microbatches of a step.
+    """
+
+    stage: Stage
+    states: States
+    parts: tuple[Part, ...]
+    head: HeadSaved | None
+    rules: Rules
+    keeps_buffers: bool
+
+    num_microbatches: int = 1
+
+    def moments(self) -> Iterator[tuple[str, Bytes]]:
+        """The moments in order, each with its bytes by category."""
+        if self.rules.accumulation is None:
+            yield from self._backward(held=1, has_sums=False)
+        elif self.stage.held < self.num_microbatches:
+            yield from self._backward(held=self.stage.held, has_sums=True)
+        else:  # all forwards come first: with most activations there are no sums yet
+            yield from self._backward(held=self.stage.held, has_sums=False)
+            yield from ((f"last microbatch, {name}", held) for name, held in self._backward(held=1, has_sums=True))
+        sums = self._over_units("sums") + self._over_units("shard")
+        yield "optimizer", self._moment(0.0, sums, 0.0, 0.0)
+
+    def _over_units(self, field: str) -> float:
+        own = sum(part.count * getattr(part.unit, field) for part in self.parts)
+        return own + getattr(self.states.root, field)
+
+    def _backward(self, *, held: float, has_sums: bool) -> Iterator[tuple[str, Bytes]]:  # noqa: PLR0915 - a step from its beginning to its end
+        """A forward and its backward, with ``held`` microbatches at the beginning of the backward.
+
+        Args:
+            held: Microbatches, this one included.
+            has_sums: Earlier microbatches have left their gradients.
+        """
+        parts, root, rules = self.parts, self.states.root, self.rules
+        shards, way, is_pipeline = rules.reshards, rules.accumulation, rules.is_pipeline
+        saved = sum(part.count * part.saved.kept for part in parts) + (self.head.kept if self.head else 0.0)
+        sent = sum(part.count * part.saved.output for part in parts) if held > 1 else 0.0
+        others = (held - 1) * (saved + sent)
+        every = self._over_units("gathered") - root.gathered
+        inner = self._over_units("inner")
+        # Sums of earlier microbatches: in buffers of their own, in pooled ones, or in .grad.
+        done = pooled = 0.0
+        if has_sums:
+            done = self._over_units("shard") if way == "sharded" else self._over_units("sums")
+            pooled = self._over_units("buffer") if way == "unsharded" else 0.0
+
+        def kept(unit: Unit, count: int) -> tuple[float, float]:
+            """Gradients, and pooled buffers, that ``count`` units leave when their backward is over."""
+            if has_sums:
+                shard = unit.shard if way == "defer_replicate" else 0
+                return count * shard, 0.0
+            if way == "unsharded":
+                return count * unit.sums, count * unit.buffer
+            return count * (unit.sums + unit.shard), 0.0
+
+        last = parts[-1] if parts else None
+        live = root.gathered + (last.unit.gathered if shards and last else every) + inner
+        output = last.saved.output if last else 0.0
+        yield "forward", self._moment(live, done, pooled, saved + others + 2 * output)
+        waiting = 0.0
+        if self.head is not None:
+            logits = max(self.head.forward, self.head.backward)
+            yield "loss", self._moment(live, done, pooled, saved + others, logits)
+            waiting = root.gradients / (2 if self.stage.has_embedding else 1)  # the head's; the embedding's come last
+        below = saved - (self.head.kept if self.head else 0.0) + others
+        place = sum(part.count for part in parts)
+        num_behind = 0
+        travels = 0 if way == "unsharded" else 1  # whether reductions are under way
+        for number, part in enumerate(reversed(parts)):
+            unit = part.unit
+            following = parts[len(parts) - number - 2].unit if number + 1 < len(parts) else None
+            place -= part.count
+            for index in sorted(
+                {i for i in (part.count - 1, part.count - 2, 1, 0) if 0 <= i < part.count}, reverse=True
+            ):
+                behind = part.count - 1 - index  # units of this part whose backward is over
+                ahead = unit if index else following
+                prefetched = ahead.gathered if ahead is not None and shards else 0.0
+                left = below - behind * part.saved.kept  # of this unit and those before it
+                gradients, buffers = (a + b for a, b in zip((done + waiting, pooled), kept(unit, behind), strict=True))
+                name = f"backward of block {place + index}"
+                still = every if is_pipeline else every - behind * unit.gathered
+                gathered = root.gathered + (unit.gathered + prefetched if shards else still) + inner
+                under_way = travels * min(max(rules.num_gradient_buffers - 1, 1), num_behind + behind) * unit.buffer
+                working = left - part.saved.kept + part.saved.whole + part.saved.passing
+                yield name, self._moment(gathered, gradients, buffers + under_way, working)
+                yield (
+                    f"{name}, its end",
+                    self._moment(
+                        gathered, gradients + unit.gradients, buffers + under_way, left - part.saved.kept + 2 * output
+                    ),
+                )
+                # The earlier reductions are over, or but for some, before this unit takes its buffer.
+                still -= 0.0 if is_pipeline else unit.gathered
+                gathered = root.gathered + (prefetched if shards else still) + inner
+                under_way = travels * min(max(rules.num_gradient_buffers - 2, 0), num_behind + behind) * unit.buffer
+                buffers += under_way + (0.0 if has_sums and way == "unsharded" else unit.buffer)
+                yield (
+                    f"{name}, gradients collected",
+                    self._moment(
+                        gathered,
+                        gradients + unit.gradients + (0.0 if has_sums else unit.sums),
+                        buffers,
+                        left - part.saved.kept + output,
+                    ),
+                )
+            below -= part.count * part.saved.kept
+            more, buffers = kept(unit, part.count)
+            done, pooled = done + more, pooled + buffers
+            num_behind += part.count
+            every -= 0.0 if is_pipeline else part.count * unit.gathered
+        buffer = 0.0 if has_sums and way == "unsharded" else root.buffer
+        gradients = done + root.gradients + (0.0 if has_sums else root.sums)
+        gathered = root.gathered + every if is_pipeline else 0.0
+        yield "backward of the root", self._moment(gathered, gradients, pooled + buffer, others)
+
+    def _moment(
+        self, gathered: float, gradients: float, reduce: float, activations: float, logits: float = 0.0
+    ) -> Bytes:
+        held = self.states.footprint
+        if self.keeps_buffers:
+            gathered, reduce, gradients = held.gathered, held.reduce, max(gradients, held.gradients)
+        elif activations:
+            gathered += self.states.landing
+        return {
+            "parameters": held.parameters,
+            "gradients": gradients,
+            "optimizer": held.optimizer,
+            "gathered": gathered,
+            "reduce": reduce,
+            "activations": activations,
+            "logits": logits,
+        }
