@@ -60,7 +60,7 @@ def estimate_memory(shape: ModelShape, plan: ParallelPlan, cluster: Cluster, wor
     """
     inputs = _Inputs(shape, plan, workload)
     units = model_work(shape, plan, workload)
-    rules = _rules(plan, workload)
+    rules = _rules(plan, workload, cluster.device.device_type)
     ranks = [_on_rank(stage, units, rules, inputs) for stage in _stages(inputs, units)]
     found = [(rank, list(rank.moments())) for rank in ranks]
     rank, moments = max(found, key=lambda item: max(sum(held.values()) for _, held in item[1]))
@@ -73,7 +73,7 @@ class _Inputs(NamedTuple):
     workload: Workload
 
 
-def _rules(plan: ParallelPlan, workload: Workload) -> Rules:
+def _rules(plan: ParallelPlan, workload: Workload, device_type: str) -> Rules:
     compute = "fp32" if workload.precision == "fp32" else "fp16" if workload.precision == "fp16" else "bf16"
     policy = plan.precision if plan.mp_policy is not None else None
     reduce_dtype = "fp32" if policy is None or policy.reduce_dtype is None else policy.reduce_dtype
@@ -98,6 +98,7 @@ def _rules(plan: ParallelPlan, workload: Workload) -> Rules:
         accumulation=_accumulation(plan, workload),
         is_pipeline=plan.pp > 1,
         merge_limit=plan.merge_limit,
+        device_type=device_type,
     )
 
 
@@ -190,12 +191,15 @@ def _estimate(rank: Rank, moments: list[tuple[str, Bytes]], plan: ParallelPlan) 
     by_category = {name: int(held[name]) for name in CATEGORIES}
     allocated = sum(by_category.values())
     first = max(sum(bytes_.values()) - (bytes_["optimizer"] if name != "optimizer" else 0) for name, bytes_ in moments)
-    reserved = int((1 + BESIDE.fragments) * allocated) + BESIDE.workspace
-    axes = sum(size > 1 for size in (plan.dp_replicate, plan.dp_shard, plan.cp, plan.tp, plan.pp, plan.ep)) + 1
+    reserved, device = allocated, allocated
+    if rank.rules.device_type != "cpu":
+        reserved = int((1 + BESIDE.fragments) * allocated) + BESIDE.workspace
+        axes = sum(size > 1 for size in (plan.dp_replicate, plan.dp_shard, plan.cp, plan.tp, plan.pp, plan.ep)) + 1
+        device = reserved + BESIDE.context + axes * BESIDE.communicator
     return MemoryEstimate(
         allocated_bytes=allocated,
         reserved_bytes=reserved,
-        device_bytes=reserved + BESIDE.context + axes * BESIDE.communicator,
+        device_bytes=device,
         by_category=by_category,
         host_bytes=rank.states.footprint.host,
         timeline=tuple((name, {key: int(value) for key, value in bytes_.items()}) for name, bytes_ in moments),
