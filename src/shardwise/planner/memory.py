@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
@@ -151,7 +151,7 @@ def _on_rank(stage: Stage, units: tuple[UnitWork, ...], rules: Rules, inputs: _I
     return Rank(
         stage=stage,
         states=found,
-        parts=tuple(_parts(stage, found, inputs, around)),
+        parts=tuple(_parts(stage, found, blocks, inputs, around)),
         head=head_saved(head, around) if stage.has_head else None,
         rules=rules,
         keeps_buffers=keeps_buffers(rules.device_type, wanted=plan.keep_buffers),
@@ -159,24 +159,24 @@ def _on_rank(stage: Stage, units: tuple[UnitWork, ...], rules: Rules, inputs: _I
     )
 
 
-def _parts(stage: Stage, found: States, inputs: _Inputs, around: Around) -> Iterator[Part]:
+def _parts(stage: Stage, found: States, works: Sequence[UnitWork], inputs: _Inputs, around: Around) -> Iterator[Part]:
     """The rank's units, those that are recomputed apart from those that are not."""
     recompute = inputs.workload.recompute
     left = -(-recompute // inputs.plan.pp) if isinstance(recompute, int) else 0
     units = iter(found.units)
-    for (_, block), count in zip(inputs.shape.stacks, stage.blocks, strict=True):
+    for (_, block), work, count in zip(inputs.shape.stacks, works, stage.blocks, strict=True):
         done = 0
         while done < count:
             unit = next(units)
             done += unit.count * unit.blocks
             if isinstance(recompute, str):
-                yield Part(unit, unit.count, _merged(block_saved(block, around, recompute), unit.blocks))
+                yield Part(unit, unit.count, _merged(block_saved(work, block, around, recompute), unit.blocks))
                 continue
             full = min(left // unit.blocks, unit.count)
             left -= full * unit.blocks
             for number, how in ((full, "full"), (unit.count - full, "none")):
                 if number:
-                    yield Part(unit, number, _merged(block_saved(block, around, how), unit.blocks))
+                    yield Part(unit, number, _merged(block_saved(work, block, around, how), unit.blocks))
 
 
 def _merged(saved: Saved, blocks: int) -> Saved:
