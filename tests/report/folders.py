@@ -50,6 +50,7 @@ def write_run(
             "tokens_per_s": 1024 / time_s,
             "step_time_s": time_s,
             "data_time_s": 0.004 * drawn.random(),
+            "optimizer_time_s": 0.02 * drawn.random(),
             "mfu": None,
             "peak_memory_bytes": 40_858_456,
             "collective_bytes": 6_940_680,
@@ -98,6 +99,10 @@ def write_run(
             "exit_code": exit_code,
             "reason": reason,
             "failed_saves": [],
+            "wall_time_s": 30.0,
+            "steps_time_s": 20.0,
+            "eval_time_s": 4.0,
+            "checkpoint_time_s": 1.5,
         }
         (folder / "summary.json").write_text(json.dumps(summary | more))
     return folder

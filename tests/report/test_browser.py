@@ -274,7 +274,14 @@ def test_every_figure_is_that_of_the_files(browser: Browser, pages: dict[str, Pa
     total = sum(held[step]["step_time_s"] for step in range(4, 61)) / 57
     parts = {row[0]: row[2] for row in cells(browser, "Parts of a step")}
     assert parts["data"] == f"{data / total:.1%}"
-    assert parts["whole step"] == "100.0%"
+    assert parts["whole"] == "100.0%"
+    assert cells(browser, "Parts of the run") == [
+        ["steps", "20 s", "66.7%"],
+        ["held-out loss", "4 s", "13.3%"],
+        ["checkpoints", "1.5 s", "5.0%"],
+        ["start and the rest", "4.5 s", "15.0%"],
+        ["whole", "30 s", "100.0%"],
+    ]
     assert ["optimizer.lr", "0.002"] in cells(browser, "config.yaml")
     assert ["cuda", "none"] in cells(browser, "Where the run was made")
     assert cells(browser, "Elements of each unit")[0] == ["root", "198,272", "99,136", "99,136"]

@@ -7,6 +7,7 @@ resumes does so on ranks that exist already (``train_here``), with the same code
 from __future__ import annotations
 
 import contextlib
+import json
 import os
 import shutil
 import signal
@@ -65,9 +66,15 @@ def whole(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def check_contract(run: Path) -> None:
     """A run of 20 steps that has ended well leaves what the contract names."""
     found = summary(run)
-    assert {"config.yaml", "plan.json", "metrics.jsonl", "logs", "checkpoints", "LATEST", "summary.json"} <= {
-        path.name for path in run.iterdir()
-    }
+    wanted = {"config.yaml", "plan.json", "metrics.jsonl", "logs", "checkpoints", "LATEST", "summary.json"}
+    assert wanted | {"environment.json", "report.html"} <= {path.name for path in run.iterdir()}
+    page = (run / "report.html").read_text()
+    assert all(f"{loss:.6g}<" in page for loss in (losses(run)[0], losses(run)[-1], found["eval_loss_final"]))
+    units = json.loads((run / "plan.json").read_text())["units"]
+    assert [unit["name"] for unit in units[:2]] == ["root", "blocks.0"]
+    assert all(sum(unit["owned"]) == unit["numel"] and len(unit["owned"]) == 2 for unit in units)
+    parts = found["steps_time_s"] + found["eval_time_s"] + found["checkpoint_time_s"]
+    assert 0 < parts < found["wall_time_s"]
     assert not (run / "run.lock").exists()
     assert "order of gathers" in (run / "model.txt").read_text()
     assert (run / "LATEST").read_text().strip() == "checkpoints/step-00000020"

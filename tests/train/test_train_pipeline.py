@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 
 from shardwise.cli import main
@@ -25,6 +26,10 @@ def test_two_stages_train_evaluate_and_save_as_one_process(tmp_path: Path) -> No
     (out,) = train_well(tmp_path, 2, ("--run-dir", "two", *sets("parallel.pp=2")), config=CONFIG)
     assert "gpt-nano on 2 x cpu, zero3 on pp=2\n" in out
     assert numbers(tmp_path / "two") == numbers(tmp_path / "one")
+    plan = json.loads((tmp_path / "two" / "plan.json").read_text())
+    owned = {unit["name"]: unit["owned"] for unit in plan["units"]}
+    assert owned["root, stage 0"][1] == owned["root, stage 1"][0] == owned["blocks.0"][1] == owned["blocks.2"][0] == 0
+    assert all(sum(unit["owned"]) == unit["numel"] for unit in plan["units"])
 
 
 def test_microbatches_that_the_schedule_does_not_take_are_refused_before_anything_starts(tmp_path, monkeypatch, capfd):

@@ -6,7 +6,7 @@ import json
 from collections.abc import Mapping
 from typing import Any
 
-from shardwise.report import beside, mesh
+from shardwise.report import beside, mesh, time_parts
 from shardwise.report.chart import Stack, fills_of, stacked_bars
 from shardwise.report.curves import CURVES, curve_figure, loss_figure
 from shardwise.report.element import Content, el
@@ -28,7 +28,7 @@ def run_page(run: Run) -> str:
         Section("Training", _training(run, missing)),
         Section("Predicted beside measured", _beside(run, missing)),
         Section("Memory", _memory(run, missing)),
-        Section("Time of a step", _time(run, missing)),
+        Section("Where the time went", time_parts.bars(run, missing)),
         Section("Pipeline", _pipeline(run, missing)),
         Section("Mesh and ownership", _mesh(run, missing)),
         Section("Configuration", _configuration(run, missing)),
@@ -161,39 +161,6 @@ def _memory(run: Run, missing: list[str]) -> list[Content]:
             "Bytes of tensors. The measured peak is the most that any rank has held.",
         ),
         folded("Values", table("Bytes of tensors by category", ["category", "size", "bytes"], rows)),
-    ]
-
-
-#: Parts of a step's time in metrics.jsonl, in the order in which they are drawn.
-PARTS = {"data_time_s": "data"}
-
-
-def _time(run: Run, missing: list[str]) -> list[Content]:
-    total = run.median("step_time_s")
-    if total is None:
-        missing.append("Time of a step: metrics.jsonl holds no times.")
-        return []
-    count = len(run.steady)
-    means = {}
-    for key, name in PARTS.items():
-        values = [value for record in run.steady if (value := finite(record.get(key))) is not None]
-        if values:
-            means[name] = sum(values) / count
-    times = [value for record in run.steady if (value := finite(record.get("step_time_s"))) is not None]
-    mean = sum(times) / len(times)
-    rest = "compute and communication"
-    means[rest] = max(0.0, mean - sum(means.values()))
-    fills = fills_of([rest, *(name for name in means if name != rest)])
-    bars = stacked_bars(
-        [Stack("measured", means, seconds(mean))], fills, title="Parts of a step's mean time.", shown=seconds
-    )
-    rows = [(name, seconds(means[name]), f"{means[name] / mean:.1%}") for name in fills]
-    rows.append(("whole step", seconds(mean), "100.0%"))
-    entries = [(f"{name}, {seconds(means[name])}", class_) for name, class_ in fills.items()]
-    skipped = f" The first {len(run.records) - count} are left out." if count < len(run.records) else ""
-    return [
-        figure("Where the time of a step went", [bars, legend(entries)], f"Mean of {count:,} steps.{skipped}"),
-        folded("Values", table("Parts of a step", ["part", "mean", "share"], rows)),
     ]
 
 

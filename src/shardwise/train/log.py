@@ -10,8 +10,9 @@ import math
 import os
 import secrets
 import sys
+import time
 from collections.abc import Iterator
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TextIO
 
@@ -60,6 +61,8 @@ class Record:
         mfu: Share of the devices' dense peak, per GPU; ``None`` where the peak is unknown.
         peak_memory_bytes: Most bytes of tensors held at once so far, the largest over the ranks.
         collective_bytes: Bytes that rank 0 sent in this step.
+        optimizer_time_s: Part of ``step_time_s`` for clipping and the optimizer's step, on rank 0; ``None`` where
+            backward updates.
         loss_scale: What the loss was multiplied by for the backward; ``None`` where nothing is in fp16.
         eval_loss: The held-out loss after this step, left out of the line where it was not taken. The one before the
             first step is in ``summary.json``.
@@ -77,6 +80,7 @@ class Record:
     peak_memory_bytes: int
     collective_bytes: int
     loss_scale: float | None = None
+    optimizer_time_s: float | None = None
     eval_loss: float | None = None
 
 
@@ -344,6 +348,10 @@ class Speed:
         timed_from: The first so many of them are not timed.
         own_peak_bytes: The most bytes of tensors that this rank has held.
         data_s: Seconds of the newest step that the host spent on data.
+        steps_s: Seconds of all steps, those that are not timed included.
+        eval_s: Seconds between steps that held-out losses took.
+        checkpoint_s: Seconds between steps that saves took.
+        began_at: When this process began, by ``time.perf_counter``.
     """
 
     tokens: int = 0
@@ -352,6 +360,10 @@ class Speed:
     timed_from: int = 0
     own_peak_bytes: int = 0
     data_s: float = 0.0
+    steps_s: float = 0.0
+    eval_s: float = 0.0
+    checkpoint_s: float = 0.0
+    began_at: float = field(default_factory=time.perf_counter)
 
     @property
     def tokens_per_s(self) -> float | None:
@@ -428,6 +440,10 @@ class Report:
             "exit_code": outcome.exit_code,
             "reason": outcome.reason,
             "failed_saves": failed_saves,
+            "wall_time_s": time.perf_counter() - speed.began_at,
+            "steps_time_s": speed.steps_s,
+            "eval_time_s": speed.eval_s,
+            "checkpoint_time_s": speed.checkpoint_s,
         }
         with contextlib.suppress(StorageError):
             replace_json(self.directory / SUMMARY, values)

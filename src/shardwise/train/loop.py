@@ -355,7 +355,10 @@ class Trainer:
             set_lr(self.optimizer, lr)  # before the backward, which may be what updates
             scale = self.scaler.get_scale() if self.scaler.is_enabled() else None
             loss = self._forward_backward()
-            norm, is_skipped = (None, False) if self.config.optimizer.in_backward else self._update()
+            update = None if self.config.optimizer.in_backward else StepTime(self.device)
+            norm, is_skipped = (None, False) if update is None else self._update()
+            if update is not None:
+                update.stop()
             if self.average is not None:
                 self.average.update()
         if memory is not None:
@@ -369,6 +372,7 @@ class Trainer:
                 norm=norm,
                 is_skipped=is_skipped,
                 time=clock,
+                update=update,
                 lr=lr,
                 scale=scale,
                 data_s=self.speed.data_s,
@@ -472,6 +476,7 @@ class Trainer:
         done.tokens += tokens
         done.first_loss = loss if done.first_loss is None else done.first_loss
         done.final_loss = loss
+        self.speed.steps_s += step_s
         if made_steps > self.speed.timed_from:
             self.speed.tokens += tokens
             self.speed.seconds += step_s
@@ -488,6 +493,7 @@ class Trainer:
             peak_memory_bytes=self.peak_bytes,
             collective_bytes=step.sent_bytes,
             loss_scale=step.scale,
+            optimizer_time_s=None if step.update is None else step.update.seconds(),
         )
 
     def _mfu(self, tokens_per_s: float) -> float | None:
@@ -500,6 +506,7 @@ class Trainer:
 
     def _evaluate(self) -> float:
         """The held-out loss, of the averaged weights where there are any."""
+        begin = time.perf_counter()
         count = held_out_samples(self.data.held_out, self.resolved.batch, self.config.train.eval_batches)
         with self.average.swapped_in() if self.average is not None else contextlib.nullcontext():
             loss = self._held_out_loss(count)
@@ -509,6 +516,7 @@ class Trainer:
         if self.recorder is not None:
             self.recorder.held_out(done.step, loss)
         self.progress.say(f"step {done.step}  held-out loss {loss:.4f} ({count} samples)")
+        self.speed.eval_s += time.perf_counter() - begin
         return loss
 
     def _held_out_loss(self, count: int) -> float:
@@ -550,7 +558,9 @@ class Trainer:
             "strategy": str(self.config.parallel.strategy),
             "mesh": self.resolved.mesh.sizes,
         }
+        begin = time.perf_counter()
         message = self.saves.save(self.model, self.optimizer, self.average, step=self.done.step, state=state)
+        self.speed.checkpoint_s += time.perf_counter() - begin
         if message:
             self.progress.say(message)
 

@@ -100,6 +100,7 @@ class UnreadStep:
         norm: The global norm of the gradient; ``None`` where backward updates.
         is_skipped: Loss scaling has left this step out: its norm is not finite, and rightly so.
         time: Duration of the step.
+        update: Of that, clipping and the optimizer's step; ``None`` where backward updates.
         lr: Learning rate of the step.
         scale: Loss scale of the step; ``None`` where nothing is scaled.
         data_s: Seconds that this rank's host spent on data.
@@ -111,6 +112,7 @@ class UnreadStep:
     norm: Tensor | None
     is_skipped: bool
     time: StepTime
+    update: StepTime | None
     lr: float
     scale: float | None
     data_s: float
