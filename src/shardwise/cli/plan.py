@@ -339,7 +339,7 @@ def _cluster(gpu: str | None, num_gpus: int | None, per_node: int, network: floa
         gpu, held = this_gpu()
     return Cluster(
         gpu=gpu,
-        num_gpus=num_gpus or held or per_node,
+        num_gpus=(held or per_node) if num_gpus is None else num_gpus,
         gpus_per_node=per_node,
         inter_gbits_per_s_per_node=network,
     )

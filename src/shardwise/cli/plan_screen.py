@@ -33,7 +33,8 @@ def heading(shape: ModelShape, cluster: Cluster, workload: Workload) -> list[str
     )
     batch = f"{workload.global_batch:,} sequences of {workload.seq_len:,} tokens"
     return [
-        f"{shape.name}, {count(shape.num_parameters)} parameters{active}, on {where}",
+        f"{shape.name}, {count(shape.num_parameters)} parameters{active}",
+        f"on {where}",
         f"a step: {batch}, {workload.precision}, {workload.optimizer}",
     ]
 
@@ -48,10 +49,10 @@ def count(number: float) -> str:
 
 def table(plans: Sequence[Estimate]) -> list[str]:
     """One line for each plan."""
-    rows = [["", "plan", "batch", "recompute", "GiB", "step", "TFLOP/s", "MFU", "tok/s/GPU"]]
+    rows = [["", "plan", "batch", "recompute", "GiB", "step", "TFLOP/s", "MFU"]]
     for place, made in enumerate(plans, 1):
         mfu = "n/a" if made.mfu is None else f"{made.mfu:.0%}"
-        speed = [seconds(made.step_time_s), f"{made.tflops_per_gpu:.0f}", mfu, f"{made.tokens_per_s_per_gpu:,.0f}"]
+        speed = [seconds(made.step_time_s), f"{made.tflops_per_gpu:.0f}", mfu]
         batch = f"{made.workload.micro_batch}x{num_microbatches(made)}"
         needed = f"{made.memory.device_bytes / GIB:.1f}"
         rows.append(
@@ -61,7 +62,7 @@ def table(plans: Sequence[Estimate]) -> list[str]:
                 batch,
                 str(made.workload.recompute),
                 needed,
-                *(speed if made.fits else ["too much", "", "", ""]),
+                *(speed if made.fits else ["too much", "", ""]),
             ]
         )
     return aligned(rows, words={1, 3})

@@ -9,9 +9,11 @@ from shardwise.cost.hardware import Cluster
 from shardwise.cost.workload import Workload
 from shardwise.planner.memory import MemoryEstimate, estimate_memory
 from shardwise.planner.time import TimeEstimate, estimate_time
+from shardwise.spec.errors import PlanError
 from shardwise.spec.plan import ParallelPlan
 from shardwise.spec.shape import ModelShape
-from shardwise.spec.text import size
+
+_GIB = 1 << 30
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -41,13 +43,16 @@ class Estimate:
 
     @property
     def reason(self) -> str:
-        """Why it does not fit, or what bounds the step's time, in one sentence."""
+        """Why the plan does not fit, or what a step of it spends its time on, in one sentence without a full stop."""
         if self.fits:
-            name, seconds = max(self.time.by_category.items(), key=lambda item: item[1])
-            return f"{name} takes {seconds / self.step_time_s:.0%} of the step"
-        name, held = max(self.memory.by_category.items(), key=lambda item: item[1])
-        over = self.memory.device_bytes - self.cluster.device.memory_bytes
-        return f"{size(over)} too much; the largest part is {name} with {size(held)}"
+            parts = sorted(self.time.by_category.items(), key=lambda item: -item[1])
+            shown = [f"{name} {spent / self.step_time_s:.0%}" for name, spent in parts if spent > 0][:3]
+            return f"a step spends its time on {', '.join(shown)}"
+        capacity = self.cluster.device.memory_bytes
+        parts = sorted(self.memory.by_category.items(), key=lambda item: -item[1])
+        shown = [f"{name} {held / _GIB:.1f} GiB" for name, held in parts if held > 0][:3]
+        needed = f"{self.memory.device_bytes / _GIB:.1f} GiB of a device's {capacity / _GIB:.1f} GiB"
+        return f"needs {needed}: {', '.join(shown)}"
 
     @property
     def step_time_s(self) -> float:
@@ -74,6 +79,8 @@ class Estimate:
 def estimate(shape: ModelShape, plan: ParallelPlan, cluster: Cluster, workload: Workload) -> Estimate:
     """Memory and time of a step.
 
+    Recomputation and compiling may be said by the plan or by the workload; the result has them in both.
+
     Args:
         shape: The model.
         plan: How it is distributed over the cluster's GPUs.
@@ -82,9 +89,16 @@ def estimate(shape: ModelShape, plan: ParallelPlan, cluster: Cluster, workload: 
 
     Raises:
         PlanError: The plan cannot run on so many GPUs, or with such a batch.
+        MeshError: Its degrees do not make the cluster's GPUs.
     """
     mesh = plan.mesh(cluster.num_gpus, min(cluster.gpus_per_node, cluster.num_gpus))
-    plan = dataclasses.replace(plan, dp_replicate=mesh.dp_replicate, dp_shard=mesh.dp_shard)
+    _check_batch(plan, workload, mesh.data_parallel_size)
+    recompute = _recompute(shape, plan, workload)
+    compiles = workload.compile or plan.compile
+    if (recompute, compiles) != (workload.recompute, workload.compile):
+        workload = dataclasses.replace(workload, recompute=recompute, compile=compiles)
+    if (mesh.dp_replicate, mesh.dp_shard) != (plan.dp_replicate, plan.dp_shard):
+        plan = dataclasses.replace(plan, dp_replicate=mesh.dp_replicate, dp_shard=mesh.dp_shard)
     return Estimate(
         shape=shape,
         plan=plan,
@@ -93,3 +107,30 @@ def estimate(shape: ModelShape, plan: ParallelPlan, cluster: Cluster, workload: 
         memory=estimate_memory(shape, plan, cluster, workload),
         time=estimate_time(shape, plan, cluster, workload),
     )
+
+
+def _check_batch(plan: ParallelPlan, workload: Workload, num_replicas: int) -> None:
+    at_once = workload.micro_batch * num_replicas
+    if workload.global_batch % at_once:
+        below = workload.global_batch // at_once * at_once
+        raise PlanError(
+            f"global_batch={workload.global_batch} is no multiple of micro_batch={workload.micro_batch} *"
+            f" {num_replicas} data-parallel ranks = {at_once}.\n  Set global_batch={below or at_once}"
+            + (f" or {below + at_once}." if below else ".")
+        )
+    policy, steps = plan.pipeline_policy, workload.global_batch // at_once
+    if policy is not None and policy.num_microbatches not in {None, steps}:
+        raise PlanError(
+            f"num_microbatches={policy.num_microbatches}, but the batch makes {steps} microbatches of"
+            f" {workload.micro_batch}.\n  Leave num_microbatches out, or change micro_batch or global_batch."
+        )
+
+
+def _recompute(shape: ModelShape, plan: ParallelPlan, workload: Workload) -> str | int:
+    """What is recomputed: as the workload says, else as the plan does."""
+    policy = plan.recompute
+    if workload.recompute != "none" or policy is None:
+        return workload.recompute
+    if policy.save:
+        return "selective"
+    return "full" if policy.every == 1 else -(-shape.num_layers // policy.every)

@@ -32,19 +32,21 @@ def seconds(time_s: float) -> str:
 
 
 def title(made: Estimate) -> str:
-    """A plan in a few words: its strategy and the degrees above 1, ``hsdp 4x8, tp 8, pp 4 zb-v``."""
+    """A plan in a few words: its strategy and the degrees above 1, ``hsdp 4x8 tp2 pp4 zb-v``."""
     plan = made.plan
-    words = [str(plan.strategy) + (f" {plan.dp_replicate}x{plan.dp_shard}" if plan.dp_replicate > 1 else "")]
-    words += [f"{axis} {getattr(plan, axis)}" for axis in ("tp", "cp", "ep") if getattr(plan, axis) > 1]
+    words = [str(plan.strategy)]
+    if plan.dp_replicate > 1:
+        words.append(f"{plan.dp_replicate}x{plan.dp_shard}")
+    words += [f"{axis}{getattr(plan, axis)}" for axis in ("tp", "cp", "ep", "pp") if getattr(plan, axis) > 1]
     policy = plan.pipeline_policy
     if policy is not None:
         is_interleaved = policy.schedule == "interleaved-1f1b"
-        words.append(f"pp {plan.pp} {f'interleaved {policy.virtual_stages}' if is_interleaved else policy.schedule}")
+        words.append(f"interleaved-{policy.virtual_stages}" if is_interleaved else policy.schedule)
     if plan.offload is not None:
-        words.append("offload" if plan.offload.parameters else "offload states")
+        words.append("offload" if plan.offload.parameters else "offload-states")
     if made.workload.in_backward:
-        words.append("in backward")
-    return ", ".join(words)
+        words.append("in-backward")
+    return " ".join(words)
 
 
 def num_microbatches(made: Estimate) -> int:

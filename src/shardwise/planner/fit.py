@@ -27,8 +27,8 @@ def first_fit(shape: ModelShape, cluster: Cluster, workload: Workload, fixed: Ma
     held, capacity = check_fixed(fixed), cluster.device.memory_bytes
     found = []
     for base in bases(shape, cluster, workload, held):
-        states = least_state_bytes(shape, savings(base, workload, held)[-1], workload)
-        if states <= capacity:
+        choices = savings(base, workload, held)
+        if choices and (states := least_state_bytes(shape, choices[-1], workload)) <= capacity:
             found.append((base.micro_batch, states, base))
     for _, _, base in sorted(found, key=lambda item: item[:2])[:_MOST_TRIED]:
         every = savings(base, workload, held)

@@ -78,8 +78,10 @@ class _Search:
         ranked: list[tuple[float, tuple[object, ...], Candidate]] = []
         smallest: dict[tuple[str, ...], tuple[float, Candidate]] = {}
         for base in bases(self.shape, self.cluster, self.workload, self.fixed):
-            last = savings(base, self.workload, self.fixed)[-1]
-            least, kind = least_state_bytes(self.shape, last, self.workload), kind_of(base)
+            choices = savings(base, self.workload, self.fixed)
+            if not choices:
+                continue
+            least, kind = least_state_bytes(self.shape, choices[-1], self.workload), kind_of(base)
             if kind not in smallest or (least, base.micro_batch) < (smallest[kind][0], smallest[kind][1].micro_batch):
                 smallest[kind] = least, base
             if least <= self.capacity:

@@ -1,0 +1,186 @@
+"""``plan``: one screen, JSON with stable keys, a configuration that trains, and errors that say what to do."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+
+from shardwise.cli import main
+from shardwise.cli.plan import match_gpu
+from shardwise.cost.hardware import GIB
+
+FIRST = ["llama-3-8b", "--gpus", "8", "--gpu", "H100-80GB-SXM", "--seq", "8192", "--global-batch", "64"]
+TINY = ["gpt-tiny", "--gpus", "2", "--gpu", "L4", "--gpus-per-node", "2", "--global-batch", "8"]
+
+
+@pytest.fixture(autouse=True)
+def _alone(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    for name in ("RANK", "WORLD_SIZE", "SLURM_PROCID", "PET_NODE_RANK"):
+        monkeypatch.delenv(name, raising=False)
+    monkeypatch.chdir(tmp_path)
+
+
+def run(capsys: pytest.CaptureFixture[str], *arguments: str) -> tuple[int, str, str]:
+    code = main(["plan", *arguments])
+    out, err = capsys.readouterr()
+    assert "Traceback" not in out + err
+    return code, out, err
+
+
+def as_json(capsys: pytest.CaptureFixture[str], *arguments: str) -> Any:
+    code, out, err = run(capsys, *arguments, "--json")
+    assert (code, err) == (0, "")
+    return json.loads(out)
+
+
+def test_the_first_command_fills_one_screen_of_80_by_40(capsys: pytest.CaptureFixture[str]) -> None:
+    code, out, err = run(capsys, *FIRST)
+    lines = out.splitlines()
+    assert (code, err) == (0, "")
+    assert len(lines) <= 40
+    assert max(map(len, lines)) <= 80
+    assert lines[:2] == ["llama-3-8b, 8.03B parameters", "on 8 x H100-80GB-SXM in one node"]
+    assert "torchrun --nproc-per-node 8 -m shardwise train plan.yaml" in lines[-1]
+    assert "\x1b" not in out
+
+
+def test_json_has_what_the_screen_shows_under_stable_keys(capsys: pytest.CaptureFixture[str]) -> None:
+    held = as_json(capsys, *FIRST)
+    assert list(held) == ["model", "cluster", "workload", "plans", "why", "remedies", "command"]
+    assert held["model"]["parameters"] == 8_030_261_248
+    best = held["plans"][0]
+    assert list(best) == [
+        "title", "plan", "micro_batch", "accumulation_steps", "recompute", "in_backward", "fits", "reason",
+        "step_time_s", "tokens_per_s_per_gpu", "tflops_per_gpu", "mfu", "memory", "time_by_category_s",
+        "sent_bytes_by_axis",
+    ]  # fmt: skip
+    assert sum(best["memory"]["by_category"].values()) == best["memory"]["allocated_bytes"]
+    assert sum(best["time_by_category_s"].values()) == pytest.approx(best["step_time_s"])
+    ranks = best["plan"].get("dp_replicate", 1) * best["plan"].get("dp_shard", 1)
+    assert best["micro_batch"] * best["accumulation_steps"] * ranks == 64
+
+
+@pytest.mark.parametrize(
+    ("model", "more"),
+    [
+        ("gpt-tiny", ["--gpus", "2"]),
+        ("gpt-tiny", ["--gpus", "8", "--fix", "tp=2", "--fix", "pp=2"]),
+        ("gpt-tiny", ["--gpus", "4", "--fix", "cp=2", "--strategy", "hsdp", "--fix", "dp_shard=1"]),
+        ("gpt-tiny", ["--gpus", "2", "--fix", "in_backward=true"]),
+        ("gpt-tiny", ["--gpus", "2", "--fix", "offload_policy={parameters: false}", "--strategy", "zero3"]),
+        ("gpt-tiny", ["--gpus", "8", "--pp", "2", "--fix", "schedule=interleaved-1f1b"]),
+        ("llama-3-8b", ["--gpus", "8", "--gpu", "H100-80GB-SXM"]),
+        ("qwen3-30b-a3b", ["--gpus", "16", "--gpu", "B200-180GB-SXM", "--seq", "4096", "--fix", "ep=8"]),
+    ],
+)
+def test_what_is_written_passes_the_checks_of_train(
+    capsys: pytest.CaptureFixture[str], model: str, more: list[str]
+) -> None:
+    gpu = [] if "--gpu" in more else ["--gpu", "L4"]
+    code, out, err = run(capsys, model, *gpu, *more, "--out", "plan.yaml")
+    assert (code, err) == (0, "")
+    assert "written to plan.yaml; start it with" in out
+    gpus = more[more.index("--gpus") + 1]
+    code = main(["validate", "plan.yaml", "--nproc", gpus])
+    out, err = capsys.readouterr()
+    assert (code, err) == (0, "")
+    written = yaml.safe_load(Path("plan.yaml").read_text())["train"]
+    assert f"# global batch {written['global_batch_size']} = micro batch {written['micro_batch_size']} x" in out
+
+
+@pytest.mark.slow
+def test_train_runs_what_is_written_on_two_ranks(capsys: pytest.CaptureFixture[str]) -> None:
+    assert run(capsys, *TINY, "--strategy", "zero2", "--out", "plan.yaml")[0] == 0
+    short = ["train.steps=2", "train.eval_every=null", "checkpoint.final=false"]
+    code = main(["train", "plan.yaml", "--nproc", "2", *(word for key in short for word in ("--set", key))])
+    assert code == 0
+    summary = json.loads(Path("runs/plan/summary.json").read_text())
+    assert (summary["steps"], summary["world_size"], summary["strategy"]) == (2, 2, "zero2")
+
+
+def test_a_configuration_fixes_what_it_says_and_stays_as_it_is(capsys: pytest.CaptureFixture[str]) -> None:
+    Path("run.yaml").write_text(
+        "name: mine\nmodel: {preset: gpt-tiny, num_layers: 8}\ndata: {source: stdlib, seq_len: 32}\n"
+        "parallel: {strategy: zero1, tp: 2}\noptimizer: {name: sgd, lr: 0.5}\n"
+        "train: {steps: 7, micro_batch_size: 2, global_batch_size: 16}\n"
+    )
+    held = as_json(capsys, "run.yaml", "--gpus", "4", "--gpu", "L4", "--out", "plan.yaml")
+    assert held["model"]["layers"] == 8
+    assert held["workload"] == {"seq_len": 32, "global_batch": 16, "precision": "fp32", "optimizer": "sgd"}
+    assert {(made["plan"]["strategy"], made["plan"]["tp"], made["micro_batch"]) for made in held["plans"]} == {
+        ("zero1", 2, 2)
+    }
+    written = yaml.safe_load(Path("plan.yaml").read_text())
+    assert written["name"] == "mine"
+    assert written["data"] == {"source": "stdlib", "seq_len": 32}
+    assert written["optimizer"] == {"name": "sgd", "lr": 0.5}
+    assert written["train"] == {"steps": 7, "micro_batch_size": 2, "global_batch_size": 16}
+    assert main(["validate", "plan.yaml", "--nproc", "4"]) == 0
+
+
+def test_where_nothing_fits_the_page_says_what_would(capsys: pytest.CaptureFixture[str]) -> None:
+    held = as_json(capsys, "llama-3-70b", "--gpus", "8", "--gpu", "L4", "--fix", "offload_policy=none")
+    assert not held["plans"][0]["fits"]
+    assert held["command"] is None
+    changes = {remedy["change"]: remedy["plan"] for remedy in held["remedies"]}
+    assert all(made["fits"] for made in changes.values())
+    assert any("GPUs instead of 8" in change for change in changes)
+    assert "leave offload_policy open, which is fixed to none" in changes
+
+
+def test_the_largest_model_grows_with_what_is_sharded(capsys: pytest.CaptureFixture[str]) -> None:
+    rows = as_json(capsys, "--largest", "--gpus", "8", "--gpu", "A100-40GB-SXM")
+    sizes = {row["strategy"]: row["parameters"] for row in rows if row["saving"] == "nothing recomputed"}
+    assert sizes["ddp"] < sizes["zero1"] < sizes["zero2"] <= sizes["shard_grad_op"] < sizes["zero3"]
+    assert 1e9 < sizes["ddp"] < 40 * GIB / 16  # 16 bytes of states for each parameter
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["lama-3-8b", "--gpu", "L4"], "Did you mean 'llama-3-8b'?"),
+        (["gpt2", "--gpu", "H100-80GB"], "Did you mean 'H100-80GB-SXM'?"),
+        (["gpt2"], "this machine has no GPU, and no --gpu was given"),
+        (["--gpu", "L4"], "no model was named"),
+        (["gpt2", "--gpu", "L4", "--fix", "stratgy=ddp"], "Did you mean 'strategy'?"),
+        (["gpt2", "--gpu", "L4", "--fix", "tp"], "--fix tp: expected field=value"),
+        (["gpt2", "--gpu", "L4", "--strategy", "zero4"], "unknown strategy 'zero4'"),
+        (["gpt2", "--gpu", "L4", "--tp", "5"], "is legal with tp=5"),
+        (["gpt2", "--gpu", "L4", "--gpus", "0"], "num_gpus=0"),
+        (["gpt2", "--gpu", "L4", "--seq", "4096"], "--seq 4096: gpt2 has 1,024 learned positions"),
+        (["gpt2", "--gpu", "L4", "--precision", "bf17"], "precision='bf17'"),
+        (["gpt2", "--gpu", "L4", "--activation-checkpointing", "some"], "activation_checkpointing='some'"),
+        (["none.yaml", "--gpu", "L4"], "none.yaml"),
+    ],
+)
+def test_mistakes_end_with_78_and_say_what_to_do(
+    capsys: pytest.CaptureFixture[str], arguments: list[str], message: str
+) -> None:
+    code, out, err = run(capsys, *arguments)
+    assert (code, out) == (78, "")
+    assert message in err
+
+
+@pytest.mark.parametrize(
+    ("name", "gib", "expected"),
+    [
+        ("NVIDIA H100 80GB HBM3", 79.1, "H100-80GB-SXM"),
+        ("NVIDIA A100-SXM4-40GB", 39.4, "A100-40GB-SXM"),
+        ("NVIDIA A100-SXM4-80GB", 79.2, "A100-80GB-SXM"),
+        ("NVIDIA H200", 139.8, "H200-141GB-SXM"),
+        ("Tesla V100-SXM2-16GB", 15.8, "V100-16GB-SXM2"),
+        ("NVIDIA L4", 22.0, "L4"),
+        ("NVIDIA GeForce RTX 4090", 23.6, "RTX4090"),
+        ("NVIDIA A100 80GB PCIe", 79.2, None),
+        ("NVIDIA L40S", 44.5, None),
+        ("Tesla T4", 14.6, None),
+    ],
+)
+def test_a_driver_s_name_of_a_gpu_is_found_in_the_table_or_nothing_is(
+    name: str, gib: float, expected: str | None
+) -> None:
+    assert match_gpu(name, int(gib * GIB)) == expected
