@@ -43,6 +43,8 @@ _LAZY = {
     "save": "shardwise.api.save",
     "load": "shardwise.api.save",
     "eval_step": "shardwise.api.train_step",
+    "TracedModel": "shardwise.cost.traced",
+    "trace_model": "shardwise.api.trace_model",
     "train_step": "shardwise.api.train_step",
     "dry_run": "shardwise.api.dry_run",
     "DryRun": "shardwise.api.dry_run",
@@ -101,6 +103,7 @@ __all__ = [
     "ShardwiseError",
     "StateError",
     "StorageError",
+    "TracedModel",
     "__version__",
     "bf16_supported",
     "block",
@@ -134,6 +137,7 @@ __all__ = [
     "register_fsdp_forward_method",
     "save",
     "summary",
+    "trace_model",
     "train_step",
     "wrap_by_class",
     "wrap_by_name",
@@ -157,9 +161,11 @@ if TYPE_CHECKING:
     from shardwise.api.parity import parity
     from shardwise.api.save import load, save
     from shardwise.api.summary import summary
+    from shardwise.api.trace_model import trace_model
     from shardwise.api.train_step import eval_step, train_step
     from shardwise.checkpoint.store import newest_checkpoint
     from shardwise.comm.base import CollectiveEvent
+    from shardwise.cost.traced import TracedModel
     from shardwise.features.batch_norm import convert_sync_batchnorm
     from shardwise.features.precision import bf16_supported
     from shardwise.forms.flat_parameters import flat_parameters

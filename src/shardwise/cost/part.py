@@ -68,26 +68,28 @@ class Arithmetic:
     def norm(self, kind: str, numel: float, width: int) -> Part:
         """A norm of ``numel`` elements in rows of ``width``; ``kind`` is ``"layer"``, ``"rms"`` or ``"t5"``."""
         e, rows = self.item, numel / width
-        if kind == "layer":
-            return Part("norm", 2 * e * numel, (3 + 2 * self.trains) * e * numel, 2 * e * numel + 8 * rows, 1)
-        if self.is_fused:
-            return Part("norm", 2 * e * numel, (3 + 2 * self.trains) * e * numel, 2 * e * numel + 4 * rows, 1)
-        is_wide = e == 4
-        scaled = e * self.trains
-        if kind == "t5":  # the input itself is multiplied, not its fp32 copy
-            saved = (8 if is_wide else 4 + e + e) + (scaled if not is_wide else 4 * self.trains) - (4 if is_wide else 0)
+        if kind == "layer" or self.is_fused:
+            return Part("norm", 2 * e * numel, 3 * e * numel, 2 * e * numel + (8 if kind == "layer" else 4) * rows, 1)
+        is_wide, scaled = e == 4, e * self.trains
+        if kind == "t5" and not is_wide:  # the input itself is multiplied, not its fp32 copy
+            saved, forward, backward = 4 + 2 * e + scaled, 7 * e + 20, 9 * e + 80
         else:
-            saved = 4 + scaled + e
-        forward = 28 if is_wide else 6 * e + 24
-        backward = 48 if is_wide else 8 * e + 40
-        return Part("norm", forward * numel, backward * numel, saved * numel + 4 * rows, 6 if is_wide else 8)
+            saved = 4 + e + scaled
+            forward, backward = (28, 92) if is_wide else (6 * e + 24, 8 * e + 76)
+        return Part(
+            "norm",
+            forward * numel,
+            (backward - (0 if self.trains else 4 * e)) * numel,
+            saved * numel + 4 * rows,
+            6 if is_wide else 8,
+        )
 
     def rotary(self, numel: float) -> Part:
         """Rotation of queries and keys by their positions."""
         e = self.item
         if self.is_fused:
             return Part("rotary", 2 * e * numel, 2 * e * numel, 0.0, 1)
-        return Part("rotary", 10 * e * numel, 15 * e * numel, 0.0, 10)
+        return Part("rotary", 10 * e * numel, 16 * e * numel, 0.0, 10)
 
     def activation(self, kind: str, numel: float) -> Part:
         """What lies between the projections of a feed-forward of ``numel`` inner elements, not gated."""
@@ -95,7 +97,7 @@ class Arithmetic:
         if kind == "relu":
             return Part(kind, 2 * e * numel, 3 * e * numel, e * numel, 1)
         if kind == "gelu_new" and not self.is_fused:
-            return Part(kind, 18 * e * numel, 30 * e * numel, 5 * e * numel, 8)
+            return Part(kind, 18 * e * numel, 28 * e * numel, 5 * e * numel, 8)
         return Part(kind, 2 * e * numel, 3 * e * numel, 2 * e * numel, 1)
 
     def gated(self, kind: str, numel: float) -> Part:
@@ -112,15 +114,27 @@ class Arithmetic:
             inner.num_kernels + 1,
         )
 
-    def dropout(self, numel: float) -> Part:
-        """Dropout, whose mask is kept."""
+    def dropout(self, numel: float, *, keeps_output: bool = False) -> Part:
+        """Dropout, whose mask is kept, and its output where a product reads it beside what it dropped from."""
         step = (2 * self.item + 1) * numel
-        return Part("dropout", step, step, numel, 1)
+        return Part("dropout", step, step, (1 + self.item * keeps_output) * numel, 1)
 
     def residual(self, numel: float) -> Part:
         """The addition to the residual stream; in backward two gradients are added."""
-        moved = (0 if self.is_fused else 3) * self.item * numel
-        return Part("residual", moved or self.item * numel, moved or self.item * numel, 0.0, 0 if self.is_fused else 1)
+        moved = (1 if self.is_fused else 3) * self.item * numel
+        return Part("residual", moved, moved, 0.0, 0 if self.is_fused else 1)
+
+    def gradient_sums(self, numel: float, *, num_products: int) -> Part:
+        """The gradients of an input that several products read are added."""
+        return Part("sums of gradients", 0.0, 3 * self.item * (num_products - 1) * numel, 0.0, 0)
+
+    def biases(self, numel: float) -> Part:
+        """The gradients of biases, of products with ``numel`` outputs."""
+        return Part("biases", 0.0, self.item * numel, 0.0, 0)
+
+    def split(self, numel: float) -> Part:
+        """The gradients of parts of one output are put together."""
+        return Part("split", 0.0, 2 * self.item * numel, 0.0, 0)
 
     def attention(self, q_numel: float, kv_numel: float, rows: float) -> Part:
         """What the kernel of attention keeps: queries, keys, values, output, and one number for each row of a head.

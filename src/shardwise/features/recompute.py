@@ -188,7 +188,7 @@ def _keeping_statistics(
 def _context_fn(policy: RecomputePolicy) -> _ContextFn:
     if not policy.save:
         return noop_context_fn
-    saved = {operator for name in policy.save for operator in _operators(name)}
+    saved = {operator for name in policy.save for operator in operators(name)}
 
     def decide(_context: Any, operator: Any, *_args: Any, **_kwargs: Any) -> CheckpointPolicy:
         return CheckpointPolicy.MUST_SAVE if operator in saved else CheckpointPolicy.PREFER_RECOMPUTE
@@ -196,8 +196,8 @@ def _context_fn(policy: RecomputePolicy) -> _ContextFn:
     return functools.partial(create_selective_checkpoint_contexts, decide)
 
 
-def _operators(name: str) -> list[Any]:
-    """Every overload of the operators that ``name`` means."""
+def operators(name: str) -> list[Any]:
+    """Every overload of the operators that ``name`` means: ``"matmul"``, ``"attention"``, or an operator's name."""
     if name in _FAMILIES:
         return [operator for member in _FAMILIES[name] for operator in _overloads(member)]
     found = _overloads(name)

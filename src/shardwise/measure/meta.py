@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import contextlib
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
@@ -38,6 +39,40 @@ def build_on_meta(build_model: Callable[[], nn.Module]) -> nn.Module:
     return model
 
 
+@contextlib.contextmanager
+def on_meta(model: nn.Module, dtype: torch.dtype) -> Iterator[None]:
+    """Inside, every parameter and buffer of ``model`` is a meta tensor; afterwards the model has its own again.
+
+    Args:
+        model: Any module; ties stay.
+        dtype: What parameters of floating point are cast to. Buffers keep theirs.
+    """
+    held: list[tuple[dict[str, Any], str, Any]] = []
+    moved: dict[int, Any] = {}
+
+    def stand_in(tensor: Tensor) -> Tensor:
+        if not isinstance(tensor, nn.Parameter):
+            return tensor.to("meta")
+        wanted = dtype if tensor.is_floating_point() else tensor.dtype
+        empty = torch.empty(tensor.shape, dtype=wanted, device="meta")
+        return nn.Parameter(empty, requires_grad=tensor.requires_grad)
+
+    for module in model.modules():
+        for entries in (torch_private.parameters_of(module), torch_private.buffers_of(module)):
+            for name, tensor in entries.items():
+                if tensor is not None:
+                    held.append((entries, name, tensor))
+                    if id(tensor) not in moved:
+                        moved[id(tensor)] = stand_in(tensor)
+    try:
+        for entries, name, tensor in held:
+            entries[name] = moved[id(tensor)]
+        yield
+    finally:
+        for entries, name, tensor in held:
+            entries[name] = tensor
+
+
 def without_values(batch: Any) -> Any:
     """``batch`` with every tensor on meta."""
     return tree_map(lambda value: value.to("meta") if isinstance(value, Tensor) else value, batch)
@@ -59,11 +94,13 @@ class FusedAttention(TorchFunctionMode):
     Args:
         is_cuda: Stand for a GPU (flash attention in 16 bit, memory-efficient attention otherwise) or for the CPU (its
             flash kernel, which takes no dropout).
+        has_mask_gradients: The memory-efficient kernel also takes masks that need gradients, as T5's.
     """
 
-    def __init__(self, *, is_cuda: bool) -> None:
+    def __init__(self, *, is_cuda: bool, has_mask_gradients: bool = False) -> None:
         super().__init__()
         self._is_cuda = is_cuda
+        self._has_mask_gradients = has_mask_gradients
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
@@ -86,7 +123,8 @@ class FusedAttention(TorchFunctionMode):
     ) -> Tensor | None:
         """The fused kernel's output, or ``None`` where the plain formula would be taken."""
         is_even = query.dim() == 4 and query.shape[0] == key.shape[0] and query.shape[-1] == value.shape[-1]
-        if not (query.is_meta and is_even) or (attn_mask is not None and attn_mask.requires_grad):
+        is_refused = attn_mask is not None and attn_mask.requires_grad and not self._has_mask_gradients
+        if not (query.is_meta and is_even) or is_refused:
             return None
         is_grouped = query.shape[1] != key.shape[1]
         if is_grouped and not (enable_gqa and query.shape[1] % key.shape[1] == 0):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import itertools
 from collections.abc import Callable, Iterable, Mapping
 from typing import Any
@@ -312,9 +313,15 @@ def _t5(config: Config, name: str) -> ModelShape:
     projection, drops = str(config.get("feed_forward_proj", "relu")), bool(config.get("dropout_rate", 0.1))
     is_gated = projection.startswith("gated")
     activation = "gelu_new" if projection == "gated-gelu" else projection.rpartition("-")[2]
-    mlp = Mlp(ffn=config["d_ff"], is_gated=is_gated, activation=_ACTIVATIONS.get(activation, "gelu"))
-    encoding = Attention(heads=heads, head_dim=config["d_kv"], kv_heads=heads, is_causal=False, has_dropout=drops)
-    decoding = Attention(heads=heads, head_dim=config["d_kv"], kv_heads=heads, has_dropout=drops)
+    mlp = Mlp(
+        ffn=config["d_ff"],
+        is_gated=is_gated,
+        activation=_ACTIVATIONS.get(activation, "gelu"),
+        has_dropout=drops,
+    )
+    cross = Attention(heads=heads, head_dim=config["d_kv"], kv_heads=heads, is_causal=False, has_dropout=drops)
+    encoding = dataclasses.replace(cross, has_position_bias=True)
+    decoding = dataclasses.replace(encoding, is_causal=True)
     table = config.get("relative_attention_num_buckets", 32) * heads  # in the first block of each stack
     encoders = [
         Block(attention=encoding, feed_forward=mlp, extra=0 if i else table, norm="t5", has_dropout=drops)
@@ -324,7 +331,7 @@ def _t5(config: Config, name: str) -> ModelShape:
         Block(
             attention=decoding,
             feed_forward=mlp,
-            cross=encoding,
+            cross=cross,
             num_norms=3,
             extra=0 if i else table,
             norm="t5",

@@ -28,6 +28,7 @@ class Attention:
         has_rotary: Queries and keys are rotated by their positions.
         is_fused: Queries, keys and values are one product, not three.
         has_dropout: Attention weights are dropped out in training.
+        has_position_bias: A learned number for each head and pair of positions is added to the scores, as in T5.
     """
 
     heads: int
@@ -42,6 +43,7 @@ class Attention:
     has_rotary: bool = False
     is_fused: bool = False
     has_dropout: bool = False
+    has_position_bias: bool = False
 
     @property
     def q_width(self) -> int:
@@ -70,6 +72,7 @@ class Mlp:
         has_bias: The projections have biases.
         activation: ``"silu"``, ``"gelu"`` (one kernel), ``"gelu_new"`` (transformers' formula of eight), ``"relu"``.
         is_fused: The two projections up of a gated one are one product.
+        has_dropout: What goes into the projection down is dropped out in training, as in T5.
     """
 
     ffn: int
@@ -77,6 +80,7 @@ class Mlp:
     has_bias: bool = False
     activation: str = "silu"
     is_fused: bool = False
+    has_dropout: bool = False
 
     @property
     def up_width(self) -> int:

@@ -1,0 +1,215 @@
+"""What one rank computes, sends and keeps in one block."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+
+from shardwise.cost.part import Part
+from shardwise.cost.rank import Rank
+from shardwise.cost.unit import AttentionWork, Exchange, Product, UnitWork
+from shardwise.spec.shape import Attention, Block, Experts, Mlp
+
+
+def block_work(rank: Rank, name: str, count: int, block: Block, first_len: int) -> UnitWork:
+    """The work of ``count`` equal blocks, as one.
+
+    Args:
+        rank: Where, with the length of the sequences that the block transforms.
+        name: The unit's name.
+        count: Number of equal blocks.
+        block: The block.
+        first_len: Positions of the sequences that the block's second attention reads.
+    """
+    return _Count(rank, block).unit(name, count, first_len)
+
+
+@dataclass(slots=True)
+class _Count:
+    rank: Rank
+    block: Block
+    products: list[Product] = field(default_factory=list)
+    attention: list[AttentionWork] = field(default_factory=list)
+    parts: list[Part] = field(default_factory=list)
+    exchanges: list[Exchange] = field(default_factory=list)
+    scores: float = 0.0
+    inner: float = 0.0
+
+    def unit(self, name: str, count: int, first_len: int) -> UnitWork:
+        rank, block, e = self.rank, self.block, self.rank.item
+        num_layers = 2 + (block.cross is not None)
+        self.exchanges += rank.exchanges(num_layers)
+        self._attend(block.attention, rank.seq_len)
+        if block.cross is not None:
+            self._attend(block.cross, first_len)
+        self._add_stream(num_layers)
+        self._feed_forward()
+        adapted = list(self._adapters()) if rank.workload.lora_rank else []
+        adapters = int(sum(p.inner * p.columns * p.count for p in adapted))
+        regathered = e * num_layers * (rank.stream - rank.between)
+        if regathered:
+            self.parts.append(Part("gathered inputs", 0.0, 0.0, regathered, 0))
+        experts, base = self._expert_parameters(), self._shared_parameters()
+        outputs = sum(e * p.rows * p.columns * p.count for p in self.products)
+        attended = sum(e * work.queries * work.width + 4 * work.queries * work.heads for work in self.attention)
+        return UnitWork(
+            name=name,
+            count=count,
+            num_parameters=base + experts + adapters,
+            num_expert_parameters=experts,
+            num_trained=base + experts if rank.trains else adapters,
+            products=(*self.products, *adapted),
+            attention=tuple(self.attention),
+            parts=tuple(self.parts),
+            stream_bytes=e * rank.between,
+            inner_bytes=self.inner,
+            selective_bytes=e * rank.between + outputs + attended,
+            input_bytes=e * rank.between,
+            scores_bytes=self.scores,
+            regathered_bytes=regathered,
+            exchanges=tuple(self.exchanges),
+        )
+
+    def _product(self, rows: float, inner: float, columns: float, count: int = 1, *, is_batched: bool = False) -> None:
+        self.products.append(Product(rows, inner, columns, count, is_trained=self.rank.trains, is_batched=is_batched))
+
+    def _add_stream(self, num_layers: int) -> None:
+        """What happens to the residual stream: norms, dropouts, additions."""
+        rank, block, arithmetic = self.rank, self.block, self.rank.arithmetic
+        norm = arithmetic.norm(block.norm, rank.between, rank.shape.hidden)
+        self.parts += [norm] * block.num_norms
+        self.parts += [arithmetic.residual(rank.between)] * num_layers
+        if block.has_dropout:
+            self.parts += [arithmetic.dropout(rank.between)] * num_layers
+
+    # -- attention
+
+    def _kv_width(self, layer: Attention) -> float:
+        """Width of this rank's keys; with fewer heads than ranks, several ranks hold each."""
+        return max(layer.kv_heads / self.rank.degrees.tp, 1) * layer.head_dim
+
+    def _attend(self, layer: Attention, key_len: int) -> None:
+        """Attention to ``key_len`` positions of each sequence."""
+        rank, arithmetic, e = self.rank, self.rank.arithmetic, self.rank.item
+        hidden, q, kv = rank.shape.hidden, layer.q_width / rank.degrees.tp, self._kv_width(layer)
+        tokens, key_tokens = rank.tokens, rank.tokens * key_len / rank.seq_len
+        if layer.is_fused:
+            self._product(tokens, hidden, q + 2 * kv)
+        else:
+            self._product(tokens, hidden, q)
+            self._product(key_tokens, hidden, kv, 2)
+        self._product(tokens, q, hidden)
+        heads = layer.heads / rank.degrees.tp
+        is_windowed = layer.window is not None and layer.window < key_len
+        keys = layer.window if is_windowed and layer.window is not None else key_len
+        self.attention.append(AttentionWork(tokens, keys, q, heads, layer.is_causal and not is_windowed))
+        if layer.norm_numel:
+            width = layer.head_dim if layer.norm_numel == 2 * layer.head_dim else layer.q_width
+            self.parts.append(arithmetic.norm("rms", tokens * (q + kv), width))
+        if layer.has_rotary:
+            self.parts.append(arithmetic.rotary(tokens * (q + kv)))
+        self.parts.append(arithmetic.attention(tokens * q, key_tokens * kv, tokens * heads))
+        self.parts.append(self._input_gradients(layer, tokens * q + key_tokens * 2 * kv))
+        if layer.has_position_bias:  # one for all samples
+            table = rank.seq_len / rank.degrees.cp * key_len * heads
+            self.parts.append(Part("position bias", 2 * e * table, 2 * e * table, e * table, 1))
+        self.scores += arithmetic.scores(tokens * heads * keys, drops=layer.has_dropout)
+        if rank.degrees.cp > 1:
+            sent = 2 * e * key_tokens * kv
+            self.exchanges.append(Exchange("ring", "cp", sent, 2 * sent))
+
+    def _input_gradients(self, layer: Attention, outputs: float) -> Part:
+        """Backward of what is around the projections: biases, and the gradients of their inputs."""
+        rank, arithmetic = self.rank, self.rank.arithmetic
+        moved = arithmetic.split(outputs) if layer.is_fused else arithmetic.gradient_sums(rank.stream, num_products=3)
+        biases = arithmetic.biases(outputs * layer.has_qkv_bias + rank.stream * layer.has_out_bias)
+        return Part("gradients", 0.0, moved.backward_bytes + rank.trains * biases.backward_bytes, 0.0, 0)
+
+    # -- feed-forward
+
+    def _feed_forward(self) -> None:
+        rank, forward = self.rank, self.block.feed_forward
+        tokens, hidden, e = rank.tokens, rank.shape.hidden, rank.item
+        if isinstance(forward, Mlp):
+            self._mlp(forward, tokens, 1)
+            return
+        held = max(1, forward.count // rank.degrees.ep)
+        routed = tokens * forward.per_token
+        self._product(tokens, hidden, forward.count)
+        self._mlp(forward.mlp, routed / held, held)
+        self.parts += _routing(tokens, routed, forward, hidden, e)
+        if forward.shared is not None:
+            if forward.has_shared_gate:
+                self._product(tokens, hidden, 1)
+            self._mlp(forward.shared, tokens, 1)
+            self.parts.append(rank.arithmetic.residual(rank.stream))
+        if rank.degrees.ep > 1:
+            moved = e * rank.stream * forward.per_token
+            self.exchanges += [Exchange("all_to_all", "ep", moved, moved)] * 2
+
+    def _mlp(self, mlp: Mlp, rows: float, count: int) -> None:
+        rank, arithmetic, hidden = self.rank, self.rank.arithmetic, self.rank.shape.hidden
+        inner, is_batched = mlp.ffn / rank.degrees.tp, count > 1
+        if mlp.is_gated and not mlp.is_fused:
+            self._product(rows, hidden, inner, 2 * count, is_batched=is_batched)
+        else:
+            self._product(rows, hidden, inner * (1 + mlp.is_gated), count, is_batched=is_batched)
+        self._product(rows, inner, hidden, count, is_batched=is_batched)
+        numel = rows * count * inner
+        self.inner += rank.item * numel * (1 + mlp.is_gated)
+        self.parts.append((arithmetic.gated if mlp.is_gated else arithmetic.activation)(mlp.activation, numel))
+        if mlp.has_dropout:
+            self.parts.append(arithmetic.dropout(numel, keeps_output=not mlp.is_gated))
+        if mlp.is_gated:
+            fused = arithmetic.split(2 * numel)
+            several = arithmetic.gradient_sums(rows * count * hidden, num_products=2)
+            self.parts.append(fused if mlp.is_fused else several)
+        if mlp.has_bias and rank.trains:
+            self.parts.append(arithmetic.biases(numel * (1 + mlp.is_gated) + rows * count * hidden))
+
+    def _adapters(self) -> Iterator[Product]:
+        """Two thin products beside each linear layer; routers and routed experts have none."""
+        adapter_rank, forward = self.rank.workload.lora_rank, self.block.feed_forward
+        assert adapter_rank is not None
+        others = {1, forward.count} if isinstance(forward, Experts) else set()
+        for product in self.products:
+            if not product.is_batched and product.columns not in others:
+                yield Product(product.rows, product.inner, adapter_rank, product.count)
+                yield Product(product.rows, adapter_rank, product.columns, product.count)
+
+    # -- parameters
+
+    def _expert_parameters(self) -> int:
+        forward, degrees = self.block.feed_forward, self.rank.degrees
+        if not isinstance(forward, Experts):
+            return 0
+        return forward.expert_parameters(self.rank.shape.hidden) // (degrees.tp * degrees.ep)
+
+    def _shared_parameters(self) -> int:
+        """Those that are not routed experts': what ``tp`` divides, and the rest whole."""
+        block, hidden, t = self.block, self.rank.shape.hidden, self.rank.degrees.tp
+        whole, divided = block.num_parameters(hidden), 0.0
+        for layer in (block.attention, block.cross):
+            if layer is None:
+                continue
+            q, kv = layer.q_width, layer.kv_width
+            whole -= 2 * hidden * (q + kv) + layer.has_qkv_bias * (q + 2 * kv)
+            mine, ours = q / t, self._kv_width(layer)
+            divided += 2 * hidden * (mine + ours) + layer.has_qkv_bias * (mine + 2 * ours)
+        forward = block.feed_forward
+        if isinstance(forward, Experts):
+            whole -= forward.expert_parameters(hidden)
+        mlp = forward.shared if isinstance(forward, Experts) else forward
+        if mlp is not None:
+            part = hidden * (mlp.up_width + mlp.ffn) + mlp.has_bias * mlp.up_width
+            whole, divided = whole - part, divided + part / t
+        return whole - block.extra + math.ceil(divided + block.extra / t)
+
+
+def _routing(tokens: float, routed: float, experts: Experts, hidden: int, item: int) -> Iterator[Part]:
+    """The choice of experts, their tokens side by side, and the weighted sum of their outputs."""
+    choices, moved = tokens * experts.count, routed * hidden
+    yield Part("router", (item + 12) * choices, 16 * choices, 4 * choices, 4)
+    yield Part("dispatch", 2 * item * moved, 3 * item * moved, item * moved, 2)
+    yield Part("combine", 5 * item * moved, 6 * item * moved, item * moved, 3)

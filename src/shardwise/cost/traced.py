@@ -1,0 +1,132 @@
+"""A model of which one step was traced (``sw.trace_model``), as the planner takes it in place of a ``ModelShape``."""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+from dataclasses import dataclass
+from typing import Any
+
+from shardwise.cost.part import Part
+from shardwise.cost.unit import UnitWork
+from shardwise.cost.workload import Workload
+from shardwise.spec.errors import PlanError
+from shardwise.spec.plan import ParallelPlan
+
+
+@dataclass(frozen=True, kw_only=True)
+class TracedModel:
+    """What one step of a module computes and keeps, traced without values.
+
+    Attributes:
+        name: The module's class.
+        narrow: Its units computed in 16 bit: what runs before the first unit, the units, what runs after them. Empty
+            where the module does not run in 16 bit.
+        wide: The same in fp32.
+        batch: Samples of the traced step; other sizes are scaled from it.
+        seq_len: Tokens of a sequence in it; 0: samples are no sequences of tokens.
+        family: ``"traced"``.
+        hidden: 0; a trace knows no width. The next three stand for what a ``ModelShape`` has.
+        vocab: 0.
+        is_tied: False.
+        stacks: Empty.
+        refusals: Why it does not run, by ``"16 bit"`` or ``"fp32"``.
+    """
+
+    name: str
+    narrow: tuple[UnitWork, ...]
+    wide: tuple[UnitWork, ...]
+    batch: int
+    seq_len: int = 0
+    family: str = "traced"
+    hidden: int = 0
+    vocab: int = 0
+    is_tied: bool = False
+    stacks: tuple[Any, ...] = ()
+    refusals: tuple[tuple[str, str], ...] = ()
+
+    @property
+    def units(self) -> tuple[UnitWork, ...]:
+        """Its units in 16 bit, or in fp32 where it runs in that alone."""
+        return self.narrow or self.wide
+
+    @property
+    def num_parameters(self) -> int:
+        """Parameters of the whole model, tied ones counted once."""
+        return sum(unit.count * unit.num_parameters for unit in self.units)
+
+    @property
+    def num_active_parameters(self) -> int:
+        """The same: a trace does not tell which experts a token meets."""
+        return self.num_parameters
+
+    @property
+    def num_layers(self) -> int:
+        """Number of units below the root."""
+        return sum(unit.count for unit in self.units[1:-1])
+
+    def work(self, plan: ParallelPlan, workload: Workload) -> tuple[UnitWork, ...]:
+        """The units' work for a microbatch of ``workload``.
+
+        Raises:
+            PlanError: The plan divides the model in a way that a trace does not tell, or the workload differs from what
+                was traced in more than the number of samples.
+        """
+        self._check(plan, workload)
+        asked = "fp32" if workload.precision == "fp32" else "16 bit"
+        units = self.wide if asked == "fp32" else self.narrow
+        if not units:
+            raise PlanError(
+                f"{self.name} did not run in {asked} when it was traced: {dict(self.refusals).get(asked, '')}\n"
+                f"  Set precision={'bf16' if asked == 'fp32' else 'fp32'}."
+            )
+        return _scaled(units, workload.micro_batch / self.batch)
+
+    def _check(self, plan: ParallelPlan, workload: Workload) -> None:
+        divided = [f"{axis}={size}" for axis in ("tp", "pp", "cp", "ep") if (size := getattr(plan, axis)) > 1]
+        if divided:
+            raise PlanError(
+                f"{self.name} was traced whole, and a trace does not tell what a rank computes with"
+                f" {', '.join(divided)}.\n  Set {', '.join(d.partition('=')[0] + '=1' for d in divided)}, give a"
+                " ModelShape instead (sw.ModelShape.from_config or .decoder), or run"
+                " sw.dry_run(build_model, plan, world_size=...), which divides the real model."
+            )
+        if workload.lora_rank is not None:
+            raise PlanError(
+                f"{self.name} was traced without adapters: lora_rank={workload.lora_rank} cannot be added to a trace.\n"
+                "  Trace the module with its adapters and frozen weights, and leave lora_rank=None."
+            )
+        if self.seq_len and workload.seq_len != self.seq_len:
+            raise PlanError(
+                f"{self.name} was traced with sequences of {self.seq_len} tokens, but the workload has"
+                f" seq_len={workload.seq_len}; attention does not grow in proportion.\n"
+                f"  Set seq_len={self.seq_len}, or trace it with sequences of {workload.seq_len} tokens."
+            )
+
+
+@functools.lru_cache(maxsize=64)
+def _scaled(units: tuple[UnitWork, ...], ratio: float) -> tuple[UnitWork, ...]:
+    """The work of ``ratio`` times as many samples: everything but parameters is proportional to their number."""
+    if ratio == 1:
+        return units
+    return tuple(_scaled_unit(unit, ratio) for unit in units)
+
+
+def _scaled_unit(unit: UnitWork, ratio: float) -> UnitWork:
+    bytes_fields = ("stream_bytes", "inner_bytes", "selective_bytes", "input_bytes", "scores_bytes")
+    return dataclasses.replace(
+        unit,
+        products=tuple(dataclasses.replace(p, rows=p.rows * ratio) for p in unit.products),
+        attention=tuple(dataclasses.replace(a, queries=a.queries * ratio) for a in unit.attention),
+        parts=tuple(
+            Part(
+                part.name,
+                part.forward_bytes * ratio,
+                part.backward_bytes * ratio,
+                part.saved_bytes * ratio,
+                part.num_kernels,
+            )
+            for part in unit.parts
+        ),
+        **{name: getattr(unit, name) * ratio for name in bytes_fields},
+    )

@@ -1,0 +1,403 @@
+"""One step of any module without values, operation by operation: what each unit computes, moves and keeps.
+
+Forward and backward run on meta tensors under two modes: one sees every operation below autograd, the other one sees
+what autograd keeps. An operation of forward belongs to the unit whose forward is running; one of backward to the unit
+whose outputs' gradients came last. What no unit owns belongs to the root: before the first unit ("embedding"), or after
+it ("head").
+"""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import itertools
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass, field
+from functools import partial
+from types import TracebackType
+from typing import Any, Self
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_iter
+
+from shardwise import torch_private
+from shardwise.cost.part import Part
+from shardwise.cost.unit import AttentionWork, Product, UnitWork
+from shardwise.features.recompute import operators
+from shardwise.features.wrap import assign_parameters, find_units
+from shardwise.measure.meta import FusedAttention, on_meta
+
+_aten = torch.ops.aten
+
+#: Operations that read as much of their first argument as they write.
+_LOOKUPS = {_aten.embedding, _aten.index_select, _aten.gather, _aten.index, _aten.take_along_dim}
+
+EMBEDDING, HEAD = "embedding", "head"
+
+
+class FusedKernels(FusedAttention):
+    """As on a GPU: attention in one kernel, and dropout in one that keeps a mask of bytes.
+
+    A model that asks whether all of a mask is set, as transformers' models do, is told yes: samples have no padding.
+    """
+
+    def __init__(self) -> None:
+        super().__init__(is_cuda=True, has_mask_gradients=True)
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func is F.dropout:
+            return _dropout(*args, **(kwargs or {}))
+        if func in {Tensor.all, torch.all} and len(args) == 1 and not kwargs and args[0].is_meta:
+            return torch.ones((), dtype=torch.bool, device="cpu")
+        return super().__torch_function__(func, types, args, kwargs)
+
+
+def _dropout(
+    input: Tensor,  # noqa: A002 - torch's signature
+    p: float = 0.5,
+    training: bool = True,  # noqa: FBT001, FBT002 - torch's signature
+    inplace: bool = False,  # noqa: FBT001, FBT002 - torch's signature
+) -> Tensor:
+    if not training or p == 0:
+        return input
+    made = torch.native_dropout(input, p, True)[0]  # noqa: FBT003 - takes no keyword
+    return input.copy_(made) if inplace else made
+
+
+@dataclass
+class _Found:
+    """What one unit was seen to do."""
+
+    products: list[Product] = field(default_factory=list)
+    attention: list[AttentionWork] = field(default_factory=list)
+    forward_bytes: float = 0.0
+    backward_bytes: float = 0.0
+    saved_bytes: float = 0.0
+    selective_bytes: float = 0.0
+    input_bytes: float = 0.0
+    num_kernels: int = 0
+
+
+def trace(model: nn.Module, compute_loss: Callable[[], Tensor], dtype: torch.dtype) -> tuple[UnitWork, ...]:
+    """The work of a model's units in one step.
+
+    Args:
+        model: Any module. It runs with meta tensors in place of its own, which it has again afterwards.
+        compute_loss: Runs its forward on meta tensors.
+        dtype: What floating-point parameters are computed in.
+
+    Returns:
+        What runs before the first unit, the units of ``auto_wrap_policy="auto"`` in the order of their forwards, equal
+        neighbours counted, and what runs after the first unit but in none.
+    """
+    units = find_units(model, "auto")
+    with on_meta(model, dtype), torch.device("meta"), _in_training(model):
+        tracer = _Tracer(model, units)
+        with tracer, FusedKernels():
+            loss = compute_loss()
+            tracer.begin_backward()
+            torch_private.backward_under_modes([loss])
+        return tracer.work(assign_parameters(model, units))
+
+
+@contextlib.contextmanager
+def _in_training(model: nn.Module) -> Iterator[None]:
+    before = {module: module.training for module in model.modules()}
+    model.train()
+    try:
+        yield
+    finally:
+        for module, was in before.items():
+            module.training = was
+
+
+class _Tracer(TorchDispatchMode):
+    """Sees every operation, and what autograd keeps, and gives each to a unit."""
+
+    def __init__(self, model: nn.Module, units: Mapping[str, nn.Module]) -> None:
+        super().__init__()
+        self._model, self._units = model, units
+        self._running: list[str] = []  # units whose forwards are running, the innermost last
+        self._order: list[str] = []
+        self._found: dict[str, _Found] = {EMBEDDING: _Found(), HEAD: _Found()}
+        self._in_backward: str | None = None
+        tensors = [*model.parameters(), *model.buffers()]
+        self._own = {torch_private.storage_identity(tensor): tensor for tensor in tensors}
+        self._frozen = {torch_private.storage_identity(p) for p in model.parameters() if not p.requires_grad}
+        self._makers: dict[int, str] = {}
+        self._alive: dict[int, Any] = {}  # storages by identity, held so that no other one gets the same
+        self._saved: dict[int, tuple[Tensor, list[str]]] = {}
+        self._entered: dict[int, list[str]] = {}
+        self._entries: dict[str, list[Tensor]] = {}
+        self._before: set[nn.Module] = set()  # modules that ran before the first unit
+        self._stack = contextlib.ExitStack()
+
+    @property
+    def _here(self) -> str:
+        if self._in_backward is not None:
+            return self._in_backward
+        return self._running[-1] if self._running else HEAD if self._order else EMBEDDING
+
+    # -- hooks
+
+    def __enter__(self) -> Self:
+        for name, module in self._units.items():
+            self._hook(module.register_forward_pre_hook(partial(self._enter_unit, name), with_kwargs=True))
+            self._hook(module.register_forward_hook(self._leave_unit, always_call=True))
+        for module in self._model.modules():
+            self._hook(module.register_forward_pre_hook(self._see_module))
+        self._stack.enter_context(torch.autograd.graph.saved_tensors_hooks(self._keep, lambda tensor: tensor))
+        return super().__enter__()
+
+    def __exit__(
+        self, exc_type: type[BaseException] | None, exc_val: BaseException | None, exc_tb: TracebackType | None
+    ) -> None:
+        super().__exit__(exc_type, exc_val, exc_tb)
+        self._stack.close()
+
+    def _hook(self, handle: Any) -> None:
+        self._stack.callback(handle.remove)
+
+    def _see_module(self, module: nn.Module, _args: Any) -> None:
+        if not self._order:
+            self._before.add(module)
+
+    def _enter_unit(self, name: str, _module: nn.Module, args: Any, kwargs: Any) -> None:
+        if self._in_backward is not None:
+            return  # recomputed
+        given = [t for t in tree_iter((args, kwargs)) if isinstance(t, Tensor)]
+        for tensor in given:
+            self._follow(tensor)
+        self._running.append(name)
+        self._found.setdefault(name, _Found())
+        self._order.append(name)
+        self._entries[name] = given
+        for tensor in given:
+            self._entered.setdefault(torch_private.storage_identity(tensor), []).append(name)
+
+    def _leave_unit(self, _module: nn.Module, _args: Any, output: Any) -> None:
+        if self._in_backward is not None:
+            return
+        self._running.pop()
+        for tensor in tree_iter(output):
+            if isinstance(tensor, Tensor):
+                self._follow(tensor)
+
+    def _follow(self, tensor: Tensor) -> None:
+        """Backward is in the unit that made ``tensor`` once its gradient is complete."""
+        if tensor.requires_grad:
+            maker = self._makers.get(torch_private.storage_identity(tensor), EMBEDDING)
+            tensor.register_hook(partial(self._gradient_of, maker))
+
+    def _gradient_of(self, name: str, _gradient: Tensor) -> None:
+        """Backward reaches what ``name`` made."""
+        self._in_backward = name
+
+    def begin_backward(self) -> None:
+        self._in_backward = HEAD if self._order else EMBEDDING
+
+    def _keep(self, tensor: Tensor) -> Tensor:
+        key = torch_private.storage_identity(tensor)
+        if self._in_backward is None and key not in self._own and key in self._makers:
+            self._saved.setdefault(key, (tensor, []))[1].append(self._here)
+        return tensor
+
+    # -- operations
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        result = func(*args, **(kwargs or {}))
+        if func.is_view or func.overloadpacket in _NOTHING:
+            self._note_makers(result)
+            return result
+        found = self._found[self._here]
+        outputs = [t for t in tree_iter(result) if isinstance(t, Tensor)]
+        inputs = [t for t in tree_iter((args, kwargs)) if isinstance(t, Tensor)]
+        is_forward = self._in_backward is None
+        if _is_computation(func):
+            if is_forward:
+                self._see_computation(found, func, args, outputs)
+        elif outputs:
+            moved = sum(map(_extent, outputs)) + sum(map(_extent, self._read(func, inputs, outputs)))
+            if is_forward:
+                found.forward_bytes += moved
+                found.num_kernels += 1
+            else:
+                found.backward_bytes += moved
+        self._note_makers(result)
+        return result
+
+    def _see_computation(self, found: _Found, func: Any, args: Any, outputs: list[Tensor]) -> None:
+        product = _PRODUCTS.get(func.overloadpacket)
+        if product is not None:
+            weights = [t for t in tree_iter(args) if isinstance(t, Tensor)]
+            is_trained = not any(torch_private.storage_identity(t) in self._frozen for t in weights)
+            found.products.append(dataclasses.replace(product(args, outputs[0]), is_trained=is_trained))
+        else:
+            found.attention.append(_attention(func, args))
+            found.num_kernels += 1
+        if func in _KEPT:
+            found.selective_bytes += sum(map(_extent, outputs))
+
+    def _read(self, func: Any, inputs: list[Tensor], outputs: list[Tensor]) -> list[Tensor]:
+        return outputs[:1] + inputs[1:] if func.overloadpacket in _LOOKUPS else inputs
+
+    def _note_makers(self, result: Any) -> None:
+        for tensor in tree_iter(result):
+            if isinstance(tensor, Tensor):
+                key = torch_private.storage_identity(tensor)
+                if key not in self._own:
+                    self._makers.setdefault(key, self._here)
+                    self._alive.setdefault(key, tensor.untyped_storage())
+
+    # -- the result
+
+    def work(self, owned: Mapping[str, Any]) -> tuple[UnitWork, ...]:
+        """What was seen, by unit."""
+        for key, (tensor, users) in self._saved.items():
+            maker = self._makers[key]
+            is_shared = len(set(users)) > 1 and maker in {EMBEDDING, HEAD}  # cosines and sines, masks
+            self._found[maker if is_shared else users[0]].saved_bytes += tensor.untyped_storage().nbytes()
+        for name, given in self._entries.items():
+            for key, tensor in {torch_private.storage_identity(t): t for t in given}.items():
+                if key in self._makers and len(self._entered[key]) == 1:
+                    self._found[name].input_bytes += tensor.untyped_storage().nbytes()
+        parameters = {name: [entry.parameter for entry in entries] for name, entries in owned.items()}
+        before, after = self._root_parameters(owned[""])
+        made = [
+            self._unit(EMBEDDING, self._found[EMBEDDING], before),
+            *(self._unit("block", self._found[name], parameters[name]) for name in dict.fromkeys(self._order)),
+            self._unit(HEAD, self._found[HEAD], after),
+        ]
+        unused = [p for name, held in parameters.items() if name and name not in self._found for p in held]
+        if unused:
+            made[-1] = self._unit(HEAD, self._found[HEAD], [*after, *unused])
+        runs = [
+            dataclasses.replace(unit, name=f"block{place}", count=len(list(equal)))
+            for place, (unit, equal) in enumerate(itertools.groupby(made[1:-1]))
+        ]
+        return (made[0], *runs, made[-1])
+
+    def _root_parameters(self, entries: Any) -> tuple[list[Tensor], list[Tensor]]:
+        """Those of modules that ran before the first unit, and the others."""
+        before, after = [], []
+        for entry in entries:
+            is_early = any(module in self._before for module, _, _ in entry.uses)
+            (before if is_early else after).append(entry.parameter)
+        return before, after
+
+    def _unit(self, name: str, found: _Found, parameters: list[Tensor]) -> UnitWork:
+        is_root = name in {EMBEDDING, HEAD}
+        part = Part("traced", found.forward_bytes, found.backward_bytes, found.saved_bytes, found.num_kernels)
+        logits = max((p.rows * p.columns for p in found.products), default=0) if name == HEAD else 0
+        wide = max((p.element_size() for p in parameters if p.is_floating_point()), default=2)
+        return UnitWork(
+            name=name,
+            count=1,
+            num_parameters=sum(p.numel() for p in parameters),
+            num_trained=sum(p.numel() for p in parameters if p.requires_grad),
+            products=tuple(found.products),
+            attention=tuple(found.attention),
+            parts=(part,),
+            stream_bytes=found.input_bytes,
+            inner_bytes=wide * logits,
+            selective_bytes=found.saved_bytes if is_root else found.input_bytes + found.selective_bytes,
+            input_bytes=found.saved_bytes if is_root else found.input_bytes,
+        )
+
+
+# -- what operations are
+
+
+def _extent(tensor: Tensor) -> int:
+    """Bytes of a tensor's elements; of an expanded one those that exist."""
+    return min(tensor.nbytes, tensor.untyped_storage().nbytes())
+
+
+def _mm(args: Any, output: Tensor) -> Product:
+    left = args[0]
+    return Product(left.shape[0], left.shape[1], output.shape[1])
+
+
+def _addmm(args: Any, output: Tensor) -> Product:
+    return _mm(args[1:], output)
+
+
+def _bmm(args: Any, output: Tensor) -> Product:
+    batch, rows, inner = args[0].shape
+    return Product(rows, inner, output.shape[2], batch, is_batched=True)
+
+
+def _baddbmm(args: Any, output: Tensor) -> Product:
+    return _bmm(args[1:], output)
+
+
+def _convolution(args: Any, output: Tensor) -> Product:
+    weight, groups, is_transposed = args[1], args[8], args[6]
+    field_size = weight[0, 0].numel()
+    inner = weight.shape[0 if is_transposed else 1] * field_size
+    positions = output[:, 0].numel()
+    if is_transposed:
+        positions, inner = args[0][:, 0].numel(), weight.shape[0] // groups
+        return Product(positions, inner, weight.shape[1] * field_size, groups, is_batched=True)
+    return Product(positions, inner, weight.shape[0] // groups, groups, is_batched=True)
+
+
+def _grouped_mm(args: Any, output: Tensor) -> Product:
+    rows, weights = args[0], args[1]
+    count = weights.shape[0] if weights.dim() == 3 else 1
+    return Product(rows.shape[-2] / count, rows.shape[-1], output.shape[-1], count, is_batched=True)
+
+
+_PRODUCTS: dict[Any, Callable[..., Product]] = {
+    _aten.mm: _mm,
+    _aten.addmm: _addmm,
+    _aten.bmm: _bmm,
+    _aten.baddbmm: _baddbmm,
+    _aten.convolution: _convolution,
+    _aten.convolution_backward: _convolution,
+    _aten._grouped_mm: _grouped_mm,  # noqa: SLF001 - an operator's name
+}
+_ATTENTION = set(operators("attention"))
+_KEPT = {*_ATTENTION, *operators("matmul")}
+_ATTENTION_BACKWARD = {
+    _aten._scaled_dot_product_flash_attention_backward,  # noqa: SLF001 - an operator's name
+    _aten._scaled_dot_product_efficient_attention_backward,  # noqa: SLF001 - an operator's name
+}
+#: Operations that compute nothing.
+_NOTHING = {
+    _aten.detach,
+    _aten.empty,
+    _aten.empty_like,
+    _aten.empty_strided,
+    _aten.new_empty,
+    _aten.new_empty_strided,
+    _aten.lift_fresh,
+    _aten._unsafe_view,  # noqa: SLF001 - an operator's name
+    _aten._reshape_alias,  # noqa: SLF001 - an operator's name
+}
+
+
+def _is_computation(func: Any) -> bool:
+    """Whether an operation is a product or attention, of forward or backward."""
+    return func.overloadpacket in _PRODUCTS or func in _ATTENTION or func.overloadpacket in _ATTENTION_BACKWARD
+
+
+def _attention(func: Any, args: Any) -> AttentionWork:
+    query, key, value = args[:3]
+    place = _CAUSAL[func.overloadpacket]
+    is_causal = bool(args[place]) if len(args) > place else False
+    batch, heads, length, width = query.shape
+    return AttentionWork(batch * length, key.shape[2], heads * (width + value.shape[3]) / 2, heads, is_causal=is_causal)
+
+
+#: Where ``is_causal`` is among an operator's arguments.
+_CAUSAL = {
+    _aten._scaled_dot_product_flash_attention: 4,  # noqa: SLF001 - an operator's name
+    _aten._scaled_dot_product_flash_attention_for_cpu: 4,  # noqa: SLF001 - an operator's name
+    _aten._scaled_dot_product_efficient_attention: 6,  # noqa: SLF001 - an operator's name
+    _aten._scaled_dot_product_cudnn_attention: 6,  # noqa: SLF001 - an operator's name
+    _aten._scaled_dot_product_fused_attention_overrideable: 5,  # noqa: SLF001 - an operator's name
+}

@@ -1,0 +1,213 @@
+"""What one traced step says, beside the arithmetic of the same model, and beside what autograd really holds."""
+
+from __future__ import annotations
+
+import gc
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+import shardwise as sw
+from shardwise.cost.unit import UnitWork
+from shardwise.cost.work import model_work
+from shardwise.measure.storage import StorageCount
+from shardwise.pipeline.batch import forward_loss
+from shardwise.planner import Cluster, Workload, estimate
+from shardwise.spec.errors import PlanError, StateError
+from shardwise.spec.shape import FAMILIES
+
+PLAIN = sw.ParallelPlan(strategy="ddp")
+
+
+def workload(**changes: Any) -> Workload:
+    return Workload(**{"seq_len": 32, "global_batch": 2, "micro_batch": 2, **changes})
+
+
+def flops(units: tuple[UnitWork, ...]) -> float:
+    return sum(unit.count * unit.flops for unit in units)
+
+
+def in_blocks(units: tuple[UnitWork, ...], field: str) -> float:
+    return sum(unit.count * getattr(unit, field) for unit in units if unit.name.startswith("block"))
+
+
+def traced(family: str) -> tuple[sw.TracedModel, sw.ModelShape]:
+    pytest.importorskip("transformers")
+    from tests.common.shapes import example_batch, on_meta, small_config
+
+    model, config = on_meta(small_config(family))
+    return sw.trace_model(model, example_batch(family)), sw.ModelShape.from_config(config)
+
+
+#: Families whose blocks are computed as the table of ``cost.part`` says, operation by operation.
+EXACT = ("llama", "mistral", "qwen2", "gpt2", "opt", "vit")
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_a_trace_of_a_real_model_has_the_parameters_and_products_that_arithmetic_says(family: str) -> None:
+    found, shape = traced(family)
+    assert found.num_parameters == shape.num_parameters
+    counted, computed = (model_work(each, PLAIN, workload()) for each in (found, shape))
+    assert flops(counted) == flops(computed)
+    if family in EXACT:
+        assert in_blocks(computed, "saved_bytes") == pytest.approx(in_blocks(counted, "saved_bytes"), rel=1e-3)
+        assert in_blocks(computed, "selective_bytes") == pytest.approx(in_blocks(counted, "selective_bytes"), rel=1e-3)
+        assert in_blocks(computed, "input_bytes") == in_blocks(counted, "input_bytes")
+
+
+@pytest.mark.parametrize("precision", ["bf16", "fp32"])
+@pytest.mark.parametrize("changes", [{}, {"dropout": 0.1}, {"tied": False, "bias": False}], ids=str)
+def test_a_trace_of_our_gpt_says_what_arithmetic_says(precision: str, changes: dict[str, Any]) -> None:
+    model = sw.models.gpt("gpt-tiny", device="meta", **changes)
+    tokens = torch.zeros(2, 32, dtype=torch.int64)
+    found, shape = sw.trace_model(model, (tokens, tokens)), sw.ModelShape.from_config(model.config)
+    counted, computed = (model_work(each, PLAIN, workload(precision=precision)) for each in (found, shape))
+    assert [(unit.name, unit.count, unit.num_parameters, unit.flops) for unit in counted] == [
+        (unit.name, unit.count, unit.num_parameters, unit.flops) for unit in computed
+    ]
+    block, arithmetic = counted[1], computed[1]
+    for field in ("saved_bytes", "selective_bytes", "forward_bytes", "backward_bytes"):
+        assert getattr(arithmetic, field) == pytest.approx(getattr(block, field), rel=0.02), field
+    assert block.num_kernels == arithmetic.num_kernels
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
+def test_saved_bytes_are_what_autograd_holds_between_forward_and_backward(dtype: torch.dtype) -> None:
+    from shardwise.measure.trace import FusedKernels
+
+    model = sw.models.gpt("gpt-tiny", device="meta", dropout=0.1)
+    tokens = torch.zeros(2, 32, dtype=torch.int64)
+    found = sw.trace_model(model, (tokens, tokens))
+    saved = sum(unit.count * unit.saved_bytes for unit in (found.wide if dtype is torch.float32 else found.narrow))
+    model = model.to(dtype)
+    count = StorageCount("meta")
+    with torch.device("meta"), count, FusedKernels():
+        for tensor in [*model.parameters(), *model.buffers(), batch := tokens.to("meta")]:
+            count.see(tensor)
+        gc.collect()
+        before = count.live_bytes
+        loss = forward_loss(model, (batch, batch))
+        held = count.live_bytes - before - loss.untyped_storage().nbytes()
+    count.forget()
+    assert saved == pytest.approx(held, rel=2e-3)
+
+
+def test_recomputed_blocks_keep_their_inputs_and_autograd_agrees() -> None:
+    tokens = torch.zeros(2, 32, dtype=torch.int64)
+    plain = sw.trace_model(sw.models.gpt("gpt-tiny", device="meta"), (tokens, tokens)).narrow[1]
+    recomputed = sw.models.gpt("gpt-tiny", device="meta", activation_checkpointing=True)
+    kept = sw.trace_model(recomputed, (tokens, tokens)).narrow
+    assert plain.kept_bytes("full") == plain.input_bytes == plain.stream_bytes == 2 * 2 * 32 * 64
+    assert plain.kept_bytes("full") < plain.kept_bytes("selective") < plain.kept_bytes("none")
+    assert sum(unit.count * unit.saved_bytes for unit in kept[1:-1]) == 0  # what checkpoint keeps is the unit's input
+
+
+def test_the_module_is_afterwards_what_it_was() -> None:
+    model = sw.models.gpt("gpt-nano", dropout=0.1).eval()
+    before = {name: (id(p), p.device.type, p.grad) for name, p in model.named_parameters()}
+    tokens = torch.zeros(1, 8, dtype=torch.int64)
+    sw.trace_model(model, (tokens, tokens))
+    assert {name: (id(p), p.device.type, p.grad) for name, p in model.named_parameters()} == before
+    assert not model.training
+    assert not any(module._forward_hooks or module._forward_pre_hooks for module in model.modules())
+    assert torch.isfinite(model(tokens, tokens))
+
+
+class Pictures(nn.Module):
+    """Convolutions, which have no units and no tokens."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first = nn.Conv2d(3, 8, 3, padding=1)
+        self.second = nn.Conv2d(8, 16, 3, stride=2, groups=4)
+        self.out = nn.Linear(16, 5)
+
+    def forward(self, images: torch.Tensor) -> torch.Tensor:
+        return self.out(self.second(torch.relu(self.first(images))).mean((2, 3)))
+
+
+def test_convolutions_are_counted_as_products() -> None:
+    def loss(output: torch.Tensor, batch: Any) -> torch.Tensor:
+        return nn.functional.cross_entropy(output, batch[1])
+
+    model = Pictures()
+    images, labels = torch.zeros(4, 3, 16, 16), torch.zeros(4, dtype=torch.int64)
+    found = sw.trace_model(_Pair(model), (images, labels), loss)
+    first = 2 * 4 * 16 * 16 * 27 * 8
+    second = 2 * 4 * 7 * 7 * (2 * 9) * 16
+    assert flops(found.wide) == first + second + 2 * 4 * 16 * 5
+    assert found.num_parameters == sum(p.numel() for p in model.parameters())
+    assert found.seq_len == 0
+
+
+class _Pair(nn.Module):
+    def __init__(self, model: nn.Module) -> None:
+        super().__init__()
+        self.model = model
+
+    def forward(self, images: torch.Tensor, _labels: torch.Tensor) -> torch.Tensor:
+        return self.model(images)
+
+
+def test_frozen_weights_have_no_product_for_their_gradient_and_are_not_trained() -> None:
+    model = sw.models.gpt("gpt-nano", device="meta")
+    for parameter in model.blocks[0].parameters():
+        parameter.requires_grad_(requires_grad=False)
+    tokens = torch.zeros(1, 8, dtype=torch.int64)
+    frozen, trained = sw.trace_model(model, (tokens, tokens)).narrow[1:3]
+    assert (frozen.count, frozen.num_trained) == (1, 0)
+    assert (trained.count, trained.num_trained) == (4, trained.num_parameters)
+    assert sum(p.backward_flops for p in frozen.products) == sum(p.flops for p in frozen.products)
+    assert sum(p.backward_flops for p in trained.products) == 2 * sum(p.flops for p in trained.products)
+
+
+def test_an_estimate_takes_a_trace_in_place_of_a_shape_and_scales_it_to_the_microbatch() -> None:
+    model = sw.models.gpt("gpt-tiny", device="meta")
+    tokens = torch.zeros(2, 32, dtype=torch.int64)
+    found, shape = sw.trace_model(model, (tokens, tokens)), sw.ModelShape.from_config(model.config)
+    asked = workload(micro_batch=6, global_batch=48)
+    for counted, computed in zip(model_work(found, PLAIN, asked), model_work(shape, PLAIN, asked), strict=True):
+        assert counted.flops == computed.flops
+        if counted.name == "block0":
+            assert computed.saved_bytes == pytest.approx(counted.saved_bytes, rel=1e-3)
+    cluster = Cluster(gpu="H100-80GB-SXM", num_gpus=8)
+    made = estimate(found, sw.ParallelPlan(strategy="zero3"), cluster, asked)
+    assert made.memory.allocated_bytes > 0
+    assert made.step_time_s > 0
+
+
+@pytest.mark.parametrize(
+    ("plan", "changes", "words"),
+    [
+        ({"tp": 2}, {}, ["GPT was traced whole", "tp=2", "Set tp=1", "sw.dry_run"]),
+        ({"pp": 2}, {}, ["pp=2", "ModelShape"]),
+        ({}, {"lora_rank": 8}, ["lora_rank=8", "with its adapters"]),
+        ({}, {"seq_len": 64}, ["sequences of 32 tokens", "seq_len=64", "Set seq_len=32"]),
+    ],
+)
+def test_what_a_trace_does_not_tell_is_refused(plan: dict[str, Any], changes: dict[str, Any], words: list[str]) -> None:
+    tokens = torch.zeros(1, 32, dtype=torch.int64)
+    found = sw.trace_model(sw.models.gpt("gpt-tiny", device="meta"), (tokens, tokens))
+    with pytest.raises(PlanError) as error:
+        model_work(found, sw.ParallelPlan(**plan), workload(**changes))
+    for word in words:
+        assert word in str(error.value)
+
+
+class Branching(nn.Linear):
+    """Reads a value in its forward."""
+
+    def forward(self, input: torch.Tensor) -> torch.Tensor:  # noqa: A002 - torch's name
+        output = super().forward(input).sum()
+        return output if output > 0 else -output
+
+
+def test_a_module_that_needs_values_and_a_batch_without_samples_are_refused() -> None:
+    with pytest.raises(StateError, match=r"Branching cannot run without values[\s\S]*reads no tensor's values"):
+        sw.trace_model(Branching(4, 4), torch.zeros(2, 4))
+    with pytest.raises(StateError, match="has no samples"):
+        sw.trace_model(nn.Linear(4, 4), {})
+    with pytest.raises(StateError, match="scalar loss was expected"):
+        sw.trace_model(nn.Linear(4, 4), torch.zeros(2, 4))
