@@ -11,9 +11,11 @@ from torch import Tensor, distributed, nn
 import shardwise as sw
 from shardwise.models.transformer import GPT
 from shardwise.spec.slice import slice_of
+from shardwise.spec.traffic.data import Collective
 from shardwise.spec.traffic.rows import MixtureTraffic, capacity, even_counts
 from shardwise.testing import probe, run_on_ranks
 from tests.engine import test_memory
+from tests.sim.inside import inside
 
 pytestmark = pytest.mark.preload("transformers.models.mixtral.modeling_mixtral")
 
@@ -51,8 +53,37 @@ def count_choices(model: GPT, counts: list[list[int]]) -> None:
         block.mlp.router.register_forward_hook(note)
 
 
-def record() -> dict[str, tuple[list, list, list]]:
-    """Of each case's second step: the events, what is predicted of other axes, and every rank's counts by block."""
+def layers_of(name: str, rank: int, counts: list[list[list[int]]]) -> list[MixtureTraffic]:
+    """The mixture of each block, by every rank's counts."""
+    ep, options = CASES[name]
+    limit = capacity(options.get("expert_capacity"), BATCH * SEQ, 2, EXPERTS)
+    first = rank // ep * ep
+    return [
+        MixtureTraffic(
+            f"blocks.{layer}.mlp",
+            HIDDEN,
+            rank - first,
+            [
+                [count if limit is None else min(count, limit) for count in of_rank[layer]]
+                for of_rank in counts[first : first + ep]
+            ],
+            item_bytes=2 if name == "16 bit" else 4,
+        )
+        for layer in range(LAYERS)
+    ]
+
+
+def moved(name: str, layers: list[MixtureTraffic]) -> tuple[list[Collective], list[Collective]]:
+    """What forward and backward send on ``ep``."""
+    backward: list[Collective] = []
+    for layer in reversed(layers):
+        backward += [*(layer.forward() if name == "recomputed" else ()), *layer.backward()]
+    return [event for layer in layers for event in layer.forward()], backward
+
+
+def record() -> dict[str, tuple[list, list, list, list]]:
+    """Of each case's second step: the events, what is predicted of other axes, every rank's counts by block, and what
+    the simulated step issues."""
     found = {}
     for name, (ep, options) in CASES.items():
         model = sw.parallelize(build(), sw.ParallelPlan(ep=ep, **options))
@@ -66,8 +97,12 @@ def record() -> dict[str, tuple[list, list, list]]:
                 parameter.grad = None
         everyone: list = [None] * distributed.get_world_size()
         distributed.all_gather_object(everyone, counts)
-        predicted = [tuple(collective) for collective in probe(model).predicted_collectives()]
-        found[name] = [(e.kind, e.unit, e.sent_bytes, e.axis) for e in events], predicted, everyone
+        seen = probe(model)
+        predicted = [tuple(collective) for collective in seen.predicted_collectives()]
+        computed = inside(seen.unit_facts, *moved(name, layers_of(name, distributed.get_rank(), everyone)))
+        timeline = seen.simulated_step(computation=computed.__getitem__)
+        simulated = [tuple(span.task.collective) for span in timeline.spans if span.task.collective is not None]
+        found[name] = [(e.kind, e.unit, e.sent_bytes, e.axis) for e in events], predicted, everyone, simulated
     return found
 
 
@@ -104,46 +139,30 @@ def record_stacked() -> tuple[list, list, list, set]:
     return [(e.kind, e.unit, e.sent_bytes, e.axis) for e in events], predicted, everyone, shapes
 
 
-def record_all() -> tuple[dict[str, tuple[list, list, list]], tuple]:
+def record_all() -> tuple[dict[str, tuple[list, list, list, list]], tuple]:
     return record(), record_stacked()
 
 
 @pytest.fixture(scope="module")
-def both() -> list[tuple[dict[str, tuple[list, list, list]], tuple]]:
+def both() -> list[tuple[dict[str, tuple[list, list, list, list]], tuple]]:
     return run_on_ranks(record_all, 4)
 
 
 @pytest.fixture(scope="module")
-def recorded(both) -> list[dict[str, tuple[list, list, list]]]:
+def recorded(both) -> list[dict[str, tuple[list, list, list, list]]]:
     return [of_ours for of_ours, _ in both]
 
 
 @pytest.mark.parametrize("name", CASES)
 def test_what_a_step_sends_follows_from_the_counts(recorded, name):
-    ep, options = CASES[name]
-    limit = capacity(options.get("expert_capacity"), BATCH * SEQ, 2, EXPERTS)
+    ep, _ = CASES[name]
     for rank, found in enumerate(recorded):
-        events, others, counts = found[name]
+        events, others, counts, simulated = found[name]
         assert len({tuple(map(tuple, of_rank)) for of_rank in counts}) > 1, "ranks choose alike: a blind test"
-        first = rank // ep * ep
-        layers = [
-            MixtureTraffic(
-                f"blocks.{layer}.mlp",
-                HIDDEN,
-                rank - first,
-                [
-                    [count if limit is None else min(count, limit) for count in of_rank[layer]]
-                    for of_rank in counts[first : first + ep]
-                ],
-                item_bytes=2 if name == "16 bit" else 4,
-            )
-            for layer in range(LAYERS)
-        ]
-        expected = [event for layer in layers for event in layer.forward()]
-        for layer in reversed(layers):
-            expected += [*(layer.forward() if name == "recomputed" else ()), *layer.backward()]
-        assert [event for event in events if event[3] == "ep"] == [tuple(event) for event in expected]
+        forward, backward = moved(name, layers_of(name, rank, counts))
+        assert [event for event in events if event[3] == "ep"] == [tuple(event) for event in [*forward, *backward]]
         assert [event for event in events if event[3] != "ep"] == others
+        assert events == simulated
         edp = [event for event in others if event[3] == "edp"]
         assert edp
         assert (sum(event[2] for event in edp) > 0) == (ep == 2 and "hsdp" not in name)  # else nobody shares experts
@@ -155,15 +174,15 @@ def test_stacked_experts_under_tp_send_their_rows_once_a_rank_and_sums_of_tokens
         assert counts[group[0]] != counts[group[1]], "ranks choose alike: a blind test"
         assert counts[group[0]] == counts[1 - group[0]], "ranks of tp choose alike"
         units = [f"model.layers.{layer}.mlp.experts" for layer in range(LAYERS)]
-        moved = [
+        mixtures = [
             MixtureTraffic(unit, HIDDEN, rank // 2, [counts[other][layer] for other in group])
             for layer, unit in enumerate(units)
         ]
         num_bytes = BATCH * SEQ * HIDDEN * 4
         expected = []
-        for unit, layer in zip(units, moved, strict=True):
+        for unit, layer in zip(units, mixtures, strict=True):
             expected += [*layer.forward(), ("all_reduce", unit, num_bytes, "tp")]
-        for unit, layer in zip(reversed(units), reversed(moved), strict=True):
+        for unit, layer in zip(reversed(units), reversed(mixtures), strict=True):
             weights = ("all_reduce", unit, BATCH * SEQ * 2 * 4, "tp")
             expected += [weights, *layer.backward(), ("all_reduce", unit, num_bytes, "tp")]
         found = [event for event in events if event[1] in units and event[3] in {"tp", "ep"}]

@@ -10,9 +10,13 @@ import torch
 from torch import Tensor, distributed, nn
 
 import shardwise as sw
-from shardwise.spec.chain import gpt_stages
+from shardwise.sim.pipeline import StageSeconds, rank_timeline, simulate_pipeline
+from shardwise.sim.streams import Timeline
+from shardwise.spec.chain import gpt_elements, gpt_stages
 from shardwise.spec.memory.footprint import Replicas, reduce_bytes
+from shardwise.spec.schedule import Action, Kind
 from shardwise.spec.schedule import build as build_schedule
+from shardwise.spec.traffic.data import Collective
 from shardwise.spec.traffic.pipeline import (
     Copies,
     CrossingBytes,
@@ -24,6 +28,7 @@ from shardwise.spec.traffic.pipeline import (
 )
 from shardwise.spec.traffic.tensor import TensorStep
 from shardwise.testing import Probe, probe, run_on_ranks
+from tests.sim.inside import inside
 
 LAYERS, HIDDEN, VOCAB, SEQ, MICRO_BATCH, M = 8, 24, 33, 6, 2, 4
 STAGES_PER_RANK = {"interleaved-1f1b": 2, "zb-v": 2}
@@ -104,6 +109,39 @@ class Case:
             found += loss_trace(control, samples.index(rank), len(samples), pp_rank=at["pp"], pp=self.pp)
         return by_axis(found)
 
+    def simulate(self, rank: int, seen: Probe) -> Trace:
+        """What the simulated step begins, in order, by axis; stages take made-up times, no two of them the same."""
+        mesh = sw.ParallelPlan(**self.plan).mesh(self.world)
+        at = mesh.coordinate(rank)
+        tensor = TensorStep(LAYERS, HIDDEN, MICRO_BATCH * SEQ, size=self.tp, rank=at["tp"])
+        elements = gpt_elements(LAYERS)
+        if self.pp == 1:
+            computed = inside(seen.unit_facts, tensor.forward(elements), tensor.backward(elements))
+            return begun(seen.simulated_step(computation=computed.__getitem__))
+        num_stages = self.pp * STAGES_PER_RANK.get(self.schedule, 1)
+        stages = gpt_stages(LAYERS, 12 * HIDDEN**2, VOCAB * HIDDEN, num_stages)
+
+        def exchanges(action: Action) -> list[Collective]:
+            if action.kind is Kind.FORWARD:
+                return tensor.forward(stages[action.stage])
+            return tensor.backward(stages[action.stage]) if action.kind.gives_input_gradient else []
+
+        seconds = [StageSeconds(1 + stage / 7, 1 + stage / 5, 1 - stage / 9, 0.1) for stage in range(num_stages)]
+        schedule = build_schedule(self.schedule, self.pp, M, num_stages // self.pp)
+        timeline = rank_timeline(
+            simulate_pipeline(self.schedule, self.pp, M, seconds, num_virtual_stages=num_stages // self.pp),
+            at["pp"],
+            schedule,
+            crossing=[[CrossingBytes(MICRO_BATCH * SEQ * HIDDEN * 4)]] * (num_stages - 1),
+            window=seen.predicted_collectives(),
+            exchanges=exchanges if self.tp > 1 else lambda _action: [],
+        )
+        return begun(timeline)
+
+
+def begun(timeline: Timeline) -> Trace:
+    return by_axis([collective for _, collective in timeline.collectives])
+
 
 def by_axis(events: Any) -> Trace:
     found: Trace = {}
@@ -129,8 +167,8 @@ REAL = (
 )
 
 
-def record() -> list[tuple[Trace, Trace]]:
-    """Of each case the events of the second step, and those predicted."""
+def record() -> list[tuple[Trace, Trace, Trace]]:
+    """Of each case the events of the second step, those predicted, and those of the simulated step."""
     results = []
     for case in REAL:
         model = sw.parallelize(case.build(), sw.ParallelPlan(**case.plan))
@@ -140,15 +178,29 @@ def record() -> list[tuple[Trace, Trace]]:
                 sw.train_step(model, tokens(MICRO_BATCH * count), num_microbatches=count)
             for parameter in model.parameters():
                 parameter.grad = None
-        predicted = case.predict(distributed.get_rank(), probe(model), is_dry=False)
-        results.append((by_axis(events), predicted))
+        rank, seen = distributed.get_rank(), probe(model)
+        simulated = case.simulate(rank, seen)
+        results.append((by_axis(events), case.predict(rank, seen, is_dry=False), simulated))
     return results
 
 
 def test_on_eight_ranks_a_step_sends_what_is_predicted_on_every_axis():
     for rank, results in enumerate(run_on_ranks(record, 8, timeout_s=200)):
-        for case, (recorded, predicted) in zip(REAL, results, strict=True):
+        for case, (recorded, predicted, simulated) in zip(REAL, results, strict=True):
             assert recorded == predicted, (case, rank)
+            moved = {
+                axis: [event for event in events if axis == "tp" or event[1] not in BETWEEN_RANKS]
+                for axis, events in recorded.items()
+            }
+            for axis, events in moved.items():
+                for kinds in ({"all_gather"}, {"reduce_scatter", "all_reduce"}, {"send", "receive"}):
+                    stream = [event for event in events if event[0] in kinds]
+                    assert stream == [event for event in simulated.get(axis, []) if event[0] in kinds], (case, rank)
+            assert set(simulated) == {axis for axis, events in moved.items() if events}
+
+
+#: Words by which ``sw.train_step`` agrees on a step and tells its loss: no part of the step's work.
+BETWEEN_RANKS = ("loss", "step")
 
 
 # -- dry runs, of larger meshes

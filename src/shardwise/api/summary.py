@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 from torch import nn
@@ -18,6 +18,8 @@ from shardwise.features.pipeline_step import units_of_stages
 from shardwise.forms.attachment import engine_of
 from shardwise.forms.ignored import ignored_of
 from shardwise.optim.in_backward import optimizers_in_backward
+from shardwise.sim.facts import UnitSeconds, simulate_facts
+from shardwise.sim.streams import Timeline
 from shardwise.spec.extent import describe_cuts, list_alike
 from shardwise.spec.facts import GroupFacts, UnitFacts
 from shardwise.spec.granularity import ELEMENT
@@ -397,6 +399,29 @@ def predict_trace(
         is_synchronising=is_synchronising,
         is_first_of_window=is_first_of_window,
         replicas=_replicas(engine),
+    )
+
+
+def simulate(
+    engine: Engine,
+    *,
+    is_synchronising: bool = True,
+    is_first_of_window: bool = True,
+    seconds: Callable[[Collective], float] = lambda _collective: 1.0,
+    computation: Callable[[int], UnitSeconds] = lambda _unit: UnitSeconds(),
+) -> Timeline:
+    """The next step on this rank as a timeline (``sim.facts``); of a model without a pipeline, after its first step."""
+    return simulate_facts(
+        unit_facts(engine),
+        rank=engine.comms.gather.rank,
+        forward_order=units_in(engine.orders.forward) or [unit.index for unit in engine.units],
+        backward_order=units_in(engine.orders.backward),
+        is_synchronising=is_synchronising,
+        is_first_of_window=is_first_of_window,
+        replicas=_replicas(engine),
+        num_gradient_buffers=engine.gradients.limit,
+        seconds=seconds,
+        computation=computation,
     )
 
 

@@ -169,6 +169,29 @@ class Measured:
         seconds = _along([(row.num_bytes, row.seconds) for row in rows if row.num_ranks == nearest], num_bytes)
         return seconds * ((num_ranks - 1) / num_ranks) / ((nearest - 1) / nearest)
 
+    def faster(self, other: Measured) -> Measured:
+        """The tables of two passes over the same sizes: of each time the shorter one."""
+
+        def rows(mine: Sequence[Any], theirs: Sequence[Any]) -> tuple[Any, ...]:
+            return tuple(
+                type(a)(*(min(x, y) if isinstance(x, float) else x for x, y in zip(a, b, strict=True)))
+                for a, b in zip(mine, theirs, strict=True)
+            )
+
+        def tables(mine: Mapping[str, Sequence[Any]], theirs: Mapping[str, Sequence[Any]]) -> dict[str, Any]:
+            return {kind: rows(mine[kind], theirs[kind]) for kind in mine}
+
+        return Measured(
+            num_ranks=self.num_ranks,
+            launch_s=min(self.launch_s, other.launch_s),
+            shared=(self.shared + other.shared) / 2,
+            products=rows(self.products, other.products),
+            attention=rows(self.attention, other.attention),
+            operations=tables(self.operations, other.operations),
+            optimizers=tables(self.optimizers, other.optimizers),
+            links=tables(self.links, other.links),
+        )
+
     def as_dict(self) -> dict[str, Any]:
         """Plain values, for JSON."""
         plain = {name: getattr(self, name) for name in ("num_ranks", "launch_s", "shared")}

@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from shardwise.cost.hardware import Cluster
 from shardwise.cost.work import model_work
 from shardwise.cost.workload import Workload
+from shardwise.planner.calibrated import calibrated_seconds
 from shardwise.spec.plan import ParallelPlan
 from shardwise.spec.shape import ModelShape
 
@@ -33,8 +34,10 @@ class TimeEstimate:
 
 def estimate_time(shape: ModelShape, plan: ParallelPlan, cluster: Cluster, workload: Workload) -> TimeEstimate:
     """Seconds of a step of a resolved plan."""
-    del plan
     flops = model_flops(shape, workload)
+    if cluster.device.measured is not None:
+        seconds, by_category = calibrated_seconds(shape, plan, cluster, workload)
+        return TimeEstimate(step_time_s=seconds, by_category=by_category, model_flops=flops, sent_bytes={})
     peak = cluster.device.peaks.get(workload.precision) or max(cluster.device.peaks.values())
     compute = flops / cluster.num_gpus / (0.5 * peak)
     return TimeEstimate(step_time_s=compute, by_category={"compute": compute}, model_flops=flops, sent_bytes={})

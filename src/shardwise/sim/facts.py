@@ -22,6 +22,8 @@ class UnitSeconds(NamedTuple):
     backward_end_s: float = 0.0
     forward_exchanges: tuple[Transfer, ...] = ()
     backward_exchanges: tuple[Transfer, ...] = ()
+    forward_end_exchanges: tuple[Transfer, ...] = ()
+    backward_end_exchanges: tuple[Transfer, ...] = ()
 
 
 def simulate_facts(

@@ -66,6 +66,8 @@ class StepUnit:
         replicate: What follows them on ``dp_replicate``.
         forward_exchanges: Collectives inside forward; give ``stream``: ``tp``, ``cp``, ``ep``.
         backward_exchanges: Collectives inside backward.
+        forward_end_exchanges: Those of ``forward_end_s``.
+        backward_end_exchanges: Those of ``backward_end_s``.
         up_s: Copy of the master from the host, before a gather.
         down_s: Copy of the reduced gradients to the host.
         update_s: The optimizer's step inside backward, when the gradients are there.
@@ -85,6 +87,8 @@ class StepUnit:
     replicate: tuple[Transfer, ...] = ()
     forward_exchanges: tuple[Transfer, ...] = ()
     backward_exchanges: tuple[Transfer, ...] = ()
+    forward_end_exchanges: tuple[Transfer, ...] = ()
+    backward_end_exchanges: tuple[Transfer, ...] = ()
     up_s: float = 0.0
     down_s: float = 0.0
     update_s: float = 0.0
@@ -278,7 +282,10 @@ class _Lowering:
 
     def _end(self, *, is_forward: bool) -> None:
         for unit in reversed(tuple(self.units.values())):
-            self._compute(unit, unit.forward_end_s if is_forward else unit.backward_end_s)
+            if is_forward:
+                self._compute(unit, unit.forward_end_s, unit.forward_end_exchanges)
+            else:
+                self._compute(unit, unit.backward_end_s, unit.backward_end_exchanges)
 
     def _compute(
         self, unit: StepUnit, seconds: float, exchanges: tuple[Transfer, ...] = (), host_s: float = 0.0

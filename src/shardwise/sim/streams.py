@@ -14,7 +14,8 @@ ended and every task that it names in ``after`` has. Computation is the stream `
 
 While ``compute`` and a stream of ``slowdown.communication`` are both busy, both are slower: computation takes
 ``slowdown.compute`` times as long, communication ``slowdown.transfer`` times: 1.1 to 1.3 on a GPU with NCCL (Galvatron,
-arXiv 2211.13878). Over Gloo a rank of one thread has one core, which computation and messages share (``ONE_CORE``).
+arXiv 2211.13878). Over Gloo a rank of one thread has one core, which computation and messages share (``ONE_CORE``);
+``shardwise calibrate`` measures how far.
 """
 
 from __future__ import annotations
@@ -66,14 +67,15 @@ class Slowdown(NamedTuple):
         transfer: Factor of communication.
         streams: The streams that communicate; empty: all but ``compute`` and ``host``.
         divides_link: Two streams that communicate at the same time have half of the link each, and so on.
-        is_one_core: All streams share one core: of n that are busy each takes n times as long. Nothing else counts.
+        shared: How far streams share one core: of n that are busy each takes ``1 + shared (n - 1)`` times as long. With
+            it the other factors do not count.
     """
 
     compute: float = 1.0
     transfer: float = 1.0
     streams: frozenset[str] = frozenset()
     divides_link: bool = False
-    is_one_core: bool = False
+    shared: float = 0.0
 
     def slows(self, stream: str) -> bool:
         """Whether a stream communicates."""
@@ -81,14 +83,14 @@ class Slowdown(NamedTuple):
 
     def factors(self, num_computing: int, num_sending: int) -> tuple[float, float]:
         """How much longer computation and communication take while so many streams are busy."""
-        if self.is_one_core:
-            return (num_computing + num_sending,) * 2
+        if self.shared:
+            return (1 + self.shared * max(num_computing + num_sending - 1, 0),) * 2
         divided = num_sending if self.divides_link and num_sending else 1
         return (self.compute, divided * self.transfer) if num_computing and num_sending else (1.0, divided)
 
 
 NO_SLOWDOWN = Slowdown()
-ONE_CORE = Slowdown(is_one_core=True)
+ONE_CORE = Slowdown(shared=1.0)
 
 
 @dataclass(frozen=True)

@@ -17,13 +17,13 @@ as long as the model.
 from __future__ import annotations
 
 import weakref
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from shardwise.api.summary import predict, predict_activations, predict_trace, unit_facts
+from shardwise.api.summary import predict, predict_activations, predict_trace, simulate, unit_facts
 from shardwise.comm.dtype import memory_order
 from shardwise.engine.group import Group
 from shardwise.engine.unit import State, Unit
@@ -34,6 +34,8 @@ from shardwise.forms.ignored import ignored_of
 from shardwise.forms.waiting import WaitingGradient
 from shardwise.measure.storage import held_bytes
 from shardwise.pipeline.pipelined import pipelined_of
+from shardwise.sim.facts import UnitSeconds
+from shardwise.sim.streams import Timeline
 from shardwise.spec.extent import Extent
 from shardwise.spec.facts import UnitFacts
 from shardwise.spec.memory.activations import Activations
@@ -329,6 +331,30 @@ class Probe:
             is_first_of_window: It is the first microbatch since the parameters changed.
         """
         return predict_trace(self._engine, is_synchronising=is_synchronising, is_first_of_window=is_first_of_window)
+
+    def simulated_step(
+        self,
+        *,
+        is_synchronising: bool = True,
+        is_first_of_window: bool = True,
+        seconds: Callable[[Collective], float] = lambda _collective: 1.0,
+        computation: Callable[[int], UnitSeconds] = lambda _unit: UnitSeconds(),
+    ) -> Timeline:
+        """The same step as a timeline, from the moments at which the engine issues and waits.
+
+        Args:
+            is_synchronising: As of :meth:`predicted_collectives`.
+            is_first_of_window: As of :meth:`predicted_collectives`.
+            seconds: How long a collective takes alone.
+            computation: What a unit computes, and the collectives inside it, by the unit's number.
+        """
+        return simulate(
+            self._engine,
+            is_synchronising=is_synchronising,
+            is_first_of_window=is_first_of_window,
+            seconds=seconds,
+            computation=computation,
+        )
 
     def predicted_bytes(self, *, optimizer_tensors: int = 2, num_microbatches: int | None = None) -> dict[str, int]:
         """What :meth:`held_bytes` is to be after a backward, by arithmetic.

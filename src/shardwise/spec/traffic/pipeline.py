@@ -27,7 +27,7 @@ from typing import Any, NamedTuple
 
 from shardwise.spec.facts import UnitFacts
 from shardwise.spec.memory.footprint import Replicas
-from shardwise.spec.schedule.actions import Kind, Schedule
+from shardwise.spec.schedule.actions import Action, Kind, Schedule
 from shardwise.spec.traffic.data import Collective, all_reduced_numel, window_trace
 from shardwise.spec.traffic.tensor import TensorStep
 
@@ -90,21 +90,33 @@ def messages(
         copies: Parameters that several stages hold: once a step each rank sends its gradient of them to the others.
         is_early: Whether receives are posted one computation early, as over Gloo.
     """
+    found = [
+        message
+        for action in schedule.issued(rank, is_early=is_early)
+        if action.kind.is_message
+        for message in action_messages(action, crossing)
+    ]
+    return found + copy_messages(copies, rank)
+
+
+def action_messages(action: Action, crossing: Sequence[Sequence[CrossingBytes]]) -> list[Collective]:
+    """One end of the messages of an action: one for each tensor that crosses the boundary; arguments as above."""
+    is_gradient = action.kind in {Kind.SEND_GRADIENT, Kind.RECEIVE_GRADIENT}
+    # A boundary has the number of the stage before it: of the sender's for activations, of the receiver's for
+    # gradients.
+    boundary = action.stage - (action.kind in {Kind.RECEIVE_ACTIVATION, Kind.SEND_GRADIENT})
+    unit = f"{'gradient' if is_gradient else 'activation'} of stage {boundary}"
+    kind = "send" if action.kind.is_send else "receive"
+    return [
+        Collective(kind, unit, tensor.num_bytes if action.kind.is_send else 0, "pp")
+        for tensor in crossing[boundary]
+        if tensor.has_gradient or not is_gradient
+    ]
+
+
+def copy_messages(copies: Sequence[Copies], rank: int) -> list[Collective]:
+    """What ``rank`` sends and receives of the gradients of parameters that several stages hold."""
     found = []
-    for action in schedule.issued(rank, is_early=is_early):
-        if not action.kind.is_message:
-            continue
-        is_gradient = action.kind in {Kind.SEND_GRADIENT, Kind.RECEIVE_GRADIENT}
-        # A boundary has the number of the stage before it: of the sender's for activations, of the receiver's for
-        # gradients.
-        boundary = action.stage - (action.kind in {Kind.RECEIVE_ACTIVATION, Kind.SEND_GRADIENT})
-        unit = f"{'gradient' if is_gradient else 'activation'} of stage {boundary}"
-        kind = "send" if action.kind.is_send else "receive"
-        found += [
-            Collective(kind, unit, tensor.num_bytes if action.kind.is_send else 0, "pp")
-            for tensor in crossing[boundary]
-            if tensor.has_gradient or not is_gradient
-        ]
     for held in copies:
         others = [peer for peer in held.ranks if peer != rank]
         if rank in held.ranks:

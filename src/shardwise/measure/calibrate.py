@@ -1,0 +1,402 @@
+"""Measure this machine for the planner: products, attention, element-wise work, the optimizer, links between ranks.
+
+All ranks measure at the same time, as they compute at the same time in training: on one machine they share caches and
+memory. What is written is rank 0's. Weights are taken in turn from several copies, larger together than the caches,
+because a training step comes to a layer's weights after those of all other layers.
+"""
+
+from __future__ import annotations
+
+import datetime as dt
+import itertools
+import os
+import time
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from shardwise.comm.axes import open_comms
+from shardwise.comm.base import Comm
+from shardwise.comm.dtype import dtype_name
+from shardwise.cost.measured import (
+    FORMAT,
+    AttentionTime,
+    LinkTime,
+    Measured,
+    OperationTime,
+    ProductTime,
+    UpdateTime,
+)
+
+#: Copies of weights lie in so many bytes together.
+_COLD_BYTES = 96 << 20
+_ROWS = (64, 256, 1024, 4096, 16384)
+_WIDTHS = (256, 1024, 4096, 8192)
+#: Sequence, sequences, heads, width of a head.
+_ATTENTION = ((64, 4, 8, 64), (64, 4, 8, 128), (256, 2, 8, 64), (256, 2, 8, 128), (1024, 1, 8, 64), (4096, 1, 8, 128))
+_NUMELS = tuple(1 << bits for bits in (14, 17, 20, 22, 24))
+_UPDATES = tuple(1 << bits for bits in (16, 20, 24))
+_LINK_BYTES = tuple(1 << bits for bits in (13, 17, 20, 23, 26))
+#: Elements of one parameter, and of the last dimension of element-wise operations.
+_PARAMETER, _ROW = 1 << 20, 1024
+
+
+@dataclass
+class Clock:
+    """Times calls on a device.
+
+    Attributes:
+        device: The device.
+        align: Called before each measurement: ranks begin together.
+        budget_s: How long one measurement repeats its call.
+    """
+
+    device: torch.device
+    align: Callable[[], None]
+    budget_s: float = 0.12
+
+    def seconds(self, call: Callable[[], Any], *, least: int = 3, most: int = 40) -> float:
+        """The lower quartile of a call's times, after one that is not counted: what else runs only adds to them."""
+        call()
+        self._synchronise()
+        self.align()
+        times: list[float] = []
+        end = time.perf_counter() + self.budget_s
+        while len(times) < least or (len(times) < most and time.perf_counter() < end):
+            start = time.perf_counter()
+            call()
+            self._synchronise()
+            times.append(time.perf_counter() - start)
+        return low(times)
+
+    def both(self, forward: Callable[[], Any], backward: Callable[[Any], Any]) -> tuple[float, float]:
+        """The same of a forward, and of the backward that follows each."""
+        made: list[Any] = []
+        times: list[float] = []
+
+        def ahead() -> None:
+            made[:] = [forward()]
+
+        def back() -> None:
+            ahead()
+            self._synchronise()
+            start = time.perf_counter()
+            backward(made[0])
+            self._synchronise()
+            times.append(time.perf_counter() - start)
+
+        forward_s = self.seconds(ahead)
+        self.seconds(back)
+        return forward_s, low(times[1:])
+
+    def _synchronise(self) -> None:
+        if self.device.type == "cuda":
+            torch.cuda.synchronize(self.device)
+
+
+def low(times: Sequence[float]) -> float:
+    """The lower quartile."""
+    return sorted(times)[len(times) // 4]
+
+
+def calibrate(device: torch.device, *, dtypes: Sequence[str] | None = None) -> dict[str, Any]:
+    """Measure. All ranks of the process group, if there is one, must call.
+
+    Args:
+        device: The device of this rank.
+        dtypes: Short names of the dtypes of products; ``None``: fp32, on CUDA bf16 too.
+
+    Returns:
+        What the file holds (``cost.measured``), on every rank.
+
+    Collective:
+        The collectives that are measured, on all ranks of the world, and a small one before every measurement.
+    """
+    comms = open_comms(device) if torch.distributed.is_initialized() else None
+    clock = Clock(device, _barrier(comms[1]) if comms is not None else lambda: None)
+    chosen = [_DTYPES[name] for name in dtypes or (("fp32", "bf16") if device.type == "cuda" else ("fp32",))]
+    num_ranks = comms[0].size if comms is not None else 1
+    # Everything twice, some time apart: what disturbs one pass rarely disturbs the same row of the other.
+    first, second = (
+        Measured(
+            num_ranks=num_ranks,
+            launch_s=_launch_s(device),
+            shared=_shared(clock, comms[0]) if comms is not None and num_ranks > 1 else 0.0,
+            products=tuple(row for dtype in chosen for row in _products(clock, dtype)),
+            attention=tuple(row for dtype in chosen for row in _attention(clock, dtype)),
+            operations={
+                kind: tuple(row for dtype in chosen for row in _operation(clock, kind, dtype)) for kind in _OPERATIONS
+            }
+            | {"copy": tuple(row for dtype in chosen for row in _copies(clock, dtype))},
+            optimizers={"adamw": tuple(_updates(clock))},
+            links=_links(clock, *comms) if comms is not None and num_ranks > 1 else {},
+        )
+        for _ in range(2)
+    )
+    measured = first.faster(second)
+    return _file(device, measured)
+
+
+def _file(device: torch.device, measured: Measured) -> dict[str, Any]:
+    peaks: dict[str, float] = {}
+    for row in measured.products:
+        peaks[row.dtype] = max(peaks.get(row.dtype, 0.0), 2 * row.rows * row.inner * row.columns / row.forward_s)
+    copied = max(measured.operations["copy"], key=lambda row: row.numel)
+    bandwidth = 2 * copied.numel * torch_bytes(copied.dtype) / copied.forward_s
+    gathers = measured.links.get("all_gather", ())
+    link = max((row.num_bytes * (row.num_ranks - 1) / row.num_ranks / row.seconds for row in gathers), default=0.0)
+    threads = torch.get_num_threads()
+    name = torch.cuda.get_device_name(device) if device.type == "cuda" else _processor()
+    ranks = f"{measured.num_ranks} ranks" if measured.num_ranks > 1 else "1 rank"
+    if device.type == "cpu":
+        ranks += f" of {threads} thread{'s' * (threads > 1)}"
+    return {
+        "format": FORMAT,
+        "name": f"{device.type}: {name}, {ranks}",
+        "device_type": device.type,
+        "peaks": peaks,
+        "memory_bytes": _memory_bytes(device, measured.num_ranks),
+        "memory_bandwidth": bandwidth,
+        "link_bandwidth": link,
+        "link_domain": measured.num_ranks,
+        "host_bandwidth": _host_bandwidth(device) or bandwidth,
+        "node_gbits": 0.0,
+        "source": f"shardwise calibrate, {dt.datetime.now(dt.UTC):%Y-%m-%d}, torch {torch.__version__}",
+        "measured": measured.as_dict(),
+    }
+
+
+_DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
+
+
+def torch_bytes(dtype: str) -> int:
+    """Bytes of an element."""
+    return _DTYPES[dtype].itemsize
+
+
+def _barrier(comm: Comm) -> Callable[[], None]:
+    word = torch.zeros(comm.size, device=comm.device)
+    return lambda: comm.all_reduce(word, unit="calibrate").wait()
+
+
+def _most_flops(device: torch.device) -> float:
+    """Operations of the largest product: a few hundredths of a second."""
+    return 3e9 if device.type == "cpu" else 3e12
+
+
+def _products(clock: Clock, dtype: torch.dtype) -> Iterator[ProductTime]:
+    for rows in _ROWS:
+        for inner in _WIDTHS:
+            for columns in _WIDTHS:
+                if 2.0 * rows * inner * columns > _most_flops(clock.device):
+                    continue
+                yield ProductTime(dtype_name(dtype), rows, inner, columns, *_linear(clock, dtype, rows, inner, columns))
+
+
+def _linear(clock: Clock, dtype: torch.dtype, rows: int, inner: int, columns: int) -> tuple[float, float]:
+    """A linear layer with a bias."""
+    count = max(1, min(16, _COLD_BYTES // (inner * columns * dtype.itemsize)))
+    options = {"dtype": dtype, "device": clock.device, "requires_grad": True}
+    weights = [torch.full((columns, inner), 0.01, **options) for _ in range(count)]
+    bias, x = torch.zeros(columns, **options), torch.full((rows, inner), 0.5, **options)
+    grad = torch.full((rows, columns), 0.1, dtype=dtype, device=clock.device)
+    turn = [0]
+
+    def forward() -> tuple[Tensor, Tensor]:
+        turn[0] = (turn[0] + 1) % count
+        weight = weights[turn[0]]
+        return F.linear(x, weight, bias), weight
+
+    return clock.both(forward, lambda made: torch.autograd.grad(made[0], (x, made[1], bias), grad))
+
+
+def _attention(clock: Clock, dtype: torch.dtype) -> Iterator[AttentionTime]:
+    """From the projections' output to the input of the next one, as ``models.transformer.Attention`` computes it."""
+    for keys, batch, heads, each in _ATTENTION:
+        if 4.0 * batch * keys * keys * heads * each > _most_flops(clock.device):
+            continue
+        width = heads * each
+        qkv = torch.full((batch, keys, 3 * width), 0.1, dtype=dtype, device=clock.device, requires_grad=True)
+        grad = torch.full((batch, keys, width), 0.1, dtype=dtype, device=clock.device)
+
+        def forward(qkv: Tensor = qkv, heads: int = heads) -> Tensor:
+            q, k, v = (part.unflatten(-1, (heads, -1)).transpose(1, 2) for part in qkv.chunk(3, dim=-1))
+            return F.scaled_dot_product_attention(q, k, v, is_causal=True).transpose(1, 2).flatten(2)
+
+        def backward(made: Tensor, qkv: Tensor = qkv, grad: Tensor = grad) -> Any:
+            return torch.autograd.grad(made, qkv, grad)
+
+        times = clock.both(forward, backward)
+        yield AttentionTime(dtype_name(dtype), batch * keys, keys, heads, width, *times)
+
+
+def _norm(x: Tensor) -> Tensor:
+    return F.layer_norm(x, x.shape[-1:], torch.ones_like(x[0]), torch.zeros_like(x[0]))
+
+
+def _loss(x: Tensor) -> Tensor:
+    return F.cross_entropy(x.float(), torch.zeros(len(x), dtype=torch.int64, device=x.device))
+
+
+_OPERATIONS: dict[str, Callable[[Tensor], Tensor]] = {
+    "norm": _norm,
+    "activation": lambda x: F.gelu(x, approximate="tanh"),
+    "add": lambda x: x + x.detach(),
+    "loss": _loss,
+}
+
+
+def _operation(clock: Clock, kind: str, dtype: torch.dtype) -> Iterator[OperationTime]:
+    compute = _OPERATIONS[kind]
+    for numel in _NUMELS:
+        x = torch.full((numel // _ROW, _ROW), 0.5, dtype=dtype, device=clock.device)
+        if kind == "add":  # backward hands the gradient on; where two meet, they are added
+            seconds = clock.seconds(lambda x=x: compute(x))
+            yield OperationTime(dtype_name(dtype), numel, seconds, seconds)
+            continue
+        x.requires_grad_()
+        grad = torch.ones_like(compute(x))
+        times = clock.both(lambda x=x: compute(x), lambda made, x=x, grad=grad: torch.autograd.grad(made, x, grad))
+        yield OperationTime(dtype_name(dtype), numel, *times)
+
+
+def _copies(clock: Clock, dtype: torch.dtype) -> Iterator[OperationTime]:
+    """Into memory that is there already, as gradients are collected; neither side is in the caches."""
+    for numel in _NUMELS:
+        count = max(2, min(64, _COLD_BYTES // (numel * dtype.itemsize)))
+        pool = [torch.full((numel,), 0.5, dtype=dtype, device=clock.device) for _ in range(count)]
+        turn = itertools.cycle(range(count))
+
+        def copy(pool: list[Tensor] = pool, turn: Iterator[int] = turn) -> None:
+            place = next(turn)
+            pool[place].copy_(pool[place - 1])
+
+        seconds = clock.seconds(copy)
+        yield OperationTime(dtype_name(dtype), numel, seconds, seconds)
+
+
+def _updates(clock: Clock) -> Iterator[UpdateTime]:
+    for numel in _UPDATES:
+        sizes = [min(numel, _PARAMETER)] * max(1, numel // _PARAMETER)
+        parameters = [torch.nn.Parameter(torch.full((size,), 0.1, device=clock.device)) for size in sizes]
+        for parameter in parameters:
+            parameter.grad = torch.full_like(parameter, 0.01)
+        optimizer = torch.optim.AdamW(parameters, lr=1e-4)
+        yield UpdateTime(numel, clock.seconds(optimizer.step))
+
+
+def _links(clock: Clock, gather: Comm, reduce: Comm) -> dict[str, tuple[LinkTime, ...]]:
+    """Collectives of fp32 as the engine calls them; ``all_reduce_out`` leaves its input, as sums on ``tp`` do."""
+    found: dict[str, list[LinkTime]] = {}
+    size = gather.size
+    for num_bytes in _LINK_BYTES:
+        buffer = torch.zeros(num_bytes // 4 // size * size, device=clock.device)
+        total = torch.zeros_like(buffer)
+        part = total[: len(buffer) // size]
+        calls: dict[str, Callable[[], Any]] = {
+            "all_gather": lambda b=buffer: gather.all_gather(b, unit="calibrate").wait(),
+            "reduce_scatter": lambda b=buffer, p=part: reduce.reduce_scatter(
+                b, p, unit="calibrate", divisor=size
+            ).wait(),
+            "all_reduce": lambda b=buffer: reduce.all_reduce(b, unit="calibrate", divisor=size).wait(),
+            "all_reduce_out": lambda b=buffer, t=total: reduce.all_reduce(b, unit="calibrate", out=t).wait(),
+            "message": lambda b=buffer, t=total: _pass_on(gather, b, t),
+        }
+        for kind, call in calls.items():
+            found.setdefault(kind, []).append(LinkTime(size, buffer.nbytes, _agreed(clock, reduce, call)))
+    return {kind: tuple(rows) for kind, rows in found.items()}
+
+
+def _pass_on(comm: Comm, buffer: Tensor, received: Tensor) -> None:
+    """A message from each even rank to the next one."""
+    peer = comm.rank ^ 1
+    if peer >= comm.size:
+        return
+    if comm.rank % 2:
+        comm.receive(received, source=peer, unit="calibrate").wait()
+    else:
+        comm.send(buffer, to=peer, unit="calibrate").wait()
+
+
+def _agreed(clock: Clock, comm: Comm, call: Callable[[], Any], *, count: int = 8) -> float:
+    """The lower quartile of a collective's times; as many on every rank, which a clock would not give."""
+    call()
+    times = []
+    for _ in range(count):
+        clock.align()
+        clock._synchronise()  # noqa: SLF001
+        start = time.perf_counter()
+        call()
+        clock._synchronise()  # noqa: SLF001
+        times.append(time.perf_counter() - start)
+    slowest = torch.tensor([low(times)], device=comm.device).repeat(comm.size)
+    comm.all_gather(slowest, unit="calibrate").wait()
+    return slowest.max().item()
+
+
+def _shared(clock: Clock, comm: Comm) -> float:
+    """How far a computation and a gather that run at the same time take as long as one after the other."""
+    if comm.device.type == "cuda":
+        return 0.0
+    buffer = torch.zeros((32 << 20) // 4 // comm.size * comm.size)
+    a, b = torch.full((256, 512), 0.5), torch.full((512, 512), 0.5)
+
+    def gather() -> None:
+        comm.all_gather(buffer, unit="calibrate").wait()
+
+    gather_s = _agreed(clock, comm, gather)
+    product_s = clock.seconds(lambda: a @ b)
+    times = torch.tensor([gather_s / product_s]).repeat(comm.size)
+    comm.all_gather(times, unit="calibrate").wait()
+    count = max(1, round(times.mean().item()))
+
+    def compute() -> None:
+        for _ in range(count):
+            a @ b
+
+    def both() -> None:
+        handle = comm.all_gather(buffer, unit="calibrate")
+        compute()
+        handle.wait()
+
+    compute_s, both_s = (_agreed(clock, comm, call) for call in (compute, both))
+    shared = (both_s - max(compute_s, gather_s)) / min(compute_s, gather_s)
+    return min(max(shared, 0.0), 1.0)
+
+
+def _launch_s(device: torch.device) -> float:
+    """The host's time for a small operation."""
+    x = torch.zeros(8, device=device)
+    for _ in range(100):
+        x.add_(1)
+    start = time.perf_counter()
+    for _ in range(2000):
+        x.add_(1)
+    return (time.perf_counter() - start) / 2000
+
+
+def _memory_bytes(device: torch.device, num_ranks: int) -> int:
+    if device.type == "cuda":
+        return torch.cuda.get_device_properties(device).total_memory
+    return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") // num_ranks
+
+
+def _host_bandwidth(device: torch.device) -> float | None:
+    if device.type != "cuda":
+        return None
+    host = torch.empty(64 << 20, dtype=torch.uint8, pin_memory=True)
+    there = host.to(device)
+    return host.nbytes / Clock(device, lambda: None).seconds(lambda: there.copy_(host, non_blocking=True))
+
+
+def _processor() -> str:
+    try:
+        with open("/proc/cpuinfo", encoding="utf-8") as file:  # noqa: PTH123  not on every system
+            names = [line.partition(":")[2].strip() for line in file if line.startswith("model name")]
+    except OSError:
+        names = []
+    return names[0] if names else "processor"

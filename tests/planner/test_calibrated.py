@@ -1,0 +1,143 @@
+"""A step on a calibrated machine, by hand: what is looked up, and how it adds up."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+
+import shardwise as sw
+from shardwise.cost.measured import (
+    FORMAT,
+    AttentionTime,
+    LinkTime,
+    Measured,
+    OperationTime,
+    ProductTime,
+    UpdateTime,
+)
+from shardwise.planner import Cluster, Workload, estimate
+
+LAYERS, HIDDEN, VOCAB, SEQ, BATCH = 4, 64, 128, 32, 2
+TOKENS = SEQ * BATCH
+#: Every operation of a product takes 1 ns forward and 2 ns backward; others so many ns an element, a byte, a parameter.
+PRODUCT, ATTENTION, NORM, ACTIVATION, ADD, LOSS, COPY, UPDATE, LINK = (
+    1e-9,
+    3e-9,
+    5e-9,
+    7e-9,
+    11e-9,
+    13e-9,
+    17e-9,
+    19e-9,
+    23e-9,
+)
+SHAPE = sw.ModelShape.from_config(
+    sw.models.gpt_config(
+        "gpt-tiny", num_layers=LAYERS, hidden=HIDDEN, num_heads=4, vocab_size=VOCAB, seq_len=SEQ, tied=False
+    )
+)
+
+
+def straight(seconds: float) -> tuple[OperationTime, ...]:
+    return tuple(OperationTime("fp32", numel, seconds * numel, 2 * seconds * numel) for numel in (1, 1e9))
+
+
+def machine(tmp_path, shared: float = 0.0) -> str:
+    product = ProductTime("fp32", 64, 64, 64, PRODUCT * 2 * 64**3, 2 * PRODUCT * 2 * 64**3)
+    pairs = TOKENS * SEQ * HIDDEN
+    tables = Measured(
+        num_ranks=2,
+        shared=shared,
+        products=(product,),
+        attention=(AttentionTime("fp32", TOKENS, SEQ, 4, HIDDEN, ATTENTION * pairs, 2 * ATTENTION * pairs),),
+        operations={
+            "norm": straight(NORM),
+            "activation": straight(ACTIVATION),
+            "add": straight(ADD),
+            "loss": straight(LOSS),
+            "copy": straight(COPY),
+        },
+        optimizers={"adamw": (UpdateTime(1, UPDATE), UpdateTime(1e9, 1e9 * UPDATE))},
+        links={
+            kind: (LinkTime(2, 1, LINK), LinkTime(2, 1e12, 1e12 * LINK))
+            for kind in ("all_gather", "reduce_scatter", "all_reduce", "all_reduce_out", "message")
+        },
+    )
+    fields = {"name": "made up", "device_type": "cpu", "peaks": {"fp32": 1e9}, "memory_bytes": 1 << 34}
+    fields |= {
+        "memory_bandwidth": 1e10,
+        "link_bandwidth": 1e9,
+        "link_domain": 2,
+        "host_bandwidth": 1e10,
+        "node_gbits": 0,
+    }
+    path = tmp_path / f"machine-{shared}.json"
+    path.write_text(json.dumps({"format": FORMAT, **fields, "measured": tables.as_dict()}))
+    return str(path)
+
+
+def step(gpu: str, *, batch: int = 2 * BATCH, world: int = 2, **plan) -> sw.planner.Estimate:
+    workload = Workload(seq_len=SEQ, global_batch=batch, micro_batch=BATCH, precision="fp32")
+    return estimate(SHAPE, sw.ParallelPlan(**plan), Cluster(gpu=gpu, num_gpus=world, gpus_per_node=world), workload)
+
+
+BLOCK = 12 * HIDDEN**2 + 13 * HIDDEN
+ROOT = (2 * VOCAB + SEQ + 2) * HIDDEN
+
+
+def computation() -> float:
+    """Forward and backward of all units, and the copies of gradients."""
+    stream = TOKENS * HIDDEN
+    block = PRODUCT * 2 * TOKENS * 12 * HIDDEN**2 + ATTENTION * stream * SEQ
+    block += 2 * NORM * stream + ACTIVATION * 4 * stream
+    root = PRODUCT * 2 * TOKENS * HIDDEN * VOCAB + NORM * stream + LOSS * TOKENS * VOCAB
+    added = 2 * ADD * stream * 2  # forward and backward of the two additions
+    looked_up = COPY * (2 * stream + VOCAB * HIDDEN / 2)
+    return 3 * (LAYERS * block + root) + LAYERS * added + looked_up + COPY * (LAYERS * BLOCK + ROOT)
+
+
+def test_under_ddp_a_step_is_computation_the_last_sums_and_the_update(tmp_path):
+    made = step(machine(tmp_path), strategy="ddp")
+    parts = made.time.by_category
+    assert SHAPE.num_parameters == LAYERS * BLOCK + ROOT
+    assert parts["compute"] == pytest.approx(computation())
+    assert parts["optimizer"] == pytest.approx(UPDATE * SHAPE.num_parameters)
+    assert parts["exposed reduce"] >= LINK * 4 * ROOT * 0.999  # at the least the root's, which nothing hides
+    assert made.step_time_s == pytest.approx(sum(parts.values()))
+
+
+def test_a_core_that_both_share_computes_and_sends_one_after_the_other(tmp_path):
+    made = step(machine(tmp_path, shared=1.0), strategy="ddp")
+    sent = LINK * 4 * SHAPE.num_parameters
+    assert made.step_time_s == pytest.approx(computation() + sent + UPDATE * SHAPE.num_parameters)
+
+
+def test_zero3_gathers_all_but_the_root_and_the_last_block_twice_and_updates_a_half(tmp_path):
+    made = step(machine(tmp_path, shared=1.0), strategy="zero3")
+    numel = SHAPE.num_parameters
+    gathered = 4 * LINK + COPY / 2  # a rank copies its half into the buffer
+    gathers = gathered * (2 * numel - ROOT - BLOCK)
+    assert made.step_time_s == pytest.approx(computation() + 4 * LINK * numel + gathers + UPDATE * numel / 2)
+
+
+def test_microbatches_compute_again_and_local_sums_are_reduced_once(tmp_path):
+    gpu = machine(tmp_path, shared=1.0)
+    once, thrice = step(gpu, strategy="ddp"), step(gpu, strategy="ddp", batch=6 * BATCH)
+    assert thrice.step_time_s - once.step_time_s == pytest.approx(2 * computation())
+    every = step(gpu, strategy="ddp", batch=6 * BATCH, accumulation="sharded")
+    assert every.step_time_s - thrice.step_time_s == pytest.approx(2 * 4 * LINK * SHAPE.num_parameters)
+
+
+def test_a_pipeline_of_two_halves_the_work_and_waits_for_its_bubble(tmp_path):
+    gpu = machine(tmp_path)
+    made = step(gpu, strategy="ddp", pp=2, batch=4 * BATCH)
+    alone = step(gpu, strategy="ddp", world=1, batch=4 * BATCH)
+    assert made.time.by_category["compute"] < 0.7 * alone.time.by_category["compute"]
+    assert made.time.by_category["pp bubble"] > 0.2 * made.time.by_category["compute"]
+
+
+def test_tensor_parallel_ranks_wait_for_sums_in_every_block(tmp_path):
+    made = step(machine(tmp_path), strategy="ddp", tp=2, batch=BATCH)
+    stream = 4 * TOKENS * HIDDEN
+    assert made.time.by_category["tp"] == pytest.approx(LINK * stream * (4 * LAYERS + 2))
