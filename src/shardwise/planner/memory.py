@@ -3,20 +3,21 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import NamedTuple
 
 from shardwise.cost.hardware import Cluster
 from shardwise.cost.work import UnitWork, model_work
 from shardwise.cost.workload import Workload
-from shardwise.planner.activations import Around, Saved, block_saved, head_saved
+from shardwise.planner.accounting import OURS, Accounting, StateBytes, framework_states
+from shardwise.planner.activations import Around, HeadSaved, Saved, block_saved, head_saved
 from shardwise.planner.device import BESIDE
 from shardwise.planner.moments import CATEGORIES, Bytes, Part, Rank
 from shardwise.planner.stage import Chain, Stage, stages
 from shardwise.planner.states import Parameters, Rules, States, states
 from shardwise.spec.facts import keeps_buffers
 from shardwise.spec.plan import ParallelPlan
-from shardwise.spec.shape import ModelShape
+from shardwise.spec.shape import Block, ModelShape
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -49,7 +50,9 @@ class MemoryEstimate:
     microbatches_held: float = 1.0
 
 
-def estimate_memory(shape: ModelShape, plan: ParallelPlan, cluster: Cluster, workload: Workload) -> MemoryEstimate:
+def estimate_memory(
+    shape: ModelShape, plan: ParallelPlan, cluster: Cluster, workload: Workload, *, accounting: Accounting = OURS
+) -> MemoryEstimate:
     """Bytes of the fullest rank of a resolved plan.
 
     Args:
@@ -57,20 +60,24 @@ def estimate_memory(shape: ModelShape, plan: ParallelPlan, cluster: Cluster, wor
         plan: The plan, with every degree filled in.
         cluster: Where it runs.
         workload: What it trains.
+        accounting: How the framework holds it, where that is not ours.
     """
-    inputs = _Inputs(shape, plan, workload)
+    if accounting.is_fused:
+        workload = replace(workload, compile=True)
+    inputs = _Inputs(shape, plan, workload, accounting)
     units = model_work(shape, plan, workload)
     rules = _rules(plan, workload, cluster.device.device_type)
     ranks = [_on_rank(stage, units, rules, inputs) for stage in _stages(inputs, units)]
     found = [(rank, list(rank.moments())) for rank in ranks]
     rank, moments = max(found, key=lambda item: max(sum(held.values()) for _, held in item[1]))
-    return _estimate(rank, moments, plan)
+    return _estimate(rank, moments, inputs)
 
 
 class _Inputs(NamedTuple):
     shape: ModelShape
     plan: ParallelPlan
     workload: Workload
+    accounting: Accounting
 
 
 def _rules(plan: ParallelPlan, workload: Workload, device_type: str) -> Rules:
@@ -117,13 +124,14 @@ def _accumulation(plan: ParallelPlan, workload: Workload) -> str | None:
 
 def _stages(inputs: _Inputs, units: tuple[UnitWork, ...]) -> tuple[Stage, ...]:
     """The pipeline ranks of which one holds most: the first, the second, and the last."""
-    shape, plan, workload = inputs
+    shape, plan, workload, accounting = inputs
     blocks = units[1:-1]
-    chain = Chain(
-        counts=tuple(unit.count for unit in blocks),
-        costs=tuple(unit.num_parameters for unit in blocks),
-        head_cost=shape.vocab * shape.hidden // plan.tp,
-    )
+    costs = tuple(unit.num_parameters for unit in blocks)
+    head_cost = shape.vocab * shape.hidden // plan.tp
+    embedding_cost = 0
+    if accounting.embedding_blocks is not None:
+        head_cost = embedding_cost = accounting.embedding_blocks * max(costs)
+    chain = Chain(tuple(unit.count for unit in blocks), costs, head_cost, embedding_cost)
     every = stages(chain, plan.pp, plan.pipeline_policy, num_microbatches(plan, workload))
     return every if len(every) < 4 else (every[0], every[1], every[-1])
 
@@ -136,7 +144,7 @@ def _parameters(unit: UnitWork, workload: Workload) -> Parameters:
 
 
 def _on_rank(stage: Stage, units: tuple[UnitWork, ...], rules: Rules, inputs: _Inputs) -> Rank:
-    shape, plan, workload = inputs
+    shape, plan, workload, accounting = inputs
     embedding, *blocks, head = units
     root = _parameters(embedding, workload) if stage.has_embedding else Parameters(0)
     if stage.has_head:
@@ -146,17 +154,31 @@ def _on_rank(stage: Stage, units: tuple[UnitWork, ...], rules: Rules, inputs: _I
     runs = tuple(
         (count, _parameters(unit, workload)) for unit, count in zip(blocks, stage.blocks, strict=True) if count
     )
-    found = states(root, runs, rules)
+    held = accounting.states
+    found = states(root, runs, rules) if held is None else framework_states(root, runs, rules, held)
     around = Around.of(shape, plan, workload)
+    ending = head_saved(head, around) if stage.has_head else None
+    if ending is not None and accounting.logit_bytes is not None:
+        most = accounting.logit_bytes * head.inner_bytes / around.item
+        ending = HeadSaved(ending.kept, most, most)
     return Rank(
         stage=stage,
         states=found,
         parts=tuple(_parts(stage, found, blocks, inputs, around)),
-        head=head_saved(head, around) if stage.has_head else None,
+        head=ending,
         rules=rules,
-        keeps_buffers=keeps_buffers(rules.device_type, wanted=plan.keep_buffers),
+        keeps_buffers=held is not None or keeps_buffers(rules.device_type, wanted=plan.keep_buffers),
         num_microbatches=num_microbatches(plan, workload),
+        update_bytes=_update_bytes(found, rules, held),
     )
+
+
+def _update_bytes(found: States, rules: Rules, held: StateBytes | None) -> float:
+    """The square roots of Adam's second moments: torch updates all parameters at once (``foreach``) on a GPU."""
+    if held is not None:
+        return held.update / held.optimizer * found.footprint.optimizer
+    is_at_once = rules.device_type != "cpu" and rules.optimizer_tensors == 2 and not rules.in_backward
+    return found.footprint.optimizer / rules.optimizer_tensors if is_at_once else 0.0
 
 
 def _parts(stage: Stage, found: States, works: Sequence[UnitWork], inputs: _Inputs, around: Around) -> Iterator[Part]:
@@ -170,13 +192,20 @@ def _parts(stage: Stage, found: States, works: Sequence[UnitWork], inputs: _Inpu
             unit = next(units)
             done += unit.count * unit.blocks
             if isinstance(recompute, str):
-                yield Part(unit, unit.count, _merged(block_saved(work, block, around, recompute), unit.blocks))
+                yield Part(unit, unit.count, _merged(_saved(work, block, around, recompute, inputs), unit.blocks))
                 continue
             full = min(left // unit.blocks, unit.count)
             left -= full * unit.blocks
             for number, how in ((full, "full"), (unit.count - full, "none")):
                 if number:
-                    yield Part(unit, number, _merged(block_saved(work, block, around, how), unit.blocks))
+                    yield Part(unit, number, _merged(_saved(work, block, around, how, inputs), unit.blocks))
+
+
+def _saved(unit: UnitWork, block: Block, around: Around, recompute: str, inputs: _Inputs) -> Saved:
+    saved, accounting = block_saved(unit, block, around, recompute), inputs.accounting
+    more = (unit.scores_bytes if accounting.keeps_scores else 0.0) - unit.regathered_bytes * accounting.regathers
+    kept = saved.kept + (more if recompute == "none" else 0.0)
+    return Saved(kept, saved.whole + more, saved.passing, saved.output)
 
 
 def _merged(saved: Saved, blocks: int) -> Saved:
@@ -186,14 +215,17 @@ def _merged(saved: Saved, blocks: int) -> Saved:
     return Saved(saved.kept * blocks, saved.whole + (blocks - 1) * saved.kept, saved.passing, saved.output)
 
 
-def _estimate(rank: Rank, moments: list[tuple[str, Bytes]], plan: ParallelPlan) -> MemoryEstimate:
+def _estimate(rank: Rank, moments: list[tuple[str, Bytes]], inputs: _Inputs) -> MemoryEstimate:
+    plan = inputs.plan
     peak, held = max(moments, key=lambda moment: sum(moment[1].values()))
     by_category = {name: int(held[name]) for name in CATEGORIES}
+    by_category["reduce"] += inputs.accounting.bucket_bytes
     allocated = sum(by_category.values())
     first = max(sum(bytes_.values()) - (bytes_["optimizer"] if name != "optimizer" else 0) for name, bytes_ in moments)
     reserved, device = allocated, allocated
     if rank.rules.device_type != "cpu":
-        reserved = int((1 + BESIDE.fragments) * allocated) + BESIDE.workspace
+        fragments = inputs.accounting.fragments
+        reserved = int((1 + (BESIDE.fragments if fragments is None else fragments)) * allocated) + BESIDE.workspace
         axes = sum(size > 1 for size in (plan.dp_replicate, plan.dp_shard, plan.cp, plan.tp, plan.pp, plan.ep)) + 1
         device = reserved + BESIDE.context + axes * BESIDE.communicator
     return MemoryEstimate(

@@ -40,6 +40,7 @@ class Rank:
         rules: How units are held.
         keeps_buffers: Slots, gradient buffers and gradients stay allocated from step to step.
         num_microbatches: Microbatches of a step.
+        update_bytes: What the optimizer holds besides while it updates.
     """
 
     stage: Stage
@@ -48,8 +49,8 @@ class Rank:
     head: HeadSaved | None
     rules: Rules
     keeps_buffers: bool
-
     num_microbatches: int = 1
+    update_bytes: float = 0.0
 
     def moments(self) -> Iterator[tuple[str, Bytes]]:
         """The moments in order, each with its bytes by category."""
@@ -61,7 +62,9 @@ class Rank:
             yield from self._backward(held=self.stage.held, has_sums=False)
             yield from ((f"last microbatch, {name}", held) for name, held in self._backward(held=1, has_sums=True))
         sums = self._over_units("sums") + self._over_units("shard")
-        yield "optimizer", self._moment(0.0, sums, 0.0, 0.0)
+        update = self._moment(0.0, sums, 0.0, 0.0)
+        update["optimizer"] += self.update_bytes
+        yield "optimizer", update
 
     def _over_units(self, field: str) -> float:
         own = sum(part.count * getattr(part.unit, field) for part in self.parts)
@@ -77,8 +80,10 @@ class Rank:
         parts, root, rules = self.parts, self.states.root, self.rules
         shards, way, is_pipeline = rules.reshards, rules.accumulation, rules.is_pipeline
         saved = sum(part.count * part.saved.kept for part in parts) + (self.head.kept if self.head else 0.0)
-        sent = sum(part.count * part.saved.output for part in parts) if held > 1 else 0.0
+        sent = self.stage.num_stages * parts[-1].saved.output if held > 1 and parts else 0.0
         others = (held - 1) * (saved + sent)
+        if has_sums and sent:  # a message of each direction is under way
+            others += 2 * parts[-1].saved.output
         every = self._over_units("gathered") - root.gathered
         inner = self._over_units("inner")
         # Sums of earlier microbatches: in buffers of their own, in pooled ones, or in .grad.

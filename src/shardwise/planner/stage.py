@@ -21,6 +21,7 @@ class Stage:
         blocks: Number of blocks of each run of equal ones.
         has_embedding: The rank holds the embedding.
         has_head: The rank holds the last norm and the head.
+        num_stages: Stages of the pipeline that the rank holds.
         held: Microbatches whose activations of the whole rank it holds at most; with several stages on a rank a part of
             them counts for each.
     """
@@ -29,6 +30,7 @@ class Stage:
     blocks: tuple[int, ...]
     has_embedding: bool
     has_head: bool
+    num_stages: int
     held: float
 
 
@@ -40,18 +42,20 @@ class Chain:
         counts: For each run of equal blocks their number.
         costs: For each run the elements of the matrices of one block.
         head_cost: Elements of the head's matrices.
+        embedding_cost: What the embedding counts as; 0 for our engine, which looks rows up.
     """
 
     counts: tuple[int, ...]
     costs: tuple[int, ...]
     head_cost: int
+    embedding_cost: int = 0
 
 
 @functools.lru_cache(maxsize=4096)
 def stages(chain: Chain, pp: int, policy: PipelinePolicy | None, num_microbatches: int) -> tuple[Stage, ...]:
     """What each rank of a pipeline holds; without a policy there is one rank, with everything."""
     if policy is None:
-        return (Stage(0, chain.counts, has_embedding=True, has_head=True, held=1.0),)
+        return (Stage(0, chain.counts, has_embedding=True, has_head=True, num_stages=1, held=1.0),)
     virtual = policy.virtual_stages
     num_stages = pp * virtual
     ranks = folded_ranks(pp) if policy.schedule == "zb-v" else looped_ranks(pp, virtual)
@@ -61,18 +65,19 @@ def stages(chain: Chain, pp: int, policy: PipelinePolicy | None, num_microbatche
         own = [stage for stage, owner in enumerate(ranks) if owner == rank]
         blocks = tuple(sum(split[stage][run] for stage in own) for run in range(len(chain.counts)))
         held = peak_held(policy.schedule, pp, num_microbatches, virtual, rank).in_flight / virtual
-        found.append(Stage(rank, blocks, has_embedding=0 in own, has_head=num_stages - 1 in own, held=held))
+        is_last = num_stages - 1 in own
+        found.append(Stage(rank, blocks, has_embedding=0 in own, has_head=is_last, num_stages=virtual, held=held))
     return tuple(found)
 
 
 @functools.lru_cache(maxsize=1024)
 def stage_blocks(chain: Chain, num_stages: int) -> tuple[tuple[int, ...], ...]:
     """For each stage the blocks of each run, as ``spec.chain.balance`` divides embedding, blocks, norm and head."""
-    if len(chain.counts) == 1:
+    if len(chain.counts) == 1 and not chain.embedding_cost:
         return tuple((n,) for n in _even(chain.counts[0], chain.costs[0], chain.head_cost, num_stages))
     runs = [run for run, count in enumerate(chain.counts) for _ in range(count)]
     ends = [chain.head_cost] if chain.head_cost else []
-    starts = balance([0, *(chain.costs[run] for run in runs), *ends], num_stages)
+    starts = balance([chain.embedding_cost, *(chain.costs[run] for run in runs), *ends], num_stages)
     found = []
     for start, stop in itertools.pairwise([*starts, len(runs) + 1]):
         held = runs[max(start - 1, 0) : max(stop - 1, 0)]
