@@ -64,6 +64,9 @@ $(PEERS): $(STAMP)
 size: $(STAMP) ## lines by package, largest classes and functions, import cycles: a report, nothing fails
 	@$(BIN)/python -m bench.size
 
+validate: $(STAMP) ## published measurements beside predicted ones: error by source, wrong verdicts, baselines
+	@$(BIN)/python -m bench.validate_memory
+
 replay: $(STAMP) ## the runs on record (tests/replay) once more: shows what differs; ARGS=--write puts them on record
 	@OMP_NUM_THREADS=1 $(BIN)/python -m tests.replay $(ARGS)
 

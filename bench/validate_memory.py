@@ -4,30 +4,26 @@ from __future__ import annotations
 
 import csv
 import math
-import re
 import statistics
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from importlib import resources
 
-from shardwise.cost.hardware import Cluster, find_gpu
-from shardwise.cost.workload import Workload
 from shardwise.planner.accounting import ZERO, Accounting, StateBytes
 from shardwise.planner.memory import MemoryEstimate, estimate_memory
+from shardwise.planner.published import PublishedRow, published_rows
 from shardwise.spec.placement import PRESETS
-from shardwise.spec.plan import ParallelPlan
-from shardwise.spec.schedule import PipelinePolicy
-from shardwise.spec.shape import Attention, Block, Mlp, ModelShape
+from shardwise.spec.shape import Mlp
 
 GIB = 1 << 30
 
 #: The one number that is fitted here: the median, over the rows of BigScience's BLOOM chronicles, of what nvidia-smi
 #: showed beyond tensors, context and communicators (torch 1.10 to 1.12).
 FRAGMENTS_2022 = 0.206
-FITTED = ("BigScience BLOOM",)
+FITTED = ("bloom",)
 
 #: Sources whose first prediction showed that their framework had been misread; they are no proof.
-CORRECTED = ("nanotron", "Alpa")
+CORRECTED = ("nanotron", "alpa")
 
 #: What other people's frameworks hold, from their code and papers. All were written down before errors were looked at.
 MEGATRON = Accounting(
@@ -75,114 +71,61 @@ NO_ZERO = Accounting(
 
 @dataclass(frozen=True, slots=True)
 class Case:
-    """A published run: what it trained, how, and which of the predicted bytes its figure is to be compared with."""
+    """A published run with its framework's accounting.
 
-    source: str
-    label: str
-    shape: ModelShape
-    plan: ParallelPlan
-    cluster: Cluster
-    workload: Workload
+    Attributes:
+        row: What it trained, and how.
+        accounting: What its framework holds.
+        measures: Which of the predicted bytes its figure is to be compared with.
+        measured_bytes: Its figure; ``None``: there is none.
+        ran_out: It ran out of memory.
+    """
+
+    row: PublishedRow
     accounting: Accounting
     measures: str
     measured_bytes: float | None
-    ran_out: bool = False
+    ran_out: bool
+
+    @property
+    def label(self) -> str:
+        """The run in a few words."""
+        row = self.row
+        degrees = f"tp {row.plan.tp} pp {row.plan.pp} cp {row.plan.cp}, microbatch {row.workload.micro_batch}"
+        return f"{row.source}: {row.shape.num_parameters / 1e9:.0f}B on {row.cluster.num_gpus}, {degrees}"
 
     def estimate(self) -> MemoryEstimate:
         """The prediction."""
-        return estimate_memory(self.shape, self.plan, self.cluster, self.workload, accounting=self.accounting)
+        row = self.row
+        mesh = row.plan.mesh(row.cluster.num_gpus, row.cluster.gpus_per_node)
+        plan = replace(row.plan, dp_replicate=mesh.dp_replicate, dp_shard=mesh.dp_shard)
+        return estimate_memory(row.shape, plan, row.cluster, row.workload, accounting=self.accounting)
 
 
-#: Source, its framework's accounting, and what its figure is: bytes of tensors, or those that the device shows.
+#: By source: its framework's accounting, what its figure counts, and in which unit.
 FRAMEWORKS = {
-    "SimuMax": (MEGATRON, "allocated", GIB),
+    "simumax": (MEGATRON, "allocated", GIB),
     "nanotron": (NANOTRON, "allocated", GIB),
-    "BigScience BLOOM": (BLOOM_FP16, "device", 1e9),
-    "BigScience GPT-2": (NO_ZERO, "device", 1e9),
-    "Alpa": (NO_ZERO, "allocated", 1e9),
+    "bloom": (BLOOM_FP16, "device", 1e9),
+    "bigscience-gpt2": (NO_ZERO, "device", 1e9),
+    "alpa": (NO_ZERO, "allocated", 1e9),
 }
 
 
-def rows() -> list[dict[str, str]]:
-    """The published rows."""
-    with (resources.files("shardwise.planner") / "data" / "published.csv").open(encoding="utf-8") as file:
-        return list(csv.DictReader(file))
-
-
-def case(row: dict[str, str]) -> Case | None:
-    """The case of a row with a peak of memory, or that ran out of it; ``None``: neither."""
-    ran_out = "OOM=true" in row["notes"]
-    found = next((held for name, held in FRAMEWORKS.items() if row["source"].startswith(name)), None)
-    if found is None or not (row["peak_mem_gb"] or ran_out):
-        return None
-    accounting, measures, unit = found
-    if accounting is BLOOM_FP16 and row["precision"] == "bf16":
-        accounting = BLOOM_BF16
-    is_sharded = any(word in row["strategy"] for word in ("ZeRO", "dist-opt", "Alpa"))  # Alpa: prefer_reduce_scatter
-    strategy = "zero1" if is_sharded else "ddp"
-    number = {name: int(row[name] or 1) for name in ("dp", "tp", "pp", "cp", "vpp", "micro_batch", "gpus")}
-    shape = shape_of(row)
-    microbatches = max(int(row["global_batch"]) // (number["micro_batch"] * number["dp"]), 1)
-    pipeline = None
-    if number["pp"] > 1:
-        schedule = "interleaved-1f1b" if number["vpp"] > 1 else "1f1b"
-        virtual = number["vpp"] if number["vpp"] > 1 else None
-        pipeline = PipelinePolicy(schedule, num_microbatches=microbatches, num_virtual_stages=virtual)
-    plan = ParallelPlan(
-        strategy=strategy,
-        dp_shard=number["dp"],
-        tp=number["tp"],
-        pp=number["pp"],
-        cp=number["cp"],
-        sequence_parallel=number["tp"] > 1 and bool(re.search(r"SP|RS", row["strategy"])),
-        pipeline=pipeline,
-    )
-    workload = Workload(
-        seq_len=int(row["seq_len"]),
-        global_batch=int(row["global_batch"]),
-        micro_batch=number["micro_batch"],
-        precision="fp16" if row["precision"].startswith("fp16") else "bf16",
-        recompute=row["act_ckpt"] or "none",
-    )
-    cluster = Cluster(gpu=row["gpu"], num_gpus=number["gpus"], gpus_per_node=int(row["gpus_per_node"] or 8))
-    label = f"{row['model']} {row['gpus']} GPUs tp{row['tp']} pp{row['pp']} dp{row['dp']} mbs{row['micro_batch']}"
-    measured = float(row["peak_mem_gb"]) * unit if row["peak_mem_gb"] else None
-    return Case(row["source"], label, shape, plan, cluster, workload, accounting, measures, measured, ran_out)
-
-
-def shape_of(row: dict[str, str]) -> ModelShape:
-    """A decoder with the row's sizes."""
-    hidden, heads, vocab = int(row["hidden"]), int(row["heads"]), int(row["vocab"])
-    is_gated = "gated" in row["notes"]
-    is_tied = "tied" in row["notes"] or not is_gated
-    norm = 1 if is_gated else 2
-    block = Block(
-        attention=Attention(
-            heads=heads,
-            head_dim=hidden // heads,
-            kv_heads=int(row["kv_heads"] or heads),
-            has_qkv_bias=not is_gated,
-            has_out_bias=not is_gated,
-            has_rotary=is_gated,
-        ),
-        feed_forward=Mlp(
-            ffn=int(row["ffn"]), is_gated=is_gated, has_bias=not is_gated, activation="silu" if is_gated else "gelu"
-        ),
-        has_norm_bias=not is_gated,
-        norm="rms" if is_gated else "layer",
-    )
-    return ModelShape(
-        name=row["model"],
-        family="llama" if is_gated else "gpt",
-        hidden=hidden,
-        vocab=vocab,
-        stacks=((int(row["layers"]), block),),
-        seq_len=int(row["seq_len"]),
-        embedding=vocab * hidden,
-        head=norm * hidden + (0 if is_tied else vocab * hidden),
-        is_tied=is_tied,
-        norm="rms" if is_gated else "layer",
-    )
+def cases() -> list[Case]:
+    """The published rows with a peak of memory, or that ran out of it."""
+    found = []
+    for row in published_rows():
+        ran_out = "OOM=true" in row.notes
+        if row.source not in FRAMEWORKS or not (row.peak_memory or ran_out):
+            continue
+        accounting, measures, unit = FRAMEWORKS[row.source]
+        if accounting is BLOOM_FP16 and row.workload.precision == "bf16":
+            accounting = BLOOM_BF16
+        plan = replace(row.plan, strategy="zero1") if row.source == "alpa" else row.plan  # its prefer_reduce_scatter
+        measured = row.peak_memory * unit if row.peak_memory else None
+        found.append(Case(replace(row, plan=plan), accounting, measures, measured, ran_out))
+    return found
 
 
 def predicted(found: MemoryEstimate, measures: str) -> int:
@@ -194,20 +137,20 @@ def predicted(found: MemoryEstimate, measures: str) -> int:
     }[measures]
 
 
-def formula(row: dict[str, str]) -> float:
+def formula(row: PublishedRow) -> float:
     """The twelve lines of the field: 18 bytes for each parameter, and Korthikanti's activations of 16-bit layers."""
-    number = {name: int(row[name] or 1) for name in ("dp", "tp", "pp", "cp", "micro_batch", "layers", "heads")}
-    h, seq, layers = int(row["hidden"]), int(row["seq_len"]) // number["cp"], number["layers"] // number["pp"]
-    parameters = float(row["params_b"]) * 1e9 / (number["tp"] * number["pp"])
-    is_sharded = "ZeRO" in row["strategy"] or "dist-opt" in row["strategy"]
-    states = parameters * (6 + 12 / (number["dp"] * number["cp"] if is_sharded else 1))
-    width = int(row["ffn"]) / h
-    block = seq * number["micro_batch"] * h * (18 + 8 * width if "gated" in row["notes"] else 34) / number["tp"]
-    if row["act_ckpt"] == "full":
-        block = 2 * seq * number["micro_batch"] * h
-    held = min(number["pp"], max(int(row["global_batch"]) // (number["micro_batch"] * number["dp"]), 1))
-    logits = 4 * seq * number["micro_batch"] * int(row["vocab"]) / number["tp"]
-    return states + max(held * layers * block, layers * block + logits)
+    plan, work, h = row.plan, row.workload, row.shape.hidden
+    ranks = row.cluster.num_gpus / (plan.tp * plan.pp)
+    sharded = ranks if plan.placements.shards_optimizer else 1
+    states = row.shape.num_parameters / (plan.tp * plan.pp) * (6 + 12 / sharded)
+    mlp = row.shape.blocks[0].feed_forward
+    assert isinstance(mlp, Mlp)
+    tokens, layers = work.micro_batch * work.seq_len / plan.cp, row.shape.num_layers / plan.pp
+    block = tokens * h * (18 + 8 * mlp.ffn / h if mlp.is_gated else 34) / plan.tp
+    if work.recompute == "full":
+        block = 2 * tokens * h
+    held = min(plan.pp, work.global_batch * plan.tp * plan.pp * plan.cp // (work.micro_batch * row.cluster.num_gpus))
+    return states + max(held * layers * block, layers * block + 4 * tokens * row.shape.vocab / plan.tp)
 
 
 def role(source: str) -> str:
@@ -219,11 +162,11 @@ def role(source: str) -> str:
 
 def table(found: Mapping[str, Sequence[float]]) -> list[str]:
     """Errors by source, one line each."""
-    lines = [f"{'source':<50} {'role':<18} rows  median    mean     p90   worst"]
+    lines = [f"{'source':<18} {'role':<18} rows  median    mean     p90   worst"]
     for source, signed in found.items():
         errors = sorted(abs(error) for error in signed)
         shown = (statistics.median(errors), statistics.mean(errors), _at(errors, 0.9), errors[-1])
-        lines.append(f"{source:<50} {role(source):<18} {len(errors):>4}" + "".join(f"{e:>8.1%}" for e in shown))
+        lines.append(f"{source:<18} {role(source):<18} {len(errors):>4}" + "".join(f"{e:>8.1%}" for e in shown))
     return lines
 
 
@@ -237,25 +180,23 @@ def main() -> None:
     errors: dict[str, list[float]] = {}
     baseline: dict[str, list[float]] = {}
     verdicts: list[str] = []
-    ran_out = 0
-    for row in rows():
-        each = case(row)
-        if each is None:
-            continue
+    every = cases()
+    for each in every:
         estimate = each.estimate()
-        capacity = find_gpu(row["gpu"]).memory_bytes
-        ran_out += each.ran_out
+        capacity = each.row.cluster.device.memory_bytes
+        shown = f"{each.label}: {estimate.device_bytes / GIB:.1f} GiB of {capacity / GIB:.1f}"
         if each.ran_out and estimate.device_bytes <= capacity:
-            verdicts.append(f"  ran out, said to fit: {each.label}: {estimate.device_bytes / GIB:.1f} GiB")
+            verdicts.append(f"  ran out, said to fit: {shown}")
         if not each.ran_out and estimate.device_bytes > capacity:
-            verdicts.append(f"  ran, said not to fit: {each.label}: {estimate.device_bytes / GIB:.1f} GiB")
+            verdicts.append(f"  ran, said not to fit: {shown}")
         if each.measured_bytes is not None:
-            errors.setdefault(each.source, []).append(predicted(estimate, each.measures) / each.measured_bytes - 1)
-            baseline.setdefault(each.source, []).append(formula(row) / each.measured_bytes - 1)
+            errors.setdefault(each.row.source, []).append(predicted(estimate, each.measures) / each.measured_bytes - 1)
+            baseline.setdefault(each.row.source, []).append(formula(each.row) / each.measured_bytes - 1)
+    ran_out = sum(each.ran_out for each in every)
     print("Memory: peak of the fullest GPU, predicted against published\n")
     print("\n".join(table(errors)))
     held = [abs(error) for source, found in errors.items() if role(source) == "held out" for error in found]
-    print(f"{'all held-out rows':<69} {len(held):>4}{statistics.median(held):>8.1%}{statistics.mean(held):>8.1%}")
+    print(f"{'all held-out rows':<37} {len(held):>4}{statistics.median(held):>8.1%}{statistics.mean(held):>8.1%}")
     print("\nA formula of twelve lines (18 bytes per parameter, Korthikanti's activations)\n")
     print("\n".join(table(baseline)))
     print(

@@ -116,6 +116,7 @@ def _row(row: Mapping[str, str]) -> PublishedRow | None:
             vocab=number("vocab"),
             seq_len=number("seq_len"),
             gated="mlp=gated" in row["notes"],
+            tied=_is_tied(row),
         ),
         plan=_plan(row, degrees, number("global_batch") // (micro_batch * ranks)),
         cluster=Cluster(
@@ -138,6 +139,11 @@ def _row(row: Mapping[str, str]) -> PublishedRow | None:
         is_core=row["core"] == "1",
         notes=row["notes"],
     )
+
+
+def _is_tied(row: Mapping[str, str]) -> bool:
+    """Megatron's GPT shares the embedding with the head; others where they say so."""
+    return "tied embeddings" in row["notes"] or row["source"].startswith(("BigScience", "Alpa"))
 
 
 def _plan(row: Mapping[str, str], degrees: Mapping[str, int], num_microbatches: int) -> ParallelPlan:
