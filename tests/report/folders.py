@@ -84,6 +84,14 @@ def write_run(
     (folder / "config.yaml").write_text(yaml.safe_dump(config))
     (folder / "model.txt").write_text("1,239,040 parameters in 7 units on 2 ranks\n")
     (folder / "environment.json").write_text(json.dumps({"torch": "2.13.0", "cuda": None, "devices": ["cpu"]}))
+    held = {"parameters": 2_000_000, "gradients": 3_000_000, "optimizer": 5_000_000, "host": 0}
+    memory = {
+        "step": 3,
+        "held_bytes": held,
+        "seconds": [index / 100 for index in range(31)],
+        "bytes": [10_000_000 + 1_000_000 * min(index, 30 - index) for index in range(31)],
+    }
+    (folder / "memory.json").write_text(json.dumps(memory))
     if exit_code is not None:
         summary = {
             "steps": first + steps - 1,

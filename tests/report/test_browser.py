@@ -125,7 +125,8 @@ CONTRASTS = """(() => {
         let back = behind(e);
         if (isDrawn && e.classList.contains('on')) {
             const x = a.left + a.width / 2, y = a.top + a.height / 2;
-            const under = [...e.closest('svg.picture, svg.bars').querySelectorAll('rect:not(.over)')].filter(r => {
+            const svg = e.closest('svg.picture, svg.bars, svg.chart');
+            const under = [...svg.querySelectorAll('rect:not(.over), path.seam')].filter(r => {
                 const b = r.getBoundingClientRect();
                 return b.left <= x && x <= b.right && b.top <= y && y <= b.bottom;
             });
@@ -275,6 +276,9 @@ def test_every_figure_is_that_of_the_files(browser: Browser, pages: dict[str, Pa
     parts = {row[0]: row[2] for row in cells(browser, "Parts of a step")}
     assert parts["data"] == f"{data / total:.1%}"
     assert parts["whole"] == "100.0%"
+    over_time = cells(browser, "Bytes over a step")
+    assert over_time[0] == ["0.0", "2.0 MB", "3.0 MB", "5.0 MB", "0 B", "10.0 MB"]
+    assert ["150.0", "2.0 MB", "3.0 MB", "5.0 MB", "15.0 MB", "25.0 MB"] in over_time
     assert cells(browser, "Parts of the run") == [
         ["steps", "20 s", "66.7%"],
         ["held-out loss", "4 s", "13.3%"],
@@ -342,3 +346,16 @@ def test_shares_of_a_bar_are_those_of_the_memory(browser: Browser, pages: dict[s
     for name, width in widths.items():
         part = 40_858_456 if name == "measured" else BYTES[name]
         assert width / whole == pytest.approx(part / sum(BYTES.values()), abs=0.002)
+
+
+def test_areas_of_a_step_are_as_high_as_their_bytes(browser: Browser, pages: dict[str, Path]) -> None:
+    browser.open(pages["run"].as_uri())
+    areas = dict(
+        browser.run(
+            "[...document.querySelectorAll('path.seam')].map(p => [p.querySelector('title').textContent,"
+            " p.getBoundingClientRect().height])"
+        )
+    )
+    whole = areas["activations and other tensors of the step"]
+    assert areas["parameters"] / whole == pytest.approx(2 / 15, abs=0.02)
+    assert areas["optimizer"] / whole == pytest.approx(5 / 15, abs=0.02)

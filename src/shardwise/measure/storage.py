@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import time
 import weakref
 from collections.abc import Callable, Iterable, Sequence
 from functools import partial
@@ -47,6 +48,7 @@ class StorageCount(TorchDispatchMode):
     Attributes:
         live_bytes: Bytes that live now.
         peak_bytes: The most since the count or :meth:`begin_peak` began.
+        history: Where it is a list: ``time.perf_counter`` and ``live_bytes`` after every change.
     """
 
     def __init__(self, device_type: str, *, sees_arguments: bool = True) -> None:
@@ -55,6 +57,7 @@ class StorageCount(TorchDispatchMode):
         self.device_type = device_type
         self.live_bytes = 0
         self.peak_bytes = 0
+        self.history: list[tuple[float, int]] | None = None
         self._sizes: dict[int, int] = {}
         self._watches: dict[int, weakref.finalize] = {}
 
@@ -111,6 +114,11 @@ class StorageCount(TorchDispatchMode):
             self._sizes[key] = size
             self.live_bytes += size - (known or 0)
             self.peak_bytes = max(self.peak_bytes, self.live_bytes)
+            self._mark()
+
+    def _mark(self) -> None:
+        if self.history is not None:
+            self.history.append((time.perf_counter(), self.live_bytes))
 
     def begin_peak(self) -> None:
         """Forget the peak so far."""
@@ -126,6 +134,7 @@ class StorageCount(TorchDispatchMode):
     def _freed(self, key: int) -> None:
         self._watches.pop(key, None)
         self.live_bytes -= self._sizes.pop(key, 0)
+        self._mark()
 
 
 def measure_activations(model: nn.Module, count: StorageCount, forward_and_backward: Callable[[], None]) -> Activations:

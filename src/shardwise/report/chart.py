@@ -227,6 +227,67 @@ def stacked_columns(
 
 
 @dataclass(frozen=True, slots=True)
+class Area:
+    """A part of a stack over time.
+
+    Attributes:
+        name: Its label.
+        values: Its size at each moment, at least 0.
+        fill: Class of its colour.
+    """
+
+    name: str
+    values: Sequence[float]
+    fill: str
+
+
+def stacked_areas(
+    xs: Sequence[float],
+    areas: Sequence[Area],
+    *,
+    title: str,
+    x_name: str,
+    unit: float = 1.0,
+    shown: Callable[[float], str] = short,
+) -> Element | None:
+    """Areas on top of each other over time, each with its name in it where it is high enough.
+
+    Args:
+        xs: Moments, ascending from 0.
+        areas: From the lowest up.
+        title: What the picture shows.
+        x_name: What the horizontal axis counts.
+        unit: Ticks of the vertical axis are at round multiples of it.
+        shown: Text of such a tick.
+    """
+    sums = [sum(column) for column in zip(*(area.values for area in areas), strict=True)]
+    if len(xs) < 2 or not xs[-1] > 0 or not max(sums) > 0:
+        return None
+    y_scale, x_scale = _scaled(max(sums), unit), linear(0.0, xs[-1], is_tight=True)
+    made: list[Content] = [_grid(y_scale, shown)]
+    shapes, labels = [], []
+    base = [0.0] * len(xs)
+    for area in areas:
+        top = [low + part for low, part in zip(base, area.values, strict=True)]
+        points = [(ACROSS * x_scale.share(x), HEIGHT * (1 - y_scale.share(y))) for x, y in zip(xs, top, strict=True)]
+        under = [(ACROSS * x_scale.share(x), HEIGHT * (1 - y_scale.share(y))) for x, y in zip(xs, base, strict=True)]
+        path = "M" + "L".join(f"{number(x)} {number(y)}" for x, y in points + under[::-1]) + "Z"
+        shape = el("path", el("title", area.name), d=path, class_=f"{area.fill} seam")
+        shape.set("vector-effect", "non-scaling-stroke")
+        shapes.append(shape)
+        if min(area.values) * HEIGHT / y_scale.high >= 15:  # as high everywhere: the words fit at the left end
+            middle = (points[0][1] + under[0][1]) / 2
+            labels.append(text(8, middle + 4, area.name, class_="on"))
+        base = top
+    stretched = el("svg", shapes, width="100%", height=HEIGHT, viewBox=f"0 0 {ACROSS} {HEIGHT}", class_="stretched")
+    stretched.set("preserveAspectRatio", "none")
+    made += [stretched, *labels, *_ticks_below(x_scale, short, HEIGHT + 16)]
+    made.append(el("line", x1=0, x2="100%", y1=float(HEIGHT), y2=float(HEIGHT), class_="axis"))
+    made.append(text("50%", HEIGHT + 31, x_name, class_="faint", anchor="middle"))
+    return frame(title, made)
+
+
+@dataclass(frozen=True, slots=True)
 class Stack:
     """A horizontal bar of parts.
 

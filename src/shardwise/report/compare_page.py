@@ -10,9 +10,10 @@ from shardwise.report import beside
 from shardwise.report.chart import Stack, fills_of, stacked_bars
 from shardwise.report.curves import CURVES, LOSS, curve_figure
 from shardwise.report.element import Content, el
+from shardwise.report.memory_parts import CATEGORIES
 from shardwise.report.page import Section, figure, legend, page, table
 from shardwise.report.run import Run, finite
-from shardwise.report.run_page import MEMORY, flat, state, strategy
+from shardwise.report.run_page import flat, state, strategy
 from shardwise.report.scale import num_bytes, seconds
 from shardwise.report.svg import NUM_STROKES, stroke
 
@@ -148,8 +149,8 @@ def _beside(runs: Sequence[Run], names: Sequence[str], letters: Sequence[str], m
 def _memory(runs: Sequence[Run], names: Sequence[str], letters: Sequence[str], missing: list[str]) -> list[Content]:
     held = [run.plan.get("predicted_bytes_per_rank") for run in runs]
     found = list(dict.fromkeys(name for part in held if isinstance(part, dict) for name in part if part[name]))
-    order = [name for name in MEMORY if name in found] + [name for name in found if name not in MEMORY]
-    fills = fills_of(order, MEMORY) | {"measured": "k8"}
+    order = [name for name in CATEGORIES if name in found] + [name for name in found if name not in CATEGORIES]
+    fills = fills_of(order, CATEGORIES) | {"measured": "k8"}
     stacks = []
     for run, name, letter, parts in zip(runs, names, letters, held, strict=True):
         if isinstance(parts, dict):

@@ -133,8 +133,14 @@ def tiles(facts: Iterable[tuple[str, str, str]]) -> Element:
     )
 
 
-def legend(entries: Iterable[tuple[str, str]], *, is_lines: bool = False) -> Element:
-    """What colours mean: words and class."""
+def legend(entries: Iterable[tuple[str, str]], *, is_lines: bool = False, is_plain: bool = False) -> Element:
+    """What colours mean.
+
+    Args:
+        entries: Words and class of each.
+        is_lines: They are strokes, not fills.
+        is_plain: The fills have no texture.
+    """
 
     def swatch(class_: str) -> Element:
         shape = (
@@ -142,7 +148,7 @@ def legend(entries: Iterable[tuple[str, str]], *, is_lines: bool = False) -> Ele
             if is_lines
             else [
                 el("rect", width=22, height=14, rx=2, class_=f"{class_} edge"),
-                el("rect", width=22, height=14, rx=2, fill=texture(class_)),
+                None if is_plain else el("rect", width=22, height=14, rx=2, fill=texture(class_)),
             ]
         )
         return el("svg", shape, width=26 if is_lines else 22, height=14 if not is_lines else 12, aria_hidden="true")

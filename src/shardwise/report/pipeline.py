@@ -51,7 +51,7 @@ def pipeline_chart(policy: PipelinePolicy, pp: int, *, forward_s: float | None =
         )
         entries = [(f"{WORDS[kind][0]} {WORDS[kind][1]}", WORDS[kind][2]) for kind in kinds]
         chart = scroll(_drawn(built, timing), "Chart of the pipeline")
-        made.append(figure("Chart of the pipeline", [chart, legend(entries)], caption))
+        made.append(figure("Chart of the pipeline", [chart, legend(entries, is_plain=True)], caption))
     made.append(table("The schedule", ["what", "value"], facts))
     return made
 

@@ -11,9 +11,10 @@ from shardwise.planner.explain import GIB, gib, num_microbatches, seconds, title
 from shardwise.report import mesh
 from shardwise.report.chart import Stack, fills_of, stacked_bars, stacked_columns
 from shardwise.report.element import Content, Element, el
+from shardwise.report.memory_parts import CATEGORIES
 from shardwise.report.page import Section, figure, folded, legend, page, table, tiles
 from shardwise.report.pipeline import pipeline_chart
-from shardwise.report.run_page import MEMORY, flat
+from shardwise.report.run_page import flat
 from shardwise.report.scale import seconds as spent
 from shardwise.spec.errors import PlanError
 from shardwise.spec.mesh import AXES
@@ -133,8 +134,8 @@ def _time(estimates: Sequence[Estimate]) -> list[Content]:
 def _memory(estimates: Sequence[Estimate]) -> list[Content]:
     shown = estimates[:BARS]
     parts = [_parts(each) for each in shown]
-    names = _ordered(list(dict.fromkeys(name for part in parts for name in part)), (*MEMORY, *BESIDE))
-    fills = fills_of(names, (*MEMORY, *BESIDE))
+    names = _ordered(list(dict.fromkeys(name for part in parts for name in part)), (*CATEGORIES, *BESIDE))
+    fills = fills_of(names, (*CATEGORIES, *BESIDE))
     limit = shown[0].cluster.device.memory_bytes
     stacks = [
         Stack(f"{index + 1}. {name_of(each)}", part, gib(each.memory.device_bytes))
@@ -190,8 +191,8 @@ def _timeline(best: Estimate, missing: list[str]) -> list[Content]:
 def memory_timeline(moments: Sequence[tuple[str, Mapping[str, float]]], heading: str) -> list[Content]:
     """Bytes by category at the moments of a step."""
     found: list[tuple[str, dict[str, float]]] = [(name, dict(parts)) for name, parts in moments]
-    names = _ordered(list(dict.fromkeys(n for _, parts in found for n, held in parts.items() if held > 0)), MEMORY)
-    fills = fills_of(names, MEMORY)
+    names = _ordered(list(dict.fromkeys(n for _, parts in found for n, held in parts.items() if held > 0)), CATEGORIES)
+    fills = fills_of(names, CATEGORIES)
     most = max(range(len(found)), key=lambda index: sum(found[index][1].values()))
     words = (
         f"{heading}: {len(found)} moments; the peak is {gib(sum(found[most][1].values()))} at moment {most + 1},"

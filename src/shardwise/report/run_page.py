@@ -6,19 +6,15 @@ import json
 from collections.abc import Mapping
 from typing import Any
 
-from shardwise.report import beside, mesh, time_parts
-from shardwise.report.chart import Stack, fills_of, stacked_bars
+from shardwise.report import beside, memory_parts, mesh, time_parts
 from shardwise.report.curves import CURVES, curve_figure, loss_figure
 from shardwise.report.element import Content, el
-from shardwise.report.page import Section, figure, folded, legend, page, table, tiles
+from shardwise.report.page import Section, folded, page, table, tiles
 from shardwise.report.pipeline import pipeline_chart
 from shardwise.report.run import Run, finite
 from shardwise.report.scale import num_bytes, seconds
 from shardwise.spec.errors import PlanError
 from shardwise.spec.schedule.builders import pipeline_policy
-
-#: Categories of memory in the order in which they are stacked.
-MEMORY = ("parameters", "gradients", "optimizer", "gathered", "reduce", "activations", "logits", "host", "average")
 
 
 def run_page(run: Run) -> str:
@@ -27,7 +23,7 @@ def run_page(run: Run) -> str:
     sections = [
         Section("Training", _training(run, missing)),
         Section("Predicted beside measured", _beside(run, missing)),
-        Section("Memory", _memory(run, missing)),
+        Section("Memory", [*memory_parts.peak(run, missing), *memory_parts.over_a_step(run, missing)]),
         Section("Where the time went", time_parts.bars(run, missing)),
         Section("Pipeline", _pipeline(run, missing)),
         Section("Mesh and ownership", _mesh(run, missing)),
@@ -132,35 +128,6 @@ def _beside(run: Run, missing: list[str]) -> list[Content]:
         table(
             "What the planner said, and what was measured", ["", "predicted", "measured", "measured / predicted"], rows
         )
-    ]
-
-
-def _memory(run: Run, missing: list[str]) -> list[Content]:
-    predicted = run.plan.get("predicted_bytes_per_rank")
-    peak = beside.first("peak_memory_bytes", run.summary) or run.last("peak_memory_bytes")
-    if not isinstance(predicted, dict) or not any(predicted.values()):
-        missing.append("Memory by category: plan.json holds no prediction.")
-        return []
-    names = [name for name in (*MEMORY, *predicted) if predicted.get(name)]
-    names = list(dict.fromkeys(names))
-    fills = fills_of(names, MEMORY)
-    stacks = [Stack("predicted", predicted, num_bytes(sum(predicted.values())))]
-    if peak:
-        fills["measured"] = "k8"
-        stacks.append(Stack("measured", {"measured": peak}, num_bytes(peak)))
-    bars = stacked_bars(stacks, fills, title="Bytes of the fullest rank at the peak of a step.", shown=num_bytes)
-    rows = [(name, num_bytes(predicted[name]), f"{predicted[name]:,}") for name in names]
-    rows.append(("sum", num_bytes(sum(predicted.values())), f"{sum(predicted.values()):,}"))
-    if peak:
-        rows.append(("measured peak", num_bytes(peak), f"{int(peak):,}"))
-    entries = [(f"{name}, {num_bytes(predicted[name])}", fills[name]) for name in names]
-    return [
-        figure(
-            "Peak of a step, the fullest rank",
-            [bars, legend(entries)],
-            "Bytes of tensors. The measured peak is the most that any rank has held.",
-        ),
-        folded("Values", table("Bytes of tensors by category", ["category", "size", "bytes"], rows)),
     ]
 
 

@@ -11,7 +11,7 @@ import os
 import secrets
 import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TextIO
@@ -19,11 +19,13 @@ from typing import TYPE_CHECKING, Any, TextIO
 from shardwise.launch.environment import environment
 from shardwise.launch.file import replace
 from shardwise.report import read_run, run_page
+from shardwise.report.scale import thin
 from shardwise.spec.errors import ConfigError, StorageError
 from shardwise.spec.run_files import (
     CONFIG,
     ENVIRONMENT,
     EVENTS,
+    MEMORY,
     METRICS,
     MODEL,
     PLAN,
@@ -447,6 +449,26 @@ class Report:
         }
         with contextlib.suppress(StorageError):
             replace_json(self.directory / SUMMARY, values)
+
+    def write_memory(self, step: int, history: Sequence[tuple[float, int]], held: Mapping[str, int]) -> None:
+        """Write memory.json: the bytes of tensors of this rank over one step, and what the engine holds all the time.
+
+        Args:
+            step: Its number.
+            history: Moments and bytes.
+            held: Bytes by category at its end.
+        """
+        begin = history[0][0]
+        points = thin([moment - begin for moment, _ in history], [held for _, held in history], columns=150)
+        kept = [point for point in points if point is not None]
+        values = {
+            "step": step,
+            "held_bytes": dict(held),
+            "seconds": [round(moment, 6) for moment, _ in kept],
+            "bytes": [int(count) for _, count in kept],
+        }
+        with contextlib.suppress(StorageError):
+            replace_json(self.directory / MEMORY, values)
 
     def write_page(self) -> None:
         """Write report.html from the run's files. Whatever goes wrong there does not change how the run ends."""

@@ -16,9 +16,11 @@ from torch import Tensor, nn
 
 import shardwise as sw
 from shardwise.comm.axes import open_comms
+from shardwise.forms.attachment import engine_of
 from shardwise.launch.exit_codes import note_exit
 from shardwise.launch.notice import tell_once
 from shardwise.launch.world import World, joined
+from shardwise.measure.storage import held_bytes
 from shardwise.optim.scaler import needs_scaler
 from shardwise.spec.errors import ConfigError, ShardwiseError, StorageError
 from shardwise.spec.run_files import REPORT
@@ -363,6 +365,9 @@ class Trainer:
                 self.average.update()
         if memory is not None:
             self.speed.own_peak_bytes = max(self.speed.own_peak_bytes, memory.peak_bytes)
+            if self.control.is_first and 1 <= self.speed.made_steps < MEASURED_STEPS and memory.history:
+                held = held_bytes(engine_of(self.model, "train"), [self.optimizer])
+                self.report.write_memory(step + 1, memory.history, held)
         self.speed.made_steps += 1
         clock.stop()
         self.unread.steps.append(

@@ -6,6 +6,7 @@ What the engine holds follows from its layout (``sw.summary(model).footprint``);
 
 from __future__ import annotations
 
+import time
 from types import TracebackType
 from typing import Self
 
@@ -34,11 +35,13 @@ class PeakTensorBytes:
 
     Attributes:
         peak_bytes: The most that was held at once, what was held at entry included.
+        history: On a CPU ``time.perf_counter`` and the bytes held, at entry and after every change.
     """
 
     def __init__(self, device: torch.device) -> None:
         self.device = device
         self.peak_bytes = 0
+        self.history: list[tuple[float, int]] = []
         self._mode: StorageCount | None = None
 
     def __enter__(self) -> Self:
@@ -48,6 +51,8 @@ class PeakTensorBytes:
         else:
             self._mode = StorageCount(self.device.type)
             self._mode.see_all_objects()
+            self.history = [(time.perf_counter(), self._mode.live_bytes)]
+            self._mode.history = self.history
             self._mode.__enter__()
         return self
 
