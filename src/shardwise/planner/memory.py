@@ -62,11 +62,18 @@ def estimate_memory(
         workload: What it trains.
         accounting: How the framework holds it, where that is not ours.
     """
+    return memory_on(cluster.device.device_type, shape, plan, workload, accounting=accounting)
+
+
+def memory_on(
+    device_type: str, shape: ModelShape, plan: ParallelPlan, workload: Workload, *, accounting: Accounting = OURS
+) -> MemoryEstimate:
+    """As :func:`estimate_memory`, of which the type of the device is all that the bytes depend on."""
     if accounting.is_fused:
         workload = replace(workload, compile=True)
     inputs = _Inputs(shape, plan, workload, accounting)
     units = model_work(shape, plan, workload)
-    rules = _rules(plan, workload, cluster.device.device_type)
+    rules = _rules(plan, workload, device_type)
     ranks = [_on_rank(stage, units, rules, inputs) for stage in _stages(inputs, units)]
     found = [(rank, list(rank.moments())) for rank in ranks]
     rank, moments = max(found, key=lambda item: max(sum(held.values()) for _, held in item[1]))
