@@ -36,6 +36,7 @@ class Gpu:
         link_domain: GPUs that are joined by those links.
         host_bandwidth: Bytes per second between host and device, in one direction.
         node_gbits: Gbit/s of a typical node's network, all cards together, in one direction.
+        arch: Architecture, as its maker calls it: ``Ampere``, ``Hopper``, ...
         source: Where the figures are from.
         device_type: ``cuda``, or ``cpu`` of a calibrated file.
         measured: What ``shardwise calibrate`` measured; ``None``: nothing.
@@ -49,6 +50,7 @@ class Gpu:
     link_domain: int
     host_bandwidth: float
     node_gbits: float
+    arch: str = ""
     source: str = ""
     device_type: str = "cuda"
     measured: Measured | None = field(default=None, repr=False)
@@ -82,6 +84,7 @@ def _gpu(row: dict[str, str]) -> Gpu:
         link_domain=int(number("scaleup_domain_gpus") or 1),
         host_bandwidth=(number("host_link_uni_gbs") or 16.0) * 1e9,
         node_gbits=number("typical_internode_gbps_per_node"),
+        arch=row["arch"],
         source=row["source"],
     )
 

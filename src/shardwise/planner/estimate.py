@@ -76,7 +76,9 @@ class Estimate:
         return self.tflops_per_gpu * 1e12 / peak if peak else None
 
 
-def estimate(shape: ModelShape, plan: ParallelPlan, cluster: Cluster, workload: Workload) -> Estimate:
+def estimate(
+    shape: ModelShape, plan: ParallelPlan, cluster: Cluster, workload: Workload, *, software: str = "pytorch"
+) -> Estimate:
     """Memory and time of a step.
 
     Recomputation and compiling may be said by the plan or by the workload; the result has them in both.
@@ -86,6 +88,8 @@ def estimate(shape: ModelShape, plan: ParallelPlan, cluster: Cluster, workload: 
         plan: How it is distributed over the cluster's GPUs.
         cluster: The GPUs and their links.
         workload: What a step trains.
+        software: Whose speed of kernels and overlap is assumed: a name of ``cost.software``; by default today's
+            PyTorch with this library.
 
     Raises:
         PlanError: The plan cannot run on so many GPUs, or with such a batch.
@@ -105,7 +109,7 @@ def estimate(shape: ModelShape, plan: ParallelPlan, cluster: Cluster, workload: 
         cluster=cluster,
         workload=workload,
         memory=estimate_memory(shape, plan, cluster, workload),
-        time=estimate_time(shape, plan, cluster, workload),
+        time=estimate_time(shape, plan, cluster, workload, software),
     )
 
 

@@ -34,7 +34,7 @@ FRAMEWORKS = (
     ("NeMo 24", "nemo-24.07", "megatron-core"),
     ("NeMo long", "nemo-long", "megatron-core"),
     ("Megatron-Bridge", "megatron-bridge", "megatron-core"),
-    ("SimuMax", "simumax", "megatron-core"),
+    ("SimuMax", "simumax", "megatron-core-plain"),
     ("nanotron", "nanotron", "nanotron"),
     ("torchtitan", "torchtitan", "pytorch"),
     ("PyTorch/IBM float8", "ibm-float8", "pytorch"),

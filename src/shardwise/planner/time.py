@@ -1,16 +1,36 @@
-"""Seconds of a step."""
+"""Seconds of a step: units' work at the speed of kernels and links, put in order by the simulation.
+
+Equal blocks in a row are simulated a few times, not a hundred: once the first and the last have run, each one more adds
+the same time. So do microbatches of a pipeline after the first ``2 pp``.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import dataclasses
+import functools
+import math
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from shardwise.cost.hardware import Cluster
-from shardwise.cost.work import model_work
+from shardwise.cost.kernels import UnitSeconds, copy_seconds, unit_seconds
+from shardwise.cost.links import Link, axis_links, message_seconds
+from shardwise.cost.software import Software, find_software
+from shardwise.cost.work import UnitWork, item_bytes, model_work
 from shardwise.cost.workload import Workload
 from shardwise.planner.calibrated import calibrated_seconds
+from shardwise.planner.stage import Chain, stage_blocks
+from shardwise.sim.pipeline import StageSeconds, simulate_pipeline, stage_seconds
+from shardwise.sim.step import StepUnit, Transfer, simulate_step
+from shardwise.sim.streams import Slowdown
 from shardwise.spec.plan import ParallelPlan
 from shardwise.spec.shape import ModelShape
+
+#: What the simulation calls the categories of time, and what users read.
+CATEGORIES = {"gather": "exposed gather", "reduce": "exposed reduce"}
+
+#: Blocks of a long run that are simulated.
+_SIMULATED = 6
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -32,18 +52,364 @@ class TimeEstimate:
     sent_bytes: Mapping[str, float]
 
 
-def estimate_time(shape: ModelShape, plan: ParallelPlan, cluster: Cluster, workload: Workload) -> TimeEstimate:
+def estimate_time(
+    shape: ModelShape, plan: ParallelPlan, cluster: Cluster, workload: Workload, software: str = "pytorch"
+) -> TimeEstimate:
     """Seconds of a step of a resolved plan."""
-    flops = model_flops(shape, workload)
     if cluster.device.measured is not None:
         seconds, by_category = calibrated_seconds(shape, plan, cluster, workload)
+        flops = model_flops(shape, workload)
         return TimeEstimate(step_time_s=seconds, by_category=by_category, model_flops=flops, sent_bytes={})
-    peak = cluster.device.peaks.get(workload.precision) or max(cluster.device.peaks.values())
-    compute = flops / cluster.num_gpus / (0.5 * peak)
-    return TimeEstimate(step_time_s=compute, by_category={"compute": compute}, model_flops=flops, sent_bytes={})
+    return Timing(shape, plan, cluster, workload, find_software(software)).estimate()
 
 
 def model_flops(shape: ModelShape, workload: Workload) -> float:
     """Operations that the model needs for one step: three times the forward's, full attention, the head included."""
     units = model_work(shape, ParallelPlan(strategy="ddp"), workload)
     return 3.0 * sum(unit.count * unit.flops for unit in units) * workload.global_batch / workload.micro_batch
+
+
+@dataclass(frozen=True)
+class Timing:
+    """One plan's step.
+
+    Attributes:
+        shape: The model.
+        plan: The plan, resolved.
+        cluster: Where it runs.
+        workload: What it trains.
+        software: By what.
+    """
+
+    shape: ModelShape
+    plan: ParallelPlan
+    cluster: Cluster
+    workload: Workload
+    software: Software
+
+    @functools.cached_property
+    def links(self) -> Mapping[str, Link]:
+        """The links of every axis."""
+        return axis_links(self.plan, self.cluster, self.software)
+
+    @property
+    def num_microbatches(self) -> int:
+        """Microbatches of a step on each data-parallel rank."""
+        ranks = self.plan.dp_replicate * self.plan.dp_shard
+        return max(1, math.ceil(self.workload.global_batch / (ranks * self.workload.micro_batch)))
+
+    @functools.cached_property
+    def works(self) -> tuple[UnitWork, ...]:
+        """The model's units on one rank."""
+        workload = self.workload
+        if self.software.is_fused and not workload.compile:
+            workload = dataclasses.replace(workload, compile=True)
+        return model_work(self.shape, self.plan, workload)
+
+    def estimate(self) -> TimeEstimate:
+        """The whole."""
+        seconds = self._pipeline() if self.plan.pp > 1 else self._data_parallel()
+        found: dict[str, float] = {}
+        for category, spent in seconds.items():
+            name = CATEGORIES.get(category, category)
+            found[name] = found.get(name, 0.0) + spent
+        return TimeEstimate(
+            step_time_s=sum(found.values()),
+            by_category=found,
+            model_flops=model_flops(self.shape, self.workload),
+            sent_bytes=self._sent_bytes(),
+        )
+
+    # -- units
+
+    @property
+    def is_waited_for(self) -> bool:
+        """Gathers and reductions come after the computation, not beside it."""
+        return not self.software.overlaps_reductions and not self.plan.placements.shards_parameters
+
+    def _seconds(self, work: UnitWork) -> UnitSeconds:
+        return unit_seconds(work, self.cluster.device, self.software, self.workload)
+
+    def _step_unit(self, work: UnitWork, *, recomputes: str = "none") -> StepUnit:
+        spent = self._seconds(work)
+        again = {"none": 0.0, "selective": spent.elementwise_s, "full": spent.forward_s}[recomputes]
+        ahead = self._exchanges(work, is_forward=True)
+        back = self._exchanges(work, is_forward=False)
+        gather, reduce, replicate = ((), (), ()) if self.is_waited_for else self._transfers(work)
+        launches = 1 + (recomputes == "full")
+        offload = self._offload(work)
+        return StepUnit(
+            work.name,
+            forward_s=spent.forward_s,
+            backward_s=spent.backward_s + again,
+            gather=gather,
+            reduce=reduce,
+            replicate=replicate,
+            forward_exchanges=ahead,
+            backward_exchanges=back + (ahead if recomputes == "full" else ()),
+            host_forward_s=spent.launch_s,
+            host_backward_s=spent.launch_s * (1 + launches),
+            up_s=offload,
+            down_s=offload,
+            is_trained=work.num_trained > 0,
+        )
+
+    def _transfers(self, work: UnitWork) -> tuple[tuple[Transfer, ...], tuple[Transfer, ...], tuple[Transfer, ...]]:
+        """All-gathers, reductions on ``dp_shard``, and what follows on ``dp_replicate``."""
+        row, item = self.plan.placements, item_bytes(self.workload)
+        grad = 4 if self.workload.precision == "fp32" else self.software.gradient_bytes
+        shard, replicate = self.links["dp_shard"], self.links["dp_replicate"]
+        gathers, reduces, sums = [], [], []
+        for numel, trained, link in self._groups(work, shard):
+            if link.kind_size > 1 and row.shards_optimizer:
+                gathers.append(Transfer(link.seconds("all_gather", item * numel)))
+            kind = "reduce_scatter" if row.shards_optimizer else "all_reduce"
+            if trained and link.kind_size > 1:
+                reduces.append(Transfer(link.seconds(kind, grad * trained)))
+            if trained and replicate.kind_size > 1:
+                held = trained / link.kind_size if row.shards_optimizer else trained
+                sums.append(Transfer(replicate.seconds("all_reduce", grad * held)))
+        return tuple(gathers), tuple(reduces), tuple(sums)
+
+    def _groups(self, work: UnitWork, shard: Link) -> list[tuple[float, float, Link]]:
+        """Parameters, those trained, and the link, of what is gathered together: routed experts apart under ``ep``."""
+        experts = work.num_expert_parameters if self.plan.ep > 1 else 0
+        trained = work.num_trained / work.num_parameters if work.num_parameters else 0.0
+        dense = work.num_parameters - experts
+        found = [(float(dense), dense * trained, shard)] if dense else []
+        if experts:
+            size = shard.kind_size // self.plan.ep
+            found.append((float(experts), experts * trained, Link(size, shard.num_nodes, shard.bandwidth, "dp_shard")))
+        return found
+
+    def _exchanges(self, work: UnitWork, *, is_forward: bool) -> tuple[Transfer, ...]:
+        made = []
+        for each in work.exchanges:
+            num_bytes = each.num_bytes if is_forward else each.backward_bytes
+            kind = each.kind
+            if not is_forward:
+                kind = {"all_gather": "reduce_scatter", "reduce_scatter": "all_gather"}.get(kind, kind)
+            seconds = self.links[each.axis].seconds(kind, num_bytes)
+            if each.axis == "tp":
+                seconds *= 1 - self.software.tp_hidden
+            if seconds:
+                made.append(Transfer(seconds, stream=each.axis, is_beside=each.axis == "cp"))
+        return tuple(made)
+
+    def _offload(self, work: UnitWork) -> float:
+        """Seconds of the copy of a unit's master, or of its gradients, between host and device."""
+        if self.plan.offload is None:
+            return 0.0
+        held = work.num_parameters / (self.plan.dp_shard * self.plan.cp)
+        return 4 * held / self.cluster.device.host_bandwidth
+
+    def _optimizer_s(self, numel: float) -> float:
+        """The optimizer's step on parameters that a rank holds: reads and writes of masters, moments, gradients."""
+        held = numel / (self.plan.dp_shard * self.plan.cp if self.plan.placements.shards_optimizer else 1)
+        tensors = {"adamw": 7, "adam": 7, "sgd": 5}.get(self.workload.optimizer, 7)
+        if self.plan.offload is not None:
+            return 4 * tensors * held / 20e9  # the host's memory, shared by the GPUs of a node
+        return copy_seconds(4 * tensors * held, self.cluster.device)
+
+    def _recomputes(self, blocks: Sequence[UnitWork]) -> list[str]:
+        """For each block what backward computes again."""
+        wanted = self.workload.recompute
+        if wanted == "none" and self.plan.activation_checkpointing in {"full", "selective"}:
+            wanted = str(self.plan.activation_checkpointing)
+        if isinstance(wanted, str):
+            return [wanted] * len(blocks)
+        return ["full" if place < wanted else "none" for place in range(len(blocks))]
+
+    # -- the step
+
+    @property
+    def _slowdown(self) -> Slowdown:
+        return Slowdown(self.software.slowdown, self.software.slowdown)
+
+    def _root(self) -> StepUnit:
+        first, last = self._step_unit(self.works[0]), self._step_unit(self.works[-1])
+        return StepUnit(
+            "root",
+            forward_s=first.forward_s,
+            forward_end_s=last.forward_s + sum(each.seconds for each in last.forward_exchanges),
+            backward_s=last.backward_s + sum(each.seconds for each in last.backward_exchanges),
+            backward_end_s=first.backward_s,
+            gather=first.gather + last.gather,
+            reduce=first.reduce + last.reduce,
+            replicate=first.replicate + last.replicate,
+            forward_exchanges=first.forward_exchanges,
+            up_s=first.up_s + last.up_s,
+            down_s=first.down_s + last.down_s,
+            is_trained=first.is_trained or last.is_trained,
+        )
+
+    def _data_parallel(self) -> dict[str, float]:
+        blocks = [work for work in self.works[1:-1] for _ in range(work.count)]
+        recomputes = self._recomputes(blocks)
+        made: dict[tuple[UnitWork, str], StepUnit] = {}
+        units = []
+        for work, again in zip(blocks, recomputes, strict=True):
+            if (work, again) not in made:
+                made[work, again] = self._step_unit(work, recomputes=again)
+            units.append(made[work, again])
+        root = self._root()
+        total = sum(work.count * work.num_trained for work in self.works)
+        if len(made) == 1 and len(units) > _SIMULATED + 2:
+            short, longer = (self._simulate([root, *units[:n]]) for n in (_SIMULATED, _SIMULATED + 2))
+            more = (len(units) - _SIMULATED) / 2
+            names = {*short, *longer}
+            found = {
+                name: short.get(name, 0.0) + more * (longer.get(name, 0.0) - short.get(name, 0.0)) for name in names
+            }
+            found = {name: max(spent, 0.0) for name, spent in found.items()}
+        else:
+            found = self._simulate([root, *units])
+        found["optimizer"] = found.get("optimizer", 0.0) + self._optimizer_s(total)
+        return self._with_waits(found)
+
+    def _simulate(self, units: Sequence[StepUnit]) -> dict[str, float]:
+        row = self.plan.placements
+        accumulation = self.plan.accumulation
+        if accumulation == "auto":
+            accumulation = "sharded" if row.pools_gradients else "unsharded"
+        step = simulate_step(
+            units,
+            row,
+            num_microbatches=self.num_microbatches,
+            accumulation=accumulation,
+            slowdown=self._slowdown,
+        )
+        return dict(step.by_category)
+
+    def _with_waits(self, found: dict[str, float]) -> dict[str, float]:
+        """Add what is reduced and gathered after the backward."""
+        if self.is_waited_for:
+            for work in self.works:
+                gather, reduce, replicate = self._transfers(work)
+                for name, transfers in (("gather", gather), ("reduce", reduce + replicate)):
+                    spent = work.count * sum(each.seconds for each in transfers) / self.plan.pp
+                    found[name] = found.get(name, 0.0) + spent
+        return found
+
+    # -- pipelines
+
+    def _pipeline(self) -> dict[str, float]:
+        policy = self.plan.pipeline_policy
+        assert policy is not None
+        virtual, pp = policy.virtual_stages, self.plan.pp
+        split = self._split(pp * virtual)
+        stages = self._stages(split)
+        count = self.num_microbatches
+        simulated = min(count, 2 * pp)
+        step = simulate_pipeline(
+            policy.schedule, pp, simulated, stages, num_virtual_stages=virtual if virtual > 1 else None
+        )
+        found = dict(step.by_category)
+        more = count - simulated
+        if more:
+            fullest = [stages[stage] for stage in step.schedule.stages(step.fullest_rank)]
+            whole = sum(each.forward_s + each.backward_input_s + each.backward_weight_s for each in fullest)
+            exposed: dict[str, float] = {}
+            for each in fullest:
+                for name, spent in each.exposed.items():
+                    exposed[name] = exposed.get(name, 0.0) + spent
+            for name, spent in exposed.items():
+                found[name] = found.get(name, 0.0) + more * spent
+            found["compute"] += more * (whole - sum(exposed.values()))
+        total = sum(work.count * work.num_trained for work in self.works) / pp
+        found["optimizer"] = found.get("optimizer", 0.0) + self._optimizer_s(total)
+        return self._with_waits(found)
+
+    def _split(self, num_stages: int) -> tuple[tuple[int, ...], ...]:
+        blocks = self.works[1:-1]
+        counts = tuple(work.count for work in blocks)
+        if self.software.divides_evenly and len(counts) == 1:
+            each, more = divmod(counts[0], num_stages)
+            first = num_stages // 2 - more // 2  # what is left over goes to the middle
+            return tuple((each + (first <= place < first + more),) for place in range(num_stages))
+        chain = Chain(
+            counts=counts,
+            costs=tuple(work.num_parameters for work in blocks),
+            head_cost=self.shape.vocab * self.shape.hidden // self.plan.tp,
+        )
+        return stage_blocks(chain, num_stages)
+
+    def _stages(self, split: Sequence[tuple[int, ...]]) -> list[StageSeconds]:
+        """The stages; equal ones are simulated once."""
+        last = len(split) - 1
+        made: dict[tuple[tuple[int, ...], bool, bool], StageSeconds] = {}
+        found = []
+        for place, blocks in enumerate(split):
+            key = (blocks, place == 0, place == last)
+            if key not in made:
+                made[key] = self._stage(blocks, is_first=place == 0, is_last=place == last)
+            found.append(made[key])
+        return found
+
+    def _stage(self, blocks: tuple[int, ...], *, is_first: bool, is_last: bool) -> StageSeconds:
+        works = [work for count, work in zip(blocks, self.works[1:-1], strict=True) for _ in range(count)]
+        units = [
+            self._step_unit(work, recomputes=again)
+            for work, again in zip(works, self._stage_recomputes(works), strict=True)
+        ]
+        if is_first:
+            units.insert(0, self._step_unit(self.works[0]))
+        if is_last:
+            units.append(self._step_unit(self.works[-1]))
+        message = self._message_s()
+        made = stage_seconds(units, self.plan.placements, message_s=message, slowdown=self._slowdown)
+        if not self.software.p2p_blocks:
+            return made
+        # To one neighbour and from the other at the same time, once in forward and once in backward.
+        return dataclasses.replace(
+            made,
+            forward_s=made.forward_s + message,
+            backward_input_s=made.backward_input_s + message,
+            message_s=0.0,
+        )
+
+    def _stage_recomputes(self, works: Sequence[UnitWork]) -> list[str]:
+        wanted = self._recomputes([*works])
+        if isinstance(self.workload.recompute, int):  # so many of the whole model's blocks: each stage its share
+            share = round(self.workload.recompute * len(works) / max(self.shape.num_layers, 1))
+            return ["full" if place < share else "none" for place in range(len(works))]
+        return wanted
+
+    def _message_s(self) -> float:
+        tokens = self.workload.micro_batch * self.workload.seq_len / self.plan.cp
+        sent = item_bytes(self.workload) * tokens * self.shape.hidden
+        if self.plan.sequence_parallel or self.software.scatters_messages:
+            sent /= self.plan.tp
+        return message_seconds(sent, self.plan, self.cluster, self.software)
+
+    # -- bytes
+
+    def _sent_bytes(self) -> dict[str, float]:
+        """Bytes that a rank sends in a step, by axis (planner.md, *Traffic*)."""
+        row, m, item = self.plan.placements, self.num_microbatches, item_bytes(self.workload)
+        shard, replicate = self.links["dp_shard"].kind_size, self.links["dp_replicate"].kind_size
+        held = sum(work.count * work.num_parameters for work in self.works) / self.plan.pp
+        trained = sum(work.count * work.num_trained for work in self.works) / self.plan.pp
+        grad = 4 if self.workload.precision == "fp32" else self.software.gradient_bytes
+        part = (shard - 1) / shard
+        gathers = 0.0
+        if row.shards_parameters:
+            gathers = item * held * part * (1 if self.plan.pp > 1 else m * (1 if row.keeps_gathered else 2))
+        elif row.shards_optimizer:
+            gathers = item * held * part
+        reductions = m if row.pools_gradients and self.plan.pp == 1 else 1
+        reduces = grad * trained * part * reductions * (1 if row.shards_optimizer else 2)
+        sent = {"dp_shard": gathers + reduces}
+        if replicate > 1:
+            own = trained / shard if row.shards_optimizer else trained
+            sent["dp_replicate"] = 2 * grad * own * (replicate - 1) / replicate * reductions
+        for work in self.works:
+            for each in work.exchanges:
+                size = self.links[each.axis].kind_size
+                turns = {"all_reduce": 2 * (size - 1) / size, "ring": size - 1.0}.get(each.kind, (size - 1) / size)
+                moved = turns * (each.num_bytes + each.backward_bytes) * work.count / self.plan.pp * m
+                sent[each.axis] = sent.get(each.axis, 0.0) + moved
+        if self.plan.pp > 1:
+            tokens = self.workload.micro_batch * self.workload.seq_len / self.plan.cp
+            sent["pp"] = 2 * m * item * tokens * self.shape.hidden
+        return sent

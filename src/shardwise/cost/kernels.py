@@ -1,0 +1,165 @@
+"""Seconds that a GPU takes for products, attention and element-wise work.
+
+A product ``(rows, inner) x (inner, columns)`` takes the longer of its operations at the share of the peak that its
+shape allows, and its bytes. The shape counts in three ways: tiles that do not fill the last wave of cores (wave
+quantization, NVIDIA, *Matrix Multiplication Background User's Guide*, section 3), inner dimensions too short to hide
+what each tile starts with, and dimensions that are not multiples of 64 elements (the same guide, section 2: tensor
+cores need multiples of 16 bytes, and are best from 128 bytes on).
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+
+from shardwise.cost.hardware import Gpu
+from shardwise.cost.software import Software
+from shardwise.cost.work import AttentionWork, Product, UnitWork, item_bytes
+from shardwise.cost.workload import Workload
+
+#: Cores (SMs, CUs) by architecture, from NVIDIA's and AMD's architecture white papers.
+_CORES = {"Ampere": 108, "Hopper": 132, "Volta": 80, "Blackwell": 148, "Ada": 128, "CDNA3": 304}
+
+#: Columns of a tile; rows are 128.
+_TILE_COLUMNS = {"Hopper": 256, "Blackwell": 256}
+
+#: The share of the memory's bandwidth that large copies reach.
+_COPY = 0.85
+
+#: Seconds that the device takes between two kernels.
+_GAP_S = 4e-6
+
+
+@dataclass(frozen=True, slots=True)
+class ShapeFactors:
+    """How the shape of a product changes its speed.
+
+    Attributes:
+        wave: Share of the loss of a last wave that is not full.
+        short: Inner elements at which half of the speed is reached.
+        aligned: Speed where a dimension is a multiple of at most 32, 16, 8, and fewer elements.
+    """
+
+    wave: float = 0.9
+    short: float = 135.0
+    aligned: tuple[float, float, float, float] = (0.9, 0.8, 0.65, 0.4)
+
+
+SHAPE_FACTORS = ShapeFactors()
+
+
+@dataclass(frozen=True, slots=True)
+class UnitSeconds:
+    """Seconds of one unit's microbatch on one rank, collectives not counted.
+
+    Attributes:
+        forward_s: Forward.
+        backward_s: Backward without recomputation.
+        elementwise_s: Of forward, element-wise work.
+        launch_s: The host's time for forward.
+    """
+
+    forward_s: float
+    backward_s: float
+    elementwise_s: float
+    launch_s: float
+
+
+def unit_seconds(work: UnitWork, gpu: Gpu, software: Software, workload: Workload) -> UnitSeconds:
+    """Seconds of a unit."""
+    precision = "bf16" if work.name in {"head", "embedding"} and workload.precision == "fp8" else workload.precision
+    forward = backward = 0.0
+    for product in work.products:
+        ahead, back = product_seconds(product, gpu, software, precision)
+        forward += ahead
+        backward += back
+    for attention in work.attention:
+        ahead, back = attention_seconds(attention, gpu, software, workload)
+        forward += ahead
+        backward += back
+    per_byte = software.elementwise / (_COPY * gpu.memory_bandwidth)
+    elementwise = work.forward_bytes * per_byte + _GAP_S * sum(part.num_kernels for part in work.parts)
+    return UnitSeconds(
+        forward_s=forward + elementwise,
+        backward_s=backward + work.backward_bytes * per_byte,
+        elementwise_s=elementwise,
+        launch_s=work.num_kernels * software.launch_s,
+    )
+
+
+def product_seconds(product: Product, gpu: Gpu, software: Software, precision: str) -> tuple[float, float]:
+    """Seconds of forward and of backward of a product, all its ``count`` together."""
+    rows, inner, columns = product.rows, product.inner, product.columns
+    on = _On(gpu, software, precision)
+    forward = on.product_s(rows, inner, columns)
+    backward = on.product_s(rows, columns, inner)
+    if product.is_trained:
+        backward += on.product_s(inner, rows, columns)
+    return forward * product.count, backward * product.count
+
+
+@dataclass(frozen=True, slots=True)
+class _On:
+    """A GPU, the software on it, and the dtype of products."""
+
+    gpu: Gpu
+    software: Software
+    precision: str
+
+    def product_s(self, rows: float, inner: float, columns: float) -> float:
+        if min(rows, inner, columns) <= 0:
+            return 0.0
+        tiles = math.ceil(rows / 128) * math.ceil(columns / _TILE_COLUMNS.get(self.gpu.arch, 128))
+        waves = tiles / _CORES.get(self.gpu.arch, 108)
+        full = 1 - (1 - waves / math.ceil(waves)) * SHAPE_FACTORS.wave
+        share = max(full, 0.02) * inner / (inner + SHAPE_FACTORS.short) * _aligned(inner) * _aligned(columns)
+        item = 4 if self.precision in {"fp32", "tf32"} else 2
+        seconds = 2.0 * rows * inner * columns / (_rate(self.gpu, self.software, self.precision) * share)
+        moved = item * (rows * inner + inner * columns + rows * columns)
+        return max(seconds, moved / (_COPY * self.gpu.memory_bandwidth)) + _GAP_S
+
+
+def _aligned(size: float) -> float:
+    """How fast a product is with a dimension of this size, over a multiple of 64."""
+    whole = round(size)
+    power = whole & -whole
+    if power >= 64:
+        return 1.0
+    by_32, by_16, by_8, less = SHAPE_FACTORS.aligned
+    return {32: by_32, 16: by_16, 8: by_8}.get(power, less)
+
+
+def _rate(gpu: Gpu, software: Software, precision: str) -> float:
+    """Operations per second of a large product."""
+    share = software.products.get(gpu.arch, 0.6)
+    if precision == "fp32":
+        return gpu.peaks.get("tf32", gpu.peaks.get("fp32", 1e12)) * share
+    if precision == "fp8" and "fp8" in gpu.peaks:
+        return _wide_peak(gpu) * share * software.fp8
+    return gpu.peaks.get(precision, _wide_peak(gpu)) * share
+
+
+def _wide_peak(gpu: Gpu) -> float:
+    return gpu.peaks.get("bf16") or gpu.peaks.get("fp16") or max(gpu.peaks.values())
+
+
+def attention_seconds(work: AttentionWork, gpu: Gpu, software: Software, workload: Workload) -> tuple[float, float]:
+    """Seconds of forward and backward of attention.
+
+    One kernel skips masked pairs, and its backward does five products where forward has two (Dao, arXiv 2307.08691).
+    Otherwise all pairs are computed, and scores are read and written several times.
+    """
+    if software.attention:
+        flops = work.flops * (0.5 if work.is_causal else 1.0)
+        peak = gpu.peaks.get("fp32" if workload.precision == "fp32" else "bf16", _wide_peak(gpu))
+        forward = flops / (peak * software.attention.get(gpu.arch, 0.3))
+        return forward + _GAP_S, 2.5 * forward + _GAP_S
+    products = work.flops / (0.85 * _rate(gpu, software, workload.precision))
+    scores = work.queries * work.keys * work.heads * item_bytes(workload)
+    passes = software.scores * scores / (_COPY * gpu.memory_bandwidth)
+    return products + passes, 2 * products + 1.3 * passes
+
+
+def copy_seconds(num_bytes: float, gpu: Gpu) -> float:
+    """Seconds to read or write bytes of the device's memory."""
+    return num_bytes / (_COPY * gpu.memory_bandwidth)

@@ -1,0 +1,89 @@
+"""Seconds of collectives, by which ranks an axis joins: neighbours in a node, or ranks of several nodes.
+
+Axes lie as in ``spec.mesh``: ``tp`` innermost, then ``cp``, ``dp_shard``, ``dp_replicate``, ``pp``. A collective over
+several nodes moves what a node sends over its network, which its ranks share: with ``l`` ranks of the group in a node
+of ``g``, ``g / l`` such groups use the network at the same time. Bytes are those of ring algorithms: ``(n-1)/n`` of
+the buffer for all-gather and reduce-scatter, twice that for all-reduce.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+
+from shardwise.cost.hardware import Cluster
+from shardwise.cost.software import Software
+from shardwise.spec.plan import ParallelPlan
+
+#: Seconds of a step of a ring between neighbours in a node, and between nodes; NCCL's own tests give some microseconds
+#: (github.com/NVIDIA/nccl-tests, doc/PERFORMANCE.md).
+_HOP_S = 2e-6
+_NODE_HOP_S = 8e-6
+
+
+@dataclass(frozen=True, slots=True)
+class Link:
+    """What joins the ranks of one axis.
+
+    Attributes:
+        kind_size: Ranks of a group.
+        num_nodes: Nodes that a group touches.
+        bandwidth: Bytes per second that a rank sends at most in a ring.
+        name: The axis.
+    """
+
+    kind_size: int
+    num_nodes: int
+    bandwidth: float
+    name: str = ""
+
+    @property
+    def latency_s(self) -> float:
+        """Seconds of a ring with nothing in it."""
+        return _HOP_S * (self.kind_size - self.num_nodes) + _NODE_HOP_S * (self.num_nodes - 1)
+
+    def seconds(self, kind: str, num_bytes: float) -> float:
+        """Seconds of a collective on a buffer of ``num_bytes``: what is gathered or summed, or a rank's own blocks."""
+        n = self.kind_size
+        if n == 1 or num_bytes <= 0:
+            return 0.0
+        if kind == "ring":  # each rank's own block goes round
+            return (n - 1) * num_bytes / self.bandwidth + self.latency_s
+        turns = 2 if kind == "all_reduce" else 1
+        latency = 2 * _HOP_S * math.log2(n) * self.num_nodes if kind == "all_reduce" else self.latency_s
+        return turns * num_bytes * (n - 1) / n / self.bandwidth + min(latency, self.latency_s * turns)
+
+
+def axis_links(plan: ParallelPlan, cluster: Cluster, software: Software) -> dict[str, Link]:
+    """The links of a resolved plan's axes: ``tp``, ``cp``, ``ep``, ``dp_shard`` (``cp`` included), ``dp_replicate``."""
+    shard = plan.dp_shard * plan.cp
+    strides = {
+        "tp": (plan.tp, 1),
+        "cp": (plan.cp, plan.tp),
+        "ep": (plan.ep, plan.tp),
+        "dp_shard": (shard, plan.tp),
+        "dp_replicate": (plan.dp_replicate, plan.tp * shard),
+    }
+    return {axis: _link(axis, size, stride, cluster, software) for axis, (size, stride) in strides.items()}
+
+
+def _link(axis: str, size: int, stride: int, cluster: Cluster, software: Software) -> Link:
+    gpu = cluster.device
+    node = min(cluster.gpus_per_node, cluster.num_gpus)
+    domain = max(node, min(gpu.link_domain, cluster.num_gpus))
+    local = max(1, min(size, domain // stride))
+    nodes = math.ceil(size / local)
+    inside = software.link * (gpu.link_bandwidth or gpu.host_bandwidth)
+    if nodes == 1:
+        return Link(size, 1, inside, axis)
+    share = software.network * cluster.node_bandwidth * min(local / node, 1.0)
+    return Link(size, nodes, min(inside, share) if local > 1 else share, axis)
+
+
+def message_seconds(num_bytes: float, plan: ParallelPlan, cluster: Cluster, software: Software) -> float:
+    """Seconds of a message from one pipeline stage to the next."""
+    gpu = cluster.device
+    node = min(cluster.gpus_per_node, cluster.num_gpus)
+    if cluster.num_gpus // plan.pp * 2 <= node:  # two neighbours share a node
+        return num_bytes / (software.link * (gpu.link_bandwidth or gpu.host_bandwidth)) + _HOP_S
+    return num_bytes / (software.network * cluster.node_bandwidth / node) + _NODE_HOP_S

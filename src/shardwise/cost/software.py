@@ -1,0 +1,133 @@
+"""What differs between generations of software on the same hardware: shares of peaks, what is fused, what is hidden.
+
+``products`` and ``attention`` are shares of the dense peak that large products and kernels of attention reach, one
+number for each architecture. They and the constants below them are fitted by ``bench/fit.py`` on the sources that
+``planner.validate`` names, or are priors with a source; the comment of each generation says which.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+
+from shardwise.spec.errors import ConfigError
+from shardwise.spec.text import did_you_mean
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Software:
+    """One generation of a framework.
+
+    Attributes:
+        name: Its name.
+        products: Share of the dense peak that large, aligned products reach, by architecture.
+        attention: The same of one kernel of attention, masked pairs not counted; empty: attention is products and
+            element-wise work on scores.
+        elementwise: Time of element-wise work over that of ``cost.part``'s bytes at 85% of the memory's bandwidth.
+        scores: Where attention is not one kernel: passes over the scores in forward.
+        is_fused: Element-wise work is fused whatever the workload says.
+        fp8: How much faster products are in fp8 than in bf16, scaling and casts included.
+        launch_s: The host's time to launch one kernel; the host is never late where it is 0.
+        tp_hidden: Share of the collectives of ``tp`` that products hide.
+        p2p_blocks: Stages wait for messages to and from their neighbours.
+        scatters_messages: Each rank of ``tp`` sends a part of what goes to the next stage (Narayanan et al., SC'21,
+            section 4.1).
+        overlaps_reductions: Gradients are reduced, and parameters gathered, beside the computation.
+        slowdown: Factor of computation and of communication while both run.
+        link: Share of the links inside a node that collectives reach.
+        network: Share of a node's network that collectives reach.
+        divides_evenly: Pipeline stages have equal numbers of blocks; else they are balanced with the head.
+        gradient_bytes: Bytes of an element of a gradient where it is reduced.
+    """
+
+    name: str
+    products: Mapping[str, float]
+    attention: Mapping[str, float] = field(default_factory=dict)
+    elementwise: float = 1.0
+    scores: float = 7.5
+    is_fused: bool = False
+    fp8: float = 1.5
+    launch_s: float = 0.0
+    tp_hidden: float = 0.0
+    p2p_blocks: bool = False
+    scatters_messages: bool = False
+    overlaps_reductions: bool = True
+    slowdown: float = 1.15
+    link: float = 0.75
+    network: float = 0.8
+    divides_evenly: bool = False
+    gradient_bytes: int = 2
+
+
+#: By name. The default is today's PyTorch with this library's engine.
+SOFTWARE = {
+    each.name: each
+    for each in (
+        Software(
+            name="pytorch",
+            products={"Ampere": 0.72, "Hopper": 0.62, "Blackwell": 0.62, "Volta": 0.72},
+            attention={"Ampere": 0.5, "Hopper": 0.33, "Blackwell": 0.25, "Volta": 0.3},
+            launch_s=8e-6,
+        ),
+        Software(
+            name="pytorch-2023",
+            products={"Ampere": 0.78, "Hopper": 0.63},
+            attention={"Ampere": 0.31, "Hopper": 0.18},
+            launch_s=8e-6,
+            gradient_bytes=4,
+        ),
+        Software(
+            name="pytorch-2022",
+            products={"Ampere": 0.6, "Volta": 0.6},
+            launch_s=8e-6,
+        ),
+        Software(
+            name="megatron-2021",
+            products={"Ampere": 0.71, "Volta": 0.8},
+            is_fused=True,
+            p2p_blocks=True,
+            scatters_messages=True,
+            overlaps_reductions=False,
+            divides_evenly=True,
+        ),
+        Software(
+            name="megatron-core-plain",
+            products={"Blackwell": 0.55},
+            attention={"Blackwell": 0.45},
+            is_fused=True,
+            p2p_blocks=True,
+            overlaps_reductions=False,
+            divides_evenly=True,
+            gradient_bytes=4,
+        ),
+        Software(
+            name="megatron-core",
+            products={"Ampere": 0.72, "Hopper": 0.74, "Blackwell": 0.55},
+            attention={"Ampere": 0.5, "Hopper": 0.45, "Blackwell": 0.45},
+            is_fused=True,
+            tp_hidden=0.8,
+            divides_evenly=True,
+        ),
+        Software(
+            name="nanotron",
+            products={"Ampere": 0.72, "Hopper": 0.6},
+            attention={"Ampere": 0.5, "Hopper": 0.33},
+            launch_s=8e-6,
+            p2p_blocks=True,
+            divides_evenly=True,
+            gradient_bytes=4,
+        ),
+    )
+}
+
+
+def find_software(name: str) -> Software:
+    """The generation of that name.
+
+    Raises:
+        ConfigError: There is none of that name.
+    """
+    if name not in SOFTWARE:
+        hint = did_you_mean(name, SOFTWARE) or f" Known are: {', '.join(SOFTWARE)}."
+        raise ConfigError(f"software={name!r} is not known.\n {hint}")
+    return SOFTWARE[name]
