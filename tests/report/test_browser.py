@@ -36,7 +36,7 @@ def pages(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
     cluster = Cluster(gpu="H100-80GB-SXM", num_gpus=64)
     workload = Workload(seq_len=8192, global_batch=128)
     plans = [
-        ParallelPlan(strategy="zero1", tp=4, pp=4, pipeline=PipelinePolicy("interleaved-1f1b", 16)),
+        ParallelPlan(strategy="zero1", tp=4, pp=4, pipeline=PipelinePolicy("interleaved-1f1b")),
         ParallelPlan(strategy="zero3"),
         ParallelPlan(strategy="ddp"),
     ]
