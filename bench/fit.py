@@ -36,6 +36,9 @@ BOUNDS = {
     "aligned": (0.3, 1.0),
 }
 
+#: Generations of which too few rows say too little: their products alone are fitted, all else are priors.
+PRIORS = frozenset({"pytorch"})
+
 
 @dataclasses.dataclass
 class Constant:
@@ -81,12 +84,14 @@ def constants(rows: Sequence[PublishedRow]) -> list[Constant]:
     seen = Counter((row.software, row.cluster.device.arch) for row in rows)
     names = sorted({name for name, _ in seen})
     found = [Constant("products", (name,), arch) for name, arch in sorted(seen)]
+    several = {name for name in names if name not in PRIORS}
     found += [Constant("attention", (name,), arch) for name, arch in sorted(seen) if software.SOFTWARE[name].attention]
     found += [Constant("elementwise", (name,)) for name in names]
+    found = [each for each in found if each.field == "products" or each.generations[0] in several]
     found += [Constant("scores", (name,)) for name in names if not software.SOFTWARE[name].attention]
     every = tuple(software.SOFTWARE)
     found += [Constant(field, every) for field in ("slowdown", "link", "network", "fp8")]
-    found += [Constant("wave", ()), Constant("short", ()), *(Constant("aligned", (), place) for place in range(4))]
+    found += [Constant("wave", ()), Constant("short", ())]
     return found
 
 

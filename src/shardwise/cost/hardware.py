@@ -98,14 +98,19 @@ def find_gpu(name: str) -> Gpu:
     if name.endswith(".json"):
         path = Path(name).expanduser()
         return _calibrated(path, path.stat().st_mtime_ns if path.exists() else 0)
-    table = {known.lower(): gpu for known, gpu in gpus().items()}
-    if name.lower() not in table:
+    gpu = _named(name.lower())
+    if gpu is None:
         hint = did_you_mean(name, gpus()) or f"Known are: {', '.join(gpus())}."
         raise ConfigError(
             f"gpu={name!r} is not known.\n  {hint}\n  `shardwise calibrate` writes the figures of this machine to a"
             " file that can be given instead."
         )
-    return table[name.lower()]
+    return gpu
+
+
+@functools.lru_cache(maxsize=64)
+def _named(lower: str) -> Gpu | None:
+    return next((gpu for known, gpu in gpus().items() if known.lower() == lower), None)
 
 
 @functools.lru_cache(maxsize=8)

@@ -20,6 +20,10 @@ from shardwise.cost.workload import Workload
 #: Cores (SMs, CUs) by architecture, from NVIDIA's and AMD's architecture white papers.
 _CORES = {"Ampere": 108, "Hopper": 132, "Volta": 80, "Blackwell": 148, "Ada": 128, "CDNA3": 304}
 
+#: GPUs that run below their architecture's peak: torchtitan's H100 with 96 GB has a limit of 500 W, of which the hardware
+#: table says "effective ~ 0.8x".
+_LIMITED = {"H100-94/96GB-HBM2e-500W": 0.8}
+
 #: Columns of a tile; rows are 128.
 _TILE_COLUMNS = {"Hopper": 256, "Blackwell": 256}
 
@@ -40,9 +44,9 @@ class ShapeFactors:
         aligned: Speed where a dimension is a multiple of at most 32, 16, 8, and fewer elements.
     """
 
-    wave: float = 0.9
-    short: float = 135.0
-    aligned: tuple[float, float, float, float] = (0.9, 0.8, 0.65, 0.4)
+    wave: float = 1.0
+    short: float = 220.0
+    aligned: tuple[float, float, float, float] = (0.95, 0.85, 0.8, 0.6)
 
 
 SHAPE_FACTORS = ShapeFactors()
@@ -131,7 +135,7 @@ def _aligned(size: float) -> float:
 
 def _rate(gpu: Gpu, software: Software, precision: str) -> float:
     """Operations per second of a large product."""
-    share = software.products.get(gpu.arch, 0.6)
+    share = software.products.get(gpu.arch, 0.6) * _LIMITED.get(gpu.name, 1.0)
     if precision == "fp32":
         return gpu.peaks.get("tf32", gpu.peaks.get("fp32", 1e12)) * share
     if precision == "fp8" and "fp8" in gpu.peaks:

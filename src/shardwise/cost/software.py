@@ -44,7 +44,7 @@ class Software:
     products: Mapping[str, float]
     attention: Mapping[str, float] = field(default_factory=dict)
     elementwise: float = 1.0
-    scores: float = 7.5
+    scores: float = 5.2
     is_fused: bool = False
     fp8: float = 1.5
     launch_s: float = 0.0
@@ -52,9 +52,9 @@ class Software:
     p2p_blocks: bool = False
     scatters_messages: bool = False
     overlaps_reductions: bool = True
-    slowdown: float = 1.15
-    link: float = 0.75
-    network: float = 0.8
+    slowdown: float = 1.28
+    link: float = 0.85
+    network: float = 0.85
     divides_evenly: bool = False
     gradient_bytes: int = 2
 
@@ -65,14 +65,15 @@ SOFTWARE = {
     for each in (
         Software(
             name="pytorch",
-            products={"Ampere": 0.72, "Hopper": 0.62, "Blackwell": 0.62, "Volta": 0.72},
-            attention={"Ampere": 0.5, "Hopper": 0.33, "Blackwell": 0.25, "Volta": 0.3},
+            products={"Ampere": 0.72, "Hopper": 0.6, "Blackwell": 0.6, "Volta": 0.72},
+            attention={"Ampere": 0.55, "Hopper": 0.38, "Blackwell": 0.3, "Volta": 0.3},
             launch_s=8e-6,
         ),
         Software(
             name="pytorch-2023",
-            products={"Ampere": 0.78, "Hopper": 0.63},
-            attention={"Ampere": 0.31, "Hopper": 0.18},
+            products={"Ampere": 0.78, "Hopper": 0.59},
+            attention={"Ampere": 0.346, "Hopper": 0.2},
+            elementwise=1.63,
             launch_s=8e-6,
             gradient_bytes=4,
         ),
@@ -83,7 +84,8 @@ SOFTWARE = {
         ),
         Software(
             name="megatron-2021",
-            products={"Ampere": 0.71, "Volta": 0.8},
+            products={"Ampere": 0.64, "Volta": 0.7},
+            elementwise=1.15,
             is_fused=True,
             p2p_blocks=True,
             scatters_messages=True,
@@ -92,8 +94,9 @@ SOFTWARE = {
         ),
         Software(
             name="megatron-core-plain",
-            products={"Blackwell": 0.55},
-            attention={"Blackwell": 0.45},
+            products={"Blackwell": 0.656},
+            attention={"Blackwell": 0.52},
+            elementwise=2.0,
             is_fused=True,
             p2p_blocks=True,
             overlaps_reductions=False,
@@ -102,8 +105,9 @@ SOFTWARE = {
         ),
         Software(
             name="megatron-core",
-            products={"Ampere": 0.72, "Hopper": 0.74, "Blackwell": 0.55},
-            attention={"Ampere": 0.5, "Hopper": 0.45, "Blackwell": 0.45},
+            products={"Ampere": 0.72, "Hopper": 0.797, "Blackwell": 0.656},
+            attention={"Ampere": 0.5, "Hopper": 0.36, "Blackwell": 0.52},
+            elementwise=2.0,
             is_fused=True,
             tp_hidden=0.8,
             divides_evenly=True,

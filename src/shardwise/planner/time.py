@@ -30,7 +30,7 @@ from shardwise.spec.shape import ModelShape
 CATEGORIES = {"gather": "exposed gather", "reduce": "exposed reduce"}
 
 #: Blocks of a long run that are simulated.
-_SIMULATED = 6
+_SIMULATED = 3
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -246,12 +246,13 @@ class Timing:
     def _data_parallel(self) -> dict[str, float]:
         blocks = [work for work in self.works[1:-1] for _ in range(work.count)]
         recomputes = self._recomputes(blocks)
-        made: dict[tuple[UnitWork, str], StepUnit] = {}
+        made: dict[tuple[int, str], StepUnit] = {}
         units = []
         for work, again in zip(blocks, recomputes, strict=True):
-            if (work, again) not in made:
-                made[work, again] = self._step_unit(work, recomputes=again)
-            units.append(made[work, again])
+            key = id(work), again
+            if key not in made:
+                made[key] = self._step_unit(work, recomputes=again)
+            units.append(made[key])
         root = self._root()
         total = sum(work.count * work.num_trained for work in self.works)
         if len(made) == 1 and len(units) > _SIMULATED + 2:
