@@ -65,7 +65,7 @@ size: $(STAMP) ## lines by package, largest classes and functions, import cycles
 	@$(BIN)/python -m bench.size
 
 validate: $(STAMP) ## published measurements beside predicted ones: error by source, wrong verdicts, baselines
-	@$(BIN)/python -m bench.validate_memory
+	@$(BIN)/python -m bench.validate
 
 replay: $(STAMP) ## the runs on record (tests/replay) once more: shows what differs; ARGS=--write puts them on record
 	@OMP_NUM_THREADS=1 $(BIN)/python -m tests.replay $(ARGS)

@@ -23,18 +23,21 @@ from shardwise.planner.validate import FITTED, resolved
 BOUNDS = {
     "products": (0.3, 0.92),
     "attention": (0.1, 0.75),
-    "elementwise": (0.5, 2.5),
+    "elementwise": (0.8, 1.6),
     "scores": (3.0, 14.0),
     "fp8": (1.1, 1.9),
     "launch_s": (2e-6, 6e-5),
     "tp_hidden": (0.0, 0.9),
-    "slowdown": (1.0, 1.4),
+    "slowdown": (1.1, 1.3),  # Galvatron, arXiv 2211.13878
     "link": (0.4, 0.9),
     "network": (0.4, 0.95),
     "wave": (0.3, 1.0),
     "short": (30.0, 300.0),
     "aligned": (0.3, 1.0),
 }
+
+#: The best share of the peak that was measured for any product, by architecture (hardware.csv, ``mamf_pct``).
+BEST_PRODUCT = {"Ampere": 0.869, "Hopper": 0.803, "Blackwell": 0.776}
 
 #: Generations of which too few rows say too little: their products alone are fitted, all else are priors.
 PRIORS = frozenset({"pytorch"})
@@ -69,7 +72,10 @@ class Constant:
             new = value if self.key is None else (*old[: self.key], value, *old[self.key + 1 :])
             kernels.SHAPE_FACTORS = dataclasses.replace(kernels.SHAPE_FACTORS, **{self.field: new})
             return
-        for name in self.generations:
+        names = self.generations
+        if names == ("megatron-core",):  # the same kernels, without overlap
+            names = ("megatron-core", "megatron-core-plain")
+        for name in names:
             old = getattr(software.SOFTWARE[name], self.field)
             new = value if self.key is None else {**old, self.key: value}
             software.SOFTWARE[name] = dataclasses.replace(software.SOFTWARE[name], **{self.field: new})
@@ -123,6 +129,8 @@ def fit(rows: Sequence[PublishedRow], *, rounds: int = 6) -> list[Constant]:
             error = distance(touched)
             best, value = error(), constant.get()
             low, high = BOUNDS[constant.field]
+            if constant.field == "products":
+                high = BEST_PRODUCT.get(str(constant.key), high)
             for factor in (1 + steps[place], 1 / (1 + steps[place])):
                 constant.set(min(max(value * factor, low), high))
                 tried = error()

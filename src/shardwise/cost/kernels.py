@@ -20,7 +20,7 @@ from shardwise.cost.workload import Workload
 #: Cores (SMs, CUs) by architecture, from NVIDIA's and AMD's architecture white papers.
 _CORES = {"Ampere": 108, "Hopper": 132, "Volta": 80, "Blackwell": 148, "Ada": 128, "CDNA3": 304}
 
-#: GPUs that run below their architecture's peak: torchtitan's H100 with 96 GB has a limit of 500 W, of which the hardware
+#: GPUs that run below the peak of their architecture: torchtitan's H100 with 96 GB is limited to 500 W; the hardware
 #: table says "effective ~ 0.8x".
 _LIMITED = {"H100-94/96GB-HBM2e-500W": 0.8}
 

@@ -46,13 +46,13 @@ class Software:
     elementwise: float = 1.0
     scores: float = 5.2
     is_fused: bool = False
-    fp8: float = 1.5
+    fp8: float = 1.65
     launch_s: float = 0.0
     tp_hidden: float = 0.0
     p2p_blocks: bool = False
     scatters_messages: bool = False
     overlaps_reductions: bool = True
-    slowdown: float = 1.28
+    slowdown: float = 1.25
     link: float = 0.85
     network: float = 0.85
     divides_evenly: bool = False
@@ -94,9 +94,9 @@ SOFTWARE = {
         ),
         Software(
             name="megatron-core-plain",
-            products={"Blackwell": 0.656},
-            attention={"Blackwell": 0.52},
-            elementwise=2.0,
+            products={"Blackwell": 0.6},
+            attention={"Blackwell": 0.45},
+            elementwise=1.2,
             is_fused=True,
             p2p_blocks=True,
             overlaps_reductions=False,
@@ -105,9 +105,9 @@ SOFTWARE = {
         ),
         Software(
             name="megatron-core",
-            products={"Ampere": 0.72, "Hopper": 0.797, "Blackwell": 0.656},
-            attention={"Ampere": 0.5, "Hopper": 0.36, "Blackwell": 0.52},
-            elementwise=2.0,
+            products={"Ampere": 0.72, "Hopper": 0.75, "Blackwell": 0.6},
+            attention={"Ampere": 0.5, "Hopper": 0.4, "Blackwell": 0.45},
+            elementwise=1.2,
             is_fused=True,
             tp_hidden=0.8,
             divides_evenly=True,

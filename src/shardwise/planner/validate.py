@@ -80,7 +80,7 @@ def compare_times(*, core_only: bool = True) -> list[Compared]:
             row.step_time_s,
         )
         for row in published_rows()
-        if row.step_time_s is not None and (row.is_core or not core_only)
+        if row.step_time_s is not None and (row.is_core or not core_only) and "parallel block" not in row.notes
     ]
 
 
@@ -137,10 +137,12 @@ class Group:
 
 
 def choices(compared: Sequence[Compared]) -> list[Group]:
-    """Groups of rows that differ in plan, microbatch or recomputation alone."""
+    """Groups of rows that differ in plan, microbatch or recomputation alone, and that are not left out."""
     found: dict[tuple[object, ...], list[Compared]] = {}
     for each in compared:
         row = each.row
+        if row.source in EXCLUDED:
+            continue
         key = (
             row.source,
             row.shape.num_parameters,
@@ -153,7 +155,7 @@ def choices(compared: Sequence[Compared]) -> list[Group]:
     return [
         Group(f"{key[0]} {rows[0].row.shape.num_parameters / 1e9:.1f}B on {rows[0].row.cluster.num_gpus}", tuple(rows))
         for key, rows in found.items()
-        if len(rows) > 1
+        if len({(each.row.plan, each.row.workload) for each in rows}) > 1
     ]
 
 

@@ -1,0 +1,127 @@
+"""Seconds of a step: what they add up to, which way they move, and how far they are from published ones."""
+
+from __future__ import annotations
+
+import dataclasses
+import statistics
+
+import pytest
+
+from shardwise import ConfigError, ParallelPlan
+from shardwise.cost.hardware import Cluster
+from shardwise.cost.workload import Workload
+from shardwise.planner import estimate
+from shardwise.planner.estimate import Estimate
+from shardwise.planner.published import published_rows
+from shardwise.planner.validate import FITTED, Errors, choices, compare_times, constant_rate, held_out, resolved
+from shardwise.spec.schedule import PipelinePolicy
+from shardwise.spec.shape import ModelShape
+
+SHAPE = ModelShape.from_config("llama-3-8b")
+CLUSTER = Cluster(gpu="H100-80GB-SXM", num_gpus=16)
+WORKLOAD = Workload(seq_len=4096, global_batch=64)
+
+PLANS = {
+    "ddp": ParallelPlan(strategy="ddp"),
+    "zero1": ParallelPlan(strategy="zero1"),
+    "zero2": ParallelPlan(strategy="zero2"),
+    "zero3": ParallelPlan(strategy="zero3"),
+    "hsdp": ParallelPlan(strategy="hsdp"),
+    "tp": ParallelPlan(strategy="zero3", tp=4),
+    "cp": ParallelPlan(strategy="zero3", cp=4),
+    "pp": ParallelPlan(strategy="zero1", pp=4, pipeline=PipelinePolicy("1f1b", 16)),
+    "3d": ParallelPlan(strategy="zero1", pp=2, tp=4, pipeline=PipelinePolicy("interleaved-1f1b", 32)),
+    "offload": ParallelPlan(strategy="zero3", offload_policy="cpu"),
+}
+
+
+def made(plan: ParallelPlan | str = "zero3", **changes: object) -> Estimate:
+    cluster = {name: changes.pop(name) for name in tuple(changes) if hasattr(CLUSTER, name)}
+    return estimate(
+        SHAPE,
+        PLANS[plan] if isinstance(plan, str) else plan,
+        dataclasses.replace(CLUSTER, **cluster),
+        dataclasses.replace(WORKLOAD, **changes),
+    )
+
+
+@pytest.mark.parametrize("name", PLANS)
+def test_categories_add_up_and_none_is_negative(name):
+    time = made(name).time
+    assert sum(time.by_category.values()) == pytest.approx(time.step_time_s)
+    assert min(time.by_category.values()) >= 0
+    known = {"compute", "exposed gather", "exposed reduce", "tp", "pp bubble", "cp", "ep", "optimizer", "offload"}
+    assert set(time.by_category) <= known | {"host"}
+
+
+@pytest.mark.parametrize("name", PLANS)
+def test_a_faster_network_is_never_slower(name):
+    steps = [made(name, inter_gbits_per_s_per_node=gbits).step_time_s for gbits in (100, 400, 1600, 6400)]
+    assert steps == sorted(steps, reverse=True)
+
+
+def test_a_slow_network_makes_zero3_wait_and_hybrid_sharding_less():
+    slow = {"inter_gbits_per_s_per_node": 50}
+    assert made("zero3", **slow).step_time_s > 1.5 * made("zero3").step_time_s
+    assert made("hsdp", **slow).step_time_s < 0.8 * made("zero3", **slow).step_time_s
+
+
+def test_recomputing_costs_up_to_a_third_and_some_blocks_in_proportion():
+    none, some, full = (made(recompute=what).step_time_s for what in ("none", 16, "full"))
+    assert 1.2 < full / none < 1.34
+    assert (some - none) / (full - none) == pytest.approx(0.5, rel=0.02)
+
+
+def test_adapters_need_no_gradients_of_frozen_weights():
+    whole, adapters = made().step_time_s, made(lora_rank=16).step_time_s
+    assert 0.6 < adapters / whole < 0.85
+
+
+def test_compiling_fuses_element_wise_work():
+    assert 0.7 < made(compile=True).step_time_s / made().step_time_s < 0.95
+
+
+def test_more_microbatches_shrink_the_bubble():
+    shares = []
+    for count in (4, 16, 64):
+        plan = ParallelPlan(strategy="zero1", pp=4, pipeline=PipelinePolicy("1f1b", count))
+        got = made(plan, global_batch=4 * count)
+        shares.append(got.time.by_category["pp bubble"] / got.step_time_s)
+    assert shares[0] > 0.3  # (p - 1) / (m + p - 1) = 3 / 7, and stages are not quite equal
+    assert shares == sorted(shares, reverse=True)
+
+
+@pytest.mark.parametrize("layers", [20, 80])
+def test_blocks_that_are_not_simulated_take_the_time_of_those_that_are(layers, monkeypatch):
+    shape = ModelShape.decoder(layers=layers, hidden=4096, heads=32, vocab=32000, seq_len=4096)
+    plan = ParallelPlan(strategy="zero3", dp_shard=16)
+    steps = []
+    for simulated in (3, layers):
+        monkeypatch.setattr("shardwise.planner.time._SIMULATED", simulated)
+        for gbits in (50, 3200):
+            cluster = dataclasses.replace(CLUSTER, inter_gbits_per_s_per_node=gbits)
+            steps.append(estimate(shape, plan, cluster, WORKLOAD).step_time_s)
+    assert steps[:2] == pytest.approx(steps[2:], rel=0.01)
+
+
+def test_software_that_nobody_knows_is_refused_with_the_nearest_name():
+    with pytest.raises(ConfigError, match="Did you mean 'megatron-core'"):
+        estimate(SHAPE, PLANS["zero3"], CLUSTER, WORKLOAD, software="megatron-cor")
+
+
+def test_every_published_row_with_a_known_configuration_has_a_plan_that_its_cluster_can_run():
+    rows = published_rows()
+    assert len(rows) > 500
+    for row in rows:
+        assert resolved(row).mesh(row.cluster.num_gpus).world_size == row.cluster.num_gpus
+
+
+def test_fitted_and_held_out_sources_are_as_far_off_as_the_page_says_and_ahead_of_one_rate_for_each_gpu():
+    compared = compare_times()
+    fitted = Errors.of(each.error for each in compared if each.row.source in FITTED)
+    unseen = held_out(compared)
+    errors = Errors.of(each.error for each in unseen)
+    assert fitted.median < 0.06
+    assert (errors.median, errors.mean) < (0.15, 0.19)
+    assert errors.mean < statistics.fmean(abs(error) for error in constant_rate(unseen))
+    assert all(len(group.rows) > 1 and -1 <= group.tau <= 1 for group in choices(compared))
