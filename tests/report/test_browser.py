@@ -22,7 +22,7 @@ from tests.common.browser import WHY_NOT, Browser, find
 from tests.report.folders import BYTES, records, write_run
 
 pytestmark = pytest.mark.skipif(find() is None, reason=WHY_NOT)
-KINDS = ("run", "pipeline", "compared", "plan")
+KINDS = ("run", "pipeline", "compared", "plan", "streams")
 
 
 @pytest.fixture(scope="module")
@@ -37,8 +37,8 @@ def pages(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
     workload = Workload(seq_len=8192, global_batch=128)
     plans = [
         ParallelPlan(strategy="zero1", tp=4, pp=4, pipeline=PipelinePolicy("interleaved-1f1b")),
-        ParallelPlan(strategy="zero3"),
         ParallelPlan(strategy="ddp"),
+        ParallelPlan(strategy="zero3"),
     ]
     estimates = [estimate(known_shape("llama-3-8b"), plan, cluster, workload) for plan in plans]
     texts = {
@@ -46,6 +46,7 @@ def pages(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
         "pipeline": run_page(read_run(runs[1])),
         "compared": compare_page([read_run(run) for run in runs]),
         "plan": plan_report(estimates),
+        "streams": plan_report(estimates[::-1]),
     }
     found = {}
     for name, text in texts.items():

@@ -21,8 +21,8 @@ from shardwise.cost.work import Exchange, UnitWork, item_bytes, model_work
 from shardwise.cost.workload import Workload
 from shardwise.planner.memory import num_microbatches
 from shardwise.planner.stage import Chain, stage_blocks
-from shardwise.sim.pipeline import simulate_pipeline, stage_seconds
-from shardwise.sim.step import StepUnit, Transfer, simulate_step
+from shardwise.sim.pipeline import SimulatedPipeline, simulate_pipeline, stage_seconds
+from shardwise.sim.step import SimulatedStep, StepUnit, Transfer, simulate_step
 from shardwise.sim.streams import NO_SLOWDOWN, Slowdown
 from shardwise.spec.plan import ParallelPlan
 from shardwise.spec.schedule.actions import folded_ranks, looped_ranks
@@ -42,6 +42,14 @@ def calibrated_seconds(
     Raises:
         ConfigError: The file has no times of this dtype, or of a collective that the plan needs.
     """
+    step = calibrated_step(shape, plan, cluster, workload)
+    return step.seconds, _named(step.by_category)
+
+
+def calibrated_step(
+    shape: ModelShape, plan: ParallelPlan, cluster: Cluster, workload: Workload
+) -> SimulatedStep | SimulatedPipeline:
+    """The simulated step of :func:`calibrated_seconds`."""
     measured = cluster.device.measured
     assert measured is not None
     costs = _Costs(measured, plan, workload)
@@ -51,7 +59,7 @@ def calibrated_seconds(
     if plan.pp == 1:
         embedding, *blocks, head = units
         chain = [costs.root(embedding, head), *(costs.unit(unit) for unit in _each(blocks))]
-        step = simulate_step(
+        return simulate_step(
             chain,
             plan.placements,
             reshards_after_forward=plan.reshard_after_forward if isinstance(plan.reshard_after_forward, bool) else None,
@@ -61,14 +69,13 @@ def calibrated_seconds(
             optimizer_s=costs.update_s(units),
             slowdown=slowdown,
         )
-        return step.seconds, _named(step.by_category)
     policy = plan.pipeline_policy
     assert policy is not None
     stages = _stages(shape, plan, units, plan.pp * policy.virtual_stages)
     ranks = folded_ranks(plan.pp) if policy.schedule == "zb-v" else looped_ranks(plan.pp, policy.virtual_stages)
     tokens = workload.micro_batch * workload.seq_len / plan.cp
     message_s = measured.link_s("message", 2, item_bytes(workload) * tokens * shape.hidden)
-    pipeline = simulate_pipeline(
+    return simulate_pipeline(
         policy.schedule,
         plan.pp,
         m,
@@ -84,7 +91,6 @@ def calibrated_seconds(
             for rank in range(plan.pp)
         ),
     )
-    return pipeline.seconds, _named(pipeline.by_category)
 
 
 def _named(found: Mapping[str, float]) -> dict[str, float]:

@@ -20,8 +20,8 @@ from shardwise.cost.work import UnitWork, item_bytes, model_work
 from shardwise.cost.workload import Workload
 from shardwise.planner.calibrated import calibrated_seconds
 from shardwise.planner.stage import Chain, stage_blocks
-from shardwise.sim.pipeline import StageSeconds, simulate_pipeline, stage_seconds
-from shardwise.sim.step import StepUnit, Transfer, simulate_step
+from shardwise.sim.pipeline import SimulatedPipeline, StageSeconds, simulate_pipeline, stage_seconds
+from shardwise.sim.step import SimulatedStep, StepUnit, Transfer, simulate_step
 from shardwise.sim.streams import Slowdown
 from shardwise.spec.plan import ParallelPlan
 from shardwise.spec.shape import ModelShape
@@ -269,18 +269,28 @@ class Timing:
         return self._with_waits(found)
 
     def _simulate(self, units: Sequence[StepUnit]) -> dict[str, float]:
+        return dict(self._simulated(units).by_category)
+
+    def _simulated(self, units: Sequence[StepUnit]) -> SimulatedStep:
         row = self.plan.placements
         accumulation = self.plan.accumulation
         if accumulation == "auto":
             accumulation = "sharded" if row.pools_gradients else "unsharded"
-        step = simulate_step(
+        return simulate_step(
             units,
             row,
             num_microbatches=self.num_microbatches,
             accumulation=accumulation,
             slowdown=self._slowdown,
         )
-        return dict(step.by_category)
+
+    def step(self) -> SimulatedStep:
+        """The whole step of a plan without ``pp``, every block simulated, for a drawing."""
+        blocks = [work for work in self.works[1:-1] for _ in range(work.count)]
+        chain = zip(blocks, self._recomputes(blocks), strict=True)
+        units = [self._step_unit(work, recomputes=again) for work, again in chain]
+        optimizer_s = self._optimizer_s(sum(work.count * work.num_trained for work in self.works))
+        return dataclasses.replace(self._simulated([self._root(), *units]), optimizer_s=optimizer_s)
 
     def _with_waits(self, found: dict[str, float]) -> dict[str, float]:
         """Add what is reduced and gathered after the backward."""
@@ -320,6 +330,19 @@ class Timing:
         total = sum(work.count * work.num_trained for work in self.works) / pp
         found["optimizer"] = found.get("optimizer", 0.0) + self._optimizer_s(total)
         return self._with_waits(found)
+
+    def pipeline(self, most_microbatches: int) -> SimulatedPipeline:
+        """The step of a plan with ``pp``, of no more than so many microbatches, for a drawing."""
+        policy, pp = self.plan.pipeline_policy, self.plan.pp
+        assert policy is not None
+        virtual = policy.virtual_stages
+        count = self.num_microbatches
+        if count > most_microbatches:
+            count = max(pp, most_microbatches // pp * pp)
+        stages = self._stages(self._split(pp * virtual))
+        return simulate_pipeline(
+            policy.schedule, pp, count, stages, num_virtual_stages=virtual if virtual > 1 else None
+        )
 
     def _split(self, num_stages: int) -> tuple[tuple[int, ...], ...]:
         blocks = self.works[1:-1]

@@ -78,7 +78,10 @@ class Lanes:
             made.append(level(self.left, self.width - 10, self.y[key] + self.height))
         for bar in bars:
             x, width = self.x(bar.start), self.x(bar.stop) - self.x(bar.start)
-            made.append(box(x, self.y[bar.lane], max(width, 0.6), self.height, bar.fill, title=bar.title))
+            shape = box(x, self.y[bar.lane], max(width, 0.8), self.height, bar.fill, title=bar.title)
+            if width < 3:  # the edge would be all that is seen
+                shape.set("class", bar.fill)
+            made.append(shape)
             if bar.label and fits(bar.label, width):
                 made.append(text(x + width / 2, self.y[bar.lane] + middle, bar.label, class_="on", anchor="middle"))
         return made

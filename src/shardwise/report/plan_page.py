@@ -8,17 +8,19 @@ from typing import Any
 
 from shardwise.planner import Estimate
 from shardwise.planner.explain import GIB, gib, num_microbatches, seconds, title, why
+from shardwise.planner.simulated import simulated
 from shardwise.report import mesh
 from shardwise.report.chart import Stack, fills_of, stacked_bars, stacked_columns
 from shardwise.report.element import Content, Element, el
 from shardwise.report.memory_parts import CATEGORIES
 from shardwise.report.page import Section, figure, folded, legend, page, table, tiles
-from shardwise.report.pipeline import pipeline_chart
+from shardwise.report.pipeline import simulated_chart
 from shardwise.report.run_page import flat
 from shardwise.report.scale import seconds as spent
+from shardwise.report.streams import simulated_spans, streams_figure
+from shardwise.sim.pipeline import SimulatedPipeline
 from shardwise.spec.errors import PlanError
 from shardwise.spec.mesh import AXES
-from shardwise.spec.schedule.builders import pipeline_policy
 from shardwise.spec.text import size
 
 #: Plans whose bars are drawn, and rows of the table, at most.
@@ -47,7 +49,7 @@ def plan_report(estimates: Sequence[Estimate], *, remedies: Sequence[str] = ()) 
         Section("Plans", [_table(estimates)]),
         Section("Where the time of a step goes", _time(estimates)),
         Section("Memory", [*_memory(estimates), *_timeline(best, missing)]),
-        Section("Pipeline of the first plan", _pipeline(best, missing)),
+        Section("Step of the first plan", _step(best, missing)),
         Section("Mesh of the first plan", _mesh(best)),
         Section("What was asked", _asked(best)),
     ]
@@ -209,19 +211,16 @@ def memory_timeline(moments: Sequence[tuple[str, Mapping[str, float]]], heading:
     ]
 
 
-def _pipeline(best: Estimate, missing: list[str]) -> list[Content]:
-    plan = best.plan
-    if plan.pp < 2:
-        missing.append("Pipeline: the first plan has one stage.")
-        return []
-    try:
-        policy = pipeline_policy(plan.pipeline)
-        if policy.num_microbatches is None:
-            policy = dataclasses.replace(policy, num_microbatches=max(1, num_microbatches(best)))
-        return pipeline_chart(policy, plan.pp)
-    except PlanError as error:
-        missing.append(f"Pipeline: {str(error).splitlines()[0]}")
-        return []
+def _step(best: Estimate, missing: list[str]) -> list[Content]:
+    """The first plan's simulated step: streams, or the pipeline's ranks."""
+    step = simulated(best)
+    if isinstance(step, SimulatedPipeline):
+        missing.append("Streams: inside the stages of a pipeline they are not drawn.")
+        return simulated_chart(step, num_microbatches(best))
+    missing.append("Pipeline: the first plan has one stage.")
+    spans, note = simulated_spans(step)
+    waits = {name: held for name, held in step.microbatches[-1][0].exposed.items() if held > 0}
+    return streams_figure(spans, "Simulated step of the first plan", waits=waits, note=note)
 
 
 def _mesh(best: Estimate) -> list[Content]:

@@ -135,6 +135,11 @@ def seconds(value: float) -> str:
     return f"{value:g} s"
 
 
+def time_unit(value: float) -> tuple[float, str]:
+    """The unit for times up to ``value``: its seconds and its name."""
+    return next(((factor, unit) for factor, unit in ((1.0, "s"), (1e-3, "ms")) if value >= factor), (1e-6, "µs"))
+
+
 def num_bytes(value: float) -> str:
     """Bytes for people."""
     return size(value)

@@ -8,7 +8,7 @@ from typing import NamedTuple
 from shardwise.report.element import Content
 from shardwise.report.lanes import Bar, Lanes, merged
 from shardwise.report.page import figure, folded, legend, scroll, table
-from shardwise.report.scale import seconds
+from shardwise.report.scale import seconds, time_unit
 from shardwise.report.svg import picture
 from shardwise.sim.step import SimulatedStep
 
@@ -80,7 +80,7 @@ def streams_figure(spans: Sequence[Span], title: str, *, waits: Mapping[str, flo
     width = min(WIDEST, max(1080, EACH * most))
     lanes = Lanes({name: WORDS.get(name, name) for name in names}, end=end, width=width, height=24, gap=6)
     bars = merged([_bar(span, first) for span in spans], lanes)
-    factor, unit = next((f, u) for f, u in ((1.0, "s"), (1e-3, "ms"), (1e-6, "µs")) if end >= f or u == "µs")
+    factor, unit = time_unit(end)
     words = f"{title}: {len(names)} streams over {seconds(end)}. The table below says how long each is busy."
     chart = picture(width, lanes.bottom + 28, words, [lanes.parts(bars), lanes.axis(unit, factor=factor)])
     busy = {name: sum(span.end_s - span.begin_s for span in spans if span.stream == name) for name in names}
