@@ -24,6 +24,7 @@ _FREE = (
     "train.steps",
     "train.eval_every",
     "train.eval_batches",
+    "train.check_memory",
     "log",
     "checkpoint",
     "parallel",

@@ -147,6 +147,9 @@ class TrainSection(Section):
         None, description="evaluate a moving average of the weights, such as 0.999; checkpoints hold it too"
     )
     eval_batches: Positive = Field(8, description="global batches of held-out samples per evaluation")
+    check_memory: bool = Field(
+        default=True, description="refuse a run that is predicted to need more memory than its devices have"
+    )
 
 
 class CheckpointSection(Section):

@@ -17,6 +17,7 @@ from shardwise.spec.plan import ParallelPlan
 from shardwise.spec.run_files import CONFIG, LOGS
 from shardwise.spec.text import printable
 from shardwise.train import folder
+from shardwise.train.budget import check_budget, find_device
 from shardwise.train.config import RawConfig, read_config
 from shardwise.train.resolve import RunConfig, resolve
 
@@ -101,6 +102,7 @@ def launch_training(
         check_config(saved_config(find_checkpoint(directory, resume)), resolved.config, resolved.asked)
     resolved.source.check(resolved.vocab_size)
     rehearse(resolved, num_ranks)
+    check_budget(resolved, find_device(num_ranks))
     folder.create(directory)
     verb, *others = arguments
     words = [verb, f"--run-dir={directory}", *others]
@@ -151,6 +153,8 @@ def work(
 
         resolved = resolve(raw, world.size, world.ranks_per_machine)
         check_extras(resolved.config)
+        if world.source != "launcher":  # which has checked it
+            check_budget(resolved, find_device(world.ranks_per_machine or 1))
         return train(resolved, world=world, run_dir=run_dir, resume=resume, is_demo=is_demo)
 
     try:

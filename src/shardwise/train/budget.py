@@ -1,0 +1,207 @@
+"""Whether a run fits into the memory of its devices, said before any process starts, and what would make it fit.
+
+The bytes are the planner's, from the model's shape alone. A model whose shape is not known by arithmetic, and a device
+whose memory is not known, are not judged.
+"""
+
+from __future__ import annotations
+
+import json
+import subprocess
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+from shardwise.cost.workload import Workload
+from shardwise.planner.memory import MemoryEstimate, memory_on
+from shardwise.spec.errors import ConfigError, MemoryBudgetError, ShardwiseError
+from shardwise.spec.plan import ParallelPlan
+from shardwise.spec.policies import RecomputePolicy
+from shardwise.spec.shape import ModelShape
+from shardwise.spec.text import size
+from shardwise.train.resolve import RunConfig
+
+#: Bytes of a process on a CPU besides tensors: 240 MiB are resident once torch (2.13) and the trainer are loaded.
+PROCESS_BYTES = 240 << 20
+
+#: More ranks that are tried, as a multiple of those of the run.
+MOST_TIMES = 64
+
+
+@dataclass(frozen=True, slots=True)
+class Device:
+    """Where ranks compute.
+
+    Attributes:
+        device_type: ``cuda`` or ``cpu``.
+        memory_bytes: Memory that one rank can have: of its GPU, or its part of what the machine has available.
+    """
+
+    device_type: str
+    memory_bytes: int
+
+
+def check_budget(resolved: RunConfig, device: Device | None) -> None:
+    """Refuse a run that its devices cannot hold; ``train.check_memory: false`` lets it try.
+
+    Args:
+        resolved: The run.
+        device: Its devices; ``None``: not known.
+
+    Raises:
+        MemoryBudgetError: It cannot fit. The message has the largest category, and changes with which the run fits.
+    """
+    if device is None or not resolved.config.train.check_memory or resolved.plan.placements.is_threaded:
+        return
+    try:
+        shape = shape_of(resolved)
+        workload = workload_of(resolved)
+        found = memory_on(device.device_type, shape, _resolved_plan(resolved), workload)
+    except (ShardwiseError, ArithmeticError, LookupError):
+        return  # a model that no arithmetic knows
+    needed = _needed(found, device)
+    if needed <= device.memory_bytes:
+        return
+    name, held = max(found.by_category.items(), key=lambda item: item[1])
+    if device.device_type == "cpu" and found.host_bytes > held:
+        name, held = "what is offloaded to the host", found.host_bytes
+    what = "GPU" if device.device_type == "cuda" else "process"
+    has = "has" if device.device_type == "cuda" else "can have"
+    ranks = resolved.mesh.world_size
+    remedies = [f"{words} ({size(bytes_)})" for words, bytes_ in _remedies(resolved, shape, workload, device)]
+    advice = f"Fits with: {'; '.join(remedies)}." if remedies else "No other plan makes it fit: use a smaller model."
+    raise MemoryBudgetError(
+        f"{shape.name} under {resolved.plan.strategy} on {ranks} rank{'s' if ranks != 1 else ''} needs"
+        f" {size(needed)} on the fullest {what}, which {has} {size(device.memory_bytes)}; the largest part is {name}"
+        f" with {size(held)}.\n  {advice}\n"
+        "  `shardwise plan` ranks every plan; train.check_memory=false tries this one all the same."
+    )
+
+
+def find_device(num_ranks: int) -> Device | None:
+    """The device of each of ``num_ranks`` ranks of this machine; ``None``: its memory is not known."""
+    if Path("/dev/nvidiactl").exists():
+        return _gpu()
+    try:
+        lines = Path("/proc/meminfo").read_text(encoding="ascii").splitlines()
+        available = next(int(line.split()[1]) << 10 for line in lines if line.startswith("MemAvailable"))
+    except (OSError, ValueError, StopIteration, IndexError):
+        return None
+    return Device("cpu", min(available, _container_bytes() or available) // max(num_ranks, 1))
+
+
+def _container_bytes() -> int | None:
+    """What a container leaves to its processes; ``None``: it sets no limit."""
+    try:
+        limit, used = (int(Path(f"/sys/fs/cgroup/memory.{name}").read_text("ascii")) for name in ("max", "current"))
+    except (OSError, ValueError):
+        return None  # "max" where there is none
+    return max(limit - used, 0)
+
+
+def _gpu() -> Device | None:
+    """The smallest GPU, as the driver tells without a context on it."""
+    command = ["nvidia-smi", "--query-gpu=memory.total", "--format=csv,noheader,nounits"]
+    try:
+        answer = subprocess.run(command, capture_output=True, text=True, timeout=20, check=True)
+        return Device("cuda", min(int(line) for line in answer.stdout.split()) << 20)
+    except (OSError, subprocess.SubprocessError, ValueError):
+        return None
+
+
+def shape_of(resolved: RunConfig) -> ModelShape:
+    """The shape of the run's model.
+
+    Raises:
+        ConfigError: No arithmetic knows it.
+    """
+    if resolved.model is not None:
+        return ModelShape.from_config(resolved.model, resolved.config.model.preset or "the model")
+    folder = Path(resolved.config.model.hf or "").expanduser()
+    try:
+        return ModelShape.from_config(json.loads((folder / "config.json").read_text(encoding="utf-8")), folder.name)
+    except (OSError, ValueError) as error:
+        raise ConfigError(f"{folder}: {error}") from None
+
+
+def workload_of(resolved: RunConfig) -> Workload:
+    """What a step of the run computes, for the planner."""
+    plan, section = resolved.plan, resolved.config.optimizer
+    dtype = plan.precision.param_dtype if plan.mp_policy is not None else None
+    keeps_moments = section.name != "sgd" or section.momentum
+    return Workload(
+        seq_len=resolved.seq_len,
+        global_batch=resolved.batch.total,
+        micro_batch=resolved.batch.micro,
+        precision={"auto": "bf16", "fp64": "fp32", None: "fp32"}.get(dtype, dtype or "fp32"),
+        optimizer=section.name if keeps_moments else "sgd",
+        recompute=_recompute(plan.recompute, resolved),
+        compile=plan.compile,
+        in_backward=section.in_backward,
+    )
+
+
+def _recompute(policy: RecomputePolicy | None, resolved: RunConfig) -> str | int:
+    """Recomputation in the planner's words; modules named by hand count as all."""
+    if policy is None:
+        return "full" if resolved.model is not None and resolved.model.activation_checkpointing else "none"
+    if policy.save:
+        return "selective"
+    layers = shape_of(resolved).num_layers
+    return "full" if policy.every == 1 else -(-layers // policy.every)
+
+
+def _resolved_plan(resolved: RunConfig) -> ParallelPlan:
+    mesh = resolved.mesh
+    return replace(resolved.plan, dp_replicate=mesh.dp_replicate, dp_shard=mesh.dp_shard)
+
+
+def _needed(found: MemoryEstimate, device: Device) -> int:
+    if device.device_type == "cpu":
+        return found.allocated_bytes + found.host_bytes + PROCESS_BYTES
+    return found.device_bytes
+
+
+def _remedies(resolved: RunConfig, shape: ModelShape, workload: Workload, device: Device) -> Iterator[tuple[str, int]]:
+    """Changes with which the run fits, and what it then needs: of the plan on these ranks, then more ranks."""
+    plan = _resolved_plan(resolved)
+    zero3 = {} if plan.placements.shards_parameters else {"strategy": "zero3"}
+    changes = [
+        ("parallel.strategy=zero3", zero3, {}),
+        ("train.micro_batch_size=1", {}, {"micro_batch": 1}),
+        ("parallel.activation_checkpointing=full", {}, {"recompute": "full"}),
+        ("parallel.offload_policy=cpu", {"offload_policy": "cpu"}, {}),
+        (
+            "zero3, activation_checkpointing=full and micro_batch_size=1 together",
+            zero3,
+            {"recompute": "full", "micro_batch": 1},
+        ),
+    ]
+    for words, options, work in changes:
+        if not options and all(getattr(workload, name) == value for name, value in work.items()):
+            continue
+        needed = _attempt(replace(workload, **work), plan, options, shape, device)
+        if needed is not None and needed <= device.memory_bytes:
+            yield words, needed
+    times = 2
+    while times <= MOST_TIMES:
+        for words, options, work in (
+            ("", {}, {}),
+            (" and all of the above", zero3, {"recompute": "full", "micro_batch": 1}),
+        ):
+            more = {"dp_shard": plan.dp_shard * times, **options}
+            larger = replace(workload, global_batch=workload.global_batch * times, **work)
+            needed = _attempt(larger, plan, more, shape, device)
+            if device.device_type == "cuda" and needed is not None and needed <= device.memory_bytes:
+                yield f"{resolved.mesh.world_size * times} ranks{words}", needed
+                return
+        times *= 2
+
+
+def _attempt(
+    workload: Workload, plan: ParallelPlan, options: dict[str, object], shape: ModelShape, device: Device
+) -> int | None:
+    try:
+        return _needed(memory_on(device.device_type, shape, replace(plan, **options), workload), device)
+    except ShardwiseError:
+        return None

@@ -1,0 +1,85 @@
+"""A run that its devices cannot hold is refused before anything starts, with what is largest and what would fit."""
+
+from __future__ import annotations
+
+import pytest
+
+from shardwise.cli import main
+from shardwise.spec.errors import MemoryBudgetError
+from shardwise.train.budget import Device, check_budget, find_device, shape_of, workload_of
+from shardwise.train.config import read_config
+from shardwise.train.resolve import RunConfig, resolve
+
+GIB = 1 << 30
+A100 = Device("cuda", 40 * GIB)
+
+
+def run(*overrides: str, ranks: int = 8) -> RunConfig:
+    base = {"model": {"preset": "gpt2-xl"}, "data": {"source": "random", "seq_len": 1024}}
+    settings = ["parallel.mp_policy.param_dtype=bf16", "train.micro_batch_size=8", *overrides]
+    return resolve(read_config(None, settings, base=base, title="test"), ranks)
+
+
+def refusal(resolved: RunConfig, device: Device) -> str:
+    with pytest.raises(MemoryBudgetError) as caught:
+        check_budget(resolved, device)
+    assert caught.value.exit_code == 78
+    return str(caught.value)
+
+
+def test_the_message_has_the_largest_category_and_single_changes_that_fit():
+    said = refusal(run("parallel.strategy=zero3", "train.micro_batch_size=16"), A100)
+    assert "gpt2-xl under zero3 on 8 ranks needs" in said
+    assert "which has 42.9 GB; the largest part is activations" in said
+    assert "train.micro_batch_size=1" in said
+    assert "parallel.activation_checkpointing=full" in said
+    assert "train.check_memory=false" in said
+
+
+def test_a_strategy_that_fits_is_named():
+    said = refusal(run("parallel.strategy=ddp", "train.micro_batch_size=1"), Device("cuda", 24 * GIB))
+    assert "largest part is optimizer" in said
+    assert "parallel.strategy=zero3" in said
+
+
+def test_where_no_plan_on_these_ranks_fits_more_ranks_are_tried():
+    said = refusal(run("model.preset=gpt-175b", "train.micro_batch_size=1"), Device("cuda", 80 * GIB))
+    assert "128 ranks" in said or "64 ranks" in said
+
+
+def test_what_a_refusal_names_is_not_refused():
+    fits = [("train.micro_batch_size=1",), ("parallel.activation_checkpointing=full",)]
+    for overrides in fits:
+        check_budget(run("parallel.strategy=zero3", "train.micro_batch_size=16", *overrides), A100)
+
+
+def test_a_run_may_be_told_to_try_and_an_unknown_device_is_not_judged():
+    check_budget(run("train.check_memory=false"), Device("cuda", GIB))
+    check_budget(run(), None)
+
+
+def test_offloaded_states_count_where_device_and_host_are_one():
+    offloaded = run("parallel.strategy=zero3", "parallel.offload_policy=cpu", "train.micro_batch_size=1")
+    assert "needs" in refusal(offloaded, Device("cpu", GIB))
+
+
+def test_the_planner_is_asked_about_the_run_itself():
+    resolved = run("optimizer.name=sgd", "optimizer.momentum=0.0", "parallel.activation_checkpointing=selective")
+    workload = workload_of(resolved)
+    assert (workload.precision, workload.optimizer, workload.recompute) == ("bf16", "sgd", "selective")
+    assert (workload.micro_batch, workload.global_batch) == (8, 64)
+    assert shape_of(resolved).num_layers == 48
+
+
+def test_memory_of_this_machine_is_shared_by_its_ranks():
+    one, four = find_device(1), find_device(4)
+    assert one is not None
+    assert four is not None
+    assert one.device_type == "cuda" or one.memory_bytes > 3 * four.memory_bytes
+
+
+def test_train_refuses_before_it_starts_a_process(tmp_path, capsys):
+    words = ["--set", "model.preset=gpt-1t", "--set", "data.source=random", "--set", "data.seq_len=128"]
+    assert main(["train", "--nproc", "2", "--run-dir", str(tmp_path / "run"), *words]) == 78
+    assert "MemoryBudgetError: gpt-1t under zero3 on 2 ranks needs" in capsys.readouterr().err
+    assert not (tmp_path / "run").exists()
