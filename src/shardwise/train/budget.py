@@ -11,6 +11,7 @@ import subprocess
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import Any
 
 from shardwise.cost.workload import Workload
 from shardwise.planner.memory import MemoryEstimate, memory_on
@@ -199,7 +200,7 @@ def _remedies(resolved: RunConfig, shape: ModelShape, workload: Workload, device
 
 
 def _attempt(
-    workload: Workload, plan: ParallelPlan, options: dict[str, object], shape: ModelShape, device: Device
+    workload: Workload, plan: ParallelPlan, options: dict[str, Any], shape: ModelShape, device: Device
 ) -> int | None:
     try:
         return _needed(memory_on(device.device_type, shape, replace(plan, **options), workload), device)
