@@ -163,38 +163,41 @@ def _needed(found: MemoryEstimate, device: Device) -> int:
     return found.device_bytes
 
 
+@dataclass(frozen=True, slots=True)
+class _Change:
+    """What is written differently, and what that is to the plan and the workload."""
+
+    words: str
+    plan: dict[str, Any]
+    work: dict[str, Any]
+
+
 def _remedies(resolved: RunConfig, shape: ModelShape, workload: Workload, device: Device) -> Iterator[tuple[str, int]]:
     """Changes with which the run fits, and what it then needs: of the plan on these ranks, then more ranks."""
     plan = _resolved_plan(resolved)
-    zero3 = {} if plan.placements.shards_parameters else {"strategy": "zero3"}
+    zero3: dict[str, Any] = {} if plan.placements.shards_parameters else {"strategy": "zero3"}
+    least: dict[str, Any] = {"recompute": "full", "micro_batch": 1}
     changes = [
-        ("parallel.strategy=zero3", zero3, {}),
-        ("train.micro_batch_size=1", {}, {"micro_batch": 1}),
-        ("parallel.activation_checkpointing=full", {}, {"recompute": "full"}),
-        ("parallel.offload_policy=cpu", {"offload_policy": "cpu"}, {}),
-        (
-            "zero3, activation_checkpointing=full and micro_batch_size=1 together",
-            zero3,
-            {"recompute": "full", "micro_batch": 1},
-        ),
+        _Change("parallel.strategy=zero3", zero3, {}),
+        _Change("train.micro_batch_size=1", {}, {"micro_batch": 1}),
+        _Change("parallel.activation_checkpointing=full", {}, {"recompute": "full"}),
+        _Change("parallel.offload_policy=cpu", {"offload_policy": "cpu"}, {}),
+        _Change("zero3, activation_checkpointing=full and micro_batch_size=1 together", zero3, least),
     ]
-    for words, options, work in changes:
-        if not options and all(getattr(workload, name) == value for name, value in work.items()):
+    for change in changes:
+        if not change.plan and all(getattr(workload, name) == value for name, value in change.work.items()):
             continue
-        needed = _attempt(replace(workload, **work), plan, options, shape, device)
+        needed = _attempt(replace(workload, **change.work), plan, change.plan, shape, device)
         if needed is not None and needed <= device.memory_bytes:
-            yield words, needed
+            yield change.words, needed
     times = 2
-    while times <= MOST_TIMES:
-        for words, options, work in (
-            ("", {}, {}),
-            (" and all of the above", zero3, {"recompute": "full", "micro_batch": 1}),
-        ):
-            more = {"dp_shard": plan.dp_shard * times, **options}
-            larger = replace(workload, global_batch=workload.global_batch * times, **work)
-            needed = _attempt(larger, plan, more, shape, device)
-            if device.device_type == "cuda" and needed is not None and needed <= device.memory_bytes:
-                yield f"{resolved.mesh.world_size * times} ranks{words}", needed
+    while device.device_type == "cuda" and times <= MOST_TIMES:
+        for change in (_Change("", {}, {}), _Change(" with all of the above", zero3, least)):
+            larger = replace(workload, global_batch=workload.global_batch * times, **change.work)
+            options = {"dp_shard": plan.dp_shard * times, **change.plan}
+            needed = _attempt(larger, plan, options, shape, device)
+            if needed is not None and needed <= device.memory_bytes:
+                yield f"{resolved.mesh.world_size * times} ranks{change.words}", needed
                 return
         times *= 2
 
