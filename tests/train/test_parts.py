@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import csv
 import json
 import os
 import random
@@ -14,13 +13,14 @@ import pytest
 import torch
 from torch import nn
 
+from shardwise.cost.hardware import gpus
 from shardwise.spec.errors import CheckpointError
 from shardwise.spec.shape.gpt import PRESETS
 from shardwise.spec.text import printable, size
 from shardwise.train import random_state
 from shardwise.train.build import build_model, build_optimizer, objective_of, parameter_groups, set_lr
 from shardwise.train.config import OptimizerSection, read_config
-from shardwise.train.log import PEAKS, flops_per_token, peak_flops
+from shardwise.train.log import flops_per_token, peak_flops
 from shardwise.train.predict import measure_replicas
 from shardwise.train.resolve import resolve
 from shardwise.train.unread import INTERRUPTED, STOPPED, StopRequest, exit_code
@@ -117,15 +117,14 @@ def test_unknown_devices_have_no_peak() -> None:
 
 
 def test_every_peak_has_its_source_and_is_dense() -> None:
-    with PEAKS.open(encoding="utf-8", newline="") as file:
-        rows = list(csv.DictReader(file))
-    assert len({row["device_name"] for row in rows}) == len(rows) > 5
-    for row in rows:
-        assert row["source"], row
-        halves = [float(row[f"tflops_{dtype}"]) for dtype in ("bf16", "fp16") if row[f"tflops_{dtype}"]]
-        assert len(set(halves)) == 1, row
-        if row["tflops_tf32"]:  # half as fast as 16 bit on every device that has it; with sparsity it would be as fast
-            assert float(row["tflops_tf32"]) == pytest.approx(halves[0] / 2, rel=0.01)
+    named = [gpu for gpu in gpus().values() if gpu.device_name]
+    assert len({gpu.device_name for gpu in named}) == len(named) > 5
+    for gpu in named:
+        assert gpu.source, gpu
+        halves = [gpu.peaks[dtype] for dtype in ("bf16", "fp16") if dtype in gpu.peaks]
+        assert len(set(halves)) == 1, gpu
+        if "tf32" in gpu.peaks:  # half as fast as 16 bit on every device that has it; with sparsity it would be as fast
+            assert gpu.peaks["tf32"] == pytest.approx(halves[0] / 2, rel=0.01)
 
 
 @pytest.mark.parametrize(("number", "code"), [(signal.SIGTERM, STOPPED), (signal.SIGINT, INTERRUPTED)])

@@ -192,9 +192,11 @@ class Comm(Recorder, ABC):
         is_in_order: A collective begins when all that were issued before it are done, as on a stream. A receive then
             holds up whatever is issued after it until its message has come. :meth:`exchange` is right on every
             transport.
+        waited_s: Seconds that the host has waited for messages; 0 where it does not wait (NCCL).
     """
 
     is_in_order = False
+    waited_s = 0.0
 
     def __init__(self, axis: str, rank: int, size: int, device: torch.device, channel: str | None = None) -> None:
         super().__init__(axis)

@@ -12,6 +12,7 @@ A direct exchange was measured faster than a ring at 2, 4 and 8 ranks.
 from __future__ import annotations
 
 import bisect
+import time
 import zlib
 from collections import deque
 from collections.abc import Callable, Sequence
@@ -243,6 +244,7 @@ class _Exchange(Handle):
         watch = self._comm.watch
         if watch is not None:
             watch.entered(self)
+        begin = time.perf_counter()
         try:
             for work, _ in messages:
                 work.wait()
@@ -250,6 +252,7 @@ class _Exchange(Handle):
             raise self._failure(error) from error
         finally:
             stall.waiting = None
+            self._comm.waited_s += time.perf_counter() - begin
         if watch is not None:
             watch.left()
         for _, alias in messages:

@@ -28,6 +28,7 @@ class Gpu:
 
     Attributes:
         name: Name in the table, or of the calibrated file.
+        device_name: Name by which ``torch.cuda.get_device_name`` knows it; "": not known.
         peaks: Dense operations per second by the dtype of the products: ``bf16``, ``fp16``, ``tf32``, ``fp32``,
             ``fp8``.
         memory_bytes: Bytes that torch can allocate.
@@ -52,6 +53,7 @@ class Gpu:
     node_gbits: float
     arch: str = ""
     source: str = ""
+    device_name: str = ""
     device_type: str = "cuda"
     measured: Measured | None = field(default=None, repr=False)
 
@@ -86,7 +88,13 @@ def _gpu(row: dict[str, str]) -> Gpu:
         node_gbits=number("typical_internode_gbps_per_node"),
         arch=row["arch"],
         source=row["source"],
+        device_name=row["device_name"],
     )
+
+
+def gpu_of_device(device_name: str) -> Gpu | None:
+    """The GPU that torch calls so; variants (PCIe, NVL) have names of their own. ``None``: the table has none."""
+    return next((gpu for gpu in gpus().values() if device_name and gpu.device_name == device_name), None)
 
 
 def find_gpu(name: str) -> Gpu:

@@ -74,7 +74,7 @@ class OperationTime(NamedTuple):
 
 
 class UpdateTime(NamedTuple):
-    """Seconds of an optimizer's step on parameters of ``numel`` elements in all."""
+    """Seconds of an optimizer's step on one parameter of ``numel`` elements, beside others of the same size."""
 
     numel: float
     seconds: float
@@ -151,7 +151,7 @@ class Measured:
         )
 
     def update_s(self, optimizer: str, numel: float) -> float:
-        """Seconds of an optimizer's step."""
+        """Seconds of an optimizer's step on one parameter."""
         return _along([tuple(row) for row in self.optimizers.get(optimizer, ())], numel)
 
     def link_s(self, kind: str, num_ranks: int, num_bytes: float) -> float:

@@ -10,6 +10,7 @@ from __future__ import annotations
 import datetime as dt
 import itertools
 import os
+import statistics
 import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
@@ -39,10 +40,11 @@ _WIDTHS = (256, 1024, 4096, 8192)
 #: Sequence, sequences, heads, width of a head.
 _ATTENTION = ((64, 4, 8, 64), (64, 4, 8, 128), (256, 2, 8, 64), (256, 2, 8, 128), (1024, 1, 8, 64), (4096, 1, 8, 128))
 _NUMELS = tuple(1 << bits for bits in (14, 17, 20, 22, 24))
-_UPDATES = tuple(1 << bits for bits in (16, 20, 24))
+#: Elements of one parameter.
+_UPDATES = tuple(1 << bits for bits in (10, 16, 20, 22, 23))
 _LINK_BYTES = tuple(1 << bits for bits in (13, 17, 20, 23, 26))
-#: Elements of one parameter, and of the last dimension of element-wise operations.
-_PARAMETER, _ROW = 1 << 20, 1024
+#: Elements of the last dimension of element-wise operations.
+_ROW = 1024
 
 
 @dataclass
@@ -60,7 +62,7 @@ class Clock:
     budget_s: float = 0.12
 
     def seconds(self, call: Callable[[], Any], *, least: int = 3, most: int = 40) -> float:
-        """The lower quartile of a call's times, after one that is not counted: what else runs only adds to them."""
+        """The median of a call's times, after one that is not counted."""
         call()
         self._synchronise()
         self.align()
@@ -71,7 +73,7 @@ class Clock:
             call()
             self._synchronise()
             times.append(time.perf_counter() - start)
-        return low(times)
+        return statistics.median(times)
 
     def both(self, forward: Callable[[], Any], backward: Callable[[Any], Any]) -> tuple[float, float]:
         """The same of a forward, and of the backward that follows each."""
@@ -91,16 +93,11 @@ class Clock:
 
         forward_s = self.seconds(ahead)
         self.seconds(back)
-        return forward_s, low(times[1:])
+        return forward_s, statistics.median(times[1:])
 
     def _synchronise(self) -> None:
         if self.device.type == "cuda":
             torch.cuda.synchronize(self.device)
-
-
-def low(times: Sequence[float]) -> float:
-    """The lower quartile."""
-    return sorted(times)[len(times) // 4]
 
 
 def calibrate(device: torch.device, *, dtypes: Sequence[str] | None = None) -> dict[str, Any]:
@@ -280,13 +277,14 @@ def _copies(clock: Clock, dtype: torch.dtype) -> Iterator[OperationTime]:
 
 
 def _updates(clock: Clock) -> Iterator[UpdateTime]:
+    """AdamW as torch runs it. On a CPU it makes temporary tensors as large as a parameter: sizes differ by element."""
     for numel in _UPDATES:
-        sizes = [min(numel, _PARAMETER)] * max(1, numel // _PARAMETER)
-        parameters = [torch.nn.Parameter(torch.full((size,), 0.1, device=clock.device)) for size in sizes]
+        count = max(2, min(64, _COLD_BYTES // (16 * numel)))
+        parameters = [torch.nn.Parameter(torch.full((numel,), 0.1, device=clock.device)) for _ in range(count)]
         for parameter in parameters:
             parameter.grad = torch.full_like(parameter, 0.01)
         optimizer = torch.optim.AdamW(parameters, lr=1e-4)
-        yield UpdateTime(numel, clock.seconds(optimizer.step))
+        yield UpdateTime(numel, clock.seconds(optimizer.step) / count)
 
 
 def _links(clock: Clock, gather: Comm, reduce: Comm) -> dict[str, tuple[LinkTime, ...]]:
@@ -323,7 +321,7 @@ def _pass_on(comm: Comm, buffer: Tensor, received: Tensor) -> None:
 
 
 def _agreed(clock: Clock, comm: Comm, call: Callable[[], Any], *, count: int = 8) -> float:
-    """The lower quartile of a collective's times; as many on every rank, which a clock would not give."""
+    """The median of a collective's times; as many on every rank, which a clock would not give."""
     call()
     times = []
     for _ in range(count):
@@ -333,7 +331,7 @@ def _agreed(clock: Clock, comm: Comm, call: Callable[[], Any], *, count: int = 8
         call()
         clock._synchronise()  # noqa: SLF001
         times.append(time.perf_counter() - start)
-    slowest = torch.tensor([low(times)], device=comm.device).repeat(comm.size)
+    slowest = torch.tensor([statistics.median(times)], device=comm.device).repeat(comm.size)
     comm.all_gather(slowest, unit="calibrate").wait()
     return slowest.max().item()
 

@@ -30,6 +30,10 @@ from shardwise.spec.shape import ModelShape
 
 #: Names of ``TimeEstimate.by_category`` for those of ``sim``.
 CATEGORIES = {"gather": "exposed gather", "reduce": "exposed reduce"}
+#: Parts that the measured attention and the measured linear layers, which have biases, include.
+_MEASURED = {"attention", "gradients", "biases"}
+#: The measured operation that a part is; others are additions.
+_OPERATIONS = {"norm": "norm", "loss": "loss"} | dict.fromkeys(("gelu", "gelu_new", "silu", "relu"), "activation")
 #: What an exchange inside a unit is in the table of links; an exchange of tokens sends as an all-gather does.
 _LINKS = {"all_reduce": "all_reduce_out", "ring": "message", "all_to_all": "all_gather"}
 
@@ -163,11 +167,17 @@ class _Costs:
         )
 
     def update_s(self, units: Sequence[UnitWork]) -> float:
-        """The optimizer's step on this rank's part."""
-        numel = sum(unit.count * unit.num_trained for unit in units)
+        """The optimizer's step on this rank's part, parameter by parameter: the weights of products, and the rest."""
         share = self.shard if self.plan.placements.shards_optimizer else 1
         optimizer = self.workload.optimizer if self.workload.optimizer in self.measured.optimizers else "adamw"
-        return self.measured.update_s(optimizer, numel / share)
+        total = 0.0
+        for unit in units:
+            weights = [(p.inner * p.columns, p.count) for p in unit.products if p.is_trained]
+            rest = max(unit.num_trained - sum(numel * count for numel, count in weights), 0.0)
+            for numel, count in [*weights, (rest, 1)]:
+                if numel:
+                    total += unit.count * count * self.measured.update_s(optimizer, numel / share)
+        return total
 
     def _computation(self, unit: UnitWork) -> tuple[float, float]:
         forward = backward = 0.0
@@ -200,25 +210,23 @@ class _Costs:
     def _part(self, part: Part) -> tuple[float, float]:
         """An element-wise part: by the operation that it is, over as many elements as its bytes are passes."""
         e = self.item
-        elements = part.forward_bytes / (2 * e)
-        if part.name == "norm":
-            return self.measured.operation_s("norm", elements, self.dtype)
-        if part.name == "loss":
-            return self.measured.operation_s("loss", part.forward_bytes / (8 if e == 4 else 12 + e), self.dtype)
-        if part.name in {"gelu", "gelu_new", "silu", "relu"}:
-            return self.measured.operation_s("activation", elements, self.dtype)
+        if part.name in _MEASURED:
+            return 0.0, 0.0
         if part.name == "gated":
             there, back = self.measured.operation_s("activation", part.forward_bytes / (5 * e), self.dtype)
             product, _ = self.measured.operation_s("add", part.forward_bytes / (5 * e), self.dtype)
             return there + product, back + 2 * product
-        if part.name == "lookup":
-            return (
-                self.measured.operation_s("copy", elements, self._copied)[0],
-                self.measured.operation_s("copy", part.backward_bytes / (2 * e), self._copied)[0],
-            )
-        forward, _ = self.measured.operation_s("add", part.forward_bytes / (3 * e), self.dtype)
-        backward, _ = self.measured.operation_s("add", part.backward_bytes / (3 * e), self.dtype)
-        return forward if part.forward_bytes else 0.0, backward if part.backward_bytes else 0.0
+        kind = _OPERATIONS.get(part.name)
+        if kind is not None:
+            elements = part.saved_bytes / 4 if kind == "loss" else part.forward_bytes / (2 * e)
+            return self.measured.operation_s(kind, elements, self.dtype)
+        is_copied = part.name == "lookup"
+        moved, passes, dtype = ("copy", 2, self._copied) if is_copied else ("add", 3, self.dtype)
+
+        def seconds(num_bytes: float) -> float:
+            return self.measured.operation_s(moved, num_bytes / (passes * e), dtype)[0] if num_bytes else 0.0
+
+        return seconds(part.forward_bytes), seconds(part.backward_bytes)
 
     # -- what is sent
 

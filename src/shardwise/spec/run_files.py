@@ -3,5 +3,5 @@
 from __future__ import annotations
 
 CONFIG, PLAN, METRICS, SUMMARY, MODEL = "config.yaml", "plan.json", "metrics.jsonl", "summary.json", "model.txt"
-ENVIRONMENT, MEMORY, PREDICTED, REPORT = "environment.json", "memory.json", "predicted.json", "report.html"
+ENVIRONMENT, MEMORY, REPORT = "environment.json", "memory.json", "report.html"
 LOGS, CHECKPOINTS, EVENTS, WANDB_ID = "logs", "checkpoints", "events", "wandb-id"

@@ -170,6 +170,11 @@ class LogSection(Section):
     )
     tensorboard: bool | Literal["auto"] = Field("auto", description="auto: where tensorboard is installed")
     wandb: bool = Field(default=False, description="also send metrics to Weights & Biases (WANDB_* variables apply)")
+    hardware: str | None = Field(
+        None,
+        description="for the predicted time of a step: name of the GPU, or a file of `shardwise calibrate`; where it is"
+        " not given, by the name of the device",
+    )
 
 
 _NAME = r"^[A-Za-z0-9][A-Za-z0-9._-]{0,99}$"

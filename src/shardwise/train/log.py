@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import csv
 import importlib.util
 import json
 import math
@@ -16,6 +15,7 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TextIO
 
+from shardwise.cost.hardware import gpu_of_device
 from shardwise.launch.environment import environment
 from shardwise.launch.file import replace
 from shardwise.report import read_run, run_page
@@ -38,12 +38,10 @@ from shardwise.spec.text import printable, size
 from shardwise.train.config import Config
 from shardwise.train.folder import replace_json, replace_text
 from shardwise.train.resolve import RunConfig
+from shardwise.train.step_time import PredictedStep
 
 if TYPE_CHECKING:
     import torch
-
-#: Dense peaks in TFLOP/s by device name, as torch gives it, and dtype; every row with its source.
-PEAKS = Path(__file__).with_name("peaks.csv")
 
 
 @dataclass(frozen=True, slots=True)
@@ -63,6 +61,9 @@ class Record:
         mfu: Share of the devices' dense peak, per GPU; ``None`` where the peak is unknown.
         peak_memory_bytes: Most bytes of tensors held at once so far, the largest over the ranks.
         collective_bytes: Bytes that rank 0 sent in this step.
+        exposed_time_s: Part of ``step_time_s`` in which rank 0 waited for communication of the model (gathers,
+            reductions, ``tp``, ``pp``, ``cp``, ``ep``), a wait for a rank that comes later included; measured by the
+            host where it waits. ``None`` on a GPU, where the host does not wait: ``--profile-steps`` shows it there.
         optimizer_time_s: Part of ``step_time_s`` for clipping and the optimizer's step, on rank 0; ``None`` where
             backward updates.
         loss_scale: What the loss was multiplied by for the backward; ``None`` where nothing is in fp16.
@@ -83,6 +84,7 @@ class Record:
     collective_bytes: int
     loss_scale: float | None = None
     optimizer_time_s: float | None = None
+    exposed_time_s: float | None = None
     eval_loss: float | None = None
 
 
@@ -150,12 +152,12 @@ def peak_flops(device_name: str, dtype: str, *, uses_tf32: bool) -> float | None
         dtype: Short name of the dtype that the products take.
         uses_tf32: Products in fp32 go to the TF32 units, where the device has them.
     """
-    with PEAKS.open(encoding="utf-8", newline="") as file:
-        row = next((row for row in csv.DictReader(file) if row["device_name"] == device_name), None)
-    if row is None or dtype not in {"bf16", "fp16", "fp32"}:
+    gpu = gpu_of_device(device_name)
+    if gpu is None or dtype not in {"bf16", "fp16", "fp32"}:
         return None
-    found = row["tflops_tf32"] if dtype == "fp32" and uses_tf32 and row["tflops_tf32"] else row[f"tflops_{dtype}"]
-    return float(found) * 1e12 if found else None
+    if dtype == "fp32" and uses_tf32 and "tf32" in gpu.peaks:
+        return gpu.peaks["tf32"]
+    return gpu.peaks.get(dtype)
 
 
 def _lines(path: Path) -> list[str]:
@@ -346,6 +348,7 @@ class Speed:
     Attributes:
         tokens: Tokens of the steps that are timed, over all ranks.
         seconds: Time of these steps.
+        timed_steps: How many they are.
         made_steps: Steps of this process.
         timed_from: The first so many of them are not timed.
         own_peak_bytes: The most bytes of tensors that this rank has held.
@@ -358,6 +361,7 @@ class Speed:
 
     tokens: int = 0
     seconds: float = 0.0
+    timed_steps: int = 0
     made_steps: int = 0
     timed_from: int = 0
     own_peak_bytes: int = 0
@@ -372,6 +376,11 @@ class Speed:
         """``None`` before the first timed step."""
         return self.tokens / self.seconds if self.seconds else None
 
+    @property
+    def step_time_s(self) -> float | None:
+        """The mean time of the timed steps; ``None`` before the first one."""
+        return self.seconds / self.timed_steps if self.timed_steps else None
+
 
 @dataclass(frozen=True, slots=True)
 class Report:
@@ -385,6 +394,7 @@ class Report:
         model: What ``sw.summary`` says of the model.
         predicted_bytes: Bytes by category on the rank that holds most.
         units: Each unit's name, class and elements, and how many of these each rank owns.
+        predicted_step: The predicted time of a step, or why there is none.
     """
 
     resolved: RunConfig
@@ -394,6 +404,7 @@ class Report:
     model: str
     predicted_bytes: dict[str, int]
     units: list[dict[str, Any]]
+    predicted_step: PredictedStep
 
     @property
     def predicted_total(self) -> int:
@@ -420,6 +431,7 @@ class Report:
                 "batch": {"micro": batch.micro, "accumulation": batch.accumulation, "global": batch.total},
                 "predicted_bytes_per_rank": self.predicted_bytes,
                 "predicted_peak_memory_bytes": self.predicted_peak,
+                "predicted_step_time_s": self.predicted_step.seconds,
                 "units": self.units,
             },
         )
@@ -437,6 +449,8 @@ class Report:
             "tokens_per_s": speed.tokens_per_s,
             "peak_memory_bytes": peak_bytes or None,
             "predicted_peak_memory_bytes": self.predicted_peak,
+            "step_time_s": speed.step_time_s,
+            "predicted_step_time_s": self.predicted_step.seconds,
             "world_size": self.world_size,
             "strategy": self.resolved.config.parallel.strategy,
             "exit_code": outcome.exit_code,
@@ -521,3 +535,16 @@ class Report:
         progress.say("peak memory of tensors, per rank")
         progress.say(f"  predicted  {size(total):>9}  {names}")
         progress.say(f"  measured   {size(peak_bytes):>9}  {ratio}")
+        self._say_time(progress, speed)
+
+    def _say_time(self, progress: Progress, speed: Speed) -> None:
+        """Say which time of a step was predicted and measured."""
+        found = self.predicted_step
+        progress.say("time of a step")
+        if found.seconds is None:
+            progress.say(f"  predicted        n/a  {found.reason}")
+        else:
+            progress.say(f"  predicted  {found.seconds * 1e3:>6,.0f} ms  {found.reason}")
+        if speed.step_time_s is not None:
+            ratio = "" if not found.seconds else f"  {speed.step_time_s / found.seconds:.2f} of the prediction"
+            progress.say(f"  measured   {speed.step_time_s * 1e3:>6,.0f} ms{ratio}")

@@ -56,6 +56,7 @@ from shardwise.train.predict import PeakTensorBytes, predict
 from shardwise.train.proof import parity_line
 from shardwise.train.resolve import Batch, RunConfig, data_of
 from shardwise.train.sampler import Sampler
+from shardwise.train.step_time import predict_step
 from shardwise.train.unread import ReadStep, StepTime, StopRequest, UnreadStep, UnreadSteps, exit_code
 
 #: On CPU, tensors are counted during this many first steps: all that is ever allocated is there by then.
@@ -214,6 +215,7 @@ class Trainer:
             str(sw.summary(self.model)),
             predict(resolved, self.model, self.average, control, device),
             owned_units(self.model, resolved.mesh, control),
+            predict_step(resolved, self.device, control.size),
         )
         self.saves = Checkpoints(
             directory, run_id=directory.name, keep=config.checkpoint.keep, control=control, device=device
@@ -348,7 +350,7 @@ class Trainer:
         Collective:
             The model's and its optimizer's.
         """
-        clock = StepTime(self.device)
+        clock, waited = StepTime(self.device), self._waited_s()
         is_measured = self.device.type == "cuda" or self.speed.made_steps < MEASURED_STEPS
         with contextlib.ExitStack() as stack:
             events = stack.enter_context(sw.record_collectives(self.model))
@@ -382,8 +384,16 @@ class Trainer:
                 scale=scale,
                 data_s=self.speed.data_s,
                 sent_bytes=sum(event.sent_bytes for event in events),
+                exposed_s=None if waited is None else (self._waited_s() or 0.0) - waited,
             )
         )
+
+    def _waited_s(self) -> float | None:
+        """Seconds that this rank has waited for the model's communication; ``None`` where the host does not wait."""
+        if self.device.type != "cpu":
+            return None
+        comms = engine_of(self.model, "train").comms
+        return sum(comm.waited_s for comm in comms if comm not in (comms.control, comms.world))
 
     def _forward_backward(self) -> Tensor | None:
         """The sum of this rank's losses, on the device; ``None`` on a rank that has no loss.
@@ -485,6 +495,7 @@ class Trainer:
         if made_steps > self.speed.timed_from:
             self.speed.tokens += tokens
             self.speed.seconds += step_s
+            self.speed.timed_steps += 1
         return Record(
             step=done.step,
             loss=loss,
@@ -499,6 +510,7 @@ class Trainer:
             collective_bytes=step.sent_bytes,
             loss_scale=step.scale,
             optimizer_time_s=None if step.update is None else step.update.seconds(),
+            exposed_time_s=step.exposed_s,
         )
 
     def _mfu(self, tokens_per_s: float) -> float | None:

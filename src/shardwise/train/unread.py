@@ -105,6 +105,7 @@ class UnreadStep:
         scale: Loss scale of the step; ``None`` where nothing is scaled.
         data_s: Seconds that this rank's host spent on data.
         sent_bytes: Bytes that this rank sent.
+        exposed_s: Seconds that this rank's host waited for communication; ``None`` where the host does not wait.
     """
 
     loss: Tensor | None
@@ -117,6 +118,7 @@ class UnreadStep:
     scale: float | None
     data_s: float
     sent_bytes: int
+    exposed_s: float | None = None
 
 
 @dataclass(frozen=True, slots=True)

@@ -1,0 +1,68 @@
+"""The time of a step that a run predicts: of a known device and model, and otherwise none, with what to do."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+
+import pytest
+import torch
+
+from shardwise.cost.measured import FORMAT
+from shardwise.train.config import read_config
+from shardwise.train.resolve import RunConfig, resolve
+from shardwise.train.step_time import predict_step
+
+CPU = torch.device("cpu")
+
+
+def resolved(*overrides: str) -> RunConfig:
+    base = {
+        "model": {"preset": "gpt-tiny"},
+        "data": {"source": "random", "seq_len": 32},
+        "train": {"steps": 1, "micro_batch_size": 2, "gradient_accumulation_steps": 2},
+    }
+    return resolve(read_config(None, overrides, base=base, title="test"), 2)
+
+
+def test_a_processor_that_nobody_measured_has_no_time_and_names_the_command() -> None:
+    found = predict_step(resolved(), CPU, 2)
+    assert found.seconds is None
+    assert (
+        found.reason == "this machine is not measured: run `shardwise calibrate --out FILE` and set log.hardware=FILE"
+    )
+
+
+def test_the_time_is_the_planners_for_the_hardware_that_is_named() -> None:
+    slow, fast = (
+        predict_step(resolved(f"log.hardware={name}"), CPU, 2) for name in ("V100-16GB-SXM2", "H100-80GB-SXM")
+    )
+    assert slow.seconds is not None
+    assert fast.seconds is not None
+    assert fast.seconds > 0
+    assert fast.reason.startswith("H100-80GB-SXM")
+
+
+def test_what_the_planner_does_not_know_is_no_number() -> None:
+    given = resolved("log.hardware=H100-80GB-SXM")
+    unknown = dataclasses.replace(given, model=None)
+    assert predict_step(unknown, CPU, 2) == (None, "the shape of this model is not known")
+    some = resolved("log.hardware=H100-80GB-SXM", "parallel.activation_checkpointing={every: 2}")
+    assert predict_step(some, CPU, 2).seconds is None
+    assert "no-such-gpu" in predict_step(resolved("log.hardware=no-such-gpu"), CPU, 2).reason
+
+
+def test_a_file_without_the_dtype_of_the_run_is_no_number(tmp_path) -> None:
+    path = tmp_path / "machine.json"
+    fields = dict.fromkeys(("memory_bandwidth", "link_bandwidth", "host_bandwidth", "node_gbits"), 1.0)
+    fields |= {"name": "x", "peaks": {"fp32": 1.0}, "memory_bytes": 1 << 40, "link_domain": 2}
+    path.write_text(json.dumps({"format": FORMAT, **fields, "measured": {}}))
+    found = predict_step(resolved(f"log.hardware={path}"), CPU, 2)
+    assert found.seconds is None
+    assert "no times of this dtype" in found.reason
+
+
+@pytest.mark.parametrize("word", ["full", "selective"])
+def test_recomputation_in_a_word_is_known(word: str) -> None:
+    found = predict_step(resolved("log.hardware=H100-80GB-SXM", f"parallel.activation_checkpointing={word}"), CPU, 2)
+    assert found.seconds is not None
