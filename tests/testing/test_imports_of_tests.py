@@ -14,14 +14,7 @@ from pathlib import Path
 TESTS = Path(__file__).parents[1]
 
 #: What any test may import: the package itself, its models, its command, plain data and arithmetic, tools for tests.
-PUBLIC = (
-    "shardwise.models",
-    "shardwise.spec",
-    "shardwise.cost",
-    "shardwise.sim",
-    "shardwise.planner",
-    "shardwise.testing",
-)
+PUBLIC = ("shardwise.models", "shardwise.spec", "shardwise.testing")
 
 #: Test files, and the internal modules that they are about (below ``shardwise``; a package stands for all in it).
 ABOUT = {
@@ -60,7 +53,6 @@ ABOUT = {
     "optim/test_flat_ranks.py": "forms.flat_parameters",
     "features/test_in_backward_ranks.py": "forms.attachment forms.flat_parameters forms.optimizer engine.engine",
     "engine/test_profile.py": "engine.hooks",
-    "measure/test_calibrate.py": "cli.calibrate measure.calibrate",
     # models cut by hand, and the cuts
     "tensor/test_tensor.py": "comm.record tensor",
     "state/test_logical_state.py": "checkpoint comm.axes api.shard forms.ignored",

@@ -9,6 +9,8 @@ from pathlib import Path
 import pytest
 
 from shardwise.cli import main
+from shardwise.spec.errors import ConfigError
+from shardwise.train.start import step_range_of
 
 GOOD = "data: {source: random}\ntrain: {steps: 1}\nmodel: {preset: gpt-nano, num_layers: 3}\n"  # two heads
 
@@ -77,3 +79,14 @@ def test_a_plan_that_any_model_fits_loads_no_torch(tmp_path: Path) -> None:
     )
     done = subprocess.run([sys.executable, "-c", code], cwd=tmp_path, capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr
+
+
+@pytest.mark.parametrize(("text", "steps"), [(None, []), ("10:12", [10, 11, 12]), ("3", [3]), ("3:3", [3])])
+def test_profiled_steps_are_named_by_the_first_and_the_last(text: str | None, steps: list[int]) -> None:
+    assert list(step_range_of(text)) == steps
+
+
+@pytest.mark.parametrize("text", ["", "a", "0:2", "3:2", "1:", "1:2:3", "-1:2"])
+def test_other_words_for_steps_are_refused(text: str) -> None:
+    with pytest.raises(ConfigError, match="expected FIRST:LAST"):
+        step_range_of(text)

@@ -211,9 +211,8 @@ def dry_run(
 
 def _allocated_in_a_step(engine: Engine) -> dict[str, Iterable[Tensor | None]]:
     """By category, what an engine that keeps no buffers allocates when it is needed."""
-    on_device = [group for group in engine.groups if not group.facts.is_offloaded]
     return {
-        "gradients": [tensor for group in on_device for tensor in group.gradient.held_buffers],
+        "gradients": [tensor for group in engine.groups for tensor in group.gradient.held_buffers],
         "gathered": [slot.buffer for slot in engine.slots.slots],
         "reduce": engine.gradients.unused,
     }

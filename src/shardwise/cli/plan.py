@@ -74,6 +74,9 @@ def plan(  # noqa: PLR0917  typer's form
     largest: Annotated[bool, typer.Option("--largest", help="The largest model that each strategy holds.")] = False,  # noqa: FBT002  typer's form
     out: Annotated[Path | None, typer.Option(help="Write the best plan as a configuration for `train`.")] = None,
     report: Annotated[Path | None, typer.Option(help="Write one page of HTML that compares the plans.")] = None,
+    trace: Annotated[
+        Path | None, typer.Option(help="Write the best plan's simulated step as a Chrome trace, for ui.perfetto.dev.")
+    ] = None,
     json_output: Annotated[bool, typer.Option("--json", help="Print everything as JSON.")] = False,  # noqa: FBT002  typer's form
 ) -> None:
     """Plan."""
@@ -81,6 +84,7 @@ def plan(  # noqa: PLR0917  typer's form
 
     check_writable(out)
     check_writable(report)
+    check_writable(trace)
     cluster = _cluster(gpu, gpus, gpus_per_node, network)
     subject = find_subject(model or _LARGEST if largest else model, cluster.num_gpus, cluster.gpus_per_node)
     fixed = {**subject.fixed, **read_fixed(fix or [])}
@@ -105,7 +109,7 @@ def plan(  # noqa: PLR0917  typer's form
     if largest:
         _show_largest(subject.shape, cluster, workload, fixed, is_json=json_output)
     else:
-        _show_plans(subject, cluster, workload, fixed, out=out, report=report, is_json=json_output)
+        _show_plans(subject, cluster, workload, fixed, out=out, report=report, trace=trace, is_json=json_output)
 
 
 def _show_plans(
@@ -116,13 +120,16 @@ def _show_plans(
     *,
     out: Path | None,
     report: Path | None,
+    trace: Path | None,
     is_json: bool,
 ) -> None:
     from shardwise.cli import plan_file, plan_screen
     from shardwise.planner.explain import table_rows
     from shardwise.planner.fit import remedies
     from shardwise.planner.search import search
+    from shardwise.planner.simulated import simulated
     from shardwise.report import plan_report
+    from shardwise.sim.chrome import step_trace
 
     shape = subject.shape
     plans = search(shape, cluster, workload, **fixed)
@@ -130,6 +137,8 @@ def _show_plans(
     found = [] if best.fits else remedies(shape, cluster, workload, fixed)
     if report is not None:
         write(report, plan_report(table_rows(plans), remedies=[remedy.change for remedy in found]))
+    if trace is not None:
+        write(trace, step_trace(simulated(best)))
     line = ""
     if best.fits and out is not None:
         plan_file.write_plan(out, best, subject.written(out), subject.base)

@@ -24,6 +24,8 @@ Examples:
 
   shardwise train run.yaml --resume
 
+  shardwise train run.yaml --profile-steps 10:12
+
   torchrun --nproc-per-node 4 -m shardwise train run.yaml
 """
 
@@ -43,12 +45,16 @@ def train(  # noqa: PLR0917  typer calls it by name
     ] = None,
     overrides: Annotated[list[str] | None, typer.Option("--set", help="section.field=value, repeatable.")] = None,
     max_restarts: Annotated[int, typer.Option(help="Start all workers again this often after one was lost.")] = 0,
+    profile_steps: Annotated[
+        str | None, typer.Option(metavar="FIRST:LAST", help="Write a Chrome trace of these steps, both included.")
+    ] = None,
 ) -> None:
     """Train."""
     from shardwise.launch.elastic import num_workers
     from shardwise.launch.world import read_world
-    from shardwise.train.start import launch_training, named_config, work
+    from shardwise.train.start import launch_training, named_config, step_range_of, work
 
+    profiled = step_range_of(profile_steps)
     world = read_world()
     raw, is_demo = named_config(config, overrides or [], run_dir=run_dir, resume=resume)
     if world.source != "alone":
@@ -57,7 +63,9 @@ def train(  # noqa: PLR0917  typer calls it by name
                 f"--nproc {nproc}, but {world.source} has started this process as one of {world.size}.\n"
                 "  Leave --nproc out."
             )
-        raise typer.Exit(work(raw, world, run_dir=run_dir, resume=resume, is_demo=is_demo, show_error=show_error))
+        raise typer.Exit(
+            work(raw, world, run_dir=run_dir, resume=resume, is_demo=is_demo, profiled=profiled, show_error=show_error)
+        )
     raise typer.Exit(
         launch_training(
             raw,

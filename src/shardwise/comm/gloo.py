@@ -16,11 +16,14 @@ import time
 import zlib
 from collections import deque
 from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager, nullcontext
+from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 from torch.autograd import profiler
+from torch.profiler import record_function
 
 from shardwise.comm import stall
 from shardwise.comm.base import Chain, Comm, Cuts, Handle
@@ -30,6 +33,7 @@ from shardwise.spec.errors import CommError
 #: Sums run in chunks of this many elements, so that a chunk stays in the cache from the first addition to the division.
 CHUNK_NUMEL = 1 << 18
 
+_NOTHING: AbstractContextManager[None] = nullcontext()
 _TAG_SEQUENCE_BITS = 15
 _TAG_HASH_BITS = 15
 _SECOND_PHASE = 1 << (_TAG_SEQUENCE_BITS + _TAG_HASH_BITS)
@@ -246,8 +250,9 @@ class _Exchange(Handle):
             watch.entered(self)
         begin = time.perf_counter()
         try:
-            for work, _ in messages:
-                work.wait()
+            with self._range():
+                for work, _ in messages:
+                    work.wait()
         except RuntimeError as error:
             raise self._failure(error) from error
         finally:
@@ -260,6 +265,12 @@ class _Exchange(Handle):
                 alias.set_()  # pyrefly: ignore[no-matching-overload] - what is kept has no memory
         self._comm.kept.append(tuple(work for work, _ in messages))
         messages.clear()
+
+    def _range(self) -> AbstractContextManager[Any]:
+        """A range of the profile for the wait: ``shardwise::arrive [all_gather blocks.3]``; none without a profiler."""
+        if not profiler._is_profiler_enabled:
+            return _NOTHING
+        return record_function(f"shardwise::arrive [{self.issued.kind} {self.issued.unit}]")
 
     def _failure(self, error: RuntimeError) -> CommError:
         message = str(error).strip().splitlines()[0]

@@ -9,7 +9,7 @@ import time
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
@@ -20,10 +20,12 @@ from shardwise.forms.attachment import engine_of
 from shardwise.launch.exit_codes import note_exit
 from shardwise.launch.notice import tell_once
 from shardwise.launch.world import World, joined
+from shardwise.measure.profile import StepProfile, step_range
 from shardwise.measure.storage import held_bytes
 from shardwise.optim.scaler import needs_scaler
+from shardwise.sim.chrome import chrome_trace
 from shardwise.spec.errors import ConfigError, ShardwiseError, StorageError
-from shardwise.spec.run_files import REPORT
+from shardwise.spec.run_files import PROFILE, REPORT
 from shardwise.spec.text import printable
 from shardwise.train import folder, random_state
 from shardwise.train.build import (
@@ -39,7 +41,7 @@ from shardwise.train.checkpoints import Checkpoints, check_config, find_checkpoi
 from shardwise.train.config import Config
 from shardwise.train.control import Control
 from shardwise.train.data import DataError, Part, RandomPart
-from shardwise.train.folder import RunLock
+from shardwise.train.folder import RunLock, replace_text
 from shardwise.train.log import (
     Outcome,
     Progress,
@@ -69,7 +71,15 @@ class NonFiniteError(ShardwiseError):
     exit_code = 80
 
 
-def train(resolved: RunConfig, *, world: World, run_dir: Path | None, resume: str | None, is_demo: bool = False) -> int:
+def train(
+    resolved: RunConfig,
+    *,
+    world: World,
+    run_dir: Path | None,
+    resume: str | None,
+    is_demo: bool = False,
+    profiled: range = range(0),
+) -> int:
     """Train on this rank and return the exit code.
 
     Args:
@@ -78,6 +88,7 @@ def train(resolved: RunConfig, *, world: World, run_dir: Path | None, resume: st
         run_dir: The run's folder; chosen from the run's name where it is ``None``.
         resume: ``latest``, ``latest-good`` or a checkpoint's path; ``None`` begins a new run.
         is_demo: Compare with one process after training.
+        profiled: Steps of which a trace is written.
 
     Raises:
         ShardwiseError: Its ``exit_code`` is what the process should leave with.
@@ -101,7 +112,9 @@ def train(resolved: RunConfig, *, world: World, run_dir: Path | None, resume: st
             control.on_first(lambda: resolved.source.check(resolved.vocab_size))
         if world.restart_count and resume is None:
             resume = "latest" if control.on_first(lambda: _has_checkpoint(directory)) else None
-        return Trainer(resolved, control, directory, device, stop).run(resume, is_demo=is_demo)
+        trainer = Trainer(resolved, control, directory, device, stop)
+        trainer.profiled = profiled
+        return trainer.run(resume, is_demo=is_demo)
 
 
 def _open_directory(resolved: RunConfig, run_dir: Path | None, resume: str | None, world: World) -> Path:
@@ -186,6 +199,7 @@ class Trainer:
     ) -> None:
         self.resolved, self.control, self.device, self.stop = resolved, control, device, stop
         self.done, self.speed = Progressed(), Speed()
+        self.profiled, self.traced = range(0), cast("StepProfile | None", None)
         config, batch = resolved.config, resolved.batch
         self.data = data_of(resolved)
         self.sampler = Sampler(
@@ -326,7 +340,10 @@ class Trainer:
             self._evaluate()
         step = self.done.step
         while step < train.steps:
-            self._step(step)
+            if step + 1 in self.profiled:
+                self._profile(step + 1)
+            else:
+                self._step(step)
             step += 1
             is_last = step == train.steps
             evaluates = train.eval_every is not None and (is_last or step % train.eval_every == 0)
@@ -344,6 +361,21 @@ class Trainer:
             )
         return Outcome(0, "finished")
 
+    def _profile(self, number: int) -> None:
+        """Make step ``number`` and time what it does; after the last of them write this rank's trace."""
+        if self.traced is None:
+            self.traced = StepProfile(self.device)
+            self.traced.__enter__()
+        with step_range(number):
+            self._step(number - 1)
+        if number in (self.profiled[-1], self.config.train.steps):
+            self.traced.__exit__(None, None, None)
+            path = self.report.directory / PROFILE / f"rank-{self.control.rank}.json"
+            path.parent.mkdir(exist_ok=True)
+            replace_text(path, chrome_trace({f"rank {self.control.rank}, measured": self.traced.slices}))
+            self.traced = None
+            self.progress.say(f"trace of steps {self.profiled[0]} to {number}: {printable(path)}, for ui.perfetto.dev")
+
     def _step(self, step: int) -> None:
         """Make the step after ``step`` of them. What it finds stays on the device.
 
@@ -360,7 +392,8 @@ class Trainer:
             scale = self.scaler.get_scale() if self.scaler.is_enabled() else None
             loss = self._forward_backward()
             update = None if self.config.optimizer.in_backward else StepTime(self.device)
-            norm, is_skipped = (None, False) if update is None else self._update()
+            with step_range(step + 1, "optimizer") if self.traced is not None else contextlib.nullcontext():
+                norm, is_skipped = (None, False) if update is None else self._update()
             if update is not None:
                 update.stop()
             if self.average is not None:

@@ -1,13 +1,11 @@
 """The peak of tensor bytes on this rank, said before the first step, and measured in the first steps.
 
 What the engine holds follows from its layout (``sw.summary(model).footprint``); what forward and backward hold besides,
-``sw.dry_run`` finds by running a step of the real engine without values; for a model that reads values, the planner
-computes it from the model's shape, within 2% of a dry run.
+``sw.dry_run`` finds by running a step of the real engine without values.
 """
 
 from __future__ import annotations
 
-import dataclasses
 import time
 from types import TracebackType
 from typing import Self
@@ -23,12 +21,10 @@ import shardwise as sw
 from shardwise.api import data_parallel, summary
 from shardwise.forms.attachment import engine_of
 from shardwise.measure.storage import StorageCount, measure_activations
-from shardwise.planner.memory import memory_on
 from shardwise.spec.errors import ShardwiseError
 from shardwise.spec.facts import keeps_buffers
 from shardwise.spec.memory.activations import Activations
 from shardwise.state.average import ExponentialMovingAverage
-from shardwise.train.budget import shape_of, workload_of
 from shardwise.train.build import build_model, objective_of
 from shardwise.train.control import Control
 from shardwise.train.resolve import RunConfig
@@ -82,8 +78,8 @@ def predict(
 ) -> dict[str, int]:
     """Bytes by category on the rank that will hold most; their sum is the predicted peak.
 
-    What is offloaded (``host``) is in the peak only where device and host are one. ``activations`` of a model that
-    cannot run without values are the planner's, from its shape; they are left out where no arithmetic knows it.
+    What is offloaded (``host``) is in the peak only where device and host are one. ``activations`` is left out where
+    the model cannot run without values.
 
     Collective:
         One all-gather of small JSON.
@@ -102,22 +98,8 @@ def predict(
         else:
             held |= _run_dry(resolved, control, device)
     except (ShardwiseError, RuntimeError, NotImplementedError, TypeError, AssertionError):
-        held |= _from_shape(resolved, device)  # a model that cannot run without values
+        pass  # a model that cannot run without values
     return max(control.all_json(held), key=lambda rank_held: sum(rank_held.values()))
-
-
-def _from_shape(resolved: RunConfig, device: torch.device) -> dict[str, int]:
-    """The same as :func:`_run_dry`, computed by the planner; empty where no arithmetic knows the model."""
-    plan, mesh = resolved.plan, resolved.mesh
-    plan = dataclasses.replace(plan, dp_replicate=mesh.dp_replicate, dp_shard=mesh.dp_shard)
-    try:
-        found = memory_on(device.type, shape_of(resolved), plan, workload_of(resolved)).by_category
-    except (ShardwiseError, ArithmeticError, LookupError):
-        return {}
-    activations = found["activations"] + found["logits"]
-    if keeps_buffers(device.type, wanted=plan.keep_buffers):
-        return {"activations": activations}
-    return {**{name: found[name] for name in ("gradients", "gathered", "reduce")}, "activations": activations}
 
 
 def _run_dry(resolved: RunConfig, control: Control, device: torch.device) -> dict[str, int]:

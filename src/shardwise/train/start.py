@@ -142,6 +142,7 @@ def work(
     run_dir: Path | None,
     resume: str | None,
     is_demo: bool,
+    profiled: range = range(0),
     show_error: Callable[[ShardwiseError], None],
 ) -> int:
     """Train as one of the workers. Returns the exit code."""
@@ -155,7 +156,7 @@ def work(
         check_extras(resolved.config)
         if world.source != "launcher":  # which has checked it
             check_budget(resolved, find_device(world.ranks_per_machine or 1))
-        return train(resolved, world=world, run_dir=run_dir, resume=resume, is_demo=is_demo)
+        return train(resolved, world=world, run_dir=run_dir, resume=resume, is_demo=is_demo, profiled=profiled)
 
     try:
         return run_worker(train_here, world, show_error)
@@ -167,6 +168,22 @@ def work(
                 log.write(traceback.format_exc())
             sys.stderr.write(f"rank {world.rank} failed; its traceback is in {printable(path)}\n")
         raise
+
+
+def step_range_of(text: str | None) -> range:
+    """The steps that ``--profile-steps`` names, as ``metrics.jsonl`` numbers them: ``10:12`` are 10, 11 and 12.
+
+    Raises:
+        ConfigError: It names none.
+    """
+    if text is None:
+        return range(0)
+    first, mark, last = text.partition(":")
+    if not (first.isdecimal() and (last.isdecimal() or not mark)) or not 1 <= int(first) <= int(last or first):
+        raise ConfigError(
+            f"--profile-steps {printable(text)}: expected FIRST:LAST, both at least 1.\n  Use --profile-steps 10:12."
+        )
+    return range(int(first), int(last or first) + 1)
 
 
 def rehearse(resolved: RunConfig, world_size: int, local_size: int | None = None) -> None:
