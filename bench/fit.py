@@ -1,9 +1,10 @@
-"""How the constants of ``cost.software`` and ``cost.kernels`` were fitted: ``python -m bench.fit``, some minutes.
+"""How the constants of ``cost.software`` and ``cost.kernels`` were fitted: ``python -m bench.fit``, half a minute.
 
-Coordinate descent on the mean of ``|log(predicted / measured)|`` of step times, each row weighted by one over the
-square root of its source's number of rows, over the sources of ``planner.validate.FITTED`` alone. Prints the constants;
-they are copied into the two files by hand. ``--without SOURCE`` leaves one more source out, and then prints its errors:
-leave-one-source-out.
+The most likely values: each constant has a prior with a source, stated below; errors are logarithms of predicted over
+measured step times of the sources of ``planner.validate.FITTED`` alone, each row weighted by one over the square root
+of its source's number of rows, and large errors count linearly (Huber), so that one odd row decides nothing. They are
+found by Gauss-Newton from the priors, printed, and copied into the two files by hand. ``--loso`` prints instead, for
+each source, its errors by constants fitted on all others.
 """
 
 from __future__ import annotations
@@ -12,19 +13,21 @@ import argparse
 import dataclasses
 import math
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
+
+import torch
 
 from shardwise.cost import kernels, software
 from shardwise.planner import time
 from shardwise.planner.published import PublishedRow, published_rows
-from shardwise.planner.validate import FITTED, resolved
+from shardwise.planner.validate import EXCLUDED, FITTED, Errors, resolved
 
 #: Least and largest value of each kind of constant.
 BOUNDS = {
     "products": (0.3, 0.92),
     "attention": (0.1, 0.75),
-    "elementwise": (0.8, 1.6),
-    "scores": (3.0, 14.0),
+    "elementwise": (0.6, 2.0),
+    "scores": (3.0, 20.0),
     "fp8": (1.1, 1.9),
     "launch_s": (2e-6, 6e-5),
     "tp_hidden": (0.0, 0.9),
@@ -39,8 +42,28 @@ BOUNDS = {
 #: The best share of the peak that was measured for any product, by architecture (hardware.csv, ``mamf_pct``).
 BEST_PRODUCT = {"Ampere": 0.869, "Hopper": 0.803, "Blackwell": 0.776}
 
-#: Generations of which too few rows say too little: their products alone are fitted, all else are priors.
-PRIORS = frozenset({"pytorch"})
+#: Means, and standard deviations of logarithms, of what is known before any fit. Products: the best that was measured
+#: (``BEST_PRODUCT``), less the clocks of sustained power. Attention: FlashAttention-2 (arXiv 2307.08691) reaches
+#: 0.5 to 0.7 of an A100's peak and 0.35 of an H100's; FlashAttention-3 and cuDNN 0.5 to 0.75 of it (arXiv 2407.08608).
+PRODUCTS = {"Ampere": (0.8, 0.1), "Hopper": (0.68, 0.1), "Blackwell": (0.62, 0.1), "Volta": (0.75, 0.1)}
+ATTENTION = {
+    (True, "Ampere"): (0.5, 0.25),
+    (True, "Hopper"): (0.33, 0.25),
+    (True, "Blackwell"): (0.3, 0.25),
+    (False, "Ampere"): (0.5, 0.25),
+    (False, "Hopper"): (0.55, 0.25),
+    (False, "Blackwell"): (0.45, 0.25),
+}
+#: The same of constants that all generations share: Galvatron (arXiv 2211.13878), nccl-tests and vTrain (planner.md).
+SHARED = {"slowdown": (1.15, 0.06), "link": (0.7, 0.15), "network": (0.75, 0.15), "fp8": (1.5, 0.15)}
+
+#: Generations with the same numbers, and those whose attention is FlashAttention-2.
+FAMILIES = (("megatron-core", "megatron-core-plain"), ("pytorch", "torchtitan"))
+FLASH = ("pytorch", "torchtitan", "pytorch-2023", "nanotron")
+
+#: The error that a row without a mistake is expected to have, from where on errors count linearly (Huber), and the
+#: step of slopes.
+NOISE, LARGE, STEP = 0.04, 0.10, 0.03
 
 
 @dataclasses.dataclass
@@ -51,11 +74,19 @@ class Constant:
         field: Name of the field.
         generations: The generations of software that have it.
         key: Architecture, or place in ``aligned``; ``None`` for plain numbers.
+        prior: Mean, and standard deviation of the logarithm.
     """
 
     field: str
     generations: tuple[str, ...]
     key: str | int | None = None
+    prior: tuple[float, float] = (1.0, 0.3)
+
+    def touches(self, row: PublishedRow) -> bool:
+        """Whether it can matter to a row."""
+        if self.generations and row.software not in self.generations:
+            return False
+        return not isinstance(self.key, str) or row.cluster.device.arch == self.key
 
     def get(self) -> float:
         """Its value now."""
@@ -72,94 +103,128 @@ class Constant:
             new = value if self.key is None else (*old[: self.key], value, *old[self.key + 1 :])
             kernels.SHAPE_FACTORS = dataclasses.replace(kernels.SHAPE_FACTORS, **{self.field: new})
             return
-        names = self.generations
-        if names == ("megatron-core",):  # the same kernels, without overlap
-            names = ("megatron-core", "megatron-core-plain")
-        for name in names:
+        for name in self.generations:
             old = getattr(software.SOFTWARE[name], self.field)
             new = value if self.key is None else {**old, self.key: value}
             software.SOFTWARE[name] = dataclasses.replace(software.SOFTWARE[name], **{self.field: new})
 
     def __str__(self) -> str:
         place = "" if self.key is None else f"[{self.key}]"
-        return f"{', '.join(self.generations) or 'shape'}: {self.field}{place} = {self.get():.4g}"
+        who = "all" if len(self.generations) == len(software.SOFTWARE) else ", ".join(self.generations) or "shape"
+        return f"{who}: {self.field}{place} = {self.get():.4g}"
 
 
 def constants(rows: Sequence[PublishedRow]) -> list[Constant]:
     """Everything that these rows can fit."""
-    seen = Counter((row.software, row.cluster.device.arch) for row in rows)
-    names = sorted({name for name, _ in seen})
-    found = [Constant("products", (name,), arch) for name, arch in sorted(seen)]
-    several = {name for name in names if name not in PRIORS}
-    found += [Constant("attention", (name,), arch) for name, arch in sorted(seen) if software.SOFTWARE[name].attention]
-    found += [Constant("elementwise", (name,)) for name in names]
-    found = [each for each in found if each.field == "products" or each.generations[0] in several]
-    found += [Constant("scores", (name,)) for name in names if not software.SOFTWARE[name].attention]
+    seen = sorted({(family(row.software), row.cluster.device.arch) for row in rows})
+    found = [Constant("products", names, arch, PRODUCTS[arch]) for names, arch in seen]
+    kernels_of = sorted({(kernel(names), arch) for names, arch in seen if software.SOFTWARE[names[0]].attention})
+    found += [Constant("attention", names, arch, ATTENTION[names == FLASH, arch]) for names, arch in kernels_of]
+    groups = sorted({names for names, _ in seen})
+    found += [Constant("elementwise", names, None, (1.0, 0.3)) for names in groups]
+    plain = tuple(name for name, known in software.SOFTWARE.items() if not known.attention)
+    found.append(Constant("scores", plain, None, (8.0, 0.3)))  # products written; softmax, dropout, read and written
     every = tuple(software.SOFTWARE)
-    found += [Constant(field, every) for field in ("slowdown", "link", "network", "fp8")]
-    found += [Constant("wave", ()), Constant("short", ())]
+    found += [Constant(name, every, None, prior) for name, prior in SHARED.items()]
+    found += [Constant("wave", (), None, (0.8, 0.3)), Constant("short", (), None, (100.0, 0.3))]
     return found
 
 
-def distance(rows: Sequence[PublishedRow]) -> Callable[[], float]:
-    """The mean error of rows, as a function of the constants."""
-    counts = Counter(row.source for row in rows)
-    weights = [1 / math.sqrt(counts[row.source]) for row in rows]
-    plans = [resolved(row) for row in rows]
-
-    def mean() -> float:
-        total = 0.0
-        for row, plan, weight in zip(rows, plans, weights, strict=True):
-            made = time.estimate_time(row.shape, plan, row.cluster, row.workload, row.software)
-            total += weight * min(abs(math.log(made.step_time_s / (row.step_time_s or 1.0))), 0.7)
-        return total
-
-    return mean
+def family(name: str) -> tuple[str, ...]:
+    """The generations that share a generation's numbers."""
+    return next((names for names in FAMILIES if name in names), (name,))
 
 
-def fit(rows: Sequence[PublishedRow], *, rounds: int = 6) -> list[Constant]:
-    """Fit all constants to rows."""
+def kernel(names: tuple[str, ...]) -> tuple[str, ...]:
+    """The generations that share a generation's kernel of attention."""
+    return FLASH if names[0] in FLASH else names
+
+
+def error(row: PublishedRow) -> float:
+    """Logarithm of predicted over measured."""
+    made = time.estimate_time(row.shape, resolved(row), row.cluster, row.workload, row.software)
+    return math.log(made.step_time_s / (row.step_time_s or 1.0))
+
+
+def fit(rows: Sequence[PublishedRow], *, rounds: int = 5) -> list[Constant]:
+    """The most likely constants, which begin at their priors."""
     found = constants(rows)
-    steps = [0.15] * len(found)
-    for turn in range(rounds):
-        for place, constant in enumerate(found):
-            touched = [row for row in rows if not constant.generations or row.software in constant.generations]
-            if isinstance(constant.key, str):
-                touched = [row for row in touched if row.cluster.device.arch == constant.key]
-            error = distance(touched)
-            best, value = error(), constant.get()
-            low, high = BOUNDS[constant.field]
-            if constant.field == "products":
-                high = BEST_PRODUCT.get(str(constant.key), high)
-            for factor in (1 + steps[place], 1 / (1 + steps[place])):
-                constant.set(min(max(value * factor, low), high))
-                tried = error()
-                if tried < best - 1e-6:
-                    break
-            else:
-                constant.set(value)
-                steps[place] /= 2
-        print(f"round {turn + 1}: {distance(rows)() / len(rows):.4f}", flush=True)
+    mean = torch.tensor([math.log(each.prior[0]) for each in found], dtype=torch.float64)
+    spread = torch.tensor([each.prior[1] for each in found], dtype=torch.float64)
+    counts = Counter(row.source for row in rows)
+    weight = torch.tensor([counts[row.source] ** -0.5 for row in rows], dtype=torch.float64)
+    at = mean.clone()
+    for _ in range(rounds):
+        set_all(found, at)
+        errors = torch.tensor([error(row) for row in rows], dtype=torch.float64)
+        slopes = torch.zeros(len(rows), len(found), dtype=torch.float64)
+        for column, constant in enumerate(found):
+            value = constant.get()
+            constant.set(value * math.exp(STEP))
+            for place, row in enumerate(rows):
+                if constant.touches(row):
+                    slopes[place, column] = (error(row) - errors[place]) / STEP
+            constant.set(value)
+        huber = LARGE / errors.abs().clamp(min=LARGE) * weight / NOISE**2
+        left = slopes.T @ (huber[:, None] * slopes) + torch.diag(spread**-2)
+        right = slopes.T @ (huber * errors) + (at - mean) / spread**2
+        at = at - torch.linalg.solve(left, right).clamp(-0.3, 0.3)
+    set_all(found, at)
     return found
+
+
+def set_all(found: Sequence[Constant], at: torch.Tensor) -> None:
+    """Give every constant its value, within its bounds."""
+    for constant, value in zip(found, at.tolist(), strict=True):
+        low, high = BOUNDS[constant.field]
+        if constant.field == "products":
+            high = BEST_PRODUCT.get(str(constant.key), high)
+        constant.set(min(max(math.exp(value), low), high))
+
+
+def usable(row: PublishedRow) -> bool:
+    """Whether a row can be fitted or asked: a time, and a configuration that is known.
+
+    fms-fsdp's rows leave nothing open but the share of blocks that are recomputed.
+    """
+    is_known = row.is_core or row.source == "fms-fsdp"
+    return row.step_time_s is not None and is_known and row.source not in EXCLUDED and "parallel block" not in row.notes
+
+
+def leave_one_out(rows: Sequence[PublishedRow]) -> None:
+    """Print each source's errors by constants fitted on all other sources."""
+    found = []
+    for source in sorted({row.source for row in rows}):
+        fit([row for row in rows if row.source != source], rounds=3)
+        errors = [math.expm1(error(row)) for row in rows if row.source == source]
+        found += errors
+        show(f"without {source}", errors)
+    show("leave one source out", found)
+
+
+def show(name: str, errors: Sequence[float]) -> None:
+    """Print one line."""
+    got = Errors.of(errors)
+    shares = "".join(f"{share:8.1%}" for share in (got.median, got.mean, got.p90, got.worst))
+    print(f"{name:28s}{got.count:4d}{shares}", flush=True)
 
 
 def main() -> None:
     """Fit, and print the constants."""
-    parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--without", default="", help="a source to leave out")
-    parser.add_argument("--rounds", type=int, default=6)
+    parser = argparse.ArgumentParser(description="Fit the constants of the model of time.")
+    parser.add_argument("--loso", action="store_true", help="leave one source out, each in turn")
     given = parser.parse_args()
-    rows = [
-        row
-        for row in published_rows()
-        if row.source in FITTED
-        and row.source != given.without
-        and row.step_time_s is not None
-        and (row.is_core or row.source == "fms-fsdp")
-    ]
+    torch.set_num_threads(1)
+    every = [row for row in published_rows() if usable(row)]
+    rows = [row for row in every if row.source in FITTED]
+    if given.loso:
+        leave_one_out(every)
+        return
     print(f"{len(rows)} rows of {', '.join(sorted({row.source for row in rows}))}")
-    for constant in fit(rows, rounds=given.rounds):
-        print(constant)
+    for constant in fit(rows):
+        moved = math.log(constant.get() / constant.prior[0]) / constant.prior[1]
+        print(f"{constant}  ({moved:+.1f} standard deviations from {constant.prior[0]:.4g})")
+    show("fitted", [math.expm1(error(row)) for row in rows])
 
 
 if __name__ == "__main__":

@@ -77,6 +77,29 @@ def test_adapters_need_no_gradients_of_frozen_weights():
     assert 0.6 < adapters / whole < 0.85
 
 
+def test_selective_recomputation_of_torchtitan_repeats_half_of_the_products():
+    every = [
+        estimate(SHAPE, PLANS["zero3"], CLUSTER, dataclasses.replace(WORKLOAD, recompute=what), software=software)
+        for software in ("pytorch", "torchtitan")
+        for what in ("none", "selective", "full")
+    ]
+    (none, ours, full), (_, titan, _) = [[each.step_time_s for each in every[place : place + 3]] for place in (0, 3)]
+    assert none < ours < titan < full
+
+
+def test_gradients_that_are_reduced_in_fp32_take_longer_on_a_slow_network():
+    steps = [
+        made(dataclasses.replace(PLANS["zero3"], mp_policy=policy), inter_gbits_per_s_per_node=100).step_time_s
+        for policy in ({"param_dtype": "bf16", "reduce_dtype": dtype} for dtype in ("bf16", "fp32"))
+    ]
+    assert steps[1] > 1.1 * steps[0]
+
+
+@pytest.mark.parametrize("change", [{"num_gpus": 32}, {"num_gpus": 64}])
+def test_more_gpus_with_the_same_batch_are_not_slower(change):
+    assert made("zero3", **change).step_time_s < made("zero3").step_time_s
+
+
 def test_compiling_fuses_element_wise_work():
     assert 0.7 < made(compile=True).step_time_s / made().step_time_s < 0.95
 
@@ -121,7 +144,8 @@ def test_fitted_and_held_out_sources_are_as_far_off_as_the_page_says_and_ahead_o
     fitted = Errors.of(each.error for each in compared if each.row.source in FITTED)
     unseen = held_out(compared)
     errors = Errors.of(each.error for each in unseen)
-    assert fitted.median < 0.06
-    assert (errors.median, errors.mean) < (0.15, 0.19)
+    assert fitted.median < 0.065
+    assert errors.median < 0.13
+    assert errors.mean < 0.17
     assert errors.mean < statistics.fmean(abs(error) for error in constant_rate(unseen))
     assert all(len(group.rows) > 1 and -1 <= group.tau <= 1 for group in choices(compared))

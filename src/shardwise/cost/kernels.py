@@ -30,6 +30,11 @@ _TILE_COLUMNS = {"Hopper": 256, "Blackwell": 256}
 #: The share of the memory's bandwidth that large copies reach.
 _COPY = 0.85
 
+#: Keys at which attention reaches half of its share of the peak (FlashAttention-2, figures 4 to 6, from 512 keys to
+#: 16,384), and how much slower a backward is than its operations say (the same figures).
+_SHORT_KEYS = 256
+_BACKWARD_ATTENTION = 1 / 0.85
+
 #: Seconds that the device takes between two kernels.
 _GAP_S = 4e-6
 
@@ -44,9 +49,9 @@ class ShapeFactors:
         aligned: Speed where a dimension is a multiple of at most 32, 16, 8, and fewer elements.
     """
 
-    wave: float = 1.0
-    short: float = 220.0
-    aligned: tuple[float, float, float, float] = (0.95, 0.85, 0.8, 0.6)
+    wave: float = 0.925
+    short: float = 105.0
+    aligned: tuple[float, float, float, float] = (0.95, 0.85, 0.75, 0.5)
 
 
 SHAPE_FACTORS = ShapeFactors()
@@ -60,12 +65,14 @@ class UnitSeconds:
         forward_s: Forward.
         backward_s: Backward without recomputation.
         elementwise_s: Of forward, element-wise work.
+        products_s: Of forward, products.
         launch_s: The host's time for forward.
     """
 
     forward_s: float
     backward_s: float
     elementwise_s: float
+    products_s: float
     launch_s: float
 
 
@@ -77,6 +84,7 @@ def unit_seconds(work: UnitWork, gpu: Gpu, software: Software, workload: Workloa
         ahead, back = product_seconds(product, gpu, software, precision)
         forward += ahead
         backward += back
+    products = forward
     for attention in work.attention:
         ahead, back = attention_seconds(attention, gpu, software, workload)
         forward += ahead
@@ -87,6 +95,7 @@ def unit_seconds(work: UnitWork, gpu: Gpu, software: Software, workload: Workloa
         forward_s=forward + elementwise,
         backward_s=backward + work.backward_bytes * per_byte,
         elementwise_s=elementwise,
+        products_s=products,
         launch_s=work.num_kernels * software.launch_s,
     )
 
@@ -156,8 +165,11 @@ def attention_seconds(work: AttentionWork, gpu: Gpu, software: Software, workloa
     if software.attention:
         flops = work.flops * (0.5 if work.is_causal else 1.0)
         peak = gpu.peaks.get("fp32" if workload.precision == "fp32" else "bf16", _wide_peak(gpu))
-        forward = flops / (peak * software.attention.get(gpu.arch, 0.3))
-        return forward + _GAP_S, 2.5 * forward + _GAP_S
+        share = software.attention.get(gpu.arch, 0.3) * work.keys / (work.keys + _SHORT_KEYS)
+        width = work.width / work.heads
+        share *= (width / 128) ** 0.3 if width < 128 else 1.0  # heads of 64 do less for each exponential
+        forward = flops / (peak * share)
+        return forward + _GAP_S, 2.5 * _BACKWARD_ATTENTION * forward + _GAP_S
     products = work.flops / (0.85 * _rate(gpu, software, workload.precision))
     scores = work.queries * work.keys * work.heads * item_bytes(workload)
     passes = software.scores * scores / (_COPY * gpu.memory_bandwidth)

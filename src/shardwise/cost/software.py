@@ -38,25 +38,27 @@ class Software:
         network: Share of a node's network that collectives reach.
         divides_evenly: Pipeline stages have equal numbers of blocks; else they are balanced with the head.
         gradient_bytes: Bytes of an element of a gradient where it is reduced.
+        selective_products: Share of the products that selective recomputation computes again.
     """
 
     name: str
     products: Mapping[str, float]
     attention: Mapping[str, float] = field(default_factory=dict)
     elementwise: float = 1.0
-    scores: float = 5.2
+    scores: float = 6.6
     is_fused: bool = False
-    fp8: float = 1.65
+    fp8: float = 1.77
     launch_s: float = 0.0
     tp_hidden: float = 0.0
     p2p_blocks: bool = False
     scatters_messages: bool = False
     overlaps_reductions: bool = True
-    slowdown: float = 1.25
-    link: float = 0.85
-    network: float = 0.85
+    slowdown: float = 1.28
+    link: float = 0.685
+    network: float = 0.835
     divides_evenly: bool = False
     gradient_bytes: int = 2
+    selective_products: float = 0.0
 
 
 #: By name. The default is today's PyTorch with this library's engine.
@@ -65,15 +67,25 @@ SOFTWARE = {
     for each in (
         Software(
             name="pytorch",
-            products={"Ampere": 0.72, "Hopper": 0.6, "Blackwell": 0.6, "Volta": 0.72},
-            attention={"Ampere": 0.55, "Hopper": 0.38, "Blackwell": 0.3, "Volta": 0.3},
+            products={"Ampere": 0.74, "Hopper": 0.59, "Blackwell": 0.55, "Volta": 0.7},
+            attention={"Ampere": 0.41, "Hopper": 0.22, "Blackwell": 0.2, "Volta": 0.3},
             launch_s=8e-6,
+            elementwise=1.04,
+        ),
+        Software(  # as pytorch; "selective op" computes every second product again (torchtitan, activation_checkpoint)
+            name="torchtitan",
+            products={"Ampere": 0.74, "Hopper": 0.59, "Blackwell": 0.55, "Volta": 0.7},
+            attention={"Ampere": 0.41, "Hopper": 0.22, "Blackwell": 0.2, "Volta": 0.3},
+            launch_s=8e-6,
+            gradient_bytes=4,
+            selective_products=0.5,
+            elementwise=1.04,
         ),
         Software(
             name="pytorch-2023",
-            products={"Ampere": 0.78, "Hopper": 0.59},
-            attention={"Ampere": 0.346, "Hopper": 0.2},
-            elementwise=1.63,
+            products={"Ampere": 0.762, "Hopper": 0.6},
+            attention={"Ampere": 0.41, "Hopper": 0.22},
+            elementwise=1.37,
             launch_s=8e-6,
             gradient_bytes=4,
         ),
@@ -84,8 +96,8 @@ SOFTWARE = {
         ),
         Software(
             name="megatron-2021",
-            products={"Ampere": 0.64, "Volta": 0.7},
-            elementwise=1.15,
+            products={"Ampere": 0.693, "Volta": 0.7},
+            elementwise=0.976,
             is_fused=True,
             p2p_blocks=True,
             scatters_messages=True,
@@ -94,9 +106,9 @@ SOFTWARE = {
         ),
         Software(
             name="megatron-core-plain",
-            products={"Blackwell": 0.6},
-            attention={"Blackwell": 0.45},
-            elementwise=1.2,
+            products={"Blackwell": 0.627},
+            attention={"Blackwell": 0.42},
+            elementwise=1.17,
             is_fused=True,
             p2p_blocks=True,
             overlaps_reductions=False,
@@ -105,9 +117,9 @@ SOFTWARE = {
         ),
         Software(
             name="megatron-core",
-            products={"Ampere": 0.72, "Hopper": 0.75, "Blackwell": 0.6},
-            attention={"Ampere": 0.5, "Hopper": 0.4, "Blackwell": 0.45},
-            elementwise=1.2,
+            products={"Ampere": 0.72, "Hopper": 0.761, "Blackwell": 0.627},
+            attention={"Ampere": 0.5, "Hopper": 0.4, "Blackwell": 0.42},
+            elementwise=1.17,
             is_fused=True,
             tp_hidden=0.8,
             divides_evenly=True,
@@ -115,7 +127,7 @@ SOFTWARE = {
         Software(
             name="nanotron",
             products={"Ampere": 0.72, "Hopper": 0.6},
-            attention={"Ampere": 0.5, "Hopper": 0.33},
+            attention={"Ampere": 0.41, "Hopper": 0.22},
             launch_s=8e-6,
             p2p_blocks=True,
             divides_evenly=True,

@@ -36,7 +36,7 @@ FRAMEWORKS = (
     ("Megatron-Bridge", "megatron-bridge", "megatron-core"),
     ("SimuMax", "simumax", "megatron-core-plain"),
     ("nanotron", "nanotron", "nanotron"),
-    ("torchtitan", "torchtitan", "pytorch"),
+    ("torchtitan", "torchtitan", "torchtitan"),
     ("PyTorch/IBM float8", "ibm-float8", "pytorch"),
     ("foundation-model-stack", "fms-fsdp", "pytorch"),
     ("PyTorch FSDP paper", "fsdp-paper", "pytorch-2022"),
@@ -132,7 +132,7 @@ def _row(row: Mapping[str, str]) -> PublishedRow | None:
             precision="fp8" if "fp8" in row["precision"] else "fp16" if "fp16" in row["precision"] else "bf16",
             optimizer="sgd" if row["optimizer"] == "SGD" else "adamw",
             recompute=_recompute(row),
-            compile="torch.compile" in row["strategy"],
+            compile=_compiles(row),
         ),
         step_time_s=float(row["step_time_s"]) if row["step_time_s"] else None,
         peak_memory=float(row["peak_mem_gb"]) if row["peak_mem_gb"] else None,
@@ -172,12 +172,29 @@ def _plan(row: Mapping[str, str], degrees: Mapping[str, int], num_microbatches: 
 
 
 def _pipeline(row: Mapping[str, str], pp: int, num_microbatches: int) -> PipelinePolicy:
-    virtual = int(float(row["vpp"] or 1))
+    virtual = int(float(row["vpp"])) if row["vpp"] else _usual_stages(row, pp)
     if virtual > 1 and num_microbatches % pp == 0:
         return PipelinePolicy(
             schedule="interleaved-1f1b", num_virtual_stages=virtual, num_microbatches=num_microbatches
         )
     return PipelinePolicy(schedule="1f1b", num_microbatches=num_microbatches)
+
+
+def _usual_stages(row: Mapping[str, str], pp: int) -> int:
+    """Stages of a rank where Megatron-Core's own table does not say: as many as have two blocks each, as its examples.
+
+    Its README says that messages of the pipeline are overlapped, which its interleaved schedule alone does.
+    """
+    each = int(float(row["layers"])) // pp
+    if not row["source"].startswith("Megatron-LM README H100") or int(float(row["layers"])) % pp:
+        return 1
+    return max(stages for stages in range(1, max(each // 2, 1) + 1) if each % stages == 0)
+
+
+def _compiles(row: Mapping[str, str]) -> bool:
+    """Whether the model was compiled; torchtitan's float8 and its asynchronous tensor parallelism need that."""
+    needs = row["source"].startswith("torchtitan") and ("fp8" in row["precision"] or "AsyncTP" in row["strategy"])
+    return "torch.compile" in row["strategy"] or needs
 
 
 def _recompute(row: Mapping[str, str]) -> str | int:

@@ -24,6 +24,7 @@ from shardwise.sim.pipeline import SimulatedPipeline, StageSeconds, simulate_pip
 from shardwise.sim.step import SimulatedStep, StepUnit, Transfer, simulate_step
 from shardwise.sim.streams import Slowdown
 from shardwise.spec.plan import ParallelPlan
+from shardwise.spec.precision import item_bytes as item_size
 from shardwise.spec.shape import ModelShape
 
 #: What the simulation calls the categories of time, and what users read.
@@ -127,12 +128,25 @@ class Timing:
         """Gathers and reductions come after the computation, not beside it."""
         return not self.software.overlaps_reductions and not self.plan.placements.shards_parameters
 
+    @functools.cached_property
+    def _gradient_bytes(self) -> int:
+        """Bytes of an element of a gradient where it is reduced: by the plan's policy, else by the software."""
+        if self.workload.precision == "fp32":
+            return 4
+        if self.plan.mp_policy is None:
+            return self.software.gradient_bytes
+        return item_size(self.plan.precision.reduce_dtype or self.plan.precision.param_dtype or "fp32")
+
     def _seconds(self, work: UnitWork) -> UnitSeconds:
         return unit_seconds(work, self.cluster.device, self.software, self.workload)
 
     def _step_unit(self, work: UnitWork, *, recomputes: str = "none") -> StepUnit:
         spent = self._seconds(work)
-        again = {"none": 0.0, "selective": spent.elementwise_s, "full": spent.forward_s}[recomputes]
+        selective = spent.elementwise_s + self.software.selective_products * spent.products_s
+        again = {"none": 0.0, "selective": selective, "full": spent.forward_s}[recomputes]
+        if self.num_microbatches > 1 and not self.plan.placements.shards_parameters:
+            # The sum of gradients over microbatches, read and written in fp32.
+            again += copy_seconds(8 * work.num_trained, self.cluster.device)
         ahead = self._exchanges(work, is_forward=True)
         back = self._exchanges(work, is_forward=False)
         gather, reduce, replicate = ((), (), ()) if self.is_waited_for else self._transfers(work)
@@ -157,7 +171,7 @@ class Timing:
     def _transfers(self, work: UnitWork) -> tuple[tuple[Transfer, ...], tuple[Transfer, ...], tuple[Transfer, ...]]:
         """All-gathers, reductions on ``dp_shard``, and what follows on ``dp_replicate``."""
         row, item = self.plan.placements, item_bytes(self.workload)
-        grad = 4 if self.workload.precision == "fp32" else self.software.gradient_bytes
+        grad = self._gradient_bytes
         shard, replicate = self.links["dp_shard"], self.links["dp_replicate"]
         gathers, reduces, sums = [], [], []
         for numel, trained, link in self._groups(work, shard):
@@ -414,7 +428,7 @@ class Timing:
         shard, replicate = self.links["dp_shard"].kind_size, self.links["dp_replicate"].kind_size
         held = sum(work.count * work.num_parameters for work in self.works) / self.plan.pp
         trained = sum(work.count * work.num_trained for work in self.works) / self.plan.pp
-        grad = 4 if self.workload.precision == "fp32" else self.software.gradient_bytes
+        grad = self._gradient_bytes
         part = (shard - 1) / shard
         gathers = 0.0
         if row.shards_parameters:
