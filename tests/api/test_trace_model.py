@@ -41,20 +41,29 @@ def traced(family: str) -> tuple[sw.TracedModel, sw.ModelShape]:
     return sw.trace_model(model, example_batch(family)), sw.ModelShape.from_config(config)
 
 
-#: Families whose blocks are computed as the table of ``cost.part`` says, operation by operation.
-EXACT = ("llama", "mistral", "qwen2", "gpt2", "opt", "vit")
+#: By how much the bytes that arithmetic says are kept may differ from those that autograd keeps; else 1 in 1,000. T5's
+#: first blocks compute the table of positions; mixtures keep indices in several dtypes; at 64 wide such things count.
+NEARLY = {
+    "t5": 0.02,
+    "bert": 0.05,
+    "glm4": 0.01,
+    "gemma": 0.005,
+    "gemma2": 0.015,
+    "gemma3_text": 0.005,
+} | dict.fromkeys(("mixtral", "qwen2_moe", "qwen3_moe", "olmoe", "gpt_oss"), 0.02)
 
 
 @pytest.mark.parametrize("family", FAMILIES)
-def test_a_trace_of_a_real_model_has_the_parameters_and_products_that_arithmetic_says(family: str) -> None:
+def test_a_trace_of_a_real_model_says_what_arithmetic_says(family: str) -> None:
     found, shape = traced(family)
     assert found.num_parameters == shape.num_parameters
     counted, computed = (model_work(each, PLAIN, workload()) for each in (found, shape))
     assert flops(counted) == flops(computed)
-    if family in EXACT:
-        assert in_blocks(computed, "saved_bytes") == pytest.approx(in_blocks(counted, "saved_bytes"), rel=1e-3)
-        assert in_blocks(computed, "selective_bytes") == pytest.approx(in_blocks(counted, "selective_bytes"), rel=1e-3)
-        assert in_blocks(computed, "input_bytes") == in_blocks(counted, "input_bytes")
+    within = NEARLY.get(family, 1e-3)
+    for field in ("saved_bytes", "selective_bytes"):
+        assert in_blocks(computed, field) == pytest.approx(in_blocks(counted, field), rel=within), field
+    for field in ("forward_bytes", "backward_bytes", "num_kernels"):
+        assert in_blocks(computed, field) == pytest.approx(in_blocks(counted, field), rel=0.3), field
 
 
 @pytest.mark.parametrize("precision", ["bf16", "fp32"])

@@ -52,7 +52,10 @@ class _Count:
             self.parts.append(Part("gathered inputs", 0.0, 0.0, regathered, 0))
         experts, base = self._expert_parameters(), self._shared_parameters()
         outputs = sum(e * p.rows * p.columns * p.count for p in self.products)
-        attended = sum(e * work.queries * work.width + 4 * work.queries * work.heads for work in self.attention)
+        attended = sum(
+            e * work.queries * work.width + work.queries * work.heads * (4 if work.is_fused else e * work.keys)
+            for work in self.attention
+        )
         return UnitWork(
             name=name,
             count=count,
@@ -77,8 +80,12 @@ class _Count:
     def _add_stream(self, num_layers: int) -> None:
         """What happens to the residual stream: norms, dropouts, additions."""
         rank, block, arithmetic = self.rank, self.block, self.rank.arithmetic
-        norm = arithmetic.norm(block.norm, rank.between, rank.shape.hidden)
-        self.parts += [norm] * block.num_norms
+        hidden = rank.shape.hidden
+        last = arithmetic.norm(block.norm, rank.between, hidden, keeps_output=False)
+        self.parts += [arithmetic.norm(block.norm, rank.between, hidden)] * (block.num_norms - block.num_last_norms)
+        self.parts += [last] * block.num_last_norms
+        if block.is_parallel:  # both norms keep the same input
+            self.parts.append(Part("one input", 0.0, 0.0, -rank.item * rank.between, 0))
         self.parts += [arithmetic.residual(rank.between)] * num_layers
         if block.has_dropout:
             self.parts += [arithmetic.dropout(rank.between)] * num_layers
@@ -103,18 +110,32 @@ class _Count:
         heads = layer.heads / rank.degrees.tp
         is_windowed = layer.window is not None and layer.window < key_len
         keys = layer.window if is_windowed and layer.window is not None else key_len
-        self.attention.append(AttentionWork(tokens, keys, q, heads, layer.is_causal and not is_windowed))
+        self.attention.append(
+            AttentionWork(tokens, keys, q, heads, layer.is_causal and not is_windowed, is_fused=not layer.plain)
+        )
         if layer.norm_numel:
-            width = layer.head_dim if layer.norm_numel == 2 * layer.head_dim else layer.q_width
-            self.parts.append(arithmetic.norm("rms", tokens * (q + kv), width))
+            is_by_head = layer.norm_numel == 2 * layer.head_dim
+            for width, whole in ((q, layer.q_width), (kv, layer.kv_width)):
+                row = layer.head_dim if is_by_head else whole
+                self.parts.append(arithmetic.norm(self.block.norm, tokens * width, row, keeps_output=False))
         if layer.has_rotary:
-            self.parts.append(arithmetic.rotary(tokens * (q + kv)))
-        self.parts.append(arithmetic.attention(tokens * q, key_tokens * kv, tokens * heads))
+            self.parts.append(arithmetic.rotary(tokens * (q + kv), layer.rotary_share, joins=layer.joins_rotary))
+            if layer.joins_rotary:  # the kernel's output then has its heads outermost, and is copied
+                copied = e * tokens * q
+                self.parts.append(Part("output copy", 2 * copied, 2 * copied, copied, 1))
+            if layer.is_fused:  # the values are a part of what the rotation reads, and keep all of it
+                self.parts.append(Part("fused input", 0.0, 0.0, e * tokens * (q + kv), 0))
+        pairs = tokens * heads * keys
+        if layer.plain:
+            self.parts.append(arithmetic.plain_attention(layer.plain, tokens * q, key_tokens * kv, pairs))
+        else:
+            self.parts.append(arithmetic.attention(tokens * q, key_tokens * kv, tokens * heads))
+            self.scores += arithmetic.scores(pairs, drops=layer.has_dropout)
         self.parts.append(self._input_gradients(layer, tokens * q + key_tokens * 2 * kv))
         if layer.has_position_bias:  # one for all samples
             table = rank.seq_len / rank.degrees.cp * key_len * heads
-            self.parts.append(Part("position bias", 2 * e * table, 2 * e * table, e * table, 1))
-        self.scores += arithmetic.scores(tokens * heads * keys, drops=layer.has_dropout)
+            kept = e + layer.is_causal  # and a mask of bytes
+            self.parts.append(Part("position bias", 2 * e * table, 2 * e * table, kept * table, 1))
         if rank.degrees.cp > 1:
             sent = 2 * e * key_tokens * kv
             self.exchanges.append(Exchange("ring", "cp", sent, 2 * sent))
@@ -142,6 +163,8 @@ class _Count:
         if forward.shared is not None:
             if forward.has_shared_gate:
                 self._product(tokens, hidden, 1)
+                kept = e * rank.stream
+                self.parts.append(Part("shared gate", 2 * kept, 4 * kept, kept, 2))
             self._mlp(forward.shared, tokens, 1)
             self.parts.append(rank.arithmetic.residual(rank.stream))
         if rank.degrees.ep > 1:
@@ -210,6 +233,8 @@ class _Count:
 def _routing(tokens: float, routed: float, experts: Experts, hidden: int, item: int) -> Iterator[Part]:
     """The choice of experts, their tokens side by side, and the weighted sum of their outputs."""
     choices, moved = tokens * experts.count, routed * hidden
-    yield Part("router", (item + 12) * choices, 16 * choices, 4 * choices, 4)
-    yield Part("dispatch", 2 * item * moved, 3 * item * moved, item * moved, 2)
-    yield Part("combine", 5 * item * moved, 6 * item * moved, item * moved, 3)
+    yield Part("router", (item + 20) * choices + 8 * routed, 24 * choices, 4 * choices + 4 * tokens + 16 * routed, 6)
+    yield Part("dispatch", 2 * item * moved + 60 * routed, (3 * item + 4) * moved, item * moved + 16 * routed, 7)
+    summed = (4 + item) * tokens * hidden
+    yield Part("combine", (item + 16) * moved + summed, (4 * item + 37) * moved, item * moved + 12 * routed, 6)
+    yield Part("sums of gradients", 0.0, 3 * item * tokens * hidden, 0.0, 0)

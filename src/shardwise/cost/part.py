@@ -11,14 +11,26 @@ part            forward, eager         kept, eager                              
 layer norm      2e                     2e: input, output                           2e
 RMS norm        6e + 24; fp32 28       2e + 4; fp32 12: input (fp32), scaled       2e: input, output
                                        input, output
-rotary          10e                    nothing; its output is attention's          nothing
+wide RMS norm   2e + 32; fp32 28       e + 8: input and scaled input (fp32),       2e
+                                       output
+T5's norm       7e + 20; fp32 28       3e + 4; fp32 12: input in both dtypes,      2e
+                                       scaled input, output
+rotary          10e                    nothing; its output is attention's; where   the same
+                                       queries, keys and values are one product,
+                                       e: its input stays beside the values
 attention       its own kernel         e of queries, keys, values, output; 4 for   the same
                                        each row of a head; 5as²b where scores are
                                        kept (Korthikanti)
+capped scores   12e + 2(4 + e) + 8     2e + 4 of a score: tanh, softmax in both    the same
+                                       dtypes; e of repeated keys and values
+scores, sinks   11e                    e of a score                                the same
 gated           5e                     4e: gate, its activation, up, product       3e: gate, up, product
+clamped gate    22e                    7e                                          3e
 gelu, silu      2e                     2e: input, output                           2e
 gelu_new        18e                    5e: input, tanh, two factors, output        2e
 relu            2e                     e: output                                   e
+mixture         6e + 28 of a routed    2e of a routed token's ``h``: its copy,     the same
+                token's ``h``          what its expert gives
 dropout         2e + 1                 1: the mask                                 1
 residual        3e                     nothing                                     nothing
 ==============  =====================  ==========================================  =============================
@@ -65,31 +77,51 @@ class Arithmetic:
     is_fused: bool = False
     trains: bool = True
 
-    def norm(self, kind: str, numel: float, width: int) -> Part:
-        """A norm of ``numel`` elements in rows of ``width``; ``kind`` is ``"layer"``, ``"rms"`` or ``"t5"``."""
-        e, rows = self.item, numel / width
+    def norm(self, kind: str, numel: float, width: int, *, keeps_output: bool = True) -> Part:
+        """A norm.
+
+        Args:
+            kind: ``"layer"``; ``"rms"``; ``"wide"``, an RMS norm that multiplies with its weight in fp32; ``"t5"``, one
+                that multiplies its input in the input's own dtype.
+            numel: Elements that it normalizes.
+            width: Elements of a row.
+            keeps_output: A product reads the output, and so keeps it.
+        """
+        e, rows, output = self.item, numel / width, self.item * keeps_output
         if kind == "layer" or self.is_fused:
-            return Part("norm", 2 * e * numel, 3 * e * numel, 2 * e * numel + (8 if kind == "layer" else 4) * rows, 1)
-        is_wide, scaled = e == 4, e * self.trains
-        if kind == "t5" and not is_wide:  # the input itself is multiplied, not its fp32 copy
-            saved, forward, backward = 4 + 2 * e + scaled, 7 * e + 20, 9 * e + 80
+            row = 8 if kind == "layer" else 4
+            return Part("norm", 2 * e * numel, 3 * e * numel, (e + output) * numel + row * rows, 1)
+        is_fp32 = e == 4
+        if is_fp32:
+            saved, forward, backward, kernels = 4 + 4 * self.trains + output, 28, 92, 6
+        elif kind == "wide":
+            saved, forward, backward, kernels = 4 + 4 * self.trains + output, 2 * e + 32, 2 * e + 100, 8
+        elif kind == "t5":
+            saved, forward, backward, kernels = 4 + e + e * self.trains + output, 7 * e + 20, 9 * e + 80, 8
         else:
-            saved = 4 + e + scaled
-            forward, backward = (28, 92) if is_wide else (6 * e + 24, 8 * e + 76)
+            saved, forward, backward, kernels = 4 + e * self.trains + output, 6 * e + 24, 8 * e + 76, 8
         return Part(
             "norm",
             forward * numel,
             (backward - (0 if self.trains else 4 * e)) * numel,
             saved * numel + 4 * rows,
-            6 if is_wide else 8,
+            kernels,
         )
 
-    def rotary(self, numel: float) -> Part:
-        """Rotation of queries and keys by their positions."""
+    def rotary(self, numel: float, share: float = 1.0, *, joins: bool = False) -> Part:
+        """Rotation of queries and keys by their positions.
+
+        Args:
+            numel: Elements of queries and keys.
+            share: Part of each head that is rotated.
+            joins: The rotated part and the rest are put together, also where nothing is left.
+        """
         e = self.item
         if self.is_fused:
             return Part("rotary", 2 * e * numel, 2 * e * numel, 0.0, 1)
-        return Part("rotary", 10 * e * numel, 16 * e * numel, 0.0, 10)
+        if not joins:
+            return Part("rotary", 10 * e * numel, 16 * e * numel, 0.0, 10)
+        return Part("rotary", (10 * share + 2) * e * numel, (14 * share + 7) * e * numel, 0.0, 12)
 
     def activation(self, kind: str, numel: float) -> Part:
         """What lies between the projections of a feed-forward of ``numel`` inner elements, not gated."""
@@ -105,6 +137,8 @@ class Arithmetic:
         e = self.item
         if self.is_fused:
             return Part("gated", 3 * e * numel, 5 * e * numel, 3 * e * numel, 1)
+        if kind == "clamped":  # gpt-oss: both halves are clamped, and a sigmoid is written out
+            return Part("gated", 22 * e * numel, 30 * e * numel, 7 * e * numel, 9)
         inner = self.activation(kind, numel)
         return Part(
             "gated",
@@ -145,6 +179,26 @@ class Arithmetic:
             rows: Queries times heads.
         """
         return Part("attention", 0.0, 0.0, self.item * (2 * q_numel + 2 * kv_numel) + 4 * rows, 1)
+
+    def plain_attention(self, kind: str, q_numel: float, kv_numel: float, pairs: float) -> Part:
+        """Attention that transformers has no kernel for: scores that are capped, or that have sinks beside them.
+
+        Args:
+            kind: ``"capped"`` (Gemma 2) or ``"sinks"`` (gpt-oss).
+            q_numel: Elements of the queries, of the output, and of keys and values as often as queries share them.
+            kv_numel: Elements of the keys, and of the values.
+            pairs: Scores.
+        """
+        e, copies = self.item, 2 * (q_numel + kv_numel) + 4 * q_numel
+        wide = 0 if e == 4 else 2 * (4 + e)
+        forward, saved, kernels = (12 * e + wide + 8, 2 * e + 4, 12) if kind == "capped" else (11 * e, e, 10)
+        return Part(
+            "attention",
+            e * copies + forward * pairs,
+            e * copies + 1.2 * forward * pairs,
+            4 * e * q_numel + saved * pairs,
+            kernels,
+        )
 
     def scores(self, pairs: float, *, drops: bool) -> float:
         """Bytes kept besides where no kernel computes attention at once: Korthikanti's ``5 a s² b`` with dropout."""

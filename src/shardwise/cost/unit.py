@@ -55,6 +55,7 @@ class AttentionWork:
         width: Heads of this rank times the width of a head.
         heads: Heads of this rank.
         is_causal: Half of the pairs are masked.
+        is_fused: One kernel computes it; else the scores are kept in memory.
     """
 
     queries: float
@@ -62,6 +63,7 @@ class AttentionWork:
     width: float
     heads: float
     is_causal: bool
+    is_fused: bool = True
 
     @property
     def flops(self) -> float:

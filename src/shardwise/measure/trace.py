@@ -35,6 +35,19 @@ _aten = torch.ops.aten
 #: Operations that read as much of their first argument as they write.
 _LOOKUPS = {_aten.embedding, _aten.index_select, _aten.gather, _aten.index, _aten.take_along_dim}
 
+#: Operations that read their first argument's shape alone.
+_FILLS = {
+    _aten.new_zeros,
+    _aten.new_ones,
+    _aten.new_full,
+    _aten.zeros_like,
+    _aten.ones_like,
+    _aten.full_like,
+    _aten.bernoulli_,
+    _aten.zero_,
+    _aten.fill_,
+}
+
 EMBEDDING, HEAD = "embedding", "head"
 
 
@@ -242,6 +255,8 @@ class _Tracer(TorchDispatchMode):
             found.selective_bytes += sum(map(_extent, outputs))
 
     def _read(self, func: Any, inputs: list[Tensor], outputs: list[Tensor]) -> list[Tensor]:
+        if func.overloadpacket in _FILLS:
+            return []
         return outputs[:1] + inputs[1:] if func.overloadpacket in _LOOKUPS else inputs
 
     def _note_makers(self, result: Any) -> None:

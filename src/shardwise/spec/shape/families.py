@@ -95,7 +95,9 @@ def _llama_like(
     num_norms: int = 2,
     tied: bool = False,
     window: str = "",
-    is_fused: bool = False,
+    fused: str = "",
+    norm: str = "rms",
+    plain: str = "",
 ) -> Callable[[Config, str], ModelShape]:
     """Families with RMS norms, rotary positions and gated feed-forwards.
 
@@ -107,7 +109,9 @@ def _llama_like(
         num_norms: Norms of a block.
         tied: Whether the head is the embedding where the file does not say.
         window: ``"all"``: every layer has the window, unless the file says which.
-        is_fused: Queries, keys and values are one product, and so are the two projections up.
+        fused: What is one product: ``"all"``: queries, keys and values, and the two projections up; ``"mlp"``: these.
+        norm: What the norms are, as of a ``Block``.
+        plain: Why no kernel computes its attention, as of an ``Attention``.
     """
 
     def says(config: Config, what: object) -> bool:
@@ -130,15 +134,20 @@ def _llama_like(
                     window=seen,
                     extra=heads if config["model_type"] == "gpt_oss" else 0,
                     has_rotary=True,
-                    is_fused=is_fused,
+                    is_fused=fused == "all",
                     has_dropout=bool(config.get("attention_dropout")),
+                    rotary_share=_rotary_share(config),
+                    joins_rotary=config["model_type"] in {"phi3", "glm4"},
+                    plain=plain,
                 ),
-                feed_forward=_feed_forward(config, layer, has_bias=says(config, mlp_bias), is_fused=is_fused),
+                feed_forward=_feed_forward(config, layer, has_bias=says(config, mlp_bias), is_fused=bool(fused)),
                 num_norms=num_norms,
+                num_last_norms=num_norms // 2 if num_norms == 4 else 0,
+                norm=norm,
             )
             for layer, seen in enumerate(_windows(config, window))
         ]
-        return _causal(config, name, blocks, tied=tied)
+        return _causal(config, name, blocks, tied=tied, norm=norm)
 
     return shape
 
@@ -153,6 +162,13 @@ _ACTIVATIONS = {
     "gelu_fast": "gelu_new",
     "relu": "relu",
 }
+
+
+def _rotary_share(config: Config, default: float = 1.0) -> float:
+    """The part of each head that is rotated."""
+    parameters = config.get("rope_parameters") or {}
+    found = config.get("partial_rotary_factor") or config.get("rotary_pct") or parameters.get("partial_rotary_factor")
+    return float(found or default)
 
 
 def _activation(config: Config, default: str) -> str:
@@ -180,7 +196,13 @@ def _feed_forward(config: Config, layer: int, *, has_bias: bool, is_fused: bool)
     return Experts(
         count=count,
         per_token=config["num_experts_per_tok"],
-        mlp=Mlp(ffn=ffn, is_gated=True, has_bias=is_oss, activation=activation, is_fused=True),
+        mlp=Mlp(
+            ffn=ffn,
+            is_gated=True,
+            has_bias=is_oss,
+            activation="clamped" if is_oss else activation,
+            is_fused=True,
+        ),
         shared=Mlp(ffn=shared, is_gated=True, activation=activation) if shared else None,
         has_shared_gate=bool(shared),
         has_router_bias=is_oss,
@@ -265,6 +287,9 @@ def _neox(config: Config, name: str) -> ModelShape:
         attention_dropout=config.get("attention_dropout"),
         dropout=config.get("hidden_dropout"),
     )
+    attention = dataclasses.replace(block.attention, rotary_share=_rotary_share(config, 0.25), joins_rotary=True)
+    is_parallel = bool(config.get("use_parallel_residual", True))
+    block = dataclasses.replace(block, attention=attention, is_parallel=is_parallel)
     return _causal(
         config,
         name,
@@ -438,18 +463,18 @@ FAMILIES: dict[str, Callable[[Config, str], ModelShape]] = {
     "mistral": _llama_like(qkv_bias=False, out_bias=False, window="all"),
     "qwen2": _llama_like(qkv_bias=True, out_bias=False),
     "qwen3": _llama_like(qk_norm="head"),
-    "phi3": _llama_like(qkv_bias=False, out_bias=False, window="all", is_fused=True),
+    "phi3": _llama_like(qkv_bias=False, out_bias=False, window="all", fused="all"),
     "granite": _llama_like(),
-    "olmo2": _llama_like(qk_norm="all"),
-    "glm4": _llama_like(qkv_bias="attention_bias", out_bias=False, num_norms=4),
-    "gemma": _llama_like(tied=True),
-    "gemma2": _llama_like(num_norms=4, tied=True),
-    "gemma3_text": _llama_like(num_norms=4, qk_norm="head", tied=True),
+    "olmo2": _llama_like(qk_norm="all", norm="wide"),
+    "glm4": _llama_like(qkv_bias="attention_bias", out_bias=False, num_norms=4, fused="mlp"),
+    "gemma": _llama_like(tied=True, norm="wide"),
+    "gemma2": _llama_like(num_norms=4, tied=True, norm="wide", plain="capped"),
+    "gemma3_text": _llama_like(num_norms=4, qk_norm="head", tied=True, norm="wide"),
     "mixtral": _llama_like(qkv_bias=False, out_bias=False, window="all"),
     "qwen2_moe": _llama_like(qkv_bias="qkv_bias", out_bias=False),
     "qwen3_moe": _llama_like(qk_norm="head"),
     "olmoe": _llama_like(qk_norm="all"),
-    "gpt_oss": _llama_like(),
+    "gpt_oss": _llama_like(norm="wide", plain="sinks"),
     "gpt2": _gpt2,
     "gpt_neox": _neox,
     "opt": _opt,

@@ -28,6 +28,9 @@ class Attention:
         has_rotary: Queries and keys are rotated by their positions.
         is_fused: Queries, keys and values are one product, not three.
         has_dropout: Attention weights are dropped out in training.
+        rotary_share: Part of each head that is rotated.
+        joins_rotary: The rotated part and the rest are put together, also where nothing is left.
+        plain: Why no kernel computes it at once: ``"capped"`` scores, ``"sinks"`` beside them; ``""``: one does.
         has_position_bias: A learned number for each head and pair of positions is added to the scores, as in T5.
     """
 
@@ -44,6 +47,9 @@ class Attention:
     is_fused: bool = False
     has_dropout: bool = False
     has_position_bias: bool = False
+    rotary_share: float = 1.0
+    joins_rotary: bool = False
+    plain: str = ""
 
     @property
     def q_width(self) -> int:
@@ -70,7 +76,8 @@ class Mlp:
         ffn: Width between the two projections.
         is_gated: The activation of one projection is multiplied by another one.
         has_bias: The projections have biases.
-        activation: ``"silu"``, ``"gelu"`` (one kernel), ``"gelu_new"`` (transformers' formula of eight), ``"relu"``.
+        activation: ``"silu"``, ``"gelu"`` (one kernel), ``"gelu_new"`` (transformers' formula of eight), ``"relu"``,
+            or ``"clamped"``, gpt-oss's gate.
         is_fused: The two projections up of a gated one are one product.
         has_dropout: What goes into the projection down is dropped out in training, as in T5.
     """
@@ -135,8 +142,10 @@ class Block:
         num_norms: Norms of width ``h``.
         has_norm_bias: Norms have biases besides weights.
         extra: Parameters besides: a table of relative positions.
-        norm: What the norms are: ``"rms"``, ``"layer"``, or ``"t5"``, an RMS norm that multiplies its input in the
-            input's own dtype.
+        num_last_norms: How many of the norms come after attention and feed-forward, so that no product reads them.
+        is_parallel: Attention and feed-forward read the same input, as in GPT-NeoX.
+        norm: What the norms are: ``"rms"``, ``"layer"``, ``"wide"``, an RMS norm that multiplies with its weight in
+            fp32, or ``"t5"``, one that multiplies its input in the input's own dtype.
         has_dropout: Outputs of attention and feed-forward are dropped out in training.
     """
 
@@ -148,6 +157,8 @@ class Block:
     extra: int = 0
     norm: str = "rms"
     has_dropout: bool = False
+    num_last_norms: int = 0
+    is_parallel: bool = False
 
     def num_parameters(self, hidden: int, *, is_active: bool = False) -> int:
         """Parameters of the block; active ones are those that one token meets."""
