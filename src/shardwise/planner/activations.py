@@ -13,9 +13,6 @@ from shardwise.cost.workload import Workload
 from shardwise.spec.plan import ParallelPlan
 from shardwise.spec.shape import Block, Experts, ModelShape
 
-#: Families whose attention no fused kernel computes, because scores are bounded by a tanh.
-EAGER_ATTENTION = ("gemma2",)
-
 
 @dataclass(frozen=True, slots=True)
 class Saved:
@@ -75,18 +72,21 @@ class Around:
         return self.item * self.tokens * self.hidden
 
 
-def block_saved(unit: UnitWork, block: Block, around: Around, recompute: str) -> Saved:
+def block_saved(unit: UnitWork, block: Block | None, around: Around, recompute: str) -> Saved:
     """What a block saves.
 
     Args:
         unit: The block's work.
-        block: The block.
+        block: The block; ``None``: the unit was traced, and everything that it keeps is known.
         around: How it computes.
         recompute: ``"none"``, ``"selective"`` (outputs of products and attention are kept) or ``"full"``.
     """
+    if block is None:
+        passing = 2 * unit.stream_bytes + unit.inner_bytes
+        return Saved(unit.kept_bytes(recompute), unit.saved_bytes, passing, unit.stream_bytes)
     scores, products_of_scores = _unfused(unit, block, around)
     products, saved, passing = _mixture(unit, block, around)
-    whole = unit.saved_bytes + scores + _rotated(block, around) + saved
+    whole = unit.saved_bytes + scores + saved
     outputs = unit.selective_bytes + products_of_scores + products
     kept = {"none": whole, "selective": outputs, "full": unit.input_bytes}[recompute]
     passing += 2 * around.stream
@@ -98,29 +98,15 @@ def block_saved(unit: UnitWork, block: Block, around: Around, recompute: str) ->
 def _unfused(unit: UnitWork, block: Block, around: Around) -> tuple[float, float]:
     """What is saved besides where no kernel computes attention at once, and outputs of products therein.
 
-    Scores, and keys and values that are repeated. In fp32 no fused kernel of torch takes fewer heads of keys than of
-    queries.
+    In fp32 no fused kernel of torch takes fewer heads of keys than of queries: scores are kept, and keys and values are
+    repeated. Families for which transformers has no kernel at all keep theirs in ``unit`` already.
     """
     attention = block.attention
-    is_eager = around.family in EAGER_ATTENTION
-    if not (is_eager or (around.item == 4 and attention.kv_heads < attention.heads)):
+    if attention.plain or around.item != 4 or attention.kv_heads == attention.heads:
         return 0.0, 0.0
     repeated = 2 * around.item * around.tokens * (attention.q_width - attention.kv_width) / around.tp
     pairs = sum(work.queries * work.keys * work.heads for work in unit.attention)
-    # A bounded score is kept, its softmax in fp32, and that in the products' dtype.
-    return repeated + pairs * (4 + 2 * around.item if is_eager else around.item), pairs * around.item
-
-
-def _rotated(block: Block, around: Around) -> float:
-    """What rotation changes: its outputs are kept, not those of norms of queries and keys before it.
-
-    Values of a fused projection are a view of its output, which stays beside the rotated queries and keys.
-    """
-    attention = block.attention
-    if not attention.has_rotary:
-        return 0.0
-    rotated = around.item * around.tokens * (attention.q_width + attention.kv_width) / around.tp
-    return rotated * (attention.is_fused - (attention.norm_numel > 0))
+    return repeated + pairs * around.item, pairs * around.item
 
 
 def _mixture(unit: UnitWork, block: Block, around: Around) -> tuple[float, float, float]:

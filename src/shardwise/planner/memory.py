@@ -193,7 +193,8 @@ def _parts(stage: Stage, found: States, works: Sequence[UnitWork], inputs: _Inpu
     recompute = inputs.workload.recompute
     left = -(-recompute // inputs.plan.pp) if isinstance(recompute, int) else 0
     units = iter(found.units)
-    for (_, block), work, count in zip(inputs.shape.stacks, works, stage.blocks, strict=True):
+    blocks = [block for _, block in inputs.shape.stacks] or [None] * len(works)  # a traced model has units alone
+    for block, work, count in zip(blocks, works, stage.blocks, strict=True):
         done = 0
         while done < count:
             unit = next(units)
@@ -208,7 +209,7 @@ def _parts(stage: Stage, found: States, works: Sequence[UnitWork], inputs: _Inpu
                     yield Part(unit, number, _merged(_saved(work, block, around, how, inputs), unit.blocks))
 
 
-def _saved(unit: UnitWork, block: Block, around: Around, recompute: str, inputs: _Inputs) -> Saved:
+def _saved(unit: UnitWork, block: Block | None, around: Around, recompute: str, inputs: _Inputs) -> Saved:
     saved, accounting = block_saved(unit, block, around, recompute), inputs.accounting
     more = (unit.scores_bytes if accounting.keeps_scores else 0.0) - unit.regathered_bytes * accounting.regathers
     kept = saved.kept + (more if recompute == "none" else 0.0)
