@@ -192,7 +192,7 @@ class GroupFacts:
     @property
     def reduce_layout(self) -> ReduceLayout:
         """Layout of the group's gradient buffer."""
-        return ReduceLayout(self.layout, self.layout.size if self.row.shards_optimizer else 1)
+        return self.layout.scattered if self.row.shards_optimizer else self.layout.reduced
 
     def inner_numel(self, rank: int) -> int:
         """Elements that a rank keeps after forward, where an inner group of ranks keeps the whole."""

@@ -186,6 +186,16 @@ class GroupLayout:
         return len({stop - start for start, stop in itertools.pairwise(self.cuts)}) == 1
 
     @cached_property
+    def scattered(self) -> ReduceLayout:
+        """Layout of gradients that a reduce-scatter cuts into as many slices."""
+        return ReduceLayout(self, self.size)
+
+    @cached_property
+    def reduced(self) -> ReduceLayout:
+        """Layout of gradients that are all-reduced."""
+        return ReduceLayout(self, 1)
+
+    @cached_property
     def uneven_cuts(self) -> tuple[int, ...] | None:
         """``cuts`` where slices differ, else ``None``: what a collective needs to be told."""
         return None if self.is_even else self.cuts
