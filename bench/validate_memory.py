@@ -26,8 +26,8 @@ FITTED = ("bloom",)
 CORRECTED = ("nanotron", "alpa")
 
 #: What other people's frameworks hold, from their code and papers, written down before errors were looked at. Changed
-#: afterwards, because the code of the framework says so: nanotron keeps gathered inputs, Alpa divides optimizer state, the
-#: update of ZeRO over fp16 gradients copies them (BLOOM). These sources are not counted as held out.
+#: afterwards, because the code of the framework says so: nanotron keeps gathered inputs, Alpa divides optimizer state,
+#: the update of ZeRO over fp16 gradients copies them (BLOOM). These sources are not counted as held out.
 MEGATRON = Accounting(
     states=StateBytes(weight=2, gradient=4, optimizer=12),
     is_fused=True,
