@@ -67,7 +67,9 @@ def check_contract(run: Path) -> None:
     """A run of 20 steps that has ended well leaves what the contract names."""
     found = summary(run)
     wanted = {"config.yaml", "plan.json", "metrics.jsonl", "logs", "checkpoints", "LATEST", "summary.json"}
-    assert wanted | {"environment.json", "memory.json", "report.html"} <= {path.name for path in run.iterdir()}
+    assert wanted | {"environment.json", "memory.json", "predicted.json", "report.html"} <= {
+        path.name for path in run.iterdir()
+    }
     page = (run / "report.html").read_text()
     assert all(f"{loss:.6g}<" in page for loss in (losses(run)[0], losses(run)[-1], found["eval_loss_final"]))
     units = json.loads((run / "plan.json").read_text())["units"]
@@ -77,6 +79,9 @@ def check_contract(run: Path) -> None:
     assert memory["step"] >= 3
     assert found["peak_memory_bytes"] >= max(memory["bytes"]) >= 0.8 * found["peak_memory_bytes"]
     assert min(memory["bytes"]) >= 0.95 * sum(memory["held_bytes"].values())
+    timeline = json.loads((run / "predicted.json").read_text())["memory_timeline"]
+    predicted_peak = max(sum(held.values()) for _, held in timeline)
+    assert found["peak_memory_bytes"] == pytest.approx(predicted_peak, rel=0.1)
     parts = found["steps_time_s"] + found["eval_time_s"] + found["checkpoint_time_s"]
     assert 0 < parts < found["wall_time_s"]
     assert not (run / "run.lock").exists()

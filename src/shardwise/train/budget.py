@@ -57,7 +57,7 @@ def check_budget(resolved: RunConfig, device: Device | None) -> None:
     try:
         shape = shape_of(resolved)
         workload = workload_of(resolved)
-        found = memory_on(device.device_type, shape, _resolved_plan(resolved), workload)
+        found = memory_on(device.device_type, shape, resolved_plan(resolved), workload)
     except (ShardwiseError, ArithmeticError, LookupError):
         return  # a model that no arithmetic knows
     needed = _needed(found, device)
@@ -152,7 +152,8 @@ def _recompute(policy: RecomputePolicy | None, resolved: RunConfig) -> str | int
     return "full" if policy.every == 1 else -(-layers // policy.every)
 
 
-def _resolved_plan(resolved: RunConfig) -> ParallelPlan:
+def resolved_plan(resolved: RunConfig) -> ParallelPlan:
+    """The run's plan with every degree filled in."""
     mesh = resolved.mesh
     return replace(resolved.plan, dp_replicate=mesh.dp_replicate, dp_shard=mesh.dp_shard)
 
@@ -174,7 +175,7 @@ class _Change:
 
 def _remedies(resolved: RunConfig, shape: ModelShape, workload: Workload, device: Device) -> Iterator[tuple[str, int]]:
     """Changes with which the run fits, and what it then needs: of the plan on these ranks, then more ranks."""
-    plan = _resolved_plan(resolved)
+    plan = resolved_plan(resolved)
     zero3: dict[str, Any] = {} if plan.placements.shards_parameters else {"strategy": "zero3"}
     least: dict[str, Any] = {"recompute": "full", "micro_batch": 1}
     changes = [

@@ -29,6 +29,7 @@ from shardwise.spec.run_files import (
     METRICS,
     MODEL,
     PLAN,
+    PREDICTED,
     REPORT,
     SUMMARY,
     WANDB_ID,
@@ -37,6 +38,7 @@ from shardwise.spec.shape.gpt import GPTConfig
 from shardwise.spec.text import printable, size
 from shardwise.train.config import Config
 from shardwise.train.folder import replace_json, replace_text
+from shardwise.train.prediction import predict_memory
 from shardwise.train.resolve import RunConfig
 from shardwise.train.step_time import PredictedStep
 
@@ -417,11 +419,12 @@ class Report:
         return self.predicted_total if "activations" in self.predicted_bytes else None
 
     def write_start(self) -> None:
-        """Write config.yaml, model.txt, environment.json and plan.json."""
+        """Write config.yaml, model.txt, environment.json, predicted.json and plan.json."""
         config, batch = self.resolved.config, self.resolved.batch
         replace_text(self.directory / CONFIG, config.to_yaml())
         replace_text(self.directory / MODEL, f"{self.model}\n")
         replace_json(self.directory / ENVIRONMENT, environment())
+        replace_json(self.directory / PREDICTED, predict_memory(self.resolved, self.device.type))
         replace_json(
             self.directory / PLAN,
             {
