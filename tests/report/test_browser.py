@@ -277,6 +277,17 @@ def test_every_figure_is_that_of_the_files(browser: Browser, pages: dict[str, Pa
     parts = {row[0]: row[2] for row in cells(browser, "Parts of a step")}
     assert parts["data"] == f"{data / total:.1%}"
     assert parts["whole"] == "100.0%"
+    assert cells(browser, "Predicted parts of a step") == [
+        ["compute", "200 ms", "83.3%"],
+        ["exposed gather", "30 ms", "12.5%"],
+        ["optimizer", "10 ms", "4.2%"],
+        ["whole", "240 ms", "100.0%"],
+    ]
+    assert cells(browser, "Bytes by category and moment") == [
+        ["1. forward", "2.0 MB", "9.0 MB", "11.0 MB"],
+        ["2. end", "2.0 MB", "0 B", "2.0 MB"],
+    ]
+    assert cells(browser, "Streams:") == [["compute", "200 ms", "87.0%"], ["all-gather", "50 ms", "21.7%"]]
     over_time = cells(browser, "Bytes over a step")
     assert over_time[0] == ["0.0", "2.0 MB", "3.0 MB", "5.0 MB", "0 B", "10.0 MB"]
     assert ["150.0", "2.0 MB", "3.0 MB", "5.0 MB", "15.0 MB", "25.0 MB"] in over_time

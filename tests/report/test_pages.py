@@ -98,7 +98,8 @@ def test_a_killed_run_says_so_and_shows_what_there_is(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    "missing", ["metrics.jsonl", "plan.json", "config.yaml", "summary.json", "environment.json", "memory.json"]
+    "missing",
+    ["metrics.jsonl", "plan.json", "config.yaml", "summary.json", "environment.json", "memory.json", "predicted.json"],
 )
 def test_any_file_may_be_missing_or_damaged(tmp_path: Path, missing: str) -> None:
     folder = write_run(tmp_path / "run")
@@ -113,6 +114,7 @@ def test_any_file_may_be_missing_or_damaged(tmp_path: Path, missing: str) -> Non
             "plan.json": "Mesh: plan.json holds none.",
             "config.yaml": "Configuration: the folder has no config.yaml.",
             "summary.json": "No end is recorded",
+            "predicted.json": "Predicted time of a step: predicted.json does not hold it.",
             "memory.json": "Memory over a step: it is measured on CPUs in the second and third step",
             "environment.json": "Environment: the folder has no environment.json.",
         }[missing]

@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from shardwise.report import beside
-from shardwise.report.chart import Area, Stack, fills_of, stacked_areas, stacked_bars
+from shardwise.report.chart import Area, Stack, fills_of, stacked_areas, stacked_bars, stacked_columns
 from shardwise.report.element import Content
 from shardwise.report.page import figure, folded, legend, table
 from shardwise.report.run import Run, finite
@@ -18,6 +18,11 @@ CATEGORIES = (
 )  # fmt: skip
 #: Megabytes: ticks are round in them.
 MB = 1e6
+
+
+def all_of_it(run: Run, missing: list[str]) -> list[Content]:
+    """The peak, and a step as predicted and as measured."""
+    return [*peak(run, missing), *predicted_over_a_step(run, missing), *over_a_step(run, missing)]
 
 
 def peak(run: Run, missing: list[str]) -> list[Content]:
@@ -48,6 +53,60 @@ def peak(run: Run, missing: list[str]) -> list[Content]:
         ),
         folded("Values", table("Bytes of tensors by category", ["category", "size", "bytes"], rows)),
     ]
+
+
+def ordered(names: Sequence[str], order: Sequence[str]) -> list[str]:
+    """The names in that order, behind them those that it lacks."""
+    return [name for name in order if name in names] + [name for name in names if name not in order]
+
+
+def memory_timeline(
+    moments: Sequence[tuple[str, Mapping[str, float]]], heading: str, *, shown: Callable[[float], str], unit: float
+) -> list[Content]:
+    """Bytes by category at the moments of a step.
+
+    Args:
+        moments: Name and bytes of each.
+        heading: What is shown.
+        shown: Text of a number of bytes.
+        unit: Ticks are at round multiples of it.
+    """
+    found: list[tuple[str, dict[str, float]]] = [(name, dict(parts)) for name, parts in moments]
+    names = ordered(list(dict.fromkeys(n for _, parts in found for n, held in parts.items() if held > 0)), CATEGORIES)
+    fills = fills_of(names, CATEGORIES)
+    most = max(range(len(found)), key=lambda index: sum(found[index][1].values()))
+    words = (
+        f"{heading}: {len(found)} moments; the peak is {shown(sum(found[most][1].values()))} at moment {most + 1},"
+        f" {found[most][0]}."
+    )
+    chart = stacked_columns(found, fills, title=words, unit=unit, shown=shown)
+    rows = [
+        [f"{index + 1}. {name}", *(shown(parts.get(n, 0)) for n in names), shown(sum(parts.values()))]
+        for index, (name, parts) in enumerate(found)
+    ]
+    return [
+        figure(heading, [chart, legend(list(fills.items())[::-1])], words),
+        folded("Values", table("Bytes by category and moment", ["moment", *names, "sum"], rows)),
+    ]
+
+
+def predicted_over_a_step(run: Run, missing: list[str]) -> list[Content]:
+    """The planner's bytes over the moments of a step."""
+    found = run.predicted.get("memory_timeline")
+    moments = [
+        (str(moment[0]), {str(name): float(held) for name, held in moment[1].items() if finite(held) is not None})
+        for moment in (found if isinstance(found, list) else [])
+        if isinstance(moment, list) and len(moment) == 2 and isinstance(moment[1], dict)
+    ]
+    if len(moments) < 2:
+        missing.append(f"Predicted memory over a step: {why_not(run, 'memory_reason')}.")
+        return []
+    return memory_timeline(moments, "Predicted memory over a step", shown=num_bytes, unit=MB)
+
+
+def why_not(run: Run, key: str = "reason") -> str:
+    """Why there is no prediction: of a step's time, where ``key`` does not say otherwise."""
+    return str(run.predicted.get(key) or "predicted.json does not hold it").rstrip(".")
 
 
 def over_a_step(run: Run, missing: list[str]) -> list[Content]:

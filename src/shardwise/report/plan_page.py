@@ -3,21 +3,22 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 from shardwise.planner import Estimate
 from shardwise.planner.explain import GIB, gib, num_microbatches, seconds, title, why
 from shardwise.planner.simulated import simulated
 from shardwise.report import mesh
-from shardwise.report.chart import Stack, fills_of, stacked_bars, stacked_columns
+from shardwise.report.chart import Stack, fills_of, stacked_bars
 from shardwise.report.element import Content, Element, el
-from shardwise.report.memory_parts import CATEGORIES
+from shardwise.report.memory_parts import CATEGORIES, memory_timeline, ordered
 from shardwise.report.page import Section, figure, folded, legend, page, table, tiles
 from shardwise.report.pipeline import simulated_chart
 from shardwise.report.run_page import flat
 from shardwise.report.scale import seconds as spent
 from shardwise.report.streams import simulated_spans, streams_figure
+from shardwise.report.time_parts import TIME
 from shardwise.sim.pipeline import SimulatedPipeline
 from shardwise.spec.errors import PlanError
 from shardwise.spec.mesh import AXES
@@ -25,10 +26,6 @@ from shardwise.spec.text import size
 
 #: Plans whose bars are drawn, and rows of the table, at most.
 BARS, ROWS = 12, 40
-#: Categories of time in the order in which they are stacked.
-TIME = (
-    "compute", "exposed gather", "exposed reduce", "tp", "pp bubble", "cp", "ep", "optimizer", "offload", "host",
-)  # fmt: skip
 
 
 def plan_report(estimates: Sequence[Estimate], *, remedies: Sequence[str] = ()) -> str:
@@ -112,16 +109,12 @@ def _table(estimates: Sequence[Estimate]) -> Content:
     return table(f"Plans, best first{some}; per GPU", columns, rows, numbers=[2, 3, 4, 5, 6, 7], words=[0, 8])
 
 
-def _ordered(names: Sequence[str], order: Sequence[str]) -> list[str]:
-    return [name for name in order if name in names] + [name for name in names if name not in order]
-
-
 def _time(estimates: Sequence[Estimate]) -> list[Content]:
     numbered = [(f"{index + 1}. {name_of(each)}", each) for index, each in enumerate(estimates[:BARS])]
     numbered = [(name, each) for name, each in numbered if each.fits] or numbered[:1]
     shown = [each for _, each in numbered]
     found = list(dict.fromkeys(name for each in shown for name, held in each.time.by_category.items() if held > 0))
-    names = _ordered(found, TIME)
+    names = ordered(found, TIME)
     fills = fills_of(names, TIME)
     stacks = [Stack(name, each.time.by_category, seconds(each.step_time_s)) for name, each in numbered]
     bars = stacked_bars(stacks, fills, title="Parts of the predicted time of a step, by plan.", shown=spent)
@@ -136,7 +129,7 @@ def _time(estimates: Sequence[Estimate]) -> list[Content]:
 def _memory(estimates: Sequence[Estimate]) -> list[Content]:
     shown = estimates[:BARS]
     parts = [_parts(each) for each in shown]
-    names = _ordered(list(dict.fromkeys(name for part in parts for name in part)), (*CATEGORIES, *BESIDE))
+    names = ordered(list(dict.fromkeys(name for part in parts for name in part)), (*CATEGORIES, *BESIDE))
     fills = fills_of(names, (*CATEGORIES, *BESIDE))
     limit = shown[0].cluster.device.memory_bytes
     stacks = [
@@ -187,28 +180,7 @@ def _timeline(best: Estimate, missing: list[str]) -> list[Content]:
     if len(moments) < 2:
         missing.append("Memory over a step: the prediction of this plan has no timeline.")
         return []
-    return memory_timeline(moments, "Predicted memory over a step, the first plan")
-
-
-def memory_timeline(moments: Sequence[tuple[str, Mapping[str, float]]], heading: str) -> list[Content]:
-    """Bytes by category at the moments of a step."""
-    found: list[tuple[str, dict[str, float]]] = [(name, dict(parts)) for name, parts in moments]
-    names = _ordered(list(dict.fromkeys(n for _, parts in found for n, held in parts.items() if held > 0)), CATEGORIES)
-    fills = fills_of(names, CATEGORIES)
-    most = max(range(len(found)), key=lambda index: sum(found[index][1].values()))
-    words = (
-        f"{heading}: {len(found)} moments; the peak is {gib(sum(found[most][1].values()))} at moment {most + 1},"
-        f" {found[most][0]}."
-    )
-    chart = stacked_columns(found, fills, title=words, unit=GIB, shown=gib)
-    rows = [
-        [f"{index + 1}. {name}", *(gib(parts.get(n, 0)) for n in names), gib(sum(parts.values()))]
-        for index, (name, parts) in enumerate(found)
-    ]
-    return [
-        figure(heading, [chart, legend(list(fills.items())[::-1])], words),
-        folded("Values", table("Bytes by category and moment", ["moment", *names, "sum"], rows)),
-    ]
+    return memory_timeline(moments, "Predicted memory over a step, the first plan", shown=gib, unit=GIB)
 
 
 def _step(best: Estimate, missing: list[str]) -> list[Content]:

@@ -13,7 +13,7 @@ from typing import Any
 import yaml
 
 from shardwise.spec.errors import ConfigError
-from shardwise.spec.run_files import CONFIG, ENVIRONMENT, MEMORY, METRICS, MODEL, PLAN, SUMMARY
+from shardwise.spec.run_files import CONFIG, ENVIRONMENT, MEMORY, METRICS, MODEL, PLAN, PREDICTED, SUMMARY
 from shardwise.spec.text import printable
 
 #: Steps at the beginning of a process that are slower than the rest: tensors are counted in them on a CPU.
@@ -31,6 +31,7 @@ class Run:
         summary: ``summary.json``; empty where the run has not ended, or died.
         environment: ``environment.json``.
         memory: ``memory.json``.
+        predicted: ``predicted.json``: what the planner said of a step before the first one.
         records: The lines of ``metrics.jsonl``.
         model: ``model.txt``.
         problems: What could not be read, in words.
@@ -42,6 +43,7 @@ class Run:
     summary: dict[str, Any] = field(default_factory=dict)
     environment: dict[str, Any] = field(default_factory=dict)
     memory: dict[str, Any] = field(default_factory=dict)
+    predicted: dict[str, Any] = field(default_factory=dict)
     records: list[dict[str, Any]] = field(default_factory=list)
     model: str = ""
     problems: tuple[str, ...] = ()
@@ -103,6 +105,7 @@ def read_run(directory: Path) -> Run:
         summary=_mapping(directory / SUMMARY, problems),
         environment=_mapping(directory / ENVIRONMENT, problems),
         memory=_mapping(directory / MEMORY, problems),
+        predicted=_mapping(directory / PREDICTED, problems),
         records=_records(directory / METRICS, problems),
         model=_text(directory / MODEL, problems),
         problems=tuple(problems),

@@ -13,6 +13,7 @@ from shardwise.report.page import Section, folded, page, table, tiles
 from shardwise.report.pipeline import pipeline_chart
 from shardwise.report.run import Run, finite
 from shardwise.report.scale import num_bytes, seconds
+from shardwise.report.streams import predicted_streams
 from shardwise.spec.errors import PlanError
 from shardwise.spec.schedule.builders import pipeline_policy
 
@@ -23,8 +24,16 @@ def run_page(run: Run) -> str:
     sections = [
         Section("Training", _training(run, missing)),
         Section("Predicted beside measured", _beside(run, missing)),
-        Section("Memory", [*memory_parts.peak(run, missing), *memory_parts.over_a_step(run, missing)]),
+        Section(
+            "Memory",
+            [
+                *memory_parts.peak(run, missing),
+                *memory_parts.predicted_over_a_step(run, missing),
+                *memory_parts.over_a_step(run, missing),
+            ],
+        ),
         Section("Where the time went", time_parts.bars(run, missing)),
+        Section("Streams", predicted_streams(run, missing)),
         Section("Pipeline", _pipeline(run, missing)),
         Section("Mesh and ownership", _mesh(run, missing)),
         Section("Configuration", _configuration(run, missing)),

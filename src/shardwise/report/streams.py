@@ -7,7 +7,9 @@ from typing import NamedTuple
 
 from shardwise.report.element import Content
 from shardwise.report.lanes import Bar, Lanes, merged
+from shardwise.report.memory_parts import why_not
 from shardwise.report.page import figure, folded, legend, scroll, table
+from shardwise.report.run import Run, finite
 from shardwise.report.scale import seconds, time_unit
 from shardwise.report.svg import picture
 from shardwise.sim.step import SimulatedStep
@@ -97,3 +99,18 @@ def streams_figure(spans: Sequence[Span], title: str, *, waits: Mapping[str, flo
 def _bar(span: Span, first: float) -> Bar:
     words = f"{WORDS.get(span.stream, span.stream)} {span.label}: {seconds(span.end_s - span.begin_s)}"
     return Bar(span.stream, span.begin_s - first, span.end_s - first, span.label, FILLS.get(span.stream, "k8"), words)
+
+
+def predicted_streams(run: Run, missing: list[str]) -> list[Content]:
+    """The planner's step of a run, as streams."""
+    found = run.predicted.get("spans")
+    spans = [
+        Span(str(each[0]), float(each[1]), float(each[2]), str(each[3]))
+        for each in (found if isinstance(found, list) else [])
+        if isinstance(each, list) and len(each) == 4 and finite(each[1]) is not None and finite(each[2]) is not None
+    ]
+    if not spans:
+        missing.append(f"Predicted streams: {why_not(run)}.")
+        return []
+    note = str(run.predicted.get("note") or "")
+    return streams_figure(spans, "Predicted step, simulated", waits={}, note=note)

@@ -6,8 +6,9 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from shardwise.report.chart import Stack, stacked_bars
+from shardwise.report.chart import Stack, fills_of, stacked_bars
 from shardwise.report.element import Content
+from shardwise.report.memory_parts import ordered, why_not
 from shardwise.report.page import figure, folded, legend, table
 from shardwise.report.run import Run, finite
 from shardwise.report.scale import seconds
@@ -16,6 +17,10 @@ from shardwise.report.scale import seconds
 STEP = {"exposed_time_s": "exposed communication", "optimizer_time_s": "optimizer", "data_time_s": "data"}
 #: Parts of a run in summary.json; what they leave is the start, and whatever else is between steps.
 RUN = {"steps_time_s": "steps", "eval_time_s": "held-out loss", "checkpoint_time_s": "checkpoints"}
+#: Categories of a predicted time in the order in which they are stacked.
+TIME = (
+    "compute", "exposed gather", "exposed reduce", "tp", "pp bubble", "cp", "ep", "optimizer", "offload", "host",
+)  # fmt: skip
 FILLS = {
     "compute": "k0",
     "compute and communication": "k0",
@@ -48,10 +53,26 @@ class Parts:
 
 def bars(run: Run, missing: list[str]) -> list[Content]:
     """A bar for the mean step and one for the run."""
-    found = [parts for parts in (step_parts(run), run_parts(run)) if parts is not None]
+    found = [parts for parts in (predicted_parts(run), step_parts(run), run_parts(run)) if parts is not None]
     if not found:
         missing.append("Where the time went: the run's files hold no times.")
+    if predicted_parts(run) is None:
+        missing.append(f"Predicted time of a step: {why_not(run)}.")
     return [_drawn(parts) for parts in found]
+
+
+def predicted_parts(run: Run) -> Parts | None:
+    """Parts of the step that the planner predicted."""
+    given = run.predicted.get("by_category")
+    parts = (
+        {str(name): held for name, value in given.items() if (held := finite(value))} if isinstance(given, dict) else {}
+    )
+    if not parts:
+        return None
+    caption = f"By the planner, before the first step, for {run.predicted.get('device', 'this machine')}."
+    return Parts(
+        "Predicted parts of a step", caption, sum(parts.values()), {n: parts[n] for n in ordered(list(parts), TIME)}
+    )
 
 
 def step_parts(run: Run) -> Parts | None:
@@ -83,8 +104,9 @@ def _mean(records: list[dict[str, Any]], key: str) -> float | None:
 
 
 def _drawn(found: Parts) -> Content:
-    fills = {name: FILLS[name] for name in found.parts}
-    bar = [Stack("measured", found.parts, seconds(found.whole))]
+    fills = fills_of(list(found.parts), TIME) if "Predicted" in found.title else {n: FILLS[n] for n in found.parts}
+    kind = "predicted" if "Predicted" in found.title else "measured"
+    bar = [Stack(kind, found.parts, seconds(found.whole))]
     chart = stacked_bars(bar, fills, title=f"{found.title}. {found.caption}", shown=seconds)
     rows = [(name, seconds(held), f"{held / found.whole:.1%}") for name, held in found.parts.items()]
     rows.append(("whole", seconds(found.whole), "100.0%"))

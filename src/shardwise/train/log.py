@@ -38,7 +38,7 @@ from shardwise.spec.shape.gpt import GPTConfig
 from shardwise.spec.text import printable, size
 from shardwise.train.config import Config
 from shardwise.train.folder import replace_json, replace_text
-from shardwise.train.prediction import predict_memory
+from shardwise.train.prediction import describe
 from shardwise.train.resolve import RunConfig
 from shardwise.train.step_time import PredictedStep
 
@@ -424,7 +424,7 @@ class Report:
         replace_text(self.directory / CONFIG, config.to_yaml())
         replace_text(self.directory / MODEL, f"{self.model}\n")
         replace_json(self.directory / ENVIRONMENT, environment())
-        replace_json(self.directory / PREDICTED, predict_memory(self.resolved, self.device.type))
+        replace_json(self.directory / PREDICTED, describe(self.resolved, self.device.type, self.predicted_step))
         replace_json(
             self.directory / PLAN,
             {

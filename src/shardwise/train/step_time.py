@@ -8,7 +8,7 @@ import shardwise as sw
 from shardwise.cost.hardware import Cluster, gpu_of_device
 from shardwise.cost.workload import Workload
 from shardwise.launch.world import read_world
-from shardwise.planner import estimate
+from shardwise.planner import Estimate, estimate
 from shardwise.spec.errors import ConfigError, ShardwiseError
 from shardwise.spec.policies import RecomputePolicy, recompute_policy
 from shardwise.spec.text import printable
@@ -26,10 +26,12 @@ class PredictedStep(NamedTuple):
     Attributes:
         seconds: ``None`` where the planner does not know the device, the model, or an option of the plan.
         reason: Of which device the prediction is, or why there is none.
+        made: The whole prediction.
     """
 
     seconds: float | None
     reason: str
+    made: Estimate | None = None
 
 
 def predict_step(resolved: RunConfig, device: torch.device, world_size: int) -> PredictedStep:
@@ -40,7 +42,7 @@ def predict_step(resolved: RunConfig, device: torch.device, world_size: int) -> 
     except ShardwiseError as error:
         return PredictedStep(None, printable(str(error).splitlines()[0]))
     name = made.cluster.device.name
-    return PredictedStep(made.step_time_s, f"{name}: {made.reason}" if made.fits else name)
+    return PredictedStep(made.step_time_s, f"{name}: {made.reason}" if made.fits else name, made)
 
 
 def _known_device(device: torch.device) -> str:
