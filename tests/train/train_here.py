@@ -20,7 +20,7 @@ train: {steps: 20, micro_batch_size: 2, global_batch_size: 8, eval_every: 10, ev
 optimizer: {lr: 1e-3}
 checkpoint: {every: 5, keep: 10}
 """
-TIMES = {"tokens_per_s", "step_time_s", "data_time_s", "optimizer_time_s"}
+TIMES = {"tokens_per_s", "step_time_s", "data_time_s", "optimizer_time_s", "exposed_time_s"}
 
 
 def sets(*settings: str) -> tuple[str, ...]:
