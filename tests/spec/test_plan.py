@@ -114,6 +114,8 @@ def test_other_strategies_are_replicated_over_dp_replicate_groups() -> None:
         ParallelPlan(strategy="hsdp", dp_shard=3).mesh(4)
     with pytest.raises(MeshError, match="axes dp_replicate=3 make groups of 3 ranks, which do not divide the world"):
         ParallelPlan(strategy="hsdp", dp_replicate=3).mesh(4)
+    with pytest.raises(MeshError, match="take 8 ranks, more than the 4 of one"):
+        ParallelPlan(strategy="hsdp", tp=8).mesh(16, 4)
 
 
 @pytest.mark.parametrize(

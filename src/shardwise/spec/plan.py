@@ -414,7 +414,14 @@ class ParallelPlan:
         if self.placements.is_hybrid and replicate == 1:
             others = self.pp * self.cp * self.tp
             if shard == -1:
-                shard = self._machine(world_size, local_size) // others
+                machine = self._machine(world_size, local_size)
+                shard = machine // others
+                if not shard:
+                    raise MeshError(
+                        f"strategy {self.strategy!r} shards inside a machine, but tp, pp and cp together take {others}"
+                        f" ranks, more than the {machine} of one.\n"
+                        "  Set dp_replicate (groups) or dp_shard (ranks of a group), or use zero3."
+                    )
             if world_size % (shard * others) == 0:
                 replicate = world_size // (shard * others)
         mesh = Mesh.build(
