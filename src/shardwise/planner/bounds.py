@@ -6,13 +6,15 @@ the states that a rank holds, and products at the device's best rate.
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 import math
 
 from shardwise.cost.hardware import Cluster
-from shardwise.cost.work import model_work
+from shardwise.cost.work import Exchange, model_work
 from shardwise.cost.workload import Workload
 from shardwise.planner.candidate import Candidate
+from shardwise.planner.legal import Layout
 from shardwise.spec.placement import PRESETS
 from shardwise.spec.plan import ParallelPlan
 from shardwise.spec.shape import Experts, ModelShape
@@ -60,37 +62,74 @@ _BUBBLE = {"": 0.0, "gpipe": 1.0, "1f1b": 1.0, "zb-h1": 0.0, "zb-v": 0.0}
 
 
 class TimeBound:
-    """Seconds that a step takes at least: its products at the device's peak, and the pipeline's fill."""
+    """Seconds that a step takes at least.
+
+    Products at the device's peak, other operations at its memory's bandwidth, collectives of ``tp`` and ``ep``, for
+    which computation waits, at the bandwidth of its links, and the pipeline's fill.
+    """
 
     def __init__(self, shape: ModelShape, cluster: Cluster, workload: Workload) -> None:
-        device = cluster.device
-        units = model_work(shape, ParallelPlan(strategy="ddp"), workload)
-        peak = max(device.peaks.values()) if workload.precision == "fp32" else device.peaks.get(workload.precision, 0.0)
-        peak = peak or max(device.peaks.values())
-        sequences = workload.global_batch / workload.micro_batch
-        products = [
-            (
-                unit.name,
-                unit.count * sum(p.flops for p in unit.products),
-                unit.count * sum(a.flops * (0.5 if a.is_causal else 1.0) for a in unit.attention),
-            )
-            for unit in units
-        ]
-        self._forward = sum(p + a for _, p, a in products) * sequences / (peak * cluster.num_gpus)
-        self._blocks = (
-            sum(p + a for n, p, a in products if n.startswith("block")) * sequences / (peak * cluster.num_gpus)
-        )
-        self._layers = shape.num_layers
+        self._shape, self._cluster, self._workload = shape, cluster, workload
+        self._device = cluster.device
+        known = self._device.peaks
+        self._peak = known.get(workload.precision, 0.0) if workload.precision != "fp32" else 0.0
+        self._peak = self._peak or max(known.values())
+        self._models: dict[tuple[object, ...], tuple[float, float, float]] = {}
 
     def __call__(self, candidate: Candidate) -> float:
         """The bound."""
-        again = {"none": 0.0, "selective": 0.0, "full": self._blocks}
-        recomputed = candidate.recompute
-        extra = again[recomputed] if isinstance(recomputed, str) else self._blocks * min(1.0, recomputed / self._layers)
-        compute = 3 * self._forward + extra
+        once, products, others = self._model(candidate)
+        recompute = candidate.recompute
+        part = {"none": 0.0, "selective": 0.0, "full": 1.0}.get(str(recompute))
+        part = min(1.0, float(recompute) / self._shape.num_layers) if part is None else part
+        again = part * products + (others if recompute == "selective" else part * others)
         p, m, v = candidate.layout.pp, candidate.accumulation, candidate.virtual_stages
         share = 1.0 / v if candidate.schedule == "interleaved-1f1b" else _BUBBLE[candidate.schedule]
-        return compute * (1 + share * (p - 1) / m)
+        return (once + again) * m / p * (1 + share * (p - 1) / m)
+
+    def _model(self, candidate: Candidate) -> tuple[float, float, float]:
+        """Seconds of one microbatch: of the whole model; of its blocks' forward products, and the rest of it."""
+        layout = candidate.layout
+        key = layout.tp, layout.cp, layout.ep, layout.sequence_parallel, candidate.micro_batch
+        if key not in self._models:
+            self._models[key] = self._measure(candidate)
+        return self._models[key]
+
+    def _measure(self, candidate: Candidate) -> tuple[float, float, float]:
+        layout = candidate.layout
+        plan = ParallelPlan(
+            strategy="ddp", tp=layout.tp, cp=layout.cp, ep=layout.ep, sequence_parallel=layout.sequence_parallel
+        )
+        units = model_work(self._shape, plan, dataclasses.replace(self._workload, micro_batch=candidate.micro_batch))
+        once = products = others = 0.0
+        for unit in units:
+            forward = sum(product.flops for product in unit.products)
+            backward = sum(product.backward_flops for product in unit.products)
+            attention = sum(work.flops / (2 if work.is_causal else 1) for work in unit.attention)
+            waits = sum(self._wait(exchange, layout) for exchange in unit.exchanges)
+            beside = unit.forward_bytes / self._device.memory_bandwidth
+            once += unit.count * (
+                (forward + backward + 3 * attention) / self._peak
+                + beside
+                + unit.backward_bytes / self._device.memory_bandwidth
+                + 2 * waits
+            )
+            if unit.name.startswith("block"):
+                products += unit.count * (forward + attention) / self._peak
+                others += unit.count * beside
+        return once, products, others
+
+    def _wait(self, exchange: Exchange, layout: Layout) -> float:
+        """Seconds of a collective that computation waits for, in one direction of the pass."""
+        size = {"tp": layout.tp, "ep": layout.ep}.get(exchange.axis, 1)
+        if size == 1:
+            return 0.0
+        sent = min(exchange.num_bytes, exchange.backward_bytes) * (size - 1) / size
+        return (
+            sent
+            * (2 if exchange.kind == "all_reduce" else 1)
+            / max(self._device.link_bandwidth, self._device.host_bandwidth)
+        )
 
 
 def order(candidate: Candidate) -> tuple[object, ...]:

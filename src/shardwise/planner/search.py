@@ -71,6 +71,7 @@ class _Search:
         self.capacity = cluster.device.memory_bytes
         self.num_estimates = self.num_memory = 0
         self._limits: dict[Candidate, list[float]] = {}
+        self._plans: dict[Candidate, ParallelPlan] = {}
 
     def run(self) -> list[Estimate]:
         """The result of :func:`search`."""
@@ -155,7 +156,7 @@ class _Search:
             return True
         if candidate.micro_batch >= limits[1]:
             return False
-        plan, workload = candidate.plan(self.workload, self.fixed), candidate.workload(self.workload)
+        plan, workload = self._plan(candidate), candidate.workload(self.workload)
         self.num_memory += 1
         fits = estimate_memory(self.shape, plan, self.cluster, workload).device_bytes <= self.capacity
         limits[not fits] = candidate.micro_batch
@@ -163,8 +164,14 @@ class _Search:
 
     def _estimate(self, candidate: Candidate) -> Estimate:
         self.num_estimates += 1
-        plan, workload = candidate.plan(self.workload, self.fixed), candidate.workload(self.workload)
-        return estimate(self.shape, plan, self.cluster, workload)
+        return estimate(self.shape, self._plan(candidate), self.cluster, candidate.workload(self.workload))
+
+    def _plan(self, candidate: Candidate) -> ParallelPlan:
+        """The plan of a candidate; without a pipeline it is the same for every microbatch."""
+        key = candidate if candidate.schedule else candidate._replace(micro_batch=0, accumulation=0)
+        if key not in self._plans:
+            self._plans[key] = candidate.plan(self.workload, self.fixed)
+        return self._plans[key]
 
 
 def _nothing_legal(shape: ModelShape, cluster: Cluster, workload: Workload, fixed: dict[str, Any]) -> str:
