@@ -9,42 +9,91 @@ from __future__ import annotations
 import dataclasses
 import functools
 import math
+import operator
 
 from shardwise.cost.hardware import Cluster
-from shardwise.cost.work import Exchange, model_work
+from shardwise.cost.links import Links
+from shardwise.cost.software import find_software
+from shardwise.cost.work import UnitWork, item_bytes, model_work
 from shardwise.cost.workload import Workload
 from shardwise.planner.candidate import Candidate
 from shardwise.planner.legal import Layout
+from shardwise.planner.seconds import HOST_UPDATE, StepCosts
+from shardwise.planner.stage import Chain, stage_blocks
 from shardwise.spec.placement import PRESETS
 from shardwise.spec.plan import ParallelPlan
 from shardwise.spec.shape import Experts, ModelShape
 
 
-def least_state_bytes(shape: ModelShape, candidate: Candidate, workload: Workload) -> float:
-    """Bytes on the device of what a rank holds of the model, of one that holds the average share of the stages.
+class MemoryBound:
+    """Bytes that the fullest rank holds at least: those of a rank with the average share of the stages.
 
-    Masters, gradients, optimizer state, and parameters in the products' dtype where they are whole for some time. The
-    fullest rank holds at least as much.
+    Masters, gradients, optimizer state, parameters in the products' dtype where they are whole for some time, the live
+    unit where they are not, and the inputs of the units of one microbatch.
     """
-    if workload.lora_rank is not None:
-        return 0.0
-    row, layout = PRESETS[candidate.strategy], candidate.layout
-    experts = expert_parameters(shape)
-    dense = (shape.num_parameters - experts) / (layout.tp * layout.pp)
-    routed = experts / (layout.tp * layout.pp * layout.ep)
-    shard = layout.dp_shard * layout.cp
-    state = 4.0 if workload.optimizer == "sgd" else 12.0  # master, two moments
-    gradient = 0.0 if candidate.in_backward else 4.0
-    if candidate.offload != "none":
-        state = gradient = 0.0
-    is_whole = row.keeps_gathered or not row.shards_parameters or (layout.pp > 1 and not candidate.releases_units)
-    has_copy = workload.precision != "fp32" or row.shards_parameters or candidate.offload != "none"
-    whole = (4.0 if workload.precision == "fp32" else 2.0) if is_whole and has_copy else 0.0
-    held = 0.0
-    for count, ranks in ((dense, shard), (routed, shard / layout.ep)):
-        own = ranks if row.shards_optimizer else 1.0
-        held += count * (state / own + gradient / (ranks if row.pools_gradients else 1.0) + whole)
-    return held
+
+    def __init__(self, shape: ModelShape, workload: Workload) -> None:
+        self._shape, self._workload = shape, workload
+        self._item = item_bytes(workload)
+        self._work: dict[tuple[object, ...], tuple[float, float]] = {}
+
+    def __call__(self, candidate: Candidate) -> float:
+        """The bound."""
+        block, inputs = self._live(candidate)
+        row = PRESETS[candidate.strategy]
+        unit = 2 * self._item * block if row.shards_parameters and not is_whole(candidate) else 0.0
+        if self._workload.lora_rank is not None:
+            return inputs
+        return self._states(candidate) + unit + inputs
+
+    def _states(self, candidate: Candidate) -> float:
+        row, layout = PRESETS[candidate.strategy], candidate.layout
+        experts = expert_parameters(self._shape)
+        dense = (self._shape.num_parameters - experts) / (layout.tp * layout.pp)
+        routed = experts / (layout.tp * layout.pp * layout.ep)
+        shard = layout.dp_shard * layout.cp
+        state = 4.0 if self._workload.optimizer == "sgd" else 12.0  # master, two moments
+        gradient = 0.0 if candidate.in_backward else 4.0
+        if candidate.offload != "none":
+            state = gradient = 0.0
+        has_copy = self._item == 2 or row.shards_parameters or candidate.offload != "none"
+        whole = float(self._item) if is_whole(candidate) and has_copy else 0.0
+        held = 0.0
+        for count, ranks in ((dense, shard), (routed, shard / layout.ep)):
+            own = ranks if row.shards_optimizer else 1.0
+            held += count * (state / own + gradient / (ranks if row.pools_gradients else 1.0) + whole)
+        return held
+
+    def _live(self, candidate: Candidate) -> tuple[float, float]:
+        """Parameters of the largest block, and bytes of the inputs of a rank's blocks."""
+        layout = candidate.layout
+        key = layout.tp, layout.cp, layout.ep, layout.sequence_parallel, candidate.micro_batch
+        if key not in self._work:
+            workload = dataclasses.replace(self._workload, micro_batch=candidate.micro_batch)
+            blocks = model_work(self._shape, degrees_of(layout), workload)[1:-1]
+            largest = max(unit.num_parameters for unit in blocks)
+            self._work[key] = largest, sum(unit.count * unit.input_bytes for unit in blocks)
+        block, inputs = self._work[key]
+        return block, inputs / layout.pp
+
+
+def is_whole(candidate: Candidate) -> bool:
+    """Whether all parameters of a rank's stages are gathered at some time."""
+    row = PRESETS[candidate.strategy]
+    stays = candidate.layout.pp > 1 and not candidate.releases_units
+    return row.keeps_gathered or not row.shards_parameters or stays
+
+
+def degrees_of(layout: Layout) -> ParallelPlan:
+    """A plan with the degrees that say what a unit of one rank computes."""
+    return ParallelPlan(
+        strategy="ddp",
+        dp_shard=max(1, layout.ep // layout.cp),
+        tp=layout.tp,
+        cp=layout.cp,
+        ep=layout.ep,
+        sequence_parallel=layout.sequence_parallel,
+    )
 
 
 @functools.lru_cache(maxsize=64)
@@ -57,79 +106,156 @@ def expert_parameters(shape: ModelShape) -> int:
     )
 
 
-#: Bubble of a schedule over ``(p - 1) / m``, at least.
-_BUBBLE = {"": 0.0, "gpipe": 1.0, "1f1b": 1.0, "zb-h1": 0.0, "zb-v": 0.0}
-
-
 class TimeBound:
-    """Seconds that a step takes at least.
+    """Seconds that a step takes at least, by what the estimate itself counts for units and collectives.
 
-    Products at the device's peak, other operations at its memory's bandwidth, collectives of ``tp`` and ``ep``, for
-    which computation waits, at the bandwidth of its links, and the pipeline's fill.
+    What is left out: waiting for gathers and reductions that something else could hide, slow-down of computation beside
+    communication, the host, the optimizer, offloading. On a calibrated machine the bound is 0.
     """
 
     def __init__(self, shape: ModelShape, cluster: Cluster, workload: Workload) -> None:
         self._shape, self._cluster, self._workload = shape, cluster, workload
-        self._device = cluster.device
-        known = self._device.peaks
-        self._peak = known.get(workload.precision, 0.0) if workload.precision != "fp32" else 0.0
-        self._peak = self._peak or max(known.values())
-        self._models: dict[tuple[object, ...], tuple[float, float, float]] = {}
+        self._software = find_software()
+        self._links = Links(cluster, self._software)
+        self._units: dict[tuple[object, ...], tuple[float, ...]] = {}
+        self._steps: dict[tuple[object, ...], float] = {}
+        self._collectives: dict[tuple[object, ...], tuple[float, float]] = {}
 
     def __call__(self, candidate: Candidate) -> float:
         """The bound."""
-        once, products, others = self._model(candidate)
-        recompute = candidate.recompute
-        part = {"none": 0.0, "selective": 0.0, "full": 1.0}.get(str(recompute))
-        part = min(1.0, float(recompute) / self._shape.num_layers) if part is None else part
-        again = part * products + (others if recompute == "selective" else part * others)
-        p, m, v = candidate.layout.pp, candidate.accumulation, candidate.virtual_stages
-        share = 1.0 / v if candidate.schedule == "interleaved-1f1b" else _BUBBLE[candidate.schedule]
-        return (once + again) * m / p * (1 + share * (p - 1) / m)
-
-    def _model(self, candidate: Candidate) -> tuple[float, float, float]:
-        """Seconds of one microbatch: of the whole model; of its blocks' forward products, and the rest of it."""
-        layout = candidate.layout
-        key = layout.tp, layout.cp, layout.ep, layout.sequence_parallel, candidate.micro_batch
-        if key not in self._models:
-            self._models[key] = self._measure(candidate)
-        return self._models[key]
-
-    def _measure(self, candidate: Candidate) -> tuple[float, float, float]:
-        layout = candidate.layout
-        plan = ParallelPlan(
-            strategy="ddp", tp=layout.tp, cp=layout.cp, ep=layout.ep, sequence_parallel=layout.sequence_parallel
-        )
-        units = model_work(self._shape, plan, dataclasses.replace(self._workload, micro_batch=candidate.micro_batch))
-        once = products = others = 0.0
-        for unit in units:
-            forward = sum(product.flops for product in unit.products)
-            backward = sum(product.backward_flops for product in unit.products)
-            attention = sum(work.flops / (2 if work.is_causal else 1) for work in unit.attention)
-            waits = sum(self._wait(exchange, layout) for exchange in unit.exchanges)
-            beside = unit.forward_bytes / self._device.memory_bandwidth
-            once += unit.count * (
-                (forward + backward + 3 * attention) / self._peak
-                + beside
-                + unit.backward_bytes / self._device.memory_bandwidth
-                + 2 * waits
-            )
-            if unit.name.startswith("block"):
-                products += unit.count * (forward + attention) / self._peak
-                others += unit.count * beside
-        return once, products, others
-
-    def _wait(self, exchange: Exchange, layout: Layout) -> float:
-        """Seconds of a collective that computation waits for, in one direction of the pass."""
-        size = {"tp": layout.tp, "ep": layout.ep}.get(exchange.axis, 1)
-        if size == 1:
+        if self._cluster.device.measured is not None:
             return 0.0
-        sent = min(exchange.num_bytes, exchange.backward_bytes) * (size - 1) / size
-        return (
-            sent
-            * (2 if exchange.kind == "all_reduce" else 1)
-            / max(self._device.link_bandwidth, self._device.host_bandwidth)
+        return max(self._computed(candidate), self._communicated(candidate)) + self._updated(candidate)
+
+    def _updated(self, candidate: Candidate) -> float:
+        """Seconds of the update in the host's memory."""
+        if candidate.offload == "none" or self._workload.lora_rank is not None:
+            return 0.0
+        layout = candidate.layout
+        experts = expert_parameters(self._shape)
+        dense = (self._shape.num_parameters - experts) / (layout.tp * layout.pp)
+        shard = layout.dp_shard * layout.cp if PRESETS[candidate.strategy].shards_optimizer else 1
+        per = 0.5 if self._workload.optimizer == "sgd" else 1.0
+        return per * self._software.optimizer_bytes * dense / shard / HOST_UPDATE
+
+    def _computed(self, candidate: Candidate) -> float:
+        """Seconds of computing, of collectives inside units, and of the pipeline's fill."""
+        layout = candidate.layout
+        key = (
+            *(layout.tp, layout.cp, layout.ep, layout.pp, layout.sequence_parallel),
+            *(candidate.micro_batch, candidate.accumulation, candidate.recompute),
+            *(candidate.schedule, candidate.virtual_stages),
         )
+        if key not in self._steps:
+            embedding, *blocks, head = self._seconds(candidate)
+            counts = [count for count, _ in self._shape.stacks]
+            if layout.pp == 1:
+                whole = embedding + head + sum(map(operator.mul, counts, blocks))
+                self._steps[key] = candidate.accumulation * whole
+            else:
+                self._steps[key] = self._pipelined(candidate, embedding, blocks, head)
+        return self._steps[key]
+
+    def _pipelined(self, candidate: Candidate, embedding: float, blocks: list[float], head: float) -> float:
+        """No rank begins before a microbatch has come to it, nor is the step over before the last one is back.
+
+        A rank computes ``m`` times what its stages take. The ranks before it have passed the first microbatch on, and
+        take the last one back: of split backwards the half that gives the input's gradient, and under ``zb-v``, whose
+        last stage is on the first rank, no more.
+        """
+        pp, virtual = candidate.layout.pp, candidate.virtual_stages
+        chain = Chain(
+            counts=tuple(count for count, _ in self._shape.stacks),
+            costs=self._numels(candidate),
+            head_cost=self._shape.vocab * self._shape.hidden // candidate.layout.tp,
+        )
+        stages = [sum(map(operator.mul, held, blocks)) for held in stage_blocks(chain, pp * virtual)]
+        stages[0] += embedding
+        stages[-1] += head
+        if candidate.schedule == "zb-v":
+            ranks = [stages[rank] + stages[2 * pp - 1 - rank] for rank in range(pp)]
+        else:
+            ranks = [sum(stages[rank::pp]) for rank in range(pp)]
+        fill = {"zb-v": 1 / 4, "zb-h1": 5 / 8}.get(candidate.schedule, 1.0)  # a forward is at least a fourth
+        before, most = 0.0, 0.0
+        for rank in range(pp):
+            most = max(most, candidate.accumulation * ranks[rank] + fill * before)
+            before += stages[rank]
+        return most
+
+    def _numels(self, candidate: Candidate) -> tuple[int, ...]:
+        """Parameters of a block of each stack, by which stages are balanced."""
+        return tuple(
+            unit.num_parameters for unit in model_work(self._shape, degrees_of(candidate.layout), self._workload)[1:-1]
+        )
+
+    def _seconds(self, candidate: Candidate) -> tuple[float, ...]:
+        """Forward and backward of one of each kind of unit, for one microbatch: embedding, a block of each stack, head."""
+        layout = candidate.layout
+        key = layout.tp, layout.cp, layout.ep, layout.sequence_parallel, candidate.micro_batch, candidate.recompute
+        if key not in self._units:
+            workload = dataclasses.replace(
+                self._workload,
+                micro_batch=candidate.micro_batch,
+                recompute=candidate.recompute,
+                compile=self._workload.compile or self._software.is_fused,
+            )
+            plan = degrees_of(layout)
+            costs = StepCosts(plan, self._cluster, workload, self._software)
+            self._units[key] = tuple(
+                sum(costs.computation(unit)) + self._waited(unit, layout, recomputes=candidate.recompute == "full")
+                for unit in model_work(self._shape, plan, workload)
+            )
+        return self._units[key]
+
+    def _waited(self, unit: UnitWork, layout: Layout, *, recomputes: bool) -> float:
+        """Seconds of the collectives inside a unit for which it waits: those of ``tp`` and ``ep``."""
+        waited = 0.0
+        for exchange in unit.exchanges:
+            if exchange.axis == "cp":
+                continue
+            size, stride = (layout.tp, 1) if exchange.axis == "tp" else (layout.ep, layout.tp)
+            forward, backward = (
+                self._links.collective_s(exchange.kind, size, stride, num_bytes)
+                for num_bytes in (exchange.num_bytes, exchange.backward_bytes)
+            )
+            shown = 1 - self._software.tp_overlap if exchange.axis == "tp" else 1.0
+            waited += shown * (forward * (2 if recomputes and unit.name.startswith("block") else 1) + backward)
+        return waited
+
+    def _communicated(self, candidate: Candidate) -> float:
+        """Seconds of the all-gathers of a step, or of its reductions, whichever take longer; one block's are left out."""
+        row, layout = PRESETS[candidate.strategy], candidate.layout
+        is_alone = layout.pp == 1
+        gathers = 0.0
+        if row.shards_parameters and is_alone:
+            gathers = candidate.accumulation * (1 if row.keeps_gathered else 2)
+        elif row.shards_optimizer:
+            gathers = 1
+        reduces = candidate.accumulation if row.pools_gradients and is_alone else 1
+        once_gather, once_reduce = self._once(candidate)
+        return max(gathers * once_gather, reduces * once_reduce)
+
+    def _once(self, candidate: Candidate) -> tuple[float, float]:
+        """Seconds in which the blocks of a rank, all but one, are gathered once, and reduced once."""
+        row, layout = PRESETS[candidate.strategy], candidate.layout
+        shard = layout.dp_shard * layout.cp
+        key = row.shards_optimizer, shard, layout.tp, layout.ep, layout.pp
+        if key not in self._collectives:
+            item = item_bytes(self._workload)
+            gather = reduce = 0.0
+            for (count, _), unit in zip(
+                self._shape.stacks,
+                model_work(self._shape, degrees_of(candidate.layout), self._workload)[1:-1],
+                strict=True,
+            ):
+                number = max(0, (count - 1) // layout.pp - 1)
+                dense = unit.num_parameters - unit.num_expert_parameters
+                kind = "reduce_scatter" if row.shards_optimizer else "all_reduce"
+                gather += number * self._links.collective_s("all_gather", shard, layout.tp, item * dense)
+                reduce += number * self._links.collective_s(kind, shard, layout.tp, 2 * dense)
+            self._collectives[key] = gather, reduce
+        return self._collectives[key]
 
 
 def order(candidate: Candidate) -> tuple[object, ...]:

@@ -61,7 +61,7 @@ def table_rows(plans: Sequence[Estimate], most: int = 12) -> list[Estimate]:
         plans: The result of a search.
         most: Rows at most; the slowest are left out, then what does not fit.
     """
-    seen: set[tuple[str, ...]] = set()
+    seen: set[str] = set()
     rows: list[Estimate] = []
     for made in plans:
         kind = kind_of(made.plan)
@@ -71,7 +71,7 @@ def table_rows(plans: Sequence[Estimate], most: int = 12) -> list[Estimate]:
     fitting = [made for made in rows if made.fits]
     others = [made for made in rows if not made.fits]
     if fitting:  # of what does not fit, the strategies of data parallelism alone
-        others = [made for made in others if kind_of(made.plan) == (str(made.plan.strategy),)]
+        others = [made for made in others if kind_of(made.plan) == str(made.plan.strategy)]
     return fitting[: max(most - len(others), most // 2)] + others[: max(most - len(fitting), most // 2)]
 
 

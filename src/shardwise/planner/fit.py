@@ -9,7 +9,7 @@ from typing import Any
 
 from shardwise.cost.hardware import Cluster, gpus
 from shardwise.cost.workload import Workload
-from shardwise.planner.bounds import least_state_bytes
+from shardwise.planner.bounds import MemoryBound
 from shardwise.planner.candidate import Candidate, bases, candidates, check_fixed, savings
 from shardwise.planner.estimate import Estimate, estimate
 from shardwise.planner.memory import estimate_memory
@@ -25,10 +25,11 @@ _MOST_TRIED = 400
 def first_fit(shape: ModelShape, cluster: Cluster, workload: Workload, fixed: Mapping[str, Any]) -> Estimate | None:
     """A plan that fits, or ``None``: the candidates that hold the least are tried first, with all memory saved."""
     held, capacity = check_fixed(fixed), cluster.device.memory_bytes
+    least_bytes = MemoryBound(shape, workload)
     found = []
     for base in bases(shape, cluster, workload, held):
         choices = savings(base, workload, held)
-        if choices and (states := least_state_bytes(shape, choices[-1], workload)) <= capacity:
+        if choices and (states := least_bytes(choices[-1])) <= capacity:
             found.append((base.micro_batch, states, base))
     for _, _, base in sorted(found, key=lambda item: item[:2])[:_MOST_TRIED]:
         every = savings(base, workload, held)

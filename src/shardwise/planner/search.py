@@ -3,8 +3,8 @@
 A candidate goes through four stages, and the first that refuses it spares it the others:
 
 1. it is not legal (:mod:`planner.legal`): it is never made;
-2. its states alone are more than the device holds (:func:`planner.bounds.least_state_bytes`);
-3. its products alone take longer than the estimate of enough plans already found (:class:`planner.bounds.TimeBound`);
+2. what it holds at least is more than the device has (:class:`planner.bounds.MemoryBound`);
+3. it takes at least as long as the plans already found (:class:`planner.bounds.TimeBound`);
 4. its memory does not suffice, as :func:`planner.memory.estimate_memory` says.
 
 What is left is estimated in full. Stages 2 and 3 use bounds from below, so that no plan is lost that would be best; the
@@ -19,9 +19,10 @@ from typing import Any
 
 from shardwise.cost.hardware import Cluster
 from shardwise.cost.workload import Workload
-from shardwise.planner.bounds import TimeBound, least_state_bytes, order
-from shardwise.planner.candidate import Candidate, bases, check_fixed, saves_less, savings
+from shardwise.planner.bounds import MemoryBound, TimeBound, order
+from shardwise.planner.candidate import Candidate, bases, check_fixed, microbatches, saves_less, savings
 from shardwise.planner.estimate import Estimate, estimate
+from shardwise.planner.legal import schedules
 from shardwise.planner.memory import estimate_memory
 from shardwise.spec.errors import ConfigError, PlanError
 from shardwise.spec.plan import ParallelPlan
@@ -34,7 +35,8 @@ NUM_BEST = 10
 def search(shape: ModelShape, cluster: Cluster, workload: Workload, **fixed: Any) -> list[Estimate]:
     """The best plans for a model on a cluster, and the best of each kind.
 
-    A kind is a strategy of data parallelism alone, or a set of other axes with more than one rank, under any strategy.
+    A kind is a strategy of data parallelism alone; one of the axes ``tp``, ``pp``, ``cp``, ``ep`` beside it, under any
+    strategy; or several of them.
 
     Args:
         shape: The model.
@@ -54,10 +56,13 @@ def search(shape: ModelShape, cluster: Cluster, workload: Workload, **fixed: Any
     return _Search(shape, cluster, workload, check_fixed(fixed)).run()
 
 
-def kind_of(plan: ParallelPlan | Candidate) -> tuple[str, ...]:
-    """The axes of a plan besides data parallelism that have more than one rank; without any, its strategy."""
+def kind_of(plan: ParallelPlan | Candidate) -> str:
+    """The axis of a plan besides data parallelism with more than one rank, or ``several``; without any, its strategy."""
     axes = plan.layout if isinstance(plan, Candidate) else plan
-    return tuple(axis for axis in ("tp", "pp", "cp", "ep") if getattr(axes, axis) > 1) or (str(plan.strategy),)
+    found = [axis for axis in ("tp", "pp", "cp", "ep") if getattr(axes, axis) > 1]
+    if not found:
+        return str(plan.strategy)
+    return found[0] if len(found) == 1 else "several"
 
 
 class _Search:
@@ -70,19 +75,20 @@ class _Search:
         self.shape, self.cluster, self.workload, self.fixed = shape, cluster, workload, fixed
         self.capacity = cluster.device.memory_bytes
         self.num_estimates = self.num_memory = 0
-        self._limits: dict[Candidate, list[float]] = {}
+        self._least_bytes = MemoryBound(shape, workload)
+        self._limits: dict[Candidate, list[int]] = {}
         self._plans: dict[Candidate, ParallelPlan] = {}
 
     def run(self) -> list[Estimate]:
         """The result of :func:`search`."""
         bound = TimeBound(self.shape, self.cluster, self.workload)
         ranked: list[tuple[float, tuple[object, ...], Candidate]] = []
-        smallest: dict[tuple[str, ...], tuple[float, Candidate]] = {}
+        smallest: dict[str, tuple[float, Candidate]] = {}
         for base in bases(self.shape, self.cluster, self.workload, self.fixed):
             choices = savings(base, self.workload, self.fixed)
             if not choices:
                 continue
-            least, kind = least_state_bytes(self.shape, choices[-1], self.workload), kind_of(base)
+            least, kind = self._least_bytes(choices[-1]), kind_of(base)
             if kind not in smallest or (least, base.micro_batch) < (smallest[kind][0], smallest[kind][1].micro_batch):
                 smallest[kind] = least, base
             if least <= self.capacity:
@@ -92,7 +98,7 @@ class _Search:
         ranked.sort(key=lambda item: item[:2])
         found: dict[Candidate, Estimate] = {}
         times: list[float] = []
-        best_of: dict[tuple[str, ...], float] = {}
+        best_of: dict[str, float] = {}
         for least, _, base in ranked:
             kind = kind_of(base)
             if self._is_slow(least, times, best_of.get(kind)):
@@ -118,9 +124,7 @@ class _Search:
     def _fitting(self, base: Candidate) -> list[Candidate]:
         """What fits of a base, without what saves more memory than another that fits."""
         choices = [
-            choice
-            for choice in savings(base, self.workload, self.fixed)
-            if least_state_bytes(self.shape, choice, self.workload) <= self.capacity
+            choice for choice in savings(base, self.workload, self.fixed) if self._least_bytes(choice) <= self.capacity
         ]
         if not choices or (len(choices) > 1 and not self._fits(choices[0]) and not self._fits(choices[-1])):
             return []
@@ -130,10 +134,10 @@ class _Search:
                 fitting.append(choice)
         return fitting
 
-    def _chosen(self, found: dict[Candidate, Estimate], kinds: dict[tuple[str, ...], Candidate]) -> list[Estimate]:
+    def _chosen(self, found: dict[Candidate, Estimate], kinds: dict[str, Candidate]) -> list[Estimate]:
         ranked = sorted(found.items(), key=lambda item: (item[1].step_time_s, order(item[0])))
         result: list[Estimate] = []
-        seen: set[tuple[str, ...]] = set()
+        seen: set[str] = set()
         for place, (candidate, made) in enumerate(ranked):
             if place < NUM_BEST or kind_of(candidate) not in seen:
                 result.append(made)
@@ -149,18 +153,34 @@ class _Search:
         return min(made, key=lambda made: made.memory.device_bytes)
 
     def _fits(self, candidate: Candidate) -> bool:
-        """Whether memory suffices; asks once for each size of microbatch between the largest that fits and the next."""
+        """Whether memory suffices. A larger microbatch holds no less, so few of them are asked for."""
         key = candidate._replace(micro_batch=0, accumulation=0)
-        limits = self._limits.setdefault(key, [0.0, float("inf")])
+        if key not in self._limits:
+            self._limits[key] = [0, 1 << 62]
+            micro, count = self._smallest_of(candidate)
+            if micro != candidate.micro_batch and not self._fits(
+                candidate._replace(micro_batch=micro, accumulation=count)
+            ):
+                return False
+        limits = self._limits[key]
         if candidate.micro_batch <= limits[0]:
             return True
         if candidate.micro_batch >= limits[1]:
             return False
-        plan, workload = self._plan(candidate), candidate.workload(self.workload)
         self.num_memory += 1
+        plan, workload = self._plan(candidate), candidate.workload(self.workload)
         fits = estimate_memory(self.shape, plan, self.cluster, workload).device_bytes <= self.capacity
         limits[not fits] = candidate.micro_batch
         return fits
+
+    def _smallest_of(self, candidate: Candidate) -> tuple[int, int]:
+        """The smallest microbatch of a layout, and how many of them make a step."""
+        sizes = microbatches(candidate.layout, self.workload, self.fixed)
+        return next((micro, count) for micro, count in sizes if not candidate.schedule or self._runs(candidate, count))
+
+    def _runs(self, candidate: Candidate, count: int) -> bool:
+        found = schedules(self.shape, candidate.layout.pp, count, self.fixed)
+        return (candidate.schedule, candidate.virtual_stages) in found
 
     def _estimate(self, candidate: Candidate) -> Estimate:
         self.num_estimates += 1
