@@ -12,13 +12,13 @@ import math
 import operator
 
 from shardwise.cost.hardware import Cluster
-from shardwise.cost.links import Links
+from shardwise.cost.kernels import unit_seconds
+from shardwise.cost.links import axis_links
 from shardwise.cost.software import find_software
 from shardwise.cost.work import UnitWork, item_bytes, model_work
 from shardwise.cost.workload import Workload
 from shardwise.planner.candidate import Candidate
 from shardwise.planner.legal import Layout
-from shardwise.planner.seconds import HOST_UPDATE, StepCosts
 from shardwise.planner.stage import Chain, stage_blocks
 from shardwise.spec.placement import PRESETS
 from shardwise.spec.plan import ParallelPlan
@@ -29,7 +29,8 @@ class MemoryBound:
     """Bytes that the fullest rank holds at least: those of a rank with the average share of the stages.
 
     Masters, gradients, optimizer state, parameters in the products' dtype where they are whole for some time, the live
-    unit where they are not, and the inputs of the units of one microbatch.
+    unit where they are not, and most of what blocks keep for backward, of as many microbatches as a pipeline's first
+    rank holds.
     """
 
     def __init__(self, shape: ModelShape, workload: Workload) -> None:
@@ -65,16 +66,24 @@ class MemoryBound:
         return held
 
     def _live(self, candidate: Candidate) -> tuple[float, float]:
-        """Parameters of the largest block, and bytes of the inputs of a rank's blocks."""
-        layout = candidate.layout
-        key = layout.tp, layout.cp, layout.ep, layout.sequence_parallel, candidate.micro_batch
+        """Parameters of the largest block, and bytes that the blocks of a rank keep for backward."""
+        layout, recompute = candidate.layout, candidate.recompute
+        kind = recompute if isinstance(recompute, str) else "full"
+        key = layout.tp, layout.cp, layout.ep, layout.sequence_parallel, candidate.micro_batch, kind
         if key not in self._work:
             workload = dataclasses.replace(self._workload, micro_batch=candidate.micro_batch)
             blocks = model_work(self._shape, degrees_of(layout), workload)[1:-1]
             largest = max(unit.num_parameters for unit in blocks)
-            self._work[key] = largest, sum(unit.count * unit.input_bytes for unit in blocks)
-        block, inputs = self._work[key]
-        return block, inputs / layout.pp
+            self._work[key] = largest, sum(unit.count * unit.kept_bytes(kind) for unit in blocks)
+        block, kept = self._work[key]
+        stages = layout.pp * candidate.virtual_stages
+        held = candidate.virtual_stages * (self._shape.num_layers // stages) / self._shape.num_layers
+        flight = min(layout.pp, candidate.accumulation) if layout.pp > 1 else 1
+        return block, _CERTAIN * kept * held * flight
+
+
+#: Of the bytes that work counts as kept, the part that every way of computing keeps.
+_CERTAIN = 0.75
 
 
 def is_whole(candidate: Candidate) -> bool:
@@ -115,8 +124,7 @@ class TimeBound:
 
     def __init__(self, shape: ModelShape, cluster: Cluster, workload: Workload) -> None:
         self._shape, self._cluster, self._workload = shape, cluster, workload
-        self._software = find_software()
-        self._links = Links(cluster, self._software)
+        self._software = find_software("pytorch")  # what an estimate assumes
         self._units: dict[tuple[object, ...], tuple[float, ...]] = {}
         self._steps: dict[tuple[object, ...], float] = {}
         self._collectives: dict[tuple[object, ...], tuple[float, float]] = {}
@@ -135,8 +143,8 @@ class TimeBound:
         experts = expert_parameters(self._shape)
         dense = (self._shape.num_parameters - experts) / (layout.tp * layout.pp)
         shard = layout.dp_shard * layout.cp if PRESETS[candidate.strategy].shards_optimizer else 1
-        per = 0.5 if self._workload.optimizer == "sgd" else 1.0
-        return per * self._software.optimizer_bytes * dense / shard / HOST_UPDATE
+        tensors = 5 if self._workload.optimizer == "sgd" else 7
+        return 4 * tensors * dense / shard / _HOST_UPDATE
 
     def _computed(self, candidate: Candidate) -> float:
         """Seconds of computing, of collectives inside units, and of the pipeline's fill."""
@@ -169,7 +177,7 @@ class TimeBound:
             costs=self._numels(candidate),
             head_cost=self._shape.vocab * self._shape.hidden // candidate.layout.tp,
         )
-        stages = [sum(map(operator.mul, held, blocks)) for held in stage_blocks(chain, pp * virtual)]
+        stages: list[float] = [sum(map(operator.mul, held, blocks)) for held in stage_blocks(chain, pp * virtual)]
         stages[0] += embedding
         stages[-1] += head
         if candidate.schedule == "zb-v":
@@ -190,41 +198,41 @@ class TimeBound:
         )
 
     def _seconds(self, candidate: Candidate) -> tuple[float, ...]:
-        """Forward and backward of one of each kind of unit, for one microbatch: embedding, a block of each stack, head."""
+        """Forward and backward of one microbatch: of the embedding, of one block of each stack, of the head."""
         layout = candidate.layout
         key = layout.tp, layout.cp, layout.ep, layout.sequence_parallel, candidate.micro_batch, candidate.recompute
         if key not in self._units:
-            workload = dataclasses.replace(
-                self._workload,
-                micro_batch=candidate.micro_batch,
-                recompute=candidate.recompute,
-                compile=self._workload.compile or self._software.is_fused,
-            )
-            plan = degrees_of(layout)
-            costs = StepCosts(plan, self._cluster, workload, self._software)
+            workload = dataclasses.replace(self._workload, micro_batch=candidate.micro_batch)
             self._units[key] = tuple(
-                sum(costs.computation(unit)) + self._waited(unit, layout, recomputes=candidate.recompute == "full")
-                for unit in model_work(self._shape, plan, workload)
+                self._of_unit(unit, candidate, workload)
+                for unit in model_work(self._shape, degrees_of(layout), workload)
             )
         return self._units[key]
 
+    def _of_unit(self, unit: UnitWork, candidate: Candidate, workload: Workload) -> float:
+        spent = unit_seconds(unit, self._cluster.device, self._software, workload)
+        recompute = candidate.recompute if unit.name.startswith("block") else "none"
+        share = 1.0 if isinstance(recompute, str) else min(1.0, recompute / self._shape.num_layers)
+        again = {"none": 0.0, "selective": spent.elementwise_s}.get(str(recompute), share * spent.forward_s)
+        waited = self._waited(unit, candidate.layout, recomputes=recompute == "full")
+        return spent.forward_s + spent.backward_s + again + waited
+
     def _waited(self, unit: UnitWork, layout: Layout, *, recomputes: bool) -> float:
         """Seconds of the collectives inside a unit for which it waits: those of ``tp`` and ``ep``."""
+        links = axis_links(degrees_of(layout), self._cluster, self._software)
         waited = 0.0
         for exchange in unit.exchanges:
             if exchange.axis == "cp":
                 continue
-            size, stride = (layout.tp, 1) if exchange.axis == "tp" else (layout.ep, layout.tp)
-            forward, backward = (
-                self._links.collective_s(exchange.kind, size, stride, num_bytes)
-                for num_bytes in (exchange.num_bytes, exchange.backward_bytes)
-            )
-            shown = 1 - self._software.tp_overlap if exchange.axis == "tp" else 1.0
-            waited += shown * (forward * (2 if recomputes and unit.name.startswith("block") else 1) + backward)
+            link = links[exchange.axis]
+            forward = link.seconds(exchange.kind, exchange.num_bytes)
+            backward = link.seconds(exchange.kind, exchange.backward_bytes)
+            shown = 1 - self._software.tp_hidden if exchange.axis == "tp" else 1.0
+            waited += shown * (forward * (2 if recomputes else 1) + backward)
         return waited
 
     def _communicated(self, candidate: Candidate) -> float:
-        """Seconds of the all-gathers of a step, or of its reductions, whichever take longer; one block's are left out."""
+        """Seconds of a step's all-gathers or reductions, whichever take longer; those of one block are left out."""
         row, layout = PRESETS[candidate.strategy], candidate.layout
         is_alone = layout.pp == 1
         gathers = 0.0
@@ -239,23 +247,24 @@ class TimeBound:
     def _once(self, candidate: Candidate) -> tuple[float, float]:
         """Seconds in which the blocks of a rank, all but one, are gathered once, and reduced once."""
         row, layout = PRESETS[candidate.strategy], candidate.layout
-        shard = layout.dp_shard * layout.cp
-        key = row.shards_optimizer, shard, layout.tp, layout.ep, layout.pp
+        key = row.shards_optimizer, layout
         if key not in self._collectives:
-            item = item_bytes(self._workload)
+            plan = dataclasses.replace(degrees_of(layout), dp_shard=layout.dp_shard)
+            link = axis_links(plan, self._cluster, self._software)["dp_shard"]
+            kind, item = "reduce_scatter" if row.shards_optimizer else "all_reduce", item_bytes(self._workload)
+            works = model_work(self._shape, degrees_of(layout), self._workload)[1:-1]
             gather = reduce = 0.0
-            for (count, _), unit in zip(
-                self._shape.stacks,
-                model_work(self._shape, degrees_of(candidate.layout), self._workload)[1:-1],
-                strict=True,
-            ):
+            for (count, _), unit in zip(self._shape.stacks, works, strict=True):
                 number = max(0, (count - 1) // layout.pp - 1)
                 dense = unit.num_parameters - unit.num_expert_parameters
-                kind = "reduce_scatter" if row.shards_optimizer else "all_reduce"
-                gather += number * self._links.collective_s("all_gather", shard, layout.tp, item * dense)
-                reduce += number * self._links.collective_s(kind, shard, layout.tp, 2 * dense)
+                gather += number * link.seconds("all_gather", item * dense)
+                reduce += number * link.seconds(kind, 2 * dense)
             self._collectives[key] = gather, reduce
         return self._collectives[key]
+
+
+#: Bytes per second with which the host updates, at most.
+_HOST_UPDATE = 20e9
 
 
 def order(candidate: Candidate) -> tuple[object, ...]:

@@ -13,7 +13,7 @@ from shardwise.planner.legal import Layout, divisors, layouts, schedules, strate
 from shardwise.spec.errors import ConfigError
 from shardwise.spec.placement import PRESETS, canonical_name
 from shardwise.spec.plan import ParallelPlan, plan_fields
-from shardwise.spec.policies import OffloadPolicy, PrecisionPolicy
+from shardwise.spec.policies import OffloadPolicy, PrecisionPolicy, recompute_policy
 from shardwise.spec.schedule import PipelinePolicy, pipeline_policy
 from shardwise.spec.shape import ModelShape
 from shardwise.spec.text import did_you_mean
@@ -85,6 +85,7 @@ def check_fixed(fixed: Mapping[str, Any]) -> dict[str, Any]:
     Raises:
         ConfigError: A name is not known.
         PlacementError: The strategy is not.
+        PlanError: Recomputation is none that there is.
     """
     known = [*plan_fields(), *WORKLOAD_FIELDS]
     for name in fixed:
@@ -98,6 +99,8 @@ def check_fixed(fixed: Mapping[str, Any]) -> dict[str, Any]:
         held.setdefault("recompute", held.pop("activation_checkpointing"))
     elif "activation_checkpointing" in held:  # a policy of modules' names: what it saves depends on the modules
         held.setdefault("recompute", "full")
+    if not isinstance(wanted := held.get("recompute", "none"), int) and wanted not in RECOMPUTE:
+        recompute_policy(wanted)  # refuses it
     if (pipeline := held.pop("pipeline", None)) is not None:
         policy = pipeline_policy(pipeline)
         held.setdefault("schedule", policy.schedule)

@@ -4,12 +4,13 @@ A candidate goes through four stages, and the first that refuses it spares it th
 
 1. it is not legal (:mod:`planner.legal`): it is never made;
 2. what it holds at least is more than the device has (:class:`planner.bounds.MemoryBound`);
-3. it takes at least as long as the plans already found (:class:`planner.bounds.TimeBound`);
+3. it takes no less time than plans already found (:class:`planner.bounds.TimeBound`);
 4. its memory does not suffice, as :func:`planner.memory.estimate_memory` says.
 
-What is left is estimated in full. Stages 2 and 3 use bounds from below, so that no plan is lost that would be best; the
-tests compare with estimating every legal plan. Stage 4 asks less often than once for each candidate by two facts: a
-larger microbatch holds no less; and where a plan fits, the same one with recomputation or offloading is no faster.
+What is left is estimated in full. Stages 2 and 3 use bounds from below: the first plan is the best legal one, or at
+most 1% slower, and the best of a kind at most 5%; the tests compare with estimating every legal plan. Stage 4 asks less
+often than once for each candidate: a larger microbatch holds no less; and where a plan fits, the same one with
+recomputation or offloading is no faster.
 """
 
 from __future__ import annotations
@@ -29,20 +30,23 @@ from shardwise.spec.plan import ParallelPlan
 from shardwise.spec.shape import ModelShape
 
 #: Plans that are returned whatever their kind is; besides, the best of every kind.
-NUM_BEST = 10
+NUM_BEST = 3
+
+#: How much faster a plan must be for certain not to be passed over: than the best, and than the best of its kind.
+SLACK, SLACK_OF_KIND = 0.01, 0.05
 
 
 def search(shape: ModelShape, cluster: Cluster, workload: Workload, **fixed: Any) -> list[Estimate]:
     """The best plans for a model on a cluster, and the best of each kind.
 
-    A kind is a strategy of data parallelism alone; one of the axes ``tp``, ``pp``, ``cp``, ``ep`` beside it, under any
-    strategy; or several of them.
+    A kind is a strategy of data parallelism alone; one of the axes ``tp``, ``pp``, ``cp``, ``ep`` beside it, under
+    any strategy; or several of them.
 
     Args:
         shape: The model.
         cluster: The GPUs.
         workload: What a step trains. The search chooses ``micro_batch`` and ``recompute``, unless they are fixed.
-        **fixed: Fields of the plan that every proposal must have, and ``micro_batch``, ``accumulation_steps``,
+        **fixed: Fields of the plan that every proposal has, and ``micro_batch``, ``accumulation_steps``,
             ``recompute``, ``in_backward``, and the pipeline's ``schedule``.
 
     Returns:
@@ -57,7 +61,7 @@ def search(shape: ModelShape, cluster: Cluster, workload: Workload, **fixed: Any
 
 
 def kind_of(plan: ParallelPlan | Candidate) -> str:
-    """The axis of a plan besides data parallelism with more than one rank, or ``several``; without any, its strategy."""
+    """The axis besides data parallelism with more than one rank, or ``several``; without any, the strategy."""
     axes = plan.layout if isinstance(plan, Candidate) else plan
     found = [axis for axis in ("tp", "pp", "cp", "ep") if getattr(axes, axis) > 1]
     if not found:
@@ -79,7 +83,7 @@ class _Search:
         self._limits: dict[Candidate, list[int]] = {}
         self._plans: dict[Candidate, ParallelPlan] = {}
 
-    def run(self) -> list[Estimate]:
+    def run(self) -> list[Estimate]:  # noqa: C901  the stages of the module's docstring
         """The result of :func:`search`."""
         bound = TimeBound(self.shape, self.cluster, self.workload)
         ranked: list[tuple[float, tuple[object, ...], Candidate]] = []
@@ -101,10 +105,14 @@ class _Search:
         best_of: dict[str, float] = {}
         for least, _, base in ranked:
             kind = kind_of(base)
+
+            def is_slow(candidate: Candidate, kind: str = kind) -> bool:
+                return self._is_slow(bound(candidate), times, best_of.get(kind))
+
             if self._is_slow(least, times, best_of.get(kind)):
                 continue
-            for candidate in self._fitting(base):
-                if self._is_slow(bound(candidate), times, best_of.get(kind)):
+            for candidate in self._fitting([choice for choice in self._savings(base) if not is_slow(choice)]):
+                if is_slow(candidate):
                     continue
                 made = found[candidate] = self._estimate(candidate)
                 bisect.insort(times, made.step_time_s)
@@ -114,19 +122,17 @@ class _Search:
     @staticmethod
     def _is_slow(least: float, times: list[float], best_of_kind: float | None) -> bool:
         """Whether a plan that takes ``least`` seconds or more is neither among the best nor the best of its kind."""
-        return (
-            best_of_kind is not None
-            and least >= best_of_kind
-            and len(times) >= NUM_BEST
-            and least >= times[NUM_BEST - 1]
-        )
+        if best_of_kind is None or len(times) < NUM_BEST:
+            return False
+        return least >= (1 - SLACK) * times[0] and least >= (1 - SLACK_OF_KIND) * best_of_kind
 
-    def _fitting(self, base: Candidate) -> list[Candidate]:
-        """What fits of a base, without what saves more memory than another that fits."""
-        choices = [
-            choice for choice in savings(base, self.workload, self.fixed) if self._least_bytes(choice) <= self.capacity
-        ]
-        if not choices or (len(choices) > 1 and not self._fits(choices[0]) and not self._fits(choices[-1])):
+    def _savings(self, base: Candidate) -> list[Candidate]:
+        every = savings(base, self.workload, self.fixed)
+        return [choice for choice in every if self._least_bytes(choice) <= self.capacity]
+
+    def _fitting(self, choices: list[Candidate]) -> list[Candidate]:
+        """What fits of a base's choices, without what saves more memory than another that fits."""
+        if len(choices) > 2 and not self._fits(choices[0]) and not self._fits(choices[-1]):
             return []
         fitting: list[Candidate] = []
         for choice in choices:
