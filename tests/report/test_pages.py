@@ -13,6 +13,9 @@ import pytest
 
 from shardwise.cli import main
 from shardwise.report import compare_page, read_run, run_page
+from shardwise.report.streams import Span, innermost
+from shardwise.sim.chrome import chrome_trace, slices_of
+from shardwise.sim.streams import Task, run
 from tests.report.folders import records, write_run
 
 
@@ -159,6 +162,21 @@ def test_a_hundred_thousand_steps_make_a_small_page(tmp_path: Path) -> None:
     text = run_page(read_run(folder))
     assert len(text.encode()) < 400_000
     assert "100,000" in text
+
+
+def test_a_profile_is_drawn_where_there_is_one(tmp_path: Path) -> None:
+    folder = write_run(tmp_path / "run")
+    assert "Measured streams: no steps were profiled" in page_of(folder).text
+    timeline = run([Task("compute", 0.003, label="blocks.0"), Task("gather", 0.001, label="blocks.1")])
+    (folder / "profile").mkdir()
+    (folder / "profile" / "rank-0.json").write_text(chrome_trace({"rank 0, measured": slices_of(timeline)}))
+    text = page_of(folder).text
+    assert "Measured streams of rank 0: 2 streams over 3 ms." in text
+    assert "compute 3 ms 100.0% all-gather 1 ms 33.3%" in text
+    outer, first, second = (Span("compute", *at) for at in ((0.0, 9.0, "root"), (1.0, 2.0, "a"), (2.0, 8.0, "b")))
+    assert innermost([second, outer, first]) == [first, second]
+    (folder / "profile" / "rank-0.json").write_text('{"traceEvents": [{"ph": "X"}]}')
+    assert "Measured streams: no steps were profiled" in page_of(folder).text
 
 
 def test_the_pipeline_is_drawn(tmp_path: Path) -> None:

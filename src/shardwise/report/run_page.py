@@ -13,7 +13,7 @@ from shardwise.report.page import Section, folded, page, table, tiles
 from shardwise.report.pipeline import pipeline_chart
 from shardwise.report.run import Run, finite
 from shardwise.report.scale import num_bytes, seconds
-from shardwise.report.streams import predicted_streams
+from shardwise.report.streams import measured_streams, predicted_streams
 from shardwise.spec.errors import PlanError
 from shardwise.spec.schedule.builders import pipeline_policy
 
@@ -33,7 +33,7 @@ def run_page(run: Run) -> str:
             ],
         ),
         Section("Where the time went", time_parts.bars(run, missing)),
-        Section("Streams", predicted_streams(run, missing)),
+        Section("Streams", [*predicted_streams(run, missing), *measured_streams(run, missing)]),
         Section("Pipeline", _pipeline(run, missing)),
         Section("Mesh and ownership", _mesh(run, missing)),
         Section("Configuration", _configuration(run, missing)),

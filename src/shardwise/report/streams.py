@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Mapping, Sequence
 from typing import NamedTuple
 
@@ -13,6 +14,7 @@ from shardwise.report.run import Run, finite
 from shardwise.report.scale import seconds, time_unit
 from shardwise.report.svg import picture
 from shardwise.sim.step import SimulatedStep
+from shardwise.spec.run_files import PROFILE
 
 #: Class of a stream's colour; those of the same words as in the bars of a step's time.
 FILLS = {
@@ -114,3 +116,33 @@ def predicted_streams(run: Run, missing: list[str]) -> list[Content]:
         return []
     note = str(run.predicted.get("note") or "")
     return streams_figure(spans, "Predicted step, simulated", waits={}, note=note)
+
+
+def measured_streams(run: Run, missing: list[str]) -> list[Content]:
+    """The trace of rank 0 that ``train --profile-steps`` left, as streams."""
+    try:
+        events = json.loads((run.directory / PROFILE / "rank-0.json").read_text("utf-8"))["traceEvents"]
+        names = {each["tid"]: str(each["args"]["name"]) for each in events if each.get("name") == "thread_name"}
+        spans = [
+            Span(names[each["tid"]], each["ts"] / 1e6, (each["ts"] + each["dur"]) / 1e6, str(each["name"]))
+            for each in events
+            if each.get("ph") == "X"
+        ]
+    except (OSError, ValueError, KeyError, TypeError):
+        spans = []
+    if not spans:
+        missing.append("Measured streams: no steps were profiled (`shardwise train --profile-steps 10:12`).")
+        return []
+    note = "The whole trace is in the folder profile, for ui.perfetto.dev."
+    return streams_figure(innermost(spans), "Measured streams of rank 0", waits={}, note=note)
+
+
+def innermost(spans: Sequence[Span]) -> list[Span]:
+    """The spans without those that enclose another of their stream, as the root's forward does its units'."""
+    found: list[Span] = []
+    for name in dict.fromkeys(span.stream for span in spans):
+        row = sorted((span for span in spans if span.stream == name), key=lambda span: (span.begin_s, -span.end_s))
+        found += [
+            span for span, inner in zip(row, [*row[1:], None], strict=True) if not inner or inner.end_s > span.end_s
+        ]
+    return found
