@@ -77,6 +77,11 @@ ABOUT = {
     "forms/test_offload_ranks.py": "comm.base engine.engine forms.attachment forms.host",
     "pipeline/test_pipeline_overlap.py": "comm.debug engine.engine features.pipeline_step pipeline.interpret",
     "engine/test_slots.py": "engine.build engine.engine",
+    # what is planned beside what runs
+    "measure/test_calibrate.py": "cli.calibrate cost.hardware measure.calibrate",
+    "planner/test_measured_memory.py": "cost.workload planner.memory",
+    "product/test_product_trace.py": "sim",
+    "sim/test_chrome.py": "measure.profile sim",
 }
 
 

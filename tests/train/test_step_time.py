@@ -46,7 +46,8 @@ def test_the_time_is_the_planners_for_the_hardware_that_is_named() -> None:
 def test_what_the_planner_does_not_know_is_no_number() -> None:
     given = resolved("log.hardware=H100-80GB-SXM")
     unknown = dataclasses.replace(given, model=None)
-    assert predict_step(unknown, CPU, 2) == (None, "the shape of this model is not known")
+    found = predict_step(unknown, CPU, 2)
+    assert (found.seconds, found.reason) == (None, "the shape of this model is not known")
     some = resolved("log.hardware=H100-80GB-SXM", "parallel.activation_checkpointing={every: 2}")
     assert predict_step(some, CPU, 2).seconds is None
     assert "no-such-gpu" in predict_step(resolved("log.hardware=no-such-gpu"), CPU, 2).reason
