@@ -86,6 +86,10 @@ class MemoryBound:
 _CERTAIN = 0.75
 
 
+#: Of a stage's forward and backward, the forward takes so much at least; without the gradients of weights, both do.
+_FORWARD, _WITHOUT_WEIGHTS = 1 / 4, 5 / 8
+
+
 def is_whole(candidate: Candidate) -> bool:
     """Whether all parameters of a rank's stages are gathered at some time."""
     row = PRESETS[candidate.strategy]
@@ -168,8 +172,9 @@ class TimeBound:
         """No rank begins before a microbatch has come to it, nor is the step over before the last one is back.
 
         A rank computes ``m`` times what its stages take. The ranks before it have passed the first microbatch on, and
-        take the last one back: of split backwards the half that gives the input's gradient, and under ``zb-v``, whose
-        last stage is on the first rank, no more.
+        take the last one back. Where backwards are split, a rank may put off the gradients of its weights until it has
+        passed the last microbatch back, so they take no time beside what the ranks before it still do; and under
+        ``zb-v``, whose last stage is on the first rank, nothing has to come back.
         """
         pp, virtual = candidate.layout.pp, candidate.virtual_stages
         chain = Chain(
@@ -184,10 +189,15 @@ class TimeBound:
             ranks = [stages[rank] + stages[2 * pp - 1 - rank] for rank in range(pp)]
         else:
             ranks = [sum(stages[rank::pp]) for rank in range(pp)]
-        fill = {"zb-v": 1 / 4, "zb-h1": 5 / 8}.get(candidate.schedule, 1.0)  # a forward is at least a fourth
         before, most = 0.0, 0.0
         for rank in range(pp):
-            most = max(most, candidate.accumulation * ranks[rank] + fill * before)
+            own = candidate.accumulation * ranks[rank]
+            if candidate.schedule in {"zb-h1", "zb-v"}:
+                most = max(most, own + _FORWARD * before)
+                if candidate.schedule == "zb-h1":
+                    most = max(most, _WITHOUT_WEIGHTS * (own + before))
+            else:
+                most = max(most, own + before)
             before += stages[rank]
         return most
 
