@@ -58,7 +58,8 @@ def test_what_shares_one_core_takes_as_long_as_one_after_the_other():
 def test_transfers_at_the_same_time_divide_the_link():
     tasks = [Task("gather", 2.0), Task("reduce", 2.0)]
     assert run(tasks).end_s == 2
-    assert run(tasks, Slowdown(divides_link=True)).end_s == pytest.approx(4)
+    assert run(tasks, Slowdown(divides_link=frozenset({"gather", "reduce"}))).end_s == pytest.approx(4)
+    assert run(tasks, Slowdown(divides_link=frozenset({"gather"}))).end_s == 2
 
 
 def test_only_the_streams_that_are_named_slow_computation():

@@ -55,7 +55,10 @@ class Link:
 
 
 def axis_links(plan: ParallelPlan, cluster: Cluster, software: Software) -> dict[str, Link]:
-    """The links of a resolved plan's axes: ``tp``, ``cp``, ``ep``, ``dp_shard`` (``cp`` included), ``dp_replicate``."""
+    """The links of a resolved plan's axes: ``tp``, ``cp``, ``ep``, ``dp_shard`` (``cp`` included), ``dp_replicate``.
+
+    Where ``reshard_after_forward`` is a number of ranks, ``inner`` joins those that keep a unit between them.
+    """
     shard = plan.dp_shard * plan.cp
     strides = {
         "tp": (plan.tp, 1),
@@ -64,13 +67,14 @@ def axis_links(plan: ParallelPlan, cluster: Cluster, software: Software) -> dict
         "dp_shard": (shard, plan.tp),
         "dp_replicate": (plan.dp_replicate, plan.tp * shard),
     }
+    if plan.inner_size is not None:
+        strides["inner"] = plan.inner_size, plan.tp
     return {axis: _link(axis, size, stride, cluster, software) for axis, (size, stride) in strides.items()}
 
 
 def _link(axis: str, size: int, stride: int, cluster: Cluster, software: Software) -> Link:
     gpu = cluster.device
-    node = min(cluster.gpus_per_node, cluster.num_gpus)
-    domain = max(node, min(gpu.link_domain, cluster.num_gpus))
+    node, domain = _node(cluster), _domain(cluster)
     local = max(1, min(size, domain // stride))
     nodes = math.ceil(size / local)
     inside = software.link * (gpu.link_bandwidth or gpu.host_bandwidth)
@@ -80,10 +84,32 @@ def _link(axis: str, size: int, stride: int, cluster: Cluster, software: Softwar
     return Link(size, nodes, min(inside, share) if local > 1 else share, axis)
 
 
-def message_seconds(num_bytes: float, plan: ParallelPlan, cluster: Cluster, software: Software) -> float:
-    """Seconds of a message from one pipeline stage to the next."""
-    gpu = cluster.device
-    node = min(cluster.gpus_per_node, cluster.num_gpus)
-    if cluster.num_gpus // plan.pp * 2 <= node:  # two neighbours share a node
-        return num_bytes / (software.link * (gpu.link_bandwidth or gpu.host_bandwidth)) + _HOP_S
-    return num_bytes / (software.network * cluster.node_bandwidth / node) + _NODE_HOP_S
+#: The most GPUs that the links of one node join; a table's domain of more spans nodes (NVL72).
+_MOST_IN_NODE = 8
+
+
+def _node(cluster: Cluster) -> int:
+    return min(cluster.gpus_per_node, cluster.num_gpus)
+
+
+def _domain(cluster: Cluster) -> int:
+    """GPUs that reach each other without the network."""
+    spans = cluster.device.link_domain
+    return max(_node(cluster), min(spans, cluster.num_gpus)) if spans > _MOST_IN_NODE else _node(cluster)
+
+
+def message_seconds(num_bytes: float, places: tuple[int, int], pp: int, cluster: Cluster, software: Software) -> float:
+    """Seconds of a message from every rank of one place on ``pp`` to its like at another place.
+
+    ``pp`` is the outermost axis. Where one pair of ranks lies in two nodes, the message goes over the network, of which
+    a GPU has its share.
+    """
+    source, target = places
+    if source == target:
+        return 0.0
+    size, domain, gpu = cluster.num_gpus // pp, _domain(cluster), cluster.device
+    ranks = range(size) if size < domain else range(1)
+    crosses = any((source * size + rank) // domain != (target * size + rank) // domain for rank in ranks)
+    if crosses:
+        return num_bytes / (software.network * cluster.node_bandwidth / _node(cluster)) + _NODE_HOP_S
+    return num_bytes / (software.link * (gpu.link_bandwidth or gpu.host_bandwidth)) + _HOP_S

@@ -10,6 +10,7 @@ import dataclasses
 import functools
 import math
 import operator
+from collections.abc import Mapping
 
 from shardwise.cost.hardware import Cluster
 from shardwise.cost.kernels import unit_seconds
@@ -126,8 +127,11 @@ class TimeBound:
     communication, the host, the optimizer, offloading. On a calibrated machine the bound is 0.
     """
 
-    def __init__(self, shape: ModelShape, cluster: Cluster, workload: Workload) -> None:
+    def __init__(
+        self, shape: ModelShape, cluster: Cluster, workload: Workload, fixed: Mapping[str, object] | None = None
+    ) -> None:
         self._shape, self._cluster, self._workload = shape, cluster, workload
+        self._reshards = (fixed or {}).get("reshard_after_forward", "auto")
         self._software = find_software("pytorch")  # what an estimate assumes
         self._units: dict[tuple[object, ...], tuple[float, ...]] = {}
         self._steps: dict[tuple[object, ...], float] = {}
@@ -247,7 +251,8 @@ class TimeBound:
         is_alone = layout.pp == 1
         gathers = 0.0
         if row.shards_parameters and is_alone:
-            gathers = candidate.accumulation * (1 if row.keeps_gathered else 2)
+            is_kept = row.keeps_gathered or self._reshards not in {"auto", True}
+            gathers = candidate.accumulation * (1 if is_kept else 2)
         elif row.shards_optimizer:
             gathers = 1
         reduces = candidate.accumulation if row.pools_gradients and is_alone else 1

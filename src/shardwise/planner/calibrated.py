@@ -85,7 +85,11 @@ def calibrated_step(
         m,
         [
             stage_seconds(
-                [costs.unit(unit) for unit in _each(stage)], plan.placements, message_s=message_s, slowdown=slowdown
+                [costs.unit(unit) for unit in _each(stage)],
+                plan.placements,
+                message_s=message_s,
+                releases=plan.reshard_after_forward is True,
+                slowdown=slowdown,
             )
             for stage in stages
         ],

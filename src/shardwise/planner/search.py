@@ -85,7 +85,7 @@ class _Search:
 
     def run(self) -> list[Estimate]:  # noqa: C901  the stages of the module's docstring
         """The result of :func:`search`."""
-        bound = TimeBound(self.shape, self.cluster, self.workload)
+        bound = TimeBound(self.shape, self.cluster, self.workload, self.fixed)
         ranked: list[tuple[float, tuple[object, ...], Candidate]] = []
         smallest: dict[str, tuple[float, Candidate]] = {}
         for base in bases(self.shape, self.cluster, self.workload, self.fixed):

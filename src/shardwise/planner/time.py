@@ -11,6 +11,7 @@ import functools
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from itertools import pairwise
 
 from shardwise.cost.hardware import Cluster
 from shardwise.cost.kernels import UnitSeconds, copy_seconds, unit_seconds
@@ -25,10 +26,14 @@ from shardwise.sim.step import SimulatedStep, StepUnit, Transfer, simulate_step
 from shardwise.sim.streams import Slowdown
 from shardwise.spec.plan import ParallelPlan
 from shardwise.spec.precision import item_bytes as item_size
+from shardwise.spec.schedule.actions import folded_ranks, looped_ranks
 from shardwise.spec.shape import ModelShape
 
 #: What the simulation calls the categories of time, and what users read.
 CATEGORIES = {"gather": "exposed gather", "reduce": "exposed reduce"}
+
+#: Streams that share a rank's link to the ranks it divides data with.
+_ON_LINK = frozenset({"gather", "reduce", "replicate"})
 
 #: Blocks of a long run that are simulated.
 _SIMULATED = 3
@@ -150,6 +155,7 @@ class Timing:
         ahead = self._exchanges(work, is_forward=True)
         back = self._exchanges(work, is_forward=False)
         gather, reduce, replicate = ((), (), ()) if self.is_waited_for else self._transfers(work)
+        kept = self._kept_gathers(work) if self.plan.inner_size is not None else ()
         launches = 1 + (recomputes == "full")
         offload = self._offload(work)
         return StepUnit(
@@ -157,6 +163,7 @@ class Timing:
             forward_s=spent.forward_s,
             backward_s=spent.backward_s + again,
             gather=gather,
+            kept_gather=kept,
             reduce=reduce,
             replicate=replicate,
             forward_exchanges=ahead,
@@ -184,6 +191,11 @@ class Timing:
                 held = trained / link.kind_size if row.shards_optimizer else trained
                 sums.append(Transfer(replicate.seconds("all_reduce", grad * held)))
         return tuple(gathers), tuple(reduces), tuple(sums)
+
+    def _kept_gathers(self, work: UnitWork) -> tuple[Transfer, ...]:
+        """All-gathers in backward, from the ranks that keep a unit between them after its forward."""
+        inner, item = self.links["inner"], item_bytes(self.workload)
+        return tuple(Transfer(inner.seconds("all_gather", item * n)) for n, _, _ in self._groups(work, inner))
 
     def _groups(self, work: UnitWork, shard: Link) -> list[tuple[float, float, Link]]:
         """Parameters, those trained, and the link, of what is gathered together: routed experts apart under ``ep``."""
@@ -238,7 +250,7 @@ class Timing:
 
     @property
     def _slowdown(self) -> Slowdown:
-        return Slowdown(self.software.slowdown, self.software.slowdown)
+        return Slowdown(self.software.slowdown, self.software.slowdown, divides_link=_ON_LINK)
 
     def _root(self) -> StepUnit:
         first, last = self._step_unit(self.works[0]), self._step_unit(self.works[-1])
@@ -293,6 +305,7 @@ class Timing:
         return simulate_step(
             units,
             row,
+            reshards_after_forward=False if self.plan.reshard_after_forward is False else None,
             num_microbatches=self.num_microbatches,
             accumulation=accumulation,
             slowdown=self._slowdown,
@@ -341,6 +354,9 @@ class Timing:
             for name, spent in exposed.items():
                 found[name] = found.get(name, 0.0) + more * spent
             found["compute"] += more * (whole - sum(exposed.values()))
+        # The simulation lets messages travel beside each other; on a link one waits for the one before it.
+        wire = max(sum(stages[stage].message_s for stage in step.schedule.stages(rank)) for rank in range(pp))
+        found["pp bubble"] += max(count * wire - sum(found.values()), 0.0)
         total = sum(work.count * work.num_trained for work in self.works) / pp
         found["optimizer"] = found.get("optimizer", 0.0) + self._optimizer_s(total)
         return self._with_waits(found)
@@ -377,12 +393,24 @@ class Timing:
         last = len(split) - 1
         made: dict[tuple[tuple[int, ...], bool, bool], StageSeconds] = {}
         found = []
+        messages = self._messages(len(split))
         for place, blocks in enumerate(split):
             key = (blocks, place == 0, place == last)
             if key not in made:
                 made[key] = self._stage(blocks, is_first=place == 0, is_last=place == last)
-            found.append(made[key])
+            before, after = messages[place - 1] if place else 0.0, messages[place]
+            found.append(self._with_messages(made[key], before, after))
         return found
+
+    def _with_messages(self, stage: StageSeconds, before: float, after: float) -> StageSeconds:
+        """A stage with its messages to the next one, and from the one before."""
+        if not self.software.p2p_blocks:
+            return dataclasses.replace(stage, message_s=after)
+        # To one neighbour and from the other at the same time, once in forward and once in backward.
+        waited = max(before, after)
+        return dataclasses.replace(
+            stage, forward_s=stage.forward_s + waited, backward_input_s=stage.backward_input_s + waited
+        )
 
     def _stage(self, blocks: tuple[int, ...], *, is_first: bool, is_last: bool) -> StageSeconds:
         works = [work for count, work in zip(blocks, self.works[1:-1], strict=True) for _ in range(count)]
@@ -394,17 +422,8 @@ class Timing:
             units.insert(0, self._step_unit(self.works[0]))
         if is_last:
             units.append(self._step_unit(self.works[-1]))
-        message = self._message_s()
-        made = stage_seconds(units, self.plan.placements, message_s=message, slowdown=self._slowdown)
-        if not self.software.p2p_blocks:
-            return made
-        # To one neighbour and from the other at the same time, once in forward and once in backward.
-        return dataclasses.replace(
-            made,
-            forward_s=made.forward_s + message,
-            backward_input_s=made.backward_input_s + message,
-            message_s=0.0,
-        )
+        releases = self.plan.reshard_after_forward is True
+        return stage_seconds(units, self.plan.placements, releases=releases, slowdown=self._slowdown)
 
     def _stage_recomputes(self, works: Sequence[UnitWork]) -> list[str]:
         wanted = self._recomputes([*works])
@@ -413,12 +432,18 @@ class Timing:
             return ["full" if place < share else "none" for place in range(len(works))]
         return wanted
 
-    def _message_s(self) -> float:
+    def _messages(self, num_stages: int) -> list[float]:
+        """Seconds of the message from each stage to the next; nothing comes after the last."""
+        policy, pp = self.plan.pipeline_policy, self.plan.pp
+        assert policy is not None
+        assert num_stages == pp * policy.virtual_stages
         tokens = self.workload.micro_batch * self.workload.seq_len / self.plan.cp
         sent = item_bytes(self.workload) * tokens * self.shape.hidden
         if self.plan.sequence_parallel or self.software.scatters_messages:
             sent /= self.plan.tp
-        return message_seconds(sent, self.plan, self.cluster, self.software)
+        ranks = folded_ranks(pp) if policy.schedule == "zb-v" else looped_ranks(pp, policy.virtual_stages)
+        made = {pair: message_seconds(sent, pair, pp, self.cluster, self.software) for pair in pairwise(ranks)}
+        return [*(made[pair] for pair in pairwise(ranks)), 0.0]
 
     # -- bytes
 
@@ -432,7 +457,7 @@ class Timing:
         part = (shard - 1) / shard
         gathers = 0.0
         if row.shards_parameters:
-            gathers = item * held * part * (1 if self.plan.pp > 1 else m * (1 if row.keeps_gathered else 2))
+            gathers = item * held * self._times_gathered(part)
         elif row.shards_optimizer:
             gathers = item * held * part
         reductions = m if row.pools_gradients and self.plan.pp == 1 else 1
@@ -447,7 +472,19 @@ class Timing:
                 turns = {"all_reduce": 2 * (size - 1) / size, "ring": size - 1.0}.get(each.kind, (size - 1) / size)
                 moved = turns * (each.num_bytes + each.backward_bytes) * work.count / self.plan.pp * m
                 sent[each.axis] = sent.get(each.axis, 0.0) + moved
-        if self.plan.pp > 1:
+        policy = self.plan.pipeline_policy
+        if policy is not None and self.plan.pp > 1:
             tokens = self.workload.micro_batch * self.workload.seq_len / self.plan.cp
-            sent["pp"] = 2 * m * item * tokens * self.shape.hidden
+            split = self.plan.tp if self.plan.sequence_parallel else 1
+            sent["pp"] = 2 * m * policy.virtual_stages * item * tokens * self.shape.hidden / split
         return sent
+
+    def _times_gathered(self, part: float) -> float:
+        """How often parameters are sent in a step, of which a rank sends ``part`` each time."""
+        m, reshards = self.num_microbatches, self.plan.reshard_after_forward
+        if self.plan.pp > 1 and reshards is not True:
+            return part  # what is gathered stays for the step
+        if reshards is False or (reshards == "auto" and self.plan.placements.keeps_gathered):
+            return m * part
+        inner = self.plan.inner_size
+        return m * (2 * part if inner is None else part + (inner - 1) / inner)

@@ -176,6 +176,7 @@ def stage_seconds(
     message_s: float = 0.0,
     weight_share: float = 0.5,
     num_gradient_buffers: int = 2,
+    releases: bool = False,
     slowdown: Slowdown = NO_SLOWDOWN,
 ) -> StageSeconds:
     """A stage of these units.
@@ -186,14 +187,17 @@ def stage_seconds(
         message_s: As in :class:`StageSeconds`.
         weight_share: Of a backward's time, the part that computes the gradients of weights.
         num_gradient_buffers: As in ``EngineOptions``.
+        releases: Units are released after each forward and backward, and gathered again for the next one; else what is
+            gathered stays until the stage's last backward.
         slowdown: How much longer work takes where computation and communication overlap.
     """
+    releases = releases and row.shards_parameters
     chain = {0: StepUnit("stage", 0.0, 0.0, is_trained=False)} | dict(enumerate(units, start=1))
     has_replicas = any(unit.replicate for unit in units)
     moments = chain_moments(
         len(chain),
         shards_parameters=row.shards_parameters,
-        releases=False,  # what is gathered stays until the stage's last backward
+        releases=releases,
         trained=frozenset(number for number, unit in chain.items() if number and unit.is_trained),
         num_phases=2 if has_replicas else 1,
         num_left=0 if has_replicas else num_gradient_buffers - 2,
@@ -204,10 +208,10 @@ def stage_seconds(
     forward, backward = moments[:half], moments[half:]
     silent = [moment for moment in backward if moment.what not in {What.REDUCE, What.ADVANCE}]
     ways = {
-        "forward": run(lower(chain, forward, is_gathered=False), slowdown),
+        "forward": run(lower(chain, forward, is_gathered=releases), slowdown),
         "first": run(lower(chain, forward, is_gathered=row.shards_optimizer), slowdown),
-        "backward": run(lower(chain, silent, is_gathered=False), slowdown),
-        "last": run(lower(chain, backward, is_gathered=False), slowdown),
+        "backward": run(lower(chain, silent, is_gathered=releases), slowdown),
+        "last": run(lower(chain, backward, is_gathered=releases), slowdown),
     }
     computed = max(
         (span.end_s for span in ways["last"].spans if span.task.stream == COMPUTE and span.task.seconds), default=0.0

@@ -66,7 +66,7 @@ class Slowdown(NamedTuple):
         compute: Factor of computation.
         transfer: Factor of communication.
         streams: The streams that communicate; empty: all but ``compute`` and ``host``.
-        divides_link: Two streams that communicate at the same time have half of the link each, and so on.
+        divides_link: Streams that have one link between them: two that communicate at the same time get half of it.
         shared: How far streams share one core: of n that are busy each takes ``1 + shared (n - 1)`` times as long. With
             it the other factors do not count.
     """
@@ -74,7 +74,7 @@ class Slowdown(NamedTuple):
     compute: float = 1.0
     transfer: float = 1.0
     streams: frozenset[str] = frozenset()
-    divides_link: bool = False
+    divides_link: frozenset[str] = frozenset()
     shared: float = 0.0
 
     def slows(self, stream: str) -> bool:
@@ -85,8 +85,7 @@ class Slowdown(NamedTuple):
         """How much longer computation and communication take while so many streams are busy."""
         if self.shared:
             return (1 + self.shared * max(num_computing + num_sending - 1, 0),) * 2
-        divided = num_sending if self.divides_link and num_sending else 1
-        return (self.compute, divided * self.transfer) if num_computing and num_sending else (1.0, divided)
+        return (self.compute, self.transfer) if num_computing and num_sending else (1.0, 1.0)
 
 
 NO_SLOWDOWN = Slowdown()
@@ -174,6 +173,7 @@ class _Streams:
         self._slowdown = slowdown
         self._compute = number.get(COMPUTE, -1)
         self._sends = [slowdown.slows(name) for name in names]
+        self._divides = [name in slowdown.divides_link for name in names]
         self._stream_of = [number[task.stream] for task in tasks]
         self._queues: list[deque[int]] = [deque() for _ in names]
         self._followers: list[list[int]] = [[] for _ in tasks]
@@ -218,7 +218,13 @@ class _Streams:
         """Go to the next end of a task."""
         sends, running = self._sends, self._running
         computing, sending = self._slowdown.factors(self._compute in running, sum(sends[stream] for stream in running))
-        factors = [computing if stream == self._compute else sending if sends[stream] else 1.0 for stream in running]
+        on_link = sum(self._divides[stream] for stream in running)
+        factors = [
+            computing
+            if stream == self._compute
+            else (sending if sends[stream] else 1.0) * (on_link if self._divides[stream] else 1)
+            for stream in running
+        ]
         step = min(left * factor for (_, left), factor in zip(running.values(), factors, strict=True))
         self._now += step
         for (stream, (place, left)), factor in zip(tuple(running.items()), factors, strict=True):
