@@ -66,6 +66,7 @@ _LAZY = {
     "flat_parameters": "shardwise.forms.flat_parameters",
     "declare_granularity": "shardwise.forms.optimizer",
     "full_state_dict": "shardwise.state.model",
+    "iterate_full_parameters": "shardwise.state.iterate",
     "load_full_state_dict": "shardwise.state.model",
     "GradScaler": "shardwise.optim.scaler",
     "summary": "shardwise.api.summary",
@@ -123,6 +124,7 @@ __all__ = [
     "generate",
     "generate_stream",
     "gradient_sync",
+    "iterate_full_parameters",
     "join",
     "load",
     "load_full_state_dict",
@@ -205,6 +207,7 @@ if TYPE_CHECKING:
     from shardwise.spec.shape import ModelShape
     from shardwise.state.average import ExponentialMovingAverage
     from shardwise.state.full_parameters import full_parameters
+    from shardwise.state.iterate import iterate_full_parameters
     from shardwise.state.model import full_state_dict, load_full_state_dict
     from shardwise.train.sampler import DistributedSampler
 

@@ -331,10 +331,10 @@ def whole_extent(extent: Extent) -> Extent:
     return dataclasses.replace(extent, start=0, stop=extent.logical_numel, cuts=())
 
 
-def empty(extent: Extent) -> Tensor:
-    """Memory for a whole logical tensor, on the CPU, with its strides."""
+def empty(extent: Extent, device: torch.device | None = None, dtype: torch.dtype | None = None) -> Tensor:
+    """Memory for a whole logical tensor with its strides, by default on the CPU and in its dtype."""
     stride = extent.stride or contiguous_stride(extent.shape)
-    return torch.empty_strided(extent.shape, stride, dtype=torch_dtype(extent.dtype))
+    return torch.empty_strided(extent.shape, stride, dtype=dtype or torch_dtype(extent.dtype), device=device)
 
 
 def copy_shared(source: Extent, content: Tensor, target: Extent, into: Tensor) -> None:

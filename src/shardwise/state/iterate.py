@@ -1,0 +1,111 @@
+"""Whole parameters, unit by unit: what exports and the transfer of weights to an inference engine stand on."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import torch
+from torch import Tensor, nn
+
+from shardwise.comm.dtype import memory_order, torch_dtype
+from shardwise.engine.engine import Engine
+from shardwise.forms.attachment import engine_of
+from shardwise.forms.ignored import ignored_of
+from shardwise.spec.extent import Extent
+from shardwise.spec.slice import slice_of
+from shardwise.state.extents import (
+    Holding,
+    Report,
+    as_bytes,
+    empty,
+    gather,
+    packed,
+    refuse_gaps,
+    survey,
+    unpacked,
+    whole_extent,
+)
+from shardwise.state.held import gathered_pieces, in_order, is_first_of_stage, of_group, of_sliced, of_tensor
+
+
+def iterate_full_parameters(
+    model: nn.Module, dtype: torch.dtype | str | None = None
+) -> Iterator[tuple[str, Tensor]]:
+    """Yield every parameter whole, one unit after another, on every rank.
+
+    Whatever the mesh (shards, slices, pipeline stages), names and shapes are those of the plain model. So weights go to
+    an inference engine, or into a file of another format::
+
+        for name, tensor in sw.iterate_full_parameters(model, dtype="bf16"):
+            inference_engine.load_weight(name, tensor)
+
+    Args:
+        model: A parallelized model.
+        dtype: Floating-point parameters are cast to it before they are sent; by default they keep the masters' dtype.
+
+    Yields:
+        Name and whole tensor, in the order of the units; of tied names only the first. The tensor has memory of its
+        own, on the device with which the ranks communicate.
+
+    Collective:
+        First a gather of JSON (about 100 bytes for each range of a parameter that a rank owns) and a broadcast of the
+        names. Then for each unit one message to rank 0 for each range that another rank owns, and a broadcast of each
+        parameter, cast. A rank holds one unit whole, besides what the caller keeps. All ranks must take the whole
+        iteration, and change no parameter meanwhile.
+
+    Raises:
+        StateError: The ranks do not hold whole tensors, or parameters have no values yet; on every rank alike.
+    """
+    engine = engine_of(model, "sw.iterate_full_parameters")
+    engine.need_values("sw.iterate_full_parameters()")
+    world, cast = engine.comms.world, torch_dtype(dtype) if isinstance(dtype, str) else dtype
+    for extents, whole in whole_units(engine):
+        for extent in extents:
+            kept = torch_dtype(extent.dtype)
+            wanted = cast if cast is not None and kept.is_floating_point else kept
+            if world.rank == 0:
+                value = whole.pop(extent.name).to(world.device, wanted)
+            else:
+                value = empty(extent, world.device, wanted)
+            world.broadcast(as_bytes(memory_order(value)), root=0, unit=f"whole {extent.name}").wait()
+            yield extent.name, value
+
+
+def whole_units(engine: Engine) -> Iterator[tuple[list[Extent], dict[str, Tensor]]]:
+    """Gather the parameters of one unit after another on rank 0.
+
+    Yields:
+        The whole extents of a unit's parameters, on every rank, and on rank 0 their values by name, else ``{}``.
+
+    Collective:
+        As :func:`iterate_full_parameters`, without the broadcast of the parameters.
+    """
+    engine.follow_shards()
+    world = engine.comms.world
+    holdings = _owned(engine)
+    reports, units = survey(world, holdings, _units)
+    for unit, extents in units:
+        own = [each for each in holdings if each.unit == unit]
+        told = [Report([held for held in report.holdings if held[0] == unit], None) for report in reports]
+        yield [unpacked(extent) for extent in extents], gather(world, own, told)
+
+
+def _owned(engine: Engine) -> list[Holding]:
+    """What this rank sends: over all ranks every element of every parameter once."""
+    found = [of_group(group, gathered_pieces(engine, group)) for group in in_order(engine)]
+    found += of_sliced(engine, lambda _, part: part.is_counted)
+    if is_first_of_stage(engine):
+        ignored = ignored_of(engine).parameters.items()
+        found += [of_tensor(name, each, copies=None) for name, each in ignored if slice_of(each) is None]
+    return found
+
+
+def _units(reports: list[Report]) -> list[tuple[str, list[object]]]:
+    """The units in order, each with the whole extents of its parameters."""
+    refuse_gaps(reports)
+    found: dict[str, dict[str, list[object]]] = {}
+    for report in reports:
+        for unit, extents in report.holdings:
+            for extent in extents:
+                found.setdefault(unit, {}).setdefault(extent.name, packed(whole_extent(extent)))
+    return [(unit, list(extents.values())) for unit, extents in found.items()]
