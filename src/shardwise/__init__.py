@@ -51,6 +51,7 @@ _LAZY = {
     "parity": "shardwise.api.parity",
     "generate": "shardwise.generation.decode",
     "generate_stream": "shardwise.generation.decode",
+    "export": "shardwise.api.export",
     "fully_shard": "shardwise.api.fully_shard",
     "register_fsdp_forward_method": "shardwise.api.fully_shard",
     "gradient_sync": "shardwise.api.model",
@@ -117,6 +118,7 @@ __all__ = [
     "deferred_init",
     "dry_run",
     "eval_step",
+    "export",
     "flat_parameters",
     "full_parameters",
     "full_state_dict",
@@ -150,6 +152,7 @@ if TYPE_CHECKING:
     from shardwise import models
     from shardwise.api.data_parallel import DataParallel
     from shardwise.api.dry_run import DryRun, dry_run
+    from shardwise.api.export import export
     from shardwise.api.fully_shard import fully_shard, register_fsdp_forward_method
     from shardwise.api.join import join
     from shardwise.api.model import (

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+import math
 import os
 import re
 from collections.abc import Iterable, Iterator, Sequence
@@ -109,23 +110,36 @@ def layout(*, save_id: str, run_id: str, step: int, rank: int, pieces: Iterable[
 
 def _layout(metadata: dict[str, str], pieces: Iterable[Piece]) -> Layout:
     ordered = sorted(pieces, key=lambda piece: (-item_bytes(piece.dtype), piece.name, piece.slice, piece.start))
-    entries: dict[str, object] = {"__metadata__": metadata}
+    entries = [(piece.key, piece.dtype, (piece.stop - piece.start,)) for piece in ordered]
+    header, offsets, file_bytes = file_layout(metadata, entries)
+    return Layout(header=header, offsets=dict(zip(ordered, offsets, strict=True)), file_bytes=file_bytes)
+
+
+def file_layout(
+    metadata: dict[str, str], entries: Iterable[tuple[str, str, tuple[int, ...]]]
+) -> tuple[bytes, list[int], int]:
+    """Where a safetensors file has its tensors.
+
+    Args:
+        metadata: Of the file.
+        entries: Name, short dtype and shape of each tensor, in the order of the file, widest elements first.
+
+    Returns:
+        The first bytes of the file, the byte at which each tensor's content starts, and the size of the file.
+    """
+    held: dict[str, object] = {"__metadata__": metadata}
     begins = []
     end = 0
-    for piece in ordered:
+    for key, dtype, shape in entries:
         begins.append(end)
-        end += piece.num_bytes
-        name, per_element = FORMAT_DTYPE[piece.dtype]
-        entries[piece.key] = {
-            "dtype": name,
-            "shape": [(piece.stop - piece.start) * per_element],
-            "data_offsets": [begins[-1], end],
-        }
-    text = json.dumps(entries, separators=(",", ":")).encode("ascii")
+        end += math.prod(shape) * item_bytes(dtype)
+        name, per_element = FORMAT_DTYPE[dtype]
+        sizes = [*shape[:-1], shape[-1] * per_element] if per_element > 1 else list(shape)
+        held[key] = {"dtype": name, "shape": sizes, "data_offsets": [begins[-1], end]}
+    text = json.dumps(held, separators=(",", ":")).encode("ascii")
     text += b" " * (-len(text) % 8)
     header = len(text).to_bytes(8, "little") + text
-    offsets = {piece: len(header) + begin for piece, begin in zip(ordered, begins, strict=True)}
-    return Layout(header=header, offsets=offsets, file_bytes=len(header) + end)
+    return header, [len(header) + begin for begin in begins], len(header) + end
 
 
 def write_shard(folder: int, name: str, plan: Layout, content: dict[Piece, Tensor]) -> str:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 
 import torch
 from torch import Tensor, nn
@@ -59,7 +59,8 @@ def iterate_full_parameters(
     engine = engine_of(model, "sw.iterate_full_parameters")
     engine.need_values("sw.iterate_full_parameters()")
     world, cast = engine.comms.world, torch_dtype(dtype) if isinstance(dtype, str) else dtype
-    for extents, whole in whole_units(engine):
+    units = Units(engine)
+    for extents, whole in zip(units.extents, units.gathered(), strict=True):
         for extent in extents:
             kept = torch_dtype(extent.dtype)
             wanted = cast if cast is not None and kept.is_floating_point else kept
@@ -71,23 +72,42 @@ def iterate_full_parameters(
             yield extent.name, value
 
 
-def whole_units(engine: Engine) -> Iterator[tuple[list[Extent], dict[str, Tensor]]]:
-    """Gather the parameters of one unit after another on rank 0.
+class Units:
+    """The parameters of a model, and the buffers that are saved, unit by unit.
 
-    Yields:
-        The whole extents of a unit's parameters, on every rank, and on rank 0 their values by name, else ``{}``.
+    Attributes:
+        extents: The whole extents of each unit's tensors, on every rank alike.
+
+    Args:
+        engine: The model's.
+        buffers: Of this rank, by name; over all ranks each once.
 
     Collective:
-        As :func:`iterate_full_parameters`, without the broadcast of the parameters.
+        A gather of JSON (about 100 bytes for each range) and a broadcast of the names. All ranks must make one.
+
+    Raises:
+        StateError: The ranks do not hold whole tensors; on every rank alike.
     """
-    engine.follow_shards()
-    world = engine.comms.world
-    holdings = _owned(engine)
-    reports, units = survey(world, holdings, _units)
-    for unit, extents in units:
-        own = [each for each in holdings if each.unit == unit]
-        told = [Report([held for held in report.holdings if held[0] == unit], None) for report in reports]
-        yield [unpacked(extent) for extent in extents], gather(world, own, told)
+
+    def __init__(self, engine: Engine, buffers: Mapping[str, Tensor] | None = None) -> None:
+        engine.follow_shards()
+        self._world = engine.comms.world
+        self._holdings = _owned(engine)
+        self._holdings += [of_tensor(name, each, copies=None) for name, each in (buffers or {}).items()]
+        self._reports, units = survey(self._world, self._holdings, _units)
+        self._names = [unit for unit, _ in units]
+        self.extents: list[list[Extent]] = [[unpacked(extent) for extent in extents] for _, extents in units]
+
+    def gathered(self) -> Iterator[dict[str, Tensor]]:
+        """The values of one unit after another by name, on rank 0 on the CPU; ``{}`` elsewhere.
+
+        Collective:
+            A message to rank 0 for each range that another rank owns. All ranks must iterate to the end.
+        """
+        for unit in self._names:
+            own = [each for each in self._holdings if each.unit == unit]
+            told = [Report([held for held in each.holdings if held[0] == unit], None) for each in self._reports]
+            yield gather(self._world, own, told)
 
 
 def _owned(engine: Engine) -> list[Holding]:
@@ -101,7 +121,7 @@ def _owned(engine: Engine) -> list[Holding]:
 
 
 def _units(reports: list[Report]) -> list[tuple[str, list[object]]]:
-    """The units in order, each with the whole extents of its parameters."""
+    """The units in order, each with the whole extents of its tensors."""
     refuse_gaps(reports)
     found: dict[str, dict[str, list[object]]] = {}
     for report in reports:

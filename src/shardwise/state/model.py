@@ -385,7 +385,7 @@ def owned_extents(model: nn.Module) -> Pairs:
     engine = engine_of(model, "sw.save")
     engine.need_values("sw.save()")
     engine.follow_shards()
-    buffers = _own_buffers(model, engine)
+    buffers = own_buffers(model, engine)
     if engine.comms.replica:
         return []
     found: Pairs = []
@@ -398,7 +398,7 @@ def owned_extents(model: nn.Module) -> Pairs:
     return found
 
 
-def _own_buffers(model: nn.Module, engine: Engine) -> dict[str, Tensor]:
+def own_buffers(model: nn.Module, engine: Engine) -> dict[str, Tensor]:
     """The buffers that this rank writes: of its stage's, those that no earlier stage has."""
     held, pp = persistent_buffers(model), engine.comms.pp
     if pp is not None:

@@ -1,0 +1,170 @@
+"""``sw.export``: a folder that ``AutoModelForCausalLM.from_pretrained`` loads, written unit by unit."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import secrets
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from shardwise.api.export_form import Form, form_of
+from shardwise.checkpoint.weight_folder import WeightFolder
+from shardwise.comm.control import fail_together
+from shardwise.comm.dtype import dtype_name, torch_dtype
+from shardwise.forms.attachment import engine_of
+from shardwise.forms.buffers import saved_dtypes
+from shardwise.spec.errors import ConfigError, ShardwiseError, StorageError
+from shardwise.spec.extent import Extent
+from shardwise.spec.text import printable
+from shardwise.state.iterate import Units
+from shardwise.state.model import own_buffers
+
+
+def export(
+    path: str | os.PathLike[str],
+    model: nn.Module,
+    tokenizer: Any = None,
+    dtype: torch.dtype | str | None = None,
+    max_shard_bytes: float = 5e9,
+) -> None:
+    """Write a parallelized model as a Hugging Face folder.
+
+    ``transformers.AutoModelForCausalLM.from_pretrained(path)`` (or the class that ``config.json`` names) loads it and
+    gives the same logits. A model of transformers keeps its own names; ours (``sw.models.gpt``) becomes a GPT-2.
+    Averaged weights are written inside ``with average.swapped_in():``.
+
+    Args:
+        path: A folder that does not exist yet, or is empty. It appears when it is complete.
+        model: A parallelized model of transformers, or one of ``sw.models.gpt`` without experts.
+        tokenizer: Written beside it: anything with ``save_pretrained``, or the folder of one.
+        dtype: Of floating-point weights in the files, such as ``"bf16"``; by default the masters'.
+        max_shard_bytes: Files hold no more, unless one tensor alone does.
+
+    Collective:
+        A gather of JSON (about 100 bytes for each range of a parameter that a rank owns), then one message to rank 0
+        for each range that another rank owns, and small JSON. Rank 0 holds one unit whole, and writes. All ranks must
+        call.
+
+    Raises:
+        ConfigError: transformers has no such model, or ``path`` is in use.
+        StorageError: The disk refuses; nothing is left behind.
+        StateError: Parameters have no values yet.
+    """
+    engine = engine_of(model, "sw.export")
+    engine.need_values("sw.export()")
+    engine.sync_buffers()
+    world, wanted = engine.comms.world, torch_dtype(dtype) if isinstance(dtype, str) else dtype
+    form = form_of(model)
+    dtypes = saved_dtypes(model)
+    buffers = {name: each.to(dtypes.get(name, each.dtype)) for name, each in own_buffers(model, engine).items()}
+    units = Units(engine, buffers if not engine.comms.replica else {})
+    error: ShardwiseError | None = None
+    with contextlib.ExitStack() as stack:
+        arriving = stack.enter_context(contextlib.closing(units.gathered()))
+        if world.rank == 0:
+            try:
+                write_folder(Path(path), form, units.extents, arriving, tokenizer, wanted, max_shard_bytes)
+            except ShardwiseError as found:
+                error = found
+        for _ in arriving:  # on rank 0 what an error has left: the others send it all the same
+            pass
+        fail_together(world, error)
+
+
+def write_folder(
+    path: Path,
+    form: Form,
+    units: Sequence[Sequence[Extent]],
+    arriving: Iterable[Mapping[str, Tensor]],
+    tokenizer: Any,
+    dtype: torch.dtype | None,
+    max_shard_bytes: float,
+) -> None:
+    """Write a Hugging Face folder from tensors that arrive unit by unit.
+
+    Args:
+        path: As :func:`export`.
+        form: How transformers knows the model.
+        units: The whole extents of each unit's tensors.
+        arriving: Their values, unit by unit.
+        tokenizer: As :func:`export`.
+        dtype: As :func:`export`.
+        max_shard_bytes: As :func:`export`.
+
+    Raises:
+        ConfigError: ``path`` is in use.
+        StorageError: The disk refuses; nothing is left behind.
+    """
+    if path.exists() and (not path.is_dir() or any(path.iterdir())):
+        raise ConfigError(f"{printable(path)} exists.\n  Export into a folder that does not exist yet.")
+    part = path.with_name(f"{path.name}.tmp-{secrets.token_hex(8)}")
+    try:
+        part.mkdir(parents=True)
+        _fill(part, form, units, arriving, dtype, max_shard_bytes)
+        _write_tokenizer(part, tokenizer)
+        if path.is_dir():
+            path.rmdir()
+        part.rename(path)
+    except OSError as error:
+        raise StorageError(
+            f"{printable(path)} was not written: {error.strerror or error}.\n  Free space, or name another folder."
+        ) from error
+    finally:
+        _remove(part)
+
+
+def _fill(
+    folder: Path,
+    form: Form,
+    units: Sequence[Sequence[Extent]],
+    arriving: Iterable[Mapping[str, Tensor]],
+    dtype: torch.dtype | None,
+    max_shard_bytes: float,
+) -> None:
+    on_meta = [
+        {each.name: torch.empty(each.shape, dtype=torch_dtype(each.dtype), device="meta") for each in unit}
+        for unit in units
+    ]
+    converted: dict[str, Tensor] = {}
+    for unit in on_meta:
+        converted |= form.convert(unit)
+    at_once = form.convert({name: tensor for unit in on_meta for name, tensor in unit.items()})
+    if at_once.keys() != converted.keys():  # transformers makes a tensor of several units
+        converted, arriving = at_once, [{name: value for unit in arriving for name, value in unit.items()}]
+    cast = {name: _cast(tensor, dtype) for name, tensor in converted.items()}
+    entries = {name: (dtype_name(tensor.dtype), tuple(tensor.shape)) for name, tensor in cast.items()}
+    floating = [tensor.dtype for tensor in cast.values() if tensor.dtype.is_floating_point]
+    form.write_config(folder, max(floating, key=floating.count))
+    files = WeightFolder(folder, entries, max_shard_bytes)
+    try:
+        for unit in arriving:
+            for name, tensor in form.convert(dict(unit)).items():
+                files.write(name, _cast(tensor, dtype))
+        files.close()
+    finally:
+        files.abandon()
+
+
+def _cast(tensor: Tensor, dtype: torch.dtype | None) -> Tensor:
+    return tensor if dtype is None or not tensor.is_floating_point() else tensor.to(dtype)
+
+
+def _write_tokenizer(folder: Path, tokenizer: Any) -> None:
+    if isinstance(tokenizer, (str, os.PathLike)):
+        from transformers import AutoTokenizer  # pyrefly: ignore[missing-import]
+
+        tokenizer = AutoTokenizer.from_pretrained(tokenizer, local_files_only=True, trust_remote_code=False)
+    if tokenizer is not None:
+        tokenizer.save_pretrained(folder)
+
+
+def _remove(folder: Path) -> None:
+    if folder.is_dir():
+        for each in folder.iterdir():
+            each.unlink()
+        folder.rmdir()
