@@ -205,7 +205,9 @@ def differing_parameters(model: nn.Module, plain: dict[str, Any]) -> list[str]:
     names = dict(build().named_parameters())
     found = dict(sw.iterate_full_parameters(model))
     wrong = [name for name in names if name not in found or not same(found[name], plain[name])]
-    cast = [name for name, value in sw.iterate_full_parameters(model, "bf16") if not same(value, found[name].bfloat16())]
+    cast = [
+        name for name, value in sw.iterate_full_parameters(model, "bf16") if not same(value, found[name].bfloat16())
+    ]
     return [*wrong, *cast, *(found.keys() - names)]
 
 

@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-import contextlib
 import os
 import secrets
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -64,16 +64,34 @@ def export(
     buffers = {name: each.to(dtypes.get(name, each.dtype)) for name, each in own_buffers(model, engine).items()}
     units = Units(engine, buffers if not engine.comms.replica else {})
     error: ShardwiseError | None = None
-    with contextlib.ExitStack() as stack:
-        arriving = stack.enter_context(contextlib.closing(units.gathered()))
-        if world.rank == 0:
-            try:
-                write_folder(Path(path), form, units.extents, arriving, tokenizer, wanted, max_shard_bytes)
-            except ShardwiseError as found:
-                error = found
-        for _ in arriving:  # on rank 0 what an error has left: the others send it all the same
-            pass
-        fail_together(world, error)
+    arriving = units.gathered()
+    if world.rank == 0:
+        try:
+            write_folder(Path(path), form, units.extents, arriving, FolderOptions(tokenizer, wanted, max_shard_bytes))
+        except ShardwiseError as found:
+            error = found
+    for _ in arriving:  # on rank 0 what an error has left: the others send it all the same
+        pass
+    fail_together(world, error)
+
+
+@dataclass(frozen=True, slots=True)
+class FolderOptions:
+    """As :func:`export` takes them.
+
+    Attributes:
+        tokenizer: Anything with ``save_pretrained``, or the folder of one; ``None``: none is written.
+        dtype: Of floating-point weights; ``None``: as they arrive.
+        max_shard_bytes: A file holds no more, unless one tensor alone does.
+    """
+
+    tokenizer: Any = None
+    dtype: torch.dtype | None = None
+    max_shard_bytes: float = 5e9
+
+    def cast(self, tensor: Tensor) -> Tensor:
+        """A tensor in the dtype that files have."""
+        return tensor if self.dtype is None or not tensor.is_floating_point() else tensor.to(self.dtype)
 
 
 def write_folder(
@@ -81,9 +99,7 @@ def write_folder(
     form: Form,
     units: Sequence[Sequence[Extent]],
     arriving: Iterable[Mapping[str, Tensor]],
-    tokenizer: Any,
-    dtype: torch.dtype | None,
-    max_shard_bytes: float,
+    options: FolderOptions,
 ) -> None:
     """Write a Hugging Face folder from tensors that arrive unit by unit.
 
@@ -92,9 +108,7 @@ def write_folder(
         form: How transformers knows the model.
         units: The whole extents of each unit's tensors.
         arriving: Their values, unit by unit.
-        tokenizer: As :func:`export`.
-        dtype: As :func:`export`.
-        max_shard_bytes: As :func:`export`.
+        options: How.
 
     Raises:
         ConfigError: ``path`` is in use.
@@ -105,8 +119,8 @@ def write_folder(
     part = path.with_name(f"{path.name}.tmp-{secrets.token_hex(8)}")
     try:
         part.mkdir(parents=True)
-        _fill(part, form, units, arriving, dtype, max_shard_bytes)
-        _write_tokenizer(part, tokenizer)
+        _fill(part, form, units, arriving, options)
+        _write_tokenizer(part, options.tokenizer)
         if path.is_dir():
             path.rmdir()
         part.rename(path)
@@ -123,8 +137,7 @@ def _fill(
     form: Form,
     units: Sequence[Sequence[Extent]],
     arriving: Iterable[Mapping[str, Tensor]],
-    dtype: torch.dtype | None,
-    max_shard_bytes: float,
+    options: FolderOptions,
 ) -> None:
     on_meta = [
         {each.name: torch.empty(each.shape, dtype=torch_dtype(each.dtype), device="meta") for each in unit}
@@ -136,22 +149,18 @@ def _fill(
     at_once = form.convert({name: tensor for unit in on_meta for name, tensor in unit.items()})
     if at_once.keys() != converted.keys():  # transformers makes a tensor of several units
         converted, arriving = at_once, [{name: value for unit in arriving for name, value in unit.items()}]
-    cast = {name: _cast(tensor, dtype) for name, tensor in converted.items()}
+    cast = {name: options.cast(tensor) for name, tensor in converted.items()}
     entries = {name: (dtype_name(tensor.dtype), tuple(tensor.shape)) for name, tensor in cast.items()}
     floating = [tensor.dtype for tensor in cast.values() if tensor.dtype.is_floating_point]
     form.write_config(folder, max(floating, key=floating.count))
-    files = WeightFolder(folder, entries, max_shard_bytes)
+    files = WeightFolder(folder, entries, options.max_shard_bytes)
     try:
         for unit in arriving:
             for name, tensor in form.convert(dict(unit)).items():
-                files.write(name, _cast(tensor, dtype))
+                files.write(name, options.cast(tensor))
         files.close()
     finally:
         files.abandon()
-
-
-def _cast(tensor: Tensor, dtype: torch.dtype | None) -> Tensor:
-    return tensor if dtype is None or not tensor.is_floating_point() else tensor.to(dtype)
 
 
 def _write_tokenizer(folder: Path, tokenizer: Any) -> None:

@@ -122,7 +122,6 @@ class OfGPT:
         from transformers import GPT2Config  # pyrefly: ignore[missing-import]
 
         held = self._config
-        rates = dict.fromkeys(("resid_pdrop", "embd_pdrop", "attn_pdrop"), held.dropout)
         config = GPT2Config(
             vocab_size=held.vocab_size,
             n_positions=held.seq_len,
@@ -136,7 +135,9 @@ class OfGPT:
             eos_token_id=None,
             architectures=["GPT2LMHeadModel"],
             dtype=str(dtype).removeprefix("torch."),
-            **rates,
+            resid_pdrop=held.dropout,
+            embd_pdrop=held.dropout,
+            attn_pdrop=held.dropout,
         )
         config.save_pretrained(folder)
 

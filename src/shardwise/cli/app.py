@@ -27,6 +27,7 @@ VERBS = {
     "config-schema": "shardwise.cli.settings",
     "data": "shardwise.cli.files",
     "checkpoint": "shardwise.cli.files",
+    "export": "shardwise.cli.files",
     "env": "shardwise.cli.settings",
 }
 

@@ -1,4 +1,4 @@
-"""Verbs about files: ``data tokenize``, ``checkpoint inspect`` and ``checkpoint verify``."""
+"""Verbs about files: ``data tokenize``, ``checkpoint inspect``, ``checkpoint verify`` and ``export``."""
 
 from __future__ import annotations
 
@@ -36,6 +36,12 @@ def register(app: typer.Typer) -> None:
         "Example: shardwise checkpoint verify runs/demo",
     )(verify)
     app.add_typer(checkpoint, name="checkpoint")
+    app.command(
+        "export",
+        help="Write a run's model as a folder that transformers loads: weights, configuration, tokenizer. Reads the"
+        " checkpoint one block at a time, in one process.\n\n"
+        "Example: shardwise export runs/demo exported --dtype bf16",
+    )(export)
 
 
 def _data() -> None:
@@ -102,6 +108,24 @@ def verify(path: Annotated[Path, typer.Argument(help="A checkpoint's folder, or 
             show(f"{folder}: good, {len(checkpoint.manifest.files)} files, step {checkpoint.step}{sliced}")
     if problems:
         raise CheckpointError("\n".join(problems))
+
+
+def export(
+    source: Annotated[Path, typer.Argument(help="A run's folder (its newest checkpoint), or a checkpoint's.")],
+    folder: Annotated[Path, typer.Argument(help="The new folder.")],
+    dtype: Annotated[str | None, typer.Option(help="Of the weights in the files, such as bf16.")] = None,
+    average: Annotated[bool, typer.Option("--average", help="The run's averaged weights.")] = False,  # noqa: FBT002  typer's form
+    max_shard_bytes: Annotated[float, typer.Option(help="A file holds no more.")] = 5e9,
+) -> None:
+    """Write a Hugging Face folder."""
+    from shardwise.train.export import export_trained
+    from shardwise.train.trained import find_trained
+
+    trained = find_trained(source)
+    if average:
+        trained.check_average()
+    export_trained(trained, folder, dtype=dtype, is_averaged=average, max_shard_bytes=max_shard_bytes)
+    show(f"{folder}: load it with transformers.AutoModelForCausalLM.from_pretrained({str(folder)!r})")
 
 
 def _checkpoints(path: Path) -> list[Path]:

@@ -28,9 +28,7 @@ from shardwise.state.extents import (
 from shardwise.state.held import gathered_pieces, in_order, is_first_of_stage, of_group, of_sliced, of_tensor
 
 
-def iterate_full_parameters(
-    model: nn.Module, dtype: torch.dtype | str | None = None
-) -> Iterator[tuple[str, Tensor]]:
+def iterate_full_parameters(model: nn.Module, dtype: torch.dtype | str | None = None) -> Iterator[tuple[str, Tensor]]:
     """Yield every parameter whole, one unit after another, on every rank.
 
     Whatever the mesh (shards, slices, pipeline stages), names and shapes are those of the plain model. So weights go to

@@ -78,6 +78,22 @@ class Bytes:
         return bytes(token if token < BYTE_VOCAB else 0xFF for token in ids).decode("utf-8", "replace")
 
 
+def byte_tokenizer() -> Any:
+    """:class:`Bytes` as a tokenizer of transformers, for folders that others load."""
+    from tokenizers import Tokenizer as Held  # pyrefly: ignore[missing-import]
+    from tokenizers import decoders, models, pre_tokenizers
+    from transformers import PreTrainedTokenizerFast  # pyrefly: ignore[missing-import]
+
+    # GPT-2 writes a byte as the character of this number where that is visible, else as one above 255, in order.
+    visible = [*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)]
+    others = [byte for byte in range(BYTE_VOCAB) if byte not in visible]
+    vocab = {chr(byte): byte for byte in visible} | {chr(0x100 + place): byte for place, byte in enumerate(others)}
+    held = Held(models.BPE(vocab, merges=[]))
+    held.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
+    held.decoder = decoders.ByteLevel()
+    return PreTrainedTokenizerFast(tokenizer_object=held, clean_up_tokenization_spaces=False)
+
+
 class OfFolder:
     """The tokenizer of a Hugging Face folder.
 

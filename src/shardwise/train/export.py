@@ -1,0 +1,109 @@
+"""A run's checkpoint as a Hugging Face folder, read straight from its files: no process group, one block at a time."""
+
+from __future__ import annotations
+
+import dataclasses
+import itertools
+import re
+import shutil
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+import shardwise as sw
+from shardwise.api.export import FolderOptions, write_folder
+from shardwise.api.export_form import form_of
+from shardwise.checkpoint import Checkpoint, open_checkpoint
+from shardwise.comm.dtype import memory_order, torch_dtype
+from shardwise.spec.errors import CheckpointError, ConfigError
+from shardwise.spec.extent import Extent
+from shardwise.spec.text import printable
+from shardwise.state.extents import empty
+from shardwise.state.held import BUFFER, persistent_buffers
+from shardwise.train.build import build_model
+from shardwise.train.tokenizer import BYTES, byte_tokenizer
+from shardwise.train.trained import Trained
+
+_GENERATION = "generation_config.json"
+
+
+def export_trained(
+    trained: Trained,
+    path: Path,
+    *,
+    dtype: str | None = None,
+    is_averaged: bool = False,
+    max_shard_bytes: float = 5e9,
+) -> None:
+    """Write a run's model as ``sw.export`` does, with the tokenizer that it was trained with.
+
+    Args:
+        trained: A run or a checkpoint.
+        path: A folder that does not exist yet, or is empty.
+        dtype: Of floating-point weights in the files; by default the masters'.
+        is_averaged: Write averaged weights where the checkpoint has them.
+        max_shard_bytes: Files hold no more, unless one tensor alone does.
+
+    Raises:
+        CheckpointError: A file is damaged, or the checkpoint is of another model.
+        ConfigError: ``trained`` is a Hugging Face folder already, transformers has no such model, or ``path`` is in
+            use.
+        StorageError: The disk refuses; nothing is left behind.
+    """
+    if trained.checkpoint is None:
+        raise ConfigError(
+            f"{printable(trained.folder)} is a Hugging Face folder already.\n  Name a run's folder or a checkpoint."
+        )
+    resolved = trained.resolve([], 1)
+    model = sw.deferred_init(lambda: build_model(resolved, torch.device("cpu")))
+    checkpoint = open_checkpoint(trained.checkpoint)
+    units = _units(model, checkpoint, is_averaged=is_averaged)
+    arriving = (_read(checkpoint, unit) for unit in units)
+    extents = [[dataclasses.replace(stored, name=name) for name, stored in unit] for unit in units]
+    wanted = None if dtype is None else torch_dtype(dtype)
+    options = FolderOptions(_tokenizer(trained), wanted, max_shard_bytes)
+    write_folder(path, form_of(model), extents, arriving, options)
+    source = trained.model.get("hf")
+    if source is not None and (settings := Path(source).expanduser() / _GENERATION).is_file():
+        shutil.copyfile(settings, path / _GENERATION)
+
+
+def _units(model: nn.Module, checkpoint: Checkpoint, *, is_averaged: bool) -> Sequence[Sequence[tuple[str, Extent]]]:
+    """Names in the model with what the checkpoint stores for them, in runs of one block."""
+    stored, found = checkpoint.tensors, []
+    for name, _ in model.named_parameters():
+        held = stored.get(f"average/{name}") if is_averaged else None
+        held = stored.get(name) if held is None else held  # frozen parameters have no average
+        found.append((name, held))
+    found += [(name, stored.get(f"{BUFFER}{name}")) for name in persistent_buffers(model)]
+    missing = [name for name, held in found if held is None]
+    if missing:
+        raise CheckpointError(
+            f"the checkpoint holds no {printable(missing[0])}"
+            + (f" and {len(missing) - 1} more tensors of the run's model" if len(missing) > 1 else "")
+            + ".\n  It is of another model, or its folder was changed since."
+        )
+    pairs = [(name, held) for name, held in found if held is not None]
+    return [list(unit) for _, unit in itertools.groupby(pairs, lambda pair: _block(pair[0]))]
+
+
+def _block(name: str) -> str:
+    """The path up to the first number: ``blocks.3`` of ``blocks.3.mlp.up.weight``."""
+    match = re.match(r".*?\.\d+(?=\.)", name)
+    return match.group() if match else ""
+
+
+def _read(checkpoint: Checkpoint, unit: Sequence[tuple[str, Extent]]) -> dict[str, Tensor]:
+    found = {name: empty(stored) for name, stored in unit}
+    pairs = [(stored, memory_order(found[name])) for name, stored in unit]
+    checkpoint.read_into(pairs, ignored=checkpoint.tensors.keys())
+    return found
+
+
+def _tokenizer(trained: Trained) -> Any:
+    if trained.tokens_by == BYTES:
+        return byte_tokenizer()
+    return None if trained.tokens_by is None else Path(trained.tokens_by).expanduser()

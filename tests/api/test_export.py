@@ -1,0 +1,138 @@
+"""What ``sw.export`` and ``shardwise export`` write is loaded by transformers, and gives the same logits."""
+
+from __future__ import annotations
+
+import json
+import os
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, distributed, nn
+
+import shardwise as sw
+from shardwise.cli import main
+from shardwise.spec.errors import ConfigError, StorageError
+from tests.common.ranks import on_ranks, refusal
+from tests.train.train_here import train_well
+
+pytestmark = pytest.mark.preload("transformers.models.llama.modeling_llama")
+
+_SIZES: dict[str, Any] = {"vocab_size": 61, "bos_token_id": None, "eos_token_id": None}
+_HEADS = {"hidden_size": 32, "intermediate_size": 48, "num_attention_heads": 4, "num_key_value_heads": 2}
+
+
+def of_family(name: str) -> nn.Module:
+    """A small model; the same on every call."""
+    import transformers
+
+    torch.manual_seed(3)
+    llama = {**_SIZES, **_HEADS, "num_hidden_layers": 2, "initializer_range": 0.3}
+    if name == "gpt":
+        return sw.models.gpt("gpt-tiny", num_layers=2)
+    if name == "gpt without biases":
+        return sw.models.gpt("gpt-tiny", num_layers=2, bias=False, tied=False)
+    if name == "gpt2":
+        return transformers.GPT2LMHeadModel(
+            transformers.GPT2Config(n_embd=32, n_layer=2, n_head=4, n_positions=64, **_SIZES)
+        )
+    if name == "mixtral":  # transformers merges the files' experts into one tensor
+        return transformers.MixtralForCausalLM(transformers.MixtralConfig(num_local_experts=4, **llama))
+    is_tied = name == "tied llama"
+    return transformers.LlamaForCausalLM(transformers.LlamaConfig(tie_word_embeddings=is_tied, **llama))
+
+
+def logits(model: nn.Module) -> Tensor:
+    ids = torch.arange(24).view(2, 12)
+    with torch.no_grad():
+        found = model.eval()(ids)
+    return found if isinstance(found, Tensor) else found.logits
+
+
+EXPORTED = {
+    "gpt": {},
+    "gpt without biases": {"pp": 2},
+    "gpt2": {"strategy": "zero1"},
+    "llama": {"tp": 2},
+    "tied llama": {"pp": 2},
+    "mixtral": {},
+}
+
+
+@on_ranks(2, timeout_s=100)
+def test_transformers_loads_what_any_layout_exports(tmp_path: Path) -> None:
+    """Bitwise; ours goes through GPT-2's other kernels."""
+    from transformers import AutoModelForCausalLM
+
+    for name, plan in EXPORTED.items():
+        model = sw.parallelize(of_family(name), sw.ParallelPlan(**plan))
+        sw.export(tmp_path / name, model, max_shard_bytes=40_000)
+        if distributed.get_rank():
+            continue
+        found, said = AutoModelForCausalLM.from_pretrained(tmp_path / name, output_loading_info=True)
+        assert not any(said.values()), (name, said)
+        assert len(list((tmp_path / name).glob("model-*-of-*.safetensors"))) > 1
+        assert all(path.stat().st_size < 70_000 for path in (tmp_path / name).glob("*-of-*")), name
+        expected = logits(of_family(name))
+        if name.startswith("gpt") and name != "gpt2":
+            torch.testing.assert_close(logits(found), expected, rtol=1e-5, atol=1e-6)
+        else:
+            assert torch.equal(logits(found), expected), name
+
+
+@on_ranks(2, timeout_s=60)
+def test_weights_are_cast_and_all_ranks_hear_of_what_was_refused(tmp_path: Path) -> None:
+    """Nothing is left behind, and ranks go on together."""
+    from transformers import AutoModelForCausalLM
+
+    plain = of_family("llama")
+    model = sw.parallelize(of_family("llama"))
+    sw.export(tmp_path / "half", model, dtype="bf16")
+    assert "exists" in refusal(ConfigError, sw.export, tmp_path / "half", model)
+    before, os.pwrite = os.pwrite, _full
+    text = refusal(StorageError, sw.export, tmp_path / "full", model)
+    os.pwrite = before
+    assert "No space left on device" in text
+    assert text.startswith("rank 0: ")
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["half"]
+    found = AutoModelForCausalLM.from_pretrained(tmp_path / "half")
+    assert {p.dtype for p in found.parameters()} == {torch.bfloat16}
+    assert json.loads((tmp_path / "half" / "config.json").read_text())["dtype"] == "bfloat16"
+    for name, value in found.named_parameters():
+        assert torch.equal(value, plain.get_parameter(name).bfloat16()), name
+    other = sw.parallelize(nn.Sequential(nn.Linear(4, 4)))
+    assert "transformers has no Sequential" in refusal(ConfigError, sw.export, tmp_path / "other", other)
+    experts = sw.parallelize(sw.models.gpt("gpt-tiny", num_layers=1, num_experts=2))
+    assert "no GPT-2 with experts" in refusal(ConfigError, sw.export, tmp_path / "other", experts)
+
+
+def _full(*_: Any) -> int:
+    raise OSError(28, "No space left on device")
+
+
+def test_a_run_is_exported_from_its_files_alone(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    from transformers import AutoModelForCausalLM, AutoTokenizer
+
+    train_well(tmp_path, 2, ["--run-dir=run", "--set=train.ema_decay=0.5", "--set=train.eval_every=null"])
+    run, plain, average = tmp_path / "run", tmp_path / "plain", tmp_path / "average"
+    assert main(["export", str(run), str(plain)]) == 0
+    assert main(["export", str(run), str(average), "--average", "--dtype", "bf16"]) == 0
+    assert main(["export", str(run), str(plain)]) == 78
+    assert "exists" in capsys.readouterr().err
+    assert main(["export", str(plain), str(tmp_path / "again")]) == 78
+    assert "is a Hugging Face folder already" in capsys.readouterr().err
+    text = "def é(x):\n\treturn 1  # 🙂"
+    tokenizer = AutoTokenizer.from_pretrained(plain)
+    assert tokenizer.encode(text) == list(text.encode())
+    assert tokenizer.decode(list(text.encode())) == text
+    found = AutoModelForCausalLM.from_pretrained(plain)
+    prompt = torch.tensor([tokenizer.encode("def main")])
+    assert main(["generate", str(run), "--prompt=def main", "--max-new-tokens=8", "--json"]) == 0
+    told = json.loads(capsys.readouterr().out.splitlines()[-1])
+    assert found.generate(prompt, max_new_tokens=8, do_sample=False)[0].tolist()[8:] == told["tokens"]
+    halved = AutoModelForCausalLM.from_pretrained(average)
+    assert halved.dtype is torch.bfloat16
+    pairs = list(zip(found.parameters(), halved.parameters(), strict=True))
+    assert not any(torch.equal(a.bfloat16(), b) for a, b in pairs if a.dim() == 2)
+    assert all(torch.allclose(a, b.float(), atol=0.1) for a, b in pairs)
