@@ -55,19 +55,31 @@ def export(
         StorageError: The disk refuses; nothing is left behind.
         StateError: Parameters have no values yet.
     """
+    wanted = torch_dtype(dtype) if isinstance(dtype, str) else dtype
+    _export(path, model, FolderOptions(tokenizer, wanted, max_shard_bytes))
+
+
+def write_weights(path: str | os.PathLike[str], model: nn.Module) -> None:
+    """As :func:`export`, into a folder that may hold other files; files of the same name are replaced.
+
+    Collective:
+        As :func:`export`. All ranks must call.
+    """
+    _export(path, model, FolderOptions(joins=True))
+
+
+def _export(path: str | os.PathLike[str], model: nn.Module, options: FolderOptions) -> None:
     engine = engine_of(model, "sw.export")
     engine.need_values("sw.export()")
     engine.sync_buffers()
-    world, wanted = engine.comms.world, torch_dtype(dtype) if isinstance(dtype, str) else dtype
-    form = form_of(model)
-    dtypes = saved_dtypes(model)
+    world, form, dtypes = engine.comms.world, form_of(model), saved_dtypes(model)
     buffers = {name: each.to(dtypes.get(name, each.dtype)) for name, each in own_buffers(model, engine).items()}
-    units = Units(engine, buffers if not engine.comms.replica else {})
+    units = Units(engine, {} if engine.comms.replica else buffers)
     error: ShardwiseError | None = None
     arriving = units.gathered()
     if world.rank == 0:
         try:
-            write_folder(Path(path), form, units.extents, arriving, FolderOptions(tokenizer, wanted, max_shard_bytes))
+            write_folder(Path(path), form, units.extents, arriving, options)
         except ShardwiseError as found:
             error = found
     for _ in arriving:  # on rank 0 what an error has left: the others send it all the same
@@ -83,11 +95,13 @@ class FolderOptions:
         tokenizer: Anything with ``save_pretrained``, or the folder of one; ``None``: none is written.
         dtype: Of floating-point weights; ``None``: as they arrive.
         max_shard_bytes: A file holds no more, unless one tensor alone does.
+        joins: The folder may be there, with other files; those of the same names are replaced.
     """
 
     tokenizer: Any = None
     dtype: torch.dtype | None = None
     max_shard_bytes: float = 5e9
+    joins: bool = False
 
     def cast(self, tensor: Tensor) -> Tensor:
         """A tensor in the dtype that files have."""
@@ -114,16 +128,20 @@ def write_folder(
         ConfigError: ``path`` is in use.
         StorageError: The disk refuses; nothing is left behind.
     """
-    if path.exists() and (not path.is_dir() or any(path.iterdir())):
+    if not options.joins and path.exists() and (not path.is_dir() or any(path.iterdir())):
         raise ConfigError(f"{printable(path)} exists.\n  Export into a folder that does not exist yet.")
     part = path.with_name(f"{path.name}.tmp-{secrets.token_hex(8)}")
     try:
         part.mkdir(parents=True)
         _fill(part, form, units, arriving, options)
         _write_tokenizer(part, options.tokenizer)
-        if path.is_dir():
-            path.rmdir()
-        part.rename(path)
+        if path.is_dir() and any(path.iterdir()):
+            for each in (*path.glob("model*.safetensors"), *path.glob("model*.safetensors.index.json")):
+                each.unlink()
+            for each in part.iterdir():
+                each.replace(path / each.name)
+        else:
+            part.replace(path)
     except OSError as error:
         raise StorageError(
             f"{printable(path)} was not written: {error.strerror or error}.\n  Free space, or name another folder."

@@ -1,0 +1,191 @@
+"""``transformers.Trainer`` under a plan.
+
+::
+
+    from shardwise.integrations.transformers import ShardwiseTrainer
+
+    trainer = ShardwiseTrainer(model=model, args=args, train_dataset=data, plan=sw.ParallelPlan(strategy="zero3"))
+    trainer.train()
+
+A trainer of one's own, or of TRL, takes the mixin: ``class MyTrainer(ShardwiseTrainerMixin, SFTTrainer): ...``.
+The process is started by ``torchrun`` or ``accelerate launch``. Checkpoints hold the model as ``from_pretrained`` loads
+it and beside it, in ``shardwise/``, masters and optimizer state as ``sw.save`` writes them: a run goes on from them on
+any number of ranks and under any strategy.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+from collections.abc import Iterator
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor, nn
+from transformers import Trainer
+
+import shardwise as sw
+from shardwise.api.export import write_weights
+from shardwise.spec.errors import PlanError
+from shardwise.spec.plan import ParallelPlan
+
+_FOLDER = "shardwise"
+_LEFT_OUT = -100  # the label that losses of transformers leave out
+_SCHEDULER = "scheduler.pt"
+
+if TYPE_CHECKING:
+    _Trainer = Trainer
+else:
+    _Trainer = object
+
+
+class ShardwiseTrainerMixin(_Trainer):
+    """Makes a trainer that is built on ``transformers.Trainer`` train under a plan.
+
+    Args:
+        plan: How; by default zero3 over all ranks. Plans that divide the computation of a sample (``tp``, ``pp``,
+            ``cp``) are refused: the trainer gives every rank other samples.
+        *args: The trainer's.
+        **kwargs: The trainer's.
+
+    Raises:
+        PlanError: The plan, or the trainer's arguments, ask for what this trainer cannot do.
+    """
+
+    def __init__(self, *args: Any, plan: ParallelPlan | str | None = None, **kwargs: Any) -> None:
+        given = ParallelPlan(strategy=plan) if isinstance(plan, str) else plan or ParallelPlan()
+        self._counted: Tensor | None = None  # while held-out losses are taken: their sum, and of how many labels
+        super().__init__(*args, **kwargs)
+        _check(given, self.args)
+        sw.parallelize(self.model.to(self.args.device), given)
+        # What the trainer reads of models that it must neither wrap nor move; the model's own name for it has no setter.
+        self.is_distributed_loading_by_transformers = True
+        self.place_model_on_device = False
+
+    # -- where the trainer would move, wrap or reduce
+
+    def _move_model_to_device(self, model: nn.Module, device: torch.device) -> None:
+        """Nothing: the model moves when it becomes shards."""
+
+    def _sync_replicated_trainable_parameters(self, model: nn.Module) -> None:
+        """Nothing: parallelize compared them, and the engine reduces their gradients."""
+
+    @contextlib.contextmanager
+    def _defer_fsdp_gradient_reduction(self) -> Iterator[None]:
+        with sw.gradient_sync(self.model, False):
+            yield
+
+    def _clip_grad_norm(self, model: nn.Module) -> Tensor:  # noqa: ARG002
+        return sw.clip_grad_norm(self.model, self.args.max_grad_norm)
+
+    def _get_grad_norm(self, model: nn.Module, grad_norm: Tensor | None = None) -> Tensor:  # noqa: ARG002
+        return sw.clip_grad_norm(self.model, float("inf")) if grad_norm is None else grad_norm
+
+    # -- held-out losses: the mean over all labels, where the trainer takes the mean of the batches' means
+
+    def evaluation_loop(
+        self, dataloader: Any, description: str, *args: Any, metric_key_prefix: str = "eval", **kwargs: Any
+    ) -> Any:
+        """As the trainer's; its loss is that of one process over the whole data set."""
+        counted = self._counted = torch.zeros(2, dtype=torch.float64, device=self.args.device)
+        try:
+            found = super().evaluation_loop(
+                dataloader, description, *args, metric_key_prefix=metric_key_prefix, **kwargs
+            )
+        finally:
+            self._counted = None
+        loss, count = self.accelerator.reduce(counted).tolist()
+        if count and f"{metric_key_prefix}_loss" in found.metrics:
+            found.metrics[f"{metric_key_prefix}_loss"] = loss / count
+        return found
+
+    def prediction_step(self, model: nn.Module, inputs: dict[str, Any], *args: Any, **kwargs: Any) -> Any:
+        """As the trainer's, and the labels are counted that the loss is the mean of."""
+        labels = inputs.get(self.label_names[0]) if len(self.label_names) == 1 else None
+        if self._counted is None or not isinstance(labels, Tensor) or labels.is_floating_point():
+            return super().prediction_step(model, inputs, *args, **kwargs)
+        labels = labels.clone()
+        labels[self._num_real(len(labels)) :] = _LEFT_OUT
+        found = super().prediction_step(model, {**inputs, self.label_names[0]: labels}, *args, **kwargs)
+        count = int((labels[..., 1:] if self._loss_shifts_labels else labels).ne(_LEFT_OUT).sum())
+        if found[0] is not None and count:
+            self._counted += torch.stack([found[0].double() * count, found[0].new_tensor(count).double()])
+        return found
+
+    def _get_num_items_in_batch(self, batch_samples: list[Any], device: torch.device) -> Any:
+        """Of a step; held-out losses are means over this rank's labels, which :meth:`prediction_step` counts."""
+        return super()._get_num_items_in_batch(batch_samples, device) if self._counted is None else None
+
+    def _num_real(self, batch_size: int) -> int:
+        """Samples of this rank's batch that do not only make the last batch of all ranks as long as the others."""
+        state = self.accelerator.gradient_state
+        if not state.end_of_dataloader or state.remainder <= 0:
+            return batch_size
+        return min(max(state.remainder - self.args.process_index * batch_size, 0), batch_size)
+
+    # -- checkpoints
+
+    def _save(self, output_dir: str | None = None, state_dict: dict[str, Any] | None = None) -> None:
+        """Write the model as ``from_pretrained`` loads it. All ranks come here."""
+        folder = Path(output_dir if output_dir is not None else self.args.output_dir)
+        if state_dict is None and not hasattr(self.model, "peft_config"):
+            write_weights(folder, self.model)
+        else:
+            whole = sw.full_state_dict(self.model, trainable_only=True) if state_dict is None else state_dict
+            if self.args.should_save:
+                self.model.save_pretrained(folder, state_dict=whole)
+        if self.args.should_save:
+            tokenizer = self.processing_class or getattr(self.data_collator, "tokenizer", None)
+            if tokenizer is not None:
+                tokenizer.save_pretrained(folder)
+            torch.save(self.args, folder / "training_args.bin")
+
+    def _save_optimizer_and_scheduler(self, output_dir: str) -> None:
+        sw.save(Path(output_dir) / _FOLDER, self.model, _bare(self.optimizer))
+        if self.args.should_save:
+            torch.save(self.lr_scheduler.state_dict(), Path(output_dir) / _SCHEDULER)
+
+    def _load_from_checkpoint(self, resume_from_checkpoint: str, model: nn.Module | None = None) -> None:  # noqa: ARG002
+        sw.load(_states(resume_from_checkpoint), self.model)
+
+    def _load_optimizer_and_scheduler(self, checkpoint: str | None) -> None:
+        if checkpoint is not None:
+            sw.load(_states(checkpoint), self.model, _bare(self.optimizer))
+            self.lr_scheduler.load_state_dict(torch.load(Path(checkpoint) / _SCHEDULER, weights_only=True))
+
+    def _load_best_model(self) -> None:
+        sw.load(_states(str(self.state.best_model_checkpoint)), self.model)
+
+
+class ShardwiseTrainer(ShardwiseTrainerMixin, Trainer):
+    """``transformers.Trainer`` with ``plan=``."""
+
+
+def _bare(optimizer: Any) -> torch.optim.Optimizer:
+    """The optimizer itself, of the one that accelerate has wrapped."""
+    return getattr(optimizer, "optimizer", optimizer)
+
+
+def _states(checkpoint: str) -> Path:
+    folder = Path(checkpoint) / _FOLDER
+    if not folder.is_dir():
+        raise sw.CheckpointError(
+            f"{checkpoint} holds no {_FOLDER}/: it was saved by another trainer, or with save_only_model.\n"
+            "  Load its weights with from_pretrained and start a new run."
+        )
+    return folder
+
+
+def _check(plan: ParallelPlan, args: Any) -> None:
+    divided = [axis for axis in ("tp", "pp", "cp") if getattr(plan, axis) > 1]
+    if divided:
+        raise PlanError(
+            f"{divided[0]}={getattr(plan, divided[0])}: ShardwiseTrainer gives every rank samples of its own.\n"
+            "  Use a data-parallel plan here, or `shardwise train` and sw.train_step for tp, pp and cp."
+        )
+    if args.fp16:
+        raise PlanError(
+            "fp16=True: the trainer's loss scaler would skip a step on one rank alone.\n"
+            '  Use bf16=True, or a plan with mp_policy="bf16".'
+        )
