@@ -27,6 +27,7 @@ from transformers import Trainer
 
 import shardwise as sw
 from shardwise.api.export import write_weights
+from shardwise.integrations.plans import check_samples
 from shardwise.spec.errors import PlanError
 from shardwise.spec.plan import ParallelPlan
 
@@ -178,12 +179,7 @@ def _states(checkpoint: str) -> Path:
 
 
 def _check(plan: ParallelPlan, args: Any) -> None:
-    divided = [axis for axis in ("tp", "pp", "cp") if getattr(plan, axis) > 1]
-    if divided:
-        raise PlanError(
-            f"{divided[0]}={getattr(plan, divided[0])}: ShardwiseTrainer gives every rank samples of its own.\n"
-            "  Use a data-parallel plan here, or `shardwise train` and sw.train_step for tp, pp and cp."
-        )
+    check_samples(plan, "ShardwiseTrainer")
     if args.fp16:
         raise PlanError(
             "fp16=True: the trainer's loss scaler would skip a step on one rank alone.\n"

@@ -1,0 +1,137 @@
+"""``accelerate.Accelerator`` under a plan.
+
+::
+
+    from shardwise.integrations.accelerate import ShardwiseAccelerator
+
+    accelerator = ShardwiseAccelerator(plan=sw.ParallelPlan(strategy="zero3"), gradient_accumulation_steps=2)
+    model, optimizer, loader, scheduler = accelerator.prepare(model, optimizer, loader, scheduler)
+
+The loop stays as it is: ``accumulate``, ``backward``, ``clip_grad_norm_``, ``gather_for_metrics``, ``save_state`` and
+``load_state``, ``get_state_dict``. The processes are started by ``torchrun`` or ``accelerate launch``.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterable, Iterator
+from pathlib import Path
+from typing import Any
+
+import torch
+from accelerate import Accelerator
+from torch import Tensor, nn
+
+import shardwise as sw
+from shardwise.forms.attachment import attachment_of
+from shardwise.integrations.plans import check_samples
+from shardwise.spec.errors import PlanError, StateError
+from shardwise.spec.plan import ParallelPlan
+
+_FOLDER = "shardwise"
+
+
+class ShardwiseAccelerator(Accelerator):
+    """An accelerator whose models train under a plan.
+
+    Args:
+        plan: How; by default zero3 over all ranks. ``tp``, ``pp`` and ``cp`` are refused: every rank gets other
+            samples.
+        *args: The accelerator's.
+        **kwargs: The accelerator's. ``mixed_precision="fp16"`` is refused; ``"bf16"`` runs forwards under autocast,
+            and a plan with ``mp_policy="bf16"`` sends 16 bit too.
+
+    Raises:
+        PlanError: The plan, or the arguments, ask for what cannot be done here.
+    """
+
+    def __init__(self, *args: Any, plan: ParallelPlan | str | None = None, **kwargs: Any) -> None:
+        self.plan = ParallelPlan(strategy=plan) if isinstance(plan, str) else plan or ParallelPlan()
+        check_samples(self.plan, "ShardwiseAccelerator")
+        super().__init__(*args, **kwargs)
+        if self.mixed_precision == "fp16":
+            raise PlanError(
+                'mixed_precision="fp16": the loss scaler would skip a step on one rank alone.\n'
+                '  Use "bf16", or sw.GradScaler in a loop of your own.'
+            )
+
+    def prepare_model(
+        self,
+        model: nn.Module,
+        device_placement: bool | None = None,  # noqa: FBT001  accelerate's form
+        evaluation_mode: bool = False,  # noqa: FBT001, FBT002  accelerate's form
+    ) -> nn.Module:
+        """Make the model shards on this rank. An optimizer that was built before works on them.
+
+        Collective:
+            As ``sw.parallelize``. All ranks must call.
+        """
+        del device_placement, evaluation_mode
+        if attachment_of(model) is None:
+            sw.parallelize(model.to(self.device), self.plan)
+        # For evaluation accelerate wraps nothing: it adds autocast, and remembers the model.
+        return super().prepare_model(model, device_placement=False, evaluation_mode=True)
+
+    @contextlib.contextmanager
+    def no_sync(self, model: nn.Module) -> Iterator[None]:
+        """Add up gradients inside, as ``sw.gradient_sync(model, False)``."""
+        with sw.gradient_sync(model, False):
+            yield
+
+    def clip_grad_norm_(self, parameters: Iterable[Tensor], max_norm: float, norm_type: float = 2) -> Tensor:
+        """The norm of all gradients of the model that has these parameters, and clipping by it.
+
+        Collective:
+            As ``sw.clip_grad_norm``.
+
+        Raises:
+            StateError: They are not all parameters of one prepared model, or another norm than the 2-norm is asked for.
+        """
+        given = {id(parameter) for parameter in parameters}
+        for model in self._models:
+            if given == {id(parameter) for parameter in model.parameters()} and norm_type == 2:
+                return sw.clip_grad_norm(model, max_norm)
+        raise StateError(
+            "clip_grad_norm_() takes model.parameters() of one prepared model, and the 2-norm.\n"
+            "  Call sw.clip_grad_norm(part, max_norm) for a unit of the model."
+        )
+
+    def get_state_dict(self, model: nn.Module, unwrap: bool = True) -> dict[str, Any]:  # noqa: FBT001, FBT002, ARG002  accelerate's form
+        """The plain model's state dict on the main process, ``{}`` elsewhere; all ranks must call."""
+        return sw.full_state_dict(model)
+
+    def save_state(self, output_dir: str | None = None, *args: Any, **kwargs: Any) -> Any:
+        """As the accelerator's; models and optimizers are written by ``sw.save``, and load on any number of ranks."""
+        with self._without_models():
+            folder = super().save_state(output_dir, *args, **kwargs)
+        for place, model in enumerate(self._models):
+            sw.save(Path(folder) / f"{_FOLDER}-{place}", model, self._optimizers_of(model) or None)
+        return folder
+
+    def load_state(self, input_dir: str | None = None, *args: Any, **kwargs: Any) -> None:
+        """The inverse of :meth:`save_state`."""
+        with self._without_models():
+            super().load_state(input_dir, *args, **kwargs)
+        folder = Path(input_dir) if input_dir is not None else self._newest()
+        for place, model in enumerate(self._models):
+            sw.load(folder / f"{_FOLDER}-{place}", model, self._optimizers_of(model) or None)
+
+    @contextlib.contextmanager
+    def _without_models(self) -> Iterator[None]:
+        """Let the accelerator save or load what it prepared besides."""
+        held = self._models, self._optimizers
+        self._models, self._optimizers = [], []
+        try:
+            yield
+        finally:
+            self._models, self._optimizers = held
+
+    def _optimizers_of(self, model: nn.Module) -> list[torch.optim.Optimizer]:
+        own = {id(parameter) for parameter in model.parameters()}
+        bare = [getattr(each, "optimizer", each) for each in self._optimizers]
+        return [each for each in bare if any(id(p) in own for group in each.param_groups for p in group["params"])]
+
+    def _newest(self) -> Path:
+        """The folder that the accelerator reads where none is named."""
+        found = (Path(self.project_dir) / "checkpoints").glob("checkpoint_*")
+        return max(found, key=lambda path: int(path.name.rpartition("_")[2]))
