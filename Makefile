@@ -5,13 +5,14 @@ PYTHON ?= python3
 BIN := .venv/bin
 STAMP := .venv/.installed
 PEERS := .venv/.peers
+INTEGRATIONS := .venv-integrations/.installed
 WORKERS ?= 2
 
 .DEFAULT_GOAL := help
 .DELETE_ON_ERROR:
-.PHONY: help venv demo test test-all fuzz check size replay bench gpu models parity clean
+.PHONY: help venv demo test test-all test-integrations fuzz check size replay bench gpu models parity clean
 
-test test-all check: export OMP_NUM_THREADS = 1
+test test-all test-integrations check: export OMP_NUM_THREADS = 1
 
 help: ## show this list
 	@grep -E '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/^([a-z-]+):.*## (.*)$$/  make \1\t\2/' | expand -t 18
@@ -34,14 +35,23 @@ demo: $(STAMP) ## train a small GPT with ZeRO-3 on every local device (CPU: two 
 	@$(BIN)/shardwise train
 
 test: $(STAMP) ## everything that needs no GPU, but for the long matrices
-	@$(BIN)/python -m pytest -m 'not gpu and not long' -n $(WORKERS) --dist worksteal --durations=25
+	@$(BIN)/python -m pytest -m 'not gpu and not long and not integrations' -n $(WORKERS) --dist worksteal --durations=25
 	@for transport in in-order early-free; do \
 	    $(BIN)/python -m pytest -m transports --transport $$transport -n $(WORKERS) --dist worksteal || exit 1; done
 
 test-all: $(PEERS) ## everything, the long matrices and the peers too; GPU tests are skipped where there is none
-	@$(BIN)/python -m pytest -n $(WORKERS) --dist worksteal
+	@$(BIN)/python -m pytest -m 'not integrations' -n $(WORKERS) --dist worksteal
 	@for transport in in-order early-free; do \
-	    $(BIN)/python -m pytest -m 'not gpu' --transport $$transport -n $(WORKERS) --dist worksteal || exit 1; done
+	    $(BIN)/python -m pytest -m 'not gpu and not integrations' --transport $$transport -n $(WORKERS) --dist worksteal || exit 1; done
+
+$(INTEGRATIONS): $(STAMP)
+	@test -x .venv-integrations/bin/python || $(PYTHON) -m venv .venv-integrations
+	@echo "installing other people's trainers into .venv-integrations"
+	@.venv-integrations/bin/python -m pip install -qq --disable-pip-version-check -c constraints.txt -e '.[dev,integrations]'
+	@touch $@
+
+test-integrations: $(INTEGRATIONS) ## transformers.Trainer, TRL, Accelerate under our plans beside their own one process
+	@.venv-integrations/bin/python -m pytest -m integrations -n $(WORKERS) --dist worksteal
 
 FIRST ?= $(shell date +%s)
 COUNT ?= 200
@@ -54,7 +64,7 @@ check: $(STAMP) ## format, lint, types, floors and the tests that start no ranks
 	@$(BIN)/ruff check --quiet .
 	@$(BIN)/pyrefly check --summary=none
 	@$(BIN)/lint-imports --no-cache > .venv/lint-imports.log 2>&1 || { cat .venv/lint-imports.log; exit 1; }
-	@$(BIN)/python -m pytest -q --quick tests -m 'not gpu and not slow and not long'
+	@$(BIN)/python -m pytest -q --quick tests -m 'not gpu and not slow and not long and not integrations'
 
 $(PEERS): $(STAMP)
 	@echo "installing the peers"
@@ -87,5 +97,5 @@ parity: $(STAMP) ## train every product of parallel degrees beside one process; 
 	@PYTHONPATH=. OMP_NUM_THREADS=1 $(BIN)/python bench/parity_table.py
 
 clean: ## remove .venv, caches and build results (runs/ stays)
-	@rm -rf .venv build dist .pytest_cache .ruff_cache .hypothesis .import_linter_cache src/*.egg-info
+	@rm -rf .venv .venv-integrations build dist .pytest_cache .ruff_cache .hypothesis .import_linter_cache src/*.egg-info
 	@find src tests bench -name __pycache__ -type d -prune -exec rm -rf {} +

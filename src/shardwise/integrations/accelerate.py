@@ -19,7 +19,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from accelerate import Accelerator
+from accelerate import Accelerator  # pyrefly: ignore[missing-import]
 from torch import Tensor, nn
 
 import shardwise as sw
@@ -75,7 +75,7 @@ class ShardwiseAccelerator(Accelerator):
     @contextlib.contextmanager
     def no_sync(self, model: nn.Module) -> Iterator[None]:
         """Add up gradients inside, as ``sw.gradient_sync(model, False)``."""
-        with sw.gradient_sync(model, False):
+        with sw.gradient_sync(model, is_enabled=False):
             yield
 
     def clip_grad_norm_(self, parameters: Iterable[Tensor], max_norm: float, norm_type: float = 2) -> Tensor:

@@ -16,10 +16,9 @@ any number of ranks and under any strategy.
 from __future__ import annotations
 
 import contextlib
-import os
 from collections.abc import Iterator
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -35,13 +34,11 @@ _FOLDER = "shardwise"
 _LEFT_OUT = -100  # the label that losses of transformers leave out
 _SCHEDULER = "scheduler.pt"
 
-if TYPE_CHECKING:
-    _Trainer = Trainer
-else:
-    _Trainer = object
+#: The trainer's attributes are those of the class beside the mixin.
+_Any: Any = object
 
 
-class ShardwiseTrainerMixin(_Trainer):
+class ShardwiseTrainerMixin(_Any):
     """Makes a trainer that is built on ``transformers.Trainer`` train under a plan.
 
     Args:
@@ -60,7 +57,7 @@ class ShardwiseTrainerMixin(_Trainer):
         super().__init__(*args, **kwargs)
         _check(given, self.args)
         sw.parallelize(self.model.to(self.args.device), given)
-        # What the trainer reads of models that it must neither wrap nor move; the model's own name for it has no setter.
+        # So it takes models that it must neither wrap nor move; of the model itself the public name has no setter.
         self.is_distributed_loading_by_transformers = True
         self.place_model_on_device = False
 
@@ -74,7 +71,7 @@ class ShardwiseTrainerMixin(_Trainer):
 
     @contextlib.contextmanager
     def _defer_fsdp_gradient_reduction(self) -> Iterator[None]:
-        with sw.gradient_sync(self.model, False):
+        with sw.gradient_sync(self.model, is_enabled=False):
             yield
 
     def _clip_grad_norm(self, model: nn.Module) -> Tensor:  # noqa: ARG002

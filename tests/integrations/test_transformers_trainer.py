@@ -1,0 +1,219 @@
+"""``ShardwiseTrainer`` on two ranks beside ``transformers.Trainer`` in one process, and TRL's trainer by the mixin."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+import shardwise as sw
+from shardwise.spec.errors import CheckpointError, PlanError
+from shardwise.testing import run_on_ranks
+from tests.common.ranks import refusal
+
+pytestmark = [
+    pytest.mark.integrations,
+    pytest.mark.filterwarnings("ignore::FutureWarning"),  # TRL still says gradient_checkpointing
+]
+
+#: What one step's log has: loss, norm of gradients, held-out loss.
+Log = list[tuple[float | None, ...]]
+_COLUMNS = ("loss", "grad_norm", "eval_loss")
+
+
+def build() -> nn.Module:
+    from transformers import LlamaConfig, LlamaForCausalLM
+
+    torch.manual_seed(0)
+    config = LlamaConfig(
+        vocab_size=256, hidden_size=32, intermediate_size=64, num_hidden_layers=2, num_attention_heads=4,
+        num_key_value_heads=2, bos_token_id=None, eos_token_id=None, initializer_range=0.2,
+    )  # fmt: skip
+    return LlamaForCausalLM(config)
+
+
+class Texts(torch.utils.data.Dataset[dict[str, Tensor]]):
+    """Random tokens; of each sample another number of labels counts."""
+
+    def __init__(self, count: int, seed: int) -> None:
+        generator = torch.Generator().manual_seed(seed)
+        self.ids = torch.randint(0, 64, (count, 12), generator=generator)
+        self.lengths = torch.randint(3, 12, (count,), generator=generator)
+
+    def __len__(self) -> int:
+        return len(self.ids)
+
+    def __getitem__(self, index: int) -> dict[str, Tensor]:
+        labels = self.ids[index].clone()
+        labels[self.lengths[index] :] = -100
+        return {"input_ids": self.ids[index], "labels": labels}
+
+
+def settings(folder: str, world: int) -> dict[str, Any]:
+    """Arguments of a trainer that takes four samples, twice, in a step of the whole world."""
+    return {
+        "output_dir": folder,
+        "per_device_train_batch_size": 4 // world,
+        "per_device_eval_batch_size": 4 // world,
+        "gradient_accumulation_steps": 2,
+        "max_steps": 6,
+        "logging_steps": 1,
+        "save_steps": 3,
+        "learning_rate": 1e-2,
+        "max_grad_norm": 0.5,
+        "report_to": [],
+        "use_cpu": True,
+        "disable_tqdm": True,
+        "seed": 1,
+    }
+
+
+def logged(trainer: Any) -> Log:
+    found = [tuple(line.get(name) for name in _COLUMNS) for line in trainer.state.log_history]
+    return [line for line in found if any(value is not None for value in line)]
+
+
+def train(folder: str, world: int, kind: type, resume: str | None = None, **given: Any) -> tuple[Any, Log]:
+    from transformers import TrainingArguments
+
+    args = TrainingArguments(
+        **settings(folder, world), eval_strategy="steps", eval_steps=3, load_best_model_at_end=True
+    )
+    trainer = kind(model=build(), args=args, train_dataset=Texts(64, 1), eval_dataset=Texts(11, 2), **given)
+    trainer.train(resume_from_checkpoint=resume)
+    return trainer, logged(trainer)
+
+
+def train_on_rank(folder: str, plan: str, resume: str | None = None) -> tuple[Log, dict[str, Tensor], float]:
+    from shardwise.integrations.transformers import ShardwiseTrainer
+
+    trainer, log = train(folder, 2, ShardwiseTrainer, resume, plan=plan)
+    return log, sw.full_state_dict(trainer.model), trainer.evaluate()["eval_loss"]
+
+
+def close(found: Log, expected: Log) -> None:
+    assert len(found) == len(expected)
+    for one, other in zip(found, expected, strict=True):
+        assert [value is None for value in one] == [value is None for value in other]
+        there = [(a, b) for a, b in zip(one, other, strict=True) if a is not None and b is not None]
+        assert all(a == pytest.approx(b, rel=1e-5) for a, b in there), (one, other)
+
+
+def held_out_loss(model: nn.Module) -> float:
+    """The mean over all labels of the held-out samples, one by one."""
+    total, count = 0.0, 0
+    for sample in Texts(11, 2):
+        with torch.no_grad():
+            loss = model.eval()(input_ids=sample["input_ids"][None], labels=sample["labels"][None]).loss
+        number = int(sample["labels"][1:].ne(-100).sum())
+        total, count = total + float(loss) * number, count + number
+    return total / count
+
+
+@pytest.mark.parametrize("plan", ["zero3", "ddp"])
+def test_losses_weights_and_held_out_losses_are_those_of_the_plain_trainer(tmp_path: Path, plan: str) -> None:
+    from transformers import AutoModelForCausalLM, Trainer
+
+    plain, expected = train(str(tmp_path / "plain"), 1, Trainer)
+    log, state, best_loss = run_on_ranks(train_on_rank, 2, str(tmp_path / plan), plan, timeout_s=120)[0]
+    close([line[:2] for line in log], [line[:2] for line in expected])
+    best = min(line[2] for line in log if line[2] is not None)
+    for name, value in plain.model.state_dict().items():
+        torch.testing.assert_close(state[name], value, rtol=1e-4, atol=1e-5)
+    assert best_loss == pytest.approx(best, rel=1e-6)  # the best model was loaded at the end
+    for step, held_out in ((3, log[3][2]), (6, log[7][2])):
+        saved = AutoModelForCausalLM.from_pretrained(tmp_path / plan / f"checkpoint-{step}")
+        assert held_out == pytest.approx(held_out_loss(saved), rel=1e-5)
+    again = run_on_ranks(
+        train_on_rank, 2, str(tmp_path / "again"), plan, str(tmp_path / plan / "checkpoint-3"), timeout_s=120
+    )[0]
+    assert again[0][4:] == log[4:]
+    assert all(torch.equal(again[1][name], value) for name, value in state.items())
+
+
+def chats() -> Any:
+    from datasets import Dataset
+
+    asked = [f"what is {n}+{n}?" for n in range(48)]
+    told = [f"{2 * n}!" * (1 + n % 3) for n in range(48)]
+    return Dataset.from_list(
+        [
+            {"messages": [{"role": "user", "content": ask}, {"role": "assistant", "content": tell}]}
+            for ask, tell in zip(asked, told, strict=True)
+        ]
+    )
+
+
+def tune(folder: str, world: int, kind: Any, *, is_adapted: bool, **given: Any) -> Any:
+    """Supervised fine-tuning with loss on the assistant's turns."""
+    from peft import LoraConfig
+    from trl import SFTConfig
+
+    from shardwise.train.tokenizer import byte_tokenizer
+
+    tokenizer = byte_tokenizer()
+    tokenizer.eos_token = tokenizer.pad_token = chr(0x100)
+    tokenizer.chat_template = (
+        "{% for m in messages %}{{ '<' + m['role'] + '>' }}{% if m['role'] == 'assistant' %}{% generation %}"
+        "{{ m['content'] }}{% endgeneration %}{% else %}{{ m['content'] }}{% endif %}{{ '\n' }}{% endfor %}"
+    )
+    adapter = LoraConfig(r=4, lora_alpha=8, target_modules=["q_proj", "v_proj"], task_type="CAUSAL_LM")
+    args = SFTConfig(**settings(folder, world), bf16=False, assistant_only_loss=True, max_length=64)
+    trainer = kind(
+        model=build(),
+        args=args,
+        train_dataset=chats(),
+        processing_class=tokenizer,
+        peft_config=adapter if is_adapted else None,
+        **given,
+    )
+    trainer.train()
+    return trainer
+
+
+def tune_on_rank(folder: str, is_adapted: bool) -> tuple[Log, dict[str, Tensor]]:
+    from trl import SFTTrainer
+
+    from shardwise.integrations.transformers import ShardwiseTrainerMixin
+
+    kind = type("Tuner", (ShardwiseTrainerMixin, SFTTrainer), {})
+    trainer = tune(folder, 2, kind, is_adapted=is_adapted, plan="zero3")
+    return logged(trainer), sw.full_state_dict(trainer.model)
+
+
+@pytest.mark.parametrize("is_adapted", [False, True])
+def test_trl_fine_tunes_by_the_mixin_with_adapters_too(tmp_path: Path, is_adapted: bool) -> None:
+    from peft import PeftModel
+    from trl import SFTTrainer
+
+    plain = tune(str(tmp_path / "plain"), 1, SFTTrainer, is_adapted=is_adapted)
+    log, state = run_on_ranks(tune_on_rank, 2, str(tmp_path / "shards"), is_adapted, timeout_s=200)[0]
+    close(log, logged(plain))
+    for name, value in plain.model.state_dict().items():
+        torch.testing.assert_close(state[name], value, rtol=1e-4, atol=1e-5)
+    if is_adapted:
+        loaded = PeftModel.from_pretrained(build(), tmp_path / "shards" / "checkpoint-6")
+        held = {name.replace(".default", ""): value for name, value in loaded.state_dict().items() if "lora" in name}
+        assert held
+        assert all(torch.equal(value, state[name.replace("_A.", "_A.default.").replace("_B.", "_B.default.")])
+                   for name, value in held.items())  # fmt: skip
+
+
+def refuse_on_rank(folder: str) -> None:
+    from transformers import Trainer, TrainingArguments
+
+    from shardwise.integrations.transformers import ShardwiseTrainer
+
+    args = TrainingArguments(**settings(folder, 2))
+    text = refusal(PlanError, ShardwiseTrainer, build(), args, plan=sw.ParallelPlan(tp=2))
+    assert "tp=2: ShardwiseTrainer gives every rank samples of its own" in text
+    trainer = ShardwiseTrainer(build(), args, train_dataset=Texts(8, 1))
+    assert "holds no shardwise/" in refusal(CheckpointError, trainer.train, resume_from_checkpoint=folder)
+    assert isinstance(trainer, Trainer)
+
+
+def test_what_the_trainer_cannot_do_is_refused(tmp_path: Path) -> None:
+    run_on_ranks(refuse_on_rank, 2, str(tmp_path), timeout_s=100)
