@@ -286,3 +286,6 @@ def test_two_models_may_share_a_parameter_group():
     assert found
     assert steps == [1, 1]
     assert "before the gradients of accumulated microbatches were reduced" in text
+    before = probe(third).num_updates
+    optimizer.step(lambda: third(x).sum().backward())  # reduces what has waited
+    assert probe(third).num_updates == before + 1

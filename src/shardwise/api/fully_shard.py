@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 import weakref
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from typing import Any, TypeVar
@@ -339,6 +340,7 @@ class _ForwardMethod(Uncopyable):
         self._name = name
         own = module.__dict__.get(name)
         self._own = own if not isinstance(own, _ForwardMethod) else None  # somebody else's replacement
+        functools.update_wrapper(self, getattr(type(module), name))  # for who asks for its signature or code
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         module = self._module()

@@ -76,6 +76,7 @@ def accept(optimizer: torch.optim.Optimizer) -> None:
 def _before_step(optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
     engines = engines_of(optimizer)
     is_inside_backward = False
+    has_closure = any(given is not None for given in (*args[1:], kwargs.get("closure")))
     for engine in engines:
         engine.wait_for_host()  # masters on the host are about to be written
         if any(observer.updates_in_backward for observer in engine.observers.all):
@@ -88,7 +89,7 @@ def _before_step(optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> No
             if _is_stepping(engine):
                 is_inside_backward = True
                 continue
-        _check_moment(engine)
+        _check_moment(engine, has_closure=has_closure)
         for tell in engine.observers.before_step:
             tell(engine, optimizer)
     if not is_inside_backward and _seen.get(optimizer) != (content := content_of(optimizer)):
@@ -97,7 +98,7 @@ def _before_step(optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> No
         _check_state(optimizer)
         if _check_beside(optimizer, engines):
             _seen[optimizer] = content
-    if any(given is not None for given in (*args[1:], kwargs.get("closure"))) and flat_parameters.flats_of(optimizer):
+    if has_closure and flat_parameters.flats_of(optimizer):
         raise StateError(
             f"{type(optimizer).__name__}.step(closure) with flat parameters: the gradients that the closure makes come"
             " too late to see which parameters have none.\n"
@@ -110,14 +111,18 @@ def _before_step(optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> No
         partial.allow(lambda: all(backward.generation == generation for backward, generation in generations))
 
 
-def _check_moment(engine: Engine) -> None:
-    """Refuse a step at a time when the shards or their gradients are not what they should be."""
+def _check_moment(engine: Engine, *, has_closure: bool) -> None:
+    """Refuse a step at a time when the shards or their gradients are not what they should be.
+
+    Sums that wait may be reduced by the closure's backward; where they are not, reading a gradient raises.
+    """
     if any(unit.whole is not None for unit in engine.units):
         raise StateError(
             "optimizer.step() inside sw.full_parameters(): the optimizer's state is of shards.\n  Step outside of it."
         )
     engine.step.refuse("optimizer.step()")
-    refuse_sums(engine, "optimizer.step()")
+    if not has_closure:
+        refuse_sums(engine, "optimizer.step()")
 
 
 def _after_step(optimizer: torch.optim.Optimizer, _args: Any, _kwargs: Any) -> None:
