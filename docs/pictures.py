@@ -20,6 +20,7 @@ PICTURES = Path(__file__).parent / "pictures"
 JOBS = {
     "testing": "run_on_ranks, the oracle, the probe",
     "cli": "arguments in, text out",
+    "integrations": "other people's trainers",
     "train": "the trainer: configuration, data, loop, run folder",
     "report": "reports of plans and runs",
     "api": "what a user calls, one file for each verb",

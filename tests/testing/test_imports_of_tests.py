@@ -14,7 +14,7 @@ from pathlib import Path
 TESTS = Path(__file__).parents[1]
 
 #: What any test may import: the package itself, its models, its command, plain data and arithmetic, tools for tests.
-PUBLIC = ("shardwise.models", "shardwise.spec", "shardwise.testing")
+PUBLIC = ("shardwise.integrations", "shardwise.models", "shardwise.spec", "shardwise.testing")
 
 #: Test files, and the internal modules that they are about (below ``shardwise``; a package stands for all in it).
 ABOUT = {
@@ -77,6 +77,7 @@ ABOUT = {
     "forms/test_offload_ranks.py": "comm.base engine.engine forms.attachment forms.host",
     "pipeline/test_pipeline_overlap.py": "comm.debug engine.engine features.pipeline_step pipeline.interpret",
     "engine/test_slots.py": "engine.build engine.engine",
+    "integrations/test_transformers_trainer.py": "train.tokenizer",
     # what is planned beside what runs
     "measure/test_calibrate.py": "cli.calibrate cost.hardware measure.calibrate",
     "planner/test_measured_memory.py": "cost.workload planner.memory",
