@@ -50,12 +50,16 @@ def test_the_first_command_fills_one_screen_of_80_by_40(capsys: pytest.CaptureFi
 
 def test_json_has_what_the_screen_shows_under_stable_keys(capsys: pytest.CaptureFixture[str]) -> None:
     held = as_json(capsys, *FIRST)
-    assert list(held) == ["model", "cluster", "workload", "plans", "why", "remedies", "command"]
+    assert list(held) == [
+        *("model", "cluster", "workload", "plans", "recommended", "fastest", "why", "remedies", "command")
+    ]
+    times = [plan["step_time_s"] for plan in held["plans"] if plan["fits"] and not plan["is_tight"]]
+    assert (held["recommended"], held["plans"][held["fastest"]]["step_time_s"]) == (0, min(times))
     assert held["model"]["parameters"] == 8_030_261_248
     best = held["plans"][0]
     assert list(best) == [
-        "title", "plan", "micro_batch", "accumulation_steps", "recompute", "in_backward", "fits", "reason",
-        "step_time_s", "tokens_per_s_per_gpu", "tflops_per_gpu", "mfu", "memory", "time_by_category_s",
+        "title", "plan", "micro_batch", "accumulation_steps", "recompute", "in_backward", "fits", "is_tight",
+        "reason", "step_time_s", "tokens_per_s_per_gpu", "tflops_per_gpu", "mfu", "memory", "time_by_category_s",
         "sent_bytes_by_axis",
     ]  # fmt: skip
     assert sum(best["memory"]["by_category"].values()) == best["memory"]["allocated_bytes"]

@@ -8,8 +8,9 @@ from collections.abc import Sequence
 from typing import Any
 
 from shardwise.planner import Cluster, Estimate, Workload
-from shardwise.planner.explain import gib, num_microbatches, seconds, table_rows, title, why
+from shardwise.planner.explain import gib, misfits, num_microbatches, recommendation, seconds, table_rows, title, why
 from shardwise.planner.fit import Largest, Remedy
+from shardwise.planner.search import fastest_of
 from shardwise.spec.plan import ParallelPlan
 from shardwise.spec.policies import FULL_PRECISION
 from shardwise.spec.shape import ModelShape
@@ -48,7 +49,7 @@ def count(number: float) -> str:
 
 
 def table(plans: Sequence[Estimate]) -> list[str]:
-    """One line for each plan."""
+    """One line for each plan, or two where it has a long name."""
     rows = [["", "plan", "batch", "recompute", "GiB", "step", "TFLOP/s", "MFU"]]
     for place, made in enumerate(plans, 1):
         mfu = "n/a" if made.mfu is None else f"{made.mfu:.0%}"
@@ -58,14 +59,20 @@ def table(plans: Sequence[Estimate]) -> list[str]:
         rows.append(
             [
                 str(place) if made.fits else "-",
-                title(made),
+                title(made) + (" (tight)" if made.is_tight else ""),
                 batch,
                 str(made.workload.recompute),
                 needed,
-                *(speed if made.fits else ["too much", "", ""]),
+                *(speed if made.fits else ["no fit", "", ""]),
             ]
         )
-    return aligned(rows, words={1, 3})
+    widths = [max(len(row[column]) for row in rows) for column in range(len(rows[0]))]
+    room = WIDTH - sum(widths) + widths[1] - 2 * (len(widths) - 1)
+    lines: list[list[str]] = []
+    for row in rows:
+        name, *more = textwrap.wrap(row[1], room, break_on_hyphens=False)
+        lines += [[row[0], name, *row[2:]], *(["", f"  {text}", *("" for _ in row[2:])] for text in more)]
+    return aligned(lines, words={1, 3})
 
 
 def memory_bars(made: Estimate) -> list[str]:
@@ -93,12 +100,13 @@ def screen(
     command: str = "",
 ) -> str:
     """The page."""
-    best = plans[0]
-    lines = [*heading(shape, cluster, workload), "", *table(table_rows(plans)), ""]
+    best, rows = plans[0], table_rows(plans)
+    shown = [made for made in rows if made.fits] or rows
+    lines = [*heading(shape, cluster, workload), "", *table(shown), ""]
     if best.fits:
         capacity = gib(cluster.device.memory_bytes)
         lines += [f"memory of plan 1 on the fullest GPU, in GiB of {capacity}", *memory_bars(best), ""]
-        lines += _wrapped(why(best))
+        lines += _wrapped([recommendation(plans), *why(best), *filter(None, [misfits(rows)])])
     else:
         lines += [f"Nothing fits. Nearest is {title(best)}: {best.reason}.", *memory_bars(best), ""]
         lines.append("It fits with" if found else "Neither more GPUs nor shorter sequences were found to help.")
@@ -172,7 +180,9 @@ def as_json(
             "optimizer": workload.optimizer,
         },
         "plans": [plan_as_json(made) for made in plans],
-        "why": why(plans[0]) if plans[0].fits else [plans[0].reason],
+        "recommended": 0 if plans[0].fits else None,
+        "fastest": plans.index(fastest_of(plans)) if plans[0].fits else None,
+        "why": [recommendation(plans), *why(plans[0])] if plans[0].fits else [plans[0].reason],
         "remedies": [{"change": remedy.change, "plan": plan_as_json(remedy.plan)} for remedy in found],
     }
 
@@ -187,6 +197,7 @@ def plan_as_json(made: Estimate) -> dict[str, Any]:
         "recompute": made.workload.recompute,
         "in_backward": made.workload.in_backward,
         "fits": made.fits,
+        "is_tight": made.is_tight,
         "reason": made.reason,
         "step_time_s": made.step_time_s,
         "tokens_per_s_per_gpu": made.tokens_per_s_per_gpu,

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 import itertools
 from collections.abc import Iterator, Mapping
 from typing import Any, NamedTuple
@@ -79,6 +80,24 @@ class Candidate(NamedTuple):
         )
 
 
+def candidate_of(plan: ParallelPlan, workload: Workload) -> Candidate:
+    """The candidate of a resolved plan, and of what a step of it trains."""
+    policy, offload = plan.pipeline_policy, plan.offload
+    samples = workload.global_batch // (plan.dp_replicate * plan.dp_shard)
+    return Candidate(
+        layout=Layout(**{name: getattr(plan, name) for name in Layout.__slots__}),
+        strategy=str(plan.strategy),
+        schedule="" if policy is None else policy.schedule,
+        virtual_stages=1 if policy is None else policy.virtual_stages,
+        micro_batch=workload.micro_batch,
+        accumulation=samples // workload.micro_batch,
+        offload="none" if offload is None else "cpu" if offload.parameters else "optimizer",
+        recompute=workload.recompute,
+        in_backward=workload.in_backward,
+        releases_units=plan.pp > 1 and plan.reshard_after_forward is True,
+    )
+
+
 def check_fixed(fixed: Mapping[str, Any]) -> dict[str, Any]:
     """What is fixed, in one spelling.
 
@@ -129,27 +148,55 @@ def bases(shape: ModelShape, cluster: Cluster, workload: Workload, fixed: Mappin
                     yield Candidate(layout, strategy, schedule, stages, micro, count)
 
 
+#: Values of ``offload``, ``recompute``, ``in_backward`` and ``releases_units``.
+Way = tuple[str, str | int, bool, bool]
+
+
 def savings(base: Candidate, workload: Workload, fixed: Mapping[str, Any]) -> list[Candidate]:
     """What a base becomes by trading time for memory, the least of it first, the most last."""
+    return [saved(base, way) for way in ways_to_save(base, workload, fixed)]
+
+
+def saved(base: Candidate, way: Way) -> Candidate:
+    """A base that trades time for memory in one way."""
+    return Candidate(*base[:6], *way)
+
+
+def ways_to_save(base: Candidate, workload: Workload, fixed: Mapping[str, Any]) -> tuple[Way, ...]:
+    """Ways to trade time for memory, the least of it first, the most last."""
     is_pipeline, shards = base.layout.pp > 1, PRESETS[base.strategy].shards_parameters
-    is_compiled = workload.compile or bool(fixed.get("compile"))
-    recompute = (
-        [fixed["recompute"]]
-        if "recompute" in fixed
-        else [r for r in RECOMPUTE if not (is_compiled and r == "selective")]
+    return _ways(
+        (fixed["recompute"],) if "recompute" in fixed else None,
+        in_backward=fixed.get("in_backward"),
+        is_compiled=workload.compile or bool(fixed.get("compile")),
+        offloads="offload_policy" not in fixed,
+        shards=shards,
+        can_update=not is_pipeline and base.accumulation == 1 and workload.precision != "fp16",
+        can_release=is_pipeline and shards and "reshard_after_forward" not in fixed,
     )
-    offloads = ["none"] if "offload_policy" in fixed else [o for o in OFFLOADS if shards or o != "optimizer"]
-    releases = (False, True) if is_pipeline and shards and "reshard_after_forward" not in fixed else (False,)
-    can_update = not is_pipeline and base.accumulation == 1 and workload.precision != "fp16"
-    found = []
-    for offload in offloads:
-        can_update &= offload == "none" and "offload_policy" not in fixed
-        updates = [u for u in ((False, True) if can_update else (False,)) if fixed.get("in_backward", u) == u]
-        for in_backward, releases_units, value in itertools.product(updates, releases, recompute):
-            found.append(
-                base._replace(offload=offload, recompute=value, in_backward=in_backward, releases_units=releases_units)
-            )
-    return found
+
+
+@functools.cache
+def _ways(
+    recompute: tuple[str | int] | None,
+    *,
+    in_backward: bool | None,
+    is_compiled: bool,
+    offloads: bool,
+    shards: bool,
+    can_update: bool,
+    can_release: bool,
+) -> tuple[Way, ...]:
+    """As :func:`ways_to_save`."""
+    values = recompute or [r for r in RECOMPUTE if not (is_compiled and r == "selective")]
+    kept = [o for o in OFFLOADS if shards or o != "optimizer"] if offloads else ["none"]
+    found: list[Way] = []
+    for offload in kept:
+        may_update = can_update and offload == "none" and offloads
+        updates = [u for u in ((False, True) if may_update else (False,)) if in_backward in {None, u}]
+        releases = (False, True) if can_release else (False,)
+        found += [(offload, value, *way) for way in itertools.product(updates, releases) for value in values]
+    return tuple(found)
 
 
 def candidates(

@@ -9,9 +9,10 @@ import dataclasses
 from collections.abc import Iterator, Sequence
 
 from shardwise.planner.candidate import divisors
-from shardwise.planner.estimate import Estimate, estimate
+from shardwise.planner.estimate import MARGIN, Estimate, estimate
 from shardwise.planner.memory import estimate_memory
-from shardwise.planner.search import kind_of
+from shardwise.planner.plainness import EQUALLY_FAST
+from shardwise.planner.search import fastest_of, kind_of
 
 GIB = 1 << 30
 
@@ -32,11 +33,14 @@ def seconds(time_s: float) -> str:
 
 
 def title(made: Estimate) -> str:
-    """A plan in a few words: its strategy and the degrees above 1, ``hsdp 4x8 tp2 pp4 zb-v``."""
+    """A plan in a few words: its strategy and the degrees above 1, ``hsdp 4x8 tp2 pp4 zb-v``.
+
+    ``4x8`` are four groups of eight ranks, of ``dp_shard`` and ``cp``, that share parameters.
+    """
     plan = made.plan
     words = [str(plan.strategy)]
     if plan.dp_replicate > 1:
-        words.append(f"{plan.dp_replicate}x{plan.dp_shard}")
+        words.append(f"{plan.dp_replicate}x{plan.dp_shard * plan.cp}")
     words += [f"{axis}{getattr(plan, axis)}" for axis in ("tp", "cp", "ep", "pp") if getattr(plan, axis) > 1]
     policy = plan.pipeline_policy
     if policy is not None:
@@ -55,24 +59,55 @@ def num_microbatches(made: Estimate) -> int:
 
 
 def table_rows(plans: Sequence[Estimate], most: int = 12) -> list[Estimate]:
-    """The plans of a table: the best of each kind, fastest first; behind them strategies that do not fit.
+    """The plans of a table: the recommended one, the fastest, and the best of each kind, as the search ordered them.
 
     Args:
         plans: The result of a search.
-        most: Rows at most; the slowest are left out, then what does not fit.
+        most: Plans that fit, at most; the slowest are left out.
     """
+    fastest = fastest_of(plans)
     seen: set[str] = set()
     rows: list[Estimate] = []
     for made in plans:
         kind = kind_of(made.plan)
-        if kind not in seen:
+        if kind not in seen or made is fastest:
             rows.append(made)
         seen.add(kind)
     fitting = [made for made in rows if made.fits]
     others = [made for made in rows if not made.fits]
     if fitting:  # of what does not fit, the strategies of data parallelism alone
         others = [made for made in others if kind_of(made.plan) == str(made.plan.strategy)]
-    return fitting[: max(most - len(others), most // 2)] + others[: max(most - len(fitting), most // 2)]
+    return fitting[:most] + others[: max(most - len(fitting), most // 2)]
+
+
+def misfits(rows: Sequence[Estimate]) -> str:
+    """The rows of a table that do not fit, and what they need, in one sentence; "" where all fit."""
+    shown = [f"{title(made)} {made.memory.device_bytes / GIB:,.0f}" for made in rows if not made.fits]
+    return f"Too much for a GPU, with all memory saved, in GiB: {', '.join(shown)}." if shown else ""
+
+
+def recommendation(plans: Sequence[Estimate]) -> str:
+    """Why the first plan of a search is recommended, beside the fastest, which the table has as plan 2."""
+    first, fastest = plans[0], fastest_of(plans)
+    if first is fastest:
+        return "Plan 1 is the fastest by prediction."
+    faster = first.step_time_s / fastest.step_time_s - 1
+    has = _words(first)
+    needs = [word for word in _words(fastest) if word not in has]
+    return (
+        f"Plan 1 is the plainest of the plans within {EQUALLY_FAST:.0%} of the fastest, which is about the planner's"
+        f" own error. Plan 2 would be {faster:.1%} faster by prediction, with {', '.join(needs)}."
+    )
+
+
+def _words(made: Estimate) -> list[str]:
+    """What a plan consists of."""
+    strategy, *others = title(made).split()
+    if made.plan.dp_replicate > 1:
+        strategy = f"{strategy} {others.pop(0)}"
+    recompute = made.workload.recompute
+    recomputed = "nothing recomputed" if recompute == "none" else f"recompute {recompute}"
+    return [strategy, *others, recomputed, f"microbatches of {made.workload.micro_batch}"]
 
 
 #: How the categories of a step's time are called in a sentence.
@@ -150,11 +185,10 @@ def headroom(made: Estimate) -> Iterator[str]:
         return
     text = f"Memory: {gib(used)} of {gib(capacity)}"
     wanted = _next_steps(made)
-    if not wanted:
-        yield f"{text}."
-        return
+    if made.is_tight:
+        text += f", less than {MARGIN:.0%} free: no plan leaves more, and the prediction may be wrong by as much"
     shown = [f"{gib(_needed(other))} {what}" for what, other in wanted]
-    yield f"{text}; it would take {' and '.join(shown)}."
+    yield f"{text}; it would take {' and '.join(shown)}." if shown else f"{text}."
 
 
 def _next_steps(made: Estimate) -> list[tuple[str, Estimate]]:

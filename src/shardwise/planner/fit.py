@@ -11,7 +11,7 @@ from shardwise.cost.hardware import Cluster, gpus
 from shardwise.cost.workload import Workload
 from shardwise.planner.bounds import MemoryBound
 from shardwise.planner.candidate import Candidate, bases, candidates, check_fixed, savings
-from shardwise.planner.estimate import Estimate, estimate
+from shardwise.planner.estimate import Estimate, estimate, usable_bytes
 from shardwise.planner.memory import estimate_memory
 from shardwise.spec.shape import Attention, Block, Experts, Mlp, ModelShape
 
@@ -23,9 +23,12 @@ _MOST_TRIED = 400
 
 
 def first_fit(shape: ModelShape, cluster: Cluster, workload: Workload, fixed: Mapping[str, Any]) -> Estimate | None:
-    """A plan that fits, or ``None``: the candidates that hold the least are tried first, with all memory saved."""
-    held, capacity = check_fixed(fixed), cluster.device.memory_bytes
-    least_bytes = MemoryBound(shape, workload)
+    """A plan that fits with memory to spare, or ``None``.
+
+    The candidates that hold the least are tried first, with all memory saved.
+    """
+    held, capacity = check_fixed(fixed), usable_bytes(cluster)
+    least_bytes = MemoryBound(shape, cluster, workload)
     found = []
     for base in bases(shape, cluster, workload, held):
         choices = savings(base, workload, held)
@@ -204,7 +207,7 @@ def _largest(
         choices = [c for c in candidates(model, cluster, workload, fixed) if allows(c)]
         for choice in reversed(choices):
             plan, chosen = choice.plan(workload, fixed), choice.workload(workload)
-            if estimate_memory(model, plan, cluster, chosen).device_bytes <= cluster.device.memory_bytes:
+            if estimate_memory(model, plan, cluster, chosen).device_bytes <= usable_bytes(cluster):
                 return choice
         return None
 

@@ -128,11 +128,16 @@ def has_window(shape: ModelShape) -> bool:
     return any(block.attention.window is not None for _, block in shape.stacks)
 
 
-def context_degrees(shape: ModelShape, world: int, seq_len: int) -> list[int]:
-    """Degrees of ``cp``: two parts of a sequence for each rank, as the ring divides it."""
+#: Tokens of a sequence that a rank of ``cp`` has at least, unless ``cp`` is fixed: with fewer the ring's messages take
+#: far longer than the attention that could hide them.
+LEAST_TOKENS = 512
+
+
+def context_degrees(shape: ModelShape, world: int, seq_len: int, *, least_tokens: int = 2) -> list[int]:
+    """Degrees of ``cp``: two parts of a sequence for each rank, as the ring divides it, and at least so many tokens."""
     if not support_of(shape).cp or has_window(shape):
         return [1]
-    return [c for c in divisors(world) if c == 1 or seq_len >= 2 * c]
+    return [c for c in divisors(world) if c == 1 or seq_len >= max(least_tokens, 2) * c]
 
 
 def stage_degrees(shape: ModelShape, world: int) -> list[int]:
@@ -143,7 +148,8 @@ def stage_degrees(shape: ModelShape, world: int) -> list[int]:
 def layouts(shape: ModelShape, cluster: Cluster, workload: Workload, fixed: Mapping[str, object]) -> Iterator[Layout]:
     """Every way to divide the cluster's GPUs over the axes.
 
-    ``tp`` stays inside a node unless it is fixed; a value in ``fixed`` is the only one of its axis.
+    ``tp`` stays inside a node, and ``cp`` leaves each rank :data:`LEAST_TOKENS`, unless they are fixed; a value in
+    ``fixed`` is the only one of its axis.
     """
     for p, t, c in _model_parallel(shape, cluster, workload.seq_len, fixed):
         data = cluster.num_gpus // (p * t * c)
@@ -169,7 +175,8 @@ def _model_parallel(
         for t in _chosen(fixed, "tp", tensor_degrees(shape, rest if crosses else min(node, rest))):
             if rest % t or (node % t and not crosses):
                 continue
-            for c in _chosen(fixed, "cp", context_degrees(shape, rest // t, seq_len)):
+            least = 2 if "cp" in fixed else LEAST_TOKENS
+            for c in _chosen(fixed, "cp", context_degrees(shape, rest // t, seq_len, least_tokens=least)):
                 yield p, t, c
 
 

@@ -7,24 +7,37 @@ A candidate goes through four stages, and the first that refuses it spares it th
 3. it takes no less time than plans already found (:class:`planner.bounds.TimeBound`);
 4. its memory does not suffice, as :func:`planner.memory.estimate_memory` says.
 
-What is left is estimated in full. Stages 2 and 3 use bounds from below: the first plan is the best legal one, or at
-most 1% slower, and the best of a kind at most 5%; the tests compare with estimating every legal plan. Stage 4 asks less
-often than once for each candidate: a larger microbatch holds no less; and where a plan fits, the same one with
-recomputation or offloading is no faster.
+What is left is estimated in full, in the order of the bounds of time, so that good plans are found early. Stages 2 and
+3 use bounds from below: the fastest plan that is found is the fastest legal one, or at most 1% slower, and the best of
+a kind at most 5%; the tests compare with estimating every legal plan. Stage 4 asks less often than once for each
+candidate: a larger microbatch holds no less; where a plan does not fit, no more does the same one that saves less; and
+where a plan fits, the same one with recomputation or offloading is no faster.
 """
 
 from __future__ import annotations
 
-import bisect
-from typing import Any
+import heapq
+import itertools
+from collections.abc import Iterable, Iterator, Sequence
+from typing import Any, NamedTuple
 
 from shardwise.cost.hardware import Cluster
 from shardwise.cost.workload import Workload
-from shardwise.planner.bounds import MemoryBound, TimeBound, order
-from shardwise.planner.candidate import Candidate, bases, check_fixed, microbatches, saves_less, savings
-from shardwise.planner.estimate import Estimate, estimate
+from shardwise.planner.bounds import MemoryBound, TimeBound
+from shardwise.planner.candidate import (
+    Candidate,
+    bases,
+    check_fixed,
+    microbatches,
+    saved,
+    saves_less,
+    savings,
+    ways_to_save,
+)
+from shardwise.planner.estimate import Estimate, estimate, usable_bytes
 from shardwise.planner.legal import schedules
 from shardwise.planner.memory import estimate_memory
+from shardwise.planner.plainness import EQUALLY_FAST, order, plainness
 from shardwise.spec.errors import ConfigError, PlanError
 from shardwise.spec.plan import ParallelPlan
 from shardwise.spec.shape import ModelShape
@@ -37,7 +50,11 @@ SLACK, SLACK_OF_KIND = 0.01, 0.05
 
 
 def search(shape: ModelShape, cluster: Cluster, workload: Workload, **fixed: Any) -> list[Estimate]:
-    """The best plans for a model on a cluster, and the best of each kind.
+    """The best plans for a model on a cluster, the recommended one first.
+
+    Recommended is the plainest plan (:mod:`planner.plainness`) of those that take at most
+    :data:`~planner.plainness.EQUALLY_FAST` longer than the fastest and leave :data:`~planner.estimate.MARGIN` of the
+    device's memory free; where no plan leaves as much, of those that fit.
 
     A kind is a strategy of data parallelism alone; one of the axes ``tp``, ``pp``, ``cp``, ``ep`` beside it, under
     any strategy; or several of them.
@@ -50,14 +67,22 @@ def search(shape: ModelShape, cluster: Cluster, workload: Workload, **fixed: Any
             ``recompute``, ``in_backward``, and the pipeline's ``schedule``.
 
     Returns:
-        Plans that fit, fastest first. Behind them, for each kind without one, a plan that saves all memory that it can
-        and does not fit all the same (``fits`` is false), the smallest first.
+        The recommended plan. Behind it the fastest plans and the best of each kind, fastest first; then, for each kind
+        that has none, a plan that fits but leaves less memory free (``is_tight``), fastest first; then, for each kind
+        that has none of these either, a plan that saves all memory that it can and does not fit all the same (``fits``
+        is false), the smallest first.
 
     Raises:
         ConfigError: A fixed name is unknown, or the engine does not train in the workload's precision.
         PlanError: No plan is legal with what is fixed.
     """
     return _Search(shape, cluster, workload, check_fixed(fixed)).run()
+
+
+def fastest_of(plans: Sequence[Estimate]) -> Estimate:
+    """The fastest of a search's plans among those that it could have recommended."""
+    alike = [made for made in plans if (made.fits, made.is_tight) == (plans[0].fits, plans[0].is_tight)]
+    return min(alike, key=lambda made: made.step_time_s)
 
 
 def kind_of(plan: ParallelPlan | Candidate) -> str:
@@ -69,6 +94,35 @@ def kind_of(plan: ParallelPlan | Candidate) -> str:
     return found[0] if len(found) == 1 else "several"
 
 
+class _Family(NamedTuple):
+    """The candidates of one base, by how much is recomputed.
+
+    Attributes:
+        base: What they have in common.
+        choices: Those that recompute least.
+        others: Those that recompute more, in groups.
+        least_bytes: For each group, ``choices`` first, what its smallest holds at least.
+    """
+
+    base: Candidate
+    choices: list[Candidate]
+    others: list[list[Candidate]]
+    least_bytes: list[float]
+
+    @property
+    def is_one(self) -> bool:
+        """Whether it is one candidate."""
+        return len(self.choices) == 1 and not self.others
+
+    def within(self, capacity: float) -> _Family | None:
+        """The family without groups that certainly hold more; ``None`` where all do."""
+        groups = [self.choices, *self.others]
+        first = next((place for place, least in enumerate(self.least_bytes) if least <= capacity), None)
+        if first is None:
+            return None
+        return _Family(self.base, groups[first], groups[first + 1 :], self.least_bytes[first:])
+
+
 class _Search:
     def __init__(self, shape: ModelShape, cluster: Cluster, workload: Workload, fixed: dict[str, Any]) -> None:
         if workload.precision == "fp8":
@@ -77,90 +131,200 @@ class _Search:
                 "  Use bf16; sw.planner.estimate() takes fp8, for a plan of your own."
             )
         self.shape, self.cluster, self.workload, self.fixed = shape, cluster, workload, fixed
-        self.capacity = cluster.device.memory_bytes
         self.num_estimates = self.num_memory = 0
-        self._least_bytes = MemoryBound(shape, workload)
-        self._limits: dict[Candidate, list[int]] = {}
+        self.least_bytes = MemoryBound(shape, cluster, workload)
+        self.least_time = TimeBound(shape, cluster, workload, fixed)
+        self._bytes: dict[Candidate, int] = {}
         self._plans: dict[Candidate, ParallelPlan] = {}
+        self._made: dict[Candidate, Estimate] = {}
 
-    def run(self) -> list[Estimate]:  # noqa: C901  the stages of the module's docstring
+    def run(self) -> list[Estimate]:
         """The result of :func:`search`."""
-        bound = TimeBound(self.shape, self.cluster, self.workload, self.fixed)
-        ranked: list[tuple[float, tuple[object, ...], Candidate]] = []
-        smallest: dict[str, tuple[float, Candidate]] = {}
-        for base in bases(self.shape, self.cluster, self.workload, self.fixed):
-            choices = savings(base, self.workload, self.fixed)
-            if not choices:
-                continue
-            least, kind = self._least_bytes(choices[-1]), kind_of(base)
-            if kind not in smallest or (least, base.micro_batch) < (smallest[kind][0], smallest[kind][1].micro_batch):
-                smallest[kind] = least, base
-            if least <= self.capacity:
-                ranked.append((bound(base), order(base), base))
-        if not smallest:
+        every, kinds = self._families()
+        if not kinds:
             raise PlanError(_nothing_legal(self.shape, self.cluster, self.workload, self.fixed))
-        ranked.sort(key=lambda item: item[:2])
-        found: dict[Candidate, Estimate] = {}
-        times: list[float] = []
-        best_of: dict[str, float] = {}
-        for least, _, base in ranked:
-            kind = kind_of(base)
-
-            def is_slow(candidate: Candidate, kind: str = kind) -> bool:
-                return self._is_slow(bound(candidate), times, best_of.get(kind))
-
-            if self._is_slow(least, times, best_of.get(kind)):
-                continue
-            for candidate in self._fitting([choice for choice in self._savings(base) if not is_slow(choice)]):
-                if is_slow(candidate):
-                    continue
-                made = found[candidate] = self._estimate(candidate)
-                bisect.insort(times, made.step_time_s)
-                best_of[kind] = min(made.step_time_s, best_of.get(kind, made.step_time_s))
-        return self._chosen(found, {kind: base for kind, (_, base) in smallest.items()})
-
-    @staticmethod
-    def _is_slow(least: float, times: list[float], best_of_kind: float | None) -> bool:
-        """Whether a plan that takes ``least`` seconds or more is neither among the best nor the best of its kind."""
-        if best_of_kind is None or len(times) < NUM_BEST:
-            return False
-        return least >= (1 - SLACK) * times[0] and least >= (1 - SLACK_OF_KIND) * best_of_kind
-
-    def _savings(self, base: Candidate) -> list[Candidate]:
-        every = savings(base, self.workload, self.fixed)
-        return [choice for choice in every if self._least_bytes(choice) <= self.capacity]
-
-    def _fitting(self, choices: list[Candidate]) -> list[Candidate]:
-        """What fits of a base's choices, without what saves more memory than another that fits."""
-        if len(choices) > 2 and not self._fits(choices[0]) and not self._fits(choices[-1]):
-            return []
-        fitting: list[Candidate] = []
-        for choice in choices:
-            if not any(saves_less(other, choice) for other in fitting) and self._fits(choice):
-                fitting.append(choice)
-        return fitting
-
-    def _chosen(self, found: dict[Candidate, Estimate], kinds: dict[str, Candidate]) -> list[Estimate]:
-        ranked = sorted(found.items(), key=lambda item: (item[1].step_time_s, order(item[0])))
-        result: list[Estimate] = []
-        seen: set[str] = set()
-        for place, (candidate, made) in enumerate(ranked):
-            if place < NUM_BEST or kind_of(candidate) not in seen:
-                result.append(made)
-            seen.add(kind_of(candidate))
-        missing = [self._smallest(candidate) for kind, candidate in kinds.items() if kind not in seen]
+        roomy = _Pass(self, usable_bytes(self.cluster))
+        roomy.explore(every)
+        lacking = kinds.keys() - roomy.best_of
+        tight = _Pass(self, self.cluster.device.memory_bytes)
+        tight.explore([family for family in every if kind_of(family.base) in lacking])
+        chosen, rest = (roomy, tight) if roomy.found else (tight, roomy)
+        result = [*chosen.ranked(chosen.recommended()), *rest.ranked()]
+        missing = [self._smallest(base) for kind, base in kinds.items() if kind in lacking - tight.best_of.keys()]
         return result + sorted(missing, key=lambda made: made.memory.device_bytes)
+
+    def _families(self) -> tuple[list[_Family], dict[str, Candidate]]:
+        """What may fit, and for each kind the base that holds the least with all memory saved."""
+        capacity = self.cluster.device.memory_bytes
+        found: list[_Family] = []
+        smallest: dict[str, tuple[float, int, Candidate]] = {}
+        for base in bases(self.shape, self.cluster, self.workload, self.fixed):
+            ways = ways_to_save(base, self.workload, self.fixed)
+            if not ways:
+                continue
+            kind, least = kind_of(base), self.least_bytes(saved(base, ways[-1]))
+            if kind not in smallest or (least, base.micro_batch) < smallest[kind][:2]:
+                smallest[kind] = least, base.micro_batch, base
+            if least <= capacity:
+                choices = [saved(base, way) for way in ways]
+                groups = [[c for c in choices if c.recompute == r] for r in dict.fromkeys(c.recompute for c in choices)]
+                found.append(_Family(base, groups[0], groups[1:], [self.least_bytes(group[-1]) for group in groups]))
+        return found, {kind: base for kind, (_, _, base) in smallest.items()}
 
     def _smallest(self, base: Candidate) -> Estimate:
         """The plan of a base that comes nearest to fitting: with all memory saved, in the host's or not."""
         every = savings(base, self.workload, self.fixed)
         on_device = [choice for choice in every if choice.offload == "none"]
-        made = [self._estimate(choices[-1]) for choices in (every, on_device) if choices]
-        return min(made, key=lambda made: made.memory.device_bytes)
+        most = [choices[-1] for choices in (every, on_device) if choices]
+        return self.estimate(min(most, key=self.device_bytes))
+
+    def device_bytes(self, candidate: Candidate) -> int:
+        """What the fullest rank's device holds."""
+        if candidate not in self._bytes:
+            self.num_memory += 1
+            plan, workload = self.plan(candidate), candidate.workload(self.workload)
+            self._bytes[candidate] = estimate_memory(self.shape, plan, self.cluster, workload).device_bytes
+        return self._bytes[candidate]
+
+    def estimate(self, candidate: Candidate) -> Estimate:
+        """Memory and time."""
+        if candidate not in self._made:
+            self.num_estimates += 1
+            self._made[candidate] = estimate(
+                self.shape, self.plan(candidate), self.cluster, candidate.workload(self.workload)
+            )
+        return self._made[candidate]
+
+    def plan(self, candidate: Candidate) -> ParallelPlan:
+        """The plan of a candidate; without a pipeline it is the same for every microbatch."""
+        key = candidate if candidate.schedule else candidate._replace(micro_batch=0, accumulation=0)
+        if key not in self._plans:
+            self._plans[key] = candidate.plan(self.workload, self.fixed)
+        return self._plans[key]
+
+
+class _Pass:
+    """One pass over candidates, with so much memory on a device.
+
+    Attributes:
+        found: What was estimated.
+        best_of: Seconds of the fastest of each kind.
+    """
+
+    def __init__(self, asked: _Search, capacity: float) -> None:
+        self._asked, self._capacity = asked, capacity
+        self.found: dict[Candidate, Estimate] = {}
+        self.best_of: dict[str, float] = {}
+        self._times: list[float] = []
+        self._passed_over: list[tuple[float, _Family]] = []
+        self._fitting: dict[Candidate, list[Candidate]] = {}
+        self._limits: dict[Candidate, list[int]] = {}
+
+    def explore(self, every: Iterable[_Family]) -> None:
+        """Estimate what may be among the fastest, or the fastest of its kind, in the order of the bounds of time."""
+        number = itertools.count()
+        heap = [
+            (self._least_time(family), next(number), family)
+            for family in (given.within(self._capacity) for given in every)
+            if family is not None
+        ]
+        heapq.heapify(heap)
+        while heap:
+            least, _, family = heapq.heappop(heap)
+            if self._is_slow(least, kind_of(family.base)):
+                self._passed_over.append((least, family))
+            elif family.is_one:
+                self._try(family.choices[0])
+            else:
+                for part in self._parts(family):
+                    heapq.heappush(heap, (max(least, self._least_time(part)), next(number), part))
+
+    def _parts(self, family: _Family) -> Iterator[_Family]:
+        """The choices of a family, each alone, and the family with more recomputation; nothing if none can fit."""
+        most = family.others[-1][-1] if family.others else family.choices[-1]
+        if not self._fits(most):
+            return
+        for choice in family.choices:
+            if (least := self._asked.least_bytes(choice)) <= self._capacity:
+                yield _Family(family.base, [choice], [], [least])
+        if family.others:
+            yield _Family(family.base, family.others[0], family.others[1:], family.least_bytes[1:])
+
+    def _least_time(self, family: _Family) -> float:
+        return self._asked.least_time(family.choices[0])
+
+    def _is_slow(self, least: float, kind: str) -> bool:
+        """Whether a plan that takes ``least`` seconds or more is neither among the best nor the best of its kind."""
+        best_of_kind = self.best_of.get(kind)
+        if best_of_kind is None or len(self._times) < NUM_BEST:
+            return False
+        return least >= (1 - SLACK) * min(self._times) and least >= (1 - SLACK_OF_KIND) * best_of_kind
+
+    def _try(self, candidate: Candidate) -> Estimate | None:
+        """Estimate a candidate that fits, unless the same one fits that saves less memory."""
+        base = candidate._replace(offload="none", recompute="none", in_backward=False, releases_units=False)
+        fitting = self._fitting.setdefault(base, [])
+        if any(saves_less(other, candidate) for other in fitting) or not self._fits(candidate):
+            return None
+        fitting.append(candidate)
+        made = self.found[candidate] = self._asked.estimate(candidate)
+        self._times.append(made.step_time_s)
+        kind = kind_of(candidate)
+        self.best_of[kind] = min(made.step_time_s, self.best_of.get(kind, made.step_time_s))
+        return made
+
+    def recommended(self) -> Candidate | None:
+        """The plainest of what is equally fast as the fastest; of equally plain plans the fastest.
+
+        Candidates that were passed over, as they are slower than others, are tried here in the order of plainness.
+        """
+        if not self.found:
+            return None
+        most = (1 + EQUALLY_FAST) * min(self._times)
+        found = {c: made.step_time_s for c, made in self.found.items() if made.step_time_s <= most}
+        best = min(found, key=lambda c: (plainness(c), found[c], order(c)))
+        # What saves less memory comes before the same with more, as `_try` needs it.
+        plainest_first = sorted(
+            self._left(most), key=lambda c: (plainness(c), c.releases_units, self._asked.least_time(c))
+        )
+        for candidate in plainest_first:
+            if plainness(candidate) > plainness(best):
+                break
+            is_alike = plainness(candidate) == plainness(best)
+            if is_alike and self._asked.least_time(candidate) >= (1 - SLACK) * found[best]:
+                continue
+            made = self._try(candidate)
+            if made is None or made.step_time_s > most or (is_alike and made.step_time_s >= found[best]):
+                continue
+            best, found[candidate] = candidate, made.step_time_s
+        return best
+
+    def _left(self, most: float) -> Iterator[Candidate]:
+        """Candidates that were passed over and may take no more than ``most`` seconds."""
+        for least, family in self._passed_over:
+            if least > most:
+                continue
+            for choice in itertools.chain(family.choices, *family.others):
+                if self._asked.least_time(choice) <= most and self._asked.least_bytes(choice) <= self._capacity:
+                    yield choice
+
+    def ranked(self, first: Candidate | None = None) -> list[Estimate]:
+        """The plans that the search returns: ``first``, the fastest, and the best of each kind, fastest first."""
+        ranked = sorted(self.found.items(), key=lambda item: (item[1].step_time_s, order(item[0])))
+        result = [] if first is None else [self.found[first]]
+        seen: set[str] = set()
+        for place, (candidate, made) in enumerate(ranked):
+            if candidate != first and (place < NUM_BEST or kind_of(candidate) not in seen):
+                result.append(made)
+            seen.add(kind_of(candidate))
+        return result
 
     def _fits(self, candidate: Candidate) -> bool:
-        """Whether memory suffices. A larger microbatch holds no less, so few of them are asked for."""
-        key = candidate._replace(micro_batch=0, accumulation=0)
+        """Whether memory suffices. A larger microbatch holds no less, so few of them are asked for.
+
+        A step of one microbatch is asked for apart, as it holds no sums of gradients.
+        """
+        key = candidate._replace(micro_batch=0, accumulation=min(candidate.accumulation, 2))
         if key not in self._limits:
             self._limits[key] = [0, 1 << 62]
             micro, count = self._smallest_of(candidate)
@@ -173,31 +337,21 @@ class _Search:
             return True
         if candidate.micro_batch >= limits[1]:
             return False
-        self.num_memory += 1
-        plan, workload = self._plan(candidate), candidate.workload(self.workload)
-        fits = estimate_memory(self.shape, plan, self.cluster, workload).device_bytes <= self.capacity
+        fits = self._asked.device_bytes(candidate) <= self._capacity
         limits[not fits] = candidate.micro_batch
         return fits
 
     def _smallest_of(self, candidate: Candidate) -> tuple[int, int]:
         """The smallest microbatch of a layout, and how many of them make a step."""
-        sizes = microbatches(candidate.layout, self.workload, self.fixed)
+        if candidate.accumulation == 1:
+            return candidate.micro_batch, 1
+        asked = self._asked
+        sizes = microbatches(candidate.layout, asked.workload, asked.fixed)
         return next((micro, count) for micro, count in sizes if not candidate.schedule or self._runs(candidate, count))
 
     def _runs(self, candidate: Candidate, count: int) -> bool:
-        found = schedules(self.shape, candidate.layout.pp, count, self.fixed)
+        found = schedules(self._asked.shape, candidate.layout.pp, count, self._asked.fixed)
         return (candidate.schedule, candidate.virtual_stages) in found
-
-    def _estimate(self, candidate: Candidate) -> Estimate:
-        self.num_estimates += 1
-        return estimate(self.shape, self._plan(candidate), self.cluster, candidate.workload(self.workload))
-
-    def _plan(self, candidate: Candidate) -> ParallelPlan:
-        """The plan of a candidate; without a pipeline it is the same for every microbatch."""
-        key = candidate if candidate.schedule else candidate._replace(micro_batch=0, accumulation=0)
-        if key not in self._plans:
-            self._plans[key] = candidate.plan(self.workload, self.fixed)
-        return self._plans[key]
 
 
 def _nothing_legal(shape: ModelShape, cluster: Cluster, workload: Workload, fixed: dict[str, Any]) -> str:

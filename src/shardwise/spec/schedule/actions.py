@@ -6,6 +6,7 @@ import functools
 from collections.abc import Sequence
 from dataclasses import dataclass
 from enum import StrEnum
+from typing import NamedTuple
 
 from shardwise.spec.errors import PlanError
 
@@ -25,7 +26,7 @@ class Kind(StrEnum):
     @property
     def is_message(self) -> bool:
         """Whether it is one end of a message."""
-        return self.is_send or self.is_receive
+        return self in _MESSAGES
 
     @property
     def is_send(self) -> bool:
@@ -41,6 +42,9 @@ class Kind(StrEnum):
     def gives_input_gradient(self) -> bool:
         """Whether the stage before can begin its backward afterwards."""
         return self in {Kind.BACKWARD, Kind.BACKWARD_INPUT}
+
+
+_MESSAGES = frozenset(kind for kind in Kind if kind.is_send or kind.is_receive)
 
 
 @dataclass(frozen=True, slots=True)
@@ -108,6 +112,14 @@ class Schedule:
         parts = (Kind.BACKWARD_INPUT, Kind.BACKWARD_WEIGHT)
         return any(action.kind in parts for actions in self.actions for action in actions)
 
+    @functools.cached_property
+    def order(self) -> tuple[Ordered, ...]:
+        """The computations of all ranks in an order in which each comes after what it takes.
+
+        Empty where there are messages, or where ranks wait for each other in a circle.
+        """
+        return _ordered(self)
+
     def stages(self, rank: int) -> tuple[int, ...]:
         """The stages of a rank, in the order of forward."""
         return tuple(stage for stage, owner in enumerate(self.ranks) if owner == rank)
@@ -143,6 +155,55 @@ class Schedule:
     def computations(self, rank: int) -> tuple[Action, ...]:
         """The actions of a rank without messages, in order."""
         return tuple(action for action in self.actions[rank] if not action.kind.is_message)
+
+
+class Ordered(NamedTuple):
+    """A computation of :attr:`Schedule.order`.
+
+    Attributes:
+        rank: The rank that computes.
+        action: What it computes.
+        kind: The place of its kind among all kinds.
+        source: The place in the order of the computation whose result it takes from another stage; -1: none.
+        sender: The stage of that result, if it is on another rank; -1: none.
+    """
+
+    rank: int
+    action: Action
+    kind: int
+    source: int
+    sender: int
+
+
+def _ordered(schedule: Schedule) -> tuple[Ordered, ...]:
+    """Ranks take turns; each goes on until it has to wait for another."""
+    if any(action.kind in _MESSAGES for actions in schedule.actions for action in actions):
+        return ()
+    found: list[Ordered] = []
+    places: dict[tuple[bool, int, int], int] = {}  # of results: of a forward or a backward, stage, microbatch
+    next_of = [0] * schedule.num_ranks
+    total = sum(len(actions) for actions in schedule.actions)
+    ranks, num_stages, kinds = schedule.ranks, schedule.num_stages, list(Kind)
+    while len(found) < total:
+        before = len(found)
+        for rank, actions in enumerate(schedule.actions):
+            while next_of[rank] < len(actions):
+                action = actions[next_of[rank]]
+                stage, is_forward = action.stage, action.kind is Kind.FORWARD
+                source = -1
+                other = stage - 1 if is_forward else stage + 1
+                if action.kind is not Kind.BACKWARD_WEIGHT and 0 <= other < num_stages:
+                    source = places.get((is_forward, other, action.microbatch), -1)
+                    if source < 0:
+                        break
+                if action.kind is not Kind.BACKWARD_WEIGHT:
+                    places[is_forward, stage, action.microbatch] = len(found)
+                sender = other if source >= 0 and ranks[other] != ranks[stage] else -1
+                found.append(Ordered(rank, action, kinds.index(action.kind), source, sender))
+                next_of[rank] += 1
+        if len(found) == before:
+            return ()
+    return tuple(found)
 
 
 def looped_ranks(pp: int, num_virtual_stages: int) -> tuple[int, ...]:

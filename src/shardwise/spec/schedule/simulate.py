@@ -158,7 +158,32 @@ def simulate(
     unit = _unit(itertools.chain(others.values(), *(stage.all for stage in set(stages))))
     ticks = {stage: {kind: stage.ticks(kind, unit) for kind in Kind} for stage in set(stages)}
     took = {key: int(seconds / unit) for key, seconds in others.items()}
-    return _Run(schedule, [ticks[stage] for stage in stages], unit, is_blocking=is_blocking, took=took).timing()
+    held = [ticks[stage] for stage in stages]
+    if not is_blocking and schedule.order:
+        return Timing(_in_order(schedule, held, took), unit)
+    return _Run(schedule, held, unit, is_blocking=is_blocking, took=took).timing()
+
+
+def _in_order(
+    schedule: Schedule, ticks: Sequence[Mapping[Kind, int]], took: Mapping[tuple[Kind, int, int], int]
+) -> tuple[tuple[Span, ...], ...]:
+    """Spans of a schedule without messages, whose order of computations is known: as :class:`_Run` finds them."""
+    unusual = {microbatch for _, _, microbatch in took}
+    lasts = [[each[kind] for kind in Kind] for each in ticks]
+    travel = [*(each[Kind.SEND_ACTIVATION] for each in ticks), 0]  # the last: of what is already there
+    spans: list[list[Span]] = [[] for _ in schedule.actions]
+    clock, ends = [0] * schedule.num_ranks, []
+    for rank, action, kind, source, sender in schedule.order:
+        start = clock[rank]
+        if source >= 0 and (arrives := ends[source] + travel[sender]) > start:
+            start = arrives
+        end = start + lasts[action.stage][kind]
+        if action.microbatch in unusual and (key := (action.kind, action.stage, action.microbatch)) in took:
+            end = start + took[key]
+        spans[rank].append(Span(start, end, action))
+        ends.append(end)
+        clock[rank] = end
+    return tuple(map(tuple, spans))
 
 
 def without_delays(schedule: Schedule, timing: Timing) -> Timing:
